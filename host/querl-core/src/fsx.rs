@@ -1,0 +1,135 @@
+//! Files that appear whole or not at all.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+/// Writes `bytes` to `path`: beside it first, synced, then renamed over it. Makes missing parent folders.
+///
+/// # Errors
+/// Whatever the file system says; `path` is then as it was before.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_atomic_with(path, |file| file.write_all(bytes))
+}
+
+/// As [`write_atomic`], for content that is written piece by piece.
+///
+/// # Errors
+/// Whatever the file system or `fill` says; `path` is then as it was before.
+pub fn write_atomic_with(
+    path: &Path,
+    fill: impl FnOnce(&mut io::BufWriter<&mut std::fs::File>) -> io::Result<()>,
+) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    let mut file = tempfile::Builder::new().prefix(".querl-").tempfile_in(folder)?;
+    {
+        let mut writer = io::BufWriter::new(file.as_file_mut());
+        fill(&mut writer)?;
+        writer.flush()?;
+    }
+    file.as_file().sync_all()?;
+    set_readable(file.path())?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+/// A temporary file is private to its owner; what it becomes is an ordinary file.
+fn set_readable(path: &Path) -> io::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644))?;
+    }
+    Ok(())
+}
+
+/// Writes one JSON value a line.
+///
+/// # Errors
+/// As [`write_atomic`], or a value that JSON cannot hold.
+pub fn write_jsonl<T: serde::Serialize>(path: &Path, values: impl IntoIterator<Item = T>) -> io::Result<()> {
+    write_atomic_with(path, |file| {
+        for value in values {
+            serde_json::to_writer(&mut *file, &value)?;
+            file.write_all(b"\n")?;
+        }
+        Ok(())
+    })
+}
+
+/// Why a JSON lines file could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The file itself.
+    #[error("{path}: cannot be read: {source}")]
+    Io {
+        /// Which file.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// One of its lines.
+    #[error("{path}:{line}: not a valid record: {source}")]
+    Line {
+        /// Which file.
+        path: String,
+        /// 1-based.
+        line: usize,
+        /// Why.
+        source: serde_json::Error,
+    },
+}
+
+/// Reads one JSON value a line; empty lines are passed over.
+///
+/// # Errors
+/// The file cannot be read, or a line is not a `T`.
+pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, ReadError> {
+    let text =
+        std::fs::read_to_string(path).map_err(|source| ReadError::Io { path: path.display().to_string(), source })?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    lines
+        .map(|(index, line)| {
+            serde_json::from_str(line).map_err(|source| ReadError::Line {
+                path: path.display().to_string(),
+                line: index + 1,
+                source,
+            })
+        })
+        .collect()
+}
+
+/// Lower-case hexadecimal SHA-256 of `bytes`.
+pub fn digest_hex(bytes: &[u8]) -> String {
+    use sha2::{Digest, Sha256};
+    hex::encode(Sha256::digest(bytes))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_write_leaves_the_old_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a/b.txt");
+        write_atomic(&path, b"old").unwrap();
+        let failed = write_atomic_with(&path, |file| {
+            file.write_all(b"half")?;
+            Err(io::Error::other("disk full"))
+        });
+        assert!(failed.is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn bad_line_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.jsonl");
+        write_atomic(&path, b"1\n\nx\n").unwrap();
+        let error = read_jsonl::<u32>(&path).unwrap_err().to_string();
+        assert!(error.contains("x.jsonl:3"), "{error}");
+    }
+}

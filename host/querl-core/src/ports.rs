@@ -1,0 +1,147 @@
+//! Ports: the traits through which stages reach teachers, judges, retrieval and plugins. Each has a real implementation and
+//! a stand-in behind the same trait.
+
+use crate::records::{
+    CallFailure, Completion, Context, Episode, Hit, Message, QueryRow, Rejection, Reward, Sample, Verdict,
+};
+use async_trait::async_trait;
+
+/// Rewrites queries: a large model behind an endpoint, or a recording of one.
+#[async_trait]
+pub trait Teacher: Send + Sync {
+    /// Rewrites one query. `messages` is the prompt that the tenant's plugin made for it. The text is returned as the model
+    /// sent it; parsing is the plugin's.
+    async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure>;
+
+    /// How records and reports name it: `gpt-5`, `recorded (stand-in)`.
+    fn name(&self) -> &str;
+}
+
+/// What a judge is asked.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JudgeRequest<'a> {
+    /// What the user typed.
+    pub query: &'a str,
+    /// Who asks, and what was said before.
+    pub context: &'a Context,
+    /// The rewrite to judge.
+    pub rewrite: &'a str,
+    /// The prompt that the tenant's plugin made.
+    pub messages: &'a [Message],
+}
+
+/// Judges a rewrite: a large model, or a rubric that stands in for one.
+#[async_trait]
+pub trait Judge: Send + Sync {
+    /// The judge's answer as text, to be parsed by the tenant's plugin (`parse-judgement`).
+    async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure>;
+
+    /// How reports name it: `gpt-5`, `rubric (stand-in)`.
+    fn name(&self) -> &str;
+}
+
+/// What retrieval is asked.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RetrievalRequest<'a> {
+    /// What the user typed: passages are scored against this.
+    pub original_query: &'a str,
+    /// Who asks, and what was said before.
+    pub context: &'a Context,
+    /// What is looked up.
+    pub rewritten_query: &'a str,
+}
+
+/// Finds passages.
+#[async_trait]
+pub trait Retriever: Send + Sync {
+    /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is an answer: nothing was found.
+    async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure>;
+
+    /// How reports name it.
+    fn name(&self) -> &str;
+}
+
+/// What a prompt is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PromptTask {
+    /// The teacher's prompt: long, with the tenant's rules.
+    TeacherRewrite,
+    /// The policy's prompt: short; what a rule says is learned.
+    PolicyRewrite,
+    /// The judge's prompt.
+    Judge,
+}
+
+/// What goes into a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PromptInput<'a> {
+    /// What the user typed.
+    pub query: &'a str,
+    /// Who asks, and what was said before.
+    pub context: &'a Context,
+    /// The rewrite to judge; `None` in the rewrite tasks.
+    pub rewrite: Option<&'a str>,
+}
+
+/// A judgement as parsed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParsedJudgement {
+    /// 综合得分, 0 to 5.
+    pub score: f64,
+    /// Why, in words.
+    pub reason: String,
+}
+
+/// A plugin's fault: names plugin, version and what it did.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("plugin {plugin} {version}: {message}")]
+pub struct PluginFault {
+    /// The plugin's name.
+    pub plugin: String,
+    /// Its version.
+    pub version: String,
+    /// What it did and what the contract says.
+    pub message: String,
+}
+
+/// A tenant's prompts and the parsing of answers.
+pub trait Prompts: Send + Sync {
+    /// The conversation for one task.
+    fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault>;
+
+    /// A rewrite out of a model's answer; the inner error says why there is none.
+    fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault>;
+
+    /// A judgement out of a judge's answer; the inner error says why there is none.
+    fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault>;
+}
+
+/// Keeps or drops dataset rows.
+pub trait Filter: Send + Sync {
+    /// One verdict per sample, in order.
+    fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault>;
+
+    /// The plugin's name.
+    fn name(&self) -> &str;
+}
+
+/// The range a reward declares.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RewardRange {
+    /// No total lies below.
+    pub min: f64,
+    /// No total lies above.
+    pub max: f64,
+}
+
+/// Scores episodes.
+pub trait RewardModel: Send + Sync {
+    /// One result per episode, in order. A rejection drops the episode; it is not a score.
+    fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
+
+    /// The declared range of totals.
+    fn range(&self) -> RewardRange;
+
+    /// The plugin's name.
+    fn name(&self) -> &str;
+}

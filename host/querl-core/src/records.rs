@@ -1,0 +1,405 @@
+//! The records that flow through the pipeline, in pipeline order.
+//!
+//! "Failed", "empty" and "low" are three different things throughout: a failure is a [`CallFailure`], an empty answer is an
+//! empty list, a low one is a number. Nothing turns one into another.
+
+use serde::{Deserialize, Serialize};
+
+/// One row of the query table, as read.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct QueryRow {
+    /// Stable over runs: a digest of query, profile and history.
+    pub id: String,
+    /// 1-based row in the input table, header counted, as a spreadsheet shows it.
+    pub row: usize,
+    /// What the user typed.
+    pub original_query: String,
+    /// Who asks; may be empty.
+    #[serde(default)]
+    pub user_profile: String,
+    /// What was said before; may be empty.
+    #[serde(default)]
+    pub history_summary: String,
+    /// Ids of the passages that answer the query; empty where unknown.
+    #[serde(default)]
+    pub gold_ids: Vec<String>,
+    /// Rows of one group (paraphrases of one need) share a split.
+    pub group: String,
+}
+
+/// Why an outside call gave no answer. Never turned into data.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{kind}: {message}")]
+pub struct CallFailure {
+    /// What sort of failure.
+    pub kind: FailureKind,
+    /// One sentence: what was asked of whom, what came back. Holds no secret.
+    pub message: String,
+}
+
+/// The sorts of failure of an outside call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureKind {
+    /// No answer within the time limit.
+    Timeout,
+    /// Not reachable, or the connection broke.
+    Unreachable,
+    /// Refused for lack of valid credentials (401, 403).
+    Unauthorized,
+    /// The service refused this request (other 4xx).
+    Rejected,
+    /// Rate limit that outlasted the retries (429).
+    RateLimited,
+    /// The service failed (5xx).
+    ServerError,
+    /// An answer came that could not be understood.
+    InvalidResponse,
+    /// A recording has no entry for this query.
+    NotRecorded,
+}
+
+impl FailureKind {
+    /// A failure that every further call would meet too: the stage stops instead of going on.
+    pub fn is_fatal(self) -> bool {
+        matches!(self, Self::Unauthorized)
+    }
+}
+
+impl std::fmt::Display for FailureKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Timeout => "timeout",
+            Self::Unreachable => "unreachable",
+            Self::Unauthorized => "unauthorized",
+            Self::Rejected => "rejected",
+            Self::RateLimited => "rate limited",
+            Self::ServerError => "server error",
+            Self::InvalidResponse => "invalid response",
+            Self::NotRecorded => "not recorded",
+        })
+    }
+}
+
+/// A query with the teacher's rewrite of it, or why there is none.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RewriteRecord {
+    /// The query.
+    #[serde(flatten)]
+    pub query: QueryRow,
+    /// The teacher's answer.
+    pub rewrite: Result<Completion, CallFailure>,
+}
+
+/// A text from a teacher or judge, with what it cost.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Completion {
+    /// The text, as the plugin's parser left it.
+    pub text: String,
+    /// Tokens of the prompt, where the service said.
+    #[serde(default)]
+    pub prompt_tokens: Option<u64>,
+    /// Tokens of the answer, where the service said.
+    #[serde(default)]
+    pub completion_tokens: Option<u64>,
+    /// Price in the configured currency; `None` where unknown.
+    #[serde(default)]
+    pub cost: Option<f64>,
+    /// Wall-clock time of the call in milliseconds; `None` for a recording that did not keep it.
+    #[serde(default)]
+    pub latency_ms: Option<f64>,
+}
+
+/// One retrieved passage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Hit {
+    /// Id of the passage; empty where the service sends none.
+    #[serde(default)]
+    pub id: String,
+    /// The passage.
+    pub text: String,
+    /// How well the passage answers the original query in its context, 0 to 1.
+    pub reranker_score: f64,
+    /// First-stage score (BM25 or similarity), where known; its scale is the index's own.
+    #[serde(default)]
+    pub retrieval_score: Option<f64>,
+    /// 1 for the best.
+    pub rank: u32,
+}
+
+/// A query with the teacher's rewrite and what retrieval found with it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ValidatedRecord {
+    /// Query and rewrite.
+    #[serde(flatten)]
+    pub rewritten: RewriteRecord,
+    /// Hits of the rewrite, best first; `None` where there is no rewrite to look up.
+    pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
+}
+
+impl ValidatedRecord {
+    /// The best hit's score; `None` where retrieval failed, was not tried or found nothing.
+    pub fn top1_score(&self) -> Option<f64> {
+        let hits = self.retrieval.as_ref()?.as_ref().ok()?;
+        hits.first().map(|hit| hit.reranker_score)
+    }
+}
+
+/// What a filter plugin sees of one row: both rewrite and retrieval succeeded.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// Id of the query row.
+    pub id: String,
+    /// What the user typed.
+    pub original_query: String,
+    /// The teacher's rewrite.
+    pub rewritten_query: String,
+    /// Who asks, and what was said before.
+    pub context: Context,
+    /// Hits of the rewrite, best first.
+    pub hits: Vec<Hit>,
+}
+
+/// A filter's word on one sample.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Goes into the dataset.
+    Keep,
+    /// Stays out, for a reason.
+    Drop {
+        /// Short, stable, countable: `top1_below_threshold`.
+        code: String,
+        /// For a person.
+        detail: String,
+    },
+}
+
+/// A chat message.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// The text.
+    pub content: String,
+}
+
+/// The three splits of a dataset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    /// For training.
+    Train,
+    /// For early stopping and choosing.
+    Val,
+    /// For the final table only.
+    Test,
+}
+
+impl Split {
+    /// In the order of the files: train, val, test.
+    pub const ALL: [Self; 3] = [Self::Train, Self::Val, Self::Test];
+
+    /// `train`, `val`, `test`: the file stem and the name in `eval.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Train => "train",
+            Self::Val => "val",
+            Self::Test => "test",
+        }
+    }
+}
+
+/// One line of `train.jsonl`, `val.jsonl` or `test.jsonl`.
+///
+/// `messages` ends with the assistant's rewrite in rows that passed the filters. Rows of val and test whose teacher rewrite
+/// failed or was dropped are kept without an assistant message: dropping them would flatter every system.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DatasetRow {
+    /// The conversation; the last one is the assistant's where the teacher's rewrite passed.
+    pub messages: Vec<Message>,
+    /// Where it comes from.
+    pub metadata: RowMetadata,
+}
+
+impl DatasetRow {
+    /// The messages before the assistant's answer: what the policy is prompted with.
+    pub fn prompt(&self) -> &[Message] {
+        match self.messages.last() {
+            Some(last) if last.role == "assistant" => &self.messages[..self.messages.len() - 1],
+            _ => &self.messages,
+        }
+    }
+
+    /// The teacher's rewrite where it passed the filters: the target of fine-tuning.
+    pub fn target(&self) -> Option<&str> {
+        self.messages.last().filter(|last| last.role == "assistant").map(|last| last.content.as_str())
+    }
+}
+
+/// What stands beside the messages of a dataset row.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RowMetadata {
+    /// The query.
+    #[serde(flatten)]
+    pub query: QueryRow,
+    /// Retrieval score of the best hit of the teacher's rewrite.
+    pub top1_score: Option<f64>,
+    /// Who wrote the rewrite: `recorded`, or the model's name.
+    pub source: String,
+    /// Why no assistant message: failure or filter code.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped: Option<String>,
+}
+
+/// Who asks, and what was said before.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Context {
+    /// Empty where unknown.
+    pub user_profile: String,
+    /// Empty where nothing was said.
+    pub history_summary: String,
+}
+
+/// A judge's word on one rewrite.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Judgement {
+    /// Judged.
+    Scored {
+        /// 综合得分, 0 to 5.
+        score: f64,
+        /// Why, in words.
+        reason: String,
+    },
+    /// Not chosen for judging (see `judge.sample_rate`).
+    NotSampled,
+    /// Asked, and no usable answer came.
+    Failed(CallFailure),
+}
+
+impl Judgement {
+    /// The score where there is one.
+    pub fn score(&self) -> Option<f64> {
+        match self {
+            Self::Scored { score, .. } => Some(*score),
+            _ => None,
+        }
+    }
+}
+
+/// One class of a style distribution.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StyleProbability {
+    /// `售前` and so on.
+    pub label: String,
+    /// 0 to 1; a distribution sums to 1.
+    pub probability: f64,
+}
+
+/// One side of the competition: the policy's rewrite, or the teacher's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Candidate {
+    /// The rewrite, parsed.
+    pub rewrite: String,
+    /// Its hits, best first, or why there are none.
+    pub retrieval: Result<Vec<Hit>, CallFailure>,
+    /// What the judge said of it.
+    pub judgement: Judgement,
+    /// Style distribution, where a style model is configured.
+    #[serde(default)]
+    pub style: Option<Vec<StyleProbability>>,
+    /// Tokens generated, end of sequence included; 0 where unknown.
+    pub n_tokens: u32,
+    /// True where the token limit cut the answer off.
+    pub truncated: bool,
+}
+
+/// Everything a reward plugin may look at.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Episode {
+    /// Unique in a run: `step-000012/ab12cd34/0`.
+    pub id: String,
+    /// What the user typed.
+    pub query: String,
+    /// Who asks, and what was said before.
+    pub context: Context,
+    /// Passages known to answer it; empty where unknown.
+    pub gold_ids: Vec<String>,
+    /// The policy's side.
+    pub policy: Candidate,
+    /// The teacher's side.
+    pub baseline: Candidate,
+}
+
+/// A reward plugin's score of one episode.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Reward {
+    /// Within the range that the plugin declares.
+    pub total: f64,
+    /// Named parts, in the plugin's order.
+    pub components: Vec<RewardComponent>,
+}
+
+/// One named part of a reward.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RewardComponent {
+    /// `judge`, `retrieval`, `win`.
+    pub name: String,
+    /// Finite.
+    pub value: f64,
+}
+
+/// Why a plugin would not score one item. Not a score of 0.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{code}: {detail}")]
+pub struct Rejection {
+    /// Short, stable, countable: `baseline_retrieval_failed`.
+    pub code: String,
+    /// For a person.
+    pub detail: String,
+}
+
+/// A scored episode: one line of `episodes.jsonl`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EpisodeRecord {
+    /// Version of this line's format.
+    pub format: u32,
+    /// Training step that made it; 0 before the first update.
+    pub step: u64,
+    /// What was scored.
+    pub episode: Episode,
+    /// The score, or why the episode was dropped.
+    pub outcome: Result<Reward, Rejection>,
+}
+
+impl EpisodeRecord {
+    /// The format written today.
+    pub const FORMAT: u32 = 1;
+}
+
+/// One system's answer to one held-out query: one line of `eval/records.jsonl`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EvalRecord {
+    /// `raw`, `teacher`, `sft` or `rl`.
+    pub system: String,
+    /// The query.
+    pub query: QueryRow,
+    /// The answer with its scores, or why there is none; such a query counts as lost for accuracy and is reported apart.
+    pub outcome: Result<SystemAnswer, Rejection>,
+}
+
+/// What one system wrote for one query, and how it fared against the teacher.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SystemAnswer {
+    /// Rewrite, hits, judgement.
+    pub candidate: Candidate,
+    /// Against the teacher's candidate; `None` where the teacher has none, or for a plugin's rejection.
+    pub reward: Option<Reward>,
+    /// `1` won, `0.5` drew, `0` lost against the teacher by retrieval quality; `None` where not comparable.
+    pub win: Option<f64>,
+    /// Time to write the rewrite in milliseconds; `None` where unknown or where nothing was written.
+    pub latency_ms: Option<f64>,
+    /// Price of the rewrite in the configured currency; `None` where unknown.
+    pub cost: Option<f64>,
+}

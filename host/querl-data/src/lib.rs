@@ -1,0 +1,1 @@
+//! Tables, teacher, judge, retrieval and datasets

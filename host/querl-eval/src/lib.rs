@@ -1,0 +1,1 @@
+//! Metrics, comparison and report

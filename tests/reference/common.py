@@ -1,0 +1,40 @@
+"""Shared by the scripts beside it: where goldens go, the seed, and the loss that every model golden uses."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import torch.nn.functional as F
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+
+
+def generator(seed):
+    """A generator of its own for each golden, so that adding one does not change the others."""
+    return torch.Generator().manual_seed(seed)
+
+
+def next_token_loss(logits, input_ids, attention_mask):
+    """Mean cross-entropy of token t+1 given the tokens up to t, over targets that `attention_mask` keeps."""
+    targets = input_ids[:, 1:]  # (B, T-1)
+    kept = attention_mask[:, 1:].bool()  # (B, T-1)
+    return F.cross_entropy(logits[:, :-1][kept], targets[kept])
+
+
+def rounded(value):
+    """Tensors and floats as nested lists with 9 significant digits, which a float32 survives unchanged."""
+    if isinstance(value, torch.Tensor):
+        return rounded(value.detach().tolist())
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    return value

@@ -1,0 +1,150 @@
+"""Tiny random Qwen2 and Qwen3 checkpoints with their logits and gradients, in golden/decoders/<name>/.
+
+Weights are far from their usual initial values (norm weights not 1, biases not 0, attention not uniform),
+so that a missing norm, bias, head group or rotation changes the logits by far more than rounding.
+"""
+
+import json
+import shutil
+
+from common import GOLDEN, generator, next_token_loss
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BATCH, TOKENS, VOCAB = 2, 12, 64
+PAD_ID = 0
+
+SHARED = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": VOCAB,
+}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "sliding_window": None,
+    "rope_scaling": None,
+    "attention_bias": False,
+}
+
+# name: (seed, config, valid tokens of each row)
+VARIANTS = {
+    "qwen2-tied": (
+        11,
+        QWEN2 | {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+        (12, 12),
+    ),
+    "qwen2-untied": (
+        12,
+        QWEN2 | {"num_key_value_heads": 1, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False},
+        (12, 8),
+    ),
+    "qwen3-tied": (
+        13,
+        QWEN3
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+        },
+        (12, 12),
+    ),
+    "qwen3-untied": (
+        14,
+        QWEN3
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        (12, 5),
+    ),
+}
+
+
+def randomise(model, rng):
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=rng)
+        if name.endswith("norm.weight"):
+            value = 1.0 + 0.3 * noise
+        elif name.endswith(".bias"):
+            value = 0.3 * noise
+        elif name.endswith("embed_tokens.weight"):
+            value = 0.4 * noise
+        else:
+            value = 1.2 * noise / parameter.shape[1] ** 0.5
+        parameter.data.copy_(value)
+
+
+def inputs(lengths, rng):
+    """Token ids and mask. Row 0 holds the padding id as a real token: a mask made from ids goes wrong."""
+    input_ids = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=rng)
+    attention_mask = torch.tensor([[int(t < length) for t in range(TOKENS)] for length in lengths])
+    input_ids[0, 4] = PAD_ID
+    input_ids[attention_mask == 0] = PAD_ID
+    return input_ids, attention_mask
+
+
+def load(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+def make(name, seed, overrides, lengths):
+    directory = GOLDEN / "decoders" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    # The configuration as released checkpoints carry it; transformers 5 writes another form, kept beside it.
+    classic = json.dumps(dict(sorted((SHARED | overrides).items())), indent=2) + "\n"
+    (directory / "config.json").write_text(classic)
+
+    rng = generator(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
+    randomise(model, rng)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / "config.json").rename(directory / "config.transformers-5.json")
+    (directory / "config.json").write_text(classic)
+
+    model = load(directory)
+    assert model.config.rope_parameters["rope_theta"] == overrides["rope_theta"]
+    input_ids, attention_mask = inputs(lengths, rng)
+    output = model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
+    loss = next_token_loss(output.logits, input_ids, attention_mask)
+    loss.backward()
+
+    golden = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "logits": output.logits,
+        "last_hidden_state": output.hidden_states[-1],  # after the final norm
+        "loss": loss.reshape(1),
+    }
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 0, parameter_name
+        golden[f"grad.{parameter_name}"] = parameter.grad
+    save_file({k: v.detach().contiguous() for k, v in golden.items()}, directory / "golden.safetensors")
+    print(f"decoders/{name}: loss {loss.item():.6f}, logits std {output.logits.std().item():.3f}")
+
+
+if __name__ == "__main__":
+    for name, (seed, overrides, lengths) in VARIANTS.items():
+        make(name, seed, overrides, lengths)
