@@ -1,6 +1,8 @@
 """Shared by the scripts beside it: where goldens go, the seed, and the loss that every model golden uses."""
 
+import json
 import os
+import re
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,3 +40,11 @@ def rounded(value):
     if isinstance(value, (list, tuple)):
         return [rounded(inner) for inner in value]
     return value
+
+
+def write_json(path, value):
+    """Readable JSON: one line for each innermost list."""
+    text = json.dumps(rounded(value), indent=1, ensure_ascii=False, allow_nan=False)
+    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda found: " ".join(found.group().split()), text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -11,6 +11,9 @@ from common import GOLDEN, generator, next_token_loss
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
 
 BATCH, TOKENS, VOCAB = 2, 12, 64
 PAD_ID = 0
@@ -142,6 +145,8 @@ def make(name, seed, overrides, lengths):
         assert parameter.grad.abs().max() > 0, parameter_name
         golden[f"grad.{parameter_name}"] = parameter.grad
     save_file({k: v.detach().contiguous() for k, v in golden.items()}, directory / "golden.safetensors")
+    (directory / "model.safetensors").chmod(0o644)
+    (directory / "golden.safetensors").chmod(0o644)
     print(f"decoders/{name}: loss {loss.item():.6f}, logits std {output.logits.std().item():.3f}")
 
 

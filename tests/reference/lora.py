@@ -69,6 +69,8 @@ def make(name, base_name, seed, use_rslora):
     with safe_open(directory / "adapter_model.safetensors", "pt") as adapter:
         assert {f"grad.{key}" for key in adapter.keys()} == {key for key in golden if key.startswith("grad.")}
     save_file({k: v.detach().contiguous() for k, v in golden.items()}, directory / "golden.safetensors")
+    (directory / "adapter_model.safetensors").chmod(0o644)
+    (directory / "golden.safetensors").chmod(0o644)
     print(f"lora/{name}: loss {loss.item():.6f}")
 
 

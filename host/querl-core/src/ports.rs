@@ -2,7 +2,7 @@
 //! a stand-in behind the same trait.
 
 use crate::records::{
-    CallFailure, Completion, Context, Episode, Hit, Message, QueryRow, Rejection, Reward, Sample, Verdict,
+    CallFailure, Completion, Context, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward, Sample, Verdict,
 };
 use async_trait::async_trait;
 
@@ -144,4 +144,58 @@ pub trait RewardModel: Send + Sync {
 
     /// The plugin's name.
     fn name(&self) -> &str;
+}
+
+/// What the policy wrote for one query.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PolicyResponse {
+    /// Position of the query in the rows that the environment was opened with.
+    pub row_index: usize,
+    /// Which of the samples of that query, from 0.
+    pub sample_index: usize,
+    /// The response as decoded, special tokens left out.
+    pub text: String,
+    /// Tokens generated, end of sequence included.
+    pub n_tokens: u32,
+    /// True where the token limit cut the response off.
+    pub truncated: bool,
+}
+
+/// Why a whole batch could not be scored. One episode's failure is in its record instead.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum EnvironmentError {
+    /// A plugin broke its contract.
+    #[error(transparent)]
+    Plugin(#[from] PluginFault),
+    /// A service that every episode needs is down or refuses us.
+    #[error(transparent)]
+    Service(#[from] crate::records::CallFailure),
+    /// A record could not be written.
+    #[error("{0}")]
+    Record(String),
+}
+
+/// Turns responses into scored episodes: parsing, retrieval, judge, reward plugins. What training sees of the world.
+pub trait Environment: Send + Sync {
+    /// One record per response, in order; an episode that cannot be scored carries its rejection.
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError>;
+}
+
+/// Shows how far a stage is.
+pub trait Progress: Send + Sync {
+    /// `n_done` of `n_total` units are done; `note` is a short live figure such as `loss 0.812`.
+    fn update(&self, n_done: u64, n_total: u64, note: &str);
+
+    /// One line that stays on screen.
+    fn line(&self, text: &str);
+}
+
+/// Shows nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Progress for Silent {
+    fn update(&self, _: u64, _: u64, _: &str) {}
+
+    fn line(&self, _: &str) {}
 }

@@ -1,0 +1,251 @@
+"""PPO, KL, entropy and optimizer values in golden/ppo.json: verl's own functions on seeded float32 tensors.
+
+Masked positions of the inputs hold large values on purpose: anything that reads them shows.
+Values of the outputs at masked positions are whatever verl leaves there; compare where the mask is 1.
+"""
+
+from common import GOLDEN, generator, write_json
+import torch
+import transformers
+import verl_formulas
+from verl_formulas import core_algos, torch_functional
+from transformers import get_cosine_schedule_with_warmup
+from verl.workers.config import ActorConfig
+
+BATCH, TOKENS, VOCAB = 4, 7, 5
+
+RAGGED = torch.tensor(
+    [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]], dtype=torch.float32
+)
+# Tokens that the policy did not write (a tool's answer) in the middle of a response.
+INTERIOR = torch.tensor(
+    [[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1, 0]], dtype=torch.float32
+)
+
+
+def poison(values, mask, filler):
+    return torch.where(mask.bool(), values, torch.full_like(values, filler))
+
+
+def last_valid(mask):
+    return mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
+
+
+def gae():
+    rng = generator(31)
+    cases = {}
+    for name, mask in {"ragged": RAGGED, "interior": INTERIOR}.items():
+        rewards = 0.05 * torch.randn(BATCH, TOKENS, generator=rng)
+        rewards[torch.arange(BATCH), last_valid(mask)] += torch.randn(BATCH, generator=rng)
+        rewards = poison(rewards, mask, 30.0)
+        values = poison(torch.randn(BATCH, TOKENS, generator=rng), mask, -40.0)
+        arguments = (rewards, values, mask, 0.99, 0.95)
+        advantages, returns = core_algos.compute_gae_advantage_return(*arguments)
+        whiten = torch_functional.masked_whiten
+        torch_functional.masked_whiten = lambda unwhitened, _: unwhitened
+        unwhitened, _ = core_algos.compute_gae_advantage_return(*arguments)
+        torch_functional.masked_whiten = whiten
+        cases[name] = {
+            "gamma": 0.99, "lam": 0.95, "token_level_rewards": rewards, "values": values, "response_mask": mask.int(),
+            "advantages": advantages, "advantages_unwhitened": unwhitened, "returns": returns,
+        }  # fmt: skip
+    return cases
+
+
+def whitening():
+    values = poison(2.0 + 3.0 * torch.randn(BATCH, TOKENS, generator=generator(32)), RAGGED, 500.0)
+    return {
+        "values": values,
+        "response_mask": RAGGED.int(),
+        "masked_mean": torch_functional.masked_mean(values, RAGGED),
+        "masked_var": torch_functional.masked_var(values, RAGGED),
+        "whitened": torch_functional.masked_whiten(values, RAGGED),
+        "whitened_mean_kept": torch_functional.masked_whiten(values, RAGGED, shift_mean=False),
+    }
+
+
+def policy_case(old_log_prob, log_prob, advantages, clip_low, clip_high, dual_clip, mode):
+    log_prob = log_prob.clone().requires_grad_()
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=clip_low, clip_ratio_low=clip_low, clip_ratio_high=clip_high, clip_ratio_c=dual_clip,
+    )  # fmt: skip
+    loss, metrics = core_algos.compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, RAGGED, loss_agg_mode=mode, config=config
+    )
+    loss.backward()
+    return {
+        "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip, "loss_agg_mode": mode,
+        "pg_loss": loss, "pg_clipfrac": metrics["actor/pg_clipfrac"],
+        "pg_clipfrac_lower": metrics["actor/pg_clipfrac_lower"], "ppo_kl": metrics["actor/ppo_kl"],
+        "grad_log_prob": log_prob.grad,
+    }  # fmt: skip
+
+
+def policy_loss():
+    rng = generator(33)
+    old = -1.5 * torch.rand(BATCH, TOKENS, generator=rng) - 0.1
+    new = old + 0.3 * torch.randn(BATCH, TOKENS, generator=rng)
+    advantages = torch.randn(BATCH, TOKENS, generator=rng)
+    # Ratios above 3 with a negative advantage, where alone the dual clip binds.
+    for row, token in [(0, 1), (1, 3), (3, 4)]:
+        new[row, token] = old[row, token] + 1.5
+        advantages[row, token] = -0.5 - 0.3 * row
+    old, new, advantages = poison(old, RAGGED, -9.0), poison(new, RAGGED, -2.0), poison(advantages, RAGGED, 70.0)
+
+    off = 1e9  # a bound so high that the dual clip never binds; verl cannot switch it off
+    far = new.clone()
+    far[0, 0], far[1, 0] = old[0, 0] - 25.0, old[1, 0] + 25.0  # beyond the clamp of the log-ratio at 20
+    far_advantages = advantages.clone()
+    far_advantages[0, 0], far_advantages[1, 0] = 0.7, 0.9
+    return {
+        "response_mask": RAGGED.int(),
+        "old_log_prob": old, "log_prob": new, "advantages": advantages,
+        "log_prob_far": far, "advantages_far": far_advantages,
+        "cases": {
+            "clip": policy_case(old, new, advantages, 0.2, 0.2, off, "token-mean"),
+            "dual_clip": policy_case(old, new, advantages, 0.2, 0.2, 3.0, "token-mean"),
+            "dual_clip_seq_mean": policy_case(old, new, advantages, 0.2, 0.2, 3.0, "seq-mean-token-mean"),
+            "clip_higher": policy_case(old, new, advantages, 0.2, 0.28, off, "token-mean"),
+            "unchanged": policy_case(old, old, advantages, 0.2, 0.2, off, "token-mean"),
+            "far": policy_case(old, far, far_advantages, 0.2, 0.2, 3.0, "token-mean"),
+        },
+    }  # fmt: skip
+
+
+def value_loss():
+    rng = generator(34)
+    values = poison(torch.randn(BATCH, TOKENS, generator=rng), RAGGED, 60.0)
+    vpreds = poison(values + 0.4 * torch.randn(BATCH, TOKENS, generator=rng), RAGGED, -20.0)
+    returns = poison(values + 0.5 * torch.randn(BATCH, TOKENS, generator=rng), RAGGED, 90.0)
+    cases = {}
+    for mode in ["token-mean", "seq-mean-token-mean"]:
+        leaf = vpreds.clone().requires_grad_()
+        loss, clipfrac = core_algos.compute_value_loss(leaf, returns, values, RAGGED, 0.2, loss_agg_mode=mode)
+        loss.backward()
+        cases[mode] = {"vf_loss": loss, "vf_clipfrac": clipfrac, "grad_vpreds": leaf.grad}
+    return {
+        "cliprange_value": 0.2, "response_mask": RAGGED.int(), "values": values, "vpreds": vpreds, "returns": returns,
+        "cases": cases,
+    }  # fmt: skip
+
+
+def kl():
+    rng = generator(35)
+    log_prob = -2.0 * torch.rand(BATCH, TOKENS, generator=rng)
+    ref = log_prob + 0.4 * torch.randn(BATCH, TOKENS, generator=rng)
+    ref[0, 2] = log_prob[0, 2] + 25.0  # k3: log-ratio clamped at 20, estimate at 10
+    ref[1, 1] = log_prob[1, 1]
+    estimates = {}
+    for ours, theirs in {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.items():
+        leaf = log_prob.clone().requires_grad_()
+        estimate = core_algos.kl_penalty(leaf, ref, theirs)
+        estimate.sum().backward()
+        estimates[ours] = {"verl_name": theirs, "kl": estimate, "grad_log_prob": leaf.grad}
+
+    scores = torch.zeros(BATCH, TOKENS)
+    scores[torch.arange(BATCH), last_valid(RAGGED)] = torch.tensor([0.8, -0.3, 0.5, 0.05])
+    controller = core_algos.AdaptiveKLController(init_kl_coef=0.2, target_kl=6.0, horizon=10000)
+    coefficients = []
+    for current in [3.0, 6.0, 6.9, 20.0]:
+        controller.update(current, 256)
+        coefficients.append(float(controller.value))
+    return {
+        "log_prob": log_prob, "ref_log_prob": ref, "estimates": estimates,
+        "rewards": {
+            "kl_coef": 0.05, "token_level_scores": scores,
+            "token_level_rewards": core_algos.compute_rewards(scores, log_prob, ref, 0.05),
+        },
+        "adaptive": {
+            "init_kl_coef": 0.2, "target_kl": 6.0, "horizon": 10000, "n_steps": 256,
+            "current_kl": [3.0, 6.0, 6.9, 20.0], "kl_coef": coefficients,
+        },
+    }  # fmt: skip
+
+
+def entropy():
+    rng = generator(36)
+    logits = (2.0 * torch.randn(BATCH, TOKENS, VOCAB, generator=rng)).requires_grad_()
+    labels = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=rng)
+    token_entropy = torch_functional.entropy_from_logits(logits)
+    token_mean = core_algos.compute_entropy_loss(logits, RAGGED)
+    (gradient,) = torch.autograd.grad(token_mean, logits)
+    return {
+        "response_mask": RAGGED.int(), "logits": logits, "labels": labels,
+        "entropy": token_entropy, "entropy_token_mean": token_mean, "grad_logits_of_token_mean": gradient,
+        "logprobs": torch_functional.logprobs_from_logits(logits, labels),
+    }  # fmt: skip
+
+
+def aggregation():
+    losses = poison(torch.randn(BATCH, TOKENS, generator=generator(37)), RAGGED, 80.0)
+    empty_row = RAGGED.clone()
+    empty_row[2] = 0
+    modes = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+    return {
+        "loss_mat": losses,
+        "cases": [
+            {"loss_mask": mask.int()} | {mode: core_algos.agg_loss(losses, mask, mode) for mode in modes}
+            for mask in [RAGGED, empty_row]
+        ],
+    }
+
+
+def adamw():
+    rng = generator(38)
+    parameter = torch.nn.Parameter(torch.randn(2, 3, generator=rng))
+    start = parameter.detach().clone()
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    gradients, parameters = [], []
+    for step in range(5):
+        parameter.grad = torch.randn(2, 3, generator=rng) * 10.0 ** (step - 2)
+        gradients.append(parameter.grad.clone().tolist())
+        optimizer.step()
+        parameters.append(parameter.detach().clone().tolist())
+    state = optimizer.state[parameter]
+    return {
+        "lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "start": start,
+        "gradients": gradients, "parameters": parameters, "exp_avg": state["exp_avg"],
+        "exp_avg_sq": state["exp_avg_sq"],
+    }  # fmt: skip
+
+
+def clip_grad_norm():
+    rng = generator(39)
+    shapes = [(2, 3), (4,)]
+    before = [torch.randn(shape, generator=rng) for shape in shapes]
+    cases = []
+    for max_norm in [1.0, 100.0]:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient.clone()
+        total_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        clipped = [parameter.grad for parameter in parameters]
+        cases.append({"max_norm": max_norm, "total_norm": total_norm, "clipped": clipped})
+    return {"gradients": before, "cases": cases}
+
+
+def cosine_schedule():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=40)
+    factors = []
+    for _ in range(41):
+        factors.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return {"num_warmup_steps": 2, "num_training_steps": 40, "factor_of_step_from_0_to_40": factors}
+
+
+if __name__ == "__main__":
+    golden = {
+        "versions": {
+            "verl": verl_formulas.VERSION, "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+        },
+        "gae": gae(), "whitening": whitening(), "policy_loss": policy_loss(), "value_loss": value_loss(), "kl": kl(),
+        "entropy": entropy(), "agg_loss": aggregation(), "adamw": adamw(), "clip_grad_norm": clip_grad_norm(),
+        "cosine_schedule": cosine_schedule(),
+    }  # fmt: skip
+    write_json(GOLDEN / "ppo.json", golden)
+    clip = golden["policy_loss"]["cases"]
+    print("ppo.json:", {name: round(case["pg_loss"].item(), 6) for name, case in clip.items()})
