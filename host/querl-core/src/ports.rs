@@ -2,7 +2,8 @@
 //! a stand-in behind the same trait.
 
 use crate::records::{
-    CallFailure, Completion, Context, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward, Sample, Verdict,
+    CallFailure, Completion, Context, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward, Sample,
+    Verdict,
 };
 use async_trait::async_trait;
 

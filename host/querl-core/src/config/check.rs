@@ -1,0 +1,177 @@
+//! What no schema says: which keys need each other, which files must be there.
+
+use super::conform::{Violation, wrong};
+use super::{Config, EndpointConfig, JudgeKind, RetrievalKind, TeacherKind};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use toml::Value;
+
+/// What a path must name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Names {
+    File,
+    Folder,
+    FileOrFolder,
+}
+
+/// Makes every path that the file gives relative absolute, against `base`. `output_dir` is against the current folder.
+pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
+    for (_, _, path) in paths(config) {
+        *path = clean(base.join(&*path));
+    }
+    config.output_dir = std::path::absolute(&config.output_dir).unwrap_or_else(|_| config.output_dir.clone());
+}
+
+/// Without `..` and symbolic links where the file is there to follow them.
+fn clean(path: PathBuf) -> PathBuf {
+    path.canonicalize().or_else(|_| std::path::absolute(&path)).unwrap_or(path)
+}
+
+/// Every path of an input, with its key. A new one belongs here.
+fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
+    let mut paths = vec![
+        ("data.input".into(), Names::File, &mut config.data.input),
+        ("model.path".into(), Names::Folder, &mut config.model.path),
+        ("plugins.prompt.path".into(), Names::FileOrFolder, &mut config.plugins.prompt.path),
+    ];
+    let optional = [
+        ("teacher.path", &mut config.teacher.path),
+        ("retrieval.knowledge_base", &mut config.retrieval.knowledge_base),
+        ("retrieval.lexicon", &mut config.retrieval.lexicon),
+    ];
+    for (key, path) in optional {
+        paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::File, path)));
+    }
+    let filters = config.plugins.filters.iter_mut().map(|plugin| &mut plugin.path).enumerate();
+    paths.extend(filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), Names::FileOrFolder, path)));
+    let rewards = config.plugins.rewards.iter_mut().map(|plugin| &mut plugin.path).enumerate();
+    paths.extend(rewards.map(|(index, path)| (format!("plugins.rewards[{index}].path"), Names::FileOrFolder, path)));
+    paths
+}
+
+/// Everything wrong with a configuration that already has the right shape and absolute paths.
+pub(super) fn check(config: &mut Config) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    check_device(config, &mut violations);
+    check_split(config, &mut violations);
+    check_sources(config, &mut violations);
+    check_systems(config, &mut violations);
+    if config.plugins.rewards.is_empty() {
+        violations.push(Violation::new("plugins.rewards", "plugins.rewards is empty; expected at least one reward"));
+    }
+    violations.extend(paths(config).into_iter().filter_map(|(key, names, path)| check_path(key, names, path)));
+    violations
+}
+
+fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
+    let complaint = match names {
+        _ if !path.exists() => "there is nothing at that place",
+        Names::File if !path.is_file() => "expected a file, which it is not",
+        Names::Folder if !path.is_dir() => "expected a folder, which it is not",
+        _ => return None,
+    };
+    let message = format!("{key} is {:?}; {complaint}", path.display().to_string());
+    Some(Violation::new(key, message))
+}
+
+fn check_device(config: &Config, violations: &mut Vec<Violation>) {
+    let cuda_index = config.device.strip_prefix("cuda:").and_then(|index| index.parse::<usize>().ok());
+    if !matches!(config.device.as_str(), "auto" | "cpu") && cuda_index.is_none() {
+        violations.push(wrong_text("device", &config.device, "auto, cpu or cuda:N"));
+    }
+    if !matches!(config.model.dtype.as_str(), "f32" | "f16" | "bf16") {
+        violations.push(wrong_text("model.dtype", &config.model.dtype, "f32, f16 or bf16"));
+    }
+}
+
+fn wrong_text(key: &str, value: &str, expected: &str) -> Violation {
+    wrong(key, &Value::String(value.into()), expected)
+}
+
+fn check_split(config: &Config, violations: &mut Vec<Violation>) {
+    let sum: f64 = config.data.split.iter().sum();
+    if (sum - 1.0).abs() > 1e-6 {
+        let shares = config.data.split.map(|share| format!("{share:?}")).join(", ");
+        violations
+            .push(Violation::new("data.split", format!("data.split is [{shares}]; expected shares that sum to 1.0")));
+    }
+}
+
+fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
+    let mut need = |key: &str, given: bool, by: &str| {
+        if !given {
+            violations.push(Violation::new(key, format!("the key {key} is missing; {by} needs it")));
+        }
+    };
+    let (teacher, judge, retrieval) = (&config.teacher, &config.judge, &config.retrieval);
+    match teacher.kind {
+        TeacherKind::Recorded => need("teacher.path", teacher.path.is_some(), "teacher.kind = \"recorded\""),
+        TeacherKind::Openai => {
+            need("teacher.base_url", teacher.base_url.is_some(), "teacher.kind = \"openai\"");
+            need("teacher.model", teacher.model.is_some(), "teacher.kind = \"openai\"");
+        }
+    }
+    match judge.kind {
+        JudgeKind::Rubric => need("retrieval.lexicon", retrieval.lexicon.is_some(), "judge.kind = \"rubric\""),
+        JudgeKind::Openai => {
+            need("judge.base_url", judge.base_url.is_some(), "judge.kind = \"openai\"");
+            need("judge.model", judge.model.is_some(), "judge.kind = \"openai\"");
+        }
+        JudgeKind::None => {}
+    }
+    match retrieval.kind {
+        RetrievalKind::Embedded => {
+            need("retrieval.knowledge_base", retrieval.knowledge_base.is_some(), "retrieval.kind = \"embedded\"");
+        }
+        RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
+    }
+    check_endpoint("teacher", &teacher.endpoint(), violations);
+    check_endpoint("judge", &judge.endpoint(), violations);
+    check_url("retrieval.url", retrieval.url.as_deref(), violations);
+}
+
+fn check_endpoint(section: &str, endpoint: &EndpointConfig, violations: &mut Vec<Violation>) {
+    check_url(&format!("{section}.base_url"), endpoint.base_url.as_deref(), violations);
+    let name = &endpoint.api_key_env;
+    let is_name =
+        name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !name.starts_with(|c: char| c.is_ascii_digit());
+    if name.is_empty() || !is_name {
+        // The value is not shown: it may be the key itself, put here by mistake.
+        let key = format!("{section}.api_key_env");
+        let message = format!(
+            "{key} is not the name of an environment variable; put the key into the environment and name the variable here"
+        );
+        violations.push(Violation::new(key, message));
+    }
+}
+
+fn check_url(key: &str, url: Option<&str>, violations: &mut Vec<Violation>) {
+    let Some(url) = url else { return };
+    let Some(rest) = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://")) else {
+        violations.push(wrong_text(key, url, "an address that begins with http:// or https://"));
+        return;
+    };
+    let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    if host.contains('@') {
+        let message = format!("{key} holds a user name or password; put the key into the environment instead");
+        violations.push(Violation::new(key, message));
+    } else if host.is_empty() {
+        violations.push(wrong_text(key, url, "an address with a host"));
+    }
+}
+
+fn check_systems(config: &Config, violations: &mut Vec<Violation>) {
+    const SYSTEMS: [&str; 4] = ["raw", "teacher", "sft", "rl"];
+    let mut seen = BTreeSet::new();
+    for (index, system) in config.eval.systems.iter().enumerate() {
+        let key = format!("eval.systems[{index}]");
+        if !SYSTEMS.contains(&system.as_str()) {
+            violations.push(wrong_text(&key, system, "raw, teacher, sft or rl"));
+        } else if !seen.insert(system) {
+            violations.push(Violation::new(&key, format!("eval.systems names {system} twice")));
+        }
+    }
+    if config.eval.systems.is_empty() {
+        violations.push(Violation::new("eval.systems", "eval.systems is empty; expected raw, teacher, sft or rl"));
+    }
+}

@@ -1,0 +1,224 @@
+//! A configuration as written: its values, and where each was written.
+
+use std::collections::BTreeMap;
+use toml::de::{DeTable, DeValue};
+
+/// Where a value was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// 1-based line of the file.
+    Line(usize),
+    /// A flag of the command line, named without its value (which might be a secret put in the wrong place).
+    Flag(String),
+}
+
+/// A fault in the text or in one override.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    /// `None` where the text has no such place.
+    pub(super) origin: Option<Origin>,
+    pub(super) message: String,
+}
+
+/// Values with their places. A key is written as `plugins.rewards[0].weight`.
+#[derive(Debug)]
+pub(super) struct Document {
+    pub(super) table: toml::Table,
+    origins: BTreeMap<String, Origin>,
+}
+
+impl Document {
+    /// Reads the text of a file.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, Fault> {
+        let text = std::str::from_utf8(bytes).map_err(|error| Fault {
+            origin: Some(Origin::Line(line_of(bytes, error.valid_up_to()))),
+            message: "not UTF-8 text; save the file as UTF-8".into(),
+        })?;
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let invalid = |error: toml::de::Error| Fault {
+            origin: error.span().map(|span| Origin::Line(line_of(text.as_bytes(), span.start))),
+            message: format!("not valid TOML: {}", one_line(error.message())),
+        };
+        let table = text.parse::<toml::Table>().map_err(invalid)?;
+        let spans = DeTable::parse(text).map_err(invalid)?;
+        let mut origins = BTreeMap::new();
+        note_table("", spans.get_ref(), text.as_bytes(), &mut origins);
+        Ok(Self { table, origins })
+    }
+
+    /// Applies `--set KEY=VALUE`. The value is TOML; a bare word that is not is taken as a string.
+    pub(super) fn set(&mut self, assignment: &str) -> Result<(), Fault> {
+        let Some((key, value)) = assignment.split_once('=') else {
+            let message = "expected KEY=VALUE, such as --set rl.max_steps=20".into();
+            return Err(Fault { origin: Some(Origin::Flag(format!("--set {assignment}"))), message });
+        };
+        let key = key.trim();
+        let origin = Origin::Flag(format!("--set {key}"));
+        let at_flag = |message| Fault { origin: Some(origin.clone()), message };
+        let value = parse_value(value.trim()).map_err(at_flag)?;
+        self.put(key, value, origin.clone()).map_err(at_flag)
+    }
+
+    /// Puts a value at a dotted key, as if the file had it there.
+    pub(super) fn put(&mut self, key: &str, value: toml::Value, origin: Origin) -> Result<(), String> {
+        let segments: Vec<&str> = key.split('.').collect();
+        if segments.iter().any(|segment| segment.is_empty()) {
+            return Err(format!("`{key}` is not a key; expected dotted names such as rl.max_steps"));
+        }
+        let path = put_at(&mut self.table, &segments, value)?;
+        let is_inside = |other: &String| other.strip_prefix(&path).is_some_and(|rest| rest.starts_with(['.', '[']));
+        self.origins.retain(|other, _| !is_inside(other));
+        self.origins.insert(path, origin);
+        Ok(())
+    }
+
+    /// Where `key` was written, or else the nearest section around it.
+    pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
+        let mut key = key;
+        loop {
+            if let Some(origin) = self.origins.get(key) {
+                return Some(origin);
+            }
+            key = &key[..key.rfind(['.', '['])?];
+        }
+    }
+}
+
+fn line_of(bytes: &[u8], offset: usize) -> usize {
+    1 + bytes[..offset.min(bytes.len())].iter().filter(|byte| **byte == b'\n').count()
+}
+
+/// A library's message, folded into one line.
+fn one_line(message: &str) -> String {
+    message.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn note_table(prefix: &str, table: &DeTable<'_>, text: &[u8], origins: &mut BTreeMap<String, Origin>) {
+    for (key, value) in table {
+        let path = join(prefix, key.get_ref());
+        origins.insert(path.clone(), Origin::Line(line_of(text, key.span().start)));
+        note_value(&path, value.get_ref(), text, origins);
+    }
+}
+
+fn note_value(path: &str, value: &DeValue<'_>, text: &[u8], origins: &mut BTreeMap<String, Origin>) {
+    match value {
+        DeValue::Table(table) => note_table(path, table, text, origins),
+        DeValue::Array(items) => {
+            for (index, item) in items.iter().enumerate() {
+                let path = format!("{path}[{index}]");
+                origins.insert(path.clone(), Origin::Line(line_of(text, item.span().start)));
+                note_value(&path, item.get_ref(), text, origins);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// `rl` and `gamma` make `rl.gamma`.
+pub(super) fn join(prefix: &str, key: &str) -> String {
+    if prefix.is_empty() { key.into() } else { format!("{prefix}.{key}") }
+}
+
+fn parse_value(text: &str) -> Result<toml::Value, String> {
+    match text.parse::<toml::Value>() {
+        Ok(value) => Ok(value),
+        Err(error) if text.starts_with(['"', '\'', '[', '{']) => {
+            Err(format!("not a valid TOML value: {}", one_line(error.message())))
+        }
+        Err(_) => Ok(toml::Value::String(text.into())),
+    }
+}
+
+/// Puts `value` below `table`; returns the key as [`Document`] writes it.
+fn put_at(table: &mut toml::Table, segments: &[&str], value: toml::Value) -> Result<String, String> {
+    let (first, rest) = segments.split_first().expect("a split string has a first part");
+    let mut path = (*first).to_owned();
+    let mut slot = table.entry(*first).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+    for segment in rest {
+        slot = match slot {
+            toml::Value::Table(inner) => {
+                path = join(&path, segment);
+                inner.entry(*segment).or_insert_with(|| toml::Value::Table(toml::Table::new()))
+            }
+            toml::Value::Array(items) => {
+                let n_items = items.len();
+                let index = segment.parse::<usize>().ok().filter(|index| *index < n_items);
+                let index = index.ok_or_else(|| format!("{path} has {n_items} entries; {segment} is none of them"))?;
+                path = format!("{path}[{index}]");
+                &mut items[index]
+            }
+            _ => return Err(format!("{path} is a value, not a section; it has no key {segment}")),
+        };
+    }
+    *slot = value;
+    Ok(path)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str =
+        "seed = 1\n[rl]\ngamma = 0.9\n[[plugins.rewards]]\npath = 'a'\n[[plugins.rewards]]\npath = 'b'\n";
+
+    #[test]
+    fn values_remember_their_lines() {
+        let document = Document::parse(TEXT.as_bytes()).unwrap();
+        assert_eq!(document.origin("rl.gamma"), Some(&Origin::Line(3)));
+        assert_eq!(document.origin("plugins.rewards[1].path"), Some(&Origin::Line(7)));
+        assert_eq!(document.origin("plugins.rewards[1].weight"), Some(&Origin::Line(6)));
+        assert_eq!(document.origin("rl.unwritten"), Some(&Origin::Line(2)));
+        assert_eq!(document.origin("eval"), None);
+    }
+
+    #[test]
+    fn set_takes_toml_values_and_bare_words() {
+        let mut document = Document::parse(TEXT.as_bytes()).unwrap();
+        for assignment in
+            ["rl.gamma=0.5", "device = cpu", "plugins.rewards.1.path=/c d.wasm", "data.split=[0.6, 0.2, 0.2]"]
+        {
+            document.set(assignment).unwrap();
+        }
+        assert_eq!(document.table["rl"]["gamma"].as_float(), Some(0.5));
+        assert_eq!(document.table["device"].as_str(), Some("cpu"));
+        assert_eq!(document.table["plugins"]["rewards"][1]["path"].as_str(), Some("/c d.wasm"));
+        assert_eq!(document.table["data"]["split"].as_array().unwrap().len(), 3);
+        assert_eq!(
+            document.origin("plugins.rewards[1].path"),
+            Some(&Origin::Flag("--set plugins.rewards.1.path".into()))
+        );
+        assert_eq!(document.origin("rl.clip_range"), Some(&Origin::Line(2)));
+    }
+
+    #[test]
+    fn bad_overrides_name_the_flag() {
+        let mut document = Document::parse(TEXT.as_bytes()).unwrap();
+        for (assignment, flag, message) in [
+            ("rl.gamma", "--set rl.gamma", "expected KEY=VALUE, such as --set rl.max_steps=20"),
+            ("rl..x=1", "--set rl..x", "`rl..x` is not a key; expected dotted names such as rl.max_steps"),
+            ("seed.x=1", "--set seed.x", "seed is a value, not a section; it has no key x"),
+            (
+                "plugins.rewards.2.weight=1",
+                "--set plugins.rewards.2.weight",
+                "plugins.rewards has 2 entries; 2 is none of them",
+            ),
+        ] {
+            let fault = document.set(assignment).unwrap_err();
+            assert_eq!(fault, Fault { origin: Some(Origin::Flag(flag.into())), message: message.into() });
+        }
+        assert!(document.set("data.split=[0.1").unwrap_err().message.starts_with("not a valid TOML value"));
+    }
+
+    #[test]
+    fn text_faults_have_lines() {
+        let fault = Document::parse(b"a = 1\nb = \n").unwrap_err();
+        assert_eq!(fault.origin, Some(Origin::Line(2)));
+        let fault = Document::parse(b"a = 1\n# \xff\n").unwrap_err();
+        assert_eq!(
+            fault,
+            Fault { origin: Some(Origin::Line(2)), message: "not UTF-8 text; save the file as UTF-8".into() }
+        );
+    }
+}

@@ -1,0 +1,367 @@
+//! From a file and the command line's overrides to a checked [`Config`].
+
+use super::check::{check, resolve_paths};
+use super::conform::{Violation, conform};
+use super::document::{Document, Fault, Origin};
+use super::{Config, json_schema};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What the command line changes about a file.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Overrides {
+    /// `KEY=VALUE`: dotted key, TOML value; a bare word that is not TOML is a string.
+    pub set: Vec<String>,
+    /// Replaces `output_dir`.
+    pub out: Option<PathBuf>,
+    /// Replaces `threads`.
+    pub threads: Option<usize>,
+}
+
+/// Where a fault lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place {
+    /// The file as a whole.
+    File(PathBuf),
+    /// A 1-based line of the file.
+    Line(PathBuf, usize),
+    /// A flag of the command line, without its value.
+    Flag(String),
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Line(path, line) => write!(f, "{}:{line}", path.display()),
+            Self::Flag(flag) => f.write_str(flag),
+        }
+    }
+}
+
+/// Why a configuration cannot be used: one sentence, with the place.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// No such file.
+    #[error("{}: no such file{hint}", path.display())]
+    Missing {
+        /// As given.
+        path: PathBuf,
+        /// Empty, or a sentence on what may be meant.
+        hint: String,
+    },
+    /// The file is there and cannot be read.
+    #[error("{}: cannot be read: {source}", path.display())]
+    Unreadable {
+        /// As given.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// What it says cannot be.
+    #[error("{place}: {message}")]
+    Invalid {
+        /// Where.
+        place: Place,
+        /// What is there, what was expected.
+        message: String,
+    },
+}
+
+/// Reads, overrides, resolves and checks the configuration at `path`.
+///
+/// Relative paths in the file and in overrides are against the file's folder; `output_dir` is against the current folder.
+///
+/// # Errors
+/// The first fault in the order of the file; faults of flags come before.
+pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
+    let bytes = read(path)?;
+    let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
+    let violations = conform(&document.table, json_schema());
+    first_of(violations, &document, path)?;
+    let mut config: Config = document.table.clone().try_into().map_err(|error: toml::de::Error| {
+        // The schema is derived from the type, so that only a number beyond its type's bounds gets here.
+        let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        ConfigError::Invalid { place: Place::File(path.into()), message }
+    })?;
+    if let Some(out) = &overrides.out {
+        config.output_dir = out.clone();
+    }
+    resolve_paths(&mut config, path.parent().unwrap_or(Path::new("")));
+    let violations = check(&mut config);
+    first_of(violations, &document, path)?;
+    Ok(config)
+}
+
+impl Config {
+    /// The configuration as a file that [`load()`] reads back to an equal value.
+    pub fn to_toml(&self) -> String {
+        let text = toml::to_string_pretty(self).expect("every field of the configuration has a TOML form");
+        format!("# Written by querl: every value in force, every path absolute.\n{text}")
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
+    if path.is_dir() {
+        let hint = match path.join("querl.toml") {
+            file if file.is_file() => format!("; did you mean {}?", file.display()),
+            _ => String::new(),
+        };
+        let message = format!("is a folder, not a configuration file{hint}");
+        return Err(ConfigError::Invalid { place: Place::File(path.into()), message });
+    }
+    std::fs::read(path).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => ConfigError::Missing { path: path.into(), hint: neighbour(path) },
+        _ => ConfigError::Unreadable { path: path.into(), source },
+    })
+}
+
+/// Names a file beside `path` whose name looks like it.
+fn neighbour(path: &Path) -> String {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let wanted = path.file_name().unwrap_or_default().to_string_lossy();
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let near = names.filter(|name| name.ends_with(".toml")).map(|name| (strsim::jaro_winkler(&wanted, &name), name));
+    match near.filter(|(likeness, _)| *likeness > 0.8).max_by(|one, other| one.0.total_cmp(&other.0)) {
+        Some((_, name)) => format!("; did you mean {}?", path.with_file_name(name).display()),
+        None => String::new(),
+    }
+}
+
+fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, Fault> {
+    let mut document = Document::parse(bytes)?;
+    for assignment in &overrides.set {
+        document.set(assignment)?;
+    }
+    if let Some(threads) = overrides.threads {
+        let value = toml::Value::Integer(i64::try_from(threads).unwrap_or(i64::MAX));
+        let origin = Origin::Flag("--threads".into());
+        document.put("threads", value, origin.clone()).map_err(|message| Fault { origin: Some(origin), message })?;
+    }
+    Ok(document)
+}
+
+/// The violation that a reader of the file meets first.
+fn first_of(violations: Vec<Violation>, document: &Document, path: &Path) -> Result<(), ConfigError> {
+    let located = violations.into_iter().map(|violation| (document.origin(&violation.key).cloned(), violation.message));
+    let order = |origin: &Option<Origin>| match origin {
+        Some(Origin::Flag(_)) => 0,
+        Some(Origin::Line(line)) => *line,
+        None => usize::MAX,
+    };
+    match located.min_by_key(|(origin, _)| order(origin)) {
+        Some((origin, message)) => Err(at(path, Fault { origin, message })),
+        None => Ok(()),
+    }
+}
+
+fn at(path: &Path, fault: Fault) -> ConfigError {
+    let place = match fault.origin {
+        Some(Origin::Line(line)) => Place::Line(path.into(), line),
+        Some(Origin::Flag(flag)) => Place::Flag(flag),
+        None => Place::File(path.into()),
+    };
+    ConfigError::Invalid { place, message: fault.message }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"tenant = "fivedoctors"
+[data]
+input = "queries.xlsx"
+[teacher]
+kind = "recorded"
+path = "teacher.jsonl"
+[judge]
+kind = "rubric"
+[retrieval]
+kind = "embedded"
+knowledge_base = "kb.jsonl"
+lexicon = "lexicon.toml"
+[model]
+path = "tiny"
+[rl]
+gae_lambda = 0.95
+[plugins.prompt]
+path = "prompt.wasm"
+[[plugins.filters]]
+path = "filter.wasm"
+settings = { top1 = 0.4, "词" = ["a"] }
+[[plugins.rewards]]
+path = "reward.wasm"
+"#;
+
+    fn folder(text: &str) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        let inputs =
+            ["queries.xlsx", "teacher.jsonl", "kb.jsonl", "lexicon.toml", "prompt.wasm", "filter.wasm", "reward.wasm"];
+        for name in inputs {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        std::fs::create_dir(folder.path().join("tiny")).unwrap();
+        std::fs::write(folder.path().join("querl.toml"), text).unwrap();
+        folder
+    }
+
+    /// A configuration with something in every section.
+    pub(in crate::config) fn example() -> Config {
+        let folder = folder(GOOD);
+        load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap()
+    }
+
+    fn fault(text: &str, set: &[&str]) -> String {
+        let folder = folder(text);
+        let overrides = Overrides { set: set.iter().map(|flag| (*flag).to_owned()).collect(), ..Overrides::default() };
+        let error = load(&folder.path().join("querl.toml"), &overrides).unwrap_err().to_string();
+        let root = format!("{}/", folder.path().canonicalize().unwrap().display());
+        error.replace(&root, "").replace(&format!("{}/", folder.path().display()), "")
+    }
+
+    #[test]
+    fn paths_are_against_the_file_and_output_against_the_current_folder() {
+        let folder = folder(GOOD);
+        let config = load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap();
+        assert_eq!(config.data.input, folder.path().canonicalize().unwrap().join("queries.xlsx"));
+        assert_eq!(config.output_dir, std::env::current_dir().unwrap().join("runs/default"));
+        assert_eq!(config.rl.gamma, 0.99);
+    }
+
+    #[test]
+    fn flags_override_the_file() {
+        let folder = folder(GOOD);
+        let overrides = Overrides {
+            set: vec!["rl.gae_lambda=0.5".into(), "plugins.rewards.0.weight=2".into()],
+            out: Some("elsewhere".into()),
+            threads: Some(3),
+        };
+        let config = load(&folder.path().join("querl.toml"), &overrides).unwrap();
+        assert_eq!((config.rl.gae_lambda, config.plugins.rewards[0].weight, config.threads), (0.5, 2.0, 3));
+        assert!(config.output_dir.ends_with("elsewhere"));
+    }
+
+    #[test]
+    fn resolved_copy_loads_to_an_equal_configuration() {
+        let folder = folder(GOOD);
+        let config = load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap();
+        let copy = folder.path().join("config.resolved.toml");
+        std::fs::write(&copy, config.to_toml()).unwrap();
+        assert_eq!(load(&copy, &Overrides::default()).unwrap(), config);
+    }
+
+    #[test]
+    fn bad_files_are_named_with_line_value_and_expectation() {
+        let cases = [
+            ("gae_lambda = 0.95", "gae_lambda = 1.4", "querl.toml:16: rl.gae_lambda is 1.4; expected 0.0 to 1.0"),
+            ("gae_lambda", "clip_rnage", "querl.toml:16: unknown key rl.clip_rnage; did you mean clip_range?"),
+            (
+                "gae_lambda = 0.95",
+                "learning_rate = 0",
+                "querl.toml:16: rl.learning_rate is 0; expected more than 0.0, at most 1.0",
+            ),
+            ("gae_lambda = 0.95", "gamma = nan", "querl.toml:16: rl.gamma is nan; expected 0.0 to 1.0"),
+            ("gae_lambda = 0.95", "max_steps = 2.5", "querl.toml:16: rl.max_steps is 2.5; expected an integer"),
+            ("gae_lambda = 0.95", "batch_size = -1", "querl.toml:16: rl.batch_size is -1; expected 1 or more"),
+            ("gae_lambda = 0.95", "gamma = \"high\"", "querl.toml:16: rl.gamma is \"high\"; expected a number"),
+            ("gae_lambda = 0.95", "algorithm = \"grpo\"", "querl.toml:16: rl.algorithm is \"grpo\"; expected ppo"),
+            ("gae_lambda = 0.95", "algorithm = 3", "querl.toml:16: rl.algorithm is 3; expected ppo"),
+            ("tenant = \"fivedoctors\"", "", "querl.toml: the key tenant is missing; expected a string"),
+            ("[model]\npath = \"tiny\"", "", "querl.toml: the section [model] is missing"),
+            ("path = \"tiny\"", "", "querl.toml:13: the key model.path is missing; expected a string"),
+            (
+                "path = \"tiny\"",
+                "path = \"huge\"",
+                "querl.toml:14: model.path is \"huge\"; there is nothing at that place",
+            ),
+            (
+                "path = \"tiny\"",
+                "path = \"kb.jsonl\"",
+                "querl.toml:14: model.path is \"kb.jsonl\"; expected a folder, which it is not",
+            ),
+            (
+                "path = \"teacher.jsonl\"",
+                "",
+                "querl.toml:4: the key teacher.path is missing; teacher.kind = \"recorded\" needs it",
+            ),
+            (
+                "\"recorded\"",
+                "\"openai\"",
+                "querl.toml:4: the key teacher.base_url is missing; teacher.kind = \"openai\" needs it",
+            ),
+            ("\"recorded\"", "\"recordd\"", "querl.toml:5: teacher.kind is \"recordd\"; expected recorded or openai"),
+            (
+                "\"embedded\"",
+                "\"http\"",
+                "querl.toml:9: the key retrieval.url is missing; retrieval.kind = \"http\" needs it",
+            ),
+            (
+                "[data]",
+                "[data]\nsplit = [0.8, 0.1]",
+                "querl.toml:3: data.split is [0.8, 0.1]; expected a list of 3 numbers",
+            ),
+            (
+                "[data]",
+                "[data]\nsplit = [0.8, 0.1, 0.3]",
+                "querl.toml:3: data.split is [0.8, 0.1, 0.3]; expected shares that sum to 1.0",
+            ),
+            ("[data]", "[data]\nsplit = [1.8, 0.1, 0.3]", "querl.toml:3: data.split[0] is 1.8; expected 0.0 to 1.0"),
+            ("[data]", "device = \"gpu\"\n[data]", "querl.toml:2: device is \"gpu\"; expected auto, cpu or cuda:N"),
+            ("[data]", "rl = 3\n[data]", "querl.toml:16: not valid TOML: duplicate key"),
+            (
+                "[judge]",
+                "[judge]\napi_key_env = \"sk-1234\"",
+                "querl.toml:8: judge.api_key_env is not the name of an environment variable; put the key into the environment and name the variable here",
+            ),
+            (
+                "[judge]",
+                "[judge]\nbase_url = \"https://me:secret@x/v1\"",
+                "querl.toml:8: judge.base_url holds a user name or password; put the key into the environment instead",
+            ),
+            (
+                "[model]",
+                "[eval]\nsystems = [\"raw\", \"gold\"]\n[model]",
+                "querl.toml:14: eval.systems[1] is \"gold\"; expected raw, teacher, sft or rl",
+            ),
+        ];
+        for (from, to, expected) in cases {
+            assert!(GOOD.contains(from), "{from}");
+            assert_eq!(fault(&GOOD.replacen(from, to, 1), &[]), expected);
+        }
+    }
+
+    #[test]
+    fn bad_flags_are_named_as_flags() {
+        assert_eq!(
+            fault(GOOD, &["rl.gae_lambda=1.4"]),
+            "--set rl.gae_lambda: rl.gae_lambda is 1.4; expected 0.0 to 1.0"
+        );
+        assert_eq!(
+            fault(GOOD, &["rl.gea_lambda=1"]),
+            "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean gae_lambda?"
+        );
+        assert_eq!(
+            fault(GOOD, &["data.input=none.xlsx"]),
+            "--set data.input: data.input is \"none.xlsx\"; there is nothing at that place"
+        );
+    }
+
+    #[test]
+    fn the_first_fault_of_the_file_is_reported() {
+        let text = GOOD.replace("\"rubric\"", "\"rubik\"").replace("0.95", "2");
+        assert_eq!(fault(&text, &[]), "querl.toml:8: judge.kind is \"rubik\"; expected rubric, openai or none");
+    }
+
+    #[test]
+    fn missing_files_and_folders_get_a_hint() {
+        let folder = folder(GOOD);
+        let error = |name: &str| load(&folder.path().join(name), &Overrides::default()).unwrap_err().to_string();
+        let there = folder.path().join("querl.toml");
+        let expected =
+            format!("{}: no such file; did you mean {}?", folder.path().join("qurl.toml").display(), there.display());
+        assert_eq!(error("qurl.toml"), expected);
+        assert!(error("").contains("is a folder, not a configuration file; did you mean"));
+    }
+}

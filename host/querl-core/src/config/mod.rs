@@ -1,0 +1,161 @@
+//! The configuration of a run, resolved: every value present, checked and, where it names a file, absolute.
+//!
+//! Defaults are those of the source plan for real models: actor learning rate 1e-5, critic 1e-4, 4 epochs and so on. An
+//! example for a tiny model overrides them in its own file and says why.
+//!
+//! The structs here are the one place that says what a key is called, means, defaults to and may be: [`schema`] and the
+//! checks of [`load()`] are derived from them.
+
+mod check;
+mod conform;
+mod document;
+mod load;
+mod plugins;
+mod schema;
+mod sources;
+mod training;
+
+pub use load::{ConfigError, Overrides, Place, load};
+pub use plugins::{PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
+pub use schema::{KeyInfo, json_schema, keys};
+pub use sources::{EndpointConfig, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind};
+pub use training::{AdvantageForm, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// A whole run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Tenant id, sent to the retrieval service.
+    pub tenant: String,
+    /// `auto`, `cpu` or `cuda:N`.
+    #[serde(default = "defaults::device")]
+    pub device: String,
+    /// Seeds initialisation, shuffling and sampling. Splits have their own.
+    #[serde(default = "defaults::seed")]
+    pub seed: u64,
+    /// Worker threads for the CPU; 0 takes all cores.
+    #[serde(default)]
+    #[schemars(range(max = 1024))]
+    pub threads: usize,
+    /// Where results go.
+    #[serde(default = "defaults::output_dir")]
+    pub output_dir: PathBuf,
+    /// The query table.
+    pub data: DataConfig,
+    /// Who writes the rewrites to learn from and to beat.
+    pub teacher: TeacherConfig,
+    /// Who judges rewrites.
+    #[serde(default)]
+    pub judge: JudgeConfig,
+    /// What finds passages.
+    pub retrieval: RetrievalConfig,
+    /// The model to train.
+    pub model: ModelConfig,
+    /// Supervised fine-tuning.
+    #[serde(default)]
+    pub sft: SftConfig,
+    /// Reinforcement learning.
+    #[serde(default)]
+    pub rl: RlConfig,
+    /// The final table.
+    #[serde(default)]
+    pub eval: EvalConfig,
+    /// WebAssembly components.
+    pub plugins: PluginsConfig,
+}
+
+/// The query table and how it becomes a dataset.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// xlsx or jsonl or csv.
+    pub input: PathBuf,
+    /// Column of the query.
+    #[serde(default = "defaults::query_column")]
+    pub query_column: String,
+    /// Column of the user profile; a missing column reads as empty.
+    #[serde(default = "defaults::profile_column")]
+    pub profile_column: String,
+    /// Column of the history summary; a missing column reads as empty.
+    #[serde(default = "defaults::history_column")]
+    pub history_column: String,
+    /// Column of gold passage ids, separated by commas, semicolons or spaces; a missing column reads as unknown.
+    #[serde(default = "defaults::gold_column")]
+    pub gold_column: String,
+    /// Column whose equal values make one group; by default the gold column, else the normalised query.
+    #[serde(default)]
+    pub group_column: Option<String>,
+    /// Shares of train, val and test; sum 1.
+    #[serde(default = "defaults::split")]
+    #[schemars(inner(range(min = 0.0, max = 1.0)))]
+    pub split: [f64; 3],
+    /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
+    #[serde(default = "defaults::seed")]
+    pub split_seed: u64,
+}
+
+/// The model to train.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// A Hugging Face directory.
+    pub path: PathBuf,
+    /// `f32` on the CPU; storage of the frozen base elsewhere.
+    #[serde(default = "defaults::dtype")]
+    pub dtype: String,
+}
+
+/// The final table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct EvalConfig {
+    /// Any of `raw`, `teacher`, `sft`, `rl`.
+    pub systems: Vec<String>,
+    /// Resamples of the bootstrap.
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub bootstrap: usize,
+    /// Rewrites shown side by side in the report.
+    pub n_examples: usize,
+}
+
+impl Default for EvalConfig {
+    fn default() -> Self {
+        Self { systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(), bootstrap: 2000, n_examples: 20 }
+    }
+}
+
+mod defaults {
+    use std::path::PathBuf;
+
+    pub(super) fn device() -> String {
+        "auto".into()
+    }
+    pub(super) fn seed() -> u64 {
+        42
+    }
+    pub(super) fn output_dir() -> PathBuf {
+        "runs/default".into()
+    }
+    pub(super) fn query_column() -> String {
+        "问题".into()
+    }
+    pub(super) fn profile_column() -> String {
+        "用户画像".into()
+    }
+    pub(super) fn history_column() -> String {
+        "历史摘要".into()
+    }
+    pub(super) fn gold_column() -> String {
+        "相关文档".into()
+    }
+    pub(super) fn split() -> [f64; 3] {
+        [0.8, 0.1, 0.1]
+    }
+    pub(super) fn dtype() -> String {
+        "f32".into()
+    }
+}

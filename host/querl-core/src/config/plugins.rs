@@ -1,0 +1,87 @@
+//! WebAssembly components, their settings and limits.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// WebAssembly components.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PluginsConfig {
+    /// The tenant's prompts.
+    pub prompt: PluginConfig,
+    /// Filters, applied in order.
+    #[serde(default)]
+    pub filters: Vec<PluginConfig>,
+    /// Rewards, summed by weight.
+    pub rewards: Vec<WeightedPluginConfig>,
+    /// Limits on every call into a plugin.
+    #[serde(default)]
+    pub limits: PluginLimits,
+}
+
+/// One component.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PluginConfig {
+    /// A `.wasm` component, or a folder with its source.
+    pub path: PathBuf,
+    /// Handed to the plugin as text.
+    #[serde(default)]
+    #[schemars(with = "BTreeMap<String, serde_json::Value>")]
+    pub settings: BTreeMap<String, toml::Value>,
+}
+
+/// One reward component and its weight in the sum.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct WeightedPluginConfig {
+    /// A `.wasm` component, or a folder with its source.
+    pub path: PathBuf,
+    /// Weight in the sum.
+    #[serde(default = "defaults::one")]
+    pub weight: f64,
+    /// Handed to the plugin as text.
+    #[serde(default)]
+    #[schemars(with = "BTreeMap<String, serde_json::Value>")]
+    pub settings: BTreeMap<String, toml::Value>,
+}
+
+/// What one call into a plugin may use.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct PluginLimits {
+    /// Deterministic instruction budget per item of a batch.
+    #[schemars(range(min = 1))]
+    pub fuel_per_item: u64,
+    /// Wall-clock backstop per call, in milliseconds.
+    #[schemars(range(min = 1))]
+    pub timeout_ms: u64,
+    /// Linear memory per instance, in bytes.
+    #[schemars(range(min = 65_536))]
+    pub memory_bytes: usize,
+    /// What a call may hand back, in bytes.
+    #[schemars(range(min = 1))]
+    pub output_bytes: usize,
+    /// What a call may log, in bytes; the rest is cut with a note.
+    pub log_bytes: usize,
+}
+
+impl Default for PluginLimits {
+    fn default() -> Self {
+        Self {
+            fuel_per_item: 50_000_000,
+            timeout_ms: 5_000,
+            memory_bytes: 256 << 20,
+            output_bytes: 16 << 20,
+            log_bytes: 64 << 10,
+        }
+    }
+}
+
+mod defaults {
+    pub(super) fn one() -> f64 {
+        1.0
+    }
+}

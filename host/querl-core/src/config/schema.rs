@@ -1,0 +1,237 @@
+//! What may stand in a configuration file, derived from the structs of [`super`]: names, types, ranges, defaults, meanings.
+
+use super::Config;
+use super::document::join;
+use serde_json::Value;
+use std::sync::LazyLock;
+
+static SCHEMA: LazyLock<Value> = LazyLock::new(|| {
+    let settings =
+        schemars::generate::SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true);
+    settings.into_generator().into_root_schema_for::<Config>().to_value()
+});
+
+/// The schema of a configuration file as JSON Schema (draft 2020-12), which editors understand.
+pub fn json_schema() -> &'static Value {
+    &SCHEMA
+}
+
+/// One key of a configuration file.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct KeyInfo {
+    /// `rl.gae_lambda`; `plugins.rewards[].weight` inside a list of sections.
+    pub key: String,
+    /// What values it takes, with their range: `number, 0.0 to 1.0`.
+    pub expects: String,
+    /// As TOML; `None` where the key is required or stays unset.
+    pub default: Option<String>,
+    /// True where the file must have it (or, inside a section that may be left out, where the section must).
+    pub required: bool,
+    /// One sentence.
+    pub meaning: String,
+}
+
+/// Every key, section by section.
+pub fn keys() -> Vec<KeyInfo> {
+    let mut keys = Vec::new();
+    list_section("", &SCHEMA, None, &mut keys);
+    keys
+}
+
+/// Values before sections, so that a section's own keys stand together.
+fn list_section(prefix: &str, section: &Value, defaults: Option<&Value>, keys: &mut Vec<KeyInfo>) {
+    let Some(properties) = properties(section) else { return };
+    let (sections, values): (Vec<_>, Vec<_>) =
+        properties.iter().partition(|(_, schema)| inner_section(schema).is_some());
+    for (name, schema) in values {
+        let default = schema.get("default").or_else(|| defaults?.get(name)).filter(|default| !default.is_null());
+        keys.push(KeyInfo {
+            key: join(prefix, name),
+            expects: expects(schema),
+            default: default.map(as_toml),
+            required: is_required(section, name),
+            meaning: text(schema, "description"),
+        });
+    }
+    for (name, schema) in sections {
+        let suffix = if has_type(schema, "array") { "[]" } else { "" };
+        let key = format!("{}{suffix}", join(prefix, name));
+        let inner = inner_section(schema).expect("partitioned by it");
+        list_section(&key, inner, schema.get("default"), keys);
+    }
+}
+
+/// The keys of a section; `None` where any key goes (plugin settings) or where it is no section.
+pub(super) fn properties(schema: &Value) -> Option<&serde_json::Map<String, Value>> {
+    schema.get("properties")?.as_object()
+}
+
+/// The schema itself where it is a section, or its entries' where it is a list of sections.
+fn inner_section(schema: &Value) -> Option<&Value> {
+    let inner = if has_type(schema, "array") { schema.get("items")? } else { schema };
+    properties(inner).map(|_| inner)
+}
+
+/// True where a section cannot do without `key`.
+pub(super) fn is_required(section: &Value, key: &str) -> bool {
+    section.get("required").and_then(Value::as_array).is_some_and(|keys| keys.iter().any(|required| required == key))
+}
+
+/// True where `schema` admits values of the JSON type `name`.
+pub(super) fn has_type(schema: &Value, name: &str) -> bool {
+    match schema.get("type") {
+        Some(Value::String(only)) => only == name,
+        Some(Value::Array(any)) => any.iter().any(|one| one == name),
+        _ => false,
+    }
+}
+
+/// The words a value must be one of; empty where it is not a choice.
+pub(super) fn choices(schema: &Value) -> Vec<&str> {
+    let listed = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
+    let described = schema.get("oneOf").and_then(Value::as_array).into_iter().flatten();
+    listed.chain(described.filter_map(|one| one.get("const"))).filter_map(Value::as_str).collect()
+}
+
+/// `a`, `a or b`, `a, b or c`.
+pub(super) fn or_list(words: &[&str]) -> String {
+    match words {
+        [] => String::new(),
+        [only] => (*only).into(),
+        [most @ .., last] => format!("{} or {last}", most.join(", ")),
+    }
+}
+
+/// `0.0 to 1.0`, `1 or more`, `more than 0.0`; empty where any number goes.
+pub(super) fn range(schema: &Value) -> String {
+    let bound = |name| schema.get(name).map(|bound| number(schema, bound));
+    match (bound("minimum"), bound("exclusiveMinimum"), bound("maximum")) {
+        (Some(min), _, Some(max)) => format!("{min} to {max}"),
+        (Some(min), _, None) => format!("{min} or more"),
+        (None, Some(min), Some(max)) => format!("more than {min}, at most {max}"),
+        (None, Some(min), None) => format!("more than {min}"),
+        (None, None, Some(max)) => format!("at most {max}"),
+        (None, None, None) => String::new(),
+    }
+}
+
+/// A bound as a person writes it: `1.0` for a number, `1` for an integer.
+fn number(schema: &Value, bound: &Value) -> String {
+    match (has_type(schema, "number"), bound.as_f64()) {
+        (true, Some(float)) => format!("{float:?}"),
+        (false, Some(float)) if float.fract() == 0.0 => format!("{float:.0}"),
+        _ => bound.to_string(),
+    }
+}
+
+/// What a key takes, in words.
+pub(super) fn expects(schema: &Value) -> String {
+    let choices = choices(schema);
+    if !choices.is_empty() {
+        return or_list(&choices);
+    }
+    let kind = kind(schema);
+    let inner = if has_type(schema, "array") { schema.get("items").unwrap_or(schema) } else { schema };
+    match range(inner) {
+        range if range.is_empty() => kind,
+        range => format!("{kind}, {range}"),
+    }
+}
+
+/// The type of a key, in words with an article where one is spoken.
+pub(super) fn kind(schema: &Value) -> String {
+    if has_type(schema, "integer") {
+        "an integer".into()
+    } else if has_type(schema, "number") {
+        "a number".into()
+    } else if has_type(schema, "boolean") {
+        "true or false".into()
+    } else if has_type(schema, "array") {
+        list_kind(schema)
+    } else if has_type(schema, "object") {
+        "a section".into()
+    } else if !choices(schema).is_empty() {
+        or_list(&choices(schema))
+    } else {
+        "a string".into()
+    }
+}
+
+fn list_kind(schema: &Value) -> String {
+    let items = schema.get("items").unwrap_or(&Value::Null);
+    let of = if has_type(items, "number") {
+        "numbers"
+    } else if has_type(items, "object") {
+        "sections"
+    } else {
+        "strings"
+    };
+    match schema.get("minItems").and_then(Value::as_u64) {
+        Some(n_items) => format!("a list of {n_items} {of}"),
+        None => format!("a list of {of}"),
+    }
+}
+
+fn text(schema: &Value, name: &str) -> String {
+    schema.get(name).and_then(Value::as_str).unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn as_toml(value: &Value) -> String {
+    match value {
+        Value::Array(items) => format!("[{}]", items.iter().map(as_toml).collect::<Vec<_>>().join(", ")),
+        Value::Object(_) => "{}".into(),
+        _ => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn find(key: &str) -> KeyInfo {
+        keys().into_iter().find(|info| info.key == key).unwrap_or_else(|| panic!("no key {key}"))
+    }
+
+    #[test]
+    fn keys_carry_type_range_default_and_meaning() {
+        let info = find("rl.gae_lambda");
+        assert_eq!(info.expects, "a number, 0.0 to 1.0");
+        assert_eq!(info.default.as_deref(), Some("0.95"));
+        assert_eq!(info.meaning, "GAE's lambda.");
+        assert!(!info.required);
+        assert!(find("tenant").required);
+        assert_eq!(find("retrieval.kind").expects, "embedded or http");
+        assert_eq!(find("data.split").expects, "a list of 3 numbers, 0.0 to 1.0");
+        assert_eq!(find("data.query_column").default.as_deref(), Some("\"问题\""));
+        assert_eq!(find("plugins.rewards[].weight").default.as_deref(), Some("1.0"));
+        assert_eq!(find("sft.learning_rate").expects, "a number, more than 0.0, at most 1.0");
+    }
+
+    #[test]
+    fn every_key_of_a_resolved_configuration_is_listed_and_explained() {
+        let listed = keys();
+        assert!(listed.iter().all(|info| !info.meaning.is_empty()), "{listed:?}");
+        let config = crate::config::load::tests::example();
+        let written = toml::Table::try_from(&config).unwrap();
+        let mut missing = Vec::new();
+        collect_missing("", &written, &listed, &mut missing);
+        assert!(missing.is_empty(), "{missing:?}");
+    }
+
+    fn collect_missing(prefix: &str, table: &toml::Table, listed: &[KeyInfo], missing: &mut Vec<String>) {
+        for (name, value) in table {
+            let key = join(prefix, name);
+            match value {
+                toml::Value::Table(inner) if name != "settings" => collect_missing(&key, inner, listed, missing),
+                toml::Value::Array(items) if items.iter().all(toml::Value::is_table) => {
+                    for item in items.iter().filter_map(toml::Value::as_table) {
+                        collect_missing(&format!("{key}[]"), item, listed, missing);
+                    }
+                }
+                _ if listed.iter().any(|info| info.key == key) => {}
+                _ => missing.push(key),
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Where rewrites, judgements and passages come from.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Which teacher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TeacherKind {
+    /// A file of rewrites made earlier: a stand-in.
+    Recorded,
+    /// An endpoint that speaks OpenAI's chat interface.
+    Openai,
+}
+
+/// Declares a section that names an OpenAI-compatible endpoint beside its own keys. The keys stand flat in the file, which
+/// serde's `flatten` cannot do together with `deny_unknown_fields`.
+macro_rules! endpoint_section {
+    ($(#[$doc:meta])* $name:ident { $($(#[$own_doc:meta])* $own:ident: $own_type:ty,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {
+            $($(#[$own_doc])* pub $own: $own_type,)*
+            /// `openai`: address of the interface, up to and with `/v1`.
+            pub base_url: Option<String>,
+            /// `openai`: the model's name there.
+            pub model: Option<String>,
+            /// Environment variable that holds the key; the key itself is never stored.
+            pub api_key_env: String,
+            /// Calls under way at once.
+            #[schemars(range(min = 1, max = 1024))]
+            pub max_concurrent: usize,
+            /// Limit for one call, in seconds.
+            #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+            pub timeout_s: f64,
+            /// Tries after the first.
+            #[schemars(range(max = 100))]
+            pub max_retries: usize,
+            /// Absent leaves it out of the request (GPT-5 class models refuse it).
+            #[schemars(range(min = 0.0, max = 2.0))]
+            pub temperature: Option<f64>,
+            /// Limit of the answer in tokens.
+            #[schemars(range(min = 1))]
+            pub max_tokens: u32,
+            /// Send `max_tokens` instead of `max_completion_tokens`.
+            pub legacy_max_tokens: bool,
+            /// Price of a million prompt tokens.
+            #[schemars(range(min = 0.0))]
+            pub price_prompt_per_million: Option<f64>,
+            /// Price of a million completion tokens.
+            #[schemars(range(min = 0.0))]
+            pub price_completion_per_million: Option<f64>,
+        }
+
+        impl $name {
+            /// The endpoint's share of this section.
+            pub fn endpoint(&self) -> EndpointConfig {
+                EndpointConfig {
+                    base_url: self.base_url.clone(),
+                    model: self.model.clone(),
+                    api_key_env: self.api_key_env.clone(),
+                    max_concurrent: self.max_concurrent,
+                    timeout_s: self.timeout_s,
+                    max_retries: self.max_retries,
+                    temperature: self.temperature,
+                    max_tokens: self.max_tokens,
+                    legacy_max_tokens: self.legacy_max_tokens,
+                    price_prompt_per_million: self.price_prompt_per_million,
+                    price_completion_per_million: self.price_completion_per_million,
+                }
+            }
+
+            fn with_endpoint(endpoint: EndpointConfig, $($own: $own_type),*) -> Self {
+                Self {
+                    $($own,)*
+                    base_url: endpoint.base_url,
+                    model: endpoint.model,
+                    api_key_env: endpoint.api_key_env,
+                    max_concurrent: endpoint.max_concurrent,
+                    timeout_s: endpoint.timeout_s,
+                    max_retries: endpoint.max_retries,
+                    temperature: endpoint.temperature,
+                    max_tokens: endpoint.max_tokens,
+                    legacy_max_tokens: endpoint.legacy_max_tokens,
+                    price_prompt_per_million: endpoint.price_prompt_per_million,
+                    price_completion_per_million: endpoint.price_completion_per_million,
+                }
+            }
+        }
+    };
+}
+
+endpoint_section! {
+    /// Who writes the rewrites to learn from and to beat.
+    TeacherConfig {
+        /// Which.
+        kind: TeacherKind,
+        /// `recorded`: the file (jsonl with `original_query`, `user_profile`, `history_summary`, `rewritten_query`).
+        path: Option<PathBuf>,
+    }
+}
+
+impl Default for TeacherConfig {
+    fn default() -> Self {
+        Self::with_endpoint(EndpointConfig::default(), TeacherKind::Openai, None)
+    }
+}
+
+/// An OpenAI-compatible endpoint. The key is read from the environment and never stored.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EndpointConfig {
+    /// Up to and with `/v1`.
+    pub base_url: Option<String>,
+    /// The model's name there.
+    pub model: Option<String>,
+    /// Environment variable that holds the key.
+    pub api_key_env: String,
+    /// Calls under way at once.
+    pub max_concurrent: usize,
+    /// Limit for one call, in seconds.
+    pub timeout_s: f64,
+    /// Tries after the first.
+    pub max_retries: usize,
+    /// `None` leaves it out of the request (GPT-5 class models refuse it).
+    pub temperature: Option<f64>,
+    /// Sent as `max_completion_tokens`, or as `max_tokens` where `legacy_max_tokens`.
+    pub max_tokens: u32,
+    /// Send `max_tokens` instead of `max_completion_tokens`.
+    pub legacy_max_tokens: bool,
+    /// Price of a million prompt tokens.
+    pub price_prompt_per_million: Option<f64>,
+    /// Price of a million completion tokens.
+    pub price_completion_per_million: Option<f64>,
+}
+
+impl Default for EndpointConfig {
+    fn default() -> Self {
+        Self {
+            base_url: None,
+            model: None,
+            api_key_env: "OPENAI_API_KEY".into(),
+            max_concurrent: 8,
+            timeout_s: 60.0,
+            max_retries: 4,
+            temperature: None,
+            max_tokens: 200,
+            legacy_max_tokens: false,
+            price_prompt_per_million: None,
+            price_completion_per_million: None,
+        }
+    }
+}
+
+/// Which judge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum JudgeKind {
+    /// A deterministic rubric over the tenant's lexicon: a stand-in.
+    Rubric,
+    /// An endpoint that speaks OpenAI's chat interface.
+    Openai,
+    /// Nobody judges.
+    None,
+}
+
+endpoint_section! {
+    /// Who judges rewrites.
+    JudgeConfig {
+        /// Which.
+        kind: JudgeKind,
+        /// Share of training episodes that are judged, chosen by episode id. Evaluation judges all.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        sample_rate: f64,
+    }
+}
+
+impl Default for JudgeConfig {
+    fn default() -> Self {
+        Self::with_endpoint(EndpointConfig::default(), JudgeKind::None, 0.3)
+    }
+}
+
+/// Which retrieval.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RetrievalKind {
+    /// A full-text index in this process.
+    Embedded,
+    /// A service that speaks `general_rag`.
+    Http,
+}
+
+/// Retrieval.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RetrievalConfig {
+    /// Which.
+    pub kind: RetrievalKind,
+    /// `embedded`: passages, jsonl with `id`, `title`, `text`.
+    #[serde(default)]
+    pub knowledge_base: Option<PathBuf>,
+    /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms.
+    #[serde(default)]
+    pub lexicon: Option<PathBuf>,
+    /// `http`: the full address of the `general_rag` route.
+    #[serde(default)]
+    pub url: Option<String>,
+    /// `http`: name of the knowledge base there.
+    #[serde(default = "defaults::kb_name")]
+    pub kb_name: String,
+    /// Passages wanted.
+    #[serde(default = "defaults::top_k")]
+    #[schemars(range(min = 1, max = 1000))]
+    pub top_k: usize,
+    /// Passages below are left out.
+    #[serde(default = "defaults::score_threshold")]
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub score_threshold: f64,
+    /// Calls under way at once.
+    #[serde(default = "defaults::retrieval_concurrent")]
+    #[schemars(range(min = 1, max = 1024))]
+    pub max_concurrent: usize,
+    /// Limit for one call, in seconds.
+    #[serde(default = "defaults::retrieval_timeout")]
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+    pub timeout_s: f64,
+    /// Tries after the first.
+    #[serde(default = "defaults::retries")]
+    #[schemars(range(max = 100))]
+    pub max_retries: usize,
+}
+
+mod defaults {
+    pub(super) fn kb_name() -> String {
+        "default".into()
+    }
+    pub(super) fn top_k() -> usize {
+        5
+    }
+    pub(super) fn score_threshold() -> f64 {
+        0.5
+    }
+    pub(super) fn retrieval_concurrent() -> usize {
+        16
+    }
+    pub(super) fn retrieval_timeout() -> f64 {
+        30.0
+    }
+    pub(super) fn retries() -> usize {
+        3
+    }
+}
