@@ -1,1 +1,64 @@
-//! sdk
+//! What the author of a querl plugin in Rust needs: a trait for each kind of plugin, plain types, and one macro that turns an
+//! implementation into a component.
+//!
+//! In: an author's type that implements [`Reward`], [`Filter`], [`Prompt`] or [`StyleScorer`]. Out: a WebAssembly component
+//! for the contract `querl:plugin@0.1.0`. This crate refuses to know the host: files, network, models.
+//!
+//! ```
+//! use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
+//! use std::ops::RangeInclusive;
+//!
+//! /// Rewards a rewrite for being short.
+//! struct Brevity {
+//!     max_chars: f64,
+//! }
+//!
+//! impl Reward for Brevity {
+//!     fn new(settings: &Settings) -> Result<Self, SettingError> {
+//!         Ok(Self { max_chars: settings.number("max_chars", 40.0, 1.0..=1000.0)? })
+//!     }
+//!
+//!     fn range(&self) -> RangeInclusive<f64> {
+//!         0.0..=1.0
+//!     }
+//!
+//!     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+//!         let n_chars = episode.policy.rewrite.chars().count() as f64;
+//!         Ok(Score::new((1.0 - n_chars / self.max_chars).max(0.0)))
+//!     }
+//! }
+//!
+//! querl_sdk::export!(reward: Brevity);
+//! # fn main() {
+//! let brevity = Brevity::new(&Settings::from_pairs([("max_chars", "10")])).unwrap();
+//! let mut episode = Episode::default();
+//! episode.policy.rewrite = "胶原蛋白肽".into();
+//! assert_eq!(brevity.score(&episode).unwrap().total, 0.5);
+//! # }
+//! ```
+//!
+//! `Cargo.toml` says `crate-type = ["cdylib", "rlib"]`: the first for the component, the second for tests. The logic compiles
+//! natively too, so that `cargo test` needs no WebAssembly; a component comes from
+//! `cargo build --release --target wasm32-wasip2`, which querl runs by itself for a plugin that is given as a folder.
+
+#[doc(hidden)]
+#[cfg(target_arch = "wasm32")]
+#[path = "guest/mod.rs"]
+pub mod __guest;
+mod export;
+mod filter;
+pub mod log;
+mod prompt;
+mod reward;
+mod settings;
+mod style;
+mod types;
+
+pub use filter::{Filter, Sample, Verdict};
+pub use prompt::{JudgeScore, Prompt, PromptInput, PromptTask};
+pub use reward::{Component, Episode, Reward, Score};
+pub use settings::{SettingError, Settings};
+pub use style::{ClassifyError, Dialogue, StyleModel, StyleScorer};
+pub use types::{
+    CallFailure, Candidate, Context, FailureKind, Hit, Judgement, Message, Rejection, Role, StyleProbability,
+};

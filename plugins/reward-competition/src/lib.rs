@@ -1,0 +1,145 @@
+//! Scores the policy's rewrite against the teacher's.
+//!
+//! ```text
+//! judge     = tanh(3 * (policy score - baseline score) / 5)      judge scores are 0 to 5
+//! retrieval = tanh(3 * (policy quality - baseline quality))      quality = 0.6 * top1 + 0.4 * mean(top3), 0 without hits
+//! win       = 0.5, -0.3 or 0: the policy's quality is above, below or equal to the baseline's
+//! total     = clip(0.35 * judge + 0.40 * retrieval + 0.25 * win, -1, 1)
+//! ```
+//!
+//! The components of a score are `judge`, `retrieval` and `win` as above, before weighting. Where neither side was judged
+//! (sampling), `judge` is absent and the other weights are scaled up to the sum of all three (1 by default), so that such an
+//! episode is not pulled towards a draw. A failed retrieval or judgement on either side is a rejection, never a 0. Every constant is a setting.
+//!
+//! `tanh` is libm's, compiled into the component: the same bits on every machine. Rust's own `f64::tanh` comes from the C library
+//! of the target, which is the same code inside a component but another one in native tests.
+
+use querl_sdk::{Candidate, Episode, Hit, Judgement, Rejection, Reward, Score, SettingError, Settings};
+use std::cmp::Ordering;
+use std::ops::RangeInclusive;
+
+/// A judge's scores are 0 to 5.
+const JUDGE_SCALE: f64 = 5.0;
+
+/// The reward, with its constants.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Competition {
+    weight_judge: f64,
+    weight_retrieval: f64,
+    weight_win: f64,
+    tanh_scale: f64,
+    win: f64,
+    loss: f64,
+    draw: f64,
+    top1_share: f64,
+    clip: f64,
+}
+
+/// The parts of one score.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Parts {
+    judge: Option<f64>,
+    retrieval: f64,
+    win: f64,
+}
+
+impl Reward for Competition {
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        let weight = |key, default| settings.number(key, default, 0.0..=1e6);
+        let outcome = |key, default| settings.number(key, default, -1e6..=1e6);
+        let plugin = Self {
+            weight_judge: weight("weight_judge", 0.35)?,
+            weight_retrieval: weight("weight_retrieval", 0.40)?,
+            weight_win: weight("weight_win", 0.25)?,
+            tanh_scale: settings.number("tanh_scale", 3.0, 1e-6..=1e6)?,
+            win: outcome("win", 0.5)?,
+            loss: outcome("loss", -0.3)?,
+            draw: outcome("draw", 0.0)?,
+            top1_share: settings.number("top1_share", 0.6, 0.0..=1.0)?,
+            clip: settings.number("clip", 1.0, 1e-6..=1e6)?,
+        };
+        if plugin.weight_retrieval + plugin.weight_win > 0.0 {
+            return Ok(plugin);
+        }
+        Err(SettingError::new("weight_retrieval", "expected this or `weight_win` above 0: episodes without a judgement have no other part"))
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        -self.clip..=self.clip
+    }
+
+    fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+        let parts = self.parts(episode)?;
+        let mut score = Score::new(self.total(parts));
+        if let Some(judge) = parts.judge {
+            score = score.with("judge", judge);
+        }
+        Ok(score.with("retrieval", parts.retrieval).with("win", parts.win))
+    }
+}
+
+impl Competition {
+    fn parts(&self, episode: &Episode) -> Result<Parts, Rejection> {
+        let policy = self.quality(hits(&episode.policy, "policy")?);
+        let baseline = self.quality(hits(&episode.baseline, "baseline")?);
+        let win = match policy.partial_cmp(&baseline) {
+            Some(Ordering::Greater) => self.win,
+            Some(Ordering::Less) => self.loss,
+            _ => self.draw,
+        };
+        let judge = judge_difference(episode)?.map(|difference| libm::tanh(self.tanh_scale * difference));
+        Ok(Parts { judge, retrieval: libm::tanh(self.tanh_scale * (policy - baseline)), win })
+    }
+
+    /// How good a retrieval is: 0 where nothing was found.
+    fn quality(&self, hits: &[Hit]) -> f64 {
+        let Some(first) = hits.first() else { return 0.0 };
+        let top3 = &hits[..hits.len().min(3)];
+        let mean_top3 = top3.iter().map(|hit| hit.reranker_score).sum::<f64>() / top3.len() as f64;
+        self.top1_share * first.reranker_score + (1.0 - self.top1_share) * mean_top3
+    }
+
+    fn total(&self, parts: Parts) -> f64 {
+        let without_judge = self.weight_retrieval * parts.retrieval + self.weight_win * parts.win;
+        let total = match parts.judge {
+            Some(judge) => self.weight_judge * judge + without_judge,
+            None => {
+                let remaining = self.weight_retrieval + self.weight_win;
+                without_judge * ((self.weight_judge + remaining) / remaining)
+            }
+        };
+        total.clamp(-self.clip, self.clip)
+    }
+}
+
+fn hits<'a>(candidate: &'a Candidate, side: &str) -> Result<&'a [Hit], Rejection> {
+    match &candidate.retrieval {
+        Ok(hits) => Ok(hits),
+        Err(failure) => Err(Rejection::new(format!("{side}_retrieval_failed"), failure.to_string())),
+    }
+}
+
+/// The difference of the judge's scores, -1 to 1; `None` where neither side was judged.
+fn judge_difference(episode: &Episode) -> Result<Option<f64>, Rejection> {
+    match (judged(&episode.policy, "policy")?, judged(&episode.baseline, "baseline")?) {
+        (Some(policy), Some(baseline)) => Ok(Some(policy / JUDGE_SCALE - baseline / JUDGE_SCALE)),
+        (None, None) => Ok(None),
+        (policy, _) => {
+            let missing = if policy.is_some() { "baseline" } else { "policy" };
+            Err(Rejection::new("judgement_one_sided", format!("the {missing} side was not judged, the other was")))
+        }
+    }
+}
+
+fn judged(candidate: &Candidate, side: &str) -> Result<Option<f64>, Rejection> {
+    match &candidate.judgement {
+        Judgement::Scored { score, .. } => Ok(Some(*score)),
+        Judgement::NotSampled => Ok(None),
+        Judgement::Failed(failure) => Err(Rejection::new(format!("{side}_judgement_failed"), failure.to_string())),
+    }
+}
+
+querl_sdk::export!(reward: Competition);
+
+#[cfg(test)]
+mod tests;

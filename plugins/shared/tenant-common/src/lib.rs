@@ -1,0 +1,91 @@
+//! What the tenants' prompt plugins share: the layout of prompts and the parsing of answers.
+//!
+//! In: a tenant's three system prompts, queries, models' answers. Out: messages, rewrites, judgements or rejections. Knows no
+//! tenant.
+
+mod judgement;
+mod rewrite;
+mod text;
+
+pub use judgement::parse_judgement;
+pub use rewrite::parse_rewrite;
+
+use querl_sdk::{Message, PromptInput, PromptTask};
+
+/// What differs between tenants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TenantPrompts {
+    /// The teacher's system prompt, with the tenant's rules.
+    pub teacher_system: &'static str,
+    /// The policy's system prompt; the rules are learned.
+    pub policy_system: &'static str,
+    /// The judge's system prompt.
+    pub judge_system: &'static str,
+}
+
+impl TenantPrompts {
+    /// The conversation for one task.
+    pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+        let query = query_lines(input);
+        let (system, user) = match task {
+            PromptTask::TeacherRewrite => (self.teacher_system, format!("{query}\n\n{TEACHER_REQUEST}")),
+            PromptTask::PolicyRewrite => (self.policy_system, format!("{query}\n\n{POLICY_REQUEST}")),
+            PromptTask::Judge => {
+                let rewrite = input.rewrite.as_deref().unwrap_or_default();
+                (self.judge_system, format!("{query}\n改写后的查询: {rewrite}\n\n{JUDGE_REQUEST}"))
+            }
+        };
+        vec![Message::system(system), Message::user(user)]
+    }
+}
+
+const TEACHER_REQUEST: &str = "请改写这个查询，使其更适合知识库检索。只返回改写后的查询，不要其他内容。";
+const POLICY_REQUEST: &str = "请改写。";
+const JUDGE_REQUEST: &str = "请评估改写质量，只返回JSON，不要其他内容：{\"综合得分\": 0到5之间的数字, \"评分理由\": \"一句话说明\"}";
+
+/// 原始查询, and 用户画像 and 历史摘要 where present, a line each.
+fn query_lines(input: &PromptInput) -> String {
+    let mut lines = format!("原始查询: {}", input.query);
+    let context = [("用户画像", &input.context.user_profile), ("历史摘要", &input.context.history_summary)];
+    for (name, value) in context.into_iter().filter(|(_, value)| !value.is_empty()) {
+        lines.push_str(&format!("\n{name}: {value}"));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use querl_sdk::Context;
+
+    const PROMPTS: TenantPrompts = TenantPrompts { teacher_system: "教", policy_system: "学", judge_system: "评" };
+
+    fn input(profile: &str, history: &str) -> PromptInput {
+        let context = Context { user_profile: profile.into(), history_summary: history.into() };
+        PromptInput { query: "孕妇能吃吗".into(), context, rewrite: Some("孕妇能否服用虾青素".into()) }
+    }
+
+    #[test]
+    fn teacher_gets_the_seed_layout() {
+        let messages = PROMPTS.messages(PromptTask::TeacherRewrite, &input("孕妇", "问过虾青素"));
+        assert_eq!(messages[0], Message::system("教"));
+        assert_eq!(
+            messages[1].content,
+            "原始查询: 孕妇能吃吗\n用户画像: 孕妇\n历史摘要: 问过虾青素\n\n\
+             请改写这个查询，使其更适合知识库检索。只返回改写后的查询，不要其他内容。"
+        );
+    }
+
+    #[test]
+    fn unknown_context_leaves_no_line() {
+        let messages = PROMPTS.messages(PromptTask::PolicyRewrite, &input("", ""));
+        assert_eq!(messages[1].content, "原始查询: 孕妇能吃吗\n\n请改写。");
+    }
+
+    #[test]
+    fn judge_sees_query_context_and_rewrite() {
+        let content = PROMPTS.messages(PromptTask::Judge, &input("孕妇", "")).remove(1).content;
+        assert!(content.starts_with("原始查询: 孕妇能吃吗\n用户画像: 孕妇\n改写后的查询: 孕妇能否服用虾青素\n\n"));
+        assert!(content.contains("综合得分") && content.contains("评分理由"));
+    }
+}

@@ -1,0 +1,82 @@
+//! The registration macro.
+
+/// Turns an implementation into a component: `export!(reward: MyReward)`.
+///
+/// Once per crate, at its top level. The kinds are `prompt`, `filter`, `reward` and `style_scorer`; a component may hold
+/// several: `export!(prompt: MyPrompt, filter: MyFilter)`. The plugin's name and version are those of the crate. In a native
+/// build, as for `cargo test`, it only checks that the types implement their traits.
+#[macro_export]
+macro_rules! export {
+    ($($kind:ident : $plugin:ty),+ $(,)?) => {
+        const _: fn(&$crate::Settings) -> Result<(), $crate::SettingError> = |_settings| {
+            $( $crate::__read_settings!($kind, $plugin, _settings)?; )+
+            Ok(())
+        };
+
+        #[cfg(target_arch = "wasm32")]
+        const _: () = {
+            struct QuerlIdentity;
+            impl $crate::__guest::Identity for QuerlIdentity {
+                const NAME: &'static str = env!("CARGO_PKG_NAME");
+                const VERSION: &'static str = env!("CARGO_PKG_VERSION");
+                fn check_settings(settings: &$crate::Settings) -> Result<(), $crate::SettingError> {
+                    $( $crate::__read_settings!($kind, $plugin, settings)?; )+
+                    Ok(())
+                }
+            }
+            type QuerlInfo = $crate::__guest::InfoGuest<QuerlIdentity>;
+            $crate::__guest::info::export_info!(QuerlInfo with_types_in $crate::__guest::info);
+            $( $crate::__export_kind!($kind, $plugin); )+
+        };
+    };
+    ($($other:tt)*) => {
+        compile_error!("write `export!(KIND: Type)`, for example `querl_sdk::export!(reward: MyReward)`");
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __read_settings {
+    (prompt, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::Prompt>::new($settings).map(drop)
+    };
+    (filter, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::Filter>::new($settings).map(drop)
+    };
+    (reward, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::Reward>::new($settings).map(drop)
+    };
+    (style_scorer, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::StyleScorer>::new($settings).map(drop)
+    };
+    ($other:ident, $plugin:ty, $settings:ident) => {
+        compile_error!(concat!(
+            "`",
+            stringify!($other),
+            "` is not a kind of plugin; the kinds are prompt, filter, reward and style_scorer"
+        ))
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __export_kind {
+    (prompt, $plugin:ty) => {
+        type QuerlPrompt = $crate::__guest::PromptGuest<$plugin>;
+        $crate::__guest::prompts::export_prompts!(QuerlPrompt with_types_in $crate::__guest::prompts);
+    };
+    (filter, $plugin:ty) => {
+        type QuerlFilter = $crate::__guest::FilterGuest<$plugin>;
+        $crate::__guest::filters::export_filters!(QuerlFilter with_types_in $crate::__guest::filters);
+    };
+    (reward, $plugin:ty) => {
+        type QuerlReward = $crate::__guest::RewardGuest<$plugin>;
+        $crate::__guest::rewards::export_rewards!(QuerlReward with_types_in $crate::__guest::rewards);
+    };
+    (style_scorer, $plugin:ty) => {
+        type QuerlStyleScorer = $crate::__guest::StyleScorerGuest<$plugin>;
+        $crate::__guest::style_scores::export_style_scores!(
+            QuerlStyleScorer with_types_in $crate::__guest::style_scores
+        );
+    };
+}

@@ -1,0 +1,48 @@
+//! Lines for a person who is looking for a mistake. They have no effect on any result.
+//!
+//! In a component they go to the host's log; natively, as in tests, to stderr.
+
+/// Writes a line of level debug.
+pub fn debug(message: impl AsRef<str>) {
+    write(Level::Debug, message.as_ref());
+}
+
+/// Writes a line of level info.
+pub fn info(message: impl AsRef<str>) {
+    write(Level::Info, message.as_ref());
+}
+
+/// Writes a line of level warn.
+pub fn warn(message: impl AsRef<str>) {
+    write(Level::Warn, message.as_ref());
+}
+
+/// Writes a line of level error.
+pub fn error(message: impl AsRef<str>) {
+    write(Level::Error, message.as_ref());
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Level {
+    Debug,
+    Info,
+    Warn,
+    Error,
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn write(level: Level, message: &str) {
+    eprintln!("{level:?}: {message}");
+}
+
+#[cfg(target_arch = "wasm32")]
+fn write(level: Level, message: &str) {
+    use crate::__guest::imports::querl::plugin::log;
+    let level = match level {
+        Level::Debug => log::Level::Debug,
+        Level::Info => log::Level::Info,
+        Level::Warn => log::Level::Warn,
+        Level::Error => log::Level::Error,
+    };
+    log::log(level, message);
+}
