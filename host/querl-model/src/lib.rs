@@ -1,1 +1,33 @@
-//! Qwen2 and Qwen3 decoders, LoRA, generation and checkpoints
+//! Qwen2 and Qwen3 decoders that can be trained.
+//!
+//! In: a Hugging Face directory (config.json, safetensors, tokenizer.json, chat template) and, beside it, LoRA adapters in
+//! PEFT's format. Out: hidden states, log-probabilities and generated tokens, with gradients for whatever is trained.
+//! This crate refuses to know losses, rewards, plugins and files other than a model's.
+//!
+//! Sequences are packed: rows of all sequences stand one after another, so that no padding is computed. One frozen base in
+//! memory serves every adapter: an adapter is handed to the forward pass, not merged into the weights.
+
+mod adapter;
+mod batch;
+mod cache;
+mod checkpoint;
+mod config;
+mod decoder;
+mod error;
+mod generate;
+pub mod kernels;
+mod template;
+mod tokenizer;
+mod train_tokenizer;
+
+pub use adapter::{LoraAdapter, LoraSettings};
+pub use batch::PackedBatch;
+pub use cache::KvCache;
+pub use checkpoint::{load_tensors, save_tensors};
+pub use config::{DecoderConfig, Family};
+pub use decoder::{Decoder, Weights};
+pub use error::ModelError;
+pub use generate::{Decoding, Generated, GenerationRequest, generate};
+pub use template::ChatTemplate;
+pub use tokenizer::TextTokenizer;
+pub use train_tokenizer::{TokenizerSettings, train_tokenizer};

@@ -1,0 +1,63 @@
+//! What can be wrong with a model directory, an adapter or a computation.
+
+use std::path::{Path, PathBuf};
+
+/// Errors of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A directory lacks a file.
+    #[error("{directory}: no `{file}` there; a Hugging Face model directory needs {needs}")]
+    MissingFile {
+        /// The directory.
+        directory: PathBuf,
+        /// The file.
+        file: String,
+        /// What a complete directory holds.
+        needs: &'static str,
+    },
+    /// The architecture is none of ours.
+    #[error("{path}: architecture `{found}` is not supported; expected one of {expected}")]
+    UnsupportedArchitecture {
+        /// The config.json.
+        path: PathBuf,
+        /// What it says.
+        found: String,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// A file is there and cannot be used.
+    #[error("{path}: {message}")]
+    BadFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it and what to try.
+        message: String,
+    },
+    /// A file cannot be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Text could not be turned into tokens, or back.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// The chat template could not be rendered.
+    #[error("chat template: {0}")]
+    Template(String),
+    /// A computation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}
+
+impl ModelError {
+    pub(crate) fn bad_file(path: &Path, message: impl std::fmt::Display) -> Self {
+        Self::BadFile { path: path.to_owned(), message: message.to_string() }
+    }
+
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
+        move |source| Self::Io { path: path.to_owned(), source }
+    }
+}

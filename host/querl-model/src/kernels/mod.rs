@@ -1,0 +1,75 @@
+//! Operations with a backward pass that candle lacks or does with more work than needed.
+//!
+//! Each is a candle custom operation on f32 tensors of the CPU: forward in `cpu_fwd`, gradient in `bwd`. Why they exist:
+//! candle's `softmax_last_dim`, `rms_norm` and `rope` cut the gradient, and the backward pass of its matrix product computes
+//! and keeps the gradient of frozen weights.
+
+mod attention;
+mod linear;
+mod logprobs;
+mod matmul;
+mod rms_norm;
+mod rope;
+mod swiglu;
+
+pub use attention::{CachedSegment, Segment, attention, attention_cached};
+pub use linear::{frozen_linear, lora_linear};
+pub use logprobs::{HeadGradient, token_logprobs};
+pub use rms_norm::rms_norm;
+pub use rope::{RopeTable, rope};
+pub use swiglu::swiglu;
+
+pub(crate) use matmul::{Mat, Threads, matmul};
+
+use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
+
+/// The values of a contiguous f32 storage.
+fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    let CpuStorage::F32(values) = storage else { bail!("this operation takes f32") };
+    let Some((start, end)) = layout.contiguous_offsets() else { bail!("this operation takes contiguous tensors") };
+    Ok(&values[start..end])
+}
+
+/// Calls `f` with the values of a tensor, made contiguous where it is not.
+pub(crate) fn with_floats<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    let tensor = tensor.contiguous()?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { bail!("this operation runs on the cpu") };
+    f(floats(storage, layout)?)
+}
+
+/// `e^x` to about 2 units in the last place, in a form that the compiler can vectorise.
+///
+/// Source: the Cephes single-precision `expf` (range reduction by ln 2 in two parts, degree 5 polynomial).
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    let x = x.clamp(-87.0, 88.0);
+    let rounding = 12_582_912.0_f32; // 1.5 * 2^23: adding it rounds to the nearest integer
+    let n = (x * std::f32::consts::LOG2_E + rounding) - rounding;
+    let r = x - n * 0.693_359_4 + n * 2.121_944_4e-4;
+    let mut p = 1.987_569_1e-4_f32;
+    p = p * r + 1.398_199_9e-3;
+    p = p * r + 8.333_452e-3;
+    p = p * r + 4.166_579_6e-2;
+    p = p * r + 1.666_666_5e-1;
+    p = p * r + 0.5;
+    let mantissa = p * r * r + r + 1.0;
+    mantissa * f32::from_bits((((n as i32) + 127) << 23) as u32)
+}
+
+/// Rows that one parallel task works on: enough to outweigh handing it over.
+const ROWS_PER_TASK: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn exp_agrees_with_the_standard_library() {
+        for i in -8000..=8000 {
+            let x = i as f32 * 0.01;
+            let expected = f64::from(x).exp();
+            let relative = (f64::from(super::exp(x)) - expected).abs() / expected;
+            assert!(relative < 3e-7, "exp({x}) is off by {relative}");
+        }
+        assert!(super::exp(-1e30) < 2e-38);
+    }
+}

@@ -1,0 +1,143 @@
+//! Logits and gradients against transformers and PEFT, on tiny random checkpoints made by `tests/reference/decoders.py` and
+//! `tests/reference/lora.py`.
+//!
+//! ```python
+//! out = model(input_ids, attention_mask=attention_mask)
+//! loss = cross_entropy(out.logits[:, :-1][valid], input_ids[:, 1:][valid])  # mean over valid next tokens
+//! loss.backward()
+//! ```
+#![allow(clippy::unwrap_used)]
+
+use candle_core::{DType, Tensor, Var};
+use querl_model::{Decoder, LoraAdapter, PackedBatch, Weights, load_tensors};
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+const TOLERANCE: f32 = 1e-4;
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
+}
+
+/// The valid tokens of each row.
+fn sequences(golden: &HashMap<String, Tensor>) -> Vec<Vec<u32>> {
+    let ids: Vec<Vec<i64>> = golden["input_ids"].to_vec2().unwrap();
+    let mask: Vec<Vec<i64>> = golden["attention_mask"].to_vec2().unwrap();
+    ids.iter()
+        .zip(mask)
+        .map(|(ids, mask)| ids.iter().zip(mask).filter(|(_, keep)| *keep == 1).map(|(id, _)| *id as u32).collect())
+        .collect()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Compares to within the tolerance, relative to the largest expected value where that is above 1.
+fn assert_close(what: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(1f32, |max, x| max.max(x.abs()));
+    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    assert!(worst <= TOLERANCE * scale, "{what}: off by {worst}, largest value {scale}");
+}
+
+/// Mean next-token cross-entropy over all valid tokens.
+fn loss(decoder: &Decoder, adapter: Option<&LoraAdapter>, sequences: &[Vec<u32>]) -> Tensor {
+    let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
+    let hidden = decoder.hidden_states(&batch, adapter).unwrap();
+    let (mut rows, mut targets) = (Vec::new(), Vec::new());
+    for (segment, sequence) in batch.segments().iter().zip(sequences) {
+        rows.extend((segment.start..segment.start + segment.len - 1).map(|row| row as u32));
+        targets.extend_from_slice(&sequence[1..]);
+    }
+    let n_rows = rows.len();
+    let hidden = hidden.index_select(&Tensor::from_vec(rows, n_rows, hidden.device()).unwrap(), 0).unwrap();
+    let logprobs = decoder.token_logprobs(&hidden, targets, 1.0).unwrap().narrow(1, 0, 1).unwrap();
+    logprobs.mean_all().unwrap().neg().unwrap()
+}
+
+fn check_logits(decoder: &Decoder, adapter: Option<&LoraAdapter>, golden: &HashMap<String, Tensor>) {
+    let sequences = sequences(golden);
+    let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
+    let logits = decoder.logits(&decoder.hidden_states(&batch, adapter).unwrap()).unwrap();
+    for (row, (segment, sequence)) in batch.segments().iter().zip(&sequences).enumerate() {
+        let found = values(&logits.narrow(0, segment.start, segment.len).unwrap());
+        let expected = values(&golden["logits"].get(row).unwrap().narrow(0, 0, sequence.len()).unwrap());
+        assert_close(&format!("logits of row {row}"), &found, &expected);
+    }
+}
+
+fn check_gradients(loss: &Tensor, vars: &BTreeMap<String, Var>, prefix: &str, golden: &HashMap<String, Tensor>) {
+    assert_close("loss", &values(loss), &values(&golden["loss"]));
+    let gradients = loss.backward().unwrap();
+    assert_eq!(vars.len(), golden.keys().filter(|key| key.starts_with("grad.")).count());
+    for (name, var) in vars {
+        let found = values(gradients.get(var).unwrap_or_else(|| panic!("no gradient reached {name}")));
+        assert!(found.iter().any(|g| *g != 0.0), "the gradient of {name} is zero");
+        assert_close(name, &found, &values(&golden[&format!("grad.{prefix}{name}")]));
+    }
+}
+
+#[test]
+fn decoders_agree_with_transformers_in_logits_and_gradients() {
+    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied"] {
+        let directory = golden(&format!("decoders/{name}"));
+        let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
+        let decoder = Decoder::load(&directory, Weights::Trained).unwrap();
+        check_logits(&decoder, None, &golden);
+        check_gradients(&loss(&decoder, None, &sequences(&golden)), decoder.vars(), "", &golden);
+    }
+}
+
+#[test]
+fn frozen_weights_give_the_same_logits_as_trained_ones() {
+    let directory = golden("decoders/qwen2-untied");
+    let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
+    check_logits(&Decoder::load(&directory, Weights::Frozen).unwrap(), None, &golden);
+}
+
+#[test]
+fn adapters_agree_with_peft_in_logits_and_gradients() {
+    for name in ["qwen2-tied", "qwen2-tied-rslora", "qwen3-tied", "qwen3-tied-rslora"] {
+        let base = golden(&format!("decoders/{}", name.trim_end_matches("-rslora")));
+        let directory = golden(&format!("lora/{name}"));
+        let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
+        let decoder = Decoder::load(&base, Weights::Frozen).unwrap();
+        let adapter = LoraAdapter::load(&directory, decoder.config()).unwrap();
+        check_logits(&decoder, Some(&adapter), &golden);
+        let loss = loss(&decoder, Some(&adapter), &sequences(&golden));
+        check_gradients(&loss, adapter.vars(), "base_model.model.", &golden);
+    }
+}
+
+#[test]
+fn a_saved_adapter_loads_with_equal_values() {
+    let decoder = Decoder::load(&golden("decoders/qwen3-tied"), Weights::Frozen).unwrap();
+    let adapter = LoraAdapter::load(&golden("lora/qwen3-tied-rslora"), decoder.config()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    adapter.save(folder.path(), "qwen3-tied").unwrap();
+    let again = LoraAdapter::load(folder.path(), decoder.config()).unwrap();
+    assert_eq!(again.settings(), adapter.settings());
+    for (name, var) in adapter.vars() {
+        assert_eq!(values(var), values(&again.vars()[name]), "{name}");
+    }
+}
+
+/// candle-transformers' own decoders know neither LoRA nor gradients, but are a second, independent reference for logits.
+#[test]
+fn logits_agree_with_candle_transformers() {
+    use candle_core::Device;
+    use candle_nn::VarBuilder;
+    use candle_transformers::models::qwen3;
+    let directory = golden("decoders/qwen3-tied");
+    let tensors = load_tensors(&directory.join("golden.safetensors")).unwrap();
+    let ids = tensors["input_ids"].to_dtype(DType::U32).unwrap();
+    let weights = load_tensors(&directory.join("model.safetensors")).unwrap();
+    let config = std::fs::read_to_string(directory.join("config.json")).unwrap();
+    let config: qwen3::Config = serde_json::from_str(&config).unwrap();
+    let builder = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
+    let found = qwen3::ModelForCausalLM::new(&config, builder).unwrap().forward(&ids, 0).unwrap();
+    let expected = tensors["logits"].narrow(1, 11, 1).unwrap();
+    assert_close("candle-transformers qwen3", &values(&found), &values(&expected));
+}
+
