@@ -1,0 +1,66 @@
+//! Why a table, a recording, a lexicon or a whole stage could not be used. One row's failure is in its record instead.
+
+use querl_core::fsx::ReadError;
+use querl_core::ports::PluginFault;
+use querl_core::records::CallFailure;
+use std::path::Path;
+
+/// Why nothing came, in one sentence that names file, place, value and remedy.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// A file's content is not what it should be, or it cannot be read.
+    #[error("{path}: {problem}")]
+    File {
+        /// Which file.
+        path: String,
+        /// Where in it, what was found, what to do.
+        problem: String,
+    },
+    /// A file of JSON lines.
+    #[error(transparent)]
+    Lines(#[from] ReadError),
+    /// A file could not be written.
+    #[error("{path}: cannot be written: {source}")]
+    Write {
+        /// Which file.
+        path: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A setting that the chosen kind needs is absent or unusable.
+    #[error("{key} {problem}")]
+    Setting {
+        /// Dotted key.
+        key: String,
+        /// What is wrong, what to do.
+        problem: String,
+    },
+    /// A service refuses us, or none of the first calls reached it; rows done so far are kept.
+    #[error("stopped, as every further call would fail too: {0}")]
+    Service(CallFailure),
+    /// A plugin broke its contract.
+    #[error(transparent)]
+    Plugin(#[from] PluginFault),
+    /// The groups cannot fill the splits.
+    #[error("{n_groups} group(s) of queries cannot fill {n_splits} splits; add queries or set the share of a split to 0")]
+    TooFewGroups {
+        /// Groups in the table.
+        n_groups: usize,
+        /// Splits with a share above 0.
+        n_splits: usize,
+    },
+}
+
+impl DataError {
+    pub(crate) fn file(path: &Path, problem: impl std::fmt::Display) -> Self {
+        Self::File { path: path.display().to_string(), problem: problem.to_string() }
+    }
+
+    pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
+        Self::Write { path: path.display().to_string(), source }
+    }
+
+    pub(crate) fn setting(key: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Setting { key: key.into(), problem: problem.into() }
+    }
+}

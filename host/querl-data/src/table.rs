@@ -1,0 +1,136 @@
+//! The query table: which columns mean what, which rows count, and what makes a row's identity and group.
+
+use crate::error::DataError;
+use crate::table_formats::{Grid, read_grid};
+use crate::text::normalise;
+use querl_core::config::DataConfig;
+use querl_core::fsx::digest_hex;
+use querl_core::records::QueryRow;
+use std::collections::HashSet;
+use std::path::Path;
+
+/// What a query table held.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QueryTable {
+    /// Usable rows, in the table's order; ids are unique.
+    pub rows: Vec<QueryRow>,
+    /// Row numbers whose query is empty.
+    pub empty_rows: Vec<usize>,
+    /// Row numbers that repeat an earlier row's query, profile and history.
+    pub repeated_rows: Vec<usize>,
+}
+
+impl QueryTable {
+    /// One line for a person about the rows that were passed over; `None` where there are none.
+    pub fn skipped_note(&self) -> Option<String> {
+        let part = |rows: &[usize], what: &str| {
+            (!rows.is_empty()).then(|| format!("{} {what} ({})", rows.len(), list_rows(rows)))
+        };
+        let parts: Vec<String> =
+            [part(&self.empty_rows, "with an empty query"), part(&self.repeated_rows, "repeating an earlier row")]
+                .into_iter()
+                .flatten()
+                .collect();
+        (!parts.is_empty()).then(|| format!("rows passed over: {}", parts.join("; ")))
+    }
+}
+
+fn list_rows(rows: &[usize]) -> String {
+    const SHOWN: usize = 10;
+    let shown = rows.iter().take(SHOWN).map(usize::to_string).collect::<Vec<_>>().join(", ");
+    if rows.len() > SHOWN { format!("rows {shown}, ...") } else { format!("rows {shown}") }
+}
+
+/// Reads the query table that the configuration names.
+///
+/// # Errors
+/// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
+pub fn read_table(config: &DataConfig) -> Result<QueryTable, DataError> {
+    let grid = read_grid(&config.input)?;
+    let columns = Columns::find(&grid, config)?;
+    let mut table = QueryTable { rows: Vec::new(), empty_rows: Vec::new(), repeated_rows: Vec::new() };
+    let mut seen = HashSet::new();
+    for (row, cells) in &grid.rows {
+        let query = columns.read(*row, cells);
+        if query.original_query.is_empty() {
+            // A row without a single value is only the space between others.
+            if cells.iter().any(|cell| !cell.trim().is_empty()) {
+                table.empty_rows.push(*row);
+            }
+        } else if seen.insert(query.id.clone()) {
+            table.rows.push(query);
+        } else {
+            table.repeated_rows.push(*row);
+        }
+    }
+    if table.rows.is_empty() {
+        let problem = format!("no row has a query in column `{}`; {} row(s) looked at", config.query_column, grid.rows.len());
+        return Err(DataError::file(&config.input, problem));
+    }
+    Ok(table)
+}
+
+/// Identity of a query in its context: 16 hexadecimal digits.
+pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> String {
+    let mut digest = digest_hex(serde_json::json!([query, user_profile, history_summary]).to_string().as_bytes());
+    digest.truncate(16);
+    digest
+}
+
+struct Columns {
+    query: usize,
+    profile: Option<usize>,
+    history: Option<usize>,
+    gold: Option<usize>,
+    group: Option<usize>,
+}
+
+impl Columns {
+    fn find(grid: &Grid, config: &DataConfig) -> Result<Self, DataError> {
+        let position = |name: &str| grid.header.iter().position(|column| column == name);
+        let required = |name: &str, key: &str| position(name).ok_or_else(|| missing_column(grid, &config.input, name, key));
+        let gold = position(&config.gold_column);
+        Ok(Self {
+            query: required(&config.query_column, "query_column")?,
+            profile: position(&config.profile_column),
+            history: position(&config.history_column),
+            gold,
+            group: match &config.group_column {
+                Some(name) => Some(required(name, "group_column")?),
+                None => gold,
+            },
+        })
+    }
+
+    fn read(&self, row: usize, cells: &[String]) -> QueryRow {
+        let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
+        let (query, profile, history) = (cell(Some(self.query)), cell(self.profile), cell(self.history));
+        let group = match cell(self.group) {
+            "" => normalise(query),
+            group => group.to_owned(),
+        };
+        QueryRow {
+            id: query_id(query, profile, history),
+            row,
+            original_query: query.to_owned(),
+            user_profile: profile.to_owned(),
+            history_summary: history.to_owned(),
+            gold_ids: split_ids(cell(self.gold)),
+            group,
+        }
+    }
+}
+
+fn missing_column(grid: &Grid, path: &Path, name: &str, key: &str) -> DataError {
+    let found = grid.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let place = grid.sheet.as_ref().map_or_else(String::new, |sheet| format!("sheet `{sheet}`: "));
+    DataError::file(path, format!("{place}no column `{name}` (data.{key}); found {found}; name one of these in data.{key}"))
+}
+
+fn split_ids(text: &str) -> Vec<String> {
+    let separators = [',', ';', '，', '；', '、'];
+    text.split(|character: char| character.is_whitespace() || separators.contains(&character))
+        .filter(|id| !id.is_empty())
+        .map(str::to_owned)
+        .collect()
+}
