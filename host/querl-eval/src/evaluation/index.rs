@@ -1,0 +1,128 @@
+//! The records of one run by system and query, checked.
+
+use crate::error::EvalError;
+use crate::metric::{Metric, answer, failure_code, hits};
+use querl_core::records::EvalRecord;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A query of one run. The row is part of it, since a table may hold the same query twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct QueryKey<'a> {
+    pub(super) group: &'a str,
+    id: &'a str,
+    row: usize,
+}
+
+/// Records by system, then by query.
+pub(super) struct Index<'a> {
+    by_system: BTreeMap<&'a str, BTreeMap<QueryKey<'a>, &'a EvalRecord>>,
+    /// False where passages were found and none of them has an id: gold cannot be told then, not even for failed records.
+    can_tell_gold: bool,
+}
+
+impl<'a> Index<'a> {
+    pub(super) fn new(records: &'a [EvalRecord]) -> Result<Self, EvalError> {
+        if records.is_empty() {
+            return Err(EvalError::NoRecords);
+        }
+        let mut by_system: BTreeMap<&str, BTreeMap<QueryKey<'_>, &EvalRecord>> = BTreeMap::new();
+        for record in records {
+            check_finite(record)?;
+            let query = &record.query;
+            let key = QueryKey { group: &query.group, id: &query.id, row: query.row };
+            if by_system.entry(&record.system).or_default().insert(key, record).is_some() {
+                let (system, query, row) = (record.system.clone(), query.id.clone(), query.row);
+                return Err(EvalError::DuplicateRecord { system, query, row });
+            }
+        }
+        check_complete(&by_system)?;
+        let mut found = records.iter().filter_map(hits).flatten().peekable();
+        let can_tell_gold = found.peek().is_none() || found.any(|hit| !hit.id.is_empty());
+        Ok(Self { by_system, can_tell_gold })
+    }
+
+    pub(super) fn systems(&self) -> impl Iterator<Item = &'a str> {
+        self.by_system.keys().copied()
+    }
+
+    /// Each query once, with any system's record of it.
+    pub(super) fn queries(&self) -> impl Iterator<Item = (QueryKey<'a>, &'a EvalRecord)> {
+        self.by_system.values().flatten().map(|(key, record)| (*key, *record))
+    }
+
+    pub(super) fn records(&self, system: &str) -> impl Iterator<Item = &'a EvalRecord> {
+        self.by_query(system).map(|(_, record)| record)
+    }
+
+    /// The queries of `system` that have a value of `metric`.
+    pub(super) fn values(&self, system: &str, metric: Metric) -> Vec<(QueryKey<'a>, f64)> {
+        if matches!(metric, Metric::Top1 | Metric::Mrr) && !self.can_tell_gold {
+            return Vec::new();
+        }
+        self.by_query(system).filter_map(|(key, record)| Some((key, metric.value(record)?))).collect()
+    }
+
+    /// The queries of `system` whose reward has a part called `name`.
+    pub(super) fn components(&self, system: &str, name: &str) -> Vec<(QueryKey<'a>, f64)> {
+        let value = |record: &EvalRecord| {
+            let reward = answer(record)?.reward.as_ref()?;
+            reward.components.iter().find(|component| component.name == name).map(|component| component.value)
+        };
+        self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
+    }
+
+    pub(super) fn component_names(&self, system: &str) -> BTreeSet<&'a str> {
+        let rewards = self.records(system).filter_map(|record| answer(record)?.reward.as_ref());
+        rewards.flat_map(|reward| &reward.components).map(|component| component.name.as_str()).collect()
+    }
+
+    fn by_query(&self, system: &str) -> impl Iterator<Item = (QueryKey<'a>, &'a EvalRecord)> {
+        self.by_system.get(system).into_iter().flatten().map(|(key, record)| (*key, *record))
+    }
+}
+
+/// How records ended.
+#[derive(Debug, Default)]
+pub(super) struct Outcomes {
+    pub(super) n_scored: usize,
+    pub(super) n_empty: usize,
+    pub(super) failures: BTreeMap<String, usize>,
+}
+
+pub(super) fn count_outcomes<'a>(records: impl Iterator<Item = &'a EvalRecord>) -> Outcomes {
+    let mut outcomes = Outcomes::default();
+    for record in records {
+        match failure_code(record) {
+            Some(code) => *outcomes.failures.entry(code).or_default() += 1,
+            None => {
+                outcomes.n_scored += 1;
+                outcomes.n_empty += usize::from(hits(record).is_some_and(<[_]>::is_empty));
+            }
+        }
+    }
+    outcomes
+}
+
+fn check_complete(by_system: &BTreeMap<&str, BTreeMap<QueryKey<'_>, &EvalRecord>>) -> Result<(), EvalError> {
+    let all: BTreeSet<_> = by_system.values().flat_map(BTreeMap::keys).collect();
+    for (system, records) in by_system {
+        if let Some(key) = all.iter().find(|key| !records.contains_key(**key)) {
+            let (system, query) = ((*system).to_owned(), key.id.to_owned());
+            return Err(EvalError::MissingRecord { system, query, row: key.row });
+        }
+    }
+    Ok(())
+}
+
+fn check_finite(record: &EvalRecord) -> Result<(), EvalError> {
+    for metric in Metric::ALL {
+        if let Some(value) = metric.value(record).filter(|value| !value.is_finite()) {
+            return Err(EvalError::not_finite(record, metric.name(), value));
+        }
+    }
+    let reward = answer(record).and_then(|answer| answer.reward.as_ref());
+    match reward.and_then(|reward| reward.components.iter().find(|component| !component.value.is_finite())) {
+        Some(component) => Err(EvalError::not_finite(record, &component.name, component.value)),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,141 @@
+//! The page for a browser: one file, no outside request, light and dark.
+//!
+//! Rust computes what is shown (texts, coordinates); the template beside this file places it. Every value passes the template
+//! engine's HTML escaping, and a content security policy in the page forbids scripts and requests.
+
+mod chart;
+mod curves;
+mod examples;
+mod forest;
+mod tables;
+
+use crate::error::EvalError;
+use crate::evaluation::Evaluation;
+use crate::facts::{FunnelStep, RunFacts, StageTiming};
+use crate::metric::Metric;
+use crate::table::{failure_lines, system_title};
+use querl_core::records::EvalRecord;
+use serde::Serialize;
+
+/// Below this many groups the notes say that percentile intervals come out too narrow (simulations in Cameron, Gelbach and
+/// Miller 2008, "Bootstrap-based improvements for inference with clustered errors").
+const FEW_GROUPS: usize = 20;
+
+/// What the page shows.
+#[derive(Debug, Clone, Copy)]
+pub struct ReportInput<'a> {
+    /// Stands above the figures.
+    pub facts: &'a RunFacts,
+    /// The figures.
+    pub evaluation: &'a Evaluation,
+    /// The records that `evaluation` was made from: rewrites are shown from here.
+    pub records: &'a [EvalRecord],
+    /// Lines of `metrics.jsonl`: objects with `stage`, `step` and numbers by name. Where a step appears twice, the later line
+    /// counts.
+    pub metrics: &'a [serde_json::Value],
+    /// From the query table to the dataset, in order; may be empty.
+    pub funnel: &'a [FunnelStep],
+    /// In order; may be empty.
+    pub timings: &'a [StageTiming],
+    /// Queries shown side by side.
+    pub n_examples: usize,
+}
+
+/// The page as HTML.
+///
+/// # Errors
+/// The template engine failed; not for any content of `input`.
+pub fn report_html(input: &ReportInput<'_>) -> Result<String, EvalError> {
+    let mut environment = minijinja::Environment::new();
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::Html);
+    environment.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
+    // The stylesheet is a constant of this crate: the one text that is not escaped.
+    environment.add_global("css", minijinja::Value::from_safe_string(include_str!("report/report.css").to_owned()));
+    environment.add_template("report.html", include_str!("report/report.html"))?;
+    Ok(environment.get_template("report.html")?.render(minijinja::value::Serde(Page::new(input)))?)
+}
+
+/// Everything the template places.
+#[derive(Debug, Serialize)]
+struct Page {
+    tenant: String,
+    split: &'static str,
+    n_queries: usize,
+    n_resamples: usize,
+    facts: Vec<(&'static str, String)>,
+    stand_ins: Vec<String>,
+    cautions: Vec<String>,
+    summary: Vec<String>,
+    systems: tables::SystemsTable,
+    components: tables::SystemsTable,
+    forests: Vec<forest::Forest>,
+    curves: curves::Curves,
+    funnel: Vec<tables::FunnelRow>,
+    timings: Vec<(String, String)>,
+    examples: examples::Examples,
+}
+
+impl Page {
+    fn new(input: &ReportInput<'_>) -> Self {
+        let evaluation = input.evaluation;
+        Self {
+            tenant: input.facts.tenant.clone(),
+            split: evaluation.split.name(),
+            n_queries: evaluation.n,
+            n_resamples: evaluation.n_resamples,
+            facts: facts(input),
+            stand_ins: input.facts.stand_in_notes(),
+            cautions: cautions(evaluation),
+            summary: summary(evaluation),
+            systems: tables::systems(evaluation),
+            components: tables::components(evaluation),
+            forests: forest::forests(evaluation),
+            curves: curves::Curves::new(input.metrics),
+            funnel: tables::funnel(input.funnel),
+            timings: tables::timings(input.timings),
+            examples: examples::Examples::new(input.records, input.n_examples),
+        }
+    }
+}
+
+fn facts(input: &ReportInput<'_>) -> Vec<(&'static str, String)> {
+    let (facts, evaluation) = (input.facts, input.evaluation);
+    vec![
+        ("tenant", facts.tenant.clone()),
+        ("model", facts.model.clone()),
+        ("teacher", facts.teacher.to_string()),
+        ("judge", facts.judge.as_ref().map_or("none".to_owned(), ToString::to_string)),
+        ("retrieval", facts.retrieval.to_string()),
+        ("split", evaluation.split.name().to_owned()),
+        ("queries", format!("{}, {} with gold", evaluation.n, evaluation.n_gold)),
+        ("groups of paraphrases", evaluation.n_groups.to_string()),
+        ("seed", evaluation.seed.to_string()),
+    ]
+}
+
+fn cautions(evaluation: &Evaluation) -> Vec<String> {
+    let mut cautions = failure_lines(evaluation);
+    if evaluation.n_groups < FEW_GROUPS {
+        cautions.push(format!("only {} groups of queries: the intervals are too narrow", evaluation.n_groups));
+    }
+    cautions
+}
+
+/// What the comparisons that matter most say, one sentence each.
+fn summary(evaluation: &Evaluation) -> Vec<String> {
+    let asked = [("rl", "sft", Metric::Reward), ("rl", "teacher", Metric::Top1), ("sft", "raw", Metric::Top1)];
+    let mut sentences = Vec::new();
+    for (first, second, metric) in asked {
+        let pair = evaluation.pairs.get(&format!("{first}-{second}"));
+        let Some(found) = pair.and_then(|pair| pair.get(&metric).copied().flatten()) else { continue };
+        let verdict = match (found.low > 0.0, found.high < 0.0) {
+            (true, _) => "better",
+            (_, true) => "worse",
+            _ => "no difference shown",
+        };
+        let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
+        let (first, second) = (system_title(first), system_title(second));
+        sentences.push(format!("{first} against {second}, {}: {mean} [{low}, {high}], {verdict}", metric.label()));
+    }
+    sentences
+}

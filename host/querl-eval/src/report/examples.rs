@@ -1,0 +1,143 @@
+//! Rewrites side by side: which queries are shown, and what of them.
+
+use crate::evaluation::SYSTEMS;
+use crate::metric::{Metric, answer, hits};
+use crate::table::system_title;
+use querl_core::records::{EvalRecord, Hit};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Characters of a passage that are shown.
+const PASSAGE_CHARS: usize = 140;
+
+/// The queries shown.
+#[derive(Debug, Serialize)]
+pub(super) struct Examples {
+    shown: Vec<Example>,
+    /// How they were chosen.
+    choice: String,
+}
+
+/// One query with every system's answer.
+#[derive(Debug, Serialize)]
+struct Example {
+    row: usize,
+    query: String,
+    profile: String,
+    history: String,
+    /// RL won against the teacher.
+    is_win: bool,
+    answers: Vec<Answer>,
+}
+
+/// One system's answer.
+#[derive(Debug, Serialize)]
+struct Answer {
+    title: String,
+    system: &'static str,
+    /// `None` where the record failed; the reason is in `failure`.
+    rewrite: Option<String>,
+    failure: Option<String>,
+    passage: Option<String>,
+    score: String,
+    reward: Option<String>,
+    /// `gold`, `other`, or nothing where gold is not known.
+    mark: &'static str,
+    mark_text: String,
+}
+
+/// Records of one query by system.
+type QueryRecords<'a> = BTreeMap<&'a str, &'a EvalRecord>;
+
+impl Examples {
+    pub(super) fn new(records: &[EvalRecord], n_wanted: usize) -> Self {
+        let mut queries: BTreeMap<(usize, &str), QueryRecords<'_>> = BTreeMap::new();
+        for record in records {
+            queries.entry((record.query.row, &record.query.id)).or_default().insert(&record.system, record);
+        }
+        let (wins, rest): (Vec<_>, Vec<_>) = queries.values().partition(|query| is_win(query));
+        let n_rest = (n_wanted - n_wanted / 2).min(rest.len());
+        let n_wins = (n_wanted - n_rest).min(wins.len());
+        let n_rest = (n_wanted - n_wins).min(rest.len());
+        let mut chosen: Vec<_> = evenly(&wins, n_wins).chain(evenly(&rest, n_rest)).collect();
+        chosen.sort_by_key(|query| query.values().next().map(|record| (record.query.row, &record.query.id)));
+        let choice = format!(
+            "{n_wins} of the {} queries where RL beats the teacher and {n_rest} of the other {}, each taken at even distances in the \
+             order of the table; so the share of wins shown here is not the win rate",
+            wins.len(),
+            rest.len()
+        );
+        Self { shown: chosen.into_iter().filter_map(|query| Example::new(query)).collect(), choice }
+    }
+}
+
+impl Example {
+    fn new(records: &QueryRecords<'_>) -> Option<Self> {
+        let query = &records.values().next()?.query;
+        let known = SYSTEMS.iter().filter_map(|system| Some((*system, *records.get(system)?)));
+        Some(Self {
+            row: query.row,
+            query: clean(&query.original_query),
+            profile: clean(&query.user_profile),
+            history: clean(&query.history_summary),
+            is_win: is_win(records),
+            answers: known.map(|(system, record)| Answer::new(system, record)).collect(),
+        })
+    }
+}
+
+impl Answer {
+    fn new(system: &'static str, record: &EvalRecord) -> Self {
+        let found = answer(record);
+        let failure = match &record.outcome {
+            Err(rejection) => Some(clean(&rejection.to_string())),
+            Ok(answer) => answer.candidate.retrieval.as_ref().err().map(|failure| clean(&failure.to_string())),
+        };
+        let top = hits(record).and_then(<[Hit]>::first);
+        let (mark, mark_text) = gold_mark(record);
+        Self {
+            title: system_title(system).to_owned(),
+            system,
+            rewrite: found.map(|answer| clean(&answer.candidate.rewrite)),
+            failure,
+            passage: top.map(|hit| cut(&clean(&hit.text))),
+            score: top.map_or_else(String::new, |hit| Metric::Top1Score.format(hit.reranker_score)),
+            reward: Metric::Reward.value(record).map(|reward| Metric::Reward.format_signed(reward)),
+            mark,
+            mark_text,
+        }
+    }
+}
+
+fn gold_mark(record: &EvalRecord) -> (&'static str, String) {
+    match (hits(record), Metric::Mrr.value(record)) {
+        (Some(hits), Some(_)) if hits.is_empty() => ("other", "nothing found".to_owned()),
+        (Some(_), Some(1.0)) => ("gold", "✓ gold first".to_owned()),
+        (Some(_), Some(rank)) if rank > 0.0 => ("other", format!("gold at {:.0}", 1.0 / rank)),
+        (Some(_), Some(_)) => ("other", "gold not found".to_owned()),
+        _ => ("", String::new()),
+    }
+}
+
+fn is_win(records: &QueryRecords<'_>) -> bool {
+    records.get("rl").and_then(|record| answer(record)?.win) == Some(1.0)
+}
+
+/// `n` of `items` at even distances, from the middle of each stretch.
+fn evenly<'a, T>(items: &'a [T], n: usize) -> impl Iterator<Item = &'a T> {
+    (0..n).map(move |index| &items[(2 * index + 1) * items.len() / (2 * n)])
+}
+
+/// Without characters that a page may not hold or that would disturb the text around them: controls and changes of direction.
+fn clean(text: &str) -> String {
+    let disturbs = |c: char| {
+        (c.is_control() && c != '\n' && c != '\t') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+    };
+    text.chars().map(|c| if disturbs(c) { '\u{FFFD}' } else { c }).collect()
+}
+
+fn cut(text: &str) -> String {
+    let mut chars = text.chars();
+    let start: String = chars.by_ref().take(PASSAGE_CHARS).collect();
+    if chars.next().is_some() { start + "…" } else { start }
+}

@@ -1,0 +1,128 @@
+//! The page's tables: systems, reward components, the way of the data, stage times.
+
+use crate::bootstrap::Interval;
+use crate::evaluation::Evaluation;
+use crate::facts::{FunnelStep, StageTiming};
+use crate::metric::Metric;
+use crate::table::system_title;
+use serde::Serialize;
+
+/// Metrics down, systems across: readable on a phone, where a row of eight metrics is not.
+#[derive(Debug, Serialize)]
+pub(super) struct SystemsTable {
+    heads: Vec<String>,
+    rows: Vec<SystemsRow>,
+}
+
+#[derive(Debug, Serialize)]
+struct SystemsRow {
+    label: String,
+    explanation: String,
+    cells: Vec<Option<Cell>>,
+}
+
+#[derive(Debug, Serialize)]
+struct Cell {
+    mean: String,
+    interval: String,
+}
+
+impl Cell {
+    fn new(metric: Metric, found: Interval) -> Self {
+        let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format(value));
+        Self { mean, interval: format!("[{low}, {high}]") }
+    }
+
+    fn count(n: usize) -> Self {
+        Self { mean: n.to_string(), interval: String::new() }
+    }
+}
+
+/// All metrics, and how many records failed.
+pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
+    let systems = evaluation.systems_in_order();
+    let mut rows: Vec<SystemsRow> = Metric::ALL
+        .into_iter()
+        .map(|metric| SystemsRow {
+            label: metric.label().to_owned(),
+            explanation: metric.explanation().to_owned(),
+            cells: systems
+                .iter()
+                .map(|(_, system)| Some(Cell::new(metric, (*system.metrics.get(&metric)?)?)))
+                .collect(),
+        })
+        .collect();
+    rows.push(SystemsRow {
+        label: "failed".to_owned(),
+        explanation: "no rewrite, or retrieval failed".to_owned(),
+        cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_failed))).collect(),
+    });
+    rows.push(SystemsRow {
+        label: "found nothing".to_owned(),
+        explanation: "retrieval answered with an empty list".to_owned(),
+        cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_empty))).collect(),
+    });
+    SystemsTable { heads: heads(evaluation), rows }
+}
+
+/// The parts of the reward; no rows where no system has any.
+pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
+    let systems = evaluation.systems_in_order();
+    let names: std::collections::BTreeSet<&String> =
+        systems.iter().flat_map(|(_, system)| system.components.keys()).collect();
+    let rows = names.into_iter().map(|name| SystemsRow {
+        label: name.clone(),
+        explanation: String::new(),
+        cells: systems
+            .iter()
+            .map(|(_, system)| Some(Cell::new(Metric::Reward, (*system.components.get(name)?)?)))
+            .collect(),
+    });
+    SystemsTable { heads: heads(evaluation), rows: rows.collect() }
+}
+
+fn heads(evaluation: &Evaluation) -> Vec<String> {
+    evaluation.systems_in_order().into_iter().map(|(name, _)| system_title(name).to_owned()).collect()
+}
+
+/// One bar of the funnel.
+#[derive(Debug, Serialize)]
+pub(super) struct FunnelRow {
+    label: String,
+    n: u64,
+    /// Of the longest bar.
+    percent: String,
+    parts: String,
+}
+
+pub(super) fn funnel(steps: &[FunnelStep]) -> Vec<FunnelRow> {
+    let longest = steps.iter().map(|step| step.n).max().unwrap_or(0).max(1);
+    let row = |step: &FunnelStep| FunnelRow {
+        label: step.label.clone(),
+        n: step.n,
+        percent: format!("{:.1}", 100.0 * step.n as f64 / longest as f64),
+        parts: step.parts.iter().map(|(label, n)| format!("{label} {n}")).collect::<Vec<_>>().join(" · "),
+    };
+    steps.iter().map(row).collect()
+}
+
+/// Stage and time, with the sum at the end.
+pub(super) fn timings(timings: &[StageTiming]) -> Vec<(String, String)> {
+    if timings.is_empty() {
+        return Vec::new();
+    }
+    let total = StageTiming { stage: "all".to_owned(), seconds: timings.iter().map(|timing| timing.seconds).sum() };
+    timings.iter().chain([&total]).map(|timing| (timing.stage.clone(), duration(timing.seconds))).collect()
+}
+
+fn duration(seconds: f64) -> String {
+    if seconds < 60.0 {
+        return format!("{seconds:.1} s");
+    }
+    let whole = seconds.round() as u64;
+    if whole < 3600 {
+        format!("{} min {:02} s", whole / 60, whole % 60)
+    } else {
+        format!("{} h {:02} min", whole / 3600, whole / 60 % 60)
+    }
+}

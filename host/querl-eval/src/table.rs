@@ -1,0 +1,169 @@
+//! The figures as text for a terminal.
+
+use crate::evaluation::{Evaluation, SYSTEMS, SeedsEvaluation};
+use crate::facts::RunFacts;
+use crate::metric::Metric;
+use std::fmt::Write as _;
+
+/// No line of figures is longer, in characters: metrics that do not fit go into a block below.
+const MAX_WIDTH: usize = 100;
+const NOT_APPLICABLE: &str = "-";
+
+/// The table of systems, the paired differences, failures, and what the signs mean. Ends with a line break.
+pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
+    let mut text = head(evaluation, facts);
+    text.push_str(&blocks(&systems_grid(evaluation)));
+    let pairs = pairs_grid(evaluation);
+    if pairs.len() > 1 {
+        text.push_str("\npaired differences on the same queries\n");
+        text.push_str(&blocks(&pairs));
+    }
+    text.push('\n');
+    text.push_str(&notes(evaluation, facts));
+    text
+}
+
+/// As [`table`], for several runs together, with the mean differences of each run below.
+pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
+    let mut text = format!("{} runs, each query averaged over them\n", evaluation.runs.len());
+    text.push_str(&table(&evaluation.pooled, facts));
+    text.push_str("\nmean differences of each run\n");
+    text.push_str(&blocks(&runs_grid(evaluation)));
+    text
+}
+
+/// Rows of cells: the first row is the head, the first column the names.
+type Grid = Vec<Vec<String>>;
+
+fn head(evaluation: &Evaluation, facts: &RunFacts) -> String {
+    let judge = facts.judge.as_ref().map_or("none".to_owned(), ToString::to_string);
+    format!(
+        "{} · {} split: {} queries in {} groups · teacher {} · judge {judge} · retrieval {}\n\n",
+        facts.tenant,
+        evaluation.split.name(),
+        evaluation.n,
+        evaluation.n_groups,
+        facts.teacher,
+        facts.retrieval,
+    )
+}
+
+fn systems_grid(evaluation: &Evaluation) -> Grid {
+    let systems = evaluation.systems_in_order();
+    let has = |metric: &Metric| systems.iter().any(|(_, system)| matches!(system.metrics.get(metric), Some(Some(_))));
+    let metrics: Vec<Metric> = Metric::ALL.into_iter().filter(has).collect();
+    let mut grid = vec![head_row("system", &metrics)];
+    for (name, system) in systems {
+        let cells = metrics.iter().map(|metric| match system.metrics.get(metric) {
+            Some(Some(found)) => {
+                format!("{} [{}, {}]", metric.format(found.mean), metric.format(found.low), metric.format(found.high))
+            }
+            _ => NOT_APPLICABLE.to_owned(),
+        });
+        grid.push(std::iter::once(name.to_owned()).chain(cells).collect());
+    }
+    grid
+}
+
+fn pairs_grid(evaluation: &Evaluation) -> Grid {
+    let mut grid = vec![head_row("pair", &Metric::COMPARED)];
+    for (first, second, differences) in evaluation.pairs_in_order() {
+        let cells = Metric::COMPARED.iter().map(|metric| match differences.get(metric) {
+            Some(Some(found)) => {
+                let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
+                format!("{mean} [{low}, {high}]{}", if found.excludes_zero() { "*" } else { " " })
+            }
+            _ => NOT_APPLICABLE.to_owned(),
+        });
+        grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());
+    }
+    grid
+}
+
+fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
+    let mut grid = vec![head_row("pair, run", &Metric::COMPARED)];
+    for (first, second, _) in evaluation.pooled.pairs_in_order() {
+        for (number, run) in (1..).zip(&evaluation.runs) {
+            let differences = run.pairs.get(&format!("{first}-{second}"));
+            let cells = Metric::COMPARED.iter().map(|metric| {
+                let found = differences.and_then(|differences| differences.get(metric).copied().flatten());
+                found.map_or(NOT_APPLICABLE.to_owned(), |found| metric.format_signed(found.mean))
+            });
+            grid.push(std::iter::once(format!("{first} - {second}, {number}")).chain(cells).collect());
+        }
+    }
+    grid
+}
+
+fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
+    std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
+}
+
+/// Aligned columns, broken into blocks of at most [`MAX_WIDTH`] that each repeat the names.
+fn blocks(grid: &Grid) -> String {
+    let widths: Vec<usize> = (0..grid[0].len())
+        .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
+        .collect();
+    let mut text = String::new();
+    let mut columns: Vec<usize> = Vec::new();
+    for column in 1..widths.len() {
+        let width: usize = widths[0] + columns.iter().chain([&column]).map(|column| widths[*column] + 2).sum::<usize>();
+        if width > MAX_WIDTH && !columns.is_empty() {
+            write_block(&mut text, grid, &widths, &std::mem::take(&mut columns));
+            text.push('\n');
+        }
+        columns.push(column);
+    }
+    write_block(&mut text, grid, &widths, &columns);
+    text
+}
+
+fn write_block(text: &mut String, grid: &Grid, widths: &[usize], columns: &[usize]) {
+    for row in grid {
+        let mut line = format!("{:<width$}", row[0], width = widths[0]);
+        for column in columns {
+            // Writing to a String cannot fail.
+            let _ = write!(line, "  {:<width$}", row[*column], width = widths[*column]);
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+}
+
+fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
+    let mut lines: Vec<String> = facts.stand_in_notes().into_iter().map(|note| format!("stand-in: {note}")).collect();
+    lines.extend(failure_lines(evaluation));
+    lines.push(format!(
+        "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
+         `-` means the metric does not apply",
+        evaluation.n_resamples
+    ));
+    lines.iter().fold(String::new(), |text, line| text + line + "\n")
+}
+
+/// One line per system that failed on some queries; also used by the report.
+pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
+    let failed = evaluation.systems_in_order().into_iter().filter(|(_, system)| system.n_failed > 0);
+    failed
+        .map(|(name, system)| {
+            let total = system.n_scored + system.n_failed;
+            let reasons: Vec<String> = system.failures.iter().map(|(code, n)| format!("{code} {n}")).collect();
+            format!(
+                "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means",
+                system.n_failed,
+                reasons.join(", ")
+            )
+        })
+        .collect()
+}
+
+/// How people call a system.
+pub(crate) fn system_title(name: &str) -> &str {
+    match SYSTEMS.iter().position(|known| *known == name) {
+        Some(0) => "Raw query",
+        Some(1) => "Teacher",
+        Some(2) => "SFT",
+        Some(3) => "RL",
+        _ => name,
+    }
+}
