@@ -127,6 +127,22 @@ pub struct Hit {
     pub rank: u32,
 }
 
+/// One number for a list of hits: `0.6 * top1 + 0.4 * mean(top 3)` of the reranker scores; 0 where nothing was found.
+///
+/// Source: the source plan's `_calc_retrieval_quality`. Win rates compare this.
+pub fn retrieval_quality(hits: &[Hit]) -> f64 {
+    let Some(first) = hits.first() else { return 0.0 };
+    let top = &hits[..hits.len().min(3)];
+    let mean = top.iter().map(|hit| hit.reranker_score).sum::<f64>() / top.len() as f64;
+    0.6 * first.reranker_score + 0.4 * mean
+}
+
+/// `1` where `policy` has the better [`retrieval_quality`], `0` where `baseline` has, `0.5` for a draw.
+pub fn win(policy: &[Hit], baseline: &[Hit]) -> f64 {
+    let difference = retrieval_quality(policy) - retrieval_quality(baseline);
+    if difference.abs() <= 1e-9 { 0.5 } else { f64::from(difference > 0.0) }
+}
+
 /// A query with the teacher's rewrite and what retrieval found with it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ValidatedRecord {

@@ -126,7 +126,10 @@ impl LoraAdapter {
         let mut vars = BTreeMap::new();
         for (name, tensor) in load_tensors(&weights_path)? {
             let Some(path) = name.strip_prefix(KEY_PREFIX) else {
-                return Err(ModelError::bad_file(&weights_path, format!("tensor `{name}` is not PEFT's; expected the prefix `{KEY_PREFIX}`")));
+                return Err(ModelError::bad_file(
+                    &weights_path,
+                    format!("tensor `{name}` is not PEFT's; expected the prefix `{KEY_PREFIX}`"),
+                ));
             };
             vars.insert(path.to_owned(), Var::from_tensor(&tensor.to_dtype(DType::F32)?)?);
         }
@@ -252,7 +255,10 @@ impl AdapterConfigFile {
             (self.fan_in_fan_out, "fan_in_fan_out is true; expected false".into()),
             (self.bias != "none", format!("bias is `{}`; expected `none`", self.bias)),
             (!self.rank_pattern.is_empty(), "rank_pattern is not empty; one rank for all layers is supported".into()),
-            (!self.alpha_pattern.is_empty(), "alpha_pattern is not empty; one alpha for all layers is supported".into()),
+            (
+                !self.alpha_pattern.is_empty(),
+                "alpha_pattern is not empty; one alpha for all layers is supported".into(),
+            ),
             (self.modules_to_save.is_some_and(|m| !m.is_empty()), "modules_to_save is not supported".into()),
         ];
         if let Some((_, message)) = unsupported.into_iter().find(|(is_so, _)| *is_so) {

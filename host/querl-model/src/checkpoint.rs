@@ -5,7 +5,8 @@ use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-const NEEDS: &str = "config.json, tokenizer.json and model.safetensors (or its shards with model.safetensors.index.json)";
+const NEEDS: &str =
+    "config.json, tokenizer.json and model.safetensors (or its shards with model.safetensors.index.json)";
 
 /// A file of `directory` that must be there.
 pub(crate) fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelError> {
@@ -47,7 +48,7 @@ pub fn load_tensors(path: &Path) -> Result<HashMap<String, Tensor>, ModelError> 
 /// The file cannot be written.
 pub fn save_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), ModelError> {
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    let bytes = safetensors::serialize(tensors.iter(), Some(metadata))
-        .map_err(|error| ModelError::bad_file(path, error))?;
+    let bytes =
+        safetensors::serialize(tensors.iter(), Some(metadata)).map_err(|error| ModelError::bad_file(path, error))?;
     querl_core::fsx::write_atomic(path, &bytes).map_err(ModelError::io(path))
 }

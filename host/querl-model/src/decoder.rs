@@ -84,7 +84,8 @@ impl DecoderConfig {
             shapes.push(("lm_head.weight".to_owned(), vec![self.vocab_size, h]));
         }
         for (path, n_out, n_in) in self.linear_layers() {
-            let has_bias = self.attention_bias && ["q_proj", "k_proj", "v_proj"].iter().any(|name| path.ends_with(name));
+            let has_bias =
+                self.attention_bias && ["q_proj", "k_proj", "v_proj"].iter().any(|name| path.ends_with(name));
             if has_bias {
                 shapes.push((format!("{path}.bias"), vec![n_out]));
             }
@@ -223,9 +224,7 @@ impl Decoder {
                     values: &cache.layers[layer].values,
                 })
                 .collect();
-            let out = kernels::with_floats(q, |q| {
-                attention_cached(q, &segments, q_width, kv_width, config.head_dim)
-            })?;
+            let out = kernels::with_floats(q, |q| attention_cached(q, &segments, q_width, kv_width, config.head_dim))?;
             Tensor::from_vec(out, q.shape(), q.device())
         })?;
         for (cache, new) in caches.iter_mut().zip(new) {
@@ -321,11 +320,8 @@ impl Layer {
             Ok(Linear { weight: take(&format!("{path}.weight"))?, bias, path, weights })
         };
         let bias = config.attention_bias;
-        let (q, k, v) = (
-            linear("self_attn.q_proj", bias)?,
-            linear("self_attn.k_proj", bias)?,
-            linear("self_attn.v_proj", bias)?,
-        );
+        let (q, k, v) =
+            (linear("self_attn.q_proj", bias)?, linear("self_attn.k_proj", bias)?, linear("self_attn.v_proj", bias)?);
         let o = linear("self_attn.o_proj", false)?;
         let (gate, up, down) =
             (linear("mlp.gate_proj", false)?, linear("mlp.up_proj", false)?, linear("mlp.down_proj", false)?);

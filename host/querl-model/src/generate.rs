@@ -85,7 +85,8 @@ struct Sequence {
 /// Length of the prefix that all prompts share, leaving each at least one token of its own.
 fn shared_prefix(requests: &[GenerationRequest<'_>]) -> usize {
     let Some(first) = requests.first() else { return 0 };
-    let common = |prompt: &[u32]| first.prompt.iter().zip(prompt).take_while(|(a, b)| a == b).count().min(prompt.len() - 1);
+    let common =
+        |prompt: &[u32]| first.prompt.iter().zip(prompt).take_while(|(a, b)| a == b).count().min(prompt.len() - 1);
     requests.iter().map(|request| common(request.prompt)).min().unwrap_or(0)
 }
 

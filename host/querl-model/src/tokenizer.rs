@@ -26,8 +26,9 @@ impl TextTokenizer {
         let inner = Tokenizer::from_file(&path).map_err(|error| ModelError::bad_file(&path, error))?;
         let config_path = required(directory, "tokenizer_config.json")?;
         let config = read_json(&config_path)?;
-        let eos = token_text(&config["eos_token"])
-            .ok_or_else(|| ModelError::bad_file(&config_path, "names no eos_token; the end of an answer must be known"))?;
+        let eos = token_text(&config["eos_token"]).ok_or_else(|| {
+            ModelError::bad_file(&config_path, "names no eos_token; the end of an answer must be known")
+        })?;
         let eos_id = inner
             .token_to_id(&eos)
             .ok_or_else(|| ModelError::bad_file(&config_path, format!("eos_token `{eos}` is not in tokenizer.json")))?;

@@ -2,8 +2,8 @@
 
 use crate::ModelError;
 use std::path::Path;
-use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
 use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
 use tokenizers::normalizers::unicode::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
@@ -20,7 +20,11 @@ pub struct TokenizerSettings<'a> {
 ///
 /// # Errors
 /// Training fails or the file cannot be written.
-pub fn train_tokenizer(texts: &[String], settings: &TokenizerSettings<'_>, path: &Path) -> Result<Tokenizer, ModelError> {
+pub fn train_tokenizer(
+    texts: &[String],
+    settings: &TokenizerSettings<'_>,
+    path: &Path,
+) -> Result<Tokenizer, ModelError> {
     let failed = |error: tokenizers::Error| ModelError::Tokenizer(error.to_string());
     let special: Vec<AddedToken> = settings.special_tokens.iter().map(|text| AddedToken::from(*text, true)).collect();
     let mut trainer: TrainerWrapper = BpeTrainerBuilder::new()

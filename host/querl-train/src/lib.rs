@@ -1,1 +1,27 @@
-//! Supervised fine-tuning and PPO
+//! Supervised fine-tuning and proximal policy optimisation.
+//!
+//! In: a decoder, tokenised prompts and answers, and an [`Environment`](querl_core::ports::Environment) that turns responses
+//! into scored episodes. Out: adapters (or weights) in checkpoints, and metrics. This crate refuses to know plugins, HTTP,
+//! retrieval and judges: rewards arrive through the port.
+//!
+//! Losses are pure functions from values to a loss and its gradient with respect to log-probabilities, entropies or values;
+//! the decoder's graph only carries that gradient on. So each formula is tested against its reference as plain numbers.
+
+mod checkpoint;
+mod error;
+mod health;
+pub mod maths;
+mod metrics;
+mod optimizer;
+mod order;
+mod policy;
+pub mod rl;
+mod schedule;
+pub mod sft;
+
+pub use checkpoint::{BEST, LAST};
+pub use error::TrainError;
+pub use metrics::{MetricSink, Metrics};
+pub use optimizer::{AdamW, AdamWSettings, Gradients};
+pub use policy::{Example, Policy};
+pub use schedule::{constant_with_warmup, cosine_with_warmup};

@@ -122,6 +122,7 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     match retrieval.kind {
         RetrievalKind::Embedded => {
             need("retrieval.knowledge_base", retrieval.knowledge_base.is_some(), "retrieval.kind = \"embedded\"");
+            need("retrieval.lexicon", retrieval.lexicon.is_some(), "retrieval.kind = \"embedded\"");
         }
         RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
     }
@@ -135,7 +136,7 @@ fn check_endpoint(section: &str, endpoint: &EndpointConfig, violations: &mut Vec
     let name = &endpoint.api_key_env;
     let is_name =
         name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !name.starts_with(|c: char| c.is_ascii_digit());
-    if name.is_empty() || !is_name {
+    if !is_name {
         // The value is not shown: it may be the key itself, put here by mistake.
         let key = format!("{section}.api_key_env");
         let message = format!(

@@ -77,13 +77,7 @@ pub enum ConfigError {
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let bytes = read(path)?;
     let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
-    let violations = conform(&document.table, json_schema());
-    first_of(violations, &document, path)?;
-    let mut config: Config = document.table.clone().try_into().map_err(|error: toml::de::Error| {
-        // The schema is derived from the type, so that only a number beyond its type's bounds gets here.
-        let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
-        ConfigError::Invalid { place: Place::File(path.into()), message }
-    })?;
+    let mut config = shaped(&document, path)?;
     if let Some(out) = &overrides.out {
         config.output_dir = out.clone();
     }
@@ -91,6 +85,15 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let violations = check(&mut config);
     first_of(violations, &document, path)?;
     Ok(config)
+}
+
+/// Reads the resolved copy that a run left, whose inputs may have moved since: shape and numbers are checked, files are not.
+///
+/// # Errors
+/// The first fault in the order of the file.
+pub fn load_resolved(path: &Path) -> Result<Config, ConfigError> {
+    let document = Document::parse(&read(path)?).map_err(|fault| at(path, fault))?;
+    shaped(&document, path)
 }
 
 impl Config {
@@ -140,6 +143,16 @@ fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, Fault> {
         document.put("threads", value, origin.clone()).map_err(|message| Fault { origin: Some(origin), message })?;
     }
     Ok(document)
+}
+
+/// The document as a configuration, if it has the shape of one.
+fn shaped(document: &Document, path: &Path) -> Result<Config, ConfigError> {
+    first_of(conform(&document.table, json_schema()), document, path)?;
+    document.table.clone().try_into().map_err(|error: toml::de::Error| {
+        // The schema is derived from the type, so that only a number beyond its type's bounds gets here.
+        let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        ConfigError::Invalid { place: Place::File(path.into()), message }
+    })
 }
 
 /// The violation that a reader of the file meets first.
@@ -250,6 +263,8 @@ path = "reward.wasm"
         let copy = folder.path().join("config.resolved.toml");
         std::fs::write(&copy, config.to_toml()).unwrap();
         assert_eq!(load(&copy, &Overrides::default()).unwrap(), config);
+        std::fs::remove_file(&config.data.input).unwrap();
+        assert_eq!(load_resolved(&copy).unwrap(), config);
     }
 
     #[test]

@@ -15,11 +15,11 @@ mod schema;
 mod sources;
 mod training;
 
-pub use load::{ConfigError, Overrides, Place, load};
+pub use load::{ConfigError, Overrides, Place, load, load_resolved};
 pub use plugins::{PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use sources::{EndpointConfig, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind};
-pub use training::{AdvantageForm, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
+pub use training::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

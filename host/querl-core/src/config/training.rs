@@ -96,6 +96,16 @@ pub enum AdvantageForm {
     Sequence,
 }
 
+/// What the critic is made of, besides the base it shares with the policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum CriticKind {
+    /// A LoRA adapter of its own and a value head: costs a forward and backward pass more per update.
+    Adapter,
+    /// A value head on the frozen reference policy's hidden states, which are computed anyway.
+    Head,
+}
+
 /// Reinforcement learning.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -104,6 +114,8 @@ pub struct RlConfig {
     pub algorithm: RlAlgorithm,
     /// Per token or per response.
     pub advantage_form: AdvantageForm,
+    /// What the critic is made of.
+    pub critic: CriticKind,
     /// Rollout batches.
     #[schemars(range(min = 1))]
     pub max_steps: usize,
@@ -181,6 +193,7 @@ impl Default for RlConfig {
         Self {
             algorithm: RlAlgorithm::Ppo,
             advantage_form: AdvantageForm::Token,
+            critic: CriticKind::Adapter,
             max_steps: 100,
             batch_size: 64,
             n_samples: 1,

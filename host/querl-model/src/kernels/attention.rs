@@ -106,8 +106,7 @@ pub fn attention_cached(
             let rows = &q[segment.queries.start * q_width..];
             let mut out = vec![0f32; segment.queries.len * q_width];
             for kv_head in 0..heads.n_kv_heads {
-                let part =
-                    attend(heads, kv_head, rows, segment.queries.len, segment.keys, segment.values)?;
+                let part = attend(heads, kv_head, rows, segment.queries.len, segment.keys, segment.values)?;
                 place(&mut out, &part, heads, kv_head);
             }
             Ok(out)
@@ -177,7 +176,14 @@ struct HeadGradients {
 
 /// With `P` the probabilities and `g` the gradient of the output: `dV = P^T g`, `dP = g V^T`,
 /// `dS = P * (dP - rowsum(P * dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`.
-fn head_gradients(heads: Heads, kv_head: usize, q: &[f32], k: &[f32], v: &[f32], grad: &[f32]) -> Result<HeadGradients> {
+fn head_gradients(
+    heads: Heads,
+    kv_head: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    grad: &[f32],
+) -> Result<HeadGradients> {
     let n = k.len() / heads.kv_width();
     let dim = heads.head_dim;
     let (k, v) = (heads.kv_head(k, n, kv_head), heads.kv_head(v, n, kv_head));

@@ -135,9 +135,7 @@ impl CustomOp3 for LoraLinear {
                     let a = Mat::new(a, rank, n_in);
                     let (mut down, mut v) = (vec![0f32; n_rows * rank], vec![0f32; n_rows * rank]);
                     matmul(&mut down, 0.0, 1.0, x, a.t(), Threads::All)?;
-                    with_floats(b, |b| {
-                        matmul(&mut v, 0.0, self.scale, g, Mat::new(b, n_out, rank), Threads::All)
-                    })?;
+                    with_floats(b, |b| matmul(&mut v, 0.0, self.scale, g, Mat::new(b, n_out, rank), Threads::All))?;
                     let v = Mat::new(&v, n_rows, rank);
                     matmul(&mut dx, 1.0, 1.0, v, a, Threads::All)?;
                     matmul(&mut da, 0.0, 1.0, v.t(), x, Threads::All)?;

@@ -45,11 +45,7 @@ pub fn token_logprobs(
     if temperature.is_nan() || temperature <= 0.0 {
         bail!("temperature is {temperature}; expected above 0");
     }
-    let op = TokenLogprobs {
-        targets: targets.clone(),
-        inverse_temperature: (1.0 / temperature) as f32,
-        head_gradient,
-    };
+    let op = TokenLogprobs { targets: targets.clone(), inverse_temperature: (1.0 / temperature) as f32, head_gradient };
     hidden.contiguous()?.apply_op2(&head.contiguous()?, op)
 }
 
@@ -117,7 +113,13 @@ impl TokenLogprobs {
         });
     }
 
-    fn backward(&self, hidden: &[f32], head: &[f32], grad: &[f32], width: usize) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
+    fn backward(
+        &self,
+        hidden: &[f32],
+        head: &[f32],
+        grad: &[f32],
+        width: usize,
+    ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
         let n_vocabulary = head.len() / width;
         let chunk = Self::chunk_rows(n_vocabulary);
         let head_mat = Mat::new(head, n_vocabulary, width);
@@ -156,7 +158,13 @@ impl CustomOp2 for TokenLogprobs {
         Ok((CpuStorage::F32(out), (n_rows, 2).into()))
     }
 
-    fn bwd(&self, hidden: &Tensor, head: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        head: &Tensor,
+        _out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let width = hidden.dim(1)?;
         let (dhidden, dhead) = with_floats(hidden, |hidden_values| {
             with_floats(head, |head| with_floats(grad, |grad| self.backward(hidden_values, head, grad, width)))

@@ -1,0 +1,40 @@
+//! Checkpoints of a stage: `best` and `last`, each a folder that PEFT (or, after full fine-tuning, transformers) reads.
+
+use crate::{Policy, TrainError};
+use candle_core::DType;
+use std::path::Path;
+
+/// Folder of the checkpoint with the best validation result.
+pub const BEST: &str = "best";
+
+/// Folder of the newest checkpoint.
+pub const LAST: &str = "last";
+
+/// Files that make a weights folder a complete model directory.
+const MODEL_FILES: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+];
+
+/// Saves what a policy has learned: its adapter, or all weights with the base's other files.
+///
+/// # Errors
+/// A file cannot be written.
+pub(crate) fn save_policy(policy: Policy<'_>, directory: &Path, base: &Path) -> Result<(), TrainError> {
+    if let Some(adapter) = policy.adapter {
+        return Ok(adapter.save(directory, &base.display().to_string())?);
+    }
+    for file in MODEL_FILES {
+        let from = base.join(file);
+        if from.is_file() && from != directory.join(file) {
+            let io = |source| TrainError::Io { path: from.clone(), source };
+            let bytes = std::fs::read(&from).map_err(io)?;
+            querl_core::fsx::write_atomic(&directory.join(file), &bytes).map_err(io)?;
+        }
+    }
+    Ok(policy.decoder.save(directory, DType::F32)?)
+}

@@ -1,0 +1,64 @@
+//! What can stop a training.
+
+use querl_core::ports::EnvironmentError;
+use querl_model::ModelError;
+use std::path::PathBuf;
+
+/// Errors of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A computation.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+    /// The environment could not score a batch.
+    #[error(transparent)]
+    Environment(#[from] EnvironmentError),
+    /// The data does not fit the settings.
+    #[error("{0}")]
+    Data(String),
+    /// Too many episodes were dropped.
+    #[error(
+        "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}"
+    )]
+    DropRate {
+        /// Which step.
+        step: u64,
+        /// Dropped.
+        n_dropped: usize,
+        /// Of so many.
+        n_episodes: usize,
+        /// The limit.
+        max_drop_rate: f64,
+        /// The commonest rejection.
+        reason: String,
+    },
+    /// A loss or gradient is not finite.
+    #[error("{stage} step {step}: {what} is not finite; lower the learning rate or look at the batch before")]
+    NotFinite {
+        /// Which stage.
+        stage: &'static str,
+        /// Which step.
+        step: u64,
+        /// What.
+        what: &'static str,
+    },
+    /// A file cannot be written.
+    #[error("{path}: {source}")]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The user asked to stop; what was reached is saved.
+    #[error("interrupted at {stage} step {step}")]
+    Interrupted {
+        /// Which stage.
+        stage: &'static str,
+        /// Which step.
+        step: u64,
+    },
+}

@@ -1,0 +1,174 @@
+//! Rollouts: answers of the policy, scored by the environment.
+
+use super::{RlData, RlTask};
+use crate::policy::Example;
+use crate::{Metrics, TrainError};
+use querl_core::ports::PolicyResponse;
+use querl_core::records::{EpisodeRecord, Rejection, Reward, retrieval_quality, win};
+use querl_model::{Decoding, Generated, GenerationRequest, generate};
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// One scored answer.
+pub(super) struct Rollout {
+    pub(super) example: Example,
+    /// Log-probabilities as sampled.
+    pub(super) rollout_logprobs: Vec<f32>,
+    pub(super) truncated: bool,
+    /// The environment's total.
+    pub(super) score: f32,
+    pub(super) record: EpisodeRecord,
+}
+
+/// The scored answers of one step.
+pub(super) struct Batch {
+    pub(super) rollouts: Vec<Rollout>,
+    pub(super) n_episodes: usize,
+    pub(super) n_dropped: usize,
+    pub(super) generate_s: f64,
+    pub(super) score_s: f64,
+}
+
+/// Rolls out `n_samples` answers to each of the given rows and has them scored.
+pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Batch, TrainError> {
+    let config = task.config;
+    let decoding = Decoding::Sample { temperature: config.temperature };
+    let targets: Vec<(usize, usize)> =
+        rows.iter().flat_map(|&row| (0..config.n_samples).map(move |sample| (row, sample))).collect();
+    let started = Instant::now();
+    let answers = answers(task, &task.train, &targets, decoding, step)?;
+    let generate_s = started.elapsed().as_secs_f64();
+    let records = task.train.environment.score(step, &responses(task, &targets, &answers)?)?;
+    let score_s = started.elapsed().as_secs_f64() - generate_s;
+    let n_episodes = records.len();
+    let mut rollouts = Vec::with_capacity(n_episodes);
+    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+    for (((row, _), answer), record) in targets.into_iter().zip(answers).zip(records) {
+        match &record.outcome {
+            Ok(reward) => {
+                let example = Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids };
+                rollouts.push(Rollout {
+                    example,
+                    rollout_logprobs: answer.logprobs,
+                    truncated: answer.truncated,
+                    score: reward.total as f32,
+                    record,
+                });
+            }
+            Err(Rejection { code, .. }) => *reasons.entry(code.clone()).or_default() += 1,
+        }
+    }
+    check_drops(task, step, n_episodes, rollouts.len(), reasons)?;
+    let n_dropped = n_episodes - rollouts.len();
+    Ok(Batch { rollouts, n_episodes, n_dropped, generate_s, score_s })
+}
+
+fn check_drops(
+    task: &RlTask<'_>,
+    step: u64,
+    n_episodes: usize,
+    n_kept: usize,
+    reasons: BTreeMap<String, usize>,
+) -> Result<(), TrainError> {
+    let n_dropped = n_episodes - n_kept;
+    let max_drop_rate = task.config.max_drop_rate;
+    if n_kept > 0 && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
+        return Ok(());
+    }
+    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
+    Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
+}
+
+/// Answers of the current policy to the given (row, sample) pairs.
+pub(super) fn answers(
+    task: &RlTask<'_>,
+    data: &RlData<'_>,
+    targets: &[(usize, usize)],
+    decoding: Decoding,
+    step: u64,
+) -> Result<Vec<Generated>, TrainError> {
+    let request = |&(row, sample): &(usize, usize)| GenerationRequest {
+        prompt: &data.prompts[row],
+        seed: mix(&[task.seed, step, row as u64, sample as u64]),
+    };
+    let requests: Vec<GenerationRequest<'_>> = targets.iter().map(request).collect();
+    let stop_ids = task.tokenizer.stop_ids();
+    Ok(generate(task.decoder, Some(task.policy), &requests, decoding, task.config.max_new_tokens, stop_ids)?)
+}
+
+/// What the environment is told of the answers.
+pub(super) fn responses(
+    task: &RlTask<'_>,
+    targets: &[(usize, usize)],
+    answers: &[Generated],
+) -> Result<Vec<PolicyResponse>, TrainError> {
+    let response = |(&(row_index, sample_index), answer): (&(usize, usize), &Generated)| {
+        Ok(PolicyResponse {
+            row_index,
+            sample_index,
+            text: task.tokenizer.decode(&answer.token_ids)?,
+            n_tokens: answer.token_ids.len() as u32,
+            truncated: answer.truncated,
+        })
+    };
+    targets.iter().zip(answers).map(response).collect()
+}
+
+/// One seed out of several numbers (the finaliser of SplitMix64, applied in turn).
+fn mix(parts: &[u64]) -> u64 {
+    parts.iter().fold(0x9e37_79b9_7f4a_7c15, |state, part| {
+        let mut z = (state ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
+impl Batch {
+    pub(super) fn n_tokens(&self) -> usize {
+        self.rollouts.iter().map(|rollout| rollout.example.response.len()).sum()
+    }
+
+    pub(super) fn metrics(&self) -> Metrics {
+        let lengths: Vec<f64> = self.rollouts.iter().map(|rollout| rollout.example.response.len() as f64).collect();
+        let scores: Vec<f64> = self.rollouts.iter().map(|rollout| f64::from(rollout.score)).collect();
+        let n = self.rollouts.len().max(1) as f64;
+        let mut metrics = summary("critic/score", &scores);
+        metrics.extend(summary("response_length", &lengths));
+        let truncated = self.rollouts.iter().filter(|rollout| rollout.truncated).count();
+        metrics.insert("response_length/clip_ratio".into(), truncated as f64 / n);
+        metrics.insert("drop_rate".into(), self.n_dropped as f64 / self.n_episodes.max(1) as f64);
+        metrics.extend(episode_metrics(self.rollouts.iter().map(|rollout| &rollout.record)));
+        metrics
+    }
+}
+
+/// `name/mean`, `name/max`, `name/min`.
+pub(super) fn summary(name: &str, values: &[f64]) -> Metrics {
+    let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+    Metrics::from([(format!("{name}/mean"), mean), (format!("{name}/max"), max), (format!("{name}/min"), min)])
+}
+
+/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.
+pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> Metrics {
+    let mut sums: BTreeMap<String, (f64, usize)> = BTreeMap::new();
+    let mut add = |name: String, value: f64| {
+        let (sum, n) = sums.entry(name).or_default();
+        (*sum, *n) = (*sum + value, *n + 1);
+    };
+    for record in records {
+        let Ok(Reward { total, components }) = &record.outcome else { continue };
+        add("avg_reward".into(), *total);
+        components.iter().for_each(|part| add(format!("reward/{}", part.name), part.value));
+        let episode = &record.episode;
+        if let (Ok(policy), Ok(baseline)) = (&episode.policy.retrieval, &episode.baseline.retrieval) {
+            add("win_rate".into(), win(policy, baseline));
+            add("avg_top1".into(), policy.first().map_or(0.0, |hit| hit.reranker_score));
+            add("avg_top1_teacher".into(), baseline.first().map_or(0.0, |hit| hit.reranker_score));
+            add("avg_quality".into(), retrieval_quality(policy));
+        }
+    }
+    sums.into_iter().map(|(name, (sum, n))| (name, sum / n as f64)).collect()
+}
