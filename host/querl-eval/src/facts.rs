@@ -44,17 +44,24 @@ pub struct RunFacts {
 impl RunFacts {
     /// One sentence per stand-in, for tables and reports.
     pub(crate) fn stand_in_notes(&self) -> Vec<String> {
-        let mut notes = Vec::new();
-        if let Some(judge) = self.judge.as_ref().filter(|judge| judge.is_stand_in) {
-            notes.push(format!("judge `{}` is a stand-in: fixed rules, not a language model; judge scores say little about people's taste", judge.name));
-        }
-        if self.teacher.is_stand_in {
-            notes.push(format!("teacher `{}` is a stand-in: rewrites recorded beforehand, so its latency and cost are not measured here", self.teacher.name));
-        }
-        if self.retrieval.is_stand_in {
-            notes.push(format!("retrieval `{}` is a stand-in for the tenant's service", self.retrieval.name));
-        }
-        notes
+        let parties = [
+            (
+                "judge",
+                self.judge.as_ref(),
+                "fixed rules, not a language model, so its scores say little about people's taste",
+            ),
+            (
+                "teacher",
+                Some(&self.teacher),
+                "its rewrites were recorded beforehand, and any latency or cost of it too",
+            ),
+            ("retrieval", Some(&self.retrieval), "the tenant's own service may find and score differently"),
+        ];
+        let stand_ins = parties.into_iter().filter_map(|(role, party, meaning)| Some((role, party?, meaning)));
+        stand_ins
+            .filter(|(_, party, _)| party.is_stand_in)
+            .map(|(role, party, meaning)| format!("the {role} ({}) is a stand-in: {meaning}", party.name))
+            .collect()
     }
 }
 

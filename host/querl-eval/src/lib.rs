@@ -18,6 +18,7 @@ mod error;
 mod evaluation;
 mod facts;
 mod metric;
+mod printable;
 mod report;
 mod table;
 

@@ -13,6 +13,7 @@ use crate::error::EvalError;
 use crate::evaluation::Evaluation;
 use crate::facts::{FunnelStep, RunFacts, StageTiming};
 use crate::metric::Metric;
+use crate::printable::printable;
 use crate::table::{failure_lines, system_title};
 use querl_core::records::EvalRecord;
 use serde::Serialize;
@@ -52,7 +53,8 @@ pub fn report_html(input: &ReportInput<'_>) -> Result<String, EvalError> {
     // The stylesheet is a constant of this crate: the one text that is not escaped.
     environment.add_global("css", minijinja::Value::from_safe_string(include_str!("report/report.css").to_owned()));
     environment.add_template("report.html", include_str!("report/report.html"))?;
-    Ok(environment.get_template("report.html")?.render(minijinja::value::Serde(Page::new(input)))?)
+    let html = environment.get_template("report.html")?.render(minijinja::value::Serde(Page::new(input)))?;
+    Ok(printable(&html))
 }
 
 /// Everything the template places.

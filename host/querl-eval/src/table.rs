@@ -3,6 +3,7 @@
 use crate::evaluation::{Evaluation, SYSTEMS, SeedsEvaluation};
 use crate::facts::RunFacts;
 use crate::metric::Metric;
+use crate::printable::printable;
 use std::fmt::Write as _;
 
 /// No line of figures is longer, in characters: metrics that do not fit go into a block below.
@@ -20,7 +21,7 @@ pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     }
     text.push('\n');
     text.push_str(&notes(evaluation, facts));
-    text
+    printable(&text)
 }
 
 /// As [`table`], for several runs together, with the mean differences of each run below.
@@ -131,7 +132,7 @@ fn write_block(text: &mut String, grid: &Grid, widths: &[usize], columns: &[usiz
 }
 
 fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
-    let mut lines: Vec<String> = facts.stand_in_notes().into_iter().map(|note| format!("stand-in: {note}")).collect();
+    let mut lines = facts.stand_in_notes();
     lines.extend(failure_lines(evaluation));
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
@@ -147,7 +148,10 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
     failed
         .map(|(name, system)| {
             let total = system.n_scored + system.n_failed;
-            let reasons: Vec<String> = system.failures.iter().map(|(code, n)| format!("{code} {n}")).collect();
+            // A code is a plugin's own text; with line breaks it could write lines of the table.
+            let one_line = |code: &str| code.split_whitespace().collect::<Vec<_>>().join(" ");
+            let reasons: Vec<String> =
+                system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
             format!(
                 "failed: {name} on {} of {total} ({}); misses for top-1 and MRR, left out of the other means",
                 system.n_failed,
@@ -160,7 +164,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
 /// How people call a system.
 pub(crate) fn system_title(name: &str) -> &str {
     match SYSTEMS.iter().position(|known| *known == name) {
-        Some(0) => "Raw query",
+        Some(0) => "Raw",
         Some(1) => "Teacher",
         Some(2) => "SFT",
         Some(3) => "RL",

@@ -77,7 +77,7 @@ impl LineChart {
             top: TOP,
             bottom: BOTTOM,
             x_ticks: x.ticks(5),
-            y_ticks: y.ticks(4),
+            y_ticks: y.ticks(6),
             window,
             series,
         })
@@ -166,7 +166,9 @@ impl Axis {
 }
 
 fn tick_label(value: f64, decimals: usize) -> String {
-    if value.abs() >= 1e5 || (decimals > 4 && value != 0.0) {
+    if value == 0.0 && decimals > 4 {
+        "0".to_owned()
+    } else if value.abs() >= 1e5 || decimals > 4 {
         format!("{value:.0e}")
     } else {
         format!("{value:.decimals$}")
@@ -177,7 +179,7 @@ fn tick_label(value: f64, decimals: usize) -> String {
 fn short(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),
-        size if size >= 1e5 || size < 1e-4 => format!("{value:.1e}"),
+        size if !(1e-4..1e5).contains(&size) => format!("{value:.1e}"),
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),
         size if size >= 0.1 => format!("{value:.3}"),
@@ -186,6 +188,7 @@ fn short(value: f64) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -77,9 +77,9 @@ impl Example {
         let known = SYSTEMS.iter().filter_map(|system| Some((*system, *records.get(system)?)));
         Some(Self {
             row: query.row,
-            query: clean(&query.original_query),
-            profile: clean(&query.user_profile),
-            history: clean(&query.history_summary),
+            query: query.original_query.clone(),
+            profile: query.user_profile.clone(),
+            history: query.history_summary.clone(),
             is_win: is_win(records),
             answers: known.map(|(system, record)| Answer::new(system, record)).collect(),
         })
@@ -90,17 +90,17 @@ impl Answer {
     fn new(system: &'static str, record: &EvalRecord) -> Self {
         let found = answer(record);
         let failure = match &record.outcome {
-            Err(rejection) => Some(clean(&rejection.to_string())),
-            Ok(answer) => answer.candidate.retrieval.as_ref().err().map(|failure| clean(&failure.to_string())),
+            Err(rejection) => Some(rejection.to_string()),
+            Ok(answer) => answer.candidate.retrieval.as_ref().err().map(|failure| failure.to_string()),
         };
         let top = hits(record).and_then(<[Hit]>::first);
         let (mark, mark_text) = gold_mark(record);
         Self {
             title: system_title(system).to_owned(),
             system,
-            rewrite: found.map(|answer| clean(&answer.candidate.rewrite)),
+            rewrite: found.map(|answer| answer.candidate.rewrite.clone()),
             failure,
-            passage: top.map(|hit| cut(&clean(&hit.text))),
+            passage: top.map(|hit| cut(&hit.text)),
             score: top.map_or_else(String::new, |hit| Metric::Top1Score.format(hit.reranker_score)),
             reward: Metric::Reward.value(record).map(|reward| Metric::Reward.format_signed(reward)),
             mark,
@@ -111,7 +111,7 @@ impl Answer {
 
 fn gold_mark(record: &EvalRecord) -> (&'static str, String) {
     match (hits(record), Metric::Mrr.value(record)) {
-        (Some(hits), Some(_)) if hits.is_empty() => ("other", "nothing found".to_owned()),
+        (Some([]), Some(_)) => ("other", "nothing found".to_owned()),
         (Some(_), Some(1.0)) => ("gold", "✓ gold first".to_owned()),
         (Some(_), Some(rank)) if rank > 0.0 => ("other", format!("gold at {:.0}", 1.0 / rank)),
         (Some(_), Some(_)) => ("other", "gold not found".to_owned()),
@@ -124,16 +124,8 @@ fn is_win(records: &QueryRecords<'_>) -> bool {
 }
 
 /// `n` of `items` at even distances, from the middle of each stretch.
-fn evenly<'a, T>(items: &'a [T], n: usize) -> impl Iterator<Item = &'a T> {
+fn evenly<T>(items: &[T], n: usize) -> impl Iterator<Item = &T> {
     (0..n).map(move |index| &items[(2 * index + 1) * items.len() / (2 * n)])
-}
-
-/// Without characters that a page may not hold or that would disturb the text around them: controls and changes of direction.
-fn clean(text: &str) -> String {
-    let disturbs = |c: char| {
-        (c.is_control() && c != '\n' && c != '\t') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
-    };
-    text.chars().map(|c| if disturbs(c) { '\u{FFFD}' } else { c }).collect()
 }
 
 fn cut(text: &str) -> String {

@@ -54,7 +54,7 @@ fn forest(evaluation: &Evaluation, metric: Metric) -> Option<Forest> {
     let found: Vec<(String, Difference)> = evaluation
         .pairs_in_order()
         .filter_map(|(first, second, differences)| {
-            let label = format!("{} − {}", short_title(first), short_title(second));
+            let label = format!("{} − {}", system_title(first), system_title(second));
             Some((label, differences.get(&metric).copied().flatten()?))
         })
         .collect();
@@ -74,7 +74,7 @@ fn forest(evaluation: &Evaluation, metric: Metric) -> Option<Forest> {
         top: TOP,
         bottom,
         zero: axis.at(0.0),
-        ticks: axis.ticks(3),
+        ticks: axis.ticks(5),
         rows: found
             .into_iter()
             .enumerate()
@@ -100,9 +100,4 @@ fn row(index: usize, label: String, found: Difference, metric: Metric, axis: Axi
         },
         n: found.n,
     }
-}
-
-/// Short enough for the margin of a plot.
-fn short_title(system: &str) -> &str {
-    if system == "raw" { "Raw" } else { system_title(system) }
 }

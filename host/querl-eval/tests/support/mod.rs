@@ -24,7 +24,7 @@ const QUERIES: [(&str, &str, &str, &str); 6] = [
 ];
 
 /// A query of row `row`; two neighbours form a group.
-pub fn query(row: usize) -> QueryRow {
+pub(crate) fn query(row: usize) -> QueryRow {
     let (text, profile, history, _) = QUERIES[row % QUERIES.len()];
     QueryRow {
         id: format!("q{row:04}"),
@@ -38,14 +38,14 @@ pub fn query(row: usize) -> QueryRow {
 }
 
 /// A hit of `id`.
-pub fn hit(id: &str, score: f64, rank: u32) -> Hit {
+pub(crate) fn hit(id: &str, score: f64, rank: u32) -> Hit {
     let text = "五医生深海鱼油软胶囊：孕妇、哺乳期妇女及对鱼类过敏者不宜服用，服用抗凝血药物者请先咨询医生。本品不能代替药物，\
                 建议每日两次，每次一粒，饭后温水送服；开封后请密封置于阴凉干燥处，并在六个月内用完。";
     Hit { id: id.to_owned(), text: text.to_owned(), reranker_score: score, retrieval_score: None, rank }
 }
 
 /// An answer with these hits and nothing else.
-pub fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
+pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
     SystemAnswer {
         candidate: Candidate {
             rewrite: rewrite.to_owned(),
@@ -63,12 +63,12 @@ pub fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
 }
 
 /// A record of `system` for the query of `row`.
-pub fn record(system: &str, row: usize, outcome: Result<SystemAnswer, Rejection>) -> EvalRecord {
+pub(crate) fn record(system: &str, row: usize, outcome: Result<SystemAnswer, Rejection>) -> EvalRecord {
     EvalRecord { system: system.to_owned(), query: query(row), outcome }
 }
 
 /// Four systems of rising quality on `n` queries, with some failures.
-pub fn invented_records(n: usize) -> Vec<EvalRecord> {
+pub(crate) fn invented_records(n: usize) -> Vec<EvalRecord> {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     let mut records = Vec::new();
     for row in 2..n + 2 {
@@ -118,7 +118,7 @@ fn outcome(system: &str, row: usize, score: f64, rng: &mut ChaCha8Rng) -> Result
 }
 
 /// Lines of `metrics.jsonl` for a run of `n_steps` PPO steps after 120 steps of fine-tuning.
-pub fn invented_metrics(n_steps: u64) -> Vec<Value> {
+pub(crate) fn invented_metrics(n_steps: u64) -> Vec<Value> {
     let mut rng = ChaCha8Rng::seed_from_u64(6);
     let mut rows = Vec::new();
     for step in 1..=120u64 {

@@ -1,0 +1,247 @@
+//! Means, intervals, paired differences and failures, from hand-made records.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use querl_core::records::{
+    CallFailure, EvalRecord, FailureKind, Judgement, Rejection, Reward, RewardComponent, Split, SystemAnswer,
+};
+use querl_eval::{EvalError, EvalOptions, Evaluation, Metric, SystemEvaluation, evaluate, evaluate_seeds};
+use support::{answer, hit, invented_records, record};
+
+const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200 };
+
+/// Gold of row 2 is `p0002`, and so on.
+fn found(row: usize, gold_rank: Option<u32>, score: f64) -> Result<SystemAnswer, Rejection> {
+    let gold = format!("p{row:04}");
+    let hits = (1..=3).map(|rank| hit(if gold_rank == Some(rank) { &gold } else { "p9999" }, score, rank)).collect();
+    Ok(answer("改写", hits))
+}
+
+fn rejected() -> Result<SystemAnswer, Rejection> {
+    Err(Rejection { code: "no_rewrite".into(), detail: "nothing but a think tag".into() })
+}
+
+fn retrieval_down() -> Result<SystemAnswer, Rejection> {
+    let mut made = answer("改写", vec![]);
+    made.candidate.retrieval = Err(CallFailure { kind: FailureKind::Timeout, message: "no answer in 5 s".into() });
+    Ok(made)
+}
+
+fn with_reward(mut outcome: Result<SystemAnswer, Rejection>, total: f64) -> Result<SystemAnswer, Rejection> {
+    if let Ok(answer) = &mut outcome {
+        answer.reward =
+            Some(Reward { total, components: vec![RewardComponent { name: "retrieval".into(), value: 2.0 * total }] });
+    }
+    outcome
+}
+
+fn mean(system: &SystemEvaluation, metric: Metric) -> Option<f64> {
+    system.metrics[&metric].map(|interval| interval.mean)
+}
+
+fn system(records: &[EvalRecord]) -> SystemEvaluation {
+    evaluate(records, &OPTIONS).unwrap().systems["rl"].clone()
+}
+
+#[test]
+fn top1_and_mrr_read_the_rank_of_the_first_gold_passage() {
+    let ranks = [Some(1), Some(2), Some(3), None];
+    let records: Vec<_> = (2..).zip(ranks).map(|(row, rank)| record("rl", row, found(row, rank, 0.5))).collect();
+    let system = system(&records);
+    assert_eq!(mean(&system, Metric::Top1), Some(0.25));
+    assert_eq!(mean(&system, Metric::Mrr), Some((1.0 + 0.5 + 1.0 / 3.0) / 4.0));
+    assert_eq!(mean(&system, Metric::Top1Score), Some(0.5));
+}
+
+#[test]
+fn failed_records_are_misses_for_accuracy_and_left_out_of_other_means() {
+    let records = [
+        record("rl", 2, with_reward(found(2, Some(1), 0.8), 0.4)),
+        record("rl", 3, rejected()),
+        record("rl", 4, retrieval_down()),
+        record("rl", 5, with_reward(found(5, Some(1), 0.6), 0.2)),
+    ];
+    let system = system(&records);
+    assert_eq!(mean(&system, Metric::Top1), Some(0.5));
+    assert_eq!(mean(&system, Metric::Mrr), Some(0.5));
+    assert!((mean(&system, Metric::Top1Score).unwrap() - 0.7).abs() < 1e-12);
+    assert!((mean(&system, Metric::Reward).unwrap() - 0.3).abs() < 1e-12);
+    assert_eq!((system.n_scored, system.n_failed, system.n_empty), (2, 2, 0));
+    assert_eq!(system.failures, [("no_rewrite".to_owned(), 1), ("retrieval timeout".to_owned(), 1)].into());
+    assert!((system.components["retrieval"].unwrap().mean - 0.6).abs() < 1e-12);
+}
+
+#[test]
+fn an_empty_answer_is_scored_lowest_and_not_called_a_failure() {
+    let records = [record("rl", 2, found(2, Some(1), 0.8)), record("rl", 3, Ok(answer("改写", vec![])))];
+    let system = system(&records);
+    assert_eq!(mean(&system, Metric::Top1Score), Some(0.4));
+    assert_eq!(mean(&system, Metric::Top1), Some(0.5));
+    assert_eq!((system.n_scored, system.n_failed, system.n_empty), (2, 0, 1));
+}
+
+#[test]
+fn queries_without_gold_count_for_neither_top1_nor_mrr() {
+    let mut without = record("rl", 3, found(3, None, 0.5));
+    without.query.gold_ids.clear();
+    let evaluation = evaluate(&[record("rl", 2, found(2, Some(1), 0.5)), without], &OPTIONS).unwrap();
+    assert_eq!((evaluation.n, evaluation.n_gold), (2, 1));
+    assert_eq!(mean(&evaluation.systems["rl"], Metric::Top1), Some(1.0));
+}
+
+#[test]
+fn a_service_without_passage_ids_has_no_accuracy_not_even_for_failures() {
+    let nameless = Ok(answer("改写", vec![hit("", 0.7, 1)]));
+    let system = system(&[record("rl", 2, nameless), record("rl", 3, rejected())]);
+    assert_eq!(system.metrics[&Metric::Top1], None);
+    assert_eq!(system.metrics[&Metric::Mrr], None);
+    assert_eq!(mean(&system, Metric::Top1Score), Some(0.7));
+}
+
+#[test]
+fn judge_score_is_of_judged_answers_only() {
+    let judged = |row, judgement| {
+        let mut made = found(row, None, 0.5).unwrap();
+        made.candidate.judgement = judgement;
+        record("rl", row, Ok(made))
+    };
+    let failure = CallFailure { kind: FailureKind::ServerError, message: "500".into() };
+    let system = system(&[
+        judged(2, Judgement::Scored { score: 4.0, reason: String::new() }),
+        judged(3, Judgement::NotSampled),
+        judged(4, Judgement::Failed(failure)),
+    ]);
+    assert_eq!(mean(&system, Metric::JudgeScore), Some(4.0));
+    assert_eq!(system.metrics[&Metric::CostPer1000], None);
+}
+
+fn rl_sft(evaluation: &Evaluation, metric: Metric) -> querl_eval::Difference {
+    evaluation.pairs["rl-sft"][&metric].unwrap()
+}
+
+#[test]
+fn paired_difference_is_over_queries_that_both_systems_have() {
+    let records = [
+        record("rl", 2, with_reward(found(2, Some(1), 0.5), 0.5)),
+        record("rl", 3, with_reward(found(3, Some(1), 0.5), 0.1)),
+        record("rl", 4, with_reward(found(4, Some(1), 0.5), 9.0)),
+        record("sft", 2, with_reward(found(2, None, 0.5), 0.2)),
+        record("sft", 3, with_reward(found(3, Some(2), 0.5), 0.0)),
+        record("sft", 4, rejected()),
+    ];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    let reward = rl_sft(&evaluation, Metric::Reward);
+    assert_eq!(reward.n, 2);
+    assert!((reward.mean - 0.2).abs() < 1e-12 && reward.low <= reward.mean && reward.mean <= reward.high);
+    let top1 = rl_sft(&evaluation, Metric::Top1);
+    assert_eq!((top1.mean, top1.n), (1.0, 3));
+    assert!(top1.excludes_zero());
+    assert_eq!(evaluation.pairs.keys().collect::<Vec<_>>(), ["rl-sft"]);
+}
+
+#[test]
+fn constant_improvement_has_an_interval_without_width_though_the_systems_spread() {
+    let rows = 2..42;
+    let quality = |row: usize| (row % 10) as f64 / 10.0;
+    let mut records: Vec<_> =
+        rows.clone().map(|row| record("sft", row, with_reward(found(row, None, 0.5), quality(row)))).collect();
+    records.extend(rows.map(|row| record("rl", row, with_reward(found(row, None, 0.5), quality(row) + 0.25))));
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    let (difference, alone) =
+        (rl_sft(&evaluation, Metric::Reward), evaluation.systems["rl"].metrics[&Metric::Reward].unwrap());
+    assert!((difference.low - 0.25).abs() < 1e-9 && (difference.high - 0.25).abs() < 1e-9);
+    assert!(alone.high - alone.low > 0.1);
+}
+
+#[test]
+fn order_of_records_does_not_matter_and_the_seed_does() {
+    let mut records = invented_records(40);
+    let first = evaluate(&records, &OPTIONS).unwrap();
+    records.reverse();
+    assert_eq!(evaluate(&records, &OPTIONS).unwrap(), first);
+    assert_ne!(evaluate(&records, &EvalOptions { seed: 43, ..OPTIONS }).unwrap().pairs, first.pairs);
+}
+
+#[test]
+fn eval_json_has_the_documented_shape_and_reads_back() {
+    let evaluation = evaluate(&[record("raw", 2, found(2, Some(1), 0.5))], &OPTIONS).unwrap();
+    let one = serde_json::json!({"mean": 1.0, "low": 1.0, "high": 1.0});
+    let half = serde_json::json!({"mean": 0.5, "low": 0.5, "high": 0.5});
+    let expected = serde_json::json!({
+        "split": "test", "n": 1, "n_groups": 1, "n_gold": 1, "seed": 42, "n_resamples": 200,
+        "systems": {"raw": {
+            "top1": one, "mrr": one, "top1_score": half, "win_rate": null, "judge_score": null, "reward": null,
+            "latency_ms": null, "cost_per_1000": null, "components": {}, "n_scored": 1, "n_failed": 0, "n_empty": 0,
+            "failures": {},
+        }},
+        "pairs": {},
+    });
+    assert_eq!(serde_json::to_value(&evaluation).unwrap(), expected);
+}
+
+#[test]
+fn eval_json_pairs_have_mean_interval_and_count_and_read_back() {
+    let records = [record("rl", 2, found(2, Some(1), 0.75)), record("sft", 2, found(2, None, 0.25))];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    let one = serde_json::json!({"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1});
+    let half = serde_json::json!({"mean": 0.5, "low": 0.5, "high": 0.5, "n": 1});
+    let expected = serde_json::json!({"rl-sft": {
+        "top1": one, "mrr": one, "top1_score": half, "judge_score": null, "reward": null, "win_rate": null,
+    }});
+    let text = serde_json::to_string(&evaluation).unwrap();
+    assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap()["pairs"], expected);
+    assert_eq!(serde_json::from_str::<Evaluation>(&text).unwrap(), evaluation);
+}
+
+#[test]
+fn seeds_average_each_query_before_the_bootstrap() {
+    let run = |rewards: [f64; 2]| -> Vec<EvalRecord> {
+        let rl = (2..4).zip(rewards).map(|(row, reward)| record("rl", row, with_reward(found(row, None, 0.5), reward)));
+        rl.chain((2..4).map(|row| record("sft", row, with_reward(found(row, None, 0.5), 0.0)))).collect()
+    };
+    let evaluation = evaluate_seeds(&[run([0.1, 0.3]), run([0.3, 0.5])], &OPTIONS).unwrap();
+    let pooled = rl_sft(&evaluation.pooled, Metric::Reward);
+    assert!((pooled.mean - 0.3).abs() < 1e-12);
+    assert_eq!((pooled.n, evaluation.pooled.n, evaluation.pooled.systems["rl"].n_scored), (2, 2, 4));
+    let means: Vec<f64> = evaluation.runs.iter().map(|run| rl_sft(run, Metric::Reward).mean).collect();
+    assert!((means[0] - 0.2).abs() < 1e-12 && (means[1] - 0.4).abs() < 1e-12);
+}
+
+#[test]
+fn one_seed_pooled_equals_the_run_itself() {
+    let records = invented_records(30);
+    let evaluation = evaluate_seeds(std::slice::from_ref(&records), &OPTIONS).unwrap();
+    assert_eq!(evaluation.pooled, evaluate(&records, &OPTIONS).unwrap());
+}
+
+#[test]
+fn impossible_input_is_an_error_that_names_system_and_query() {
+    let message = |records: &[EvalRecord]| evaluate(records, &OPTIONS).unwrap_err().to_string();
+    assert!(matches!(evaluate(&[], &OPTIONS), Err(EvalError::NoRecords)));
+    assert!(matches!(evaluate_seeds(&[], &OPTIONS), Err(EvalError::NoRecords)));
+    let one = record("rl", 2, found(2, None, 0.5));
+    let none = EvalOptions { n_resamples: 0, ..OPTIONS };
+    assert!(matches!(evaluate(std::slice::from_ref(&one), &none), Err(EvalError::NoResamples)));
+    assert_eq!(
+        message(&[one.clone(), one.clone()]),
+        "system `rl` has two records of query `q0002` (row 2); expected one"
+    );
+    assert_eq!(
+        message(&[one, record("sft", 3, rejected())]),
+        "system `rl` has no record of query `q0003` (row 3), which other systems have; evaluate it again"
+    );
+    assert_eq!(
+        message(&[record("rl", 2, with_reward(found(2, None, 0.5), f64::NAN))]),
+        "system `rl`, query `q0002`: `reward` is NaN; expected a finite number"
+    );
+}
+
+#[test]
+fn the_same_query_in_two_rows_is_two_queries() {
+    let mut again = record("rl", 3, found(2, Some(1), 0.5));
+    again.query.id = "q0002".into();
+    let evaluation = evaluate(&[record("rl", 2, found(2, Some(1), 0.5)), again], &OPTIONS).unwrap();
+    assert_eq!(evaluation.n, 2);
+}

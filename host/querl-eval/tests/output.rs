@@ -1,0 +1,140 @@
+//! The terminal table and the page.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use querl_core::records::{EvalRecord, Rejection, Split};
+use querl_eval::{
+    EvalOptions, FunnelStep, Party, ReportInput, RunFacts, StageTiming, evaluate, evaluate_seeds, report_html,
+    seeds_table, table,
+};
+use serde_json::{Value, json};
+use support::{answer, hit, invented_metrics, invented_records, record};
+
+const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200 };
+
+fn facts() -> RunFacts {
+    RunFacts {
+        tenant: "fivedoctors".to_owned(),
+        model: "tiny-qwen3".to_owned(),
+        teacher: Party::from_port_name("recorded (stand-in)"),
+        judge: Some(Party::from_port_name("rubric (stand-in)")),
+        retrieval: Party::from_port_name("embedded"),
+    }
+}
+
+fn page(records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String {
+    let evaluation = evaluate(records, &OPTIONS).unwrap();
+    let parts = vec![("top1_below_threshold".to_owned(), 7)];
+    report_html(&ReportInput {
+        facts: &facts(),
+        evaluation: &evaluation,
+        records,
+        metrics,
+        funnel: &[FunnelStep { label: "kept by the filters".to_owned(), n: 431, parts }],
+        timings: &[StageTiming { stage: "sft".to_owned(), seconds: 88.4 }],
+        n_examples,
+    })
+    .unwrap()
+}
+
+#[test]
+fn table_is_aligned_narrow_and_names_stand_ins() {
+    let evaluation = evaluate(&invented_records(40), &OPTIONS).unwrap();
+    insta::assert_snapshot!(table(&evaluation, &facts()));
+}
+
+#[test]
+fn table_without_stand_ins_and_judge_says_neither() {
+    let real = RunFacts { teacher: Party::from_port_name("gpt-5"), judge: None, ..facts() };
+    let text = table(&evaluate(&invented_records(6), &OPTIONS).unwrap(), &real);
+    assert!(text.contains("teacher gpt-5 · judge none") && !text.contains("stand-in"), "{text}");
+}
+
+#[test]
+fn seeds_table_shows_each_run_below_the_pooled_differences() {
+    let runs = [invented_records(10), invented_records(12)];
+    let text = seeds_table(&evaluate_seeds(&runs, &OPTIONS).unwrap(), &facts());
+    assert!(text.starts_with("2 runs, each query averaged over them\n"));
+    assert!(text.contains("\nrl - sft, 1  ") && text.contains("\nrl - sft, 2  "), "{text}");
+}
+
+#[test]
+fn page_asks_for_nothing_outside_and_runs_no_script() {
+    let html = page(&invented_records(40), &invented_metrics(60), 20);
+    for forbidden in ["http://", "https://", "<script", "@import", "url(", "src=", "NaN", "inf,"] {
+        assert!(!html.contains(forbidden), "page contains {forbidden}");
+    }
+    assert!(html.contains("default-src &#x27;none&#x27;") || html.contains("default-src 'none'"));
+    assert!(html.contains("prefers-color-scheme: dark") && html.contains("Noto Sans CJK SC"));
+    assert!(html.contains("the judge (rubric) is a stand-in") && html.contains("the teacher (recorded) is a stand-in"));
+}
+
+#[test]
+fn every_text_of_others_is_escaped() {
+    let evil = "<img src=x onerror=alert(1)>\"'&\u{1b}[31m\u{202e}";
+    let mut made = answer(evil, vec![hit("p0002", 0.5, 1)]);
+    made.candidate.retrieval.as_mut().unwrap()[0].text = evil.to_owned();
+    let mut first = record("rl", 2, Ok(made));
+    let mut second = record("teacher", 2, Err(Rejection { code: evil.into(), detail: evil.into() }));
+    for record in [&mut first, &mut second] {
+        record.query.original_query = evil.into();
+        record.query.user_profile = evil.into();
+        record.query.history_summary = evil.into();
+    }
+    let metrics = [json!({"stage": evil, "step": 1, evil: 2.0})];
+    let html = page(&[first, second], &metrics, 20);
+    assert!(!html.contains("<img") && !html.contains('\u{1b}') && !html.contains('\u{202e}'));
+    assert!(html.contains("&lt;img src=x onerror=alert(1)&gt;&quot;&#x27;&amp;"));
+}
+
+#[test]
+fn a_plugin_cannot_write_to_the_terminal_through_its_codes() {
+    let rejection = Rejection { code: "x\nrl 99.9\u{1b}[2J".into(), detail: String::new() };
+    let text = table(&evaluate(&[record("sft", 2, Err(rejection))], &OPTIONS).unwrap(), &facts());
+    assert!(text.contains("failed: sft on 1 of 1 (x rl 99.9\u{fffd}[2J 1)"), "{text}");
+}
+
+#[test]
+fn half_of_the_examples_are_wins_and_the_page_says_how_they_were_chosen() {
+    let html = page(&invented_records(96), &[], 20);
+    assert_eq!(html.matches("<article").count(), 20);
+    assert_eq!(html.matches("<span class=\"tag win\">").count(), 10);
+    assert!(html.contains("Shown are 10 of the 58 queries where RL beats the teacher and 10 of the other 38"));
+    assert_eq!(html, page(&invented_records(96), &[], 20));
+}
+
+#[test]
+fn few_queries_are_all_shown() {
+    assert_eq!(page(&invented_records(7), &[], 20).matches("<article").count(), 7);
+    assert_eq!(page(&invented_records(7), &[], 0).matches("<article").count(), 0);
+}
+
+#[test]
+fn curves_show_their_last_value_and_missing_ones_are_named() {
+    let metrics = [
+        json!({"stage": "rl", "step": 1, "avg_reward": 0.1, "actor/pg_loss": null}),
+        json!({"stage": "rl", "step": 2, "avg_reward": 0.9}),
+        json!({"stage": "rl", "step": 2, "avg_reward": 0.25, "note": "resumed here"}),
+        json!({"stage": "rl", "step": 2, "timing_s/step": 3.5}),
+        json!("not a row"),
+    ];
+    let html = page(&invented_records(6), &metrics, 2);
+    assert!(html.contains("rollouts <b>0.250</b>"));
+    assert!(
+        html.contains(
+            "Not recorded in this run: Win rate against the teacher, Top-1 score, KL divergence, Policy loss"
+        )
+    );
+    assert!(html.contains("timing_s&#x2f;step"));
+}
+
+#[test]
+fn failed_answers_show_their_reason_in_place_of_hits() {
+    let rejection = Rejection { code: "no_rewrite".into(), detail: "the answer was empty".into() };
+    let html = page(&[record("sft", 2, Err(rejection))], &[], 20);
+    assert!(html.contains("failed: no_rewrite: the answer was empty"));
+    assert!(html.contains("failed: sft on 1 of 1 (no_rewrite 1)"));
+    assert!(html.contains("only 1 groups of queries"));
+}
