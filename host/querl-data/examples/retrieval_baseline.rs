@@ -74,13 +74,7 @@ fn show(
     }
     let n = rows.len() as f64;
     let share = |count: usize| count as f64 / n;
-    println!(
-        "{name:<10}{:>8.3}{:>12.3}{:>9.3}{:>9.3}",
-        share(top1),
-        top1_score / n,
-        quality / n,
-        share(found)
-    );
+    println!("{name:<10}{:>8.3}{:>12.3}{:>9.3}{:>9.3}", share(top1), top1_score / n, quality / n, share(found));
     Ok(())
 }
 

@@ -72,8 +72,10 @@ impl EmbeddedRetriever {
             message: format!("embedded index: {error}"),
         })?;
         let need = self.reranker.need(request.original_query, request.context);
-        let mut hits: Vec<Hit> =
-            candidates.into_iter().map(|(index, bm25)| self.hit(index, bm25, self.reranker.score(&need, index))).collect();
+        let mut hits: Vec<Hit> = candidates
+            .into_iter()
+            .map(|(index, bm25)| self.hit(index, bm25, self.reranker.score(&need, index)))
+            .collect();
         hits.retain(|hit| hit.reranker_score >= self.score_threshold);
         hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score).then_with(|| a.id.cmp(&b.id)));
         for (hit, rank) in hits.iter_mut().zip(1..) {
@@ -84,7 +86,11 @@ impl EmbeddedRetriever {
 
     fn hit(&self, index: usize, bm25: f32, reranker_score: f64) -> Hit {
         let passage = &self.passages[index];
-        let text = if passage.title.is_empty() { passage.text.clone() } else { format!("{}\n{}", passage.title, passage.text) };
+        let text = if passage.title.is_empty() {
+            passage.text.clone()
+        } else {
+            format!("{}\n{}", passage.title, passage.text)
+        };
         Hit { id: passage.id.clone(), text, reranker_score, retrieval_score: Some(f64::from(bm25)), rank: 0 }
     }
 
@@ -127,7 +133,10 @@ impl Retriever for EmbeddedRetriever {
 
 fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError> {
     path.ok_or_else(|| {
-        DataError::setting(format!("retrieval.{key}"), "is not set; retrieval of kind `embedded` needs the path of a file")
+        DataError::setting(
+            format!("retrieval.{key}"),
+            "is not set; retrieval of kind `embedded` needs the path of a file",
+        )
     })
 }
 

@@ -42,7 +42,9 @@ pub enum DataError {
     #[error(transparent)]
     Plugin(#[from] PluginFault),
     /// The groups cannot fill the splits.
-    #[error("{n_groups} group(s) of queries cannot fill {n_splits} splits; add queries or set the share of a split to 0")]
+    #[error(
+        "{n_groups} group(s) of queries cannot fill {n_splits} splits; add queries or set the share of a split to 0"
+    )]
     TooFewGroups {
         /// Groups in the table.
         n_groups: usize,

@@ -123,7 +123,8 @@ impl Lexicon {
         let sounds = file.homophones.iter().filter_map(|sound| Some((sound.chars().next()?, sound.chars())));
         let homophones: HashMap<char, char> =
             sounds.flat_map(|(first, all)| all.map(move |character| (character, first))).collect();
-        let names = product_phrases(&file.products).into_iter().map(|(name, mention)| (sound(&homophones, &name), mention));
+        let names =
+            product_phrases(&file.products).into_iter().map(|(name, mention)| (sound(&homophones, &name), mention));
         Self {
             product_phrases: PhraseTable::new(names),
             homophones,
@@ -176,7 +177,10 @@ fn sound(homophones: &HashMap<char, char>, text: &str) -> String {
 }
 
 fn product_phrases(products: &[Product]) -> Vec<(String, ProductMention)> {
-    let names = products.iter().enumerate().map(|(product, entry)| (normalise(&entry.name), ProductMention { product, canonical: true }));
+    let names = products
+        .iter()
+        .enumerate()
+        .map(|(product, entry)| (normalise(&entry.name), ProductMention { product, canonical: true }));
     let aliases = products.iter().enumerate().flat_map(|(product, entry)| {
         entry.aliases.iter().map(move |alias| (normalise(alias), ProductMention { product, canonical: false }))
     });

@@ -4,25 +4,47 @@
 //! filters through their ports. Out: rewrites, what retrieval finds with them, and the three splits of a dataset. This crate
 //! refuses to know models, training and WebAssembly.
 
-mod embedded;
 mod error;
-mod lexicon;
-mod need;
-mod passages;
-mod phrases;
-mod reranker;
-mod segment;
-mod splits;
+mod text;
+
 mod table;
 mod table_formats;
-mod text;
+mod workbook;
+
+mod calls;
+mod chat;
+mod teacher;
+
+mod judge;
+mod lexicon;
+mod need;
+mod phrases;
+mod rubric;
+mod segment;
+
+mod embedded;
+mod general_rag;
+mod passages;
+mod reranker;
+mod retrieval;
+
+mod journal;
+mod splits;
+mod stages;
 
 pub use embedded::EmbeddedRetriever;
 pub use error::DataError;
+pub use journal::Journal;
+pub use judge::open_judge;
 pub use lexicon::{Expression, Intent, Lexicon, Product};
-pub use need::Need;
+pub use need::{Need, Wording};
 pub use passages::{Passage, read_passages};
 pub use reranker::Reranker;
+pub use retrieval::open_retriever;
+pub use rubric::RubricJudge;
 pub use splits::assign_splits;
+pub use stages::{Converted, DroppedRow, convert, rewrite, validate};
 pub use table::{QueryTable, query_id, read_table};
+pub use teacher::open_teacher;
 pub use text::normalise;
+pub use workbook::{write_rewrites_xlsx, write_validated_xlsx};

@@ -1,7 +1,8 @@
 //! What a customer wants: which product and which intent, read from the query, its history and its profile. A rewrite is never
 //! looked at here, so nothing a rewrite says can change what passages are measured against.
 
-use crate::lexicon::{Expression, Lexicon};
+use crate::lexicon::{Expression, IntentMention, Lexicon};
+use crate::phrases::{Found, without};
 use crate::segment::words;
 use crate::text::normalise;
 use querl_core::records::Context;
@@ -11,14 +12,32 @@ use querl_core::records::Context;
 pub struct Need {
     /// The product meant; `None` where nothing names one. Position in [`Lexicon::products`].
     pub product: Option<usize>,
+    /// All products that the query itself names.
+    pub named_products: Vec<usize>,
     /// How strongly each intent is asked for, 0 to 1, the strongest 1; all 0 where no word betrays one.
     pub intents: Vec<f64>,
-    /// Words of the query beside product names.
-    pub words: Vec<String>,
-    /// Groups of synonyms of which the query holds a word.
-    pub synonyms: Vec<usize>,
+    /// The query beside product names.
+    pub wording: Wording,
+    /// The query beside product names and turns of phrase for an intent: the particulars that a rewrite should keep.
+    pub particulars: Wording,
     /// Words of the profile.
     pub profile_words: Vec<String>,
+}
+
+/// A text as words and as synonyms.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wording {
+    /// Distinct words, in order.
+    pub words: Vec<String>,
+    /// Groups of synonyms of which the text holds a word.
+    pub synonyms: Vec<usize>,
+}
+
+impl Wording {
+    pub(crate) fn read(lexicon: &Lexicon, text: &[char]) -> Self {
+        let synonyms = lexicon.synonyms_in(text).iter().map(|found| found.value).collect();
+        Self { words: words(&text.iter().collect::<String>()), synonyms }
+    }
 }
 
 impl Need {
@@ -26,18 +45,21 @@ impl Need {
     pub fn read(lexicon: &Lexicon, query: &str, context: &Context) -> Self {
         let query = normalise(query);
         let (mentions, rest) = lexicon.products_in(&query);
-        let in_history = product_in_history(lexicon, &context.history_summary);
+        let (past, _) = lexicon.products_in(&normalise(&context.history_summary));
+        // Summaries tell what was said in order: the product talked about last is meant.
+        let in_history = past.last().map(|mention| mention.value.product);
         let product = match mentions.first() {
             Some(first) if in_history.is_some() && is_beside_the_subject(&query, first.start) => in_history,
             Some(first) => Some(first.value.product),
             None => in_history,
         };
-        let rest_text: String = rest.iter().collect();
+        let phrases = lexicon.intents_in(&rest);
         Self {
             product,
-            intents: intents(lexicon, &rest),
-            synonyms: lexicon.synonyms_in(&rest).iter().map(|found| found.value).collect(),
-            words: words(&rest_text),
+            named_products: mentions.iter().map(|mention| mention.value.product).collect(),
+            intents: intents(lexicon, &phrases),
+            wording: Wording::read(lexicon, &rest),
+            particulars: Wording::read(lexicon, &without(&rest, &phrases)),
             profile_words: words(&normalise(&context.user_profile)),
         }
     }
@@ -57,15 +79,9 @@ fn is_beside_the_subject(query: &str, start: usize) -> bool {
     POINTING_BACK.iter().any(|word| before.contains(word)) || before.ends_with(JOINING)
 }
 
-/// The product talked about last: summaries tell what was said in order.
-fn product_in_history(lexicon: &Lexicon, history: &str) -> Option<usize> {
-    let (mentions, _) = lexicon.products_in(&normalise(history));
-    mentions.last().map(|mention| mention.value.product)
-}
-
-fn intents(lexicon: &Lexicon, rest: &[char]) -> Vec<f64> {
+fn intents(lexicon: &Lexicon, phrases: &[Found<IntentMention>]) -> Vec<f64> {
     let mut weights = vec![0.0; lexicon.intents().len()];
-    for found in lexicon.intents_in(rest) {
+    for found in phrases {
         // A longer phrase says more; a word of the house or a general one says more than a cue.
         let kind = if found.value.expression == Expression::Cue { 1.0 } else { 1.2 };
         weights[found.value.intent] += kind * (found.len as f64).sqrt();

@@ -26,7 +26,10 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
     let mut ids = HashSet::new();
     for passage in &passages {
         if !ids.insert(passage.id.as_str()) {
-            return Err(DataError::file(path, format!("the id `{}` stands twice; give each passage its own", passage.id)));
+            return Err(DataError::file(
+                path,
+                format!("the id `{}` stands twice; give each passage its own", passage.id),
+            ));
         }
     }
     if passages.is_empty() {

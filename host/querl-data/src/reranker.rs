@@ -61,7 +61,8 @@ enum Term {
 impl Reranker {
     /// Reads what each passage is about.
     pub fn new(lexicon: Arc<Lexicon>, passages: &[Passage]) -> Self {
-        let traits: Vec<PassageTraits> = passages.iter().map(|passage| PassageTraits::read(&lexicon, passage)).collect();
+        let traits: Vec<PassageTraits> =
+            passages.iter().map(|passage| PassageTraits::read(&lexicon, passage)).collect();
         let mut document_frequency = HashMap::new();
         for term in traits.iter().flat_map(|passage| &passage.terms) {
             *document_frequency.entry(term.clone()).or_insert(0) += 1;
@@ -89,7 +90,8 @@ impl Reranker {
 
     /// Positions of all passages, best first; of equal scores the earlier passage first.
     pub fn rank_all(&self, need: &Need) -> Vec<(usize, f64)> {
-        let mut ranked: Vec<(usize, f64)> = (0..self.passages.len()).map(|index| (index, self.score(need, index))).collect();
+        let mut ranked: Vec<(usize, f64)> =
+            (0..self.passages.len()).map(|index| (index, self.score(need, index))).collect();
         ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
         ranked
     }
@@ -109,9 +111,9 @@ impl Reranker {
     /// Share of the query's words that the passage holds, rare words counting more; a word that no passage holds counts as the
     /// rarest.
     fn word_match(&self, need: &Need, passage: &PassageTraits) -> f64 {
-        let groups = need.synonyms.iter().map(|group| (Term::Group(*group), 1.0));
+        let groups = need.wording.synonyms.iter().map(|group| (Term::Group(*group), 1.0));
         let term = |word: &String| Term::of(&self.lexicon, word);
-        let query = need.words.iter().filter_map(|word| Some((term(word)?, 1.0)));
+        let query = need.wording.words.iter().filter_map(|word| Some((term(word)?, 1.0)));
         let profile = need.profile_words.iter().filter_map(|word| Some((term(word)?, weight::PROFILE_WORD)));
         let (mut held, mut all) = (0.0, 1.0);
         let mut seen = HashSet::new();
@@ -180,7 +182,13 @@ impl Term {
 
 /// Dice coefficient of the characters of two names.
 fn name_likeness(lexicon: &Lexicon) -> Vec<Vec<f64>> {
-    let names: Vec<HashSet<char>> = lexicon.products().iter().map(|product| normalise(&product.name).chars().collect()).collect();
-    let alike = |a: &HashSet<char>, b: &HashSet<char>| 2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64;
+    let names: Vec<HashSet<char>> =
+        lexicon.products().iter().map(|product| normalise(&product.name).chars().collect()).collect();
+    let alike =
+        |a: &HashSet<char>, b: &HashSet<char>| 2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64;
     names.iter().map(|a| names.iter().map(|b| alike(a, b)).collect()).collect()
 }
+
+#[cfg(test)]
+#[path = "reranker_tests.rs"]
+mod tests;

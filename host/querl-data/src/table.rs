@@ -64,7 +64,8 @@ pub fn read_table(config: &DataConfig) -> Result<QueryTable, DataError> {
         }
     }
     if table.rows.is_empty() {
-        let problem = format!("no row has a query in column `{}`; {} row(s) looked at", config.query_column, grid.rows.len());
+        let problem =
+            format!("no row has a query in column `{}`; {} row(s) looked at", config.query_column, grid.rows.len());
         return Err(DataError::file(&config.input, problem));
     }
     Ok(table)
@@ -88,7 +89,8 @@ struct Columns {
 impl Columns {
     fn find(grid: &Grid, config: &DataConfig) -> Result<Self, DataError> {
         let position = |name: &str| grid.header.iter().position(|column| column == name);
-        let required = |name: &str, key: &str| position(name).ok_or_else(|| missing_column(grid, &config.input, name, key));
+        let required =
+            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(grid, &config.input, name, key));
         let gold = position(&config.gold_column);
         Ok(Self {
             query: required(&config.query_column, "query_column")?,
@@ -122,9 +124,18 @@ impl Columns {
 }
 
 fn missing_column(grid: &Grid, path: &Path, name: &str, key: &str) -> DataError {
-    let found = grid.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let found = grid
+        .header
+        .iter()
+        .filter(|name| !name.is_empty())
+        .map(|name| format!("`{name}`"))
+        .collect::<Vec<_>>()
+        .join(", ");
     let place = grid.sheet.as_ref().map_or_else(String::new, |sheet| format!("sheet `{sheet}`: "));
-    DataError::file(path, format!("{place}no column `{name}` (data.{key}); found {found}; name one of these in data.{key}"))
+    DataError::file(
+        path,
+        format!("{place}no column `{name}` (data.{key}); found {found}; name one of these in data.{key}"),
+    )
 }
 
 fn split_ids(text: &str) -> Vec<String> {
@@ -134,3 +145,7 @@ fn split_ids(text: &str) -> Vec<String> {
         .map(str::to_owned)
         .collect()
 }
+
+#[cfg(test)]
+#[path = "table_tests.rs"]
+mod tests;

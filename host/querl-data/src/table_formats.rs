@@ -27,7 +27,10 @@ pub(crate) fn read_grid(path: &Path) -> Result<Grid, DataError> {
         Some("xlsx") => read_xlsx(path),
         Some("csv") => read_csv(path),
         Some("jsonl") => read_jsonl(path),
-        _ => Err(DataError::file(path, "not a table that can be read; expected a name that ends in .xlsx, .csv or .jsonl")),
+        _ => Err(DataError::file(
+            path,
+            "not a table that can be read; expected a name that ends in .xlsx, .csv or .jsonl",
+        )),
     }
 }
 
@@ -35,8 +38,10 @@ fn read_xlsx(path: &Path) -> Result<Grid, DataError> {
     let unreadable = |error: &dyn std::fmt::Display| {
         DataError::file(path, format!("not a readable xlsx workbook ({error}); save it again as .xlsx"))
     };
-    let mut workbook: calamine::Xlsx<_> = calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
-    let sheet = workbook.sheet_names().first().cloned().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
+    let mut workbook: calamine::Xlsx<_> =
+        calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
+    let sheet =
+        workbook.sheet_names().first().cloned().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
     let range = workbook.worksheet_range(&sheet).map_err(|error| unreadable(&error))?;
     let first_row = range.start().map_or(1, |(row, _)| row as usize + 1);
     let mut rows = range.rows().enumerate().map(|(index, cells)| (first_row + index, cells));
@@ -48,7 +53,10 @@ fn read_xlsx(path: &Path) -> Result<Grid, DataError> {
     for (row, cells) in rows {
         if let Some(column) = cells.iter().position(|cell| matches!(cell, Data::Error(_))) {
             let place = format!("sheet `{sheet}` row {row} column {}", column + 1);
-            return Err(DataError::file(path, format!("{place}: holds the error value `{}`; mend or clear it", cells[column])));
+            return Err(DataError::file(
+                path,
+                format!("{place}: holds the error value `{}`; mend or clear it", cells[column]),
+            ));
         }
         read.push((row, cells.iter().map(cell_text).collect()));
     }
@@ -66,7 +74,12 @@ fn cell_text(cell: &Data) -> String {
 fn read_csv(path: &Path) -> Result<Grid, DataError> {
     let problem = |error: csv::Error| DataError::file(path, format!("not readable as UTF-8 CSV: {error}"));
     let mut reader = csv::ReaderBuilder::new().flexible(true).from_path(path).map_err(problem)?;
-    let header = reader.headers().map_err(problem)?.iter().map(|name| name.trim_start_matches('\u{feff}').trim().to_owned()).collect();
+    let header = reader
+        .headers()
+        .map_err(problem)?
+        .iter()
+        .map(|name| name.trim_start_matches('\u{feff}').trim().to_owned())
+        .collect();
     let mut rows = Vec::new();
     for (index, record) in reader.records().enumerate() {
         let record = record.map_err(problem)?;

@@ -1,0 +1,80 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use querl_core::records::Context;
+use wiremock::matchers::{body_partial_json, method};
+use wiremock::{Mock, MockServer, ResponseTemplate};
+
+fn config(url: &str) -> RetrievalConfig {
+    serde_json::from_value(json!({"kind": "http", "url": url, "top_k": 2, "max_retries": 0, "timeout_s": 2.0})).unwrap()
+}
+
+async fn ask(answer: Value) -> Result<Vec<Hit>, CallFailure> {
+    let server = MockServer::start().await;
+    let expected = json!({
+        "query": "它怎么吃", "rewritten_query": "鱼油 食用方法", "tenant_id": "shop", "kb_name": "default",
+        "top_k": 2, "score_threshold": 0.5, "history": "问过鱼油",
+    });
+    let template = ResponseTemplate::new(200).set_body_json(answer);
+    Mock::given(method("POST")).and(body_partial_json(expected)).respond_with(template).mount(&server).await;
+    let service = GeneralRag::open(&config(&format!("{}/api/chat/general_rag", server.uri())), "shop").unwrap();
+    let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
+    let request =
+        RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
+    service.retrieve(request).await
+}
+
+fn recall(recall: Value) -> Value {
+    json!({"status": 200, "data": {"recall": recall}})
+}
+
+#[tokio::test]
+async fn hits_are_sorted_cut_and_ranked() {
+    let hits = ask(recall(json!([
+        {"reranker_score": 0.6, "id": 7, "content": "乙"},
+        {"reranker_score": "0.9", "doc_id": "a", "page_content": "甲", "score": "12.5"},
+        {"reranker_score": 0.7, "id": "c"},
+        {"reranker_score": 0.2},
+    ])))
+    .await
+    .unwrap();
+    let seen: Vec<(&str, &str, u32)> = hits.iter().map(|hit| (hit.id.as_str(), hit.text.as_str(), hit.rank)).collect();
+    assert_eq!(seen, [("a", "甲", 1), ("c", "", 2)]);
+    assert_eq!(hits[0].retrieval_score, Some(12.5));
+}
+
+#[tokio::test]
+async fn markers_mean_that_nothing_was_found() {
+    for marker in [json!("lack of knowledge"), json!(["no knowledge required"]), json!([]), json!(null)] {
+        assert_eq!(ask(recall(marker)).await.unwrap(), []);
+    }
+}
+
+#[tokio::test]
+async fn missing_or_odd_score_is_a_failure_and_not_zero() {
+    for (entry, said) in [
+        (json!({"text": "甲"}), "`data.recall[0]` has no `reranker_score`"),
+        (json!({"reranker_score": "high"}), "expected 0 to 1"),
+        (json!({"reranker_score": 7.5}), "expected 0 to 1"),
+    ] {
+        let failure = ask(recall(json!([entry]))).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::InvalidResponse);
+        assert!(failure.message.contains(said), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn answer_without_recall_quotes_its_status() {
+    let failure = ask(json!({"status": "error", "msg": "kb not loaded"})).await.unwrap_err();
+    assert_eq!(failure.kind, FailureKind::InvalidResponse);
+    assert!(failure.message.contains("status `\"error\"`") && failure.message.contains("kb not loaded"), "{failure}");
+}
+
+#[tokio::test]
+async fn service_that_is_down_is_unreachable() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let service = GeneralRag::open(&config(&format!("http://127.0.0.1:{port}/api/chat/general_rag")), "shop").unwrap();
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
+    assert_eq!(service.retrieve(request).await.unwrap_err().kind, FailureKind::Unreachable);
+}

@@ -1,0 +1,44 @@
+//! Judges: a deterministic rubric, or a model behind an OpenAI-compatible endpoint.
+
+use crate::chat::ChatClient;
+use crate::error::DataError;
+use crate::lexicon::Lexicon;
+use crate::rubric::RubricJudge;
+use async_trait::async_trait;
+use querl_core::config::{JudgeConfig, JudgeKind, RetrievalConfig};
+use querl_core::ports::{Judge, JudgeRequest};
+use querl_core::records::{CallFailure, Completion};
+use std::sync::Arc;
+
+/// The judge that the configuration names; `None` where nobody judges. The rubric reads the lexicon that retrieval names.
+///
+/// # Errors
+/// A setting that its kind needs is absent, or the lexicon cannot be read.
+pub fn open_judge(config: &JudgeConfig, retrieval: &RetrievalConfig) -> Result<Option<Arc<dyn Judge>>, DataError> {
+    match config.kind {
+        JudgeKind::None => Ok(None),
+        JudgeKind::Openai => Ok(Some(Arc::new(OpenAiJudge(ChatClient::open("judge", config.endpoint())?)))),
+        JudgeKind::Rubric => {
+            let path = retrieval.lexicon.as_deref().ok_or_else(|| {
+                DataError::setting(
+                    "retrieval.lexicon",
+                    "is not set; a judge of kind `rubric` needs the tenant's lexicon",
+                )
+            })?;
+            Ok(Some(Arc::new(RubricJudge::new(Lexicon::read(path)?))))
+        }
+    }
+}
+
+struct OpenAiJudge(ChatClient);
+
+#[async_trait]
+impl Judge for OpenAiJudge {
+    async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
+        self.0.complete(request.messages).await
+    }
+
+    fn name(&self) -> &str {
+        self.0.model()
+    }
+}

@@ -1,0 +1,260 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::{query_id, write_rewrites_xlsx, write_validated_xlsx};
+use async_trait::async_trait;
+use querl_core::config::DataConfig;
+use querl_core::ports::{
+    Filter, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RetrievalRequest, Retriever, Silent,
+    Teacher,
+};
+use querl_core::records::{
+    Completion, Hit, Message, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
+};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+fn rows(n: usize) -> Vec<QueryRow> {
+    let row = |index: usize| QueryRow {
+        id: query_id(&format!("问{index}"), "", ""),
+        row: index + 2,
+        original_query: format!("问{index}"),
+        user_profile: String::new(),
+        history_summary: String::new(),
+        gold_ids: Vec::new(),
+        group: format!("g{index}"),
+    };
+    (0..n).map(row).collect()
+}
+
+fn failure(kind: FailureKind) -> CallFailure {
+    CallFailure { kind, message: "the service said so".into() }
+}
+
+/// Answers what its table says for the row number, and counts its calls. Later rows answer sooner.
+struct Scripted {
+    failures: Mutex<Vec<(usize, FailureKind)>>,
+    calls: AtomicUsize,
+}
+
+impl Scripted {
+    fn new(failures: &[(usize, FailureKind)]) -> Self {
+        Self { failures: Mutex::new(failures.to_vec()), calls: AtomicUsize::new(0) }
+    }
+
+    fn fails(&self, row: usize) -> Option<CallFailure> {
+        let failures = self.failures.lock().unwrap();
+        failures.iter().find(|(failing, _)| *failing == row).map(|(_, kind)| failure(*kind))
+    }
+}
+
+#[async_trait]
+impl Teacher for Scripted {
+    async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        tokio::time::sleep(std::time::Duration::from_millis(40_u64.saturating_sub(4 * query.row as u64))).await;
+        match self.fails(query.row) {
+            Some(failure) => Err(failure),
+            None => Ok(completion(&format!("改写:{}", messages[0].content))),
+        }
+    }
+
+    fn name(&self) -> &str {
+        "scripted"
+    }
+}
+
+#[async_trait]
+impl Retriever for Scripted {
+    async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let row = request.original_query.trim_start_matches('问').parse::<usize>().unwrap() + 2;
+        let hit = Hit { id: "p".into(), text: "文".into(), reranker_score: 0.75, retrieval_score: None, rank: 1 };
+        self.fails(row).map_or(Ok(vec![hit]), Err)
+    }
+
+    fn name(&self) -> &str {
+        "scripted"
+    }
+}
+
+struct Plain;
+
+impl Prompts for Plain {
+    fn messages(&self, _: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+        Ok(vec![Message { role: "user".into(), content: input.query.into() }])
+    }
+
+    fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+        let parsed = text.strip_prefix("改写:").map(str::to_owned);
+        Ok(parsed.ok_or_else(|| Rejection { code: "no_prefix".into(), detail: text.into() }))
+    }
+
+    fn parse_judgement(&self, _: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+        Ok(Err(Rejection { code: "unused".into(), detail: String::new() }))
+    }
+}
+
+struct DropContaining(&'static str);
+
+impl Filter for DropContaining {
+    fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault> {
+        let drop = || Verdict::Drop { code: format!("has_{}", self.0), detail: "说明".into() };
+        Ok(samples.iter().map(|s| if s.rewritten_query.contains(self.0) { drop() } else { Verdict::Keep }).collect())
+    }
+
+    fn name(&self) -> &str {
+        "drop-containing"
+    }
+}
+
+fn completion(text: &str) -> Completion {
+    Completion { text: text.into(), prompt_tokens: None, completion_tokens: None, cost: None, latency_ms: None }
+}
+
+/// One run of the stage on `output`, as the command line does it.
+async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Result<Vec<RewriteRecord>, DataError> {
+    let (mut journal, previous) = Journal::open(output)?;
+    let records = rewrite(rows, teacher, &Plain, previous, &mut journal, 4, &Silent).await?;
+    journal.finish(&records)?;
+    Ok(records)
+}
+
+#[tokio::test]
+async fn failed_rows_stay_failed_with_a_reason_and_are_tried_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let rows = rows(6);
+    let teacher = Scripted::new(&[(3, FailureKind::Timeout), (5, FailureKind::ServerError)]);
+    let first = run_rewrite(&rows, &teacher, &output).await.unwrap();
+    assert_eq!(first.iter().map(|record| record.query.row).collect::<Vec<_>>(), [2, 3, 4, 5, 6, 7], "input order");
+    assert_eq!(first[0].rewrite.as_ref().unwrap().text, "问0");
+    assert_eq!(first[1].rewrite, Err(failure(FailureKind::Timeout)));
+    let second = Scripted::new(&[]);
+    let mended = run_rewrite(&rows, &second, &output).await.unwrap();
+    assert_eq!(second.calls.load(Ordering::Relaxed), 2, "only the failed rows are asked again");
+    assert!(mended.iter().all(|record| record.rewrite.is_ok()));
+}
+
+#[tokio::test]
+async fn refusal_stops_the_stage_and_keeps_what_was_done() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let rows = rows(20);
+    let error = run_rewrite(&rows, &Scripted::new(&[(15, FailureKind::Unauthorized)]), &output).await.unwrap_err();
+    let said = "stopped, as every further call would fail too: unauthorized: the service said so";
+    assert_eq!(error.to_string(), said);
+    assert!(!output.exists());
+    let (_, kept) = Journal::open::<RewriteRecord>(&output).unwrap();
+    let n_kept = kept.iter().filter(|record| record.rewrite.is_ok()).count();
+    assert!(n_kept >= 10, "{n_kept}");
+    let second = Scripted::new(&[]);
+    assert_eq!(run_rewrite(&rows, &second, &output).await.unwrap().len(), 20);
+    assert_eq!(second.calls.load(Ordering::Relaxed), 20 - n_kept);
+}
+
+#[tokio::test]
+async fn service_that_none_of_the_first_rows_reach_stops_the_stage() {
+    let folder = tempfile::tempdir().unwrap();
+    let down: Vec<(usize, FailureKind)> = (2..102).map(|row| (row, FailureKind::Unreachable)).collect();
+    let teacher = Scripted::new(&down);
+    let error = run_rewrite(&rows(100), &teacher, &folder.path().join("a.jsonl")).await.unwrap_err();
+    assert!(error.to_string().contains("unreachable"), "{error}");
+    assert!(teacher.calls.load(Ordering::Relaxed) < 20);
+    let teacher = Scripted::new(&down[1..]);
+    let records = run_rewrite(&rows(100), &teacher, &folder.path().join("b.jsonl")).await.unwrap();
+    assert_eq!(
+        records.iter().filter(|record| record.rewrite.is_err()).count(),
+        99,
+        "one answer shows that it is there"
+    );
+}
+
+#[tokio::test]
+async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
+    struct Chatty;
+    #[async_trait]
+    impl Teacher for Chatty {
+        async fn rewrite(&self, _: &QueryRow, _: &[Message]) -> Result<Completion, CallFailure> {
+            Ok(completion("我不能改写"))
+        }
+
+        fn name(&self) -> &str {
+            "chatty"
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (mut journal, _) = Journal::open::<RewriteRecord>(&folder.path().join("a.jsonl")).unwrap();
+    let records = rewrite(&rows(1), &Chatty, &Plain, Vec::new(), &mut journal, 1, &Silent).await.unwrap();
+    let failure = records[0].rewrite.as_ref().unwrap_err();
+    assert_eq!(failure.kind, FailureKind::InvalidResponse);
+    assert!(failure.message.contains("no_prefix"), "{failure}");
+}
+
+async fn validated(n: usize, teacher: &Scripted, retriever: &Scripted) -> Vec<ValidatedRecord> {
+    let folder = tempfile::tempdir().unwrap();
+    let rewrites = run_rewrite(&rows(n), teacher, &folder.path().join("rewrites.jsonl")).await.unwrap();
+    let (mut journal, previous) = Journal::open(&folder.path().join("validated.jsonl")).unwrap();
+    validate(&rewrites, retriever, previous, &mut journal, 4, &Silent).await.unwrap()
+}
+
+#[tokio::test]
+async fn look_ups_are_kept_while_the_rewrite_stays_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let rewriting = Scripted::new(&[(2, FailureKind::Timeout)]);
+    let retrieving = Scripted::new(&[(4, FailureKind::ServerError)]);
+    let first = validated(4, &rewriting, &retrieving).await;
+    assert_eq!(first[0].retrieval, None, "nothing to look up");
+    assert_eq!(first[1].top1_score(), Some(0.75));
+    assert_eq!(first[2].retrieval, Some(Err(failure(FailureKind::ServerError))));
+    assert_eq!(retrieving.calls.load(Ordering::Relaxed), 3);
+    let mut rewrites: Vec<RewriteRecord> = first.iter().map(|record| record.rewritten.clone()).collect();
+    rewrites[3].rewrite = Ok(completion("另一个改写"));
+    let again = Scripted::new(&[]);
+    let (mut journal, _) = Journal::open::<ValidatedRecord>(&folder.path().join("v.jsonl")).unwrap();
+    let second = validate(&rewrites, &again, first, &mut journal, 4, &Silent).await.unwrap();
+    assert_eq!(again.calls.load(Ordering::Relaxed), 2, "the failed one and the changed one");
+    assert!(second[1..].iter().all(|record| record.top1_score() == Some(0.75)));
+}
+
+#[tokio::test]
+async fn dataset_keeps_every_held_out_query_and_only_good_training_rows() {
+    let teacher = Scripted::new(&[(4, FailureKind::Timeout), (11, FailureKind::Timeout)]);
+    let retriever = Scripted::new(&[(6, FailureKind::Unreachable)]);
+    let records = validated(40, &teacher, &retriever).await;
+    let config: DataConfig =
+        serde_json::from_value(serde_json::json!({"input": "x", "split": [0.5, 0.25, 0.25]})).unwrap();
+    let filters: [Arc<dyn Filter>; 2] = [Arc::new(DropContaining("1")), Arc::new(DropContaining("3"))];
+    let converted = convert(&records, &Plain, &filters, &config, "scripted").unwrap();
+    let [train, val, test] = &converted.splits;
+    let dropped_from_train = converted.dropped.iter().filter(|row| row.split == Split::Train).count();
+    assert_eq!((train.len() + dropped_from_train, val.len(), test.len()), (20, 10, 10));
+    assert!(train.iter().all(|row| row.target() == Some(row.metadata.query.original_query.as_str())));
+    for row in val.iter().chain(test) {
+        assert_eq!(row.target().is_none(), row.metadata.dropped.is_some());
+        assert_eq!(row.prompt().len(), 1);
+    }
+    assert_eq!(converted.counts["teacher_timeout"], 2);
+    assert_eq!(converted.counts["retrieval_unreachable"], 1);
+    let by_filters: usize = ["has_1", "has_3"].iter().map(|code| converted.counts[*code]).sum();
+    assert_eq!(by_filters + 3, converted.dropped.len(), "each row is dropped once, for its first reason");
+}
+
+#[tokio::test]
+async fn workbooks_show_failures_as_failures() {
+    use calamine::{Data, Reader};
+    let folder = tempfile::tempdir().unwrap();
+    let records = validated(2, &Scripted::new(&[(2, FailureKind::Timeout)]), &Scripted::new(&[])).await;
+    let path = folder.path().join("validated.xlsx");
+    write_validated_xlsx(&path, &records).unwrap();
+    let mut workbook: calamine::Xlsx<_> = calamine::open_workbook(&path).unwrap();
+    let range = workbook.worksheet_range("Sheet1").unwrap();
+    let cell = |row: usize, column: usize| range.get((row, column)).cloned().unwrap_or(Data::Empty);
+    assert_eq!(cell(0, 5), Data::String("top1_score".into()));
+    assert_eq!((cell(1, 1), cell(1, 4), cell(1, 5)), (Data::Empty, Data::Empty, Data::Empty));
+    assert_eq!((cell(1, 6), cell(1, 7)), (Data::Bool(false), Data::String("timeout: the service said so".into())));
+    assert_eq!((cell(2, 4), cell(2, 5), cell(2, 6)), (Data::Float(1.0), Data::Float(0.75), Data::Bool(true)));
+    let rewrites: Vec<RewriteRecord> = records.into_iter().map(|record| record.rewritten).collect();
+    write_rewrites_xlsx(&folder.path().join("rewrites.xlsx"), &rewrites).unwrap();
+}

@@ -1,0 +1,105 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use std::path::PathBuf;
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self, name: &str, content: &str) -> DataConfig {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        config(path)
+    }
+
+    fn workbook(&self, rows: &[&[&str]]) -> DataConfig {
+        let mut workbook = rust_xlsxwriter::Workbook::new();
+        let sheet = workbook.add_worksheet().set_name("题目").unwrap();
+        for (row, cells) in (0..).zip(rows) {
+            for (column, cell) in (0..).zip(*cells) {
+                sheet.write(row, column, *cell).unwrap();
+            }
+        }
+        let path = self.0.path().join("测试集.xlsx");
+        workbook.save(&path).unwrap();
+        config(path)
+    }
+}
+
+fn config(input: PathBuf) -> DataConfig {
+    serde_json::from_value(serde_json::json!({ "input": input })).unwrap()
+}
+
+fn message(config: &DataConfig) -> String {
+    read_table(config).unwrap_err().to_string()
+}
+
+#[test]
+fn workbook_rows_keep_their_numbers_and_empty_queries_are_recorded() {
+    let folder = Folder::new();
+    let table = read_table(&folder.workbook(&[
+        &["问题", "用户画像", "历史摘要", "相关文档"],
+        &["鱼油怎么吃", "52岁", "", "p11-usage, p11-suitable；s01"],
+        &["", "只有画像", "", ""],
+        &[" 贵吗？ ", "", "问过鱼油", ""],
+        &["鱼油怎么吃", "52岁", "", ""],
+    ]))
+    .unwrap();
+    assert_eq!(table.rows.iter().map(|row| row.row).collect::<Vec<_>>(), [2, 4]);
+    assert_eq!(table.rows[0].gold_ids, ["p11-usage", "p11-suitable", "s01"]);
+    assert_eq!(table.rows[0].group, "p11-usage, p11-suitable；s01");
+    assert_eq!((table.rows[1].original_query.as_str(), table.rows[1].group.as_str()), ("贵吗？", "贵吗"));
+    assert_eq!((table.empty_rows.as_slice(), table.repeated_rows.as_slice()), ([3].as_slice(), [5].as_slice()));
+    let note = table.skipped_note().unwrap();
+    assert_eq!(note, "rows passed over: 1 with an empty query (rows 3); 1 repeating an earlier row (rows 5)");
+}
+
+#[test]
+fn same_rows_read_alike_from_all_formats() {
+    let folder = Folder::new();
+    let xlsx = folder.workbook(&[&["问题", "用户画像"], &["怎么吃", "老人"]]);
+    let csv = folder.file("a.csv", "\u{feff}问题,用户画像\n怎么吃,老人\n");
+    let jsonl = folder.file("a.jsonl", "{\"问题\": \"怎么吃\", \"用户画像\": \"老人\", \"其他\": 1}\n");
+    let ids = [xlsx, csv, jsonl].map(|config| read_table(&config).unwrap().rows[0].id.clone());
+    assert_eq!(ids, [query_id("怎么吃", "老人", ""), query_id("怎么吃", "老人", ""), query_id("怎么吃", "老人", "")]);
+    assert_ne!(ids[0], query_id("怎么吃", "", "老人"), "profile and history are not the same thing");
+}
+
+#[test]
+fn missing_query_column_names_sheet_and_columns_found() {
+    let folder = Folder::new();
+    let said = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));
+    let expected = "测试集.xlsx: sheet `题目`: no column `问题` (data.query_column); found `提问`, `用户画像`; name one of these in data.query_column";
+    assert!(said.ends_with(expected), "{said}");
+}
+
+#[test]
+fn group_column_that_is_named_must_be_there() {
+    let folder = Folder::new();
+    let mut config = folder.file("a.csv", "问题,批次\n甲,1\n乙,1\n");
+    config.group_column = Some("组".into());
+    assert!(message(&config).contains("no column `组` (data.group_column); found `问题`, `批次`"));
+    config.group_column = Some("批次".into());
+    assert!(read_table(&config).unwrap().rows.iter().all(|row| row.group == "1"));
+}
+
+#[test]
+fn table_without_a_usable_row_is_an_error() {
+    let folder = Folder::new();
+    let said = message(&folder.file("a.csv", "问题,用户画像\n,老人\n"));
+    assert!(said.ends_with("a.csv: no row has a query in column `问题`; 1 row(s) looked at"), "{said}");
+}
+
+#[test]
+fn unreadable_files_say_what_is_wrong() {
+    let folder = Folder::new();
+    assert!(message(&folder.file("a.xlsx", "no zip")).contains("a.xlsx: not a readable xlsx workbook"));
+    assert!(message(&folder.file("a.pdf", "")).contains("expected a name that ends in .xlsx, .csv or .jsonl"));
+    assert!(message(&folder.file("a.jsonl", "{\"问题\": \"甲\"}\nx\n")).contains("a.jsonl:2: not a valid record"));
+    let absent = config(folder.0.path().join("b.xlsx"));
+    assert!(message(&absent).ends_with("b.xlsx: there is no such file; check data.input"));
+}
