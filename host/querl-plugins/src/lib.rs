@@ -1,1 +1,33 @@
-//! The host for WebAssembly plugins
+//! Runs plugins: WebAssembly components for the contract in `wit/`.
+//!
+//! In: a `.wasm` component or a folder with its Rust source, settings, limits. Out: the ports
+//! [`Prompts`](querl_core::ports::Prompts), [`Filter`](querl_core::ports::Filter) and
+//! [`RewardModel`](querl_core::ports::RewardModel), whose every fault names the plugin, its version and the item. This crate
+//! refuses to know training, models, HTTP and any async runtime; no other host crate knows wasmtime.
+//!
+//! A call gets a fresh instance from a pool, and with it: instructions by the item (fuel, the same on every machine), a
+//! wall-clock deadline (epochs, the backstop), memory, an allowance of output and of log. It gets no power: [`wasi`] is the
+//! whole of what a guest's standard library finds, and it blocks nowhere. The ports are synchronous; they may be called from
+//! any thread, inside or outside of an async runtime.
+
+mod bindings;
+mod cache;
+mod call;
+mod convert;
+mod engine;
+mod error;
+mod fault;
+mod filter;
+mod guest;
+mod host;
+mod load;
+mod prompts;
+mod reward;
+mod settings;
+mod source;
+mod text;
+mod wasi;
+
+pub use error::PluginError;
+pub use host::{HostOptions, PluginHost};
+pub use load::{Plugin, PluginKind};

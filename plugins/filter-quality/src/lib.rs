@@ -61,7 +61,10 @@ impl Quality {
         }
         let n_chars = sample.rewritten_query.chars().count();
         if n_chars > self.max_chars {
-            return Some(Rejection::new("over_long", format!("{n_chars} characters; at most {} allowed", self.max_chars)));
+            return Some(Rejection::new(
+                "over_long",
+                format!("{n_chars} characters; at most {} allowed", self.max_chars),
+            ));
         }
         if self.kept.contains(query) {
             return Some(Rejection::new("duplicate", "the same query with the same context stands above"));
@@ -72,7 +75,8 @@ impl Quality {
     fn lost_key_terms(&self, query: &str, rewrite: &str) -> Option<Rejection> {
         let lost = |term: &&String| query.contains(&normalised(term)) && !rewrite.contains(&normalised(term));
         let lost: Vec<_> = self.key_terms.iter().filter(lost).map(String::as_str).collect();
-        (!lost.is_empty()).then(|| Rejection::new("lost_key_terms", format!("missing in the rewrite: {}", lost.join("、"))))
+        (!lost.is_empty())
+            .then(|| Rejection::new("lost_key_terms", format!("missing in the rewrite: {}", lost.join("、"))))
     }
 
     fn poor_retrieval(&self, sample: &Sample) -> Option<Rejection> {
@@ -135,7 +139,10 @@ mod tests {
         assert_eq!(code(sample("胶原咋吃", " \n", 0.9)), "empty");
         assert_eq!(code(sample("DHA 怎么吃？", "ｄｈａ怎么吃", 0.9)), "unchanged");
         assert_eq!(code(sample("胶原咋吃", &"胶".repeat(201), 0.9)), "over_long");
-        assert_eq!(code(Sample { hits: Vec::new(), ..sample("胶原咋吃", "胶原蛋白肽的服用方法", 0.0) }), "nothing_found");
+        assert_eq!(
+            code(Sample { hits: Vec::new(), ..sample("胶原咋吃", "胶原蛋白肽的服用方法", 0.0) }),
+            "nothing_found"
+        );
     }
 
     #[test]

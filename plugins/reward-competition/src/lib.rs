@@ -61,7 +61,10 @@ impl Reward for Competition {
         if plugin.weight_retrieval + plugin.weight_win > 0.0 {
             return Ok(plugin);
         }
-        Err(SettingError::new("weight_retrieval", "expected this or `weight_win` above 0: episodes without a judgement have no other part"))
+        Err(SettingError::new(
+            "weight_retrieval",
+            "expected this or `weight_win` above 0: episodes without a judgement have no other part",
+        ))
     }
 
     fn range(&self) -> RangeInclusive<f64> {

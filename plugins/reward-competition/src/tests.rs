@@ -80,7 +80,10 @@ fn failed_retrieval_on_either_side_is_a_rejection() {
     let fine = || candidate(&[0.9], Judgement::NotSampled);
     assert_eq!(score(failed(), fine()).unwrap_err().code, "policy_retrieval_failed");
     let rejection = score(fine(), failed()).unwrap_err();
-    assert_eq!((rejection.code.as_str(), rejection.detail.as_str()), ("baseline_retrieval_failed", "no answer within 30 s"));
+    assert_eq!(
+        (rejection.code.as_str(), rejection.detail.as_str()),
+        ("baseline_retrieval_failed", "no answer within 30 s")
+    );
 }
 
 #[test]
@@ -94,7 +97,8 @@ fn failed_or_one_sided_judgement_is_a_rejection() {
 
 #[test]
 fn settings_change_the_constants() {
-    let settings = Settings::from_pairs([("weight_judge", "0"), ("weight_retrieval", "0"), ("weight_win", "1"), ("loss", "-2")]);
+    let settings =
+        Settings::from_pairs([("weight_judge", "0"), ("weight_retrieval", "0"), ("weight_win", "1"), ("loss", "-2")]);
     let plugin = Competition::new(&settings).unwrap();
     let sides = (candidate(&[0.1], scored(1.0)), candidate(&[0.2], scored(1.0)));
     let episode = Episode { policy: sides.0, baseline: sides.1, ..Episode::default() };

@@ -52,14 +52,17 @@ mod tests {
     fn policy_is_prompted_briefly() {
         let input = PromptInput { query: "公考课咋报".into(), ..PromptInput::default() };
         let messages = Chengla.messages(PromptTask::PolicyRewrite, &input);
-        let expected = [Message::system("你是教育培训领域的Query改写专家。"), Message::user("原始查询: 公考课咋报\n\n请改写。")];
+        let expected =
+            [Message::system("你是教育培训领域的Query改写专家。"), Message::user("原始查询: 公考课咋报\n\n请改写。")];
         assert_eq!(messages, expected);
     }
 
     #[test]
     fn teacher_is_given_the_rules() {
         let messages = Chengla.messages(PromptTask::TeacherRewrite, &PromptInput::default());
-        assert!(messages[0].content.starts_with("你是教育培训领域的专业Query改写专家。\n改写要求：\n1. 识别课程类型和科目"));
+        assert!(
+            messages[0].content.starts_with("你是教育培训领域的专业Query改写专家。\n改写要求：\n1. 识别课程类型和科目")
+        );
         assert!(messages[0].content.ends_with("4. 保持教育领域专业性"));
     }
 }

@@ -53,14 +53,17 @@ mod tests {
     fn policy_is_prompted_briefly() {
         let input = PromptInput { query: "胶原怎么吃".into(), ..PromptInput::default() };
         let messages = FiveDoctors.messages(PromptTask::PolicyRewrite, &input);
-        let expected = [Message::system("你是保健品领域的Query改写专家。"), Message::user("原始查询: 胶原怎么吃\n\n请改写。")];
+        let expected =
+            [Message::system("你是保健品领域的Query改写专家。"), Message::user("原始查询: 胶原怎么吃\n\n请改写。")];
         assert_eq!(messages, expected);
     }
 
     #[test]
     fn teacher_is_given_the_rules() {
         let messages = FiveDoctors.messages(PromptTask::TeacherRewrite, &PromptInput::default());
-        assert!(messages[0].content.starts_with("你是保健品领域的专业Query改写专家。\n改写要求：\n1. 提取核心产品关键词"));
+        assert!(
+            messages[0].content.starts_with("你是保健品领域的专业Query改写专家。\n改写要求：\n1. 提取核心产品关键词")
+        );
         assert!(messages[0].content.ends_with("5. 完整保留用户原始意图"));
     }
 }

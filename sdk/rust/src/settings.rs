@@ -111,7 +111,8 @@ impl Settings {
     /// Not a list of texts.
     pub fn list(&self, key: &str) -> Result<Vec<String>, SettingError> {
         let Some(text) = self.get(key) else { return Ok(Vec::new()) };
-        serde_json::from_str(&text).map_err(|_| SettingError::new(key, format!("expected a list of texts, got `{text}`")))
+        serde_json::from_str(&text)
+            .map_err(|_| SettingError::new(key, format!("expected a list of texts, got `{text}`")))
     }
 }
 

@@ -47,7 +47,8 @@ fn leading_number(text: &str) -> Option<f64> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.' && c != '-').unwrap_or(text.len());
     let rest = text[end..].trim_start();
-    let scaled_otherwise = rest.strip_prefix('/').is_some_and(|scale| !matches!(scale.trim_start(), s if s.starts_with('5')));
+    let scaled_otherwise =
+        rest.strip_prefix('/').is_some_and(|scale| !matches!(scale.trim_start(), s if s.starts_with('5')));
     if scaled_otherwise || rest.starts_with('%') { None } else { text[..end].parse().ok() }
 }
 
@@ -83,7 +84,8 @@ mod tests {
     #[test]
     fn answers_without_a_usable_score_are_rejected() {
         let code = |answer| parse_judgement(answer).unwrap_err().code;
-        for answer in ["", "很好", "4.5", r#"{"综合得分": null}"#, r#"{"综合得分": "高"}"#, r#"{"综合得分": "90/100"}"#] {
+        for answer in ["", "很好", "4.5", r#"{"综合得分": null}"#, r#"{"综合得分": "高"}"#, r#"{"综合得分": "90/100"}"#]
+        {
             assert_eq!(code(answer), "no_score", "{answer}");
         }
         assert_eq!(code(r#"{"综合得分": 5.5}"#), "score_out_of_range");

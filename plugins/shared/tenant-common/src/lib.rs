@@ -41,7 +41,8 @@ impl TenantPrompts {
 
 const TEACHER_REQUEST: &str = "请改写这个查询，使其更适合知识库检索。只返回改写后的查询，不要其他内容。";
 const POLICY_REQUEST: &str = "请改写。";
-const JUDGE_REQUEST: &str = "请评估改写质量，只返回JSON，不要其他内容：{\"综合得分\": 0到5之间的数字, \"评分理由\": \"一句话说明\"}";
+const JUDGE_REQUEST: &str =
+    "请评估改写质量，只返回JSON，不要其他内容：{\"综合得分\": 0到5之间的数字, \"评分理由\": \"一句话说明\"}";
 
 /// 原始查询, and 用户画像 and 历史摘要 where present, a line each.
 fn query_lines(input: &PromptInput) -> String {

@@ -60,7 +60,7 @@ fn non_empty(line: Option<String>) -> Result<String, Rejection> {
 fn clean(line: &str) -> String {
     let mut rest = line.trim();
     loop {
-        let shorter = without_quotes(without_prefix(without_mark(rest))).trim();
+        let shorter = without_prefix(without_quotes(without_mark(rest))).trim();
         if shorter == rest {
             return rest.to_owned();
         }
@@ -139,14 +139,17 @@ mod tests {
 
     #[test]
     fn text_that_only_looks_dressed_stays() {
-        for text in ["\"A\"和\"B\"的区别", "查询订单物流", "改写后", "输出功率多大", "3:1 的配比怎么冲"] {
+        for text in ["\"A\"和\"B\"的区别", "查询订单物流", "改写后", "输出功率多大", "3:1 的配比怎么冲"]
+        {
             assert_eq!(parse_rewrite(text).as_deref(), Ok(text));
         }
     }
 
     #[test]
     fn answers_without_a_rewrite_are_rejected() {
-        for answer in ["", " \n ", "\"\"", "改写后的查询：", "```\n```", "<think>想</think>", "{\"rewritten_query\": null}"] {
+        for answer in
+            ["", " \n ", "\"\"", "改写后的查询：", "```\n```", "<think>想</think>", "{\"rewritten_query\": null}"]
+        {
             assert_eq!(parse_rewrite(answer).unwrap_err().code, "empty_rewrite", "{answer}");
         }
         assert_eq!(parse_rewrite("<think>还在想").unwrap_err().code, "unfinished_thinking");

@@ -155,9 +155,7 @@ impl<T: StyleScorer> style_wit::Guest for StyleScorerGuest<T> {
         let plugin = checked(T::new(&Settings::of_host()));
         let dialogues = dialogues.into_iter().map(convert::dialogue);
         dialogues
-            .map(|dialogue| {
-                plugin.score(&dialogue, &HostModel).map(convert::style_score).map_err(convert::rejection)
-            })
+            .map(|dialogue| plugin.score(&dialogue, &HostModel).map(convert::style_score).map_err(convert::rejection))
             .collect()
     }
 }

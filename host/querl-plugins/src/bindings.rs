@@ -1,0 +1,25 @@
+//! Types and calls of the contract, generated from `wit/`.
+#![allow(missing_docs, unreachable_pub, unused_variables, clippy::all, reason = "generated")]
+
+wasmtime::component::bindgen!({
+    // One world over all kinds, so that they share their types; each interface is looked up on its own (see `load`).
+    inline: "
+        package querl:host;
+        world every-kind {
+            import querl:plugin/settings@0.1.0;
+            import querl:plugin/log@0.1.0;
+            import querl:plugin/style-model@0.1.0;
+            export querl:plugin/info@0.1.0;
+            export querl:plugin/prompts@0.1.0;
+            export querl:plugin/filters@0.1.0;
+            export querl:plugin/rewards@0.1.0;
+        }
+    ",
+    path: "../../wit",
+    world: "querl:host/every-kind",
+    // Arguments are lowered straight from the records: no text is copied on its way into a guest.
+    ownership: Borrowing { duplicate_if_necessary: true },
+});
+
+pub use exports::querl::plugin::{filters, info, prompts, rewards};
+pub use querl::plugin::{log, settings, style_model, types};

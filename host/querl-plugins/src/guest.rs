@@ -1,0 +1,135 @@
+//! What the host keeps for one instance, and what it offers to it.
+
+use crate::bindings::{log, settings, style_model, types};
+use crate::text::printable;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use wasmtime::{Error, ResourceLimiter, Result};
+
+/// More handles to streams and clocks than this is an attack on the host's memory.
+const MAX_HANDLES: usize = 4096;
+
+/// The host's side of one instance.
+pub(crate) struct Guest {
+    /// Name and version, for the log.
+    pub(crate) plugin: Arc<str>,
+    pub(crate) settings: Arc<BTreeMap<String, String>>,
+    /// The keys asked for so far.
+    pub(crate) keys_read: BTreeSet<String>,
+    pub(crate) memory: MemoryBudget,
+    /// What was written to stderr, up to a limit: a panic's message.
+    pub(crate) stderr: Vec<u8>,
+    /// State of the fixed sequence of random numbers.
+    pub(crate) random: u64,
+    n_handles: usize,
+    log_bytes_left: usize,
+    log_bytes: usize,
+}
+
+impl Guest {
+    pub(crate) fn new(
+        plugin: Arc<str>,
+        settings: Arc<BTreeMap<String, String>>,
+        memory_bytes: usize,
+        log_bytes: usize,
+    ) -> Self {
+        Self {
+            plugin,
+            settings,
+            keys_read: BTreeSet::new(),
+            memory: MemoryBudget { limit_bytes: memory_bytes, used_bytes: 0, refused_bytes: None },
+            stderr: Vec::new(),
+            random: 0,
+            n_handles: 0,
+            log_bytes_left: log_bytes,
+            log_bytes,
+        }
+    }
+
+    /// Counts a handle given to the guest.
+    pub(crate) fn add_handle(&mut self) -> Result<()> {
+        self.n_handles += 1;
+        if self.n_handles <= MAX_HANDLES {
+            return Ok(());
+        }
+        Err(Error::msg(format!("holds more than {MAX_HANDLES} handles to streams and clocks")))
+    }
+
+    /// Counts a handle that the guest gave back.
+    pub(crate) fn drop_handle(&mut self) {
+        self.n_handles = self.n_handles.saturating_sub(1);
+    }
+
+    /// Keeps what the guest wrote to stderr, as far as the log's limit goes.
+    pub(crate) fn write_stderr(&mut self, bytes: &[u8]) {
+        let room = self.log_bytes.saturating_sub(self.stderr.len());
+        self.stderr.extend_from_slice(&bytes[..bytes.len().min(room)]);
+    }
+}
+
+impl settings::Host for Guest {
+    fn get(&mut self, key: String) -> Option<String> {
+        let value = self.settings.get(&key).cloned();
+        if value.is_some() || self.keys_read.len() < 1000 {
+            self.keys_read.insert(key);
+        }
+        value
+    }
+}
+
+impl log::Host for Guest {
+    fn log(&mut self, level: log::Level, message: String) {
+        if self.log_bytes_left == 0 {
+            return;
+        }
+        let line = printable(&message, self.log_bytes_left);
+        let cut = message.len() >= self.log_bytes_left;
+        self.log_bytes_left = self.log_bytes_left.saturating_sub(message.len().max(1));
+        let plugin = &*self.plugin;
+        match level {
+            log::Level::Debug => tracing::debug!(plugin, "{line}"),
+            log::Level::Info => tracing::info!(plugin, "{line}"),
+            log::Level::Warn => tracing::warn!(plugin, "{line}"),
+            log::Level::Error => tracing::error!(plugin, "{line}"),
+        }
+        if cut {
+            tracing::warn!(plugin, "logged more than {} bytes in one call; the rest is cut", self.log_bytes);
+        }
+    }
+}
+
+impl types::Host for Guest {}
+
+impl style_model::Host for Guest {
+    fn classify(
+        &mut self,
+        _: Vec<types::Message>,
+    ) -> std::result::Result<Vec<style_model::StyleProbability>, style_model::ClassifyError> {
+        Err(style_model::ClassifyError::NotConfigured)
+    }
+}
+
+/// Linear memory of one instance, all its memories together.
+pub(crate) struct MemoryBudget {
+    pub(crate) limit_bytes: usize,
+    used_bytes: usize,
+    /// The total that was asked for when the limit was hit.
+    pub(crate) refused_bytes: Option<usize>,
+}
+
+impl ResourceLimiter for MemoryBudget {
+    fn memory_growing(&mut self, current: usize, desired: usize, _: Option<usize>) -> Result<bool> {
+        let total = self.used_bytes + (desired - current);
+        if total > self.limit_bytes {
+            self.refused_bytes = Some(total);
+            return Err(Error::msg("memory limit"));
+        }
+        self.used_bytes = total;
+        Ok(true)
+    }
+
+    fn table_growing(&mut self, _: usize, _: usize, _: Option<usize>) -> Result<bool> {
+        // The pool's limit for each table is the limit: it refuses what is beyond.
+        Ok(true)
+    }
+}

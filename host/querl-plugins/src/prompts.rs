@@ -1,0 +1,73 @@
+//! Prompt plugins behind the port.
+
+use crate::bindings::prompts;
+use crate::call::Caller;
+use crate::convert;
+use crate::text::printable;
+use querl_core::ports::{ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts};
+use querl_core::records::{Message, Rejection};
+
+/// As much of a query or answer as a fault shows, to tell which one it was.
+const SHOWN_BYTES: usize = 120;
+
+/// A configured prompt plugin.
+pub(crate) struct PromptPlugin {
+    caller: Caller,
+    indices: prompts::GuestIndices,
+}
+
+impl PromptPlugin {
+    pub(crate) fn new(caller: Caller, indices: prompts::GuestIndices) -> Self {
+        Self { caller, indices }
+    }
+
+    fn fault(&self, what: &str, text: &str, message: &str) -> PluginFault {
+        self.caller.fault(format!("{what} `{}`: {message}", printable(text, SHOWN_BYTES)))
+    }
+}
+
+impl Prompts for PromptPlugin {
+    fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+        let fault = |message: &str| self.fault("query", input.query, message);
+        let (task, argument) = (convert::task(task), convert::prompt_input(input));
+        let made = self
+            .caller
+            .call(1, |store, instance| self.indices.load(&mut *store, instance)?.call_messages(store, task, argument));
+        let messages: Vec<_> = made.map_err(|error| fault(&error.message))?.into_iter().map(convert::message).collect();
+        let system_later = messages.iter().skip(1).any(|message| message.role == "system");
+        match messages.last() {
+            Some(last) if last.role == "user" && !system_later => Ok(messages),
+            Some(last) if last.role != "user" => {
+                Err(fault(&format!("the last message is from `{}`; expected `user`", last.role)))
+            }
+            Some(_) => Err(fault("a system message stands after the start")),
+            None => Err(fault("returned no messages")),
+        }
+    }
+
+    fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+        let fault = |message: &str| self.fault("answer", text, message);
+        let parsed = self
+            .caller
+            .call(1, |store, instance| self.indices.load(&mut *store, instance)?.call_parse_rewrite(store, text));
+        match parsed.map_err(|error| fault(&error.message))? {
+            Ok(rewrite) if rewrite.trim().is_empty() => Err(fault("returned a blank rewrite; expected a rejection")),
+            Ok(rewrite) => Ok(Ok(rewrite)),
+            Err(rejection) => convert::rejection(rejection).map(Err).map_err(|message| fault(&message)),
+        }
+    }
+
+    fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+        let fault = |message: &str| self.fault("answer", text, message);
+        let parsed = self
+            .caller
+            .call(1, |store, instance| self.indices.load(&mut *store, instance)?.call_parse_judgement(store, text));
+        match parsed.map_err(|error| fault(&error.message))? {
+            Ok(judged) if !(0.0..=5.0).contains(&judged.score) => {
+                Err(fault(&format!("returned the score {}; expected 0 to 5, or a rejection", judged.score)))
+            }
+            Ok(judged) => Ok(Ok(ParsedJudgement { score: judged.score, reason: judged.reason })),
+            Err(rejection) => convert::rejection(rejection).map(Err).map_err(|message| fault(&message)),
+        }
+    }
+}

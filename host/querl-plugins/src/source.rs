@@ -1,0 +1,207 @@
+//! Plugins given as a folder with Rust source: built when the source is newer than the component.
+
+use crate::error::PluginError;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::SystemTime;
+
+const TARGET: &str = "wasm32-wasip2";
+
+/// What of cargo's environment reaches the build of a plugin. The rest, which an outer `cargo run` or `cargo test` sets, is about
+/// the outer build.
+const KEPT_CARGO_VARIABLES: [&str; 6] =
+    ["CARGO_HOME", "CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_", "CARGO_SOURCE_"];
+
+/// The component of a source folder, built if any file that it was made from is newer.
+pub(crate) fn component(folder: &Path) -> Result<PathBuf, PluginError> {
+    let crate_folder = CrateFolder::read(folder)?;
+    if !crate_folder.is_fresh() {
+        tracing::info!("building plugin {}", folder.display());
+        crate_folder.build()?;
+    }
+    Ok(crate_folder.component())
+}
+
+/// A folder with a Cargo.toml.
+struct CrateFolder {
+    folder: PathBuf,
+    /// Where the workspace's Cargo.toml and Cargo.lock are.
+    workspace: PathBuf,
+    /// Stem of what the compiler writes.
+    stem: String,
+}
+
+impl CrateFolder {
+    fn read(folder: &Path) -> Result<Self, PluginError> {
+        let unreadable = |reason: String| PluginError::Unreadable { path: folder.to_owned(), reason };
+        if !folder.join("Cargo.toml").is_file() {
+            let reason = "the folder holds no Cargo.toml; expected a `.wasm` component or a folder with Rust source";
+            return Err(unreadable(reason.into()));
+        }
+        let absolute = folder.canonicalize().map_err(|error| unreadable(error.to_string()))?;
+        let manifest = manifest(&absolute).ok_or_else(|| unreadable("its Cargo.toml is not valid TOML".into()))?;
+        let name = |section: &str| Some(manifest.get(section)?.get("name")?.as_str()?.replace('-', "_"));
+        let stem = name("lib").or_else(|| name("package"));
+        let stem = stem.ok_or_else(|| unreadable("its Cargo.toml names no package".into()))?;
+        Ok(Self { workspace: workspace_of(&absolute, &manifest), folder: absolute, stem })
+    }
+
+    fn output(&self, extension: &str) -> PathBuf {
+        let file = format!("target/{TARGET}/release/{}.{extension}", self.stem);
+        self.workspace.join(file)
+    }
+
+    fn component(&self) -> PathBuf {
+        self.output("wasm")
+    }
+
+    /// No source, manifest or lock file is newer than the component. Cargo lists the sources, those of path dependencies
+    /// and the contract's WIT files included, beside it.
+    fn is_fresh(&self) -> bool {
+        let (Some(built), Ok(listed)) = (modified(&self.component()), std::fs::read_to_string(self.output("d"))) else {
+            return false;
+        };
+        let sources = listed_sources(&listed);
+        let mut inputs: BTreeSet<PathBuf> = sources.iter().filter_map(|source| manifest_above(source)).collect();
+        inputs.extend(sources);
+        inputs.extend([self.folder.join("Cargo.toml"), self.workspace.join("Cargo.toml")]);
+        let lock = modified(&self.workspace.join("Cargo.lock"));
+        let newer = |input: &PathBuf| modified(input).is_none_or(|time| time > built);
+        lock.is_none_or(|time| time <= built) && !inputs.iter().any(newer)
+    }
+
+    fn build(&self) -> Result<(), PluginError> {
+        let unreadable = |reason: String| PluginError::Unreadable { path: self.folder.clone(), reason };
+        let mut cargo = Command::new("cargo");
+        cargo.args(["build", "--release", "--target", TARGET, "--target-dir"]).arg(self.workspace.join("target"));
+        cargo.current_dir(&self.folder);
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            if is_of_outer_build(&name) {
+                cargo.env_remove(name);
+            }
+        }
+        let output = cargo.output().map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => {
+                unreadable("building it needs cargo; install Rust, or name a built `.wasm` component".into())
+            }
+            _ => unreadable(format!("cargo cannot be run: {error}")),
+        })?;
+        if !output.status.success() {
+            return Err(explained(self.folder.clone(), &String::from_utf8_lossy(&output.stderr)));
+        }
+        if self.component().is_file() {
+            return Ok(());
+        }
+        Err(unreadable("cargo built no component; expected `crate-type = [\"cdylib\", \"rlib\"]` under [lib]".into()))
+    }
+}
+
+/// What to say of a failed build.
+fn explained(path: PathBuf, output: &str) -> PluginError {
+    let target_missing = output.contains("target may not be installed")
+        || (output.contains("can't find crate for `core`") || output.contains("can't find crate for `std`"));
+    if target_missing {
+        PluginError::TargetMissing { path }
+    } else {
+        PluginError::Build { path, output: output.to_owned() }
+    }
+}
+
+fn is_of_outer_build(name: &str) -> bool {
+    let about_cargo = name == "CARGO" || name.starts_with("CARGO_");
+    let kept = KEPT_CARGO_VARIABLES.iter().any(|kept| name.starts_with(kept));
+    let flags = ["RUSTFLAGS", "RUSTDOCFLAGS", "RUSTC", "RUSTC_WRAPPER", "RUSTC_WORKSPACE_WRAPPER", "RUSTDOC"];
+    (about_cargo && !kept) || flags.contains(&name)
+}
+
+fn manifest(folder: &Path) -> Option<toml::Table> {
+    std::fs::read_to_string(folder.join("Cargo.toml")).ok()?.parse().ok()
+}
+
+/// Where cargo finds the workspace of a package: named by it, itself, or the nearest above that does not exclude it.
+fn workspace_of(folder: &Path, manifest_here: &toml::Table) -> PathBuf {
+    let named = manifest_here.get("package").and_then(|package| package.get("workspace")?.as_str());
+    if let Some(named) = named {
+        let path = folder.join(named);
+        return path.canonicalize().unwrap_or(path);
+    }
+    if manifest_here.contains_key("workspace") {
+        return folder.to_owned();
+    }
+    let holds = |above: &&Path| manifest(above).is_some_and(|manifest| is_workspace_of(&manifest, above, folder));
+    folder.ancestors().skip(1).find(holds).unwrap_or(folder).to_owned()
+}
+
+fn is_workspace_of(manifest: &toml::Table, above: &Path, folder: &Path) -> bool {
+    let Some(workspace) = manifest.get("workspace") else { return false };
+    let excluded = workspace.get("exclude").and_then(toml::Value::as_array);
+    let excludes = |entry: &toml::Value| entry.as_str().is_some_and(|entry| folder.starts_with(above.join(entry)));
+    !excluded.is_some_and(|excluded| excluded.iter().any(excludes))
+}
+
+/// The files after the colon of a makefile line, in which a space in a name is written `\ `.
+fn listed_sources(dep_info: &str) -> BTreeSet<PathBuf> {
+    let files = dep_info.lines().filter_map(|line| Some(line.split_once(": ")?.1));
+    let files = files.map(|line| line.replace("\\ ", "\0"));
+    files
+        .flat_map(|line| line.split(' ').map(|file| PathBuf::from(file.replace('\0', " "))).collect::<Vec<_>>())
+        .collect()
+}
+
+fn manifest_above(source: &Path) -> Option<PathBuf> {
+    source.ancestors().skip(1).map(|folder| folder.join("Cargo.toml")).find(|manifest| manifest.is_file())
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    std::fs::metadata(path).ok()?.modified().ok()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_target_is_one_sentence_with_the_command() {
+        let output =
+            "error[E0463]: can't find crate for `std`\n  = note: the `wasm32-wasip2` target may not be installed";
+        let error = explained("plugins/x".into(), output).to_string();
+        assert!(error.ends_with("run `rustup target add wasm32-wasip2`"), "{error}");
+    }
+
+    #[test]
+    fn environment_of_an_outer_build_does_not_reach_the_plugin() {
+        let outer = [
+            "CARGO",
+            "CARGO_MANIFEST_DIR",
+            "CARGO_PKG_NAME",
+            "CARGO_TARGET_DIR",
+            "CARGO_ENCODED_RUSTFLAGS",
+            "RUSTFLAGS",
+        ];
+        assert!(outer.iter().all(|name| is_of_outer_build(name)));
+        assert!(
+            !["PATH", "CARGO_HOME", "CARGO_NET_OFFLINE", "RUSTUP_TOOLCHAIN"].iter().any(|name| is_of_outer_build(name))
+        );
+    }
+
+    #[test]
+    fn dep_info_with_spaces_in_names_is_read() {
+        let sources = listed_sources("/t/x.wasm: /a/b\\ c.rs /d.rs\n");
+        assert_eq!(sources, [PathBuf::from("/a/b c.rs"), PathBuf::from("/d.rs")].into());
+    }
+
+    #[test]
+    fn excluded_package_is_its_own_workspace() {
+        let folder = tempfile::tempdir().unwrap();
+        let inner = folder.path().join("examples/x");
+        std::fs::create_dir_all(&inner).unwrap();
+        std::fs::write(folder.path().join("Cargo.toml"), "[workspace]\nexclude = ['examples']").unwrap();
+        let package = "[package]\nname = 'x'".parse().unwrap();
+        assert_eq!(workspace_of(&inner, &package), inner);
+        std::fs::write(folder.path().join("Cargo.toml"), "[workspace]\nmembers = ['examples/*']").unwrap();
+        assert_eq!(workspace_of(&inner, &package), folder.path());
+    }
+}
