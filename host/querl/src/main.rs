@@ -1,1 +1,61 @@
-fn main() {}
+//! The `querl` command: wires tables, services, plugins, models and training into the stages of a run.
+//!
+//! In: a command line and a configuration file. Out: a run folder, results on stdout, progress on stderr, an exit code. This
+//! crate holds no algorithm of its own; it is the only one that knows all the others.
+
+// In a program nothing is reachable from outside; `pub` says here that other modules use it.
+#![allow(unreachable_pub)]
+
+mod cli;
+mod commands;
+mod cuda;
+mod device;
+mod environment;
+mod evaluation;
+mod failure;
+mod interrupt;
+mod metrics_log;
+mod plugins;
+mod report;
+mod run;
+mod stages;
+mod terminal;
+mod training;
+
+use clap::Parser;
+use cli::{Cli, Command};
+use std::process::ExitCode;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    terminal::init(cli.noise.verbosity());
+    match interrupt::install().and_then(|()| dispatch(cli.command)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            if let Some(details) = failure::details(&error) {
+                eprintln!("{}", details.trim_end());
+            }
+            eprintln!("error: {}", failure::sentence(&error));
+            ExitCode::from(failure::ending_of(&error) as u8)
+        }
+    }
+}
+
+fn dispatch(command: Command) -> anyhow::Result<()> {
+    use stages::StageName;
+    match command {
+        Command::Run(args) => commands::run::run(&args),
+        Command::Rewrite(args) => commands::run::stage(StageName::Rewrite, &args),
+        Command::Validate(args) => commands::run::stage(StageName::Validate, &args),
+        Command::Convert(args) => commands::run::stage(StageName::Convert, &args),
+        Command::Sft(args) => commands::run::stage(StageName::Sft, &args),
+        Command::Rl(args) => commands::run::stage(StageName::Rl, &args),
+        Command::Eval(args) => commands::run::stage(StageName::Eval, &args),
+        Command::Report(args) => commands::report::run(&args),
+        Command::Config(command) => commands::check::run(&command),
+        Command::Doctor(args) => commands::doctor::run(&args),
+    }
+}

@@ -1,0 +1,118 @@
+//! The command line's grammar. What each command does is in `commands/`, one file each.
+
+use crate::commands::{check, doctor, report, run};
+use crate::terminal::Verbosity;
+use clap::{Args, Parser, Subcommand};
+use querl_core::config::{Config, ConfigError, Overrides, load};
+use std::path::PathBuf;
+
+/// Trains a small model to rewrite users' questions so that a knowledge base answers them better.
+#[derive(Debug, Parser)]
+#[command(name = "querl", version, propagate_version = true, max_term_width = 100)]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 stopped by a limit, 130 interrupted."
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// How much to say on stderr.
+    #[command(flatten)]
+    pub noise: Noise,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// All stages from spreadsheet to report; goes on where an earlier run in the same folder stopped
+    Run(run::RunArgs),
+    /// Stage 1: the teacher rewrites each query
+    Rewrite(run::StageArgs),
+    /// Stage 2: retrieval says what each rewrite finds
+    Validate(run::StageArgs),
+    /// Stage 3: filters keep or drop; train, val and test are split by query group
+    Convert(run::StageArgs),
+    /// Stage 4: supervised fine-tuning
+    Sft(run::StageArgs),
+    /// Stage 5: reinforcement learning
+    Rl(run::StageArgs),
+    /// Stage 6: raw query, teacher, SFT and RL on the test split
+    Eval(run::StageArgs),
+    /// Writes eval.json and report.html of a run folder again and prints the table
+    Report(report::ReportArgs),
+    /// Checks a configuration, or lists every key it may have
+    #[command(subcommand)]
+    Config(check::ConfigCommand),
+    /// Says what this machine offers: devices, toolchain, caches
+    Doctor(doctor::DoctorArgs),
+}
+
+/// How much to say on stderr.
+#[derive(Debug, Args)]
+pub struct Noise {
+    /// Say more on stderr; twice for still more
+    #[arg(short, long, action = clap::ArgAction::Count, global = true)]
+    pub verbose: u8,
+    /// Say nothing on stderr but errors
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+}
+
+impl Noise {
+    /// The flags as a level.
+    pub fn verbosity(&self) -> Verbosity {
+        match (self.quiet, self.verbose) {
+            (true, _) => Verbosity::Quiet,
+            (false, 0) => Verbosity::Normal,
+            (false, 1) => Verbosity::Verbose,
+            (false, _) => Verbosity::Debug,
+        }
+    }
+}
+
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Args)]
+pub struct Format {
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A configuration file with overrides.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    /// The configuration file
+    #[arg(value_name = "CONFIG")]
+    pub path: PathBuf,
+    /// Replace a key of the file: dotted key, TOML value; a bare word is a string
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// The run folder [default: output_dir of the file]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Worker threads [default: threads of the file, else all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+impl ConfigArgs {
+    /// Reads and checks the configuration.
+    ///
+    /// # Errors
+    /// As [`load()`].
+    pub fn load(&self) -> Result<Config, ConfigError> {
+        let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
+        load(&self.path, &overrides)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn grammar_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

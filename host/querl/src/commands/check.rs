@@ -1,0 +1,65 @@
+//! `querl config check` and `querl config schema`.
+
+use crate::cli::{ConfigArgs, Format};
+use clap::Subcommand;
+use querl_core::config::{KeyInfo, json_schema, keys};
+use std::io::Write;
+
+/// The commands under `querl config`.
+#[derive(Debug, Subcommand)]
+pub enum ConfigCommand {
+    /// Check a configuration and print it with every value in force
+    Check(ConfigArgs),
+    /// List every key: what it takes, its default, what it means (`--json`: as JSON Schema, for editors)
+    Schema(Format),
+}
+
+/// Runs one of them.
+///
+/// # Errors
+/// The configuration cannot be used, or stdout is closed.
+pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
+    let text = match command {
+        ConfigCommand::Check(args) => args.load()?.to_toml(),
+        ConfigCommand::Schema(Format { json: true }) => format!("{:#}\n", json_schema()),
+        ConfigCommand::Schema(Format { json: false }) => schema_text(&keys()),
+    };
+    Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+/// As a TOML file reads: sections, then `key = default  # what it takes; what it means`.
+fn schema_text(keys: &[KeyInfo]) -> String {
+    let mut text = String::new();
+    let mut section = "";
+    for info in keys {
+        let (own_section, name) = info.key.rsplit_once('.').unwrap_or(("", &info.key));
+        if own_section != section {
+            section = own_section;
+            text.push_str(&match own_section.strip_suffix("[]") {
+                Some(list) => format!("\n[[{list}]]\n"),
+                None => format!("\n[{own_section}]\n"),
+            });
+        }
+        let default = match (&info.default, info.required) {
+            (Some(default), _) => default.as_str(),
+            (None, true) => "(required)",
+            (None, false) => "(unset)",
+        };
+        text.push_str(&format!("{name} = {default}  # {}; {}\n", info.expects, info.meaning));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schema_reads_like_a_file() {
+        let text = schema_text(&keys());
+        assert!(text.contains("\n[rl]\n"), "{text}");
+        assert!(text.contains("gae_lambda = 0.95  # a number, 0.0 to 1.0; GAE's lambda.\n"), "{text}");
+        assert!(text.contains("\n[[plugins.rewards]]\n"), "{text}");
+        assert!(text.contains("path = (required)  # a string; A `.wasm` component"), "{text}");
+    }
+}

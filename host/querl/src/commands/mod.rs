@@ -1,0 +1,6 @@
+//! One file per command. A new one is a file here, a line in [`crate::cli::Command`] and an arm in `main`.
+
+pub mod check;
+pub mod doctor;
+pub mod report;
+pub mod run;

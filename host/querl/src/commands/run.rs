@@ -1,0 +1,86 @@
+//! `querl run` and the commands of single stages.
+
+use crate::cli::{ConfigArgs, Format};
+use crate::report;
+use crate::run::Run;
+use crate::stages::runner::{Outcome, Window, run_stages, summary};
+use crate::stages::{StageName, eval};
+use crate::terminal;
+use anyhow::Context;
+use clap::Args;
+use serde_json::{Value, json};
+use std::io::Write;
+
+/// Options of `querl run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Run this stage and all after it anew, whatever is finished
+    #[arg(long, value_name = "STAGE")]
+    from: Option<StageName>,
+    /// Stop after this stage
+    #[arg(long, value_name = "STAGE")]
+    to: Option<StageName>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Options of a single stage's command.
+pub type StageArgs = RunArgs;
+
+/// Runs all stages that need it.
+///
+/// # Errors
+/// As the stages say.
+pub fn run(args: &RunArgs) -> anyhow::Result<()> {
+    go(args, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
+}
+
+/// Runs one stage where it needs it; `--from` and `--to` widen the window.
+///
+/// # Errors
+/// As the stage says.
+pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
+    go(args, args.from.map_or(name, |from| from.min(name)), args.to.map_or(name, |to| to.max(name)))
+}
+
+fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
+    let run = Run::open(args.config.load()?)?;
+    let outcomes = run_stages(&run, Window { first, last, forced_from: args.from })?;
+    show(&run, &outcomes, args.format)?;
+    terminal::say(&format!("everything is in {}", run.dir.root().display()));
+    Ok(())
+}
+
+/// The result on stdout: the table where systems were evaluated, else what the last stage found.
+fn show(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
+    let reported = match outcomes.last() {
+        Some(last) if last.stage == StageName::Eval => {
+            Some(report::write(&run.config, &run.dir, &eval::names(&run.dir)?)?)
+        }
+        _ => None,
+    };
+    let mut stdout = std::io::stdout().lock();
+    if format.json {
+        let stages: Vec<Value> = outcomes.iter().map(as_json).collect();
+        let evaluation = reported.map(|reported| reported.evaluation);
+        let result = json!({ "run_dir": run.dir.root(), "stages": stages, "eval": evaluation });
+        serde_json::to_writer_pretty(&mut stdout, &result)?;
+        return writeln!(stdout).context("stdout");
+    }
+    match (reported, outcomes.last()) {
+        (Some(reported), _) => stdout.write_all(reported.table.as_bytes()).context("stdout"),
+        (None, Some(last)) => writeln!(stdout, "{}", summary(last.stage, &last.facts, last.seconds)).context("stdout"),
+        (None, None) => Ok(()),
+    }
+}
+
+fn as_json(outcome: &Outcome) -> Value {
+    json!({
+        "stage": outcome.stage.as_str(),
+        "status": if outcome.ran { "done" } else { "skipped" },
+        "seconds": outcome.seconds,
+        "facts": outcome.facts.to_json(),
+    })
+}

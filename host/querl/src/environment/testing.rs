@@ -1,0 +1,179 @@
+//! A small world for tests: a shop whose retrieval, judge and reward are known by heart.
+
+use super::baseline::Baseline;
+use super::rewards::WeightedReward;
+use super::scorer::{ScoreRequest, Scorer, Services, Written};
+use async_trait::async_trait;
+use querl_core::ports::{
+    Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RetrievalRequest, Retriever,
+    RewardModel, RewardRange,
+};
+use querl_core::records::{
+    CallFailure, Completion, DatasetRow, Episode, FailureKind, Hit, Message, QueryRow, Rejection, Reward,
+    RewardComponent, RewriteRecord, RowMetadata, ValidatedRecord,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// `good` finds well, `poor` poorly, `broken` fails, `down` meets nobody, `unjudgeable` gets no usable judgement, and
+/// `garbage` cannot be parsed. The score is the difference of the best hits.
+#[derive(Default)]
+pub struct Shop {
+    counts: Arc<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    retrievals: AtomicUsize,
+    judgements: AtomicUsize,
+}
+
+impl Shop {
+    pub fn n_retrievals(&self) -> usize {
+        self.counts.retrievals.load(Ordering::SeqCst)
+    }
+
+    pub fn n_judgements(&self) -> usize {
+        self.counts.judgements.load(Ordering::SeqCst)
+    }
+
+    pub fn scorer(&self) -> Scorer {
+        // Leaked so that the handle outlives the test; a test process ends soon.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime: &'static _ = Box::leak(Box::new(runtime.expect("a runtime can be built")));
+        Scorer::new(self.services(), runtime.handle().clone())
+    }
+
+    pub fn services(&self) -> Services {
+        Services {
+            retriever: Arc::new(ShopRetriever(self.counts.clone())),
+            judge: Some(Arc::new(ShopJudge(self.counts.clone()))),
+            prompts: Arc::new(ShopPrompts),
+            rewards: vec![WeightedReward { model: Arc::new(ShopReward("difference")), weight: 1.0 }],
+            n_retrievals: 4,
+            n_judgements: 4,
+        }
+    }
+}
+
+struct ShopRetriever(Arc<Counts>);
+
+#[async_trait]
+impl Retriever for ShopRetriever {
+    async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
+        self.0.retrievals.fetch_add(1, Ordering::SeqCst);
+        let failure = |kind| Err(CallFailure { kind, message: "as asked".into() });
+        let score = match request.rewritten_query {
+            "broken" => return failure(FailureKind::ServerError),
+            "down" => return failure(FailureKind::Unreachable),
+            "poor" => 0.2,
+            _ => 0.9,
+        };
+        Ok(vec![Hit { id: "p1".into(), text: "passage".into(), reranker_score: score, retrieval_score: None, rank: 1 }])
+    }
+
+    fn name(&self) -> &str {
+        "shop"
+    }
+}
+
+struct ShopJudge(Arc<Counts>);
+
+#[async_trait]
+impl Judge for ShopJudge {
+    async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
+        self.0.judgements.fetch_add(1, Ordering::SeqCst);
+        let text = if request.rewrite == "unjudgeable" { "?" } else { "4" };
+        Ok(completion(text))
+    }
+
+    fn name(&self) -> &str {
+        "shop"
+    }
+}
+
+struct ShopPrompts;
+
+impl Prompts for ShopPrompts {
+    fn messages(&self, _: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+        Ok(vec![Message { role: "user".into(), content: input.query.into() }])
+    }
+
+    fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+        Ok(match text {
+            "garbage" => Err(Rejection { code: "no_rewrite".into(), detail: String::new() }),
+            text => Ok(text.into()),
+        })
+    }
+
+    fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+        let rejection = Rejection { code: "no_score".into(), detail: text.into() };
+        Ok(text.parse().map(|score| ParsedJudgement { score, reason: "said so".into() }).map_err(|_| rejection))
+    }
+}
+
+/// The difference of the best hits, as component `top1`.
+pub struct ShopReward(pub &'static str);
+
+impl RewardModel for ShopReward {
+    fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
+        let best = |hits: &Result<Vec<Hit>, CallFailure>| {
+            hits.as_ref().ok().and_then(|hits| hits.first()).map_or(0.0, |hit| hit.reranker_score)
+        };
+        let score = |episode: &Episode| {
+            let total = best(&episode.policy.retrieval) - best(&episode.baseline.retrieval);
+            Ok(Reward { total, components: vec![RewardComponent { name: "top1".into(), value: total }] })
+        };
+        Ok(episodes.iter().map(score).collect())
+    }
+
+    fn range(&self) -> RewardRange {
+        RewardRange { min: -1.0, max: 1.0 }
+    }
+
+    fn name(&self) -> &str {
+        self.0
+    }
+}
+
+pub fn query(id: &str) -> QueryRow {
+    QueryRow {
+        id: id.into(),
+        row: 2,
+        original_query: format!("query {id}"),
+        user_profile: String::new(),
+        history_summary: String::new(),
+        gold_ids: Vec::new(),
+        group: id.into(),
+    }
+}
+
+pub fn dataset_row(id: &str) -> DatasetRow {
+    let metadata = RowMetadata { query: query(id), top1_score: None, source: "shop".into(), dropped: None };
+    DatasetRow { messages: vec![Message { role: "user".into(), content: id.into() }], metadata }
+}
+
+pub fn completion(text: &str) -> Completion {
+    Completion {
+        text: text.into(),
+        prompt_tokens: None,
+        completion_tokens: None,
+        cost: Some(0.01),
+        latency_ms: Some(700.0),
+    }
+}
+
+pub fn validated(id: &str, rewrite: Result<&str, &str>) -> ValidatedRecord {
+    let rewrite = rewrite.map(completion);
+    let rewrite = rewrite.map_err(|message| CallFailure { kind: FailureKind::Timeout, message: message.into() });
+    ValidatedRecord { rewritten: RewriteRecord { query: query(id), rewrite }, retrieval: None }
+}
+
+pub fn rewritten(rewrite: &str) -> Baseline {
+    Baseline::Rewritten { rewrite: rewrite.into(), hits: None, cost: None, latency_ms: None }
+}
+
+pub fn request<'a>(query: &'a QueryRow, rewrite: &str, baseline: Baseline) -> ScoreRequest<'a> {
+    let policy = Written { rewrite: rewrite.into(), n_tokens: 3, truncated: false };
+    ScoreRequest { id: format!("step-000000/{}/0", query.id), query, policy, baseline, judged: true }
+}

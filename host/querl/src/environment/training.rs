@@ -1,0 +1,136 @@
+//! The environment that training trains in.
+
+use super::baseline::Baselines;
+use super::episode_log::EpisodeLog;
+use super::sampling::Judging;
+use super::scorer::{ScoreRequest, Scorer, Written};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse};
+use querl_core::records::{DatasetRow, EpisodeRecord, QueryRow};
+use std::sync::Arc;
+
+/// What the episodes are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Rollouts: which are judged differs from step to step.
+    Rollout,
+    /// Validation: the same queries are judged each time, so that one evaluation compares with the next.
+    Validation,
+}
+
+/// Scores the responses to one set of rows and logs every episode.
+pub struct TrainingEnvironment {
+    scorer: Arc<Scorer>,
+    rows: Vec<DatasetRow>,
+    baselines: Arc<Baselines>,
+    judging: Judging,
+    phase: Phase,
+    log: Arc<EpisodeLog>,
+}
+
+impl TrainingEnvironment {
+    /// An environment over `rows`, to which [`PolicyResponse::row_index`] refers.
+    pub fn new(
+        scorer: Arc<Scorer>,
+        rows: Vec<DatasetRow>,
+        baselines: Arc<Baselines>,
+        judging: Judging,
+        phase: Phase,
+        log: Arc<EpisodeLog>,
+    ) -> Self {
+        Self { scorer, rows, baselines, judging, phase, log }
+    }
+
+    fn request(&self, step: u64, response: &PolicyResponse) -> Result<ScoreRequest<'_>, EnvironmentError> {
+        let query = &self.rows[response.row_index].metadata.query;
+        let id = self.episode_id(step, query, response.sample_index);
+        let judged = match self.phase {
+            Phase::Rollout => self.judging.samples(&id),
+            Phase::Validation => self.judging.samples(&query.id),
+        };
+        // An answer without a rewrite is the policy's own fault: it is scored, as one that finds nothing.
+        let rewrite = self.scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
+        let policy = Written { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
+        Ok(ScoreRequest { id, query, policy, baseline: self.baselines.of(&query.id), judged })
+    }
+
+    fn episode_id(&self, step: u64, query: &QueryRow, sample_index: usize) -> String {
+        let phase = match self.phase {
+            Phase::Rollout => "step",
+            Phase::Validation => "val",
+        };
+        format!("{phase}-{step:06}/{}/{sample_index}", query.id)
+    }
+}
+
+impl Environment for TrainingEnvironment {
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
+        let requests = responses.iter().map(|response| self.request(step, response)).collect::<Result<Vec<_>, _>>()?;
+        let scored = self.scorer.score(&requests)?;
+        let record = |one: super::scorer::Scored| EpisodeRecord {
+            format: EpisodeRecord::FORMAT,
+            step,
+            episode: one.episode,
+            outcome: one.outcome,
+        };
+        let records: Vec<EpisodeRecord> = scored.into_iter().map(record).collect();
+        self.log.append(&records)?;
+        Ok(records)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::testing::{Shop, dataset_row, validated};
+    use super::*;
+    use querl_core::fsx::read_jsonl;
+
+    fn response(row_index: usize, text: &str) -> PolicyResponse {
+        PolicyResponse { row_index, sample_index: 0, text: text.into(), n_tokens: 3, truncated: false }
+    }
+
+    fn environment(shop: &Shop, log: &std::path::Path, phase: Phase) -> TrainingEnvironment {
+        let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
+        TrainingEnvironment::new(
+            Arc::new(shop.scorer()),
+            vec![dataset_row("a"), dataset_row("b")],
+            Arc::new(baselines),
+            Judging::Share(0.5),
+            phase,
+            Arc::new(EpisodeLog::open(log).unwrap()),
+        )
+    }
+
+    #[test]
+    fn every_response_gets_a_record_and_a_line_in_the_log() {
+        let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
+        let path = folder.path().join("episodes.jsonl");
+        let environment = environment(&shop, &path, Phase::Rollout);
+        let records = environment.score(12, &[response(0, "good"), response(1, "good")]).unwrap();
+        assert_eq!(records[0].episode.id, "step-000012/a/0");
+        assert_eq!(records[1].outcome.as_ref().unwrap_err().code, "baseline_missing");
+        environment.score(13, &[response(0, "good")]).unwrap();
+        let logged: Vec<EpisodeRecord> = read_jsonl(&path).unwrap();
+        assert_eq!((logged.len(), &logged[..2], logged[2].step), (3, &records[..], 13));
+    }
+
+    #[test]
+    fn garbage_is_scored_and_not_dropped() {
+        let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
+        let environment = environment(&shop, &folder.path().join("e.jsonl"), Phase::Rollout);
+        for text in ["", "garbage"] {
+            let record = &environment.score(0, &[response(0, text)]).unwrap()[0];
+            assert_eq!(record.episode.policy.rewrite, "");
+            assert!(record.outcome.as_ref().unwrap().total < 0.0, "{record:?}");
+        }
+    }
+
+    #[test]
+    fn validation_judges_the_same_queries_each_time() {
+        let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
+        let environment = environment(&shop, &folder.path().join("e.jsonl"), Phase::Validation);
+        let judged =
+            |step| environment.score(step, &[response(0, "good")]).unwrap()[0].episode.policy.judgement.clone();
+        assert!((0..20).all(|step| judged(step) == judged(0)));
+    }
+}

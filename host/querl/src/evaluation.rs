@@ -1,0 +1,235 @@
+//! Asks each system for its rewrites of held-out queries and scores them all alike.
+
+use crate::environment::{Baseline, Baselines, ScoreRequest, Scored, Scorer, Written};
+use crate::training::{Generation, Generator};
+use anyhow::Context;
+use querl_core::ports::{EnvironmentError, Progress};
+use querl_core::records::{DatasetRow, EvalRecord, Hit, Rejection, Reward, SystemAnswer};
+
+/// Two retrieval qualities closer than this draw.
+const TIE: f64 = 1e-9;
+
+/// Queries scored between two looks at the progress bar.
+const N_ROWS_AT_ONCE: usize = 16;
+
+/// Who is asked.
+pub enum System<'a> {
+    /// Nobody: the query as typed.
+    Raw,
+    /// The teacher, as it answered in the first stage.
+    Teacher,
+    /// A trained model.
+    Model {
+        /// `sft` or `rl`.
+        name: &'static str,
+        /// The model, decoding greedily.
+        generator: &'a dyn Generator,
+    },
+}
+
+impl System<'_> {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Teacher => "teacher",
+            Self::Model { name, .. } => name,
+        }
+    }
+}
+
+/// What a system wrote for one query, with what it took.
+struct Answer {
+    written: Written,
+    latency_ms: Option<f64>,
+    cost: Option<f64>,
+}
+
+/// One record per row, in order: every answer looked up, judged and compared with the teacher's.
+///
+/// # Errors
+/// The model cannot generate, a plugin broke its contract, a service answers nobody.
+pub fn evaluate_system(
+    system: &System<'_>,
+    rows: &[DatasetRow],
+    baselines: &Baselines,
+    scorer: &Scorer,
+    progress: &dyn Progress,
+) -> anyhow::Result<Vec<EvalRecord>> {
+    let answers = ask(system, rows, baselines, scorer).with_context(|| format!("system {}", system.name()))?;
+    let mut pairs: Vec<(&DatasetRow, Result<Answer, Rejection>)> = rows.iter().zip(answers).collect();
+    let mut records = Vec::with_capacity(rows.len());
+    while !pairs.is_empty() {
+        crate::interrupt::check()?;
+        let rest = pairs.split_off(pairs.len().min(N_ROWS_AT_ONCE));
+        records.extend(score(system, pairs, baselines, scorer)?);
+        pairs = rest;
+        progress.update(records.len() as u64, rows.len() as u64, system.name());
+    }
+    Ok(records)
+}
+
+fn ask(
+    system: &System<'_>,
+    rows: &[DatasetRow],
+    baselines: &Baselines,
+    scorer: &Scorer,
+) -> anyhow::Result<Vec<Result<Answer, Rejection>>> {
+    match system {
+        System::Raw => Ok(rows.iter().map(|row| Ok(raw(row))).collect()),
+        System::Teacher => Ok(rows.iter().map(|row| teacher(baselines.of(&row.metadata.query.id))).collect()),
+        System::Model { generator, .. } => {
+            let generations = generator.generate(rows)?;
+            anyhow::ensure!(generations.len() == rows.len(), "{} answers to {} queries", generations.len(), rows.len());
+            let answers = generations.into_iter().map(|generation| Ok(Ok(model(generation, scorer)?)));
+            answers.collect::<Result<_, EnvironmentError>>().map_err(Into::into)
+        }
+    }
+}
+
+/// Nothing is written, so nothing is paid.
+fn raw(row: &DatasetRow) -> Answer {
+    let rewrite = row.metadata.query.original_query.clone();
+    Answer { written: Written { rewrite, n_tokens: 0, truncated: false }, latency_ms: None, cost: Some(0.0) }
+}
+
+fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
+    match baseline {
+        Baseline::Missing(failure) => Err(Rejection { code: "teacher_failed".into(), detail: failure.to_string() }),
+        Baseline::Rewritten { rewrite, cost, latency_ms, .. } => {
+            Ok(Answer { written: Written { rewrite, n_tokens: 0, truncated: false }, latency_ms, cost })
+        }
+    }
+}
+
+/// As in training: an answer that cannot be read is an empty rewrite, not a missing one.
+fn model(generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentError> {
+    let Generation { response, latency_ms } = generation;
+    let rewrite = scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
+    let written = Written { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
+    Ok(Answer { written, latency_ms: Some(latency_ms), cost: None })
+}
+
+fn score(
+    system: &System<'_>,
+    pairs: Vec<(&DatasetRow, Result<Answer, Rejection>)>,
+    baselines: &Baselines,
+    scorer: &Scorer,
+) -> Result<Vec<EvalRecord>, EnvironmentError> {
+    let answered = pairs.iter().filter_map(|(row, answer)| Some((row, answer.as_ref().ok()?)));
+    let requests: Vec<ScoreRequest<'_>> = answered
+        .map(|(row, answer)| ScoreRequest {
+            id: format!("eval/{}/{}", system.name(), row.metadata.query.id),
+            query: &row.metadata.query,
+            policy: answer.written.clone(),
+            baseline: baselines.of(&row.metadata.query.id),
+            judged: true,
+        })
+        .collect();
+    let mut scored = scorer.score(&requests)?.into_iter();
+    let records = pairs.into_iter().map(|(row, answer)| {
+        let outcome = answer.map(|answer| finish(system, answer, scored.next().expect("one score per answer")));
+        EvalRecord { system: system.name().into(), query: row.metadata.query.clone(), outcome }
+    });
+    Ok(records.collect())
+}
+
+/// An answer whose retrieval or judgement failed stays an answer: the failure stands in its candidate.
+fn finish(system: &System<'_>, answer: Answer, scored: Scored) -> SystemAnswer {
+    let reward: Option<Reward> = scored.outcome.ok();
+    let (policy, baseline) = (scored.episode.policy, scored.episode.baseline);
+    let win = match (system, &policy.retrieval, &baseline.retrieval) {
+        (System::Teacher, _, _) => None,
+        (_, Ok(own), Ok(teachers)) => Some(win(retrieval_quality(own), retrieval_quality(teachers))),
+        _ => None,
+    };
+    SystemAnswer { candidate: policy, reward, win, latency_ms: answer.latency_ms, cost: answer.cost }
+}
+
+fn win(own: f64, other: f64) -> f64 {
+    match own - other {
+        gap if gap.abs() <= TIE => 0.5,
+        gap if gap > 0.0 => 1.0,
+        _ => 0.0,
+    }
+}
+
+/// `0.6 * best score + 0.4 * mean of the best three`; 0 where nothing was found. Hits are best first.
+///
+/// Source: the plan's retrieval quality, section 3.3.
+fn retrieval_quality(hits: &[Hit]) -> f64 {
+    let best: Vec<f64> = hits.iter().take(3).map(|hit| hit.reranker_score).collect();
+    match best.first() {
+        Some(top1) => 0.6 * top1 + 0.4 * best.iter().sum::<f64>() / best.len() as f64,
+        None => 0.0,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::environment::testing::{Shop, dataset_row, validated};
+    use querl_core::ports::{PolicyResponse, Silent};
+    use querl_core::records::Judgement;
+
+    struct Fixed(&'static str);
+
+    impl Generator for Fixed {
+        fn generate(&self, rows: &[DatasetRow]) -> anyhow::Result<Vec<Generation>> {
+            let generation = |row_index| {
+                let text = self.0.into();
+                let response = PolicyResponse { row_index, sample_index: 0, text, n_tokens: 2, truncated: false };
+                Generation { response, latency_ms: 12.0 }
+            };
+            Ok((0..rows.len()).map(generation).collect())
+        }
+    }
+
+    fn evaluate(system: &System<'_>) -> Vec<EvalRecord> {
+        let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
+        let rows = [dataset_row("a"), dataset_row("b")];
+        evaluate_system(system, &rows, &baselines, &Shop::default().scorer(), &Silent).unwrap()
+    }
+
+    #[test]
+    fn a_model_is_compared_with_the_teacher_where_there_is_one() {
+        let records = evaluate(&System::Model { name: "rl", generator: &Fixed("good") });
+        let (first, second) = (records[0].outcome.as_ref().unwrap(), records[1].outcome.as_ref().unwrap());
+        assert_eq!((first.win, first.latency_ms, first.cost), (Some(1.0), Some(12.0), None));
+        assert_eq!(first.reward.as_ref().unwrap().total, 0.7);
+        assert_eq!((second.win, &second.reward), (None, &None));
+        assert_eq!(second.candidate.retrieval.as_ref().unwrap().len(), 1);
+        assert!(matches!(second.candidate.judgement, Judgement::Scored { .. }));
+    }
+
+    #[test]
+    fn teacher_keeps_cost_and_latency_and_its_failures() {
+        let records = evaluate(&System::Teacher);
+        let first = records[0].outcome.as_ref().unwrap();
+        assert_eq!((first.win, first.latency_ms, first.cost), (None, Some(700.0), Some(0.01)));
+        assert_eq!(records[1].outcome.as_ref().unwrap_err().code, "teacher_failed");
+    }
+
+    #[test]
+    fn raw_query_is_its_own_rewrite() {
+        let records = evaluate(&System::Raw);
+        let first = records[0].outcome.as_ref().unwrap();
+        assert_eq!((first.candidate.rewrite.as_str(), first.latency_ms, first.cost), ("query a", None, Some(0.0)));
+    }
+
+    #[test]
+    fn quality_weighs_the_best_hit_and_the_best_three() {
+        let hit = |score| Hit {
+            id: String::new(),
+            text: String::new(),
+            reranker_score: score,
+            retrieval_score: None,
+            rank: 1,
+        };
+        let hits = [0.9, 0.6, 0.3, 0.3].map(hit);
+        assert!((retrieval_quality(&hits) - (0.54 + 0.24)).abs() < 1e-12);
+        assert!((retrieval_quality(&hits[..1]) - 0.9).abs() < 1e-12);
+        assert_eq!(retrieval_quality(&[]), 0.0);
+        assert_eq!((win(0.5, 0.5 + 1e-10), win(0.6, 0.5), win(0.5, 0.6)), (0.5, 1.0, 0.0));
+    }
+}

@@ -1,0 +1,110 @@
+//! How the program ends: one sentence on stderr and an exit code.
+
+use querl_core::config::ConfigError;
+use querl_core::ports::EnvironmentError;
+use querl_data::DataError;
+use querl_plugins::PluginError;
+
+/// Ways to end other than well, with their exit codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// Something went wrong on the way.
+    Failed = 1,
+    /// Wrong usage, configuration or input: nothing was lost, the user can mend it.
+    Usage = 2,
+    /// A limit that the user set was reached.
+    Limit = 3,
+    /// Interrupted, with what was done saved.
+    Interrupted = 130,
+}
+
+/// An error that knows how the program ends by it.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Stop {
+    ending: Ending,
+    message: String,
+}
+
+impl Stop {
+    /// Wrong usage or input.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { ending: Ending::Usage, message: message.into() }
+    }
+
+    /// A limit of the user's.
+    pub fn limit(message: impl Into<String>) -> Self {
+        Self { ending: Ending::Limit, message: message.into() }
+    }
+
+    /// The user said stop.
+    pub fn interrupted(message: impl Into<String>) -> Self {
+        Self { ending: Ending::Interrupted, message: message.into() }
+    }
+}
+
+/// The ending that `error` or one of its causes asks for.
+pub fn ending_of(error: &anyhow::Error) -> Ending {
+    error.chain().find_map(known_ending).unwrap_or(Ending::Failed)
+}
+
+fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
+    if let Some(stop) = cause.downcast_ref::<Stop>() {
+        return Some(stop.ending);
+    }
+    match cause.downcast_ref::<DataError>() {
+        Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
+        Some(_) => return Some(Ending::Usage),
+        None => {}
+    }
+    if cause.is::<PluginError>() {
+        return Some(Ending::Usage);
+    }
+    // A service that is down or refuses us is for the user to mend, wherever in a run it shows.
+    if let Some(EnvironmentError::Service(_)) = cause.downcast_ref() {
+        return Some(Ending::Usage);
+    }
+    cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
+}
+
+/// The error with its causes as one line.
+pub fn sentence(error: &anyhow::Error) -> String {
+    let mut sentence = String::new();
+    let details = details(error).unwrap_or_default();
+    for cause in error.chain().map(|cause| cause.to_string()) {
+        let cause = if details.is_empty() { cause } else { cause.replace(details, "its output is above") };
+        // A library that prints its cause itself would say it twice.
+        if !sentence.ends_with(&cause) {
+            sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
+        }
+    }
+    sentence.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// What is too long for a sentence and yet needed to mend the fault: the words of a compiler.
+pub fn details(error: &anyhow::Error) -> Option<&str> {
+    match error.chain().find_map(|cause| cause.downcast_ref::<PluginError>()) {
+        Some(PluginError::Build { output, .. }) => Some(output),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn context_keeps_the_ending() {
+        let error = anyhow::Error::from(Stop::limit("budget reached")).context("stage rl");
+        assert_eq!((ending_of(&error), sentence(&error).as_str()), (Ending::Limit, "stage rl: budget reached"));
+        assert_eq!(ending_of(&anyhow::anyhow!("disk full")), Ending::Failed);
+    }
+
+    #[test]
+    fn a_sentence_is_one_line_without_repeats() {
+        let inner = std::io::Error::other("disk\n  full");
+        let error = Err::<(), _>(inner).context("a.txt: disk\n  full").unwrap_err();
+        assert_eq!(sentence(&error), "a.txt: disk full");
+    }
+}

@@ -1,0 +1,101 @@
+//! The configured plugins, loaded, with what a ledger and a lock file say of them.
+
+use crate::environment::WeightedReward;
+use crate::stages::inputs::Inputs;
+use querl_core::config::PluginsConfig;
+use querl_core::ports::{Filter, Prompts};
+use querl_plugins::{HostOptions, PluginError, PluginHost};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Every plugin of a run.
+pub struct Plugins {
+    /// The tenant's prompts.
+    pub prompts: Arc<dyn Prompts>,
+    /// In the order in which they are applied.
+    pub filters: Vec<Arc<dyn Filter>>,
+    /// Summed by weight.
+    pub rewards: Vec<WeightedReward>,
+    used: Vec<Used>,
+}
+
+/// What a result depends on when it depends on a plugin.
+#[derive(Debug, Clone, Serialize)]
+struct Used {
+    role: &'static str,
+    name: String,
+    version: String,
+    /// Of the component, hexadecimal.
+    sha256: String,
+    #[serde(skip)]
+    settings: String,
+}
+
+impl Plugins {
+    /// Loads all, building those whose source is newer than their component.
+    ///
+    /// # Errors
+    /// One cannot be built, loaded or configured.
+    pub fn open(config: &PluginsConfig) -> Result<Self, PluginError> {
+        let host = PluginHost::new(HostOptions { limits: config.limits.clone(), cache_dir: None })?;
+        let mut used = Vec::new();
+        let mut note = |role, path: &Path, settings: &BTreeMap<String, toml::Value>, weight: f64| {
+            let plugin = host.load(path)?;
+            used.push(Used {
+                role,
+                name: plugin.id().to_owned(),
+                version: plugin.version().to_owned(),
+                sha256: plugin.digest().to_owned(),
+                settings: format!("{settings:?} weight {weight}"),
+            });
+            Ok::<_, PluginError>(())
+        };
+        note("prompt", &config.prompt.path, &config.prompt.settings, 1.0)?;
+        let prompts = Arc::from(host.prompts(&config.prompt)?);
+        let mut filters = Vec::new();
+        for filter in &config.filters {
+            note("filter", &filter.path, &filter.settings, 1.0)?;
+            filters.push(Arc::from(host.filter(filter)?));
+        }
+        let mut rewards = Vec::new();
+        for reward in &config.rewards {
+            note("reward", &reward.path, &reward.settings, reward.weight)?;
+            rewards.push(WeightedReward { model: Arc::from(host.reward(reward)?), weight: reward.weight });
+        }
+        Ok(Self { prompts, filters, rewards, used })
+    }
+
+    /// `querl.lock`: which plugins a run used.
+    pub fn lock_file(&self) -> String {
+        #[derive(Serialize)]
+        struct Lock<'a> {
+            plugin: &'a [Used],
+        }
+        let text = toml::to_string(&Lock { plugin: &self.used }).expect("strings have a TOML form");
+        format!("# Written by querl: the plugins that this run used.\n{text}")
+    }
+
+    /// The prompt plugin.
+    pub fn add_prompts(&self, inputs: &mut Inputs) {
+        self.add(inputs, "prompt");
+    }
+
+    /// The filters, and their order.
+    pub fn add_filters(&self, inputs: &mut Inputs) {
+        self.add(inputs, "filter");
+    }
+
+    /// The rewards.
+    pub fn add_rewards(&self, inputs: &mut Inputs) {
+        self.add(inputs, "reward");
+    }
+
+    fn add(&self, inputs: &mut Inputs, role: &str) {
+        for (index, used) in self.used.iter().filter(|used| used.role == role).enumerate() {
+            let name = format!("{role} plugin {} ({})", index + 1, used.name);
+            inputs.text(&name, format!("{} {}", used.sha256, used.settings));
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! From what a run folder holds to `eval.json`, `report.html` and the table on the terminal. Nothing is measured here: every
+//! number comes from a file of the run.
+
+use crate::failure::Stop;
+use crate::stages::StageName;
+use crate::stages::facts::PART;
+use crate::stages::ledger::Ledger;
+use anyhow::Context;
+use querl_core::config::Config;
+use querl_core::fsx::{read_jsonl, write_atomic};
+use querl_core::records::{EvalRecord, Split};
+use querl_core::run_dir::RunDir;
+use querl_eval::{
+    EvalOptions, Evaluation, FunnelStep, Party, ReportInput, RunFacts, StageTiming, evaluate, report_html, table,
+};
+use serde::{Deserialize, Serialize};
+
+/// Whose word the figures rest on, as the ports name themselves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Names {
+    /// Who rewrote.
+    pub teacher: String,
+    /// Who judged; `None` where nobody did.
+    pub judge: Option<String>,
+    /// What found the passages.
+    pub retrieval: String,
+}
+
+/// The figures and their table.
+#[derive(Debug)]
+pub struct Reported {
+    /// As in `eval.json`.
+    pub evaluation: Evaluation,
+    /// For a terminal; ends with a line break.
+    pub table: String,
+}
+
+/// Evaluates the records in `dir` and writes `eval.json` and `report.html`.
+///
+/// # Errors
+/// The run was not evaluated yet, or a file cannot be read or written.
+pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Reported> {
+    if !dir.eval_records().exists() {
+        let path = dir.eval_records();
+        return Err(Stop::usage(format!("{}: not there; run `querl eval` first", path.display())).into());
+    }
+    let records: Vec<EvalRecord> = read_jsonl(&dir.eval_records())?;
+    let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
+    let evaluation = evaluate(&records, &options).context("evaluation")?;
+    let facts = facts(config, names);
+    let metrics = if dir.metrics().exists() { read_jsonl(&dir.metrics())? } else { Vec::new() };
+    let ledger = Ledger::open(&dir.stages())?;
+    let html = report_html(&ReportInput {
+        facts: &facts,
+        evaluation: &evaluation,
+        records: &records,
+        metrics: &metrics,
+        funnel: &funnel(&ledger),
+        timings: &timings(&ledger),
+        n_examples: config.eval.n_examples,
+    })?;
+    let mut json = serde_json::to_vec_pretty(&evaluation).context("the evaluation has no JSON form")?;
+    json.push(b'\n');
+    for (path, bytes) in [(dir.eval(), json), (dir.report(), html.into_bytes())] {
+        write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
+    }
+    Ok(Reported { table: table(&evaluation, &facts), evaluation })
+}
+
+fn facts(config: &Config, names: &Names) -> RunFacts {
+    let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    RunFacts {
+        tenant: config.tenant.clone(),
+        model,
+        teacher: Party::from_port_name(&names.teacher),
+        judge: names.judge.as_deref().map(Party::from_port_name),
+        retrieval: Party::from_port_name(&names.retrieval),
+    }
+}
+
+fn timings(ledger: &Ledger) -> Vec<StageTiming> {
+    let entries = StageName::ALL.into_iter().filter_map(|name| Some((name, ledger.entry(name.as_str())?)));
+    let finished = entries.filter(|(_, entry)| entry.finished);
+    finished.map(|(name, entry)| StageTiming { stage: name.to_string(), seconds: entry.seconds }).collect()
+}
+
+/// The counts of the data stages' summaries: totals as steps, what is indented below them as parts.
+fn funnel(ledger: &Ledger) -> Vec<FunnelStep> {
+    let stages = [StageName::Rewrite, StageName::Validate, StageName::Convert];
+    let entries = stages.into_iter().filter_map(|name| ledger.entry(name.as_str()));
+    let mut steps: Vec<FunnelStep> = Vec::new();
+    for (name, value) in entries.flat_map(|entry| entry.facts.iter()) {
+        let Some(n) = value.as_u64() else { continue };
+        match (name.strip_prefix(PART), steps.last_mut()) {
+            (Some(part), Some(step)) => step.parts.push((part.to_owned(), n)),
+            _ => steps.push(FunnelStep { label: name.to_owned(), n, parts: Vec::new() }),
+        }
+    }
+    steps
+}

@@ -1,0 +1,104 @@
+//! Stage 6: every system on the test split, all judged. The figures are made from its records by [`crate::report`].
+
+use super::ledger::Ledger;
+use super::{Done, Facts, Inputs, Stage, StageName, remove, teacher_name, world};
+use crate::environment::{Baselines, Scorer};
+use crate::evaluation::{System, evaluate_system};
+use crate::failure::Stop;
+use crate::report::Names;
+use crate::run::Run;
+use crate::training;
+use anyhow::Context;
+use querl_core::config::Config;
+use querl_core::fsx::{read_jsonl, write_jsonl};
+use querl_core::ports::Progress;
+use querl_core::records::{DatasetRow, EvalRecord, Split};
+use querl_core::run_dir::RunDir;
+use std::path::PathBuf;
+
+/// The stage.
+pub struct Eval;
+
+impl Stage for Eval {
+    fn name(&self) -> StageName {
+        StageName::Eval
+    }
+
+    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+        let mut inputs = Inputs::default();
+        inputs.section("eval", &run.config.eval, &[])?;
+        inputs.text("seed", run.config.seed).text("rl.max_new_tokens", run.config.rl.max_new_tokens);
+        inputs.folder("model", &run.config.model.path)?;
+        world::add_scoring(&mut inputs, run)?;
+        inputs.made_by("validate", &run.dir.validated())?;
+        inputs.made_by("convert", &run.dir.split(Split::Test))?;
+        for (system, folder) in trained(&run.config, &run.dir) {
+            inputs.made_by(system, &training::best(&folder))?;
+        }
+        Ok(inputs)
+    }
+
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.eval_records()]
+    }
+
+    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
+        [dir.eval_records(), dir.eval(), dir.report()].iter().try_for_each(|path| remove(path))
+    }
+
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
+        let services = run.services()?;
+        let names = Names {
+            teacher: teacher_name(&run.dir)?,
+            judge: services.judge.as_ref().map(|judge| judge.name().to_owned()),
+            retrieval: services.retriever.name().to_owned(),
+        };
+        let records = evaluate(run, Scorer::new(services, run.runtime.handle().clone()), progress)?;
+        write_jsonl(&run.dir.eval_records(), &records).context("eval/records.jsonl cannot be written")?;
+        let mut facts = Facts::default();
+        facts.add("answers", records.len()).add("teacher", names.teacher);
+        facts.add("judge", names.judge).add("retrieval", names.retrieval);
+        Ok(Done { facts, n_failed: 0 })
+    }
+}
+
+/// Who stood behind the figures of an evaluated run.
+///
+/// # Errors
+/// The run was not evaluated.
+pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
+    let ledger = Ledger::open(&dir.stages())?;
+    let facts = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished).map(|entry| &entry.facts);
+    let text = |name| facts.and_then(|facts| facts.get(name)).and_then(|value| value.as_str()).map(str::to_owned);
+    match (text("teacher"), text("retrieval")) {
+        (Some(teacher), Some(retrieval)) => Ok(Names { teacher, judge: text("judge"), retrieval }),
+        _ => {
+            let message = format!("{}: not an evaluated run; run `querl eval` first", dir.root().display());
+            Err(Stop::usage(message).into())
+        }
+    }
+}
+
+fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Vec<EvalRecord>> {
+    let rows: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Test))?;
+    let baselines = Baselines::new(read_jsonl(&run.dir.validated())?);
+    let mut records = Vec::new();
+    for name in &run.config.eval.systems {
+        let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained == name);
+        let generator =
+            adapter.map(|(name, folder)| anyhow::Ok((name, training::generator(run, &folder)?))).transpose()?;
+        let system = match (&generator, name.as_str()) {
+            (Some((name, generator)), _) => System::Model { name, generator: generator.as_ref() },
+            (None, "teacher") => System::Teacher,
+            (None, _) => System::Raw,
+        };
+        records.extend(evaluate_system(&system, &rows, &baselines, &scorer, progress)?);
+    }
+    Ok(records)
+}
+
+/// The trained systems that are to be evaluated, with the folders of their stages.
+fn trained(config: &Config, dir: &RunDir) -> Vec<(&'static str, PathBuf)> {
+    let wanted = |name: &str| config.eval.systems.iter().any(|system| system == name);
+    [("sft", dir.sft()), ("rl", dir.rl())].into_iter().filter(|(name, _)| wanted(name)).collect()
+}

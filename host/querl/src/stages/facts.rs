@@ -1,0 +1,81 @@
+//! What a stage found: the lines of its summary, and the same as JSON.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Marks a count that is a part of the figure before.
+pub const PART: &str = "- ";
+
+/// Named figures, in the order they are shown.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Facts(Vec<(String, Value)>);
+
+impl Facts {
+    /// Adds a figure.
+    pub fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
+        self.0.push((name.into(), value.into()));
+        self
+    }
+
+    /// Adds counts that are parts of the figure before, most frequent first, marked with a dash.
+    pub fn add_parts(&mut self, counts: &BTreeMap<String, u64>) -> &mut Self {
+        let mut sorted: Vec<_> = counts.iter().collect();
+        sorted.sort_by_key(|(code, count)| (std::cmp::Reverse(**count), (*code).clone()));
+        for (code, count) in sorted {
+            self.add_part(code, *count);
+        }
+        self
+    }
+
+    /// Adds a count that is a part of the figure before.
+    pub fn add_part(&mut self, name: &str, count: u64) -> &mut Self {
+        self.add(format!("{PART}{name}"), count)
+    }
+
+    /// Every figure, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.0.iter().map(|(name, value)| (name.as_str(), value))
+    }
+
+    /// One figure, by name.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
+    }
+
+    /// As an object.
+    pub fn to_json(&self) -> Value {
+        Value::Object(self.0.iter().cloned().collect())
+    }
+
+    /// One line a figure, values in a column.
+    pub fn to_lines(&self) -> Vec<String> {
+        let width = self.0.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+        self.0.iter().map(|(name, value)| format!("  {name:<width$}  {}", readable(value))).collect()
+    }
+}
+
+fn readable(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Number(number) if number.is_f64() => format!("{:.4}", number.as_f64().unwrap_or(f64::NAN)),
+        Value::Null => "-".into(),
+        _ => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_stand_in_a_column() {
+        let mut facts = Facts::default();
+        facts.add("rows", 480).add("mean top1", 0.61234);
+        facts.add("dropped", 8).add_parts(&BTreeMap::from([("empty".into(), 1), ("unchanged".into(), 7)]));
+        let expected =
+            ["  rows         480", "  mean top1    0.6123", "  dropped      8", "  - unchanged  7", "  - empty      1"];
+        assert_eq!(facts.to_lines(), expected);
+        assert_eq!(facts.to_json()["- unchanged"], 7);
+    }
+}

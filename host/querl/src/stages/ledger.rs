@@ -1,0 +1,176 @@
+//! `stages.json`: which stages are finished, and on which inputs.
+
+use super::facts::Facts;
+use super::inputs::Inputs;
+use anyhow::Context;
+use querl_core::fsx;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Bumped when an old ledger can no longer be read; such a run starts anew.
+const FORMAT: u32 = 1;
+
+/// What is known of one stage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// What it ran on.
+    pub inputs: Inputs,
+    /// False where it was stopped or killed on the way.
+    pub finished: bool,
+    /// Rows whose outside call failed: tried again by the next run.
+    #[serde(default)]
+    pub n_failed: u64,
+    /// What it found, as its summary showed.
+    #[serde(default)]
+    pub facts: Facts,
+    /// Wall-clock seconds of the run that finished it.
+    #[serde(default)]
+    pub seconds: f64,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Contents {
+    format: u32,
+    stages: BTreeMap<String, Entry>,
+}
+
+/// The file and what it says.
+#[derive(Debug)]
+pub struct Ledger {
+    path: PathBuf,
+    contents: Contents,
+}
+
+impl Ledger {
+    /// Reads the ledger at `path`; a missing one is empty.
+    ///
+    /// # Errors
+    /// The file is there and cannot be read or understood.
+    pub fn open(path: &Path) -> anyhow::Result<Self> {
+        let empty = || Contents { format: FORMAT, ..Contents::default() };
+        let contents = match std::fs::read(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => empty(),
+            Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
+            Ok(bytes) => {
+                let contents: Contents = serde_json::from_slice(&bytes).with_context(|| {
+                    format!("{}: not a ledger of stages; remove it to run all stages anew", path.display())
+                })?;
+                if contents.format == FORMAT { contents } else { empty() }
+            }
+        };
+        Ok(Self { path: path.into(), contents })
+    }
+
+    /// What is known of `stage`.
+    pub fn entry(&self, stage: &str) -> Option<&Entry> {
+        self.contents.stages.get(stage)
+    }
+
+    /// Replaces what is known of `stage` and writes the file.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn put(&mut self, stage: &str, entry: Entry) -> anyhow::Result<()> {
+        self.contents.stages.insert(stage.into(), entry);
+        let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
+        text.push(b'\n');
+        fsx::write_atomic(&self.path, &text).with_context(|| format!("{}: cannot be written", self.path.display()))
+    }
+}
+
+/// What to do with a stage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Decision {
+    /// It is finished on these inputs.
+    Skip,
+    /// It was begun on these inputs: what it left is good. Why it is run, in words.
+    Continue(String),
+    /// What it left, if anything, is of no use. Why it is run, in words.
+    Anew(String),
+}
+
+/// What to do with a stage that would run on `inputs` now and leaves `outputs`.
+pub fn decide(entry: Option<&Entry>, inputs: &Inputs, outputs: &[PathBuf]) -> Decision {
+    let Some(entry) = entry else { return Decision::Anew("not run yet".into()) };
+    let changed = inputs.changed_since(&entry.inputs);
+    if !changed.is_empty() {
+        return Decision::Anew(format!("{} changed", listing(&changed)));
+    }
+    if !entry.finished {
+        return Decision::Continue("stopped on the way last time".into());
+    }
+    if let Some(missing) = outputs.iter().find(|path| !path.exists()) {
+        let name = missing.file_name().unwrap_or_default().to_string_lossy();
+        return Decision::Continue(format!("its {name} is missing"));
+    }
+    match entry.n_failed {
+        0 => Decision::Skip,
+        1 => Decision::Continue("1 row failed last time".into()),
+        n_failed => Decision::Continue(format!("{n_failed} rows failed last time")),
+    }
+}
+
+/// `a`, `a and b`, `a, b and 3 more`.
+fn listing(names: &[String]) -> String {
+    match names {
+        [] => String::new(),
+        [only] => only.clone(),
+        [one, other] => format!("{one} and {other}"),
+        [one, other, rest @ ..] => format!("{one}, {other} and {} more", rest.len()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn inputs(pairs: &[(&str, &str)]) -> Inputs {
+        let mut inputs = Inputs::default();
+        for (name, value) in pairs {
+            inputs.text(name, value);
+        }
+        inputs
+    }
+
+    fn entry(pairs: &[(&str, &str)]) -> Entry {
+        Entry { inputs: inputs(pairs), finished: true, n_failed: 0, facts: Facts::default(), seconds: 1.0 }
+    }
+
+    #[test]
+    fn finished_stage_is_skipped_until_an_input_changes() {
+        let known = entry(&[("sft.epochs", "3"), ("train.jsonl", "aa")]);
+        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Skip);
+        let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "aa")]);
+        assert_eq!(decide(Some(&known), &now, &[]), Decision::Anew("sft.epochs changed".into()));
+        let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "bb"), ("new", "1")]);
+        assert_eq!(decide(Some(&known), &now, &[]), Decision::Anew("new, sft.epochs and 1 more changed".into()));
+        assert_eq!(decide(None, &now, &[]), Decision::Anew("not run yet".into()));
+    }
+
+    #[test]
+    fn killed_stage_goes_on() {
+        let known = Entry { finished: false, ..entry(&[]) };
+        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Continue("stopped on the way last time".into()));
+    }
+
+    #[test]
+    fn failed_rows_and_lost_outputs_reopen_a_stage() {
+        let known = Entry { n_failed: 2, ..entry(&[]) };
+        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Continue("2 rows failed last time".into()));
+        let lost = decide(Some(&entry(&[])), &inputs(&[]), &["/nowhere/train.jsonl".into()]);
+        assert_eq!(lost, Decision::Continue("its train.jsonl is missing".into()));
+    }
+
+    #[test]
+    fn ledger_survives_being_written_and_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("stages.json");
+        let mut ledger = Ledger::open(&path).unwrap();
+        ledger.put("sft", entry(&[("a", "b")])).unwrap();
+        assert_eq!(Ledger::open(&path).unwrap().entry("sft"), Some(&entry(&[("a", "b")])));
+        std::fs::write(&path, "{").unwrap();
+        assert!(Ledger::open(&path).unwrap_err().to_string().contains("not a ledger of stages"));
+    }
+}

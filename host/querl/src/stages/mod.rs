@@ -1,0 +1,143 @@
+//! The stages of a run, one file each, and what runs them.
+
+mod convert;
+pub mod eval;
+pub mod facts;
+pub mod inputs;
+pub mod ledger;
+mod rewrite;
+mod rl;
+pub mod runner;
+mod sft;
+mod validate;
+mod world;
+
+use crate::failure::Stop;
+use crate::run::Run;
+use facts::Facts;
+use inputs::Inputs;
+use ledger::Ledger;
+use querl_core::ports::Progress;
+use querl_core::run_dir::RunDir;
+use std::path::{Path, PathBuf};
+
+/// The stages in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum StageName {
+    /// The teacher rewrites each query.
+    Rewrite,
+    /// Retrieval says what each rewrite finds.
+    Validate,
+    /// Filters keep or drop; the dataset is split.
+    Convert,
+    /// Supervised fine-tuning.
+    Sft,
+    /// Reinforcement learning.
+    Rl,
+    /// The table and the report.
+    Eval,
+}
+
+impl StageName {
+    /// In order.
+    pub const ALL: [Self; 6] = [Self::Rewrite, Self::Validate, Self::Convert, Self::Sft, Self::Rl, Self::Eval];
+
+    /// As the command line and the ledger call it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Rewrite => "rewrite",
+            Self::Validate => "validate",
+            Self::Convert => "convert",
+            Self::Sft => "sft",
+            Self::Rl => "rl",
+            Self::Eval => "eval",
+        }
+    }
+
+    /// The stage itself.
+    pub fn stage(self) -> &'static dyn Stage {
+        match self {
+            Self::Rewrite => &rewrite::Rewrite,
+            Self::Validate => &validate::Validate,
+            Self::Convert => &convert::Convert,
+            Self::Sft => &sft::Sft,
+            Self::Rl => &rl::Rl,
+            Self::Eval => &eval::Eval,
+        }
+    }
+}
+
+impl std::fmt::Display for StageName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What a stage that ended well says.
+#[derive(Debug, Default)]
+pub struct Done {
+    /// What it found.
+    pub facts: Facts,
+    /// Rows whose outside call failed and may succeed another time.
+    pub n_failed: u64,
+}
+
+/// One stage: files in the run folder in, files in the run folder out.
+pub trait Stage: Sync {
+    /// Which.
+    fn name(&self) -> StageName;
+
+    /// Everything that its result depends on.
+    ///
+    /// # Errors
+    /// An input is missing or cannot be read.
+    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs>;
+
+    /// What it leaves, whole or not at all.
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
+
+    /// Removes what an earlier run of it left.
+    ///
+    /// # Errors
+    /// As the file system says.
+    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
+        self.outputs(dir).iter().try_for_each(|path| remove(path))
+    }
+
+    /// Does the work. Partial outputs of an interrupted run on the same inputs may be there.
+    ///
+    /// # Errors
+    /// The stage cannot go on; what is done is saved.
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done>;
+}
+
+/// Removes a file or a folder; a missing one is fine.
+pub fn remove(path: &Path) -> std::io::Result<()> {
+    let removed = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
+    match removed {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Who rewrote, as the rewrite stage noted it.
+///
+/// # Errors
+/// That stage is not finished.
+pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
+    let ledger = Ledger::open(&dir.stages())?;
+    let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
+    let message = || Stop::usage(format!("{}: no rewrites yet; run `querl rewrite` first", dir.root().display()));
+    Ok(name.ok_or_else(message)?.to_owned())
+}
+
+/// Where [`querl_data::Journal`] keeps what a stage has done before its `output` is written.
+fn journal_of(output: &Path) -> PathBuf {
+    output.with_extension("journal.jsonl")
+}
+
+/// `None` of nothing.
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
+    (count > 0.0).then(|| sum / count)
+}

@@ -1,0 +1,78 @@
+//! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
+
+use super::{Done, Inputs, Stage, StageName, remove, world};
+use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, TrainingEnvironment};
+use crate::metrics_log::{self, MetricsLog};
+use crate::run::Run;
+use crate::training::{self, RlData};
+use anyhow::Context;
+use querl_core::config::JudgeKind;
+use querl_core::fsx::read_jsonl;
+use querl_core::ports::Progress;
+use querl_core::records::{DatasetRow, Split};
+use querl_core::run_dir::RunDir;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The stage.
+pub struct Rl;
+
+impl Stage for Rl {
+    fn name(&self) -> StageName {
+        StageName::Rl
+    }
+
+    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+        let mut inputs = Inputs::default();
+        inputs.section("rl", &run.config.rl, &[])?;
+        inputs.text("seed", run.config.seed).text("model.dtype", &run.config.model.dtype);
+        inputs.folder("model", &run.config.model.path)?;
+        world::add_scoring(&mut inputs, run)?;
+        inputs.made_by("sft", &training::best(&run.dir.sft()))?;
+        for split in [Split::Train, Split::Val] {
+            inputs.made_by("convert", &run.dir.split(split))?;
+        }
+        inputs.made_by("validate", &run.dir.validated())?;
+        Ok(inputs)
+    }
+
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![training::best(&dir.rl())]
+    }
+
+    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&dir.rl())?;
+        remove(&dir.episodes())?;
+        metrics_log::remove_stage(&dir.metrics(), "rl")
+    }
+
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
+        // As in fine-tuning: a stopped stage starts over.
+        self.clean(&run.dir)?;
+        let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
+        let baselines = Arc::new(Baselines::new(read_jsonl(&run.dir.validated())?));
+        let scorer = Arc::new(Scorer::new(run.services()?, run.runtime.handle().clone()));
+        let log = Arc::new(log);
+        let environment = |rows: &[DatasetRow], phase| {
+            let (scorer, baselines, log) = (scorer.clone(), baselines.clone(), log.clone());
+            TrainingEnvironment::new(scorer, rows.to_vec(), baselines, judging(run), phase, log)
+        };
+        let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
+        let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
+        let data = RlData {
+            train_environment: &environment(&train, Phase::Rollout),
+            val_environment: &environment(&val, Phase::Validation),
+            train: &train,
+            val: &val,
+        };
+        let facts = training::rl(run, &data, MetricsLog::open(&run.dir.metrics())?, progress)?;
+        Ok(Done { facts, n_failed: 0 })
+    }
+}
+
+fn judging(run: &Run) -> Judging {
+    match run.config.judge.kind {
+        JudgeKind::None => Judging::None,
+        _ => Judging::Share(run.config.judge.sample_rate),
+    }
+}

@@ -1,0 +1,50 @@
+//! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
+
+use super::{Done, Inputs, Stage, StageName, remove};
+use crate::metrics_log::{self, MetricsLog};
+use crate::run::Run;
+use crate::training;
+use querl_core::fsx::read_jsonl;
+use querl_core::ports::Progress;
+use querl_core::records::{DatasetRow, Split};
+use querl_core::run_dir::RunDir;
+use std::path::PathBuf;
+
+/// The stage.
+pub struct Sft;
+
+impl Stage for Sft {
+    fn name(&self) -> StageName {
+        StageName::Sft
+    }
+
+    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+        let mut inputs = Inputs::default();
+        inputs.section("sft", &run.config.sft, &[])?;
+        inputs.text("seed", run.config.seed).text("model.dtype", &run.config.model.dtype);
+        inputs.folder("model", &run.config.model.path)?;
+        for split in [Split::Train, Split::Val] {
+            inputs.made_by("convert", &run.dir.split(split))?;
+        }
+        Ok(inputs)
+    }
+
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![training::best(&dir.sft())]
+    }
+
+    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&dir.sft())?;
+        metrics_log::remove_stage(&dir.metrics(), "sft")
+    }
+
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
+        // Resuming within training comes with the trainer's own checkpoints; until then a stopped stage starts over.
+        self.clean(&run.dir)?;
+        let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
+        let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
+        let metrics = MetricsLog::open(&run.dir.metrics())?;
+        let facts = training::sft(run, &train, &val, metrics, progress)?;
+        Ok(Done { facts, n_failed: 0 })
+    }
+}

@@ -1,0 +1,48 @@
+//! What stages that look things up or score depend on.
+
+use super::Inputs;
+use crate::run::Run;
+
+/// Keys that bound calls without changing their answers, and paths, whose content is added instead.
+const CALLS: [&str; 4] = ["api_key_env", "max_concurrent", "timeout_s", "max_retries"];
+
+/// Retrieval and the files it reads.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+    let retrieval = &run.config.retrieval;
+    inputs.text("tenant", &run.config.tenant);
+    inputs.section("retrieval", retrieval, &[&CALLS[..], &["knowledge_base", "lexicon"]].concat())?;
+    for (name, path) in [("knowledge base", &retrieval.knowledge_base), ("lexicon", &retrieval.lexicon)] {
+        if let Some(path) = path {
+            inputs.file(name, path)?;
+        }
+    }
+    Ok(())
+}
+
+/// The teacher and its recording.
+///
+/// # Errors
+/// The recording cannot be read.
+pub fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+    let prices = ["price_prompt_per_million", "price_completion_per_million"];
+    inputs.section("teacher", &run.config.teacher, &[&CALLS[..], &prices, &["path"]].concat())?;
+    if let Some(path) = &run.config.teacher.path {
+        inputs.file("recording of the teacher", path)?;
+    }
+    Ok(())
+}
+
+/// Everything that turns a rewrite into a score: retrieval, judge, prompts, reward plugins.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+    add_retrieval(inputs, run)?;
+    inputs.section("judge", &run.config.judge, &CALLS)?;
+    run.plugins.add_prompts(inputs);
+    run.plugins.add_rewards(inputs);
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! What a person sees on stderr: bars on a terminal, plain lines elsewhere, logs that do not tear the bars.
+
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use querl_core::ports::Progress;
+use std::io::{IsTerminal, Write};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{LazyLock, Mutex};
+use std::time::{Duration, Instant};
+
+/// How much is said on stderr.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Errors only.
+    Quiet,
+    /// Progress, stage summaries, warnings.
+    Normal,
+    /// And what each step does.
+    Verbose,
+    /// And details for the developers of querl.
+    Debug,
+}
+
+static VERBOSITY: AtomicU8 = AtomicU8::new(Verbosity::Normal as u8);
+
+static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()));
+
+/// Sets verbosity and starts logging. `QUERL_LOG` replaces the filter, in the syntax of `tracing-subscriber`.
+pub fn init(verbosity: Verbosity) {
+    VERBOSITY.store(verbosity as u8, Ordering::Relaxed);
+    let default = match verbosity {
+        Verbosity::Quiet => "error",
+        Verbosity::Normal => "warn",
+        Verbosity::Verbose => "warn,querl=info,querl_data=info,querl_plugins=info,querl_model=info,querl_train=info",
+        Verbosity::Debug => "info,querl=debug,querl_data=debug,querl_plugins=debug,querl_model=debug,querl_train=debug",
+    };
+    let filter = tracing_subscriber::EnvFilter::try_from_env("QUERL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
+    let ansi = std::io::stderr().is_terminal();
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| Beside).with_ansi(ansi);
+    subscriber.without_time().with_target(false).init();
+}
+
+/// One line on stderr, unless quiet.
+pub fn say(text: &str) {
+    if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 {
+        BARS.suspend(|| eprintln!("{text}"));
+    }
+}
+
+/// Writes to stderr while no bar is drawn.
+struct Beside;
+
+impl Write for Beside {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        BARS.suspend(|| std::io::stderr().write(bytes))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        std::io::stderr().flush()
+    }
+}
+
+/// Progress of one stage.
+pub struct StageProgress {
+    stage: &'static str,
+    how: How,
+}
+
+enum How {
+    Bar(ProgressBar),
+    Lines(Mutex<LastLine>),
+    Nothing,
+}
+
+struct LastLine {
+    at: Instant,
+    n_done: u64,
+}
+
+/// A log file wants a line now and then, not one per step.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+impl StageProgress {
+    /// Starts showing `stage`.
+    pub fn start(stage: &'static str) -> Self {
+        let how = if VERBOSITY.load(Ordering::Relaxed) == Verbosity::Quiet as u8 {
+            How::Nothing
+        } else if std::io::stderr().is_terminal() {
+            let bar = BARS.add(ProgressBar::no_length());
+            bar.set_style(bar_style());
+            bar.set_prefix(stage);
+            bar.enable_steady_tick(Duration::from_millis(200));
+            How::Bar(bar)
+        } else {
+            How::Lines(Mutex::new(LastLine { at: Instant::now(), n_done: 0 }))
+        };
+        Self { stage, how }
+    }
+
+    fn print_now_and_then(&self, last: &Mutex<LastLine>, n_done: u64, n_total: u64, note: &str) {
+        let mut last = last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let is_end = n_done == n_total && last.n_done != n_done;
+        if last.at.elapsed() >= LINE_EVERY || is_end {
+            *last = LastLine { at: Instant::now(), n_done };
+            say(format!("{}: {n_done}/{n_total} {note}", self.stage).trim_end());
+        }
+    }
+}
+
+fn bar_style() -> ProgressStyle {
+    ProgressStyle::with_template("{prefix:>8} {wide_bar} {pos}/{len} {elapsed} (left {eta}) {msg}")
+        .expect("the template is fixed and valid")
+}
+
+impl Progress for StageProgress {
+    fn update(&self, n_done: u64, n_total: u64, note: &str) {
+        match &self.how {
+            How::Bar(bar) => {
+                bar.set_length(n_total);
+                bar.set_position(n_done);
+                bar.set_message(note.to_owned());
+            }
+            How::Lines(last) => self.print_now_and_then(last, n_done, n_total, note),
+            How::Nothing => {}
+        }
+    }
+
+    fn line(&self, text: &str) {
+        say(&format!("{}: {text}", self.stage));
+    }
+}
+
+impl Drop for StageProgress {
+    fn drop(&mut self) {
+        if let How::Bar(bar) = &self.how {
+            bar.finish_and_clear();
+            BARS.remove(bar);
+        }
+    }
+}
