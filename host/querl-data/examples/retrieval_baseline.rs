@@ -5,9 +5,9 @@
 
 mod common;
 
-use querl_core::ports::RetrievalRequest;
+use querl_core::ports::{JudgeRequest, RetrievalRequest};
 use querl_core::records::{Hit, QueryRow};
-use querl_data::{EmbeddedRetriever, Lexicon, query_id};
+use querl_data::{EmbeddedRetriever, Lexicon, RubricJudge, query_id};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::error::Error;
@@ -23,17 +23,22 @@ struct Recorded {
 fn main() -> Result<(), Box<dyn Error>> {
     let retriever = EmbeddedRetriever::open(&common::retrieval()?)?;
     let lexicon = Lexicon::read(&common::folder().join("lexicon.json"))?;
+    let rubric = RubricJudge::new(lexicon.clone());
     let recorded: Vec<Recorded> = querl_core::fsx::read_jsonl(&common::folder().join("teacher_rewrites.jsonl"))?;
     let teacher: HashMap<String, String> = recorded
         .into_iter()
         .map(|row| (query_id(&row.original_query, &row.user_profile, &row.history_summary), row.rewritten_query))
         .collect();
     let rows = common::training_rows()?;
-    println!("{:<10}{:>8}{:>12}{:>9}{:>9}", "rewrite", "top1", "top1_score", "quality", "gold@5");
-    show("raw", &retriever, &rows, |row| row.original_query.clone())?;
-    show("teacher", &retriever, &rows, |row| teacher[&row.id].clone())?;
-    show("house", &retriever, &rows, |row| ideal(&lexicon, row, Words::House))?;
-    show("general", &retriever, &rows, |row| ideal(&lexicon, row, Words::General))
+    let bench = Bench { retriever, rubric, rows };
+    println!(
+        "top1: gold passage first; q@t: mean quality of the hits with a score of t or more; judge: the rubric's points"
+    );
+    println!("rewrite      top1  gold@5  top1_score  q@0.0  q@0.3  q@0.5  judge");
+    bench.show("raw", |row| row.original_query.clone())?;
+    bench.show("teacher", |row| teacher[&row.id].clone())?;
+    bench.show("house", |row| ideal(&lexicon, row, Words::House))?;
+    bench.show("general", |row| ideal(&lexicon, row, Words::General))
 }
 
 #[derive(Clone, Copy)]
@@ -55,32 +60,47 @@ fn ideal(lexicon: &Lexicon, row: &QueryRow, words: Words) -> String {
     format!("{} {}", product.name, words.join(" "))
 }
 
-fn show(
-    name: &str,
-    retriever: &EmbeddedRetriever,
-    rows: &[QueryRow],
-    rewrite: impl Fn(&QueryRow) -> String,
-) -> Result<(), Box<dyn Error>> {
-    let (mut top1, mut top1_score, mut quality, mut found) = (0, 0.0, 0.0, 0);
-    for row in rows {
-        let rewritten_query = &rewrite(row);
-        let context = &common::context(row);
-        let request = RetrievalRequest { original_query: &row.original_query, context, rewritten_query };
-        let hits = retriever.search(&request)?;
-        top1 += usize::from(hits.first().is_some_and(|hit| row.gold_ids.contains(&hit.id)));
-        found += usize::from(hits.iter().any(|hit| row.gold_ids.contains(&hit.id)));
-        top1_score += hits.first().map_or(0.0, |hit| hit.reranker_score);
-        quality += quality_of(&hits);
-    }
-    let n = rows.len() as f64;
-    let share = |count: usize| count as f64 / n;
-    println!("{name:<10}{:>8.3}{:>12.3}{:>9.3}{:>9.3}", share(top1), top1_score / n, quality / n, share(found));
-    Ok(())
+struct Bench {
+    retriever: EmbeddedRetriever,
+    rubric: RubricJudge,
+    rows: Vec<QueryRow>,
 }
 
-/// The competition reward's measure: 0.6 of the best score, 0.4 of the mean of the best three.
-fn quality_of(hits: &[Hit]) -> f64 {
-    let best = hits.iter().take(3).map(|hit| hit.reranker_score);
-    let n = hits.len().clamp(1, 3) as f64;
-    0.6 * hits.first().map_or(0.0, |hit| hit.reranker_score) + 0.4 * best.sum::<f64>() / n
+impl Bench {
+    /// One line of figures for one way to rewrite.
+    fn show(&self, name: &str, rewrite: impl Fn(&QueryRow) -> String) -> Result<(), Box<dyn Error>> {
+        let mut sums = [0.0; 7];
+        for row in &self.rows {
+            let figures = self.figures(row, &rewrite(row))?;
+            sums.iter_mut().zip(figures).for_each(|(sum, figure)| *sum += figure);
+        }
+        let [top1, found, score, all, low, high, judge] = sums.map(|sum| sum / self.rows.len() as f64);
+        println!("{name:<10} {top1:>6.3} {found:>7.3} {score:>11.3} {all:>6.3} {low:>6.3} {high:>6.3} {judge:>6.2}");
+        Ok(())
+    }
+
+    fn figures(&self, row: &QueryRow, rewrite: &str) -> Result<[f64; 7], Box<dyn Error>> {
+        let context = &common::context(row);
+        let request = RetrievalRequest { original_query: &row.original_query, context, rewritten_query: rewrite };
+        let hits = self.retriever.search(&request)?;
+        let is_gold = |hit: &Hit| row.gold_ids.contains(&hit.id);
+        let question = JudgeRequest { query: &row.original_query, context, rewrite, messages: &[] };
+        Ok([
+            f64::from(u8::from(hits.first().is_some_and(is_gold))),
+            f64::from(u8::from(hits.iter().any(is_gold))),
+            hits.first().map_or(0.0, |hit| hit.reranker_score),
+            quality(&hits, 0.0),
+            quality(&hits, 0.3),
+            quality(&hits, 0.5),
+            self.rubric.score(&question).0,
+        ])
+    }
+}
+
+/// The competition reward's measure over the hits that a threshold leaves: 0.6 of the best score, 0.4 of the mean of the best
+/// three.
+fn quality(hits: &[Hit], threshold: f64) -> f64 {
+    let scores: Vec<f64> =
+        hits.iter().map(|hit| hit.reranker_score).filter(|score| *score >= threshold).take(3).collect();
+    scores.first().map_or(0.0, |best| 0.6 * best + 0.4 * scores.iter().sum::<f64>() / scores.len() as f64)
 }

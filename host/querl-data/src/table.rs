@@ -38,7 +38,11 @@ impl QueryTable {
 fn list_rows(rows: &[usize]) -> String {
     const SHOWN: usize = 10;
     let shown = rows.iter().take(SHOWN).map(usize::to_string).collect::<Vec<_>>().join(", ");
-    if rows.len() > SHOWN { format!("rows {shown}, ...") } else { format!("rows {shown}") }
+    match rows.len() {
+        1 => format!("row {shown}"),
+        n if n > SHOWN => format!("rows {shown}, ..."),
+        _ => format!("rows {shown}"),
+    }
 }
 
 /// Reads the query table that the configuration names.

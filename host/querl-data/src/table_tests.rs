@@ -55,7 +55,7 @@ fn workbook_rows_keep_their_numbers_and_empty_queries_are_recorded() {
     assert_eq!((table.rows[1].original_query.as_str(), table.rows[1].group.as_str()), ("贵吗？", "贵吗"));
     assert_eq!((table.empty_rows.as_slice(), table.repeated_rows.as_slice()), ([3].as_slice(), [5].as_slice()));
     let note = table.skipped_note().unwrap();
-    assert_eq!(note, "rows passed over: 1 with an empty query (rows 3); 1 repeating an earlier row (rows 5)");
+    assert_eq!(note, "rows passed over: 1 with an empty query (row 3); 1 repeating an earlier row (row 5)");
 }
 
 #[test]
