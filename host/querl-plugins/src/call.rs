@@ -63,6 +63,20 @@ impl Caller {
         PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message }
     }
 
+    /// A list of results that does not fit the list of arguments: nobody can say which item it lost.
+    pub(crate) fn wrong_length(&self, n_results: usize, results: &str, what: &str, ids: &[&str]) -> PluginFault {
+        let message = format!("returned {n_results} {results} for {} {what}s", ids.len());
+        self.in_batch(&message, what, ids)
+    }
+
+    fn in_batch(&self, message: &str, what: &str, ids: &[&str]) -> PluginFault {
+        match ids {
+            [] => self.fault(message.to_owned()),
+            [id] => self.fault(format!("{what} `{id}`: {message}")),
+            [first, .., last] => self.fault(format!("{message} (a batch from {what} `{first}` to `{last}`)")),
+        }
+    }
+
     /// Names the item at which a batch went wrong, by trying them one by one for no longer than one call may take.
     pub(crate) fn located(
         &self,
@@ -71,8 +85,8 @@ impl Caller {
         ids: &[&str],
         mut alone: impl FnMut(usize) -> Result<(), PluginFault>,
     ) -> PluginFault {
-        if let [id] = ids {
-            return self.fault(format!("{what} `{id}`: {}", fault.message));
+        if ids.len() == 1 {
+            return self.in_batch(&fault.message, what, ids);
         }
         let start = Instant::now();
         let patience = Duration::from_millis(self.limits.timeout_ms);
@@ -81,12 +95,6 @@ impl Caller {
                 return self.fault(format!("{what} `{id}`: {}", fault.message));
             }
         }
-        match (ids.first(), ids.last()) {
-            (Some(first), Some(last)) => {
-                let message = fault.message;
-                self.fault(format!("in a batch of {} from {what} `{first}` to `{last}`: {message}", ids.len()))
-            }
-            _ => fault,
-        }
+        self.in_batch(&fault.message, what, ids)
     }
 }

@@ -20,13 +20,9 @@ impl FilterPlugin {
     fn run(&self, samples: &[Sample]) -> Result<Vec<filters::Verdict>, PluginFault> {
         let hits: Vec<_> = samples.iter().map(|sample| convert::hits(&sample.hits)).collect();
         let arguments: Vec<_> = samples.iter().zip(&hits).map(|(sample, hits)| convert::sample(sample, hits)).collect();
-        let verdicts = self.caller.call(samples.len(), |store, instance| {
+        self.caller.call(samples.len(), |store, instance| {
             self.indices.load(&mut *store, instance)?.call_check_batch(store, &arguments)
-        })?;
-        if verdicts.len() == samples.len() {
-            return Ok(verdicts);
-        }
-        Err(self.caller.fault(format!("returned {} verdicts for {} samples", verdicts.len(), samples.len())))
+        })
     }
 }
 
@@ -39,16 +35,22 @@ fn checked(verdict: filters::Verdict) -> Result<Verdict, String> {
     }
 }
 
+fn ids(samples: &[Sample]) -> Vec<&str> {
+    samples.iter().map(|sample| sample.id.as_str()).collect()
+}
+
 impl Filter for FilterPlugin {
     fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault> {
         if samples.is_empty() {
             return Ok(Vec::new());
         }
         let verdicts = self.run(samples).map_err(|fault| {
-            let ids: Vec<_> = samples.iter().map(|sample| sample.id.as_str()).collect();
             let alone = |index: usize| self.run(&samples[index..=index]).map(drop);
-            self.caller.located(fault, "sample", &ids, alone)
+            self.caller.located(fault, "sample", &ids(samples), alone)
         })?;
+        if verdicts.len() != samples.len() {
+            return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
+        }
         let check = |(sample, verdict): (&Sample, filters::Verdict)| {
             checked(verdict).map_err(|message| self.caller.fault(format!("sample `{}`: {message}", sample.id)))
         };

@@ -34,13 +34,9 @@ impl RewardPlugin {
         let lists: Vec<_> = episodes.iter().map(EpisodeLists::new).collect();
         let arguments: Vec<_> =
             episodes.iter().zip(&lists).map(|(episode, lists)| convert::episode(episode, lists)).collect();
-        let scored = self.caller.call(episodes.len(), |store, instance| {
+        self.caller.call(episodes.len(), |store, instance| {
             self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
-        })?;
-        if scored.len() == episodes.len() {
-            return Ok(scored);
-        }
-        Err(self.caller.fault(format!("returned {} scores for {} episodes", scored.len(), episodes.len())))
+        })
     }
 
     fn checked(&self, scored: Scored) -> Result<Result<Reward, Rejection>, String> {
@@ -76,16 +72,22 @@ fn components(parts: Vec<rewards::Component>) -> Result<Vec<RewardComponent>, St
     Ok(parts.into_iter().map(|part| RewardComponent { name: part.name, value: part.value }).collect())
 }
 
+fn ids(episodes: &[Episode]) -> Vec<&str> {
+    episodes.iter().map(|episode| episode.id.as_str()).collect()
+}
+
 impl RewardModel for RewardPlugin {
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
         if episodes.is_empty() {
             return Ok(Vec::new());
         }
         let scored = self.run(episodes).map_err(|fault| {
-            let ids: Vec<_> = episodes.iter().map(|episode| episode.id.as_str()).collect();
             let alone = |index: usize| self.run(&episodes[index..=index]).map(drop);
-            self.caller.located(fault, "episode", &ids, alone)
+            self.caller.located(fault, "episode", &ids(episodes), alone)
         })?;
+        if scored.len() != episodes.len() {
+            return Err(self.caller.wrong_length(scored.len(), "scores", "episode", &ids(episodes)));
+        }
         let check = |(episode, scored): (&Episode, Scored)| {
             self.checked(scored).map_err(|message| self.caller.fault(format!("episode `{}`: {message}", episode.id)))
         };

@@ -78,7 +78,10 @@ fn wrong_batch_length_is_a_fault() {
     let plugin = guest(&host(), "wrong-length");
     let batch: Vec<_> = ["a", "b", "c"].iter().map(|id| episode(id, "好")).collect();
     let message = plugin.score_batch(&batch).unwrap_err().to_string();
-    assert_eq!(message, "plugin guest-wrong-length 0.1.0: episode `a`: returned 0 scores for 1 episodes");
+    assert_eq!(
+        message,
+        "plugin guest-wrong-length 0.1.0: returned 2 scores for 3 episodes (a batch from episode `a` to `c`)"
+    );
 }
 
 #[test]
@@ -148,6 +151,16 @@ fn log_is_one_clean_line_each_and_is_cut() {
     assert!(!text.contains('\u{1b}'));
     assert!(text.contains("logged more than 65536 bytes in one call; the rest is cut"));
     assert!(text.len() < 100_000, "{}", text.len());
+}
+
+#[test]
+fn every_guest_has_a_test() {
+    let tests = include_str!("guests.rs");
+    for entry in std::fs::read_dir(common::repository().join("tests/guests")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        let quoted = name.strip_prefix("guest-").map(|name| format!("\"{name}\""));
+        assert!(quoted.is_none_or(|quoted| tests.contains(&quoted)), "no test uses {name}");
+    }
 }
 
 /// Where the log goes in a test.

@@ -16,8 +16,10 @@ impl Reward for Guest {
 
     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
         let mut hoard: Vec<Vec<u8>> = Vec::new();
-        while episode.query == "bomb" {
-            hoard.push(vec![1; 1 << 20]);
+        if episode.query == "bomb" {
+            loop {
+                hoard.push(vec![1; 1 << 20]);
+            }
         }
         Ok(Score::new(0.5 + hoard.len() as f64))
     }
