@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, doctor, report, run};
+use crate::commands::{check, doctor, model, report, run};
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
 use querl_core::config::{Config, ConfigError, Overrides, load};
@@ -43,6 +43,9 @@ pub enum Command {
     /// Checks a configuration, or lists every key it may have
     #[command(subcommand)]
     Config(check::ConfigCommand),
+    /// Looks at a model, or makes a small one
+    #[command(subcommand)]
+    Model(model::ModelCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
 }

@@ -56,6 +56,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Eval(args) => commands::run::stage(StageName::Eval, &args),
         Command::Report(args) => commands::report::run(&args),
         Command::Config(command) => commands::check::run(&command),
+        Command::Model(command) => commands::model::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
     }
 }

@@ -2,5 +2,6 @@
 
 pub mod check;
 pub mod doctor;
+pub mod model;
 pub mod report;
 pub mod run;

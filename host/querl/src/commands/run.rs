@@ -46,7 +46,7 @@ pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
 }
 
 fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
-    let run = Run::open(args.config.load()?)?;
+    let run = Run::open(args.config.load()?, last)?;
     let outcomes = run_stages(&run, Window { first, last, forced_from: args.from })?;
     show(&run, &outcomes, args.format)?;
     terminal::say(&format!("everything is in {}", run.dir.root().display()));

@@ -9,8 +9,6 @@ pub enum Judging {
     None,
     /// This share, chosen by a hash of the id.
     Share(f64),
-    /// All.
-    All,
 }
 
 impl Judging {
@@ -19,7 +17,6 @@ impl Judging {
         match self {
             Self::None => false,
             Self::Share(share) => position(id) < share,
-            Self::All => true,
         }
     }
 }

@@ -2,9 +2,10 @@
 
 pub mod lock;
 
-use crate::device::{self, Device};
+use crate::device;
 use crate::environment::Services;
 use crate::plugins::Plugins;
+use crate::stages::StageName;
 use crate::training;
 use anyhow::Context;
 use querl_core::config::Config;
@@ -17,8 +18,6 @@ pub struct Run {
     pub config: Config,
     /// Where results go.
     pub dir: RunDir,
-    /// Where models run.
-    pub device: Device,
     /// The configured plugins, loaded.
     pub plugins: Plugins,
     /// Waits for outside calls.
@@ -27,13 +26,17 @@ pub struct Run {
 }
 
 impl Run {
-    /// Opens everything that can be wrong with a configuration before any stage runs, then takes the folder.
+    /// Opens everything that can be wrong with what the stages up to `last` use before any of them runs, then takes the
+    /// folder.
     ///
     /// # Errors
     /// The device is not in this build, the model's folder or a plugin is unusable, another process holds the folder.
-    pub fn open(config: Config) -> anyhow::Result<Self> {
-        let device = device::resolve(&config.device)?;
-        training::preflight(&config)?;
+    pub fn open(config: Config, last: StageName) -> anyhow::Result<Self> {
+        device::check(&config.device)?;
+        // The data stages need no model: what they make may be what a model is first trained on.
+        if last >= StageName::Sft {
+            training::preflight(&config)?;
+        }
         training::set_threads(config.threads);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
         let plugins = Plugins::open(&config.plugins)?;
@@ -42,7 +45,7 @@ impl Run {
         for (path, text) in [(dir.config(), config.to_toml()), (dir.lock(), plugins.lock_file())] {
             write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
         }
-        Ok(Self { config, dir, device, plugins, runtime, _lock: lock })
+        Ok(Self { config, dir, plugins, runtime, _lock: lock })
     }
 
     /// Whom a scorer asks.

@@ -1,0 +1,225 @@
+//! Bad input: exit code 2 and one sentence that names the place, what is there and what to do.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use support::{Project, model, repository};
+
+/// Runs the binary quietly; the one line it says, without `error: `.
+fn refusal(project: &Project, args: &[&str]) -> String {
+    let said = project.querl(&[args, &["-q"]].concat());
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert_eq!((said.stderr.lines().count(), said.stdout.as_str()), (1, ""), "{said:#?}");
+    said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
+}
+
+#[test]
+fn configuration_that_cannot_be_used() {
+    let cases = [
+        ("sample_rate = 0.5", "sample_rate = 1.5", "querl.toml:14: judge.sample_rate is 1.5; expected 0.0 to 1.0"),
+        ("sample_rate", "sampel_rate", "querl.toml:14: unknown key judge.sampel_rate; did you mean sample_rate?"),
+        ("kind = \"rubric\"", "kind = 1", "querl.toml:13: judge.kind is 1; expected rubric, openai or none"),
+        (
+            "max_steps = 2\nbatch",
+            "max_steps = \"2\"\nbatch",
+            "querl.toml:28: rl.max_steps is \"2\"; expected an integer",
+        ),
+        ("[judge]", "[judge", "querl.toml:12: not valid TOML: unclosed table, expected `]`"),
+        ("tenant = \"fivedoctors\"", "", "querl.toml: the key tenant is missing; expected a string"),
+        (
+            "tenant",
+            "device = \"cuda:0\"\ntenant",
+            "device is \"cuda:0\", which needs the CUDA library libquerl_cuda; it is not part of this build, so use \"cpu\" or \"auto\"",
+        ),
+        (
+            "\"queries.jsonl\"",
+            "\"queries.xlsx\"",
+            "querl.toml:4: data.input is \"queries.xlsx\"; there is nothing at that place",
+        ),
+    ];
+    for (from, to, expected) in cases {
+        let project = Project::new();
+        project.edit(from, to);
+        assert_eq!(refusal(&project, &["run", "querl.toml"]), expected);
+        assert!(!project.path("run").exists(), "{expected}");
+    }
+}
+
+#[test]
+fn configuration_file_that_cannot_be_read() {
+    let project = Project::new();
+    assert_eq!(refusal(&project, &["run", "qerl.toml"]), "qerl.toml: no such file; did you mean querl.toml?");
+    assert_eq!(
+        refusal(&project, &["run", "."]),
+        ".: is a folder, not a configuration file; did you mean ./querl.toml?"
+    );
+    std::fs::write(project.path("querl.toml"), b"tenant = 1\n# \xff\n").unwrap();
+    assert_eq!(refusal(&project, &["run", "querl.toml"]), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
+}
+
+#[test]
+fn flags_that_cannot_be_used() {
+    let project = Project::new();
+    let set = |assignment| refusal(&project, &["run", "querl.toml", "--set", assignment]);
+    assert_eq!(set("rl.gamma=2"), "--set rl.gamma: rl.gamma is 2; expected 0.0 to 1.0");
+    assert_eq!(set("rl.gamma"), "--set rl.gamma: expected KEY=VALUE, such as --set rl.max_steps=20");
+    let threads = refusal(&project, &["run", "querl.toml", "--threads", "100000"]);
+    assert_eq!(threads, "--threads: threads is 100000; expected 0 to 1024");
+}
+
+#[test]
+fn query_table_that_cannot_be_used() {
+    let project = Project::new();
+    let table = repository().join("examples/fivedoctors/测试集.xlsx");
+    let of_example = format!("{:?}", table.display().to_string());
+    project.edit("\"queries.jsonl\"", &of_example).edit("\"original_query\"", "\"提问\"");
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.contains("提问") && message.contains("问题") && message.contains("用户画像"), "{message}");
+
+    let project = Project::new();
+    project.write("queries.jsonl", "{\"original_query\": \"\"}\n{\"original_query\": \" \"}\n");
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.starts_with("queries.jsonl: "), "{message}");
+
+    let project = Project::new();
+    project.edit("\"queries.jsonl\"", "\"queries.xlsx\"").write("queries.xlsx", "not a workbook");
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.starts_with("queries.xlsx: "), "{message}");
+}
+
+/// A copy of the tiny model to break.
+fn own_model(project: &Project) {
+    std::fs::create_dir(project.path("model")).unwrap();
+    for entry in std::fs::read_dir(model()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), project.path("model").join(entry.file_name())).unwrap();
+    }
+    project.edit(&format!("{:?}", model().display().to_string()), "\"model\"");
+}
+
+#[test]
+fn model_that_cannot_be_used() {
+    for (file, needle) in [
+        ("tokenizer.json", "tokenizer.json"),
+        ("config.json", "config.json"),
+        ("model.safetensors", "model.safetensors"),
+    ] {
+        let project = Project::new();
+        own_model(&project);
+        std::fs::remove_file(project.path("model").join(file)).unwrap();
+        let message = refusal(&project, &["run", "querl.toml"]);
+        assert!(message.contains(needle), "{message}");
+    }
+    let project = Project::new();
+    own_model(&project);
+    let config = project
+        .read("model/config.json")
+        .replace("Qwen3ForCausalLM", "LlamaForCausalLM")
+        .replace("\"qwen3\"", "\"llama\"");
+    project.write("model/config.json", &config);
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.to_lowercase().contains("llama"), "{message}");
+}
+
+#[test]
+fn plugin_that_cannot_be_used() {
+    let reward = format!("{}/plugins/reward-competition", repository().display());
+    let project = Project::new();
+    project.edit(&reward, "reward.wasm").write("reward.wasm", "not WebAssembly");
+    assert_eq!(
+        refusal(&project, &["run", "querl.toml"]),
+        "plugin reward.wasm: it is not WebAssembly; expected a component"
+    );
+
+    let project = Project::new();
+    project.edit(&reward, &format!("{}/plugins/filter-quality", repository().display()));
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.ends_with("it is a filter plugin; expected a reward plugin"), "{message}");
+
+    let project = Project::new();
+    let text = project.read("querl.toml") + "settings = { tanh_skale = 2 }\n";
+    project.write("querl.toml", &text);
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.contains("tanh_skale"), "{message}");
+}
+
+#[test]
+fn plugin_source_that_does_not_build_shows_what_cargo_said() {
+    let project = Project::new();
+    let reward = format!("{}/plugins/reward-competition", repository().display());
+    project.edit(&reward, "broken");
+    std::fs::create_dir_all(project.path("broken/src")).unwrap();
+    project.write(
+        "broken/Cargo.toml",
+        "[package]\nname = \"broken\"\nversion = \"0.1.0\"\n[lib]\ncrate-type = [\"cdylib\"]\n[workspace]\n",
+    );
+    project.write("broken/src/lib.rs", "pub fn f() -> u32 { \"no\" }\n");
+    let said = project.querl(&["run", "querl.toml", "-q"]);
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("mismatched types"), "{said:#?}");
+    assert!(
+        said.stderr.ends_with("error: plugin broken: cargo could not build it: its output is above\n"),
+        "{said:#?}"
+    );
+}
+
+/// Answers every request with one status, on an address of this machine.
+fn server(status: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut request = [0; 1 << 16];
+            let _ = stream.read(&mut request);
+            let body = "{\"error\": {\"message\": \"no\"}}";
+            let _ = write!(
+                stream,
+                "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+                body.len()
+            );
+        }
+    });
+    address
+}
+
+#[test]
+fn teacher_that_refuses_the_key() {
+    let project = Project::new();
+    let teacher = format!(
+        "kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"m\"\napi_key_env = \"TEST_KEY\"",
+        server("401 Unauthorized")
+    );
+    project.edit("kind = \"recorded\"\npath = \"teacher.jsonl\"", &teacher);
+    let missing = refusal(&project, &["run", "querl.toml"]);
+    assert!(missing.contains("teacher.api_key_env") && missing.contains("TEST_KEY"), "{missing}");
+
+    let output = project.command(&["run", "querl.toml", "-q"]).env("TEST_KEY", "sk-very-secret").output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), stderr.lines().count()), (Some(2), 1), "{stderr}");
+    assert!(stderr.contains("401") && !stderr.contains("sk-very-secret"), "{stderr}");
+    for entry in std::fs::read_dir(project.path("run")).unwrap().flatten().filter(|entry| entry.path().is_file()) {
+        assert!(!std::fs::read_to_string(entry.path()).unwrap().contains("sk-very-secret"), "{:?}", entry.path());
+    }
+}
+
+#[test]
+fn retrieval_that_is_down() {
+    let project = Project::new();
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let http = format!("kind = \"http\"\nurl = \"http://{free}/api/chat/general_rag\"\nmax_retries = 0");
+    project.edit("kind = \"embedded\"", &http);
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.contains("unreachable") && message.contains(&free.to_string()), "{message}");
+    assert!(project.path("run/data/rewrites.jsonl").is_file(), "what was done is kept");
+}
+
+#[test]
+fn folder_that_holds_no_run() {
+    let project = Project::new();
+    std::fs::create_dir(project.path("empty")).unwrap();
+    assert_eq!(refusal(&project, &["report", "empty"]), "empty/config.resolved.toml: no such file");
+    project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+    assert_eq!(refusal(&project, &["report", "run"]), "run: not an evaluated run; run `querl eval` first");
+}

@@ -1,0 +1,172 @@
+//! A small project for the binary: forty queries of the example, a random model of a few thousand weights, the repository's
+//! own plugins.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // each test program uses a part
+
+use querl_model::{Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+
+const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// The repository's folder.
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+/// A folder with `querl.toml`, `queries.jsonl`, `teacher.jsonl`, and links to nothing outside but plugins and knowledge base.
+pub struct Project {
+    pub folder: tempfile::TempDir,
+}
+
+impl Project {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let project = Self { folder };
+        let recording =
+            std::fs::read_to_string(repository().join("examples/fivedoctors/teacher_rewrites.jsonl")).unwrap();
+        let rows: Vec<&str> = recording.lines().take(40).collect();
+        project.write("queries.jsonl", &rows.join("\n"));
+        project.write("teacher.jsonl", &rows.join("\n"));
+        project.write("querl.toml", &config());
+        project
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    pub fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    /// Replaces text of the configuration, which must have it.
+    pub fn edit(&self, from: &str, to: &str) -> &Self {
+        let text = self.read("querl.toml");
+        assert!(text.contains(from), "{from}");
+        self.write("querl.toml", &text.replacen(from, to, 1));
+        self
+    }
+
+    /// Runs the binary in the project's folder.
+    pub fn querl(&self, args: &[&str]) -> Said {
+        Said::of(self.command(args).output().unwrap(), self.folder.path())
+    }
+
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_querl"));
+        command.args(args).current_dir(self.folder.path()).env_remove("QUERL_LOG").env_remove("OPENAI_API_KEY");
+        command.env("QUERL_CACHE_DIR", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
+        command
+    }
+}
+
+/// What the binary said, with the project's folder left out of paths.
+#[derive(Debug)]
+pub struct Said {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Said {
+    fn of(output: Output, folder: &Path) -> Self {
+        let text = |bytes: Vec<u8>| {
+            let real = format!("{}/", folder.canonicalize().unwrap().display());
+            String::from_utf8(bytes).unwrap().replace(&real, "").replace(&format!("{}/", folder.display()), "")
+        };
+        Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
+    }
+
+    /// Asserts an exit code of 0.
+    pub fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{self:#?}");
+        self
+    }
+}
+
+fn config() -> String {
+    let example = repository().join("examples/fivedoctors");
+    let plugins = repository().join("plugins");
+    format!(
+        r#"tenant = "fivedoctors"
+output_dir = "run"
+[data]
+input = "queries.jsonl"
+query_column = "original_query"
+profile_column = "user_profile"
+history_column = "history_summary"
+split = [0.6, 0.2, 0.2]
+[teacher]
+kind = "recorded"
+path = "teacher.jsonl"
+[judge]
+kind = "rubric"
+sample_rate = 0.5
+[retrieval]
+kind = "embedded"
+knowledge_base = "{example}/knowledge_base.jsonl"
+lexicon = "{example}/lexicon.json"
+score_threshold = 0.0
+[model]
+path = "{model}"
+[sft]
+learning_rate = 1e-3
+max_steps = 2
+max_length = 4096
+lora_rank = 4
+[rl]
+max_steps = 2
+batch_size = 4
+mini_batch_size = 4
+gradient_accumulation_steps = 1
+ppo_epochs = 1
+max_new_tokens = 8
+eval_steps = 2
+[eval]
+bootstrap = 50
+[plugins.prompt]
+path = "{plugins}/tenant-fivedoctors"
+[[plugins.filters]]
+path = "{plugins}/filter-quality"
+[[plugins.rewards]]
+path = "{plugins}/reward-competition"
+"#,
+        example = example.display(),
+        plugins = plugins.display(),
+        model = MODEL.display(),
+    )
+}
+
+/// Made once per test program: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
+static MODEL: LazyLock<PathBuf> = LazyLock::new(|| {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("model-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let text = std::fs::read_to_string(repository().join("examples/fivedoctors/knowledge_base.jsonl")).unwrap();
+    let settings =
+        TokenizerSettings { vocab_size: 800, special_tokens: &["<|endoftext|>", "<|im_start|>", "<|im_end|>"] };
+    let texts: Vec<String> = text.lines().map(str::to_owned).collect();
+    let tokenizer = train_tokenizer(&texts, &settings, &folder.join("tokenizer.json")).unwrap();
+    let config = serde_json::json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": true,
+        "vocab_size": tokenizer.get_vocab_size(true), "hidden_act": "silu", "attention_bias": false,
+    });
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    let special = serde_json::json!({ "eos_token": "<|im_end|>", "chat_template": TEMPLATE });
+    std::fs::write(folder.join("tokenizer_config.json"), special.to_string()).unwrap();
+    let decoder = Decoder::init(DecoderConfig::load(&folder.join("config.json")).unwrap(), 1).unwrap();
+    decoder.save(&folder, candle_core::DType::F32).unwrap();
+    folder
+});
+
+/// The model's folder, to copy from.
+pub fn model() -> &'static Path {
+    &MODEL
+}

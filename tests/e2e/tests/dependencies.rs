@@ -1,0 +1,92 @@
+//! Who may know whom. core <- data, plugins, model; model <- train; core <- eval; all <- querl.
+#![allow(clippy::unwrap_used)]
+
+use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, PackageId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+
+/// Crates of this workspace, and which others of it they may depend on, in tests too.
+const ALLOWED: [(&str, &[&str]); 9] = [
+    ("querl-core", &[]),
+    ("querl-data", &["querl-core"]),
+    ("querl-plugins", &["querl-core"]),
+    ("querl-model", &["querl-core"]),
+    ("querl-train", &["querl-core", "querl-model"]),
+    ("querl-eval", &["querl-core"]),
+    ("querl", &["querl-core", "querl-data", "querl-plugins", "querl-model", "querl-train", "querl-eval"]),
+    ("querl-sdk", &[]),
+    ("querl-e2e", &[]),
+];
+
+/// What a crate must not even get through others, with the reason.
+const FORBIDDEN: [(&str, &[&str], &str); 6] = [
+    ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
+    ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
+    ("querl-plugins", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
+    ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
+    ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),
+    ("querl-eval", &["candle-core", "wasmtime", "reqwest", "tokio"], "figures are pure"),
+];
+
+/// Only for this machine's platform, so that nothing has to be downloaded.
+fn metadata() -> Metadata {
+    let version = Command::new("rustc").arg("-vV").output().unwrap();
+    let version = String::from_utf8(version.stdout).unwrap();
+    let host = version.lines().find_map(|line| line.strip_prefix("host: ")).unwrap().to_owned();
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
+    let options = ["--offline".to_owned(), "--filter-platform".to_owned(), host];
+    MetadataCommand::new().manifest_path(manifest).other_options(options).exec().unwrap()
+}
+
+#[test]
+fn crates_know_only_those_below_them() {
+    let metadata = metadata();
+    let allowed: BTreeMap<_, _> = ALLOWED.into_iter().collect();
+    for package in metadata.workspace_packages() {
+        let name = package.name.as_str();
+        let may = allowed.get(name).unwrap_or_else(|| panic!("{name} is new: say in ALLOWED what it may depend on"));
+        let ours = package.dependencies.iter().map(|dependency| dependency.name.as_str());
+        for other in ours.filter(|other| allowed.contains_key(other)) {
+            assert!(may.contains(&other), "{name} depends on {other}, which it must not know");
+        }
+    }
+}
+
+#[test]
+fn only_the_plugin_host_depends_on_wasmtime() {
+    let metadata = metadata();
+    for package in metadata.workspace_packages().iter().filter(|package| package.name.as_str() != "querl-plugins") {
+        let direct = package.dependencies.iter().find(|dependency| dependency.name.starts_with("wasmtime"));
+        assert!(direct.is_none(), "{} depends on {}", package.name, direct.unwrap().name);
+    }
+}
+
+#[test]
+fn heavy_machinery_stays_out_of_the_crates_that_refuse_it() {
+    let metadata = metadata();
+    for (name, forbidden, reason) in FORBIDDEN {
+        let reached = reachable(&metadata, name);
+        let found: Vec<_> = forbidden.iter().filter(|other| reached.contains(**other)).collect();
+        assert!(found.is_empty(), "{name} reaches {found:?}: {reason}");
+    }
+}
+
+/// Names of all packages that `name` is built with, tests and build scripts aside.
+fn reachable(metadata: &Metadata, name: &str) -> BTreeSet<String> {
+    let nodes: BTreeMap<&PackageId, _> =
+        metadata.resolve.as_ref().unwrap().nodes.iter().map(|node| (&node.id, node)).collect();
+    let root = metadata.workspace_packages().into_iter().find(|package| package.name.as_str() == name).unwrap();
+    let (mut open, mut seen) = (vec![&root.id], BTreeSet::from([&root.id]));
+    while let Some(id) = open.pop() {
+        let normal = |dependency: &&cargo_metadata::NodeDep| {
+            dependency.dep_kinds.iter().any(|kind| kind.kind == DependencyKind::Normal)
+        };
+        for dependency in nodes[id].deps.iter().filter(normal) {
+            if seen.insert(&dependency.pkg) {
+                open.push(&dependency.pkg);
+            }
+        }
+    }
+    seen.into_iter().map(|id| metadata[id].name.to_string()).collect()
+}
