@@ -33,6 +33,15 @@ pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError>
     shards.iter().map(|shard| required(directory, shard)).collect()
 }
 
+/// What is wrong with a model directory, found without reading its weights.
+///
+/// # Errors
+/// A file is missing, config.json is damaged or the architecture is not supported.
+pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
+    crate::DecoderConfig::load(&required(directory, "config.json")?)?;
+    weight_files(directory).map(drop)
+}
+
 /// Reads all tensors of one safetensors file, in their stored types.
 ///
 /// # Errors

@@ -73,6 +73,11 @@ impl DecoderConfig {
         })
     }
 
+    /// Weights in all, a tied head counted once.
+    pub fn n_parameters(&self) -> usize {
+        self.tensor_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
+    }
+
     /// Every tensor of a checkpoint with its shape.
     fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         let h = self.hidden_size;

@@ -16,6 +16,7 @@ mod decoder;
 mod error;
 mod generate;
 pub mod kernels;
+pub mod small_model;
 mod template;
 mod tokenizer;
 mod train_tokenizer;
@@ -23,7 +24,7 @@ mod train_tokenizer;
 pub use adapter::{LoraAdapter, LoraSettings};
 pub use batch::PackedBatch;
 pub use cache::KvCache;
-pub use checkpoint::{load_tensors, save_tensors};
+pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
 pub use decoder::{Decoder, Weights};
 pub use error::ModelError;
@@ -31,3 +32,9 @@ pub use generate::{Decoding, Generated, GenerationRequest, generate};
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;
 pub use train_tokenizer::{TokenizerSettings, train_tokenizer};
+
+/// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.
+pub fn set_threads(n_threads: usize) {
+    // An error means that the pool is there already: then its size stands.
+    let _ = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build_global();
+}

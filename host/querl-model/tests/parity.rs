@@ -140,4 +140,3 @@ fn logits_agree_with_candle_transformers() {
     let expected = tensors["logits"].narrow(1, 11, 1).unwrap();
     assert_close("candle-transformers qwen3", &values(&found), &values(&expected));
 }
-

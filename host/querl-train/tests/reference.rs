@@ -217,7 +217,8 @@ fn gradients_are_clipped_as_by_torch() {
 fn the_cosine_schedule_is_transformers() {
     let golden = golden();
     let case = &golden["cosine_schedule"];
-    let (n_warmup, n_steps) = (case["num_warmup_steps"].as_u64().unwrap(), case["num_training_steps"].as_u64().unwrap());
+    let (n_warmup, n_steps) =
+        (case["num_warmup_steps"].as_u64().unwrap(), case["num_training_steps"].as_u64().unwrap());
     for (step, expected) in row(&case["factor_of_step_from_0_to_40"]).iter().enumerate() {
         assert!(close(cosine_with_warmup(step as u64, n_warmup, n_steps) as f32, *expected), "step {step}");
     }

@@ -80,10 +80,10 @@ impl Ledger {
 }
 
 /// What to do with a stage.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Decision {
-    /// It is finished on these inputs.
-    Skip,
+    /// It is finished on these inputs: this is what is known of it.
+    Skip(Entry),
     /// It was begun on these inputs: what it left is good. Why it is run, in words.
     Continue(String),
     /// What it left, if anything, is of no use. Why it is run, in words.
@@ -105,7 +105,7 @@ pub fn decide(entry: Option<&Entry>, inputs: &Inputs, outputs: &[PathBuf]) -> De
         return Decision::Continue(format!("its {name} is missing"));
     }
     match entry.n_failed {
-        0 => Decision::Skip,
+        0 => Decision::Skip(entry.clone()),
         1 => Decision::Continue("1 row failed last time".into()),
         n_failed => Decision::Continue(format!("{n_failed} rows failed last time")),
     }
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn finished_stage_is_skipped_until_an_input_changes() {
         let known = entry(&[("sft.epochs", "3"), ("train.jsonl", "aa")]);
-        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Skip);
+        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Skip(known.clone()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "aa")]);
         assert_eq!(decide(Some(&known), &now, &[]), Decision::Anew("sft.epochs changed".into()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "bb"), ("new", "1")]);

@@ -44,36 +44,35 @@ pub struct Outcome {
 pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     let mut ledger = Ledger::open(&run.dir.stages())?;
     let names = StageName::ALL.into_iter().filter(|name| (window.first..=window.last).contains(name));
-    names.map(|name| run_stage(run, &mut ledger, name, window.forced_from)).collect()
+    names.map(|name| run_stage(run, &mut ledger, name, window)).collect()
 }
 
-fn run_stage(
-    run: &Run,
-    ledger: &mut Ledger,
-    name: StageName,
-    forced_from: Option<StageName>,
-) -> anyhow::Result<Outcome> {
+fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) -> anyhow::Result<Outcome> {
     interrupt::check()?;
     let stage = name.stage();
     let inputs = stage.inputs(run)?;
-    let decision = match forced_from {
+    let decision = match window.forced_from {
         Some(first) if name >= first => Decision::Anew(format!("--from {first}")),
         _ => decide(ledger.entry(name.as_str()), &inputs, &stage.outputs(&run.dir)),
     };
-    let reason = match (decision, ledger.entry(name.as_str())) {
-        (Decision::Skip, Some(entry)) => {
+    let reason = match decision {
+        Decision::Skip(Entry { facts, seconds, .. }) => {
             terminal::say(&format!("{name}: finished earlier, skipped"));
-            return Ok(Outcome { stage: name, ran: false, facts: entry.facts.clone(), seconds: entry.seconds });
+            return Ok(Outcome { stage: name, ran: false, facts, seconds });
         }
-        (Decision::Anew(reason), _) => {
+        Decision::Anew(reason) => {
             stage.clean(&run.dir).with_context(|| format!("{name}: what an earlier run left cannot be removed"))?;
             reason
         }
-        (Decision::Continue(reason), _) => reason,
-        (Decision::Skip, None) => unreachable!("only a known stage is skipped"),
+        Decision::Continue(reason) => reason,
     };
     terminal::say(&format!("{name}: {reason}"));
-    execute(run, ledger, stage, inputs)
+    let outcome = execute(run, ledger, stage, inputs)?;
+    // What the last stage found is the command's result, which goes to stdout; the evaluation's is its table.
+    if name != window.last || name == StageName::Eval {
+        terminal::say(&summary(name, &outcome.facts, outcome.seconds));
+    }
+    Ok(outcome)
 }
 
 fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) -> anyhow::Result<Outcome> {
@@ -88,7 +87,6 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) ->
     let seconds = start.elapsed().as_secs_f64();
     let entry = Entry { finished: true, n_failed: done.n_failed, facts: done.facts.clone(), seconds, ..begun };
     ledger.put(name.as_str(), entry)?;
-    terminal::say(&summary(name, &done.facts, seconds));
     Ok(Outcome { stage: name, ran: true, facts: done.facts, seconds })
 }
 
