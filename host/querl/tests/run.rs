@@ -100,6 +100,7 @@ fn a_killed_run_is_finished_by_the_next() {
     let project = Project::new();
     let mut child = project
         .command(&["run", "querl.toml", "--set", "sft.max_steps=1000", "--set", "sft.epochs=1000"])
+        .stderr(std::process::Stdio::null())
         .spawn()
         .unwrap();
     let log = project.path("run/metrics.jsonl");

@@ -143,10 +143,19 @@ path = "{plugins}/reward-competition"
     )
 }
 
-/// Made once per test program: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
+/// Made once and kept beside other build outputs: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
 static MODEL: LazyLock<PathBuf> = LazyLock::new(|| {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("model-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
+    let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("random-qwen3");
+    if !kept.exists() {
+        let new = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        make_model(new.path());
+        // Another test program may have been quicker; then theirs is as good.
+        let _ = std::fs::rename(new.keep(), &kept);
+    }
+    kept
+});
+
+fn make_model(folder: &Path) {
     let text = std::fs::read_to_string(repository().join("examples/fivedoctors/knowledge_base.jsonl")).unwrap();
     let settings =
         TokenizerSettings { vocab_size: 800, special_tokens: &["<|endoftext|>", "<|im_start|>", "<|im_end|>"] };
@@ -162,9 +171,8 @@ static MODEL: LazyLock<PathBuf> = LazyLock::new(|| {
     let special = serde_json::json!({ "eos_token": "<|im_end|>", "chat_template": TEMPLATE });
     std::fs::write(folder.join("tokenizer_config.json"), special.to_string()).unwrap();
     let decoder = Decoder::init(DecoderConfig::load(&folder.join("config.json")).unwrap(), 1).unwrap();
-    decoder.save(&folder, candle_core::DType::F32).unwrap();
-    folder
-});
+    decoder.save(folder, candle_core::DType::F32).unwrap();
+}
 
 /// The model's folder, to copy from.
 pub fn model() -> &'static Path {
