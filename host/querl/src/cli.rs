@@ -1,9 +1,10 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
 use crate::commands::{check, doctor, model, report, run};
+use crate::device;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
-use querl_core::config::{Config, ConfigError, Overrides, load};
+use querl_core::config::{Config, Overrides, load};
 use std::path::PathBuf;
 
 /// Trains a small model to rewrite users' questions so that a knowledge base answers them better.
@@ -102,10 +103,12 @@ impl ConfigArgs {
     /// Reads and checks the configuration.
     ///
     /// # Errors
-    /// As [`load()`].
-    pub fn load(&self) -> Result<Config, ConfigError> {
+    /// As [`load()`], or it asks for a device that this build has not.
+    pub fn load(&self) -> anyhow::Result<Config> {
         let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
-        load(&self.path, &overrides)
+        let config = load(&self.path, &overrides)?;
+        device::check(&config.device)?;
+        Ok(config)
     }
 }
 

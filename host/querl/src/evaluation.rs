@@ -9,7 +9,7 @@ use querl_core::records::{DatasetRow, EvalRecord, Hit, Rejection, Reward, System
 /// Two retrieval qualities closer than this draw.
 const TIE: f64 = 1e-9;
 
-/// Queries scored between two looks at the progress bar.
+/// Queries answered and scored between two safe points.
 const N_ROWS_AT_ONCE: usize = 16;
 
 /// Who is asked.
@@ -55,14 +55,11 @@ pub fn evaluate_system(
     scorer: &Scorer,
     progress: &dyn Progress,
 ) -> anyhow::Result<Vec<EvalRecord>> {
-    let answers = ask(system, rows, baselines, scorer).with_context(|| format!("system {}", system.name()))?;
-    let mut pairs: Vec<(&DatasetRow, Result<Answer, Rejection>)> = rows.iter().zip(answers).collect();
     let mut records = Vec::with_capacity(rows.len());
-    while !pairs.is_empty() {
+    for some in rows.chunks(N_ROWS_AT_ONCE) {
         crate::interrupt::check()?;
-        let rest = pairs.split_off(pairs.len().min(N_ROWS_AT_ONCE));
-        records.extend(score(system, pairs, baselines, scorer)?);
-        pairs = rest;
+        let answers = ask(system, some, baselines, scorer).with_context(|| format!("system {}", system.name()))?;
+        records.extend(score(system, some, answers, baselines, scorer)?);
         progress.update(records.len() as u64, rows.len() as u64, system.name());
     }
     Ok(records)
@@ -111,11 +108,12 @@ fn model(generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentE
 
 fn score(
     system: &System<'_>,
-    pairs: Vec<(&DatasetRow, Result<Answer, Rejection>)>,
+    rows: &[DatasetRow],
+    answers: Vec<Result<Answer, Rejection>>,
     baselines: &Baselines,
     scorer: &Scorer,
 ) -> Result<Vec<EvalRecord>, EnvironmentError> {
-    let answered = pairs.iter().filter_map(|(row, answer)| Some((row, answer.as_ref().ok()?)));
+    let answered = rows.iter().zip(&answers).filter_map(|(row, answer)| Some((row, answer.as_ref().ok()?)));
     let requests: Vec<ScoreRequest<'_>> = answered
         .map(|(row, answer)| ScoreRequest {
             id: format!("eval/{}/{}", system.name(), row.metadata.query.id),
@@ -126,7 +124,7 @@ fn score(
         })
         .collect();
     let mut scored = scorer.score(&requests)?.into_iter();
-    let records = pairs.into_iter().map(|(row, answer)| {
+    let records = rows.iter().zip(answers).map(|(row, answer)| {
         let outcome = answer.map(|answer| finish(system, answer, scored.next().expect("one score per answer")));
         EvalRecord { system: system.name().into(), query: row.metadata.query.clone(), outcome }
     });

@@ -11,7 +11,7 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     let project = Project::new();
     let first = project.querl(&["run", "querl.toml"]).ok();
     for stage in ["rewrite", "validate", "convert", "sft", "rl", "eval"] {
-        assert!(first.stderr.contains(&format!("{stage}: not run yet\n")), "{first:#?}");
+        assert!(first.stderr.contains(&format!("{stage}: running (not run yet)\n")), "{first:#?}");
         assert!(first.stderr.contains(&format!("{stage}: done in ")), "{first:#?}");
     }
     assert!(first.stdout.contains("teacher") && first.stdout.contains("rl - sft"), "{first:#?}");
@@ -45,15 +45,18 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
 
     // What comes after depends on whether the new checkpoint differs: that of so short a run may not.
     let changed = project.querl(&["run", "querl.toml", "--set", "rl.kl_coef=0.2"]).ok();
-    assert!(changed.stderr.contains("sft: finished earlier, skipped\nrl: rl.kl_coef changed\n"), "{changed:#?}");
+    assert!(
+        changed.stderr.contains("sft: finished earlier, skipped\nrl: running (rl.kl_coef changed)\n"),
+        "{changed:#?}"
+    );
 
     project.write(
         "teacher.jsonl",
         &project.read("teacher.jsonl").replacen("\"rewritten_query\": \"", "\"rewritten_query\": \"五博士 ", 1),
     );
     let other = project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
-    assert!(other.stderr.contains("rewrite: recording of the teacher changed\n"), "{other:#?}");
-    assert!(other.stderr.contains("validate: rewrites.jsonl of rewrite changed\n"), "{other:#?}");
+    assert!(other.stderr.contains("rewrite: running (recording of the teacher changed)\n"), "{other:#?}");
+    assert!(other.stderr.contains("validate: running (rewrites.jsonl of rewrite changed)\n"), "{other:#?}");
     project.querl(&["run", "querl.toml"]).ok();
 
     std::fs::remove_file(project.path("run/report.html")).unwrap();
@@ -91,7 +94,7 @@ fn failed_rows_stay_failed_rows_and_are_tried_again() {
     assert_eq!(records.lines().filter(|line| line.contains("not_recorded")).count(), 3);
     project.write("teacher.jsonl", &rows);
     let again = project.querl(&["rewrite", "querl.toml"]).ok();
-    assert!(again.stderr.contains("rewrite: recording of the teacher changed\n"), "{again:#?}");
+    assert!(again.stderr.contains("rewrite: running (recording of the teacher changed)\n"), "{again:#?}");
     assert!(again.stdout.contains("teacher failed  0"), "{again:#?}");
 }
 
@@ -114,7 +117,7 @@ fn a_killed_run_is_finished_by_the_next() {
     child.kill().unwrap();
     child.wait().unwrap();
     let done = project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
-    assert!(done.stderr.contains("sft: sft.epochs and sft.max_steps changed\n"), "{done:#?}");
+    assert!(done.stderr.contains("sft: running (sft.epochs and sft.max_steps changed)\n"), "{done:#?}");
 }
 
 #[cfg(unix)]

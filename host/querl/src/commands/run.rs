@@ -49,6 +49,9 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
     let run = Run::open(args.config.load()?, last)?;
     let outcomes = run_stages(&run, Window { first, last, forced_from: args.from })?;
     show(&run, &outcomes, args.format)?;
+    if last == StageName::Eval {
+        terminal::say(&format!("report: {}", run.dir.report().display()));
+    }
     terminal::say(&format!("everything is in {}", run.dir.root().display()));
     Ok(())
 }

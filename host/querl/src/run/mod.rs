@@ -2,7 +2,6 @@
 
 pub mod lock;
 
-use crate::device;
 use crate::environment::Services;
 use crate::plugins::Plugins;
 use crate::stages::StageName;
@@ -30,9 +29,8 @@ impl Run {
     /// folder.
     ///
     /// # Errors
-    /// The device is not in this build, the model's folder or a plugin is unusable, another process holds the folder.
+    /// The model's folder or a plugin is unusable, another process holds the folder.
     pub fn open(config: Config, last: StageName) -> anyhow::Result<Self> {
-        device::check(&config.device)?;
         // The data stages need no model: what they make may be what a model is first trained on.
         if last >= StageName::Sft {
             training::preflight(&config)?;

@@ -26,8 +26,9 @@ impl Stage for Eval {
 
     fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("eval", &run.config.eval, &[])?;
-        inputs.text("seed", run.config.seed).text("rl.max_new_tokens", run.config.rl.max_new_tokens);
+        // The rest of the section is about the figures, which are made anew each time.
+        inputs.text("eval.systems", run.config.eval.systems.join(" "));
+        inputs.text("rl.max_new_tokens", run.config.rl.max_new_tokens);
         inputs.folder("model", &run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
         inputs.made_by("validate", &run.dir.validated())?;

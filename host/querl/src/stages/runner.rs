@@ -66,7 +66,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
         }
         Decision::Continue(reason) => reason,
     };
-    terminal::say(&format!("{name}: {reason}"));
+    terminal::say(&format!("{name}: running ({reason})"));
     let outcome = execute(run, ledger, stage, inputs)?;
     // What the last stage found is the command's result, which goes to stdout; the evaluation's is its table.
     if name != window.last || name == StageName::Eval {
