@@ -8,11 +8,13 @@ validation and test splits are never read. Everything is drawn from one seeded g
 
 import json
 import random
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
-N_SYNTHETIC = 16_000
-N_SWAPPED = 22_000
+N_SYNTHETIC = 18_000
+N_SWAPPED = 30_000
 SYSTEM = "你是保健品领域的Query改写专家。"
 
 # How customers put a question around the words that show what they want.
@@ -34,18 +36,32 @@ PROFILES = [
 ]
 
 
-def rewrite_of(rng, product, intent, words=()):
-    """A target: the canonical name and the intent, in the shop's words, in everybody's words, or in both."""
+def rewrite_of(rng, product, intent, words):
+    """A target: the canonical name and the intent, mostly in everybody's words, as a general model would put it; then,
+    for some, a word of the query or the profile."""
     kind = rng.random()
     house, general = intent["house"], intent["general"]
-    if kind < 0.4:
-        parts = rng.sample(house, rng.randint(1, min(2, len(house))))
-    elif kind < 0.85:
-        parts = rng.sample(general, rng.randint(1, min(3, len(general))))
+    if kind < 0.25:
+        parts = house[: rng.randint(1, len(house))]
+    elif kind < 0.9:
+        parts = general[: rng.randint(1, min(3, len(general)))]
     else:
-        parts = rng.sample(house, 1) + rng.sample(general, 1)
-    extra = [rng.choice(words)] if words and rng.random() < 0.3 else []
+        parts = house[:1] + general[:1]
+    extra = [rng.choice(words)] if words and rng.random() < 0.35 else []
     return " ".join([product["name"], *parts, *extra])
+
+
+def words_of_shop(passages):
+    """Strings of two or three characters that the knowledge base uses often enough to be words."""
+    counts = Counter()
+    for passage in passages:
+        for run in re.findall(r"[\u4e00-\u9fff]+", passage["text"]):
+            counts.update({run[i : i + n] for n in (2, 3) for i in range(len(run) - n + 1)})
+    return {word for word, count in counts.items() if count >= 4}
+
+
+def words_in(text, vocabulary):
+    return [text[i : i + n] for n in (3, 2) for i in range(len(text) - n + 1) if text[i : i + n] in vocabulary]
 
 
 def user_message(query, profile, history):
@@ -74,7 +90,7 @@ def history_for(rng, product, products):
     return "".join(mention(rng, product) if c == "P" else mention(rng, other) if c == "A" else c for c in pattern)
 
 
-def synthetic(rng, products, intents):
+def synthetic(rng, products, intents, vocabulary):
     """A question put together from a cue and a mention of the product, in the query or in the history."""
     product, intent = rng.choice(products), rng.choice(intents)
     cue = rng.choice(intent["cues"] + intent["general"])
@@ -85,7 +101,8 @@ def synthetic(rng, products, intents):
         body, history = rng.choice(PRONOUNS) + cue, history_for(rng, product, products)
     query = rng.choice(OPENINGS) + body + rng.choice(ENDINGS)
     profile = rng.choice(PROFILES) if rng.random() < 0.6 else ""
-    return chat(SYSTEM, user_message(query, profile, history), rewrite_of(rng, product, intent))
+    words = words_in(cue + "，" + profile, vocabulary)
+    return chat(SYSTEM, user_message(query, profile, history), rewrite_of(rng, product, intent, words))
 
 
 def find_products(text, products):
@@ -111,7 +128,7 @@ def swap(rng, text, products, exchange):
     return "".join(out) + text[position:]
 
 
-def swapped(rng, row, products, intents):
+def swapped(rng, row, products, intents, vocabulary):
     """A training query with its products exchanged for others: the way people write, over the whole range."""
     meta = row["metadata"]
     product_id, intent_id = meta["gold_ids"][0].split("-", 1)
@@ -124,7 +141,9 @@ def swapped(rng, row, products, intents):
         return None  # the product cannot be told from this text
     intent = next(i for i in intents if i["id"] == intent_id)
     profile = meta["user_profile"] if rng.random() < 0.7 else ""
-    return chat(SYSTEM, user_message(query, profile, history), rewrite_of(rng, exchange[product_id], intent))
+    plain = swap(rng, meta["original_query"], products, {p["id"]: {"name": "，", "aliases": []} for p in products})
+    words = words_in(plain + "，" + profile, vocabulary)
+    return chat(SYSTEM, user_message(query, profile, history), rewrite_of(rng, exchange[product_id], intent, words))
 
 
 def main(shop, train, output):
@@ -134,12 +153,13 @@ def main(shop, train, output):
     products, intents = lexicon["products"], lexicon["intents"]
     rows = [json.loads(line) for line in Path(train).read_text("utf-8").splitlines()]
     rows = [row for row in rows if row["metadata"]["gold_ids"] and "-" in row["metadata"]["gold_ids"][0]]
+    vocabulary = words_of_shop(passages)
     corpus = [{"text": f"{p['title']}。{p['text']}"} for p in passages for _ in range(4)]
     for product in products:
         for alias in product["aliases"]:
             corpus += [chat("你是保健品店的产品目录。", f"{alias}是哪个产品？", product["name"])] * 2
-    corpus += [synthetic(rng, products, intents) for _ in range(N_SYNTHETIC)]
-    corpus += filter(None, (swapped(rng, rng.choice(rows), products, intents) for _ in range(N_SWAPPED)))
+    corpus += [synthetic(rng, products, intents, vocabulary) for _ in range(N_SYNTHETIC)]
+    corpus += filter(None, (swapped(rng, rng.choice(rows), products, intents, vocabulary) for _ in range(N_SWAPPED)))
     rng.shuffle(corpus)
     with open(output, "w", encoding="utf-8") as file:
         for line in corpus:

@@ -160,16 +160,6 @@ impl LoraAdapter {
         &self.settings
     }
 
-    /// The same values now, without gradient, unchanged by later training.
-    ///
-    /// # Errors
-    /// A tensor cannot be copied.
-    pub fn frozen_copy(&self) -> Result<Self, ModelError> {
-        let copy = |(path, var): (&String, &Var)| Ok((path.clone(), Var::from_tensor(&var.as_tensor().copy()?)?));
-        let vars: BTreeMap<String, Var> = self.vars.iter().map(copy).collect::<Result<_, ModelError>>()?;
-        Ok(Self { settings: self.settings.clone(), pairs: pairs_of(&vars), vars }.without_gradient())
-    }
-
     /// A view that records no gradients: for generation and evaluation. It shares the values, so it follows training.
     pub fn without_gradient(&self) -> Self {
         let mut view = self.clone();

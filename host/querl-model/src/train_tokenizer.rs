@@ -6,7 +6,9 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
 use tokenizers::normalizers::unicode::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{AddedToken, Tokenizer};
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 /// What the tokenizer shall be.
 pub struct TokenizerSettings<'a> {
@@ -32,14 +34,18 @@ pub fn train_tokenizer(
         .min_frequency(2)
         .special_tokens(special.clone())
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
-        .max_token_length(Some(24)) // bytes: eight Chinese characters
+        .max_token_length(Some(12)) // bytes: four Chinese characters
         .show_progress(false)
         .build()
         .into();
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_normalizer(Some(NFC)).map_err(failed)?;
-    tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, false, true)));
-    tokenizer.with_decoder(Some(ByteLevel::new(false, false, true)));
+    // Letters, digits, marks and spaces apart: a word is the same tokens at the start of a line and in the middle.
+    let pieces = SplitPattern::Regex(r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s+".into());
+    let pieces = Split::new(pieces, SplitDelimiterBehavior::Isolated, false).map_err(failed)?;
+    let bytes = ByteLevel::new(false, false, false);
+    tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![pieces.into(), bytes.into()])));
+    tokenizer.with_decoder(Some(ByteLevel::new(false, false, false)));
     tokenizer.train(&mut trainer, texts.iter().map(String::as_str)).map_err(failed)?;
     tokenizer.add_special_tokens(special).map_err(failed)?;
     let text = tokenizer.to_string(true).map_err(failed)?;

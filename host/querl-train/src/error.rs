@@ -53,8 +53,10 @@ pub enum TrainError {
         /// Why.
         source: std::io::Error,
     },
-    /// The user asked to stop; what was reached is saved.
-    #[error("interrupted at {stage} step {step}")]
+    /// The user asked to stop; what was reached is in `last`.
+    #[error(
+        "interrupted at {stage} step {step}; finished stages are saved, and the same command starts this stage again"
+    )]
     Interrupted {
         /// Which stage.
         stage: &'static str,

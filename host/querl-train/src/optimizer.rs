@@ -1,6 +1,7 @@
 //! Gradients of an optimizer step, their clipping, and AdamW.
 //!
-//! candle-nn's AdamW is not used: it keeps no state that can be saved and takes seconds on half a billion parameters.
+//! candle-nn's AdamW is not used: its moments cannot be reached, it decays norms and biases with the rest, and a step over half
+//! a billion parameters takes it seconds.
 
 use crate::TrainError;
 use candle_core::backprop::GradStore;

@@ -57,7 +57,8 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
     let steps_per_epoch = task.train.len().div_ceil(per_step) as u64;
     let planned = steps_per_epoch * config.epochs as u64;
     let n_steps = if config.max_steps > 0 { planned.min(config.max_steps as u64) } else { planned };
-    let n_warmup = (config.warmup_ratio * n_steps as f64).ceil() as u64;
+    // At least one step at full rate, however short the run.
+    let n_warmup = ((config.warmup_ratio * n_steps as f64).ceil() as u64).min(n_steps.saturating_sub(1));
     let eval_steps = if config.eval_steps > 0 { config.eval_steps as u64 } else { steps_per_epoch };
     let mut optimizer = AdamW::new(AdamWSettings { weight_decay: config.weight_decay, ..Default::default() });
     let mut order = Order::new(task.train.len(), task.seed);
@@ -80,9 +81,12 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
         if !loss.is_finite() {
             return Err(TrainError::NotFinite { stage: "sft", step, what: "the loss" });
         }
-        // 3. One optimizer step at the scheduled rate. The first step of a schedule would have rate 0: it counts from 1.
+        // 3. One optimizer step at the scheduled rate.
         let grad_norm = gradients.clip(config.max_grad_norm);
-        let learning_rate = config.learning_rate * cosine_with_warmup(step.min(n_steps - 1), n_warmup, n_steps);
+        if !grad_norm.is_finite() {
+            return Err(TrainError::NotFinite { stage: "sft", step, what: "the gradient" });
+        }
+        let learning_rate = config.learning_rate * cosine_with_warmup(step - 1, n_warmup, n_steps);
         optimizer.step(task.policy.vars(), &gradients, learning_rate)?;
         interval.add(loss, n_tokens);
         let mut metrics = Metrics::from([

@@ -4,10 +4,7 @@ use crate::environment::{Baseline, Baselines, ScoreRequest, Scored, Scorer, Writ
 use crate::training::{Generation, Generator};
 use anyhow::Context;
 use querl_core::ports::{EnvironmentError, Progress};
-use querl_core::records::{DatasetRow, EvalRecord, Hit, Rejection, Reward, SystemAnswer};
-
-/// Two retrieval qualities closer than this draw.
-const TIE: f64 = 1e-9;
+use querl_core::records::{DatasetRow, EvalRecord, Rejection, Reward, SystemAnswer, win};
 
 /// Queries answered and scored between two safe points.
 const N_ROWS_AT_ONCE: usize = 16;
@@ -137,29 +134,10 @@ fn finish(system: &System<'_>, answer: Answer, scored: Scored) -> SystemAnswer {
     let (policy, baseline) = (scored.episode.policy, scored.episode.baseline);
     let win = match (system, &policy.retrieval, &baseline.retrieval) {
         (System::Teacher, _, _) => None,
-        (_, Ok(own), Ok(teachers)) => Some(win(retrieval_quality(own), retrieval_quality(teachers))),
+        (_, Ok(own), Ok(teachers)) => Some(win(own, teachers)),
         _ => None,
     };
     SystemAnswer { candidate: policy, reward, win, latency_ms: answer.latency_ms, cost: answer.cost }
-}
-
-fn win(own: f64, other: f64) -> f64 {
-    match own - other {
-        gap if gap.abs() <= TIE => 0.5,
-        gap if gap > 0.0 => 1.0,
-        _ => 0.0,
-    }
-}
-
-/// `0.6 * best score + 0.4 * mean of the best three`; 0 where nothing was found. Hits are best first.
-///
-/// Source: the plan's retrieval quality, section 3.3.
-fn retrieval_quality(hits: &[Hit]) -> f64 {
-    let best: Vec<f64> = hits.iter().take(3).map(|hit| hit.reranker_score).collect();
-    match best.first() {
-        Some(top1) => 0.6 * top1 + 0.4 * best.iter().sum::<f64>() / best.len() as f64,
-        None => 0.0,
-    }
 }
 
 #[cfg(test)]
@@ -213,21 +191,5 @@ mod tests {
         let records = evaluate(&System::Raw);
         let first = records[0].outcome.as_ref().unwrap();
         assert_eq!((first.candidate.rewrite.as_str(), first.latency_ms, first.cost), ("query a", None, Some(0.0)));
-    }
-
-    #[test]
-    fn quality_weighs_the_best_hit_and_the_best_three() {
-        let hit = |score| Hit {
-            id: String::new(),
-            text: String::new(),
-            reranker_score: score,
-            retrieval_score: None,
-            rank: 1,
-        };
-        let hits = [0.9, 0.6, 0.3, 0.3].map(hit);
-        assert!((retrieval_quality(&hits) - (0.54 + 0.24)).abs() < 1e-12);
-        assert!((retrieval_quality(&hits[..1]) - 0.9).abs() < 1e-12);
-        assert_eq!(retrieval_quality(&[]), 0.0);
-        assert_eq!((win(0.5, 0.5 + 1e-10), win(0.6, 0.5), win(0.5, 0.6)), (0.5, 1.0, 0.0));
     }
 }

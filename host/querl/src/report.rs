@@ -2,16 +2,17 @@
 //! number comes from a file of the run.
 
 use crate::failure::Stop;
-use crate::stages::StageName;
+use crate::stages::{self, StageName};
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
 use anyhow::Context;
-use querl_core::config::Config;
+use querl_core::config::{Config, load_resolved};
 use querl_core::fsx::{read_jsonl, write_atomic};
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
-    EvalOptions, Evaluation, FunnelStep, Party, ReportInput, RunFacts, StageTiming, evaluate, report_html, table,
+    EvalOptions, Evaluation, FunnelStep, Party, ReportInput, RunFacts, SeedsEvaluation, StageTiming, evaluate,
+    evaluate_seeds, report_html, seeds_table, table,
 };
 use serde::{Deserialize, Serialize};
 
@@ -65,6 +66,29 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
     }
     Ok(Reported { table: table(&evaluation, &facts), evaluation })
+}
+
+/// The figures of several runs and their table.
+#[derive(Debug)]
+pub struct Pooled {
+    /// Over all runs, and of each.
+    pub evaluation: SeedsEvaluation,
+    /// For a terminal; ends with a line break.
+    pub table: String,
+}
+
+/// Pools evaluated runs that differ in their seeds: each query's value is averaged over the runs.
+///
+/// # Errors
+/// As [`write`].
+pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
+    let records = dirs.iter().map(|dir| Ok(read_jsonl(&dir.eval_records())?)).collect::<anyhow::Result<Vec<_>>>()?;
+    let first = dirs.first().context("no run")?;
+    let config = load_resolved(&first.config())?;
+    let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
+    let evaluation = evaluate_seeds(&records, &options).context("evaluation")?;
+    let table = seeds_table(&evaluation, &facts(&config, &stages::eval::names(first)?));
+    Ok(Pooled { evaluation, table })
 }
 
 fn facts(config: &Config, names: &Names) -> RunFacts {

@@ -200,7 +200,7 @@ fn examples(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Exampl
 }
 
 /// A trainer's error with the exit code it stands for.
-fn ending(error: TrainError) -> anyhow::Error {
+pub(crate) fn ending(error: TrainError) -> anyhow::Error {
     let text = error.to_string();
     match error {
         TrainError::Interrupted { .. } => Stop::interrupted(text).into(),

@@ -148,6 +148,9 @@ pub struct RlConfig {
     /// Ratios outside `1 - clip_range ..= 1 + clip_range` stop paying.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
     pub clip_range: f64,
+    /// Above 1: bounds the loss of tokens with negative advantage at this multiple; 0 for no bound.
+    #[schemars(range(min = 0.0))]
+    pub dual_clip: f64,
     /// Values move at most so far from the rollout's.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub clip_range_value: f64,
@@ -205,6 +208,7 @@ impl Default for RlConfig {
             critic_warmup_steps: 0,
             warmup_ratio: 0.0,
             clip_range: 0.2,
+            dual_clip: 0.0,
             clip_range_value: 0.2,
             vf_coef: 0.5,
             ent_coef: 0.01,

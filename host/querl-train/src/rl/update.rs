@@ -156,6 +156,9 @@ pub(super) fn update(
                 optimizer.step(task.policy.vars(), &policy, learning_rate)?;
             }
             let value_norm = critic.step(critic_gradients, config.critic_learning_rate, config.max_grad_norm)?;
+            if !value_norm.is_finite() {
+                return Err(TrainError::NotFinite { stage: "rl", step, what: "the critic's gradient" });
+            }
             totals.n_steps += 1.0;
             totals.add("actor/grad_norm", grad_norm);
             totals.add("critic/grad_norm", value_norm);
@@ -197,8 +200,9 @@ fn micro_step(
     let (old_logprobs, advantages) = (pick(&experience.old_logprobs), pick(&experience.advantages));
     let mask = all_true(&logprobs);
     let clip_range = config.clip_range as f32;
+    let dual_clip = (config.dual_clip > 0.0).then_some(config.dual_clip as f32);
     let loss = match config.advantage_form {
-        AdvantageForm::Token => policy_loss(&old_logprobs, &logprobs, &advantages, &mask, clip_range, None, n_tokens),
+        AdvantageForm::Token => policy_loss(&old_logprobs, &logprobs, &advantages, &mask, clip_range, dual_clip, n_tokens),
         AdvantageForm::Sequence => {
             let per_response: Vec<f32> = advantages.iter().map(|row| row[0]).collect();
             sequence_policy_loss(&old_logprobs, &logprobs, &per_response, &mask, clip_range, mini_batch.len())

@@ -4,7 +4,7 @@ use crate::failure::Stop;
 use crate::interrupt;
 use crate::metrics_log::MetricsLog;
 use crate::terminal::{self, StageProgress};
-use crate::training::Sink;
+use crate::training::{Sink, ending};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::config::SftConfig;
@@ -107,14 +107,24 @@ fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
     let adapter = adapter.map_err(usage)?;
     let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
+    let mut tokenizer = None;
     let mut out = std::io::stdout().lock();
     for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
+        let line = line?;
+        if line.trim().is_empty() {
+            continue;
+        }
         let place = || format!("{}:{}", args.input.display(), index + 1);
-        let input: LogprobsInput = serde_json::from_str(&line?)
+        let input: LogprobsInput = serde_json::from_str(&line)
             .map_err(|_| usage(format!("{}: expected {{\"token_ids\": [...]}} or {{\"text\": \"...\"}}", place())))?;
         let token_ids = match input {
             LogprobsInput::Tokens { token_ids } => token_ids,
-            LogprobsInput::Text { text } => TextTokenizer::load(&args.model).map_err(usage)?.encode(&text)?,
+            LogprobsInput::Text { text } => {
+                if tokenizer.is_none() {
+                    tokenizer = Some(TextTokenizer::load(&args.model).map_err(usage)?);
+                }
+                tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode(&text))?
+            }
         };
         let output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;
         serde_json::to_writer(&mut out, &output)?;
@@ -191,7 +201,7 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         stop: interrupt::flag(),
     };
     let mut sink = Sink(MetricsLog::open(&work.path().join("metrics.jsonl"))?);
-    let summary = sft::train(&task, &mut sink)?;
+    let summary = sft::train(&task, &mut sink).map_err(ending)?;
     terminal::say(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
     Ok(())
 }

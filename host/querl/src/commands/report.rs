@@ -1,4 +1,4 @@
-//! `querl report DIR`: the figures and the page again, from what the run folder holds.
+//! `querl report DIR...`: the figures and the page again, from what the run folder holds; of several runs, the figures pooled.
 
 use crate::cli::Format;
 use crate::report::{self, Reported};
@@ -14,23 +14,36 @@ use std::path::PathBuf;
 /// Options of `querl report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
-    /// The run folder
-    #[arg(value_name = "DIR")]
-    dir: PathBuf,
+    /// The run folder; several (other seeds of one experiment) are pooled query by query
+    #[arg(value_name = "DIR", required = true)]
+    dirs: Vec<PathBuf>,
     #[command(flatten)]
     format: Format,
 }
 
-/// Writes `eval.json` and `report.html` again and prints the table.
+/// Writes `eval.json` and `report.html` of each folder again and prints the table, pooled where there are several.
 ///
 /// # Errors
 /// The folder holds no evaluated run.
 pub fn run(args: &ReportArgs) -> anyhow::Result<()> {
-    let dir = RunDir::new(&args.dir);
+    let runs: Vec<RunDir> = args.dirs.iter().map(RunDir::new).collect();
+    let written = runs.iter().map(write).collect::<anyhow::Result<Vec<_>>>()?;
+    if let [reported] = written.as_slice() {
+        return print(reported, args.format).context("stdout");
+    }
+    let pooled = report::pooled(&runs)?;
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        serde_json::to_writer_pretty(&mut stdout, &pooled.evaluation)?;
+        return writeln!(stdout).context("stdout");
+    }
+    stdout.write_all(pooled.table.as_bytes()).context("stdout")
+}
+
+fn write(dir: &RunDir) -> anyhow::Result<Reported> {
     let config = load_resolved(&dir.config())?;
-    let _lock = lock::take(&dir)?;
-    let reported = report::write(&config, &dir, &stages::eval::names(&dir)?)?;
-    print(&reported, args.format).context("stdout")
+    let _lock = lock::take(dir)?;
+    report::write(&config, dir, &stages::eval::names(dir)?)
 }
 
 /// The figures on stdout.
