@@ -80,6 +80,19 @@ VARIANTS = {
         },
         (12, 5),
     ),
+    "qwen3-bias": (
+        15,
+        QWEN3
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+        (12, 9),
+    ),
 }
 
 

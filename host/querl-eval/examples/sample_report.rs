@@ -1,5 +1,5 @@
 //! Writes a report made of invented records to the path given (default `sample-report.html`) and prints the table: for looking
-//! at the page without a training run. `cargo run --release -p querl-eval --example sample_report -- /tmp/report.html`
+//! at the page without a training run. `cargo run --release -p querl-eval --example sample_report -- report.html`
 
 #[path = "../tests/support/mod.rs"]
 mod support;

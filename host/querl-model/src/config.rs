@@ -40,8 +40,10 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// The head is the embedding.
     pub tie_word_embeddings: bool,
-    /// Biases on query, key and value.
-    pub attention_bias: bool,
+    /// Biases on query, key and value: always with Qwen2, by the key `attention_bias` with Qwen3.
+    pub qkv_bias: bool,
+    /// A bias on the attention's output: by the key `attention_bias` with Qwen3, never with Qwen2.
+    pub output_bias: bool,
     /// Standard deviation of fresh weights.
     pub initializer_range: f64,
 }
@@ -135,6 +137,9 @@ impl ConfigFile {
         if rope.rope_type != "default" || self.rope_scaling.is_some_and(|scaling| !scaling.is_null()) {
             return Err("scaled rotary embeddings are not supported; expected rope type `default`".into());
         }
+        if self.num_attention_heads == 0 {
+            return Err("num_attention_heads is 0; expected at least 1".into());
+        }
         let n_kv_heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
         if n_kv_heads == 0 || !self.num_attention_heads.is_multiple_of(n_kv_heads) {
             return Err(format!(
@@ -159,7 +164,8 @@ impl ConfigFile {
             rope_theta: rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0),
             rms_norm_eps: self.rms_norm_eps,
             tie_word_embeddings: self.tie_word_embeddings,
-            attention_bias: self.attention_bias.unwrap_or(family == Family::Qwen2),
+            qkv_bias: family == Family::Qwen2 || self.attention_bias == Some(true),
+            output_bias: family == Family::Qwen3 && self.attention_bias == Some(true),
             initializer_range: self.initializer_range,
         })
     }

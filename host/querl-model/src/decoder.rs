@@ -4,11 +4,12 @@ use crate::adapter::LoraAdapter;
 use crate::checkpoint::{required, weight_files};
 use crate::kernels::{self, CachedSegment, HeadGradient, RopeTable, attention, attention_cached};
 use crate::{DecoderConfig, Family, KvCache, ModelError, PackedBatch, save_tensors};
+use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
-use candle_nn::{Embedding, Module, VarBuilder};
+use candle_nn::{Embedding, Module};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -89,8 +90,11 @@ impl DecoderConfig {
             shapes.push(("lm_head.weight".to_owned(), vec![self.vocab_size, h]));
         }
         for (path, n_out, n_in) in self.linear_layers() {
-            let has_bias =
-                self.attention_bias && ["q_proj", "k_proj", "v_proj"].iter().any(|name| path.ends_with(name));
+            let has_bias = match path.rsplit('.').next() {
+                Some("q_proj" | "k_proj" | "v_proj") => self.qkv_bias,
+                Some("o_proj") => self.output_bias,
+                _ => false,
+            };
             if has_bias {
                 shapes.push((format!("{path}.bias"), vec![n_out]));
             }
@@ -118,14 +122,25 @@ impl Decoder {
     pub fn load(directory: &Path, weights: Weights) -> Result<Self, ModelError> {
         let config = DecoderConfig::load(&required(directory, "config.json")?)?;
         let files = weight_files(directory)?;
+        let bad = |message: String| ModelError::bad_file(directory, message);
         // SAFETY: the files are mapped for the length of this function only; a program that rewrites a checkpoint in place
         // while it is being loaded breaks the mapping, as it would for every reader of safetensors. querl never does.
-        let builder = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu)? };
+        let stored = unsafe { MmapedSafetensors::multi(&files) }
+            .map_err(|error| bad(format!("damaged safetensors file: {}", first_line(&error))))?;
+        let shapes = config.tensor_shapes();
+        let known: BTreeSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
+        let is_surplus = |name: &String| !known.contains(name.as_str()) && !is_redundant(name, &config);
+        if let Some((name, _)) = stored.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
+            return Err(bad(format!("tensor `{name}` has no place in the model that config.json describes")));
+        }
         let mut tensors = BTreeMap::new();
-        for (name, shape) in config.tensor_shapes() {
-            let tensor =
-                builder.get(shape, &name).map_err(|error| ModelError::bad_file(&files[0], first_line(&error)))?;
-            tensors.insert(name, tensor);
+        for (name, shape) in &shapes {
+            let tensor = stored.load(name, &Device::Cpu).map_err(|_| bad(format!("no tensor `{name}` there")))?;
+            if tensor.dims() != shape.as_slice() {
+                let found = tensor.dims();
+                return Err(bad(format!("tensor `{name}` has shape {found:?}; config.json makes it {shape:?}")));
+            }
+            tensors.insert(name.clone(), tensor.to_dtype(DType::F32)?);
         }
         Self::from_tensors(config, tensors, weights)
     }
@@ -324,10 +339,10 @@ impl Layer {
             let bias = if has_bias { Some(take(&format!("{path}.bias"))?) } else { None };
             Ok(Linear { weight: take(&format!("{path}.weight"))?, bias, path, weights })
         };
-        let bias = config.attention_bias;
+        let bias = config.qkv_bias;
         let (q, k, v) =
             (linear("self_attn.q_proj", bias)?, linear("self_attn.k_proj", bias)?, linear("self_attn.v_proj", bias)?);
-        let o = linear("self_attn.o_proj", false)?;
+        let o = linear("self_attn.o_proj", config.output_bias)?;
         let (gate, up, down) =
             (linear("mlp.gate_proj", false)?, linear("mlp.up_proj", false)?, linear("mlp.down_proj", false)?);
         let qk_norm = match config.family {
@@ -386,6 +401,11 @@ fn append(
             Ok(())
         })
     })
+}
+
+/// Tensors that some checkpoints hold beside what is needed: a tied head written out, constants of the rotary embedding.
+fn is_redundant(name: &str, config: &DecoderConfig) -> bool {
+    (config.tie_word_embeddings && name == "lm_head.weight") || name.ends_with("rotary_emb.inv_freq")
 }
 
 /// A standard normal value (Box and Muller).

@@ -9,7 +9,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Tensor, Var};
-use querl_model::{Decoder, LoraAdapter, PackedBatch, Weights, load_tensors};
+use querl_model::{Decoder, DecoderConfig, LoraAdapter, PackedBatch, Weights, load_tensors};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -80,13 +80,34 @@ fn check_gradients(loss: &Tensor, vars: &BTreeMap<String, Var>, prefix: &str, go
 
 #[test]
 fn decoders_agree_with_transformers_in_logits_and_gradients() {
-    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied"] {
+    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
         let directory = golden(&format!("decoders/{name}"));
         let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
         let decoder = Decoder::load(&directory, Weights::Trained).unwrap();
         check_logits(&decoder, None, &golden);
         check_gradients(&loss(&decoder, None, &sequences(&golden)), decoder.vars(), "", &golden);
     }
+}
+
+#[test]
+fn both_forms_of_config_json_are_read() {
+    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
+        let directory = golden(&format!("decoders/{name}"));
+        let classic = DecoderConfig::load(&directory.join("config.json")).unwrap();
+        assert_eq!(DecoderConfig::load(&directory.join("config.transformers-5.json")).unwrap(), classic, "{name}");
+    }
+}
+
+#[test]
+fn a_tensor_without_a_place_is_refused() {
+    let (from, folder) = (golden("decoders/qwen3-bias"), tempfile::tempdir().unwrap());
+    let config = std::fs::read_to_string(from.join("config.json")).unwrap();
+    let unbiased = config.replace("\"attention_bias\": true", "\"attention_bias\": false");
+    assert_ne!(config, unbiased);
+    std::fs::write(folder.path().join("config.json"), unbiased).unwrap();
+    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let error = Decoder::load(folder.path(), Weights::Frozen).err().unwrap().to_string();
+    assert!(error.contains("_proj.bias` has no place"), "{error}");
 }
 
 #[test]

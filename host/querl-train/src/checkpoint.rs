@@ -10,6 +10,11 @@ pub const BEST: &str = "best";
 /// Folder of the newest checkpoint.
 pub const LAST: &str = "last";
 
+/// How an adapter names its base: by folder name, since a path would only be right on this machine.
+pub(crate) fn base_name(base: &Path) -> String {
+    base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned()
+}
+
 /// Files that make a weights folder a complete model directory.
 const MODEL_FILES: [&str; 6] = [
     "config.json",
@@ -26,7 +31,7 @@ const MODEL_FILES: [&str; 6] = [
 /// A file cannot be written.
 pub(crate) fn save_policy(policy: Policy<'_>, directory: &Path, base: &Path) -> Result<(), TrainError> {
     if let Some(adapter) = policy.adapter {
-        return Ok(adapter.save(directory, &base.display().to_string())?);
+        return Ok(adapter.save(directory, &base_name(base))?);
     }
     for file in MODEL_FILES {
         let from = base.join(file);

@@ -190,11 +190,15 @@ fn policies_learn_to_write_plain_text() {
 #[test]
 fn the_update_does_not_depend_on_the_split_into_micro_batches() {
     let model = model();
-    let split = |n| RlConfig { gradient_accumulation_steps: n, max_steps: 1, ..config() };
-    let ((_, _, whole), (_, _, parts)) = (run(&model, &split(1), false), run(&model, &split(5), false));
-    let worst = whole.iter().zip(&parts).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-    // Adam's first steps have the size of the learning rate whatever the gradient's: rounding shows where it is near zero.
-    assert!(worst < 2e-3, "off by {worst}");
+    // One epoch and one optimizer step, so that the norms are those of the first gradient, which Adam would rescale. Short
+    // answers are cut off at other lengths: the micro-batches differ in tokens.
+    let split = |n| RlConfig { gradient_accumulation_steps: n, max_steps: 1, ppo_epochs: 1, ..config() };
+    let ((_, whole, _), (_, parts, _)) = (run(&model, &split(1), false), run(&model, &split(5), false));
+    for name in ["actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "actor/entropy", "critic/vf_loss"] {
+        let (whole, parts) = (whole.get(1, name), parts.get(1, name));
+        assert!((whole - parts).abs() < 1e-5 * whole.abs().max(1.0), "{name}: {whole} and {parts}");
+        assert!(name == "actor/pg_loss" || whole > 0.0, "{name}");
+    }
 }
 
 #[test]

@@ -8,7 +8,8 @@
 //! ```
 #![allow(clippy::unwrap_used)]
 
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
+use querl_model::kernels::{HeadGradient, token_logprobs};
 use querl_train::maths::{
     Rows, gae, kl_k1, kl_k2, kl_k3, masked_mean, masked_whiten, policy_loss, token_rewards, value_loss,
 };
@@ -16,6 +17,7 @@ use querl_train::{AdamW, AdamWSettings, Gradients, cosine_with_warmup};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 const TOLERANCE: f32 = 2e-5;
 
@@ -140,7 +142,8 @@ fn kl_estimators_and_token_rewards_are_verls() {
     let golden = golden();
     let inputs = &golden["kl"];
     let (logprobs, reference) = (rows(&inputs["log_prob"]), rows(&inputs["ref_log_prob"]));
-    let estimators: [(&str, fn(f32, f32) -> f32); 3] = [("k1", kl_k1), ("k2", kl_k2), ("k3", kl_k3)];
+    type Estimator = fn(f32, f32) -> f32;
+    let estimators: [(&str, Estimator); 3] = [("k1", kl_k1), ("k2", kl_k2), ("k3", kl_k3)];
     for (name, estimator) in estimators {
         let expected = rows(&inputs["estimates"][name]["kl"]);
         for (b, row) in expected.iter().enumerate() {
@@ -151,11 +154,43 @@ fn kl_estimators_and_token_rewards_are_verls() {
     }
     let case = &inputs["rewards"];
     let scores: Vec<f32> = rows(&case["token_level_scores"]).iter().map(|row| row.iter().sum()).collect();
-    let expected = rows(&case["token_level_rewards"]);
-    let found = token_rewards(&scores, &logprobs, &reference, number(&case["kl_coef"]));
-    for (b, row) in expected.iter().enumerate() {
-        let (found, expected): (f32, f32) = (found[b].iter().sum(), row.iter().sum());
-        assert!(close(found, expected), "row {b}: {found}, expected {expected}");
+    // verl's rows are padded; here a row ends with its response, where verl puts the score.
+    let placed = rows(&case["token_level_scores"]);
+    let lengths: Vec<usize> = placed.iter().map(|row| row.iter().rposition(|x| *x != 0.0).unwrap() + 1).collect();
+    let cut = |rows: &Rows| -> Rows { rows.iter().zip(&lengths).map(|(row, n)| row[..*n].to_vec()).collect() };
+    let expected = cut(&rows(&case["token_level_rewards"]));
+    let found = token_rewards(&scores, &cut(&logprobs), &cut(&reference), number(&case["kl_coef"]));
+    let mask: Vec<Vec<bool>> = expected.iter().map(|row| vec![true; row.len()]).collect();
+    assert_rows("token rewards", &found, &expected, &mask);
+}
+
+/// Hidden states that are the logits, under a head that is the identity: at any temperature, once they are scaled by it.
+#[test]
+fn entropy_and_logprobs_and_their_gradients_are_verls() {
+    let golden = golden();
+    let case = &golden["entropy"];
+    let logits: Vec<Vec<f32>> = case["logits"].as_array().unwrap().iter().flat_map(rows).collect();
+    let (n, v) = (logits.len(), logits[0].len());
+    let flat = |name: &str| rows(&case[name]).concat();
+    let labels = Arc::new(flat("labels").iter().map(|label| *label as u32).collect::<Vec<_>>());
+    let mask = flat("response_mask");
+    let weight = 1.0 / mask.iter().sum::<f32>();
+    let identity = Tensor::eye(v, DType::F32, &Device::Cpu).unwrap();
+    for temperature in [1.0, 0.7] {
+        let scaled: Vec<f32> = logits.concat().iter().map(|x| x * temperature as f32).collect();
+        let hidden = Var::from_vec(scaled, (n, v), &Device::Cpu).unwrap();
+        let both = token_logprobs(&hidden, &identity, &labels, temperature, HeadGradient::NotNeeded).unwrap();
+        let found: Vec<Vec<f32>> = both.to_vec2().unwrap();
+        for (row, (logprob, entropy)) in found.iter().zip(flat("logprobs").iter().zip(flat("entropy"))) {
+            assert!(close(row[0], *logprob) && close(row[1], entropy), "{row:?}, expected {logprob}, {entropy}");
+        }
+        let outer: Vec<f32> = mask.iter().flat_map(|keep| [0.0, keep * weight]).collect();
+        let loss = (both * Tensor::from_vec(outer, (n, 2), &Device::Cpu).unwrap()).unwrap().sum_all().unwrap();
+        let gradient: Vec<Vec<f32>> = loss.backward().unwrap().get(&hidden).unwrap().to_vec2().unwrap();
+        let expected = case["grad_logits_of_token_mean"].as_array().unwrap().iter().flat_map(rows);
+        for (found, expected) in gradient.concat().iter().zip(expected.flatten()) {
+            assert!(close(found * temperature as f32, expected), "{found}, expected {expected}");
+        }
     }
 }
 

@@ -50,21 +50,16 @@ mod tests {
 
     #[test]
     fn gae_ignores_padding() {
-        let clean = gae(&vec![vec![0.0, 1.0]], &vec![vec![0.5, 0.25]], &vec![vec![true, true]], 0.9, 0.8);
-        let padded = gae(
-            &vec![vec![0.0, 1.0, f32::NAN]],
-            &vec![vec![0.5, 0.25, f32::INFINITY]],
-            &vec![vec![true, true, false]],
-            0.9,
-            0.8,
-        );
+        let clean = gae(&[vec![0.0, 1.0]], &[vec![0.5, 0.25]], &[vec![true, true]], 0.9, 0.8);
+        let padded =
+            gae(&[vec![0.0, 1.0, f32::NAN]], &[vec![0.5, 0.25, f32::INFINITY]], &[vec![true, true, false]], 0.9, 0.8);
         assert_eq!(padded.advantages[0][..2], clean.advantages[0][..]);
         assert_eq!(padded.advantages[0][2], 0.0);
     }
 
     #[test]
     fn the_last_token_is_not_bootstrapped() {
-        let result = gae(&vec![vec![1.0]], &vec![vec![0.4]], &vec![vec![true]], 0.99, 0.95);
+        let result = gae(&[vec![1.0]], &[vec![0.4]], &[vec![true]], 0.99, 0.95);
         assert!((result.advantages[0][0] - 0.6).abs() < 1e-6);
         assert!((result.returns[0][0] - 1.0).abs() < 1e-6);
     }

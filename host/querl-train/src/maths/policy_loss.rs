@@ -120,7 +120,7 @@ mod tests {
         assert!((ratio * advantage - 0.1832).abs() < 1e-4);
         assert!((ratio.clamp(0.8, 1.2) * advantage - 0.18).abs() < 1e-6);
         let (old, new, mask) = (vec![vec![-2.3]], vec![vec![-2.1]], vec![vec![true]]);
-        let loss = policy_loss(&old, &new, &vec![vec![advantage]], &mask, 0.2, None, 1);
+        let loss = policy_loss(&old, &new, &[vec![advantage]], &mask, 0.2, None, 1);
         assert!((loss.pg_loss + 0.18).abs() < 1e-6);
         assert_eq!((loss.pg_clipfrac, loss.grad_logprobs[0][0]), (1.0, 0.0));
         let sequence = sequence_policy_loss(&old, &new, &[advantage], &mask, 0.2, 1);
@@ -131,8 +131,7 @@ mod tests {
     #[test]
     fn worked_example_with_a_negative_reward() {
         let advantage = -0.3 - 0.5;
-        let loss =
-            policy_loss(&vec![vec![-2.3]], &vec![vec![-2.1]], &vec![vec![advantage]], &vec![vec![true]], 0.2, None, 1);
+        let loss = policy_loss(&[vec![-2.3]], &[vec![-2.1]], &[vec![advantage]], &[vec![true]], 0.2, None, 1);
         assert!((loss.pg_loss - 0.8 * 0.2f32.exp()).abs() < 1e-5, "{}", loss.pg_loss);
         assert!(loss.grad_logprobs[0][0] > 0.0, "descent lowers the log-probability");
         assert_eq!(loss.pg_clipfrac, 0.0);
@@ -142,15 +141,14 @@ mod tests {
     fn before_an_update_the_ratio_is_one() {
         let logprobs = vec![vec![-1.0, -0.2], vec![-3.0]];
         let mask = vec![vec![true, true], vec![true]];
-        let loss = policy_loss(&logprobs, &logprobs, &vec![vec![1.0, -1.0], vec![0.5]], &mask, 0.2, None, 3);
+        let loss = policy_loss(&logprobs, &logprobs, &[vec![1.0, -1.0], vec![0.5]], &mask, 0.2, None, 3);
         assert_eq!((loss.pg_clipfrac, loss.ppo_kl), (0.0, 0.0));
         assert!((loss.pg_loss + 0.5 / 3.0).abs() < 1e-6);
     }
 
     #[test]
     fn log_ratios_are_bounded() {
-        let loss =
-            policy_loss(&vec![vec![-500.0]], &vec![vec![0.0]], &vec![vec![-1.0]], &vec![vec![true]], 0.2, None, 1);
+        let loss = policy_loss(&[vec![-500.0]], &[vec![0.0]], &[vec![-1.0]], &[vec![true]], 0.2, None, 1);
         assert!(loss.pg_loss.is_finite());
     }
 
@@ -158,9 +156,9 @@ mod tests {
     fn masked_positions_do_not_leak() {
         let mask = vec![vec![true, false]];
         let loss = policy_loss(
-            &vec![vec![-1.0, f32::NAN]],
-            &vec![vec![-0.9, f32::NAN]],
-            &vec![vec![1.0, f32::INFINITY]],
+            &[vec![-1.0, f32::NAN]],
+            &[vec![-0.9, f32::NAN]],
+            &[vec![1.0, f32::INFINITY]],
             &mask,
             0.2,
             None,

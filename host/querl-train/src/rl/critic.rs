@@ -1,6 +1,7 @@
 //! The critic: what a response is worth from each of its tokens on.
 
 use super::RlTask;
+use crate::checkpoint::base_name;
 use crate::policy::{Example, Policy};
 use crate::{AdamW, AdamWSettings, Gradients, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
@@ -73,7 +74,7 @@ impl Critic {
         let head = head.map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
         save_tensors(&directory.join("value_head.safetensors"), &head)?;
         if let Some(adapter) = &self.adapter {
-            adapter.save(directory, &base.display().to_string())?;
+            adapter.save(directory, &base_name(base))?;
         }
         Ok(())
     }

@@ -91,8 +91,8 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
     let mut optimizer = AdamW::new(AdamWSettings::default());
     let mut health = Health::default();
     let first = evaluate::evaluate(task, 0)?;
-    let mut best = Best::new(&first);
     record_evaluation(task, sink, 0, &first)?;
+    let mut best = Best::new(first);
     best.save(task, &critic)?;
     let (mut n_episodes, mut n_dropped) = (0, 0);
 
@@ -119,10 +119,10 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
         let is_last = step == config.max_steps as u64;
         if is_last || step % config.eval_steps.max(1) as u64 == 0 {
             let evaluation = evaluate::evaluate(task, step)?;
-            if best.offer(step, &evaluation) {
+            record_evaluation(task, sink, step, &evaluation)?;
+            if best.offer(step, evaluation) {
                 best.save(task, &critic)?;
             }
-            record_evaluation(task, sink, step, &evaluation)?;
         }
         let mean = metrics.get("avg_reward").copied().unwrap_or_default();
         sink.record("rl", step, &metrics).map_err(|source| io(task, source))?;
@@ -172,20 +172,20 @@ fn timings(batch: &rollout::Batch, started: Instant, estimated: Instant, updated
 /// Which checkpoint is best, and how long ago it was.
 struct Best {
     step: u64,
-    reward: f64,
+    evaluation: Evaluation,
     first_reward: f64,
     n_worse: usize,
 }
 
 impl Best {
-    fn new(first: &Evaluation) -> Self {
-        Self { step: 0, reward: first.reward, first_reward: first.reward, n_worse: 0 }
+    fn new(first: Evaluation) -> Self {
+        Self { step: 0, first_reward: first.reward, evaluation: first, n_worse: 0 }
     }
 
-    fn offer(&mut self, step: u64, evaluation: &Evaluation) -> bool {
-        let is_best = evaluation.reward > self.reward;
+    fn offer(&mut self, step: u64, evaluation: Evaluation) -> bool {
+        let is_best = evaluation.beats(&self.evaluation);
         if is_best {
-            (self.step, self.reward, self.n_worse) = (step, evaluation.reward, 0);
+            (self.step, self.evaluation, self.n_worse) = (step, evaluation, 0);
         } else {
             self.n_worse += 1;
         }
@@ -201,7 +201,7 @@ impl Best {
     }
 
     fn note(&self) -> String {
-        format!("best val reward {:+.3} at step {}", self.reward, self.step)
+        format!("best val reward {:+.3} at step {}", self.evaluation.reward, self.step)
     }
 
     fn summary(&self, n_steps: u64, n_episodes: u64, n_dropped: u64) -> RlSummary {
@@ -209,7 +209,7 @@ impl Best {
             n_steps,
             best_step: self.step,
             first_val_reward: self.first_reward,
-            best_val_reward: self.reward,
+            best_val_reward: self.evaluation.reward,
             n_episodes,
             n_dropped,
         }

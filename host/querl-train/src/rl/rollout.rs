@@ -6,7 +6,7 @@ use crate::{Metrics, TrainError};
 use querl_core::ports::PolicyResponse;
 use querl_core::records::{EpisodeRecord, Rejection, Reward, retrieval_quality, win};
 use querl_model::{Decoding, Generated, GenerationRequest, generate};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 /// One scored answer.
@@ -33,49 +33,51 @@ pub(super) struct Batch {
 pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Batch, TrainError> {
     let config = task.config;
     let decoding = Decoding::Sample { temperature: config.temperature };
-    let targets: Vec<(usize, usize)> =
-        rows.iter().flat_map(|&row| (0..config.n_samples).map(move |sample| (row, sample))).collect();
+    let targets = targets(rows, config.n_samples);
     let started = Instant::now();
     let answers = answers(task, &task.train, &targets, decoding, step)?;
     let generate_s = started.elapsed().as_secs_f64();
     let records = task.train.environment.score(step, &responses(task, &targets, &answers)?)?;
     let score_s = started.elapsed().as_secs_f64() - generate_s;
+    check_drops(task, step, &records)?;
     let n_episodes = records.len();
     let mut rollouts = Vec::with_capacity(n_episodes);
-    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     for (((row, _), answer), record) in targets.into_iter().zip(answers).zip(records) {
-        match &record.outcome {
-            Ok(reward) => {
-                let example = Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids };
-                rollouts.push(Rollout {
-                    example,
-                    rollout_logprobs: answer.logprobs,
-                    truncated: answer.truncated,
-                    score: reward.total as f32,
-                    record,
-                });
-            }
-            Err(Rejection { code, .. }) => *reasons.entry(code.clone()).or_default() += 1,
-        }
+        let Ok(reward) = &record.outcome else { continue };
+        rollouts.push(Rollout {
+            example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids },
+            rollout_logprobs: answer.logprobs,
+            truncated: answer.truncated,
+            score: reward.total as f32,
+            record,
+        });
     }
-    check_drops(task, step, n_episodes, rollouts.len(), reasons)?;
     let n_dropped = n_episodes - rollouts.len();
     Ok(Batch { rollouts, n_episodes, n_dropped, generate_s, score_s })
 }
 
-fn check_drops(
-    task: &RlTask<'_>,
-    step: u64,
-    n_episodes: usize,
-    n_kept: usize,
-    reasons: BTreeMap<String, usize>,
-) -> Result<(), TrainError> {
-    let n_dropped = n_episodes - n_kept;
+/// `(row, sample)` pairs, each once: a row that a batch holds twice (an epoch ended in it) gets further samples.
+fn targets(rows: &[usize], n_samples: usize) -> Vec<(usize, usize)> {
+    let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
+    let of_row = |&row: &usize| {
+        let first = *seen.entry(row).and_modify(|n| *n += n_samples).or_insert(0);
+        (first..first + n_samples).map(move |sample| (row, sample))
+    };
+    rows.iter().flat_map(of_row).collect()
+}
+
+/// Stops a run that loses more episodes than it may.
+pub(super) fn check_drops(task: &RlTask<'_>, step: u64, records: &[EpisodeRecord]) -> Result<(), TrainError> {
+    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
+    for Rejection { code, .. } in records.iter().filter_map(|record| record.outcome.as_ref().err()) {
+        *reasons.entry(code).or_default() += 1;
+    }
+    let (n_episodes, n_dropped) = (records.len(), reasons.values().sum::<usize>());
     let max_drop_rate = task.config.max_drop_rate;
-    if n_kept > 0 && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
+    if n_dropped < n_episodes && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
         return Ok(());
     }
-    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
+    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code.to_owned()).unwrap_or_default();
     Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
 }
 
@@ -137,6 +139,9 @@ impl Batch {
         metrics.extend(summary("response_length", &lengths));
         let truncated = self.rollouts.iter().filter(|rollout| rollout.truncated).count();
         metrics.insert("response_length/clip_ratio".into(), truncated as f64 / n);
+        let distinct: BTreeSet<&[u32]> =
+            self.rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
+        metrics.insert("response/distinct_ratio".into(), distinct.len() as f64 / n);
         metrics.insert("drop_rate".into(), self.n_dropped as f64 / self.n_episodes.max(1) as f64);
         metrics.extend(episode_metrics(self.rollouts.iter().map(|rollout| &rollout.record)));
         metrics
@@ -171,4 +176,14 @@ pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecor
         }
     }
     sums.into_iter().map(|(name, (sum, n))| (name, sum / n as f64)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::targets;
+
+    #[test]
+    fn a_row_that_comes_twice_is_sampled_anew() {
+        assert_eq!(targets(&[7, 3, 7], 2), [(7, 0), (7, 1), (3, 0), (3, 1), (7, 2), (7, 3)]);
+    }
 }

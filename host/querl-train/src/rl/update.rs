@@ -202,7 +202,9 @@ fn micro_step(
     let clip_range = config.clip_range as f32;
     let dual_clip = (config.dual_clip > 0.0).then_some(config.dual_clip as f32);
     let loss = match config.advantage_form {
-        AdvantageForm::Token => policy_loss(&old_logprobs, &logprobs, &advantages, &mask, clip_range, dual_clip, n_tokens),
+        AdvantageForm::Token => {
+            policy_loss(&old_logprobs, &logprobs, &advantages, &mask, clip_range, dual_clip, n_tokens)
+        }
         AdvantageForm::Sequence => {
             let per_response: Vec<f32> = advantages.iter().map(|row| row[0]).collect();
             sequence_policy_loss(&old_logprobs, &logprobs, &per_response, &mask, clip_range, mini_batch.len())
