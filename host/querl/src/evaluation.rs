@@ -4,7 +4,7 @@ use crate::environment::{Baseline, Baselines, ScoreRequest, Scored, Scorer, Writ
 use crate::training::{Generation, Generator};
 use anyhow::Context;
 use querl_core::ports::{EnvironmentError, Progress};
-use querl_core::records::{DatasetRow, EvalRecord, Rejection, Reward, SystemAnswer, win};
+use querl_core::records::{DatasetRow, EvalRecord, Judgement, Rejection, Reward, SystemAnswer, win};
 
 /// Queries answered and scored between two safe points.
 const N_ROWS_AT_ONCE: usize = 16;
@@ -60,6 +60,12 @@ pub fn evaluate_system(
         progress.update(records.len() as u64, rows.len() as u64, system.name());
     }
     Ok(records)
+}
+
+/// How many answers are without hits or judgement because a call failed: another try may succeed.
+pub fn n_failed(records: &[EvalRecord]) -> u64 {
+    let answers = records.iter().filter_map(|record| record.outcome.as_ref().ok()).map(|answer| &answer.candidate);
+    answers.filter(|side| side.retrieval.is_err() || matches!(side.judgement, Judgement::Failed(_))).count() as u64
 }
 
 fn ask(
@@ -146,7 +152,6 @@ mod tests {
     use super::*;
     use crate::environment::testing::{Shop, dataset_row, validated};
     use querl_core::ports::{PolicyResponse, Silent};
-    use querl_core::records::Judgement;
 
     struct Fixed(&'static str);
 
@@ -184,6 +189,13 @@ mod tests {
         let first = records[0].outcome.as_ref().unwrap();
         assert_eq!((first.win, first.latency_ms, first.cost), (None, Some(700.0), Some(0.01)));
         assert_eq!(records[1].outcome.as_ref().unwrap_err().code, "teacher_failed");
+    }
+
+    #[test]
+    fn answers_whose_retrieval_or_judgement_failed_are_counted() {
+        let of = |text| n_failed(&evaluate(&System::Model { name: "rl", generator: &Fixed(text) }));
+        assert_eq!((of("good"), of("broken"), of("unjudgeable")), (0, 2, 2));
+        assert_eq!(n_failed(&evaluate(&System::Teacher)), 0, "a teacher that failed is asked by another stage");
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use querl_core::config::ConfigError;
 use querl_core::ports::EnvironmentError;
 use querl_data::DataError;
+use querl_model::ModelError;
 use querl_plugins::PluginError;
+use querl_train::TrainError;
 
 /// Ways to end other than well, with their exit codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,6 +59,13 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
         Some(_) => return Some(Ending::Usage),
         None => {}
     }
+    if let Some(error) = cause.downcast_ref::<ModelError>() {
+        return of_model(error);
+    }
+    // A transparent error's cause is its inner error's cause: the inner one is not in the chain.
+    if let Some(TrainError::Model(error)) = cause.downcast_ref::<TrainError>() {
+        return of_model(error);
+    }
     if cause.is::<PluginError>() {
         return Some(Ending::Usage);
     }
@@ -65,6 +74,16 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
         return Some(Ending::Usage);
     }
     cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
+}
+
+/// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
+fn of_model(error: &ModelError) -> Option<Ending> {
+    match error {
+        ModelError::MissingFile { .. } | ModelError::UnsupportedArchitecture { .. } | ModelError::BadFile { .. } => {
+            Some(Ending::Usage)
+        }
+        _ => None,
+    }
 }
 
 /// The error with its causes as one line.
@@ -99,6 +118,14 @@ mod tests {
         let error = anyhow::Error::from(Stop::limit("budget reached")).context("stage rl");
         assert_eq!((ending_of(&error), sentence(&error).as_str()), (Ending::Limit, "stage rl: budget reached"));
         assert_eq!(ending_of(&anyhow::anyhow!("disk full")), Ending::Failed);
+    }
+
+    #[test]
+    fn a_damaged_model_is_for_the_user_to_mend() {
+        let damaged = || ModelError::BadFile { path: "model".into(), message: "cut short".into() };
+        assert_eq!(ending_of(&anyhow::Error::from(damaged()).context("sft")), Ending::Usage);
+        assert_eq!(ending_of(&TrainError::from(damaged()).into()), Ending::Usage);
+        assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Failed);
     }
 
     #[test]

@@ -2,9 +2,9 @@
 //! number comes from a file of the run.
 
 use crate::failure::Stop;
-use crate::stages::{self, StageName};
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
+use crate::stages::{self, StageName};
 use anyhow::Context;
 use querl_core::config::{Config, load_resolved};
 use querl_core::fsx::{read_jsonl, write_atomic};

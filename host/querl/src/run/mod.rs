@@ -9,7 +9,9 @@ use crate::training;
 use anyhow::Context;
 use querl_core::config::Config;
 use querl_core::fsx::write_atomic;
+use querl_core::ports::Retriever;
 use querl_core::run_dir::RunDir;
+use std::sync::{Arc, OnceLock};
 
 /// One run, with its folder held against other processes until dropped.
 pub struct Run {
@@ -21,12 +23,14 @@ pub struct Run {
     pub plugins: Plugins,
     /// Waits for outside calls.
     pub runtime: tokio::runtime::Runtime,
+    /// Opened at first use: an index is built once for all stages.
+    retriever: OnceLock<Arc<dyn Retriever>>,
     _lock: lock::DirLock,
 }
 
 impl Run {
-    /// Opens everything that can be wrong with what the stages up to `last` use before any of them runs, then takes the
-    /// folder.
+    /// Opens model folder and plugins, as far as the stages up to `last` use them, then takes the folder. What a stage alone
+    /// needs is looked at before any stage runs, too ([`crate::stages::Stage::check`]).
     ///
     /// # Errors
     /// The model's folder or a plugin is unusable, another process holds the folder.
@@ -43,7 +47,19 @@ impl Run {
         for (path, text) in [(dir.config(), config.to_toml()), (dir.lock(), plugins.lock_file())] {
             write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
         }
-        Ok(Self { config, dir, plugins, runtime, _lock: lock })
+        Ok(Self { config, dir, plugins, runtime, retriever: OnceLock::new(), _lock: lock })
+    }
+
+    /// Finds passages.
+    ///
+    /// # Errors
+    /// Retrieval cannot be opened.
+    pub fn retriever(&self) -> anyhow::Result<Arc<dyn Retriever>> {
+        if let Some(open) = self.retriever.get() {
+            return Ok(open.clone());
+        }
+        let opened = querl_data::open_retriever(&self.config.retrieval, &self.config.tenant)?;
+        Ok(self.retriever.get_or_init(|| opened).clone())
     }
 
     /// Whom a scorer asks.
@@ -53,7 +69,7 @@ impl Run {
     pub fn services(&self) -> anyhow::Result<Services> {
         let config = &self.config;
         Ok(Services {
-            retriever: querl_data::open_retriever(&config.retrieval, &config.tenant)?,
+            retriever: self.retriever()?,
             judge: querl_data::open_judge(&config.judge, &config.retrieval)?,
             prompts: self.plugins.prompts.clone(),
             rewards: self.plugins.rewards.clone(),

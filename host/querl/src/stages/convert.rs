@@ -1,5 +1,6 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
+use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Stage, StageName, mean, teacher_name};
 use crate::run::Run;
 use anyhow::Context;
@@ -18,10 +19,10 @@ impl Stage for Convert {
         StageName::Convert
     }
 
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("data", &run.config.data, &["input"])?;
-        inputs.made_by("validate", &run.dir.validated())?;
+        inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         run.plugins.add_prompts(&mut inputs);
         run.plugins.add_filters(&mut inputs);

@@ -3,7 +3,7 @@
 use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Stage, StageName, remove, teacher_name, world};
 use crate::environment::{Baselines, Scorer};
-use crate::evaluation::{System, evaluate_system};
+use crate::evaluation::{System, evaluate_system, n_failed};
 use crate::failure::Stop;
 use crate::report::Names;
 use crate::run::Run;
@@ -24,19 +24,23 @@ impl Stage for Eval {
         StageName::Eval
     }
 
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         // The rest of the section is about the figures, which are made anew each time.
         inputs.text("eval.systems", run.config.eval.systems.join(" "));
         inputs.text("rl.max_new_tokens", run.config.rl.max_new_tokens);
-        inputs.folder("model", &run.config.model.path)?;
+        inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
-        inputs.made_by("validate", &run.dir.validated())?;
-        inputs.made_by("convert", &run.dir.split(Split::Test))?;
+        inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
+        inputs.made_by(ledger, StageName::Convert, &run.dir.split(Split::Test))?;
         for (system, folder) in trained(&run.config, &run.dir) {
-            inputs.made_by(system, &training::best(&folder))?;
+            inputs.made_by(ledger, system, &training::best(&folder))?;
         }
         Ok(inputs)
+    }
+
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.services().map(drop)
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
@@ -59,7 +63,7 @@ impl Stage for Eval {
         let mut facts = Facts::default();
         facts.add("answers", records.len()).add("teacher", names.teacher);
         facts.add("judge", names.judge).add("retrieval", names.retrieval);
-        Ok(Done { facts, n_failed: 0 })
+        Ok(Done { facts, n_failed: n_failed(&records) })
     }
 }
 
@@ -85,9 +89,10 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     let baselines = Baselines::new(read_jsonl(&run.dir.validated())?);
     let mut records = Vec::new();
     for name in &run.config.eval.systems {
-        let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained == name);
-        let generator =
-            adapter.map(|(name, folder)| anyhow::Ok((name, training::generator(run, &folder)?))).transpose()?;
+        let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained.as_str() == name);
+        let generator = adapter
+            .map(|(stage, folder)| anyhow::Ok((stage.as_str(), training::generator(run, &folder)?)))
+            .transpose()?;
         let system = match (&generator, name.as_str()) {
             (Some((name, generator)), _) => System::Model { name, generator: generator.as_ref() },
             (None, "teacher") => System::Teacher,
@@ -99,7 +104,7 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
 }
 
 /// The trained systems that are to be evaluated, with the folders of their stages.
-fn trained(config: &Config, dir: &RunDir) -> Vec<(&'static str, PathBuf)> {
-    let wanted = |name: &str| config.eval.systems.iter().any(|system| system == name);
-    [("sft", dir.sft()), ("rl", dir.rl())].into_iter().filter(|(name, _)| wanted(name)).collect()
+fn trained(config: &Config, dir: &RunDir) -> Vec<(StageName, PathBuf)> {
+    let wanted = |stage: StageName| config.eval.systems.iter().any(|system| system == stage.as_str());
+    [(StageName::Sft, dir.sft()), (StageName::Rl, dir.rl())].into_iter().filter(|(stage, _)| wanted(*stage)).collect()
 }

@@ -1,5 +1,7 @@
 //! What a stage depends on, as named digests: when one differs from last time, the stage is run again and says which.
 
+use super::StageName;
+use super::ledger::Ledger;
 use crate::failure::Stop;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -44,28 +46,40 @@ impl Inputs {
         Ok(self)
     }
 
-    /// The content of a file that an earlier stage left.
+    /// The content of a file or folder that an earlier stage left.
     ///
     /// # Errors
-    /// It is not there, or cannot be read.
-    pub fn made_by(&mut self, stage: &str, path: &Path) -> anyhow::Result<&mut Self> {
-        if !path.exists() {
+    /// It is not there, was left by a stage that did not come to its end, or cannot be read.
+    pub fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
+        let entry = ledger.entry(stage.as_str());
+        if entry.is_none() || !path.exists() {
             let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());
             return Err(Stop::usage(message).into());
         }
+        // Some of a stage's files are there before its end, and are then no result.
+        if entry.is_some_and(|entry| !entry.finished) {
+            let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
+            return Err(Stop::usage(message).into());
+        }
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let digest = if path.is_dir() { digest_folder(path)? } else { digest_file(path)? };
+        let digest = if path.is_dir() { digest_folder(path, |_| true)? } else { digest_file(path)? };
         self.0.insert(format!("{name} of {stage}"), digest);
         Ok(self)
     }
 
-    /// The files of a folder, its own folders left out.
+    /// The files of a Hugging Face directory that make the model: a README beside them changes no result.
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn folder(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
-        self.0.insert(name.into(), digest_folder(path)?);
+    pub fn model(&mut self, path: &Path) -> anyhow::Result<&mut Self> {
+        self.0.insert("model".into(), digest_folder(path, is_of_model)?);
         Ok(self)
+    }
+
+    /// Names of what earlier stages left, each with the stage.
+    pub fn upstream(&self) -> Vec<(&str, StageName)> {
+        let stage_of = |name: &str| StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
+        self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
     /// Names that are new, gone or different, in order.
@@ -92,18 +106,37 @@ fn digest_file(path: &Path) -> anyhow::Result<String> {
     }
 }
 
-fn digest_folder(path: &Path) -> anyhow::Result<String> {
+/// Whether querl or transformers read the file to load a model or its tokenizer.
+fn is_of_model(file: &str) -> bool {
+    const NAMES: [&str; 6] = [
+        "config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ];
+    let starts = ["tokenizer", "chat_template"].iter().any(|start| file.starts_with(start));
+    starts || NAMES.contains(&file) || file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json")
+}
+
+/// The files of a folder whose names are `wanted`, its own folders left out.
+fn digest_folder(path: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<String> {
     let unreadable = || format!("{}: cannot be read", path.display());
     let mut lines = Vec::new();
     for entry in std::fs::read_dir(path).with_context(unreadable)? {
         let entry = entry.with_context(unreadable)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !wanted(&name) {
+            continue;
+        }
         let meta = std::fs::metadata(entry.path()).with_context(unreadable)?;
         if meta.is_file() {
             let digest = match meta.len() {
                 n_bytes if n_bytes > LARGEST_READ_BYTES => format!("{n_bytes} {:?}", meta.modified().ok()),
                 _ => digest_file(&entry.path())?,
             };
-            lines.push(format!("{} {digest}", entry.file_name().to_string_lossy()));
+            lines.push(format!("{name} {digest}"));
         }
     }
     lines.sort();
@@ -113,6 +146,7 @@ fn digest_folder(path: &Path) -> anyhow::Result<String> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::ledger::Entry;
     use super::*;
 
     #[test]
@@ -138,8 +172,36 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_upstream_file_names_the_stage_that_makes_it() {
-        let error = Inputs::default().made_by("convert", Path::new("/nowhere/train.jsonl")).unwrap_err();
-        assert_eq!(error.to_string(), "/nowhere/train.jsonl: not there yet; run `querl convert` first, or `querl run`");
+    fn notes_beside_a_model_are_not_the_model() {
+        let folder = tempfile::tempdir().unwrap();
+        let of_model = || Inputs::default().model(folder.path()).unwrap().clone();
+        let put = |file, text| std::fs::write(folder.path().join(file), text).unwrap();
+        put("model-00001-of-00002.safetensors", "weights");
+        let before = of_model();
+        put("README.md", "notes");
+        put("corpus.jsonl", "{}");
+        assert_eq!(of_model(), before);
+        put("tokenizer_config.json", "{}");
+        assert_eq!(of_model().changed_since(&before), ["model"]);
+    }
+
+    #[test]
+    fn what_an_earlier_stage_left_counts_once_that_stage_is_finished() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.jsonl");
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let mut inputs = Inputs::default();
+        let refusal = |inputs: &mut Inputs, ledger: &Ledger| {
+            inputs.made_by(ledger, StageName::Convert, &path).map(drop).map_err(|error| error.to_string())
+        };
+        let missing = format!("{}: not there yet; run `querl convert` first, or `querl run`", path.display());
+        assert_eq!(refusal(&mut inputs, &ledger), Err(missing));
+        std::fs::write(&path, "{}").unwrap();
+        ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
+        let half = "convert was stopped on the way; run `querl convert` first, or `querl run`";
+        assert_eq!(refusal(&mut inputs, &ledger), Err(half.into()));
+        ledger.put("convert", Entry { finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
+        assert_eq!(refusal(&mut inputs, &ledger), Ok(()));
+        assert_eq!(inputs.upstream(), [("train.jsonl of convert", StageName::Convert)]);
     }
 }

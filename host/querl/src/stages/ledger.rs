@@ -29,6 +29,13 @@ pub struct Entry {
     pub seconds: f64,
 }
 
+impl Entry {
+    /// Of a stage that begins.
+    pub fn begun(inputs: Inputs) -> Self {
+        Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 }
+    }
+}
+
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Contents {
     format: u32,
@@ -84,18 +91,26 @@ impl Ledger {
 pub enum Decision {
     /// It is finished on these inputs: this is what is known of it.
     Skip(Entry),
-    /// It was begun on these inputs: what it left is good. Why it is run, in words.
+    /// It was begun on these inputs, or on others that leave its rows good: what it left is of use. Why it is run, in words.
     Continue(String),
     /// What it left, if anything, is of no use. Why it is run, in words.
     Anew(String),
 }
 
-/// What to do with a stage that would run on `inputs` now and leaves `outputs`.
-pub fn decide(entry: Option<&Entry>, inputs: &Inputs, outputs: &[PathBuf]) -> Decision {
+/// What to do with a stage that would run on `inputs` now and leaves `outputs`. `keeps_rows` says of an input whether rows
+/// done before it changed are still good.
+pub fn decide(
+    entry: Option<&Entry>,
+    inputs: &Inputs,
+    outputs: &[PathBuf],
+    keeps_rows: impl Fn(&str) -> bool,
+) -> Decision {
     let Some(entry) = entry else { return Decision::Anew("not run yet".into()) };
     let changed = inputs.changed_since(&entry.inputs);
     if !changed.is_empty() {
-        return Decision::Anew(format!("{} changed", listing(&changed)));
+        let reason = format!("{} changed", listing(&changed));
+        let all_kept = changed.iter().all(|name| keeps_rows(name));
+        return if all_kept { Decision::Continue(reason) } else { Decision::Anew(reason) };
     }
     if !entry.finished {
         return Decision::Continue("stopped on the way last time".into());
@@ -112,7 +127,7 @@ pub fn decide(entry: Option<&Entry>, inputs: &Inputs, outputs: &[PathBuf]) -> De
 }
 
 /// `a`, `a and b`, `a, b and 3 more`.
-fn listing(names: &[String]) -> String {
+pub fn listing(names: &[String]) -> String {
     match names {
         [] => String::new(),
         [only] => only.clone(),
@@ -135,31 +150,45 @@ mod tests {
     }
 
     fn entry(pairs: &[(&str, &str)]) -> Entry {
-        Entry { inputs: inputs(pairs), finished: true, n_failed: 0, facts: Facts::default(), seconds: 1.0 }
+        Entry { finished: true, seconds: 1.0, ..Entry::begun(inputs(pairs)) }
+    }
+
+    fn redo(entry: Option<&Entry>, inputs: &Inputs, outputs: &[PathBuf]) -> Decision {
+        decide(entry, inputs, outputs, |_| false)
+    }
+
+    #[test]
+    fn answers_are_kept_where_only_the_rows_changed() {
+        let known = entry(&[("query table", "a"), ("teacher.model", "m")]);
+        let now = |table, model| inputs(&[("query table", table), ("teacher.model", model)]);
+        let decided = |now| decide(Some(&known), &now, &[], |name| name == "query table");
+        assert_eq!(decided(now("b", "m")), Decision::Continue("query table changed".into()));
+        let both = "query table and teacher.model changed";
+        assert_eq!(decided(now("b", "n")), Decision::Anew(both.into()));
     }
 
     #[test]
     fn finished_stage_is_skipped_until_an_input_changes() {
         let known = entry(&[("sft.epochs", "3"), ("train.jsonl", "aa")]);
-        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Skip(known.clone()));
+        assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Skip(known.clone()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "aa")]);
-        assert_eq!(decide(Some(&known), &now, &[]), Decision::Anew("sft.epochs changed".into()));
+        assert_eq!(redo(Some(&known), &now, &[]), Decision::Anew("sft.epochs changed".into()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "bb"), ("new", "1")]);
-        assert_eq!(decide(Some(&known), &now, &[]), Decision::Anew("new, sft.epochs and 1 more changed".into()));
-        assert_eq!(decide(None, &now, &[]), Decision::Anew("not run yet".into()));
+        assert_eq!(redo(Some(&known), &now, &[]), Decision::Anew("new, sft.epochs and 1 more changed".into()));
+        assert_eq!(redo(None, &now, &[]), Decision::Anew("not run yet".into()));
     }
 
     #[test]
     fn killed_stage_goes_on() {
         let known = Entry { finished: false, ..entry(&[]) };
-        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Continue("stopped on the way last time".into()));
+        assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Continue("stopped on the way last time".into()));
     }
 
     #[test]
     fn failed_rows_and_lost_outputs_reopen_a_stage() {
         let known = Entry { n_failed: 2, ..entry(&[]) };
-        assert_eq!(decide(Some(&known), &known.inputs, &[]), Decision::Continue("2 rows failed last time".into()));
-        let lost = decide(Some(&entry(&[])), &inputs(&[]), &["/nowhere/train.jsonl".into()]);
+        assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Continue("2 rows failed last time".into()));
+        let lost = redo(Some(&entry(&[])), &inputs(&[]), &["/nowhere/train.jsonl".into()]);
         assert_eq!(lost, Decision::Continue("its train.jsonl is missing".into()));
     }
 

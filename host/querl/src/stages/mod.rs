@@ -90,8 +90,23 @@ pub trait Stage: Sync {
     /// Everything that its result depends on.
     ///
     /// # Errors
-    /// An input is missing or cannot be read.
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs>;
+    /// An input is missing, made by a stage that is not finished, or cannot be read.
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs>;
+
+    /// True where what was done before a change of the input `name` is still good, row by row.
+    fn keeps_rows(&self, name: &str) -> bool {
+        let _ = name;
+        false
+    }
+
+    /// Opens what the stage will need of the outside, so that what is wrong with it shows before any stage runs.
+    ///
+    /// # Errors
+    /// A table, a service or a key is missing or cannot be used.
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        let _ = run;
+        Ok(())
+    }
 
     /// What it leaves, whole or not at all.
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;

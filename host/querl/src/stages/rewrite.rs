@@ -1,5 +1,6 @@
 //! Stage 1: the teacher rewrites each query.
 
+use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Stage, StageName, journal_of, remove, world};
 use crate::interrupt;
 use crate::run::Run;
@@ -10,6 +11,9 @@ use querl_data::{Journal, QueryTable, open_teacher, read_table, rewrite, write_r
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+/// As the ledger calls the input.
+const QUERY_TABLE: &str = "query table";
+
 /// The stage.
 pub struct Rewrite;
 
@@ -18,13 +22,24 @@ impl Stage for Rewrite {
         StageName::Rewrite
     }
 
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+    fn inputs(&self, run: &Run, _: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("data", &run.config.data, &["input", "split", "split_seed"])?;
-        inputs.file("query table", &run.config.data.input)?;
+        inputs.file(QUERY_TABLE, &run.config.data.input)?;
         world::add_teacher(&mut inputs, run)?;
         run.plugins.add_prompts(&mut inputs);
         Ok(inputs)
+    }
+
+    /// A rewrite is found again by its query: other rows leave it good.
+    fn keeps_rows(&self, name: &str) -> bool {
+        name == QUERY_TABLE || name.starts_with("data.")
+    }
+
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        read_table(&run.config.data)?;
+        open_teacher(&run.config.teacher)?;
+        Ok(())
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {

@@ -1,5 +1,6 @@
 //! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
 
+use super::ledger::Ledger;
 use super::{Done, Inputs, Stage, StageName, remove, world};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, TrainingEnvironment};
 use crate::metrics_log::{self, MetricsLog};
@@ -22,18 +23,22 @@ impl Stage for Rl {
         StageName::Rl
     }
 
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("rl", &run.config.rl, &[])?;
         inputs.text("seed", run.config.seed).text("model.dtype", &run.config.model.dtype);
-        inputs.folder("model", &run.config.model.path)?;
+        inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
-        inputs.made_by("sft", &training::best(&run.dir.sft()))?;
+        inputs.made_by(ledger, StageName::Sft, &training::best(&run.dir.sft()))?;
         for split in [Split::Train, Split::Val] {
-            inputs.made_by("convert", &run.dir.split(split))?;
+            inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
         }
-        inputs.made_by("validate", &run.dir.validated())?;
+        inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         Ok(inputs)
+    }
+
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.services().map(drop)
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {

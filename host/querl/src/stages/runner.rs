@@ -5,12 +5,14 @@
 
 use super::facts::Facts;
 use super::inputs::Inputs;
-use super::ledger::{Decision, Entry, Ledger, decide};
+use super::ledger::{Decision, Entry, Ledger, decide, listing};
 use super::{Stage, StageName};
+use crate::failure::Stop;
 use crate::interrupt;
 use crate::run::Run;
 use crate::terminal::{self, StageProgress};
 use anyhow::Context;
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 /// Which stages to look at, and which of them to run whatever the ledger says.
@@ -22,6 +24,12 @@ pub struct Window {
     pub last: StageName,
     /// This one and all after it are run anew.
     pub forced_from: Option<StageName>,
+}
+
+impl Window {
+    fn stages(self) -> impl Iterator<Item = StageName> {
+        StageName::ALL.into_iter().filter(move |name| (self.first..=self.last).contains(name))
+    }
 }
 
 /// What became of one stage.
@@ -43,19 +51,62 @@ pub struct Outcome {
 /// A stage failed or was interrupted; those before it are in the ledger.
 pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     let mut ledger = Ledger::open(&run.dir.stages())?;
-    let names = StageName::ALL.into_iter().filter(|name| (window.first..=window.last).contains(name));
-    names.map(|name| run_stage(run, &mut ledger, name, window)).collect()
+    check_upstream(run, &ledger, window.first)?;
+    pending(run, &ledger, window)?.into_iter().try_for_each(|name| name.stage().check(run))?;
+    window.stages().map(|name| run_stage(run, &mut ledger, name, window)).collect()
+}
+
+/// Refuses a first stage whose input was made from what is no longer there: the stages before it are not run here, so their
+/// place in the chain of files is looked at. Other settings of theirs are said and used as they are: who runs a single stage
+/// may want to try a setting on what the run holds.
+fn check_upstream(run: &Run, ledger: &Ledger, first: StageName) -> anyhow::Result<()> {
+    let mut open: BTreeSet<StageName> = stages_behind(&first.stage().inputs(run, ledger)?);
+    // Latest first: what an earlier one needs comes before it.
+    while let Some(name) = open.pop_last() {
+        let inputs = name.stage().inputs(run, ledger)?;
+        let Some(entry) = ledger.entry(name.as_str()) else { continue };
+        let changed = inputs.changed_since(&entry.inputs);
+        let stale = inputs.upstream().into_iter().find(|(file, _)| changed.iter().any(|name| name == file));
+        if let Some((file, _)) = stale {
+            let message = format!("{name} ran before {file} changed; run `querl {name}` first, or `querl run`");
+            return Err(Stop::usage(message).into());
+        }
+        if !changed.is_empty() {
+            terminal::say(&format!("{name}: {} changed since it ran; what it left is used", listing(&changed)));
+        }
+        open.extend(stages_behind(&inputs));
+    }
+    Ok(())
+}
+
+fn stages_behind(inputs: &Inputs) -> BTreeSet<StageName> {
+    inputs.upstream().into_iter().map(|(_, stage)| stage).collect()
+}
+
+/// The stages that may have work to do: from the first on that is not finished, since what it leaves decides on the others.
+fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<StageName>> {
+    for name in window.stages() {
+        let inputs = name.stage().inputs(run, ledger)?;
+        if !matches!(decide_on(run, ledger, name, &inputs, window), Decision::Skip(_)) {
+            return Ok(Window { first: name, ..window }.stages().collect());
+        }
+    }
+    Ok(Vec::new())
+}
+
+fn decide_on(run: &Run, ledger: &Ledger, name: StageName, inputs: &Inputs, window: Window) -> Decision {
+    let stage = name.stage();
+    match window.forced_from {
+        Some(first) if name >= first => Decision::Anew(format!("--from {first}")),
+        _ => decide(ledger.entry(name.as_str()), inputs, &stage.outputs(&run.dir), |input| stage.keeps_rows(input)),
+    }
 }
 
 fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) -> anyhow::Result<Outcome> {
     interrupt::check()?;
     let stage = name.stage();
-    let inputs = stage.inputs(run)?;
-    let decision = match window.forced_from {
-        Some(first) if name >= first => Decision::Anew(format!("--from {first}")),
-        _ => decide(ledger.entry(name.as_str()), &inputs, &stage.outputs(&run.dir)),
-    };
-    let reason = match decision {
+    let inputs = stage.inputs(run, ledger)?;
+    let reason = match decide_on(run, ledger, name, &inputs, window) {
         Decision::Skip(Entry { facts, seconds, .. }) => {
             terminal::say(&format!("{name}: finished earlier, skipped"));
             return Ok(Outcome { stage: name, ran: false, facts, seconds });
@@ -77,7 +128,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
 
 fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) -> anyhow::Result<Outcome> {
     let name = stage.name();
-    let begun = Entry { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 };
+    let begun = Entry::begun(inputs);
     ledger.put(name.as_str(), begun.clone())?;
     let start = Instant::now();
     let done = {

@@ -1,5 +1,6 @@
 //! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
 
+use super::ledger::Ledger;
 use super::{Done, Inputs, Stage, StageName, remove};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
@@ -18,13 +19,13 @@ impl Stage for Sft {
         StageName::Sft
     }
 
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("sft", &run.config.sft, &[])?;
         inputs.text("seed", run.config.seed).text("model.dtype", &run.config.model.dtype);
-        inputs.folder("model", &run.config.model.path)?;
+        inputs.model(&run.config.model.path)?;
         for split in [Split::Train, Split::Val] {
-            inputs.made_by("convert", &run.dir.split(split))?;
+            inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
         }
         Ok(inputs)
     }

@@ -1,5 +1,6 @@
 //! Stage 2: what does retrieval find with each rewrite?
 
+use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Stage, StageName, journal_of, mean, remove, world};
 use crate::interrupt;
 use crate::run::Run;
@@ -7,7 +8,7 @@ use querl_core::fsx::read_jsonl;
 use querl_core::ports::Progress;
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, open_retriever, validate, write_validated_xlsx};
+use querl_data::{Journal, validate, write_validated_xlsx};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -19,11 +20,20 @@ impl Stage for Validate {
         StageName::Validate
     }
 
-    fn inputs(&self, run: &Run) -> anyhow::Result<Inputs> {
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         world::add_retrieval(&mut inputs, run)?;
-        inputs.made_by("rewrite", &run.dir.rewrites())?;
+        inputs.made_by(ledger, StageName::Rewrite, &run.dir.rewrites())?;
         Ok(inputs)
+    }
+
+    /// Hits are found again by query and rewrite: other rewrites leave them good.
+    fn keeps_rows(&self, name: &str) -> bool {
+        name == "rewrites.jsonl of rewrite"
+    }
+
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.retriever().map(drop)
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
@@ -37,7 +47,7 @@ impl Stage for Validate {
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let rewrites: Vec<RewriteRecord> = read_jsonl(&run.dir.rewrites())?;
-        let retriever = open_retriever(&run.config.retrieval, &run.config.tenant)?;
+        let retriever = run.retriever()?;
         let (mut journal, previous) = Journal::open(&run.dir.validated())?;
         let n_calls = run.config.retrieval.max_concurrent;
         let calls = validate(&rewrites, retriever.as_ref(), previous, &mut journal, n_calls, progress);

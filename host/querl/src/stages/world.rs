@@ -2,9 +2,16 @@
 
 use super::Inputs;
 use crate::run::Run;
+use querl_core::config::JudgeKind;
 
 /// Keys that bound calls without changing their answers, and paths, whose content is added instead.
 const CALLS: [&str; 4] = ["api_key_env", "max_concurrent", "timeout_s", "max_retries"];
+
+/// Keys that change what a call costs and not its answer.
+const PRICES: [&str; 2] = ["price_prompt_per_million", "price_completion_per_million"];
+
+/// Keys of an endpoint, which a judge that is none does not look at.
+const ENDPOINT: [&str; 5] = ["base_url", "model", "temperature", "max_tokens", "legacy_max_tokens"];
 
 /// Retrieval and the files it reads.
 ///
@@ -27,8 +34,7 @@ pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 /// # Errors
 /// The recording cannot be read.
 pub fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
-    let prices = ["price_prompt_per_million", "price_completion_per_million"];
-    inputs.section("teacher", &run.config.teacher, &[&CALLS[..], &prices, &["path"]].concat())?;
+    inputs.section("teacher", &run.config.teacher, &[&CALLS[..], &PRICES, &["path"]].concat())?;
     if let Some(path) = &run.config.teacher.path {
         inputs.file("recording of the teacher", path)?;
     }
@@ -41,7 +47,8 @@ pub fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 /// A file cannot be read.
 pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, run)?;
-    inputs.section("judge", &run.config.judge, &CALLS)?;
+    let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
+    inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
     run.plugins.add_prompts(inputs);
     run.plugins.add_rewards(inputs);
     Ok(())
