@@ -85,16 +85,25 @@ pub enum ReadError {
 /// # Errors
 /// The file cannot be read, or a line is not a `T`.
 pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, ReadError> {
+    Ok(read_numbered_jsonl(path)?.into_iter().map(|(_, record)| record).collect())
+}
+
+/// As [`read_jsonl`], with each record's line number; the first line is 1.
+///
+/// # Errors
+/// The file cannot be read, or a line is not a record.
+pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<(usize, T)>, ReadError> {
     let text =
         std::fs::read_to_string(path).map_err(|source| ReadError::Io { path: path.display().to_string(), source })?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     lines
         .map(|(index, line)| {
-            serde_json::from_str(line).map_err(|source| ReadError::Line {
+            let record = serde_json::from_str(line).map_err(|source| ReadError::Line {
                 path: path.display().to_string(),
                 line: index + 1,
                 source,
-            })
+            })?;
+            Ok((index + 1, record))
         })
         .collect()
 }

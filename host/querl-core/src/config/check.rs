@@ -1,7 +1,7 @@
 //! What no schema says: which keys need each other, which files must be there.
 
 use super::conform::{Violation, wrong};
-use super::{Config, EndpointConfig, JudgeKind, RetrievalKind, TeacherKind};
+use super::{AdvantageForm, Config, EndpointConfig, JudgeKind, RetrievalKind, TeacherKind};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use toml::Value;
@@ -55,6 +55,7 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     check_device(config, &mut violations);
     check_split(config, &mut violations);
     check_sources(config, &mut violations);
+    check_dual_clip(config, &mut violations);
     check_systems(config, &mut violations);
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::new("plugins.rewards", "plugins.rewards is empty; expected at least one reward"));
@@ -148,16 +149,31 @@ fn check_endpoint(section: &str, endpoint: &EndpointConfig, violations: &mut Vec
 
 fn check_url(key: &str, url: Option<&str>, violations: &mut Vec<Violation>) {
     let Some(url) = url else { return };
-    let Some(rest) = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://")) else {
-        violations.push(wrong_text(key, url, "an address that begins with http:// or https://"));
-        return;
+    let rest = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
+    let host = rest.map(|rest| rest.split(['/', '?', '#']).next().unwrap_or_default());
+    // A value with `@` or `?` is not shown: it may hold a key.
+    let hidden = |what: &str| Violation::new(key, format!("{key} {what}"));
+    let violation = match host {
+        Some(host) if host.contains('@') => {
+            hidden("holds a user name or password; put the key into the environment instead")
+        }
+        Some(_) if url.contains('?') => hidden("holds a query (`?`), which may be a key; give the address without it"),
+        None if url.contains(['@', '?']) => hidden("is not an address that begins with http:// or https://"),
+        None => wrong_text(key, url, "an address that begins with http:// or https://"),
+        Some("") => wrong_text(key, url, "an address with a host"),
+        Some(_) => return,
     };
-    let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
-    if host.contains('@') {
-        let message = format!("{key} holds a user name or password; put the key into the environment instead");
+    violations.push(violation);
+}
+
+fn check_dual_clip(config: &Config, violations: &mut Vec<Violation>) {
+    let (key, dual_clip) = ("rl.dual_clip", config.rl.dual_clip);
+    if dual_clip > 0.0 && dual_clip <= 1.0 {
+        violations.push(wrong(key, &Value::Float(dual_clip), "0.0, or more than 1.0"));
+    } else if dual_clip > 0.0 && config.rl.advantage_form == AdvantageForm::Sequence {
+        let message =
+            format!("{key} is {dual_clip:?}; rl.advantage_form = \"sequence\" has no such bound, expected 0.0");
         violations.push(Violation::new(key, message));
-    } else if host.is_empty() {
-        violations.push(wrong_text(key, url, "an address with a host"));
     }
 }
 

@@ -336,6 +336,36 @@ path = "reward.wasm"
                 "querl.toml:8: judge.base_url holds a user name or password; put the key into the environment instead",
             ),
             (
+                "[judge]",
+                "[judge]\nbase_url = \"https://x/v1?key=secret\"",
+                "querl.toml:8: judge.base_url holds a query (`?`), which may be a key; give the address without it",
+            ),
+            (
+                "[judge]",
+                "[judge]\nbase_url = \"me:secret@x/v1\"",
+                "querl.toml:8: judge.base_url is not an address that begins with http:// or https://",
+            ),
+            (
+                "[retrieval]",
+                "[retrieval]\nurl = \"x/v1?key=secret\"",
+                "querl.toml:10: retrieval.url is not an address that begins with http:// or https://",
+            ),
+            (
+                "[retrieval]",
+                "[retrieval]\nurl = \"x/v1\"",
+                "querl.toml:10: retrieval.url is \"x/v1\"; expected an address that begins with http:// or https://",
+            ),
+            (
+                "gae_lambda = 0.95",
+                "dual_clip = 1",
+                "querl.toml:16: rl.dual_clip is 1.0; expected 0.0, or more than 1.0",
+            ),
+            (
+                "gae_lambda = 0.95",
+                "advantage_form = \"sequence\"\ndual_clip = 3.0",
+                "querl.toml:17: rl.dual_clip is 3.0; rl.advantage_form = \"sequence\" has no such bound, expected 0.0",
+            ),
+            (
                 "[model]",
                 "[eval]\nsystems = [\"raw\", \"gold\"]\n[model]",
                 "querl.toml:14: eval.systems[1] is \"gold\"; expected raw, teacher, sft or rl",

@@ -77,16 +77,16 @@ pub struct DataConfig {
     /// Column of the query.
     #[serde(default = "defaults::query_column")]
     pub query_column: String,
-    /// Column of the user profile; a missing column reads as empty.
+    /// Column of the user profile; without a column of the default name it reads as empty.
     #[serde(default = "defaults::profile_column")]
     pub profile_column: String,
-    /// Column of the history summary; a missing column reads as empty.
+    /// Column of the history summary; without a column of the default name it reads as empty.
     #[serde(default = "defaults::history_column")]
     pub history_column: String,
-    /// Column of gold passage ids, separated by commas, semicolons or spaces; a missing column reads as unknown.
+    /// Column of gold passage ids, separated by commas, semicolons or spaces; without a column of the default name they are unknown.
     #[serde(default = "defaults::gold_column")]
     pub gold_column: String,
-    /// Column whose equal values make one group; by default the gold column, else the normalised query.
+    /// Column whose equal values make one group; by default the gold ids, else the normalised query.
     #[serde(default)]
     pub group_column: Option<String>,
     /// Shares of train, val and test; sum 1.
@@ -96,6 +96,15 @@ pub struct DataConfig {
     /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
     #[serde(default = "defaults::seed")]
     pub split_seed: u64,
+}
+
+impl DataConfig {
+    /// Default of `profile_column`.
+    pub const PROFILE_COLUMN: &str = "用户画像";
+    /// Default of `history_column`.
+    pub const HISTORY_COLUMN: &str = "历史摘要";
+    /// Default of `gold_column`.
+    pub const GOLD_COLUMN: &str = "相关文档";
 }
 
 /// The model to train.
@@ -129,6 +138,7 @@ impl Default for EvalConfig {
 }
 
 mod defaults {
+    use super::DataConfig;
     use std::path::PathBuf;
 
     pub(super) fn device() -> String {
@@ -144,13 +154,13 @@ mod defaults {
         "问题".into()
     }
     pub(super) fn profile_column() -> String {
-        "用户画像".into()
+        DataConfig::PROFILE_COLUMN.into()
     }
     pub(super) fn history_column() -> String {
-        "历史摘要".into()
+        DataConfig::HISTORY_COLUMN.into()
     }
     pub(super) fn gold_column() -> String {
-        "相关文档".into()
+        DataConfig::GOLD_COLUMN.into()
     }
     pub(super) fn split() -> [f64; 3] {
         [0.8, 0.1, 0.1]
