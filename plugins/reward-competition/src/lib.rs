@@ -3,7 +3,7 @@
 //! ```text
 //! judge     = tanh(3 * (policy score - baseline score) / 5)      judge scores are 0 to 5
 //! retrieval = tanh(3 * (policy quality - baseline quality))      quality = 0.6 * top1 + 0.4 * mean(top3), 0 without hits
-//! win       = 0.5, -0.3 or 0: the policy's quality is above, below or equal to the baseline's
+//! win       = 0.5, -0.3 or 0: the policy's quality is above, below or equal (within 1e-9) to the baseline's
 //! total     = clip(0.35 * judge + 0.40 * retrieval + 0.25 * win, -1, 1)
 //! ```
 //!
@@ -15,11 +15,12 @@
 //! of the target, which is the same code inside a component but another one in native tests.
 
 use querl_sdk::{Candidate, Episode, Hit, Judgement, Rejection, Reward, Score, SettingError, Settings};
-use std::cmp::Ordering;
 use std::ops::RangeInclusive;
 
 /// A judge's scores are 0 to 5.
 const JUDGE_SCALE: f64 = 5.0;
+/// Qualities no further apart than this are equal, as in the host's win rates: sums of the same scores in another order are.
+const DRAW_TOLERANCE: f64 = 1e-9;
 
 /// The reward, with its constants.
 #[derive(Debug, Clone, PartialEq)]
@@ -85,9 +86,9 @@ impl Competition {
     fn parts(&self, episode: &Episode) -> Result<Parts, Rejection> {
         let policy = self.quality(hits(&episode.policy, "policy")?);
         let baseline = self.quality(hits(&episode.baseline, "baseline")?);
-        let win = match policy.partial_cmp(&baseline) {
-            Some(Ordering::Greater) => self.win,
-            Some(Ordering::Less) => self.loss,
+        let win = match policy - baseline {
+            difference if difference > DRAW_TOLERANCE => self.win,
+            difference if difference < -DRAW_TOLERANCE => self.loss,
             _ => self.draw,
         };
         let judge = judge_difference(episode)?.map(|difference| libm::tanh(self.tanh_scale * difference));

@@ -59,6 +59,16 @@ fn a_draw_is_zero_and_the_ends_are_the_documented_ones() {
 }
 
 #[test]
+fn qualities_within_the_tolerance_draw() {
+    let win = |policy: f64, baseline: f64| {
+        let plain = |score: f64| candidate(&[score], Judgement::NotSampled);
+        score(plain(policy), plain(baseline)).unwrap().components[1].value
+    };
+    assert_eq!((win(0.5 + 5e-10, 0.5), win(0.5, 0.5 + 5e-10)), (0.0, 0.0));
+    assert_eq!((win(0.5 + 2e-9, 0.5), win(0.5, 0.5 + 2e-9)), (0.5, -0.3));
+}
+
+#[test]
 fn quality_takes_the_mean_of_what_is_there_up_to_three() {
     let plugin = Competition::new(&Settings::none()).unwrap();
     let quality = |scores: &[f64]| plugin.quality(&candidate(scores, scored(0.0)).retrieval.unwrap());

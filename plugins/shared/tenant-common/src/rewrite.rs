@@ -38,7 +38,8 @@ const QUOTES: [(&str, &str); 11] = [
     ("”", "“"),
 ];
 
-/// The rewrite in a model's answer: thinking, fences, JSON, prefixes and quotes taken away; the first line that is left.
+/// The rewrite in a model's answer: thinking, fences, JSON, prefixes and quotes taken away; the first line that is left, unless
+/// it ends in a colon and so only announces the next.
 ///
 /// # Errors
 /// Nothing is left, or the thinking never ended.
@@ -46,14 +47,20 @@ pub fn parse_rewrite(text: &str) -> Result<String, Rejection> {
     let answer = after_thinking(text)?;
     if let Some(object) = json_object_with(&answer, "rewritten_query") {
         let value = object.get("rewritten_query").and_then(|value| value.as_str()).unwrap_or_default();
-        return non_empty(value.lines().map(clean).find(|line| !line.is_empty()));
+        return first_line(value.lines());
     }
-    let lines = answer.lines().filter(|line| !line.trim_start().starts_with("```"));
-    non_empty(lines.map(clean).find(|line| !line.is_empty()))
+    first_line(answer.lines().filter(|line| !line.trim_start().starts_with("```")))
 }
 
-fn non_empty(line: Option<String>) -> Result<String, Rejection> {
-    line.ok_or_else(|| Rejection::new("empty_rewrite", "the answer holds no rewrite"))
+fn first_line<'a>(lines: impl Iterator<Item = &'a str>) -> Result<String, Rejection> {
+    let mut lines = lines.map(clean).filter(|line| !line.is_empty()).peekable();
+    while let Some(line) = lines.next() {
+        let announces = line.ends_with([':', '：']) && lines.peek().is_some();
+        if !announces {
+            return Ok(line);
+        }
+    }
+    Err(Rejection::new("empty_rewrite", "the answer holds no rewrite"))
 }
 
 /// Takes prefixes, list marks and quotes off one line until none is left.
@@ -131,6 +138,8 @@ mod tests {
             "{\"rewritten_query\": \"胶原蛋白肽的服用方法\", \"reason\": \"补充\"}",
             "结果如下 {\"rewritten_query\": \"改写：胶原蛋白肽的服用方法\"}",
             "- 胶原蛋白肽的服用方法",
+            "好的，以下是改写后的查询：\n胶原蛋白肽的服用方法",
+            "Sure, here it is:\n\n**好的，改写如下：**\n```\n胶原蛋白肽的服用方法\n```\n说明：补充了产品名。",
         ];
         for answer in answers {
             assert_eq!(parse_rewrite(answer).as_deref(), Ok(REWRITE), "{answer}");
@@ -139,7 +148,7 @@ mod tests {
 
     #[test]
     fn text_that_only_looks_dressed_stays() {
-        for text in ["\"A\"和\"B\"的区别", "查询订单物流", "改写后", "输出功率多大", "3:1 的配比怎么冲"]
+        for text in ["\"A\"和\"B\"的区别", "查询订单物流", "改写后", "输出功率多大", "3:1 的配比怎么冲", "成分表："]
         {
             assert_eq!(parse_rewrite(text).as_deref(), Ok(text));
         }
