@@ -28,6 +28,9 @@ pub struct HostOptions {
     pub cache_dir: Option<PathBuf>,
 }
 
+/// Settings of a plugin, as the configuration has them.
+pub type PluginSettings = BTreeMap<String, toml::Value>;
+
 /// Loads plugins and makes ports of them. Clones share everything.
 #[derive(Clone)]
 pub struct PluginHost {
@@ -88,9 +91,16 @@ impl PluginHost {
     /// # Errors
     /// As [`PluginHost::load`]; or not a prompt plugin; or a setting that it does not know or accept.
     pub fn prompts(&self, config: &PluginConfig) -> Result<Box<dyn Prompts>, PluginError> {
-        let plugin = self.load(&config.path)?;
-        let indices = plugin.parts.exports.prompts.clone().ok_or_else(|| wrong_kind(&plugin, PluginKind::Prompt))?;
-        Ok(Box::new(PromptPlugin::new(self.configure(&plugin, &config.settings)?, indices)))
+        self.prompts_of(&self.load(&config.path)?, &config.settings)
+    }
+
+    /// As [`PluginHost::prompts`], of a plugin that this host has loaded.
+    ///
+    /// # Errors
+    /// Not a prompt plugin; or a setting that it does not know or accept.
+    pub fn prompts_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn Prompts>, PluginError> {
+        let indices = plugin.parts.exports.prompts.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Prompt))?;
+        Ok(Box::new(PromptPlugin::new(self.configure(plugin, settings)?, indices)))
     }
 
     /// A filter of training data.
@@ -98,9 +108,16 @@ impl PluginHost {
     /// # Errors
     /// As [`PluginHost::load`]; or not a filter plugin; or a setting that it does not know or accept.
     pub fn filter(&self, config: &PluginConfig) -> Result<Box<dyn Filter>, PluginError> {
-        let plugin = self.load(&config.path)?;
-        let indices = plugin.parts.exports.filters.clone().ok_or_else(|| wrong_kind(&plugin, PluginKind::Filter))?;
-        Ok(Box::new(FilterPlugin::new(self.configure(&plugin, &config.settings)?, indices)))
+        self.filter_of(&self.load(&config.path)?, &config.settings)
+    }
+
+    /// As [`PluginHost::filter`], of a plugin that this host has loaded.
+    ///
+    /// # Errors
+    /// Not a filter plugin; or a setting that it does not know or accept.
+    pub fn filter_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn Filter>, PluginError> {
+        let indices = plugin.parts.exports.filters.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Filter))?;
+        Ok(Box::new(FilterPlugin::new(self.configure(plugin, settings)?, indices)))
     }
 
     /// A reward. The weight in `config` is the caller's to apply.
@@ -108,9 +125,16 @@ impl PluginHost {
     /// # Errors
     /// As [`PluginHost::load`]; or not a reward plugin; or a setting that it does not know or accept; or a range that is none.
     pub fn reward(&self, config: &WeightedPluginConfig) -> Result<Box<dyn RewardModel>, PluginError> {
-        let plugin = self.load(&config.path)?;
-        let indices = plugin.parts.exports.rewards.clone().ok_or_else(|| wrong_kind(&plugin, PluginKind::Reward))?;
-        Ok(Box::new(RewardPlugin::new(self.configure(&plugin, &config.settings)?, indices)?))
+        self.reward_of(&self.load(&config.path)?, &config.settings)
+    }
+
+    /// As [`PluginHost::reward`], of a plugin that this host has loaded.
+    ///
+    /// # Errors
+    /// Not a reward plugin; or a setting that it does not know or accept; or a range that is none.
+    pub fn reward_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
+        let indices = plugin.parts.exports.rewards.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Reward))?;
+        Ok(Box::new(RewardPlugin::new(self.configure(plugin, settings)?, indices)?))
     }
 
     fn loaded(&self, digest: &str) -> Option<Plugin> {
@@ -146,7 +170,7 @@ impl PluginHost {
     }
 
     /// Lets the plugin check its settings, and refuses those that it does not look at.
-    fn configure(&self, plugin: &Plugin, values: &BTreeMap<String, toml::Value>) -> Result<Caller, PluginError> {
+    fn configure(&self, plugin: &Plugin, values: &PluginSettings) -> Result<Caller, PluginError> {
         let parts = &plugin.parts;
         let caller = self.caller(&parts.name, &parts.version, &parts.exports, settings::rendered(values));
         let (checked, known) = caller.call(1, |store, instance| {

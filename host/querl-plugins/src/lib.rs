@@ -29,5 +29,5 @@ mod text;
 mod wasi;
 
 pub use error::PluginError;
-pub use host::{HostOptions, PluginHost};
+pub use host::{HostOptions, PluginHost, PluginSettings};
 pub use load::{Plugin, PluginKind};

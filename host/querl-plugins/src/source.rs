@@ -72,6 +72,7 @@ impl CrateFolder {
     }
 
     fn build(&self) -> Result<(), PluginError> {
+        let started = SystemTime::now();
         let unreadable = |reason: String| PluginError::Unreadable { path: self.folder.clone(), reason };
         let mut cargo = Command::new("cargo");
         cargo.args(["build", "--release", "--target", TARGET, "--target-dir"]).arg(self.workspace.join("target"));
@@ -92,9 +93,20 @@ impl CrateFolder {
             return Err(explained(self.folder.clone(), &String::from_utf8_lossy(&output.stderr)));
         }
         if self.component().is_file() {
-            return Ok(());
+            return self.date_from(started).map_err(|error| unreadable(format!("its component: {error}")));
         }
         Err(unreadable("cargo built no component; expected `crate-type = [\"cdylib\", \"rlib\"]` under [lib]".into()))
+    }
+}
+
+impl CrateFolder {
+    /// Dates the component from the start of the build that looked at the sources. Cargo leaves an old one where nothing that
+    /// counts has changed (a touched manifest), and it would be taken for stale for ever.
+    fn date_from(&self, started: SystemTime) -> std::io::Result<()> {
+        if modified(&self.component()).is_some_and(|time| time < started) {
+            std::fs::File::options().append(true).open(self.component())?.set_modified(started)?;
+        }
+        Ok(())
     }
 }
 
@@ -191,6 +203,24 @@ mod tests {
     fn dep_info_with_spaces_in_names_is_read() {
         let sources = listed_sources("/t/x.wasm: /a/b\\ c.rs /d.rs\n");
         assert_eq!(sources, [PathBuf::from("/a/b c.rs"), PathBuf::from("/d.rs")].into());
+    }
+
+    #[test]
+    fn component_that_cargo_left_alone_is_fresh_after_the_build() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, output) = (folder.path().canonicalize().unwrap(), format!("target/{TARGET}/release"));
+        std::fs::create_dir_all(path.join(&output)).unwrap();
+        let manifest = path.join("Cargo.toml");
+        std::fs::write(&manifest, "[package]\nname = 'x'\n[workspace]").unwrap();
+        let put = |extension: &str, text: String| std::fs::write(path.join(&output).join(extension), text).unwrap();
+        put("x.wasm", String::new());
+        put("x.d", format!("x.wasm: {}\n", manifest.display()));
+        let plugin = CrateFolder::read(&path).unwrap();
+        let old = SystemTime::now() - std::time::Duration::from_secs(60);
+        std::fs::File::options().append(true).open(plugin.component()).unwrap().set_modified(old).unwrap();
+        assert!(!plugin.is_fresh());
+        plugin.date_from(SystemTime::now()).unwrap();
+        assert!(plugin.is_fresh());
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod environment;
 mod evaluation;
 mod failure;
 mod interrupt;
+mod lengths;
 mod metrics_log;
 mod plugins;
 mod report;

@@ -4,9 +4,8 @@ use crate::environment::WeightedReward;
 use crate::stages::inputs::Inputs;
 use querl_core::config::PluginsConfig;
 use querl_core::ports::{Filter, Prompts};
-use querl_plugins::{HostOptions, PluginError, PluginHost};
+use querl_plugins::{HostOptions, PluginError, PluginHost, PluginSettings};
 use serde::Serialize;
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -41,7 +40,7 @@ impl Plugins {
     pub fn open(config: &PluginsConfig) -> Result<Self, PluginError> {
         let host = PluginHost::new(HostOptions { limits: config.limits.clone(), cache_dir: None })?;
         let mut used = Vec::new();
-        let mut note = |role, path: &Path, settings: &BTreeMap<String, toml::Value>, weight: f64| {
+        let mut load = |role, path: &Path, settings: &PluginSettings, weight: f64| {
             let plugin = host.load(path)?;
             used.push(Used {
                 role,
@@ -50,19 +49,20 @@ impl Plugins {
                 sha256: plugin.digest().to_owned(),
                 settings: format!("{settings:?} weight {weight}"),
             });
-            Ok::<_, PluginError>(())
+            Ok::<_, PluginError>(plugin)
         };
-        note("prompt", &config.prompt.path, &config.prompt.settings, 1.0)?;
-        let prompts = Arc::from(host.prompts(&config.prompt)?);
+        let plugin = load("prompt", &config.prompt.path, &config.prompt.settings, 1.0)?;
+        let prompts = Arc::from(host.prompts_of(&plugin, &config.prompt.settings)?);
         let mut filters = Vec::new();
         for filter in &config.filters {
-            note("filter", &filter.path, &filter.settings, 1.0)?;
-            filters.push(Arc::from(host.filter(filter)?));
+            let plugin = load("filter", &filter.path, &filter.settings, 1.0)?;
+            filters.push(Arc::from(host.filter_of(&plugin, &filter.settings)?));
         }
         let mut rewards = Vec::new();
         for reward in &config.rewards {
-            note("reward", &reward.path, &reward.settings, reward.weight)?;
-            rewards.push(WeightedReward { model: Arc::from(host.reward(reward)?), weight: reward.weight });
+            let plugin = load("reward", &reward.path, &reward.settings, reward.weight)?;
+            let model = Arc::from(host.reward_of(&plugin, &reward.settings)?);
+            rewards.push(WeightedReward { model, weight: reward.weight });
         }
         Ok(Self { prompts, filters, rewards, used })
     }

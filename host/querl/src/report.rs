@@ -15,6 +15,7 @@ use querl_eval::{
     evaluate_seeds, report_html, seeds_table, table,
 };
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// Whose word the figures rest on, as the ports name themselves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,13 +83,34 @@ pub struct Pooled {
 /// # Errors
 /// As [`write`].
 pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
-    let records = dirs.iter().map(|dir| Ok(read_jsonl(&dir.eval_records())?)).collect::<anyhow::Result<Vec<_>>>()?;
+    let records: Vec<Vec<EvalRecord>> =
+        dirs.iter().map(|dir| Ok(read_jsonl(&dir.eval_records())?)).collect::<anyhow::Result<Vec<_>>>()?;
+    check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
     let config = load_resolved(&first.config())?;
     let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
     let evaluation = evaluate_seeds(&records, &options).context("evaluation")?;
     let table = seeds_table(&evaluation, &facts(&config, &stages::eval::names(first)?));
     Ok(Pooled { evaluation, table })
+}
+
+/// Runs are pooled query by query; on other queries they would be figures of other things.
+fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::Result<()> {
+    let queries =
+        |records: &[EvalRecord]| -> BTreeSet<String> { records.iter().map(|record| record.query.id.clone()).collect() };
+    let mut sets = dirs.iter().zip(records.iter().map(|records| queries(records)));
+    let Some((first, expected)) = sets.next() else { return Ok(()) };
+    let Some((other, found)) = sets.find(|(_, found)| *found != expected) else { return Ok(()) };
+    let n_shared = found.intersection(&expected).count();
+    let message = format!(
+        "{} and {} were evaluated on different test queries ({} and {}, {n_shared} of them in both); runs can be pooled that \
+         share their data and differ in their seed",
+        first.root().display(),
+        other.root().display(),
+        expected.len(),
+        found.len(),
+    );
+    Err(Stop::usage(message).into())
 }
 
 fn facts(config: &Config, names: &Names) -> RunFacts {

@@ -2,14 +2,16 @@
 
 use crate::failure::Stop;
 use crate::interrupt;
+use crate::lengths::{self, Limit, RowLength};
 use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::stages::facts::Facts;
 use querl_core::config::{Config, TuningMethod};
 use querl_core::ports::{Environment, PolicyResponse, Progress};
-use querl_core::records::DatasetRow;
+use querl_core::records::{DatasetRow, Split};
 use querl_model::{
-    Decoder, Decoding, GenerationRequest, LoraAdapter, LoraSettings, ModelError, TextTokenizer, Weights, generate,
+    Decoder, DecoderConfig, Decoding, GenerationRequest, LoraAdapter, LoraSettings, ModelError, TextTokenizer, Weights,
+    generate,
 };
 use querl_train::rl::{self, RlTask};
 use querl_train::sft::{self, SftTask};
@@ -60,8 +62,38 @@ pub fn preflight(config: &Config) -> anyhow::Result<()> {
     if config.model.dtype != "f32" {
         return Err(Stop::usage(format!("model.dtype is {:?}; on the CPU it is \"f32\"", config.model.dtype)).into());
     }
-    let usable = TextTokenizer::load(&config.model.path).and(querl_model::check_directory(&config.model.path));
-    usable.map_err(|error| Stop::usage(error.to_string()).into())
+    let path = &config.model.path;
+    let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
+    querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
+    let (n_tokens, vocab_size) = (tokenizer.vocab_size(), DecoderConfig::load(&path.join("config.json"))?.vocab_size);
+    if n_tokens > vocab_size {
+        let message = format!(
+            "{}: the tokenizer has {n_tokens} tokens and config.json a vocab_size of {vocab_size}; they belong to different models",
+            path.display()
+        );
+        return Err(Stop::usage(message).into());
+    }
+    Ok(())
+}
+
+/// Looks whether the prompts of a split leave a model room for its answers.
+///
+/// # Errors
+/// One does not, or the model's folder cannot be read.
+pub fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
+    let tokenizer = TextTokenizer::load(&run.config.model.path)?;
+    let prompts = prompts(rows, &tokenizer)?;
+    let n_positions = DecoderConfig::load(&run.config.model.path.join("config.json"))?.max_positions;
+    let answer = run.config.rl.max_new_tokens;
+    let lengths = prompts.iter().map(|prompt| RowLength { prompt: prompt.len(), answer });
+    Ok(lengths::check(split, rows.iter().zip(lengths), &[Limit::Written(n_positions)])?)
+}
+
+/// Looks whether the rows to learn from fit `sft.max_length` and the model.
+fn check_examples(split: Split, rows: &[DatasetRow], examples: &[Example], limits: &[Limit]) -> Result<(), Stop> {
+    let answered = rows.iter().filter(|row| row.target().is_some());
+    let lengths = examples.iter().map(|row| RowLength { prompt: row.prompt.len(), answer: row.response.len() });
+    lengths::check(split, answered.zip(lengths), limits)
 }
 
 /// Uses `threads` threads for models; 0 takes all cores.
@@ -91,7 +123,11 @@ pub fn sft(
         TuningMethod::Lora => Some(LoraAdapter::new(decoder.config(), lora(config), config.seed)?),
         TuningMethod::Full => None,
     };
-    let (train, val) = (examples(train, &tokenizer)?, examples(val, &tokenizer)?);
+    let (train_rows, val_rows) = (train, val);
+    let (train, val) = (examples(train_rows, &tokenizer)?, examples(val_rows, &tokenizer)?);
+    let limits = [Limit::SftMaxLength(config.sft.max_length), Limit::Learned(decoder.config().max_positions)];
+    check_examples(Split::Train, train_rows, &train, &limits)?;
+    check_examples(Split::Val, val_rows, &val, &limits)?;
     let task = SftTask {
         policy: Policy { decoder: &decoder, adapter: adapter.as_ref() },
         base_path: &config.model.path,
@@ -117,6 +153,8 @@ pub fn sft(
 /// As [`sft`], and what the environment reports.
 pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Progress) -> anyhow::Result<Facts> {
     let config = &run.config;
+    check_prompts(run, Split::Train, data.train)?;
+    check_prompts(run, Split::Val, data.val)?;
     let base = Base::of(run, &best(&run.dir.sft()));
     let tokenizer = TextTokenizer::load(&base.model)?;
     let decoder = Decoder::load(&base.model, Weights::Frozen)?;
@@ -207,6 +245,7 @@ pub(crate) fn ending(error: TrainError) -> anyhow::Error {
         TrainError::DropRate { .. } => Stop::limit(text).into(),
         TrainError::Data(_) => Stop::usage(text).into(),
         TrainError::Environment(error) => error.into(),
+        TrainError::Model(error) => error.into(),
         error => error.into(),
     }
 }

@@ -169,20 +169,34 @@ enum CorpusLine {
 
 fn pretrain(path: &Path) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
-    let config: PretrainConfig =
-        toml::from_str(&text).map_err(|error| usage(format!("{}: {}", path.display(), error.message())))?;
+    let config: PretrainConfig = toml::from_str(&text).map_err(|error| {
+        let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
+        usage(format!("{}:{line}: {}", path.display(), error.message()))
+    })?;
     let folder = path.parent().unwrap_or(Path::new("."));
     let (corpus, output) = (folder.join(&config.corpus), folder.join(&config.output_dir));
     let lines: Vec<CorpusLine> = read_jsonl(&corpus).map_err(usage)?;
     let texts: Vec<String> = lines.iter().flat_map(texts_of).collect();
-    let decoder_config = small_model::write_files(&output, &texts, config.vocab_size, &config.model)?;
-    let tokenizer = TextTokenizer::load(&output)?;
+    // Beside what the folder holds until all is there: an old model is never half replaced.
+    std::fs::create_dir_all(&output).with_context(|| format!("{}: cannot be made", output.display()))?;
+    let new = tempfile::Builder::new().prefix(".new-").tempdir_in(&output)?;
+    let decoder_config = small_model::write_files(new.path(), &texts, config.vocab_size, &config.model)?;
+    let tokenizer = TextTokenizer::load(new.path())?;
     let examples: Vec<Example> = lines.iter().map(|line| example(line, &tokenizer)).collect::<anyhow::Result<_>>()?;
     let decoder = Decoder::init(decoder_config, config.seed)?;
     terminal::say(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
-    train(&decoder, &examples, &config, &output)?;
-    decoder.save(&output, small_model::STORED_DTYPE)?;
+    train(&decoder, &examples, &config, new.path())?;
+    decoder.save(new.path(), small_model::STORED_DTYPE)?;
+    move_files(new.path(), &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     terminal::say(&format!("written to {}", output.display()));
+    Ok(())
+}
+
+fn move_files(from: &Path, to: &Path) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(from)? {
+        let entry = entry?;
+        std::fs::rename(entry.path(), to.join(entry.file_name()))?;
+    }
     Ok(())
 }
 

@@ -87,6 +87,9 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Vec<EvalRecord>> {
     let rows: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(read_jsonl(&run.dir.validated())?);
+    if !trained(&run.config, &run.dir).is_empty() {
+        training::check_prompts(run, Split::Test, &rows)?;
+    }
     let mut records = Vec::new();
     for name in &run.config.eval.systems {
         let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained.as_str() == name);
