@@ -6,7 +6,7 @@
 mod common;
 
 use querl_core::ports::{JudgeRequest, RetrievalRequest};
-use querl_core::records::{Hit, QueryRow};
+use querl_core::records::{Hit, QueryRow, retrieval_quality};
 use querl_data::{EmbeddedRetriever, Lexicon, RubricJudge, query_id};
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -97,10 +97,7 @@ impl Bench {
     }
 }
 
-/// The competition reward's measure over the hits that a threshold leaves: 0.6 of the best score, 0.4 of the mean of the best
-/// three.
+/// The quality of the hits that a threshold leaves; they are sorted, best first.
 fn quality(hits: &[Hit], threshold: f64) -> f64 {
-    let scores: Vec<f64> =
-        hits.iter().map(|hit| hit.reranker_score).filter(|score| *score >= threshold).take(3).collect();
-    scores.first().map_or(0.0, |best| 0.6 * best + 0.4 * scores.iter().sum::<f64>() / scores.len() as f64)
+    retrieval_quality(&hits[..hits.partition_point(|hit| hit.reranker_score >= threshold)])
 }

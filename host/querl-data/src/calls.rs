@@ -199,7 +199,8 @@ impl Caller {
             500.. => (FailureKind::ServerError, pause.map_or(Retry::Later, Retry::After)),
             _ => (FailureKind::Rejected, Retry::Useless),
         };
-        self.failed(kind, retry, format!("answered {status}: {}", server_message(body)))
+        // The key goes first: what is cut in its middle would not be found any more.
+        self.failed(kind, retry, format!("answered {status}: {}", server_message(&self.without_key(body))))
     }
 
     fn failed(&self, kind: FailureKind, retry: Retry, what: String) -> FailedTry {
@@ -208,12 +209,14 @@ impl Caller {
 
     /// A failure of this service, with the key taken out of the message.
     pub(crate) fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
-        let message = format!("POST {}: {what}", shown_address(&self.url));
-        let message = match &self.key {
-            Some(Secret(key)) => message.replace(key.as_str(), "[key]"),
-            None => message,
-        };
-        CallFailure { kind, message }
+        CallFailure { kind, message: self.without_key(&format!("POST {}: {what}", shown_address(&self.url))) }
+    }
+
+    fn without_key(&self, text: &str) -> String {
+        match &self.key {
+            Some(Secret(key)) => text.replace(key.as_str(), "[key]"),
+            None => text.to_owned(),
+        }
     }
 }
 

@@ -41,6 +41,15 @@ async fn key_is_sent_and_never_shown() {
 }
 
 #[tokio::test]
+async fn key_at_the_end_of_what_is_quoted_is_not_shown_in_part() {
+    let body = format!("{}{KEY} is unknown", "x".repeat(EXCERPT_CHARS - 6));
+    let server = answering(ResponseTemplate::new(400).set_body_string(body)).await;
+    let failure = caller(&server, 0).post(&json!({})).await.unwrap_err();
+    assert!(!failure.message.contains(&KEY[..3]), "{failure}");
+    assert!(failure.message.ends_with("x[key] ..."), "{failure}");
+}
+
+#[tokio::test]
 async fn rate_limit_is_waited_for_as_the_server_asks() {
     let server = MockServer::start().await;
     let limited = ResponseTemplate::new(429).insert_header("Retry-After", "1");

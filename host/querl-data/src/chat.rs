@@ -37,7 +37,7 @@ impl ChatClient {
     /// Asks for one completion.
     ///
     /// # Errors
-    /// The call failed, or its answer holds no text.
+    /// The call failed, or its answer holds no text, or one that was cut off.
     pub(crate) async fn complete(&self, messages: &[Message]) -> Result<Completion, CallFailure> {
         let answer = self.caller.post(&self.body(messages)).await?;
         self.completion(&answer).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
@@ -56,11 +56,7 @@ impl ChatClient {
     fn completion(&self, answer: &Answer) -> Result<Completion, String> {
         let choice = answer.body.pointer("/choices/0").ok_or("the answer has no `choices`")?;
         let text = choice.pointer("/message/content").map(content_text).unwrap_or_default();
-        if text.trim().is_empty() {
-            let reason = choice.get("finish_reason").and_then(Value::as_str).unwrap_or("unknown");
-            let hint = if reason == "length" { "; raise max_tokens" } else { "" };
-            return Err(format!("the answer holds no text (finish_reason `{reason}`){hint}"));
-        }
+        check_ending(choice.get("finish_reason").and_then(Value::as_str), &text)?;
         let tokens = |name: &str| answer.body.pointer(&format!("/usage/{name}")).and_then(Value::as_u64);
         let (prompt_tokens, completion_tokens) = (tokens("prompt_tokens"), tokens("completion_tokens"));
         let cost = self.cost(prompt_tokens, completion_tokens);
@@ -71,6 +67,21 @@ impl ChatClient {
         let prompt = prompt_tokens? as f64 * self.endpoint.price_prompt_per_million?;
         let completion = completion_tokens? as f64 * self.endpoint.price_completion_per_million?;
         Some((prompt + completion) / 1e6)
+    }
+}
+
+/// Half an answer is none: its last words may be the ones that matter.
+fn check_ending(finish_reason: Option<&str>, text: &str) -> Result<(), String> {
+    match finish_reason {
+        Some("length") => Err("the answer was cut off (finish_reason `length`); raise max_tokens".into()),
+        Some("content_filter") => {
+            let hint = "the endpoint's filter holds this text back";
+            Err(format!("the answer was cut off (finish_reason `content_filter`); {hint}"))
+        }
+        reason if text.trim().is_empty() => {
+            Err(format!("the answer holds no text (finish_reason `{}`)", reason.unwrap_or("unknown")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -35,9 +35,19 @@ pub enum DataError {
         /// What is wrong, what to do.
         problem: String,
     },
-    /// A service refuses us, or none of the first calls reached it; rows done so far are kept.
+    /// A service refuses us; rows done so far are kept.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
+    /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.
+    #[error("none of {n_failed} row(s) tried succeeded; {n_alike} failed like this: {failure}")]
+    NoSuccess {
+        /// Rows tried.
+        n_failed: usize,
+        /// Those that failed for the commonest reason.
+        n_alike: usize,
+        /// The first of them.
+        failure: CallFailure,
+    },
     /// A plugin broke its contract.
     #[error(transparent)]
     Plugin(#[from] PluginFault),

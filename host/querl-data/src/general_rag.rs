@@ -1,7 +1,8 @@
 //! Retrieval by a service that speaks `general_rag`: `POST {query, rewritten_query, tenant_id, kb_name, top_k, score_threshold}`.
 //!
 //! Services of this kind differ in small ways, so reading is tolerant: numbers may come as text, `recall` may hold a marker
-//! (`lack of knowledge`) instead of passages. An entry without a reranker score is a failure, not a score of 0.
+//! (`lack of knowledge`) instead of passages, or be missing where `status` says that all went well. An entry without a reranker
+//! score is a failure, not a score of 0; so is a `status` other than those known to mean success.
 
 use crate::calls::{CallLimits, Caller};
 use crate::error::DataError;
@@ -13,6 +14,8 @@ use serde_json::{Value, json};
 
 /// What a service answers in place of passages when it has none to offer.
 const NOTHING_FOUND: [&str; 2] = ["lack of knowledge", "no knowledge required"];
+/// What `status` may be, as lower-case text, where a service succeeded.
+const SUCCESS: [&str; 5] = ["200", "0", "ok", "success", "true"];
 
 /// A `general_rag` service.
 #[derive(Debug)]
@@ -63,9 +66,9 @@ impl GeneralRag {
 
     /// Best first, within `top_k`, none below the threshold, whatever the service left in.
     fn hits(&self, body: &Value) -> Result<Vec<Hit>, String> {
-        let recall = body.pointer("/data/recall").ok_or_else(|| no_recall(body))?;
-        let entries = match recall {
-            Value::Null => &[],
+        let entries = match body.pointer("/data/recall").unwrap_or(&Value::Null) {
+            Value::Null if succeeded(body) == Some(true) => &[],
+            Value::Null => return Err(format!("the answer has neither `data.recall` nor `status`: {}", excerpt(body))),
             Value::String(text) if is_marker(text) => &[],
             Value::Array(entries) => entries.as_slice(),
             other => return Err(format!("`data.recall` is neither a list nor a known marker: {}", excerpt(other))),
@@ -86,6 +89,9 @@ impl GeneralRag {
 impl Retriever for GeneralRag {
     async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
         let answer = self.caller.post(&self.body(&request)).await?;
+        if succeeded(&answer.body) == Some(false) {
+            return Err(self.caller.failure(FailureKind::ServerError, &format!("answered {}", excerpt(&answer.body))));
+        }
         self.hits(&answer.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
@@ -123,9 +129,10 @@ fn is_marker(text: &str) -> bool {
     text.is_empty() || NOTHING_FOUND.contains(&text.as_str())
 }
 
-fn no_recall(body: &Value) -> String {
-    let status = body.get("status").map(|status| format!(" (status {})", excerpt(status))).unwrap_or_default();
-    format!("the answer has no `data.recall`{status}: {}", excerpt(body))
+/// Whether `status` says success; `None` where there is no status.
+fn succeeded(body: &Value) -> Option<bool> {
+    let status = body.get("status").filter(|status| !status.is_null())?;
+    Some(SUCCESS.contains(&plain(status).trim().to_lowercase().as_str()))
 }
 
 fn excerpt(value: &Value) -> String {

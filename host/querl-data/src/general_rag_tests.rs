@@ -64,10 +64,26 @@ async fn missing_or_odd_score_is_a_failure_and_not_zero() {
 }
 
 #[tokio::test]
-async fn answer_without_recall_quotes_its_status() {
-    let failure = ask(json!({"status": "error", "msg": "kb not loaded"})).await.unwrap_err();
-    assert_eq!(failure.kind, FailureKind::InvalidResponse);
-    assert!(failure.message.contains("status `\"error\"`") && failure.message.contains("kb not loaded"), "{failure}");
+async fn status_other_than_success_is_the_services_failure() {
+    for status in [json!("error"), json!(500), json!(false), json!("")] {
+        for data in [json!(null), json!({"recall": []}), json!({"recall": [{"reranker_score": 0.9}]})] {
+            let failure = ask(json!({"status": status, "msg": "kb not loaded", "data": data})).await.unwrap_err();
+            assert_eq!(failure.kind, FailureKind::ServerError, "{failure}");
+            assert!(failure.message.contains("kb not loaded"), "{failure}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn missing_recall_means_nothing_found_only_where_the_status_says_success() {
+    for status in [json!(200), json!("0"), json!("OK"), json!("Success"), json!(true)] {
+        assert_eq!(ask(json!({"status": status, "data": {}})).await.unwrap(), []);
+    }
+    for body in [json!({}), json!({"data": {"recall": null}}), json!({"status": null, "data": {"recall": null}})] {
+        let failure = ask(body).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::InvalidResponse);
+        assert!(failure.message.contains("neither `data.recall` nor `status`"), "{failure}");
+    }
 }
 
 #[tokio::test]

@@ -7,6 +7,7 @@
 mod error;
 mod text;
 
+mod groups;
 mod table;
 mod table_formats;
 mod workbook;

@@ -1,12 +1,13 @@
 //! The query table: which columns mean what, which rows count, and what makes a row's identity and group.
 
 use crate::error::DataError;
+use crate::groups::join_groups;
 use crate::table_formats::{Grid, read_grid};
 use crate::text::normalise;
 use querl_core::config::DataConfig;
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 /// What a query table held.
@@ -45,7 +46,8 @@ fn list_rows(rows: &[usize]) -> String {
     }
 }
 
-/// Reads the query table that the configuration names.
+/// Reads the query table that the configuration names. Rows of one group are those with the same gold ids or group cell, and
+/// those whose query, profile and history say the same.
 ///
 /// # Errors
 /// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
@@ -72,6 +74,7 @@ pub fn read_table(config: &DataConfig) -> Result<QueryTable, DataError> {
             format!("no row has a query in column `{}`; {} row(s) looked at", config.query_column, grid.rows.len());
         return Err(DataError::file(&config.input, problem));
     }
+    join_groups(&mut table.rows);
     Ok(table)
 }
 
@@ -95,11 +98,16 @@ impl Columns {
         let position = |name: &str| grid.header.iter().position(|column| column == name);
         let required =
             |name: &str, key: &str| position(name).ok_or_else(|| missing_column(grid, &config.input, name, key));
-        let gold = position(&config.gold_column);
+        // A table may lack these columns, but not one that the user named.
+        let optional = |name: &str, default: &str, key: &str| match position(name) {
+            None if name != default => Err(missing_column(grid, &config.input, name, key)),
+            found => Ok(found),
+        };
+        let gold = optional(&config.gold_column, DataConfig::GOLD_COLUMN, "gold_column")?;
         Ok(Self {
             query: required(&config.query_column, "query_column")?,
-            profile: position(&config.profile_column),
-            history: position(&config.history_column),
+            profile: optional(&config.profile_column, DataConfig::PROFILE_COLUMN, "profile_column")?,
+            history: optional(&config.history_column, DataConfig::HISTORY_COLUMN, "history_column")?,
             gold,
             group: match &config.group_column {
                 Some(name) => Some(required(name, "group_column")?),
@@ -111,18 +119,16 @@ impl Columns {
     fn read(&self, row: usize, cells: &[String]) -> QueryRow {
         let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
         let (query, profile, history) = (cell(Some(self.query)), cell(self.profile), cell(self.history));
-        let group = match cell(self.group) {
-            "" => normalise(query),
-            group => group.to_owned(),
-        };
+        let gold_ids = split_ids(cell(self.gold));
+        let group = if self.group == self.gold { joined(&gold_ids) } else { cell(self.group).to_owned() };
         QueryRow {
             id: query_id(query, profile, history),
             row,
             original_query: query.to_owned(),
             user_profile: profile.to_owned(),
             history_summary: history.to_owned(),
-            gold_ids: split_ids(cell(self.gold)),
-            group,
+            gold_ids,
+            group: if group.is_empty() { normalise(query) } else { group },
         }
     }
 }
@@ -148,6 +154,12 @@ fn split_ids(text: &str) -> Vec<String> {
         .filter(|id| !id.is_empty())
         .map(str::to_owned)
         .collect()
+}
+
+/// The same text for the same ids, in whatever order they were written.
+fn joined(ids: &[String]) -> String {
+    let ids: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
+    ids.into_iter().collect::<Vec<_>>().join(",")
 }
 
 #[cfg(test)]

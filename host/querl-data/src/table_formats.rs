@@ -10,7 +10,7 @@ pub(crate) struct Grid {
     pub(crate) sheet: Option<String>,
     /// Column names.
     pub(crate) header: Vec<String>,
-    /// Row number as a spreadsheet shows it, and the cells.
+    /// Row number as a spreadsheet or editor shows it, and the cells.
     pub(crate) rows: Vec<(usize, Vec<String>)>,
 }
 
@@ -91,9 +91,9 @@ fn read_csv(path: &Path) -> Result<Grid, DataError> {
 
 /// The header of JSON lines is the union of their keys, in order of appearance.
 fn read_jsonl(path: &Path) -> Result<Grid, DataError> {
-    let objects: Vec<serde_json::Map<String, serde_json::Value>> = querl_core::fsx::read_jsonl(path)?;
+    let lines: Vec<(usize, serde_json::Map<String, serde_json::Value>)> = querl_core::fsx::read_numbered_jsonl(path)?;
     let mut header: Vec<String> = Vec::new();
-    for key in objects.iter().flat_map(serde_json::Map::keys) {
+    for key in lines.iter().flat_map(|(_, object)| object.keys()) {
         if !header.contains(key) {
             header.push(key.clone());
         }
@@ -101,7 +101,7 @@ fn read_jsonl(path: &Path) -> Result<Grid, DataError> {
     let cells = |object: &serde_json::Map<String, serde_json::Value>| {
         header.iter().map(|key| object.get(key).map_or_else(String::new, value_text)).collect()
     };
-    let rows = objects.iter().enumerate().map(|(index, object)| (index + 1, cells(object))).collect();
+    let rows = lines.iter().map(|(line, object)| (*line, cells(object))).collect();
     Ok(Grid { sheet: None, header, rows })
 }
 

@@ -51,7 +51,7 @@ fn workbook_rows_keep_their_numbers_and_empty_queries_are_recorded() {
     .unwrap();
     assert_eq!(table.rows.iter().map(|row| row.row).collect::<Vec<_>>(), [2, 4]);
     assert_eq!(table.rows[0].gold_ids, ["p11-usage", "p11-suitable", "s01"]);
-    assert_eq!(table.rows[0].group, "p11-usage, p11-suitable；s01");
+    assert_eq!(table.rows[0].group, "p11-suitable,p11-usage,s01");
     assert_eq!((table.rows[1].original_query.as_str(), table.rows[1].group.as_str()), ("贵吗？", "贵吗"));
     assert_eq!((table.empty_rows.as_slice(), table.repeated_rows.as_slice()), ([3].as_slice(), [5].as_slice()));
     let note = table.skipped_note().unwrap();
@@ -85,6 +85,47 @@ fn group_column_that_is_named_must_be_there() {
     assert!(message(&config).contains("no column `组` (data.group_column); found `问题`, `批次`"));
     config.group_column = Some("批次".into());
     assert!(read_table(&config).unwrap().rows.iter().all(|row| row.group == "1"));
+}
+
+#[test]
+fn order_and_separators_of_gold_ids_make_no_difference_to_the_group() {
+    let folder = Folder::new();
+    let mut config = folder.file("a.csv", "问题,相关文档\n甲,\"p1,p2\"\n乙,p2，p1\n丙,p1\n丁,；\n");
+    let groups = |config: &DataConfig| -> Vec<String> {
+        read_table(config).unwrap().rows.into_iter().map(|row| row.group).collect()
+    };
+    assert_eq!(groups(&config), ["p1,p2", "p1,p2", "p1", "丁"]);
+    config.group_column = Some("相关文档".into());
+    assert_eq!(groups(&config), ["p1,p2", "p1,p2", "p1", "丁"]);
+}
+
+#[test]
+fn rows_that_say_the_same_share_a_group_and_other_histories_do_not() {
+    let folder = Folder::new();
+    let rows = "这个咋喝,问过鱼油,p2\n这个咋喝？,问过鱼油。,p1\n这个咋喝,问过奶粉,p3\n别的,,p2\n";
+    let config = folder.file("a.csv", &format!("问题,历史摘要,相关文档\n{rows}"));
+    let table = read_table(&config).unwrap();
+    assert_eq!(table.rows.iter().map(|row| row.group.as_str()).collect::<Vec<_>>(), ["p1", "p1", "p3", "p1"]);
+}
+
+#[test]
+fn column_that_is_named_must_be_there_and_a_default_one_may_lack() {
+    let folder = Folder::new();
+    let config = folder.file("a.csv", "问题,标准\n甲,1\n");
+    assert_eq!(read_table(&config).unwrap().rows[0].gold_ids, [""; 0]);
+    for key in ["profile_column", "history_column", "gold_column"] {
+        let named = serde_json::json!({ "input": config.input, key: "标准答案" });
+        let said = message(&serde_json::from_value(named).unwrap());
+        assert!(said.contains(&format!("no column `标准答案` (data.{key}); found `问题`, `标准`")), "{said}");
+    }
+}
+
+#[test]
+fn rows_of_json_lines_are_counted_with_the_empty_lines_between() {
+    let folder = Folder::new();
+    let config = folder.file("a.jsonl", "\n{\"问题\": \"甲\"}\n\n \n{\"问题\": \"乙\"}\n");
+    let table = read_table(&config).unwrap();
+    assert_eq!(table.rows.iter().map(|row| row.row).collect::<Vec<_>>(), [2, 5]);
 }
 
 #[test]

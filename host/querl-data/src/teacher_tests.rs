@@ -78,14 +78,23 @@ async fn older_endpoints_get_the_parameters_they_know() {
 }
 
 #[tokio::test]
-async fn answer_without_text_is_invalid_and_hints_at_the_limit() {
-    let answer = json!({"choices": [{"message": {"content": null}, "finish_reason": "length"}]});
-    let failure = ask(json!({}), json!({}), answer).await.unwrap_err();
-    assert_eq!(failure.kind, FailureKind::InvalidResponse);
-    assert!(
-        failure.message.ends_with("the answer holds no text (finish_reason `length`); raise max_tokens"),
-        "{failure}"
-    );
+async fn answer_that_is_cut_off_or_without_text_is_invalid() {
+    let cases = [
+        (json!(null), "length", "the answer was cut off (finish_reason `length`); raise max_tokens"),
+        (json!("鱼油 食用"), "length", "the answer was cut off (finish_reason `length`); raise max_tokens"),
+        (
+            json!("鱼油"),
+            "content_filter",
+            "(finish_reason `content_filter`); the endpoint's filter holds this text back",
+        ),
+        (json!(" "), "stop", "the answer holds no text (finish_reason `stop`)"),
+    ];
+    for (content, finish_reason, said) in cases {
+        let answer = json!({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]});
+        let failure = ask(json!({}), json!({}), answer).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::InvalidResponse);
+        assert!(failure.message.ends_with(said), "{failure}");
+    }
 }
 
 #[test]

@@ -13,8 +13,8 @@ use std::collections::HashMap;
 /// Each finished row is added to `journal`; writing the output is the caller's ([`Journal::finish`]).
 ///
 /// # Errors
-/// The teacher refuses us or none of the first calls reached it, a plugin broke its contract, or the journal cannot be written.
-/// What was done before is in the journal.
+/// The teacher refuses us, the first rows all failed alike, none succeeded, a plugin broke its contract, or the journal cannot
+/// be written. What was done before is in the journal.
 pub async fn rewrite(
     rows: &[QueryRow],
     teacher: &dyn Teacher,
@@ -35,7 +35,7 @@ pub async fn rewrite(
         to_do.into_iter().map(|index| async move { (index, rewrite_one(&rows[index], teacher, prompts).await) });
     let results = futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1));
     let collector = Collector::new(records, journal, progress);
-    collector.collect(std::pin::pin!(results), |record| record.rewrite.as_ref().err()).await
+    collector.collect(std::pin::pin!(results), |record| Some(record.rewrite.as_ref().map(|_| ()))).await
 }
 
 async fn rewrite_one(row: &QueryRow, teacher: &dyn Teacher, prompts: &dyn Prompts) -> Result<RewriteRecord, DataError> {

@@ -172,12 +172,49 @@ async fn service_that_none_of_the_first_rows_reach_stops_the_stage() {
 }
 
 #[tokio::test]
+async fn first_rows_that_all_fail_alike_stop_the_stage() {
+    for kind in [FailureKind::Timeout, FailureKind::ServerError, FailureKind::Rejected, FailureKind::NotRecorded] {
+        let folder = tempfile::tempdir().unwrap();
+        let failing: Vec<(usize, FailureKind)> = (2..102).map(|row| (row, kind)).collect();
+        let teacher = Scripted::new(&failing);
+        let error = run_rewrite(&rows(100), &teacher, &folder.path().join("a.jsonl")).await.unwrap_err();
+        let said = format!("none of 8 row(s) tried succeeded; 8 failed like this: {kind}: the service said so");
+        assert_eq!(error.to_string(), said);
+        assert!(teacher.calls.load(Ordering::Relaxed) < 20);
+    }
+}
+
+#[tokio::test]
+async fn stage_without_a_success_names_the_commonest_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let kinds = [FailureKind::Timeout, FailureKind::ServerError, FailureKind::ServerError];
+    let failing: Vec<(usize, FailureKind)> = (2..14).zip(kinds.into_iter().cycle()).collect();
+    let error = run_rewrite(&rows(12), &Scripted::new(&failing), &folder.path().join("a.jsonl")).await.unwrap_err();
+    let said = "none of 12 row(s) tried succeeded; 8 failed like this: server error: the service said so";
+    assert_eq!(error.to_string(), said);
+}
+
+/// Keeps away: a few rows that a service refuses every time made a finished stage impossible to run again.
+#[tokio::test]
+async fn rows_that_fail_again_beside_earlier_successes_do_not_stop_the_stage() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("a.jsonl");
+    let failing: Vec<(usize, FailureKind)> = (3..15).map(|row| (row, FailureKind::Rejected)).collect();
+    run_rewrite(&rows(1), &Scripted::new(&[]), &output).await.unwrap();
+    let records = run_rewrite(&rows(13), &Scripted::new(&failing), &output).await.unwrap();
+    assert_eq!(records.iter().filter(|record| record.rewrite.is_err()).count(), 12);
+    let down: Vec<(usize, FailureKind)> = (2..15).map(|row| (row, FailureKind::Unreachable)).collect();
+    let error = run_rewrite(&rows(13), &Scripted::new(&down), &output).await.unwrap_err();
+    assert!(error.to_string().contains("unreachable"), "{error}");
+}
+
+#[tokio::test]
 async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
     struct Chatty;
     #[async_trait]
     impl Teacher for Chatty {
-        async fn rewrite(&self, _: &QueryRow, _: &[Message]) -> Result<Completion, CallFailure> {
-            Ok(completion("我不能改写"))
+        async fn rewrite(&self, row: &QueryRow, _: &[Message]) -> Result<Completion, CallFailure> {
+            Ok(completion(if row.row == 2 { "我不能改写" } else { "改写:鱼油" }))
         }
 
         fn name(&self) -> &str {
@@ -186,7 +223,7 @@ async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
     }
     let folder = tempfile::tempdir().unwrap();
     let (mut journal, _) = Journal::open::<RewriteRecord>(&folder.path().join("a.jsonl")).unwrap();
-    let records = rewrite(&rows(1), &Chatty, &Plain, Vec::new(), &mut journal, 1, &Silent).await.unwrap();
+    let records = rewrite(&rows(2), &Chatty, &Plain, Vec::new(), &mut journal, 1, &Silent).await.unwrap();
     let failure = records[0].rewrite.as_ref().unwrap_err();
     assert_eq!(failure.kind, FailureKind::InvalidResponse);
     assert!(failure.message.contains("no_prefix"), "{failure}");

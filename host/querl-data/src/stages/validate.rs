@@ -1,11 +1,11 @@
 //! Stage validate: what does retrieval find with each rewrite?
 
-use super::{Collector, context};
+use super::{Collector, Outcome, context};
 use crate::error::DataError;
 use crate::journal::Journal;
 use futures::StreamExt;
 use querl_core::ports::{Progress, RetrievalRequest, Retriever};
-use querl_core::records::{CallFailure, Hit, RewriteRecord, ValidatedRecord};
+use querl_core::records::{Hit, RewriteRecord, ValidatedRecord};
 use std::collections::HashMap;
 
 /// One record per rewrite record, in order. Rewrites that `previous` holds with hits, word for word, are not looked up again;
@@ -14,8 +14,8 @@ use std::collections::HashMap;
 /// Each finished row is added to `journal`; writing the output is the caller's ([`Journal::finish`]).
 ///
 /// # Errors
-/// The service refuses us or none of the first calls reached it, or the journal cannot be written. What was done before is in
-/// the journal.
+/// The service refuses us, the first rows all failed alike, none succeeded, or the journal cannot be written. What was done
+/// before is in the journal.
 pub async fn validate(
     rewrites: &[RewriteRecord],
     retriever: &dyn Retriever,
@@ -38,7 +38,7 @@ pub async fn validate(
     let to_do: Vec<usize> = (0..rewrites.len()).filter(|index| records[*index].is_none()).collect();
     let calls = to_do.into_iter().map(|index| async move { (index, Ok(look_up(&rewrites[index], retriever).await)) });
     let results = futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1));
-    Collector::new(records, journal, progress).collect(std::pin::pin!(results), failure).await
+    Collector::new(records, journal, progress).collect(std::pin::pin!(results), outcome).await
 }
 
 fn found(record: ValidatedRecord) -> Option<((String, String), Vec<Hit>)> {
@@ -46,8 +46,8 @@ fn found(record: ValidatedRecord) -> Option<((String, String), Vec<Hit>)> {
     Some(((record.rewritten.query.id, record.rewritten.rewrite.ok()?.text), hits))
 }
 
-fn failure(record: &ValidatedRecord) -> Option<&CallFailure> {
-    record.retrieval.as_ref()?.as_ref().err()
+fn outcome(record: &ValidatedRecord) -> Outcome<'_> {
+    Some(record.retrieval.as_ref()?.as_ref().map(|_| ()))
 }
 
 async fn look_up(record: &RewriteRecord, retriever: &dyn Retriever) -> ValidatedRecord {
