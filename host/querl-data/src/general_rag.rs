@@ -90,7 +90,8 @@ impl Retriever for GeneralRag {
     async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
         let answer = self.caller.post(&self.body(&request)).await?;
         if succeeded(&answer.body) == Some(false) {
-            return Err(self.caller.failure(FailureKind::ServerError, &format!("answered {}", excerpt(&answer.body))));
+            let what = format!("answered with status {}: {}", excerpt(&answer.body["status"]), excerpt(&answer.body));
+            return Err(self.caller.failure(FailureKind::ServerError, &what));
         }
         self.hits(&answer.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }

@@ -69,6 +69,7 @@ async fn status_other_than_success_is_the_services_failure() {
         for data in [json!(null), json!({"recall": []}), json!({"recall": [{"reranker_score": 0.9}]})] {
             let failure = ask(json!({"status": status, "msg": "kb not loaded", "data": data})).await.unwrap_err();
             assert_eq!(failure.kind, FailureKind::ServerError, "{failure}");
+            assert!(failure.message.contains(&format!("answered with status `{status}`: ")), "{failure}");
             assert!(failure.message.contains("kb not loaded"), "{failure}");
         }
     }
