@@ -121,6 +121,53 @@ fn model_that_cannot_be_used() {
     project.write("model/config.json", &config);
     let message = refusal(&project, &["run", "querl.toml"]);
     assert!(message.to_lowercase().contains("llama"), "{message}");
+
+    let project = Project::new();
+    own_model(&project);
+    let mut config: serde_json::Value = serde_json::from_str(&project.read("model/config.json")).unwrap();
+    let n_tokens = config["vocab_size"].take();
+    config["vocab_size"] = 10.into();
+    project.write("model/config.json", &config.to_string());
+    let message = refusal(&project, &["run", "querl.toml"]);
+    let numbers = format!("the tokenizer has {n_tokens} tokens and config.json a vocab_size of 10; ");
+    assert!(message.contains(&numbers), "{message}");
+
+    let project = Project::new();
+    own_model(&project);
+    let weights = std::fs::read(project.path("model/model.safetensors")).unwrap();
+    std::fs::write(project.path("model/model.safetensors"), &weights[..weights.len() / 2]).unwrap();
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.contains("model"), "{message}");
+}
+
+#[test]
+fn rows_that_do_not_fit_the_model_are_named_as_in_the_table() {
+    let project = Project::new();
+    let message = refusal(&project, &["run", "querl.toml", "--to", "sft", "--set", "sft.max_length=32"]);
+    assert!(message.starts_with("row ") && message.contains(" of the query table (train split) makes "), "{message}");
+    assert!(message.ends_with("sft.max_length is 32: shorten the row or raise the limit"), "{message}");
+    let message = refusal(&project, &["run", "querl.toml", "--set", "rl.max_new_tokens=4096"]);
+    assert!(message.ends_with("the model has 4096 positions: shorten the row or lower rl.max_new_tokens"), "{message}");
+}
+
+#[test]
+fn knowledge_that_cannot_be_used_shows_before_any_stage() {
+    let project = Project::new();
+    let lexicon = format!("{}/examples/fivedoctors/lexicon.json", repository().display());
+    project.edit(&lexicon, "lexicon.json").write("lexicon.json", "{");
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.starts_with("lexicon.json"), "{message}");
+    assert!(!project.path("run/data").exists(), "no stage has run");
+    project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+}
+
+#[test]
+fn recipe_of_a_small_model_names_the_line() {
+    let project = Project::new();
+    project.write("pretrain.toml", "corpus = \"corpus.jsonl\"\noutput_dir = \"out\"\nsead = 1\n");
+    let message = refusal(&project, &["model", "pretrain", "pretrain.toml"]);
+    assert!(message.starts_with("pretrain.toml:3: unknown field `sead`"), "{message}");
+    assert!(!project.path("out").exists());
 }
 
 #[test]

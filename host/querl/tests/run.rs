@@ -99,25 +99,120 @@ fn failed_rows_stay_failed_rows_and_are_tried_again() {
 }
 
 #[test]
-fn a_killed_run_is_finished_by_the_next() {
+fn rewrites_that_were_paid_for_outlive_new_rows() {
     let project = Project::new();
-    let mut child = project
-        .command(&["run", "querl.toml", "--set", "sft.max_steps=1000", "--set", "sft.epochs=1000"])
-        .stderr(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    let log = project.path("run/metrics.jsonl");
+    let rows = project.read("queries.jsonl");
+    project.write("queries.jsonl", &rows.lines().skip(1).collect::<Vec<_>>().join("\n"));
+    project.querl(&["rewrite", "querl.toml"]).ok();
+    // Nobody would write this again: it can only have been kept.
+    let kept = project.read("run/data/rewrites.jsonl").replacen("\"text\":\"", "\"text\":\"KEPT ", 1);
+    project.write("run/data/rewrites.jsonl", &kept);
+    project.write("queries.jsonl", &rows);
+    let again = project.querl(&["rewrite", "querl.toml", "--set", "data.split=[0.5, 0.25, 0.25]"]).ok();
+    assert!(again.stderr.contains("rewrite: running (query table changed)\n"), "{again:#?}");
+    let now = project.read("run/data/rewrites.jsonl");
+    assert_eq!((now.lines().count(), now.matches("KEPT").count()), (40, 1));
+}
+
+#[test]
+fn a_stage_alone_refuses_what_was_made_from_other_files() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let other = project.read("teacher.jsonl").replacen("\"rewritten_query\": \"", "\"rewritten_query\": \"五博士 ", 1);
+    project.write("teacher.jsonl", &other);
+    project.querl(&["rewrite", "querl.toml"]).ok();
+    let refused = project.querl(&["sft", "querl.toml"]);
+    let message =
+        "error: validate ran before rewrites.jsonl of rewrite changed; run `querl validate` first, or `querl run`\n";
+    assert_eq!((refused.code, refused.stderr.as_str()), (Some(2), message));
+}
+
+/// Runs `args`, kills it once `metrics.jsonl` has `n_lines` of `stage`.
+fn kill_within(project: &Project, args: &[&str], stage: &str, n_lines: usize) {
+    let mut child = project.command(args).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let (log, stage) = (project.path("run/metrics.jsonl"), format!("\"stage\":\"{stage}\""));
     let started = std::time::Instant::now();
-    while !log.exists() && started.elapsed().as_secs() < 120 {
-        std::thread::sleep(std::time::Duration::from_millis(20));
+    while std::fs::read_to_string(&log).unwrap_or_default().matches(&stage).count() < n_lines {
+        assert!(started.elapsed().as_secs() < 240, "{stage} wrote no metrics");
+        std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    let refused = project.querl(&["run", "querl.toml"]);
+    let refused = project.querl(args);
     assert_eq!(refused.code, Some(1), "{refused:#?}");
     assert!(refused.stderr.contains("run is in use by another querl (process "), "{refused:#?}");
     child.kill().unwrap();
     child.wait().unwrap();
-    let done = project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
-    assert!(done.stderr.contains("sft: running (sft.epochs and sft.max_steps changed)\n"), "{done:#?}");
+}
+
+/// Results of a run by file, without the times it took.
+fn results(project: &Project) -> Vec<(String, String)> {
+    let mut files: Vec<String> =
+        ["data/validated.jsonl", "data/train.jsonl", "episodes.jsonl", "eval/records.jsonl"].map(str::to_owned).into();
+    for folder in ["sft/best", "sft/last", "rl/best", "rl/last"] {
+        let entries = std::fs::read_dir(project.path("run").join(folder)).unwrap().flatten();
+        let names = entries.filter(|entry| entry.path().is_file()).map(|entry| entry.file_name());
+        files.extend(names.map(|name| format!("{folder}/{}", name.to_str().unwrap())));
+    }
+    files.sort();
+    let read =
+        |file: &String| String::from_utf8_lossy(&std::fs::read(project.path("run").join(file)).unwrap()).into_owned();
+    files.iter().map(|file| (file.clone(), without_latency(&read(file)))).collect()
+}
+
+fn without_latency(text: &str) -> String {
+    let mut parts = text.split("\"latency_ms\":");
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |kept, part| kept + part.trim_start_matches(|c: char| c.is_ascii_digit() || ".e-".contains(c)))
+}
+
+#[test]
+fn a_killed_run_is_finished_by_the_next_as_if_nothing_had_been() {
+    let more =
+        ["sft.epochs=4", "sft.max_steps=6", "sft.batch_size=2", "sft.gradient_accumulation_steps=2", "rl.max_steps=4"];
+    let sets = more.iter().flat_map(|more| ["--set", more]);
+    let args: Vec<&str> = ["run", "querl.toml"].into_iter().chain(sets).collect();
+    let (unkilled, project) = (Project::new(), Project::new());
+    unkilled.querl(&args).ok();
+
+    kill_within(&project, &args, "sft", 2);
+    let half = project.querl(&["rl", "querl.toml"]);
+    let message = "error: sft was stopped on the way; run `querl sft` first, or `querl run`\n";
+    assert_eq!((half.code, half.stderr.as_str()), (Some(2), message));
+
+    kill_within(&project, &args, "rl", 2);
+    assert!(project.path("run/rl/best").is_dir(), "there from the first evaluation on");
+    let half = project.querl(&["eval", "querl.toml"]);
+    let message = "error: rl was stopped on the way; run `querl rl` first, or `querl run`\n";
+    assert_eq!((half.code, half.stderr.as_str()), (Some(2), message));
+
+    let done = project.querl(&args).ok();
+    assert!(done.stderr.contains("rl: running (stopped on the way last time)\n"), "{done:#?}");
+    let (expected, found) = (results(&unkilled), results(&project));
+    let names = |results: &[(String, String)]| results.iter().map(|(file, _)| file.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&found), names(&expected));
+    for ((file, expected), (_, found)) in expected.into_iter().zip(found) {
+        assert!(expected == found, "{file} differs from that of a run that was never killed");
+    }
+}
+
+#[test]
+fn runs_on_the_same_queries_are_pooled_and_others_refused() {
+    let project = Project::new();
+    let evaluate = |out: &str, set: &str| {
+        let systems = "eval.systems=[\"raw\", \"teacher\"]";
+        project.querl(&["run", "querl.toml", "--out", out, "--to", "convert", "--set", set]).ok();
+        project.querl(&["eval", "querl.toml", "--out", out, "--set", set, "--set", systems]).ok();
+    };
+    evaluate("one", "seed=1");
+    evaluate("two", "seed=2");
+    evaluate("other", "data.split_seed=77");
+    let table = project.querl(&["report", "one", "two"]).ok().stdout;
+    assert!(table.contains("raw") && table.contains("teacher") && table.contains("2 runs"), "{table}");
+    let json = project.querl(&["report", "one", "two", "--json"]).ok().stdout;
+    assert!(serde_json::from_str::<serde_json::Value>(&json).unwrap().is_object(), "{json}");
+    let refused = project.querl(&["report", "one", "other"]);
+    assert_eq!((refused.code, refused.stderr.lines().count()), (Some(2), 1), "{refused:#?}");
+    let message = "error: one and other were evaluated on different test queries (";
+    assert!(refused.stderr.starts_with(message), "{refused:#?}");
 }
 
 #[cfg(unix)]
