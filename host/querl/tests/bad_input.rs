@@ -159,6 +159,13 @@ fn knowledge_that_cannot_be_used_shows_before_any_stage() {
     assert!(message.starts_with("lexicon.json"), "{message}");
     assert!(!project.path("run/data").exists(), "no stage has run");
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+
+    let project = Project::new();
+    let judge = "kind = \"openai\"\nbase_url = \"http://127.0.0.1:9/v1\"\nmodel = \"m\"\napi_key_env = \"NO_SUCH_KEY\"";
+    project.edit("kind = \"rubric\"", judge);
+    let message = refusal(&project, &["run", "querl.toml"]);
+    assert!(message.contains("judge.api_key_env") && message.contains("NO_SUCH_KEY"), "{message}");
+    assert!(!project.path("run/data").exists(), "no stage has run");
 }
 
 #[test]

@@ -43,3 +43,29 @@ fn wrong_usage_has_exit_code_2() {
     assert_eq!(project.querl(&["run"]).code, Some(2));
     assert_eq!(project.querl(&["run", "querl.toml", "--from", "nowhere"]).code, Some(2));
 }
+
+#[test]
+fn a_small_model_replaces_another_whole_or_not_at_all() {
+    let project = Project::new();
+    let line = "{\"text\": \"五博士鱼油 每天两粒 饭后服用\"}\n";
+    project.write("corpus.jsonl", &line.repeat(4));
+    let recipe = |vocab_size: usize, max_length: usize| {
+        format!(
+            "corpus = \"corpus.jsonl\"\noutput_dir = \"out\"\nseed = 1\nvocab_size = {vocab_size}\n\
+             [model]\nhidden_size = 16\nintermediate_size = 16\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\n\
+             head_dim = 16\nmax_positions = 64\n[train]\nmethod = \"full\"\nmax_steps = 1\nmax_length = {max_length}\n"
+        )
+    };
+    project.write("pretrain.toml", &recipe(300, 64));
+    project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
+    project.querl(&["model", "inspect", "out"]).ok();
+    let files = || {
+        let names = std::fs::read_dir(project.path("out")).unwrap().flatten().map(|entry| entry.file_name());
+        let read = |name: std::ffi::OsString| (name.clone(), std::fs::read(project.path("out").join(name)).unwrap());
+        names.map(read).collect::<std::collections::BTreeMap<_, _>>()
+    };
+    let before = files();
+    project.write("pretrain.toml", &recipe(280, 1));
+    assert_eq!(project.querl(&["model", "pretrain", "pretrain.toml"]).code, Some(2));
+    assert!(files() == before, "a training that fails changes nothing");
+}

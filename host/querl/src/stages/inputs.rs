@@ -52,13 +52,13 @@ impl Inputs {
     /// It is not there, was left by a stage that did not come to its end, or cannot be read.
     pub fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
         let entry = ledger.entry(stage.as_str());
-        if entry.is_none() || !path.exists() {
-            let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());
-            return Err(Stop::usage(message).into());
-        }
         // Some of a stage's files are there before its end, and are then no result.
         if entry.is_some_and(|entry| !entry.finished) {
             let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
+            return Err(Stop::usage(message).into());
+        }
+        if entry.is_none() || !path.exists() {
+            let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());
             return Err(Stop::usage(message).into());
         }
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
