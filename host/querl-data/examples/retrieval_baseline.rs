@@ -32,9 +32,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rows = common::training_rows()?;
     let bench = Bench { retriever, rubric, rows };
     println!(
-        "top1: gold passage first; q@t: mean quality of the hits with a score of t or more; judge: the rubric's points"
+        "top1: gold passage first; gold@k: among the top_k; q@t: mean quality of the hits with a score of t or more; judge: the rubric's points"
     );
-    println!("rewrite      top1  gold@5  top1_score  q@0.0  q@0.3  q@0.5  judge");
+    println!("rewrite      top1  gold@k  top1_score  q@0.0  q@0.3  q@0.5  judge");
     bench.show("raw", |row| row.original_query.clone())?;
     bench.show("teacher", |row| teacher[&row.id].clone())?;
     bench.show("house", |row| ideal(&lexicon, row, Words::House))?;

@@ -1,31 +1,28 @@
 //! The training split of the fivedoctors example: all that these programs may look at.
 
-use querl_core::config::{DataConfig, RetrievalConfig};
+use querl_core::config::{Config, Overrides, RetrievalConfig, load};
 use querl_core::records::{Context, QueryRow, Split};
 use querl_data::{assign_splits, read_table};
 use std::error::Error;
 use std::path::PathBuf;
 
-/// A folder with `测试集.xlsx`, `knowledge_base.jsonl`, `lexicon.json`, `teacher_rewrites.jsonl`; the first argument, or the example.
+/// A folder with `querl.toml`, `lexicon.json` and `teacher_rewrites.jsonl`; the first argument, or the example.
 pub(crate) fn folder() -> PathBuf {
     std::env::args_os().nth(1).map_or_else(|| PathBuf::from("examples/fivedoctors"), PathBuf::from)
 }
 
-/// The example's retrieval, with nothing left out for a low score.
-pub(crate) fn retrieval() -> Result<RetrievalConfig, Box<dyn Error>> {
-    let folder = folder();
-    Ok(serde_json::from_value(serde_json::json!({
-        "kind": "embedded",
-        "knowledge_base": folder.join("knowledge_base.jsonl"),
-        "lexicon": folder.join("lexicon.json"),
-        "score_threshold": 0.0,
-    }))?)
+fn config() -> Result<Config, Box<dyn Error>> {
+    Ok(load(&folder().join("querl.toml"), &Overrides::default())?)
 }
 
-/// The rows of the training split (60/20/20, seed 42).
+/// The example's retrieval, with nothing left out for a low score.
+pub(crate) fn retrieval() -> Result<RetrievalConfig, Box<dyn Error>> {
+    Ok(RetrievalConfig { score_threshold: 0.0, ..config()?.retrieval })
+}
+
+/// The rows of the training split.
 pub(crate) fn training_rows() -> Result<Vec<QueryRow>, Box<dyn Error>> {
-    let config: DataConfig =
-        serde_json::from_value(serde_json::json!({"input": folder().join("测试集.xlsx"), "split": [0.6, 0.2, 0.2]}))?;
+    let config = config()?.data;
     let rows = read_table(&config)?.rows;
     let splits = assign_splits(&rows, &config)?;
     let counts = Split::ALL.map(|split| splits.iter().filter(|found| **found == split).count());
