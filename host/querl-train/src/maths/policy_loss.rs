@@ -177,7 +177,7 @@ mod tests {
         let whole = policy_loss(&old, &new, &advantages, &mask, 0.2, None, 4);
         let part = |b: usize| {
             let one = |rows: &[Vec<f32>]| vec![rows[b].clone()];
-            policy_loss(&one(&old), &one(&new), &one(&advantages), &vec![mask[b].clone()], 0.2, None, 4)
+            policy_loss(&one(&old), &one(&new), &one(&advantages), &[mask[b].clone()], 0.2, None, 4)
         };
         let (first, second) = (part(0), part(1));
         assert!((whole.pg_loss - first.pg_loss - second.pg_loss).abs() < 1e-6);
