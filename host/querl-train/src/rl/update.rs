@@ -4,11 +4,12 @@ use super::RlTask;
 use super::critic::Critic;
 use super::rollout::{Batch, Rollout, summary};
 use crate::maths::{
-    Rows, gae, kl_k1, kl_k3, masked_mean, masked_whiten, policy_loss, sequence_policy_loss, token_rewards, value_loss,
+    PolicyLoss, Rows, gae, kl_k1, kl_k3, masked_mean, masked_whiten, policy_loss, sequence_policy_loss, token_rewards,
+    value_loss,
 };
 use crate::policy::{Example, Policy, rows_of};
 use crate::{AdamW, Gradients, Metrics, TrainError, constant_with_warmup};
-use candle_core::{D, Device, Tensor};
+use candle_core::{Device, Tensor};
 use querl_core::config::AdvantageForm;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -145,7 +146,9 @@ pub(super) fn update(
         for mini_batch in order.chunks(config.mini_batch_size) {
             let mut step_gradients = StepGradients::default();
             for micro_batch in mini_batch.chunks(mini_batch.len().div_ceil(config.gradient_accumulation_steps)) {
-                micro_step(task, critic, experience, mini_batch, micro_batch, &mut step_gradients, &mut totals)?;
+                let micro_batch = MicroBatch::new(task, experience, mini_batch, micro_batch);
+                micro_batch.policy_step(&mut step_gradients.policy, &mut totals)?;
+                micro_batch.critic_step(critic, &mut step_gradients.critic, &mut totals)?;
             }
             let StepGradients { mut policy, critic: critic_gradients } = step_gradients;
             let grad_norm = policy.clip(config.max_grad_norm);
@@ -177,63 +180,93 @@ struct StepGradients {
     critic: Gradients,
 }
 
-/// Losses and gradients of one micro-batch, weighted so that a step's sum does not depend on the split.
-fn micro_step(
-    task: &RlTask<'_>,
-    critic: &Critic,
-    experience: &Experience<'_>,
-    mini_batch: &[usize],
-    micro_batch: &[usize],
-    gradients: &mut StepGradients,
-    totals: &mut Totals,
-) -> Result<(), TrainError> {
-    let config = task.config;
-    let examples: Vec<&Example> = micro_batch.iter().map(|&i| &experience.rollouts[i].example).collect();
-    let pick = |rows: &Rows| -> Rows { micro_batch.iter().map(|&i| rows[i].clone()).collect() };
-    let n_tokens: usize = mini_batch.iter().map(|&i| experience.old_logprobs[i].len()).sum();
-    // Policy: the loss's derivative by each log-probability, carried on through the decoder's graph.
-    let pass =
-        Policy { decoder: task.decoder, adapter: Some(task.policy) }.response_pass(&examples, config.temperature)?;
-    let both: Vec<Vec<f32>> = pass.logprobs.to_vec2()?; // (N, 2)
-    let column = |index: usize| rows_of(&both.iter().map(|row| row[index]).collect::<Vec<_>>(), &examples);
-    let (logprobs, entropies) = (column(0), column(1));
-    let (old_logprobs, advantages) = (pick(&experience.old_logprobs), pick(&experience.advantages));
-    let mask = all_true(&logprobs);
-    let clip_range = config.clip_range as f32;
-    let dual_clip = (config.dual_clip > 0.0).then_some(config.dual_clip as f32);
-    let loss = match config.advantage_form {
-        AdvantageForm::Token => {
-            policy_loss(&old_logprobs, &logprobs, &advantages, &mask, clip_range, dual_clip, n_tokens)
+/// Some responses of an optimizer step, whose losses are weighted so that a step's sum does not depend on the split.
+struct MicroBatch<'a> {
+    task: &'a RlTask<'a>,
+    experience: &'a Experience<'a>,
+    rows: &'a [usize],
+    examples: Vec<&'a Example>,
+    /// Response tokens, responses and value targets of the whole step.
+    n_tokens: usize,
+    n_responses: usize,
+    n_values: usize,
+}
+
+impl<'a> MicroBatch<'a> {
+    fn new(task: &'a RlTask<'a>, experience: &'a Experience<'a>, step: &[usize], rows: &'a [usize]) -> Self {
+        let n_kept = |mask: &[bool]| mask.iter().filter(|keep| **keep).count();
+        Self {
+            task,
+            experience,
+            rows,
+            examples: rows.iter().map(|&i| &experience.rollouts[i].example).collect(),
+            n_tokens: step.iter().map(|&i| experience.old_logprobs[i].len()).sum(),
+            n_responses: step.len(),
+            n_values: step.iter().map(|&i| n_kept(&experience.value_mask[i])).sum(),
         }
-        AdvantageForm::Sequence => {
-            let per_response: Vec<f32> = advantages.iter().map(|row| row[0]).collect();
-            sequence_policy_loss(&old_logprobs, &logprobs, &per_response, &mask, clip_range, mini_batch.len())
+    }
+
+    fn pick<T: Clone>(&self, of_batch: &[T]) -> Vec<T> {
+        self.rows.iter().map(|&i| of_batch[i].clone()).collect()
+    }
+
+    /// The policy's loss: its derivative by each log-probability and entropy is carried on through the decoder's graph.
+    fn policy_step(&self, gradients: &mut Gradients, totals: &mut Totals) -> Result<(), TrainError> {
+        let policy = Policy { decoder: self.task.decoder, adapter: Some(self.task.policy) };
+        let pass = policy.response_pass(&self.examples, self.task.config.temperature)?;
+        let both: Vec<Vec<f32>> = pass.logprobs.to_vec2()?; // (N, 2)
+        let logprobs: Vec<f32> = both.iter().map(|row| row[0]).collect();
+        let loss = self.policy_loss(&rows_of(&logprobs, &self.examples));
+        let entropy_gradient = (-self.task.config.ent_coef / self.n_tokens as f64) as f32;
+        let outer: Vec<f32> = loss.grad_logprobs.iter().flatten().flat_map(|g| [*g, entropy_gradient]).collect();
+        let outer = Tensor::from_vec(outer, pass.logprobs.shape(), &Device::Cpu)?;
+        gradients.add(&(pass.logprobs * outer)?.sum_all()?.backward()?, self.task.policy.vars())?;
+        let entropy: f64 = both.iter().map(|row| f64::from(row[1])).sum();
+        totals.add("actor/pg_loss", f64::from(loss.pg_loss));
+        totals.add("actor/pg_clipfrac", f64::from(loss.pg_clipfrac));
+        totals.add("actor/ppo_kl", f64::from(loss.ppo_kl));
+        totals.add("actor/entropy", entropy / self.n_tokens as f64);
+        Ok(())
+    }
+
+    fn policy_loss(&self, logprobs: &Rows) -> PolicyLoss {
+        let config = self.task.config;
+        let (old_logprobs, advantages) =
+            (self.pick(&self.experience.old_logprobs), self.pick(&self.experience.advantages));
+        let mask = all_true(logprobs);
+        let clip_range = config.clip_range as f32;
+        let dual_clip = (config.dual_clip > 0.0).then_some(config.dual_clip as f32);
+        match config.advantage_form {
+            AdvantageForm::Token => {
+                policy_loss(&old_logprobs, logprobs, &advantages, &mask, clip_range, dual_clip, self.n_tokens)
+            }
+            AdvantageForm::Sequence => {
+                let per_response: Vec<f32> = advantages.iter().map(|row| row[0]).collect();
+                sequence_policy_loss(&old_logprobs, logprobs, &per_response, &mask, clip_range, self.n_responses)
+            }
         }
-    };
-    let entropy_gradient = (-config.ent_coef / n_tokens as f64) as f32;
-    let outer: Vec<f32> = loss.grad_logprobs.iter().flatten().flat_map(|g| [*g, entropy_gradient]).collect();
-    let outer = Tensor::from_vec(outer, pass.logprobs.shape(), &Device::Cpu)?;
-    gradients.policy.add(&(pass.logprobs * outer)?.sum_all()?.backward()?, task.policy.vars())?;
-    // Critic, likewise.
-    let hidden: Vec<&Tensor> = micro_batch.iter().map(|&i| &experience.ref_hidden[i]).collect();
-    let values = critic.values(task.decoder, &examples, &Tensor::cat(&hidden, 0)?)?;
-    let value_rows = rows_of(&values.to_vec1::<f32>()?, &examples);
-    let value_mask: Vec<Vec<bool>> = micro_batch.iter().map(|&i| experience.value_mask[i].clone()).collect();
-    let n_values = mini_batch.iter().map(|&i| experience.value_mask[i].iter().filter(|keep| **keep).count()).sum();
-    let (old_values, returns) = (pick(&experience.values), pick(&experience.returns));
-    let of_values =
-        value_loss(&old_values, &value_rows, &returns, &value_mask, config.clip_range_value as f32, n_values);
-    let outer: Vec<f32> = of_values.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
-    let outer = Tensor::from_vec(outer, values.shape(), &Device::Cpu)?;
-    critic.collect(&mut gradients.critic, &(values * outer)?.sum(D::Minus1)?)?;
-    let entropy_sum: f32 = entropies.iter().flatten().sum();
-    totals.add("actor/pg_loss", f64::from(loss.pg_loss));
-    totals.add("actor/pg_clipfrac", f64::from(loss.pg_clipfrac));
-    totals.add("actor/ppo_kl", f64::from(loss.ppo_kl));
-    totals.add("actor/entropy", f64::from(entropy_sum) / n_tokens as f64);
-    totals.add("critic/vf_loss", f64::from(of_values.vf_loss));
-    totals.add("critic/vf_clipfrac", f64::from(of_values.vf_clipfrac));
-    Ok(())
+    }
+
+    /// The critic's loss, likewise.
+    fn critic_step(&self, critic: &Critic, gradients: &mut Gradients, totals: &mut Totals) -> Result<(), TrainError> {
+        let (config, experience) = (self.task.config, self.experience);
+        let hidden = Tensor::cat(&self.pick(&experience.ref_hidden), 0)?;
+        let values = critic.values(self.task.decoder, &self.examples, &hidden)?; // (N)
+        let loss = value_loss(
+            &self.pick(&experience.values),
+            &rows_of(&values.to_vec1::<f32>()?, &self.examples),
+            &self.pick(&experience.returns),
+            &self.pick(&experience.value_mask),
+            config.clip_range_value as f32,
+            self.n_values,
+        );
+        let outer: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
+        let outer = Tensor::from_vec(outer, values.shape(), &Device::Cpu)?;
+        critic.collect(gradients, &(values * outer)?.sum_all()?)?;
+        totals.add("critic/vf_loss", f64::from(loss.vf_loss));
+        totals.add("critic/vf_clipfrac", f64::from(loss.vf_clipfrac));
+        Ok(())
+    }
 }
 
 impl Experience<'_> {
