@@ -82,9 +82,8 @@ fn read_csv(path: &Path) -> Result<Grid, DataError> {
         .collect();
     let mut rows = Vec::new();
     for (index, record) in reader.records().enumerate() {
-        let record = record.map_err(problem)?;
-        let row = record.position().map_or(index + 2, |position| position.line() as usize);
-        rows.push((row, record.iter().map(str::to_owned).collect()));
+        // The row that a spreadsheet shows: a line number would count the lines of a cell, and CRLF differently from LF.
+        rows.push((index + 2, record.map_err(problem)?.iter().map(str::to_owned).collect()));
     }
     Ok(Grid { sheet: None, header, rows })
 }

@@ -70,6 +70,16 @@ fn same_rows_read_alike_from_all_formats() {
 }
 
 #[test]
+fn csv_rows_are_counted_alike_whatever_ends_a_line() {
+    let folder = Folder::new();
+    for end in ["\n", "\r\n"] {
+        let config = folder.file("a.csv", &["问题", "怎么吃", "几天到", ""].join(end));
+        let rows: Vec<usize> = read_table(&config).unwrap().rows.iter().map(|row| row.row).collect();
+        assert_eq!(rows, [2, 3], "{end:?}");
+    }
+}
+
+#[test]
 fn missing_query_column_names_sheet_and_columns_found() {
     let folder = Folder::new();
     let said = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));

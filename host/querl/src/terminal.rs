@@ -29,7 +29,8 @@ pub fn init(verbosity: Verbosity) {
     VERBOSITY.store(verbosity as u8, Ordering::Relaxed);
     let default = match verbosity {
         Verbosity::Quiet => "error",
-        Verbosity::Normal => "warn",
+        // Building a plugin takes seconds: that is said.
+        Verbosity::Normal => "warn,querl_plugins::source=info",
         Verbosity::Verbose => "warn,querl=info,querl_data=info,querl_plugins=info,querl_model=info,querl_train=info",
         Verbosity::Debug => "info,querl=debug,querl_data=debug,querl_plugins=debug,querl_model=debug,querl_train=debug",
     };

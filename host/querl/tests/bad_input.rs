@@ -67,6 +67,8 @@ fn flags_that_cannot_be_used() {
     assert_eq!(set("rl.gamma"), "--set rl.gamma: expected KEY=VALUE, such as --set rl.max_steps=20");
     let threads = refusal(&project, &["run", "querl.toml", "--threads", "100000"]);
     assert_eq!(threads, "--threads: threads is 100000; expected 0 to 1024");
+    let stages = refusal(&project, &["run", "querl.toml", "--from", "rl", "--to", "sft"]);
+    assert_eq!(stages, "--from rl comes after sft, the last stage to run; choose an earlier --from or a later --to");
 }
 
 #[test]

@@ -138,6 +138,15 @@ fn line_logprobs(
     adapter: Option<&LoraAdapter>,
     token_ids: Vec<u32>,
 ) -> anyhow::Result<LogprobsOutput> {
+    let (n_known, n_positions) = (decoder.config().vocab_size, decoder.config().max_positions);
+    if let Some(id) = token_ids.iter().find(|&&id| id as usize >= n_known) {
+        return Err(usage(format!("token id {id} is outside the vocabulary of {n_known}")).into());
+    }
+    if token_ids.len() > n_positions {
+        return Err(
+            usage(format!("{} tokens are more than the model's {n_positions} positions", token_ids.len())).into()
+        );
+    }
     let mut logprobs = vec![None; token_ids.len().min(1)];
     if token_ids.len() > 1 {
         let hidden = decoder.hidden_states(&PackedBatch::new([&token_ids[..token_ids.len() - 1]]), adapter)?;

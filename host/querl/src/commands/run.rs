@@ -1,6 +1,7 @@
 //! `querl run` and the commands of single stages.
 
 use crate::cli::{ConfigArgs, Format};
+use crate::failure::Stop;
 use crate::report;
 use crate::run::Run;
 use crate::stages::runner::{Outcome, Window, run_stages, summary};
@@ -46,6 +47,12 @@ pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
 }
 
 fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
+    if let Some(from) = args.from.filter(|from| *from > last) {
+        let message = format!(
+            "--from {from} comes after {last}, the last stage to run; choose an earlier --from or a later --to"
+        );
+        return Err(Stop::usage(message).into());
+    }
     let run = Run::open(args.config.load()?, last)?;
     let outcomes = run_stages(&run, Window { first, last, forced_from: args.from })?;
     show(&run, &outcomes, args.format)?;
