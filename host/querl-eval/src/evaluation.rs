@@ -117,7 +117,17 @@ pub fn evaluate_seeds(runs: &[Vec<EvalRecord>], options: &EvalOptions) -> Result
     Ok(SeedsEvaluation { pooled: pool(&indexes, options)?, runs })
 }
 
+/// Below this many groups percentile intervals come out too narrow (simulations in Cameron, Gelbach and Miller 2008,
+/// "Bootstrap-based improvements for inference with clustered errors").
+const FEW_GROUPS: usize = 20;
+
 impl Evaluation {
+    /// A caution where there are too few groups for the intervals, and so the stars, to mean much.
+    pub(crate) fn too_few_groups(&self) -> Option<String> {
+        let n = self.n_groups;
+        (n < FEW_GROUPS).then(|| format!("only {n} groups of queries: the intervals are too narrow to conclude from"))
+    }
+
     /// Systems in the order of the tables.
     pub(crate) fn systems_in_order(&self) -> Vec<(&str, &SystemEvaluation)> {
         let mut systems: Vec<_> = self.systems.iter().map(|(name, system)| (name.as_str(), system)).collect();

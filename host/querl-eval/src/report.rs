@@ -18,10 +18,6 @@ use crate::table::{failure_lines, system_title};
 use querl_core::records::EvalRecord;
 use serde::Serialize;
 
-/// Below this many groups the notes say that percentile intervals come out too narrow (simulations in Cameron, Gelbach and
-/// Miller 2008, "Bootstrap-based improvements for inference with clustered errors").
-const FEW_GROUPS: usize = 20;
-
 /// What the page shows.
 #[derive(Debug, Clone, Copy)]
 pub struct ReportInput<'a> {
@@ -117,9 +113,7 @@ fn facts(input: &ReportInput<'_>) -> Vec<(&'static str, String)> {
 
 fn cautions(evaluation: &Evaluation) -> Vec<String> {
     let mut cautions = failure_lines(evaluation);
-    if evaluation.n_groups < FEW_GROUPS {
-        cautions.push(format!("only {} groups of queries: the intervals are too narrow", evaluation.n_groups));
-    }
+    cautions.extend(evaluation.too_few_groups());
     cautions
 }
 

@@ -133,6 +133,7 @@ fn write_block(text: &mut String, grid: &Grid, widths: &[usize], columns: &[usiz
 
 fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut lines = facts.stand_in_notes();
+    lines.extend(evaluation.too_few_groups());
     lines.extend(failure_lines(evaluation));
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
