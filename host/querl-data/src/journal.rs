@@ -16,14 +16,19 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal beside `output` (`rewrites.jsonl` has `rewrites.journal.jsonl`), with the records of earlier runs: those
+    /// Where the journal of `output` is: `rewrites.jsonl` has `rewrites.journal.jsonl` beside it.
+    pub fn path_beside(output: &Path) -> PathBuf {
+        output.with_extension("journal.jsonl")
+    }
+
+    /// Opens the journal beside `output`, with the records of earlier runs: those
     /// of the output, then those of the journal. A last line that a kill cut short is dropped.
     ///
     /// # Errors
     /// A file cannot be read or written, or holds a line that is not a record.
     pub fn open<T: DeserializeOwned>(output: &Path) -> Result<(Self, Vec<T>), DataError> {
         let mut records: Vec<T> = if output.exists() { querl_core::fsx::read_jsonl(output)? } else { Vec::new() };
-        let path = output.with_extension("journal.jsonl");
+        let path = Self::path_beside(output);
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(|error| DataError::write(&path, error))?;
         }

@@ -51,8 +51,6 @@ pub struct DecoderConfig {
 /// `config.json` as written, with the two ways in which transformers has named the rotary base.
 #[derive(Deserialize)]
 struct ConfigFile {
-    #[serde(default)]
-    architectures: Vec<String>,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -126,7 +124,6 @@ impl DecoderConfig {
 
 impl ConfigFile {
     fn resolve(self, family: Family) -> Result<DecoderConfig, String> {
-        debug_assert!(!self.architectures.is_empty());
         if self.use_sliding_window {
             return Err("use_sliding_window is true; only full attention is supported".into());
         }

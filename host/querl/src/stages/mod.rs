@@ -146,11 +146,6 @@ pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     Ok(name.ok_or_else(message)?.to_owned())
 }
 
-/// Where [`querl_data::Journal`] keeps what a stage has done before its `output` is written.
-fn journal_of(output: &Path) -> PathBuf {
-    output.with_extension("journal.jsonl")
-}
-
 /// `None` of nothing.
 fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));

@@ -1,7 +1,7 @@
 //! Stage 1: the teacher rewrites each query.
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, journal_of, remove, world};
+use super::{Done, Facts, Inputs, Stage, StageName, remove, world};
 use crate::interrupt;
 use crate::run::Run;
 use querl_core::ports::Progress;
@@ -47,7 +47,7 @@ impl Stage for Rewrite {
     }
 
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&journal_of(&dir.rewrites()))?;
+        remove(&Journal::path_beside(&dir.rewrites()))?;
         self.outputs(dir).iter().try_for_each(|path| remove(path))
     }
 

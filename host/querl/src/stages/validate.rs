@@ -1,7 +1,7 @@
 //! Stage 2: what does retrieval find with each rewrite?
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, journal_of, mean, remove, world};
+use super::{Done, Facts, Inputs, Stage, StageName, mean, remove, world};
 use crate::interrupt;
 use crate::run::Run;
 use querl_core::fsx::read_jsonl;
@@ -41,7 +41,7 @@ impl Stage for Validate {
     }
 
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&journal_of(&dir.validated()))?;
+        remove(&Journal::path_beside(&dir.validated()))?;
         self.outputs(dir).iter().try_for_each(|path| remove(path))
     }
 
