@@ -5,6 +5,7 @@
 //! In: nothing. Out: plain values. This crate refuses to know tensors, WebAssembly, HTTP and any async runtime.
 
 pub mod config;
+pub mod episodes;
 pub mod fsx;
 pub mod ports;
 pub mod records;

@@ -2,8 +2,8 @@
 //! a stand-in behind the same trait.
 
 use crate::records::{
-    CallFailure, Completion, Context, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward, Sample,
-    Verdict,
+    CallFailure, Completion, Context, Dialogue, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward,
+    Sample, StyleProbability, Verdict,
 };
 use async_trait::async_trait;
 
@@ -103,6 +103,21 @@ pub struct PluginFault {
     pub version: String,
     /// What it did and what the contract says.
     pub message: String,
+    /// What sort of breach.
+    pub kind: FaultKind,
+}
+
+/// The sorts of breach of a plugin's contract.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultKind {
+    /// It stopped by itself: a panic, a trap.
+    Trap,
+    /// A limit stopped it: fuel, time, memory, output.
+    Limit,
+    /// It returned what the contract does not allow.
+    Result,
+    /// More items were dropped at limits than `plugins.limits.max_dropped` allows.
+    TooManyDropped,
 }
 
 /// A tenant's prompts and the parsing of answers.
@@ -142,6 +157,21 @@ pub trait RewardModel: Send + Sync {
 
     /// The declared range of totals.
     fn range(&self) -> RewardRange;
+
+    /// The plugin's name.
+    fn name(&self) -> &str;
+}
+
+/// A classifier of style over whole dialogues.
+pub trait StyleModel: Send + Sync {
+    /// The distribution over the model's classes, in the model's order. The same dialogue gives the same distribution.
+    fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure>;
+}
+
+/// Scores the style of answers.
+pub trait StyleScorer: Send + Sync {
+    /// One result per dialogue, in order; totals lie in 0 to 1. A rejection drops the dialogue; it is not a score.
+    fn score_batch(&self, dialogues: &[Dialogue]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
 
     /// The plugin's name.
     fn name(&self) -> &str;

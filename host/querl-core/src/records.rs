@@ -117,6 +117,7 @@ pub struct Hit {
     #[serde(default)]
     pub id: String,
     /// The passage.
+    #[serde(default)]
     pub text: String,
     /// How well the passage answers the original query in its context, 0 to 1.
     pub reranker_score: f64,
@@ -124,6 +125,7 @@ pub struct Hit {
     #[serde(default)]
     pub retrieval_score: Option<f64>,
     /// 1 for the best.
+    #[serde(default)]
     pub rank: u32,
 }
 
@@ -270,6 +272,7 @@ pub struct RowMetadata {
 
 /// Who asks, and what was said before.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Context {
     /// Empty where unknown.
     pub user_profile: String,
@@ -278,7 +281,7 @@ pub struct Context {
 }
 
 /// A judge's word on one rewrite.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Judgement {
     /// Judged.
@@ -286,9 +289,11 @@ pub enum Judgement {
         /// 综合得分, 0 to 5.
         score: f64,
         /// Why, in words.
+        #[serde(default)]
         reason: String,
     },
     /// Not chosen for judging (see `judge.sample_rate`).
+    #[default]
     NotSampled,
     /// Asked, and no usable answer came.
     Failed(CallFailure),
@@ -309,38 +314,95 @@ impl Judgement {
 pub struct StyleProbability {
     /// `售前` and so on.
     pub label: String,
-    /// 0 to 1; a distribution sums to 1.
+    /// 0 to 1; a distribution sums to 1 within 1e-6.
     pub probability: f64,
 }
 
 /// One side of the competition: the policy's rewrite, or the teacher's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Candidate {
     /// The rewrite, parsed.
     pub rewrite: String,
     /// Its hits, best first, or why there are none.
+    #[serde(with = "retrieval_form", default = "nothing_found")]
     pub retrieval: Result<Vec<Hit>, CallFailure>,
     /// What the judge said of it.
+    #[serde(default)]
     pub judgement: Judgement,
     /// Style distribution, where a style model is configured.
     #[serde(default)]
     pub style: Option<Vec<StyleProbability>>,
     /// Tokens generated, end of sequence included; 0 where unknown.
+    #[serde(default)]
     pub n_tokens: u32,
     /// True where the token limit cut the answer off.
+    #[serde(default)]
     pub truncated: bool,
+}
+
+fn nothing_found() -> Result<Vec<Hit>, CallFailure> {
+    Ok(Vec::new())
+}
+
+/// A retrieval as authors write it: `{"hits": [...]}` or `{"failed": {...}}`. Ranks that are left out are counted from 1.
+mod retrieval_form {
+    use super::{CallFailure, Hit};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Written<'a> {
+        Hits(&'a [Hit]),
+        Failed(&'a CallFailure),
+    }
+
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Read {
+        Hits(Vec<Hit>),
+        Failed(CallFailure),
+    }
+
+    pub(super) fn serialize<S: Serializer>(
+        retrieval: &Result<Vec<Hit>, CallFailure>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let written = match retrieval {
+            Ok(hits) => Written::Hits(hits),
+            Err(failure) => Written::Failed(failure),
+        };
+        written.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Result<Vec<Hit>, CallFailure>, D::Error> {
+        Ok(match Read::deserialize(deserializer)? {
+            Read::Hits(mut hits) => {
+                for (index, hit) in hits.iter_mut().enumerate().filter(|(_, hit)| hit.rank == 0) {
+                    hit.rank = index as u32 + 1;
+                }
+                Ok(hits)
+            }
+            Read::Failed(failure) => Err(failure),
+        })
+    }
 }
 
 /// Everything a reward plugin may look at.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Episode {
     /// Unique in a run: `step-000012/ab12cd34/0`.
     pub id: String,
     /// What the user typed.
     pub query: String,
     /// Who asks, and what was said before.
+    #[serde(default)]
     pub context: Context,
     /// Passages known to answer it; empty where unknown.
+    #[serde(default)]
     pub gold_ids: Vec<String>,
     /// The policy's side.
     pub policy: Candidate,
@@ -354,6 +416,7 @@ pub struct Reward {
     /// Within the range that the plugin declares.
     pub total: f64,
     /// Named parts, in the plugin's order.
+    #[serde(default)]
     pub components: Vec<RewardComponent>,
 }
 
@@ -373,25 +436,86 @@ pub struct Rejection {
     /// Short, stable, countable: `baseline_retrieval_failed`.
     pub code: String,
     /// For a person.
+    #[serde(default)]
     pub detail: String,
+}
+
+/// A dialogue whose last turn, the assistant's, is to be scored for style.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dialogue {
+    /// Unique in a run.
+    pub id: String,
+    /// All turns; the last is the assistant's.
+    pub turns: Vec<Message>,
 }
 
 /// A scored episode: one line of `episodes.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct EpisodeRecord {
-    /// Version of this line's format.
+    /// Version of this line's format: [`EpisodeRecord::FORMAT`].
     pub format: u32,
     /// Training step that made it; 0 before the first update.
+    #[serde(default)]
     pub step: u64,
     /// What was scored.
     pub episode: Episode,
     /// The score, or why the episode was dropped.
+    #[serde(with = "outcome_form")]
     pub outcome: Result<Reward, Rejection>,
 }
 
 impl EpisodeRecord {
-    /// The format written today.
-    pub const FORMAT: u32 = 1;
+    /// The format written today. 1 wrote retrievals and outcomes as `Ok` and `Err`.
+    pub const FORMAT: u32 = 2;
+}
+
+/// An outcome as it is recorded: `{"scored": {...}}` or `{"rejected": {...}}`.
+pub(crate) mod outcome_form {
+    use super::{Rejection, Reward};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Written<'a> {
+        Scored(&'a Reward),
+        Rejected(&'a Rejection),
+    }
+
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Read {
+        Scored(Reward),
+        Rejected(Rejection),
+    }
+
+    pub(crate) fn serialize<S: Serializer>(
+        outcome: &Result<Reward, Rejection>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let written = match outcome {
+            Ok(reward) => Written::Scored(reward),
+            Err(rejection) => Written::Rejected(rejection),
+        };
+        written.serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Result<Reward, Rejection>, D::Error> {
+        Ok(match Read::deserialize(deserializer)? {
+            Read::Scored(reward) => Ok(reward),
+            Read::Rejected(rejection) => Err(rejection),
+        })
+    }
+
+    /// Of a line that has an outcome; `#[serde(default)]` stands for one that has none.
+    pub(crate) fn optional<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Result<Reward, Rejection>>, D::Error> {
+        deserialize(deserializer).map(Some)
+    }
 }
 
 /// One system's answer to one held-out query: one line of `eval/records.jsonl`.

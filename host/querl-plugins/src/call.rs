@@ -5,7 +5,7 @@ use crate::fault;
 use crate::guest::Guest;
 use crate::load::Exports;
 use querl_core::config::PluginLimits;
-use querl_core::ports::PluginFault;
+use querl_core::ports::{FaultKind, PluginFault};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,7 +60,8 @@ impl Caller {
 
     /// A fault of this plugin.
     pub(crate) fn fault(&self, message: String) -> PluginFault {
-        PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message }
+        let kind = FaultKind::Result;
+        PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind }
     }
 
     /// A list of results that does not fit the list of arguments: nobody can say which item it lost.

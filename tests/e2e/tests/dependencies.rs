@@ -1,4 +1,5 @@
-//! Who may know whom. core <- data, plugins, model; model <- train; core <- eval; all <- querl.
+//! Who may know whom. core <- data, bundle, model; bundle <- registry, plugins; plugins <- conformance; model <- train;
+//! core <- eval; all <- querl.
 #![allow(clippy::unwrap_used)]
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, PackageId};
@@ -7,22 +8,40 @@ use std::path::Path;
 use std::process::Command;
 
 /// Crates of this workspace, and which others of it they may depend on, in tests too.
-const ALLOWED: [(&str, &[&str]); 9] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core"]),
-    ("querl-plugins", &["querl-core"]),
+    ("querl-bundle", &["querl-core"]),
+    ("querl-registry", &["querl-core", "querl-bundle"]),
+    ("querl-plugins", &["querl-core", "querl-bundle"]),
+    ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugins"]),
     ("querl-model", &["querl-core"]),
     ("querl-train", &["querl-core", "querl-model"]),
     ("querl-eval", &["querl-core"]),
-    ("querl", &["querl-core", "querl-data", "querl-plugins", "querl-model", "querl-train", "querl-eval"]),
+    (
+        "querl",
+        &[
+            "querl-core",
+            "querl-bundle",
+            "querl-registry",
+            "querl-data",
+            "querl-plugins",
+            "querl-conformance",
+            "querl-model",
+            "querl-train",
+            "querl-eval",
+        ],
+    ),
     ("querl-sdk", &[]),
     ("querl-e2e", &[]),
 ];
 
 /// What a crate must not even get through others, with the reason.
-const FORBIDDEN: [(&str, &[&str], &str); 6] = [
+const FORBIDDEN: [(&str, &[&str], &str); 8] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
+    ("querl-bundle", &["candle-core", "wasmtime", "reqwest", "tokio"], "a bundle is bytes; who runs or sends it is another's"),
+    ("querl-registry", &["candle-core", "wasmtime"], "sending bytes needs no engine"),
     ("querl-plugins", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
     ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),

@@ -16,7 +16,7 @@ mod sources;
 mod training;
 
 pub use load::{ConfigError, Overrides, Place, load, load_resolved};
-pub use plugins::{PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
+pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use sources::{EndpointConfig, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind};
 pub use training::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};

@@ -19,13 +19,17 @@ pub struct PluginsConfig {
     /// Limits on every call into a plugin.
     #[serde(default)]
     pub limits: PluginLimits,
+    /// Ed25519 public keys, as `querl plugin sign` prints them. Where any is given, only bundles that one of them has signed
+    /// are run.
+    #[serde(default)]
+    pub trusted_keys: Vec<String>,
 }
 
 /// One component.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PluginConfig {
-    /// A `.wasm` component, or a folder with its source.
+    /// A `.querl` bundle, a `.wasm` component, or a folder with its source.
     pub path: PathBuf,
     /// Handed to the plugin as text.
     #[serde(default)]
@@ -37,7 +41,7 @@ pub struct PluginConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct WeightedPluginConfig {
-    /// A `.wasm` component, or a folder with its source.
+    /// A `.querl` bundle, a `.wasm` component, or a folder with its source.
     pub path: PathBuf,
     /// Weight in the sum.
     #[serde(default = "defaults::one")]
@@ -66,6 +70,24 @@ pub struct PluginLimits {
     pub output_bytes: usize,
     /// What a call may log, in bytes; the rest is cut with a note.
     pub log_bytes: usize,
+    /// What compiling a component may take, in milliseconds; it is compiled once and kept.
+    #[schemars(range(min = 1))]
+    pub compile_timeout_ms: u64,
+    /// What happens to an item of a reward, filter or style scorer at which a limit is hit.
+    pub on_limit: OnLimit,
+    /// With `on_limit = "drop"`: more dropped items of one plugin than this stop the run.
+    pub max_dropped: u64,
+}
+
+/// What happens to an item at which a limit is hit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnLimit {
+    /// The run stops.
+    #[default]
+    Fail,
+    /// The item is dropped with the code `plugin_limit` and counted; the others are scored.
+    Drop,
 }
 
 impl Default for PluginLimits {
@@ -76,6 +98,9 @@ impl Default for PluginLimits {
             memory_bytes: 256 << 20,
             output_bytes: 16 << 20,
             log_bytes: 64 << 10,
+            compile_timeout_ms: 120_000,
+            on_limit: OnLimit::Fail,
+            max_dropped: 100,
         }
     }
 }

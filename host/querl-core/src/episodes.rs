@@ -1,0 +1,197 @@
+//! Recorded episodes: JSON lines that a run writes and that an author may write by hand.
+
+use crate::records::{Episode, EpisodeRecord, Rejection, Reward, outcome_form};
+use serde::Deserialize;
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+/// A longer line is no episode.
+pub const MAX_LINE_BYTES: usize = 16 << 20;
+
+/// An episode with the score it had, where it had one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RecordedEpisode {
+    /// 1-based line in the file.
+    pub line: usize,
+    /// Training step that made it; 0 where unknown.
+    pub step: u64,
+    /// What was scored.
+    pub episode: Episode,
+    /// The score, or why it was dropped; `None` where the author wrote none.
+    pub outcome: Option<Result<Reward, Rejection>>,
+}
+
+/// Why a file of episodes cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum EpisodesError {
+    /// The file itself.
+    #[error("{}: cannot be read: {source}", path.display())]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// One of its lines.
+    #[error("{}:{line}: {reason}", path.display())]
+    Line {
+        /// Which file.
+        path: PathBuf,
+        /// 1-based.
+        line: usize,
+        /// Expected and got.
+        reason: String,
+    },
+}
+
+/// Reads a file of episodes, in the order of its lines; empty lines are passed over.
+///
+/// # Errors
+/// The file cannot be read; a line is not an episode, is of another format, has a number that is not finite or in range, or
+/// the id of an earlier line.
+pub fn read(path: &Path) -> Result<Vec<RecordedEpisode>, EpisodesError> {
+    let io = |source| EpisodesError::Io { path: path.to_owned(), source };
+    let mut reader = BufReader::new(std::fs::File::open(path).map_err(io)?);
+    let (mut episodes, mut ids, mut bytes) = (Vec::new(), BTreeSet::new(), Vec::new());
+    for line in 1.. {
+        bytes.clear();
+        let n_read = reader.by_ref().take(MAX_LINE_BYTES as u64 + 1).read_until(b'\n', &mut bytes).map_err(io)?;
+        if n_read == 0 {
+            break;
+        }
+        let refused = |reason: String| EpisodesError::Line { path: path.to_owned(), line, reason };
+        let Some(episode) = parse(&bytes, line).map_err(refused)? else { continue };
+        if !ids.insert(episode.episode.id.clone()) {
+            return Err(refused(format!("the id `{}` is that of an earlier line; expected unique ids", episode.episode.id)));
+        }
+        episodes.push(episode);
+    }
+    Ok(episodes)
+}
+
+/// One line; `None` where it is blank.
+///
+/// # Errors
+/// In words: what was expected, what came.
+pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, String> {
+    #[derive(Deserialize)]
+    struct Format {
+        format: Option<u32>,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Line {
+        #[serde(rename = "format")]
+        _format: u32,
+        #[serde(default)]
+        step: u64,
+        episode: Episode,
+        #[serde(default, deserialize_with = "outcome_form::optional")]
+        outcome: Option<Result<Reward, Rejection>>,
+    }
+    if bytes.len() > MAX_LINE_BYTES {
+        return Err(format!("the line has more than {MAX_LINE_BYTES} bytes"));
+    }
+    if bytes.iter().all(u8::is_ascii_whitespace) {
+        return Ok(None);
+    }
+    let not_json = |error: serde_json::Error| format!("not an episode: {error}");
+    let known = EpisodeRecord::FORMAT;
+    match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
+        Some(format) if format == known => {}
+        Some(format) => return Err(format!("`format` is {format}; this querl reads {known}: run the stage `rl` again")),
+        None => return Err(format!("`format` is missing; expected \"format\": {known}")),
+    }
+    let Line { step, episode, outcome, .. } = serde_json::from_slice(bytes).map_err(not_json)?;
+    check(&episode)?;
+    Ok(Some(RecordedEpisode { line, step, episode, outcome }))
+}
+
+/// What the contract promises to plugins of numbers.
+fn check(episode: &Episode) -> Result<(), String> {
+    for (side, candidate) in [("policy", &episode.policy), ("baseline", &episode.baseline)] {
+        let hits = candidate.retrieval.as_deref().unwrap_or_default();
+        for (index, hit) in hits.iter().enumerate() {
+            let score = hit.reranker_score;
+            if !(0.0..=1.0).contains(&score) {
+                return Err(format!("`reranker_score` of {side} hit {} is {score}; expected 0 to 1", index + 1));
+            }
+            if hit.rank as usize != index + 1 {
+                return Err(format!("`rank` of {side} hit {} is {}; expected {}", index + 1, hit.rank, index + 1));
+            }
+        }
+        if let Some(score) = candidate.judgement.score().filter(|score| !(0.0..=5.0).contains(score)) {
+            return Err(format!("`score` of the {side} judgement is {score}; expected 0 to 5"));
+        }
+        if let Some(style) = &candidate.style {
+            let sum: f64 = style.iter().map(|class| class.probability).sum();
+            if !((sum - 1.0).abs() <= 1e-6) {
+                return Err(format!("the {side} `style` sums to {sum}; expected 1"));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const BY_HAND: &str = r#"{"format": 2, "episode": {"id": "a", "query": "一天几粒啊",
+        "policy": {"rewrite": "深海鱼油 食用方法", "retrieval": {"hits": [{"reranker_score": 0.8}, {"reranker_score": 0.5}]}},
+        "baseline": {"rewrite": "鱼油", "retrieval": {"failed": {"kind": "timeout", "message": "late"}}}}}"#;
+
+    fn one_line(text: &str) -> String {
+        text.replace('\n', " ")
+    }
+
+    #[test]
+    fn an_episode_by_hand_needs_little() {
+        let read = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap();
+        let hits = read.episode.policy.retrieval.unwrap();
+        assert_eq!(hits.iter().map(|hit| hit.rank).collect::<Vec<_>>(), [1, 2]);
+        assert!(read.episode.baseline.retrieval.is_err() && read.outcome.is_none());
+    }
+
+    #[test]
+    fn a_record_reads_back() {
+        let episode = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap().episode;
+        for outcome in [
+            Ok(Reward { total: 0.5, components: Vec::new() }),
+            Err(Rejection { code: "policy_retrieval_failed".into(), detail: String::new() }),
+        ] {
+            let record = EpisodeRecord { format: EpisodeRecord::FORMAT, step: 3, episode: episode.clone(), outcome };
+            let text = serde_json::to_vec(&record).unwrap();
+            assert_eq!(serde_json::from_slice::<EpisodeRecord>(&text).unwrap(), record);
+            let read = parse(&text, 7).unwrap().unwrap();
+            assert_eq!((read.line, read.step, read.outcome), (7, 3, Some(record.outcome)));
+        }
+    }
+
+    #[test]
+    fn bad_lines_say_what_was_expected() {
+        let replaced = |from: &str, to: &str| one_line(BY_HAND).replacen(from, to, 1);
+        for (line, expected) in [
+            (replaced("\"format\": 2, ", ""), "`format` is missing; expected \"format\": 2"),
+            (replaced("\"format\": 2", "\"format\": 1"), "`format` is 1; this querl reads 2"),
+            (replaced("0.8", "1.8"), "`reranker_score` of policy hit 1 is 1.8; expected 0 to 1"),
+            (replaced("\"query\"", "\"qurey\""), "unknown field `qurey`"),
+            ("{".into(), "not an episode: "),
+        ] {
+            let error = parse(line.as_bytes(), 1).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_names_the_line_of_a_repeated_id() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("episodes.jsonl");
+        let line = one_line(BY_HAND);
+        std::fs::write(&path, format!("{line}\n\n{line}\n")).unwrap();
+        let error = read(&path).unwrap_err().to_string();
+        assert!(error.ends_with("episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids"), "{error}");
+    }
+}

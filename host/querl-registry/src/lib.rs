@@ -1,0 +1,1 @@
+//! Bundles to and from an OCI registry.
