@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, doctor, model, report, run};
+use crate::commands::{check, doctor, model, plugin, report, run};
 use crate::device;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
@@ -47,6 +47,9 @@ pub enum Command {
     /// Looks at a model, or makes a small one
     #[command(subcommand)]
     Model(model::ModelCommand),
+    /// Makes, tests, packs and looks at plugins
+    #[command(subcommand)]
+    Plugin(plugin::PluginCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
 }

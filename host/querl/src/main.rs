@@ -58,6 +58,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Report(args) => commands::report::run(&args),
         Command::Config(command) => commands::check::run(&command),
         Command::Model(command) => commands::model::run(&command),
+        Command::Plugin(command) => commands::plugin::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
     }
 }

@@ -6,7 +6,7 @@ use querl_core::config::PluginsConfig;
 use querl_core::ports::{Filter, Prompts};
 use querl_plugins::{HostOptions, PluginError, PluginHost, PluginSettings};
 use serde::Serialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Every plugin of a run.
@@ -22,12 +22,21 @@ pub struct Plugins {
 
 /// What a result depends on when it depends on a plugin.
 #[derive(Debug, Clone, Serialize)]
-struct Used {
-    role: &'static str,
-    name: String,
-    version: String,
+pub struct Used {
+    /// `prompt`, `filter` or `reward`.
+    pub role: &'static str,
+    /// As it says itself.
+    pub name: String,
+    /// As it says itself.
+    pub version: String,
     /// Of the component, hexadecimal.
-    sha256: String,
+    pub sha256: String,
+    /// The component.
+    #[serde(skip)]
+    pub path: PathBuf,
+    /// Of a reward in the sum.
+    #[serde(skip)]
+    pub weight: Option<f64>,
     #[serde(skip)]
     settings: String,
 }
@@ -47,6 +56,8 @@ impl Plugins {
                 name: plugin.id().to_owned(),
                 version: plugin.version().to_owned(),
                 sha256: plugin.digest().to_owned(),
+                path: plugin.path().to_owned(),
+                weight: (role == "reward").then_some(weight),
                 settings: format!("{settings:?} weight {weight}"),
             });
             Ok::<_, PluginError>(plugin)
@@ -65,6 +76,11 @@ impl Plugins {
             rewards.push(WeightedReward { model, weight: reward.weight });
         }
         Ok(Self { prompts, filters, rewards, used })
+    }
+
+    /// What is used, in the order of the configuration.
+    pub fn used(&self) -> &[Used] {
+        &self.used
     }
 
     /// `querl.lock`: which plugins a run used.

@@ -3,5 +3,6 @@
 pub mod check;
 pub mod doctor;
 pub mod model;
+pub mod plugin;
 pub mod report;
 pub mod run;
