@@ -1,1 +1,44 @@
-//! Plugin bundles.
+//! What a plugin is when it travels: its manifest, the archive that holds it, the digest and signatures over the archive, and
+//! the lock file that says which plugins a run was made with.
+//!
+//! In: a plugin's folder with the component built from it, the bytes of an archive, the text of a manifest or a lock file. Out:
+//! checked values, and archives that are the same byte for byte when made again from the same content. It refuses to know
+//! WebAssembly engines, networks and any async runtime.
+//!
+//! # The archive
+//!
+//! `ID-VERSION.querl` is one zstd frame around a tar (ustar) stream, followed by a zstd skippable frame, the seal, with the
+//! SHA-256 of the frame before it; `zstd -d` and `tar` read it. Entries are plain files in the order of their names:
+//!
+//! ```text
+//! LICENSE          README.md
+//! SHA256SUMS       one line for each other file but `signatures`, as sha256sum writes it
+//! golden/*.jsonl   golden cases
+//! plugin.toml      the manifest, completed with what packing knows
+//! plugin.wasm      the component
+//! signatures       where it is signed: `ed25519:KEY SIGNATURE` in hexadecimal, one a line
+//! ```
+//!
+//! The digest of a bundle is the SHA-256 of its `SHA256SUMS`, which covers the name and every byte of each file but the
+//! signatures: `zstd -dc X.querl | tar -xO SHA256SUMS | sha256sum` shows it.
+
+mod archive;
+mod bundle;
+mod document;
+mod error;
+mod keys;
+pub mod lock;
+mod manifest;
+mod pack;
+mod signatures;
+
+pub use archive::ArchiveLimits;
+pub use bundle::Bundle;
+pub use error::BundleError;
+pub use keys::{PublicKey, SigningKey};
+pub use manifest::{
+    AskedLimits, BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection,
+    SettingProblem, SettingSpec, SettingType,
+};
+pub use pack::pack;
+pub use signatures::{BundleSignature, sign};

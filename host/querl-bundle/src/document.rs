@@ -1,0 +1,274 @@
+//! TOML as written: values, the lines they stand on, and sections that refuse what they do not know.
+
+use crate::error::BundleError;
+use std::collections::BTreeMap;
+use toml::Value;
+use toml::de::{DeTable, DeValue};
+
+/// How much of a value goes into a message.
+const EXCERPT_CHARS: usize = 80;
+
+/// A TOML text with the line of every key, written as `settings.max_chars.default` or `plugin[1].id`.
+#[derive(Debug)]
+pub(crate) struct Document {
+    origin: String,
+    table: toml::Table,
+    lines: BTreeMap<String, usize>,
+}
+
+/// One table of a document.
+#[derive(Debug, Clone)]
+pub(crate) struct Section<'a> {
+    document: &'a Document,
+    path: String,
+    table: &'a toml::Table,
+}
+
+impl Document {
+    /// Reads `text`, which messages call `origin`.
+    pub(crate) fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let invalid = |error: toml::de::Error| BundleError::Text {
+            origin: origin.to_owned(),
+            line: error.span().map_or(1, |span| line_of(text, span.start)),
+            message: format!("not valid TOML: {}", one_line(error.message())),
+        };
+        let table = text.parse::<toml::Table>().map_err(invalid)?;
+        let spans = DeTable::parse(text).map_err(invalid)?;
+        let mut lines = BTreeMap::new();
+        Lines { starts: line_starts(text), found: &mut lines }.note_table("", spans.get_ref());
+        Ok(Self { origin: origin.to_owned(), table, lines })
+    }
+
+    /// The whole document as a section that knows `keys`.
+    pub(crate) fn root(&self, keys: &[&str]) -> Result<Section<'_>, BundleError> {
+        let section = Section { document: self, path: String::new(), table: &self.table };
+        section.refuse_unknown(keys)?;
+        Ok(section)
+    }
+
+    /// The line of `path`, or of the nearest section around it.
+    fn line(&self, path: &str) -> usize {
+        let mut path = path;
+        loop {
+            if let Some(line) = self.lines.get(path) {
+                return *line;
+            }
+            match path.rfind(['.', '[']) {
+                Some(end) => path = &path[..end],
+                None => return 1,
+            }
+        }
+    }
+}
+
+impl<'a> Section<'a> {
+    /// An error at `key` of this section; at the section itself where `key` is empty.
+    pub(crate) fn error(&self, key: &str, message: impl std::fmt::Display) -> BundleError {
+        let path = self.path_of(key);
+        let message = match path.is_empty() {
+            true => message.to_string(),
+            false => format!("{path} {message}"),
+        };
+        BundleError::Text { origin: self.document.origin.clone(), line: self.document.line(&path), message }
+    }
+
+    /// `KEY is VALUE; expected EXPECTED`.
+    pub(crate) fn wrong(&self, key: &str, value: &Value, expected: impl std::fmt::Display) -> BundleError {
+        self.error(key, format!("is {}; expected {expected}", shown(value)))
+    }
+
+    pub(crate) fn value(&self, key: &str) -> Option<&'a Value> {
+        self.table.get(key)
+    }
+
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a str> {
+        self.table.keys().map(String::as_str)
+    }
+
+    /// A table below this one that knows `keys`.
+    pub(crate) fn section(&self, key: &str, keys: &[&str]) -> Result<Option<Self>, BundleError> {
+        let Some(section) = self.open_section(key)? else { return Ok(None) };
+        section.refuse_unknown(keys)?;
+        Ok(Some(section))
+    }
+
+    /// A table below this one with keys of any name.
+    pub(crate) fn open_section(&self, key: &str) -> Result<Option<Self>, BundleError> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::Table(table)) => Ok(Some(Self { document: self.document, path: self.path_of(key), table })),
+            Some(other) => Err(self.wrong(key, other, format!("a section [{}]", self.path_of(key)))),
+        }
+    }
+
+    /// The tables written as `[[key]]`.
+    pub(crate) fn sections(&self, key: &str, keys: &[&str]) -> Result<Vec<Self>, BundleError> {
+        let items = match self.value(key) {
+            None => return Ok(Vec::new()),
+            Some(Value::Array(items)) => items,
+            Some(other) => return Err(self.wrong(key, other, format!("sections [[{}]]", self.path_of(key)))),
+        };
+        let mut sections = Vec::with_capacity(items.len());
+        for (index, item) in items.iter().enumerate() {
+            let Value::Table(table) = item else {
+                return Err(self.wrong(key, item, format!("sections [[{}]]", self.path_of(key))));
+            };
+            let path = format!("{}[{index}]", self.path_of(key));
+            let section = Self { document: self.document, path, table };
+            section.refuse_unknown(keys)?;
+            sections.push(section);
+        }
+        Ok(sections)
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Result<Option<&'a str>, BundleError> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(self.wrong(key, other, "a text")),
+        }
+    }
+
+    /// A text on one line, not empty and without control characters; `meaning` says what it should hold.
+    pub(crate) fn line(&self, key: &str, meaning: &str) -> Result<&'a str, BundleError> {
+        let Some(text) = self.text(key)? else { return Err(self.missing(key, meaning)) };
+        match text.trim().is_empty() || text.chars().any(char::is_control) {
+            true => Err(self.wrong(key, &Value::from(text), format!("{meaning}, on one line"))),
+            false => Ok(text),
+        }
+    }
+
+    pub(crate) fn missing(&self, key: &str, meaning: &str) -> BundleError {
+        BundleError::Text {
+            origin: self.document.origin.clone(),
+            line: self.document.line(&self.path),
+            message: format!("the key {} is missing; expected {meaning}", self.path_of(key)),
+        }
+    }
+
+    /// A list of texts.
+    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, BundleError> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        let texts = value.as_array().and_then(|items| items.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+        texts.map(Some).ok_or_else(|| self.wrong(key, value, "a list of texts"))
+    }
+
+    /// A whole number of at least `minimum`.
+    pub(crate) fn count(&self, key: &str, minimum: i64) -> Result<Option<u64>, BundleError> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::Integer(number)) if *number >= minimum => Ok(Some(number.unsigned_abs())),
+            Some(other) => Err(self.wrong(key, other, format!("a whole number of {minimum} or more"))),
+        }
+    }
+
+    fn path_of(&self, key: &str) -> String {
+        match (self.path.is_empty(), key.is_empty()) {
+            (true, _) => key.to_owned(),
+            (false, true) => self.path.clone(),
+            (false, false) => format!("{}.{key}", self.path),
+        }
+    }
+
+    fn refuse_unknown(&self, known: &[&str]) -> Result<(), BundleError> {
+        let Some(key) = self.keys().find(|key| !known.contains(key)) else { return Ok(()) };
+        let hint = match nearest(key, known.iter().copied()) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => format!("expected {}", or_list(known.iter().copied())),
+        };
+        Err(BundleError::Text {
+            origin: self.document.origin.clone(),
+            line: self.document.line(&self.path_of(key)),
+            message: format!("unknown key {}; {hint}", printable(&self.path_of(key))),
+        })
+    }
+}
+
+/// Notes the line of each key.
+struct Lines<'a> {
+    starts: Vec<usize>,
+    found: &'a mut BTreeMap<String, usize>,
+}
+
+impl Lines<'_> {
+    fn note_table(&mut self, path: &str, table: &DeTable<'_>) {
+        for (key, value) in table {
+            let name = key.get_ref();
+            let path = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
+            let line = self.starts.partition_point(|start| *start <= key.span().start);
+            self.found.insert(path.clone(), line);
+            match value.get_ref() {
+                DeValue::Table(table) => self.note_table(&path, table),
+                DeValue::Array(items) => {
+                    for (index, item) in items.iter().enumerate() {
+                        let path = format!("{path}[{index}]");
+                        let line = self.starts.partition_point(|start| *start <= item.span().start);
+                        self.found.insert(path.clone(), line);
+                        if let DeValue::Table(table) = item.get_ref() {
+                            self.note_table(&path, table);
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+fn line_starts(text: &str) -> Vec<usize> {
+    std::iter::once(0).chain(text.match_indices('\n').map(|(index, _)| index + 1)).collect()
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
+}
+
+/// A library's message, folded into one line.
+fn one_line(message: &str) -> String {
+    message.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// A value as a message shows it: short, on one line, without control characters.
+pub(crate) fn shown(value: &Value) -> String {
+    match value {
+        Value::Table(_) => "a section".to_owned(),
+        Value::String(text) => excerpt(&format!("{text:?}")),
+        other => excerpt(&printable(&other.to_string())),
+    }
+}
+
+/// Text of others without what would move a terminal's cursor.
+pub(crate) fn printable(text: &str) -> String {
+    excerpt(&text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect::<String>())
+}
+
+fn excerpt(text: &str) -> String {
+    match text.char_indices().nth(EXCERPT_CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// The known name that is most like `name`, where one is.
+pub(crate) fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    // The same bound as querl's configuration uses for its own keys.
+    const ALIKE: f64 = 0.75;
+    // A name of any length would make the comparison slow; none that long is a slip of the fingers.
+    let name: String = name.chars().take(64).collect();
+    known
+        .map(|candidate| (strsim::jaro_winkler(&name, candidate), candidate))
+        .filter(|(likeness, _)| *likeness >= ALIKE)
+        .max_by(|(one, _), (other, _)| one.total_cmp(other))
+        .map(|(_, candidate)| candidate)
+}
+
+/// `a`, `a or b`, `a, b or c`.
+pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
+    let words: Vec<_> = words.collect();
+    match words.as_slice() {
+        [] => String::new(),
+        [only] => (*only).to_owned(),
+        [most @ .., last] => format!("{} or {last}", most.join(", ")),
+    }
+}

@@ -1,0 +1,322 @@
+//! `querl.lock`: which plugins a run was made with, and when somebody accepted others.
+
+use crate::document::{Document, Section, or_list};
+use crate::error::BundleError;
+use semver::Version;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+const FORMAT: u64 = 1;
+const DIGEST_MEANING: &str = "a SHA-256 digest: 64 of 0 to 9 and a to f";
+
+/// The lock file.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LockFile {
+    /// The plugins, in the order of the configuration.
+    pub entries: Vec<LockEntry>,
+    /// Accepted changes, the oldest first.
+    pub changes: Vec<LockChange>,
+}
+
+/// One plugin of a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LockEntry {
+    /// What the configuration uses it for, such as `prompt`, `filter` or `reward`.
+    pub role: String,
+    /// The plugin's id.
+    pub id: String,
+    /// The plugin's version.
+    pub version: Version,
+    /// As in the configuration, with `/` between folders; for a person, since digests are what is compared.
+    pub path: PathBuf,
+    /// What lies at the path.
+    pub source: LockSource,
+    /// Lower-case hexadecimal SHA-256 of the component.
+    pub sha256: String,
+    /// The bundle's digest, where it is a bundle.
+    pub bundle: Option<String>,
+    /// The public key that the run trusted it by, where it is signed.
+    pub signed_by: Option<String>,
+}
+
+/// What lies at a plugin's path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LockSource {
+    /// A `.querl` bundle.
+    Bundle,
+    /// A `.wasm` component.
+    Component,
+    /// A folder with its source.
+    Folder,
+}
+
+/// An accepted change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LockChange {
+    /// When, as RFC 3339.
+    pub at: String,
+    /// As in [`LockEntry::role`].
+    pub role: String,
+    /// The plugin's id.
+    pub id: String,
+    /// What was there before, as [`LockEntry::title`] says it; `nothing` where the plugin is new.
+    pub from: String,
+    /// What came instead; `nothing` where the plugin is gone.
+    pub to: String,
+}
+
+/// What differs between a lock file and the plugins at hand.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Difference {
+    /// Another version, component or bundle.
+    Changed {
+        /// As locked.
+        locked: LockEntry,
+        /// As found.
+        found: LockEntry,
+    },
+    /// Not in the lock file.
+    Added {
+        /// As found.
+        found: LockEntry,
+    },
+    /// In the lock file alone.
+    Removed {
+        /// As locked.
+        locked: LockEntry,
+    },
+}
+
+impl LockSource {
+    const ALL: [Self; 3] = [Self::Bundle, Self::Component, Self::Folder];
+
+    /// `bundle`, `component`, `folder`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bundle => "bundle",
+            Self::Component => "component",
+            Self::Folder => "folder",
+        }
+    }
+}
+
+impl LockFile {
+    /// The file's name in a run folder.
+    pub const FILE_NAME: &str = "querl.lock";
+
+    /// Reads a lock file.
+    ///
+    /// # Errors
+    /// The file cannot be read, or as [`LockFile::parse`].
+    pub fn read(path: &Path) -> Result<Self, BundleError> {
+        let text = std::fs::read_to_string(path).map_err(|source| BundleError::io(path, source))?;
+        Self::parse(&text, &path.display().to_string())
+    }
+
+    /// Reads the text of a lock file, which messages call `origin`.
+    ///
+    /// # Errors
+    /// Not TOML, of another format, or a key that is unknown, missing or wrong. Each names the line.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
+        let document = Document::parse(text, origin)?;
+        let root = document.root(&["format", "plugin", "change"])?;
+        match root.count("format", 1)? {
+            Some(FORMAT) => {}
+            Some(other) => {
+                let message =
+                    format!("is {other}; this querl reads format {FORMAT}; use a newer querl, or delete the file");
+                return Err(root.error("format", message));
+            }
+            None => return Err(root.missing("format", "a whole number")),
+        }
+        let keys = ["role", "id", "version", "path", "source", "sha256", "bundle", "signed_by"];
+        let entries = root.sections("plugin", &keys)?.iter().map(entry).collect::<Result<_, _>>()?;
+        let changes = root.sections("change", &["at", "role", "id", "from", "to"])?;
+        let changes = changes.iter().map(change).collect::<Result<_, _>>()?;
+        Ok(Self { entries, changes })
+    }
+
+    /// The lock file as text. Read again it is the same lock file.
+    pub fn to_text(&self) -> String {
+        let mut text = String::from("# Written by querl: the plugins of this run. A plugin that changed is refused.\n");
+        write_keys(&mut text, &[("format", Value::Integer(FORMAT as i64))]);
+        for entry in &self.entries {
+            text.push_str("\n[[plugin]]\n");
+            write_keys(&mut text, &entry.keys());
+        }
+        for change in &self.changes {
+            text.push_str("\n[[change]]\n");
+            let LockChange { at, role, id, from, to } = change;
+            let keys = [("at", at), ("role", role), ("id", id), ("from", from), ("to", to)];
+            write_keys(&mut text, &keys.map(|(key, value)| (key, Value::from(value.as_str()))));
+        }
+        text
+    }
+
+    /// What differs between the lock file and `found`: nothing, where each plugin is there with the same digests.
+    ///
+    /// Plugins are told apart by role and id. Where the id of a role changed too, one is gone and another is new. A path that
+    /// alone is different is no difference.
+    pub fn check(&self, found: &[LockEntry]) -> Vec<Difference> {
+        let mut locked: Vec<_> = self.entries.iter().collect();
+        let mut news: Vec<_> = found.iter().collect();
+        // The same plugin may be used twice, so that equal ones are paired first.
+        news.retain(|entry| take(&mut locked, |other| entry.is_same(other)).is_none());
+        let mut differences = Vec::new();
+        for entry in news {
+            let old = take(&mut locked, |other| (&other.role, &other.id) == (&entry.role, &entry.id));
+            differences.push(match old {
+                Some(old) => Difference::Changed { locked: old.clone(), found: entry.clone() },
+                None => Difference::Added { found: entry.clone() },
+            });
+        }
+        differences.extend(locked.into_iter().map(|entry| Difference::Removed { locked: entry.clone() }));
+        differences
+    }
+
+    /// Takes over `found`, and records each difference as accepted at the time `at`.
+    pub fn accept(&mut self, found: Vec<LockEntry>, at: &str) -> Vec<Difference> {
+        let differences = self.check(&found);
+        self.changes.extend(differences.iter().map(|difference| difference.change(at)));
+        self.entries = found;
+        differences
+    }
+}
+
+/// Removes and returns the first that fits.
+fn take<'e>(entries: &mut Vec<&'e LockEntry>, fits: impl Fn(&LockEntry) -> bool) -> Option<&'e LockEntry> {
+    let index = entries.iter().position(|entry| fits(entry))?;
+    Some(entries.remove(index))
+}
+
+impl LockEntry {
+    /// `0.1.0 (component 0123456789ab)`, for a bundle with its digest.
+    pub fn title(&self) -> String {
+        let short = |digest: &str| digest.chars().take(12).collect::<String>();
+        let bundle = self.bundle.as_ref().map(|digest| format!(", bundle {}", short(digest))).unwrap_or_default();
+        format!("{} (component {}{bundle})", self.version, short(&self.sha256))
+    }
+
+    /// True where a run cannot tell one from the other.
+    fn is_same(&self, other: &Self) -> bool {
+        let identity = |entry: &Self| {
+            (entry.role.clone(), entry.id.clone(), entry.version.clone(), entry.sha256.clone(), entry.bundle.clone())
+        };
+        identity(self) == identity(other)
+    }
+
+    fn keys(&self) -> Vec<(&'static str, Value)> {
+        let path = self.path.to_string_lossy().replace('\\', "/");
+        let mut keys = vec![
+            ("role", self.role.as_str().into()),
+            ("id", self.id.as_str().into()),
+            ("version", self.version.to_string().into()),
+            ("path", path.into()),
+            ("source", self.source.name().into()),
+            ("sha256", self.sha256.as_str().into()),
+        ];
+        keys.extend(self.bundle.as_deref().map(|digest| ("bundle", digest.into())));
+        keys.extend(self.signed_by.as_deref().map(|key| ("signed_by", key.into())));
+        keys
+    }
+}
+
+impl Difference {
+    /// The record of this difference, accepted at the time `at`.
+    pub fn change(&self, at: &str) -> LockChange {
+        let nothing = || "nothing".to_owned();
+        let (entry, from, to) = match self {
+            Self::Changed { locked, found } => (found, locked.title(), found.title()),
+            Self::Added { found } => (found, nothing(), found.title()),
+            Self::Removed { locked } => (locked, locked.title(), nothing()),
+        };
+        LockChange { at: at.to_owned(), role: entry.role.clone(), id: entry.id.clone(), from, to }
+    }
+}
+
+impl std::fmt::Display for Difference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        const REMEDY: &str = "or accept the change with `--accept-plugin-change`";
+        match self {
+            Self::Changed { locked, found } => write!(
+                f,
+                "{} plugin `{}` changed from {} to {}; bring back {} to {}, {REMEDY}",
+                found.role,
+                found.id,
+                locked.title(),
+                found.title(),
+                locked.version,
+                found.path.display()
+            ),
+            Self::Added { found } => write!(
+                f,
+                "{} plugin `{}` {} is not in {}; take it out of the configuration, {REMEDY}",
+                found.role,
+                found.id,
+                found.title(),
+                LockFile::FILE_NAME
+            ),
+            Self::Removed { locked } => write!(
+                f,
+                "{} plugin `{}` {} is in {} and no longer in the configuration; put it back, {REMEDY}",
+                locked.role,
+                locked.id,
+                locked.title(),
+                LockFile::FILE_NAME
+            ),
+        }
+    }
+}
+
+fn entry(section: &Section<'_>) -> Result<LockEntry, BundleError> {
+    let version = section.line("version", "a semantic version, such as 0.1.0")?;
+    let parsed = Version::parse(version).ok();
+    let meaning = or_list(LockSource::ALL.iter().map(|source| source.name()));
+    let source = section.line("source", &meaning)?;
+    let known = LockSource::ALL.into_iter().find(|known| known.name() == source);
+    let signed_by = section.text("signed_by")?.map(|key| signer(section, key)).transpose()?;
+    Ok(LockEntry {
+        role: section.line("role", "what the plugin is used for, such as reward")?.to_owned(),
+        id: section.line("id", "the plugin's id")?.to_owned(),
+        version: parsed
+            .ok_or_else(|| section.wrong("version", &version.into(), "a semantic version, such as 0.1.0"))?,
+        path: section.line("path", "the plugin's path")?.into(),
+        source: known.ok_or_else(|| section.wrong("source", &source.into(), meaning))?,
+        sha256: digest(section, "sha256")?.ok_or_else(|| section.missing("sha256", DIGEST_MEANING))?,
+        bundle: digest(section, "bundle")?,
+        signed_by,
+    })
+}
+
+fn signer(section: &Section<'_>, key: &str) -> Result<String, BundleError> {
+    let parsed = crate::PublicKey::parse(key, "signed_by");
+    let refused = |_| section.wrong("signed_by", &key.into(), "`ed25519:` and 64 of 0 to 9 and a to f");
+    parsed.map(|key| key.to_string()).map_err(refused)
+}
+
+fn digest(section: &Section<'_>, key: &str) -> Result<Option<String>, BundleError> {
+    let Some(text) = section.text(key)? else { return Ok(None) };
+    match text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+        true => Ok(Some(text.to_owned())),
+        false => Err(section.wrong(key, &text.into(), DIGEST_MEANING)),
+    }
+}
+
+fn change(section: &Section<'_>) -> Result<LockChange, BundleError> {
+    let line = |key, meaning| section.line(key, meaning).map(str::to_owned);
+    Ok(LockChange {
+        at: line("at", "a time, as RFC 3339")?,
+        role: line("role", "what the plugin is used for, such as reward")?,
+        id: line("id", "the plugin's id")?,
+        from: line("from", "what was there before")?,
+        to: line("to", "what came instead")?,
+    })
+}
+
+fn write_keys(text: &mut String, keys: &[(&str, Value)]) {
+    for (key, value) in keys {
+        // One key at a time keeps our order, whatever order the library's table has.
+        write!(text, "{}", Table::from_iter([((*key).to_owned(), value.clone())])).expect("a string takes every text");
+    }
+}

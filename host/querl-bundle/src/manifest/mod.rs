@@ -1,0 +1,204 @@
+//! `plugin.toml`: what a plugin says of itself before any of its code runs.
+
+mod limits;
+mod parse;
+mod settings;
+mod text;
+
+use crate::error::BundleError;
+use semver::Version;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+pub use settings::{SettingProblem, SettingSpec, SettingType};
+
+/// The version of the contract (`wit/`) that this host speaks.
+pub const CONTRACT: Version = Version::new(0, 1, 0);
+/// The version of the archive's layout.
+pub const BUNDLE_FORMAT: u64 = 1;
+/// The manifest's name in a plugin's folder and in a bundle.
+pub(crate) const FILE_NAME: &str = "plugin.toml";
+
+/// What a plugin is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// A tenant's prompts.
+    Prompt,
+    /// Drops samples.
+    Filter,
+    /// Scores episodes.
+    Reward,
+    /// Scores the style of answers.
+    StyleScorer,
+}
+
+impl Kind {
+    /// All kinds, in the order in which they are shown.
+    pub const ALL: [Self; 4] = [Self::Prompt, Self::Filter, Self::Reward, Self::StyleScorer];
+
+    /// `prompt`, `filter`, `reward`, `style-scorer`: the names of the worlds.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prompt => "prompt",
+            Self::Filter => "filter",
+            Self::Reward => "reward",
+            Self::StyleScorer => "style-scorer",
+        }
+    }
+
+    /// The interface that a component of this kind exports.
+    pub fn interface(self) -> &'static str {
+        match self {
+            Self::Prompt => "prompts",
+            Self::Filter => "filters",
+            Self::Reward => "rewards",
+            Self::StyleScorer => "style-scores",
+        }
+    }
+
+    /// The kind of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+impl std::fmt::Display for Kind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// What a plugin is written in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Language {
+    /// Built by cargo.
+    Rust,
+    /// Built by componentize-py.
+    Python,
+    /// Built by componentize-js.
+    JavaScript,
+}
+
+impl Language {
+    /// All languages.
+    pub const ALL: [Self; 3] = [Self::Rust, Self::Python, Self::JavaScript];
+
+    /// `rust`, `python`, `javascript`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rust => "rust",
+            Self::Python => "python",
+            Self::JavaScript => "javascript",
+        }
+    }
+
+    /// The language of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|language| language.name() == name)
+    }
+
+    /// The language of a plugin's folder, by the build file in it; `None` where there is none that we know.
+    pub fn of_folder(folder: &Path) -> Option<Self> {
+        let marks = [("Cargo.toml", Self::Rust), ("package.json", Self::JavaScript), ("pyproject.toml", Self::Python)];
+        marks.into_iter().find(|(file, _)| folder.join(file).is_file()).map(|(_, language)| language)
+    }
+}
+
+/// A checked manifest.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Manifest {
+    /// Who the plugin is.
+    pub plugin: PluginSection,
+    /// The settings it takes, by key.
+    pub settings: BTreeMap<String, SettingSpec>,
+    /// The limits it asks for.
+    pub limits: AskedLimits,
+    /// How it is built, where that is written.
+    pub build: Option<BuildSection>,
+    /// What packing added; `None` in a source folder.
+    pub bundle: Option<BundleSection>,
+}
+
+/// `[plugin]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PluginSection {
+    /// 1 to 64 of `a` to `z`, `0` to `9`, `-`; what the component calls itself.
+    pub id: String,
+    /// What the component says is its version.
+    pub version: Version,
+    /// The version of the contract it was built for.
+    pub contract: Version,
+    /// At least one, without repetition, in the order of [`Kind::ALL`].
+    pub kinds: Vec<Kind>,
+    /// One line.
+    pub description: String,
+    /// One line, as a rule an SPDX expression.
+    pub license: String,
+    /// The range of totals under the default settings; present exactly where the plugin is a reward.
+    pub range: Option<(f64, f64)>,
+    /// Folder of the golden cases, relative to the plugin's folder. In a bundle always `golden`.
+    pub golden: String,
+}
+
+/// `[limits]`: what the plugin asks for; less than the host's own limits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct AskedLimits {
+    /// Deterministic instruction budget per item of a batch.
+    pub fuel_per_item: Option<u64>,
+    /// Wall-clock time per call, in milliseconds.
+    pub timeout_ms: Option<u64>,
+    /// Linear memory per instance, in bytes.
+    pub memory_bytes: Option<usize>,
+    /// What a call may hand back, in bytes.
+    pub output_bytes: Option<usize>,
+    /// What a call may log, in bytes.
+    pub log_bytes: Option<usize>,
+}
+
+/// `[build]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BuildSection {
+    /// What the plugin is written in.
+    pub language: Language,
+}
+
+/// `[bundle]`: what `querl plugin pack` adds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BundleSection {
+    /// Layout of the archive: [`BUNDLE_FORMAT`].
+    pub format: u64,
+    /// Lower-case hexadecimal SHA-256 of `plugin.wasm`.
+    pub component: String,
+    /// Size of `plugin.wasm`.
+    pub component_bytes: u64,
+}
+
+impl Manifest {
+    /// Reads a manifest: the file itself, or `plugin.toml` in a folder.
+    ///
+    /// # Errors
+    /// The file cannot be read, or as [`Manifest::parse`].
+    pub fn read(path: &Path) -> Result<Self, BundleError> {
+        let file = if path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() };
+        let text = std::fs::read_to_string(&file).map_err(|source| BundleError::io(&file, source))?;
+        Self::parse(&text, &file.display().to_string())
+    }
+
+    /// Reads the text of a manifest, which messages call `origin`.
+    ///
+    /// # Errors
+    /// Not TOML; a key that is unknown, missing or wrong; a contract that this host does not speak. Each names the line.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
+        parse::manifest(text, origin)
+    }
+
+    /// `ID-VERSION.querl`.
+    pub fn file_name(&self) -> String {
+        format!("{}-{}.querl", self.plugin.id, self.plugin.version)
+    }
+
+    /// The manifest as TOML, keys in a fixed order, without comments. Read again it is the same manifest.
+    pub fn to_text(&self) -> String {
+        text::manifest(self)
+    }
+}

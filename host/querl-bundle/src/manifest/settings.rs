@@ -1,0 +1,209 @@
+//! The settings of a plugin: what the manifest declares, and whether values fit.
+
+use super::Manifest;
+use super::parse::number;
+use crate::document::{Section, nearest, or_list, shown};
+use crate::error::BundleError;
+use std::collections::BTreeMap;
+use toml::Value;
+
+/// Whole numbers up to here are floats without loss.
+const LARGEST_BOUND: u64 = 1 << 53;
+
+/// What a setting's value is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SettingType {
+    /// A finite number, whole or not.
+    Number,
+    /// A whole number.
+    Integer,
+    /// `true` or `false`.
+    Boolean,
+    /// A text.
+    Text,
+    /// A list of texts.
+    List,
+}
+
+impl SettingType {
+    const ALL: [Self; 5] = [Self::Number, Self::Integer, Self::Boolean, Self::Text, Self::List];
+
+    /// `number`, `integer`, `boolean`, `text`, `list`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Number => "number",
+            Self::Integer => "integer",
+            Self::Boolean => "boolean",
+            Self::Text => "text",
+            Self::List => "list",
+        }
+    }
+
+    fn has_bounds(self) -> bool {
+        matches!(self, Self::Number | Self::Integer)
+    }
+}
+
+/// `[settings.KEY]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SettingSpec {
+    /// What a value is.
+    pub kind: SettingType,
+    /// What the plugin takes where the user sets nothing.
+    pub default: Option<Value>,
+    /// The least number; of numbers and integers alone.
+    pub minimum: Option<f64>,
+    /// The greatest number; of numbers and integers alone.
+    pub maximum: Option<f64>,
+    /// What a text must be one of; empty where any text goes.
+    pub choices: Vec<String>,
+    /// For a person; may be empty.
+    pub doc: String,
+}
+
+/// Why a setting of the user is not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("setting `{key}`: {message}")]
+pub struct SettingProblem {
+    /// The key.
+    pub key: String,
+    /// Expected and got.
+    pub message: String,
+}
+
+impl Manifest {
+    /// Do the user's settings have keys that the plugin knows, and values that fit?
+    ///
+    /// # Errors
+    /// The first key, in alphabetical order, that is unknown, or whose value has the wrong type, is out of range or is not
+    /// among the choices.
+    pub fn check_settings(&self, settings: &BTreeMap<String, Value>) -> Result<(), SettingProblem> {
+        for (key, value) in settings {
+            let problem = match self.settings.get(key) {
+                Some(spec) if spec.accepts(value) => continue,
+                Some(spec) => format!("expected {}, got {}", spec.expected(), shown(value)),
+                None => self.unknown(key),
+            };
+            return Err(SettingProblem { key: key.clone(), message: problem });
+        }
+        Ok(())
+    }
+
+    /// The value of each setting that has a default.
+    pub fn defaults(&self) -> BTreeMap<String, Value> {
+        let with_default = |(key, spec): (&String, &SettingSpec)| Some((key.clone(), spec.default.clone()?));
+        self.settings.iter().filter_map(with_default).collect()
+    }
+
+    fn unknown(&self, key: &str) -> String {
+        let known = || self.settings.keys().map(String::as_str);
+        match nearest(key, known()) {
+            _ if self.settings.is_empty() => "the plugin has no settings".to_owned(),
+            Some(near) => format!("the plugin knows no such setting; did you mean `{near}`?"),
+            None => format!("the plugin knows no such setting; expected {}", or_list(known())),
+        }
+    }
+}
+
+impl SettingSpec {
+    /// True where the plugin may be given `value`.
+    pub fn accepts(&self, value: &Value) -> bool {
+        match (self.kind, value) {
+            (SettingType::Integer, Value::Integer(_)) | (SettingType::Number, Value::Integer(_) | Value::Float(_)) => {
+                number(value).is_some_and(|number| self.is_within(number))
+            }
+            (SettingType::Boolean, Value::Boolean(_)) => true,
+            (SettingType::Text, Value::String(text)) => self.choices.is_empty() || self.choices.contains(text),
+            (SettingType::List, Value::Array(items)) => items.iter().all(Value::is_str),
+            _ => false,
+        }
+    }
+
+    /// What a value must be, in words: `a number from 0 to 1`.
+    pub fn expected(&self) -> String {
+        let kind = match self.kind {
+            SettingType::Number => "a number",
+            SettingType::Integer => "a whole number",
+            SettingType::Boolean => "true or false",
+            SettingType::Text if self.choices.is_empty() => "a text",
+            SettingType::Text => return or_list(self.choices.iter().map(String::as_str)),
+            SettingType::List => "a list of texts",
+        };
+        match (self.minimum, self.maximum) {
+            (Some(min), Some(max)) => format!("{kind} from {min} to {max}"),
+            (Some(min), None) => format!("{kind} of {min} or more"),
+            (None, Some(max)) => format!("{kind} of at most {max}"),
+            (None, None) => kind.to_owned(),
+        }
+    }
+
+    fn is_within(&self, number: f64) -> bool {
+        let above = self.minimum.is_none_or(|min| number >= min);
+        number.is_finite() && above && self.maximum.is_none_or(|max| number <= max)
+    }
+}
+
+/// Reads `[settings.KEY]`.
+pub(super) fn spec(settings: &Section<'_>, key: &str) -> Result<SettingSpec, BundleError> {
+    let keys = ["type", "default", "minimum", "maximum", "choices", "doc"];
+    let section = settings.section(key, &keys)?.expect("the key was found in the section");
+    let meaning = or_list(SettingType::ALL.iter().map(|kind| kind.name()));
+    let name = section.line("type", &meaning)?;
+    let kind = SettingType::ALL.into_iter().find(|kind| kind.name() == name);
+    let kind = kind.ok_or_else(|| section.wrong("type", &Value::from(name), meaning))?;
+    let mut spec = SettingSpec {
+        kind,
+        default: None,
+        minimum: bound(&section, "minimum", kind)?,
+        maximum: bound(&section, "maximum", kind)?,
+        choices: choices(&section, kind)?,
+        doc: section.text("doc")?.unwrap_or_default().to_owned(),
+    };
+    if let (Some(min), Some(max)) = (spec.minimum, spec.maximum)
+        && min > max
+    {
+        return Err(section.error("maximum", format!("is {max}; expected {min} (the minimum) or more")));
+    }
+    if let Some(default) = section.value("default") {
+        if !spec.accepts(default) {
+            return Err(section.wrong("default", default, spec.expected()));
+        }
+        spec.default = Some(default.clone());
+    }
+    Ok(spec)
+}
+
+fn bound(section: &Section<'_>, key: &str, kind: SettingType) -> Result<Option<f64>, BundleError> {
+    let Some(value) = section.value(key) else { return Ok(None) };
+    if !kind.has_bounds() {
+        return Err(section.error(key, format!("is for numbers and integers; this setting is a {}", kind.name())));
+    }
+    let (expected, fits) = match kind {
+        SettingType::Integer => {
+            let fits = |number: &i64| number.unsigned_abs() <= LARGEST_BOUND;
+            ("a whole number from -2^53 to 2^53", value.as_integer().as_ref().is_some_and(fits))
+        }
+        _ => ("a finite number", number(value).is_some_and(f64::is_finite)),
+    };
+    match fits {
+        true => Ok(number(value)),
+        false => Err(section.wrong(key, value, expected)),
+    }
+}
+
+fn choices(section: &Section<'_>, kind: SettingType) -> Result<Vec<String>, BundleError> {
+    let Some(choices) = section.texts("choices")? else { return Ok(Vec::new()) };
+    if kind != SettingType::Text {
+        return Err(section.error("choices", format!("is for texts; this setting is a {}", kind.name())));
+    }
+    let mut sorted = choices.clone();
+    sorted.sort_unstable();
+    sorted.dedup();
+    match !choices.is_empty() && sorted.len() == choices.len() {
+        true => Ok(choices.into_iter().map(str::to_owned).collect()),
+        false => {
+            let value = section.value("choices").expect("the list was just read");
+            Err(section.wrong("choices", value, "one text or more, each once"))
+        }
+    }
+}
