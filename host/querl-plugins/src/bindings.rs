@@ -22,4 +22,4 @@ wasmtime::component::bindgen!({
 });
 
 pub use exports::querl::plugin::{filters, info, prompts, rewards};
-pub use querl::plugin::{log, settings, style_model, types};
+pub use querl::plugin::{log, style_model, types};

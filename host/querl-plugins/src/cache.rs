@@ -75,9 +75,18 @@ fn engine_key(engine: &Engine) -> String {
     format!("{:016x}", hasher.finish())
 }
 
+/// Over the file's name too: code that lies under the name of another component is not that component's.
+fn sealed(path: &Path, code: &[u8]) -> [u8; DIGEST_BYTES] {
+    let mut hasher = Sha256::new();
+    hasher.update(path.file_name().unwrap_or_default().as_encoded_bytes());
+    hasher.update([0]);
+    hasher.update(code);
+    hasher.finalize().into()
+}
+
 fn write(path: &Path, code: &[u8]) -> io::Result<()> {
     let mut file = Vec::with_capacity(DIGEST_BYTES + code.len());
-    file.extend_from_slice(&Sha256::digest(code));
+    file.extend_from_slice(&sealed(path, code));
     file.extend_from_slice(code);
     querl_core::fsx::write_atomic(path, &file)
 }
@@ -89,11 +98,11 @@ fn read(engine: &Engine, path: &Path) -> Option<Component> {
         return None;
     }
     let file = std::fs::read(path).ok()?;
-    let (digest, code) = file.split_at_checked(DIGEST_BYTES)?;
-    if Sha256::digest(code).as_slice() != digest {
+    let whole = file.split_at_checked(DIGEST_BYTES).filter(|(digest, code)| sealed(path, code) == *digest);
+    let Some((_, code)) = whole else {
         tracing::warn!("{}: not used: damaged", path.display());
         return None;
-    }
+    };
     // SAFETY: the file lies in a folder that only this user can write, is whole, and its name says that this host compiled
     // it with an engine of the same settings; nothing else is ever put there.
     unsafe { Component::deserialize(engine, code) }.ok()

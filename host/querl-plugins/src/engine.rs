@@ -16,8 +16,8 @@ pub(crate) const N_SLOTS: u32 = 16;
 const CORE_INSTANCES: u32 = 32;
 const MEMORIES: u32 = 2;
 const TABLES: u32 = 16;
-const TABLE_ELEMENTS: usize = 100_000;
-const WASM_STACK_BYTES: usize = 1 << 20;
+pub(crate) const TABLE_ELEMENTS: usize = 100_000;
+pub(crate) const WASM_STACK_BYTES: usize = 1 << 20;
 
 /// An engine for these limits, with its clock running for as long as the engine lives.
 pub(crate) fn start(limits: &PluginLimits) -> Result<Engine, PluginError> {

@@ -1,6 +1,7 @@
 //! Why a call ended without a result, in words.
 
-use crate::guest::Guest;
+use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
+use crate::guest::{Guest, Refused};
 use crate::text::printable;
 use querl_core::config::PluginLimits;
 use wasmtime::Trap;
@@ -14,6 +15,9 @@ pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &PluginLim
         let limit = guest.memory.limit_bytes;
         return format!("asked for {bytes} bytes of memory; `plugins.limits.memory_bytes` allows {limit}");
     }
+    if let Some(elements) = guest.memory.refused_elements {
+        return format!("asked for a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
+    }
     match error.downcast_ref::<Trap>() {
         Some(Trap::OutOfFuel) => format!(
             "used up its fuel, {} for each of {n_items} items (`plugins.limits.fuel_per_item`): it loops, or needs more",
@@ -26,6 +30,9 @@ pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &PluginLim
             format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr)))
         }
         Some(Trap::UnreachableCodeReached) => "aborted without a message".into(),
+        Some(Trap::StackOverflow) => {
+            format!("recursed too deeply: its stack of {WASM_STACK_BYTES} bytes is used up")
+        }
         Some(trap) => format!("trapped: {trap}"),
         None => refused_result(error, limits),
     }
@@ -33,12 +40,15 @@ pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &PluginLim
 
 /// The host refused what the guest did or returned.
 fn refused_result(error: &wasmtime::Error, limits: &PluginLimits) -> String {
+    if let Some(refused) = error.downcast_ref::<Refused>() {
+        return refused.to_string();
+    }
     let cause = error.root_cause().to_string();
     // wasmtime has no type for this; the text is that of `consume_fuel` in its component/func/options.rs.
     if cause.contains("fuel allocated for hostcalls has been exhausted") {
         return format!("handed over more than {} bytes (`plugins.limits.output_bytes`)", limits.output_bytes);
     }
-    printable(&cause, MAX_MESSAGE_BYTES)
+    format!("handed over what cannot be read: {}", printable(&cause, MAX_MESSAGE_BYTES))
 }
 
 /// Rust's panic text without its advice for shells.

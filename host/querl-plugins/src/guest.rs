@@ -1,13 +1,37 @@
 //! What the host keeps for one instance, and what it offers to it.
 
-use crate::bindings::{log, settings, style_model, types};
+use crate::bindings::{log, style_model, types};
+use crate::engine::TABLE_ELEMENTS;
 use crate::text::printable;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use wasmtime::{Error, ResourceLimiter, Result};
+use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut};
+
+/// A line of a log counts as at least this much, which is about what the host writes before it.
+const MIN_LINE_BYTES: usize = 64;
+
+/// Fuel for one call into the host, besides one for each byte that passes.
+const HOST_CALL_FUEL: u64 = 100;
+
+/// Of the keys that were asked for and not set, so many are kept, to suggest one of them for a key that nobody asked for.
+const MAX_KEYS: usize = 1000;
+const MAX_KEY_BYTES: usize = 1000;
 
 /// More handles to streams and clocks than this is an attack on the host's memory.
 const MAX_HANDLES: usize = 4096;
+
+/// What the host does not do for a guest, in words for a person. Ends the call.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Refused(pub(crate) String);
+
+/// Takes fuel for a call into the host that moves `n_bytes`: copying them is work of which the guest's own fuel counts nothing.
+/// A guest that has not so much left is stopped at its next step.
+pub(crate) fn charge(store: &mut StoreContextMut<'_, Guest>, n_bytes: usize) {
+    let left = store.get_fuel().expect("fuel is on in this engine");
+    let left = left.saturating_sub(HOST_CALL_FUEL).saturating_sub(n_bytes as u64);
+    store.set_fuel(left).expect("fuel is on in this engine");
+}
 
 /// The host's side of one instance.
 pub(crate) struct Guest {
@@ -37,7 +61,12 @@ impl Guest {
             plugin,
             settings,
             keys_read: BTreeSet::new(),
-            memory: MemoryBudget { limit_bytes: memory_bytes, used_bytes: 0, refused_bytes: None },
+            memory: MemoryBudget {
+                limit_bytes: memory_bytes,
+                used_bytes: 0,
+                refused_bytes: None,
+                refused_elements: None,
+            },
             stderr: Vec::new(),
             random: 0,
             n_handles: 0,
@@ -52,7 +81,7 @@ impl Guest {
         if self.n_handles <= MAX_HANDLES {
             return Ok(());
         }
-        Err(Error::msg(format!("holds more than {MAX_HANDLES} handles to streams and clocks")))
+        Err(Refused(format!("holds more than {MAX_HANDLES} handles to streams and clocks")).into())
     }
 
     /// Counts a handle that the guest gave back.
@@ -67,24 +96,26 @@ impl Guest {
     }
 }
 
-impl settings::Host for Guest {
-    fn get(&mut self, key: String) -> Option<String> {
+impl Guest {
+    /// `settings.get`.
+    pub(crate) fn setting(&mut self, key: String) -> Option<String> {
         let value = self.settings.get(&key).cloned();
-        if value.is_some() || self.keys_read.len() < 1000 {
+        let is_kept = self.keys_read.len() < MAX_KEYS && key.len() <= MAX_KEY_BYTES;
+        if value.is_some() || is_kept {
             self.keys_read.insert(key);
         }
         value
     }
-}
 
-impl log::Host for Guest {
-    fn log(&mut self, level: log::Level, message: String) {
+    /// `log.log`.
+    pub(crate) fn log(&mut self, level: log::Level, message: &str) {
         if self.log_bytes_left == 0 {
             return;
         }
-        let line = printable(&message, self.log_bytes_left);
-        let cut = message.len() >= self.log_bytes_left;
-        self.log_bytes_left = self.log_bytes_left.saturating_sub(message.len().max(1));
+        let line = printable(message, self.log_bytes_left);
+        let n_bytes = message.len().max(MIN_LINE_BYTES);
+        let cut = n_bytes >= self.log_bytes_left;
+        self.log_bytes_left = self.log_bytes_left.saturating_sub(n_bytes);
         let plugin = &*self.plugin;
         match level {
             log::Level::Debug => tracing::debug!(plugin, "{line}"),
@@ -109,12 +140,14 @@ impl style_model::Host for Guest {
     }
 }
 
-/// Linear memory of one instance, all its memories together.
+/// Linear memory of one instance, all its memories together, and its tables.
 pub(crate) struct MemoryBudget {
     pub(crate) limit_bytes: usize,
     used_bytes: usize,
     /// The total that was asked for when the limit was hit.
     pub(crate) refused_bytes: Option<usize>,
+    /// The elements of one table that were asked for when their limit was hit.
+    pub(crate) refused_elements: Option<usize>,
 }
 
 impl ResourceLimiter for MemoryBudget {
@@ -128,8 +161,11 @@ impl ResourceLimiter for MemoryBudget {
         Ok(true)
     }
 
-    fn table_growing(&mut self, _: usize, _: usize, _: Option<usize>) -> Result<bool> {
-        // The pool's limit for each table is the limit: it refuses what is beyond.
+    fn table_growing(&mut self, _: usize, desired: usize, _: Option<usize>) -> Result<bool> {
+        if desired > TABLE_ELEMENTS {
+            self.refused_elements = Some(desired);
+            return Err(Error::msg("table limit"));
+        }
         Ok(true)
     }
 }

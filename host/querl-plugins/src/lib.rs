@@ -13,6 +13,7 @@
 mod bindings;
 mod cache;
 mod call;
+mod contract;
 mod convert;
 mod engine;
 mod error;

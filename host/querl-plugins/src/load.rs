@@ -1,23 +1,17 @@
 //! From a file to a plugin that can be called.
 
-use crate::bindings::{filters, info, log, prompts, rewards, settings, style_model, types};
+use crate::bindings::{filters, info, prompts, rewards};
 use crate::error::PluginError;
 use crate::guest::Guest;
-use crate::{source, wasi};
+use crate::{contract, source, wasi};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use wasmtime::Engine;
 use wasmtime::component::types::ComponentItem;
-use wasmtime::component::{Component, HasSelf, InstancePre, Linker};
+use wasmtime::component::{Component, InstancePre, Linker};
 
 /// A larger file is not a plugin. A Python component has about 18 MB.
 const MAX_COMPONENT_BYTES: u64 = 64 << 20;
-
-/// Interfaces of the contract begin like this; a version follows.
-const CONTRACT: &str = "querl:plugin/";
-
-/// What this host runs: 0.1.x, up to what it knows of it.
-const CONTRACT_VERSION: &str = "0.1.";
 
 /// A component that was checked and can be called.
 #[derive(Clone)]
@@ -158,14 +152,11 @@ pub(crate) fn link(
         return Err(refused(missing_exports(engine, component)));
     }
     let mut linker = Linker::new(engine);
-    settings::add_to_linker::<_, HasSelf<Guest>>(&mut linker, |guest| guest).map_err(failed)?;
-    log::add_to_linker::<_, HasSelf<Guest>>(&mut linker, |guest| guest).map_err(failed)?;
-    types::add_to_linker::<_, HasSelf<Guest>>(&mut linker, |guest| guest).map_err(failed)?;
-    style_model::add_to_linker::<_, HasSelf<Guest>>(&mut linker, |guest| guest).map_err(failed)?;
+    contract::define(&mut linker).map_err(failed)?;
     for (name, import) in component.component_type().imports(engine) {
         match import.ty {
-            ComponentItem::ComponentInstance(_) if name.starts_with(CONTRACT) => {
-                check_version(name).map_err(refused)?
+            ComponentItem::ComponentInstance(wanted) if name.starts_with(contract::PREFIX) => {
+                contract::check_import(engine, name, &wanted).map_err(refused)?;
             }
             ComponentItem::ComponentInstance(wanted) if name.starts_with("wasi:") => {
                 wasi::define(&mut linker, engine, name, &wanted).map_err(failed)?;
@@ -200,29 +191,17 @@ fn kinds(engine: &Engine, component: &Component) -> Vec<PluginKind> {
     let component_type = component.component_type();
     let exports: Vec<_> = component_type.exports(engine).map(|(name, _)| name.to_owned()).collect();
     let has = |kind: &PluginKind| {
-        let prefix = format!("{CONTRACT}{}@{CONTRACT_VERSION}", kind.interface());
+        let prefix = format!("{}{}@{}", contract::PREFIX, kind.interface(), contract::SERIES);
         exports.iter().any(|name| name.starts_with(&prefix))
     };
     PluginKind::ALL.into_iter().filter(has).collect()
 }
 
-fn check_version(name: &str) -> Result<(), String> {
-    match name.split_once('@') {
-        Some((_, version)) if version.starts_with(CONTRACT_VERSION) => Ok(()),
-        Some((_, version)) => Err(other_version(version)),
-        None => Err(format!("it imports `{name}` without a version")),
-    }
-}
-
-fn other_version(version: &str) -> String {
-    format!("it was built for version {version} of the plugin contract; this host runs {CONTRACT_VERSION}x")
-}
-
 fn missing_exports(engine: &Engine, component: &Component) -> String {
     let component_type = component.component_type();
-    let contract = component_type.exports(engine).find_map(|(name, _)| name.strip_prefix(CONTRACT)?.split_once('@'));
-    match contract {
-        Some((_, version)) if !version.starts_with(CONTRACT_VERSION) => other_version(version),
+    let mut names = component_type.exports(engine).map(|(name, _)| name);
+    match names.find_map(|name| name.strip_prefix(contract::PREFIX)?.split_once('@')) {
+        Some((_, version)) if !version.starts_with(contract::SERIES) => contract::other_version(version),
         _ => "it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`".into(),
     }
 }

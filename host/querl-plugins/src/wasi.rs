@@ -7,10 +7,10 @@
 //!    them ends the instance with a fault that names it.
 //! 3. Clocks stand still at 0 and random numbers are a fixed sequence that starts anew with each instance.
 
-use crate::guest::Guest;
+use crate::guest::{Guest, Refused, charge};
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
 use wasmtime::component::{ComponentType, Lift, Linker, LinkerInstance, Lower, Resource, ResourceType};
-use wasmtime::{Engine, Error, Result, StoreContextMut};
+use wasmtime::{Engine, Result, StoreContextMut};
 
 /// More random bytes at once than this is no seed of a hash table.
 const MAX_RANDOM_BYTES: u64 = 64 << 10;
@@ -98,7 +98,7 @@ fn function(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> 
 
 fn refuse(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Result<()> {
     let called = format!("called `{interface}#{name}`: plugins have no files, sockets or other input and output");
-    on.func_new(name, move |_, _, _, _| Err(Error::msg(called.clone())))
+    on.func_new(name, move |_, _, _, _| Err(Refused(called.clone()).into()))
 }
 
 fn surroundings(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Result<()> {
@@ -108,7 +108,7 @@ fn surroundings(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str)
         "initial-cwd" => on.func_wrap(name, |_, (): ()| Ok((None::<String>,))),
         "get-directories" => on.func_wrap(name, |_, (): ()| Ok((Vec::<(Resource<Absent>, String)>::new(),))),
         "exit" => on.func_wrap(name, |_, (_,): (std::result::Result<(), ()>,)| -> Result<()> {
-            Err(Error::msg("called exit: a plugin returns, or panics with a message"))
+            Err(Refused("called exit: a plugin returns, or panics with a message".into()).into())
         }),
         _ => refuse(on, interface, name),
     }
@@ -146,8 +146,9 @@ fn random(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Re
         "get-random-bytes" | "get-insecure-random-bytes" => {
             on.func_wrap(name, |mut store: StoreContextMut<'_, Guest>, (length,): (u64,)| {
                 if length > MAX_RANDOM_BYTES {
-                    return Err(Error::msg(format!("asked for {length} random bytes at once")));
+                    return Err(Refused(format!("asked for {length} random bytes at once")).into());
                 }
+                charge(&mut store, length as usize);
                 Ok(((0..length).map(|_| next_random(store.data_mut()) as u8).collect::<Vec<u8>>(),))
             })
         }
@@ -192,6 +193,7 @@ fn stream(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Re
             |mut store: StoreContextMut<'_, Guest>,
              (stream, bytes): (Resource<OutputStream>, Vec<u8>)|
              -> Streamed<()> {
+                charge(&mut store, bytes.len());
                 if stream.rep() == STDERR {
                     store.data_mut().write_stderr(&bytes);
                 }
@@ -210,9 +212,12 @@ fn poll(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Resu
     match name {
         "[method]pollable.ready" => on.func_wrap(name, |_, (_,): (Resource<Pollable>,)| Ok((true,))),
         "[method]pollable.block" => on.func_wrap(name, |_, (_,): (Resource<Pollable>,)| Ok(())),
-        "poll" => on.func_wrap(name, |_, (waiting,): (Vec<Resource<Pollable>>,)| {
-            Ok(((0..waiting.len() as u32).collect::<Vec<u32>>(),))
-        }),
+        "poll" => {
+            on.func_wrap(name, |mut store: StoreContextMut<'_, Guest>, (waiting,): (Vec<Resource<Pollable>>,)| {
+                charge(&mut store, waiting.len() * size_of::<u64>());
+                Ok(((0..waiting.len() as u32).collect::<Vec<u32>>(),))
+            })
+        }
         _ => refuse(on, interface, name),
     }
 }
