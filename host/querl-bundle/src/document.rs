@@ -163,6 +163,15 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// A lower-case hexadecimal SHA-256.
+    pub(crate) fn digest(&self, key: &str) -> Result<Option<String>, BundleError> {
+        let Some(text) = self.text(key)? else { return Ok(None) };
+        match text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+            true => Ok(Some(text.to_owned())),
+            false => Err(self.wrong(key, &Value::from(text), "a SHA-256 digest: 64 of 0 to 9 and a to f")),
+        }
+    }
+
     fn path_of(&self, key: &str) -> String {
         match (self.path.is_empty(), key.is_empty()) {
             (true, _) => key.to_owned(),

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 const FORMAT: u64 = 1;
-const DIGEST_MEANING: &str = "a SHA-256 digest: 64 of 0 to 9 and a to f";
 
 /// The lock file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -283,8 +282,8 @@ fn entry(section: &Section<'_>) -> Result<LockEntry, BundleError> {
             .ok_or_else(|| section.wrong("version", &version.into(), "a semantic version, such as 0.1.0"))?,
         path: section.line("path", "the plugin's path")?.into(),
         source: known.ok_or_else(|| section.wrong("source", &source.into(), meaning))?,
-        sha256: digest(section, "sha256")?.ok_or_else(|| section.missing("sha256", DIGEST_MEANING))?,
-        bundle: digest(section, "bundle")?,
+        sha256: section.digest("sha256")?.ok_or_else(|| section.missing("sha256", "the component's digest"))?,
+        bundle: section.digest("bundle")?,
         signed_by,
     })
 }
@@ -293,14 +292,6 @@ fn signer(section: &Section<'_>, key: &str) -> Result<String, BundleError> {
     let parsed = crate::PublicKey::parse(key, "signed_by");
     let refused = |_| section.wrong("signed_by", &key.into(), "`ed25519:` and 64 of 0 to 9 and a to f");
     parsed.map(|key| key.to_string()).map_err(refused)
-}
-
-fn digest(section: &Section<'_>, key: &str) -> Result<Option<String>, BundleError> {
-    let Some(text) = section.text(key)? else { return Ok(None) };
-    match text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
-        true => Ok(Some(text.to_owned())),
-        false => Err(section.wrong(key, &text.into(), DIGEST_MEANING)),
-    }
 }
 
 fn change(section: &Section<'_>) -> Result<LockChange, BundleError> {

@@ -202,20 +202,11 @@ fn bundle(root: &Section<'_>) -> Result<Option<BundleSection>, BundleError> {
     }
     let keys = ["format", "component", "component_bytes"];
     let section = root.section("bundle", &keys)?.expect("the section was just opened");
+    let component = section.digest("component")?;
     let component_bytes = section.count("component_bytes", 1)?;
     Ok(Some(BundleSection {
         format,
-        component: digest(&section, "component")?,
+        component: component.ok_or_else(|| section.missing("component", "the digest of plugin.wasm"))?,
         component_bytes: component_bytes.ok_or_else(|| section.missing("component_bytes", "a whole number"))?,
     }))
-}
-
-/// A lower-case hexadecimal SHA-256.
-pub(crate) fn digest(section: &Section<'_>, key: &str) -> Result<String, BundleError> {
-    const MEANING: &str = "a SHA-256 digest: 64 of 0 to 9 and a to f";
-    let text = section.line(key, MEANING)?;
-    match text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
-        true => Ok(text.to_owned()),
-        false => Err(section.wrong(key, &Value::from(text), MEANING)),
-    }
 }

@@ -1,0 +1,242 @@
+//! What a manifest may say, and how its mistakes are told.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::MANIFEST;
+use querl_bundle::{Kind, Manifest};
+use querl_core::config::PluginLimits;
+use std::collections::BTreeMap;
+
+fn parsed() -> Manifest {
+    Manifest::parse(MANIFEST, "plugin.toml").unwrap()
+}
+
+fn settings(text: &str) -> BTreeMap<String, toml::Value> {
+    toml::from_str(text).unwrap()
+}
+
+#[test]
+fn manifest_is_read() {
+    let manifest = parsed();
+    assert_eq!(manifest.plugin.kinds, [Kind::Reward]);
+    assert_eq!(manifest.plugin.range, Some((0.0, 1.0)));
+    assert_eq!(manifest.plugin.golden, "golden");
+    assert_eq!(manifest.file_name(), "reward-brevity-0.1.0.querl");
+    assert_eq!(manifest.limits.fuel_per_item, Some(2_000_000));
+    assert_eq!(manifest.defaults(), settings("max_chars = 40\nmode = 'soft'"));
+}
+
+#[test]
+fn manifest_written_and_read_again_is_the_same() {
+    let odd = "[settings.\"a-b\"]\ntype = \"text\"\ndefault = \"一行\\n两行 \\\"引号\\\" '\"\ndoc = '''多\n行'''\n\
+               [settings.low]\ntype = \"number\"\nminimum = -1e-7\n[build]\nlanguage = \"python\"\n";
+    for text in [MANIFEST.to_owned(), format!("{MANIFEST}{odd}")] {
+        let manifest = Manifest::parse(&text, "plugin.toml").unwrap();
+        let again = manifest.to_text();
+        assert_eq!(Manifest::parse(&again, "again").unwrap(), manifest, "{again}");
+        assert_eq!(Manifest::parse(&again, "again").unwrap().to_text(), again);
+    }
+}
+
+/// Each with a line of the manifest that is replaced, its replacement, and what is told.
+#[test]
+fn mistakes_are_told_with_line_key_value_and_expectation() {
+    let cases = [
+        (
+            "id = \"reward-brevity\"",
+            "id = \"Reward\"",
+            "plugin.toml:2: plugin.id is \"Reward\"; expected 1 to 64 of a to z, 0 to 9 and -",
+        ),
+        (
+            "id = \"reward-brevity\"",
+            "",
+            "plugin.toml:1: the key plugin.id is missing; expected 1 to 64 of a to z, 0 to 9 and -",
+        ),
+        ("id = \"reward-brevity\"", "id = 3", "plugin.toml:2: plugin.id is 3; expected a text"),
+        (
+            "id = \"reward-brevity\"",
+            "id = \"a\\u0007\"",
+            "plugin.toml:2: plugin.id is \"a\\u{7}\"; expected 1 to 64 of a to z, 0 to 9 and -, on one line",
+        ),
+        (
+            "version = \"0.1.0\"",
+            "version = \"1.0\"",
+            "plugin.toml:3: plugin.version is \"1.0\"; expected a semantic version, such as 0.1.0",
+        ),
+        (
+            "kinds = [\"reward\"]",
+            "kinds = [\"rewards\"]",
+            "plugin.toml:5: plugin.kinds is [\"rewards\"]; expected a list of prompt, filter, reward or style-scorer; did you mean `reward`?",
+        ),
+        (
+            "kinds = [\"reward\"]",
+            "kinds = []",
+            "plugin.toml:5: plugin.kinds is []; expected a list of prompt, filter, reward or style-scorer",
+        ),
+        (
+            "kinds = [\"reward\"]",
+            "kinds = [\"reward\", \"reward\"]",
+            "plugin.toml:5: plugin.kinds has `reward` twice; expected each kind once",
+        ),
+        (
+            "kinds = [\"reward\"]",
+            "kinds = [\"filter\"]",
+            "plugin.toml:8: plugin.range is for rewards alone; leave it out, or add `reward` to kinds",
+        ),
+        (
+            "range = [0.0, 1.0]",
+            "",
+            "plugin.toml:1: the key plugin.range is missing; expected two finite numbers, the lower one first, such as [0.0, 1.0]",
+        ),
+        (
+            "range = [0.0, 1.0]",
+            "range = [1, 1]",
+            "plugin.toml:8: plugin.range is [1, 1]; expected two finite numbers, the lower one first, such as [0.0, 1.0]",
+        ),
+        (
+            "range = [0.0, 1.0]",
+            "range = [0.0, inf]",
+            "plugin.toml:8: plugin.range is [0.0, inf]; expected two finite numbers, the lower one first, such as [0.0, 1.0]",
+        ),
+        (
+            "range = [0.0, 1.0]",
+            "range = [0.0, 1.0]\ngolden = \"../x\"",
+            "plugin.toml:9: plugin.golden is \"../x\"; expected a folder below the plugin's own, such as golden",
+        ),
+        ("license =", "licence =", "plugin.toml:7: unknown key plugin.licence; did you mean `license`?"),
+        ("[limits]", "[limit]", "plugin.toml:34: unknown key limit; did you mean `limits`?"),
+        (
+            "default = 40",
+            "default = 4000",
+            "plugin.toml:12: settings.max_chars.default is 4000; expected a whole number from 1 to 1000",
+        ),
+        (
+            "default = 40",
+            "default = 4.5",
+            "plugin.toml:12: settings.max_chars.default is 4.5; expected a whole number from 1 to 1000",
+        ),
+        (
+            "minimum = 1\n",
+            "minimum = 1.5\n",
+            "plugin.toml:13: settings.max_chars.minimum is 1.5; expected a whole number from -2^53 to 2^53",
+        ),
+        (
+            "maximum = 1000",
+            "maximum = 0",
+            "plugin.toml:14: settings.max_chars.maximum is 0; expected 1 (the minimum) or more",
+        ),
+        (
+            "default = \"soft\"",
+            "default = \"Soft\"",
+            "plugin.toml:19: settings.mode.default is \"Soft\"; expected soft or hard",
+        ),
+        (
+            "choices = [\"soft\", \"hard\"]",
+            "choices = [\"soft\", \"soft\"]",
+            "plugin.toml:20: settings.mode.choices is [\"soft\", \"soft\"]; expected one text or more, each once",
+        ),
+        (
+            "type = \"list\"",
+            "type = \"lists\"",
+            "plugin.toml:27: settings.banned.type is \"lists\"; expected number, integer, boolean, text or list",
+        ),
+        (
+            "type = \"list\"",
+            "type = \"list\"\nchoices = [\"a\"]",
+            "plugin.toml:28: settings.banned.choices is for texts; this setting is a list",
+        ),
+        (
+            "type = \"boolean\"",
+            "type = \"boolean\"\nminimum = 0",
+            "plugin.toml:31: settings.strict.minimum is for numbers and integers; this setting is a boolean",
+        ),
+        (
+            "[settings.strict]",
+            "[settings.\"严 格\"]",
+            "plugin.toml:10: settings has the key \"严 格\"; expected 1 to 64 letters, digits, _ and -",
+        ),
+        (
+            "memory_bytes = 67108864",
+            "memory_bytes = 100",
+            "plugin.toml:35: limits.memory_bytes is 100; expected a whole number of 65536 or more",
+        ),
+        (
+            "[limits]",
+            "[build]\nlanguage = \"go\"\n[limits]",
+            "plugin.toml:34: build.language is \"go\"; expected rust, python or javascript",
+        ),
+        (
+            "[limits]",
+            "[bundle]\nformat = 2\n[limits]",
+            "plugin.toml:34: bundle.format is 2; this querl reads format 1; use a newer querl",
+        ),
+        ("[plugin]", "[plugin", "plugin.toml:1: not valid TOML: "),
+        ("[plugin]", "[plugin]\nid = \"x\"", "plugin.toml:3: not valid TOML: duplicate key"),
+    ];
+    for (old, new, expected) in cases {
+        assert!(MANIFEST.contains(old), "{old}");
+        let error = Manifest::parse(&MANIFEST.replacen(old, new, 1), "plugin.toml").unwrap_err().to_string();
+        match expected.contains("not valid TOML") {
+            true => assert!(error.starts_with(expected), "{error}"),
+            false => assert_eq!(error, expected),
+        }
+    }
+}
+
+#[test]
+fn other_contracts_are_refused_in_one_sentence() {
+    let error = |contract: &str| {
+        let text = MANIFEST.replace("contract = \"0.1.0\"", &format!("contract = \"{contract}\""));
+        Manifest::parse(&text, "plugin.toml").map_err(|error| error.to_string())
+    };
+    assert_eq!(
+        error("0.2.0").unwrap_err(),
+        "plugin.toml:4: plugin.contract is 0.2.0, which is newer than the contract of this querl (0.1.x); use a newer querl, \
+         or build the plugin for 0.1.0"
+    );
+    assert!(error("0.0.9").unwrap_err().contains("which this querl does not speak"));
+    assert!(error("0.1.0-rc.1").unwrap_err().contains("does not speak"));
+    assert!(error("0.1.7").is_ok());
+}
+
+#[test]
+fn settings_of_the_user_are_checked() {
+    let manifest = parsed();
+    let fine = "max_chars = 1000\nmode = 'hard'\nweight = 3\nbanned = ['治愈']\nstrict = false";
+    manifest.check_settings(&settings(fine)).unwrap();
+    manifest.check_settings(&BTreeMap::new()).unwrap();
+    for (text, expected) in [
+        ("max_char = 1", "setting `max_char`: the plugin knows no such setting; did you mean `max_chars`?"),
+        (
+            "zzz = 1",
+            "setting `zzz`: the plugin knows no such setting; expected banned, max_chars, mode, strict or weight",
+        ),
+        ("max_chars = 1001", "setting `max_chars`: expected a whole number from 1 to 1000, got 1001"),
+        ("max_chars = 1.0", "setting `max_chars`: expected a whole number from 1 to 1000, got 1.0"),
+        ("mode = 'medium'", "setting `mode`: expected soft or hard, got \"medium\""),
+        ("weight = nan", "setting `weight`: expected a number of 0 or more, got nan"),
+        ("weight = '1'", "setting `weight`: expected a number of 0 or more, got \"1\""),
+        ("banned = ['a', 1]", "setting `banned`: expected a list of texts, got [\"a\", 1]"),
+        ("strict = 'yes'", "setting `strict`: expected true or false, got \"yes\""),
+        ("strict = { a = 1 }", "setting `strict`: expected true or false, got a section"),
+    ] {
+        assert_eq!(manifest.check_settings(&settings(text)).unwrap_err().to_string(), expected);
+    }
+    let bare = Manifest::parse(MANIFEST.split("[settings").next().unwrap(), "plugin.toml").unwrap();
+    let problem = bare.check_settings(&settings("a = 1")).unwrap_err();
+    assert_eq!(problem.to_string(), "setting `a`: the plugin has no settings");
+}
+
+#[test]
+fn a_plugin_that_asks_for_less_gets_less_and_for_more_is_refused() {
+    let host = PluginLimits::default();
+    let effective = parsed().effective_limits(&host).unwrap();
+    assert_eq!((effective.fuel_per_item, effective.memory_bytes), (2_000_000, 64 << 20));
+    assert_eq!(effective.timeout_ms, host.timeout_ms);
+    let tight = PluginLimits { fuel_per_item: 1000, ..host };
+    assert_eq!(
+        parsed().effective_limits(&tight).unwrap_err(),
+        "asks for a fuel_per_item of 2000000, and this host allows 1000; raise `plugins.limits.fuel_per_item` to 2000000 or more"
+    );
+}
