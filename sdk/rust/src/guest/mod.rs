@@ -1,6 +1,7 @@
 //! Between the bindings and the traits. Exists in components only; hidden, for [`export!`](crate::export).
 #![allow(missing_docs, unreachable_pub, reason = "reached through the macro only; nothing here is for authors")]
 
+mod arena;
 mod convert;
 
 use crate::{Filter, Prompt, Reward, SettingError, Settings, StyleModel, StyleScorer};
