@@ -4,15 +4,19 @@
 //! component's bytes and everything of the engine that shapes code, in a folder that only its user can write; a file that is not
 //! whole, or not ours alone, is not used.
 
+use crate::compile::{self, CompileError, Compiler};
 use sha2::{Digest, Sha256};
 use std::hash::{Hash, Hasher};
-use std::io;
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
-/// Length of the digest at the start of a file.
-const DIGEST_BYTES: usize = 32;
+/// Length of the digest at the end of a file.
+const DIGEST_BYTES: u64 = 32;
+
+/// What is read at a time to check a file.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// A folder of compiled components; without a folder, everything is compiled anew.
 #[derive(Debug)]
@@ -37,18 +41,41 @@ impl CompiledCache {
     /// The component compiled for `engine`, from the cache where it is there.
     ///
     /// # Errors
-    /// `bytes` are not a component that this engine can compile.
-    pub(crate) fn component(&self, engine: &Engine, bytes: &[u8], digest: &str) -> wasmtime::Result<Component> {
-        let path = self.folder.as_ref().map(|folder| folder.join(format!("{digest}-{}", self.engine_key)));
-        if let Some(component) = path.as_ref().and_then(|path| read(engine, path)) {
-            return Ok(component);
+    /// `bytes` are not a component that this engine can compile and hold.
+    pub(crate) fn component(
+        &self,
+        engine: &Engine,
+        compiler: &Compiler,
+        timeout_ms: u64,
+        bytes: &[u8],
+        digest: &str,
+    ) -> Result<Component, CompileError> {
+        let name = format!("{digest}-{}", self.engine_key);
+        let kept = self.folder.as_ref().map(|folder| folder.join(&name));
+        if let Some(path) = kept.as_ref().filter(|path| is_whole(path)) {
+            return load(engine, path);
         }
-        let component = Component::from_binary(engine, bytes)?;
-        if let Some(path) = path {
-            let kept = component.serialize().map_err(io::Error::other).and_then(|code| write(&path, &code));
-            kept.unwrap_or_else(|error| tracing::warn!("{}: cannot be written: {error}", path.display()));
+        match (compiler, kept) {
+            (Compiler::InProcess, kept) => {
+                let code = compile::in_process(engine, bytes)?;
+                if let Some(path) = kept {
+                    let written = write(&path, &code);
+                    written.unwrap_or_else(|error| tracing::warn!("{}: cannot be written: {error}", path.display()));
+                }
+                // SAFETY: this engine has just made the code.
+                unsafe { Component::deserialize(engine, code) }.map_err(|error| too_large(&error))
+            }
+            (Compiler::Child(program, args), kept) => {
+                let folder = compile::private_temporary(self.folder.as_deref())?;
+                let output = folder.path().join(&name);
+                compile::in_child(program, args, bytes, &output, timeout_ms)?;
+                if !is_whole(&output) {
+                    return Err(CompileError(format!("`{}` made no compiled code of it", program.display())));
+                }
+                let renamed = kept.filter(|path| std::fs::rename(&output, path).is_ok());
+                load(engine, &renamed.unwrap_or(output))
+            }
         }
-        Ok(component)
     }
 }
 
@@ -75,37 +102,61 @@ fn engine_key(engine: &Engine) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// Over the file's name too: code that lies under the name of another component is not that component's.
-fn sealed(path: &Path, code: &[u8]) -> [u8; DIGEST_BYTES] {
+/// A digest over the code and over the file's name: code that lies under the name of another component is not that component's.
+fn seal(path: &Path) -> Sha256 {
     let mut hasher = Sha256::new();
     hasher.update(path.file_name().unwrap_or_default().as_encoded_bytes());
     hasher.update([0]);
-    hasher.update(code);
-    hasher.finalize().into()
+    hasher
 }
 
-fn write(path: &Path, code: &[u8]) -> io::Result<()> {
-    let mut file = Vec::with_capacity(DIGEST_BYTES + code.len());
-    file.extend_from_slice(&sealed(path, code));
-    file.extend_from_slice(code);
-    querl_core::fsx::write_atomic(path, &file)
+/// Writes compiled code, which is mapped into memory as it is: the seal stands behind it.
+pub(crate) fn write(path: &Path, code: &[u8]) -> io::Result<()> {
+    querl_core::fsx::write_atomic_with(path, |file| {
+        file.write_all(code)?;
+        file.write_all(&seal(path).chain_update(code).finalize())
+    })
 }
 
-fn read(engine: &Engine, path: &Path) -> Option<Component> {
-    let metadata = std::fs::symlink_metadata(path).ok()?;
+/// True where the file is there, is ours alone, and its seal fits.
+fn is_whole(path: &Path) -> bool {
+    let Ok(metadata) = std::fs::symlink_metadata(path) else { return false };
     if !metadata.is_file() || !ours_alone(&metadata) {
         tracing::warn!("{}: not used: not a file that only its owner can write", path.display());
-        return None;
+        return false;
     }
-    let file = std::fs::read(path).ok()?;
-    let whole = file.split_at_checked(DIGEST_BYTES).filter(|(digest, code)| sealed(path, code) == *digest);
-    let Some((_, code)) = whole else {
+    let whole = sealed(path, metadata.len()).unwrap_or(false);
+    if !whole {
         tracing::warn!("{}: not used: damaged", path.display());
-        return None;
-    };
+    }
+    whole
+}
+
+fn sealed(path: &Path, n_bytes: u64) -> io::Result<bool> {
+    let Some(n_code_bytes) = n_bytes.checked_sub(DIGEST_BYTES) else { return Ok(false) };
+    let (mut file, mut hasher) = (std::fs::File::open(path)?, seal(path));
+    let mut piece = vec![0; PIECE_BYTES];
+    let mut code = (&mut file).take(n_code_bytes);
+    loop {
+        match code.read(&mut piece)? {
+            0 => break,
+            n => hasher.update(&piece[..n]),
+        }
+    }
+    let mut written = Vec::new();
+    file.take(DIGEST_BYTES + 1).read_to_end(&mut written)?;
+    Ok(hasher.finalize().as_slice() == written)
+}
+
+fn load(engine: &Engine, path: &Path) -> Result<Component, CompileError> {
     // SAFETY: the file lies in a folder that only this user can write, is whole, and its name says that this host compiled
-    // it with an engine of the same settings; nothing else is ever put there.
-    unsafe { Component::deserialize(engine, code) }.ok()
+    // it with an engine of the same settings; nothing else is ever put there, and what is there is replaced, never changed.
+    unsafe { Component::deserialize_file(engine, path) }.map_err(|error| too_large(&error))
+}
+
+/// Code that compiles, and that an engine will not hold: its memories, tables or modules are more or larger than the pool's.
+fn too_large(error: &wasmtime::Error) -> CompileError {
+    CompileError(format!("it does not fit into this host, whose `plugins.limits.memory_bytes` is one limit: {error:#}"))
 }
 
 /// Makes the folder, or checks that one that is there belongs to the user alone.

@@ -1,16 +1,42 @@
 //! One call into a plugin: a fresh instance, limits, and a fault where it goes wrong.
 
-use crate::engine::{Slots, TICK};
+use crate::engine::TICK;
 use crate::fault;
 use crate::guest::Guest;
+use crate::limits::Limits;
 use crate::load::Exports;
-use querl_core::config::PluginLimits;
-use querl_core::ports::{FaultKind, PluginFault};
+use crate::slots::Slots;
+use querl_core::config::OnLimit;
+use querl_core::ports::{FaultKind, PluginFault, StyleModel};
+use querl_core::records::Rejection;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use wasmtime::Store;
 use wasmtime::component::Instance;
+
+/// What one call into a plugin used.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CallReport<'a> {
+    /// The plugin's id; while it is asked for it, its file.
+    pub plugin: &'a str,
+    /// Interface and function: `rewards.score-batch`.
+    pub function: &'static str,
+    /// Items of the batch; 1 for a function without one.
+    pub n_items: usize,
+    /// Instructions of the guest, those that start its instance included. The same on every machine.
+    pub fuel: u64,
+    /// From the slot in the pool to the result; waiting for a slot is not in it.
+    pub wall: Duration,
+    /// Linear memory at its largest, all memories of the instance together.
+    pub memory_bytes: usize,
+    /// True where the call ended in a fault. A result that the contract forbids is found later, and is false here.
+    pub failed: bool,
+}
+
+/// Hears of every call, on the thread that made it, before the caller has its result.
+pub type Observer = Arc<dyn Fn(&CallReport<'_>) + Send + Sync>;
 
 /// A plugin with its settings, ready to be called from any thread.
 #[derive(Clone)]
@@ -21,36 +47,45 @@ pub(crate) struct Caller {
     pub(crate) title: Arc<str>,
     pub(crate) exports: Exports,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
-    pub(crate) limits: Arc<PluginLimits>,
+    pub(crate) style_model: Option<Arc<dyn StyleModel>>,
+    pub(crate) limits: Arc<Limits>,
     pub(crate) slots: Arc<Slots>,
+    pub(crate) observer: Option<Observer>,
+    /// Items of this plugin that were dropped at limits over the life of the host.
+    pub(crate) n_dropped: Arc<AtomicU64>,
 }
 
 impl Caller {
-    /// Runs `job` in a fresh instance with fuel for `n_items`.
+    /// Runs `job`, a call of `function`, in a fresh instance with fuel for `n_items`.
     ///
     /// # Errors
     /// The guest trapped, hit a limit or returned what cannot be read.
     pub(crate) fn call<R>(
         &self,
+        function: &'static str,
         n_items: usize,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
     ) -> Result<R, PluginFault> {
         let _slot = self.slots.take();
-        let mut store = self.store(n_items);
+        let start = Instant::now();
+        let mut store = self.store(n_items, start);
         let done = self.exports.pre.instantiate(&mut store).and_then(|instance| job(&mut store, &instance));
+        self.report(function, n_items, start, &store, done.is_err());
         done.map_err(|error| {
             tracing::debug!(plugin = &*self.title, "{error:?}");
-            self.fault(fault::explain(&error, store.data(), &self.limits, n_items))
+            let (kind, message) = fault::explain(&error, store.data(), &self.limits, n_items);
+            self.fault(kind, message)
         })
     }
 
-    fn store(&self, n_items: usize) -> Store<Guest> {
-        let limits = &*self.limits;
-        let guest = Guest::new(self.title.clone(), self.settings.clone(), limits.memory_bytes, limits.log_bytes);
+    fn store(&self, n_items: usize, start: Instant) -> Store<Guest> {
+        let limits = &self.limits.values;
+        let mut guest = Guest::new(self.title.clone(), self.settings.clone(), limits.memory_bytes, limits.log_bytes);
+        guest.style_model.clone_from(&self.style_model);
+        guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
-        let fuel = limits.fuel_per_item.saturating_mul(n_items.max(1) as u64);
-        store.set_fuel(fuel).expect("fuel is on in this engine");
+        store.set_fuel(self.limits.fuel(n_items)).expect("fuel is on in this engine");
         // A tick may be about to come: one more, so that a call never gets less than its time.
         store.set_epoch_deadline(limits.timeout_ms.div_ceil(TICK.as_millis() as u64) + 1);
         store.epoch_deadline_trap();
@@ -58,24 +93,44 @@ impl Caller {
         store
     }
 
+    fn report(&self, function: &'static str, n_items: usize, start: Instant, store: &Store<Guest>, failed: bool) {
+        let Some(observer) = &self.observer else { return };
+        let left = store.get_fuel().expect("fuel is on in this engine");
+        observer(&CallReport {
+            plugin: &self.name,
+            function,
+            n_items,
+            fuel: self.limits.fuel(n_items).saturating_sub(left),
+            wall: start.elapsed(),
+            memory_bytes: store.data().memory.used_bytes,
+            failed,
+        });
+    }
+
     /// A fault of this plugin.
-    pub(crate) fn fault(&self, message: String) -> PluginFault {
-        let kind = FaultKind::Result;
+    pub(crate) fn fault(&self, kind: FaultKind, message: String) -> PluginFault {
         PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind }
+    }
+
+    /// The plugin returned what the contract does not allow.
+    pub(crate) fn wrong(&self, message: String) -> PluginFault {
+        self.fault(FaultKind::Result, message)
     }
 
     /// A list of results that does not fit the list of arguments: nobody can say which item it lost.
     pub(crate) fn wrong_length(&self, n_results: usize, results: &str, what: &str, ids: &[&str]) -> PluginFault {
-        let message = format!("returned {n_results} {results} for {} {what}s", ids.len());
-        self.in_batch(&message, what, ids)
+        self.in_batch(&self.wrong(format!("returned {n_results} {results} for {} {what}s", ids.len())), what, ids)
     }
 
-    fn in_batch(&self, message: &str, what: &str, ids: &[&str]) -> PluginFault {
-        match ids {
-            [] => self.fault(message.to_owned()),
-            [id] => self.fault(format!("{what} `{id}`: {message}")),
-            [first, .., last] => self.fault(format!("{message} (a batch from {what} `{first}` to `{last}`)")),
-        }
+    /// `fault` with the items of the batch in which it happened.
+    pub(crate) fn in_batch(&self, fault: &PluginFault, what: &str, ids: &[&str]) -> PluginFault {
+        let message = &fault.message;
+        let message = match ids {
+            [] => message.clone(),
+            [id] => format!("{what} `{id}`: {message}"),
+            [first, .., last] => format!("{message} (a batch from {what} `{first}` to `{last}`)"),
+        };
+        self.fault(fault.kind, message)
     }
 
     /// Names the item at which a batch went wrong, by trying them one by one for no longer than one call may take.
@@ -87,15 +142,42 @@ impl Caller {
         mut alone: impl FnMut(usize) -> Result<(), PluginFault>,
     ) -> PluginFault {
         if ids.len() == 1 {
-            return self.in_batch(&fault.message, what, ids);
+            return self.in_batch(&fault, what, ids);
         }
         let start = Instant::now();
-        let patience = Duration::from_millis(self.limits.timeout_ms);
+        let patience = Duration::from_millis(self.limits.values.timeout_ms);
         for (index, id) in ids.iter().enumerate().take_while(|_| start.elapsed() < patience) {
             if let Err(fault) = alone(index) {
-                return self.fault(format!("{what} `{id}`: {}", fault.message));
+                return self.in_batch(&fault, what, &[id]);
             }
         }
-        self.in_batch(&fault.message, what, ids)
+        self.in_batch(&fault, what, ids)
+    }
+
+    /// True where the item at which a limit was hit is to be dropped.
+    pub(crate) fn drops(&self, fault: &PluginFault) -> bool {
+        fault.kind == FaultKind::Limit && self.limits.values.on_limit == OnLimit::Drop
+    }
+
+    /// Counts an item that hit a limit, and says what becomes of it.
+    ///
+    /// # Errors
+    /// It is one too many.
+    pub(crate) fn dropped(&self, fault: &PluginFault, what: &str, id: &str) -> Result<Rejection, PluginFault> {
+        let n_dropped = self.n_dropped.fetch_add(1, Ordering::Relaxed) + 1;
+        let max_dropped = self.limits.values.max_dropped;
+        if n_dropped > max_dropped {
+            let message = format!(
+                "dropped {n_dropped} items at limits; `plugins.limits.max_dropped` allows {max_dropped} (the last: {what} \
+                 `{id}`: {})",
+                fault.message
+            );
+            return Err(self.fault(FaultKind::TooManyDropped, message));
+        }
+        tracing::warn!(plugin = &*self.title, "{what} `{id}` is dropped: {}", fault.message);
+        Ok(Rejection { code: LIMIT_CODE.into(), detail: fault.message.clone() })
     }
 }
+
+/// The code with which the host drops an item at which a plugin hit a limit.
+pub(crate) const LIMIT_CODE: &str = "plugin_limit";

@@ -3,8 +3,8 @@
 //! Departure from the generated bindings: the functions are put into the linker here, so that each takes fuel for what passes. A
 //! guest that does nothing but call the host would otherwise have the host work far longer than its own fuel says.
 
-use crate::bindings::{log, style_model, types};
-use crate::guest::{Guest, charge};
+use crate::bindings::{log, types};
+use crate::guest::{Classified, Guest, charge};
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
 use wasmtime::component::{HasSelf, Linker};
 use wasmtime::{Engine, Result, StoreContextMut};
@@ -43,11 +43,9 @@ fn write(mut store: StoreContextMut<'_, Guest>, (level, message): (log::Level, S
     Ok(())
 }
 
-type Classified = std::result::Result<Vec<style_model::StyleProbability>, style_model::ClassifyError>;
-
-fn classify(mut store: StoreContextMut<'_, Guest>, (turns,): (Vec<types::Message>,)) -> Result<(Classified,)> {
+fn classify(mut store: StoreContextMut<'_, Guest>, (turns,): (Vec<types::MessageResult>,)) -> Result<(Classified,)> {
     charge(&mut store, turns.iter().map(|turn| turn.content.len()).sum());
-    Ok((style_model::Host::classify(store.data_mut(), turns),))
+    Ok((store.data_mut().classify(turns)?,))
 }
 
 /// Whether this host has what a component wants of the interface `name`, which begins with [`PREFIX`].

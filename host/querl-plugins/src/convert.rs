@@ -1,9 +1,10 @@
 //! Records of querl-core as arguments of the contract, borrowed; results of the contract as records.
 
-use crate::bindings::{filters, prompts, rewards, types};
+use crate::bindings::{filters, prompts, rewards, style_model, types};
 use querl_core::ports::{PromptInput, PromptTask};
 use querl_core::records::{
-    CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, Message, Rejection, Sample,
+    CallFailure, Candidate, Context, Dialogue, Episode, FailureKind, Hit, Judgement, Message, Rejection, Sample,
+    StyleProbability,
 };
 
 /// The lists inside an episode, which the argument borrows.
@@ -30,7 +31,7 @@ impl<'a> EpisodeLists<'a> {
 
 impl<'a> CandidateLists<'a> {
     fn new(candidate: &'a Candidate) -> Self {
-        let class = |class: &'a querl_core::records::StyleProbability| types::StyleProbabilityParam {
+        let class = |class: &'a StyleProbability| types::StyleProbabilityParam {
             label: &class.label,
             probability: class.probability,
         };
@@ -88,13 +89,52 @@ pub(crate) fn task(task: PromptTask) -> prompts::Task {
     }
 }
 
-pub(crate) fn message(message: types::Message) -> Message {
+pub(crate) fn message(message: types::MessageResult) -> Message {
     let role = match message.role {
         types::Role::System => "system",
         types::Role::User => "user",
         types::Role::Assistant => "assistant",
     };
     Message { role: role.to_owned(), content: message.content }
+}
+
+/// # Errors
+/// A turn has no role that the contract knows, or the last is not the assistant's: nothing that a plugin could score.
+pub(crate) fn turns(dialogue: &Dialogue) -> Result<Vec<types::MessageParam<'_>>, Rejection> {
+    let rejected = |detail: String| Rejection { code: "invalid_dialogue".into(), detail };
+    if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {
+        return Err(rejected("the last turn is not the assistant's".into()));
+    }
+    let numbered = dialogue.turns.iter().zip(1..);
+    let turn = numbered.map(|(Message { role: name, content }, number)| {
+        let unknown = || rejected(format!("turn {number} is from `{name}`; expected system, user or assistant"));
+        role(name).map(|role| types::MessageParam { role, content }).ok_or_else(unknown)
+    });
+    turn.collect()
+}
+
+fn role(name: &str) -> Option<types::Role> {
+    match name {
+        "system" => Some(types::Role::System),
+        "user" => Some(types::Role::User),
+        "assistant" => Some(types::Role::Assistant),
+        _ => None,
+    }
+}
+
+/// What a style model says, as a guest gets it.
+pub(crate) fn classified(
+    said: Result<Vec<StyleProbability>, CallFailure>,
+) -> Result<Vec<style_model::StyleProbability>, style_model::ClassifyError> {
+    let class =
+        |class: StyleProbability| types::StyleProbabilityResult { label: class.label, probability: class.probability };
+    match said {
+        Ok(classes) => Ok(classes.into_iter().map(class).collect()),
+        Err(failure) => Err(style_model::ClassifyError::Failed(types::CallFailureResult {
+            kind: failure_kind(failure.kind),
+            message: failure.message,
+        })),
+    }
 }
 
 /// # Errors
@@ -132,7 +172,11 @@ fn candidate<'a>(candidate: &'a Candidate, lists: &'a CandidateLists<'a>) -> typ
 }
 
 fn call_failure(failure: &CallFailure) -> types::CallFailureParam<'_> {
-    let kind = match failure.kind {
+    types::CallFailureParam { kind: failure_kind(failure.kind), message: &failure.message }
+}
+
+fn failure_kind(kind: FailureKind) -> types::FailureKind {
+    match kind {
         FailureKind::Timeout => types::FailureKind::Timeout,
         FailureKind::Unreachable => types::FailureKind::Unreachable,
         FailureKind::Unauthorized => types::FailureKind::Unauthorized,
@@ -141,6 +185,5 @@ fn call_failure(failure: &CallFailure) -> types::CallFailureParam<'_> {
         FailureKind::ServerError => types::FailureKind::ServerError,
         FailureKind::InvalidResponse => types::FailureKind::InvalidResponse,
         FailureKind::NotRecorded => types::FailureKind::NotRecorded,
-    };
-    types::CallFailureParam { kind, message: &failure.message }
+    }
 }

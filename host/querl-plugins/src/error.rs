@@ -1,5 +1,6 @@
 //! Why a plugin cannot be used.
 
+use querl_bundle::BundleError;
 use querl_core::ports::PluginFault;
 use std::path::PathBuf;
 
@@ -23,6 +24,33 @@ pub enum PluginError {
         /// As configured.
         path: PathBuf,
         /// Expected and got.
+        reason: String,
+    },
+    /// It was not, or could not be, compiled.
+    #[error("plugin {}: {reason}", path.display())]
+    Compile {
+        /// As configured.
+        path: PathBuf,
+        /// What the compiler said, or which limit it ran into.
+        reason: String,
+    },
+    /// A bundle or a plugin.toml is wrong.
+    #[error("plugin {0}")]
+    Bundle(#[from] BundleError),
+    /// What plugin.toml says of the component is not so.
+    #[error("plugin {}: {reason}", path.display())]
+    Manifest {
+        /// The bundle, or the component of the folder.
+        path: PathBuf,
+        /// What each of the two says.
+        reason: String,
+    },
+    /// Keys are trusted, and none of them has signed it.
+    #[error("plugin {plugin}: {reason} (`plugins.trusted_keys`)")]
+    Untrusted {
+        /// As configured.
+        plugin: String,
+        /// Who has signed it, and whose signature is missing.
         reason: String,
     },
     /// The source folder did not build.

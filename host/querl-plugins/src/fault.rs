@@ -2,53 +2,67 @@
 
 use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
 use crate::guest::{Guest, Refused};
+use crate::limits::Limits;
 use crate::text::printable;
-use querl_core::config::PluginLimits;
+use querl_core::ports::FaultKind;
 use wasmtime::Trap;
 
 /// More of a panic's message than this is not shown.
 const MAX_MESSAGE_BYTES: usize = 2000;
 
 /// What happened, said so that the author of the plugin or of the configuration knows what to do.
-pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &PluginLimits, n_items: usize) -> String {
+pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &Limits, n_items: usize) -> (FaultKind, String) {
     if let Some(bytes) = guest.memory.refused_bytes {
-        let limit = guest.memory.limit_bytes;
-        return format!("asked for {bytes} bytes of memory; `plugins.limits.memory_bytes` allows {limit}");
+        let (key, limit) = (limits.key("memory_bytes"), guest.memory.limit_bytes);
+        return (FaultKind::Limit, format!("asked for {bytes} bytes of memory; {key} allows {limit}"));
     }
     if let Some(elements) = guest.memory.refused_elements {
-        return format!("asked for a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
+        let message = format!("asked for a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
+        return (FaultKind::Limit, message);
     }
     match error.downcast_ref::<Trap>() {
-        Some(Trap::OutOfFuel) => format!(
-            "used up its fuel, {} for each of {n_items} items (`plugins.limits.fuel_per_item`): it loops, or needs more",
-            limits.fuel_per_item
-        ),
-        Some(Trap::Interrupt) => {
-            format!("ran for longer than {} ms (`plugins.limits.timeout_ms`)", limits.timeout_ms)
-        }
-        Some(Trap::UnreachableCodeReached) if !guest.stderr.is_empty() => {
-            format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr)))
-        }
-        Some(Trap::UnreachableCodeReached) => "aborted without a message".into(),
-        Some(Trap::StackOverflow) => {
-            format!("recursed too deeply: its stack of {WASM_STACK_BYTES} bytes is used up")
-        }
-        Some(trap) => format!("trapped: {trap}"),
-        None => refused_result(error, limits),
+        Some(trap) => trapped(*trap, guest, limits, n_items),
+        None => refused(error, limits),
     }
 }
 
+fn trapped(trap: Trap, guest: &Guest, limits: &Limits, n_items: usize) -> (FaultKind, String) {
+    match trap {
+        Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, n_items)),
+        Trap::Interrupt => {
+            let (ms, key) = (limits.values.timeout_ms, limits.key("timeout_ms"));
+            (FaultKind::Limit, format!("ran for longer than {ms} ms ({key})"))
+        }
+        Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
+            (FaultKind::Trap, format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr))))
+        }
+        Trap::UnreachableCodeReached => (FaultKind::Trap, "aborted without a message".into()),
+        Trap::StackOverflow => {
+            (FaultKind::Trap, format!("recursed too deeply: its stack of {WASM_STACK_BYTES} bytes is used up"))
+        }
+        trap => (FaultKind::Trap, format!("trapped: {trap}")),
+    }
+}
+
+fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
+    let (of_call, of_item) = (limits.values.fuel_per_call, limits.values.fuel_per_item);
+    let items = if n_items == 1 { "1 item".to_owned() } else { format!("each of {n_items} items") };
+    let key = limits.key("fuel_per_item");
+    format!("used up its fuel, {of_call} and {of_item} for {items} ({key}): it loops, or needs more")
+}
+
 /// The host refused what the guest did or returned.
-fn refused_result(error: &wasmtime::Error, limits: &PluginLimits) -> String {
+fn refused(error: &wasmtime::Error, limits: &Limits) -> (FaultKind, String) {
     if let Some(refused) = error.downcast_ref::<Refused>() {
-        return refused.to_string();
+        return (FaultKind::Trap, refused.to_string());
     }
     let cause = error.root_cause().to_string();
     // wasmtime has no type for this; the text is that of `consume_fuel` in its component/func/options.rs.
     if cause.contains("fuel allocated for hostcalls has been exhausted") {
-        return format!("handed over more than {} bytes (`plugins.limits.output_bytes`)", limits.output_bytes);
+        let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
+        return (FaultKind::Limit, format!("handed over more than {bytes} bytes ({key})"));
     }
-    format!("handed over what cannot be read: {}", printable(&cause, MAX_MESSAGE_BYTES))
+    (FaultKind::Result, format!("handed over what cannot be read: {}", printable(&cause, MAX_MESSAGE_BYTES)))
 }
 
 /// Rust's panic text without its advice for shells.

@@ -17,17 +17,67 @@ impl FilterPlugin {
         Self { caller, indices }
     }
 
-    fn run(&self, samples: &[Sample]) -> Result<Vec<filters::Verdict>, PluginFault> {
+    fn run(&self, samples: &[&Sample]) -> Result<Vec<filters::Verdict>, PluginFault> {
         let hits: Vec<_> = samples.iter().map(|sample| convert::hits(&sample.hits)).collect();
         let arguments: Vec<_> = samples.iter().zip(&hits).map(|(sample, hits)| convert::sample(sample, hits)).collect();
-        self.caller.call(samples.len(), |store, instance| {
+        self.caller.call("filters.check-batch", samples.len(), |store, instance| {
             self.indices.load(&mut *store, instance)?.call_check_batch(store, &arguments)
         })
     }
+
+    fn checked(&self, samples: &[&Sample], verdicts: Vec<filters::Verdict>) -> Result<Vec<Verdict>, PluginFault> {
+        if verdicts.len() != samples.len() {
+            return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
+        }
+        let check = |(sample, said): (&&Sample, filters::Verdict)| {
+            verdict(said).map_err(|message| self.caller.wrong(format!("sample `{}`: {message}", sample.id)))
+        };
+        samples.iter().zip(verdicts).map(check).collect()
+    }
+
+    /// Checks all samples that are left, and after each that hits a limit, all but that one.
+    fn dropping(&self, samples: &[Sample], mut fault: PluginFault) -> Result<Vec<Verdict>, PluginFault> {
+        let mut left: Vec<&Sample> = samples.iter().collect();
+        // By place in `left` at the time: each is put back where it was, the last first.
+        let mut dropped = Vec::new();
+        let mut verdicts = loop {
+            let (place, why) = self.culprit(&left, fault)?;
+            let sample = left.remove(place);
+            dropped.push((place, self.caller.dropped(&why, "sample", &sample.id)?));
+            if left.is_empty() {
+                break Vec::new();
+            }
+            match self.run(&left) {
+                Ok(said) => break self.checked(&left, said)?,
+                Err(next) if self.caller.drops(&next) => fault = next,
+                Err(other) => return Err(self.caller.in_batch(&other, "sample", &ids(&left))),
+            }
+        };
+        for (place, reason) in dropped.into_iter().rev() {
+            verdicts.insert(place, Verdict::Drop { code: reason.code, detail: reason.detail });
+        }
+        Ok(verdicts)
+    }
+
+    /// The sample with which `batch` begins to hit a limit, and what happened there. Found by halving: a verdict may depend on the
+    /// samples before it, so samples are tried with all of those.
+    fn culprit(&self, batch: &[&Sample], fault: PluginFault) -> Result<(usize, PluginFault), PluginFault> {
+        // The first `within` samples stay within the limits, the first `beyond` do not.
+        let (mut within, mut beyond, mut why) = (0, batch.len(), fault);
+        while beyond - within > 1 {
+            let middle = within + (beyond - within) / 2;
+            match self.run(&batch[..middle]) {
+                Ok(_) => within = middle,
+                Err(fault) if self.caller.drops(&fault) => (beyond, why) = (middle, fault),
+                Err(fault) => return Err(self.caller.in_batch(&fault, "sample", &ids(&batch[..middle]))),
+            }
+        }
+        Ok((within, why))
+    }
 }
 
-fn checked(verdict: filters::Verdict) -> Result<Verdict, String> {
-    match verdict {
+fn verdict(said: filters::Verdict) -> Result<Verdict, String> {
+    match said {
         filters::Verdict::Keep => Ok(Verdict::Keep),
         filters::Verdict::Drop(reason) => {
             convert::rejection(reason).map(|reason| Verdict::Drop { code: reason.code, detail: reason.detail })
@@ -35,7 +85,7 @@ fn checked(verdict: filters::Verdict) -> Result<Verdict, String> {
     }
 }
 
-fn ids(samples: &[Sample]) -> Vec<&str> {
+fn ids<'a>(samples: &[&'a Sample]) -> Vec<&'a str> {
     samples.iter().map(|sample| sample.id.as_str()).collect()
 }
 
@@ -44,17 +94,15 @@ impl Filter for FilterPlugin {
         if samples.is_empty() {
             return Ok(Vec::new());
         }
-        let verdicts = self.run(samples).map_err(|fault| {
-            let alone = |index: usize| self.run(&samples[index..=index]).map(drop);
-            self.caller.located(fault, "sample", &ids(samples), alone)
-        })?;
-        if verdicts.len() != samples.len() {
-            return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
+        let batch: Vec<_> = samples.iter().collect();
+        match self.run(&batch) {
+            Ok(said) => self.checked(&batch, said),
+            Err(fault) if self.caller.drops(&fault) => self.dropping(samples, fault),
+            Err(fault) => {
+                let alone = |index: usize| self.run(&batch[index..=index]).map(drop);
+                Err(self.caller.located(fault, "sample", &ids(&batch), alone))
+            }
         }
-        let check = |(sample, verdict): (&Sample, filters::Verdict)| {
-            checked(verdict).map_err(|message| self.caller.fault(format!("sample `{}`: {message}", sample.id)))
-        };
-        samples.iter().zip(verdicts).map(check).collect()
     }
 
     fn name(&self) -> &str {

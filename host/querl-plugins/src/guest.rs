@@ -1,11 +1,14 @@
 //! What the host keeps for one instance, and what it offers to it.
 
 use crate::bindings::{log, style_model, types};
+use crate::convert;
 use crate::engine::TABLE_ELEMENTS;
 use crate::text::printable;
+use querl_core::ports::StyleModel;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut};
+use std::time::Instant;
+use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut, Trap};
 
 /// A line of a log counts as at least this much, which is about what the host writes before it.
 const MIN_LINE_BYTES: usize = 64;
@@ -41,6 +44,10 @@ pub(crate) struct Guest {
     /// The keys asked for so far.
     pub(crate) keys_read: BTreeSet<String>,
     pub(crate) memory: MemoryBudget,
+    /// What `style-model.classify` asks; `None` where the run has none.
+    pub(crate) style_model: Option<Arc<dyn StyleModel>>,
+    /// When the call is out of time; `None` where that is beyond what a clock can say.
+    pub(crate) deadline: Option<Instant>,
     /// What was written to stderr, up to a limit: a panic's message.
     pub(crate) stderr: Vec<u8>,
     /// State of the fixed sequence of random numbers.
@@ -67,6 +74,8 @@ impl Guest {
                 refused_bytes: None,
                 refused_elements: None,
             },
+            style_model: None,
+            deadline: None,
             stderr: Vec::new(),
             random: 0,
             n_handles: 0,
@@ -131,19 +140,37 @@ impl Guest {
 
 impl types::Host for Guest {}
 
-impl style_model::Host for Guest {
-    fn classify(
-        &mut self,
-        _: Vec<types::Message>,
-    ) -> std::result::Result<Vec<style_model::StyleProbability>, style_model::ClassifyError> {
-        Err(style_model::ClassifyError::NotConfigured)
+impl Guest {
+    /// `style-model.classify`. The model's time is the call's: neither fuel nor epochs see a host that works.
+    ///
+    /// # Errors
+    /// The call is out of time.
+    pub(crate) fn classify(&mut self, turns: Vec<types::MessageResult>) -> Result<Classified> {
+        let Some(model) = &self.style_model else {
+            return Ok(Err(style_model::ClassifyError::NotConfigured));
+        };
+        self.check_time()?;
+        let turns: Vec<_> = turns.into_iter().map(convert::message).collect();
+        let said = model.classify(&turns);
+        self.check_time()?;
+        Ok(convert::classified(said))
+    }
+
+    fn check_time(&self) -> Result<()> {
+        match self.deadline {
+            Some(deadline) if Instant::now() > deadline => Err(Trap::Interrupt.into()),
+            _ => Ok(()),
+        }
     }
 }
+
+/// What `style-model.classify` returns.
+pub(crate) type Classified = std::result::Result<Vec<types::StyleProbabilityResult>, style_model::ClassifyError>;
 
 /// Linear memory of one instance, all its memories together, and its tables.
 pub(crate) struct MemoryBudget {
     pub(crate) limit_bytes: usize,
-    used_bytes: usize,
+    pub(crate) used_bytes: usize,
     /// The total that was asked for when the limit was hit.
     pub(crate) refused_bytes: Option<usize>,
     /// The elements of one table that were asked for when their limit was hit.

@@ -1,9 +1,10 @@
 //! Runs plugins: WebAssembly components for the contract in `wit/`.
 //!
-//! In: a `.wasm` component or a folder with its Rust source, settings, limits. Out: the ports
-//! [`Prompts`](querl_core::ports::Prompts), [`Filter`](querl_core::ports::Filter) and
-//! [`RewardModel`](querl_core::ports::RewardModel), whose every fault names the plugin, its version and the item. This crate
-//! refuses to know training, models, HTTP and any async runtime; no other host crate knows wasmtime.
+//! In: a `.querl` bundle, a `.wasm` component or a folder with source, settings, limits. Out: the ports
+//! [`Prompts`](querl_core::ports::Prompts), [`Filter`](querl_core::ports::Filter),
+//! [`RewardModel`](querl_core::ports::RewardModel) and [`StyleScorer`](querl_core::ports::StyleScorer), whose every fault names
+//! the plugin, its version and the item. This crate refuses to know training, models, HTTP and any async runtime; no other host
+//! crate knows wasmtime.
 //!
 //! A call gets a fresh instance from a pool, and with it: instructions by the item (fuel, the same on every machine), a
 //! wall-clock deadline (epochs, the backstop), memory, an allowance of output and of log. It gets no power: [`wasi`] is the
@@ -13,6 +14,7 @@
 mod bindings;
 mod cache;
 mod call;
+mod compile;
 mod contract;
 mod convert;
 mod engine;
@@ -21,14 +23,22 @@ mod fault;
 mod filter;
 mod guest;
 mod host;
+mod limits;
 mod load;
+mod open;
 mod prompts;
 mod reward;
+mod scoring;
 mod settings;
+mod slots;
 mod source;
+mod style;
 mod text;
 mod wasi;
 
+pub use call::{CallReport, Observer};
+pub use compile::{CompileError, Compiler, compile_child};
 pub use error::PluginError;
 pub use host::{HostOptions, PluginHost, PluginSettings};
 pub use load::{Plugin, PluginKind};
+pub use open::{BundleFacts, Source};

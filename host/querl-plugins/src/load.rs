@@ -1,19 +1,23 @@
-//! From a file to a plugin that can be called.
+//! From a component to a plugin that can be called.
 
-use crate::bindings::{filters, info, prompts, rewards};
+use crate::bindings::{filters, info, prompts, rewards, style_scores};
 use crate::error::PluginError;
 use crate::guest::Guest;
-use crate::{contract, source, wasi};
+use crate::limits::Limits;
+use crate::open::{BundleFacts, Source};
+use crate::{contract, wasi};
+use querl_bundle::Manifest;
+use querl_core::config::PluginLimits;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use wasmtime::Engine;
 use wasmtime::component::types::ComponentItem;
 use wasmtime::component::{Component, InstancePre, Linker};
 
-/// A larger file is not a plugin. A Python component has about 18 MB.
-const MAX_COMPONENT_BYTES: u64 = 64 << 20;
+pub use querl_bundle::Kind as PluginKind;
 
-/// A component that was checked and can be called.
+/// A plugin that was checked and can be configured.
 #[derive(Clone)]
 pub struct Plugin {
     pub(crate) parts: Arc<Parts>,
@@ -22,13 +26,25 @@ pub struct Plugin {
 /// What a plugin is made of.
 pub(crate) struct Parts {
     pub(crate) path: PathBuf,
+    pub(crate) source: Source,
+    pub(crate) manifest: Option<Manifest>,
+    pub(crate) bundle: Option<BundleFacts>,
+    pub(crate) limits: Arc<Limits>,
+    pub(crate) linked: Arc<Linked>,
+}
+
+/// A component that was compiled, checked and asked for its name.
+pub(crate) struct Linked {
     pub(crate) name: String,
     pub(crate) version: String,
-    pub(crate) digest: String,
-    pub(crate) kinds: Vec<PluginKind>,
     /// Name and version.
-    pub(crate) title: Arc<str>,
+    pub(crate) title: String,
+    pub(crate) digest: String,
+    pub(crate) n_bytes: usize,
+    pub(crate) kinds: Vec<PluginKind>,
     pub(crate) exports: Exports,
+    /// Items dropped at limits over the life of the host.
+    pub(crate) n_dropped: Arc<AtomicU64>,
 }
 
 /// The exports of a component, looked up once.
@@ -39,104 +55,66 @@ pub(crate) struct Exports {
     pub(crate) prompts: Option<prompts::GuestIndices>,
     pub(crate) filters: Option<filters::GuestIndices>,
     pub(crate) rewards: Option<rewards::GuestIndices>,
-}
-
-/// What a plugin is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum PluginKind {
-    /// A tenant's prompts.
-    Prompt,
-    /// Drops samples.
-    Filter,
-    /// Scores episodes.
-    Reward,
-    /// Scores the style of answers.
-    StyleScorer,
-}
-
-impl PluginKind {
-    /// `prompt`, `filter`, `reward`, `style-scorer`: the names of the worlds.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Prompt => "prompt",
-            Self::Filter => "filter",
-            Self::Reward => "reward",
-            Self::StyleScorer => "style-scorer",
-        }
-    }
-
-    fn interface(self) -> &'static str {
-        match self {
-            Self::Prompt => "prompts",
-            Self::Filter => "filters",
-            Self::Reward => "rewards",
-            Self::StyleScorer => "style-scores",
-        }
-    }
-
-    const ALL: [Self; 4] = [Self::Prompt, Self::Filter, Self::Reward, Self::StyleScorer];
+    pub(crate) style_scores: Option<style_scores::GuestIndices>,
 }
 
 impl Plugin {
     /// The plugin's name, as it says itself.
     pub fn id(&self) -> &str {
-        &self.parts.name
+        &self.parts.linked.name
     }
 
     /// The plugin's version, as it says itself.
     pub fn version(&self) -> &str {
-        &self.parts.version
+        &self.parts.linked.version
     }
 
     /// Lower-case hexadecimal SHA-256 of the component.
     pub fn digest(&self) -> &str {
-        &self.parts.digest
+        &self.parts.linked.digest
     }
 
     /// What it is for; at least one kind.
     pub fn kinds(&self) -> &[PluginKind] {
-        &self.parts.kinds
+        &self.parts.linked.kinds
     }
 
-    /// The component: the configured file, or what was built from the configured folder.
+    /// The configured file, or the component that was built from the configured folder.
     pub fn path(&self) -> &Path {
         &self.parts.path
+    }
+
+    /// What it was loaded from.
+    pub fn source(&self) -> Source {
+        self.parts.source
+    }
+
+    /// Size of the component in bytes.
+    pub fn n_bytes(&self) -> usize {
+        self.parts.linked.n_bytes
+    }
+
+    /// What it says of itself in plugin.toml; `None` of a component without one.
+    pub fn manifest(&self) -> Option<&Manifest> {
+        self.parts.manifest.as_ref()
+    }
+
+    /// Digest and signer of the bundle; `None` of anything else.
+    pub fn bundle(&self) -> Option<&BundleFacts> {
+        self.parts.bundle.as_ref()
+    }
+
+    /// What each of its calls may use: the host's limits, lowered to those that it asks for.
+    pub fn limits(&self) -> &PluginLimits {
+        &self.parts.limits.values
     }
 }
 
 impl std::fmt::Debug for Plugin {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let parts = &self.parts;
-        f.debug_struct("Plugin").field("title", &parts.title).field("digest", &parts.digest).finish_non_exhaustive()
+        let linked = &self.parts.linked;
+        f.debug_struct("Plugin").field("title", &linked.title).field("digest", &linked.digest).finish_non_exhaustive()
     }
-}
-
-/// The file that `path` stands for, a source folder built first, and its bytes.
-pub(crate) fn read(path: &Path) -> Result<(PathBuf, Vec<u8>), PluginError> {
-    let unreadable = |reason: String| PluginError::Unreadable { path: path.to_owned(), reason };
-    let metadata = std::fs::metadata(path).map_err(|error| unreadable(error.to_string()))?;
-    let file = if metadata.is_dir() { source::component(path)? } else { path.to_owned() };
-    let n_bytes = std::fs::metadata(&file).map_err(|error| unreadable(error.to_string()))?.len();
-    if n_bytes > MAX_COMPONENT_BYTES {
-        return Err(unreadable(format!("it has {n_bytes} bytes; a component may have {MAX_COMPONENT_BYTES}")));
-    }
-    let bytes = std::fs::read(&file).map_err(|error| unreadable(error.to_string()))?;
-    check_header(&file, &bytes)?;
-    Ok((file, bytes))
-}
-
-/// Tells apart what people mistake for a component, before the compiler sees it.
-fn check_header(path: &Path, bytes: &[u8]) -> Result<(), PluginError> {
-    let reason = match bytes {
-        [0, b'a', b's', b'm', 0x0d, 0, 1, 0, ..] => return Ok(()),
-        [0, b'a', b's', b'm', 1, 0, 0, 0, ..] => {
-            "it is a core module; expected a component (build for wasm32-wasip2, or wrap it with `wasm-tools component new`)"
-        }
-        [0, b'a', b's', b'm', ..] => "it is WebAssembly of an unknown version; expected a component",
-        [0x7f, b'E', b'L', b'F', ..] => "it is native code; expected a component",
-        _ => "it is not WebAssembly; expected a component",
-    };
-    Err(PluginError::NotAPlugin { path: path.to_owned(), reason: reason.into() })
 }
 
 /// Checks what the component imports and exports, and links it.
@@ -165,21 +143,14 @@ pub(crate) fn link(
         }
     }
     let pre = linker.instantiate_pre(component).map_err(failed)?;
+    let indices = |kind: PluginKind| kinds.contains(&kind).then_some(&pre);
     let exports = Exports {
         info: info::GuestIndices::new(&pre).map_err(failed)?,
-        prompts: kinds
-            .contains(&PluginKind::Prompt)
-            .then(|| prompts::GuestIndices::new(&pre))
-            .transpose()
-            .map_err(failed)?,
-        filters: kinds
-            .contains(&PluginKind::Filter)
-            .then(|| filters::GuestIndices::new(&pre))
-            .transpose()
-            .map_err(failed)?,
-        rewards: kinds
-            .contains(&PluginKind::Reward)
-            .then(|| rewards::GuestIndices::new(&pre))
+        prompts: indices(PluginKind::Prompt).map(prompts::GuestIndices::new).transpose().map_err(failed)?,
+        filters: indices(PluginKind::Filter).map(filters::GuestIndices::new).transpose().map_err(failed)?,
+        rewards: indices(PluginKind::Reward).map(rewards::GuestIndices::new).transpose().map_err(failed)?,
+        style_scores: indices(PluginKind::StyleScorer)
+            .map(style_scores::GuestIndices::new)
             .transpose()
             .map_err(failed)?,
         pre,

@@ -21,53 +21,57 @@ impl PromptPlugin {
         Self { caller, indices }
     }
 
-    fn fault(&self, what: &str, text: &str, message: &str) -> PluginFault {
-        self.caller.fault(format!("{what} `{}`: {message}", printable(text, SHOWN_BYTES)))
+    /// Names the query or answer at which a call went wrong.
+    fn named(&self, what: &str, text: &str, fault: &PluginFault) -> PluginFault {
+        self.caller.in_batch(fault, what, &[&printable(text, SHOWN_BYTES)])
     }
 }
 
 impl Prompts for PromptPlugin {
     fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
-        let fault = |message: &str| self.fault("query", input.query, message);
+        let fault = |message: String| self.named("query", input.query, &self.caller.wrong(message));
         let (task, argument) = (convert::task(task), convert::prompt_input(input));
-        let made = self
-            .caller
-            .call(1, |store, instance| self.indices.load(&mut *store, instance)?.call_messages(store, task, argument));
-        let messages: Vec<_> = made.map_err(|error| fault(&error.message))?.into_iter().map(convert::message).collect();
+        let made = self.caller.call("prompts.messages", 1, |store, instance| {
+            self.indices.load(&mut *store, instance)?.call_messages(store, task, argument)
+        });
+        let made = made.map_err(|error| self.named("query", input.query, &error))?;
+        let messages: Vec<_> = made.into_iter().map(convert::message).collect();
         let system_later = messages.iter().skip(1).any(|message| message.role == "system");
         match messages.last() {
             Some(last) if last.role == "user" && !system_later => Ok(messages),
             Some(last) if last.role != "user" => {
-                Err(fault(&format!("the last message is from `{}`; expected `user`", last.role)))
+                Err(fault(format!("the last message is from `{}`; expected `user`", last.role)))
             }
-            Some(_) => Err(fault("a system message stands after the start")),
-            None => Err(fault("returned no messages")),
+            Some(_) => Err(fault("a system message stands after the start".into())),
+            None => Err(fault("returned no messages".into())),
         }
     }
 
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
-        let fault = |message: &str| self.fault("answer", text, message);
-        let parsed = self
-            .caller
-            .call(1, |store, instance| self.indices.load(&mut *store, instance)?.call_parse_rewrite(store, text));
-        match parsed.map_err(|error| fault(&error.message))? {
-            Ok(rewrite) if rewrite.trim().is_empty() => Err(fault("returned a blank rewrite; expected a rejection")),
+        let fault = |message: String| self.named("answer", text, &self.caller.wrong(message));
+        let parsed = self.caller.call("prompts.parse-rewrite", 1, |store, instance| {
+            self.indices.load(&mut *store, instance)?.call_parse_rewrite(store, text)
+        });
+        match parsed.map_err(|error| self.named("answer", text, &error))? {
+            Ok(rewrite) if rewrite.trim().is_empty() => {
+                Err(fault("returned a blank rewrite; expected a rejection".into()))
+            }
             Ok(rewrite) => Ok(Ok(rewrite)),
-            Err(rejection) => convert::rejection(rejection).map(Err).map_err(|message| fault(&message)),
+            Err(rejection) => convert::rejection(rejection).map(Err).map_err(fault),
         }
     }
 
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
-        let fault = |message: &str| self.fault("answer", text, message);
-        let parsed = self
-            .caller
-            .call(1, |store, instance| self.indices.load(&mut *store, instance)?.call_parse_judgement(store, text));
-        match parsed.map_err(|error| fault(&error.message))? {
+        let fault = |message: String| self.named("answer", text, &self.caller.wrong(message));
+        let parsed = self.caller.call("prompts.parse-judgement", 1, |store, instance| {
+            self.indices.load(&mut *store, instance)?.call_parse_judgement(store, text)
+        });
+        match parsed.map_err(|error| self.named("answer", text, &error))? {
             Ok(judged) if !(0.0..=5.0).contains(&judged.score) => {
-                Err(fault(&format!("returned the score {}; expected 0 to 5, or a rejection", judged.score)))
+                Err(fault(format!("returned the score {}; expected 0 to 5, or a rejection", judged.score)))
             }
             Ok(judged) => Ok(Ok(ParsedJudgement { score: judged.score, reason: judged.reason })),
-            Err(rejection) => convert::rejection(rejection).map(Err).map_err(|message| fault(&message)),
+            Err(rejection) => convert::rejection(rejection).map(Err).map_err(fault),
         }
     }
 }

@@ -56,7 +56,10 @@ pub struct WeightedPluginConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PluginLimits {
-    /// Deterministic instruction budget per item of a batch.
+    /// Deterministic instruction budget of a call, for what it does whatever its number of items: a JavaScript or Python plugin
+    /// starts its interpreter in each call.
+    pub fuel_per_call: u64,
+    /// Deterministic instruction budget per item of a batch, besides that of the call. A batch has the sum over its items.
     #[schemars(range(min = 1))]
     pub fuel_per_item: u64,
     /// Wall-clock backstop per call, in milliseconds.
@@ -93,6 +96,7 @@ pub enum OnLimit {
 impl Default for PluginLimits {
     fn default() -> Self {
         Self {
+            fuel_per_call: 200_000_000,
             fuel_per_item: 50_000_000,
             timeout_ms: 5_000,
             memory_bytes: 256 << 20,

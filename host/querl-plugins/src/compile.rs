@@ -1,0 +1,145 @@
+//! Compiling, guarded: a component may be written so that compiling it takes for ever, or all memory there is.
+//!
+//! No limit of a call helps there: it is the host that works. A child process that compiles can be stopped.
+
+use crate::text::printable;
+use crate::{cache, engine};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use wasmtime::Engine;
+
+/// Address space of a child.
+const COMPILER_MEMORY_BYTES: u64 = 4 << 30;
+
+/// More of what a compiler said is not shown.
+const MAX_MESSAGE_BYTES: usize = 2000;
+
+/// Who compiles components.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Compiler {
+    /// The host itself, without a limit of time or memory: for components that are trusted, and for tests.
+    #[default]
+    InProcess,
+    /// A program and its first arguments; three follow, the component, where to write the compiled code, and
+    /// `plugins.limits.compile_timeout_ms`. It calls [`compile_child`] with them, and ends with an error's text on stderr where
+    /// that fails. It is stopped after that time.
+    Child(PathBuf, Vec<String>),
+}
+
+/// Why a component was not compiled, as the end of a sentence.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct CompileError(pub(crate) String);
+
+/// What a child of [`Compiler::Child`] does: limits its own memory and time, compiles `input`, and writes `output`.
+///
+/// # Errors
+/// Not a component; or a file cannot be read or written; or the limits cannot be set.
+pub fn compile_child(input: &Path, output: &Path, timeout_ms: u64) -> Result<(), CompileError> {
+    let failed = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: io::Error| CompileError(format!("{path}: {error}"))
+    };
+    limit_resources(timeout_ms).map_err(|error| CompileError(format!("its compiler cannot be limited: {error}")))?;
+    let bytes = std::fs::read(input).map_err(failed(input))?;
+    let engine = engine::for_compiling().map_err(|error| CompileError(format!("{error:#}")))?;
+    cache::write(output, &in_process(&engine, &bytes)?).map_err(failed(output))
+}
+
+/// Compiles without limits.
+pub(crate) fn in_process(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, CompileError> {
+    engine.precompile_component(bytes).map_err(|error| {
+        let said = printable(&format!("{error:#}"), MAX_MESSAGE_BYTES);
+        CompileError(format!("it does not compile: {said}"))
+    })
+}
+
+/// A folder that only this user can read and write, gone when it is dropped; in `parent`, or among the system's.
+pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<TempDir, CompileError> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("compiling-");
+    let folder = match parent {
+        Some(parent) => builder.tempdir_in(parent),
+        None => builder.tempdir(),
+    };
+    folder.map_err(|error| CompileError(format!("compiling it needs a folder for temporary files: {error}")))
+}
+
+/// Compiles in a child process, into a folder of its own.
+///
+/// # Errors
+/// It does not compile, takes longer than `timeout_ms` or more memory than a compiler may have.
+pub(crate) fn in_child(
+    program: &Path,
+    args: &[String],
+    bytes: &[u8],
+    output: &Path,
+    timeout_ms: u64,
+) -> Result<(), CompileError> {
+    let failed = |error: io::Error| CompileError(format!("compiling it with `{}`: {error}", program.display()));
+    let (input, said) = (output.with_file_name("component.wasm"), output.with_file_name("stderr"));
+    std::fs::write(&input, bytes).map_err(failed)?;
+    // A file, not a pipe: nobody has to read while the child runs.
+    let stderr = std::fs::File::create(&said).map_err(failed)?;
+    let mut command = Command::new(program);
+    command.args(args).arg(&input).arg(output).arg(timeout_ms.to_string());
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().map_err(failed)?;
+    match wait(child, Duration::from_millis(timeout_ms)).map_err(failed)? {
+        Some(status) if status.success() => Ok(()),
+        Some(status) => Err(CompileError(why_it_failed(status, &std::fs::read(&said).unwrap_or_default()))),
+        None => Err(CompileError(format!(
+            "compiling it took longer than {timeout_ms} ms (`plugins.limits.compile_timeout_ms`)"
+        ))),
+    }
+}
+
+/// How the child ended; `None` where it had to be stopped.
+fn wait(mut child: Child, patience: Duration) -> io::Result<Option<ExitStatus>> {
+    let start = Instant::now();
+    let mut pause = Duration::from_millis(1);
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if start.elapsed() >= patience {
+            child.kill()?;
+            child.wait()?;
+            return Ok(None);
+        }
+        std::thread::sleep(pause.min(patience.saturating_sub(start.elapsed())));
+        pause = (pause * 2).min(Duration::from_millis(20));
+    }
+}
+
+fn why_it_failed(status: ExitStatus, stderr: &[u8]) -> String {
+    let said = printable(String::from_utf8_lossy(stderr).trim(), MAX_MESSAGE_BYTES);
+    let said = said.strip_prefix("error: ").unwrap_or(&said);
+    match status.code() {
+        Some(_) if !said.is_empty() => said.to_owned(),
+        Some(code) => format!("its compiler ended with the exit code {code}"),
+        None => {
+            let gib = COMPILER_MEMORY_BYTES >> 30;
+            format!("its compiler broke down ({status}), which may have {gib} GiB of memory: {said}")
+        }
+    }
+}
+
+/// For a child whose parent is gone, and cannot stop it any more: processor time of all cores for as long as it may take.
+#[cfg(unix)]
+fn limit_resources(timeout_ms: u64) -> io::Result<()> {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    let n_cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    let seconds = timeout_ms.div_ceil(1000).saturating_mul(n_cores) + 1;
+    let limit = |most: u64| Rlimit { current: Some(most), maximum: Some(most) };
+    setrlimit(Resource::Cpu, limit(seconds))?;
+    setrlimit(Resource::Core, limit(0))?;
+    Ok(setrlimit(Resource::As, limit(COMPILER_MEMORY_BYTES))?)
+}
+
+#[cfg(not(unix))]
+fn limit_resources(_: u64) -> io::Result<()> {
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! From a path to a component, with what is said of it before any of its code runs.
+
+use crate::error::PluginError;
+use crate::source;
+use querl_bundle::{Bundle, BundleError, Manifest, PublicKey};
+use querl_core::fsx::digest_hex;
+use std::path::{Path, PathBuf};
+
+/// A larger file is not a plugin. A Python component has about 18 MB.
+const MAX_COMPONENT_BYTES: u64 = 64 << 20;
+
+/// What a plugin was loaded from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// A `.querl` bundle.
+    Bundle,
+    /// A `.wasm` component, of which nothing else is known.
+    Component,
+    /// A folder with source.
+    Folder,
+}
+
+/// What a bundle says besides its manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BundleFacts {
+    /// Lower-case hexadecimal SHA-256 over the names and contents of all of its files but the signatures.
+    pub digest: String,
+    /// The trusted key that signed it. Where no keys are configured, the first that signed it.
+    pub signed_by: Option<PublicKey>,
+}
+
+/// A component, and where it came from.
+pub(crate) struct Opened {
+    /// The bundle, the component, or what was built from the folder.
+    pub(crate) file: PathBuf,
+    pub(crate) source: Source,
+    pub(crate) manifest: Option<Manifest>,
+    pub(crate) bundle: Option<BundleFacts>,
+    content: Content,
+}
+
+enum Content {
+    Component(Vec<u8>),
+    Bundle(Box<Bundle>),
+}
+
+impl Opened {
+    pub(crate) fn component(&self) -> &[u8] {
+        match &self.content {
+            Content::Component(bytes) => bytes,
+            Content::Bundle(bundle) => bundle.component(),
+        }
+    }
+
+    /// Lower-case hexadecimal SHA-256 of the component. A bundle's was checked when it was read.
+    pub(crate) fn digest(&self) -> String {
+        let checked = self.manifest.as_ref().and_then(|manifest| manifest.bundle.as_ref());
+        checked.map_or_else(|| digest_hex(self.component()), |bundle| bundle.component.clone())
+    }
+}
+
+/// Opens a bundle, a component, or a source folder, which is built first.
+///
+/// # Errors
+/// Not readable, not buildable, not a plugin; or, where any key is `trusted`, not a bundle signed with one of them.
+pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<Opened, PluginError> {
+    let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, error.to_string()))?;
+    let is_bundle = metadata.is_file() && path.extension().is_some_and(|extension| extension == "querl");
+    if is_bundle {
+        return open_bundle(path, trusted);
+    }
+    if !trusted.is_empty() {
+        return Err(unsigned(path, metadata.is_dir(), trusted));
+    }
+    let (file, source) = match metadata.is_dir() {
+        true => (source::component(path)?, Source::Folder),
+        false => (path.to_owned(), Source::Component),
+    };
+    let manifest = match path.join("plugin.toml") {
+        manifest if source == Source::Folder && manifest.exists() => Some(Manifest::read(&manifest)?),
+        _ => None,
+    };
+    let content = Content::Component(read(&file)?);
+    Ok(Opened { file, source, manifest, bundle: None, content })
+}
+
+fn open_bundle(path: &Path, trusted: &[PublicKey]) -> Result<Opened, PluginError> {
+    let bundle = Bundle::open(path)?;
+    let signed_by = match trusted {
+        [] => bundle.signatures().first().map(|signature| signature.key().clone()),
+        trusted => Some(bundle.verify(trusted).map_err(untrusted)?),
+    };
+    Ok(Opened {
+        file: path.to_owned(),
+        source: Source::Bundle,
+        manifest: Some(bundle.manifest().clone()),
+        bundle: Some(BundleFacts { digest: bundle.digest().to_owned(), signed_by }),
+        content: Content::Bundle(Box::new(bundle)),
+    })
+}
+
+fn unsigned(path: &Path, is_folder: bool, trusted: &[PublicKey]) -> PluginError {
+    let what = if is_folder { "a folder with source" } else { "a component" };
+    let keys: Vec<_> = trusted.iter().map(PublicKey::to_string).collect();
+    let reason =
+        format!("it is {what}, which nobody signs; expected a bundle with a signature of {}", keys.join(" or "));
+    PluginError::Untrusted { plugin: path.display().to_string(), reason }
+}
+
+fn untrusted(error: BundleError) -> PluginError {
+    match error {
+        BundleError::Untrusted { origin, message } => PluginError::Untrusted { plugin: origin, reason: message },
+        other => other.into(),
+    }
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, PluginError> {
+    let n_bytes = std::fs::metadata(file).map_err(|error| unreadable(file, error.to_string()))?.len();
+    if n_bytes > MAX_COMPONENT_BYTES {
+        return Err(unreadable(file, format!("it has {n_bytes} bytes; a component may have {MAX_COMPONENT_BYTES}")));
+    }
+    let bytes = std::fs::read(file).map_err(|error| unreadable(file, error.to_string()))?;
+    check_header(file, &bytes)?;
+    Ok(bytes)
+}
+
+fn unreadable(path: &Path, reason: String) -> PluginError {
+    PluginError::Unreadable { path: path.to_owned(), reason }
+}
+
+/// Tells apart what people mistake for a component, before the compiler sees it.
+fn check_header(path: &Path, bytes: &[u8]) -> Result<(), PluginError> {
+    let reason = match bytes {
+        [0, b'a', b's', b'm', 0x0d, 0, 1, 0, ..] => return Ok(()),
+        [0, b'a', b's', b'm', 1, 0, 0, 0, ..] => {
+            "it is a core module; expected a component (build for wasm32-wasip2, or wrap it with `wasm-tools component new`)"
+        }
+        [0, b'a', b's', b'm', ..] => "it is WebAssembly of an unknown version; expected a component",
+        [0x7f, b'E', b'L', b'F', ..] => "it is native code; expected a component",
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => {
+            "it is compressed; expected a component, or a bundle with the extension `querl`"
+        }
+        _ => "it is not WebAssembly; expected a component",
+    };
+    Err(PluginError::NotAPlugin { path: path.to_owned(), reason: reason.into() })
+}
