@@ -54,11 +54,13 @@ pub enum PluginError {
         reason: String,
     },
     /// The source folder did not build.
-    #[error("plugin {}: cargo could not build it:\n{output}", path.display())]
+    #[error("plugin {}: {tool} could not build it:\n{output}", path.display())]
     Build {
         /// The folder.
         path: PathBuf,
-        /// What cargo and rustc said.
+        /// What builds plugins of this language: cargo, componentize-py, componentize-js.
+        tool: &'static str,
+        /// What it said.
         output: String,
     },
     /// Building needs a target that is not installed.

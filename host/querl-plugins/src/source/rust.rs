@@ -1,5 +1,6 @@
-//! Plugins given as a folder with Rust source: built when the source is newer than the component.
+//! Folders with a plugin in Rust: a crate that cargo builds for wasm32-wasip2.
 
+use super::{Build, unreadable};
 use crate::error::PluginError;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,18 +14,8 @@ const TARGET: &str = "wasm32-wasip2";
 const KEPT_CARGO_VARIABLES: [&str; 6] =
     ["CARGO_HOME", "CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_", "CARGO_SOURCE_"];
 
-/// The component of a source folder, built if any file that it was made from is newer.
-pub(crate) fn component(folder: &Path) -> Result<PathBuf, PluginError> {
-    let crate_folder = CrateFolder::read(folder)?;
-    if !crate_folder.is_fresh() {
-        tracing::info!("building plugin {}", folder.display());
-        crate_folder.build()?;
-    }
-    Ok(crate_folder.component())
-}
-
 /// A folder with a Cargo.toml.
-struct CrateFolder {
+pub(super) struct CrateFolder {
     folder: PathBuf,
     /// Where the workspace's Cargo.toml and Cargo.lock are.
     workspace: PathBuf,
@@ -33,17 +24,15 @@ struct CrateFolder {
 }
 
 impl CrateFolder {
-    fn read(folder: &Path) -> Result<Self, PluginError> {
-        let unreadable = |reason: String| PluginError::Unreadable { path: folder.to_owned(), reason };
+    pub(super) fn read(folder: &Path) -> Result<Self, PluginError> {
         if !folder.join("Cargo.toml").is_file() {
-            let reason = "the folder holds no Cargo.toml; expected a `.wasm` component or a folder with Rust source";
-            return Err(unreadable(reason.into()));
+            return Err(unreadable(folder, "the folder holds no Cargo.toml"));
         }
-        let absolute = folder.canonicalize().map_err(|error| unreadable(error.to_string()))?;
-        let manifest = manifest(&absolute).ok_or_else(|| unreadable("its Cargo.toml is not valid TOML".into()))?;
+        let absolute = folder.canonicalize().map_err(|error| unreadable(folder, error.to_string()))?;
+        let manifest = manifest(&absolute).ok_or_else(|| unreadable(folder, "its Cargo.toml is not valid TOML"))?;
         let name = |section: &str| Some(manifest.get(section)?.get("name")?.as_str()?.replace('-', "_"));
         let stem = name("lib").or_else(|| name("package"));
-        let stem = stem.ok_or_else(|| unreadable("its Cargo.toml names no package".into()))?;
+        let stem = stem.ok_or_else(|| unreadable(folder, "its Cargo.toml names no package"))?;
         Ok(Self { workspace: workspace_of(&absolute, &manifest), folder: absolute, stem })
     }
 
@@ -52,6 +41,17 @@ impl CrateFolder {
         self.workspace.join(file)
     }
 
+    /// Dates the component from the start of the build that looked at the sources. Cargo leaves an old one where nothing that
+    /// counts has changed (a touched manifest), and it would be taken for stale for ever.
+    fn date_from(&self, started: SystemTime) -> std::io::Result<()> {
+        if modified(&self.component()).is_some_and(|time| time < started) {
+            std::fs::File::options().append(true).open(self.component())?.set_modified(started)?;
+        }
+        Ok(())
+    }
+}
+
+impl Build for CrateFolder {
     fn component(&self) -> PathBuf {
         self.output("wasm")
     }
@@ -73,7 +73,7 @@ impl CrateFolder {
 
     fn build(&self) -> Result<(), PluginError> {
         let started = SystemTime::now();
-        let unreadable = |reason: String| PluginError::Unreadable { path: self.folder.clone(), reason };
+        let refused = |reason: String| unreadable(&self.folder, reason);
         let mut cargo = Command::new("cargo");
         cargo.args(["build", "--release", "--target", TARGET, "--target-dir"]).arg(self.workspace.join("target"));
         cargo.current_dir(&self.folder);
@@ -85,28 +85,17 @@ impl CrateFolder {
         }
         let output = cargo.output().map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
-                unreadable("building it needs cargo; install Rust, or name a built `.wasm` component".into())
+                refused("building it needs cargo; install Rust, or name a built `.wasm` component".into())
             }
-            _ => unreadable(format!("cargo cannot be run: {error}")),
+            _ => refused(format!("cargo cannot be run: {error}")),
         })?;
         if !output.status.success() {
             return Err(explained(self.folder.clone(), &String::from_utf8_lossy(&output.stderr)));
         }
         if self.component().is_file() {
-            return self.date_from(started).map_err(|error| unreadable(format!("its component: {error}")));
+            return self.date_from(started).map_err(|error| refused(format!("its component: {error}")));
         }
-        Err(unreadable("cargo built no component; expected `crate-type = [\"cdylib\", \"rlib\"]` under [lib]".into()))
-    }
-}
-
-impl CrateFolder {
-    /// Dates the component from the start of the build that looked at the sources. Cargo leaves an old one where nothing that
-    /// counts has changed (a touched manifest), and it would be taken for stale for ever.
-    fn date_from(&self, started: SystemTime) -> std::io::Result<()> {
-        if modified(&self.component()).is_some_and(|time| time < started) {
-            std::fs::File::options().append(true).open(self.component())?.set_modified(started)?;
-        }
-        Ok(())
+        Err(refused("cargo built no component; expected `crate-type = [\"cdylib\", \"rlib\"]` under [lib]".into()))
     }
 }
 
@@ -117,7 +106,7 @@ fn explained(path: PathBuf, output: &str) -> PluginError {
     if target_missing {
         PluginError::TargetMissing { path }
     } else {
-        PluginError::Build { path, output: output.to_owned() }
+        PluginError::Build { path, tool: "cargo", output: output.to_owned() }
     }
 }
 

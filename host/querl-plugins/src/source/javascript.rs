@@ -1,0 +1,159 @@
+//! Folders with a plugin in JavaScript: esbuild makes one module of the author's and the SDK's, componentize-js puts it and
+//! SpiderMonkey into one component.
+//!
+//! Of WASI only stdio stays, so that an exception's text and stack reach the host as the text of the fault; clocks and random
+//! numbers are fixed by the host either way. Two builds of the same source differ in some bytes, since componentize-js 0.23
+//! snapshots an engine with a random seed: pack what was tested.
+
+use super::Build;
+use super::script::ScriptFolder;
+use crate::error::PluginError;
+use querl_bundle::Kind;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// Reads a request as JSON from its first argument; run in the plugin's folder, where its imports are looked for.
+const SCRIPT: &str = include_str!("javascript_build.mjs");
+
+/// What the script imports.
+const PACKAGES: [&str; 2] = ["@bytecodealliance/componentize-js", "esbuild"];
+
+/// The world that a plugin is built for: that of all its kinds.
+const WORLD: &str = "querl-plugin";
+
+/// A folder with plugin.toml and plugin.js.
+pub(super) struct JavaScriptFolder {
+    script: ScriptFolder,
+}
+
+impl JavaScriptFolder {
+    pub(super) fn read(folder: &Path) -> Result<Self, PluginError> {
+        let script = ScriptFolder::read(folder, "vendor/querl-sdk", "sdk/javascript")?;
+        if !script.folder.join("plugin.js").is_file() {
+            return Err(script.refused("the folder holds no plugin.js, the module that exports the plugin"));
+        }
+        Ok(Self { script })
+    }
+
+    /// Binds the author's classes to the interfaces, by the names that componentize-js looks for.
+    fn entry(&self) -> String {
+        let path = |path: PathBuf| serde_json::Value::from(path.display().to_string());
+        let sdk = |module: &str| path(self.script.sdk.join("guest").join(module));
+        let plugin = &self.script.manifest.plugin;
+        let kinds: Vec<_> = plugin.kinds.iter().map(|kind| kind.name()).collect();
+        let mut text = format!(
+            "import plugin from {};\nimport {{ checked, infoOf }} from {};\nchecked(plugin, {kinds:?});\n\
+             export const info = infoOf(plugin, {:?}, {:?});\n",
+            path(self.script.folder.join("plugin.js")),
+            sdk("info.js"),
+            plugin.id,
+            plugin.version.to_string(),
+        );
+        for kind in &plugin.kinds {
+            let (module, export) = interface(*kind);
+            let line = format!("import {{ {export}Of }} from {};\nexport const {export} = {export}Of(plugin);", sdk(module));
+            writeln!(text, "{line}").expect("writing to a String succeeds");
+        }
+        text
+    }
+
+    /// The contract with one world more: componentize-js takes a single one.
+    fn write_wit(&self, folder: &Path) -> std::io::Result<()> {
+        std::fs::create_dir_all(folder)?;
+        for entry in std::fs::read_dir(&self.script.wit)? {
+            let entry = entry?;
+            std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
+        }
+        let includes: String = self.script.worlds().map(|world| format!(" include {world};")).collect();
+        std::fs::write(folder.join("querl-plugin.wit"), format!("package querl:plugin@0.1.0;\nworld {WORLD} {{{includes} }}\n"))
+    }
+
+    /// The packages are in the folder's node_modules or in that of a folder above, where Node.js finds them too.
+    fn check_packages(&self) -> Result<(), PluginError> {
+        let is_there = |package: &str| {
+            self.script.folder.ancestors().any(|folder| folder.join("node_modules").join(package).is_dir())
+        };
+        match PACKAGES.iter().find(|package| !is_there(package)) {
+            Some(package) => Err(self.script.refused(format!("building it needs {package}; run `npm install` in its folder"))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Build for JavaScriptFolder {
+    fn component(&self) -> PathBuf {
+        self.script.component()
+    }
+
+    fn is_fresh(&self) -> bool {
+        self.script.is_fresh()
+    }
+
+    fn build(&self) -> Result<(), PluginError> {
+        self.check_packages()?;
+        self.script.put_component(|file| {
+            let scratch = file.parent().unwrap_or(file);
+            let wit = scratch.join("wit");
+            let failed = |error| self.script.refused(format!("its build cannot be prepared: {error}"));
+            self.write_wit(&wit).map_err(failed)?;
+            let request = serde_json::json!({
+                "entry": self.entry(),
+                "bundle": self.component().with_extension("js"),
+                "component": file,
+                "wit": wit,
+                "world": WORLD,
+            });
+            let mut node = self.script.command("node");
+            node.args(["--input-type=module", "--eval", SCRIPT, "--"]).arg(request.to_string());
+            let missing = "building it needs Node.js 20 or later; install it, then run `npm install` in its folder";
+            self.script.run("componentize-js", node, missing)
+        })
+    }
+}
+
+/// The SDK's module for a kind, and the export that it makes.
+fn interface(kind: Kind) -> (&'static str, &'static str) {
+    match kind {
+        Kind::Prompt => ("prompts.js", "prompts"),
+        Kind::Filter => ("filters.js", "filters"),
+        Kind::Reward => ("rewards.js", "rewards"),
+        Kind::StyleScorer => ("style_scores.js", "styleScores"),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::source::script::tests::folder_with;
+
+    #[test]
+    fn entry_binds_the_kinds_of_the_manifest_under_its_name_and_version() {
+        let folder = folder_with("vendor/querl-sdk", &["plugin.js"]);
+        let entry = JavaScriptFolder::read(folder.path()).unwrap().entry();
+        assert!(entry.contains("checked(plugin, [\"filter\"]);"), "{entry}");
+        assert!(entry.contains("export const info = infoOf(plugin, \"short\", \"0.1.0\");"), "{entry}");
+        assert!(entry.ends_with("export const filters = filtersOf(plugin);\n"), "{entry}");
+    }
+
+    #[test]
+    fn missing_package_is_one_sentence_with_the_command() {
+        let folder = folder_with("vendor/querl-sdk", &["plugin.js"]);
+        let plugin = JavaScriptFolder::read(folder.path()).unwrap();
+        let missing = || plugin.check_packages().unwrap_err().to_string();
+        assert!(missing().ends_with("needs @bytecodealliance/componentize-js; run `npm install` in its folder"), "{}", missing());
+        std::fs::create_dir_all(plugin.script.folder.join("node_modules/@bytecodealliance/componentize-js")).unwrap();
+        assert!(missing().ends_with("needs esbuild; run `npm install` in its folder"), "{}", missing());
+    }
+
+    #[test]
+    fn world_includes_every_kind() {
+        let folder = folder_with("vendor/querl-sdk", &["plugin.js"]);
+        let plugin = JavaScriptFolder::read(folder.path()).unwrap();
+        let wit = folder.path().join("dist/wit");
+        plugin.write_wit(&wit).unwrap();
+        let world = std::fs::read_to_string(wit.join("querl-plugin.wit")).unwrap();
+        assert!(world.contains("world querl-plugin { include filter; }"), "{world}");
+        assert!(wit.join("worlds.wit").is_file());
+    }
+}
