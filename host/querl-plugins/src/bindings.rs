@@ -13,6 +13,7 @@ wasmtime::component::bindgen!({
             export querl:plugin/prompts@0.1.0;
             export querl:plugin/filters@0.1.0;
             export querl:plugin/rewards@0.1.0;
+            export querl:plugin/packed-rewards@0.1.0;
             export querl:plugin/style-scores@0.1.0;
         }
     ",
@@ -22,5 +23,5 @@ wasmtime::component::bindgen!({
     ownership: Borrowing { duplicate_if_necessary: true },
 });
 
-pub use exports::querl::plugin::{filters, info, prompts, rewards, style_scores};
+pub use exports::querl::plugin::{filters, info, packed_rewards, prompts, rewards, style_scores};
 pub use querl::plugin::{log, style_model, types};

@@ -1,6 +1,6 @@
 //! From a component to a plugin that can be called.
 
-use crate::bindings::{filters, info, prompts, rewards, style_scores};
+use crate::bindings::{filters, info, packed_rewards, prompts, rewards, style_scores};
 use crate::error::PluginError;
 use crate::guest::Guest;
 use crate::limits::Limits;
@@ -55,6 +55,8 @@ pub(crate) struct Exports {
     pub(crate) prompts: Option<prompts::GuestIndices>,
     pub(crate) filters: Option<filters::GuestIndices>,
     pub(crate) rewards: Option<rewards::GuestIndices>,
+    /// The same as `rewards`, in one block of bytes.
+    pub(crate) packed_rewards: Option<packed_rewards::GuestIndices>,
     pub(crate) style_scores: Option<style_scores::GuestIndices>,
 }
 
@@ -149,6 +151,10 @@ pub(crate) fn link(
         prompts: indices(PluginKind::Prompt).map(prompts::GuestIndices::new).transpose().map_err(failed)?,
         filters: indices(PluginKind::Filter).map(filters::GuestIndices::new).transpose().map_err(failed)?,
         rewards: indices(PluginKind::Reward).map(rewards::GuestIndices::new).transpose().map_err(failed)?,
+        packed_rewards: exports(engine, component, "packed-rewards")
+            .then(|| packed_rewards::GuestIndices::new(&pre))
+            .transpose()
+            .map_err(failed)?,
         style_scores: indices(PluginKind::StyleScorer)
             .map(style_scores::GuestIndices::new)
             .transpose()
@@ -159,13 +165,12 @@ pub(crate) fn link(
 }
 
 fn kinds(engine: &Engine, component: &Component) -> Vec<PluginKind> {
-    let component_type = component.component_type();
-    let exports: Vec<_> = component_type.exports(engine).map(|(name, _)| name.to_owned()).collect();
-    let has = |kind: &PluginKind| {
-        let prefix = format!("{}{}@{}", contract::PREFIX, kind.interface(), contract::SERIES);
-        exports.iter().any(|name| name.starts_with(&prefix))
-    };
-    PluginKind::ALL.into_iter().filter(has).collect()
+    PluginKind::ALL.into_iter().filter(|kind| exports(engine, component, kind.interface())).collect()
+}
+
+fn exports(engine: &Engine, component: &Component, interface: &str) -> bool {
+    let prefix = format!("{}{interface}@{}", contract::PREFIX, contract::SERIES);
+    component.component_type().exports(engine).any(|(name, _)| name.starts_with(&prefix))
 }
 
 fn missing_exports(engine: &Engine, component: &Component) -> String {

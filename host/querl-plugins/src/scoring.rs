@@ -6,7 +6,6 @@ use crate::convert;
 use crate::text::{is_code, printable};
 use querl_core::ports::{PluginFault, RewardRange};
 use querl_core::records::{Rejection, Reward, RewardComponent};
-use std::collections::BTreeSet;
 
 /// One item's score, as the ports have it.
 pub(crate) type Scored = Result<Reward, Rejection>;
@@ -96,18 +95,19 @@ impl<T> Scoring<'_, T> {
 }
 
 fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String> {
-    let mut names = BTreeSet::new();
     for (name, value) in &parts {
-        let shown = printable(name, 100);
         if !is_code(name) {
+            let shown = printable(name, 100);
             return Err(format!("component name is `{shown}`; expected 1 to 64 of a to z, 0 to 9 and _"));
         }
-        if !names.insert(name) {
-            return Err(format!("component `{shown}` appears twice"));
-        }
         if !value.is_finite() {
-            return Err(format!("component `{shown}` is {value}; expected a finite number"));
+            return Err(format!("component `{name}` is {value}; expected a finite number"));
         }
+    }
+    let mut names: Vec<&str> = parts.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("component `{}` appears twice", twice[0]));
     }
     Ok(parts.into_iter().map(|(name, value)| RewardComponent { name, value }).collect())
 }

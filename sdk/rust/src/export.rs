@@ -72,6 +72,9 @@ macro_rules! __export_kind {
     (reward, $plugin:ty) => {
         type QuerlReward = $crate::__guest::RewardGuest<$plugin>;
         $crate::__guest::rewards::export_rewards!(QuerlReward with_types_in $crate::__guest::rewards);
+        $crate::__guest::packed_rewards::export_packed_rewards!(
+            QuerlReward with_types_in $crate::__guest::packed_rewards
+        );
     };
     (style_scorer, $plugin:ty) => {
         type QuerlStyleScorer = $crate::__guest::StyleScorerGuest<$plugin>;

@@ -3,6 +3,7 @@
 
 mod arena;
 mod convert;
+mod packed;
 
 use crate::{Filter, Prompt, Reward, SettingError, Settings, StyleModel, StyleScorer};
 use std::marker::PhantomData;
@@ -68,6 +69,12 @@ exported_interface!(
     "querl:plugin/types@0.1.0"
 );
 exported_interface!(
+    packed_rewards,
+    "package querl:sdk-packed-rewards; world packed-rewards { export querl:plugin/packed-rewards@0.1.0; }",
+    "export_packed_rewards",
+    "querl_sdk::__guest::packed_rewards"
+);
+exported_interface!(
     style_scores,
     "package querl:sdk-style-scores; world style-scores { export querl:plugin/style-scores@0.1.0; }",
     "export_style_scores",
@@ -78,6 +85,7 @@ exported_interface!(
 use filters::exports::querl::plugin::filters as filters_wit;
 use imports::querl::plugin::{style_model as style_model_wit, types as wit};
 use info::exports::querl::plugin::info as info_wit;
+use packed_rewards::exports::querl::plugin::packed_rewards as packed_wit;
 use prompts::exports::querl::plugin::prompts as prompts_wit;
 use rewards::exports::querl::plugin::rewards as rewards_wit;
 use style_scores::exports::querl::plugin::style_scores as style_wit;
@@ -155,6 +163,12 @@ impl<T: Reward> rewards_wit::Guest for RewardGuest<T> {
                 plugin.score(&episode).map(convert::score).map_err(convert::rejection)
             })
             .collect()
+    }
+}
+
+impl<T: Reward> packed_wit::Guest for RewardGuest<T> {
+    fn score_packed(episodes: Vec<u8>) -> Vec<u8> {
+        packed::score_batch(&checked(T::new(&Settings::of_host())), episodes)
     }
 }
 

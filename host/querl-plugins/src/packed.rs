@@ -1,0 +1,256 @@
+//! Batches of episodes in one block of bytes, and their scores. The encoding is that of `wit/packed-rewards.wit`.
+
+use crate::bindings::types::Rejection;
+use crate::scoring::Said;
+use querl_core::records::{CallFailure, Candidate, Episode, FailureKind, Hit, Judgement};
+
+/// The argument of `score-packed`.
+pub(crate) fn batch(episodes: &[Episode]) -> Vec<u8> {
+    // What a batch takes is known after it is written; half as much again as for the first episode saves most growth.
+    let mut writer = Writer(Vec::with_capacity(4096));
+    writer.u32(episodes.len());
+    for (index, episode) in episodes.iter().enumerate() {
+        writer.episode(episode);
+        if index == 0 {
+            writer.0.reserve(writer.0.len() * (episodes.len() - 1) * 3 / 2);
+        }
+    }
+    writer.0
+}
+
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn u8(&mut self, byte: u8) {
+        self.0.push(byte);
+    }
+
+    /// A count or a length. A guest has 4 GiB: what does not fit in a `u32` does not fit in there either, and is refused there.
+    fn u32(&mut self, number: usize) {
+        self.0.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
+    }
+
+    fn f64(&mut self, number: f64) {
+        self.0.extend_from_slice(&number.to_le_bytes());
+    }
+
+    fn text(&mut self, text: &str) {
+        self.u32(text.len());
+        self.0.extend_from_slice(text.as_bytes());
+    }
+
+    fn episode(&mut self, episode: &Episode) {
+        self.text(&episode.id);
+        self.text(&episode.query);
+        self.text(&episode.context.user_profile);
+        self.text(&episode.context.history_summary);
+        self.u32(episode.gold_ids.len());
+        episode.gold_ids.iter().for_each(|id| self.text(id));
+        self.candidate(&episode.policy);
+        self.candidate(&episode.baseline);
+    }
+
+    fn candidate(&mut self, candidate: &Candidate) {
+        self.text(&candidate.rewrite);
+        match &candidate.retrieval {
+            Ok(hits) => {
+                self.u8(0);
+                self.u32(hits.len());
+                hits.iter().for_each(|hit| self.hit(hit));
+            }
+            Err(failure) => {
+                self.u8(1);
+                self.call_failure(failure);
+            }
+        }
+        match &candidate.judgement {
+            Judgement::Scored { score, reason } => {
+                self.u8(0);
+                self.f64(*score);
+                self.text(reason);
+            }
+            Judgement::NotSampled => self.u8(1),
+            Judgement::Failed(failure) => {
+                self.u8(2);
+                self.call_failure(failure);
+            }
+        }
+        self.u8(u8::from(candidate.style.is_some()));
+        if let Some(classes) = &candidate.style {
+            self.u32(classes.len());
+            for class in classes {
+                self.text(&class.label);
+                self.f64(class.probability);
+            }
+        }
+        self.u32(candidate.n_tokens as usize);
+        self.u8(u8::from(candidate.truncated));
+    }
+
+    fn hit(&mut self, hit: &Hit) {
+        self.text(&hit.id);
+        self.text(&hit.text);
+        self.f64(hit.reranker_score);
+        self.u8(u8::from(hit.retrieval_score.is_some()));
+        if let Some(score) = hit.retrieval_score {
+            self.f64(score);
+        }
+        self.u32(hit.rank as usize);
+    }
+
+    fn call_failure(&mut self, failure: &CallFailure) {
+        self.u8(match failure.kind {
+            FailureKind::Timeout => 0,
+            FailureKind::Unreachable => 1,
+            FailureKind::Unauthorized => 2,
+            FailureKind::Rejected => 3,
+            FailureKind::RateLimited => 4,
+            FailureKind::ServerError => 5,
+            FailureKind::InvalidResponse => 6,
+            FailureKind::NotRecorded => 7,
+        });
+        self.text(&failure.message);
+    }
+}
+
+/// The result of `score-packed`.
+///
+/// # Errors
+/// It is not what the contract says.
+pub(crate) fn results(bytes: &[u8]) -> Result<Vec<Said>, Unreadable> {
+    let mut reader = Reader { bytes, at: 0 };
+    let results = reader.list(Reader::result)?;
+    if reader.at != bytes.len() {
+        return Err(reader.unreadable("its end"));
+    }
+    Ok(results)
+}
+
+/// A result that is not in the encoding of the contract.
+#[derive(Debug, thiserror::Error)]
+#[error("byte {at} of its packed results: expected {expected}")]
+pub(crate) struct Unreadable {
+    at: usize,
+    expected: &'static str,
+}
+
+/// Reads what a guest wrote: nothing in it is believed.
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn unreadable(&self, expected: &'static str) -> Unreadable {
+        Unreadable { at: self.at, expected }
+    }
+
+    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], Unreadable> {
+        let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.unreadable("more bytes than there are"))?;
+        self.at += n_bytes;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Unreadable> {
+        let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.unreadable("more bytes than there are"))?;
+        self.at += N;
+        Ok(*taken)
+    }
+
+    fn u32(&mut self) -> Result<usize, Unreadable> {
+        self.array().map(|bytes| u32::from_le_bytes(bytes) as usize)
+    }
+
+    fn f64(&mut self) -> Result<f64, Unreadable> {
+        self.array().map(f64::from_le_bytes)
+    }
+
+    fn text(&mut self) -> Result<String, Unreadable> {
+        let n_bytes = self.u32()?;
+        let bytes = self.take(n_bytes)?;
+        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.unreadable("a text in UTF-8 before it"))
+    }
+
+    /// Every entry has bytes of its own, so that the length of the list is held to what came.
+    fn list<T>(&mut self, entry: impl Fn(&mut Self) -> Result<T, Unreadable>) -> Result<Vec<T>, Unreadable> {
+        let n_entries = self.u32()?;
+        if n_entries > self.bytes.len() - self.at {
+            return Err(self.unreadable("as many entries as its length says"));
+        }
+        (0..n_entries).map(|_| entry(self)).collect()
+    }
+
+    fn result(&mut self) -> Result<Said, Unreadable> {
+        match self.array()? {
+            [0] => self.score().map(Ok),
+            [1] => Ok(Err(Rejection { code: self.text()?, detail: self.text()? })),
+            _ => Err(self.unreadable("0 for a score or 1 for a rejection before it")),
+        }
+    }
+
+    fn score(&mut self) -> Result<(f64, Vec<(String, f64)>), Unreadable> {
+        Ok((self.f64()?, self.list(|reader| Ok((reader.text()?, reader.f64()?)))?))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// A list of results, by hand: a score with one component, then a rejection.
+    fn two_results() -> Vec<u8> {
+        let mut bytes = vec![2, 0, 0, 0];
+        bytes.push(0);
+        bytes.extend(0.5_f64.to_le_bytes());
+        bytes.extend([1, 0, 0, 0, 3, 0, 0, 0]);
+        bytes.extend(b"win");
+        bytes.extend((-0.3_f64).to_le_bytes());
+        bytes.extend([1, 4, 0, 0, 0]);
+        bytes.extend(b"late");
+        bytes.extend([3, 0, 0, 0]);
+        bytes.extend("晚".as_bytes());
+        bytes
+    }
+
+    #[test]
+    fn results_are_read_as_the_contract_writes_them() {
+        let said = results(&two_results()).unwrap();
+        assert_eq!(said[0].as_ref().unwrap(), &(0.5, vec![("win".to_owned(), -0.3)]));
+        let rejection = said[1].as_ref().unwrap_err();
+        assert_eq!((rejection.code.as_str(), rejection.detail.as_str()), ("late", "晚"));
+    }
+
+    #[test]
+    fn results_that_end_early_or_late_name_the_byte() {
+        let whole = two_results();
+        for n_bytes in 0..whole.len() {
+            assert!(results(&whole[..n_bytes]).is_err(), "{n_bytes} of {} bytes", whole.len());
+        }
+        let error = results(&[&whole[..], &[0]].concat()).unwrap_err().to_string();
+        assert_eq!(error, format!("byte {} of its packed results: expected its end", whole.len()));
+        let error = results(&[255, 255, 255, 255]).unwrap_err().to_string();
+        assert_eq!(error, "byte 4 of its packed results: expected as many entries as its length says");
+    }
+
+    #[test]
+    fn odd_cases_and_texts_are_refused() {
+        let error = results(&[1, 0, 0, 0, 7]).unwrap_err().to_string();
+        assert_eq!(error, "byte 5 of its packed results: expected 0 for a score or 1 for a rejection before it");
+        let error = results(&[1, 0, 0, 0, 1, 2, 0, 0, 0, 0xff, 0xff, 0, 0, 0, 0]).unwrap_err().to_string();
+        assert_eq!(error, "byte 11 of its packed results: expected a text in UTF-8 before it");
+    }
+
+    #[test]
+    fn first_bytes_of_a_batch_are_those_of_the_contract() {
+        let json = r#"{"id": "a", "query": "鱼", "policy": {"rewrite": "", "retrieval": {"hits": []}},
+            "baseline": {"rewrite": "", "retrieval": {"failed": {"kind": "timeout", "message": "late"}}}}"#;
+        let bytes = batch(&[serde_json::from_str(json).unwrap()]);
+        let start = [&[1, 0, 0, 0, 1, 0, 0, 0][..], b"a", &[3, 0, 0, 0], "鱼".as_bytes(), &[0; 4 + 4 + 4]].concat();
+        assert_eq!(bytes[..start.len()], start);
+        let policy = [&[0; 4 + 1 + 4][..], &[1, 0], &[0; 4], &[0]].concat();
+        assert_eq!(bytes[start.len()..][..policy.len()], policy);
+        let baseline = [&[0; 4][..], &[1, 0, 4, 0, 0, 0], b"late", &[1, 0], &[0; 4], &[0]].concat();
+        assert_eq!(bytes[start.len() + policy.len()..], baseline);
+    }
+}
