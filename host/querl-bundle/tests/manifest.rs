@@ -105,7 +105,7 @@ fn mistakes_are_told_with_line_key_value_and_expectation() {
             "plugin.toml:9: plugin.golden is \"../x\"; expected a folder below the plugin's own, such as golden",
         ),
         ("license =", "licence =", "plugin.toml:7: unknown key plugin.licence; did you mean `license`?"),
-        ("[limits]", "[limit]", "plugin.toml:34: unknown key limit; did you mean `limits`?"),
+        ("[limits]", "[limit]", "plugin.toml:32: unknown key limit; did you mean `limits`?"),
         (
             "default = 40",
             "default = 4000",
@@ -159,17 +159,17 @@ fn mistakes_are_told_with_line_key_value_and_expectation() {
         (
             "memory_bytes = 67108864",
             "memory_bytes = 100",
-            "plugin.toml:35: limits.memory_bytes is 100; expected a whole number of 65536 or more",
+            "plugin.toml:34: limits.memory_bytes is 100; expected a whole number of 65536 or more",
         ),
         (
             "[limits]",
             "[build]\nlanguage = \"go\"\n[limits]",
-            "plugin.toml:34: build.language is \"go\"; expected rust, python or javascript",
+            "plugin.toml:33: build.language is \"go\"; expected rust, python or javascript",
         ),
         (
             "[limits]",
             "[bundle]\nformat = 2\n[limits]",
-            "plugin.toml:34: bundle.format is 2; this querl reads format 1; use a newer querl",
+            "plugin.toml:33: bundle.format is 2; this querl reads format 1; use a newer querl",
         ),
         ("[plugin]", "[plugin", "plugin.toml:1: not valid TOML: "),
         ("[plugin]", "[plugin]\nid = \"x\"", "plugin.toml:3: not valid TOML: duplicate key"),
