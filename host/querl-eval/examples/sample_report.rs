@@ -19,6 +19,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         teacher: Party::from_port_name("recorded (stand-in)"),
         judge: Some(Party::from_port_name("rubric (stand-in)")),
         retrieval: Party::from_port_name("embedded"),
+        plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
+        plugin_notes: Vec::new(),
     };
     let step = |label: &str, n, parts: &[(&str, u64)]| FunnelStep {
         label: label.to_owned(),

@@ -39,6 +39,10 @@ pub struct RunFacts {
     pub judge: Option<Party>,
     /// What found and scored the passages.
     pub retrieval: Party,
+    /// The plugins in use, a phrase each: `reward reward-brevity 0.1.0, weight 0.5`.
+    pub plugins: Vec<String>,
+    /// What a reader must know of them, a sentence each: a plugin that changed within the run, items dropped at limits.
+    pub plugin_notes: Vec<String>,
 }
 
 impl RunFacts {

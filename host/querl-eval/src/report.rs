@@ -3,7 +3,7 @@
 //! Rust computes what is shown (texts, coordinates); the template beside this file places it. Every value passes the template
 //! engine's HTML escaping, and a content security policy in the page forbids scripts and requests.
 
-mod chart;
+pub(crate) mod chart;
 mod curves;
 mod examples;
 mod forest;
@@ -43,13 +43,19 @@ pub struct ReportInput<'a> {
 /// # Errors
 /// The template engine failed; not for any content of `input`.
 pub fn report_html(input: &ReportInput<'_>) -> Result<String, EvalError> {
+    page(include_str!("report/report.html"), &Page::new(input))
+}
+
+/// A page of this look: `template` with the stylesheet as `css`, `line_chart.html` to import, and the fields of `content`.
+pub(crate) fn page(template: &str, content: &impl Serialize) -> Result<String, EvalError> {
     let mut environment = minijinja::Environment::new();
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::Html);
     environment.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
     // The stylesheet is a constant of this crate: the one text that is not escaped.
     environment.add_global("css", minijinja::Value::from_safe_string(include_str!("report/report.css").to_owned()));
-    environment.add_template("report.html", include_str!("report/report.html"))?;
-    let html = environment.get_template("report.html")?.render(minijinja::value::Serde(Page::new(input)))?;
+    environment.add_template("line_chart.html", include_str!("report/line_chart.html"))?;
+    environment.add_template("page.html", template)?;
+    let html = environment.get_template("page.html")?.render(minijinja::value::Serde(content))?;
     Ok(printable(&html))
 }
 
@@ -83,7 +89,7 @@ impl Page {
             n_resamples: evaluation.n_resamples,
             facts: facts(input),
             stand_ins: input.facts.stand_in_notes(),
-            cautions: cautions(evaluation),
+            cautions: cautions(input),
             summary: summary(evaluation),
             systems: tables::systems(evaluation),
             components: tables::components(evaluation),
@@ -108,12 +114,14 @@ fn facts(input: &ReportInput<'_>) -> Vec<(&'static str, String)> {
         ("queries", format!("{}, {} with gold", evaluation.n, evaluation.n_gold)),
         ("groups of paraphrases", evaluation.n_groups.to_string()),
         ("seed", evaluation.seed.to_string()),
+        ("plugins", facts.plugins.join("; ")),
     ]
 }
 
-fn cautions(evaluation: &Evaluation) -> Vec<String> {
-    let mut cautions = failure_lines(evaluation);
-    cautions.extend(evaluation.too_few_groups());
+fn cautions(input: &ReportInput<'_>) -> Vec<String> {
+    let mut cautions = failure_lines(input.evaluation);
+    cautions.extend(input.evaluation.too_few_groups());
+    cautions.extend(input.facts.plugin_notes.iter().cloned());
     cautions
 }
 

@@ -135,6 +135,7 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut lines = facts.stand_in_notes();
     lines.extend(evaluation.too_few_groups());
     lines.extend(failure_lines(evaluation));
+    lines.extend(facts.plugin_notes.iter().cloned());
     lines.push(format!(
         "mean [95% interval], {} bootstrap resamples of whole query groups; `*` marks a difference whose interval excludes 0; \
          `-` means the metric does not apply",

@@ -21,6 +21,8 @@ fn facts() -> RunFacts {
         teacher: Party::from_port_name("recorded (stand-in)"),
         judge: Some(Party::from_port_name("rubric (stand-in)")),
         retrieval: Party::from_port_name("embedded"),
+        plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
+        plugin_notes: Vec::new(),
     }
 }
 
@@ -50,6 +52,26 @@ fn table_without_stand_ins_and_judge_says_neither() {
     let real = RunFacts { teacher: Party::from_port_name("gpt-5"), judge: None, ..facts() };
     let text = table(&evaluate(&invented_records(6), &OPTIONS).unwrap(), &real);
     assert!(text.contains("teacher gpt-5 · judge none") && !text.contains("stand-in"), "{text}");
+}
+
+#[test]
+fn table_and_page_say_what_became_of_plugins() {
+    let note = "reward plugin `brevity` changed within this run, from 0.1.0 to 0.2.0";
+    let noted = RunFacts { plugin_notes: vec![note.to_owned()], ..facts() };
+    let (records, evaluation) = (invented_records(6), evaluate(&invented_records(6), &OPTIONS).unwrap());
+    assert!(table(&evaluation, &noted).contains(&format!("\n{note}\n")));
+    let input = ReportInput {
+        facts: &noted,
+        evaluation: &evaluation,
+        records: &records,
+        metrics: &[],
+        funnel: &[],
+        timings: &[],
+        n_examples: 0,
+    };
+    let page = report_html(&input).unwrap();
+    assert!(page.contains("<dd>reward reward-competition 0.1.0, weight 1</dd>"), "{page}");
+    assert!(page.contains(&format!("<p>{note}.</p>")), "{page}");
 }
 
 #[test]

@@ -214,8 +214,8 @@ fn too_many_dropped_episodes_stop_the_run_with_the_reason() {
     assert!(message.contains("8 of 16 episodes were dropped") && message.contains("retrieval_timeout"), "{message}");
     let tolerant = RlConfig { max_drop_rate: 0.5, ..config() };
     let (summary, recorder, _) = run(&model(), &tolerant, true);
-    assert_eq!(summary.unwrap().n_dropped, 16);
-    assert_eq!(recorder.get(1, "drop_rate"), 0.5);
+    assert_eq!(summary.unwrap().dropped, [("retrieval_timeout".to_owned(), 16)].into());
+    assert_eq!((recorder.get(1, "drop_rate"), recorder.get(1, "dropped/retrieval_timeout")), (0.5, 8.0));
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, doctor, model, plugin, report, run};
+use crate::commands::{check, compile_plugin, doctor, model, plugin, report, run};
 use crate::device;
+use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
 use querl_core::config::{Config, Overrides, load};
@@ -52,6 +53,9 @@ pub enum Command {
     Plugin(plugin::PluginCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
+    /// Compiles one plugin, in a process of its own that can be stopped
+    #[command(name = COMPILE_COMMAND, hide = true)]
+    CompilePlugin(compile_plugin::CompileArgs),
 }
 
 /// How much to say on stderr.

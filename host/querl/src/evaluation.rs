@@ -5,6 +5,7 @@ use crate::training::{Generation, Generator};
 use anyhow::Context;
 use querl_core::ports::{EnvironmentError, Progress};
 use querl_core::records::{DatasetRow, EvalRecord, Judgement, Rejection, Reward, SystemAnswer, win};
+use std::collections::BTreeMap;
 
 /// Queries answered and scored between two safe points.
 const N_ROWS_AT_ONCE: usize = 16;
@@ -41,6 +42,15 @@ struct Answer {
     cost: Option<f64>,
 }
 
+/// The records of one system, and how many of its answers got no reward, by code.
+#[derive(Debug, Default)]
+pub struct Evaluated {
+    /// One per row, in order.
+    pub records: Vec<EvalRecord>,
+    /// Answers that could not be scored: a call failed, or a plugin rejected them.
+    pub unscored: BTreeMap<String, u64>,
+}
+
 /// One record per row, in order: every answer looked up, judged and compared with the teacher's.
 ///
 /// # Errors
@@ -51,15 +61,15 @@ pub fn evaluate_system(
     baselines: &Baselines,
     scorer: &Scorer,
     progress: &dyn Progress,
-) -> anyhow::Result<Vec<EvalRecord>> {
-    let mut records = Vec::with_capacity(rows.len());
+) -> anyhow::Result<Evaluated> {
+    let mut evaluated = Evaluated::default();
     for some in rows.chunks(N_ROWS_AT_ONCE) {
         crate::interrupt::check()?;
         let answers = ask(system, some, baselines, scorer).with_context(|| format!("system {}", system.name()))?;
-        records.extend(score(system, some, answers, baselines, scorer)?);
-        progress.update(records.len() as u64, rows.len() as u64, system.name());
+        score(system, some, answers, baselines, scorer, &mut evaluated)?;
+        progress.update(evaluated.records.len() as u64, rows.len() as u64, system.name());
     }
-    Ok(records)
+    Ok(evaluated)
 }
 
 /// How many answers are without hits or judgement because a call failed: another try may succeed.
@@ -115,7 +125,8 @@ fn score(
     answers: Vec<Result<Answer, Rejection>>,
     baselines: &Baselines,
     scorer: &Scorer,
-) -> Result<Vec<EvalRecord>, EnvironmentError> {
+    evaluated: &mut Evaluated,
+) -> Result<(), EnvironmentError> {
     let answered = rows.iter().zip(&answers).filter_map(|(row, answer)| Some((row, answer.as_ref().ok()?)));
     let requests: Vec<ScoreRequest<'_>> = answered
         .map(|(row, answer)| ScoreRequest {
@@ -126,12 +137,17 @@ fn score(
             judged: true,
         })
         .collect();
-    let mut scored = scorer.score(&requests)?.into_iter();
+    let scored = scorer.score(&requests)?;
+    for rejection in scored.iter().filter_map(|one| one.outcome.as_ref().err()) {
+        *evaluated.unscored.entry(rejection.code.clone()).or_default() += 1;
+    }
+    let mut scored = scored.into_iter();
     let records = rows.iter().zip(answers).map(|(row, answer)| {
         let outcome = answer.map(|answer| finish(system, answer, scored.next().expect("one score per answer")));
         EvalRecord { system: system.name().into(), query: row.metadata.query.clone(), outcome }
     });
-    Ok(records.collect())
+    evaluated.records.extend(records);
+    Ok(())
 }
 
 /// An answer whose retrieval or judgement failed stays an answer: the failure stands in its candidate.
@@ -167,6 +183,10 @@ mod tests {
     }
 
     fn evaluate(system: &System<'_>) -> Vec<EvalRecord> {
+        evaluated(system).records
+    }
+
+    fn evaluated(system: &System<'_>) -> Evaluated {
         let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
         let rows = [dataset_row("a"), dataset_row("b")];
         evaluate_system(system, &rows, &baselines, &Shop::default().scorer(), &Silent).unwrap()
@@ -179,6 +199,8 @@ mod tests {
         assert_eq!((first.win, first.latency_ms, first.cost), (Some(1.0), Some(12.0), None));
         assert_eq!(first.reward.as_ref().unwrap().total, 0.7);
         assert_eq!((second.win, &second.reward), (None, &None));
+        let unscored = evaluated(&System::Model { name: "rl", generator: &Fixed("good") }).unscored;
+        assert_eq!(unscored, [("baseline_missing".to_owned(), 1)].into());
         assert_eq!(second.candidate.retrieval.as_ref().unwrap().len(), 1);
         assert!(matches!(second.candidate.judgement, Judgement::Scored { .. }));
     }

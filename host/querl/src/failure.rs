@@ -1,7 +1,8 @@
 //! How the program ends: one sentence on stderr and an exit code.
 
+use querl_bundle::BundleError;
 use querl_core::config::ConfigError;
-use querl_core::ports::EnvironmentError;
+use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_data::DataError;
 use querl_model::ModelError;
 use querl_plugins::PluginError;
@@ -54,6 +55,9 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     if let Some(stop) = cause.downcast_ref::<Stop>() {
         return Some(stop.ending);
     }
+    if plugin_fault(cause).is_some_and(|fault| fault.kind == FaultKind::TooManyDropped) {
+        return Some(Ending::Limit);
+    }
     match cause.downcast_ref::<DataError>() {
         Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
         Some(_) => return Some(Ending::Usage),
@@ -66,7 +70,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     if let Some(TrainError::Model(error)) = cause.downcast_ref::<TrainError>() {
         return of_model(error);
     }
-    if cause.is::<PluginError>() {
+    if cause.is::<PluginError>() || cause.is::<BundleError>() {
         return Some(Ending::Usage);
     }
     // A service that is down or refuses us is for the user to mend, wherever in a run it shows.
@@ -74,6 +78,17 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
         return Some(Ending::Usage);
     }
     cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
+}
+
+/// A transparent error's cause is its inner error's cause: the fault itself is not in the chain.
+fn plugin_fault<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a PluginFault> {
+    if let Some(EnvironmentError::Plugin(fault)) = cause.downcast_ref() {
+        return Some(fault);
+    }
+    if let Some(DataError::Plugin(fault)) = cause.downcast_ref() {
+        return Some(fault);
+    }
+    cause.downcast_ref()
 }
 
 /// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
@@ -126,6 +141,17 @@ mod tests {
         assert_eq!(ending_of(&anyhow::Error::from(damaged()).context("sft")), Ending::Usage);
         assert_eq!(ending_of(&TrainError::from(damaged()).into()), Ending::Usage);
         assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Failed);
+    }
+
+    #[test]
+    fn too_many_items_dropped_at_a_limit_is_a_limit_wherever_it_shows() {
+        let fault = |kind| PluginFault { plugin: "p".into(), version: "0.1.0".into(), message: "m".into(), kind };
+        let ending = |kind| {
+            let (scored, filtered) = (EnvironmentError::from(fault(kind)), DataError::from(fault(kind)));
+            [ending_of(&anyhow::Error::from(scored).context("rl")), ending_of(&filtered.into())]
+        };
+        assert_eq!(ending(FaultKind::TooManyDropped), [Ending::Limit; 2]);
+        assert_eq!(ending(FaultKind::Limit), [Ending::Failed; 2]);
     }
 
     #[test]

@@ -60,5 +60,6 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
+        Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
     }
 }

@@ -2,10 +2,12 @@
 //! number comes from a file of the run.
 
 use crate::failure::Stop;
+use crate::run::pins;
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
 use crate::stages::{self, StageName};
 use anyhow::Context;
+use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, load_resolved};
 use querl_core::fsx::{read_jsonl, write_atomic};
 use querl_core::records::{EvalRecord, Split};
@@ -16,6 +18,9 @@ use querl_eval::{
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+
+/// The code under which the plugin host drops items with `plugins.limits.on_limit = "drop"`.
+const CODE_AT_LIMIT: &str = "plugin_limit";
 
 /// Whose word the figures rest on, as the ports name themselves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,9 +54,9 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let records: Vec<EvalRecord> = read_jsonl(&dir.eval_records())?;
     let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
     let evaluation = evaluate(&records, &options).context("evaluation")?;
-    let facts = facts(config, names);
-    let metrics = if dir.metrics().exists() { read_jsonl(&dir.metrics())? } else { Vec::new() };
     let ledger = Ledger::open(&dir.stages())?;
+    let facts = facts(config, names, dir, &ledger)?;
+    let metrics = if dir.metrics().exists() { read_jsonl(&dir.metrics())? } else { Vec::new() };
     let html = report_html(&ReportInput {
         facts: &facts,
         evaluation: &evaluation,
@@ -90,7 +95,8 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     let config = load_resolved(&first.config())?;
     let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
     let evaluation = evaluate_seeds(&records, &options).context("evaluation")?;
-    let table = seeds_table(&evaluation, &facts(&config, &stages::eval::names(first)?));
+    let ledger = Ledger::open(&first.stages())?;
+    let table = seeds_table(&evaluation, &facts(&config, &stages::eval::names(first)?, first, &ledger)?);
     Ok(Pooled { evaluation, table })
 }
 
@@ -113,15 +119,46 @@ fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::R
     Err(Stop::usage(message).into())
 }
 
-fn facts(config: &Config, names: &Names) -> RunFacts {
+fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<RunFacts> {
+    let lock = pins::read(&dir.lock())?.unwrap_or_default();
     let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    RunFacts {
+    Ok(RunFacts {
         tenant: config.tenant.clone(),
         model,
         teacher: Party::from_port_name(&names.teacher),
         judge: names.judge.as_deref().map(Party::from_port_name),
         retrieval: Party::from_port_name(&names.retrieval),
-    }
+        plugins: plugins(&lock, config),
+        plugin_notes: changes(&lock).chain(drops(ledger)).collect(),
+    })
+}
+
+/// The plugins of a run, a phrase each.
+fn plugins(lock: &LockFile, config: &Config) -> Vec<String> {
+    let mut weights = config.plugins.rewards.iter().map(|reward| reward.weight);
+    let phrase = |entry: &LockEntry| {
+        let weight = (entry.role == "reward").then(|| weights.next()).flatten();
+        let weight = weight.map(|weight| format!(", weight {weight}")).unwrap_or_default();
+        let signer = entry.signed_by.as_ref().map(|key| format!(", signed by {key}")).unwrap_or_default();
+        format!("{} {} {}{weight}{signer}", entry.role, entry.id, entry.title())
+    };
+    lock.entries.iter().map(phrase).collect()
+}
+
+/// What was accepted within the run: figures of before and after may rest on different plugins.
+fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
+    lock.changes.iter().map(|LockChange { at, role, id, from, to }| {
+        format!("the {role} plugin {id} changed within this run: from {from} to {to}, accepted at {at}")
+    })
+}
+
+/// What was dropped because a plugin hit a limit, by stage.
+fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
+    let part = format!("{PART}{CODE_AT_LIMIT}");
+    StageName::ALL.into_iter().filter_map(move |name| {
+        let n = ledger.entry(name.as_str())?.facts.get(&part)?.as_u64().filter(|n| *n > 0)?;
+        Some(format!("{n} item(s) of the stage {name} were dropped because a plugin hit a limit ({CODE_AT_LIMIT})"))
+    })
 }
 
 fn timings(ledger: &Ledger) -> Vec<StageTiming> {

@@ -182,7 +182,8 @@ pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Prog
     };
     let summary = rl::train(&task, &mut Sink(metrics)).map_err(ending)?;
     let mut facts = Facts::default();
-    facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes).add("dropped", summary.n_dropped);
+    facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
+    facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
     facts.add("val reward before", summary.first_val_reward).add("val reward best", summary.best_val_reward);
     facts.add("best step", summary.best_step);
     Ok(facts)

@@ -69,3 +69,22 @@ fn a_small_model_replaces_another_whole_or_not_at_all() {
     assert_eq!(project.querl(&["model", "pretrain", "pretrain.toml"]).code, Some(2));
     assert!(files() == before, "a training that fails changes nothing");
 }
+
+#[test]
+fn documentation_of_the_configuration_has_every_key_as_it_is() {
+    let text = std::fs::read_to_string(support::repository().join("docs/configuration.md")).unwrap();
+    let missing: Vec<String> = querl_core::config::keys()
+        .iter()
+        .map(|info| {
+            let name = info.key.rsplit('.').next().unwrap_or_default();
+            let default = match (&info.default, info.required) {
+                (Some(default), _) => format!("`{default}`"),
+                (None, true) => "required".to_owned(),
+                (None, false) => "unset".to_owned(),
+            };
+            format!("| `{name}` | {} | {default} | {} |", info.expects, info.meaning)
+        })
+        .filter(|row| !text.contains(row))
+        .collect();
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+}

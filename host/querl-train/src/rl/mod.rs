@@ -18,6 +18,7 @@ use evaluate::Evaluation;
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
 use querl_model::{Decoder, LoraAdapter, TextTokenizer};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -73,8 +74,8 @@ pub struct RlSummary {
     pub best_val_reward: f64,
     /// Episodes rolled out.
     pub n_episodes: u64,
-    /// Episodes dropped because a call failed.
-    pub n_dropped: u64,
+    /// Episodes that got no score, by code: a call failed, or a plugin rejected them.
+    pub dropped: BTreeMap<String, u64>,
 }
 
 /// Optimises the policy, keeps the best and the last checkpoint, and says what came of it.
@@ -94,13 +95,14 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
     record_evaluation(task, sink, 0, &first)?;
     let mut best = Best::new(first);
     best.save(task, &critic)?;
-    let (mut n_episodes, mut n_dropped) = (0, 0);
+    let (mut n_episodes, mut dropped) = (0, BTreeMap::new());
 
     for step in 1..=config.max_steps as u64 {
         // 1. Rollouts, scored; episodes whose calls failed are dropped and counted.
         let started = Instant::now();
         let batch = rollout::collect(task, step, &order.take(config.batch_size))?;
-        (n_episodes, n_dropped) = (n_episodes + batch.n_episodes as u64, n_dropped + batch.n_dropped as u64);
+        n_episodes += batch.n_episodes as u64;
+        batch.dropped.iter().for_each(|(code, n)| *dropped.entry(code.clone()).or_default() += n);
         // 2. Log-probabilities of policy and reference, values, advantages.
         let estimated = Instant::now();
         let experience = update::estimate(task, &critic, &batch)?;
@@ -133,7 +135,7 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
             if interrupted {
                 return Err(TrainError::Interrupted { stage: "rl", step });
             }
-            return Ok(best.summary(step, n_episodes, n_dropped));
+            return Ok(best.summary(step, n_episodes, dropped));
         }
     }
     Err(TrainError::Data("rl.max_steps is 0; expected at least 1".into()))
@@ -204,14 +206,14 @@ impl Best {
         format!("best val reward {:+.3} at step {}", self.evaluation.reward, self.step)
     }
 
-    fn summary(&self, n_steps: u64, n_episodes: u64, n_dropped: u64) -> RlSummary {
+    fn summary(&self, n_steps: u64, n_episodes: u64, dropped: BTreeMap<String, u64>) -> RlSummary {
         RlSummary {
             n_steps,
             best_step: self.step,
             first_val_reward: self.first_reward,
             best_val_reward: self.evaluation.reward,
             n_episodes,
-            n_dropped,
+            dropped,
         }
     }
 }

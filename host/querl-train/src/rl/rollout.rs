@@ -24,7 +24,8 @@ pub(super) struct Rollout {
 pub(super) struct Batch {
     pub(super) rollouts: Vec<Rollout>,
     pub(super) n_episodes: usize,
-    pub(super) n_dropped: usize,
+    /// Episodes without a score, by code.
+    pub(super) dropped: BTreeMap<String, u64>,
     pub(super) generate_s: f64,
     pub(super) score_s: f64,
 }
@@ -40,7 +41,7 @@ pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Ba
     let records = task.train.environment.score(step, &responses(task, &targets, &answers)?)?;
     let score_s = started.elapsed().as_secs_f64() - generate_s;
     check_drops(task, step, &records)?;
-    let n_episodes = records.len();
+    let (n_episodes, dropped) = (records.len(), drops(&records));
     let mut rollouts = Vec::with_capacity(n_episodes);
     for (((row, _), answer), record) in targets.into_iter().zip(answers).zip(records) {
         let Ok(reward) = &record.outcome else { continue };
@@ -52,8 +53,7 @@ pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Ba
             record,
         });
     }
-    let n_dropped = n_episodes - rollouts.len();
-    Ok(Batch { rollouts, n_episodes, n_dropped, generate_s, score_s })
+    Ok(Batch { rollouts, n_episodes, dropped, generate_s, score_s })
 }
 
 /// `(row, sample)` pairs, each once: a row that a batch holds twice (an epoch ended in it) gets further samples.
@@ -68,17 +68,23 @@ fn targets(rows: &[usize], n_samples: usize) -> Vec<(usize, usize)> {
 
 /// Stops a run that loses more episodes than it may.
 pub(super) fn check_drops(task: &RlTask<'_>, step: u64, records: &[EpisodeRecord]) -> Result<(), TrainError> {
-    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
-    for Rejection { code, .. } in records.iter().filter_map(|record| record.outcome.as_ref().err()) {
-        *reasons.entry(code).or_default() += 1;
-    }
-    let (n_episodes, n_dropped) = (records.len(), reasons.values().sum::<usize>());
+    let reasons = drops(records);
+    let (n_episodes, n_dropped) = (records.len(), reasons.values().sum::<u64>() as usize);
     let max_drop_rate = task.config.max_drop_rate;
     if n_dropped < n_episodes && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
         return Ok(());
     }
-    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code.to_owned()).unwrap_or_default();
+    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
     Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
+}
+
+/// How many episodes have no score, by code.
+fn drops(records: &[EpisodeRecord]) -> BTreeMap<String, u64> {
+    let mut codes = BTreeMap::new();
+    for Rejection { code, .. } in records.iter().filter_map(|record| record.outcome.as_ref().err()) {
+        *codes.entry(code.clone()).or_default() += 1;
+    }
+    codes
 }
 
 /// Answers of the current policy to the given (row, sample) pairs.
@@ -142,7 +148,9 @@ impl Batch {
         let distinct: BTreeSet<&[u32]> =
             self.rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
         metrics.insert("response/distinct_ratio".into(), distinct.len() as f64 / n);
-        metrics.insert("drop_rate".into(), self.n_dropped as f64 / self.n_episodes.max(1) as f64);
+        let n_dropped = self.dropped.values().sum::<u64>();
+        metrics.insert("drop_rate".into(), n_dropped as f64 / self.n_episodes.max(1) as f64);
+        metrics.extend(self.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
         metrics.extend(episode_metrics(self.rollouts.iter().map(|rollout| &rollout.record)));
         metrics
     }

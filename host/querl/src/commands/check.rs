@@ -60,6 +60,6 @@ mod tests {
         assert!(text.contains("\n[rl]\n"), "{text}");
         assert!(text.contains("gae_lambda = 0.95  # a number, 0.0 to 1.0; GAE's lambda.\n"), "{text}");
         assert!(text.contains("\n[[plugins.rewards]]\n"), "{text}");
-        assert!(text.contains("path = (required)  # a string; A `.wasm` component"), "{text}");
+        assert!(text.contains("path = (required)  # a string; A `.querl` bundle"), "{text}");
     }
 }

@@ -2,8 +2,9 @@
 
 use crate::cli::Format;
 use crate::cuda::{self, Driver};
+use crate::plugins::host;
 use clap::Args;
-use querl_plugins::{HostOptions, PluginHost};
+use querl_core::config::PluginLimits;
 use serde::Serialize;
 use std::io::Write;
 use std::process::Command;
@@ -93,7 +94,7 @@ fn wasm_target() -> Finding {
 }
 
 fn plugins() -> Finding {
-    let (ok, sentence) = match PluginHost::new(HostOptions::default()) {
+    let (ok, sentence) = match host::open(&PluginLimits::default(), &[]) {
         Ok(_) => (true, "the plugin host starts; compiled plugins are kept in $QUERL_CACHE_DIR, else $XDG_CACHE_HOME/querl, else ~/.cache/querl".into()),
         Err(error) => (false, error.to_string()),
     };

@@ -1,6 +1,7 @@
 //! One file per command. A new one is a file here, a line in [`crate::cli::Command`] and an arm in `main`.
 
 pub mod check;
+pub mod compile_plugin;
 pub mod doctor;
 pub mod model;
 pub mod plugin;

@@ -3,7 +3,7 @@
 use crate::cli::{ConfigArgs, Format};
 use crate::failure::Stop;
 use crate::report;
-use crate::run::Run;
+use crate::run::{OnPluginChange, Run};
 use crate::stages::runner::{Outcome, Window, run_stages, summary};
 use crate::stages::{StageName, eval};
 use crate::terminal;
@@ -23,6 +23,9 @@ pub struct RunArgs {
     /// Stop after this stage
     #[arg(long, value_name = "STAGE")]
     to: Option<StageName>,
+    /// Go on with plugins that are not those of querl.lock, and record the change there
+    #[arg(long)]
+    accept_plugin_change: bool,
     #[command(flatten)]
     format: Format,
 }
@@ -53,7 +56,11 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
         );
         return Err(Stop::usage(message).into());
     }
-    let run = Run::open(args.config.load()?, last)?;
+    let on_change = match args.accept_plugin_change {
+        true => OnPluginChange::Accept,
+        false => OnPluginChange::Refuse,
+    };
+    let run = Run::open(args.config.load()?, &args.config.path, last, on_change)?;
     let outcomes = run_stages(&run, Window { first, last, forced_from: args.from })?;
     show(&run, &outcomes, args.format)?;
     if last == StageName::Eval {

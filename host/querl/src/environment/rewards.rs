@@ -7,6 +7,8 @@ use std::sync::Arc;
 /// One reward plugin and its weight in the sum.
 #[derive(Clone)]
 pub struct WeightedReward {
+    /// What its parts are called in metrics, episodes and reports; unlike that of the others of a run.
+    pub label: String,
     /// The plugin.
     pub model: Arc<dyn RewardModel>,
     /// Its weight.
@@ -15,8 +17,8 @@ pub struct WeightedReward {
 
 /// One score per episode, in order: the weighted sum of the plugins' totals.
 ///
-/// Components keep the plugin's own values, unweighted; with several plugins their names are `plugin/component`, beside each
-/// plugin's `plugin/total`. An episode that one plugin rejects is rejected, with that plugin's code.
+/// Components keep the plugin's own values, unweighted; with several plugins their names are `LABEL/component`, beside each
+/// plugin's `LABEL/total`. An episode that one plugin rejects is rejected, with that plugin's code.
 ///
 /// # Errors
 /// A plugin broke its contract.
@@ -37,7 +39,7 @@ fn add(
     n_plugins: usize,
 ) -> Result<Reward, Rejection> {
     let mut sum = sum?;
-    let name = reward.model.name();
+    let name = &reward.label;
     let score =
         score.map_err(|rejection| Rejection { detail: format!("{name}: {}", rejection.detail), ..rejection })?;
     sum.total += reward.weight * score.total;
@@ -63,7 +65,7 @@ mod tests {
     }
 
     fn weighted(name: &'static str, weight: f64) -> WeightedReward {
-        WeightedReward { model: Arc::new(ShopReward(name)), weight }
+        WeightedReward { label: name.into(), model: Arc::new(ShopReward(name)), weight }
     }
 
     #[test]

@@ -49,7 +49,11 @@ impl Shop {
             retriever: Arc::new(ShopRetriever(self.counts.clone())),
             judge: Some(Arc::new(ShopJudge(self.counts.clone()))),
             prompts: Arc::new(ShopPrompts),
-            rewards: vec![WeightedReward { model: Arc::new(ShopReward("difference")), weight: 1.0 }],
+            rewards: vec![WeightedReward {
+                label: "difference".into(),
+                model: Arc::new(ShopReward("difference")),
+                weight: 1.0,
+            }],
             n_retrievals: 4,
             n_judgements: 4,
         }

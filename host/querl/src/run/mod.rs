@@ -1,6 +1,7 @@
 //! What every stage of one run shares: configuration, folder, plugins, a runtime for outside calls.
 
 pub mod lock;
+pub mod pins;
 
 use crate::environment::Services;
 use crate::plugins::Plugins;
@@ -11,7 +12,17 @@ use querl_core::config::Config;
 use querl_core::fsx::write_atomic;
 use querl_core::ports::Retriever;
 use querl_core::run_dir::RunDir;
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
+
+/// What to do where a plugin is not the one that results were made with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnPluginChange {
+    /// Stop before anything is touched.
+    Refuse,
+    /// Go on, and record it.
+    Accept,
+}
 
 /// One run, with its folder held against other processes until dropped.
 pub struct Run {
@@ -30,23 +41,30 @@ pub struct Run {
 
 impl Run {
     /// Opens model folder and plugins, as far as the stages up to `last` use them, then takes the folder. What a stage alone
-    /// needs is looked at before any stage runs, too ([`crate::stages::Stage::check`]).
+    /// needs is looked at before any stage runs, too ([`crate::stages::Stage::check`]). `config_path` is where `config` was read:
+    /// bundles are pinned beside it.
     ///
     /// # Errors
-    /// The model's folder or a plugin is unusable, another process holds the folder.
-    pub fn open(config: Config, last: StageName) -> anyhow::Result<Self> {
+    /// The model's folder or a plugin is unusable, another process holds the folder, a plugin changed.
+    pub fn open(
+        config: Config,
+        config_path: &Path,
+        last: StageName,
+        on_change: OnPluginChange,
+    ) -> anyhow::Result<Self> {
         // The data stages need no model: what they make may be what a model is first trained on.
         if last >= StageName::Sft {
             training::preflight(&config)?;
         }
         training::set_threads(config.threads);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
-        let plugins = Plugins::open(&config.plugins)?;
+        let plugins = Plugins::open(&config)?;
         let dir = RunDir::new(&config.output_dir);
         let lock = lock::take(&dir)?;
-        for (path, text) in [(dir.config(), config.to_toml()), (dir.lock(), plugins.lock_file())] {
-            write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
-        }
+        pins::pin(&dir, config_path, plugins.used(), on_change)?;
+        let path = dir.config();
+        write_atomic(&path, config.to_toml().as_bytes())
+            .with_context(|| format!("{}: cannot be written", path.display()))?;
         Ok(Self { config, dir, plugins, runtime, retriever: OnceLock::new(), _lock: lock })
     }
 

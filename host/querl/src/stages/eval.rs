@@ -3,7 +3,7 @@
 use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Stage, StageName, remove, teacher_name, world};
 use crate::environment::{Baselines, Scorer};
-use crate::evaluation::{System, evaluate_system, n_failed};
+use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
 use crate::failure::Stop;
 use crate::report::Names;
 use crate::run::Run;
@@ -12,7 +12,7 @@ use anyhow::Context;
 use querl_core::config::Config;
 use querl_core::fsx::{read_jsonl, write_jsonl};
 use querl_core::ports::Progress;
-use querl_core::records::{DatasetRow, EvalRecord, Split};
+use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
 use std::path::PathBuf;
 
@@ -58,10 +58,13 @@ impl Stage for Eval {
             judge: services.judge.as_ref().map(|judge| judge.name().to_owned()),
             retrieval: services.retriever.name().to_owned(),
         };
-        let records = evaluate(run, Scorer::new(services, run.runtime.handle().clone()), progress)?;
+        let Evaluated { records, unscored } =
+            evaluate(run, Scorer::new(services, run.runtime.handle().clone()), progress)?;
         write_jsonl(&run.dir.eval_records(), &records).context("eval/records.jsonl cannot be written")?;
         let mut facts = Facts::default();
-        facts.add("answers", records.len()).add("teacher", names.teacher);
+        facts.add("answers", records.len());
+        facts.add("answers without a reward", unscored.values().sum::<u64>()).add_parts(&unscored);
+        facts.add("teacher", names.teacher);
         facts.add("judge", names.judge).add("retrieval", names.retrieval);
         Ok(Done { facts, n_failed: n_failed(&records) })
     }
@@ -84,13 +87,13 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
     }
 }
 
-fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Vec<EvalRecord>> {
+fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
     let rows: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(read_jsonl(&run.dir.validated())?);
     if !trained(&run.config, &run.dir).is_empty() {
         training::check_prompts(run, Split::Test, &rows)?;
     }
-    let mut records = Vec::new();
+    let mut all = Evaluated::default();
     for name in &run.config.eval.systems {
         let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained.as_str() == name);
         let generator = adapter
@@ -101,9 +104,11 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
             (None, "teacher") => System::Teacher,
             (None, _) => System::Raw,
         };
-        records.extend(evaluate_system(&system, &rows, &baselines, &scorer, progress)?);
+        let evaluated = evaluate_system(&system, &rows, &baselines, &scorer, progress)?;
+        all.records.extend(evaluated.records);
+        evaluated.unscored.into_iter().for_each(|(code, n)| *all.unscored.entry(code).or_default() += n);
     }
-    Ok(records)
+    Ok(all)
 }
 
 /// The trained systems that are to be evaluated, with the folders of their stages.

@@ -69,6 +69,11 @@ impl Ledger {
         Ok(Self { path: path.into(), contents })
     }
 
+    /// True where no stage has begun.
+    pub fn is_empty(&self) -> bool {
+        self.contents.stages.is_empty()
+    }
+
     /// What is known of `stage`.
     pub fn entry(&self, stage: &str) -> Option<&Entry> {
         self.contents.stages.get(stage)

@@ -3,6 +3,7 @@
 use crate::cli::{ConfigArgs, Format};
 use crate::plugins::{Plugins, Used};
 use clap::Args;
+use serde_json::{Value, json};
 use std::io::Write;
 
 /// Options of `querl plugin list`.
@@ -19,28 +20,46 @@ pub struct ListArgs {
 /// # Errors
 /// The configuration cannot be used, or one of its plugins.
 pub fn run(args: &ListArgs) -> anyhow::Result<()> {
-    let plugins = Plugins::open(&args.config.load()?.plugins)?;
+    let plugins = Plugins::open(&args.config.load()?)?;
     let mut stdout = std::io::stdout().lock();
     if args.format.json {
-        serde_json::to_writer_pretty(&mut stdout, plugins.used())?;
+        let plugins: Vec<Value> = plugins.used().iter().map(as_json).collect();
+        serde_json::to_writer_pretty(&mut stdout, &plugins)?;
         return Ok(writeln!(stdout)?);
     }
     let rows: Vec<[String; 5]> = plugins.used().iter().map(cells).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths = [0, 1, 2, 3].map(width);
-    for [role, title, weight, digest, source] in &rows {
-        let [role_width, title_width, weight_width, digest_width] = widths;
-        writeln!(
-            stdout,
-            "{role:<role_width$}  {title:<title_width$}  {weight:>weight_width$}  {digest:<digest_width$}  {source}"
-        )?;
+    let [role, name, what, weight] =
+        [0, 1, 2, 3].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+    for [a, b, c, d, e] in &rows {
+        writeln!(stdout, "{a:<role$}  {b:<name$}  {c:<what$}  {d:<weight$}  {e}")?;
     }
     Ok(())
 }
 
 fn cells(used: &Used) -> [String; 5] {
-    let weight = used.weight.map(|weight| format!("x {weight}")).unwrap_or_default();
-    // A digest is told apart by its first digits; `--json` has the whole.
-    let digest = used.sha256.chars().take(12).collect();
-    [used.role.into(), format!("{} {}", used.name, used.version), weight, digest, used.path.display().to_string()]
+    let entry = &used.entry;
+    let weight = used.weight.map(|weight| format!("weight {weight}")).unwrap_or_default();
+    let signer = match &entry.signed_by {
+        Some(key) => format!("signed by {key}"),
+        None => "not signed".to_owned(),
+    };
+    let name = used.label.as_ref().unwrap_or(&entry.id).clone();
+    let source = format!("{}, {signer}: {}", entry.source.name(), entry.path.display());
+    [entry.role.clone(), name, entry.title(), weight, source]
+}
+
+fn as_json(used: &Used) -> Value {
+    let entry = &used.entry;
+    json!({
+        "role": entry.role,
+        "id": entry.id,
+        "version": entry.version.to_string(),
+        "label": used.label,
+        "weight": used.weight,
+        "source": entry.source.name(),
+        "path": entry.path,
+        "sha256": entry.sha256,
+        "bundle": entry.bundle,
+        "signed_by": entry.signed_by,
+    })
 }

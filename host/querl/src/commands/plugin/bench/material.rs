@@ -1,0 +1,84 @@
+//! What a plugin is called with: episodes, and what prompts, filters and style scorers are shown of them.
+
+use super::Stop;
+use querl_core::episodes;
+use querl_core::records::{Candidate, Context, Dialogue, Episode, Hit, Judgement, Message, Sample};
+use std::path::Path;
+
+const N_INVENTED: usize = 256;
+
+/// Episodes of a file.
+///
+/// # Errors
+/// It cannot be read, a line is no episode, or there is none.
+pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
+    let recorded = episodes::read(path).map_err(|error| Stop::usage(error.to_string()))?;
+    if recorded.is_empty() {
+        return Err(Stop::usage(format!("{}: holds no episode; expected one JSON object a line", path.display())));
+    }
+    Ok(recorded.into_iter().map(|recorded| recorded.episode).collect())
+}
+
+/// Episodes of a shop, each with five hits a side, texts as long as that of the example's knowledge base, and both judged.
+pub(super) fn invented() -> Vec<Episode> {
+    const QUERIES: [&str; 4] = ["一天几粒啊", "孕妇可以吃这个鱼油吗", "老人腿脚没力气吃哪个好", "和降压药能一起吃不"];
+    const REWRITES: [&str; 4] = [
+        "深海鱼油软胶囊 食用方法 每日食用量",
+        "深海鱼油软胶囊 孕妇 禁忌人群",
+        "氨糖软骨素钙片 适宜人群 中老年",
+        "深海鱼油软胶囊 降压药 同服 注意事项",
+    ];
+    let episode = |index: usize| {
+        let (query, rewrite) = (QUERIES[index % 4], REWRITES[index % 4]);
+        Episode {
+            id: format!("bench/{index}"),
+            query: query.into(),
+            context: Context {
+                user_profile: "58 岁，女，血压偏高".into(),
+                history_summary: "咨询深海鱼油软胶囊".into(),
+            },
+            gold_ids: vec![format!("p{}", index % 7)],
+            policy: candidate(&format!("{rewrite} {}", index % 10), index),
+            baseline: candidate(rewrite, index + 3),
+        }
+    };
+    (0..N_INVENTED).map(episode).collect()
+}
+
+fn candidate(rewrite: &str, seed: usize) -> Candidate {
+    let passage = "深海鱼油软胶囊每日食用量 2 粒，饭后温水送服；孕妇、哺乳期妇女及正在服用抗凝药物者请先询问医生。";
+    let hit = |place: usize| Hit {
+        id: format!("p{}", (seed + place) % 7),
+        text: passage.into(),
+        // Falling, within 0 to 1, another for each episode.
+        reranker_score: (100 - place * 13 - seed % 31) as f64 / 100.0,
+        retrieval_score: Some((40 - place) as f64),
+        rank: place as u32 + 1,
+    };
+    Candidate {
+        rewrite: rewrite.into(),
+        retrieval: Ok((0..5).map(hit).collect()),
+        judgement: Judgement::Scored { score: (seed % 6) as f64, reason: "提到了产品和意图".into() },
+        style: None,
+        n_tokens: 24,
+        truncated: false,
+    }
+}
+
+/// What a filter sees of an episode: the teacher's side.
+pub(super) fn sample(episode: &Episode) -> Sample {
+    Sample {
+        id: episode.id.clone(),
+        original_query: episode.query.clone(),
+        rewritten_query: episode.baseline.rewrite.clone(),
+        context: episode.context.clone(),
+        hits: episode.baseline.retrieval.clone().unwrap_or_default(),
+    }
+}
+
+/// The question, and the policy's words as the answer to it.
+pub(super) fn dialogue(episode: &Episode) -> Dialogue {
+    let turn = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+    let turns = vec![turn("user", &episode.query), turn("assistant", &episode.policy.rewrite)];
+    Dialogue { id: episode.id.clone(), turns }
+}

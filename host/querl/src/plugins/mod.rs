@@ -1,0 +1,155 @@
+//! The configured plugins, loaded, with what a ledger and a lock file say of them.
+
+pub mod host;
+mod labels;
+mod secrets;
+
+use crate::environment::WeightedReward;
+use crate::failure::Stop;
+use crate::stages::inputs::Inputs;
+use querl_bundle::lock::{LockEntry, LockSource};
+use querl_core::config::Config;
+use querl_core::ports::{Filter, Prompts};
+use querl_plugins::{Plugin, PluginHost, PluginSettings, Source};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Every plugin of a run.
+pub struct Plugins {
+    /// The tenant's prompts.
+    pub prompts: Arc<dyn Prompts>,
+    /// In the order in which they are applied.
+    pub filters: Vec<Arc<dyn Filter>>,
+    /// Summed by weight.
+    pub rewards: Vec<WeightedReward>,
+    used: Vec<Used>,
+}
+
+/// What a result depends on when it depends on a plugin.
+#[derive(Debug, Clone)]
+pub struct Used {
+    /// What a lock file pins.
+    pub entry: LockEntry,
+    /// In the sum of rewards.
+    pub weight: Option<f64>,
+    /// Names the parts of a reward where there are several.
+    pub label: Option<String>,
+    settings: String,
+}
+
+impl Used {
+    /// Of a plugin without settings and weight.
+    #[cfg(test)]
+    pub fn pinned(entry: LockEntry) -> Self {
+        Self { entry, weight: None, label: None, settings: String::new() }
+    }
+}
+
+impl Plugins {
+    /// Loads all, building those whose source is newer than their component.
+    ///
+    /// # Errors
+    /// One cannot be built, loaded or configured; a setting holds a secret; a trusted key is none.
+    pub fn open(config: &Config) -> anyhow::Result<Self> {
+        secrets::check(config)?;
+        let config = &config.plugins;
+        let mut loading = Loading { host: host::open(&config.limits, &config.trusted_keys)?, used: Vec::new() };
+        let plugin = loading.load("prompt", &config.prompt.path, &config.prompt.settings)?;
+        let prompts = Arc::from(loading.host.prompts_of(&plugin, &config.prompt.settings)?);
+        let mut filters = Vec::new();
+        for filter in &config.filters {
+            let plugin = loading.load("filter", &filter.path, &filter.settings)?;
+            filters.push(Arc::from(loading.host.filter_of(&plugin, &filter.settings)?));
+        }
+        let mut rewards = Vec::new();
+        for reward in &config.rewards {
+            let plugin = loading.load("reward", &reward.path, &reward.settings)?;
+            let model = Arc::from(loading.host.reward_of(&plugin, &reward.settings)?);
+            rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
+        }
+        let mut plugins = Self { prompts, filters, rewards, used: loading.used };
+        plugins.label_rewards();
+        Ok(plugins)
+    }
+
+    /// Gives the rewards names that differ, and notes name and weight with what is used.
+    fn label_rewards(&mut self) {
+        let ids: Vec<_> = self.rewards.iter().map(|reward| reward.label.as_str()).collect();
+        let labels = labels::distinct(&ids);
+        let used = self.used.iter_mut().filter(|used| used.entry.role == "reward");
+        for ((reward, used), label) in self.rewards.iter_mut().zip(used).zip(labels) {
+            used.weight = Some(reward.weight);
+            used.label = Some(label.clone());
+            reward.label = label;
+        }
+    }
+
+    /// What is used, in the order of the configuration.
+    pub fn used(&self) -> &[Used] {
+        &self.used
+    }
+
+    /// The prompt plugin.
+    pub fn add_prompts(&self, inputs: &mut Inputs) {
+        self.add(inputs, "prompt");
+    }
+
+    /// The filters, and their order.
+    pub fn add_filters(&self, inputs: &mut Inputs) {
+        self.add(inputs, "filter");
+    }
+
+    /// The rewards.
+    pub fn add_rewards(&self, inputs: &mut Inputs) {
+        self.add(inputs, "reward");
+    }
+
+    fn add(&self, inputs: &mut Inputs, role: &str) {
+        for (index, used) in self.used.iter().filter(|used| used.entry.role == role).enumerate() {
+            let name = format!("{role} plugin {} ({})", index + 1, used.entry.id);
+            let weight = used.weight.unwrap_or(1.0);
+            inputs.text(&name, format!("{} {} weight {weight}", used.entry.sha256, used.settings));
+        }
+    }
+}
+
+/// Loads plugins one by one and notes each.
+struct Loading {
+    host: PluginHost,
+    used: Vec<Used>,
+}
+
+impl Loading {
+    fn load(&mut self, role: &str, path: &Path, settings: &PluginSettings) -> anyhow::Result<Plugin> {
+        let plugin = self.host.load(path)?;
+        let entry = entry(role, path, &plugin)?;
+        self.used.push(Used { entry, weight: None, label: None, settings: format!("{settings:?}") });
+        Ok(plugin)
+    }
+}
+
+/// What a lock file says of a plugin that was loaded from `path`.
+fn entry(role: &str, path: &Path, plugin: &Plugin) -> Result<LockEntry, Stop> {
+    let version = plugin.version().parse().map_err(|error| {
+        let (path, version) = (path.display(), plugin.version());
+        Stop::usage(format!(
+            "plugin {path}: it says that its version is `{version}`; expected a semantic version: {error}"
+        ))
+    })?;
+    let source = match plugin.source() {
+        Source::Bundle => LockSource::Bundle,
+        Source::Component => LockSource::Component,
+        Source::Folder => LockSource::Folder,
+    };
+    let bundle = plugin.bundle();
+    Ok(LockEntry {
+        role: role.into(),
+        id: plugin.id().into(),
+        version,
+        path: path.into(),
+        source,
+        sha256: plugin.digest().into(),
+        bundle: bundle.map(|facts| facts.digest.clone()),
+        signed_by: bundle.and_then(|facts| facts.signed_by.as_ref()).map(ToString::to_string),
+    })
+}
