@@ -1,0 +1,114 @@
+//! Registries that fail or lie, on loopback.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{TestPlugin, bundle, location};
+use querl_registry::{Credentials, Location, Transport, pull, push};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use wiremock::matchers::{method, path, path_regex};
+use wiremock::{Mock, MockServer, ResponseTemplate};
+
+fn place(server: &MockServer) -> Location {
+    location(&server.address().to_string(), "a").with_version("0.1.0".parse().unwrap())
+}
+
+async fn pulled(server: &MockServer) -> String {
+    pull(&place(server), &Credentials::anonymous(), Transport::Secure).await.unwrap_err().to_string()
+}
+
+/// Answers with a bundle's manifest whose layer is `layer`.
+async fn serve_manifest(server: &MockServer, layer: serde_json::Value) {
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "artifactType": "application/vnd.querl.bundle.v1+zstd",
+        "config": { "mediaType": "application/vnd.oci.empty.v1+json", "digest": digest(b"{}"), "size": 2 },
+        "layers": [layer],
+    });
+    let answer =
+        ResponseTemplate::new(200).set_body_raw(manifest.to_string(), "application/vnd.oci.image.manifest.v1+json");
+    Mock::given(method("GET")).and(path("/v2/a/manifests/0.1.0.querl")).respond_with(answer).mount(server).await;
+}
+
+async fn serve_blob(server: &MockServer, content: Vec<u8>) {
+    let answer = ResponseTemplate::new(200).set_body_bytes(content);
+    Mock::given(method("GET")).and(path_regex("^/v2/a/blobs/")).respond_with(answer).mount(server).await;
+}
+
+fn digest(bytes: &[u8]) -> String {
+    format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
+}
+
+fn layer(content: &[u8]) -> serde_json::Value {
+    json!({ "mediaType": "application/vnd.querl.bundle.v1+zstd", "digest": digest(content), "size": content.len() })
+}
+
+#[tokio::test]
+async fn registry_that_is_not_there_is_told_with_the_remedy() {
+    // A port that was free a moment ago.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let host = listener.local_addr().unwrap().to_string();
+    drop(listener);
+    let place = location(&host, "a");
+    let error = push(&bundle(&TestPlugin::default()), &place, &Credentials::anonymous(), Transport::Secure).await;
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.starts_with(&format!("{place}:0.1.0: cannot be reached: ")) && error.contains("check the address"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn failing_registry_is_told_on_one_line() {
+    let server = MockServer::start().await;
+    let answer = ResponseTemplate::new(503).set_body_string(format!("down\n\u{1b}[2J{}", "x".repeat(1000)));
+    Mock::given(method("GET")).respond_with(answer).mount(&server).await;
+    let error = pulled(&server).await;
+    assert!(error.contains("the registry answered with status 503: down  [2Jxxx"), "{error}");
+    assert!(error.len() < 400 && !error.contains(['\n', '\u{1b}']), "{error}");
+}
+
+#[tokio::test]
+async fn content_without_its_digest_is_refused() {
+    let server = MockServer::start().await;
+    serve_manifest(&server, layer(b"expected")).await;
+    serve_blob(&server, b"other".to_vec()).await;
+    assert!(pulled(&server).await.contains("the transfer broke off"), "{}", pulled(&server).await);
+}
+
+#[tokio::test]
+async fn bundle_that_is_too_large_is_not_read_to_its_end() {
+    let server = MockServer::start().await;
+    let mut announced = layer(b"x");
+    announced["size"] = json!(100 << 20);
+    serve_manifest(&server, announced).await;
+    assert!(pulled(&server).await.contains("larger than the 75497472 bytes that are read"));
+    // One that lies about its size.
+    let server = MockServer::start().await;
+    let mut small = layer(b"x");
+    small["size"] = json!(1);
+    serve_manifest(&server, small).await;
+    serve_blob(&server, vec![0; 73 << 20]).await;
+    assert!(pulled(&server).await.contains("larger than the 75497472 bytes that are read"));
+}
+
+#[tokio::test]
+async fn addresses_in_a_manifest_are_not_called() {
+    let (server, elsewhere) = (MockServer::start().await, MockServer::start().await);
+    let mut with_address = layer(b"content");
+    with_address["urls"] = json!([format!("{}/stolen", elsewhere.uri())]);
+    serve_manifest(&server, with_address).await;
+    serve_blob(&server, b"content".to_vec()).await;
+    let error = pulled(&server).await;
+    assert!(error.contains("is not a bundle"), "{error}");
+    assert!(elsewhere.received_requests().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn manifest_of_something_else_is_told() {
+    let server = MockServer::start().await;
+    serve_manifest(&server, json!({ "mediaType": "application/wasm", "digest": digest(b"x"), "size": 1 })).await;
+    assert!(pulled(&server).await.ends_with("the tag 0.1.0.querl holds no bundle"));
+}

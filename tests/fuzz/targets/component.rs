@@ -1,0 +1,44 @@
+//! The loader of components: any bytes in a `.wasm` file are refused, or become a plugin that says who it is.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use querl_core::config::PluginLimits;
+use querl_plugins::{HostOptions, PluginHost};
+use std::cell::RefCell;
+
+/// A host remembers what it has loaded; a new one from time to time keeps memory flat.
+const LOADS_PER_HOST: u32 = 200;
+
+struct Bench {
+    host: PluginHost,
+    folder: tempfile::TempDir,
+    n_loads: u32,
+}
+
+thread_local! {
+    static BENCH: RefCell<Option<Bench>> = const { RefCell::new(None) };
+}
+
+fn bench() -> Bench {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let limits = PluginLimits { fuel_per_item: 1_000_000, timeout_ms: 1_000, memory_bytes: 16 << 20, ..Default::default() };
+    let cache_dir = Some(folder.path().join("cache"));
+    let host = PluginHost::new(HostOptions { limits, cache_dir, n_slots: 1, ..HostOptions::default() });
+    Bench { host: host.expect("the host starts"), folder, n_loads: 0 }
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    BENCH.with_borrow_mut(|slot| {
+        if slot.as_ref().is_some_and(|bench| bench.n_loads == LOADS_PER_HOST) {
+            *slot = None;
+        }
+        let bench = slot.get_or_insert_with(bench);
+        bench.n_loads += 1;
+        let path = bench.folder.path().join("guest.wasm");
+        std::fs::write(&path, bytes).expect("the folder takes a file");
+        match bench.host.load(&path) {
+            Ok(plugin) => assert!(!plugin.id().is_empty() && !plugin.kinds().is_empty()),
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
+    });
+});
