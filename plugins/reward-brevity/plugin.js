@@ -1,0 +1,36 @@
+// Rewards rewrites that are shorter than the teacher's and find as much: README.md has the formula.
+
+import { plugin } from "#querl-sdk";
+import { nChars } from "./text.js";
+
+export class Brevity {
+  constructor(settings) {
+    this.enoughChars = settings.integer("enough_chars", 6, { minimum: 1, maximum: 1000 });
+    this.tolerance = settings.number("quality_tolerance", 0.02, { minimum: 0, maximum: 1 });
+  }
+
+  range() {
+    return [-1, 1];
+  }
+
+  score({ policy, baseline }) {
+    const keptQuality = top1(policy, "policy") >= top1(baseline, "baseline") - this.tolerance;
+    const saving = this.saving(nChars(policy.rewrite), nChars(baseline.rewrite));
+    // What is saved at the cost of what is found is not paid; what is wasted is charged either way.
+    const total = keptQuality ? saving : Math.min(saving, 0);
+    return { total, components: { saving, kept_quality: keptQuality ? 1 : 0 } };
+  }
+
+  /** Share of the longer rewrite's characters that the policy saves, -1 to 1. A rewrite that says nothing saves nothing. */
+  saving(nPolicy, nBaseline) {
+    if (nPolicy === 0) return -1;
+    const [policy, baseline] = [nPolicy, nBaseline].map((n) => Math.max(n, this.enoughChars));
+    return (baseline - policy) / Math.max(baseline, policy);
+  }
+}
+
+function top1(candidate, side) {
+  return candidate.hits(side)[0]?.rerankerScore ?? 0;
+}
+
+export default plugin({ reward: Brevity });

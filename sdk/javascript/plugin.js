@@ -1,0 +1,31 @@
+// Which classes a plugin is made of.
+
+/** By kind, as `plugin()` calls them: the kind's name in plugin.toml, and the methods that it needs. */
+const KINDS = {
+  prompt: ["prompt", ["messages", "parseRewrite", "parseJudgement"]],
+  filter: ["filter", ["check"]],
+  reward: ["reward", ["range", "score"]],
+  styleScorer: ["style-scorer", ["score"]],
+};
+
+export function plugin(classes) {
+  const kinds = {};
+  for (const [name, type] of Object.entries(classes)) {
+    if (!(name in KINDS)) {
+      throw new TypeError(`plugin() names the kind \`${name}\`; the kinds are ${Object.keys(KINDS).join(", ")}`);
+    }
+    const [kind, methods] = KINDS[name];
+    if (typeof type !== "function") {
+      throw new TypeError(`plugin() has ${String(type)} as ${name}; expected a class`);
+    }
+    const missing = methods.find((method) => typeof type.prototype?.[method] !== "function");
+    if (missing) {
+      throw new TypeError(`\`${type.name}\` has no method \`${missing}\`, which a ${kind} needs`);
+    }
+    kinds[kind] = type;
+  }
+  if (Object.keys(kinds).length === 0) {
+    throw new TypeError("plugin() names no class; expected for example `plugin({ reward: Brevity })`");
+  }
+  return { kinds };
+}
