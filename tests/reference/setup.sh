@@ -10,6 +10,6 @@ fi
 .venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt
 
 # In this order: lora.py reads the checkpoints that decoders.py writes.
-for script in decoders.py lora.py ppo.py template.py; do
+for script in decoders.py lora.py ppo.py template.py replay.py; do
     .venv/bin/python "$script"
 done

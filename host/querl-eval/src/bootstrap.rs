@@ -71,7 +71,7 @@ fn mean_of<'a>(clusters: impl Iterator<Item = &'a Cluster>) -> Option<f64> {
 }
 
 /// Quantile with linear interpolation between the two nearest, as numpy's default.
-fn quantile(sorted: &[f64], at: f64) -> Option<f64> {
+pub(crate) fn quantile(sorted: &[f64], at: f64) -> Option<f64> {
     let position = at * sorted.len().checked_sub(1)? as f64;
     let (below, above) = (sorted[position.floor() as usize], sorted[position.ceil() as usize]);
     Some(below + (above - below) * position.fract())

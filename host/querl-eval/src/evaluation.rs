@@ -119,7 +119,7 @@ pub fn evaluate_seeds(runs: &[Vec<EvalRecord>], options: &EvalOptions) -> Result
 
 /// Below this many groups percentile intervals come out too narrow (simulations in Cameron, Gelbach and Miller 2008,
 /// "Bootstrap-based improvements for inference with clustered errors").
-const FEW_GROUPS: usize = 20;
+pub(crate) const FEW_GROUPS: usize = 20;
 
 impl Evaluation {
     /// A caution where there are too few groups for the intervals, and so the stars, to mean much.

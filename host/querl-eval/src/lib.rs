@@ -1,7 +1,8 @@
 //! What the systems achieved on held-out queries, and how sure one can be of it.
 //!
 //! In: the records of the evaluation stage (one per system and query), metrics of training, facts about the run. Out: the
-//! contents of `eval.json`, a table for a terminal and a page for a browser, as values and strings. This crate refuses to know
+//! contents of `eval.json`, a table for a terminal and a page for a browser, as values and strings. Besides: recorded episodes with
+//! the scores of two rewards, and what differs between these ([`replay()`]). This crate refuses to know
 //! models, plugins, services and files: whoever calls it reads and writes.
 //!
 //! Three rules hold throughout:
@@ -19,6 +20,7 @@ mod evaluation;
 mod facts;
 mod metric;
 mod printable;
+mod replay;
 mod report;
 mod table;
 
@@ -29,5 +31,10 @@ pub use evaluation::{
 };
 pub use facts::{FunnelStep, Party, RunFacts, StageTiming};
 pub use metric::Metric;
+pub use replay::{
+    Change, ChangedEpisode, ChangedPart, ComponentChange, Correlation, Counts, Distribution, Histogram, Order, Outcome,
+    Pairs, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, Sign, SignCounts, SignMove, Signs, StepMeans, Third,
+    Totals, replay, replay_html, replay_text,
+};
 pub use report::{ReportInput, report_html};
 pub use table::{seeds_table, table};

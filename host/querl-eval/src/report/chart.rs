@@ -15,9 +15,9 @@ const SMOOTH_ABOVE: usize = 40;
 
 /// One chart of one or more curves over training steps.
 #[derive(Debug, Serialize)]
-pub(super) struct LineChart {
-    pub(super) title: &'static str,
-    pub(super) y_label: &'static str,
+pub(crate) struct LineChart {
+    pub(crate) title: &'static str,
+    pub(crate) y_label: &'static str,
     width: f64,
     height: f64,
     left: f64,
@@ -28,23 +28,23 @@ pub(super) struct LineChart {
     y_ticks: Vec<Tick>,
     /// Steps that the moving average takes in; 0 where there is none.
     window: usize,
-    pub(super) series: Vec<Series>,
+    pub(crate) series: Vec<Series>,
 }
 
 /// A mark on an axis.
 #[derive(Debug, Serialize)]
-pub(super) struct Tick {
-    pub(super) at: String,
-    pub(super) label: String,
+pub(crate) struct Tick {
+    pub(crate) at: String,
+    pub(crate) label: String,
 }
 
 /// One curve.
 #[derive(Debug, Serialize)]
-pub(super) struct Series {
-    pub(super) label: &'static str,
+pub(crate) struct Series {
+    pub(crate) label: &'static str,
     /// Name in `metrics.jsonl`.
-    pub(super) name: String,
-    pub(super) last: String,
+    pub(crate) name: String,
+    pub(crate) last: String,
     thin: String,
     thick: String,
     end: (String, String),
@@ -52,15 +52,15 @@ pub(super) struct Series {
 
 /// A curve as read: its label, its name in `metrics.jsonl` and its points by step.
 #[derive(Debug)]
-pub(super) struct Points {
-    pub(super) label: &'static str,
-    pub(super) name: String,
-    pub(super) points: Vec<(f64, f64)>,
+pub(crate) struct Points {
+    pub(crate) label: &'static str,
+    pub(crate) name: String,
+    pub(crate) points: Vec<(f64, f64)>,
 }
 
 impl LineChart {
     /// `None` where no curve has a point.
-    pub(super) fn new(title: &'static str, y_label: &'static str, curves: Vec<Points>) -> Option<Self> {
+    pub(crate) fn new(title: &'static str, y_label: &'static str, curves: Vec<Points>) -> Option<Self> {
         let all = || curves.iter().flat_map(|curve| &curve.points);
         let n_longest = curves.iter().map(|curve| curve.points.len()).max()?;
         let x = Axis::new(Axis::exact_range(all().map(|point| point.0))?, (LEFT, RIGHT));
@@ -116,13 +116,13 @@ fn moving_average(points: &[(f64, f64)], window: usize) -> Vec<(f64, f64)> {
 
 /// A linear scale from data to SVG units.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Axis {
+pub(crate) struct Axis {
     from: (f64, f64),
     to: (f64, f64),
 }
 
 impl Axis {
-    pub(super) fn new(from: (f64, f64), to: (f64, f64)) -> Self {
+    pub(crate) fn new(from: (f64, f64), to: (f64, f64)) -> Self {
         Self { from, to }
     }
 
@@ -146,13 +146,18 @@ impl Axis {
     }
 
     /// Where `value` lies, in SVG units with one decimal.
-    pub(super) fn at(&self, value: f64) -> String {
+    pub(crate) fn at(&self, value: f64) -> String {
+        format!("{:.1}", self.position(value))
+    }
+
+    /// As [`Axis::at`], as a number.
+    pub(crate) fn position(&self, value: f64) -> f64 {
         let share = (value - self.from.0) / (self.from.1 - self.from.0);
-        format!("{:.1}", self.to.0 + share * (self.to.1 - self.to.0))
+        self.to.0 + share * (self.to.1 - self.to.0)
     }
 
     /// About `wanted` marks at round numbers.
-    pub(super) fn ticks(&self, wanted: usize) -> Vec<Tick> {
+    pub(crate) fn ticks(&self, wanted: usize) -> Vec<Tick> {
         let rough = (self.from.1 - self.from.0) / wanted as f64;
         let magnitude = 10f64.powf(rough.log10().floor());
         let step = magnitude * [1.0, 2.0, 5.0].into_iter().find(|factor| factor * magnitude >= rough).unwrap_or(10.0);

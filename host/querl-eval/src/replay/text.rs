@@ -1,0 +1,333 @@
+//! The comparison as text for a terminal.
+
+use super::changed::ChangedEpisode;
+use super::numbers::{Digits, NONE, counted, or_dash};
+use super::signs::SignCounts;
+use super::width::{cut, left, one_line, right, wrapped};
+use super::{Change, Correlation, Distribution, Histogram, Order, Pairs, PluginSide, Replay, Side, Third};
+use crate::bootstrap::Interval;
+use crate::printable::printable;
+use unicode_width::UnicodeWidthStr;
+
+/// No line is longer, in columns of a terminal.
+const MAX_WIDTH: usize = 100;
+
+/// Columns of the longest bar of the histogram.
+const BAR_WIDTH: usize = 26;
+
+/// The comparison, each line at most 100 columns wide. Ends with a line break.
+pub fn replay_text(replay: &Replay) -> String {
+    let sections = [
+        sides(replay),
+        replay.notes.iter().flat_map(|note| wrapped(&printable(note), MAX_WIDTH)).collect(),
+        counts(replay),
+        totals(replay),
+        histogram(replay.totals.histogram.as_ref()),
+        change(&replay.change),
+        likeness(replay),
+        signs(replay),
+        components(replay),
+        shown(replay),
+        replay.change.mean.map_or_else(Vec::new, |_| wrapped(&explanation(replay), MAX_WIDTH)),
+    ];
+    let sections = sections.into_iter().filter(|lines| !lines.is_empty());
+    let texts: Vec<String> = sections.map(|lines| lines.join("\n") + "\n").collect();
+    texts.join("\n")
+}
+
+/// `reward-competition 0.1.0 (tanh_scale = 1.0)`; the recorded outcomes have no name.
+pub(super) fn title(side: &Side) -> String {
+    let Side::Plugin(PluginSide { id, version, settings, .. }) = side else { return "recorded outcomes".to_owned() };
+    let settings: Vec<String> = settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+    let settings = if settings.is_empty() { String::new() } else { format!(" ({})", settings.join(", ")) };
+    printable(&format!("{id} {version}{settings}"))
+}
+
+/// Range and digest; nothing for recorded outcomes.
+pub(super) fn facts(side: &Side) -> String {
+    let Side::Plugin(PluginSide { digest, range, .. }) = side else { return String::new() };
+    format!("range {} to {}, sha256 {}", range.0, range.1, digest.get(..12).unwrap_or(digest))
+}
+
+/// `mean [low, high]`, with a star where the interval excludes 0.
+pub(super) fn interval(found: Option<Interval>) -> String {
+    let Some(Interval { mean, low, high }) = found else { return NONE.to_owned() };
+    let digits = Digits::for_values([mean, low, high].into_iter());
+    let star = if low > 0.0 || high < 0.0 { "*" } else { "" };
+    let [mean, low, high] = [mean, low, high].map(|value| digits.signed(value));
+    format!("{mean} [{low}, {high}]{star}")
+}
+
+fn sides(replay: &Replay) -> Vec<String> {
+    let line = |label: &str, side: &Side| {
+        let facts = facts(side);
+        let mut lines = wrapped(&title(side), MAX_WIDTH - 8);
+        lines.extend((!facts.is_empty()).then_some(facts));
+        let label = std::iter::once(label).chain(std::iter::repeat(""));
+        label.zip(lines).map(|(label, line)| format!("{label:<8}{line}")).collect::<Vec<_>>()
+    };
+    [line("before", &replay.before), line("after", &replay.after)].concat()
+}
+
+fn counts(replay: &Replay) -> Vec<String> {
+    let rows = replay.counts.rows();
+    let label_width = rows.iter().map(|row| row.0.len()).max().unwrap_or(0);
+    let number_width = replay.counts.n_episodes.to_string().len();
+    let line = |(label, n, codes): (&str, usize, String)| {
+        to_edge(&format!("{label:<label_width$}  {n:>number_width$}  {}", one_line(&printable(&codes))))
+    };
+    rows.into_iter().map(line).collect()
+}
+
+/// Ends at the edge of the terminal.
+fn to_edge(line: &str) -> String {
+    cut(line.trim_end(), MAX_WIDTH)
+}
+
+/// Rows of cells, the first row the head, the first column to the left and the others to the right.
+fn table(rows: &[Vec<String>]) -> Vec<String> {
+    let n_columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.width()).max();
+    let widths: Vec<usize> = (0..n_columns).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match column {
+            0 => left(cell, *width),
+            _ => right(cell, *width),
+        });
+        to_edge(&cells.collect::<Vec<_>>().join("  "))
+    };
+    rows.iter().map(line).collect()
+}
+
+fn cells(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|text| (*text).to_owned()).collect()
+}
+
+fn totals(replay: &Replay) -> Vec<String> {
+    let Some(after) = replay.totals.after else { return vec!["no episode was scored by both".to_owned()] };
+    let (before, after) = (replay.totals.before.map(|found| found.figures()), after.figures());
+    let all = before.into_iter().flatten().chain(after).flatten();
+    let digits = Digits::for_values(all);
+    let mut rows = vec![cells(&["total", "before", "after", "change"])];
+    for (index, name) in Distribution::FIGURES.into_iter().enumerate() {
+        let (before, after) = (before.and_then(|figures| figures[index]), after[index]);
+        let change = before.zip(after).map(|(before, after)| after - before);
+        rows.push(vec![
+            name.to_owned(),
+            or_dash(before, |value| digits.plain(value)),
+            or_dash(after, |value| digits.plain(value)),
+            or_dash(change, |value| digits.signed(value)),
+        ]);
+    }
+    table(&rows)
+}
+
+fn histogram(histogram: Option<&Histogram>) -> Vec<String> {
+    let Some(histogram) = histogram else { return Vec::new() };
+    let labels = bin_labels(histogram);
+    let label_width = labels.iter().map(String::len).max().unwrap_or(0).max(5);
+    let longest = histogram.before.iter().chain(&histogram.after).copied().max().unwrap_or(0);
+    let number_width = longest.to_string().len();
+    let side = |n: Option<&u64>| {
+        n.map(|n| left(&format!("{n:>number_width$} {}", bar(*n, longest)), number_width + 1 + BAR_WIDTH))
+    };
+    let head = |text: &str| left(text, number_width + 1 + BAR_WIDTH);
+    let columns = if histogram.before.is_empty() { vec![head("after")] } else { vec![head("before"), head("after")] };
+    let mut lines = vec![format!("{}  {}", left("total", label_width), columns.join("  "))];
+    for (index, label) in labels.iter().enumerate() {
+        let columns = [side(histogram.before.get(index)), side(histogram.after.get(index))];
+        lines.push(format!(
+            "{}  {}",
+            right(label, label_width),
+            columns.into_iter().flatten().collect::<Vec<_>>().join("  ")
+        ));
+    }
+    lines.into_iter().map(|line| line.trim_end().to_owned()).collect()
+}
+
+/// `-0.50 to -0.45`.
+pub(super) fn bin_labels(histogram: &Histogram) -> Vec<String> {
+    let width = histogram.edges.first().zip(histogram.edges.get(1)).map_or(1.0, |(first, second)| second - first);
+    let decimals =
+        if !(1e-6..1e9).contains(&width) { None } else { Some((-width.log10().floor()).clamp(0.0, 7.0) as usize) };
+    let edge = |value: f64| match decimals {
+        Some(decimals) => format!("{value:.decimals$}"),
+        None => format!("{value:.3e}"),
+    };
+    histogram.edges.windows(2).map(|edges| format!("{} to {}", edge(edges[0]), edge(edges[1]))).collect()
+}
+
+fn bar(n: u64, longest: u64) -> String {
+    if n == 0 {
+        return String::new();
+    }
+    let eighths = (8.0 * BAR_WIDTH as f64 * n as f64 / longest as f64).round().max(1.0) as usize;
+    let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
+    "█".repeat(eighths / 8) + rest
+}
+
+fn change(change: &Change) -> Vec<String> {
+    if change.mean.is_none() {
+        return Vec::new();
+    }
+    let rows = changes(change);
+    let width = rows.iter().map(|row| row[1].width()).max().unwrap_or(0);
+    let head = ["mean change", "95% interval", "episodes"].map(str::to_owned);
+    // Intervals begin at one column, so that their means stand below each other.
+    let aligned =
+        std::iter::once(&head).chain(&rows).map(|[label, found, n]| vec![label.clone(), left(found, width), n.clone()]);
+    let mut lines = table(&aligned.collect::<Vec<_>>());
+    lines.push(format!("episodes changed: {}; queries: {}", change.n_changed, change.n_queries));
+    lines
+}
+
+/// Label, mean with interval, and episodes: of all steps, of the first third and of the last.
+pub(super) fn changes(change: &Change) -> Vec<[String; 3]> {
+    let third = |label: &str, third: Third| {
+        let (first, last) = third.steps;
+        let steps = if first == last { format!("step {first}") } else { format!("steps {first} to {last}") };
+        [format!("{label}, {steps}"), interval(third.mean), third.n.to_string()]
+    };
+    let n_all: usize = change.by_step.iter().map(|step| step.n).sum();
+    let mut rows = vec![["all".to_owned(), interval(change.mean), n_all.to_string()]];
+    rows.extend(change.first_third.map(|found| third("first third", found)));
+    rows.extend(change.last_third.map(|found| third("last third", found)));
+    rows
+}
+
+/// Label and value of each measure of likeness.
+pub(super) fn correlations(found: &Correlation) -> [(&'static str, String); 3] {
+    let text = |value: Option<f64>| or_dash(value, |value| format!("{value:.4}"));
+    [("Pearson", text(found.pearson)), ("Spearman", text(found.spearman)), ("Kendall tau-b", text(found.kendall_tau_b))]
+}
+
+/// Heads of [`orders`].
+pub(super) const ORDER_HEADS: [&str; 5] = ["pairs", "ordered before", "flip", "become a tie", "ties broken"];
+
+/// Label and figures of each sort of pairs.
+pub(super) fn orders(order: &Order) -> [(&'static str, [String; 5]); 2] {
+    [("same query and step", pairs(&order.same_step)), ("same query, any steps", pairs(&order.any_step))]
+}
+
+fn pairs(pairs: &Pairs) -> [String; 5] {
+    let ordered = pairs.ordered_before();
+    let share = |n: u64| counted(n, ordered);
+    let [flipped, tied] = [pairs.flipped, pairs.became_tied].map(share);
+    [pairs.n.to_string(), ordered.to_string(), flipped, tied, pairs.became_ordered.to_string()]
+}
+
+fn likeness(replay: &Replay) -> Vec<String> {
+    if replay.totals.before.is_none() {
+        return Vec::new();
+    }
+    let mut lines: Vec<String> =
+        correlations(&replay.correlation).into_iter().map(|(name, value)| format!("{name} {value}")).collect();
+    lines = vec![format!("correlation  {}", lines.join("   "))];
+    let head = std::iter::once("order of totals").chain(ORDER_HEADS).map(str::to_owned).collect();
+    let rows = orders(&replay.order).map(|(label, cells)| std::iter::once(label.to_owned()).chain(cells).collect());
+    lines.extend(table(&std::iter::once(head).chain(rows).collect::<Vec<_>>()));
+    lines
+}
+
+fn signs(replay: &Replay) -> Vec<String> {
+    let mut rows = vec![cells(&["against the teacher", "won", "drew", "lost", "of"])];
+    let counted = |label: &str, counts: &SignCounts| {
+        let [won, drew, lost] = counts.cells();
+        vec![label.to_owned(), won, drew, lost, counts.n().to_string()]
+    };
+    if let Some(signs) = &replay.signs {
+        rows.extend(signs.before.as_ref().map(|counts| counted("sign of total before", counts)));
+        rows.push(counted("sign of total after", &signs.after));
+    }
+    rows.push(counted("retrieval quality", &replay.retrieval));
+    let mut lines = table(&rows);
+    if let Some(signs) = replay.signs.as_ref().filter(|signs| signs.before.is_some()) {
+        lines.push(moves(signs));
+    }
+    lines
+}
+
+/// `changes of sign: 4 (won to lost 3, drew to won 1)`.
+pub(super) fn moves(signs: &super::Signs) -> String {
+    let moves = signs.moves.iter().filter(|one| one.n > 0);
+    let texts: Vec<String> = moves.map(|one| format!("{} to {} {}", one.from.name(), one.to.name(), one.n)).collect();
+    let texts = if texts.is_empty() { String::new() } else { format!(" ({})", texts.join(", ")) };
+    format!("changes of sign: {}{texts}", signs.n_changed)
+}
+
+fn components(replay: &Replay) -> Vec<String> {
+    if replay.components.is_empty() {
+        return Vec::new();
+    }
+    let mut rows = vec![cells(&["mean of a part", "before", "after", "change", "n before", "n after"])];
+    rows.extend(replay.components.iter().map(|part| {
+        let digits = Digits::for_values([part.before, part.after, part.change].into_iter().flatten());
+        vec![
+            cut(&one_line(&printable(&part.name)), 40),
+            or_dash(part.before, |value| digits.plain(value)),
+            or_dash(part.after, |value| digits.plain(value)),
+            or_dash(part.change, |value| digits.signed(value)),
+            part.n_before.to_string(),
+            part.n_after.to_string(),
+        ]
+    }));
+    table(&rows)
+}
+
+fn shown(replay: &Replay) -> Vec<String> {
+    let (title, shown) = replay.shown();
+    if shown.is_empty() {
+        return Vec::new();
+    }
+    let n_all = if replay.flips.is_empty() {
+        replay.change.n_changed
+    } else {
+        replay.signs.as_ref().map_or(0, |signs| signs.n_changed)
+    };
+    let mut lines = vec![format!("{title} ({} of {n_all})", shown.len())];
+    lines.extend((1..).zip(shown).flat_map(|(number, one)| episode(number, one)));
+    lines
+}
+
+fn episode(number: usize, one: &ChangedEpisode) -> Vec<String> {
+    let text = |label: &str, text: &str| format!("     {label:<8}{}", cut(&one_line(&printable(text)), MAX_WIDTH - 13));
+    let side = |label: &str, rewrite: &str, quality: Option<f64>| {
+        let quality = or_dash(quality, |value| format!("{value:.3}"));
+        format!("     {label:<8}{}  {}", left(&quality, 5), cut(&one_line(&printable(rewrite)), MAX_WIDTH - 20))
+    };
+    let digits = Digits::for_values([one.before, one.after].into_iter());
+    let head = format!(
+        "{number:>3}. {} -> {}  line {}, {}",
+        digits.signed(one.before),
+        digits.signed(one.after),
+        one.line,
+        one_line(&printable(&one.id))
+    );
+    let mut lines = vec![
+        to_edge(&head),
+        text("query", &one.query),
+        side("policy", &one.policy, one.policy_quality),
+        side("teacher", &one.baseline, one.baseline_quality),
+    ];
+    lines.extend((!one.parts.is_empty()).then(|| text("moved", &parts(one))));
+    lines
+}
+
+/// `win 0.500 -> -0.300, judge - -> 0.120`.
+pub(super) fn parts(one: &ChangedEpisode) -> String {
+    let part = |part: &super::ChangedPart| {
+        let digits = Digits::for_values([part.before, part.after].into_iter().flatten());
+        let text = |value: Option<f64>| or_dash(value, |value| digits.plain(value));
+        format!("{} {} -> {}", part.name, text(part.before), text(part.after))
+    };
+    one.parts.iter().map(part).collect::<Vec<_>>().join(", ")
+}
+
+/// What the signs of the tables mean.
+pub(super) fn explanation(replay: &Replay) -> String {
+    format!(
+        "mean [95% interval], {} bootstrap resamples of whole queries; `*`: the interval excludes 0; totals no further apart than \
+         1e-9 are equal; beside a rewrite stands its retrieval quality",
+        replay.n_resamples
+    )
+}

@@ -1,0 +1,174 @@
+//! Many episodes through one plugin, on all cores.
+
+use crate::failure::Stop;
+use crate::interrupt;
+use crate::terminal::StageProgress;
+use querl_core::ports::{PluginFault, Progress, RewardModel};
+use querl_core::records::Episode;
+use querl_eval::Outcome;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// As training hands them over. A larger batch spares a fast plugin little and brings a slow one nearer to its time limit.
+const BATCH: usize = 64;
+
+/// What is done sooner needs no word.
+const SILENT_FOR: Duration = Duration::from_secs(2);
+
+/// One outcome per episode, in order, whatever the number of cores. `label` stands before the progress, once it takes long.
+///
+/// # Errors
+/// The plugin broke its contract, at the first episode in order of the file; or the user asked to stop.
+pub(super) fn score(
+    model: &dyn RewardModel,
+    episodes: &[Episode],
+    label: &'static str,
+) -> anyhow::Result<Vec<Outcome>> {
+    let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
+    score_on(n_threads, model, episodes, label)
+}
+
+fn score_on(
+    n_threads: usize,
+    model: &dyn RewardModel,
+    episodes: &[Episode],
+    label: &'static str,
+) -> anyhow::Result<Vec<Outcome>> {
+    let work = Work {
+        model,
+        batches: episodes.chunks(BATCH).collect(),
+        next: AtomicUsize::new(0),
+        stop: AtomicBool::new(false),
+        progress: LateProgress { label, since: Instant::now(), n_total: episodes.len() as u64, shown: OnceLock::new() },
+        n_done: AtomicUsize::new(0),
+    };
+    let mut done: Vec<Scored> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..n_threads).map(|_| scope.spawn(|| work.run())).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Vec<Scored>>| match thread.join() {
+            Ok(scored) => scored,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        threads.into_iter().flat_map(join).collect()
+    });
+    if interrupt::flag().load(Ordering::SeqCst) {
+        return Err(Stop::interrupted("interrupted; a replay leaves nothing behind").into());
+    }
+    done.sort_by_key(|(index, _)| *index);
+    let mut outcomes = Vec::with_capacity(episodes.len());
+    for (_, scored) in done {
+        outcomes.extend(scored?);
+    }
+    Ok(outcomes)
+}
+
+/// The scores of one batch, with its position.
+type Scored = (usize, Result<Vec<Outcome>, PluginFault>);
+
+struct Work<'a> {
+    model: &'a dyn RewardModel,
+    batches: Vec<&'a [Episode]>,
+    next: AtomicUsize,
+    stop: AtomicBool,
+    progress: LateProgress,
+    n_done: AtomicUsize,
+}
+
+impl Work<'_> {
+    /// Takes batches in order until none is left. All before a fault are taken by then, so the first fault is always found.
+    fn run(&self) -> Vec<Scored> {
+        let mut scored = Vec::new();
+        while !self.stop.load(Ordering::SeqCst) && !interrupt::flag().load(Ordering::SeqCst) {
+            let index = self.next.fetch_add(1, Ordering::SeqCst);
+            let Some(batch) = self.batches.get(index) else { break };
+            let result = self.model.score_batch(batch);
+            self.stop.fetch_or(result.is_err(), Ordering::SeqCst);
+            scored.push((index, result));
+            self.progress.update(self.n_done.fetch_add(batch.len(), Ordering::SeqCst) + batch.len());
+        }
+        scored
+    }
+}
+
+/// Progress that is shown only of what takes long.
+struct LateProgress {
+    label: &'static str,
+    since: Instant,
+    n_total: u64,
+    shown: OnceLock<StageProgress>,
+}
+
+impl LateProgress {
+    fn update(&self, n_done: usize) {
+        if self.since.elapsed() > SILENT_FOR {
+            self.shown.get_or_init(|| StageProgress::start(self.label)).update(n_done as u64, self.n_total, "");
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::episodes::parse;
+    use querl_core::ports::{FaultKind, RewardRange};
+    use querl_core::records::Reward;
+
+    /// Scores an episode with the number that is its id; those in `broken` are a fault, the earlier the slower.
+    struct Numbers {
+        broken: &'static [usize],
+    }
+
+    impl RewardModel for Numbers {
+        fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Outcome>, PluginFault> {
+            let score = |episode: &Episode| {
+                let number: usize = episode.id.parse().unwrap();
+                if self.broken.contains(&number) {
+                    std::thread::sleep(Duration::from_millis(if number < 100 { 60 } else { 0 }));
+                    let message = format!("episode `{number}`: broken");
+                    return Err(PluginFault {
+                        plugin: "numbers".into(),
+                        version: "1".into(),
+                        message,
+                        kind: FaultKind::Trap,
+                    });
+                }
+                Ok(Ok(Reward { total: number as f64, components: Vec::new() }))
+            };
+            episodes.iter().map(score).collect()
+        }
+
+        fn range(&self) -> RewardRange {
+            RewardRange { min: 0.0, max: 1e6 }
+        }
+
+        fn name(&self) -> &str {
+            "numbers"
+        }
+    }
+
+    fn episodes(n: usize) -> Vec<Episode> {
+        let line = |id: usize| {
+            format!(
+                r#"{{"format":2,"episode":{{"id":"{id}","query":"q","policy":{{"rewrite":"a"}},"baseline":{{"rewrite":"b"}}}}}}"#
+            )
+        };
+        (0..n).map(|id| parse(line(id).as_bytes(), 1).unwrap().unwrap().episode).collect()
+    }
+
+    #[test]
+    fn outcomes_are_in_order_on_any_number_of_threads() {
+        let episodes = episodes(1000);
+        for n_threads in [1, 7] {
+            let outcomes = score_on(n_threads, &Numbers { broken: &[] }, &episodes, "test").unwrap();
+            let totals: Vec<f64> = outcomes.iter().map(|outcome| outcome.as_ref().unwrap().total).collect();
+            assert_eq!(totals, (0..1000).map(|id| id as f64).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn the_first_fault_of_the_file_is_named_though_a_later_one_is_quicker() {
+        let error = score_on(4, &Numbers { broken: &[70, 200] }, &episodes(300), "test").unwrap_err();
+        assert_eq!(error.to_string(), "plugin numbers 1: episode `70`: broken");
+    }
+}

@@ -1,0 +1,124 @@
+//! `querl plugin replay` on episodes that were written by hand.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{Project, Said, repository};
+
+/// An episode without judgements; `policy` and `teacher` are the score of the only hit, `None` for a failed retrieval.
+fn episode(id: &str, policy: Option<f64>, teacher: f64, outcome: Option<Value>) -> String {
+    let retrieval = |score: Option<f64>| match score {
+        Some(score) => json!({ "hits": [{ "reranker_score": score }] }),
+        None => json!({ "failed": { "kind": "timeout", "message": "late" } }),
+    };
+    let mut line = json!({ "format": 2, "episode": {
+        "id": id,
+        "query": "一天几粒啊",
+        "policy": { "rewrite": "深海鱼油 食用方法", "retrieval": retrieval(policy) },
+        "baseline": { "rewrite": "鱼油 每日食用量", "retrieval": retrieval(Some(teacher)) },
+    }});
+    if let Some(outcome) = outcome {
+        line["outcome"] = outcome;
+    }
+    format!("{line}\n")
+}
+
+fn scored(total: f64) -> Option<Value> {
+    Some(json!({ "scored": { "total": total, "components": [{ "name": "win", "value": 0.5 }] } }))
+}
+
+/// Five episodes: better, worse, drawn, failed before the plugins, and one without an outcome.
+fn project() -> Project {
+    let project = Project::new();
+    let rejected = Some(json!({ "rejected": { "code": "policy_retrieval_failed" } }));
+    let lines = [
+        episode("better", Some(0.9), 0.5, scored(0.7)),
+        episode("worse", Some(0.5), 0.6, scored(0.1)),
+        episode("drawn", Some(0.6), 0.6, scored(0.0)),
+        episode("failed", None, 0.6, rejected),
+        episode("new", Some(0.9), 0.5, None),
+    ];
+    std::fs::create_dir(project.path("run")).unwrap();
+    project.write("run/episodes.jsonl", &lines.concat());
+    project
+}
+
+fn replay(project: &Project, episodes: &str, plugin: &str, more: &[&str]) -> Said {
+    let plugin = repository().join(plugin);
+    let args = ["plugin", "replay", episodes, "--plugin", plugin.to_str().unwrap()];
+    project.querl(&[&args, more].concat())
+}
+
+#[test]
+fn replay_says_what_a_plugin_would_have_changed_in_text_json_and_html() {
+    let project = project();
+    let text = replay(&project, "run", "plugins/reward-competition", &["--html", "pages/replay.html"]).ok().stdout;
+    assert!(text.starts_with("before  recorded outcomes\nafter   reward-competition "), "{text}");
+    assert!(text.contains("\nchanges of sign: 1 (won to lost 1)\n"), "{text}");
+    assert!(project.read("pages/replay.html").contains("深海鱼油 食用方法"));
+
+    let json = replay(&project, "run/episodes.jsonl", "plugins/reward-competition", &["--json"]).ok().stdout;
+    let found: Value = serde_json::from_str(&json).unwrap();
+    let counts = &found["counts"];
+    assert_eq!((&counts["n_episodes"], &counts["n_scored_by_both"]), (&json!(5), &json!(3)));
+    assert_eq!(counts["rejected_by_both"], json!({ "policy_retrieval_failed": 1 }));
+    assert_eq!(counts["n_scored_without_record"], json!(1));
+    // (0.4 * tanh(3 * -0.1) + 0.25 * -0.3) / 0.65
+    let flip = &found["flips"][0];
+    assert_eq!((&flip["id"], &flip["line"]), (&json!("worse"), &json!(2)));
+    assert!((flip["after"].as_f64().unwrap() + 0.294_654).abs() < 1e-6, "{flip}");
+    assert_eq!(found["signs"]["after"], json!({ "won": 1, "drew": 1, "lost": 1 }));
+}
+
+#[test]
+fn a_plugin_against_itself_changes_nothing_and_another_setting_does() {
+    let project = project();
+    let against = repository().join("plugins/reward-competition");
+    let against = ["--json", "--against", against.to_str().unwrap()];
+    let compare = |more: &[&str]| -> Value {
+        let said = replay(&project, "run", "plugins/reward-competition", &[&against, more].concat()).ok();
+        serde_json::from_str(&said.stdout).unwrap()
+    };
+    let same = compare(&[]);
+    assert_eq!((&same["change"]["n_changed"], &same["counts"]["n_scored_by_both"]), (&json!(0), &json!(4)));
+    let harder = compare(&["--settings", "loss=-1"]);
+    assert_eq!((&harder["change"]["n_changed"], &harder["after"]["settings"]), (&json!(1), &json!({ "loss": -1 })));
+    let both = compare(&["--settings", "loss=-1", "--against-settings", "loss=-1.0"]);
+    assert_eq!(both["change"]["n_changed"], json!(0));
+}
+
+#[test]
+fn what_cannot_be_replayed_is_one_sentence_with_a_remedy() {
+    let project = project();
+    project.write("empty.jsonl", "\n");
+    project.write("old.jsonl", &episode("a", Some(0.5), 0.5, None).replace("\"format\":2", "\"format\":1"));
+    std::fs::create_dir(project.path("bare")).unwrap();
+    let competition = "plugins/reward-competition";
+    for (episodes, plugin, more, expected) in [
+        ("nowhere", competition, &[][..], "nowhere: there is no such file or folder; expected a run folder"),
+        ("bare", competition, &[], "bare/episodes.jsonl: there is no such file; the stage `rl` writes it"),
+        ("empty.jsonl", competition, &[], "empty.jsonl: holds no episode; expected at least one line"),
+        ("old.jsonl", competition, &[], "old.jsonl:1: `format` is 1; this querl reads 2: run the stage `rl` again"),
+        ("run", "plugins/filter-quality", &[], "it is a filter plugin; expected a reward plugin"),
+        ("run", competition, &["--settings", "los=1"], "`los`"),
+        ("run", competition, &["--settings", "loss"], "--settings `loss`: expected KEY=VALUE"),
+    ] {
+        let said = replay(&project, episodes, plugin, more);
+        assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{said:#?}");
+        let last = said.stderr.lines().last().unwrap();
+        assert!(last.starts_with("error: ") && last.contains(expected), "{last}");
+    }
+}
+
+#[test]
+fn a_fault_of_the_plugin_names_the_episode() {
+    let project = project();
+    let lines: String = (0..100).map(|index| episode(&format!("e{index}"), Some(0.5), 0.5, None)).collect();
+    project.write("episodes.jsonl", &(lines + &episode("broken", Some(0.5), 0.5, None).replace("一天几粒啊", "nan")));
+    let said = replay(&project, "episodes.jsonl", "tests/guests/guest-nan", &["--html", "page.html"]);
+    let last = said.stderr.lines().last().unwrap();
+    assert_eq!(said.code, Some(1), "{said:#?}");
+    assert!(last.contains("guest-nan") && last.contains("episode `broken`"), "{last}");
+    assert!(!project.path("page.html").exists());
+}
