@@ -31,7 +31,8 @@ impl Slots {
 
     /// Waits for a slot; dropping what it returns frees it.
     pub(crate) fn take(&self) -> Slot<'_> {
-        if let Some(waiter) = self.queue().join() {
+        let place = self.queue().join();
+        if let Some(waiter) = place {
             while !waiter.has_slot.load(Ordering::Acquire) {
                 std::thread::park();
             }
