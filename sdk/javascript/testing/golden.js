@@ -1,0 +1,129 @@
+// The golden cases of a plugin: golden/*.jsonl, one case a line, the same that `querl plugin test` runs.
+
+import assert from "node:assert/strict";
+import { readdirSync } from "node:fs";
+import { join } from "node:path";
+import { fileURLToPath } from "node:url";
+import { Settings } from "../settings.js";
+import { Rejection } from "../types.js";
+import { styleModel } from "./builders.js";
+import * as form from "./json_form.js";
+
+const TOLERANCE = 1e-9;
+
+/** By form of a case: the kind of plugin that it is for. */
+const KIND_OF = {
+  episode: "reward",
+  samples: "filter",
+  task: "prompt",
+  parse_rewrite: "prompt",
+  parse_judgement: "prompt",
+  dialogue: "style-scorer",
+};
+
+export function readGolden(folder) {
+  const path = folder instanceof URL ? fileURLToPath(folder) : folder;
+  const files = readdirSync(path).filter((name) => name.endsWith(".jsonl")).sort();
+  return files.flatMap((name) => form.lines(join(path, name)).map(([place, value]) => goldenCase(place, value)));
+}
+
+export function checkGolden(plugin, folder) {
+  const cases = readGolden(folder);
+  assert.ok(cases.length > 0, `${folder} holds no case`);
+  for (const each of cases) {
+    const type = plugin.kinds[KIND_OF[each.about]];
+    assert.ok(type, `${each.place} \`${each.name}\` is for a ${KIND_OF[each.about]}, which the plugin has not`);
+    const returned = answers(new type(new Settings(each.settings)), each);
+    const said = `${JSON.stringify(returned)}; expected ${JSON.stringify(each.expect)}`;
+    assert.ok(agrees(returned, each), `${each.place} \`${each.name}\`: returned ${said}`);
+  }
+  return cases.length;
+}
+
+function goldenCase(place, value) {
+  try {
+    const fields = new form.Fields(value, "case");
+    const name = fields.take("name");
+    const about = Object.keys(KIND_OF).find((form) => fields.has(form));
+    if (!about) throw new TypeError(`expected one of ${Object.keys(KIND_OF).join(", ")}`);
+    const read = {
+      place,
+      name,
+      about,
+      settings: fields.optional("settings", {}),
+      sent: sent(about, fields.take(about), name),
+      input: about === "task" ? form.promptInput(fields.take("input")) : undefined,
+      styleModel: about === "dialogue" ? fields.optional("style_model") : undefined,
+      expect: fields.take("expect"),
+    };
+    fields.end();
+    return read;
+  } catch (error) {
+    throw new TypeError(`${place}: ${error.message}`);
+  }
+}
+
+function sent(about, value, name) {
+  switch (about) {
+    case "episode":
+      return form.episode(value, name);
+    case "samples":
+      return value.map((each, index) => form.sample(each, String(index + 1)));
+    case "dialogue":
+      return form.dialogue(value, name);
+    default:
+      return value;
+  }
+}
+
+function answers(plugin, { about, sent, input, styleModel: says }) {
+  switch (about) {
+    case "episode":
+      return attempt(() => plugin.score(sent));
+    case "samples":
+      return sent.map((each) => attempt(() => plugin.check(each)));
+    case "task":
+      return plugin.messages(sent, input);
+    case "parse_rewrite":
+      return attempt(() => plugin.parseRewrite(sent));
+    case "parse_judgement":
+      return attempt(() => plugin.parseJudgement(sent));
+    default: {
+      const distribution = says && Object.fromEntries(says.map(({ label, probability }) => [label, probability]));
+      return attempt(() => plugin.score(sent, styleModel(distribution)));
+    }
+  }
+}
+
+/** What the call returns, or the rejection that it throws. */
+export function attempt(call) {
+  try {
+    return call();
+  } catch (error) {
+    if (error instanceof Rejection) return error;
+    throw error;
+  }
+}
+
+function agrees(returned, { about, expect }) {
+  switch (about) {
+    case "samples":
+      return JSON.stringify(returned.map((each) => (each ? { drop: each.code } : "keep"))) === JSON.stringify(expect);
+    case "task":
+      if (expect.messages) return JSON.stringify(returned) === JSON.stringify(expect.messages.map(form.message));
+      return expect.contains.every((text) => returned.some((message) => message.content.includes(text)));
+    default:
+      break;
+  }
+  if (returned instanceof Rejection) return returned.code === expect.rejected;
+  if (about === "parse_rewrite") return returned === expect.rewrite;
+  if (about === "parse_judgement") {
+    return returned.score === expect.score && (expect.reason ?? returned.reason) === returned.reason;
+  }
+  return isScore(returned, expect);
+}
+
+function isScore({ total, components = {} }, { total: expected, tolerance = TOLERANCE, components: parts = {} }) {
+  const isClose = (value, wanted) => Math.abs(value - wanted) <= tolerance;
+  return isClose(total, expected) && Object.entries(parts).every(([name, value]) => isClose(components[name], value));
+}

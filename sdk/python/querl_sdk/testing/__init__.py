@@ -1,0 +1,24 @@
+"""Tests of a plugin in plain Python: short ways to episodes, the golden cases, and the contract's checks.
+
+    from querl_sdk.testing import candidate, check_contract, check_golden, episode
+"""
+
+from .builders import candidate, dialogue, episode, failed, hits, sample, style_model
+from .contract import check_contract
+from .golden import GoldenCase, check_golden, read_golden
+from .json_form import read_episodes
+
+__all__ = [
+    "GoldenCase",
+    "candidate",
+    "check_contract",
+    "check_golden",
+    "dialogue",
+    "episode",
+    "failed",
+    "hits",
+    "read_episodes",
+    "read_golden",
+    "sample",
+    "style_model",
+]

@@ -1,0 +1,147 @@
+"""What the contract asks of every plugin, as far as it can be seen without a host.
+
+`querl plugin test` asks the same and more of the component; this says it in a second, with a debugger at hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..filter import Filter
+from ..prompt import Prompt, PromptInput, PromptTask
+from ..reward import Reward, Score
+from ..settings import Settings
+from ..style import StyleScorer
+from ..types import JudgeScore, Rejection, Role
+from .builders import candidate, dialogue, episode, failed, sample, style_model
+
+_NAME = re.compile(r"[a-z0-9_]{1,64}")
+
+# Empty, blank, Chinese, beyond the basic plane, right to left, controls, markup, long.
+_TEXTS = ["", " \n", "胶原蛋白肽怎么吃", "👩‍⚕️𠮷", "שלום", "a\u0000b\u202e", "<b>{}</b>\\\"'", "虾青素。" * 20_000]
+
+
+def check_contract(plugin: type, settings: Mapping[str, object] | None = None) -> None:
+    """Sends odd but lawful input of every sort to a plugin's class and checks what comes back.
+
+    Raises :class:`AssertionError`, which says what was sent, what came back and what the contract says; an exception of the
+    plugin other than a rejection is let through.
+    """
+    for base, check in _CHECKS.items():
+        if issubclass(plugin, base):
+            check(lambda: plugin(Settings(settings)))
+            return
+    raise TypeError(f"{plugin!r} is none of {', '.join(base.__name__ for base in _CHECKS)}")
+
+
+def _reward(make: Callable[[], Any]) -> None:
+    low, high = make().range()
+    finite = math.isfinite(low) and math.isfinite(high)
+    _expect(finite and low < high, "range()", (low, high), "two finite numbers, the first below the second")
+    sent = _episodes()
+    _independent(make, [(lambda plugin, each=each: plugin.score(copy.deepcopy(each)), each) for each in sent])
+    for each in sent:
+        _score(_answer(lambda: make().score(copy.deepcopy(each))), each, low, high)
+
+
+def _style_scorer(make: Callable[[], Any]) -> None:
+    models = [style_model(), style_model(failure=failed()), style_model({"售前": 0.75, "售后": 0.25})]
+    sent = [(dialogue("在吗", text), model) for text in _TEXTS for model in models]
+    calls = [(lambda plugin, each=each: plugin.score(copy.deepcopy(each[0]), each[1]), each[0]) for each in sent]
+    _independent(make, calls)
+    for turns, model in sent:
+        _score(_answer(lambda: make().score(copy.deepcopy(turns), model)), turns, 0.0, 1.0)
+
+
+def _filter(make: Callable[[], Any]) -> None:
+    batch = [sample(query, rewrite, scores) for query in _TEXTS[:4] for rewrite in _TEXTS for scores in [(), (0.9, 0.2)]]
+
+    def verdicts() -> list[Any]:
+        filter = make()
+        return [_answer(lambda: filter.check(copy.deepcopy(each))) for each in batch]
+
+    first = verdicts()
+    for each, verdict in zip(batch, first):
+        kept = verdict is None or isinstance(verdict, Rejection)
+        _expect(kept, each, verdict, "nothing for a sample that stays, or a raised Rejection")
+    _expect(first == verdicts(), "the same batch twice", "other verdicts", "the same verdicts")
+
+
+def _prompt(make: Callable[[], Any]) -> None:
+    for task in PromptTask:
+        for text in _TEXTS:
+            asked = PromptInput(query=text, rewrite=text if task is PromptTask.JUDGE else None)
+            _messages(make().messages(task, copy.deepcopy(asked)), (task, asked))
+    for text in [*_TEXTS, "改写后的查询：胶原蛋白肽", "5", "score: 6", '{"score": 4}']:
+        rewrite = _answer(lambda: make().parse_rewrite(text))
+        is_text = isinstance(rewrite, str) and rewrite.strip() != ""
+        _expect(is_text or isinstance(rewrite, Rejection), text, rewrite, "a rewrite that is not blank, or a rejection")
+        judged = _answer(lambda: make().parse_judgement(text))
+        in_range = isinstance(judged, JudgeScore) and 0 <= judged.score <= 5
+        _expect(in_range or isinstance(judged, Rejection), text, judged, "a score from 0 to 5, or a rejection")
+
+
+def _messages(messages: Any, sent: Any) -> None:
+    roles = [message.role for message in messages]
+    well_formed = bool(roles) and roles[-1] is Role.USER and Role.SYSTEM not in roles[1:]
+    _expect(well_formed, sent, messages, "at least one message, the last from the user, a system message only at the start")
+
+
+def _episodes() -> list[Any]:
+    sides = [
+        candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], 4.5, {"售前": 1.0}),
+        candidate("胶原蛋白肽", [0.0]),
+        candidate("", []),
+        candidate("胶原", failed("index down")),
+        candidate("胶原", [1.0], failed("judge down"), truncated=True),
+        candidate("胶原", [1.0] * 50, 0.0),
+    ]
+    texts = [candidate(text, [0.5]) for text in _TEXTS]
+    paired = [episode("胶原咋吃", policy, baseline, gold_ids=["kb-1"]) for policy in sides for baseline in sides]
+    return paired + [episode(each.rewrite, each, sides[0], user_profile=each.rewrite) for each in texts]
+
+
+def _score(answer: Any, sent: Any, low: float, high: float) -> None:
+    if isinstance(answer, Rejection):
+        return
+    _expect(isinstance(answer, Score), sent, answer, "a Score, or a raised Rejection")
+    _expect(low <= answer.total <= high, sent, answer, f"a total from {low} to {high}")
+    for name, value in answer.components.items():
+        _expect(_NAME.fullmatch(name) is not None, sent, name, "a component name of 1 to 64 of a to z, 0 to 9 and _")
+        _expect(math.isfinite(value), sent, f"{name} = {value}", "a finite component")
+
+
+def _independent(make: Callable[[], Any], calls: list[tuple[Callable[[Any], Any], Any]]) -> None:
+    """One object for the whole batch gives what a new object for each item gives."""
+    shared = make()
+    for call, sent in calls:
+        together, alone = _answer(lambda: call(shared)), _answer(lambda: call(make()))
+        _expect(together == alone, sent, f"{together!r} in a batch, {alone!r} alone", "the same: no state between items")
+
+
+def _answer(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Rejection as rejection:
+        return rejection
+
+
+def _expect(holds: bool, sent: object, returned: object, rule: str) -> None:
+    assert holds, f"sent {_shown(sent)}; returned {_shown(returned)}; the contract says: {rule}"
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}… ({len(text)} characters)"
+
+
+_CHECKS: dict[type, Callable[[Callable[[], Any]], None]] = {
+    Reward: _reward,
+    Filter: _filter,
+    Prompt: _prompt,
+    StyleScorer: _style_scorer,
+}

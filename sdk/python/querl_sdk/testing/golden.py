@@ -1,0 +1,140 @@
+"""The golden cases of a plugin: `golden/*.jsonl`, one case a line, the same that `querl plugin test` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..filter import Filter
+from ..prompt import Prompt, PromptTask
+from ..reward import Reward, Score
+from ..settings import Settings
+from ..style import StyleScorer
+from ..types import Rejection
+from . import json_form
+from .builders import style_model
+
+_TOLERANCE = 1e-9
+_ABOUT = {"episode": Reward, "samples": Filter, "task": Prompt, "parse_rewrite": Prompt, "parse_judgement": Prompt, "dialogue": StyleScorer}
+
+
+@dataclass
+class GoldenCase:
+    """One case: what is sent and what must come back."""
+
+    place: str
+    """File and line."""
+    name: str
+    settings: dict[str, Any]
+    about: str
+    """Which of the forms it has: `episode`, `samples`, `task`, `parse_rewrite`, `parse_judgement` or `dialogue`."""
+    sent: Any
+    input: Any
+    """Of a `task`, what goes into the prompt."""
+    style_model: Any
+    """Of a `dialogue`, what the model says."""
+    expect: Any
+
+
+def read_golden(folder: Path | str) -> list[GoldenCase]:
+    """The cases of a folder, in the order of files and lines. Raises :class:`ValueError` for one that cannot be read."""
+    paths = sorted(Path(folder).glob("*.jsonl"))
+    return [_case(place, value) for path in paths for place, value in json_form.lines(path)]
+
+
+def check_golden(plugin: type, folder: Path | str) -> int:
+    """Runs the cases of a folder that are for this class, each with a new object, and says how many there were.
+
+    Raises :class:`AssertionError` for the first whose result is not the expected one, or where there is no case at all.
+    """
+    cases = [case for case in read_golden(folder) if issubclass(plugin, _ABOUT[case.about])]
+    assert cases, f"{folder} holds no case for {plugin.__name__}"
+    for case in cases:
+        returned = _answers(plugin(Settings(case.settings)), case)
+        assert _agrees(returned, case), f"{case.place} `{case.name}`: returned {returned!r}; expected {case.expect!r}"
+    return len(cases)
+
+
+def _case(place: str, value: Any) -> GoldenCase:
+    try:
+        fields = json_form.Fields(value, "case")
+        name, settings = fields.take("name"), fields.optional("settings", {})
+        about = next((about for about in _ABOUT if about in fields), None)
+        if about is None:
+            raise ValueError(f"expected one of {', '.join(f'`{about}`' for about in _ABOUT)}")
+        case = GoldenCase(
+            place=place,
+            name=name,
+            settings=settings,
+            about=about,
+            sent=_sent(about, fields.take(about), name),
+            input=json_form.prompt_input(fields.take("input")) if about == "task" else None,
+            style_model=fields.optional("style_model") if about == "dialogue" else None,
+            expect=fields.take("expect"),
+        )
+        fields.end()
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{place}: {error}") from None
+    return case
+
+
+def _sent(about: str, value: Any, name: str) -> Any:
+    match about:
+        case "episode":
+            return json_form.episode(value, name)
+        case "samples":
+            return [json_form.sample(sample, str(number)) for number, sample in enumerate(value, 1)]
+        case "task":
+            return PromptTask(value)
+        case "dialogue":
+            return json_form.dialogue(value, name)
+    return value
+
+
+def _answers(plugin: Any, case: GoldenCase) -> Any:
+    match case.about:
+        case "samples":
+            return [_attempt(plugin.check, sample) for sample in case.sent]
+        case "task":
+            return plugin.messages(case.sent, case.input)
+        case "parse_rewrite" | "parse_judgement":
+            return _attempt(getattr(plugin, case.about), case.sent)
+        case "dialogue":
+            says = None if case.style_model is None else json_form.distribution(case.style_model)
+            return _attempt(plugin.score, case.sent, style_model(says))
+    return _attempt(plugin.score, case.sent)
+
+
+def _attempt(call: Any, *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except Rejection as rejection:
+        return rejection
+
+
+def _agrees(returned: Any, case: GoldenCase) -> bool:
+    expect = case.expect
+    if case.about == "samples":
+        verdicts = ["keep" if verdict is None else {"drop": verdict.code} for verdict in returned]
+        return bool(verdicts == expect)
+    if case.about == "task" and "messages" in expect:
+        return bool(returned == [json_form.message(message) for message in expect["messages"]])
+    if case.about == "task":
+        return all(any(text in message.content for message in returned) for text in expect["contains"])
+    if isinstance(returned, Rejection):
+        return bool(returned.code == expect.get("rejected"))
+    if case.about == "parse_rewrite":
+        return bool(returned == expect.get("rewrite"))
+    if case.about == "parse_judgement":
+        return bool(returned.score == expect.get("score") and expect.get("reason", returned.reason) == returned.reason)
+    return _is_score(returned, expect)
+
+
+def _is_score(score: Score, expect: dict[str, Any]) -> bool:
+    if "total" not in expect:
+        return False
+    tolerance = expect.get("tolerance", _TOLERANCE)
+    pairs = [(score.total, expect["total"])]
+    pairs += [(score.components.get(name, float("nan")), value) for name, value in expect.get("components", {}).items()]
+    return all(abs(value - expected) <= tolerance for value, expected in pairs)

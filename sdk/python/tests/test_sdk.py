@@ -1,0 +1,129 @@
+"""`python -m unittest` in sdk/python."""
+
+import json
+import math
+import tempfile
+import unittest
+from pathlib import Path
+
+from querl_sdk import Episode, Filter, Message, Rejection, Reward, Sample, Score, SettingError, Settings, export
+from querl_sdk.testing import candidate, check_contract, check_golden, dialogue, episode, failed, read_episodes
+
+GOLDEN = {"name": "四个字", "episode": {"query": "鱼油", "policy": {"rewrite": "深海鱼油"}, "baseline": {"rewrite": "鱼油"}}}
+
+
+class Length(Reward):
+    def __init__(self, settings: Settings) -> None:
+        self.scale = settings.number("scale", 10, minimum=1, maximum=100)
+
+    def range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def score(self, episode: Episode) -> Score:
+        episode.policy.hits("policy")
+        n_chars = len(episode.policy.rewrite)
+        return Score(min(n_chars / self.scale, 1.0), {"n_chars": n_chars})
+
+
+def folder_with(name: str, *lines: object) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="querl-sdk-"))
+    (folder / name).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+class TestSettings(unittest.TestCase):
+    def test_absent_settings_give_the_defaults_and_settings_read_back(self) -> None:
+        none = Settings()
+        self.assertEqual((none.number("a", 0.5), none.flag("b", True), none.texts("c", ["x"])), (0.5, True, ["x"]))
+        given = Settings({"a": 0.25, "b": False, "c": ["虾青素"], "d": 7, "e": "drop"})
+        read = (given.number("a", 1), given.flag("b", True), given.texts("c"), given.integer("d", 1))
+        self.assertEqual(read, (0.25, False, ["虾青素"], 7))
+        self.assertEqual(given.choice("e", "keep", ["keep", "drop"]), "drop")
+
+    def test_unusable_settings_name_the_key_what_was_expected_and_what_came(self) -> None:
+        given = Settings({"a": "high", "b": "1_000", "c": "yes", "d": "虾青素", "e": "nan", "f": 1.5, "g": "z"})
+        for read, expected in [
+            (lambda: given.number("a", 1, 0, 1), "setting `a`: expected a number from 0 to 1, got `high`"),
+            (lambda: given.number("b", 1), "setting `b`: expected a number, got `1_000`"),
+            (lambda: given.flag("c", True), "setting `c`: expected true or false, got `yes`"),
+            (lambda: given.texts("d"), "setting `d`: expected a list of texts, got `虾青素`"),
+            (lambda: given.number("e", 1), "setting `e`: expected a number, got `nan`"),
+            (lambda: given.integer("f", 1, 0), "setting `f`: expected a whole number of at least 0, got `1.5`"),
+            (lambda: given.choice("g", "x", ["x", "y"]), "setting `g`: expected one of `x`, `y`, got `z`"),
+        ]:
+            with self.assertRaises(SettingError) as raised:
+                read()
+            self.assertEqual(str(raised.exception), expected)
+
+
+class TestTypes(unittest.TestCase):
+    def test_export_refuses_what_is_no_plugin_in_words_that_say_what_to_do(self) -> None:
+        class Unfinished(Filter):
+            pass
+
+        for classes, expected in [
+            ({}, "names no class; expected for example"),
+            ({"filter": Length}, "expected a class derived from `querl_sdk.Filter`"),
+            ({"filter": Unfinished}, "`Unfinished` has no method `check`, which a filter needs"),
+        ]:
+            with self.assertRaisesRegex(TypeError, expected):
+                export(**classes)
+
+    def test_rejection_codes_are_checked_where_they_are_made(self) -> None:
+        with self.assertRaisesRegex(ValueError, "expected 1 to 64 of a to z, 0 to 9 and _"):
+            Rejection("Not Good")
+        self.assertEqual(str(Rejection("too_long", "41 characters")), "too_long: 41 characters")
+
+    def test_a_failed_call_is_a_rejection_that_names_the_side(self) -> None:
+        failing = episode("胶原咋吃", candidate("胶原", failed("late")))
+        with self.assertRaises(Rejection) as raised:
+            Length(Settings()).score(failing)
+        self.assertEqual(raised.exception, Rejection("policy_retrieval_failed", "late"))
+
+    def test_a_dialogue_ends_with_the_assistant(self) -> None:
+        self.assertEqual(dialogue("在吗", "在的").turns, [Message.user("在吗"), Message.assistant("在的")])
+        self.assertEqual(dialogue("您好").turns, [Message.assistant("您好")])
+
+
+class TestTesting(unittest.TestCase):
+    def test_golden_cases_pass_and_a_wrong_one_is_named_with_what_came_back(self) -> None:
+        right = {**GOLDEN, "settings": {"scale": 8}, "expect": {"total": 0.5, "components": {"n_chars": 4}}}
+        self.assertEqual(check_golden(Length, folder_with("a.jsonl", right)), 1)
+        wrong = {**GOLDEN, "expect": {"total": 0.5}}
+        with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: returned .*0\.4.*; expected .*0\.5"):
+            check_golden(Length, folder_with("a.jsonl", right, wrong))
+        with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`"):
+            odd = {**right, "episode": {**right["episode"], "polcy": {}}}
+            check_golden(Length, folder_with("a.jsonl", odd))
+        with self.assertRaisesRegex(AssertionError, "holds no case for Length"):
+            check_golden(Length, folder_with("a.jsonl", {"name": "x", "parse_rewrite": "", "expect": {"rejected": "empty"}}))
+
+    def test_the_contracts_checks_find_each_breach(self) -> None:
+        check_contract(Length)
+        n_calls = iter(range(1_000_000))
+        for name, method, expected in [
+            ("score", lambda self, episode: Score(2.0), "a total from 0.0 to 1.0"),
+            ("score", lambda self, episode: Score(math.nan), "a total from 0.0 to 1.0"),
+            ("score", lambda self, episode: Score(0.0, {"A b": 1.0}), "a component name"),
+            ("score", lambda self, episode: Score(0.0, {"a": math.inf}), "a finite component"),
+            ("score", lambda self, episode: Score(next(n_calls) % 2), "no state between items"),
+            ("range", lambda self: (1.0, 1.0), "the first below the second"),
+        ]:
+            with self.assertRaisesRegex(AssertionError, expected):
+                check_contract(type("Changed", (Length,), {name: method}))
+
+    def test_a_filter_that_returns_something_is_a_breach(self) -> None:
+        class Truthy(Filter):
+            def check(self, sample: Sample) -> None:
+                return True  # type: ignore[return-value]
+
+        with self.assertRaisesRegex(AssertionError, "nothing for a sample that stays"):
+            check_contract(Truthy)
+
+    def test_recorded_episodes_are_read_and_other_formats_are_refused(self) -> None:
+        recorded = {**GOLDEN["episode"], "id": "a", "context": {"user_profile": "孕妇"}}  # type: ignore[dict-item]
+        line = {"format": 2, "episode": recorded, "outcome": {"scored": {"total": 1}}}
+        [read] = read_episodes(folder_with("e.jsonl", line) / "e.jsonl")
+        self.assertEqual((read.id, read.context.user_profile, read.policy.retrieval), ("a", "孕妇", []))
+        with self.assertRaisesRegex(ValueError, 'e.jsonl:1: expected "format": 2'):
+            read_episodes(folder_with("e.jsonl", {**line, "format": 1}) / "e.jsonl")
