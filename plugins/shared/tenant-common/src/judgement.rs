@@ -92,4 +92,13 @@ mod tests {
         assert_eq!(code(r#"{"综合得分": -1}"#), "score_out_of_range");
         assert_eq!(code("<think>综合得分：4"), "unfinished_thinking");
     }
+
+    // A policy that learned to write braces used up a call's instructions.
+    #[test]
+    fn braces_without_end_are_given_up() {
+        let judged = r#"{"综合得分": 4}"#;
+        assert_eq!(parse_judgement(&format!("{}{judged}", "{".repeat(99))).unwrap().score, 4.0);
+        assert_eq!(parse_judgement(&format!("{}{judged}", "{".repeat(100))).unwrap().score, 4.0, "by its label");
+        assert_eq!(parse_judgement(&"{\"a\":".repeat(20_000)).unwrap_err().code, "no_score");
+    }
 }

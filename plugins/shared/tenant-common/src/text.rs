@@ -15,9 +15,14 @@ pub(crate) fn after_thinking(text: &str) -> Result<String, Rejection> {
     }
 }
 
-/// The first JSON object in `text` that holds `key`, whatever stands around it.
+/// Braces at which an object is looked for. An answer of nothing but nested braces would otherwise be read anew from each of
+/// them, as deep as the parser goes.
+const MAX_STARTS: usize = 100;
+
+/// The first JSON object in `text` that holds `key`, whatever stands around it; one that begins after a hundred braces is not
+/// found.
 pub(crate) fn json_object_with(text: &str, key: &str) -> Option<serde_json::Map<String, serde_json::Value>> {
-    text.match_indices('{').find_map(|(start, _)| {
+    text.match_indices('{').take(MAX_STARTS).find_map(|(start, _)| {
         let mut values = serde_json::Deserializer::from_str(&text[start..]).into_iter::<serde_json::Value>();
         match values.next() {
             Some(Ok(serde_json::Value::Object(object))) if object.contains_key(key) => Some(object),

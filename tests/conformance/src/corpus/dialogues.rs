@@ -1,0 +1,75 @@
+//! Dialogues for style scorers.
+
+use super::{Group, PASSAGES, texts};
+use querl_core::records::{Dialogue, Message};
+
+fn turn(role: &str, content: impl Into<String>) -> Message {
+    Message { role: role.into(), content: content.into() }
+}
+
+/// An ordinary dialogue: the user asks, the assistant answers, twice.
+pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Dialogue {
+    let turns = vec![
+        turn("user", format!("胶原蛋白肽咋吃（{seed}）")),
+        turn("assistant", PASSAGES[seed % PASSAGES.len()]),
+        turn("user", "孕妇能吃吗"),
+        turn("assistant", format!("亲，{}", PASSAGES[(seed + 1) % PASSAGES.len()])),
+    ];
+    Dialogue { id: id.into(), turns }
+}
+
+/// `n` ordinary dialogues.
+pub(crate) fn ordinary_batch(n: usize) -> Vec<Dialogue> {
+    (0..n).map(|index| ordinary(format!("dialogue-{index:04}"), index)).collect()
+}
+
+/// `n` dialogues, ordinary and odd ones mixed.
+pub(crate) fn batch(n: usize) -> Vec<Dialogue> {
+    let odd: Vec<_> = groups().into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
+    let mixed = (0..n).map(|index| match index % 2 {
+        0 => ordinary(format!("batch/{index}"), index),
+        _ => Dialogue { id: format!("batch/{index}"), ..odd[(index / 2 * 3) % odd.len()].clone() },
+    });
+    mixed.collect()
+}
+
+/// Every odd dialogue.
+pub(crate) fn groups() -> Vec<Group<Dialogue>> {
+    vec![
+        Group { name: "texts", items: with_texts() },
+        Group { name: "long", items: with_long_texts() },
+        Group { name: "turns", items: with_turns() },
+    ]
+}
+
+fn with_texts() -> Vec<Dialogue> {
+    let everywhere = |(name, text): (&'static str, &str)| Dialogue {
+        id: name.into(),
+        turns: vec![turn("user", text), turn("assistant", text)],
+    };
+    let answer_only = |(name, text): (&'static str, &str)| Dialogue {
+        id: format!("answer-{name}"),
+        turns: vec![turn("user", "胶原蛋白肽咋吃"), turn("assistant", text)],
+    };
+    let odd = texts::odd();
+    odd.iter().copied().map(everywhere).chain(odd.iter().copied().map(answer_only)).collect()
+}
+
+fn with_long_texts() -> Vec<Dialogue> {
+    let of = |id: &str, user: String, assistant: String| Dialogue {
+        id: id.into(),
+        turns: vec![turn("user", user), turn("assistant", assistant)],
+    };
+    vec![of("long-question", texts::long(), "好".into()), of("long-answer", "好".into(), texts::long())]
+}
+
+fn with_turns() -> Vec<Dialogue> {
+    let of = |id: &str, turns: Vec<Message>| Dialogue { id: id.into(), turns };
+    let hundred = (0..50).flat_map(|_| [turn("user", "在吗"), turn("assistant", "亲，在的")]);
+    vec![
+        of("answer-alone", vec![turn("assistant", "亲，有什么可以帮您")]),
+        of("with-system", vec![turn("system", "你是客服"), turn("user", "在吗"), turn("assistant", "在")]),
+        of("assistant-twice", vec![turn("user", "在吗"), turn("assistant", "在"), turn("assistant", "请讲")]),
+        of("hundred-turns", hundred.collect()),
+    ]
+}

@@ -1,0 +1,110 @@
+//! What plugins are sent: ordinary items, and the odd ones that the contract allows. The id of an item says what is odd.
+
+pub(crate) mod answers;
+pub(crate) mod dialogues;
+pub(crate) mod episodes;
+pub(crate) mod inputs;
+pub(crate) mod samples;
+pub(crate) mod texts;
+
+use querl_core::records::{CallFailure, FailureKind, Hit};
+
+/// Odd items of one sort.
+#[derive(Debug, Clone)]
+pub(crate) struct Group<T> {
+    /// `texts`, `hits`.
+    pub(crate) name: &'static str,
+    pub(crate) items: Vec<T>,
+}
+
+/// Every sort of failure.
+pub(crate) const FAILURES: [FailureKind; 8] = [
+    FailureKind::Timeout,
+    FailureKind::Unreachable,
+    FailureKind::Unauthorized,
+    FailureKind::Rejected,
+    FailureKind::RateLimited,
+    FailureKind::ServerError,
+    FailureKind::InvalidResponse,
+    FailureKind::NotRecorded,
+];
+
+pub(crate) fn failure(kind: FailureKind) -> CallFailure {
+    CallFailure { kind, message: "知识库服务没有在30秒内回答".into() }
+}
+
+pub(crate) const PASSAGES: [&str; 5] = [
+    "胶原蛋白肽每日一次，每次一袋，用温水冲服，早晚空腹服用吸收更好，开封后请尽快食用。",
+    "虾青素软胶囊每日一粒，随餐服用；孕妇、哺乳期妇女及儿童不建议食用。",
+    "深海鱼油含EPA与DHA，有助于维持血脂健康水平，不能代替药物。",
+    "订单发出后可在“我的订单”中查看物流，一般三到五天送达，偏远地区顺延。",
+    "辅酶Q10建议在医生指导下与他汀类药物一同服用，两次服用间隔两小时。",
+];
+
+/// Hits with these reranker scores, ranks counted from 1.
+pub(crate) fn hits(scores: &[f64]) -> Vec<Hit> {
+    let hit = |(index, score): (usize, &f64)| Hit {
+        id: format!("kb-{:03}", index + 1),
+        text: PASSAGES[index % PASSAGES.len()].into(),
+        reranker_score: *score,
+        retrieval_score: Some(18.5 - index as f64),
+        rank: index as u32 + 1,
+    };
+    scores.iter().enumerate().map(hit).collect()
+}
+
+/// `n` falling scores that begin between 0 and 1 and differ with `seed`.
+pub(crate) fn falling_scores(seed: usize, n: usize) -> Vec<f64> {
+    let first = ((seed * 37 + 11) % 100) as f64 / 100.0;
+    (0..n).map(|index| first * (1.0 - 0.9 * index as f64 / n as f64)).collect()
+}
+
+/// `items` in an order in which hardly any keeps its place, with the places they came from: the same order every time.
+pub(crate) fn shuffled<T: Clone>(items: &[T]) -> (Vec<usize>, Vec<T>) {
+    let n_items = items.len();
+    let stride = (n_items / 2..n_items).find(|stride| greatest_common_divisor(*stride, n_items) == 1).unwrap_or(1);
+    let places: Vec<_> = (0..n_items).map(|index| (index * stride + n_items / 3) % n_items).collect();
+    let shuffled = places.iter().map(|place| items[*place].clone()).collect();
+    (places, shuffled)
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn shuffled_items_are_all_there_in_another_order() {
+        for n_items in [1_usize, 2, 3, 6, 10, 64] {
+            let items: Vec<_> = (0..n_items).collect();
+            let (places, shuffled) = shuffled(&items);
+            assert_eq!(shuffled.iter().collect::<BTreeSet<_>>().len(), n_items);
+            assert_eq!(places, shuffled);
+            assert!(n_items < 3 || shuffled != items, "{shuffled:?}");
+        }
+    }
+
+    #[test]
+    fn every_corpus_keeps_what_the_contract_promises_to_plugins() {
+        let episodes = episodes::groups().into_iter().flat_map(|group| group.items).chain(episodes::batch(64));
+        let mut ids = BTreeSet::new();
+        for episode in episodes {
+            let line = serde_json::json!({"format": 2, "episode": episode});
+            let read = querl_core::episodes::parse(line.to_string().as_bytes(), 1);
+            assert!(matches!(&read, Ok(Some(read)) if read.episode == episode), "{}: {read:?}", episode.id);
+            assert!(ids.insert(episode.id.clone()), "{} appears twice", episode.id);
+        }
+        let dialogues = dialogues::groups().into_iter().flat_map(|group| group.items).chain(dialogues::batch(64));
+        for dialogue in dialogues {
+            assert!(dialogue.turns.last().is_some_and(|turn| turn.role == "assistant"), "{}", dialogue.id);
+        }
+        for batch in [samples::batch(64), samples::repeated(24)] {
+            let ids: BTreeSet<_> = batch.iter().map(|sample| &sample.id).collect();
+            assert_eq!(ids.len(), batch.len());
+        }
+    }
+}

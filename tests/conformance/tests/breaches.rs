@@ -1,0 +1,128 @@
+//! Guests that break one rule each: the checks that notice, and no others.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{broken, check, failed, failure, report, repository};
+use querl_conformance::Outcome;
+
+#[test]
+fn guests_that_break_nothing_pass() {
+    for guest in ["odd-reward", "odd-filter", "odd-prompt", "odd-style-scorer"] {
+        let report = broken(guest, "none");
+        assert!(report.passed(), "{}", report.text());
+        assert!(matches!(&check(&report, "golden").outcome, Outcome::Skipped { why } if why == "no golden cases"));
+    }
+}
+
+#[test]
+fn each_breach_of_a_reward_is_found_by_its_checks() {
+    for (breach, checks) in [
+        ("looks_at_neighbours", vec!["length_and_order", "batch_equals_singles"]),
+        ("divides_by_length", vec!["length_and_order", "batch_equals_singles", "inputs_texts"]),
+        ("counts_hits", vec!["length_and_order", "batch_equals_singles", "inputs_hits"]),
+        ("no_number_without_a_judge", vec!["length_and_order", "batch_equals_singles", "inputs_judgements"]),
+        ("infinite_component", vec!["inputs_particulars"]),
+        ("bad_code", vec!["length_and_order", "batch_equals_singles", "inputs_particulars"]),
+        ("unwraps_failures", vec!["length_and_order", "batch_equals_singles", "inputs_failures"]),
+        ("quadratic", vec!["inputs_long"]),
+        ("other_default", vec!["defaults"]),
+        ("unread_setting", vec!["settings_are_read"]),
+        ("refuses_what_is_allowed", vec!["settings_are_accepted"]),
+        ("fails_late", vec!["settings_are_accepted"]),
+    ] {
+        let report = broken("odd-reward", breach);
+        assert_eq!(failed(&report), checks, "{breach}: {}", report.text());
+    }
+}
+
+#[test]
+fn a_failure_says_what_was_sent_what_came_back_and_what_the_contract_says() {
+    let report = broken("odd-reward", "looks_at_neighbours");
+    let [sent, returned, expected] = failure(&report, "batch_equals_singles");
+    assert!(sent.starts_with("alone and in a batch of 64: `batch/1` {"), "{sent}");
+    assert!(returned.starts_with(r#"alone {"components":[],"total":"#), "{returned}");
+    assert!(expected.starts_with("a result depends on its own episode and the settings, and on nothing else"));
+    let report = broken("odd-reward", "no_number_without_a_judge");
+    let [sent, returned, _] = failure(&report, "inputs_judgements");
+    assert!(sent.contains(r#""judgement":"not_sampled""#), "{sent}");
+    assert!(
+        returned.ends_with("episode `not-judged`: total is NaN; expected a number within the declared range 0 to 1")
+    );
+    let [_, returned, expected] = failure(&broken("odd-reward", "quadratic"), "inputs_long").map(str::to_owned);
+    assert!(returned.contains("episode `long-query`: used up its fuel"), "{returned}");
+    assert!(expected.starts_with("each call has limits"), "{expected}");
+}
+
+#[test]
+fn each_breach_of_a_filter_is_found_by_its_checks() {
+    for (breach, checks) in [
+        ("looks_ahead", vec!["looks_back_only"]),
+        ("needs_hits", vec!["length", "inputs_hits"]),
+        ("no_code", vec!["length", "inputs_texts"]),
+        ("forgets_the_last", vec!["length", "looks_back_only"]),
+    ] {
+        let report = broken("odd-filter", breach);
+        assert_eq!(failed(&report), checks, "{breach}: {}", report.text());
+    }
+    let report = broken("odd-filter", "looks_ahead");
+    let [sent, returned, _] = failure(&report, "looks_back_only");
+    assert!(
+        sent.contains(" more behind") && returned.starts_with(r#"first "keep", then {"drop""#),
+        "{sent} {returned}"
+    );
+}
+
+#[test]
+fn each_breach_of_a_prompt_is_found_by_its_check() {
+    for (breach, check, returned) in [
+        ("assistant_last", "messages_judge", "the last message is from `assistant`; expected `user`"),
+        ("system_later", "messages_policy_rewrite", "a system message stands after the start"),
+        ("no_messages", "messages_teacher_rewrite", "returned no messages"),
+        ("blank_rewrite", "parse_rewrite", "returned a blank rewrite; expected a rejection"),
+        ("any_score", "parse_judgement", "expected 0 to 5, or a rejection"),
+    ] {
+        let report = broken("odd-prompt", breach);
+        assert_eq!(failed(&report), [check], "{}", report.text());
+        assert!(failure(&report, check)[1].ends_with(returned), "{}", report.text());
+    }
+}
+
+#[test]
+fn each_breach_of_a_style_scorer_is_found_by_its_checks() {
+    for (breach, checks) in [
+        ("looks_at_neighbours", vec!["length_and_order", "batch_equals_singles"]),
+        ("needs_a_model", vec!["no_style_model"]),
+        ("needs_an_answer", vec!["failing_style_model"]),
+        ("long_is_better", vec!["inputs_long"]),
+        ("expects_a_question", vec!["length_and_order", "batch_equals_singles", "inputs_turns"]),
+    ] {
+        let report = broken("odd-style-scorer", breach);
+        assert_eq!(failed(&report), checks, "{breach}: {}", report.text());
+    }
+}
+
+#[test]
+fn state_within_a_batch_and_missing_results_are_found() {
+    let report = report("tests/guests/guest-keeps-state", "");
+    assert_eq!(failed(&report), ["length_and_order", "batch_equals_singles"], "{}", report.text());
+    let report = common::report("tests/guests/guest-wrong-length", "");
+    let [_, returned, _] = failure(&report, "length_and_order");
+    assert!(returned.ends_with("returned 0 scores for 1 episodes"), "{returned}");
+}
+
+#[test]
+fn random_numbers_repeat_from_call_to_call_and_not_from_item_to_item() {
+    let report = report("tests/guests/guest-reads-world", "");
+    assert_eq!(failed(&report), ["length_and_order", "batch_equals_singles"], "{}", report.text());
+    assert!(
+        matches!(&check(&report, "manifest").outcome, Outcome::Skipped { why } if why.starts_with("a bare component"))
+    );
+}
+
+#[test]
+fn a_setting_of_the_caller_that_is_refused_is_an_error_and_no_report() {
+    let options = common::options("breach = 'nothing'");
+    let error = querl_conformance::run(&repository().join("tests/guests/odd-reward"), &options).unwrap_err();
+    assert!(error.to_string().contains("setting `breach`"), "{error}");
+}

@@ -1,0 +1,58 @@
+//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`. Written on the bare
+//! bindings: the SDK shows an author one sample at a time.
+#![allow(unsafe_code, missing_docs, reason = "generated bindings")]
+
+wit_bindgen::generate!({ world: "filter", path: "../../../wit" });
+
+use exports::querl::plugin::{filters, info};
+use filters::{Sample, Verdict};
+use querl::plugin::settings;
+use querl::plugin::types::Rejection;
+
+struct Guest;
+
+impl info::Guest for Guest {
+    fn describe() -> info::Description {
+        info::Description { name: "odd-filter".into(), version: "0.1.0".into() }
+    }
+
+    fn check_settings() -> Result<(), info::SettingError> {
+        breach();
+        Ok(())
+    }
+}
+
+impl filters::Guest for Guest {
+    fn check_batch(samples: Vec<Sample>) -> Vec<Verdict> {
+        let breach = breach();
+        let check = |(index, sample): (usize, &Sample)| match breach.as_str() {
+            "looks_ahead" if repeats(sample, &samples[index + 1..]) => dropped("duplicate"),
+            "needs_hits" => {
+                assert!(!sample.hits.is_empty(), "no hits for `{}`", sample.id);
+                Verdict::Keep
+            }
+            "no_code" if sample.rewritten_query.trim().is_empty() => dropped(""),
+            _ if repeats(sample, &samples[..index]) => dropped("duplicate"),
+            _ => Verdict::Keep,
+        };
+        let mut verdicts: Vec<_> = samples.iter().enumerate().map(check).collect();
+        if breach == "forgets_the_last" && verdicts.len() > 10 {
+            verdicts.pop();
+        }
+        verdicts
+    }
+}
+
+fn breach() -> String {
+    settings::get("breach").unwrap_or_else(|| "none".into())
+}
+
+fn repeats(sample: &Sample, others: &[Sample]) -> bool {
+    others.iter().any(|other| other.original_query == sample.original_query)
+}
+
+fn dropped(code: &str) -> Verdict {
+    Verdict::Drop(Rejection { code: code.into(), detail: String::new() })
+}
+
+export!(Guest);

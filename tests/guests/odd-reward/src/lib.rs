@@ -1,0 +1,63 @@
+//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`.
+
+use querl_sdk::{Episode, Judgement, Rejection, Reward, Score, SettingError, Settings};
+use std::cell::Cell;
+use std::ops::RangeInclusive;
+
+struct Guest {
+    breach: String,
+    scale: f64,
+    n_scored: Cell<u32>,
+}
+
+impl Reward for Guest {
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        let breach = settings.text("breach", "none");
+        let default = if breach == "other_default" { 1.0 } else { 0.5 };
+        let range = if breach == "refuses_what_is_allowed" { 0.2..=0.8 } else { 0.0..=1.0 };
+        let scale = match breach.as_str() {
+            "unread_setting" => 0.5,
+            _ => settings.number("scale", default, range)?,
+        };
+        Ok(Self { breach, scale, n_scored: Cell::new(0) })
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        if self.breach == "empty_range" { 1.0..=1.0 } else { 0.0..=1.0 }
+    }
+
+    fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+        let policy = &episode.policy;
+        let n_before = self.n_scored.replace(self.n_scored.get() + 1);
+        let hits = match &policy.retrieval {
+            Ok(hits) => hits.as_slice(),
+            Err(failure) if self.breach == "unwraps_failures" => panic!("no hits: {failure}"),
+            Err(failure) => return Err(Rejection::new("policy_retrieval_failed", failure.to_string())),
+        };
+        let score = Score::new(self.scale * hits.first().map_or(0.0, |hit| hit.reranker_score));
+        let n_chars = episode.query.chars().count();
+        match self.breach.as_str() {
+            "looks_at_neighbours" => Ok(Score::new(score.total / f64::from(n_before + 1))),
+            "divides_by_length" => Ok(Score::new(score.total * 3.0 / n_chars as f64)),
+            "counts_hits" => Ok(Score::new(hits.len() as f64 / 10.0)),
+            "no_number_without_a_judge" if policy.judgement == Judgement::NotSampled => Ok(Score::new(f64::NAN)),
+            "infinite_component" if policy.truncated => Ok(score.with("tokens", f64::INFINITY)),
+            "bad_code" if policy == &episode.baseline => Err(Rejection::new("Equal Sides", "")),
+            "quadratic" => Ok(score.with("pairs", n_pairs(&episode.query))),
+            "fails_late" => {
+                assert!(self.scale < 1.0, "cannot scale by {}", self.scale);
+                Ok(score)
+            }
+            _ => Ok(score),
+        }
+    }
+}
+
+/// Pairs of equal characters, the slow way.
+fn n_pairs(text: &str) -> f64 {
+    let chars: Vec<_> = text.chars().collect();
+    let equal = |index: usize| chars[..index].iter().filter(|c| **c == chars[index]).count();
+    (0..chars.len()).map(equal).sum::<usize>() as f64
+}
+
+querl_sdk::export!(reward: Guest);
