@@ -30,12 +30,12 @@ fn bomb(n_bytes: u64) -> Vec<u8> {
 
 #[test]
 fn bombs_are_refused_without_being_unpacked() {
-    let bombs: Vec<_> = [90 << 20, 2 << 30].map(bomb).into();
+    let bombs: Vec<_> = [60 << 20, 2 << 30].map(bomb).into();
     assert!(bombs.iter().all(|bomb| bomb.len() < 300_000));
     let before = high_water();
     for bomb in &bombs {
         let error = Bundle::from_bytes(bomb, "bomb.querl").unwrap_err().to_string();
-        assert!(error.contains("refused as a bomb") || error.contains("at most 100663296 are read"), "{error}");
+        assert!(error.contains("refused as a bomb") || error.contains("at most 67108864 are read"), "{error}");
     }
     // What a header claims may not be set aside before it is decoded.
     let grown = high_water() - before;

@@ -109,7 +109,7 @@ fn request_sentence(error: &(dyn Error + 'static)) -> String {
     };
     format!(
         "cannot be reached: {cause}; check the address and the network, and whether the registry speaks https (plain http is \
-         spoken to this machine alone, unless asked for)"
+         spoken to this machine alone, unless `--plain-http` asks for it)"
     )
 }
 

@@ -47,7 +47,7 @@ impl ArchiveLimits {
         tar_bytes: 128 << 20,
         ratio: 256,
         entries: 1000,
-        component_bytes: 96 << 20,
+        component_bytes: 64 << 20,
         golden_bytes: 16 << 20,
         text_bytes: 1 << 20,
     };
