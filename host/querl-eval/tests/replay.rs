@@ -93,6 +93,18 @@ fn text_is_aligned_and_narrow_with_chinese_too() {
 }
 
 #[test]
+fn all_six_changes_of_sign_fit_into_the_width() {
+    let totals = [0.5, 0.0, -0.5];
+    let row = |index: usize| -> Row {
+        let (before, after) = (totals[index / 3 % 3], totals[index % 3]);
+        ("保质期", index as u64, 0, (0.5, 0.5), Some(scored(before, 0.0)), scored(after, 0.0))
+    };
+    let text = replay_text(&of_rows(&(0..9000).map(row).collect::<Vec<_>>()));
+    assert!(text.contains("changes of sign: 6000 (won to drew 1000, won to lost 1000, drew to won 1000,"), "{text}");
+    assert!(text.lines().all(|line| unicode_width::UnicodeWidthStr::width(line) <= 100), "{text}");
+}
+
+#[test]
 fn only_episodes_that_both_scored_are_compared() {
     let found = of_rows(&rows());
     let counts = &found.counts;

@@ -242,7 +242,7 @@ fn signs(replay: &Replay) -> Vec<String> {
     rows.push(counted("retrieval quality", &replay.retrieval));
     let mut lines = table(&rows);
     if let Some(signs) = replay.signs.as_ref().filter(|signs| signs.before.is_some()) {
-        lines.push(moves(signs));
+        lines.extend(wrapped(&moves(signs), MAX_WIDTH));
     }
     lines
 }
@@ -313,11 +313,11 @@ fn episode(number: usize, one: &ChangedEpisode) -> Vec<String> {
     lines
 }
 
-/// `win 0.500 -> -0.300, judge - -> 0.120`.
+/// `win 0.500 -> -0.300, judge none -> 0.120`.
 pub(super) fn parts(one: &ChangedEpisode) -> String {
     let part = |part: &super::ChangedPart| {
         let digits = Digits::for_values([part.before, part.after].into_iter().flatten());
-        let text = |value: Option<f64>| or_dash(value, |value| digits.plain(value));
+        let text = |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| digits.plain(value));
         format!("{} {} -> {}", part.name, text(part.before), text(part.after))
     };
     one.parts.iter().map(part).collect::<Vec<_>>().join(", ")

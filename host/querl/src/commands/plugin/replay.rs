@@ -16,7 +16,7 @@ use querl_core::ports::RewardModel;
 use querl_core::records::Episode;
 use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
-use querl_plugins::PluginHost;
+use querl_plugins::{HostOptions, PluginHost};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -66,7 +66,7 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let mut recorded = read(&file)?;
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
-    let host = host::open(&limits, &[])?;
+    let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host::options(&limits)? })?;
     let plugin = Asked::open(&host, &args.plugin, &args.settings, "--settings")?;
     let other = args.against.as_ref();
     let other = other.map(|path| Asked::open(&host, path, &args.against_settings, "--against-settings")).transpose()?;
@@ -75,6 +75,13 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         write_atomic(path, replay_html(&compared)?.as_bytes()).with_context(|| path.display().to_string())?;
     }
     print(&compared, args.format).context("stdout")
+}
+
+/// A call for each core at the same time, but never fewer than usual, and no more than memory is easily set aside for.
+fn n_slots() -> u32 {
+    let usual = HostOptions::default().n_slots;
+    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(n_cores).unwrap_or(usual).clamp(usual, 8 * usual)
 }
 
 /// The file of episodes, and the configuration of the run that wrote it, where that is known.
