@@ -5,9 +5,71 @@
 /// Once per crate, at its top level. The kinds are `prompt`, `filter`, `reward` and `style_scorer`; a component may hold
 /// several: `export!(prompt: MyPrompt, filter: MyFilter)`. The plugin's name and version are those of the crate. In a native
 /// build, as for `cargo test`, it only checks that the types implement their traits.
+///
+/// A component without it does not link: the linker names a missing symbol that says so.
+///
+/// ```
+/// use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict};
+///
+/// struct KeepAll;
+///
+/// impl Filter for KeepAll {
+///     fn new(_: &Settings) -> Result<Self, SettingError> {
+///         Ok(Self)
+///     }
+///
+///     fn check(&mut self, _: &Sample) -> Verdict {
+///         Verdict::Keep
+///     }
+/// }
+///
+/// querl_sdk::export!(filter: KeepAll);
+/// # fn main() {}
+/// ```
+///
+/// What it refuses, each with a sentence: a type that does not implement the trait of its kind,
+///
+/// ```compile_fail,E0277
+/// struct NotAReward;
+/// querl_sdk::export!(reward: NotAReward);
+/// # fn main() {}
+/// ```
+///
+/// a word that is no kind, or is written in another way,
+///
+/// ```compile_fail
+/// # struct MyScorer;
+/// querl_sdk::export!(scorer: MyScorer);
+/// # fn main() {}
+/// ```
+///
+/// ```compile_fail
+/// # struct MyScorer;
+/// querl_sdk::export!(style-scorer: MyScorer);
+/// # fn main() {}
+/// ```
+///
+/// and a second use in one crate; several kinds go into one.
+///
+/// ```compile_fail,E0428
+/// # use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict};
+/// # struct KeepAll;
+/// # impl Filter for KeepAll {
+/// #     fn new(_: &Settings) -> Result<Self, SettingError> { Ok(Self) }
+/// #     fn check(&mut self, _: &Sample) -> Verdict { Verdict::Keep }
+/// # }
+/// querl_sdk::export!(filter: KeepAll);
+/// querl_sdk::export!(filter: KeepAll);
+/// # fn main() {}
+/// ```
 #[macro_export]
 macro_rules! export {
     ($($kind:ident : $plugin:ty),+ $(,)?) => {
+        // A second use in one crate defines this a second time, and the compiler says its name.
+        #[doc(hidden)]
+        #[allow(non_camel_case_types, dead_code)]
+        enum querl_sdk_export_stands_once_in_a_crate {}
+
         const _: fn(&$crate::Settings) -> Result<(), $crate::SettingError> = |_settings| {
             $( $crate::__read_settings!($kind, $plugin, _settings)?; )+
             Ok(())
@@ -15,6 +77,10 @@ macro_rules! export {
 
         #[cfg(target_arch = "wasm32")]
         const _: () = {
+            // What `querl_sdk` asks the linker for, so that a component without this macro does not link.
+            #[unsafe(export_name = "this plugin registers nothing; write querl_sdk::export!(reward: MyReward), or what kind it is, once in src/lib.rs")]
+            extern "C" fn registered() {}
+
             struct QuerlIdentity;
             impl $crate::__guest::Identity for QuerlIdentity {
                 const NAME: &'static str = env!("CARGO_PKG_NAME");
@@ -30,7 +96,10 @@ macro_rules! export {
         };
     };
     ($($other:tt)*) => {
-        compile_error!("write `export!(KIND: Type)`, for example `querl_sdk::export!(reward: MyReward)`");
+        compile_error!(
+            "write `export!(KIND: Type)`, for example `querl_sdk::export!(reward: MyReward)`; the kinds are prompt, filter, \
+             reward and style_scorer"
+        );
     };
 }
 

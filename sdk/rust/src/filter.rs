@@ -36,6 +36,11 @@ impl Verdict {
 /// Keeps samples in the training data or drops them.
 ///
 /// One value is made for each batch, which is the whole dataset, and sees its samples in order.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a filter plugin",
+    label = "does not implement `querl_sdk::Filter`",
+    note = "`export!(filter: {Self})` wants `impl querl_sdk::Filter for {Self}`"
+)]
 pub trait Filter: Sized {
     /// Reads the settings: every key that the plugin knows, whatever the values of the others.
     ///

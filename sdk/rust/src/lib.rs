@@ -37,9 +37,19 @@
 //! # }
 //! ```
 //!
+//! What the host would refuse shows in such tests too where they go through [`testing`], which also runs golden cases.
+//!
 //! `Cargo.toml` says `crate-type = ["cdylib", "rlib"]`: the first for the component, the second for tests. The logic compiles
 //! natively too, so that `cargo test` needs no WebAssembly; a component comes from
 //! `cargo build --release --target wasm32-wasip2`, which querl runs by itself for a plugin that is given as a folder.
+
+#![deny(missing_docs)]
+
+#[cfg(all(target_family = "wasm", not(all(target_os = "wasi", target_env = "p2"))))]
+compile_error!(
+    "a querl plugin is a WebAssembly component: build it with `--target wasm32-wasip2` (`rustup target add wasm32-wasip2`), or \
+     let `querl plugin build` do it"
+);
 
 #[doc(hidden)]
 #[cfg(target_arch = "wasm32")]
@@ -52,6 +62,8 @@ mod prompt;
 mod reward;
 mod settings;
 mod style;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod testing;
 mod types;
 
 pub use filter::{Filter, Sample, Verdict};

@@ -34,6 +34,11 @@ pub struct JudgeScore {
 }
 
 /// A tenant's prompts, and the parsing of answers to them.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a prompt plugin",
+    label = "does not implement `querl_sdk::Prompt`",
+    note = "`export!(prompt: {Self})` wants `impl querl_sdk::Prompt for {Self}`"
+)]
 pub trait Prompt: Sized {
     /// Reads the settings: every key that the plugin knows, whatever the values of the others.
     ///

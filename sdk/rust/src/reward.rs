@@ -44,6 +44,11 @@ impl Score {
         Self { total, components: Vec::new() }
     }
 
+    /// The part of this name, where there is one.
+    pub fn component(&self, name: &str) -> Option<f64> {
+        self.components.iter().find(|part| part.name == name).map(|part| part.value)
+    }
+
     /// Adds a named part.
     #[must_use]
     pub fn with(mut self, name: impl Into<String>, value: f64) -> Self {
@@ -56,6 +61,11 @@ impl Score {
 ///
 /// One value is made for each call and scores the episodes of a batch one by one: a score depends on its episode and the
 /// settings only, which is what the contract asks for.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a reward plugin",
+    label = "does not implement `querl_sdk::Reward`",
+    note = "`export!(reward: {Self})` wants `impl querl_sdk::Reward for {Self}`"
+)]
 pub trait Reward: Sized {
     /// Reads the settings: every key that the plugin knows, whatever the values of the others.
     ///

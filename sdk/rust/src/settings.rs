@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What is wrong with a setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -31,7 +33,14 @@ pub struct Settings {
 enum Source {
     #[cfg(target_arch = "wasm32")]
     Host,
-    Pairs(BTreeMap<String, String>),
+    Pairs(BTreeMap<String, Value>),
+}
+
+#[derive(Debug, Clone)]
+struct Value {
+    text: String,
+    /// Set when the plugin asks for it. Clones share it.
+    is_read: Arc<AtomicBool>,
 }
 
 impl Settings {
@@ -48,7 +57,8 @@ impl Settings {
 
     /// Settings for a test. Lists are JSON: `["a", "b"]`.
     pub fn from_pairs<K: Into<String>, V: Into<String>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
-        let pairs = pairs.into_iter().map(|(key, value)| (key.into(), value.into())).collect();
+        let value = |text: V| Value { text: text.into(), is_read: Arc::default() };
+        let pairs = pairs.into_iter().map(|(key, text)| (key.into(), value(text))).collect();
         Self { source: Source::Pairs(pairs) }
     }
 
@@ -57,8 +67,20 @@ impl Settings {
         match &self.source {
             #[cfg(target_arch = "wasm32")]
             Source::Host => crate::__guest::imports::querl::plugin::settings::get(key),
-            Source::Pairs(pairs) => pairs.get(key).cloned(),
+            Source::Pairs(pairs) => {
+                let value = pairs.get(key)?;
+                value.is_read.store(true, Ordering::Relaxed);
+                Some(value.text.clone())
+            }
         }
+    }
+
+    /// The keys that were set and that nobody asked for: the host refuses them.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) fn unread(&self) -> Vec<&str> {
+        let Source::Pairs(pairs) = &self.source;
+        let unread = pairs.iter().filter(|(_, value)| !value.is_read.load(Ordering::Relaxed));
+        unread.map(|(key, _)| key.as_str()).collect()
     }
 
     /// The text under `key`, or `default`.

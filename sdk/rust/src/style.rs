@@ -32,6 +32,11 @@ pub trait StyleModel {
 }
 
 /// Scores the style of the last turn of a dialogue.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a style scorer plugin",
+    label = "does not implement `querl_sdk::StyleScorer`",
+    note = "`export!(style_scorer: {Self})` wants `impl querl_sdk::StyleScorer for {Self}`"
+)]
 pub trait StyleScorer: Sized {
     /// Reads the settings: every key that the plugin knows, whatever the values of the others.
     ///

@@ -170,6 +170,16 @@ unsafe impl GlobalAlloc for Arena {
     }
 }
 
+unsafe extern "C" {
+    /// Defined by [`export!`](crate::export).
+    #[link_name = "this plugin registers nothing; write querl_sdk::export!(reward: MyReward), or what kind it is, once in src/lib.rs"]
+    safe fn registered();
+}
+
+/// Every component has the function below, so that this reaches the linker in every component.
+#[used]
+static REGISTERED: extern "C" fn() = registered;
+
 /// What the host calls for each text and list that it hands over. Stands in for the one of `wasi-libc`, whose allocator would
 /// otherwise own these blocks.
 ///

@@ -19,7 +19,7 @@ pub mod imports {
                 import querl:plugin/log@0.1.0;
                 import querl:plugin/style-model@0.1.0;
             }",
-        path: "../../wit",
+        path: "wit",
         generate_all,
         generate_unused_types: true,
     });
@@ -31,7 +31,7 @@ macro_rules! exported_interface {
         pub mod $module {
             wit_bindgen::generate!({
                 inline: $world,
-                path: "../../wit",
+                path: "wit",
                 $( with: { $types: crate::__guest::imports::querl::plugin::types }, )?
                 pub_export_macro: true,
                 export_macro_name: $export_macro,

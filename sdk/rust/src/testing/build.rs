@@ -1,0 +1,380 @@
+//! Values for tests, made with few words.
+
+use super::check;
+use crate::{
+    CallFailure, Candidate, ClassifyError, Context, Dialogue, Episode, FailureKind, Hit, Judgement, Message,
+    PromptInput, Sample, StyleModel, StyleProbability,
+};
+use std::ops::Deref;
+
+/// An episode in the making; it can be used wherever an [`Episode`] is borrowed.
+#[derive(Debug, Clone, PartialEq)]
+#[must_use]
+pub struct EpisodeBuilder {
+    episode: Episode,
+    side: Option<Side>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Policy,
+    Baseline,
+}
+
+/// An episode for `query`, in which neither side wrote or found anything yet.
+///
+/// [`EpisodeBuilder::policy`] and [`EpisodeBuilder::baseline`] say whom the words after them are about:
+///
+/// ```
+/// use querl_sdk::testing;
+///
+/// let episode = testing::episode("一天几粒啊")
+///     .history("用户问过深海鱼油")
+///     .policy("深海鱼油 每日用量").hit("kb-7", 0.8).hit("kb-2", 0.5).judged(4.5)
+///     .baseline("鱼油 几粒").hit("kb-2", 0.5).judged(3.0);
+/// assert_eq!(episode.policy.retrieval.as_ref().unwrap()[1].rank, 2);
+/// ```
+pub fn episode(query: impl Into<String>) -> EpisodeBuilder {
+    let episode = Episode { id: "test".into(), query: query.into(), ..Episode::default() };
+    EpisodeBuilder { episode, side: None }
+}
+
+impl EpisodeBuilder {
+    /// Sets the id; `test` otherwise.
+    pub fn id(mut self, id: impl Into<String>) -> Self {
+        self.episode.id = id.into();
+        self
+    }
+
+    /// Sets 用户画像, who asks.
+    pub fn profile(mut self, profile: impl Into<String>) -> Self {
+        self.episode.context.user_profile = profile.into();
+        self
+    }
+
+    /// Sets 历史摘要, what was said before.
+    pub fn history(mut self, history: impl Into<String>) -> Self {
+        self.episode.context.history_summary = history.into();
+        self
+    }
+
+    /// Sets the ids of the passages known to answer the query.
+    pub fn gold<T: Into<String>>(mut self, ids: impl IntoIterator<Item = T>) -> Self {
+        self.episode.gold_ids = ids.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// What the policy wrote; the words after this are about the policy's side.
+    pub fn policy(self, rewrite: impl Into<String>) -> Self {
+        self.side(Side::Policy, rewrite.into())
+    }
+
+    /// What the teacher wrote; the words after this are about the teacher's side.
+    pub fn baseline(self, rewrite: impl Into<String>) -> Self {
+        self.side(Side::Baseline, rewrite.into())
+    }
+
+    /// One more hit, below those before it. `reranker_score` is 0 to 1 and not above that of the hit before.
+    #[track_caller]
+    pub fn hit(self, id: impl Into<String>, reranker_score: f64) -> Self {
+        self.hit_with_text(id, "", reranker_score)
+    }
+
+    /// As [`EpisodeBuilder::hit`], with the passage.
+    #[track_caller]
+    pub fn hit_with_text(self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
+        let hit = Hit { id: id.into(), text: text.into(), reranker_score, ..Hit::default() };
+        self.about("hit", |candidate| match &mut candidate.retrieval {
+            Ok(hits) => push_hit(hits, hit),
+            Err(_) => panic!("a retrieval that failed has no hits; leave out `retrieval_failed` or `hit`"),
+        })
+    }
+
+    /// Retrieval gave no answer on this side.
+    #[track_caller]
+    pub fn retrieval_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
+        let failure = CallFailure { kind, message: message.into() };
+        self.about("retrieval_failed", |candidate| candidate.retrieval = Err(failure))
+    }
+
+    /// The judge's score of this side, 0 to 5.
+    #[track_caller]
+    pub fn judged(self, score: f64) -> Self {
+        self.judged_because(score, "")
+    }
+
+    /// As [`EpisodeBuilder::judged`], with the judge's reason.
+    #[track_caller]
+    pub fn judged_because(self, score: f64, reason: impl Into<String>) -> Self {
+        check::sent(check::judge_score(score));
+        let judgement = Judgement::Scored { score, reason: reason.into() };
+        self.about("judged", |candidate| candidate.judgement = judgement)
+    }
+
+    /// The judge was asked about this side and gave no usable answer.
+    #[track_caller]
+    pub fn judgement_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
+        let failure = CallFailure { kind, message: message.into() };
+        self.about("judgement_failed", |candidate| candidate.judgement = Judgement::Failed(failure))
+    }
+
+    /// The style distribution of this side; sums to 1.
+    #[track_caller]
+    pub fn style<T: Into<String>>(self, classes: impl IntoIterator<Item = (T, f64)>) -> Self {
+        let classes = distribution(classes);
+        self.about("style", |candidate| candidate.style = Some(classes))
+    }
+
+    /// How many tokens this side's rewrite has.
+    #[track_caller]
+    pub fn n_tokens(self, n_tokens: u32) -> Self {
+        self.about("n_tokens", |candidate| candidate.n_tokens = n_tokens)
+    }
+
+    /// The token limit cut this side's rewrite off.
+    #[track_caller]
+    pub fn truncated(self) -> Self {
+        self.about("truncated", |candidate| candidate.truncated = true)
+    }
+
+    fn side(mut self, side: Side, rewrite: String) -> Self {
+        self.side = Some(side);
+        self.about("side", |candidate| candidate.rewrite = rewrite)
+    }
+
+    #[track_caller]
+    fn about(mut self, word: &str, change: impl FnOnce(&mut Candidate)) -> Self {
+        match self.side {
+            Some(Side::Policy) => change(&mut self.episode.policy),
+            Some(Side::Baseline) => change(&mut self.episode.baseline),
+            None => panic!("`{word}` is about one side; say `policy` or `baseline` before it"),
+        }
+        self
+    }
+}
+
+impl Deref for EpisodeBuilder {
+    type Target = Episode;
+
+    fn deref(&self) -> &Episode {
+        &self.episode
+    }
+}
+
+impl From<EpisodeBuilder> for Episode {
+    fn from(builder: EpisodeBuilder) -> Self {
+        builder.episode
+    }
+}
+
+/// A sample in the making; it can be used wherever a [`Sample`] is borrowed.
+#[derive(Debug, Clone, PartialEq)]
+#[must_use]
+pub struct SampleBuilder(Sample);
+
+/// A sample: what the user typed and what the teacher made of it, for which nothing was found yet.
+///
+/// ```
+/// use querl_sdk::testing;
+///
+/// let sample = testing::sample("胶原咋吃", "胶原蛋白肽的服用方法").hit("kb-1", 0.9);
+/// assert_eq!(sample.hits[0].rank, 1);
+/// ```
+pub fn sample(query: impl Into<String>, rewrite: impl Into<String>) -> SampleBuilder {
+    SampleBuilder(Sample {
+        id: "test".into(),
+        original_query: query.into(),
+        rewritten_query: rewrite.into(),
+        ..Sample::default()
+    })
+}
+
+impl SampleBuilder {
+    /// Sets the id; `test` otherwise.
+    pub fn id(mut self, id: impl Into<String>) -> Self {
+        self.0.id = id.into();
+        self
+    }
+
+    /// Sets 用户画像, who asks.
+    pub fn profile(mut self, profile: impl Into<String>) -> Self {
+        self.0.context.user_profile = profile.into();
+        self
+    }
+
+    /// Sets 历史摘要, what was said before.
+    pub fn history(mut self, history: impl Into<String>) -> Self {
+        self.0.context.history_summary = history.into();
+        self
+    }
+
+    /// One more hit of the rewrite, below those before it. `reranker_score` is 0 to 1 and not above that of the hit before.
+    #[track_caller]
+    pub fn hit(self, id: impl Into<String>, reranker_score: f64) -> Self {
+        self.hit_with_text(id, "", reranker_score)
+    }
+
+    /// As [`SampleBuilder::hit`], with the passage.
+    #[track_caller]
+    pub fn hit_with_text(mut self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
+        push_hit(&mut self.0.hits, Hit { id: id.into(), text: text.into(), reranker_score, ..Hit::default() });
+        self
+    }
+}
+
+impl Deref for SampleBuilder {
+    type Target = Sample;
+
+    fn deref(&self) -> &Sample {
+        &self.0
+    }
+}
+
+impl From<SampleBuilder> for Sample {
+    fn from(builder: SampleBuilder) -> Self {
+        builder.0
+    }
+}
+
+/// A prompt's input in the making; it can be used wherever a [`PromptInput`] is borrowed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct PromptInputBuilder(PromptInput);
+
+/// The input of a prompt: what the user typed, without context yet. For the judge's prompt it wants a
+/// [`rewrite`](PromptInputBuilder::rewrite).
+pub fn prompt_input(query: impl Into<String>) -> PromptInputBuilder {
+    PromptInputBuilder(PromptInput { query: query.into(), context: Context::default(), rewrite: None })
+}
+
+impl PromptInputBuilder {
+    /// Sets 用户画像, who asks.
+    pub fn profile(mut self, profile: impl Into<String>) -> Self {
+        self.0.context.user_profile = profile.into();
+        self
+    }
+
+    /// Sets 历史摘要, what was said before.
+    pub fn history(mut self, history: impl Into<String>) -> Self {
+        self.0.context.history_summary = history.into();
+        self
+    }
+
+    /// Sets the rewrite to judge.
+    pub fn rewrite(mut self, rewrite: impl Into<String>) -> Self {
+        self.0.rewrite = Some(rewrite.into());
+        self
+    }
+}
+
+impl Deref for PromptInputBuilder {
+    type Target = PromptInput;
+
+    fn deref(&self) -> &PromptInput {
+        &self.0
+    }
+}
+
+/// A dialogue in the making; it can be used wherever a [`Dialogue`] is borrowed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct DialogueBuilder(Dialogue);
+
+/// A dialogue without turns yet; the last must be the assistant's.
+///
+/// ```
+/// use querl_sdk::testing;
+///
+/// let dialogue = testing::dialogue().user("多少钱").assistant("您好，胶原蛋白肽每盒 199 元。");
+/// assert_eq!(dialogue.turns.len(), 2);
+/// ```
+pub fn dialogue() -> DialogueBuilder {
+    DialogueBuilder(Dialogue { id: "test".into(), turns: Vec::new() })
+}
+
+impl DialogueBuilder {
+    /// Sets the id; `test` otherwise.
+    pub fn id(mut self, id: impl Into<String>) -> Self {
+        self.0.id = id.into();
+        self
+    }
+
+    /// One more turn, of the system.
+    pub fn system(mut self, content: impl Into<String>) -> Self {
+        self.0.turns.push(Message::system(content));
+        self
+    }
+
+    /// One more turn, of the user.
+    pub fn user(mut self, content: impl Into<String>) -> Self {
+        self.0.turns.push(Message::user(content));
+        self
+    }
+
+    /// One more turn, of the assistant.
+    pub fn assistant(mut self, content: impl Into<String>) -> Self {
+        self.0.turns.push(Message::assistant(content));
+        self
+    }
+}
+
+impl Deref for DialogueBuilder {
+    type Target = Dialogue;
+
+    fn deref(&self) -> &Dialogue {
+        &self.0
+    }
+}
+
+/// Stands in for the run's style model: says the same of every dialogue.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StandInModel(Result<Vec<StyleProbability>, ClassifyError>);
+
+/// A style model that gives this distribution; it sums to 1.
+///
+/// ```
+/// use querl_sdk::{StyleModel, testing};
+///
+/// let model = testing::style_model([("售前", 0.7), ("售后", 0.3)]);
+/// assert_eq!(model.classify(&[]).unwrap()[0].label, "售前");
+/// ```
+#[track_caller]
+pub fn style_model<T: Into<String>>(classes: impl IntoIterator<Item = (T, f64)>) -> StandInModel {
+    StandInModel(Ok(distribution(classes)))
+}
+
+/// A run without a style model.
+pub fn no_style_model() -> StandInModel {
+    StandInModel(Err(ClassifyError::NotConfigured))
+}
+
+/// A style model that gives no answer.
+pub fn failing_style_model(kind: FailureKind, message: impl Into<String>) -> StandInModel {
+    StandInModel(Err(ClassifyError::Failed(CallFailure { kind, message: message.into() })))
+}
+
+impl StyleModel for StandInModel {
+    fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, ClassifyError> {
+        self.0.clone()
+    }
+}
+
+#[track_caller]
+fn push_hit(hits: &mut Vec<Hit>, hit: Hit) {
+    let (rank, score) = (hits.len() as u32 + 1, hit.reranker_score);
+    let above = hits.last().map_or(f64::INFINITY, |above| above.reranker_score);
+    assert!(
+        score <= above,
+        "the host never sends this: hit {rank} scores {score}, above {above}; say the best hit first"
+    );
+    hits.push(Hit { rank, ..hit });
+    check::sent(check::hits(hits));
+}
+
+#[track_caller]
+fn distribution<T: Into<String>>(classes: impl IntoIterator<Item = (T, f64)>) -> Vec<StyleProbability> {
+    let class = |(label, probability): (T, f64)| StyleProbability { label: label.into(), probability };
+    let classes = classes.into_iter().map(class).collect::<Vec<_>>();
+    check::sent(check::style(&classes));
+    classes
+}

@@ -1,0 +1,50 @@
+//! Runs a plugin's logic under plain `cargo test`, as the host runs the component: settings, a fresh plugin for each call,
+//! results checked against the contract. Exists in native builds only.
+//!
+//! In: the author's type, and values made with few words ([`episode`], [`sample`], [`dialogue`]) or read from files ([`golden`],
+//! [`read_episodes`]). Out: what the plugin says. What the host would refuse, of the plugin as of the values, is a panic that
+//! says what was expected and what came.
+//!
+//! ```
+//! use querl_sdk::{Episode, FailureKind, Rejection, Reward, Score, SettingError, Settings, testing};
+//! # use std::ops::RangeInclusive;
+//! # struct TopHit { scale: f64 }
+//! # impl Reward for TopHit {
+//! #     fn new(settings: &Settings) -> Result<Self, SettingError> {
+//! #         Ok(Self { scale: settings.number("scale", 1.0, 0.0..=10.0)? })
+//! #     }
+//! #     fn range(&self) -> RangeInclusive<f64> { 0.0..=10.0 }
+//! #     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+//! #         let hits = episode.policy.retrieval.as_ref().map_err(|failure| Rejection::new("policy_failed", &failure.message))?;
+//! #         Ok(Score::new(self.scale * hits.first().map_or(0.0, |hit| hit.reranker_score)))
+//! #     }
+//! # }
+//! // `TopHit` is a reward: the score of the policy's best hit.
+//! let reward = testing::reward::<TopHit>(Settings::from_pairs([("scale", "2")]));
+//!
+//! let found = testing::episode("一天几粒啊").policy("深海鱼油 食用方法").hit("kb-7", 0.8).baseline("鱼油");
+//! assert_eq!(reward.score(&found).unwrap().total, 1.6);
+//!
+//! let failed = testing::episode("一天几粒啊").policy("鱼油").retrieval_failed(FailureKind::Timeout, "no answer within 30 s");
+//! assert_eq!(reward.score(&failed).unwrap_err().code, "policy_failed");
+//! ```
+
+mod build;
+mod check;
+mod form;
+mod golden;
+mod run;
+
+pub use build::{
+    DialogueBuilder, EpisodeBuilder, PromptInputBuilder, SampleBuilder, StandInModel, dialogue, episode,
+    failing_style_model, no_style_model, prompt_input, sample, style_model,
+};
+pub use form::read_episodes;
+pub use golden::{Golden, golden};
+pub use run::{
+    FilterTest, PromptTest, RewardTest, StyleScorerTest, assert_close, filter, prompt, reward, style_scorer,
+};
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

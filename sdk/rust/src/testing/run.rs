@@ -1,0 +1,240 @@
+//! Plugins, called as the host calls them.
+
+use super::check;
+use crate::{
+    Dialogue, Episode, Filter, JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Sample, Score,
+    SettingError, Settings, StyleModel, StyleScorer, Verdict,
+};
+use std::borrow::Borrow;
+use std::fmt::Debug;
+use std::ops::RangeInclusive;
+
+/// A configured plugin: makes a fresh one for each call, as the host has a fresh instance.
+struct Configured<T> {
+    settings: Settings,
+    make: fn(&Settings) -> Result<T, SettingError>,
+}
+
+impl<T> Configured<T> {
+    /// Panics where the plugin refuses the settings, or does not look at one of them.
+    #[track_caller]
+    fn new(settings: Settings, make: fn(&Settings) -> Result<T, SettingError>) -> Self {
+        if let Err(error) = make(&settings) {
+            panic!("the plugin refuses its settings: {error}");
+        }
+        if let Some(key) = settings.unread().first() {
+            panic!("the plugin knows no setting `{key}`: its `new` does not read it");
+        }
+        Self { settings, make }
+    }
+
+    #[track_caller]
+    fn plugin(&self) -> T {
+        (self.make)(&self.settings)
+            .unwrap_or_else(|error| panic!("the plugin refuses settings that it took before: {error}"))
+    }
+}
+
+#[track_caller]
+fn assert_same<R: PartialEq + Debug>(first: &R, second: &R, what: &str) {
+    assert!(first == second, "{what}: expected {first:?}, got {second:?}");
+}
+
+/// A reward under test; made by [`reward`].
+pub struct RewardTest<T> {
+    configured: Configured<T>,
+    range: RangeInclusive<f64>,
+}
+
+/// Configures a reward as the host does.
+///
+/// # Panics
+/// The reward refuses the settings, does not read one of them, or declares a range that is none.
+#[track_caller]
+pub fn reward<T: Reward>(settings: Settings) -> RewardTest<T> {
+    let configured = Configured::new(settings, T::new);
+    let range = configured.plugin().range();
+    check::returned(check::range(&range));
+    RewardTest { configured, range }
+}
+
+impl<T: Reward> RewardTest<T> {
+    /// The declared range.
+    pub fn range(&self) -> RangeInclusive<f64> {
+        self.range.clone()
+    }
+
+    /// Scores one episode.
+    ///
+    /// # Errors
+    /// The plugin's rejection.
+    ///
+    /// # Panics
+    /// The host would never send the episode or refuse the result, or the plugin scores the same episode differently the
+    /// second time.
+    #[track_caller]
+    pub fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+        check::sent(check::episode(episode));
+        let plugin = self.configured.plugin();
+        let result = plugin.score(episode);
+        check::returned(check::scored(&result, &self.range));
+        assert_same(&result, &plugin.score(episode), "the same episode scored again");
+        result
+    }
+
+    /// Scores a batch with one plugin, in order.
+    ///
+    /// # Panics
+    /// As [`RewardTest::score`]; or an episode's result depends on the others in the batch.
+    #[track_caller]
+    pub fn score_batch<E: Borrow<Episode>>(&self, episodes: &[E]) -> Vec<Result<Score, Rejection>> {
+        let plugin = self.configured.plugin();
+        let together: Vec<_> = episodes.iter().map(|episode| plugin.score(episode.borrow())).collect();
+        for (episode, result) in episodes.iter().zip(&together) {
+            assert_same(&self.score(episode.borrow()), result, "an episode scored in a batch, after it was alone");
+        }
+        together
+    }
+}
+
+/// A filter under test; made by [`filter`].
+pub struct FilterTest<T> {
+    configured: Configured<T>,
+}
+
+/// Configures a filter as the host does.
+///
+/// # Panics
+/// The filter refuses the settings, or does not read one of them.
+#[track_caller]
+pub fn filter<T: Filter>(settings: Settings) -> FilterTest<T> {
+    FilterTest { configured: Configured::new(settings, T::new) }
+}
+
+impl<T: Filter> FilterTest<T> {
+    /// The verdicts on one batch, in order. The next batch meets a fresh filter.
+    ///
+    /// # Panics
+    /// The host would never send the samples or refuse a verdict, or the same batch gets other verdicts the second time.
+    #[track_caller]
+    pub fn check<S: Borrow<Sample>>(&self, samples: &[S]) -> Vec<Verdict> {
+        let once = || -> Vec<Verdict> {
+            let mut plugin = self.configured.plugin();
+            samples.iter().map(|sample| plugin.check(sample.borrow())).collect()
+        };
+        samples.iter().for_each(|sample| check::sent(check::hits(&sample.borrow().hits)));
+        let verdicts = once();
+        verdicts.iter().for_each(|verdict| check::returned(check::verdict(verdict)));
+        assert_same(&verdicts, &once(), "the same batch checked again");
+        verdicts
+    }
+}
+
+/// A tenant's prompts under test; made by [`prompt`].
+pub struct PromptTest<T> {
+    configured: Configured<T>,
+}
+
+/// Configures a prompt plugin as the host does.
+///
+/// # Panics
+/// The plugin refuses the settings, or does not read one of them.
+#[track_caller]
+pub fn prompt<T: Prompt>(settings: Settings) -> PromptTest<T> {
+    PromptTest { configured: Configured::new(settings, T::new) }
+}
+
+impl<T: Prompt> PromptTest<T> {
+    /// The conversation for one task.
+    ///
+    /// # Panics
+    /// The host would refuse it; or the input has no rewrite for the judge's task, or one for another.
+    #[track_caller]
+    pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+        let is_judge = task == PromptTask::Judge;
+        assert!(
+            input.rewrite.is_some() == is_judge,
+            "the host sends a rewrite with the judge's task and with no other"
+        );
+        let messages = self.configured.plugin().messages(task, input);
+        check::returned(check::messages(&messages));
+        messages
+    }
+
+    /// The rewrite in a model's answer.
+    ///
+    /// # Errors
+    /// The plugin's rejection.
+    ///
+    /// # Panics
+    /// The rewrite is blank, or the rejection's code is none.
+    #[track_caller]
+    pub fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
+        let parsed = self.configured.plugin().parse_rewrite(text);
+        match &parsed {
+            Ok(rewrite) => assert!(!rewrite.trim().is_empty(), "the host refuses this: the parsed rewrite is blank"),
+            Err(rejection) => check::returned(check::rejection(rejection)),
+        }
+        parsed
+    }
+
+    /// The judgement in a judge's answer.
+    ///
+    /// # Errors
+    /// The plugin's rejection.
+    ///
+    /// # Panics
+    /// The score is not within 0 to 5, or the rejection's code is none.
+    #[track_caller]
+    pub fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection> {
+        let parsed = self.configured.plugin().parse_judgement(text);
+        check::returned(match &parsed {
+            Ok(judged) => check::judge_score(judged.score),
+            Err(rejection) => check::rejection(rejection),
+        });
+        parsed
+    }
+}
+
+/// A style scorer under test; made by [`style_scorer`].
+pub struct StyleScorerTest<T> {
+    configured: Configured<T>,
+}
+
+/// Configures a style scorer as the host does.
+///
+/// # Panics
+/// The scorer refuses the settings, or does not read one of them.
+#[track_caller]
+pub fn style_scorer<T: StyleScorer>(settings: Settings) -> StyleScorerTest<T> {
+    StyleScorerTest { configured: Configured::new(settings, T::new) }
+}
+
+impl<T: StyleScorer> StyleScorerTest<T> {
+    /// Scores one dialogue; `model` stands in for the run's style model.
+    ///
+    /// # Errors
+    /// The plugin's rejection.
+    ///
+    /// # Panics
+    /// The host would never send the dialogue or refuse the result, or the plugin scores it differently the second time.
+    #[track_caller]
+    pub fn score(&self, dialogue: &Dialogue, model: &dyn StyleModel) -> Result<Score, Rejection> {
+        check::sent(check::dialogue(dialogue));
+        let plugin = self.configured.plugin();
+        let result = plugin.score(dialogue, model);
+        check::returned(check::scored(&result, &(0.0..=1.0)));
+        assert_same(&result, &plugin.score(dialogue, model), "the same dialogue scored again");
+        result
+    }
+}
+
+/// Two numbers that differ by at most `tolerance`.
+///
+/// # Panics
+/// They differ by more, or one is not finite.
+#[track_caller]
+pub fn assert_close(actual: f64, expected: f64, tolerance: f64) {
+    let difference = (actual - expected).abs();
+    assert!(difference <= tolerance, "expected {expected} within {tolerance:e}, got {actual}");
+}
