@@ -1,9 +1,9 @@
 //! The conformance suite: what the contract asks of every plugin, as checks with a report.
 //!
-//! In: the path of a plugin (a component, a source folder, a bundle), settings, limits. Out: a [`Report`]: each check with the
-//! rule that it stands for and, where the rule was broken, what was sent, what came back and what the contract says; the
-//! plugin's golden cases; what calls cost. It knows plugins through the host's ports alone, as training does, and refuses to
-//! know how they are made.
+//! In: the path of a plugin (a component, a source folder, a bundle), settings, limits. Out: a [`Report`]: each check
+//! with the rule that it stands for and, where the rule was broken, what was sent, what came back and what the contract
+//! says; the plugin's golden cases; what calls cost. It knows plugins through the host's ports alone, as training does,
+//! and refuses to know how they are made.
 //!
 //! What it cannot see: whether a score is sensible. That is what golden cases are for.
 
@@ -74,9 +74,8 @@ impl SuiteOptions {
 
 /// Tests the plugin at `path`.
 ///
-/// # Errors
-/// There is nothing to test: no such file, a source that does not build, a host that cannot start, or a setting of `options`
-/// that the plugin does not take. What the plugin itself does wrong is in the report.
+/// # Errors There is nothing to test: no such file, a source that does not build, a host that cannot start, or a
+/// setting of `options` that the plugin does not take. What the plugin itself does wrong is in the report.
 pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let meter = Meter::default();
     let host = PluginHost::new(options.host_options(&meter))?;
@@ -114,8 +113,8 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     })
 }
 
-const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, `rewards` and \
-                     `style-scores`, and imports what the contract and a standard library need";
+const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, \
+                     `rewards` and `style-scores`, and imports what the contract and a standard library need";
 
 /// A report on a plugin that the host refused.
 fn not_loaded(path: &Path, error: &PluginError) -> Report {

@@ -17,6 +17,10 @@ pub(crate) struct Usage {
     pub(crate) memory_bytes: usize,
 }
 
+impl Usage {
+    const NONE: Self = Self { n_calls: 0, n_items: 0, fuel: 0, wall: Duration::ZERO, memory_bytes: 0 };
+}
+
 /// The most that any call of the suite used.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Peak {
@@ -36,7 +40,7 @@ impl Peak {
 
 thread_local! {
     // The host reports a call on the thread that made it.
-    static USAGE: Cell<Usage> = const { Cell::new(Usage { n_calls: 0, n_items: 0, fuel: 0, wall: Duration::ZERO, memory_bytes: 0 }) };
+    static USAGE: Cell<Usage> = const { Cell::new(Usage::NONE) };
 }
 
 /// Keeps the books.
@@ -68,7 +72,7 @@ impl Meter {
 
 /// What `job` returns, and what the calls that it made on this thread used.
 pub(crate) fn measured<R>(job: impl FnOnce() -> R) -> (R, Usage) {
-    USAGE.set(Usage::default());
+    USAGE.set(Usage::NONE);
     let result = job();
     (result, USAGE.take())
 }

@@ -10,8 +10,8 @@ const LIST_ITEMS: usize = 1;
 /// A longer line is cut.
 const LINE_CHARS: usize = 600;
 
-/// `value` as compact JSON: long texts and lists cut with what was left out, absent values and empty lists other than hits
-/// left out.
+/// `value` as compact JSON: long texts and lists cut with what was left out, absent values and empty lists other than
+/// hits left out.
 pub(crate) fn compact<T: Serialize + ?Sized>(value: &T) -> String {
     match serde_json::to_value(value) {
         Ok(value) => line(&shortened(value).to_string()),

@@ -8,6 +8,10 @@ use querl_conformance::{Outcome, Report};
 use querl_plugins::{HostOptions, PluginHost};
 use std::path::{Path, PathBuf};
 
+/// What golden cases score.
+const EPISODE: &str = r#""episode": {"query": "胶原咋吃", "baseline": {"rewrite": "胶原"},
+    "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}}}"#;
+
 /// The component of the guest `odd-reward`, which keeps every rule by default.
 fn component() -> Vec<u8> {
     let host = PluginHost::new(HostOptions { cache_dir: options("").cache_dir, ..HostOptions::default() }).unwrap();
@@ -42,9 +46,7 @@ fn tested(replaced: &[(&str, &str)], golden: &str) -> Report {
 
 #[test]
 fn a_bundle_is_tested_with_its_golden_cases() {
-    let case = r#"{"name": "半分", "episode": {"query": "胶原咋吃", "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}},
-        "baseline": {"rewrite": "胶原"}}, "expect": {"total": 0.4}}"#
-        .replace('\n', " ");
+    let case = format!(r#"{{"name": "半分", {EPISODE}, "expect": {{"total": 0.4}}}}"#).replace('\n', " ");
     let report = tested(&[], &case);
     assert!(report.passed(), "{}", report.text());
     assert_eq!(check(&report, "golden: 半分").rule, "golden/cases.jsonl:1 says so");
@@ -52,17 +54,16 @@ fn a_bundle_is_tested_with_its_golden_cases() {
 
 #[test]
 fn a_golden_case_that_comes_out_otherwise_is_shown_with_its_place() {
-    let episode = r#""episode": {"query": "胶原咋吃", "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}}, "baseline": {"rewrite": "胶原"}}"#;
     let lines = [
-        format!(r#"{{"name": "总分", {episode}, "expect": {{"total": 0.5}}}}"#),
-        format!(r#"{{"name": "部分", {episode}, "expect": {{"total": 0.4, "components": {{"hits": 1}}}}}}"#),
-        format!(r#"{{"name": "拒绝", {episode}, "expect": {{"rejected": "nothing_found"}}}}"#),
-        format!(r#"{{"name": "容差", {episode}, "expect": {{"total": 0.41, "tolerance": 0.02}}}}"#),
-        format!(r#"{{"name": "设置", "settings": {{"scale": 1.5}}, {episode}, "expect": {{"total": 0.4}}}}"#),
+        format!(r#"{{"name": "总分", {EPISODE}, "expect": {{"total": 0.5}}}}"#),
+        format!(r#"{{"name": "部分", {EPISODE}, "expect": {{"total": 0.4, "components": {{"hits": 1}}}}}}"#),
+        format!(r#"{{"name": "拒绝", {EPISODE}, "expect": {{"rejected": "nothing_found"}}}}"#),
+        format!(r#"{{"name": "容差", {EPISODE}, "expect": {{"total": 0.41, "tolerance": 0.02}}}}"#),
+        format!(r#"{{"name": "设置", "settings": {{"scale": 1.5}}, {EPISODE}, "expect": {{"total": 0.4}}}}"#),
         r#"{"name": "别的种类", "parse_rewrite": "胶原", "expect": {"rewrite": "胶原"}}"#.to_owned(),
         r#"{"name": "打错", "parse_rewritten": "胶原"}"#.to_owned(),
     ];
-    let report = tested(&[], &lines.join("\n"));
+    let report = tested(&[], &lines.map(|line| line.replace('\n', " ")).join("\n"));
     let names = ["golden", "golden", "golden: 总分", "golden: 部分", "golden: 拒绝", "golden: 设置"];
     assert_eq!(failed(&report), names, "{}", report.text());
     let [sent, returned, expected] = failure(&report, "golden: 总分");

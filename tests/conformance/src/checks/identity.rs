@@ -5,8 +5,8 @@ use crate::subject::Subject;
 use querl_plugins::Plugin;
 
 /// What the host checks when it loads a plugin that has a manifest.
-pub(crate) const MANIFEST: &str = "plugin.toml is readable, says the name, version, kinds and range that the component has, and asks for no \
-                                   more than the host allows";
+pub(crate) const MANIFEST: &str = "plugin.toml is readable, says the name, version, kinds and range that the component \
+                                   has, and asks for no more than the host allows";
 
 pub(crate) fn check(subject: &Subject<'_>, section: &mut Section) {
     match subject.plugin.manifest() {

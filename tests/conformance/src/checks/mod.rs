@@ -56,8 +56,8 @@ fn rule_of(kind: FaultKind) -> &'static str {
             "each call has limits: instructions (per item), wall-clock time, memory, size of what it returns"
         }
         FaultKind::Result => {
-            "numbers are finite and within their range, names and codes are 1 to 64 of a to z, 0 to 9 and _, lists of results \
-             are as long as the arguments"
+            "numbers are finite and within their range, names and codes are 1 to 64 of a to z, 0 to 9 and _, lists \
+             of results are as long as the arguments"
         }
     }
 }

@@ -28,7 +28,8 @@ pub(super) fn check(subject: &Subject<'_>, section: &mut Section) {
     );
     section.add(
         "parse_judgement",
-        "the score lies in 0 to 5; an answer without a score, or with one outside of this range, is a rejection, never a guess",
+        "the score lies in 0 to 5; an answer without a score, or with one outside of this range, is a rejection, never \
+         a guess",
         parsed(&answers::for_judgement(), |text| prompts.parse_judgement(text).map(|parsed| parsed.is_ok())),
     );
 }

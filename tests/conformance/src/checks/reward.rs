@@ -25,7 +25,8 @@ pub(super) fn check(subject: &Subject<'_>, section: &mut Section) {
     );
     section.add(
         "batch_equals_singles",
-        "a result depends on its own episode and the settings, and on nothing else: not on the other episodes of the batch",
+        "a result depends on its own episode and the settings, and on nothing else: not on the other episodes of the \
+         batch",
         batch::batch_equals_singles(&port, &mixed),
     );
     repeat_checks(subject, section, PluginKind::Reward);
@@ -54,8 +55,8 @@ pub(super) fn repeat_checks(subject: &Subject<'_>, section: &mut Section, kind: 
     };
     section.add(
         "repeat",
-        "the same arguments and settings give the same bytes back and use the same fuel; no state passes from one call to the \
-         next",
+        "the same arguments and settings give the same bytes back and use the same fuel; no state passes from \
+         one call to the next",
         repeat::repeat(&round, options.n_repeats),
     );
     section.add(

@@ -28,7 +28,8 @@ const ACCEPTED: Rule = (
 );
 const DEFAULTS: Rule = (
     "defaults",
-    "a default in plugin.toml is what the plugin takes where the user sets nothing: given by hand it gives the same bytes",
+    "a default in plugin.toml is what the plugin takes where the user sets nothing: given by hand it gives the same \
+     bytes",
 );
 
 type Specs = BTreeMap<String, SettingSpec>;
@@ -192,7 +193,8 @@ mod tests {
     #[test]
     fn values_at_the_ends_are_allowed_and_those_beyond_are_not() {
         let manifest = Manifest::parse(
-            "[plugin]\nid = 'x'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['filter']\ndescription = 'x'\nlicense = 'x'\n
+            "[plugin]\nid = 'x'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['filter']\n
+            description = 'x'\nlicense = 'x'\n
             [settings.number]\ntype = 'number'\nminimum = -1e6\nmaximum = 1e6\n[settings.open]\ntype = 'number'\n
             [settings.integer]\ntype = 'integer'\nminimum = 1\nmaximum = 9\n[settings.flag]\ntype = 'boolean'\n
             [settings.choice]\ntype = 'text'\nchoices = ['宽', '严']\n[settings.text]\ntype = 'text'\n

@@ -21,20 +21,23 @@ pub(super) fn check(subject: &Subject<'_>, section: &mut Section) {
     );
     section.add(
         "batch_equals_singles",
-        "a result depends on its own dialogue, the settings and what `style-model.classify` says of it, and on nothing else",
+        "a result depends on its own dialogue, the settings and what `style-model.classify` says of it, and on nothing \
+         else",
         batch::batch_equals_singles(&port, &mixed),
     );
     repeat_checks(subject, section, PluginKind::StyleScorer);
     for group in dialogues::groups() {
         section.add(
             format!("inputs_{}", group.name),
-            "a total is 0 (worst) to 1 (best), or the dialogue is rejected; texts are of any length, an empty text is a text",
+            "a total is 0 (worst) to 1 (best), or the dialogue is rejected; texts are of any length, an empty text is \
+             a text",
             batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
         );
     }
     section.add(
         "no_style_model",
-        "`classify` says not-configured where the run has no style model: an answer or a rejection follows, never a fault",
+        "`classify` says not-configured where the run has no style model: an answer or a rejection follows, never a \
+         fault",
         with_model(subject, None),
     );
     section.add(

@@ -1,4 +1,5 @@
-//! What plugins are sent: ordinary items, and the odd ones that the contract allows. The id of an item says what is odd.
+//! What plugins are sent: ordinary items, and the odd ones that the contract allows. The id of an item says what is
+//! odd.
 
 pub(crate) mod answers;
 pub(crate) mod dialogues;

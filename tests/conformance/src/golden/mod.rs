@@ -1,23 +1,26 @@
 //! Golden cases: what a plugin's author says comes of what.
 //!
-//! `golden/*.jsonl` beside `plugin.toml`, one case a line. Every case has a `name`, and `settings` where it needs any; a key
-//! that no case has is refused. Of episodes, samples and dialogues the `id` may be left out.
+//! `golden/*.jsonl` beside `plugin.toml`, one case a line. Every case has a `name`, and `settings` where it needs any;
+//! a key that no case has is refused. Of episodes, samples and dialogues the `id` may be left out.
 //!
 //! ```text
-//! reward          {"name": "赢", "episode": {"query": …, "policy": …, "baseline": …},
-//!                  "expect": {"total": 0.5, "tolerance": 1e-9, "components": {"win": 0.5}}}      or {"rejected": "code"}
-//! filter          {"name": "重复", "samples": [{"original_query": …, "rewritten_query": …}, …],
-//!                  "expect": ["keep", {"drop": "code"}]}
-//! prompt          {"name": "评审", "task": "judge", "input": {"query": …, "context": …, "rewrite": …},
-//!                  "expect": {"contains": ["…"]}}                                                or {"messages": [{"role", "content"}]}
-//!                 {"name": "引号", "parse_rewrite": "“胶原”", "expect": {"rewrite": "胶原"}}     or {"rejected": "code"}
-//!                 {"name": "分数", "parse_judgement": "…", "expect": {"score": 4.5, "reason": "…"}} or {"rejected": "code"}
-//! style-scorer    {"name": "客气", "dialogue": {"turns": […]}, "style_model": [{"label": "售前", "probability": 1.0}],
-//!                  "expect": {"total": 0.9}}                                                     or {"rejected": "code"}
+//! reward        {"name": "赢", "episode": {"query": …, "policy": …, "baseline": …},
+//!                "expect": {"total": 0.5, "tolerance": 1e-9, "components": {"win": 0.5}}}
+//! filter        {"name": "重复", "samples": [{"original_query": …, "rewritten_query": …}, …],
+//!                "expect": ["keep", {"drop": "code"}]}
+//! prompt        {"name": "评审", "task": "judge", "input": {"query": …, "context": …, "rewrite": …},
+//!                "expect": {"contains": ["…"]}}            or "expect": {"messages": [{"role": …, "content": …}]}
+//!               {"name": "引号", "parse_rewrite": "“胶原”", "expect": {"rewrite": "胶原"}}
+//!               {"name": "分数", "parse_judgement": "…", "expect": {"score": 4.5, "reason": "…"}}
+//! style-scorer  {"name": "客气", "dialogue": {"turns": […]},
+//!                "style_model": [{"label": "售前", "probability": 1.0}], "expect": {"total": 0.9}}
 //! ```
 //!
+//! Wherever a score, rewrite or judgement is expected, so can be a rejection: `"expect": {"rejected": "code"}`.
+//!
 //! `tolerance` is 1e-9 where it is left out and holds for the total and the components; components that a case does not
-//! name are not compared. `contains` is looked for in the texts of all messages. Without `style_model` the run has none.
+//! name are not compared. `contains` is looked for in the texts of all messages. Without `style_model` the run has
+//! none.
 
 mod expect;
 mod parse;

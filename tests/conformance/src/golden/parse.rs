@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 
 const TOLERANCE: f64 = 1e-9;
 
-/// The cases of one file, which messages call `origin`, in the order of its lines; blank lines are passed over. A line that
-/// cannot be used does not hide the others.
+/// The cases of one file, which messages call `origin`, in the order of its lines; blank lines are passed over. A line
+/// that cannot be used does not hide the others.
 pub fn parse(text: &str, origin: &str) -> Vec<Result<GoldenCase, GoldenError>> {
     let lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
     let read = lines.map(|(line, number)| {
@@ -263,8 +263,8 @@ fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
     hits
 }
 
-/// Every key of `written` is one that `read`, the same value read and written again, has in the same place: some records
-/// pass over keys that they do not know.
+/// Every key of `written` is one that `read`, the same value read and written again, has in the same place: some
+/// records pass over keys that they do not know.
 fn known_keys(written: &Value, read: &Value, place: &str) -> Result<(), String> {
     match (written, read) {
         (Value::Object(written), Value::Object(read)) => {

@@ -9,7 +9,8 @@ fn one(line: &str) -> Result<GoldenCase, String> {
 #[test]
 fn a_reward_case_by_hand_needs_little() {
     let case = one(r#"{"name": "赢", "settings": {"win": 1, "loss": -0.5, "terms": ["胶原"]},
-        "episode": {"query": "胶原咋吃", "policy": {"rewrite": "胶原蛋白肽 用法", "retrieval": {"hits": [{"reranker_score": 0.9}]}},
+        "episode": {"query": "胶原咋吃", "policy": {"rewrite": "胶原蛋白肽 用法",
+            "retrieval": {"hits": [{"reranker_score": 0.9}]}},
                     "baseline": {"rewrite": "胶原"}},
         "expect": {"total": 0.5}}"#)
     .unwrap();
@@ -22,7 +23,8 @@ fn a_reward_case_by_hand_needs_little() {
 
 #[test]
 fn a_filter_case_counts_ids_and_ranks() {
-    let case = one(r#"{"name": "重复", "samples": [{"original_query": "a", "rewritten_query": "b", "hits": [{"reranker_score": 1}]},
+    let case = one(r#"{"name": "重复", "samples": [{"original_query": "a", "rewritten_query": "b",
+            "hits": [{"reranker_score": 1}]},
         {"original_query": "a", "rewritten_query": "b"}], "expect": ["keep", {"drop": "duplicate"}]}"#)
     .unwrap();
     let GoldenBody::Filter { samples, expect } = case.body else { panic!("{case:?}") };
@@ -34,11 +36,14 @@ fn a_filter_case_counts_ids_and_ranks() {
 fn prompt_and_style_cases_are_read() {
     let kinds = [
         r#"{"name": "a", "task": "judge", "input": {"query": "a", "rewrite": "b"}, "expect": {"contains": ["b"]}}"#,
-        r#"{"name": "a", "task": "policy_rewrite", "input": {"query": "a"}, "expect": {"messages": [{"role": "user", "content": "a"}]}}"#,
+        r#"{"name": "a", "task": "policy_rewrite", "input": {"query": "a"}, "expect": {"messages": [{"role": "user",
+            "content": "a"}]}}"#,
         r#"{"name": "a", "parse_rewrite": "“胶原”", "expect": {"rewrite": "胶原"}}"#,
         r#"{"name": "a", "parse_judgement": "好", "expect": {"rejected": "no_score"}}"#,
-        r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "style_model": null, "expect": {"rejected": "x"}}"#,
-        r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "style_model": [{"label": "售前", "probability": 1}],
+        r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "style_model": null,
+            "expect": {"rejected": "x"}}"#,
+        r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]},
+            "style_model": [{"label": "售前", "probability": 1}],
             "expect": {"total": 1, "tolerance": 0.1}}"#,
     ];
     let kinds: Vec<_> = kinds.iter().map(|line| one(line).unwrap().body.kind().name()).collect();
@@ -64,12 +69,14 @@ fn bad_lines_name_file_line_and_what_was_expected() {
             "`tolerance` is -1; expected 0",
         ),
         (
-            r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 2}]}},
+            r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b",
+            "retrieval": {"hits": [{"reranker_score": 2}]}},
                 "baseline": {"rewrite": "c"}}, "expect": {"total": 1}}"#,
             "`reranker_score` of policy hit 1 is 2; expected 0 to 1",
         ),
         (
-            r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}},
+            r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b",
+            "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}},
                 "baseline": {"rewrite": "c"}}, "expect": {"total": 1}}"#,
             "unknown key `txt` in `episode.policy.retrieval.hits 1`",
         ),
