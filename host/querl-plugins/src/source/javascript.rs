@@ -51,7 +51,8 @@ impl JavaScriptFolder {
         );
         for kind in &plugin.kinds {
             let (module, export) = interface(*kind);
-            let line = format!("import {{ {export}Of }} from {};\nexport const {export} = {export}Of(plugin);", sdk(module));
+            let line =
+                format!("import {{ {export}Of }} from {};\nexport const {export} = {export}Of(plugin);", sdk(module));
             writeln!(text, "{line}").expect("writing to a String succeeds");
         }
         text
@@ -65,7 +66,10 @@ impl JavaScriptFolder {
             std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
         }
         let includes: String = self.script.worlds().map(|world| format!(" include {world};")).collect();
-        std::fs::write(folder.join("querl-plugin.wit"), format!("package querl:plugin@0.1.0;\nworld {WORLD} {{{includes} }}\n"))
+        std::fs::write(
+            folder.join("querl-plugin.wit"),
+            format!("package querl:plugin@0.1.0;\nworld {WORLD} {{{includes} }}\n"),
+        )
     }
 
     /// The packages are in the folder's node_modules or in that of a folder above, where Node.js finds them too.
@@ -74,7 +78,9 @@ impl JavaScriptFolder {
             self.script.folder.ancestors().any(|folder| folder.join("node_modules").join(package).is_dir())
         };
         match PACKAGES.iter().find(|package| !is_there(package)) {
-            Some(package) => Err(self.script.refused(format!("building it needs {package}; run `npm install` in its folder"))),
+            Some(package) => {
+                Err(self.script.refused(format!("building it needs {package}; run `npm install` in its folder")))
+            }
             None => Ok(()),
         }
     }
@@ -141,7 +147,11 @@ mod tests {
         let folder = folder_with("vendor/querl-sdk", &["plugin.js"]);
         let plugin = JavaScriptFolder::read(folder.path()).unwrap();
         let missing = || plugin.check_packages().unwrap_err().to_string();
-        assert!(missing().ends_with("needs @bytecodealliance/componentize-js; run `npm install` in its folder"), "{}", missing());
+        assert!(
+            missing().ends_with("needs @bytecodealliance/componentize-js; run `npm install` in its folder"),
+            "{}",
+            missing()
+        );
         std::fs::create_dir_all(plugin.script.folder.join("node_modules/@bytecodealliance/componentize-js")).unwrap();
         assert!(missing().ends_with("needs esbuild; run `npm install` in its folder"), "{}", missing());
     }

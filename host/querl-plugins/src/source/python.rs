@@ -41,7 +41,7 @@ impl PythonFolder {
     /// Binds the author's classes to the interfaces, by the names that componentize-py looks for.
     fn entry(&self) -> String {
         let plugin = &self.script.manifest.plugin;
-        let mut text = String::from("import plugin\nfrom querl_sdk._guest import start\n");
+        let mut text = String::from("import plugin\nfrom querl_sdk._guest.start import start\n");
         for kind in &plugin.kinds {
             let (module, class) = interface(*kind);
             writeln!(text, "from querl_sdk._guest.{module} import {class}").expect("writing to a String succeeds");
@@ -67,7 +67,9 @@ impl PythonFolder {
 
     fn missing(&self) -> String {
         let program = if cfg!(windows) { ".venv\\Scripts\\pip" } else { ".venv/bin/pip" };
-        format!("building it needs componentize-py; run `python3 -m venv .venv && {program} install {TOOL}` in its folder")
+        format!(
+            "building it needs componentize-py; run `python3 -m venv .venv && {program} install {TOOL}` in its folder"
+        )
     }
 }
 
@@ -118,7 +120,7 @@ mod tests {
     fn entry_binds_the_kinds_of_the_manifest_under_its_name_and_version() {
         let folder = folder_with("vendor/querl_sdk", &["plugin.py"]);
         let entry = PythonFolder::read(folder.path()).unwrap().entry();
-        let expected = "import plugin\nfrom querl_sdk._guest import start\nfrom querl_sdk._guest.filters import Filters\n\
+        let expected = "import plugin\nfrom querl_sdk._guest.start import start\nfrom querl_sdk._guest.filters import Filters\n\
                         Info = start(\"short\", \"0.1.0\", [\"filter\"])\n";
         assert_eq!(entry, expected);
     }
@@ -134,6 +136,9 @@ mod tests {
     fn missing_tool_is_one_sentence_with_the_command() {
         let folder = folder_with("vendor/querl_sdk", &["plugin.py"]);
         let missing = PythonFolder::read(folder.path()).unwrap().missing();
-        assert!(missing.contains("`python3 -m venv .venv && .venv/bin/pip install componentize-py==0.25.1`"), "{missing}");
+        assert!(
+            missing.contains("`python3 -m venv .venv && .venv/bin/pip install componentize-py==0.25.1`"),
+            "{missing}"
+        );
     }
 }

@@ -31,14 +31,20 @@ impl ScriptFolder {
     /// repository of querl.
     pub(super) fn read(folder: &Path, vendored_sdk: &str, shared_sdk: &str) -> Result<Self, PluginError> {
         if !folder.join("plugin.toml").is_file() {
-            return Err(unreadable(folder, "the folder holds no plugin.toml; `querl plugin new` makes one to start from"));
+            return Err(unreadable(
+                folder,
+                "the folder holds no plugin.toml; `querl plugin new` makes one to start from",
+            ));
         }
         let absolute = folder.canonicalize().map_err(|error| unreadable(folder, error.to_string()))?;
         let find = |vendored: &str, shared: &str| {
             let own = Some(absolute.join(vendored)).filter(|path| path.is_dir());
             let above = || absolute.ancestors().skip(1).map(|above| above.join(shared)).find(|path| path.is_dir());
             own.or_else(above).ok_or_else(|| {
-                unreadable(folder, format!("it has no `{vendored}`, which `querl plugin new` puts into every plugin's folder"))
+                unreadable(
+                    folder,
+                    format!("it has no `{vendored}`, which `querl plugin new` puts into every plugin's folder"),
+                )
             })
         };
         Ok(Self {
@@ -81,7 +87,11 @@ impl ScriptFolder {
         let scratch = tempfile::Builder::new().prefix(".building-").tempdir_in(self.dist()).map_err(failed)?;
         let made = scratch.path().join("component.wasm");
         make(&made)?;
-        std::fs::File::options().append(true).open(&made).and_then(|file| file.set_modified(started)).map_err(failed)?;
+        std::fs::File::options()
+            .append(true)
+            .open(&made)
+            .and_then(|file| file.set_modified(started))
+            .map_err(failed)?;
         std::fs::rename(&made, self.component()).map_err(failed)
     }
 
@@ -105,7 +115,8 @@ impl ScriptFolder {
         if output.status.success() {
             return Ok(());
         }
-        let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned()).join("\n");
+        let said =
+            [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned()).join("\n");
         Err(PluginError::Build { path: self.folder.clone(), tool, output: said.trim().to_owned() })
     }
 }
@@ -188,7 +199,8 @@ pub(super) mod tests {
     #[test]
     fn folder_without_manifest_or_sdk_is_explained() {
         let folder = tempfile::tempdir().unwrap();
-        let read = || ScriptFolder::read(folder.path(), "vendor/querl_sdk", "no-such").map(drop).unwrap_err().to_string();
+        let read =
+            || ScriptFolder::read(folder.path(), "vendor/querl_sdk", "no-such").map(drop).unwrap_err().to_string();
         assert!(read().ends_with("no plugin.toml; `querl plugin new` makes one to start from"));
         std::fs::write(folder.path().join("plugin.toml"), MANIFEST).unwrap();
         assert!(read().contains("it has no `vendor/querl_sdk`"), "{}", read());

@@ -1,0 +1,50 @@
+// Prompts for the knowledge base of one tenant.
+
+import { Message, plugin, Rejection } from "#querl-sdk";
+
+const SYSTEMS = {
+  teacher_rewrite: "你为{domain}知识库改写用户的问题：补全指代，去掉口语，不添加用户没有问的内容。只输出改写后的查询。",
+  policy_rewrite: "把用户的问题改写成{domain}知识库的检索查询，只输出查询。",
+  judge: "你评审{domain}知识库的查询改写，按意图是否保留、是否便于检索打 0 到 5 分。输出一行：得分：分数。理由",
+};
+
+/** @import { Prompt, PromptInput, PromptTask, Settings } from "#querl-sdk" */
+
+/** @implements {Prompt} */
+export class TenantPrompt {
+  /** @param {Settings} settings */
+  constructor(settings) {
+    this.domain = settings.text("domain", "营养保健品");
+  }
+
+  /**
+   * @param {PromptTask} task
+   * @param {PromptInput} input
+   */
+  messages(task, { query, context, rewrite }) {
+    const lines = [
+      context.userProfile && `用户画像：${context.userProfile}`,
+      context.historySummary && `历史：${context.historySummary}`,
+      `问题：${query}`,
+      rewrite !== undefined && `改写：${rewrite}`,
+    ];
+    const system = SYSTEMS[task].replaceAll("{domain}", () => this.domain);
+    return [Message.system(system), Message.user(lines.filter((line) => line).join("\n"))];
+  }
+
+  /** @param {string} text */
+  parseRewrite(text) {
+    const rewrite = text.trim().replace(/^改写后的查询[:：]/, "").replace(/^[\s"“”「」]+|[\s"“”「」]+$/g, "");
+    if (!rewrite) throw new Rejection("no_rewrite", "the answer holds no rewrite");
+    return rewrite;
+  }
+
+  /** @param {string} text */
+  parseJudgement(text) {
+    const found = /得分[:：]\s*(\d+(?:\.\d+)?)[。.，,\s]*([^]*)/.exec(text);
+    if (!found || Number(found[1]) > 5) throw new Rejection("no_score", "the answer holds no score from 0 to 5");
+    return { score: Number(found[1]), reason: found[2].trim() };
+  }
+}
+
+export default plugin({ prompt: TenantPrompt });

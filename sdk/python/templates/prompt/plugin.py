@@ -1,0 +1,37 @@
+"""Prompts for the knowledge base of one tenant."""
+
+import re
+
+from querl_sdk import JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, Settings, export
+
+TEACHER = "你为{domain}知识库改写用户的问题：补全指代，去掉口语，不添加用户没有问的内容。只输出改写后的查询。"
+POLICY = "把用户的问题改写成{domain}知识库的检索查询，只输出查询。"
+JUDGE = "你评审{domain}知识库的查询改写，按意图是否保留、是否便于检索打 0 到 5 分。输出一行：得分：分数。理由"
+
+
+class TenantPrompt(Prompt):
+    def __init__(self, settings: Settings) -> None:
+        self.domain = settings.text("domain", "营养保健品")
+
+    def messages(self, task: PromptTask, input: PromptInput) -> list[Message]:
+        systems = {PromptTask.TEACHER_REWRITE: TEACHER, PromptTask.POLICY_REWRITE: POLICY, PromptTask.JUDGE: JUDGE}
+        system = Message.system(systems[task].replace("{domain}", self.domain))
+        lines = [("用户画像", input.context.user_profile), ("历史", input.context.history_summary), ("问题", input.query)]
+        if input.rewrite is not None:
+            lines.append(("改写", input.rewrite))
+        return [system, Message.user("\n".join(f"{title}：{text}" for title, text in lines if text or title == "问题"))]
+
+    def parse_rewrite(self, text: str) -> str:
+        rewrite = re.sub(r"^改写后的查询[:：]", "", text.strip()).strip(" \t\n\"“”「」")
+        if not rewrite:
+            raise Rejection("no_rewrite", "the answer holds no rewrite")
+        return rewrite
+
+    def parse_judgement(self, text: str) -> JudgeScore:
+        found = re.search(r"得分[:：]\s*(\d+(?:\.\d+)?)[。.，,\s]*(.*)", text, re.DOTALL)
+        if found is None or float(found[1]) > 5:
+            raise Rejection("no_score", "the answer holds no score from 0 to 5")
+        return JudgeScore(float(found[1]), found[2].strip())
+
+
+export(prompt=TenantPrompt)
