@@ -1,5 +1,5 @@
-//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`. Scores how far an
-//! answer is from a complaint.
+//! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`. Scores how
+//! far an answer is from a complaint.
 
 use querl_sdk::{ClassifyError, Dialogue, Rejection, Score, SettingError, Settings, StyleModel, StyleScorer};
 use std::sync::atomic::{AtomicU32, Ordering};
