@@ -126,7 +126,7 @@ fn check(episode: &Episode) -> Result<(), String> {
         }
         if let Some(style) = &candidate.style {
             let sum: f64 = style.iter().map(|class| class.probability).sum();
-            if !((sum - 1.0).abs() <= 1e-6) {
+            if sum.is_nan() || (sum - 1.0).abs() > 1e-6 {
                 return Err(format!("the {side} `style` sums to {sum}; expected 1"));
             }
         }
