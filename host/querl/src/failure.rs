@@ -6,6 +6,7 @@ use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_data::DataError;
 use querl_model::ModelError;
 use querl_plugins::PluginError;
+use querl_registry::RegistryError;
 use querl_train::TrainError;
 
 /// Ways to end other than well, with their exit codes.
@@ -70,7 +71,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     if let Some(TrainError::Model(error)) = cause.downcast_ref::<TrainError>() {
         return of_model(error);
     }
-    if cause.is::<PluginError>() || cause.is::<BundleError>() {
+    if cause.is::<PluginError>() || cause.is::<BundleError>() || cause.is::<RegistryError>() {
         return Some(Ending::Usage);
     }
     // A service that is down or refuses us is for the user to mend, wherever in a run it shows.

@@ -1,30 +1,49 @@
 //! `querl config check` and `querl config schema`.
 
 use crate::cli::{ConfigArgs, Format};
-use clap::Subcommand;
-use querl_core::config::{KeyInfo, json_schema, keys};
+use crate::plugins::Plugins;
+use clap::{Args, Subcommand};
+use querl_core::config::{Config, KeyInfo, json_schema, keys};
 use std::io::Write;
 
 /// The commands under `querl config`.
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Check a configuration and print it with every value in force
-    Check(ConfigArgs),
+    /// Check a configuration and its plugins' settings, and print it with every value in force
+    Check(CheckArgs),
     /// List every key: what it takes, its default, what it means (`--json`: as JSON Schema, for editors)
     Schema(Format),
+}
+
+/// Options of `querl config check`.
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Leave the plugins alone: none is built, loaded or asked about its settings
+    #[arg(long)]
+    skip_plugins: bool,
 }
 
 /// Runs one of them.
 ///
 /// # Errors
-/// The configuration cannot be used, or stdout is closed.
+/// The configuration or one of its plugins cannot be used, or stdout is closed.
 pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
     let text = match command {
-        ConfigCommand::Check(args) => args.load()?.to_toml(),
+        ConfigCommand::Check(args) => check(args)?.to_toml(),
         ConfigCommand::Schema(Format { json: true }) => format!("{:#}\n", json_schema()),
         ConfigCommand::Schema(Format { json: false }) => schema_text(&keys()),
     };
     Ok(std::io::stdout().write_all(text.as_bytes())?)
+}
+
+fn check(args: &CheckArgs) -> anyhow::Result<Config> {
+    let config = args.config.load()?;
+    if !args.skip_plugins {
+        Plugins::open(&config)?;
+    }
+    Ok(config)
 }
 
 /// As a TOML file reads: sections, then `key = default  # what it takes; what it means`.

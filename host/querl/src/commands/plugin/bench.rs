@@ -65,7 +65,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
             results.push(bench.measure(&job, *n_items as usize)?);
         }
     }
-    let suggestion = Suggestion::of(&results, bench.plugin.n_bytes(), args.margin);
+    let suggestion = Suggestion::of(&results, args.margin);
     let mut stdout = std::io::stdout().lock();
     match args.format.json {
         true => writeln!(stdout, "{:#}", shown::json(&bench, &results, &suggestion))?,

@@ -53,11 +53,19 @@ pub fn run(args: &PackArgs) -> anyhow::Result<()> {
     if let Some(key) = &key {
         bytes = querl_bundle::sign(&bytes, key)?;
     }
-    let path = args.out.join(manifest.file_name());
+    let path = written_to(&args.out, &manifest);
     std::fs::create_dir_all(&args.out)
         .and_then(|()| write_atomic(&path, &bytes))
         .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
     show(&path, &bytes, key.as_ref(), args.format)
+}
+
+/// The bundle's place in `folder`, as a person would write it.
+pub fn written_to(folder: &Path, manifest: &Manifest) -> PathBuf {
+    match folder == Path::new(".") {
+        true => manifest.file_name().into(),
+        false => folder.join(manifest.file_name()),
+    }
 }
 
 /// Tests what would be handed out, not what it was made from.

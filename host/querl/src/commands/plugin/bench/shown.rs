@@ -55,8 +55,12 @@ pub(super) fn text(bench: &Bench, results: &[Measured], suggestion: &Suggestion)
             memory_bytes as f64 / f64::from(1 << 20),
         ));
     }
-    text.push_str("\nlimits that leave room above this, for plugin.toml or [plugins.limits] of a configuration:\n");
-    text + &suggestion.to_toml()
+    text.push_str("\nlimits that leave room above this, for plugin.toml:\n");
+    text.push_str(&suggestion.to_toml());
+    text + &format!(
+        "and for [plugins.limits] of a configuration, of all its plugins the most: fuel_per_call = {}\n",
+        suggestion.fuel_per_call
+    )
 }
 
 /// For programs.
@@ -82,6 +86,7 @@ pub(super) fn json(bench: &Bench, results: &[Measured], suggestion: &Suggestion)
         "cold_start_ms": millis(bench.load),
         "results": results.iter().map(result).collect::<Vec<_>>(),
         "limits": {
+            "fuel_per_call": suggestion.fuel_per_call,
             "fuel_per_item": suggestion.fuel_per_item,
             "timeout_ms": suggestion.timeout_ms,
             "memory_bytes": suggestion.memory_bytes,
