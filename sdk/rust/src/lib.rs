@@ -66,6 +66,11 @@ mod style;
 pub mod testing;
 mod types;
 
+/// The examples of the README are tests too.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub use filter::{Filter, Sample, Verdict};
 pub use prompt::{JudgeScore, Prompt, PromptInput, PromptTask};
 pub use reward::{Component, Episode, Reward, Score};

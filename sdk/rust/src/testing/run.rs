@@ -5,7 +5,6 @@ use crate::{
     Dialogue, Episode, Filter, JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Sample, Score,
     SettingError, Settings, StyleModel, StyleScorer, Verdict,
 };
-use std::borrow::Borrow;
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
 
@@ -87,11 +86,12 @@ impl<T: Reward> RewardTest<T> {
     /// # Panics
     /// As [`RewardTest::score`]; or an episode's result depends on the others in the batch.
     #[track_caller]
-    pub fn score_batch<E: Borrow<Episode>>(&self, episodes: &[E]) -> Vec<Result<Score, Rejection>> {
+    pub fn score_batch(&self, episodes: impl IntoIterator<Item = impl Into<Episode>>) -> Vec<Result<Score, Rejection>> {
+        let episodes: Vec<Episode> = episodes.into_iter().map(Into::into).collect();
         let plugin = self.configured.plugin();
-        let together: Vec<_> = episodes.iter().map(|episode| plugin.score(episode.borrow())).collect();
+        let together: Vec<_> = episodes.iter().map(|episode| plugin.score(episode)).collect();
         for (episode, result) in episodes.iter().zip(&together) {
-            assert_same(&self.score(episode.borrow()), result, "an episode scored in a batch, after it was alone");
+            assert_same(&self.score(episode), result, "an episode scored in a batch, after it was alone");
         }
         together
     }
@@ -117,12 +117,13 @@ impl<T: Filter> FilterTest<T> {
     /// # Panics
     /// The host would never send the samples or refuse a verdict, or the same batch gets other verdicts the second time.
     #[track_caller]
-    pub fn check<S: Borrow<Sample>>(&self, samples: &[S]) -> Vec<Verdict> {
+    pub fn check(&self, samples: impl IntoIterator<Item = impl Into<Sample>>) -> Vec<Verdict> {
+        let samples: Vec<Sample> = samples.into_iter().map(Into::into).collect();
+        samples.iter().for_each(|sample| check::sent(check::hits(&sample.hits)));
         let once = || -> Vec<Verdict> {
             let mut plugin = self.configured.plugin();
-            samples.iter().map(|sample| plugin.check(sample.borrow())).collect()
+            samples.iter().map(|sample| plugin.check(sample)).collect()
         };
-        samples.iter().for_each(|sample| check::sent(check::hits(&sample.borrow().hits)));
         let verdicts = once();
         verdicts.iter().for_each(|verdict| check::returned(check::verdict(verdict)));
         assert_same(&verdicts, &once(), "the same batch checked again");

@@ -8,12 +8,13 @@ use std::ops::RangeInclusive;
 /// Says what the query tells it to say.
 struct Odd {
     n_calls: Cell<u32>,
+    saw_others: Cell<bool>,
 }
 
 impl Reward for Odd {
     fn new(settings: &Settings) -> Result<Self, SettingError> {
         settings.number("known", 0.0, 0.0..=1.0)?;
-        Ok(Self { n_calls: Cell::new(0) })
+        Ok(Self { n_calls: Cell::new(0), saw_others: Cell::new(false) })
     }
 
     fn range(&self) -> RangeInclusive<f64> {
@@ -22,6 +23,7 @@ impl Reward for Odd {
 
     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
         self.n_calls.set(self.n_calls.get() + 1);
+        self.saw_others.set(self.saw_others.get() || episode.query != "neighbour");
         match &*episode.query {
             "far" => Ok(Score::new(1.5)),
             "nan" => Ok(Score::new(f64::NAN)),
@@ -29,6 +31,7 @@ impl Reward for Odd {
             "name" => Ok(Score::new(0.5).with("Win", 0.0)),
             "part" => Ok(Score::new(0.5).with("win", f64::INFINITY)),
             "code" => Err(Rejection::new("No Answer", "")),
+            "neighbour" => Ok(Score::new(if self.saw_others.get() { 0.1 } else { 0.5 })),
             "count" => Ok(Score::new(f64::from(self.n_calls.get()) / 10.0)),
             _ => Ok(Score::new(0.5)),
         }
@@ -94,9 +97,11 @@ fn settings_are_checked_as_the_host_checks_them() {
 
 #[test]
 fn batches_are_scored_in_order() {
-    let batch = [episode("a").id("1"), episode("code").id("2")].map(Episode::from);
-    let scores = reward::<Odd>(Settings::none()).score_batch(&batch[..1]);
-    assert_eq!(scores, [Ok(Score::new(0.5))]);
+    let test = reward::<Odd>(Settings::none());
+    let scores = test.score_batch([episode("a"), episode("b")]);
+    assert_eq!(scores, [Ok(Score::new(0.5)), Ok(Score::new(0.5))]);
+    let message = panic_of(|| _ = reward::<Odd>(Settings::none()).score_batch([episode("a"), episode("neighbour")]));
+    assert!(message.starts_with("an episode scored in a batch, after it was alone: expected"), "{message}");
 }
 
 #[test]

@@ -107,7 +107,7 @@ impl Golden {
     pub fn filter<T: Filter>(&self) -> &Self {
         self.all("filter", |case| {
             let Body::Filter(samples, expected) = &case.body else { return None };
-            let said = run::filter::<T>(case.settings.clone()).check(samples);
+            let said = run::filter::<T>(case.settings.clone()).check(samples.iter().cloned());
             Some(verdicts(expected, &said))
         })
     }

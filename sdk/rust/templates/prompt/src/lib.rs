@@ -1,0 +1,92 @@
+//! Prompts for the knowledge base of one tenant.
+
+use querl_sdk::{
+    JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings,
+};
+
+const TEACHER: &str = "你为{domain}知识库改写用户的问题：补全指代，去掉口语，不添加用户没有问的内容。只输出改写后的查询。";
+const POLICY: &str = "把用户的问题改写成{domain}知识库的检索查询，只输出查询。";
+const JUDGE: &str = "你评审{domain}知识库的查询改写，按意图是否保留、是否便于检索打 0 到 5 分。输出一行：得分：分数。理由";
+
+struct TenantPrompt {
+    domain: String,
+}
+
+impl Prompt for TenantPrompt {
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        Ok(Self {
+            domain: settings.text("domain", "营养保健品"),
+        })
+    }
+
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+        let system = match task {
+            PromptTask::TeacherRewrite => TEACHER,
+            PromptTask::PolicyRewrite => POLICY,
+            PromptTask::Judge => JUDGE,
+        };
+        let context = &input.context;
+        let mut lines = Vec::new();
+        let mut add = |title: &str, text: &str| lines.push(format!("{title}：{text}"));
+        if !context.user_profile.is_empty() {
+            add("用户画像", &context.user_profile);
+        }
+        if !context.history_summary.is_empty() {
+            add("历史", &context.history_summary);
+        }
+        add("问题", &input.query);
+        if let Some(rewrite) = &input.rewrite {
+            add("改写", rewrite);
+        }
+        vec![
+            Message::system(system.replace("{domain}", &self.domain)),
+            Message::user(lines.join("\n")),
+        ]
+    }
+
+    fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
+        let text = text.trim();
+        let rewrite = text
+            .strip_prefix("改写后的查询：")
+            .or(text.strip_prefix("改写后的查询:"))
+            .unwrap_or(text);
+        let rewrite = rewrite.trim_matches(|c: char| c.is_whitespace() || "\"“”「」".contains(c));
+        match rewrite.is_empty() {
+            true => Err(Rejection::new("no_rewrite", "the answer holds no rewrite")),
+            false => Ok(rewrite.to_owned()),
+        }
+    }
+
+    fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection> {
+        judgement(text)
+            .ok_or_else(|| Rejection::new("no_score", "the answer holds no score from 0 to 5"))
+    }
+}
+
+fn judgement(text: &str) -> Option<JudgeScore> {
+    let (_, after) = text
+        .split_once("得分：")
+        .or_else(|| text.split_once("得分:"))?;
+    let after = after.trim_start();
+    let end = after
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(after.len());
+    // A point that ends the sentence belongs to no number.
+    let number = after[..end].trim_end_matches('.');
+    let score = number
+        .parse::<f64>()
+        .ok()
+        .filter(|score| (0.0..=5.0).contains(score))?;
+    let reason = after[end..]
+        .trim_start_matches(|c: char| c.is_whitespace() || "。.，,".contains(c))
+        .trim_end();
+    Some(JudgeScore {
+        score,
+        reason: reason.to_owned(),
+    })
+}
+
+querl_sdk::export!(prompt: TenantPrompt);
+
+#[cfg(test)]
+mod tests;
