@@ -1,64 +1,75 @@
 //! TOML as written: values, the lines they stand on, and sections that refuse what they do not know.
 
 use crate::error::BundleError;
-use std::collections::BTreeMap;
 use toml::Value;
 use toml::de::{DeTable, DeValue};
 
 /// How much of a value goes into a message.
 const EXCERPT_CHARS: usize = 80;
 
-/// A TOML text with the line of every key, written as `settings.max_chars.default` or `plugin[1].id`.
+/// A TOML text with its values. Lines are looked up when there is something to tell: a table of the lines of all keys would be
+/// larger than the text by the length of its longest key.
 #[derive(Debug)]
-pub(crate) struct Document {
+pub(crate) struct Document<'t> {
     origin: String,
+    text: &'t str,
     table: toml::Table,
-    lines: BTreeMap<String, usize>,
+}
+
+/// A step on the way to a value.
+#[derive(Debug, Clone, Copy)]
+enum Step<'a> {
+    Key(&'a str),
+    Index(usize),
 }
 
 /// One table of a document.
 #[derive(Debug, Clone)]
 pub(crate) struct Section<'a> {
-    document: &'a Document,
-    path: String,
+    document: &'a Document<'a>,
+    steps: Vec<Step<'a>>,
     table: &'a toml::Table,
 }
 
-impl Document {
+impl<'t> Document<'t> {
     /// Reads `text`, which messages call `origin`.
-    pub(crate) fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
+    pub(crate) fn parse(text: &'t str, origin: &str) -> Result<Self, BundleError> {
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let invalid = |error: toml::de::Error| BundleError::Text {
+        let table = text.parse::<toml::Table>().map_err(|error| BundleError::Text {
             origin: origin.to_owned(),
             line: error.span().map_or(1, |span| line_of(text, span.start)),
             message: format!("not valid TOML: {}", one_line(error.message())),
-        };
-        let table = text.parse::<toml::Table>().map_err(invalid)?;
-        let spans = DeTable::parse(text).map_err(invalid)?;
-        let mut lines = BTreeMap::new();
-        Lines { starts: line_starts(text), found: &mut lines }.note_table("", spans.get_ref());
-        Ok(Self { origin: origin.to_owned(), table, lines })
+        })?;
+        Ok(Self { origin: origin.to_owned(), text, table })
     }
 
     /// The whole document as a section that knows `keys`.
     pub(crate) fn root(&self, keys: &[&str]) -> Result<Section<'_>, BundleError> {
-        let section = Section { document: self, path: String::new(), table: &self.table };
+        let section = Section { document: self, steps: Vec::new(), table: &self.table };
         section.refuse_unknown(keys)?;
         Ok(section)
     }
 
-    /// The line of `path`, or of the nearest section around it.
-    fn line(&self, path: &str) -> usize {
-        let mut path = path;
-        loop {
-            if let Some(line) = self.lines.get(path) {
-                return *line;
-            }
-            match path.rfind(['.', '[']) {
-                Some(end) => path = &path[..end],
-                None => return 1,
-            }
+    /// The line of the value that `steps` lead to, or of the nearest section around it.
+    fn line(&self, steps: &[Step<'_>]) -> usize {
+        let Ok(root) = DeTable::parse(self.text) else { return 1 };
+        let mut line = 1;
+        let mut value = &DeValue::Table(root.into_inner());
+        for step in steps {
+            let (start, next) = match (step, value) {
+                (Step::Key(key), DeValue::Table(table)) => match table.iter().find(|(name, _)| name.get_ref() == key) {
+                    Some((name, value)) => (name.span().start, value.get_ref()),
+                    None => return line,
+                },
+                (Step::Index(index), DeValue::Array(items)) => match items.get(*index) {
+                    Some(item) => (item.span().start, item.get_ref()),
+                    None => return line,
+                },
+                _ => return line,
+            };
+            (line, value) = (line_of(self.text, start), next);
         }
+        line
     }
 }
 
@@ -70,7 +81,7 @@ impl<'a> Section<'a> {
             true => message.to_string(),
             false => format!("{path} {message}"),
         };
-        BundleError::Text { origin: self.document.origin.clone(), line: self.document.line(&path), message }
+        self.told(&self.steps_to(key), message)
     }
 
     /// `KEY is VALUE; expected EXPECTED`.
@@ -87,23 +98,23 @@ impl<'a> Section<'a> {
     }
 
     /// A table below this one that knows `keys`.
-    pub(crate) fn section(&self, key: &str, keys: &[&str]) -> Result<Option<Self>, BundleError> {
+    pub(crate) fn section(&self, key: &'a str, keys: &[&str]) -> Result<Option<Self>, BundleError> {
         let Some(section) = self.open_section(key)? else { return Ok(None) };
         section.refuse_unknown(keys)?;
         Ok(Some(section))
     }
 
     /// A table below this one with keys of any name.
-    pub(crate) fn open_section(&self, key: &str) -> Result<Option<Self>, BundleError> {
+    pub(crate) fn open_section(&self, key: &'a str) -> Result<Option<Self>, BundleError> {
         match self.value(key) {
             None => Ok(None),
-            Some(Value::Table(table)) => Ok(Some(Self { document: self.document, path: self.path_of(key), table })),
+            Some(Value::Table(table)) => Ok(Some(Self { document: self.document, steps: self.steps_to(key), table })),
             Some(other) => Err(self.wrong(key, other, format!("a section [{}]", self.path_of(key)))),
         }
     }
 
     /// The tables written as `[[key]]`.
-    pub(crate) fn sections(&self, key: &str, keys: &[&str]) -> Result<Vec<Self>, BundleError> {
+    pub(crate) fn sections(&self, key: &'a str, keys: &[&str]) -> Result<Vec<Self>, BundleError> {
         let items = match self.value(key) {
             None => return Ok(Vec::new()),
             Some(Value::Array(items)) => items,
@@ -114,8 +125,9 @@ impl<'a> Section<'a> {
             let Value::Table(table) = item else {
                 return Err(self.wrong(key, item, format!("sections [[{}]]", self.path_of(key))));
             };
-            let path = format!("{}[{index}]", self.path_of(key));
-            let section = Self { document: self.document, path, table };
+            let mut steps = self.steps_to(key);
+            steps.push(Step::Index(index));
+            let section = Self { document: self.document, steps, table };
             section.refuse_unknown(keys)?;
             sections.push(section);
         }
@@ -140,11 +152,7 @@ impl<'a> Section<'a> {
     }
 
     pub(crate) fn missing(&self, key: &str, meaning: &str) -> BundleError {
-        BundleError::Text {
-            origin: self.document.origin.clone(),
-            line: self.document.line(&self.path),
-            message: format!("the key {} is missing; expected {meaning}", self.path_of(key)),
-        }
+        self.told(&self.steps, format!("the key {} is missing; expected {meaning}", self.path_of(key)))
     }
 
     /// A list of texts.
@@ -172,12 +180,29 @@ impl<'a> Section<'a> {
         }
     }
 
+    fn steps_to<'k>(&self, key: &'k str) -> Vec<Step<'k>>
+    where
+        'a: 'k,
+    {
+        let step = (!key.is_empty()).then_some(Step::Key(key));
+        self.steps.iter().copied().chain(step).collect()
+    }
+
+    /// As messages write it: `settings.max_chars.default`, `plugin[1].id`.
     fn path_of(&self, key: &str) -> String {
-        match (self.path.is_empty(), key.is_empty()) {
-            (true, _) => key.to_owned(),
-            (false, true) => self.path.clone(),
-            (false, false) => format!("{}.{key}", self.path),
+        let mut path = String::new();
+        for step in self.steps_to(key) {
+            match step {
+                Step::Index(index) => path.push_str(&format!("[{index}]")),
+                Step::Key(key) if path.is_empty() => path.push_str(key),
+                Step::Key(key) => path.push_str(&format!(".{key}")),
+            }
         }
+        path
+    }
+
+    fn told(&self, steps: &[Step<'_>], message: String) -> BundleError {
+        BundleError::Text { origin: self.document.origin.clone(), line: self.document.line(steps), message }
     }
 
     fn refuse_unknown(&self, known: &[&str]) -> Result<(), BundleError> {
@@ -186,47 +211,8 @@ impl<'a> Section<'a> {
             Some(near) => format!("did you mean `{near}`?"),
             None => format!("expected {}", or_list(known.iter().copied())),
         };
-        Err(BundleError::Text {
-            origin: self.document.origin.clone(),
-            line: self.document.line(&self.path_of(key)),
-            message: format!("unknown key {}; {hint}", printable(&self.path_of(key))),
-        })
+        Err(self.told(&self.steps_to(key), format!("unknown key {}; {hint}", printable(&self.path_of(key)))))
     }
-}
-
-/// Notes the line of each key.
-struct Lines<'a> {
-    starts: Vec<usize>,
-    found: &'a mut BTreeMap<String, usize>,
-}
-
-impl Lines<'_> {
-    fn note_table(&mut self, path: &str, table: &DeTable<'_>) {
-        for (key, value) in table {
-            let name = key.get_ref();
-            let path = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
-            let line = self.starts.partition_point(|start| *start <= key.span().start);
-            self.found.insert(path.clone(), line);
-            match value.get_ref() {
-                DeValue::Table(table) => self.note_table(&path, table),
-                DeValue::Array(items) => {
-                    for (index, item) in items.iter().enumerate() {
-                        let path = format!("{path}[{index}]");
-                        let line = self.starts.partition_point(|start| *start <= item.span().start);
-                        self.found.insert(path.clone(), line);
-                        if let DeValue::Table(table) = item.get_ref() {
-                            self.note_table(&path, table);
-                        }
-                    }
-                }
-                _ => {}
-            }
-        }
-    }
-}
-
-fn line_starts(text: &str) -> Vec<usize> {
-    std::iter::once(0).chain(text.match_indices('\n').map(|(index, _)| index + 1)).collect()
 }
 
 fn line_of(text: &str, offset: usize) -> usize {

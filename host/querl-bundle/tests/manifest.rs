@@ -240,3 +240,20 @@ fn a_plugin_that_asks_for_less_gets_less_and_for_more_is_refused() {
         "asks for a fuel_per_item of 2000000, and this host allows 1000; raise `plugins.limits.fuel_per_item` to 2000000 or more"
     );
 }
+
+/// Text that would take a stack frame for each of its levels.
+#[test]
+fn deeply_nested_text_is_refused() {
+    const LEVELS: usize = 100_000;
+    for text in [
+        format!("x = {}", "[".repeat(LEVELS)),
+        format!("x = {}", "{a=".repeat(LEVELS)),
+        format!("{}x = 1", "a.".repeat(LEVELS)),
+        format!("[{}x]", "a.".repeat(LEVELS)),
+        format!("{MANIFEST}\n[settings{}]\ntype = 'text'", ".a".repeat(LEVELS)),
+        format!("x = {{ {}x = 1 }}", "a.".repeat(LEVELS)),
+    ] {
+        let error = Manifest::parse(&text, "plugin.toml").unwrap_err().to_string();
+        assert!(error.starts_with("plugin.toml:") && error.len() < 500, "{}", &error[..500]);
+    }
+}

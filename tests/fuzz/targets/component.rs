@@ -21,7 +21,8 @@ thread_local! {
 
 fn bench() -> Bench {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let limits = PluginLimits { fuel_per_item: 1_000_000, timeout_ms: 1_000, memory_bytes: 16 << 20, ..Default::default() };
+    let limits =
+        PluginLimits { fuel_per_item: 1_000_000, timeout_ms: 1_000, memory_bytes: 16 << 20, ..Default::default() };
     let cache_dir = Some(folder.path().join("cache"));
     let host = PluginHost::new(HostOptions { limits, cache_dir, n_slots: 1, ..HostOptions::default() });
     Bench { host: host.expect("the host starts"), folder, n_loads: 0 }
