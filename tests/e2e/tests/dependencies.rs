@@ -13,7 +13,8 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("querl-data", &["querl-core"]),
     ("querl-bundle", &["querl-core"]),
     ("querl-registry", &["querl-core", "querl-bundle"]),
-    ("querl-plugins", &["querl-core", "querl-bundle"]),
+    // The SDK in its tests and examples only: a plugin beside the same function in native Rust.
+    ("querl-plugins", &["querl-core", "querl-bundle", "querl-sdk"]),
     ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugins"]),
     ("querl-model", &["querl-core"]),
     ("querl-train", &["querl-core", "querl-model"]),
