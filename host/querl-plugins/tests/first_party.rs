@@ -115,7 +115,7 @@ fn refused_and_unknown_settings_are_named() {
         |settings| host().filter(&with_settings("plugins/filter-quality", settings)).err().unwrap().to_string();
     assert_eq!(
         message("min_top1 = 'high'"),
-        "plugin filter-quality 0.1.0: setting `min_top1`: expected a number from 0 to 1, got `high`"
+        "plugin filter-quality 0.1.0: setting `min_top1`: expected a number from 0 to 1, got \"high\""
     );
     assert_eq!(
         message("min_top = 0.5"),

@@ -1,0 +1,29 @@
+//! Works for as many turns of a loop as the episode's query says; allocates as many KiB as the rewrite of the teacher says.
+
+use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
+use std::hint::black_box;
+use std::ops::RangeInclusive;
+
+struct Guest;
+
+impl Reward for Guest {
+    fn new(_: &Settings) -> Result<Self, SettingError> {
+        Ok(Self)
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        0.0..=1.0
+    }
+
+    fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+        let n_turns: u64 = episode.query.parse().unwrap_or(0);
+        for turn in 0..n_turns {
+            black_box(turn);
+        }
+        let n_kib: usize = episode.baseline.rewrite.parse().unwrap_or(0);
+        black_box(vec![1_u8; n_kib << 10]);
+        Ok(Score::new(0.5))
+    }
+}
+
+querl_sdk::export!(reward: Guest);
