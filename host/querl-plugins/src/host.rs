@@ -238,7 +238,10 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: Arc::default(),
         };
-        let job = |store: &mut _, instance: &_| exports.info.load(&mut *store, instance)?.call_describe(store);
+        let job = |store: &mut _, instance: &_| {
+            exports.check_types(store, instance)?;
+            exports.info.load(&mut *store, instance)?.call_describe(store)
+        };
         let said = caller.call("info.describe", 1, job)?;
         let is_plain = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
         let is_version = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');

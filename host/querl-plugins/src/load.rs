@@ -2,7 +2,7 @@
 
 use crate::bindings::{filters, info, packed_rewards, prompts, rewards, style_scores};
 use crate::error::PluginError;
-use crate::guest::Guest;
+use crate::guest::{Guest, Refused};
 use crate::limits::Limits;
 use crate::open::{BundleFacts, Source};
 use crate::{contract, wasi};
@@ -11,9 +11,9 @@ use querl_core::config::PluginLimits;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use wasmtime::Engine;
 use wasmtime::component::types::ComponentItem;
-use wasmtime::component::{Component, InstancePre, Linker};
+use wasmtime::component::{Component, Instance, InstancePre, Linker};
+use wasmtime::{Engine, Store};
 
 pub use querl_bundle::Kind as PluginKind;
 
@@ -58,6 +58,25 @@ pub(crate) struct Exports {
     /// The same as `rewards`, in one block of bytes.
     pub(crate) packed_rewards: Option<packed_rewards::GuestIndices>,
     pub(crate) style_scores: Option<style_scores::GuestIndices>,
+}
+
+impl Exports {
+    /// Whether the functions are of the contract's types, which only an instance can be asked.
+    ///
+    /// # Errors
+    /// One is not: in words for a person.
+    pub(crate) fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> wasmtime::Result<()> {
+        fn of_contract<T>(interface: &str, loaded: Option<wasmtime::Result<T>>) -> wasmtime::Result<()> {
+            let Some(Err(error)) = loaded else { return Ok(()) };
+            Err(Refused(format!("its `{interface}` is not of the contract's types: {}", error.root_cause())).into())
+        }
+        of_contract("info", Some(self.info.load(&mut *store, instance)))?;
+        of_contract("prompts", self.prompts.as_ref().map(|prompts| prompts.load(&mut *store, instance)))?;
+        of_contract("filters", self.filters.as_ref().map(|filters| filters.load(&mut *store, instance)))?;
+        of_contract("rewards", self.rewards.as_ref().map(|rewards| rewards.load(&mut *store, instance)))?;
+        of_contract("packed-rewards", self.packed_rewards.as_ref().map(|packed| packed.load(&mut *store, instance)))?;
+        of_contract("style-scores", self.style_scores.as_ref().map(|scores| scores.load(&mut *store, instance)))
+    }
 }
 
 impl Plugin {
@@ -130,6 +149,9 @@ pub(crate) fn link(
     let kinds = kinds(engine, component);
     if kinds.is_empty() {
         return Err(refused(missing_exports(engine, component)));
+    }
+    if !exports(engine, component, "info") {
+        return Err(refused("it does not export `info` of `querl:plugin`, which every plugin does".into()));
     }
     let mut linker = Linker::new(engine);
     contract::define(&mut linker).map_err(failed)?;

@@ -34,11 +34,9 @@ fn what_is_no_component_is_told_apart() {
     assert!(refusal(&folder.path().join("none.wasm")).contains("No such file"));
     assert!(refusal(folder.path()).contains("holds no Cargo.toml"));
     assert!(refusal(&file(&folder, b"")).ends_with("it is not WebAssembly; expected a component"));
-    assert!(refusal(&file(&folder, b"\0asm\x01\0\0\0")).contains("it is a core module; expected a component"));
     assert!(refusal(&file(&folder, b"\x7fELF\x02\x01\x01\0")).ends_with("it is native code; expected a component"));
     assert!(refusal(&file(&folder, b"\0asm\x0d\0\x01\0")).contains("it exports none of `prompts`"));
-    let whole = std::fs::read(host().load(&repository().join("plugins/reward-competition")).unwrap().path()).unwrap();
-    assert!(refusal(&file(&folder, &whole[..whole.len() / 2])).contains("it does not compile"));
+    assert!(refusal(&file(&folder, b"\0asm\x0e\0\x01\0")).contains("it is WebAssembly of an unknown version"));
 }
 
 #[test]
@@ -56,7 +54,7 @@ fn source_folder_is_built_again_when_its_source_is_newer() {
 }
 
 #[test]
-fn compiled_code_is_kept_and_a_damaged_file_is_not_used() {
+fn compiled_code_is_kept_and_used() {
     let folder = tempfile::tempdir().unwrap();
     let options = || HostOptions { cache_dir: Some(folder.path().to_owned()), ..HostOptions::default() };
     let scores = || {
@@ -68,12 +66,6 @@ fn compiled_code_is_kept_and_a_damaged_file_is_not_used() {
         std::fs::read_dir(folder.path().join("compiled")).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(kept.len(), 1);
     assert_eq!(scores(), fresh, "from the cache");
-    let mut code = std::fs::read(&kept[0]).unwrap();
-    let middle = code.len() / 2;
-    code[middle] ^= 1;
-    std::fs::write(&kept[0], &code).unwrap();
-    assert_eq!(scores(), fresh, "compiled anew");
-    assert_ne!(std::fs::read(&kept[0]).unwrap(), code, "and written anew");
 }
 
 #[cfg(unix)]
@@ -114,20 +106,5 @@ fn calls_work_outside_and_inside_an_async_runtime() {
         let (plain, fault) = on_worker.await.unwrap();
         assert_eq!(plain, outside);
         assert!(fault.contains("panicked"), "{fault}");
-    });
-}
-
-#[test]
-fn more_threads_than_slots_wait_for_their_turn() {
-    let reward = host().reward(&weighted("plugins/reward-competition")).unwrap();
-    let expected = reward.score_batch(&[episode("a", "好")]).unwrap();
-    std::thread::scope(|scope| {
-        for _ in 0..64 {
-            scope.spawn(|| {
-                for _ in 0..20 {
-                    assert_eq!(reward.score_batch(&[episode("a", "好")]).unwrap(), expected);
-                }
-            });
-        }
     });
 }

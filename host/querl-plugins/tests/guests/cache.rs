@@ -1,0 +1,103 @@
+//! Compiled code that someone has changed, or exchanged, between two runs: it is not used, and compiled anew.
+#![cfg(unix)]
+
+use crate::common::{Lines, episode, guest, host_in};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+/// The only file in the cache below `base`.
+fn kept(base: &Path) -> PathBuf {
+    let files: Vec<_> = std::fs::read_dir(base.join("compiled")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(files.len(), 1, "{files:?}");
+    files[0].clone()
+}
+
+/// Lets a new host load the guest from the cache below `base`, and scores with it; says what it warned of.
+fn used(base: &Path) -> String {
+    let (warnings, total) = Lines::of(|| {
+        let scored = guest(&host_in(base), "ordinary").score_batch(&[episode("a", "好")]).unwrap();
+        scored[0].as_ref().unwrap().total
+    });
+    assert_eq!(total, 0.5);
+    warnings
+}
+
+/// Asserts that a file that `change` has made of the kept one is not used, with a warning, and is written anew.
+fn assert_not_used(change: impl FnOnce(&Path), warning: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(used(folder.path()), "");
+    let path = kept(folder.path());
+    let code = std::fs::read(&path).unwrap();
+    assert_eq!(used(folder.path()), "", "a good file is used in silence");
+    change(&path);
+    let said = used(folder.path());
+    assert!(said.contains(&format!("{}: not used: {warning}", path.display())), "{said}");
+    assert_eq!(std::fs::read(&path).unwrap(), code, "compiled and written anew");
+    assert!(std::fs::symlink_metadata(&path).unwrap().is_file());
+    assert_eq!(used(folder.path()), "", "and used again");
+}
+
+const DAMAGED: &str = "damaged";
+const NOT_OURS: &str = "not a file that only its owner can write";
+
+#[test]
+fn flipped_bits_are_noticed_wherever_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    used(folder.path());
+    let n_bytes = std::fs::read(kept(folder.path())).unwrap().len();
+    // In the digest, at the start of the code, within it, at its end.
+    for place in [0, 31, 32, 40, n_bytes / 3, n_bytes / 2, n_bytes - 1] {
+        let flip = |path: &Path| {
+            let mut file = std::fs::read(path).unwrap();
+            file[place] ^= 0x10;
+            std::fs::write(path, file).unwrap();
+        };
+        assert_not_used(flip, DAMAGED);
+    }
+}
+
+#[test]
+fn truncated_and_empty_files_are_not_used() {
+    for n_bytes in [0, 16, 32, 1000] {
+        let truncate = |path: &Path| {
+            let file = std::fs::read(path).unwrap();
+            std::fs::write(path, &file[..n_bytes]).unwrap();
+        };
+        assert_not_used(truncate, DAMAGED);
+    }
+}
+
+#[test]
+fn code_of_one_plugin_is_not_used_for_another() {
+    let other = tempfile::tempdir().unwrap();
+    guest(&host_in(other.path()), "divides-by-zero");
+    let code = std::fs::read(kept(other.path())).unwrap();
+    assert_not_used(|path| std::fs::write(path, &code).unwrap(), DAMAGED);
+}
+
+#[test]
+fn link_to_a_file_is_not_followed() {
+    let other = tempfile::tempdir().unwrap();
+    let target = other.path().join("elsewhere");
+    let link = |path: &Path| {
+        std::fs::rename(path, &target).unwrap();
+        symlink(&target, path).unwrap();
+    };
+    assert_not_used(link, NOT_OURS);
+}
+
+#[test]
+fn file_that_others_can_write_is_not_used() {
+    let open = |path: &Path| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666)).unwrap();
+    assert_not_used(open, NOT_OURS);
+}
+
+#[test]
+fn folder_in_place_of_a_file_is_not_used() {
+    let folder = tempfile::tempdir().unwrap();
+    used(folder.path());
+    let path = kept(folder.path());
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    assert!(used(folder.path()).contains(NOT_OURS));
+}

@@ -1,0 +1,143 @@
+//! Files that are no plugins, and components for another contract than this host's.
+
+use crate::common::{assert_others_are_served, episode, guest, host, refusal, wat};
+use std::path::Path;
+use wasmtime::component::Component;
+use wasmtime::{Config, Engine};
+
+/// Why a file with these bytes is not loaded; the host loads an ordinary one afterwards.
+fn refusal_of(bytes: &[u8]) -> String {
+    let host = host();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.wasm");
+    std::fs::write(&path, bytes).unwrap();
+    let said = host.load(&path).unwrap_err().to_string();
+    assert!(said.starts_with(&format!("plugin {}: ", path.display())), "{said}");
+    assert!(!said.contains('\n'), "{said}");
+    assert_others_are_served(&host);
+    said
+}
+
+#[test]
+fn core_module_is_told_from_a_component() {
+    let module = ::wat::parse_str("(module (func (export \"score\")))").unwrap();
+    let said = refusal_of(&module);
+    assert!(said.contains("it is a core module; expected a component (build for wasm32-wasip2"), "{said}");
+}
+
+#[test]
+fn truncated_component_is_refused_wherever_it_ends() {
+    let whole = wat::component("ordinary");
+    let host = host();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.wasm");
+    for n_bytes in (0..whole.len()).step_by(whole.len() / 40).chain([whole.len() - 1]) {
+        std::fs::write(&path, &whole[..n_bytes]).unwrap();
+        let said = host.load(&path).unwrap_err().to_string();
+        let refused = ["it is not WebAssembly", "it does not compile", "it exports none of", "it does not export"];
+        assert!(refused.iter().any(|reason| said.contains(reason)), "{n_bytes} of {}: {said}", whole.len());
+    }
+    std::fs::write(&path, &whole).unwrap();
+    host.load(&path).unwrap();
+}
+
+#[test]
+fn native_code_is_refused_under_any_header() {
+    let engine = Engine::new(&Config::new()).unwrap();
+    let compiled = engine.precompile_component(&wat::component("ordinary")).unwrap();
+    assert!(refusal_of(&compiled).ends_with("it is native code; expected a component"));
+    let posing = [b"\0asm\x0d\0\x01\0", &*compiled].concat();
+    assert!(refusal_of(&posing).contains("it does not compile: "));
+    let posing = [b"\0asm\x0d\0\x01\0", &compiled[8..]].concat();
+    assert!(refusal_of(&posing).contains("it does not compile: "));
+}
+
+#[test]
+fn file_of_the_compiled_cache_is_no_plugin() {
+    let folder = tempfile::tempdir().unwrap();
+    let host = crate::common::host_in(folder.path());
+    guest(&host, "ordinary");
+    let kept = std::fs::read_dir(folder.path().join("compiled")).unwrap().next().unwrap().unwrap().path();
+    let said = host.load(&kept).unwrap_err().to_string();
+    assert!(said.ends_with("it is native code; expected a component"), "{said}");
+}
+
+#[test]
+fn contract_that_breaks_with_ours_is_refused_with_its_version() {
+    let said = refusal("contract-0-2");
+    assert!(said.ends_with("it was built for version 0.2.0 of the plugin contract; this host runs 0.1.x"), "{said}");
+}
+
+#[test]
+fn newer_minor_loads_where_it_calls_only_what_is_known() {
+    let host = host();
+    let plugin = guest(&host, "newer-minor");
+    assert_eq!(plugin.score_batch(&[episode("a", "x")]).unwrap()[0].as_ref().unwrap().total, 0.5);
+}
+
+#[test]
+fn newer_minor_that_calls_what_is_not_known_is_refused_with_the_name() {
+    let said = refusal("newer-minor-function");
+    let advice =
+        "which this host, of contract 0.1.0, does not offer; use a newer querl, or build the plugin for contract 0.1.0";
+    assert!(said.ends_with(&format!("it calls `flush` of `querl:plugin/log@0.1.7`, {advice}")), "{said}");
+    let said = refusal("newer-minor-interface");
+    assert!(said.ends_with(&format!("it calls `count` of `querl:plugin/tokens@0.1.7`, {advice}")), "{said}");
+}
+
+#[test]
+fn missing_and_odd_exports_are_named() {
+    let said = refusal("missing-info");
+    assert!(said.ends_with("it does not export `info` of `querl:plugin`, which every plugin does"), "{said}");
+    let said = refusal("missing-kind");
+    assert!(
+        said.ends_with("it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`"),
+        "{said}"
+    );
+    let said = refusal("missing-range");
+    assert!(said.ends_with("`querl:plugin/rewards@0.1.0` does not have export `range`"), "{said}");
+    let said = refusal("other-range");
+    assert!(said.contains("its `rewards` is not of the contract's types: expected `record` found `f64`"), "{said}");
+}
+
+#[test]
+fn unknown_import_is_refused_with_its_name() {
+    let said = refusal("unknown-import");
+    assert!(said.ends_with("it imports `surprise`, which this host does not offer"), "{said}");
+}
+
+#[test]
+fn too_many_memories_are_refused() {
+    let said = refusal("too-many-memories");
+    assert!(said.contains("memories"), "{said}");
+    assert!(!said.contains('\n'), "{said}");
+}
+
+#[test]
+fn more_memory_than_the_limit_from_the_start_is_refused() {
+    let said = refusal("huge-memory");
+    assert!(said.contains("memory"), "{said}");
+}
+
+#[test]
+fn larger_table_than_the_limit_from_the_start_is_refused() {
+    let said = refusal("huge-table");
+    assert!(said.contains("table"), "{said}");
+}
+
+#[test]
+fn component_for_another_purpose_is_refused() {
+    let text = r#"(component
+        (core module $m (func (export "f")))
+        (core instance $i (instantiate $m))
+        (func (export "run") (canon lift (core func $i "f"))))"#;
+    let bytes = ::wat::parse_str(text).unwrap();
+    Component::new(&Engine::new(&Config::new()).unwrap(), &bytes).unwrap();
+    assert!(refusal_of(&bytes).contains("it exports none of `prompts`"));
+}
+
+#[test]
+fn missing_file_is_named() {
+    let said = host().load(Path::new("no/such/plugin.wasm")).unwrap_err().to_string();
+    assert!(said.starts_with("plugin no/such/plugin.wasm: No such file"), "{said}");
+}

@@ -1,0 +1,74 @@
+//! Guests that look for the world, keep something between calls, or write to the log.
+
+use crate::common::{Lines, assert_others_are_served, episode, guest, host, said_of};
+use querl_core::config::PluginLimits;
+use querl_core::ports::{FaultKind, RewardModel};
+use querl_core::records::Reward;
+use std::time::Duration;
+
+fn first(plugin: &dyn RewardModel, query: &str) -> Reward {
+    plugin.score_batch(&[episode("a", query)]).unwrap().remove(0).unwrap()
+}
+
+fn component(reward: &Reward, name: &str) -> f64 {
+    reward.components.iter().find(|part| part.name == name).unwrap().value
+}
+
+#[test]
+fn panic_message_is_in_the_fault_without_escapes() {
+    let (said, kind) = said_of("panics", "panic", PluginLimits::default());
+    assert_eq!(kind, FaultKind::Trap);
+    assert!(said.starts_with("plugin guest-panics 0.1.0: episode `step-1/b/0`: panicked: "), "{said}");
+    assert!(said.contains("src/lib.rs:") && said.contains("cannot stand the query `panic` [31min red"), "{said}");
+    assert!(!said.contains('\u{1b}') && !said.contains("RUST_BACKTRACE"), "{said}");
+}
+
+#[test]
+fn clocks_stand_still_and_random_numbers_are_fixed() {
+    let found = first(&*guest(&host(), "reads-world"), "好");
+    for name in ["elapsed_s", "since_1970_s", "n_args", "n_vars", "files", "stdin"] {
+        assert_eq!(component(&found, name), 0.0, "{name}");
+    }
+    std::thread::sleep(Duration::from_millis(2));
+    let later = first(&*guest(&host(), "reads-world"), "好");
+    assert_eq!(found, later, "another host, another time, the same random numbers");
+}
+
+#[test]
+fn socket_is_a_fault_that_names_the_call() {
+    let host = host();
+    let said = guest(&host, "opens-socket").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
+    assert!(said.starts_with("plugin guest-opens-socket 0.1.0: episode `a`: called `wasi:sockets/"), "{said}");
+    assert!(said.ends_with("plugins have no files, sockets or other input and output"), "{said}");
+    assert_others_are_served(&host);
+}
+
+#[test]
+fn no_state_passes_from_call_to_call() {
+    let plugin = guest(&host(), "keeps-state");
+    for _ in 0..3 {
+        assert_eq!(component(&first(&*plugin, "好"), "n_calls"), 1.0);
+    }
+    let count = || component(&first(&*plugin, "好"), "n_calls");
+    let counts = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(count)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(counts, [1.0; 8]);
+}
+
+#[test]
+fn log_is_one_clean_line_each_and_is_cut() {
+    let (text, _) = Lines::of(|| first(&*guest(&host(), "logs"), "flood"));
+    assert!(text.contains("plain [31mred[0m second line") && text.contains("plugin=\"guest-logs 0.1.0\""), "{text}");
+    assert!(!text.contains('\u{1b}'));
+    assert_eq!(text.matches("logged more than 65536 bytes in one call; the rest is cut").count(), 1);
+    assert!(text.len() < 100_000, "{}", text.len());
+}
+
+#[test]
+fn flood_of_empty_lines_is_cut() {
+    let (text, _) = Lines::of(|| first(&*guest(&host(), "logs-nothing"), "x"));
+    assert_eq!(text.matches("logged more than 65536 bytes in one call; the rest is cut").count(), 1);
+    assert!(text.lines().count() < 1100 && text.len() < 200_000, "{} lines", text.lines().count());
+}

@@ -1,0 +1,157 @@
+//! Guests that do not end, or take more than they may: fuel, the clock, the stack, tables.
+
+use crate::common::{
+    assert_others_are_served, episode, fault_of, guest, host, host_with, refusal, said_of, with_plenty_of_fuel,
+};
+use querl_core::config::PluginLimits;
+use querl_core::ports::FaultKind;
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_millis(200);
+
+/// What a call of `name` alone takes beyond [`TIMEOUT`] where fuel is plenty: the least of a few runs, as the machine may be
+/// busy with other tests. Each run ends in the sentence about the clock, and the next call is served.
+fn overshoot(name: &str, query: &str) -> Duration {
+    let host = host_with(with_plenty_of_fuel(TIMEOUT.as_millis() as u64));
+    let plugin = guest(&host, name);
+    let run = || {
+        let start = Instant::now();
+        let fault = plugin.score_batch(&[episode("a", query)]).unwrap_err();
+        let elapsed = start.elapsed();
+        assert_eq!(fault.kind, FaultKind::Limit);
+        let said = fault.to_string();
+        assert!(said.contains("episode `a`: ran for longer than 200 ms (`plugins.limits.timeout_ms`)"), "{said}");
+        assert!(elapsed >= TIMEOUT && elapsed < TIMEOUT * 10, "{elapsed:?}");
+        assert_eq!(plugin.score_batch(&[episode("b", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);
+        elapsed - TIMEOUT
+    };
+    let least = (0..5).map(|_| run()).min().unwrap();
+    assert_others_are_served(&host);
+    least
+}
+
+/// Asserts that fuel stops `name` long before the clock would, with the sentence about fuel.
+fn assert_stopped_by_fuel(name: &str, query: &str) {
+    let start = Instant::now();
+    // A minute: the clock plays no part.
+    let (said, kind) = said_of(name, query, PluginLimits { timeout_ms: 60_000, ..PluginLimits::default() });
+    assert_eq!(kind, FaultKind::Limit);
+    assert!(said.contains(" 0.1.0: episode `step-1/b/0`: used up its fuel"), "{said}");
+    assert!(said.contains("plugins.limits.fuel_per_item"), "{said}");
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
+
+const SOON: Duration = Duration::from_millis(50);
+
+#[test]
+fn infinite_loop_is_stopped_by_fuel() {
+    assert_stopped_by_fuel("infinite-loop", "loop");
+}
+
+#[test]
+fn infinite_loop_is_stopped_by_the_clock_where_fuel_is_plenty() {
+    let overshoot = overshoot("infinite-loop", "loop");
+    assert!(overshoot < SOON, "{overshoot:?}");
+}
+
+#[test]
+fn endless_calls_of_the_host_are_stopped_by_fuel() {
+    assert_stopped_by_fuel("asks-settings", "x");
+}
+
+#[test]
+fn endless_calls_of_the_host_are_stopped_by_the_clock() {
+    let overshoot = overshoot("asks-settings", "x");
+    assert!(overshoot < SOON, "{overshoot:?}");
+}
+
+#[test]
+fn host_work_for_a_guest_that_does_little_itself_takes_its_fuel() {
+    assert_stopped_by_fuel("logs-megabytes", "x");
+}
+
+#[test]
+fn host_work_for_a_guest_that_does_little_itself_is_stopped_by_the_clock() {
+    let overshoot = overshoot("logs-megabytes", "x");
+    assert!(overshoot < SOON, "{overshoot:?}");
+}
+
+#[test]
+fn bulk_copies_take_fuel_by_the_byte() {
+    assert_stopped_by_fuel("bulk-copy", "x");
+}
+
+#[test]
+fn bulk_copies_are_stopped_by_the_clock() {
+    let overshoot = overshoot("bulk-copy", "x");
+    assert!(overshoot < SOON, "{overshoot:?}");
+}
+
+#[test]
+fn sleep_does_not_hold_the_host() {
+    let host = host();
+    let plugin = guest(&host, "sleeps");
+    let start = Instant::now();
+    // Sleeping returns at once; what std makes of a clock that does not move is its own.
+    let _ = plugin.score_batch(&[episode("a", "sleep")]);
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(plugin.score_batch(&[episode("a", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);
+    assert_others_are_served(&host);
+}
+
+#[test]
+fn deep_recursion_is_a_fault_and_not_the_end_of_the_process() {
+    let (said, kind) = said_of("deep-recursion", "x", with_plenty_of_fuel(5000));
+    assert_eq!(
+        said,
+        "plugin deep-recursion 0.1.0: episode `step-1/b/0`: recursed too deeply: its stack of 1048576 bytes is used up"
+    );
+    assert_eq!(kind, FaultKind::Trap);
+}
+
+#[test]
+fn table_bomb_is_stopped_at_the_limit() {
+    let (said, kind) = said_of("table-bomb", "x", PluginLimits::default());
+    assert!(
+        said.ends_with("episode `step-1/b/0`: asked for a table of 100001 elements; a host allows 100000"),
+        "{said}"
+    );
+    assert_eq!(kind, FaultKind::Limit);
+}
+
+#[test]
+fn loop_while_an_instance_starts_is_stopped() {
+    let start = Instant::now();
+    let said = refusal("loops-at-start");
+    assert!(said.contains(": used up its fuel"), "{said}");
+    assert!(start.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn loop_in_describe_is_stopped() {
+    let said = refusal("loops-in-describe");
+    assert!(said.contains("(not yet described): used up its fuel"), "{said}");
+}
+
+#[test]
+fn loop_while_arguments_are_handed_over_is_stopped() {
+    let host = host();
+    let said = guest(&host, "loops-in-realloc").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
+    assert!(said.starts_with("plugin loops-in-realloc 0.1.0: episode `a`: used up its fuel"), "{said}");
+    assert_others_are_served(&host);
+}
+
+#[test]
+fn loop_after_the_result_is_stopped() {
+    assert_stopped_by_fuel("loops-after-return", "x");
+}
+
+#[test]
+fn the_item_of_a_fault_is_found_within_twice_the_time_of_a_call() {
+    let host = host_with(with_plenty_of_fuel(100));
+    let plugin = guest(&host, "infinite-loop");
+    let start = Instant::now();
+    let fault = fault_of(&host, &*plugin, "loop").to_string();
+    assert!(fault.contains("episode `step-1/b/0`: ran for longer than 100 ms"), "{fault}");
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+}

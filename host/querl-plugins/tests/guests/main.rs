@@ -1,0 +1,49 @@
+//! Hostile and odd guests: what each does, what the host says, and that the host serves the next call of the same plugin and of
+//! another.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod cache;
+mod contract;
+mod isolation;
+mod limits;
+mod results;
+mod threads;
+
+use std::path::Path;
+
+/// Below `folder`, the text of all `.rs` files.
+fn sources(folder: &Path) -> String {
+    let Ok(entries) = std::fs::read_dir(folder) else { return String::new() };
+    let text = |path: &Path| match path.is_dir() {
+        true => sources(path),
+        false if path.extension().is_some_and(|extension| extension == "rs") => std::fs::read_to_string(path).unwrap(),
+        false => String::new(),
+    };
+    entries.map(|entry| text(&entry.unwrap().path())).collect()
+}
+
+#[test]
+fn every_guest_has_a_test() {
+    let tests = sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests"))
+        + &sources(&common::repository().join("tests/conformance/tests"));
+    let names = |folder: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(folder).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    let crates = names(&common::repository().join("tests/guests"));
+    let crates = crates.iter().filter(|name| name.contains('-'));
+    let modules = names(&common::wat::folder());
+    let modules = modules.iter().filter_map(|name| name.strip_suffix(".wat"));
+    let n_guests = crates.clone().count() + modules.clone().count();
+    let is_named = |name: &&str| tests.contains(&format!("\"{name}\""));
+    let untested: Vec<_> = crates
+        .map(|name| name.strip_prefix("guest-").unwrap_or(name))
+        .chain(modules)
+        .filter(|name| !is_named(name))
+        .collect();
+    assert!(untested.is_empty(), "no test uses {untested:?}");
+    assert!(n_guests > 40, "{n_guests}");
+}

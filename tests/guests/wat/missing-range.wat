@@ -1,0 +1,9 @@
+;; Its rewards have no range.
+;;! lacks rewards range: func() -> bounds;
+(module
+  ;;! include memory
+  ;;! include describe
+  ;;! include check-settings
+  ;;! include scores
+  (func $odd (param i32))
+)

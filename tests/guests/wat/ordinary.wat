@@ -1,0 +1,5 @@
+;; Does what a plugin should.
+(module
+  ;;! include reward
+  (func $odd (param i32))
+)

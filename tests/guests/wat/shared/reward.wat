@@ -1,0 +1,5 @@
+  ;;! include memory
+  ;;! include describe
+  ;;! include check-settings
+  ;;! include range
+  ;;! include scores
