@@ -241,6 +241,17 @@ fn a_plugin_that_asks_for_less_gets_less_and_for_more_is_refused() {
     );
 }
 
+#[test]
+fn fuel_of_a_call_is_asked_for_apart_from_that_of_an_item() {
+    let text = MANIFEST.replace("fuel_per_item =", "fuel_per_call = 500\nfuel_per_item =");
+    let manifest = Manifest::parse(&text, "plugin.toml").unwrap();
+    let host = PluginLimits::default();
+    let effective = manifest.effective_limits(&host).unwrap();
+    assert_eq!((effective.fuel_per_call, effective.fuel_per_item), (500, 2_000_000));
+    assert_eq!(parsed().effective_limits(&host).unwrap().fuel_per_call, host.fuel_per_call);
+    assert_eq!(Manifest::parse(&manifest.to_text(), "again").unwrap(), manifest);
+}
+
 /// Text that would take a stack frame for each of its levels.
 #[test]
 fn deeply_nested_text_is_refused() {

@@ -11,6 +11,7 @@ impl Manifest {
     pub fn effective_limits(&self, host: &PluginLimits) -> Result<PluginLimits, String> {
         let asked = &self.limits;
         Ok(PluginLimits {
+            fuel_per_call: lower("fuel_per_call", asked.fuel_per_call, host.fuel_per_call)?,
             fuel_per_item: lower("fuel_per_item", asked.fuel_per_item, host.fuel_per_item)?,
             timeout_ms: lower("timeout_ms", asked.timeout_ms, host.timeout_ms)?,
             memory_bytes: lower("memory_bytes", asked.memory_bytes, host.memory_bytes)?,

@@ -143,6 +143,8 @@ pub struct PluginSection {
 /// `[limits]`: what the plugin asks for; less than the host's own limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AskedLimits {
+    /// Deterministic instruction budget of a call, whatever its number of items.
+    pub fuel_per_call: Option<u64>,
     /// Deterministic instruction budget per item of a batch.
     pub fuel_per_item: Option<u64>,
     /// Wall-clock time per call, in milliseconds.

@@ -167,7 +167,7 @@ fn settings(root: &Section<'_>) -> Result<BTreeMap<String, SettingSpec>, BundleE
 }
 
 fn asked_limits(root: &Section<'_>) -> Result<AskedLimits, BundleError> {
-    let keys = ["fuel_per_item", "timeout_ms", "memory_bytes", "output_bytes", "log_bytes"];
+    let keys = ["fuel_per_call", "fuel_per_item", "timeout_ms", "memory_bytes", "output_bytes", "log_bytes"];
     let Some(section) = root.section("limits", &keys)? else { return Ok(AskedLimits::default()) };
     let bytes = |key, minimum| -> Result<Option<usize>, BundleError> {
         let Some(count) = section.count(key, minimum)? else { return Ok(None) };
@@ -175,6 +175,7 @@ fn asked_limits(root: &Section<'_>) -> Result<AskedLimits, BundleError> {
         fits.map(Some).map_err(|_| section.error(key, "is more than this machine can address"))
     };
     Ok(AskedLimits {
+        fuel_per_call: section.count("fuel_per_call", 0)?,
         fuel_per_item: section.count("fuel_per_item", 1)?,
         timeout_ms: section.count("timeout_ms", 1)?,
         memory_bytes: bytes("memory_bytes", WASM_PAGE)?,

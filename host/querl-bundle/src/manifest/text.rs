@@ -78,6 +78,7 @@ fn setting(spec: &SettingSpec) -> Vec<(&'static str, Value)> {
 fn limits(limits: &AskedLimits) -> Vec<(&'static str, Value)> {
     let bytes = |bytes: usize| number(bytes as u64);
     let keys = [
+        ("fuel_per_call", limits.fuel_per_call.map(number)),
         ("fuel_per_item", limits.fuel_per_item.map(number)),
         ("timeout_ms", limits.timeout_ms.map(number)),
         ("memory_bytes", limits.memory_bytes.map(bytes)),

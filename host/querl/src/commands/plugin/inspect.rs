@@ -69,6 +69,7 @@ fn is_bundle(path: &Path) -> bool {
 fn generous() -> PluginLimits {
     PluginLimits {
         timeout_ms: 3_600_000,
+        fuel_per_call: i64::MAX as u64,
         fuel_per_item: i64::MAX as u64,
         memory_bytes: 4 << 30,
         ..PluginLimits::default()
@@ -85,6 +86,7 @@ fn nothing(path: &Path, error: PluginError) -> anyhow::Error {
 /// The limits that are asked for, by key.
 fn asked(limits: &AskedLimits) -> Vec<(&'static str, u64)> {
     let keys = [
+        ("fuel_per_call", limits.fuel_per_call),
         ("fuel_per_item", limits.fuel_per_item),
         ("timeout_ms", limits.timeout_ms),
         ("memory_bytes", limits.memory_bytes.map(|bytes| bytes as u64)),
