@@ -45,7 +45,8 @@ fn pearson(xs: &[f64], ys: &[f64]) -> Option<f64> {
         xx += x * x;
         yy += y * y;
     }
-    let r = xy / xx.sqrt() / yy.sqrt();
+    // In this form identical lists give exactly 1, and large values no overflow.
+    let r = xy / xx * (xx / yy).sqrt();
     r.is_finite().then(|| r.clamp(-1.0, 1.0))
 }
 
