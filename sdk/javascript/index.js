@@ -5,3 +5,4 @@ export { plugin } from "./plugin.js";
 export { SettingError, Settings } from "./settings.js";
 export { CallFailure, Candidate, Episode, Message, Rejection } from "./types.js";
 export { ClassifyError } from "./style.js";
+export { nChars, stripped } from "./text.js";

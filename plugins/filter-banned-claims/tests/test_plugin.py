@@ -50,3 +50,7 @@ class TestBannedClaims(unittest.TestCase):
             with self.assertRaises(SettingError) as raised:
                 BannedClaims(Settings({key: value}))
             self.assertEqual(raised.exception.key, key)
+
+    def test_a_claim_far_into_a_long_text_is_found(self) -> None:
+        self.assertEqual(code("虾青素的吃法，" * 5000 + "无副作用"), "safety_claim")
+        self.assertEqual(code("有效成分、安全用量，" * 5000), "keep")

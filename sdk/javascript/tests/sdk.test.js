@@ -3,7 +3,7 @@ import { mkdtempSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
-import { Message, plugin, Rejection, SettingError, Settings } from "../index.js";
+import { Message, nChars, plugin, Rejection, SettingError, Settings, stripped } from "../index.js";
 import { candidate, checkContract, checkGolden, dialogue, episode, failed, readEpisodes } from "../testing.js";
 
 class Length {
@@ -68,6 +68,12 @@ test("rejection codes are checked where they are made", () => {
 test("a failed call is a rejection that names the side", () => {
   const failing = episode("胶原咋吃", candidate("胶原", failed("late")));
   assert.throws(() => new Length(new Settings()).score(failing), (error) => error.code === "policy_retrieval_failed" && error.detail === "late");
+});
+
+test("characters are counted once whatever their plane, and stripped at the ends only", () => {
+  assert.deepEqual(["", "虾青素", "𠮷a👩"].map(nChars), [0, 3, 3]);
+  assert.equal(stripped(" “胶原 蛋白”", " “”"), "胶原 蛋白");
+  assert.equal(stripped("“”", "“”"), "");
 });
 
 test("a dialogue ends with the assistant", () => {

@@ -1,6 +1,6 @@
 // Drops samples whose rewrite is too long.
 
-import { plugin, Rejection } from "#querl-sdk";
+import { nChars, plugin, Rejection } from "#querl-sdk";
 
 /** @import { Filter, Sample, Settings } from "#querl-sdk" */
 
@@ -13,9 +13,9 @@ export class Length {
 
   /** @param {Sample} sample */
   check(sample) {
-    const nChars = [...sample.rewrittenQuery].length;
-    if (nChars > this.maxChars) {
-      throw new Rejection("too_long", `${nChars} characters; at most ${this.maxChars} allowed`);
+    const length = nChars(sample.rewrittenQuery);
+    if (length > this.maxChars) {
+      throw new Rejection("too_long", `${length} characters; at most ${this.maxChars} allowed`);
     }
   }
 }

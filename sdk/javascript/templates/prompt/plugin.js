@@ -1,6 +1,6 @@
 // Prompts for the knowledge base of one tenant.
 
-import { Message, plugin, Rejection } from "#querl-sdk";
+import { Message, plugin, Rejection, stripped } from "#querl-sdk";
 
 const SYSTEMS = {
   teacher_rewrite: "你为{domain}知识库改写用户的问题：补全指代，去掉口语，不添加用户没有问的内容。只输出改写后的查询。",
@@ -9,6 +9,9 @@ const SYSTEMS = {
 };
 
 /** @import { Prompt, PromptInput, PromptTask, Settings } from "#querl-sdk" */
+
+// No query is longer, and handing a long text back costs a component thousands of instructions a character.
+const MAX_CHARS = 1000;
 
 /** @implements {Prompt} */
 export class TenantPrompt {
@@ -34,7 +37,8 @@ export class TenantPrompt {
 
   /** @param {string} text */
   parseRewrite(text) {
-    const rewrite = text.trim().replace(/^改写后的查询[:：]/, "").replace(/^[\s"“”「」]+|[\s"“”「」]+$/g, "");
+    if (text.length > MAX_CHARS) throw new Rejection("too_long", `${text.length} characters; at most ${MAX_CHARS} expected`);
+    const rewrite = stripped(text.trim().replace(/^改写后的查询[:：]/, ""), " \t\n\"“”「」");
     if (!rewrite) throw new Rejection("no_rewrite", "the answer holds no rewrite");
     return rewrite;
   }

@@ -1,6 +1,6 @@
 // Rewards a rewrite for being short.
 
-import { plugin } from "#querl-sdk";
+import { nChars, plugin } from "#querl-sdk";
 
 /** @import { Episode, Reward, Settings } from "#querl-sdk" */
 
@@ -18,7 +18,7 @@ export class Brevity {
 
   /** @param {Episode} episode */
   score(episode) {
-    const brevity = Math.max(0, 1 - [...episode.policy.rewrite].length / this.maxChars);
+    const brevity = Math.max(0, 1 - nChars(episode.policy.rewrite) / this.maxChars);
     return { total: brevity, components: { brevity } };
   }
 }
