@@ -5,6 +5,7 @@
 //! whole, or not ours alone, is not used.
 
 use crate::compile::{self, CompileError, Compiler};
+use crate::prune;
 use sha2::{Digest, Sha256};
 use std::hash::{Hash, Hasher};
 use std::io::{self, Read, Write};
@@ -53,6 +54,7 @@ impl CompiledCache {
         let name = format!("{digest}-{}", self.engine_key);
         let kept = self.folder.as_ref().map(|folder| folder.join(&name));
         if let Some(path) = kept.as_ref().filter(|path| is_whole(path)) {
+            prune::touch(path);
             return load(engine, path);
         }
         match (compiler, kept) {
@@ -61,6 +63,7 @@ impl CompiledCache {
                 if let Some(path) = kept {
                     let written = write(&path, &code);
                     written.unwrap_or_else(|error| tracing::warn!("{}: cannot be written: {error}", path.display()));
+                    self.prune(&path);
                 }
                 // SAFETY: this engine has just made the code.
                 unsafe { Component::deserialize(engine, code) }.map_err(|error| too_large(&error))
@@ -73,9 +76,14 @@ impl CompiledCache {
                     return Err(CompileError(format!("`{}` made no compiled code of it", program.display())));
                 }
                 let renamed = kept.filter(|path| std::fs::rename(&output, path).is_ok());
+                renamed.iter().for_each(|path| self.prune(path));
                 load(engine, &renamed.unwrap_or(output))
             }
         }
+    }
+
+    fn prune(&self, newest: &Path) {
+        self.folder.iter().for_each(|folder| prune::prune(folder, newest, prune::MAX_BYTES));
     }
 }
 
