@@ -16,11 +16,9 @@ use querl_eval::{
     EvalOptions, Evaluation, FunnelStep, Party, ReportInput, RunFacts, SeedsEvaluation, StageTiming, evaluate,
     evaluate_seeds, report_html, seeds_table, table,
 };
+use querl_plugins::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-
-/// The code under which the plugin host drops items with `plugins.limits.on_limit = "drop"`.
-const CODE_AT_LIMIT: &str = "plugin_limit";
 
 /// Whose word the figures rest on, as the ports name themselves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,10 +152,10 @@ fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
 
 /// What was dropped because a plugin hit a limit, by stage.
 fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
-    let part = format!("{PART}{CODE_AT_LIMIT}");
+    let part = format!("{PART}{LIMIT_CODE}");
     StageName::ALL.into_iter().filter_map(move |name| {
         let n = ledger.entry(name.as_str())?.facts.get(&part)?.as_u64().filter(|n| *n > 0)?;
-        Some(format!("{n} item(s) of the stage {name} were dropped because a plugin hit a limit ({CODE_AT_LIMIT})"))
+        Some(format!("{n} item(s) of the stage {name} were dropped because a plugin hit a limit ({LIMIT_CODE})"))
     })
 }
 

@@ -47,7 +47,7 @@ struct Found {
 impl Found {
     fn look(path: &Path) -> anyhow::Result<Self> {
         let bundle = is_bundle(path).then(|| Bundle::open(path)).transpose()?;
-        let loaded = host::open(&generous(), &[])?.load(path);
+        let loaded = host::open(&PluginLimits::default(), &[])?.load(path);
         let manifest = match &bundle {
             Some(bundle) => Some(bundle.manifest().clone()),
             None => loaded.as_ref().ok().and_then(|plugin| plugin.manifest().cloned()),
@@ -63,17 +63,6 @@ impl Found {
 
 fn is_bundle(path: &Path) -> bool {
     path.is_file() && path.extension().is_some_and(|extension| extension == "querl")
-}
-
-/// A plugin that asks for more than a run allows is to be seen all the same.
-fn generous() -> PluginLimits {
-    PluginLimits {
-        timeout_ms: 3_600_000,
-        fuel_per_call: i64::MAX as u64,
-        fuel_per_item: i64::MAX as u64,
-        memory_bytes: 4 << 30,
-        ..PluginLimits::default()
-    }
 }
 
 fn nothing(path: &Path, error: PluginError) -> anyhow::Error {
