@@ -180,4 +180,4 @@ impl Caller {
 }
 
 /// The code with which the host drops an item at which a plugin hit a limit.
-pub(crate) const LIMIT_CODE: &str = "plugin_limit";
+pub const LIMIT_CODE: &str = "plugin_limit";
