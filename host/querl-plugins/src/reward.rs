@@ -40,7 +40,11 @@ impl RewardPlugin {
     }
 
     /// One block of bytes each way: a third of what the same batch costs as records.
-    fn run_packed(&self, packed: &packed_rewards::GuestIndices, episodes: &[Episode]) -> Result<Vec<Said>, PluginFault> {
+    fn run_packed(
+        &self,
+        packed: &packed_rewards::GuestIndices,
+        episodes: &[Episode],
+    ) -> Result<Vec<Said>, PluginFault> {
         let batch = packed::batch(episodes);
         let said = self.caller.call(SCORE_BATCH, episodes.len(), |store, instance| {
             packed.load(&mut *store, instance)?.call_score_packed(store, &batch)

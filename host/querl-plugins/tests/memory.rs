@@ -57,7 +57,8 @@ fn memory_bomb_is_stopped_at_the_limit() {
 
 #[test]
 fn output_beyond_the_limit_is_a_fault() {
-    let fault = fault_within("output-flood", "flood", with_plenty_of_fuel(5000), 40 * MIB);
+    // The text, and the block of bytes into which the SDK writes it.
+    let fault = fault_within("output-flood", "flood", with_plenty_of_fuel(5000), 72 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
     let said = fault.to_string();
     assert!(said.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{said}");
