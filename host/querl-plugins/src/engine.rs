@@ -6,7 +6,7 @@ use std::time::Duration;
 use wasmtime::{Config, Engine, InstanceAllocationStrategy, PoolingAllocationConfig};
 
 /// How often the wall-clock limit is looked at.
-pub(crate) const TICK: Duration = Duration::from_millis(10);
+const TICK: Duration = Duration::from_millis(10);
 
 /// Of one component: core modules, memories, tables. A Rust component has 3, 1 and 2; Python's, linked from shared libraries with
 /// a stub for each WASI call, 38 core modules.

@@ -156,7 +156,9 @@ impl Guest {
         Ok(convert::classified(said))
     }
 
-    fn check_time(&self) -> Result<()> {
+    /// # Errors
+    /// The call is out of time.
+    pub(crate) fn check_time(&self) -> Result<()> {
         match self.deadline {
             Some(deadline) if Instant::now() > deadline => Err(Trap::Interrupt.into()),
             _ => Ok(()),

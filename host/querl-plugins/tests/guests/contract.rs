@@ -1,7 +1,10 @@
 //! Files that are no plugins, and components for another contract than this host's.
 
 use crate::common::{assert_others_are_served, episode, guest, host, refusal, wat};
+use querl_core::config::PluginLimits;
+use querl_plugins::{Compiler, HostOptions, PluginHost};
 use std::path::Path;
+use std::time::{Duration, Instant};
 use wasmtime::component::Component;
 use wasmtime::{Config, Engine};
 
@@ -123,6 +126,40 @@ fn more_memory_than_the_limit_from_the_start_is_refused() {
 fn larger_table_than_the_limit_from_the_start_is_refused() {
     let said = refusal("huge-table");
     assert!(said.contains("table"), "{said}");
+}
+
+/// Blocks in blocks, and in each a jump to any of those around it: 200 KB that take Cranelift more than half a minute.
+fn slow_to_compile() -> Vec<u8> {
+    const DEPTH: usize = 500;
+    let jump = |depth: usize| {
+        let targets: String = (0..depth).map(|target| format!(" {target}")).collect();
+        format!("(br_table{targets} (i32.wrap_i64 (local.get 0))) end\n")
+    };
+    let jumps: String = (1..=DEPTH).rev().map(jump).collect();
+    let body = format!("{}{jumps} local.get 0", "block\n".repeat(DEPTH));
+    ::wat::parse_str(format!("(component (core module (func (param i64) (result i64) {body})))")).unwrap()
+}
+
+#[test]
+fn component_that_takes_very_long_to_compile_is_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("slow.wasm");
+    std::fs::write(&path, slow_to_compile()).unwrap();
+    let host = PluginHost::new(HostOptions {
+        limits: PluginLimits { compile_timeout_ms: 1000, ..PluginLimits::default() },
+        compiler: Compiler::Child(env!("CARGO_BIN_EXE_querl-compile-plugin").into(), Vec::new()),
+        cache_dir: Some(folder.path().to_owned()),
+        ..HostOptions::default()
+    })
+    .unwrap();
+    let start = Instant::now();
+    let said = host.load(&path).unwrap_err().to_string();
+    assert!(
+        said.ends_with("slow.wasm: compiling it took longer than 1000 ms (`plugins.limits.compile_timeout_ms`)"),
+        "{said}"
+    );
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert_eq!(std::fs::read_dir(folder.path().join("compiled")).unwrap().count(), 0, "nothing is left of it");
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod contract;
 mod isolation;
 mod limits;
 mod results;
+mod style;
 mod threads;
 
 use std::path::Path;

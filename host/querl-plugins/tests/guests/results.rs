@@ -108,6 +108,27 @@ fn name_that_clears_the_screen_is_refused_and_shown_without_escapes() {
 }
 
 #[test]
+fn packed_results_are_believed_no_more_than_others() {
+    let host = host();
+    let said_of = |name: &str| {
+        let plugin = guest(&host, name);
+        let fault = plugin.score_batch(&[episode("a", "x"), episode("b", "好")]).unwrap_err();
+        assert_eq!(plugin.score_batch(&[episode("a", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);
+        (fault.to_string(), fault.kind)
+    };
+    let (said, kind) = said_of("packed-garbage");
+    assert!(said.starts_with("plugin packed-garbage 0.1.0: episode `a`: byte 5 of its packed results"), "{said}");
+    assert_eq!(kind, FaultKind::Result);
+    let (said, kind) = said_of("packed-too-many");
+    assert!(said.ends_with("expected as many entries as its length says"), "{said}");
+    assert_eq!(kind, FaultKind::Result);
+    let (said, kind) = said_of("packed-flood");
+    assert!(said.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{said}");
+    assert_eq!(kind, FaultKind::Limit);
+    assert_others_are_served(&host);
+}
+
+#[test]
 fn trap_is_a_fault_and_the_next_call_works() {
     let (said, kind) = said_of("divides-by-zero", "x", PluginLimits::default());
     assert!(said.ends_with("episode `step-1/b/0`: trapped: wasm trap: integer divide by zero"), "{said}");
