@@ -34,7 +34,8 @@ pub struct CallReport<'a> {
     pub failed: bool,
 }
 
-/// Hears of every call, on the thread that made it, before the caller has its result.
+/// Hears of every call, on the thread that made it, before the caller has its result. It holds up that thread and a slot of the
+/// pool: it takes notes, and calls no plugin.
 pub type Observer = Arc<dyn Fn(&CallReport<'_>) + Send + Sync>;
 
 /// A plugin with its settings, ready to be called from any thread.
