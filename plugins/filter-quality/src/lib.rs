@@ -133,6 +133,11 @@ mod tests {
     }
 
     #[test]
+    fn golden_cases_hold() {
+        querl_sdk::testing::golden("golden").filter::<Quality>();
+    }
+
+    #[test]
     fn each_reason_has_its_code() {
         assert_eq!(code(sample("胶原咋吃", "胶原蛋白肽的服用方法", 0.6)), "keep");
         assert_eq!(code(sample("胶原咋吃", "胶原蛋白肽的服用方法", 0.59)), "top1_below_threshold");

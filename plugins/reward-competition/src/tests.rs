@@ -29,6 +29,11 @@ fn assert_close(actual: f64, expected: f64) {
 }
 
 #[test]
+fn golden_cases_hold() {
+    querl_sdk::testing::golden("golden").reward::<Competition>();
+}
+
+#[test]
 fn policy_above_teacher_on_all_parts() {
     // qualities .6*.9 + .4*.8 = .86 and .6*.7 + .4*.6 = .66; judge 4.5/5 - 4/5 = .1
     let score = score(candidate(&[0.9, 0.8, 0.7], scored(4.5)), candidate(&[0.7, 0.6, 0.5], scored(4.0))).unwrap();

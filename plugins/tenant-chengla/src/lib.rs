@@ -49,6 +49,11 @@ mod tests {
     use super::*;
 
     #[test]
+    fn golden_cases_hold() {
+        querl_sdk::testing::golden("golden").prompt::<Chengla>();
+    }
+
+    #[test]
     fn policy_is_prompted_briefly() {
         let input = PromptInput { query: "公考课咋报".into(), ..PromptInput::default() };
         let messages = Chengla.messages(PromptTask::PolicyRewrite, &input);

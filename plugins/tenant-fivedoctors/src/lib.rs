@@ -50,6 +50,11 @@ mod tests {
     use super::*;
 
     #[test]
+    fn golden_cases_hold() {
+        querl_sdk::testing::golden("golden").prompt::<FiveDoctors>();
+    }
+
+    #[test]
     fn policy_is_prompted_briefly() {
         let input = PromptInput { query: "胶原怎么吃".into(), ..PromptInput::default() };
         let messages = FiveDoctors.messages(PromptTask::PolicyRewrite, &input);
