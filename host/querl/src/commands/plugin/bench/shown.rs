@@ -56,11 +56,7 @@ pub(super) fn text(bench: &Bench, results: &[Measured], suggestion: &Suggestion)
         ));
     }
     text.push_str("\nlimits that leave room above this, for plugin.toml:\n");
-    text.push_str(&suggestion.to_toml());
-    text + &format!(
-        "and for [plugins.limits] of a configuration, of all its plugins the most: fuel_per_call = {}\n",
-        suggestion.fuel_per_call
-    )
+    text + &suggestion.to_toml()
 }
 
 /// For programs.

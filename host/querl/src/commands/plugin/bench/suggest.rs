@@ -10,7 +10,6 @@ const MEMORY_STEP: usize = 1 << 20;
 /// What calls may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Suggestion {
-    /// For `[plugins.limits]` of a configuration: it is for all plugins of a run, so that no plugin asks for it.
     pub(super) fuel_per_call: u64,
     pub(super) fuel_per_item: u64,
     pub(super) timeout_ms: u64,
@@ -36,8 +35,11 @@ impl Suggestion {
 
     /// `[limits]` of plugin.toml, to paste.
     pub(super) fn to_toml(self) -> String {
-        let Self { fuel_per_item, timeout_ms, memory_bytes, .. } = self;
-        format!("[limits]\nfuel_per_item = {fuel_per_item}\ntimeout_ms = {timeout_ms}\nmemory_bytes = {memory_bytes}\n")
+        let Self { fuel_per_call, fuel_per_item, timeout_ms, memory_bytes } = self;
+        format!(
+            "[limits]\nfuel_per_call = {fuel_per_call}\nfuel_per_item = {fuel_per_item}\ntimeout_ms = {timeout_ms}\n\
+             memory_bytes = {memory_bytes}\n"
+        )
     }
 }
 
