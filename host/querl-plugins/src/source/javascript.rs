@@ -1,12 +1,12 @@
 //! Folders with a plugin in JavaScript: esbuild makes one module of the author's and the SDK's, componentize-js puts it and
 //! SpiderMonkey into one component.
 //!
-//! Of WASI only stdio stays, so that an exception's text and stack reach the host as the text of the fault; clocks and random
-//! numbers are fixed by the host either way. Two builds of the same source differ in some bytes, since componentize-js 0.23
+//! Of WASI stdio stays, so that an exception's text and stack reach the host as the text of the fault, and the clocks, which the host
+//! holds at 0: without them the engine's stand at the time of the build. Two builds of the same source differ in some bytes, since componentize-js 0.23
 //! snapshots an engine with a random seed: pack what was tested.
 
 use super::Build;
-use super::script::ScriptFolder;
+use super::script::{ScriptFolder, WORLD};
 use crate::error::PluginError;
 use querl_bundle::Kind;
 use std::fmt::Write;
@@ -17,9 +17,6 @@ const SCRIPT: &str = include_str!("javascript_build.mjs");
 
 /// What the script imports.
 const PACKAGES: [&str; 2] = ["@bytecodealliance/componentize-js", "esbuild"];
-
-/// The world that a plugin is built for: that of all its kinds.
-const WORLD: &str = "querl-plugin";
 
 /// A folder with plugin.toml and plugin.js.
 pub(super) struct JavaScriptFolder {
@@ -58,20 +55,6 @@ impl JavaScriptFolder {
         text
     }
 
-    /// The contract with one world more: componentize-js takes a single one.
-    fn write_wit(&self, folder: &Path) -> std::io::Result<()> {
-        std::fs::create_dir_all(folder)?;
-        for entry in std::fs::read_dir(&self.script.wit)? {
-            let entry = entry?;
-            std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
-        }
-        let includes: String = self.script.worlds().map(|world| format!(" include {world};")).collect();
-        std::fs::write(
-            folder.join("querl-plugin.wit"),
-            format!("package querl:plugin@0.1.0;\nworld {WORLD} {{{includes} }}\n"),
-        )
-    }
-
     /// The packages are in the folder's node_modules or in that of a folder above, where Node.js finds them too.
     fn check_packages(&self) -> Result<(), PluginError> {
         let is_there = |package: &str| {
@@ -100,8 +83,7 @@ impl Build for JavaScriptFolder {
         self.script.put_component(|file| {
             let scratch = file.parent().unwrap_or(file);
             let wit = scratch.join("wit");
-            let failed = |error| self.script.refused(format!("its build cannot be prepared: {error}"));
-            self.write_wit(&wit).map_err(failed)?;
+            self.script.write_wit(&wit)?;
             let request = serde_json::json!({
                 "entry": self.entry(),
                 "bundle": self.component().with_extension("js"),
@@ -154,16 +136,5 @@ mod tests {
         );
         std::fs::create_dir_all(plugin.script.folder.join("node_modules/@bytecodealliance/componentize-js")).unwrap();
         assert!(missing().ends_with("needs esbuild; run `npm install` in its folder"), "{}", missing());
-    }
-
-    #[test]
-    fn world_includes_every_kind() {
-        let folder = folder_with("vendor/querl-sdk", &["plugin.js"]);
-        let plugin = JavaScriptFolder::read(folder.path()).unwrap();
-        let wit = folder.path().join("dist/wit");
-        plugin.write_wit(&wit).unwrap();
-        let world = std::fs::read_to_string(wit.join("querl-plugin.wit")).unwrap();
-        assert!(world.contains("world querl-plugin { include filter; }"), "{world}");
-        assert!(wit.join("worlds.wit").is_file());
     }
 }

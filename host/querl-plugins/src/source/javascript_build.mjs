@@ -24,7 +24,7 @@ try {
     sourcePath: request.bundle,
     witPath: request.wit,
     worldName: request.world,
-    disableFeatures: ["http", "fetch-event", "random", "clocks"],
+    disableFeatures: ["http", "fetch-event", "random"],
   });
   await writeFile(request.component, component);
 } catch (error) {

@@ -5,7 +5,7 @@
 //! snapshots an interpreter with a random hash seed and names no way to fix it: pack what was tested.
 
 use super::Build;
-use super::script::ScriptFolder;
+use super::script::{ScriptFolder, WORLD};
 use crate::error::PluginError;
 use querl_bundle::Kind;
 use std::ffi::OsStr;
@@ -86,10 +86,10 @@ impl Build for PythonFolder {
         let failed = |error: std::io::Error| self.script.refused(format!("its build cannot be prepared: {error}"));
         let scratch = tempfile::Builder::new().prefix("querl-build-").tempdir().map_err(failed)?;
         std::fs::write(scratch.path().join(format!("{ENTRY}.py")), self.entry()).map_err(failed)?;
+        let wit = scratch.path().join("wit");
+        self.script.write_wit(&wit)?;
         let mut command = self.tool();
-        command.arg("--quiet").arg("--wit-path").arg(&self.script.wit);
-        command.args(self.script.worlds().flat_map(|world| ["--world", world]));
-        command.args(["componentize", ENTRY]);
+        command.arg("--quiet").arg("--wit-path").arg(wit).args(["--world", WORLD, "componentize", ENTRY]);
         let sdk = self.script.sdk.parent().unwrap_or(&self.script.sdk);
         let modules = [&self.script.folder, sdk, scratch.path()];
         command.args(modules.into_iter().flat_map(|path| [OsStr::new("--python-path"), path.as_os_str()]));

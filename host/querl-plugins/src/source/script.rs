@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
+/// The world that a plugin is built for.
+pub(super) const WORLD: &str = "querl-plugin";
+
 /// Folders that hold nothing a component is made from.
 const NOT_SOURCE: [&str; 7] = ["dist", "golden", "node_modules", "target", "tests", "venv", "__pycache__"];
 
@@ -59,9 +62,21 @@ impl ScriptFolder {
         self.dist().join(format!("{}.wasm", self.manifest.plugin.id))
     }
 
-    /// The names of the worlds to build for.
-    pub(super) fn worlds(&self) -> impl Iterator<Item = &'static str> {
-        self.manifest.plugin.kinds.iter().map(|kind| kind.name())
+    /// Writes the contract with one world more, [`WORLD`], which has all kinds of the plugin: the tools want a single one
+    /// (componentize-py 0.25 panics over two).
+    pub(super) fn write_wit(&self, folder: &Path) -> Result<(), PluginError> {
+        let kinds = self.manifest.plugin.kinds.iter();
+        let includes: String = kinds.map(|kind| format!(" include {};", kind.name())).collect();
+        let world = format!("package querl:plugin@0.1.0;\nworld {WORLD} {{{includes} }}\n");
+        let written = (|| {
+            std::fs::create_dir_all(folder)?;
+            for entry in std::fs::read_dir(&self.wit)? {
+                let entry = entry?;
+                std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
+            }
+            std::fs::write(folder.join("querl-plugin.wit"), world)
+        })();
+        written.map_err(|error: std::io::Error| self.refused(format!("its build cannot be prepared: {error}")))
     }
 
     pub(super) fn is_fresh(&self) -> bool {
@@ -184,6 +199,20 @@ pub(super) mod tests {
             assert!(!plugin.is_fresh(), "{file}");
             touch(&plugin.component(), seconds * 10 + 1);
         }
+    }
+
+    #[test]
+    fn world_includes_every_kind() {
+        let folder = folder_with("vendor/querl_sdk", &[]);
+        let manifest =
+            MANIFEST.replace("['filter']", "['reward', 'filter']").replace("license", "range = [0, 1]\nlicense");
+        std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+        let plugin = ScriptFolder::read(folder.path(), "vendor/querl_sdk", "none").unwrap();
+        let wit = folder.path().join("dist/wit");
+        plugin.write_wit(&wit).unwrap();
+        let world = std::fs::read_to_string(wit.join("querl-plugin.wit")).unwrap();
+        assert!(world.contains("world querl-plugin { include filter; include reward; }"), "{world}");
+        assert!(wit.join("worlds.wit").is_file());
     }
 
     #[test]
