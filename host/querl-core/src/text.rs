@@ -1,0 +1,55 @@
+//! Text of others - plugins, bundles, registries, services - made harmless to a terminal.
+
+/// `text` on one line: line breaks and tabs become spaces, every other character that [`disturbs`] is left out, and after
+/// `max_bytes` bytes the rest is cut and an ellipsis stands for it.
+pub fn printable(text: &str, max_bytes: usize) -> String {
+    let mut line = String::with_capacity(text.len().min(max_bytes));
+    for c in text.chars() {
+        let c = if matches!(c, '\n' | '\r' | '\t') { ' ' } else { c };
+        if disturbs(c) {
+            continue;
+        }
+        if line.len() + c.len_utf8() > max_bytes {
+            line.push('…');
+            break;
+        }
+        line.push(c);
+    }
+    line
+}
+
+/// True for characters that change how the text around them looks, or that cannot be seen: controls (ANSI escapes begin with
+/// one, and line breaks are some), changes of writing direction, characters without width, and tags.
+///
+/// Joiners are among them: texts in scripts that need them lose a ligature in a message, and nobody else can write two names
+/// that look alike with them. Variation selectors are not.
+pub fn disturbs(c: char) -> bool {
+    let is_invisible = matches!(c,
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+            | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}');
+    c.is_control() || is_invisible
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn escapes_and_reordering_are_stripped() {
+        assert_eq!(printable("a\u{1b}[31mred\u{7}\nb\u{202e}c\td", 100), "a[31mred bc d");
+        assert_eq!(printable("The \u{200b}pol\u{ad}icy\u{feff} \u{2066}胶\u{e0041}\u{85}", 100), "The policy 胶");
+    }
+
+    #[test]
+    fn visible_text_stays_as_it_is() {
+        let text = "Größe: 胶原蛋白 – عربي ❤\u{fe0f} 😀 \u{fffd}";
+        assert_eq!(printable(text, 100), text);
+    }
+
+    #[test]
+    fn long_text_is_cut_between_characters() {
+        assert_eq!(printable("胶原蛋白", 12), "胶原蛋白");
+        assert_eq!(printable("胶原蛋白", 7), "胶原…");
+        assert_eq!(printable("ab\u{200b}", 2), "ab", "nothing that is seen was cut off");
+    }
+}
