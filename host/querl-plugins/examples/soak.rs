@@ -1,4 +1,4 @@
-//! Host memory over a million scored items. `cargo run --release -p querl-plugins --example soak [N_ITEMS]`
+//! Host memory over a million scored items. `cargo run --release -p querl-plugins --example soak [N_ITEMS]`, on Linux
 //!
 //! Batches of 64 through reward-competition, on one thread; every 1000th batch a fault of another guest comes between (a panic,
 //! a loop, a memory bomb), as they would in a long run. What is resident is sampled after a warm-up of a tenth of the items;

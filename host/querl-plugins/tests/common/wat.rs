@@ -83,7 +83,7 @@ impl Guest {
             let head = format!("interface {interface} {{");
             wit = wit.replace(&head, &format!("{head} {item}"));
         }
-        wit.extend(self.told("package"));
+        wit.extend(self.told("package").flat_map(|item| [item, "\n"]));
         wit
     }
 

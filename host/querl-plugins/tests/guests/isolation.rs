@@ -44,6 +44,20 @@ fn socket_is_a_fault_that_names_the_call() {
 }
 
 #[test]
+fn wasi_gives_only_what_it_must() {
+    let expected = [
+        ("hoards-handles", "holds more than 4096 handles to streams and clocks"),
+        ("asks-for-random-bytes", "asked for 1000000000 random bytes at once"),
+        ("exits", "called exit: a plugin returns, or panics with a message"),
+    ];
+    for (name, sentence) in expected {
+        let (said, kind) = said_of(name, "x", PluginLimits::default());
+        assert_eq!(said, format!("plugin {name} 0.1.0: episode `step-1/b/0`: {sentence}"));
+        assert_eq!(kind, FaultKind::Trap);
+    }
+}
+
+#[test]
 fn no_state_passes_from_call_to_call() {
     let plugin = guest(&host(), "keeps-state");
     for _ in 0..3 {
