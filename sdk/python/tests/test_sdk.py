@@ -4,12 +4,14 @@ import json
 import math
 import tempfile
 import unittest
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from querl_sdk import Episode, Filter, Message, Rejection, Reward, Sample, Score, SettingError, Settings, export
 from querl_sdk.testing import candidate, check_contract, check_golden, dialogue, episode, failed, read_episodes
 
-GOLDEN = {"name": "四个字", "episode": {"query": "鱼油", "policy": {"rewrite": "深海鱼油"}, "baseline": {"rewrite": "鱼油"}}}
+GOLDEN: dict[str, Any] = {"name": "四个字", "episode": {"query": "鱼油", "policy": {"rewrite": "深海鱼油"}, "baseline": {"rewrite": "鱼油"}}}
 
 
 class Length(Reward):
@@ -42,7 +44,7 @@ class TestSettings(unittest.TestCase):
 
     def test_unusable_settings_name_the_key_what_was_expected_and_what_came(self) -> None:
         given = Settings({"a": "high", "b": "1_000", "c": "yes", "d": "虾青素", "e": "nan", "f": 1.5, "g": "z"})
-        for read, expected in [
+        refusals: list[tuple[Callable[[], object], str]] = [
             (lambda: given.number("a", 1, 0, 1), "setting `a`: expected a number from 0 to 1, got `high`"),
             (lambda: given.number("b", 1), "setting `b`: expected a number, got `1_000`"),
             (lambda: given.flag("c", True), "setting `c`: expected true or false, got `yes`"),
@@ -50,7 +52,8 @@ class TestSettings(unittest.TestCase):
             (lambda: given.number("e", 1), "setting `e`: expected a number, got `nan`"),
             (lambda: given.integer("f", 1, 0), "setting `f`: expected a whole number of at least 0, got `1.5`"),
             (lambda: given.choice("g", "x", ["x", "y"]), "setting `g`: expected one of `x`, `y`, got `z`"),
-        ]:
+        ]
+        for read, expected in refusals:
             with self.assertRaises(SettingError) as raised:
                 read()
             self.assertEqual(str(raised.exception), expected)
@@ -61,11 +64,12 @@ class TestTypes(unittest.TestCase):
         class Unfinished(Filter):
             pass
 
-        for classes, expected in [
+        refusals: list[tuple[dict[str, Any], str]] = [
             ({}, "names no class; expected for example"),
             ({"filter": Length}, "expected a class derived from `querl_sdk.Filter`"),
             ({"filter": Unfinished}, "`Unfinished` has no method `check`, which a filter needs"),
-        ]:
+        ]
+        for classes, expected in refusals:
             with self.assertRaisesRegex(TypeError, expected):
                 export(**classes)
 
@@ -121,7 +125,7 @@ class TestTesting(unittest.TestCase):
             check_contract(Truthy)
 
     def test_recorded_episodes_are_read_and_other_formats_are_refused(self) -> None:
-        recorded = {**GOLDEN["episode"], "id": "a", "context": {"user_profile": "孕妇"}}  # type: ignore[dict-item]
+        recorded = {**GOLDEN["episode"], "id": "a", "context": {"user_profile": "孕妇"}}
         line = {"format": 2, "episode": recorded, "outcome": {"scored": {"total": 1}}}
         [read] = read_episodes(folder_with("e.jsonl", line) / "e.jsonl")
         self.assertEqual((read.id, read.context.user_profile, read.policy.retrieval), ("a", "孕妇", []))

@@ -177,6 +177,11 @@ pub(super) mod tests {
         folder
     }
 
+    fn put(file: &Path, text: &str) -> Result<(), PluginError> {
+        std::fs::write(file, text).unwrap();
+        Ok(())
+    }
+
     fn touch(path: &Path, seconds: u64) {
         let time = SystemTime::now() + Duration::from_secs(seconds);
         std::fs::File::options().append(true).open(path).unwrap().set_modified(time).unwrap();
@@ -188,7 +193,7 @@ pub(super) mod tests {
         let folder = folder_with("vendor/querl_sdk", &files);
         let plugin = ScriptFolder::read(folder.path(), "vendor/querl_sdk", "sdk/python/querl_sdk").unwrap();
         assert!(!plugin.is_fresh(), "nothing is built");
-        plugin.put_component(|file| Ok(std::fs::write(file, "x").unwrap())).unwrap();
+        plugin.put_component(|file| put(file, "x")).unwrap();
         touch(&plugin.component(), 10);
         for (file, seconds) in ["tests/test_plugin.py", "README.md", ".venv/lib/x.py"].into_iter().zip(20..) {
             touch(&folder.path().join(file), seconds);
@@ -219,7 +224,7 @@ pub(super) mod tests {
     fn failed_build_leaves_the_component_that_was_there() {
         let folder = folder_with("vendor/querl_sdk", &[]);
         let plugin = ScriptFolder::read(folder.path(), "vendor/querl_sdk", "none").unwrap();
-        plugin.put_component(|file| Ok(std::fs::write(file, "old").unwrap())).unwrap();
+        plugin.put_component(|file| put(file, "old")).unwrap();
         plugin.put_component(|_| Err(plugin.refused("no"))).unwrap_err();
         assert_eq!(std::fs::read_to_string(plugin.component()).unwrap(), "old");
         assert_eq!(std::fs::read_dir(folder.path().join("dist")).unwrap().count(), 1);

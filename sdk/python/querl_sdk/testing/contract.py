@@ -25,15 +25,18 @@ _NAME = re.compile(r"[a-z0-9_]{1,64}")
 _TEXTS = ["", " \n", "胶原蛋白肽怎么吃", "👩‍⚕️𠮷", "שלום", "a\u0000b\u202e", "<b>{}</b>\\\"'", "虾青素。" * 20_000]
 
 
-def check_contract(plugin: type, settings: Mapping[str, object] | None = None) -> None:
+def check_contract(plugin: type[Any], settings: Mapping[str, object] | None = None) -> None:
     """Sends odd but lawful input of every sort to a plugin's class and checks what comes back.
 
     Raises :class:`AssertionError`, which says what was sent, what came back and what the contract says; an exception of the
     plugin other than a rejection is let through.
     """
+    def make() -> Any:
+        return plugin(Settings(settings))
+
     for base, check in _CHECKS.items():
         if issubclass(plugin, base):
-            check(lambda: plugin(Settings(settings)))
+            check(make)
             return
     raise TypeError(f"{plugin!r} is none of {', '.join(base.__name__ for base in _CHECKS)}")
 
@@ -42,19 +45,14 @@ def _reward(make: Callable[[], Any]) -> None:
     low, high = make().range()
     finite = math.isfinite(low) and math.isfinite(high)
     _expect(finite and low < high, "range()", (low, high), "two finite numbers, the first below the second")
-    sent = _episodes()
-    _independent(make, [(lambda plugin, each=each: plugin.score(copy.deepcopy(each)), each) for each in sent])
-    for each in sent:
-        _score(_answer(lambda: make().score(copy.deepcopy(each))), each, low, high)
+    for sent in _independent(make, [(each,) for each in _episodes()]):
+        _score(_answer(make(), sent), sent, low, high)
 
 
 def _style_scorer(make: Callable[[], Any]) -> None:
     models = [style_model(), style_model(failure=failed()), style_model({"售前": 0.75, "售后": 0.25})]
-    sent = [(dialogue("在吗", text), model) for text in _TEXTS for model in models]
-    calls = [(lambda plugin, each=each: plugin.score(copy.deepcopy(each[0]), each[1]), each[0]) for each in sent]
-    _independent(make, calls)
-    for turns, model in sent:
-        _score(_answer(lambda: make().score(copy.deepcopy(turns), model)), turns, 0.0, 1.0)
+    for sent in _independent(make, [(dialogue("在吗", text), model) for text in _TEXTS for model in models]):
+        _score(_answer(make(), sent), sent, 0.0, 1.0)
 
 
 def _filter(make: Callable[[], Any]) -> None:
@@ -62,7 +60,7 @@ def _filter(make: Callable[[], Any]) -> None:
 
     def verdicts() -> list[Any]:
         filter = make()
-        return [_answer(lambda: filter.check(copy.deepcopy(each))) for each in batch]
+        return [_attempt(lambda: filter.check(copy.deepcopy(each))) for each in batch]
 
     first = verdicts()
     for each, verdict in zip(batch, first):
@@ -77,10 +75,10 @@ def _prompt(make: Callable[[], Any]) -> None:
             asked = PromptInput(query=text, rewrite=text if task is PromptTask.JUDGE else None)
             _messages(make().messages(task, copy.deepcopy(asked)), (task, asked))
     for text in [*_TEXTS, "改写后的查询：胶原蛋白肽", "5", "score: 6", '{"score": 4}']:
-        rewrite = _answer(lambda: make().parse_rewrite(text))
+        rewrite = _attempt(lambda: make().parse_rewrite(text))
         is_text = isinstance(rewrite, str) and rewrite.strip() != ""
         _expect(is_text or isinstance(rewrite, Rejection), text, rewrite, "a rewrite that is not blank, or a rejection")
-        judged = _answer(lambda: make().parse_judgement(text))
+        judged = _attempt(lambda: make().parse_judgement(text))
         in_range = isinstance(judged, JudgeScore) and 0 <= judged.score <= 5
         _expect(in_range or isinstance(judged, Rejection), text, judged, "a score from 0 to 5, or a rejection")
 
@@ -115,15 +113,21 @@ def _score(answer: Any, sent: Any, low: float, high: float) -> None:
         _expect(math.isfinite(value), sent, f"{name} = {value}", "a finite component")
 
 
-def _independent(make: Callable[[], Any], calls: list[tuple[Callable[[Any], Any], Any]]) -> None:
+def _independent(make: Callable[[], Any], items: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """One object for the whole batch gives what a new object for each item gives."""
     shared = make()
-    for call, sent in calls:
-        together, alone = _answer(lambda: call(shared)), _answer(lambda: call(make()))
+    for sent in items:
+        together, alone = _answer(shared, sent), _answer(make(), sent)
         _expect(together == alone, sent, f"{together!r} in a batch, {alone!r} alone", "the same: no state between items")
+    return items
 
 
-def _answer(call: Callable[[], Any]) -> Any:
+def _answer(scorer: Any, sent: tuple[Any, ...]) -> Any:
+    """A score, or a rejection. The plugin may change what it is given."""
+    return _attempt(lambda: scorer.score(*copy.deepcopy(sent)))
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Rejection as rejection:

@@ -148,7 +148,8 @@ def _candidate(value: Any, place: str) -> Candidate:
 def _judgement(value: Any) -> JudgeScore | CallFailure | None:
     if value == "not_sampled":
         return None
-    return _either(value, "scored", lambda judged: JudgeScore(judged["score"], judged.get("reason", "")))
+    judged: JudgeScore | CallFailure = _either(value, "scored", lambda said: JudgeScore(said["score"], said.get("reason", "")))
+    return judged
 
 
 def _either(value: Any, answered: str, read: Callable[[Any], Any]) -> Any:
