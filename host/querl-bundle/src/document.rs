@@ -1,11 +1,12 @@
 //! TOML as written: values, the lines they stand on, and sections that refuse what they do not know.
 
 use crate::error::BundleError;
+use querl_core::text::disturbs;
 use toml::Value;
 use toml::de::{DeTable, DeValue};
 
 /// How much of a value goes into a message.
-const EXCERPT_CHARS: usize = 80;
+const EXCERPT_BYTES: usize = 120;
 
 /// A TOML text with its values. Lines are looked up when there is something to tell: a table of the lines of all keys would be
 /// larger than the text by the length of its longest key.
@@ -142,24 +143,39 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// A text on one line, not empty and without control characters; `meaning` says what it should hold.
+    /// A text on one line, not empty, and all of it to be seen; `meaning` says what it should hold.
     pub(crate) fn line(&self, key: &str, meaning: &str) -> Result<&'a str, BundleError> {
         let Some(text) = self.text(key)? else { return Err(self.missing(key, meaning)) };
-        match text.trim().is_empty() || text.chars().any(char::is_control) {
-            true => Err(self.wrong(key, &Value::from(text), format!("{meaning}, on one line"))),
-            false => Ok(text),
+        if text.trim().is_empty() || text.chars().any(char::is_control) {
+            return Err(self.wrong(key, &Value::from(text), format!("{meaning}, on one line")));
         }
+        self.refuse_hidden(key, text).map(|()| text)
+    }
+
+    /// A text for a person, of any number of lines.
+    pub(crate) fn prose(&self, key: &str) -> Result<Option<&'a str>, BundleError> {
+        let Some(text) = self.text(key)? else { return Ok(None) };
+        self.refuse_hidden(key, text).map(|()| Some(text))
+    }
+
+    /// Refuses what a person does not see or sees in another order; spaces and line breaks are for the caller.
+    fn refuse_hidden(&self, key: &str, text: &str) -> Result<(), BundleError> {
+        let Some(c) = text.chars().find(|c| disturbs(*c) && !matches!(c, '\n' | '\r' | '\t')) else { return Ok(()) };
+        let message = format!("has the character U+{:04X}, which hides or reorders text; take it out", u32::from(c));
+        Err(self.error(key, message))
     }
 
     pub(crate) fn missing(&self, key: &str, meaning: &str) -> BundleError {
         self.told(&self.steps, format!("the key {} is missing; expected {meaning}", self.path_of(key)))
     }
 
-    /// A list of texts.
+    /// A list of texts, each as of [`Section::prose`].
     pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, BundleError> {
         let Some(value) = self.value(key) else { return Ok(None) };
         let texts = value.as_array().and_then(|items| items.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
-        texts.map(Some).ok_or_else(|| self.wrong(key, value, "a list of texts"))
+        let texts = texts.ok_or_else(|| self.wrong(key, value, "a list of texts"))?;
+        texts.iter().try_for_each(|text| self.refuse_hidden(key, text))?;
+        Ok(Some(texts))
     }
 
     /// A whole number of at least `minimum`.
@@ -219,30 +235,25 @@ fn line_of(text: &str, offset: usize) -> usize {
     1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
 
-/// A library's message, folded into one line.
+/// A library's message, which may quote the text, folded into one line.
 fn one_line(message: &str) -> String {
-    message.split_whitespace().collect::<Vec<_>>().join(" ")
+    const LONGEST_BYTES: usize = 500;
+    let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
+    querl_core::text::printable(&message, LONGEST_BYTES)
 }
 
-/// A value as a message shows it: short, on one line, without control characters.
+/// A value as a message shows it: short, on one line, with nothing that disturbs a terminal.
 pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::Table(_) => "a section".to_owned(),
-        Value::String(text) => excerpt(&format!("{text:?}")),
-        other => excerpt(&printable(&other.to_string())),
+        Value::String(text) => printable(&format!("{text:?}")),
+        other => printable(&other.to_string()),
     }
 }
 
-/// Text of others without what would move a terminal's cursor.
+/// Text of others as a message shows it.
 pub(crate) fn printable(text: &str) -> String {
-    excerpt(&text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect::<String>())
-}
-
-fn excerpt(text: &str) -> String {
-    match text.char_indices().nth(EXCERPT_CHARS) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text.to_owned(),
-    }
+    querl_core::text::printable(text, EXCERPT_BYTES)
 }
 
 /// The known name that is most like `name`, where one is.

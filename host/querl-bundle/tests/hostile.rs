@@ -31,7 +31,10 @@ fn paths_that_leave_the_bundle_are_refused() {
         ("golden\\x.jsonl", "golden\\x.jsonl: has a backslash in its path"),
         ("golden/..\\x.jsonl", "golden/..\\x.jsonl: leaves the bundle through `..`"),
         ("golden/a/b.jsonl", "golden/a/b.jsonl: is no part of a bundle"),
-        ("golden/x\u{1b}[2J.jsonl", "golden/x\u{fffd}[2J.jsonl: has a control character in its name"),
+        ("golden/x\u{1b}[2J.jsonl", "golden/x[2J.jsonl: has a character in its name that a terminal does not show"),
+        ("golden/\u{202e}lnosj.jsonl", "golden/lnosj.jsonl: has a character in its name"),
+        ("golden/cases\u{200b}.jsonl", "golden/cases.jsonl: has a character in its name"),
+        ("plugin.toml\u{2060}", "plugin.toml: has a character in its name"),
         ("install.sh", "install.sh: is no part of a bundle; expected LICENSE, README.md"),
         ("", "tar stream: has no name"),
     ] {

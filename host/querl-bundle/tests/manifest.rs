@@ -268,3 +268,25 @@ fn deeply_nested_text_is_refused() {
         assert!(error.starts_with("plugin.toml:") && error.len() < 500, "{}", &error[..500]);
     }
 }
+
+/// A description that reads otherwise on a terminal than it is, and names that only look alike.
+#[test]
+fn texts_that_hide_or_reorder_are_refused() {
+    for (old, new, key, code) in [
+        ("description = \"短的改写得分高\"", "description = \"\u{202e}The policy\"", "plugin.description", "U+202E"),
+        ("description = \"短的改写得分高\"", "description = \"The \\u200bpolicy\"", "plugin.description", "U+200B"),
+        ("license = \"Apache-2.0\"", "license = \"Apache\u{ad}-2.0\"", "plugin.license", "U+00AD"),
+        ("doc = \"改写最多的字数\"", "doc = \"一行\\n\u{2066}二行\"", "settings.max_chars.doc", "U+2066"),
+        ("[\"soft\", \"hard\"]", "[\"soft\", \"soft\u{200d}\"]", "settings.mode.choices", "U+200D"),
+        ("range = [0.0, 1.0]", "range = [0.0, 1.0]\ngolden = \"gol\u{feff}den\"", "plugin.golden", "u{feff}"),
+    ] {
+        assert!(MANIFEST.contains(old), "{old}");
+        let error = Manifest::parse(&MANIFEST.replace(old, new), "plugin.toml").unwrap_err().to_string();
+        assert!(error.contains(key) && error.contains(code), "{error}");
+        assert!(!error.contains(['\u{202e}', '\u{200b}', '\u{ad}', '\u{2066}', '\u{200d}', '\u{feff}']), "{error:?}");
+    }
+    // Nor does a message of the TOML library carry one to the terminal.
+    let twice = "[plugin]\n\"\u{202e}a\" = 1\n\"\u{202e}a\" = 2\n";
+    let error = Manifest::parse(twice, "plugin.toml").unwrap_err().to_string();
+    assert!(error.contains("not valid TOML") && !error.contains('\u{202e}'), "{error:?}");
+}

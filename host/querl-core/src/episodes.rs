@@ -63,7 +63,10 @@ pub fn read(path: &Path) -> Result<Vec<RecordedEpisode>, EpisodesError> {
         let refused = |reason: String| EpisodesError::Line { path: path.to_owned(), line, reason };
         let Some(episode) = parse(&bytes, line).map_err(refused)? else { continue };
         if !ids.insert(episode.episode.id.clone()) {
-            return Err(refused(format!("the id `{}` is that of an earlier line; expected unique ids", episode.episode.id)));
+            return Err(refused(format!(
+                "the id `{}` is that of an earlier line; expected unique ids",
+                episode.episode.id
+            )));
         }
         episodes.push(episode);
     }
@@ -100,7 +103,9 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
     let known = EpisodeRecord::FORMAT;
     match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
         Some(format) if format == known => {}
-        Some(format) => return Err(format!("`format` is {format}; this querl reads {known}: run the stage `rl` again")),
+        Some(format) => {
+            return Err(format!("`format` is {format}; this querl reads {known}: run the stage `rl` again"));
+        }
         None => return Err(format!("`format` is missing; expected \"format\": {known}")),
     }
     let Line { step, episode, outcome, .. } = serde_json::from_slice(bytes).map_err(not_json)?;
@@ -192,6 +197,9 @@ mod tests {
         let line = one_line(BY_HAND);
         std::fs::write(&path, format!("{line}\n\n{line}\n")).unwrap();
         let error = read(&path).unwrap_err().to_string();
-        assert!(error.ends_with("episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids"), "{error}");
+        assert!(
+            error.ends_with("episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids"),
+            "{error}"
+        );
     }
 }

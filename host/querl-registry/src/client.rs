@@ -1,7 +1,7 @@
 //! Calls to a registry.
 
 use crate::credentials::Credentials;
-use crate::error::{RegistryError, is_absent};
+use crate::error::{RegistryError, excerpt, is_absent};
 use crate::location::Location;
 use futures::TryStreamExt;
 use oci_client::client::{ClientConfig, ClientProtocol};
@@ -121,7 +121,7 @@ impl<'a> Caller<'a> {
     }
 
     fn broken(&self, error: &std::io::Error) -> RegistryError {
-        RegistryError::at(self.location, format!("the transfer broke off: {error}; try again"))
+        RegistryError::at(self.location, format!("the transfer broke off: {}; try again", excerpt(&error.to_string())))
     }
 
     /// Uploads content that is not there yet.

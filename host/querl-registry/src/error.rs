@@ -6,7 +6,7 @@ use querl_bundle::BundleError;
 use std::error::Error;
 
 /// How much of a server's words goes into a message.
-const EXCERPT_CHARS: usize = 200;
+const EXCERPT_BYTES: usize = 300;
 
 /// Why a bundle did not get into a registry, or out of it.
 #[derive(Debug, thiserror::Error)]
@@ -113,11 +113,7 @@ fn request_sentence(error: &(dyn Error + 'static)) -> String {
     )
 }
 
-/// A server's words on one line, without control characters, and not too many.
-fn excerpt(text: &str) -> String {
-    let line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    match line.char_indices().nth(EXCERPT_CHARS) {
-        Some((end, _)) => format!("{}...", &line[..end]),
-        None => line,
-    }
+/// A server's words, made harmless and not too many.
+pub(crate) fn excerpt(text: &str) -> String {
+    querl_core::text::printable(text, EXCERPT_BYTES)
 }

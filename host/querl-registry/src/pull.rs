@@ -3,7 +3,7 @@
 use crate::artifact;
 use crate::client::{Caller, Transport};
 use crate::credentials::Credentials;
-use crate::error::RegistryError;
+use crate::error::{RegistryError, excerpt};
 use crate::location::{Location, version_of_bundle};
 use querl_bundle::{ArchiveLimits, Bundle};
 use semver::Version;
@@ -89,7 +89,8 @@ async fn check(caller: &Caller<'_>, location: &Location, bundle: &Bundle) -> Res
     match found {
         Some(found) if found == own => Ok(()),
         Some(found) => refuse(format!(
-            "the component there ({found}) is not the one in the bundle ({own}); one of the two was replaced after pushing"
+            "the component there ({}) is not the one in the bundle ({own}); one of the two was replaced after pushing",
+            excerpt(found)
         )),
         None => refuse("the bundle is there without its component; push it again".to_owned()),
     }

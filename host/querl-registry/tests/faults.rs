@@ -63,11 +63,12 @@ async fn registry_that_is_not_there_is_told_with_the_remedy() {
 #[tokio::test]
 async fn failing_registry_is_told_on_one_line() {
     let server = MockServer::start().await;
-    let answer = ResponseTemplate::new(503).set_body_string(format!("down\n\u{1b}[2J{}", "x".repeat(1000)));
+    let answer =
+        ResponseTemplate::new(503).set_body_string(format!("down\n\u{1b}[2J\u{202e}\u{200b}{}", "x".repeat(1000)));
     Mock::given(method("GET")).respond_with(answer).mount(&server).await;
     let error = pulled(&server).await;
-    assert!(error.contains("the registry answered with status 503: down  [2Jxxx"), "{error}");
-    assert!(error.len() < 400 && !error.contains(['\n', '\u{1b}']), "{error}");
+    assert!(error.contains("the registry answered with status 503: down [2Jxxx"), "{error}");
+    assert!(error.len() < 450 && !error.contains(['\n', '\u{1b}', '\u{202e}', '\u{200b}']), "{error}");
 }
 
 #[tokio::test]

@@ -4,6 +4,8 @@ mod read;
 mod seal;
 mod write;
 
+use querl_core::text::disturbs;
+
 pub(crate) use read::read;
 pub(crate) use write::write;
 
@@ -95,7 +97,9 @@ pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
         }
         _ if parts().any(|part| part == "..") => Some("leaves the bundle through `..`"),
         _ if name.contains('\\') => Some("has a backslash in its path"),
-        _ if name.chars().any(char::is_control) => Some("has a control character in its name"),
+        _ if name.chars().any(disturbs) => {
+            Some("has a character in its name that a terminal does not show, or that reorders text")
+        }
         _ if is_golden(name) => None,
         _ => Some(
             "is no part of a bundle; expected LICENSE, README.md, SHA256SUMS, golden/*.jsonl, plugin.toml, plugin.wasm and \
@@ -108,5 +112,5 @@ pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
 pub(crate) fn is_golden(name: &str) -> bool {
     let file = name.strip_prefix(names::GOLDEN).and_then(|file| file.strip_suffix(names::GOLDEN_ENDING));
     let fits = |file: &str| !file.is_empty() && !file.starts_with('.') && !file.contains(['/', '\\', ':']);
-    name.len() <= write::LONGEST_NAME && file.is_some_and(fits) && !name.chars().any(char::is_control)
+    name.len() <= write::LONGEST_NAME && file.is_some_and(fits) && !name.chars().any(disturbs)
 }

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::document::{Document, Section, nearest, or_list};
 use crate::error::BundleError;
+use querl_core::text::disturbs;
 use semver::Version;
 use std::collections::BTreeMap;
 use toml::Value;
@@ -145,7 +146,7 @@ fn golden(section: &Section<'_>) -> Result<String, BundleError> {
     const MEANING: &str = "a folder below the plugin's own, such as golden";
     let Some(text) = section.text("golden")? else { return Ok("golden".to_owned()) };
     let is_plain = |part: &str| !part.is_empty() && part != "." && part != ".." && !part.contains(['\\', ':']);
-    let fits = text.split('/').all(is_plain) && !text.chars().any(char::is_control);
+    let fits = text.split('/').all(is_plain) && !text.chars().any(disturbs);
     match fits {
         true => Ok(text.to_owned()),
         false => Err(section.wrong("golden", &Value::from(text), MEANING)),

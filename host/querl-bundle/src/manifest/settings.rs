@@ -157,7 +157,7 @@ pub(super) fn spec(settings: &Section<'_>, key: &str) -> Result<SettingSpec, Bun
         minimum: bound(&section, "minimum", kind)?,
         maximum: bound(&section, "maximum", kind)?,
         choices: choices(&section, kind)?,
-        doc: section.text("doc")?.unwrap_or_default().to_owned(),
+        doc: section.prose("doc")?.unwrap_or_default().to_owned(),
     };
     if let (Some(min), Some(max)) = (spec.minimum, spec.maximum)
         && min > max

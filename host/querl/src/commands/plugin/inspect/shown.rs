@@ -2,6 +2,7 @@
 
 use super::{Found, asked};
 use querl_bundle::{Bundle, Manifest};
+use querl_core::text::printable;
 use querl_plugins::Plugin;
 use serde_json::{Value, json};
 
@@ -23,12 +24,7 @@ pub(super) fn text(found: &Found) -> String {
         lines.extend(listed("exports", plugin.exports()));
     }
     lines.extend(found.bundle.iter().flat_map(files));
-    lines.iter().map(|line| format!("{}\n", printable(line))).collect()
-}
-
-/// A text of others cannot move a terminal's cursor.
-fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    lines.iter().map(|line| format!("{}\n", printable(line, usize::MAX))).collect()
 }
 
 fn fact(name: &str, value: &str) -> String {
