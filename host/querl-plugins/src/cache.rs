@@ -5,6 +5,7 @@
 //! whole, or not ours alone, is not used.
 
 use crate::compile::{self, CompileError, Compiler};
+use crate::digest::ComponentDigest;
 use crate::prune;
 use sha2::{Digest, Sha256};
 use std::hash::{Hash, Hasher};
@@ -49,9 +50,9 @@ impl CompiledCache {
         compiler: &Compiler,
         timeout_ms: u64,
         bytes: &[u8],
-        digest: &str,
+        digest: &ComponentDigest,
     ) -> Result<Component, CompileError> {
-        let name = format!("{digest}-{}", self.engine_key);
+        let name = format!("{}-{}", digest.as_str(), self.engine_key);
         let kept = self.folder.as_ref().map(|folder| folder.join(&name));
         if let Some(path) = kept.as_ref().filter(|path| is_whole(path)) {
             prune::touch(path);

@@ -3,6 +3,7 @@
 use crate::cache::{self, CompiledCache};
 use crate::call::{Caller, Observer};
 use crate::compile::Compiler;
+use crate::digest::ComponentDigest;
 use crate::engine;
 use crate::error::PluginError;
 use crate::filter::FilterPlugin;
@@ -86,7 +87,7 @@ struct Shared {
     trusted_keys: Vec<PublicKey>,
     observer: Option<Observer>,
     /// By digest of the component.
-    linked: Mutex<HashMap<String, Arc<Linked>>>,
+    linked: Mutex<HashMap<ComponentDigest, Arc<Linked>>>,
 }
 
 impl PluginHost {

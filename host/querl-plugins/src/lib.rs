@@ -19,6 +19,7 @@ mod call;
 mod compile;
 mod contract;
 mod convert;
+mod digest;
 mod engine;
 mod error;
 mod fault;

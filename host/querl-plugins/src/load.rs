@@ -1,6 +1,7 @@
 //! From a component to a plugin that can be called.
 
 use crate::bindings::{filters, info, packed_rewards, prompts, rewards, style_scores};
+use crate::digest::ComponentDigest;
 use crate::error::PluginError;
 use crate::guest::{Guest, Refused};
 use crate::limits::Limits;
@@ -39,7 +40,7 @@ pub(crate) struct Linked {
     pub(crate) version: String,
     /// Name and version.
     pub(crate) title: String,
-    pub(crate) digest: String,
+    pub(crate) digest: ComponentDigest,
     pub(crate) n_bytes: usize,
     pub(crate) kinds: Vec<PluginKind>,
     pub(crate) exports: Exports,
@@ -92,7 +93,7 @@ impl Plugin {
 
     /// Lower-case hexadecimal SHA-256 of the component.
     pub fn digest(&self) -> &str {
-        &self.parts.linked.digest
+        self.parts.linked.digest.as_str()
     }
 
     /// What it is for; at least one kind.
@@ -134,7 +135,10 @@ impl Plugin {
 impl std::fmt::Debug for Plugin {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let linked = &self.parts.linked;
-        f.debug_struct("Plugin").field("title", &linked.title).field("digest", &linked.digest).finish_non_exhaustive()
+        f.debug_struct("Plugin")
+            .field("title", &linked.title)
+            .field("digest", &linked.digest.as_str())
+            .finish_non_exhaustive()
     }
 }
 

@@ -1,9 +1,10 @@
 //! From a path to a component, with what is said of it before any of its code runs.
 
+use crate::digest::ComponentDigest;
 use crate::error::PluginError;
 use crate::source;
 use querl_bundle::{Bundle, BundleError, Manifest, PublicKey};
-use querl_core::fsx::digest_hex;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// A larger file is not a plugin. A Python component has about 18 MB.
@@ -52,10 +53,9 @@ impl Opened {
         }
     }
 
-    /// Lower-case hexadecimal SHA-256 of the component. A bundle's was checked when it was read.
-    pub(crate) fn digest(&self) -> String {
-        let checked = self.manifest.as_ref().and_then(|manifest| manifest.bundle.as_ref());
-        checked.map_or_else(|| digest_hex(self.component()), |bundle| bundle.component.clone())
+    /// Of the bytes, whatever a manifest says.
+    pub(crate) fn digest(&self) -> ComponentDigest {
+        ComponentDigest::of(self.component())
     }
 }
 
@@ -72,16 +72,33 @@ pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<Opened, PluginE
     if !trusted.is_empty() {
         return Err(unsigned(path, metadata.is_dir(), trusted));
     }
-    let (file, source) = match metadata.is_dir() {
-        true => (source::component(path)?, Source::Folder),
-        false => (path.to_owned(), Source::Component),
-    };
-    let manifest = match path.join("plugin.toml") {
-        manifest if source == Source::Folder && manifest.exists() => Some(Manifest::read(&manifest)?),
-        _ => None,
+    let (file, source, manifest) = match metadata.is_dir() {
+        true => {
+            let manifest = manifest_of_folder(path)?;
+            (source::component(path)?, Source::Folder, manifest)
+        }
+        false => (path.to_owned(), Source::Component, None),
     };
     let content = Content::Component(read(&file)?);
     Ok(Opened { file, source, manifest, bundle: None, content })
+}
+
+/// A folder's plugin.toml, where it has one.
+fn manifest_of_folder(folder: &Path) -> Result<Option<Manifest>, PluginError> {
+    let path = folder.join("plugin.toml");
+    // Of the name itself: a link to nowhere is a manifest that cannot be read, not none.
+    match std::fs::symlink_metadata(&path) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(unreadable(&path, error.to_string())),
+    }
+    let manifest = Manifest::read(&path)?;
+    if manifest.bundle.is_none() {
+        return Ok(Some(manifest));
+    }
+    let reason =
+        "it has a section `[bundle]`, which `querl plugin pack` writes; remove it from the folder's plugin.toml";
+    Err(PluginError::Manifest { path, reason: reason.into() })
 }
 
 fn open_bundle(path: &Path, trusted: &[PublicKey]) -> Result<Opened, PluginError> {
@@ -115,11 +132,20 @@ fn untrusted(error: BundleError) -> PluginError {
 }
 
 fn read(file: &Path) -> Result<Vec<u8>, PluginError> {
-    let n_bytes = std::fs::metadata(file).map_err(|error| unreadable(file, error.to_string()))?.len();
-    if n_bytes > MAX_COMPONENT_BYTES {
-        return Err(unreadable(file, format!("it has {n_bytes} bytes; a component may have {MAX_COMPONENT_BYTES}")));
+    let failed = |error: std::io::Error| unreadable(file, error.to_string());
+    // Before it is opened: opening a pipe waits for somebody who writes.
+    if !std::fs::metadata(file).map_err(failed)?.is_file() {
+        return Err(unreadable(file, "it is not a file; expected a component".into()));
     }
-    let bytes = std::fs::read(file).map_err(|error| unreadable(file, error.to_string()))?;
+    let mut bytes = Vec::new();
+    let opened = std::fs::File::open(file).map_err(failed)?;
+    opened.take(MAX_COMPONENT_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > MAX_COMPONENT_BYTES {
+        return Err(unreadable(
+            file,
+            format!("it has more than the {MAX_COMPONENT_BYTES} bytes that a component may have"),
+        ));
+    }
     check_header(file, &bytes)?;
     Ok(bytes)
 }

@@ -207,3 +207,62 @@ fn guests_without_a_manifest_load_from_their_folders() {
     let plugin = load_guest(&host(), "works").unwrap();
     assert!(plugin.manifest().is_none());
 }
+
+/// A folder with a plugin in JavaScript that needs no build: its component is `component`.
+fn built_folder(component: &[u8], more: &str) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = "[plugin]\nid = 'ordinary'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['reward']\nrange = [0, 1]\n\
+                    description = 'x'\nlicense = 'MIT'\n[build]\nlanguage = 'javascript'\n";
+    let files = [
+        ("plugin.toml", format!("{manifest}{more}").into_bytes()),
+        ("plugin.js", Vec::new()),
+        ("vendor/querl-sdk/index.js", Vec::new()),
+        ("vendor/wit/worlds.wit", Vec::new()),
+        ("dist/ordinary.wasm", component.to_vec()),
+    ];
+    for (name, bytes) in files {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+    folder
+}
+
+/// A claim of a folder about its component's digest once decided under which name its code was kept.
+#[test]
+fn code_is_kept_under_the_digest_of_its_bytes_whatever_plugin_toml_says() {
+    let (ours, theirs) = (common::wat::component("ordinary"), common::wat::component("divides-by-zero"));
+    let digest = |bytes: &[u8]| querl_core::fsx::digest_hex(bytes);
+    let claim = format!("[bundle]\nformat = 1\ncomponent = '{}'\ncomponent_bytes = {}\n", digest(&ours), ours.len());
+    let (posing, cache) = (built_folder(&theirs, &claim), tempfile::tempdir().unwrap());
+    let said = common::host_in(cache.path()).load(posing.path()).unwrap_err();
+    assert!(matches!(said, PluginError::Manifest { .. }), "{said}");
+    assert!(said.to_string().contains("it has a section `[bundle]`, which `querl plugin pack` writes"), "{said}");
+    assert_eq!(std::fs::read_dir(cache.path().join("compiled")).unwrap().count(), 0);
+
+    let honest = built_folder(&ours, "");
+    let plugin = common::host_in(cache.path()).load(honest.path()).unwrap();
+    assert_eq!(plugin.digest(), digest(&ours));
+    let kept = std::fs::read_dir(cache.path().join("compiled")).unwrap().next().unwrap().unwrap().file_name();
+    assert!(kept.to_str().unwrap().starts_with(&digest(&ours)), "{kept:?}");
+}
+
+#[cfg(unix)]
+#[test]
+fn plugin_toml_that_leads_nowhere_is_an_error_and_not_none() {
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(folder.path().join("gone"), folder.path().join("plugin.toml")).unwrap();
+    std::fs::write(folder.path().join("Cargo.toml"), "").unwrap();
+    let said = host().load(folder.path()).unwrap_err().to_string();
+    assert!(said.contains("plugin.toml: No such file"), "{said}");
+}
+
+#[cfg(unix)]
+#[test]
+fn only_a_file_is_read_as_a_component() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("x.wasm");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let said = host().load(&pipe).unwrap_err().to_string();
+    assert!(said.ends_with("x.wasm: it is not a file; expected a component"), "{said}");
+}
