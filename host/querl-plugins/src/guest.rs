@@ -3,6 +3,7 @@
 use crate::bindings::{log, style_model, types};
 use crate::convert;
 use crate::engine::TABLE_ELEMENTS;
+use crate::settings::is_key;
 use crate::text::printable;
 use querl_core::ports::StyleModel;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +19,6 @@ const HOST_CALL_FUEL: u64 = 100;
 
 /// Of the keys that were asked for and not set, so many are kept, to suggest one of them for a key that nobody asked for.
 const MAX_KEYS: usize = 1000;
-const MAX_KEY_BYTES: usize = 1000;
 
 /// More handles to streams and clocks than this is an attack on the host's memory.
 const MAX_HANDLES: usize = 4096;
@@ -109,7 +109,7 @@ impl Guest {
     /// `settings.get`.
     pub(crate) fn setting(&mut self, key: String) -> Option<String> {
         let value = self.settings.get(&key).cloned();
-        let is_kept = self.keys_read.len() < MAX_KEYS && key.len() <= MAX_KEY_BYTES;
+        let is_kept = self.keys_read.len() < MAX_KEYS && is_key(&key);
         if value.is_some() || is_kept {
             self.keys_read.insert(key);
         }

@@ -1,6 +1,15 @@
 //! Settings on their way from the configuration into a plugin.
 
+use crate::text::is_name;
 use std::collections::{BTreeMap, BTreeSet};
+
+/// A user looks for one key among those of the plugin; more of them are not listed.
+const MAX_LISTED_KEYS: usize = 20;
+
+/// A key that plugin.toml could declare. A guest may ask for any text; only these are shown to people.
+pub(crate) fn is_key(text: &str) -> bool {
+    is_name(text, |c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'))
+}
 
 /// Every value as the text that the contract describes.
 pub(crate) fn rendered(settings: &BTreeMap<String, toml::Value>) -> BTreeMap<String, String> {
@@ -32,6 +41,7 @@ fn json(value: &toml::Value) -> serde_json::Value {
 
 /// What to tell about a key that the plugin does not know.
 pub(crate) fn unknown_key(key: &str, known: &BTreeSet<String>) -> String {
+    let known: Vec<_> = known.iter().filter(|name| is_key(name)).collect();
     if known.is_empty() {
         return "the plugin has no settings".into();
     }
@@ -39,8 +49,10 @@ pub(crate) fn unknown_key(key: &str, known: &BTreeSet<String>) -> String {
     match nearest {
         Some((distance, name)) if distance <= 3 => format!("the plugin knows no such setting; did you mean `{name}`?"),
         _ => {
-            let names: Vec<_> = known.iter().map(|name| format!("`{name}`")).collect();
-            format!("the plugin knows no such setting; it knows {}", names.join(", "))
+            let names: Vec<_> = known.iter().take(MAX_LISTED_KEYS).map(|name| format!("`{name}`")).collect();
+            let n_more = known.len() - names.len();
+            let more = if n_more > 0 { format!(" and {n_more} more") } else { String::new() };
+            format!("the plugin knows no such setting; it knows {}{more}", names.join(", "))
         }
     }
 }
@@ -62,5 +74,14 @@ mod tests {
         let known = ["min_top1".to_owned(), "max_chars".to_owned()].into();
         assert!(unknown_key("min_top", &known).ends_with("did you mean `min_top1`?"));
         assert!(unknown_key("colour", &known).ends_with("it knows `max_chars`, `min_top1`"));
+    }
+
+    #[test]
+    fn keys_that_no_manifest_could_declare_are_not_shown_and_many_are_counted() {
+        let known = ["\u{1b}[2J".to_owned(), "胶原".to_owned(), "a b".to_owned()].into();
+        assert_eq!(unknown_key("colour", &known), "the plugin has no settings");
+        let known = (0..100).map(|n| format!("setting_{n:03}")).collect();
+        let said = unknown_key("colour", &known);
+        assert!(said.ends_with("`setting_018`, `setting_019` and 80 more"), "{said}");
     }
 }

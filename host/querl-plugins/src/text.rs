@@ -1,27 +1,6 @@
-//! Texts that come from guests, made safe to print.
+//! Texts that come from guests: which are names, and how the others are shown.
 
-/// `text` on one line: control characters and those that reorder or hide text are left out, line breaks and tabs become
-/// spaces, and after `max_bytes` the rest is cut.
-pub(crate) fn printable(text: &str, max_bytes: usize) -> String {
-    let mut line = String::with_capacity(text.len().min(max_bytes));
-    for c in text.chars() {
-        let c = if matches!(c, '\n' | '\r' | '\t') { ' ' } else { c };
-        if c.is_control() || is_deceptive(c) {
-            continue;
-        }
-        if line.len() + c.len_utf8() > max_bytes {
-            line.push('…');
-            break;
-        }
-        line.push(c);
-    }
-    line
-}
-
-/// Overrides of writing direction, and characters without width.
-fn is_deceptive(c: char) -> bool {
-    matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
-}
+pub(crate) use querl_core::text::printable;
 
 /// 1 to 64 characters that `allowed` holds of.
 pub(crate) fn is_name(text: &str, allowed: impl Fn(char) -> bool) -> bool {
@@ -36,16 +15,6 @@ pub(crate) fn is_code(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn escapes_and_reordering_are_stripped() {
-        assert_eq!(printable("a\u{1b}[31mred\u{7}\nb\u{202e}c", 100), "a[31mred bc");
-    }
-
-    #[test]
-    fn long_text_is_cut_between_characters() {
-        assert_eq!(printable("胶原蛋白", 7), "胶原…");
-    }
 
     #[test]
     fn codes_are_short_and_plain() {

@@ -108,6 +108,18 @@ fn name_that_clears_the_screen_is_refused_and_shown_without_escapes() {
 }
 
 #[test]
+fn keys_with_escapes_are_not_shown_to_the_user() {
+    let host = host();
+    let plugin = load_guest(&host, "escapes-in-keys").unwrap();
+    let said = host.reward_of(&plugin, &toml::from_str("colour = 1").unwrap()).err().unwrap().to_string();
+    assert_eq!(
+        said,
+        "plugin escapes-in-keys 0.1.0: setting `colour`: the plugin knows no such setting; it knows `depth`"
+    );
+    host.reward_of(&plugin, &toml::from_str("depth = 1").unwrap()).unwrap();
+}
+
+#[test]
 fn packed_results_are_believed_no_more_than_others() {
     let host = host();
     let said_of = |name: &str| {
