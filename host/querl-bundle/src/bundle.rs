@@ -2,12 +2,12 @@
 
 use crate::archive::{self, ArchiveLimits, Damage, names};
 use crate::error::BundleError;
+use crate::file;
 use crate::keys::PublicKey;
 use crate::manifest::Manifest;
 use crate::signatures::{self, BundleSignature};
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::io::Read;
 use std::path::Path;
 
 /// How every component begins: magic number, version 13, layer 1. A core module has version 1, layer 0.
@@ -28,13 +28,9 @@ impl Bundle {
     /// Reads a file.
     ///
     /// # Errors
-    /// The file cannot be read, or as [`Bundle::from_bytes`].
+    /// The file cannot be read or is no regular file, or as [`Bundle::from_bytes`].
     pub fn open(path: &Path) -> Result<Self, BundleError> {
-        let file = std::fs::File::open(path).map_err(|source| BundleError::io(path, source))?;
-        let mut bytes = Vec::new();
-        // One byte more than is allowed shows that the file is too large, however large it is.
-        let most = ArchiveLimits::DEFAULT.compressed_bytes + 1;
-        file.take(most).read_to_end(&mut bytes).map_err(|source| BundleError::io(path, source))?;
+        let bytes = file::read(path, ArchiveLimits::DEFAULT.compressed_bytes)?;
         Self::from_bytes(&bytes, &path.display().to_string())
     }
 
@@ -191,8 +187,11 @@ fn manifest(files: &BTreeMap<String, Vec<u8>>, origin: &str) -> Result<Manifest,
     }
 }
 
-/// Why the bytes cannot be a plugin; a full look is the host's.
-pub(crate) fn check_component(bytes: &[u8]) -> Result<(), String> {
+/// Do the bytes begin as a component does? A full look is the host's.
+///
+/// # Errors
+/// They do not: how a sentence about the component goes on, such as `is not WebAssembly; expected a component`.
+pub fn check_component(bytes: &[u8]) -> Result<(), String> {
     match bytes.get(..8) {
         Some(start) if start == COMPONENT_MAGIC => Ok(()),
         Some(start) if start == CORE_MODULE_MAGIC => {

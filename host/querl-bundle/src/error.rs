@@ -23,7 +23,7 @@ pub enum BundleError {
         /// Key, value and what was expected.
         message: String,
     },
-    /// A plugin's folder cannot be packed as it is.
+    /// A file is not of the sort that is read, or a plugin's folder cannot be packed as it is.
     #[error("{}: {message}", path.display())]
     Folder {
         /// The file or folder.

@@ -26,6 +26,7 @@ mod archive;
 mod bundle;
 mod document;
 mod error;
+mod file;
 mod keys;
 pub mod lock;
 mod manifest;
@@ -33,7 +34,7 @@ mod pack;
 mod signatures;
 
 pub use archive::ArchiveLimits;
-pub use bundle::Bundle;
+pub use bundle::{Bundle, check_component};
 pub use error::BundleError;
 pub use keys::{PublicKey, SigningKey};
 pub use manifest::{

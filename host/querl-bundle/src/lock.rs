@@ -2,12 +2,15 @@
 
 use crate::document::{Document, Section, or_list};
 use crate::error::BundleError;
+use crate::file;
 use semver::Version;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 const FORMAT: u64 = 1;
+/// Some thousands of plugins.
+const LARGEST_BYTES: u64 = 1 << 20;
 
 /// The lock file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -107,10 +110,9 @@ impl LockFile {
     /// Reads a lock file.
     ///
     /// # Errors
-    /// The file cannot be read, or as [`LockFile::parse`].
+    /// The file cannot be read, is no regular file of at most 1 MiB, or as [`LockFile::parse`].
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        let text = std::fs::read_to_string(path).map_err(|source| BundleError::io(path, source))?;
-        Self::parse(&text, &path.display().to_string())
+        Self::parse(&file::read_text(path, LARGEST_BYTES)?, &path.display().to_string())
     }
 
     /// Reads the text of a lock file, which messages call `origin`.

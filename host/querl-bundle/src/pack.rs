@@ -1,8 +1,9 @@
 //! Packs a plugin's folder and its component into a bundle.
 
-use crate::archive::{self, is_golden, names};
+use crate::archive::{self, ArchiveLimits, is_golden, names};
 use crate::bundle::{Bundle, check_component, sums};
 use crate::error::BundleError;
+use crate::file;
 use crate::manifest::{BUNDLE_FORMAT, BuildSection, BundleSection, Language, Manifest};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -52,7 +53,7 @@ fn text(folder: &Path, name: &str, meaning: &str) -> Result<Vec<u8>, BundleError
     if !path.exists() {
         return Err(BundleError::folder(&path, format!("is missing; a bundle needs it: {meaning}")));
     }
-    let bytes = plain_file(&path)?;
+    let bytes = plain_file(&path, name)?;
     match std::str::from_utf8(&bytes).is_ok_and(|text| !text.trim().is_empty()) {
         true => Ok(bytes),
         false => Err(BundleError::folder(&path, "is empty or not UTF-8 text")),
@@ -78,16 +79,17 @@ fn golden(folder: &Path, manifest: &Manifest) -> Result<BTreeMap<String, Vec<u8>
             let message = "cannot be in a bundle; expected a name of at most 93 bytes that does not begin with a dot";
             return Err(BundleError::folder(&path, message));
         }
-        files.insert(name, plain_file(&path)?);
+        let content = plain_file(&path, &name)?;
+        files.insert(name, content);
     }
     Ok(files)
 }
 
-/// The content of a file that is no link: a link could bring in what the author never meant to publish.
-fn plain_file(path: &Path) -> Result<Vec<u8>, BundleError> {
+/// The content of a file, `name` in the archive, that is no link: a link could bring in what the author never meant to publish.
+fn plain_file(path: &Path, name: &str) -> Result<Vec<u8>, BundleError> {
     let metadata = std::fs::symlink_metadata(path).map_err(|source| BundleError::io(path, source))?;
     match metadata.is_file() {
-        true => std::fs::read(path).map_err(|source| BundleError::io(path, source)),
+        true => file::read(path, ArchiveLimits::DEFAULT.bytes_of(name)),
         false => Err(BundleError::folder(path, "is not a plain file; a bundle takes no links and folders here")),
     }
 }

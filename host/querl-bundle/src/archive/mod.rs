@@ -54,7 +54,7 @@ impl ArchiveLimits {
         text_bytes: 1 << 20,
     };
 
-    fn bytes_of(&self, name: &str) -> u64 {
+    pub(crate) fn bytes_of(&self, name: &str) -> u64 {
         match name {
             names::COMPONENT => self.component_bytes,
             _ if name.starts_with(names::GOLDEN) => self.golden_bytes,

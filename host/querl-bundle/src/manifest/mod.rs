@@ -5,10 +5,13 @@ mod parse;
 mod settings;
 mod text;
 
+use crate::archive::ArchiveLimits;
 use crate::error::BundleError;
+use crate::file;
+use querl_core::fsx::digest_hex;
 use semver::Version;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use settings::{SettingProblem, SettingSpec, SettingType};
 
@@ -18,6 +21,8 @@ pub const CONTRACT: Version = Version::new(0, 1, 0);
 pub const BUNDLE_FORMAT: u64 = 1;
 /// The manifest's name in a plugin's folder and in a bundle.
 pub(crate) const FILE_NAME: &str = "plugin.toml";
+/// What a bundle takes; a larger one could not be packed.
+const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
 /// What a plugin is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -175,15 +180,26 @@ pub struct BundleSection {
     pub component_bytes: u64,
 }
 
+fn file_at(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() }
+}
+
 impl Manifest {
     /// Reads a manifest: the file itself, or `plugin.toml` in a folder.
     ///
     /// # Errors
-    /// The file cannot be read, or as [`Manifest::parse`].
+    /// The file cannot be read, is no regular file of at most 1 MiB, or as [`Manifest::parse`].
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        let file = if path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() };
-        let text = std::fs::read_to_string(&file).map_err(|source| BundleError::io(&file, source))?;
-        Self::parse(&text, &file.display().to_string())
+        let file = file_at(path);
+        Self::parse(&file::read_text(&file, LARGEST_BYTES)?, &file.display().to_string())
+    }
+
+    /// Lower-case hexadecimal SHA-256 of a manifest as it is written: of the file itself, or of `plugin.toml` in a folder.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no regular file of at most 1 MiB.
+    pub fn file_digest(path: &Path) -> Result<String, BundleError> {
+        Ok(digest_hex(&file::read(&file_at(path), LARGEST_BYTES)?))
     }
 
     /// Reads the text of a manifest, which messages call `origin`.
