@@ -11,7 +11,7 @@ use crate::limits::Limits;
 use crate::load::{self, Exports, Linked, Parts, Plugin, PluginKind};
 use crate::open::{self, Opened};
 use crate::prompts::PromptPlugin;
-use crate::reward::RewardPlugin;
+use crate::reward::{RewardForm, RewardPlugin};
 use crate::settings;
 use crate::slots::Slots;
 use crate::style::StylePlugin;
@@ -184,9 +184,22 @@ impl PluginHost {
     /// # Errors
     /// Not a reward plugin; or a setting that it does not know or accept; or a range that is none.
     pub fn reward_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
+        self.reward_in(plugin, settings, RewardForm::Packed)
+    }
+
+    /// As [`PluginHost::reward_of`], in one form where the plugin offers several; for tests of plugins.
+    ///
+    /// # Errors
+    /// As [`PluginHost::reward_of`].
+    pub fn reward_in(
+        &self,
+        plugin: &Plugin,
+        settings: &PluginSettings,
+        form: RewardForm,
+    ) -> Result<Box<dyn RewardModel>, PluginError> {
         let indices =
             plugin.parts.linked.exports.rewards.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Reward))?;
-        Ok(Box::new(RewardPlugin::new(self.configure(plugin, settings, None)?, indices)?))
+        Ok(Box::new(RewardPlugin::new(self.configure(plugin, settings, None)?, indices, form)?))
     }
 
     /// A scorer of style. `model` is what the plugin's `style-model.classify` asks, and may itself run no plugin: the call that

@@ -48,4 +48,5 @@ pub use error::PluginError;
 pub use host::{HostOptions, PluginHost, PluginSettings};
 pub use load::{Plugin, PluginKind};
 pub use open::{BundleFacts, Source};
+pub use reward::RewardForm;
 pub use source::{Built, build};

@@ -101,6 +101,11 @@ impl Plugin {
         &self.parts.linked.kinds
     }
 
+    /// Whether a reward offers the packed form of its batches beside that of records.
+    pub fn has_packed_rewards(&self) -> bool {
+        self.parts.linked.exports.packed_rewards.is_some()
+    }
+
     /// The configured file, or the component that was built from the configured folder.
     pub fn path(&self) -> &Path {
         &self.parts.path

@@ -11,21 +11,33 @@ use querl_core::records::Episode;
 /// What reports call it, in whichever form the batch goes in.
 const SCORE_BATCH: &str = "rewards.score-batch";
 
+/// How a batch of episodes goes into a reward plugin. The results are the same; the fuel is not, and is comparable within one form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RewardForm {
+    /// One block of bytes, `packed-rewards.score-packed`: what the host uses where a plugin offers it.
+    Packed,
+    /// Records, `rewards.score-batch`: every reward plugin has it.
+    Records,
+}
+
 /// A configured reward plugin.
 pub(crate) struct RewardPlugin {
     caller: Caller,
+    /// Where batches are packed.
+    packed: Option<packed_rewards::GuestIndices>,
     indices: rewards::GuestIndices,
     range: RewardRange,
 }
 
 impl RewardPlugin {
-    /// Asks the plugin for its range.
-    pub(crate) fn new(caller: Caller, indices: rewards::GuestIndices) -> Result<Self, PluginFault> {
+    /// Asks the plugin for its range. A form that it does not offer is that of records.
+    pub(crate) fn new(caller: Caller, indices: rewards::GuestIndices, form: RewardForm) -> Result<Self, PluginFault> {
         let bounds = caller
             .call("rewards.range", 1, |store, instance| indices.load(&mut *store, instance)?.call_range(store))?;
         let rewards::Bounds { min, max } = bounds;
         if min.is_finite() && max.is_finite() && min < max {
-            return Ok(Self { caller, indices, range: RewardRange { min, max } });
+            let packed = caller.exports.packed_rewards.clone().filter(|_| form == RewardForm::Packed);
+            return Ok(Self { caller, packed, indices, range: RewardRange { min, max } });
         }
         Err(caller.wrong(format!(
             "declares the range {min} to {max}; expected two finite numbers, the first below the second"
@@ -33,7 +45,7 @@ impl RewardPlugin {
     }
 
     fn run(&self, episodes: &[Episode]) -> Result<Vec<Said>, PluginFault> {
-        match &self.caller.exports.packed_rewards {
+        match &self.packed {
             Some(packed) => self.run_packed(packed, episodes),
             None => self.run_typed(episodes),
         }

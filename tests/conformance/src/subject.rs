@@ -4,7 +4,7 @@ use crate::SuiteOptions;
 use crate::style_model::StandIn;
 use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
 use querl_core::records::{Dialogue, Episode, Rejection, Reward, Sample, Verdict};
-use querl_plugins::{Plugin, PluginError, PluginHost, PluginSettings};
+use querl_plugins::{Plugin, PluginError, PluginHost, PluginSettings, RewardForm};
 use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
@@ -32,6 +32,11 @@ impl Subject<'_> {
 
     pub(crate) fn reward(&self, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
         self.host.reward_of(self.plugin, settings)
+    }
+
+    /// In one of its forms, under the settings of this test.
+    pub(crate) fn reward_in(&self, form: RewardForm) -> Result<Box<dyn RewardModel>, PluginError> {
+        self.host.reward_in(self.plugin, self.settings(), form)
     }
 
     pub(crate) fn filter(&self, settings: &PluginSettings) -> Result<Box<dyn Filter>, PluginError> {

@@ -55,6 +55,25 @@ fn a_failure_says_what_was_sent_what_came_back_and_what_the_contract_says() {
 }
 
 #[test]
+fn forms_of_one_reward_that_differ_are_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed-differs.wasm");
+    std::fs::write(&path, common::wat::component("packed-differs")).unwrap();
+    let report = querl_conformance::run(&path, &common::options("")).unwrap();
+    assert_eq!(failed(&report), ["packed_equals_records"], "{}", report.text());
+    let [sent, returned, expected] = failure(&report, "packed_equals_records");
+    assert!(sent.starts_with("packed and as records, a batch of 64 with `batch/0` "), "{sent}");
+    assert_eq!(returned, r#"packed {"components":[],"total":0.5}, as records {"components":[],"total":0.25}"#);
+    assert_eq!(expected, "`packed-rewards` gives the results of `rewards`, to the bit");
+    let report = common::report("tests/guests/guest-wrong-length", "");
+    let outcome = &check(&report, "packed_equals_records").outcome;
+    assert!(
+        matches!(outcome, Outcome::Skipped { why } if why == "the component exports no `packed-rewards`"),
+        "{outcome:?}"
+    );
+}
+
+#[test]
 fn each_breach_of_a_filter_is_found_by_its_checks() {
     for (breach, checks) in [
         ("looks_ahead", vec!["looks_back_only"]),

@@ -3,6 +3,7 @@
 mod batch;
 pub(crate) mod cost;
 mod filter;
+mod forms;
 pub(crate) mod identity;
 mod prompt;
 mod repeat;

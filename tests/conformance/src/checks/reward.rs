@@ -1,6 +1,6 @@
 //! Checks of rewards.
 
-use super::{Section, batch, repeat, round};
+use super::{Section, batch, forms, repeat, round};
 use crate::corpus::episodes;
 use crate::subject::Subject;
 use querl_core::ports::RewardRange;
@@ -29,6 +29,11 @@ pub(super) fn check(subject: &Subject<'_>, section: &mut Section) {
          batch",
         batch::batch_equals_singles(&port, &mixed),
     );
+    let (name, rule) = ("packed_equals_records", "`packed-rewards` gives the results of `rewards`, to the bit");
+    match subject.plugin.has_packed_rewards() {
+        true => section.add(name, rule, forms::packed_equals_records(subject)),
+        false => section.skip(name, rule, "the component exports no `packed-rewards`"),
+    }
     repeat_checks(subject, section, PluginKind::Reward);
     for group in episodes::groups() {
         let rule = match group.name {

@@ -4,6 +4,9 @@
 use querl_conformance::{Check, Outcome, Report, SuiteOptions};
 use std::path::{Path, PathBuf};
 
+#[path = "../../../../host/querl-plugins/tests/common/wat.rs"]
+pub mod wat;
+
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
