@@ -38,6 +38,9 @@ pub struct LockEntry {
     pub sha256: String,
     /// The bundle's digest, where it is a bundle.
     pub bundle: Option<String>,
+    /// [`Manifest::file_digest`](crate::Manifest::file_digest) of a folder that has one: its limits decide what is dropped. Locks
+    /// of earlier versions have none, and a bundle's digest covers its own.
+    pub manifest: Option<String>,
     /// The public key that the run trusted it by, where it is signed.
     pub signed_by: Option<String>,
 }
@@ -71,7 +74,7 @@ pub struct LockChange {
 /// What differs between a lock file and the plugins at hand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Difference {
-    /// Another version, component or bundle.
+    /// Another version, component, bundle or manifest; a signer that is gone or another one.
     Changed {
         /// As locked.
         locked: LockEntry,
@@ -131,7 +134,7 @@ impl LockFile {
             }
             None => return Err(root.missing("format", "a whole number")),
         }
-        let keys = ["role", "id", "version", "path", "source", "sha256", "bundle", "signed_by"];
+        let keys = ["role", "id", "version", "path", "source", "sha256", "bundle", "manifest", "signed_by"];
         let entries = root.sections("plugin", &keys)?.iter().map(entry).collect::<Result<_, _>>()?;
         let changes = root.sections("change", &["at", "role", "id", "from", "to"])?;
         let changes = changes.iter().map(change).collect::<Result<_, _>>()?;
@@ -155,15 +158,16 @@ impl LockFile {
         text
     }
 
-    /// What differs between the lock file and `found`: nothing, where each plugin is there with the same digests.
+    /// What differs between the lock file and `found`: nothing, where each plugin is there with the same digests and its signer.
     ///
+    /// What an entry does not have is not asked for: a manifest's digest, or a signer, that comes along is no difference.
     /// Plugins are told apart by role and id. Where the id of a role changed too, one is gone and another is new. A path that
     /// alone is different is no difference.
     pub fn check(&self, found: &[LockEntry]) -> Vec<Difference> {
         let mut locked: Vec<_> = self.entries.iter().collect();
         let mut news: Vec<_> = found.iter().collect();
         // The same plugin may be used twice, so that equal ones are paired first.
-        news.retain(|entry| take(&mut locked, |other| entry.is_same(other)).is_none());
+        news.retain(|entry| take(&mut locked, |other| other.is_kept_by(entry)).is_none());
         let mut differences = Vec::new();
         for entry in news {
             let old = take(&mut locked, |other| (&other.role, &other.id) == (&entry.role, &entry.id));
@@ -185,6 +189,11 @@ impl LockFile {
     }
 }
 
+/// The start of a digest, enough for a person.
+fn short(digest: &str) -> &str {
+    digest.get(..12).unwrap_or(digest)
+}
+
 /// Removes and returns the first that fits.
 fn take<'e>(entries: &mut Vec<&'e LockEntry>, fits: impl Fn(&LockEntry) -> bool) -> Option<&'e LockEntry> {
     let index = entries.iter().position(|entry| fits(entry))?;
@@ -194,13 +203,37 @@ fn take<'e>(entries: &mut Vec<&'e LockEntry>, fits: impl Fn(&LockEntry) -> bool)
 impl LockEntry {
     /// `0.1.0 (component 0123456789ab)`, for a bundle with its digest.
     pub fn title(&self) -> String {
-        let short = |digest: &str| digest.chars().take(12).collect::<String>();
-        let bundle = self.bundle.as_ref().map(|digest| format!(", bundle {}", short(digest))).unwrap_or_default();
-        format!("{} (component {}{bundle})", self.version, short(&self.sha256))
+        format!("{} ({})", self.version, self.contents())
     }
 
-    /// True where a run cannot tell one from the other.
-    fn is_same(&self, other: &Self) -> bool {
+    /// The title, with what else differs from `other`, so that the titles of two entries that differ do too.
+    fn title_beside(&self, other: &Self) -> String {
+        let mut parts = vec![self.contents()];
+        if self.manifest != other.manifest {
+            parts.push(
+                self.manifest.as_deref().map_or("no manifest".to_owned(), |it| format!("manifest {}", short(it))),
+            );
+        }
+        if self.signed_by != other.signed_by {
+            parts.push(self.signed_by.as_ref().map_or("not signed".to_owned(), |key| format!("signed by {key}")));
+        }
+        format!("{} ({})", self.version, parts.join(", "))
+    }
+
+    fn contents(&self) -> String {
+        let bundle = self.bundle.as_deref().map(|digest| format!(", bundle {}", short(digest))).unwrap_or_default();
+        format!("component {}{bundle}", short(&self.sha256))
+    }
+
+    /// True where a run cannot tell `found` from what was locked, and no signer was lost.
+    fn is_kept_by(&self, found: &Self) -> bool {
+        let still = |locked: &Option<String>, found: &Option<String>| locked.is_none() || locked == found;
+        self.has_contents_of(found)
+            && still(&self.manifest, &found.manifest)
+            && still(&self.signed_by, &found.signed_by)
+    }
+
+    fn has_contents_of(&self, other: &Self) -> bool {
         let identity = |entry: &Self| {
             (entry.role.clone(), entry.id.clone(), entry.version.clone(), entry.sha256.clone(), entry.bundle.clone())
         };
@@ -218,6 +251,7 @@ impl LockEntry {
             ("sha256", self.sha256.as_str().into()),
         ];
         keys.extend(self.bundle.as_deref().map(|digest| ("bundle", digest.into())));
+        keys.extend(self.manifest.as_deref().map(|digest| ("manifest", digest.into())));
         keys.extend(self.signed_by.as_deref().map(|key| ("signed_by", key.into())));
         keys
     }
@@ -228,7 +262,7 @@ impl Difference {
     pub fn change(&self, at: &str) -> LockChange {
         let nothing = || "nothing".to_owned();
         let (entry, from, to) = match self {
-            Self::Changed { locked, found } => (found, locked.title(), found.title()),
+            Self::Changed { locked, found } => (found, locked.title_beside(found), found.title_beside(locked)),
             Self::Added { found } => (found, nothing(), found.title()),
             Self::Removed { locked } => (locked, locked.title(), nothing()),
         };
@@ -242,13 +276,12 @@ impl std::fmt::Display for Difference {
         match self {
             Self::Changed { locked, found } => write!(
                 f,
-                "{} plugin `{}` changed from {} to {}; bring back {} to {}, {REMEDY}",
+                "{} plugin `{}` changed from {} to {}; {}, {REMEDY}",
                 found.role,
                 found.id,
-                locked.title(),
-                found.title(),
-                locked.version,
-                found.path.display()
+                locked.title_beside(found),
+                found.title_beside(locked),
+                bring_back(locked, found)
             ),
             Self::Added { found } => write!(
                 f,
@@ -270,6 +303,18 @@ impl std::fmt::Display for Difference {
     }
 }
 
+/// How a changed plugin becomes again what it was.
+fn bring_back(locked: &LockEntry, found: &LockEntry) -> String {
+    let path = found.path.display();
+    if !locked.has_contents_of(found) {
+        return format!("bring back {} to {path}", locked.version);
+    }
+    match locked.manifest.is_some() && locked.manifest != found.manifest {
+        true => format!("bring back its plugin.toml to {path}"),
+        false => format!("bring back the bundle with that signature to {path} and its key to `plugins.trusted_keys`"),
+    }
+}
+
 fn entry(section: &Section<'_>) -> Result<LockEntry, BundleError> {
     let version = section.line("version", "a semantic version, such as 0.1.0")?;
     let parsed = Version::parse(version).ok();
@@ -286,6 +331,7 @@ fn entry(section: &Section<'_>) -> Result<LockEntry, BundleError> {
         source: known.ok_or_else(|| section.wrong("source", &source.into(), meaning))?,
         sha256: section.digest("sha256")?.ok_or_else(|| section.missing("sha256", "the component's digest"))?,
         bundle: section.digest("bundle")?,
+        manifest: section.digest("manifest")?,
         signed_by,
     })
 }

@@ -12,6 +12,7 @@ fn entry(role: &str, id: &str, digit: char) -> LockEntry {
         source: LockSource::Bundle,
         sha256: digit.to_string().repeat(64),
         bundle: Some("b".repeat(64)),
+        manifest: None,
         signed_by: None,
     }
 }
@@ -34,6 +35,8 @@ fn lock_file_written_and_read_again_is_the_same() {
     file.entries[0].signed_by = Some(key.to_string());
     file.entries[1].source = LockSource::Folder;
     file.entries[1].bundle = None;
+    file.entries[1].manifest = Some("d".repeat(64));
+    assert_eq!(LockFile::parse(&file.to_text(), "querl.lock").unwrap(), file);
     file.accept(vec![entry("prompt", "tenant-chengla", '2')], "2026-11-20T14:00:00Z");
     let text = file.to_text();
     assert_eq!(LockFile::parse(&text, "querl.lock").unwrap(), file, "{text}");
@@ -72,6 +75,63 @@ fn a_bundle_of_another_digest_is_a_change_though_its_component_is_the_same() {
     assert!(matches!(locked().check(&found)[..], [Difference::Changed { .. }]));
     found[0].bundle = None;
     assert!(matches!(locked().check(&found)[..], [Difference::Changed { .. }]));
+}
+
+fn key() -> String {
+    querl_bundle::SigningKey::generate().unwrap().public().to_string()
+}
+
+#[test]
+fn a_signer_that_is_gone_or_another_is_a_change_and_a_new_one_is_none() {
+    let (first, second) = (key(), key());
+    let signed = |by: Option<&String>| LockEntry { signed_by: by.cloned(), ..entry("reward", "reward-brevity", '1') };
+    let locked = LockFile { entries: vec![signed(Some(&first))], changes: vec![] };
+    assert_eq!(locked.check(&[signed(Some(&first))]), []);
+    let what = "component 111111111111, bundle bbbbbbbbbbbb";
+    for (found, to) in [(signed(None), "not signed".to_owned()), (signed(Some(&second)), format!("signed by {second}"))]
+    {
+        assert_eq!(
+            told(&locked.check(&[found])),
+            [format!(
+                "reward plugin `reward-brevity` changed from 0.1.0 ({what}, signed by {first}) to 0.1.0 ({what}, {to}); bring back \
+                 the bundle with that signature to plugins/reward-brevity-0.1.0.querl and its key to `plugins.trusted_keys`, or \
+                 accept the change with `--accept-plugin-change`"
+            )]
+        );
+    }
+    let mut unsigned = LockFile { entries: vec![signed(None)], changes: vec![] };
+    assert_eq!(unsigned.accept(vec![signed(Some(&first))], "2026-11-20T14:00:00Z"), []);
+    assert_eq!((unsigned.entries[0].signed_by.as_ref(), unsigned.changes.len()), (Some(&first), 0));
+    let accepted = &mut locked.clone();
+    accepted.accept(vec![signed(None)], "2026-11-20T14:00:00Z");
+    assert_eq!(accepted.changes[0].to, format!("0.1.0 ({what}, not signed)"));
+}
+
+/// A folder's `[limits]` decide what is dropped, though the component stays the same.
+#[test]
+fn a_changed_manifest_of_a_folder_is_a_change() {
+    let folder = |manifest: Option<char>| LockEntry {
+        source: LockSource::Folder,
+        bundle: None,
+        path: "plugins/reward-brevity".into(),
+        manifest: manifest.map(|digit| digit.to_string().repeat(64)),
+        ..entry("reward", "reward-brevity", '1')
+    };
+    let locked = LockFile { entries: vec![folder(Some('e'))], changes: vec![] };
+    assert_eq!(locked.check(&[folder(Some('e'))]), []);
+    assert_eq!(
+        told(&locked.check(&[folder(Some('f'))])),
+        [
+            "reward plugin `reward-brevity` changed from 0.1.0 (component 111111111111, manifest eeeeeeeeeeee) to 0.1.0 (component \
+          111111111111, manifest ffffffffffff); bring back its plugin.toml to plugins/reward-brevity, or accept the change with \
+          `--accept-plugin-change`"
+        ]
+    );
+    assert!(
+        told(&locked.check(&[folder(None)]))[0].contains("to 0.1.0 (component 111111111111, no manifest); bring back")
+    );
+    let of_earlier_version = LockFile { entries: vec![folder(None)], changes: vec![] };
+    assert_eq!(of_earlier_version.check(&[folder(Some('f'))]), []);
 }
 
 #[test]

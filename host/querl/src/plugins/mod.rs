@@ -7,6 +7,7 @@ mod secrets;
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
 use crate::stages::inputs::Inputs;
+use querl_bundle::Manifest;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_core::config::Config;
 use querl_core::ports::{Filter, Prompts};
@@ -129,7 +130,7 @@ impl Loading {
 }
 
 /// What a lock file says of a plugin that was loaded from `path`.
-fn entry(role: &str, path: &Path, plugin: &Plugin) -> Result<LockEntry, Stop> {
+fn entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<LockEntry> {
     let version = plugin.version().parse().map_err(|error| {
         let (path, version) = (path.display(), plugin.version());
         Stop::usage(format!(
@@ -142,6 +143,7 @@ fn entry(role: &str, path: &Path, plugin: &Plugin) -> Result<LockEntry, Stop> {
         Source::Folder => LockSource::Folder,
     };
     let bundle = plugin.bundle();
+    let is_folder_with_one = source == LockSource::Folder && plugin.manifest().is_some();
     Ok(LockEntry {
         role: role.into(),
         id: plugin.id().into(),
@@ -150,6 +152,7 @@ fn entry(role: &str, path: &Path, plugin: &Plugin) -> Result<LockEntry, Stop> {
         source,
         sha256: plugin.digest().into(),
         bundle: bundle.map(|facts| facts.digest.clone()),
+        manifest: is_folder_with_one.then(|| Manifest::file_digest(path)).transpose()?,
         signed_by: bundle.and_then(|facts| facts.signed_by.as_ref()).map(ToString::to_string),
     })
 }

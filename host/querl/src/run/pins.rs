@@ -110,7 +110,8 @@ mod tests {
         let bundle = (source == LockSource::Bundle).then(|| sha256.clone());
         let (role, path) = ("reward".to_owned(), PathBuf::from("/plugins/p.querl"));
         let version = "0.1.0".parse().unwrap();
-        Used::pinned(LockEntry { role, id: id.into(), version, path, source, sha256, bundle, signed_by: None })
+        let entry = LockEntry { role, id: id.into(), version, path, source, sha256, bundle, manifest: None, signed_by: None };
+        Used::pinned(entry)
     }
 
     struct Place {
@@ -183,6 +184,25 @@ mod tests {
         place.pin(&other, OnPluginChange::Accept).unwrap();
         let lock = place.lock("querl.lock").unwrap();
         assert_eq!((lock.changes.len(), lock.entries[0].bundle.as_deref()), (1, Some("b".repeat(64).as_str())));
+    }
+
+    /// Its limits decide what is dropped, whatever its component.
+    #[test]
+    fn a_changed_manifest_of_a_folder_is_refused_once_a_stage_has_begun() {
+        let place = Place::new();
+        let with = |digit: char| {
+            let mut used = entry("p", 'a', LockSource::Folder);
+            used.entry.manifest = Some(digit.to_string().repeat(64));
+            [used]
+        };
+        place.begin();
+        // The lock of an earlier version gains the digest unasked.
+        place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        place.pin(&with('e'), OnPluginChange::Refuse).unwrap();
+        let refusal = place.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();
+        assert!(refusal.contains("manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff"), "{refusal}");
+        place.pin(&with('f'), OnPluginChange::Accept).unwrap();
+        assert_eq!(place.lock("run/querl.lock").unwrap().changes.len(), 1);
     }
 
     #[test]

@@ -60,6 +60,7 @@ fn as_json(used: &Used) -> Value {
         "path": entry.path,
         "sha256": entry.sha256,
         "bundle": entry.bundle,
+        "manifest": entry.manifest,
         "signed_by": entry.signed_by,
     })
 }
