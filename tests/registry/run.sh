@@ -53,7 +53,7 @@ echo "{\"auths\":{\"$address\":{\"auth\":\"$(printf 'tester:geheim' | base64)\"}
 export DOCKER_CONFIG=$folder/docker
 export QUERL_TEST_FOLDER=$folder
 export NO_PROXY=127.0.0.1 no_proxy=127.0.0.1
-unset QUERL_REGISTRY_USER QUERL_REGISTRY_PASSWORD
+unset QUERL_REGISTRY_HOST QUERL_REGISTRY_USER QUERL_REGISTRY_PASSWORD
 
 cargo test --release --locked -p querl-registry --test registry -- --ignored
 
@@ -61,6 +61,6 @@ if ! command -v wkg >/dev/null; then
   echo "run.sh: wkg is not on PATH, so that pulling with it was not tested; install it with: cargo install wkg --locked"
   exit 0
 fi
-wkg oci pull --insecure "$QUERL_TEST_REGISTRY" "$QUERL_TEST_REGISTRY/querl/for-wkg:0.1.0" --output "$folder/pulled.wasm"
+wkg oci pull --insecure "$QUERL_TEST_REGISTRY" "$QUERL_TEST_REGISTRY/querl/for-wkg/reward-brevity:0.1.0" --output "$folder/pulled.wasm"
 cmp "$folder/pulled.wasm" "$folder/for-wkg.wasm"
 echo "run.sh: wkg pulled the component byte for byte"

@@ -7,11 +7,18 @@ use futures::TryStreamExt;
 use oci_client::client::{ClientConfig, ClientProtocol};
 use oci_client::manifest::{OciDescriptor, OciImageManifest, OciManifest};
 use oci_client::{Client, Reference};
+use std::collections::HashSet;
 use std::time::Duration;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Without a byte for so long, a registry is taken for dead.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// All tags of a repository, from a registry that sends them slowly.
+const TAGS_TIMEOUT: Duration = Duration::from_secs(120);
+/// A repository of so many versions is not one of plugins.
+const MOST_TAGS: usize = 10_000;
+/// For a whole push or pull: 72 MiB at 350 kbit/s.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// How a registry is spoken to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -19,8 +26,31 @@ pub enum Transport {
     /// https; plain http to this machine alone (127.0.0.0/8, ::1, localhost).
     #[default]
     Secure,
-    /// Plain http: whoever is on the way reads and changes everything, credentials included.
+    /// Plain http: whoever is on the way reads and changes everything. Credentials are sent to this machine alone.
     PlainHttp,
+}
+
+/// What `operation` yields, in the time that a whole push or pull may take.
+///
+/// # Errors
+/// As `operation`, or the time is over.
+pub(crate) async fn in_time<T>(
+    location: &Location,
+    operation: impl Future<Output = Result<T, RegistryError>>,
+) -> Result<T, RegistryError> {
+    within(location, TOTAL_TIMEOUT, operation).await
+}
+
+async fn within<T>(
+    location: &Location,
+    limit: Duration,
+    operation: impl Future<Output = Result<T, RegistryError>>,
+) -> Result<T, RegistryError> {
+    // In a box, since a call to a registry is a large state machine.
+    tokio::time::timeout(limit, Box::pin(operation)).await.unwrap_or_else(|_| {
+        let message = format!("the registry took more than {} seconds; try again later", limit.as_secs_f64());
+        Err(RegistryError::at(location, message))
+    })
 }
 
 /// A registry, ready to be called.
@@ -36,9 +66,17 @@ impl<'a> Caller<'a> {
         credentials: &'a Credentials,
         transport: Transport,
     ) -> Result<Self, RegistryError> {
+        let is_plain = transport == Transport::PlainHttp || location.is_loopback();
+        if is_plain && !location.is_loopback() && !credentials.is_anonymous() {
+            let host = location.host();
+            let message = format!(
+                "credentials are not sent over plain http to another machine; leave out `--plain-http`, or go without credentials \
+                 (`docker logout {host}`, unset QUERL_REGISTRY_HOST)"
+            );
+            return Err(RegistryError::at(location, message));
+        }
         // Fails where a provider is installed already, which is as good.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let is_plain = transport == Transport::PlainHttp || location.is_loopback();
         let config = ClientConfig {
             protocol: if is_plain { ClientProtocol::Http } else { ClientProtocol::Https },
             connect_timeout: Some(CONNECT_TIMEOUT),
@@ -69,29 +107,37 @@ impl<'a> Caller<'a> {
     }
 
     /// Every tag of the repository; `None` where there is no such repository.
-    pub(crate) async fn tags(&self) -> Result<Option<Vec<String>>, RegistryError> {
+    pub(crate) async fn tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
+        within(self.location, TAGS_TIMEOUT, self.pages_of_tags()).await
+    }
+
+    async fn pages_of_tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
         const PAGE: usize = 1000;
-        // A repository of a hundred thousand versions is not one of plugins.
+        // Some registries make smaller pages than was asked for.
         const MOST_PAGES: usize = 100;
         let reference = self.location.tagged("latest".to_owned());
-        let mut tags: Vec<String> = Vec::new();
+        let mut tags = HashSet::new();
+        let mut last: Option<String> = None;
         for _ in 0..MOST_PAGES {
-            let last = tags.last().cloned();
             let answer = self.client.list_tags(&reference, self.credentials.auth(), Some(PAGE), last.as_deref()).await;
             let page = match answer {
                 Ok(page) => page.tags,
                 Err(error) if is_absent(&error) => return Ok(None),
                 Err(error) => return Err(RegistryError::call(self.location, &error)),
             };
-            // Some registries make smaller pages than was asked for, and some ignore pages: the end is where nothing is new.
+            // Some registries ignore pages: the end is where nothing is new.
             let n_before = tags.len();
-            let news: Vec<_> = page.into_iter().filter(|tag| !tags.contains(tag)).collect();
-            tags.extend(news);
+            last = page.last().cloned();
+            tags.extend(page);
             if tags.len() == n_before {
                 return Ok(Some(tags));
             }
+            if tags.len() > MOST_TAGS {
+                break;
+            }
         }
-        Err(RegistryError::at(self.location, "the repository has more tags than are read; name a version"))
+        let message = format!("the repository has more tags than are read ({MOST_TAGS}); name a version");
+        Err(RegistryError::at(self.location, message))
     }
 
     /// The content of a layer of at most `limit` bytes, which has its digest.
@@ -147,5 +193,26 @@ impl<'a> Caller<'a> {
         let media_type = media_type.parse().expect("media types are header values");
         let pushed = self.client.push_manifest_raw(reference, manifest, media_type).await;
         pushed.map(drop).map_err(|error| RegistryError::call(self.location, &error))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// It need not fall silent: a byte now and then would keep any other timeout away.
+    #[tokio::test]
+    async fn registry_that_never_comes_to_an_end_is_given_up() {
+        let location = Location::parse("localhost/a").unwrap();
+        let endless = async {
+            loop {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let limit = Duration::from_millis(20);
+        let error = within::<()>(&location, limit, endless).await.unwrap_err().to_string();
+        assert_eq!(error, "localhost/a: the registry took more than 0.02 seconds; try again later");
+        assert_eq!(within(&location, limit, async { Ok(1) }).await.unwrap(), 1);
     }
 }

@@ -5,8 +5,8 @@ use crate::location::Location;
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 use oci_client::secrets::RegistryAuth;
 
-const USER: &str = "QUERL_REGISTRY_USER";
-const PASSWORD: &str = "QUERL_REGISTRY_PASSWORD";
+/// Host, user and password.
+const VARIABLES: [&str; 3] = ["QUERL_REGISTRY_HOST", "QUERL_REGISTRY_USER", "QUERL_REGISTRY_PASSWORD"];
 
 /// Who we are to a registry. No message and no `Debug` output shows the password.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,20 +23,17 @@ impl Credentials {
         Self(RegistryAuth::Basic(user.to_owned(), password.to_owned()))
     }
 
-    /// The environment variables `QUERL_REGISTRY_USER` and `QUERL_REGISTRY_PASSWORD`; else what `docker login` keeps for the
-    /// registry in `~/.docker/config.json` (or the folder in `DOCKER_CONFIG`) or its credential helper; else nobody.
+    /// The environment variables `QUERL_REGISTRY_USER` and `QUERL_REGISTRY_PASSWORD`, where `QUERL_REGISTRY_HOST` is the host of
+    /// `location` (with its port, if any); else what `docker login` keeps for the registry in `~/.docker/config.json` (or the
+    /// folder in `DOCKER_CONFIG`) or its credential helper; else nobody.
     ///
     /// # Errors
-    /// One variable is set without the other, or docker keeps something that is no user with a password.
+    /// One variable is set without the others, or docker keeps something that is no user with a password.
     pub fn find(location: &Location) -> Result<Self, RegistryError> {
-        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        match (variable(USER), variable(PASSWORD)) {
-            (Some(user), Some(password)) => Ok(Self::basic(&user, &password)),
-            (None, None) => Self::of_docker(location),
-            (set, _) => {
-                let (set, missing) = if set.is_some() { (USER, PASSWORD) } else { (PASSWORD, USER) };
-                Err(RegistryError::at(location, format!("{set} is set and {missing} is not; set both or none")))
-            }
+        let variables = VARIABLES.map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
+        match of_variables(location, variables)? {
+            Some(credentials) => Ok(credentials),
+            None => Self::of_docker(location),
         }
     }
 
@@ -51,6 +48,28 @@ impl Credentials {
     pub(crate) fn auth(&self) -> &RegistryAuth {
         &self.0
     }
+
+    pub(crate) fn is_anonymous(&self) -> bool {
+        self.0 == RegistryAuth::Anonymous
+    }
+}
+
+/// The credentials in the values of [`VARIABLES`]; `None` where there are none, or they are another host's.
+fn of_variables(location: &Location, variables: [Option<String>; 3]) -> Result<Option<Credentials>, RegistryError> {
+    match &variables {
+        [None, None, None] => Ok(None),
+        [Some(host), Some(user), Some(password)] => {
+            Ok(host.eq_ignore_ascii_case(location.host()).then(|| Credentials::basic(user, password)))
+        }
+        some => {
+            let missing = VARIABLES.iter().zip(some).find(|(_, value)| value.is_none()).map_or("", |(name, _)| name);
+            let [host, user, password] = VARIABLES;
+            let message = format!(
+                "{missing} is not set; set {host}, {user} and {password} (they are sent to that host alone), or none of them"
+            );
+            Err(RegistryError::at(location, message))
+        }
+    }
 }
 
 fn found(
@@ -61,8 +80,10 @@ fn found(
     match found {
         Ok(DockerCredential::UsernamePassword(user, password)) => Ok(Credentials::basic(&user, &password)),
         Ok(DockerCredential::IdentityToken(_)) => {
-            let message =
-                format!("docker keeps an identity token for {host}, which is not supported; set {USER} and {PASSWORD}");
+            let [name, user, password] = VARIABLES;
+            let message = format!(
+                "docker keeps an identity token for {host}, which is not supported; set {name} to {host} and {user} and {password}"
+            );
             Err(RegistryError::at(location, message))
         }
         // A file that is there and cannot be understood; what it holds is not shown.
@@ -91,6 +112,38 @@ mod tests {
         let credentials = of(r#"{"auths":{"localhost:5000":{"auth":"dGVzdGVyOmdlaGVpbQ=="}}}"#).unwrap();
         assert_eq!(credentials, Credentials::basic("tester", "geheim"));
         assert!(!format!("{credentials:?}").contains("geheim"));
+    }
+
+    fn variables(values: [&str; 3]) -> Result<Option<Credentials>, RegistryError> {
+        let location = Location::parse("registry.example.com:5000/a").unwrap();
+        of_variables(&location, values.map(|value| (!value.is_empty()).then(|| value.to_owned())))
+    }
+
+    #[test]
+    fn variables_are_sent_to_their_host_alone() {
+        let ours = Some(Credentials::basic("tester", "geheim"));
+        assert_eq!(variables(["registry.example.com:5000", "tester", "geheim"]).unwrap(), ours);
+        assert_eq!(variables(["Registry.Example.com:5000", "tester", "geheim"]).unwrap(), ours);
+        for other in ["registry.example.com", "registry.example.com:5001", "example.com", "localhost:5000"] {
+            assert_eq!(variables([other, "tester", "geheim"]).unwrap(), None, "{other}");
+        }
+        assert_eq!(variables(["", "", ""]).unwrap(), None);
+    }
+
+    #[test]
+    fn variables_without_one_another_are_told_without_showing_them() {
+        for (values, missing) in [
+            (["", "tester", "geheim"], "QUERL_REGISTRY_HOST"),
+            (["registry.example.com:5000", "", "geheim"], "QUERL_REGISTRY_USER"),
+            (["registry.example.com:5000", "tester", ""], "QUERL_REGISTRY_PASSWORD"),
+        ] {
+            let error = variables(values).unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("registry.example.com:5000/a: {missing} is not set; set QUERL_")),
+                "{error}"
+            );
+            assert!(!error.contains("geheim"));
+        }
     }
 
     #[test]

@@ -56,6 +56,19 @@ impl Location {
         &self.repository
     }
 
+    /// Why a plugin with this id is not at this place: a repository holds one plugin, and its last part says which.
+    ///
+    /// # Errors
+    /// The last part of the repository is not `id`.
+    pub(crate) fn check_id(&self, id: &str) -> Result<(), String> {
+        let (folder, last) = self.repository.rsplit_once('/').unwrap_or(("", &self.repository));
+        if last == id {
+            return Ok(());
+        }
+        let slash = if folder.is_empty() { "" } else { "/" };
+        Err(format!("the plugin is `{id}`, and its repository ends with that: {}/{folder}{slash}{id}", self.host))
+    }
+
     /// The version, where one was named.
     pub fn version(&self) -> Option<&Version> {
         self.version.as_ref()
@@ -194,6 +207,21 @@ mod tests {
         for text in ["host.com/a:latest", "host.com/a:1.0", "host.com/a:"] {
             let error = Location::parse(text).unwrap_err().to_string();
             assert_eq!(error, format!("`{text}` has a version that is not semantic, such as 0.1.0"));
+        }
+    }
+
+    #[test]
+    fn last_part_of_a_repository_is_the_plugins_id() {
+        let check = |text: &str| Location::parse(text).unwrap().check_id("reward-brevity");
+        check("localhost/reward-brevity").unwrap();
+        check("localhost/team/reward-brevity:0.1.0").unwrap();
+        for (text, right) in [
+            ("localhost/reward", "localhost/reward-brevity"),
+            ("localhost/reward-brevity/x", "localhost/reward-brevity/reward-brevity"),
+            ("localhost/a/b/reward-brevity2:0.1.0", "localhost/a/b/reward-brevity"),
+        ] {
+            let expected = format!("the plugin is `reward-brevity`, and its repository ends with that: {right}");
+            assert_eq!(check(text).unwrap_err(), expected);
         }
     }
 

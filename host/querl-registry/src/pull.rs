@@ -1,10 +1,12 @@
 //! A bundle out of a registry.
 
 use crate::artifact;
-use crate::client::{Caller, Transport};
+use crate::client::{Caller, Transport, in_time};
 use crate::credentials::Credentials;
 use crate::error::{RegistryError, excerpt};
 use crate::location::{Location, version_of_bundle};
+use oci_client::Reference;
+use oci_client::manifest::OciImageManifest;
 use querl_bundle::{ArchiveLimits, Bundle};
 use semver::Version;
 
@@ -28,19 +30,24 @@ pub async fn versions(
     credentials: &Credentials,
     transport: Transport,
 ) -> Result<Vec<Version>, RegistryError> {
-    versions_of(&Caller::new(location, credentials, transport).await?, location).await
+    let found = async { versions_of(&Caller::new(location, credentials, transport).await?, location).await };
+    in_time(location, found).await
 }
 
 /// The bundle at `location`; without a version there, the highest one that is not a pre-release, or else the highest.
 ///
 /// # Errors
-/// There is no such bundle; it is damaged or of another version; the component beside it is another one; or the registry cannot
-/// be reached or refuses.
+/// There is no such bundle; it is damaged, of another version, or of another plugin than the last part of the repository names;
+/// the component beside it is another one; or the registry cannot be reached, takes too long or refuses.
 pub async fn pull(
     location: &Location,
     credentials: &Credentials,
     transport: Transport,
 ) -> Result<Pulled, RegistryError> {
+    in_time(location, pulled(location, credentials, transport)).await
+}
+
+async fn pulled(location: &Location, credentials: &Credentials, transport: Transport) -> Result<Pulled, RegistryError> {
     let caller = Caller::new(location, credentials, transport).await?;
     let version = match location.version() {
         Some(version) => version.clone(),
@@ -52,13 +59,24 @@ pub async fn pull(
     let Some((manifest, _)) = caller.manifest(&reference).await? else {
         return Err(absent(&caller, &location).await);
     };
-    let layer = artifact::bundle_layer(&manifest).ok_or_else(|| {
-        RegistryError::at(&location, format!("the tag {} holds no bundle", reference.tag().unwrap_or_default()))
-    })?;
-    let bytes = caller.blob(&reference, layer, ArchiveLimits::DEFAULT.compressed_bytes).await?;
-    let bundle = Bundle::from_bytes(&bytes, &location.to_string())?;
+    let (bytes, bundle) = bundle_of(&caller, &location, &reference, &manifest).await?;
     check(&caller, &location, &bundle).await?;
     Ok(Pulled { location, bytes, bundle })
+}
+
+/// The archive that a manifest speaks of, and what is in it.
+pub(crate) async fn bundle_of(
+    caller: &Caller<'_>,
+    location: &Location,
+    reference: &Reference,
+    manifest: &OciImageManifest,
+) -> Result<(Vec<u8>, Bundle), RegistryError> {
+    let layer = artifact::bundle_layer(manifest).ok_or_else(|| {
+        RegistryError::at(location, format!("the tag {} holds no bundle", reference.tag().unwrap_or_default()))
+    })?;
+    let bytes = caller.blob(reference, layer, ArchiveLimits::DEFAULT.compressed_bytes).await?;
+    let bundle = Bundle::from_bytes(&bytes, &location.to_string())?;
+    Ok((bytes, bundle))
 }
 
 async fn versions_of(caller: &Caller<'_>, location: &Location) -> Result<Vec<Version>, RegistryError> {
@@ -82,6 +100,9 @@ async fn check(caller: &Caller<'_>, location: &Location, bundle: &Bundle) -> Res
     let version = &bundle.manifest().plugin.version;
     if version != expected {
         return refuse(format!("the bundle there has version {version}; whoever pushed it made a mistake"));
+    }
+    if let Err(reason) = location.check_id(&bundle.manifest().plugin.id) {
+        return refuse(format!("{reason}; another plugin was pushed to this place, pull the one you want by its own"));
     }
     let component = caller.manifest(&location.component(version)).await?;
     let found = component.as_ref().and_then(|(manifest, _)| artifact::component_digest(manifest));
@@ -114,9 +135,19 @@ async fn absent(caller: &Caller<'_>, location: &Location) -> RegistryError {
             RegistryError::at(location, "the repository has no bundles; check the name")
         }
         Ok(versions) => {
-            let versions: Vec<_> = versions.iter().map(Version::to_string).collect();
-            RegistryError::at(location, format!("there is no such version; there are {}", versions.join(", ")))
+            RegistryError::at(location, format!("there is no such version; there are {}", listed(&versions)))
         }
+    }
+}
+
+/// The highest ones, since there may be thousands.
+fn listed(versions: &[Version]) -> String {
+    const MOST: usize = 20;
+    let n_older = versions.len().saturating_sub(MOST);
+    let shown: Vec<_> = versions[n_older..].iter().map(Version::to_string).collect();
+    match n_older {
+        0 => shown.join(", "),
+        _ => format!("{} and {n_older} older ones", shown.join(", ")),
     }
 }
 
@@ -131,5 +162,13 @@ mod tests {
         assert_eq!(highest(&versions(&["0.9.0", "0.10.0", "1.0.0-rc.1"])).unwrap().to_string(), "0.10.0");
         assert_eq!(highest(&versions(&["1.0.0-rc.1", "1.0.0-rc.2"])).unwrap().to_string(), "1.0.0-rc.2");
         assert_eq!(highest(&[]), None);
+    }
+
+    #[test]
+    fn versions_are_listed_up_to_a_length() {
+        let versions: Vec<_> = (0..25).map(|minor| Version::new(0, minor, 0)).collect();
+        assert_eq!(listed(&versions[..2]), "0.0.0, 0.1.0");
+        let many = listed(&versions);
+        assert!(many.starts_with("0.5.0, ") && many.ends_with(", 0.24.0 and 5 older ones"), "{many}");
     }
 }

@@ -1,12 +1,13 @@
 //! A bundle into a registry.
 
 use crate::artifact::{self, Artifact, MANIFEST_TYPE};
-use crate::client::{Caller, Transport};
+use crate::client::{Caller, Transport, in_time};
 use crate::credentials::Credentials;
 use crate::error::RegistryError;
 use crate::location::{Location, is_ambiguous};
+use crate::pull::bundle_of;
 use oci_client::Reference;
-use querl_bundle::Bundle;
+use querl_bundle::{Bundle, BundleSignature, PublicKey};
 
 /// What was pushed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,8 +29,8 @@ pub struct Pushed {
 /// Pushing the same bundle again changes nothing; one with more signatures takes the place of the one without.
 ///
 /// # Errors
-/// The bundle is damaged; `location` names another version; the version is there with other content; or the registry cannot
-/// be reached or refuses.
+/// The bundle is damaged; `location` names another version, or its repository another plugin; the version is there with other
+/// content, or with a signature that the bundle lacks; or the registry cannot be reached, takes too long or refuses.
 pub async fn push(
     bytes: &[u8],
     location: &Location,
@@ -37,15 +38,25 @@ pub async fn push(
     transport: Transport,
 ) -> Result<Pushed, RegistryError> {
     let bundle = Bundle::from_bytes(bytes, "the bundle to push")?;
-    let location = &own_version(&bundle, location)?;
+    let location = own_place(&bundle, location)?;
+    in_time(&location, pushed(bytes, &bundle, &location, credentials, transport)).await
+}
+
+async fn pushed(
+    bytes: &[u8],
+    bundle: &Bundle,
+    location: &Location,
+    credentials: &Credentials,
+    transport: Transport,
+) -> Result<Pushed, RegistryError> {
     let version = &bundle.manifest().plugin.version;
     let caller = Caller::new(location, credentials, transport).await?;
-    refuse_replacement(&caller, location, &bundle).await?;
+    refuse_replacement(&caller, location, bundle).await?;
 
-    let component = artifact::component(&bundle).map_err(|message| RegistryError::at(location, message))?;
+    let component = artifact::component(bundle).map_err(|message| RegistryError::at(location, message))?;
     let component_at = location.component(version);
     let component_manifest = put(&caller, &component_at, &component).await?;
-    let archive = artifact::bundle(&bundle, bytes, &component.manifest);
+    let archive = artifact::bundle(bundle, bytes, &component.manifest);
     let bundle_at = location.bundle(version);
     let bundle_manifest = put(&caller, &bundle_at, &archive).await?;
     Ok(Pushed {
@@ -57,9 +68,12 @@ pub async fn push(
     })
 }
 
-/// The location with the bundle's version.
-fn own_version(bundle: &Bundle, location: &Location) -> Result<Location, RegistryError> {
+/// The location with the bundle's version, where it is the plugin's own.
+fn own_place(bundle: &Bundle, location: &Location) -> Result<Location, RegistryError> {
     let version = &bundle.manifest().plugin.version;
+    if let Err(reason) = location.check_id(&bundle.manifest().plugin.id) {
+        return Err(RegistryError::at(location, format!("{reason}; push it there")));
+    }
     if is_ambiguous(version) {
         let message = format!("version {version} cannot be pushed: a version may not end in `.querl`");
         return Err(RegistryError::at(location, message));
@@ -82,10 +96,17 @@ async fn refuse_replacement(caller: &Caller<'_>, location: &Location, bundle: &B
             format!("is there already with {what}; give the plugin a new version in plugin.toml and pack it again");
         Err(RegistryError::at(location, message))
     };
-    if let Some((manifest, _)) = caller.manifest(&location.bundle(version)).await?
-        && artifact::bundle_digest(&manifest) != Some(bundle.digest())
-    {
-        return taken("other content");
+    let bundle_at = location.bundle(version);
+    if let Some((manifest, _)) = caller.manifest(&bundle_at).await? {
+        if artifact::bundle_digest(&manifest) != Some(bundle.digest()) {
+            return taken("other content");
+        }
+        let (_, there) = bundle_of(caller, location, &bundle_at, &manifest).await?;
+        // The annotation is the registry's word; the content is what is replaced.
+        if there.digest() != bundle.digest() {
+            return taken("other content");
+        }
+        refuse_loss(&there, bundle).map_err(|message| RegistryError::at(location, message))?;
     }
     if let Some((manifest, _)) = caller.manifest(&location.component(version)).await?
         && artifact::component_digest(&manifest) != Some(&artifact::digest(bundle.component()))
@@ -93,6 +114,20 @@ async fn refuse_replacement(caller: &Caller<'_>, location: &Location, bundle: &B
         return taken("another component");
     }
     Ok(())
+}
+
+/// A signature that others may rely on is not taken away by who has a copy without it.
+fn refuse_loss(there: &Bundle, new: &Bundle) -> Result<(), String> {
+    let stays = |key: &PublicKey| new.signatures().iter().any(|signature| signature.key() == key);
+    let signers = there.signatures().iter().map(BundleSignature::key);
+    let lost: Vec<_> = signers.filter(|key| !stays(key)).map(PublicKey::to_string).collect();
+    match lost.is_empty() {
+        true => Ok(()),
+        false => Err(format!(
+            "is there already with a signature of {}, which would be lost; pull the bundle, sign that one and push it",
+            lost.join(", ")
+        )),
+    }
 }
 
 /// Pushes contents, then the manifest; returns the manifest's digest.

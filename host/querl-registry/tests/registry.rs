@@ -14,13 +14,13 @@ use querl_registry::{Credentials, Location, Transport, pull, push, versions};
 /// A repository of this test's own in the registry that anybody may write to.
 fn open(repository: &str) -> Location {
     let host = std::env::var("QUERL_TEST_REGISTRY").expect("run tests/registry/run.sh, which starts the registry");
-    location(&host, repository)
+    location(&host, &format!("{repository}/reward-brevity"))
 }
 
 fn locked(repository: &str) -> Location {
     let host =
         std::env::var("QUERL_TEST_REGISTRY_LOCKED").expect("run tests/registry/run.sh, which starts the registry");
-    location(&host, repository)
+    location(&host, &format!("{repository}/reward-brevity"))
 }
 
 fn nobody() -> Credentials {
@@ -122,6 +122,31 @@ async fn a_version_keeps_its_content_and_may_gain_signatures() {
 
 #[tokio::test]
 #[ignore = "needs docker-registry"]
+async fn signatures_are_not_lost_by_pushing_a_bundle_without_them() {
+    let place = open("querl/signed");
+    let (one, two) = (SigningKey::generate().unwrap(), SigningKey::generate().unwrap());
+    let unsigned = bundle(&TestPlugin::default());
+    let signed = sign(&unsigned, &one).unwrap();
+    push(&signed, &place, &nobody(), Transport::Secure).await.unwrap();
+    for fewer in [&unsigned, &sign(&unsigned, &two).unwrap()] {
+        let error = push(fewer, &place, &nobody(), Transport::Secure).await.unwrap_err().to_string();
+        assert_eq!(
+            error,
+            format!(
+                "{place}:0.1.0: is there already with a signature of {}, which would be lost; pull the bundle, sign that one and push it",
+                one.public()
+            )
+        );
+        assert_eq!(pull(&place, &nobody(), Transport::Secure).await.unwrap().bytes, signed);
+    }
+    // As the sentence says.
+    let both = sign(&pull(&place, &nobody(), Transport::Secure).await.unwrap().bytes, &two).unwrap();
+    push(&both, &place, &nobody(), Transport::Secure).await.unwrap();
+    assert_eq!(pull(&place, &nobody(), Transport::Secure).await.unwrap().bytes, both);
+}
+
+#[tokio::test]
+#[ignore = "needs docker-registry"]
 async fn highest_release_is_pulled_and_missing_versions_are_told() {
     let place = open("querl/many");
     for version in ["0.9.0", "0.10.0", "0.11.0-rc.1", "0.2.0+build.7"] {
@@ -144,7 +169,10 @@ async fn highest_release_is_pulled_and_missing_versions_are_told() {
         format!("{missing}: there is no such version; there are 0.2.0+build.7, 0.9.0, 0.10.0, 0.11.0-rc.1")
     );
     let error = pull(&open("querl/none"), &nobody(), Transport::Secure).await.unwrap_err().to_string();
-    assert!(error.ends_with("querl/none: the registry has no such repository; check the name"), "{error}");
+    assert!(
+        error.ends_with("querl/none/reward-brevity: the registry has no such repository; check the name"),
+        "{error}"
+    );
 }
 
 #[tokio::test]

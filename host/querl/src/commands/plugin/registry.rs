@@ -40,13 +40,14 @@ pub struct PullArgs {
     format: Format,
 }
 
-/// Where, and how it is spoken to. Credentials are QUERL_REGISTRY_USER and QUERL_REGISTRY_PASSWORD, else those of `docker login`.
+/// Where, and how it is spoken to. Credentials are QUERL_REGISTRY_USER and QUERL_REGISTRY_PASSWORD for QUERL_REGISTRY_HOST, else
+/// those of `docker login`.
 #[derive(Debug, Args)]
 struct Place {
-    /// HOST[:PORT]/REPO[:VERSION]; without a version, the bundle's own or the highest
+    /// HOST[:PORT]/REPO[:VERSION], REPO ending with the plugin's id; without a version, the bundle's own or the highest
     #[arg(value_name = "REFERENCE")]
     reference: String,
-    /// Speak plain http to another machine too: whoever is on the way reads and changes everything
+    /// Speak plain http to another machine too, without credentials: whoever is on the way reads and changes everything
     #[arg(long)]
     plain_http: bool,
 }
@@ -108,6 +109,8 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         let result = json!({
             "path": path,
             "location": pulled.location.to_string(),
+            "id": pulled.bundle.manifest().plugin.id,
+            "version": pulled.bundle.manifest().plugin.version.to_string(),
             "digest": pulled.bundle.digest(),
             "signers": signers,
         });
