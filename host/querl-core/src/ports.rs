@@ -107,7 +107,7 @@ pub struct PluginFault {
     pub kind: FaultKind,
 }
 
-/// The sorts of breach of a plugin's contract.
+/// The sorts of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
     /// It stopped by itself: a panic, a trap.
@@ -116,6 +116,8 @@ pub enum FaultKind {
     Limit,
     /// It returned what the contract does not allow.
     Result,
+    /// The machine could not run it: no breach of the plugin's.
+    Host,
     /// More items were dropped at limits than `plugins.limits.max_dropped` allows.
     TooManyDropped,
 }

@@ -30,6 +30,19 @@ pub fn disturbs(c: char) -> bool {
     c.is_control() || is_invisible
 }
 
+/// `12345` as `12,345`.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -44,6 +57,11 @@ mod tests {
     fn visible_text_stays_as_it_is() {
         let text = "Größe: 胶原蛋白 – عربي ❤\u{fe0f} 😀 \u{fffd}";
         assert_eq!(printable(text, 100), text);
+    }
+
+    #[test]
+    fn digits_are_grouped_by_three() {
+        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
     }
 
     #[test]

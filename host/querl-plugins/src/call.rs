@@ -1,6 +1,6 @@
 //! One call into a plugin: a fresh instance, limits, and a fault where it goes wrong.
 
-use crate::fault;
+use crate::fault::{self, Stage};
 use crate::guest::Guest;
 use crate::limits::Limits;
 use crate::load::Exports;
@@ -8,6 +8,7 @@ use crate::slots::Slots;
 use querl_core::config::OnLimit;
 use querl_core::ports::{FaultKind, PluginFault, StyleModel};
 use querl_core::records::Rejection;
+use querl_core::text::grouped;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,6 +39,36 @@ pub struct CallReport<'a> {
 /// pool: it takes notes, and calls no plugin.
 pub type Observer = Arc<dyn Fn(&CallReport<'_>) + Send + Sync>;
 
+/// The size of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Load {
+    pub(crate) n_items: usize,
+    /// The call has the fuel of so many items.
+    pub(crate) n_fuel_items: usize,
+}
+
+impl Load {
+    pub(crate) fn of(n_items: usize) -> Self {
+        Self { n_items, n_fuel_items: n_items }
+    }
+
+    /// Some items of a batch that hit a limit, with the fuel that the whole batch had: what is within the limits with its
+    /// neighbours is so without them.
+    pub(crate) fn part_of(n_whole: usize, n_items: usize) -> Self {
+        Self { n_items, n_fuel_items: n_whole }
+    }
+}
+
+/// When finding the items to drop has to end.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    start: Instant,
+    ms: u64,
+}
+
+/// Finding all items of a batch that are to be dropped takes at most so many times as long as a call may.
+const PATIENCE_TIMEOUTS: u64 = 10;
+
 /// A plugin with its settings, ready to be called from any thread.
 #[derive(Clone)]
 pub(crate) struct Caller {
@@ -56,36 +87,39 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
-    /// Runs `job`, a call of `function`, in a fresh instance with fuel for `n_items`.
+    /// Runs `job`, a call of `function`, in a fresh instance.
     ///
     /// # Errors
     /// The guest trapped, hit a limit or returned what cannot be read.
     pub(crate) fn call<R>(
         &self,
         function: &'static str,
-        n_items: usize,
+        load: Load,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
     ) -> Result<R, PluginFault> {
         let _slot = self.slots.take();
         let start = Instant::now();
-        let mut store = self.store(n_items, start);
-        let done = self.exports.pre.instantiate(&mut store).and_then(|instance| job(&mut store, &instance));
-        self.report(function, n_items, start, &store, done.is_err());
-        done.map_err(|error| {
+        let mut store = self.store(load, start);
+        let done = match self.exports.pre.instantiate(&mut store) {
+            Ok(instance) => job(&mut store, &instance).map_err(|error| (Stage::Running, error)),
+            Err(error) => Err((Stage::Starting, error)),
+        };
+        self.report(function, load, start, &store, done.is_err());
+        done.map_err(|(stage, error)| {
             tracing::debug!(plugin = &*self.title, "{error:?}");
-            let (kind, message) = fault::explain(&error, store.data(), &self.limits, n_items);
+            let (kind, message) = fault::explain(stage, &error, store.data(), &self.limits, load);
             self.fault(kind, message)
         })
     }
 
-    fn store(&self, n_items: usize, start: Instant) -> Store<Guest> {
+    fn store(&self, load: Load, start: Instant) -> Store<Guest> {
         let limits = &self.limits.values;
         let mut guest = Guest::new(self.title.clone(), self.settings.clone(), limits.memory_bytes, limits.log_bytes);
         guest.style_model.clone_from(&self.style_model);
         guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
-        store.set_fuel(self.limits.fuel(n_items)).expect("fuel is on in this engine");
+        store.set_fuel(self.limits.fuel(load.n_fuel_items)).expect("fuel is on in this engine");
         // The clock itself is asked at every tick, not the ticks counted: on a busy machine they come late.
         store.set_epoch_deadline(1);
         store.epoch_deadline_callback(|store| store.data().check_time().map(|()| UpdateDeadline::Continue(1)));
@@ -93,14 +127,14 @@ impl Caller {
         store
     }
 
-    fn report(&self, function: &'static str, n_items: usize, start: Instant, store: &Store<Guest>, failed: bool) {
+    fn report(&self, function: &'static str, load: Load, start: Instant, store: &Store<Guest>, failed: bool) {
         let Some(observer) = &self.observer else { return };
         let left = store.get_fuel().expect("fuel is on in this engine");
         observer(&CallReport {
             plugin: &self.name,
             function,
-            n_items,
-            fuel: self.limits.fuel(n_items).saturating_sub(left),
+            n_items: load.n_items,
+            fuel: self.limits.fuel(load.n_fuel_items).saturating_sub(left),
             wall: start.elapsed(),
             memory_bytes: store.data().memory.used_bytes,
             failed,
@@ -152,6 +186,24 @@ impl Caller {
             }
         }
         self.in_batch(&fault, what, ids)
+    }
+
+    pub(crate) fn patience(&self) -> Patience {
+        Patience { start: Instant::now(), ms: self.limits.values.timeout_ms.saturating_mul(PATIENCE_TIMEOUTS) }
+    }
+
+    /// # Errors
+    /// Finding what to drop of this batch has taken too long.
+    pub(crate) fn check(&self, patience: Patience, what: &str, ids: &[&str]) -> Result<(), PluginFault> {
+        if patience.start.elapsed() < Duration::from_millis(patience.ms) {
+            return Ok(());
+        }
+        let (ms, key) = (grouped(patience.ms), self.limits.key("timeout_ms"));
+        let message = format!(
+            "finding the {what}s to drop took longer than {ms} ms, {PATIENCE_TIMEOUTS} times {key}: many hit a limit; raise \
+             that limit, or let limits fail"
+        );
+        Err(self.in_batch(&self.fault(FaultKind::Limit, message), what, ids))
     }
 
     /// True where the item at which a limit was hit is to be dropped.

@@ -1,17 +1,34 @@
 //! Why a call ended without a result, in words.
 
+use crate::call::Load;
 use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
 use crate::guest::{Guest, Refused};
 use crate::limits::Limits;
 use crate::text::printable;
 use querl_core::ports::FaultKind;
+use querl_core::text::grouped;
 use wasmtime::Trap;
 
 /// More of a panic's message than this is not shown.
 const MAX_MESSAGE_BYTES: usize = 2000;
 
+/// How far a call came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Its instance was being made.
+    Starting,
+    /// It was called.
+    Running,
+}
+
 /// What happened, said so that the author of the plugin or of the configuration knows what to do.
-pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &Limits, n_items: usize) -> (FaultKind, String) {
+pub(crate) fn explain(
+    stage: Stage,
+    error: &wasmtime::Error,
+    guest: &Guest,
+    limits: &Limits,
+    load: Load,
+) -> (FaultKind, String) {
     if let Some(bytes) = guest.memory.refused_bytes {
         let (key, limit) = (limits.key("memory_bytes"), guest.memory.limit_bytes);
         return (FaultKind::Limit, format!("asked for {bytes} bytes of memory; {key} allows {limit}"));
@@ -21,18 +38,15 @@ pub(crate) fn explain(error: &wasmtime::Error, guest: &Guest, limits: &Limits, n
         return (FaultKind::Limit, message);
     }
     match error.downcast_ref::<Trap>() {
-        Some(trap) => trapped(*trap, guest, limits, n_items),
-        None => refused(error, limits),
+        Some(trap) => trapped(*trap, guest, limits, load),
+        None => refused(stage, error, limits),
     }
 }
 
-fn trapped(trap: Trap, guest: &Guest, limits: &Limits, n_items: usize) -> (FaultKind, String) {
+fn trapped(trap: Trap, guest: &Guest, limits: &Limits, load: Load) -> (FaultKind, String) {
     match trap {
-        Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, n_items)),
-        Trap::Interrupt => {
-            let (ms, key) = (limits.values.timeout_ms, limits.key("timeout_ms"));
-            (FaultKind::Limit, format!("ran for longer than {ms} ms ({key})"))
-        }
+        Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, load.n_fuel_items)),
+        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, load.n_items)),
         Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
             (FaultKind::Trap, format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr))))
         }
@@ -45,28 +59,88 @@ fn trapped(trap: Trap, guest: &Guest, limits: &Limits, n_items: usize) -> (Fault
 }
 
 fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
-    let (of_call, of_item) = (limits.values.fuel_per_call, limits.values.fuel_per_item);
-    let items = if n_items == 1 { "1 item".to_owned() } else { format!("each of {n_items} items") };
+    let (of_call, of_item) = (grouped(limits.values.fuel_per_call), grouped(limits.values.fuel_per_item));
+    let items = if n_items == 1 { "1 item".to_owned() } else { format!("each of {} items", grouped(n_items as u64)) };
     let key = limits.key("fuel_per_item");
-    format!("used up its fuel, {of_call} and {of_item} for {items} ({key}): it loops, or needs more")
+    format!("used up its fuel: {of_call} for the call and {of_item} for {items} ({key}); it loops, or needs more")
+}
+
+/// The clock is one for the whole call, however many items it has: a filter gets a whole split.
+fn out_of_time(limits: &Limits, n_items: usize) -> String {
+    let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
+    match n_items {
+        1 => format!("ran for longer than {ms} ms ({key})"),
+        n => format!(
+            "ran for longer than {ms} ms with {} items in one call ({key}); raise it for so many",
+            grouped(n as u64)
+        ),
+    }
 }
 
 /// The host refused what the guest did or returned.
-fn refused(error: &wasmtime::Error, limits: &Limits) -> (FaultKind, String) {
+fn refused(stage: Stage, error: &wasmtime::Error, limits: &Limits) -> (FaultKind, String) {
     if let Some(refused) = error.downcast_ref::<Refused>() {
         return (FaultKind::Trap, refused.to_string());
     }
     let cause = error.root_cause().to_string();
     // wasmtime has no type for this; the text is that of `consume_fuel` in its component/func/options.rs.
     if cause.contains("fuel allocated for hostcalls has been exhausted") {
-        let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
-        return (FaultKind::Limit, format!("handed over more than {bytes} bytes ({key})"));
+        return (FaultKind::Limit, too_much(limits));
     }
-    (FaultKind::Result, format!("handed over what cannot be read: {}", printable(&cause, MAX_MESSAGE_BYTES)))
+    let cause = printable(&cause, MAX_MESSAGE_BYTES);
+    match stage {
+        // A guest's own mistakes while it starts are traps and limits.
+        Stage::Starting => {
+            let advice = "see whether the machine is out of memory or of address space";
+            (FaultKind::Host, format!("this host could not start it: {cause}; {advice}"))
+        }
+        Stage::Running => (FaultKind::Result, format!("handed over what cannot be read: {cause}")),
+    }
+}
+
+/// What it hands over is more than the host takes.
+pub(crate) fn too_much(limits: &Limits) -> String {
+    let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
+    format!("handed over more than {bytes} bytes ({key})")
 }
 
 /// Rust's panic text without its advice for shells.
 fn panic_message(stderr: &str) -> String {
     let told = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
     printable(&told.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use querl_core::config::PluginLimits;
+
+    #[test]
+    fn machine_without_memory_is_not_the_plugins_fault() {
+        let error = wasmtime::Error::msg("maximum concurrent core instance limit of 0 reached");
+        let limits = Limits::of_host(&PluginLimits::default());
+        let (kind, said) = refused(Stage::Starting, &error, &limits);
+        assert_eq!(kind, FaultKind::Host);
+        assert!(said.starts_with("this host could not start it: maximum concurrent"), "{said}");
+        assert_eq!(refused(Stage::Running, &error, &limits).0, FaultKind::Result);
+    }
+
+    #[test]
+    fn limits_are_said_with_their_numbers_and_items() {
+        let limits = Limits::of_host(&PluginLimits {
+            fuel_per_call: 200_000_000,
+            fuel_per_item: 10_000_000,
+            timeout_ms: 5000,
+            ..PluginLimits::default()
+        });
+        assert_eq!(
+            out_of_fuel(&limits, 64),
+            "used up its fuel: 200,000,000 for the call and 10,000,000 for each of 64 items \
+             (`plugins.limits.fuel_per_item`); it loops, or needs more"
+        );
+        assert_eq!(
+            out_of_time(&limits, 20_000),
+            "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many"
+        );
+    }
 }

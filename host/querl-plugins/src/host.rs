@@ -1,7 +1,7 @@
 //! The host: loads plugins and configures them into ports.
 
 use crate::cache::{self, CompiledCache};
-use crate::call::{Caller, Observer};
+use crate::call::{Caller, Load, Observer};
 use crate::compile::Compiler;
 use crate::digest::ComponentDigest;
 use crate::engine;
@@ -256,7 +256,7 @@ impl PluginHost {
             exports.check_types(store, instance)?;
             exports.info.load(&mut *store, instance)?.call_describe(store)
         };
-        let said = caller.call("info.describe", 1, job)?;
+        let said = caller.call("info.describe", Load::of(1), job)?;
         let is_plain = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
         let is_version = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');
         if is_name(&said.name, is_plain) && is_name(&said.version, is_version) {
@@ -325,7 +325,7 @@ impl PluginHost {
         let promised = plugin.manifest().map_or(Ok(()), |manifest| manifest.check_settings(values));
         promised.map_err(|problem| refused(&problem.key, problem.message))?;
         let caller = self.caller(plugin, settings::rendered(values), style);
-        let (checked, known) = caller.call("info.check-settings", 1, |store, instance| {
+        let (checked, known) = caller.call("info.check-settings", Load::of(1), |store, instance| {
             let checked = caller.exports.info.load(&mut *store, instance)?.call_check_settings(&mut *store)?;
             Ok((checked, std::mem::take(&mut store.data_mut().keys_read)))
         })?;

@@ -1,7 +1,7 @@
 //! What the plugins that score have in common: batches whose items do not depend on each other.
 
 use crate::bindings::types;
-use crate::call::Caller;
+use crate::call::{Caller, Load};
 use crate::convert;
 use crate::text::{is_code, printable};
 use querl_core::ports::{PluginFault, RewardRange};
@@ -28,41 +28,52 @@ pub(crate) struct Scoring<'a, T> {
 impl<T> Scoring<'_, T> {
     /// One result for each item, in order; `run` is one call into the plugin.
     ///
-    /// Where the call hits a limit and limits drop, each item is scored alone, and those that hit one alone are dropped: by the
-    /// contract a result depends on its own item only. Items that fit their batch's budget together stay together, so that an
-    /// item may use what its neighbours leave.
+    /// Where the call hits a limit and limits drop, each item is tried alone with the fuel of the whole batch, and those that hit
+    /// a limit even so are dropped: whether one is depends on itself and the size of its batch, never on what its neighbours are.
     ///
     /// # Errors
     /// A fault, with the item at which it happened as far as that can be found.
     pub(crate) fn batch(
         &self,
         items: &[T],
-        run: impl Fn(&[T]) -> Result<Vec<Said>, PluginFault>,
+        run: impl Fn(&[T], Load) -> Result<Vec<Said>, PluginFault>,
     ) -> Result<Vec<Scored>, PluginFault> {
         if items.is_empty() {
             return Ok(Vec::new());
         }
-        match run(items) {
-            Ok(said) => self.checked(items, said),
-            Err(fault) if self.caller.drops(&fault) => match items {
-                [item] => Ok(vec![Err(self.caller.dropped(&fault, self.what, (self.id)(item))?)]),
-                _ => items.chunks(1).map(|item| self.alone(item, &run)).collect(),
-            },
-            Err(fault) => {
-                let alone = |index: usize| run(&items[index..=index]).map(drop);
-                Err(self.caller.located(fault, self.what, &self.ids(items), alone))
+        let alone = Load::part_of(items.len(), 1);
+        match (run(items, Load::of(items.len())), items) {
+            (Ok(said), _) => self.checked(items, said),
+            (Err(fault), [item]) if self.caller.drops(&fault) => Ok(vec![Err(self.dropped(&fault, item)?)]),
+            (Err(fault), _) if self.caller.drops(&fault) => self.one_by_one(items, |item| run(item, alone)),
+            (Err(fault), _) => {
+                let try_alone = |index: usize| run(&items[index..=index], alone).map(drop);
+                Err(self.caller.located(fault, self.what, &self.ids(items), try_alone))
             }
         }
     }
 
-    fn alone(&self, item: &[T], run: impl Fn(&[T]) -> Result<Vec<Said>, PluginFault>) -> Result<Scored, PluginFault> {
-        match run(item) {
-            Ok(said) => self.checked(item, said).map(|mut scored| scored.remove(0)),
-            Err(fault) if self.caller.drops(&fault) => {
-                self.caller.dropped(&fault, self.what, (self.id)(&item[0])).map(Err)
+    /// Each item alone, without those that hit a limit.
+    fn one_by_one(
+        &self,
+        items: &[T],
+        run: impl Fn(&[T]) -> Result<Vec<Said>, PluginFault>,
+    ) -> Result<Vec<Scored>, PluginFault> {
+        let patience = self.caller.patience();
+        let mut scored = Vec::with_capacity(items.len());
+        for item in items.chunks(1) {
+            self.caller.check(patience, self.what, &self.ids(items))?;
+            match run(item) {
+                Ok(said) => scored.extend(self.checked(item, said)?),
+                Err(fault) if self.caller.drops(&fault) => scored.push(Err(self.dropped(&fault, &item[0])?)),
+                Err(fault) => return Err(self.caller.in_batch(&fault, self.what, &self.ids(item))),
             }
-            Err(fault) => Err(self.caller.in_batch(&fault, self.what, &self.ids(item))),
         }
+        Ok(scored)
+    }
+
+    fn dropped(&self, fault: &PluginFault, item: &T) -> Result<Rejection, PluginFault> {
+        self.caller.dropped(fault, self.what, (self.id)(item))
     }
 
     fn checked(&self, items: &[T], said: Vec<Said>) -> Result<Vec<Scored>, PluginFault> {

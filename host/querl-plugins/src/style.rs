@@ -1,7 +1,7 @@
 //! Style scorer plugins behind the port.
 
 use crate::bindings::{style_scores, types};
-use crate::call::Caller;
+use crate::call::{Caller, Load};
 use crate::convert;
 use crate::scoring::{Said, Scored, Scoring};
 use querl_core::ports::{PluginFault, RewardRange, StyleScorer};
@@ -27,10 +27,10 @@ impl StylePlugin {
         Self { caller, indices }
     }
 
-    fn run(&self, dialogues: &[Sendable<'_>]) -> Result<Vec<Said>, PluginFault> {
+    fn run(&self, dialogues: &[Sendable<'_>], load: Load) -> Result<Vec<Said>, PluginFault> {
         let arguments: Vec<_> =
             dialogues.iter().map(|sent| style_scores::Dialogue { id: sent.id, turns: &sent.turns }).collect();
-        let said = self.caller.call("style-scores.score-batch", dialogues.len(), |store, instance| {
+        let said = self.caller.call("style-scores.score-batch", load, |store, instance| {
             self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
         })?;
         let parts =
@@ -53,7 +53,7 @@ impl StyleScorer for StylePlugin {
             range: RANGE,
             range_name: "the contract's range",
         };
-        let mut scored = scoring.batch(&sendable, |dialogues| self.run(dialogues))?.into_iter();
+        let mut scored = scoring.batch(&sendable, |dialogues, load| self.run(dialogues, load))?.into_iter();
         let mut next = || scored.next().expect("one result for each dialogue that was sent");
         Ok(rejections.into_iter().map(|sent| sent.and_then(|()| next())).collect())
     }

@@ -8,6 +8,7 @@ use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::ports::{FaultKind, Filter, RewardModel};
 use querl_core::records::{Context, Dialogue, Episode, Message, Sample, Verdict};
 use querl_plugins::PluginSettings;
+use std::time::{Duration, Instant};
 
 /// A minute, so that fuel is the limit.
 fn limits(max_dropped: u64) -> PluginLimits {
@@ -55,11 +56,38 @@ fn too_many_dropped_items_are_a_fault_that_counts_all_of_the_plugin() {
 #[test]
 fn batch_has_the_fuel_of_all_its_items() {
     // An item of 100,000 turns needs at least as much; one of 1 turn, and a call of `describe`, far less.
-    let plugin = guest(&host_with(PluginLimits { fuel_per_item: 60_000, ..limits(10) }), "works");
+    let plugin = guest(&host_with(PluginLimits { fuel_per_item: 40_000, ..limits(10) }), "works");
     let among = |n_light: usize| [vec!["100000"], vec!["1"; n_light]].concat();
     assert_eq!(outcomes(&*plugin, &among(0)), ["plugin_limit"]);
-    assert_eq!(outcomes(&*plugin, &among(1))[0], "plugin_limit");
+    assert_eq!(outcomes(&*plugin, &among(1)), ["plugin_limit", "0.5"]);
     assert!(outcomes(&*plugin, &among(31)).iter().all(|outcome| outcome == "0.5"), "its neighbours leave it enough");
+}
+
+/// Items that were too much together were once dropped, each for want of its neighbours' fuel.
+#[test]
+fn items_that_are_too_much_together_are_kept_where_each_is_within_the_fuel_of_the_batch() {
+    let plugin = guest(&host_with(PluginLimits { fuel_per_item: 40_000, ..limits(10) }), "works");
+    assert!(outcomes(&*plugin, &["100000"; 20]).iter().all(|outcome| outcome == "0.5"));
+}
+
+/// Finding the items to drop once took as long as there were items.
+#[test]
+fn finding_what_to_drop_ends_after_ten_times_the_time_of_a_call() {
+    let (fuel_per_item, timeout_ms) = (u64::MAX / 1_000_000, 50);
+    let host = host_with(PluginLimits { fuel_per_item, timeout_ms, ..limits(1000) });
+    let filter = host.filter_of(&load_guest(&host, "filter-loops").unwrap(), &PluginSettings::new()).unwrap();
+    let samples: Vec<_> = (0..64).map(|id| sample(id, "loop")).collect();
+    let start = Instant::now();
+    let fault = filter.check_batch(&samples).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Limit);
+    let sentence = "finding the samples to drop took longer than 500 ms, 10 times `plugins.limits.timeout_ms`: many hit a \
+                    limit; raise that limit, or let limits fail (a batch from sample `s";
+    assert!(fault.message.starts_with(sentence), "{fault}");
+    let plugin = guest(&host, "infinite-loop");
+    let batch: Vec<_> = (0..64).map(|id| episode(&format!("e{id}"), "loop")).collect();
+    let fault = plugin.score_batch(&batch).unwrap_err();
+    assert!(fault.message.contains("finding the episodes to drop took longer than 500 ms"), "{fault}");
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
 #[test]
@@ -94,6 +122,17 @@ fn filter_drops_the_samples_at_which_it_loops_and_sees_the_others_in_order() {
     assert_eq!(codes, ["keep", "keep", limit, again, "keep", limit, again, "keep"]);
     let codes: Vec<_> = filter.check_batch(&[sample(0, "loop")]).unwrap().iter().map(code).collect();
     assert_eq!(codes, [limit]);
+}
+
+/// The search for the culprit once gave a part of the batch the fuel of that part only.
+#[test]
+fn filter_keeps_a_heavy_sample_in_front_of_one_that_loops() {
+    let queries = ["200000", "a", "b", "loop", "a", "c"];
+    let samples: Vec<_> = queries.iter().enumerate().map(|(id, query)| sample(id, query)).collect();
+    assert_ne!(looping_filter(10).check_batch(&samples[..1]).unwrap(), [Verdict::Keep], "more than its share");
+    let verdicts = looping_filter(10).check_batch(&samples).unwrap();
+    let dropped: Vec<_> = verdicts.iter().map(|verdict| *verdict != Verdict::Keep).collect();
+    assert_eq!(dropped, [false, false, false, true, true, false], "{verdicts:?}");
 }
 
 #[test]

@@ -56,6 +56,7 @@ fn rule_of(kind: FaultKind) -> &'static str {
         FaultKind::Limit | FaultKind::TooManyDropped => {
             "each call has limits: instructions (per item), wall-clock time, memory, size of what it returns"
         }
+        FaultKind::Host => "no rule of the plugin's: this machine could not run it",
         FaultKind::Result => {
             "numbers are finite and within their range, names and codes are 1 to 64 of a to z, 0 to 9 and _, lists \
              of results are as long as the arguments"

@@ -74,18 +74,7 @@ fn push_costs(text: &mut String, costs: &[Cost]) {
     }
 }
 
-/// `12345` as `12,345`.
-pub(crate) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
+pub(crate) use querl_core::text::grouped;
 
 fn bytes(n_bytes: usize) -> String {
     match n_bytes as f64 {

@@ -1,4 +1,4 @@
-//! Never returns for a sample whose query is `loop`; drops a sample whose query came before in the batch.
+//! Never returns for a sample whose query is `loop`, works as many turns as a query that is a number says; drops a sample whose query came before in the batch.
 
 use querl_sdk::{Filter, Sample, SettingError, Settings, Verdict};
 use std::collections::HashSet;
@@ -13,11 +13,13 @@ impl Filter for Guest {
     }
 
     fn check(&mut self, sample: &Sample) -> Verdict {
-        if sample.original_query == "loop" {
-            let mut turns = 0_u64;
-            loop {
-                turns = std::hint::black_box(turns.wrapping_add(1));
-            }
+        let n_turns = match sample.original_query.as_str() {
+            "loop" => u64::MAX,
+            query => query.parse().unwrap_or(0),
+        };
+        let mut turn = 0;
+        while turn < n_turns {
+            turn = std::hint::black_box(turn + 1);
         }
         match self.seen.insert(sample.original_query.clone()) {
             true => Verdict::Keep,
