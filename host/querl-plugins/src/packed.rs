@@ -4,6 +4,9 @@ use crate::bindings::types::Rejection;
 use crate::scoring::Said;
 use querl_core::records::{CallFailure, Candidate, Episode, FailureKind, Hit, Judgement};
 
+/// A first episode may be much larger than the others.
+const MAX_RESERVED_BYTES: usize = 4 << 20;
+
 /// The argument of `score-packed`.
 pub(crate) fn batch(episodes: &[Episode]) -> Vec<u8> {
     // What a batch takes is known after it is written; half as much again as for the first episode saves most growth.
@@ -12,7 +15,8 @@ pub(crate) fn batch(episodes: &[Episode]) -> Vec<u8> {
     for (index, episode) in episodes.iter().enumerate() {
         writer.episode(episode);
         if index == 0 {
-            writer.0.reserve(writer.0.len() * (episodes.len() - 1) * 3 / 2);
+            let expected = writer.0.len().saturating_mul(episodes.len() - 1).saturating_mul(3) / 2;
+            writer.0.reserve(expected.min(MAX_RESERVED_BYTES));
         }
     }
     writer.0
@@ -113,46 +117,58 @@ impl Writer {
     }
 }
 
-/// The result of `score-packed`.
+/// The result of `score-packed` for `n_items` episodes; what it becomes here may have `max_bytes`.
 ///
 /// # Errors
-/// It is not what the contract says.
-pub(crate) fn results(bytes: &[u8]) -> Result<Vec<Said>, Unreadable> {
-    let mut reader = Reader { bytes, at: 0 };
-    let results = reader.list(Reader::result)?;
+/// It is not what the contract says, or becomes more.
+pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<Said>, Unreadable> {
+    let mut reader = Reader { bytes, at: 0, room_bytes: max_bytes };
+    let n_results = reader.u32()?;
+    if n_results != n_items {
+        return Err(Unreadable::Number { n_results, n_items });
+    }
+    let results = reader.entries(n_results, Reader::result)?;
     if reader.at != bytes.len() {
-        return Err(reader.unreadable("its end"));
+        return Err(reader.expected("its end"));
     }
     Ok(results)
 }
 
-/// A result that is not in the encoding of the contract.
+/// Why a result is not taken.
 #[derive(Debug, thiserror::Error)]
-#[error("byte {at} of its packed results: expected {expected}")]
-pub(crate) struct Unreadable {
-    at: usize,
-    expected: &'static str,
+pub(crate) enum Unreadable {
+    /// It is not in the encoding of the contract.
+    #[error("byte {at} of its packed results: expected {expected}")]
+    Byte { at: usize, expected: &'static str },
+    /// Known before any of them is read.
+    #[error("its packed results are {n_results}; expected {n_items}, one for each episode")]
+    Number { n_results: usize, n_items: usize },
+    /// A few bytes in the encoding can stand for many here.
+    #[error("its packed results are too large")]
+    TooLarge,
 }
 
 /// Reads what a guest wrote: nothing in it is believed.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
+    /// What may still be made of it.
+    room_bytes: usize,
 }
 
 impl<'a> Reader<'a> {
-    fn unreadable(&self, expected: &'static str) -> Unreadable {
-        Unreadable { at: self.at, expected }
+    fn expected(&self, expected: &'static str) -> Unreadable {
+        Unreadable::Byte { at: self.at, expected }
     }
 
     fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], Unreadable> {
-        let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.unreadable("more bytes than there are"))?;
+        let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.expected("more bytes than there are"))?;
         self.at += n_bytes;
         Ok(taken)
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], Unreadable> {
-        let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.unreadable("more bytes than there are"))?;
+        let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.expected("more bytes than there are"))?;
         self.at += N;
         Ok(*taken)
     }
@@ -168,28 +184,45 @@ impl<'a> Reader<'a> {
     fn text(&mut self) -> Result<String, Unreadable> {
         let n_bytes = self.u32()?;
         let bytes = self.take(n_bytes)?;
-        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.unreadable("a text in UTF-8 before it"))
+        self.charge(n_bytes)?;
+        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.expected("a text in UTF-8 before it"))
     }
 
-    /// Every entry has bytes of its own, so that the length of the list is held to what came.
-    fn list<T>(&mut self, entry: impl Fn(&mut Self) -> Result<T, Unreadable>) -> Result<Vec<T>, Unreadable> {
-        let n_entries = self.u32()?;
+    fn charge(&mut self, n_bytes: usize) -> Result<(), Unreadable> {
+        self.room_bytes = self.room_bytes.checked_sub(n_bytes).ok_or(Unreadable::TooLarge)?;
+        Ok(())
+    }
+
+    /// Every entry has bytes of its own, so that the length of the list is held to what came; what the list takes here is
+    /// charged before there is a list.
+    fn entries<T>(
+        &mut self,
+        n_entries: usize,
+        entry: impl Fn(&mut Self) -> Result<T, Unreadable>,
+    ) -> Result<Vec<T>, Unreadable> {
         if n_entries > self.bytes.len() - self.at {
-            return Err(self.unreadable("as many entries as its length says"));
+            return Err(self.expected("as many entries as its length says"));
         }
-        (0..n_entries).map(|_| entry(self)).collect()
+        self.charge(n_entries.saturating_mul(size_of::<T>()))?;
+        let mut entries = Vec::with_capacity(n_entries);
+        for _ in 0..n_entries {
+            entries.push(entry(self)?);
+        }
+        Ok(entries)
     }
 
     fn result(&mut self) -> Result<Said, Unreadable> {
         match self.array()? {
             [0] => self.score().map(Ok),
             [1] => Ok(Err(Rejection { code: self.text()?, detail: self.text()? })),
-            _ => Err(self.unreadable("0 for a score or 1 for a rejection before it")),
+            _ => Err(self.expected("0 for a score or 1 for a rejection before it")),
         }
     }
 
     fn score(&mut self) -> Result<(f64, Vec<(String, f64)>), Unreadable> {
-        Ok((self.f64()?, self.list(|reader| Ok((reader.text()?, reader.f64()?)))?))
+        let total = self.f64()?;
+        let n_parts = self.u32()?;
+        Ok((total, self.entries(n_parts, |reader| Ok((reader.text()?, reader.f64()?)))?))
     }
 }
 
@@ -197,6 +230,10 @@ impl<'a> Reader<'a> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    fn results(bytes: &[u8], n_items: usize) -> Result<Vec<Said>, Unreadable> {
+        super::results(bytes, n_items, 1000)
+    }
 
     /// A list of results, by hand: a score with one component, then a rejection.
     fn two_results() -> Vec<u8> {
@@ -215,7 +252,7 @@ mod tests {
 
     #[test]
     fn results_are_read_as_the_contract_writes_them() {
-        let said = results(&two_results()).unwrap();
+        let said = results(&two_results(), 2).unwrap();
         assert_eq!(said[0].as_ref().unwrap(), &(0.5, vec![("win".to_owned(), -0.3)]));
         let rejection = said[1].as_ref().unwrap_err();
         assert_eq!((rejection.code.as_str(), rejection.detail.as_str()), ("late", "晚"));
@@ -225,19 +262,34 @@ mod tests {
     fn results_that_end_early_or_late_name_the_byte() {
         let whole = two_results();
         for n_bytes in 0..whole.len() {
-            assert!(results(&whole[..n_bytes]).is_err(), "{n_bytes} of {} bytes", whole.len());
+            assert!(results(&whole[..n_bytes], 2).is_err(), "{n_bytes} of {} bytes", whole.len());
         }
-        let error = results(&[&whole[..], &[0]].concat()).unwrap_err().to_string();
+        let error = results(&[&whole[..], &[0]].concat(), 2).unwrap_err().to_string();
         assert_eq!(error, format!("byte {} of its packed results: expected its end", whole.len()));
-        let error = results(&[255, 255, 255, 255]).unwrap_err().to_string();
-        assert_eq!(error, "byte 4 of its packed results: expected as many entries as its length says");
+        let error = results(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, 255, 255], 1).unwrap_err().to_string();
+        assert_eq!(error, "byte 17 of its packed results: expected as many entries as its length says");
+    }
+
+    #[test]
+    fn number_of_results_is_refused_before_they_are_read() {
+        let error = results(&[255, 255, 255, 255], 3).unwrap_err().to_string();
+        assert_eq!(error, "its packed results are 4294967295; expected 3, one for each episode");
+        assert!(results(&two_results(), 1).is_err());
+    }
+
+    #[test]
+    fn what_results_become_is_held_to_a_limit_before_it_is_made() {
+        // 100 components of 12 bytes each: none of them has a name.
+        let bytes = [&[1, 0, 0, 0, 0][..], &[0; 8], &[100, 0, 0, 0], &[0; 1200]].concat();
+        assert!(matches!(super::results(&bytes, 1, 3000), Err(Unreadable::TooLarge)));
+        assert_eq!(super::results(&bytes, 1, 4000).unwrap()[0].as_ref().unwrap().1.len(), 100);
     }
 
     #[test]
     fn odd_cases_and_texts_are_refused() {
-        let error = results(&[1, 0, 0, 0, 7]).unwrap_err().to_string();
+        let error = results(&[1, 0, 0, 0, 7], 1).unwrap_err().to_string();
         assert_eq!(error, "byte 5 of its packed results: expected 0 for a score or 1 for a rejection before it");
-        let error = results(&[1, 0, 0, 0, 1, 2, 0, 0, 0, 0xff, 0xff, 0, 0, 0, 0]).unwrap_err().to_string();
+        let error = results(&[1, 0, 0, 0, 1, 2, 0, 0, 0, 0xff, 0xff, 0, 0, 0, 0], 1).unwrap_err().to_string();
         assert_eq!(error, "byte 11 of its packed results: expected a text in UTF-8 before it");
     }
 

@@ -1,11 +1,12 @@
 //! Reward plugins behind the port.
 
 use crate::bindings::{packed_rewards, rewards};
-use crate::call::Caller;
+use crate::call::{Caller, Load};
 use crate::convert::{self, EpisodeLists};
-use crate::packed;
+use crate::fault;
+use crate::packed::{self, Unreadable};
 use crate::scoring::{Said, Scored, Scoring};
-use querl_core::ports::{PluginFault, RewardModel, RewardRange};
+use querl_core::ports::{FaultKind, PluginFault, RewardModel, RewardRange};
 use querl_core::records::Episode;
 
 /// What reports call it, in whichever form the batch goes in.
@@ -32,8 +33,9 @@ pub(crate) struct RewardPlugin {
 impl RewardPlugin {
     /// Asks the plugin for its range. A form that it does not offer is that of records.
     pub(crate) fn new(caller: Caller, indices: rewards::GuestIndices, form: RewardForm) -> Result<Self, PluginFault> {
-        let bounds = caller
-            .call("rewards.range", 1, |store, instance| indices.load(&mut *store, instance)?.call_range(store))?;
+        let bounds = caller.call("rewards.range", Load::of(1), |store, instance| {
+            indices.load(&mut *store, instance)?.call_range(store)
+        })?;
         let rewards::Bounds { min, max } = bounds;
         if min.is_finite() && max.is_finite() && min < max {
             let packed = caller.exports.packed_rewards.clone().filter(|_| form == RewardForm::Packed);
@@ -44,10 +46,10 @@ impl RewardPlugin {
         )))
     }
 
-    fn run(&self, episodes: &[Episode]) -> Result<Vec<Said>, PluginFault> {
+    fn run(&self, episodes: &[Episode], load: Load) -> Result<Vec<Said>, PluginFault> {
         match &self.packed {
-            Some(packed) => self.run_packed(packed, episodes),
-            None => self.run_typed(episodes),
+            Some(packed) => self.run_packed(packed, episodes, load),
+            None => self.run_typed(episodes, load),
         }
     }
 
@@ -56,19 +58,24 @@ impl RewardPlugin {
         &self,
         packed: &packed_rewards::GuestIndices,
         episodes: &[Episode],
+        load: Load,
     ) -> Result<Vec<Said>, PluginFault> {
         let batch = packed::batch(episodes);
-        let said = self.caller.call(SCORE_BATCH, episodes.len(), |store, instance| {
+        let said = self.caller.call(SCORE_BATCH, load, |store, instance| {
             packed.load(&mut *store, instance)?.call_score_packed(store, &batch)
         })?;
-        packed::results(&said).map_err(|error| self.caller.wrong(error.to_string()))
+        let limits = &self.caller.limits;
+        packed::results(&said, episodes.len(), limits.values.output_bytes).map_err(|error| match error {
+            Unreadable::TooLarge => self.caller.fault(FaultKind::Limit, fault::too_much(limits)),
+            other => self.caller.wrong(other.to_string()),
+        })
     }
 
-    fn run_typed(&self, episodes: &[Episode]) -> Result<Vec<Said>, PluginFault> {
+    fn run_typed(&self, episodes: &[Episode], load: Load) -> Result<Vec<Said>, PluginFault> {
         let lists: Vec<_> = episodes.iter().map(EpisodeLists::new).collect();
         let arguments: Vec<_> =
             episodes.iter().zip(&lists).map(|(episode, lists)| convert::episode(episode, lists)).collect();
-        let said = self.caller.call(SCORE_BATCH, episodes.len(), |store, instance| {
+        let said = self.caller.call(SCORE_BATCH, load, |store, instance| {
             self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
         })?;
         let parts = |parts: Vec<rewards::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
@@ -85,7 +92,7 @@ impl RewardModel for RewardPlugin {
             range: self.range,
             range_name: "the declared range",
         };
-        scoring.batch(episodes, |episodes| self.run(episodes))
+        scoring.batch(episodes, |episodes, load| self.run(episodes, load))
     }
 
     fn range(&self) -> RewardRange {

@@ -7,7 +7,7 @@ mod common;
 
 use common::{Lines, assert_others_are_served, episode, fault_of, guest, host, host_with, with_plenty_of_fuel};
 use querl_core::config::PluginLimits;
-use querl_core::ports::{FaultKind, PluginFault};
+use querl_core::ports::{FaultKind, PluginFault, RewardModel};
 use std::sync::{Mutex, PoisonError};
 
 static ALONE: Mutex<()> = Mutex::new(());
@@ -34,14 +34,21 @@ fn growth(job: impl Fn()) -> (usize, usize) {
     (resident("VmHWM").saturating_sub(before), resident("VmRSS").saturating_sub(before))
 }
 
-/// Runs a guest alone into a fault, of which the process takes at most `guest_bytes` besides [`HOST_BYTES`] and gives all back.
+/// Runs a guest into a fault, of which the process takes at most `guest_bytes` besides [`HOST_BYTES`] and gives all back.
+fn alone_within(plugin: &dyn RewardModel, query: &str, guest_bytes: usize) -> PluginFault {
+    let run = || plugin.score_batch(&[episode("a", query)]).unwrap_err();
+    let (most, stays) = growth(|| drop(run()));
+    assert!(most < guest_bytes + HOST_BYTES, "{} takes {} MiB", plugin.name(), most / MIB);
+    assert!(stays < HOST_BYTES, "{} keeps {} MiB", plugin.name(), stays / MIB);
+    run()
+}
+
+/// As [`alone_within`]; then among other episodes, whose fault it returns.
 fn fault_within(name: &str, query: &str, limits: PluginLimits, guest_bytes: usize) -> PluginFault {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let host = host_with(limits);
     let plugin = guest(&host, name);
-    let (most, stays) = growth(|| drop(plugin.score_batch(&[episode("a", query)]).unwrap_err()));
-    assert!(most < guest_bytes + HOST_BYTES, "{name} takes {} MiB", most / MIB);
-    assert!(stays < HOST_BYTES, "{name} keeps {} MiB", stays / MIB);
+    alone_within(&*plugin, query, guest_bytes);
     fault_of(&host, &*plugin, query)
 }
 
@@ -75,6 +82,14 @@ fn result_of_200_mb_never_becomes_the_hosts() {
 #[test]
 fn small_guest_memory_does_not_become_large_host_memory() {
     let fault = fault_within("amplified-result", "x", with_plenty_of_fuel(5000), 4 * MIB + (16 << 20));
+    assert_eq!(fault.kind, FaultKind::Limit);
+    assert!(fault.message.contains("handed over more than 16777216 bytes"), "{fault}");
+}
+
+#[test]
+fn small_packed_results_do_not_become_large_host_memory() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let fault = alone_within(&*guest(&host(), "packed-amplified"), "x", 2 * 16 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
     assert!(fault.message.contains("handed over more than 16777216 bytes"), "{fault}");
 }
