@@ -21,6 +21,15 @@ pub struct LockFile {
     pub changes: Vec<LockChange>,
 }
 
+/// Where a lock file lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// In a run folder.
+    Run,
+    /// Beside a configuration.
+    Project,
+}
+
 /// One plugin of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LockEntry {
@@ -77,9 +86,9 @@ pub enum Difference {
     /// Another version, component, bundle or manifest; a signer that is gone or another one.
     Changed {
         /// As locked.
-        locked: LockEntry,
+        locked: Box<LockEntry>,
         /// As found.
-        found: LockEntry,
+        found: Box<LockEntry>,
     },
     /// Not in the lock file.
     Added {
@@ -141,9 +150,13 @@ impl LockFile {
         Ok(Self { entries, changes })
     }
 
-    /// The lock file as text. Read again it is the same lock file.
-    pub fn to_text(&self) -> String {
-        let mut text = String::from("# Written by querl: the plugins of this run. A plugin that changed is refused.\n");
+    /// The lock file as text, whose first line says what it is at its `place`. Read again it is the same lock file.
+    pub fn to_text(&self, place: Place) -> String {
+        let what = match place {
+            Place::Run => "the plugins of this run",
+            Place::Project => "the bundles of this project; keep this file in version control",
+        };
+        let mut text = format!("# Written by querl: {what}. A plugin that changed is refused.\n");
         write_keys(&mut text, &[("format", Value::Integer(FORMAT as i64))]);
         for entry in &self.entries {
             text.push_str("\n[[plugin]]\n");
@@ -172,7 +185,7 @@ impl LockFile {
         for entry in news {
             let old = take(&mut locked, |other| (&other.role, &other.id) == (&entry.role, &entry.id));
             differences.push(match old {
-                Some(old) => Difference::Changed { locked: old.clone(), found: entry.clone() },
+                Some(old) => Difference::Changed { locked: Box::new(old.clone()), found: Box::new(entry.clone()) },
                 None => Difference::Added { found: entry.clone() },
             });
         }
@@ -262,7 +275,7 @@ impl Difference {
     pub fn change(&self, at: &str) -> LockChange {
         let nothing = || "nothing".to_owned();
         let (entry, from, to) = match self {
-            Self::Changed { locked, found } => (found, locked.title_beside(found), found.title_beside(locked)),
+            Self::Changed { locked, found } => (&**found, locked.title_beside(found), found.title_beside(locked)),
             Self::Added { found } => (found, nothing(), found.title()),
             Self::Removed { locked } => (locked, locked.title(), nothing()),
         };

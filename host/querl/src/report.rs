@@ -2,7 +2,6 @@
 //! number comes from a file of the run.
 
 use crate::failure::Stop;
-use crate::run::pins;
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
 use crate::stages::{self, StageName};
@@ -118,7 +117,7 @@ fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::R
 }
 
 fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<RunFacts> {
-    let lock = pins::read(&dir.lock())?.unwrap_or_default();
+    let (lock, unknown) = lock(dir);
     let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     Ok(RunFacts {
         tenant: config.tenant.clone(),
@@ -127,8 +126,21 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
         judge: names.judge.as_deref().map(Party::from_port_name),
         retrieval: Party::from_port_name(&names.retrieval),
         plugins: plugins(&lock, config),
-        plugin_notes: changes(&lock).chain(drops(ledger)).collect(),
+        plugin_notes: unknown.into_iter().chain(changes(&lock)).chain(drops(ledger)).collect(),
     })
+}
+
+/// The lock file, and what is to be said where it is there and cannot be read: the figures rest on the records alone, so that a
+/// lock of another version keeps nobody from them.
+fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
+    let path = dir.lock();
+    if !path.exists() {
+        return (LockFile::default(), None);
+    }
+    match LockFile::read(&path) {
+        Ok(lock) => (lock, None),
+        Err(error) => (LockFile::default(), Some(format!("the plugins of this run are not known: {error}"))),
+    }
 }
 
 /// The plugins of a run, a phrase each.

@@ -182,6 +182,13 @@ fn a_changed_bundle_is_refused_until_it_is_accepted_and_the_report_says_so() {
     assert!(project.read("run/report.html").contains(note));
     let again = project.querl(&eval).ok();
     assert!(again.stderr.contains("eval: finished earlier, skipped"), "{again:#?}");
+
+    // A run folder of an earlier version: its figures are still there to be reported.
+    project.write("run/querl.lock", &project.read("run/querl.lock").replace("format = 1\n", ""));
+    let reported = project.querl(&["report", "run"]).ok();
+    let unknown = "the plugins of this run are not known: run/querl.lock:1: the key format is missing";
+    assert!(reported.stdout.contains(unknown), "{reported:#?}");
+    assert!(project.read("run/report.html").contains(unknown));
 }
 
 #[test]

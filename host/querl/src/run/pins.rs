@@ -10,7 +10,7 @@ use crate::stages::ledger::Ledger;
 use crate::terminal;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
-use querl_bundle::lock::{LockEntry, LockFile, LockSource};
+use querl_bundle::lock::{self, LockEntry, LockFile, LockSource};
 use querl_core::fsx::write_atomic;
 use querl_core::run_dir::RunDir;
 use std::path::{Path, PathBuf};
@@ -23,8 +23,9 @@ use std::path::{Path, PathBuf};
 pub fn pin(dir: &RunDir, config: &Path, used: &[Used], on_change: OnPluginChange) -> anyhow::Result<()> {
     let of_run = pins_of_run(dir, used, on_change)?;
     let of_project = pins_of_project(dir, config, used, on_change)?;
-    for (path, lock) in std::iter::once(of_run).chain(of_project) {
-        write_atomic(&path, lock.to_text().as_bytes())
+    let locks = [(lock::Place::Run, Some(of_run)), (lock::Place::Project, of_project)];
+    for (place, (path, lock)) in locks.into_iter().filter_map(|(place, lock)| Some((place, lock?))) {
+        write_atomic(&path, lock.to_text(place).as_bytes())
             .with_context(|| format!("{}: cannot be written", path.display()))?;
     }
     Ok(())
@@ -110,7 +111,8 @@ mod tests {
         let bundle = (source == LockSource::Bundle).then(|| sha256.clone());
         let (role, path) = ("reward".to_owned(), PathBuf::from("/plugins/p.querl"));
         let version = "0.1.0".parse().unwrap();
-        let entry = LockEntry { role, id: id.into(), version, path, source, sha256, bundle, manifest: None, signed_by: None };
+        let entry =
+            LockEntry { role, id: id.into(), version, path, source, sha256, bundle, manifest: None, signed_by: None };
         Used::pinned(entry)
     }
 
@@ -177,6 +179,12 @@ mod tests {
         place.pin(&mixed, OnPluginChange::Refuse).unwrap();
         let lock = place.lock("querl.lock").unwrap();
         assert_eq!(lock.entries.iter().map(|entry| entry.id.as_str()).collect::<Vec<_>>(), ["p"]);
+        let first_line = |file: &str| {
+            let text = std::fs::read_to_string(place.folder.path().join(file)).unwrap();
+            text.lines().next().unwrap().to_owned()
+        };
+        assert!(first_line("run/querl.lock").contains("the plugins of this run"));
+        assert!(first_line("querl.lock").contains("the bundles of this project"));
         assert!(lock.entries[0].path.ends_with("plugins/p.querl") && lock.entries[0].path.is_relative());
         let other = [entry("p", 'b', LockSource::Bundle), entry("q", 'b', LockSource::Folder)];
         let refusal = place.pin(&other, OnPluginChange::Refuse).unwrap_err();
@@ -200,7 +208,10 @@ mod tests {
         place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
         place.pin(&with('e'), OnPluginChange::Refuse).unwrap();
         let refusal = place.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();
-        assert!(refusal.contains("manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff"), "{refusal}");
+        assert!(
+            refusal.contains("manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff"),
+            "{refusal}"
+        );
         place.pin(&with('f'), OnPluginChange::Accept).unwrap();
         assert_eq!(place.lock("run/querl.lock").unwrap().changes.len(), 1);
     }
