@@ -74,9 +74,10 @@ fn packed_scores_are_those_of_records_and_of_native_rust() {
 
 fn varied(share: f64, index: usize) -> Episode {
     let mut varied = episode(&format!("e{index}"), &"胶原".repeat(index));
-    varied.policy = candidate(&[share, share * 0.9], (index % 3 != 0).then_some(share * 5.0));
-    varied.baseline = candidate(&[0.5, 0.3, 0.1, 0.0][..index % 5 % 4], (index % 3 != 0).then_some(2.5));
-    if index % 7 == 0 {
+    let is_judged = !index.is_multiple_of(3);
+    varied.policy = candidate(&[share, share * 0.9], is_judged.then_some(share * 5.0));
+    varied.baseline = candidate(&[0.5, 0.3, 0.1, 0.0][..index % 5 % 4], is_judged.then_some(2.5));
+    if index.is_multiple_of(7) {
         varied.baseline.retrieval = Err(CallFailure { kind: FailureKind::Timeout, message: "no answer".into() });
     }
     varied
