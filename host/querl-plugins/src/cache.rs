@@ -1,8 +1,8 @@
 //! Compiled code on disk, so that a plugin is compiled once.
 //!
 //! Compiled code is native code: whoever can write it can do what the host can. Hence: only this host writes it, keyed by the
-//! component's bytes and everything of the engine that shapes code, in a folder that only its user can write; a file that is not
-//! whole, or not ours alone, is not used.
+//! component's bytes and everything of the engine that shapes code, in a folder that only its user can write or put another in
+//! the place of; a file that is not whole, or not ours alone, is not used.
 
 use crate::compile::{self, CompileError, Compiler};
 use crate::digest::ComponentDigest;
@@ -54,12 +54,11 @@ impl CompiledCache {
     ) -> Result<Component, CompileError> {
         let name = format!("{}-{}", digest.as_str(), self.engine_key);
         let kept = self.folder.as_ref().map(|folder| folder.join(&name));
-        if let Some(path) = kept.as_ref().filter(|path| is_whole(path)) {
-            prune::touch(path);
-            return load(engine, path);
+        if let Some(component) = kept.as_ref().and_then(|path| found(engine, path)) {
+            return Ok(component);
         }
         match (compiler, kept) {
-            (Compiler::InProcess, kept) => {
+            (Compiler::InProcessWithoutLimits, kept) => {
                 let code = compile::in_process(engine, bytes)?;
                 if let Some(path) = kept {
                     let written = write(&path, &code);
@@ -78,7 +77,7 @@ impl CompiledCache {
                 }
                 let renamed = kept.filter(|path| std::fs::rename(&output, path).is_ok());
                 renamed.iter().for_each(|path| self.prune(path));
-                load(engine, &renamed.unwrap_or(output))
+                load(engine, &renamed.unwrap_or(output)).map_err(|error| too_large(&error))
             }
         }
     }
@@ -129,7 +128,14 @@ pub(crate) fn write(path: &Path, code: &[u8]) -> io::Result<()> {
 
 /// True where the file is there, is ours alone, and its seal fits.
 fn is_whole(path: &Path) -> bool {
-    let Ok(metadata) = std::fs::symlink_metadata(path) else { return false };
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return false,
+        Err(error) => {
+            tracing::warn!("{}: not used: {error}", path.display());
+            return false;
+        }
+    };
     if !metadata.is_file() || !ours_alone(&metadata) {
         tracing::warn!("{}: not used: not a file that only its owner can write", path.display());
         return false;
@@ -157,13 +163,31 @@ fn sealed(path: &Path, n_bytes: u64) -> io::Result<bool> {
     Ok(hasher.finalize().as_slice() == written)
 }
 
-fn load(engine: &Engine, path: &Path) -> Result<Component, CompileError> {
-    // SAFETY: the file lies in a folder that only this user can write, is whole, and its name says that this host compiled
-    // it with an engine of the same settings; nothing else is ever put there, and what is there is replaced, never changed.
-    unsafe { Component::deserialize_file(engine, path) }.map_err(|error| too_large(&error))
+/// Kept code. What is there and cannot be used is compiled anew.
+fn found(engine: &Engine, path: &Path) -> Option<Component> {
+    if !is_whole(path) {
+        return None;
+    }
+    match load(engine, path) {
+        Ok(component) => {
+            prune::touch(path);
+            Some(component)
+        }
+        Err(error) => {
+            tracing::warn!("{}: not used: {error:#}", path.display());
+            None
+        }
+    }
 }
 
-/// Code that compiles, and that an engine will not hold: its memories, tables or modules are more or larger than the pool's.
+fn load(engine: &Engine, path: &Path) -> wasmtime::Result<Component> {
+    // SAFETY: the file lies in a folder that only this user can write or replace, is whole, and its name says that this host
+    // compiled it with an engine of the same settings; nothing else is ever put there, and what is there is replaced, never
+    // changed.
+    unsafe { Component::deserialize_file(engine, path) }
+}
+
+/// Code just compiled, and that an engine will not hold: its memories, tables or modules are more or larger than the pool's.
 fn too_large(error: &wasmtime::Error) -> CompileError {
     CompileError(format!("it does not fit into this host, whose `plugins.limits.memory_bytes` is one limit: {error:#}"))
 }
@@ -176,10 +200,31 @@ fn private_folder(folder: &Path) -> io::Result<()> {
     std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
     builder.create(folder)?;
     let metadata = std::fs::symlink_metadata(folder)?;
-    if metadata.is_dir() && ours_alone(&metadata) {
-        return Ok(());
+    if !metadata.is_dir() || !ours_alone(&metadata) {
+        return Err(io::Error::other("not a folder that only its owner can write"));
     }
-    Err(io::Error::other("not a folder that only its owner can write"))
+    // Whoever can write a folder above can put another in the place of this one, between a check and a use.
+    for above in folder.canonicalize()?.ancestors().skip(1) {
+        if !is_safe_above(&std::fs::symlink_metadata(above)?) {
+            return Err(io::Error::other(format!("others than its owner can write {}", above.display())));
+        }
+    }
+    Ok(())
+}
+
+/// Ours or the system's, and written by nobody else; or one in which nobody touches what is another's, such as /tmp.
+#[cfg(unix)]
+fn is_safe_above(metadata: &std::fs::Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    const STICKY: u32 = 0o1000;
+    let owner = metadata.uid();
+    let is_trusted = owner == rustix::process::geteuid().as_raw() || owner == 0;
+    is_trusted && (metadata.mode() & 0o022 == 0 || metadata.mode() & STICKY != 0)
+}
+
+#[cfg(not(unix))]
+fn is_safe_above(_: &std::fs::Metadata) -> bool {
+    true
 }
 
 #[cfg(unix)]

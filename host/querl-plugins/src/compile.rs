@@ -4,6 +4,7 @@
 
 use crate::text::printable;
 use crate::{cache, engine};
+use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -18,6 +19,13 @@ const COMPILER_MEMORY_BYTES: u64 = 4 << 30;
 /// Each thread takes address space of its own, used or not.
 const MAX_COMPILER_THREADS: usize = 8;
 
+/// A file of a child. The code of Python's 18 MB of component has 43 MB.
+const COMPILER_FILE_BYTES: u64 = 1 << 30;
+
+/// What a child gets of the environment: where programs, their libraries and temporary files are. Keys are not its business.
+const KEPT_VARIABLES: [&str; 8] =
+    ["PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LANG"];
+
 /// More of what a compiler said is not shown.
 const MAX_MESSAGE_BYTES: usize = 2000;
 
@@ -26,7 +34,7 @@ const MAX_MESSAGE_BYTES: usize = 2000;
 pub enum Compiler {
     /// The host itself, without a limit of time or memory: for components that are trusted, and for tests.
     #[default]
-    InProcess,
+    InProcessWithoutLimits,
     /// A program and its first arguments; three follow, the component, where to write the compiled code, and
     /// `plugins.limits.compile_timeout_ms`. It calls [`compile_child`] with them, and ends with an error's text on stderr where
     /// that fails. It is stopped after that time.
@@ -91,7 +99,8 @@ pub(crate) fn in_child(
     let mut command = Command::new(program);
     command.args(args).arg(&input).arg(output).arg(timeout_ms.to_string());
     let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_COMPILER_THREADS));
-    command.env("RAYON_NUM_THREADS", n_threads.to_string());
+    let kept = std::env::vars_os().filter(|(name, _)| KEPT_VARIABLES.iter().any(|kept| OsStr::new(kept) == name));
+    command.env_clear().envs(kept).env("RAYON_NUM_THREADS", n_threads.to_string());
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().map_err(failed)?;
     match wait(child, Duration::from_millis(timeout_ms)).map_err(failed)? {
         Some(status) if status.success() => Ok(()),
@@ -127,8 +136,11 @@ fn why_it_failed(status: ExitStatus, stderr: &[u8]) -> String {
         Some(_) if !said.is_empty() => said.to_owned(),
         Some(code) => format!("its compiler ended with the exit code {code}"),
         None => {
-            let gib = COMPILER_MEMORY_BYTES >> 30;
-            format!("its compiler broke down ({status}), which may have {gib} GiB of memory: {said}")
+            let (memory, file) = (COMPILER_MEMORY_BYTES >> 30, COMPILER_FILE_BYTES >> 30);
+            let said = if said.is_empty() { String::new() } else { format!(": {said}") };
+            format!(
+                "its compiler was ended by a {status}; it may use {memory} GiB of memory and write {file} GiB{said}"
+            )
         }
     }
 }
@@ -141,6 +153,7 @@ fn limit_resources(timeout_ms: u64) -> io::Result<()> {
     let limit = |most: u64| Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Cpu, limit(seconds))?;
     setrlimit(Resource::Core, limit(0))?;
+    setrlimit(Resource::Fsize, limit(COMPILER_FILE_BYTES))?;
     Ok(setrlimit(Resource::As, limit(COMPILER_MEMORY_BYTES))?)
 }
 

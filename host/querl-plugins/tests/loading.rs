@@ -87,6 +87,23 @@ fn cache_folder_is_private_and_one_that_others_can_write_is_not_used() {
     assert_eq!(std::fs::read_dir(open.join("compiled")).unwrap().count(), 0);
 }
 
+#[cfg(unix)]
+#[test]
+fn cache_below_a_folder_that_others_can_write_is_not_used_unless_that_is_sticky() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let above = folder.path().join("above");
+    std::fs::create_dir(&above).unwrap();
+    let n_kept = |mode: u32| {
+        std::fs::set_permissions(&above, std::fs::Permissions::from_mode(mode)).unwrap();
+        let base = above.join(format!("{mode:o}"));
+        let (warnings, _) = common::Lines::of(|| common::guest(&common::host_in(&base), "ordinary"));
+        assert_eq!(warnings.contains("others than its owner can write"), mode & 0o022 != 0 && mode & 0o1000 == 0);
+        std::fs::read_dir(base.join("compiled")).unwrap().count()
+    };
+    assert_eq!([0o755, 0o775, 0o777, 0o1777].map(n_kept), [1, 0, 0, 1]);
+}
+
 #[test]
 fn calls_work_outside_and_inside_an_async_runtime() {
     let config: WeightedPluginConfig = weighted("plugins/reward-competition");

@@ -52,7 +52,7 @@ impl Default for SuiteOptions {
             n_threads: 8,
             settings: PluginSettings::new(),
             cache_dir: None,
-            compiler: Compiler::InProcess,
+            compiler: Compiler::InProcessWithoutLimits,
         }
     }
 }

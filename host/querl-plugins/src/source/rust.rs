@@ -4,15 +4,41 @@ use super::{Build, unreadable};
 use crate::error::PluginError;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
 const TARGET: &str = "wasm32-wasip2";
 
-/// What of cargo's environment reaches the build of a plugin. The rest, which an outer `cargo run` or `cargo test` sets, is about
-/// the outer build.
-const KEPT_CARGO_VARIABLES: [&str; 6] =
-    ["CARGO_HOME", "CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_", "CARGO_SOURCE_"];
+/// What of the environment reaches cargo: where programs, caches and temporary files are, and how packages are fetched. What an
+/// outer `cargo run` or `cargo test` sets is about the outer build; what else there is, is nothing to a plugin's build scripts.
+const KEPT_VARIABLES: [&str; 20] = [
+    "PATH",
+    "HOME",
+    "USER",
+    "TMPDIR",
+    "TEMP",
+    "TMP",
+    "LANG",
+    "SYSTEMROOT",
+    "USERPROFILE",
+    "APPDATA",
+    "LOCALAPPDATA",
+    "PROGRAMDATA",
+    "CARGO_HOME",
+    "RUSTUP_HOME",
+    "RUSTUP_TOOLCHAIN",
+    "LD_LIBRARY_PATH",
+    "DEVELOPER_DIR",
+    "SDKROOT",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+];
+
+/// Beginnings of more such names.
+const KEPT_PREFIXES: [&str; 5] = ["CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_", "CARGO_SOURCE_"];
+
+/// In capitals and in small letters.
+const PROXY_VARIABLES: [&str; 4] = ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"];
 
 /// A folder with a Cargo.toml.
 pub(super) struct CrateFolder {
@@ -77,12 +103,8 @@ impl Build for CrateFolder {
         let mut cargo = Command::new("cargo");
         cargo.args(["build", "--release", "--target", TARGET, "--target-dir"]).arg(self.workspace.join("target"));
         cargo.current_dir(&self.folder);
-        for (name, _) in std::env::vars_os() {
-            let name = name.to_string_lossy().into_owned();
-            if is_of_outer_build(&name) {
-                cargo.env_remove(name);
-            }
-        }
+        let kept = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_kept));
+        cargo.env_clear().envs(kept).stdin(Stdio::null());
         let output = cargo.output().map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
                 refused("building it needs cargo; install Rust, or name a built `.wasm` component".into())
@@ -110,11 +132,9 @@ fn explained(path: PathBuf, output: &str) -> PluginError {
     }
 }
 
-fn is_of_outer_build(name: &str) -> bool {
-    let about_cargo = name == "CARGO" || name.starts_with("CARGO_");
-    let kept = KEPT_CARGO_VARIABLES.iter().any(|kept| name.starts_with(kept));
-    let flags = ["RUSTFLAGS", "RUSTDOCFLAGS", "RUSTC", "RUSTC_WRAPPER", "RUSTC_WORKSPACE_WRAPPER", "RUSTDOC"];
-    (about_cargo && !kept) || flags.contains(&name)
+fn is_kept(name: &str) -> bool {
+    let is_proxy = PROXY_VARIABLES.iter().any(|proxy| proxy.eq_ignore_ascii_case(name));
+    is_proxy || KEPT_VARIABLES.contains(&name) || KEPT_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 fn manifest(folder: &Path) -> Option<toml::Table> {
@@ -173,19 +193,21 @@ mod tests {
     }
 
     #[test]
-    fn environment_of_an_outer_build_does_not_reach_the_plugin() {
-        let outer = [
+    fn environment_of_an_outer_build_and_keys_do_not_reach_the_plugin() {
+        let others = [
             "CARGO",
             "CARGO_MANIFEST_DIR",
             "CARGO_PKG_NAME",
             "CARGO_TARGET_DIR",
             "CARGO_ENCODED_RUSTFLAGS",
             "RUSTFLAGS",
+            "RUSTC_WRAPPER",
+            "JUDGE_API_KEY",
+            "LD_PRELOAD",
         ];
-        assert!(outer.iter().all(|name| is_of_outer_build(name)));
-        assert!(
-            !["PATH", "CARGO_HOME", "CARGO_NET_OFFLINE", "RUSTUP_TOOLCHAIN"].iter().any(|name| is_of_outer_build(name))
-        );
+        assert!(!others.into_iter().any(is_kept));
+        let kept = ["PATH", "CARGO_HOME", "CARGO_NET_OFFLINE", "RUSTUP_TOOLCHAIN", "https_proxy", "NO_PROXY"];
+        assert!(kept.into_iter().all(is_kept));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 #![cfg(unix)]
 
 use crate::common::{Lines, episode, guest, host_in};
+use sha2::{Digest, Sha256};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
@@ -90,6 +91,21 @@ fn link_to_a_file_is_not_followed() {
 fn file_that_others_can_write_is_not_used() {
     let open = |path: &Path| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666)).unwrap();
     assert_not_used(open, NOT_OURS);
+}
+
+/// A file that is whole and yet no code of this host: from a build of querl that a crash or a mistake left behind.
+#[test]
+fn whole_file_that_does_not_load_is_compiled_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    used(folder.path());
+    let path = kept(folder.path());
+    let code = std::fs::read(&path).unwrap();
+    let name = path.file_name().unwrap().as_encoded_bytes();
+    let seal = Sha256::new().chain_update(name).chain_update([0]).chain_update(b"no code").finalize();
+    std::fs::write(&path, [b"no code", seal.as_slice()].concat()).unwrap();
+    let said = used(folder.path());
+    assert!(said.contains(&format!("{}: not used: ", path.display())) && !said.contains(DAMAGED), "{said}");
+    assert_eq!(std::fs::read(&path).unwrap(), code);
 }
 
 #[test]
