@@ -4,6 +4,7 @@ use crate::fault::{self, Stage};
 use crate::guest::Guest;
 use crate::limits::Limits;
 use crate::load::Exports;
+use crate::log::LogBudget;
 use crate::slots::Slots;
 use querl_core::config::OnLimit;
 use querl_core::ports::{FaultKind, PluginFault, StyleModel};
@@ -84,6 +85,7 @@ pub(crate) struct Caller {
     pub(crate) observer: Option<Observer>,
     /// Items of this plugin that were dropped at limits over the life of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
+    pub(crate) log_budget: Arc<LogBudget>,
 }
 
 impl Caller {
@@ -114,7 +116,13 @@ impl Caller {
 
     fn store(&self, load: Load, start: Instant) -> Store<Guest> {
         let limits = &self.limits.values;
-        let mut guest = Guest::new(self.title.clone(), self.settings.clone(), limits.memory_bytes, limits.log_bytes);
+        let mut guest = Guest::new(
+            self.title.clone(),
+            self.settings.clone(),
+            limits.memory_bytes,
+            limits.log_bytes,
+            self.log_budget.clone(),
+        );
         guest.style_model.clone_from(&self.style_model);
         guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);

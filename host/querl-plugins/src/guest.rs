@@ -3,6 +3,7 @@
 use crate::bindings::{log, style_model, types};
 use crate::convert;
 use crate::engine::TABLE_ELEMENTS;
+use crate::log::{Line, LogBudget};
 use crate::settings::is_key;
 use crate::text::printable;
 use querl_core::ports::StyleModel;
@@ -55,6 +56,9 @@ pub(crate) struct Guest {
     n_handles: usize,
     log_bytes_left: usize,
     log_bytes: usize,
+    is_log_cut: bool,
+    /// Of the plugin, in all of its calls.
+    log_budget: Arc<LogBudget>,
 }
 
 impl Guest {
@@ -63,6 +67,7 @@ impl Guest {
         settings: Arc<BTreeMap<String, String>>,
         memory_bytes: usize,
         log_bytes: usize,
+        log_budget: Arc<LogBudget>,
     ) -> Self {
         Self {
             plugin,
@@ -81,6 +86,8 @@ impl Guest {
             n_handles: 0,
             log_bytes_left: log_bytes,
             log_bytes,
+            is_log_cut: false,
+            log_budget,
         }
     }
 
@@ -118,23 +125,35 @@ impl Guest {
 
     /// `log.log`.
     pub(crate) fn log(&mut self, level: log::Level, message: &str) {
-        if self.log_bytes_left == 0 {
+        if self.is_log_cut {
             return;
         }
-        let line = printable(message, self.log_bytes_left);
-        let n_bytes = message.len().max(MIN_LINE_BYTES);
-        let cut = n_bytes >= self.log_bytes_left;
-        self.log_bytes_left = self.log_bytes_left.saturating_sub(n_bytes);
-        let plugin = &*self.plugin;
-        match level {
-            log::Level::Debug => tracing::debug!(plugin, "{line}"),
-            log::Level::Info => tracing::info!(plugin, "{line}"),
-            log::Level::Warn => tracing::warn!(plugin, "{line}"),
-            log::Level::Error => tracing::error!(plugin, "{line}"),
+        let room = self.log_bytes_left;
+        self.is_log_cut = room == 0 || message.len() > room;
+        let n_bytes = message.len().max(MIN_LINE_BYTES).min(room);
+        self.log_bytes_left = room - n_bytes;
+        let (plugin, line) = (&*self.plugin, self.log_budget.take(n_bytes.max(1)));
+        if line == Line::Silent {
+            return;
         }
-        if cut {
+        if room > 0 {
+            write(plugin, level, &printable(message, room));
+        }
+        if self.is_log_cut {
             tracing::warn!(plugin, "logged more than {} bytes in one call; the rest is cut", self.log_bytes);
         }
+        if line == Line::Last {
+            tracing::warn!(plugin, "has logged as much as many calls together may; nothing more of its log is shown");
+        }
+    }
+}
+
+fn write(plugin: &str, level: log::Level, line: &str) {
+    match level {
+        log::Level::Debug => tracing::debug!(plugin, "{line}"),
+        log::Level::Info => tracing::info!(plugin, "{line}"),
+        log::Level::Warn => tracing::warn!(plugin, "{line}"),
+        log::Level::Error => tracing::error!(plugin, "{line}"),
     }
 }
 

@@ -9,6 +9,7 @@ use crate::error::PluginError;
 use crate::filter::FilterPlugin;
 use crate::limits::Limits;
 use crate::load::{self, Exports, Linked, Parts, Plugin, PluginKind};
+use crate::log::LogBudget;
 use crate::open::{self, Opened};
 use crate::prompts::PromptPlugin;
 use crate::reward::{RewardForm, RewardPlugin};
@@ -21,7 +22,6 @@ use querl_core::config::{PluginConfig, PluginLimits, WeightedPluginConfig};
 use querl_core::ports::{Filter, Prompts, RewardModel, RewardRange, StyleModel, StyleScorer};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use wasmtime::Engine;
 
@@ -33,7 +33,8 @@ pub struct HostOptions {
     /// Where compiled plugins are kept; `None` for the user's cache folder (`$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or
     /// `~/.cache/querl`).
     pub cache_dir: Option<PathBuf>,
-    /// Who compiles plugins that are not in the cache. The default, the host itself, can be held up by a hostile plugin.
+    /// Who compiles plugins that are not in the cache. The default, the host itself, can be held up by a hostile plugin: name
+    /// a child where plugins are not all your own.
     pub compiler: Compiler,
     /// Where any is given, only bundles that one of them has signed are loaded.
     pub trusted_keys: Vec<PublicKey>,
@@ -231,14 +232,20 @@ impl PluginHost {
         let component =
             component.map_err(|error| PluginError::Compile { path: opened.file.clone(), reason: error.to_string() })?;
         let (exports, kinds) = load::link(&shared.engine, &opened.file, &component)?;
-        let (name, version) = self.describe(&opened.file, &exports)?;
-        let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::new(AtomicU64::new(0)));
-        let linked = Arc::new(Linked { name, version, title, digest, n_bytes, kinds, exports, n_dropped });
+        let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
+        let (name, version) = self.describe(&opened.file, &exports, &log_budget)?;
+        let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::default());
+        let linked = Arc::new(Linked { name, version, title, digest, n_bytes, kinds, exports, n_dropped, log_budget });
         Ok(lock().entry(linked.digest.clone()).or_insert(linked).clone())
     }
 
     /// Name and version, as the plugin says itself.
-    fn describe(&self, file: &Path, exports: &Exports) -> Result<(String, String), PluginError> {
+    fn describe(
+        &self,
+        file: &Path,
+        exports: &Exports,
+        log_budget: &Arc<LogBudget>,
+    ) -> Result<(String, String), PluginError> {
         let shared = &*self.shared;
         let caller = Caller {
             name: file.display().to_string().into(),
@@ -251,6 +258,7 @@ impl PluginHost {
             slots: shared.slots.clone(),
             observer: shared.observer.clone(),
             n_dropped: Arc::default(),
+            log_budget: log_budget.clone(),
         };
         let job = |store: &mut _, instance: &_| {
             exports.check_types(store, instance)?;
@@ -307,6 +315,7 @@ impl PluginHost {
             slots: shared.slots.clone(),
             observer: shared.observer.clone(),
             n_dropped: parts.linked.n_dropped.clone(),
+            log_budget: parts.linked.log_budget.clone(),
         }
     }
 

@@ -29,6 +29,7 @@ mod host;
 mod interfaces;
 mod limits;
 mod load;
+mod log;
 mod open;
 mod packed;
 mod prompts;

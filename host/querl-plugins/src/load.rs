@@ -5,6 +5,7 @@ use crate::digest::ComponentDigest;
 use crate::error::PluginError;
 use crate::guest::{Guest, Refused};
 use crate::limits::Limits;
+use crate::log::LogBudget;
 use crate::open::{BundleFacts, Source};
 use crate::{contract, wasi};
 use querl_bundle::Manifest;
@@ -46,6 +47,8 @@ pub(crate) struct Linked {
     pub(crate) exports: Exports,
     /// Items dropped at limits over the life of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
+    /// What it may log over the life of the host.
+    pub(crate) log_budget: Arc<LogBudget>,
 }
 
 /// The exports of a component, looked up once.

@@ -80,6 +80,18 @@ fn log_is_one_clean_line_each_and_is_cut() {
     assert!(text.len() < 100_000, "{}", text.len());
 }
 
+/// What each call may log was once all that a run of many calls could be made to log.
+#[test]
+fn log_of_many_calls_ends_with_a_note() {
+    let host = host();
+    let plugin = guest(&host, "logs");
+    let (text, ()) = Lines::of(|| (0..200).for_each(|_| drop(first(&*plugin, "flood"))));
+    assert!(text.len() < 70 * 65_536, "{}", text.len());
+    assert_eq!(text.matches("nothing more of its log is shown").count(), 1);
+    let (text, _) = Lines::of(|| first(&*guest(&host, "logs"), "flood"));
+    assert_eq!(text, "", "whoever configures it");
+}
+
 #[test]
 fn flood_of_empty_lines_is_cut() {
     let (text, _) = Lines::of(|| first(&*guest(&host(), "logs-nothing"), "x"));
