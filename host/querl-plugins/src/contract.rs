@@ -3,6 +3,7 @@
 //! Departure from the generated bindings: the functions are put into the linker here, so that each takes fuel for what passes. A
 //! guest that does nothing but call the host would otherwise have the host work far longer than its own fuel says.
 
+use crate::bindings::style_model::ClassifyError;
 use crate::bindings::{log, types};
 use crate::guest::{Classified, Guest, charge};
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
@@ -44,8 +45,18 @@ fn write(mut store: StoreContextMut<'_, Guest>, (level, message): (log::Level, S
 }
 
 fn classify(mut store: StoreContextMut<'_, Guest>, (turns,): (Vec<types::MessageResult>,)) -> Result<(Classified,)> {
-    charge(&mut store, turns.iter().map(|turn| turn.content.len()).sum());
-    Ok((store.data_mut().classify(turns)?,))
+    charge(&mut store, turns.iter().map(|turn| size_of_val(turn) + turn.content.len()).sum());
+    let said = store.data_mut().classify(turns)?;
+    charge(&mut store, n_bytes_of(&said));
+    Ok((said,))
+}
+
+fn n_bytes_of(said: &Classified) -> usize {
+    match said {
+        Ok(classes) => classes.iter().map(|class| size_of_val(class) + class.label.len()).sum(),
+        Err(ClassifyError::Failed(failure)) => failure.message.len(),
+        Err(ClassifyError::NotConfigured) => 0,
+    }
 }
 
 /// Whether this host has what a component wants of the interface `name`, which begins with [`PREFIX`].

@@ -3,7 +3,7 @@
 use crate::error::PluginError;
 use querl_core::config::PluginLimits;
 use std::time::Duration;
-use wasmtime::{Config, Engine, InstanceAllocationStrategy, PoolingAllocationConfig};
+use wasmtime::{Config, Engine, InstanceAllocationStrategy, PoolingAllocationConfig, WasmFeatures};
 
 /// How often the wall-clock limit is looked at.
 const TICK: Duration = Duration::from_millis(10);
@@ -40,12 +40,22 @@ pub(crate) fn for_compiling() -> wasmtime::Result<Engine> {
     Engine::new(&config())
 }
 
-/// Everything that differs between machines or runs is off; proposals that the contract does not need are off too.
+/// What guests may be made of: WebAssembly 2.0, what LLVM makes of Rust besides, and components. Named here one by one, so that
+/// a wasmtime that knows more does not accept more: no threads, tail calls, exceptions, garbage collection, 64-bit memories.
+const ACCEPTED: WasmFeatures = WasmFeatures::WASM2
+    .union(WasmFeatures::EXTENDED_CONST)
+    .union(WasmFeatures::RELAXED_SIMD)
+    .union(WasmFeatures::MULTI_MEMORY)
+    .union(WasmFeatures::COMPONENT_MODEL)
+    // A part of WebAssembly 1.0 for wasmparser, and garbage collection for wasmtime.
+    .difference(WasmFeatures::GC_TYPES);
+
+/// Everything that differs between machines or runs is off, or made the same.
 fn config() -> Config {
     let mut config = Config::new();
     config
-        .wasm_component_model(true)
-        .wasm_memory64(false)
+        .wasm_features(ACCEPTED.complement(), false)
+        .wasm_features(ACCEPTED, true)
         .relaxed_simd_deterministic(true)
         .cranelift_nan_canonicalization(true)
         .consume_fuel(true)
