@@ -112,20 +112,23 @@ fn unknown_import_is_refused_with_its_name() {
 #[test]
 fn too_many_memories_are_refused() {
     let said = refusal("too-many-memories");
-    assert!(said.contains("memories"), "{said}");
+    assert!(said.ends_with("defined memories count of 3 exceeds the per-instance limit of 1"), "{said}");
     assert!(!said.contains('\n'), "{said}");
 }
 
 #[test]
 fn more_memory_than_the_limit_from_the_start_is_refused() {
     let said = refusal("huge-memory");
-    assert!(said.contains("memory"), "{said}");
+    let limit = PluginLimits::default().memory_bytes;
+    let cause = format!("memory has a minimum byte size of 4294967296 which exceeds the limit of {limit:#x} bytes");
+    assert!(said.contains("whose `plugins.limits.memory_bytes` is one limit: ") && said.ends_with(&cause), "{said}");
 }
 
 #[test]
 fn larger_table_than_the_limit_from_the_start_is_refused() {
     let said = refusal("huge-table");
-    assert!(said.contains("table"), "{said}");
+    let cause = "table index 0 has a minimum element size of 100000000 which exceeds the limit of 100000";
+    assert!(said.ends_with(cause), "{said}");
 }
 
 /// Blocks in blocks, and in each a jump to any of those around it: 200 KB that take Cranelift more than half a minute.

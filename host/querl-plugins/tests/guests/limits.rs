@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_millis(200);
 
-/// What a call of `name` alone takes beyond [`TIMEOUT`] where fuel is plenty: the least of a few runs, as the machine may be
+/// What a call of `name` alone takes beyond [`TIMEOUT`] where fuel is plenty: the median of a few runs, as the machine may be
 /// busy with other tests. Each run ends in the sentence about the clock, and the next call is served.
 fn overshoot(name: &str, query: &str) -> Duration {
     let host = host_with(with_plenty_of_fuel(TIMEOUT.as_millis() as u64));
@@ -25,9 +25,10 @@ fn overshoot(name: &str, query: &str) -> Duration {
         assert_eq!(plugin.score_batch(&[episode("b", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);
         elapsed - TIMEOUT
     };
-    let least = (0..5).map(|_| run()).min().unwrap();
+    let mut beyond: Vec<_> = (0..7).map(|_| run()).collect();
+    beyond.sort();
     assert_others_are_served(&host);
-    least
+    beyond[3]
 }
 
 /// Asserts that fuel stops `name` long before the clock would, with the sentence about fuel.
@@ -41,6 +42,7 @@ fn assert_stopped_by_fuel(name: &str, query: &str) {
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
+/// Measured: 8 to 16 ms, of which a tick of the clock is 10.
 const SOON: Duration = Duration::from_millis(50);
 
 #[test]
