@@ -38,11 +38,7 @@ impl Credentials {
     }
 
     fn of_docker(location: &Location) -> Result<Self, RegistryError> {
-        let key = match location.host() {
-            "docker.io" => "https://index.docker.io/v1/",
-            host => host,
-        };
-        found(location, docker_credential::get_credential(key))
+        found(location, docker_credential::get_credential(location.host()))
     }
 
     pub(crate) fn auth(&self) -> &RegistryAuth {
