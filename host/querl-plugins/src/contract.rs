@@ -6,6 +6,7 @@
 use crate::bindings::style_model::ClassifyError;
 use crate::bindings::{log, types};
 use crate::guest::{Classified, Guest, charge};
+use querl_bundle::CONTRACT;
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
 use wasmtime::component::{HasSelf, Linker};
 use wasmtime::{Engine, Result, StoreContextMut};
@@ -13,11 +14,15 @@ use wasmtime::{Engine, Result, StoreContextMut};
 /// Interfaces of the contract begin like this; a version follows.
 pub(crate) const PREFIX: &str = "querl:plugin/";
 
-/// The contract that this host was built with.
-pub(crate) const VERSION: &str = "0.1.0";
+/// What the version of a component begins with that this host runs: 0.1.x, up to what it knows of it.
+fn series() -> String {
+    format!("{}.{}.", CONTRACT.major, CONTRACT.minor)
+}
 
-/// What this host runs: 0.1.x, up to what it knows of it.
-pub(crate) const SERIES: &str = "0.1.";
+/// Is `version` one that this host runs?
+pub(crate) fn is_known(version: &str) -> bool {
+    version.starts_with(&series())
+}
 
 /// What a guest may call: interface and function.
 const OFFERED: [(&str, &str); 3] = [("settings", "get"), ("log", "log"), ("style-model", "classify")];
@@ -25,7 +30,7 @@ const OFFERED: [(&str, &str); 3] = [("settings", "get"), ("log", "log"), ("style
 /// Puts everything that the contract offers into the linker.
 pub(crate) fn define(linker: &mut Linker<Guest>) -> Result<()> {
     types::add_to_linker::<_, HasSelf<Guest>>(linker, |guest| guest)?;
-    let name = |interface: &str| format!("{PREFIX}{interface}@{VERSION}");
+    let name = |interface: &str| format!("{PREFIX}{interface}@{CONTRACT}");
     linker.instance(&name("settings"))?.func_wrap("get", get)?;
     linker.instance(&name("log"))?.func_wrap("log", write)?;
     linker.instance(&name("style-model"))?.func_wrap("classify", classify)
@@ -67,7 +72,7 @@ pub(crate) fn check_import(engine: &Engine, name: &str, wanted: &ComponentInstan
     let Some((interface, version)) = name[PREFIX.len()..].split_once('@') else {
         return Err(format!("it imports `{name}` without a version"));
     };
-    if !version.starts_with(SERIES) {
+    if !is_known(version) {
         return Err(other_version(version));
     }
     let is_function = |item: &ComponentItem| matches!(item, ComponentItem::ComponentFunc(_));
@@ -75,13 +80,13 @@ pub(crate) fn check_import(engine: &Engine, name: &str, wanted: &ComponentInstan
     match functions.find(|function| !OFFERED.contains(&(interface, *function))) {
         None => Ok(()),
         Some(function) => Err(format!(
-            "it calls `{function}` of `{name}`, which this host, of contract {VERSION}, does not offer; use a newer querl, or \
-             build the plugin for contract {VERSION}"
+            "it calls `{function}` of `{name}`, which this host, of contract {CONTRACT}, does not offer; use a newer querl, or \
+             build the plugin for contract {CONTRACT}"
         )),
     }
 }
 
 /// A component for another series than ours.
 pub(crate) fn other_version(version: &str) -> String {
-    format!("it was built for version {version} of the plugin contract; this host runs {SERIES}x")
+    format!("it was built for version {version} of the plugin contract; this host runs {}x", series())
 }

@@ -203,15 +203,16 @@ fn kinds(engine: &Engine, component: &Component) -> Vec<PluginKind> {
 }
 
 fn exports(engine: &Engine, component: &Component, interface: &str) -> bool {
-    let prefix = format!("{}{interface}@{}", contract::PREFIX, contract::SERIES);
-    component.component_type().exports(engine).any(|(name, _)| name.starts_with(&prefix))
+    let prefix = format!("{}{interface}@", contract::PREFIX);
+    let is_known = |name: &str| name.strip_prefix(&prefix).is_some_and(contract::is_known);
+    component.component_type().exports(engine).any(|(name, _)| is_known(name))
 }
 
 fn missing_exports(engine: &Engine, component: &Component) -> String {
     let component_type = component.component_type();
     let mut names = component_type.exports(engine).map(|(name, _)| name);
     match names.find_map(|name| name.strip_prefix(contract::PREFIX)?.split_once('@')) {
-        Some((_, version)) if !version.starts_with(contract::SERIES) => contract::other_version(version),
+        Some((_, version)) if !contract::is_known(version) => contract::other_version(version),
         _ => "it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`".into(),
     }
 }

@@ -3,12 +3,9 @@
 use crate::digest::ComponentDigest;
 use crate::error::PluginError;
 use crate::source;
-use querl_bundle::{Bundle, BundleError, Manifest, PublicKey};
+use querl_bundle::{ArchiveLimits, Bundle, BundleError, Manifest, PublicKey, check_component};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
-
-/// A larger file is not a plugin. A Python component has about 18 MB.
-const MAX_COMPONENT_BYTES: u64 = 64 << 20;
 
 /// What a plugin was loaded from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,12 +136,10 @@ fn read(file: &Path) -> Result<Vec<u8>, PluginError> {
     }
     let mut bytes = Vec::new();
     let opened = std::fs::File::open(file).map_err(failed)?;
-    opened.take(MAX_COMPONENT_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
-    if bytes.len() as u64 > MAX_COMPONENT_BYTES {
-        return Err(unreadable(
-            file,
-            format!("it has more than the {MAX_COMPONENT_BYTES} bytes that a component may have"),
-        ));
+    let max_bytes = ArchiveLimits::DEFAULT.component_bytes;
+    opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(unreadable(file, format!("it has more than the {max_bytes} bytes that a component may have")));
     }
     check_header(file, &bytes)?;
     Ok(bytes)
@@ -156,17 +151,12 @@ fn unreadable(path: &Path, reason: String) -> PluginError {
 
 /// Tells apart what people mistake for a component, before the compiler sees it.
 fn check_header(path: &Path, bytes: &[u8]) -> Result<(), PluginError> {
-    let reason = match bytes {
-        [0, b'a', b's', b'm', 0x0d, 0, 1, 0, ..] => return Ok(()),
-        [0, b'a', b's', b'm', 1, 0, 0, 0, ..] => {
-            "it is a core module; expected a component (build for wasm32-wasip2, or wrap it with `wasm-tools component new`)"
-        }
-        [0, b'a', b's', b'm', ..] => "it is WebAssembly of an unknown version; expected a component",
-        [0x7f, b'E', b'L', b'F', ..] => "it is native code; expected a component",
+    let told = match bytes {
+        [0x7f, b'E', b'L', b'F', ..] => Err("is native code; expected a component".to_owned()),
         [0x28, 0xb5, 0x2f, 0xfd, ..] => {
-            "it is compressed; expected a component, or a bundle with the extension `querl`"
+            Err("is compressed; expected a component, or a bundle with the extension `querl`".to_owned())
         }
-        _ => "it is not WebAssembly; expected a component",
+        bytes => check_component(bytes),
     };
-    Err(PluginError::NotAPlugin { path: path.to_owned(), reason: reason.into() })
+    told.map_err(|reason| PluginError::NotAPlugin { path: path.to_owned(), reason: format!("it {reason}") })
 }

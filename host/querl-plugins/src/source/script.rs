@@ -2,7 +2,7 @@
 
 use super::unreadable;
 use crate::error::PluginError;
-use querl_bundle::Manifest;
+use querl_bundle::{CONTRACT, Manifest};
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -67,7 +67,7 @@ impl ScriptFolder {
     pub(super) fn write_wit(&self, folder: &Path) -> Result<(), PluginError> {
         let kinds = self.manifest.plugin.kinds.iter();
         let includes: String = kinds.map(|kind| format!(" include {};", kind.name())).collect();
-        let world = format!("package querl:plugin@0.1.0;\nworld {WORLD} {{{includes} }}\n");
+        let world = format!("package querl:plugin@{CONTRACT};\nworld {WORLD} {{{includes} }}\n");
         let written = (|| {
             std::fs::create_dir_all(folder)?;
             for entry in std::fs::read_dir(&self.wit)? {

@@ -25,7 +25,7 @@ fn refusal_of(bytes: &[u8]) -> String {
 fn core_module_is_told_from_a_component() {
     let module = ::wat::parse_str("(module (func (export \"score\")))").unwrap();
     let said = refusal_of(&module);
-    assert!(said.contains("it is a core module; expected a component (build for wasm32-wasip2"), "{said}");
+    assert!(said.contains("it is a core module; expected a component, as the target wasm32-wasip2 makes"), "{said}");
 }
 
 #[test]
