@@ -181,3 +181,20 @@ fn missing_file_is_named() {
     let said = host().load(Path::new("no/such/plugin.wasm")).unwrap_err().to_string();
     assert!(said.starts_with("plugin no/such/plugin.wasm: No such file"), "{said}");
 }
+
+#[test]
+fn proposals_that_are_not_accepted_are_refused_whatever_wasmtime_knows() {
+    for module in [
+        "(func (return_call 0))",
+        "(memory i64 1)",
+        "(memory 1 1 shared)",
+        "(tag) (func (throw 0))",
+        "(type (struct)) (func (drop (struct.new 0)))",
+        "(func (param i64 i64) (drop (drop (i64.add128 (local.get 0) (local.get 1) (local.get 0) (local.get 1)))))",
+    ] {
+        let bytes = ::wat::parse_str(format!("(component (core module {module}))"))
+            .unwrap_or_else(|error| panic!("{module}: {error}"));
+        let said = refusal_of(&bytes);
+        assert!(said.contains("it does not compile: "), "{module}: {said}");
+    }
+}
