@@ -101,7 +101,17 @@ impl Remote {
         let prompts: Vec<&str> = batch.iter().map(|episode| episode.query.as_str()).collect();
         let body = serde_json::json!({"query": query, "prompts": prompts, "labels": labels});
         let answer: serde_json::Value = self.runtime.block_on(async {
-            self.client.post(&self.url).json(&body).send().await.unwrap().error_for_status().unwrap().json().await.unwrap()
+            self.client
+                .post(&self.url)
+                .json(&body)
+                .send()
+                .await
+                .unwrap()
+                .error_for_status()
+                .unwrap()
+                .json()
+                .await
+                .unwrap()
         });
         answer["rewards"].as_array().unwrap().iter().map(serde_json::Value::as_f64).collect()
     }
