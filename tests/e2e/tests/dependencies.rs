@@ -41,7 +41,11 @@ const ALLOWED: [(&str, &[&str]); 12] = [
 const FORBIDDEN: [(&str, &[&str], &str); 8] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
-    ("querl-bundle", &["candle-core", "wasmtime", "reqwest", "tokio"], "a bundle is bytes; who runs or sends it is another's"),
+    (
+        "querl-bundle",
+        &["candle-core", "wasmtime", "reqwest", "tokio"],
+        "a bundle is bytes; who runs or sends it is another's",
+    ),
     ("querl-registry", &["candle-core", "wasmtime"], "sending bytes needs no engine"),
     ("querl-plugins", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
     ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
