@@ -61,7 +61,10 @@ impl Opened {
 /// # Errors
 /// Not readable, not buildable, not a plugin; or, where any key is `trusted`, not a bundle signed with one of them.
 pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<Opened, PluginError> {
-    let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, error.to_string()))?;
+    let metadata = std::fs::metadata(path).map_err(|error| {
+        let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
+        unreadable(path, format!("cannot be read: {error}; {expected}"))
+    })?;
     let is_bundle = metadata.is_file() && path.extension().is_some_and(|extension| extension == "querl");
     if is_bundle {
         return open_bundle(path, trusted);

@@ -102,6 +102,12 @@ fn of_model(error: &ModelError) -> Option<Ending> {
     }
 }
 
+/// Whether what reads our output went away.
+pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let kind = |cause: &(dyn std::error::Error + 'static)| Some(cause.downcast_ref::<std::io::Error>()?.kind());
+    error.chain().any(|cause| kind(cause) == Some(std::io::ErrorKind::BrokenPipe))
+}
+
 /// The error with its causes as one line.
 pub fn sentence(error: &anyhow::Error) -> String {
     let mut sentence = String::new();

@@ -25,6 +25,7 @@ mod training;
 
 use clap::Parser;
 use cli::{Cli, Command};
+use failure::Ending;
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -35,6 +36,8 @@ fn main() -> ExitCode {
     terminal::init(cli.noise.verbosity());
     match interrupt::install().and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
+        // Whoever read our output has read enough: `querl ... | head`.
+        Err(error) if failure::is_closed_pipe(&error) => ExitCode::from(Ending::Failed as u8),
         Err(error) => {
             if let Some(details) = failure::details(&error) {
                 eprintln!("{}", details.trim_end());

@@ -62,9 +62,24 @@ impl JavaScriptFolder {
         };
         match PACKAGES.iter().find(|package| !is_there(package)) {
             Some(package) => {
-                Err(self.script.refused(format!("building it needs {package}; run `npm install` in its folder")))
+                let place = self.folder_that_lists(package);
+                let remedy = format!("run `npm install --ignore-scripts` in {place}");
+                Err(self.script.refused(format!("building it needs {package}; {remedy}")))
             }
             None => Ok(()),
+        }
+    }
+
+    /// The nearest folder whose package.json asks for the package, in words: plugins may share what is installed above them.
+    fn folder_that_lists(&self, package: &str) -> String {
+        let lists = |folder: &&Path| {
+            std::fs::read_to_string(folder.join("package.json"))
+                .is_ok_and(|text| text.contains(&format!("\"{package}\"")))
+        };
+        let folder = &self.script.folder;
+        match folder.ancestors().find(lists) {
+            Some(above) if above != folder => above.display().to_string(),
+            _ => "its folder".into(),
         }
     }
 }
@@ -93,7 +108,7 @@ impl Build for JavaScriptFolder {
             });
             let mut node = self.script.command("node");
             node.args(["--input-type=module", "--eval", SCRIPT, "--"]).arg(request.to_string());
-            let missing = "building it needs Node.js 20 or later; install it, then run `npm install` in its folder";
+            let missing = "building it needs Node.js 20 or later; install it, then run `npm install --ignore-scripts` in its folder";
             self.script.run("componentize-js", node, missing)
         })
     }
@@ -130,11 +145,16 @@ mod tests {
         let plugin = JavaScriptFolder::read(folder.path()).unwrap();
         let missing = || plugin.check_packages().unwrap_err().to_string();
         assert!(
-            missing().ends_with("needs @bytecodealliance/componentize-js; run `npm install` in its folder"),
+            missing()
+                .ends_with("needs @bytecodealliance/componentize-js; run `npm install --ignore-scripts` in its folder"),
             "{}",
             missing()
         );
         std::fs::create_dir_all(plugin.script.folder.join("node_modules/@bytecodealliance/componentize-js")).unwrap();
-        assert!(missing().ends_with("needs esbuild; run `npm install` in its folder"), "{}", missing());
+        assert!(
+            missing().ends_with("needs esbuild; run `npm install --ignore-scripts` in its folder"),
+            "{}",
+            missing()
+        );
     }
 }

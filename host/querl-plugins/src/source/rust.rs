@@ -89,6 +89,10 @@ impl Build for CrateFolder {
             return false;
         };
         let sources = listed_sources(&listed);
+        // A folder that was copied with its `target` lists the sources of the original.
+        if !sources.iter().any(|source| source.starts_with(&self.folder)) {
+            return false;
+        }
         let mut inputs: BTreeSet<PathBuf> = sources.iter().filter_map(|source| manifest_above(source)).collect();
         inputs.extend(sources);
         inputs.extend([self.folder.join("Cargo.toml"), self.workspace.join("Cargo.toml")]);
@@ -232,6 +236,22 @@ mod tests {
         assert!(!plugin.is_fresh());
         plugin.date_from(SystemTime::now()).unwrap();
         assert!(plugin.is_fresh());
+    }
+
+    #[test]
+    fn component_of_a_copied_folder_is_not_fresh() {
+        let folder = tempfile::tempdir().unwrap();
+        let (original, copy) = (folder.path().join("original"), folder.path().join("copy"));
+        for path in [&original, &copy] {
+            let output = path.join(format!("target/{TARGET}/release"));
+            std::fs::create_dir_all(&output).unwrap();
+            let original = original.canonicalize().unwrap();
+            std::fs::write(path.join("Cargo.toml"), "[package]\nname = 'x'\n[workspace]").unwrap();
+            std::fs::write(output.join("x.d"), format!("x.wasm: {}\n", original.join("Cargo.toml").display())).unwrap();
+            std::fs::write(output.join("x.wasm"), "").unwrap();
+        }
+        assert!(CrateFolder::read(&original).unwrap().is_fresh());
+        assert!(!CrateFolder::read(&copy).unwrap().is_fresh());
     }
 
     #[test]
