@@ -179,7 +179,8 @@ fn component_for_another_purpose_is_refused() {
 #[test]
 fn missing_file_is_named() {
     let said = host().load(Path::new("no/such/plugin.wasm")).unwrap_err().to_string();
-    assert!(said.starts_with("plugin no/such/plugin.wasm: No such file"), "{said}");
+    assert!(said.starts_with("plugin no/such/plugin.wasm: cannot be read: No such file"), "{said}");
+    assert!(said.ends_with("expected a `.querl` bundle, a `.wasm` component or a folder with its source"), "{said}");
 }
 
 #[test]
