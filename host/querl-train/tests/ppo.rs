@@ -220,7 +220,7 @@ fn too_many_dropped_episodes_stop_the_run_with_the_reason() {
 
 #[test]
 fn a_cut_off_response_pays_the_penalty() {
-    let config = RlConfig { truncation_penalty: 5.0, kl_coef: 0.0, max_steps: 1, ..config() };
+    let config = RlConfig { missing_eos_penalty: 5.0, kl_coef: 0.0, max_steps: 1, ..config() };
     let (_, recorder, _) = run(&model(), &config, false);
     let truncated = recorder.get(1, "response_length/clip_ratio");
     assert!(truncated > 0.0, "the random model hardly ever stops by itself");

@@ -59,9 +59,6 @@ pub fn best(stage_folder: &Path) -> PathBuf {
 /// # Errors
 /// A file is missing or damaged, or the architecture is not supported.
 pub fn preflight(config: &Config) -> anyhow::Result<()> {
-    if config.model.dtype != "f32" {
-        return Err(Stop::usage(format!("model.dtype is {:?}; on the CPU it is \"f32\"", config.model.dtype)).into());
-    }
     let path = &config.model.path;
     let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
     querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;

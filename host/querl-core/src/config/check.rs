@@ -56,6 +56,7 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     check_split(config, &mut violations);
     check_sources(config, &mut violations);
     check_dual_clip(config, &mut violations);
+    check_training(config, &mut violations);
     check_systems(config, &mut violations);
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::new("plugins.rewards", "plugins.rewards is empty; expected at least one reward"));
@@ -80,8 +81,34 @@ fn check_device(config: &Config, violations: &mut Vec<Violation>) {
     if !matches!(config.device.as_str(), "auto" | "cpu") && cuda_index.is_none() {
         violations.push(wrong_text("device", &config.device, "auto, cpu or cuda:N"));
     }
-    if !matches!(config.model.dtype.as_str(), "f32" | "f16" | "bf16") {
-        violations.push(wrong_text("model.dtype", &config.model.dtype, "f32, f16 or bf16"));
+}
+
+/// What the last part of an adapted layer's name may be.
+const LINEAR_LAYERS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
+fn check_training(config: &Config, violations: &mut Vec<Violation>) {
+    let (sft, rl) = (&config.sft, &config.rl);
+    for target in &sft.lora_target_modules {
+        if target != "all-linear" && !LINEAR_LAYERS.contains(&target.as_str()) {
+            let expected = format!("all-linear, or some of {}", LINEAR_LAYERS.join(", "));
+            violations.push(wrong_text("sft.lora_target_modules", target, &expected));
+        }
+    }
+    if sft.lora_target_modules.is_empty() {
+        violations.push(Violation::new(
+            "sft.lora_target_modules",
+            "sft.lora_target_modules is empty; expected [\"all-linear\"] or names of layers",
+        ));
+    }
+    if rl.algorithm.needs_groups() && rl.n_samples < 2 {
+        violations.push(Violation::new(
+            "rl.n_samples",
+            format!("rl.n_samples is {}; rl.algorithm compares samples of one query, expected at least 2", rl.n_samples),
+        ));
+    }
+    if rl.min_new_tokens > rl.max_new_tokens {
+        let expected = format!("at most rl.max_new_tokens, {}", rl.max_new_tokens);
+        violations.push(wrong("rl.min_new_tokens", &Value::Integer(rl.min_new_tokens as i64), &expected));
     }
 }
 

@@ -19,7 +19,10 @@ pub use load::{ConfigError, Overrides, Place, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use sources::{EndpointConfig, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind};
-pub use training::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
+pub use training::{
+    AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig, SftConfig, TuningMethod,
+    ValueLossKind,
+};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -107,15 +110,52 @@ impl DataConfig {
     pub const GOLD_COLUMN: &str = "相关文档";
 }
 
+/// How the frozen weights of a model are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum BaseDtype {
+    /// 4 bytes a weight.
+    #[default]
+    F32,
+    /// 2 bytes: the exponent of f32, 8 bits of mantissa.
+    Bf16,
+    /// 2 bytes: 11 bits of mantissa, at most 65504.
+    F16,
+    /// A byte and a share of a scale.
+    Int8,
+    /// Half a byte and a share of a scale: the 16 values of QLoRA's normal float.
+    Nf4,
+}
+
+impl BaseDtype {
+    /// As in a configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+            Self::Nf4 => "nf4",
+        }
+    }
+}
+
 /// The model to train.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
     /// A Hugging Face directory.
     pub path: PathBuf,
-    /// `f32` on the CPU; storage of the frozen base elsewhere.
-    #[serde(default = "defaults::dtype")]
-    pub dtype: String,
+    /// How the frozen base is stored. Sums, adapters and losses are f32.
+    #[serde(default)]
+    pub dtype: BaseDtype,
+    /// Most tokens of one forward and backward pass: bounds memory; the result does not depend on it.
+    #[serde(default = "defaults::tokens_per_pass")]
+    #[schemars(range(min = 1))]
+    pub tokens_per_pass: usize,
+    /// Keep only the inputs of each layer and compute the rest again in the backward pass: less memory, a third more time.
+    #[serde(default)]
+    pub gradient_checkpointing: bool,
 }
 
 /// The final table.
@@ -124,6 +164,9 @@ pub struct ModelConfig {
 pub struct EvalConfig {
     /// Any of `raw`, `teacher`, `sft`, `rl`.
     pub systems: Vec<String>,
+    /// Beams of the search that writes a trained model's answers; 1 is greedy.
+    #[schemars(range(min = 1, max = 64))]
+    pub n_beams: usize,
     /// Resamples of the bootstrap.
     #[schemars(range(min = 1, max = 1_000_000))]
     pub bootstrap: usize,
@@ -133,7 +176,7 @@ pub struct EvalConfig {
 
 impl Default for EvalConfig {
     fn default() -> Self {
-        Self { systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(), bootstrap: 2000, n_examples: 20 }
+        Self { systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(), n_beams: 1, bootstrap: 2000, n_examples: 20 }
     }
 }
 
@@ -165,7 +208,7 @@ mod defaults {
     pub(super) fn split() -> [f64; 3] {
         [0.8, 0.1, 0.1]
     }
-    pub(super) fn dtype() -> String {
-        "f32".into()
+    pub(super) fn tokens_per_pass() -> usize {
+        8192
     }
 }

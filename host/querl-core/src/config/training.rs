@@ -13,6 +13,18 @@ pub enum TuningMethod {
     Full,
 }
 
+/// How the learning rate goes on after its warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum LrScheduler {
+    /// Along half a cosine to zero.
+    Cosine,
+    /// Along a line to zero.
+    Linear,
+    /// As it is.
+    Constant,
+}
+
 /// Supervised fine-tuning.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -33,16 +45,27 @@ pub struct SftConfig {
     /// Adapter scale is `lora_alpha / lora_rank`.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub lora_alpha: f64,
-    /// Rows of one forward pass.
+    /// Share of an adapter's inputs set to zero in training.
+    #[schemars(range(min = 0.0, max = 0.9))]
+    pub lora_dropout: f64,
+    /// Adapted layers: `all-linear`, or the last parts of their names (`q_proj`, `v_proj`).
+    pub lora_target_modules: Vec<String>,
+    /// Adapter scale is `lora_alpha / sqrt(lora_rank)` instead.
+    pub use_rslora: bool,
+    /// Adapters with a trained magnitude per output (DoRA).
+    pub use_dora: bool,
+    /// Rows of one optimizer step are `batch_size * gradient_accumulation_steps`; `model.tokens_per_pass` cuts them into passes.
     #[schemars(range(min = 1))]
     pub batch_size: usize,
-    /// Forward passes of one optimizer step.
+    /// See `batch_size`; the result depends on the product alone.
     #[schemars(range(min = 1))]
     pub gradient_accumulation_steps: usize,
-    /// Share of steps with rising learning rate; then cosine to zero.
+    /// How the learning rate goes on after its warm-up.
+    pub lr_scheduler: LrScheduler,
+    /// Share of steps with rising learning rate.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub warmup_ratio: f64,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay of matrices; biases and norms are not decayed.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub weight_decay: f64,
     /// Global gradient norm above which gradients are scaled down.
@@ -53,6 +76,11 @@ pub struct SftConfig {
     pub max_length: usize,
     /// Optimizer steps between evaluations on the validation split; 0 for once an epoch.
     pub eval_steps: usize,
+    /// Optimizer steps between checkpoints from which a stopped training goes on; 0 for once an epoch.
+    pub save_steps: usize,
+    /// Newest checkpoints that are kept, besides `best` and `last`.
+    #[schemars(range(min = 1))]
+    pub save_total_limit: usize,
     /// Evaluations without improvement after which training stops; 0 for never.
     pub early_stopping_patience: usize,
 }
@@ -66,13 +94,20 @@ impl Default for SftConfig {
             max_steps: 0,
             lora_rank: 16,
             lora_alpha: 32.0,
+            lora_dropout: 0.0,
+            lora_target_modules: vec!["all-linear".into()],
+            use_rslora: false,
+            use_dora: false,
             batch_size: 2,
             gradient_accumulation_steps: 8,
+            lr_scheduler: LrScheduler::Cosine,
             warmup_ratio: 0.05,
             weight_decay: 0.0,
             max_grad_norm: 1.0,
             max_length: 2048,
             eval_steps: 100,
+            save_steps: 100,
+            save_total_limit: 3,
             early_stopping_patience: 0,
         }
     }
@@ -82,8 +117,55 @@ impl Default for SftConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RlAlgorithm {
-    /// Proximal policy optimisation.
+    /// Proximal policy optimisation: a critic says what a response was worth.
     Ppo,
+    /// Group relative: scores of one query's samples against each other, over their spread; mean per response.
+    Grpo,
+    /// GRPO without the spread and without the length in the mean ("GRPO done right").
+    DrGrpo,
+    /// Each score against the mean of the query's other samples.
+    Rloo,
+    /// No critic and no groups: returns whitened over the batch, KL in the reward.
+    ReinforcePlusPlus,
+}
+
+impl RlAlgorithm {
+    /// True where samples of one query are compared with each other: `n_samples` must be 2 or more.
+    pub fn needs_groups(self) -> bool {
+        matches!(self, Self::Grpo | Self::DrGrpo | Self::Rloo)
+    }
+}
+
+/// Where the divergence from the reference policy counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KlPlacement {
+    /// Taken from the reward of each token.
+    Reward,
+    /// Added to the loss.
+    Loss,
+}
+
+/// How the divergence is estimated from the tokens that were drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KlEstimator {
+    /// `log p - log q`.
+    K1,
+    /// Half its square; as a loss, the one whose gradient is the divergence's.
+    K2,
+    /// `q/p - 1 - log(q/p)`.
+    K3,
+}
+
+/// What the critic's error costs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ValueLossKind {
+    /// Half its square.
+    Squared,
+    /// Half its square up to 1, linear beyond.
+    Huber,
 }
 
 /// How advantages and ratios are formed.
@@ -131,7 +213,7 @@ pub struct RlConfig {
     /// Responses of one optimizer step.
     #[schemars(range(min = 1))]
     pub mini_batch_size: usize,
-    /// Forward passes of one optimizer step; the result does not depend on it.
+    /// Forward passes of one optimizer step, at least; `model.tokens_per_pass` may make more. The result does not depend on it.
     #[schemars(range(min = 1))]
     pub gradient_accumulation_steps: usize,
     /// Peak learning rate of the policy.
@@ -142,18 +224,25 @@ pub struct RlConfig {
     pub critic_learning_rate: f64,
     /// Steps in which only the critic learns.
     pub critic_warmup_steps: usize,
+    /// How the policy's learning rate goes on after its warm-up.
+    pub lr_scheduler: LrScheduler,
     /// Share of steps with rising learning rate.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub warmup_ratio: f64,
+    /// Decoupled weight decay of the policy's and the critic's matrices.
+    #[schemars(range(min = 0.0, max = 1.0))]
+    pub weight_decay: f64,
     /// Ratios outside `1 - clip_range ..= 1 + clip_range` stop paying.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
     pub clip_range: f64,
     /// Above 1: bounds the loss of tokens with negative advantage at this multiple; 0 for no bound.
     #[schemars(range(min = 0.0))]
     pub dual_clip: f64,
-    /// Values move at most so far from the rollout's.
-    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    /// Values move at most so far from the rollout's; 0 for no bound.
+    #[schemars(range(min = 0.0))]
     pub clip_range_value: f64,
+    /// What the critic's error costs.
+    pub value_loss: ValueLossKind,
     /// Weight of the value loss.
     #[schemars(range(min = 0.0))]
     pub vf_coef: f64,
@@ -163,6 +252,29 @@ pub struct RlConfig {
     /// Weight of the per-token KL to the SFT policy.
     #[schemars(range(min = 0.0))]
     pub kl_coef: f64,
+    /// Where that KL counts.
+    pub kl_placement: KlPlacement,
+    /// How it is estimated.
+    pub kl_estimator: KlEstimator,
+    /// Above 0: `kl_coef` is adapted to keep the KL of a response (summed over tokens) near this many nats.
+    #[schemars(range(min = 0.0))]
+    pub kl_target: f64,
+    /// Episodes over which `kl_coef` adapts.
+    #[schemars(range(min = 1))]
+    pub kl_horizon: usize,
+    /// Above 0: ends the epochs of a batch once the policy has moved so many nats per token.
+    #[schemars(range(min = 0.0))]
+    pub target_kl: f64,
+    /// Shift and scale advantages to mean 0 and variance 1 over the batch (PPO and REINFORCE++).
+    pub whiten_advantages: bool,
+    /// Above 0: advantages are clipped to this size.
+    #[schemars(range(min = 0.0))]
+    pub advantage_clip: f64,
+    /// Divide scores by their running standard deviation.
+    pub normalize_rewards: bool,
+    /// Above 0: scores are clipped to this size.
+    #[schemars(range(min = 0.0))]
+    pub reward_clip: f64,
     /// Global gradient norm above which gradients are scaled down.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub max_grad_norm: f64,
@@ -175,15 +287,46 @@ pub struct RlConfig {
     /// Divides the logits in rollout, reference and update alike.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 10.0))]
     pub temperature: f64,
+    /// Below 1: rollouts draw from the likeliest tokens that make up this share.
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+    pub top_p: f64,
+    /// Above 0: rollouts draw from so many of the likeliest tokens.
+    pub top_k: usize,
+    /// Divides (or multiplies, below zero) the logits of tokens that the answer has; 1 for none.
+    #[schemars(range(min = 1.0, max = 10.0))]
+    pub repetition_penalty: f64,
+    /// Above 0: no sequence of so many tokens is written twice in one answer.
+    pub no_repeat_ngram_size: usize,
+    /// No answer ends before so many tokens.
+    pub min_new_tokens: usize,
     /// Longer answers are cut off and marked.
     #[schemars(range(min = 1))]
     pub max_new_tokens: usize,
-    /// Subtracted from the score of a cut-off response.
+    /// An answer ends where one of these appears.
+    pub stop_strings: Vec<String>,
+    /// Subtracted from the score of a response that does not end by itself.
     #[schemars(range(min = 0.0))]
-    pub truncation_penalty: f64,
+    pub missing_eos_penalty: f64,
+    /// Parts of a batch: one is scored while the next is generated.
+    #[schemars(range(min = 1))]
+    pub pipeline_parts: usize,
+    /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted.
+    pub off_by_one: bool,
+    /// Largest of those weights.
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub importance_cap: f64,
+    /// An episode whose calls take longer is dropped and counted.
+    #[schemars(range(min = 1))]
+    pub episode_deadline_ms: u64,
     /// Steps between evaluations on the validation split.
     #[schemars(range(min = 1))]
     pub eval_steps: usize,
+    /// Steps between checkpoints from which a stopped training goes on.
+    #[schemars(range(min = 1))]
+    pub save_steps: usize,
+    /// Newest checkpoints that are kept, besides `best` and `last`.
+    #[schemars(range(min = 1))]
+    pub save_total_limit: usize,
     /// Evaluations without improvement after which training stops; 0 for never.
     pub early_stopping_patience: usize,
     /// A batch that loses more than this share of its episodes stops the run.
@@ -206,20 +349,44 @@ impl Default for RlConfig {
             learning_rate: 1e-5,
             critic_learning_rate: 1e-4,
             critic_warmup_steps: 0,
+            lr_scheduler: LrScheduler::Constant,
             warmup_ratio: 0.0,
+            weight_decay: 0.0,
             clip_range: 0.2,
             dual_clip: 0.0,
             clip_range_value: 0.2,
+            value_loss: ValueLossKind::Squared,
             vf_coef: 0.5,
             ent_coef: 0.01,
             kl_coef: 0.05,
+            kl_placement: KlPlacement::Reward,
+            kl_estimator: KlEstimator::K1,
+            kl_target: 0.0,
+            kl_horizon: 10_000,
+            target_kl: 0.0,
+            whiten_advantages: true,
+            advantage_clip: 0.0,
+            normalize_rewards: false,
+            reward_clip: 0.0,
             max_grad_norm: 0.5,
             gamma: 0.99,
             gae_lambda: 0.95,
             temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
+            min_new_tokens: 0,
             max_new_tokens: 150,
-            truncation_penalty: 0.0,
+            stop_strings: Vec::new(),
+            missing_eos_penalty: 0.0,
+            pipeline_parts: 2,
+            off_by_one: false,
+            importance_cap: 2.0,
+            episode_deadline_ms: 120_000,
             eval_steps: 10,
+            save_steps: 10,
+            save_total_limit: 3,
             early_stopping_patience: 0,
             max_drop_rate: 0.2,
         }

@@ -56,7 +56,7 @@ pub(super) fn estimate<'a>(task: &RlTask<'_>, critic: &Critic, batch: &'a Batch)
         values.extend(rows_of(&critic.values(task.decoder, &examples, &hidden)?.detach().to_vec1()?, &examples));
         ref_hidden.extend(split_rows(&hidden, &examples)?);
     }
-    let penalty = |rollout: &Rollout| if rollout.truncated { config.truncation_penalty as f32 } else { 0.0 };
+    let penalty = |rollout: &Rollout| if rollout.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
     let scores: Vec<f32> = batch.rollouts.iter().map(|rollout| rollout.score - penalty(rollout)).collect();
     let token_rewards = token_rewards(&scores, &old_logprobs, &ref_logprobs, config.kl_coef as f32);
     let (advantages, returns, value_mask) = match config.advantage_form {

@@ -26,7 +26,7 @@ impl Stage for Rl {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("rl", &run.config.rl, &[])?;
-        inputs.text("seed", run.config.seed).text("model.dtype", &run.config.model.dtype);
+        inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Sft, &training::best(&run.dir.sft()))?;

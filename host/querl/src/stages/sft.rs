@@ -22,7 +22,7 @@ impl Stage for Sft {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("sft", &run.config.sft, &[])?;
-        inputs.text("seed", run.config.seed).text("model.dtype", &run.config.model.dtype);
+        inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
         for split in [Split::Train, Split::Val] {
             inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
