@@ -38,6 +38,21 @@ fn configuration_that_cannot_be_used() {
             "\"queries.xlsx\"",
             "querl.toml:4: data.input is \"queries.xlsx\"; there is nothing at that place",
         ),
+        (
+            "max_steps = 2\nbatch",
+            "algorithm = \"grpo\"\nmax_steps = 2\nbatch",
+            "querl.toml:27: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
+        ),
+        (
+            "max_steps = 2\nbatch",
+            "min_new_tokens = 900\nmax_steps = 2\nbatch",
+            "querl.toml:28: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8",
+        ),
+        (
+            "[rl]",
+            "lora_target_modules = [\"query\"]\n[rl]",
+            "querl.toml:27: sft.lora_target_modules is \"query\"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+        ),
     ];
     for (from, to, expected) in cases {
         let project = Project::new();
