@@ -1,0 +1,165 @@
+//! The decoder: embedding, layers, final norm. One forward pass serves Qwen2 and Qwen3, training and decoding.
+
+mod layer;
+mod linear;
+mod load;
+mod shapes;
+
+use crate::adapter::LoraAdapter;
+use crate::kernels::{self, CachedSegment, HeadGradient, RopeTable, attention, attention_cached};
+use crate::{DecoderConfig, KvCache, ModelError, PackedBatch, save_tensors};
+use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
+use candle_nn::{Embedding, Module};
+use layer::Layer;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Whether the base weights are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weights {
+    /// No gradient is computed for them: adapters alone are trained.
+    Frozen,
+    /// Every weight is a variable.
+    Trained,
+}
+
+/// A Qwen2 or Qwen3 decoder with its weights in f32.
+pub struct Decoder {
+    config: DecoderConfig,
+    embedding: Embedding,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    head: Tensor, // (V, H); the embedding where tied
+    rope: RopeTable,
+    weights: Weights,
+    vars: BTreeMap<String, Var>,
+}
+
+impl Decoder {
+    /// Shape of the decoder.
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// Trained base weights by name; empty where they are frozen.
+    pub fn vars(&self) -> &BTreeMap<String, Var> {
+        &self.vars
+    }
+
+    /// Hidden states after the final norm: `(N, H)` for the N rows of the batch.
+    ///
+    /// # Errors
+    /// A token outside the vocabulary, or a sequence longer than the model's positions.
+    pub fn hidden_states(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> Result<Tensor, ModelError> {
+        let head_dim = self.config.head_dim;
+        Ok(self.forward(batch, adapter, &mut |_, q, k, v| attention(q, k, v, &batch.segments, head_dim))?)
+    }
+
+    /// Feeds new tokens to sequences in progress and grows their caches. Returns the final hidden states `(N, H)` of the new
+    /// tokens, sequences one after another. Records no gradient if the adapter records none and the base is frozen.
+    ///
+    /// # Errors
+    /// As [`Decoder::hidden_states`].
+    pub fn extend(
+        &self,
+        caches: &mut [&mut KvCache],
+        new: &[&[u32]],
+        adapter: Option<&LoraAdapter>,
+    ) -> Result<Tensor, ModelError> {
+        let batch = PackedBatch::with_offsets(new.iter().zip(caches.iter()).map(|(new, cache)| (*new, cache.len)));
+        let config = &self.config;
+        let (q_width, kv_width) = (config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim);
+        let hidden = self.forward(&batch, adapter, &mut |layer, q, k, v| {
+            append(caches, layer, k, v, &batch, kv_width)?;
+            let segments: Vec<CachedSegment<'_>> = batch
+                .segments
+                .iter()
+                .zip(caches.iter())
+                .map(|(&queries, cache)| CachedSegment {
+                    queries,
+                    keys: &cache.layers[layer].keys,
+                    values: &cache.layers[layer].values,
+                })
+                .collect();
+            let out = kernels::with_floats(q, |q| attention_cached(q, &segments, q_width, kv_width, config.head_dim))?;
+            Tensor::from_vec(out, q.shape(), q.device())
+        })?;
+        for (cache, new) in caches.iter_mut().zip(new) {
+            cache.len += new.len();
+        }
+        Ok(hidden)
+    }
+
+    /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states.
+    ///
+    /// # Errors
+    /// See [`kernels::token_logprobs`].
+    pub fn token_logprobs(&self, hidden: &Tensor, targets: Vec<u32>, temperature: f64) -> Result<Tensor, ModelError> {
+        let head_gradient = match self.weights {
+            Weights::Frozen => HeadGradient::NotNeeded,
+            Weights::Trained => HeadGradient::Needed,
+        };
+        Ok(kernels::token_logprobs(hidden, &self.head, &Arc::new(targets), temperature, head_gradient)?)
+    }
+
+    /// Logits `(N, V)` of N rows of hidden states.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
+        Ok(kernels::frozen_linear(hidden, &self.head, None)?)
+    }
+
+    /// Writes `model.safetensors`. Tied heads are not written twice.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn save(&self, directory: &Path, dtype: DType) -> Result<(), ModelError> {
+        let tensors: Result<BTreeMap<String, Tensor>, candle_core::Error> =
+            self.vars.iter().map(|(name, var)| Ok((name.clone(), var.as_tensor().to_dtype(dtype)?))).collect();
+        save_tensors(&directory.join("model.safetensors"), &tensors?)
+    }
+
+    fn forward(
+        &self,
+        batch: &PackedBatch,
+        adapter: Option<&LoraAdapter>,
+        attend: &mut dyn FnMut(usize, &Tensor, &Tensor, &Tensor) -> TensorResult<Tensor>,
+    ) -> TensorResult<Tensor> {
+        let ids = Tensor::from_slice(&batch.token_ids, batch.n_rows(), &Device::Cpu)?;
+        let mut x = self.embedding.forward(&ids)?; // (N, H)
+        let eps = self.config.rms_norm_eps;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let normed = kernels::rms_norm(&x, &layer.input_norm, eps)?;
+            let (q, k, v) = layer.queries_keys_values(&normed, &self.config, &self.rope, batch, adapter)?;
+            let attended = attend(index, &q, &k, &v)?; // (N, heads * D)
+            x = (x + layer.o.forward(&attended, adapter)?)?;
+            let normed = kernels::rms_norm(&x, &layer.post_attention_norm, eps)?;
+            let gated = kernels::swiglu(&layer.gate.forward(&normed, adapter)?, &layer.up.forward(&normed, adapter)?)?;
+            x = (x + layer.down.forward(&gated, adapter)?)?;
+        }
+        kernels::rms_norm(&x, &self.norm, eps)
+    }
+}
+
+/// Appends new keys and values of one layer to the caches of their sequences.
+fn append(
+    caches: &mut [&mut KvCache],
+    layer: usize,
+    k: &Tensor,
+    v: &Tensor,
+    batch: &PackedBatch,
+    kv_width: usize,
+) -> TensorResult<()> {
+    kernels::with_floats(k, |k| {
+        kernels::with_floats(v, |v| {
+            for (cache, segment) in caches.iter_mut().zip(batch.segments.iter()) {
+                let rows = segment.start * kv_width..(segment.start + segment.len) * kv_width;
+                cache.layers[layer].keys.extend_from_slice(&k[rows.clone()]);
+                cache.layers[layer].values.extend_from_slice(&v[rows]);
+            }
+            Ok(())
+        })
+    })
+}
