@@ -13,3 +13,11 @@ pub trait MetricSink {
     /// They cannot be kept.
     fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()>;
 }
+
+/// `name/mean`, `name/max`, `name/min`.
+pub(crate) fn summary(name: &str, values: &[f64]) -> Metrics {
+    let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+    Metrics::from([(format!("{name}/mean"), mean), (format!("{name}/max"), max), (format!("{name}/min"), min)])
+}

@@ -4,7 +4,9 @@
 //! The policy is the SFT adapter trained on; the reference is that adapter as it was; both share one frozen base.
 
 mod critic;
+mod estimate;
 mod evaluate;
+mod learner;
 mod rollout;
 mod update;
 
@@ -12,9 +14,9 @@ use crate::checkpoint::{BEST, LAST, save_policy};
 use crate::health::Health;
 use crate::order::Order;
 use crate::policy::Policy;
-use crate::{AdamW, AdamWSettings, MetricSink, Metrics, TrainError};
-use critic::Critic;
+use crate::{MetricSink, Metrics, TrainError};
 use evaluate::Evaluation;
+use learner::Learner;
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
 use querl_model::{Decoder, LoraAdapter, TextTokenizer};
@@ -88,13 +90,12 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
     }
     let config = task.config;
     let mut order = Order::new(task.train.prompts.len(), task.seed);
-    let mut critic = Critic::new(task)?;
-    let mut optimizer = AdamW::new(AdamWSettings::default());
+    let mut learner = Learner::new(task)?;
     let mut health = Health::default();
     let first = evaluate::evaluate(task, 0)?;
     record_evaluation(task, sink, 0, &first)?;
     let mut best = Best::new(first);
-    best.save(task, &critic)?;
+    best.save(task, &learner)?;
     let (mut n_episodes, mut dropped) = (0, BTreeMap::new());
 
     for step in 1..=config.max_steps as u64 {
@@ -103,27 +104,21 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
         let batch = rollout::collect(task, step, &order.take(config.batch_size))?;
         n_episodes += batch.n_episodes as u64;
         batch.dropped.iter().for_each(|(code, n)| *dropped.entry(code.clone()).or_default() += n);
-        // 2. Log-probabilities of policy and reference, values, advantages.
-        let estimated = Instant::now();
-        let experience = update::estimate(task, &critic, &batch)?;
-        // 3. Several epochs of updates.
-        let updated = Instant::now();
-        let update_metrics = update::update(task, &mut critic, &mut optimizer, &experience, step)?;
-        // 4. Metrics and warnings.
+        // 2. Log-probabilities, values, advantages; several epochs of updates.
         let mut metrics = batch.metrics();
-        metrics.extend(experience.metrics());
-        metrics.extend(update_metrics);
-        metrics.extend(timings(&batch, started, estimated, updated));
+        metrics.extend(learner.learn(task, &batch, step)?);
+        metrics.extend(timings(&batch, started));
+        // 3. Warnings.
         for warning in health.check(&metrics) {
             task.progress.line(&format!("rl step {step}: {warning}"));
         }
-        // 5. Evaluation on the validation split, and the checkpoint if it is the best so far.
+        // 4. Evaluation on the validation split, and the checkpoint if it is the best so far.
         let is_last = step == config.max_steps as u64;
         if is_last || step % config.eval_steps.max(1) as u64 == 0 {
             let evaluation = evaluate::evaluate(task, step)?;
             record_evaluation(task, sink, step, &evaluation)?;
             if best.offer(step, evaluation) {
-                best.save(task, &critic)?;
+                best.save(task, &learner)?;
             }
         }
         let mean = metrics.get("avg_reward").copied().unwrap_or_default();
@@ -131,7 +126,7 @@ pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, 
         task.progress.update(step, config.max_steps as u64, &format!("reward {mean:+.3}, {}", best.note()));
         let interrupted = task.stop.load(Ordering::Relaxed);
         if interrupted || is_last || best.is_exhausted(config.early_stopping_patience) {
-            save(task, &critic, &task.output_dir.join(LAST))?;
+            save(task, &learner, &task.output_dir.join(LAST))?;
             if interrupted {
                 return Err(TrainError::Interrupted { stage: "rl", step });
             }
@@ -145,9 +140,9 @@ fn io(task: &RlTask<'_>, source: std::io::Error) -> TrainError {
     TrainError::Io { path: task.output_dir.to_owned(), source }
 }
 
-fn save(task: &RlTask<'_>, critic: &Critic, directory: &Path) -> Result<(), TrainError> {
+fn save(task: &RlTask<'_>, learner: &Learner, directory: &Path) -> Result<(), TrainError> {
     save_policy(Policy { decoder: task.decoder, adapter: Some(task.policy) }, directory, task.base_path)?;
-    critic.save(&directory.join("critic"), task.base_path)
+    learner.save_critic(&directory.join("critic"), task.base_path)
 }
 
 fn record_evaluation(
@@ -159,13 +154,11 @@ fn record_evaluation(
     sink.record("rl", step, &evaluation.metrics()).map_err(|source| io(task, source))
 }
 
-fn timings(batch: &rollout::Batch, started: Instant, estimated: Instant, updated: Instant) -> Metrics {
+fn timings(batch: &rollout::Batch, started: Instant) -> Metrics {
     let total = started.elapsed().as_secs_f64();
     Metrics::from([
         ("timing_s/gen".into(), batch.generate_s),
         ("timing_s/reward".into(), batch.score_s),
-        ("timing_s/values_and_ref".into(), (updated - estimated).as_secs_f64()),
-        ("timing_s/update".into(), updated.elapsed().as_secs_f64()),
         ("timing_s/step".into(), total),
         ("perf/throughput".into(), batch.n_tokens() as f64 / total),
     ])
@@ -194,8 +187,8 @@ impl Best {
         is_best
     }
 
-    fn save(&self, task: &RlTask<'_>, critic: &Critic) -> Result<(), TrainError> {
-        save(task, critic, &task.output_dir.join(BEST))
+    fn save(&self, task: &RlTask<'_>, learner: &Learner) -> Result<(), TrainError> {
+        save(task, learner, &task.output_dir.join(BEST))
     }
 
     fn is_exhausted(&self, patience: usize) -> bool {

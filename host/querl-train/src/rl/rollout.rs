@@ -1,6 +1,7 @@
 //! Rollouts: answers of the policy, scored by the environment.
 
 use super::{RlData, RlTask};
+use crate::metrics::summary;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
 use querl_core::ports::PolicyResponse;
@@ -12,9 +13,16 @@ use std::time::Instant;
 /// One scored answer.
 pub(super) struct Rollout {
     pub(super) example: Example,
-    /// Log-probabilities as sampled.
-    pub(super) rollout_logprobs: Vec<f32>,
+    /// Of the response's tokens at the sampling temperature, as the engine computed them, before any filter.
+    pub(super) logprobs: Vec<f32>,
+    /// Of the filtered distribution that they were drawn from.
+    pub(super) behaviour_logprobs: Vec<f32>,
+    /// Cut off at the longest length.
     pub(super) truncated: bool,
+    /// Row of the query: samples of one row are a group.
+    pub(super) group: usize,
+    /// Which of the row's samples.
+    pub(super) sample: usize,
     /// The environment's total.
     pub(super) score: f32,
     pub(super) record: EpisodeRecord,
@@ -43,12 +51,15 @@ pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Ba
     check_drops(task, step, &records)?;
     let (n_episodes, dropped) = (records.len(), drops(&records));
     let mut rollouts = Vec::with_capacity(n_episodes);
-    for (((row, _), answer), record) in targets.into_iter().zip(answers).zip(records) {
+    for (((row, sample), answer), record) in targets.into_iter().zip(answers).zip(records) {
         let Ok(reward) = &record.outcome else { continue };
         rollouts.push(Rollout {
             example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids },
-            rollout_logprobs: answer.logprobs,
+            behaviour_logprobs: answer.logprobs.clone(),
+            logprobs: answer.logprobs,
             truncated: answer.truncated,
+            group: row,
+            sample,
             score: reward.total as f32,
             record,
         });
@@ -154,14 +165,6 @@ impl Batch {
         metrics.extend(episode_metrics(self.rollouts.iter().map(|rollout| &rollout.record)));
         metrics
     }
-}
-
-/// `name/mean`, `name/max`, `name/min`.
-pub(super) fn summary(name: &str, values: &[f64]) -> Metrics {
-    let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
-    let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let min = values.iter().copied().fold(f64::INFINITY, f64::min);
-    Metrics::from([(format!("{name}/mean"), mean), (format!("{name}/max"), max), (format!("{name}/min"), min)])
 }
 
 /// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.
