@@ -17,6 +17,21 @@ impl PackedBatch {
         Self::with_offsets(sequences.into_iter().map(|sequence| (sequence, 0)))
     }
 
+    /// Packs sequences so that what they begin with in common stands once.
+    pub fn shared<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
+        Self::new(sequences)
+    }
+
+    /// The row of a sequence's token, `position` counted from the sequence's first.
+    ///
+    /// # Panics
+    /// There is no such sequence, or it has no such token.
+    pub fn row_of(&self, sequence: usize, position: usize) -> usize {
+        let Segment { start, len } = self.segments[sequence];
+        assert!(position < len, "sequence {sequence} has {len} tokens, none at {position}");
+        start + position
+    }
+
     /// As [`PackedBatch::new`], each sequence going on at a position of its own: behind what a cache already holds.
     pub(crate) fn with_offsets<'a>(sequences: impl IntoIterator<Item = (&'a [u32], usize)>) -> Self {
         let (mut token_ids, mut positions, mut segments) = (Vec::new(), Vec::new(), Vec::new());

@@ -26,7 +26,7 @@ pub use batch::PackedBatch;
 pub use cache::KvCache;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
-pub use decoder::{Decoder, Weights};
+pub use decoder::{Decoder, Dropout, Pass, Recompute, Weights, backward};
 pub use error::ModelError;
 pub use generate::{Decoding, Generated, GenerationRequest, generate};
 pub use template::ChatTemplate;

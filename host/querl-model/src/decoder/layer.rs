@@ -2,10 +2,33 @@
 
 use super::Weights;
 use super::linear::Linear;
-use crate::adapter::LoraAdapter;
-use crate::kernels::{self, RopeTable};
+use super::pass::Pass;
+use crate::kernels::{self, RopeTable, Segment};
 use crate::{DecoderConfig, Family, ModelError, PackedBatch};
 use candle_core::{Result as TensorResult, Tensor};
+use std::sync::Arc;
+
+/// What every layer knows of the rows that pass through it.
+#[derive(Clone)]
+pub(super) struct Rows {
+    pub(super) rope: RopeTable,
+    pub(super) positions: Arc<Vec<u32>>,
+    pub(super) segments: Arc<Vec<Segment>>,
+    pub(super) head_dim: usize,
+    pub(super) eps: f64,
+}
+
+impl Rows {
+    pub(super) fn new(batch: &PackedBatch, config: &DecoderConfig, rope: &RopeTable) -> Self {
+        Self {
+            rope: rope.clone(),
+            positions: batch.positions.clone(),
+            segments: batch.segments.clone(),
+            head_dim: config.head_dim,
+            eps: config.rms_norm_eps,
+        }
+    }
+}
 
 /// Weights of one decoder layer.
 pub(super) struct Layer {
@@ -61,27 +84,47 @@ impl Layer {
         })
     }
 
+    /// Output `(N, H)` of the layer for its input `(N, H)`.
+    pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        let (q, k, v) = self.queries_keys_values(x, rows, pass)?;
+        let attended = kernels::attention(&q, &k, &v, &rows.segments, rows.head_dim)?; // (N, heads * D)
+        self.after_attention(x, &attended, rows, pass)
+    }
+
     /// Queries, keys and values of N rows, normed and turned: `(N, heads * D)` and twice `(N, kv_heads * D)`.
     pub(super) fn queries_keys_values(
         &self,
         x: &Tensor,
-        config: &DecoderConfig,
-        rope: &RopeTable,
-        batch: &PackedBatch,
-        adapter: Option<&LoraAdapter>,
+        rows: &Rows,
+        pass: &Pass<'_>,
     ) -> TensorResult<(Tensor, Tensor, Tensor)> {
-        let (mut q, mut k) = (self.q.forward(x, adapter)?, self.k.forward(x, adapter)?);
+        let x = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
+        let (mut q, mut k) = (self.q.forward(&x, pass)?, self.k.forward(&x, pass)?);
         if let Some((q_norm, k_norm)) = &self.qk_norm {
-            q = per_head_norm(&q, q_norm, config)?;
-            k = per_head_norm(&k, k_norm, config)?;
+            q = per_head_norm(&q, q_norm, rows)?;
+            k = per_head_norm(&k, k_norm, rows)?;
         }
-        let q = kernels::rope(&q, rope, &batch.positions)?;
-        let k = kernels::rope(&k, rope, &batch.positions)?;
-        Ok((q, k, self.v.forward(x, adapter)?))
+        let q = kernels::rope(&q, &rows.rope, &rows.positions)?;
+        let k = kernels::rope(&k, &rows.rope, &rows.positions)?;
+        Ok((q, k, self.v.forward(&x, pass)?))
+    }
+
+    /// The attention's projection and the feed-forward part, each added to what was there.
+    pub(super) fn after_attention(
+        &self,
+        x: &Tensor,
+        attended: &Tensor,
+        rows: &Rows,
+        pass: &Pass<'_>,
+    ) -> TensorResult<Tensor> {
+        let x = (x + self.o.forward(attended, pass)?)?;
+        let normed = kernels::rms_norm(&x, &self.post_attention_norm, rows.eps)?;
+        let gated = kernels::swiglu(&self.gate.forward(&normed, pass)?, &self.up.forward(&normed, pass)?)?;
+        x + self.down.forward(&gated, pass)?
     }
 }
 
-fn per_head_norm(x: &Tensor, weight: &Tensor, config: &DecoderConfig) -> TensorResult<Tensor> {
-    let rows = x.reshape(((), config.head_dim))?; // (N * heads, D)
-    kernels::rms_norm(&rows, weight, config.rms_norm_eps)?.reshape(x.shape())
+fn per_head_norm(x: &Tensor, weight: &Tensor, rows: &Rows) -> TensorResult<Tensor> {
+    let heads = x.reshape(((), rows.head_dim))?; // (N * heads, D)
+    kernels::rms_norm(&heads, weight, rows.eps)?.reshape(x.shape())
 }

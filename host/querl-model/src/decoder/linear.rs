@@ -1,7 +1,7 @@
 //! One linear layer: frozen, trained, or frozen with an adapter.
 
 use super::Weights;
-use crate::adapter::LoraAdapter;
+use super::pass::Pass;
 use crate::kernels;
 use candle_core::{Result as TensorResult, Tensor};
 
@@ -14,8 +14,8 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    pub(super) fn forward(&self, x: &Tensor, adapter: Option<&LoraAdapter>) -> TensorResult<Tensor> {
-        if let Some((adapter, pair)) = adapter.and_then(|adapter| Some((adapter, adapter.pair(&self.path)?))) {
+    pub(super) fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        if let Some((adapter, pair)) = pass.adapter.and_then(|adapter| Some((adapter, adapter.pair(&self.path)?))) {
             return kernels::lora_linear(x, &self.weight, self.bias.as_ref(), &pair.a, &pair.b, adapter.scale());
         }
         match self.weights {

@@ -12,6 +12,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 
 impl Decoder {
     /// Loads a Hugging Face directory.
@@ -84,7 +85,7 @@ impl Decoder {
         let embedding = take("model.embed_tokens.weight")?;
         let head = if config.tie_word_embeddings { embedding.clone() } else { take("lm_head.weight")? };
         let layers = (0..config.n_layers)
-            .map(|index| Layer::new(&format!("model.layers.{index}"), &config, weights, &mut take))
+            .map(|index| Layer::new(&format!("model.layers.{index}"), &config, weights, &mut take).map(Arc::new))
             .collect::<Result<_, _>>()?;
         Ok(Self {
             norm: take("model.norm.weight")?,

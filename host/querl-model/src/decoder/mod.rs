@@ -3,17 +3,23 @@
 mod layer;
 mod linear;
 mod load;
+mod pass;
+mod recompute;
 mod shapes;
 
 use crate::adapter::LoraAdapter;
-use crate::kernels::{self, CachedSegment, HeadGradient, RopeTable, attention, attention_cached};
+use crate::kernels::{self, CachedSegment, HeadGradient, RopeTable, attention_cached};
 use crate::{DecoderConfig, KvCache, ModelError, PackedBatch, save_tensors};
 use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
 use candle_nn::{Embedding, Module};
-use layer::Layer;
+use layer::{Layer, Rows};
+use recompute::CheckpointedLayer;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+
+pub use pass::{Dropout, Pass};
+pub use recompute::{Recompute, backward};
 
 /// Whether the base weights are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +34,7 @@ pub enum Weights {
 pub struct Decoder {
     config: DecoderConfig,
     embedding: Embedding,
-    layers: Vec<Layer>,
+    layers: Vec<Arc<Layer>>,
     norm: Tensor,
     head: Tensor, // (V, H); the embedding where tied
     rope: RopeTable,
@@ -52,8 +58,17 @@ impl Decoder {
     /// # Errors
     /// A token outside the vocabulary, or a sequence longer than the model's positions.
     pub fn hidden_states(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> Result<Tensor, ModelError> {
-        let head_dim = self.config.head_dim;
-        Ok(self.forward(batch, adapter, &mut |_, q, k, v| attention(q, k, v, &batch.segments, head_dim))?)
+        Ok(self.forward(batch, &Pass::with(adapter))?)
+    }
+
+    /// Hidden states after the final norm of some rows, `(rows, H)` in the order given; a row may be named more than once.
+    /// What only those rows need is computed for those rows alone.
+    ///
+    /// # Errors
+    /// As [`Decoder::hidden_states`]; a row that the batch does not have.
+    pub fn hidden_at(&self, batch: &PackedBatch, rows: &[u32], pass: &Pass<'_>) -> Result<Tensor, ModelError> {
+        let hidden = self.forward(batch, pass)?;
+        Ok(hidden.index_select(&Tensor::from_slice(rows, rows.len(), hidden.device())?, 0)?)
     }
 
     /// Feeds new tokens to sequences in progress and grows their caches. Returns the final hidden states `(N, H)` of the new
@@ -70,25 +85,24 @@ impl Decoder {
         let batch = PackedBatch::with_offsets(new.iter().zip(caches.iter()).map(|(new, cache)| (*new, cache.len)));
         let config = &self.config;
         let (q_width, kv_width) = (config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim);
-        let hidden = self.forward(&batch, adapter, &mut |layer, q, k, v| {
-            append(caches, layer, k, v, &batch, kv_width)?;
-            let segments: Vec<CachedSegment<'_>> = batch
-                .segments
-                .iter()
-                .zip(caches.iter())
-                .map(|(&queries, cache)| CachedSegment {
-                    queries,
-                    keys: &cache.layers[layer].keys,
-                    values: &cache.layers[layer].values,
-                })
-                .collect();
-            let out = kernels::with_floats(q, |q| attention_cached(q, &segments, q_width, kv_width, config.head_dim))?;
-            Tensor::from_vec(out, q.shape(), q.device())
-        })?;
+        let (rows, pass) = (Rows::new(&batch, config, &self.rope), Pass::with(adapter));
+        let mut x = self.embed(&batch)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let (q, k, v) = layer.queries_keys_values(&x, &rows, &pass)?;
+            append(caches, index, &k, &v, &batch, kv_width)?;
+            let cached = batch.segments.iter().zip(caches.iter()).map(|(&queries, cache)| CachedSegment {
+                queries,
+                keys: &cache.layers[index].keys,
+                values: &cache.layers[index].values,
+            });
+            let cached: Vec<CachedSegment<'_>> = cached.collect();
+            let out = kernels::with_floats(&q, |q| attention_cached(q, &cached, q_width, kv_width, config.head_dim))?;
+            x = layer.after_attention(&x, &Tensor::from_vec(out, q.shape(), q.device())?, &rows, &pass)?;
+        }
         for (cache, new) in caches.iter_mut().zip(new) {
             cache.len += new.len();
         }
-        Ok(hidden)
+        Ok(kernels::rms_norm(&x, &self.norm, config.rms_norm_eps)?)
     }
 
     /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states.
@@ -121,25 +135,30 @@ impl Decoder {
         save_tensors(&directory.join("model.safetensors"), &tensors?)
     }
 
-    fn forward(
-        &self,
-        batch: &PackedBatch,
-        adapter: Option<&LoraAdapter>,
-        attend: &mut dyn FnMut(usize, &Tensor, &Tensor, &Tensor) -> TensorResult<Tensor>,
-    ) -> TensorResult<Tensor> {
-        let ids = Tensor::from_slice(&batch.token_ids, batch.n_rows(), &Device::Cpu)?;
-        let mut x = self.embedding.forward(&ids)?; // (N, H)
-        let eps = self.config.rms_norm_eps;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let normed = kernels::rms_norm(&x, &layer.input_norm, eps)?;
-            let (q, k, v) = layer.queries_keys_values(&normed, &self.config, &self.rope, batch, adapter)?;
-            let attended = attend(index, &q, &k, &v)?; // (N, heads * D)
-            x = (x + layer.o.forward(&attended, adapter)?)?;
-            let normed = kernels::rms_norm(&x, &layer.post_attention_norm, eps)?;
-            let gated = kernels::swiglu(&layer.gate.forward(&normed, adapter)?, &layer.up.forward(&normed, adapter)?)?;
-            x = (x + layer.down.forward(&gated, adapter)?)?;
+    /// Rows of the embedding: `(N, H)`.
+    fn embed(&self, batch: &PackedBatch) -> TensorResult<Tensor> {
+        self.embedding.forward(&Tensor::from_slice(&batch.token_ids, batch.n_rows(), &Device::Cpu)?)
+    }
+
+    fn forward(&self, batch: &PackedBatch, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        let rows = Rows::new(batch, &self.config, &self.rope);
+        let adapter = pass.recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
+        let mut x = self.embed(batch)?;
+        for layer in &self.layers {
+            x = match pass.recompute {
+                None => layer.forward(&x, &rows, pass)?,
+                Some(recompute) => CheckpointedLayer {
+                    layer: layer.clone(),
+                    rows: rows.clone(),
+                    adapter: adapter.clone(),
+                    dropout: pass.dropout,
+                    recompute: recompute.clone(),
+                    input: x.detach(),
+                }
+                .apply(&x)?,
+            };
         }
-        kernels::rms_norm(&x, &self.norm, eps)
+        kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
     }
 }
 

@@ -1,0 +1,32 @@
+//! What a forward pass is told besides its tokens.
+
+use super::Recompute;
+use crate::LoraAdapter;
+
+/// How a pass over a batch is to be run.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Pass<'a> {
+    /// Beside the base's weights; `None` is the bare base.
+    pub adapter: Option<&'a LoraAdapter>,
+    /// On the inputs of the adapter's layers; `None` in rollouts, references and evaluation.
+    pub dropout: Option<Dropout>,
+    /// Keeps the input of each layer alone and computes the rest again in the backward pass; `None` keeps everything.
+    pub recompute: Option<&'a Recompute>,
+}
+
+impl<'a> Pass<'a> {
+    /// A pass with an adapter and nothing else.
+    pub fn with(adapter: Option<&'a LoraAdapter>) -> Self {
+        Self { adapter, ..Self::default() }
+    }
+}
+
+/// Which share of an adapter's inputs is set to zero. The mask depends on the seed and on the layer alone, so that a pass that
+/// is computed again sees the same one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Dropout {
+    /// Share that is zeroed, 0 to below 1.
+    pub p: f64,
+    /// Another one for each pass.
+    pub seed: u64,
+}

@@ -1,0 +1,152 @@
+//! Gradient checkpointing: a layer keeps its input, and its inside is computed again when its gradient is due.
+//!
+//! A candle operation has at most three inputs, and a layer with an adapter has fifteen. So the layer is an operation of its
+//! input alone; what its backward pass finds for everything else is put aside and joined in [`backward`].
+
+use super::layer::{Layer, Rows};
+use super::pass::{Dropout, Pass};
+use crate::{LoraAdapter, ModelError};
+use candle_core::backend::BackendStorage;
+use candle_core::backprop::GradStore;
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Result as TensorResult, Shape, Storage, Tensor, TensorId,
+    Var,
+};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What checkpointed layers find in a backward pass, beside the graph. One serves any number of passes, one after another.
+#[derive(Debug, Clone)]
+pub struct Recompute {
+    found: Arc<Mutex<HashMap<TensorId, Tensor>>>,
+    /// A variable among the inputs of every checkpointed layer: candle leaves out operations without one.
+    anchor: Var,
+}
+
+impl Recompute {
+    /// With nothing found yet.
+    ///
+    /// # Errors
+    /// A tensor cannot be made.
+    pub fn new() -> Result<Self, ModelError> {
+        Ok(Self { found: Arc::default(), anchor: Var::zeros(1, DType::F32, &Device::Cpu)? })
+    }
+
+    fn found(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
+        // A panic elsewhere leaves sums that are whole: each entry is replaced at once.
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, id: TensorId, gradient: Tensor) -> TensorResult<()> {
+        let mut found = self.found();
+        let sum = match found.remove(&id) {
+            Some(earlier) => (earlier + gradient)?,
+            None => gradient,
+        };
+        found.insert(id, sum);
+        Ok(())
+    }
+}
+
+/// Gradients of a loss with respect to every variable, those inside checkpointed layers included.
+///
+/// # Errors
+/// A tensor operation fails.
+pub fn backward(loss: &Tensor, recompute: Option<&Recompute>) -> Result<GradStore, ModelError> {
+    if let Some(recompute) = recompute {
+        recompute.found().clear(); // left over where an earlier backward pass failed
+    }
+    let mut gradients = loss.backward()?;
+    let found = recompute.map(|recompute| std::mem::take(&mut *recompute.found())).unwrap_or_default();
+    for (id, gradient) in found {
+        let sum = match gradients.get_id(id) {
+            Some(other) => (other + gradient)?,
+            None => gradient,
+        };
+        gradients.insert_id(id, sum);
+    }
+    Ok(gradients)
+}
+
+/// One layer that keeps its input alone.
+pub(super) struct CheckpointedLayer {
+    pub(super) layer: Arc<Layer>,
+    pub(super) rows: Rows,
+    pub(super) adapter: Option<Arc<LoraAdapter>>,
+    pub(super) dropout: Option<Dropout>,
+    pub(super) recompute: Recompute,
+    /// The input, without graph.
+    pub(super) input: Tensor,
+}
+
+impl CheckpointedLayer {
+    pub(super) fn apply(self, x: &Tensor) -> TensorResult<Tensor> {
+        let anchor = self.recompute.anchor.as_tensor().clone();
+        x.apply_op2(&anchor, self)
+    }
+
+    fn forward(&self, x: &Tensor) -> TensorResult<Tensor> {
+        let pass = Pass { adapter: self.adapter.as_deref(), dropout: self.dropout, recompute: None };
+        self.layer.forward(x, &self.rows, &pass)
+    }
+}
+
+impl CustomOp2 for CheckpointedLayer {
+    fn name(&self) -> &'static str {
+        "checkpointed-layer"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _x: &CpuStorage,
+        _x_layout: &Layout,
+        _anchor: &CpuStorage,
+        _anchor_layout: &Layout,
+    ) -> TensorResult<(CpuStorage, Shape)> {
+        // The graph of the inside ends with this function: its memory is free again at the next layer.
+        let y = self.forward(&self.input)?;
+        let (storage, layout) = y.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { candle_core::bail!("checkpointed layers run on the cpu") };
+        Ok((storage.try_clone(layout)?, y.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        _anchor: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> TensorResult<(Option<Tensor>, Option<Tensor>)> {
+        let input = if x.track_op() { Var::from_tensor(x)?.into_inner() } else { x.clone() };
+        let y = self.forward(&input)?;
+        let mut gradients = y.apply_op1(Seed { gradient: grad.clone() })?.backward()?;
+        drop(y);
+        let dx = gradients.remove(&input);
+        let ids: Vec<TensorId> = gradients.get_ids().copied().collect();
+        for id in ids {
+            if let Some(gradient) = gradients.get_id(id) {
+                self.recompute.add(id, gradient.clone())?;
+            }
+        }
+        Ok((dx, None))
+    }
+}
+
+/// A scalar whose backward pass begins with a given gradient.
+struct Seed {
+    gradient: Tensor,
+}
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, _storage: &CpuStorage, _layout: &Layout) -> TensorResult<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, _x: &Tensor, _y: &Tensor, _grad: &Tensor) -> TensorResult<Option<Tensor>> {
+        Ok(Some(self.gradient.clone()))
+    }
+}
