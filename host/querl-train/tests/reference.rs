@@ -9,7 +9,8 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Device, Tensor, Var};
-use querl_model::kernels::{HeadGradient, token_logprobs};
+use querl_core::config::BaseDtype;
+use querl_model::kernels::{FrozenWeight, Weight, token_logprobs};
 use querl_train::maths::{
     Rows, gae, kl_k1, kl_k2, kl_k3, masked_mean, masked_whiten, policy_loss, token_rewards, value_loss,
 };
@@ -175,11 +176,12 @@ fn entropy_and_logprobs_and_their_gradients_are_verls() {
     let labels = Arc::new(flat("labels").iter().map(|label| *label as u32).collect::<Vec<_>>());
     let mask = flat("response_mask");
     let weight = 1.0 / mask.iter().sum::<f32>();
-    let identity = Tensor::eye(v, DType::F32, &Device::Cpu).unwrap();
+    let identity = FrozenWeight::pack(&Tensor::eye(v, DType::F32, &Device::Cpu).unwrap(), BaseDtype::F32).unwrap();
+    let identity = Weight::Frozen(identity);
     for temperature in [1.0, 0.7] {
         let scaled: Vec<f32> = logits.concat().iter().map(|x| x * temperature as f32).collect();
         let hidden = Var::from_vec(scaled, (n, v), &Device::Cpu).unwrap();
-        let both = token_logprobs(&hidden, &identity, &labels, temperature, HeadGradient::NotNeeded).unwrap();
+        let both = token_logprobs(&hidden, &identity, &labels, temperature).unwrap();
         let found: Vec<Vec<f32>> = both.to_vec2().unwrap();
         for (row, (logprob, entropy)) in found.iter().zip(flat("logprobs").iter().zip(flat("entropy"))) {
             assert!(close(row[0], *logprob) && close(row[1], entropy), "{row:?}, expected {logprob}, {entropy}");

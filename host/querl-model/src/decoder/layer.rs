@@ -2,6 +2,7 @@
 
 use super::Weights;
 use super::linear::Linear;
+use super::load::weight_of;
 use super::pass::Pass;
 use crate::kernels::{self, RopeTable, Segment};
 use crate::{DecoderConfig, Family, ModelError, PackedBatch};
@@ -55,7 +56,7 @@ impl Layer {
         let mut linear = |name: &str, has_bias: bool| -> Result<Linear, ModelError> {
             let path = format!("{path}.{name}");
             let bias = if has_bias { Some(take(&format!("{path}.bias"))?) } else { None };
-            Ok(Linear { weight: take(&format!("{path}.weight"))?, bias, path, weights })
+            Ok(Linear { weight: weight_of(take(&format!("{path}.weight"))?, weights)?, bias, path })
         };
         let bias = config.qkv_bias;
         let (q, k, v) =

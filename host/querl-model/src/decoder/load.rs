@@ -3,11 +3,11 @@
 use super::layer::Layer;
 use super::{Decoder, Weights};
 use crate::checkpoint::{required, weight_files};
-use crate::kernels::RopeTable;
+use crate::kernels::{FrozenWeight, RopeTable, Weight};
 use crate::{DecoderConfig, ModelError};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::Embedding;
+use querl_core::config::BaseDtype;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,22 +82,32 @@ impl Decoder {
         let mut take = |name: &str| -> Result<Tensor, ModelError> {
             Ok(tensors.remove(name).ok_or_else(|| candle_core::Error::Msg(format!("no tensor `{name}`")))?)
         };
-        let embedding = take("model.embed_tokens.weight")?;
-        let head = if config.tie_word_embeddings { embedding.clone() } else { take("lm_head.weight")? };
+        let embedding = weight_of(take("model.embed_tokens.weight")?, weights)?;
+        let head = match config.tie_word_embeddings {
+            true => embedding.clone(),
+            false => weight_of(take("lm_head.weight")?, weights)?,
+        };
         let layers = (0..config.n_layers)
             .map(|index| Layer::new(&format!("model.layers.{index}"), &config, weights, &mut take).map(Arc::new))
             .collect::<Result<_, _>>()?;
         Ok(Self {
             norm: take("model.norm.weight")?,
-            embedding: Embedding::new(embedding, config.hidden_size),
+            embedding,
             layers,
             head,
             rope: RopeTable::new(config.max_positions, config.head_dim, config.rope_theta),
             config,
-            weights,
             vars,
         })
     }
+}
+
+/// A weight in the form in which its products are made.
+pub(super) fn weight_of(tensor: Tensor, weights: Weights) -> Result<Weight, ModelError> {
+    Ok(match weights {
+        Weights::Frozen => Weight::Frozen(FrozenWeight::pack(&tensor, BaseDtype::F32)?),
+        Weights::Trained => Weight::Trained(tensor),
+    })
 }
 
 /// Tensors that some checkpoints hold beside what is needed: a tied head written out, constants of the rotary embedding.

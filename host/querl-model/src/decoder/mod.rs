@@ -8,10 +8,9 @@ mod recompute;
 mod shapes;
 
 use crate::adapter::LoraAdapter;
-use crate::kernels::{self, CachedSegment, HeadGradient, RopeTable, attention_cached};
+use crate::kernels::{self, CachedSegment, RopeTable, Weight, attention_cached};
 use crate::{DecoderConfig, KvCache, ModelError, PackedBatch, save_tensors};
 use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
-use candle_nn::{Embedding, Module};
 use layer::{Layer, Rows};
 use recompute::CheckpointedLayer;
 use std::collections::BTreeMap;
@@ -33,12 +32,11 @@ pub enum Weights {
 /// A Qwen2 or Qwen3 decoder with its weights in f32.
 pub struct Decoder {
     config: DecoderConfig,
-    embedding: Embedding,
+    embedding: Weight, // (V, H)
     layers: Vec<Arc<Layer>>,
     norm: Tensor,
-    head: Tensor, // (V, H); the embedding where tied
+    head: Weight, // (V, H); the embedding where tied
     rope: RopeTable,
-    weights: Weights,
     vars: BTreeMap<String, Var>,
 }
 
@@ -110,11 +108,7 @@ impl Decoder {
     /// # Errors
     /// See [`kernels::token_logprobs`].
     pub fn token_logprobs(&self, hidden: &Tensor, targets: Vec<u32>, temperature: f64) -> Result<Tensor, ModelError> {
-        let head_gradient = match self.weights {
-            Weights::Frozen => HeadGradient::NotNeeded,
-            Weights::Trained => HeadGradient::Needed,
-        };
-        Ok(kernels::token_logprobs(hidden, &self.head, &Arc::new(targets), temperature, head_gradient)?)
+        Ok(kernels::token_logprobs(hidden, &self.head, &Arc::new(targets), temperature)?)
     }
 
     /// Logits `(N, V)` of N rows of hidden states.
@@ -122,7 +116,7 @@ impl Decoder {
     /// # Errors
     /// Shapes that do not fit.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
-        Ok(kernels::frozen_linear(hidden, &self.head, None)?)
+        Ok(kernels::linear(hidden, &self.head, None)?)
     }
 
     /// Writes `model.safetensors`. Tied heads are not written twice.
@@ -137,7 +131,10 @@ impl Decoder {
 
     /// Rows of the embedding: `(N, H)`.
     fn embed(&self, batch: &PackedBatch) -> TensorResult<Tensor> {
-        self.embedding.forward(&Tensor::from_slice(&batch.token_ids, batch.n_rows(), &Device::Cpu)?)
+        match &self.embedding {
+            Weight::Frozen(embedding) => embedding.rows(&batch.token_ids),
+            Weight::Trained(embedding) => embedding.index_select(&Tensor::new(&batch.token_ids[..], &Device::Cpu)?, 0),
+        }
     }
 
     fn forward(&self, batch: &PackedBatch, pass: &Pass<'_>) -> TensorResult<Tensor> {

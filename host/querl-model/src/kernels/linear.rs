@@ -1,10 +1,43 @@
-//! Linear layers whose weight is frozen: no gradient is computed or kept for it.
+//! Linear layers. For a frozen weight no gradient is computed or kept.
 
-use super::{Mat, Threads, floats, matmul, with_floats};
+use super::{FrozenWeight, Mat, Threads, floats, matmul, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor};
 
+/// The weight of a linear layer, of the embedding or of the language-model head, `(out, in)`.
+#[derive(Clone)]
+pub enum Weight {
+    /// No gradient for it.
+    Frozen(FrozenWeight),
+    /// A variable, row-major f32.
+    Trained(Tensor),
+}
+
+impl Weight {
+    /// Outputs and inputs.
+    ///
+    /// # Errors
+    /// A trained tensor that is not a matrix.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        match self {
+            Self::Frozen(weight) => Ok(weight.dims()),
+            Self::Trained(weight) => weight.dims2(),
+        }
+    }
+}
+
+/// `x W^T + b`: [`frozen_linear`] or [`trained_linear`].
+///
+/// # Errors
+/// As theirs.
+pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
+    match weight {
+        Weight::Frozen(weight) => frozen_linear(x, weight, bias),
+        Weight::Trained(weight) => trained_linear(x, weight, bias),
+    }
+}
+
 struct FrozenLinear {
-    weight: Tensor,
+    weight: FrozenWeight,
     bias: Option<Tensor>,
 }
 
@@ -14,8 +47,8 @@ struct FrozenLinear {
 ///
 /// # Errors
 /// Shapes that do not fit, or tensors other than contiguous f32 on the CPU.
-pub fn frozen_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(FrozenLinear { weight: weight.detach(), bias: bias.map(Tensor::detach) })
+pub fn frozen_linear(x: &Tensor, weight: &FrozenWeight, bias: Option<&Tensor>) -> Result<Tensor> {
+    x.contiguous()?.apply_op1(FrozenLinear { weight: weight.clone(), bias: bias.map(Tensor::detach) })
 }
 
 /// `x W^T + b + scale * (x A^T) B^T` with frozen `W` and `b`.
@@ -29,19 +62,30 @@ pub fn frozen_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
 /// Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3.
 pub fn lora_linear(
     x: &Tensor,
-    weight: &Tensor,
+    weight: &FrozenWeight,
     bias: Option<&Tensor>,
     lora_a: &Tensor,
     lora_b: &Tensor,
     scale: f32,
 ) -> Result<Tensor> {
-    let base = FrozenLinear { weight: weight.detach(), bias: bias.map(Tensor::detach) };
+    let base = FrozenLinear { weight: weight.clone(), bias: bias.map(Tensor::detach) };
     x.contiguous()?.apply_op3(lora_a, lora_b, LoraLinear { base, scale })
+}
+
+/// `x W^T + b` with a weight that is trained; gradients reach `x`, `weight` and `bias`.
+///
+/// Shapes as for [`frozen_linear`].
+///
+/// # Errors
+/// As [`frozen_linear`].
+pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let y = x.matmul(&weight.t()?)?;
+    bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
 }
 
 impl FrozenLinear {
     fn forward(&self, x: &[f32], n_rows: usize) -> Result<Vec<f32>> {
-        let (n_out, n_in) = self.weight.dims2()?;
+        let n_out = self.weight.dims().0;
         let mut y = vec![0f32; n_rows * n_out];
         if let Some(bias) = &self.bias {
             with_floats(bias, |bias| {
@@ -50,18 +94,14 @@ impl FrozenLinear {
             })?;
         }
         let keep = if self.bias.is_some() { 1.0 } else { 0.0 };
-        with_floats(&self.weight, |weight| {
-            matmul(&mut y, keep, 1.0, Mat::new(x, n_rows, n_in), Mat::new(weight, n_out, n_in).t(), Threads::All)
-        })?;
+        self.weight.forward(x, &mut y, keep)?;
         Ok(y)
     }
 
     fn backward(&self, grad: &[f32], n_rows: usize) -> Result<Vec<f32>> {
-        let (n_out, n_in) = self.weight.dims2()?;
+        let n_in = self.weight.dims().1;
         let mut dx = vec![0f32; n_rows * n_in];
-        with_floats(&self.weight, |weight| {
-            matmul(&mut dx, 0.0, 1.0, Mat::new(grad, n_rows, n_out), Mat::new(weight, n_out, n_in), Threads::All)
-        })?;
+        self.weight.backward(grad, &mut dx, 0.0)?;
         Ok(dx)
     }
 }
@@ -74,7 +114,7 @@ impl CustomOp1 for FrozenLinear {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let n_rows = layout.shape().dims2()?.0;
         let y = self.forward(floats(storage, layout)?, n_rows)?;
-        Ok((CpuStorage::F32(y), (n_rows, self.weight.dim(0)?).into()))
+        Ok((CpuStorage::F32(y), (n_rows, self.weight.dims().0).into()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
@@ -103,7 +143,7 @@ impl CustomOp3 for LoraLinear {
         b: &CpuStorage,
         b_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (n_out, n_in) = self.base.weight.dims2()?;
+        let (n_out, n_in) = self.base.weight.dims();
         let n_rows = x_layout.shape().dims2()?.0;
         let rank = a_layout.shape().dims2()?.0;
         let (x, a, b) = (floats(x, x_layout)?, floats(a, a_layout)?, floats(b, b_layout)?);

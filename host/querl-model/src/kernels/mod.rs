@@ -5,6 +5,7 @@
 //! and keeps the gradient of frozen weights.
 
 mod attention;
+mod frozen;
 mod linear;
 mod logprobs;
 mod matmul;
@@ -13,8 +14,9 @@ mod rope;
 mod swiglu;
 
 pub use attention::{CachedSegment, Segment, attention, attention_cached};
-pub use linear::{frozen_linear, lora_linear};
-pub use logprobs::{HeadGradient, token_logprobs};
+pub use frozen::FrozenWeight;
+pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
+pub use logprobs::token_logprobs;
 pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, rope};
 pub use swiglu::swiglu;
