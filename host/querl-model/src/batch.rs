@@ -1,5 +1,6 @@
 //! Sequences packed one after another.
 
+use crate::adapter::row_key;
 use crate::kernels::Segment;
 use std::sync::Arc;
 
@@ -41,6 +42,18 @@ impl PackedBatch {
             positions.extend((offset..offset + sequence.len()).map(|position| position as u32));
         }
         Self { token_ids, positions: Arc::new(positions), segments: Arc::new(segments) }
+    }
+
+    /// For each row a number that depends on its tokens from the sequence's first up to itself, and on nothing else.
+    pub(crate) fn row_keys(&self) -> Vec<u64> {
+        let keys = |segment: &Segment| {
+            let tokens = &self.token_ids[segment.start..segment.start + segment.len];
+            tokens.iter().scan(0, |key, &id| {
+                *key = row_key(*key, id);
+                Some(*key)
+            })
+        };
+        self.segments.iter().flat_map(keys).collect()
     }
 
     /// Rows of all sequences together.

@@ -47,6 +47,9 @@ pub enum ModelError {
     /// The chat template could not be rendered.
     #[error("chat template: {0}")]
     Template(String),
+    /// Settings of an adapter that do not fit the model.
+    #[error("lora: {0}")]
+    Lora(String),
     /// A computation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

@@ -58,7 +58,7 @@ pub fn generate(
     let mut sequences = prefill(decoder, adapter, requests, decoding)?;
     let mut active: Vec<usize> = (0..sequences.len()).collect();
     for n_generated in 1..=max_new_tokens {
-        choose(decoder, &mut sequences, &active)?;
+        choose(decoder, adapter, &mut sequences, &active)?;
         active.retain(|&index| {
             let last = sequences[index].answer.token_ids.last();
             !last.is_some_and(|id| stop_ids.contains(id))
@@ -150,11 +150,16 @@ fn last_hidden(
 }
 
 /// Draws the next token of each active sequence.
-fn choose(decoder: &Decoder, sequences: &mut [Sequence], active: &[usize]) -> Result<(), ModelError> {
+fn choose(
+    decoder: &Decoder,
+    adapter: Option<&LoraAdapter>,
+    sequences: &mut [Sequence],
+    active: &[usize],
+) -> Result<(), ModelError> {
     let (width, n_vocabulary) = (decoder.config().hidden_size, decoder.config().vocab_size);
     let hidden: Vec<f32> = active.iter().flat_map(|&index| sequences[index].hidden.iter().copied()).collect();
     let hidden = Tensor::from_vec(hidden, (active.len(), width), &Device::Cpu)?;
-    let logits = decoder.logits(&hidden)?; // (active, V)
+    let logits = decoder.logits(&hidden, adapter)?; // (active, V)
     kernels::with_floats(&logits, |values| {
         for (row, &index) in active.iter().enumerate() {
             let sequence = &mut sequences[index];

@@ -21,7 +21,7 @@ mod template;
 mod tokenizer;
 mod train_tokenizer;
 
-pub use adapter::{LoraAdapter, LoraSettings};
+pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use cache::KvCache;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};

@@ -25,7 +25,7 @@ fn greedy_decoding_follows_the_full_forward_pass() {
         let mut sequence = prompt.to_vec();
         for &id in &answer.token_ids {
             let hidden = decoder.hidden_states(&PackedBatch::new([sequence.as_slice()]), None).unwrap();
-            let logits = decoder.logits(&hidden).unwrap().get(sequence.len() - 1).unwrap();
+            let logits = decoder.logits(&hidden, None).unwrap().get(sequence.len() - 1).unwrap();
             assert_eq!(id, logits.argmax(0).unwrap().to_scalar::<u32>().unwrap());
             sequence.push(id);
         }
@@ -35,7 +35,7 @@ fn greedy_decoding_follows_the_full_forward_pass() {
 #[test]
 fn sampled_logprobs_are_those_of_the_training_pass() {
     let decoder = decoder();
-    let adapter = LoraAdapter::new(decoder.config(), LoraSettings::all_linear(4, 8.0), 7).unwrap();
+    let adapter = LoraAdapter::new(&decoder, LoraSettings::all_linear(4, 8.0), 7).unwrap();
     let temperature = 0.7;
     let decoding = Decoding::Sample { temperature };
     let answers = generate(&decoder, Some(&adapter), &requests(), decoding, 6, &BTreeSet::new()).unwrap();
@@ -43,7 +43,7 @@ fn sampled_logprobs_are_those_of_the_training_pass() {
         let sequence = [prompt, answer.token_ids.as_slice()].concat();
         let hidden = decoder.hidden_states(&PackedBatch::new([sequence.as_slice()]), Some(&adapter)).unwrap();
         let rows = hidden.narrow(0, prompt.len() - 1, answer.token_ids.len()).unwrap();
-        let found = decoder.token_logprobs(&rows, answer.token_ids.clone(), temperature).unwrap();
+        let found = decoder.token_logprobs(&rows, answer.token_ids.clone(), temperature, Some(&adapter)).unwrap();
         let found: Vec<Vec<f32>> = found.to_vec2().unwrap();
         for (found, sampled) in found.iter().zip(&answer.logprobs) {
             assert!((found[0] - sampled).abs() < 1e-5, "{} against {sampled}", found[0]);

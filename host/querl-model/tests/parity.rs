@@ -52,14 +52,14 @@ fn loss(decoder: &Decoder, adapter: Option<&LoraAdapter>, sequences: &[Vec<u32>]
     }
     let n_rows = rows.len();
     let hidden = hidden.index_select(&Tensor::from_vec(rows, n_rows, hidden.device()).unwrap(), 0).unwrap();
-    let logprobs = decoder.token_logprobs(&hidden, targets, 1.0).unwrap().narrow(1, 0, 1).unwrap();
+    let logprobs = decoder.token_logprobs(&hidden, targets, 1.0, adapter).unwrap().narrow(1, 0, 1).unwrap();
     logprobs.mean_all().unwrap().neg().unwrap()
 }
 
 fn check_logits(decoder: &Decoder, adapter: Option<&LoraAdapter>, golden: &HashMap<String, Tensor>) {
     let sequences = sequences(golden);
     let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
-    let logits = decoder.logits(&decoder.hidden_states(&batch, adapter).unwrap()).unwrap();
+    let logits = decoder.logits(&decoder.hidden_states(&batch, adapter).unwrap(), adapter).unwrap();
     for (row, (segment, sequence)) in batch.segments().iter().zip(&sequences).enumerate() {
         let found = values(&logits.narrow(0, segment.start, segment.len).unwrap());
         let expected = values(&golden["logits"].get(row).unwrap().narrow(0, 0, sequence.len()).unwrap());
@@ -119,29 +119,76 @@ fn frozen_weights_give_the_same_logits_as_trained_ones() {
 
 #[test]
 fn adapters_agree_with_peft_in_logits_and_gradients() {
-    for name in ["qwen2-tied", "qwen2-tied-rslora", "qwen3-tied", "qwen3-tied-rslora"] {
-        let base = golden(&format!("decoders/{}", name.trim_end_matches("-rslora")));
-        let directory = golden(&format!("lora/{name}"));
-        let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
-        let decoder = Decoder::load(&base, Weights::Frozen).unwrap();
-        let adapter = LoraAdapter::load(&directory, decoder.config()).unwrap();
+    for name in ADAPTERS {
+        let (decoder, adapter) = adapter(name);
+        let golden = load_tensors(&golden(&format!("lora/{name}/golden.safetensors"))).unwrap();
         check_logits(&decoder, Some(&adapter), &golden);
         let loss = loss(&decoder, Some(&adapter), &sequences(&golden));
         check_gradients(&loss, adapter.vars(), "base_model.model.", &golden);
     }
 }
 
+/// The golden adapters, each on the base that its configuration names.
+const ADAPTERS: [&str; 15] = [
+    "qwen2-tied",
+    "qwen2-tied-copies",
+    "qwen2-tied-copy",
+    "qwen2-tied-f16",
+    "qwen2-tied-layers",
+    "qwen2-tied-rslora",
+    "qwen2-untied-dora",
+    "qwen2-untied-ends",
+    "qwen3-tied",
+    "qwen3-tied-bf16",
+    "qwen3-tied-dora-rslora",
+    "qwen3-tied-embedding",
+    "qwen3-tied-rslora",
+    "qwen3-untied-head",
+    "qwen3-untied-patterns",
+];
+
+fn adapter(name: &str) -> (Decoder, LoraAdapter) {
+    let directory = golden(&format!("lora/{name}"));
+    let config = std::fs::read_to_string(directory.join("adapter_config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    let base = config["base_model_name_or_path"].as_str().unwrap();
+    let decoder = Decoder::load(&golden(&format!("decoders/{base}")), Weights::Frozen).unwrap();
+    let adapter = LoraAdapter::load(&directory, decoder.config()).unwrap();
+    (decoder, adapter)
+}
+
 #[test]
-fn a_saved_adapter_loads_with_equal_values() {
-    let decoder = Decoder::load(&golden("decoders/qwen3-tied"), Weights::Frozen).unwrap();
-    let adapter = LoraAdapter::load(&golden("lora/qwen3-tied-rslora"), decoder.config()).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    adapter.save(folder.path(), "qwen3-tied").unwrap();
-    let again = LoraAdapter::load(folder.path(), decoder.config()).unwrap();
-    assert_eq!(again.settings(), adapter.settings());
-    for (name, var) in adapter.vars() {
-        assert_eq!(values(var), values(&again.vars()[name]), "{name}");
+fn an_adapter_saved_in_its_own_type_is_peft_s_to_the_value() {
+    for name in ADAPTERS {
+        let (decoder, adapter) = adapter(name);
+        let folder = tempfile::tempdir().unwrap();
+        adapter.save_as(folder.path(), "a-base", adapter.stored_dtype()).unwrap();
+        let read = |path: &Path| load_tensors(&path.join("adapter_model.safetensors")).unwrap();
+        let (found, mut expected) = (read(folder.path()), read(&golden(&format!("lora/{name}"))));
+        // The frozen weights under an adapted embedding or head are the base's: they are not written again.
+        expected.retain(|key, _| !key.contains(".base_layer."));
+        assert_eq!(found.len(), expected.len(), "{name}");
+        for (key, tensor) in &expected {
+            assert_eq!(found[key].dtype(), tensor.dtype(), "{name} {key}");
+            assert_eq!(values(&found[key]), values(tensor), "{name} {key}");
+        }
+        let again = LoraAdapter::load(folder.path(), decoder.config()).unwrap();
+        assert_eq!(again.settings(), adapter.settings(), "{name}");
     }
+}
+
+#[test]
+fn what_a_configuration_says_beside_lora_survives() {
+    let (decoder, adapter) = adapter("qwen3-tied");
+    let folder = tempfile::tempdir().unwrap();
+    adapter.save(folder.path(), "another-base").unwrap();
+    let read = |path: &Path| -> serde_json::Value {
+        serde_json::from_str(&std::fs::read_to_string(path.join("adapter_config.json")).unwrap()).unwrap()
+    };
+    let (found, mut expected) = (read(folder.path()), read(&golden("lora/qwen3-tied")));
+    expected["base_model_name_or_path"] = "another-base".into();
+    assert_eq!(found, expected);
+    assert!(LoraAdapter::load(folder.path(), decoder.config()).is_ok());
 }
 
 /// candle-transformers' own decoders know neither LoRA nor gradients, but are a second, independent reference for logits.

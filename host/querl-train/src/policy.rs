@@ -68,7 +68,7 @@ impl Policy<'_> {
     pub(crate) fn response_pass(&self, examples: &[&Example], temperature: f64) -> Result<ResponsePass, TrainError> {
         let hidden = self.response_hidden(examples)?;
         let targets = examples.iter().flat_map(|example| example.response.iter().copied()).collect();
-        let logprobs = self.decoder.token_logprobs(&hidden, targets, temperature)?;
+        let logprobs = self.decoder.token_logprobs(&hidden, targets, temperature, self.adapter)?;
         Ok(ResponsePass { hidden, logprobs })
     }
 }

@@ -113,7 +113,7 @@ fn config() -> RlConfig {
 /// Runs PPO; returns what came of it, its metrics and the adapter's values.
 fn run(model: &Model, config: &RlConfig, refuses: bool) -> (Result<RlSummary, TrainError>, Recorder, Vec<f32>) {
     let settings = LoraSettings::all_linear(4, 8.0);
-    let policy = LoraAdapter::new(model.decoder.config(), settings.clone(), 5).unwrap();
+    let policy = LoraAdapter::new(&model.decoder, settings.clone(), 5).unwrap();
     let prompts: Vec<Vec<u32>> = (0..8).map(|i| model.tokenizer.encode(&format!("a{i}b")).unwrap()).collect();
     let (environment, validation) = (PlainText { refuses }, PlainText { refuses: false });
     let output = tempfile::tempdir().unwrap();

@@ -117,7 +117,7 @@ pub fn sft(
     };
     let decoder = Decoder::load(&config.model.path, weights)?;
     let adapter = match config.sft.method {
-        TuningMethod::Lora => Some(LoraAdapter::new(decoder.config(), lora(config), config.seed)?),
+        TuningMethod::Lora => Some(LoraAdapter::new(&decoder, lora(config), config.seed)?),
         TuningMethod::Full => None,
     };
     let (train_rows, val_rows) = (train, val);
@@ -159,7 +159,7 @@ pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Prog
     let reference = base.adapter.as_ref().map(load).transpose()?;
     let policy = match &base.adapter {
         Some(path) => load(path)?,
-        None => LoraAdapter::new(decoder.config(), lora(config), config.seed)?,
+        None => LoraAdapter::new(&decoder, lora(config), config.seed)?,
     };
     let (train_prompts, val_prompts) = (prompts(data.train, &tokenizer)?, prompts(data.val, &tokenizer)?);
     let task = RlTask {

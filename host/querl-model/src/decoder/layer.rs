@@ -3,7 +3,8 @@
 use super::Weights;
 use super::linear::Linear;
 use super::load::weight_of;
-use super::pass::Pass;
+use super::pass::{Dropout, Pass};
+use crate::adapter::DropoutMask;
 use crate::kernels::{self, RopeTable, Segment};
 use crate::{DecoderConfig, Family, ModelError, PackedBatch};
 use candle_core::{Result as TensorResult, Tensor};
@@ -17,17 +18,26 @@ pub(super) struct Rows {
     pub(super) segments: Arc<Vec<Segment>>,
     pub(super) head_dim: usize,
     pub(super) eps: f64,
+    /// On the inputs of adapters: it has a key for each row that comes to a linear layer.
+    pub(super) dropout: Option<DropoutMask>,
 }
 
 impl Rows {
-    pub(super) fn new(batch: &PackedBatch, config: &DecoderConfig, rope: &RopeTable) -> Self {
-        Self {
+    pub(super) fn new(
+        batch: &PackedBatch,
+        config: &DecoderConfig,
+        rope: &RopeTable,
+        dropout: Option<Dropout>,
+    ) -> TensorResult<Self> {
+        let dropout = dropout.filter(|dropout| dropout.p != 0.0);
+        Ok(Self {
+            dropout: dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys())).transpose()?,
             rope: rope.clone(),
             positions: batch.positions.clone(),
             segments: batch.segments.clone(),
             head_dim: config.head_dim,
             eps: config.rms_norm_eps,
-        }
+        })
     }
 }
 
@@ -56,7 +66,7 @@ impl Layer {
         let mut linear = |name: &str, has_bias: bool| -> Result<Linear, ModelError> {
             let path = format!("{path}.{name}");
             let bias = if has_bias { Some(take(&format!("{path}.bias"))?) } else { None };
-            Ok(Linear { weight: weight_of(take(&format!("{path}.weight"))?, weights)?, bias, path })
+            Ok(Linear::new(path.clone(), weight_of(take(&format!("{path}.weight"))?, weights)?, bias))
         };
         let bias = config.qkv_bias;
         let (q, k, v) =
@@ -85,6 +95,11 @@ impl Layer {
         })
     }
 
+    /// The linear layers that can be adapted.
+    pub(super) fn linears(&self) -> [&Linear; 7] {
+        [&self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down]
+    }
+
     /// Output `(N, H)` of the layer for its input `(N, H)`.
     pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let (q, k, v) = self.queries_keys_values(x, rows, pass)?;
@@ -100,14 +115,14 @@ impl Layer {
         pass: &Pass<'_>,
     ) -> TensorResult<(Tensor, Tensor, Tensor)> {
         let x = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
-        let (mut q, mut k) = (self.q.forward(&x, pass)?, self.k.forward(&x, pass)?);
+        let (mut q, mut k) = (self.q.forward(&x, rows, pass)?, self.k.forward(&x, rows, pass)?);
         if let Some((q_norm, k_norm)) = &self.qk_norm {
             q = per_head_norm(&q, q_norm, rows)?;
             k = per_head_norm(&k, k_norm, rows)?;
         }
         let q = kernels::rope(&q, &rows.rope, &rows.positions)?;
         let k = kernels::rope(&k, &rows.rope, &rows.positions)?;
-        Ok((q, k, self.v.forward(&x, pass)?))
+        Ok((q, k, self.v.forward(&x, rows, pass)?))
     }
 
     /// The attention's projection and the feed-forward part, each added to what was there.
@@ -118,10 +133,10 @@ impl Layer {
         rows: &Rows,
         pass: &Pass<'_>,
     ) -> TensorResult<Tensor> {
-        let x = (x + self.o.forward(attended, pass)?)?;
+        let x = (x + self.o.forward(attended, rows, pass)?)?;
         let normed = kernels::rms_norm(&x, &self.post_attention_norm, rows.eps)?;
-        let gated = kernels::swiglu(&self.gate.forward(&normed, pass)?, &self.up.forward(&normed, pass)?)?;
-        x + self.down.forward(&gated, pass)?
+        let gated = kernels::swiglu(&self.gate.forward(&normed, rows, pass)?, &self.up.forward(&normed, rows, pass)?)?;
+        x + self.down.forward(&gated, rows, pass)?
     }
 }
 

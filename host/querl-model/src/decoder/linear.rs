@@ -1,24 +1,79 @@
 //! One linear layer: frozen, trained, or frozen with an adapter.
 
+use super::layer::Rows;
 use super::pass::Pass;
-use crate::kernels::{self, Weight};
+use crate::adapter::{DropoutMask, LoraPair, lora_dropout};
+use crate::kernels::{self, FrozenWeight, Weight};
 use candle_core::{Result as TensorResult, Tensor, bail};
+use std::sync::OnceLock;
 
 /// A linear layer by its path in the checkpoint.
 pub(super) struct Linear {
     pub(super) path: String,
     pub(super) weight: Weight, // (out, in)
     pub(super) bias: Option<Tensor>,
+    /// Squared lengths of the weight's rows `(out)`, for adapters with magnitudes.
+    squares: OnceLock<Tensor>,
 }
 
 impl Linear {
-    pub(super) fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> TensorResult<Tensor> {
-        if let Some((adapter, pair)) = pass.adapter.and_then(|adapter| Some((adapter, adapter.pair(&self.path)?))) {
-            let Weight::Frozen(weight) = &self.weight else {
-                bail!("an adapter on `{}`, whose own weight is trained", self.path)
-            };
-            return kernels::lora_linear(x, weight, self.bias.as_ref(), &pair.a, &pair.b, adapter.scale());
+    pub(super) fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
+        Self { path, weight, bias, squares: OnceLock::new() }
+    }
+
+    /// Outputs `(N, out)` of rows `(N, in)`.
+    pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        let Some(pair) = pass.adapter.and_then(|adapter| adapter.pair(&self.path)) else {
+            return kernels::linear(x, &self.weight, self.bias.as_ref());
+        };
+        let Weight::Frozen(weight) = &self.weight else {
+            bail!("an adapter on `{}`, whose own weight is trained", self.path)
+        };
+        match (self.dora_factor(weight, pair)?, &rows.dropout) {
+            (None, None) => kernels::lora_linear(x, weight, self.bias.as_ref(), &pair.a, &pair.b, pair.scale),
+            (None, Some(mask)) => {
+                let base = kernels::frozen_linear(x, weight, self.bias.as_ref())?;
+                base + lora_dropout(x, &pair.a, &pair.b, pair.scale, mask, &self.path)?
+            }
+            (Some(factor), None) => {
+                let changed = kernels::lora_linear(x, weight, None, &pair.a, &pair.b, pair.scale)?;
+                let y = changed.broadcast_mul(&factor)?;
+                self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+            }
+            (Some(factor), Some(mask)) => self.dora_dropout(x, weight, pair, &factor, mask),
         }
-        kernels::linear(x, &self.weight, self.bias.as_ref())
+    }
+
+    /// `W x + b + (m - 1) W d(x) + m s B A d(x)` with dropout `d` and DoRA's factor `m`: the bare weight sees all inputs.
+    ///
+    /// Source: PEFT's `DoraLinearVariant.forward`, the form for training with dropout.
+    fn dora_dropout(
+        &self,
+        x: &Tensor,
+        weight: &FrozenWeight,
+        pair: &LoraPair,
+        factor: &Tensor,
+        mask: &DropoutMask,
+    ) -> TensorResult<Tensor> {
+        let base = kernels::frozen_linear(x, weight, self.bias.as_ref())?;
+        let dropped = mask.dropped(x, &self.path)?;
+        let low_rank = (dropped.matmul(&pair.a.t()?)?.matmul(&pair.b.t()?)? * f64::from(pair.scale))?;
+        let on_dropped = kernels::frozen_linear(&dropped, weight, None)?;
+        (base + on_dropped.broadcast_mul(&(factor - 1.0)?)?)? + low_rank.broadcast_mul(factor)?
+    }
+
+    /// DoRA's factor on each output `(out)`; `None` for an adapter without magnitudes.
+    fn dora_factor(&self, weight: &FrozenWeight, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
+        if pair.magnitude.is_none() {
+            return Ok(None);
+        }
+        let squares = match self.squares.get() {
+            Some(squares) => squares,
+            None => {
+                let squares = weight.to_tensor()?.sqr()?.sum(1)?;
+                self.squares.get_or_init(|| squares)
+            }
+        };
+        pair.dora_factor(&kernels::frozen_linear(&pair.a.detach(), weight, None)?, squares)
     }
 }

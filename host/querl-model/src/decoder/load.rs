@@ -116,7 +116,7 @@ fn is_redundant(name: &str, config: &DecoderConfig) -> bool {
 }
 
 /// A standard normal value (Box and Muller).
-fn normal(rng: &mut ChaCha8Rng) -> f32 {
+pub(crate) fn normal(rng: &mut ChaCha8Rng) -> f32 {
     use rand::Rng;
     let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
     (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()

@@ -1,5 +1,6 @@
 //! The decoder: embedding, layers, final norm. One forward pass serves Qwen2 and Qwen3, training and decoding.
 
+mod adapted;
 mod layer;
 mod linear;
 mod load;
@@ -10,13 +11,14 @@ mod shapes;
 use crate::adapter::LoraAdapter;
 use crate::kernels::{self, CachedSegment, RopeTable, Weight, attention_cached};
 use crate::{DecoderConfig, KvCache, ModelError, PackedBatch, save_tensors};
-use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
+use candle_core::{DType, Result as TensorResult, Tensor, Var};
 use layer::{Layer, Rows};
 use recompute::CheckpointedLayer;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+pub(crate) use load::normal;
 pub use pass::{Dropout, Pass};
 pub use recompute::{Recompute, backward};
 
@@ -83,8 +85,8 @@ impl Decoder {
         let batch = PackedBatch::with_offsets(new.iter().zip(caches.iter()).map(|(new, cache)| (*new, cache.len)));
         let config = &self.config;
         let (q_width, kv_width) = (config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim);
-        let (rows, pass) = (Rows::new(&batch, config, &self.rope), Pass::with(adapter));
-        let mut x = self.embed(&batch)?;
+        let (rows, pass) = (Rows::new(&batch, config, &self.rope, None)?, Pass::with(adapter));
+        let mut x = self.embed(&batch, adapter)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let (q, k, v) = layer.queries_keys_values(&x, &rows, &pass)?;
             append(caches, index, &k, &v, &batch, kv_width)?;
@@ -103,20 +105,27 @@ impl Decoder {
         Ok(kernels::rms_norm(&x, &self.norm, config.rms_norm_eps)?)
     }
 
-    /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states.
+    /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states. The adapter is the
+    /// one that made them: it may have changed the head too.
     ///
     /// # Errors
     /// See [`kernels::token_logprobs`].
-    pub fn token_logprobs(&self, hidden: &Tensor, targets: Vec<u32>, temperature: f64) -> Result<Tensor, ModelError> {
-        Ok(kernels::token_logprobs(hidden, &self.head, &Arc::new(targets), temperature)?)
+    pub fn token_logprobs(
+        &self,
+        hidden: &Tensor,
+        targets: Vec<u32>,
+        temperature: f64,
+        adapter: Option<&LoraAdapter>,
+    ) -> Result<Tensor, ModelError> {
+        Ok(kernels::token_logprobs(hidden, &self.head(adapter)?, &Arc::new(targets), temperature)?)
     }
 
-    /// Logits `(N, V)` of N rows of hidden states.
+    /// Logits `(N, V)` of N rows of hidden states. The adapter is the one that made them.
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor, ModelError> {
-        Ok(kernels::linear(hidden, &self.head, None)?)
+    pub fn logits(&self, hidden: &Tensor, adapter: Option<&LoraAdapter>) -> Result<Tensor, ModelError> {
+        Ok(kernels::linear(hidden, &self.head(adapter)?, None)?)
     }
 
     /// Writes `model.safetensors`. Tied heads are not written twice.
@@ -129,18 +138,10 @@ impl Decoder {
         save_tensors(&directory.join("model.safetensors"), &tensors?)
     }
 
-    /// Rows of the embedding: `(N, H)`.
-    fn embed(&self, batch: &PackedBatch) -> TensorResult<Tensor> {
-        match &self.embedding {
-            Weight::Frozen(embedding) => embedding.rows(&batch.token_ids),
-            Weight::Trained(embedding) => embedding.index_select(&Tensor::new(&batch.token_ids[..], &Device::Cpu)?, 0),
-        }
-    }
-
     fn forward(&self, batch: &PackedBatch, pass: &Pass<'_>) -> TensorResult<Tensor> {
-        let rows = Rows::new(batch, &self.config, &self.rope);
+        let rows = Rows::new(batch, &self.config, &self.rope, pass.dropout)?;
         let adapter = pass.recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
-        let mut x = self.embed(batch)?;
+        let mut x = self.embed(batch, pass.adapter)?;
         for layer in &self.layers {
             x = match pass.recompute {
                 None => layer.forward(&x, &rows, pass)?,

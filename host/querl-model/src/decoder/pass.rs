@@ -21,8 +21,9 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Which share of an adapter's inputs is set to zero. The mask depends on the seed and on the layer alone, so that a pass that
-/// is computed again sees the same one.
+/// Which share of an adapter's inputs is set to zero; the others are scaled by `1 / (1 - p)`. The mask of a row depends on the
+/// seed, the layer and the row's tokens up to itself alone: a pass that is computed again sees the same one, and so does a row
+/// that stands in another pass or is shared by several sequences.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout {
     /// Share that is zeroed, 0 to below 1.

@@ -26,7 +26,7 @@ pub(crate) use matmul::{Mat, Threads, matmul};
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
 
 /// The values of a contiguous f32 storage.
-fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+pub(crate) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     let CpuStorage::F32(values) = storage else { bail!("this operation takes f32") };
     let Some((start, end)) = layout.contiguous_offsets() else { bail!("this operation takes contiguous tensors") };
     Ok(&values[start..end])

@@ -29,7 +29,7 @@ impl Critic {
         let adapter = match task.config.critic {
             CriticKind::Head => None,
             CriticKind::Adapter => {
-                Some(LoraAdapter::new(task.decoder.config(), task.critic_lora.clone(), task.seed ^ CRITIC_STREAM)?)
+                Some(LoraAdapter::new(task.decoder, task.critic_lora.clone(), task.seed ^ CRITIC_STREAM)?)
             }
         };
         let mut vars = BTreeMap::from([("value_head.weight".to_owned(), weight), ("value_head.bias".to_owned(), bias)]);

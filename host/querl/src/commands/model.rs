@@ -150,7 +150,7 @@ fn line_logprobs(
     let mut logprobs = vec![None; token_ids.len().min(1)];
     if token_ids.len() > 1 {
         let hidden = decoder.hidden_states(&PackedBatch::new([&token_ids[..token_ids.len() - 1]]), adapter)?;
-        let found = decoder.token_logprobs(&hidden, token_ids[1..].to_vec(), 1.0)?.to_vec2::<f32>()?;
+        let found = decoder.token_logprobs(&hidden, token_ids[1..].to_vec(), 1.0, adapter)?.to_vec2::<f32>()?;
         logprobs.extend(found.into_iter().map(|row| Some(row[0])));
     }
     Ok(LogprobsOutput { token_ids, logprobs })

@@ -1,0 +1,187 @@
+//! Dropout on the inputs of adapters, with masks that depend on what a row is and not on where it stands.
+
+use crate::decoder::Dropout;
+use crate::kernels::{Mat, Threads, floats, matmul, with_floats};
+use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// Dropout of one pass with a key for each of its rows. A row's key comes from its tokens up to itself, so that a row of a
+/// prefix that several sequences share is masked as it would be in each of them alone, however rows are packed into passes.
+#[derive(Debug, Clone)]
+pub(crate) struct DropoutMask {
+    dropout: Dropout,
+    row_keys: Arc<Vec<u64>>,
+}
+
+/// Mixes all bits of a number.
+///
+/// Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators" (`mix64` of SplitMix).
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The golden ratio's odd multiple that SplitMix steps by.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The key of a row from its parent's (0 for a sequence's first row) and its token.
+pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {
+    mix(parent.wrapping_add(STEP) ^ (u64::from(token_id) + 1).wrapping_mul(STEP))
+}
+
+impl DropoutMask {
+    pub(crate) fn new(dropout: Dropout, row_keys: Vec<u64>) -> Result<Self> {
+        if !(0.0..1.0).contains(&dropout.p) {
+            bail!("dropout is {}; expected 0 to below 1", dropout.p);
+        }
+        Ok(Self { dropout, row_keys: Arc::new(row_keys) })
+    }
+
+    /// `d(x)` for the layer at `path`, with its gradient.
+    pub(crate) fn dropped(&self, x: &Tensor, path: &str) -> Result<Tensor> {
+        x.contiguous()?.apply_op1(DropRows { mask: self.clone(), layer_seed: self.layer_seed(x, path)? })
+    }
+
+    /// A layer's own stream of masks.
+    fn layer_seed(&self, x: &Tensor, path: &str) -> Result<u64> {
+        if x.dim(0)? != self.row_keys.len() {
+            bail!("dropout: {} rows with {} keys", x.dim(0)?, self.row_keys.len());
+        }
+        Ok(path.bytes().fold(mix(self.dropout.seed), |seed, byte| row_key(seed, u32::from(byte))))
+    }
+
+    /// Zeroes and scales rows of `width` values in place, by a layer's own masks.
+    fn apply(&self, rows: &mut [f32], width: usize, layer_seed: u64) {
+        let threshold = (self.dropout.p * f64::from(u32::MAX)) as u32;
+        let scale = (1.0 / (1.0 - self.dropout.p)) as f32;
+        rows.par_chunks_mut(width).zip(self.row_keys.par_iter()).for_each(|(row, key)| {
+            let mut state = mix(key ^ layer_seed);
+            for pair in row.chunks_mut(2) {
+                state = state.wrapping_add(STEP);
+                let bits = mix(state);
+                for (value, bits) in pair.iter_mut().zip([bits as u32, (bits >> 32) as u32]) {
+                    *value = if bits < threshold { 0.0 } else { *value * scale };
+                }
+            }
+        });
+    }
+}
+
+struct DropRows {
+    mask: DropoutMask,
+    layer_seed: u64,
+}
+
+impl CustomOp1 for DropRows {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let mut rows = floats(x, layout)?.to_vec();
+        self.mask.apply(&mut rows, layout.shape().dims2()?.1, self.layer_seed);
+        Ok((CpuStorage::F32(rows), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let mut rows = with_floats(grad, |grad| Ok(grad.to_vec()))?;
+        self.mask.apply(&mut rows, x.dim(1)?, self.layer_seed);
+        Ok(Some(Tensor::from_vec(rows, x.shape(), x.device())?))
+    }
+}
+
+struct LoraDropout {
+    mask: DropoutMask,
+    layer_seed: u64,
+    scale: f32,
+}
+
+/// `scale * (d(x) A^T) B^T` with dropout `d` of the layer at `path`; the masks are drawn again in the backward pass, not kept.
+///
+/// `x`: `(N, in)`; `lora_a`: `(rank, in)`; `lora_b`: `(out, rank)`. Returns `(N, out)`. Gradients reach all three.
+///
+/// # Errors
+/// Shapes that do not fit, or tensors other than contiguous f32 on the CPU.
+///
+/// Source: PEFT's `lora.Linear.forward`.
+pub(crate) fn lora_dropout(
+    x: &Tensor,
+    lora_a: &Tensor,
+    lora_b: &Tensor,
+    scale: f32,
+    mask: &DropoutMask,
+    path: &str,
+) -> Result<Tensor> {
+    let layer_seed = mask.layer_seed(x, path)?;
+    x.contiguous()?.apply_op3(lora_a, lora_b, LoraDropout { mask: mask.clone(), layer_seed, scale })
+}
+
+impl LoraDropout {
+    fn dropped(&self, x: &[f32], width: usize) -> Vec<f32> {
+        let mut dropped = x.to_vec();
+        self.mask.apply(&mut dropped, width, self.layer_seed);
+        dropped
+    }
+}
+
+impl CustomOp3 for LoraDropout {
+    fn name(&self) -> &'static str {
+        "lora-dropout"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (n_rows, n_in) = x_layout.shape().dims2()?;
+        let ((rank, _), n_out) = (a_layout.shape().dims2()?, b_layout.shape().dims2()?.0);
+        let (a, b) = (Mat::new(floats(a, a_layout)?, rank, n_in), Mat::new(floats(b, b_layout)?, n_out, rank));
+        let dropped = self.dropped(floats(x, x_layout)?, n_in);
+        let (mut down, mut y) = (vec![0f32; n_rows * rank], vec![0f32; n_rows * n_out]);
+        matmul(&mut down, 0.0, 1.0, Mat::new(&dropped, n_rows, n_in), a.t(), Threads::All)?;
+        matmul(&mut y, 0.0, self.scale, Mat::new(&down, n_rows, rank), b.t(), Threads::All)?;
+        Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
+    }
+
+    /// With `g` the gradient of `y` and `v = scale * g B`: `dx = d(v A)`, `dA = v^T d(x)`, `dB = scale * g^T (d(x) A^T)`.
+    fn bwd(
+        &self,
+        x: &Tensor,
+        a: &Tensor,
+        b: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (n_rows, n_in) = x.dims2()?;
+        let (rank, n_out) = (a.dim(0)?, b.dim(0)?);
+        let dropped = with_floats(x, |x| Ok(self.dropped(x, n_in)))?;
+        let x_mat = Mat::new(&dropped, n_rows, n_in);
+        let (mut down, mut v) = (vec![0f32; n_rows * rank], vec![0f32; n_rows * rank]);
+        let (mut dx, mut da, mut db) = (vec![0f32; n_rows * n_in], vec![0f32; rank * n_in], vec![0f32; n_out * rank]);
+        with_floats(grad, |grad| {
+            let g = Mat::new(grad, n_rows, n_out);
+            with_floats(b, |b| matmul(&mut v, 0.0, self.scale, g, Mat::new(b, n_out, rank), Threads::All))?;
+            let v = Mat::new(&v, n_rows, rank);
+            with_floats(a, |a| {
+                let a = Mat::new(a, rank, n_in);
+                matmul(&mut down, 0.0, 1.0, x_mat, a.t(), Threads::All)?;
+                matmul(&mut dx, 0.0, 1.0, v, a, Threads::All)
+            })?;
+            matmul(&mut da, 0.0, 1.0, v.t(), x_mat, Threads::All)?;
+            matmul(&mut db, 0.0, self.scale, g.t(), Mat::new(&down, n_rows, rank), Threads::All)
+        })?;
+        self.mask.apply(&mut dx, n_in, self.layer_seed);
+        Ok((
+            Some(Tensor::from_vec(dx, x.shape(), x.device())?),
+            Some(Tensor::from_vec(da, a.shape(), a.device())?),
+            Some(Tensor::from_vec(db, b.shape(), b.device())?),
+        ))
+    }
+}

@@ -1,0 +1,200 @@
+//! LoRA adapters in PEFT's format: plain, rank-stabilised, with magnitudes (DoRA), with whole modules beside them.
+
+mod config_file;
+mod dropout;
+mod file;
+mod patterns;
+mod settings;
+
+pub(crate) use dropout::{DropoutMask, lora_dropout, row_key};
+pub use patterns::Patterns;
+pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
+pub use settings::{LoraSettings, Modules, SavedCopies};
+
+use crate::{Decoder, ModelError};
+use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
+use config_file::ConfigFile;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use settings::{LayerKind, LayerPlan};
+use std::collections::BTreeMap;
+
+/// One layer's matrices: the layer's weight is changed by `scale * B A`.
+#[derive(Debug, Clone)]
+pub(crate) struct LoraPair {
+    pub(crate) a: Tensor, // (rank, in); of the embedding (rank, V)
+    pub(crate) b: Tensor, // (out, rank); of the embedding (H, rank)
+    pub(crate) scale: f32,
+    /// DoRA: length of each row of the changed weight.
+    pub(crate) magnitude: Option<Tensor>, // (out)
+}
+
+/// Low-rank matrices beside frozen weights, kept in f32.
+#[derive(Debug, Clone)]
+pub struct LoraAdapter {
+    settings: LoraSettings,
+    pairs: BTreeMap<String, LoraPair>,
+    /// Trained copies of whole modules by path.
+    saved: BTreeMap<&'static str, Tensor>,
+    /// A classifier's head: kept and saved, no part of a decoder.
+    score: Option<Tensor>,
+    vars: BTreeMap<String, Var>,
+    file: ConfigFile,
+    stored_dtype: DType,
+}
+
+impl LoraAdapter {
+    /// A fresh adapter that changes nothing yet: A uniform in `±1/sqrt(in)`, B zero (of an embedding: A zero, B normal),
+    /// magnitudes as long as the base's rows, saved modules as in the base.
+    ///
+    /// # Errors
+    /// A target that the decoder does not have, or a pattern that is no regular expression.
+    ///
+    /// Source: PEFT's `reset_lora_parameters` (`kaiming_uniform_` with `a = sqrt(5)`) and `DoraLinearLayer.update_layer`.
+    pub fn new(base: &Decoder, settings: LoraSettings, seed: u64) -> Result<Self, ModelError> {
+        let config = base.config();
+        settings.check_names(config).map_err(ModelError::Lora)?;
+        let plan = settings.plan(config).map_err(ModelError::Lora)?;
+        let saved = settings.saved_modules().map_err(ModelError::Lora)?;
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut vars = BTreeMap::new();
+        for layer in &plan {
+            let (a, b) = fresh_pair(layer, &mut rng)?;
+            vars.insert(layer.a_name(), a);
+            vars.insert(layer.b_name(), b);
+            if settings.use_dora {
+                let lengths = base.base_weight(&layer.path)?.sqr()?.sum(1)?.sqrt()?; // (out)
+                vars.insert(layer.magnitude_name(), Var::from_tensor(&lengths)?);
+            }
+        }
+        for path in saved {
+            if path == SCORE {
+                return Err(ModelError::Lora("modules_to_save: a language model has no `score`".into()));
+            }
+            if !(path == HEAD && settings.saved_copies == SavedCopies::Tied) {
+                vars.insert(format!("{path}.weight"), Var::from_tensor(&base.base_weight(path)?.copy()?)?);
+            }
+        }
+        let file = ConfigFile::new(&settings);
+        Self::assemble(settings, plan, vars, None, file, DType::F32)
+    }
+
+    fn assemble(
+        settings: LoraSettings,
+        plan: Vec<LayerPlan>,
+        vars: BTreeMap<String, Var>,
+        score: Option<Tensor>,
+        file: ConfigFile,
+        stored_dtype: DType,
+    ) -> Result<Self, ModelError> {
+        let value = |name: &str| vars.get(name).map(|var| var.as_tensor().clone());
+        let mut pairs = BTreeMap::new();
+        for layer in plan {
+            let (Some(a), Some(b)) = (value(&layer.a_name()), value(&layer.b_name())) else {
+                return Err(ModelError::Lora(format!("layer `{}` has no matrices", layer.path)));
+            };
+            let pair = LoraPair { a, b, scale: layer.scale, magnitude: value(&layer.magnitude_name()) };
+            pairs.insert(layer.path, pair);
+        }
+        let mut saved = BTreeMap::new();
+        for path in settings.saved_modules().map_err(ModelError::Lora)? {
+            let own = value(&format!("{path}.weight"));
+            let tied = || (path == HEAD).then(|| value(&format!("{EMBEDDING}.weight"))).flatten();
+            if let Some(weight) = own.or_else(tied) {
+                saved.insert(path, weight);
+            }
+        }
+        Ok(Self { settings, pairs, saved, score, vars, file, stored_dtype })
+    }
+
+    /// What is trained, by name, in the order of the names.
+    pub fn vars(&self) -> &BTreeMap<String, Var> {
+        &self.vars
+    }
+
+    /// Shape and scale.
+    pub fn settings(&self) -> &LoraSettings {
+        &self.settings
+    }
+
+    /// Type in which the file that this came from keeps its tensors; f32 for a new one. Values in memory are f32.
+    pub fn stored_dtype(&self) -> DType {
+        self.stored_dtype
+    }
+
+    /// Numbers in all.
+    pub fn n_parameters(&self) -> usize {
+        self.vars.values().map(|var| var.elem_count()).sum()
+    }
+
+    /// Paths of the adapted layers, sorted.
+    pub fn adapted_layers(&self) -> impl Iterator<Item = &str> {
+        self.pairs.keys().map(String::as_str)
+    }
+
+    /// A view that records no gradients: for generation and evaluation. It shares the values, so it follows training.
+    pub fn without_gradient(&self) -> Self {
+        let mut view = self.clone();
+        for pair in view.pairs.values_mut() {
+            pair.a = pair.a.detach();
+            pair.b = pair.b.detach();
+            pair.magnitude = pair.magnitude.as_ref().map(Tensor::detach);
+        }
+        view.saved.values_mut().for_each(|weight| *weight = weight.detach());
+        view
+    }
+
+    pub(crate) fn pair(&self, path: &str) -> Option<&LoraPair> {
+        self.pairs.get(path)
+    }
+
+    /// The trained copy of a whole module: `(V, H)` of the embedding or the head.
+    pub(crate) fn saved_module(&self, path: &str) -> Option<&Tensor> {
+        self.saved.get(path)
+    }
+}
+
+impl LoraPair {
+    /// The weight `(out, in)` as this pair changes it: `W + scale * B A`; with magnitudes, each row at its length. As in
+    /// training, no gradient flows through the rows' own lengths.
+    ///
+    /// Source: PEFT's `Linear.get_delta_weight` and `DoraLinearVariant.merge_safe`.
+    pub(crate) fn changed(&self, weight: &Tensor) -> TensorResult<Tensor> {
+        let changed = (weight + (self.b.matmul(&self.a)? * f64::from(self.scale))?)?;
+        let Some(magnitude) = &self.magnitude else { return Ok(changed) };
+        let lengths = changed.detach().sqr()?.sum(1)?.sqrt()?; // (out)
+        changed.broadcast_mul(&magnitude.div(&lengths)?.unsqueeze(1)?)
+    }
+
+    /// DoRA's factor on each output, magnitude over the length of the changed weight's row: `(out)`; `None` without magnitudes.
+    /// `times_a` is `A W^T` `(rank, out)`, `squares` holds the squared lengths of the base's rows `(out)`, so that the changed
+    /// weight need not be formed: `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b A A^T b^T`. As PEFT does, lengths are taken as
+    /// constants: they have no gradient.
+    ///
+    /// Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", equations 5 and 11.
+    pub(crate) fn dora_factor(&self, times_a: &Tensor, squares: &Tensor) -> TensorResult<Option<Tensor>> {
+        let Some(magnitude) = &self.magnitude else { return Ok(None) };
+        let (a, b, scale) = (self.a.detach(), self.b.detach(), f64::from(self.scale));
+        let cross = (&b * times_a.t()?)?.sum(1)?; // (out)
+        let own = (b.matmul(&a.matmul(&a.t()?)?)? * &b)?.sum(1)?; // (out)
+        let lengths = ((squares + (cross * (2.0 * scale))?)? + (own * (scale * scale))?)?.sqrt()?;
+        Ok(Some(magnitude.div(&lengths)?))
+    }
+}
+
+fn fresh_pair(layer: &LayerPlan, rng: &mut ChaCha8Rng) -> TensorResult<(Var, Var)> {
+    let (rank, n_in, n_out) = (layer.rank, layer.n_in, layer.n_out);
+    match layer.kind {
+        LayerKind::Linear => {
+            let bound = 1.0 / (n_in as f32).sqrt();
+            let a: Vec<f32> = (0..rank * n_in).map(|_| rng.random_range(-bound..bound)).collect();
+            let a = Var::from_vec(a, (rank, n_in), &Device::Cpu)?;
+            Ok((a, Var::zeros((n_out, rank), DType::F32, &Device::Cpu)?))
+        }
+        LayerKind::Embedding => {
+            let b: Vec<f32> = (0..n_out * rank).map(|_| crate::decoder::normal(rng)).collect();
+            let b = Var::from_vec(b, (n_out, rank), &Device::Cpu)?;
+            Ok((Var::zeros((rank, n_in), DType::F32, &Device::Cpu)?, b))
+        }
+    }
+}

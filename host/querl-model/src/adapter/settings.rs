@@ -1,0 +1,253 @@
+//! What an adapter is made of, and which layers of a decoder that comes to.
+
+use super::patterns::{self, Patterns};
+use crate::DecoderConfig;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+/// Shape of an adapter, in PEFT's words.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraSettings {
+    /// Rows of A.
+    pub rank: usize,
+    /// Numerator of the scale.
+    pub alpha: f64,
+    /// Scale by `alpha / sqrt(rank)` instead of `alpha / rank`.
+    ///
+    /// Source: Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA".
+    pub use_rslora: bool,
+    /// A trained magnitude for each output beside the matrices.
+    ///
+    /// Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation".
+    pub use_dora: bool,
+    /// Share of an adapter's inputs set to zero in training. It is not part of a forward pass unless the pass asks for it.
+    pub dropout: f64,
+    /// The adapted layers.
+    pub target_modules: Modules,
+    /// Layers that are left alone although they are targets.
+    pub exclude_modules: Option<Modules>,
+    /// Numbers of the adapted blocks; empty for all.
+    pub layers_to_transform: Vec<usize>,
+    /// Other ranks for some layers.
+    pub rank_pattern: Patterns<usize>,
+    /// Other alphas for some layers.
+    pub alpha_pattern: Patterns<f64>,
+    /// Modules that are trained and saved whole: `embed_tokens`, `lm_head`; a classifier's `score` is kept as it is.
+    pub modules_to_save: Vec<String>,
+    /// Whether saved copies of a tied embedding and head are one.
+    pub saved_copies: SavedCopies,
+}
+
+/// What becomes of a tied embedding and head in `modules_to_save`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SavedCopies {
+    /// Each has a copy of its own, and what is not saved stays as the base has it: PEFT's default.
+    #[default]
+    Apart,
+    /// One copy serves as both: PEFT's `ensure_weight_tying`.
+    Tied,
+}
+
+/// A choice of layers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Written", into = "Written")]
+pub enum Modules {
+    /// Every linear layer but the head.
+    AllLinear,
+    /// Those whose path is one of these or ends in a dot and one of these.
+    Named(Vec<String>),
+    /// Those whose path fits the regular expression as a whole.
+    Pattern(String),
+}
+
+/// `target_modules` in a file: a list, a regular expression or the word `all-linear`.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Written {
+    List(Vec<String>),
+    Text(String),
+}
+
+/// PEFT's word for every linear layer.
+const ALL_LINEAR: &str = "all-linear";
+
+/// What [`Modules::AllLinear`] means here, sorted.
+const LINEAR_NAMES: [&str; 7] = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"];
+
+/// Path of the embedding.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens";
+/// Path of the language model's head.
+pub(crate) const HEAD: &str = "lm_head";
+/// Path of a classifier's head.
+pub(crate) const SCORE: &str = "score";
+
+impl From<Written> for Modules {
+    fn from(written: Written) -> Self {
+        match written {
+            Written::Text(text) if text.eq_ignore_ascii_case(ALL_LINEAR) => Self::AllLinear,
+            Written::Text(text) => Self::Pattern(text),
+            Written::List(names) if names == [ALL_LINEAR] => Self::AllLinear,
+            Written::List(names) => Self::Named(names),
+        }
+    }
+}
+
+impl From<Modules> for Written {
+    fn from(modules: Modules) -> Self {
+        match modules {
+            Modules::AllLinear => Self::List(LINEAR_NAMES.map(String::from).into()),
+            Modules::Named(names) => Self::List(names),
+            Modules::Pattern(pattern) => Self::Text(pattern),
+        }
+    }
+}
+
+impl Modules {
+    /// From a configuration's list: `["all-linear"]` or the last parts of layers' paths.
+    pub fn from_names(names: &[String]) -> Self {
+        Written::List(names.to_vec()).into()
+    }
+
+    /// A test for paths. `key` is what an error calls this choice.
+    fn matcher(&self, key: &str) -> Result<Box<dyn Fn(&str) -> bool + '_>, String> {
+        Ok(match self {
+            Self::AllLinear => Box::new(|path| path != EMBEDDING && path != HEAD),
+            Self::Named(names) => Box::new(move |path| names.iter().any(|name| is_named(path, name))),
+            Self::Pattern(pattern) => {
+                let pattern = patterns::whole(pattern, key)?;
+                Box::new(move |path| patterns::is_match(&pattern, path))
+            }
+        })
+    }
+}
+
+/// Whether `path` is `name` or ends in a dot and `name`.
+fn is_named(path: &str, name: &str) -> bool {
+    path.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
+/// What is adapted: a linear layer, or the embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LayerKind {
+    Linear,
+    Embedding,
+}
+
+/// One adapted layer.
+#[derive(Debug, Clone)]
+pub(super) struct LayerPlan {
+    pub(super) path: String,
+    pub(super) kind: LayerKind,
+    /// Columns of A: a linear layer's inputs, or tokens of the vocabulary.
+    pub(super) n_in: usize,
+    /// Rows of B: outputs, or the embedding's width.
+    pub(super) n_out: usize,
+    pub(super) rank: usize,
+    pub(super) scale: f32,
+}
+
+impl LoraSettings {
+    /// All linear layers of a decoder, plain scaling.
+    pub fn all_linear(rank: usize, alpha: f64) -> Self {
+        Self {
+            rank,
+            alpha,
+            use_rslora: false,
+            use_dora: false,
+            dropout: 0.0,
+            target_modules: Modules::AllLinear,
+            exclude_modules: None,
+            layers_to_transform: Vec::new(),
+            rank_pattern: Patterns::default(),
+            alpha_pattern: Patterns::default(),
+            modules_to_save: Vec::new(),
+            saved_copies: SavedCopies::Apart,
+        }
+    }
+
+    fn scale(&self, rank: usize, alpha: f64) -> f32 {
+        let rank = rank as f64;
+        (alpha / if self.use_rslora { rank.sqrt() } else { rank }) as f32
+    }
+
+    /// Every layer that this adapts, in the order of the decoder's layers, with its rank and scale.
+    ///
+    /// Source: PEFT's `check_target_module_exists` and `LoraModel._create_and_replace`.
+    pub(super) fn plan(&self, config: &DecoderConfig) -> Result<Vec<LayerPlan>, String> {
+        let is_target = self.target_modules.matcher("target_modules")?;
+        let excluded = self.exclude_modules.as_ref().map(|modules| modules.matcher("exclude_modules")).transpose()?;
+        let (ranks, alphas) =
+            (self.rank_pattern.compile("rank_pattern")?, self.alpha_pattern.compile("alpha_pattern")?);
+        let saved = self.saved_modules()?;
+        let mut plan = Vec::new();
+        for (path, kind, n_out, n_in) in candidates(config) {
+            let is_excluded = excluded.as_ref().is_some_and(|is_excluded| is_excluded(&path));
+            if !is_target(&path) || is_excluded || saved.contains(path.as_str()) || !self.is_in_range(&path) {
+                continue;
+            }
+            let rank = patterns::first(&ranks, &path).unwrap_or(self.rank);
+            let alpha = patterns::first(&alphas, &path).unwrap_or(self.alpha);
+            if rank == 0 {
+                return Err(format!("rank of layer `{path}` is 0; expected at least 1"));
+            }
+            plan.push(LayerPlan { kind, n_in, n_out, rank, scale: self.scale(rank, alpha), path });
+        }
+        if plan.is_empty() && saved.is_empty() {
+            return Err(format!("target_modules: no layer of this model is among them; {}", expected()));
+        }
+        Ok(plan)
+    }
+
+    /// Names in the list of targets that no layer of the decoder answers to: a mistake where an adapter is made.
+    pub(super) fn check_names(&self, config: &DecoderConfig) -> Result<(), String> {
+        let Modules::Named(names) = &self.target_modules else { return Ok(()) };
+        let paths: Vec<String> = candidates(config).into_iter().map(|(path, ..)| path).collect();
+        match names.iter().find(|name| !paths.iter().any(|path| is_named(path, name))) {
+            Some(name) => Err(format!("target_modules: `{name}` is no layer of this model; {}", expected())),
+            None => Ok(()),
+        }
+    }
+
+    /// Paths of the modules that are saved whole.
+    pub(super) fn saved_modules(&self) -> Result<BTreeSet<&'static str>, String> {
+        let mut paths = BTreeSet::new();
+        for name in &self.modules_to_save {
+            match [EMBEDDING, HEAD, SCORE].into_iter().find(|path| is_named(path, name)) {
+                Some(path) => drop(paths.insert(path)),
+                // PEFT lists both names of a classifier's head, whichever the model has.
+                None if name == "classifier" => {}
+                None => {
+                    return Err(format!(
+                        "modules_to_save: `{name}` is not supported; expected `embed_tokens`, `lm_head` or `score`"
+                    ));
+                }
+            }
+        }
+        if self.saved_copies == SavedCopies::Tied && (paths.contains(EMBEDDING) || paths.contains(HEAD)) {
+            paths.extend([EMBEDDING, HEAD]);
+        }
+        Ok(paths)
+    }
+
+    fn is_in_range(&self, path: &str) -> bool {
+        let number = path.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+        self.layers_to_transform.is_empty() || number.is_some_and(|number| self.layers_to_transform.contains(&number))
+    }
+}
+
+fn expected() -> String {
+    format!(
+        "expected `{ALL_LINEAR}`, some of `{}`, `embed_tokens`, `lm_head`, or a regular expression",
+        LINEAR_NAMES.join("`, `")
+    )
+}
+
+/// All layers that can be adapted: path, kind, rows of B, columns of A.
+fn candidates(config: &DecoderConfig) -> Vec<(String, LayerKind, usize, usize)> {
+    let (v, h) = (config.vocab_size, config.hidden_size);
+    let mut layers: Vec<_> =
+        config.linear_layers().map(|(path, n_out, n_in)| (path, LayerKind::Linear, n_out, n_in)).collect();
+    layers.push((EMBEDDING.to_owned(), LayerKind::Embedding, h, v));
+    layers.push((HEAD.to_owned(), LayerKind::Linear, v, h));
+    layers
+}

@@ -1,0 +1,50 @@
+//! Where an adapter changes what is no linear layer of a block: the embedding and the head.
+
+use super::Decoder;
+use crate::PackedBatch;
+use crate::adapter::{EMBEDDING, HEAD, LoraAdapter};
+use crate::kernels::Weight;
+use candle_core::{Device, Result as TensorResult, Tensor, bail};
+
+impl Decoder {
+    /// The base's weight of a linear layer `(out, in)`, of the embedding or of the head `(V, H)`, in f32.
+    pub(crate) fn base_weight(&self, path: &str) -> TensorResult<Tensor> {
+        let mut linears = self.layers.iter().flat_map(|layer| layer.linears());
+        let weight = match path {
+            EMBEDDING => Some(&self.embedding),
+            HEAD => Some(&self.head),
+            _ => linears.find(|linear| linear.path == path).map(|linear| &linear.weight),
+        };
+        match weight {
+            Some(Weight::Frozen(weight)) => weight.to_tensor(),
+            Some(Weight::Trained(weight)) => Ok(weight.detach()),
+            None => bail!("no layer `{path}`"),
+        }
+    }
+
+    /// Rows of the embedding, `(N, H)`, with what an adapter makes of them.
+    pub(super) fn embed(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> TensorResult<Tensor> {
+        let ids = || Tensor::from_slice(&batch.token_ids, batch.n_rows(), &Device::Cpu);
+        if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
+            return saved.index_select(&ids()?, 0);
+        }
+        let rows = match &self.embedding {
+            Weight::Frozen(embedding) => embedding.rows(&batch.token_ids)?,
+            Weight::Trained(embedding) => embedding.index_select(&ids()?, 0)?,
+        };
+        let Some(pair) = adapter.and_then(|adapter| adapter.pair(EMBEDDING)) else { return Ok(rows) };
+        let down = pair.a.index_select(&ids()?, 1)?.t()?; // (N, rank)
+        rows + (down.matmul(&pair.b.t()?)? * f64::from(pair.scale))?
+    }
+
+    /// The head `(V, H)` with what an adapter makes of it: as a tensor of its own where it changes it.
+    pub(super) fn head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+        if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(HEAD)) {
+            return Ok(Weight::Trained(saved.clone()));
+        }
+        match adapter.and_then(|adapter| adapter.pair(HEAD)) {
+            Some(pair) => Ok(Weight::Trained(pair.changed(&self.base_weight(HEAD)?)?)),
+            None => Ok(self.head.clone()),
+        }
+    }
+}
