@@ -53,10 +53,18 @@ pub enum TrainError {
         /// Why.
         source: std::io::Error,
     },
-    /// The user asked to stop; what was reached is in `last`.
+    /// A checkpoint cannot be written.
     #[error(
-        "interrupted at {stage} step {step}; finished stages are saved, and the same command starts this stage again"
+        "{path}: cannot be written: {source}; earlier checkpoints are whole, and the same command goes on from the newest"
     )]
+    Checkpoint {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The user asked to stop; what was reached is in `last` and in a checkpoint.
+    #[error("interrupted at {stage} step {step}; what was done is saved, and the same command goes on from there")]
     Interrupted {
         /// Which stage.
         stage: &'static str,

@@ -9,6 +9,7 @@
 
 mod checkpoint;
 mod error;
+mod gradients;
 mod health;
 pub mod maths;
 mod metrics;
@@ -18,10 +19,14 @@ mod policy;
 pub mod rl;
 mod schedule;
 pub mod sft;
+mod slices;
+mod state;
 
 pub use checkpoint::{BEST, LAST};
 pub use error::TrainError;
+pub use gradients::Gradients;
 pub use metrics::{MetricSink, Metrics};
-pub use optimizer::{AdamW, AdamWSettings, Gradients};
+pub use optimizer::{AdamW, AdamWSettings};
 pub use policy::{Example, Policy};
 pub use schedule::{constant_with_warmup, cosine_with_warmup};
+pub use state::{State, StateStore};

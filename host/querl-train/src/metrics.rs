@@ -12,6 +12,18 @@ pub trait MetricSink {
     /// # Errors
     /// They cannot be kept.
     fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()>;
+
+    /// Makes sure that what was recorded outlives the process, and says how much it is: a checkpoint keeps the answer.
+    ///
+    /// # Errors
+    /// It cannot be kept.
+    fn mark(&mut self) -> std::io::Result<u64>;
+
+    /// Forgets what was recorded after [`mark`](Self::mark) gave `mark`, by this process or one before it.
+    ///
+    /// # Errors
+    /// What is kept cannot be changed.
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()>;
 }
 
 /// `name/mean`, `name/max`, `name/min`.

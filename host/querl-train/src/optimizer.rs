@@ -1,58 +1,15 @@
-//! Gradients of an optimizer step, their clipping, and AdamW.
+//! AdamW, in place and over slices.
 //!
 //! candle-nn's AdamW is not used: its moments cannot be reached, it decays norms and biases with the rest, and a step over half
 //! a billion parameters takes it seconds.
 
-use crate::TrainError;
-use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use crate::gradients::{CHUNK, Gradients};
+use crate::state::{State, misfit};
+use crate::{TrainError, slices};
+use candle_core::Var;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
-
-/// Gradients by variable name, summed over micro-batches.
-#[derive(Debug, Clone, Default)]
-pub struct Gradients {
-    sums: BTreeMap<String, Vec<f32>>,
-}
-
-impl Gradients {
-    /// Adds what one backward pass found for `vars`.
-    ///
-    /// # Errors
-    /// A gradient cannot be read.
-    pub fn add(&mut self, store: &GradStore, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
-        for (name, var) in vars {
-            let Some(gradient) = store.get(var) else { continue };
-            let values: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
-            match self.sums.get_mut(name) {
-                Some(sum) => sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value),
-                None => drop(self.sums.insert(name.clone(), values)),
-            }
-        }
-        Ok(())
-    }
-
-    /// Global norm over all gradients.
-    pub fn norm(&self) -> f64 {
-        self.sums.values().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt()
-    }
-
-    /// Scales down to a global norm of at most `max_norm`. Returns the norm before.
-    ///
-    /// Source: torch `clip_grad_norm_`.
-    pub fn clip(&mut self, max_norm: f64) -> f64 {
-        let norm = self.norm();
-        let scale = (max_norm / (norm + 1e-6)).min(1.0) as f32;
-        if scale < 1.0 {
-            self.sums.values_mut().flatten().for_each(|g| *g *= scale);
-        }
-        norm
-    }
-
-    /// One variable's gradient, row-major.
-    pub fn get(&self, name: &str) -> Option<&[f32]> {
-        self.sums.get(name).map(Vec::as_slice)
-    }
-}
+use std::sync::Arc;
 
 /// What AdamW needs besides the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,10 +40,19 @@ pub struct AdamW {
     moments: BTreeMap<String, Moments>,
 }
 
-#[derive(Debug, Default)]
+/// Shared with a checkpoint while that is written; copied only should a step come before its end.
+#[derive(Debug, Clone)]
 struct Moments {
-    first: Vec<f32>,
-    second: Vec<f32>,
+    dims: Vec<usize>,
+    first: Arc<Vec<f32>>,
+    second: Arc<Vec<f32>>,
+}
+
+impl Moments {
+    fn zeros(dims: &[usize]) -> Self {
+        let zeros = || Arc::new(vec![0.0; dims.iter().product()]);
+        Self { dims: dims.to_vec(), first: zeros(), second: zeros() }
+    }
 }
 
 impl AdamW {
@@ -98,7 +64,7 @@ impl AdamW {
     /// Takes one step. A variable without a gradient is left as it is.
     ///
     /// # Errors
-    /// A variable cannot be written.
+    /// A variable or its gradient is not f32, or has changed its shape.
     pub fn step(
         &mut self,
         vars: &BTreeMap<String, Var>,
@@ -107,29 +73,145 @@ impl AdamW {
     ) -> Result<(), TrainError> {
         self.n_steps += 1;
         for (name, var) in vars {
-            let Some(gradient) = gradients.get(name) else { continue };
-            let mut values: Vec<f32> = var.as_tensor().flatten_all()?.to_vec1()?;
-            let is_matrix = var.rank() >= 2;
-            self.update(name, &mut values, gradient, learning_rate, is_matrix);
-            var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?;
+            let Some((gradient, scale)) = gradients.unscaled(name) else { continue };
+            let rule = self.rule(learning_rate, scale, var.rank() >= 2);
+            let moments = self.moments.entry(name.clone()).or_insert_with(|| Moments::zeros(var.dims()));
+            if moments.dims != var.dims() {
+                let message = format!("has shape {:?}; the variable has {:?}", moments.dims, var.dims());
+                return Err(misfit(name, message));
+            }
+            let (first, second) = (Arc::make_mut(&mut moments.first), Arc::make_mut(&mut moments.second));
+            slices::read(gradient, |gradient| {
+                slices::change(var, |values| rule.apply(values, gradient, first, second))
+            })??;
         }
         Ok(())
     }
 
-    fn update(&mut self, name: &str, values: &mut [f32], gradient: &[f32], learning_rate: f64, decays: bool) {
-        let AdamWSettings { beta1, beta2, eps, weight_decay } = self.settings;
-        let moments = self.moments.entry(name.to_owned()).or_default();
-        moments.first.resize(values.len(), 0.0);
-        moments.second.resize(values.len(), 0.0);
-        let keep = (1.0 - if decays { learning_rate * weight_decay } else { 0.0 }) as f32;
-        let step_size = (learning_rate / (1.0 - beta1.powi(self.n_steps))) as f32;
-        let correction = (1.0 - beta2.powi(self.n_steps)).sqrt() as f32;
-        let (beta1, beta2, eps) = (beta1 as f32, beta2 as f32, eps as f32);
-        let state = moments.first.iter_mut().zip(&mut moments.second);
-        for ((value, gradient), (first, second)) in values.iter_mut().zip(gradient).zip(state) {
-            *first = beta1 * *first + (1.0 - beta1) * gradient;
-            *second = beta2 * *second + (1.0 - beta2) * gradient * gradient;
-            *value = *value * keep - step_size * *first / (second.sqrt() / correction + eps);
+    /// Keeps moments and the number of steps under `prefix`.
+    ///
+    /// # Errors
+    /// None in practice: a number always goes into JSON.
+    pub fn save(&self, prefix: &str, state: &mut State) -> Result<(), TrainError> {
+        state.put(&format!("{prefix}.n_steps"), &self.n_steps)?;
+        for (name, moments) in &self.moments {
+            state.put_shared(&format!("{prefix}.first"), name, &moments.dims, moments.first.clone());
+            state.put_shared(&format!("{prefix}.second"), name, &moments.dims, moments.second.clone());
         }
+        Ok(())
+    }
+
+    /// Goes on from what [`save`](Self::save) kept.
+    ///
+    /// # Errors
+    /// It is not there, or not whole.
+    pub fn restore(&mut self, prefix: &str, state: &State) -> Result<(), TrainError> {
+        let n_steps = state.get(&format!("{prefix}.n_steps"))?;
+        let mut seconds = state.shared(&format!("{prefix}.second"))?;
+        let mut moments = BTreeMap::new();
+        for (name, (dims, first)) in state.shared(&format!("{prefix}.first"))? {
+            let (_, second) = seconds.remove(&name).ok_or_else(|| misfit(&name, "has one moment of two"))?;
+            moments.insert(name, Moments { dims, first, second });
+        }
+        (self.n_steps, self.moments) = (n_steps, moments);
+        Ok(())
+    }
+
+    fn rule(&self, learning_rate: f64, scale: f32, decays: bool) -> Rule {
+        let AdamWSettings { beta1, beta2, eps, weight_decay } = self.settings;
+        Rule {
+            scale,
+            keep: (1.0 - if decays { learning_rate * weight_decay } else { 0.0 }) as f32,
+            step_size: (learning_rate / (1.0 - beta1.powi(self.n_steps))) as f32,
+            correction: (1.0 / (1.0 - beta2.powi(self.n_steps)).sqrt()) as f32,
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
+            eps: eps as f32,
+        }
+    }
+}
+
+/// The numbers of one step for one variable.
+#[derive(Clone, Copy)]
+struct Rule {
+    /// Factor on the gradient.
+    scale: f32,
+    /// Factor on the value: what decay leaves.
+    keep: f32,
+    step_size: f32,
+    /// Factor on the root of the second moment.
+    correction: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+}
+
+impl Rule {
+    /// One pass over everything: a step is bound by memory, so nothing is read twice.
+    fn apply(self, values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
+        let moments = first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK));
+        let chunks = values.par_chunks_mut(CHUNK).zip(gradient.par_chunks(CHUNK)).zip(moments);
+        chunks.for_each(|((values, gradient), (first, second))| self.apply_chunk(values, gradient, first, second));
+    }
+
+    fn apply_chunk(self, values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
+        let moments = first.iter_mut().zip(second);
+        for ((value, gradient), (first, second)) in values.iter_mut().zip(gradient).zip(moments) {
+            let gradient = gradient * self.scale;
+            *first = self.beta1 * *first + (1.0 - self.beta1) * gradient;
+            *second = self.beta2 * *second + (1.0 - self.beta2) * gradient * gradient;
+            *value = *value * self.keep - self.step_size * *first / (second.sqrt() * self.correction + self.eps);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn step(optimizer: &mut AdamW, vars: &BTreeMap<String, Var>) {
+        let loss = vars["w"].as_tensor().sqr().unwrap().sum_all().unwrap();
+        let mut gradients = Gradients::default();
+        gradients.add(&loss.backward().unwrap(), vars).unwrap();
+        optimizer.step(vars, &gradients, 0.1).unwrap();
+    }
+
+    fn vars() -> BTreeMap<String, Var> {
+        BTreeMap::from([("w".to_owned(), Var::from_vec(vec![1f32, -2.0, 0.5, 3.0], (2, 2), &Device::Cpu).unwrap())])
+    }
+
+    #[test]
+    fn a_restored_optimizer_takes_the_same_steps() {
+        let settings = AdamWSettings { weight_decay: 0.1, ..AdamWSettings::default() };
+        let (mut through, through_vars) = (AdamW::new(settings), vars());
+        (0..6).for_each(|_| step(&mut through, &through_vars));
+
+        let (mut before, before_vars) = (AdamW::new(settings), vars());
+        (0..3).for_each(|_| step(&mut before, &before_vars));
+        let mut state = State::default();
+        before.save("policy", &mut state).unwrap();
+        state.put_vars("vars", &before_vars);
+        let (mut after, after_vars) = (AdamW::new(settings), vars());
+        after.restore("policy", &state).unwrap();
+        state.restore_vars("vars", &after_vars).unwrap();
+        (0..3).for_each(|_| step(&mut after, &after_vars));
+        let bits = |vars: &BTreeMap<String, Var>| -> Vec<u32> {
+            vars["w"].flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+        };
+        assert_eq!(bits(&after_vars), bits(&through_vars));
+    }
+
+    #[test]
+    fn moments_in_a_state_stay_while_training_goes_on() {
+        let (mut optimizer, vars) = (AdamW::new(AdamWSettings::default()), vars());
+        step(&mut optimizer, &vars);
+        let mut state = State::default();
+        optimizer.save("o", &mut state).unwrap();
+        let before = state.shared("o.first").unwrap()["w"].1.to_vec();
+        step(&mut optimizer, &vars);
+        assert_eq!(*state.shared("o.first").unwrap()["w"].1, before);
+        assert_ne!(*optimizer.moments["w"].first, before);
     }
 }

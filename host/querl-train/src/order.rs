@@ -4,27 +4,47 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-/// Rows in a shuffled order of their own for each epoch.
+/// Rows in a shuffled order of their own for each epoch. The order of an epoch follows from the seed and its number alone, so
+/// that the position is all there is to keep.
+#[derive(Debug, Clone)]
 pub(crate) struct Order {
-    rng: ChaCha8Rng,
     n_rows: usize,
-    left: Vec<usize>,
+    seed: u64,
+    position: u64,
+    /// The epoch that `rows` is the order of.
+    epoch: Option<u64>,
+    rows: Vec<usize>,
 }
 
 impl Order {
     /// An order over `n_rows`, the same for the same seed.
     pub(crate) fn new(n_rows: usize, seed: u64) -> Self {
-        Self { rng: ChaCha8Rng::seed_from_u64(seed), n_rows, left: Vec::new() }
+        Self { n_rows, seed, position: 0, epoch: None, rows: Vec::new() }
+    }
+
+    /// Rows taken since the beginning.
+    pub(crate) fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Goes on as if so many rows had been taken.
+    pub(crate) fn seek(&mut self, position: u64) {
+        self.position = position;
     }
 
     /// At most `n` rows, at least one, never across the end of an epoch.
     pub(crate) fn take_within_epoch(&mut self, n: usize) -> Vec<usize> {
-        if self.left.is_empty() {
-            self.left = (0..self.n_rows).collect();
-            self.left.shuffle(&mut self.rng);
+        if self.n_rows == 0 {
+            return Vec::new();
         }
-        let rest = self.left.len().saturating_sub(n);
-        self.left.split_off(rest)
+        let epoch = self.position / self.n_rows as u64;
+        let start = (self.position % self.n_rows as u64) as usize;
+        if self.epoch != Some(epoch) {
+            (self.epoch, self.rows) = (Some(epoch), self.shuffled(epoch));
+        }
+        let taken = self.rows[start..self.n_rows.min(start + n.max(1))].to_vec();
+        self.position += taken.len() as u64;
+        taken
     }
 
     /// Exactly `n` rows, going on into the next epoch where one ends.
@@ -33,6 +53,14 @@ impl Order {
         while rows.len() < n && self.n_rows > 0 {
             rows.extend(self.take_within_epoch(n - rows.len()));
         }
+        rows
+    }
+
+    fn shuffled(&self, epoch: u64) -> Vec<usize> {
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(epoch);
+        let mut rows: Vec<usize> = (0..self.n_rows).collect();
+        rows.shuffle(&mut rng);
         rows
     }
 }
@@ -48,5 +76,16 @@ mod tests {
         epoch.sort_unstable();
         assert_eq!(epoch, [0, 1, 2, 3, 4]);
         assert_eq!(order.take(12).len(), 12);
+    }
+
+    #[test]
+    fn epochs_differ_and_the_position_is_all_there_is_to_keep() {
+        let mut order = Order::new(40, 7);
+        let (first, second) = (order.take_within_epoch(40), order.take_within_epoch(40));
+        assert_ne!(first, second);
+        let mut again = Order::new(40, 7);
+        again.seek(57);
+        assert_eq!((again.take(5), again.position()), (second[17..22].to_vec(), 62));
+        assert_ne!(Order::new(40, 8).take(40), first);
     }
 }

@@ -82,7 +82,7 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
             return Err(TrainError::NotFinite { stage: "sft", step, what: "the loss" });
         }
         // 3. One optimizer step at the scheduled rate.
-        let grad_norm = gradients.clip(config.max_grad_norm);
+        let grad_norm = gradients.clip(config.max_grad_norm)?;
         if !grad_norm.is_finite() {
             return Err(TrainError::NotFinite { stage: "sft", step, what: "the gradient" });
         }

@@ -84,6 +84,15 @@ impl MetricSink for Recorder {
         self.0.push((step, metrics.clone()));
         Ok(())
     }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        Ok(self.0.len() as u64)
+    }
+
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+        self.0.truncate(mark as usize);
+        Ok(())
+    }
 }
 
 impl Recorder {

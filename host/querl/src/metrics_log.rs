@@ -6,37 +6,106 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// The file, opened to append.
+/// The file, opened to append lines of one stage.
 #[derive(Debug)]
 pub struct MetricsLog {
+    path: PathBuf,
+    stage: String,
     file: File,
+    /// Lines of the stage that are there.
+    n_lines: u64,
 }
 
 impl MetricsLog {
-    /// Opens the log at `path`, which may have lines of earlier stages.
+    /// Opens the log at `path`, which may have lines of other stages and of this one.
     ///
     /// # Errors
     /// As the file system says.
-    pub fn open(path: &Path) -> anyhow::Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        Ok(Self { file: file.with_context(|| format!("{}: cannot be written", path.display()))? })
+    pub fn open(path: &Path, stage: &str) -> anyhow::Result<Self> {
+        let unwritable = || format!("{}: cannot be written", path.display());
+        let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
+        let file = append_to(path).with_context(unwritable)?;
+        Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines })
     }
 
     /// Appends `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`. A value that is not finite is written as null.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn append(&mut self, stage: &str, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
+    pub fn append(&mut self, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
         let mut line = Map::new();
-        line.insert("stage".into(), stage.into());
+        line.insert("stage".into(), self.stage.as_str().into());
         line.insert("step".into(), step.into());
         line.extend(metrics.iter().map(|(name, value)| (name.clone(), Value::from(*value))));
         let mut text = serde_json::to_vec(&line)?;
         text.push(b'\n');
-        self.file.write_all(&text)
+        self.file.write_all(&text)?;
+        self.n_lines += 1;
+        Ok(())
     }
+
+    /// Brings the lines to the disk and says how many of the stage there are.
+    ///
+    /// # Errors
+    /// As the file system says.
+    pub fn mark(&mut self) -> io::Result<u64> {
+        sync(&self.file)?;
+        Ok(self.n_lines)
+    }
+
+    /// Keeps the stage's first `mark` lines. Lines of other stages stay, wherever they are.
+    ///
+    /// # Errors
+    /// As the file system says.
+    pub fn rewind(&mut self, mark: u64) -> io::Result<()> {
+        let text = read(&self.path)?;
+        let mut n_own = 0;
+        let is_kept = |line: &&str| match stage_of(line) {
+            None => false,
+            Some(stage) if stage == self.stage => {
+                n_own += 1;
+                n_own <= mark
+            }
+            Some(_) => true,
+        };
+        let kept: String = text.lines().filter(is_kept).flat_map(|line| [line, "\n"]).collect();
+        if kept != text {
+            write_atomic(&self.path, kept.as_bytes())?;
+            self.file = append_to(&self.path)?;
+        }
+        self.n_lines = n_own.min(mark);
+        Ok(())
+    }
+}
+
+fn append_to(path: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).append(true).open(path)
+}
+
+/// What a pipe or a device cannot do is not needed of it.
+fn sync(file: &File) -> io::Result<()> {
+    if file.metadata()?.is_file() { file.sync_data() } else { Ok(()) }
+}
+
+/// A missing file is an empty one; what is no file has nothing to read.
+fn read(path: &Path) -> io::Result<String> {
+    match std::fs::metadata(path) {
+        Ok(meta) if meta.is_file() => std::fs::read_to_string(path),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(String::new()),
+    }
+}
+
+/// `None` of a line that a killed process left unfinished: it belongs to nobody.
+fn stage_of(line: &str) -> Option<String> {
+    let value: Value = serde_json::from_str(line).ok()?;
+    Some(value["stage"].as_str()?.to_owned())
+}
+
+fn of_stage<'a>(text: &'a str, stage: &'a str) -> impl Iterator<Item = &'a str> {
+    text.lines().filter(move |line| stage_of(line).is_some_and(|of_line| of_line == stage))
 }
 
 /// Removes the lines of one stage; a missing file is fine.
@@ -44,12 +113,11 @@ impl MetricsLog {
 /// # Errors
 /// As the file system says.
 pub fn remove_stage(path: &Path, stage: &str) -> io::Result<()> {
-    let text = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        text => text?,
-    };
-    // A line that a killed process left unfinished belongs to nobody.
-    let is_other = |line: &&str| serde_json::from_str::<Value>(line).is_ok_and(|value| value["stage"] != stage);
+    let text = read(path)?;
+    if text.is_empty() {
+        return Ok(());
+    }
+    let is_other = |line: &&str| stage_of(line).is_some_and(|of_line| of_line != stage);
     let kept: String = text.lines().filter(is_other).flat_map(|line| [line, "\n"]).collect();
     write_atomic(path, kept.as_bytes())
 }
@@ -64,12 +132,35 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         remove_stage(&path, "sft").unwrap();
-        let mut log = MetricsLog::open(&path).unwrap();
-        log.append("sft", 1, &BTreeMap::from([("loss".into(), 0.5)])).unwrap();
-        log.append("rl", 1, &BTreeMap::from([("actor/pg_loss".into(), f64::NAN)])).unwrap();
+        let none = BTreeMap::from([("actor/pg_loss".into(), f64::NAN)]);
+        MetricsLog::open(&path, "sft").unwrap().append(1, &BTreeMap::from([("loss".into(), 0.5)])).unwrap();
+        let mut log = MetricsLog::open(&path, "rl").unwrap();
+        log.append(1, &none).unwrap();
         log.file.write_all(b"{\"stage\":\"rl\",\"st").unwrap();
         remove_stage(&path, "sft").unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, "{\"actor/pg_loss\":null,\"stage\":\"rl\",\"step\":1}\n");
+    }
+
+    #[test]
+    fn a_rewound_log_keeps_other_stages_and_what_was_marked() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let figures = |loss: f64| BTreeMap::from([("loss".to_owned(), loss)]);
+        let mut rl = MetricsLog::open(&path, "rl").unwrap();
+        rl.append(1, &figures(0.5)).unwrap();
+        let mark = rl.mark().unwrap();
+        rl.append(2, &figures(0.25)).unwrap();
+        // Fine-tuning was run again in between: the lines of a stage are found by count, not by place.
+        MetricsLog::open(&path, "sft").unwrap().append(1, &figures(2.0)).unwrap();
+        rl.file.write_all(b"{\"stage\":\"rl\",\"st").unwrap();
+        let mut again = MetricsLog::open(&path, "rl").unwrap();
+        again.rewind(mark).unwrap();
+        again.append(2, &figures(0.125)).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let line =
+            |stage: &str, step: u64, loss: f64| format!("{{\"loss\":{loss},\"stage\":\"{stage}\",\"step\":{step}}}\n");
+        assert_eq!(text, [line("rl", 1, 0.5), line("sft", 1, 2.0), line("rl", 2, 0.125)].concat());
+        assert_eq!(again.mark().unwrap(), 2);
     }
 }

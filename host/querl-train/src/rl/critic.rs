@@ -63,7 +63,7 @@ impl Critic {
         learning_rate: f64,
         max_grad_norm: f64,
     ) -> Result<f64, TrainError> {
-        let norm = gradients.clip(max_grad_norm);
+        let norm = gradients.clip(max_grad_norm)?;
         self.optimizer.step(&self.vars, &gradients, learning_rate)?;
         Ok(norm)
     }

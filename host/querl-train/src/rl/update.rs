@@ -54,7 +54,7 @@ pub(super) fn update(
                 micro_batch.critic_step(critic, &mut step_gradients.critic, &mut totals)?;
             }
             let StepGradients { mut policy, critic: critic_gradients } = step_gradients;
-            let grad_norm = policy.clip(config.max_grad_norm);
+            let grad_norm = policy.clip(config.max_grad_norm)?;
             if !grad_norm.is_finite() {
                 return Err(TrainError::NotFinite { stage: "rl", step, what: "the policy's gradient" });
             }

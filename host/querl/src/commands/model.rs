@@ -223,7 +223,7 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         progress: &progress,
         stop: interrupt::flag(),
     };
-    let mut sink = Sink(MetricsLog::open(&work.path().join("metrics.jsonl"))?);
+    let mut sink = Sink(MetricsLog::open(&work.path().join("metrics.jsonl"), "sft")?);
     let summary = sft::train(&task, &mut sink).map_err(ending)?;
     terminal::say(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
     Ok(())

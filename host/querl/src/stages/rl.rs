@@ -70,7 +70,7 @@ impl Stage for Rl {
             train: &train,
             val: &val,
         };
-        let facts = training::rl(run, &data, MetricsLog::open(&run.dir.metrics())?, progress)?;
+        let facts = training::rl(run, &data, MetricsLog::open(&run.dir.metrics(), self.name().as_str())?, progress)?;
         Ok(Done { facts, n_failed: 0 })
     }
 }

@@ -44,7 +44,7 @@ impl Stage for Sft {
         self.clean(&run.dir)?;
         let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
-        let metrics = MetricsLog::open(&run.dir.metrics())?;
+        let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
         let facts = training::sft(run, &train, &val, metrics, progress)?;
         Ok(Done { facts, n_failed: 0 })
     }

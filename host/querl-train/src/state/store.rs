@@ -1,0 +1,193 @@
+//! The folder of a training's states: the newest few, of which the newest that is whole and its own is gone on from.
+
+use super::{State, file};
+use crate::TrainError;
+use querl_core::fsx::write_atomic_with;
+use querl_core::ports::Progress;
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::path::{Path, PathBuf};
+
+/// States of one training by step, in a folder of their own.
+#[derive(Debug)]
+pub struct StateStore {
+    directory: PathBuf,
+    keep: usize,
+    fingerprint: String,
+}
+
+impl StateStore {
+    /// The states in `directory`, which need not exist yet. The newest `keep` are kept. `fingerprint` stands for everything
+    /// that the training depends on: a state with another one is not gone on from.
+    pub fn open(directory: &Path, keep: usize, fingerprint: &str) -> Self {
+        Self { directory: directory.to_owned(), keep: keep.max(1), fingerprint: fingerprint.to_owned() }
+    }
+
+    /// Writes the state of `step`, whole or not at all and synced; then removes old ones, and later ones of a course that was
+    /// given up.
+    ///
+    /// # Errors
+    /// The file system says no: what was written before stays as it is.
+    pub fn write(&self, step: u64, state: &State) -> Result<(), TrainError> {
+        self.commit(step, |to| file::write(to, step, &self.fingerprint, state))
+    }
+
+    fn commit(
+        &self,
+        step: u64,
+        fill: impl FnOnce(&mut BufWriter<&mut File>) -> io::Result<()>,
+    ) -> Result<(), TrainError> {
+        let path = self.path(step);
+        let failed = |source| TrainError::Checkpoint { path: path.clone(), source };
+        write_atomic_with(&path, fill).and_then(|()| self.sync_folder()).map_err(failed)?;
+        self.remove_others(step).map_err(failed)
+    }
+
+    /// The newest state that can be gone on from, with its step. Each that cannot is passed over with a line of warning.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn newest(&self, warn: &dyn Progress) -> Result<Option<(u64, State)>, TrainError> {
+        let io = |source| TrainError::Io { path: self.directory.clone(), source };
+        for step in self.steps().map_err(io)?.into_iter().rev() {
+            let path = self.path(step);
+            match file::read(&path) {
+                Ok(found) if found.fingerprint == self.fingerprint && found.step == step => {
+                    return Ok(Some((step, found.state)));
+                }
+                Ok(_) => warn.line(&format!(
+                    "warning: {}: belongs to a training on other inputs; it is not gone on from",
+                    path.display()
+                )),
+                Err(what) => {
+                    let path = path.display();
+                    warn.line(&format!("warning: {path}: {what}; the checkpoint before it is used"));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn path(&self, step: u64) -> PathBuf {
+        self.directory.join(format!("step-{step}.state"))
+    }
+
+    /// Steps that have a file, in rising order.
+    fn steps(&self) -> io::Result<Vec<u64>> {
+        let entries = match std::fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut steps = Vec::new();
+        for entry in entries {
+            let name = entry?.file_name();
+            let number: Option<u64> =
+                name.to_str().and_then(|name| name.strip_prefix("step-")?.strip_suffix(".state")?.parse().ok());
+            steps.extend(number);
+        }
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    fn remove_others(&self, newest: u64) -> io::Result<()> {
+        let (mut kept, later): (Vec<u64>, Vec<u64>) = self.steps()?.into_iter().partition(|step| *step <= newest);
+        let old = kept.drain(..kept.len().saturating_sub(self.keep));
+        old.chain(later).try_for_each(|step| std::fs::remove_file(self.path(step)))
+    }
+
+    /// After this a rename outlives a power failure.
+    fn sync_folder(&self) -> io::Result<()> {
+        if cfg!(unix) { File::open(&self.directory)?.sync_all() } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::ports::Silent;
+    use std::io::Write;
+    use std::sync::Mutex;
+
+    #[derive(Default)]
+    struct Heard(Mutex<Vec<String>>);
+
+    impl Progress for Heard {
+        fn update(&self, _: u64, _: u64, _: &str) {}
+
+        fn line(&self, text: &str) {
+            self.0.lock().unwrap().push(text.to_owned());
+        }
+    }
+
+    fn state(value: u64) -> State {
+        let mut state = State::default();
+        state.put("value", &value).unwrap();
+        state
+    }
+
+    fn newest(store: &StateStore) -> Option<(u64, u64)> {
+        let (step, state) = store.newest(&Silent).unwrap()?;
+        Some((step, state.get("value").unwrap()))
+    }
+
+    fn files(folder: &Path) -> Vec<String> {
+        let mut names: Vec<String> =
+            std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn the_newest_few_are_kept_and_what_lies_beyond_a_new_one_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = StateStore::open(&folder.path().join("state"), 2, "a");
+        assert_eq!(newest(&store), None);
+        for step in [5, 10, 15] {
+            store.write(step, &state(step)).unwrap();
+        }
+        assert_eq!(files(&store.directory), ["step-10.state", "step-15.state"]);
+        store.write(12, &state(1)).unwrap();
+        assert_eq!((newest(&store), files(&store.directory).len()), (Some((12, 1)), 2));
+    }
+
+    #[test]
+    fn a_damaged_newest_falls_back_to_the_one_before_with_a_warning() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = StateStore::open(folder.path(), 3, "a");
+        store.write(5, &state(5)).unwrap();
+        store.write(10, &state(10)).unwrap();
+        let path = store.path(10);
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 3]).unwrap();
+        let heard = Heard::default();
+        assert_eq!(store.newest(&heard).unwrap().unwrap().0, 5);
+        let expected = format!("warning: {}: ends too early; the checkpoint before it is used", path.display());
+        assert_eq!(*heard.0.lock().unwrap(), [expected]);
+    }
+
+    #[test]
+    fn a_state_of_other_inputs_is_not_gone_on_from() {
+        let folder = tempfile::tempdir().unwrap();
+        StateStore::open(folder.path(), 3, "a").write(5, &state(5)).unwrap();
+        let heard = Heard::default();
+        assert!(StateStore::open(folder.path(), 3, "b").newest(&heard).unwrap().is_none());
+        assert!(heard.0.lock().unwrap()[0].ends_with("belongs to a training on other inputs; it is not gone on from"));
+    }
+
+    #[test]
+    fn a_full_disk_leaves_what_was_written_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = StateStore::open(folder.path(), 1, "a");
+        store.write(5, &state(5)).unwrap();
+        let full = store.commit(10, |to| {
+            to.write_all(b"querl state 1\n")?;
+            to.flush()?;
+            Err(io::ErrorKind::StorageFull.into())
+        });
+        let message = full.unwrap_err().to_string();
+        assert!(message.contains("step-10.state: cannot be written: "), "{message}");
+        assert!(message.ends_with("; earlier checkpoints are whole, and the same command goes on from the newest"));
+        assert_eq!((newest(&store), files(folder.path())), (Some((5, 5)), vec!["step-5.state".to_owned()]));
+    }
+}
