@@ -50,6 +50,9 @@ pub enum ModelError {
     /// Settings of an adapter that do not fit the model.
     #[error("lora: {0}")]
     Lora(String),
+    /// A generation cannot be begun, or cannot go on.
+    #[error("generation: {0}")]
+    Generation(String),
     /// A computation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

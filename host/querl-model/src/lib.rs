@@ -28,7 +28,9 @@ pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
 pub use decoder::{Decoder, Dropout, Pass, Recompute, Weights, backward};
 pub use error::ModelError;
-pub use generate::{Decoding, Generated, GenerationRequest, generate};
+pub use generate::{
+    Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, SamplingSettings, TokenText, generate,
+};
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;
 pub use train_tokenizer::{TokenizerSettings, train_tokenizer};

@@ -4,9 +4,10 @@ use super::{RlData, RlTask};
 use crate::metrics::summary;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
+use querl_core::config::RlConfig;
 use querl_core::ports::PolicyResponse;
 use querl_core::records::{EpisodeRecord, Rejection, Reward, retrieval_quality, win};
-use querl_model::{Decoding, Generated, GenerationRequest, generate};
+use querl_model::{Decoding, Generated, GenerationRequest, SamplingSettings, generate};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
@@ -41,7 +42,7 @@ pub(super) struct Batch {
 /// Rolls out `n_samples` answers to each of the given rows and has them scored.
 pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Batch, TrainError> {
     let config = task.config;
-    let decoding = Decoding::Sample { temperature: config.temperature };
+    let decoding = Decoding::Sample;
     let targets = targets(rows, config.n_samples);
     let started = Instant::now();
     let answers = answers(task, &task.train, &targets, decoding, step)?;
@@ -109,10 +110,25 @@ pub(super) fn answers(
     let request = |&(row, sample): &(usize, usize)| GenerationRequest {
         prompt: &data.prompts[row],
         seed: mix(&[task.seed, step, row as u64, sample as u64]),
+        n: 1,
     };
     let requests: Vec<GenerationRequest<'_>> = targets.iter().map(request).collect();
-    let stop_ids = task.tokenizer.stop_ids();
-    Ok(generate(task.decoder, Some(task.policy), &requests, decoding, task.config.max_new_tokens, stop_ids)?)
+    let sampling = sampling(task.config);
+    Ok(generate(task.decoder, Some(task.policy), &requests, decoding, &sampling, task.tokenizer)?)
+}
+
+/// What a rollout is drawn with.
+fn sampling(config: &RlConfig) -> SamplingSettings {
+    SamplingSettings {
+        temperature: config.temperature,
+        top_p: config.top_p,
+        top_k: config.top_k,
+        repetition_penalty: config.repetition_penalty,
+        no_repeat_ngram_size: config.no_repeat_ngram_size,
+        min_new_tokens: config.min_new_tokens,
+        max_new_tokens: config.max_new_tokens,
+        stop_strings: config.stop_strings.clone(),
+    }
 }
 
 /// What the environment is told of the answers.

@@ -4,7 +4,9 @@ use super::{Base, best};
 use crate::run::Run;
 use querl_core::ports::PolicyResponse;
 use querl_core::records::DatasetRow;
-use querl_model::{Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, TextTokenizer, Weights, generate};
+use querl_model::{
+    Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights, generate,
+};
 use std::path::Path;
 use std::time::Instant;
 
@@ -57,10 +59,10 @@ impl Greedy {
     fn answer(&self, row_index: usize, row: &DatasetRow) -> anyhow::Result<Generation> {
         let started = Instant::now();
         let prompt = self.tokenizer.encode_prompt(row.prompt())?;
-        let request = GenerationRequest { prompt: &prompt, seed: 0 };
-        let stop_ids = self.tokenizer.stop_ids();
+        let request = GenerationRequest { prompt: &prompt, seed: 0, n: 1 };
+        let sampling = SamplingSettings { max_new_tokens: self.max_new_tokens, ..SamplingSettings::default() };
         let adapter = self.adapter.as_ref();
-        let answers = generate(&self.decoder, adapter, &[request], Decoding::Greedy, self.max_new_tokens, stop_ids)?;
+        let answers = generate(&self.decoder, adapter, &[request], Decoding::Greedy, &sampling, &self.tokenizer)?;
         let texts = answers.into_iter().map(|answer| Ok((self.tokenizer.decode(&answer.token_ids)?, answer)));
         let (text, answer) = texts.collect::<Result<Vec<_>, ModelError>>()?.swap_remove(0);
         let latency_ms = started.elapsed().as_secs_f64() * 1e3;
