@@ -1,7 +1,7 @@
-//! Sequences packed one after another.
+//! Sequences packed one after another, what they begin with in common once.
 
 use crate::adapter::row_key;
-use crate::kernels::Segment;
+use crate::kernels::{Node, RowTree, Segment};
 use std::sync::Arc;
 
 /// Token ids of several sequences without padding, with each token's position in its own sequence.
@@ -9,7 +9,11 @@ use std::sync::Arc;
 pub struct PackedBatch {
     pub(crate) token_ids: Vec<u32>,
     pub(crate) positions: Arc<Vec<u32>>,
+    /// Where each sequence's own rows are: all of them, unless sequences share rows.
     pub(crate) segments: Arc<Vec<Segment>>,
+    pub(crate) tree: Arc<RowTree>,
+    /// For each sequence the node that holds its last row.
+    last_nodes: Vec<Option<usize>>,
 }
 
 impl PackedBatch {
@@ -18,42 +22,49 @@ impl PackedBatch {
         Self::with_offsets(sequences.into_iter().map(|sequence| (sequence, 0)))
     }
 
-    /// Packs sequences so that what they begin with in common stands once.
+    /// Packs sequences so that what any of them begin with in common stands once: the system prompt of all, the prompt of
+    /// several answers, a sequence that comes twice. Each row's result is what it is in [`PackedBatch::new`].
     pub fn shared<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
-        Self::new(sequences)
-    }
-
-    /// The row of a sequence's token, `position` counted from the sequence's first.
-    ///
-    /// # Panics
-    /// There is no such sequence, or it has no such token.
-    pub fn row_of(&self, sequence: usize, position: usize) -> usize {
-        let Segment { start, len } = self.segments[sequence];
-        assert!(position < len, "sequence {sequence} has {len} tokens, none at {position}");
-        start + position
+        let mut trie = Trie::default();
+        let last: Vec<Option<usize>> = sequences.into_iter().map(|sequence| trie.insert(sequence)).collect();
+        trie.pack(&last)
     }
 
     /// As [`PackedBatch::new`], each sequence going on at a position of its own: behind what a cache already holds.
     pub(crate) fn with_offsets<'a>(sequences: impl IntoIterator<Item = (&'a [u32], usize)>) -> Self {
         let (mut token_ids, mut positions, mut segments) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut nodes, mut last_nodes) = (Vec::new(), Vec::new());
         for (sequence, offset) in sequences {
-            segments.push(Segment { start: token_ids.len(), len: sequence.len() });
+            let (start, len) = (token_ids.len(), sequence.len());
+            segments.push(Segment { start, len });
+            last_nodes.push((len > 0).then_some(nodes.len()));
+            if len > 0 {
+                nodes.push(Node { start, len, end: start + len, depth: 0, parent: None });
+            }
             token_ids.extend_from_slice(sequence);
-            positions.extend((offset..offset + sequence.len()).map(|position| position as u32));
+            positions.extend((offset..offset + len).map(|position| position as u32));
         }
-        Self { token_ids, positions: Arc::new(positions), segments: Arc::new(segments) }
+        Self {
+            token_ids,
+            positions: Arc::new(positions),
+            segments: Arc::new(segments),
+            tree: Arc::new(RowTree::new(nodes)),
+            last_nodes,
+        }
     }
 
     /// For each row a number that depends on its tokens from the sequence's first up to itself, and on nothing else.
     pub(crate) fn row_keys(&self) -> Vec<u64> {
-        let keys = |segment: &Segment| {
-            let tokens = &self.token_ids[segment.start..segment.start + segment.len];
-            tokens.iter().scan(0, |key, &id| {
-                *key = row_key(*key, id);
-                Some(*key)
-            })
-        };
-        self.segments.iter().flat_map(keys).collect()
+        let mut keys: Vec<u64> = Vec::with_capacity(self.n_rows());
+        for node in self.tree.nodes() {
+            let parent = node.parent.map(|parent| self.tree.nodes()[parent]);
+            let mut key = parent.map_or(0, |parent| keys[parent.start + parent.len - 1]);
+            for &id in &self.token_ids[node.start..node.start + node.len] {
+                key = row_key(key, id);
+                keys.push(key);
+            }
+        }
+        keys
     }
 
     /// Rows of all sequences together.
@@ -61,8 +72,154 @@ impl PackedBatch {
         self.token_ids.len()
     }
 
-    /// Where each sequence's rows are.
+    /// The row of a sequence's token, `position` counted from the sequence's first.
+    ///
+    /// # Panics
+    /// There is no such sequence, or it has no such token.
+    pub fn row_of(&self, sequence: usize, position: usize) -> usize {
+        let nodes = self.tree.nodes();
+        let mut next = self.last_nodes[sequence];
+        while let Some(node) = next.map(|index| nodes[index]) {
+            if node.depth <= position {
+                assert!(position < node.depth + node.len, "sequence {sequence} has no token {position}");
+                return node.start + position - node.depth;
+            }
+            next = node.parent;
+        }
+        panic!("sequence {sequence} is empty: it has no token {position}");
+    }
+
+    /// Where each sequence's rows are; in a batch that shares rows, those behind what is shared.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
+    }
+}
+
+/// Sequences by what they begin with; a node is a run of tokens.
+#[derive(Default)]
+struct Trie<'a> {
+    nodes: Vec<TrieNode<'a>>,
+    roots: Vec<usize>,
+}
+
+struct TrieNode<'a> {
+    tokens: &'a [u32],
+    parent: Option<usize>,
+    children: Vec<usize>,
+}
+
+impl<'a> Trie<'a> {
+    /// Adds a sequence; returns the node that its last token ends, now and after further sequences.
+    fn insert(&mut self, mut rest: &'a [u32]) -> Option<usize> {
+        let mut parent = None;
+        while let Some(&first) = rest.first() {
+            let siblings = parent.map_or(&self.roots, |parent: usize| &self.nodes[parent].children);
+            let Some(&child) = siblings.iter().find(|&&child| self.nodes[child].tokens[0] == first) else {
+                return Some(self.add(TrieNode { tokens: rest, parent, children: Vec::new() }));
+            };
+            let n_common = self.nodes[child].tokens.iter().zip(rest).take_while(|(a, b)| a == b).count();
+            parent = Some(if n_common < self.nodes[child].tokens.len() { self.split(child, n_common) } else { child });
+            rest = &rest[n_common..];
+        }
+        parent
+    }
+
+    fn add(&mut self, node: TrieNode<'a>) -> usize {
+        let index = self.nodes.len();
+        match node.parent {
+            Some(parent) => self.nodes[parent].children.push(index),
+            None => self.roots.push(index),
+        }
+        self.nodes.push(node);
+        index
+    }
+
+    /// Puts a node with the first tokens of `lower` above it; `lower` keeps its end.
+    fn split(&mut self, lower: usize, n_tokens: usize) -> usize {
+        let upper = self.nodes.len();
+        let node = &mut self.nodes[lower];
+        let (head, tail) = node.tokens.split_at(n_tokens);
+        let parent = node.parent.replace(upper);
+        node.tokens = tail;
+        let siblings = parent.map_or(&mut self.roots, |parent| &mut self.nodes[parent].children);
+        siblings.iter_mut().filter(|index| **index == lower).for_each(|index| *index = upper);
+        self.nodes.push(TrieNode { tokens: head, parent, children: vec![lower] });
+        upper
+    }
+
+    /// Rows in the order of a walk that takes branches in the order in which they came.
+    fn pack(&self, last: &[Option<usize>]) -> PackedBatch {
+        let (mut token_ids, mut positions, mut nodes) = (Vec::new(), Vec::new(), Vec::<Node>::new());
+        let mut packed_as = vec![0; self.nodes.len()];
+        let mut stack: Vec<usize> = self.roots.iter().rev().copied().collect();
+        while let Some(index) = stack.pop() {
+            let TrieNode { tokens, parent, children } = &self.nodes[index];
+            let parent = parent.map(|parent| packed_as[parent]);
+            let depth = parent.map_or(0, |parent: usize| nodes[parent].depth + nodes[parent].len);
+            packed_as[index] = nodes.len();
+            let start = token_ids.len();
+            nodes.push(Node { start, len: tokens.len(), end: start + tokens.len(), depth, parent });
+            token_ids.extend_from_slice(tokens);
+            positions.extend((depth..depth + tokens.len()).map(|position| position as u32));
+            stack.extend(children.iter().rev());
+        }
+        for index in (0..nodes.len()).rev() {
+            if let Some(parent) = nodes[index].parent {
+                nodes[parent].end = nodes[parent].end.max(nodes[index].end);
+            }
+        }
+        let last_nodes: Vec<Option<usize>> = last.iter().map(|last| last.map(|index| packed_as[index])).collect();
+        let own = |last: &Option<usize>| {
+            last.map_or(Segment { start: 0, len: 0 }, |index| Segment {
+                start: nodes[index].start,
+                len: nodes[index].len,
+            })
+        };
+        PackedBatch {
+            token_ids,
+            positions: Arc::new(positions),
+            segments: Arc::new(last_nodes.iter().map(own).collect()),
+            tree: Arc::new(RowTree::new(nodes)),
+            last_nodes,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(batch: &PackedBatch, sequence: usize, len: usize) -> Vec<usize> {
+        (0..len).map(|position| batch.row_of(sequence, position)).collect()
+    }
+
+    #[test]
+    fn what_sequences_begin_with_stands_once_at_every_depth() {
+        let sequences: [&[u32]; 6] = [&[1, 2, 3, 4], &[1, 2, 5], &[1, 2, 3, 6, 7], &[8], &[1, 2, 3], &[1, 2, 5]];
+        let batch = PackedBatch::shared(sequences);
+        assert_eq!(batch.token_ids, [1, 2, 3, 4, 6, 7, 5, 8]);
+        assert_eq!(*batch.positions, [0, 1, 2, 3, 3, 4, 2, 0]);
+        let ends: Vec<usize> = batch.tree.nodes().iter().map(|node| node.end).collect();
+        assert_eq!(ends, [7, 6, 4, 6, 7, 8]);
+        for (index, sequence) in sequences.iter().enumerate() {
+            let tokens: Vec<u32> =
+                rows(&batch, index, sequence.len()).iter().map(|&row| batch.token_ids[row]).collect();
+            assert_eq!(tokens, *sequence);
+        }
+        assert_eq!(rows(&batch, 1, 3), rows(&batch, 5, 3));
+    }
+
+    #[test]
+    fn nothing_is_shared_unless_asked_for() {
+        let batch = PackedBatch::new([[1, 2].as_slice(), &[], &[1, 2]]);
+        assert_eq!(batch.n_rows(), 4);
+        assert_eq!(rows(&batch, 2, 2), [2, 3]);
+        assert_eq!(PackedBatch::shared([[1, 2].as_slice(), &[], &[1, 2]]).n_rows(), 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "sequence 0 has no token 2")]
+    fn a_token_that_is_not_there_has_no_row() {
+        PackedBatch::shared([[1, 2].as_slice(), &[1, 2, 3]]).row_of(0, 2);
     }
 }

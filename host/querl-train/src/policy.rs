@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use candle_core::{Tensor, Var};
-use querl_model::{Decoder, LoraAdapter, PackedBatch};
+use querl_model::{Decoder, Dropout, LoraAdapter, PackedBatch, Pass, Recompute};
 use std::collections::BTreeMap;
 
 /// A prompt and the response to it, as tokens.
@@ -18,6 +18,15 @@ impl Example {
     /// Tokens of both.
     pub fn len(&self) -> usize {
         self.prompt.len() + self.response.len()
+    }
+
+    /// The tokens that go through the decoder: all but the last, from which nothing is predicted.
+    fn computed(&self) -> impl Iterator<Item = u32> + '_ {
+        self.prompt.iter().chain(&self.response).copied().take(self.n_computed())
+    }
+
+    fn n_computed(&self) -> usize {
+        self.len() - usize::from(!self.response.is_empty())
     }
 
     /// True without any token.
@@ -51,26 +60,76 @@ impl Policy<'_> {
 
     /// Hidden states from which each response token of the batch is predicted: `(N, H)` for N response tokens in all.
     pub(crate) fn response_hidden(&self, examples: &[&Example]) -> Result<Tensor, TrainError> {
-        let sequences: Vec<Vec<u32>> =
-            examples.iter().map(|example| [example.prompt.as_slice(), &example.response].concat()).collect();
-        let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
-        let hidden = self.decoder.hidden_states(&batch, self.adapter)?;
-        let rows = examples.iter().zip(batch.segments()).flat_map(|(example, segment)| {
-            let first = segment.start + example.prompt.len() - 1;
-            (first..first + example.response.len()).map(|row| row as u32)
-        });
-        let rows: Vec<u32> = rows.collect();
-        let n_rows = rows.len();
-        Ok(hidden.index_select(&Tensor::from_vec(rows, n_rows, hidden.device())?, 0)?)
+        self.hidden(examples, Training::default())
     }
 
     /// Log-probabilities and entropies of all response tokens of a batch, logits divided by the temperature.
     pub(crate) fn response_pass(&self, examples: &[&Example], temperature: f64) -> Result<ResponsePass, TrainError> {
-        let hidden = self.response_hidden(examples)?;
+        self.training_pass(examples, temperature, Training::default())
+    }
+
+    /// The same with what concerns training alone. What the examples begin with in common is computed once; gradients of the
+    /// checkpointed layers are found by [`querl_model::backward`].
+    pub(crate) fn training_pass(
+        &self,
+        examples: &[&Example],
+        temperature: f64,
+        training: Training<'_>,
+    ) -> Result<ResponsePass, TrainError> {
+        let hidden = self.hidden(examples, training)?;
         let targets = examples.iter().flat_map(|example| example.response.iter().copied()).collect();
         let logprobs = self.decoder.token_logprobs(&hidden, targets, temperature, self.adapter)?;
         Ok(ResponsePass { hidden, logprobs })
     }
+
+    fn hidden(&self, examples: &[&Example], training: Training<'_>) -> Result<Tensor, TrainError> {
+        let sequences: Vec<Vec<u32>> = examples.iter().map(|example| example.computed().collect()).collect();
+        let batch = PackedBatch::shared(sequences.iter().map(Vec::as_slice));
+        let rows = examples.iter().enumerate().flat_map(|(index, example)| {
+            let first = example.prompt.len() - 1;
+            let batch = &batch;
+            (first..first + example.response.len()).map(move |position| batch.row_of(index, position) as u32)
+        });
+        let pass = Pass { adapter: self.adapter, dropout: training.dropout, recompute: training.recompute };
+        Ok(self.decoder.hidden_at(&batch, &rows.collect::<Vec<u32>>(), &pass)?)
+    }
+}
+
+/// What a pass does in training alone.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Training<'a> {
+    /// On the inputs of the adapter's layers.
+    pub(crate) dropout: Option<Dropout>,
+    /// Where checkpointed layers put their gradients; `None` keeps all activations.
+    pub(crate) recompute: Option<&'a Recompute>,
+}
+
+/// Divides examples into passes of at most `limit` rows, where what examples begin with in common counts once; an example
+/// that is longer has a pass of its own. Examples that share the most stand together. Each index comes once.
+pub(crate) fn passes(examples: &[&Example], limit: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..examples.len()).collect();
+    order.sort_by(|&a, &b| examples[a].computed().cmp(examples[b].computed())); // stable: equal ones stay in order
+    let mut passes: Vec<Vec<usize>> = Vec::new();
+    let mut n_rows = 0;
+    for index in order {
+        let example = examples[index];
+        if let Some(pass) = passes.last_mut() {
+            let n_shared = pass.last().map_or(0, |&last| n_common(examples[last], example));
+            if n_rows + example.n_computed() - n_shared <= limit {
+                n_rows += example.n_computed() - n_shared;
+                pass.push(index);
+                continue;
+            }
+        }
+        n_rows = example.n_computed();
+        passes.push(vec![index]);
+    }
+    passes
+}
+
+/// Tokens that two examples begin with in common.
+fn n_common(a: &Example, b: &Example) -> usize {
+    a.computed().zip(b.computed()).take_while(|(a, b)| a == b).count()
 }
 
 /// Cuts the values of all response tokens of a batch into one row per response.
@@ -82,4 +141,30 @@ pub(crate) fn rows_of<T: Copy>(values: &[T], examples: &[&Example]) -> Vec<Vec<T
         row.to_vec()
     };
     examples.iter().map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example(prompt: &[u32], response: &[u32]) -> Example {
+        Example { prompt: prompt.to_vec(), response: response.to_vec() }
+    }
+
+    #[test]
+    fn passes_group_what_shares_most_and_keep_to_the_limit() {
+        let (system, other) = ([1, 2, 3, 4], [9, 8, 7]);
+        let examples = [
+            example(&system, &[10, 11, 0]), // 4 + 2 rows
+            example(&other, &[12, 0]),      // 3 + 1
+            example(&system, &[10, 13, 0]), // 1 more: it shares the first token of the answer too
+            example(&system, &[14, 0]),     // 1 more
+            example(&[5; 30], &[0]),        // above the limit by itself
+        ];
+        let examples: Vec<&Example> = examples.iter().collect();
+        assert_eq!(passes(&examples, 8), [vec![0, 2, 3], vec![4], vec![1]]);
+        assert_eq!(passes(&examples, 7), [vec![0, 2], vec![3], vec![4], vec![1]]);
+        assert_eq!(passes(&examples, 1000), [vec![0, 2, 3, 4, 1]]);
+        assert!(passes(&[], 8).is_empty());
+    }
 }

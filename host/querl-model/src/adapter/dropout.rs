@@ -39,6 +39,12 @@ impl DropoutMask {
         Ok(Self { dropout, row_keys: Arc::new(row_keys) })
     }
 
+    /// The same for some of the rows.
+    pub(crate) fn of_rows(&self, rows: &[u32]) -> Self {
+        let row_keys = rows.iter().map(|&row| self.row_keys[row as usize]).collect();
+        Self { dropout: self.dropout, row_keys: Arc::new(row_keys) }
+    }
+
     /// `d(x)` for the layer at `path`, with its gradient.
     pub(crate) fn dropped(&self, x: &Tensor, path: &str) -> Result<Tensor> {
         x.contiguous()?.apply_op1(DropRows { mask: self.clone(), layer_seed: self.layer_seed(x, path)? })

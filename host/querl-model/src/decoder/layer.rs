@@ -5,9 +5,9 @@ use super::linear::Linear;
 use super::load::weight_of;
 use super::pass::{Dropout, Pass};
 use crate::adapter::DropoutMask;
-use crate::kernels::{self, RopeTable, Segment};
+use crate::kernels::{self, Queries, RopeTable};
 use crate::{DecoderConfig, Family, ModelError, PackedBatch};
-use candle_core::{Result as TensorResult, Tensor};
+use candle_core::{Device, Result as TensorResult, Tensor};
 use std::sync::Arc;
 
 /// What every layer knows of the rows that pass through it.
@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub(super) struct Rows {
     pub(super) rope: RopeTable,
     pub(super) positions: Arc<Vec<u32>>,
-    pub(super) segments: Arc<Vec<Segment>>,
+    pub(super) queries: Queries,
     pub(super) head_dim: usize,
     pub(super) eps: f64,
     /// On the inputs of adapters: it has a key for each row that comes to a linear layer.
@@ -34,10 +34,28 @@ impl Rows {
             dropout: dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys())).transpose()?,
             rope: rope.clone(),
             positions: batch.positions.clone(),
-            segments: batch.segments.clone(),
+            queries: Queries::all(&batch.tree),
             head_dim: config.head_dim,
             eps: config.rms_norm_eps,
         })
+    }
+}
+
+/// The rows that are wanted of the last layer.
+#[derive(Clone)]
+pub(super) struct Wanted {
+    indices: Tensor, // u32, rising
+    rows: Rows,
+}
+
+impl Wanted {
+    /// `wanted`: some of a batch's `rows`, in rising order.
+    pub(super) fn new(batch: &PackedBatch, rows: &Rows, wanted: &[u32]) -> TensorResult<Self> {
+        let queries = Queries::some(&batch.tree, wanted)?; // a row that is not there ends here
+        let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
+        let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
+        let rows = Rows { positions: Arc::new(positions), queries, dropout, ..rows.clone() };
+        Ok(Self { indices: Tensor::new(wanted, &Device::Cpu)?, rows })
     }
 }
 
@@ -103,8 +121,18 @@ impl Layer {
     /// Output `(N, H)` of the layer for its input `(N, H)`.
     pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let (q, k, v) = self.queries_keys_values(x, rows, pass)?;
-        let attended = kernels::attention(&q, &k, &v, &rows.segments, rows.head_dim)?; // (N, heads * D)
+        let attended = kernels::attention(&q, &k, &v, &rows.queries, rows.head_dim)?; // (N, heads * D)
         self.after_attention(x, &attended, rows, pass)
+    }
+
+    /// Output `(wanted, H)` for some rows of its input `(N, H)`: of the others only keys and values are computed.
+    pub(super) fn forward_at(&self, x: &Tensor, rows: &Rows, wanted: &Wanted, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        let normed = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
+        let (k, v) = (self.keys(&normed, rows, pass)?, self.v.forward(&normed, rows, pass)?);
+        let Wanted { indices, rows } = wanted;
+        let q = self.queries(&normed.index_select(indices, 0)?, rows, pass)?;
+        let attended = kernels::attention(&q, &k, &v, &rows.queries, rows.head_dim)?;
+        self.after_attention(&x.index_select(indices, 0)?, &attended, rows, pass)
     }
 
     /// Queries, keys and values of N rows, normed and turned: `(N, heads * D)` and twice `(N, kv_heads * D)`.
@@ -114,15 +142,21 @@ impl Layer {
         rows: &Rows,
         pass: &Pass<'_>,
     ) -> TensorResult<(Tensor, Tensor, Tensor)> {
-        let x = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
-        let (mut q, mut k) = (self.q.forward(&x, rows, pass)?, self.k.forward(&x, rows, pass)?);
-        if let Some((q_norm, k_norm)) = &self.qk_norm {
-            q = per_head_norm(&q, q_norm, rows)?;
-            k = per_head_norm(&k, k_norm, rows)?;
-        }
-        let q = kernels::rope(&q, &rows.rope, &rows.positions)?;
-        let k = kernels::rope(&k, &rows.rope, &rows.positions)?;
-        Ok((q, k, self.v.forward(&x, rows, pass)?))
+        let normed = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
+        let (q, k) = (self.queries(&normed, rows, pass)?, self.keys(&normed, rows, pass)?);
+        Ok((q, k, self.v.forward(&normed, rows, pass)?))
+    }
+
+    fn queries(&self, normed: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        let q = self.q.forward(normed, rows, pass)?;
+        let q = self.qk_norm.as_ref().map_or(Ok(q.clone()), |(norm, _)| per_head_norm(&q, norm, rows))?;
+        kernels::rope(&q, &rows.rope, &rows.positions)
+    }
+
+    fn keys(&self, normed: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        let k = self.k.forward(normed, rows, pass)?;
+        let k = self.qk_norm.as_ref().map_or(Ok(k.clone()), |(_, norm)| per_head_norm(&k, norm, rows))?;
+        kernels::rope(&k, &rows.rope, &rows.positions)
     }
 
     /// The attention's projection and the feed-forward part, each added to what was there.

@@ -12,7 +12,7 @@ use crate::adapter::LoraAdapter;
 use crate::kernels::{self, CachedSegment, RopeTable, Weight, attention_cached};
 use crate::{DecoderConfig, KvCache, ModelError, PackedBatch, save_tensors};
 use candle_core::{DType, Result as TensorResult, Tensor, Var};
-use layer::{Layer, Rows};
+use layer::{Layer, Rows, Wanted};
 use recompute::CheckpointedLayer;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -58,7 +58,7 @@ impl Decoder {
     /// # Errors
     /// A token outside the vocabulary, or a sequence longer than the model's positions.
     pub fn hidden_states(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> Result<Tensor, ModelError> {
-        Ok(self.forward(batch, &Pass::with(adapter))?)
+        Ok(self.forward(batch, None, &Pass::with(adapter))?)
     }
 
     /// Hidden states after the final norm of some rows, `(rows, H)` in the order given; a row may be named more than once.
@@ -67,8 +67,17 @@ impl Decoder {
     /// # Errors
     /// As [`Decoder::hidden_states`]; a row that the batch does not have.
     pub fn hidden_at(&self, batch: &PackedBatch, rows: &[u32], pass: &Pass<'_>) -> Result<Tensor, ModelError> {
-        let hidden = self.forward(batch, pass)?;
-        Ok(hidden.index_select(&Tensor::from_slice(rows, rows.len(), hidden.device())?, 0)?)
+        let mut wanted = rows.to_vec();
+        wanted.sort_unstable();
+        wanted.dedup();
+        let is_all = wanted.len() == batch.n_rows();
+        let hidden = self.forward(batch, (!is_all).then_some(&wanted), pass)?;
+        if wanted == rows {
+            return Ok(hidden);
+        }
+        let place = |row: &u32| wanted.partition_point(|wanted| wanted < row) as u32;
+        let places: Vec<u32> = rows.iter().map(place).collect();
+        Ok(hidden.index_select(&Tensor::from_vec(places, rows.len(), hidden.device())?, 0)?)
     }
 
     /// Feeds new tokens to sequences in progress and grows their caches. Returns the final hidden states `(N, H)` of the new
@@ -138,16 +147,21 @@ impl Decoder {
         save_tensors(&directory.join("model.safetensors"), &tensors?)
     }
 
-    fn forward(&self, batch: &PackedBatch, pass: &Pass<'_>) -> TensorResult<Tensor> {
+    /// `wanted`: rows in rising order, or all.
+    fn forward(&self, batch: &PackedBatch, wanted: Option<&Vec<u32>>, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let rows = Rows::new(batch, &self.config, &self.rope, pass.dropout)?;
+        let wanted = wanted.map(|wanted| Wanted::new(batch, &rows, wanted)).transpose()?;
         let adapter = pass.recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
         let mut x = self.embed(batch, pass.adapter)?;
-        for layer in &self.layers {
-            x = match pass.recompute {
-                None => layer.forward(&x, &rows, pass)?,
-                Some(recompute) => CheckpointedLayer {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let wanted = wanted.as_ref().filter(|_| index + 1 == self.layers.len());
+            x = match (pass.recompute, wanted) {
+                (None, None) => layer.forward(&x, &rows, pass)?,
+                (None, Some(wanted)) => layer.forward_at(&x, &rows, wanted, pass)?,
+                (Some(recompute), wanted) => CheckpointedLayer {
                     layer: layer.clone(),
                     rows: rows.clone(),
+                    wanted: wanted.cloned(),
                     adapter: adapter.clone(),
                     dropout: pass.dropout,
                     recompute: recompute.clone(),

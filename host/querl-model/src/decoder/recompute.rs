@@ -3,7 +3,7 @@
 //! A candle operation has at most three inputs, and a layer with an adapter has fifteen. So the layer is an operation of its
 //! input alone; what its backward pass finds for everything else is put aside and joined in [`backward`].
 
-use super::layer::{Layer, Rows};
+use super::layer::{Layer, Rows, Wanted};
 use super::pass::{Dropout, Pass};
 use crate::{LoraAdapter, ModelError};
 use candle_core::backend::BackendStorage;
@@ -72,6 +72,8 @@ pub fn backward(loss: &Tensor, recompute: Option<&Recompute>) -> Result<GradStor
 pub(super) struct CheckpointedLayer {
     pub(super) layer: Arc<Layer>,
     pub(super) rows: Rows,
+    /// Which rows of its output are computed; `None` is all.
+    pub(super) wanted: Option<Wanted>,
     pub(super) adapter: Option<Arc<LoraAdapter>>,
     pub(super) dropout: Option<Dropout>,
     pub(super) recompute: Recompute,
@@ -87,7 +89,10 @@ impl CheckpointedLayer {
 
     fn forward(&self, x: &Tensor) -> TensorResult<Tensor> {
         let pass = Pass { adapter: self.adapter.as_deref(), dropout: self.dropout, recompute: None };
-        self.layer.forward(x, &self.rows, &pass)
+        match &self.wanted {
+            None => self.layer.forward(x, &self.rows, &pass),
+            Some(wanted) => self.layer.forward_at(x, &self.rows, wanted, &pass),
+        }
     }
 }
 

@@ -59,15 +59,34 @@ pub(crate) fn matmul(
     rhs: Mat<'_>,
     threads: Threads,
 ) -> Result<()> {
+    if dst.len() != lhs.rows * rhs.cols {
+        bail!("matmul: {} by {} values asked for, {} there", lhs.rows, rhs.cols, dst.len());
+    }
+    matmul_into(dst, rhs.cols, keep, alpha, lhs, rhs, threads)
+}
+
+/// The same into rows that start `row_stride` apart; what lies between them stays as it is.
+pub(crate) fn matmul_into(
+    dst: &mut [f32],
+    row_stride: usize,
+    keep: f32,
+    alpha: f32,
+    lhs: Mat<'_>,
+    rhs: Mat<'_>,
+    threads: Threads,
+) -> Result<()> {
     let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
-    if rhs.rows != k || dst.len() != m * n || !lhs.fits() || !rhs.fits() {
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    if rhs.rows != k || n > row_stride || (m - 1) * row_stride + n > dst.len() || !lhs.fits() || !rhs.fits() {
         bail!("matmul: ({m}, {k}) by ({}, {n}) into {} values", rhs.rows, dst.len());
     }
     let parallelism = match threads {
         Threads::One => gemm::Parallelism::None,
         Threads::All => gemm::Parallelism::Rayon(rayon::current_num_threads()),
     };
-    // SAFETY: `fits` holds for both operands and `dst` has m * n values, so every address that gemm forms from these
+    // SAFETY: `fits` holds for both operands and `dst` has m rows of n values `row_stride` apart, so every address that gemm forms from these
     // pointers, sizes and strides lies inside its slice; `dst` is borrowed mutably, so it overlaps neither operand.
     unsafe {
         gemm::gemm(
@@ -76,7 +95,7 @@ pub(crate) fn matmul(
             k,
             dst.as_mut_ptr(),
             1,
-            n as isize,
+            row_stride as isize,
             keep != 0.0,
             lhs.data.as_ptr(),
             lhs.col_stride as isize,

@@ -13,7 +13,7 @@ mod rms_norm;
 mod rope;
 mod swiglu;
 
-pub use attention::{CachedSegment, Segment, attention, attention_cached};
+pub use attention::{CachedSegment, Node, Queries, RowTree, Segment, attention, attention_cached};
 pub use frozen::FrozenWeight;
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::token_logprobs;
@@ -21,7 +21,7 @@ pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, rope};
 pub use swiglu::swiglu;
 
-pub(crate) use matmul::{Mat, Threads, matmul};
+pub(crate) use matmul::{Mat, Threads, matmul, matmul_into};
 
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
 

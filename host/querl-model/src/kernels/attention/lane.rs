@@ -1,0 +1,242 @@
+//! The products of one lane: its queries against what they see, one key-value head after another.
+
+use super::Heads;
+use super::softmax::{dot_products, probabilities, probabilities_again, score_gradients};
+use super::tree::Lane;
+use crate::kernels::{Mat, Threads, matmul, matmul_into};
+use candle_core::Result;
+use std::ops::Range;
+
+/// Scores that are held at a time: they stay in the second-level cache, and memory does not grow with the square of a sequence.
+const MAX_SCORES: usize = 1 << 16;
+
+/// What a lane works on. Queries `(queries, heads * D)` are the list's; keys and values `(N, kv_heads * D)` all rows.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    pub(super) q: &'a [f32],
+    pub(super) k: &'a [f32],
+    pub(super) v: &'a [f32],
+}
+
+/// Gradients of a lane's keys and values in the lane's numbering: `(keys, kv_heads * D)` each.
+pub(super) struct KeyGradients {
+    pub(super) dk: Vec<f32>,
+    pub(super) dv: Vec<f32>,
+}
+
+/// What the backward pass knows besides the inputs, each for the lane's queries alone.
+#[derive(Clone, Copy)]
+pub(super) struct Outputs<'a> {
+    /// `(queries, heads * D)`.
+    pub(super) out: &'a [f32],
+    pub(super) grad: &'a [f32],
+    /// `(kv_heads, queries, group)`.
+    pub(super) log_sums: &'a [f32],
+}
+
+/// Buffers that serve one block after another.
+#[derive(Default)]
+struct Buffers {
+    q: Vec<f32>,    // (rows, D), where rows are queries by heads of the group
+    out: Vec<f32>,  // (rows, D)
+    grad: Vec<f32>, // (rows, D)
+    p: Vec<f32>,    // (rows, width)
+    ds: Vec<f32>,   // (rows, width)
+    dots: Vec<f32>, // (rows)
+}
+
+/// Queries whose scores are held at the same time.
+struct Block {
+    queries: Range<usize>,
+    /// The most keys that one of them sees.
+    width: usize,
+}
+
+impl Lane {
+    fn blocks(&self, group: usize) -> Vec<Block> {
+        let mut blocks: Vec<Block> = Vec::new();
+        for (query, &n_seen) in self.n_seen.iter().enumerate() {
+            if let Some(block) = blocks.last_mut() {
+                let width = block.width.max(n_seen);
+                if (block.queries.len() + 1) * group * width <= MAX_SCORES {
+                    (block.queries.end, block.width) = (query + 1, width);
+                    continue;
+                }
+            }
+            blocks.push(Block { queries: query..query + 1, width: n_seen });
+        }
+        blocks
+    }
+
+    /// For each span that a block's queries see: rows of the block (queries by heads), keys of the lane, columns of scores.
+    fn products<'a>(&'a self, block: &'a Block, group: usize) -> impl Iterator<Item = Product> + 'a {
+        self.spans.iter().filter_map(move |span| {
+            let first = span.queries.start.max(block.queries.start);
+            let last = span.queries.end.min(block.queries.end);
+            let n_seen = self.n_seen[first.min(last)..last].iter().max()?;
+            let n_keys = n_seen.saturating_sub(span.depth).min(span.keys.len());
+            let rows = (first - block.queries.start) * group..(last - block.queries.start) * group;
+            (n_keys > 0).then_some(Product { rows, key: span.keys.start, n_keys, column: span.depth })
+        })
+    }
+
+    /// Attention of the lane's queries into `out` `(queries, heads * D)`; `log_sums`: `(kv_heads, queries, group)`.
+    pub(super) fn forward(&self, heads: Heads, x: Inputs<'_>, out: &mut [f32], log_sums: &mut [f32]) -> Result<()> {
+        let (group, dim) = (heads.group, heads.head_dim);
+        let (mut k, mut v) = (Vec::new(), Vec::new());
+        let mut buffers = Buffers::default();
+        for (head, log_sums) in log_sums.chunks_exact_mut(self.n_seen.len() * group).enumerate() {
+            self.gather(heads, head, x.k, &mut k);
+            self.gather(heads, head, x.v, &mut v);
+            for block in self.blocks(group) {
+                let n_rows = block.queries.len() * group;
+                let log_sums = &mut log_sums[block.queries.start * group..block.queries.end * group];
+                let n_seen = &self.n_seen[block.queries.clone()];
+                pack(heads, head, x.q, self.queries.start, &block.queries, &mut buffers.q);
+                self.scores(heads, &block, &buffers.q, &k, heads.scale(), &mut buffers.p)?;
+                probabilities(&mut buffers.p, block.width, n_seen, group, log_sums);
+                buffers.out.clear();
+                buffers.out.resize(n_rows * dim, 0.0);
+                for product in self.products(&block, group) {
+                    let rows = &mut buffers.out[product.rows.start * dim..product.rows.end * dim];
+                    matmul(rows, 1.0, 1.0, product.of(&buffers.p, block.width), product.keys(&v, dim), Threads::One)?;
+                }
+                unpack(heads, head, &buffers.out, &block.queries, out);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gradients of queries into `dq` `(queries, heads * D)`, of keys and values as returned.
+    ///
+    /// With `P` the probabilities and `g` the gradient of the output `O`: `dV = P^T g`, `dP = g V^T`,
+    /// `dS = P * (dP - rowsum(g * O))`, `dQ = scale dS K`, `dK = scale dS^T Q`.
+    pub(super) fn backward(
+        &self,
+        heads: Heads,
+        x: Inputs<'_>,
+        outputs: Outputs<'_>,
+        dq: &mut [f32],
+    ) -> Result<KeyGradients> {
+        let (group, dim, n_keys) = (heads.group, heads.head_dim, self.n_keys());
+        let (mut k, mut v, mut buffers) = (Vec::new(), Vec::new(), Buffers::default());
+        let mut gradients =
+            KeyGradients { dk: vec![0.0; n_keys * heads.kv_width()], dv: vec![0.0; n_keys * heads.kv_width()] };
+        let (mut dk, mut dv) = (vec![0f32; n_keys * dim], vec![0f32; n_keys * dim]);
+        for (head, log_sums) in outputs.log_sums.chunks_exact(self.n_seen.len() * group).enumerate() {
+            self.gather(heads, head, x.k, &mut k);
+            self.gather(heads, head, x.v, &mut v);
+            dk.fill(0.0);
+            dv.fill(0.0);
+            for block in self.blocks(group) {
+                let (n_rows, width) = (block.queries.len() * group, block.width);
+                let log_sums = &log_sums[block.queries.start * group..block.queries.end * group];
+                let n_seen = &self.n_seen[block.queries.clone()];
+                pack(heads, head, x.q, self.queries.start, &block.queries, &mut buffers.q);
+                pack(heads, head, outputs.out, 0, &block.queries, &mut buffers.out);
+                pack(heads, head, outputs.grad, 0, &block.queries, &mut buffers.grad);
+                buffers.dots.resize(n_rows, 0.0);
+                dot_products(&mut buffers.dots, &buffers.grad, &buffers.out, dim);
+                self.scores(heads, &block, &buffers.q, &k, heads.scale(), &mut buffers.p)?;
+                probabilities_again(&mut buffers.p, width, n_seen, group, log_sums);
+                self.scores(heads, &block, &buffers.grad, &v, 1.0, &mut buffers.ds)?;
+                score_gradients(&mut buffers.ds, &buffers.p, width, n_seen, group, &buffers.dots);
+                buffers.out.fill(0.0);
+                for product in self.products(&block, group) {
+                    let (rows, keys) = (product.rows.start * dim..product.rows.end * dim, product.key_values(dim));
+                    let (p, ds) = (product.of(&buffers.p, width), product.of(&buffers.ds, width));
+                    let of_rows = |data| Mat::new(data, product.rows.len(), dim);
+                    let (q, grad) = (of_rows(&buffers.q[rows.clone()]), of_rows(&buffers.grad[rows.clone()]));
+                    let scale = heads.scale();
+                    matmul(&mut dv[keys.clone()], 1.0, 1.0, p.t(), grad, Threads::One)?;
+                    matmul(&mut dk[keys], 1.0, scale, ds.t(), q, Threads::One)?;
+                    matmul(&mut buffers.out[rows], 1.0, scale, ds, product.keys(&k, dim), Threads::One)?;
+                }
+                unpack(heads, head, &buffers.out, &block.queries, dq);
+            }
+            place(heads, head, &dk, &mut gradients.dk);
+            place(heads, head, &dv, &mut gradients.dv);
+        }
+        Ok(gradients)
+    }
+
+    /// `scale * rows keys^T` wherever a row sees a key: `(rows, width)`; elsewhere whatever was there.
+    fn scores(
+        &self,
+        heads: Heads,
+        block: &Block,
+        rows: &[f32],
+        keys: &[f32],
+        scale: f32,
+        scores: &mut Vec<f32>,
+    ) -> Result<()> {
+        let dim = heads.head_dim;
+        scores.resize(block.queries.len() * heads.group * block.width, 0.0);
+        for product in self.products(block, heads.group) {
+            let lhs = Mat::new(&rows[product.rows.start * dim..product.rows.end * dim], product.rows.len(), dim);
+            let into = &mut scores[product.rows.start * block.width + product.column..];
+            matmul_into(into, block.width, 0.0, scale, lhs, product.keys(keys, dim).t(), Threads::One)?;
+        }
+        Ok(())
+    }
+
+    /// One head of the lane's keys or values: `(keys, D)`.
+    fn gather(&self, heads: Heads, head: usize, all: &[f32], out: &mut Vec<f32>) {
+        let (width, dim) = (heads.kv_width(), heads.head_dim);
+        out.clear();
+        for rows in self.before.iter().chain([&self.rows]) {
+            for row in all[rows.start * width..rows.end * width].chunks_exact(width) {
+                out.extend_from_slice(&row[head * dim..(head + 1) * dim]);
+            }
+        }
+    }
+}
+
+/// One matrix product of a block: some of its rows and some keys.
+struct Product {
+    rows: Range<usize>,
+    key: usize,
+    n_keys: usize,
+    column: usize,
+}
+
+impl Product {
+    /// This product's part of the block's scores.
+    fn of<'a>(&self, scores: &'a [f32], width: usize) -> Mat<'a> {
+        Mat::strided(&scores[self.rows.start * width + self.column..], self.rows.len(), self.n_keys, width)
+    }
+
+    fn key_values(&self, dim: usize) -> Range<usize> {
+        self.key * dim..(self.key + self.n_keys) * dim
+    }
+
+    fn keys<'a>(&self, keys: &'a [f32], dim: usize) -> Mat<'a> {
+        Mat::new(&keys[self.key_values(dim)], self.n_keys, dim)
+    }
+}
+
+/// The heads of one group of some queries as rows: `(queries * group, D)`. `offset` is where the lane's queries begin in `all`.
+fn pack(heads: Heads, head: usize, all: &[f32], offset: usize, queries: &Range<usize>, out: &mut Vec<f32>) {
+    let (width, part) = (heads.q_width(), heads.group * heads.head_dim);
+    out.clear();
+    for row in all[(offset + queries.start) * width..(offset + queries.end) * width].chunks_exact(width) {
+        out.extend_from_slice(&row[head * part..(head + 1) * part]);
+    }
+}
+
+/// The way back from [`pack`]; `all` are the lane's queries.
+fn unpack(heads: Heads, head: usize, rows: &[f32], queries: &Range<usize>, all: &mut [f32]) {
+    let (width, part) = (heads.q_width(), heads.group * heads.head_dim);
+    let all = all[queries.start * width..queries.end * width].chunks_exact_mut(width);
+    for (row, part_row) in all.zip(rows.chunks_exact(part)) {
+        row[head * part..(head + 1) * part].copy_from_slice(part_row);
+    }
+}
+
+/// Copies `(keys, D)` into the columns of one key-value head.
+fn place(heads: Heads, head: usize, part: &[f32], all: &mut [f32]) {
+    let dim = heads.head_dim;
+    for (row, part) in all.chunks_exact_mut(heads.kv_width()).zip(part.chunks_exact(dim)) {
+        row[head * dim..(head + 1) * dim].copy_from_slice(part);
+    }
+}

@@ -1,0 +1,221 @@
+//! Causal attention over packed sequences: rows of many sequences stand one after another, without padding, what sequences
+//! begin with in common stands once, and each row sees the rows before it in its own sequence and itself.
+//!
+//! The queries are divided into lanes of a few dozen to a few hundred, which are independent of each other. In a lane, scores
+//! of a block of queries stand in a matrix whose column is a key's depth in its sequence, so that queries of different
+//! branches share the columns of what they have in common: one product gives the scores of all of them against it.
+
+mod cached;
+mod lane;
+mod softmax;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+pub use cached::{CachedSegment, attention_cached};
+pub use tree::{Node, RowTree};
+
+use super::{floats, with_floats};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use lane::{Inputs, KeyGradients, Outputs};
+use rayon::prelude::*;
+use std::sync::{Arc, OnceLock};
+use tree::{Lane, lanes};
+
+/// Rows `start .. start + len` of a packed batch: one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// First row.
+    pub start: usize,
+    /// Number of rows.
+    pub len: usize,
+}
+
+/// How the columns of queries, keys and values divide into heads.
+#[derive(Clone, Copy)]
+struct Heads {
+    n_kv_heads: usize,
+    group: usize, // query heads that share one key-value head
+    head_dim: usize,
+}
+
+impl Heads {
+    fn new(q_width: usize, kv_width: usize, head_dim: usize) -> Result<Self> {
+        if head_dim == 0 || kv_width == 0 || !kv_width.is_multiple_of(head_dim) || !q_width.is_multiple_of(kv_width) {
+            bail!("attention: widths {q_width} and {kv_width} do not divide into heads of {head_dim}");
+        }
+        Ok(Self { n_kv_heads: kv_width / head_dim, group: q_width / kv_width, head_dim })
+    }
+
+    fn q_width(self) -> usize {
+        self.n_kv_heads * self.group * self.head_dim
+    }
+
+    fn kv_width(self) -> usize {
+        self.n_kv_heads * self.head_dim
+    }
+
+    fn scale(self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+}
+
+/// Which rows of a tree are queries; all rows are keys.
+#[derive(Clone)]
+pub struct Queries {
+    lanes: Arc<Vec<Lane>>,
+    n_queries: usize,
+    n_rows: usize,
+}
+
+impl Queries {
+    /// Every row.
+    pub fn all(tree: &RowTree) -> Self {
+        let rows: Vec<u32> = (0..tree.n_rows() as u32).collect();
+        Self { lanes: Arc::new(lanes(tree, &rows)), n_queries: rows.len(), n_rows: rows.len() }
+    }
+
+    /// Some rows, in rising order.
+    ///
+    /// # Errors
+    /// The rows do not rise, or the tree has no such row.
+    pub fn some(tree: &RowTree, rows: &[u32]) -> Result<Self> {
+        if rows.windows(2).any(|pair| pair[0] >= pair[1]) {
+            bail!("attention: the rows of queries do not rise");
+        }
+        if let Some(row) = rows.last().filter(|&&row| row as usize >= tree.n_rows()) {
+            bail!("attention: there is no row {row} among {}", tree.n_rows());
+        }
+        Ok(Self { lanes: Arc::new(lanes(tree, rows)), n_queries: rows.len(), n_rows: tree.n_rows() })
+    }
+}
+
+struct Attention {
+    lanes: Arc<Vec<Lane>>,
+    head_dim: usize,
+    /// Of each lane `(kv_heads, queries, group)`: set by the forward pass.
+    log_sums: OnceLock<Vec<Vec<f32>>>,
+}
+
+/// Softmax attention, each query over its own sequence up to itself.
+///
+/// `q`: `(queries, heads * D)`; `k`, `v`: `(N, kv_heads * D)`, with `heads` a multiple of `kv_heads`. Returns
+/// `(queries, heads * D)`. Gradients reach all three; the keys and values of what sequences share collect the gradients of all
+/// of them. Probabilities are computed again in the backward pass: memory grows with N and not with the square of a sequence.
+///
+/// # Errors
+/// Shapes that do not fit, or tensors other than f32 on the CPU.
+///
+/// Source: Vaswani et al. 2017; grouped heads of Ainslie et al. 2023; the backward pass of Dao et al. 2022, "FlashAttention".
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim: usize) -> Result<Tensor> {
+    let Queries { n_queries, n_rows, lanes } = queries.clone();
+    if n_queries != q.dim(0)? || n_rows != k.dim(0)? || n_rows != v.dim(0)? {
+        bail!("attention: {n_queries} queries and {n_rows} rows; found {}, {} and {}", q.dim(0)?, k.dim(0)?, v.dim(0)?);
+    }
+    let op = Attention { lanes, head_dim, log_sums: OnceLock::new() };
+    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
+}
+
+impl Attention {
+    /// The lanes' own parts of a tensor `(queries, heads * D)`.
+    fn parts<'a>(&self, mut all: &'a mut [f32], heads: Heads) -> Vec<&'a mut [f32]> {
+        let of_lane = |lane: &Lane| {
+            let (part, rest) = std::mem::take(&mut all).split_at_mut(lane.queries.len() * heads.q_width());
+            all = rest;
+            part
+        };
+        self.lanes.iter().map(of_lane).collect()
+    }
+
+    fn forward(&self, heads: Heads, x: Inputs<'_>) -> Result<Vec<f32>> {
+        let mut out = vec![0f32; x.q.len()];
+        let tasks: Vec<_> = self.lanes.iter().zip(self.parts(&mut out, heads)).collect();
+        let log_sums: Result<Vec<Vec<f32>>> = tasks
+            .into_par_iter()
+            .map(|(lane, out)| {
+                let mut log_sums = vec![0f32; lane.queries.len() * heads.group * heads.n_kv_heads];
+                lane.forward(heads, x, out, &mut log_sums)?;
+                Ok(log_sums)
+            })
+            .collect();
+        // A second forward pass of the same operation would find the same values.
+        let _ = self.log_sums.set(log_sums?);
+        Ok(out)
+    }
+
+    fn backward(&self, heads: Heads, x: Inputs<'_>, out: &[f32], grad: &[f32]) -> Result<[Vec<f32>; 3]> {
+        let Some(log_sums) = self.log_sums.get() else { bail!("attention: a backward pass before the forward pass") };
+        let mut dq = vec![0f32; x.q.len()];
+        let width = heads.q_width();
+        let tasks: Vec<_> = self.lanes.iter().zip(log_sums).zip(self.parts(&mut dq, heads)).collect();
+        let found: Result<Vec<KeyGradients>> = tasks
+            .into_par_iter()
+            .map(|((lane, log_sums), dq)| {
+                let own = lane.queries.start * width..lane.queries.end * width;
+                lane.backward(heads, x, Outputs { out: &out[own.clone()], grad: &grad[own], log_sums }, dq)
+            })
+            .collect();
+        // Summed in the order of lanes: the result does not depend on which thread finished first.
+        let (mut dk, mut dv) = (vec![0f32; x.k.len()], vec![0f32; x.v.len()]);
+        for (lane, found) in self.lanes.iter().zip(found?) {
+            add_rows(&mut dk, &found.dk, lane, heads.kv_width());
+            add_rows(&mut dv, &found.dv, lane, heads.kv_width());
+        }
+        Ok([dq, dk, dv])
+    }
+}
+
+/// Adds `(keys, width)` in a lane's numbering to the rows that they stand for.
+fn add_rows(all: &mut [f32], mut part: &[f32], lane: &Lane, width: usize) {
+    for rows in lane.before.iter().chain([&lane.rows]) {
+        let (head, tail) = part.split_at(rows.len() * width);
+        let all = &mut all[rows.start * width..rows.end * width];
+        all.iter_mut().zip(head).for_each(|(sum, part)| *sum += part);
+        part = tail;
+    }
+}
+
+impl CustomOp3 for Attention {
+    fn name(&self) -> &'static str {
+        "tree-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let heads = Heads::new(q_layout.shape().dims2()?.1, k_layout.shape().dims2()?.1, self.head_dim)?;
+        let x = Inputs { q: floats(q, q_layout)?, k: floats(k, k_layout)?, v: floats(v, v_layout)? };
+        Ok((CpuStorage::F32(self.forward(heads, x)?), q_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let heads = Heads::new(q.dim(1)?, k.dim(1)?, self.head_dim)?;
+        let [dq, dk, dv] = with_floats(q, |q| {
+            with_floats(k, |k| {
+                with_floats(v, |v| {
+                    with_floats(out, |out| {
+                        with_floats(grad, |grad| self.backward(heads, Inputs { q, k, v }, out, grad))
+                    })
+                })
+            })
+        })?;
+        Ok((
+            Some(Tensor::from_vec(dq, q.shape(), q.device())?),
+            Some(Tensor::from_vec(dk, k.shape(), k.device())?),
+            Some(Tensor::from_vec(dv, v.shape(), v.device())?),
+        ))
+    }
+}

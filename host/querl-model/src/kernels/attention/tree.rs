@@ -1,0 +1,165 @@
+//! Rows of sequences that share what they begin with, and how the work on them is divided.
+
+use std::ops::Range;
+
+/// A run of rows that follow each other in every sequence that has one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Node {
+    /// First row.
+    pub start: usize,
+    /// Number of rows, at least one.
+    pub len: usize,
+    /// The first row behind those of this node and of everything that branches off it.
+    pub end: usize,
+    /// How many rows its first row sees before itself.
+    pub depth: usize,
+    /// What it goes on from.
+    pub parent: Option<usize>,
+}
+
+/// Sequences as a tree: rows stand in the order of a walk that finishes one branch before the next, so that whatever sees a
+/// node's rows stands right behind them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RowTree {
+    nodes: Vec<Node>, // by `start`
+}
+
+impl RowTree {
+    /// `nodes` in the order of their rows, which they cover without gaps.
+    pub(crate) fn new(nodes: Vec<Node>) -> Self {
+        debug_assert!(nodes.windows(2).all(|pair| pair[0].start + pair[0].len == pair[1].start));
+        Self { nodes }
+    }
+
+    /// Rows in all.
+    pub fn n_rows(&self) -> usize {
+        self.nodes.last().map_or(0, |node| node.start + node.len)
+    }
+
+    /// Runs of rows, in order.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    fn node_of(&self, row: usize) -> usize {
+        self.nodes.partition_point(|node| node.start + node.len <= row)
+    }
+
+    /// Rows that a row sees before itself.
+    fn depth_of(&self, row: usize) -> usize {
+        let node = self.nodes[self.node_of(row)];
+        node.depth + row - node.start
+    }
+}
+
+/// Some queries, one after another, and every key that any of them sees. What a lane finds depends on nothing else, so lanes
+/// can be worked on in any order.
+///
+/// Its keys are numbered: first the `n_before` rows that the first query sees before itself, by depth; then the rows from the
+/// first query to the last.
+pub(super) struct Lane {
+    /// Of the list of queries.
+    pub(super) queries: Range<usize>,
+    /// For each of them how many keys it sees, itself included.
+    pub(super) n_seen: Vec<usize>,
+    /// Rows of the first keys, as runs.
+    pub(super) before: Vec<Range<usize>>,
+    pub(super) n_before: usize,
+    /// Rows of the other keys.
+    pub(super) rows: Range<usize>,
+    pub(super) spans: Vec<Span>,
+}
+
+/// Keys that follow each other in the sequences of all queries that see them.
+pub(super) struct Span {
+    /// In the lane's numbering.
+    pub(super) keys: Range<usize>,
+    /// Depth of the first.
+    pub(super) depth: usize,
+    /// Which of the lane's queries see them: all of them, or up to themselves.
+    pub(super) queries: Range<usize>,
+}
+
+/// Queries of one lane: enough to be worth a task, few enough that there are tasks for many threads. A function of the number
+/// of queries alone, so that sums do not depend on the machine.
+fn lane_size(n_queries: usize) -> usize {
+    (n_queries / 16).clamp(32, 256)
+}
+
+/// Divides queries, given by their rows in rising order, into lanes.
+pub(super) fn lanes(tree: &RowTree, queries: &[u32]) -> Vec<Lane> {
+    let size = lane_size(queries.len());
+    (0..queries.len())
+        .step_by(size)
+        .map(|start| Lane::new(tree, queries, start..(start + size).min(queries.len())))
+        .collect()
+}
+
+impl Lane {
+    fn new(tree: &RowTree, all_queries: &[u32], range: Range<usize>) -> Self {
+        let queries = &all_queries[range.clone()];
+        let rows = queries[0] as usize..queries[queries.len() - 1] as usize + 1;
+        let n_before = tree.depth_of(rows.start);
+        let mut lane = Self {
+            n_seen: queries.iter().map(|&row| tree.depth_of(row as usize) + 1).collect(),
+            queries: range,
+            before: Vec::new(),
+            n_before,
+            rows: rows.clone(),
+            spans: Vec::new(),
+        };
+        lane.look_back(tree, queries);
+        for node in &tree.nodes[tree.node_of(rows.start)..] {
+            if node.start >= rows.end {
+                break;
+            }
+            let (first, last) = (node.start.max(rows.start), (node.start + node.len).min(rows.end));
+            let keys = n_before + first - rows.start..n_before + last - rows.start;
+            let seen_by = below(queries, first)..below(queries, node.end);
+            lane.push(Span { keys, depth: node.depth + first - node.start, queries: seen_by });
+        }
+        lane
+    }
+
+    /// Spans of what the first query sees before the lane's own rows.
+    fn look_back(&mut self, tree: &RowTree, queries: &[u32]) {
+        let mut path = Vec::new();
+        let mut next = Some(tree.node_of(self.rows.start));
+        while let Some(index) = next {
+            path.push(tree.nodes[index]);
+            next = tree.nodes[index].parent;
+        }
+        for node in path.into_iter().rev() {
+            let last = (node.start + node.len).min(self.rows.start);
+            if last == node.start {
+                continue; // the first query begins this node
+            }
+            self.before.push(node.start..last);
+            let keys = node.depth..node.depth + last - node.start;
+            self.push(Span { keys, depth: node.depth, queries: 0..below(queries, node.end) });
+        }
+    }
+
+    /// Adds a span; what the same queries see right behind the last one becomes a part of it.
+    fn push(&mut self, span: Span) {
+        if span.queries.is_empty() {
+            return;
+        }
+        match self.spans.last_mut() {
+            Some(last) if last.queries == span.queries && last.keys.end == span.keys.start => {
+                last.keys.end = span.keys.end;
+            }
+            _ => self.spans.push(span),
+        }
+    }
+
+    /// Keys in all.
+    pub(super) fn n_keys(&self) -> usize {
+        self.n_before + self.rows.len()
+    }
+}
+
+/// How many queries have a row below this one.
+fn below(queries: &[u32], row: usize) -> usize {
+    queries.partition_point(|&query| (query as usize) < row)
+}
