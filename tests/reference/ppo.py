@@ -5,11 +5,13 @@ Values of the outputs at masked positions are whatever verl leaves there; compar
 """
 
 from common import GOLDEN, generator, write_json
+import numpy as np
 import torch
 import transformers
 import verl_formulas
-from verl_formulas import core_algos, torch_functional
+from verl_formulas import core_algos, rollout_corr_helper, torch_functional
 from transformers import get_cosine_schedule_with_warmup
+from verl.trainer.config import AlgoConfig
 from verl.workers.config import ActorConfig
 
 BATCH, TOKENS, VOCAB = 4, 7, 5
@@ -64,14 +66,60 @@ def whitening():
     }
 
 
-def policy_case(old_log_prob, log_prob, advantages, clip_low, clip_high, dual_clip, mode):
+def group_advantages():
+    """Three queries; responses of one stand apart from each other, and one query has a single response."""
+    rng = generator(40)
+    index = np.array([4, 7, 4, 9, 7, 4])
+    mask = torch.cat([RAGGED, RAGGED[:2]])
+    rewards = 0.05 * torch.randn(len(index), TOKENS, generator=rng)
+    rewards[torch.arange(len(index)), last_valid(mask)] += torch.randn(len(index), generator=rng)
+    rewards = rewards * mask  # verl sums whole rows here
+    grpo = core_algos.compute_grpo_outcome_advantage
+    config = AlgoConfig(gamma=0.99)
+    plus_plus, returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+    _, undiscounted = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, AlgoConfig(gamma=1.0))
+    return {
+        "index": index.tolist(), "response_mask": mask.int(), "token_level_rewards": rewards,
+        "grpo": grpo(rewards.clone(), mask, index)[0],
+        "dr_grpo": grpo(rewards.clone(), mask, index, norm_adv_by_std_in_grpo=False)[0],
+        "rloo": core_algos.compute_rloo_outcome_advantage(rewards.clone(), mask, index)[0],
+        "rloo_vectorized": core_algos.compute_rloo_vectorized_outcome_advantage(rewards.clone(), mask, index)[0],
+        "reinforce_plus_plus": {"gamma": 0.99, "advantages": plus_plus, "returns": returns},
+        "undiscounted_returns": undiscounted,
+    }  # fmt: skip
+
+
+def importance():
+    rng = generator(41)
+    rollout = -1.5 * torch.rand(BATCH, TOKENS, generator=rng) - 0.1
+    old = rollout + 0.5 * torch.randn(BATCH, TOKENS, generator=rng)
+    old[0, 0], old[1, 0] = rollout[0, 0] + 30.0, rollout[1, 0] - 30.0  # beyond the bound on the exponent
+    old, rollout = poison(old, RAGGED, 9.0), poison(rollout, RAGGED, -9.0)
+    cases = {}
+    for level in ["token", "sequence"]:
+        weights, metrics = rollout_corr_helper.compute_rollout_correction_weights(
+            old - rollout, RAGGED, rollout_is=level, rollout_is_threshold=2.0
+        )
+        cases[level] = {
+            "weights": weights, "mean": metrics["rollout_is_mean"],
+            "eff_sample_size": metrics["rollout_is_eff_sample_size"],
+        }  # fmt: skip
+    return {
+        "old_log_prob": old, "rollout_log_prob": rollout, "response_mask": RAGGED.int(), "threshold": 2.0,
+        "cases": cases,
+    }  # fmt: skip
+
+
+def policy_case(old_log_prob, log_prob, advantages, clip_low, clip_high, dual_clip, mode, is_weights=None, scale=None):
     log_prob = log_prob.clone().requires_grad_()
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
         clip_ratio=clip_low, clip_ratio_low=clip_low, clip_ratio_high=clip_high, clip_ratio_c=dual_clip,
     )  # fmt: skip
+    if scale is not None:
+        config.global_batch_info["loss_scale_factor"] = scale
     loss, metrics = core_algos.compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, RAGGED, loss_agg_mode=mode, config=config
+        old_log_prob, log_prob, advantages, RAGGED, loss_agg_mode=mode, config=config, rollout_is_weights=is_weights
     )
     loss.backward()
     return {
@@ -98,14 +146,18 @@ def policy_loss():
     far[0, 0], far[1, 0] = old[0, 0] - 25.0, old[1, 0] + 25.0  # beyond the clamp of the log-ratio at 20
     far_advantages = advantages.clone()
     far_advantages[0, 0], far_advantages[1, 0] = 0.7, 0.9
+    is_weights = 0.5 + torch.rand(BATCH, TOKENS, generator=rng)
+    sum_norm = (0.2, 0.2, 3.0, "seq-mean-token-sum-norm", None, 16)
     return {
-        "response_mask": RAGGED.int(),
+        "response_mask": RAGGED.int(), "importance_weights": is_weights,
         "old_log_prob": old, "log_prob": new, "advantages": advantages,
         "log_prob_far": far, "advantages_far": far_advantages,
         "cases": {
             "clip": policy_case(old, new, advantages, 0.2, 0.2, off, "token-mean"),
             "dual_clip": policy_case(old, new, advantages, 0.2, 0.2, 3.0, "token-mean"),
             "dual_clip_seq_mean": policy_case(old, new, advantages, 0.2, 0.2, 3.0, "seq-mean-token-mean"),
+            "dual_clip_sum_norm": policy_case(old, new, advantages, *sum_norm),
+            "weighted": policy_case(old, new, advantages, 0.2, 0.2, off, "token-mean", is_weights),
             "clip_higher": policy_case(old, new, advantages, 0.2, 0.28, off, "token-mean"),
             "unchanged": policy_case(old, old, advantages, 0.2, 0.2, off, "token-mean"),
             "far": policy_case(old, far, far_advantages, 0.2, 0.2, 3.0, "token-mean"),
@@ -124,10 +176,22 @@ def value_loss():
         loss, clipfrac = core_algos.compute_value_loss(leaf, returns, values, RAGGED, 0.2, loss_agg_mode=mode)
         loss.backward()
         cases[mode] = {"vf_loss": loss, "vf_clipfrac": clipfrac, "grad_vpreds": leaf.grad}
+    cases["huber"], cases["unclipped_huber"] = huber(vpreds, returns, values, 0.2), huber(vpreds, returns, values, 1e9)
     return {
         "cliprange_value": 0.2, "response_mask": RAGGED.int(), "values": values, "vpreds": vpreds, "returns": returns,
         "cases": cases,
     }  # fmt: skip
+
+
+def huber(vpreds, returns, values, cliprange):
+    """verl has no Huber loss: torch's, in the place of the square."""
+    leaf = (3.0 * vpreds).requires_grad_()  # some errors on either side of 1
+    clipped = torch.clamp(leaf, values - cliprange, values + cliprange)
+    plain, bounded = (torch.nn.functional.huber_loss(v, returns, reduction="none") for v in (leaf, clipped))
+    loss = torch_functional.masked_mean(torch.max(plain, bounded), RAGGED)
+    loss.backward()
+    clipfrac = torch_functional.masked_mean((bounded > plain).float(), RAGGED)
+    return {"vpreds": leaf, "vf_loss": loss, "vf_clipfrac": clipfrac, "grad_vpreds": leaf.grad}
 
 
 def kl():
@@ -142,6 +206,10 @@ def kl():
         estimate = core_algos.kl_penalty(leaf, ref, theirs)
         estimate.sum().backward()
         estimates[ours] = {"verl_name": theirs, "kl": estimate, "grad_log_prob": leaf.grad}
+        leaf = log_prob.clone().requires_grad_()
+        loss = core_algos.agg_loss(core_algos.kl_penalty(leaf, ref, theirs), RAGGED, "seq-mean-token-mean")
+        loss.backward()
+        estimates[ours] |= {"loss_seq_mean_token_mean": loss, "grad_of_loss": leaf.grad}
 
     scores = torch.zeros(BATCH, TOKENS)
     scores[torch.arange(BATCH), last_valid(RAGGED)] = torch.tensor([0.8, -0.3, 0.5, 0.05])
@@ -185,7 +253,9 @@ def aggregation():
     return {
         "loss_mat": losses,
         "cases": [
-            {"loss_mask": mask.int()} | {mode: core_algos.agg_loss(losses, mask, mode) for mode in modes}
+            {"loss_mask": mask.int(), "seq-mean-token-sum-norm-16": core_algos.agg_loss(
+                losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=16
+            )} | {mode: core_algos.agg_loss(losses, mask, mode) for mode in modes}
             for mask in [RAGGED, empty_row]
         ],
     }
@@ -242,7 +312,8 @@ if __name__ == "__main__":
             "verl": verl_formulas.VERSION, "torch": torch.__version__.split("+")[0],
             "transformers": transformers.__version__,
         },
-        "gae": gae(), "whitening": whitening(), "policy_loss": policy_loss(), "value_loss": value_loss(), "kl": kl(),
+        "gae": gae(), "group_advantages": group_advantages(), "importance": importance(), "whitening": whitening(),
+        "policy_loss": policy_loss(), "value_loss": value_loss(), "kl": kl(),
         "entropy": entropy(), "agg_loss": aggregation(), "adamw": adamw(), "clip_grad_norm": clip_grad_norm(),
         "cosine_schedule": cosine_schedule(),
     }  # fmt: skip

@@ -9,7 +9,14 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 .venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt
 
+# Sources alone: their formulas are compiled one by one (trl_formulas.py).
+for version in 0.11.4 0.24.0; do
+    if [[ ! -d ".venv/trl-$version" ]]; then
+        .venv/bin/python -m pip install --quiet --no-deps --target ".venv/trl-$version" "trl==$version"
+    fi
+done
+
 # In this order: lora.py reads the checkpoints that decoders.py writes.
-for script in decoders.py lora.py ppo.py template.py replay.py; do
+for script in decoders.py lora.py ppo.py trl_golden.py template.py replay.py; do
     .venv/bin/python "$script"
 done

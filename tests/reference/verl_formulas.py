@@ -24,9 +24,10 @@ def _import():
     for name in ABSENT:
         sys.modules[name] = MagicMock(name=name, __spec__=None)
     import verl.trainer.ppo.core_algos as core_algos
+    import verl.trainer.ppo.rollout_corr_helper as rollout_corr_helper
     import verl.utils.torch_functional as torch_functional
 
-    return core_algos, torch_functional, package.__version__
+    return core_algos, rollout_corr_helper, torch_functional, package.__version__
 
 
-core_algos, torch_functional, VERSION = _import()
+core_algos, rollout_corr_helper, torch_functional, VERSION = _import()

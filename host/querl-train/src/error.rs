@@ -45,6 +45,18 @@ pub enum TrainError {
         /// What.
         what: &'static str,
     },
+    /// Rollout and training do not compute the same log-probabilities: what would be learned is not what was done.
+    #[error(
+        "rl step {step}: log-probabilities of rollout and training differ by {difference:.1e} a token, expected at most {limit:.0e}; run with another model.dtype, and report it with the model's config.json"
+    )]
+    RolloutDiffers {
+        /// Which step.
+        step: u64,
+        /// Mean over the sampled tokens.
+        difference: f64,
+        /// The limit.
+        limit: f64,
+    },
     /// A file cannot be written.
     #[error("{path}: {source}")]
     Io {

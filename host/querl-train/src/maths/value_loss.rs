@@ -1,43 +1,87 @@
 //! The clipped loss of the critic.
 
 use super::Rows;
+use querl_core::config::ValueLossKind;
+
+/// What an error costs, and how far values may move.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ValueLossSettings {
+    /// Half the square, or linear from 1 on.
+    pub kind: ValueLossKind,
+    /// Values move at most so far from the old ones; `None` for no bound.
+    pub clip_range_value: Option<f32>,
+}
 
 /// The loss, its gradient, and what to watch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueLoss {
-    /// Half the mean squared error over the tokens that count, the worse of plain and clipped.
+    /// Weighted sum of the errors' costs, the worse of plain and clipped.
     pub vf_loss: f32,
-    /// Share of tokens where the clipped error was the worse.
-    pub vf_clipfrac: f32,
+    /// Tokens where the clipped error was the worse.
+    pub n_clipped: usize,
     /// `(B, T)`: derivative of `vf_loss` by each value.
     pub grad_values: Rows,
 }
 
-/// Half the squared error of `values` against `returns`, where values move at most `clip_range_value` from `old_values`,
-/// averaged over `n_tokens` of the whole optimizer step.
+/// The cost of an error and its derivative.
 ///
-/// Source: verl `compute_value_loss` with `token-mean`; Schulman et al. 2017's implementation in OpenAI baselines.
+/// Source: torch `huber_loss` with delta 1.
+fn cost(kind: ValueLossKind, error: f32) -> (f32, f32) {
+    match kind {
+        ValueLossKind::Huber if error.abs() > 1.0 => (error.abs() - 0.5, error.signum()),
+        _ => (0.5 * error * error, error),
+    }
+}
+
+/// The cost of `values` against `returns`.
+///
+/// `old_values`, `values`, `returns`, `weights`: `(B, T)`; a token without weight does not enter.
+///
+/// Source: verl `compute_value_loss` (squared); Schulman et al. 2017's implementation in OpenAI baselines.
 pub fn value_loss(
     old_values: &[Vec<f32>],
     values: &[Vec<f32>],
     returns: &[Vec<f32>],
-    response_mask: &[Vec<bool>],
-    clip_range_value: f32,
-    n_tokens: usize,
+    weights: &[Vec<f32>],
+    settings: ValueLossSettings,
 ) -> ValueLoss {
-    let share = 1.0 / n_tokens.max(1) as f64;
-    let (mut loss, mut clipped_tokens) = (0f64, 0f64);
+    let (mut loss, mut n_clipped) = (0f64, 0);
     let mut grad_values: Rows = values.iter().map(|row| vec![0.0; row.len()]).collect();
-    for (b, mask) in response_mask.iter().enumerate() {
-        for t in (0..mask.len()).filter(|&t| mask[t]) {
+    for (b, weights) in weights.iter().enumerate() {
+        for (t, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 0.0) {
             let (old, value, target) = (old_values[b][t], values[b][t], returns[b][t]);
-            let clipped = value.clamp(old - clip_range_value, old + clip_range_value);
-            let (plain_error, clipped_error) = ((value - target).powi(2), (clipped - target).powi(2));
-            let is_clipped = clipped_error > plain_error;
-            loss += 0.5 * f64::from(plain_error.max(clipped_error)) * share;
-            clipped_tokens += f64::from(is_clipped) * share;
-            grad_values[b][t] = if is_clipped { 0.0 } else { (value - target) * share as f32 };
+            let bounded = settings.clip_range_value.map_or(value, |range| value.clamp(old - range, old + range));
+            let (plain, gradient) = cost(settings.kind, value - target);
+            let (clipped, _) = cost(settings.kind, bounded - target);
+            let is_clipped = clipped > plain;
+            loss += f64::from(plain.max(clipped)) * f64::from(*weight);
+            n_clipped += usize::from(is_clipped);
+            grad_values[b][t] = if is_clipped { 0.0 } else { gradient * weight };
         }
     }
-    ValueLoss { vf_loss: loss as f32, vf_clipfrac: clipped_tokens as f32, grad_values }
+    ValueLoss { vf_loss: loss as f32, n_clipped, grad_values }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_bound_every_value_has_its_gradient() {
+        let unbounded = ValueLossSettings { kind: ValueLossKind::Squared, clip_range_value: None };
+        let loss = value_loss(&[vec![0.0]], &[vec![5.0]], &[vec![1.0]], &[vec![1.0]], unbounded);
+        assert_eq!((loss.vf_loss, loss.n_clipped, loss.grad_values[0][0]), (8.0, 0, 4.0));
+        let bounded = ValueLossSettings { clip_range_value: Some(0.2), ..unbounded };
+        let moved_past_the_bound = value_loss(&[vec![0.0]], &[vec![0.5]], &[vec![1.0]], &[vec![1.0]], bounded);
+        assert_eq!((moved_past_the_bound.n_clipped, moved_past_the_bound.grad_values[0][0]), (1, 0.0));
+    }
+
+    #[test]
+    fn masked_positions_do_not_leak() {
+        let settings = ValueLossSettings { kind: ValueLossKind::Huber, clip_range_value: Some(0.2) };
+        let row = |x: f32| vec![vec![x, f32::NAN]];
+        let loss = value_loss(&row(0.0), &row(0.1), &row(0.2), &[vec![1.0, 0.0]], settings);
+        assert!(loss.vf_loss.is_finite());
+        assert_eq!(loss.grad_values[0][1], 0.0);
+    }
 }

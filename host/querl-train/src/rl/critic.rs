@@ -1,6 +1,11 @@
 //! The critic: what a response is worth from each of its tokens on.
+//!
+//! A head on the reference's hidden states sees two of them: the one that the token is predicted from, and the one that the
+//! response's first token is predicted from. The latter knows the query; later ones know little but the next token, and a
+//! linear head on them alone explains nothing of the returns. Both are whitened, by the first batch.
 
 use super::RlTask;
+use super::whitening::Whitening;
 use crate::checkpoint::base_name;
 use crate::policy::{Example, Policy};
 use crate::{AdamW, AdamWSettings, Gradients, TrainError};
@@ -13,42 +18,102 @@ use std::path::Path;
 
 /// A value head, on an adapter of its own or on the reference's hidden states.
 pub(super) struct Critic {
-    head: Linear, // (1, H)
-    adapter: Option<LoraAdapter>,
+    head: Linear, // (1, H) on an adapter, (1, 2H) on the reference
+    base: Base,
     vars: BTreeMap<String, Var>,
     optimizer: AdamW,
 }
+
+/// What the head stands on.
+enum Base {
+    Adapter(LoraAdapter),
+    Reference(Option<Inputs>),
+}
+
+/// What the head is given of the reference: fixed by the first batch.
+struct Inputs {
+    first: Whitening,
+    current: Whitening,
+}
+
+const HEAD_WEIGHT: &str = "value_head.weight";
+const HEAD_BIAS: &str = "value_head.bias";
 
 impl Critic {
     /// A critic that says 0 everywhere: the head starts at zero, so that early advantages are the rewards themselves.
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let width = task.decoder.config().hidden_size;
+        let (base, width) = match task.config.critic {
+            CriticKind::Head => (Base::Reference(None), 2 * width),
+            CriticKind::Adapter => {
+                let seed = task.seed ^ CRITIC_STREAM;
+                (Base::Adapter(LoraAdapter::new(task.decoder, task.critic_lora.clone(), seed)?), width)
+            }
+        };
         let weight = Var::zeros((1, width), DType::F32, &Device::Cpu)?;
         let bias = Var::zeros(1, DType::F32, &Device::Cpu)?;
         let head = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
-        let adapter = match task.config.critic {
-            CriticKind::Head => None,
-            CriticKind::Adapter => {
-                Some(LoraAdapter::new(task.decoder, task.critic_lora.clone(), task.seed ^ CRITIC_STREAM)?)
-            }
-        };
-        let mut vars = BTreeMap::from([("value_head.weight".to_owned(), weight), ("value_head.bias".to_owned(), bias)]);
-        vars.extend(adapter.iter().flat_map(|adapter| adapter.vars().clone()));
-        Ok(Self { head, adapter, vars, optimizer: AdamW::new(AdamWSettings::default()) })
+        let mut vars = BTreeMap::from([(HEAD_WEIGHT.to_owned(), weight), (HEAD_BIAS.to_owned(), bias)]);
+        if let Base::Adapter(adapter) = &base {
+            vars.extend(adapter.vars().clone());
+        }
+        let settings = AdamWSettings { weight_decay: task.config.weight_decay, ..Default::default() };
+        Ok(Self { head, base, vars, optimizer: AdamW::new(settings) })
     }
 
-    /// Values of all response tokens of a batch: `(N)`. `reference_hidden`: `(N, H)`.
+    /// True where the head stands on the reference's hidden states, which [`Critic::inputs`] then wants.
+    pub(super) fn reads_reference(&self) -> bool {
+        matches!(self.base, Base::Reference(_))
+    }
+
+    /// What the head is given for each token of a batch: `(N, 2H)`, from the reference's hidden states `(N, H)`. The first
+    /// batch fixes how they are whitened.
+    pub(super) fn inputs(&mut self, hidden: &Tensor, examples: &[&Example]) -> Result<Tensor, TrainError> {
+        let firsts = first_rows(examples);
+        let n_rows = firsts.len();
+        let first = hidden.index_select(&Tensor::from_vec(firsts, n_rows, &Device::Cpu)?, 0)?; // (N, H)
+        let kept = match &mut self.base {
+            Base::Adapter(_) => return Ok(hidden.clone()),
+            Base::Reference(kept) => kept,
+        };
+        let inputs = match kept {
+            Some(inputs) => inputs,
+            None => kept.insert(Inputs { first: Whitening::fit(&first)?, current: Whitening::fit(hidden)? }),
+        };
+        Ok(Tensor::cat(&[inputs.first.apply(&first)?, inputs.current.apply(hidden)?], 1)?)
+    }
+
+    /// Values of all response tokens of some examples: `(N)`. `inputs`: their rows of [`Critic::inputs`], where the head
+    /// stands on the reference.
     pub(super) fn values(
         &self,
         decoder: &Decoder,
         examples: &[&Example],
-        reference_hidden: &Tensor,
+        inputs: Option<&Tensor>,
     ) -> Result<Tensor, TrainError> {
-        let hidden = match &self.adapter {
-            Some(adapter) => Policy { decoder, adapter: Some(adapter) }.response_hidden(examples)?,
-            None => reference_hidden.clone(),
+        let hidden = match (&self.base, inputs) {
+            (Base::Adapter(adapter), _) => Policy { decoder, adapter: Some(adapter) }.response_hidden(examples)?,
+            (Base::Reference(_), Some(inputs)) => inputs.clone(),
+            (Base::Reference(_), None) => return Err(TrainError::Data("rl: the critic was given no inputs".into())),
         };
         Ok(self.head.forward(&hidden)?.squeeze(1)?)
+    }
+
+    /// As [`Critic::values`], without a graph.
+    pub(super) fn estimate(
+        &self,
+        decoder: &Decoder,
+        examples: &[&Example],
+        inputs: Option<&Tensor>,
+    ) -> Result<Vec<f32>, TrainError> {
+        let hidden = match &self.base {
+            Base::Adapter(adapter) => {
+                let frozen = adapter.without_gradient();
+                Policy { decoder, adapter: Some(&frozen) }.response_hidden(examples)?
+            }
+            Base::Reference(_) => return Ok(self.values(decoder, examples, inputs)?.detach().to_vec1()?),
+        };
+        Ok(self.head.forward(&hidden)?.squeeze(1)?.detach().to_vec1()?)
     }
 
     /// Adds the gradients that a backward pass found.
@@ -64,20 +129,52 @@ impl Critic {
         max_grad_norm: f64,
     ) -> Result<f64, TrainError> {
         let norm = gradients.clip(max_grad_norm)?;
-        self.optimizer.step(&self.vars, &gradients, learning_rate)?;
+        if norm.is_finite() {
+            self.optimizer.step(&self.vars, &gradients, learning_rate)?;
+        }
         Ok(norm)
     }
 
-    /// Writes the head, and the adapter where there is one.
+    /// Writes the head, and the adapter where there is one. A head on the reference is written for hidden states as they
+    /// are, `(1, 2H)`: first the state of the response's first token, then that of the token.
     pub(super) fn save(&self, directory: &Path, base: &Path) -> Result<(), TrainError> {
-        let head = self.vars.iter().filter(|(name, _)| name.starts_with("value_head."));
-        let head = head.map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
-        save_tensors(&directory.join("value_head.safetensors"), &head)?;
-        if let Some(adapter) = &self.adapter {
+        save_tensors(&directory.join("value_head.safetensors"), &self.plain_head()?)?;
+        if let Base::Adapter(adapter) = &self.base {
             adapter.save(directory, &base_name(base))?;
         }
         Ok(())
     }
+
+    /// The head with the whitening multiplied in.
+    fn plain_head(&self) -> Result<BTreeMap<String, Tensor>, TrainError> {
+        let (mut weight, mut bias) =
+            (self.vars[HEAD_WEIGHT].as_tensor().clone(), self.vars[HEAD_BIAS].as_tensor().clone());
+        if let Base::Reference(Some(Inputs { first, current })) = &self.base {
+            let halves: Vec<Tensor> = [first, current]
+                .into_iter()
+                .zip(weight.chunk(2, 1)?)
+                .map(|(whitening, half)| {
+                    let (mean, transform) = whitening.parts();
+                    let half = half.matmul(&transform.t()?)?; // (1, H)
+                    bias = (&bias - half.matmul(&mean.unsqueeze(1)?)?.flatten_all()?)?;
+                    Ok(half)
+                })
+                .collect::<Result<_, TrainError>>()?;
+            weight = Tensor::cat(&halves, 1)?;
+        }
+        Ok(BTreeMap::from([(HEAD_WEIGHT.to_owned(), weight), (HEAD_BIAS.to_owned(), bias)]))
+    }
+}
+
+/// For each response token of a batch, the row of its response's first.
+fn first_rows(examples: &[&Example]) -> Vec<u32> {
+    let mut start = 0;
+    let rows = |example: &&Example| {
+        let first = start;
+        start += example.response.len() as u32;
+        std::iter::repeat_n(first, example.response.len())
+    };
+    examples.iter().flat_map(rows).collect()
 }
 
 /// Keeps the critic's draws apart from the policy's.

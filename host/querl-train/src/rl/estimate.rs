@@ -1,159 +1,209 @@
 //! What is computed once per batch: log-probabilities, values, advantages and returns.
 
 use super::RlTask;
-use super::critic::Critic;
+use super::algorithm::{Scored, ValueTargets, all_true};
+use super::learner::Learner;
 use super::rollout::{Batch, Rollout};
-use crate::maths::{Rows, gae, kl_k1, kl_k3, masked_mean, masked_whiten, token_rewards};
-use crate::metrics::summary;
+use crate::TrainError;
+use crate::maths::{ImportanceLevel, Rows, importance_weights, kl_rows, token_rewards};
 use crate::policy::{Example, Policy, rows_of};
-use crate::{Metrics, TrainError};
 use candle_core::Tensor;
-use querl_core::config::AdvantageForm;
+use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
+use querl_model::LoraAdapter;
+use std::collections::BTreeMap;
+use std::time::Instant;
 
 /// A batch with everything that stays fixed during its updates.
 pub(super) struct Experience<'a> {
     pub(super) rollouts: &'a [Rollout],
+    /// Of the policy before its updates, at the sampling temperature, before any filter.
     pub(super) old_logprobs: Rows,
-    ref_logprobs: Rows,
-    /// `(T, H)` per response: hidden states of the reference.
-    pub(super) ref_hidden: Vec<Tensor>,
-    pub(super) values: Rows,
-    token_rewards: Rows,
+    pub(super) ref_logprobs: Rows,
+    /// Weight of each token, where it was drawn from another distribution than `old_logprobs` tell of.
+    pub(super) importance: Option<Rows>,
+    pub(super) token_rewards: Rows,
+    /// Query of each response.
+    pub(super) groups: Vec<usize>,
     pub(super) advantages: Rows,
+    /// Coefficient of the divergence during this batch.
+    pub(super) kl_coef: f64,
+    pub(super) critic: Option<ValueExperience>,
+    pub(super) timings: BTreeMap<&'static str, f64>,
+}
+
+/// What the critic's updates start from.
+pub(super) struct ValueExperience {
+    pub(super) values: Rows,
     pub(super) returns: Rows,
     /// Which positions the critic learns at.
-    pub(super) value_mask: Vec<Vec<bool>>,
+    pub(super) mask: Vec<Vec<bool>>,
+    /// `(T, 2H)` per response, for a head on the reference.
+    pub(super) inputs: Option<Vec<Tensor>>,
 }
 
-pub(super) fn all_true(rows: &[Vec<f32>]) -> Vec<Vec<bool>> {
-    rows.iter().map(|row| vec![true; row.len()]).collect()
+/// Log-probabilities of a whole batch, and the hidden states that they came from where they are wanted.
+struct Forward {
+    logprobs: Rows,
+    hidden: Option<Tensor>, // (N, H)
 }
 
-/// Log-probabilities of policy and reference, values and advantages of a batch, without gradients.
-pub(super) fn estimate<'a>(task: &RlTask<'_>, critic: &Critic, batch: &'a Batch) -> Result<Experience<'a>, TrainError> {
-    let config = task.config;
-    let policy_view = task.policy.without_gradient();
-    let reference_view = task.reference.map(querl_model::LoraAdapter::without_gradient);
-    let policy = Policy { decoder: task.decoder, adapter: Some(&policy_view) };
-    let reference = Policy { decoder: task.decoder, adapter: reference_view.as_ref() };
-    let (mut old_logprobs, mut ref_logprobs, mut values) = (Rows::new(), Rows::new(), Rows::new());
-    let mut ref_hidden = Vec::new();
-    for rollouts in batch.rollouts.chunks(ESTIMATE_BATCH) {
-        let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
-        let column = |logprobs: &Tensor| -> Result<Vec<f32>, TrainError> {
-            Ok(logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?)
+impl Learner {
+    /// Log-probabilities of policy and reference, values and advantages of a batch, without gradients.
+    pub(super) fn estimate<'a>(
+        &mut self,
+        task: &RlTask<'_>,
+        batch: &'a Batch,
+        step: u64,
+    ) -> Result<Experience<'a>, TrainError> {
+        let (config, rollouts) = (task.config, batch.rollouts.as_slice());
+        let mut timings = BTreeMap::new();
+        let mut clock = Instant::now();
+        let mut lap = |name: &'static str| {
+            timings.insert(name, std::mem::replace(&mut clock, Instant::now()).elapsed().as_secs_f64())
         };
-        let of_policy = policy.response_pass(&examples, config.temperature)?;
-        old_logprobs.extend(rows_of(&column(&of_policy.logprobs)?, &examples));
-        let of_reference = reference.response_pass(&examples, config.temperature)?;
-        ref_logprobs.extend(rows_of(&column(&of_reference.logprobs)?, &examples));
-        let hidden = of_reference.hidden.detach();
-        values.extend(rows_of(&critic.values(task.decoder, &examples, &hidden)?.detach().to_vec1()?, &examples));
-        ref_hidden.extend(split_rows(&hidden, &examples)?);
+        // 1. Log-probabilities. The rollout's are the policy's, unless it has learned since.
+        let old_logprobs = match config.off_by_one {
+            true => forward(task, Some(task.policy), rollouts, false)?.logprobs,
+            false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
+        };
+        lap("timing_s/old_log_prob");
+        let reads_reference = self.critic.as_ref().is_some_and(|critic| critic.reads_reference());
+        let reference = forward(task, task.reference, rollouts, reads_reference)?;
+        lap("timing_s/ref");
+        // 2. Values.
+        let values = self.values(task, rollouts, reference.hidden.as_ref())?;
+        lap("timing_s/values");
+        // 3. Rewards: scores, and the divergence where it counts in the reward.
+        let scores = self.scores(config, rollouts);
+        let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
+        let kl_coef = self.kl.kl_coef();
+        let in_reward = if config.kl_placement == KlPlacement::Reward { kl_coef } else { 0.0 };
+        let token_rewards = token_rewards(&scores, &kl, in_reward as f32);
+        let of_responses = kl.iter().map(|row| row.iter().map(|x| f64::from(*x)).sum::<f64>());
+        self.kl.update(of_responses.sum::<f64>() / kl.len().max(1) as f64, kl.len());
+        // 4. Advantages.
+        let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
+        let scored =
+            Scored { rewards: &token_rewards, groups: &groups, values: values.as_ref().map(|(v, _)| v), config };
+        let mut estimates = self.algorithm.estimate(&scored);
+        clip(&mut estimates.advantages, config.advantage_clip);
+        if estimates.advantages.iter().flatten().any(|advantage| !advantage.is_finite()) {
+            return Err(TrainError::NotFinite { stage: "rl", step, what: "an advantage" });
+        }
+        let importance = importance(config, &old_logprobs, rollouts);
+        lap("timing_s/adv");
+        let critic = values.zip(estimates.targets).map(|((values, inputs), ValueTargets { returns, mask })| {
+            ValueExperience { values, returns, mask, inputs }
+        });
+        Ok(Experience {
+            rollouts,
+            old_logprobs,
+            ref_logprobs: reference.logprobs,
+            importance,
+            token_rewards,
+            groups,
+            advantages: estimates.advantages,
+            kl_coef,
+            critic,
+            timings,
+        })
     }
-    let penalty = |rollout: &Rollout| if rollout.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
-    let scores: Vec<f32> = batch.rollouts.iter().map(|rollout| rollout.score - penalty(rollout)).collect();
-    let token_rewards = token_rewards(&scores, &old_logprobs, &ref_logprobs, config.kl_coef as f32);
-    let (advantages, returns, value_mask) = match config.advantage_form {
-        AdvantageForm::Token => token_advantages(task, &token_rewards, &values),
-        AdvantageForm::Sequence => sequence_advantages(&token_rewards, &values),
-    };
-    let rollouts = batch.rollouts.as_slice();
-    Ok(Experience {
-        rollouts,
-        old_logprobs,
-        ref_logprobs,
-        ref_hidden,
-        values,
-        token_rewards,
-        advantages,
-        returns,
-        value_mask,
-    })
+
+    /// The critic's values, and what they were computed from where that is kept.
+    fn values(
+        &mut self,
+        task: &RlTask<'_>,
+        rollouts: &[Rollout],
+        ref_hidden: Option<&Tensor>,
+    ) -> Result<Option<(Rows, Option<Vec<Tensor>>)>, TrainError> {
+        let Some(critic) = &mut self.critic else { return Ok(None) };
+        let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
+        if let Some(hidden) = ref_hidden {
+            let inputs = critic.inputs(hidden, &examples)?;
+            let values = rows_of(&critic.estimate(task.decoder, &examples, Some(&inputs))?, &examples);
+            return Ok(Some((values, Some(split_rows(&inputs, &examples)?))));
+        }
+        let mut values = Rows::new();
+        for part in examples.chunks(ESTIMATE_BATCH) {
+            values.extend(rows_of(&critic.estimate(task.decoder, part, None)?, part));
+        }
+        Ok(Some((values, None)))
+    }
+
+    /// The environment's scores less the penalty of cut-off responses, over their running deviation and clipped where the
+    /// configuration says so.
+    ///
+    /// Source: TRL 0.11 `PPOTrainer.step`, `use_score_scaling` and `score_clip`; the penalty is TRL's `missing_eos_penalty`.
+    fn scores(&mut self, config: &RlConfig, rollouts: &[Rollout]) -> Vec<f32> {
+        let penalty = |rollout: &Rollout| if rollout.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
+        let mut scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.score - penalty(rollout)).collect();
+        if config.normalize_rewards {
+            self.score_moments.update(&scores);
+            // Scores that are all the same have no scale to be put on.
+            let scale = Some(self.score_moments.deviation()).filter(|deviation| *deviation > 1e-6).unwrap_or(1.0);
+            scores.iter_mut().for_each(|score| *score /= scale as f32);
+        }
+        if config.reward_clip > 0.0 {
+            let limit = config.reward_clip as f32;
+            scores.iter_mut().for_each(|score| *score = score.clamp(-limit, limit));
+        }
+        scores
+    }
 }
 
 /// Responses of one pass without gradient.
 const ESTIMATE_BATCH: usize = 64;
 
-fn split_rows(hidden: &Tensor, examples: &[&Example]) -> Result<Vec<Tensor>, TrainError> {
+/// A pass over all responses, without gradient.
+fn forward(
+    task: &RlTask<'_>,
+    adapter: Option<&LoraAdapter>,
+    rollouts: &[Rollout],
+    keeps_hidden: bool,
+) -> Result<Forward, TrainError> {
+    let view = adapter.map(LoraAdapter::without_gradient);
+    let policy = Policy { decoder: task.decoder, adapter: view.as_ref() };
+    let (mut logprobs, mut hidden) = (Rows::new(), Vec::new());
+    for part in rollouts.chunks(ESTIMATE_BATCH) {
+        let examples: Vec<&Example> = part.iter().map(|rollout| &rollout.example).collect();
+        let pass = policy.response_pass(&examples, task.config.temperature)?;
+        let column: Vec<f32> = pass.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
+        logprobs.extend(rows_of(&column, &examples));
+        if keeps_hidden {
+            hidden.push(pass.hidden.detach());
+        }
+    }
+    let hidden = if hidden.is_empty() { None } else { Some(Tensor::cat(&hidden, 0)?) };
+    Ok(Forward { logprobs, hidden })
+}
+
+fn split_rows(rows: &Tensor, examples: &[&Example]) -> Result<Vec<Tensor>, TrainError> {
     let mut start = 0;
     let part = |example: &&Example| {
-        let part = hidden.narrow(0, start, example.response.len());
+        let part = rows.narrow(0, start, example.response.len());
         start += example.response.len();
         Ok(part?)
     };
     examples.iter().map(part).collect()
 }
 
-/// GAE per token; advantages whitened over the batch after the returns are formed.
-fn token_advantages(task: &RlTask<'_>, rewards: &Rows, values: &Rows) -> (Rows, Rows, Vec<Vec<bool>>) {
-    let mask = all_true(values);
-    let estimates = gae(rewards, values, &mask, task.config.gamma as f32, task.config.gae_lambda as f32);
-    (masked_whiten(&estimates.advantages, &mask), estimates.returns, mask)
-}
-
-/// The source plan's form: `A = R - V(s)` per response, whitened over responses; the critic learns at the first token.
-fn sequence_advantages(rewards: &Rows, values: &Rows) -> (Rows, Rows, Vec<Vec<bool>>) {
-    let totals: Vec<f32> = rewards.iter().map(|row| row.iter().sum()).collect();
-    let raw: Rows = totals.iter().zip(values).map(|(total, values)| vec![total - values[0]]).collect();
-    let whitened = masked_whiten(&raw, &all_true(&raw));
-    let spread = |(advantage, values): (&Vec<f32>, &Vec<f32>)| vec![advantage[0]; values.len()];
-    let advantages = whitened.iter().zip(values).map(spread).collect();
-    let first_only = |values: &Vec<f32>| (0..values.len()).map(|t| t == 0).collect();
-    let returns = totals.iter().zip(values).map(|(total, values)| vec![*total; values.len()]).collect();
-    (advantages, returns, values.iter().map(first_only).collect())
-}
-
-impl Experience<'_> {
-    /// What the estimates say of the batch before any update.
-    pub(super) fn metrics(&self) -> Metrics {
-        let mask = all_true(&self.old_logprobs);
-        let estimator = |estimate: fn(f32, f32) -> f32| -> f64 {
-            let row = |(old, reference): (&Vec<f32>, &Vec<f32>)| {
-                old.iter().zip(reference).map(|(old, reference)| estimate(*old, *reference)).collect()
-            };
-            let rows: Rows = self.old_logprobs.iter().zip(&self.ref_logprobs).map(row).collect();
-            f64::from(masked_mean(&rows, &mask))
-        };
-        let flat = |rows: &Rows| -> Vec<f64> { rows.iter().flatten().map(|x| f64::from(*x)).collect() };
-        let mut metrics = Metrics::from([
-            ("actor/ref_kl".to_owned(), estimator(kl_k1)),
-            ("actor/ref_kl_k3".to_owned(), estimator(kl_k3)),
-            ("critic/vf_explained_var".to_owned(), self.explained_variance()),
-            ("rollout_probs_diff".to_owned(), self.rollout_difference()),
-        ]);
-        let rewards: Vec<f64> = self.token_rewards.iter().map(|row| f64::from(row.iter().sum::<f32>())).collect();
-        metrics.extend(summary("critic/rewards", &rewards));
-        metrics.extend(summary("critic/advantages", &flat(&self.advantages)));
-        metrics.extend(summary("critic/returns", &flat(&self.returns)));
-        metrics.extend(summary("critic/values", &flat(&self.values)));
-        metrics
-    }
-
-    /// Mean difference between log-probabilities as sampled and as computed for training.
-    fn rollout_difference(&self) -> f64 {
-        let pairs = self.rollouts.iter().zip(&self.old_logprobs);
-        let differences = pairs.flat_map(|(rollout, old)| rollout.logprobs.iter().zip(old));
-        let (sum, n) = differences.fold((0.0, 0), |(sum, n), (a, b)| (sum + f64::from((a - b).abs()), n + 1));
-        sum / f64::from(n.max(1))
-    }
-
-    /// `1 - var(returns - values) / var(returns)` over the positions the critic learns at.
-    fn explained_variance(&self) -> f64 {
-        let kept = |rows: &Rows| -> Vec<f64> {
-            let rows = rows.iter().zip(&self.value_mask);
-            rows.flat_map(|(row, mask)| row.iter().zip(mask).filter(|(_, keep)| **keep).map(|(x, _)| f64::from(*x)))
-                .collect()
-        };
-        let (returns, values) = (kept(&self.returns), kept(&self.values));
-        let errors: Vec<f64> = returns.iter().zip(&values).map(|(target, value)| target - value).collect();
-        let spread = variance(&returns);
-        if spread > 0.0 { 1.0 - variance(&errors) / spread } else { 0.0 }
+fn clip(advantages: &mut Rows, limit: f64) {
+    if limit > 0.0 {
+        let limit = limit as f32;
+        advantages.iter_mut().flatten().for_each(|advantage| *advantage = advantage.clamp(-limit, limit));
     }
 }
 
-fn variance(values: &[f64]) -> f64 {
-    let n = values.len().max(1) as f64;
-    let mean = values.iter().sum::<f64>() / n;
-    values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n
+/// Weights of tokens that a filtered or an earlier distribution drew; `None` where all would be 1.
+fn importance(config: &RlConfig, old_logprobs: &Rows, rollouts: &[Rollout]) -> Option<Rows> {
+    let is_exact = |rollout: &Rollout| rollout.behaviour_logprobs == rollout.logprobs;
+    if !config.off_by_one && rollouts.iter().all(is_exact) {
+        return None;
+    }
+    let behaviour: Rows = rollouts.iter().map(|rollout| rollout.behaviour_logprobs.clone()).collect();
+    let level = match config.advantage_form {
+        AdvantageForm::Token => ImportanceLevel::Token,
+        AdvantageForm::Sequence => ImportanceLevel::Sequence,
+    };
+    Some(importance_weights(old_logprobs, &behaviour, &all_true(old_logprobs), config.importance_cap as f32, level))
 }

@@ -3,12 +3,16 @@
 //! One step: rollouts, scores, log-probabilities of policy and reference, values, advantages, several epochs of updates.
 //! The policy is the SFT adapter trained on; the reference is that adapter as it was; both share one frozen base.
 
+mod algorithm;
 mod critic;
 mod estimate;
 mod evaluate;
+mod experience_metrics;
 mod learner;
 mod rollout;
+mod rollout_check;
 mod update;
+mod whitening;
 
 use crate::checkpoint::{BEST, LAST, save_policy};
 use crate::health::Health;

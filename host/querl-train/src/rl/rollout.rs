@@ -22,8 +22,6 @@ pub(super) struct Rollout {
     pub(super) truncated: bool,
     /// Row of the query: samples of one row are a group.
     pub(super) group: usize,
-    /// Which of the row's samples.
-    pub(super) sample: usize,
     /// The environment's total.
     pub(super) score: f32,
     pub(super) record: EpisodeRecord,
@@ -52,7 +50,7 @@ pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Ba
     check_drops(task, step, &records)?;
     let (n_episodes, dropped) = (records.len(), drops(&records));
     let mut rollouts = Vec::with_capacity(n_episodes);
-    for (((row, sample), answer), record) in targets.into_iter().zip(answers).zip(records) {
+    for (((row, _), answer), record) in targets.into_iter().zip(answers).zip(records) {
         let Ok(reward) = &record.outcome else { continue };
         rollouts.push(Rollout {
             example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids },
@@ -60,7 +58,6 @@ pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Ba
             logprobs: answer.logprobs,
             truncated: answer.truncated,
             group: row,
-            sample,
             score: reward.total as f32,
             record,
         });

@@ -2,21 +2,29 @@
 
 use super::RlTask;
 use super::critic::Critic;
-use super::estimate::{Experience, all_true};
-use crate::maths::{PolicyLoss, Rows, policy_loss, sequence_policy_loss, value_loss};
+use super::estimate::{Experience, ValueExperience};
+use super::learner::Learner;
+use crate::maths::{
+    Aggregation, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, kl_loss, policy_loss,
+    sequence_policy_loss, value_loss,
+};
 use crate::policy::{Example, Policy, rows_of};
-use crate::{AdamW, Gradients, Metrics, TrainError, constant_with_warmup};
+use crate::{Gradients, Metrics, TrainError, constant_with_warmup};
 use candle_core::{Device, Tensor};
-use querl_core::config::AdvantageForm;
+use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
+use std::time::Instant;
 
 /// Sums over the optimizer steps of a batch, to be averaged.
 #[derive(Default)]
 struct Totals {
-    n_steps: f64,
+    n_policy_steps: usize,
+    n_critic_steps: usize,
     metrics: Metrics,
+    actor_s: f64,
+    critic_s: f64,
 }
 
 impl Totals {
@@ -25,149 +33,292 @@ impl Totals {
     }
 
     fn means(self) -> Metrics {
-        self.metrics.into_iter().map(|(name, sum)| (name, sum / self.n_steps)).collect()
+        let n_steps = |name: &str| if name.starts_with("critic/") { self.n_critic_steps } else { self.n_policy_steps };
+        let mean = |(name, sum): (&String, &f64)| (name.clone(), sum / n_steps(name).max(1) as f64);
+        let mut metrics: Metrics = self.metrics.iter().map(mean).collect();
+        metrics.insert("actor/n_updates".into(), self.n_policy_steps as f64);
+        metrics.insert("timing_s/update_actor".into(), self.actor_s);
+        metrics.insert("timing_s/update_critic".into(), self.critic_s);
+        metrics
     }
 }
 
-/// Several epochs of updates of policy and critic on one batch.
-pub(super) fn update(
-    task: &RlTask<'_>,
-    critic: &mut Critic,
-    optimizer: &mut AdamW,
-    experience: &Experience<'_>,
-    step: u64,
-) -> Result<Metrics, TrainError> {
-    let config = task.config;
-    let n_warmup = (config.warmup_ratio * config.max_steps as f64).ceil() as u64;
-    let learning_rate = config.learning_rate * constant_with_warmup(step, n_warmup);
-    let policy_learns = step > config.critic_warmup_steps as u64;
-    let mut rng = ChaCha8Rng::seed_from_u64(task.seed ^ step.rotate_left(32));
-    let mut order: Vec<usize> = (0..experience.rollouts.len()).collect();
-    let mut totals = Totals::default();
-    for _ in 0..config.ppo_epochs {
-        order.shuffle(&mut rng);
-        for mini_batch in order.chunks(config.mini_batch_size) {
-            let mut step_gradients = StepGradients::default();
-            for micro_batch in mini_batch.chunks(mini_batch.len().div_ceil(config.gradient_accumulation_steps)) {
-                let micro_batch = MicroBatch::new(task, experience, mini_batch, micro_batch);
-                micro_batch.policy_step(&mut step_gradients.policy, &mut totals)?;
-                micro_batch.critic_step(critic, &mut step_gradients.critic, &mut totals)?;
+/// What becomes of a mini-batch.
+enum Progress {
+    GoesOn,
+    /// The policy has moved as far as it may: no more updates on this batch.
+    FarEnough,
+}
+
+impl Learner {
+    /// Several epochs of updates of policy and critic on one batch.
+    pub(super) fn update(
+        &mut self,
+        task: &RlTask<'_>,
+        experience: &Experience<'_>,
+        step: u64,
+    ) -> Result<Metrics, TrainError> {
+        let config = task.config;
+        let policy_learns = step > config.critic_warmup_steps as u64 || self.critic.is_none();
+        let learning_rate = if policy_learns { learning_rate(config, step) } else { 0.0 };
+        let mut rng = ChaCha8Rng::seed_from_u64(task.seed ^ step.rotate_left(32));
+        let mut order: Vec<usize> = (0..experience.rollouts.len()).collect();
+        let mut totals = Totals::default();
+        'epochs: for _ in 0..config.ppo_epochs {
+            order.shuffle(&mut rng);
+            for rows in order.chunks(config.mini_batch_size) {
+                let mini_batch = MiniBatch::new(task, experience, rows, self.algorithm.aggregation(config));
+                let started = Instant::now();
+                if policy_learns {
+                    let progress = self.policy_step(&mini_batch, learning_rate, step, &mut totals)?;
+                    totals.actor_s += started.elapsed().as_secs_f64();
+                    if matches!(progress, Progress::FarEnough) {
+                        break 'epochs;
+                    }
+                }
+                let started = Instant::now();
+                self.critic_step(&mini_batch, step, &mut totals)?;
+                totals.critic_s += started.elapsed().as_secs_f64();
             }
-            let StepGradients { mut policy, critic: critic_gradients } = step_gradients;
-            let grad_norm = policy.clip(config.max_grad_norm)?;
-            if !grad_norm.is_finite() {
-                return Err(TrainError::NotFinite { stage: "rl", step, what: "the policy's gradient" });
-            }
-            if policy_learns {
-                optimizer.step(task.policy.vars(), &policy, learning_rate)?;
-            }
-            let value_norm = critic.step(critic_gradients, config.critic_learning_rate, config.max_grad_norm)?;
-            if !value_norm.is_finite() {
-                return Err(TrainError::NotFinite { stage: "rl", step, what: "the critic's gradient" });
-            }
-            totals.n_steps += 1.0;
-            totals.add("actor/grad_norm", grad_norm);
-            totals.add("critic/grad_norm", value_norm);
         }
+        let mut metrics = totals.means();
+        metrics.insert("actor/lr".into(), learning_rate);
+        if self.critic.is_some() {
+            metrics.insert("critic/lr".into(), config.critic_learning_rate);
+        }
+        Ok(metrics)
     }
-    let mut metrics = totals.means();
-    metrics.insert("actor/lr".into(), if policy_learns { learning_rate } else { 0.0 });
-    metrics.insert("critic/lr".into(), config.critic_learning_rate);
-    Ok(metrics)
+
+    /// One optimizer step of the policy, unless it has already moved as far as `target_kl` allows.
+    fn policy_step(
+        &mut self,
+        mini_batch: &MiniBatch<'_>,
+        learning_rate: f64,
+        step: u64,
+        totals: &mut Totals,
+    ) -> Result<Progress, TrainError> {
+        let task = mini_batch.task;
+        let mut gradients = Gradients::default();
+        let mut found = Metrics::new();
+        for part in mini_batch.parts() {
+            part.policy_pass(&mut gradients, &mut found)?;
+        }
+        let moved = found.get("actor/ppo_kl_k3").copied().unwrap_or_default();
+        if task.config.target_kl > 0.0 && moved > task.config.target_kl {
+            return Ok(Progress::FarEnough);
+        }
+        let grad_norm = gradients.clip(task.config.max_grad_norm)?;
+        if !grad_norm.is_finite() {
+            return Err(TrainError::NotFinite { stage: "rl", step, what: "the policy's gradient" });
+        }
+        self.optimizer.step(task.policy.vars(), &gradients, learning_rate)?;
+        totals.n_policy_steps += 1;
+        totals.add("actor/grad_norm", grad_norm);
+        found.iter().for_each(|(name, value)| totals.add(name, *value));
+        Ok(Progress::GoesOn)
+    }
+
+    /// One optimizer step of the critic, where there is one.
+    fn critic_step(&mut self, mini_batch: &MiniBatch<'_>, step: u64, totals: &mut Totals) -> Result<(), TrainError> {
+        let (Some(critic), Some(experience)) = (&mut self.critic, &mini_batch.experience.critic) else { return Ok(()) };
+        let config = mini_batch.task.config;
+        let mut gradients = Gradients::default();
+        for part in mini_batch.parts() {
+            part.critic_pass(critic, experience, &mut gradients, totals)?;
+        }
+        let norm = critic.step(gradients, config.critic_learning_rate, config.max_grad_norm)?;
+        if !norm.is_finite() {
+            return Err(TrainError::NotFinite { stage: "rl", step, what: "the critic's gradient" });
+        }
+        totals.n_critic_steps += 1;
+        totals.add("critic/grad_norm", norm);
+        Ok(())
+    }
 }
 
-/// Gradients of one optimizer step.
-#[derive(Default)]
-struct StepGradients {
-    policy: Gradients,
-    critic: Gradients,
+/// The policy's rate in a step that counts from 1.
+fn learning_rate(config: &RlConfig, step: u64) -> f64 {
+    let n_warmup = (config.warmup_ratio * config.max_steps as f64).ceil() as u64;
+    config.learning_rate * constant_with_warmup(step, n_warmup)
 }
 
-/// Some responses of an optimizer step, whose losses are weighted so that a step's sum does not depend on the split.
-struct MicroBatch<'a> {
+/// The responses of one optimizer step, and how much each of their tokens counts in it.
+struct MiniBatch<'a> {
     task: &'a RlTask<'a>,
     experience: &'a Experience<'a>,
     rows: &'a [usize],
-    examples: Vec<&'a Example>,
-    /// Response tokens, responses and value targets of the whole step.
-    n_tokens: usize,
-    n_responses: usize,
+    aggregation: Aggregation,
+    size: StepSize,
+    /// Value targets of the whole step.
     n_values: usize,
 }
 
-impl<'a> MicroBatch<'a> {
-    fn new(task: &'a RlTask<'a>, experience: &'a Experience<'a>, step: &[usize], rows: &'a [usize]) -> Self {
-        let n_kept = |mask: &[bool]| mask.iter().filter(|keep| **keep).count();
+impl<'a> MiniBatch<'a> {
+    fn new(task: &'a RlTask<'a>, experience: &'a Experience<'a>, rows: &'a [usize], aggregation: Aggregation) -> Self {
+        let n_tokens = rows.iter().map(|&i| experience.old_logprobs[i].len()).sum();
+        let n_kept =
+            |critic: &ValueExperience| rows.iter().flat_map(|&i| &critic.mask[i]).filter(|keep| **keep).count();
         Self {
             task,
             experience,
             rows,
-            examples: rows.iter().map(|&i| &experience.rollouts[i].example).collect(),
-            n_tokens: step.iter().map(|&i| experience.old_logprobs[i].len()).sum(),
-            n_responses: step.len(),
-            n_values: step.iter().map(|&i| n_kept(&experience.value_mask[i])).sum(),
+            aggregation,
+            size: StepSize { n_tokens, n_responses: rows.len() },
+            n_values: experience.critic.as_ref().map_or(0, n_kept),
         }
     }
 
+    /// The step cut into passes, whose losses add up to the step's.
+    fn parts(&self) -> impl Iterator<Item = Part<'_>> {
+        let size = self.rows.len().div_ceil(self.task.config.gradient_accumulation_steps);
+        self.rows.chunks(size).map(|rows| Part {
+            of: self,
+            rows,
+            examples: rows.iter().map(|&i| &self.experience.rollouts[i].example).collect(),
+        })
+    }
+}
+
+/// Responses of one forward and backward pass.
+struct Part<'a> {
+    of: &'a MiniBatch<'a>,
+    rows: &'a [usize],
+    examples: Vec<&'a Example>,
+}
+
+impl Part<'_> {
     fn pick<T: Clone>(&self, of_batch: &[T]) -> Vec<T> {
         self.rows.iter().map(|&i| of_batch[i].clone()).collect()
     }
 
+    fn mask(&self) -> Vec<Vec<bool>> {
+        self.examples.iter().map(|example| vec![true; example.response.len()]).collect()
+    }
+
     /// The policy's loss: its derivative by each log-probability and entropy is carried on through the decoder's graph.
-    fn policy_step(&self, gradients: &mut Gradients, totals: &mut Totals) -> Result<(), TrainError> {
-        let policy = Policy { decoder: self.task.decoder, adapter: Some(self.task.policy) };
-        let pass = policy.response_pass(&self.examples, self.task.config.temperature)?;
+    fn policy_pass(&self, gradients: &mut Gradients, found: &mut Metrics) -> Result<(), TrainError> {
+        let (task, config) = (self.of.task, self.of.task.config);
+        let policy = Policy { decoder: task.decoder, adapter: Some(task.policy) };
+        let pass = policy.response_pass(&self.examples, config.temperature)?;
         let both: Vec<Vec<f32>> = pass.logprobs.to_vec2()?; // (N, 2)
-        let logprobs: Vec<f32> = both.iter().map(|row| row[0]).collect();
-        let loss = self.policy_loss(&rows_of(&logprobs, &self.examples));
-        let entropy_gradient = (-self.task.config.ent_coef / self.n_tokens as f64) as f32;
-        let outer: Vec<f32> = loss.grad_logprobs.iter().flatten().flat_map(|g| [*g, entropy_gradient]).collect();
+        let column =
+            |i: usize| -> Rows { rows_of(&both.iter().map(|row| row[i]).collect::<Vec<f32>>(), &self.examples) };
+        let (logprobs, entropies) = (column(0), column(1));
+        let weights = self.of.aggregation.weights(&self.mask(), self.of.size);
+        let surrogate = self.surrogate(&logprobs, &weights);
+        let divergence = self.divergence(&logprobs, &weights);
+        let outer = outer_gradients(
+            config,
+            &surrogate,
+            divergence.as_ref().map(|kl| (kl, self.of.experience.kl_coef)),
+            &weights,
+        );
         let outer = Tensor::from_vec(outer, pass.logprobs.shape(), &Device::Cpu)?;
-        gradients.add(&(pass.logprobs * outer)?.sum_all()?.backward()?, self.task.policy.vars())?;
-        let entropy: f64 = both.iter().map(|row| f64::from(row[1])).sum();
-        totals.add("actor/pg_loss", f64::from(loss.pg_loss));
-        totals.add("actor/pg_clipfrac", f64::from(loss.pg_clipfrac));
-        totals.add("actor/ppo_kl", f64::from(loss.ppo_kl));
-        totals.add("actor/entropy", entropy / self.n_tokens as f64);
+        gradients.add(&(pass.logprobs * outer)?.sum_all()?.backward()?, task.policy.vars())?;
+        self.note(&surrogate, divergence.as_ref(), &entropies, found);
         Ok(())
     }
 
-    fn policy_loss(&self, logprobs: &Rows) -> PolicyLoss {
-        let config = self.task.config;
-        let (old_logprobs, advantages) =
-            (self.pick(&self.experience.old_logprobs), self.pick(&self.experience.advantages));
-        let mask = all_true(logprobs);
-        let clip_range = config.clip_range as f32;
+    /// Adds the part's share to the figures of the step.
+    fn note(&self, surrogate: &PolicyLoss, divergence: Option<&KlLoss>, entropies: &Rows, found: &mut Metrics) {
+        let StepSize { n_tokens, n_responses } = self.of.size;
+        let n_ratios = match self.of.task.config.advantage_form {
+            AdvantageForm::Token => n_tokens,
+            AdvantageForm::Sequence => n_responses,
+        } as f64;
+        let mut add = |name: &str, value: f64| *found.entry(name.to_owned()).or_default() += value;
+        add("actor/pg_loss", f64::from(surrogate.pg_loss));
+        add("actor/pg_clipfrac", surrogate.n_clipped as f64 / n_ratios);
+        add("actor/pg_clipfrac_lower", surrogate.n_clipped_lower as f64 / n_ratios);
+        // Per token in both forms, so that they compare.
+        add("actor/ppo_kl", surrogate.kl_sum / n_tokens as f64);
+        add("actor/ppo_kl_k3", surrogate.kl_k3_sum / n_tokens as f64);
+        let entropy: f64 = entropies.iter().flatten().map(|entropy| f64::from(*entropy)).sum();
+        add("actor/entropy", entropy / n_tokens as f64);
+        if let Some(kl) = divergence {
+            add("actor/kl_loss", f64::from(kl.kl_loss));
+        }
+    }
+
+    /// The clipped surrogate of tokens or of responses, with the importance weights.
+    fn surrogate(&self, logprobs: &Rows, weights: &Rows) -> PolicyLoss {
+        let (config, experience) = (self.of.task.config, self.of.experience);
+        let (old, advantages) = (self.pick(&experience.old_logprobs), self.pick(&experience.advantages));
+        let importance = experience.importance.as_ref().map(|rows| self.pick(rows));
         let dual_clip = (config.dual_clip > 0.0).then_some(config.dual_clip as f32);
+        let clip = PolicyClip { clip_range: config.clip_range as f32, dual_clip };
         match config.advantage_form {
             AdvantageForm::Token => {
-                policy_loss(&old_logprobs, logprobs, &advantages, &mask, clip_range, dual_clip, self.n_tokens)
+                let weights = importance.map_or_else(|| weights.clone(), |importance| product(weights, &importance));
+                policy_loss(&old, logprobs, &advantages, &weights, clip)
             }
             AdvantageForm::Sequence => {
-                let per_response: Vec<f32> = advantages.iter().map(|row| row[0]).collect();
-                sequence_policy_loss(&old_logprobs, logprobs, &per_response, &mask, clip_range, self.n_responses)
+                let first = |rows: &Rows| -> Vec<f32> { rows.iter().map(|row| row[0]).collect() };
+                let of_responses = importance.map_or_else(|| vec![1.0; self.rows.len()], |rows| first(&rows));
+                let share = 1.0 / self.of.size.n_responses as f32;
+                let weights: Vec<f32> = of_responses.iter().map(|weight| weight * share).collect();
+                sequence_policy_loss(&old, logprobs, &first(&advantages), &self.mask(), &weights, clip)
             }
         }
     }
 
+    /// The divergence from the reference as a term of the loss, where it is one.
+    fn divergence(&self, logprobs: &Rows, weights: &Rows) -> Option<KlLoss> {
+        let config = self.of.task.config;
+        let reference = || self.pick(&self.of.experience.ref_logprobs);
+        (config.kl_placement == KlPlacement::Loss)
+            .then(|| kl_loss(config.kl_estimator, logprobs, &reference(), weights))
+    }
+
     /// The critic's loss, likewise.
-    fn critic_step(&self, critic: &Critic, gradients: &mut Gradients, totals: &mut Totals) -> Result<(), TrainError> {
-        let (config, experience) = (self.task.config, self.experience);
-        let hidden = Tensor::cat(&self.pick(&experience.ref_hidden), 0)?;
-        let values = critic.values(self.task.decoder, &self.examples, &hidden)?; // (N)
+    fn critic_pass(
+        &self,
+        critic: &Critic,
+        experience: &ValueExperience,
+        gradients: &mut Gradients,
+        totals: &mut Totals,
+    ) -> Result<(), TrainError> {
+        let config = self.of.task.config;
+        let inputs = experience.inputs.as_ref().map(|inputs| Tensor::cat(&self.pick(inputs), 0)).transpose()?;
+        let values = critic.values(self.of.task.decoder, &self.examples, inputs.as_ref())?; // (N)
+        let size = StepSize { n_tokens: self.of.n_values, n_responses: self.of.size.n_responses };
         let loss = value_loss(
             &self.pick(&experience.values),
             &rows_of(&values.to_vec1::<f32>()?, &self.examples),
             &self.pick(&experience.returns),
-            &self.pick(&experience.value_mask),
-            config.clip_range_value as f32,
-            self.n_values,
+            &Aggregation::TokenMean.weights(&self.pick(&experience.mask), size),
+            ValueLossSettings {
+                kind: config.value_loss,
+                clip_range_value: (config.clip_range_value > 0.0).then_some(config.clip_range_value as f32),
+            },
         );
         let outer: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
         let outer = Tensor::from_vec(outer, values.shape(), &Device::Cpu)?;
         critic.collect(gradients, &(values * outer)?.sum_all()?)?;
         totals.add("critic/vf_loss", f64::from(loss.vf_loss));
-        totals.add("critic/vf_clipfrac", f64::from(loss.vf_clipfrac));
+        totals.add("critic/vf_clipfrac", loss.n_clipped as f64 / self.of.n_values.max(1) as f64);
         Ok(())
+    }
+}
+
+fn product(a: &Rows, b: &Rows) -> Rows {
+    a.iter().zip(b).map(|(a, b)| a.iter().zip(b).map(|(a, b)| a * b).collect()).collect()
+}
+
+/// The derivative of the whole loss by each token's log-probability and entropy: `(N, 2)`, row-major.
+fn outer_gradients(
+    config: &RlConfig,
+    surrogate: &PolicyLoss,
+    divergence: Option<(&KlLoss, f64)>,
+    weights: &Rows,
+) -> Vec<f32> {
+    let entropy = |weight: f32| -(config.ent_coef as f32) * weight;
+    let of_surrogate = surrogate.grad_logprobs.iter().flatten().zip(weights.iter().flatten());
+    match divergence {
+        None => of_surrogate.flat_map(|(gradient, weight)| [*gradient, entropy(*weight)]).collect(),
+        Some((kl, kl_coef)) => of_surrogate
+            .zip(kl.grad_logprobs.iter().flatten())
+            .flat_map(|((gradient, weight), kl)| [gradient + kl_coef as f32 * kl, entropy(*weight)])
+            .collect(),
     }
 }

@@ -1,0 +1,122 @@
+//! Responses to one query, measured against each other.
+//!
+//! Departure from verl: a response without siblings (the others were dropped) has an advantage of 0, since there is nothing
+//! to compare it with. verl's `compute_grpo_outcome_advantage` and `compute_rloo_outcome_advantage` take its bare reward;
+//! `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
+
+use std::collections::BTreeMap;
+
+/// Added to the spread that a group's rewards are divided by.
+///
+/// Source: verl, default of `epsilon`.
+const EPSILON: f64 = 1e-6;
+
+/// What the distance from the group's mean is divided by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupScale {
+    /// The group's standard deviation (GRPO).
+    Deviation,
+    /// Nothing (Dr. GRPO).
+    One,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    n: f64,
+    sum: f64,
+    squares: f64,
+}
+
+impl Group {
+    fn mean(&self) -> f64 {
+        self.sum / self.n
+    }
+
+    /// The unbiased estimate.
+    fn deviation(&self) -> f64 {
+        (self.squares / (self.n - 1.0)).sqrt()
+    }
+}
+
+fn groups_of(rewards: &[f32], groups: &[usize]) -> BTreeMap<usize, Group> {
+    let mut found: BTreeMap<usize, Group> = BTreeMap::new();
+    for (reward, group) in rewards.iter().zip(groups) {
+        let group = found.entry(*group).or_default();
+        (group.n, group.sum) = (group.n + 1.0, group.sum + f64::from(*reward));
+    }
+    for (reward, id) in rewards.iter().zip(groups) {
+        if let Some(group) = found.get_mut(id) {
+            group.squares += (f64::from(*reward) - group.mean()).powi(2);
+        }
+    }
+    found
+}
+
+/// Each response's distance from the mean of its group, over the group's spread or as it is.
+///
+/// `rewards`, `groups` (which query): B. Returns B.
+///
+/// Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025, "Understanding R1-Zero-Like Training" (without
+/// the spread); verl `compute_grpo_outcome_advantage`.
+pub fn group_relative(rewards: &[f32], groups: &[usize], scale: GroupScale) -> Vec<f32> {
+    let found = groups_of(rewards, groups);
+    let advantage = |(reward, id): (&f32, &usize)| {
+        let group = &found[id];
+        let distance = f64::from(*reward) - group.mean();
+        let scale = if scale == GroupScale::Deviation { group.deviation() + EPSILON } else { 1.0 };
+        if group.n < 2.0 { 0.0 } else { (distance / scale) as f32 }
+    };
+    rewards.iter().zip(groups).map(advantage).collect()
+}
+
+/// Each response's distance from the mean of the others of its group.
+///
+/// `rewards`, `groups` (which query): B. Returns B.
+///
+/// Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization"; verl
+/// `compute_rloo_outcome_advantage`.
+pub fn leave_one_out(rewards: &[f32], groups: &[usize]) -> Vec<f32> {
+    let found = groups_of(rewards, groups);
+    let advantage = |(reward, id): (&f32, &usize)| {
+        let group = &found[id];
+        let distance = f64::from(*reward) - group.mean();
+        if group.n < 2.0 { 0.0 } else { (distance * group.n / (group.n - 1.0)) as f32 }
+    };
+    rewards.iter().zip(groups).map(advantage).collect()
+}
+
+/// Share of the groups of two and more whose rewards are all the same, so that nothing is learned from them.
+///
+/// Source: TRL `GRPOTrainer`, `frac_reward_zero_std`.
+pub fn share_without_spread(rewards: &[f32], groups: &[usize]) -> f32 {
+    let found = groups_of(rewards, groups);
+    let compared = found.values().filter(|group| group.n >= 2.0);
+    let (n, n_equal) =
+        compared.fold((0, 0), |(n, n_equal), group| (n + 1, n_equal + i32::from(group.deviation() < 1e-6)));
+    n_equal as f32 / n.max(1) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_rewards_and_lone_responses_teach_nothing() {
+        let (rewards, groups) = ([0.3, 0.3, 0.3, 5.0], [7, 7, 7, 9]);
+        for advantages in [
+            group_relative(&rewards, &groups, GroupScale::Deviation),
+            group_relative(&rewards, &groups, GroupScale::One),
+            leave_one_out(&rewards, &groups),
+        ] {
+            assert!(advantages.iter().all(|advantage| advantage.abs() < 1e-6), "{advantages:?}");
+        }
+        assert_eq!(share_without_spread(&rewards, &groups), 1.0);
+        assert_eq!(share_without_spread(&[1.0, 2.0, 3.0, 3.0], &[0, 0, 1, 1]), 0.5);
+    }
+
+    #[test]
+    fn groups_need_not_stand_together() {
+        let scattered = leave_one_out(&[1.0, 5.0, 2.0, 9.0, 3.0], &[0, 4, 0, 4, 0]);
+        assert_eq!(scattered, [-1.5, -4.0, 0.0, 4.0, 1.5]);
+    }
+}

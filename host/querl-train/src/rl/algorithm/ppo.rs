@@ -1,0 +1,46 @@
+//! Proximal policy optimisation: a critic says what a response was worth.
+
+use super::{Algorithm, Estimates, Scored, ValueTargets, all_true, column};
+use crate::maths::{Rows, gae, masked_whiten};
+use querl_core::config::AdvantageForm;
+
+/// Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms"; verl `adv_estimator: gae`.
+pub(super) struct Ppo;
+
+impl Algorithm for Ppo {
+    fn has_critic(&self) -> bool {
+        true
+    }
+
+    fn estimate(&self, scored: &Scored<'_>) -> Estimates {
+        let unlearned = Rows::new();
+        let values = scored.values.unwrap_or(&unlearned);
+        match scored.config.advantage_form {
+            AdvantageForm::Token => of_tokens(scored, values),
+            AdvantageForm::Sequence => of_responses(scored, values),
+        }
+    }
+}
+
+/// GAE per token; advantages whitened over the batch after the returns are formed.
+fn of_tokens(scored: &Scored<'_>, values: &Rows) -> Estimates {
+    let (config, mask) = (scored.config, all_true(values));
+    let found = gae(scored.rewards, values, &mask, config.gamma as f32, config.gae_lambda as f32);
+    let advantages = if config.whiten_advantages { masked_whiten(&found.advantages, &mask) } else { found.advantages };
+    Estimates { advantages, targets: Some(ValueTargets { returns: found.returns, mask }) }
+}
+
+/// The source plan's form: `A = R - V(s)` per response, whitened over responses; the critic learns at the first token.
+fn of_responses(scored: &Scored<'_>, values: &Rows) -> Estimates {
+    let totals = scored.totals();
+    let raw: Vec<f32> = totals.iter().zip(values).map(|(total, values)| total - values[0]).collect();
+    let advantages = match scored.config.whiten_advantages {
+        true => masked_whiten(&column(&raw), &all_true(&column(&raw))).concat(),
+        false => raw,
+    };
+    let mask = values.iter().map(|values| (0..values.len()).map(|t| t == 0).collect()).collect();
+    Estimates {
+        advantages: scored.at_every_token(&advantages),
+        targets: Some(ValueTargets { returns: scored.at_every_token(&totals), mask }),
+    }
+}
