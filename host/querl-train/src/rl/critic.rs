@@ -8,7 +8,7 @@ use super::RlTask;
 use super::whitening::Whitening;
 use crate::checkpoint::base_name;
 use crate::policy::{Example, Policy};
-use crate::{AdamW, AdamWSettings, Gradients, TrainError};
+use crate::{AdamW, AdamWSettings, Gradients, State, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module};
 use querl_core::config::CriticKind;
@@ -135,6 +135,30 @@ impl Critic {
         Ok(norm)
     }
 
+    /// Keeps weights, moments, and how inputs are whitened.
+    pub(super) fn save_state(&self, state: &mut State) -> Result<(), TrainError> {
+        state.put_vars("critic", &self.vars);
+        self.optimizer.save("critic_optimizer", state)?;
+        if let Base::Reference(Some(Inputs { first, current })) = &self.base {
+            state.put_tensors("critic_inputs.first", &first.tensors());
+            state.put_tensors("critic_inputs.current", &current.tensors());
+        }
+        Ok(())
+    }
+
+    /// Goes on from what [`Critic::save_state`] kept.
+    pub(super) fn restore_state(&mut self, state: &State) -> Result<(), TrainError> {
+        state.restore_vars("critic", &self.vars)?;
+        self.optimizer.restore("critic_optimizer", state)?;
+        if let Base::Reference(inputs) = &mut self.base {
+            let whitening = |name| Ok(Whitening::of_tensors(&state.tensors(name)?));
+            let (first, current): (Result<_, TrainError>, Result<_, TrainError>) =
+                (whitening("critic_inputs.first"), whitening("critic_inputs.current"));
+            *inputs = first?.zip(current?).map(|(first, current)| Inputs { first, current });
+        }
+        Ok(())
+    }
+
     /// Writes the head, and the adapter where there is one. A head on the reference is written for hidden states as they
     /// are, `(1, 2H)`: first the state of the response's first token, then that of the token.
     pub(super) fn save(&self, directory: &Path, base: &Path) -> Result<(), TrainError> {
@@ -154,9 +178,8 @@ impl Critic {
                 .into_iter()
                 .zip(weight.chunk(2, 1)?)
                 .map(|(whitening, half)| {
-                    let (mean, transform) = whitening.parts();
-                    let half = half.matmul(&transform.t()?)?; // (1, H)
-                    bias = (&bias - half.matmul(&mean.unsqueeze(1)?)?.flatten_all()?)?;
+                    let (half, shift) = whitening.plain(&half)?;
+                    bias = (&bias - shift)?;
                     Ok(half)
                 })
                 .collect::<Result<_, TrainError>>()?;

@@ -6,7 +6,7 @@ use super::critic::Critic;
 use super::rollout::Batch;
 use super::rollout_check::check_rollout;
 use crate::maths::{KlController, RunningMoments};
-use crate::{AdamW, AdamWSettings, Metrics, TrainError};
+use crate::{AdamW, AdamWSettings, Metrics, State, TrainError};
 use querl_core::config::RlConfig;
 use std::path::Path;
 use std::time::Instant;
@@ -57,6 +57,29 @@ impl Learner {
         metrics.extend(experience.metrics(task.config));
         metrics.extend(self.update(task, &experience, step)?);
         Ok(metrics)
+    }
+
+    /// Keeps the policy's moments, the critic, the coefficient of the divergence and the moments of the scores. The policy's
+    /// weights are not the learner's.
+    ///
+    /// # Errors
+    /// A number cannot be kept.
+    pub(super) fn save(&self, state: &mut State) -> Result<(), TrainError> {
+        self.optimizer.save("policy_optimizer", state)?;
+        state.put("kl_controller", &self.kl)?;
+        state.put("score_moments", &self.score_moments)?;
+        self.critic.as_ref().map_or(Ok(()), |critic| critic.save_state(state))
+    }
+
+    /// Goes on from what [`Learner::save`] kept.
+    ///
+    /// # Errors
+    /// It is not there, not whole, or of another training.
+    pub(super) fn restore(&mut self, state: &State) -> Result<(), TrainError> {
+        self.optimizer.restore("policy_optimizer", state)?;
+        self.kl = state.get("kl_controller")?;
+        self.score_moments = state.get("score_moments")?;
+        self.critic.as_mut().map_or(Ok(()), |critic| critic.restore_state(state))
     }
 
     /// Writes the critic, where there is one, as a folder of its own.

@@ -2,6 +2,7 @@
 
 use crate::TrainError;
 use candle_core::{DType, Device, Tensor};
+use std::collections::BTreeMap;
 
 /// Shifts and turns vectors to mean 0 and about the identity as covariance.
 ///
@@ -42,14 +43,22 @@ impl Whitening {
         Ok(Self { mean: mean.squeeze(0)?.to_dtype(DType::F32)?, transform: transform.to_dtype(DType::F32)? })
     }
 
-    /// One that was kept.
-    pub(super) fn from_parts(mean: Tensor, transform: Tensor) -> Self {
-        Self { mean, transform }
+    /// What is needed to make the same one again.
+    pub(super) fn tensors(&self) -> BTreeMap<String, Tensor> {
+        BTreeMap::from([("mean".to_owned(), self.mean.clone()), ("transform".to_owned(), self.transform.clone())])
     }
 
-    /// Mean `(H)` and transform `(H, H)`.
-    pub(super) fn parts(&self) -> (&Tensor, &Tensor) {
-        (&self.mean, &self.transform)
+    /// The one that [`Whitening::tensors`] are of; `None` without them.
+    pub(super) fn of_tensors(tensors: &BTreeMap<String, Tensor>) -> Option<Self> {
+        Some(Self { mean: tensors.get("mean")?.clone(), transform: tensors.get("transform")?.clone() })
+    }
+
+    /// The weights `(1, H)` that give on plain vectors what `weights` give on whitened ones, and what is to be taken from the
+    /// bias: `(1)`.
+    pub(super) fn plain(&self, weights: &Tensor) -> Result<(Tensor, Tensor), TrainError> {
+        let plain = weights.matmul(&self.transform.t()?)?; // (1, H)
+        let shift = plain.matmul(&self.mean.unsqueeze(1)?)?.flatten_all()?;
+        Ok((plain, shift))
     }
 
     /// `(N, H)` to `(N, H)`.
@@ -105,6 +114,21 @@ mod tests {
         assert!(variance.iter().all(|x| *x < 1.0) && variance[0] > 0.7, "{variance:?}");
         let covariance = white.t().unwrap().matmul(&white).unwrap().to_vec2::<f32>().unwrap();
         assert!(covariance[0][1].abs() / 199.0 < 0.25, "{covariance:?}");
+    }
+
+    #[test]
+    fn weights_on_whitened_vectors_can_be_told_for_plain_ones() {
+        let vectors = Tensor::new(&[[3.0f32, -1.0], [4.0, 2.0], [-1.0, 0.5]], &Device::Cpu).unwrap();
+        let whitening = Whitening::fit(&vectors).unwrap();
+        let weights = Tensor::new(&[[0.3f32, -0.7]], &Device::Cpu).unwrap();
+        let expected = whitening.apply(&vectors).unwrap().matmul(&weights.t().unwrap()).unwrap();
+        let (plain, shift) = whitening.plain(&weights).unwrap();
+        let found = vectors.matmul(&plain.t().unwrap()).unwrap().broadcast_sub(&shift).unwrap();
+        let difference = (found - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(difference < 1e-5, "{difference}");
+        let again = Whitening::of_tensors(&whitening.tensors()).unwrap();
+        let values = |one: &Whitening| one.apply(&vectors).unwrap().to_vec2::<f32>().unwrap();
+        assert_eq!(values(&again), values(&whitening));
     }
 
     #[test]
