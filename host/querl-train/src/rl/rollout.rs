@@ -54,7 +54,7 @@ pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Ba
         let Ok(reward) = &record.outcome else { continue };
         rollouts.push(Rollout {
             example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids },
-            behaviour_logprobs: answer.logprobs.clone(),
+            behaviour_logprobs: answer.behaviour_logprobs,
             logprobs: answer.logprobs,
             truncated: answer.truncated,
             group: row,
