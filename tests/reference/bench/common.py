@@ -1,0 +1,75 @@
+"""Shared by the reference side of each comparison: shapes, folders, options, and the line that `run.py` reads."""
+
+import argparse
+import gc
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+WORK = HERE / "work"
+N_THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+torch.set_num_threads(N_THREADS)
+
+
+def options(description, **defaults):
+    """Command-line options: one per keyword, with its default's type; `model` and `dtype` always."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default=str(WORK / "S"), help="a model directory")
+    parser.add_argument("--dtype", default="f32", choices=DTYPES)
+    for name, default in defaults.items():
+        parser.add_argument("--" + name.replace("_", "-"), default=default, type=type(default))
+    return parser.parse_args()
+
+
+def load_model(settings, attn="sdpa"):
+    """The decoder in the dtype that was asked for; nothing of it is trained yet."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(settings.model, dtype=DTYPES[settings.dtype], attn_implementation=attn)
+
+
+def with_adapter(model, directory, trainable=True):
+    """The model with the initial adapter that both sides start from; the adapter is f32, as PEFT keeps it in training."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, directory, is_trainable=trainable)
+
+
+def rows(path, split="train"):
+    """Rows of a data file: prompts and responses as token ids."""
+    return json.loads(Path(path).read_text())[split]
+
+
+class Stopwatch:
+    """Seconds of each repetition."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def __enter__(self):
+        gc.collect()
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_):
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def report(**values):
+    """One line of JSON, the last of the process: `seconds` of each repetition and what else the comparison wants."""
+    print("RESULT " + json.dumps({**values, "peak_mib": round(peak_mib(), 1)}), flush=True)
