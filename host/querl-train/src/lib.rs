@@ -27,6 +27,7 @@ pub use error::TrainError;
 pub use gradients::Gradients;
 pub use metrics::{MetricSink, Metrics};
 pub use optimizer::{AdamW, AdamWSettings};
+pub use order::training_order;
 pub use policy::{Example, Policy};
 pub use schedule::{constant_with_warmup, cosine_with_warmup};
 pub use state::{State, StateStore};

@@ -4,6 +4,11 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
+/// Rows in the order in which fine-tuning with this seed takes them: for another program that is to take the same.
+pub fn training_order(n_rows: usize, seed: u64, n_epochs: usize) -> Vec<usize> {
+    Order::new(n_rows, seed).take(n_rows * n_epochs)
+}
+
 /// Rows in a shuffled order of their own for each epoch. The order of an epoch follows from the seed and its number alone, so
 /// that the position is all there is to keep.
 #[derive(Debug, Clone)]

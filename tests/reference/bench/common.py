@@ -52,24 +52,34 @@ def rows(path, split="train"):
     return json.loads(Path(path).read_text())[split]
 
 
+def now():
+    """Seconds of the wall, and of the processor on all threads."""
+    return time.perf_counter(), time.process_time()
+
+
 class Stopwatch:
-    """Seconds of each repetition."""
+    """Seconds of each repetition, by the wall and of the processor on all threads."""
 
     def __init__(self):
-        self.seconds = []
+        self.seconds, self.cpu_seconds = [], []
 
     def __enter__(self):
         gc.collect()
-        self.started = time.perf_counter()
+        self.started = now()
 
     def __exit__(self, *_):
-        self.seconds.append(time.perf_counter() - self.started)
+        self.add(self.started, now())
+
+    def add(self, start, end):
+        self.seconds.append(end[0] - start[0])
+        self.cpu_seconds.append(end[1] - start[1])
 
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def report(**values):
+def report(stopwatch, **values):
     """One line of JSON, the last of the process: `seconds` of each repetition and what else the comparison wants."""
-    print("RESULT " + json.dumps({**values, "peak_mib": round(peak_mib(), 1)}), flush=True)
+    times = {"seconds": stopwatch.seconds, "cpu_seconds": stopwatch.cpu_seconds}
+    print("RESULT " + json.dumps({**times, **values, "peak_mib": round(peak_mib(), 1)}), flush=True)

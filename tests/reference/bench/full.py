@@ -79,7 +79,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(loss.item())
-    report(seconds=stopwatch.seconds, losses=losses[:5])
+    report(stopwatch, losses=losses[:5])
 
 
 if __name__ == "__main__":

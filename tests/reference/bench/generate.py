@@ -74,7 +74,7 @@ def main():
                 output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **kept)
                 total += n_answer_tokens(output[:, ids.shape[1] :], 2)
         n_tokens.append(total)
-    report(seconds=stopwatch.seconds, tokens=n_tokens)
+    report(stopwatch, tokens=n_tokens)
 
 
 if __name__ == "__main__":

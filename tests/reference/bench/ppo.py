@@ -6,12 +6,11 @@ querl; `value = "full"` trains all of the critic, `"shared"` makes its frozen we
 """
 
 import tempfile
-import time
 import types
 import warnings
 from pathlib import Path
 
-from common import DTYPES, WORK, load_model, options, report, rows, with_adapter
+from common import DTYPES, Stopwatch, WORK, load_model, now, options, report, rows, with_adapter
 from prepare import LORA
 import torch
 from datasets import Dataset
@@ -52,10 +51,10 @@ class Clock(TrainerCallback):
         self.ends = []
 
     def on_train_begin(self, *_, **__):
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
     def on_step_end(self, *_, **__):
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
 
 def critic(settings, policy):
@@ -133,7 +132,10 @@ def main():
         callbacks=[clock],
     )
     trainer.train()
-    report(seconds=[after - before for before, after in zip(clock.ends, clock.ends[1:])], n_episodes=len(prompts))
+    stopwatch = Stopwatch()
+    for start, end in zip(clock.ends, clock.ends[1:]):
+        stopwatch.add(start, end)
+    report(stopwatch, n_episodes=len(prompts))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ took them; without it the trainer shuffles. `--full` trains every weight instead
 
 import json
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
-from common import DTYPES, WORK, load_model, options, report, rows, with_adapter
+from common import Stopwatch, WORK, load_model, now, options, report, rows, with_adapter
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
@@ -41,10 +40,10 @@ class Clock(TrainerCallback):
         self.ends, self.losses = [], []
 
     def on_train_begin(self, *_, **__):
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
     def on_step_end(self, *_, **__):
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
     def on_log(self, _args, _state, _control, logs=None, **__):
         if "loss" in logs:
@@ -126,11 +125,11 @@ def main():
     trainer.train()
     n_steps = len(clock.ends) - 1
     per_epoch = n_steps // (1 if order else settings.epochs) or n_steps
-    seconds = [clock.ends[end] - clock.ends[end - per_epoch] for end in range(per_epoch, n_steps + 1, per_epoch)]
-    report(
-        seconds=seconds, losses=clock.losses, n_steps=n_steps, dtype=str(DTYPES[settings.dtype]),
-        n_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )  # fmt: skip
+    stopwatch = Stopwatch()
+    for end in range(per_epoch, n_steps + 1, per_epoch):
+        stopwatch.add(clock.ends[end - per_epoch], clock.ends[end])
+    n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    report(stopwatch, losses=clock.losses, n_steps=n_steps, n_trained=n_trained)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,319 @@
+//! Our side of the comparison with transformers, PEFT and TRL; `tests/reference/bench/run.py` runs both sides.
+//!
+//! ```sh
+//! cargo run --release -p querl-train --example bench -- sft --model DIR --data FILE [--KEY VALUE]...
+//! ```
+//!
+//! `sft` and `full` train on the rows of a file, `rollout` samples answers to its prompts, `ppo` takes whole iterations, `order`
+//! says in which order `sft` takes the rows. The last line on stdout is `RESULT` and a JSON object: `seconds` of each repetition
+//! (an epoch, a rollout, an iteration), `cpu_seconds` of all threads likewise, and what else the comparison wants. Measuring
+//! begins after loading.
+
+use anyhow::{Context, Result, bail};
+use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
+use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Judgement, Reward};
+use querl_model::{Decoder, Decoding, GenerationRequest, LoraAdapter, TextTokenizer, Weights, generate};
+use querl_train::rl::{self, RlData, RlTask};
+use querl_train::sft::{self, SftTask};
+use querl_train::{Example, MetricSink, Metrics, Policy};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+// As in the program itself.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let command = arguments.next().context("name one of sft, full, rollout, ppo, order")?;
+    let options = Options::parse(arguments)?;
+    querl_model::set_threads(options.get("threads", 2)?);
+    let result = match command.as_str() {
+        "sft" => fine_tune(&options, TuningMethod::Lora)?,
+        "full" => fine_tune(&options, TuningMethod::Full)?,
+        "rollout" => rollout(&options)?,
+        "ppo" => ppo(&options)?,
+        "order" => order(&options)?,
+        other => bail!("`{other}` is no part of the comparison; expected sft, full, rollout, ppo or order"),
+    };
+    println!("RESULT {result}");
+    Ok(())
+}
+
+/// `--key value` pairs.
+struct Options(BTreeMap<String, String>);
+
+impl Options {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let mut pairs = BTreeMap::new();
+        while let Some(key) = arguments.next() {
+            let key = key.strip_prefix("--").with_context(|| format!("`{key}`: expected --KEY VALUE"))?.to_owned();
+            let value = arguments.next().with_context(|| format!("--{key} has no value"))?;
+            pairs.insert(key, value);
+        }
+        Ok(Self(pairs))
+    }
+
+    fn get<T: FromStr>(&self, key: &str, default: T) -> Result<T> {
+        match self.0.get(key) {
+            None => Ok(default),
+            Some(text) => text.parse().ok().with_context(|| format!("--{key}: `{text}` cannot be read")),
+        }
+    }
+
+    fn path(&self, key: &str) -> Result<PathBuf> {
+        Ok(self.0.get(key).with_context(|| format!("--{key} is missing"))?.into())
+    }
+
+    fn dtype(&self) -> Result<BaseDtype> {
+        let name: String = self.get("dtype", "f32".to_owned())?;
+        Ok(serde_json::from_value(json!(name))?)
+    }
+}
+
+/// Rows of a data file, at most `--limit`; a row is a prompt with its response, or a prompt alone.
+fn rows(options: &Options, split: &str) -> Result<Vec<Example>> {
+    let path = options.path("data")?;
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(&path)?)?;
+    let rows = file[split].as_array().with_context(|| format!("{} has no `{split}`", path.display()))?;
+    let ids = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone());
+    let example = |row: &Value| match row.is_array() {
+        true => Ok(Example { prompt: ids(row)?, response: Vec::new() }),
+        false => Ok(Example { prompt: ids(&row["prompt"])?, response: ids(&row["response"])? }),
+    };
+    rows.iter().take(options.get("limit", usize::MAX)?).map(example).collect()
+}
+
+fn prompts(options: &Options) -> Result<Vec<Vec<u32>>> {
+    Ok(rows(options, "train")?.into_iter().map(|row| row.prompt).collect())
+}
+
+/// The base as `--dtype` says, and the adapter that both sides start from.
+fn load(options: &Options) -> Result<(Decoder, LoraAdapter)> {
+    let directory = options.path("model")?;
+    if options.dtype()? != BaseDtype::F32 {
+        bail!("--dtype: only f32 is stored");
+    }
+    let decoder = Decoder::load(&directory, Weights::Frozen)?;
+    let adapter = LoraAdapter::load(&directory.join("adapter"), decoder.config())?;
+    Ok((decoder, adapter))
+}
+
+/// Fine-tuning: seconds of each epoch, or of all steps where `--max-steps` ends it earlier.
+fn fine_tune(options: &Options, method: TuningMethod) -> Result<Value> {
+    let directory = options.path("model")?;
+    let (decoder, adapter) = match method {
+        TuningMethod::Lora => load(options).map(|(decoder, adapter)| (decoder, Some(adapter)))?,
+        TuningMethod::Full => (Decoder::load(&directory, Weights::Trained)?, None),
+    };
+    let train = rows(options, "train")?;
+    let config = SftConfig {
+        method,
+        learning_rate: options.get("learning-rate", 1e-4)?,
+        epochs: options.get("epochs", 3)?,
+        max_steps: options.get("max-steps", 0)?,
+        batch_size: options.get("rows", 16)?,
+        gradient_accumulation_steps: 1,
+        lr_scheduler: LrScheduler::Constant,
+        warmup_ratio: 0.0,
+        eval_steps: usize::MAX,
+        save_steps: usize::MAX,
+        ..SftConfig::default()
+    };
+    let output = tempfile::tempdir()?;
+    let task = SftTask {
+        policy: Policy { decoder: &decoder, adapter: adapter.as_ref() },
+        base_path: &directory,
+        train: &train,
+        val: &[],
+        config: &config,
+        seed: options.get("seed", 0)?,
+        output_dir: output.path(),
+        progress: &Silent,
+        stop: &AtomicBool::new(false),
+    };
+    let mut steps = Steps::begin();
+    sft::train(&task, &mut steps)?;
+    let per_epoch = train.len().div_ceil(config.batch_size).min(steps.ends.len());
+    let (seconds, cpu_seconds) = (steps.between(per_epoch, |at| at.wall), steps.between(per_epoch, |at| at.cpu));
+    let n_steps = steps.ends.len();
+    Ok(json!({ "seconds": seconds, "cpu_seconds": cpu_seconds, "losses": steps.of("loss"), "n_steps": n_steps }))
+}
+
+/// Rows in the order in which `sft` takes them.
+fn order(options: &Options) -> Result<Value> {
+    let n_rows = rows(options, "train")?.len();
+    let (seed, n_epochs) = (options.get("seed", 0)?, options.get("epochs", 3)?);
+    Ok(json!({ "order": querl_train::training_order(n_rows, seed, n_epochs) }))
+}
+
+/// Rollouts: `--n` samples for each prompt, `--repeats` times.
+fn rollout(options: &Options) -> Result<Value> {
+    let (decoder, adapter) = load(options)?;
+    let prompts = prompts(options)?;
+    let (n_samples, max_new_tokens) = (options.get("n", 4)?, options.get("max-new", 32)?);
+    let tokenizer = TextTokenizer::load(&options.path("model")?)?;
+    let (mut spans, mut tokens) = (Vec::new(), Vec::new());
+    for repeat in 0..options.get("repeats", 3)? {
+        let seed = |row: usize, sample: usize| ((repeat * prompts.len() + row) * n_samples + sample) as u64;
+        let of_row =
+            |(row, prompt)| (0..n_samples).map(move |sample| GenerationRequest { prompt, seed: seed(row, sample) });
+        let prompts = prompts.iter().map(Vec::as_slice).enumerate();
+        let requests: Vec<GenerationRequest<'_>> = prompts.flat_map(of_row).collect();
+        let clock = Clock::start();
+        let decoding = Decoding::Sample { temperature: 1.0 };
+        let answers = generate(&decoder, Some(&adapter), &requests, decoding, max_new_tokens, tokenizer.stop_ids())?;
+        spans.push(clock.now());
+        tokens.push(answers.iter().map(|answer| answer.token_ids.len()).sum::<usize>());
+    }
+    let (seconds, cpu_seconds): (Vec<f64>, Vec<f64>) = spans.iter().map(|span| (span.wall, span.cpu)).unzip();
+    Ok(json!({ "seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens }))
+}
+
+/// Whole iterations of PPO with a reward that costs nothing.
+fn ppo(options: &Options) -> Result<Value> {
+    let directory = options.path("model")?;
+    let (decoder, policy) = load(options)?;
+    let reference = LoraAdapter::load(&directory.join("adapter"), decoder.config())?;
+    let prompts = prompts(options)?;
+    let config = RlConfig {
+        critic: CriticKind::Adapter,
+        max_steps: options.get("repeats", 2)?,
+        batch_size: prompts.len(),
+        n_samples: options.get("n", 4)?,
+        mini_batch_size: options.get("mini-batch", 64)?,
+        gradient_accumulation_steps: 1,
+        max_new_tokens: options.get("max-new", 32)?,
+        gamma: 1.0,
+        eval_steps: usize::MAX,
+        save_steps: usize::MAX,
+        ..RlConfig::default()
+    };
+    let output = tempfile::tempdir()?;
+    let task = RlTask {
+        decoder: &decoder,
+        base_path: &directory,
+        policy: &policy,
+        reference: Some(&reference),
+        tokenizer: &TextTokenizer::load(&directory)?,
+        train: RlData { prompts: &prompts, environment: &ConstantReward },
+        val: RlData { prompts: &prompts[..1], environment: &ConstantReward },
+        config: &config,
+        critic_lora: policy.settings().clone(),
+        seed: 0,
+        output_dir: output.path(),
+        progress: &Silent,
+        stop: &AtomicBool::new(false),
+    };
+    let mut steps = Steps::begin();
+    rl::train(&task, &mut steps)?;
+    // The evaluation before the first step is recorded too, and is no part of an iteration.
+    let cpu_seconds: Vec<f64> = steps.between(1, |at| at.cpu).into_iter().skip(1).collect();
+    Ok(json!({ "seconds": steps.of("timing_s/step"), "cpu_seconds": cpu_seconds, "timings": steps.timings() }))
+}
+
+/// Gives every episode the same score.
+struct ConstantReward;
+
+impl Environment for ConstantReward {
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
+        Ok(responses.iter().map(|response| record(step, response)).collect())
+    }
+}
+
+fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
+    let candidate = Candidate {
+        rewrite: response.text.clone(),
+        retrieval: Ok(Vec::new()),
+        judgement: Judgement::NotSampled,
+        style: None,
+        n_tokens: response.n_tokens,
+        truncated: response.truncated,
+    };
+    let episode = Episode {
+        id: format!("{step}/{}/{}", response.row_index, response.sample_index),
+        query: String::new(),
+        context: records::Context::default(),
+        gold_ids: Vec::new(),
+        policy: candidate.clone(),
+        baseline: candidate,
+    };
+    EpisodeRecord {
+        format: EpisodeRecord::FORMAT,
+        step,
+        episode,
+        outcome: Ok(Reward { total: 0.5, components: Vec::new() }),
+    }
+}
+
+/// Seconds since the clock was started: of the wall, and of the processor on all threads.
+#[derive(Debug, Clone, Copy, Default)]
+struct Span {
+    wall: f64,
+    cpu: f64,
+}
+
+struct Clock {
+    wall: Instant,
+    cpu: f64,
+}
+
+impl Clock {
+    fn start() -> Self {
+        Self { wall: Instant::now(), cpu: cpu_seconds() }
+    }
+
+    fn now(&self) -> Span {
+        Span { wall: self.wall.elapsed().as_secs_f64(), cpu: cpu_seconds() - self.cpu }
+    }
+}
+
+/// Processor time of this process, in steps of 10 ms; 0 where the system does not say.
+fn cpu_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The second field is the program's name in parentheses; user and system time are the 14th and 15th.
+    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+    fields.skip(11).take(2).filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
+}
+
+/// Metrics of each step, and when it ended.
+struct Steps {
+    clock: Clock,
+    ends: Vec<Span>,
+    metrics: Vec<Metrics>,
+}
+
+impl Steps {
+    fn begin() -> Self {
+        Self { clock: Clock::start(), ends: Vec::new(), metrics: Vec::new() }
+    }
+
+    /// What every `n_steps` steps took.
+    fn between(&self, n_steps: usize, of: fn(&Span) -> f64) -> Vec<f64> {
+        let ends = std::iter::once(0.0).chain(self.ends.iter().map(of));
+        let ends: Vec<f64> = ends.step_by(n_steps.max(1)).collect();
+        ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
+    }
+
+    fn of(&self, name: &str) -> Vec<f64> {
+        self.metrics.iter().filter_map(|metrics| metrics.get(name).copied()).collect()
+    }
+
+    fn timings(&self) -> BTreeMap<&str, Vec<f64>> {
+        let names = self.metrics.iter().flat_map(|metrics| metrics.keys()).filter(|name| name.starts_with("timing_s/"));
+        names.map(|name| (name.as_str(), self.of(name))).collect()
+    }
+}
+
+impl MetricSink for Steps {
+    fn record(&mut self, _stage: &str, _step: u64, metrics: &Metrics) -> std::io::Result<()> {
+        self.ends.push(self.clock.now());
+        self.metrics.push(metrics.clone());
+        Ok(())
+    }
+}
