@@ -48,6 +48,14 @@ SIZES = {
     ("ppo", "M"): {"repeats": 1, "limit": 4, "max-new": 16, "mini-batch": 16},
 }
 
+# With --quick: enough to see that both sides run, and roughly where they stand.
+QUICK = {
+    "sft": {"epochs": 2, "limit": 48},
+    "full": {"epochs": 2, "limit": 48},
+    "rollout": {"repeats": 2, "limit": 8, "max-new": 16},
+    "ppo": {"repeats": 1, "limit": 4, "max-new": 16, "mini-batch": 16},
+}
+
 
 def child(command, extra_environment, cores):
     """Runs a command; its RESULT line, with the seconds and the peak of its memory as the kernel counted them."""
@@ -86,19 +94,23 @@ def arguments(values):
     return [part for key, value in values.items() for part in (f"--{key}", str(value))]
 
 
+def sizes(work, shape):
+    return QUICK[work] if "--quick" in sys.argv else SIZES.get((work, shape), {})
+
+
 def data_of(work):
     return WORK / ("fivedoctors.json" if work in ("sft", "full") else "prompts.json")
 
 
 def ours(work, shape, dtype, cores, **more):
-    options = {"model": WORK / shape, "dtype": dtype, "data": data_of(work), **SIZES.get((work, shape), {}), **more}
+    options = {"model": WORK / shape, "dtype": dtype, "data": data_of(work), **sizes(work, shape), **more}
     return child([BENCH, work, *arguments({**options, "threads": len(cores)})], {}, cores)
 
 
 def theirs(work, shape, dtype, cores, setting, malloc, **more):
     script = WORKS[work][0]
     options = {"model": WORK / shape, "dtype": dtype, "data": data_of(work), "name": setting}
-    options.update(SIZES.get((work, shape), {}), **more)
+    options.update(sizes(work, shape), **more)
     environment = dict(TUNED_MALLOC) if malloc == "tuned" else {}
     if work == "ppo":
         environment["PYTHONPATH"] = str(HERE / ".ppo")
@@ -218,6 +230,7 @@ def main():
     parser.add_argument("--shape", default="S")
     parser.add_argument("--dtype", default="f32", choices=["f32", "bf16"])
     parser.add_argument("--rounds", default=3, type=int)
+    parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs, not how fast")
     parser.add_argument("--cores", default="0,1", type=lambda text: [int(core) for core in text.split(",")])
     settings = parser.parse_args()
     unknown = [work for work in settings.work if work not in WORKS]
