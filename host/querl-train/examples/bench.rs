@@ -13,7 +13,9 @@ use anyhow::{Context, Result, bail};
 use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
 use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Judgement, Reward};
-use querl_model::{Decoder, Decoding, GenerationRequest, LoraAdapter, TextTokenizer, Weights, generate};
+use querl_model::{
+    Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
+};
 use querl_train::rl::{self, RlData, RlTask};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, MetricSink, Metrics, Policy};
@@ -152,24 +154,23 @@ fn order(options: &Options) -> Result<Value> {
     Ok(json!({ "order": querl_train::training_order(n_rows, seed, n_epochs) }))
 }
 
-/// Rollouts: `--n` samples for each prompt, `--repeats` times.
+/// Rollouts: `--n` samples for each prompt, `--repeats` times. Each is by another version of the policy, so that nothing is
+/// kept from the one before.
 fn rollout(options: &Options) -> Result<Value> {
     let (decoder, adapter) = load(options)?;
-    let prompts = prompts(options)?;
-    let (n_samples, max_new_tokens) = (options.get("n", 4)?, options.get("max-new", 32)?);
+    let (prompts, n) = (prompts(options)?, options.get("n", 4)?);
+    let sampling = SamplingSettings { max_new_tokens: options.get("max-new", 32)?, ..SamplingSettings::default() };
     let tokenizer = TextTokenizer::load(&options.path("model")?)?;
+    let mut engine = Engine::new(&decoder, EngineSettings::default())?;
     let (mut spans, mut tokens) = (Vec::new(), Vec::new());
     for repeat in 0..options.get("repeats", 3)? {
-        let seed = |row: usize, sample: usize| ((repeat * prompts.len() + row) * n_samples + sample) as u64;
-        let of_row =
-            |(row, prompt)| (0..n_samples).map(move |sample| GenerationRequest { prompt, seed: seed(row, sample) });
-        let prompts = prompts.iter().map(Vec::as_slice).enumerate();
-        let requests: Vec<GenerationRequest<'_>> = prompts.flat_map(of_row).collect();
+        let request = |(row, prompt)| GenerationRequest { prompt, seed: repeat << 32 | row as u64, n };
+        let requests: Vec<_> = prompts.iter().map(Vec::as_slice).enumerate().map(request).collect();
         let clock = Clock::start();
-        let decoding = Decoding::Sample { temperature: 1.0 };
-        let answers = generate(&decoder, Some(&adapter), &requests, decoding, max_new_tokens, tokenizer.stop_ids())?;
+        engine.set_policy(Some(&adapter), repeat)?;
+        let answers = engine.generate(&requests, Decoding::Sample, &sampling, &tokenizer)?;
         spans.push(clock.now());
-        tokens.push(answers.iter().map(|answer| answer.token_ids.len()).sum::<usize>());
+        tokens.push(answers.iter().flatten().map(|answer| answer.token_ids.len()).sum::<usize>());
     }
     let (seconds, cpu_seconds): (Vec<f64>, Vec<f64>) = spans.iter().map(|span| (span.wall, span.cpu)).unzip();
     Ok(json!({ "seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens }))
@@ -314,6 +315,16 @@ impl MetricSink for Steps {
     fn record(&mut self, _stage: &str, _step: u64, metrics: &Metrics) -> std::io::Result<()> {
         self.ends.push(self.clock.now());
         self.metrics.push(metrics.clone());
+        Ok(())
+    }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        Ok(self.ends.len() as u64)
+    }
+
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+        self.ends.truncate(mark as usize);
+        self.metrics.truncate(mark as usize);
         Ok(())
     }
 }
