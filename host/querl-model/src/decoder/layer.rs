@@ -1,8 +1,7 @@
 //! One decoder layer: what it holds and what it computes.
 
-use super::Weights;
 use super::linear::Linear;
-use super::load::weight_of;
+use super::load::Source;
 use super::pass::{Dropout, Pass};
 use crate::adapter::DropoutMask;
 use crate::kernels::{self, Queries, RopeTable};
@@ -75,16 +74,11 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    pub(super) fn new(
-        path: &str,
-        config: &DecoderConfig,
-        weights: Weights,
-        take: &mut impl FnMut(&str) -> Result<Tensor, ModelError>,
-    ) -> Result<Self, ModelError> {
+    pub(super) fn new(path: &str, config: &DecoderConfig, source: &mut Source<'_>) -> Result<Self, ModelError> {
         let mut linear = |name: &str, has_bias: bool| -> Result<Linear, ModelError> {
             let path = format!("{path}.{name}");
-            let bias = if has_bias { Some(take(&format!("{path}.bias"))?) } else { None };
-            Ok(Linear::new(path.clone(), weight_of(take(&format!("{path}.weight"))?, weights)?, bias))
+            let bias = if has_bias { Some(source.value(&format!("{path}.bias"))?) } else { None };
+            Ok(Linear::new(path.clone(), source.weight(&format!("{path}.weight"))?, bias))
         };
         let bias = config.qkv_bias;
         let (q, k, v) =
@@ -95,13 +89,13 @@ impl Layer {
         let qk_norm = match config.family {
             Family::Qwen2 => None,
             Family::Qwen3 => Some((
-                take(&format!("{path}.self_attn.q_norm.weight"))?,
-                take(&format!("{path}.self_attn.k_norm.weight"))?,
+                source.value(&format!("{path}.self_attn.q_norm.weight"))?,
+                source.value(&format!("{path}.self_attn.k_norm.weight"))?,
             )),
         };
         Ok(Self {
-            input_norm: take(&format!("{path}.input_layernorm.weight"))?,
-            post_attention_norm: take(&format!("{path}.post_attention_layernorm.weight"))?,
+            input_norm: source.value(&format!("{path}.input_layernorm.weight"))?,
+            post_attention_norm: source.value(&format!("{path}.post_attention_layernorm.weight"))?,
             q,
             k,
             v,

@@ -10,16 +10,25 @@ use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 impl Decoder {
-    /// Loads a Hugging Face directory.
+    /// Loads a Hugging Face directory, frozen weights stored in f32.
+    ///
+    /// # Errors
+    /// See [`Decoder::load_as`].
+    pub fn load(directory: &Path, weights: Weights) -> Result<Self, ModelError> {
+        Self::load_as(directory, weights, BaseDtype::F32)
+    }
+
+    /// Loads a Hugging Face directory. Tensors are packed one after another, straight from the mapped file. `dtype` is how frozen
+    /// weights are stored; trained ones are f32. With int8 and nf4, embedding and head are kept in bf16.
     ///
     /// # Errors
     /// A file is missing, the architecture is not supported, or a tensor is missing or of another shape.
-    pub fn load(directory: &Path, weights: Weights) -> Result<Self, ModelError> {
+    pub fn load_as(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
         let config = DecoderConfig::load(&required(directory, "config.json")?)?;
         let files = weight_files(directory)?;
         let bad = |message: String| ModelError::bad_file(directory, message);
@@ -27,22 +36,22 @@ impl Decoder {
         // while it is being loaded breaks the mapping, as it would for every reader of safetensors. querl never does.
         let stored = unsafe { MmapedSafetensors::multi(&files) }
             .map_err(|error| bad(format!("damaged safetensors file: {}", first_line(&error))))?;
-        let shapes = config.tensor_shapes();
-        let known: BTreeSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
-        let is_surplus = |name: &String| !known.contains(name.as_str()) && !is_redundant(name, &config);
+        let shapes: BTreeMap<String, Vec<usize>> = config.tensor_shapes().into_iter().collect();
+        let is_surplus = |name: &String| !shapes.contains_key(name) && !is_redundant(name, &config);
         if let Some((name, _)) = stored.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
             return Err(bad(format!("tensor `{name}` has no place in the model that config.json describes")));
         }
-        let mut tensors = BTreeMap::new();
-        for (name, shape) in &shapes {
+        let read = |name: &str| {
             let tensor = stored.load(name, &Device::Cpu).map_err(|_| bad(format!("no tensor `{name}` there")))?;
-            if tensor.dims() != shape.as_slice() {
-                let found = tensor.dims();
-                return Err(bad(format!("tensor `{name}` has shape {found:?}; config.json makes it {shape:?}")));
+            match shapes.get(name) {
+                Some(shape) if tensor.dims() != shape.as_slice() => {
+                    let found = tensor.dims();
+                    Err(bad(format!("tensor `{name}` has shape {found:?}; config.json makes it {shape:?}")))
+                }
+                _ => Ok(tensor),
             }
-            tensors.insert(name.clone(), tensor.to_dtype(DType::F32)?);
-        }
-        Self::from_tensors(config, tensors, weights)
+        };
+        Self::from_source(config.clone(), Source { read: &read, weights, dtype, vars: BTreeMap::new() })
     }
 
     /// Fresh weights: normal with the config's deviation, norms 1, biases 0; every weight is a variable.
@@ -63,51 +72,79 @@ impl Decoder {
             };
             tensors.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
         }
-        Self::from_tensors(config, tensors, Weights::Trained)
+        let read = |name: &str| {
+            let tensor = tensors.get(name).cloned();
+            Ok(tensor.ok_or_else(|| candle_core::Error::Msg(format!("no tensor `{name}`")))?)
+        };
+        let source = Source { read: &read, weights: Weights::Trained, dtype: BaseDtype::F32, vars: BTreeMap::new() };
+        Self::from_source(config, source)
     }
 
-    fn from_tensors(
-        config: DecoderConfig,
-        mut tensors: BTreeMap<String, Tensor>,
-        weights: Weights,
-    ) -> Result<Self, ModelError> {
-        let mut vars = BTreeMap::new();
-        if weights == Weights::Trained {
-            for (name, tensor) in &mut tensors {
-                let var = Var::from_tensor(tensor)?;
-                *tensor = var.as_tensor().clone();
-                vars.insert(name.clone(), var);
-            }
-        }
-        let mut take = |name: &str| -> Result<Tensor, ModelError> {
-            Ok(tensors.remove(name).ok_or_else(|| candle_core::Error::Msg(format!("no tensor `{name}`")))?)
-        };
-        let embedding = weight_of(take("model.embed_tokens.weight")?, weights)?;
+    fn from_source(config: DecoderConfig, mut source: Source<'_>) -> Result<Self, ModelError> {
+        let embedding = source.table("model.embed_tokens.weight")?;
         let head = match config.tie_word_embeddings {
             true => embedding.clone(),
-            false => weight_of(take("lm_head.weight")?, weights)?,
+            false => source.table("lm_head.weight")?,
         };
         let layers = (0..config.n_layers)
-            .map(|index| Layer::new(&format!("model.layers.{index}"), &config, weights, &mut take).map(Arc::new))
+            .map(|index| Layer::new(&format!("model.layers.{index}"), &config, &mut source).map(Arc::new))
             .collect::<Result<_, _>>()?;
         Ok(Self {
-            norm: take("model.norm.weight")?,
+            norm: source.value("model.norm.weight")?,
             embedding,
             layers,
             head,
             rope: RopeTable::new(config.max_positions, config.head_dim, config.rope_theta),
             config,
-            vars,
+            vars: source.vars,
         })
     }
 }
 
-/// A weight in the form in which its products are made.
-pub(super) fn weight_of(tensor: Tensor, weights: Weights) -> Result<Weight, ModelError> {
-    Ok(match weights {
-        Weights::Frozen => Weight::Frozen(FrozenWeight::pack(&tensor, BaseDtype::F32)?),
-        Weights::Trained => Weight::Trained(tensor),
-    })
+/// Where a decoder's tensors come from, one at a time, and what becomes of them.
+pub(super) struct Source<'a> {
+    /// A tensor by name, of any float type.
+    read: &'a dyn Fn(&str) -> Result<Tensor, ModelError>,
+    weights: Weights,
+    dtype: BaseDtype,
+    vars: BTreeMap<String, Var>,
+}
+
+impl Source<'_> {
+    /// A norm or a bias: f32, a variable where weights are trained.
+    pub(super) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
+        let tensor = (self.read)(name)?.to_dtype(DType::F32)?;
+        match self.weights {
+            Weights::Frozen => Ok(tensor),
+            Weights::Trained => {
+                let var = Var::from_tensor(&tensor)?;
+                let tensor = var.as_tensor().clone();
+                self.vars.insert(name.to_owned(), var);
+                Ok(tensor)
+            }
+        }
+    }
+
+    /// The weight of a linear layer in the form in which its products are made.
+    pub(super) fn weight(&mut self, name: &str) -> Result<Weight, ModelError> {
+        self.weight_as(name, self.dtype)
+    }
+
+    /// The embedding or the head: a few bits a value would cost more in the logits than they save.
+    fn table(&mut self, name: &str) -> Result<Weight, ModelError> {
+        let dtype = match self.dtype {
+            BaseDtype::Int8 | BaseDtype::Nf4 => BaseDtype::Bf16,
+            dtype => dtype,
+        };
+        self.weight_as(name, dtype)
+    }
+
+    fn weight_as(&mut self, name: &str, dtype: BaseDtype) -> Result<Weight, ModelError> {
+        match self.weights {
+            Weights::Frozen => Ok(Weight::Frozen(FrozenWeight::pack(&(self.read)(name)?, dtype)?)),
+            Weights::Trained => Ok(Weight::Trained(self.value(name)?)),
+        }
+    }
 }
 
 /// Tensors that some checkpoints hold beside what is needed: a tied head written out, constants of the rotary embedding.

@@ -31,7 +31,7 @@ pub enum Weights {
     Trained,
 }
 
-/// A Qwen2 or Qwen3 decoder with its weights in f32.
+/// A Qwen2 or Qwen3 decoder.
 pub struct Decoder {
     config: DecoderConfig,
     embedding: Weight, // (V, H)

@@ -35,7 +35,7 @@ pub trait Generator {
 pub fn generator(run: &Run, stage_folder: &Path) -> anyhow::Result<Box<dyn Generator>> {
     let checkpoint = best(stage_folder);
     let base = Base::of(run, &checkpoint);
-    let decoder = Decoder::load(&base.model, Weights::Frozen)?;
+    let decoder = Decoder::load_as(&base.model, Weights::Frozen, run.config.model.dtype)?;
     let adapter = base.adapter.map(|path| LoraAdapter::load(&path, decoder.config())).transpose()?;
     let tokenizer = TextTokenizer::load(&base.model)?;
     Ok(Box::new(Greedy { decoder, adapter, tokenizer, max_new_tokens: run.config.rl.max_new_tokens }))

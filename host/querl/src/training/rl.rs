@@ -33,7 +33,7 @@ pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Prog
     check_prompts(run, Split::Val, data.val)?;
     let base = Base::of(run, &best(&run.dir.sft()));
     let tokenizer = TextTokenizer::load(&base.model)?;
-    let decoder = Decoder::load(&base.model, Weights::Frozen)?;
+    let decoder = Decoder::load_as(&base.model, Weights::Frozen, run.config.model.dtype)?;
     let load = |path: &PathBuf| LoraAdapter::load(path, decoder.config());
     let reference = base.adapter.as_ref().map(load).transpose()?;
     let policy = match &base.adapter {

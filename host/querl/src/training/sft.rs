@@ -31,7 +31,7 @@ pub fn sft(
         TuningMethod::Lora => Weights::Frozen,
         TuningMethod::Full => Weights::Trained,
     };
-    let decoder = Decoder::load(&config.model.path, weights)?;
+    let decoder = Decoder::load_as(&config.model.path, weights, config.model.dtype)?;
     let adapter = match config.sft.method {
         TuningMethod::Lora => Some(LoraAdapter::new(&decoder, lora(config), config.seed)?),
         TuningMethod::Full => None,
