@@ -1,7 +1,9 @@
-//! Linear layers. For a frozen weight no gradient is computed or kept.
+//! Linear layers: frozen, frozen with a low-rank change beside the weight, trained.
 
-use super::{FrozenWeight, Mat, Threads, floats, matmul, with_floats};
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor};
+use super::product::{self, Output, Source, Term, transpose, written};
+use super::{FrozenWeight, Level, floats, with_floats};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use std::sync::OnceLock;
 
 /// The weight of a linear layer, of the embedding or of the language-model head, `(out, in)`.
 #[derive(Clone)]
@@ -36,19 +38,14 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
     }
 }
 
-struct FrozenLinear {
-    weight: FrozenWeight,
-    bias: Option<Tensor>,
-}
-
 /// `x W^T + b` with frozen `W` and `b`.
 ///
 /// `x`: `(N, in)`; `weight`: `(out, in)`; `bias`: `(out)`. Returns `(N, out)`. The gradient reaches `x` alone.
 ///
 /// # Errors
-/// Shapes that do not fit, or tensors other than contiguous f32 on the CPU.
+/// Shapes that do not fit, or tensors other than f32 on the CPU.
 pub fn frozen_linear(x: &Tensor, weight: &FrozenWeight, bias: Option<&Tensor>) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(FrozenLinear { weight: weight.clone(), bias: bias.map(Tensor::detach) })
+    x.contiguous()?.apply_op1(FrozenLinear::new(weight, bias)?)
 }
 
 /// `x W^T + b + scale * (x A^T) B^T` with frozen `W` and `b`.
@@ -68,8 +65,12 @@ pub fn lora_linear(
     lora_b: &Tensor,
     scale: f32,
 ) -> Result<Tensor> {
-    let base = FrozenLinear { weight: weight.clone(), bias: bias.map(Tensor::detach) };
-    x.contiguous()?.apply_op3(lora_a, lora_b, LoraLinear { base, scale })
+    let ((n_out, n_in), rank) = (weight.dims(), lora_a.dim(0)?);
+    if lora_a.dims() != [rank, n_in] || lora_b.dims() != [n_out, rank] {
+        bail!("adapter of shapes {:?} and {:?} on a weight ({n_out}, {n_in})", lora_a.dims(), lora_b.dims());
+    }
+    let op = LoraLinear { base: FrozenLinear::new(weight, bias)?, scale, down: OnceLock::new() };
+    x.contiguous()?.apply_op3(&lora_a.contiguous()?, &lora_b.contiguous()?, op)
 }
 
 /// `x W^T + b` with a weight that is trained; gradients reach `x`, `weight` and `bias`.
@@ -79,30 +80,43 @@ pub fn lora_linear(
 /// # Errors
 /// As [`frozen_linear`].
 pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let y = x.matmul(&weight.t()?)?;
-    bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    match bias {
+        None => x.apply_op2(&weight, TrainedLinear),
+        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, TrainedLinear),
+    }
+}
+
+/// Rows of `bias` to add a product to, or nothing.
+fn started(bias: Option<&[f32]>, n_rows: usize, n_out: usize, terms: &[Term<'_>], level: Level) -> Result<Vec<f32>> {
+    let Some(bias) = bias else {
+        return written(n_rows * n_out, |y| product::forward(level, terms, y));
+    };
+    if bias.len() != n_out {
+        bail!("a bias of {} values for {n_out} outputs", bias.len());
+    }
+    let mut y = bias.repeat(n_rows);
+    product::forward(level, terms, Output::new(&mut y, 1.0))?;
+    Ok(y)
+}
+
+struct FrozenLinear {
+    weight: FrozenWeight,
+    bias: Option<Vec<f32>>,
 }
 
 impl FrozenLinear {
-    fn forward(&self, x: &[f32], n_rows: usize) -> Result<Vec<f32>> {
-        let n_out = self.weight.dims().0;
-        let mut y = vec![0f32; n_rows * n_out];
-        if let Some(bias) = &self.bias {
-            with_floats(bias, |bias| {
-                y.chunks_exact_mut(n_out).for_each(|row| row.copy_from_slice(bias));
-                Ok(())
-            })?;
-        }
-        let keep = if self.bias.is_some() { 1.0 } else { 0.0 };
-        self.weight.forward(x, &mut y, keep)?;
-        Ok(y)
+    fn new(weight: &FrozenWeight, bias: Option<&Tensor>) -> Result<Self> {
+        let bias = bias.map(|bias| with_floats(bias, |bias| Ok(bias.to_vec()))).transpose()?;
+        Ok(Self { weight: weight.clone(), bias })
     }
 
-    fn backward(&self, grad: &[f32], n_rows: usize) -> Result<Vec<f32>> {
-        let n_in = self.weight.dims().1;
-        let mut dx = vec![0f32; n_rows * n_in];
-        self.weight.backward(grad, &mut dx, 0.0)?;
-        Ok(dx)
+    /// `x W^T + b` plus another product.
+    fn forward(&self, x: &[f32], n_rows: usize, more: Option<Term<'_>>) -> Result<Vec<f32>> {
+        let base = Term { left: x, weight: self.weight.source() };
+        let terms = [base, more.unwrap_or(base)];
+        let n_terms = if more.is_some() { 2 } else { 1 };
+        started(self.bias.as_deref(), n_rows, self.weight.dims().0, &terms[..n_terms], self.weight.level())
     }
 }
 
@@ -113,13 +127,15 @@ impl CustomOp1 for FrozenLinear {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let n_rows = layout.shape().dims2()?.0;
-        let y = self.forward(floats(storage, layout)?, n_rows)?;
+        let y = self.forward(floats(storage, layout)?, n_rows, None)?;
         Ok((CpuStorage::F32(y), (n_rows, self.weight.dims().0).into()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let n_rows = x.dim(0)?;
-        let dx = with_floats(grad, |grad| self.backward(grad, n_rows))?;
+        let dx = with_floats(grad, |grad| {
+            let terms = [Term { left: grad, weight: self.weight.source() }];
+            written(x.elem_count(), |dx| product::backward(self.weight.level(), &terms, dx))
+        })?;
         Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
     }
 }
@@ -127,6 +143,8 @@ impl CustomOp1 for FrozenLinear {
 struct LoraLinear {
     base: FrozenLinear,
     scale: f32,
+    /// `scale * x A^T`, `(N, rank)`: kept for the backward pass.
+    down: OnceLock<Vec<f32>>,
 }
 
 impl CustomOp3 for LoraLinear {
@@ -143,19 +161,17 @@ impl CustomOp3 for LoraLinear {
         b: &CpuStorage,
         b_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (n_out, n_in) = self.base.weight.dims();
-        let n_rows = x_layout.shape().dims2()?.0;
-        let rank = a_layout.shape().dims2()?.0;
+        let (n_rows, n_in) = x_layout.shape().dims2()?;
+        let (n_out, rank) = b_layout.shape().dims2()?;
         let (x, a, b) = (floats(x, x_layout)?, floats(a, a_layout)?, floats(b, b_layout)?);
-        let mut y = self.base.forward(x, n_rows)?;
-        let mut down = vec![0f32; n_rows * rank];
-        matmul(&mut down, 0.0, 1.0, Mat::new(x, n_rows, n_in), Mat::new(a, rank, n_in).t(), Threads::All)?;
-        let (down, b) = (Mat::new(&down, n_rows, rank), Mat::new(b, n_out, rank));
-        matmul(&mut y, 1.0, self.scale, down, b.t(), Threads::All)?;
+        let terms = [Term { left: x, weight: Source::rows(a, n_in) }];
+        let mut down = written(n_rows * rank, |down| product::forward(self.base.weight.level(), &terms, down))?;
+        down.iter_mut().for_each(|x| *x *= self.scale);
+        let y = self.base.forward(x, n_rows, Some(Term { left: &down, weight: Source::rows(b, rank) }))?;
+        self.down.get_or_init(|| down);
         Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
     }
 
-    /// With `g` the gradient of `y` and `v = scale * g B`: `dx = g W + v A`, `dA = v^T x`, `dB = scale * g^T (x A^T)`.
     fn bwd(
         &self,
         x: &Tensor,
@@ -164,30 +180,123 @@ impl CustomOp3 for LoraLinear {
         _y: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (n_rows, n_in) = x.dims2()?;
-        let (rank, n_out) = (a.dim(0)?, b.dim(0)?);
-        let (mut da, mut db) = (vec![0f32; rank * n_in], vec![0f32; n_out * rank]);
-        let dx = with_floats(x, |x| {
-            with_floats(grad, |grad| {
-                let (x, g) = (Mat::new(x, n_rows, n_in), Mat::new(grad, n_rows, n_out));
-                let mut dx = self.base.backward(grad, n_rows)?;
-                with_floats(a, |a| {
-                    let a = Mat::new(a, rank, n_in);
-                    let (mut down, mut v) = (vec![0f32; n_rows * rank], vec![0f32; n_rows * rank]);
-                    matmul(&mut down, 0.0, 1.0, x, a.t(), Threads::All)?;
-                    with_floats(b, |b| matmul(&mut v, 0.0, self.scale, g, Mat::new(b, n_out, rank), Threads::All))?;
-                    let v = Mat::new(&v, n_rows, rank);
-                    matmul(&mut dx, 1.0, 1.0, v, a, Threads::All)?;
-                    matmul(&mut da, 0.0, 1.0, v.t(), x, Threads::All)?;
-                    matmul(&mut db, 0.0, self.scale, g.t(), Mat::new(&down, n_rows, rank), Threads::All)
-                })?;
-                Ok(dx)
-            })
+        let [dx, da, db] = with_floats(x, |x| {
+            with_floats(a, |a| with_floats(b, |b| with_floats(grad, |grad| self.gradients(x, a, b, grad))))
         })?;
         Ok((
             Some(Tensor::from_vec(dx, x.shape(), x.device())?),
             Some(Tensor::from_vec(da, a.shape(), a.device())?),
             Some(Tensor::from_vec(db, b.shape(), b.device())?),
         ))
+    }
+}
+
+impl LoraLinear {
+    /// With `g` the gradient of `y`, `d = scale * x A^T` and `v = scale * g B`: `dx = g W + v A`, `dA = v^T x`, `dB = g^T d`.
+    fn gradients(&self, x: &[f32], a: &[f32], b: &[f32], grad: &[f32]) -> Result<[Vec<f32>; 3]> {
+        let (level, (n_out, n_in)) = (self.base.weight.level(), self.base.weight.dims());
+        let (rank, n_rows) = (a.len() / n_in, x.len() / n_in);
+        let backward = |len, terms: &[Term<'_>]| written(len, |out| product::backward(level, terms, out));
+        let Some(down) = self.down.get() else { bail!("a gradient is asked of a layer that has not run") };
+        let mut v = backward(n_rows * rank, &[Term { left: grad, weight: Source::rows(b, rank) }])?;
+        v.iter_mut().for_each(|x| *x *= self.scale);
+        let terms =
+            [Term { left: grad, weight: self.base.weight.source() }, Term { left: &v, weight: Source::rows(a, n_in) }];
+        let dx = backward(n_rows * n_in, &terms)?;
+        let v = transpose(level, &v, rank); // (rank, N)
+        let da = backward(rank * n_in, &[Term { left: &v, weight: Source::rows(x, n_in) }])?;
+        let down = transpose(level, down, rank); // (rank, N)
+        let db = backward(rank * n_out, &[Term { left: &down, weight: Source::rows(grad, n_out) }])?; // (rank, out)
+        Ok([dx, da, transpose(level, &db, n_out)])
+    }
+}
+
+struct TrainedLinear;
+
+impl TrainedLinear {
+    fn forward(
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: Option<&[f32]>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let ((n_rows, _), (n_out, n_in)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
+        let terms = [Term { left: floats(x, x_layout)?, weight: Source::rows(floats(weight, weight_layout)?, n_in) }];
+        let y = started(bias, n_rows, n_out, &terms, Level::detected())?;
+        Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
+    }
+
+    /// With `g` the gradient of `y`: `dx = g W`, `dW = g^T x`.
+    fn backward(x: &Tensor, weight: &Tensor, grad: &[f32]) -> Result<(Tensor, Tensor)> {
+        let ((n_out, n_in), level) = (weight.dims2()?, Level::detected());
+        let dx = with_floats(weight, |weight| {
+            let terms = [Term { left: grad, weight: Source::rows(weight, n_in) }];
+            written(x.elem_count(), |dx| product::backward(level, &terms, dx))
+        })?;
+        let dw = with_floats(x, |x| {
+            let grad = transpose(level, grad, n_out); // (out, N)
+            let terms = [Term { left: &grad, weight: Source::rows(x, n_in) }];
+            written(n_out * n_in, |dw| product::backward(level, &terms, dw))
+        })?;
+        Ok((Tensor::from_vec(dx, x.shape(), x.device())?, Tensor::from_vec(dw, weight.shape(), x.device())?))
+    }
+}
+
+impl CustomOp2 for TrainedLinear {
+    fn name(&self) -> &'static str {
+        "trained-linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        Self::forward(x, x_layout, weight, weight_layout, None)
+    }
+
+    fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw) = with_floats(grad, |grad| Self::backward(x, weight, grad))?;
+        Ok((Some(dx), Some(dw)))
+    }
+}
+
+impl CustomOp3 for TrainedLinear {
+    fn name(&self) -> &'static str {
+        "trained-linear"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        Self::forward(x, x_layout, weight, weight_layout, Some(floats(bias, bias_layout)?))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw) = with_floats(grad, |grad| Self::backward(x, weight, grad))?;
+        let dbias = with_floats(grad, |grad| {
+            let mut sum = vec![0f32; bias.elem_count()];
+            for row in grad.chunks_exact(sum.len()) {
+                sum.iter_mut().zip(row).for_each(|(sum, g)| *sum += g);
+            }
+            Ok(sum)
+        })?;
+        Ok((Some(dx), Some(dw), Some(Tensor::from_vec(dbias, bias.shape(), bias.device())?)))
     }
 }

@@ -1,21 +1,25 @@
-//! Log-probabilities and entropies straight from hidden states and the language-model head, in chunks of rows: `(N, V)` is
-//! never held.
+//! Log-probabilities and entropies straight from hidden states and the language-model head, a part of the vocabulary at a time:
+//! `(N, V)` is never held.
 
-use super::{FrozenWeight, Mat, Threads, Weight, exp, floats, matmul, with_floats};
+use super::cpu::vectorised;
+use super::product::{self, Output, Source, Term, transpose};
+use super::{FrozenWeight, Level, Weight, exp, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
-#[derive(Clone)]
 struct TokenLogprobs {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
+    /// What the forward pass found for each row, for the backward pass.
+    rows: OnceLock<Vec<Row>>,
 }
 
 /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`.
 ///
 /// `hidden`: `(N, H)`; `head`: `(V, H)`; `targets`: N token ids. Returns `(N, 2)`: log-probability in nats, entropy in nats.
-/// Gradients reach `hidden`, and `head` where it is trained.
+/// Gradients reach `hidden`, and `head` where it is trained. Memory beside the result: about [`PART_VALUES`] logits.
 ///
 /// # Errors
 /// A target outside the vocabulary, a temperature that is not above 0, or tensors other than f32 on the CPU.
@@ -30,7 +34,8 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     if temperature.is_nan() || temperature <= 0.0 {
         bail!("temperature is {temperature}; expected above 0");
     }
-    let op = TokenLogprobs { targets: targets.clone(), inverse_temperature: (1.0 / temperature) as f32 };
+    let inverse_temperature = (1.0 / temperature) as f32;
+    let op = TokenLogprobs { targets: targets.clone(), inverse_temperature, rows: OnceLock::new() };
     let hidden = hidden.contiguous()?;
     match head {
         Weight::Frozen(head) => hidden.apply_op1(FrozenHead { op, head: head.clone() }),
@@ -38,131 +43,179 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     }
 }
 
-/// The head in a product.
+/// Logits that are held at a time: 4 MiB stay in the caches.
+const PART_VALUES: usize = 1 << 20;
+
+/// Tokens that a row's sums take in at once. Parts are multiples of it, so that a row's result does not depend on the number of
+/// rows, which the size of a part does.
+const TOKENS_AT_ONCE: usize = 512;
+
+/// What a row's logits come to, so far.
 #[derive(Clone, Copy)]
-enum HeadValues<'a> {
-    Frozen(&'a FrozenWeight),
-    Trained(Mat<'a>, usize),
+struct Row {
+    max: f32,
+    /// Sum of `e^(logit - max)`.
+    sum: f64,
+    /// Sum of `e^(logit - max) (logit - max)`.
+    weighted: f64,
+    target: f32,
 }
 
-impl HeadValues<'_> {
-    fn n_vocabulary(self) -> usize {
-        match self {
-            Self::Frozen(head) => head.dims().0,
-            Self::Trained(_, n_vocabulary) => n_vocabulary,
-        }
+impl Row {
+    const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0, weighted: 0.0, target: f32::NAN };
+
+    fn log_sum(&self) -> f32 {
+        (f64::from(self.max) + self.sum.ln()) as f32
     }
 
-    /// `hidden head^T`.
-    fn logits(self, hidden: &[f32], n_rows: usize) -> Result<Vec<f32>> {
-        let mut logits = vec![0f32; n_rows * self.n_vocabulary()];
-        match self {
-            Self::Frozen(head) => head.forward(hidden, &mut logits, 0.0)?,
-            Self::Trained(head, _) => {
-                let hidden = Mat::new(hidden, n_rows, hidden.len() / n_rows);
-                matmul(&mut logits, 0.0, 1.0, hidden, head.t(), Threads::All)?;
+    fn entropy(&self) -> f32 {
+        (self.sum.ln() - self.weighted / self.sum) as f32
+    }
+
+    /// Takes in logits over the temperature.
+    fn add(&mut self, logits: &[f32]) {
+        for logits in logits.chunks(TOKENS_AT_ONCE) {
+            let max = self.max.max(largest(logits));
+            let shift = if self.sum > 0.0 { f64::from(self.max - max) } else { 0.0 };
+            let (sum, weighted) = sums(logits, max);
+            self.weighted = shift.exp() * (self.weighted + shift * self.sum) + f64::from(weighted);
+            self.sum = shift.exp() * self.sum + f64::from(sum);
+            self.max = max;
+        }
+    }
+}
+
+/// Values that are taken at once: a vector of the widest kind.
+const LANES: usize = 16;
+
+vectorised! {
+    fn largest(values: &[f32]) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        let (whole, rest) = values.as_chunks::<LANES>();
+        for values in whole {
+            for i in 0..LANES {
+                lanes[i] = if values[i] > lanes[i] { values[i] } else { lanes[i] };
             }
         }
-        Ok(logits)
+        lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, &x| if x > max { x } else { max })
     }
+}
 
-    /// `dlogits head`.
-    fn backward(self, dlogits: &[f32], n_rows: usize, dhidden: &mut [f32]) -> Result<()> {
-        match self {
-            Self::Frozen(head) => head.backward(dlogits, dhidden, 0.0),
-            Self::Trained(head, n_vocabulary) => {
-                matmul(dhidden, 0.0, 1.0, Mat::new(dlogits, n_rows, n_vocabulary), head, Threads::All)
+vectorised! {
+    /// Sums of `e^(x - max)` and of `e^(x - max) (x - max)`.
+    fn sums(values: &[f32], max: f32) -> (f32, f32) {
+        let (mut sum, mut weighted) = ([0f32; LANES], [0f32; LANES]);
+        let (whole, rest) = values.as_chunks::<LANES>();
+        for values in whole {
+            for i in 0..LANES {
+                let x = values[i] - max;
+                let e = exp(x);
+                sum[i] += e;
+                weighted[i] += e * x;
             }
+        }
+        for (i, x) in rest.iter().enumerate() {
+            let e = exp(x - max);
+            sum[i] += e;
+            weighted[i] += e * (x - max);
+        }
+        (sum.iter().sum(), weighted.iter().sum())
+    }
+}
+
+vectorised! {
+    fn scale(values: &mut [f32], factor: f32) {
+        values.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+vectorised! {
+    /// Logits to their gradients, but for the target's share: `-factor p (grad[0] + grad[1] (ln p + entropy))`.
+    fn logit_gradients(logits: &mut [f32], log_sum: f32, entropy: f32, grad: [f32; 2], factor: f32) {
+        for logit in logits {
+            let log_p = *logit - log_sum;
+            *logit = -factor * exp(log_p) * (grad[0] + grad[1] * (log_p + entropy));
         }
     }
 }
-/// Logits of one chunk are at most about this many values: they stay in the second-level cache's reach.
-const CHUNK_VALUES: usize = 1 << 18;
 
-/// What a row's logits come to.
-struct RowSummary {
-    logprob: f32,
-    entropy: f32,
-    log_sum: f32, // log of the sum of exponentials
-}
-
-fn summarise(logits: &[f32], target: usize) -> RowSummary {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let (mut sum, mut weighted) = (0f32, 0f32);
-    for &logit in logits {
-        let e = exp(logit - max);
-        sum += e;
-        weighted += e * (logit - max);
-    }
-    let log_sum = max + sum.ln();
-    RowSummary { logprob: logits[target] - log_sum, entropy: sum.ln() - weighted / sum, log_sum }
+/// Tokens of each part of the vocabulary.
+fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
+    let size = (PART_VALUES / n_rows.max(1) / TOKENS_AT_ONCE).max(1) * TOKENS_AT_ONCE;
+    (0..n_tokens).step_by(size).map(move |start| start..(start + size).min(n_tokens))
 }
 
 impl TokenLogprobs {
-    fn chunk_rows(n_vocabulary: usize) -> usize {
-        (CHUNK_VALUES / n_vocabulary).clamp(8, 512)
+    /// Calls `f` with each row of the logits of a part over the temperature, and its index.
+    fn each_row(
+        &self,
+        hidden: &[f32],
+        head: Source<'_>,
+        level: Level,
+        logits: &mut [f32],
+        f: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Result<()> {
+        product::forward(level, &[Term { left: hidden, weight: head }], Output::new(logits, 0.0))?;
+        logits.par_chunks_exact_mut(head.n_out()).enumerate().for_each(|(row, logits)| {
+            scale(logits, self.inverse_temperature);
+            f(row, logits);
+        });
+        Ok(())
     }
 
-    /// Logits over the temperature.
-    fn logits(&self, hidden: &[f32], n_rows: usize, head: HeadValues<'_>) -> Result<Vec<f32>> {
-        let mut logits = head.logits(hidden, n_rows)?;
-        if self.inverse_temperature != 1.0 {
-            logits
-                .par_chunks_mut(1 << 14)
-                .for_each(|part| part.iter_mut().for_each(|x| *x *= self.inverse_temperature));
+    fn forward(&self, hidden: &[f32], head: Source<'_>, level: Level) -> Result<Vec<f32>> {
+        let n_rows = self.targets.len();
+        let mut rows = vec![Row::EMPTY; n_rows];
+        let mut logits = vec![0f32; n_rows * parts(n_rows, head.n_out()).next().map_or(0, |part| part.len())];
+        for part in parts(n_rows, head.n_out()) {
+            let logits = &mut logits[..n_rows * part.len()];
+            self.each_row(hidden, head.part(part.clone()), level, logits, |_, _| ())?;
+            rows.par_iter_mut().zip(logits.par_chunks_exact(part.len())).zip(self.targets.par_iter()).for_each(
+                |((row, logits), &target)| {
+                    row.add(logits);
+                    if part.contains(&(target as usize)) {
+                        row.target = logits[target as usize - part.start];
+                    }
+                },
+            );
         }
-        Ok(logits)
-    }
-
-    fn forward(&self, hidden: &[f32], head: HeadValues<'_>, width: usize) -> Result<Vec<f32>> {
-        let n_vocabulary = head.n_vocabulary();
-        let chunk = Self::chunk_rows(n_vocabulary);
-        let mut out = Vec::with_capacity(self.targets.len() * 2);
-        for (hidden, targets) in hidden.chunks(chunk * width).zip(self.targets.chunks(chunk)) {
-            let logits = self.logits(hidden, targets.len(), head)?;
-            let rows = logits.par_chunks_exact(n_vocabulary).zip(targets);
-            let rows: Vec<RowSummary> = rows.map(|(row, &target)| summarise(row, target as usize)).collect();
-            out.extend(rows.iter().flat_map(|row| [row.logprob, row.entropy]));
-        }
+        let out = rows.iter().flat_map(|row| [row.target - row.log_sum(), row.entropy()]).collect();
+        self.rows.get_or_init(|| rows);
         Ok(out)
     }
 
+    /// Gradient of `hidden`; that of a trained head is written to `dhead`.
+    ///
     /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`:
     /// `d logit_j = a (1[j = target] - p_j) - b p_j (ln p_j + E)`, over the temperature.
-    fn logit_gradients(&self, logits: &mut [f32], targets: &[u32], grad: &[f32], n_vocabulary: usize) {
-        let rows = logits.par_chunks_exact_mut(n_vocabulary).zip(targets).zip(grad.par_chunks_exact(2));
-        rows.for_each(|((row, &target), grad)| {
-            let summary = summarise(row, target as usize);
-            for logit in row.iter_mut() {
-                let log_p = *logit - summary.log_sum;
-                let p = exp(log_p);
-                *logit = -p * (grad[0] + grad[1] * (log_p + summary.entropy)) * self.inverse_temperature;
-            }
-            row[target as usize] += grad[0] * self.inverse_temperature;
-        });
-    }
-
-    /// Gradient of `hidden`; that of a trained head is added to `dhead`.
     fn backward(
         &self,
         hidden: &[f32],
-        head: HeadValues<'_>,
+        head: Source<'_>,
+        level: Level,
         grad: &[f32],
-        width: usize,
         mut dhead: Option<&mut [f32]>,
     ) -> Result<Vec<f32>> {
-        let n_vocabulary = head.n_vocabulary();
-        let chunk = Self::chunk_rows(n_vocabulary);
+        let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
+        let (n_rows, width) = (rows.len(), head.n_in());
         let mut dhidden = vec![0f32; hidden.len()];
-        let chunks = hidden.chunks(chunk * width).zip(dhidden.chunks_mut(chunk * width));
-        for (((hidden, dhidden), targets), grad) in chunks.zip(self.targets.chunks(chunk)).zip(grad.chunks(chunk * 2)) {
-            let n_rows = targets.len();
-            let mut dlogits = self.logits(hidden, n_rows, head)?;
-            self.logit_gradients(&mut dlogits, targets, grad, n_vocabulary);
-            head.backward(&dlogits, n_rows, dhidden)?;
+        let mut logits = vec![0f32; n_rows * parts(n_rows, head.n_out()).next().map_or(0, |part| part.len())];
+        for part in parts(n_rows, head.n_out()) {
+            let (head, logits) = (head.part(part.clone()), &mut logits[..n_rows * part.len()]);
+            self.each_row(hidden, head, level, logits, |row, logits| {
+                let grad = [grad[2 * row], grad[2 * row + 1]];
+                logit_gradients(logits, rows[row].log_sum(), rows[row].entropy(), grad, self.inverse_temperature);
+                let target = self.targets[row] as usize;
+                if part.contains(&target) {
+                    logits[target - part.start] += grad[0] * self.inverse_temperature;
+                }
+            })?;
+            product::backward(level, &[Term { left: logits, weight: head }], Output::new(&mut dhidden, 1.0))?;
             if let Some(dhead) = &mut dhead {
-                let hidden = Mat::new(hidden, n_rows, width);
-                matmul(dhead, 1.0, 1.0, Mat::new(&dlogits, n_rows, n_vocabulary).t(), hidden, Threads::All)?;
+                let dlogits = transpose(level, logits, part.len()); // (part, N)
+                let terms = [Term { left: &dlogits, weight: Source::rows(hidden, width) }];
+                let dhead = &mut dhead[part.start * width..part.end * width];
+                product::backward(level, &terms, Output::new(dhead, 0.0))?;
             }
         }
         Ok(dhidden)
@@ -180,15 +233,14 @@ impl CustomOp1 for FrozenHead {
     }
 
     fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (n_rows, width) = layout.shape().dims2()?;
-        let out = self.op.forward(floats(hidden, layout)?, HeadValues::Frozen(&self.head), width)?;
-        Ok((CpuStorage::F32(out), (n_rows, 2).into()))
+        let out = self.op.forward(floats(hidden, layout)?, self.head.source(), self.head.level())?;
+        Ok((CpuStorage::F32(out), (self.op.targets.len(), 2).into()))
     }
 
     fn bwd(&self, hidden: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let (width, head) = (hidden.dim(1)?, HeadValues::Frozen(&self.head));
+        let (head, level) = (self.head.source(), self.head.level());
         let dhidden =
-            with_floats(hidden, |hidden| with_floats(grad, |grad| self.op.backward(hidden, head, grad, width, None)))?;
+            with_floats(hidden, |hidden| with_floats(grad, |grad| self.op.backward(hidden, head, level, grad, None)))?;
         Ok(Some(Tensor::from_vec(dhidden, hidden.shape(), hidden.device())?))
     }
 }
@@ -205,11 +257,9 @@ impl CustomOp2 for TokenLogprobs {
         head: &CpuStorage,
         head_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (n_rows, width) = hidden_layout.shape().dims2()?;
-        let n_vocabulary = head_layout.shape().dims2()?.0;
-        let head = HeadValues::Trained(Mat::new(floats(head, head_layout)?, n_vocabulary, width), n_vocabulary);
-        let out = self.forward(floats(hidden, hidden_layout)?, head, width)?;
-        Ok((CpuStorage::F32(out), (n_rows, 2).into()))
+        let head = Source::rows(floats(head, head_layout)?, hidden_layout.shape().dims2()?.1);
+        let out = self.forward(floats(hidden, hidden_layout)?, head, Level::detected())?;
+        Ok((CpuStorage::F32(out), (self.targets.len(), 2).into()))
     }
 
     fn bwd(
@@ -219,12 +269,12 @@ impl CustomOp2 for TokenLogprobs {
         _out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (n_vocabulary, width) = head.dims2()?;
-        let mut dhead = vec![0f32; n_vocabulary * width];
+        let (width, level) = (head.dim(1)?, Level::detected());
+        let mut dhead = vec![0f32; head.elem_count()];
         let dhidden = with_floats(hidden, |hidden| {
             with_floats(head, |head| {
-                let head = HeadValues::Trained(Mat::new(head, n_vocabulary, width), n_vocabulary);
-                with_floats(grad, |grad| self.backward(hidden, head, grad, width, Some(&mut dhead)))
+                let head = Source::rows(head, width);
+                with_floats(grad, |grad| self.backward(hidden, head, level, grad, Some(&mut dhead)))
             })
         })?;
         let dhead = Tensor::from_vec(dhead, head.shape(), head.device())?;

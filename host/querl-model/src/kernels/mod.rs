@@ -5,10 +5,12 @@
 //! and keeps the gradient of frozen weights.
 
 mod attention;
+mod cpu;
 mod frozen;
 mod linear;
 mod logprobs;
 mod matmul;
+mod product;
 mod rms_norm;
 mod rope;
 mod swiglu;
@@ -21,6 +23,7 @@ pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, rope};
 pub use swiglu::swiglu;
 
+pub(crate) use cpu::Level;
 pub(crate) use matmul::{Mat, Threads, matmul, matmul_into};
 
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};

@@ -1,0 +1,116 @@
+//! What the machine can do at most.
+
+use rayon::prelude::*;
+use std::hint::black_box;
+use std::time::Instant;
+
+/// Measured peaks of all threads together.
+pub struct Peaks {
+    /// f32 multiplications and additions a second.
+    pub f32_flops: f64,
+    /// The same of bf16 dot products; of f32 where there are none.
+    pub bf16_flops: f64,
+    /// Bytes read from memory a second.
+    pub bytes_per_second: f64,
+}
+
+/// Measures for about two seconds.
+pub fn measure(n_threads: usize) -> Peaks {
+    let f32_flops = best_rate(n_threads, f32_chains);
+    let bf16_flops = best_rate(n_threads, bf16_chains).max(f32_flops);
+    Peaks { f32_flops, bf16_flops, bytes_per_second: bandwidth(n_threads) }
+}
+
+/// Operations a second of `work`, which returns how many it did, on all threads at once.
+fn best_rate(n_threads: usize, work: fn() -> f64) -> f64 {
+    let mut best = 0f64;
+    for _ in 0..20 {
+        let start = Instant::now();
+        let done: f64 = (0..n_threads).into_par_iter().with_max_len(1).map(|_| work()).sum();
+        best = best.max(done / start.elapsed().as_secs_f64());
+    }
+    best
+}
+
+const STEPS: usize = 4_000_000;
+
+#[cfg(target_arch = "x86_64")]
+fn f32_chains() -> f64 {
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the processor has the instructions.
+        unsafe { f32_chains_avx512() }
+    } else {
+        plain_chains()
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn f32_chains() -> f64 {
+    plain_chains()
+}
+
+/// Chains that the compiler vectorises as it can.
+fn plain_chains() -> f64 {
+    let (mut sums, factor) = ([[1f32; 16]; 6], black_box(0.999f32));
+    for _ in 0..STEPS {
+        sums.iter_mut().flatten().for_each(|sum| *sum = *sum * factor + 1e-3);
+    }
+    black_box(sums);
+    (STEPS * 6 * 16 * 2) as f64
+}
+
+/// 12 independent chains hide the latency of the two multipliers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn f32_chains_avx512() -> f64 {
+    use std::arch::x86_64::*;
+    let (x, y) = (_mm512_set1_ps(black_box(0.999)), _mm512_set1_ps(black_box(1e-3)));
+    let mut sums = [_mm512_set1_ps(1.0); 12];
+    for _ in 0..STEPS {
+        sums.iter_mut().for_each(|sum| *sum = _mm512_fmadd_ps(*sum, x, y));
+    }
+    black_box(sums);
+    (STEPS * 12 * 16 * 2) as f64
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn bf16_chains() -> f64 {
+    0.0
+}
+
+#[cfg(target_arch = "x86_64")]
+fn bf16_chains() -> f64 {
+    if is_x86_feature_detected!("avx512bf16") {
+        // SAFETY: the processor has the instructions.
+        unsafe { bf16_chains_avx512() }
+    } else {
+        0.0
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn bf16_chains_avx512() -> f64 {
+    use std::arch::x86_64::*;
+    let x = _mm512_cvtne2ps_pbh(_mm512_set1_ps(black_box(0.5)), _mm512_set1_ps(black_box(0.25)));
+    let mut sums = [_mm512_set1_ps(1.0); 16];
+    for _ in 0..STEPS / 2 {
+        sums.iter_mut().for_each(|sum| *sum = _mm512_dpbf16_ps(*sum, x, x));
+    }
+    black_box(sums);
+    (STEPS / 2 * 16 * 32 * 2) as f64
+}
+
+/// Sums 512 MB that no cache holds.
+fn bandwidth(n_threads: usize) -> f64 {
+    let values = vec![1u64; 64 << 20];
+    let part = values.len() / n_threads;
+    let mut best = 0f64;
+    for _ in 0..5 {
+        let start = Instant::now();
+        let sums: u64 = values.par_chunks(part).map(|part| part.iter().copied().fold(0, u64::wrapping_add)).sum();
+        black_box(sums);
+        best = best.max(size_of_val(values.as_slice()) as f64 / start.elapsed().as_secs_f64());
+    }
+    best
+}

@@ -1,0 +1,87 @@
+//! Which instructions this processor has, found once.
+
+use std::sync::OnceLock;
+
+/// What products may use. Every level gives the same results to rounding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Level {
+    /// Whatever the program was compiled for.
+    Portable,
+    /// 256-bit vectors with fused multiply-add.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+}
+
+impl Level {
+    /// The best level of this processor.
+    pub(crate) fn detected() -> Self {
+        static LEVEL: OnceLock<Level> = OnceLock::new();
+        *LEVEL.get_or_init(detect)
+    }
+
+    /// All levels that this processor has: tests run each.
+    #[cfg(test)]
+    pub(crate) fn all() -> Vec<Self> {
+        let order = [Self::Portable, Self::Avx2, Self::Avx512];
+        let best = order.iter().position(|&level| level == Self::detected()).unwrap_or_default();
+        order[..=best].to_vec()
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Level {
+    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+    let avx512 = avx2
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512dq");
+    match (avx512, avx2) {
+        (true, _) => Level::Avx512,
+        (false, true) => Level::Avx2,
+        (false, false) => Level::Portable,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Level {
+    Level::Portable
+}
+
+/// Defines a function whose body is compiled once for each level and called at the level of this processor.
+///
+/// The body keeps to plain arithmetic that the compiler can vectorise: it is not allowed to fuse a multiplication with an
+/// addition on its own, so all levels give the same bits.
+macro_rules! vectorised {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        $vis fn $name($($arg: $type),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body($($arg: $type),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
+                fn avx512($($arg: $type),*) $(-> $ret)? {
+                    body($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2($($arg: $type),*) $(-> $ret)? {
+                    body($($arg),*)
+                }
+                use $crate::kernels::cpu::Level;
+                match Level::detected() {
+                    // SAFETY: the level says that the processor has these instructions.
+                    Level::Avx512 => unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx2 => unsafe { avx2($($arg),*) },
+                    Level::Portable => body($($arg),*),
+                }
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            body($($arg),*)
+        }
+    };
+}
+
+pub(crate) use vectorised;

@@ -1,0 +1,126 @@
+//! Packed products against plain ones, at every level of this processor.
+#![allow(clippy::unwrap_used)]
+
+use super::super::cpu::Level;
+use super::FrozenWeight;
+use candle_core::{Device, Tensor};
+use querl_core::config::BaseDtype;
+
+const DTYPES: [BaseDtype; 5] = [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4];
+
+/// Sizes that fill panels, groups and vectors, and sizes that do not.
+const SHAPES: [(usize, usize); 6] = [(64, 64), (192, 256), (100, 130), (7, 5), (65, 17), (130, 300)];
+
+/// Values between -1 and 1 in a fixed order.
+fn numbers(n: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
+    (0..n)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn weight(n_out: usize, n_in: usize, dtype: BaseDtype) -> FrozenWeight {
+    let values = Tensor::from_vec(numbers(n_out * n_in, 1), (n_out, n_in), &Device::Cpu).unwrap();
+    FrozenWeight::pack(&values, dtype).unwrap()
+}
+
+/// What is stored, row-major in f64.
+fn stored(weight: &FrozenWeight) -> Vec<f64> {
+    let values: Vec<f32> = weight.to_tensor().unwrap().flatten_all().unwrap().to_vec1().unwrap();
+    values.into_iter().map(f64::from).collect()
+}
+
+/// Largest difference to the sums in f64, as a share of the sums of absolute products.
+fn worst(found: &[f32], rows: usize, cols: usize, steps: usize, product: impl Fn(usize, usize, usize) -> f64) -> f64 {
+    let mut worst = 0f64;
+    for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
+        let products: Vec<f64> = (0..steps).map(|step| product(row, col, step)).collect();
+        let size: f64 = products.iter().map(|x| x.abs()).sum();
+        worst = worst.max((f64::from(found[row * cols + col]) - products.iter().sum::<f64>()).abs() / size.max(1e-9));
+    }
+    worst
+}
+
+#[test]
+fn products_agree_with_f64_at_every_level_and_type() {
+    for (dtype, (n_out, n_in)) in DTYPES.into_iter().flat_map(|dtype| SHAPES.map(|shape| (dtype, shape))) {
+        let packed = weight(n_out, n_in, dtype);
+        let w = stored(&packed);
+        for (level, n_rows) in Level::all().into_iter().flat_map(|level| [1, 2, 7, 23].map(|n| (level, n))) {
+            let packed = packed.at_level(level);
+            let (x, g) = (numbers(n_rows * n_in, 2), numbers(n_rows * n_out, 3));
+            let (mut y, mut dx) = (vec![f32::NAN; n_rows * n_out], vec![f32::NAN; n_rows * n_in]);
+            packed.forward(&x, &mut y, 0.0).unwrap();
+            packed.backward(&g, &mut dx, 0.0).unwrap();
+            let forward = worst(&y, n_rows, n_out, n_in, |r, c, s| f64::from(x[r * n_in + s]) * w[c * n_in + s]);
+            let backward = worst(&dx, n_rows, n_in, n_out, |r, c, s| f64::from(g[r * n_out + s]) * w[s * n_in + c]);
+            let limit = 1e-6;
+            let case = format!("{} {level:?} ({n_out}, {n_in}) {n_rows} rows", dtype.name());
+            assert!(forward < limit && backward < limit, "{case}: forward {forward:e}, backward {backward:e}");
+        }
+    }
+}
+
+#[test]
+fn a_rows_result_does_not_depend_on_other_rows() {
+    let (n_out, n_in, n_rows) = (192, 300, 523);
+    let (x, g) = (numbers(n_rows * n_in, 4), numbers(n_rows * n_out, 5));
+    for (dtype, level) in DTYPES.into_iter().flat_map(|dtype| Level::all().into_iter().map(move |level| (dtype, level)))
+    {
+        let packed = weight(n_out, n_in, dtype).at_level(level);
+        let (mut y, mut dx) = (vec![0f32; n_rows * n_out], vec![0f32; n_rows * n_in]);
+        packed.forward(&x, &mut y, 0.0).unwrap();
+        packed.backward(&g, &mut dx, 0.0).unwrap();
+        for row in [0, 1, 100, 522] {
+            let (mut one_y, mut one_dx) = (vec![0f32; n_out], vec![0f32; n_in]);
+            packed.forward(&x[row * n_in..(row + 1) * n_in], &mut one_y, 0.0).unwrap();
+            packed.backward(&g[row * n_out..(row + 1) * n_out], &mut one_dx, 0.0).unwrap();
+            assert_eq!(one_y, y[row * n_out..(row + 1) * n_out], "{} {level:?} forward row {row}", dtype.name());
+            assert_eq!(one_dx, dx[row * n_in..(row + 1) * n_in], "{} {level:?} backward row {row}", dtype.name());
+        }
+    }
+}
+
+#[test]
+fn results_are_added_to_what_is_kept() {
+    let packed = weight(70, 40, BaseDtype::F32);
+    let x = numbers(3 * 40, 6);
+    let (mut fresh, mut kept) = (vec![0f32; 210], vec![2f32; 210]);
+    packed.forward(&x, &mut fresh, 0.0).unwrap();
+    packed.forward(&x, &mut kept, 0.5).unwrap();
+    assert!(fresh.iter().zip(&kept).all(|(fresh, kept)| (kept - fresh - 1.0).abs() < 1e-5));
+}
+
+#[test]
+fn stored_values_are_the_nearest_of_each_type() {
+    let (n_out, n_in) = (70, 130);
+    let values = numbers(n_out * n_in, 1);
+    // Half a step of each type, as a share of 1, the largest value there is; nf4's widest gap is between -1 and -0.696.
+    for (dtype, limit) in DTYPES.into_iter().zip([0.0, 2f64.powi(-9), 2f64.powi(-12), 0.5 / 127.0, 0.1520]) {
+        let packed = weight(n_out, n_in, dtype);
+        let worst = stored(&packed).iter().zip(&values).map(|(a, b)| (a - f64::from(*b)).abs()).fold(0.0, f64::max);
+        assert!(worst <= limit + 1e-7, "{}: {worst}", dtype.name());
+        let rows: Vec<Vec<f32>> = packed.rows(&[69, 0, 64]).unwrap().to_vec2().unwrap();
+        let all: Vec<Vec<f32>> = packed.to_tensor().unwrap().to_vec2().unwrap();
+        assert_eq!(rows, [all[69].clone(), all[0].clone(), all[64].clone()]);
+    }
+    assert!(weight(8, 8, BaseDtype::F32).rows(&[8]).is_err());
+}
+
+#[test]
+fn memory_is_what_the_type_promises() {
+    let n_values = 128.0 * 256.0;
+    for (dtype, bytes) in DTYPES.into_iter().zip([4.0, 2.0, 2.0, 1.0625, 0.5625]) {
+        assert_eq!(weight(128, 256, dtype).memory_bytes() as f64, n_values * bytes, "{}", dtype.name());
+    }
+}
+
+#[test]
+fn values_that_f16_cannot_hold_are_refused() {
+    let values = Tensor::new(&[[1f32, 1e6]], &Device::Cpu).unwrap();
+    assert!(FrozenWeight::pack(&values, BaseDtype::F16).err().unwrap().to_string().contains("not finite as f16"));
+    assert!(FrozenWeight::pack(&values, BaseDtype::Bf16).is_ok());
+}

@@ -1,0 +1,180 @@
+//! From panels to f32.
+
+use super::super::cpu::{Level, vectorised};
+use super::{GROUP, Packed, WIDTH, values};
+use querl_core::config::BaseDtype;
+use std::ops::Range;
+
+/// The 16 values of a normal float: quantiles of the normal distribution, 0 among them, the largest being 1.
+///
+/// Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", appendix E.
+pub(super) const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// f16 to f32, by integer arithmetic alone: numbers below the normal range cost no more than others. No infinities.
+#[inline(always)]
+fn from_f16(bits: u16) -> f32 {
+    let (sign, size) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
+    let magnitude = f32::from_bits((size << 13) + (112 << 23));
+    let least = f32::from_bits(113 << 23); // 2^-14
+    let magnitude = if size < 0x400 { f32::from_bits((size << 13) + (113 << 23)) - least } else { magnitude };
+    f32::from_bits(magnitude.to_bits() | sign)
+}
+
+vectorised! {
+    fn unpack_f16(from: &[u16], to: &mut [f32]) {
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from));
+    }
+}
+
+vectorised! {
+    /// Pairs of inputs to rows of inputs, two rows of WIDTH for each row of pairs.
+    fn unpack_pairs(from: &[u32], to: &mut [f32]) {
+        for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
+            let (even, odd) = rows.split_at_mut(WIDTH);
+            for (value, pair) in even.iter_mut().zip(pairs) {
+                *value = f32::from_bits(pair << 16);
+            }
+            for (value, pair) in odd.iter_mut().zip(pairs) {
+                *value = f32::from_bits(pair & 0xffff_0000);
+            }
+        }
+    }
+}
+
+vectorised! {
+    /// Inputs of one group.
+    fn unpack_int8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+        for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
+            for i in 0..WIDTH {
+                to[i] = f32::from(from[i] as i8) * scales[i];
+            }
+        }
+    }
+}
+
+/// Inputs of one group.
+fn unpack_nf4(level: Level, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the processor has the instructions.
+        Level::Avx512 => unsafe { unpack_nf4_avx512(from, scales, to) },
+        _ => {
+            for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
+                for (i, &byte) in from.iter().enumerate() {
+                    to[i] = NF4[usize::from(byte & 15)] * scales[i];
+                    to[i + WIDTH / 2] = NF4[usize::from(byte >> 4)] * scales[i + WIDTH / 2];
+                }
+            }
+        }
+    }
+}
+
+/// The table of 16 values is one vector: a lookup is one instruction.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn unpack_nf4_avx512(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+    use std::arch::x86_64::*;
+    // SAFETY: the loads and stores below are of 16 values at places that the chunks' and arrays' lengths bound.
+    unsafe {
+        let table = _mm512_loadu_ps(NF4.as_ptr());
+        let scales: [__m512; 4] = std::array::from_fn(|v| _mm512_loadu_ps(scales.as_ptr().add(16 * v)));
+        for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
+            for half in 0..2 {
+                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.as_ptr().add(16 * half).cast()));
+                // A lookup reads the low 4 bits of an index.
+                let low = _mm512_permutexvar_ps(bytes, table);
+                let high = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table);
+                _mm512_storeu_ps(to.as_mut_ptr().add(16 * half), _mm512_mul_ps(low, scales[half]));
+                _mm512_storeu_ps(to.as_mut_ptr().add(32 + 16 * half), _mm512_mul_ps(high, scales[2 + half]));
+            }
+        }
+    }
+}
+
+impl Packed {
+    /// Inputs `inputs` of a panel as f32, `(inputs, WIDTH)`; `inputs` begins at a multiple of [`GROUP`].
+    pub(in super::super) fn unpack(&self, level: Level, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
+        debug_assert!(inputs.start.is_multiple_of(GROUP) && to.len() == inputs.len() * WIDTH);
+        let offset = self.offset(panel, inputs.start);
+        match self.dtype {
+            BaseDtype::F32 => to.copy_from_slice(&values::<f32>(&self.data)[offset..][..to.len()]),
+            BaseDtype::F16 => unpack_f16(&values::<u16>(&self.data)[offset..][..to.len()], to),
+            BaseDtype::Bf16 => {
+                let pairs = &values::<u32>(&self.data)[offset / 2..];
+                let whole = to.len() / (2 * WIDTH) * (2 * WIDTH);
+                unpack_pairs(&pairs[..whole / 2], &mut to[..whole]);
+                let last = &pairs[whole / 2..];
+                to[whole..].iter_mut().zip(last).for_each(|(to, pair)| *to = f32::from_bits(pair << 16));
+            }
+            BaseDtype::Int8 | BaseDtype::Nf4 => self.unpack_groups(level, panel, inputs, to),
+        }
+    }
+
+    fn unpack_groups(&self, level: Level, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
+        for (part, to) in to.chunks_mut(GROUP * WIDTH).enumerate() {
+            let offset = self.offset(panel, inputs.start + part * GROUP);
+            let scales = (panel * self.n_groups() + inputs.start / GROUP + part) * WIDTH;
+            let Some(scales) = self.scales[scales..].first_chunk() else { continue };
+            if self.dtype == BaseDtype::Int8 {
+                unpack_int8(&values::<u8>(&self.data)[offset..][..to.len()], scales, to);
+            } else {
+                unpack_nf4(level, &values::<u8>(&self.data)[offset / 2..][..to.len() / 2], scales, to);
+            }
+        }
+    }
+
+    /// One row of the weight: `(in)`.
+    pub(super) fn row(&self, output: usize, row: &mut [f32]) {
+        let (panel, lane) = (output / WIDTH, output % WIDTH);
+        let offset = self.offset(panel, 0);
+        match self.dtype {
+            BaseDtype::F32 => {
+                let from = values::<f32>(&self.data)[offset + lane..].iter().step_by(WIDTH);
+                row.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+            }
+            BaseDtype::F16 => {
+                let from = values::<u16>(&self.data)[offset + lane..].iter().step_by(WIDTH);
+                row.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from));
+            }
+            BaseDtype::Bf16 => {
+                let from = values::<u32>(&self.data)[offset / 2 + lane..].iter().step_by(WIDTH);
+                for (to, pair) in row.chunks_mut(2).zip(from) {
+                    to[0] = f32::from_bits(pair << 16);
+                    if let Some(to) = to.get_mut(1) {
+                        *to = f32::from_bits(pair & 0xffff_0000);
+                    }
+                }
+            }
+            BaseDtype::Int8 | BaseDtype::Nf4 => self.quantised_row(panel, lane, row),
+        }
+    }
+
+    fn quantised_row(&self, panel: usize, lane: usize, row: &mut [f32]) {
+        let (offset, bytes) = (self.offset(panel, 0), values::<u8>(&self.data));
+        let scales = &self.scales[panel * self.n_groups() * WIDTH..];
+        for (input, value) in row.iter_mut().enumerate() {
+            let share = match self.dtype {
+                BaseDtype::Int8 => f32::from(bytes[offset + input * WIDTH + lane] as i8),
+                _ => NF4[usize::from(bytes[(offset + input * WIDTH) / 2 + lane % 32] >> (lane / 32 * 4) & 15)],
+            };
+            *value = share * scales[input / GROUP * WIDTH + lane];
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Products with weights, block by block: `y = keep * y + sum of x W^T` and `dx = keep * dx + sum of g W`.
+//!
+//! A block of 64 columns of the result and up to [`STEPS`] steps of the sum reads one *slab* of the weight: 64 values wide,
+//! either straight from the panels in which the weight is packed, or unpacked into a scratch that stays in the first-level
+//! cache while all rows pass over it. Each value of the result is one chain of additions in the order of the sum, wherever its
+//! row stands and however many rows there are: a row's result does not depend on its neighbours.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+mod source;
+mod tile;
+
+use super::cpu::Level;
+use candle_core::{Result, bail};
+use rayon::prelude::*;
+use source::{Reuse, Scratch, with_scratch};
+pub(super) use source::{Source, transpose};
+use std::marker::PhantomData;
+use tile::Block;
+
+/// Columns of a panel and of a block.
+pub(super) const WIDTH: usize = 64;
+
+/// Steps of the sum that one slab holds: 32 KiB in f32.
+const STEPS: usize = 512;
+
+/// Rows that one task works on: their part of `x` stays in the second-level cache while panels pass over it.
+const ROWS_PER_TASK: usize = 256;
+
+/// Rows of a result for which a slab is read where it stands: copying it side by side pays for more.
+const FEW_ROWS: usize = 24;
+
+/// Multiplications below which handing work to other threads costs more than it saves.
+const SERIAL_WORK: usize = 1 << 18;
+
+/// One product of a sum: the left matrix `(N, in)` going forward, `(N, out)` going backward, and the weight.
+#[derive(Clone, Copy)]
+pub(super) struct Term<'a> {
+    pub(super) left: &'a [f32],
+    pub(super) weight: Source<'a>,
+}
+
+/// Where a result goes. With `keep` 0 every value is written and none is read, so that it may be fresh memory.
+pub(super) struct Output<'a> {
+    start: *mut f32,
+    len: usize,
+    keep: f32,
+    memory: PhantomData<&'a mut f32>,
+}
+
+// SAFETY: it is a mutable slice in other words, and tasks write to parts of it that do not overlap.
+unsafe impl Sync for Output<'_> {}
+
+impl<'a> Output<'a> {
+    /// Into `values`, of which `keep` times what they are remains.
+    pub(super) fn new(values: &'a mut [f32], keep: f32) -> Self {
+        Self { start: values.as_mut_ptr(), len: values.len(), keep, memory: PhantomData }
+    }
+}
+
+/// A vector of `len` values that a product writes: the memory is not cleared before.
+pub(super) fn written(len: usize, product: impl FnOnce(Output<'_>) -> Result<()>) -> Result<Vec<f32>> {
+    let mut values: Vec<f32> = Vec::with_capacity(len);
+    product(Output { start: values.as_mut_ptr(), len, keep: 0.0, memory: PhantomData })?;
+    // SAFETY: a product that returns without an error has written all values of an output that keeps nothing.
+    unsafe { values.set_len(len) };
+    Ok(values)
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    Forward,
+    Backward,
+}
+
+/// `y = keep * y + sum of left W^T`; `y`: `(N, out)`.
+pub(super) fn forward(level: Level, terms: &[Term<'_>], y: Output<'_>) -> Result<()> {
+    product(level, terms, y, Direction::Forward)
+}
+
+/// `dx = keep * dx + sum of left W`; `dx`: `(N, in)`.
+pub(super) fn backward(level: Level, terms: &[Term<'_>], dx: Output<'_>) -> Result<()> {
+    product(level, terms, dx, Direction::Backward)
+}
+
+impl Term<'_> {
+    /// Steps of its sum and columns of its result.
+    fn shape(&self, direction: Direction) -> (usize, usize) {
+        match direction {
+            Direction::Forward => (self.weight.n_in(), self.weight.n_out()),
+            Direction::Backward => (self.weight.n_out(), self.weight.n_in()),
+        }
+    }
+}
+
+fn product(level: Level, terms: &[Term<'_>], out: Output<'_>, direction: Direction) -> Result<()> {
+    let n_cols = terms.first().map_or(0, |term| term.shape(direction).1);
+    let n_rows = if n_cols == 0 { 0 } else { out.len / n_cols };
+    for term in terms {
+        let (n_steps, cols) = term.shape(direction);
+        if cols != n_cols || n_rows * n_cols != out.len || term.left.len() != n_rows * n_steps {
+            bail!(
+                "product: {} values by ({}, {}) into {}",
+                term.left.len(),
+                term.weight.n_out(),
+                term.weight.n_in(),
+                out.len
+            );
+        }
+    }
+    let work: usize = terms.iter().map(|term| n_rows * n_cols * term.shape(direction).0).sum();
+    let tasks = Tasks::new(n_rows, n_cols, work);
+    let run = |task: usize| {
+        let block = tasks.block(task);
+        with_scratch(|scratch| {
+            for (index, term) in terms.iter().enumerate() {
+                let keep = if index == 0 { out.keep } else { 1.0 };
+                // SAFETY: the shapes were checked above, and blocks of different tasks do not overlap.
+                unsafe { term.multiply(level, direction, &block, &out, n_cols, keep, scratch) };
+            }
+        });
+    };
+    if work < SERIAL_WORK {
+        (0..tasks.len()).for_each(run);
+    } else {
+        (0..tasks.len()).into_par_iter().for_each(run);
+    }
+    Ok(())
+}
+
+/// The result cut into blocks: chunks of rows, in each of them one block for 64 columns.
+struct Tasks {
+    n_rows: usize,
+    n_cols: usize,
+    n_row_chunks: usize,
+    n_col_blocks: usize,
+}
+
+/// Rows and columns of one task.
+struct Rectangle {
+    rows: std::ops::Range<usize>,
+    cols: std::ops::Range<usize>,
+}
+
+impl Tasks {
+    fn new(n_rows: usize, n_cols: usize, work: usize) -> Self {
+        let n_col_blocks = n_cols.div_ceil(WIDTH);
+        let wanted = if work < SERIAL_WORK { 1 } else { 4 * rayon::current_num_threads() };
+        let for_threads = wanted.div_ceil(n_col_blocks.max(1)).min(n_rows.div_ceil(24));
+        let n_row_chunks = n_rows.div_ceil(ROWS_PER_TASK).max(for_threads);
+        Self { n_rows, n_cols, n_row_chunks, n_col_blocks }
+    }
+
+    fn len(&self) -> usize {
+        self.n_row_chunks * self.n_col_blocks
+    }
+
+    /// Tasks that follow one another share their rows.
+    fn block(&self, task: usize) -> Rectangle {
+        let (chunk, column) = (task / self.n_col_blocks, task % self.n_col_blocks * WIDTH);
+        let start = |chunk: usize| chunk * self.n_rows / self.n_row_chunks;
+        Rectangle { rows: start(chunk)..start(chunk + 1), cols: column..(column + WIDTH).min(self.n_cols) }
+    }
+}
+
+impl Term<'_> {
+    /// One block of the result.
+    ///
+    /// # Safety
+    /// `block` lies within `out`, whose rows have `n_cols` values, and no other thread touches it; the left matrix has those
+    /// rows and the steps of the weight.
+    #[allow(clippy::too_many_arguments)] // one call site; a struct would only name the same values again
+    unsafe fn multiply(
+        &self,
+        level: Level,
+        direction: Direction,
+        block: &Rectangle,
+        out: &Output<'_>,
+        n_cols: usize,
+        keep: f32,
+        scratch: &mut Scratch,
+    ) {
+        let n_steps = self.shape(direction).0;
+        let n_rows = block.rows.len();
+        // SAFETY: the block lies within the output.
+        let c = unsafe { out.start.add(block.rows.start * n_cols + block.cols.start) };
+        for start in (0..n_steps).step_by(STEPS) {
+            let steps = start..(start + STEPS).min(n_steps);
+            let slab = match direction {
+                Direction::Forward => self.weight.outputs_slab(level, block.cols.start, steps.clone(), scratch),
+                Direction::Backward => {
+                    let reuse = if n_rows > FEW_ROWS { Reuse::Often } else { Reuse::Seldom };
+                    self.weight.inputs_slab(level, steps.clone(), block.cols.clone(), reuse, scratch)
+                }
+            };
+            let block = Block {
+                // SAFETY: this row and step are within the left matrix, which has the block's rows and all steps.
+                a: unsafe { self.left.as_ptr().add(block.rows.start * n_steps + start) },
+                a_row: n_steps,
+                b: slab.start,
+                b_step: slab.step,
+                n_steps: steps.len(),
+                c,
+                c_row: n_cols,
+                n_cols: block.cols.len(),
+                keep: if start == 0 { keep } else { 1.0 },
+            };
+            // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns.
+            unsafe { block.run(level, n_rows) };
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Weights as products read them: slabs of a packed weight or of a row-major matrix.
+
+use super::super::cpu::Level;
+use super::super::frozen::Packed;
+#[cfg(target_arch = "x86_64")]
+use super::avx512;
+use super::{STEPS, WIDTH};
+use rayon::prelude::*;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// A weight `(out, in)`, or some of its outputs.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Source<'a> {
+    stored: Stored<'a>,
+    /// First output; in a packed weight a multiple of WIDTH.
+    first: usize,
+    n_out: usize,
+    n_in: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Stored<'a> {
+    /// In panels.
+    Packed(&'a Packed),
+    /// Row-major f32.
+    Rows(&'a [f32]),
+}
+
+/// Where the values of a block stand: `step` from one step of the sum to the next.
+pub(super) struct Slab {
+    pub(super) start: *const f32,
+    pub(super) step: usize,
+}
+
+/// How often a slab is read once it is made.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reuse {
+    Seldom,
+    Often,
+}
+
+/// Memory of one thread for the slab at hand and for what it is made from.
+#[repr(C, align(64))]
+pub(super) struct Scratch {
+    slab: [f32; STEPS * WIDTH],
+    block: [f32; WIDTH * WIDTH],
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Box<Scratch>> =
+        RefCell::new(Box::new(Scratch { slab: [0.0; STEPS * WIDTH], block: [0.0; WIDTH * WIDTH] }));
+}
+
+/// Calls `f` with this thread's scratch. `f` hands no work to other threads, so it is never called within itself.
+pub(super) fn with_scratch(f: impl FnOnce(&mut Scratch)) {
+    SCRATCH.with_borrow_mut(|scratch| f(scratch));
+}
+
+impl<'a> Source<'a> {
+    /// A row-major matrix of `n_in` columns.
+    pub(in super::super) fn rows(values: &'a [f32], n_in: usize) -> Self {
+        Self { stored: Stored::Rows(values), first: 0, n_out: values.len() / n_in.max(1), n_in }
+    }
+
+    /// A packed weight.
+    pub(in super::super) fn packed(packed: &'a Packed) -> Self {
+        Self { stored: Stored::Packed(packed), first: 0, n_out: packed.n_out, n_in: packed.n_in }
+    }
+
+    /// Some of the outputs, from a multiple of WIDTH on.
+    pub(in super::super) fn part(self, outputs: Range<usize>) -> Self {
+        debug_assert!(outputs.start.is_multiple_of(WIDTH) && outputs.end <= self.n_out);
+        Self { first: self.first + outputs.start, n_out: outputs.len(), ..self }
+    }
+
+    pub(in super::super) fn n_out(self) -> usize {
+        self.n_out
+    }
+
+    pub(in super::super) fn n_in(self) -> usize {
+        self.n_in
+    }
+
+    /// Inputs `steps` of WIDTH outputs from `output` on; what stands beyond the last output means nothing.
+    pub(super) fn outputs_slab(self, level: Level, output: usize, steps: Range<usize>, scratch: &mut Scratch) -> Slab {
+        let output = self.first + output;
+        match self.stored {
+            Stored::Packed(packed) => match packed.floats() {
+                Some(floats) => {
+                    let start = floats[packed.offset(output / WIDTH, steps.start)..].as_ptr();
+                    return Slab { start, step: WIDTH };
+                }
+                None => packed.unpack(level, output / WIDTH, steps.clone(), &mut scratch.slab[..steps.len() * WIDTH]),
+            },
+            Stored::Rows(values) => {
+                let outputs = output..(output + WIDTH).min(self.first + self.n_out);
+                transpose_part(level, values, self.n_in, outputs, steps, &mut scratch.slab);
+            }
+        }
+        Slab { start: scratch.slab.as_ptr(), step: WIDTH }
+    }
+
+    /// Outputs `steps`, from a multiple of WIDTH on, of the inputs `columns`, at most WIDTH and likewise.
+    pub(super) fn inputs_slab(
+        self,
+        level: Level,
+        steps: Range<usize>,
+        columns: Range<usize>,
+        reuse: Reuse,
+        scratch: &mut Scratch,
+    ) -> Slab {
+        let steps = self.first + steps.start..self.first + steps.end;
+        match self.stored {
+            Stored::Packed(packed) => packed_inputs(packed, level, steps, columns.start, scratch),
+            Stored::Rows(values) if reuse == Reuse::Seldom && columns.len() == WIDTH => {
+                let start = values[steps.start * self.n_in + columns.start..].as_ptr();
+                return Slab { start, step: self.n_in };
+            }
+            Stored::Rows(values) => {
+                for (row, slab) in steps.zip(scratch.slab.chunks_exact_mut(WIDTH)) {
+                    slab[..columns.len()].copy_from_slice(&values[row * self.n_in..][columns.clone()]);
+                }
+            }
+        }
+        Slab { start: scratch.slab.as_ptr(), step: WIDTH }
+    }
+}
+
+fn packed_inputs(packed: &Packed, level: Level, steps: Range<usize>, column: usize, scratch: &mut Scratch) {
+    let inputs = column..(column + WIDTH).min(packed.n_in_padded);
+    for (start, slab) in steps.step_by(WIDTH).zip(scratch.slab.chunks_exact_mut(WIDTH * WIDTH)) {
+        let block = match packed.floats() {
+            Some(floats) => &floats[packed.offset(start / WIDTH, column)..][..inputs.len() * WIDTH],
+            None => {
+                let block = &mut scratch.block[..inputs.len() * WIDTH];
+                packed.unpack(level, start / WIDTH, inputs.clone(), block);
+                block
+            }
+        };
+        transpose_block(level, block, slab);
+    }
+}
+
+/// `(n, WIDTH)` with `n` a multiple of 16 into the first columns of `(WIDTH, WIDTH)`.
+fn transpose_block(level: Level, from: &[f32], to: &mut [f32]) {
+    for row in (0..from.len() / WIDTH).step_by(16) {
+        for column in (0..WIDTH).step_by(16) {
+            transpose16(level, &from[row * WIDTH + column..], WIDTH, &mut to[column * WIDTH + row..], WIDTH);
+        }
+    }
+}
+
+/// Rows `outputs` and columns `steps` of a row-major matrix, transposed into `(steps, WIDTH)`; the rest of a row is 0.
+fn transpose_part(
+    level: Level,
+    values: &[f32],
+    n_in: usize,
+    outputs: Range<usize>,
+    steps: Range<usize>,
+    to: &mut [f32],
+) {
+    for row in (0..WIDTH).step_by(16) {
+        for step in (0..steps.len()).step_by(16) {
+            let first = outputs.start + row;
+            if first + 16 <= outputs.end && step + 16 <= steps.len() {
+                let from = &values[first * n_in + steps.start + step..];
+                transpose16(level, from, n_in, &mut to[step * WIDTH + row..], WIDTH);
+                continue;
+            }
+            for step in step..(step + 16).min(steps.len()) {
+                for row in row..row + 16 {
+                    let output = outputs.start + row;
+                    let is_there = output < outputs.end;
+                    to[step * WIDTH + row] = if is_there { values[output * n_in + steps.start + step] } else { 0.0 };
+                }
+            }
+        }
+    }
+}
+
+/// Transposes 16 by 16 values; rows start `from_row` and `to_row` apart.
+fn transpose16(level: Level, from: &[f32], from_row: usize, to: &mut [f32], to_row: usize) {
+    assert!(from.len() >= 15 * from_row + 16 && to.len() >= 15 * to_row + 16, "16 rows of 16 values");
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => {
+            // SAFETY: the lengths were checked, and the level says that the processor has the instructions.
+            unsafe { avx512::transpose16(from.as_ptr().cast(), from_row, to.as_mut_ptr().cast(), to_row) }
+        }
+        _ => {
+            (0..16).for_each(|row| (0..16).for_each(|column| to[column * to_row + row] = from[row * from_row + column]))
+        }
+    }
+}
+
+/// The transposed matrix: `(n_cols, n_rows)`.
+pub(in super::super) fn transpose(level: Level, values: &[f32], n_cols: usize) -> Vec<f32> {
+    let n_rows = values.len() / n_cols.max(1);
+    let mut transposed = vec![0f32; n_rows * n_cols];
+    transposed.par_chunks_mut((n_rows * 16).max(1)).enumerate().for_each(|(part, to)| {
+        let columns = part * 16..(part * 16 + 16).min(n_cols);
+        for row in (0..n_rows).step_by(16) {
+            if row + 16 <= n_rows && columns.len() == 16 {
+                transpose16(level, &values[row * n_cols + columns.start..], n_cols, &mut to[row..], n_rows);
+                continue;
+            }
+            for row in row..(row + 16).min(n_rows) {
+                for column in columns.clone() {
+                    to[(column - columns.start) * n_rows + row] = values[row * n_cols + column];
+                }
+            }
+        }
+    });
+    transposed
+}

@@ -1,0 +1,53 @@
+//! Blocks of a result and how they divide into tiles that fit the registers.
+
+use super::super::cpu::Level;
+#[cfg(target_arch = "x86_64")]
+use super::avx512;
+use super::portable;
+
+/// `c = keep * c + a b`: rows of `a` by a slab `b`, [`super::WIDTH`] columns for each step.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub(super) a: *const f32,
+    /// Values between rows of `a`.
+    pub(super) a_row: usize,
+    pub(super) b: *const f32,
+    /// Values between steps of `b`.
+    pub(super) b_step: usize,
+    pub(super) n_steps: usize,
+    pub(super) c: *mut f32,
+    /// Values between rows of `c`.
+    pub(super) c_row: usize,
+    /// Columns of `c`, at most [`super::WIDTH`].
+    pub(super) n_cols: usize,
+    pub(super) keep: f32,
+}
+
+impl Block {
+    /// Computes `n_rows` rows.
+    ///
+    /// # Safety
+    /// `a` has `n_rows` rows of `n_steps` readable values, `b` has `n_steps` rows of WIDTH, `c` has `n_rows` rows of `n_cols`
+    /// values that are writable, and readable where `keep` is not 0; the processor has what `level` names.
+    pub(super) unsafe fn run(&self, level: Level, n_rows: usize) {
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller's promise.
+            Level::Avx512 => unsafe { avx512::block(self, n_rows) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller's promise.
+            Level::Avx2 => unsafe { portable::block_avx2(self, n_rows) },
+            // SAFETY: the caller's promise.
+            _ => unsafe { portable::block(self, n_rows) },
+        }
+    }
+
+    /// The same block from `row` on.
+    ///
+    /// # Safety
+    /// The block has that row.
+    pub(super) unsafe fn from_row(&self, row: usize) -> Self {
+        // SAFETY: the row is within `a` and `c`.
+        unsafe { Self { a: self.a.add(row * self.a_row), c: self.c.add(row * self.c_row), ..*self } }
+    }
+}
