@@ -13,7 +13,7 @@ macro_rules! tiles {
         let most = if n_vectors > 2 { 6 } else { 12 };
         let mut row = 0;
         while row < $n_rows {
-            let rows = $block.from_row(row);
+            let rows = $block.at_row(row);
             let left = $n_rows - row;
             // Equal parts: 7 rows are 4 and 3, not 6 and 1.
             let n = if left >= 12 && most == 12 { 12 } else { left.div_ceil(left.div_ceil(6)) };

@@ -96,7 +96,7 @@ impl Term<'_> {
 
 fn product(level: Level, terms: &[Term<'_>], out: Output<'_>, direction: Direction) -> Result<()> {
     let n_cols = terms.first().map_or(0, |term| term.shape(direction).1);
-    let n_rows = if n_cols == 0 { 0 } else { out.len / n_cols };
+    let n_rows = out.len.checked_div(n_cols).unwrap_or(0);
     for term in terms {
         let (n_steps, cols) = term.shape(direction);
         if cols != n_cols || n_rows * n_cols != out.len || term.left.len() != n_rows * n_steps {

@@ -28,7 +28,7 @@ pub(super) unsafe fn block_avx2(block: &Block, n_rows: usize) {
 unsafe fn tiles<const FUSED: bool>(block: &Block, n_rows: usize) {
     for row in (0..n_rows).step_by(ROWS) {
         // SAFETY: the row is one of the block's.
-        let rows = unsafe { block.from_row(row) };
+        let rows = unsafe { block.at_row(row) };
         for column in (0..block.n_cols).step_by(LANES) {
             // SAFETY: as many rows as are left, columns within the block.
             unsafe {

@@ -46,7 +46,7 @@ impl Block {
     ///
     /// # Safety
     /// The block has that row.
-    pub(super) unsafe fn from_row(&self, row: usize) -> Self {
+    pub(super) unsafe fn at_row(&self, row: usize) -> Self {
         // SAFETY: the row is within `a` and `c`.
         unsafe { Self { a: self.a.add(row * self.a_row), c: self.c.add(row * self.c_row), ..*self } }
     }
