@@ -17,7 +17,7 @@ fn numbers(n: usize) -> Vec<f32> {
 }
 
 /// Calls `measure` with every kernel of a shape whose name contains `filter`.
-pub fn each(shape: &ModelShape, rows: &[usize], filter: Option<&str>, mut measure: impl FnMut(Kernel)) {
+pub(crate) fn each(shape: &ModelShape, rows: &[usize], filter: Option<&str>, mut measure: impl FnMut(Kernel)) {
     let is_wanted = |name: &str| filter.is_none_or(|filter| name.contains(filter));
     let products = [
         ("q, o", shape.hidden, shape.hidden),

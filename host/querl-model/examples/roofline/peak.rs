@@ -5,17 +5,17 @@ use std::hint::black_box;
 use std::time::Instant;
 
 /// Measured peaks of all threads together.
-pub struct Peaks {
+pub(crate) struct Peaks {
     /// f32 multiplications and additions a second.
-    pub f32_flops: f64,
+    pub(crate) f32_flops: f64,
     /// The same of bf16 dot products; of f32 where there are none.
-    pub bf16_flops: f64,
+    pub(crate) bf16_flops: f64,
     /// Bytes read from memory a second.
-    pub bytes_per_second: f64,
+    pub(crate) bytes_per_second: f64,
 }
 
 /// Measures for about two seconds.
-pub fn measure(n_threads: usize) -> Peaks {
+pub(crate) fn measure(n_threads: usize) -> Peaks {
     let f32_flops = best_rate(n_threads, f32_chains);
     let bf16_flops = best_rate(n_threads, bf16_chains).max(f32_flops);
     Peaks { f32_flops, bf16_flops, bytes_per_second: bandwidth(n_threads) }

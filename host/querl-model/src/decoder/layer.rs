@@ -143,14 +143,12 @@ impl Layer {
 
     fn queries(&self, normed: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let q = self.q.forward(normed, rows, pass)?;
-        let q = self.qk_norm.as_ref().map_or(Ok(q.clone()), |(norm, _)| per_head_norm(&q, norm, rows))?;
-        kernels::rope(&q, &rows.rope, &rows.positions)
+        turned(&q, self.qk_norm.as_ref().map(|(norm, _)| norm), rows)
     }
 
     fn keys(&self, normed: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let k = self.k.forward(normed, rows, pass)?;
-        let k = self.qk_norm.as_ref().map_or(Ok(k.clone()), |(_, norm)| per_head_norm(&k, norm, rows))?;
-        kernels::rope(&k, &rows.rope, &rows.positions)
+        turned(&k, self.qk_norm.as_ref().map(|(_, norm)| norm), rows)
     }
 
     /// The attention's projection and the feed-forward part, each added to what was there.
@@ -168,7 +166,10 @@ impl Layer {
     }
 }
 
-fn per_head_norm(x: &Tensor, weight: &Tensor, rows: &Rows) -> TensorResult<Tensor> {
-    let heads = x.reshape(((), rows.head_dim))?; // (N * heads, D)
-    kernels::rms_norm(&heads, weight, rows.eps)?.reshape(x.shape())
+/// Each head by its position, after its norm where there is one.
+fn turned(x: &Tensor, norm: Option<&Tensor>, rows: &Rows) -> TensorResult<Tensor> {
+    match norm {
+        Some(norm) => kernels::norm_rope(x, norm, &rows.rope, &rows.positions, rows.eps),
+        None => kernels::rope(x, &rows.rope, &rows.positions),
+    }
 }

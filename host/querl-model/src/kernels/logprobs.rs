@@ -3,7 +3,7 @@
 
 use super::cpu::vectorised;
 use super::product::{self, Output, Source, Term, transpose};
-use super::{FrozenWeight, Level, Weight, exp, floats, with_floats};
+use super::{FrozenWeight, LANES, Level, Weight, exp, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -84,9 +84,6 @@ impl Row {
         }
     }
 }
-
-/// Values that are taken at once: a vector of the widest kind.
-const LANES: usize = 16;
 
 vectorised! {
     fn largest(values: &[f32]) -> f32 {

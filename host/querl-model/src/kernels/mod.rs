@@ -20,7 +20,7 @@ pub use frozen::FrozenWeight;
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::token_logprobs;
 pub use rms_norm::rms_norm;
-pub use rope::{RopeTable, rope};
+pub use rope::{RopeTable, norm_rope, rope};
 pub use swiglu::swiglu;
 
 pub(crate) use cpu::Level;
@@ -62,8 +62,41 @@ fn exp(x: f32) -> f32 {
     mantissa * f32::from_bits((((n as i32) + 127) << 23) as u32)
 }
 
+/// Values of a vector of the widest kind: sums run in as many lanes, in the same order whatever the processor.
+const LANES: usize = 16;
+
+/// `sum(a * b)`.
+#[inline(always)]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..LANES {
+            lanes[i] += a[i] * b[i];
+        }
+    }
+    lanes.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
+}
+
+/// `sum(a * b * c)`.
+#[inline(always)]
+fn dot3(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let (c, c_rest) = c.as_chunks::<LANES>();
+    for ((a, b), c) in a.iter().zip(b).zip(c) {
+        for i in 0..LANES {
+            lanes[i] += a[i] * b[i] * c[i];
+        }
+    }
+    lanes.iter().sum::<f32>() + a_rest.iter().zip(b_rest).zip(c_rest).map(|((a, b), c)| a * b * c).sum::<f32>()
+}
+
 /// Rows that one parallel task works on: enough to outweigh handing it over.
 const ROWS_PER_TASK: usize = 32;
+
+#[cfg(test)]
+mod gradients;
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,8 @@
 //! Root-mean-square normalisation.
 
-use super::{ROWS_PER_TASK, floats, with_floats};
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use super::cpu::vectorised;
+use super::{ROWS_PER_TASK, dot, dot3, floats, with_floats};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 struct RmsNorm {
@@ -10,19 +11,65 @@ struct RmsNorm {
 
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis.
 ///
-/// `x`: `(..., size)`; `weight`: `(size)`. Gradients reach both.
+/// `x`: `(..., size)`; `weight`: `(size)`. Gradients reach `x`, and `weight` where it is a variable.
 ///
 /// # Errors
 /// Shapes that do not fit, or tensors other than f32 on the CPU.
 ///
 /// Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let size = weight.dims1()?;
+    if size == 0 || x.dims().last() != Some(&size) {
+        bail!("rms_norm: a weight of {size} values for a tensor {:?}", x.dims());
+    }
     x.contiguous()?.apply_op2(weight, RmsNorm { eps: eps as f32 })
 }
 
-fn inverse_rms(row: &[f32], eps: f32) -> f32 {
-    let sum: f32 = row.iter().map(|x| x * x).sum();
-    1.0 / (sum / row.len() as f32 + eps).sqrt()
+#[inline(always)]
+pub(super) fn inverse_rms(row: &[f32], eps: f32) -> f32 {
+    1.0 / (dot(row, row) / row.len() as f32 + eps).sqrt()
+}
+
+/// `dx = g w r - x r^3 / size * sum(g w x)` and `dw += g x r`, with `r` the inverse root; an empty `dw` is not wanted.
+#[inline(always)]
+pub(super) fn row_gradient(x: &[f32], weight: &[f32], grad: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32]) {
+    let inverse = inverse_rms(x, eps);
+    let pull = dot3(grad, weight, x) * inverse * inverse * inverse / x.len() as f32;
+    for (((dx, x), grad), weight) in dx.iter_mut().zip(x).zip(grad).zip(weight) {
+        *dx = grad * weight * inverse - x * pull;
+    }
+    for ((dw, x), grad) in dw.iter_mut().zip(x).zip(grad) {
+        *dw += grad * x * inverse;
+    }
+}
+
+vectorised! {
+    fn normalise(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+        for (y, x) in y.chunks_exact_mut(weight.len()).zip(x.chunks_exact(weight.len())) {
+            let inverse = inverse_rms(x, eps);
+            for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
+                *y = x * inverse * weight;
+            }
+        }
+    }
+}
+
+vectorised! {
+    fn gradients(x: &[f32], weight: &[f32], grad: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32]) {
+        let size = weight.len();
+        for ((dx, x), grad) in dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(grad.chunks_exact(size)) {
+            row_gradient(x, weight, grad, eps, dx, dw);
+        }
+    }
+}
+
+/// Sums the parts of tasks in their order: the result does not depend on which thread finished first.
+pub(super) fn sum_of(parts: Vec<Vec<f32>>, size: usize) -> Vec<f32> {
+    let mut sum = vec![0f32; size];
+    for part in parts {
+        sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+    }
+    sum
 }
 
 impl CustomOp2 for RmsNorm {
@@ -38,59 +85,34 @@ impl CustomOp2 for RmsNorm {
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (x, weight) = (floats(x, x_layout)?, floats(weight, weight_layout)?);
-        let size = weight.len();
+        let task = weight.len() * ROWS_PER_TASK;
         let mut y = vec![0f32; x.len()];
-        y.par_chunks_mut(size * ROWS_PER_TASK).zip(x.par_chunks(size * ROWS_PER_TASK)).for_each(|(y, x)| {
-            for (y, x) in y.chunks_exact_mut(size).zip(x.chunks_exact(size)) {
-                let inverse = inverse_rms(x, self.eps);
-                for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
-                    *y = x * inverse * weight;
-                }
-            }
-        });
+        y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, self.eps, y));
         Ok((CpuStorage::F32(y), x_layout.shape().clone()))
     }
 
-    /// With `r` the inverse root: `dx = g w r - x r^3 / size * sum(g w x)`, `dw = sum over rows of g x r`.
     fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let size = weight.dim(0)?;
+        let n_wanted = if weight.is_variable() { size } else { 0 };
         let (dx, dw) = with_floats(x, |x| {
-            with_floats(weight, |weight| with_floats(grad, |grad| Ok(self.gradients(x, weight, grad))))
+            with_floats(weight, |weight| with_floats(grad, |grad| Ok(self.gradients(x, weight, grad, n_wanted))))
         })?;
-        let dw = if weight.is_variable() { Some(Tensor::from_vec(dw, size, weight.device())?) } else { None };
+        let dw = if n_wanted == 0 { None } else { Some(Tensor::from_vec(dw, size, weight.device())?) };
         Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), dw))
     }
 }
 
 impl RmsNorm {
-    fn gradients(&self, x: &[f32], weight: &[f32], grad: &[f32]) -> (Vec<f32>, Vec<f32>) {
-        let size = weight.len();
-        let task = size * ROWS_PER_TASK;
+    fn gradients(&self, x: &[f32], weight: &[f32], grad: &[f32], n_wanted: usize) -> (Vec<f32>, Vec<f32>) {
+        let task = weight.len() * ROWS_PER_TASK;
         let mut dx = vec![0f32; x.len()];
-        let partial: Vec<Vec<f32>> = dx
-            .par_chunks_mut(task)
-            .zip(x.par_chunks(task))
-            .zip(grad.par_chunks(task))
-            .map(|((dx, x), grad)| {
-                let mut dw = vec![0f32; size];
-                let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(grad.chunks_exact(size));
-                for ((dx, x), grad) in rows {
-                    let inverse = inverse_rms(x, self.eps);
-                    let dot: f32 = grad.iter().zip(weight).zip(x).map(|((g, w), x)| g * w * x).sum();
-                    let pull = dot * inverse * inverse * inverse / size as f32;
-                    for i in 0..size {
-                        dx[i] = grad[i] * weight[i] * inverse - x[i] * pull;
-                        dw[i] += grad[i] * x[i] * inverse;
-                    }
-                }
-                dw
-            })
-            .collect();
-        // Summed in task order: the result does not depend on which thread finished first.
-        let mut dw = vec![0f32; size];
-        for part in partial {
-            dw.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
-        }
-        (dx, dw)
+        let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
+        let parts = tasks.map(|((dx, x), grad)| {
+            let mut dw = vec![0f32; n_wanted];
+            gradients(x, weight, grad, self.eps, dx, &mut dw);
+            dw
+        });
+        let parts: Vec<Vec<f32>> = parts.collect();
+        (dx, sum_of(parts, n_wanted))
     }
 }

@@ -1,7 +1,9 @@
-//! Rotary position embedding.
+//! Rotary position embedding, alone or after the norm of each head.
 
+use super::cpu::vectorised;
+use super::rms_norm::{inverse_rms, row_gradient, sum_of};
 use super::{ROWS_PER_TASK, floats, with_floats};
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -24,8 +26,26 @@ impl RopeTable {
         Self { cos: Arc::new(cos), sin: Arc::new(sin), head_dim }
     }
 
+    /// Cosines and sines of one position, `D / 2` each.
+    fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+        let half = self.head_dim / 2;
+        let angles = position * half..(position + 1) * half;
+        (&self.cos[angles.clone()], &self.sin[angles])
+    }
+
     fn n_positions(&self) -> usize {
         self.cos.len() / (self.head_dim / 2)
+    }
+
+    fn check(&self, x: &Tensor, positions: &[u32]) -> Result<()> {
+        let (n_rows, width) = x.dims2()?;
+        if positions.len() != n_rows || !width.is_multiple_of(self.head_dim) {
+            bail!("rope: {} positions for {n_rows} rows of {width}, heads of {}", positions.len(), self.head_dim);
+        }
+        match positions.iter().find(|&&p| p as usize >= self.n_positions()) {
+            Some(position) => bail!("position {position} is beyond the model's {} positions", self.n_positions()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -43,37 +63,164 @@ struct Rope {
 ///
 /// Source: Su et al. 2021, "RoFormer"; the half-split layout of transformers' `rotate_half`.
 pub fn rope(x: &Tensor, table: &RopeTable, positions: &Arc<Vec<u32>>) -> Result<Tensor> {
-    if positions.len() != x.dim(0)? {
-        bail!("rope: {} positions for {} rows", positions.len(), x.dim(0)?);
-    }
-    if let Some(position) = positions.iter().find(|&&p| p as usize >= table.n_positions()) {
-        bail!("position {position} is beyond the model's {} positions", table.n_positions());
-    }
+    table.check(x, positions)?;
     x.contiguous()?.apply_op1(Rope { table: table.clone(), positions: positions.clone() })
 }
 
+/// [`super::rms_norm`] of each head, then [`rope`], in one pass: queries and keys of Qwen3.
+///
+/// `x`: `(N, heads * D)`; `weight`: `(D)`; `positions`: N of them. Returns `(N, heads * D)`. Gradients reach `x`, and `weight`
+/// where it is a variable.
+///
+/// # Errors
+/// As theirs.
+pub fn norm_rope(
+    x: &Tensor,
+    weight: &Tensor,
+    table: &RopeTable,
+    positions: &Arc<Vec<u32>>,
+    eps: f64,
+) -> Result<Tensor> {
+    table.check(x, positions)?;
+    if weight.dims() != [table.head_dim] {
+        bail!("norm_rope: a weight {:?} for heads of {}", weight.dims(), table.head_dim);
+    }
+    let rope = Rope { table: table.clone(), positions: positions.clone() };
+    x.contiguous()?.apply_op2(weight, NormRope { rope, eps: eps as f32 })
+}
+
+struct NormRope {
+    rope: Rope,
+    eps: f32,
+}
+
+/// Turns one head; `direction` 1 turns, -1 turns back, which is the gradient.
+#[inline(always)]
+fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [f32]) {
+    let half = cos.len();
+    let (y0, y1) = y.split_at_mut(half);
+    let (x0, x1) = x.split_at(half);
+    for ((((y0, y1), x0), x1), (cos, sin)) in y0.iter_mut().zip(y1).zip(x0).zip(x1).zip(cos.iter().zip(sin)) {
+        let sin = sin * direction;
+        *y0 = x0 * cos - x1 * sin;
+        *y1 = x1 * cos + x0 * sin;
+    }
+}
+
+vectorised! {
+    /// Turns all heads of a row.
+    fn turn_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [f32]) {
+        let dim = 2 * cos.len();
+        for (y, x) in y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)) {
+            turn(x, cos, sin, direction, y);
+        }
+    }
+}
+
+vectorised! {
+    /// Norms and turns all heads of a row; `head` is memory for one.
+    fn norm_turn_row(x: &[f32], weight: &[f32], eps: f32, angles: (&[f32], &[f32]), head: &mut [f32], y: &mut [f32]) {
+        for (y, x) in y.chunks_exact_mut(weight.len()).zip(x.chunks_exact(weight.len())) {
+            let inverse = inverse_rms(x, eps);
+            for ((head, x), weight) in head.iter_mut().zip(x).zip(weight) {
+                *head = x * inverse * weight;
+            }
+            turn(head, angles.0, angles.1, 1.0, y);
+        }
+    }
+}
+
+vectorised! {
+    /// Gradient of [`norm_turn_row`].
+    fn norm_turn_gradient(
+        x: &[f32],
+        weight: &[f32],
+        eps: f32,
+        angles: (&[f32], &[f32]),
+        grad: &[f32],
+        head: &mut [f32],
+        dx: &mut [f32],
+        dw: &mut [f32],
+    ) {
+        let dim = weight.len();
+        for ((dx, x), grad) in dx.chunks_exact_mut(dim).zip(x.chunks_exact(dim)).zip(grad.chunks_exact(dim)) {
+            turn(grad, angles.0, angles.1, -1.0, head);
+            row_gradient(x, weight, head, eps, dx, dw);
+        }
+    }
+}
+
 impl Rope {
-    /// `direction` 1 rotates, -1 rotates back, which is the gradient.
     fn rotate(&self, x: &[f32], width: usize, direction: f32) -> Vec<f32> {
-        let half = self.table.head_dim / 2;
         let mut y = vec![0f32; x.len()];
         let tasks = y.par_chunks_mut(width * ROWS_PER_TASK).zip(x.par_chunks(width * ROWS_PER_TASK));
         tasks.zip(self.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
             for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                let angles = position as usize * half..(position as usize + 1) * half;
-                let (cos, sin) = (&self.table.cos[angles.clone()], &self.table.sin[angles]);
-                for (y, x) in y.chunks_exact_mut(2 * half).zip(x.chunks_exact(2 * half)) {
-                    let (y0, y1) = y.split_at_mut(half);
-                    let (x0, x1) = x.split_at(half);
-                    for j in 0..half {
-                        let sin = sin[j] * direction;
-                        y0[j] = x0[j] * cos[j] - x1[j] * sin;
-                        y1[j] = x1[j] * cos[j] + x0[j] * sin;
-                    }
-                }
+                let (cos, sin) = self.table.angles(position as usize);
+                turn_row(x, cos, sin, direction, y);
             }
         });
         y
+    }
+}
+
+impl NormRope {
+    fn forward(&self, x: &[f32], weight: &[f32], width: usize) -> Vec<f32> {
+        let mut y = vec![0f32; x.len()];
+        let tasks = y.par_chunks_mut(width * ROWS_PER_TASK).zip(x.par_chunks(width * ROWS_PER_TASK));
+        tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
+            let mut head = vec![0f32; weight.len()];
+            for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
+                norm_turn_row(x, weight, self.eps, self.rope.table.angles(position), &mut head, y);
+            }
+        });
+        y
+    }
+
+    /// Gradients of `x`, and of the first `n_wanted` values of the weight.
+    fn backward(&self, x: &[f32], weight: &[f32], grad: &[f32], width: usize, n_wanted: usize) -> (Vec<f32>, Vec<f32>) {
+        let task = width * ROWS_PER_TASK;
+        let mut dx = vec![0f32; x.len()];
+        let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
+        let parts = tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {
+            let (mut head, mut dw) = (vec![0f32; weight.len()], vec![0f32; n_wanted]);
+            let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
+            for (((dx, x), grad), &position) in rows.zip(positions) {
+                let angles = self.rope.table.angles(position);
+                norm_turn_gradient(x, weight, self.eps, angles, grad, &mut head, dx, &mut dw);
+            }
+            dw
+        });
+        let parts: Vec<Vec<f32>> = parts.collect();
+        (dx, sum_of(parts, n_wanted))
+    }
+}
+
+impl CustomOp2 for NormRope {
+    fn name(&self) -> &'static str {
+        "norm-rope"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let width = x_layout.shape().dims2()?.1;
+        let y = self.forward(floats(x, x_layout)?, floats(weight, weight_layout)?, width);
+        Ok((CpuStorage::F32(y), x_layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (width, dim) = (x.dim(1)?, weight.dim(0)?);
+        let n_wanted = if weight.is_variable() { dim } else { 0 };
+        let (dx, dw) = with_floats(x, |x| {
+            with_floats(weight, |w| with_floats(grad, |grad| Ok(self.backward(x, w, grad, width, n_wanted))))
+        })?;
+        let dw = if n_wanted == 0 { None } else { Some(Tensor::from_vec(dw, dim, weight.device())?) };
+        Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), dw))
     }
 }
 

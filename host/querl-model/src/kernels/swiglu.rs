@@ -1,7 +1,8 @@
 //! The gated activation of the feed-forward layers.
 
+use super::cpu::vectorised;
 use super::{exp, floats, with_floats};
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 struct SwiGlu;
@@ -16,7 +17,30 @@ const VALUES_PER_TASK: usize = 16_384;
 ///
 /// Source: Shazeer 2020, "GLU Variants Improve Transformer".
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if gate.dims() != up.dims() {
+        bail!("swiglu: a gate {:?} for {:?}", gate.dims(), up.dims());
+    }
     gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
+}
+
+vectorised! {
+    fn activate(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+            *y = gate / (1.0 + exp(-gate)) * up;
+        }
+    }
+}
+
+vectorised! {
+    /// With `s` the sigmoid of the gate: `d silu / d gate = s (1 + gate (1 - s))`.
+    fn gradients(gate: &[f32], up: &[f32], grad: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        let outputs = dgate.iter_mut().zip(dup);
+        for ((((dgate, dup), gate), up), grad) in outputs.zip(gate).zip(up).zip(grad) {
+            let sigmoid = 1.0 / (1.0 + exp(-gate));
+            *dgate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid));
+            *dup = grad * gate * sigmoid;
+        }
+    }
 }
 
 impl CustomOp2 for SwiGlu {
@@ -34,15 +58,10 @@ impl CustomOp2 for SwiGlu {
         let (gate, up) = (floats(gate, gate_layout)?, floats(up, up_layout)?);
         let mut y = vec![0f32; gate.len()];
         let tasks = y.par_chunks_mut(VALUES_PER_TASK).zip(gate.par_chunks(VALUES_PER_TASK));
-        tasks.zip(up.par_chunks(VALUES_PER_TASK)).for_each(|((y, gate), up)| {
-            for i in 0..y.len() {
-                y[i] = gate[i] / (1.0 + exp(-gate[i])) * up[i];
-            }
-        });
+        tasks.zip(up.par_chunks(VALUES_PER_TASK)).for_each(|((y, gate), up)| activate(gate, up, y));
         Ok((CpuStorage::F32(y), gate_layout.shape().clone()))
     }
 
-    /// With `s` the sigmoid of the gate: `d silu / d gate = s (1 + gate (1 - s))`.
     fn bwd(&self, gate: &Tensor, up: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (dgate, dup) = with_floats(gate, |gate| {
             with_floats(up, |up| {
@@ -50,15 +69,9 @@ impl CustomOp2 for SwiGlu {
                     let (mut dgate, mut dup) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
                     let out = dgate.par_chunks_mut(VALUES_PER_TASK).zip(dup.par_chunks_mut(VALUES_PER_TASK));
                     let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
-                    out.zip(inputs).zip(grad.par_chunks(VALUES_PER_TASK)).for_each(
-                        |(((dgate, dup), (gate, up)), grad)| {
-                            for i in 0..grad.len() {
-                                let sigmoid = 1.0 / (1.0 + exp(-gate[i]));
-                                dgate[i] = grad[i] * up[i] * sigmoid * (1.0 + gate[i] * (1.0 - sigmoid));
-                                dup[i] = grad[i] * gate[i] * sigmoid;
-                            }
-                        },
-                    );
+                    out.zip(inputs)
+                        .zip(grad.par_chunks(VALUES_PER_TASK))
+                        .for_each(|(((dgate, dup), (gate, up)), grad)| gradients(gate, up, grad, dgate, dup));
                     Ok((dgate, dup))
                 })
             })
