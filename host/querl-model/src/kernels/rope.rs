@@ -171,7 +171,7 @@ impl NormRope {
         tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
             let mut head = vec![0f32; weight.len()];
             for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                norm_turn_row(x, weight, self.eps, self.rope.table.angles(position), &mut head, y);
+                norm_turn_row(x, weight, self.eps, self.rope.table.angles(position as usize), &mut head, y);
             }
         });
         y
@@ -186,7 +186,7 @@ impl NormRope {
             let (mut head, mut dw) = (vec![0f32; weight.len()], vec![0f32; n_wanted]);
             let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
             for (((dx, x), grad), &position) in rows.zip(positions) {
-                let angles = self.rope.table.angles(position);
+                let angles = self.rope.table.angles(position as usize);
                 norm_turn_gradient(x, weight, self.eps, angles, grad, &mut head, dx, &mut dw);
             }
             dw
