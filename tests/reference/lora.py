@@ -9,6 +9,7 @@ import shutil
 import warnings
 
 from common import GOLDEN, generator, next_token_loss
+from dropout import use_masks
 import torch
 from decoders import TOKENS, inputs, load
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -53,6 +54,9 @@ VARIANTS = {
     "qwen3-untied-head": ("qwen3-untied", 30, {"modules_to_save": ["lm_head"], "use_dora": True}),
     # Low-rank matrices on embedding and head.
     "qwen2-untied-ends": ("qwen2-untied", 31, {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
+    # With querl's masks in the place of PEFT's (dropout.py).
+    "qwen3-tied-dropout": ("qwen3-tied", 34, {"lora_dropout": 0.25}),
+    "qwen2-untied-dora-dropout": ("qwen2-untied", 35, {"lora_dropout": 0.25, "use_dora": True}),
     "qwen3-tied-bf16": ("qwen3-tied", 32, {}),
     "qwen2-tied-f16": ("qwen2-tied", 33, {}),
 }
@@ -109,11 +113,15 @@ def make(name, base_name, seed, overrides):
 
     model = PeftModel.from_pretrained(load(base_directory), directory, is_trainable=True).eval()
     input_ids, attention_mask = inputs((TOKENS, TOKENS), rng)
+    if config.lora_dropout:
+        use_masks(model, config.lora_dropout, seed, input_ids)
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     loss = next_token_loss(logits, input_ids, attention_mask)
     loss.backward()
 
     golden = {"input_ids": input_ids, "attention_mask": attention_mask, "logits": logits, "loss": loss.reshape(1)}
+    if config.lora_dropout:
+        golden["dropout_seed"] = torch.tensor([seed])
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad.abs().max() > 0, parameter_name

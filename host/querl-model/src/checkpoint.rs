@@ -1,8 +1,9 @@
 //! Safetensors files, read and written.
 
-use crate::ModelError;
-use candle_core::{Device, Tensor};
-use std::collections::{BTreeMap, HashMap};
+use crate::{DecoderConfig, ModelError};
+use candle_core::safetensors::MmapedSafetensors;
+use candle_core::{DType, Device, Tensor};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 const NEEDS: &str =
@@ -29,7 +30,7 @@ pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError>
     }
     let text = std::fs::read_to_string(&index).map_err(ModelError::io(&index))?;
     let map: Index = serde_json::from_str(&text).map_err(|error| ModelError::bad_file(&index, error))?;
-    let shards: std::collections::BTreeSet<String> = map.weight_map.into_values().collect();
+    let shards: BTreeSet<String> = map.weight_map.into_values().collect();
     shards.iter().map(|shard| required(directory, shard)).collect()
 }
 
@@ -38,8 +39,87 @@ pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError>
 /// # Errors
 /// A file is missing, config.json is damaged or the architecture is not supported.
 pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
-    crate::DecoderConfig::load(&required(directory, "config.json")?)?;
+    DecoderConfig::load(&required(directory, "config.json")?)?;
     weight_files(directory).map(drop)
+}
+
+/// A model's tensors, mapped into memory and checked by name and shape: each is read when it is asked for.
+pub(crate) struct StoredModel {
+    config: DecoderConfig,
+    tensors: MmapedSafetensors,
+    directory: PathBuf,
+}
+
+impl StoredModel {
+    /// Opens a Hugging Face directory.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
+    pub(crate) fn open(directory: &Path) -> Result<Self, ModelError> {
+        let config = DecoderConfig::load(&required(directory, "config.json")?)?;
+        let files = weight_files(directory)?;
+        // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
+        // reader of safetensors. querl never does: it writes beside and renames, which leaves what is mapped as it is.
+        let tensors = unsafe { MmapedSafetensors::multi(&files) }.map_err(|error| {
+            ModelError::bad_file(directory, format!("damaged safetensors file: {}", first_line(&error)))
+        })?;
+        let stored = Self { config, tensors, directory: directory.to_owned() };
+        stored.check().map_err(|message| ModelError::bad_file(directory, message))?;
+        Ok(stored)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let shapes = self.config.tensor_shapes();
+        let known: BTreeSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
+        let is_surplus = |name: &String| !known.contains(name.as_str()) && !is_redundant(name, &self.config);
+        if let Some((name, _)) = self.tensors.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
+            return Err(format!("tensor `{name}` has no place in the model that config.json describes"));
+        }
+        for (name, shape) in &shapes {
+            let found = self.tensors.get(name).map_err(|_| format!("no tensor `{name}` there"))?;
+            if found.shape() != shape.as_slice() {
+                let found = found.shape();
+                return Err(format!("tensor `{name}` has shape {found:?}; config.json makes it {shape:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Shape of the decoder.
+    pub(crate) fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// The type in which a tensor is stored.
+    ///
+    /// # Errors
+    /// There is no such tensor, or its type is none that models are computed in.
+    pub(crate) fn dtype(&self, name: &str) -> Result<DType, ModelError> {
+        Ok(DType::try_from(self.view(name)?.dtype()).map_err(candle_core::Error::from)?)
+    }
+
+    /// A tensor in its stored type.
+    ///
+    /// # Errors
+    /// As [`StoredModel::dtype`].
+    pub(crate) fn tensor(&self, name: &str) -> Result<Tensor, ModelError> {
+        self.view(name)?;
+        Ok(self.tensors.load(name, &Device::Cpu)?)
+    }
+
+    fn view(&self, name: &str) -> Result<safetensors::tensor::TensorView<'_>, ModelError> {
+        self.tensors.get(name).map_err(|_| ModelError::bad_file(&self.directory, format!("no tensor `{name}` there")))
+    }
+}
+
+/// Tensors that some checkpoints hold beside what is needed: a tied head written out, constants of the rotary embedding.
+fn is_redundant(name: &str, config: &DecoderConfig) -> bool {
+    (config.tie_word_embeddings && name == "lm_head.weight") || name.ends_with("rotary_emb.inv_freq")
+}
+
+/// The first line of an error: candle appends backtraces.
+fn first_line(error: &candle_core::Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
 /// Reads all tensors of one safetensors file, in their stored types.

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use std::path::Path;
 
 /// Which decoder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub enum Family {
     /// Qwen2 and Qwen2.5: biases on query, key and value.
     Qwen2,

@@ -9,7 +9,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Tensor, Var};
-use querl_model::{Decoder, DecoderConfig, LoraAdapter, PackedBatch, Weights, load_tensors};
+use querl_model::{Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, Weights, load_tensors};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -42,9 +42,9 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32]) {
 }
 
 /// Mean next-token cross-entropy over all valid tokens.
-fn loss(decoder: &Decoder, adapter: Option<&LoraAdapter>, sequences: &[Vec<u32>]) -> Tensor {
+fn loss(decoder: &Decoder, pass: &Pass<'_>, sequences: &[Vec<u32>]) -> Tensor {
     let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
-    let hidden = decoder.hidden_states(&batch, adapter).unwrap();
+    let hidden = hidden(decoder, &batch, pass);
     let (mut rows, mut targets) = (Vec::new(), Vec::new());
     for (segment, sequence) in batch.segments().iter().zip(sequences) {
         rows.extend((segment.start..segment.start + segment.len - 1).map(|row| row as u32));
@@ -52,14 +52,20 @@ fn loss(decoder: &Decoder, adapter: Option<&LoraAdapter>, sequences: &[Vec<u32>]
     }
     let n_rows = rows.len();
     let hidden = hidden.index_select(&Tensor::from_vec(rows, n_rows, hidden.device()).unwrap(), 0).unwrap();
-    let logprobs = decoder.token_logprobs(&hidden, targets, 1.0, adapter).unwrap().narrow(1, 0, 1).unwrap();
+    let logprobs = decoder.token_logprobs(&hidden, targets, 1.0, pass.adapter).unwrap().narrow(1, 0, 1).unwrap();
     logprobs.mean_all().unwrap().neg().unwrap()
 }
 
-fn check_logits(decoder: &Decoder, adapter: Option<&LoraAdapter>, golden: &HashMap<String, Tensor>) {
+/// Hidden states of all rows.
+fn hidden(decoder: &Decoder, batch: &PackedBatch, pass: &Pass<'_>) -> Tensor {
+    let rows: Vec<u32> = (0..batch.n_rows() as u32).collect();
+    decoder.hidden_at(batch, &rows, pass).unwrap()
+}
+
+fn check_logits(decoder: &Decoder, pass: &Pass<'_>, golden: &HashMap<String, Tensor>) {
     let sequences = sequences(golden);
     let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
-    let logits = decoder.logits(&decoder.hidden_states(&batch, adapter).unwrap(), adapter).unwrap();
+    let logits = decoder.logits(&hidden(decoder, &batch, pass), pass.adapter).unwrap();
     for (row, (segment, sequence)) in batch.segments().iter().zip(&sequences).enumerate() {
         let found = values(&logits.narrow(0, segment.start, segment.len).unwrap());
         let expected = values(&golden["logits"].get(row).unwrap().narrow(0, 0, sequence.len()).unwrap());
@@ -84,8 +90,9 @@ fn decoders_agree_with_transformers_in_logits_and_gradients() {
         let directory = golden(&format!("decoders/{name}"));
         let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
         let decoder = Decoder::load(&directory, Weights::Trained).unwrap();
-        check_logits(&decoder, None, &golden);
-        check_gradients(&loss(&decoder, None, &sequences(&golden)), decoder.vars(), "", &golden);
+        let pass = Pass::default();
+        check_logits(&decoder, &pass, &golden);
+        check_gradients(&loss(&decoder, &pass, &sequences(&golden)), decoder.vars(), "", &golden);
     }
 }
 
@@ -114,7 +121,7 @@ fn a_tensor_without_a_place_is_refused() {
 fn frozen_weights_give_the_same_logits_as_trained_ones() {
     let directory = golden("decoders/qwen2-untied");
     let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
-    check_logits(&Decoder::load(&directory, Weights::Frozen).unwrap(), None, &golden);
+    check_logits(&Decoder::load(&directory, Weights::Frozen).unwrap(), &Pass::default(), &golden);
 }
 
 #[test]
@@ -122,14 +129,17 @@ fn adapters_agree_with_peft_in_logits_and_gradients() {
     for name in ADAPTERS {
         let (decoder, adapter) = adapter(name);
         let golden = load_tensors(&golden(&format!("lora/{name}/golden.safetensors"))).unwrap();
-        check_logits(&decoder, Some(&adapter), &golden);
-        let loss = loss(&decoder, Some(&adapter), &sequences(&golden));
+        let seed = golden.get("dropout_seed").map(|seed| seed.to_vec1::<i64>().unwrap()[0] as u64);
+        let dropout = seed.map(|seed| Dropout { p: adapter.settings().dropout, seed });
+        let pass = Pass { dropout, ..Pass::with(Some(&adapter)) };
+        check_logits(&decoder, &pass, &golden);
+        let loss = loss(&decoder, &pass, &sequences(&golden));
         check_gradients(&loss, adapter.vars(), "base_model.model.", &golden);
     }
 }
 
 /// The golden adapters, each on the base that its configuration names.
-const ADAPTERS: [&str; 15] = [
+const ADAPTERS: [&str; 17] = [
     "qwen2-tied",
     "qwen2-tied-copies",
     "qwen2-tied-copy",
@@ -137,10 +147,12 @@ const ADAPTERS: [&str; 15] = [
     "qwen2-tied-layers",
     "qwen2-tied-rslora",
     "qwen2-untied-dora",
+    "qwen2-untied-dora-dropout",
     "qwen2-untied-ends",
     "qwen3-tied",
     "qwen3-tied-bf16",
     "qwen3-tied-dora-rslora",
+    "qwen3-tied-dropout",
     "qwen3-tied-embedding",
     "qwen3-tied-rslora",
     "qwen3-untied-head",

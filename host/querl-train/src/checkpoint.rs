@@ -15,16 +15,6 @@ pub(crate) fn base_name(base: &Path) -> String {
     base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned()
 }
 
-/// Files that make a weights folder a complete model directory.
-const MODEL_FILES: [&str; 6] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-];
-
 /// Saves what a policy has learned: its adapter, or all weights with the base's other files.
 ///
 /// # Errors
@@ -33,13 +23,6 @@ pub(crate) fn save_policy(policy: Policy<'_>, directory: &Path, base: &Path) -> 
     if let Some(adapter) = policy.adapter {
         return Ok(adapter.save(directory, &base_name(base))?);
     }
-    for file in MODEL_FILES {
-        let from = base.join(file);
-        if from.is_file() && from != directory.join(file) {
-            let io = |source| TrainError::Io { path: from.clone(), source };
-            let bytes = std::fs::read(&from).map_err(io)?;
-            querl_core::fsx::write_atomic(&directory.join(file), &bytes).map_err(io)?;
-        }
-    }
+    querl_model::copy_model_files(base, directory, DType::F32)?;
     Ok(policy.decoder.save(directory, DType::F32)?)
 }

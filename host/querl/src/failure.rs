@@ -95,9 +95,10 @@ fn plugin_fault<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a 
 /// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
 fn of_model(error: &ModelError) -> Option<Ending> {
     match error {
-        ModelError::MissingFile { .. } | ModelError::UnsupportedArchitecture { .. } | ModelError::BadFile { .. } => {
-            Some(Ending::Usage)
-        }
+        ModelError::MissingFile { .. }
+        | ModelError::UnsupportedArchitecture { .. }
+        | ModelError::BadFile { .. }
+        | ModelError::Lora(_) => Some(Ending::Usage),
         _ => None,
     }
 }

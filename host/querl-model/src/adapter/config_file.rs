@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 /// The file: keys that matter here by name, all others as they were.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct ConfigFile {
+pub(crate) struct ConfigFile {
     peft_type: String,
     task_type: Option<String>,
     base_model_name_or_path: Option<String>,
@@ -109,6 +109,11 @@ impl ConfigFile {
     /// The same for another base.
     pub(super) fn on_base(&self, base_model: &str) -> Self {
         Self { base_model_name_or_path: Some(base_model.to_owned()), inference_mode: true, ..self.clone() }
+    }
+
+    /// The base as the file names it.
+    pub(crate) fn base(&self) -> Option<&str> {
+        self.base_model_name_or_path.as_deref()
     }
 
     /// What the keys come to, or the first that is not supported.

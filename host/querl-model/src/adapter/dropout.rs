@@ -191,3 +191,94 @@ impl CustomOp3 for LoraDropout {
         ))
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Var};
+
+    fn values(n: usize, seed: u64) -> Vec<f32> {
+        (0..n as u64).map(|i| (mix(seed * 1000 + i) >> 40) as f32 / (1u64 << 24) as f32 - 0.5).collect()
+    }
+
+    fn var(rows: usize, cols: usize, seed: u64) -> Var {
+        Var::from_vec(values(rows * cols, seed), (rows, cols), &Device::Cpu).unwrap()
+    }
+
+    fn mask(p: f64, n_rows: u32) -> DropoutMask {
+        DropoutMask::new(Dropout { p, seed: 7 }, (0..n_rows).map(|row| row_key(0, row)).collect()).unwrap()
+    }
+
+    fn flat(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// `sum(weights * f)`, whose gradient is compared with central differences of each input value.
+    fn check_gradients(vars: &[&Var], f: impl Fn() -> Tensor) {
+        let weights = Tensor::from_vec(values(f().elem_count(), 99), f().shape(), &Device::Cpu).unwrap();
+        let loss = || (f() * &weights).unwrap().sum_all().unwrap();
+        let gradients = loss().backward().unwrap();
+        for var in vars {
+            let (start, found) = (flat(var), flat(gradients.get(var).unwrap()));
+            for index in 0..start.len() {
+                let at = |delta: f32| {
+                    let mut moved = start.clone();
+                    moved[index] += delta;
+                    var.set(&Tensor::from_vec(moved, var.shape(), &Device::Cpu).unwrap()).unwrap();
+                    loss().to_scalar::<f32>().unwrap()
+                };
+                let expected = (at(1e-2) - at(-1e-2)) / 2e-2;
+                assert!((found[index] - expected).abs() < 2e-3, "{} against {expected}", found[index]);
+            }
+            var.set(&Tensor::from_vec(start, var.shape(), &Device::Cpu).unwrap()).unwrap();
+        }
+    }
+
+    #[test]
+    fn gradients_of_dropped_inputs_agree_with_finite_differences() {
+        let (x, a, b, mask) = (var(5, 6, 1), var(3, 6, 2), var(4, 3, 3), mask(0.4, 5));
+        check_gradients(&[&x, &a, &b], || lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap());
+        check_gradients(&[&x], || mask.dropped(&x, "layer").unwrap());
+    }
+
+    #[test]
+    fn low_rank_product_sees_the_dropped_inputs() {
+        let (x, a, b, mask) = (var(5, 6, 1), var(3, 6, 2), var(4, 3, 3), mask(0.4, 5));
+        let found = lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap();
+        let dropped = mask.dropped(&x, "layer").unwrap();
+        let expected = (dropped.matmul(&a.t().unwrap()).unwrap().matmul(&b.t().unwrap()).unwrap() * 1.5).unwrap();
+        assert!(flat(&found).iter().zip(flat(&expected)).all(|(a, b)| (a - b).abs() < 1e-6));
+    }
+
+    #[test]
+    fn the_stated_share_is_dropped_and_the_rest_scaled() {
+        let ones = Tensor::ones((400, 100), candle_core::DType::F32, &Device::Cpu).unwrap();
+        for p in [0.1, 0.5] {
+            let values = flat(&mask(p, 400).dropped(&ones, "layer").unwrap());
+            let n_dropped = values.iter().filter(|value| **value == 0.0).count() as f64;
+            let share = n_dropped / values.len() as f64;
+            assert!((share - p).abs() < 4.0 * (p * (1.0 - p) / values.len() as f64).sqrt(), "{share} for {p}");
+            assert!(values.iter().all(|value| *value == 0.0 || (f64::from(*value) - 1.0 / (1.0 - p)).abs() < 1e-6));
+        }
+    }
+
+    #[test]
+    fn layers_rows_and_seeds_have_masks_of_their_own() {
+        let ones = Tensor::ones((2, 64), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let first = mask(0.5, 2).dropped(&ones, "q").unwrap();
+        let rows: Vec<Vec<f32>> = first.to_vec2().unwrap();
+        assert_ne!(rows[0], rows[1]);
+        assert_ne!(flat(&first), flat(&mask(0.5, 2).dropped(&ones, "k").unwrap()));
+        let other = DropoutMask { dropout: Dropout { p: 0.5, seed: 8 }, ..mask(0.5, 2) };
+        assert_ne!(flat(&first), flat(&other.dropped(&ones, "q").unwrap()));
+        assert_eq!(flat(&first), flat(&mask(0.5, 2).dropped(&ones, "q").unwrap()));
+    }
+
+    #[test]
+    fn rows_without_a_key_are_an_error() {
+        let ones = Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
+        assert!(mask(0.5, 2).dropped(&ones, "q").unwrap_err().to_string().contains("3 rows with 2 keys"));
+        assert!(DropoutMask::new(Dropout { p: 1.0, seed: 1 }, Vec::new()).is_err());
+    }
+}

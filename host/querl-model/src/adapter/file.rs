@@ -6,9 +6,9 @@ use super::settings::{EMBEDDING, HEAD, LayerKind, LayerPlan, LoraSettings, SCORE
 use crate::{DecoderConfig, ModelError, load_tensors, save_tensors};
 use candle_core::{DType, Tensor, Var};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-const CONFIG_FILE: &str = "adapter_config.json";
+pub(crate) const CONFIG_FILE: &str = "adapter_config.json";
 const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 const KEY_PREFIX: &str = "base_model.model.";
 
@@ -43,17 +43,11 @@ impl LoraAdapter {
     /// A file is missing or damaged, the tensors are not those that the configuration makes on this decoder (another width or
     /// vocabulary), or the adapter uses what is not supported (biases, other kinds than LoRA).
     pub fn load(directory: &Path, config: &DecoderConfig) -> Result<Self, ModelError> {
-        let config_path = directory.join(CONFIG_FILE);
-        let text = std::fs::read_to_string(&config_path).map_err(ModelError::io(&config_path))?;
-        let file: ConfigFile =
-            serde_json::from_str(&text).map_err(|error| ModelError::bad_file(&config_path, error))?;
-        let bad_config = |message: String| ModelError::bad_file(&config_path, message);
-        let settings = file.settings().map_err(bad_config)?;
-        let plan = settings.plan(config).map_err(bad_config)?;
-        let weights_path = directory.join(WEIGHTS_FILE);
-        let bad = |message: String| ModelError::bad_file(&weights_path, message);
-        let mut tensors = Tensors::of(load_tensors(&weights_path)?).map_err(bad)?;
-        let stored_dtype = tensors.0.values().next().map_or(DType::F32, Tensor::dtype);
+        let Parts { file, settings, tensors, dtype } = Self::read(directory)?;
+        let mut tensors = Tensors(tensors);
+        let plan =
+            settings.plan(config).map_err(|message| ModelError::bad_file(&directory.join(CONFIG_FILE), message))?;
+        let bad = |message: String| ModelError::bad_file(&directory.join(WEIGHTS_FILE), message);
         let score = tensors.0.remove(&format!("{SCORE}.weight"));
         tensors.drop_base_copies(config).map_err(bad)?;
         tensors.check(&expected_shapes(&plan, &settings, config).map_err(bad)?, config).map_err(bad)?;
@@ -64,7 +58,21 @@ impl LoraAdapter {
         for (name, tensor) in tensors.0 {
             vars.insert(name, Var::from_tensor(&tensor.to_dtype(DType::F32)?)?);
         }
-        Self::assemble(settings, plan, vars, score, file, stored_dtype)
+        Self::assemble(settings, plan, vars, score, file, dtype)
+    }
+
+    /// Reads both files, whatever model they are for.
+    pub(crate) fn read(directory: &Path) -> Result<Parts, ModelError> {
+        let (config_path, weights_path) = (required(directory, CONFIG_FILE)?, required(directory, WEIGHTS_FILE)?);
+        let text = std::fs::read_to_string(&config_path).map_err(ModelError::io(&config_path))?;
+        let file: ConfigFile =
+            serde_json::from_str(&text).map_err(|error| ModelError::bad_file(&config_path, error))?;
+        let settings = file.settings().map_err(|message| ModelError::bad_file(&config_path, message))?;
+        let tensors = Tensors::of(load_tensors(&weights_path)?)
+            .map_err(|message| ModelError::bad_file(&weights_path, message))?
+            .0;
+        let dtype = tensors.values().next().map_or(DType::F32, Tensor::dtype);
+        Ok(Parts { file, settings, tensors, dtype })
     }
 
     /// Writes `adapter_config.json` and `adapter_model.safetensors` as PEFT reads them, in f32.
@@ -96,6 +104,29 @@ impl LoraAdapter {
             .map_err(|error| ModelError::bad_file(&config_path, error))?;
         querl_core::fsx::write_atomic(&config_path, text.as_bytes()).map_err(ModelError::io(&config_path))
     }
+}
+
+/// An adapter's files as they were read.
+pub(crate) struct Parts {
+    pub(crate) file: ConfigFile,
+    pub(crate) settings: LoraSettings,
+    /// By their names without PEFT's prefix, in their stored types.
+    pub(crate) tensors: BTreeMap<String, Tensor>,
+    /// Their type.
+    pub(crate) dtype: DType,
+}
+
+/// A file of an adapter's folder that must be there.
+fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelError> {
+    let path = directory.join(file);
+    if path.is_file() {
+        return Ok(path);
+    }
+    let remedy = match directory.join("adapter_model.bin").is_file() {
+        true => "; pickled tensors are not read: save the adapter with PEFT as safetensors",
+        false => "; an adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`",
+    };
+    Err(ModelError::bad_file(directory, format!("no `{file}` there{remedy}")))
 }
 
 /// Tensors of a file by their names without PEFT's prefix.
@@ -155,9 +186,6 @@ fn expected_shapes(
         shapes.insert(layer.a_name(), vec![layer.rank, layer.n_in]);
         shapes.insert(layer.b_name(), vec![layer.n_out, layer.rank]);
         if settings.use_dora {
-            if layer.kind == LayerKind::Embedding {
-                return Err("use_dora on `embed_tokens` is not supported; leave it out of target_modules".into());
-            }
             shapes.insert(layer.magnitude_name(), vec![layer.n_out]);
         }
     }

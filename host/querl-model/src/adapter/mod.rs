@@ -7,6 +7,7 @@ mod patterns;
 mod settings;
 
 pub(crate) use dropout::{DropoutMask, lora_dropout, row_key};
+pub(crate) use file::CONFIG_FILE;
 pub use patterns::Patterns;
 pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
 pub use settings::{LoraSettings, Modules, SavedCopies};
@@ -132,6 +133,11 @@ impl LoraAdapter {
         self.pairs.keys().map(String::as_str)
     }
 
+    /// Whether one trained copy serves as embedding and head.
+    pub(crate) fn has_one_copy(&self) -> bool {
+        self.settings.saved_copies == SavedCopies::Tied && self.saved.contains_key(EMBEDDING)
+    }
+
     /// A view that records no gradients: for generation and evaluation. It shares the values, so it follows training.
     pub fn without_gradient(&self) -> Self {
         let mut view = self.clone();
@@ -155,15 +161,20 @@ impl LoraAdapter {
 }
 
 impl LoraPair {
-    /// The weight `(out, in)` as this pair changes it: `W + scale * B A`; with magnitudes, each row at its length. As in
-    /// training, no gradient flows through the rows' own lengths.
+    /// The weight `(out, in)` as this pair changes it, in the weight's type: `W + scale * B A`; with magnitudes, each row at its
+    /// length. As in training, no gradient flows through the rows' own lengths.
     ///
     /// Source: PEFT's `Linear.get_delta_weight` and `DoraLinearVariant.merge_safe`.
     pub(crate) fn changed(&self, weight: &Tensor) -> TensorResult<Tensor> {
-        let changed = (weight + (self.b.matmul(&self.a)? * f64::from(self.scale))?)?;
+        let changed = (weight + self.product(weight.dtype())?)?;
         let Some(magnitude) = &self.magnitude else { return Ok(changed) };
         let lengths = changed.detach().sqr()?.sum(1)?.sqrt()?; // (out)
-        changed.broadcast_mul(&magnitude.div(&lengths)?.unsqueeze(1)?)
+        changed.broadcast_mul(&magnitude.to_dtype(weight.dtype())?.div(&lengths)?.unsqueeze(1)?)
+    }
+
+    /// `scale * B A` in a type.
+    pub(crate) fn product(&self, dtype: DType) -> TensorResult<Tensor> {
+        self.b.to_dtype(dtype)?.matmul(&self.a.to_dtype(dtype)?)? * f64::from(self.scale)
     }
 
     /// DoRA's factor on each output, magnitude over the length of the changed weight's row: `(out)`; `None` without magnitudes.

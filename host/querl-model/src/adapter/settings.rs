@@ -187,6 +187,9 @@ impl LoraSettings {
             }
             let rank = patterns::first(&ranks, &path).unwrap_or(self.rank);
             let alpha = patterns::first(&alphas, &path).unwrap_or(self.alpha);
+            if self.use_dora && kind == LayerKind::Embedding {
+                return Err("use_dora on `embed_tokens` is not supported; leave it out of target_modules".into());
+            }
             if rank == 0 {
                 return Err(format!("rank of layer `{path}` is 0; expected at least 1"));
             }

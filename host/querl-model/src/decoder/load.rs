@@ -2,10 +2,9 @@
 
 use super::layer::Layer;
 use super::{Decoder, Weights};
-use crate::checkpoint::{required, weight_files};
+use crate::checkpoint::StoredModel;
 use crate::kernels::{FrozenWeight, RopeTable, Weight};
 use crate::{DecoderConfig, ModelError};
-use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
 use rand::SeedableRng;
@@ -29,29 +28,9 @@ impl Decoder {
     /// # Errors
     /// A file is missing, the architecture is not supported, or a tensor is missing or of another shape.
     pub fn load_as(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
-        let config = DecoderConfig::load(&required(directory, "config.json")?)?;
-        let files = weight_files(directory)?;
-        let bad = |message: String| ModelError::bad_file(directory, message);
-        // SAFETY: the files are mapped for the length of this function only; a program that rewrites a checkpoint in place
-        // while it is being loaded breaks the mapping, as it would for every reader of safetensors. querl never does.
-        let stored = unsafe { MmapedSafetensors::multi(&files) }
-            .map_err(|error| bad(format!("damaged safetensors file: {}", first_line(&error))))?;
-        let shapes: BTreeMap<String, Vec<usize>> = config.tensor_shapes().into_iter().collect();
-        let is_surplus = |name: &String| !shapes.contains_key(name) && !is_redundant(name, &config);
-        if let Some((name, _)) = stored.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
-            return Err(bad(format!("tensor `{name}` has no place in the model that config.json describes")));
-        }
-        let read = |name: &str| {
-            let tensor = stored.load(name, &Device::Cpu).map_err(|_| bad(format!("no tensor `{name}` there")))?;
-            match shapes.get(name) {
-                Some(shape) if tensor.dims() != shape.as_slice() => {
-                    let found = tensor.dims();
-                    Err(bad(format!("tensor `{name}` has shape {found:?}; config.json makes it {shape:?}")))
-                }
-                _ => Ok(tensor),
-            }
-        };
-        Self::from_source(config.clone(), Source { read: &read, weights, dtype, vars: BTreeMap::new() })
+        let stored = StoredModel::open(directory)?;
+        let read = |name: &str| stored.tensor(name);
+        Self::from_source(stored.config().clone(), Source { read: &read, weights, dtype, vars: BTreeMap::new() })
     }
 
     /// Fresh weights: normal with the config's deviation, norms 1, biases 0; every weight is a variable.
@@ -147,19 +126,9 @@ impl Source<'_> {
     }
 }
 
-/// Tensors that some checkpoints hold beside what is needed: a tied head written out, constants of the rotary embedding.
-fn is_redundant(name: &str, config: &DecoderConfig) -> bool {
-    (config.tie_word_embeddings && name == "lm_head.weight") || name.ends_with("rotary_emb.inv_freq")
-}
-
 /// A standard normal value (Box and Muller).
 pub(crate) fn normal(rng: &mut ChaCha8Rng) -> f32 {
     use rand::Rng;
     let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
     (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
-}
-
-/// The first line of an error: candle appends backtraces.
-fn first_line(error: &candle_core::Error) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_owned()
 }

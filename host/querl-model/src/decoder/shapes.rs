@@ -27,7 +27,7 @@ impl DecoderConfig {
     }
 
     /// Every tensor of a checkpoint with its shape.
-    pub(super) fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
+    pub(crate) fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         let h = self.hidden_size;
         let mut shapes = vec![
             ("model.embed_tokens.weight".to_owned(), vec![self.vocab_size, h]),

@@ -1,4 +1,8 @@
-//! `querl model`: look at a model, make a small one.
+//! `querl model`: look at a model, hand it on, make a small one.
+
+mod exchange;
+mod inspect;
+mod logprobs;
 
 use crate::failure::Stop;
 use crate::interrupt;
@@ -6,28 +10,27 @@ use crate::metrics_log::MetricsLog;
 use crate::terminal::{self, StageProgress};
 use crate::training::{Sink, ending};
 use anyhow::Context;
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 use querl_core::config::SftConfig;
 use querl_core::fsx::read_jsonl;
 use querl_core::records::Message;
-use querl_model::{Decoder, LoraAdapter, PackedBatch, TextTokenizer, Weights, small_model};
+use querl_model::{Decoder, TextTokenizer, small_model};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy};
-use serde::{Deserialize, Serialize};
-use std::io::{BufRead, Write};
+use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
 /// The commands under `querl model`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ModelCommand {
-    /// Say what a model directory holds
-    Inspect {
-        /// A Hugging Face directory
-        #[arg(value_name = "DIR")]
-        model: PathBuf,
-    },
-    /// Log-probability of each token of each line, given those before it
-    Logprobs(LogprobsArgs),
+    /// Say what a model directory or an adapter holds
+    Inspect(inspect::InspectArgs),
+    /// Log-probability of each token of each line, given those before it; JSON lines
+    Logprobs(logprobs::LogprobsArgs),
+    /// Write a model with an adapter's changes in its weights, as transformers and vLLM load it
+    Merge(exchange::MergeArgs),
+    /// Write a model, or an adapter, as transformers, PEFT and vLLM load it: in another type, in shards
+    Export(exchange::ExportArgs),
     /// Make a small model of one domain from a text: tokenizer, random weights, training
     Pretrain {
         /// What to make and from what
@@ -36,124 +39,22 @@ pub(crate) enum ModelCommand {
     },
 }
 
-/// What `querl model logprobs` takes.
-#[derive(Debug, Args)]
-pub(crate) struct LogprobsArgs {
-    /// A Hugging Face directory
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
-    /// A PEFT adapter
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
-    /// Lines of {"token_ids": [...]} or {"text": "..."}
-    #[arg(long, value_name = "FILE")]
-    input: PathBuf,
-}
-
 /// Runs one of them.
 ///
 /// # Errors
 /// A file cannot be used, or training fails.
 pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
     match command {
-        ModelCommand::Inspect { model } => inspect(model),
-        ModelCommand::Logprobs(args) => logprobs(args),
+        ModelCommand::Inspect(args) => inspect::run(args),
+        ModelCommand::Logprobs(args) => logprobs::run(args),
+        ModelCommand::Merge(args) => exchange::merge(args),
+        ModelCommand::Export(args) => exchange::export(args),
         ModelCommand::Pretrain { config } => pretrain(config),
     }
 }
 
 fn usage(error: impl std::fmt::Display) -> Stop {
     Stop::usage(error.to_string())
-}
-
-fn inspect(model: &Path) -> anyhow::Result<()> {
-    let tokenizer = TextTokenizer::load(model).map_err(usage)?;
-    let decoder = Decoder::load(model, Weights::Frozen).map_err(usage)?;
-    let config = decoder.config();
-    let mut out = std::io::stdout();
-    writeln!(out, "family          {:?}", config.family)?;
-    writeln!(out, "parameters      {}", config.n_parameters())?;
-    writeln!(
-        out,
-        "layers          {} of width {}, feed-forward {}",
-        config.n_layers, config.hidden_size, config.intermediate_size
-    )?;
-    writeln!(
-        out,
-        "heads           {} of width {}, {} for keys and values",
-        config.n_heads, config.head_dim, config.n_kv_heads
-    )?;
-    writeln!(out, "vocabulary      {} (tokenizer {})", config.vocab_size, tokenizer.vocab_size())?;
-    writeln!(out, "positions       {}", config.max_positions)?;
-    writeln!(out, "tied embedding  {}", config.tie_word_embeddings)?;
-    Ok(())
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum LogprobsInput {
-    Tokens { token_ids: Vec<u32> },
-    Text { text: String },
-}
-
-#[derive(Serialize)]
-struct LogprobsOutput {
-    token_ids: Vec<u32>,
-    logprobs: Vec<Option<f32>>,
-}
-
-fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
-    let decoder = Decoder::load(&args.model, Weights::Frozen).map_err(usage)?;
-    let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
-    let adapter = adapter.map_err(usage)?;
-    let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
-    let mut tokenizer = None;
-    let mut out = std::io::stdout().lock();
-    for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
-        let line = line?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let place = || format!("{}:{}", args.input.display(), index + 1);
-        let input: LogprobsInput = serde_json::from_str(&line)
-            .map_err(|_| usage(format!("{}: expected {{\"token_ids\": [...]}} or {{\"text\": \"...\"}}", place())))?;
-        let token_ids = match input {
-            LogprobsInput::Tokens { token_ids } => token_ids,
-            LogprobsInput::Text { text } => {
-                if tokenizer.is_none() {
-                    tokenizer = Some(TextTokenizer::load(&args.model).map_err(usage)?);
-                }
-                tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode(&text))?
-            }
-        };
-        let output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;
-        serde_json::to_writer(&mut out, &output)?;
-        out.write_all(b"\n")?;
-    }
-    Ok(())
-}
-
-fn line_logprobs(
-    decoder: &Decoder,
-    adapter: Option<&LoraAdapter>,
-    token_ids: Vec<u32>,
-) -> anyhow::Result<LogprobsOutput> {
-    let (n_known, n_positions) = (decoder.config().vocab_size, decoder.config().max_positions);
-    if let Some(id) = token_ids.iter().find(|&&id| id as usize >= n_known) {
-        return Err(usage(format!("token id {id} is outside the vocabulary of {n_known}")).into());
-    }
-    if token_ids.len() > n_positions {
-        return Err(
-            usage(format!("{} tokens are more than the model's {n_positions} positions", token_ids.len())).into()
-        );
-    }
-    let mut logprobs = vec![None; token_ids.len().min(1)];
-    if token_ids.len() > 1 {
-        let hidden = decoder.hidden_states(&PackedBatch::new([&token_ids[..token_ids.len() - 1]]), adapter)?;
-        let found = decoder.token_logprobs(&hidden, token_ids[1..].to_vec(), 1.0, adapter)?.to_vec2::<f32>()?;
-        logprobs.extend(found.into_iter().map(|row| Some(row[0])));
-    }
-    Ok(LogprobsOutput { token_ids, logprobs })
 }
 
 /// What to make and from what; paths are relative to the file.

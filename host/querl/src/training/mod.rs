@@ -14,7 +14,7 @@ use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use querl_core::config::{Config, TuningMethod};
 use querl_core::records::{DatasetRow, Split};
-use querl_model::{DecoderConfig, LoraSettings, ModelError, TextTokenizer};
+use querl_model::{DecoderConfig, LoraSettings, ModelError, Modules, TextTokenizer};
 use querl_train::{BEST, MetricSink, Metrics, TrainError};
 use std::path::{Path, PathBuf};
 
@@ -78,8 +78,16 @@ impl Base {
     }
 }
 
+/// The shape of new adapters: the policy's, and the critic's beside it.
 fn lora(config: &Config) -> LoraSettings {
-    LoraSettings::all_linear(config.sft.lora_rank, config.sft.lora_alpha)
+    let sft = &config.sft;
+    LoraSettings {
+        use_rslora: sft.use_rslora,
+        use_dora: sft.use_dora,
+        dropout: sft.lora_dropout,
+        target_modules: Modules::from_names(&sft.lora_target_modules),
+        ..LoraSettings::all_linear(sft.lora_rank, sft.lora_alpha)
+    }
 }
 
 fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {

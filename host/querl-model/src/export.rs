@@ -1,0 +1,351 @@
+//! Complete Hugging Face directories: a model as it is, or with an adapter merged into it, as transformers and vLLM load them.
+//!
+//! Tensors are read, changed and written one by one: memory holds one of them at a time.
+
+use crate::adapter::{EMBEDDING, HEAD, LoraAdapter};
+use crate::checkpoint::{StoredModel, required};
+use crate::{ModelError, TextTokenizer};
+use candle_core::{DType, Tensor};
+use safetensors::{Dtype, View};
+use serde_json::{Value, json};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+/// How a model is written.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExportSettings {
+    /// Type of all tensors; `None` leaves each as it is stored.
+    pub dtype: Option<DType>,
+    /// Bytes of tensors in one file, at most, but for a tensor that is larger by itself.
+    pub max_shard_bytes: u64,
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct Exported {
+    /// Weights in all.
+    pub n_parameters: u64,
+    /// Bytes of all tensors.
+    pub n_bytes: u64,
+    /// Type of the tensors, as `config.json` names it.
+    pub dtype: String,
+    /// Files, sorted.
+    pub files: Vec<String>,
+}
+
+/// Files beside weights and configuration that make up a model, where a directory has them.
+const COMPANIONS: [&str; 8] = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+];
+
+/// Writes a model to a folder that is new or empty: `config.json` with the type, safetensors in shards with their index,
+/// generation settings, tokenizer and chat template. With an adapter its changes are in the weights, computed in f64 and rounded once; where
+/// it parts a tied embedding and head, the result has both and says so.
+///
+/// # Errors
+/// The model or its tokenizer cannot be read, the adapter is for another one, the folder is not empty, or a file cannot be written.
+pub fn export_model(
+    model: &Path,
+    adapter: Option<&LoraAdapter>,
+    out: &Path,
+    settings: &ExportSettings,
+) -> Result<Exported, ModelError> {
+    let stored = StoredModel::open(model)?;
+    let tokenizer = TextTokenizer::load(model)?;
+    let merge = Merge::new(&stored, adapter);
+    let tensors = merge.tensors(settings.dtype)?;
+    let dtype = main_dtype(&tensors);
+    let staging = new_folder(out)?;
+    write_weights(staging.path(), &merge, &tensors, settings.max_shard_bytes)?;
+    write_config(model, staging.path(), dtype, merge.is_tied())?;
+    write_generation_config(model, staging.path(), &tokenizer)?;
+    copy_companions(model, staging.path())?;
+    let files = move_files(staging.path(), out)?;
+    let n_parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>() as u64).sum();
+    let n_bytes = tensors.iter().map(OutTensor::n_bytes).sum();
+    Ok(Exported { n_parameters, n_bytes, dtype: dtype_name(dtype).into(), files })
+}
+
+/// Copies what a model directory has beside its weights, `config.json` naming the type in which the weights are written.
+///
+/// # Errors
+/// A file cannot be read or written.
+pub fn copy_model_files(from: &Path, to: &Path, dtype: DType) -> Result<(), ModelError> {
+    let config = read_json(&required(from, "config.json")?)?;
+    let is_tied = config["tie_word_embeddings"] == true;
+    write_config(from, to, dtype, is_tied)?;
+    let generation = from.join("generation_config.json");
+    if generation.is_file() {
+        copy(&generation, &to.join("generation_config.json"))?;
+    }
+    copy_companions(from, to)
+}
+
+/// A type as `config.json` names it.
+pub fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        DType::F64 => "float64",
+        _ => "float32",
+    }
+}
+
+/// One tensor to write.
+struct OutTensor {
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
+}
+
+impl OutTensor {
+    fn n_bytes(&self) -> u64 {
+        (self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()) as u64
+    }
+}
+
+/// A stored model with what an adapter makes of it.
+struct Merge<'a> {
+    stored: &'a StoredModel,
+    adapter: Option<&'a LoraAdapter>,
+}
+
+impl<'a> Merge<'a> {
+    fn new(stored: &'a StoredModel, adapter: Option<&'a LoraAdapter>) -> Self {
+        Self { stored, adapter }
+    }
+
+    /// Whether head and embedding are still one.
+    fn is_tied(&self) -> bool {
+        let is_changed =
+            |adapter: &LoraAdapter, path| adapter.saved_module(path).is_some() || adapter.pair(path).is_some();
+        let parts = |adapter: &LoraAdapter| {
+            !adapter.has_one_copy() && (is_changed(adapter, EMBEDDING) || is_changed(adapter, HEAD))
+        };
+        self.stored.config().tie_word_embeddings && !self.adapter.is_some_and(parts)
+    }
+
+    fn tensors(&self, dtype: Option<DType>) -> Result<Vec<OutTensor>, ModelError> {
+        let mut shapes = self.stored.config().tensor_shapes();
+        let has_new_head = self.stored.config().tie_word_embeddings && !self.is_tied();
+        if has_new_head {
+            let config = self.stored.config();
+            shapes.push((format!("{HEAD}.weight"), vec![config.vocab_size, config.hidden_size]));
+        }
+        let tensor = |(name, shape): (String, Vec<usize>)| {
+            let source = if has_new_head && name == format!("{HEAD}.weight") {
+                format!("{EMBEDDING}.weight")
+            } else {
+                name.clone()
+            };
+            Ok(OutTensor { dtype: dtype.map_or_else(|| self.stored.dtype(&source), Ok)?, name, shape })
+        };
+        shapes.into_iter().map(tensor).collect()
+    }
+
+    /// A tensor's values in its type.
+    fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
+        let path = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
+        let stored = || -> Result<Tensor, ModelError> {
+            let is_tied_head = path == HEAD && self.stored.config().tie_word_embeddings;
+            self.stored.tensor(&if is_tied_head { format!("{EMBEDDING}.weight") } else { tensor.name.clone() })
+        };
+        let value = match self.adapter {
+            Some(adapter) => match (adapter.saved_module(path), adapter.pair(path)) {
+                (Some(saved), _) => saved.detach(),
+                (None, Some(pair)) => {
+                    let weight = stored()?.to_dtype(DType::F64)?; // rounded once, when the sum is written
+                    if path == EMBEDDING { (weight + pair.product(DType::F64)?.t()?)? } else { pair.changed(&weight)? }
+                }
+                (None, None) => stored()?,
+            },
+            None => stored()?,
+        };
+        Ok(value.to_dtype(tensor.dtype)?.contiguous()?)
+    }
+}
+
+/// A tensor that is made when safetensors writes it.
+struct Lazy<'a> {
+    tensor: &'a OutTensor,
+    merge: &'a Merge<'a>,
+    error: &'a RefCell<Option<ModelError>>,
+}
+
+impl View for Lazy<'_> {
+    fn dtype(&self) -> Dtype {
+        self.tensor.dtype.into()
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.tensor.shape
+    }
+
+    /// The trait knows no error: it is kept aside and the file thrown away.
+    fn data(&self) -> Cow<'_, [u8]> {
+        match self.merge.value(self.tensor) {
+            Ok(value) => Cow::Owned((&value).data().into_owned()),
+            Err(error) => {
+                self.error.borrow_mut().get_or_insert(error);
+                Cow::Owned(vec![0; self.data_len()])
+            }
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        self.tensor.n_bytes() as usize
+    }
+}
+
+/// Cuts tensors, in order, into files of at most so many bytes.
+fn shards(tensors: &[OutTensor], max_bytes: u64) -> Vec<Vec<&OutTensor>> {
+    let (mut shards, mut n_bytes) = (vec![Vec::new()], 0);
+    for tensor in tensors {
+        let is_full = n_bytes > 0 && n_bytes + tensor.n_bytes() > max_bytes;
+        if is_full {
+            shards.push(Vec::new());
+            n_bytes = 0;
+        }
+        n_bytes += tensor.n_bytes();
+        if let Some(shard) = shards.last_mut() {
+            shard.push(tensor);
+        }
+    }
+    shards
+}
+
+/// Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index.
+fn write_weights(folder: &Path, merge: &Merge<'_>, tensors: &[OutTensor], max_bytes: u64) -> Result<(), ModelError> {
+    let shards = shards(tensors, max_bytes);
+    let mut weight_map = BTreeMap::new();
+    for (index, shard) in shards.iter().enumerate() {
+        let file = match shards.len() {
+            1 => "model.safetensors".to_owned(),
+            n_shards => format!("model-{:05}-of-{n_shards:05}.safetensors", index + 1),
+        };
+        write_shard(&folder.join(&file), merge, shard)?;
+        weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), file.clone())));
+    }
+    if shards.len() == 1 {
+        return Ok(());
+    }
+    let total: u64 = tensors.iter().map(OutTensor::n_bytes).sum();
+    let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+    write_json(&folder.join("model.safetensors.index.json"), &index)
+}
+
+fn write_shard(path: &Path, merge: &Merge<'_>, shard: &[&OutTensor]) -> Result<(), ModelError> {
+    let error = RefCell::new(None);
+    let views = shard.iter().map(|tensor| (tensor.name.as_str(), Lazy { tensor, merge, error: &error }));
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let written = safetensors::serialize_to_file(views, Some(metadata), path);
+    if let Some(error) = error.into_inner() {
+        return Err(error);
+    }
+    written.map_err(|error| match error {
+        safetensors::SafeTensorError::IoError(source) => ModelError::io(path)(source),
+        error => ModelError::bad_file(path, error),
+    })?;
+    // What was a temporary file is private to its owner and may be in memory only.
+    let file = std::fs::File::open(path).map_err(ModelError::io(path))?;
+    make_readable(&file).and_then(|()| file.sync_all()).map_err(ModelError::io(path))
+}
+
+fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        file.set_permissions(std::fs::Permissions::from_mode(0o644))?;
+    }
+    Ok(())
+}
+
+/// The type that most of the bytes are in: what `config.json` says of the whole.
+fn main_dtype(tensors: &[OutTensor]) -> DType {
+    let mut n_bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
+    for tensor in tensors {
+        n_bytes.entry(dtype_name(tensor.dtype)).or_insert((0, tensor.dtype)).0 += tensor.n_bytes();
+    }
+    n_bytes.into_values().max_by_key(|(n_bytes, _)| *n_bytes).map_or(DType::F32, |(_, dtype)| dtype)
+}
+
+fn write_config(model: &Path, folder: &Path, dtype: DType, is_tied: bool) -> Result<(), ModelError> {
+    let mut config = read_json(&required(model, "config.json")?)?;
+    // Both names of the key: readers know the one or the other.
+    for key in ["dtype", "torch_dtype"] {
+        config[key] = dtype_name(dtype).into();
+    }
+    config["tie_word_embeddings"] = is_tied.into();
+    write_json(&folder.join("config.json"), &config)
+}
+
+/// The model's own generation settings, or what its tokenizer and configuration say of the tokens that end an answer.
+fn write_generation_config(model: &Path, folder: &Path, tokenizer: &TextTokenizer) -> Result<(), ModelError> {
+    let own = model.join("generation_config.json");
+    if own.is_file() {
+        return copy(&own, &folder.join("generation_config.json"));
+    }
+    let config = read_json(&required(model, "config.json")?)?;
+    let mut generation = json!({ "eos_token_id": tokenizer.stop_ids() });
+    for key in ["bos_token_id", "pad_token_id"] {
+        if config[key].is_u64() {
+            generation[key] = config[key].clone();
+        }
+    }
+    write_json(&folder.join("generation_config.json"), &generation)
+}
+
+fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
+    for file in COMPANIONS {
+        if from.join(file).is_file() && from != to {
+            copy(&from.join(file), &to.join(file))?;
+        }
+    }
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), ModelError> {
+    let bytes = std::fs::read(from).map_err(ModelError::io(from))?;
+    querl_core::fsx::write_atomic(to, &bytes).map_err(ModelError::io(to))
+}
+
+fn read_json(path: &Path) -> Result<Value, ModelError> {
+    let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
+    serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+    querl_core::fsx::write_atomic(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io(path))
+}
+
+/// A place beside the files to come, in a folder that must be new or empty: what is in it would be mixed with them.
+fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
+    std::fs::create_dir_all(out).map_err(ModelError::io(out))?;
+    let mut entries = std::fs::read_dir(out).map_err(ModelError::io(out))?;
+    if entries.next().is_some() {
+        return Err(ModelError::bad_file(out, "is not empty; name a new folder"));
+    }
+    tempfile::Builder::new().prefix(".new-").tempdir_in(out).map_err(ModelError::io(out))
+}
+
+/// Moves files, weights first: a folder with a `config.json` is complete.
+fn move_files(from: &Path, to: &Path) -> Result<Vec<String>, ModelError> {
+    let entries = std::fs::read_dir(from).map_err(ModelError::io(from))?;
+    let names: Result<Vec<_>, _> = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect();
+    let mut names = names.map_err(ModelError::io(from))?;
+    names.sort_by_key(|name| (name == "config.json", name.clone()));
+    for name in &names {
+        std::fs::rename(from.join(name), to.join(name)).map_err(ModelError::io(&to.join(name)))?;
+    }
+    names.sort();
+    Ok(names)
+}

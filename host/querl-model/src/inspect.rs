@@ -1,0 +1,138 @@
+//! What a model directory or an adapter holds, told without reading its tensors.
+
+use crate::adapter::LoraAdapter;
+use crate::checkpoint::{StoredModel, weight_files};
+use crate::export::dtype_name;
+use crate::{Family, ModelError, TextTokenizer};
+use serde::Serialize;
+use std::path::Path;
+
+/// A model directory.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ModelSummary {
+    /// Which decoder.
+    pub family: Family,
+    /// Weights, a tied head counted once.
+    pub parameters: usize,
+    /// Types of the stored tensors, as `config.json` names them, sorted.
+    pub dtypes: Vec<&'static str>,
+    /// Files with weights.
+    pub weight_files: usize,
+    /// Bytes of those files.
+    pub bytes: u64,
+    /// Blocks.
+    pub layers: usize,
+    /// Width of a row.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layers.
+    pub intermediate_size: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Tokens that the model knows.
+    pub vocab_size: usize,
+    /// Tokens that its tokenizer knows.
+    pub tokenizer_vocab_size: usize,
+    /// Longest sequence.
+    pub positions: usize,
+    /// Whether the head is the embedding.
+    pub tied_embedding: bool,
+}
+
+/// Looks at a model directory: configuration, tokenizer, names, types and shapes of its tensors.
+///
+/// # Errors
+/// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
+pub fn inspect_model(directory: &Path) -> Result<ModelSummary, ModelError> {
+    let tokenizer = TextTokenizer::load(directory)?;
+    let stored = StoredModel::open(directory)?;
+    let config = stored.config();
+    let mut dtypes = Vec::new();
+    for (name, _) in config.tensor_shapes() {
+        dtypes.push(dtype_name(stored.dtype(&name)?));
+    }
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    let files = weight_files(directory)?;
+    let mut bytes = 0;
+    for file in &files {
+        bytes += std::fs::metadata(file).map_err(ModelError::io(file))?.len();
+    }
+    Ok(ModelSummary {
+        family: config.family,
+        parameters: config.n_parameters(),
+        dtypes,
+        weight_files: files.len(),
+        bytes,
+        layers: config.n_layers,
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        heads: config.n_heads,
+        kv_heads: config.n_kv_heads,
+        head_dim: config.head_dim,
+        vocab_size: config.vocab_size,
+        tokenizer_vocab_size: tokenizer.vocab_size(),
+        positions: config.max_positions,
+        tied_embedding: config.tie_word_embeddings,
+    })
+}
+
+/// An adapter's folder.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct AdapterSummary {
+    /// The base as the file names it.
+    pub base: Option<String>,
+    /// Numbers in all.
+    pub parameters: usize,
+    /// Type of the stored tensors, as `config.json` would name it.
+    pub dtype: &'static str,
+    /// Rows of A where no pattern says otherwise.
+    pub rank: usize,
+    /// Numerator of the scale where no pattern says otherwise.
+    pub alpha: f64,
+    /// Layers with a rank or alpha of their own in the configuration.
+    pub patterns: usize,
+    /// Scale over the root of the rank.
+    pub use_rslora: bool,
+    /// Magnitudes.
+    pub use_dora: bool,
+    /// Dropout that it was trained with.
+    pub dropout: f64,
+    /// Layers with matrices.
+    pub adapted_layers: usize,
+    /// Modules that are saved whole.
+    pub modules_to_save: Vec<String>,
+}
+
+/// Whether a folder is an adapter's.
+pub fn is_adapter(directory: &Path) -> bool {
+    directory.join(crate::adapter::CONFIG_FILE).is_file()
+}
+
+/// Looks at an adapter that PEFT or querl saved. Whether it fits a model is found when it is loaded on it.
+///
+/// # Errors
+/// A file is missing or damaged, or the adapter uses what is not supported.
+pub fn inspect_adapter(directory: &Path) -> Result<AdapterSummary, ModelError> {
+    let parts = LoraAdapter::read(directory)?;
+    let settings = &parts.settings;
+    let matrices =
+        parts.tensors.keys().filter(|name| name.ends_with(".lora_A.weight") || name.ends_with(".lora_embedding_A"));
+    let numbers = parts.tensors.iter().filter(|(name, _)| !name.contains(".base_layer."));
+    Ok(AdapterSummary {
+        base: parts.file.base().map(str::to_owned),
+        parameters: numbers.map(|(_, tensor)| tensor.elem_count()).sum(),
+        dtype: dtype_name(parts.dtype),
+        rank: settings.rank,
+        alpha: settings.alpha,
+        patterns: settings.rank_pattern.iter().count() + settings.alpha_pattern.iter().count(),
+        use_rslora: settings.use_rslora,
+        use_dora: settings.use_dora,
+        dropout: settings.dropout,
+        adapted_layers: matrices.count(),
+        modules_to_save: settings.modules_to_save.clone(),
+    })
+}

@@ -1,0 +1,252 @@
+//! Adapters: fresh ones, dropout in a whole pass, and what is refused.
+#![allow(clippy::unwrap_used)]
+
+use candle_core::{DType, Tensor};
+use querl_model::{
+    Decoder, Decoding, Dropout, GenerationRequest, LoraAdapter, LoraSettings, Modules, PackedBatch, Pass,
+    SamplingSettings, SavedCopies, Weights, generate, load_tensors, save_tensors,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
+}
+
+fn decoder(name: &str) -> Decoder {
+    Decoder::load(&golden(&format!("decoders/{name}")), Weights::Frozen).unwrap()
+}
+
+fn adapter(name: &str, decoder: &Decoder) -> LoraAdapter {
+    LoraAdapter::load(&golden(&format!("lora/{name}")), decoder.config()).unwrap()
+}
+
+const SEQUENCES: [&[u32]; 3] = [&[3, 14, 15, 9, 26], &[3, 14, 15, 9, 26, 5, 35], &[8, 9, 7]];
+
+fn hidden(decoder: &Decoder, sequences: &[&[u32]], pass: &Pass<'_>) -> Vec<Vec<f32>> {
+    let batch = PackedBatch::new(sequences.iter().copied());
+    let rows: Vec<u32> = (0..batch.n_rows() as u32).collect();
+    decoder.hidden_at(&batch, &rows, pass).unwrap().to_vec2().unwrap()
+}
+
+fn worst(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn a_fresh_adapter_changes_nothing() {
+    for (base, modules, copies) in [
+        ("qwen2-tied", vec!["embed_tokens"], SavedCopies::Tied),
+        ("qwen2-untied", vec!["embed_tokens", "lm_head"], SavedCopies::Apart),
+        ("qwen3-tied", vec![], SavedCopies::Apart),
+    ] {
+        let decoder = decoder(base);
+        let settings = LoraSettings {
+            use_dora: true,
+            rank_pattern: [("q_proj".to_owned(), 2)].into_iter().collect(),
+            modules_to_save: modules.iter().map(|name| (*name).to_owned()).collect(),
+            saved_copies: copies,
+            ..LoraSettings::all_linear(4, 8.0)
+        };
+        let adapter = LoraAdapter::new(&decoder, settings, 3).unwrap();
+        let (bare, adapted) = (Pass::with(None), Pass::with(Some(&adapter)));
+        let (before, after) = (hidden(&decoder, &SEQUENCES, &bare), hidden(&decoder, &SEQUENCES, &adapted));
+        assert!(worst(&before, &after) < 1e-5, "{base}: {}", worst(&before, &after));
+        let q = &adapter.vars()["model.layers.0.self_attn.q_proj.lora_A.weight"];
+        assert_eq!(q.dims()[0], 2);
+    }
+}
+
+#[test]
+fn dropout_does_not_depend_on_how_rows_are_packed() {
+    for (base, name) in [("qwen3-tied", "qwen3-tied"), ("qwen2-untied", "qwen2-untied-dora")] {
+        let decoder = decoder(base);
+        let adapter = adapter(name, &decoder);
+        let pass = Pass { dropout: Some(Dropout { p: 0.3, seed: 11 }), ..Pass::with(Some(&adapter)) };
+        let together = hidden(&decoder, &SEQUENCES, &pass);
+        let apart: Vec<Vec<f32>> =
+            SEQUENCES.iter().rev().map(|one| hidden(&decoder, &[one], &pass)).rev().flatten().collect();
+        assert!(worst(&together, &apart) < 1e-5, "{}", worst(&together, &apart));
+        // The rows that two sequences begin with are masked alike: they can be computed once.
+        assert!(worst(&together[..5], &together[5..10]) < 1e-5);
+        assert!(worst(&together, &hidden(&decoder, &SEQUENCES, &Pass::with(Some(&adapter)))) > 1e-2);
+        let other = Pass { dropout: Some(Dropout { p: 0.3, seed: 12 }), ..pass };
+        assert!(worst(&together, &hidden(&decoder, &SEQUENCES, &other)) > 1e-2);
+    }
+}
+
+#[test]
+fn every_trained_tensor_gets_a_gradient_under_dropout() {
+    for (base, name) in
+        [("qwen3-tied", "qwen3-tied"), ("qwen3-tied", "qwen3-tied-dora-rslora"), ("qwen2-untied", "qwen2-untied-ends")]
+    {
+        let decoder = decoder(base);
+        let adapter = adapter(name, &decoder);
+        let pass = Pass { dropout: Some(Dropout { p: 0.3, seed: 11 }), ..Pass::with(Some(&adapter)) };
+        let batch = PackedBatch::new(SEQUENCES);
+        let rows: Vec<u32> = (0..batch.n_rows() as u32).collect();
+        let states = decoder.hidden_at(&batch, &rows, &pass).unwrap();
+        let targets = SEQUENCES.concat().iter().map(|id| (id + 1) % 64).collect();
+        let logprobs = decoder.token_logprobs(&states, targets, 1.0, Some(&adapter)).unwrap();
+        let gradients = logprobs.narrow(1, 0, 1).unwrap().sum_all().unwrap().backward().unwrap();
+        for (path, var) in adapter.vars() {
+            let gradient = gradients.get(var).unwrap_or_else(|| panic!("{name}: no gradient reached {path}"));
+            assert!(gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 0.0, "{name}: {path}");
+        }
+    }
+}
+
+#[test]
+fn what_is_sampled_is_what_is_trained_whatever_the_adapter() {
+    for (base, name) in [
+        ("qwen2-tied", "qwen2-tied-copies"),
+        ("qwen2-untied", "qwen2-untied-dora"),
+        ("qwen2-untied", "qwen2-untied-ends"),
+        ("qwen3-untied", "qwen3-untied-head"),
+        ("qwen3-untied", "qwen3-untied-patterns"),
+    ] {
+        let decoder = decoder(base);
+        let adapter = adapter(name, &decoder);
+        let prompt: &[u32] = &[3, 14, 15, 9];
+        let requests = [GenerationRequest { prompt, seed: 5, n: 2 }];
+        let settings = SamplingSettings { max_new_tokens: 6, ..SamplingSettings::default() };
+        let answers =
+            generate(&decoder, Some(&adapter), &requests, Decoding::Sample, &settings, &BTreeSet::new()).unwrap();
+        for answer in &answers {
+            let sequence = [prompt, answer.token_ids.as_slice()].concat();
+            let states = decoder.hidden_states(&PackedBatch::new([sequence.as_slice()]), Some(&adapter)).unwrap();
+            let states = states.narrow(0, prompt.len() - 1, answer.token_ids.len()).unwrap();
+            let found = decoder.token_logprobs(&states, answer.token_ids.clone(), 1.0, Some(&adapter)).unwrap();
+            for (found, sampled) in found.to_vec2::<f32>().unwrap().iter().zip(&answer.logprobs) {
+                assert!((found[0] - sampled).abs() < 1e-5, "{name}: {} against {sampled}", found[0]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_view_without_gradient_follows_the_values() {
+    let decoder = decoder("qwen3-untied");
+    let adapter = adapter("qwen3-untied-head", &decoder);
+    let view = adapter.without_gradient();
+    for var in adapter.vars().values() {
+        var.set(&(var.as_tensor() * 0.5).unwrap()).unwrap();
+    }
+    let batch = PackedBatch::new(SEQUENCES);
+    let logits = |adapter: &LoraAdapter| {
+        let hidden = decoder.hidden_states(&batch, Some(adapter)).unwrap();
+        decoder.logits(&hidden, Some(adapter)).unwrap()
+    };
+    let (found, expected) = (logits(&view), logits(&adapter));
+    assert_eq!(found.to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap());
+    assert!(!found.track_op());
+}
+
+#[test]
+fn targets_that_are_no_layers_are_named() {
+    let decoder = decoder("qwen3-tied");
+    let refusal = |target_modules: Modules| {
+        let settings = LoraSettings { target_modules, ..LoraSettings::all_linear(4, 8.0) };
+        LoraAdapter::new(&decoder, settings, 1).err().unwrap().to_string()
+    };
+    let error = refusal(Modules::Named(vec!["q_proj".into(), "q_prj".into()]));
+    assert!(
+        error.starts_with("lora: target_modules: `q_prj` is no layer of this model; expected `all-linear`"),
+        "{error}"
+    );
+    let error = refusal(Modules::Pattern(".*nothing".into()));
+    assert!(error.starts_with("lora: target_modules: no layer of this model is among them"), "{error}");
+    assert!(refusal(Modules::Pattern("(".into())).contains("`(` is no regular expression"));
+}
+
+/// A golden adapter with changes: to its configuration, and to its tensors.
+fn refusal_of(
+    name: &str,
+    base: &str,
+    change: impl Fn(&mut serde_json::Value),
+    tensors: impl Fn(&mut BTreeMap<String, Tensor>),
+) -> String {
+    let (from, folder) = (golden(&format!("lora/{name}")), tempfile::tempdir().unwrap());
+    let text = std::fs::read_to_string(from.join("adapter_config.json")).unwrap();
+    let mut config = serde_json::from_str(&text).unwrap();
+    change(&mut config);
+    std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
+    let mut stored = load_tensors(&from.join("adapter_model.safetensors")).unwrap().into_iter().collect();
+    tensors(&mut stored);
+    save_tensors(&folder.path().join("adapter_model.safetensors"), &stored).unwrap();
+    let error = LoraAdapter::load(folder.path(), decoder(base).config()).err().unwrap().to_string();
+    error.split("/adapter_").last().unwrap().to_owned()
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused_in_one_sentence() {
+    let none = |_: &mut serde_json::Value| {};
+    let same = |_: &mut BTreeMap<String, Tensor>| {};
+    let error = refusal_of("qwen3-tied", "qwen2-tied", none, same);
+    assert_eq!(
+        error,
+        "model.safetensors: tensor `model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 4]; this model expects \
+         [16, 4]: the adapter belongs to a model of another width"
+    );
+    let resized = |tensors: &mut BTreeMap<String, Tensor>| {
+        let embedding = tensors.get_mut("base_model.model.model.embed_tokens.weight").unwrap();
+        *embedding = Tensor::cat(&[&*embedding, &*embedding], 0).unwrap();
+    };
+    let error = refusal_of("qwen3-tied-embedding", "qwen3-tied", none, resized);
+    assert_eq!(
+        error,
+        "model.safetensors: tensor `model.embed_tokens.weight` has shape [128, 32]; this model expects [64, 32]: the adapter was \
+         trained with another vocabulary; take the base that it was trained on, with its embeddings resized"
+    );
+    let missing = |tensors: &mut BTreeMap<String, Tensor>| drop(tensors.pop_last());
+    assert!(refusal_of("qwen3-tied", "qwen3-tied", none, missing).contains("which `adapter_config.json` asks for"));
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_its_key() {
+    let same = |_: &mut BTreeMap<String, Tensor>| {};
+    for (key, value, expected) in [
+        ("peft_type", "IA3".into(), "peft_type is `IA3`; expected `LORA`"),
+        ("bias", "all".into(), "bias is `all`; expected `none`"),
+        ("lora_bias", true.into(), "lora_bias is set and not supported"),
+        (
+            "init_lora_weights",
+            "pissa_niter_4".into(),
+            "init_lora_weights is `pissa_niter_4`, which changes the base too",
+        ),
+        ("modules_to_save", serde_json::json!(["norm"]), "modules_to_save: `norm` is not supported"),
+        ("r", 0.into(), "r is 0; expected at least 1"),
+        ("target_modules", serde_json::Value::Null, "target_modules is null"),
+        ("rank_pattern", serde_json::json!({"q_proj": 2}), "has shape [4, 32]; this model expects [2, 32]"),
+    ] {
+        let error = refusal_of("qwen3-tied", "qwen3-tied", |config| config[key] = value.clone(), same);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_classifier_s_head_is_kept_and_saved() {
+    let decoder = decoder("qwen3-tied");
+    let folder = tempfile::tempdir().unwrap();
+    let from = golden("lora/qwen3-tied-bf16");
+    let text = std::fs::read_to_string(from.join("adapter_config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    (config["task_type"], config["modules_to_save"]) = ("SEQ_CLS".into(), serde_json::json!(["classifier", "score"]));
+    std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
+    let mut tensors: BTreeMap<_, _> =
+        load_tensors(&from.join("adapter_model.safetensors")).unwrap().into_iter().collect();
+    let score = Tensor::arange(0f32, 160.0, &candle_core::Device::Cpu).unwrap().reshape((5, 32)).unwrap();
+    tensors.insert("base_model.model.score.weight".into(), score.to_dtype(DType::BF16).unwrap());
+    save_tensors(&folder.path().join("adapter_model.safetensors"), &tensors).unwrap();
+
+    let adapter = LoraAdapter::load(folder.path(), decoder.config()).unwrap();
+    assert!(!adapter.vars().keys().any(|name| name.contains("score")));
+    let again = tempfile::tempdir().unwrap();
+    adapter.save(again.path(), "base").unwrap();
+    let saved = load_tensors(&again.path().join("adapter_model.safetensors")).unwrap();
+    assert_eq!(saved["base_model.model.score.weight"].to_vec2::<f32>().unwrap(), score.to_vec2::<f32>().unwrap());
+    let text = std::fs::read_to_string(again.path().join("adapter_config.json")).unwrap();
+    let saved: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&saved["task_type"], &saved["modules_to_save"]), (&config["task_type"], &config["modules_to_save"]));
+}

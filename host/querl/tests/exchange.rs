@@ -1,0 +1,151 @@
+//! `querl model inspect`, `merge`, `export` and `logprobs`.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use querl_model::{Decoder, LoraAdapter, LoraSettings, Weights};
+use serde_json::Value;
+use support::{Project, model};
+
+/// A project with the tiny model's folder in it and an adapter that changes something.
+fn project() -> Project {
+    let project = Project::new();
+    std::fs::create_dir(project.path("model")).unwrap();
+    for entry in std::fs::read_dir(model()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), project.path("model").join(entry.file_name())).unwrap();
+    }
+    let decoder = Decoder::load(model(), Weights::Frozen).unwrap();
+    let settings = LoraSettings { use_dora: true, rank_pattern: one("q_proj", 2), ..LoraSettings::all_linear(4, 8.0) };
+    let adapter = LoraAdapter::new(&decoder, settings, 3).unwrap();
+    for (name, var) in adapter.vars().iter().filter(|(name, _)| !name.contains("lora_A")) {
+        let shift = if name.contains("lora_B") { 0.05 } else { 0.2 };
+        var.set(&(var.as_tensor() + shift).unwrap()).unwrap();
+    }
+    adapter.save(&project.path("adapter"), "model").unwrap();
+    project.write("lines.jsonl", "{\"token_ids\": [5, 6, 7, 300, 8]}\n{\"text\": \"鱼油怎么吃\"}\n");
+    project
+}
+
+fn one(pattern: &str, rank: usize) -> querl_model::Patterns<usize> {
+    [(pattern.to_owned(), rank)].into_iter().collect()
+}
+
+fn logprobs(project: &Project, arguments: &[&str]) -> Vec<f64> {
+    let said = project.querl(&[&["model", "logprobs", "--input", "lines.jsonl"], arguments].concat()).ok();
+    let lines = said.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.flat_map(|line| line["logprobs"].as_array().unwrap().clone()).filter_map(|value| value.as_f64()).collect()
+}
+
+fn worst(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn inspect_tells_models_from_adapters() {
+    let project = project();
+    let said = project.querl(&["model", "inspect", "adapter"]).ok();
+    assert_eq!(
+        said.stdout,
+        "adapter        DoRA\n\
+         base           model\n\
+         parameters     7008 in float32\n\
+         rank           4, alpha 8, 1 pattern(s)\n\
+         layers         14\n\
+         dropout        0\n\
+         saved modules  none\n"
+    );
+    let said = project.querl(&["model", "inspect", "model"]).ok();
+    assert!(said.stdout.starts_with("family          Qwen3\nparameters      "), "{}", said.stdout);
+    assert!(said.stdout.contains("\nweights         float32 in 1 file(s), 0.2 MiB\n"), "{}", said.stdout);
+    let json: Value =
+        serde_json::from_str(&project.querl(&["model", "inspect", "model", "--json"]).ok().stdout).unwrap();
+    assert_eq!((&json["family"], &json["layers"], &json["tied_embedding"]), (&"Qwen3".into(), &2.into(), &true.into()));
+}
+
+#[test]
+fn a_merged_model_says_what_base_and_adapter_say() {
+    let project = project();
+    let said = project.querl(&["model", "merge", "--model", "model", "--adapter", "adapter", "--out", "merged"]).ok();
+    assert!(said.stderr.contains(" parameters in float32, 5 files in merged"), "{}", said.stderr);
+    let unmerged = logprobs(&project, &["--model", "model", "--adapter", "adapter"]);
+    assert!(worst(&unmerged, &logprobs(&project, &["--model", "merged"])) < 1e-5);
+    assert!(worst(&unmerged, &logprobs(&project, &["--model", "model"])) > 1e-2);
+}
+
+#[test]
+fn an_adapter_is_written_again_in_another_type() {
+    let project = project();
+    let arguments =
+        ["model", "export", "--model", "model", "--adapter", "adapter", "--out", "small", "--dtype", "bf16", "--json"];
+    let json: Value = serde_json::from_str(&project.querl(&arguments).ok().stdout).unwrap();
+    assert_eq!(
+        json,
+        serde_json::json!({
+            "out": "small", "parameters": 7008, "bytes": 14016, "dtype": "bfloat16",
+            "files": ["adapter_config.json", "adapter_model.safetensors"],
+        })
+    );
+    let exact = logprobs(&project, &["--model", "model", "--adapter", "adapter"]);
+    let difference = worst(&exact, &logprobs(&project, &["--model", "model", "--adapter", "small"]));
+    assert!(difference > 0.0 && difference < 0.05, "{difference}");
+}
+
+#[test]
+fn what_cannot_be_written_is_said_in_one_sentence() {
+    let project = project();
+    std::fs::create_dir(project.path("bare")).unwrap();
+    project.write("bare/adapter_config.json", "{\"peft_type\": \"LOHA\", \"r\": 4, \"lora_alpha\": 8}");
+    project.write("bare/adapter_model.safetensors", "");
+    let wide = "{\"peft_type\": \"LORA\", \"r\": 3, \"lora_alpha\": 8, \"use_dora\": true, \"target_modules\": \"all-linear\"}";
+    std::fs::create_dir(project.path("other")).unwrap();
+    project.write("other/adapter_config.json", wide);
+    std::fs::copy(project.path("adapter/adapter_model.safetensors"), project.path("other/adapter_model.safetensors"))
+        .unwrap();
+    let refusal = |args: &[&str]| {
+        let said = project.querl(&[&["model"], args, &["-q"]].concat());
+        assert_eq!((said.code, said.stdout.as_str(), said.stderr.lines().count()), (Some(2), "", 1), "{said:#?}");
+        said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
+    };
+    let cases: [(&[&str], &str); 7] = [
+        (
+            &["merge", "--model", "model", "--adapter", "nowhere", "--out", "out"],
+            "nowhere: no `adapter_config.json` there; an adapter is a folder with `adapter_config.json` and \
+             `adapter_model.safetensors`",
+        ),
+        (
+            &["merge", "--model", "model", "--adapter", "bare", "--out", "out"],
+            "bare/adapter_config.json: peft_type is `LOHA`; expected `LORA`",
+        ),
+        (
+            &["merge", "--model", "model", "--adapter", "other", "--out", "out"],
+            "other/adapter_model.safetensors: tensor `model.layers.0.mlp.down_proj.lora_A.weight` has shape [4, 48]; this model \
+             expects [3, 48]: the rank is not the configuration's",
+        ),
+        (
+            &["merge", "--model", "model", "--adapter", "adapter", "--out", "model"],
+            "model: is not empty; name a new folder",
+        ),
+        (
+            &["export", "--model", "model", "--adapter", "adapter", "--out", "adapter"],
+            "adapter: is not empty; name a new folder",
+        ),
+        (
+            &["export", "--model", "adapter", "--out", "out"],
+            "adapter: no `config.json` there; a Hugging Face model directory needs config.json, tokenizer.json and \
+             model.safetensors (or its shards with model.safetensors.index.json)",
+        ),
+        (
+            &["logprobs", "--model", "model", "--adapter", "other", "--input", "lines.jsonl"],
+            "other/adapter_model.safetensors: tensor `model.layers.0.mlp.down_proj.lora_A.weight` has shape [4, 48]; this model \
+             expects [3, 48]: the rank is not the configuration's",
+        ),
+    ];
+    for (arguments, expected) in cases {
+        assert_eq!(refusal(arguments), expected);
+    }
+    let said = project.querl(&["model", "export", "--model", "model", "--out", "out", "--max-shard-size", "5"]);
+    assert!(said.code == Some(2) && said.stderr.contains("expected a number above 0 with MB or GB"), "{said:#?}");
+    assert!(!project.path("out").exists());
+}
