@@ -8,6 +8,8 @@ mod batch;
 mod beam;
 mod engine;
 mod filters;
+#[cfg(test)]
+mod golden;
 mod pass;
 mod prefixes;
 mod rows;
