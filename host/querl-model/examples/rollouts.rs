@@ -2,11 +2,12 @@
 //! tokens, the whole distribution at temperature 1.
 //!
 //! ```sh
-//! cargo run --release -p querl-model --example rollouts -- MODEL_DIR [ADAPTER_DIR] [REPEATS]
+//! cargo run --release -p querl-model --example rollouts -- MODEL_DIR DTYPE [ADAPTER_DIR] [REPEATS]
 //! ```
 //!
 //! Each repetition is a policy of its own, so that the shared prefix is computed anew.
 
+use querl_core::config::BaseDtype;
 use querl_model::{
     Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, Weights,
 };
@@ -24,9 +25,14 @@ const N_NEW: usize = 32;
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let model = arguments.first().ok_or("expected a model directory")?;
-    let adapter = arguments.get(1).filter(|path| Path::new(path).is_dir());
+    let dtype = match arguments.get(1).map(String::as_str) {
+        Some("f32") => BaseDtype::F32,
+        Some("bf16") => BaseDtype::Bf16,
+        _ => return Err("expected the type of the base, f32 or bf16".into()),
+    };
+    let adapter = arguments.get(2).filter(|path| Path::new(path).is_dir());
     let repeats: u64 = arguments.last().and_then(|n| n.parse().ok()).unwrap_or(5);
-    let decoder = Decoder::load(Path::new(model), Weights::Frozen)?;
+    let decoder = Decoder::load_as(Path::new(model), Weights::Frozen, dtype)?;
     let adapter = adapter.map(|path| LoraAdapter::load(Path::new(path), decoder.config())).transpose()?;
     let id = |i: u32| 3 + i.wrapping_mul(2_654_435_761) % 2000;
     let prompt = |p: u32| (0..N_SHARED).map(id).chain((0..N_OWN).map(|i| id(1000 + p * 100 + i))).collect();

@@ -106,8 +106,10 @@ fn sampled_logprobs_are_those_of_the_training_pass_for_every_kind_of_adapter() {
             generate(&decoder, Some(&adapter), &requests(), Decoding::Sample, &sampling, &BTreeSet::new()).unwrap();
         for (prompt, answer) in PROMPTS.iter().zip(&answers) {
             let expected = trained_logprobs(&decoder, Some(&adapter), prompt, answer, temperature);
+            // Rounding differs between the two; these random adapters spread the logits over tens of nats.
             let worst = answer.logprobs.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-            eprintln!("{name} {worst:e}");
+            assert!(worst < 1e-4, "{name}: off by {worst}");
+            assert!(answer.behaviour_logprobs.iter().all(|logprob| *logprob <= 0.0), "{name}");
         }
     }
 }
