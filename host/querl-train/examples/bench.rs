@@ -213,8 +213,7 @@ fn ppo(options: &Options) -> Result<Value> {
     };
     let mut steps = Steps::begin();
     rl::train(&task, &mut steps)?;
-    // The evaluation before the first step is recorded too, and is no part of an iteration.
-    let cpu_seconds: Vec<f64> = steps.between(1, |at| at.cpu).into_iter().skip(1).collect();
+    let cpu_seconds = steps.cpu_of_iterations();
     Ok(json!({ "seconds": steps.of("timing_s/step"), "cpu_seconds": cpu_seconds, "timings": steps.timings() }))
 }
 
@@ -298,6 +297,17 @@ impl Steps {
     fn between(&self, n_steps: usize, of: fn(&Span) -> f64) -> Vec<f64> {
         let ends = std::iter::once(0.0).chain(self.ends.iter().map(of));
         let ends: Vec<f64> = ends.step_by(n_steps.max(1)).collect();
+        ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
+    }
+
+    /// Processor time of each iteration. Evaluations are recorded apart: the first comes before all iterations, and one more is
+    /// part of the last iteration's time.
+    fn cpu_of_iterations(&self) -> Vec<f64> {
+        let recorded = self.ends.iter().zip(&self.metrics).enumerate();
+        let ends: Vec<f64> = recorded
+            .filter(|(index, (_, metrics))| *index == 0 || metrics.contains_key("timing_s/step"))
+            .map(|(_, (end, _))| end.cpu)
+            .collect();
         ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
 

@@ -24,8 +24,13 @@ WORK = HERE / "work"
 BEST = HERE / "best.json"
 BENCH = REPOSITORY / "target/release/examples/bench"
 
-# Freed pages are kept: the best setting of glibc's allocator for tensors that come and go. `survey` compares it with the default.
-TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736", "MALLOC_TOP_PAD_": "67108864"}
+# Freed pages are kept and one heap serves all threads: the best that was found for tensors that come and go. `survey` compares it
+# with glibc's default. Our side has the program's own allocator.
+TUNED_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "68719476736",
+}
 
 # Of each work: the script of the reference, its settings to survey, and what one repetition yields.
 WORKS = {
@@ -202,7 +207,7 @@ def line(name, found):
     return (
         f"{name} against {found['reference']}: {found['ours_s']:.4g} {unit} and {found['theirs_s']:.4g}: "
         f"{found['ratio_of_minima']:.2f} times (rounds {found['ratio_min']:.2f} to {found['ratio_max']:.2f}, median "
-        f"{found['ratio_median']:.2f}; of the processor {found['theirs_cpu_s'] / found['ours_cpu_s']:.2f}); {found['ours_mib']:.0f} MiB and {found['theirs_mib']:.0f}: "
+        f"{found['ratio_median']:.2f}; of the processor {found['theirs_cpu_s'] / (found['ours_cpu_s'] or float('nan')):.2f}); {found['ours_mib']:.0f} MiB and {found['theirs_mib']:.0f}: "
         f"1/{found['theirs_mib'] / found['ours_mib']:.2f} ({found['wall_s']:.0f} s in all)"
     )
 
