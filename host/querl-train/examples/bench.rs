@@ -98,10 +98,7 @@ fn prompts(options: &Options) -> Result<Vec<Vec<u32>>> {
 /// The base as `--dtype` says, and the adapter that both sides start from.
 fn load(options: &Options) -> Result<(Decoder, LoraAdapter)> {
     let directory = options.path("model")?;
-    if options.dtype()? != BaseDtype::F32 {
-        bail!("--dtype: only f32 is stored");
-    }
-    let decoder = Decoder::load(&directory, Weights::Frozen)?;
+    let decoder = Decoder::load_as(&directory, Weights::Frozen, options.dtype()?)?;
     let adapter = LoraAdapter::load(&directory.join("adapter"), decoder.config())?;
     Ok((decoder, adapter))
 }
