@@ -21,7 +21,7 @@ pub fn write_atomic_with(
 ) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)?;
-    let mut file = tempfile::Builder::new().prefix(".querl-").tempfile_in(folder)?;
+    let mut file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?;
     {
         let mut writer = io::BufWriter::new(file.as_file_mut());
         fill(&mut writer)?;
@@ -30,6 +30,26 @@ pub fn write_atomic_with(
     file.as_file().sync_all()?;
     set_readable(file.path())?;
     file.persist(path).map_err(|error| error.error)?;
+    Ok(())
+}
+
+/// How the names of files begin that are written beside another before they take its place.
+const UNFINISHED: &str = ".querl-";
+
+/// Removes the unfinished files that killed processes left in `folder` and below. No other process may write there.
+///
+/// # Errors
+/// Whatever the file system says.
+pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            remove_unfinished(&entry.path())?;
+        } else if kind.is_file() && entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
     Ok(())
 }
 
@@ -131,6 +151,17 @@ mod tests {
         assert!(failed.is_err());
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_a_kill_left_unfinished_is_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let put = |name: &str| write_atomic(&folder.path().join(name), b"x").unwrap();
+        ["a.txt", ".in-use", "best/.querl-a1b2c3", "best/adapter", ".querl-d4"].into_iter().for_each(put);
+        remove_unfinished(folder.path()).unwrap();
+        let left = |name: &str| folder.path().join(name).exists();
+        assert!(left("a.txt") && left(".in-use") && left("best/adapter"));
+        assert!(!left("best/.querl-a1b2c3") && !left(".querl-d4"));
     }
 
     #[test]

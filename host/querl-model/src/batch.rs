@@ -19,25 +19,7 @@ pub struct PackedBatch {
 impl PackedBatch {
     /// Packs sequences in order; empty ones are allowed and take no rows.
     pub fn new<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
-        let (mut token_ids, mut positions, mut segments) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut nodes, mut last_nodes) = (Vec::new(), Vec::new());
-        for sequence in sequences {
-            let (start, len) = (token_ids.len(), sequence.len());
-            segments.push(Segment { start, len });
-            last_nodes.push((len > 0).then_some(nodes.len()));
-            if len > 0 {
-                nodes.push(Node { start, len, end: start + len, depth: 0, parent: None });
-            }
-            token_ids.extend_from_slice(sequence);
-            positions.extend(0..len as u32);
-        }
-        Self {
-            token_ids,
-            positions: Arc::new(positions),
-            segments: Arc::new(segments),
-            tree: Arc::new(RowTree::new(nodes)),
-            last_nodes,
-        }
+        Self::with_offsets(sequences.into_iter().map(|sequence| (sequence, 0)))
     }
 
     /// Packs sequences so that what any of them begin with in common stands once: the system prompt of all, the prompt of
@@ -46,6 +28,29 @@ impl PackedBatch {
         let mut trie = Trie::default();
         let last: Vec<Option<usize>> = sequences.into_iter().map(|sequence| trie.insert(sequence)).collect();
         trie.pack(&last)
+    }
+
+    /// As [`PackedBatch::new`], each sequence going on at a position of its own: behind what a cache already holds.
+    pub(crate) fn with_offsets<'a>(sequences: impl IntoIterator<Item = (&'a [u32], usize)>) -> Self {
+        let (mut token_ids, mut positions, mut segments) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut nodes, mut last_nodes) = (Vec::new(), Vec::new());
+        for (sequence, offset) in sequences {
+            let (start, len) = (token_ids.len(), sequence.len());
+            segments.push(Segment { start, len });
+            last_nodes.push((len > 0).then_some(nodes.len()));
+            if len > 0 {
+                nodes.push(Node { start, len, end: start + len, depth: 0, parent: None });
+            }
+            token_ids.extend_from_slice(sequence);
+            positions.extend((offset..offset + len).map(|position| position as u32));
+        }
+        Self {
+            token_ids,
+            positions: Arc::new(positions),
+            segments: Arc::new(segments),
+            tree: Arc::new(RowTree::new(nodes)),
+            last_nodes,
+        }
     }
 
     /// For each row a number that depends on its tokens from the sequence's first up to itself, and on nothing else.

@@ -10,6 +10,9 @@ pub const BEST: &str = "best";
 /// Folder of the newest checkpoint.
 pub const LAST: &str = "last";
 
+/// Folder of what a stopped training goes on from.
+pub const STATE: &str = "state";
+
 /// How an adapter names its base: by folder name, since a path would only be right on this machine.
 pub(crate) fn base_name(base: &Path) -> String {
     base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned()

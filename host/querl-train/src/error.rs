@@ -67,7 +67,7 @@ pub enum TrainError {
     },
     /// A checkpoint cannot be written.
     #[error(
-        "{path}: cannot be written: {source}; earlier checkpoints are whole, and the same command goes on from the newest"
+        "{path}: cannot be written; earlier checkpoints are whole, and the same command goes on from the newest: {source}"
     )]
     Checkpoint {
         /// Which file.

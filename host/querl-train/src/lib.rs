@@ -22,12 +22,12 @@ pub mod sft;
 mod slices;
 mod state;
 
-pub use checkpoint::{BEST, LAST};
+pub use checkpoint::{BEST, LAST, STATE};
 pub use error::TrainError;
 pub use gradients::Gradients;
 pub use metrics::{MetricSink, Metrics};
 pub use optimizer::{AdamW, AdamWSettings};
 pub use order::training_order;
 pub use policy::{Example, Policy};
-pub use schedule::{constant_with_warmup, cosine_with_warmup};
+pub use schedule::{constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor};
 pub use state::{State, StateStore};

@@ -103,7 +103,10 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
     if rl.algorithm.needs_groups() && rl.n_samples < 2 {
         violations.push(Violation::new(
             "rl.n_samples",
-            format!("rl.n_samples is {}; rl.algorithm compares samples of one query, expected at least 2", rl.n_samples),
+            format!(
+                "rl.n_samples is {}; rl.algorithm compares samples of one query, expected at least 2",
+                rl.n_samples
+            ),
         ));
     }
     if rl.min_new_tokens > rl.max_new_tokens {

@@ -176,7 +176,12 @@ pub struct EvalConfig {
 
 impl Default for EvalConfig {
     fn default() -> Self {
-        Self { systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(), n_beams: 1, bootstrap: 2000, n_examples: 20 }
+        Self {
+            systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(),
+            n_beams: 1,
+            bootstrap: 2000,
+            n_examples: 20,
+        }
     }
 }
 

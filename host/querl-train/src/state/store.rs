@@ -186,8 +186,9 @@ mod tests {
             Err(io::ErrorKind::StorageFull.into())
         });
         let message = full.unwrap_err().to_string();
-        assert!(message.contains("step-10.state: cannot be written: "), "{message}");
-        assert!(message.ends_with("; earlier checkpoints are whole, and the same command goes on from the newest"));
+        let expected = "step-10.state: cannot be written; earlier checkpoints are whole, and the same command goes on from \
+                        the newest: no storage space";
+        assert!(message.ends_with(expected), "{message}");
         assert_eq!((newest(&store), files(folder.path())), (Some((5, 5)), vec!["step-5.state".to_owned()]));
     }
 }

@@ -16,7 +16,7 @@ use querl_core::fsx::read_jsonl;
 use querl_core::records::Message;
 use querl_model::{Decoder, TextTokenizer, small_model};
 use querl_train::sft::{self, SftTask};
-use querl_train::{Example, Policy};
+use querl_train::{Example, Policy, TrainError};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -119,16 +119,27 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         train: examples,
         val: &[],
         config: &config.train,
+        tokens_per_pass: TOKENS_PER_PASS,
+        gradient_checkpointing: false,
         seed: config.seed,
+        fingerprint: None,
         output_dir: work.path(),
         progress: &progress,
         stop: interrupt::flag(),
     };
     let mut sink = Sink(MetricsLog::open(&work.path().join("metrics.jsonl"), "sft")?);
-    let summary = sft::train(&task, &mut sink).map_err(ending)?;
+    let summary = sft::train(&task, &mut sink).map_err(|error| match error {
+        TrainError::Interrupted { step, .. } => {
+            Stop::interrupted(format!("interrupted at step {step}; no model was written")).into()
+        }
+        error => ending(error),
+    })?;
     terminal::say(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
     Ok(())
 }
+
+/// Most tokens of one forward and backward pass: small models need little memory for each.
+const TOKENS_PER_PASS: usize = 8192;
 
 fn texts_of(line: &CorpusLine) -> Vec<String> {
     match line {

@@ -9,7 +9,7 @@ use crate::stages::StageName;
 use crate::training;
 use anyhow::Context;
 use querl_core::config::Config;
-use querl_core::fsx::write_atomic;
+use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::Retriever;
 use querl_core::run_dir::RunDir;
 use std::path::Path;
@@ -61,6 +61,8 @@ impl Run {
         let plugins = Plugins::open(&config)?;
         let dir = RunDir::new(&config.output_dir);
         let lock = lock::take(&dir)?;
+        let root = dir.root();
+        remove_unfinished(root).with_context(|| format!("{}: cannot be tidied", root.display()))?;
         pins::pin(&dir, config_path, plugins.used(), on_change)?;
         let path = dir.config();
         write_atomic(&path, config.to_toml().as_bytes())

@@ -82,6 +82,12 @@ impl Inputs {
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
+    /// Stands for all of them: a checkpoint of a training belongs to one.
+    pub fn fingerprint(&self) -> String {
+        let lines: String = self.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
+        querl_core::fsx::digest_hex(lines.as_bytes())
+    }
+
     /// Names that are new, gone or different, in order.
     pub fn changed_since(&self, earlier: &Self) -> Vec<String> {
         let mut changed: Vec<String> =

@@ -119,6 +119,15 @@ pub trait Stage: Sync {
         self.outputs(dir).iter().try_for_each(|path| remove(path))
     }
 
+    /// Removes what only an unfinished stage needs, once it is known to be finished.
+    ///
+    /// # Errors
+    /// As the file system says.
+    fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
+        let _ = dir;
+        Ok(())
+    }
+
     /// Does the work. Partial outputs of an interrupted run on the same inputs may be there.
     ///
     /// # Errors

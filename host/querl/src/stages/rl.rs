@@ -51,6 +51,10 @@ impl Stage for Rl {
         metrics_log::remove_stage(&dir.metrics(), "rl")
     }
 
+    fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&training::state(&dir.rl()))
+    }
+
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         // As in fine-tuning: a stopped stage starts over.
         self.clean(&run.dir)?;

@@ -108,6 +108,8 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     let inputs = stage.inputs(run, ledger)?;
     let reason = match decide_on(run, ledger, name, &inputs, window) {
         Decision::Skip(Entry { facts, seconds, .. }) => {
+            // A kill may have come between the ledger's last word and this.
+            stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
             terminal::say(&format!("{name}: finished earlier, skipped"));
             return Ok(Outcome { stage: name, ran: false, facts, seconds });
         }
@@ -138,6 +140,7 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) ->
     let seconds = start.elapsed().as_secs_f64();
     let entry = Entry { finished: true, n_failed: done.n_failed, facts: done.facts.clone(), seconds, ..begun };
     ledger.put(name.as_str(), entry)?;
+    stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
     Ok(Outcome { stage: name, ran: true, facts: done.facts, seconds })
 }
 

@@ -21,7 +21,7 @@ impl Stage for Sft {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("sft", &run.config.sft, &[])?;
+        inputs.section("sft", &run.config.sft, &["save_steps", "save_total_limit"])?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
         for split in [Split::Train, Split::Val] {
@@ -39,13 +39,16 @@ impl Stage for Sft {
         metrics_log::remove_stage(&dir.metrics(), "sft")
     }
 
+    fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&training::state(&dir.sft()))
+    }
+
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        // Resuming within training comes with the trainer's own checkpoints; until then a stopped stage starts over.
-        self.clean(&run.dir)?;
+        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint();
         let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
-        let facts = training::sft(run, &train, &val, metrics, progress)?;
+        let facts = training::sft(run, &train, &val, &fingerprint, metrics, progress)?;
         Ok(Done { facts, n_failed: 0 })
     }
 }

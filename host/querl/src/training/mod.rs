@@ -15,12 +15,17 @@ use crate::run::Run;
 use querl_core::config::{Config, TuningMethod};
 use querl_core::records::{DatasetRow, Split};
 use querl_model::{DecoderConfig, LoraSettings, ModelError, Modules, TextTokenizer};
-use querl_train::{BEST, MetricSink, Metrics, TrainError};
+use querl_train::{BEST, MetricSink, Metrics, STATE, TrainError};
 use std::path::{Path, PathBuf};
 
 /// Where a training stage keeps the checkpoint that later stages use.
 pub fn best(stage_folder: &Path) -> PathBuf {
     stage_folder.join(BEST)
+}
+
+/// Where a training stage keeps what it goes on from when it was stopped.
+pub fn state(stage_folder: &Path) -> PathBuf {
+    stage_folder.join(STATE)
 }
 
 /// Everything about the model's folder that can be wrong, found before any stage runs.

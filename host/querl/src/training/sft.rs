@@ -14,7 +14,7 @@ use querl_model::{Decoder, LoraAdapter, ModelError, TextTokenizer, Weights};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy};
 
-/// Fine-tunes on the rows that have an answer.
+/// Fine-tunes on the rows that have an answer. A checkpoint is gone on from if it has the same `fingerprint`.
 ///
 /// # Errors
 /// The model cannot be loaded or trained, or the user said stop.
@@ -22,6 +22,7 @@ pub fn sft(
     run: &Run,
     train: &[DatasetRow],
     val: &[DatasetRow],
+    fingerprint: &str,
     metrics: MetricsLog,
     progress: &dyn Progress,
 ) -> anyhow::Result<Facts> {
@@ -47,7 +48,10 @@ pub fn sft(
         train: &train,
         val: &val,
         config: &config.sft,
+        tokens_per_pass: config.model.tokens_per_pass,
+        gradient_checkpointing: config.model.gradient_checkpointing,
         seed: config.seed,
+        fingerprint: Some(fingerprint),
         output_dir: &run.dir.sft(),
         progress,
         stop: interrupt::flag(),

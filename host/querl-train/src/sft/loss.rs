@@ -1,0 +1,56 @@
+//! The loss of some rows and its gradient, over as many passes as memory asks for.
+
+use super::SftTask;
+use crate::policy::{Example, Policy, Training, passes};
+use crate::{Gradients, TrainError};
+use candle_core::Tensor;
+use querl_model::{Dropout, LoraAdapter, Recompute, backward};
+
+/// What one optimizer step's passes found.
+pub(super) struct StepLoss {
+    /// Mean negative log-probability per answer token.
+    pub(super) loss: f64,
+    pub(super) n_tokens: usize,
+    pub(super) gradients: Gradients,
+}
+
+/// Loss and gradients of one optimizer step. Each pass is weighted by its tokens: the sum does not depend on the split.
+pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
+    let n_tokens: usize = rows.iter().map(|row| row.response.len()).sum();
+    let recompute = task.gradient_checkpointing.then(Recompute::new).transpose()?;
+    let training = Training { dropout: dropout(task, step), recompute: recompute.as_ref() };
+    let (mut gradients, mut loss) = (Gradients::default(), 0.0);
+    for pass in passes(rows, task.tokens_per_pass) {
+        let rows: Vec<&Example> = pass.into_iter().map(|index| rows[index]).collect();
+        let share = (negative_logprob(task.policy, &rows, training)? / n_tokens as f64)?;
+        loss += f64::from(share.to_scalar::<f32>()?);
+        gradients.add(&backward(&share, recompute.as_ref())?, task.policy.vars())?;
+    }
+    Ok(StepLoss { loss, n_tokens, gradients })
+}
+
+/// Another mask for each step; it follows from the step alone, so that a training that goes on needs to know nothing of it.
+fn dropout(task: &SftTask<'_>, step: u64) -> Option<Dropout> {
+    let p = task.config.lora_dropout;
+    let seed = task.seed ^ step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // spreads the step over all bits
+    (p > 0.0 && task.policy.adapter.is_some()).then_some(Dropout { p, seed })
+}
+
+/// Mean loss per answer token on the validation split, without dropout.
+pub(super) fn evaluate(task: &SftTask<'_>) -> Result<f64, TrainError> {
+    let view = task.policy.adapter.map(LoraAdapter::without_gradient);
+    let policy = Policy { decoder: task.policy.decoder, adapter: view.as_ref() };
+    let rows: Vec<&Example> = task.val.iter().collect();
+    let (mut sum, mut n_tokens) = (0.0, 0);
+    for pass in passes(&rows, task.tokens_per_pass) {
+        let rows: Vec<&Example> = pass.into_iter().map(|index| rows[index]).collect();
+        sum += f64::from(negative_logprob(policy, &rows, Training::default())?.detach().to_scalar::<f32>()?);
+        n_tokens += rows.iter().map(|row| row.response.len()).sum::<usize>();
+    }
+    Ok(sum / n_tokens.max(1) as f64)
+}
+
+/// Negative log-probability of the answers, summed over tokens.
+fn negative_logprob(policy: Policy<'_>, rows: &[&Example], training: Training<'_>) -> Result<Tensor, TrainError> {
+    Ok(policy.training_pass(rows, 1.0, training)?.logprobs.narrow(1, 0, 1)?.sum_all()?.neg()?)
+}

@@ -1,0 +1,208 @@
+//! Supervised fine-tuning: cross-entropy on the tokens of the answer alone.
+
+mod course;
+mod loss;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use crate::checkpoint::{BEST, LAST, STATE, save_policy};
+use crate::order::Order;
+use crate::policy::{Example, Policy};
+use crate::{AdamW, AdamWSettings, MetricSink, Metrics, State, StateStore, TrainError};
+use course::Course;
+use loss::StepLoss;
+use plan::Plan;
+use querl_core::config::SftConfig;
+use querl_core::ports::Progress;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// What a fine-tuning works on.
+pub struct SftTask<'a> {
+    /// What is trained: an adapter on a frozen base, or a base whose weights are trained.
+    pub policy: Policy<'a>,
+    /// The base's directory, named in the checkpoints.
+    pub base_path: &'a Path,
+    /// What is learned.
+    pub train: &'a [Example],
+    /// What decides which checkpoint is best; may be empty: then the last one is.
+    pub val: &'a [Example],
+    /// Hyperparameters.
+    pub config: &'a SftConfig,
+    /// Most tokens of one forward and backward pass; the result does not depend on it, beside rounding.
+    pub tokens_per_pass: usize,
+    /// Keep the inputs of layers alone and compute the rest again in the backward pass.
+    pub gradient_checkpointing: bool,
+    /// Seeds the order of the data and the dropout.
+    pub seed: u64,
+    /// Stands for everything that the result depends on: a training that was stopped goes on from its newest checkpoint if that
+    /// has the same one. `None`: no checkpoints to go on from are kept.
+    pub fingerprint: Option<&'a str>,
+    /// Where `best`, `last` and `state` are written.
+    pub output_dir: &'a Path,
+    /// Shows how far it is.
+    pub progress: &'a dyn Progress,
+    /// Set to stop at the next step.
+    pub stop: &'a AtomicBool,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SftSummary {
+    /// Optimizer steps taken.
+    pub n_steps: u64,
+    /// Mean training loss of the last evaluation interval.
+    pub train_loss: f64,
+    /// Loss on the validation split at the best checkpoint; `None` without such a split.
+    pub best_val_loss: Option<f64>,
+    /// Step of the best checkpoint.
+    pub best_step: u64,
+    /// Answer tokens learned from, repeats counted.
+    pub n_tokens: u64,
+}
+
+/// Trains, keeps the best and the last checkpoint, and says what came of it. Goes on where an earlier call with the same
+/// fingerprint was stopped; the result is then that of a training that never was.
+///
+/// # Errors
+/// No training rows, a row longer than `max_length`, a loss that is not finite, a file that cannot be written, or the user said
+/// stop: what was reached is in a checkpoint then.
+pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
+    check(task)?;
+    let config = task.config;
+    let plan = Plan::new(config, task.train.len());
+    let mut fit = Fit::begin(task, sink)?;
+
+    while !fit.is_done(&plan) {
+        let started = Instant::now();
+        let step = fit.course.step + 1;
+        // 1. The next rows, in an order of their own for each epoch; the last step of an epoch takes what is left.
+        let indices = fit.order.take_within_epoch(plan.rows_per_step);
+        let rows: Vec<&Example> = indices.iter().map(|&index| &task.train[index]).collect();
+        // 2. Loss and gradients, clipped by their global norm.
+        let StepLoss { loss, n_tokens, mut gradients } = loss::learn(task, &rows, step)?;
+        check_finite(step, "the loss", loss)?;
+        let grad_norm = gradients.clip(config.max_grad_norm)?;
+        check_finite(step, "the gradient", grad_norm)?;
+        // 3. One optimizer step at the scheduled rate.
+        let learning_rate = plan.learning_rate(config, step);
+        fit.optimizer.step(task.policy.vars(), &gradients, learning_rate)?;
+        fit.course.add(step, loss, n_tokens);
+        let seconds = started.elapsed().as_secs_f64();
+        let n_all: usize = rows.iter().map(|row| row.len()).sum();
+        let mut metrics = Metrics::from([
+            ("loss".into(), loss),
+            ("grad_norm".into(), grad_norm),
+            ("learning_rate".into(), learning_rate),
+            ("epoch".into(), step as f64 / plan.steps_per_epoch as f64),
+            ("timing_s/step".into(), seconds),
+            ("perf/throughput".into(), n_all as f64 / seconds),
+        ]);
+        // 4. Evaluation, and the checkpoint if it is the best so far.
+        if plan.evaluates(step) {
+            let val_loss = if task.val.is_empty() { None } else { Some(loss::evaluate(task)?) };
+            metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
+            if fit.course.offer(val_loss) {
+                save_policy(task.policy, &task.output_dir.join(BEST), task.base_path)?;
+            }
+        }
+        sink.record("sft", step, &metrics).map_err(|source| io(task, source))?;
+        task.progress.update(step, plan.n_steps, &format!("loss {loss:.3}{}", fit.course.note()));
+        // 5. What is needed to go on from here; at the end, and where the user says stop, the newest adapter too.
+        let is_stopped = task.stop.load(Ordering::Relaxed);
+        let ends = is_stopped || fit.is_done(&plan);
+        if ends {
+            save_policy(task.policy, &task.output_dir.join(LAST), task.base_path)?;
+        }
+        if ends || plan.saves(step) {
+            fit.save(task, sink)?;
+        }
+        if is_stopped && !fit.is_done(&plan) {
+            return Err(TrainError::Interrupted { stage: "sft", step });
+        }
+    }
+    match fit.course.step {
+        0 => Err(TrainError::Data("sft: no optimizer step to take; look at sft.epochs and sft.max_steps".into())),
+        _ => Ok(fit.course.summary()),
+    }
+}
+
+/// What changes from step to step, beside the policy itself.
+struct Fit {
+    course: Course,
+    order: Order,
+    optimizer: AdamW,
+    patience: usize,
+    store: Option<StateStore>,
+}
+
+impl Fit {
+    /// From the newest checkpoint of this training, or from the beginning.
+    fn begin(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
+        let config = task.config;
+        let settings = AdamWSettings { weight_decay: config.weight_decay, ..Default::default() };
+        let directory = task.output_dir.join(STATE);
+        let store = task.fingerprint.map(|print| StateStore::open(&directory, config.save_total_limit, print));
+        let found = store.as_ref().map(|store| store.newest(task.progress)).transpose()?.flatten();
+        let mut fit = Self {
+            course: Course::default(),
+            order: Order::new(task.train.len(), task.seed),
+            optimizer: AdamW::new(settings),
+            patience: config.early_stopping_patience,
+            store,
+        };
+        let mut mark = 0;
+        if let Some((step, state)) = found {
+            fit.course = state.get("course")?;
+            fit.order.seek(state.get("order")?);
+            fit.optimizer.restore("optimizer", &state)?;
+            state.restore_vars("policy", task.policy.vars())?;
+            mark = state.get("metrics")?;
+            task.progress.line(&format!("going on from step {step}"));
+        }
+        // What a killed process noted of steps that are taken again is noted again.
+        sink.rewind(mark).map_err(|source| io(task, source))?;
+        Ok(fit)
+    }
+
+    fn is_done(&self, plan: &Plan) -> bool {
+        plan.is_last(self.course.step) || self.course.is_exhausted(self.patience)
+    }
+
+    fn save(&self, task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let Some(store) = &self.store else { return Ok(()) };
+        let mut state = State::default();
+        state.put("course", &self.course)?;
+        state.put("order", &self.order.position())?;
+        state.put("metrics", &sink.mark().map_err(|source| io(task, source))?)?;
+        self.optimizer.save("optimizer", &mut state)?;
+        state.put_vars("policy", task.policy.vars());
+        store.write(self.course.step, &state)
+    }
+}
+
+fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
+    if task.train.is_empty() {
+        return Err(TrainError::Data("the training split is empty; loosen the filters or add rows".into()));
+    }
+    let limit = task.config.max_length;
+    let longest = task.train.iter().chain(task.val).enumerate().max_by_key(|(_, row)| row.len());
+    match longest {
+        Some((index, row)) if row.len() > limit => Err(TrainError::Data(format!(
+            "row {} has {} tokens; sft.max_length is {limit}: shorten the row or raise the limit",
+            index + 1,
+            row.len()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn io(task: &SftTask<'_>, source: std::io::Error) -> TrainError {
+    TrainError::Io { path: task.output_dir.to_owned(), source }
+}
+
+fn check_finite(step: u64, what: &'static str, value: f64) -> Result<(), TrainError> {
+    if value.is_finite() { Ok(()) } else { Err(TrainError::NotFinite { stage: "sft", step, what }) }
+}

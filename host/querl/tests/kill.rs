@@ -1,0 +1,339 @@
+//! Training that is stopped in every way and started again ends with the bytes of one that never was.
+//!
+//! `QUERL_KILLS=100 cargo test --release -p querl --test kill -- --nocapture` kills so many times; `QUERL_KILL_SEED` sets the
+//! moments. How far a run has come by then depends on the machine: other machines try other moments.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+use support::Project;
+
+/// Settings that a killed run must survive: checkpoints at odd steps, several samples, critics with and without an adapter,
+/// batches that are generated one step ahead.
+const PLAIN: [&str; 10] = [
+    "sft.max_steps=13",
+    "sft.epochs=9",
+    "sft.gradient_accumulation_steps=2",
+    "sft.lora_dropout=0.1",
+    "sft.save_steps=3",
+    "sft.eval_steps=4",
+    "rl.max_steps=9",
+    "rl.save_steps=2",
+    "rl.eval_steps=3",
+    "rl.n_samples=2",
+];
+const AHEAD: [&str; 4] = ["rl.off_by_one=true", "rl.critic=\"head\"", "rl.kl_target=0.1", "rl.normalize_rewards=true"];
+
+fn args<'a>(sets: &[&'a str]) -> Vec<&'a str> {
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    ["run", "querl.toml", "--to", "rl"].into_iter().chain(sets).collect()
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().flatten() {
+        let (path, to) = (entry.path(), to.join(entry.file_name()));
+        if path.is_dir() {
+            copy(&path, &to);
+        } else {
+            std::fs::copy(&path, &to).unwrap();
+        }
+    }
+}
+
+/// A project whose data stages are done.
+fn prepared() -> &'static Project {
+    static PREPARED: std::sync::LazyLock<Project> = std::sync::LazyLock::new(|| {
+        let project = Project::new();
+        project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+        project
+    });
+    &PREPARED
+}
+
+fn project() -> Project {
+    let project = Project::new();
+    copy(&prepared().path("run"), &project.path("run"));
+    project
+}
+
+/// Every file that training leaves, without the times it took.
+fn results(project: &Project) -> BTreeMap<String, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for folder in ["sft", "rl"] {
+        collect(&project.path("run"), folder, &mut found);
+    }
+    let lines = |file: &str| project.read(&format!("run/{file}")).lines().map(timeless).collect::<String>();
+    for file in ["metrics.jsonl", "episodes.jsonl"] {
+        found.insert(file.into(), lines(file).into_bytes());
+    }
+    found
+}
+
+fn collect(root: &Path, name: &str, found: &mut BTreeMap<String, Vec<u8>>) {
+    for entry in std::fs::read_dir(root.join(name)).unwrap().flatten() {
+        let name = format!("{name}/{}", entry.file_name().to_str().unwrap());
+        // Made for people who look at a run while it is under way; its lines have times in them.
+        if name.contains("tensorboard") {
+            continue;
+        }
+        if entry.path().is_dir() {
+            collect(root, &name, found);
+        } else {
+            found.insert(name, std::fs::read(entry.path()).unwrap());
+        }
+    }
+}
+
+fn timeless(line: &str) -> String {
+    let mut value: Value = serde_json::from_str(line).unwrap();
+    without_times(&mut value);
+    format!("{value}\n")
+}
+
+fn without_times(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            let is_time =
+                |name: &str| name.starts_with("timing_s/") || name.starts_with("perf/") || name == "latency_ms";
+            map.retain(|name, _| !is_time(name));
+            map.values_mut().for_each(without_times);
+        }
+        Value::Array(values) => values.iter_mut().for_each(without_times),
+        _ => {}
+    }
+}
+
+fn assert_same(found: &Project, expected: &BTreeMap<String, Vec<u8>>) {
+    let found = results(found);
+    assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+    for (file, bytes) in expected {
+        assert!(found[file] == *bytes, "{file} differs from that of a run that was never stopped");
+    }
+}
+
+fn start(project: &Project, args: &[&str]) -> Child {
+    project.command(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+/// Waits for the child's end, for so long at most. True if it ended, which must be well.
+fn ends_within(child: &mut Child, limit: Duration) -> bool {
+    let started = Instant::now();
+    while started.elapsed() < limit {
+        if let Some(status) = child.try_wait().unwrap() {
+            assert!(status.success(), "{status}");
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    false
+}
+
+/// Numbers below 1 from a seed: SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// The stage that was under way.
+fn stage_of(project: &Project) -> &'static str {
+    let ledger: Value = serde_json::from_str(&project.read("run/stages.json")).unwrap();
+    let is_finished = |stage: &str| ledger["stages"][stage]["finished"] == true;
+    match (is_finished("sft"), is_finished("rl")) {
+        (false, _) => "sft",
+        (true, false) => "rl",
+        (true, true) => "after",
+    }
+}
+
+/// What a run with some settings leaves, and the states to start such runs from, with the time that they then take.
+struct Reference<'a> {
+    args: Vec<&'a str>,
+    results: BTreeMap<String, Vec<u8>>,
+    /// Before fine-tuning, and before reinforcement learning: either stage is met however long the other is.
+    starts: [(Project, Duration); 2],
+}
+
+impl<'a> Reference<'a> {
+    fn new(sets: &[&'a str]) -> Self {
+        let (before_sft, before_rl, whole) = (project(), project(), project());
+        let args = args(sets);
+        let sft_only: Vec<&str> = args.iter().map(|arg| if *arg == "rl" { "sft" } else { arg }).collect();
+        let started = Instant::now();
+        whole.querl(&sft_only).ok();
+        copy(&whole.path("run"), &before_rl.path("run"));
+        let between = Instant::now();
+        whole.querl(&args).ok();
+        let starts = [(before_sft, started.elapsed()), (before_rl, between.elapsed())];
+        Self { args, results: results(&whole), starts }
+    }
+}
+
+#[test]
+fn a_training_that_is_killed_at_any_moment_ends_as_one_that_never_was() {
+    let (n_kills, seed) = (number("QUERL_KILLS", 6) as usize, number("QUERL_KILL_SEED", 1));
+    let mut random = Random(seed);
+    let references = [Reference::new(&PLAIN), Reference::new(&[&PLAIN[..], &AHEAD[..]].concat())];
+    let mut killed: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut n_runs = 0;
+    while killed.values().sum::<usize>() < n_kills {
+        let reference = &references[n_runs % 2];
+        let (start_from, whole) = &reference.starts[n_runs / 2 % 2];
+        let project = project();
+        copy(&start_from.path("run"), &project.path("run"));
+        loop {
+            let is_enough = killed.values().sum::<usize>() >= n_kills;
+            // A part of a run, so that most are killed several times, and often long enough to come to a checkpoint.
+            let limit = if is_enough { Duration::from_secs(600) } else { whole.mul_f64(0.8 * random.next()) };
+            let mut child = start(&project, &reference.args);
+            if ends_within(&mut child, limit) {
+                break;
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+            *killed.entry(stage_of(&project)).or_default() += 1;
+        }
+        assert_same(&project, &reference.results);
+        n_runs += 1;
+    }
+    println!("{n_runs} runs, killed {killed:?}, seed {seed}");
+    if n_kills >= 50 {
+        assert!(killed.contains_key("sft") && killed.contains_key("rl"), "no kill in one of the stages");
+    }
+}
+
+/// Runs `args` until `metrics.jsonl` has `n_lines` of `stage`; hands the process over.
+fn run_until(project: &Project, args: &[&str], stage: &str, n_lines: usize) -> Child {
+    let mut child = project.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let stage = format!("\"stage\":\"{stage}\"");
+    let log = project.path("run/metrics.jsonl");
+    let started = Instant::now();
+    while std::fs::read_to_string(&log).unwrap_or_default().matches(&stage).count() < n_lines {
+        assert!(child.try_wait().unwrap().is_none(), "ended before {n_lines} lines of {stage}");
+        assert!(started.elapsed().as_secs() < 240, "{stage} wrote no metrics");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    child
+}
+
+const LONG: [&str; 4] = ["sft.max_steps=40", "sft.epochs=40", "sft.save_steps=100", "sft.eval_steps=20"];
+
+fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let sets = LONG.iter().chain(more).flat_map(|set| ["--set", set]);
+    ["run", "querl.toml", "--to", "sft"].into_iter().chain(sets).collect()
+}
+
+fn sft_results(project: &Project) -> BTreeMap<String, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    collect(&project.path("run"), "sft", &mut found);
+    found
+}
+
+#[test]
+fn an_interrupted_stage_goes_on_where_it_was_and_starts_anew_on_other_inputs() {
+    let (unbroken, stopped) = (project(), project());
+    let args = sft_args(&[]);
+    unbroken.querl(&args).ok();
+    let interrupt = |n_lines| {
+        let child = run_until(&stopped, &args, "sft", n_lines);
+        let sent = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(130), "{said}");
+        assert!(said.contains("what was done is saved, and the same command goes on from there"), "{said}");
+        said
+    };
+    interrupt(2);
+    // Far from a multiple of `save_steps`: the interrupt itself saved what was done.
+    assert!(interrupt(6).contains("sft: going on from step "));
+    let newest = std::fs::read_dir(stopped.path("run/sft/state")).unwrap().count();
+    assert!(newest >= 1);
+
+    let half = project();
+    copy(&stopped.path("run"), &half.path("run"));
+    let changed = half.querl(&sft_args(&["sft.learning_rate=2e-3"])).ok();
+    assert!(changed.stderr.contains("sft: running (sft.learning_rate changed)\n"), "{changed:#?}");
+    assert!(!changed.stderr.contains("going on"), "{changed:#?}");
+
+    let done = stopped.querl(&args).ok();
+    assert!(done.stderr.contains("sft: running (stopped on the way last time)\n"), "{done:#?}");
+    assert!(done.stderr.contains("sft: going on from step "), "{done:#?}");
+    assert!(sft_results(&stopped) == sft_results(&unbroken));
+    assert!(sft_results(&half) != sft_results(&unbroken));
+}
+
+#[test]
+fn a_damaged_checkpoint_falls_back_to_the_one_before() {
+    let (unbroken, damaged) = (project(), project());
+    let args = sft_args(&["sft.save_steps=3"]);
+    unbroken.querl(&args).ok();
+    let mut child = run_until(&damaged, &args, "sft", 9);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let states = std::fs::read_dir(damaged.path("run/sft/state")).unwrap().flatten().map(|entry| entry.path());
+    let step = |path: &Path| path.file_stem().unwrap().to_str().unwrap()["step-".len()..].parse::<u64>().unwrap();
+    let newest =
+        states.filter(|path| path.extension().is_some_and(|end| end == "state")).max_by_key(|p| step(p)).unwrap();
+    let mut bytes = std::fs::read(&newest).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&newest, bytes).unwrap();
+    let done = damaged.querl(&args).ok();
+    let name = newest.file_name().unwrap().to_str().unwrap();
+    let warning =
+        format!("{name}: is damaged: its digest is not that of its content; the checkpoint before it is used\n");
+    assert!(done.stderr.contains(&warning), "{done:#?}");
+    assert!(done.stderr.contains(&format!("sft: going on from step {}\n", step(&newest) - 3)), "{done:#?}");
+    assert!(sft_results(&damaged) == sft_results(&unbroken));
+}
+
+/// A file that may not grow stands in for a full disk: the write fails half way.
+#[test]
+fn a_full_disk_is_a_clean_stop_that_can_be_gone_on_from() {
+    let (unbroken, full) = (project(), project());
+    let args = sft_args(&["sft.save_steps=4", "sft.eval_steps=100"]);
+    unbroken.querl(&args).ok();
+    let mut child = run_until(&full, &args, "sft", 5);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let state = std::fs::read_dir(full.path("run/sft/state")).unwrap().flatten().next().unwrap();
+    let n_blocks = state.metadata().unwrap().len() / 1024 / 2;
+    // Without the signal of a file that is too large the write itself fails.
+    let script = format!("trap '' XFSZ; ulimit -f {n_blocks}; exec \"$0\" \"$@\"");
+    let command = full.command(&args);
+    let program = command.get_program().to_owned();
+    let limited = std::process::Command::new("bash")
+        .arg("-c")
+        .arg(script)
+        .arg(program)
+        .args(&args)
+        .current_dir(full.folder.path())
+        .envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))))
+        .output()
+        .unwrap();
+    let said = String::from_utf8(limited.stderr).unwrap();
+    assert_eq!(limited.status.code(), Some(1), "{said}");
+    let message = "step-8.state: cannot be written; earlier checkpoints are whole, and the same command goes on from the \
+                   newest: File too large (os error 27)\n";
+    assert!(said.ends_with(message), "{said}");
+    let done = full.querl(&args).ok();
+    assert!(done.stderr.contains("sft: going on from step 4\n"), "{done:#?}");
+    assert!(sft_results(&full) == sft_results(&unbroken));
+}
