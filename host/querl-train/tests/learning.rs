@@ -38,7 +38,7 @@ struct Game {
 }
 
 const GAMES: [Game; 4] = [
-    Game { name: "copy", pays: copy, optimum: 1.0, reached: 0.85, n_steps: 120 },
+    Game { name: "copy", pays: copy, optimum: 1.0, reached: 0.8, n_steps: 120 },
     Game { name: "keyword insertion", pays: keyword, optimum: 1.0, reached: 0.9, n_steps: 40 },
     Game { name: "length target", pays: length, optimum: 1.0, reached: 0.9, n_steps: 40 },
     Game { name: "two-armed bandit", pays: bandit, optimum: 0.8, reached: 0.7, n_steps: 40 },
@@ -121,6 +121,15 @@ impl MetricSink for Recorder {
         self.0.push((step, metrics.clone()));
         Ok(())
     }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        Ok(self.0.len() as u64)
+    }
+
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+        self.0.truncate(mark as usize);
+        Ok(())
+    }
 }
 
 impl Recorder {
@@ -199,7 +208,7 @@ fn config(algorithm: RlAlgorithm, n_steps: usize) -> RlConfig {
         algorithm,
         critic: CriticKind::Head,
         max_steps: n_steps,
-        batch_size: 16,
+        batch_size: 32,
         n_samples: 4,
         mini_batch_size: 64,
         gradient_accumulation_steps: 1,
@@ -220,7 +229,7 @@ fn play(pays: fn(u8, &str, u32, f64) -> f64, config: &RlConfig, seed: u64) -> Re
     let decoder = Decoder::load(base(), Weights::Frozen).unwrap();
     let tokenizer = TextTokenizer::load(base()).unwrap();
     let settings = LoraSettings::all_linear(8, 16.0);
-    let policy = LoraAdapter::new(decoder.config(), settings.clone(), seed).unwrap();
+    let policy = LoraAdapter::new(&decoder, settings.clone(), seed).unwrap();
     let prompts: Vec<Vec<u32>> = (0..LETTERS.len() * 2).map(|row| prompt(&tokenizer, row)).collect();
     let environment = Playing { pays, seed };
     let output = tempfile::tempdir().unwrap();
