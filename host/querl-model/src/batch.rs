@@ -19,22 +19,9 @@ pub struct PackedBatch {
 impl PackedBatch {
     /// Packs sequences in order; empty ones are allowed and take no rows.
     pub fn new<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
-        Self::with_offsets(sequences.into_iter().map(|sequence| (sequence, 0)))
-    }
-
-    /// Packs sequences so that what any of them begin with in common stands once: the system prompt of all, the prompt of
-    /// several answers, a sequence that comes twice. Each row's result is what it is in [`PackedBatch::new`].
-    pub fn shared<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
-        let mut trie = Trie::default();
-        let last: Vec<Option<usize>> = sequences.into_iter().map(|sequence| trie.insert(sequence)).collect();
-        trie.pack(&last)
-    }
-
-    /// As [`PackedBatch::new`], each sequence going on at a position of its own: behind what a cache already holds.
-    pub(crate) fn with_offsets<'a>(sequences: impl IntoIterator<Item = (&'a [u32], usize)>) -> Self {
         let (mut token_ids, mut positions, mut segments) = (Vec::new(), Vec::new(), Vec::new());
         let (mut nodes, mut last_nodes) = (Vec::new(), Vec::new());
-        for (sequence, offset) in sequences {
+        for sequence in sequences {
             let (start, len) = (token_ids.len(), sequence.len());
             segments.push(Segment { start, len });
             last_nodes.push((len > 0).then_some(nodes.len()));
@@ -42,7 +29,7 @@ impl PackedBatch {
                 nodes.push(Node { start, len, end: start + len, depth: 0, parent: None });
             }
             token_ids.extend_from_slice(sequence);
-            positions.extend((offset..offset + len).map(|position| position as u32));
+            positions.extend(0..len as u32);
         }
         Self {
             token_ids,
@@ -51,6 +38,14 @@ impl PackedBatch {
             tree: Arc::new(RowTree::new(nodes)),
             last_nodes,
         }
+    }
+
+    /// Packs sequences so that what any of them begin with in common stands once: the system prompt of all, the prompt of
+    /// several answers, a sequence that comes twice. Each row's result is what it is in [`PackedBatch::new`].
+    pub fn shared<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
+        let mut trie = Trie::default();
+        let last: Vec<Option<usize>> = sequences.into_iter().map(|sequence| trie.insert(sequence)).collect();
+        trie.pack(&last)
     }
 
     /// For each row a number that depends on its tokens from the sequence's first up to itself, and on nothing else.

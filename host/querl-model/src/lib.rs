@@ -27,14 +27,14 @@ pub use candle_core::DType;
 
 pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
-pub use cache::KvCache;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
 pub use decoder::{Decoder, Dropout, Pass, Recompute, Weights, backward};
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
-    Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, SamplingSettings, TokenText, generate,
+    CacheMemory, Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, SamplingSettings, TokenText,
+    generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use template::ChatTemplate;

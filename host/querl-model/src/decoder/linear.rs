@@ -63,7 +63,7 @@ impl Linear {
     }
 
     /// DoRA's factor on each output `(out)`; `None` for an adapter without magnitudes.
-    fn dora_factor(&self, weight: &FrozenWeight, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
+    pub(super) fn dora_factor(&self, weight: &FrozenWeight, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
         if pair.magnitude.is_none() {
             return Ok(None);
         }

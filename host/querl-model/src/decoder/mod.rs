@@ -4,13 +4,14 @@ mod adapted;
 mod layer;
 mod linear;
 mod load;
+mod parts;
 mod pass;
 mod recompute;
 mod shapes;
 
 use crate::adapter::LoraAdapter;
-use crate::kernels::{self, CachedSegment, RopeTable, Weight, attention_cached};
-use crate::{DecoderConfig, KvCache, ModelError, PackedBatch, save_tensors};
+use crate::kernels::{self, RopeTable, Weight};
+use crate::{DecoderConfig, ModelError, PackedBatch, save_tensors};
 use candle_core::{DType, Result as TensorResult, Tensor, Var};
 use layer::{Layer, Rows, Wanted};
 use recompute::CheckpointedLayer;
@@ -19,6 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub(crate) use load::normal;
+pub(crate) use parts::{LayerParts, LinearParts};
 pub use pass::{Dropout, Pass};
 pub use recompute::{Recompute, backward};
 
@@ -80,40 +82,6 @@ impl Decoder {
         Ok(hidden.index_select(&Tensor::from_vec(places, rows.len(), hidden.device())?, 0)?)
     }
 
-    /// Feeds new tokens to sequences in progress and grows their caches. Returns the final hidden states `(N, H)` of the new
-    /// tokens, sequences one after another. Records no gradient if the adapter records none and the base is frozen.
-    ///
-    /// # Errors
-    /// As [`Decoder::hidden_states`].
-    pub fn extend(
-        &self,
-        caches: &mut [&mut KvCache],
-        new: &[&[u32]],
-        adapter: Option<&LoraAdapter>,
-    ) -> Result<Tensor, ModelError> {
-        let batch = PackedBatch::with_offsets(new.iter().zip(caches.iter()).map(|(new, cache)| (*new, cache.len)));
-        let config = &self.config;
-        let (q_width, kv_width) = (config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim);
-        let (rows, pass) = (Rows::new(&batch, config, &self.rope, None)?, Pass::with(adapter));
-        let mut x = self.embed(&batch, adapter)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let (q, k, v) = layer.queries_keys_values(&x, &rows, &pass)?;
-            append(caches, index, &k, &v, &batch, kv_width)?;
-            let cached = batch.segments.iter().zip(caches.iter()).map(|(&queries, cache)| CachedSegment {
-                queries,
-                keys: &cache.layers[index].keys,
-                values: &cache.layers[index].values,
-            });
-            let cached: Vec<CachedSegment<'_>> = cached.collect();
-            let out = kernels::with_floats(&q, |q| attention_cached(q, &cached, q_width, kv_width, config.head_dim))?;
-            x = layer.after_attention(&x, &Tensor::from_vec(out, q.shape(), q.device())?, &rows, &pass)?;
-        }
-        for (cache, new) in caches.iter_mut().zip(new) {
-            cache.len += new.len();
-        }
-        Ok(kernels::rms_norm(&x, &self.norm, config.rms_norm_eps)?)
-    }
-
     /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states. The adapter is the
     /// one that made them: it may have changed the head too.
     ///
@@ -172,25 +140,4 @@ impl Decoder {
         }
         kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
     }
-}
-
-/// Appends new keys and values of one layer to the caches of their sequences.
-fn append(
-    caches: &mut [&mut KvCache],
-    layer: usize,
-    k: &Tensor,
-    v: &Tensor,
-    batch: &PackedBatch,
-    kv_width: usize,
-) -> TensorResult<()> {
-    kernels::with_floats(k, |k| {
-        kernels::with_floats(v, |v| {
-            for (cache, segment) in caches.iter_mut().zip(batch.segments.iter()) {
-                let rows = segment.start * kv_width..(segment.start + segment.len) * kv_width;
-                cache.layers[layer].keys.extend_from_slice(&k[rows.clone()]);
-                cache.layers[layer].values.extend_from_slice(&v[rows]);
-            }
-            Ok(())
-        })
-    })
 }

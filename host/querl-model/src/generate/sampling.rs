@@ -50,7 +50,7 @@ pub(super) fn choose(
     let mut replaced = rules.limit(logits, answer);
     let filtered = decoding == Decoding::Sample && rules.filter(logits);
     let (token, behaviour_logprob) = match decoding {
-        Decoding::Greedy => (argmax(logits), 0.0),
+        Decoding::Greedy | Decoding::Beam { .. } => (argmax(logits), 0.0),
         Decoding::Sample => {
             let left = if filtered || !replaced.is_empty() { &Softmax::of(logits, temperature) } else { &whole };
             let token = left.draw(logits, rng.random::<f64>());

@@ -10,6 +10,13 @@ pub enum Decoding {
     Greedy,
     /// Drawn from the distribution that temperature, limits and filters leave.
     Sample,
+    /// The sequence that is likeliest by its length, as far as `n_beams` followed side by side find it. Filters do not count.
+    Beam {
+        /// At least 1.
+        n_beams: usize,
+        /// The sum of log-probabilities is divided by the length to this power: above 0 favours longer answers.
+        length_penalty: f64,
+    },
 }
 
 /// What shapes the distribution that tokens are chosen from, and how long an answer may be.
@@ -88,7 +95,7 @@ pub struct GenerationRequest<'a> {
     pub prompt: &'a [u32],
     /// Seeds the draws of these answers, each on a stream of its own: what comes does not depend on what else is generated.
     pub seed: u64,
-    /// How many answers; greedy decoding gives equal ones.
+    /// How many answers. Greedy decoding gives equal ones, beam search its `n` best, at most `n_beams`.
     pub n: usize,
 }
 

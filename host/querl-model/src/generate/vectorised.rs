@@ -37,8 +37,9 @@ macro_rules! vectorised {
             fn body<$A: $crate::generate::vectorised::Arithmetic>($($argument: $type),*) $(-> $result)? $body
             #[cfg(target_arch = "x86_64")]
             {
-                use $crate::generate::vectorised::Fused;
-                #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")]
+                use $crate::generate::vectorised::{Fused, Plain};
+                use $crate::kernels::Level;
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
                 fn avx512($($argument: $type),*) $(-> $result)? {
                     body::<Fused>($($argument),*)
                 }
@@ -46,20 +47,15 @@ macro_rules! vectorised {
                 fn avx2($($argument: $type),*) $(-> $result)? {
                     body::<Fused>($($argument),*)
                 }
-                if std::arch::is_x86_feature_detected!("avx512f")
-                    && std::arch::is_x86_feature_detected!("avx512vl")
-                    && std::arch::is_x86_feature_detected!("avx512bw")
-                    && std::arch::is_x86_feature_detected!("avx512dq")
-                    && std::arch::is_x86_feature_detected!("fma")
-                {
-                    // SAFETY: the processor has every instruction set that the function was compiled for.
-                    return unsafe { avx512($($argument),*) };
-                }
-                if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+                match Level::detected() {
+                    // SAFETY: the level says that the processor has these instructions.
+                    Level::Avx512 => unsafe { avx512($($argument),*) },
                     // SAFETY: as above.
-                    return unsafe { avx2($($argument),*) };
+                    Level::Avx2 => unsafe { avx2($($argument),*) },
+                    Level::Portable => body::<Plain>($($argument),*),
                 }
             }
+            #[cfg(not(target_arch = "x86_64"))]
             body::<$crate::generate::vectorised::Plain>($($argument),*)
         }
     };

@@ -27,7 +27,7 @@ impl RopeTable {
     }
 
     /// Cosines and sines of one position, `D / 2` each.
-    fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+    pub(crate) fn angles(&self, position: usize) -> (&[f32], &[f32]) {
         let half = self.head_dim / 2;
         let angles = position * half..(position + 1) * half;
         (&self.cos[angles.clone()], &self.sin[angles])

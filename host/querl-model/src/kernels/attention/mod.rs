@@ -5,14 +5,12 @@
 //! of a block of queries stand in a matrix whose column is a key's depth in its sequence, so that queries of different
 //! branches share the columns of what they have in common: one product gives the scores of all of them against it.
 
-mod cached;
 mod lane;
 mod softmax;
 #[cfg(test)]
 mod tests;
 mod tree;
 
-pub use cached::{CachedSegment, attention_cached};
 pub use tree::{Node, RowTree};
 
 use super::{floats, with_floats};

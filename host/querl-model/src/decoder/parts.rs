@@ -1,0 +1,95 @@
+//! A decoder's weights with what an adapter makes of them: for decoding without a graph.
+
+use super::Decoder;
+use super::layer::Layer;
+use super::linear::Linear;
+use crate::adapter::{EMBEDDING, LoraAdapter, LoraPair};
+use crate::kernels::{RopeTable, Weight};
+use candle_core::{Result as TensorResult, Tensor};
+
+/// One linear layer.
+pub(crate) struct LinearParts<'a> {
+    pub(crate) weight: &'a Weight,
+    pub(crate) bias: Option<&'a Tensor>,
+    pub(crate) pair: Option<&'a LoraPair>,
+    /// DoRA's factor on each output `(out)`, before the bias.
+    pub(crate) factor: Option<Tensor>,
+}
+
+/// One decoder layer.
+pub(crate) struct LayerParts<'a> {
+    pub(crate) input_norm: &'a Tensor,
+    pub(crate) post_attention_norm: &'a Tensor,
+    /// Weights of the per-head norms of queries and keys.
+    pub(crate) qk_norm: Option<(&'a Tensor, &'a Tensor)>,
+    /// Queries, keys, values.
+    pub(crate) qkv: [LinearParts<'a>; 3],
+    pub(crate) o: LinearParts<'a>,
+    /// Gate and up.
+    pub(crate) gate_up: [LinearParts<'a>; 2],
+    pub(crate) down: LinearParts<'a>,
+}
+
+impl Decoder {
+    /// Every layer in order.
+    pub(crate) fn layer_parts<'a>(
+        &'a self,
+        adapter: Option<&'a LoraAdapter>,
+    ) -> impl Iterator<Item = TensorResult<LayerParts<'a>>> {
+        self.layers.iter().map(move |layer| layer.parts(adapter))
+    }
+
+    /// Weight of the last norm `(H)`.
+    pub(crate) fn final_norm(&self) -> &Tensor {
+        &self.norm
+    }
+
+    /// Angles of the rotary embedding.
+    pub(crate) fn rope(&self) -> &RopeTable {
+        &self.rope
+    }
+
+    /// The embedding `(V, H)`; a tensor of its own, independent of later training, where an adapter changes it.
+    pub(crate) fn adapted_embedding(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+        if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
+            return Ok(Weight::Trained(saved.detach().copy()?));
+        }
+        let Some(pair) = adapter.and_then(|adapter| adapter.pair(EMBEDDING)) else { return Ok(self.embedding.clone()) };
+        let change = (pair.b.detach().matmul(&pair.a.detach())?.t()? * f64::from(pair.scale))?; // (V, H)
+        Ok(Weight::Trained((self.base_weight(EMBEDDING)? + change)?))
+    }
+
+    /// The head `(V, H)`, as the embedding.
+    pub(crate) fn adapted_head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+        match self.head(adapter)? {
+            Weight::Trained(head) => Ok(Weight::Trained(head.detach().copy()?)),
+            frozen => Ok(frozen),
+        }
+    }
+}
+
+impl Layer {
+    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<LayerParts<'a>> {
+        let parts = |linear: &'a Linear| linear.parts(adapter);
+        Ok(LayerParts {
+            input_norm: &self.input_norm,
+            post_attention_norm: &self.post_attention_norm,
+            qk_norm: self.qk_norm.as_ref().map(|(q, k)| (q, k)),
+            qkv: [parts(&self.q)?, parts(&self.k)?, parts(&self.v)?],
+            o: parts(&self.o)?,
+            gate_up: [parts(&self.gate)?, parts(&self.up)?],
+            down: parts(&self.down)?,
+        })
+    }
+}
+
+impl Linear {
+    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<LinearParts<'a>> {
+        let pair = adapter.and_then(|adapter| adapter.pair(&self.path));
+        let factor = match (&self.weight, pair) {
+            (Weight::Frozen(weight), Some(pair)) => self.dora_factor(weight, pair)?.map(|factor| factor.detach()),
+            _ => None,
+        };
+        Ok(LinearParts { weight: &self.weight, bias: self.bias.as_ref(), pair, factor })
+    }
+}

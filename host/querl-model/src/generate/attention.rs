@@ -1,0 +1,323 @@
+//! Attention of new tokens over the blocks of their sequences. Rows that stand one after another and hold the same block see
+//! it together: a prefix that many sequences share is read once. What a row gets does not depend on that: each of its sums is
+//! taken in the order of the tokens.
+
+use super::vectorised::{Arithmetic, LANES, exp_or_zero, vectorised};
+use crate::cache::{BLOCK_TOKENS, Block, SequenceCache};
+use rayon::prelude::*;
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One new token.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Row {
+    /// Index of its sequence's cache.
+    pub(super) cache: usize,
+    /// Tokens that it sees: those before it and itself.
+    pub(super) n_visible: usize,
+}
+
+/// How the columns of queries divide into heads.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Heads {
+    pub(super) n_heads: usize,
+    pub(super) n_kv_heads: usize,
+    pub(super) head_dim: usize,
+}
+
+/// Rows of one task: enough to share a block, few enough that their scores stay in the second-level cache.
+const ROWS_PER_TASK: usize = 32;
+
+thread_local! {
+    static SCRATCH: Cell<Scratch> = const { Cell::new(Scratch { queries: Vec::new(), scores: Vec::new(), sums: Vec::new() }) };
+}
+
+/// Memory of one task.
+#[derive(Default)]
+struct Scratch {
+    queries: Vec<f32>, // (rows * group, D), scaled
+    scores: Vec<f32>,  // (rows * group, longest)
+    sums: Vec<f32>,    // (rows * group, value width)
+}
+
+/// `out` `(N, heads * D)` for queries of the same shape; the caches hold the keys and values of the rows themselves already.
+pub(super) fn attend(
+    caches: &[&SequenceCache],
+    rows: &[Row],
+    layer: usize,
+    queries: &[f32],
+    heads: Heads,
+    out: &mut [f32],
+) {
+    let width = heads.n_heads * heads.head_dim;
+    let tasks = out.par_chunks_mut(ROWS_PER_TASK * width).zip(queries.par_chunks(ROWS_PER_TASK * width));
+    tasks.zip(rows.par_chunks(ROWS_PER_TASK)).for_each(|((out, queries), rows)| {
+        let mut scratch = SCRATCH.take();
+        for kv_head in 0..heads.n_kv_heads {
+            scratch.attend(caches, rows, (layer, kv_head), queries, heads, out);
+        }
+        SCRATCH.set(scratch);
+    });
+}
+
+impl Scratch {
+    fn attend(
+        &mut self,
+        caches: &[&SequenceCache],
+        rows: &[Row],
+        (layer, kv_head): (usize, usize),
+        queries: &[f32],
+        heads: Heads,
+        out: &mut [f32],
+    ) {
+        let (dim, group) = (heads.head_dim, heads.n_heads / heads.n_kv_heads);
+        let longest = rows.iter().map(|row| row.n_visible).max().unwrap_or(0).next_multiple_of(BLOCK_TOKENS);
+        let value_width = caches.first().map_or(dim, |cache| cache.shape().value_width());
+        let n = rows.len() * group;
+        let columns = kv_head * group * dim..(kv_head + 1) * group * dim;
+        let scale = 1.0 / (dim as f32).sqrt();
+        self.queries.clear();
+        for row in queries.chunks_exact(heads.n_heads * dim) {
+            self.queries.extend(row[columns.clone()].iter().map(|query| query * scale));
+        }
+        self.scores.resize(n * longest, 0.0);
+        self.sums.clear();
+        self.sums.resize(n * value_width, 0.0);
+        for_runs(caches, rows, |first, of_rows, block| {
+            let (start, end) = (of_rows.start * group, of_rows.end * group);
+            let scores = &mut self.scores[start * longest + first..(end - 1) * longest + first + BLOCK_TOKENS];
+            score(&self.queries[start * dim..end * dim], dim, block.keys(layer, kv_head), scores, longest);
+        });
+        for (index, sums) in self.scores.chunks_exact_mut(longest).enumerate() {
+            let n_visible = rows[index / group].n_visible;
+            let (seen, _) = sums.split_at_mut(n_visible.next_multiple_of(BLOCK_TOKENS));
+            seen[n_visible..].fill(f32::NEG_INFINITY);
+            self.queries[index * dim] = exponentials(seen); // the queries have been used: their place keeps the sums
+        }
+        for_runs(caches, rows, |first, of_rows, block| {
+            let (start, end) = (of_rows.start * group, of_rows.end * group);
+            let weights = &self.scores[start * longest + first..(end - 1) * longest + first + BLOCK_TOKENS];
+            let sums = &mut self.sums[start * value_width..end * value_width];
+            add_values(weights, longest, block.values(layer, kv_head), value_width, sums);
+        });
+        for (row, out) in out.chunks_exact_mut(heads.n_heads * dim).enumerate() {
+            for (g, out) in out[columns.clone()].chunks_exact_mut(dim).enumerate() {
+                let index = row * group + g;
+                let inverse = 1.0 / self.queries[index * dim];
+                let sums = &self.sums[index * value_width..][..dim];
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum * inverse);
+            }
+        }
+    }
+}
+
+/// Calls `visit` for every block and every run of rows that hold it: its first token's position, the rows, the block.
+fn for_runs(caches: &[&SequenceCache], rows: &[Row], mut visit: impl FnMut(usize, Range<usize>, &Block)) {
+    let block_of = |row: &Row, index: usize| -> Option<&Arc<Block>> {
+        (index * BLOCK_TOKENS < row.n_visible).then(|| &caches[row.cache].blocks()[index])
+    };
+    let n_blocks = rows.iter().map(|row| row.n_visible.div_ceil(BLOCK_TOKENS)).max().unwrap_or(0);
+    for index in 0..n_blocks {
+        let mut start = 0;
+        while start < rows.len() {
+            let Some(block) = block_of(&rows[start], index) else {
+                start += 1;
+                continue;
+            };
+            let same = |row: &&Row| block_of(row, index).is_some_and(|other| Arc::ptr_eq(other, block));
+            let end = start + rows[start..].iter().take_while(same).count();
+            visit(index * BLOCK_TOKENS, start..end, block);
+            start = end;
+        }
+    }
+}
+
+vectorised! {
+    /// Scores of `queries` `(n, dim)` and the keys of one block, into rows that stand `stride` apart.
+    fn score<A>(queries: &[f32], dim: usize, keys: &[f32], scores: &mut [f32], stride: usize) {
+        let (keys, _) = keys.as_chunks::<LANES>();
+        let (n, mut row) = (queries.len() / dim, 0);
+        while row + 8 <= n {
+            score_tile::<A, 8>(&queries[row * dim..], dim, keys, &mut scores[row * stride..], stride);
+            row += 8;
+        }
+        if row + 4 <= n {
+            score_tile::<A, 4>(&queries[row * dim..], dim, keys, &mut scores[row * stride..], stride);
+            row += 4;
+        }
+        while row < n {
+            score_tile::<A, 1>(&queries[row * dim..], dim, keys, &mut scores[row * stride..], stride);
+            row += 1;
+        }
+    }
+}
+
+#[inline(always)]
+fn score_tile<A: Arithmetic, const ROWS: usize>(
+    queries: &[f32],
+    dim: usize,
+    keys: &[[f32; LANES]],
+    scores: &mut [f32],
+    stride: usize,
+) {
+    let queries: [&[f32]; ROWS] = std::array::from_fn(|row| &queries[row * dim..(row + 1) * dim]);
+    let mut sums = [[0f32; LANES]; ROWS];
+    for (d, key) in keys[..dim].iter().enumerate() {
+        for row in 0..ROWS {
+            let query = queries[row][d];
+            for lane in 0..LANES {
+                sums[row][lane] = A::multiply_add(query, key[lane], sums[row][lane]);
+            }
+        }
+    }
+    for (row, sums) in sums.iter().enumerate() {
+        scores[row * stride..row * stride + LANES].copy_from_slice(sums);
+    }
+}
+
+vectorised! {
+    /// Turns scores, whole vectors of them, into exponentials of their distance to the largest; returns the sum.
+    fn exponentials<A>(scores: &mut [f32]) -> f32 {
+        let (chunks, _) = scores.as_chunks_mut::<LANES>();
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        for chunk in chunks.iter() {
+            for lane in 0..LANES {
+                lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
+            }
+        }
+        let max = lanes.iter().fold(f32::NEG_INFINITY, |max, &lane| if lane > max { lane } else { max });
+        let mut sums = [0f32; LANES];
+        for chunk in chunks.iter_mut() {
+            for lane in 0..LANES {
+                chunk[lane] = exp_or_zero::<A>(chunk[lane] - max);
+                sums[lane] += chunk[lane];
+            }
+        }
+        sums.iter().sum()
+    }
+}
+
+vectorised! {
+    /// Adds the values of one block, weighted, to `sums` `(n, width)`; weights stand in rows `stride` apart.
+    fn add_values<A>(weights: &[f32], stride: usize, values: &[f32], width: usize, sums: &mut [f32]) {
+        let (n, mut row) = (sums.len() / width, 0);
+        while row + 8 <= n {
+            value_tile::<A, 8>(&weights[row * stride..], stride, values, width, &mut sums[row * width..]);
+            row += 8;
+        }
+        if row + 4 <= n {
+            value_tile::<A, 4>(&weights[row * stride..], stride, values, width, &mut sums[row * width..]);
+            row += 4;
+        }
+        while row < n {
+            value_tile::<A, 1>(&weights[row * stride..], stride, values, width, &mut sums[row * width..]);
+            row += 1;
+        }
+    }
+}
+
+#[inline(always)]
+fn value_tile<A: Arithmetic, const ROWS: usize>(
+    weights: &[f32],
+    stride: usize,
+    values: &[f32],
+    width: usize,
+    sums: &mut [f32],
+) {
+    let weights: [&[f32]; ROWS] = std::array::from_fn(|row| &weights[row * stride..row * stride + BLOCK_TOKENS]);
+    for column in (0..width).step_by(LANES) {
+        let mut totals = [[0f32; LANES]; ROWS];
+        for (row, totals) in totals.iter_mut().enumerate() {
+            totals.copy_from_slice(&sums[row * width + column..][..LANES]);
+        }
+        for token in 0..BLOCK_TOKENS {
+            let value = &values[token * width + column..][..LANES];
+            for row in 0..ROWS {
+                let weight = weights[row][token];
+                for lane in 0..LANES {
+                    totals[row][lane] = A::multiply_add(weight, value[lane], totals[row][lane]);
+                }
+            }
+        }
+        for (row, totals) in totals.iter().enumerate() {
+            sums[row * width + column..][..LANES].copy_from_slice(totals);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::{BlockPool, BlockShape};
+
+    const HEADS: Heads = Heads { n_heads: 6, n_kv_heads: 2, head_dim: 20 };
+
+    fn number(seed: usize) -> f32 {
+        ((seed.wrapping_mul(2_654_435_761) >> 7) % 1000) as f32 / 500.0 - 1.0
+    }
+
+    fn numbers(n: usize, seed: usize) -> Vec<f32> {
+        (0..n).map(|i| number(seed * 100_003 + i)).collect()
+    }
+
+    /// A cache with tokens `from..to`, whose keys and values depend on the seed and the position.
+    fn filled(cache: &mut SequenceCache, to: usize, seed: usize) {
+        let from = cache.len();
+        cache.extend(to - from);
+        for position in from..to {
+            let (keys, values) = (numbers(40, seed * 977 + position), numbers(40, seed * 977 + position + 500));
+            (0..2).for_each(|layer| cache.write(layer, position, &keys, &values));
+        }
+    }
+
+    fn shape() -> BlockShape {
+        BlockShape::of(2, HEADS.n_kv_heads, HEADS.head_dim)
+    }
+
+    /// Softmax attention of one query head in f64, straight from the definition.
+    fn expected(cache: &SequenceCache, query: &[f32], kv_head: usize, n_visible: usize) -> Vec<f64> {
+        let key = |t: usize, d: usize| cache.blocks()[t / 16].keys(1, kv_head)[d * 16 + t % 16];
+        let value = |t: usize, d: usize| cache.blocks()[t / 16].values(1, kv_head)[t % 16 * 32 + d];
+        let score = |t: usize| (0..20).map(|d| f64::from(query[d]) * f64::from(key(t, d))).sum::<f64>() / 20f64.sqrt();
+        let weights: Vec<f64> = (0..n_visible).map(|t| score(t).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        (0..20).map(|d| (0..n_visible).map(|t| weights[t] * f64::from(value(t, d))).sum::<f64>() / total).collect()
+    }
+
+    #[test]
+    fn shared_and_own_blocks_are_attended_as_the_definition_says() {
+        let pool = BlockPool::new(shape());
+        let mut prefix = SequenceCache::new(&pool);
+        filled(&mut prefix, 37, 1);
+        let caches: Vec<SequenceCache> = [37usize, 38, 50, 90]
+            .iter()
+            .enumerate()
+            .map(|(seed, &len)| {
+                let mut cache = prefix.clone();
+                filled(&mut cache, len, seed + 2);
+                cache
+            })
+            .collect();
+        let rows: Vec<Row> = [(0, 37), (1, 38), (2, 49), (2, 50), (3, 1), (3, 64), (3, 90)]
+            .map(|(cache, n_visible)| Row { cache, n_visible })
+            .to_vec();
+        let queries = numbers(rows.len() * 120, 9);
+        let mut out = vec![0f32; queries.len()];
+        attend(&caches.iter().collect::<Vec<_>>(), &rows, 1, &queries, HEADS, &mut out);
+        for (index, row) in rows.iter().enumerate() {
+            for head in 0..6 {
+                let columns = index * 120 + head * 20..index * 120 + (head + 1) * 20;
+                let expected = expected(&caches[row.cache], &queries[columns.clone()], head / 3, row.n_visible);
+                for (found, expected) in out[columns].iter().zip(expected) {
+                    assert!((f64::from(*found) - expected).abs() < 2e-6, "row {index}: {found} against {expected}");
+                }
+            }
+            // Alone, a row gets the same bits as among others.
+            let mut alone = vec![0f32; 120];
+            let query = &queries[index * 120..(index + 1) * 120];
+            attend(&[&caches[row.cache]], &[Row { cache: 0, ..*row }], 1, query, HEADS, &mut alone);
+            assert_eq!(alone, out[index * 120..(index + 1) * 120]);
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! One step of many sequences: their new tokens through the model, their logits to whoever chooses from them.
+
+use super::filters::Rules;
+use super::pass::{Span, forward};
+use super::weights::DecodeWeights;
+use crate::ModelError;
+use crate::cache::SequenceCache;
+use rayon::prelude::*;
+
+/// Whoever looks at the logits that follow a sequence.
+pub(super) trait Taker: Send {
+    /// Takes the logits of the whole vocabulary; they may be changed.
+    fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError>;
+}
+
+/// One sequence of a step.
+pub(super) struct Unit<'s> {
+    pub(super) cache: &'s mut SequenceCache,
+    /// New tokens; none where the hidden state is known.
+    pub(super) tokens: &'s [u32],
+    /// Of the last token after the final norm, `(H)`; what comes in where there are no tokens, what comes out where there are.
+    pub(super) hidden: &'s mut Vec<f32>,
+    pub(super) takers: Vec<&'s mut dyn Taker>,
+}
+
+/// Most rows of one pass: bounds the memory of a step.
+const MAX_ROWS: usize = 256;
+
+/// Most rows of logits at once.
+const MAX_LOGIT_ROWS: usize = 64;
+
+/// Fewest rows for which a thread takes sequences of its own. With fewer, all threads work on one product, so that each reads
+/// its part of the weights only.
+const ROWS_PER_THREAD: usize = 16;
+
+/// Advances all units. Threads share nothing while they do: each takes its own sequences through all layers.
+///
+/// # Errors
+/// What the model or a taker reports.
+pub(super) fn advance(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+    let rows = |unit: &Unit<'_>| unit.tokens.len().max(1);
+    let n_rows: usize = units.iter().map(rows).sum();
+    let n_groups = rayon::current_num_threads().min(n_rows / ROWS_PER_THREAD).max(1);
+    let mut groups: Vec<&mut [Unit<'_>]> = Vec::with_capacity(n_groups);
+    let (mut rest, mut n_taken) = (units, 0);
+    for group in 1..=n_groups {
+        let n_wanted = n_rows * group / n_groups;
+        let mut n_units = 0;
+        while n_units < rest.len() && n_taken < n_wanted {
+            n_taken += rows(&rest[n_units]);
+            n_units += 1;
+        }
+        let (own, others) = rest.split_at_mut(n_units);
+        groups.push(own);
+        rest = others;
+    }
+    groups.into_par_iter().try_for_each(|group| {
+        pass(weights, group)?;
+        choose(weights, group, rules)
+    })
+}
+
+/// Feeds the tokens of all units, at most [`MAX_ROWS`] at once.
+fn pass(weights: &DecodeWeights, units: &mut [Unit<'_>]) -> Result<(), ModelError> {
+    let width = weights.config.hidden_size;
+    let mut first = 0; // unit
+    let mut n_done = 0; // tokens of that unit
+    while first < units.len() {
+        let mut spans = Vec::new();
+        let mut targets = Vec::new();
+        let (mut n_rows, mut next, mut n_next) = (0, first, n_done);
+        for unit in &mut units[first..] {
+            let tokens = &unit.tokens[n_next..];
+            let n = tokens.len().min(MAX_ROWS - n_rows);
+            if n > 0 {
+                spans.push(Span { cache: &mut *unit.cache, tokens: &tokens[..n] });
+                targets.push(&mut *unit.hidden);
+                n_rows += n;
+            }
+            if n < tokens.len() {
+                n_next += n;
+                break;
+            }
+            (next, n_next) = (next + 1, 0);
+        }
+        if !spans.is_empty() {
+            let hidden = forward(weights, &mut spans)?;
+            for (target, hidden) in targets.into_iter().zip(hidden.chunks_exact(width)) {
+                target.clear();
+                target.extend_from_slice(hidden);
+            }
+        }
+        (first, n_done) = (next, n_next);
+    }
+    Ok(())
+}
+
+/// Hands each unit's logits to its takers.
+fn choose(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+    let mut units: Vec<&mut Unit<'_>> = units.iter_mut().filter(|unit| !unit.takers.is_empty()).collect();
+    let n_vocabulary = weights.config.vocab_size;
+    let mut logits = vec![0f32; units.len().min(MAX_LOGIT_ROWS) * n_vocabulary];
+    for units in units.chunks_mut(MAX_LOGIT_ROWS) {
+        let hidden: Vec<f32> = units.iter().flat_map(|unit| unit.hidden.iter().copied()).collect();
+        let logits = &mut logits[..units.len() * n_vocabulary];
+        weights.head.forward(&hidden, logits, 0.0)?;
+        units.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).try_for_each(|(unit, row)| {
+            let Some((last, others)) = unit.takers.split_last_mut() else { return Ok(()) };
+            for taker in others {
+                taker.take(&mut row.to_vec(), rules)?;
+            }
+            last.take(row, rules)
+        })?;
+    }
+    Ok(())
+}
