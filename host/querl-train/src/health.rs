@@ -1,15 +1,17 @@
 //! Warnings about a policy optimisation that is going wrong.
 
 use crate::Metrics;
+use serde::{Deserialize, Serialize};
 
-/// Watches the metrics of successive steps.
-#[derive(Debug, Default)]
+/// Watches the metrics of successive steps; a checkpoint keeps it, so that a warning is given once in a run.
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Health {
     rewards: Vec<f64>,
     explained: Vec<f64>,
     first_entropy: Option<f64>,
     first_length: Option<f64>,
-    warned: Vec<&'static str>,
+    first_kl_coef: Option<f64>,
+    warned: Vec<String>,
 }
 
 /// Steps that are averaged before two stretches of a run are compared.
@@ -30,13 +32,29 @@ const MIN_DISTINCT_SHARE: f64 = 0.2;
 /// Responses this many times as long (or as short) as at first have drifted.
 const MAX_LENGTH_DRIFT: f64 = 2.5;
 
+/// Two engines in half precision differ by 1e-2; one engine in f32 by rounding alone, well below this.
+const MAX_PROBS_DIFF: f64 = 1e-5;
+
+/// Below this the tokens of a rollout are worth less than half as many drawn from the policy itself.
+const MIN_EFFECTIVE_SAMPLE: f64 = 0.5;
+
+/// Share of queries whose samples all get one score above which a batch teaches hardly anything.
+const MAX_GROUPS_WITHOUT_SPREAD: f64 = 0.8;
+
+/// Share of cut-off answers above which length, and not content, is what is scored.
+const MAX_CUT_OFF: f64 = 0.5;
+
+/// An adapted KL coefficient this many times the first one (or this small a part of it) has lost its target.
+const MAX_KL_COEF_DRIFT: f64 = 50.0;
+
 impl Health {
     /// Warnings that this step gives cause for; each kind is given once.
     pub(crate) fn check(&mut self, metrics: &Metrics) -> Vec<String> {
         let mut found = self.of_step(metrics);
+        found.extend(self.of_learning(metrics));
         found.extend(self.of_trend(metrics));
-        found.retain(|(kind, _)| !self.warned.contains(kind));
-        self.warned.extend(found.iter().map(|(kind, _)| *kind));
+        found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
+        self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
         found.into_iter().map(|(_, text)| format!("warning: {text}")).collect()
     }
 
@@ -71,6 +89,54 @@ impl Health {
             (
                 drift.is_some_and(|drift| !(1.0 / MAX_LENGTH_DRIFT..=MAX_LENGTH_DRIFT).contains(&drift)),
                 ("length", "the length of the answers drifts: raise rl.kl_coef, and look at what the reward pays for"),
+            ),
+        ];
+        signs.into_iter().filter(|(shows, _)| *shows).map(|(_, warning)| warning).collect()
+    }
+
+    /// What the figures of rollout, groups, critic and divergence give away.
+    fn of_learning(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
+        let get = |name: &str| metrics.get(name).copied();
+        let above = |name: &str, limit: f64| get(name).is_some_and(|value| value > limit);
+        let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
+        self.first_kl_coef = self.first_kl_coef.or(kl_coef.filter(|kl_coef| *kl_coef > 0.0));
+        let drift = kl_coef.zip(self.first_kl_coef).map(|(now, first)| now / first);
+        let signs = [
+            (
+                above("rollout_probs_diff", MAX_PROBS_DIFF),
+                ("probs", "log-probabilities of rollout and training differ by more than 1e-5 a token"),
+            ),
+            (
+                get("rollout_corr/rollout_is_eff_sample_size").is_some_and(|share| share < MIN_EFFECTIVE_SAMPLE),
+                (
+                    "importance",
+                    "answers are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
+                ),
+            ),
+            (
+                above("frac_reward_zero_std", MAX_GROUPS_WITHOUT_SPREAD),
+                (
+                    "groups",
+                    "the answers to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
+                ),
+            ),
+            (
+                above("response_length/clip_ratio", MAX_CUT_OFF),
+                (
+                    "cut_off",
+                    "more than half of the answers are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
+                ),
+            ),
+            (
+                above("critic/vf_clipfrac", MAX_CLIP_FRACTION),
+                (
+                    "value_clip",
+                    "more than half of the critic's values are clipped: raise rl.clip_range_value or lower rl.critic_learning_rate",
+                ),
+            ),
+            (
+                drift.is_some_and(|drift| !(1.0 / MAX_KL_COEF_DRIFT..=MAX_KL_COEF_DRIFT).contains(&drift)),
+                ("kl_coef", "the KL coefficient runs away from where it started: choose another rl.kl_target"),
             ),
         ];
         signs.into_iter().filter(|(shows, _)| *shows).map(|(_, warning)| warning).collect()
@@ -116,6 +182,15 @@ mod tests {
     }
 
     #[test]
+    fn what_was_said_before_a_stop_is_not_said_again() {
+        let trouble = metrics(&[("actor/pg_clipfrac", 0.9)]);
+        let mut health = Health::default();
+        assert_eq!(health.check(&trouble).len(), 1);
+        let kept = serde_json::to_string(&health).unwrap();
+        assert_eq!(serde_json::from_str::<Health>(&kept).unwrap().check(&trouble).len(), 0);
+    }
+
+    #[test]
     fn each_trouble_is_said_once_and_health_is_not_troubled() {
         assert_eq!(warnings("actor/pg_clipfrac", |_| 0.6), 1);
         assert_eq!(warnings("actor/pg_clipfrac", |_| 0.3), 0);
@@ -128,6 +203,19 @@ mod tests {
         assert_eq!(warnings("response_length/mean", |step| 10.0 + step), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.3), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.1), 0);
+        assert_eq!(warnings("rollout_probs_diff", |_| 2e-5), 1);
+        assert_eq!(warnings("rollout_probs_diff", |_| 1e-6), 0);
+        assert_eq!(warnings("rollout_corr/rollout_is_eff_sample_size", |_| 0.3), 1);
+        assert_eq!(warnings("rollout_corr/rollout_is_eff_sample_size", |_| 0.9), 0);
+        assert_eq!(warnings("frac_reward_zero_std", |_| 0.9), 1);
+        assert_eq!(warnings("frac_reward_zero_std", |_| 0.5), 0);
+        assert_eq!(warnings("response_length/clip_ratio", |_| 0.6), 1);
+        assert_eq!(warnings("response_length/clip_ratio", |_| 0.1), 0);
+        assert_eq!(warnings("critic/vf_clipfrac", |_| 0.6), 1);
+        assert_eq!(warnings("critic/vf_clipfrac", |_| 0.2), 0);
+        assert_eq!(warnings("actor/reward_kl_penalty_coeff", |step| 0.05 * 1.2f64.powf(step)), 1);
+        assert_eq!(warnings("actor/kl_coef", |step| 0.05 / 1.2f64.powf(step)), 1);
+        assert_eq!(warnings("actor/kl_coef", |step| 0.05 + 0.01 * step), 0);
         assert_eq!(warnings("avg_reward", |step| -0.05 * step), 1);
         assert_eq!(warnings("avg_reward", |step| 0.05 * step), 0);
         assert_eq!(warnings("critic/vf_explained_var", |_| -0.2), 1);

@@ -60,7 +60,7 @@ impl Policy<'_> {
 
     /// Hidden states from which each response token of the batch is predicted: `(N, H)` for N response tokens in all.
     pub(crate) fn response_hidden(&self, examples: &[&Example]) -> Result<Tensor, TrainError> {
-        self.hidden(examples, Training::default())
+        self.training_hidden(examples, Training::default())
     }
 
     /// Log-probabilities and entropies of all response tokens of a batch, logits divided by the temperature.
@@ -76,13 +76,14 @@ impl Policy<'_> {
         temperature: f64,
         training: Training<'_>,
     ) -> Result<ResponsePass, TrainError> {
-        let hidden = self.hidden(examples, training)?;
+        let hidden = self.training_hidden(examples, training)?;
         let targets = examples.iter().flat_map(|example| example.response.iter().copied()).collect();
         let logprobs = self.decoder.token_logprobs(&hidden, targets, temperature, self.adapter)?;
         Ok(ResponsePass { hidden, logprobs })
     }
 
-    fn hidden(&self, examples: &[&Example], training: Training<'_>) -> Result<Tensor, TrainError> {
+    /// As [`Policy::response_hidden`], with what concerns training alone.
+    pub(crate) fn training_hidden(&self, examples: &[&Example], training: Training<'_>) -> Result<Tensor, TrainError> {
         let sequences: Vec<Vec<u32>> = examples.iter().map(|example| example.computed().collect()).collect();
         let batch = PackedBatch::shared(sequences.iter().map(Vec::as_slice));
         let rows = examples.iter().enumerate().flat_map(|(index, example)| {

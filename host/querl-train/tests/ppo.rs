@@ -1,7 +1,7 @@
 //! PPO as a whole, on a tiny random decoder and an environment with a known optimum.
 #![allow(clippy::unwrap_used)]
 
-use querl_core::config::{AdvantageForm, CriticKind, RlConfig};
+use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Rejection, Reward};
 use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
@@ -121,7 +121,16 @@ fn config() -> RlConfig {
 
 /// Runs PPO; returns what came of it, its metrics and the adapter's values.
 fn run(model: &Model, config: &RlConfig, refuses: bool) -> (Result<RlSummary, TrainError>, Recorder, Vec<f32>) {
-    let settings = LoraSettings::all_linear(4, 8.0);
+    run_with(model, LoraSettings::all_linear(4, 8.0), config, refuses)
+}
+
+/// The same with adapters of another kind.
+fn run_with(
+    model: &Model,
+    settings: LoraSettings,
+    config: &RlConfig,
+    refuses: bool,
+) -> (Result<RlSummary, TrainError>, Recorder, Vec<f32>) {
     let policy = LoraAdapter::new(&model.decoder, settings.clone(), 5).unwrap();
     let prompts: Vec<Vec<u32>> = (0..8).map(|i| model.tokenizer.encode(&format!("a{i}b")).unwrap()).collect();
     let (environment, validation) = (PlainText { refuses }, PlainText { refuses: false });
@@ -135,6 +144,8 @@ fn run(model: &Model, config: &RlConfig, refuses: bool) -> (Result<RlSummary, Tr
         train: RlData { prompts: &prompts, environment: &environment },
         val: RlData { prompts: &prompts, environment: &validation },
         config,
+        tokens_per_pass: 512,
+        gradient_checkpointing: false,
         critic_lora: settings,
         seed: 11,
         output_dir: output.path(),
@@ -145,7 +156,8 @@ fn run(model: &Model, config: &RlConfig, refuses: bool) -> (Result<RlSummary, Tr
     let summary = train(&task, &mut recorder);
     if summary.is_ok() {
         assert!(output.path().join("best/adapter_model.safetensors").is_file());
-        assert!(output.path().join("last/critic/value_head.safetensors").is_file());
+        let has_critic = config.algorithm == RlAlgorithm::Ppo;
+        assert_eq!(output.path().join("last/critic/value_head.safetensors").is_file(), has_critic);
         let reloaded = LoraAdapter::load(&output.path().join("last"), model.decoder.config()).unwrap();
         assert_eq!(values(&reloaded), values(&policy));
     }
@@ -173,6 +185,34 @@ fn one_epoch_without_movement_clips_nothing() {
     assert!(recorder.get(1, "actor/ppo_kl").abs() < 1e-6);
 }
 
+/// Dropout belongs to fine-tuning: rollout, reference and update of an adapter that was trained with it do without.
+#[test]
+fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {
+    let dropping = LoraSettings { dropout: 0.5, ..LoraSettings::all_linear(4, 8.0) };
+    for temperature in [0.6, 1.0, 1.5] {
+        let config = RlConfig { temperature, ppo_epochs: 1, ..config() };
+        let (summary, recorder, _) = run_with(&model(), dropping.clone(), &config, false);
+        summary.unwrap();
+        for step in [1, 2] {
+            assert!(recorder.get(step, "rollout_probs_diff") < 1e-5, "{temperature}");
+            assert!(recorder.get(step, "actor/ppo_kl_k3") < 1e-6, "{temperature}");
+        }
+        assert!(recorder.get(1, "actor/ref_kl").abs() < 1e-6, "{temperature}");
+    }
+}
+
+#[test]
+fn draws_from_a_filtered_distribution_are_weighted_by_what_the_filter_took() {
+    let config = RlConfig { top_p: 0.7, max_steps: 1, ..config() };
+    let (summary, recorder, _) = run(&model(), &config, false);
+    summary.unwrap();
+    assert!(recorder.get(1, "rollout_probs_diff") < 1e-5, "the policy's own log-probabilities, before the filter");
+    let mean = recorder.get(1, "rollout_corr/rollout_is_mean");
+    assert!((0.6..0.95).contains(&mean), "the filter keeps 0.7 and the token that passes it: {mean}");
+    let recorder = run(&model(), &RlConfig { max_steps: 1, ..self::config() }, false).1;
+    assert!(!recorder.0.iter().any(|(_, metrics)| metrics.contains_key("rollout_corr/rollout_is_mean")));
+}
+
 /// Fast learning for a task of a few dozen steps.
 fn learning() -> RlConfig {
     RlConfig { learning_rate: 2e-2, ppo_epochs: 4, kl_coef: 0.0, ent_coef: 0.0, max_grad_norm: 5.0, ..config() }
@@ -181,18 +221,23 @@ fn learning() -> RlConfig {
 #[test]
 fn policies_learn_to_write_plain_text() {
     let model = model();
-    for (form, critic) in [
-        (AdvantageForm::Token, CriticKind::Head),
-        (AdvantageForm::Token, CriticKind::Adapter),
-        (AdvantageForm::Sequence, CriticKind::Head),
+    let ppo = |advantage_form, critic| RlConfig { advantage_form, critic, batch_size: 32, ..learning() };
+    let grouped = |algorithm| RlConfig { algorithm, n_samples: 4, batch_size: 8, ..learning() };
+    for config in [
+        ppo(AdvantageForm::Token, CriticKind::Head),
+        ppo(AdvantageForm::Token, CriticKind::Adapter),
+        ppo(AdvantageForm::Sequence, CriticKind::Head),
+        grouped(RlAlgorithm::Grpo),
+        grouped(RlAlgorithm::DrGrpo),
+        grouped(RlAlgorithm::Rloo),
+        grouped(RlAlgorithm::ReinforcePlusPlus),
     ] {
-        let config =
-            RlConfig { advantage_form: form, critic, max_steps: 50, batch_size: 32, mini_batch_size: 32, ..learning() };
+        let config = RlConfig { max_steps: 50, mini_batch_size: 32, ..config };
         let (summary, recorder, _) = run(&model, &config, false);
         summary.unwrap();
         let mean = |steps: std::ops::Range<u64>| steps.map(|step| recorder.get(step, "avg_reward")).sum::<f64>() / 10.0;
         let (first, last) = (mean(1..11), mean(41..51));
-        assert!(last > 0.8 && last > first + 0.2, "{form:?} {critic:?}: {first} to {last}");
+        assert!(last > 0.8 && last > first + 0.2, "{:?}: {first} to {last}", config.algorithm);
     }
 }
 

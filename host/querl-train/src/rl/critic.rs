@@ -7,12 +7,12 @@
 use super::RlTask;
 use super::whitening::Whitening;
 use crate::checkpoint::base_name;
-use crate::policy::{Example, Policy};
+use crate::policy::{Example, Policy, Training};
 use crate::{AdamW, AdamWSettings, Gradients, State, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module};
 use querl_core::config::CriticKind;
-use querl_model::{Decoder, LoraAdapter, save_tensors};
+use querl_model::{Decoder, LoraAdapter, Recompute, backward, save_tensors};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -90,9 +90,13 @@ impl Critic {
         decoder: &Decoder,
         examples: &[&Example],
         inputs: Option<&Tensor>,
+        recompute: Option<&Recompute>,
     ) -> Result<Tensor, TrainError> {
+        let training = Training { dropout: None, recompute };
         let hidden = match (&self.base, inputs) {
-            (Base::Adapter(adapter), _) => Policy { decoder, adapter: Some(adapter) }.response_hidden(examples)?,
+            (Base::Adapter(adapter), _) => {
+                Policy { decoder, adapter: Some(adapter) }.training_hidden(examples, training)?
+            }
             (Base::Reference(_), Some(inputs)) => inputs.clone(),
             (Base::Reference(_), None) => return Err(TrainError::Data("rl: the critic was given no inputs".into())),
         };
@@ -111,14 +115,19 @@ impl Critic {
                 let frozen = adapter.without_gradient();
                 Policy { decoder, adapter: Some(&frozen) }.response_hidden(examples)?
             }
-            Base::Reference(_) => return Ok(self.values(decoder, examples, inputs)?.detach().to_vec1()?),
+            Base::Reference(_) => return Ok(self.values(decoder, examples, inputs, None)?.detach().to_vec1()?),
         };
         Ok(self.head.forward(&hidden)?.squeeze(1)?.detach().to_vec1()?)
     }
 
     /// Adds the gradients that a backward pass found.
-    pub(super) fn collect(&self, gradients: &mut Gradients, loss: &Tensor) -> Result<(), TrainError> {
-        gradients.add(&loss.backward()?, &self.vars)
+    pub(super) fn collect(
+        &self,
+        gradients: &mut Gradients,
+        loss: &Tensor,
+        recompute: Option<&Recompute>,
+    ) -> Result<(), TrainError> {
+        gradients.add(&backward(loss, recompute)?, &self.vars)
     }
 
     /// One optimizer step. Returns the gradient norm before clipping.

@@ -3,7 +3,8 @@
 use super::RlTask;
 use super::algorithm::{Scored, ValueTargets, all_true};
 use super::learner::Learner;
-use super::rollout::{Batch, Rollout};
+use super::passes::in_passes;
+use super::rollout::Rollout;
 use crate::TrainError;
 use crate::maths::{ImportanceLevel, Rows, importance_weights, kl_rows, token_rewards};
 use crate::policy::{Example, Policy, rows_of};
@@ -52,10 +53,10 @@ impl Learner {
     pub(super) fn estimate<'a>(
         &mut self,
         task: &RlTask<'_>,
-        batch: &'a Batch,
+        rollouts: &'a [Rollout],
         step: u64,
     ) -> Result<Experience<'a>, TrainError> {
-        let (config, rollouts) = (task.config, batch.rollouts.as_slice());
+        let config = task.config;
         let mut timings = BTreeMap::new();
         let mut clock = Instant::now();
         let mut lap = |name: &'static str| {
@@ -123,10 +124,9 @@ impl Learner {
             let values = rows_of(&critic.estimate(task.decoder, &examples, Some(&inputs))?, &examples);
             return Ok(Some((values, Some(split_rows(&inputs, &examples)?))));
         }
-        let mut values = Rows::new();
-        for part in examples.chunks(ESTIMATE_BATCH) {
-            values.extend(rows_of(&critic.estimate(task.decoder, part, None)?, part));
-        }
+        let values = in_passes(&examples, task.tokens_per_pass, |part| {
+            Ok(rows_of(&critic.estimate(task.decoder, part, None)?, part))
+        })?;
         Ok(Some((values, None)))
     }
 
@@ -151,10 +151,7 @@ impl Learner {
     }
 }
 
-/// Responses of one pass without gradient.
-const ESTIMATE_BATCH: usize = 64;
-
-/// A pass over all responses, without gradient.
+/// Passes over all responses, without gradient.
 fn forward(
     task: &RlTask<'_>,
     adapter: Option<&LoraAdapter>,
@@ -163,18 +160,19 @@ fn forward(
 ) -> Result<Forward, TrainError> {
     let view = adapter.map(LoraAdapter::without_gradient);
     let policy = Policy { decoder: task.decoder, adapter: view.as_ref() };
-    let (mut logprobs, mut hidden) = (Rows::new(), Vec::new());
-    for part in rollouts.chunks(ESTIMATE_BATCH) {
-        let examples: Vec<&Example> = part.iter().map(|rollout| &rollout.example).collect();
-        let pass = policy.response_pass(&examples, task.config.temperature)?;
+    let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
+    let found = in_passes(&examples, task.tokens_per_pass, |part| {
+        let pass = policy.response_pass(part, task.config.temperature)?;
         let column: Vec<f32> = pass.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
-        logprobs.extend(rows_of(&column, &examples));
-        if keeps_hidden {
-            hidden.push(pass.hidden.detach());
-        }
-    }
-    let hidden = if hidden.is_empty() { None } else { Some(Tensor::cat(&hidden, 0)?) };
-    Ok(Forward { logprobs, hidden })
+        let hidden: Vec<Option<Tensor>> = match keeps_hidden {
+            true => split_rows(&pass.hidden.detach(), part)?.into_iter().map(Some).collect(),
+            false => vec![None; part.len()],
+        };
+        Ok(rows_of(&column, part).into_iter().zip(hidden).collect())
+    })?;
+    let (logprobs, hidden): (Rows, Vec<Option<Tensor>>) = found.into_iter().unzip();
+    let hidden: Option<Vec<Tensor>> = hidden.into_iter().collect();
+    Ok(Forward { logprobs, hidden: hidden.map(|hidden| Tensor::cat(&hidden, 0)).transpose()? })
 }
 
 fn split_rows(rows: &Tensor, examples: &[&Example]) -> Result<Vec<Tensor>, TrainError> {

@@ -53,7 +53,7 @@ impl Learner {
             metrics.extend(check_rollout(task, task.policy, &batch.rollouts, step)?);
             metrics.insert("timing_s/rollout_check".into(), started.elapsed().as_secs_f64());
         }
-        let experience = self.estimate(task, batch, step)?;
+        let experience = self.estimate(task, &batch.rollouts, step)?;
         metrics.extend(experience.metrics(task.config));
         metrics.extend(self.update(task, &experience, step)?);
         Ok(metrics)

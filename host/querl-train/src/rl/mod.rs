@@ -9,8 +9,13 @@ mod estimate;
 mod evaluate;
 mod experience_metrics;
 mod learner;
+#[cfg(test)]
+mod learner_tests;
+mod passes;
 mod rollout;
 mod rollout_check;
+#[cfg(test)]
+mod testing;
 mod update;
 mod whitening;
 
@@ -55,6 +60,10 @@ pub struct RlTask<'a> {
     pub val: RlData<'a>,
     /// Hyperparameters.
     pub config: &'a RlConfig,
+    /// Most rows of one training pass; an answer that is longer has a pass of its own.
+    pub tokens_per_pass: usize,
+    /// Layers keep their inputs alone and are computed again in the backward pass.
+    pub gradient_checkpointing: bool,
     /// Shape of the critic's adapter, where it has one.
     pub critic_lora: querl_model::LoraSettings,
     /// Seeds the order of the data, the sampling and the critic.

@@ -4,14 +4,16 @@ use super::RlTask;
 use super::critic::Critic;
 use super::estimate::{Experience, ValueExperience};
 use super::learner::Learner;
+use super::passes::parts;
 use crate::maths::{
     Aggregation, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, kl_loss, policy_loss,
     sequence_policy_loss, value_loss,
 };
-use crate::policy::{Example, Policy, rows_of};
-use crate::{Gradients, Metrics, TrainError, constant_with_warmup};
+use crate::policy::{Example, Policy, Training, rows_of};
+use crate::{Gradients, Metrics, TrainError, cosine_with_warmup};
 use candle_core::{Device, Tensor};
-use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
+use querl_core::config::{AdvantageForm, KlPlacement, LrScheduler, RlConfig};
+use querl_model::{Recompute, backward};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -67,7 +69,7 @@ impl Learner {
         'epochs: for _ in 0..config.ppo_epochs {
             order.shuffle(&mut rng);
             for rows in order.chunks(config.mini_batch_size) {
-                let mini_batch = MiniBatch::new(task, experience, rows, self.algorithm.aggregation(config));
+                let mini_batch = MiniBatch::new(task, experience, rows, self.algorithm.aggregation(config))?;
                 let started = Instant::now();
                 if policy_learns {
                     let progress = self.policy_step(&mini_batch, learning_rate, step, &mut totals)?;
@@ -136,10 +138,18 @@ impl Learner {
     }
 }
 
-/// The policy's rate in a step that counts from 1.
+/// The policy's rate in a step that counts from 1: the first of a warm-up is not 0, and neither is the last of all, since a
+/// step of rollouts costs more than one of fine-tuning.
 fn learning_rate(config: &RlConfig, step: u64) -> f64 {
-    let n_warmup = (config.warmup_ratio * config.max_steps as f64).ceil() as u64;
-    config.learning_rate * constant_with_warmup(step, n_warmup)
+    let n_steps = config.max_steps as u64;
+    let n_warmup = (config.warmup_ratio * n_steps as f64).ceil() as u64;
+    let factor = match config.lr_scheduler {
+        _ if step <= n_warmup => step as f64 / n_warmup as f64,
+        LrScheduler::Cosine => cosine_with_warmup(step - 1, n_warmup.min(step - 1), n_steps),
+        LrScheduler::Linear => (n_steps + 1 - step) as f64 / (n_steps - n_warmup.min(step - 1)) as f64,
+        LrScheduler::Constant => 1.0,
+    };
+    config.learning_rate * factor
 }
 
 /// The responses of one optimizer step, and how much each of their tokens counts in it.
@@ -151,30 +161,40 @@ struct MiniBatch<'a> {
     size: StepSize,
     /// Value targets of the whole step.
     n_values: usize,
+    /// Where checkpointed layers put their gradients, one pass after another.
+    recompute: Option<Recompute>,
 }
 
 impl<'a> MiniBatch<'a> {
-    fn new(task: &'a RlTask<'a>, experience: &'a Experience<'a>, rows: &'a [usize], aggregation: Aggregation) -> Self {
+    fn new(
+        task: &'a RlTask<'a>,
+        experience: &'a Experience<'a>,
+        rows: &'a [usize],
+        aggregation: Aggregation,
+    ) -> Result<Self, TrainError> {
         let n_tokens = rows.iter().map(|&i| experience.old_logprobs[i].len()).sum();
         let n_kept =
             |critic: &ValueExperience| rows.iter().flat_map(|&i| &critic.mask[i]).filter(|keep| **keep).count();
-        Self {
+        Ok(Self {
             task,
             experience,
             rows,
             aggregation,
             size: StepSize { n_tokens, n_responses: rows.len() },
             n_values: experience.critic.as_ref().map_or(0, n_kept),
-        }
+            recompute: task.gradient_checkpointing.then(Recompute::new).transpose()?,
+        })
     }
 
     /// The step cut into passes, whose losses add up to the step's.
     fn parts(&self) -> impl Iterator<Item = Part<'_>> {
-        let size = self.rows.len().div_ceil(self.task.config.gradient_accumulation_steps);
-        self.rows.chunks(size).map(|rows| Part {
+        let examples: Vec<&Example> = self.rows.iter().map(|&i| &self.experience.rollouts[i].example).collect();
+        let n_parts = self.task.config.gradient_accumulation_steps;
+        let parts = parts(&examples, n_parts, self.task.tokens_per_pass);
+        parts.into_iter().map(move |part| Part {
             of: self,
-            rows,
-            examples: rows.iter().map(|&i| &self.experience.rollouts[i].example).collect(),
+            rows: part.iter().map(|&i| self.rows[i]).collect(),
+            examples: part.iter().map(|&i| examples[i]).collect(),
         })
     }
 }
@@ -182,7 +202,7 @@ impl<'a> MiniBatch<'a> {
 /// Responses of one forward and backward pass.
 struct Part<'a> {
     of: &'a MiniBatch<'a>,
-    rows: &'a [usize],
+    rows: Vec<usize>,
     examples: Vec<&'a Example>,
 }
 
@@ -199,7 +219,8 @@ impl Part<'_> {
     fn policy_pass(&self, gradients: &mut Gradients, found: &mut Metrics) -> Result<(), TrainError> {
         let (task, config) = (self.of.task, self.of.task.config);
         let policy = Policy { decoder: task.decoder, adapter: Some(task.policy) };
-        let pass = policy.response_pass(&self.examples, config.temperature)?;
+        let training = Training { dropout: None, recompute: self.of.recompute.as_ref() };
+        let pass = policy.training_pass(&self.examples, config.temperature, training)?;
         let both: Vec<Vec<f32>> = pass.logprobs.to_vec2()?; // (N, 2)
         let column =
             |i: usize| -> Rows { rows_of(&both.iter().map(|row| row[i]).collect::<Vec<f32>>(), &self.examples) };
@@ -214,7 +235,8 @@ impl Part<'_> {
             &weights,
         );
         let outer = Tensor::from_vec(outer, pass.logprobs.shape(), &Device::Cpu)?;
-        gradients.add(&(pass.logprobs * outer)?.sum_all()?.backward()?, task.policy.vars())?;
+        let loss = (pass.logprobs * outer)?.sum_all()?;
+        gradients.add(&backward(&loss, training.recompute)?, task.policy.vars())?;
         self.note(&surrogate, divergence.as_ref(), &entropies, found);
         Ok(())
     }
@@ -280,7 +302,8 @@ impl Part<'_> {
     ) -> Result<(), TrainError> {
         let config = self.of.task.config;
         let inputs = experience.inputs.as_ref().map(|inputs| Tensor::cat(&self.pick(inputs), 0)).transpose()?;
-        let values = critic.values(self.of.task.decoder, &self.examples, inputs.as_ref())?; // (N)
+        let recompute = self.of.recompute.as_ref();
+        let values = critic.values(self.of.task.decoder, &self.examples, inputs.as_ref(), recompute)?; // (N)
         let size = StepSize { n_tokens: self.of.n_values, n_responses: self.of.size.n_responses };
         let loss = value_loss(
             &self.pick(&experience.values),
@@ -294,7 +317,7 @@ impl Part<'_> {
         );
         let outer: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
         let outer = Tensor::from_vec(outer, values.shape(), &Device::Cpu)?;
-        critic.collect(gradients, &(values * outer)?.sum_all()?)?;
+        critic.collect(gradients, &(values * outer)?.sum_all()?, recompute)?;
         totals.add("critic/vf_loss", f64::from(loss.vf_loss));
         totals.add("critic/vf_clipfrac", loss.n_clipped as f64 / self.of.n_values.max(1) as f64);
         Ok(())
@@ -320,5 +343,25 @@ fn outer_gradients(
             .zip(kl.grad_logprobs.iter().flatten())
             .flat_map(|((gradient, weight), kl)| [gradient + kl_coef as f32 * kl, entropy(*weight)])
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_step_has_a_learning_rate_and_the_peak_comes_after_the_warm_up() {
+        for lr_scheduler in [LrScheduler::Cosine, LrScheduler::Linear, LrScheduler::Constant] {
+            let config =
+                RlConfig { lr_scheduler, learning_rate: 2.0, max_steps: 10, warmup_ratio: 0.2, ..Default::default() };
+            let rates: Vec<f64> = (1..=10).map(|step| learning_rate(&config, step)).collect();
+            assert_eq!((rates[0], rates[1], rates[2]), (1.0, 2.0, 2.0), "{lr_scheduler:?}");
+            assert!(rates.iter().all(|rate| *rate > 0.0), "{rates:?}");
+            assert!(rates[2..].is_sorted_by(|a, b| a >= b), "{rates:?}");
+            assert_eq!(rates[9] == 2.0, lr_scheduler == LrScheduler::Constant);
+            let at_once = RlConfig { warmup_ratio: 0.0, ..config };
+            assert_eq!(learning_rate(&at_once, 1), 2.0);
+        }
     }
 }

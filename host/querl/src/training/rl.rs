@@ -50,6 +50,8 @@ pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Prog
         train: rl::RlData { prompts: &train_prompts, environment: data.train_environment },
         val: rl::RlData { prompts: &val_prompts, environment: data.val_environment },
         config: &config.rl,
+        tokens_per_pass: config.model.tokens_per_pass,
+        gradient_checkpointing: config.model.gradient_checkpointing,
         critic_lora: lora(config),
         seed: config.seed,
         output_dir: &run.dir.rl(),

@@ -44,3 +44,39 @@ fn of_responses(scored: &Scored<'_>, values: &Rows) -> Estimates {
         targets: Some(ValueTargets { returns: scored.at_every_token(&totals), mask }),
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::maths::masked_mean;
+    use querl_core::config::RlConfig;
+
+    fn estimate(config: &RlConfig) -> Estimates {
+        let rewards = vec![vec![0.0, 0.0, 1.0], vec![0.0, -0.5], vec![0.25]];
+        let values = vec![vec![0.2, 0.1, 0.4], vec![-0.1, 0.0], vec![0.3]];
+        Ppo.estimate(&Scored { rewards: &rewards, groups: &[0, 1, 2], values: Some(&values), config })
+    }
+
+    #[test]
+    fn advantages_are_whitened_over_the_batch_and_returns_are_not() {
+        let plain = estimate(&RlConfig { whiten_advantages: false, ..RlConfig::default() });
+        let whitened = estimate(&RlConfig::default());
+        assert_eq!(plain.targets.unwrap().returns, whitened.targets.unwrap().returns);
+        assert_ne!(plain.advantages, whitened.advantages);
+        let mask = all_true(&whitened.advantages);
+        assert!(masked_mean(&whitened.advantages, &mask).abs() < 1e-6);
+        assert_eq!(masked_whiten(&plain.advantages, &mask), whitened.advantages);
+    }
+
+    #[test]
+    fn in_the_sequence_form_a_response_has_one_advantage_and_the_critic_learns_at_its_first_token() {
+        let config =
+            RlConfig { advantage_form: AdvantageForm::Sequence, whiten_advantages: false, ..RlConfig::default() };
+        let found = estimate(&config);
+        assert_eq!(found.advantages[0], vec![1.0 - 0.2; 3]);
+        let targets = found.targets.unwrap();
+        assert_eq!(targets.mask[0], [true, false, false]);
+        assert_eq!(targets.returns[1][0], -0.5);
+    }
+}

@@ -1,0 +1,180 @@
+//! A tiny decoder and rollouts of it, for tests of what learns.
+#![allow(clippy::unwrap_used)]
+
+use super::rollout::Rollout;
+use super::{RlData, RlTask};
+use crate::policy::{Example, Policy, rows_of};
+use candle_core::Tensor;
+use querl_core::config::{CriticKind, RlConfig};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
+use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
+
+/// What a task borrows from.
+pub(super) struct Fixture {
+    pub(super) folder: tempfile::TempDir,
+    pub(super) decoder: Decoder,
+    pub(super) policy: LoraAdapter,
+    tokenizer: TextTokenizer,
+    lora: LoraSettings,
+    stop: AtomicBool,
+}
+
+/// Scores nothing: rollouts of these tests are made by hand.
+struct NoWorld;
+
+impl Environment for NoWorld {
+    fn score(&self, _: u64, _: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
+        Err(EnvironmentError::Record("there is no world".into()))
+    }
+}
+
+/// Fast learning, so that few steps show what they do.
+pub(super) fn config() -> RlConfig {
+    RlConfig {
+        critic: CriticKind::Head,
+        batch_size: 12,
+        mini_batch_size: 12,
+        gradient_accumulation_steps: 1,
+        ppo_epochs: 2,
+        learning_rate: 1e-2,
+        critic_learning_rate: 1e-2,
+        max_new_tokens: 8,
+        ..RlConfig::default()
+    }
+}
+
+impl Fixture {
+    pub(super) fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let shape = small_model::Shape {
+            hidden_size: 32,
+            intermediate_size: 64,
+            n_layers: 2,
+            n_heads: 2,
+            n_kv_heads: 1,
+            head_dim: 16,
+            max_positions: 64,
+        };
+        let mut config = small_model::write_files(folder.path(), &["aaaa bbbb".to_owned()], 280, &shape).unwrap();
+        config.initializer_range = 0.3; // logits that differ, at this width
+        Decoder::init(config, 3).unwrap().save(folder.path(), small_model::STORED_DTYPE).unwrap();
+        let decoder = Decoder::load(folder.path(), Weights::Frozen).unwrap();
+        let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+        let lora = LoraSettings::all_linear(4, 8.0);
+        let policy = LoraAdapter::new(&decoder, lora.clone(), 5).unwrap();
+        Self { folder, decoder, policy, tokenizer, lora, stop: AtomicBool::new(false) }
+    }
+
+    pub(super) fn task<'a>(&'a self, config: &'a RlConfig) -> RlTask<'a> {
+        RlTask {
+            decoder: &self.decoder,
+            base_path: self.folder.path(),
+            policy: &self.policy,
+            reference: None,
+            tokenizer: &self.tokenizer,
+            train: RlData { prompts: &[], environment: &NoWorld },
+            val: RlData { prompts: &[], environment: &NoWorld },
+            config,
+            tokens_per_pass: 512,
+            gradient_checkpointing: false,
+            critic_lora: self.lora.clone(),
+            seed: 11,
+            output_dir: self.folder.path(),
+            progress: &Silent,
+            stop: &self.stop,
+        }
+    }
+
+    /// Where a response ends.
+    pub(super) fn eos(&self) -> u32 {
+        *self.tokenizer.stop_ids().first().unwrap()
+    }
+
+    /// Moves the policy away from the bare base.
+    pub(super) fn move_policy(&self) {
+        let mut rng = ChaCha8Rng::seed_from_u64(9);
+        for (name, var) in self.policy.vars() {
+            if name.contains("lora_B") {
+                let values: Vec<f32> = (0..var.elem_count()).map(|_| rng.random_range(-0.1..0.1)).collect();
+                var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
+            }
+        }
+    }
+
+    /// All values of the policy's adapter.
+    pub(super) fn policy_values(&self) -> Vec<f32> {
+        values(self.policy.vars())
+    }
+
+    /// Twelve responses of different length to four queries, with the policy's log-probabilities and scores that differ.
+    pub(super) fn rollouts(&self, config: &RlConfig, seed: u64) -> Vec<Rollout> {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let example = |index: usize| {
+            let mut tokens = |n: usize| -> Vec<u32> { (0..n).map(|_| rng.random_range(3..260)).collect() };
+            let prompt = [vec![7, 8, 9], vec![20 + (index / 3) as u32; 3]].concat();
+            Example { prompt, response: tokens(2 + index % 5) }
+        };
+        let examples: Vec<Example> = (0..12).map(example).collect();
+        self.scored(config, examples, |index| (index % 3) as f32 - 0.3 * (index / 3) as f32)
+    }
+
+    /// Rollouts of these responses, three to a query.
+    pub(super) fn scored(
+        &self,
+        config: &RlConfig,
+        examples: Vec<Example>,
+        score: impl Fn(usize) -> f32,
+    ) -> Vec<Rollout> {
+        let logprobs = self.logprobs(config, &examples);
+        let rollout = |(index, (example, logprobs)): (usize, (Example, Vec<f32>))| Rollout {
+            example,
+            behaviour_logprobs: logprobs.clone(),
+            logprobs,
+            truncated: false,
+            group: index / 3,
+            score: score(index),
+            record: record(),
+        };
+        examples.into_iter().zip(logprobs).enumerate().map(rollout).collect()
+    }
+
+    /// Log-probabilities of the policy as it is.
+    pub(super) fn logprobs(&self, config: &RlConfig, examples: &[Example]) -> Vec<Vec<f32>> {
+        let frozen = self.policy.without_gradient();
+        let policy = Policy { decoder: &self.decoder, adapter: Some(&frozen) };
+        let examples: Vec<&Example> = examples.iter().collect();
+        let pass = policy.response_pass(&examples, config.temperature).unwrap();
+        rows_of(&pass.logprobs.narrow(1, 0, 1).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), &examples)
+    }
+}
+
+/// All values of some variables, in the order of their names.
+pub(super) fn values(vars: &BTreeMap<String, candle_core::Var>) -> Vec<f32> {
+    vars.values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+}
+
+fn record() -> EpisodeRecord {
+    let candidate = Candidate {
+        rewrite: String::new(),
+        retrieval: Ok(Vec::new()),
+        judgement: Judgement::NotSampled,
+        style: None,
+        n_tokens: 0,
+        truncated: false,
+    };
+    let episode = Episode {
+        id: String::new(),
+        query: String::new(),
+        context: Context::default(),
+        gold_ids: Vec::new(),
+        policy: candidate.clone(),
+        baseline: candidate,
+    };
+    let outcome = Ok(Reward { total: 0.0, components: Vec::new() });
+    EpisodeRecord { format: EpisodeRecord::FORMAT, step: 1, episode, outcome }
+}
