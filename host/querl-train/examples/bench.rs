@@ -205,6 +205,8 @@ fn ppo(options: &Options) -> Result<Value> {
         train: RlData { prompts: &prompts, environment: &ConstantReward },
         val: RlData { prompts: &prompts[..1], environment: &ConstantReward },
         config: &config,
+        tokens_per_pass: usize::MAX,
+        gradient_checkpointing: false,
         critic_lora: policy.settings().clone(),
         seed: 0,
         output_dir: output.path(),
