@@ -10,9 +10,9 @@ use crate::maths::{
     sequence_policy_loss, value_loss,
 };
 use crate::policy::{Example, Policy, Training, rows_of};
-use crate::{Gradients, Metrics, TrainError, cosine_with_warmup};
+use crate::{Gradients, Metrics, TrainError, lr_factor};
 use candle_core::{Device, Tensor};
-use querl_core::config::{AdvantageForm, KlPlacement, LrScheduler, RlConfig};
+use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
 use querl_model::{Recompute, backward};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -143,11 +143,9 @@ impl Learner {
 fn learning_rate(config: &RlConfig, step: u64) -> f64 {
     let n_steps = config.max_steps as u64;
     let n_warmup = (config.warmup_ratio * n_steps as f64).ceil() as u64;
-    let factor = match config.lr_scheduler {
-        _ if step <= n_warmup => step as f64 / n_warmup as f64,
-        LrScheduler::Cosine => cosine_with_warmup(step - 1, n_warmup.min(step - 1), n_steps),
-        LrScheduler::Linear => (n_steps + 1 - step) as f64 / (n_steps - n_warmup.min(step - 1)) as f64,
-        LrScheduler::Constant => 1.0,
+    let factor = match step <= n_warmup {
+        true => step as f64 / n_warmup as f64,
+        false => lr_factor(config.lr_scheduler, step - 1, n_warmup.min(step - 1), n_steps),
     };
     config.learning_rate * factor
 }
@@ -349,6 +347,7 @@ fn outer_gradients(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use querl_core::config::LrScheduler;
 
     #[test]
     fn every_step_has_a_learning_rate_and_the_peak_comes_after_the_warm_up() {
