@@ -1,5 +1,6 @@
 //! One decoder layer: what it holds and what it computes.
 
+use super::fused::FusedLayer;
 use super::linear::Linear;
 use super::load::Source;
 use super::pass::{Dropout, Pass};
@@ -43,8 +44,10 @@ impl Rows {
 /// The rows that are wanted of the last layer.
 #[derive(Clone)]
 pub(super) struct Wanted {
-    indices: Tensor, // u32, rising
-    rows: Rows,
+    /// In rising order.
+    pub(super) list: Arc<Vec<u32>>,
+    indices: Tensor, // u32, the same
+    pub(super) rows: Rows,
 }
 
 impl Wanted {
@@ -54,7 +57,7 @@ impl Wanted {
         let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
         let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
         let rows = Rows { positions: Arc::new(positions), queries, dropout, ..rows.clone() };
-        Ok(Self { indices: Tensor::new(wanted, &Device::Cpu)?, rows })
+        Ok(Self { list: Arc::new(wanted.to_vec()), indices: Tensor::new(wanted, &Device::Cpu)?, rows })
     }
 }
 
@@ -114,6 +117,9 @@ impl Layer {
 
     /// Output `(N, H)` of the layer for its input `(N, H)`.
     pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        if let Some(fused) = FusedLayer::new(self, x, rows, None, pass)? {
+            return fused.apply(x);
+        }
         let (q, k, v) = self.queries_keys_values(x, rows, pass)?;
         let attended = kernels::attention(&q, &k, &v, &rows.queries, rows.head_dim)?; // (N, heads * D)
         self.after_attention(x, &attended, rows, pass)
@@ -121,9 +127,12 @@ impl Layer {
 
     /// Output `(wanted, H)` for some rows of its input `(N, H)`: of the others only keys and values are computed.
     pub(super) fn forward_at(&self, x: &Tensor, rows: &Rows, wanted: &Wanted, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        if let Some(fused) = FusedLayer::new(self, x, rows, Some(wanted), pass)? {
+            return fused.apply(x);
+        }
         let normed = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
         let (k, v) = (self.keys(&normed, rows, pass)?, self.v.forward(&normed, rows, pass)?);
-        let Wanted { indices, rows } = wanted;
+        let Wanted { indices, rows, .. } = wanted;
         let q = self.queries(&normed.index_select(indices, 0)?, rows, pass)?;
         let attended = kernels::attention(&q, &k, &v, &rows.queries, rows.head_dim)?;
         self.after_attention(&x.index_select(indices, 0)?, &attended, rows, pass)

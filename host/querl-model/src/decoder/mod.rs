@@ -1,6 +1,7 @@
 //! The decoder: embedding, layers, final norm. One forward pass serves Qwen2 and Qwen3, training and decoding.
 
 mod adapted;
+mod fused;
 mod layer;
 mod linear;
 mod load;

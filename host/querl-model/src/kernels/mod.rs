@@ -11,6 +11,7 @@ mod linear;
 mod logprobs;
 mod matmul;
 mod product;
+mod projection;
 mod rms_norm;
 mod rope;
 mod swiglu;
@@ -23,16 +24,50 @@ pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, norm_rope, rope};
 pub use swiglu::swiglu;
 
+pub(crate) use attention::{LogSums, attend, attention_gradients};
 pub(crate) use cpu::Level;
 pub(crate) use matmul::{Mat, Threads, matmul, matmul_into};
+pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};
+pub(crate) use rms_norm::{norm_gradients, normed};
+pub(crate) use swiglu::{gated, gated_gradients};
 
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
+use std::ops::Deref;
 
 /// The values of a contiguous f32 storage.
 pub(crate) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     let CpuStorage::F32(values) = storage else { bail!("this operation takes f32") };
     let Some((start, end)) = layout.contiguous_offsets() else { bail!("this operation takes contiguous tensors") };
     Ok(&values[start..end])
+}
+
+/// The values of a contiguous f32 tensor of the CPU, borrowed.
+pub(crate) struct Floats<'a> {
+    /// A read lock.
+    storage: Box<dyn Deref<Target = Storage> + 'a>,
+    layout: &'a Layout,
+}
+
+impl<'a> Floats<'a> {
+    /// # Errors
+    /// Another type, another device, or values that do not follow each other.
+    pub(crate) fn of(tensor: &'a Tensor) -> Result<Self> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cpu(values) = &*storage else { bail!("this operation runs on the cpu") };
+        floats(values, layout)?;
+        Ok(Self { storage: Box::new(storage), layout })
+    }
+}
+
+impl Deref for Floats<'_> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match &**self.storage {
+            Storage::Cpu(values) => floats(values, self.layout).unwrap_or_default(), // it was one when it was borrowed
+            _ => &[],
+        }
+    }
 }
 
 /// Calls `f` with the values of a tensor, made contiguous where it is not.

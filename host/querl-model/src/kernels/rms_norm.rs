@@ -63,6 +63,34 @@ vectorised! {
     }
 }
 
+/// [`rms_norm`] on slices: rows of as many values as the weight has.
+pub(crate) fn normed(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let task = weight.len() * ROWS_PER_TASK;
+    let mut y = vec![0f32; x.len()];
+    y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, eps, y));
+    y
+}
+
+/// Gradients of `x`, and of the first `n_wanted` values of the weight, for the gradient of [`normed`]'s result.
+pub(crate) fn norm_gradients(
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    grad: &[f32],
+    n_wanted: usize,
+) -> (Vec<f32>, Vec<f32>) {
+    let task = weight.len() * ROWS_PER_TASK;
+    let mut dx = vec![0f32; x.len()];
+    let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
+    let parts = tasks.map(|((dx, x), grad)| {
+        let mut dw = vec![0f32; n_wanted];
+        gradients(x, weight, grad, eps, dx, &mut dw);
+        dw
+    });
+    let parts: Vec<Vec<f32>> = parts.collect();
+    (dx, sum_of(parts, n_wanted))
+}
+
 /// Sums the parts of tasks in their order: the result does not depend on which thread finished first.
 pub(super) fn sum_of(parts: Vec<Vec<f32>>, size: usize) -> Vec<f32> {
     let mut sum = vec![0f32; size];
@@ -84,10 +112,7 @@ impl CustomOp2 for RmsNorm {
         weight: &CpuStorage,
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (floats(x, x_layout)?, floats(weight, weight_layout)?);
-        let task = weight.len() * ROWS_PER_TASK;
-        let mut y = vec![0f32; x.len()];
-        y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, self.eps, y));
+        let y = normed(floats(x, x_layout)?, floats(weight, weight_layout)?, self.eps);
         Ok((CpuStorage::F32(y), x_layout.shape().clone()))
     }
 
@@ -95,24 +120,9 @@ impl CustomOp2 for RmsNorm {
         let size = weight.dim(0)?;
         let n_wanted = if weight.is_variable() { size } else { 0 };
         let (dx, dw) = with_floats(x, |x| {
-            with_floats(weight, |weight| with_floats(grad, |grad| Ok(self.gradients(x, weight, grad, n_wanted))))
+            with_floats(weight, |w| with_floats(grad, |grad| Ok(norm_gradients(x, w, self.eps, grad, n_wanted))))
         })?;
         let dw = if n_wanted == 0 { None } else { Some(Tensor::from_vec(dw, size, weight.device())?) };
         Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), dw))
-    }
-}
-
-impl RmsNorm {
-    fn gradients(&self, x: &[f32], weight: &[f32], grad: &[f32], n_wanted: usize) -> (Vec<f32>, Vec<f32>) {
-        let task = weight.len() * ROWS_PER_TASK;
-        let mut dx = vec![0f32; x.len()];
-        let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
-        let parts = tasks.map(|((dx, x), grad)| {
-            let mut dw = vec![0f32; n_wanted];
-            gradients(x, weight, grad, self.eps, dx, &mut dw);
-            dw
-        });
-        let parts: Vec<Vec<f32>> = parts.collect();
-        (dx, sum_of(parts, n_wanted))
     }
 }

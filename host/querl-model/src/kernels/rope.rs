@@ -37,8 +37,39 @@ impl RopeTable {
         self.cos.len() / (self.head_dim / 2)
     }
 
-    fn check(&self, x: &Tensor, positions: &[u32]) -> Result<()> {
-        let (n_rows, width) = x.dims2()?;
+    /// [`rope`], or with a norm's weight and epsilon [`norm_rope`], on slices: `x` is `(N, heads * D)`.
+    ///
+    /// # Errors
+    /// As theirs.
+    pub(crate) fn turned(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
+        let width = x.len() / positions.len().max(1);
+        self.check(positions.len(), width, positions)?;
+        let rope = Rope { table: self.clone(), positions: positions.clone() };
+        Ok(match norm {
+            None => rope.rotate(x, width, 1.0),
+            Some((weight, eps)) => NormRope { rope, eps }.forward(x, weight, width),
+        })
+    }
+
+    /// Gradients of `x`, and of the first `n_wanted` values of the norm's weight, for the gradient of [`RopeTable::turned`]'s
+    /// result. Without a norm `x` is not read.
+    pub(crate) fn turned_gradients(
+        &self,
+        x: &[f32],
+        norm: Option<(&[f32], f32)>,
+        positions: &Arc<Vec<u32>>,
+        grad: &[f32],
+        n_wanted: usize,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let width = grad.len() / positions.len().max(1);
+        let rope = Rope { table: self.clone(), positions: positions.clone() };
+        match norm {
+            None => (rope.rotate(grad, width, -1.0), Vec::new()),
+            Some((weight, eps)) => NormRope { rope, eps }.backward(x, weight, grad, width, n_wanted),
+        }
+    }
+
+    fn check(&self, n_rows: usize, width: usize, positions: &[u32]) -> Result<()> {
         if positions.len() != n_rows || !width.is_multiple_of(self.head_dim) {
             bail!("rope: {} positions for {n_rows} rows of {width}, heads of {}", positions.len(), self.head_dim);
         }
@@ -63,7 +94,8 @@ struct Rope {
 ///
 /// Source: Su et al. 2021, "RoFormer"; the half-split layout of transformers' `rotate_half`.
 pub fn rope(x: &Tensor, table: &RopeTable, positions: &Arc<Vec<u32>>) -> Result<Tensor> {
-    table.check(x, positions)?;
+    let (n_rows, width) = x.dims2()?;
+    table.check(n_rows, width, positions)?;
     x.contiguous()?.apply_op1(Rope { table: table.clone(), positions: positions.clone() })
 }
 
@@ -81,7 +113,8 @@ pub fn norm_rope(
     positions: &Arc<Vec<u32>>,
     eps: f64,
 ) -> Result<Tensor> {
-    table.check(x, positions)?;
+    let (n_rows, width) = x.dims2()?;
+    table.check(n_rows, width, positions)?;
     if weight.dims() != [table.head_dim] {
         bail!("norm_rope: a weight {:?} for heads of {}", weight.dims(), table.head_dim);
     }

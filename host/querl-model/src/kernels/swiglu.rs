@@ -43,6 +43,25 @@ vectorised! {
     }
 }
 
+/// [`swiglu`] on slices.
+pub(crate) fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let mut y = vec![0f32; gate.len()];
+    let tasks = y.par_chunks_mut(VALUES_PER_TASK).zip(gate.par_chunks(VALUES_PER_TASK));
+    tasks.zip(up.par_chunks(VALUES_PER_TASK)).for_each(|((y, gate), up)| activate(gate, up, y));
+    y
+}
+
+/// Gradients of `gate` and `up` for the gradient of [`gated`]'s result.
+pub(crate) fn gated_gradients(gate: &[f32], up: &[f32], grad: &[f32]) -> (Vec<f32>, Vec<f32>) {
+    let (mut dgate, mut dup) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
+    let out = dgate.par_chunks_mut(VALUES_PER_TASK).zip(dup.par_chunks_mut(VALUES_PER_TASK));
+    let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
+    out.zip(inputs)
+        .zip(grad.par_chunks(VALUES_PER_TASK))
+        .for_each(|(((dgate, dup), (gate, up)), grad)| gradients(gate, up, grad, dgate, dup));
+    (dgate, dup)
+}
+
 impl CustomOp2 for SwiGlu {
     fn name(&self) -> &'static str {
         "swiglu"
@@ -55,26 +74,13 @@ impl CustomOp2 for SwiGlu {
         up: &CpuStorage,
         up_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (gate, up) = (floats(gate, gate_layout)?, floats(up, up_layout)?);
-        let mut y = vec![0f32; gate.len()];
-        let tasks = y.par_chunks_mut(VALUES_PER_TASK).zip(gate.par_chunks(VALUES_PER_TASK));
-        tasks.zip(up.par_chunks(VALUES_PER_TASK)).for_each(|((y, gate), up)| activate(gate, up, y));
+        let y = gated(floats(gate, gate_layout)?, floats(up, up_layout)?);
         Ok((CpuStorage::F32(y), gate_layout.shape().clone()))
     }
 
     fn bwd(&self, gate: &Tensor, up: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (dgate, dup) = with_floats(gate, |gate| {
-            with_floats(up, |up| {
-                with_floats(grad, |grad| {
-                    let (mut dgate, mut dup) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
-                    let out = dgate.par_chunks_mut(VALUES_PER_TASK).zip(dup.par_chunks_mut(VALUES_PER_TASK));
-                    let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
-                    out.zip(inputs)
-                        .zip(grad.par_chunks(VALUES_PER_TASK))
-                        .for_each(|(((dgate, dup), (gate, up)), grad)| gradients(gate, up, grad, dgate, dup));
-                    Ok((dgate, dup))
-                })
-            })
+            with_floats(up, |up| with_floats(grad, |grad| Ok(gated_gradients(gate, up, grad))))
         })?;
         Ok((
             Some(Tensor::from_vec(dgate, gate.shape(), gate.device())?),

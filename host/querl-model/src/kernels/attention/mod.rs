@@ -86,13 +86,28 @@ impl Queries {
         }
         Ok(Self { lanes: Arc::new(lanes(tree, rows)), n_queries: rows.len(), n_rows: tree.n_rows() })
     }
+
+    /// Heads of queries `(queries, heads * D)` and keys `(N, kv_heads * D)`.
+    fn heads(&self, head_dim: usize, q: &[f32], k: &[f32]) -> Result<Heads> {
+        Heads::new(q.len() / self.n_queries.max(1), k.len() / self.n_rows.max(1), head_dim)
+    }
+
+    /// The lanes' own parts of a tensor `(queries, heads * D)`.
+    fn parts<'a>(&self, mut all: &'a mut [f32], heads: Heads) -> Vec<&'a mut [f32]> {
+        let of_lane = |lane: &Lane| {
+            let (part, rest) = std::mem::take(&mut all).split_at_mut(lane.queries.len() * heads.q_width());
+            all = rest;
+            part
+        };
+        self.lanes.iter().map(of_lane).collect()
+    }
 }
 
 struct Attention {
-    lanes: Arc<Vec<Lane>>,
+    queries: Queries,
     head_dim: usize,
-    /// Of each lane `(kv_heads, queries, group)`: set by the forward pass.
-    log_sums: OnceLock<Vec<Vec<f32>>>,
+    /// Set by the forward pass.
+    log_sums: OnceLock<LogSums>,
 }
 
 /// Softmax attention, each query over its own sequence up to itself.
@@ -106,61 +121,66 @@ struct Attention {
 ///
 /// Source: Vaswani et al. 2017; grouped heads of Ainslie et al. 2023; the backward pass of Dao et al. 2022, "FlashAttention".
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim: usize) -> Result<Tensor> {
-    let Queries { n_queries, n_rows, lanes } = queries.clone();
+    let Queries { n_queries, n_rows, .. } = *queries;
     if n_queries != q.dim(0)? || n_rows != k.dim(0)? || n_rows != v.dim(0)? {
         bail!("attention: {n_queries} queries and {n_rows} rows; found {}, {} and {}", q.dim(0)?, k.dim(0)?, v.dim(0)?);
     }
-    let op = Attention { lanes, head_dim, log_sums: OnceLock::new() };
+    let op = Attention { queries: queries.clone(), head_dim, log_sums: OnceLock::new() };
     q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
 }
 
-impl Attention {
-    /// The lanes' own parts of a tensor `(queries, heads * D)`.
-    fn parts<'a>(&self, mut all: &'a mut [f32], heads: Heads) -> Vec<&'a mut [f32]> {
-        let of_lane = |lane: &Lane| {
-            let (part, rest) = std::mem::take(&mut all).split_at_mut(lane.queries.len() * heads.q_width());
-            all = rest;
-            part
-        };
-        self.lanes.iter().map(of_lane).collect()
-    }
+/// Logarithms of the sums of exponentials, of each lane `(kv_heads, queries, group)`: what the backward pass wants again.
+pub(crate) type LogSums = Vec<Vec<f32>>;
 
-    fn forward(&self, heads: Heads, x: Inputs<'_>) -> Result<Vec<f32>> {
-        let mut out = vec![0f32; x.q.len()];
-        let tasks: Vec<_> = self.lanes.iter().zip(self.parts(&mut out, heads)).collect();
-        let log_sums: Result<Vec<Vec<f32>>> = tasks
-            .into_par_iter()
-            .map(|(lane, out)| {
-                let mut log_sums = vec![0f32; lane.queries.len() * heads.group * heads.n_kv_heads];
-                lane.forward(heads, x, out, &mut log_sums)?;
-                Ok(log_sums)
-            })
-            .collect();
-        // A second forward pass of the same operation would find the same values.
-        let _ = self.log_sums.set(log_sums?);
-        Ok(out)
-    }
+/// [`attention`] on slices.
+///
+/// # Errors
+/// Widths that do not divide into heads.
+pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSums)> {
+    let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
+    let mut out = vec![0f32; q.len()];
+    let tasks: Vec<_> = queries.lanes.iter().zip(queries.parts(&mut out, heads)).collect();
+    let log_sums: Result<LogSums> = tasks
+        .into_par_iter()
+        .map(|(lane, out)| {
+            let mut log_sums = vec![0f32; lane.queries.len() * heads.group * heads.n_kv_heads];
+            lane.forward(heads, x, out, &mut log_sums)?;
+            Ok(log_sums)
+        })
+        .collect();
+    Ok((out, log_sums?))
+}
 
-    fn backward(&self, heads: Heads, x: Inputs<'_>, out: &[f32], grad: &[f32]) -> Result<[Vec<f32>; 3]> {
-        let Some(log_sums) = self.log_sums.get() else { bail!("attention: a backward pass before the forward pass") };
-        let mut dq = vec![0f32; x.q.len()];
-        let width = heads.q_width();
-        let tasks: Vec<_> = self.lanes.iter().zip(log_sums).zip(self.parts(&mut dq, heads)).collect();
-        let found: Result<Vec<KeyGradients>> = tasks
-            .into_par_iter()
-            .map(|((lane, log_sums), dq)| {
-                let own = lane.queries.start * width..lane.queries.end * width;
-                lane.backward(heads, x, Outputs { out: &out[own.clone()], grad: &grad[own], log_sums }, dq)
-            })
-            .collect();
-        // Summed in the order of lanes: the result does not depend on which thread finished first.
-        let (mut dk, mut dv) = (vec![0f32; x.k.len()], vec![0f32; x.v.len()]);
-        for (lane, found) in self.lanes.iter().zip(found?) {
-            add_rows(&mut dk, &found.dk, lane, heads.kv_width());
-            add_rows(&mut dv, &found.dv, lane, heads.kv_width());
-        }
-        Ok([dq, dk, dv])
+/// Gradients of queries, keys and values for the gradient `grad` of [`attend`]'s result `out`.
+///
+/// # Errors
+/// As [`attend`].
+pub(crate) fn attention_gradients(
+    queries: &Queries,
+    head_dim: usize,
+    [q, k, v]: [&[f32]; 3],
+    out: &[f32],
+    log_sums: &LogSums,
+    grad: &[f32],
+) -> Result<[Vec<f32>; 3]> {
+    let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
+    let mut dq = vec![0f32; q.len()];
+    let width = heads.q_width();
+    let tasks: Vec<_> = queries.lanes.iter().zip(log_sums).zip(queries.parts(&mut dq, heads)).collect();
+    let found: Result<Vec<KeyGradients>> = tasks
+        .into_par_iter()
+        .map(|((lane, log_sums), dq)| {
+            let own = lane.queries.start * width..lane.queries.end * width;
+            lane.backward(heads, x, Outputs { out: &out[own.clone()], grad: &grad[own], log_sums }, dq)
+        })
+        .collect();
+    // Summed in the order of lanes: the result does not depend on which thread finished first.
+    let (mut dk, mut dv) = (vec![0f32; k.len()], vec![0f32; v.len()]);
+    for (lane, found) in queries.lanes.iter().zip(found?) {
+        add_rows(&mut dk, &found.dk, lane, heads.kv_width());
+        add_rows(&mut dv, &found.dv, lane, heads.kv_width());
     }
+    Ok([dq, dk, dv])
 }
 
 /// Adds `(keys, width)` in a lane's numbering to the rows that they stand for.
@@ -187,9 +207,11 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let heads = Heads::new(q_layout.shape().dims2()?.1, k_layout.shape().dims2()?.1, self.head_dim)?;
-        let x = Inputs { q: floats(q, q_layout)?, k: floats(k, k_layout)?, v: floats(v, v_layout)? };
-        Ok((CpuStorage::F32(self.forward(heads, x)?), q_layout.shape().clone()))
+        let (out, log_sums) =
+            attend(&self.queries, self.head_dim, [floats(q, q_layout)?, floats(k, k_layout)?, floats(v, v_layout)?])?;
+        // A second forward pass of the same operation would find the same values.
+        self.log_sums.get_or_init(|| log_sums);
+        Ok((CpuStorage::F32(out), q_layout.shape().clone()))
     }
 
     fn bwd(
@@ -200,14 +222,13 @@ impl CustomOp3 for Attention {
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let heads = Heads::new(q.dim(1)?, k.dim(1)?, self.head_dim)?;
+        let Some(log_sums) = self.log_sums.get() else { bail!("attention: a backward pass before the forward pass") };
+        let gradients = |x: [&[f32]; 3], out: &[f32], grad: &[f32]| {
+            attention_gradients(&self.queries, self.head_dim, x, out, log_sums, grad)
+        };
         let [dq, dk, dv] = with_floats(q, |q| {
             with_floats(k, |k| {
-                with_floats(v, |v| {
-                    with_floats(out, |out| {
-                        with_floats(grad, |grad| self.backward(heads, Inputs { q, k, v }, out, grad))
-                    })
-                })
+                with_floats(v, |v| with_floats(out, |out| with_floats(grad, |grad| gradients([q, k, v], out, grad))))
             })
         })?;
         Ok((
