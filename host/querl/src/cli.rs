@@ -45,7 +45,7 @@ pub enum Command {
     /// Checks a configuration, or lists every key it may have
     #[command(subcommand)]
     Config(check::ConfigCommand),
-    /// Looks at a model, or makes a small one
+    /// Looks at a model, merges and exports it, or makes a small one
     #[command(subcommand)]
     Model(model::ModelCommand),
     /// Makes, tests, packs and looks at plugins

@@ -50,7 +50,7 @@ fn inspect_tells_models_from_adapters() {
         said.stdout,
         "adapter        DoRA\n\
          base           model\n\
-         parameters     7008 in float32\n\
+         parameters     3904 in float32\n\
          rank           4, alpha 8, 1 pattern(s)\n\
          layers         14\n\
          dropout        0\n\
@@ -83,7 +83,7 @@ fn an_adapter_is_written_again_in_another_type() {
     assert_eq!(
         json,
         serde_json::json!({
-            "out": "small", "parameters": 7008, "bytes": 14016, "dtype": "bfloat16",
+            "out": "small", "parameters": 3904, "bytes": 7808, "dtype": "bfloat16",
             "files": ["adapter_config.json", "adapter_model.safetensors"],
         })
     );
