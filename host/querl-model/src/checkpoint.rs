@@ -95,7 +95,7 @@ impl StoredModel {
     /// # Errors
     /// There is no such tensor, or its type is none that models are computed in.
     pub(crate) fn dtype(&self, name: &str) -> Result<DType, ModelError> {
-        Ok(DType::try_from(self.view(name)?.dtype()).map_err(candle_core::Error::from)?)
+        Ok(DType::try_from(self.view(name)?.dtype())?)
     }
 
     /// A tensor in its stored type.

@@ -193,7 +193,7 @@ impl View for Lazy<'_> {
     /// The trait knows no error: it is kept aside and the file thrown away.
     fn data(&self) -> Cow<'_, [u8]> {
         match self.merge.value(self.tensor) {
-            Ok(value) => Cow::Owned((&value).data().into_owned()),
+            Ok(value) => Cow::Owned(value.data().into_owned()),
             Err(error) => {
                 self.error.borrow_mut().get_or_insert(error);
                 Cow::Owned(vec![0; self.data_len()])

@@ -102,6 +102,9 @@ impl From<Modules> for Written {
     }
 }
 
+/// Whether a layer's path is meant.
+type Matcher<'a> = Box<dyn Fn(&str) -> bool + 'a>;
+
 impl Modules {
     /// From a configuration's list: `["all-linear"]` or the last parts of layers' paths.
     pub fn from_names(names: &[String]) -> Self {
@@ -109,7 +112,7 @@ impl Modules {
     }
 
     /// A test for paths. `key` is what an error calls this choice.
-    fn matcher(&self, key: &str) -> Result<Box<dyn Fn(&str) -> bool + '_>, String> {
+    fn matcher(&self, key: &str) -> Result<Matcher<'_>, String> {
         Ok(match self {
             Self::AllLinear => Box::new(|path| path != EMBEDDING && path != HEAD),
             Self::Named(names) => Box::new(move |path| names.iter().any(|name| is_named(path, name))),
