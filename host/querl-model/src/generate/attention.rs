@@ -138,21 +138,20 @@ vectorised! {
     fn score<A>(queries: &[f32], dim: usize, keys: &[f32], scores: &mut [f32], stride: usize) {
         let (keys, _) = keys.as_chunks::<LANES>();
         let (n, mut row) = (queries.len() / dim, 0);
-        while row + 8 <= n {
-            score_tile::<A, 8>(&queries[row * dim..], dim, keys, &mut scores[row * stride..], stride);
-            row += 8;
-        }
-        if row + 4 <= n {
-            score_tile::<A, 4>(&queries[row * dim..], dim, keys, &mut scores[row * stride..], stride);
-            row += 4;
-        }
         while row < n {
-            score_tile::<A, 1>(&queries[row * dim..], dim, keys, &mut scores[row * stride..], stride);
-            row += 1;
+            let (queries, scores) = (&queries[row * dim..], &mut scores[row * stride..]);
+            row += match n - row {
+                8.. => score_tile::<A, 8>(queries, dim, keys, scores, stride),
+                4.. => score_tile::<A, 4>(queries, dim, keys, scores, stride),
+                2.. => score_tile::<A, 2>(queries, dim, keys, scores, stride),
+                _ => score_tile::<A, 1>(queries, dim, keys, scores, stride),
+            };
         }
     }
 }
 
+/// Scores of `ROWS` queries. Each is the sum over the even values of a head plus that over the odd ones, whatever the tile: two
+/// chains of additions, so that a few rows keep the processor busy too. Returns `ROWS`.
 #[inline(always)]
 fn score_tile<A: Arithmetic, const ROWS: usize>(
     queries: &[f32],
@@ -160,20 +159,26 @@ fn score_tile<A: Arithmetic, const ROWS: usize>(
     keys: &[[f32; LANES]],
     scores: &mut [f32],
     stride: usize,
-) {
-    let queries: [&[f32]; ROWS] = std::array::from_fn(|row| &queries[row * dim..(row + 1) * dim]);
-    let mut sums = [[0f32; LANES]; ROWS];
-    for (d, key) in keys[..dim].iter().enumerate() {
+) -> usize {
+    let queries: [&[[f32; 2]]; ROWS] = std::array::from_fn(|row| queries[row * dim..(row + 1) * dim].as_chunks().0);
+    let (keys, _) = keys[..dim].as_chunks::<2>(); // heads have an even width
+    let (mut even, mut odd) = ([[0f32; LANES]; ROWS], [[0f32; LANES]; ROWS]);
+    for (d, [first, second]) in keys.iter().enumerate() {
         for row in 0..ROWS {
             let query = queries[row][d];
             for lane in 0..LANES {
-                sums[row][lane] = A::multiply_add(query, key[lane], sums[row][lane]);
+                even[row][lane] = A::multiply_add(query[0], first[lane], even[row][lane]);
+                odd[row][lane] = A::multiply_add(query[1], second[lane], odd[row][lane]);
             }
         }
     }
-    for (row, sums) in sums.iter().enumerate() {
-        scores[row * stride..row * stride + LANES].copy_from_slice(sums);
+    for row in 0..ROWS {
+        let scores = &mut scores[row * stride..][..LANES];
+        for lane in 0..LANES {
+            scores[lane] = even[row][lane] + odd[row][lane];
+        }
     }
+    ROWS
 }
 
 vectorised! {
@@ -202,48 +207,67 @@ vectorised! {
     /// Adds the values of one block, weighted, to `sums` `(n, width)`; weights stand in rows `stride` apart.
     fn add_values<A>(weights: &[f32], stride: usize, values: &[f32], width: usize, sums: &mut [f32]) {
         let (n, mut row) = (sums.len() / width, 0);
-        while row + 8 <= n {
-            value_tile::<A, 8>(&weights[row * stride..], stride, values, width, &mut sums[row * width..]);
-            row += 8;
-        }
-        if row + 4 <= n {
-            value_tile::<A, 4>(&weights[row * stride..], stride, values, width, &mut sums[row * width..]);
-            row += 4;
-        }
         while row < n {
-            value_tile::<A, 1>(&weights[row * stride..], stride, values, width, &mut sums[row * width..]);
-            row += 1;
+            let (weights, sums) = (&weights[row * stride..], &mut sums[row * width..]);
+            let (rows, mut column) = ((n - row).min(4), 0);
+            while column < width {
+                let at = At { stride, width, column };
+                column += match (rows, width - column) {
+                    (4, 64..) => value_tile::<A, 4, 4>(weights, values, sums, at),
+                    (2..4, 64..) => value_tile::<A, 2, 4>(weights, values, sums, at),
+                    (1, 64..) => value_tile::<A, 1, 4>(weights, values, sums, at),
+                    (4, _) => value_tile::<A, 4, 1>(weights, values, sums, at),
+                    (2..4, _) => value_tile::<A, 2, 1>(weights, values, sums, at),
+                    _ => value_tile::<A, 1, 1>(weights, values, sums, at),
+                };
+            }
+            row += if rows == 3 { 2 } else { rows };
         }
     }
 }
 
-#[inline(always)]
-fn value_tile<A: Arithmetic, const ROWS: usize>(
-    weights: &[f32],
+/// Where a tile stands.
+#[derive(Clone, Copy)]
+struct At {
+    /// Between rows of weights.
     stride: usize,
-    values: &[f32],
+    /// Between rows of values and of sums.
     width: usize,
+    /// Its first column.
+    column: usize,
+}
+
+/// Adds to `ROWS` rows of `COLUMNS` vectors each, token by token. Returns the columns.
+#[inline(always)]
+fn value_tile<A: Arithmetic, const ROWS: usize, const COLUMNS: usize>(
+    weights: &[f32],
+    values: &[f32],
     sums: &mut [f32],
-) {
-    let weights: [&[f32]; ROWS] = std::array::from_fn(|row| &weights[row * stride..row * stride + BLOCK_TOKENS]);
-    for column in (0..width).step_by(LANES) {
-        let mut totals = [[0f32; LANES]; ROWS];
-        for (row, totals) in totals.iter_mut().enumerate() {
-            totals.copy_from_slice(&sums[row * width + column..][..LANES]);
-        }
-        for token in 0..BLOCK_TOKENS {
-            let value = &values[token * width + column..][..LANES];
-            for row in 0..ROWS {
-                let weight = weights[row][token];
+    at: At,
+) -> usize {
+    let weights: [&[f32]; ROWS] = std::array::from_fn(|row| &weights[row * at.stride..][..BLOCK_TOKENS]);
+    let mut totals = [[[0f32; LANES]; COLUMNS]; ROWS];
+    for row in 0..ROWS {
+        let (sums, _) = sums[row * at.width + at.column..][..COLUMNS * LANES].as_chunks::<LANES>();
+        totals[row].copy_from_slice(sums);
+    }
+    for token in 0..BLOCK_TOKENS {
+        let (values, _) = values[token * at.width + at.column..][..COLUMNS * LANES].as_chunks::<LANES>();
+        for row in 0..ROWS {
+            let weight = weights[row][token];
+            for column in 0..COLUMNS {
                 for lane in 0..LANES {
-                    totals[row][lane] = A::multiply_add(weight, value[lane], totals[row][lane]);
+                    totals[row][column][lane] =
+                        A::multiply_add(weight, values[column][lane], totals[row][column][lane]);
                 }
             }
         }
-        for (row, totals) in totals.iter().enumerate() {
-            sums[row * width + column..][..LANES].copy_from_slice(totals);
-        }
     }
+    for row in 0..ROWS {
+        let (sums, _) = sums[row * at.width + at.column..][..COLUMNS * LANES].as_chunks_mut::<LANES>();
+        sums.copy_from_slice(&totals[row]);
+    }
+    COLUMNS * LANES
 }
 
 #[cfg(test)]
