@@ -27,20 +27,28 @@ pub(super) struct Unit<'s> {
 const MAX_ROWS: usize = 256;
 
 /// Most rows of logits at once.
-const MAX_LOGIT_ROWS: usize = 64;
+const MAX_LOGIT_ROWS: usize = 128;
 
 /// Fewest rows for which a thread takes sequences of its own. With fewer, all threads work on one product, so that each reads
 /// its part of the weights only.
 const ROWS_PER_THREAD: usize = 16;
 
-/// Advances all units. Threads share nothing while they do: each takes its own sequences through all layers.
+/// Most weights of a layer for which threads take sequences of their own: larger ones do not stay in a core's cache, and every
+/// thread would read (and unpack) all of them.
+const MAX_SHARED_NOTHING: usize = 4 << 20;
+
+/// Advances all units. Of a small model, each thread takes its own sequences through all layers and shares nothing meanwhile; of
+/// a large one, all threads work on each product.
 ///
 /// # Errors
 /// What the model or a taker reports.
 pub(super) fn advance(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
     let rows = |unit: &Unit<'_>| unit.tokens.len().max(1);
     let n_rows: usize = units.iter().map(rows).sum();
-    let n_groups = rayon::current_num_threads().min(n_rows / ROWS_PER_THREAD).max(1);
+    let n_groups = match weights.weights_per_layer() <= MAX_SHARED_NOTHING {
+        true => rayon::current_num_threads().min(n_rows / ROWS_PER_THREAD).max(1),
+        false => 1,
+    };
     let mut groups: Vec<&mut [Unit<'_>]> = Vec::with_capacity(n_groups);
     let (mut rest, mut n_taken) = (units, 0);
     for group in 1..=n_groups {
@@ -99,7 +107,7 @@ fn pass(weights: &DecodeWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
 fn choose(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
     let mut units: Vec<&mut Unit<'_>> = units.iter_mut().filter(|unit| !unit.takers.is_empty()).collect();
     let n_vocabulary = weights.config.vocab_size;
-    let mut logits = vec![0f32; units.len().min(MAX_LOGIT_ROWS) * n_vocabulary];
+    let mut logits = weights.take_logits(units.len().min(MAX_LOGIT_ROWS) * n_vocabulary);
     for units in units.chunks_mut(MAX_LOGIT_ROWS) {
         let hidden: Vec<f32> = units.iter().flat_map(|unit| unit.hidden.iter().copied()).collect();
         let logits = &mut logits[..units.len() * n_vocabulary];
@@ -112,5 +120,6 @@ fn choose(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) ->
             last.take(row, rules)
         })?;
     }
+    weights.give_back(logits);
     Ok(())
 }

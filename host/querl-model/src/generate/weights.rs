@@ -6,6 +6,7 @@ use crate::kernels::{FrozenWeight, RopeTable, Weight, with_floats};
 use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError};
 use candle_core::{Result, Tensor};
 use querl_core::config::BaseDtype;
+use std::sync::{Mutex, PoisonError};
 
 /// A policy ready to decode with. It does not follow later training.
 pub(super) struct DecodeWeights {
@@ -15,6 +16,8 @@ pub(super) struct DecodeWeights {
     pub(super) rope: RopeTable,
     pub(super) head: FrozenWeight,
     embedding: FrozenWeight,
+    /// Memory for logits that no step uses now: fresh pages for it in every step cost more than the softmax.
+    logits: Mutex<Vec<Vec<f32>>>,
 }
 
 /// One layer.
@@ -63,7 +66,29 @@ impl DecodeWeights {
             rope: decoder.rope().clone(),
             head,
             embedding,
+            logits: Mutex::default(),
         })
+    }
+
+    /// Weights of one layer's products.
+    pub(super) fn weights_per_layer(&self) -> usize {
+        let sizes = self.layers.first().map(|layer| {
+            [&layer.qkv, &layer.o, &layer.gate_up, &layer.down].map(|group| {
+                group.members.iter().map(|member| member.weight.dims()).map(|(n_out, n_in)| n_out * n_in).sum::<usize>()
+            })
+        });
+        sizes.map_or(0, |sizes| sizes.iter().sum())
+    }
+
+    /// `n` values of any kind, to be given back.
+    pub(super) fn take_logits(&self, n: usize) -> Vec<f32> {
+        let mut logits = self.logits.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+        logits.resize(n, 0.0);
+        logits
+    }
+
+    pub(super) fn give_back(&self, logits: Vec<f32>) {
+        self.logits.lock().unwrap_or_else(PoisonError::into_inner).push(logits);
     }
 
     /// Rows of the embedding, `(N, H)`.
