@@ -26,7 +26,7 @@ pub(super) struct Critic {
 
 /// What the head stands on.
 enum Base {
-    Adapter(LoraAdapter),
+    Adapter(Box<LoraAdapter>),
     Reference(Option<Inputs>),
 }
 
@@ -47,7 +47,7 @@ impl Critic {
             CriticKind::Head => (Base::Reference(None), 2 * width),
             CriticKind::Adapter => {
                 let seed = task.seed ^ CRITIC_STREAM;
-                (Base::Adapter(LoraAdapter::new(task.decoder, task.critic_lora.clone(), seed)?), width)
+                (Base::Adapter(Box::new(LoraAdapter::new(task.decoder, task.critic_lora.clone(), seed)?)), width)
             }
         };
         let weight = Var::zeros((1, width), DType::F32, &Device::Cpu)?;

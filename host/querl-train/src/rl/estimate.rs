@@ -42,6 +42,13 @@ pub(super) struct ValueExperience {
     pub(super) inputs: Option<Vec<Tensor>>,
 }
 
+/// The critic's values of a whole batch, and what they were computed from where that is kept.
+struct Values {
+    rows: Rows,
+    /// `(T, 2H)` per response.
+    inputs: Option<Vec<Tensor>>,
+}
+
 /// Log-probabilities of a whole batch, and the hidden states that they came from where they are wanted.
 struct Forward {
     logprobs: Rows,
@@ -84,8 +91,12 @@ impl Learner {
         self.kl.update(of_responses.sum::<f64>() / kl.len().max(1) as f64, kl.len());
         // 4. Advantages.
         let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
-        let scored =
-            Scored { rewards: &token_rewards, groups: &groups, values: values.as_ref().map(|(v, _)| v), config };
+        let scored = Scored {
+            rewards: &token_rewards,
+            groups: &groups,
+            values: values.as_ref().map(|values| &values.rows),
+            config,
+        };
         let mut estimates = self.algorithm.estimate(&scored);
         clip(&mut estimates.advantages, config.advantage_clip);
         if estimates.advantages.iter().flatten().any(|advantage| !advantage.is_finite()) {
@@ -93,9 +104,10 @@ impl Learner {
         }
         let importance = importance(config, &old_logprobs, rollouts);
         lap("timing_s/adv");
-        let critic = values.zip(estimates.targets).map(|((values, inputs), ValueTargets { returns, mask })| {
-            ValueExperience { values, returns, mask, inputs }
-        });
+        let critic =
+            values.zip(estimates.targets).map(|(Values { rows: values, inputs }, ValueTargets { returns, mask })| {
+                ValueExperience { values, returns, mask, inputs }
+            });
         Ok(Experience {
             rollouts,
             old_logprobs,
@@ -116,18 +128,18 @@ impl Learner {
         task: &RlTask<'_>,
         rollouts: &[Rollout],
         ref_hidden: Option<&Tensor>,
-    ) -> Result<Option<(Rows, Option<Vec<Tensor>>)>, TrainError> {
+    ) -> Result<Option<Values>, TrainError> {
         let Some(critic) = &mut self.critic else { return Ok(None) };
         let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
         if let Some(hidden) = ref_hidden {
             let inputs = critic.inputs(hidden, &examples)?;
-            let values = rows_of(&critic.estimate(task.decoder, &examples, Some(&inputs))?, &examples);
-            return Ok(Some((values, Some(split_rows(&inputs, &examples)?))));
+            let rows = rows_of(&critic.estimate(task.decoder, &examples, Some(&inputs))?, &examples);
+            return Ok(Some(Values { rows, inputs: Some(split_rows(&inputs, &examples)?) }));
         }
-        let values = in_passes(&examples, task.tokens_per_pass, |part| {
+        let rows = in_passes(&examples, task.tokens_per_pass, |part| {
             Ok(rows_of(&critic.estimate(task.decoder, part, None)?, part))
         })?;
-        Ok(Some((values, None)))
+        Ok(Some(Values { rows, inputs: None }))
     }
 
     /// The environment's scores less the penalty of cut-off responses, over their running deviation and clipped where the
