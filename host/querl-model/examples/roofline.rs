@@ -10,6 +10,8 @@
 
 #[path = "roofline/kernels.rs"]
 mod kernels;
+#[path = "roofline/layers.rs"]
+mod layers;
 #[path = "roofline/peak.rs"]
 mod peak;
 
@@ -27,7 +29,7 @@ struct ModelShape {
 
 /// A small decoder, and that of Qwen2.5-0.5B.
 const SHAPES: [ModelShape; 2] = [
-    ModelShape { name: "S", hidden: 256, intermediate: 1024, kv_width: 128, head_dim: 64, vocabulary: 4096 },
+    ModelShape { name: "S", hidden: 256, intermediate: 688, kv_width: 128, head_dim: 64, vocabulary: 4096 },
     ModelShape { name: "M", hidden: 896, intermediate: 4864, kv_width: 128, head_dim: 64, vocabulary: 151_936 },
 ];
 
@@ -47,8 +49,6 @@ struct Kernel {
     run: Box<dyn FnMut()>,
     /// The same product by the `gemm` crate.
     reference: Option<Box<dyn FnMut()>>,
-    /// Whether it multiplies in bf16.
-    is_bf16: bool,
 }
 
 /// The value after `--name`.
@@ -64,12 +64,14 @@ fn main() {
     let peaks = peak::measure(n_threads);
     println!("threads {n_threads}");
     println!("f32 fused multiply-add   {:8.1} GFLOP/s", peaks.f32_flops / 1e9);
-    println!("bf16 dot products        {:8.1} GFLOP/s", peaks.bf16_flops / 1e9);
+    println!("bf16 dot products        {:8.1} GFLOP/s (not used: see `FrozenWeight`)", peaks.bf16_flops / 1e9);
     println!("reading memory           {:8.1} GB/s\n", peaks.bytes_per_second / 1e9);
     println!("| shape | kernel | rows | ms | GFLOP/s | of arithmetic | of bandwidth | gemm crate / ours |");
     println!("|---|---|---|---|---|---|---|---|");
     for shape in SHAPES.iter().filter(|shape| argument("--shape").is_none_or(|name| name == shape.name)) {
-        kernels::each(shape, &rows, argument("--kernel").as_deref(), |kernel| print_row(shape, kernel, &peaks));
+        let filter = argument("--kernel");
+        kernels::each(shape, &rows, filter.as_deref(), |kernel| print_row(shape, kernel, &peaks));
+        layers::each(shape, &rows, filter.as_deref(), |kernel| print_row(shape, kernel, &peaks));
     }
 }
 
@@ -77,7 +79,6 @@ fn print_row(shape: &ModelShape, mut kernel: Kernel, peaks: &peak::Peaks) {
     let (own, reference) = best_times(&mut kernel);
     let seconds = own.as_secs_f64();
     let flops = kernel.work.operations / seconds;
-    let peak = if kernel.is_bf16 { peaks.bf16_flops } else { peaks.f32_flops };
     let ratio = reference.map_or(String::new(), |time| format!("{:.2}", time.as_secs_f64() / seconds));
     println!(
         "| {} | {} | {} | {:.4} | {:.1} | {:.2} | {:.2} | {ratio} |",
@@ -86,7 +87,7 @@ fn print_row(shape: &ModelShape, mut kernel: Kernel, peaks: &peak::Peaks) {
         kernel.n_rows,
         seconds * 1e3,
         flops / 1e9,
-        flops / peak,
+        flops / peaks.f32_flops,
         kernel.work.bytes / seconds / peaks.bytes_per_second,
     );
 }

@@ -7,7 +7,7 @@ use querl_model::kernels::FrozenWeight;
 use std::rc::Rc;
 
 /// Values between -1 and 1.
-fn numbers(n: usize) -> Vec<f32> {
+pub(crate) fn numbers(n: usize) -> Vec<f32> {
     let mut state = 12_345u32;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -81,7 +81,6 @@ fn product(name: &str, weight: &FrozenWeight, plain: &Rc<Vec<f32>>, n_rows: usiz
         work,
         run: Box::new(run),
         reference: (dtype == BaseDtype::F32).then(|| Box::new(reference) as Box<dyn FnMut()>),
-        is_bf16: dtype == BaseDtype::Bf16,
     }
 }
 

@@ -25,6 +25,16 @@ pub struct RowTree {
 }
 
 impl RowTree {
+    /// Sequences of these lengths that share nothing.
+    pub fn separate(lengths: &[usize]) -> Self {
+        let mut start = 0;
+        let node = |&len: &usize| {
+            start += len;
+            Node { start: start - len, len, end: start, depth: 0, parent: None }
+        };
+        Self::new(lengths.iter().map(node).collect())
+    }
+
     /// `nodes` in the order of their rows, which they cover without gaps.
     pub(crate) fn new(nodes: Vec<Node>) -> Self {
         debug_assert!(nodes.windows(2).all(|pair| pair[0].start + pair[0].len == pair[1].start));

@@ -37,22 +37,26 @@ fn from_f16(bits: u16) -> f32 {
     f32::from_bits(magnitude.to_bits() | sign)
 }
 
-vectorised! {
-    fn unpack_f16(from: &[u16], to: &mut [f32]) {
-        to.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from));
+fn unpack_f16(level: Level, from: &[u16], to: &mut [f32]) {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the processor has the instructions.
+        Level::Avx512 => unsafe { avx512::unpack_f16(from, to) },
+        _ => to.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from)),
     }
 }
 
-vectorised! {
-    /// Pairs of inputs to rows of inputs, two rows of WIDTH for each row of pairs.
-    fn unpack_pairs(from: &[u32], to: &mut [f32]) {
-        for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
-            let (even, odd) = rows.split_at_mut(WIDTH);
-            for (value, pair) in even.iter_mut().zip(pairs) {
-                *value = f32::from_bits(pair << 16);
-            }
-            for (value, pair) in odd.iter_mut().zip(pairs) {
-                *value = f32::from_bits(pair & 0xffff_0000);
+/// Pairs of inputs to rows of inputs, two rows of WIDTH for each row of pairs.
+fn unpack_pairs(level: Level, from: &[u32], to: &mut [f32]) {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the processor has the instructions.
+        Level::Avx512 => unsafe { avx512::unpack_pairs(from, to) },
+        _ => {
+            for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
+                let (even, odd) = rows.split_at_mut(WIDTH);
+                even.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f32::from_bits(pair << 16));
+                odd.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f32::from_bits(pair & 0xffff_0000));
             }
         }
     }
@@ -74,7 +78,7 @@ fn unpack_nf4(level: Level, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) 
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
-        Level::Avx512 => unsafe { unpack_nf4_avx512(from, scales, to) },
+        Level::Avx512 => unsafe { avx512::unpack_nf4(from, scales, to) },
         _ => {
             for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
                 for (i, &byte) in from.iter().enumerate() {
@@ -86,23 +90,69 @@ fn unpack_nf4(level: Level, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) 
     }
 }
 
-/// The table of 16 values is one vector: a lookup is one instruction.
+/// The same with 512-bit vectors. The stream is asked for ahead, over the ends of pages: few rows wait for memory.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn unpack_nf4_avx512(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+mod avx512 {
+    use super::{NF4, WIDTH};
     use std::arch::x86_64::*;
-    // SAFETY: the loads and stores below are of 16 values at places that the chunks' and arrays' lengths bound.
-    unsafe {
-        let table = _mm512_loadu_ps(NF4.as_ptr());
-        let scales: [__m512; 4] = std::array::from_fn(|v| _mm512_loadu_ps(scales.as_ptr().add(16 * v)));
-        for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
-            for half in 0..2 {
-                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.as_ptr().add(16 * half).cast()));
-                // A lookup reads the low 4 bits of an index.
-                let low = _mm512_permutexvar_ps(bytes, table);
-                let high = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table);
-                _mm512_storeu_ps(to.as_mut_ptr().add(16 * half), _mm512_mul_ps(low, scales[half]));
-                _mm512_storeu_ps(to.as_mut_ptr().add(32 + 16 * half), _mm512_mul_ps(high, scales[2 + half]));
+
+    /// Bytes ahead: a page.
+    const AHEAD: usize = 4096;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn ask_for<T>(place: *const T) {
+        _mm_prefetch::<_MM_HINT_T0>(place.cast::<i8>().wrapping_add(AHEAD));
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn unpack_f16(from: &[u16], to: &mut [f32]) {
+        for (to, from) in to.as_chunks_mut::<32>().0.iter_mut().zip(from.as_chunks::<32>().0) {
+            ask_for(from.as_ptr());
+            for half in [0, 16] {
+                // SAFETY: a chunk is 32 values, two vectors.
+                unsafe {
+                    let bits = _mm256_loadu_si256(from.as_ptr().add(half).cast());
+                    _mm512_storeu_ps(to.as_mut_ptr().add(half), _mm512_cvtph_ps(bits));
+                }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn unpack_pairs(from: &[u32], to: &mut [f32]) {
+        let high = _mm512_set1_epi32(-65_536);
+        for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
+            for start in (0..WIDTH).step_by(16) {
+                ask_for(&raw const pairs[start]);
+                // SAFETY: a row of pairs is four vectors, and so is each of the two rows it holds.
+                unsafe {
+                    let pairs = _mm512_loadu_si512(pairs.as_ptr().add(start).cast());
+                    let (even, odd) = (_mm512_slli_epi32::<16>(pairs), _mm512_and_si512(pairs, high));
+                    _mm512_storeu_si512(rows.as_mut_ptr().add(start).cast(), even);
+                    _mm512_storeu_si512(rows.as_mut_ptr().add(WIDTH + start).cast(), odd);
+                }
+            }
+        }
+    }
+
+    /// The table of 16 values is one vector: a lookup is one instruction.
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn unpack_nf4(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+        // SAFETY: the loads and stores below are of 16 values at places that the chunks' and arrays' lengths bound.
+        unsafe {
+            let table = _mm512_loadu_ps(NF4.as_ptr());
+            let scales: [__m512; 4] = std::array::from_fn(|v| _mm512_loadu_ps(scales.as_ptr().add(16 * v)));
+            for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
+                ask_for(from.as_ptr());
+                for half in 0..2 {
+                    let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.as_ptr().add(16 * half).cast()));
+                    // A lookup reads the low 4 bits of an index.
+                    let low = _mm512_permutexvar_ps(bytes, table);
+                    let high = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table);
+                    _mm512_storeu_ps(to.as_mut_ptr().add(16 * half), _mm512_mul_ps(low, scales[half]));
+                    _mm512_storeu_ps(to.as_mut_ptr().add(32 + 16 * half), _mm512_mul_ps(high, scales[2 + half]));
+                }
             }
         }
     }
@@ -115,11 +165,11 @@ impl Packed {
         let offset = self.offset(panel, inputs.start);
         match self.dtype {
             BaseDtype::F32 => to.copy_from_slice(&values::<f32>(&self.data)[offset..][..to.len()]),
-            BaseDtype::F16 => unpack_f16(&values::<u16>(&self.data)[offset..][..to.len()], to),
+            BaseDtype::F16 => unpack_f16(level, &values::<u16>(&self.data)[offset..][..to.len()], to),
             BaseDtype::Bf16 => {
                 let pairs = &values::<u32>(&self.data)[offset / 2..];
                 let whole = to.len() / (2 * WIDTH) * (2 * WIDTH);
-                unpack_pairs(&pairs[..whole / 2], &mut to[..whole]);
+                unpack_pairs(level, &pairs[..whole / 2], &mut to[..whole]);
                 let last = &pairs[whole / 2..];
                 to[whole..].iter_mut().zip(last).for_each(|(to, pair)| *to = f32::from_bits(pair << 16));
             }
