@@ -23,7 +23,7 @@ use tile::Block;
 pub(super) const WIDTH: usize = 64;
 
 /// Steps of the sum that one slab holds: 32 KiB in f32.
-const STEPS: usize = 512;
+const STEPS: usize = 128;
 
 /// Rows that one task works on: their part of `x` stays in the second-level cache while panels pass over it.
 const ROWS_PER_TASK: usize = 256;
