@@ -118,7 +118,7 @@ fn fine_tune(options: &Options, method: TuningMethod) -> Result<Value> {
         max_steps: options.get("max-steps", 0)?,
         batch_size: options.get("rows", 16)?,
         gradient_accumulation_steps: 1,
-        lr_scheduler: LrScheduler::Constant,
+        lr_scheduler: LrScheduler::Cosine,
         warmup_ratio: 0.0,
         eval_steps: usize::MAX,
         save_steps: usize::MAX,

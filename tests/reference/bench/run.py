@@ -214,11 +214,13 @@ def line(name, found):
 
 def curve(settings):
     """Losses of 50 steps from the same adapter, rows in the same order."""
-    epochs = 4
-    order = child([BENCH, "order", *arguments({"data": data_of("sft"), "epochs": epochs})], {}, settings.cores)["order"]
+    # So many rows that every step has 16: at the end of an epoch we take what is left, and TRL begins the next.
+    epochs, limit = 4, 224
+    order = {"data": data_of("sft"), "epochs": epochs, "limit": limit}
+    order = child([BENCH, "order", *arguments(order)], {}, settings.cores)["order"]
     path = WORK / "order.json"
     path.write_text(json.dumps(order))
-    rate = {"learning-rate": 1e-3, "epochs": epochs}
+    rate = {"learning-rate": 1e-3, "epochs": epochs, "limit": limit}
     mine = ours("sft", settings.shape, settings.dtype, settings.cores, **{**rate, "max-steps": 50})["losses"]
     other = theirs("sft", settings.shape, settings.dtype, settings.cores, "padded", "tuned",
                    **{**rate, "steps": 50, "losses": 1, "order": path})["losses"]  # fmt: skip

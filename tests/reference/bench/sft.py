@@ -79,7 +79,7 @@ def config(settings, n_steps):
         num_train_epochs=1 if settings.order else settings.epochs,
         max_steps=n_steps or -1,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="cosine",
         weight_decay=0.0,
         max_grad_norm=1.0,
         optim="adamw_torch_fused",
