@@ -6,6 +6,7 @@ use crate::records::{
     Sample, StyleProbability, Verdict,
 };
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 
 /// Rewrites queries: a large model behind an endpoint, or a recording of one.
 #[async_trait]
@@ -208,10 +209,69 @@ pub enum EnvironmentError {
     Record(String),
 }
 
-/// Turns responses into scored episodes: parsing, retrieval, judge, reward plugins. What training sees of the world.
-pub trait Environment: Send + Sync {
+/// Where the time of a call went, in seconds of wall-clock time. Retrieval and judge are asked at once, so theirs may overlap.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct CallTimings {
+    /// Waiting for retrieval.
+    pub retrieve_s: f64,
+    /// Waiting for the judge, its prompts and the parsing of its answers included.
+    pub judge_s: f64,
+    /// In plugins that parse answers and score episodes.
+    pub plugin_s: f64,
+}
+
+impl std::ops::AddAssign for CallTimings {
+    fn add_assign(&mut self, other: Self) {
+        self.retrieve_s += other.retrieve_s;
+        self.judge_s += other.judge_s;
+        self.plugin_s += other.plugin_s;
+    }
+}
+
+/// What became of some responses.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ScoredResponses {
     /// One record per response, in order; an episode that cannot be scored carries its rejection.
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError>;
+    pub records: Vec<EpisodeRecord>,
+    /// What it took.
+    pub timings: CallTimings,
+}
+
+impl From<Vec<EpisodeRecord>> for ScoredResponses {
+    /// Of an environment that measures nothing.
+    fn from(records: Vec<EpisodeRecord>) -> Self {
+        Self { records, timings: CallTimings::default() }
+    }
+}
+
+/// Turns responses into scored episodes: parsing, retrieval, judge, reward plugins. What training sees of the world.
+///
+/// Training calls it from one thread at a time, not always the same, and waits for the answer: an environment bounds its own
+/// calls (`rl.episode_deadline_ms`). Where it keeps a log, a training that goes on from a checkpoint rewinds the log to where
+/// it was then, so that each episode stands there once.
+pub trait Environment: Send + Sync {
+    /// Scores some responses, and records them.
+    ///
+    /// # Errors
+    /// None of them can be scored, or they cannot be recorded.
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError>;
+
+    /// How far the log has come, with all up to there on disk. 0 where there is no log.
+    ///
+    /// # Errors
+    /// The log cannot be written.
+    fn mark(&self) -> Result<u64, EnvironmentError> {
+        Ok(0)
+    }
+
+    /// Forgets what the log took up since [`mark`](Self::mark) returned `mark`, in this process or an earlier one.
+    ///
+    /// # Errors
+    /// The log ends before that, or cannot be written.
+    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
+        let _ = mark;
+        Ok(())
+    }
 }
 
 /// Shows how far a stage is.

@@ -11,7 +11,7 @@
 
 use anyhow::{Context, Result, bail};
 use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Judgement, Reward};
 use querl_model::{
     Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
@@ -209,6 +209,7 @@ fn ppo(options: &Options) -> Result<Value> {
         gradient_checkpointing: false,
         critic_lora: policy.settings().clone(),
         seed: 0,
+        fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,
         stop: &AtomicBool::new(false),
@@ -223,8 +224,8 @@ fn ppo(options: &Options) -> Result<Value> {
 struct ConstantReward;
 
 impl Environment for ConstantReward {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
-        Ok(responses.iter().map(|response| record(step, response)).collect())
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
+        Ok(responses.iter().map(|response| record(step, response)).collect::<Vec<_>>().into())
     }
 }
 

@@ -57,6 +57,14 @@ pub enum TrainError {
         /// The limit.
         limit: f64,
     },
+    /// A thread of ours panicked.
+    #[error("{what} stopped by itself: {message}; this is a fault of querl or of the environment, please report it")]
+    Thread {
+        /// What it did.
+        what: String,
+        /// What it said.
+        message: String,
+    },
     /// A file cannot be written.
     #[error("{path}: {source}")]
     Io {

@@ -12,6 +12,7 @@ mod error;
 mod gradients;
 mod health;
 pub mod maths;
+mod memory;
 mod metrics;
 mod optimizer;
 mod order;

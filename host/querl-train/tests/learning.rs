@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used)]
 
 use querl_core::config::{CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
 use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
 use querl_train::rl::{RlData, RlTask, train};
@@ -81,8 +81,8 @@ struct Playing {
 }
 
 impl Environment for Playing {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
-        Ok(responses.iter().map(|response| self.record(step, response)).collect())
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
+        Ok(responses.iter().map(|response| self.record(step, response)).collect::<Vec<_>>().into())
     }
 }
 
@@ -249,6 +249,7 @@ fn play(pays: fn(u8, &str, u32, f64) -> f64, config: &RlConfig, seed: u64) -> Re
         gradient_checkpointing: false,
         critic_lora: settings,
         seed,
+        fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,
         stop: &AtomicBool::new(false),

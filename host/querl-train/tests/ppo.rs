@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Rejection, Reward};
 use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
@@ -43,8 +43,9 @@ struct PlainText {
 }
 
 impl Environment for PlainText {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
-        Ok(responses.iter().enumerate().map(|(index, response)| self.record(step, index, response)).collect())
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
+        let record = |(index, response)| self.record(step, index, response);
+        Ok(responses.iter().enumerate().map(record).collect::<Vec<_>>().into())
     }
 }
 
@@ -148,6 +149,7 @@ fn run_with(
         gradient_checkpointing: false,
         critic_lora: settings,
         seed: 11,
+        fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,
         stop: &AtomicBool::new(false),

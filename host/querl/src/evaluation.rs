@@ -137,7 +137,7 @@ fn score(
             judged: true,
         })
         .collect();
-    let scored = scorer.score(&requests)?;
+    let scored = scorer.score(&requests)?.scored;
     for rejection in scored.iter().filter_map(|one| one.outcome.as_ref().err()) {
         *evaluated.unscored.entry(rejection.code.clone()).or_default() += 1;
     }

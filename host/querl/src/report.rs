@@ -1,6 +1,7 @@
 //! From what a run folder holds to `eval.json`, `report.html` and the table on the terminal. Nothing is measured here: every
 //! number comes from a file of the run.
 
+use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
@@ -162,13 +163,19 @@ fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
     })
 }
 
-/// What was dropped because a plugin hit a limit, by stage.
+/// What was dropped because a plugin hit a limit, by stage, and what was late.
 fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
-    let part = format!("{PART}{LIMIT_CODE}");
-    StageName::ALL.into_iter().filter_map(move |name| {
-        let n = ledger.entry(name.as_str())?.facts.get(&part)?.as_u64().filter(|n| *n > 0)?;
+    let dropped = move |name: StageName, code: &str| {
+        ledger.entry(name.as_str())?.facts.get(&format!("{PART}{code}"))?.as_u64().filter(|n| *n > 0)
+    };
+    let at_limits = StageName::ALL.into_iter().filter_map(move |name| {
+        let n = dropped(name, LIMIT_CODE)?;
         Some(format!("{n} item(s) of the stage {name} were dropped because a plugin hit a limit ({LIMIT_CODE})"))
-    })
+    });
+    let late = dropped(StageName::Rl, DEADLINE_CODE).map(|n| {
+        format!("{n} episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms ({DEADLINE_CODE})")
+    });
+    at_limits.chain(late)
 }
 
 fn timings(ledger: &Ledger) -> Vec<StageTiming> {
@@ -190,4 +197,28 @@ fn funnel(ledger: &Ledger) -> Vec<FunnelStep> {
         }
     }
     steps
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::stages::facts::Facts;
+    use crate::stages::inputs::Inputs;
+    use crate::stages::ledger::Entry;
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn late_episodes_and_items_dropped_at_limits_are_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let mut facts = Facts::default();
+        facts.add("dropped", 5).add_parts(&BTreeMap::from([("deadline".into(), 3), (LIMIT_CODE.into(), 2)]));
+        ledger.put("rl", Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
+        let expected = [
+            "2 item(s) of the stage rl were dropped because a plugin hit a limit (plugin_limit)",
+            "3 episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms (deadline)",
+        ];
+        assert_eq!(drops(&ledger).collect::<Vec<_>>(), expected);
+    }
 }

@@ -18,7 +18,7 @@ use config_file::ConfigFile;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use settings::{LayerKind, LayerPlan};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// One layer's matrices: the layer's weight is changed by `scale * B A`.
 #[derive(Debug, Clone)]
@@ -148,6 +148,34 @@ impl LoraAdapter {
         }
         view.saved.values_mut().for_each(|weight| *weight = weight.detach());
         view
+    }
+
+    /// A copy with values of its own: they stay as they are when this adapter is trained on.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub fn snapshot(&self) -> Result<Self, ModelError> {
+        let mut copy = self.clone();
+        let mut renewed = HashMap::new();
+        for var in copy.vars.values_mut() {
+            let id = var.as_tensor().id();
+            *var = Var::from_tensor(&var.as_tensor().detach().copy()?)?;
+            renewed.insert(id, var.as_tensor().clone());
+        }
+        // What layers hold are the variables themselves, or two of them one and the same: an embedding that is the head too.
+        let renew = |tensor: &mut Tensor| {
+            if let Some(own) = renewed.get(&tensor.id()) {
+                *tensor = own.clone();
+            }
+        };
+        for pair in copy.pairs.values_mut() {
+            renew(&mut pair.a);
+            renew(&mut pair.b);
+            pair.magnitude.iter_mut().for_each(renew);
+        }
+        copy.saved.values_mut().for_each(renew);
+        copy.score.iter_mut().for_each(renew);
+        Ok(copy)
     }
 
     pub(crate) fn pair(&self, path: &str) -> Option<&LoraPair> {

@@ -1,34 +1,37 @@
 //! The policy on the validation split, decoded greedily.
 
 use super::RlTask;
-use super::rollout::{answers, check_drops, episode_metrics, responses};
+use super::rollout::{Partial, Timings, check_drops, episode_metrics};
 use crate::{Metrics, TrainError};
-use querl_model::Decoding;
+use serde::{Deserialize, Serialize};
 
 /// What the validation split says.
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Evaluation {
     /// Mean reward over the episodes that could be scored.
     pub(super) reward: f64,
     /// By row; `None` where a call failed.
     rewards: Vec<Option<f64>>,
     metrics: Metrics,
-}
-
-/// Answers every validation prompt once and has the answers scored.
-pub(super) fn evaluate(task: &RlTask<'_>, step: u64) -> Result<Evaluation, TrainError> {
-    let targets: Vec<(usize, usize)> = (0..task.val.prompts.len()).map(|row| (row, 0)).collect();
-    let answers = answers(task, &task.val, &targets, Decoding::Greedy, step)?;
-    let records = task.val.environment.score(step, &responses(task, &targets, &answers)?)?;
-    check_drops(task, step, &records)?;
-    let rewards = records.iter().map(|record| record.outcome.as_ref().ok().map(|reward| reward.total)).collect();
-    let metrics = episode_metrics(records.iter());
-    let reward = metrics.get("avg_reward").copied().ok_or_else(|| {
-        TrainError::Data("rl: no validation episode could be scored; look at the reasons in episodes.jsonl".into())
-    })?;
-    Ok(Evaluation { reward, rewards, metrics })
+    timings: Timings,
 }
 
 impl Evaluation {
+    /// What a complete `partial` says, in which every validation row was answered once.
+    ///
+    /// # Errors
+    /// Too many episodes were dropped.
+    pub(super) fn new(task: &RlTask<'_>, partial: Partial) -> Result<Self, TrainError> {
+        let records = || partial.answers.iter().map(|answer| &answer.record);
+        check_drops(task, partial.step, records())?;
+        let rewards = records().map(|record| record.outcome.as_ref().ok().map(|reward| reward.total)).collect();
+        let metrics = episode_metrics(records());
+        let reward = metrics.get("avg_reward").copied().ok_or_else(|| {
+            TrainError::Data("rl: no validation episode could be scored; look at the reasons in episodes.jsonl".into())
+        })?;
+        Ok(Self { reward, rewards, metrics, timings: partial.timings })
+    }
+
     /// True if this one is better than `other` on the rows that both have: a failed call decides nothing.
     pub(super) fn beats(&self, other: &Self) -> bool {
         let both = self.rewards.iter().zip(&other.rewards).filter_map(|(own, others)| Some((*own)? - (*others)?));
@@ -38,7 +41,9 @@ impl Evaluation {
     /// `val/reward`, `val/win_rate` and so on.
     pub(super) fn metrics(&self) -> Metrics {
         let name = |name: &String| format!("val/{}", if name == "avg_reward" { "reward" } else { name });
-        self.metrics.iter().map(|(key, value)| (name(key), *value)).collect()
+        let mut metrics: Metrics = self.metrics.iter().map(|(key, value)| (name(key), *value)).collect();
+        metrics.insert("timing_s/testing".into(), self.timings.rollout_s);
+        metrics
     }
 }
 
@@ -47,7 +52,7 @@ mod tests {
     use super::*;
 
     fn evaluation(rewards: &[Option<f64>]) -> Evaluation {
-        Evaluation { reward: 0.0, rewards: rewards.to_vec(), metrics: Metrics::new() }
+        Evaluation { reward: 0.0, rewards: rewards.to_vec(), metrics: Metrics::new(), timings: Timings::default() }
     }
 
     #[test]

@@ -1,9 +1,10 @@
-//! Proximal policy optimisation against an environment.
+//! Reinforcement learning against an environment.
 //!
 //! One step: rollouts, scores, log-probabilities of policy and reference, values, advantages, several epochs of updates.
 //! The policy is the SFT adapter trained on; the reference is that adapter as it was; both share one frozen base.
 
 mod algorithm;
+mod best;
 mod critic;
 mod estimate;
 mod evaluate;
@@ -12,27 +13,23 @@ mod learner;
 #[cfg(test)]
 mod learner_tests;
 mod passes;
+mod pipeline;
 mod rollout;
 mod rollout_check;
+mod run;
 #[cfg(test)]
 mod testing;
 mod update;
 mod whitening;
 
-use crate::checkpoint::{BEST, LAST, save_policy};
-use crate::health::Health;
-use crate::order::Order;
-use crate::policy::Policy;
-use crate::{MetricSink, Metrics, TrainError};
-use evaluate::Evaluation;
-use learner::Learner;
+use crate::{MetricSink, TrainError};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
-use querl_model::{Decoder, LoraAdapter, TextTokenizer};
+use querl_model::{Decoder, LoraAdapter, SamplingSettings, TextTokenizer};
+use run::{Reached, Run};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
 
 /// Prompts of one split and the environment that scores answers to them.
 pub struct RlData<'a> {
@@ -68,11 +65,14 @@ pub struct RlTask<'a> {
     pub critic_lora: querl_model::LoraSettings,
     /// Seeds the order of the data, the sampling and the critic.
     pub seed: u64,
-    /// Where `best` and `last` are written.
+    /// Stands for everything that the result depends on: an optimisation that was stopped goes on from its newest checkpoint if
+    /// that has the same one. `None`: no checkpoints to go on from are kept.
+    pub fingerprint: Option<&'a str>,
+    /// Where `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
     /// Shows how far it is.
     pub progress: &'a dyn Progress,
-    /// Set to stop at the next step.
+    /// Set to stop at the next part of a batch.
     pub stop: &'a AtomicBool,
 }
 
@@ -89,137 +89,54 @@ pub struct RlSummary {
     pub best_val_reward: f64,
     /// Episodes rolled out.
     pub n_episodes: u64,
-    /// Episodes that got no score, by code: a call failed, or a plugin rejected them.
+    /// Episodes that got no score, by code: a call failed or was late, or a plugin rejected them.
     pub dropped: BTreeMap<String, u64>,
+}
+
+/// What answers are drawn with in training; what is decoded greedily keeps the same limits.
+pub fn sampling(config: &RlConfig) -> SamplingSettings {
+    SamplingSettings {
+        temperature: config.temperature,
+        top_p: config.top_p,
+        top_k: config.top_k,
+        repetition_penalty: config.repetition_penalty,
+        no_repeat_ngram_size: config.no_repeat_ngram_size,
+        min_new_tokens: config.min_new_tokens,
+        max_new_tokens: config.max_new_tokens,
+        stop_strings: config.stop_strings.clone(),
+    }
 }
 
 /// Optimises the policy, keeps the best and the last checkpoint, and says what came of it.
 ///
+/// Goes on where an earlier call with the same fingerprint was stopped or killed: with an environment that gives the same
+/// answers, what is left at the end is what an unbroken run leaves, byte for byte.
+///
 /// # Errors
-/// No rows, too many dropped episodes, a loss that is not finite, or what environment, model and file system report.
+/// No rows, too many dropped episodes, a loss that is not finite, somebody said stop (what was reached is kept), or what
+/// environment, model and file system report.
 pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
     if task.train.prompts.is_empty() || task.val.prompts.is_empty() {
         return Err(TrainError::Data("rl: the training or the validation split is empty; add rows".into()));
     }
-    let config = task.config;
-    let mut order = Order::new(task.train.prompts.len(), task.seed);
-    let mut learner = Learner::new(task)?;
-    let mut health = Health::default();
-    let first = evaluate::evaluate(task, 0)?;
-    record_evaluation(task, sink, 0, &first)?;
-    let mut best = Best::new(first);
-    best.save(task, &learner)?;
-    let (mut n_episodes, mut dropped) = (0, BTreeMap::new());
-
-    for step in 1..=config.max_steps as u64 {
-        // 1. Rollouts, scored; episodes whose calls failed are dropped and counted.
-        let started = Instant::now();
-        let batch = rollout::collect(task, step, &order.take(config.batch_size))?;
-        n_episodes += batch.n_episodes as u64;
-        batch.dropped.iter().for_each(|(code, n)| *dropped.entry(code.clone()).or_default() += n);
-        // 2. Log-probabilities, values, advantages; several epochs of updates.
-        let mut metrics = batch.metrics();
-        metrics.extend(learner.learn(task, &batch, step)?);
-        metrics.extend(timings(&batch, started));
-        // 3. Warnings.
-        for warning in health.check(&metrics) {
-            task.progress.line(&format!("rl step {step}: {warning}"));
+    let mut run = Run::begin(task, sink)?;
+    loop {
+        // 1. Evaluation on the validation split, before the first step and then now and again.
+        if run.evaluation_is_due() && run.evaluate(sink)? == Reached::Stop {
+            return run.interrupt(sink);
         }
-        // 4. Evaluation on the validation split, and the checkpoint if it is the best so far.
-        let is_last = step == config.max_steps as u64;
-        if is_last || step % config.eval_steps.max(1) as u64 == 0 {
-            let evaluation = evaluate::evaluate(task, step)?;
-            record_evaluation(task, sink, step, &evaluation)?;
-            if best.offer(step, evaluation) {
-                best.save(task, &learner)?;
-            }
+        // 2. A checkpoint; a policy that is the best so far is kept besides.
+        if run.checkpoint_is_due() {
+            run.save(sink)?;
         }
-        let mean = metrics.get("avg_reward").copied().unwrap_or_default();
-        sink.record("rl", step, &metrics).map_err(|source| io(task, source))?;
-        task.progress.update(step, config.max_steps as u64, &format!("reward {mean:+.3}, {}", best.note()));
-        let interrupted = task.stop.load(Ordering::Relaxed);
-        if interrupted || is_last || best.is_exhausted(config.early_stopping_patience) {
-            save(task, &learner, &task.output_dir.join(LAST))?;
-            if interrupted {
-                return Err(TrainError::Interrupted { stage: "rl", step });
-            }
-            return Ok(best.summary(step, n_episodes, dropped));
+        if run.is_over() {
+            return run.finish();
         }
-    }
-    Err(TrainError::Data("rl.max_steps is 0; expected at least 1".into()))
-}
-
-fn io(task: &RlTask<'_>, source: std::io::Error) -> TrainError {
-    TrainError::Io { path: task.output_dir.to_owned(), source }
-}
-
-fn save(task: &RlTask<'_>, learner: &Learner, directory: &Path) -> Result<(), TrainError> {
-    save_policy(Policy { decoder: task.decoder, adapter: Some(task.policy) }, directory, task.base_path)?;
-    learner.save_critic(&directory.join("critic"), task.base_path)
-}
-
-fn record_evaluation(
-    task: &RlTask<'_>,
-    sink: &mut dyn MetricSink,
-    step: u64,
-    evaluation: &Evaluation,
-) -> Result<(), TrainError> {
-    sink.record("rl", step, &evaluation.metrics()).map_err(|source| io(task, source))
-}
-
-fn timings(batch: &rollout::Batch, started: Instant) -> Metrics {
-    let total = started.elapsed().as_secs_f64();
-    Metrics::from([
-        ("timing_s/gen".into(), batch.generate_s),
-        ("timing_s/reward".into(), batch.score_s),
-        ("timing_s/step".into(), total),
-        ("perf/throughput".into(), batch.n_tokens() as f64 / total),
-    ])
-}
-
-/// Which checkpoint is best, and how long ago it was.
-struct Best {
-    step: u64,
-    evaluation: Evaluation,
-    first_reward: f64,
-    n_worse: usize,
-}
-
-impl Best {
-    fn new(first: Evaluation) -> Self {
-        Self { step: 0, first_reward: first.reward, evaluation: first, n_worse: 0 }
-    }
-
-    fn offer(&mut self, step: u64, evaluation: Evaluation) -> bool {
-        let is_best = evaluation.beats(&self.evaluation);
-        if is_best {
-            (self.step, self.evaluation, self.n_worse) = (step, evaluation, 0);
-        } else {
-            self.n_worse += 1;
-        }
-        is_best
-    }
-
-    fn save(&self, task: &RlTask<'_>, learner: &Learner) -> Result<(), TrainError> {
-        save(task, learner, &task.output_dir.join(BEST))
-    }
-
-    fn is_exhausted(&self, patience: usize) -> bool {
-        patience > 0 && self.n_worse >= patience
-    }
-
-    fn note(&self) -> String {
-        format!("best val reward {:+.3} at step {}", self.evaluation.reward, self.step)
-    }
-
-    fn summary(&self, n_steps: u64, n_episodes: u64, dropped: BTreeMap<String, u64>) -> RlSummary {
-        RlSummary {
-            n_steps,
-            best_step: self.step,
-            first_val_reward: self.first_reward,
-            best_val_reward: self.evaluation.reward,
-            n_episodes,
-            dropped,
-        }
+        // 3. Rollouts, scored; episodes whose calls failed or were late are dropped and counted.
+        let Some(batch) = run.rollouts()? else { return run.interrupt(sink) };
+        // 4. Log-probabilities, values, advantages; several epochs of updates.
+        let metrics = run.learn(&batch)?;
+        // 5. Metrics and warnings.
+        run.record(&batch, metrics, sink)?;
     }
 }

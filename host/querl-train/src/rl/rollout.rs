@@ -1,17 +1,108 @@
-//! Rollouts: answers of the policy, scored by the environment.
+//! Rollouts: answers of the policy with what the environment said of them.
 
-use super::{RlData, RlTask};
+use super::RlTask;
 use crate::metrics::summary;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
-use querl_core::config::RlConfig;
-use querl_core::ports::PolicyResponse;
+use querl_core::ports::CallTimings;
 use querl_core::records::{EpisodeRecord, Rejection, Reward, retrieval_quality, win};
-use querl_model::{Decoding, Generated, GenerationRequest, SamplingSettings, generate};
+use querl_model::Generated;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
 
-/// One scored answer.
+/// A row that is answered, and which of its samples comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Query {
+    pub(super) row: usize,
+    pub(super) first_sample: usize,
+}
+
+/// The queries for some rows: one that comes twice (an epoch ended among them) is sampled anew.
+pub(super) fn queries(rows: &[usize], n_samples: usize) -> Vec<Query> {
+    let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
+    let query = |&row: &usize| {
+        let first_sample = *seen.entry(row).and_modify(|n| *n += n_samples).or_insert(0);
+        Query { row, first_sample }
+    };
+    rows.iter().map(query).collect()
+}
+
+/// One answer and what the environment said of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Answer {
+    token_ids: Vec<u32>,
+    logprobs: Vec<f32>,
+    behaviour_logprobs: Vec<f32>,
+    truncated: bool,
+    pub(super) record: EpisodeRecord,
+}
+
+impl Answer {
+    pub(super) fn new(answer: Generated, record: EpisodeRecord) -> Self {
+        let Generated { token_ids, logprobs, behaviour_logprobs, truncated, .. } = answer;
+        Self { token_ids, logprobs, behaviour_logprobs, truncated, record }
+    }
+}
+
+/// Where the time of a batch went, in seconds of wall-clock time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Timings {
+    pub(super) generate_s: f64,
+    /// In the environment; `calls` says what of.
+    pub(super) score_s: f64,
+    pub(super) calls: CallTimings,
+    /// From the first answer's beginning to the last one's score: less than both sums where they overlap.
+    pub(super) rollout_s: f64,
+}
+
+impl Timings {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.generate_s += other.generate_s;
+        self.score_s += other.score_s;
+        self.calls += other.calls;
+        self.rollout_s += other.rollout_s;
+    }
+
+    pub(super) fn metrics(&self) -> Metrics {
+        let CallTimings { retrieve_s, judge_s, plugin_s } = self.calls;
+        let seconds = [
+            ("gen", self.generate_s),
+            ("reward", self.score_s),
+            ("retrieve", retrieve_s),
+            ("judge", judge_s),
+            ("plugin", plugin_s),
+            ("rollout", self.rollout_s),
+        ];
+        seconds.into_iter().map(|(name, value)| (format!("timing_s/{name}"), value)).collect()
+    }
+}
+
+/// A batch on its way: what is to be answered, and what is answered and scored so far.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Partial {
+    /// Under which its episodes are recorded.
+    pub(super) step: u64,
+    /// Updates that the policy that answers has had.
+    pub(super) version: u64,
+    pub(super) queries: Vec<Query>,
+    /// In the order of the queries, `n_samples` for each.
+    pub(super) answers: Vec<Answer>,
+    /// How the training pass compares, where that was asked while the policy was at hand.
+    pub(super) check: Metrics,
+    pub(super) timings: Timings,
+}
+
+impl Partial {
+    pub(super) fn new(step: u64, version: u64, queries: Vec<Query>) -> Self {
+        Self { step, version, queries, answers: Vec::new(), check: Metrics::new(), timings: Timings::default() }
+    }
+
+    pub(super) fn is_complete(&self, n_samples: usize) -> bool {
+        self.answers.len() == self.queries.len() * n_samples
+    }
+}
+
+/// One scored answer to learn from.
 pub(super) struct Rollout {
     pub(super) example: Example,
     /// Of the response's tokens at the sampling temperature, as the engine computed them, before any filter.
@@ -33,132 +124,27 @@ pub(super) struct Batch {
     pub(super) n_episodes: usize,
     /// Episodes without a score, by code.
     pub(super) dropped: BTreeMap<String, u64>,
-    pub(super) generate_s: f64,
-    pub(super) score_s: f64,
-}
-
-/// Rolls out `n_samples` answers to each of the given rows and has them scored.
-pub(super) fn collect(task: &RlTask<'_>, step: u64, rows: &[usize]) -> Result<Batch, TrainError> {
-    let config = task.config;
-    let decoding = Decoding::Sample;
-    let targets = targets(rows, config.n_samples);
-    let started = Instant::now();
-    let answers = answers(task, &task.train, &targets, decoding, step)?;
-    let generate_s = started.elapsed().as_secs_f64();
-    let records = task.train.environment.score(step, &responses(task, &targets, &answers)?)?;
-    let score_s = started.elapsed().as_secs_f64() - generate_s;
-    check_drops(task, step, &records)?;
-    let (n_episodes, dropped) = (records.len(), drops(&records));
-    let mut rollouts = Vec::with_capacity(n_episodes);
-    for (((row, _), answer), record) in targets.into_iter().zip(answers).zip(records) {
-        let Ok(reward) = &record.outcome else { continue };
-        rollouts.push(Rollout {
-            example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids },
-            behaviour_logprobs: answer.behaviour_logprobs,
-            logprobs: answer.logprobs,
-            truncated: answer.truncated,
-            group: row,
-            score: reward.total as f32,
-            record,
-        });
-    }
-    Ok(Batch { rollouts, n_episodes, dropped, generate_s, score_s })
-}
-
-/// `(row, sample)` pairs, each once: a row that a batch holds twice (an epoch ended in it) gets further samples.
-fn targets(rows: &[usize], n_samples: usize) -> Vec<(usize, usize)> {
-    let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
-    let of_row = |&row: &usize| {
-        let first = *seen.entry(row).and_modify(|n| *n += n_samples).or_insert(0);
-        (first..first + n_samples).map(move |sample| (row, sample))
-    };
-    rows.iter().flat_map(of_row).collect()
-}
-
-/// Stops a run that loses more episodes than it may.
-pub(super) fn check_drops(task: &RlTask<'_>, step: u64, records: &[EpisodeRecord]) -> Result<(), TrainError> {
-    let reasons = drops(records);
-    let (n_episodes, n_dropped) = (records.len(), reasons.values().sum::<u64>() as usize);
-    let max_drop_rate = task.config.max_drop_rate;
-    if n_dropped < n_episodes && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
-        return Ok(());
-    }
-    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
-    Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
-}
-
-/// How many episodes have no score, by code.
-fn drops(records: &[EpisodeRecord]) -> BTreeMap<String, u64> {
-    let mut codes = BTreeMap::new();
-    for Rejection { code, .. } in records.iter().filter_map(|record| record.outcome.as_ref().err()) {
-        *codes.entry(code.clone()).or_default() += 1;
-    }
-    codes
-}
-
-/// Answers of the current policy to the given (row, sample) pairs.
-pub(super) fn answers(
-    task: &RlTask<'_>,
-    data: &RlData<'_>,
-    targets: &[(usize, usize)],
-    decoding: Decoding,
-    step: u64,
-) -> Result<Vec<Generated>, TrainError> {
-    let request = |&(row, sample): &(usize, usize)| GenerationRequest {
-        prompt: &data.prompts[row],
-        seed: mix(&[task.seed, step, row as u64, sample as u64]),
-        n: 1,
-    };
-    let requests: Vec<GenerationRequest<'_>> = targets.iter().map(request).collect();
-    let sampling = sampling(task.config);
-    Ok(generate(task.decoder, Some(task.policy), &requests, decoding, &sampling, task.tokenizer)?)
-}
-
-/// What a rollout is drawn with.
-fn sampling(config: &RlConfig) -> SamplingSettings {
-    SamplingSettings {
-        temperature: config.temperature,
-        top_p: config.top_p,
-        top_k: config.top_k,
-        repetition_penalty: config.repetition_penalty,
-        no_repeat_ngram_size: config.no_repeat_ngram_size,
-        min_new_tokens: config.min_new_tokens,
-        max_new_tokens: config.max_new_tokens,
-        stop_strings: config.stop_strings.clone(),
-    }
-}
-
-/// What the environment is told of the answers.
-pub(super) fn responses(
-    task: &RlTask<'_>,
-    targets: &[(usize, usize)],
-    answers: &[Generated],
-) -> Result<Vec<PolicyResponse>, TrainError> {
-    let response = |(&(row_index, sample_index), answer): (&(usize, usize), &Generated)| {
-        Ok(PolicyResponse {
-            row_index,
-            sample_index,
-            text: task.tokenizer.decode(&answer.token_ids)?,
-            n_tokens: answer.token_ids.len() as u32,
-            truncated: answer.truncated,
-        })
-    };
-    targets.iter().zip(answers).map(response).collect()
-}
-
-/// One seed out of several numbers (the finaliser of SplitMix64, applied in turn).
-fn mix(parts: &[u64]) -> u64 {
-    parts.iter().fold(0x9e37_79b9_7f4a_7c15, |state, part| {
-        let mut z = (state ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    })
+    check: Metrics,
+    timings: Timings,
 }
 
 impl Batch {
+    /// The batch that a complete `partial` makes.
+    ///
+    /// # Errors
+    /// More of it was dropped than may be.
+    pub(super) fn new(task: &RlTask<'_>, partial: Partial) -> Result<Self, TrainError> {
+        let records = || partial.answers.iter().map(|answer| &answer.record);
+        check_drops(task, partial.step, records())?;
+        let (n_episodes, dropped) = (partial.answers.len(), drops(records()));
+        let rollouts = learnable(task, &partial);
+        Ok(Self { rollouts, n_episodes, dropped, check: partial.check, timings: partial.timings })
+    }
+
+    /// Tokens of prompts and responses.
     pub(super) fn n_tokens(&self) -> usize {
-        self.rollouts.iter().map(|rollout| rollout.example.response.len()).sum()
+        let of_one = |rollout: &Rollout| rollout.example.prompt.len() + rollout.example.response.len();
+        self.rollouts.iter().map(of_one).sum()
     }
 
     pub(super) fn metrics(&self) -> Metrics {
@@ -176,8 +162,53 @@ impl Batch {
         metrics.insert("drop_rate".into(), n_dropped as f64 / self.n_episodes.max(1) as f64);
         metrics.extend(self.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
         metrics.extend(episode_metrics(self.rollouts.iter().map(|rollout| &rollout.record)));
+        metrics.extend(self.check.clone());
+        metrics.extend(self.timings.metrics());
         metrics
     }
+}
+
+/// The answers that got a score, in order.
+pub(super) fn learnable(task: &RlTask<'_>, partial: &Partial) -> Vec<Rollout> {
+    let rows = partial.queries.iter().flat_map(|query| std::iter::repeat_n(query.row, task.config.n_samples));
+    let rollout = |(row, answer): (usize, &Answer)| {
+        Some(Rollout {
+            example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids.clone() },
+            logprobs: answer.logprobs.clone(),
+            behaviour_logprobs: answer.behaviour_logprobs.clone(),
+            truncated: answer.truncated,
+            group: row,
+            score: answer.record.outcome.as_ref().ok()?.total as f32,
+            record: answer.record.clone(),
+        })
+    };
+    rows.zip(&partial.answers).filter_map(rollout).collect()
+}
+
+/// Stops a run that loses more episodes than it may.
+pub(super) fn check_drops<'a>(
+    task: &RlTask<'_>,
+    step: u64,
+    records: impl ExactSizeIterator<Item = &'a EpisodeRecord>,
+) -> Result<(), TrainError> {
+    let n_episodes = records.len();
+    let reasons = drops(records);
+    let n_dropped = reasons.values().sum::<u64>() as usize;
+    let max_drop_rate = task.config.max_drop_rate;
+    if n_dropped < n_episodes && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
+        return Ok(());
+    }
+    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
+    Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
+}
+
+/// How many episodes have no score, by code.
+fn drops<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> BTreeMap<String, u64> {
+    let mut codes = BTreeMap::new();
+    for Rejection { code, .. } in records.filter_map(|record| record.outcome.as_ref().err()) {
+        *codes.entry(code.clone()).or_default() += 1;
+    }
+    codes
 }
 
 /// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.
@@ -204,10 +235,11 @@ pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecor
 
 #[cfg(test)]
 mod tests {
-    use super::targets;
+    use super::{Query, queries};
 
     #[test]
     fn a_row_that_comes_twice_is_sampled_anew() {
-        assert_eq!(targets(&[7, 3, 7], 2), [(7, 0), (7, 1), (3, 0), (3, 1), (7, 2), (7, 3)]);
+        let query = |row, first_sample| Query { row, first_sample };
+        assert_eq!(queries(&[7, 3, 7], 2), [query(7, 0), query(3, 0), query(7, 2)]);
     }
 }

@@ -6,7 +6,7 @@ use super::{RlData, RlTask};
 use crate::policy::{Example, Policy, rows_of};
 use candle_core::Tensor;
 use querl_core::config::{CriticKind, RlConfig};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Silent};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
 use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
 use rand::{Rng, SeedableRng};
@@ -28,7 +28,7 @@ pub(super) struct Fixture {
 struct NoWorld;
 
 impl Environment for NoWorld {
-    fn score(&self, _: u64, _: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
+    fn score(&self, _: u64, _: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
         Err(EnvironmentError::Record("there is no world".into()))
     }
 }
@@ -84,6 +84,7 @@ impl Fixture {
             gradient_checkpointing: false,
             critic_lora: self.lora.clone(),
             seed: 11,
+            fingerprint: None,
             output_dir: self.folder.path(),
             progress: &Silent,
             stop: &self.stop,

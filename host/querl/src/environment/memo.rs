@@ -1,8 +1,8 @@
 //! Answers that were paid for once: by query and rewrite, for the length of a run.
 
-use querl_core::records::{CallFailure, Context, QueryRow};
+use querl_core::records::{Context, QueryRow};
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 /// Above so many answers the memo starts afresh, so that a long run does not fill the memory.
 const MOST_ANSWERS: usize = 100_000;
@@ -38,38 +38,58 @@ impl<T> Default for Memo<T> {
     }
 }
 
+/// Some questions, as far as they have answers.
+#[derive(Debug)]
+pub struct LookedUp<'a, T> {
+    slots: Vec<Slot<T>>,
+    /// Those that are to be asked, each once.
+    pub new: Vec<Question<'a>>,
+}
+
+#[derive(Debug)]
+enum Slot<T> {
+    Known(T),
+    /// Place in the new questions.
+    New(usize),
+}
+
 impl<T: Clone> Memo<T> {
-    /// One answer per question, in order. `ask` is called at most once, with the questions that are new, each once.
-    ///
-    /// # Errors
-    /// Those of `ask`.
-    pub fn answer<'a, E>(
-        &self,
-        questions: &[Question<'a>],
-        ask: impl FnOnce(&[Question<'a>]) -> Result<Vec<Result<T, CallFailure>>, E>,
-    ) -> Result<Vec<Result<T, CallFailure>>, E> {
-        let mut known = self.known.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    /// Which of `questions` are answered already.
+    pub fn look_up<'a>(&self, questions: &[Question<'a>]) -> LookedUp<'a, T> {
+        let mut known = self.known();
         if known.len() > MOST_ANSWERS {
             known.clear();
         }
-        let mut unasked: HashMap<Key, Question<'a>> = HashMap::new();
-        let mut new = Vec::new();
-        for question in questions {
+        let (mut new, mut place) = (Vec::new(), HashMap::new());
+        let slot = |question: &Question<'a>| {
             let key = question.key();
-            if !known.contains_key(&key) && unasked.insert(key, question.clone()).is_none() {
+            if let Some(answer) = known.get(&key) {
+                return Slot::Known(answer.clone());
+            }
+            Slot::New(*place.entry(key).or_insert_with(|| {
                 new.push(question.clone());
-            }
-        }
-        let mut failures = HashMap::new();
-        let answers = if new.is_empty() { Vec::new() } else { ask(&new)? };
-        for (question, answer) in new.iter().zip(answers) {
-            match answer {
-                Ok(answer) => drop(known.insert(question.key(), answer)),
-                Err(failure) => drop(failures.insert(question.key(), failure)),
-            }
-        }
-        let find = |key: &Key| known.get(key).cloned().ok_or_else(|| failures[key].clone());
-        Ok(questions.iter().map(|question| find(&question.key())).collect())
+                new.len() - 1
+            }))
+        };
+        let slots = questions.iter().map(slot).collect();
+        LookedUp { slots, new }
+    }
+
+    /// One answer per question that was looked up, in order, out of those to the new ones; keeps what succeeded.
+    pub fn complete<F: Clone>(&self, looked_up: LookedUp<'_, T>, answers: Vec<Result<T, F>>) -> Vec<Result<T, F>> {
+        let LookedUp { slots, new } = looked_up;
+        let succeeded =
+            new.iter().zip(&answers).filter_map(|(question, answer)| Some((question.key(), answer.as_ref().ok()?)));
+        self.known().extend(succeeded.map(|(key, answer)| (key, answer.clone())));
+        let answer = |slot| match slot {
+            Slot::Known(answer) => Ok(answer),
+            Slot::New(place) => answers[place].clone(),
+        };
+        slots.into_iter().map(answer).collect()
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<Key, T>> {
+        self.known.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -78,35 +98,29 @@ impl<T: Clone> Memo<T> {
 mod tests {
     use super::*;
     use crate::environment::testing::query;
-    use querl_core::records::FailureKind;
-    use std::convert::Infallible;
 
-    fn ask_noting<'a>(
-        asked: &mut Vec<String>,
-        new: &[Question<'a>],
-    ) -> Result<Vec<Result<usize, CallFailure>>, Infallible> {
-        asked.extend(new.iter().map(|question| question.rewrite.to_owned()));
-        Ok(new
-            .iter()
-            .map(|question| match question.rewrite {
-                "down" => Err(CallFailure { kind: FailureKind::Timeout, message: "late".into() }),
-                rewrite => Ok(rewrite.len()),
-            })
-            .collect())
+    fn answers_of(questions: &[Question<'_>]) -> Vec<Result<usize, &'static str>> {
+        let answer = |question: &Question<'_>| match question.rewrite {
+            "down" => Err("late"),
+            rewrite => Ok(rewrite.len()),
+        };
+        questions.iter().map(answer).collect()
     }
 
     #[test]
     fn each_question_is_asked_once_and_failures_again() {
         let (memo, row, context) = (Memo::default(), query("a"), Context::default());
-        let question = |rewrite| Question { query: &row, context: &context, rewrite };
-        let questions = ["one", "down", "one", "three"].map(question);
-        let mut asked = Vec::new();
-        let answers = memo.answer(&questions, |new| ask_noting(&mut asked, new)).unwrap();
-        assert_eq!(asked, ["one", "down", "three"]);
-        assert_eq!((&answers[0], &answers[2], &answers[3]), (&Ok(3), &Ok(3), &Ok(5)));
-        assert!(answers[1].is_err());
-        asked.clear();
-        memo.answer(&questions, |new| ask_noting(&mut asked, new)).unwrap();
-        assert_eq!(asked, ["down"]);
+        let questions =
+            ["one", "down", "one", "three"].map(|rewrite| Question { query: &row, context: &context, rewrite });
+        let asked = |looked_up: &LookedUp<'_, usize>| -> Vec<String> {
+            looked_up.new.iter().map(|question| question.rewrite.to_owned()).collect()
+        };
+        let first = memo.look_up(&questions);
+        assert_eq!(asked(&first), ["one", "down", "three"]);
+        let new = answers_of(&first.new);
+        assert_eq!(memo.complete(first, new), [Ok(3), Err("late"), Ok(3), Ok(5)]);
+        let second = memo.look_up(&questions);
+        assert_eq!(asked(&second), ["down"]);
+        assert_eq!(memo.complete(second, vec![Ok::<_, &str>(9)]), [Ok(3), Ok(9), Ok(3), Ok(5)]);
     }
 }

@@ -6,6 +6,7 @@
 //! escape by writing garbage.
 
 mod baseline;
+mod calls;
 mod episode_log;
 mod memo;
 mod rewards;
@@ -19,5 +20,5 @@ pub use baseline::{Baseline, Baselines};
 pub use episode_log::EpisodeLog;
 pub use rewards::WeightedReward;
 pub use sampling::Judging;
-pub use scorer::{ScoreRequest, Scored, Scorer, Services, Written};
+pub use scorer::{DEADLINE_CODE, ScoreRequest, Scored, Scorer, Services, Written};
 pub use training::{Phase, TrainingEnvironment};

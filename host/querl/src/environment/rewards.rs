@@ -61,7 +61,7 @@ mod tests {
 
     fn episode() -> Episode {
         let (shop, row) = (Shop::default(), query("a"));
-        shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap().remove(0).episode
+        shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap().scored.remove(0).episode
     }
 
     fn weighted(name: &'static str, weight: f64) -> WeightedReward {

@@ -1,16 +1,21 @@
 //! From rewrites to scored episodes: retrieval, judge, reward plugins. Shared by training and evaluation.
 
 use super::baseline::Baseline;
+use super::calls::{self, Missed};
 use super::memo::{Memo, Question};
 use super::rewards::{self, WeightedReward};
-use futures::StreamExt;
 use querl_core::ports::{
-    EnvironmentError, Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts, RetrievalRequest, Retriever,
+    CallTimings, EnvironmentError, Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts,
+    RetrievalRequest, Retriever,
 };
 use querl_core::records::{
     CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward,
 };
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The code of an episode whose calls took longer than they may.
+pub const DEADLINE_CODE: &str = "deadline";
 
 /// Whom the scorer asks.
 #[derive(Clone)]
@@ -27,6 +32,8 @@ pub struct Services {
     pub n_retrievals: usize,
     /// Judge calls under way at once.
     pub n_judgements: usize,
+    /// A call that takes longer is given up, and its episode dropped as `deadline`; waiting for one's turn does not count.
+    pub deadline: Option<Duration>,
 }
 
 /// Scores rewrites; remembers answers for the length of a run.
@@ -72,6 +79,15 @@ pub struct Scored {
     pub outcome: Result<Reward, Rejection>,
 }
 
+/// The results for some requests.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scores {
+    /// One per request, in order.
+    pub scored: Vec<Scored>,
+    /// What it took.
+    pub timings: CallTimings,
+}
+
 impl Scorer {
     /// A scorer that waits for the services on `runtime`, which must not be the caller's own.
     pub fn new(services: Services, runtime: tokio::runtime::Handle) -> Self {
@@ -83,88 +99,104 @@ impl Scorer {
         self.services.prompts.as_ref()
     }
 
-    /// One result per request, in order.
+    /// One result per request, in order. Retrieval and judge are asked at the same time.
     ///
     /// # Errors
     /// A plugin broke its contract, or a service refuses us or answers nobody.
-    pub fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Vec<Scored>, EnvironmentError> {
+    pub fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
         let mut episodes: Vec<Episode> = requests.iter().map(new_episode).collect();
-        self.retrieve(requests, &mut episodes)?;
-        self.judge(requests, &mut episodes)?;
-        self.reward(requests, episodes)
+        let mut timings = CallTimings::default();
+        let late = self.ask(requests, &mut episodes, &mut timings)?;
+        let started = Instant::now();
+        let scored = self.reward(requests, episodes, &late)?;
+        timings.plugin_s = started.elapsed().as_secs_f64();
+        Ok(Scores { scored, timings })
     }
 
-    /// Fills in the hits that are not known yet.
-    fn retrieve(&self, requests: &[ScoreRequest<'_>], episodes: &mut [Episode]) -> Result<(), EnvironmentError> {
-        let wanted = select(requests, |request, side| match (side, &request.baseline) {
-            (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
-            (Side::Baseline, Baseline::Rewritten { hits, .. }) => hits.is_none(),
-            (Side::Baseline, Baseline::Missing(_)) => false,
-        });
-        let questions = questions(&wanted, requests, episodes);
-        let answers = self.hits.answer(&questions, |new| Ok::<_, EnvironmentError>(self.ask_retriever(new)))?;
-        stop_if_hopeless(&answers)?;
-        for ((index, side), hits) in wanted.into_iter().zip(answers) {
-            side.of(&mut episodes[index]).retrieval = hits;
+    /// Fills in hits and judgements that are not known yet. The failure of a late call, for each episode that has one.
+    fn ask(
+        &self,
+        requests: &[ScoreRequest<'_>],
+        episodes: &mut [Episode],
+        timings: &mut CallTimings,
+    ) -> Result<Vec<Option<CallFailure>>, EnvironmentError> {
+        let (looked_up, judged) = (wanted_hits(requests), self.wanted_judgements(requests));
+        let (hits, judgements) = {
+            let retrievals = self.hits.look_up(&questions(&looked_up, requests, episodes));
+            let judgements = self.judgements.look_up(&questions(&judged, requests, episodes));
+            let calls = async { futures::join!(self.ask_retriever(&retrievals.new), self.ask_judge(&judgements.new)) };
+            let ((hits, retrieve_s), (answers, judge_s)) = self.runtime.block_on(calls);
+            (timings.retrieve_s, timings.judge_s) = (retrieve_s, judge_s);
+            let answers = answers.into_iter().collect::<Result<Vec<JudgeAnswer>, PluginFault>>()?;
+            (self.hits.complete(retrievals, hits), self.judgements.complete(judgements, answers))
+        };
+        stop_if_hopeless(&hits)?;
+        stop_if_hopeless(&judgements)?;
+        let mut late = vec![None; episodes.len()];
+        for ((index, side), hits) in looked_up.into_iter().zip(hits) {
+            late[index] = late[index].take().or_else(|| hits.as_ref().err()?.lateness());
+            side.of(&mut episodes[index]).retrieval = hits.map_err(Missed::into_failure);
         }
-        Ok(())
+        for ((index, side), judgement) in judged.into_iter().zip(judgements) {
+            late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.lateness());
+            side.of(&mut episodes[index]).judgement =
+                judgement.unwrap_or_else(|missed| Judgement::Failed(missed.into_failure()));
+        }
+        Ok(late)
     }
 
-    fn ask_retriever(&self, questions: &[Question<'_>]) -> Vec<Result<Vec<Hit>, CallFailure>> {
+    /// Both sides of sampled episodes.
+    fn wanted_judgements(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
+        select(requests, |request, side| {
+            let is_sampled = self.services.judge.is_some() && request.judged;
+            is_sampled && (side == Side::Policy || matches!(request.baseline, Baseline::Rewritten { .. }))
+        })
+    }
+
+    async fn ask_retriever(&self, questions: &[Question<'_>]) -> (Vec<Result<Vec<Hit>, Missed>>, f64) {
+        let services = &self.services;
         let calls = questions.iter().map(|question| {
-            self.services.retriever.retrieve(RetrievalRequest {
-                original_query: &question.query.original_query,
-                context: question.context,
-                rewritten_query: question.rewrite,
-            })
+            let (original_query, context) = (question.query.original_query.as_str(), question.context);
+            let request = RetrievalRequest { original_query, context, rewritten_query: question.rewrite };
+            calls::within(services.deadline, services.retriever.retrieve(request))
         });
-        let calls: Vec<_> = calls.collect();
-        self.runtime.block_on(futures::stream::iter(calls).buffered(self.services.n_retrievals.max(1)).collect())
+        calls::all(calls.collect(), services.n_retrievals).await
     }
 
-    /// Fills in the judgements of both sides of sampled episodes.
-    fn judge(&self, requests: &[ScoreRequest<'_>], episodes: &mut [Episode]) -> Result<(), EnvironmentError> {
-        let Some(judge) = &self.services.judge else { return Ok(()) };
-        let wanted = select(requests, |request, side| {
-            request.judged && (side == Side::Policy || matches!(request.baseline, Baseline::Rewritten { .. }))
-        });
-        let questions = questions(&wanted, requests, episodes);
-        let answers = self.judgements.answer(&questions, |new| self.ask_judge(judge.as_ref(), new))?;
-        stop_if_hopeless(&answers)?;
-        for ((index, side), judgement) in wanted.into_iter().zip(answers) {
-            side.of(&mut episodes[index]).judgement = judgement.unwrap_or_else(Judgement::Failed);
-        }
-        Ok(())
-    }
-
-    fn ask_judge(&self, judge: &dyn Judge, questions: &[Question<'_>]) -> Result<Vec<JudgeAnswer>, PluginFault> {
-        let calls: Vec<_> = questions.iter().map(|question| self.ask_judge_once(judge, question)).collect();
-        let calls = futures::stream::iter(calls).buffered(self.services.n_judgements.max(1));
-        let answers: Vec<Result<JudgeAnswer, PluginFault>> = self.runtime.block_on(calls.collect());
-        answers.into_iter().collect()
+    async fn ask_judge(&self, questions: &[Question<'_>]) -> (Vec<Result<JudgeAnswer, PluginFault>>, f64) {
+        let Some(judge) = self.services.judge.as_deref() else { return (Vec::new(), 0.0) };
+        let calls = questions.iter().map(|question| self.ask_judge_once(judge, question));
+        calls::all(calls.collect(), self.services.n_judgements).await
     }
 
     async fn ask_judge_once(&self, judge: &dyn Judge, question: &Question<'_>) -> Result<JudgeAnswer, PluginFault> {
         let (query, context, rewrite) = (question.query.original_query.as_str(), question.context, question.rewrite);
         let prompts = self.prompts();
         let messages = prompts.messages(PromptTask::Judge, &PromptInput { query, context, rewrite: Some(rewrite) })?;
-        let completion = match judge.judge(JudgeRequest { query, context, rewrite, messages: &messages }).await {
+        let request = JudgeRequest { query, context, rewrite, messages: &messages };
+        let completion = match calls::within(self.services.deadline, judge.judge(request)).await {
             Ok(completion) => completion,
-            Err(failure) => return Ok(Err(failure)),
+            Err(missed) => return Ok(Err(missed)),
         };
         Ok(match prompts.parse_judgement(&completion.text)? {
             Ok(parsed) => Ok(Judgement::Scored { score: parsed.score, reason: parsed.reason }),
-            Err(rejection) => Err(CallFailure {
+            Err(rejection) => Err(Missed::Failed(CallFailure {
                 kind: FailureKind::InvalidResponse,
                 message: format!("the answer of judge {} holds no judgement: {rejection}", judge.name()),
-            }),
+            })),
         })
     }
 
     /// Scores the episodes that have all they need; the others carry the reason.
-    fn reward(&self, requests: &[ScoreRequest<'_>], episodes: Vec<Episode>) -> Result<Vec<Scored>, EnvironmentError> {
+    fn reward(
+        &self,
+        requests: &[ScoreRequest<'_>],
+        episodes: Vec<Episode>,
+        late: &[Option<CallFailure>],
+    ) -> Result<Vec<Scored>, EnvironmentError> {
+        let each = requests.iter().zip(&episodes).zip(late);
         let rejections: Vec<_> =
-            requests.iter().zip(&episodes).map(|(request, episode)| rejection_of(request, episode)).collect();
+            each.map(|((request, episode), late)| rejection_of(request, episode, late.as_ref())).collect();
         let complete = episodes.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
         let complete: Vec<Episode> = complete.map(|(episode, _)| episode.clone()).collect();
         let mut scores = rewards::score(&self.services.rewards, &complete)?.into_iter();
@@ -179,7 +211,7 @@ impl Scorer {
     }
 }
 
-type JudgeAnswer = Result<Judgement, CallFailure>;
+type JudgeAnswer = Result<Judgement, Missed>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
@@ -224,6 +256,15 @@ fn select(requests: &[ScoreRequest<'_>], wants: impl Fn(&ScoreRequest<'_>, Side)
     (0..requests.len()).flat_map(sides).filter(|(index, side)| wants(&requests[*index], *side)).collect()
 }
 
+/// What is to be looked up: rewrites that are not empty and whose hits are not known from earlier.
+fn wanted_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
+    select(requests, |request, side| match (side, &request.baseline) {
+        (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
+        (Side::Baseline, Baseline::Rewritten { hits, .. }) => hits.is_none(),
+        (Side::Baseline, Baseline::Missing(_)) => false,
+    })
+}
+
 fn questions<'a>(
     wanted: &[(usize, Side)],
     requests: &'a [ScoreRequest<'_>],
@@ -238,20 +279,24 @@ fn questions<'a>(
 }
 
 /// A refusal that every further call would meet, or nobody reached at all.
-fn stop_if_hopeless<T>(answers: &[Result<T, CallFailure>]) -> Result<(), CallFailure> {
-    let failures: Vec<&CallFailure> = answers.iter().filter_map(|answer| answer.as_ref().err()).collect();
+fn stop_if_hopeless<T>(answers: &[Result<T, Missed>]) -> Result<(), CallFailure> {
+    let failure = |answer: &'_ Result<T, Missed>| match answer {
+        Err(Missed::Failed(failure)) => Some(failure.clone()),
+        _ => None,
+    };
+    let failures: Vec<CallFailure> = answers.iter().filter_map(failure).collect();
     let all_down = failures.len() == answers.len() && failures.iter().all(|f| f.kind == FailureKind::Unreachable);
-    match failures.iter().find(|failure| failure.kind.is_fatal() || all_down) {
-        Some(failure) => Err((*failure).clone()),
-        None => Ok(()),
-    }
+    failures.into_iter().find(|failure| failure.kind.is_fatal() || all_down).map_or(Ok(()), Err)
 }
 
-/// Why an episode cannot be scored: something outside the policy failed.
-fn rejection_of(request: &ScoreRequest<'_>, episode: &Episode) -> Option<Rejection> {
+/// Why an episode cannot be scored: something outside the policy failed, or took too long.
+fn rejection_of(request: &ScoreRequest<'_>, episode: &Episode, late: Option<&CallFailure>) -> Option<Rejection> {
     let reject = |code: &str, failure: &CallFailure| Some(Rejection { code: code.into(), detail: failure.to_string() });
     if let Baseline::Missing(failure) = &request.baseline {
         return reject("baseline_missing", failure);
+    }
+    if let Some(failure) = late {
+        return reject(DEADLINE_CODE, failure);
     }
     if let Err(failure) = &episode.policy.retrieval {
         return reject("policy_retrieval_failed", failure);
@@ -275,7 +320,7 @@ mod tests {
     #[test]
     fn both_sides_are_looked_up_judged_and_scored() {
         let (shop, row) = (Shop::default(), query("a"));
-        let scored = shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap();
+        let scored = shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap().scored;
         let episode = &scored[0].episode;
         assert_eq!(episode.policy.retrieval.as_ref().unwrap()[0].reranker_score, 0.9);
         assert_eq!(episode.baseline.retrieval.as_ref().unwrap()[0].reranker_score, 0.2);
@@ -286,7 +331,7 @@ mod tests {
     #[test]
     fn empty_rewrite_finds_nothing_and_is_scored() {
         let (shop, row) = (Shop::default(), query("a"));
-        let scored = shop.scorer().score(&[request(&row, " ", rewritten("poor"))]).unwrap();
+        let scored = shop.scorer().score(&[request(&row, " ", rewritten("poor"))]).unwrap().scored;
         assert_eq!(scored[0].episode.policy.retrieval, Ok(Vec::new()));
         assert_eq!(scored[0].outcome.as_ref().unwrap().total, -0.2);
         assert_eq!(shop.n_retrievals(), 1);
@@ -303,7 +348,7 @@ mod tests {
             request(&row, "good", rewritten("broken")),
             request(&row, "unjudgeable", rewritten("poor")),
         ];
-        let scored = shop.scorer().score(&requests).unwrap();
+        let scored = shop.scorer().score(&requests).unwrap().scored;
         let codes: Vec<_> =
             scored.iter().map(|one| one.outcome.as_ref().map_or_else(|r| r.code.as_str(), |_| "scored")).collect();
         let expected = [
@@ -314,6 +359,38 @@ mod tests {
             "policy_judge_failed",
         ];
         assert_eq!(codes, expected);
+    }
+
+    #[test]
+    fn an_episode_whose_calls_exceed_the_deadline_is_dropped_and_the_others_are_not() {
+        let (shop, row) = (Shop::default(), query("a"));
+        let deadline = Some(Duration::from_millis(50));
+        let scorer = shop.scorer_with(Services { deadline, n_retrievals: 1, ..shop.services() });
+        let requests = [
+            request(&row, "slow", rewritten("poor")),
+            request(&row, "good", rewritten("poor")),
+            request(&row, "good", rewritten("slow")),
+            request(&row, "slowly judged", rewritten("poor")),
+        ];
+        let Scores { scored, timings } = scorer.score(&requests).unwrap();
+        let code =
+            |one: &Scored| one.outcome.as_ref().map_or_else(|rejection| rejection.code.clone(), |_| "scored".into());
+        assert_eq!(scored.iter().map(code).collect::<Vec<_>>(), ["deadline", "scored", "deadline", "deadline"]);
+        let detail = &scored[0].outcome.as_ref().unwrap_err().detail;
+        assert_eq!(detail, "timeout: no answer within rl.episode_deadline_ms = 50");
+        assert_eq!(scored[0].episode.policy.retrieval.as_ref().unwrap_err().kind, FailureKind::Timeout);
+        assert!(timings.retrieve_s > 0.04 && timings.judge_s > 0.04, "{timings:?}");
+        assert!(timings.judge_s < 10.0, "the shop's slow calls take a minute: {timings:?}");
+    }
+
+    #[test]
+    fn retrieval_and_judge_are_asked_at_once() {
+        let (shop, row) = (Shop::pausing(Duration::from_millis(100)), query("a"));
+        let started = Instant::now();
+        let timings = shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap().timings;
+        let elapsed = started.elapsed().as_secs_f64();
+        assert!(timings.retrieve_s > 0.09 && timings.judge_s > 0.09, "{timings:?}");
+        assert!(elapsed < timings.retrieve_s + timings.judge_s, "{elapsed} for {timings:?}");
     }
 
     #[test]
@@ -339,7 +416,7 @@ mod tests {
     fn unsampled_episodes_are_not_judged() {
         let (shop, row) = (Shop::default(), query("a"));
         let unsampled = ScoreRequest { judged: false, ..request(&row, "good", rewritten("poor")) };
-        let scored = shop.scorer().score(&[unsampled]).unwrap();
+        let scored = shop.scorer().score(&[unsampled]).unwrap().scored;
         assert_eq!(scored[0].episode.policy.judgement, Judgement::NotSampled);
         assert_eq!(shop.n_judgements(), 0);
     }

@@ -14,11 +14,15 @@ use querl_core::records::{
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-/// `good` finds well, `poor` poorly, `broken` fails, `down` meets nobody, `unjudgeable` gets no usable judgement, and
-/// `garbage` cannot be parsed. The score is the difference of the best hits.
+/// `good` finds well, `poor` poorly, `broken` fails, `down` meets nobody, `unjudgeable` gets no usable judgement, `slow` is
+/// looked up and `slowly judged` is judged for a minute, and `garbage` cannot be parsed. The score is the difference of the
+/// best hits.
 #[derive(Default)]
 pub struct Shop {
+    /// Before each answer.
+    pause: Duration,
     counts: Arc<Counts>,
 }
 
@@ -29,6 +33,10 @@ struct Counts {
 }
 
 impl Shop {
+    pub fn pausing(pause: Duration) -> Self {
+        Self { pause, ..Self::default() }
+    }
+
     pub fn n_retrievals(&self) -> usize {
         self.counts.retrievals.load(Ordering::SeqCst)
     }
@@ -38,16 +46,20 @@ impl Shop {
     }
 
     pub fn scorer(&self) -> Scorer {
-        // Leaked so that the handle outlives the test; a test process ends soon.
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        self.scorer_with(self.services())
+    }
+
+    pub fn scorer_with(&self, services: Services) -> Scorer {
+        // Leaked so that the handle outlives the test; a test process ends soon. Its thread sees to the timers.
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime: &'static _ = Box::leak(Box::new(runtime.expect("a runtime can be built")));
-        Scorer::new(self.services(), runtime.handle().clone())
+        Scorer::new(services, runtime.handle().clone())
     }
 
     pub fn services(&self) -> Services {
         Services {
-            retriever: Arc::new(ShopRetriever(self.counts.clone())),
-            judge: Some(Arc::new(ShopJudge(self.counts.clone()))),
+            retriever: Arc::new(ShopRetriever(self.pause, self.counts.clone())),
+            judge: Some(Arc::new(ShopJudge(self.pause, self.counts.clone()))),
             prompts: Arc::new(ShopPrompts),
             rewards: vec![WeightedReward {
                 label: "difference".into(),
@@ -56,16 +68,20 @@ impl Shop {
             }],
             n_retrievals: 4,
             n_judgements: 4,
+            deadline: None,
         }
     }
 }
 
-struct ShopRetriever(Arc<Counts>);
+const A_MINUTE: Duration = Duration::from_secs(60);
+
+struct ShopRetriever(Duration, Arc<Counts>);
 
 #[async_trait]
 impl Retriever for ShopRetriever {
     async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
-        self.0.retrievals.fetch_add(1, Ordering::SeqCst);
+        self.1.retrievals.fetch_add(1, Ordering::SeqCst);
+        tokio::time::sleep(if request.rewritten_query == "slow" { A_MINUTE } else { self.0 }).await;
         let failure = |kind| Err(CallFailure { kind, message: "as asked".into() });
         let score = match request.rewritten_query {
             "broken" => return failure(FailureKind::ServerError),
@@ -81,12 +97,13 @@ impl Retriever for ShopRetriever {
     }
 }
 
-struct ShopJudge(Arc<Counts>);
+struct ShopJudge(Duration, Arc<Counts>);
 
 #[async_trait]
 impl Judge for ShopJudge {
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
-        self.0.judgements.fetch_add(1, Ordering::SeqCst);
+        self.1.judgements.fetch_add(1, Ordering::SeqCst);
+        tokio::time::sleep(if request.rewrite == "slowly judged" { A_MINUTE } else { self.0 }).await;
         let text = if request.rewrite == "unjudgeable" { "?" } else { "4" };
         Ok(completion(text))
     }

@@ -3,10 +3,11 @@
 use super::baseline::Baselines;
 use super::episode_log::EpisodeLog;
 use super::sampling::Judging;
-use super::scorer::{ScoreRequest, Scorer, Written};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse};
+use super::scorer::{ScoreRequest, Scored, Scorer, Scores, Written};
+use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{DatasetRow, EpisodeRecord, QueryRow};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// What the episodes are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,10 +64,13 @@ impl TrainingEnvironment {
 }
 
 impl Environment for TrainingEnvironment {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
+        let started = Instant::now();
         let requests = responses.iter().map(|response| self.request(step, response)).collect::<Result<Vec<_>, _>>()?;
-        let scored = self.scorer.score(&requests)?;
-        let record = |one: super::scorer::Scored| EpisodeRecord {
+        let parse_s = started.elapsed().as_secs_f64();
+        let Scores { scored, mut timings } = self.scorer.score(&requests)?;
+        timings.plugin_s += parse_s;
+        let record = |one: Scored| EpisodeRecord {
             format: EpisodeRecord::FORMAT,
             step,
             episode: one.episode,
@@ -74,7 +78,15 @@ impl Environment for TrainingEnvironment {
         };
         let records: Vec<EpisodeRecord> = scored.into_iter().map(record).collect();
         self.log.append(&records)?;
-        Ok(records)
+        Ok(ScoredResponses { records, timings })
+    }
+
+    fn mark(&self) -> Result<u64, EnvironmentError> {
+        self.log.mark()
+    }
+
+    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
+        self.log.rewind(mark)
     }
 }
 
@@ -106,7 +118,7 @@ mod tests {
         let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
         let path = folder.path().join("episodes.jsonl");
         let environment = environment(&shop, &path, Phase::Rollout);
-        let records = environment.score(12, &[response(0, "good"), response(1, "good")]).unwrap();
+        let records = environment.score(12, &[response(0, "good"), response(1, "good")]).unwrap().records;
         assert_eq!(records[0].episode.id, "step-000012/a/0");
         assert_eq!(records[1].outcome.as_ref().unwrap_err().code, "baseline_missing");
         environment.score(13, &[response(0, "good")]).unwrap();
@@ -115,11 +127,29 @@ mod tests {
     }
 
     #[test]
+    fn a_rewound_log_has_each_episode_once_and_a_torn_line_is_gone() {
+        let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
+        let path = folder.path().join("episodes.jsonl");
+        let first = environment(&shop, &path, Phase::Rollout);
+        first.score(1, &[response(0, "good")]).unwrap();
+        let mark = first.mark().unwrap();
+        first.score(2, &[response(0, "good")]).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::write(&path, [&whole[..], b"{\"format\":2,\"st"].concat()).unwrap();
+        let second = environment(&shop, &path, Phase::Rollout);
+        second.rewind(mark).unwrap();
+        second.score(2, &[response(0, "good")]).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), whole);
+        let error = second.rewind(1_000_000).unwrap_err().to_string();
+        assert!(error.contains("and had 1000000 when the checkpoint was written"), "{error}");
+    }
+
+    #[test]
     fn garbage_is_scored_and_not_dropped() {
         let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
         let environment = environment(&shop, &folder.path().join("e.jsonl"), Phase::Rollout);
         for text in ["", "garbage"] {
-            let record = &environment.score(0, &[response(0, text)]).unwrap()[0];
+            let record = &environment.score(0, &[response(0, text)]).unwrap().records[0];
             assert_eq!(record.episode.policy.rewrite, "");
             assert!(record.outcome.as_ref().unwrap().total < 0.0, "{record:?}");
         }
@@ -130,7 +160,7 @@ mod tests {
         let (shop, folder) = (Shop::default(), tempfile::tempdir().unwrap());
         let environment = environment(&shop, &folder.path().join("e.jsonl"), Phase::Validation);
         let judged =
-            |step| environment.score(step, &[response(0, "good")]).unwrap()[0].episode.policy.judgement.clone();
+            |step| environment.score(step, &[response(0, "good")]).unwrap().records[0].episode.policy.judgement.clone();
         assert!((0..20).all(|step| judged(step) == judged(0)));
     }
 }

@@ -95,6 +95,7 @@ impl Run {
             rewards: self.plugins.rewards.clone(),
             n_retrievals: config.retrieval.max_concurrent,
             n_judgements: config.judge.max_concurrent,
+            deadline: None,
         })
     }
 }

@@ -9,7 +9,7 @@ use crate::report::Names;
 use crate::run::Run;
 use crate::training;
 use anyhow::Context;
-use querl_core::config::Config;
+use querl_core::config::{Config, RlConfig};
 use querl_core::fsx::{read_jsonl, write_jsonl};
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
@@ -28,7 +28,7 @@ impl Stage for Eval {
         let mut inputs = Inputs::default();
         // The rest of the section is about the figures, which are made anew each time.
         inputs.text("eval.systems", run.config.eval.systems.join(" "));
-        inputs.text("rl.max_new_tokens", run.config.rl.max_new_tokens);
+        add_decoding(&mut inputs, &run.config);
         inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
@@ -68,6 +68,16 @@ impl Stage for Eval {
         facts.add("judge", names.judge).add("retrieval", names.retrieval);
         Ok(Done { facts, n_failed: n_failed(&records) })
     }
+}
+
+/// What shapes the answers of a trained model, beside the model.
+fn add_decoding(inputs: &mut Inputs, config: &Config) {
+    let RlConfig { max_new_tokens, min_new_tokens, repetition_penalty, no_repeat_ngram_size, stop_strings, .. } =
+        &config.rl;
+    inputs.text("eval.n_beams", config.eval.n_beams);
+    inputs.text("rl.max_new_tokens", max_new_tokens).text("rl.min_new_tokens", min_new_tokens);
+    inputs.text("rl.repetition_penalty", repetition_penalty).text("rl.no_repeat_ngram_size", no_repeat_ngram_size);
+    inputs.text("rl.stop_strings", format!("{stop_strings:?}"));
 }
 
 /// Who stood behind the figures of an evaluated run.

@@ -2,7 +2,7 @@
 
 use super::ledger::Ledger;
 use super::{Done, Inputs, Stage, StageName, remove, world};
-use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, TrainingEnvironment};
+use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
 use crate::training::{self, RlData};
@@ -14,6 +14,10 @@ use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Keys that change when something is done and not what comes of it.
+const WITHOUT_EFFECT: [&str; 3] = ["pipeline_parts", "save_steps", "save_total_limit"];
 
 /// The stage.
 pub struct Rl;
@@ -25,7 +29,7 @@ impl Stage for Rl {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("rl", &run.config.rl, &[])?;
+        inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
@@ -55,12 +59,14 @@ impl Stage for Rl {
         remove(&training::state(&dir.rl()))
     }
 
+    /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        // As in fine-tuning: a stopped stage starts over.
-        self.clean(&run.dir)?;
+        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint();
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(read_jsonl(&run.dir.validated())?));
-        let scorer = Arc::new(Scorer::new(run.services()?, run.runtime.handle().clone()));
+        let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
+        let services = Services { deadline, ..run.services()? };
+        let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
         let log = Arc::new(log);
         let environment = |rows: &[DatasetRow], phase| {
             let (scorer, baselines, log) = (scorer.clone(), baselines.clone(), log.clone());
@@ -74,7 +80,8 @@ impl Stage for Rl {
             train: &train,
             val: &val,
         };
-        let facts = training::rl(run, &data, MetricsLog::open(&run.dir.metrics(), self.name().as_str())?, progress)?;
+        let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
+        let facts = training::rl(run, &data, &fingerprint, metrics, progress)?;
         Ok(Done { facts, n_failed: 0 })
     }
 }

@@ -7,6 +7,7 @@ use querl_core::records::DatasetRow;
 use querl_model::{
     Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights, generate,
 };
+use querl_train::rl::sampling;
 use std::path::Path;
 use std::time::Instant;
 
@@ -19,7 +20,7 @@ pub struct Generation {
     pub latency_ms: f64,
 }
 
-/// A model that answers greedily.
+/// A model that answers as well as it can: it draws nothing.
 pub trait Generator {
     /// One answer per row, in order.
     ///
@@ -38,33 +39,40 @@ pub fn generator(run: &Run, stage_folder: &Path) -> anyhow::Result<Box<dyn Gener
     let decoder = Decoder::load_as(&base.model, Weights::Frozen, run.config.model.dtype)?;
     let adapter = base.adapter.map(|path| LoraAdapter::load(&path, decoder.config())).transpose()?;
     let tokenizer = TextTokenizer::load(&base.model)?;
-    Ok(Box::new(Greedy { decoder, adapter, tokenizer, max_new_tokens: run.config.rl.max_new_tokens }))
+    let decoding = match run.config.eval.n_beams {
+        1 => Decoding::Greedy,
+        n_beams => Decoding::Beam { n_beams, length_penalty: 1.0 },
+    };
+    Ok(Box::new(Answering { decoder, adapter, tokenizer, decoding, sampling: sampling(&run.config.rl) }))
 }
 
-struct Greedy {
+struct Answering {
     decoder: Decoder,
     adapter: Option<LoraAdapter>,
     tokenizer: TextTokenizer,
-    max_new_tokens: usize,
+    decoding: Decoding,
+    /// Limits and stop strings, as in training.
+    sampling: SamplingSettings,
 }
 
-impl Generator for Greedy {
+impl Generator for Answering {
     /// One query at a time: the latency is what a single user would wait.
     fn generate(&self, rows: &[DatasetRow]) -> anyhow::Result<Vec<Generation>> {
         rows.iter().enumerate().map(|(index, row)| self.answer(index, row)).collect()
     }
 }
 
-impl Greedy {
+impl Answering {
     fn answer(&self, row_index: usize, row: &DatasetRow) -> anyhow::Result<Generation> {
         let started = Instant::now();
         let prompt = self.tokenizer.encode_prompt(row.prompt())?;
         let request = GenerationRequest { prompt: &prompt, seed: 0, n: 1 };
-        let sampling = SamplingSettings { max_new_tokens: self.max_new_tokens, ..SamplingSettings::default() };
+        let sampling = &self.sampling;
         let adapter = self.adapter.as_ref();
-        let answers = generate(&self.decoder, adapter, &[request], Decoding::Greedy, &sampling, &self.tokenizer)?;
+        let answers = generate(&self.decoder, adapter, &[request], self.decoding, sampling, &self.tokenizer)?;
         let texts = answers.into_iter().map(|answer| Ok((self.tokenizer.decode(&answer.token_ids)?, answer)));
         let (text, answer) = texts.collect::<Result<Vec<_>, ModelError>>()?.swap_remove(0);
+        let text = sampling.before_stop(&text).to_owned();
         let latency_ms = started.elapsed().as_secs_f64() * 1e3;
         let n_tokens = answer.token_ids.len() as u32;
         let response = PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated: answer.truncated };

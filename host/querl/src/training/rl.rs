@@ -23,11 +23,18 @@ pub struct RlData<'a> {
     pub val_environment: &'a dyn Environment,
 }
 
-/// Optimises the fine-tuned policy against the environment.
+/// Optimises the fine-tuned policy against the environment; goes on where an earlier run on the same inputs, of which
+/// `fingerprint` is the digest, was stopped.
 ///
 /// # Errors
 /// As [`sft`](super::sft), and what the environment reports.
-pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Progress) -> anyhow::Result<Facts> {
+pub fn rl(
+    run: &Run,
+    data: &RlData<'_>,
+    fingerprint: &str,
+    metrics: MetricsLog,
+    progress: &dyn Progress,
+) -> anyhow::Result<Facts> {
     let config = &run.config;
     check_prompts(run, Split::Train, data.train)?;
     check_prompts(run, Split::Val, data.val)?;
@@ -54,6 +61,7 @@ pub fn rl(run: &Run, data: &RlData<'_>, metrics: MetricsLog, progress: &dyn Prog
         gradient_checkpointing: config.model.gradient_checkpointing,
         critic_lora: lora(config),
         seed: config.seed,
+        fingerprint: Some(fingerprint),
         output_dir: &run.dir.rl(),
         progress,
         stop: interrupt::flag(),

@@ -1,0 +1,259 @@
+//! A tiny random model, and an environment with a known optimum, a log, and faults on demand.
+
+use querl_core::config::{CriticKind, RlConfig};
+use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
+use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Rejection, Reward};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
+use querl_train::rl::{RlData, RlSummary, RlTask, train};
+use querl_train::{MetricSink, Metrics, TrainError};
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// A small random model in a folder of its own.
+pub(crate) struct Model {
+    folder: tempfile::TempDir,
+    decoder: Decoder,
+    tokenizer: TextTokenizer,
+}
+
+impl Model {
+    pub(crate) fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let shape = small_model::Shape {
+            hidden_size: 32,
+            intermediate_size: 64,
+            n_layers: 2,
+            n_heads: 2,
+            n_kv_heads: 1,
+            head_dim: 16,
+            max_positions: 64,
+        };
+        let mut config = small_model::write_files(folder.path(), &["aaaa bbbb".to_owned()], 280, &shape).unwrap();
+        // With the usual 0.02 the logits of so narrow a model hardly differ, whatever an adapter does.
+        config.initializer_range = 0.3;
+        Decoder::init(config, 3).unwrap().save(folder.path(), small_model::STORED_DTYPE).unwrap();
+        let decoder = Decoder::load(folder.path(), Weights::Frozen).unwrap();
+        let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+        Self { folder, decoder, tokenizer }
+    }
+}
+
+/// What an environment does wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    None,
+    /// This call of the world, from 1, finds that the power is gone; so do all later ones.
+    PowerCut(usize),
+    /// This call panics.
+    Panic(usize),
+    /// Before this call answers, somebody says stop.
+    Stop(usize),
+    /// Every fourth episode is late.
+    Stragglers,
+}
+
+/// What outlives a process: the log of episodes. Pays for plain ASCII: the share of such characters in an answer.
+pub(crate) struct World {
+    pub(crate) log: Mutex<Vec<String>>,
+    /// Responses that were scored, in all processes.
+    pub(crate) n_scored: AtomicUsize,
+    n_calls: AtomicUsize,
+    fault: Fault,
+    /// For each response.
+    pause: Duration,
+    pub(crate) stop: AtomicBool,
+}
+
+impl World {
+    pub(crate) fn new(fault: Fault, pause: Duration) -> Self {
+        let (log, n_scored, n_calls) = (Mutex::default(), AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { log, n_scored, n_calls, fault, pause, stop: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn sound() -> Self {
+        Self::new(Fault::None, Duration::ZERO)
+    }
+
+    /// The same world after a reboot: what was logged is there.
+    pub(crate) fn mended(self) -> Self {
+        let (n_calls, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Self { fault: Fault::None, n_calls, stop, ..self }
+    }
+
+    pub(crate) fn logged(&self) -> Vec<String> {
+        self.log.lock().unwrap().clone()
+    }
+
+    fn meet_fault(&self) -> Result<(), EnvironmentError> {
+        let call = self.n_calls.fetch_add(1, Ordering::SeqCst) + 1;
+        match self.fault {
+            Fault::PowerCut(at) if call >= at => return Err(EnvironmentError::Record("the power is gone".into())),
+            Fault::Panic(at) if call == at => panic!("call {call} of the world"),
+            Fault::Stop(at) if call == at => self.stop.store(true, Ordering::SeqCst),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn record(&self, phase: &str, step: u64, response: &PolicyResponse) -> EpisodeRecord {
+        let candidate = Candidate {
+            rewrite: response.text.clone(),
+            retrieval: Ok(Vec::new()),
+            judgement: Judgement::NotSampled,
+            style: None,
+            n_tokens: response.n_tokens,
+            truncated: response.truncated,
+        };
+        let episode = Episode {
+            id: format!("{phase}-{step}/{}/{}", response.row_index, response.sample_index),
+            query: String::new(),
+            context: Context::default(),
+            gold_ids: Vec::new(),
+            policy: candidate.clone(),
+            baseline: candidate,
+        };
+        let n_plain = response.text.chars().filter(char::is_ascii).count();
+        let total = n_plain as f64 / response.text.chars().count().max(1) as f64;
+        let is_late = self.fault == Fault::Stragglers && phase == "step" && (response.row_index as u64 + step) % 4 == 0;
+        let outcome = match is_late {
+            true => Err(Rejection { code: "deadline".into(), detail: String::new() }),
+            false => Ok(Reward { total, components: Vec::new() }),
+        };
+        EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
+    }
+}
+
+/// One split's view of a world.
+struct Split<'a> {
+    world: &'a World,
+    phase: &'static str,
+}
+
+impl Environment for Split<'_> {
+    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
+        let started = Instant::now();
+        self.world.meet_fault()?;
+        std::thread::sleep(self.world.pause * responses.len() as u32);
+        let records: Vec<EpisodeRecord> =
+            responses.iter().map(|response| self.world.record(self.phase, step, response)).collect();
+        self.world.n_scored.fetch_add(records.len(), Ordering::SeqCst);
+        self.world.log.lock().unwrap().extend(records.iter().map(|record| serde_json::to_string(record).unwrap()));
+        let timings = CallTimings { retrieve_s: started.elapsed().as_secs_f64(), ..CallTimings::default() };
+        Ok(ScoredResponses { records, timings })
+    }
+
+    fn mark(&self) -> Result<u64, EnvironmentError> {
+        Ok(self.world.log.lock().unwrap().len() as u64)
+    }
+
+    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
+        self.world.log.lock().unwrap().truncate(mark as usize);
+        Ok(())
+    }
+}
+
+/// Keeps metrics, with their steps.
+#[derive(Default)]
+pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
+
+impl MetricSink for Recorder {
+    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
+        self.0.push((step, metrics.clone()));
+        Ok(())
+    }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        Ok(self.0.len() as u64)
+    }
+
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+        self.0.truncate(mark as usize);
+        Ok(())
+    }
+}
+
+impl Recorder {
+    pub(crate) fn get(&self, step: u64, name: &str) -> f64 {
+        self.0.iter().find_map(|(at, metrics)| (*at == step).then(|| metrics.get(name).copied())?).unwrap()
+    }
+
+    /// All figures but those of time and memory.
+    pub(crate) fn figures(&self) -> Vec<(u64, Metrics)> {
+        let is_figure = |name: &String| !name.starts_with("timing_s/") && !name.starts_with("perf/");
+        let of_line = |(step, metrics): &(u64, Metrics)| {
+            let kept = metrics.iter().filter(|(name, _)| is_figure(name));
+            (*step, kept.map(|(name, value)| (name.clone(), *value)).collect())
+        };
+        self.0.iter().map(of_line).collect()
+    }
+}
+
+pub(crate) const BATCH: usize = 10;
+
+pub(crate) fn config() -> RlConfig {
+    RlConfig {
+        critic: CriticKind::Head,
+        max_steps: 4,
+        batch_size: BATCH,
+        mini_batch_size: 5,
+        gradient_accumulation_steps: 2,
+        ppo_epochs: 2,
+        learning_rate: 1e-2,
+        critic_learning_rate: 1e-2,
+        max_new_tokens: 8,
+        eval_steps: 2,
+        save_steps: 1,
+        ..RlConfig::default()
+    }
+}
+
+/// What is left of a run.
+pub(crate) struct Outcome {
+    pub(crate) summary: Result<RlSummary, TrainError>,
+    /// Bits of the adapter's values.
+    pub(crate) adapter: Vec<u32>,
+}
+
+/// One process: runs, or goes on with, an optimisation in `folder`.
+pub(crate) fn run(model: &Model, config: &RlConfig, world: &World, folder: &Path, recorder: &mut Recorder) -> Outcome {
+    let settings = LoraSettings::all_linear(4, 8.0);
+    let policy = LoraAdapter::new(&model.decoder, settings.clone(), 5).unwrap();
+    let prompts: Vec<Vec<u32>> = (0..8).map(|i| model.tokenizer.encode(&format!("a{i}b")).unwrap()).collect();
+    let (train_split, val_split) = (Split { world, phase: "step" }, Split { world, phase: "val" });
+    let task = RlTask {
+        decoder: &model.decoder,
+        base_path: model.folder.path(),
+        policy: &policy,
+        reference: None,
+        tokenizer: &model.tokenizer,
+        train: RlData { prompts: &prompts, environment: &train_split },
+        val: RlData { prompts: &prompts, environment: &val_split },
+        config,
+        tokens_per_pass: 512,
+        gradient_checkpointing: false,
+        critic_lora: settings,
+        seed: 11,
+        fingerprint: Some("same"),
+        output_dir: folder,
+        progress: &Silent,
+        stop: &world.stop,
+    };
+    let summary = train(&task, recorder);
+    let values = policy.vars().values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    Outcome { summary, adapter: values.map(f32::to_bits).collect() }
+}
+
+/// Everything a finished run leaves, as bytes.
+pub(crate) fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let names = [
+        "best/adapter_config.json",
+        "best/adapter_model.safetensors",
+        "best/critic/value_head.safetensors",
+        "last/adapter_config.json",
+        "last/adapter_model.safetensors",
+        "last/critic/value_head.safetensors",
+    ];
+    names.iter().map(|name| ((*name).to_owned(), std::fs::read(folder.join(name)).unwrap())).collect()
+}
