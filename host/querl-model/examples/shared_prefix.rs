@@ -3,6 +3,8 @@
 //!
 //! `cargo run --release -p querl-model --example shared_prefix -- MODEL_DIR runs/NAME/data/train.jsonl`
 //!
+//! With a third argument, the number of one of the forms (0, 1 or 2), that form runs alone: to see how much memory it takes.
+//!
 //! A step is forward, loss over the answers' tokens and backward, for LoRA of rank 16 on all linear layers. The times are the
 //! least of several rounds; rounds of all forms take turns.
 
@@ -32,7 +34,10 @@ const FORMS: [(Form, &str); 3] =
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [model, data] = arguments.as_slice() else { return Err("usage: shared_prefix MODEL_DIR DATA.jsonl".into()) };
+    let [model, data, only @ ..] = arguments.as_slice() else {
+        return Err("usage: shared_prefix MODEL_DIR DATA.jsonl [FORM]".into());
+    };
+    let only = only.first().map(|form| form.parse()).transpose()?;
     set_threads(N_THREADS);
     let model = Path::new(model);
     let decoder = Decoder::load_as(model, Weights::Frozen, BaseDtype::F32)?;
@@ -52,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("64 rows", rows[..64].to_vec()),
         ("16 rows, 4 answers each", (0..64).map(|i| with_answer(&rows[i / 4], &rows[i])).collect()),
     ] {
-        measure(what, &decoder, &adapter, &step)?;
+        measure(what, &decoder, &adapter, &step, only)?;
     }
     Ok(())
 }
@@ -62,20 +67,28 @@ fn with_answer(prompt: &Row, answer: &Row) -> Row {
     ([&prompt.0[..prompt.1], &answer.0[answer.1..]].concat(), prompt.1)
 }
 
-fn measure(what: &str, decoder: &Decoder, adapter: &LoraAdapter, rows: &[Row]) -> Result<(), Box<dyn Error>> {
+fn measure(
+    what: &str,
+    decoder: &Decoder,
+    adapter: &LoraAdapter,
+    rows: &[Row],
+    only: Option<usize>,
+) -> Result<(), Box<dyn Error>> {
+    let is_asked_for = |index: &usize| only.is_none_or(|only| only == *index);
     let mut least = [f64::INFINITY; FORMS.len()];
     let mut n_rows = [0; FORMS.len()];
     for _ in 0..N_ROUNDS {
-        for (index, (form, _)) in FORMS.iter().enumerate() {
+        for (index, (form, _)) in FORMS.iter().enumerate().filter(|(index, _)| is_asked_for(index)) {
             let started = Instant::now();
             n_rows[index] = step(*form, decoder, adapter, rows)?;
             least[index] = least[index].min(started.elapsed().as_secs_f64());
         }
     }
     println!("{what}:");
-    for (index, (_, name)) in FORMS.iter().enumerate() {
-        let (ms, ratio) = (least[index] * 1e3, least[0] / least[index]);
-        println!("  {name:20} {:6} rows computed, {ms:8.1} ms, {ratio:.2} times side by side", n_rows[index]);
+    for (index, (_, name)) in FORMS.iter().enumerate().filter(|(index, _)| is_asked_for(index)) {
+        let faster =
+            only.map_or(format!(", {:.2} times as fast as side by side", least[0] / least[index]), |_| "".into());
+        println!("  {name:20} {:6} rows computed, {:8.1} ms{faster}", n_rows[index], least[index] * 1e3);
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Sequences packed one after another, what they begin with in common once.
 
 use crate::adapter::row_key;
-use crate::kernels::{Node, RowTree, Segment};
+use crate::kernels::{Node, RowTree};
 use std::sync::Arc;
 
 /// Token ids of several sequences without padding, with each token's position in its own sequence.
@@ -9,8 +9,6 @@ use std::sync::Arc;
 pub struct PackedBatch {
     pub(crate) token_ids: Vec<u32>,
     pub(crate) positions: Arc<Vec<u32>>,
-    /// Where each sequence's own rows are: all of them, unless sequences share rows.
-    pub(crate) segments: Arc<Vec<Segment>>,
     pub(crate) tree: Arc<RowTree>,
     /// For each sequence the node that holds its last row.
     last_nodes: Vec<Option<usize>>,
@@ -19,11 +17,10 @@ pub struct PackedBatch {
 impl PackedBatch {
     /// Packs sequences in order; empty ones are allowed and take no rows.
     pub fn new<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
-        let (mut token_ids, mut positions, mut segments) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut token_ids, mut positions) = (Vec::new(), Vec::new());
         let (mut nodes, mut last_nodes) = (Vec::new(), Vec::new());
         for sequence in sequences {
             let (start, len) = (token_ids.len(), sequence.len());
-            segments.push(Segment { start, len });
             last_nodes.push((len > 0).then_some(nodes.len()));
             if len > 0 {
                 nodes.push(Node { start, len, end: start + len, depth: 0, parent: None });
@@ -31,13 +28,7 @@ impl PackedBatch {
             token_ids.extend_from_slice(sequence);
             positions.extend(0..len as u32);
         }
-        Self {
-            token_ids,
-            positions: Arc::new(positions),
-            segments: Arc::new(segments),
-            tree: Arc::new(RowTree::new(nodes)),
-            last_nodes,
-        }
+        Self { token_ids, positions: Arc::new(positions), tree: Arc::new(RowTree::new(nodes)), last_nodes }
     }
 
     /// Packs sequences so that what any of them begin with in common stands once: the system prompt of all, the prompt of
@@ -82,11 +73,6 @@ impl PackedBatch {
             next = node.parent;
         }
         panic!("sequence {sequence} is empty: it has no token {position}");
-    }
-
-    /// Where each sequence's rows are; in a batch that shares rows, those behind what is shared.
-    pub fn segments(&self) -> &[Segment] {
-        &self.segments
     }
 }
 
@@ -164,19 +150,7 @@ impl<'a> Trie<'a> {
             }
         }
         let last_nodes: Vec<Option<usize>> = last.iter().map(|last| last.map(|index| packed_as[index])).collect();
-        let own = |last: &Option<usize>| {
-            last.map_or(Segment { start: 0, len: 0 }, |index| Segment {
-                start: nodes[index].start,
-                len: nodes[index].len,
-            })
-        };
-        PackedBatch {
-            token_ids,
-            positions: Arc::new(positions),
-            segments: Arc::new(last_nodes.iter().map(own).collect()),
-            tree: Arc::new(RowTree::new(nodes)),
-            last_nodes,
-        }
+        PackedBatch { token_ids, positions: Arc::new(positions), tree: Arc::new(RowTree::new(nodes)), last_nodes }
     }
 }
 

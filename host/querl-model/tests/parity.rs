@@ -46,8 +46,8 @@ fn loss(decoder: &Decoder, pass: &Pass<'_>, sequences: &[Vec<u32>]) -> Tensor {
     let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
     let hidden = hidden(decoder, &batch, pass);
     let (mut rows, mut targets) = (Vec::new(), Vec::new());
-    for (segment, sequence) in batch.segments().iter().zip(sequences) {
-        rows.extend((segment.start..segment.start + segment.len - 1).map(|row| row as u32));
+    for (index, sequence) in sequences.iter().enumerate() {
+        rows.extend((0..sequence.len() - 1).map(|position| batch.row_of(index, position) as u32));
         targets.extend_from_slice(&sequence[1..]);
     }
     let n_rows = rows.len();
@@ -66,8 +66,8 @@ fn check_logits(decoder: &Decoder, pass: &Pass<'_>, golden: &HashMap<String, Ten
     let sequences = sequences(golden);
     let batch = PackedBatch::new(sequences.iter().map(Vec::as_slice));
     let logits = decoder.logits(&hidden(decoder, &batch, pass), pass.adapter).unwrap();
-    for (row, (segment, sequence)) in batch.segments().iter().zip(&sequences).enumerate() {
-        let found = values(&logits.narrow(0, segment.start, segment.len).unwrap());
+    for (row, sequence) in sequences.iter().enumerate() {
+        let found = values(&logits.narrow(0, batch.row_of(row, 0), sequence.len()).unwrap());
         let expected = values(&golden["logits"].get(row).unwrap().narrow(0, 0, sequence.len()).unwrap());
         assert_close(&format!("logits of row {row}"), &found, &expected);
     }

@@ -428,3 +428,36 @@ impl CustomOp2 for FusedOperation {
         Ok((dx, Some(Tensor::from_vec(trained, joined.shape(), joined.device())?)))
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::{Decoder, Dropout, LoraAdapter, LoraSettings, PackedBatch, Weights};
+    use candle_core::Device;
+    use std::path::Path;
+
+    /// Whether the first layer of a tiny decoder is one operation.
+    fn is_fused(weights: Weights, settings: Option<LoraSettings>, dropout: Option<Dropout>, n_rows: usize) -> bool {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders/qwen3-tied");
+        let decoder = Decoder::load(&directory, weights).unwrap();
+        let adapter = settings.map(|settings| LoraAdapter::new(&decoder, settings, 1).unwrap());
+        let pass = Pass { dropout, ..Pass::with(adapter.as_ref()) };
+        let batch = PackedBatch::new([vec![1; n_rows].as_slice()]);
+        let rows = Rows::new(&batch, &decoder.config, &decoder.rope, pass.dropout).unwrap();
+        let x = Tensor::zeros((n_rows, decoder.config.hidden_size), DType::F32, &Device::Cpu).unwrap();
+        FusedLayer::new(&decoder.layers[0], &x, &rows, None, &pass).unwrap().is_some()
+    }
+
+    #[test]
+    fn layers_are_one_operation_unless_they_do_more_or_save_nothing() {
+        let lora = || Some(LoraSettings::all_linear(2, 4.0));
+        let dora = LoraSettings { use_dora: true, ..LoraSettings::all_linear(2, 4.0) };
+        assert!(is_fused(Weights::Frozen, lora(), None, 12));
+        assert!(is_fused(Weights::Frozen, None, None, 1));
+        assert!(!is_fused(Weights::Frozen, lora(), Some(Dropout { p: 0.1, seed: 1 }), 12));
+        assert!(!is_fused(Weights::Frozen, Some(dora), None, 12));
+        assert!(is_fused(Weights::Trained, None, None, 100));
+        assert!(!is_fused(Weights::Trained, None, None, 2));
+    }
+}

@@ -16,7 +16,7 @@ mod rms_norm;
 mod rope;
 mod swiglu;
 
-pub use attention::{Node, Queries, RowTree, Segment, attention};
+pub use attention::{Node, Queries, RowTree, attention};
 pub use frozen::FrozenWeight;
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::token_logprobs;

@@ -20,15 +20,6 @@ use rayon::prelude::*;
 use std::sync::{Arc, OnceLock};
 use tree::{Lane, lanes};
 
-/// Rows `start .. start + len` of a packed batch: one sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Segment {
-    /// First row.
-    pub start: usize,
-    /// Number of rows.
-    pub len: usize,
-}
-
 /// How the columns of queries, keys and values divide into heads.
 #[derive(Clone, Copy)]
 struct Heads {
