@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn parts_come_back_in_order() {
         assert_eq!(overlap(counting(5), |part| Ok(part * 10)).unwrap(), [0, 10, 20, 30, 40]);
-        assert_eq!(overlap(counting(0), |part| Ok(part)).unwrap(), [0usize; 0]);
+        assert_eq!(overlap(counting(0), Ok).unwrap(), [0usize; 0]);
     }
 
     #[test]
@@ -243,6 +243,6 @@ mod tests {
             next += 1;
             if next < 3 { Ok(Some(next)) } else { Err(failure("no logits")) }
         };
-        assert_eq!(overlap(make, |part| Ok(part)).unwrap_err().to_string(), "no logits");
+        assert_eq!(overlap(make, Ok).unwrap_err().to_string(), "no logits");
     }
 }

@@ -116,7 +116,8 @@ impl World {
         };
         let n_plain = response.text.chars().filter(char::is_ascii).count();
         let total = n_plain as f64 / response.text.chars().count().max(1) as f64;
-        let is_late = self.fault == Fault::Stragglers && phase == "step" && (response.row_index as u64 + step) % 4 == 0;
+        let is_late =
+            self.fault == Fault::Stragglers && phase == "step" && (response.row_index as u64 + step).is_multiple_of(4);
         let outcome = match is_late {
             true => Err(Rejection { code: "deadline".into(), detail: String::new() }),
             false => Ok(Reward { total, components: Vec::new() }),
