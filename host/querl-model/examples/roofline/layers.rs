@@ -9,6 +9,7 @@ use querl_model::kernels::{
     FrozenWeight, Queries, RopeTable, RowTree, Weight, attention, lora_linear, norm_rope, rms_norm, swiglu,
     token_logprobs, trained_linear,
 };
+use std::rc::Rc;
 use std::sync::Arc;
 
 const RANK: usize = 16;
@@ -36,7 +37,7 @@ pub(crate) fn each(shape: &ModelShape, rows: &[usize], filter: Option<&str>, mut
                 continue;
             }
             let (cost, run) = make(shape, n_rows);
-            let run = Arc::new(run);
+            let run = Rc::new(run);
             let forward = run.clone();
             let kernel = |name: String, [operations, bytes]: [f64; 2], run: Box<dyn FnMut()>| Kernel {
                 name,
@@ -54,7 +55,9 @@ pub(crate) fn each(shape: &ModelShape, rows: &[usize], filter: Option<&str>, mut
 
 type Operation = (Cost, Box<dyn Fn() -> Tensor>);
 
-const OPERATIONS: [(&str, fn(&ModelShape, usize) -> Operation); 7] = [
+type Make = fn(&ModelShape, usize) -> Operation;
+
+const OPERATIONS: [(&str, Make); 7] = [
     ("lora_linear gate", lora),
     ("trained_linear gate", trained),
     ("rms_norm", norm),

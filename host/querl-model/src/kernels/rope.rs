@@ -164,18 +164,17 @@ vectorised! {
 }
 
 vectorised! {
-    /// Gradient of [`norm_turn_row`].
+    /// Gradient of [`norm_turn_row`]; `norm` is the weight and the epsilon.
     fn norm_turn_gradient(
         x: &[f32],
-        weight: &[f32],
-        eps: f32,
+        norm: (&[f32], f32),
         angles: (&[f32], &[f32]),
         grad: &[f32],
         head: &mut [f32],
         dx: &mut [f32],
         dw: &mut [f32],
     ) {
-        let dim = weight.len();
+        let ((weight, eps), dim) = (norm, norm.0.len());
         for ((dx, x), grad) in dx.chunks_exact_mut(dim).zip(x.chunks_exact(dim)).zip(grad.chunks_exact(dim)) {
             turn(grad, angles.0, angles.1, -1.0, head);
             row_gradient(x, weight, head, eps, dx, dw);
@@ -220,7 +219,7 @@ impl NormRope {
             let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
             for (((dx, x), grad), &position) in rows.zip(positions) {
                 let angles = self.rope.table.angles(position as usize);
-                norm_turn_gradient(x, weight, self.eps, angles, grad, &mut head, dx, &mut dw);
+                norm_turn_gradient(x, (weight, self.eps), angles, grad, &mut head, dx, &mut dw);
             }
             dw
         });
