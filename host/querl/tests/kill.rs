@@ -162,6 +162,9 @@ fn stage_of(project: &Project) -> &'static str {
     }
 }
 
+/// After so many a run may come to its end: there are moments enough in others.
+const KILLS_OF_A_RUN: usize = 5;
+
 /// What a run with some settings leaves, and the states to start such runs from, with the time that they then take.
 struct Reference<'a> {
     args: Vec<&'a str>,
@@ -197,10 +200,9 @@ fn a_training_that_is_killed_at_any_moment_ends_as_one_that_never_was() {
         let (start_from, whole) = &reference.starts[n_runs / 2 % 2];
         let project = project();
         copy(&start_from.path("run"), &project.path("run"));
-        loop {
-            let is_enough = killed.values().sum::<usize>() >= n_kills;
-            // A part of a run, so that most are killed several times, and often long enough to come to a checkpoint.
-            let limit = if is_enough { Duration::from_secs(600) } else { whole.mul_f64(0.8 * random.next()) };
+        for n_before in 0.. {
+            let is_enough = n_before >= KILLS_OF_A_RUN || killed.values().sum::<usize>() >= n_kills;
+            let limit = if is_enough { Duration::from_secs(600) } else { whole.mul_f64(1.1 * random.next()) };
             let mut child = start(&project, &reference.args);
             if ends_within(&mut child, limit) {
                 break;
