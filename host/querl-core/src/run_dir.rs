@@ -85,6 +85,11 @@ impl RunDir {
         self.root.join("metrics.jsonl")
     }
 
+    /// The metrics of one stage for TensorBoard: the folder of an event file, beside `metrics`.
+    pub fn tensorboard(metrics: &Path, stage: &str) -> PathBuf {
+        metrics.with_file_name("tensorboard").join(stage)
+    }
+
     /// What each system wrote and found on the evaluated split, one JSON record a line.
     pub fn eval_records(&self) -> PathBuf {
         self.root.join("eval/records.jsonl")

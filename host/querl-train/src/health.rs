@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// Watches the metrics of successive steps; a checkpoint keeps it, so that a warning is given once in a run.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Health {
+pub struct Health {
     rewards: Vec<f64>,
     explained: Vec<f64>,
     first_entropy: Option<f64>,
@@ -49,7 +49,7 @@ const MAX_KL_COEF_DRIFT: f64 = 50.0;
 
 impl Health {
     /// Warnings that this step gives cause for; each kind is given once.
-    pub(crate) fn check(&mut self, metrics: &Metrics) -> Vec<String> {
+    pub fn check(&mut self, metrics: &Metrics) -> Vec<String> {
         let mut found = self.of_step(metrics);
         found.extend(self.of_learning(metrics));
         found.extend(self.of_trend(metrics));

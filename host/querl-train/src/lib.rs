@@ -26,6 +26,7 @@ mod state;
 pub use checkpoint::{BEST, LAST, STATE};
 pub use error::TrainError;
 pub use gradients::Gradients;
+pub use health::Health;
 pub use metrics::{MetricSink, Metrics};
 pub use optimizer::{AdamW, AdamWSettings};
 pub use order::training_order;

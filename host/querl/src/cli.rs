@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, compile_plugin, doctor, model, plugin, report, run};
+use crate::commands::{check, compile_plugin, doctor, model, plugin, report, run, watch};
 use crate::device;
 use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
@@ -42,6 +42,8 @@ pub enum Command {
     Eval(run::StageArgs),
     /// Writes eval.json and report.html of a run folder again and prints the table
     Report(report::ReportArgs),
+    /// Shows a run in the terminal while it goes on, or as it ended
+    Watch(watch::WatchArgs),
     /// Checks a configuration, or lists every key it may have
     #[command(subcommand)]
     Config(check::ConfigCommand),

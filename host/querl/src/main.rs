@@ -20,6 +20,7 @@ mod plugins;
 mod report;
 mod run;
 mod stages;
+mod tensorboard;
 mod terminal;
 mod training;
 
@@ -59,6 +60,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Rl(args) => commands::run::stage(StageName::Rl, &args),
         Command::Eval(args) => commands::run::stage(StageName::Eval, &args),
         Command::Report(args) => commands::report::run(&args),
+        Command::Watch(args) => commands::watch::run(&args),
         Command::Config(command) => commands::check::run(&command),
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),

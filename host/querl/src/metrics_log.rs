@@ -1,7 +1,9 @@
-//! `metrics.jsonl`: figures of training steps, appended as they come.
+//! `metrics.jsonl`: figures of training steps, appended as they come; beside it the same figures for TensorBoard.
 
+use crate::tensorboard::EventFile;
 use anyhow::Context;
 use querl_core::fsx::write_atomic;
+use querl_core::run_dir::RunDir;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -16,6 +18,7 @@ pub struct MetricsLog {
     file: File,
     /// Lines of the stage that are there.
     n_lines: u64,
+    events: EventFile,
 }
 
 impl MetricsLog {
@@ -27,7 +30,8 @@ impl MetricsLog {
         let unwritable = || format!("{}: cannot be written", path.display());
         let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
         let file = append_to(path).with_context(unwritable)?;
-        Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines })
+        let events = EventFile::open(&RunDir::tensorboard(path, stage)).with_context(unwritable)?;
+        Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines, events })
     }
 
     /// Appends `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`. A value that is not finite is written as null.
@@ -43,7 +47,7 @@ impl MetricsLog {
         text.push(b'\n');
         self.file.write_all(&text)?;
         self.n_lines += 1;
-        Ok(())
+        self.events.append(step, metrics)
     }
 
     /// Brings the lines to the disk and says how many of the stage there are.
@@ -76,7 +80,7 @@ impl MetricsLog {
             self.file = append_to(&self.path)?;
         }
         self.n_lines = n_own.min(mark);
-        Ok(())
+        self.events.rewind(mark)
     }
 }
 
@@ -108,11 +112,15 @@ fn of_stage<'a>(text: &'a str, stage: &'a str) -> impl Iterator<Item = &'a str> 
     text.lines().filter(move |line| stage_of(line).is_some_and(|of_line| of_line == stage))
 }
 
-/// Removes the lines of one stage; a missing file is fine.
+/// Removes the lines of one stage and its event file; missing files are fine.
 ///
 /// # Errors
 /// As the file system says.
 pub fn remove_stage(path: &Path, stage: &str) -> io::Result<()> {
+    match std::fs::remove_dir_all(RunDir::tensorboard(path, stage)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     let text = read(path)?;
     if text.is_empty() {
         return Ok(());

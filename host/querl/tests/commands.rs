@@ -88,3 +88,17 @@ fn documentation_of_the_configuration_has_every_key_as_it_is() {
         .collect();
     assert!(missing.is_empty(), "{}", missing.join("\n"));
 }
+
+#[test]
+fn documentation_of_training_gives_every_setting_a_source() {
+    let text = std::fs::read_to_string(support::repository().join("docs/training.md")).unwrap();
+    let is_trained = |key: &str| ["model.", "sft.", "rl."].iter().any(|section| key.starts_with(section));
+    for info in querl_core::config::keys().iter().filter(|info| is_trained(&info.key)) {
+        let (section, name) = info.key.rsplit_once('.').unwrap();
+        let table = text.split(&format!("### `[{section}]`")).nth(1).unwrap().split("\n##").next().unwrap();
+        let default = info.default.as_ref().map_or("required".to_owned(), |default| format!("`{default}`"));
+        let row = format!("| `{name}` | {default} | {} | ", info.meaning);
+        let source = table.lines().find_map(|line| line.strip_prefix(&row)?.strip_suffix(" |"));
+        assert!(source.is_some_and(|source| !source.is_empty()), "no source in {row}");
+    }
+}

@@ -7,3 +7,4 @@ pub mod model;
 pub mod plugin;
 pub mod report;
 pub mod run;
+pub mod watch;

@@ -1,0 +1,170 @@
+//! A snapshot drawn: stages, progress, courses of figures, where time goes, warnings, newest episodes.
+
+use super::snapshot::{EpisodeLine, Snapshot, Standing, Training};
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Style, Stylize};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Block, Gauge, Paragraph, Sparkline};
+
+/// Figures with a course of their own, in the order in which they are shown: name in `metrics.jsonl`, name on screen.
+const COURSES: [(&str, &str); 12] = [
+    ("avg_reward", "reward"),
+    ("val/reward", "val reward"),
+    ("win_rate", "win rate"),
+    ("loss", "loss"),
+    ("eval_loss", "eval loss"),
+    ("actor/pg_loss", "policy loss"),
+    ("actor/ref_kl", "KL to SFT"),
+    ("actor/entropy", "entropy"),
+    ("actor/pg_clipfrac", "clip fraction"),
+    ("critic/vf_explained_var", "explained variance"),
+    ("grad_norm", "gradient norm"),
+    ("response_length/mean", "response length"),
+];
+
+/// Columns of one course and rows of it, its name included.
+const COURSE_WIDTH: u16 = 34;
+const COURSE_HEIGHT: u16 = 3;
+
+/// Draws everything that has room.
+pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
+    let courses = snapshot.training.as_ref().map(courses_of).unwrap_or_default();
+    let per_row = usize::from((frame.area().width / COURSE_WIDTH).max(1));
+    let n_rows = courses.len().div_ceil(per_row) as u16;
+    let n_warnings = snapshot.training.as_ref().map_or(0, |training| training.warnings.len().min(4)) as u16;
+    let [head, progress, figures, timing, warnings, episodes] = Layout::vertical([
+        Constraint::Length(2),
+        Constraint::Length(2),
+        Constraint::Length(n_rows * COURSE_HEIGHT),
+        Constraint::Length(2),
+        Constraint::Length(n_warnings),
+        Constraint::Fill(1),
+    ])
+    .areas(frame.area());
+    frame.render_widget(Paragraph::new(head_lines(snapshot)), head);
+    if let Some(training) = &snapshot.training {
+        draw_progress(training, frame, progress);
+        draw_courses(&courses, per_row, frame, figures);
+        frame.render_widget(Paragraph::new(timing_line(training)), timing);
+        let newest = training.warnings.iter().rev().take(usize::from(n_warnings));
+        let lines: Vec<Line<'_>> = newest.map(|text| Line::from(text.as_str()).fg(Color::Yellow)).collect();
+        frame.render_widget(Paragraph::new(lines), warnings);
+    } else {
+        frame.render_widget(Paragraph::new("no training step yet"), progress);
+    }
+    draw_episodes(&snapshot.episodes, frame, episodes);
+}
+
+fn head_lines(snapshot: &Snapshot) -> Vec<Line<'_>> {
+    let state = if snapshot.is_running { "running".fg(Color::Green) } else { "not running".fg(Color::DarkGray) };
+    let tenant = snapshot.tenant.as_deref().unwrap_or("querl");
+    let title =
+        Line::from(vec![tenant.bold(), Span::raw("  "), Span::raw(snapshot.folder.as_str()), Span::raw("  "), state]);
+    let stage = |(name, standing): &(crate::stages::StageName, Standing)| match standing {
+        Standing::Finished => format!("{name} done").fg(Color::Green),
+        Standing::Begun => format!("{name} begun").fg(Color::Cyan),
+        Standing::NotBegun => name.to_string().fg(Color::DarkGray),
+    };
+    let stages = snapshot.stages.iter().flat_map(|entry| [stage(entry), Span::raw("  ")]);
+    vec![title, stages.collect::<Vec<_>>().into()]
+}
+
+fn draw_progress(training: &Training, frame: &mut Frame<'_>, area: Rect) {
+    let ratio = training.n_steps.map_or(0.0, |n_steps| training.step as f64 / n_steps.max(1) as f64).clamp(0.0, 1.0);
+    let mut label = format!("{}  step {}", training.stage, training.step);
+    if let Some(n_steps) = training.n_steps {
+        label.push_str(&format!(" of {n_steps}"));
+    }
+    if let Some(step_s) = training.step_s() {
+        label.push_str(&format!("  {step_s:.1} s a step"));
+    }
+    if let Some(left_s) = training.left_s().filter(|left| *left > 0.0) {
+        label.push_str(&format!("  {} left", duration(left_s)));
+    }
+    if let Some(throughput) = training.last("perf/throughput") {
+        label.push_str(&format!("  {throughput:.0} tokens/s"));
+    }
+    let [bar, _] = Layout::vertical([Constraint::Length(1), Constraint::Length(1)]).areas(area);
+    frame.render_widget(Gauge::default().ratio(ratio).label(label).gauge_style(Style::new().fg(Color::Blue)), bar);
+}
+
+/// `2 h 05 min`, `7 min 30 s`, `12 s`.
+fn duration(seconds: f64) -> String {
+    let seconds = seconds.round() as u64;
+    match seconds {
+        3600.. => format!("{} h {:02} min", seconds / 3600, seconds % 3600 / 60),
+        60.. => format!("{} min {:02} s", seconds / 60, seconds % 60),
+        _ => format!("{seconds} s"),
+    }
+}
+
+/// The courses that the stage has: name on screen and values.
+fn courses_of(training: &Training) -> Vec<(&'static str, &[f64])> {
+    let course = |(name, shown): &(&str, &'static str)| Some((*shown, training.series.get(*name)?.as_slice()));
+    COURSES.iter().filter_map(course).collect()
+}
+
+fn draw_courses(courses: &[(&str, &[f64])], per_row: usize, frame: &mut Frame<'_>, area: Rect) {
+    let n_rows = courses.len().div_ceil(per_row);
+    let rows = Layout::vertical(vec![Constraint::Length(COURSE_HEIGHT); n_rows]).split(area);
+    for (row, courses) in rows.iter().zip(courses.chunks(per_row)) {
+        let cells = Layout::horizontal(vec![Constraint::Fill(1); per_row]).split(*row);
+        for (cell, (name, values)) in cells.iter().zip(courses) {
+            draw_course(name, values, frame, *cell);
+        }
+    }
+}
+
+/// A name with the newest value, and the course as bars between its lowest and its highest value.
+fn draw_course(name: &str, values: &[f64], frame: &mut Frame<'_>, area: Rect) {
+    let newest = values.last().copied().unwrap_or_default();
+    let title = Line::from(vec![Span::raw(name.to_owned()), Span::raw(" "), format!("{newest:.4}").bold()]);
+    let inner = Rect { width: area.width.saturating_sub(2), ..area };
+    let shown = &values[values.len().saturating_sub(usize::from(inner.width))..];
+    let (low, high) =
+        shown.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(*x), high.max(*x)));
+    let spread = (high - low).max(f64::MIN_POSITIVE);
+    let bars: Vec<u64> = shown.iter().map(|x| 1 + ((x - low) / spread * 15.0) as u64).collect();
+    let chart = Sparkline::default().block(Block::new().title(title)).data(&bars).max(16);
+    frame.render_widget(chart.style(Style::new().fg(Color::Cyan)), inner);
+}
+
+fn timing_line(training: &Training) -> Line<'static> {
+    let parts = training.timing();
+    let total: f64 = training.last("timing_s/step").unwrap_or_else(|| parts.iter().map(|(_, s)| s).sum());
+    let part = |(name, seconds): &(&str, f64)| {
+        [
+            Span::raw(format!("{name} ")),
+            format!("{seconds:.2} s ").bold(),
+            format!("({:.0} %)  ", seconds / total * 100.0).fg(Color::DarkGray),
+        ]
+    };
+    if parts.is_empty() {
+        return Line::default();
+    }
+    let mut spans = vec![Span::raw("time  ")];
+    spans.extend(parts.iter().take(6).flat_map(part));
+    Line::from(spans)
+}
+
+fn draw_episodes(episodes: &[EpisodeLine], frame: &mut Frame<'_>, area: Rect) {
+    let line = |episode: &EpisodeLine| {
+        let reward = match &episode.reward {
+            Ok(total) => format!("{total:+.2} ").fg(if *total >= 0.0 { Color::Green } else { Color::Red }),
+            Err(code) => format!("{code} ").fg(Color::Yellow),
+        };
+        let (query, policy, baseline) = (episode.query.clone(), episode.policy.clone(), episode.baseline.clone());
+        let arrow = || " -> ".fg(Color::DarkGray);
+        [
+            Line::from(vec![reward, Span::raw(query), arrow(), policy.bold()]),
+            Line::from(vec![Span::raw("      teacher"), arrow(), baseline.fg(Color::DarkGray)]),
+        ]
+    };
+    if episodes.is_empty() {
+        return;
+    }
+    let mut lines = vec![Line::from("newest episodes".bold())];
+    lines.extend(episodes.iter().flat_map(line));
+    frame.render_widget(Paragraph::new(lines), area);
+}
