@@ -315,7 +315,7 @@ pub struct RlConfig {
     /// Largest of those weights.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub importance_cap: f64,
-    /// An episode whose calls take longer is dropped and counted.
+    /// An episode with a call to retrieval or judge that takes longer is dropped and counted.
     #[schemars(range(min = 1))]
     pub episode_deadline_ms: u64,
     /// Steps between evaluations on the validation split.

@@ -83,6 +83,7 @@ fn pretrain(path: &Path) -> anyhow::Result<()> {
         let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
         usage(format!("{}:{line}: {}", path.display(), error.message()))
     })?;
+    check(&config).map_err(|complaint| usage(format!("{}: {complaint}", path.display())))?;
     let folder = path.parent().unwrap_or(Path::new("."));
     let (corpus, output) = (folder.join(&config.corpus), folder.join(&config.output_dir));
     let lines: Vec<CorpusLine> = read_jsonl(&corpus).map_err(usage)?;
@@ -99,6 +100,23 @@ fn pretrain(path: &Path) -> anyhow::Result<()> {
     decoder.save(new.path(), small_model::STORED_DTYPE)?;
     move_files(new.path(), &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     terminal::say(&format!("written to {}", output.display()));
+    Ok(())
+}
+
+/// What of `[train]` cannot be used; adapters have no place in a model that is made from nothing.
+fn check(config: &PretrainConfig) -> Result<(), String> {
+    let train = &config.train;
+    let counts = [
+        ("batch_size", train.batch_size),
+        ("gradient_accumulation_steps", train.gradient_accumulation_steps),
+        ("epochs", train.epochs),
+    ];
+    if let Some((key, _)) = counts.into_iter().find(|(_, value)| *value == 0) {
+        return Err(format!("train.{key} is 0; expected at least 1"));
+    }
+    if !(train.learning_rate > 0.0 && train.learning_rate <= 1.0) {
+        return Err(format!("train.learning_rate is {}; expected more than 0, at most 1", train.learning_rate));
+    }
     Ok(())
 }
 

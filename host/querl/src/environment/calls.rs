@@ -47,6 +47,34 @@ pub async fn within<T>(
 pub async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>, f64) {
     // Taken when this is first looked at: beside calls that do not wait, the clock starts when these ones do.
     let started = Instant::now();
-    let answers = futures::stream::iter(calls).buffered(n_at_once.max(1)).collect().await;
-    (answers, started.elapsed().as_secs_f64())
+    // Not in order: one that is late must not keep the place of those behind it, which are done.
+    let numbered = calls.into_iter().enumerate().map(|(index, call)| async move { (index, call.await) });
+    let mut answers: Vec<(usize, F::Output)> =
+        futures::stream::iter(numbered).buffer_unordered(n_at_once.max(1)).collect().await;
+    answers.sort_unstable_by_key(|(index, _)| *index);
+    (answers.into_iter().map(|(_, answer)| answer).collect(), started.elapsed().as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The first call ends after all the others, though only two are under way at once.
+    #[tokio::test]
+    async fn one_that_is_late_does_not_keep_the_others_waiting() {
+        let done = tokio::sync::Semaphore::new(0);
+        let call = |index: usize| {
+            let done = &done;
+            async move {
+                match index {
+                    0 => drop(done.acquire_many(10).await),
+                    _ => done.add_permits(1),
+                }
+                index
+            }
+        };
+        let calls = all((0..11).map(call).collect(), 2);
+        let (answers, _) = tokio::time::timeout(Duration::from_secs(30), calls).await.expect("the others went by");
+        assert_eq!(answers, (0..11).collect::<Vec<_>>());
+    }
 }

@@ -278,6 +278,9 @@ fn questions<'a>(
     wanted.iter().map(question).collect()
 }
 
+/// Fewer calls say nothing about a service: a batch may be scored in parts, and most of a part's answers may be known.
+const MIN_CALLS: usize = 4;
+
 /// A refusal that every further call would meet, or nobody reached at all.
 fn stop_if_hopeless<T>(answers: &[Result<T, Missed>]) -> Result<(), CallFailure> {
     let failure = |answer: &'_ Result<T, Missed>| match answer {
@@ -285,7 +288,9 @@ fn stop_if_hopeless<T>(answers: &[Result<T, Missed>]) -> Result<(), CallFailure>
         _ => None,
     };
     let failures: Vec<CallFailure> = answers.iter().filter_map(failure).collect();
-    let all_down = failures.len() == answers.len() && failures.iter().all(|f| f.kind == FailureKind::Unreachable);
+    let all_down = answers.len() >= MIN_CALLS
+        && failures.len() == answers.len()
+        && failures.iter().all(|f| f.kind == FailureKind::Unreachable);
     failures.into_iter().find(|failure| failure.kind.is_fatal() || all_down).map_or(Ok(()), Err)
 }
 
@@ -395,9 +400,12 @@ mod tests {
 
     #[test]
     fn a_service_that_answers_nobody_stops_the_run() {
-        let (shop, row) = (Shop::default(), query("a"));
-        let error = shop.scorer().score(&[request(&row, "down", rewritten("down"))]).unwrap_err();
+        let (shop, rows) = (Shop::default(), [query("a"), query("b")]);
+        let requests = rows.each_ref().map(|row| request(row, "down", rewritten("down")));
+        let error = shop.scorer().score(&requests).unwrap_err();
         assert!(matches!(error, EnvironmentError::Service(_)), "{error}");
+        // Of a small part nothing follows: its episodes are dropped, and too many drops end the run in their own way.
+        assert!(shop.scorer().score(&requests[..1]).unwrap().scored[0].outcome.is_err());
     }
 
     #[test]

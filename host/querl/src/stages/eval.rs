@@ -29,6 +29,7 @@ impl Stage for Eval {
         // The rest of the section is about the figures, which are made anew each time.
         inputs.text("eval.systems", run.config.eval.systems.join(" "));
         add_decoding(&mut inputs, &run.config);
+        inputs.text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;

@@ -4,6 +4,7 @@ use super::StageName;
 use super::ledger::Ledger;
 use crate::failure::Stop;
 use anyhow::Context;
+use querl_core::config::ModelConfig;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -82,9 +83,14 @@ impl Inputs {
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
-    /// Stands for all of them: a checkpoint of a training belongs to one.
-    pub fn fingerprint(&self) -> String {
-        let lines: String = self.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
+    /// Stands for all of them and for what else decides the last bit of a training: how passes are cut, and the program. A
+    /// checkpoint belongs to one. (A finished stage is not done again for these: its result is the same beside rounding.)
+    pub fn fingerprint(&self, model: &ModelConfig) -> String {
+        let mut exact = self.clone();
+        exact.text("model.tokens_per_pass", model.tokens_per_pass);
+        exact.text("model.gradient_checkpointing", model.gradient_checkpointing);
+        exact.text("program", format_args!("{} {ARITHMETIC}", env!("CARGO_PKG_VERSION")));
+        let lines: String = exact.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
         querl_core::fsx::digest_hex(lines.as_bytes())
     }
 
@@ -97,6 +103,9 @@ impl Inputs {
         changed
     }
 }
+
+/// Bumped with each change of what a training computes: a stopped one is then not gone on with.
+const ARITHMETIC: u32 = 1;
 
 fn digest_file(path: &Path) -> anyhow::Result<String> {
     let unreadable = || format!("{}: cannot be read", path.display());
@@ -163,6 +172,19 @@ mod tests {
         let mut after = Inputs::default();
         after.section("sft", &changed, &["eval_steps"]).unwrap();
         assert_eq!(after.changed_since(&before), ["sft.epochs"]);
+    }
+
+    #[test]
+    fn a_checkpoint_belongs_to_one_way_of_cutting_passes() {
+        let model = |tokens_per_pass| ModelConfig {
+            path: "model".into(),
+            dtype: querl_core::config::BaseDtype::F32,
+            tokens_per_pass,
+            gradient_checkpointing: false,
+        };
+        let inputs = Inputs::default();
+        assert_eq!(inputs.fingerprint(&model(512)), inputs.fingerprint(&model(512)));
+        assert_ne!(inputs.fingerprint(&model(512)), inputs.fingerprint(&model(256)));
     }
 
     #[test]

@@ -19,6 +19,25 @@ use std::time::Duration;
 /// Keys that change when something is done and not what comes of it.
 const WITHOUT_EFFECT: [&str; 3] = ["pipeline_parts", "save_steps", "save_total_limit"];
 
+/// Keys of `[sft]` that shape neither the adapters of this stage nor what they are trained on.
+const OF_FINE_TUNING_ALONE: [&str; 15] = [
+    "learning_rate",
+    "epochs",
+    "max_steps",
+    "lora_dropout",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "lr_scheduler",
+    "warmup_ratio",
+    "weight_decay",
+    "max_grad_norm",
+    "max_length",
+    "eval_steps",
+    "save_steps",
+    "save_total_limit",
+    "early_stopping_patience",
+];
+
 /// The stage.
 pub struct Rl;
 
@@ -31,6 +50,7 @@ impl Stage for Rl {
         let mut inputs = Inputs::default();
         inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
+        inputs.section("sft", &run.config.sft, &OF_FINE_TUNING_ALONE)?;
         inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Sft, &training::best(&run.dir.sft()))?;
@@ -61,7 +81,7 @@ impl Stage for Rl {
 
     /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint();
+        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(read_jsonl(&run.dir.validated())?));
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));

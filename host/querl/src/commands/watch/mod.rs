@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn a_folder_without_a_run_is_one_sentence() {
         let folder = tempfile::tempdir().unwrap();
-        let error = Snapshot::read(&RunDir::new(folder.path())).unwrap_err().to_string();
+        let error = Snapshot::read(&RunDir::new(folder.path())).err().unwrap().to_string();
         assert!(error.contains("holds no run"), "{error}");
     }
 }
