@@ -47,15 +47,17 @@ pub enum TrainError {
     },
     /// Rollout and training do not compute the same log-probabilities: what would be learned is not what was done.
     #[error(
-        "rl step {step}: log-probabilities of rollout and training differ by {difference:.1e} a token, expected at most {limit:.0e}; run with another model.dtype, and report it with the model's config.json"
+        "rl step {step}: log-probabilities of rollout and training differ by {difference:.1e} a token {measure}, expected at most {limit:.0e}; run with another model.dtype, and report it with the model's config.json"
     )]
     RolloutDiffers {
         /// Which step.
         step: u64,
-        /// Mean over the sampled tokens.
+        /// Over the sampled tokens.
         difference: f64,
         /// The limit.
         limit: f64,
+        /// What of the differences it is: their mean or the largest, in words.
+        measure: &'static str,
     },
     /// A thread of ours panicked.
     #[error("{what} stopped by itself: {message}; this is a fault of querl or of the environment, please report it")]

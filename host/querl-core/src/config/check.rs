@@ -109,6 +109,10 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
             ),
         ));
     }
+    if rl.kl_target > 0.0 && rl.kl_coef == 0.0 {
+        let expected = "more than 0.0, since rl.kl_target adapts it by factors";
+        violations.push(wrong("rl.kl_coef", &Value::Float(rl.kl_coef), expected));
+    }
     if rl.min_new_tokens > rl.max_new_tokens {
         let expected = format!("at most rl.max_new_tokens, {}", rl.max_new_tokens);
         violations.push(wrong("rl.min_new_tokens", &Value::Integer(rl.min_new_tokens as i64), &expected));

@@ -281,8 +281,21 @@ path = "reward.wasm"
             ("gae_lambda = 0.95", "max_steps = 2.5", "querl.toml:16: rl.max_steps is 2.5; expected an integer"),
             ("gae_lambda = 0.95", "batch_size = -1", "querl.toml:16: rl.batch_size is -1; expected 1 or more"),
             ("gae_lambda = 0.95", "gamma = \"high\"", "querl.toml:16: rl.gamma is \"high\"; expected a number"),
-            ("gae_lambda = 0.95", "algorithm = \"grpo\"", "querl.toml:16: rl.algorithm is \"grpo\"; expected ppo"),
-            ("gae_lambda = 0.95", "algorithm = 3", "querl.toml:16: rl.algorithm is 3; expected ppo"),
+            (
+                "gae_lambda = 0.95",
+                "algorithm = \"trpo\"",
+                "querl.toml:16: rl.algorithm is \"trpo\"; expected ppo, grpo, dr_grpo, rloo or reinforce_plus_plus",
+            ),
+            (
+                "gae_lambda = 0.95",
+                "algorithm = 3",
+                "querl.toml:16: rl.algorithm is 3; expected ppo, grpo, dr_grpo, rloo or reinforce_plus_plus",
+            ),
+            (
+                "gae_lambda = 0.95",
+                "algorithm = \"grpo\"\nn_samples = 1",
+                "querl.toml:17: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
+            ),
             ("tenant = \"fivedoctors\"", "", "querl.toml: the key tenant is missing; expected a string"),
             ("[model]\npath = \"tiny\"", "", "querl.toml: the section [model] is missing"),
             ("path = \"tiny\"", "", "querl.toml:13: the key model.path is missing; expected a string"),
@@ -364,6 +377,11 @@ path = "reward.wasm"
                 "gae_lambda = 0.95",
                 "advantage_form = \"sequence\"\ndual_clip = 3.0",
                 "querl.toml:17: rl.dual_clip is 3.0; rl.advantage_form = \"sequence\" has no such bound, expected 0.0",
+            ),
+            (
+                "gae_lambda = 0.95",
+                "kl_target = 6.0\nkl_coef = 0.0",
+                "querl.toml:17: rl.kl_coef is 0.0; expected more than 0.0, since rl.kl_target adapts it by factors",
             ),
             (
                 "[model]",

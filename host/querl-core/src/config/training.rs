@@ -194,7 +194,7 @@ pub enum CriticKind {
 pub struct RlConfig {
     /// Which algorithm.
     pub algorithm: RlAlgorithm,
-    /// Per token or per response.
+    /// Per token or per response: advantages, ratios, and KL and entropy in the loss.
     pub advantage_form: AdvantageForm,
     /// What the critic is made of.
     pub critic: CriticKind,
@@ -243,7 +243,7 @@ pub struct RlConfig {
     pub clip_range_value: f64,
     /// What the critic's error costs.
     pub value_loss: ValueLossKind,
-    /// Weight of the value loss.
+    /// Weight of the value loss. The critic's own AdamW does not see the scale: it matters for clipping by `max_grad_norm` alone.
     #[schemars(range(min = 0.0))]
     pub vf_coef: f64,
     /// Weight of the entropy bonus.

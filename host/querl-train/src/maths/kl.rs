@@ -116,6 +116,9 @@ pub fn token_rewards(scores: &[f32], kl: &[Vec<f32>], kl_coef: f32) -> Rows {
     scores.iter().zip(kl).map(row).collect()
 }
 
+/// The least that one batch leaves of the coefficient: it stays above 0, from where it can rise again.
+const MIN_FACTOR: f64 = 0.1;
+
 /// The coefficient of the divergence, fixed or adapted to a target.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct KlController {
@@ -140,13 +143,14 @@ impl KlController {
     /// Takes note of the divergence `current_kl` of `n_episodes`, in the unit of the target.
     ///
     /// querl's target and `current_kl` are nats per response, summed over its tokens, as in the source and in TRL; verl's
-    /// trainer averages over the tokens instead. The controller is the same.
+    /// trainer averages over the tokens instead. The controller is the same, but for a bound: where a batch has more episodes
+    /// than five horizons, the sources' factor is 0 or negative.
     ///
     /// Source: Ziegler et al. 2019, section 2.2; verl `AdaptiveKLController`.
     pub fn update(&mut self, current_kl: f64, n_episodes: usize) {
         if self.kl_target > 0.0 {
             let proportional_error = (current_kl / self.kl_target - 1.0).clamp(-0.2, 0.2);
-            self.kl_coef *= 1.0 + proportional_error * n_episodes as f64 / self.kl_horizon;
+            self.kl_coef *= (1.0 + proportional_error * n_episodes as f64 / self.kl_horizon).max(MIN_FACTOR);
         }
     }
 }
@@ -189,6 +193,16 @@ mod tests {
         let mut controller = KlController::new(0.05, 0.0, 100);
         controller.update(50.0, 64);
         assert_eq!(controller.kl_coef(), 0.05);
+    }
+
+    /// The symptom: with fewer episodes to a horizon than a fifth of a batch, the penalty became a reward for divergence.
+    #[test]
+    fn an_adapted_coefficient_stays_positive_however_short_its_horizon() {
+        let mut controller = KlController::new(0.05, 6.0, 1);
+        controller.update(0.0, 64);
+        assert!((controller.kl_coef() - 0.005).abs() < 1e-12, "{controller:?}");
+        controller.update(60.0, 64);
+        assert!(controller.kl_coef() > 0.05, "{controller:?}");
     }
 
     #[test]

@@ -66,21 +66,22 @@ impl Critic {
         matches!(self.base, Base::Reference(_))
     }
 
-    /// What the head is given for each token of a batch: `(N, 2H)`, from the reference's hidden states `(N, H)`. The first
-    /// batch fixes how they are whitened.
-    pub(super) fn inputs(&mut self, hidden: &Tensor, examples: &[&Example]) -> Result<Tensor, TrainError> {
+    /// What a head on the reference is given for each token of a batch: `(N, 2H)`, from the reference's hidden states
+    /// `(N, H)`. The first batch fixes how they are whitened. `None` for a head on an adapter, which needs none.
+    pub(super) fn inputs(
+        &mut self,
+        ref_hidden: Option<&Tensor>,
+        examples: &[&Example],
+    ) -> Result<Option<Tensor>, TrainError> {
+        let (Base::Reference(kept), Some(hidden)) = (&mut self.base, ref_hidden) else { return Ok(None) };
         let firsts = first_rows(examples);
         let n_rows = firsts.len();
         let first = hidden.index_select(&Tensor::from_vec(firsts, n_rows, &Device::Cpu)?, 0)?; // (N, H)
-        let kept = match &mut self.base {
-            Base::Adapter(_) => return Ok(hidden.clone()),
-            Base::Reference(kept) => kept,
-        };
         let inputs = match kept {
             Some(inputs) => inputs,
             None => kept.insert(Inputs { first: Whitening::fit(&first)?, current: Whitening::fit(hidden)? }),
         };
-        Ok(Tensor::cat(&[inputs.first.apply(&first)?, inputs.current.apply(hidden)?], 1)?)
+        Ok(Some(Tensor::cat(&[inputs.first.apply(&first)?, inputs.current.apply(hidden)?], 1)?))
     }
 
     /// Values of all response tokens of some examples: `(N)`. `inputs`: their rows of [`Critic::inputs`], where the head

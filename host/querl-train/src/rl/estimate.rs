@@ -131,8 +131,7 @@ impl Learner {
     ) -> Result<Option<Values>, TrainError> {
         let Some(critic) = &mut self.critic else { return Ok(None) };
         let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
-        if let Some(hidden) = ref_hidden {
-            let inputs = critic.inputs(hidden, &examples)?;
+        if let Some(inputs) = critic.inputs(ref_hidden, &examples)? {
             let rows = rows_of(&critic.estimate(task.decoder, &examples, Some(&inputs))?, &examples);
             return Ok(Some(Values { rows, inputs: Some(split_rows(&inputs, &examples)?) }));
         }

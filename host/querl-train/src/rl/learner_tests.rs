@@ -33,9 +33,60 @@ fn a_rollout_that_training_computes_otherwise_stops_the_run_and_the_step_is_name
     assert!((4e-5..6e-5).contains(&metrics["rollout_probs_diff"]), "{metrics:?}");
     rollouts.iter_mut().flat_map(|rollout| &mut rollout.logprobs).for_each(|logprob| *logprob += 1e-3);
     let message = check_rollout(&task, task.policy, &rollouts, 7).unwrap_err().to_string();
+    let expected = "a token on average, expected at most 1e-4";
     assert!(message.starts_with("rl step 7: log-probabilities of rollout and training differ by 1"), "{message}");
+    assert!(message.contains(expected), "{message}");
     rollouts.iter_mut().flat_map(|rollout| &mut rollout.logprobs).for_each(|logprob| *logprob = f32::NAN);
     assert!(check_rollout(&task, task.policy, &rollouts, 7).is_err());
+}
+
+#[test]
+fn one_token_that_is_far_off_and_one_that_is_missing_stop_the_run() {
+    let (fixture, config) = (Fixture::new(), config());
+    let task = fixture.task(&config);
+    // Long responses, in which one token hardly moves the mean.
+    let examples = (0..8).map(|i| Example { prompt: vec![7, 8, 9], response: vec![20 + i; 50] }).collect();
+    let mut rollouts = fixture.scored(&config, examples, |_| 0.0);
+    rollouts[3].logprobs[20] += 0.02;
+    let message = check_rollout(&task, task.policy, &rollouts, 7).unwrap_err().to_string();
+    assert!(message.contains("differ by 2.0e-2 a token at worst, expected at most 1e-2"), "{message}");
+    rollouts[3].logprobs.pop();
+    let message = check_rollout(&task, task.policy, &rollouts, 7).unwrap_err().to_string();
+    assert!(message.starts_with("rl step 7: a rollout has 49 log-probabilities for 50 tokens"), "{message}");
+}
+
+#[test]
+fn the_check_of_rollouts_is_cut_into_passes_and_has_nothing_to_say_of_none() {
+    let (fixture, config) = (Fixture::new(), config());
+    let rollouts = fixture.rollouts(&config, 1);
+    for tokens_per_pass in [1, 14] {
+        let task = RlTask { tokens_per_pass, ..fixture.task(&config) };
+        let metrics = check_rollout(&task, task.policy, &rollouts, 7).unwrap();
+        assert!(metrics["rollout_probs_diff_max"] < 1e-5, "{metrics:?}");
+    }
+    let task = fixture.task(&config);
+    assert!(check_rollout(&task, task.policy, &[], 7).unwrap().is_empty());
+}
+
+/// In the sequence form the divergence in the loss is that of responses, like the surrogate and like the penalty in the reward.
+#[test]
+fn the_divergence_in_the_loss_is_per_token_or_per_response_as_the_form_says() {
+    let fixture = Fixture::new();
+    fixture.move_policy();
+    for (advantage_form, unit) in [(AdvantageForm::Token, "actor/ref_kl"), (AdvantageForm::Sequence, "objective/kl")] {
+        let config = RlConfig {
+            advantage_form,
+            ppo_epochs: 1,
+            learning_rate: 1e-12,
+            kl_placement: KlPlacement::Loss,
+            kl_estimator: KlEstimator::K1,
+            ..config()
+        };
+        let task = fixture.task(&config);
+        let metrics = learn(&mut Learner::new(&task).unwrap(), &task, &fixture.rollouts(&config, 1), 1);
+        let (found, expected) = (metrics["actor/kl_loss"], metrics[unit]);
+        assert!(expected.abs() > 1e-3 && (found - expected).abs() < 1e-4 * expected.abs().max(1.0), "{metrics:?}");
+    }
 }
 
 #[test]
@@ -62,23 +113,21 @@ fn an_update_does_not_depend_on_how_it_is_cut_into_passes() {
         ["actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "actor/entropy", "critic/vf_loss"]
             .map(|name| metrics[name])
     };
-    {
-        for advantage_form in [AdvantageForm::Token, AdvantageForm::Sequence] {
-            // A rate of next to nothing: every run starts from the same policy.
-            let config = RlConfig {
-                advantage_form,
-                critic: CriticKind::Adapter,
-                ppo_epochs: 1,
-                learning_rate: 1e-12,
-                kl_placement: KlPlacement::Loss,
-                ..config()
-            };
-            let whole = norms(&config, 10_000, false);
-            let accumulated = RlConfig { gradient_accumulation_steps: 5, ..config.clone() };
-            for cut in [norms(&config, 14, false), norms(&config, 10_000, true), norms(&accumulated, 20, true)] {
-                for (whole, cut) in whole.iter().zip(cut) {
-                    assert!((whole - cut).abs() < 1e-4 * whole.abs().max(1e-2), "{whole} and {cut}");
-                }
+    for advantage_form in [AdvantageForm::Token, AdvantageForm::Sequence] {
+        // A rate of next to nothing: every run starts from the same policy.
+        let config = RlConfig {
+            advantage_form,
+            critic: CriticKind::Adapter,
+            ppo_epochs: 1,
+            learning_rate: 1e-12,
+            kl_placement: KlPlacement::Loss,
+            ..config()
+        };
+        let whole = norms(&config, 10_000, false);
+        let accumulated = RlConfig { gradient_accumulation_steps: 5, ..config.clone() };
+        for cut in [norms(&config, 14, false), norms(&config, 10_000, true), norms(&accumulated, 20, true)] {
+            for (whole, cut) in whole.iter().zip(cut) {
+                assert!((whole - cut).abs() < 1e-4 * whole.abs().max(1e-2), "{whole} and {cut}");
             }
         }
     }

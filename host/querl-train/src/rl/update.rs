@@ -1,6 +1,7 @@
 //! Several epochs of clipped updates of policy and critic on one batch.
 
 use super::RlTask;
+use super::algorithm::Algorithm;
 use super::critic::Critic;
 use super::estimate::{Experience, ValueExperience};
 use super::learner::Learner;
@@ -69,7 +70,7 @@ impl Learner {
         'epochs: for _ in 0..config.ppo_epochs {
             order.shuffle(&mut rng);
             for rows in order.chunks(config.mini_batch_size) {
-                let mini_batch = MiniBatch::new(task, experience, rows, self.algorithm.aggregation(config))?;
+                let mini_batch = MiniBatch::new(task, experience, rows, aggregation(self.algorithm, config))?;
                 let started = Instant::now();
                 if policy_learns {
                     let progress = self.policy_step(&mini_batch, learning_rate, step, &mut totals)?;
@@ -145,9 +146,19 @@ fn learning_rate(config: &RlConfig, step: u64) -> f64 {
     let n_warmup = (config.warmup_ratio * n_steps as f64).ceil() as u64;
     let factor = match step <= n_warmup {
         true => step as f64 / n_warmup as f64,
-        false => lr_factor(config.lr_scheduler, step - 1, n_warmup.min(step - 1), n_steps),
+        false => lr_factor(config.lr_scheduler, step - 1, n_warmup, n_steps),
     };
     config.learning_rate * factor
+}
+
+/// How tokens are weighted in the loss. In the sequence form the surrogate weighs responses alike and reaches each of their
+/// tokens whole, through the one ratio; divergence and entropy are sums over a response then too, so that `kl_coef` and
+/// `ent_coef` weigh against the surrogate as in the token form.
+fn aggregation(algorithm: &dyn Algorithm, config: &RlConfig) -> Aggregation {
+    match config.advantage_form {
+        AdvantageForm::Token => algorithm.aggregation(config),
+        AdvantageForm::Sequence => Aggregation::SequenceSum { scale: 1.0 },
+    }
 }
 
 /// The responses of one optimizer step, and how much each of their tokens counts in it.

@@ -1,7 +1,9 @@
 //! Rollouts that run one step ahead of learning.
 
-use crate::world::{Fault, Model, Recorder, World, config, run};
+use crate::world::{BATCH, Fault, Model, Recorder, World, config, run};
 use querl_core::config::RlConfig;
+use querl_train::{MetricSink, Metrics, TrainError};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 fn ahead(model: &Model, config: &RlConfig, world: &World) -> Recorder {
@@ -49,23 +51,55 @@ fn the_same_seed_gives_the_same_adapter_though_two_threads_compute() {
     assert_eq!(outcome(), outcome());
 }
 
+/// Notes how many responses were scored when a step was recorded.
+struct Watch<'a> {
+    world: &'a World,
+    n_scored: Vec<usize>,
+}
+
+impl MetricSink for Watch<'_> {
+    fn record(&mut self, _: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
+        // Evaluations are recorded too, under the step before.
+        if metrics.contains_key("actor/lr") {
+            assert_eq!(self.n_scored.len() as u64 + 1, step);
+            self.n_scored.push(self.world.n_scored.load(Ordering::SeqCst));
+        }
+        Ok(())
+    }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        Ok(0)
+    }
+
+    fn rewind(&mut self, _: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 #[test]
-fn scoring_hides_behind_learning() {
+fn the_next_batch_is_scored_before_a_step_ends() {
     let model = Model::new();
-    let of = |off_by_one| {
-        let config =
-            RlConfig { off_by_one, max_steps: 3, eval_steps: 100, ppo_epochs: 8, pipeline_parts: 1, ..config() };
-        let recorder = ahead(&model, &config, &World::new(Fault::None, Duration::from_millis(40)));
-        let seconds = |name: &str| recorder.get(2, &format!("timing_s/{name}"));
-        (seconds("step"), seconds("rollout"))
+    let n_scored = |off_by_one| {
+        let (folder, world) = (tempfile::tempdir().unwrap(), World::sound());
+        let config = RlConfig { off_by_one, max_steps: 3, eval_steps: 100, ..config() };
+        let mut watch = Watch { world: &world, n_scored: Vec::new() };
+        run(&model, &config, &world, folder.path(), &mut watch).summary.unwrap();
+        watch.n_scored
     };
-    let (synchronous_s, rollout_s) = of(false);
-    assert!(synchronous_s > rollout_s, "one after the other");
-    // The second step's batch was rolled out beside the first update: what the step takes is the longer of both, not the sum.
-    let (step_s, rollout_s) = of(true);
-    println!(
-        "a step takes {synchronous_s:.3} s, with rollouts ahead {step_s:.3} s; its rollouts take {rollout_s:.3} s"
-    );
-    assert!(rollout_s >= 0.4, "ten responses at 40 ms: {rollout_s}");
-    assert!(step_s < synchronous_s, "{step_s} against {synchronous_s}");
+    let of_batches = |n| 8 + n * BATCH; // the first evaluation is of eight rows
+    assert_eq!(n_scored(false), [1, 2, 3].map(of_batches));
+    assert_eq!(n_scored(true), [2, 3, 3].map(of_batches));
+}
+
+/// The symptom: a batch with nothing to learn from was compared with the training pass, which panicked.
+#[test]
+fn a_batch_that_is_wholly_rejected_is_too_many_drops() {
+    let model = Model::new();
+    for first in [1, 2] {
+        let (folder, world) = (tempfile::tempdir().unwrap(), World::new(Fault::Refusal(first), Duration::ZERO));
+        let config = RlConfig { off_by_one: true, max_drop_rate: 1.0, ..config() };
+        let outcome = run(&model, &config, &world, folder.path(), &mut Recorder::default());
+        let error = outcome.summary.unwrap_err();
+        assert!(matches!(error, TrainError::DropRate { step, n_dropped: BATCH, .. } if step == first), "{error}");
+    }
 }

@@ -31,27 +31,17 @@ fn the_number_of_parts_changes_time_and_nothing_else() {
     }
 }
 
+/// That both overlap is shown by events in the pipeline's own tests: a clock is no witness on a busy machine.
 #[test]
-fn scoring_hides_behind_generation() {
+fn time_in_the_environment_and_in_its_calls_is_counted_over_all_parts() {
     let model = Model::new();
     let world = World::new(Fault::None, Duration::from_millis(2));
-    let config = RlConfig {
-        pipeline_parts: 5,
-        n_samples: 4,
-        max_new_tokens: 48,
-        min_new_tokens: 48,
-        max_steps: 2,
-        eval_steps: 100,
-        ..config()
-    };
+    let config = RlConfig { pipeline_parts: 5, n_samples: 4, max_steps: 2, eval_steps: 100, ..config() };
     let (_, recorder) = run_anew(&model, &config, &world);
     let seconds = |name: &str| recorder.get(2, &format!("timing_s/{name}"));
-    let (generate_s, score_s, rollout_s) = (seconds("gen"), seconds("reward"), seconds("rollout"));
-    println!("generation {generate_s:.3} s, scoring {score_s:.3} s, together {rollout_s:.3} s");
-    assert!(score_s >= 0.002 * 4.0 * BATCH as f64 && seconds("retrieve") > 0.9 * score_s, "{score_s}");
-    // The first of five parts is generated alone and the last scored alone: four in five of the shorter side can hide.
-    let hidden = generate_s + score_s - rollout_s;
-    assert!(hidden > 0.4 * generate_s.min(score_s), "{generate_s} + {score_s} took {rollout_s}");
+    let slept_s = 0.002 * 4.0 * BATCH as f64;
+    assert!(seconds("retrieve") >= slept_s && seconds("reward") >= seconds("retrieve"), "{recorder:?}");
+    assert!(seconds("rollout") >= slept_s && seconds("gen") > 0.0, "{recorder:?}");
 }
 
 #[test]

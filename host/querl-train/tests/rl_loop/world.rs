@@ -52,6 +52,8 @@ pub(crate) enum Fault {
     Stop(usize),
     /// Every fourth episode is late.
     Stragglers,
+    /// From this step on every training episode is rejected.
+    Refusal(u64),
 }
 
 /// What outlives a process: the log of episodes. Pays for plain ASCII: the share of such characters in an answer.
@@ -118,9 +120,12 @@ impl World {
         let total = n_plain as f64 / response.text.chars().count().max(1) as f64;
         let is_late =
             self.fault == Fault::Stragglers && phase == "step" && (response.row_index as u64 + step).is_multiple_of(4);
-        let outcome = match is_late {
-            true => Err(Rejection { code: "deadline".into(), detail: String::new() }),
-            false => Ok(Reward { total, components: Vec::new() }),
+        let is_refused = phase == "step" && matches!(self.fault, Fault::Refusal(from) if step >= from);
+        let rejection = |code: &str| Err(Rejection { code: code.into(), detail: String::new() });
+        let outcome = match (is_late, is_refused) {
+            (true, _) => rejection("deadline"),
+            (_, true) => rejection("refused"),
+            _ => Ok(Reward { total, components: Vec::new() }),
         };
         EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
     }
@@ -156,7 +161,7 @@ impl Environment for Split<'_> {
 }
 
 /// Keeps metrics, with their steps.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
 
 impl MetricSink for Recorder {
@@ -218,7 +223,13 @@ pub(crate) struct Outcome {
 }
 
 /// One process: runs, or goes on with, an optimisation in `folder`.
-pub(crate) fn run(model: &Model, config: &RlConfig, world: &World, folder: &Path, recorder: &mut Recorder) -> Outcome {
+pub(crate) fn run(
+    model: &Model,
+    config: &RlConfig,
+    world: &World,
+    folder: &Path,
+    recorder: &mut dyn MetricSink,
+) -> Outcome {
     let settings = LoraSettings::all_linear(4, 8.0);
     let policy = LoraAdapter::new(&model.decoder, settings.clone(), 5).unwrap();
     let prompts: Vec<Vec<u32>> = (0..8).map(|i| model.tokenizer.encode(&format!("a{i}b")).unwrap()).collect();

@@ -13,8 +13,7 @@ impl Algorithm for Ppo {
     }
 
     fn estimate(&self, scored: &Scored<'_>) -> Estimates {
-        let unlearned = Rows::new();
-        let values = scored.values.unwrap_or(&unlearned);
+        let values = scored.values.expect("the critic's values: an algorithm that says it has a critic is given them");
         match scored.config.advantage_form {
             AdvantageForm::Token => of_tokens(scored, values),
             AdvantageForm::Sequence => of_responses(scored, values),
@@ -67,6 +66,14 @@ mod tests {
         let mask = all_true(&whitened.advantages);
         assert!(masked_mean(&whitened.advantages, &mask).abs() < 1e-6);
         assert_eq!(masked_whiten(&plain.advantages, &mask), whitened.advantages);
+    }
+
+    /// The symptom: without values every advantage was missing, and the batch taught nothing.
+    #[test]
+    #[should_panic(expected = "the critic's values")]
+    fn missing_values_are_no_empty_batch() {
+        let (rewards, config) = (vec![vec![1.0]], RlConfig::default());
+        Ppo.estimate(&Scored { rewards: &rewards, groups: &[0], values: None, config: &config });
     }
 
     #[test]
