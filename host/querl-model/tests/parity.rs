@@ -97,6 +97,25 @@ fn decoders_agree_with_transformers_in_logits_and_gradients() {
 }
 
 #[test]
+fn no_rows_have_no_hidden_states() {
+    for weights in [Weights::Frozen, Weights::Trained] {
+        let decoder = Decoder::load(&golden("decoders/qwen3-tied"), weights).unwrap();
+        let width = decoder.config().hidden_size;
+        let batch = PackedBatch::new([[1, 2, 3].as_slice()]);
+        let found = decoder.hidden_at(&batch, &[], &Pass::default()).unwrap();
+        assert_eq!(found.dims(), [0, width]);
+        assert_eq!(decoder.token_logprobs(&found, Vec::new(), 1.0, None).unwrap().dims(), [0, 2]);
+        let empty = PackedBatch::new(std::iter::empty());
+        assert_eq!(decoder.hidden_states(&empty, None).unwrap().dims(), [0, width]);
+        assert_eq!(decoder.hidden_at(&empty, &[], &Pass::default()).unwrap().dims(), [0, width]);
+        assert!(decoder.hidden_at(&empty, &[0], &Pass::default()).is_err());
+        // As many rows as the batch has, but not its own.
+        let error = decoder.hidden_at(&batch, &[0, 1, 3], &Pass::default()).unwrap_err();
+        assert!(error.to_string().contains("there is no row 3 among 3"), "{error}");
+    }
+}
+
+#[test]
 fn both_forms_of_config_json_are_read() {
     for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
         let directory = golden(&format!("decoders/{name}"));

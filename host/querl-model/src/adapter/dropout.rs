@@ -1,7 +1,7 @@
 //! Dropout on the inputs of adapters, with masks that depend on what a row is and not on where it stands.
 
 use crate::decoder::Dropout;
-use crate::kernels::{Mat, Threads, floats, matmul, with_floats};
+use crate::kernels::{Projection, floats, input_gradient, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -62,7 +62,7 @@ impl DropoutMask {
     fn apply(&self, rows: &mut [f32], width: usize, layer_seed: u64) {
         let threshold = (self.dropout.p * f64::from(u32::MAX)) as u32;
         let scale = (1.0 / (1.0 - self.dropout.p)) as f32;
-        rows.par_chunks_mut(width).zip(self.row_keys.par_iter()).for_each(|(row, key)| {
+        rows.par_chunks_mut(width.max(1)).zip(self.row_keys.par_iter()).for_each(|(row, key)| {
             let mut state = mix(key ^ layer_seed);
             for pair in row.chunks_mut(2) {
                 state = state.wrapping_add(STEP);
@@ -121,6 +121,10 @@ pub(crate) fn lora_dropout(
     path: &str,
 ) -> Result<Tensor> {
     let layer_seed = mask.layer_seed(x, path)?;
+    let ((_, n_in), (rank, a_in), (_, b_in)) = (x.dims2()?, lora_a.dims2()?, lora_b.dims2()?);
+    if n_in == 0 || rank == 0 || a_in != n_in || b_in != rank {
+        bail!("adapter of shapes {:?} and {:?} for rows of {n_in}", lora_a.dims(), lora_b.dims());
+    }
     x.contiguous()?.apply_op3(lora_a, lora_b, LoraDropout { mask: mask.clone(), layer_seed, scale })
 }
 
@@ -147,16 +151,14 @@ impl CustomOp3 for LoraDropout {
         b_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (n_rows, n_in) = x_layout.shape().dims2()?;
-        let ((rank, _), n_out) = (a_layout.shape().dims2()?, b_layout.shape().dims2()?.0);
-        let (a, b) = (Mat::new(floats(a, a_layout)?, rank, n_in), Mat::new(floats(b, b_layout)?, n_out, rank));
-        let dropped = self.dropped(floats(x, x_layout)?, n_in);
-        let (mut down, mut y) = (vec![0f32; n_rows * rank], vec![0f32; n_rows * n_out]);
-        matmul(&mut down, 0.0, 1.0, Mat::new(&dropped, n_rows, n_in), a.t(), Threads::All)?;
-        matmul(&mut y, 0.0, self.scale, Mat::new(&down, n_rows, rank), b.t(), Threads::All)?;
+        let (n_out, rank) = b_layout.shape().dims2()?;
+        let (a, b) = (matrix(floats(a, a_layout)?, n_in), matrix(floats(b, b_layout)?, rank));
+        let (down, _) = a.forward(&self.dropped(floats(x, x_layout)?, n_in))?;
+        let (mut y, _) = b.forward(&down)?;
+        y.iter_mut().for_each(|y| *y *= self.scale);
         Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
     }
 
-    /// With `g` the gradient of `y` and `v = scale * g B`: `dx = d(v A)`, `dA = v^T d(x)`, `dB = scale * g^T (d(x) A^T)`.
     fn bwd(
         &self,
         x: &Tensor,
@@ -165,30 +167,45 @@ impl CustomOp3 for LoraDropout {
         _y: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (n_rows, n_in) = x.dims2()?;
-        let (rank, n_out) = (a.dim(0)?, b.dim(0)?);
-        let dropped = with_floats(x, |x| Ok(self.dropped(x, n_in)))?;
-        let x_mat = Mat::new(&dropped, n_rows, n_in);
-        let (mut down, mut v) = (vec![0f32; n_rows * rank], vec![0f32; n_rows * rank]);
-        let (mut dx, mut da, mut db) = (vec![0f32; n_rows * n_in], vec![0f32; rank * n_in], vec![0f32; n_out * rank]);
-        with_floats(grad, |grad| {
-            let g = Mat::new(grad, n_rows, n_out);
-            with_floats(b, |b| matmul(&mut v, 0.0, self.scale, g, Mat::new(b, n_out, rank), Threads::All))?;
-            let v = Mat::new(&v, n_rows, rank);
-            with_floats(a, |a| {
-                let a = Mat::new(a, rank, n_in);
-                matmul(&mut down, 0.0, 1.0, x_mat, a.t(), Threads::All)?;
-                matmul(&mut dx, 0.0, 1.0, v, a, Threads::All)
-            })?;
-            matmul(&mut da, 0.0, 1.0, v.t(), x_mat, Threads::All)?;
-            matmul(&mut db, 0.0, self.scale, g.t(), Mat::new(&down, n_rows, rank), Threads::All)
+        let [dx, da, db] = with_floats(x, |x_values| {
+            with_floats(a, |a_values| {
+                with_floats(b, |b_values| {
+                    let (a, b) = (matrix(a_values, a.dim(1)?), matrix(b_values, b.dim(1)?));
+                    with_floats(grad, |grad| self.gradients(x_values, x.dim(1)?, &a, &b, grad))
+                })
+            })
         })?;
-        self.mask.apply(&mut dx, n_in, self.layer_seed);
         Ok((
             Some(Tensor::from_vec(dx, x.shape(), x.device())?),
             Some(Tensor::from_vec(da, a.shape(), a.device())?),
             Some(Tensor::from_vec(db, b.shape(), b.device())?),
         ))
+    }
+}
+
+/// A trained matrix `(out, in)`, row by row.
+fn matrix(weight: &[f32], n_in: usize) -> Projection<'_> {
+    Projection::Trained { weight, n_in, bias: None }
+}
+
+impl LoraDropout {
+    /// With `g` the gradient of `y` times the scale and `v = g B`: `dx = d(v A)`, `dA = v^T d(x)`, `dB = g^T (d(x) A^T)`.
+    fn gradients(
+        &self,
+        x: &[f32],
+        n_in: usize,
+        a: &Projection<'_>,
+        b: &Projection<'_>,
+        grad: &[f32],
+    ) -> Result<[Vec<f32>; 3]> {
+        let dropped = self.dropped(x, n_in);
+        let g: Vec<f32> = grad.iter().map(|grad| grad * self.scale).collect();
+        let of_b = b.parameter_gradients(&a.forward(&dropped)?.0, &[], &g)?;
+        let v = input_gradient(&[(b, &g, &of_b)])?;
+        let of_a = a.parameter_gradients(&dropped, &[], &v)?;
+        let mut dx = input_gradient(&[(a, &v, &of_a)])?;
+        self.mask.apply(&mut dx, n_in, self.layer_seed);
+        Ok([dx, of_a.weight, of_b.weight])
     }
 }
 
@@ -243,6 +260,32 @@ mod tests {
     }
 
     #[test]
+    fn the_number_of_threads_changes_nothing() {
+        let (x, a, b, mask) = (var(300, 70, 1), var(8, 70, 2), var(90, 8, 3), mask(0.4, 300));
+        let run = |n_threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().unwrap();
+            pool.install(|| {
+                let y = lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap();
+                let gradients = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+                let of = |var: &Var| flat(gradients.get(var).unwrap());
+                [flat(&y), of(&x), of(&a), of(&b)]
+                    .map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+            })
+        };
+        assert_eq!(run(1), run(3));
+    }
+
+    #[test]
+    fn a_rows_result_does_not_depend_on_its_neighbours() {
+        let (x, a, b, all) = (var(300, 70, 1), var(8, 70, 2), var(90, 8, 3), mask(0.4, 300));
+        let together = lora_dropout(&x, &a, &b, 1.5, &all, "layer").unwrap();
+        for row in [0, 123, 299] {
+            let alone = lora_dropout(&x.narrow(0, row, 1).unwrap(), &a, &b, 1.5, &all.of_rows(&[row as u32]), "layer");
+            assert_eq!(flat(&alone.unwrap()), flat(&together.narrow(0, row, 1).unwrap()));
+        }
+    }
+
+    #[test]
     fn low_rank_product_sees_the_dropped_inputs() {
         let (x, a, b, mask) = (var(5, 6, 1), var(3, 6, 2), var(4, 3, 3), mask(0.4, 5));
         let found = lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap();
@@ -273,6 +316,17 @@ mod tests {
         let other = DropoutMask { dropout: Dropout { p: 0.5, seed: 8 }, ..mask(0.5, 2) };
         assert_ne!(flat(&first), flat(&other.dropped(&ones, "q").unwrap()));
         assert_eq!(flat(&first), flat(&mask(0.5, 2).dropped(&ones, "q").unwrap()));
+    }
+
+    #[test]
+    fn matrices_that_do_not_fit_are_an_error() {
+        let of = |a: (usize, usize), b: (usize, usize)| {
+            lora_dropout(&var(5, 6, 1), &var(a.0, a.1, 2), &var(b.0, b.1, 3), 1.5, &mask(0.4, 5), "layer")
+        };
+        assert!(of((3, 6), (4, 3)).is_ok());
+        for (a, b) in [((3, 4), (4, 3)), ((3, 6), (3, 4)), ((0, 6), (4, 0))] {
+            assert!(of(a, b).unwrap_err().to_string().contains("for rows of 6"));
+        }
     }
 
     #[test]

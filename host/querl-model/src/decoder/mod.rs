@@ -65,7 +65,7 @@ impl Decoder {
     }
 
     /// Hidden states after the final norm of some rows, `(rows, H)` in the order given; a row may be named more than once.
-    /// What only those rows need is computed for those rows alone.
+    /// What only those rows need is computed for those rows alone; for no rows nothing is.
     ///
     /// # Errors
     /// As [`Decoder::hidden_states`]; a row that the batch does not have.
@@ -73,6 +73,9 @@ impl Decoder {
         let mut wanted = rows.to_vec();
         wanted.sort_unstable();
         wanted.dedup();
+        if let Some(row) = wanted.last().filter(|&&row| row as usize >= batch.n_rows()) {
+            return Err(candle_core::Error::Msg(format!("there is no row {row} among {}", batch.n_rows())).into());
+        }
         let is_all = wanted.len() == batch.n_rows();
         let hidden = self.forward(batch, (!is_all).then_some(&wanted), pass)?;
         if wanted == rows {
@@ -118,6 +121,9 @@ impl Decoder {
 
     /// `wanted`: rows in rising order, or all.
     fn forward(&self, batch: &PackedBatch, wanted: Option<&Vec<u32>>, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        if wanted.map_or(batch.n_rows(), Vec::len) == 0 {
+            return Tensor::zeros((0, self.config.hidden_size), DType::F32, self.norm.device());
+        }
         let rows = Rows::new(batch, &self.config, &self.rope, pass.dropout)?;
         let wanted = wanted.map(|wanted| Wanted::new(batch, &rows, wanted)).transpose()?;
         let adapter = pass.recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));

@@ -51,7 +51,8 @@ pub(super) fn attend(
     out: &mut [f32],
 ) {
     let width = heads.n_heads * heads.head_dim;
-    let tasks = out.par_chunks_mut(ROWS_PER_TASK * width).zip(queries.par_chunks(ROWS_PER_TASK * width));
+    let per_task = (ROWS_PER_TASK * width).max(1);
+    let tasks = out.par_chunks_mut(per_task).zip(queries.par_chunks(per_task));
     tasks.zip(rows.par_chunks(ROWS_PER_TASK)).for_each(|((out, queries), rows)| {
         let mut scratch = SCRATCH.take();
         for kv_head in 0..heads.n_kv_heads {

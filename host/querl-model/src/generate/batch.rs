@@ -111,7 +111,13 @@ pub(super) fn run(
         }
         running = going_on;
     }
-    Ok(done.into_iter().map(|answers| answers.into_iter().flatten().collect()).collect())
+    done.into_iter().map(complete).collect()
+}
+
+/// The answers to one request, each of which must have been written: none is lost silently.
+fn complete(answers: Vec<Option<Generated>>) -> Result<Vec<Generated>, ModelError> {
+    let lost = |sample| ModelError::Generation(format!("answer {sample} to a request was begun and not finished"));
+    answers.into_iter().enumerate().map(|(sample, answer)| answer.ok_or_else(|| lost(sample))).collect()
 }
 
 type Begun = Vec<(usize, Prompt)>;
@@ -167,10 +173,17 @@ fn step(
     advance(parts.weights, &mut units, rules)?;
     drop(units);
     for (job, draw) in admitted.zip(draws) {
-        let Some((_, prompt)) = begun.iter().find(|(index, _)| *index == jobs[job].prompt) else { continue };
-        running.push(Sequence { job, cache: prompt.cache.clone(), hidden: Vec::new(), draw });
+        let cache = cache_of(&begun, jobs[job].prompt)?;
+        running.push(Sequence { job, cache, hidden: Vec::new(), draw });
     }
     Ok(begun.pop())
+}
+
+/// The keys and values of a prompt, which has begun with the first of its jobs.
+fn cache_of(begun: &Begun, prompt: usize) -> Result<SequenceCache, ModelError> {
+    let prompt_begun = begun.iter().find(|(index, _)| *index == prompt);
+    let lost = || ModelError::Generation(format!("an answer to prompt {prompt} is to begin, but its prompt has not"));
+    prompt_begun.map(|(_, prompt)| prompt.cache.clone()).ok_or_else(lost)
 }
 
 /// What ends an answer with its last token, if anything does.
@@ -186,4 +199,24 @@ pub(super) fn end_of(answer: &[u32], rules: &Rules<'_>, text: &dyn TokenText) ->
         }
     }
     Ok((answer.len() >= settings.max_new_tokens).then_some(EndedBy::Length))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_that_was_not_written_is_an_error() {
+        let answer = || Draw::new(1, 0, Decoding::Greedy).generated(EndedBy::Length);
+        assert_eq!(complete(vec![Some(answer()), Some(answer())]).unwrap().len(), 2);
+        let error = complete(vec![Some(answer()), None]).unwrap_err();
+        assert!(error.to_string().contains("answer 1 to a request was begun and not finished"), "{error}");
+    }
+
+    #[test]
+    fn an_answer_whose_prompt_has_not_begun_is_an_error() {
+        let error = cache_of(&Vec::new(), 3).err().unwrap();
+        assert!(error.to_string().contains("an answer to prompt 3 is to begin"), "{error}");
+    }
 }

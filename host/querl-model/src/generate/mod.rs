@@ -10,6 +10,8 @@ mod engine;
 mod filters;
 #[cfg(test)]
 mod golden;
+#[cfg(test)]
+mod levels;
 mod pass;
 mod prefixes;
 mod rows;

@@ -8,7 +8,7 @@ const VALUES_PER_TASK: usize = 1 << 15;
 
 /// `x / sqrt(mean(x^2) + eps) * weight` for each row of `weight.len()` values.
 pub(super) fn normed(x: &[f32], weight: &[f32], eps: f32, out: &mut Vec<f32>) {
-    let per_task = (VALUES_PER_TASK / weight.len()).max(1) * weight.len();
+    let per_task = VALUES_PER_TASK.next_multiple_of(weight.len().max(1));
     out.resize(x.len(), 0.0);
     out.par_chunks_mut(per_task).zip(x.par_chunks(per_task)).for_each(|(out, x)| norm_rows(x, weight, eps, out));
 }

@@ -14,19 +14,40 @@ pub(crate) enum Level {
 }
 
 impl Level {
-    /// The best level of this processor.
+    /// The best level of this processor; in a test within [`Level::with`] the one that it names.
     pub(crate) fn detected() -> Self {
+        #[cfg(test)]
+        if let Some(level) = CHOSEN.get() {
+            return level;
+        }
         static LEVEL: OnceLock<Level> = OnceLock::new();
         *LEVEL.get_or_init(detect)
     }
 
-    /// All levels that this processor has: tests run each.
+    /// All levels that this processor has, the best last: tests run each.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         let order = [Self::Portable, Self::Avx2, Self::Avx512];
-        let best = order.iter().position(|&level| level == Self::detected()).unwrap_or_default();
+        let best = order.iter().position(|&level| level == detect()).unwrap_or_default();
         order[..=best].to_vec()
     }
+
+    /// Runs `f` as on a processor that has no more than this level: on threads of its own, so that tests beside it see theirs.
+    ///
+    /// # Panics
+    /// The processor does not have the level.
+    #[cfg(test)]
+    pub(crate) fn with<R: Send>(self, f: impl FnOnce() -> R + Send) -> R {
+        assert!(Self::all().contains(&self), "this processor does not have {self:?}");
+        let pool =
+            rayon::ThreadPoolBuilder::new().num_threads(2).start_handler(move |_| CHOSEN.set(Some(self))).build();
+        pool.unwrap_or_else(|error| panic!("threads for {self:?}: {error}")).install(f)
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    static CHOSEN: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -221,3 +221,44 @@ fn operations_refuse_other_types_with_a_sentence() {
     assert!(frozen_linear(&numbers((2, 15), 1), &frozen, None).is_err());
     assert!(lora_linear(&numbers((2, 16), 1), &frozen, None, &numbers((2, 15), 1), &numbers((4, 2), 1), 1.0).is_err());
 }
+
+#[test]
+fn no_rows_have_no_values_and_gradients_of_zero() {
+    let (n_out, n_in, rank) = (70, 33, 4);
+    let (x, w, bias) = (var((0, n_in), 1), var((n_out, n_in), 2), row_var(n_out, 3));
+    let (a, b) = (var((rank, n_in), 4), var((n_out, rank), 5));
+    let frozen = FrozenWeight::pack(&w, BaseDtype::F32).unwrap();
+    let none = Arc::new(Vec::new());
+    let (norm, table) = (row_var(n_in, 6), RopeTable::new(4, n_in - 1, 100.0));
+    let (heads, head_norm) = (var((0, 2 * (n_in - 1)), 7), row_var(n_in - 1, 8));
+    let of = |y: Tensor, vars: &[&Var]| {
+        assert_eq!(y.dim(0).unwrap(), 0);
+        let gradients = y.backward().unwrap();
+        for var in vars {
+            let gradient = values(gradients.get(var).unwrap());
+            assert!(gradient.len() == var.elem_count() && gradient.iter().all(|g| *g == 0.0), "{gradient:?}");
+        }
+    };
+    of(trained_linear(&x, &w, None).unwrap(), &[&x, &w]);
+    of(trained_linear(&x, &w, Some(&bias)).unwrap(), &[&x, &w, &bias]);
+    of(frozen_linear(&x, &frozen, None).unwrap(), &[&x]);
+    of(lora_linear(&x, &frozen, None, &a, &b, 0.5).unwrap(), &[&x, &a, &b]);
+    of(rms_norm(&x, &norm, 1e-6).unwrap(), &[&x, &norm]);
+    of(swiglu(&x, &x).unwrap(), &[&x]);
+    of(rope(&heads, &table, &none).unwrap(), &[&heads]);
+    of(norm_rope(&heads, &head_norm, &table, &none, 1e-6).unwrap(), &[&heads, &head_norm]);
+    of(token_logprobs(&x, &Weight::Trained(w.as_tensor().clone()), &none, 1.0).unwrap(), &[&x, &w]);
+}
+
+#[test]
+fn rows_without_width_are_turned_into_rows_without_width() {
+    let (table, positions) = (RopeTable::new(11, 8, 100.0), Arc::new(vec![1u32, 2, 3]));
+    assert_eq!(rope(&numbers((3, 0), 1), &table, &positions).unwrap().dims(), [3, 0]);
+    assert_eq!(table.turned(&[], None, &Arc::new(Vec::new())).unwrap(), [0f32; 0]);
+    let (dx, dw) = table.turned_gradients(&[], Some((&[1.0; 8], 1e-6)), &Arc::new(Vec::new()), &[], 8);
+    assert_eq!((dx, dw), (Vec::new(), vec![0.0; 8]));
+    for width in [0, 3] {
+        let error = rope(&numbers((3, 0), 1), &RopeTable::new(11, width, 100.0), &positions).unwrap_err();
+        assert!(error.to_string().contains("expected an even width above 0"), "{error}");
+    }
+}

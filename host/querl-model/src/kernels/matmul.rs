@@ -41,28 +41,13 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// Who works on one product.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Threads {
-    /// The calling thread: inside a task that is itself one of many.
-    One,
-    /// All of rayon's.
-    All,
-}
-
-/// `dst = keep * dst + alpha * lhs rhs`, row-major `dst` of `lhs.rows` by `rhs.cols`.
-pub(crate) fn matmul(
-    dst: &mut [f32],
-    keep: f32,
-    alpha: f32,
-    lhs: Mat<'_>,
-    rhs: Mat<'_>,
-    threads: Threads,
-) -> Result<()> {
+/// `dst = keep * dst + alpha * lhs rhs`, row-major `dst` of `lhs.rows` by `rhs.cols`; on the calling thread,
+/// which is one of many at work.
+pub(crate) fn matmul(dst: &mut [f32], keep: f32, alpha: f32, lhs: Mat<'_>, rhs: Mat<'_>) -> Result<()> {
     if dst.len() != lhs.rows * rhs.cols {
         bail!("matmul: {} by {} values asked for, {} there", lhs.rows, rhs.cols, dst.len());
     }
-    matmul_into(dst, rhs.cols, keep, alpha, lhs, rhs, threads)
+    matmul_into(dst, rhs.cols, keep, alpha, lhs, rhs)
 }
 
 /// The same into rows that start `row_stride` apart; what lies between them stays as it is.
@@ -73,7 +58,6 @@ pub(crate) fn matmul_into(
     alpha: f32,
     lhs: Mat<'_>,
     rhs: Mat<'_>,
-    threads: Threads,
 ) -> Result<()> {
     let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
     if m == 0 || n == 0 {
@@ -82,10 +66,6 @@ pub(crate) fn matmul_into(
     if rhs.rows != k || n > row_stride || (m - 1) * row_stride + n > dst.len() || !lhs.fits() || !rhs.fits() {
         bail!("matmul: ({m}, {k}) by ({}, {n}) into {} values", rhs.rows, dst.len());
     }
-    let parallelism = match threads {
-        Threads::One => gemm::Parallelism::None,
-        Threads::All => gemm::Parallelism::Rayon(rayon::current_num_threads()),
-    };
     // SAFETY: `fits` holds for both operands and `dst` has m rows of n values `row_stride` apart, so every address that gemm forms from these
     // pointers, sizes and strides lies inside its slice; `dst` is borrowed mutably, so it overlaps neither operand.
     unsafe {
@@ -108,7 +88,7 @@ pub(crate) fn matmul_into(
             false,
             false,
             false,
-            parallelism,
+            gemm::Parallelism::None,
         );
     }
     Ok(())
@@ -124,8 +104,8 @@ mod tests {
         let a = [1.0, 2.0, 9.0, 3.0, 4.0, 9.0]; // (2, 2) with row stride 3
         let b = [5.0, 6.0, 7.0, 8.0];
         let mut c = [1.0; 4];
-        matmul(&mut c, 1.0, 2.0, Mat::strided(&a, 2, 2, 3), Mat::new(&b, 2, 2).t(), Threads::One).unwrap();
+        matmul(&mut c, 1.0, 2.0, Mat::strided(&a, 2, 2, 3), Mat::new(&b, 2, 2).t()).unwrap();
         assert_eq!(c, [1.0 + 2.0 * 17.0, 1.0 + 2.0 * 23.0, 1.0 + 2.0 * 39.0, 1.0 + 2.0 * 53.0]);
-        assert!(matmul(&mut c, 0.0, 1.0, Mat::new(&a, 2, 3), Mat::new(&b, 2, 2), Threads::One).is_err());
+        assert!(matmul(&mut c, 0.0, 1.0, Mat::new(&a, 2, 3), Mat::new(&b, 2, 2)).is_err());
     }
 }

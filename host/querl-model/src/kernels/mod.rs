@@ -26,7 +26,7 @@ pub use swiglu::swiglu;
 
 pub(crate) use attention::{LogSums, attend, attention_gradients};
 pub(crate) use cpu::Level;
-pub(crate) use matmul::{Mat, Threads, matmul, matmul_into};
+pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub(crate) use rms_norm::{norm_gradients, normed};
 pub(crate) use swiglu::{gated, gated_gradients};
@@ -130,8 +130,15 @@ fn dot3(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
 /// Rows that one parallel task works on: enough to outweigh handing it over.
 const ROWS_PER_TASK: usize = 32;
 
+/// The values of as many rows; 1 where rows are empty, since no slice can be cut into parts of none.
+fn values_per_task(width: usize) -> usize {
+    (width * ROWS_PER_TASK).max(1)
+}
+
 #[cfg(test)]
 mod gradients;
+#[cfg(test)]
+mod levels;
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
 //! Root-mean-square normalisation.
 
 use super::cpu::vectorised;
-use super::{ROWS_PER_TASK, dot, dot3, floats, with_floats};
+use super::{dot, dot3, floats, values_per_task, with_floats};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -65,7 +65,7 @@ vectorised! {
 
 /// [`rms_norm`] on slices: rows of as many values as the weight has.
 pub(crate) fn normed(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
-    let task = weight.len() * ROWS_PER_TASK;
+    let task = values_per_task(weight.len());
     let mut y = vec![0f32; x.len()];
     y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, eps, y));
     y
@@ -79,7 +79,7 @@ pub(crate) fn norm_gradients(
     grad: &[f32],
     n_wanted: usize,
 ) -> (Vec<f32>, Vec<f32>) {
-    let task = weight.len() * ROWS_PER_TASK;
+    let task = values_per_task(weight.len());
     let mut dx = vec![0f32; x.len()];
     let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
     let parts = tasks.map(|((dx, x), grad)| {

@@ -2,7 +2,7 @@
 
 use super::cpu::vectorised;
 use super::rms_norm::{inverse_rms, row_gradient, sum_of};
-use super::{ROWS_PER_TASK, floats, with_floats};
+use super::{ROWS_PER_TASK, floats, values_per_task, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -70,6 +70,9 @@ impl RopeTable {
     }
 
     fn check(&self, n_rows: usize, width: usize, positions: &[u32]) -> Result<()> {
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
+            bail!("rope: heads of {}; expected an even width above 0", self.head_dim);
+        }
         if positions.len() != n_rows || !width.is_multiple_of(self.head_dim) {
             bail!("rope: {} positions for {n_rows} rows of {width}, heads of {}", positions.len(), self.head_dim);
         }
@@ -184,8 +187,8 @@ vectorised! {
 
 impl Rope {
     fn rotate(&self, x: &[f32], width: usize, direction: f32) -> Vec<f32> {
-        let mut y = vec![0f32; x.len()];
-        let tasks = y.par_chunks_mut(width * ROWS_PER_TASK).zip(x.par_chunks(width * ROWS_PER_TASK));
+        let (task, mut y) = (values_per_task(width), vec![0f32; x.len()]);
+        let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
         tasks.zip(self.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
             for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
                 let (cos, sin) = self.table.angles(position as usize);
@@ -198,8 +201,8 @@ impl Rope {
 
 impl NormRope {
     fn forward(&self, x: &[f32], weight: &[f32], width: usize) -> Vec<f32> {
-        let mut y = vec![0f32; x.len()];
-        let tasks = y.par_chunks_mut(width * ROWS_PER_TASK).zip(x.par_chunks(width * ROWS_PER_TASK));
+        let (task, mut y) = (values_per_task(width), vec![0f32; x.len()]);
+        let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
         tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
             let mut head = vec![0f32; weight.len()];
             for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
@@ -211,7 +214,7 @@ impl NormRope {
 
     /// Gradients of `x`, and of the first `n_wanted` values of the weight.
     fn backward(&self, x: &[f32], weight: &[f32], grad: &[f32], width: usize, n_wanted: usize) -> (Vec<f32>, Vec<f32>) {
-        let task = width * ROWS_PER_TASK;
+        let task = values_per_task(width);
         let mut dx = vec![0f32; x.len()];
         let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
         let parts = tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {

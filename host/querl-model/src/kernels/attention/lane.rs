@@ -3,7 +3,7 @@
 use super::Heads;
 use super::softmax::{dot_products, probabilities, probabilities_again, score_gradients};
 use super::tree::Lane;
-use crate::kernels::{Mat, Threads, matmul, matmul_into};
+use crate::kernels::{Mat, matmul, matmul_into};
 use candle_core::Result;
 use std::ops::Range;
 
@@ -99,7 +99,7 @@ impl Lane {
                 buffers.out.resize(n_rows * dim, 0.0);
                 for product in self.products(&block, group) {
                     let rows = &mut buffers.out[product.rows.start * dim..product.rows.end * dim];
-                    matmul(rows, 1.0, 1.0, product.of(&buffers.p, block.width), product.keys(&v, dim), Threads::One)?;
+                    matmul(rows, 1.0, 1.0, product.of(&buffers.p, block.width), product.keys(&v, dim))?;
                 }
                 unpack(heads, head, &buffers.out, &block.queries, out);
             }
@@ -148,9 +148,9 @@ impl Lane {
                     let of_rows = |data| Mat::new(data, product.rows.len(), dim);
                     let (q, grad) = (of_rows(&buffers.q[rows.clone()]), of_rows(&buffers.grad[rows.clone()]));
                     let scale = heads.scale();
-                    matmul(&mut dv[keys.clone()], 1.0, 1.0, p.t(), grad, Threads::One)?;
-                    matmul(&mut dk[keys], 1.0, scale, ds.t(), q, Threads::One)?;
-                    matmul(&mut buffers.out[rows], 1.0, scale, ds, product.keys(&k, dim), Threads::One)?;
+                    matmul(&mut dv[keys.clone()], 1.0, 1.0, p.t(), grad)?;
+                    matmul(&mut dk[keys], 1.0, scale, ds.t(), q)?;
+                    matmul(&mut buffers.out[rows], 1.0, scale, ds, product.keys(&k, dim))?;
                 }
                 unpack(heads, head, &buffers.out, &block.queries, dq);
             }
@@ -175,7 +175,7 @@ impl Lane {
         for product in self.products(block, heads.group) {
             let lhs = Mat::new(&rows[product.rows.start * dim..product.rows.end * dim], product.rows.len(), dim);
             let into = &mut scores[product.rows.start * block.width + product.column..];
-            matmul_into(into, block.width, 0.0, scale, lhs, product.keys(keys, dim).t(), Threads::One)?;
+            matmul_into(into, block.width, 0.0, scale, lhs, product.keys(keys, dim).t())?;
         }
         Ok(())
     }

@@ -72,7 +72,8 @@ fn bits(rows: &Tensor, dtype: DType) -> Result<Vec<u32>> {
         _ => bail!("a weight is f32, bf16 or f16"),
     };
     if bits.iter().any(|bits| bits & exponent == exponent) {
-        bail!("a weight holds a value that is not finite as {}; try `f32` or `bf16`", dtype.as_str());
+        let advice = if dtype == DType::F16 { "; try `f32` or `bf16`" } else { "" };
+        bail!("a weight holds a value that is not finite as {}{advice}", dtype.as_str());
     }
     Ok(bits)
 }

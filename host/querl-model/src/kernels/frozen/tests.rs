@@ -121,6 +121,25 @@ fn memory_is_what_the_type_promises() {
 #[test]
 fn values_that_f16_cannot_hold_are_refused() {
     let values = Tensor::new(&[[1f32, 1e6]], &Device::Cpu).unwrap();
-    assert!(FrozenWeight::pack(&values, BaseDtype::F16).err().unwrap().to_string().contains("not finite as f16"));
+    let error = FrozenWeight::pack(&values, BaseDtype::F16).err().unwrap().to_string();
+    assert!(error.contains("not finite as f16; try `f32` or `bf16`"), "{error}");
     assert!(FrozenWeight::pack(&values, BaseDtype::Bf16).is_ok());
+}
+
+#[test]
+fn values_that_no_type_can_hold_are_refused_without_the_advice_to_take_another() {
+    let values = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
+    for dtype in DTYPES.into_iter().filter(|&dtype| dtype != BaseDtype::F16) {
+        let error = FrozenWeight::pack(&values, dtype).err().unwrap().to_string();
+        assert!(error.contains("not finite as") && !error.contains("try"), "{}: {error}", dtype.name());
+    }
+}
+
+#[test]
+#[should_panic(expected = "index out of bounds")]
+fn a_group_without_scales_is_never_left_as_it_was() {
+    let values = Tensor::from_vec(numbers(64 * 128, 1), (64, 128), &Device::Cpu).unwrap();
+    let mut packed = super::pack::pack(&values, BaseDtype::Int8).unwrap();
+    packed.scales.truncate(super::WIDTH);
+    packed.unpack(Level::detected(), 0, 0..128, &mut [0f32; 128 * super::WIDTH]);
 }

@@ -180,8 +180,8 @@ impl Packed {
     fn unpack_groups(&self, level: Level, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
         for (part, to) in to.chunks_mut(GROUP * WIDTH).enumerate() {
             let offset = self.offset(panel, inputs.start + part * GROUP);
-            let scales = (panel * self.n_groups() + inputs.start / GROUP + part) * WIDTH;
-            let Some(scales) = self.scales[scales..].first_chunk() else { continue };
+            let group = panel * self.n_groups() + inputs.start / GROUP + part;
+            let scales = &self.scales.as_chunks::<WIDTH>().0[group]; // every group of a panel has them
             if self.dtype == BaseDtype::Int8 {
                 unpack_int8(&values::<u8>(&self.data)[offset..][..to.len()], scales, to);
             } else {

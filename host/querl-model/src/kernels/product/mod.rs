@@ -59,11 +59,29 @@ impl<'a> Output<'a> {
     }
 }
 
+impl Output<'_> {
+    /// `keep * c` in a block: what a sum of no steps comes to.
+    ///
+    /// # Safety
+    /// `block` lies within the output, whose rows have `n_cols` values, and no other thread touches it; where `keep` is not 0
+    /// its values have been written.
+    unsafe fn scale(&self, block: &Rectangle, n_cols: usize, keep: f32) {
+        for (row, column) in block.rows.clone().flat_map(|row| block.cols.clone().map(move |column| (row, column))) {
+            // SAFETY: row and column lie within the output, and the value is read only where it has been written.
+            unsafe {
+                let value = self.start.add(row * n_cols + column);
+                value.write(if keep == 0.0 { 0.0 } else { keep * value.read() });
+            }
+        }
+    }
+}
+
 /// A vector of `len` values that a product writes: the memory is not cleared before.
 pub(super) fn written(len: usize, product: impl FnOnce(Output<'_>) -> Result<()>) -> Result<Vec<f32>> {
     let mut values: Vec<f32> = Vec::with_capacity(len);
     product(Output { start: values.as_mut_ptr(), len, keep: 0.0, memory: PhantomData })?;
-    // SAFETY: a product that returns without an error has written all values of an output that keeps nothing.
+    // SAFETY: a product that returns without an error has at least one term, and its first term has written all values of an
+    // output that keeps nothing: zeros where its sum has no steps.
     unsafe { values.set_len(len) };
     Ok(values)
 }
@@ -95,7 +113,8 @@ impl Term<'_> {
 }
 
 fn product(level: Level, terms: &[Term<'_>], out: Output<'_>, direction: Direction) -> Result<()> {
-    let n_cols = terms.first().map_or(0, |term| term.shape(direction).1);
+    let Some(first) = terms.first() else { bail!("a product of no terms into {} values", out.len) };
+    let n_cols = first.shape(direction).1;
     let n_rows = out.len.checked_div(n_cols).unwrap_or(0);
     for term in terms {
         let (n_steps, cols) = term.shape(direction);
@@ -183,6 +202,11 @@ impl Term<'_> {
     ) {
         let n_steps = self.shape(direction).0;
         let n_rows = block.rows.len();
+        if n_steps == 0 {
+            // SAFETY: the caller's promise.
+            unsafe { out.scale(block, n_cols, keep) };
+            return;
+        }
         // SAFETY: the block lies within the output.
         let c = unsafe { out.start.add(block.rows.start * n_cols + block.cols.start) };
         for start in (0..n_steps).step_by(STEPS) {
@@ -209,5 +233,37 @@ impl Term<'_> {
             // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns.
             unsafe { block.run(level, n_rows) };
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_of_no_steps_keep_what_is_asked_and_write_zeros_otherwise() {
+        let (n_rows, n_cols) = (5, 70);
+        let none = Term { left: &[], weight: Source::rows(&[], n_cols) };
+        let (left, weight) = (vec![1.0; n_rows], vec![3.0; n_cols]);
+        let one = Term { left: &left, weight: Source::rows(&weight, n_cols) };
+        for level in Level::all() {
+            let of = |terms: &[Term<'_>], before: f32, keep: f32| {
+                let mut values = vec![before; n_rows * n_cols];
+                backward(level, terms, Output::new(&mut values, keep)).unwrap();
+                assert!(values.iter().all(|x| x.to_bits() == values[0].to_bits()), "{level:?}: {values:?}");
+                values[0]
+            };
+            assert_eq!(of(&[none], f32::NAN, 0.0), 0.0);
+            assert_eq!(of(&[none], 2.0, 0.5), 1.0);
+            assert_eq!(of(&[none, one], f32::NAN, 0.0), 3.0);
+            assert_eq!(of(&[one, none], 2.0, 1.0), 5.0);
+        }
+    }
+
+    #[test]
+    fn a_product_of_no_terms_is_an_error() {
+        let error = written(3, |out| forward(Level::detected(), &[], out)).unwrap_err();
+        assert!(error.to_string().contains("a product of no terms into 3 values"), "{error}");
     }
 }
