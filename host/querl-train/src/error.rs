@@ -67,7 +67,7 @@ pub enum TrainError {
         /// What it said.
         message: String,
     },
-    /// A file cannot be written.
+    /// A file cannot be read or written.
     #[error("{path}: {source}")]
     Io {
         /// Which file.

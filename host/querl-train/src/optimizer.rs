@@ -101,17 +101,25 @@ impl AdamW {
         Ok(())
     }
 
-    /// Goes on from what [`save`](Self::save) kept.
+    /// Goes on from what [`save`](Self::save) kept of the optimizer of `vars`.
     ///
     /// # Errors
-    /// It is not there, or not whole.
-    pub fn restore(&mut self, prefix: &str, state: &State) -> Result<(), TrainError> {
+    /// It is not there, not whole, or of other variables: another name or shape. Variables that had no gradient have no moments.
+    pub fn restore(&mut self, prefix: &str, state: &State, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
         let n_steps = state.get(&format!("{prefix}.n_steps"))?;
         let mut seconds = state.shared(&format!("{prefix}.second"))?;
         let mut moments = BTreeMap::new();
         for (name, (dims, first)) in state.shared(&format!("{prefix}.first"))? {
-            let (_, second) = seconds.remove(&name).ok_or_else(|| misfit(&name, "has one moment of two"))?;
+            let var = vars.get(&name).ok_or_else(|| misfit(&name, "is not trained here"))?;
+            let (second_dims, second) = seconds.remove(&name).ok_or_else(|| misfit(&name, "has one moment of two"))?;
+            if dims != var.dims() || second_dims != dims {
+                let shapes = format!("has moments of shapes {dims:?} and {second_dims:?}");
+                return Err(misfit(&name, format!("{shapes}; the variable has {:?}", var.dims())));
+            }
             moments.insert(name, Moments { dims, first, second });
+        }
+        if let Some(name) = seconds.keys().next() {
+            return Err(misfit(name, "has one moment of two"));
         }
         (self.n_steps, self.moments) = (n_steps, moments);
         Ok(())
@@ -194,13 +202,32 @@ mod tests {
         before.save("policy", &mut state).unwrap();
         state.put_vars("vars", &before_vars);
         let (mut after, after_vars) = (AdamW::new(settings), vars());
-        after.restore("policy", &state).unwrap();
+        after.restore("policy", &state, &after_vars).unwrap();
         state.restore_vars("vars", &after_vars).unwrap();
         (0..3).for_each(|_| step(&mut after, &after_vars));
         let bits = |vars: &BTreeMap<String, Var>| -> Vec<u32> {
             vars["w"].flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
         };
         assert_eq!(bits(&after_vars), bits(&through_vars));
+    }
+
+    #[test]
+    fn moments_of_other_variables_are_refused() {
+        let (mut optimizer, vars) = (AdamW::new(AdamWSettings::default()), vars());
+        step(&mut optimizer, &vars);
+        let mut state = State::default();
+        optimizer.save("o", &mut state).unwrap();
+        let zeros = |name: &str, n: usize| {
+            BTreeMap::from([(name.to_owned(), Var::zeros((n, 2), candle_core::DType::F32, &Device::Cpu).unwrap())])
+        };
+        let mut refused = |vars| optimizer.restore("o", &state, &vars).unwrap_err().to_string();
+        let expected = "checkpoint: `w` has moments of shapes [2, 2] and [2, 2]; the variable has [3, 2]; run the stage anew \
+                        with `--from`";
+        assert_eq!(refused(zeros("w", 3)), expected);
+        assert!(refused(zeros("v", 2)).starts_with("checkpoint: `w` is not trained here"));
+        state.put_shared("o.second", "lone", &[1], Arc::new(vec![0.0]));
+        let message = optimizer.restore("o", &state, &vars).unwrap_err().to_string();
+        assert!(message.starts_with("checkpoint: `lone` has one moment of two"), "{message}");
     }
 
     #[test]

@@ -299,10 +299,11 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     std::fs::write(&newest, bytes).unwrap();
     let done = damaged.querl(&args).ok();
     let name = newest.file_name().unwrap().to_str().unwrap();
+    let before = step(&newest) - 3;
     let warning =
-        format!("{name}: is damaged: its digest is not that of its content; the checkpoint before it is used\n");
+        format!("{name}: is damaged: its digest is not that of its content; the checkpoint of step {before} is used\n");
     assert!(done.stderr.contains(&warning), "{done:#?}");
-    assert!(done.stderr.contains(&format!("sft: going on from step {}\n", step(&newest) - 3)), "{done:#?}");
+    assert!(done.stderr.contains(&format!("sft: going on from step {before}\n")), "{done:#?}");
     assert!(sft_results(&damaged) == sft_results(&unbroken));
 }
 

@@ -1,7 +1,7 @@
 //! Divergence from the reference policy: its estimators, what it takes from rewards or adds to the loss, and the coefficient
 //! that keeps it near a target.
 
-use super::Rows;
+use super::{Rows, assert_shapes};
 use querl_core::config::KlEstimator;
 use serde::{Deserialize, Serialize};
 
@@ -81,6 +81,9 @@ pub struct KlLoss {
 ///
 /// `logprobs`, `ref_logprobs`, `weights`: `(B, T)`; see [`Aggregation::weights`](super::Aggregation::weights).
 ///
+/// # Panics
+/// The shapes differ.
+///
 /// Source: verl `ppo_loss`, `use_kl_loss`.
 pub fn kl_loss(
     estimator: KlEstimator,
@@ -88,6 +91,7 @@ pub fn kl_loss(
     ref_logprobs: &[Vec<f32>],
     weights: &[Vec<f32>],
 ) -> KlLoss {
+    assert_shapes(weights, &[logprobs, ref_logprobs]);
     let mut total = 0f64;
     let mut grad_logprobs: Rows = logprobs.iter().map(|row| vec![0.0; row.len()]).collect();
     for (b, weights) in weights.iter().enumerate() {
@@ -186,6 +190,12 @@ mod tests {
         assert!((mean_gradient(KlEstimator::K2) - slope).abs() < 1e-5);
         assert!(mean_gradient(KlEstimator::K1).abs() < 1e-6);
         assert!((mean_gradient(KlEstimator::K3) - slope).abs() > 1e-3);
+    }
+
+    #[test]
+    #[should_panic(expected = "the rows of a loss differ")]
+    fn a_reference_of_another_batch_is_a_fault() {
+        kl_loss(KlEstimator::K3, &[vec![-1.0]], &[vec![-1.2], vec![-1.0]], &[vec![1.0]]);
     }
 
     #[test]

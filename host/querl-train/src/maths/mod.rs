@@ -28,3 +28,14 @@ pub use value_loss::{ValueLoss, ValueLossSettings, value_loss};
 
 /// Rows of values, `(B, T)` with a T of its own for each row.
 pub type Rows = Vec<Vec<f32>>;
+
+/// A loss over rows that do not correspond would leave out tokens and say nothing.
+///
+/// # Panics
+/// One of `others` has not the shape of `weights`: the caller mixed up batches.
+fn assert_shapes(weights: &[Vec<f32>], others: &[&[Vec<f32>]]) {
+    for rows in others {
+        let is_same = rows.len() == weights.len() && rows.iter().zip(weights).all(|(a, b)| a.len() == b.len());
+        assert!(is_same, "the rows of a loss differ in number or length");
+    }
+}

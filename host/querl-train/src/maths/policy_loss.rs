@@ -1,7 +1,7 @@
 //! The clipped surrogate loss of PPO.
 
-use super::Rows;
 use super::mask::kept;
+use super::{Rows, assert_shapes};
 use std::slice::from_ref;
 
 /// Bounds of the surrogate.
@@ -41,6 +41,9 @@ const MAX_LOG_RATIO: f32 = 20.0;
 /// ([`Aggregation::weights`](super::Aggregation::weights), times what an importance correction says); a token without weight
 /// does not enter.
 ///
+/// # Panics
+/// The shapes differ.
+///
 /// Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; dual clip of Ye et al. 2020; verl
 /// `compute_policy_loss_vanilla`.
 pub fn policy_loss(
@@ -50,6 +53,7 @@ pub fn policy_loss(
     weights: &[Vec<f32>],
     clip: PolicyClip,
 ) -> PolicyLoss {
+    assert_shapes(weights, &[old_logprobs, logprobs, advantages]);
     let (mut loss, mut n_clipped, mut n_clipped_lower, mut kl_sum, mut kl_k3_sum) = (0f64, 0, 0, 0f64, 0f64);
     let mut grad_logprobs: Rows = logprobs.iter().map(|row| vec![0.0; row.len()]).collect();
     for (b, weights) in weights.iter().enumerate() {
@@ -162,6 +166,12 @@ mod tests {
         let loss = policy_loss(&logprobs, &logprobs, &[vec![1.0, -1.0], vec![0.5]], &weights, CLIP);
         assert_eq!((loss.n_clipped, loss.kl_sum, loss.kl_k3_sum), (0, 0.0, 0.0));
         assert!((loss.pg_loss + 0.5 / 3.0).abs() < 1e-6);
+    }
+
+    #[test]
+    #[should_panic(expected = "the rows of a loss differ")]
+    fn rows_that_are_shorter_than_their_weights_are_a_fault() {
+        policy_loss(&[vec![-1.0]], &[vec![-1.0, -2.0]], &[vec![1.0]], &[vec![1.0]], CLIP);
     }
 
     #[test]

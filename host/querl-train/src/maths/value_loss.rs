@@ -1,6 +1,6 @@
 //! The clipped loss of the critic.
 
-use super::Rows;
+use super::{Rows, assert_shapes};
 use querl_core::config::ValueLossKind;
 
 /// What an error costs, and how far values may move.
@@ -37,6 +37,9 @@ fn cost(kind: ValueLossKind, error: f32) -> (f32, f32) {
 ///
 /// `old_values`, `values`, `returns`, `weights`: `(B, T)`; a token without weight does not enter.
 ///
+/// # Panics
+/// The shapes differ.
+///
 /// Source: verl `compute_value_loss` (squared); Schulman et al. 2017's implementation in OpenAI baselines.
 pub fn value_loss(
     old_values: &[Vec<f32>],
@@ -45,6 +48,7 @@ pub fn value_loss(
     weights: &[Vec<f32>],
     settings: ValueLossSettings,
 ) -> ValueLoss {
+    assert_shapes(weights, &[old_values, values, returns]);
     let (mut loss, mut n_clipped) = (0f64, 0);
     let mut grad_values: Rows = values.iter().map(|row| vec![0.0; row.len()]).collect();
     for (b, weights) in weights.iter().enumerate() {
@@ -74,6 +78,13 @@ mod tests {
         let bounded = ValueLossSettings { clip_range_value: Some(0.2), ..unbounded };
         let moved_past_the_bound = value_loss(&[vec![0.0]], &[vec![0.5]], &[vec![1.0]], &[vec![1.0]], bounded);
         assert_eq!((moved_past_the_bound.n_clipped, moved_past_the_bound.grad_values[0][0]), (1, 0.0));
+    }
+
+    #[test]
+    #[should_panic(expected = "the rows of a loss differ")]
+    fn more_values_than_weights_are_a_fault() {
+        let settings = ValueLossSettings { kind: ValueLossKind::Squared, clip_range_value: None };
+        value_loss(&[vec![0.0]], &[vec![0.1, 5.0]], &[vec![0.2]], &[vec![1.0]], settings);
     }
 
     #[test]

@@ -159,7 +159,7 @@ impl Critic {
     /// Goes on from what [`Critic::save_state`] kept.
     pub(super) fn restore_state(&mut self, state: &State) -> Result<(), TrainError> {
         state.restore_vars("critic", &self.vars)?;
-        self.optimizer.restore("critic_optimizer", state)?;
+        self.optimizer.restore("critic_optimizer", state, &self.vars)?;
         if let Base::Reference(inputs) = &mut self.base {
             let whitening = |name| Ok(Whitening::of_tensors(&state.tensors(name)?));
             let (first, current): (Result<_, TrainError>, Result<_, TrainError>) =

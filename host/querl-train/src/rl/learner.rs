@@ -75,8 +75,8 @@ impl Learner {
     ///
     /// # Errors
     /// It is not there, not whole, or of another training.
-    pub(super) fn restore(&mut self, state: &State) -> Result<(), TrainError> {
-        self.optimizer.restore("policy_optimizer", state)?;
+    pub(super) fn restore(&mut self, task: &RlTask<'_>, state: &State) -> Result<(), TrainError> {
+        self.optimizer.restore("policy_optimizer", state, task.policy.vars())?;
         self.kl = state.get("kl_controller")?;
         self.score_moments = state.get("score_moments")?;
         self.critic.as_mut().map_or(Ok(()), |critic| critic.restore_state(state))

@@ -202,7 +202,7 @@ fn a_learner_that_was_kept_takes_the_same_next_step() {
         let (_, state) = store.newest(&Silent).unwrap().unwrap();
         state.restore_vars("policy", task.policy.vars()).unwrap();
         let mut learner = Learner::new(&task).unwrap();
-        learner.restore(&state).unwrap();
+        learner.restore(&task, &state).unwrap();
         let found = (learn(&mut learner, &task, &rollouts, 2), fixture.policy_values());
         let without_time = |metrics: &Metrics| -> Metrics {
             metrics.iter().filter(|(name, _)| !name.starts_with("timing_s/")).map(|(k, v)| (k.clone(), *v)).collect()

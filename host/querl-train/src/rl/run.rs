@@ -325,7 +325,7 @@ impl<'a> Run<'a> {
             state.restore_vars(ROLLOUT_POLICY, snapshot.vars())?;
             self.snapshot = Some(snapshot);
         }
-        self.learner.restore(state)?;
+        self.learner.restore(task, state)?;
         self.rewind(sink, &state.get("marks")?)?;
         self.saved = Some(step);
         self.keep_best()?;

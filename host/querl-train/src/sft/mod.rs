@@ -67,7 +67,7 @@ pub struct SftSummary {
 /// fingerprint was stopped; the result is then that of a training that never was.
 ///
 /// # Errors
-/// No training rows, a row longer than `max_length`, a loss that is not finite, a file that cannot be written, or the user said
+/// No training rows, a row longer than `max_length` or without an answer, a loss that is not finite, a file that cannot be written, or the user said
 /// stop: what was reached is in a checkpoint then.
 pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     check(task)?;
@@ -103,6 +103,7 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
         // 4. Evaluation, and the checkpoint if it is the best so far.
         if plan.evaluates(step) {
             let val_loss = if task.val.is_empty() { None } else { Some(loss::evaluate(task)?) };
+            val_loss.map_or(Ok(()), |loss| check_finite(step, "the validation loss", loss))?;
             metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
             if fit.course.offer(val_loss) {
                 save_policy(task.policy, &task.output_dir.join(BEST), task.base_path)?;
@@ -157,7 +158,7 @@ impl Fit {
         if let Some((step, state)) = found {
             fit.course = state.get("course")?;
             fit.order.seek(state.get("order")?);
-            fit.optimizer.restore("optimizer", &state)?;
+            fit.optimizer.restore("optimizer", &state, task.policy.vars())?;
             state.restore_vars("policy", task.policy.vars())?;
             mark = state.get("metrics")?;
             task.progress.line(&format!("going on from step {step}"));
@@ -186,6 +187,14 @@ impl Fit {
 fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
     if task.train.is_empty() {
         return Err(TrainError::Data("the training split is empty; loosen the filters or add rows".into()));
+    }
+    for (split, rows) in [("training", task.train), ("validation", task.val)] {
+        if let Some(index) = rows.iter().position(|row| row.response.is_empty()) {
+            let row = format!("row {} of the {split} split", index + 1);
+            let message =
+                format!("{row} has an empty response, of which nothing is learned; remove it or give it an answer");
+            return Err(TrainError::Data(message));
+        }
     }
     let limit = task.config.max_length;
     let longest = task.train.iter().chain(task.val).enumerate().max_by_key(|(_, row)| row.len());

@@ -250,6 +250,31 @@ fn what_was_done_after_the_newest_checkpoint_is_done_again() {
     assert!(killed.results() == unbroken.results());
 }
 
+/// The symptom: the policy of a step that broke it was kept as the best, since nothing compares with a loss that is no number.
+#[test]
+fn a_validation_loss_that_is_not_finite_is_an_error_and_no_best_checkpoint() {
+    let config = SftConfig { max_steps: 1, learning_rate: 1e30, warmup_ratio: 0.0, eval_steps: 1, ..config() };
+    let setting = Setting::new(config);
+    let outcome = setting.run(&adapted(), &mut Recorder::default(), &Silent, &AtomicBool::new(false));
+    let message = outcome.unwrap_err().to_string();
+    assert!(message.starts_with("sft step 1: the validation loss is not finite"), "{message}");
+    assert!(!setting.folder.path().join(BEST).exists());
+}
+
+#[test]
+fn a_row_without_an_answer_is_named() {
+    for split in ["training", "validation"] {
+        let mut setting = Setting::new(config());
+        let rows = if split == "training" { &mut setting.train } else { &mut setting.val };
+        rows[2].response.clear();
+        let outcome = setting.run(&adapted(), &mut Recorder::default(), &Silent, &AtomicBool::new(false));
+        let expected = format!(
+            "row 3 of the {split} split has an empty response, of which nothing is learned; remove it or give it an answer"
+        );
+        assert_eq!(outcome.unwrap_err().to_string(), expected);
+    }
+}
+
 #[test]
 fn a_training_on_other_inputs_starts_anew() {
     let setting = Setting::new(config());

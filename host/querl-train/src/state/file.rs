@@ -69,14 +69,24 @@ fn write_values(to: &mut impl Write, values: &[f32]) -> io::Result<()> {
     Ok(())
 }
 
+/// Why a state was not read.
+#[derive(Debug)]
+pub(super) enum ReadError {
+    /// The file is not whole, or not of this format: what is wrong with it, in words.
+    Damaged(String),
+    /// The system says no, which tells nothing of what the file holds.
+    Io(io::Error),
+}
+
 /// Reads a state.
 ///
 /// # Errors
-/// In words: what is wrong with the file.
-pub(super) fn read(path: &Path) -> Result<Found, String> {
+/// The file is damaged or cannot be read.
+pub(super) fn read(path: &Path) -> Result<Found, ReadError> {
     read_checked(path).map_err(|error| match error.kind() {
-        io::ErrorKind::UnexpectedEof => "ends too early".into(),
-        _ => error.to_string(),
+        _ if error.raw_os_error().is_some() => ReadError::Io(error),
+        io::ErrorKind::UnexpectedEof => ReadError::Damaged("ends too early".into()),
+        _ => ReadError::Damaged(error.to_string()),
     })
 }
 

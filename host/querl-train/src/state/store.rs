@@ -1,5 +1,6 @@
 //! The folder of a training's states: the newest few, of which the newest that is whole and its own is gone on from.
 
+use super::file::ReadError;
 use super::{State, file};
 use crate::TrainError;
 use querl_core::fsx::write_atomic_with;
@@ -43,28 +44,30 @@ impl StateStore {
         self.remove_others(step).map_err(failed)
     }
 
-    /// The newest state that can be gone on from, with its step. Each that cannot is passed over with a line of warning.
+    /// The newest state that can be gone on from, with its step. Each that is damaged or of another training is passed over
+    /// with a line of warning.
     ///
     /// # Errors
-    /// The folder cannot be read.
+    /// The folder or a file in it cannot be read: what it holds is not known, and not given up.
     pub fn newest(&self, warn: &dyn Progress) -> Result<Option<(u64, State)>, TrainError> {
         let io = |source| TrainError::Io { path: self.directory.clone(), source };
+        let mut damaged = Vec::new();
         for step in self.steps().map_err(io)?.into_iter().rev() {
             let path = self.path(step);
             match file::read(&path) {
                 Ok(found) if found.fingerprint == self.fingerprint && found.step == step => {
+                    warn_of(&damaged, &format!("the checkpoint of step {step} is used"), warn);
                     return Ok(Some((step, found.state)));
                 }
                 Ok(_) => warn.line(&format!(
                     "warning: {}: belongs to a training on other inputs; it is not gone on from",
                     path.display()
                 )),
-                Err(what) => {
-                    let path = path.display();
-                    warn.line(&format!("warning: {path}: {what}; the checkpoint before it is used"));
-                }
+                Err(ReadError::Damaged(what)) => damaged.push(format!("{}: {what}", path.display())),
+                Err(ReadError::Io(source)) => return Err(TrainError::Io { path, source }),
             }
         }
+        warn_of(&damaged, "no whole checkpoint is left, and the stage starts from the beginning", warn);
         Ok(None)
     }
 
@@ -99,6 +102,10 @@ impl StateStore {
     fn sync_folder(&self) -> io::Result<()> {
         if cfg!(unix) { File::open(&self.directory)?.sync_all() } else { Ok(()) }
     }
+}
+
+fn warn_of(damaged: &[String], consequence: &str, warn: &dyn Progress) {
+    damaged.iter().for_each(|what| warn.line(&format!("warning: {what}; {consequence}")));
 }
 
 #[cfg(test)]
@@ -162,8 +169,35 @@ mod tests {
         std::fs::write(&path, &bytes[..bytes.len() - 3]).unwrap();
         let heard = Heard::default();
         assert_eq!(store.newest(&heard).unwrap().unwrap().0, 5);
-        let expected = format!("warning: {}: ends too early; the checkpoint before it is used", path.display());
+        let expected = format!("warning: {}: ends too early; the checkpoint of step 5 is used", path.display());
         assert_eq!(*heard.0.lock().unwrap(), [expected]);
+    }
+
+    #[test]
+    fn where_every_file_is_damaged_the_warnings_say_that_nothing_is_gone_on_from() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = StateStore::open(folder.path(), 3, "a");
+        std::fs::write(store.path(5), "querl").unwrap();
+        std::fs::write(store.path(10), "").unwrap();
+        let heard = Heard::default();
+        assert!(store.newest(&heard).unwrap().is_none());
+        let expected = [10, 5].map(|step| {
+            let path = store.path(step);
+            let end = "ends too early; no whole checkpoint is left, and the stage starts from the beginning";
+            format!("warning: {}: {end}", path.display())
+        });
+        assert_eq!(*heard.0.lock().unwrap(), expected);
+    }
+
+    /// The symptom: a checkpoint that could not be read for the moment was called damaged, and training began anew.
+    #[test]
+    fn a_file_that_cannot_be_read_is_an_error_and_no_damage() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = StateStore::open(folder.path(), 3, "a");
+        store.write(5, &state(5)).unwrap();
+        std::fs::create_dir(store.path(10)).unwrap(); // what no user, root included, can read as a file
+        let error = store.newest(&Silent).unwrap_err();
+        assert!(matches!(&error, TrainError::Io { path, .. } if *path == store.path(10)), "{error}");
     }
 
     #[test]
