@@ -14,12 +14,13 @@ use rand_chacha::ChaCha8Rng;
 const SAMPLE: usize = 8;
 
 /// Mean difference of log-probabilities above which a run stops. Both sides compute in f32 from the same packed weights,
-/// whatever `model.dtype`, and differ in the order of sums alone: means of up to 1.2e-5 were measured, and above 1e-5 there is a
-/// warning. A wrong position, mask or adapter is 1e-2 and more. verl calls 1e-2 a fault, with two engines and half precision.
+/// whatever `model.dtype`, and differ in the order of sums alone: by 1e-6 in `tests/ppo.rs` and `tests/learning.rs`, by up to
+/// 1.2e-5 with the example's model, hence a warning above 1e-5 and no error yet. verl calls 1e-2 a fault, with two engines and
+/// half precision.
 const MEAN_LIMIT: f64 = 1e-4;
 
-/// The same for one token: a fault in few places, as where passes are cut, hides in a mean. Rounding of one token is tens of
-/// times the mean at most.
+/// The same for one token: a fault in few places, as where passes are cut, hides in a mean. The largest rounding in those tests
+/// is 3e-5.
 const MAX_LIMIT: f64 = 1e-2;
 
 /// Keeps the draws apart from the others of a step.
