@@ -31,6 +31,9 @@ use std::time::Instant;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> Result<()> {
+    // As the program does: candle's own pool of threads spins where our kernels' threads work.
+    // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
+    unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     let mut arguments = std::env::args().skip(1);
     let command = arguments.next().context("name one of sft, full, rollout, ppo, order")?;
     let options = Options::parse(arguments)?;

@@ -32,7 +32,15 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+/// One thread for candle's own pool: its elementwise operations wait by spinning, on cores that our kernels' threads need. A
+/// third of the processor's time of full fine-tuning (`examples/bench.rs`, `full`, with and without).
+const CANDLE_THREADS: (&str, &str) = ("CANDLE_NUM_THREADS", "1");
+
 fn main() -> ExitCode {
+    if std::env::var_os(CANDLE_THREADS.0).is_none() {
+        // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
+        unsafe { std::env::set_var(CANDLE_THREADS.0, CANDLE_THREADS.1) };
+    }
     let cli = Cli::parse();
     terminal::init(cli.noise.verbosity());
     match interrupt::install().and_then(|()| dispatch(cli.command)) {
