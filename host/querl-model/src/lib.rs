@@ -18,6 +18,7 @@ mod export;
 mod generate;
 mod inspect;
 pub mod kernels;
+mod second_opinion;
 pub mod small_model;
 mod template;
 mod tokenizer;
@@ -37,6 +38,7 @@ pub use generate::{
     generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
+pub use second_opinion::SecondOpinion;
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;
 pub use train_tokenizer::{TokenizerSettings, train_tokenizer};

@@ -9,7 +9,9 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Tensor, Var};
-use querl_model::{Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, Weights, load_tensors};
+use querl_model::{
+    Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, SecondOpinion, Weights, load_tensors,
+};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -222,20 +224,17 @@ fn what_a_configuration_says_beside_lora_survives() {
     assert!(LoraAdapter::load(folder.path(), decoder.config()).is_ok());
 }
 
-/// candle-transformers' own decoders know neither LoRA nor gradients, but are a second, independent reference for logits.
+/// candle-transformers' own decoders know neither LoRA nor gradients, but are a second, independent reference.
 #[test]
-fn logits_agree_with_candle_transformers() {
-    use candle_core::Device;
-    use candle_nn::VarBuilder;
-    use candle_transformers::models::qwen3;
-    let directory = golden("decoders/qwen3-tied");
-    let tensors = load_tensors(&directory.join("golden.safetensors")).unwrap();
-    let ids = tensors["input_ids"].to_dtype(DType::U32).unwrap();
-    let weights = load_tensors(&directory.join("model.safetensors")).unwrap();
-    let config = std::fs::read_to_string(directory.join("config.json")).unwrap();
-    let config: qwen3::Config = serde_json::from_str(&config).unwrap();
-    let builder = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
-    let found = qwen3::ModelForCausalLM::new(&config, builder).unwrap().forward(&ids, 0).unwrap();
-    let expected = tensors["logits"].narrow(1, 11, 1).unwrap();
-    assert_close("candle-transformers qwen3", &values(&found), &values(&expected));
+fn hidden_states_agree_with_candle_transformers() {
+    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied"] {
+        let directory = golden(&format!("decoders/{name}"));
+        let tensors = load_tensors(&directory.join("golden.safetensors")).unwrap();
+        let decoder = Decoder::load(&directory, Weights::Frozen).unwrap();
+        let mut other = SecondOpinion::load(&directory).unwrap();
+        for sequence in sequences(&tensors) {
+            let ours = decoder.hidden_states(&PackedBatch::new([sequence.as_slice()]), None).unwrap();
+            assert_close(name, &values(&ours), &values(&other.hidden_states(&sequence).unwrap()));
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use super::usage;
 use anyhow::Context;
 use clap::Args;
-use querl_model::{Decoder, LoraAdapter, PackedBatch, TextTokenizer, Weights};
+use querl_model::{Decoder, LoraAdapter, PackedBatch, SecondOpinion, TextTokenizer, Weights};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
@@ -20,6 +20,9 @@ pub(crate) struct LogprobsArgs {
     /// Lines of {"token_ids": [...]} or {"text": "..."}
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
+    /// Add to each line the largest difference from candle-transformers' decoder of the same model: code of other people
+    #[arg(long, conflicts_with = "adapter")]
+    second_opinion: bool,
 }
 
 #[derive(Deserialize)]
@@ -33,6 +36,8 @@ enum LogprobsInput {
 struct LogprobsOutput {
     token_ids: Vec<u32>,
     logprobs: Vec<Option<f32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    largest_difference: Option<f32>,
 }
 
 /// Prints a line for each line of the input.
@@ -44,6 +49,7 @@ pub(crate) fn run(args: &LogprobsArgs) -> anyhow::Result<()> {
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
     let adapter = adapter.map_err(usage)?;
     let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
+    let mut other = if args.second_opinion { Some(SecondOpinion::load(&args.model).map_err(usage)?) } else { None };
     let mut tokenizer = None;
     let mut out = std::io::stdout().lock();
     for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
@@ -63,7 +69,10 @@ pub(crate) fn run(args: &LogprobsArgs) -> anyhow::Result<()> {
                 tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode(&text))?
             }
         };
-        let output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;
+        let mut output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;
+        if let Some(other) = &mut other {
+            output.largest_difference = Some(largest_difference(&decoder, other, &output).with_context(place)?);
+        }
         serde_json::to_writer(&mut out, &output)?;
         out.write_all(b"\n")?;
     }
@@ -90,5 +99,16 @@ fn line_logprobs(
         let found = decoder.token_logprobs(&hidden, token_ids[1..].to_vec(), 1.0, adapter)?.to_vec2::<f32>()?;
         logprobs.extend(found.into_iter().map(|row| Some(row[0])));
     }
-    Ok(LogprobsOutput { token_ids, logprobs })
+    Ok(LogprobsOutput { token_ids, logprobs, largest_difference: None })
+}
+
+/// Of a line's log-probabilities from those that the other decoder's hidden states give; 0 where there are none.
+fn largest_difference(decoder: &Decoder, other: &mut SecondOpinion, line: &LogprobsOutput) -> anyhow::Result<f32> {
+    let Some((_, context)) = line.token_ids.split_last().filter(|(_, context)| !context.is_empty()) else {
+        return Ok(0.0);
+    };
+    let targets = line.token_ids[1..].to_vec();
+    let theirs = decoder.token_logprobs(&other.hidden_states(context)?, targets, 1.0, None)?.to_vec2::<f32>()?;
+    let pairs = line.logprobs.iter().flatten().zip(theirs);
+    Ok(pairs.map(|(ours, theirs)| (ours - theirs[0]).abs()).fold(0.0, f32::max))
 }
