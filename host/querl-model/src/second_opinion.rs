@@ -37,17 +37,12 @@ impl SecondOpinion {
     ///
     /// # Errors
     /// A token outside the vocabulary, or more tokens than positions.
-    pub fn hidden_states(&mut self, token_ids: &[u32]) -> TensorResult<Tensor> {
+    pub fn hidden_states(&self, token_ids: &[u32]) -> TensorResult<Tensor> {
         let ids = Tensor::from_slice(token_ids, (1, token_ids.len()), &Device::Cpu)?; // (1, T)
-        let hidden = match &mut self.0 {
-            Inner::Qwen2(model) => {
-                model.clear_kv_cache();
-                model.forward(&ids, 0, None)?
-            }
-            Inner::Qwen3(model) => {
-                model.clear_kv_cache();
-                model.forward(&ids, 0)?
-            }
+        // A copy shares the weights; its caches of keys and values are its own, and as empty as the original's stay.
+        let hidden = match &self.0 {
+            Inner::Qwen2(model) => model.clone().forward(&ids, 0, None)?,
+            Inner::Qwen3(model) => model.clone().forward(&ids, 0)?,
         };
         hidden.squeeze(0)
     }

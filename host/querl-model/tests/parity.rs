@@ -231,7 +231,7 @@ fn hidden_states_agree_with_candle_transformers() {
         let directory = golden(&format!("decoders/{name}"));
         let tensors = load_tensors(&directory.join("golden.safetensors")).unwrap();
         let decoder = Decoder::load(&directory, Weights::Frozen).unwrap();
-        let mut other = SecondOpinion::load(&directory).unwrap();
+        let other = SecondOpinion::load(&directory).unwrap();
         for sequence in sequences(&tensors) {
             let ours = decoder.hidden_states(&PackedBatch::new([sequence.as_slice()]), None).unwrap();
             assert_close(name, &values(&ours), &values(&other.hidden_states(&sequence).unwrap()));

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &LogprobsArgs) -> anyhow::Result<()> {
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
     let adapter = adapter.map_err(usage)?;
     let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
-    let mut other = if args.second_opinion { Some(SecondOpinion::load(&args.model).map_err(usage)?) } else { None };
+    let other = if args.second_opinion { Some(SecondOpinion::load(&args.model).map_err(usage)?) } else { None };
     let mut tokenizer = None;
     let mut out = std::io::stdout().lock();
     for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &LogprobsArgs) -> anyhow::Result<()> {
             }
         };
         let mut output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;
-        if let Some(other) = &mut other {
+        if let Some(other) = &other {
             output.largest_difference = Some(largest_difference(&decoder, other, &output).with_context(place)?);
         }
         serde_json::to_writer(&mut out, &output)?;
@@ -103,7 +103,7 @@ fn line_logprobs(
 }
 
 /// Of a line's log-probabilities from those that the other decoder's hidden states give; 0 where there are none.
-fn largest_difference(decoder: &Decoder, other: &mut SecondOpinion, line: &LogprobsOutput) -> anyhow::Result<f32> {
+fn largest_difference(decoder: &Decoder, other: &SecondOpinion, line: &LogprobsOutput) -> anyhow::Result<f32> {
     let Some((_, context)) = line.token_ids.split_last().filter(|(_, context)| !context.is_empty()) else {
         return Ok(0.0);
     };
