@@ -5,15 +5,19 @@
 //! random. `QUERL_LEARNING_SEEDS` sets the number of seeds (1 unless set; figures are stated for 5).
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/recording.rs"]
+mod recording;
+
 use querl_core::config::{CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
+use querl_core::records::{EpisodeRecord, Reward};
 use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
 use querl_train::rl::{RlData, RlTask, train};
 use querl_train::sft::{self, SftTask};
-use querl_train::{Example, MetricSink, Metrics, Policy};
+use querl_train::{Example, Policy};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use recording::{Recorder, episode};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
@@ -92,43 +96,8 @@ impl Playing {
         let draw = ChaCha8Rng::seed_from_u64(self.seed ^ (step << 32) ^ (row << 16) ^ sample).random_range(0.0..1.0);
         let prompt = LETTERS[response.row_index % LETTERS.len()];
         let total = (self.pays)(prompt, response.text.trim(), response.n_tokens, draw);
-        let candidate = Candidate {
-            rewrite: response.text.clone(),
-            retrieval: Ok(Vec::new()),
-            judgement: Judgement::NotSampled,
-            style: None,
-            n_tokens: response.n_tokens,
-            truncated: response.truncated,
-        };
-        let episode = Episode {
-            id: format!("{step}/{row}/{sample}"),
-            query: String::new(),
-            context: Context::default(),
-            gold_ids: Vec::new(),
-            policy: candidate.clone(),
-            baseline: candidate,
-        };
         let outcome = Ok(Reward { total, components: Vec::new() });
-        EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
-    }
-}
-
-#[derive(Default)]
-struct Recorder(Vec<(u64, Metrics)>);
-
-impl MetricSink for Recorder {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        self.0.push((step, metrics.clone()));
-        Ok(())
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
-        Ok(())
+        episode(format!("{step}/{row}/{sample}"), step, response, outcome)
     }
 }
 

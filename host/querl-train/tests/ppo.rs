@@ -1,41 +1,20 @@
 //! PPO as a whole, on a tiny random decoder and an environment with a known optimum.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/recording.rs"]
+mod recording;
+#[path = "support/tiny.rs"]
+mod tiny;
+
 use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Rejection, Reward};
-use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
+use querl_core::records::{EpisodeRecord, Rejection};
+use querl_model::{LoraAdapter, LoraSettings};
+use querl_train::TrainError;
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
-use querl_train::{MetricSink, Metrics, TrainError};
+use recording::{Recorder, episode};
 use std::sync::atomic::AtomicBool;
-
-/// A small random model in a folder of its own.
-struct Model {
-    folder: tempfile::TempDir,
-    decoder: Decoder,
-    tokenizer: TextTokenizer,
-}
-
-fn model() -> Model {
-    let folder = tempfile::tempdir().unwrap();
-    let shape = small_model::Shape {
-        hidden_size: 32,
-        intermediate_size: 64,
-        n_layers: 2,
-        n_heads: 2,
-        n_kv_heads: 1,
-        head_dim: 16,
-        max_positions: 64,
-    };
-    let mut config = small_model::write_files(folder.path(), &["aaaa bbbb".to_owned()], 280, &shape).unwrap();
-    // With the usual 0.02 the logits of so narrow a model hardly differ, whatever an adapter does.
-    config.initializer_range = 0.3;
-    let fresh = Decoder::init(config, 3).unwrap();
-    fresh.save(folder.path(), small_model::STORED_DTYPE).unwrap();
-    let decoder = Decoder::load(folder.path(), Weights::Frozen).unwrap();
-    let tokenizer = TextTokenizer::load(folder.path()).unwrap();
-    Model { folder, decoder, tokenizer }
-}
+use tiny::{Model, plain_text};
 
 /// Pays for plain ASCII: the share of such characters in the answer; may refuse every other episode.
 struct PlainText {
@@ -51,54 +30,11 @@ impl Environment for PlainText {
 
 impl PlainText {
     fn record(&self, step: u64, index: usize, response: &PolicyResponse) -> EpisodeRecord {
-        let candidate = Candidate {
-            rewrite: response.text.clone(),
-            retrieval: Ok(Vec::new()),
-            judgement: Judgement::NotSampled,
-            style: None,
-            n_tokens: response.n_tokens,
-            truncated: response.truncated,
-        };
-        let episode = Episode {
-            id: format!("{step}/{index}"),
-            query: String::new(),
-            context: Context::default(),
-            gold_ids: Vec::new(),
-            policy: candidate.clone(),
-            baseline: candidate,
-        };
-        let n_plain = response.text.chars().filter(char::is_ascii).count();
-        let total = n_plain as f64 / response.text.chars().count().max(1) as f64;
         let outcome = match self.refuses && index % 2 == 1 {
             true => Err(Rejection { code: "retrieval_timeout".into(), detail: String::new() }),
-            false => Ok(Reward { total, components: Vec::new() }),
+            false => Ok(plain_text(response)),
         };
-        EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
-    }
-}
-
-#[derive(Default)]
-struct Recorder(Vec<(u64, Metrics)>);
-
-impl MetricSink for Recorder {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        self.0.push((step, metrics.clone()));
-        Ok(())
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
-        Ok(())
-    }
-}
-
-impl Recorder {
-    fn get(&self, step: u64, name: &str) -> f64 {
-        self.0.iter().find_map(|(at, metrics)| (*at == step).then(|| metrics.get(name).copied())?).unwrap()
+        episode(format!("{step}/{index}"), step, response, outcome)
     }
 }
 
@@ -172,7 +108,7 @@ fn values(adapter: &LoraAdapter) -> Vec<f32> {
 
 #[test]
 fn before_any_update_policy_and_reference_are_one() {
-    let (_, recorder, _) = run(&model(), &config(), false);
+    let (_, recorder, _) = run(&Model::new(), &config(), false);
     assert!(recorder.get(1, "actor/ref_kl").abs() < 1e-6, "LoRA's B is zero");
     assert!(recorder.get(1, "rollout_probs_diff") < 1e-5);
     assert!(recorder.get(2, "actor/ref_kl_k3") > 0.0, "the first update moved the policy");
@@ -182,7 +118,7 @@ fn before_any_update_policy_and_reference_are_one() {
 #[test]
 fn one_epoch_without_movement_clips_nothing() {
     let config = RlConfig { ppo_epochs: 1, max_steps: 1, ..config() };
-    let (_, recorder, _) = run(&model(), &config, false);
+    let (_, recorder, _) = run(&Model::new(), &config, false);
     assert_eq!(recorder.get(1, "actor/pg_clipfrac"), 0.0);
     assert!(recorder.get(1, "actor/ppo_kl").abs() < 1e-6);
 }
@@ -193,7 +129,7 @@ fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {
     let dropping = LoraSettings { dropout: 0.5, ..LoraSettings::all_linear(4, 8.0) };
     for temperature in [0.6, 1.0, 1.5] {
         let config = RlConfig { temperature, ppo_epochs: 1, ..config() };
-        let (summary, recorder, _) = run_with(&model(), dropping.clone(), &config, false);
+        let (summary, recorder, _) = run_with(&Model::new(), dropping.clone(), &config, false);
         summary.unwrap();
         for step in [1, 2] {
             assert!(recorder.get(step, "rollout_probs_diff") < 1e-5, "{temperature}");
@@ -206,12 +142,12 @@ fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {
 #[test]
 fn draws_from_a_filtered_distribution_are_weighted_by_what_the_filter_took() {
     let config = RlConfig { top_p: 0.7, max_steps: 1, ..config() };
-    let (summary, recorder, _) = run(&model(), &config, false);
+    let (summary, recorder, _) = run(&Model::new(), &config, false);
     summary.unwrap();
     assert!(recorder.get(1, "rollout_probs_diff") < 1e-5, "the policy's own log-probabilities, before the filter");
     let mean = recorder.get(1, "rollout_corr/rollout_is_mean");
     assert!((0.6..0.95).contains(&mean), "the filter keeps 0.7 and the token that passes it: {mean}");
-    let recorder = run(&model(), &RlConfig { max_steps: 1, ..self::config() }, false).1;
+    let recorder = run(&Model::new(), &RlConfig { max_steps: 1, ..self::config() }, false).1;
     assert!(!recorder.0.iter().any(|(_, metrics)| metrics.contains_key("rollout_corr/rollout_is_mean")));
 }
 
@@ -222,7 +158,7 @@ fn learning() -> RlConfig {
 
 #[test]
 fn policies_learn_to_write_plain_text() {
-    let model = model();
+    let model = Model::new();
     let ppo = |advantage_form, critic| RlConfig { advantage_form, critic, batch_size: 32, ..learning() };
     let grouped = |algorithm| RlConfig { algorithm, n_samples: 4, batch_size: 8, ..learning() };
     for config in [
@@ -245,7 +181,7 @@ fn policies_learn_to_write_plain_text() {
 
 #[test]
 fn the_update_does_not_depend_on_the_split_into_micro_batches() {
-    let model = model();
+    let model = Model::new();
     // One epoch and one optimizer step, so that the norms are those of the first gradient, which Adam would rescale. Short
     // answers are cut off at other lengths: the micro-batches differ in tokens.
     let split = |n| RlConfig { gradient_accumulation_steps: n, max_steps: 1, ppo_epochs: 1, ..config() };
@@ -259,17 +195,17 @@ fn the_update_does_not_depend_on_the_split_into_micro_batches() {
 
 #[test]
 fn the_same_seed_gives_the_same_adapter() {
-    let model = model();
+    let model = Model::new();
     assert_eq!(run(&model, &config(), false).2, run(&model, &config(), false).2);
 }
 
 #[test]
 fn too_many_dropped_episodes_stop_the_run_with_the_reason() {
-    let (summary, _, _) = run(&model(), &config(), true);
+    let (summary, _, _) = run(&Model::new(), &config(), true);
     let message = summary.unwrap_err().to_string();
     assert!(message.contains("8 of 16 episodes were dropped") && message.contains("retrieval_timeout"), "{message}");
     let tolerant = RlConfig { max_drop_rate: 0.5, ..config() };
-    let (summary, recorder, _) = run(&model(), &tolerant, true);
+    let (summary, recorder, _) = run(&Model::new(), &tolerant, true);
     assert_eq!(summary.unwrap().dropped, [("retrieval_timeout".to_owned(), 16)].into());
     assert_eq!((recorder.get(1, "drop_rate"), recorder.get(1, "dropped/retrieval_timeout")), (0.5, 8.0));
 }
@@ -277,7 +213,7 @@ fn too_many_dropped_episodes_stop_the_run_with_the_reason() {
 #[test]
 fn a_cut_off_response_pays_the_penalty() {
     let config = RlConfig { missing_eos_penalty: 5.0, kl_coef: 0.0, max_steps: 1, ..config() };
-    let (_, recorder, _) = run(&model(), &config, false);
+    let (_, recorder, _) = run(&Model::new(), &config, false);
     let truncated = recorder.get(1, "response_length/clip_ratio");
     assert!(truncated > 0.0, "the random model hardly ever stops by itself");
     let expected = recorder.get(1, "avg_reward") - 5.0 * truncated;

@@ -3,5 +3,9 @@
 
 mod ahead;
 mod parts;
+#[path = "../support/recording.rs"]
+mod recording;
 mod resume;
+#[path = "../support/tiny.rs"]
+mod tiny;
 mod world;

@@ -1,44 +1,19 @@
-//! A tiny random model, and an environment with a known optimum, a log, and faults on demand.
+//! An environment with a known optimum, a log, and faults on demand; and the runs that meet it.
 
+pub(crate) use crate::recording::Recorder;
+use crate::recording::episode;
+pub(crate) use crate::tiny::Model;
+use crate::tiny::plain_text;
 use querl_core::config::{CriticKind, RlConfig};
 use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Rejection, Reward};
-use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
+use querl_core::records::{EpisodeRecord, Rejection};
+use querl_model::{LoraAdapter, LoraSettings};
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
 use querl_train::{MetricSink, Metrics, TrainError};
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-
-/// A small random model in a folder of its own.
-pub(crate) struct Model {
-    folder: tempfile::TempDir,
-    decoder: Decoder,
-    tokenizer: TextTokenizer,
-}
-
-impl Model {
-    pub(crate) fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let shape = small_model::Shape {
-            hidden_size: 32,
-            intermediate_size: 64,
-            n_layers: 2,
-            n_heads: 2,
-            n_kv_heads: 1,
-            head_dim: 16,
-            max_positions: 64,
-        };
-        let mut config = small_model::write_files(folder.path(), &["aaaa bbbb".to_owned()], 280, &shape).unwrap();
-        // With the usual 0.02 the logits of so narrow a model hardly differ, whatever an adapter does.
-        config.initializer_range = 0.3;
-        Decoder::init(config, 3).unwrap().save(folder.path(), small_model::STORED_DTYPE).unwrap();
-        let decoder = Decoder::load(folder.path(), Weights::Frozen).unwrap();
-        let tokenizer = TextTokenizer::load(folder.path()).unwrap();
-        Self { folder, decoder, tokenizer }
-    }
-}
 
 /// What an environment does wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,24 +75,6 @@ impl World {
     }
 
     fn record(&self, phase: &str, step: u64, response: &PolicyResponse) -> EpisodeRecord {
-        let candidate = Candidate {
-            rewrite: response.text.clone(),
-            retrieval: Ok(Vec::new()),
-            judgement: Judgement::NotSampled,
-            style: None,
-            n_tokens: response.n_tokens,
-            truncated: response.truncated,
-        };
-        let episode = Episode {
-            id: format!("{phase}-{step}/{}/{}", response.row_index, response.sample_index),
-            query: String::new(),
-            context: Context::default(),
-            gold_ids: Vec::new(),
-            policy: candidate.clone(),
-            baseline: candidate,
-        };
-        let n_plain = response.text.chars().filter(char::is_ascii).count();
-        let total = n_plain as f64 / response.text.chars().count().max(1) as f64;
         let is_late =
             self.fault == Fault::Stragglers && phase == "step" && (response.row_index as u64 + step).is_multiple_of(4);
         let is_refused = phase == "step" && matches!(self.fault, Fault::Refusal(from) if step >= from);
@@ -125,9 +82,10 @@ impl World {
         let outcome = match (is_late, is_refused) {
             (true, _) => rejection("deadline"),
             (_, true) => rejection("refused"),
-            _ => Ok(Reward { total, components: Vec::new() }),
+            _ => Ok(plain_text(response)),
         };
-        EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
+        let id = format!("{phase}-{step}/{}/{}", response.row_index, response.sample_index);
+        episode(id, step, response, outcome)
     }
 }
 
@@ -160,31 +118,7 @@ impl Environment for Split<'_> {
     }
 }
 
-/// Keeps metrics, with their steps.
-#[derive(Debug, Default)]
-pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
-
-impl MetricSink for Recorder {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        self.0.push((step, metrics.clone()));
-        Ok(())
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
-        Ok(())
-    }
-}
-
 impl Recorder {
-    pub(crate) fn get(&self, step: u64, name: &str) -> f64 {
-        self.0.iter().find_map(|(at, metrics)| (*at == step).then(|| metrics.get(name).copied())?).unwrap()
-    }
-
     /// All figures but those of time and memory.
     pub(crate) fn figures(&self) -> Vec<(u64, Metrics)> {
         let is_figure = |name: &String| !name.starts_with("timing_s/") && !name.starts_with("perf/");
