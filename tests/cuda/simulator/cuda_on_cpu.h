@@ -1,0 +1,68 @@
+// CUDA C++ for the host compiler: with this header first, a .cu file compiles with g++ and its kernels run on the CPU.
+//
+// What goes in: kernels of the form `extern "C" __global__ void name(...)`, with `__syncthreads`, warp functions of `_sync` kind,
+// atomics, static and dynamic shared memory (`extern __shared__ __align__(16) unsigned char shared_memory[];`), bf16 and f16.
+// What comes out: functions that do what one launch does, thread after thread and block after block, on one thread of the CPU.
+// What it refuses to know: speed, tensor cores, inline PTX, cooperative launches, launches out of kernels.
+//
+// `__CUDA_ARCH__` stays undefined, so code behind `#ifdef __CUDA_ARCH__` is for the card and needs a portable branch beside it.
+//
+// Needs CUDA's headers (cuda_runtime's, from host/querl-cuda/toolkit.sh) and `-std=c++17 -fno-extern-tls-init`; see compile.sh.
+#pragma once
+
+// The standard library first: CUDA's headers define `__noinline__`, which libstdc++ uses as the name of an attribute.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <math.h>
+#include <sys/mman.h>
+#include <vector_types.h>
+#include <vector_functions.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __constant__
+#undef __forceinline__
+#undef __noinline__
+#undef __align__
+#undef __launch_bounds__
+#undef __grid_constant__
+
+// compile.sh asks the preprocessor which kernels a file has and under which names it sees dynamic shared memory.
+#ifdef CUDA_ON_CPU_NAMES
+#define __global__ CUDA_ON_CPU_GLOBAL
+#define __shared__ CUDA_ON_CPU_SHARED
+#define __align__(bytes)
+#else
+#define __global__
+#define __shared__ thread_local
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#endif
+#define __device__
+#define __host__
+#define __constant__ static const
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+#include "on_cpu/fibers.h"
+#include "on_cpu/block.h"
+#include "on_cpu/warp.h"
+#include "on_cpu/atomics.h"
+#include "on_cpu/math.h"
+#include "on_cpu/launch.h"
