@@ -1,0 +1,277 @@
+//! One decoder layer as one operation: it keeps what its backward pass cannot cheaply compute again, joins products and sums,
+//! and leaves nothing in between to the graph. The same layer runs on every device that has its steps.
+//!
+//! Kept of each row: queries, keys and values as attention reads them, what attention gave, the residual behind it, gate and up
+//! (for Qwen3 also queries and keys before their norms). Norms and the gated product are computed again. A candle operation has
+//! at most three inputs, so the layer's trained tensors come as one: flattened and joined, an operation whose gradient is cut
+//! back into theirs.
+
+mod cpu;
+mod linear;
+mod operation;
+mod steps;
+
+use super::layer::{Layer, Rows, Wanted};
+use super::pass::Pass;
+use candle_core::{DType, Result as TensorResult, Tensor};
+use cpu::Cpu;
+use linear::FusedLinear;
+use steps::Steps;
+
+/// What a layer computes with; clones of tensors share their values.
+pub(super) struct FusedLayer {
+    linears: [FusedLinear; 7], // q, k, v, o, gate, up, down
+    input_norm: Tensor,
+    post_attention_norm: Tensor,
+    qk_norm: Option<(Tensor, Tensor)>,
+    rows: Rows,
+    wanted: Option<Wanted>,
+}
+
+const Q: usize = 0;
+const K: usize = 1;
+const V: usize = 2;
+const O: usize = 3;
+const GATE: usize = 4;
+const UP: usize = 5;
+const DOWN: usize = 6;
+
+/// What the backward pass reads; see the module's documentation.
+struct Kept<S: Steps> {
+    q: S::Values,
+    k: S::Values,
+    v: S::Values,
+    before_norm: Option<(S::Values, S::Values)>,
+    attended: S::Values,
+    log_sums: S::LogSums,
+    residual: S::Sums,
+    gate: S::Values,
+    up: S::Values,
+    /// Of each linear layer `(N, rank)`.
+    low: [S::Values; 7],
+}
+
+/// The layer's input `(N, H)`; of rows of a frozen embedding no gradient is wanted.
+#[derive(Clone, Copy)]
+struct Input<'a, S: Steps> {
+    values: &'a S::SumSlice,
+    is_tracked: bool,
+}
+
+/// Gradients of the input, where it is wanted, and of a layer's tensors in the order of [`FusedLayer::tensors`].
+type Gradients<S> = (Option<<S as Steps>::Sums>, Vec<Option<<S as Steps>::Sums>>);
+
+impl FusedLayer {
+    /// `None` where a layer must be composed of single operations: dropout, magnitudes, another device; and where full
+    /// fine-tuning has so few rows that a joined copy of the weights would take more memory than it saves.
+    pub(super) fn new(
+        layer: &Layer,
+        x: &Tensor,
+        rows: &Rows,
+        wanted: Option<&Wanted>,
+        pass: &Pass<'_>,
+    ) -> TensorResult<Option<Self>> {
+        if rows.dropout.is_some() || !x.device().is_cpu() || x.dtype() != DType::F32 {
+            return Ok(None);
+        }
+        let Some(linears) =
+            layer.linears().iter().map(|linear| FusedLinear::new(linear, pass)).collect::<Option<Vec<_>>>()
+        else {
+            return Ok(None);
+        };
+        let Ok(linears) = <[FusedLinear; 7]>::try_from(linears) else { return Ok(None) };
+        let fused = Self {
+            linears,
+            input_norm: layer.input_norm.clone(),
+            post_attention_norm: layer.post_attention_norm.clone(),
+            qk_norm: layer.qk_norm.clone(),
+            rows: rows.clone(),
+            wanted: wanted.cloned(),
+        };
+        let n_trained: usize = fused.trained().iter().map(|tensor| tensor.elem_count()).sum();
+        let (n_rows, width) = x.dims2()?;
+        let n_saved = n_rows * (5 * width + fused.linears[GATE].weight.dims()?.0);
+        Ok((n_trained <= n_saved).then_some(fused))
+    }
+
+    /// Output `(N, H)` of the layer, `(wanted, H)` where some rows are wanted, for its input `(N, H)`.
+    pub(super) fn apply(self, x: &Tensor) -> TensorResult<Tensor> {
+        self.apply_with(Cpu, x)
+    }
+
+    /// Everything that may be trained.
+    fn tensors(&self) -> Vec<&Tensor> {
+        let mut tensors = vec![&self.input_norm, &self.post_attention_norm];
+        if let Some((q, k)) = &self.qk_norm {
+            tensors.extend([q, k]);
+        }
+        tensors.extend(self.linears.iter().flat_map(FusedLinear::tensors));
+        tensors
+    }
+
+    fn trained(&self) -> Vec<&Tensor> {
+        self.tensors().into_iter().filter(|tensor| tensor.track_op()).collect()
+    }
+
+    /// Weights of the norms of queries and keys.
+    fn qk_norms(&self) -> (Option<&Tensor>, Option<&Tensor>) {
+        self.qk_norm.as_ref().map(|(q, k)| (q, k)).unzip()
+    }
+
+    /// What the rows that are wanted of the output bring along.
+    fn query_rows(&self) -> &Rows {
+        self.wanted.as_ref().map_or(&self.rows, |wanted| &wanted.rows)
+    }
+
+    fn run<S: Steps>(&self, steps: &S, x: &S::SumSlice) -> TensorResult<(S::Sums, Kept<S>)> {
+        let (rows, query_rows, eps) = (&self.rows, self.query_rows(), self.rows.eps as f32);
+        let (width, wanted) = (self.input_norm.dims1()?, self.wanted.as_ref());
+        let input = steps.normed(x, &self.input_norm, eps)?;
+        let [q, k, v, o, gate, up, down] = &self.linears;
+        let (v, low_v) = steps.forward(v, &input)?;
+        let (k_raw, low_k) = steps.forward(k, &input)?;
+        let (q_raw, low_q) = steps.forward(q, &*steps.picked(&input, width, wanted)?)?;
+        drop(input);
+        let (q_norm, k_norm) = self.qk_norms();
+        let q = steps.turned(&q_raw, q_norm, query_rows)?;
+        let k = steps.turned(&k_raw, k_norm, rows)?;
+        let before_norm = self.qk_norm.is_some().then_some((q_raw, k_raw));
+        let (attended, log_sums) = steps.attend(query_rows, [&q, &k, &v])?;
+        let mut residual = steps.picked_sums(x, width, wanted)?;
+        let low_o = steps.add_to(o, &attended, &mut residual)?;
+        let input = steps.normed(&residual, &self.post_attention_norm, eps)?;
+        let ((gate, low_gate), (up, low_up)) = (steps.forward(gate, &input)?, steps.forward(up, &input)?);
+        drop(input);
+        let mut out = steps.picked_sums(&residual, width, None)?;
+        let low_down = steps.add_to(down, &*steps.gated(&gate, &up)?, &mut out)?;
+        let low = [low_q, low_k, low_v, low_o, low_gate, low_up, low_down];
+        Ok((out, Kept { q, k, v, before_norm, attended, log_sums, residual, gate, up, low }))
+    }
+
+    /// Gradients for the gradient `grad` of the output.
+    fn gradients<S: Steps>(
+        &self,
+        steps: &S,
+        kept: &Kept<S>,
+        x: Input<'_, S>,
+        grad: &S::SumSlice,
+    ) -> TensorResult<Gradients<S>> {
+        let (rows, query_rows, eps) = (&self.rows, self.query_rows(), self.rows.eps as f32);
+        let [q, k, v, o, ..] = &self.linears;
+        let mut found: [S::Found; 7] = Default::default();
+
+        // The feed-forward part and its norm.
+        let (dresidual, dpost_norm) = self.feed_forward_gradients(steps, kept, grad, &mut found)?;
+        // Attention, turned and normed queries and keys.
+        let of_o = steps.values(&dresidual)?;
+        found[O] = steps.parameter_gradients(o, &kept.attended, &kept.low[O], &of_o)?;
+        let dattended = steps.input_gradient(o, &of_o, &found[O])?;
+        drop(of_o);
+        let qkv = [&*kept.q, &*kept.k, &*kept.v];
+        let [dq, dk, dv] = steps.attention_gradients(query_rows, qkv, &kept.attended, &kept.log_sums, &dattended)?;
+        let (q_norm, k_norm) = self.qk_norms();
+        let (q_raw, k_raw) = kept.before_norm.as_ref().map(|(q, k)| (&**q, &**k)).unzip();
+        let (dq, dq_norm) = steps.turned_gradients(q_raw, q_norm, query_rows, &dq)?;
+        let (dk, dk_norm) = steps.turned_gradients(k_raw, k_norm, rows, &dk)?;
+        // Projections and the input's norm.
+        let (width, wanted) = (self.input_norm.dims1()?, self.wanted.as_ref());
+        let input = steps.normed(x.values, &self.input_norm, eps)?;
+        found[Q] = steps.parameter_gradients(q, &*steps.picked(&input, width, wanted)?, &kept.low[Q], &dq)?;
+        found[K] = steps.parameter_gradients(k, &input, &kept.low[K], &dk)?;
+        found[V] = steps.parameter_gradients(v, &input, &kept.low[V], &dv)?;
+        let (mut dx, mut dinput_norm) = (None, None);
+        if x.is_tracked || self.input_norm.track_op() {
+            let dinput = self.shared_input_gradient(steps, &found, [&dq, &dk, &dv], width)?;
+            let (mut sum, dnorm) = steps.norm_gradients(x.values, &self.input_norm, eps, &dinput)?;
+            steps.add_picked(&mut sum, &dresidual, width, wanted)?;
+            (dx, dinput_norm) = (Some(sum), Some(dnorm));
+        }
+
+        let mut all = vec![dinput_norm, Some(dpost_norm)];
+        if self.qk_norm.is_some() {
+            all.extend([dq_norm, dk_norm]);
+        }
+        for (linear, found) in self.linears.iter().zip(found) {
+            all.extend(steps.gradients_of(linear, found).into_iter().map(Some));
+        }
+        Ok((dx, all))
+    }
+
+    /// Gradient of what queries, keys and values are projected from.
+    fn shared_input_gradient<S: Steps>(
+        &self,
+        steps: &S,
+        found: &[S::Found; 7],
+        [dq, dk, dv]: [&S::ValueSlice; 3],
+        width: usize,
+    ) -> TensorResult<S::Sums> {
+        let [q, k, v, ..] = &self.linears;
+        let (of_q, of_k, of_v) = ((q, dq, &found[Q]), (k, dk, &found[K]), (v, dv, &found[V]));
+        if self.wanted.is_none() {
+            return steps.shared_input_gradient(&[of_q, of_k, of_v]);
+        }
+        let mut dinput = steps.shared_input_gradient(&[of_k, of_v])?;
+        let of_queries = steps.shared_input_gradient(&[of_q])?;
+        steps.add_picked(&mut dinput, &of_queries, width, self.wanted.as_ref())?;
+        Ok(dinput)
+    }
+
+    /// Gradients of the residual behind attention and of the norm on it.
+    fn feed_forward_gradients<S: Steps>(
+        &self,
+        steps: &S,
+        kept: &Kept<S>,
+        grad: &S::SumSlice,
+        found: &mut [S::Found; 7],
+    ) -> TensorResult<(S::Sums, S::Sums)> {
+        let (eps, [.., gate, up, down]) = (self.rows.eps as f32, &self.linears);
+        let of_down = steps.values(grad)?;
+        found[DOWN] =
+            steps.parameter_gradients(down, &*steps.gated(&kept.gate, &kept.up)?, &kept.low[DOWN], &of_down)?;
+        let dgated = steps.input_gradient(down, &of_down, &found[DOWN])?;
+        drop(of_down);
+        let (dgate, dup) = steps.gated_gradients(&kept.gate, &kept.up, dgated)?;
+        let norm = &self.post_attention_norm;
+        let input = steps.normed(&kept.residual, norm, eps)?;
+        found[GATE] = steps.parameter_gradients(gate, &input, &kept.low[GATE], &dgate)?;
+        found[UP] = steps.parameter_gradients(up, &input, &kept.low[UP], &dup)?;
+        drop(input);
+        let dinput = steps.shared_input_gradient(&[(gate, &*dgate, &found[GATE]), (up, &*dup, &found[UP])])?;
+        let (mut dresidual, dnorm) = steps.norm_gradients(&kept.residual, norm, eps, &dinput)?;
+        steps.add_picked(&mut dresidual, grad, norm.dims1()?, None)?;
+        Ok((dresidual, dnorm))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::{Decoder, Dropout, LoraAdapter, LoraSettings, PackedBatch, Weights};
+    use candle_core::Device;
+    use std::path::Path;
+
+    /// Whether the first layer of a tiny decoder is one operation.
+    fn is_fused(weights: Weights, settings: Option<LoraSettings>, dropout: Option<Dropout>, n_rows: usize) -> bool {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders/qwen3-tied");
+        let decoder = Decoder::load(&directory, weights).unwrap();
+        let adapter = settings.map(|settings| LoraAdapter::new(&decoder, settings, 1).unwrap());
+        let pass = Pass { dropout, ..Pass::with(adapter.as_ref()) };
+        let batch = PackedBatch::new([vec![1; n_rows].as_slice()]);
+        let rows = Rows::new(&batch, &decoder.config, &decoder.rope, pass.dropout).unwrap();
+        let x = Tensor::zeros((n_rows, decoder.config.hidden_size), DType::F32, &Device::Cpu).unwrap();
+        FusedLayer::new(&decoder.layers[0], &x, &rows, None, &pass).unwrap().is_some()
+    }
+
+    #[test]
+    fn layers_are_one_operation_unless_they_do_more_or_save_nothing() {
+        let lora = || Some(LoraSettings::all_linear(2, 4.0));
+        let dora = LoraSettings { use_dora: true, ..LoraSettings::all_linear(2, 4.0) };
+        assert!(is_fused(Weights::Frozen, lora(), None, 12));
+        assert!(is_fused(Weights::Frozen, None, None, 1));
+        assert!(!is_fused(Weights::Frozen, lora(), Some(Dropout { p: 0.1, seed: 1 }), 12));
+        assert!(!is_fused(Weights::Frozen, Some(dora), None, 12));
+        assert!(is_fused(Weights::Trained, None, None, 100));
+        assert!(!is_fused(Weights::Trained, None, None, 2));
+    }
+}
