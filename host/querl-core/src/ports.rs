@@ -181,7 +181,7 @@ pub trait StyleScorer: Send + Sync {
 }
 
 /// What the policy wrote for one query.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PolicyResponse {
     /// Position of the query in the rows that the environment was opened with.
     pub row_index: usize,
@@ -229,7 +229,7 @@ impl std::ops::AddAssign for CallTimings {
 }
 
 /// What became of some responses.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ScoredResponses {
     /// One record per response, in order; an episode that cannot be scored carries its rejection.
     pub records: Vec<EpisodeRecord>,

@@ -3,10 +3,11 @@
 use crate::TrainError;
 use candle_core::{Tensor, Var};
 use querl_model::{Decoder, Dropout, LoraAdapter, PackedBatch, Pass, Recompute};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// A prompt and the response to it, as tokens.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Example {
     /// At least one token.
     pub prompt: Vec<u32>,

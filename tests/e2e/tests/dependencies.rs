@@ -1,5 +1,5 @@
-//! Who may know whom. core <- data, bundle, model; bundle <- registry, plugins; plugins <- conformance; model <- train;
-//! core <- eval; all <- querl.
+//! Who may know whom. core <- data, bundle, model; bundle <- registry, plugins; plugins <- conformance; model <- train <- device
+//! <- cuda; core <- eval; all <- querl.
 #![allow(clippy::unwrap_used)]
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, PackageId};
@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Crates of this workspace, and which others of it they may depend on, in tests too.
-const ALLOWED: [(&str, &[&str]); 12] = [
+const ALLOWED: [(&str, &[&str]); 14] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core"]),
     ("querl-bundle", &["querl-core"]),
@@ -18,6 +18,8 @@ const ALLOWED: [(&str, &[&str]); 12] = [
     ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugins"]),
     ("querl-model", &["querl-core"]),
     ("querl-train", &["querl-core", "querl-model"]),
+    ("querl-device", &["querl-core", "querl-model", "querl-train"]),
+    ("querl-cuda", &["querl-core", "querl-device", "querl-model", "querl-train"]),
     ("querl-eval", &["querl-core"]),
     (
         "querl",
@@ -30,6 +32,9 @@ const ALLOWED: [(&str, &[&str]); 12] = [
             "querl-conformance",
             "querl-model",
             "querl-train",
+            "querl-device",
+            // In its tests alone: the program opens the library, and is not linked with it.
+            "querl-cuda",
             "querl-eval",
         ],
     ),
@@ -38,7 +43,7 @@ const ALLOWED: [(&str, &[&str]); 12] = [
 ];
 
 /// What a crate must not even get through others, with the reason.
-const FORBIDDEN: [(&str, &[&str], &str); 8] = [
+const FORBIDDEN: [(&str, &[&str], &str); 11] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
     (
@@ -50,6 +55,9 @@ const FORBIDDEN: [(&str, &[&str], &str); 8] = [
     ("querl-plugins", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
     ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),
+    ("querl-device", &["wasmtime", "reqwest", "tokio"], "a job knows no plugins and network"),
+    ("querl-cuda", &["wasmtime", "reqwest", "tokio"], "the library does jobs and nothing else"),
+    ("querl", &["querl-cuda"], "a program linked with CUDA does not start without its driver"),
     ("querl-eval", &["candle-core", "wasmtime", "reqwest", "tokio"], "figures are pure"),
 ];
 

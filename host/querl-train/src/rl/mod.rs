@@ -27,6 +27,7 @@ use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
 use querl_model::{Decoder, LoraAdapter, SamplingSettings, TextTokenizer};
 use run::{Reached, Run};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -77,7 +78,7 @@ pub struct RlTask<'a> {
 }
 
 /// What came of it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RlSummary {
     /// Steps taken.
     pub n_steps: u64,

@@ -15,6 +15,7 @@ use loss::StepLoss;
 use plan::Plan;
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -49,7 +50,7 @@ pub struct SftTask<'a> {
 }
 
 /// What came of it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SftSummary {
     /// Optimizer steps taken.
     pub n_steps: u64,

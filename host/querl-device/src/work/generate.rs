@@ -1,0 +1,60 @@
+//! The answers of a model, as a job.
+
+use super::{decoder, load_adapter};
+use crate::{Answered, Ending, Failure, Generating, Host, Job, JobError, Outcome};
+use querl_core::records::Message;
+use querl_model::{
+    Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights, generate,
+};
+use querl_train::rl::sampling;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Answers every prompt and hands the answers over, some at once; looks between them whether to stop.
+pub(super) fn answer(job: &Job, generating: &Generating, host: &dyn Host) -> Result<Outcome, JobError> {
+    let decoder = decoder(job, Weights::Frozen)?;
+    let adapter = generating.adapter.as_ref().map(|path| load_adapter(path, &decoder)).transpose()?;
+    let decoding = match generating.n_beams {
+        1 => Decoding::Greedy,
+        n_beams => Decoding::Beam { n_beams, length_penalty: 1.0 },
+    };
+    let tokenizer = TextTokenizer::load(&job.model.path)?;
+    let answering = Answering { decoder, adapter, tokenizer, decoding, sampling: sampling(&generating.limits) };
+    for prompts in generating.prompts.chunks(generating.n_at_once.max(1)) {
+        if host.stop().load(Ordering::Relaxed) {
+            let message = "interrupted; what was done is saved, the same command goes on from there".into();
+            return Err(Failure { ending: Ending::Interrupted, message }.into());
+        }
+        let answers = prompts.iter().map(|prompt| answering.answer(prompt)).collect::<Result<_, ModelError>>()?;
+        host.take(answers)?;
+    }
+    Ok(Outcome::Generated)
+}
+
+struct Answering {
+    decoder: Decoder,
+    adapter: Option<LoraAdapter>,
+    tokenizer: TextTokenizer,
+    decoding: Decoding,
+    /// Limits and stop strings, as in training.
+    sampling: SamplingSettings,
+}
+
+impl Answering {
+    /// One query at a time: the latency is what a single user would wait.
+    fn answer(&self, messages: &[Message]) -> Result<Answered, ModelError> {
+        let started = Instant::now();
+        let prompt = self.tokenizer.encode_prompt(messages)?;
+        let request = GenerationRequest { prompt: &prompt, seed: 0, n: 1 };
+        let (adapter, sampling) = (self.adapter.as_ref(), &self.sampling);
+        let answers = generate(&self.decoder, adapter, &[request], self.decoding, sampling, &self.tokenizer)?;
+        let texts = answers.into_iter().map(|answer| Ok((self.tokenizer.decode(&answer.token_ids)?, answer)));
+        let (text, answer) = texts.collect::<Result<Vec<_>, ModelError>>()?.swap_remove(0);
+        Ok(Answered {
+            text: sampling.before_stop(&text).to_owned(),
+            n_tokens: answer.token_ids.len() as u32,
+            truncated: answer.truncated,
+            latency_ms: started.elapsed().as_secs_f64() * 1e3,
+        })
+    }
+}
