@@ -49,7 +49,7 @@ pub enum Work {
     /// Supervised fine-tuning.
     Sft(Fitting),
     /// Reinforcement learning; the host scores.
-    Rl(Reinforcing),
+    Rl(Box<Reinforcing>),
     /// Answers, one after another.
     Generate(Generating),
 }
