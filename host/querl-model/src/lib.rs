@@ -13,6 +13,8 @@ mod cache;
 mod checkpoint;
 mod config;
 mod decoder;
+#[cfg(feature = "cuda")]
+pub mod device;
 mod error;
 mod export;
 mod generate;

@@ -33,6 +33,12 @@ impl RopeTable {
         (&self.cos[angles.clone()], &self.sin[angles])
     }
 
+    /// All cosines and sines, `(positions, D / 2)` each, and D.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn tables(&self) -> (&[f32], &[f32], usize) {
+        (&self.cos, &self.sin, self.head_dim)
+    }
+
     fn n_positions(&self) -> usize {
         self.cos.len() / (self.head_dim / 2)
     }

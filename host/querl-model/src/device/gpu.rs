@@ -1,0 +1,247 @@
+//! One card: its stream, our kernels, cuBLAS.
+
+use super::launch::Arg;
+use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits, result, sys,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::{CudaDevice, Device, Error, Result, bail};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Our kernels for every processor that the build named, made by `build.rs`.
+static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+
+/// What cuBLAS may use between the steps of a product; its own documentation asks for 32 MiB on Hopper.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// A card; clones share it.
+#[derive(Clone)]
+pub struct Gpu {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    module: Arc<CudaModule>,
+    /// With the shared memory that each may ask for.
+    functions: Mutex<HashMap<&'static str, (CudaFunction, usize)>>,
+    blas: Arc<CudaBlas>,
+    n_processors: usize,
+    shared_limit: usize,
+    /// Read by cuBLAS as long as `blas` lives.
+    _workspace: CudaSlice<u8>,
+}
+
+impl Gpu {
+    /// Opens card `ordinal` with a stream of its own, which every tensor that is made on [`Gpu::device`] uses as well.
+    ///
+    /// # Errors
+    /// No such card, or a driver that refuses our kernels.
+    pub fn new(ordinal: usize) -> Result<Self> {
+        let device = CudaDevice::new_with_stream(ordinal)?;
+        // SAFETY: all work on this device's tensors goes to its one stream, in the order of the calls.
+        unsafe { device.disable_event_tracking() };
+        Self::on(device)
+    }
+
+    /// Loads our kernels beside what candle does on `device`.
+    ///
+    /// # Errors
+    /// As [`Gpu::new`].
+    pub fn on(device: CudaDevice) -> Result<Self> {
+        let stream = device.cuda_stream();
+        let context = stream.context().clone();
+        keep_freed_memory(&context);
+        let module = context.load_module(Ptx::from_binary(KERNELS.to_vec())).map_err(Error::wrap)?;
+        let attribute = |which| context.attribute(which).map(|value| value.max(0) as usize).map_err(Error::wrap);
+        let n_processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_limit = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let workspace = stream.alloc_zeros::<u8>(WORKSPACE_BYTES).map_err(Error::wrap)?;
+        let blas = device.cublas_handle();
+        prepare(&blas, &workspace, &stream)?;
+        let functions = Mutex::new(HashMap::new());
+        let inner =
+            Inner { device, stream, module, functions, blas, n_processors, shared_limit, _workspace: workspace };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// For candle's tensors.
+    pub fn device(&self) -> Device {
+        Device::Cuda(self.inner.device.clone())
+    }
+
+    /// For candle's storages.
+    pub fn cuda_device(&self) -> &CudaDevice {
+        &self.inner.device
+    }
+
+    /// The stream of all work.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.inner.stream
+    }
+
+    pub(super) fn blas(&self) -> &CudaBlas {
+        &self.inner.blas
+    }
+
+    /// Streaming multiprocessors.
+    pub fn n_processors(&self) -> usize {
+        self.inner.n_processors
+    }
+
+    /// Waits until the card has done everything that was asked of it.
+    ///
+    /// # Errors
+    /// Something that was asked of it failed.
+    pub fn synchronize(&self) -> Result<()> {
+        self.inner.stream.synchronize().map_err(Error::wrap)
+    }
+
+    /// Memory whose values are whatever was there: everything must be written before it is read.
+    pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
+        if len == 0 {
+            return self.inner.stream.null().map_err(Error::wrap);
+        }
+        // SAFETY: every caller hands it to a kernel or a product that writes all of it; every bit pattern is a number.
+        unsafe { self.inner.stream.alloc(len) }.map_err(Error::wrap)
+    }
+
+    /// Zeros.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<CudaSlice<T>> {
+        if len == 0 {
+            return self.alloc(0);
+        }
+        self.inner.stream.alloc_zeros(len).map_err(Error::wrap)
+    }
+
+    /// Copies values to the card.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn upload<T: DeviceRepr>(&self, values: &[T]) -> Result<CudaSlice<T>> {
+        if values.is_empty() {
+            return self.alloc(0);
+        }
+        self.inner.stream.clone_htod(values).map_err(Error::wrap)
+    }
+
+    /// Copies values from the card, which has to finish what was asked of it first.
+    ///
+    /// # Errors
+    /// Something that was asked of it failed.
+    pub fn download<T: DeviceRepr>(&self, values: &impl DevicePtr<T>) -> Result<Vec<T>> {
+        if values.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.inner.stream.clone_dtoh(values).map_err(Error::wrap)
+    }
+
+    /// A copy on the card.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn copy<T: DeviceRepr>(&self, values: &impl DevicePtr<T>) -> Result<CudaSlice<T>> {
+        if values.is_empty() {
+            return self.alloc(0);
+        }
+        self.inner.stream.clone_dtod(values).map_err(Error::wrap)
+    }
+
+    /// Where values begin, for reading.
+    pub(super) fn input<T>(&self, values: &impl DevicePtr<T>) -> Arg {
+        Arg::pointer(values.device_ptr(&self.inner.stream).0)
+    }
+
+    /// Where values begin, for writing.
+    pub(super) fn output<T>(&self, values: &mut impl DevicePtrMut<T>) -> Arg {
+        Arg::pointer(values.device_ptr_mut(&self.inner.stream).0)
+    }
+
+    /// Starts a kernel. Nothing happens where the grid is empty.
+    ///
+    /// # Safety
+    /// `args` are the kernel's parameters in order, and pointers reach as much memory as it touches for them.
+    pub(super) unsafe fn launch(
+        &self,
+        name: &'static str,
+        grid: [usize; 3],
+        threads: usize,
+        shared_bytes: usize,
+        args: &mut [Arg],
+    ) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        if grid[0] > i32::MAX as usize || grid[1].max(grid[2]) > 65_535 {
+            bail!("{name}: a grid of {grid:?} blocks is more than a card takes");
+        }
+        let function = self.function(name, shared_bytes)?;
+        let mut args: Vec<_> = args.iter_mut().map(Arg::address).collect();
+        self.inner.stream.context().bind_to_thread().map_err(Error::wrap)?;
+        let [x, y, z] = grid.map(|n| n as u32);
+        let stream = self.inner.stream.cu_stream();
+        // SAFETY: the function lives as long as the module; that the arguments fit is the caller's promise.
+        unsafe {
+            let (block, shared) = ((threads as u32, 1, 1), shared_bytes as u32);
+            result::launch_kernel(function.cu_function(), (x, y, z), block, shared, stream, &mut args)
+        }
+        .map_err(|error| Error::wrap(error).context(format!("{name}: {grid:?} blocks of {threads}")))
+    }
+
+    fn function(&self, name: &'static str, shared_bytes: usize) -> Result<CudaFunction> {
+        let mut functions = self.inner.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if shared_bytes > self.inner.shared_limit {
+            bail!("{name}: {shared_bytes} bytes of shared memory; a block has {}", self.inner.shared_limit);
+        }
+        if let Some((function, allowed)) = functions.get(name)
+            && shared_bytes <= *allowed
+        {
+            return Ok(function.clone());
+        }
+        let function = self.inner.module.load_function(name).map_err(Error::wrap)?;
+        if shared_bytes > SHARED_WITHOUT_ASKING {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, shared_bytes as i32).map_err(Error::wrap)?;
+        }
+        functions.insert(name, (function.clone(), shared_bytes.max(SHARED_WITHOUT_ASKING)));
+        Ok(function)
+    }
+}
+
+/// Shared memory that a block gets without the attribute that asks for more.
+const SHARED_WITHOUT_ASKING: usize = 48 << 10;
+
+/// Freed memory stays with the pool: the default hands it back at each synchronisation, and the next step asks for it again.
+fn keep_freed_memory(context: &candle_core::cuda_backend::cudarc::driver::CudaContext) {
+    if !context.has_async_alloc() {
+        return;
+    }
+    let (mut pool, mut threshold) = (std::ptr::null_mut(), u64::MAX);
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: both calls get addresses of local values of the types that they read and write; a driver that refuses keeps its
+    // default, which is slower and no less right.
+    unsafe {
+        if sys::cuDeviceGetDefaultMemPool(&mut pool, context.cu_device()) == sys::CUresult::CUDA_SUCCESS {
+            sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast());
+        }
+    }
+}
+
+/// Gives cuBLAS its workspace, which a graph must not allocate, and keeps sums of split products in f32.
+fn prepare(handle: &CudaBlas, workspace: &CudaSlice<u8>, stream: &CudaStream) -> Result<()> {
+    let (pointer, _guard) = workspace.device_ptr(stream);
+    let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+    // SAFETY: the workspace is as long as is said and lives as long as the handle's last user.
+    unsafe {
+        blas::cublasSetWorkspace_v2(*handle.handle(), pointer as *mut _, workspace.len())
+            .result()
+            .map_err(Error::wrap)?;
+        blas::cublasSetMathMode(*handle.handle(), mode).result().map_err(Error::wrap)
+    }
+}

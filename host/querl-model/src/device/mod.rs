@@ -1,0 +1,32 @@
+//! The operations of `kernels` on an NVIDIA card: our own kernels, and cuBLAS for large products.
+//!
+//! Frozen weights and activations are bf16; the residual stream, sums, adapters and everything of the optimizer are f32. Every
+//! launch goes to one stream and none waits for the card: only what the host reads does. No kernel adds floats with atomics, so a
+//! result does not depend on which block ran first.
+
+mod adamw;
+mod attention;
+mod decode;
+mod elementwise;
+mod gpu;
+mod launch;
+mod logprobs;
+mod product;
+mod projection;
+mod rms_norm;
+mod rope;
+mod sampling;
+
+pub use adamw::{AdamTensor, AdamWStep, GradientNorm};
+pub use attention::TreeQueries;
+pub use decode::{BLOCK_TOKENS, CacheShape, Sequences};
+pub use elementwise::Element;
+pub use gpu::Gpu;
+pub use logprobs::LogprobRows;
+pub use product::{Matrix, Scale};
+pub use projection::{DeviceWeight, LowRank, ParameterGradients, Projection, input_gradient};
+pub use rope::DeviceRope;
+pub use sampling::{Drawn, SamplingRows, SamplingRules};
+
+/// Values on the card.
+pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};

@@ -1,0 +1,144 @@
+//! Products of matrices by cuBLAS: bf16 factors, f32 sums, a result of either type.
+
+use super::elementwise::{Element, whole_rows};
+use super::gpu::Gpu;
+use candle_core::cuda_backend::cudarc::cublas::{result, sys};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DevicePtrMut};
+use candle_core::{Error, Result, bail};
+use half::bf16;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// A factor: row-major values, read as they stand or turned.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a> {
+    address: u64,
+    values: PhantomData<&'a [bf16]>,
+    n_rows: usize,
+    n_columns: usize,
+    is_turned: bool,
+}
+
+/// `out = product * alpha + keep * out`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scale {
+    /// Factor on the product.
+    pub alpha: f32,
+    /// Factor on what is there; with 0 it is not read.
+    pub keep: f32,
+}
+
+impl Scale {
+    /// The product alone.
+    pub const WRITE: Self = Self { alpha: 1.0, keep: 0.0 };
+    /// Added to what is there.
+    pub const ADD: Self = Self { alpha: 1.0, keep: 1.0 };
+}
+
+impl<'a> Matrix<'a> {
+    /// `values`: rows of `n_columns`.
+    ///
+    /// # Errors
+    /// Values that are not whole rows.
+    pub fn of(gpu: &Gpu, values: &'a impl DevicePtr<bf16>, n_columns: usize) -> Result<Self> {
+        let n_rows = whole_rows("product", values.len(), n_columns)?;
+        let address = values.device_ptr(gpu.stream()).0;
+        Ok(Self { address, values: PhantomData, n_rows, n_columns, is_turned: false })
+    }
+
+    /// Some of the rows as they stand in memory.
+    ///
+    /// # Errors
+    /// There are not as many.
+    pub fn part(&self, rows: Range<usize>) -> Result<Self> {
+        if rows.start > rows.end || rows.end > self.n_rows {
+            bail!("product: rows {rows:?} of {}", self.n_rows);
+        }
+        let address = self.address + (rows.start * self.n_columns * size_of::<bf16>()) as u64;
+        Ok(Self { address, n_rows: rows.len(), ..*self })
+    }
+
+    /// Rows as they stand in memory.
+    pub fn n_rows(&self) -> usize {
+        self.n_rows
+    }
+
+    /// The transpose, which costs nothing.
+    pub fn t(&self) -> Self {
+        Self { is_turned: !self.is_turned, ..*self }
+    }
+
+    fn dims(&self) -> (usize, usize) {
+        if self.is_turned { (self.n_columns, self.n_rows) } else { (self.n_rows, self.n_columns) }
+    }
+
+    fn operation(&self) -> sys::cublasOperation_t {
+        if self.is_turned { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
+    }
+}
+
+impl Gpu {
+    /// `left right`, `(M, K) (K, N)`, into `out` `(M, N)` row-major.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, or more than 2^31 rows or columns.
+    pub fn product<T: Element>(
+        &self,
+        left: &Matrix<'_>,
+        right: &Matrix<'_>,
+        out: &mut impl DevicePtrMut<T>,
+        scale: Scale,
+    ) -> Result<()> {
+        let ((m, k), (k_right, n)) = (left.dims(), right.dims());
+        if k != k_right || out.len() != m * n {
+            bail!("product: ({m}, {k}) and ({k_right}, {n}) into {} values", out.len());
+        }
+        if m == 0 || n == 0 {
+            return Ok(());
+        }
+        if k == 0 {
+            return self.without_terms(out, scale);
+        }
+        let int = |value: usize| i32::try_from(value).map_err(|_| Error::Msg(format!("product: {value} is too wide")));
+        let stream = self.stream();
+        let (out_at, _guard) = out.device_ptr_mut(stream);
+        stream.context().bind_to_thread().map_err(Error::wrap)?;
+        // cuBLAS counts by columns: it sees every matrix turned, and computes `out^T = right^T left^T`.
+        // SAFETY: the three lie on the card with the lengths checked above, and the scalars outlive the call.
+        unsafe {
+            result::gemm_ex(
+                *self.blas().handle(),
+                right.operation(),
+                left.operation(),
+                int(n)?,
+                int(m)?,
+                int(k)?,
+                (&raw const scale.alpha).cast(),
+                right.address as *const _,
+                bf16::CUDA_TYPE,
+                int(right.n_columns)?,
+                left.address as *const _,
+                bf16::CUDA_TYPE,
+                int(left.n_columns)?,
+                (&raw const scale.keep).cast(),
+                out_at as *mut _,
+                T::CUDA_TYPE,
+                int(n)?,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+        }
+        .map_err(|error| Error::wrap(error).context(format!("product of ({m}, {k}) and ({k}, {n})")))
+    }
+
+    /// A sum of nothing.
+    fn without_terms<T: Element>(&self, out: &mut impl DevicePtrMut<T>, scale: Scale) -> Result<()> {
+        if scale.keep == 1.0 {
+            return Ok(());
+        }
+        if scale.keep != 0.0 {
+            bail!("product: nothing to add to {} values times {}", out.len(), scale.keep);
+        }
+        self.stream().memset_zeros(out).map_err(Error::wrap)
+    }
+}

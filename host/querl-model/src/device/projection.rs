@@ -1,0 +1,197 @@
+//! Linear layers on the card: twin of `kernels::Projection`.
+
+use super::elementwise::{Element, whole_rows};
+use super::gpu::Gpu;
+use super::product::{Matrix, Scale};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut};
+use candle_core::{Result, bail};
+use half::bf16;
+use std::sync::Arc;
+
+/// A frozen weight `(out, in)`, row-major bf16; clones share it.
+#[derive(Clone)]
+pub struct DeviceWeight {
+    values: Arc<CudaSlice<bf16>>,
+    n_out: usize,
+    n_in: usize,
+}
+
+/// What one linear layer multiplies with.
+pub struct Projection<'a> {
+    /// Frozen.
+    pub weight: &'a DeviceWeight,
+    /// Frozen, `(out)`.
+    pub bias: Option<CudaView<'a, f32>>,
+    /// Trained, beside the weight.
+    pub low_rank: Option<LowRank<'a>>,
+}
+
+/// `scale * B A` beside a weight, A and B rounded to bf16 (see [`Gpu::to_bf16`]).
+pub struct LowRank<'a> {
+    /// `(rank, in)`.
+    pub a: CudaView<'a, bf16>,
+    /// `(out, rank)`.
+    pub b: CudaView<'a, bf16>,
+    /// Rows of A.
+    pub rank: usize,
+    /// Factor on the product.
+    pub scale: f32,
+}
+
+/// What a backward pass finds for a layer's low-rank change; empty where it has none.
+pub struct ParameterGradients {
+    /// `(rank, in)`.
+    pub a: CudaSlice<f32>,
+    /// `(out, rank)`.
+    pub b: CudaSlice<f32>,
+    /// `scale * g B`, `(N, rank)`: what the input's gradient needs besides `g`.
+    low: CudaSlice<bf16>,
+}
+
+impl DeviceWeight {
+    /// `values`: `(n_out, n_in)` row-major.
+    ///
+    /// # Errors
+    /// Another number of values.
+    pub fn new(values: CudaSlice<bf16>, n_out: usize, n_in: usize) -> Result<Self> {
+        if values.len() != n_out * n_in {
+            bail!("a weight ({n_out}, {n_in}) of {} values", values.len());
+        }
+        Ok(Self { values: Arc::new(values), n_out, n_in })
+    }
+
+    /// Outputs and inputs.
+    pub fn dims(&self) -> (usize, usize) {
+        (self.n_out, self.n_in)
+    }
+
+    /// Bytes on the card.
+    pub fn memory_bytes(&self) -> usize {
+        self.values.len() * size_of::<bf16>()
+    }
+
+    /// All values: `(out, in)`.
+    pub fn values(&self) -> CudaView<'_, bf16> {
+        self.values.as_view()
+    }
+
+    /// As a factor.
+    pub(super) fn matrix(&self, gpu: &Gpu) -> Result<Matrix<'_>> {
+        Matrix::of(gpu, &*self.values, self.n_in)
+    }
+}
+
+impl Projection<'_> {
+    /// `x W^T + b` and `scale * x A^T`, which the backward pass wants again (empty without a low-rank change). `x`: `(N, in)`.
+    ///
+    /// # Errors
+    /// Values that are not rows of as many inputs.
+    pub fn forward(&self, gpu: &Gpu, x: &impl DevicePtr<bf16>) -> Result<(CudaSlice<bf16>, CudaSlice<bf16>)> {
+        let (n_out, n_in) = self.weight.dims();
+        let n_rows = whole_rows("projection", x.len(), n_in)?;
+        let (mut y, scale) = match &self.bias {
+            Some(bias) => (gpu.repeated(bias, n_rows)?, Scale::ADD),
+            None => (gpu.alloc(n_rows * n_out)?, Scale::WRITE),
+        };
+        let low = self.add_product(gpu, x, &mut y, scale)?;
+        Ok((y, low))
+    }
+
+    /// The same, added to `y`.
+    ///
+    /// # Errors
+    /// As [`Projection::forward`].
+    pub fn add_to(
+        &self,
+        gpu: &Gpu,
+        x: &impl DevicePtr<bf16>,
+        y: &mut impl DevicePtrMut<f32>,
+    ) -> Result<CudaSlice<bf16>> {
+        if let Some(bias) = &self.bias {
+            gpu.add_row(y, bias)?;
+        }
+        self.add_product(gpu, x, y, Scale::ADD)
+    }
+
+    fn add_product<T: Element>(
+        &self,
+        gpu: &Gpu,
+        x: &impl DevicePtr<bf16>,
+        y: &mut impl DevicePtrMut<T>,
+        scale: Scale,
+    ) -> Result<CudaSlice<bf16>> {
+        let n_in = self.weight.dims().1;
+        let x = Matrix::of(gpu, x, n_in)?;
+        gpu.product(&x, &self.weight.matrix(gpu)?.t(), y, scale)?;
+        let Some(LowRank { a, b, rank, scale }) = &self.low_rank else { return gpu.zeros(0) };
+        let mut low = gpu.alloc(x.n_rows() * rank)?;
+        gpu.product(&x, &Matrix::of(gpu, a, n_in)?.t(), &mut low, Scale { alpha: *scale, keep: 0.0 })?;
+        gpu.product(&Matrix::of(gpu, &low, *rank)?, &Matrix::of(gpu, b, *rank)?.t(), y, Scale::ADD)?;
+        Ok(low)
+    }
+
+    /// Gradients of A and B for the gradient `grad` `(N, out)` of the output; `low` is what the forward pass returned.
+    ///
+    /// With `g` the gradient, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`.
+    ///
+    /// # Errors
+    /// As [`Projection::forward`].
+    pub fn parameter_gradients(
+        &self,
+        gpu: &Gpu,
+        x: &impl DevicePtr<bf16>,
+        low: &impl DevicePtr<bf16>,
+        grad: &impl DevicePtr<bf16>,
+    ) -> Result<ParameterGradients> {
+        let (n_out, n_in) = self.weight.dims();
+        let Some(LowRank { b, rank, scale, .. }) = &self.low_rank else {
+            return Ok(ParameterGradients { a: gpu.zeros(0)?, b: gpu.zeros(0)?, low: gpu.zeros(0)? });
+        };
+        let (x, grad, down) = (Matrix::of(gpu, x, n_in)?, Matrix::of(gpu, grad, n_out)?, Matrix::of(gpu, low, *rank)?);
+        let mut low = gpu.alloc(grad.n_rows() * rank)?;
+        gpu.product(&grad, &Matrix::of(gpu, b, *rank)?, &mut low, Scale { alpha: *scale, keep: 0.0 })?;
+        let (mut da, mut db) = (gpu.alloc(rank * n_in)?, gpu.alloc(n_out * rank)?);
+        gpu.product(&Matrix::of(gpu, &low, *rank)?.t(), &x, &mut da, Scale::WRITE)?;
+        gpu.product(&grad.t(), &down, &mut db, Scale::WRITE)?;
+        Ok(ParameterGradients { a: da, b: db, low })
+    }
+
+    /// `out = keep * out + g W + v A`, the gradient of the input, for the gradient `grad` `(N, out)` of the output and what was
+    /// found for the parameters.
+    ///
+    /// # Errors
+    /// As [`Projection::forward`].
+    pub fn input_gradient_into<T: Element>(
+        &self,
+        gpu: &Gpu,
+        grad: &impl DevicePtr<bf16>,
+        found: &ParameterGradients,
+        out: &mut impl DevicePtrMut<T>,
+        scale: Scale,
+    ) -> Result<()> {
+        let (n_out, n_in) = self.weight.dims();
+        gpu.product(&Matrix::of(gpu, grad, n_out)?, &self.weight.matrix(gpu)?, out, scale)?;
+        let Some(LowRank { a, rank, .. }) = &self.low_rank else { return Ok(()) };
+        gpu.product(&Matrix::of(gpu, &found.low, *rank)?, &Matrix::of(gpu, a, n_in)?, out, Scale::ADD)
+    }
+}
+
+/// Gradient of the input that several layers share: the sum of `g W + v A` over them. Each layer comes with the gradient of its
+/// output and what was found for its parameters. Twin of `kernels::input_gradient`; take f32 where there are several layers,
+/// sums in bf16 would be rounded after each.
+///
+/// # Errors
+/// As [`Projection::forward`].
+pub fn input_gradient<T: Element>(
+    gpu: &Gpu,
+    layers: &[(&Projection<'_>, &CudaSlice<bf16>, &ParameterGradients)],
+) -> Result<CudaSlice<T>> {
+    let Some((first, grad, _)) = layers.first() else { return gpu.zeros(0) };
+    let (n_out, n_in) = first.weight.dims();
+    let mut out = gpu.alloc(whole_rows("input_gradient", grad.len(), n_out)? * n_in)?;
+    for (index, (layer, grad, found)) in layers.iter().enumerate() {
+        let scale = if index == 0 { Scale::WRITE } else { Scale::ADD };
+        layer.input_gradient_into(gpu, *grad, found, &mut out, scale)?;
+    }
+    Ok(out)
+}
