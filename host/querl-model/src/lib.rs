@@ -46,7 +46,15 @@ pub use tokenizer::TextTokenizer;
 pub use train_tokenizer::{TokenizerSettings, train_tokenizer};
 
 /// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.
+///
+/// Of several, the calling thread is one: it trains, and handing its work to others and sleeping until they are done would cost
+/// a tenth of the time on small models. A single worker is a thread of its own, so that whoever waits for the calling thread
+/// never waits for ever.
 pub fn set_threads(n_threads: usize) {
+    let available = || std::thread::available_parallelism().map_or(1, usize::from);
+    let n_threads = if n_threads == 0 { available() } else { n_threads };
+    let builder = rayon::ThreadPoolBuilder::new().num_threads(n_threads);
+    let builder = if n_threads > 1 { builder.use_current_thread() } else { builder };
     // An error means that the pool is there already: then its size stands.
-    let _ = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build_global();
+    let _ = builder.build_global();
 }

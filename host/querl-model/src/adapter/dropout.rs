@@ -1,7 +1,8 @@
 //! Dropout on the inputs of adapters, with masks that depend on what a row is and not on where it stands.
 
 use crate::decoder::Dropout;
-use crate::kernels::{Projection, floats, input_gradient, with_floats};
+use crate::kernels::projection::{self, Trained};
+use crate::kernels::{ParameterGradients, Projection, floats, input_gradient, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -200,9 +201,14 @@ impl LoraDropout {
     ) -> Result<[Vec<f32>; 3]> {
         let dropped = self.dropped(x, n_in);
         let g: Vec<f32> = grad.iter().map(|grad| grad * self.scale).collect();
-        let of_b = b.parameter_gradients(&a.forward(&dropped)?.0, &[], &g)?;
+        let gradients = |layer, x: &[f32], grad: &[f32]| {
+            let mut found = ParameterGradients::default();
+            projection::parameter_gradients(&mut [Trained { layer, x, low: &[], grad, found: &mut found }])?;
+            Ok::<_, candle_core::Error>(found)
+        };
+        let of_b = gradients(b, &a.forward(&dropped)?.0, &g)?;
         let v = input_gradient(&[(b, &g, &of_b)])?;
-        let of_a = a.parameter_gradients(&dropped, &[], &v)?;
+        let of_a = gradients(a, &dropped, &v)?;
         let mut dx = input_gradient(&[(a, &v, &of_a)])?;
         self.mask.apply(&mut dx, n_in, self.layer_seed);
         Ok([dx, of_a.weight, of_b.weight])

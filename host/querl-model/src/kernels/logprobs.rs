@@ -2,18 +2,27 @@
 //! `(N, V)` is never held.
 
 use super::cpu::vectorised;
-use super::product::{self, Output, Source, Term, transpose};
+use super::product::{self, Output, Source, Term, transpose, written};
 use super::{FrozenWeight, LANES, Level, Weight, exp, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 struct TokenLogprobs {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
     /// What the forward pass found for each row, for the backward pass.
     rows: OnceLock<Vec<Row>>,
+    /// The logits of the last part over the temperature: the backward pass begins there, and finds them made. Of a small
+    /// vocabulary, or of few rows, they are all.
+    last_part: Mutex<Vec<f32>>,
+}
+
+impl TokenLogprobs {
+    fn new(targets: &Arc<Vec<u32>>, inverse_temperature: f32) -> Self {
+        Self { targets: targets.clone(), inverse_temperature, rows: OnceLock::new(), last_part: Mutex::default() }
+    }
 }
 
 /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`.
@@ -34,8 +43,7 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     if temperature.is_nan() || temperature <= 0.0 {
         bail!("temperature is {temperature}; expected above 0");
     }
-    let inverse_temperature = (1.0 / temperature) as f32;
-    let op = TokenLogprobs { targets: targets.clone(), inverse_temperature, rows: OnceLock::new() };
+    let op = TokenLogprobs::new(targets, (1.0 / temperature) as f32);
     let hidden = hidden.contiguous()?;
     match head {
         Weight::Frozen(head) => hidden.apply_op1(FrozenHead { op, head: head.clone() }),
@@ -43,8 +51,8 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     }
 }
 
-/// Logits that are held at a time: 4 MiB stay in the caches.
-const PART_VALUES: usize = 1 << 20;
+/// Logits that are held at a time: 8 MiB stay in the caches.
+const PART_VALUES: usize = 1 << 21;
 
 /// Tokens that a row's sums take in at once. Parts are multiples of it, so that a row's result does not depend on the number of
 /// rows, which the size of a part does.
@@ -137,36 +145,30 @@ vectorised! {
 }
 
 /// Tokens of each part of the vocabulary.
-fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
+fn parts(n_rows: usize, n_tokens: usize) -> Vec<Range<usize>> {
     let size = (PART_VALUES / n_rows.max(1) / TOKENS_AT_ONCE).max(1) * TOKENS_AT_ONCE;
-    (0..n_tokens).step_by(size).map(move |start| start..(start + size).min(n_tokens))
+    (0..n_tokens).step_by(size).map(|start| start..(start + size).min(n_tokens)).collect()
 }
 
 impl TokenLogprobs {
-    /// Calls `f` with each row of the logits of a part over the temperature, and its index.
-    fn each_row(
-        &self,
-        hidden: &[f32],
-        head: Source<'_>,
-        level: Level,
-        logits: &mut [f32],
-        f: impl Fn(usize, &mut [f32]) + Sync,
-    ) -> Result<()> {
-        product::forward(level, &[Term { left: hidden, weight: head }], Output::new(logits, 0.0))?;
-        logits.par_chunks_exact_mut(head.n_out()).enumerate().for_each(|(row, logits)| {
-            scale(logits, self.inverse_temperature);
-            f(row, logits);
-        });
-        Ok(())
+    /// Logits of a part over the temperature, `(N, part)`.
+    fn logits(&self, hidden: &[f32], part: Source<'_>, level: Level) -> Result<Vec<f32>> {
+        let terms = [Term { left: hidden, weight: part }];
+        let mut logits = written(self.targets.len() * part.n_out(), |out| product::forward(level, &terms, out))?;
+        if self.inverse_temperature != 1.0 {
+            let rows = logits.par_chunks_exact_mut(part.n_out());
+            rows.for_each(|logits| scale(logits, self.inverse_temperature));
+        }
+        Ok(logits)
     }
 
     fn forward(&self, hidden: &[f32], head: Source<'_>, level: Level) -> Result<Vec<f32>> {
         let n_rows = self.targets.len();
         let mut rows = vec![Row::EMPTY; n_rows];
-        let mut logits = vec![0f32; n_rows * parts(n_rows, head.n_out()).next().map_or(0, |part| part.len())];
+        let mut logits = Vec::new();
         for part in parts(n_rows, head.n_out()) {
-            let logits = &mut logits[..n_rows * part.len()];
-            self.each_row(hidden, head.part(part.clone()), level, logits, |_, _| ())?;
+            drop(logits); // one part at a time
+            logits = self.logits(hidden, head.part(part.clone()), level)?;
             rows.par_iter_mut().zip(logits.par_chunks_exact(part.len())).zip(self.targets.par_iter()).for_each(
                 |((row, logits), &target)| {
                     row.add(logits);
@@ -178,6 +180,7 @@ impl TokenLogprobs {
         }
         let out = rows.iter().flat_map(|row| [row.target - row.log_sum(), row.entropy()]).collect();
         self.rows.get_or_init(|| rows);
+        *self.last_part.lock().unwrap_or_else(PoisonError::into_inner) = logits;
         Ok(out)
     }
 
@@ -196,20 +199,24 @@ impl TokenLogprobs {
         let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
         let (n_rows, width) = (rows.len(), head.n_in());
         let mut dhidden = vec![0f32; hidden.len()];
-        let mut logits = vec![0f32; n_rows * parts(n_rows, head.n_out()).next().map_or(0, |part| part.len())];
-        for part in parts(n_rows, head.n_out()) {
-            let (head, logits) = (head.part(part.clone()), &mut logits[..n_rows * part.len()]);
-            self.each_row(hidden, head, level, logits, |row, logits| {
+        let mut logits = std::mem::take(&mut *self.last_part.lock().unwrap_or_else(PoisonError::into_inner));
+        for (index, part) in parts(n_rows, head.n_out()).into_iter().rev().enumerate() {
+            let head = head.part(part.clone());
+            if index > 0 || logits.is_empty() {
+                drop(logits);
+                logits = self.logits(hidden, head, level)?;
+            }
+            logits.par_chunks_exact_mut(part.len()).enumerate().for_each(|(row, logits)| {
                 let grad = [grad[2 * row], grad[2 * row + 1]];
                 logit_gradients(logits, rows[row].log_sum(), rows[row].entropy(), grad, self.inverse_temperature);
                 let target = self.targets[row] as usize;
                 if part.contains(&target) {
                     logits[target - part.start] += grad[0] * self.inverse_temperature;
                 }
-            })?;
-            product::backward(level, &[Term { left: logits, weight: head }], Output::new(&mut dhidden, 1.0))?;
+            });
+            product::backward(level, &[Term { left: &logits, weight: head }], Output::new(&mut dhidden, 1.0))?;
             if let Some(dhead) = &mut dhead {
-                let dlogits = transpose(level, logits, part.len()); // (part, N)
+                let dlogits = transpose(level, &logits, part.len()); // (part, N)
                 let terms = [Term { left: &dlogits, weight: Source::rows(hidden, width) }];
                 let dhead = &mut dhead[part.start * width..part.end * width];
                 product::backward(level, &terms, Output::new(dhead, 0.0))?;

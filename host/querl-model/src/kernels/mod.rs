@@ -11,7 +11,7 @@ mod linear;
 mod logprobs;
 mod matmul;
 mod product;
-mod projection;
+pub(crate) mod projection;
 mod rms_norm;
 mod rope;
 mod swiglu;
@@ -32,6 +32,7 @@ pub(crate) use rms_norm::{norm_gradients, normed};
 pub(crate) use swiglu::{gated, gated_gradients};
 
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
+use std::mem::MaybeUninit;
 use std::ops::Deref;
 
 /// The values of a contiguous f32 storage.
@@ -125,6 +126,18 @@ fn dot3(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
         }
     }
     lanes.iter().sum::<f32>() + a_rest.iter().zip(b_rest).zip(c_rest).map(|((a, b), c)| a * b * c).sum::<f32>()
+}
+
+/// A vector of `len` values that `fill` writes, with what `fill` returns: the memory is not cleared before.
+///
+/// # Safety
+/// `fill` writes every value.
+unsafe fn filled<R>(len: usize, fill: impl FnOnce(&mut [MaybeUninit<f32>]) -> R) -> (Vec<f32>, R) {
+    let mut values: Vec<f32> = Vec::with_capacity(len);
+    let found = fill(&mut values.spare_capacity_mut()[..len]);
+    // SAFETY: the caller's promise.
+    unsafe { values.set_len(len) };
+    (values, found)
 }
 
 /// Rows that one parallel task works on: enough to outweigh handing it over.

@@ -1,6 +1,6 @@
 //! Linear layers on slices, for operations that join several of them and keep no more than they need.
 
-use super::product::{self, Output, Source, Term, transpose, written};
+use super::product::{self, Direction, Fresh, Source, Start, Term, transpose, written};
 use super::{FrozenWeight, Level};
 use candle_core::Result;
 
@@ -69,64 +69,100 @@ impl<'a> Projection<'a> {
 
     /// `x W^T + b` and `scale * x A^T`, which the backward pass wants again. `x`: `(N, in)`.
     pub(crate) fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let [result] = forward([self], x)?;
+        Ok(result)
+    }
+
+    /// The same, added to `base` `(N, out)`.
+    pub(crate) fn added(&self, x: &[f32], base: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let [low] = low([self], x)?;
+        let sum = |start| single(self.level(), Direction::Forward, self.product(x, &low, start));
+        let Some(bias) = self.bias() else { return Ok((sum(Start::Matrix(base))?, low)) };
+        let mut base = base.to_vec();
+        base.chunks_exact_mut(bias.len()).for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+        Ok((sum(Start::Matrix(&base))?, low))
+    }
+
+    /// `start + x W^T + low B^T`.
+    fn product<'x>(&'x self, x: &'x [f32], low: &'x [f32], start: Start<'x>) -> Fresh<'x> {
         let (n_out, n_in) = self.dims();
-        let n_rows = x.len() / n_in;
-        if let Some(bias) = self.bias() {
-            let mut y = bias.repeat(n_rows);
-            let low = self.add_product(x, Output::new(&mut y, 1.0))?;
-            return Ok((y, low));
+        let mut terms = vec![Term { left: x, weight: self.source() }];
+        if let Some(LowRank { b, rank, .. }) = self.low_rank() {
+            terms.push(Term { left: low, weight: Source::rows(b, rank) });
         }
-        let mut low = Vec::new();
-        let y = written(n_rows * n_out, |y| {
-            low = self.add_product(x, y)?;
-            Ok(())
-        })?;
-        Ok((y, low))
+        Fresh { len: x.len() / n_in * n_out, start, terms }
     }
+}
 
-    /// The same, added to `y`.
-    pub(crate) fn add_to(&self, x: &[f32], y: &mut [f32]) -> Result<Vec<f32>> {
-        if let Some(bias) = self.bias() {
-            y.chunks_exact_mut(bias.len()).for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
-        }
-        self.add_product(x, Output::new(y, 1.0))
+/// [`Projection::forward`] of several layers with the same input.
+pub(crate) fn forward<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
+    let lows = low(layers, x)?;
+    let mut products: Vec<Fresh<'_>> = Vec::with_capacity(N);
+    for (layer, low) in layers.into_iter().zip(&lows) {
+        products.push(layer.product(x, low, layer.bias().map_or(Start::Zero, Start::Row)));
     }
+    let mut results = product::fresh(level(&layers), Direction::Forward, &products)?.into_iter();
+    drop(products);
+    Ok(lows.map(|low| (results.next().unwrap_or_default(), low)))
+}
 
-    fn add_product(&self, x: &[f32], y: Output<'_>) -> Result<Vec<f32>> {
-        let (level, base) = (self.level(), Term { left: x, weight: self.source() });
-        let Some(LowRank { a, b, rank, scale }) = self.low_rank() else {
-            product::forward(level, &[base], y)?;
-            return Ok(Vec::new());
+/// What gradients of inputs need besides those of the outputs: of each layer, which comes with the gradient `(N, out)` of its
+/// outputs, `scale * g B` `(N, rank)`.
+pub(crate) fn low_gradients<const N: usize>(layers: [(&Projection<'_>, &[f32]); N]) -> Result<[ParameterGradients; N]> {
+    let lows = of_ranks(layers, Direction::Backward)?;
+    Ok(lows.map(|low| ParameterGradients { low, ..ParameterGradients::default() }))
+}
+
+/// A layer whose parameters get their gradients.
+pub(crate) struct Trained<'a> {
+    pub(crate) layer: &'a Projection<'a>,
+    /// `(N, in)`.
+    pub(crate) x: &'a [f32],
+    /// `scale * x A^T`, `(N, rank)`.
+    pub(crate) low: &'a [f32],
+    /// Gradient of the outputs, `(N, out)`.
+    pub(crate) grad: &'a [f32],
+    /// What [`low_gradients`] has found; it takes in what is found here.
+    pub(crate) found: &'a mut ParameterGradients,
+}
+
+/// Gradients of the parameters of several layers.
+///
+/// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dW = g^T x`, `db = sum of g`, `dA = v^T x`,
+/// `dB = g^T d`.
+pub(crate) fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
+    let Some(level) = layers.first().map(|trained| trained.layer.level()) else { return Ok(()) };
+    // Transposed, with their number of rows: what stands left of `x` for A, and of `g` for B.
+    let transposed = |values: &[f32], width: usize| transpose(level, values, width);
+    let lefts: Vec<Option<(Vec<f32>, Vec<f32>)>> = layers
+        .iter()
+        .map(|Trained { layer, low, found, .. }| {
+            let rank = layer.low_rank()?.rank;
+            Some((transposed(&found.low, rank), transposed(low, rank)))
+        })
+        .collect();
+    let mut wanted = Vec::new();
+    for (Trained { layer, x, grad, .. }, lefts) in layers.iter().zip(&lefts) {
+        let (Some((of_a, of_b)), Some(LowRank { rank, .. })) = (lefts, layer.low_rank()) else { continue };
+        let (n_out, n_in) = layer.dims();
+        let product = |left, right, width| {
+            let terms = vec![Term { left, weight: Source::rows(right, width) }];
+            Fresh { len: rank * width, start: Start::Zero, terms }
         };
-        let n_in = self.dims().1;
-        let down = [Term { left: x, weight: Source::rows(a, n_in) }];
-        let mut low = written(x.len() / n_in * rank, |low| product::forward(level, &down, low))?;
-        low.iter_mut().for_each(|x| *x *= scale);
-        product::forward(level, &[base, Term { left: &low, weight: Source::rows(b, rank) }], y)?;
-        Ok(low)
+        wanted.extend([product(of_a, x, n_in), product(of_b, grad, n_out)]); // (rank, in), (rank, out)
     }
-
-    /// Gradients of the layer's parameters for the gradient `grad` `(N, out)` of its output; `low` is what the forward pass
-    /// returned.
-    ///
-    /// With `g` the gradient, `d = scale * x A^T` and `v = scale * g B`: `dW = g^T x`, `db = sum of g`, `dA = v^T x`,
-    /// `dB = g^T d`.
-    pub(crate) fn parameter_gradients(&self, x: &[f32], low: &[f32], grad: &[f32]) -> Result<ParameterGradients> {
-        let (level, (n_out, n_in)) = (self.level(), self.dims());
-        let mut found = ParameterGradients::default();
-        let backward = |len, term: Term<'_>| written(len, |out| product::backward(level, &[term], out));
-        if let Some(LowRank { b, rank, scale, .. }) = self.low_rank() {
-            found.low = backward(x.len() / n_in * rank, Term { left: grad, weight: Source::rows(b, rank) })?;
-            found.low.iter_mut().for_each(|x| *x *= scale);
-            let low_t = transpose(level, &found.low, rank); // (rank, N)
-            found.a = backward(rank * n_in, Term { left: &low_t, weight: Source::rows(x, n_in) })?;
-            let low_t = transpose(level, low, rank); // (rank, N)
-            let db = backward(rank * n_out, Term { left: &low_t, weight: Source::rows(grad, n_out) })?; // (rank, out)
-            found.b = transpose(level, &db, n_out);
+    let mut results = product::fresh(level, Direction::Backward, &wanted)?.into_iter();
+    drop(wanted);
+    for Trained { layer, x, grad, found, .. } in layers {
+        let (n_out, n_in) = layer.dims();
+        if layer.low_rank().is_some() {
+            found.a = results.next().unwrap_or_default();
+            found.b = transpose(level, &results.next().unwrap_or_default(), n_out);
         }
-        if let Self::Trained { bias, .. } = self {
+        if let Projection::Trained { bias, .. } = layer {
             let grad_t = transpose(level, grad, n_out); // (out, N)
-            found.weight = backward(n_out * n_in, Term { left: &grad_t, weight: Source::rows(x, n_in) })?;
+            let terms = vec![Term { left: &grad_t, weight: Source::rows(x, n_in) }];
+            found.weight = single(level, Direction::Backward, Fresh { len: n_out * n_in, start: Start::Zero, terms })?;
             if bias.is_some() {
                 found.bias = vec![0.0; n_out];
                 for row in grad.chunks_exact(n_out) {
@@ -134,8 +170,44 @@ impl<'a> Projection<'a> {
                 }
             }
         }
-        Ok(found)
     }
+    Ok(())
+}
+
+fn level(layers: &[&Projection<'_>]) -> Level {
+    layers.first().map_or_else(Level::detected, |layer| layer.level())
+}
+
+fn single(level: Level, direction: Direction, product: Fresh<'_>) -> Result<Vec<f32>> {
+    Ok(product::fresh(level, direction, &[product])?.pop().unwrap_or_default())
+}
+
+/// `scale * x A^T` of each layer; nothing where it has no A.
+fn low<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[Vec<f32>; N]> {
+    of_ranks(layers.map(|layer| (layer, x)), Direction::Forward)
+}
+
+/// Of each layer, which comes with inputs or gradients of outputs, their product `(N, rank)` with A or B times the scale; nothing
+/// where it has neither.
+fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: Direction) -> Result<[Vec<f32>; N]> {
+    let mut wanted = Vec::with_capacity(N);
+    for (layer, left) in layers {
+        let Some(LowRank { a, b, rank, .. }) = layer.low_rank() else { continue };
+        let (n_out, n_in) = layer.dims();
+        let (n_rows, weight) = match direction {
+            Direction::Forward => (left.len() / n_in, Source::rows(a, n_in)),
+            Direction::Backward => (left.len() / n_out, Source::rows(b, rank)),
+        };
+        wanted.push(Fresh { len: n_rows * rank, start: Start::Zero, terms: vec![Term { left, weight }] });
+    }
+    let level = level(&layers.map(|(layer, _)| layer));
+    let mut results = product::fresh(level, direction, &wanted)?.into_iter();
+    Ok(layers.map(|(layer, _)| {
+        let Some(LowRank { scale, .. }) = layer.low_rank() else { return Vec::new() };
+        let mut low = results.next().unwrap_or_default();
+        low.iter_mut().for_each(|x| *x *= scale);
+        low
+    }))
 }
 
 /// Gradient of the input that several layers share: the sum of `g W + v A` over them. Each layer comes with the gradient of its

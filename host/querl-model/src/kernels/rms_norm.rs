@@ -1,9 +1,10 @@
 //! Root-mean-square normalisation.
 
 use super::cpu::vectorised;
-use super::{dot, dot3, floats, values_per_task, with_floats};
+use super::{dot, dot3, filled, floats, values_per_task, with_floats};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
+use std::mem::MaybeUninit;
 
 struct RmsNorm {
     eps: f32,
@@ -30,13 +31,26 @@ pub(super) fn inverse_rms(row: &[f32], eps: f32) -> f32 {
     1.0 / (dot(row, row) / row.len() as f32 + eps).sqrt()
 }
 
-/// `dx = g w r - x r^3 / size * sum(g w x)` and `dw += g x r`, with `r` the inverse root; an empty `dw` is not wanted.
+/// `dx = g w r - x r^3 / size * sum(g w x)`, and `more` where there is any; `dw += g x r`. `r` is the inverse root; an empty `dw`
+/// is not wanted.
 #[inline(always)]
-pub(super) fn row_gradient(x: &[f32], weight: &[f32], grad: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32]) {
+pub(super) fn row_gradient(
+    x: &[f32],
+    weight: &[f32],
+    grad: &[f32],
+    eps: f32,
+    more: Option<&[f32]>,
+    dx: &mut [MaybeUninit<f32>],
+    dw: &mut [f32],
+) {
     let inverse = inverse_rms(x, eps);
     let pull = dot3(grad, weight, x) * inverse * inverse * inverse / x.len() as f32;
-    for (((dx, x), grad), weight) in dx.iter_mut().zip(x).zip(grad).zip(weight) {
-        *dx = grad * weight * inverse - x * pull;
+    let values = dx.iter_mut().zip(x).zip(grad).zip(weight);
+    match more {
+        None => values.for_each(|(((dx, x), grad), weight)| _ = dx.write(grad * weight * inverse - x * pull)),
+        Some(more) => values
+            .zip(more)
+            .for_each(|((((dx, x), grad), weight), more)| _ = dx.write(grad * weight * inverse - x * pull + more)),
     }
     for ((dw, x), grad) in dw.iter_mut().zip(x).zip(grad) {
         *dw += grad * x * inverse;
@@ -44,21 +58,30 @@ pub(super) fn row_gradient(x: &[f32], weight: &[f32], grad: &[f32], eps: f32, dx
 }
 
 vectorised! {
-    fn normalise(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    fn normalise(x: &[f32], weight: &[f32], eps: f32, y: &mut [MaybeUninit<f32>]) {
         for (y, x) in y.chunks_exact_mut(weight.len()).zip(x.chunks_exact(weight.len())) {
             let inverse = inverse_rms(x, eps);
             for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
-                *y = x * inverse * weight;
+                y.write(x * inverse * weight);
             }
         }
     }
 }
 
 vectorised! {
-    fn gradients(x: &[f32], weight: &[f32], grad: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32]) {
+    fn gradients(
+        x: &[f32],
+        weight: &[f32],
+        grad: &[f32],
+        eps: f32,
+        more: Option<&[f32]>,
+        dx: &mut [MaybeUninit<f32>],
+        dw: &mut [f32],
+    ) {
         let size = weight.len();
-        for ((dx, x), grad) in dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(grad.chunks_exact(size)) {
-            row_gradient(x, weight, grad, eps, dx, dw);
+        let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(grad.chunks_exact(size));
+        for (row, ((dx, x), grad)) in rows.enumerate() {
+            row_gradient(x, weight, grad, eps, more.map(|more| &more[row * size..(row + 1) * size]), dx, dw);
         }
     }
 }
@@ -66,28 +89,39 @@ vectorised! {
 /// [`rms_norm`] on slices: rows of as many values as the weight has.
 pub(crate) fn normed(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let task = values_per_task(weight.len());
-    let mut y = vec![0f32; x.len()];
-    y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, eps, y));
-    y
+    assert!(x.len().is_multiple_of(weight.len()), "whole rows");
+    let fill = |y: &mut [MaybeUninit<f32>]| {
+        y.par_chunks_mut(task).zip(x.par_chunks(task)).for_each(|(y, x)| normalise(x, weight, eps, y));
+    };
+    // SAFETY: tasks are whole rows of a slice as long as the result, and each value of a row is written.
+    unsafe { filled(x.len(), fill) }.0
 }
 
-/// Gradients of `x`, and of the first `n_wanted` values of the weight, for the gradient of [`normed`]'s result.
+/// Gradients of `x`, to which `more` is added where there is any, and of the first `n_wanted` values of the weight, for the
+/// gradient of [`normed`]'s result.
 pub(crate) fn norm_gradients(
     x: &[f32],
     weight: &[f32],
     eps: f32,
     grad: &[f32],
+    more: Option<&[f32]>,
     n_wanted: usize,
 ) -> (Vec<f32>, Vec<f32>) {
     let task = values_per_task(weight.len());
-    let mut dx = vec![0f32; x.len()];
-    let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
-    let parts = tasks.map(|((dx, x), grad)| {
-        let mut dw = vec![0f32; n_wanted];
-        gradients(x, weight, grad, eps, dx, &mut dw);
-        dw
-    });
-    let parts: Vec<Vec<f32>> = parts.collect();
+    assert!(x.len().is_multiple_of(weight.len()) && x.len() == grad.len(), "whole rows, and a gradient for each value");
+    assert!(more.is_none_or(|more| more.len() == x.len()), "as many values to add");
+    let fill = |dx: &mut [MaybeUninit<f32>]| -> Vec<Vec<f32>> {
+        let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
+        let parts = tasks.enumerate().map(|(index, ((dx, x), grad))| {
+            let mut dw = vec![0f32; n_wanted];
+            let more = more.map(|more| &more[index * task..index * task + x.len()]);
+            gradients(x, weight, grad, eps, more, dx, &mut dw);
+            dw
+        });
+        parts.collect()
+    };
+    // SAFETY: as for `normed`.
+    let (dx, parts) = unsafe { filled(x.len(), fill) };
     (dx, sum_of(parts, n_wanted))
 }
 
@@ -120,7 +154,7 @@ impl CustomOp2 for RmsNorm {
         let size = weight.dim(0)?;
         let n_wanted = if weight.is_variable() { size } else { 0 };
         let (dx, dw) = with_floats(x, |x| {
-            with_floats(weight, |w| with_floats(grad, |grad| Ok(norm_gradients(x, w, self.eps, grad, n_wanted))))
+            with_floats(weight, |w| with_floats(grad, |grad| Ok(norm_gradients(x, w, self.eps, grad, None, n_wanted))))
         })?;
         let dw = if n_wanted == 0 { None } else { Some(Tensor::from_vec(dw, size, weight.device())?) };
         Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), dw))

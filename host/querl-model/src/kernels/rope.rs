@@ -2,9 +2,10 @@
 
 use super::cpu::vectorised;
 use super::rms_norm::{inverse_rms, row_gradient, sum_of};
-use super::{ROWS_PER_TASK, floats, values_per_task, with_floats};
+use super::{ROWS_PER_TASK, filled, floats, values_per_task, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 /// Cosines and sines of every position and frequency.
@@ -138,20 +139,20 @@ struct NormRope {
 
 /// Turns one head; `direction` 1 turns, -1 turns back, which is the gradient.
 #[inline(always)]
-fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [f32]) {
+fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
     let half = cos.len();
     let (y0, y1) = y.split_at_mut(half);
     let (x0, x1) = x.split_at(half);
     for ((((y0, y1), x0), x1), (cos, sin)) in y0.iter_mut().zip(y1).zip(x0).zip(x1).zip(cos.iter().zip(sin)) {
         let sin = sin * direction;
-        *y0 = x0 * cos - x1 * sin;
-        *y1 = x1 * cos + x0 * sin;
+        y0.write(x0 * cos - x1 * sin);
+        y1.write(x1 * cos + x0 * sin);
     }
 }
 
 vectorised! {
     /// Turns all heads of a row.
-    fn turn_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [f32]) {
+    fn turn_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
         let dim = 2 * cos.len();
         for (y, x) in y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)) {
             turn(x, cos, sin, direction, y);
@@ -161,7 +162,14 @@ vectorised! {
 
 vectorised! {
     /// Norms and turns all heads of a row; `head` is memory for one.
-    fn norm_turn_row(x: &[f32], weight: &[f32], eps: f32, angles: (&[f32], &[f32]), head: &mut [f32], y: &mut [f32]) {
+    fn norm_turn_row(
+        x: &[f32],
+        weight: &[f32],
+        eps: f32,
+        angles: (&[f32], &[f32]),
+        head: &mut [f32],
+        y: &mut [MaybeUninit<f32>],
+    ) {
         for (y, x) in y.chunks_exact_mut(weight.len()).zip(x.chunks_exact(weight.len())) {
             let inverse = inverse_rms(x, eps);
             for ((head, x), weight) in head.iter_mut().zip(x).zip(weight) {
@@ -179,60 +187,80 @@ vectorised! {
         norm: (&[f32], f32),
         angles: (&[f32], &[f32]),
         grad: &[f32],
-        head: &mut [f32],
-        dx: &mut [f32],
+        head: &mut [MaybeUninit<f32>],
+        dx: &mut [MaybeUninit<f32>],
         dw: &mut [f32],
     ) {
         let ((weight, eps), dim) = (norm, norm.0.len());
         for ((dx, x), grad) in dx.chunks_exact_mut(dim).zip(x.chunks_exact(dim)).zip(grad.chunks_exact(dim)) {
             turn(grad, angles.0, angles.1, -1.0, head);
-            row_gradient(x, weight, head, eps, dx, dw);
+            // SAFETY: turning writes both halves of a head.
+            row_gradient(x, weight, unsafe { head.assume_init_ref() }, eps, None, dx, dw);
         }
     }
 }
 
 impl Rope {
     fn rotate(&self, x: &[f32], width: usize, direction: f32) -> Vec<f32> {
-        let (task, mut y) = (values_per_task(width), vec![0f32; x.len()]);
-        let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
-        tasks.zip(self.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
-            for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                let (cos, sin) = self.table.angles(position as usize);
-                turn_row(x, cos, sin, direction, y);
-            }
-        });
-        y
+        let task = values_per_task(width);
+        assert!(x.len() == self.positions.len() * width && width.is_multiple_of(self.table.head_dim), "whole heads");
+        let fill = |y: &mut [MaybeUninit<f32>]| {
+            let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
+            tasks.zip(self.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
+                for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
+                    let (cos, sin) = self.table.angles(position as usize);
+                    turn_row(x, cos, sin, direction, y);
+                }
+            });
+        };
+        // SAFETY: there is a position for each row, and each value of a row's heads is written.
+        unsafe { filled(x.len(), fill) }.0
     }
 }
 
 impl NormRope {
+    fn check(&self, x: &[f32], weight: &[f32], width: usize) {
+        let (n_rows, head_dim) = (self.rope.positions.len(), self.rope.table.head_dim);
+        assert!(x.len() == n_rows * width && width.is_multiple_of(head_dim), "whole heads");
+        assert_eq!(weight.len(), head_dim, "a weight for each value of a head");
+    }
+
     fn forward(&self, x: &[f32], weight: &[f32], width: usize) -> Vec<f32> {
-        let (task, mut y) = (values_per_task(width), vec![0f32; x.len()]);
-        let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
-        tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
-            let mut head = vec![0f32; weight.len()];
-            for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                norm_turn_row(x, weight, self.eps, self.rope.table.angles(position as usize), &mut head, y);
-            }
-        });
-        y
+        let task = values_per_task(width);
+        self.check(x, weight, width);
+        let fill = |y: &mut [MaybeUninit<f32>]| {
+            let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
+            tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
+                let mut head = vec![0f32; weight.len()];
+                for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
+                    norm_turn_row(x, weight, self.eps, self.rope.table.angles(position as usize), &mut head, y);
+                }
+            });
+        };
+        // SAFETY: there is a position for each row, and each value of a row's heads is written.
+        unsafe { filled(x.len(), fill) }.0
     }
 
     /// Gradients of `x`, and of the first `n_wanted` values of the weight.
     fn backward(&self, x: &[f32], weight: &[f32], grad: &[f32], width: usize, n_wanted: usize) -> (Vec<f32>, Vec<f32>) {
         let task = values_per_task(width);
-        let mut dx = vec![0f32; x.len()];
-        let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
-        let parts = tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {
-            let (mut head, mut dw) = (vec![0f32; weight.len()], vec![0f32; n_wanted]);
-            let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
-            for (((dx, x), grad), &position) in rows.zip(positions) {
-                let angles = self.rope.table.angles(position as usize);
-                norm_turn_gradient(x, (weight, self.eps), angles, grad, &mut head, dx, &mut dw);
-            }
-            dw
-        });
-        let parts: Vec<Vec<f32>> = parts.collect();
+        self.check(x, weight, width);
+        assert_eq!(x.len(), grad.len(), "a gradient for each value");
+        let fill = |dx: &mut [MaybeUninit<f32>]| -> Vec<Vec<f32>> {
+            let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
+            let parts = tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {
+                let (mut head, mut dw) = (vec![MaybeUninit::uninit(); weight.len()], vec![0f32; n_wanted]);
+                let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
+                for (((dx, x), grad), &position) in rows.zip(positions) {
+                    let angles = self.rope.table.angles(position as usize);
+                    norm_turn_gradient(x, (weight, self.eps), angles, grad, &mut head, dx, &mut dw);
+                }
+                dw
+            });
+            parts.collect()
+        };
+        // SAFETY: as for `forward`.
+        let (dx, parts) = unsafe { filled(x.len(), fill) };
         (dx, sum_of(parts, n_wanted))
     }
 }

@@ -1,9 +1,10 @@
 //! The gated activation of the feed-forward layers.
 
 use super::cpu::vectorised;
-use super::{exp, floats, with_floats};
+use super::{exp, filled, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
+use std::mem::MaybeUninit;
 
 struct SwiGlu;
 
@@ -24,42 +25,56 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 }
 
 vectorised! {
-    fn activate(gate: &[f32], up: &[f32], y: &mut [f32]) {
+    fn activate(gate: &[f32], up: &[f32], y: &mut [MaybeUninit<f32>]) {
         for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
-            *y = gate / (1.0 + exp(-gate)) * up;
+            y.write(gate * (1.0 / (1.0 + exp(-gate))) * up);
         }
     }
 }
 
 vectorised! {
-    /// With `s` the sigmoid of the gate: `d silu / d gate = s (1 + gate (1 - s))`.
-    fn gradients(gate: &[f32], up: &[f32], grad: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        let outputs = dgate.iter_mut().zip(dup);
-        for ((((dgate, dup), gate), up), grad) in outputs.zip(gate).zip(up).zip(grad) {
+    /// `out`: the result, gradients of gate and up. With `s` the sigmoid of the gate:
+    /// `d silu / d gate = s (1 + gate (1 - s))`.
+    fn gradients(gate: &[f32], up: &[f32], grad: &[f32], out: [&mut [MaybeUninit<f32>]; 3]) {
+        let [y, dgate, dup] = out;
+        let outputs = y.iter_mut().zip(dgate).zip(dup);
+        for (((((y, dgate), dup), gate), up), grad) in outputs.zip(gate).zip(up).zip(grad) {
             let sigmoid = 1.0 / (1.0 + exp(-gate));
-            *dgate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid));
-            *dup = grad * gate * sigmoid;
+            let silu = gate * sigmoid;
+            y.write(silu * up);
+            dgate.write(grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)));
+            dup.write(grad * silu);
         }
     }
 }
 
 /// [`swiglu`] on slices.
 pub(crate) fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
-    let mut y = vec![0f32; gate.len()];
-    let tasks = y.par_chunks_mut(VALUES_PER_TASK).zip(gate.par_chunks(VALUES_PER_TASK));
-    tasks.zip(up.par_chunks(VALUES_PER_TASK)).for_each(|((y, gate), up)| activate(gate, up, y));
-    y
+    assert_eq!(gate.len(), up.len(), "a gate for each value");
+    let fill = |y: &mut [MaybeUninit<f32>]| {
+        let tasks = y.par_chunks_mut(VALUES_PER_TASK).zip(gate.par_chunks(VALUES_PER_TASK));
+        tasks.zip(up.par_chunks(VALUES_PER_TASK)).for_each(|((y, gate), up)| activate(gate, up, y));
+    };
+    // SAFETY: the slices are equally long, and each value of a chunk is written.
+    unsafe { filled(gate.len(), fill) }.0
 }
 
-/// Gradients of `gate` and `up` for the gradient of [`gated`]'s result.
-pub(crate) fn gated_gradients(gate: &[f32], up: &[f32], grad: &[f32]) -> (Vec<f32>, Vec<f32>) {
-    let (mut dgate, mut dup) = (vec![0f32; gate.len()], vec![0f32; gate.len()]);
-    let out = dgate.par_chunks_mut(VALUES_PER_TASK).zip(dup.par_chunks_mut(VALUES_PER_TASK));
-    let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
-    out.zip(inputs)
-        .zip(grad.par_chunks(VALUES_PER_TASK))
-        .for_each(|(((dgate, dup), (gate, up)), grad)| gradients(gate, up, grad, dgate, dup));
-    (dgate, dup)
+/// [`gated`]'s result again, and the gradients of `gate` and `up` for its gradient.
+pub(crate) fn gated_gradients(gate: &[f32], up: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
+    assert!(gate.len() == up.len() && gate.len() == grad.len(), "a gate and a gradient for each value");
+    let fill = |y: &mut [MaybeUninit<f32>], dgate: &mut [MaybeUninit<f32>], dup: &mut [MaybeUninit<f32>]| {
+        let out = dgate.par_chunks_mut(VALUES_PER_TASK).zip(dup.par_chunks_mut(VALUES_PER_TASK));
+        let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
+        y.par_chunks_mut(VALUES_PER_TASK)
+            .zip(out)
+            .zip(inputs)
+            .zip(grad.par_chunks(VALUES_PER_TASK))
+            .for_each(|(((y, (dgate, dup)), (gate, up)), grad)| gradients(gate, up, grad, [y, dgate, dup]));
+    };
+    let n = gate.len();
+    // SAFETY: the slices are equally long, and each value of all three is written.
+    let (y, (dgate, (dup, ()))) = unsafe { filled(n, |y| filled(n, |dgate| filled(n, |dup| fill(y, dgate, dup)))) };
+    [y, dgate, dup]
 }
 
 impl CustomOp2 for SwiGlu {
@@ -79,7 +94,7 @@ impl CustomOp2 for SwiGlu {
     }
 
     fn bwd(&self, gate: &Tensor, up: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dgate, dup) = with_floats(gate, |gate| {
+        let [_, dgate, dup] = with_floats(gate, |gate| {
             with_floats(up, |up| with_floats(grad, |grad| Ok(gated_gradients(gate, up, grad))))
         })?;
         Ok((

@@ -105,7 +105,7 @@ impl Inputs {
 }
 
 /// Bumped with each change of what a training computes: a stopped one is then not gone on with.
-const ARITHMETIC: u32 = 1;
+const ARITHMETIC: u32 = 2;
 
 fn digest_file(path: &Path) -> anyhow::Result<String> {
     let unreadable = || format!("{}: cannot be read", path.display());

@@ -1,11 +1,11 @@
 //! The steps of a layer on the CPU: slices of f32, nothing copied that can be borrowed.
 
 use super::linear::{FusedLinear, LowRankTensors};
-use super::steps::{Lent, Projected, Steps};
+use super::steps::{Lent, Projected, Steps, Trained};
 use crate::decoder::layer::{Rows, Wanted};
 use crate::kernels::{
     Floats, LogSums, LowRank, ParameterGradients, Projection, Weight, attend, attention_gradients, gated,
-    gated_gradients, input_gradient, norm_gradients, normed,
+    gated_gradients, input_gradient, norm_gradients, normed, projection,
 };
 use candle_core::{CpuStorage, Result, Storage, Tensor};
 use rayon::prelude::*;
@@ -59,6 +59,16 @@ impl<'a> Open<'a> {
             OpenWeight::Trained { values, n_in } => Projection::Trained { weight: values, n_in: *n_in, bias },
         }
     }
+}
+
+/// Calls `f` with linear layers whose tensors are borrowed.
+fn opened<const N: usize, R>(
+    linears: [&FusedLinear; N],
+    f: impl FnOnce([&Projection<'_>; N]) -> Result<R>,
+) -> Result<R> {
+    let open: Vec<Open<'_>> = linears.into_iter().map(Open::new).collect::<Result<_>>()?;
+    let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
+    f(std::array::from_fn(|index| &projections[index]))
 }
 
 /// Values that one parallel task adds.
@@ -138,27 +148,38 @@ impl Steps for Cpu {
         Ok(normed(x, &Floats::of(norm)?, eps))
     }
 
-    fn norm_gradients(&self, x: &[f32], norm: &Tensor, eps: f32, grad: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
-        let norm = Floats::of(norm)?;
-        Ok(norm_gradients(x, &norm, eps, grad, norm.len()))
-    }
-
-    fn forward(&self, linear: &FusedLinear, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
-        Open::new(linear)?.projection().forward(x)
-    }
-
-    fn add_to(&self, linear: &FusedLinear, x: &[f32], y: &mut Vec<f32>) -> Result<Vec<f32>> {
-        Open::new(linear)?.projection().add_to(x, y)
-    }
-
-    fn parameter_gradients(
+    fn norm_gradients(
         &self,
-        linear: &FusedLinear,
         x: &[f32],
-        low: &[f32],
+        norm: &Tensor,
+        eps: f32,
         grad: &[f32],
-    ) -> Result<ParameterGradients> {
-        Open::new(linear)?.projection().parameter_gradients(x, low, grad)
+        more: Option<&[f32]>,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
+        let norm = Floats::of(norm)?;
+        Ok(norm_gradients(x, &norm, eps, grad, more, norm.len()))
+    }
+
+    fn forward<const N: usize>(&self, linears: [&FusedLinear; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
+        opened(linears, |layers| projection::forward(layers, x))
+    }
+
+    fn added(&self, linear: &FusedLinear, x: &[f32], base: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        Open::new(linear)?.projection().added(x, base)
+    }
+
+    fn low_gradients<const N: usize>(&self, layers: [(&FusedLinear, &[f32]); N]) -> Result<[ParameterGradients; N]> {
+        opened(layers.map(|(linear, _)| linear), |opened| {
+            let mut grads = layers.iter().map(|(_, grad)| *grad);
+            projection::low_gradients(opened.map(|layer| (layer, grads.next().unwrap_or_default())))
+        })
+    }
+
+    fn parameter_gradients<const N: usize>(&self, layers: [Trained<'_, Self>; N]) -> Result<()> {
+        let open: Vec<Open<'_>> = layers.iter().map(|trained| Open::new(trained.linear)).collect::<Result<_>>()?;
+        let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
+        let trained = |(layer, Trained { x, low, grad, found, .. })| projection::Trained { layer, x, low, grad, found };
+        projection::parameter_gradients(&mut projections.iter().zip(layers).map(trained).collect::<Vec<_>>())
     }
 
     fn input_gradient(&self, linear: &FusedLinear, grad: &[f32], found: &ParameterGradients) -> Result<Vec<f32>> {
@@ -222,7 +243,7 @@ impl Steps for Cpu {
         Ok(gated(gate, up))
     }
 
-    fn gated_gradients(&self, gate: &[f32], up: &[f32], grad: Vec<f32>) -> Result<(Vec<f32>, Vec<f32>)> {
+    fn gated_gradients(&self, gate: &[f32], up: &[f32], grad: Vec<f32>) -> Result<[Vec<f32>; 3]> {
         Ok(gated_gradients(gate, up, &grad))
     }
 }

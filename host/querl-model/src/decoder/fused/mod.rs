@@ -16,7 +16,7 @@ use super::pass::Pass;
 use candle_core::{DType, Result as TensorResult, Tensor};
 use cpu::Cpu;
 use linear::FusedLinear;
-use steps::Steps;
+use steps::{Steps, Trained};
 
 /// What a layer computes with; clones of tensors share their values.
 pub(super) struct FusedLayer {
@@ -128,22 +128,25 @@ impl FusedLayer {
         let (width, wanted) = (self.input_norm.dims1()?, self.wanted.as_ref());
         let input = steps.normed(x, &self.input_norm, eps)?;
         let [q, k, v, o, gate, up, down] = &self.linears;
-        let (v, low_v) = steps.forward(v, &input)?;
-        let (k_raw, low_k) = steps.forward(k, &input)?;
-        let (q_raw, low_q) = steps.forward(q, &*steps.picked(&input, width, wanted)?)?;
+        let [(q_raw, low_q), (k_raw, low_k), (v, low_v)] = match wanted {
+            None => steps.forward([q, k, v], &input)?,
+            Some(_) => {
+                let [of_k, of_v] = steps.forward([k, v], &input)?;
+                let [of_q] = steps.forward([q], &*steps.picked(&input, width, wanted)?)?;
+                [of_q, of_k, of_v]
+            }
+        };
         drop(input);
         let (q_norm, k_norm) = self.qk_norms();
         let q = steps.turned(&q_raw, q_norm, query_rows)?;
         let k = steps.turned(&k_raw, k_norm, rows)?;
         let before_norm = self.qk_norm.is_some().then_some((q_raw, k_raw));
         let (attended, log_sums) = steps.attend(query_rows, [&q, &k, &v])?;
-        let mut residual = steps.picked_sums(x, width, wanted)?;
-        let low_o = steps.add_to(o, &attended, &mut residual)?;
+        let (residual, low_o) = steps.added(o, &attended, &*steps.picked_sums(x, width, wanted)?)?;
         let input = steps.normed(&residual, &self.post_attention_norm, eps)?;
-        let ((gate, low_gate), (up, low_up)) = (steps.forward(gate, &input)?, steps.forward(up, &input)?);
+        let [(gate, low_gate), (up, low_up)] = steps.forward([gate, up], &input)?;
         drop(input);
-        let mut out = steps.picked_sums(&residual, width, None)?;
-        let low_down = steps.add_to(down, &*steps.gated(&gate, &up)?, &mut out)?;
+        let (out, low_down) = steps.added(down, &*steps.gated(&gate, &up)?, &residual)?;
         let low = [low_q, low_k, low_v, low_o, low_gate, low_up, low_down];
         Ok((out, Kept { q, k, v, before_norm, attended, log_sums, residual, gate, up, low }))
     }
@@ -164,7 +167,9 @@ impl FusedLayer {
         let (dresidual, dpost_norm) = self.feed_forward_gradients(steps, kept, grad, &mut found)?;
         // Attention, turned and normed queries and keys.
         let of_o = steps.values(&dresidual)?;
-        found[O] = steps.parameter_gradients(o, &kept.attended, &kept.low[O], &of_o)?;
+        [found[O]] = steps.low_gradients([(o, &of_o)])?;
+        let trained = Trained { linear: o, x: &*kept.attended, low: &*kept.low[O], grad: &*of_o, found: &mut found[O] };
+        steps.parameter_gradients([trained])?;
         let dattended = steps.input_gradient(o, &of_o, &found[O])?;
         drop(of_o);
         let qkv = [&*kept.q, &*kept.k, &*kept.v];
@@ -176,14 +181,23 @@ impl FusedLayer {
         // Projections and the input's norm.
         let (width, wanted) = (self.input_norm.dims1()?, self.wanted.as_ref());
         let input = steps.normed(x.values, &self.input_norm, eps)?;
-        found[Q] = steps.parameter_gradients(q, &*steps.picked(&input, width, wanted)?, &kept.low[Q], &dq)?;
-        found[K] = steps.parameter_gradients(k, &input, &kept.low[K], &dk)?;
-        found[V] = steps.parameter_gradients(v, &input, &kept.low[V], &dv)?;
+        let picked = steps.picked(&input, width, wanted)?;
+        let [mut of_q, mut of_k, mut of_v] = steps.low_gradients([(q, &*dq), (k, &*dk), (v, &*dv)])?;
+        steps.parameter_gradients([
+            Trained { linear: q, x: &*picked, low: &*kept.low[Q], grad: &*dq, found: &mut of_q },
+            Trained { linear: k, x: &*input, low: &*kept.low[K], grad: &*dk, found: &mut of_k },
+            Trained { linear: v, x: &*input, low: &*kept.low[V], grad: &*dv, found: &mut of_v },
+        ])?;
+        (found[Q], found[K], found[V]) = (of_q, of_k, of_v);
         let (mut dx, mut dinput_norm) = (None, None);
         if x.is_tracked || self.input_norm.track_op() {
             let dinput = self.shared_input_gradient(steps, &found, [&dq, &dk, &dv], width)?;
-            let (mut sum, dnorm) = steps.norm_gradients(x.values, &self.input_norm, eps, &dinput)?;
-            steps.add_picked(&mut sum, &dresidual, width, wanted)?;
+            // The residual's own gradient: of all rows at once, or where it belongs.
+            let more = wanted.is_none().then_some(&*dresidual);
+            let (mut sum, dnorm) = steps.norm_gradients(x.values, &self.input_norm, eps, &dinput, more)?;
+            if wanted.is_some() {
+                steps.add_picked(&mut sum, &dresidual, width, wanted)?;
+            }
             (dx, dinput_norm) = (Some(sum), Some(dnorm));
         }
 
@@ -226,20 +240,29 @@ impl FusedLayer {
     ) -> TensorResult<(S::Sums, S::Sums)> {
         let (eps, [.., gate, up, down]) = (self.rows.eps as f32, &self.linears);
         let of_down = steps.values(grad)?;
-        found[DOWN] =
-            steps.parameter_gradients(down, &*steps.gated(&kept.gate, &kept.up)?, &kept.low[DOWN], &of_down)?;
-        let dgated = steps.input_gradient(down, &of_down, &found[DOWN])?;
-        drop(of_down);
-        let (dgate, dup) = steps.gated_gradients(&kept.gate, &kept.up, dgated)?;
+        let [mut found_down] = steps.low_gradients([(down, &*of_down)])?;
+        let dgated = steps.input_gradient(down, &of_down, &found_down)?;
+        let [gated, dgate, dup] = steps.gated_gradients(&kept.gate, &kept.up, dgated)?;
+        steps.parameter_gradients([Trained {
+            linear: down,
+            x: &*gated,
+            low: &*kept.low[DOWN],
+            grad: &*of_down,
+            found: &mut found_down,
+        }])?;
+        found[DOWN] = found_down;
+        drop((gated, of_down));
         let norm = &self.post_attention_norm;
         let input = steps.normed(&kept.residual, norm, eps)?;
-        found[GATE] = steps.parameter_gradients(gate, &input, &kept.low[GATE], &dgate)?;
-        found[UP] = steps.parameter_gradients(up, &input, &kept.low[UP], &dup)?;
+        let [mut of_gate, mut of_up] = steps.low_gradients([(gate, &*dgate), (up, &*dup)])?;
+        steps.parameter_gradients([
+            Trained { linear: gate, x: &*input, low: &*kept.low[GATE], grad: &*dgate, found: &mut of_gate },
+            Trained { linear: up, x: &*input, low: &*kept.low[UP], grad: &*dup, found: &mut of_up },
+        ])?;
+        (found[GATE], found[UP]) = (of_gate, of_up);
         drop(input);
         let dinput = steps.shared_input_gradient(&[(gate, &*dgate, &found[GATE]), (up, &*dup, &found[UP])])?;
-        let (mut dresidual, dnorm) = steps.norm_gradients(&kept.residual, norm, eps, &dinput)?;
-        steps.add_picked(&mut dresidual, grad, norm.dims1()?, None)?;
-        Ok((dresidual, dnorm))
+        steps.norm_gradients(&kept.residual, norm, eps, &dinput, Some(grad))
     }
 }
 

@@ -60,28 +60,35 @@ pub(super) trait Steps: Send + Sync + 'static {
 
     /// See [`crate::kernels::rms_norm`].
     fn normed(&self, x: &Self::SumSlice, norm: &Tensor, eps: f32) -> Result<Self::Values>;
-    /// Gradients of `x` and of the norm's weight.
+    /// Gradients of `x`, to which `more` is added where there is any, and of the norm's weight.
     fn norm_gradients(
         &self,
         x: &Self::SumSlice,
         norm: &Tensor,
         eps: f32,
         grad: &Self::SumSlice,
+        more: Option<&Self::SumSlice>,
     ) -> Result<(Self::Sums, Self::Sums)>;
 
-    /// Outputs of a linear layer, and of its A, which the backward pass wants again.
-    fn forward(&self, linear: &FusedLinear, x: &Self::ValueSlice) -> Result<(Self::Values, Self::Values)>;
-    /// The same, added to `y`.
-    fn add_to(&self, linear: &FusedLinear, x: &Self::ValueSlice, y: &mut Self::Sums) -> Result<Self::Values>;
-    /// Gradients of a linear layer's parameters for the gradient `grad` of its output; `low` is what its forward pass returned.
-    fn parameter_gradients(
+    /// Of each linear layer with the same input its outputs, and those of its A, which the backward pass wants again.
+    fn forward<const N: usize>(
+        &self,
+        linears: [&FusedLinear; N],
+        x: &Self::ValueSlice,
+    ) -> Result<[(Self::Values, Self::Values); N]>;
+    /// `base` with the outputs of a linear layer added, and the outputs of its A.
+    fn added(
         &self,
         linear: &FusedLinear,
         x: &Self::ValueSlice,
-        low: &Self::ValueSlice,
-        grad: &Self::ValueSlice,
-    ) -> Result<Self::Found>;
-    /// Gradient of a linear layer's input; `found` is what [`Steps::parameter_gradients`] returned.
+        base: &Self::SumSlice,
+    ) -> Result<(Self::Sums, Self::Values)>;
+    /// What the gradients of a linear layer's input need besides the gradient `grad` of its output, for each of some layers.
+    fn low_gradients<const N: usize>(&self, layers: [(&FusedLinear, &Self::ValueSlice); N])
+    -> Result<[Self::Found; N]>;
+    /// Adds the gradients of the parameters to what [`Steps::low_gradients`] found.
+    fn parameter_gradients<const N: usize>(&self, layers: [Trained<'_, Self>; N]) -> Result<()>;
+    /// Gradient of a linear layer's input; `found` is what [`Steps::low_gradients`] returned.
     fn input_gradient(
         &self,
         linear: &FusedLinear,
@@ -119,13 +126,24 @@ pub(super) trait Steps: Send + Sync + 'static {
 
     /// See [`crate::kernels::swiglu`].
     fn gated(&self, gate: &Self::ValueSlice, up: &Self::ValueSlice) -> Result<Self::Values>;
-    /// Gradients of gate and up.
+    /// The gated values again, and the gradients of gate and up.
     fn gated_gradients(
         &self,
         gate: &Self::ValueSlice,
         up: &Self::ValueSlice,
         grad: Self::Values,
-    ) -> Result<(Self::Values, Self::Values)>;
+    ) -> Result<[Self::Values; 3]>;
+}
+
+/// A linear layer whose parameters get their gradients.
+pub(super) struct Trained<'a, S: Steps + ?Sized> {
+    pub(super) linear: &'a FusedLinear,
+    pub(super) x: &'a S::ValueSlice,
+    /// What the forward pass returned beside the outputs.
+    pub(super) low: &'a S::ValueSlice,
+    /// Gradient of the outputs.
+    pub(super) grad: &'a S::ValueSlice,
+    pub(super) found: &'a mut S::Found,
 }
 
 /// A linear layer with the gradient of its output and what was found for its parameters.

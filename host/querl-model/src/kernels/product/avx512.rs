@@ -64,8 +64,8 @@ fn mask(n_cols: usize, vector: usize) -> __mmask16 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_sums<const M: usize, const V: usize>(
-    c: *const f32,
-    c_row: usize,
+    from: *const f32,
+    from_row: usize,
     n_cols: usize,
     keep: f32,
 ) -> [[__m512; V]; M] {
@@ -74,8 +74,9 @@ unsafe fn load_sums<const M: usize, const V: usize>(
         for (m, sums) in sums.iter_mut().enumerate() {
             for (v, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: masked lanes are not read; the others are columns of row `m`.
-                let c = unsafe { _mm512_maskz_loadu_ps(mask(n_cols, v), c.wrapping_add(m * c_row + v * LANES)) };
-                *sum = if keep == 1.0 { c } else { _mm512_mul_ps(c, _mm512_set1_ps(keep)) };
+                let from =
+                    unsafe { _mm512_maskz_loadu_ps(mask(n_cols, v), from.wrapping_add(m * from_row + v * LANES)) };
+                *sum = if keep == 1.0 { from } else { _mm512_mul_ps(from, _mm512_set1_ps(keep)) };
             }
         }
     }
@@ -101,9 +102,9 @@ unsafe fn store_sums<const M: usize, const V: usize>(
 /// M rows by V vectors of columns.
 #[target_feature(enable = "avx512f")]
 unsafe fn tile<const M: usize, const V: usize>(block: &Block) {
-    let Block { a, a_row, b, b_step, n_steps, c, c_row, n_cols, keep } = *block;
+    let Block { a, a_row, b, b_step, n_steps, c, c_row, from, from_row, n_cols, keep } = *block;
     // SAFETY: the block's columns of M rows are there.
-    let mut sums: [[__m512; V]; M] = unsafe { load_sums(c, c_row, n_cols, keep) };
+    let mut sums: [[__m512; V]; M] = unsafe { load_sums(from, from_row, n_cols, keep) };
     for step in 0..n_steps {
         let mut vectors = [_mm512_setzero_ps(); V];
         for (v, vector) in vectors.iter_mut().enumerate() {

@@ -26,7 +26,7 @@ pub(super) const WIDTH: usize = 64;
 const STEPS: usize = 128;
 
 /// Rows that one task works on: their part of `x` stays in the second-level cache while panels pass over it.
-const ROWS_PER_TASK: usize = 256;
+const ROWS_PER_TASK: usize = 512;
 
 /// Rows of a result for which a slab is read where it stands: copying it side by side pays for more.
 const FEW_ROWS: usize = 24;
@@ -41,37 +41,53 @@ pub(super) struct Term<'a> {
     pub(super) weight: Source<'a>,
 }
 
-/// Where a result goes. With `keep` 0 every value is written and none is read, so that it may be fresh memory.
+/// Where a result goes, and what its sums begin with.
 pub(super) struct Output<'a> {
-    start: *mut f32,
+    values: *mut f32,
     len: usize,
-    keep: f32,
+    start: Start<'a>,
     memory: PhantomData<&'a mut f32>,
 }
 
 // SAFETY: it is a mutable slice in other words, and tasks write to parts of it that do not overlap.
 unsafe impl Sync for Output<'_> {}
 
+/// What the sums of a product begin with.
+#[derive(Clone, Copy)]
+pub(super) enum Start<'a> {
+    /// 0: the memory may be fresh, since none of it is read.
+    Zero,
+    /// So many times what the output holds.
+    Itself(f32),
+    /// Another matrix of the same shape.
+    Matrix(&'a [f32]),
+    /// The same row for all, such as a bias.
+    Row(&'a [f32]),
+}
+
 impl<'a> Output<'a> {
     /// Into `values`, of which `keep` times what they are remains.
     pub(super) fn new(values: &'a mut [f32], keep: f32) -> Self {
-        Self { start: values.as_mut_ptr(), len: values.len(), keep, memory: PhantomData }
+        let start = if keep == 0.0 { Start::Zero } else { Start::Itself(keep) };
+        Self { values: values.as_mut_ptr(), len: values.len(), start, memory: PhantomData }
     }
-}
 
-impl Output<'_> {
-    /// `keep * c` in a block: what a sum of no steps comes to.
-    ///
-    /// # Safety
-    /// `block` lies within the output, whose rows have `n_cols` values, and no other thread touches it; where `keep` is not 0
-    /// its values have been written.
-    unsafe fn scale(&self, block: &Rectangle, n_cols: usize, keep: f32) {
-        for (row, column) in block.rows.clone().flat_map(|row| block.cols.clone().map(move |column| (row, column))) {
-            // SAFETY: row and column lie within the output, and the value is read only where it has been written.
-            unsafe {
-                let value = self.start.add(row * n_cols + column);
-                value.write(if keep == 0.0 { 0.0 } else { keep * value.read() });
-            }
+    fn fits(&self, n_cols: usize) -> bool {
+        match self.start {
+            Start::Zero | Start::Itself(_) => true,
+            Start::Matrix(values) => values.len() == self.len,
+            Start::Row(values) => values.len() == n_cols,
+        }
+    }
+
+    /// Where the sums of a block begin, how far its rows stand apart there, and the factor on them.
+    fn beginning(&self, block: &Rectangle, n_cols: usize) -> (*const f32, usize, f32) {
+        let at = block.rows.start * n_cols + block.cols.start;
+        match self.start {
+            Start::Zero => (self.values, n_cols, 0.0),
+            Start::Itself(keep) => (self.values.wrapping_add(at), n_cols, keep),
+            Start::Matrix(values) => (values.as_ptr().wrapping_add(at), n_cols, 1.0),
+            Start::Row(values) => (values.as_ptr().wrapping_add(block.cols.start), 0, 1.0),
         }
     }
 }
@@ -79,27 +95,65 @@ impl Output<'_> {
 /// A vector of `len` values that a product writes: the memory is not cleared before.
 pub(super) fn written(len: usize, product: impl FnOnce(Output<'_>) -> Result<()>) -> Result<Vec<f32>> {
     let mut values: Vec<f32> = Vec::with_capacity(len);
-    product(Output { start: values.as_mut_ptr(), len, keep: 0.0, memory: PhantomData })?;
+    product(Output { values: values.as_mut_ptr(), len, start: Start::Zero, memory: PhantomData })?;
     // SAFETY: a product that returns without an error has at least one term, and its first term has written all values of an
-    // output that keeps nothing: zeros where its sum has no steps.
+    // output: what its sum starts with where the sum has no steps.
     unsafe { values.set_len(len) };
     Ok(values)
 }
 
+/// Which of a weight's sides the rows of the left matrix go with.
 #[derive(Clone, Copy)]
-enum Direction {
+pub(super) enum Direction {
+    /// Its inputs.
     Forward,
+    /// Its outputs.
     Backward,
 }
 
-/// `y = keep * y + sum of left W^T`; `y`: `(N, out)`.
-pub(super) fn forward(level: Level, terms: &[Term<'_>], y: Output<'_>) -> Result<()> {
-    product(level, terms, y, Direction::Forward)
+/// One of several products that run side by side.
+struct Job<'a> {
+    /// At least one.
+    terms: &'a [Term<'a>],
+    out: Output<'a>,
 }
 
-/// `dx = keep * dx + sum of left W`; `dx`: `(N, in)`.
+/// A product whose result is a vector of its own.
+pub(super) struct Fresh<'a> {
+    pub(super) len: usize,
+    pub(super) start: Start<'a>,
+    /// At least one.
+    pub(super) terms: Vec<Term<'a>>,
+}
+
+/// The results of several products that run side by side.
+pub(super) fn fresh(level: Level, direction: Direction, wanted: &[Fresh<'_>]) -> Result<Vec<Vec<f32>>> {
+    if wanted.iter().any(|fresh| matches!(fresh.start, Start::Itself(_))) {
+        bail!("a sum that starts with fresh memory");
+    }
+    let mut results: Vec<Vec<f32>> = wanted.iter().map(|fresh| Vec::with_capacity(fresh.len)).collect();
+    let mut jobs = Vec::with_capacity(wanted.len());
+    for (values, Fresh { len, start, terms }) in results.iter_mut().zip(wanted) {
+        let out = Output { values: values.as_mut_ptr(), len: *len, start: *start, memory: PhantomData };
+        jobs.push(Job { terms, out });
+    }
+    products(level, &jobs, direction)?;
+    drop(jobs);
+    for (values, fresh) in results.iter_mut().zip(wanted) {
+        // SAFETY: as for `written`.
+        unsafe { values.set_len(fresh.len) };
+    }
+    Ok(results)
+}
+
+/// `y = start + sum of left W^T`; `y`: `(N, out)`.
+pub(super) fn forward(level: Level, terms: &[Term<'_>], y: Output<'_>) -> Result<()> {
+    products(level, &[Job { terms, out: y }], Direction::Forward)
+}
+
+/// `dx = start + sum of left W`; `dx`: `(N, in)`.
 pub(super) fn backward(level: Level, terms: &[Term<'_>], dx: Output<'_>) -> Result<()> {
-    product(level, terms, dx, Direction::Backward)
+    products(level, &[Job { terms, out: dx }], Direction::Backward)
 }
 
 impl Term<'_> {
@@ -112,40 +166,77 @@ impl Term<'_> {
     }
 }
 
-fn product(level: Level, terms: &[Term<'_>], out: Output<'_>, direction: Direction) -> Result<()> {
-    let Some(first) = terms.first() else { bail!("a product of no terms into {} values", out.len) };
-    let n_cols = first.shape(direction).1;
-    let n_rows = out.len.checked_div(n_cols).unwrap_or(0);
-    for term in terms {
-        let (n_steps, cols) = term.shape(direction);
-        if cols != n_cols || n_rows * n_cols != out.len || term.left.len() != n_rows * n_steps {
-            bail!(
-                "product: {} values by ({}, {}) into {}",
-                term.left.len(),
-                term.weight.n_out(),
-                term.weight.n_in(),
-                out.len
-            );
-        }
+/// All jobs at once: threads that are done with one go on with the next.
+fn products(level: Level, jobs: &[Job<'_>], direction: Direction) -> Result<()> {
+    let mut work = 0;
+    let mut shapes = Vec::with_capacity(jobs.len());
+    for job in jobs {
+        let shape = job.shape(direction)?;
+        work += job.terms.iter().map(|term| shape.0 * shape.1 * term.shape(direction).0).sum::<usize>();
+        shapes.push(shape);
     }
-    let work: usize = terms.iter().map(|term| n_rows * n_cols * term.shape(direction).0).sum();
-    let tasks = Tasks::new(n_rows, n_cols, work);
+    // Tasks of all jobs one after another, each with the number of those before its job.
+    let mut n_tasks = 0;
+    let tasks = |&(n_rows, n_cols): &(usize, usize)| {
+        let tasks = Tasks::new(n_rows, n_cols, work, jobs.len());
+        n_tasks += tasks.len();
+        (n_tasks - tasks.len(), tasks)
+    };
+    let tasks: Vec<(usize, Tasks)> = shapes.iter().map(tasks).collect();
     let run = |task: usize| {
-        let block = tasks.block(task);
-        with_scratch(|scratch| {
-            for (index, term) in terms.iter().enumerate() {
-                let keep = if index == 0 { out.keep } else { 1.0 };
-                // SAFETY: the shapes were checked above, and blocks of different tasks do not overlap.
-                unsafe { term.multiply(level, direction, &block, &out, n_cols, keep, scratch) };
-            }
-        });
+        let index = tasks.partition_point(|(first, _)| *first <= task) - 1;
+        let (first, tasks) = &tasks[index];
+        // SAFETY: the shapes were checked above, and blocks of different tasks do not overlap.
+        unsafe { jobs[index].run(level, direction, &tasks.block(task - first), tasks.n_cols) };
     };
     if work < SERIAL_WORK {
-        (0..tasks.len()).for_each(run);
+        (0..n_tasks).for_each(run);
     } else {
-        (0..tasks.len()).into_par_iter().for_each(run);
+        (0..n_tasks).into_par_iter().for_each(run);
     }
     Ok(())
+}
+
+impl Job<'_> {
+    /// Rows and columns of the result.
+    fn shape(&self, direction: Direction) -> Result<(usize, usize)> {
+        let Job { terms, out } = self;
+        let Some(first) = terms.first() else { bail!("a product of no terms into {} values", out.len) };
+        let n_cols = first.shape(direction).1;
+        let n_rows = out.len.checked_div(n_cols).unwrap_or(0);
+        for term in *terms {
+            let (n_steps, cols) = term.shape(direction);
+            if cols != n_cols || n_rows * n_cols != out.len || term.left.len() != n_rows * n_steps {
+                bail!(
+                    "product: {} values by ({}, {}) into {}",
+                    term.left.len(),
+                    term.weight.n_out(),
+                    term.weight.n_in(),
+                    out.len
+                );
+            }
+        }
+        if !out.fits(n_cols) {
+            bail!("product: sums of {} values by {n_cols} start with something of another shape", out.len);
+        }
+        Ok((n_rows, n_cols))
+    }
+
+    /// One block of the result.
+    ///
+    /// # Safety
+    /// [`Job::shape`] has found no fault, `n_cols` is what it found, the block lies within the output, and no other thread
+    /// touches it.
+    unsafe fn run(&self, level: Level, direction: Direction, block: &Rectangle, n_cols: usize) {
+        with_scratch(|scratch| {
+            let goes_on = Output { start: Start::Itself(1.0), ..self.out };
+            for (index, term) in self.terms.iter().enumerate() {
+                let out = if index == 0 { &self.out } else { &goes_on };
+                // SAFETY: the caller's promise.
+                unsafe { term.multiply(level, direction, block, out, n_cols, scratch) };
+            }
+        });
+    }
 }
 
 /// The result cut into blocks: chunks of rows, in each of them one block for 64 columns.
@@ -163,9 +254,10 @@ struct Rectangle {
 }
 
 impl Tasks {
-    fn new(n_rows: usize, n_cols: usize, work: usize) -> Self {
+    /// `work`: multiplications of all `n_jobs` that run side by side.
+    fn new(n_rows: usize, n_cols: usize, work: usize, n_jobs: usize) -> Self {
         let n_col_blocks = n_cols.div_ceil(WIDTH);
-        let wanted = if work < SERIAL_WORK { 1 } else { 4 * rayon::current_num_threads() };
+        let wanted = if work < SERIAL_WORK { 1 } else { (4 * rayon::current_num_threads()).div_ceil(n_jobs) };
         let for_threads = wanted.div_ceil(n_col_blocks.max(1)).min(n_rows.div_ceil(24));
         let n_row_chunks = n_rows.div_ceil(ROWS_PER_TASK).max(for_threads);
         Self { n_rows, n_cols, n_row_chunks, n_col_blocks }
@@ -189,7 +281,6 @@ impl Term<'_> {
     /// # Safety
     /// `block` lies within `out`, whose rows have `n_cols` values, and no other thread touches it; the left matrix has those
     /// rows and the steps of the weight.
-    #[allow(clippy::too_many_arguments)] // one call site; a struct would only name the same values again
     unsafe fn multiply(
         &self,
         level: Level,
@@ -197,21 +288,19 @@ impl Term<'_> {
         block: &Rectangle,
         out: &Output<'_>,
         n_cols: usize,
-        keep: f32,
         scratch: &mut Scratch,
     ) {
         let n_steps = self.shape(direction).0;
         let n_rows = block.rows.len();
-        if n_steps == 0 {
-            // SAFETY: the caller's promise.
-            unsafe { out.scale(block, n_cols, keep) };
-            return;
-        }
         // SAFETY: the block lies within the output.
-        let c = unsafe { out.start.add(block.rows.start * n_cols + block.cols.start) };
-        for start in (0..n_steps).step_by(STEPS) {
+        let c = unsafe { out.values.add(block.rows.start * n_cols + block.cols.start) };
+        // A sum of no steps is what it begins with.
+        for start in (0..n_steps.max(1)).step_by(STEPS) {
             let steps = start..(start + STEPS).min(n_steps);
+            let (from, from_row, keep) =
+                if start == 0 { out.beginning(block, n_cols) } else { (c.cast_const(), n_cols, 1.0) };
             let slab = match direction {
+                _ if steps.is_empty() => scratch.no_slab(),
                 Direction::Forward => self.weight.outputs_slab(level, block.cols.start, steps.clone(), scratch),
                 Direction::Backward => {
                     let reuse = if n_rows > FEW_ROWS { Reuse::Often } else { Reuse::Seldom };
@@ -227,10 +316,13 @@ impl Term<'_> {
                 n_steps: steps.len(),
                 c,
                 c_row: n_cols,
+                from,
+                from_row,
                 n_cols: block.cols.len(),
-                keep: if start == 0 { keep } else { 1.0 },
+                keep,
             };
-            // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns.
+            // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns, and so has
+            // what the sums begin with.
             unsafe { block.run(level, n_rows) };
         }
     }
@@ -258,6 +350,32 @@ mod tests {
             assert_eq!(of(&[none], 2.0, 0.5), 1.0);
             assert_eq!(of(&[none, one], f32::NAN, 0.0), 3.0);
             assert_eq!(of(&[one, none], 2.0, 1.0), 5.0);
+        }
+    }
+
+    #[test]
+    fn products_side_by_side_are_those_alone_and_start_with_what_is_asked() {
+        let number = |i: usize| ((i * 37 + 11) % 23) as f32 / 8.0 - 1.0;
+        let (x, weights): (Vec<f32>, Vec<f32>) =
+            ((0..30 * 150).map(number).collect(), (0..220 * 150).map(number).collect());
+        let term = |n_out: usize| Term { left: &x, weight: Source::rows(&weights[..n_out * 150], 150) };
+        let (bias, base): (Vec<f32>, Vec<f32>) = ((0..70).map(number).collect(), (0..30 * 220).map(number).collect());
+        for level in Level::all() {
+            let alone = |n_out: usize| written(30 * n_out, |out| forward(level, &[term(n_out)], out)).unwrap();
+            let wanted = [
+                Fresh { len: 30 * 70, start: Start::Row(&bias), terms: vec![term(70)] },
+                Fresh { len: 30 * 220, start: Start::Matrix(&base), terms: vec![term(220)] },
+                Fresh { len: 30 * 16, start: Start::Zero, terms: vec![term(16)] },
+            ];
+            let found = fresh(level, Direction::Forward, &wanted).unwrap();
+            let near = |found: &[f32], expected: &mut dyn Iterator<Item = f32>| {
+                found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-4)
+            };
+            assert!(near(&found[0], &mut alone(70).iter().zip(bias.iter().cycle()).map(|(y, b)| y + b)), "{level:?}");
+            assert!(near(&found[1], &mut alone(220).iter().zip(&base).map(|(y, b)| y + b)), "{level:?}");
+            assert_eq!(found[2], alone(16), "{level:?}");
+            let misfit = Fresh { len: 30 * 70, start: Start::Row(&bias[1..]), terms: vec![term(70)] };
+            assert!(fresh(level, Direction::Forward, &[misfit]).is_err());
         }
     }
 

@@ -49,9 +49,11 @@ unsafe fn tile<const M: usize, const FUSED: bool>(block: &Block, column: usize) 
     let mut sums = [[0f32; LANES]; M];
     if block.keep != 0.0 {
         for (m, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: row and columns are within `c`, which is readable since something of it is kept.
-            let c = unsafe { std::slice::from_raw_parts(block.c.add(m * block.c_row + column), n_cols) };
-            sums.iter_mut().zip(c).for_each(|(sum, c)| *sum = block.keep * c);
+            for (lane, sum) in sums.iter_mut().enumerate().take(n_cols) {
+                // SAFETY: row and column are within `from`, which is readable since something of it is kept. No slice: it may
+                // be `c`.
+                *sum = block.keep * unsafe { *block.from.add(m * block.from_row + column + lane) };
+            }
         }
     }
     for step in 0..block.n_steps {

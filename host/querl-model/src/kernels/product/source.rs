@@ -52,6 +52,13 @@ thread_local! {
         RefCell::new(Box::new(Scratch { slab: [0.0; STEPS * WIDTH], block: [0.0; WIDTH * WIDTH] }));
 }
 
+impl Scratch {
+    /// A slab of no steps.
+    pub(super) fn no_slab(&self) -> Slab {
+        Slab { start: self.slab.as_ptr(), step: WIDTH }
+    }
+}
+
 /// Calls `f` with this thread's scratch. `f` hands no work to other threads, so it is never called within itself.
 pub(super) fn with_scratch(f: impl FnOnce(&mut Scratch)) {
     SCRATCH.with_borrow_mut(|scratch| f(scratch));

@@ -5,7 +5,7 @@ use super::super::cpu::Level;
 use super::avx512;
 use super::portable;
 
-/// `c = keep * c + a b`: rows of `a` by a slab `b`, [`super::WIDTH`] columns for each step.
+/// `c = keep * from + a b`: rows of `a` by a slab `b`, [`super::WIDTH`] columns for each step.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) a: *const f32,
@@ -18,6 +18,10 @@ pub(super) struct Block {
     pub(super) c: *mut f32,
     /// Values between rows of `c`.
     pub(super) c_row: usize,
+    /// What sums begin with: `c` itself, rows of another matrix, or one row for all.
+    pub(super) from: *const f32,
+    /// Values between rows of `from`.
+    pub(super) from_row: usize,
     /// Columns of `c`, at most [`super::WIDTH`].
     pub(super) n_cols: usize,
     pub(super) keep: f32,
@@ -28,7 +32,7 @@ impl Block {
     ///
     /// # Safety
     /// `a` has `n_rows` rows of `n_steps` readable values, `b` has `n_steps` rows of WIDTH, `c` has `n_rows` rows of `n_cols`
-    /// values that are writable, and readable where `keep` is not 0; the processor has what `level` names.
+    /// writable values, `from` as many readable ones where `keep` is not 0; the processor has what `level` names.
     pub(super) unsafe fn run(&self, level: Level, n_rows: usize) {
         match level {
             #[cfg(target_arch = "x86_64")]
@@ -47,7 +51,8 @@ impl Block {
     /// # Safety
     /// The block has that row.
     pub(super) unsafe fn at_row(&self, row: usize) -> Self {
+        let from = self.from.wrapping_add(row * self.from_row);
         // SAFETY: the row is within `a` and `c`.
-        unsafe { Self { a: self.a.add(row * self.a_row), c: self.c.add(row * self.c_row), ..*self } }
+        unsafe { Self { a: self.a.add(row * self.a_row), c: self.c.add(row * self.c_row), from, ..*self } }
     }
 }
