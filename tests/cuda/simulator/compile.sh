@@ -8,7 +8,7 @@ set -euo pipefail
 simulator=$(cd "$(dirname "$0")" && pwd)
 toolkit="$1"; out="$2"; shift 2
 common=(-std=c++17 -x c++ -I"$simulator" -I"$toolkit/include" -I"$toolkit/include/cccl" -include "$simulator/cuda_on_cpu.h"
-    -fPIC -w -fno-extern-tls-init -fno-gnu-unique -fvisibility-inlines-hidden -ffp-contract=off)
+    -fPIC -w -fno-extern-tls-init -fno-gnu-unique -fvisibility=hidden -ffp-contract=off)
 mkdir -p "$(dirname "$out")"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

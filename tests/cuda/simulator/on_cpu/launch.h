@@ -62,6 +62,17 @@ const char* run_with(void (*kernel)(Parameters...), const Grid& grid, void** par
     return run_with(kernel, grid, parameters, std::index_sequence_for<Parameters...>());
 }
 
+// What the driver has to know of a kernel's parameters: their sizes, and which of them are pointers.
+struct Parameter {
+    size_t bytes;
+    bool is_pointer;
+};
+
+template <class... Parameters> const Parameter* parameters_of(void (*)(Parameters...)) {
+    static const Parameter all[] = {{sizeof(Parameters), std::is_pointer_v<Parameters>}..., {0, false}};
+    return all;
+}
+
 // For a test written in C++: `launch(kernel, {blocks, threads, shared_bytes}, arguments...)`. Ends the program where it fails.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Grid& grid, Arguments... arguments) {
@@ -74,11 +85,15 @@ void launch(void (*kernel)(Parameters...), const Grid& grid, Arguments... argume
 } // namespace cuda_on_cpu
 
 // Makes a kernel callable by name from another library: `cuda_on_cpu_NAME(blocks, threads, shared_bytes, parameters)`, each of
-// the first two three numbers. Returns what went wrong, or null.
+// the first two three numbers. Returns what went wrong, or null. `cuda_on_cpu_parameters_NAME` lists the parameters to the one
+// of no bytes.
 #define CUDA_ON_CPU_EXPORT(name)                                                                                                 \
     extern "C" __attribute__((visibility("default"))) const char* cuda_on_cpu_##name(                                            \
         const unsigned* blocks, const unsigned* threads, size_t shared_bytes, void** parameters) {                               \
         const cuda_on_cpu::Grid grid{dim3(blocks[0], blocks[1], blocks[2]), dim3(threads[0], threads[1], threads[2]),            \
                                      shared_bytes};                                                                              \
         return cuda_on_cpu::run_with(name, grid, parameters);                                                                    \
+    }                                                                                                                            \
+    extern "C" __attribute__((visibility("default"))) const cuda_on_cpu::Parameter* cuda_on_cpu_parameters_##name() {            \
+        return cuda_on_cpu::parameters_of(name);                                                                                 \
     }

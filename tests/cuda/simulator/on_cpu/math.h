@@ -120,3 +120,27 @@ inline void __trap() {
     std::fprintf(stderr, "simulator: a kernel called __trap\n");
     std::abort();
 }
+
+// Functions of f16 and bf16: computed in f32, rounded once.
+#define CUDA_ON_CPU_HALF(name, expression)                                                                                       \
+    inline __half name(__half half) {                                                                                            \
+        const float x = __half2float(half);                                                                                      \
+        return __float2half(expression);                                                                                         \
+    }                                                                                                                            \
+    inline __nv_bfloat16 name(__nv_bfloat16 half) {                                                                              \
+        const float x = __bfloat162float(half);                                                                                  \
+        return __float2bfloat16(expression);                                                                                     \
+    }
+CUDA_ON_CPU_HALF(hsqrt, sqrtf(x))
+CUDA_ON_CPU_HALF(hrsqrt, rsqrtf(x))
+CUDA_ON_CPU_HALF(hrcp, 1.0f / x)
+CUDA_ON_CPU_HALF(hcos, cosf(x))
+CUDA_ON_CPU_HALF(hsin, sinf(x))
+CUDA_ON_CPU_HALF(hlog, logf(x))
+CUDA_ON_CPU_HALF(hexp, expf(x))
+CUDA_ON_CPU_HALF(hexp2, exp2f(x))
+CUDA_ON_CPU_HALF(htanh, tanhf(x))
+CUDA_ON_CPU_HALF(hfloor, floorf(x))
+CUDA_ON_CPU_HALF(hceil, ceilf(x))
+CUDA_ON_CPU_HALF(hrint, rintf(x))
+#undef CUDA_ON_CPU_HALF
