@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# toolkit.sh [FOLDER]: a CUDA 13.0 compiler in FOLDER (default target/cuda/toolkit), on a machine without CUDA, card or root.
+#
+# nvcc and its parts come from NVIDIA's own wheels of the Python package index (licence: NVIDIA's, in FOLDER/licences; nothing of
+# them is in this repository). The libraries of CUDA are only linked against: for that, shared libraries of the right names whose
+# functions all fail are enough, and they are generated here (900 MB are not fetched). Writes FOLDER/environment, to be sourced
+# before a build with the feature `cuda`. Does nothing where FOLDER is complete.
+#
+# Needs python3 with pip and venv, cargo and gcc.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+folder="${1:-$root/target/cuda/toolkit}"
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+wanted=$(cat "$here"/toolkit.sh "$here"/nvcc-for-candle.sh "$root/Cargo.lock" | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$folder/complete" 2> /dev/null)" = "$wanted" ]; then exit 0; fi
+rm -f "$folder/complete"
+
+fetch() {
+    [ -d "$folder/wheels/nvidia/cu13/nvvm" ] && return
+    # --no-deps: the compiler asks for nothing else, and the libraries would be 900 MB.
+    python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --target "$folder/wheels" \
+        nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
+        nvidia-cuda-cccl==13.0.85
+}
+
+# nvcc finds its tree from where it really lies, so it is a copy and all others are links.
+link() {
+    local cuda="$folder/wheels/nvidia/cu13" file
+    rm -rf "$folder/bin" "$folder/lib" "$folder/lib64" "$folder/licences"
+    mkdir -p "$folder/bin" "$folder/lib/stubs" "$folder/licences"
+    for file in "$cuda"/bin/*; do ln -sfn "$file" "$folder/bin/"; done
+    rm -f "$folder/bin/nvcc" "$folder/bin/nvcc.profile"
+    cp "$cuda/bin/nvcc" "$cuda/bin/nvcc.profile" "$folder/bin/"
+    cp "$here/nvcc-for-candle.sh" "$folder/bin/nvcc-for-candle"
+    chmod +x "$folder"/wheels/nvidia/cu13/bin/* "$folder"/wheels/nvidia/cu13/nvvm/bin/* "$folder"/bin/nvcc*
+    ln -sfn "$cuda/include" "$folder/include"
+    ln -sfn "$cuda/nvvm" "$folder/nvvm"
+    ln -sfn lib "$folder/lib64"
+    for file in "$cuda"/lib/*; do ln -sfn "$file" "$folder/lib/"; done
+    ln -sfn "$cuda/lib/libcudart.so.13" "$folder/lib/libcudart.so"
+    for file in "$folder"/wheels/*.dist-info; do
+        cp "$file/licenses/License.txt" "$folder/licences/$(basename "$file" .dist-info).txt"
+    done
+}
+
+# stub NAME SONAME FILE...: a library that has every function of the Rust bindings FILE, each returning CUDA_ERROR_STUB_LIBRARY.
+stub() {
+    local name="$1" soname="$2"; shift 2
+    grep -ohE 'pub (unsafe )?fn (cu|nvrtc)[A-Za-z0-9_]+ *\(' "$@" | sed -E 's/.*fn (\w+) *\(/int \1(void) { return 34; }/' | sort -u |
+        gcc -shared -fPIC -w -x c -Wl,-soname,"$soname" -o "$folder/lib/stubs/lib$name.so" -
+}
+
+stubs() {
+    local cudarc
+    cudarc=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked |
+        python3 -c 'import json, os, sys
+print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
+    stub cuda libcuda.so.1 "$cudarc/src/driver/sys/mod.rs"
+    stub cublas libcublas.so.13 "$cudarc/src/cublas/sys/mod.rs"
+    stub cublasLt libcublasLt.so.13 "$cudarc/src/cublaslt/sys/mod.rs"
+    stub curand libcurand.so.10 "$cudarc/src/curand/sys/mod.rs"
+    stub nvrtc libnvrtc.so.13 "$cudarc/src/nvrtc/sys/mod.rs"
+}
+
+environment() {
+    cat > "$folder/environment" << END
+export CUDA_HOME="$folder" CUDA_PATH="$folder" NVCC="$folder/bin/nvcc-for-candle" PATH="$folder/bin:\$PATH"
+# candle's own kernels travel as PTX; that of 8.0 is compiled by the driver for every later card, that of 9.0 for Hopper only.
+export CUDA_COMPUTE_CAP=80
+END
+}
+
+fetch
+link
+stubs
+environment
+echo "$wanted" > "$folder/complete"
+echo "toolkit: $("$folder/bin/nvcc" --version | sed -n 's/.*release //p') in $folder"

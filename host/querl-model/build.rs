@@ -1,0 +1,51 @@
+//! Compiles the kernels of `cuda/` for the feature `cuda`: one file that holds them for each capability, `kernels.fatbin`. Without
+//! the feature it does nothing.
+//!
+//! `NVCC`, or else the `nvcc` that is found, is the compiler; host/querl-cuda/toolkit.sh brings one. `QUERL_CUDA_CAPABILITIES` names
+//! the capabilities (default `80,86,89,90`); the last of them is there as PTX too, which the driver compiles for later cards.
+
+use std::env;
+use std::path::PathBuf;
+use std::process::Command;
+
+const CAPABILITIES: &str = "80,86,89,90";
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=cuda");
+    println!("cargo::rerun-if-env-changed=QUERL_CUDA_CAPABILITIES");
+    println!("cargo::rerun-if-env-changed=NVCC");
+    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        if let Err(message) = compile() {
+            println!("cargo::error={message}");
+        }
+    }
+}
+
+fn compile() -> Result<(), String> {
+    let capabilities = env::var("QUERL_CUDA_CAPABILITIES").unwrap_or_else(|_| CAPABILITIES.into());
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?).join("kernels.fatbin");
+    let nvcc = env::var_os("NVCC").unwrap_or_else(|| "nvcc".into());
+    let status = Command::new(&nvcc)
+        .args(["--fatbin", "-O3", "-std=c++17", "--threads", "2", "-o"])
+        .arg(&out)
+        .args(targets(&capabilities)?)
+        .arg("cuda/kernels.cu")
+        .status()
+        .map_err(|error| {
+            let nvcc = nvcc.display();
+            format!("`{nvcc}`: {error}; run host/querl-cuda/toolkit.sh and source the `environment` that it writes")
+        })?;
+    if status.success() { Ok(()) } else { Err(format!("nvcc refused cuda/kernels.cu: {status}")) }
+}
+
+/// Machine code for each capability, and PTX for the last.
+fn targets(capabilities: &str) -> Result<Vec<String>, String> {
+    let all: Vec<&str> = capabilities.split(',').map(str::trim).collect();
+    if let Some(wrong) = all.iter().find(|name| name.is_empty() || !name.bytes().all(|byte| byte.is_ascii_digit())) {
+        return Err(format!("QUERL_CUDA_CAPABILITIES names `{wrong}`; expected numbers such as {CAPABILITIES}"));
+    }
+    let code = all.iter().map(|name| format!("-gencode=arch=compute_{name},code=sm_{name}"));
+    let ptx = all.last().map(|name| format!("-gencode=arch=compute_{name},code=compute_{name}"));
+    Ok(code.chain(ptx).collect())
+}
