@@ -30,7 +30,7 @@ export QUERL_CUDA_CAPABILITIES="${QUERL_CUDA_CAPABILITIES:-90}" # what is run is
 CXXFLAGS="$options" tests/cuda/simulator/build.sh "$toolkit" "$simulator"
 
 echo "+ what the simulator promises"
-CXXFLAGS="$options" tests/cuda/simulator/test.sh "$toolkit"
+CXXFLAGS="$options" tests/cuda/simulator/test.sh "$toolkit" "$simulator"
 
 # Only the tests see the simulated libraries: cargo and the compiler do not.
 tests() { # WHEN ORDER ARGUMENT...

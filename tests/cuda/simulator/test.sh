@@ -1,13 +1,28 @@
 #!/usr/bin/env bash
-# test.sh TOOLKIT: tests what cuda_on_cpu.h promises, with threads and blocks in both orders. CXXFLAGS as in build.sh.
+# test.sh TOOLKIT [OUT]: tests what cuda_on_cpu.h promises and, where build.sh has made OUT, what the simulated driver promises.
+# CXXFLAGS as in build.sh.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+toolkit="$1"; libraries="${2:-}"
 out=$(mktemp -d)
 trap 'rm -r "$out"' EXIT
 read -ra more <<< "${CXXFLAGS:-}"
-g++ -std=c++17 -O1 -w -ffp-contract=off -fno-extern-tls-init "${more[@]}" -I"$here" -I"$1/include" -I"$1/include/cccl" \
-    -include "$here/cuda_on_cpu.h" -x c++ -o "$out/test_on_cpu" "$here/test_on_cpu.cu"
+flags=(-std=c++17 -O1 -w -I"$toolkit/include" -I"$toolkit/include/cccl" "${more[@]}")
+export ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0 # where AddressSanitizer is asked for: see ../run.sh
+
+g++ "${flags[@]}" -ffp-contract=off -fno-extern-tls-init -I"$here" -include "$here/cuda_on_cpu.h" -x c++ \
+    -o "$out/test_on_cpu" "$here/test_on_cpu.cu"
 for order in forward backward; do
-    # The options are AddressSanitizer's, where it is asked for: see ../run.sh.
-    echo "threads $order: $(ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0 QUERL_SIMULATOR_ORDER=$order "$out/test_on_cpu")"
+    echo "threads $order: $(QUERL_SIMULATOR_ORDER=$order "$out/test_on_cpu")"
 done
+
+[ -n "$libraries" ] || exit 0
+g++ "${flags[@]}" -o "$out/test_driver" "$here/test_driver.cpp" -L"$libraries" -l:libcuda.so.1
+for when in now late; do
+    echo "streams $when: $(LD_LIBRARY_PATH="$libraries" QUERL_SIMULATOR_STREAMS=$when "$out/test_driver" 2> "$out/refusals")"
+done
+if [[ "${CXXFLAGS:-}" == *address* ]]; then
+    found=$(LD_LIBRARY_PATH="$libraries" "$out/test_driver" past 2>&1 || true)
+    [[ "$found" == *heap-buffer-overflow* ]] || { echo "a write out of bounds was not found"; exit 1; }
+    echo "a write out of bounds is found"
+fi
