@@ -11,7 +11,8 @@
 use querl_core::config::BaseDtype;
 use querl_core::records::DatasetRow;
 use querl_model::{
-    Decoder, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, TextTokenizer, Weights, backward, set_threads,
+    Decoder, Keep, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, TextTokenizer, Weights, backward,
+    set_threads,
 };
 use std::error::Error;
 use std::path::Path;
@@ -97,7 +98,7 @@ fn measure(
 fn step(form: Form, decoder: &Decoder, adapter: &LoraAdapter, rows: &[Row]) -> Result<usize, Box<dyn Error>> {
     let tokens = rows.iter().map(|(tokens, _)| &tokens[..tokens.len() - 1]);
     let batch = if form == Form::SideBySide { PackedBatch::new(tokens) } else { PackedBatch::shared(tokens) };
-    let recompute = (form == Form::TreeCheckpointed).then(Recompute::new).transpose()?;
+    let recompute = (form == Form::TreeCheckpointed).then(|| Recompute::new(Keep::Inputs));
     let (mut wanted, mut targets) = (Vec::new(), Vec::new());
     for (index, (tokens, answer)) in rows.iter().enumerate() {
         wanted.extend((*answer..tokens.len()).map(|position| batch.row_of(index, position - 1) as u32));

@@ -107,6 +107,16 @@ impl StoredModel {
         Ok(self.tensors.load(name, &Device::Cpu)?)
     }
 
+    /// Type, shape and bytes of a tensor, in the mapped file.
+    ///
+    /// # Errors
+    /// As [`StoredModel::dtype`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn bytes(&self, name: &str) -> Result<(DType, Vec<usize>, &[u8]), ModelError> {
+        let view = self.view(name)?;
+        Ok((DType::try_from(view.dtype())?, view.shape().to_vec(), view.data()))
+    }
+
     fn view(&self, name: &str) -> Result<safetensors::tensor::TensorView<'_>, ModelError> {
         self.tensors.get(name).map_err(|_| ModelError::bad_file(&self.directory, format!("no tensor `{name}` there")))
     }

@@ -20,6 +20,9 @@ mod export;
 mod generate;
 mod inspect;
 pub mod kernels;
+mod named_shapes;
+mod place;
+mod random;
 mod second_opinion;
 pub mod small_model;
 mod template;
@@ -32,7 +35,7 @@ pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
-pub use decoder::{Decoder, Dropout, Pass, Recompute, Weights, backward};
+pub use decoder::{Decoder, Dropout, Keep, Pass, Recompute, Weights, backward};
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
@@ -40,6 +43,7 @@ pub use generate::{
     generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
+pub use place::Place;
 pub use second_opinion::SecondOpinion;
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;

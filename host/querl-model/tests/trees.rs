@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Tensor, Var};
-use querl_model::{Decoder, Dropout, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, Weights, backward};
+use querl_model::{Decoder, Dropout, Keep, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, Weights, backward};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
@@ -110,21 +110,15 @@ impl Model {
     }
 
     fn gradients(&self, sequences: &[(Vec<u32>, usize)], packing: Packing, keep: Keep) -> BTreeMap<String, Vec<f32>> {
-        let recompute = (keep == Keep::Inputs).then(|| Recompute::new().unwrap());
-        let loss = Self::loss(&self.logprobs(sequences, packing, recompute.as_ref()));
-        let gradients = backward(&loss, recompute.as_ref()).unwrap();
+        let recompute = Recompute::new(keep);
+        let loss = Self::loss(&self.logprobs(sequences, packing, Some(&recompute)));
+        let gradients = backward(&loss, Some(&recompute)).unwrap();
         let named = |(name, var): (&String, &Var)| {
             let gradient = gradients.get(var).unwrap_or_else(|| panic!("no gradient reached {name}"));
             (name.clone(), values(gradient))
         };
         self.vars().iter().map(named).collect()
     }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Keep {
-    Everything,
-    Inputs,
 }
 
 /// DoRA is left to the comparisons: its gradient takes the rows' lengths as constants, which a difference does not.
@@ -158,7 +152,7 @@ fn gradients_are_the_same_however_sequences_are_packed_and_layers_kept() {
     for (name, model) in with_dora() {
         let expected = one_by_one(&model, &all);
         for packing in [Packing::SideBySide, Packing::Tree] {
-            for keep in [Keep::Everything, Keep::Inputs] {
+            for keep in [Keep::Activations, Keep::Inputs] {
                 for (var, found) in model.gradients(&all, packing, keep) {
                     assert_close(&format!("{name}, {packing:?}, {keep:?}: {var}"), &found, &expected[&var], 2e-5);
                 }

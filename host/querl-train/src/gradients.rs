@@ -5,13 +5,18 @@ use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 /// Gradients by variable name, summed over micro-batches.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Gradients {
     sums: BTreeMap<String, Sum>,
     /// What clipping makes of them; applied where they are used.
     scale: f32,
+    /// The same on the card, where the gradients are there.
+    #[cfg(feature = "cuda")]
+    on_card: Option<Arc<querl_model::device::GradientNorm>>,
 }
 
 #[derive(Debug, Clone)]
@@ -33,6 +38,9 @@ impl Sum {
     fn plus(self, gradient: &Tensor) -> candle_core::Result<Self> {
         match self {
             Self::Borrowed(sum) => Ok(Self::Owned(Var::from_tensor(&(sum + gradient)?.detach())?)),
+            Self::Owned(sum) if !sum.device().is_cpu() => {
+                Ok(Self::Owned(Var::from_tensor(&(sum.as_tensor() + gradient)?.detach())?))
+            }
             Self::Owned(sum) => {
                 slices::read(gradient, |values| {
                     slices::change(&sum, |sum| {
@@ -52,7 +60,12 @@ pub(crate) const CHUNK: usize = 1 << 15;
 
 impl Default for Gradients {
     fn default() -> Self {
-        Self { sums: BTreeMap::new(), scale: 1.0 }
+        Self {
+            sums: BTreeMap::new(),
+            scale: 1.0,
+            #[cfg(feature = "cuda")]
+            on_card: None,
+        }
     }
 }
 
@@ -79,6 +92,10 @@ impl Gradients {
     /// # Errors
     /// A gradient is not f32.
     pub fn norm(&self) -> Result<f64, TrainError> {
+        #[cfg(feature = "cuda")]
+        if let Some(((norm, _), _)) = crate::card::gradient_norm(self.tensors(), self.scale, None)? {
+            return Ok(f64::from(norm));
+        }
         let mut sum = 0.0;
         for gradient in self.sums.values() {
             sum += slices::read(gradient.tensor(), squared_norm)?;
@@ -93,6 +110,12 @@ impl Gradients {
     ///
     /// Source: torch `clip_grad_norm_`.
     pub fn clip(&mut self, max_norm: f64) -> Result<f64, TrainError> {
+        #[cfg(feature = "cuda")]
+        if let Some((norm, on_card)) = crate::card::gradient_norm(self.tensors(), self.scale, Some(max_norm))? {
+            let (before, scale) = norm;
+            (self.scale, self.on_card) = (scale, Some(Arc::new(on_card)));
+            return Ok(f64::from(before));
+        }
         let norm = self.norm()?;
         self.scale *= (max_norm / (norm + 1e-6)).min(1.0) as f32;
         Ok(norm)
@@ -105,6 +128,17 @@ impl Gradients {
     pub fn get(&self, name: &str) -> Result<Option<Vec<f32>>, TrainError> {
         let scaled = |values: &[f32]| values.iter().map(|g| g * self.scale).collect();
         Ok(self.sums.get(name).map(|sum| slices::read(sum.tensor(), scaled)).transpose()?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.sums.values().map(Sum::tensor)
+    }
+
+    /// What clipping found, on the card; `None` before it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_card(&self) -> Option<&querl_model::device::GradientNorm> {
+        self.on_card.as_deref()
     }
 
     /// One variable's gradient, before the factor that clipping asks for, and that factor.

@@ -7,6 +7,8 @@
 //! Losses are pure functions from values to a loss and its gradient with respect to log-probabilities, entropies or values;
 //! the decoder's graph only carries that gradient on. So each formula is tested against its reference as plain numbers.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod checkpoint;
 mod error;
 mod gradients;

@@ -38,6 +38,9 @@ pub struct AdamW {
     settings: AdamWSettings,
     n_steps: i32,
     moments: BTreeMap<String, Moments>,
+    /// Of variables on a card.
+    #[cfg(feature = "cuda")]
+    on_card: crate::card::CardMoments,
 }
 
 /// Shared with a checkpoint while that is written; copied only should a step come before its end.
@@ -58,7 +61,13 @@ impl Moments {
 impl AdamW {
     /// An optimizer that has taken no step.
     pub fn new(settings: AdamWSettings) -> Self {
-        Self { settings, n_steps: 0, moments: BTreeMap::new() }
+        Self {
+            settings,
+            n_steps: 0,
+            moments: BTreeMap::new(),
+            #[cfg(feature = "cuda")]
+            on_card: crate::card::CardMoments::default(),
+        }
     }
 
     /// Takes one step. A variable without a gradient is left as it is.
@@ -72,6 +81,11 @@ impl AdamW {
         learning_rate: f64,
     ) -> Result<(), TrainError> {
         self.n_steps += 1;
+        #[cfg(feature = "cuda")]
+        if vars.values().any(|var| !var.device().is_cpu()) {
+            let rules = [false, true].map(|decays| self.rule(learning_rate, 1.0, decays).on_card());
+            return crate::card::step(&mut self.on_card, vars, gradients, rules);
+        }
         for (name, var) in vars {
             let Some((gradient, scale)) = gradients.unscaled(name) else { continue };
             let rule = self.rule(learning_rate, scale, var.rank() >= 2);
@@ -98,6 +112,8 @@ impl AdamW {
             state.put_shared(&format!("{prefix}.first"), name, &moments.dims, moments.first.clone());
             state.put_shared(&format!("{prefix}.second"), name, &moments.dims, moments.second.clone());
         }
+        #[cfg(feature = "cuda")]
+        self.on_card.save(prefix, state);
         Ok(())
     }
 
@@ -122,6 +138,20 @@ impl AdamW {
             return Err(misfit(name, "has one moment of two"));
         }
         (self.n_steps, self.moments) = (n_steps, moments);
+        #[cfg(feature = "cuda")]
+        self.take_to_card(vars)?;
+        Ok(())
+    }
+
+    /// Takes the moments of variables on a card there.
+    #[cfg(feature = "cuda")]
+    fn take_to_card(&mut self, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
+        self.on_card = crate::card::CardMoments::default();
+        for (name, var) in vars.iter().filter(|(_, var)| !var.device().is_cpu()) {
+            if let Some(Moments { first, second, .. }) = self.moments.remove(name) {
+                self.on_card.put(name, var, &first, &second)?;
+            }
+        }
         Ok(())
     }
 
@@ -155,6 +185,13 @@ struct Rule {
 }
 
 impl Rule {
+    /// What is left of a value, and the numbers of the step.
+    #[cfg(feature = "cuda")]
+    fn on_card(self) -> (f32, querl_model::device::AdamWStep) {
+        let Self { keep, step_size, correction, beta1, beta2, eps, .. } = self;
+        (keep, querl_model::device::AdamWStep { step_size, correction, beta1, beta2, eps })
+    }
+
     /// One pass over everything: a step is bound by memory, so nothing is read twice.
     fn apply(self, values: &mut [f32], gradient: &[f32], first: &mut [f32], second: &mut [f32]) {
         let moments = first.par_chunks_mut(CHUNK).zip(second.par_chunks_mut(CHUNK));

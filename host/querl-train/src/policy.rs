@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use candle_core::{Tensor, Var};
-use querl_model::{Decoder, Dropout, LoraAdapter, PackedBatch, Pass, Recompute};
+use querl_model::{Decoder, Dropout, Keep, LoraAdapter, PackedBatch, Pass, Recompute};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -102,8 +102,13 @@ impl Policy<'_> {
 pub(crate) struct Training<'a> {
     /// On the inputs of the adapter's layers.
     pub(crate) dropout: Option<Dropout>,
-    /// Where checkpointed layers put their gradients; `None` keeps all activations.
+    /// What layers keep, and where they put gradients.
     pub(crate) recompute: Option<&'a Recompute>,
+}
+
+/// What layers keep in training, and where their gradients go.
+pub(crate) fn kept(gradient_checkpointing: bool) -> Recompute {
+    Recompute::new(if gradient_checkpointing { Keep::Inputs } else { Keep::Activations })
 }
 
 /// Divides examples into passes of at most `limit` rows, where what examples begin with in common counts once; an example

@@ -3,6 +3,7 @@
 use crate::decoder::Dropout;
 use crate::kernels::projection::{self, Trained};
 use crate::kernels::{ParameterGradients, Projection, floats, input_gradient, with_floats};
+use crate::random::{STEP, mix};
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -14,18 +15,6 @@ pub(crate) struct DropoutMask {
     dropout: Dropout,
     row_keys: Arc<Vec<u64>>,
 }
-
-/// Mixes all bits of a number.
-///
-/// Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators" (`mix64` of SplitMix).
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// The golden ratio's odd multiple that SplitMix steps by.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The key of a row from its parent's (0 for a sequence's first row) and its token.
 pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {

@@ -4,7 +4,7 @@ use super::LoraAdapter;
 use super::config_file::ConfigFile;
 use super::settings::{EMBEDDING, HEAD, LayerKind, LayerPlan, LoraSettings, SCORE, SavedCopies};
 use crate::{DecoderConfig, ModelError, load_tensors, save_tensors};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -90,13 +90,13 @@ impl LoraAdapter {
     pub fn save_as(&self, directory: &Path, base_model: &str, dtype: DType) -> Result<(), ModelError> {
         let mut tensors = BTreeMap::new();
         for (path, var) in &self.vars {
-            tensors.insert(format!("{KEY_PREFIX}{path}"), var.as_tensor().to_dtype(dtype)?);
+            tensors.insert(format!("{KEY_PREFIX}{path}"), stored(var.as_tensor(), dtype)?);
         }
         for (path, weight) in &self.saved {
-            tensors.insert(format!("{KEY_PREFIX}{path}.weight"), weight.to_dtype(dtype)?);
+            tensors.insert(format!("{KEY_PREFIX}{path}.weight"), stored(weight, dtype)?);
         }
         if let Some(score) = &self.score {
-            tensors.insert(format!("{KEY_PREFIX}{SCORE}.weight"), score.to_dtype(dtype)?);
+            tensors.insert(format!("{KEY_PREFIX}{SCORE}.weight"), stored(score, dtype)?);
         }
         save_tensors(&directory.join(WEIGHTS_FILE), &tensors)?;
         let config_path = directory.join(CONFIG_FILE);
@@ -114,6 +114,11 @@ pub(crate) struct Parts {
     pub(crate) tensors: BTreeMap<String, Tensor>,
     /// Their type.
     pub(crate) dtype: DType,
+}
+
+/// A tensor as it is written.
+fn stored(tensor: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
+    tensor.to_device(&Device::Cpu)?.to_dtype(dtype)
 }
 
 /// A file of an adapter's folder that must be there.

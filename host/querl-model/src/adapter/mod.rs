@@ -12,7 +12,7 @@ pub use patterns::Patterns;
 pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
 pub use settings::{LoraSettings, Modules, SavedCopies};
 
-use crate::{Decoder, ModelError};
+use crate::{Decoder, ModelError, Place};
 use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
 use config_file::ConfigFile;
 use rand::{Rng, SeedableRng};
@@ -77,7 +77,7 @@ impl LoraAdapter {
             }
         }
         let file = ConfigFile::new(&settings);
-        Self::assemble(settings, plan, vars, None, file, DType::F32)
+        Self::assemble(settings, plan, vars, None, file, DType::F32)?.on(base.place())
     }
 
     fn assemble(
@@ -155,11 +155,28 @@ impl LoraAdapter {
     /// # Errors
     /// There is no memory for it.
     pub fn snapshot(&self) -> Result<Self, ModelError> {
+        self.renewed(|values| values.copy())
+    }
+
+    /// The adapter with its values where a decoder stands; itself where they are there.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub fn on(self, place: &Place) -> Result<Self, ModelError> {
+        let device = place.device();
+        match self.vars.values().all(|var| var.device().same_device(&device)) {
+            true => Ok(self),
+            false => self.renewed(|values| values.to_device(&device)),
+        }
+    }
+
+    /// A copy whose variables hold what `renew` makes of their values.
+    fn renewed(&self, of: impl Fn(&Tensor) -> TensorResult<Tensor>) -> Result<Self, ModelError> {
         let mut copy = self.clone();
         let mut renewed = HashMap::new();
         for var in copy.vars.values_mut() {
             let id = var.as_tensor().id();
-            *var = Var::from_tensor(&var.as_tensor().detach().copy()?)?;
+            *var = Var::from_tensor(&of(&var.as_tensor().detach())?)?;
             renewed.insert(id, var.as_tensor().clone());
         }
         // What layers hold are the variables themselves, or two of them one and the same: an embedding that is the head too.

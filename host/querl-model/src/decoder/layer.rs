@@ -6,8 +6,8 @@ use super::load::Source;
 use super::pass::{Dropout, Pass};
 use crate::adapter::DropoutMask;
 use crate::kernels::{self, Queries, RopeTable};
-use crate::{DecoderConfig, Family, ModelError, PackedBatch};
-use candle_core::{Device, Result as TensorResult, Tensor};
+use crate::{Decoder, DecoderConfig, Family, ModelError, PackedBatch};
+use candle_core::{Result as TensorResult, Tensor};
 use std::sync::Arc;
 
 /// What every layer knows of the rows that pass through it.
@@ -20,23 +20,23 @@ pub(super) struct Rows {
     pub(super) eps: f64,
     /// On the inputs of adapters: it has a key for each row that comes to a linear layer.
     pub(super) dropout: Option<DropoutMask>,
+    /// The same on the card, where the pass runs there.
+    #[cfg(feature = "cuda")]
+    pub(super) on_card: Option<Arc<super::card::CardRows>>,
 }
 
 impl Rows {
-    pub(super) fn new(
-        batch: &PackedBatch,
-        config: &DecoderConfig,
-        rope: &RopeTable,
-        dropout: Option<Dropout>,
-    ) -> TensorResult<Self> {
+    pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, dropout: Option<Dropout>) -> TensorResult<Self> {
         let dropout = dropout.filter(|dropout| dropout.p != 0.0);
         Ok(Self {
             dropout: dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys())).transpose()?,
-            rope: rope.clone(),
+            rope: decoder.rope.clone(),
             positions: batch.positions.clone(),
             queries: Queries::all(&batch.tree),
-            head_dim: config.head_dim,
-            eps: config.rms_norm_eps,
+            head_dim: decoder.config.head_dim,
+            eps: decoder.config.rms_norm_eps,
+            #[cfg(feature = "cuda")]
+            on_card: decoder.on_card.as_ref().map(|card| card.rows(batch, None).map(Arc::new)).transpose()?,
         })
     }
 }
@@ -52,12 +52,20 @@ pub(super) struct Wanted {
 
 impl Wanted {
     /// `wanted`: some of a batch's `rows`, in rising order.
-    pub(super) fn new(batch: &PackedBatch, rows: &Rows, wanted: &[u32]) -> TensorResult<Self> {
+    pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, rows: &Rows, wanted: &[u32]) -> TensorResult<Self> {
         let queries = Queries::some(&batch.tree, wanted)?; // a row that is not there ends here
         let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
         let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
-        let rows = Rows { positions: Arc::new(positions), queries, dropout, ..rows.clone() };
-        Ok(Self { list: Arc::new(wanted.to_vec()), indices: Tensor::new(wanted, &Device::Cpu)?, rows })
+        let rows = Rows {
+            positions: Arc::new(positions),
+            queries,
+            dropout,
+            #[cfg(feature = "cuda")]
+            on_card: decoder.on_card.as_ref().map(|card| card.rows(batch, Some(wanted)).map(Arc::new)).transpose()?,
+            ..rows.clone()
+        };
+        let indices = Tensor::new(wanted, decoder.norm.device())?;
+        Ok(Self { list: Arc::new(wanted.to_vec()), indices, rows })
     }
 }
 

@@ -1,10 +1,11 @@
 //! Making a decoder: from a checkpoint, or with fresh weights.
 
 use super::layer::Layer;
+use super::tensors::{RandomTensors, Tensors};
 use super::{Decoder, Weights};
 use crate::checkpoint::StoredModel;
 use crate::kernels::{FrozenWeight, RopeTable, Weight};
-use crate::{DecoderConfig, ModelError};
+use crate::{DecoderConfig, ModelError, Place};
 use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
 use rand::SeedableRng;
@@ -28,9 +29,27 @@ impl Decoder {
     /// # Errors
     /// A file is missing, the architecture is not supported, or a tensor is missing or of another shape.
     pub fn load_as(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
+        Self::load_on(directory, weights, dtype, &Place::Cpu)
+    }
+
+    /// The same, somewhere else. On a card frozen weights are bf16; tensors go there one after another, a part of one at a time.
+    ///
+    /// # Errors
+    /// As [`Decoder::load_as`]; weights that are trained or stored in another type on a card.
+    pub fn load_on(directory: &Path, weights: Weights, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
-        let read = |name: &str| stored.tensor(name);
-        Self::from_source(stored.config().clone(), Source { read: &read, weights, dtype, vars: BTreeMap::new() })
+        Self::from_source(stored.config().clone(), Source::new(&stored, weights, dtype, place)?)
+    }
+
+    /// A decoder whose frozen weights are random, for measurements: normal with the config's deviation, norms 1, biases 0. Values
+    /// depend on the seed and on a tensor's name alone. No file is read or written, and tensors are made one after another where
+    /// they stay.
+    ///
+    /// # Errors
+    /// A tensor cannot be made, or as [`Decoder::load_on`].
+    pub fn random(config: DecoderConfig, seed: u64, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
+        let made = RandomTensors::new(&config, seed);
+        Self::from_source(config, Source::new(&made, Weights::Frozen, dtype, place)?)
     }
 
     /// Fresh weights: normal with the config's deviation, norms 1, biases 0; every weight is a variable.
@@ -51,12 +70,7 @@ impl Decoder {
             };
             tensors.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
         }
-        let read = |name: &str| {
-            let tensor = tensors.get(name).cloned();
-            Ok(tensor.ok_or_else(|| candle_core::Error::Msg(format!("no tensor `{name}`")))?)
-        };
-        let source = Source { read: &read, weights: Weights::Trained, dtype: BaseDtype::F32, vars: BTreeMap::new() };
-        Self::from_source(config, source)
+        Self::from_source(config, Source::new(&tensors, Weights::Trained, BaseDtype::F32, &Place::Cpu)?)
     }
 
     fn from_source(config: DecoderConfig, mut source: Source<'_>) -> Result<Self, ModelError> {
@@ -68,31 +82,43 @@ impl Decoder {
         let layers = (0..config.n_layers)
             .map(|index| Layer::new(&format!("model.layers.{index}"), &config, &mut source).map(Arc::new))
             .collect::<Result<_, _>>()?;
+        let rope = RopeTable::new(config.max_positions, config.head_dim, config.rope_theta);
         Ok(Self {
             norm: source.value("model.norm.weight")?,
             embedding,
             layers,
             head,
-            rope: RopeTable::new(config.max_positions, config.head_dim, config.rope_theta),
+            #[cfg(feature = "cuda")]
+            on_card: match source.place {
+                Place::Cpu => None,
+                Place::Card(gpu) => Some(super::card::OnCard::new(gpu, &rope)?),
+            },
+            rope,
             config,
             vars: source.vars,
+            place: source.place.clone(),
         })
     }
 }
 
 /// Where a decoder's tensors come from, one at a time, and what becomes of them.
 pub(super) struct Source<'a> {
-    /// A tensor by name, of any float type.
-    read: &'a dyn Fn(&str) -> Result<Tensor, ModelError>,
+    tensors: &'a dyn Tensors,
     weights: Weights,
     dtype: BaseDtype,
+    place: &'a Place,
     vars: BTreeMap<String, Var>,
 }
 
-impl Source<'_> {
+impl<'a> Source<'a> {
+    fn new(tensors: &'a dyn Tensors, weights: Weights, dtype: BaseDtype, place: &'a Place) -> Result<Self, ModelError> {
+        place.check(weights, dtype)?;
+        Ok(Self { tensors, weights, dtype, place, vars: BTreeMap::new() })
+    }
+
     /// A norm or a bias: f32, a variable where weights are trained.
     pub(super) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
-        let tensor = (self.read)(name)?.to_dtype(DType::F32)?;
+        let tensor = self.tensors.tensor(name)?.to_dtype(DType::F32)?.to_device(&self.place.device())?;
         match self.weights {
             Weights::Frozen => Ok(tensor),
             Weights::Trained => {
@@ -119,9 +145,13 @@ impl Source<'_> {
     }
 
     fn weight_as(&mut self, name: &str, dtype: BaseDtype) -> Result<Weight, ModelError> {
-        match self.weights {
-            Weights::Frozen => Ok(Weight::Frozen(FrozenWeight::pack(&(self.read)(name)?, dtype)?)),
-            Weights::Trained => Ok(Weight::Trained(self.value(name)?)),
+        if self.weights == Weights::Trained {
+            return Ok(Weight::Trained(self.value(name)?));
+        }
+        match self.place {
+            Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name)?, dtype)?)),
+            #[cfg(feature = "cuda")]
+            Place::Card(gpu) => Ok(Weight::OnCard(self.tensors.on_card(name, gpu)?)),
         }
     }
 }

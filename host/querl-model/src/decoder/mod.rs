@@ -1,6 +1,8 @@
 //! The decoder: embedding, layers, final norm. One forward pass serves Qwen2 and Qwen3, training and decoding.
 
 mod adapted;
+#[cfg(feature = "cuda")]
+mod card;
 mod fused;
 mod layer;
 mod linear;
@@ -9,10 +11,11 @@ mod parts;
 mod pass;
 mod recompute;
 mod shapes;
+mod tensors;
 
 use crate::adapter::LoraAdapter;
 use crate::kernels::{self, RopeTable, Weight};
-use crate::{DecoderConfig, ModelError, PackedBatch, save_tensors};
+use crate::{DecoderConfig, ModelError, PackedBatch, Place, save_tensors};
 use candle_core::{DType, Result as TensorResult, Tensor, Var};
 use layer::{Layer, Rows, Wanted};
 use recompute::CheckpointedLayer;
@@ -23,7 +26,7 @@ use std::sync::Arc;
 pub(crate) use load::normal;
 pub(crate) use parts::{LayerParts, LinearParts};
 pub use pass::{Dropout, Pass};
-pub use recompute::{Recompute, backward};
+pub use recompute::{Keep, Recompute, backward};
 
 /// Whether the base weights are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,12 +46,20 @@ pub struct Decoder {
     head: Weight, // (V, H); the embedding where tied
     rope: RopeTable,
     vars: BTreeMap<String, Var>,
+    place: Place,
+    #[cfg(feature = "cuda")]
+    on_card: Option<card::OnCard>,
 }
 
 impl Decoder {
     /// Shape of the decoder.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
+    }
+
+    /// Where its weights stand and its passes run.
+    pub fn place(&self) -> &Place {
+        &self.place
     }
 
     /// Trained base weights by name; empty where they are frozen.
@@ -83,7 +94,7 @@ impl Decoder {
         }
         let place = |row: &u32| wanted.partition_point(|wanted| wanted < row) as u32;
         let places: Vec<u32> = rows.iter().map(place).collect();
-        Ok(hidden.index_select(&Tensor::from_vec(places, rows.len(), hidden.device())?, 0)?)
+        Ok(kernels::select_rows(&hidden, places)?)
     }
 
     /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states. The adapter is the
@@ -124,13 +135,14 @@ impl Decoder {
         if wanted.map_or(batch.n_rows(), Vec::len) == 0 {
             return Tensor::zeros((0, self.config.hidden_size), DType::F32, self.norm.device());
         }
-        let rows = Rows::new(batch, &self.config, &self.rope, pass.dropout)?;
-        let wanted = wanted.map(|wanted| Wanted::new(batch, &rows, wanted)).transpose()?;
-        let adapter = pass.recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
+        let rows = Rows::new(batch, self, pass.dropout)?;
+        let wanted = wanted.map(|wanted| Wanted::new(batch, self, &rows, wanted)).transpose()?;
+        let recompute = pass.recompute.filter(|recompute| recompute.keeps_inputs());
+        let adapter = recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
         let mut x = self.embed(batch, pass.adapter)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let wanted = wanted.as_ref().filter(|_| index + 1 == self.layers.len());
-            x = match (pass.recompute, wanted) {
+            x = match (recompute, wanted) {
                 (None, None) => layer.forward(&x, &rows, pass)?,
                 (None, Some(wanted)) => layer.forward_at(&x, &rows, wanted, pass)?,
                 (Some(recompute), wanted) => CheckpointedLayer {

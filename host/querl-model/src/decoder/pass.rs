@@ -10,7 +10,8 @@ pub struct Pass<'a> {
     pub adapter: Option<&'a LoraAdapter>,
     /// On the inputs of the adapter's layers; `None` in rollouts, references and evaluation.
     pub dropout: Option<Dropout>,
-    /// Keeps the input of each layer alone and computes the rest again in the backward pass; `None` keeps everything.
+    /// What layers keep for the backward pass, and where they put the gradients they find; `None` keeps activations and leaves
+    /// gradients to the graph.
     pub recompute: Option<&'a Recompute>,
 }
 

@@ -1,4 +1,5 @@
-//! Gradient checkpointing: a layer keeps its input, and its inside is computed again when its gradient is due.
+//! Gradients of layers, put aside; and gradient checkpointing: a layer keeps its input, and its inside is computed again when its
+//! gradient is due.
 //!
 //! A candle operation has at most three inputs, and a layer with an adapter has fifteen. So the layer is an operation of its
 //! input alone; what its backward pass finds for everything else is put aside and joined in [`backward`].
@@ -6,30 +7,59 @@
 use super::layer::{Layer, Rows, Wanted};
 use super::pass::{Dropout, Pass};
 use crate::{LoraAdapter, ModelError};
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Result as TensorResult, Shape, Storage, Tensor, TensorId,
-    Var,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, Result as TensorResult, Shape, Storage,
+    Tensor, TensorId, Var, bail,
 };
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// What checkpointed layers find in a backward pass, beside the graph. One serves any number of passes, one after another.
+/// What a layer keeps for its backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// What is dear to compute again.
+    Activations,
+    /// Its input alone: gradient checkpointing.
+    Inputs,
+}
+
+/// What layers find in a backward pass, beside the graph. One serves any number of passes, one after another.
 #[derive(Debug, Clone)]
 pub struct Recompute {
+    keep: Keep,
     found: Arc<Mutex<HashMap<TensorId, Tensor>>>,
-    /// A variable among the inputs of every checkpointed layer: candle leaves out operations without one.
-    anchor: Var,
+    /// A variable among the inputs of every such layer: candle leaves out operations without one. Made with the first.
+    anchor: Arc<OnceLock<Var>>,
 }
 
 impl Recompute {
     /// With nothing found yet.
-    ///
-    /// # Errors
-    /// A tensor cannot be made.
-    pub fn new() -> Result<Self, ModelError> {
-        Ok(Self { found: Arc::default(), anchor: Var::zeros(1, DType::F32, &Device::Cpu)? })
+    pub fn new(keep: Keep) -> Self {
+        Self { keep, found: Arc::default(), anchor: Arc::default() }
+    }
+
+    /// True where layers keep their inputs alone.
+    pub(super) fn keeps_inputs(&self) -> bool {
+        self.keep == Keep::Inputs
+    }
+
+    /// The same gradients, for the inside of a checkpointed layer.
+    fn inside(&self) -> Self {
+        Self { keep: Keep::Activations, ..self.clone() }
+    }
+
+    /// An input of an operation that must not be left out.
+    pub(super) fn anchor(&self, device: &Device) -> TensorResult<Tensor> {
+        let anchor = match self.anchor.get() {
+            Some(anchor) => anchor,
+            None => {
+                let anchor = Var::zeros(1, DType::F32, device)?;
+                self.anchor.get_or_init(|| anchor)
+            }
+        };
+        Ok(anchor.as_tensor().clone())
     }
 
     fn found(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
@@ -37,7 +67,8 @@ impl Recompute {
         self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, id: TensorId, gradient: Tensor) -> TensorResult<()> {
+    /// Adds a gradient of a variable.
+    pub(super) fn add(&self, id: TensorId, gradient: Tensor) -> TensorResult<()> {
         let mut found = self.found();
         let sum = match found.remove(&id) {
             Some(earlier) => (earlier + gradient)?,
@@ -83,12 +114,13 @@ pub(super) struct CheckpointedLayer {
 
 impl CheckpointedLayer {
     pub(super) fn apply(self, x: &Tensor) -> TensorResult<Tensor> {
-        let anchor = self.recompute.anchor.as_tensor().clone();
+        let anchor = self.recompute.anchor(x.device())?;
         x.apply_op2(&anchor, self)
     }
 
     fn forward(&self, x: &Tensor) -> TensorResult<Tensor> {
-        let pass = Pass { adapter: self.adapter.as_deref(), dropout: self.dropout, recompute: None };
+        let inside = self.recompute.inside();
+        let pass = Pass { adapter: self.adapter.as_deref(), dropout: self.dropout, recompute: Some(&inside) };
         match &self.wanted {
             None => self.layer.forward(x, &self.rows, &pass),
             Some(wanted) => self.layer.forward_at(x, &self.rows, wanted, &pass),
@@ -111,7 +143,14 @@ impl CustomOp2 for CheckpointedLayer {
         // The graph of the inside ends with this function: its memory is free again at the next layer.
         let y = self.forward(&self.input)?;
         let (storage, layout) = y.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { candle_core::bail!("checkpointed layers run on the cpu") };
+        let Storage::Cpu(storage) = &*storage else { bail!("a layer ran on another device than its input's") };
+        Ok((storage.try_clone(layout)?, y.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> TensorResult<(CudaStorage, Shape)> {
+        let y = self.forward(&self.input)?;
+        let (storage, layout) = y.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { bail!("a layer ran on another device than its input's") };
         Ok((storage.try_clone(layout)?, y.shape().clone()))
     }
 
@@ -149,6 +188,10 @@ impl CustomOp1 for Seed {
 
     fn cpu_fwd(&self, _storage: &CpuStorage, _layout: &Layout) -> TensorResult<(CpuStorage, Shape)> {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, _layout: &Layout) -> TensorResult<(CudaStorage, Shape)> {
+        Ok((storage.device().zeros_impl(&Shape::from(()), DType::F32)?, Shape::from(())))
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, _grad: &Tensor) -> TensorResult<Option<Tensor>> {

@@ -3,6 +3,7 @@
 
 use super::gpu::Gpu;
 use super::launch::Arg;
+use super::tensors::Loan;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
 use candle_core::{Result, bail};
 
@@ -16,6 +17,21 @@ pub struct AdamTensor<'a> {
     pub first: CudaViewMut<'a, f32>,
     /// Second moments.
     pub second: CudaViewMut<'a, f32>,
+    /// Factor on the values: what decay leaves, 1 for vectors.
+    pub keep: f32,
+}
+
+/// The same of candle's tensors, which lend their values for reading alone: the card changes `values`, `first` and `second`, in the
+/// order of the stream, and no value of them is on the host.
+pub struct AdamLoan<'a> {
+    /// Changed by a step.
+    pub values: Loan<'a>,
+    /// Before the factor that clipping asks for.
+    pub gradient: Loan<'a>,
+    /// First moments.
+    pub first: Loan<'a>,
+    /// Second moments.
+    pub second: Loan<'a>,
     /// Factor on the values: what decay leaves, 1 for vectors.
     pub keep: f32,
 }
@@ -135,6 +151,27 @@ impl Gpu {
             ];
             table.push(addresses, n, tensor.keep)?;
         }
+        self.step_of(&table, step, norm)
+    }
+
+    /// The same for tensors of candle.
+    ///
+    /// # Errors
+    /// Lengths that differ.
+    pub fn adamw_of_loans(&self, tensors: &[AdamLoan<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
+        let mut table = Table::new();
+        for AdamLoan { values, gradient, first, second, keep } in tensors {
+            let n = values.len();
+            if [gradient.len(), first.len(), second.len()] != [n; 3] {
+                bail!("adamw: a tensor of {n} values with a gradient of {}", gradient.len());
+            }
+            let addresses = [values, gradient, first, second].map(|values| values.device_ptr(self.stream()).0);
+            table.push(addresses, n, *keep)?;
+        }
+        self.step_of(&table, step, norm)
+    }
+
+    fn step_of(&self, table: &Table, step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
         let entries = self.upload(&table.entries)?;
         let AdamWStep { step_size, correction, beta1, beta2, eps } = step;
         let mut args = vec![self.input(&entries), table.n_tensors.into()];

@@ -1,6 +1,7 @@
 //! One card: its stream, our kernels, cuBLAS.
 
 use super::launch::Arg;
+use super::upload::Piece;
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits, result, sys,
@@ -8,13 +9,16 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::{CudaDevice, Device, Error, Result, bail};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Our kernels for every processor that the build named, made by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// What cuBLAS may use between the steps of a product; its own documentation asks for 32 MiB on Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// Every card that is open. An operation of candle's graph knows the device of its tensors alone.
+static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 
 /// A card; clones share it.
 #[derive(Clone)]
@@ -31,6 +35,8 @@ struct Inner {
     blas: Arc<CudaBlas>,
     n_processors: usize,
     shared_limit: usize,
+    /// Page-locked memory of the host that weights pass through; empty before the first.
+    pieces: Mutex<Vec<Piece>>,
     /// Read by cuBLAS as long as `blas` lives.
     _workspace: CudaSlice<u8>,
 }
@@ -63,9 +69,33 @@ impl Gpu {
         let blas = device.cublas_handle();
         prepare(&blas, &workspace, &stream)?;
         let functions = Mutex::new(HashMap::new());
-        let inner =
-            Inner { device, stream, module, functions, blas, n_processors, shared_limit, _workspace: workspace };
-        Ok(Self { inner: Arc::new(inner) })
+        let inner = Inner {
+            device,
+            stream,
+            module,
+            functions,
+            blas,
+            n_processors,
+            shared_limit,
+            pieces: Mutex::default(),
+            _workspace: workspace,
+        };
+        let gpu = Self { inner: Arc::new(inner) };
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|inner| inner.strong_count() > 0);
+        open.push(Arc::downgrade(&gpu.inner));
+        Ok(gpu)
+    }
+
+    /// The open card whose tensors are made on `device`.
+    ///
+    /// # Errors
+    /// It is no device of a [`Gpu`] that is still there.
+    pub fn of(device: &Device) -> Result<Self> {
+        let Device::Cuda(device) = device else { bail!("a tensor of the cpu where one of the card is needed") };
+        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = open.iter().filter_map(Weak::upgrade).find(|inner| inner.device.id() == device.id());
+        found.map(|inner| Self { inner }).ok_or_else(|| Error::Msg("the card of a tensor is not open".into()))
     }
 
     /// For candle's tensors.
@@ -81,6 +111,10 @@ impl Gpu {
     /// The stream of all work.
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.inner.stream
+    }
+
+    pub(super) fn pieces(&self) -> &Mutex<Vec<Piece>> {
+        &self.inner.pieces
     }
 
     pub(super) fn blas(&self) -> &CudaBlas {

@@ -33,6 +33,12 @@ impl From<u32> for Arg {
     }
 }
 
+impl From<u64> for Arg {
+    fn from(value: u64) -> Self {
+        Self(value)
+    }
+}
+
 impl From<f32> for Arg {
     fn from(value: f32) -> Self {
         Self(u64::from(value.to_bits()))

@@ -15,9 +15,12 @@ mod product;
 mod projection;
 mod rms_norm;
 mod rope;
+mod rows;
 mod sampling;
+mod tensors;
+mod upload;
 
-pub use adamw::{AdamTensor, AdamWStep, GradientNorm};
+pub use adamw::{AdamLoan, AdamTensor, AdamWStep, GradientNorm};
 pub use attention::TreeQueries;
 pub use decode::{BLOCK_TOKENS, CacheShape, Sequences};
 pub use elementwise::Element;
@@ -26,7 +29,9 @@ pub use logprobs::LogprobRows;
 pub use product::{Matrix, Scale};
 pub use projection::{DeviceWeight, LowRank, ParameterGradients, Projection, input_gradient};
 pub use rope::DeviceRope;
+pub use rows::Namers;
 pub use sampling::{Drawn, SamplingRows, SamplingRules};
+pub use tensors::{Loan, storage, whole};
 
 /// Values on the card.
 pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};

@@ -130,9 +130,22 @@ impl Projection<'_> {
         Ok(low)
     }
 
-    /// Gradients of A and B for the gradient `grad` `(N, out)` of the output; `low` is what the forward pass returned.
+    /// `scale * g B` for the gradient `grad` `(N, out)` of the output: what the gradients of A and of the input need besides
+    /// `g`. `None` without a low-rank change.
     ///
-    /// With `g` the gradient, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`.
+    /// # Errors
+    /// As [`Projection::forward`].
+    pub fn low_gradient(&self, gpu: &Gpu, grad: &impl DevicePtr<bf16>) -> Result<Option<ParameterGradients>> {
+        let Some(LowRank { b, rank, scale, .. }) = &self.low_rank else { return Ok(None) };
+        let grad = Matrix::of(gpu, grad, self.weight.dims().0)?;
+        let mut low = gpu.alloc(grad.n_rows() * rank)?;
+        gpu.product(&grad, &Matrix::of(gpu, b, *rank)?, &mut low, Scale { alpha: *scale, keep: 0.0 })?;
+        Ok(Some(ParameterGradients { a: gpu.zeros(0)?, b: gpu.zeros(0)?, low }))
+    }
+
+    /// Adds the gradients of A and B to what [`Projection::low_gradient`] found; `low` is what the forward pass returned.
+    ///
+    /// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`.
     ///
     /// # Errors
     /// As [`Projection::forward`].
@@ -142,18 +155,13 @@ impl Projection<'_> {
         x: &impl DevicePtr<bf16>,
         low: &impl DevicePtr<bf16>,
         grad: &impl DevicePtr<bf16>,
-    ) -> Result<ParameterGradients> {
-        let (n_out, n_in) = self.weight.dims();
-        let Some(LowRank { b, rank, scale, .. }) = &self.low_rank else {
-            return Ok(ParameterGradients { a: gpu.zeros(0)?, b: gpu.zeros(0)?, low: gpu.zeros(0)? });
-        };
+        found: &mut ParameterGradients,
+    ) -> Result<()> {
+        let ((n_out, n_in), Some(LowRank { rank, .. })) = (self.weight.dims(), &self.low_rank) else { return Ok(()) };
         let (x, grad, down) = (Matrix::of(gpu, x, n_in)?, Matrix::of(gpu, grad, n_out)?, Matrix::of(gpu, low, *rank)?);
-        let mut low = gpu.alloc(grad.n_rows() * rank)?;
-        gpu.product(&grad, &Matrix::of(gpu, b, *rank)?, &mut low, Scale { alpha: *scale, keep: 0.0 })?;
-        let (mut da, mut db) = (gpu.alloc(rank * n_in)?, gpu.alloc(n_out * rank)?);
-        gpu.product(&Matrix::of(gpu, &low, *rank)?.t(), &x, &mut da, Scale::WRITE)?;
-        gpu.product(&grad.t(), &down, &mut db, Scale::WRITE)?;
-        Ok(ParameterGradients { a: da, b: db, low })
+        (found.a, found.b) = (gpu.alloc(rank * n_in)?, gpu.alloc(n_out * rank)?);
+        gpu.product(&Matrix::of(gpu, &found.low, *rank)?.t(), &x, &mut found.a, Scale::WRITE)?;
+        gpu.product(&grad.t(), &down, &mut found.b, Scale::WRITE)
     }
 
     /// `out = keep * out + g W + v A`, the gradient of the input, for the gradient `grad` `(N, out)` of the output and what was
@@ -165,13 +173,13 @@ impl Projection<'_> {
         &self,
         gpu: &Gpu,
         grad: &impl DevicePtr<bf16>,
-        found: &ParameterGradients,
+        found: Option<&ParameterGradients>,
         out: &mut impl DevicePtrMut<T>,
         scale: Scale,
     ) -> Result<()> {
         let (n_out, n_in) = self.weight.dims();
         gpu.product(&Matrix::of(gpu, grad, n_out)?, &self.weight.matrix(gpu)?, out, scale)?;
-        let Some(LowRank { a, rank, .. }) = &self.low_rank else { return Ok(()) };
+        let (Some(LowRank { a, rank, .. }), Some(found)) = (&self.low_rank, found) else { return Ok(()) };
         gpu.product(&Matrix::of(gpu, &found.low, *rank)?, &Matrix::of(gpu, a, n_in)?, out, Scale::ADD)
     }
 }
@@ -184,14 +192,14 @@ impl Projection<'_> {
 /// As [`Projection::forward`].
 pub fn input_gradient<T: Element>(
     gpu: &Gpu,
-    layers: &[(&Projection<'_>, &CudaSlice<bf16>, &ParameterGradients)],
+    layers: &[(&Projection<'_>, &CudaSlice<bf16>, Option<&ParameterGradients>)],
 ) -> Result<CudaSlice<T>> {
     let Some((first, grad, _)) = layers.first() else { return gpu.zeros(0) };
     let (n_out, n_in) = first.weight.dims();
     let mut out = gpu.alloc(whole_rows("input_gradient", grad.len(), n_out)? * n_in)?;
     for (index, (layer, grad, found)) in layers.iter().enumerate() {
         let scale = if index == 0 { Scale::WRITE } else { Scale::ADD };
-        layer.input_gradient_into(gpu, *grad, found, &mut out, scale)?;
+        layer.input_gradient_into(gpu, *grad, *found, &mut out, scale)?;
     }
     Ok(out)
 }

@@ -225,5 +225,7 @@ fn frozen(weight: &Weight) -> Result<FrozenWeight> {
     match weight {
         Weight::Frozen(weight) => Ok(weight.clone()),
         Weight::Trained(weight) => FrozenWeight::pack(&weight.detach(), BaseDtype::F32),
+        #[cfg(feature = "cuda")]
+        Weight::OnCard(_) => Err(crate::place::only_on_cpu("generation")),
     }
 }

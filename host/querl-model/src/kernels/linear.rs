@@ -12,6 +12,9 @@ pub enum Weight {
     Frozen(FrozenWeight),
     /// A variable, row-major f32.
     Trained(Tensor),
+    /// No gradient for it; on a card, row-major bf16.
+    #[cfg(feature = "cuda")]
+    OnCard(crate::device::DeviceWeight),
 }
 
 impl Weight {
@@ -23,6 +26,8 @@ impl Weight {
         match self {
             Self::Frozen(weight) => Ok(weight.dims()),
             Self::Trained(weight) => weight.dims2(),
+            #[cfg(feature = "cuda")]
+            Self::OnCard(weight) => Ok(weight.dims()),
         }
     }
 }
@@ -35,6 +40,8 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
     match weight {
         Weight::Frozen(weight) => frozen_linear(x, weight, bias),
         Weight::Trained(weight) => trained_linear(x, weight, bias),
+        #[cfg(feature = "cuda")]
+        Weight::OnCard(weight) => super::card::linear(x, weight, bias),
     }
 }
 

@@ -48,6 +48,8 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     match head {
         Weight::Frozen(head) => hidden.apply_op1(FrozenHead { op, head: head.clone() }),
         Weight::Trained(head) => hidden.apply_op2(&head.contiguous()?, op),
+        #[cfg(feature = "cuda")]
+        Weight::OnCard(head) => super::card::token_logprobs(&hidden, head, targets, temperature),
     }
 }
 

@@ -5,6 +5,8 @@
 //! and keeps the gradient of frozen weights.
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod card;
 mod cpu;
 mod frozen;
 mod linear;
@@ -14,6 +16,7 @@ mod product;
 pub(crate) mod projection;
 mod rms_norm;
 mod rope;
+mod select;
 mod swiglu;
 
 pub use attention::{Node, Queries, RowTree, attention};
@@ -22,9 +25,12 @@ pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::token_logprobs;
 pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, norm_rope, rope};
+pub use select::select_rows;
 pub use swiglu::swiglu;
 
 pub(crate) use attention::{LogSums, attend, attention_gradients};
+#[cfg(feature = "cuda")]
+pub(crate) use card::{card_rows, card_tensor};
 pub(crate) use cpu::Level;
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};

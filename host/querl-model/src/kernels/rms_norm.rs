@@ -23,6 +23,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if size == 0 || x.dims().last() != Some(&size) {
         bail!("rms_norm: a weight of {size} values for a tensor {:?}", x.dims());
     }
+    #[cfg(feature = "cuda")]
+    if !x.device().is_cpu() {
+        return super::card::rms_norm(x, weight, eps as f32);
+    }
     x.contiguous()?.apply_op2(weight, RmsNorm { eps: eps as f32 })
 }
 

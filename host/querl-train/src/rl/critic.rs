@@ -43,15 +43,17 @@ impl Critic {
     /// A critic that says 0 everywhere: the head starts at zero, so that early advantages are the rewards themselves.
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let width = task.decoder.config().hidden_size;
-        let (base, width) = match task.config.critic {
-            CriticKind::Head => (Base::Reference(None), 2 * width),
+        // A head on the reference is small work that stays on the CPU; one on an adapter stands where that is.
+        let (base, width, device) = match task.config.critic {
+            CriticKind::Head => (Base::Reference(None), 2 * width, Device::Cpu),
             CriticKind::Adapter => {
                 let seed = task.seed ^ CRITIC_STREAM;
-                (Base::Adapter(Box::new(LoraAdapter::new(task.decoder, task.critic_lora.clone(), seed)?)), width)
+                let adapter = LoraAdapter::new(task.decoder, task.critic_lora.clone(), seed)?;
+                (Base::Adapter(Box::new(adapter)), width, task.decoder.place().device())
             }
         };
-        let weight = Var::zeros((1, width), DType::F32, &Device::Cpu)?;
-        let bias = Var::zeros(1, DType::F32, &Device::Cpu)?;
+        let weight = Var::zeros((1, width), DType::F32, &device)?;
+        let bias = Var::zeros(1, DType::F32, &device)?;
         let head = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
         let mut vars = BTreeMap::from([(HEAD_WEIGHT.to_owned(), weight), (HEAD_BIAS.to_owned(), bias)]);
         if let Base::Adapter(adapter) = &base {
@@ -74,6 +76,7 @@ impl Critic {
         examples: &[&Example],
     ) -> Result<Option<Tensor>, TrainError> {
         let (Base::Reference(kept), Some(hidden)) = (&mut self.base, ref_hidden) else { return Ok(None) };
+        let hidden = &hidden.to_device(&Device::Cpu)?;
         let firsts = first_rows(examples);
         let n_rows = firsts.len();
         let first = hidden.index_select(&Tensor::from_vec(firsts, n_rows, &Device::Cpu)?, 0)?; // (N, H)

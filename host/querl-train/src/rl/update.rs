@@ -10,9 +10,9 @@ use crate::maths::{
     Aggregation, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, kl_loss, policy_loss,
     sequence_policy_loss, value_loss,
 };
-use crate::policy::{Example, Policy, Training, rows_of};
+use crate::policy::{Example, Policy, Training, kept, rows_of};
 use crate::{Gradients, Metrics, TrainError, lr_factor};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
 use querl_model::{Recompute, backward};
 use rand::SeedableRng;
@@ -171,7 +171,7 @@ struct MiniBatch<'a> {
     /// Value targets of the whole step.
     n_values: usize,
     /// Where checkpointed layers put their gradients, one pass after another.
-    recompute: Option<Recompute>,
+    recompute: Recompute,
 }
 
 impl<'a> MiniBatch<'a> {
@@ -191,7 +191,7 @@ impl<'a> MiniBatch<'a> {
             aggregation,
             size: StepSize { n_tokens, n_responses: rows.len() },
             n_values: experience.critic.as_ref().map_or(0, n_kept),
-            recompute: task.gradient_checkpointing.then(Recompute::new).transpose()?,
+            recompute: kept(task.gradient_checkpointing),
         })
     }
 
@@ -228,7 +228,7 @@ impl Part<'_> {
     fn policy_pass(&self, gradients: &mut Gradients, found: &mut Metrics) -> Result<(), TrainError> {
         let (task, config) = (self.of.task, self.of.task.config);
         let policy = Policy { decoder: task.decoder, adapter: Some(task.policy) };
-        let training = Training { dropout: None, recompute: self.of.recompute.as_ref() };
+        let training = Training { dropout: None, recompute: Some(&self.of.recompute) };
         let pass = policy.training_pass(&self.examples, config.temperature, training)?;
         let both: Vec<Vec<f32>> = pass.logprobs.to_vec2()?; // (N, 2)
         let column =
@@ -243,7 +243,7 @@ impl Part<'_> {
             divergence.as_ref().map(|kl| (kl, self.of.experience.kl_coef)),
             &weights,
         );
-        let outer = Tensor::from_vec(outer, pass.logprobs.shape(), &Device::Cpu)?;
+        let outer = Tensor::from_vec(outer, pass.logprobs.shape(), pass.logprobs.device())?;
         let loss = (pass.logprobs * outer)?.sum_all()?;
         gradients.add(&backward(&loss, training.recompute)?, task.policy.vars())?;
         self.note(&surrogate, divergence.as_ref(), &entropies, found);
@@ -311,7 +311,7 @@ impl Part<'_> {
     ) -> Result<(), TrainError> {
         let config = self.of.task.config;
         let inputs = experience.inputs.as_ref().map(|inputs| Tensor::cat(&self.pick(inputs), 0)).transpose()?;
-        let recompute = self.of.recompute.as_ref();
+        let recompute = Some(&self.of.recompute);
         let values = critic.values(self.of.task.decoder, &self.examples, inputs.as_ref(), recompute)?; // (N)
         let size = StepSize { n_tokens: self.of.n_values, n_responses: self.of.size.n_responses };
         let loss = value_loss(
@@ -325,7 +325,7 @@ impl Part<'_> {
             },
         );
         let outer: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
-        let outer = Tensor::from_vec(outer, values.shape(), &Device::Cpu)?;
+        let outer = Tensor::from_vec(outer, values.shape(), values.device())?;
         critic.collect(gradients, &(values * outer)?.sum_all()?, recompute)?;
         totals.add("critic/vf_loss", f64::from(loss.vf_loss));
         totals.add("critic/vf_clipfrac", loss.n_clipped as f64 / self.of.n_values.max(1) as f64);

@@ -1,10 +1,10 @@
 //! The loss of some rows and its gradient, over as many passes as memory asks for.
 
 use super::SftTask;
-use crate::policy::{Example, Policy, Training, passes};
+use crate::policy::{Example, Policy, Training, kept, passes};
 use crate::{Gradients, TrainError};
 use candle_core::Tensor;
-use querl_model::{Dropout, LoraAdapter, Recompute, backward};
+use querl_model::{Dropout, LoraAdapter, backward};
 
 /// What one optimizer step's passes found.
 pub(super) struct StepLoss {
@@ -17,14 +17,19 @@ pub(super) struct StepLoss {
 /// Loss and gradients of one optimizer step. Each pass is weighted by its tokens: the sum does not depend on the split.
 pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
     let n_tokens: usize = rows.iter().map(|row| row.response.len()).sum();
-    let recompute = task.gradient_checkpointing.then(Recompute::new).transpose()?;
-    let training = Training { dropout: dropout(task, step), recompute: recompute.as_ref() };
-    let (mut gradients, mut loss) = (Gradients::default(), 0.0);
+    let recompute = kept(task.gradient_checkpointing);
+    let training = Training { dropout: dropout(task, step), recompute: Some(&recompute) };
+    let (mut gradients, mut shares) = (Gradients::default(), Vec::new());
     for pass in passes(rows, task.tokens_per_pass) {
         let rows: Vec<&Example> = pass.into_iter().map(|index| rows[index]).collect();
         let share = (negative_logprob(task.policy, &rows, training)? / n_tokens as f64)?;
+        gradients.add(&backward(&share, Some(&recompute))?, task.policy.vars())?;
+        shares.push(share.detach());
+    }
+    // Read when all passes are on their way: a card is waited for once.
+    let mut loss = 0.0;
+    for share in shares {
         loss += f64::from(share.to_scalar::<f32>()?);
-        gradients.add(&backward(&share, recompute.as_ref())?, task.policy.vars())?;
     }
     Ok(StepLoss { loss, n_tokens, gradients })
 }

@@ -37,10 +37,12 @@ impl<'a> Open<'a> {
         let weight = match &linear.weight {
             Weight::Frozen(weight) => OpenWeight::Frozen(weight),
             Weight::Trained(weight) => OpenWeight::Trained { values: Floats::of(weight)?, n_in: weight.dim(1)? },
+            #[cfg(feature = "cuda")]
+            Weight::OnCard(_) => candle_core::bail!("a layer on the cpu with a weight of the card"),
         };
         let low_rank = linear.low_rank.as_ref().map(|low_rank| -> Result<OpenLowRank<'a>> {
             let rank = low_rank.rank(linear.weight.dims()?)?;
-            let LowRankTensors { a, b, scale } = low_rank;
+            let LowRankTensors { a, b, scale, .. } = low_rank;
             Ok(OpenLowRank { a: Floats::of(a)?, b: Floats::of(b)?, rank, scale: *scale })
         });
         let bias = linear.bias.as_ref().map(Floats::of).transpose()?;
@@ -116,19 +118,16 @@ impl Steps for Cpu {
     }
 
     fn picked<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&Wanted>) -> Result<Lent<'a, Vec<f32>>> {
-        match wanted {
-            None => Ok(Lent::Borrowed(all)),
-            Some(_) => Ok(Lent::Owned(self.picked_sums(all, width, wanted)?)),
-        }
-    }
-
-    fn picked_sums(&self, all: &[f32], width: usize, wanted: Option<&Wanted>) -> Result<Vec<f32>> {
-        let Some(wanted) = wanted else { return Ok(all.to_vec()) };
+        let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
         let mut rows = Vec::with_capacity(wanted.list.len() * width);
         for &row in wanted.list.iter() {
             rows.extend_from_slice(&all[row as usize * width..(row as usize + 1) * width]);
         }
-        Ok(rows)
+        Ok(Lent::Owned(rows))
+    }
+
+    fn picked_sums<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&Wanted>) -> Result<Lent<'a, Vec<f32>>> {
+        self.picked(all, width, wanted)
     }
 
     fn add_picked(&self, all: &mut Vec<f32>, picked: &[f32], width: usize, wanted: Option<&Wanted>) -> Result<()> {
@@ -155,9 +154,10 @@ impl Steps for Cpu {
         eps: f32,
         grad: &[f32],
         more: Option<&[f32]>,
-    ) -> Result<(Vec<f32>, Vec<f32>)> {
+    ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
         let norm = Floats::of(norm)?;
-        Ok(norm_gradients(x, &norm, eps, grad, more, norm.len()))
+        let (dx, dnorm) = norm_gradients(x, &norm, eps, grad, more, norm.len());
+        Ok((dx, Some(dnorm)))
     }
 
     fn forward<const N: usize>(&self, linears: [&FusedLinear; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {

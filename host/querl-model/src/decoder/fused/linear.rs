@@ -1,5 +1,6 @@
 //! The linear layers of a fused layer: what they hold, whatever the device.
 
+use crate::adapter::LoraPair;
 use crate::decoder::linear::Linear;
 use crate::decoder::pass::Pass;
 use crate::kernels::Weight;
@@ -17,6 +18,9 @@ pub(super) struct LowRankTensors {
     pub(super) a: Tensor, // (rank, in)
     pub(super) b: Tensor, // (out, rank)
     pub(super) scale: f32,
+    /// A and B as a card multiplies with them.
+    #[cfg(feature = "cuda")]
+    pub(super) rounded: std::sync::OnceLock<super::card::Rounded>,
 }
 
 impl FusedLinear {
@@ -28,7 +32,7 @@ impl FusedLinear {
         is_plain.then(|| Self {
             weight: linear.weight.clone(),
             bias: linear.bias.clone(),
-            low_rank: pair.map(|pair| LowRankTensors { a: pair.a.clone(), b: pair.b.clone(), scale: pair.scale }),
+            low_rank: pair.map(LowRankTensors::new),
         })
     }
 
@@ -47,6 +51,16 @@ impl FusedLinear {
 }
 
 impl LowRankTensors {
+    fn new(pair: &LoraPair) -> Self {
+        Self {
+            a: pair.a.clone(),
+            b: pair.b.clone(),
+            scale: pair.scale,
+            #[cfg(feature = "cuda")]
+            rounded: std::sync::OnceLock::new(),
+        }
+    }
+
     /// The rank, if the matrices fit a weight `(n_out, n_in)`.
     pub(super) fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
         let rank = self.a.dim(0)?;

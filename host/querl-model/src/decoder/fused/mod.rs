@@ -6,6 +6,8 @@
 //! at most three inputs, so the layer's trained tensors come as one: flattened and joined, an operation whose gradient is cut
 //! back into theirs.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod cpu;
 mod linear;
 mod operation;
@@ -13,6 +15,8 @@ mod steps;
 
 use super::layer::{Layer, Rows, Wanted};
 use super::pass::Pass;
+use super::recompute::Recompute;
+use crate::place::only_on_cpu;
 use candle_core::{DType, Result as TensorResult, Tensor};
 use cpu::Cpu;
 use linear::FusedLinear;
@@ -26,6 +30,8 @@ pub(super) struct FusedLayer {
     qk_norm: Option<(Tensor, Tensor)>,
     rows: Rows,
     wanted: Option<Wanted>,
+    /// Where the gradients of what is trained are put, if not into the graph.
+    gradients: Option<Recompute>,
 }
 
 const Q: usize = 0;
@@ -62,8 +68,8 @@ struct Input<'a, S: Steps> {
 type Gradients<S> = (Option<<S as Steps>::Sums>, Vec<Option<<S as Steps>::Sums>>);
 
 impl FusedLayer {
-    /// `None` where a layer must be composed of single operations: dropout, magnitudes, another device; and where full
-    /// fine-tuning has so few rows that a joined copy of the weights would take more memory than it saves.
+    /// `None` where a layer must be composed of single operations: dropout, magnitudes; and where full fine-tuning has so few
+    /// rows that a joined copy of the weights would take more memory than it saves. On a card there are no such operations.
     pub(super) fn new(
         layer: &Layer,
         x: &Tensor,
@@ -71,13 +77,14 @@ impl FusedLayer {
         wanted: Option<&Wanted>,
         pass: &Pass<'_>,
     ) -> TensorResult<Option<Self>> {
-        if rows.dropout.is_some() || !x.device().is_cpu() || x.dtype() != DType::F32 {
-            return Ok(None);
+        let is_on_cpu = x.device().is_cpu();
+        if rows.dropout.is_some() || x.dtype() != DType::F32 {
+            return composed(is_on_cpu, "dropout on the inputs of adapters (`sft.lora_dropout`)");
         }
         let Some(linears) =
             layer.linears().iter().map(|linear| FusedLinear::new(linear, pass)).collect::<Option<Vec<_>>>()
         else {
-            return Ok(None);
+            return composed(is_on_cpu, "an adapter with magnitudes (`sft.use_dora`)");
         };
         let Ok(linears) = <[FusedLinear; 7]>::try_from(linears) else { return Ok(None) };
         let fused = Self {
@@ -87,7 +94,11 @@ impl FusedLayer {
             qk_norm: layer.qk_norm.clone(),
             rows: rows.clone(),
             wanted: wanted.cloned(),
+            gradients: pass.recompute.filter(|_| !is_on_cpu).cloned(),
         };
+        if !is_on_cpu {
+            return Ok(Some(fused));
+        }
         let n_trained: usize = fused.trained().iter().map(|tensor| tensor.elem_count()).sum();
         let (n_rows, width) = x.dims2()?;
         let n_saved = n_rows * (5 * width + fused.linears[GATE].weight.dims()?.0);
@@ -96,6 +107,10 @@ impl FusedLayer {
 
     /// Output `(N, H)` of the layer, `(wanted, H)` where some rows are wanted, for its input `(N, H)`.
     pub(super) fn apply(self, x: &Tensor) -> TensorResult<Tensor> {
+        #[cfg(feature = "cuda")]
+        if !x.device().is_cpu() {
+            return self.apply_with(card::Card::of(x)?, x);
+        }
         self.apply_with(Cpu, x)
     }
 
@@ -198,10 +213,10 @@ impl FusedLayer {
             if wanted.is_some() {
                 steps.add_picked(&mut sum, &dresidual, width, wanted)?;
             }
-            (dx, dinput_norm) = (Some(sum), Some(dnorm));
+            (dx, dinput_norm) = (Some(sum), dnorm);
         }
 
-        let mut all = vec![dinput_norm, Some(dpost_norm)];
+        let mut all = vec![dinput_norm, dpost_norm];
         if self.qk_norm.is_some() {
             all.extend([dq_norm, dk_norm]);
         }
@@ -237,7 +252,7 @@ impl FusedLayer {
         kept: &Kept<S>,
         grad: &S::SumSlice,
         found: &mut [S::Found; 7],
-    ) -> TensorResult<(S::Sums, S::Sums)> {
+    ) -> TensorResult<(S::Sums, Option<S::Sums>)> {
         let (eps, [.., gate, up, down]) = (self.rows.eps as f32, &self.linears);
         let of_down = steps.values(grad)?;
         let [mut found_down] = steps.low_gradients([(down, &*of_down)])?;
@@ -266,6 +281,11 @@ impl FusedLayer {
     }
 }
 
+/// Of a layer that is composed of single operations, which the CPU alone has.
+fn composed(is_on_cpu: bool, because_of: &str) -> TensorResult<Option<FusedLayer>> {
+    if is_on_cpu { Ok(None) } else { Err(only_on_cpu(because_of)) }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -281,7 +301,7 @@ mod tests {
         let adapter = settings.map(|settings| LoraAdapter::new(&decoder, settings, 1).unwrap());
         let pass = Pass { dropout, ..Pass::with(adapter.as_ref()) };
         let batch = PackedBatch::new([vec![1; n_rows].as_slice()]);
-        let rows = Rows::new(&batch, &decoder.config, &decoder.rope, pass.dropout).unwrap();
+        let rows = Rows::new(&batch, &decoder, pass.dropout).unwrap();
         let x = Tensor::zeros((n_rows, decoder.config.hidden_size), DType::F32, &Device::Cpu).unwrap();
         FusedLayer::new(&decoder.layers[0], &x, &rows, None, &pass).unwrap().is_some()
     }

@@ -6,7 +6,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
 
-/// Inputs: `x` `(N, H)` and the trained tensors, flattened and joined.
+/// Inputs: `x` `(N, H)` and the trained tensors, flattened and joined; or, where their gradients are put aside, an anchor.
 struct Operation<S: Steps> {
     steps: S,
     layer: FusedLayer,
@@ -27,11 +27,13 @@ impl FusedLayer {
         if trained.is_empty() && !x.track_op() {
             return Ok(Tensor::from_storage(out, shape, BackpropOp::none(), false));
         }
-        let joined = if trained.is_empty() {
-            Tensor::zeros(1, DType::F32, x.device())?
-        } else {
-            let flat: Vec<Tensor> = trained.iter().map(|tensor| tensor.flatten_all()).collect::<Result<_>>()?;
-            Tensor::cat(&flat, 0)?
+        let joined = match &self.gradients {
+            Some(gradients) => gradients.anchor(x.device())?,
+            None if trained.is_empty() => Tensor::zeros(1, DType::F32, x.device())?,
+            None => {
+                let flat: Vec<Tensor> = trained.iter().map(|tensor| tensor.flatten_all()).collect::<Result<_>>()?;
+                Tensor::cat(&flat, 0)?
+            }
         };
         drop(trained);
         x.apply_op2(&joined, Operation { steps, layer: self, kept, out: Mutex::new(Some(out)), shape })
@@ -85,6 +87,12 @@ impl<S: Steps> CustomOp2 for Operation<S> {
         let dx = dx.filter(|_| is_tracked).map(|dx| tensor(dx, x.shape())).transpose()?;
         let tensors = self.layer.tensors();
         let trained = tensors.into_iter().zip(all).filter(|(tensor, _)| tensor.track_op());
+        if let Some(gradients) = &self.layer.gradients {
+            for (variable, found) in trained {
+                found.map_or(Ok(()), |found| gradients.add(variable.id(), tensor(found, variable.shape())?))?;
+            }
+            return Ok((dx, None));
+        }
         let trained: Vec<S::Sums> = trained.filter_map(|(_, gradient)| gradient).collect();
         if trained.is_empty() {
             return Ok((dx, None));

@@ -47,8 +47,13 @@ pub(super) trait Steps: Send + Sync + 'static {
         width: usize,
         wanted: Option<&Wanted>,
     ) -> Result<Lent<'a, Self::Values>>;
-    /// The wanted rows of sums, as a copy.
-    fn picked_sums(&self, all: &Self::SumSlice, width: usize, wanted: Option<&Wanted>) -> Result<Self::Sums>;
+    /// The same of sums.
+    fn picked_sums<'a>(
+        &self,
+        all: &'a Self::SumSlice,
+        width: usize,
+        wanted: Option<&Wanted>,
+    ) -> Result<Lent<'a, Self::Sums>>;
     /// Adds values of the wanted rows to all rows.
     fn add_picked(
         &self,
@@ -60,7 +65,7 @@ pub(super) trait Steps: Send + Sync + 'static {
 
     /// See [`crate::kernels::rms_norm`].
     fn normed(&self, x: &Self::SumSlice, norm: &Tensor, eps: f32) -> Result<Self::Values>;
-    /// Gradients of `x`, to which `more` is added where there is any, and of the norm's weight.
+    /// Gradients of `x`, to which `more` is added where there is any, and of the norm's weight where that is trained.
     fn norm_gradients(
         &self,
         x: &Self::SumSlice,
@@ -68,7 +73,7 @@ pub(super) trait Steps: Send + Sync + 'static {
         eps: f32,
         grad: &Self::SumSlice,
         more: Option<&Self::SumSlice>,
-    ) -> Result<(Self::Sums, Self::Sums)>;
+    ) -> Result<(Self::Sums, Option<Self::Sums>)>;
 
     /// Of each linear layer with the same input its outputs, and those of its A, which the backward pass wants again.
     fn forward<const N: usize>(
@@ -103,7 +108,7 @@ pub(super) trait Steps: Send + Sync + 'static {
     /// Heads of queries or keys after their norm, where there is one, turned by their positions; see
     /// [`crate::kernels::norm_rope`].
     fn turned(&self, x: &Self::ValueSlice, norm: Option<&Tensor>, rows: &Rows) -> Result<Self::Values>;
-    /// Gradients of `x` and of the norm's weight; without a norm there is no `x` and nothing is found for the weight.
+    /// The same; without a norm there is no `x`.
     fn turned_gradients(
         &self,
         x: Option<&Self::ValueSlice>,

@@ -1,0 +1,57 @@
+//! candle's tensors of the card, seen as values on the card, and back.
+
+use super::gpu::Gpu;
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
+use std::ops::Deref;
+
+/// The values of an f32 tensor, borrowed.
+pub struct Loan<'a> {
+    /// A read lock.
+    storage: Box<dyn Deref<Target = Storage> + 'a>,
+}
+
+impl<'a> Loan<'a> {
+    /// Borrows all that the tensor's storage holds; see [`whole`].
+    ///
+    /// # Errors
+    /// Another type, another device, or a tensor that is a part of its storage.
+    pub fn of(tensor: &'a Tensor) -> Result<Self> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the card") };
+        let n = values.as_cuda_slice::<f32>()?.len();
+        if layout.contiguous_offsets() != Some((0, n)) {
+            bail!("a tensor {:?} that is a part of {n} values", tensor.dims());
+        }
+        Ok(Self { storage: Box::new(storage) })
+    }
+}
+
+impl Deref for Loan<'_> {
+    type Target = CudaSlice<f32>;
+
+    fn deref(&self) -> &CudaSlice<f32> {
+        let Storage::Cuda(values) = &**self.storage else {
+            unreachable!("the storage was the card's when it was lent")
+        };
+        values.as_cuda_slice().expect("the values were f32 when they were lent")
+    }
+}
+
+/// The tensor itself where it is all of its storage, row-major; else a copy of which that is true.
+///
+/// # Errors
+/// The card has no memory left.
+pub fn whole(tensor: &Tensor) -> Result<Tensor> {
+    let is_whole = {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the card") };
+        layout.contiguous_offsets() == Some((0, values.as_cuda_slice::<f32>()?.len()))
+    };
+    if is_whole { Ok(tensor.clone()) } else { tensor.force_contiguous() }
+}
+
+/// Values as a tensor's storage.
+pub fn storage(gpu: &Gpu, values: CudaSlice<f32>) -> CudaStorage {
+    CudaStorage::wrap_cuda_slice(values, gpu.cuda_device().clone())
+}

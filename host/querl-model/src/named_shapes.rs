@@ -1,0 +1,95 @@
+//! Shapes of published models, for measurements that need no download.
+
+use crate::{DecoderConfig, Family};
+
+/// Name, width of a row, of the feed-forward layers, layers, query heads, key-value heads, vocabulary, tied head. From the
+/// models' `config.json`.
+type Row = (&'static str, usize, usize, usize, usize, usize, usize, bool);
+
+const QWEN2_5: [Row; 7] = [
+    ("qwen2.5-0.5b", 896, 4864, 24, 14, 2, 151_936, true),
+    ("qwen2.5-1.5b", 1536, 8960, 28, 12, 2, 151_936, true),
+    ("qwen2.5-3b", 2048, 11_008, 36, 16, 2, 151_936, true),
+    ("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 152_064, false),
+    ("qwen2.5-14b", 5120, 13_824, 48, 40, 8, 152_064, false),
+    ("qwen2.5-32b", 5120, 27_648, 64, 40, 8, 152_064, false),
+    ("qwen2.5-72b", 8192, 29_568, 80, 64, 8, 152_064, false),
+];
+
+const QWEN3: [Row; 6] = [
+    ("qwen3-0.6b", 1024, 3072, 28, 16, 8, 151_936, true),
+    ("qwen3-1.7b", 2048, 6144, 28, 16, 8, 151_936, true),
+    ("qwen3-4b", 2560, 9728, 36, 32, 8, 151_936, true),
+    ("qwen3-8b", 4096, 12_288, 36, 32, 8, 151_936, false),
+    ("qwen3-14b", 5120, 17_408, 40, 40, 8, 151_936, false),
+    ("qwen3-32b", 5120, 25_600, 64, 64, 8, 151_936, false),
+];
+
+impl DecoderConfig {
+    /// The shape of a published model. `None` for a name that is not one of [`DecoderConfig::shape_names`].
+    pub fn of_shape(name: &str) -> Option<Self> {
+        let of = |rows: &[Row], family| rows.iter().find(|row| row.0 == name).map(|&row| Self::from_row(row, family));
+        of(&QWEN2_5, Family::Qwen2).or_else(|| of(&QWEN3, Family::Qwen3))
+    }
+
+    /// Names of published models whose shape is known.
+    pub fn shape_names() -> impl Iterator<Item = &'static str> {
+        QWEN2_5.iter().chain(&QWEN3).map(|row| row.0)
+    }
+
+    fn from_row(
+        (_, hidden_size, intermediate_size, n_layers, n_heads, n_kv_heads, vocab_size, is_tied): Row,
+        family: Family,
+    ) -> Self {
+        let is_qwen2 = family == Family::Qwen2;
+        Self {
+            family,
+            vocab_size,
+            hidden_size,
+            intermediate_size,
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim: if is_qwen2 { hidden_size / n_heads } else { 128 },
+            max_positions: if is_qwen2 { 32_768 } else { 40_960 },
+            rope_theta: 1_000_000.0,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: is_tied,
+            qkv_bias: is_qwen2,
+            output_bias: false,
+            initializer_range: 0.02,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Parameters in all, as the models' cards give them, in thousands of millions.
+    #[test]
+    fn shapes_have_as_many_parameters_as_their_models() {
+        let cards = [
+            ("qwen2.5-0.5b", 0.49),
+            ("qwen2.5-1.5b", 1.54),
+            ("qwen2.5-3b", 3.09),
+            ("qwen2.5-7b", 7.61),
+            ("qwen2.5-14b", 14.7),
+            ("qwen2.5-32b", 32.5),
+            ("qwen2.5-72b", 72.7),
+            ("qwen3-0.6b", 0.6),
+            ("qwen3-1.7b", 1.7),
+            ("qwen3-4b", 4.0),
+            ("qwen3-8b", 8.2),
+            ("qwen3-14b", 14.8),
+            ("qwen3-32b", 32.8),
+        ];
+        assert!(DecoderConfig::shape_names().eq(cards.iter().map(|card| card.0)));
+        for (name, expected) in cards {
+            let found = DecoderConfig::of_shape(name).unwrap().n_parameters() as f64 / 1e9;
+            assert!((found / expected - 1.0).abs() < 0.02, "{name}: {found} for {expected}");
+        }
+        assert!(DecoderConfig::of_shape("qwen2.5-33b").is_none());
+    }
+}

@@ -1,0 +1,50 @@
+//! Where a model stands and is computed.
+
+use crate::{ModelError, Weights};
+use candle_core::{Device, Error};
+use querl_core::config::BaseDtype;
+
+/// A kind of device with what its passes need.
+#[derive(Clone, Default)]
+pub enum Place {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// An NVIDIA card.
+    #[cfg(feature = "cuda")]
+    Card(crate::device::Gpu),
+}
+
+impl Place {
+    /// The device of its tensors.
+    pub fn device(&self) -> Device {
+        match self {
+            Self::Cpu => Device::Cpu,
+            #[cfg(feature = "cuda")]
+            Self::Card(gpu) => gpu.device(),
+        }
+    }
+
+    /// Refuses what a model here cannot be.
+    pub(crate) fn check(&self, weights: Weights, dtype: BaseDtype) -> Result<(), ModelError> {
+        if matches!(self, Self::Cpu) {
+            return Ok(());
+        }
+        if weights == Weights::Trained {
+            return Err(only_on_cpu("full fine-tuning (`sft.method = \"full\"`)").into());
+        }
+        match dtype {
+            BaseDtype::Bf16 => Ok(()),
+            dtype => {
+                let name = format!("{dtype:?}").to_lowercase();
+                let message = format!("a card keeps frozen weights in bf16; `model.dtype` is `{name}`");
+                Err(Error::Msg(format!("{message}: set it to `bf16`, or `device = \"cpu\"`")).into())
+            }
+        }
+    }
+}
+
+/// What a card cannot do yet, by its setting.
+pub(crate) fn only_on_cpu(what: &str) -> Error {
+    Error::Msg(format!("{what} is computed on the CPU alone; set `device = \"cpu\"`"))
+}

@@ -1,0 +1,52 @@
+//! Normal numbers that depend on a seed and a place alone, so that fresh weights are the same wherever they are made and in
+//! whatever order.
+
+use rayon::prelude::*;
+
+/// Mixes all bits of a number.
+///
+/// Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators" (`mix64` of SplitMix).
+pub(crate) fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The golden ratio's odd multiple that SplitMix steps by.
+pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The seed of a tensor by its name.
+pub(crate) fn seed_of(seed: u64, name: &str) -> u64 {
+    name.bytes().fold(mix(seed.wrapping_add(STEP)), |seed, byte| mix(seed.wrapping_add(STEP) ^ u64::from(byte)))
+}
+
+/// `n` normal numbers times `scale` (Box and Muller); two neighbours share a draw.
+pub(crate) fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
+    let mut values = vec![0.0; n];
+    values.par_chunks_mut(2).enumerate().with_min_len(4096).for_each(|(pair, values)| {
+        let bits = mix(seed.wrapping_add((pair as u64 + 1).wrapping_mul(STEP)));
+        // Above 0 and at most 1; 24 bits are what a float holds exactly.
+        let u = ((bits >> 40) as f32 + 1.0) * 2f32.powi(-24);
+        let angle = std::f32::consts::TAU * (((bits >> 8) & 0x00ff_ffff) as f32 * 2f32.powi(-24));
+        let radius = scale * (-2.0 * u.ln()).sqrt();
+        values.iter_mut().zip([angle.cos(), angle.sin()]).for_each(|(value, share)| *value = radius * share);
+    });
+    values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_normal_and_tensors_differ() {
+        let values = normal(200_001, seed_of(7, "a.weight"), 0.5);
+        let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / values.len() as f64;
+        let moment = |k| values.iter().map(|x| f64::from(*x).powi(k)).sum::<f64>() / values.len() as f64;
+        assert!(mean.abs() < 0.005, "{mean}");
+        assert!((moment(2) - 0.25).abs() < 0.003, "{}", moment(2));
+        assert!((moment(4) / moment(2).powi(2) - 3.0).abs() < 0.06, "{}", moment(4));
+        assert_ne!(seed_of(7, "a.weight"), seed_of(7, "b.weight"));
+        assert_ne!(seed_of(7, "a.weight"), seed_of(8, "a.weight"));
+    }
+}
