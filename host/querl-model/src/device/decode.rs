@@ -119,7 +119,8 @@ impl Gpu {
         args.extend([self.output(&mut out), parts_at]);
         args.extend([n_heads, n_kv_heads, head_dim, sequences.width, n_blocks, n_splits].map(Arg::from));
         args.push((1.0 / (head_dim as f32).sqrt()).into());
-        let name = ["decode_attention_64", "decode_attention_128"][usize::from(head_dim > 64)];
+        let names = ["decode_attention_32", "decode_attention_64", "decode_attention_96", "decode_attention_128"];
+        let name = names[(head_dim - 1) / 32];
         let shared = 4 * HEADS_AT_ONCE * (head_dim + 2) * size_of::<f32>();
         // SAFETY: as `cuda/decode.cuh` declares it; tables and lengths are held against the pool on the card.
         unsafe { self.launch(name, [n_splits, n_kv_heads * n_chunks, n], 128, shared, &mut args)? };

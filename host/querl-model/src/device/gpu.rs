@@ -137,10 +137,19 @@ impl Gpu {
     /// Memory whose values are whatever was there: everything must be written before it is read.
     pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
         if len == 0 {
-            return self.inner.stream.null().map_err(Error::wrap);
+            return self.nothing();
         }
         // SAFETY: every caller hands it to a kernel or a product that writes all of it; every bit pattern is a number.
         unsafe { self.inner.stream.alloc(len) }.map_err(Error::wrap)
+    }
+
+    /// No values. A driver need not give memory of no size: this is a place of one value, of which none is used.
+    fn nothing<T: DeviceRepr>(&self) -> Result<CudaSlice<T>> {
+        // SAFETY: the memory is never read; the pointer comes from the same stream and is given back once, by the second slice.
+        unsafe {
+            let one = self.inner.stream.alloc::<T>(1).map_err(Error::wrap)?;
+            Ok(self.inner.stream.upgrade_device_ptr(one.leak(), 0))
+        }
     }
 
     /// Zeros.

@@ -18,6 +18,8 @@ mod rope;
 mod rows;
 mod sampling;
 mod tensors;
+#[cfg(test)]
+mod tests;
 mod upload;
 
 pub use adamw::{AdamLoan, AdamTensor, AdamWStep, GradientNorm};

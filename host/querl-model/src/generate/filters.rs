@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What shapes a row of logits.
 #[derive(Clone, Copy)]
-pub(super) struct Rules<'a> {
-    pub(super) settings: &'a SamplingSettings,
-    pub(super) stop_ids: &'a BTreeSet<u32>,
+pub(crate) struct Rules<'a> {
+    pub(crate) settings: &'a SamplingSettings,
+    pub(crate) stop_ids: &'a BTreeSet<u32>,
 }
 
 impl Rules<'_> {

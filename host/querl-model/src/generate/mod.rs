@@ -24,6 +24,13 @@ mod weights;
 pub use engine::{CacheMemory, Engine, EngineSettings};
 pub use settings::{Decoding, EndedBy, Generated, GenerationRequest, SamplingSettings, TokenText};
 
+/// What tests of the device compare with.
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) mod on_device {
+    pub(crate) use super::filters::Rules;
+    pub(crate) use super::sampling::choose;
+}
+
 use crate::{Decoder, LoraAdapter, ModelError};
 
 /// Generates the answers to some requests with an engine of their own, one after another.

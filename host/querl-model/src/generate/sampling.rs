@@ -20,19 +20,19 @@ pub(super) struct Softmax {
 
 /// A chosen token.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Choice {
-    pub(super) token: u32,
+pub(crate) struct Choice {
+    pub(crate) token: u32,
     /// Under the model's whole distribution at the temperature.
-    pub(super) logprob: f32,
+    pub(crate) logprob: f32,
     /// Under the distribution that it was chosen from.
-    pub(super) behaviour_logprob: f32,
+    pub(crate) behaviour_logprob: f32,
 }
 
 /// Chooses the token that follows `answer`. `logits` are those of the whole vocabulary; they are changed.
 ///
 /// # Errors
 /// A logit is not finite, or the limits leave no token.
-pub(super) fn choose(
+pub(crate) fn choose(
     logits: &mut [f32],
     answer: &[u32],
     rules: &Rules<'_>,

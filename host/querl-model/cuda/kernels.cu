@@ -1,0 +1,11 @@
+// All kernels of the device in one translation unit: one module, loaded once. See each header for what its kernels do.
+#include "adamw.cuh"
+#include "attention.cuh"
+#include "decode.cuh"
+#include "elementwise.cuh"
+#include "logprobs.cuh"
+#include "random.cuh"
+#include "rms_norm.cuh"
+#include "rope.cuh"
+#include "rows.cuh"
+#include "sampling.cuh"

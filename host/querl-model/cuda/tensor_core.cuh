@@ -1,0 +1,130 @@
+// Products of 16 x 16 by 16 x 8 tiles of bf16 with f32 sums, their operands from shared memory, and copies that go on beside the
+// arithmetic. On the card by `mma.sync`, `ldmatrix` and `cp.async`, which C++ has no names for; elsewhere by what they stand for.
+//
+// In a warp, lane l has g = l / 4 and t = l % 4. Of A (16 x 16) it holds the pairs (g, 2t), (g + 8, 2t), (g, 2t + 8),
+// (g + 8, 2t + 8), each with its right neighbour; of B (16 x 8) the pairs (2t, g), (2t + 8, g) with their lower neighbours; of the
+// sums (16 x 8) the pairs (g, 2t) and (g + 8, 2t) with their right neighbours.
+//
+// Source: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+#pragma once
+#include "common.cuh"
+
+// sums += A B.
+__device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#ifdef __CUDA_ARCH__
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float left[2][16], right[2][16]; // two rows of A, two columns of B
+    for (int source = 0; source < 4; source++) {
+        for (int part = 0; part < 4; part++) {
+            const unsigned word = __shfl_sync(ALL_LANES, a[part], g * 4 + source);
+            const int column = 2 * source + part / 2 * 8;
+            left[part % 2][column] = low_half(word), left[part % 2][column + 1] = high_half(word);
+        }
+        for (int part = 0; part < 4; part++) {
+            const unsigned word = __shfl_sync(ALL_LANES, part / 2 ? b1 : b0, (2 * t + part % 2) * 4 + source);
+            const int row = 2 * source + part / 2 * 8;
+            right[part % 2][row] = low_half(word), right[part % 2][row + 1] = high_half(word);
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) sums[i] += left[i / 2][k] * right[i % 2][k];
+#endif
+}
+
+__device__ __forceinline__ unsigned word_at(const bf16* at) { return *reinterpret_cast<const unsigned*>(at); }
+
+__device__ __forceinline__ unsigned word_of(bf16 low, bf16 high) {
+    return (unsigned)__bfloat16_as_ushort(low) | (unsigned)__bfloat16_as_ushort(high) << 16;
+}
+
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ unsigned shared_address(const void* at) { return (unsigned)__cvta_generic_to_shared(at); }
+#endif
+
+// A: the 16 x 16 tile at `tile`, rows `stride` apart.
+__device__ __forceinline__ void load_left(unsigned (&a)[4], const bf16* tile, int stride) {
+    const int lane = threadIdx.x % 32;
+#ifdef __CUDA_ARCH__
+    const unsigned address = shared_address(tile + (lane % 16) * stride + lane / 16 * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+#else
+    const bf16* at = tile + lane / 4 * stride + lane % 4 * 2;
+    a[0] = word_at(at), a[1] = word_at(at + 8 * stride), a[2] = word_at(at + 8), a[3] = word_at(at + 8 * stride + 8);
+#endif
+}
+
+// B of two neighbouring products, 16 x 16 in all, from its transpose: `tile` has a row for each of the 16 columns. The first
+// product takes b[0], b[1], the second b[2], b[3].
+__device__ __forceinline__ void load_right_turned(unsigned (&b)[4], const bf16* tile, int stride) {
+    const int lane = threadIdx.x % 32;
+#ifdef __CUDA_ARCH__
+    const unsigned address = shared_address(tile + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+#else
+    const bf16* at = tile + lane / 4 * stride + lane % 4 * 2;
+    b[0] = word_at(at), b[1] = word_at(at + 8), b[2] = word_at(at + 8 * stride), b[3] = word_at(at + 8 * stride + 8);
+#endif
+}
+
+// The same from B as it stands: `tile` has a row for each of its 16 rows.
+__device__ __forceinline__ void load_right(unsigned (&b)[4], const bf16* tile, int stride) {
+    const int lane = threadIdx.x % 32;
+#ifdef __CUDA_ARCH__
+    const unsigned address = shared_address(tile + (lane % 16) * stride + lane / 16 * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+#else
+    const bf16* at = tile + lane % 4 * 2 * stride + lane / 4;
+    for (int part = 0; part < 4; part++) {
+        const bf16* place = at + part % 2 * 8 * stride + part / 2 * 8;
+        b[part] = word_of(place[0], place[stride]);
+    }
+#endif
+}
+
+// Two neighbouring tiles of sums as the A of a product over their 16 columns.
+__device__ __forceinline__ void as_left(unsigned (&a)[4], const float (&first)[4], const float (&second)[4]) {
+    a[0] = packed(first[0], first[1]), a[1] = packed(first[2], first[3]);
+    a[2] = packed(second[0], second[1]), a[3] = packed(second[2], second[3]);
+}
+
+// 2^x, to about two units in the last place; 0 for minus infinity.
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+// 16 bytes from global to shared memory, zeros where there is nothing to copy; there after `copies_done`.
+__device__ __forceinline__ void start_copy(void* to, const void* from, bool exists) {
+#ifdef __CUDA_ARCH__
+    const int bytes = exists ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+#else
+    *reinterpret_cast<uint4*>(to) = exists ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+// Ends a group of copies.
+__device__ __forceinline__ void end_copies() {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for this thread's copies but those of the last `PENDING` groups; other threads' are seen after a barrier.
+template <int PENDING> __device__ __forceinline__ void copies_done() {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}

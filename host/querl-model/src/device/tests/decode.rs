@@ -1,0 +1,131 @@
+use super::super::{BLOCK_TOKENS, CacheShape, Sequences};
+use super::*;
+use crate::kernels::{self, Queries, RowTree};
+
+struct Case {
+    n_heads: usize,
+    shape: CacheShape,
+    /// Tokens of each sequence.
+    lengths: Vec<usize>,
+    /// Blocks that all sequences begin with.
+    n_shared: usize,
+}
+
+impl Case {
+    fn width(&self) -> usize {
+        self.shape.n_kv_heads * self.shape.head_dim
+    }
+
+    /// Blocks of each sequence: the shared ones, then its own, dealt from the end of the pool.
+    fn tables(&self) -> Vec<Vec<u32>> {
+        let mut next = self.shape.n_blocks as u32;
+        let mut own = |_| {
+            next -= 1;
+            next
+        };
+        let of = |length: &usize| length.div_ceil(BLOCK_TOKENS);
+        self.lengths
+            .iter()
+            .map(|length| (0..of(length).min(self.n_shared) as u32).chain((self.n_shared..of(length)).map(&mut own)).collect())
+            .collect()
+    }
+}
+
+/// Attention of each sequence's last token, on the CPU.
+fn expected(case: &Case, q: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>]) -> Vec<f32> {
+    let width = case.n_heads * case.shape.head_dim;
+    let mut out = Vec::new();
+    for (index, &length) in case.lengths.iter().enumerate() {
+        if length == 0 {
+            out.extend(vec![0f32; width]);
+            continue;
+        }
+        let queries = Queries::some(&RowTree::separate(&[length]), &[length as u32 - 1]).unwrap();
+        let inputs = [&q[index * width..][..width], &keys[index], &values[index]];
+        out.extend(kernels::attend(&queries, case.shape.head_dim, inputs).unwrap().0);
+    }
+    out
+}
+
+fn check(case: &Case, seed: u64) {
+    let (mut rng, width) = (rng(seed), case.width());
+    let tables = case.tables();
+    let q = rounded(&mut rng, case.lengths.len() * case.n_heads * case.shape.head_dim);
+    // What sequences share stands once; so its values are drawn by block.
+    let pools = [(); 2].map(|()| rounded(&mut rng, case.shape.n_blocks * BLOCK_TOKENS * width));
+    let rows_of = |pool: &[f32], sequence: usize| -> Vec<f32> {
+        let slot = |token: usize| tables[sequence][token / BLOCK_TOKENS] as usize * BLOCK_TOKENS + token % BLOCK_TOKENS;
+        (0..case.lengths[sequence]).flat_map(|token| pool[slot(token) * width..][..width].to_vec()).collect()
+    };
+    let sequences: Vec<usize> = (0..case.lengths.len()).collect();
+    let [keys, values] = [0, 1].map(|i| sequences.iter().map(|&s| rows_of(&pools[i], s)).collect::<Vec<_>>());
+
+    let [k_cache, v_cache] = [&keys, &values].map(|rows| {
+        let mut cache = halves(&vec![f32::NAN; case.shape.len()]);
+        for (table, rows) in tables.iter().zip(rows) {
+            let slots: Vec<u32> = (0..rows.len() / width)
+                .map(|token| table[token / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (token % BLOCK_TOKENS) as u32)
+                .collect();
+            gpu().store(&halves(rows), &gpu().upload(&slots).unwrap(), &mut cache, case.shape).unwrap();
+        }
+        cache
+    });
+    let room = tables.iter().map(Vec::len).max().unwrap() + 1;
+    let padded: Vec<u32> = tables.iter().flat_map(|table| [table.clone(), vec![u32::MAX; room - table.len()]].concat()).collect();
+    let lengths: Vec<u32> = case.lengths.iter().map(|&length| length as u32).collect();
+    let sequences = Sequences {
+        tables: gpu().upload(&padded).unwrap(),
+        width: room,
+        lengths: gpu().upload(&lengths).unwrap(),
+        max_length: case.lengths.iter().copied().max().unwrap(),
+    };
+    let attend = || gpu().decode_attention(&halves(&q), &k_cache, &v_cache, case.shape, &sequences).unwrap();
+    assert_close("decode", &floats(&attend()), &expected(case, &q, &keys, &values), 1.0 / 256.0, 1.0 / 256.0);
+    assert_repeatable("decode", || floats(&attend()));
+}
+
+#[test]
+fn one_token_attends_to_keys_in_blocks_as_on_the_cpu() {
+    for (n_heads, n_kv_heads, head_dim) in [(1, 1, 8), (4, 2, 64), (7, 1, 32), (2, 2, 80), (3, 1, 96), (5, 1, 128), (20, 1, 16)] {
+        let shape = CacheShape { n_blocks: 40, n_kv_heads, head_dim };
+        check(&Case { n_heads, shape, lengths: vec![1, 16, 17, 0, 100, 255], n_shared: 0 }, head_dim as u64);
+    }
+}
+
+#[test]
+fn long_sequences_are_split_and_joined() {
+    let shape = CacheShape { n_blocks: 120, n_kv_heads: 2, head_dim: 16 };
+    check(&Case { n_heads: 4, shape, lengths: vec![256, 257, 700, 3, 512], n_shared: 0 }, 1);
+}
+
+#[test]
+fn sequences_share_the_blocks_that_they_begin_with() {
+    let shape = CacheShape { n_blocks: 30, n_kv_heads: 1, head_dim: 32 };
+    check(&Case { n_heads: 2, shape, lengths: vec![70, 49, 90, 33], n_shared: 2 }, 2);
+}
+
+#[test]
+fn what_stands_beside_a_sequence_does_not_change_its_result() {
+    let shape = CacheShape { n_blocks: 60, n_kv_heads: 1, head_dim: 16 };
+    let cache = halves(&rounded(&mut rng(3), shape.len()));
+    let q = rounded(&mut rng(4), 3 * 16);
+    let attend = |n: usize, max_length: usize| {
+        let tables: Vec<u32> = (0..n as u32).flat_map(|sequence| (0..20).map(move |block| sequence * 20 + block)).collect();
+        let lengths: Vec<u32> = [40, 300, 200][..n].to_vec();
+        let (tables, lengths) = (gpu().upload(&tables).unwrap(), gpu().upload(&lengths).unwrap());
+        let sequences = Sequences { tables, width: 20, lengths, max_length };
+        floats(&gpu().decode_attention(&halves(&q[..n * 16]), &cache, &cache, shape, &sequences).unwrap())
+    };
+    assert_eq!(attend(1, 40), attend(3, 300)[..16]);
+}
+
+#[test]
+fn places_outside_the_pool_are_left_out() {
+    let shape = CacheShape { n_blocks: 1, n_kv_heads: 1, head_dim: 8 };
+    let mut cache = halves(&[0.0; 128]);
+    let slots = gpu().upload(&[3u32, 16, u32::MAX]).unwrap();
+    gpu().store(&halves(&[1.0; 24]), &slots, &mut cache, shape).unwrap();
+    let mut expected = [0f32; 128];
+    expected[24..32].fill(1.0);
+    assert_eq!(floats(&cache), expected);
+}
