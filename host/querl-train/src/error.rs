@@ -85,6 +85,18 @@ pub enum TrainError {
         /// Why.
         source: std::io::Error,
     },
+    /// The device's memory did not suffice.
+    #[error("{stage} step {step}: the device has no memory left ({message}); {}", gone_on(*saved))]
+    OutOfMemory {
+        /// Which stage.
+        stage: &'static str,
+        /// Which step.
+        step: u64,
+        /// The step that a checkpoint now holds; `None` where the newest one from before is what there is.
+        saved: Option<u64>,
+        /// The device's words.
+        message: String,
+    },
     /// The user asked to stop; what was reached is in `last` and in a checkpoint.
     #[error("interrupted at {stage} step {step}; what was done is saved, and the same command goes on from there")]
     Interrupted {
@@ -93,4 +105,44 @@ pub enum TrainError {
         /// Which step.
         step: u64,
     },
+}
+
+impl TrainError {
+    /// Whether the device's memory did not suffice: for a tensor, a product's workspace, or the weights when they were loaded.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory { .. } => true,
+            Self::Tensor(error) | Self::Model(ModelError::Tensor(error)) => is_out_of_memory(error),
+            _ => false,
+        }
+    }
+}
+
+/// CUDA's errors reach candle as text: the driver's `CUDA_ERROR_OUT_OF_MEMORY`, cuBLAS's `CUBLAS_STATUS_ALLOC_FAILED`.
+fn is_out_of_memory(error: &candle_core::Error) -> bool {
+    let text = error.to_string();
+    ["ERROR_OUT_OF_MEMORY", "STATUS_ALLOC_FAILED"].iter().any(|words| text.contains(words))
+}
+
+fn gone_on(saved: Option<u64>) -> String {
+    match saved {
+        Some(step) => format!("what was done until step {step} is saved, and the same command goes on from there"),
+        None => "the same command goes on from the newest checkpoint".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_ran_out_is_told_from_other_failures() {
+        let of = |text: &str| TrainError::from(candle_core::Error::Msg(text.into())).is_out_of_memory();
+        assert!(of("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")"));
+        assert!(of("CublasError(CUBLAS_STATUS_ALLOC_FAILED)"));
+        assert!(!of("DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access was encountered\")"));
+        let message = candle_core::Error::Msg("CUDA_ERROR_OUT_OF_MEMORY".into());
+        assert!(TrainError::from(ModelError::Tensor(message)).is_out_of_memory());
+        assert!(!TrainError::Data("out of rows".into()).is_out_of_memory());
+    }
 }

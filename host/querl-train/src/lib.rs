@@ -11,6 +11,8 @@
 mod card;
 mod checkpoint;
 mod error;
+#[cfg(test)]
+mod fault;
 mod gradients;
 mod health;
 pub mod maths;

@@ -12,6 +12,8 @@ mod experience_metrics;
 mod learner;
 #[cfg(test)]
 mod learner_tests;
+#[cfg(test)]
+mod memory_tests;
 mod passes;
 mod pipeline;
 mod rollout;
@@ -114,14 +116,21 @@ pub fn sampling(config: &RlConfig) -> SamplingSettings {
 /// answers, what is left at the end is what an unbroken run leaves, byte for byte.
 ///
 /// # Errors
-/// No rows, too many dropped episodes, a loss that is not finite, somebody said stop (what was reached is kept), or what
+/// No rows, too many dropped episodes, a loss that is not finite, somebody said stop or a card has no memory left (what was
+/// reached is kept), or what
 /// environment, model and file system report.
 pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
     if task.train.prompts.is_empty() || task.val.prompts.is_empty() {
         return Err(TrainError::Data("rl: the training or the validation split is empty; add rows".into()));
     }
     let mut run = Run::begin(task, sink)?;
+    let outcome = go_on(&mut run, sink);
+    outcome.map_err(|error| run.without_memory(error))
+}
+
+fn go_on(run: &mut Run<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
     loop {
+        run.remember(sink)?;
         // 1. Evaluation on the validation split, before the first step and then now and again.
         if run.evaluation_is_due() && run.evaluate(sink)? == Reached::Stop {
             return run.interrupt(sink);

@@ -68,6 +68,8 @@ pub(super) struct Run<'a> {
     /// The step of the newest checkpoint.
     saved: Option<u64>,
     step_started: Instant,
+    /// What a step that lacks memory falls back to: a copy in the memory of this process.
+    remembered: Option<State>,
     /// Seconds that the newest checkpoint took, until they are recorded.
     save_s: Option<f64>,
 }
@@ -90,6 +92,7 @@ impl<'a> Run<'a> {
             snapshot: None,
             store,
             saved: None,
+            remembered: None,
             step_started: Instant::now(),
             save_s: None,
         };
@@ -256,6 +259,33 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    /// Keeps a copy of everything before a step changes it, where a card does the step: its memory may not suffice, and then
+    /// policy and critic are somewhere between two steps. The processor's memory has no such end.
+    pub(super) fn remember(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let is_on_card = self.task.policy.vars().values().next().is_some_and(|var| !var.device().is_cpu());
+        let is_wanted = self.store.is_some() && self.standing.step > 0 && self.saved != Some(self.standing.step);
+        self.remembered = match is_wanted && (is_on_card || cfg!(test)) {
+            true => Some(self.state(sink)?.detached()?),
+            false => None,
+        };
+        Ok(())
+    }
+
+    /// Writes what is remembered, where it was memory that a step lacked.
+    pub(super) fn without_memory(&mut self, error: TrainError) -> TrainError {
+        if !error.is_out_of_memory() {
+            return error;
+        }
+        let reached = self.standing.step;
+        let is_saved = match (&self.store, self.remembered.take()) {
+            // Of two errors the first is told.
+            (Some(store), Some(state)) => store.write(reached, &state).is_ok(),
+            _ => self.store.is_some() && self.saved == Some(reached),
+        };
+        let (saved, message) = (is_saved.then_some(reached), error.to_string());
+        TrainError::OutOfMemory { stage: "rl", step: reached + 1, saved, message }
+    }
+
     /// Keeps what was reached, and says that it was not all.
     pub(super) fn interrupt(&mut self, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
         self.save(sink)?;
@@ -263,9 +293,9 @@ impl<'a> Run<'a> {
         Err(TrainError::Interrupted { stage: "rl", step: self.standing.step })
     }
 
-    pub(super) fn finish(self) -> Result<RlSummary, TrainError> {
+    pub(super) fn finish(&mut self) -> Result<RlSummary, TrainError> {
         self.save_weights(&self.task.output_dir.join(LAST))?;
-        let Standing { step, best, n_episodes, dropped, .. } = self.standing;
+        let Standing { step, best, n_episodes, dropped, .. } = std::mem::take(&mut self.standing);
         let best = best.ok_or_else(|| TrainError::Data("rl: the policy was never evaluated".into()))?;
         Ok(RlSummary {
             n_steps: step,

@@ -159,7 +159,7 @@ pub(super) fn values(vars: &BTreeMap<String, candle_core::Var>) -> Vec<f32> {
     vars.values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
 }
 
-fn record() -> EpisodeRecord {
+pub(super) fn record() -> EpisodeRecord {
     let candidate = Candidate {
         rewrite: String::new(),
         retrieval: Ok(Vec::new()),

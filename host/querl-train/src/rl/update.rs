@@ -79,6 +79,8 @@ impl Learner {
                         break 'epochs;
                     }
                 }
+                #[cfg(test)]
+                crate::fault::at(step)?;
                 let started = Instant::now();
                 self.critic_step(&mini_batch, step, &mut totals)?;
                 totals.critic_s += started.elapsed().as_secs_f64();

@@ -16,6 +16,8 @@ pub(super) struct StepLoss {
 
 /// Loss and gradients of one optimizer step. Each pass is weighted by its tokens: the sum does not depend on the split.
 pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
+    #[cfg(test)]
+    crate::fault::at(step)?;
     let n_tokens: usize = rows.iter().map(|row| row.response.len()).sum();
     let recompute = kept(task.gradient_checkpointing);
     let training = Training { dropout: dropout(task, step), recompute: Some(&recompute) };

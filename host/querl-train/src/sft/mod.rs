@@ -68,8 +68,8 @@ pub struct SftSummary {
 /// fingerprint was stopped; the result is then that of a training that never was.
 ///
 /// # Errors
-/// No training rows, a row longer than `max_length` or without an answer, a loss that is not finite, a file that cannot be written, or the user said
-/// stop: what was reached is in a checkpoint then.
+/// No training rows, a row longer than `max_length` or without an answer, a loss that is not finite, a file that cannot be written, the user
+/// said stop, or the device has no memory left: what was reached is in a checkpoint then.
 pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     check(task)?;
     let config = task.config;
@@ -79,11 +79,14 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
     while !fit.is_done(&plan) {
         let started = Instant::now();
         let step = fit.course.step + 1;
+        let position = fit.order.position();
         // 1. The next rows, in an order of their own for each epoch; the last step of an epoch takes what is left.
         let indices = fit.order.take_within_epoch(plan.rows_per_step);
         let rows: Vec<&Example> = indices.iter().map(|&index| &task.train[index]).collect();
         // 2. Loss and gradients, clipped by their global norm.
-        let StepLoss { loss, n_tokens, mut gradients } = loss::learn(task, &rows, step)?;
+        let learned = loss::learn(task, &rows, step);
+        let learned = learned.map_err(|error| fit.without_memory(task, sink, position, error))?;
+        let StepLoss { loss, n_tokens, mut gradients } = learned;
         check_finite(step, "the loss", loss)?;
         let grad_norm = gradients.clip(config.max_grad_norm)?;
         check_finite(step, "the gradient", grad_norm)?;
@@ -171,6 +174,25 @@ impl Fit {
 
     fn is_done(&self, plan: &Plan) -> bool {
         plan.is_last(self.course.step) || self.course.is_exhausted(self.patience)
+    }
+
+    /// Keeps what the steps before have done, where it was memory that a step lacked: nothing has changed in it yet.
+    fn without_memory(
+        &mut self,
+        task: &SftTask<'_>,
+        sink: &mut dyn MetricSink,
+        position: u64,
+        error: TrainError,
+    ) -> TrainError {
+        if !error.is_out_of_memory() {
+            return error;
+        }
+        self.order.seek(position);
+        let step = self.course.step;
+        // Before the first step there is nothing to keep, and of two errors the first is told.
+        let is_saved = step > 0 && self.store.is_some() && self.save(task, sink).is_ok();
+        let (saved, message) = (is_saved.then_some(step), error.to_string());
+        TrainError::OutOfMemory { stage: "sft", step: step + 1, saved, message }
     }
 
     fn save(&self, task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<(), TrainError> {

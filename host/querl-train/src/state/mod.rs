@@ -93,6 +93,22 @@ impl State {
         self.put_tensors(prefix, &vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect());
     }
 
+    /// The same with values of its own in the memory of this process: what it was made from may change.
+    ///
+    /// # Errors
+    /// A tensor is not f32.
+    pub(crate) fn detached(self) -> Result<Self, TrainError> {
+        let detached = |(name, Array { dims, data }): (String, Array)| {
+            let data = match data {
+                Data::Live(tensor) => Data::Held(Arc::new(slices::read(&tensor, <[f32]>::to_vec)?)),
+                held @ Data::Held(_) => held,
+            };
+            Ok((name, Array { dims, data }))
+        };
+        let arrays = self.arrays.into_iter().map(detached).collect::<Result<_, TrainError>>()?;
+        Ok(Self { values: self.values, arrays })
+    }
+
     /// Sets trained variables to the values under `prefix`.
     ///
     /// # Errors
