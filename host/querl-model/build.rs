@@ -2,9 +2,11 @@
 //! the feature it does nothing.
 //!
 //! `NVCC`, or else the `nvcc` that is found, is the compiler; host/querl-cuda/toolkit.sh brings one. `QUERL_CUDA_CAPABILITIES` names
-//! the capabilities (default `80,86,89,90`); the last of them is there as PTX too, which the driver compiles for later cards.
+//! the capabilities (default `80,86,89,90`); the last of them is there as PTX too, which the driver compiles for later cards. The
+//! crate is told of both, so that a library can say what it was built with and for.
 
 use std::env;
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -36,7 +38,18 @@ fn compile() -> Result<(), String> {
             let nvcc = nvcc.display();
             format!("`{nvcc}`: {error}; run host/querl-cuda/toolkit.sh and source the `environment` that it writes")
         })?;
+    println!("cargo::rustc-env=QUERL_BUILT_WITH_CUDA={}", version_of(&nvcc)?);
+    println!("cargo::rustc-env=QUERL_BUILT_FOR_CAPABILITIES={capabilities}");
     if status.success() { Ok(()) } else { Err(format!("nvcc refused cuda/kernels.cu: {status}")) }
+}
+
+/// `13.0`, of the line `Cuda compilation tools, release 13.0, V13.0.88`.
+fn version_of(nvcc: &OsStr) -> Result<String, String> {
+    let unknown = || format!("`{} --version` names no release", nvcc.display());
+    let output = Command::new(nvcc).arg("--version").output().map_err(|_| unknown())?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let release = text.split_once("release ").and_then(|(_, rest)| rest.split([',', '\n']).next());
+    release.map(|release| release.trim().to_owned()).ok_or_else(unknown)
 }
 
 /// Machine code for each capability, and PTX for the last.

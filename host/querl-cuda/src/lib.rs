@@ -5,6 +5,8 @@
 //! anything else. No panic leaves it.
 
 mod foreign;
+#[cfg(test)]
+mod tests;
 
 use foreign::ForeignHost;
 use querl_device::interface::{self, Bytes, HostTable, words_of};
@@ -73,6 +75,13 @@ pub unsafe extern "C" fn querl_cuda_free(bytes: Bytes) {
     drop(unsafe { bytes.into_vec() });
 }
 
+#[cfg(feature = "cuda")]
+fn description() -> Description {
+    let (cuda, capabilities) = (querl_model::device::cuda_version(), querl_model::device::capabilities());
+    Description { version: env!("CARGO_PKG_VERSION").into(), cuda: Some(cuda), capabilities }
+}
+
+#[cfg(not(feature = "cuda"))]
 fn description() -> Description {
     Description { version: env!("CARGO_PKG_VERSION").into(), cuda: None, capabilities: Vec::new() }
 }
@@ -82,6 +91,8 @@ fn run(job: &[u8], host: &ForeignHost<'_>) -> Ended {
         Ok(job) => job,
         Err(error) => return Ended::Failed(Failure::failed(format!("the job is not understood: {error}"))),
     };
+    #[cfg(test)]
+    tests::panic_if_asked(&job);
     match querl_device::do_job(&job, host) {
         Ok(outcome) => Ended::Done(outcome),
         Err(JobError::Failed(failure)) => Ended::Failed(failure),

@@ -29,6 +29,7 @@ impl Ending {
             TrainError::Interrupted { .. } => Self::Interrupted,
             TrainError::DropRate { .. } => Self::Limit,
             TrainError::Data(_) => Self::Usage,
+            error if error.is_out_of_memory() => Self::OutOfMemory,
             TrainError::Model(error) => Self::of_model(error),
             _ => Self::Failed,
         }

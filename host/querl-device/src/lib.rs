@@ -17,6 +17,7 @@ mod host;
 pub mod interface;
 mod job;
 mod library;
+pub mod memory;
 mod messages;
 mod work;
 

@@ -1,7 +1,7 @@
 //! The answers of a model, as a job.
 
-use super::{decoder, load_adapter};
-use crate::{Answered, Ending, Failure, Generating, Host, Job, JobError, Outcome};
+use super::load_adapter;
+use crate::{Answered, Device, Ending, Failure, Generating, Host, Job, JobError, Outcome};
 use querl_core::records::Message;
 use querl_model::{
     Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights, generate,
@@ -12,7 +12,10 @@ use std::time::Instant;
 
 /// Answers every prompt and hands the answers over, some at once; looks between them whether to stop.
 pub(super) fn answer(job: &Job, generating: &Generating, host: &dyn Host) -> Result<Outcome, JobError> {
-    let decoder = decoder(job, Weights::Frozen)?;
+    if job.device != Device::Cpu {
+        host.line("answers are written on the CPU, where alone this build generates them one at a time");
+    }
+    let decoder = Decoder::load_as(&job.model.path, Weights::Frozen, job.model.dtype)?;
     let adapter = generating.adapter.as_ref().map(|path| load_adapter(path, &decoder)).transpose()?;
     let decoding = match generating.n_beams {
         1 => Decoding::Greedy,

@@ -40,7 +40,7 @@ pub fn lora(sft: &SftConfig) -> LoraSettings {
     }
 }
 
-/// The base, on the job's device.
+/// The base to train on, on the job's device.
 fn decoder(job: &Job, weights: Weights) -> Result<Decoder, JobError> {
     match job.device {
         Device::Cpu => Ok(Decoder::load_as(&job.model.path, weights, job.model.dtype)?),

@@ -37,3 +37,14 @@ pub use tensors::{Loan, storage, whole};
 
 /// Values on the card.
 pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
+
+/// The CUDA that this was built with, such as 13000 for 13.0; 0 where the compiler's words were no version.
+pub fn cuda_version() -> u32 {
+    let mut numbers = env!("QUERL_BUILT_WITH_CUDA").split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    numbers.next().unwrap_or(0) * 1000 + numbers.next().unwrap_or(0) * 10
+}
+
+/// The compute capabilities that our kernels were compiled for, such as 90; the last stands for later ones too.
+pub fn capabilities() -> Vec<u32> {
+    env!("QUERL_BUILT_FOR_CAPABILITIES").split(',').filter_map(|number| number.trim().parse().ok()).collect()
+}

@@ -1,0 +1,247 @@
+//! How much memory a stage will take, from its settings and the model's shapes, before it begins.
+//!
+//! Counted are the large things: the base, the adapters with what their optimizers keep, what a pass keeps of each row for its
+//! backward pass, the logits of a part of the vocabulary, the keys and values of answers in progress. Counts are upper bounds where
+//! the data decides (the longest row, as many answers as are in progress at most). Not counted, and therefore reserved as
+//! [`BESIDE_BYTES`]: what driver, cuBLAS and kernels take, and pieces that the allocator cannot join.
+
+mod advice;
+mod counts;
+
+pub use advice::{Advice, advise, gibibytes};
+
+use counts::{adapter_parameters, base_bytes, kept_bytes_of_row, scratch_bytes_of_row};
+use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
+use querl_model::DecoderConfig;
+
+/// In what a device computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Types {
+    /// Bytes of an activation within a layer, and of a key or value that is kept.
+    pub value_bytes: usize,
+    /// What is reserved for everything that is not counted.
+    pub beside_bytes: u64,
+    /// How it can store a frozen base, most bits first.
+    pub storages: &'static [BaseDtype],
+}
+
+/// Of a card: cuBLAS's workspace of 32 MiB, the driver's part of a process and loaded kernels. An allowance, and no measurement.
+pub const BESIDE_BYTES: u64 = 768 << 20;
+
+impl Types {
+    /// A card: activations in bf16, and the base too.
+    pub const CARD: Self = Self { value_bytes: 2, beside_bytes: BESIDE_BYTES, storages: &[BaseDtype::Bf16] };
+    /// The processor: everything in f32, the base in anything.
+    pub const PROCESSOR: Self = Self {
+        value_bytes: 4,
+        beside_bytes: 0,
+        storages: &[BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4],
+    };
+}
+
+/// Sums, adapters, gradients and moments are f32 on every device.
+const SUM_BYTES: usize = 4;
+
+/// Values of logits that are computed at once: a part of the vocabulary for all rows (`PART_VALUES` of `querl-model`).
+const LOGITS: usize = 1 << 25;
+
+/// A logit in f32 and its gradient in bf16.
+const LOGIT_BYTES: usize = 6;
+
+/// Answers in progress at once, and tokens of kept prefixes (`EngineSettings::default()`).
+const MAX_SEQUENCES: usize = 256;
+const MAX_PREFIX_TOKENS: usize = 4096;
+
+/// Tokens of a block of keys and values.
+const BLOCK_TOKENS: usize = 16;
+
+/// What will be run, as far as memory depends on it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Asked {
+    /// The model's shapes.
+    pub shapes: DecoderConfig,
+    /// Its storage, and how passes are cut.
+    pub model: ModelConfig,
+    /// What is done with it.
+    pub stage: Stage,
+    /// In what.
+    pub types: Types,
+}
+
+/// What is done with a model.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Stage {
+    /// Supervised fine-tuning.
+    Sft {
+        /// Its settings.
+        config: SftConfig,
+        /// Tokens of the longest row.
+        longest_row: usize,
+    },
+    /// Reinforcement learning.
+    Rl {
+        /// Its settings.
+        config: Box<RlConfig>,
+        /// The shape of its adapters.
+        lora: SftConfig,
+        /// Tokens of the longest prompt.
+        longest_prompt: usize,
+    },
+}
+
+impl Stage {
+    /// As the command line calls it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Sft { .. } => "sft",
+            Self::Rl { .. } => "rl",
+        }
+    }
+
+    fn lora(&self) -> &SftConfig {
+        match self {
+            Self::Sft { config, .. } => config,
+            Self::Rl { lora, .. } => lora,
+        }
+    }
+
+    /// Tokens of the longest row that is learned from.
+    fn longest_row(&self) -> usize {
+        match self {
+            Self::Sft { longest_row, .. } => *longest_row,
+            Self::Rl { config, longest_prompt, .. } => longest_prompt + config.max_new_tokens,
+        }
+    }
+
+    /// Most rows of data that one pass may have.
+    fn rows_of_step(&self) -> usize {
+        match self {
+            Self::Sft { config, .. } => config.batch_size * config.gradient_accumulation_steps,
+            Self::Rl { config, .. } => config.mini_batch_size.div_ceil(config.gradient_accumulation_steps.max(1)),
+        }
+    }
+}
+
+/// Bytes of each part, at the moment when all of them together are most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Plan {
+    /// The base as it is stored; in full fine-tuning with its gradients and moments.
+    pub base: u64,
+    /// All adapters: values, gradients, moments, and copies that generation takes.
+    pub adapters: u64,
+    /// What a pass keeps for its backward pass.
+    pub kept: u64,
+    /// What the backward pass of one layer needs besides.
+    pub scratch: u64,
+    /// Logits and their gradients, of a part of the vocabulary.
+    pub logits: u64,
+    /// Keys and values of answers in progress.
+    pub cache: u64,
+    /// See [`Types::beside_bytes`].
+    pub beside: u64,
+}
+
+impl Plan {
+    /// Counts.
+    pub fn new(asked: &Asked) -> Self {
+        let Asked { shapes, model, stage, types } = asked;
+        let n_rows = tokens_of_pass(asked);
+        let n_layers = shapes.n_layers as u64;
+        let rank = stage.lora().lora_rank;
+        let kept = kept_bytes_of_row(shapes, rank, types.value_bytes);
+        let row_of_layer = (shapes.hidden_size * SUM_BYTES) as u64;
+        // With checkpointing each layer keeps its input alone, and one at a time has everything.
+        let kept = match model.gradient_checkpointing {
+            true => (n_layers * row_of_layer + kept) * n_rows,
+            false => n_layers * kept * n_rows,
+        };
+        let parameters = adapter_parameters(shapes, stage.lora());
+        Self {
+            base: base_of(asked),
+            adapters: adapters_of(asked, parameters),
+            kept: kept + row_of_layer * n_rows,
+            scratch: scratch_bytes_of_row(shapes, types.value_bytes) * n_rows,
+            logits: logits_of(shapes, n_rows),
+            cache: cache_of(asked),
+            beside: types.beside_bytes,
+        }
+    }
+
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.certain() + self.kept + self.scratch + self.logits + self.cache + self.beside
+    }
+
+    /// What is there from the beginning to the end, counted to the byte but for padding: where this does not fit, nothing does.
+    pub fn certain(&self) -> u64 {
+        self.base + self.adapters
+    }
+
+    /// Parts that are not nothing, with their names, largest first.
+    pub fn parts(&self) -> Vec<(&'static str, u64)> {
+        let mut parts = vec![
+            ("base", self.base),
+            ("adapters", self.adapters),
+            ("activations", self.kept + self.scratch),
+            ("logits", self.logits),
+            ("keys and values", self.cache),
+            ("reserve", self.beside),
+        ];
+        parts.retain(|(_, bytes)| *bytes > 0);
+        parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        parts
+    }
+}
+
+/// Tokens of the largest pass: the limit, unless a step has fewer or a single row more.
+fn tokens_of_pass(asked: &Asked) -> u64 {
+    let longest = asked.stage.longest_row();
+    let of_step = asked.stage.rows_of_step().saturating_mul(longest);
+    asked.model.tokens_per_pass.min(of_step).max(longest) as u64
+}
+
+fn base_of(asked: &Asked) -> u64 {
+    let stored = base_bytes(&asked.shapes, asked.model.dtype);
+    match &asked.stage {
+        // Values, their gradients, those of a pass, two moments: all f32, whatever the storage of a frozen base.
+        Stage::Sft { config, .. } if config.method == TuningMethod::Full => {
+            base_bytes(&asked.shapes, BaseDtype::F32) * 5
+        }
+        _ => stored,
+    }
+}
+
+/// A trained adapter: value, two moments, the gradient and that of the pass under way, the flattened copy that a layer's
+/// operation holds. A frozen one: its values.
+fn adapters_of(asked: &Asked, parameters: u64) -> u64 {
+    const TRAINED: u64 = 6;
+    let copies = match &asked.stage {
+        Stage::Sft { config, .. } if config.method == TuningMethod::Full => 0,
+        Stage::Sft { .. } => TRAINED,
+        Stage::Rl { config, .. } => {
+            let has_critic = config.algorithm == querl_core::config::RlAlgorithm::Ppo;
+            let critic = if has_critic && config.critic == CriticKind::Adapter { TRAINED } else { 0 };
+            let snapshot = u64::from(config.off_by_one);
+            // The policy, its reference, the copy that generation reads.
+            TRAINED + 1 + 1 + critic + snapshot
+        }
+    };
+    copies * parameters * SUM_BYTES as u64
+}
+
+fn logits_of(shapes: &DecoderConfig, n_rows: u64) -> u64 {
+    let n_logits = (LOGITS as u64).max(512 * n_rows).min(n_rows * shapes.vocab_size as u64);
+    n_logits * LOGIT_BYTES as u64
+}
+
+fn cache_of(asked: &Asked) -> u64 {
+    let Stage::Rl { config, longest_prompt, .. } = &asked.stage else { return 0 };
+    let n_sequences = (config.batch_size * config.n_samples).min(MAX_SEQUENCES) as u64;
+    let n_tokens = (longest_prompt + config.max_new_tokens).next_multiple_of(BLOCK_TOKENS) + BLOCK_TOKENS;
+    let shapes = &asked.shapes;
+    let of_token = shapes.n_layers * 2 * shapes.n_kv_heads * shapes.head_dim * asked.types.value_bytes;
+    (n_sequences * n_tokens as u64 + MAX_PREFIX_TOKENS as u64) * of_token as u64
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,142 @@
+//! Plans in numbers that can be done by hand, and the advice that follows from them.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use querl_model::Family;
+
+/// The shapes of Qwen2.5-32B.
+fn large() -> DecoderConfig {
+    DecoderConfig {
+        family: Family::Qwen2,
+        vocab_size: 152_064,
+        hidden_size: 5120,
+        intermediate_size: 27_648,
+        n_layers: 64,
+        n_heads: 40,
+        n_kv_heads: 8,
+        head_dim: 128,
+        max_positions: 32_768,
+        rope_theta: 1e6,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings: false,
+        qkv_bias: true,
+        output_bias: false,
+        initializer_range: 0.02,
+    }
+}
+
+fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
+    ModelConfig { path: "model".into(), dtype, tokens_per_pass, gradient_checkpointing: false }
+}
+
+fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> Asked {
+    let config = SftConfig { batch_size: 64, ..SftConfig::default() };
+    let stage = Stage::Sft { config, longest_row: 1024 };
+    Asked { shapes: large(), model: model(dtype, tokens_per_pass), stage, types: Types::CARD }
+}
+
+fn rl(tokens_per_pass: usize) -> Asked {
+    let config = RlConfig { batch_size: 64, max_new_tokens: 150, ..RlConfig::default() };
+    let stage = Stage::Rl { config: Box::new(config), lora: SftConfig::default(), longest_prompt: 874 };
+    Asked { shapes: large(), model: model(BaseDtype::Bf16, tokens_per_pass), stage, types: Types::CARD }
+}
+
+const GIB: u64 = 1 << 30;
+
+#[test]
+fn the_base_is_the_published_number_of_weights() {
+    // 32.76 thousand million weights: the model card of Qwen2.5-32B says 32.5B, 31.0B without embeddings.
+    let layer = 5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64;
+    let tables = 2 * 152_064 * 5120u64;
+    let small = 64 * (2 * 5120 + 5120 + 2 * 1024) + 5120u64;
+    let n_weights = 64 * layer + tables + small;
+    assert!((32.7e9..32.8e9).contains(&(n_weights as f64)), "{n_weights}");
+    assert_eq!(base_bytes(&large(), BaseDtype::Bf16), 2 * (64 * layer + tables) + 4 * small);
+    assert_eq!(base_bytes(&large(), BaseDtype::F32), 4 * n_weights);
+    // 16 values of 4 bits and a scale of 4 bytes for 64 weights.
+    assert_eq!(base_bytes(&large(), BaseDtype::Nf4), 64 * (layer / 2 + layer / 16) + 2 * tables + 4 * small);
+}
+
+#[test]
+fn an_adapter_has_the_weights_that_peft_counts() {
+    // print_trainable_parameters() of a LoRA of rank 16 on all linear layers of these shapes.
+    let of_layer = 16 * ((5120 + 5120) + 2 * (5120 + 1024) + (5120 + 5120) + 3 * (5120 + 27_648));
+    assert_eq!(adapter_parameters(&large(), &SftConfig::default()), 64 * of_layer);
+    assert_eq!(adapter_parameters(&large(), &SftConfig::default()), 134_217_728);
+    let some = SftConfig { lora_target_modules: vec!["q_proj".into()], ..SftConfig::default() };
+    assert_eq!(adapter_parameters(&large(), &some), 64 * 16 * 10_240);
+}
+
+#[test]
+fn checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole() {
+    let whole = Plan::new(&sft(BaseDtype::Bf16, 4096));
+    let asked = sft(BaseDtype::Bf16, 4096);
+    let checkpointed =
+        Plan::new(&Asked { model: ModelConfig { gradient_checkpointing: true, ..asked.model.clone() }, ..asked });
+    let of_row = (2 * (5120 + 1024 + 27_648 + 56) + 56 - 56) as u64 * 2 + (2 * 5120 + 40) * 4;
+    let inputs = 5120 * 4u64;
+    assert_eq!(whole.kept, 4096 * (64 * of_row + inputs));
+    assert_eq!(checkpointed.kept, 4096 * (64 * inputs + of_row + inputs));
+    assert_eq!(Plan { kept: whole.kept, ..checkpointed }, whole);
+}
+
+#[test]
+fn a_pass_is_no_larger_than_the_data_makes_it_and_holds_the_longest_row() {
+    let with = |tokens_per_pass, rows, longest_row| {
+        let config = SftConfig { batch_size: rows, gradient_accumulation_steps: 1, ..SftConfig::default() };
+        let stage = Stage::Sft { config, longest_row };
+        tokens_of_pass(&Asked { stage, ..sft(BaseDtype::Bf16, tokens_per_pass) })
+    };
+    assert_eq!((with(8192, 2, 500), with(8192, 64, 500), with(256, 64, 500)), (1000, 8192, 500));
+}
+
+#[test]
+fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() {
+    let (rl, sft) = (Plan::new(&rl(4096)), Plan::new(&sft(BaseDtype::Bf16, 4096)));
+    // Six of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
+    assert_eq!(rl.adapters / sft.adapters, 14 / 6);
+    assert_eq!(rl.adapters, 14 * 4 * 134_217_728);
+    // 64 answers of 874 + 150 tokens in blocks of 16, one more block for each, and the kept prefixes: 256 KiB a token.
+    assert_eq!(rl.cache, (64 * (1024 + 16) + 4096) * 64 * 2 * 1024 * 2);
+    assert_eq!(sft.cache, 0);
+}
+
+fn advised(asked: &Asked, free: u64) -> Option<String> {
+    let advice = advise(asked, free)?;
+    let needed = Plan::new(asked).total();
+    assert!(needed > free && needed - advice.saved_bytes <= free, "{advice:?}");
+    Some(advice.change)
+}
+
+#[test]
+fn what_fits_needs_no_advice_and_what_never_fits_gets_none() {
+    assert_eq!(advised(&sft(BaseDtype::Bf16, 2048), 141 * GIB), None);
+    let asked = sft(BaseDtype::Bf16, 8192);
+    assert!(Plan::new(&asked).total() > 8 * GIB && advise(&asked, 8 * GIB).is_none());
+}
+
+#[test]
+fn advice_is_the_cheapest_change_that_suffices() {
+    let asked = sft(BaseDtype::Bf16, 8192);
+    let needed = Plan::new(&asked).total();
+    assert!(needed > 131 * GIB, "{needed}");
+    // Cut a little: the largest passes that fit, in steps of 256.
+    let change = advised(&asked, 131 * GIB).unwrap();
+    assert!(change.starts_with("model.tokens_per_pass to "), "{change}");
+    let size: usize = change["model.tokens_per_pass to ".len()..].parse().unwrap();
+    let total = |size| Plan::new(&sft(BaseDtype::Bf16, size)).total();
+    assert!(total(size) <= 131 * GIB && total(size + 256) > 131 * GIB && size.is_multiple_of(256));
+    // Where passes would be small, checkpointing; where that is not enough, fewer bits.
+    assert_eq!(advised(&asked, 85 * GIB).unwrap(), "model.gradient_checkpointing to true");
+    assert!(advised(&asked, 72 * GIB).unwrap().starts_with("model.gradient_checkpointing to true and model.tokens"));
+    assert!(advise(&asked, 40 * GIB).is_none(), "a card stores bf16 alone");
+    let types = Types { storages: Types::PROCESSOR.storages, ..Types::CARD };
+    let asked = Asked { types, ..asked };
+    assert_eq!(advised(&asked, 40 * GIB).unwrap(), "model.dtype to \"nf4\" and model.gradient_checkpointing to true");
+}
+
+#[test]
+fn advice_reads_as_a_sentence() {
+    let advice = Advice { change: "model.gradient_checkpointing to true".into(), saved_bytes: 10 * GIB + GIB / 2 };
+    assert_eq!(advice.to_string(), "set model.gradient_checkpointing to true, which takes 10.5 GiB less");
+}
