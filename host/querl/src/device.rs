@@ -1,16 +1,231 @@
-//! Which device a configuration asks for, and whether this build has it.
+//! Which device a configuration asks for, and who does the jobs then.
 
+use crate::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
 use crate::failure::Stop;
+use crate::terminal;
+use querl_core::config::{Config, ModelConfig, SftConfig, TuningMethod};
+use querl_device::memory::Types;
+use querl_device::{Description, Device, Host, Job, JobError, Outcome, do_job};
+use std::sync::Mutex;
 
-/// Accepts `cpu` and `auto`, which takes the best that this build has: the CPU.
+/// Who does the jobs of a run.
+#[derive(Debug)]
+pub struct Place {
+    worker: Worker,
+    /// What `auto` has chosen and why; said before the first job.
+    choice: Mutex<Option<String>>,
+}
+
+#[derive(Debug)]
+enum Worker {
+    /// This program, on the processor.
+    Program,
+    /// The library, on its processor: in tests.
+    Library(Found),
+    /// The library, on a card.
+    Card(Found, UsedCard),
+}
+
+/// A card that does jobs.
+#[derive(Debug)]
+pub struct UsedCard {
+    /// Its number, as in `cuda:N`.
+    pub index: usize,
+    /// What it is.
+    pub card: Card,
+    /// What nobody else used of its memory when the run began, where the driver tells.
+    pub free_bytes: Option<u64>,
+}
+
+impl Place {
+    /// This program, on the processor.
+    pub fn here() -> Self {
+        Self { worker: Worker::Program, choice: Mutex::new(None) }
+    }
+
+    /// The place for a configuration. A device that is neither `cpu` nor a card is `auto`: the configuration was checked.
+    ///
+    /// # Errors
+    /// It asks for a card that cannot be used, or for what a card cannot do.
+    pub fn choose(config: &Config) -> Result<Self, Stop> {
+        let name = &config.device;
+        let named = Device::from_name(name);
+        if named == Some(Device::Cpu) {
+            return Ok(Self::here());
+        }
+        match (worker(named, config), named) {
+            (Ok(worker), _) => {
+                let place = Self { worker, choice: Mutex::new(None) };
+                let choice = named.is_none().then(|| format!("device: {}", place.name()));
+                Ok(Self { choice: Mutex::new(choice), ..place })
+            }
+            (Err(missing), None) => {
+                let choice = format!("device: the CPU, since {missing}");
+                Ok(Self { choice: Mutex::new(Some(choice)), ..Self::here() })
+            }
+            (Err(missing), Some(_)) => Err(Stop::usage(format!(
+                "device is {name:?}, which cannot be used: {missing}; or use \"cpu\" or \"auto\""
+            ))),
+        }
+    }
+
+    /// As people call it.
+    pub fn name(&self) -> String {
+        match &self.worker {
+            Worker::Program => Device::Cpu.to_string(),
+            Worker::Library(_) => "the CPU of libquerl_cuda".into(),
+            Worker::Card(_, used) => format!("cuda:{}, {}", used.index, used.card.name),
+        }
+    }
+
+    /// As jobs call it.
+    pub fn device(&self) -> Device {
+        self.card().map_or(Device::Cpu, |used| Device::Cuda(used.index))
+    }
+
+    /// The card, where it is one.
+    pub fn card(&self) -> Option<&UsedCard> {
+        match &self.worker {
+            Worker::Card(_, used) => Some(used),
+            Worker::Program | Worker::Library(_) => None,
+        }
+    }
+
+    /// What decides the last bits of a training, of what a checkpoint belongs to: the sort of card. `None` of the processor,
+    /// which computes the same in the program and in the library.
+    pub fn arithmetic(&self) -> Option<String> {
+        self.card().map(|used| format!("cuda {}", used.card.capability))
+    }
+
+    /// Has a job done. The first time, it is said what `auto` has chosen.
+    ///
+    /// # Errors
+    /// As [`do_job`].
+    pub fn run(&self, job: &Job, host: &dyn Host) -> Result<Outcome, JobError> {
+        let choice = self.choice.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        choice.into_iter().for_each(|line| terminal::say(&line));
+        match &self.worker {
+            Worker::Program => do_job(job, host),
+            Worker::Library(found) | Worker::Card(found, _) => found.library.run(job, host),
+        }
+    }
+}
+
+/// The library on the card that is asked for, or on the first.
+fn worker(named: Option<Device>, config: &Config) -> Result<Worker, Missing> {
+    if std::env::var_os(cuda::ON_CPU).is_some() {
+        return cuda::open().map(Worker::Library);
+    }
+    let driver = Probe::new().driver()?;
+    let index = match named {
+        Some(Device::Cuda(index)) => index,
+        _ => 0,
+    };
+    let card = driver.cards.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
+    let found = cuda::open()?;
+    check_fit(driver.cuda, &card, found.library.description())?;
+    check_settings(&config.model, &config.sft)?;
+    let free_bytes = driver.free_bytes(index).ok();
+    Ok(Worker::Card(found, UsedCard { index, card, free_bytes }))
+}
+
+/// What the processor can do and a card cannot.
 ///
 /// # Errors
-/// `device` names a GPU: those need a library that is not part of this build.
-pub fn check(device: &str) -> Result<(), Stop> {
-    match device {
-        "auto" | "cpu" => Ok(()),
-        other => Err(Stop::usage(format!(
-            "device is {other:?}, which needs the CUDA library libquerl_cuda; it is not part of this build, so use \"cpu\" or \"auto\""
+/// A setting asks for some of it.
+fn check_settings(model: &ModelConfig, sft: &SftConfig) -> Result<(), Missing> {
+    let storages = Types::CARD.storages;
+    if !storages.contains(&model.dtype) {
+        let names: Vec<&str> = storages.iter().map(|dtype| dtype.name()).collect();
+        let (found, expected) = (model.dtype.name(), names.join(" or "));
+        return Err(Missing(format!("model.dtype is {found:?} and a card stores a frozen base as {expected}")));
+    }
+    let refused = [
+        (sft.method == TuningMethod::Full, "sft.method is \"full\""),
+        (sft.use_dora, "sft.use_dora is true"),
+        (sft.lora_dropout > 0.0, "sft.lora_dropout is above 0"),
+    ];
+    match refused.into_iter().find(|(is_set, _)| *is_set) {
+        Some((_, setting)) => Err(Missing(format!("{setting}, which the CPU alone can do"))),
+        None => Ok(()),
+    }
+}
+
+fn no_such_card(driver: &Driver, index: usize) -> Missing {
+    let n_cards = driver.cards.len();
+    Missing(format!("the driver sees {n_cards} card(s), cuda:0 to cuda:{}, and none is cuda:{index}", n_cards - 1))
+}
+
+/// Whether a library's code runs on a card whose driver supports `driver_cuda`.
+///
+/// # Errors
+/// It does not.
+pub fn check_fit(driver_cuda: u32, card: &Card, library: &Description) -> Result<(), Missing> {
+    let Some(cuda) = library.cuda else {
+        return Err(Missing("libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh".into()));
+    };
+    // Within one major version, an older driver runs what a newer CUDA has compiled.
+    if driver_cuda / 1000 < cuda / 1000 {
+        let (has, needs) = (version_name(driver_cuda), version_name(cuda));
+        return Err(Missing(format!(
+            "the driver supports CUDA {has} and libquerl_cuda was built with CUDA {needs}; update the driver, or build the library with CUDA {}",
+            driver_cuda / 1000
+        )));
+    }
+    match library.capabilities.iter().min() {
+        Some(&least) if card.capability < least => Err(Missing(format!(
+            "{} has compute capability {}; expected {} or newer",
+            card.name,
+            capability_name(card.capability),
+            capability_name(least)
         ))),
+        _ => Ok(()),
+    }
+}
+
+/// 90 as `9.0`.
+pub fn capability_name(capability: u32) -> String {
+    format!("{}.{}", capability / 10, capability % 10)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::config::BaseDtype;
+
+    fn model(dtype: BaseDtype) -> ModelConfig {
+        ModelConfig { path: "model".into(), dtype, tokens_per_pass: 512, gradient_checkpointing: false }
+    }
+
+    #[test]
+    fn what_a_card_cannot_do_is_named_by_its_setting() {
+        let refusal = |dtype, sft: SftConfig| check_settings(&model(dtype), &sft).map_err(|missing| missing.0);
+        let plain = SftConfig::default();
+        assert_eq!(refusal(BaseDtype::Bf16, plain.clone()), Ok(()));
+        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16";
+        assert_eq!(refusal(BaseDtype::F32, plain.clone()), Err(of_dtype.into()));
+        let full = SftConfig { method: TuningMethod::Full, ..plain.clone() };
+        let of_method = "sft.method is \"full\", which the CPU alone can do";
+        assert_eq!(refusal(BaseDtype::Bf16, full), Err(of_method.into()));
+        let dropout = SftConfig { lora_dropout: 0.1, ..plain };
+        assert!(refusal(BaseDtype::Bf16, dropout).unwrap_err().starts_with("sft.lora_dropout is above 0"));
+    }
+
+    #[test]
+    fn a_library_must_be_for_the_card_and_its_driver() {
+        let description = |cuda| Description { version: "0.1.0".into(), cuda, capabilities: vec![80, 86, 90] };
+        let card = |capability| Card { name: "A card".into(), memory_bytes: 1 << 30, capability };
+        let refusal = |driver_cuda, capability, cuda| {
+            check_fit(driver_cuda, &card(capability), &description(cuda)).map_err(|missing| missing.0)
+        };
+        assert_eq!(refusal(13_000, 90, Some(13_010)), Ok(()));
+        assert_eq!(refusal(13_000, 120, Some(13_000)), Ok(()));
+        let older = "the driver supports CUDA 12.8 and libquerl_cuda was built with CUDA 13.0; update the driver, or build the \
+                     library with CUDA 12";
+        assert_eq!(refusal(12_080, 90, Some(13_000)), Err(older.into()));
+        let small = "A card has compute capability 7.5; expected 8.0 or newer";
+        assert_eq!(refusal(13_000, 75, Some(13_000)), Err(small.into()));
+        assert!(refusal(13_000, 90, None).unwrap_err().contains("built without CUDA"));
     }
 }

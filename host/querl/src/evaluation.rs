@@ -63,11 +63,28 @@ pub fn evaluate_system(
     progress: &dyn Progress,
 ) -> anyhow::Result<Evaluated> {
     let mut evaluated = Evaluated::default();
-    for some in rows.chunks(N_ROWS_AT_ONCE) {
-        crate::interrupt::check()?;
-        let answers = ask(system, some, baselines, scorer).with_context(|| format!("system {}", system.name()))?;
+    let mut finish = |some: &[DatasetRow], answers| -> anyhow::Result<()> {
         score(system, some, answers, baselines, scorer, &mut evaluated)?;
         progress.update(evaluated.records.len() as u64, rows.len() as u64, system.name());
+        Ok(crate::interrupt::check()?)
+    };
+    match system {
+        System::Raw | System::Teacher => {
+            for some in rows.chunks(N_ROWS_AT_ONCE) {
+                finish(some, some.iter().map(|row| known(system, row, baselines)).collect())?;
+            }
+        }
+        System::Model { generator, .. } => {
+            let mut rest = rows;
+            generator.generate(rows, N_ROWS_AT_ONCE, &mut |generations| {
+                let n_rows = rest.len();
+                let some = rest.split_off(..generations.len());
+                let some = some.with_context(|| format!("{} answers to {n_rows} queries", generations.len()))?;
+                let answers = generations.into_iter().map(|generation| Ok(Ok(model(generation, scorer)?)));
+                finish(some, answers.collect::<Result<_, EnvironmentError>>()?)
+            })?;
+            anyhow::ensure!(rest.is_empty(), "{} queries without an answer", rest.len());
+        }
     }
     Ok(evaluated)
 }
@@ -78,21 +95,11 @@ pub fn n_failed(records: &[EvalRecord]) -> u64 {
     answers.filter(|side| side.retrieval.is_err() || matches!(side.judgement, Judgement::Failed(_))).count() as u64
 }
 
-fn ask(
-    system: &System<'_>,
-    rows: &[DatasetRow],
-    baselines: &Baselines,
-    scorer: &Scorer,
-) -> anyhow::Result<Vec<Result<Answer, Rejection>>> {
+/// What somebody who is asked nothing wrote.
+fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result<Answer, Rejection> {
     match system {
-        System::Raw => Ok(rows.iter().map(|row| Ok(raw(row))).collect()),
-        System::Teacher => Ok(rows.iter().map(|row| teacher(baselines.of(&row.metadata.query.id))).collect()),
-        System::Model { generator, .. } => {
-            let generations = generator.generate(rows)?;
-            anyhow::ensure!(generations.len() == rows.len(), "{} answers to {} queries", generations.len(), rows.len());
-            let answers = generations.into_iter().map(|generation| Ok(Ok(model(generation, scorer)?)));
-            answers.collect::<Result<_, EnvironmentError>>().map_err(Into::into)
-        }
+        System::Teacher => teacher(baselines.of(&row.metadata.query.id)),
+        _ => Ok(raw(row)),
     }
 }
 
@@ -167,18 +174,19 @@ fn finish(system: &System<'_>, answer: Answer, scored: Scored) -> SystemAnswer {
 mod tests {
     use super::*;
     use crate::environment::testing::{Shop, dataset_row, validated};
+    use crate::training::Each;
     use querl_core::ports::{PolicyResponse, Silent};
 
     struct Fixed(&'static str);
 
     impl Generator for Fixed {
-        fn generate(&self, rows: &[DatasetRow]) -> anyhow::Result<Vec<Generation>> {
+        fn generate(&self, rows: &[DatasetRow], _: usize, each: &mut Each<'_>) -> anyhow::Result<()> {
             let generation = |row_index| {
                 let text = self.0.into();
                 let response = PolicyResponse { row_index, sample_index: 0, text, n_tokens: 2, truncated: false };
                 Generation { response, latency_ms: 12.0 }
             };
-            Ok((0..rows.len()).map(generation).collect())
+            each((0..rows.len()).map(generation).collect())
         }
     }
 

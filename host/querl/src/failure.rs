@@ -4,6 +4,7 @@ use querl_bundle::BundleError;
 use querl_core::config::ConfigError;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_data::DataError;
+use querl_device::Failure;
 use querl_model::ModelError;
 use querl_plugins::PluginError;
 use querl_registry::RegistryError;
@@ -36,9 +37,16 @@ impl Stop {
         Self { ending: Ending::Usage, message: message.into() }
     }
 
-    /// A limit of the user's.
-    pub fn limit(message: impl Into<String>) -> Self {
-        Self { ending: Ending::Limit, message: message.into() }
+    /// What a job ended with. Memory that did not suffice is a failure: its sentence says what to change.
+    pub fn of(failure: Failure) -> Self {
+        use querl_device::Ending as OfJob;
+        let ending = match failure.ending {
+            OfJob::Failed | OfJob::OutOfMemory => Ending::Failed,
+            OfJob::Usage => Ending::Usage,
+            OfJob::Limit => Ending::Limit,
+            OfJob::Interrupted => Ending::Interrupted,
+        };
+        Self { ending, message: failure.message }
     }
 
     /// The user said stop.
@@ -94,13 +102,7 @@ fn plugin_fault<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a 
 
 /// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
 fn of_model(error: &ModelError) -> Option<Ending> {
-    match error {
-        ModelError::MissingFile { .. }
-        | ModelError::UnsupportedArchitecture { .. }
-        | ModelError::BadFile { .. }
-        | ModelError::Lora(_) => Some(Ending::Usage),
-        _ => None,
-    }
+    (querl_device::Ending::of_model(error) == querl_device::Ending::Usage).then_some(Ending::Usage)
 }
 
 /// Whether what reads our output went away.
@@ -138,7 +140,8 @@ mod tests {
 
     #[test]
     fn context_keeps_the_ending() {
-        let error = anyhow::Error::from(Stop::limit("budget reached")).context("stage rl");
+        let limit = Failure { ending: querl_device::Ending::Limit, message: "budget reached".into() };
+        let error = anyhow::Error::from(Stop::of(limit)).context("stage rl");
         assert_eq!((ending_of(&error), sentence(&error).as_str()), (Ending::Limit, "stage rl: budget reached"));
         assert_eq!(ending_of(&anyhow::anyhow!("disk full")), Ending::Failed);
     }

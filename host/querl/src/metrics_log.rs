@@ -4,6 +4,7 @@ use crate::tensorboard::EventFile;
 use anyhow::Context;
 use querl_core::fsx::write_atomic;
 use querl_core::run_dir::RunDir;
+use querl_train::{MetricSink, Metrics};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -81,6 +82,20 @@ impl MetricsLog {
         }
         self.n_lines = n_own.min(mark);
         self.events.rewind(mark)
+    }
+}
+
+impl MetricSink for MetricsLog {
+    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> io::Result<()> {
+        self.append(step, metrics)
+    }
+
+    fn mark(&mut self) -> io::Result<u64> {
+        Self::mark(self)
+    }
+
+    fn rewind(&mut self, mark: u64) -> io::Result<()> {
+        Self::rewind(self, mark)
     }
 }
 

@@ -31,8 +31,9 @@ fn configuration_that_cannot_be_used() {
         (
             "tenant",
             "device = \"cuda:0\"\ntenant",
-            "device is \"cuda:0\", which needs the CUDA library libquerl_cuda; it is not part of this build, so use \"cpu\" or \"auto\"",
+            "device is \"cuda:0\", which cannot be used: there is no CUDA driver (libcuda.so.1) on this machine; or use \"cpu\" or \"auto\"",
         ),
+        ("tenant", "device = \"gpu\"\ntenant", "querl.toml:1: device is \"gpu\"; expected auto, cpu or cuda:N"),
         (
             "\"queries.jsonl\"",
             "\"queries.xlsx\"",

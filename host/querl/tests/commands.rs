@@ -28,13 +28,25 @@ fn config_schema_lists_keys_and_prints_json_schema() {
 }
 
 #[test]
+fn config_check_tells_what_a_card_would_need() {
+    let project = Project::new();
+    let said = project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", "device=cuda:0"]).ok();
+    let lines: Vec<&str> = said.stderr.lines().collect();
+    assert!(lines[0].starts_with("sft: takes about ") && lines[1].starts_with("rl: takes about "), "{said:#?}");
+    assert!(lines.len() == 2 && lines[1].ends_with(", with rows of 4096 tokens"), "{said:#?}");
+    let of_cpu = project.querl(&["config", "check", "querl.toml", "--skip-plugins"]).ok();
+    assert_eq!(of_cpu.stderr, "");
+}
+
+#[test]
 fn doctor_speaks_in_sentences() {
     let project = Project::new();
     let text = project.querl(&["doctor"]).ok().stdout;
-    assert!(text.contains("device = \"auto\" takes the CPU"), "{text}");
+    assert!(text.contains("there is no CUDA driver (libcuda.so.1) on this machine\n"), "{text}");
+    assert!(text.contains("device = \"cuda:N\" is refused, and device = \"auto\" takes the CPU\n"), "{text}");
     let findings: serde_json::Value = serde_json::from_str(&project.querl(&["doctor", "--json"]).ok().stdout).unwrap();
     let names: Vec<_> = findings.as_array().unwrap().iter().map(|finding| finding["name"].as_str().unwrap()).collect();
-    assert_eq!(names, ["querl", "cpu", "cuda", "cargo", "wasm", "plugins"]);
+    assert_eq!(names, ["querl", "cpu", "driver", "library", "cuda", "cargo", "wasm", "plugins"]);
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use support::Project;
+use support::results::{assert_same, copy, project, results, run_until, sft_results};
 
 /// Settings that a killed run must survive: checkpoints at odd steps, several samples, critics with and without an adapter,
 /// batches that are generated one step ahead.
@@ -33,89 +34,6 @@ const AHEAD: [&str; 4] = ["rl.off_by_one=true", "rl.critic=\"head\"", "rl.kl_tar
 fn args<'a>(sets: &[&'a str]) -> Vec<&'a str> {
     let sets = sets.iter().flat_map(|set| ["--set", set]);
     ["run", "querl.toml", "--to", "rl"].into_iter().chain(sets).collect()
-}
-
-fn copy(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap().flatten() {
-        let (path, to) = (entry.path(), to.join(entry.file_name()));
-        if path.is_dir() {
-            copy(&path, &to);
-        } else {
-            std::fs::copy(&path, &to).unwrap();
-        }
-    }
-}
-
-/// A project whose data stages are done.
-fn prepared() -> &'static Project {
-    static PREPARED: std::sync::LazyLock<Project> = std::sync::LazyLock::new(|| {
-        let project = Project::new();
-        project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
-        project
-    });
-    &PREPARED
-}
-
-fn project() -> Project {
-    let project = Project::new();
-    copy(&prepared().path("run"), &project.path("run"));
-    project
-}
-
-/// Every file that training leaves, without the times it took.
-fn results(project: &Project) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    for folder in ["sft", "rl"] {
-        collect(&project.path("run"), folder, &mut found);
-    }
-    let lines = |file: &str| project.read(&format!("run/{file}")).lines().map(timeless).collect::<String>();
-    for file in ["metrics.jsonl", "episodes.jsonl"] {
-        found.insert(file.into(), lines(file).into_bytes());
-    }
-    found
-}
-
-fn collect(root: &Path, name: &str, found: &mut BTreeMap<String, Vec<u8>>) {
-    for entry in std::fs::read_dir(root.join(name)).unwrap().flatten() {
-        let name = format!("{name}/{}", entry.file_name().to_str().unwrap());
-        // Made for people who look at a run while it is under way; its lines have times in them.
-        if name.contains("tensorboard") {
-            continue;
-        }
-        if entry.path().is_dir() {
-            collect(root, &name, found);
-        } else {
-            found.insert(name, std::fs::read(entry.path()).unwrap());
-        }
-    }
-}
-
-fn timeless(line: &str) -> String {
-    let mut value: Value = serde_json::from_str(line).unwrap();
-    without_times(&mut value);
-    format!("{value}\n")
-}
-
-fn without_times(value: &mut Value) {
-    match value {
-        Value::Object(map) => {
-            let is_time =
-                |name: &str| name.starts_with("timing_s/") || name.starts_with("perf/") || name == "latency_ms";
-            map.retain(|name, _| !is_time(name));
-            map.values_mut().for_each(without_times);
-        }
-        Value::Array(values) => values.iter_mut().for_each(without_times),
-        _ => {}
-    }
-}
-
-fn assert_same(found: &Project, expected: &BTreeMap<String, Vec<u8>>) {
-    let found = results(found);
-    assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
-    for (file, bytes) in expected {
-        assert!(found[file] == *bytes, "{file} differs from that of a run that was never stopped");
-    }
 }
 
 fn start(project: &Project, args: &[&str]) -> Child {
@@ -220,31 +138,11 @@ fn a_training_that_is_killed_at_any_moment_ends_as_one_that_never_was() {
     }
 }
 
-/// Runs `args` until `metrics.jsonl` has `n_lines` of `stage`; hands the process over.
-fn run_until(project: &Project, args: &[&str], stage: &str, n_lines: usize) -> Child {
-    let mut child = project.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let stage = format!("\"stage\":\"{stage}\"");
-    let log = project.path("run/metrics.jsonl");
-    let started = Instant::now();
-    while std::fs::read_to_string(&log).unwrap_or_default().matches(&stage).count() < n_lines {
-        assert!(child.try_wait().unwrap().is_none(), "ended before {n_lines} lines of {stage}");
-        assert!(started.elapsed().as_secs() < 240, "{stage} wrote no metrics");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    child
-}
-
 const LONG: [&str; 4] = ["sft.max_steps=40", "sft.epochs=40", "sft.save_steps=100", "sft.eval_steps=20"];
 
 fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let sets = LONG.iter().chain(more).flat_map(|set| ["--set", set]);
     ["run", "querl.toml", "--to", "sft"].into_iter().chain(sets).collect()
-}
-
-fn sft_results(project: &Project) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    collect(&project.path("run"), "sft", &mut found);
-    found
 }
 
 #[test]
@@ -253,7 +151,7 @@ fn an_interrupted_stage_goes_on_where_it_was_and_starts_anew_on_other_inputs() {
     let args = sft_args(&[]);
     unbroken.querl(&args).ok();
     let interrupt = |n_lines| {
-        let child = run_until(&stopped, &args, "sft", n_lines);
+        let child = run_until(stopped.command(&args), &stopped, "sft", n_lines);
         let sent = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
         assert!(sent.success());
         let output = child.wait_with_output().unwrap();
@@ -286,7 +184,7 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let (unbroken, damaged) = (project(), project());
     let args = sft_args(&["sft.save_steps=3"]);
     unbroken.querl(&args).ok();
-    let mut child = run_until(&damaged, &args, "sft", 9);
+    let mut child = run_until(damaged.command(&args), &damaged, "sft", 9);
     child.kill().unwrap();
     child.wait().unwrap();
     let states = std::fs::read_dir(damaged.path("run/sft/state")).unwrap().flatten().map(|entry| entry.path());
@@ -313,7 +211,7 @@ fn a_full_disk_is_a_clean_stop_that_can_be_gone_on_from() {
     let (unbroken, full) = (project(), project());
     let args = sft_args(&["sft.save_steps=4", "sft.eval_steps=100"]);
     unbroken.querl(&args).ok();
-    let mut child = run_until(&full, &args, "sft", 5);
+    let mut child = run_until(full.command(&args), &full, "sft", 5);
     child.kill().unwrap();
     child.wait().unwrap();
     let state = std::fs::read_dir(full.path("run/sft/state")).unwrap().flatten().next().unwrap();

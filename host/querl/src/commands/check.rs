@@ -2,6 +2,7 @@
 
 use crate::cli::{ConfigArgs, Format};
 use crate::plugins::Plugins;
+use crate::{terminal, training};
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, json_schema, keys};
 use std::io::Write;
@@ -42,6 +43,10 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let config = args.config.load()?;
     if !args.skip_plugins {
         Plugins::open(&config)?;
+    }
+    // What a card would need is told where one is asked for, on this machine or another; the model may be made later.
+    if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
+        training::memory_of_config(&config)?.iter().for_each(|line| terminal::say(line));
     }
     Ok(config)
 }

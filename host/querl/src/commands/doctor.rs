@@ -1,7 +1,8 @@
 //! `querl doctor`: what this machine offers, in sentences.
 
+mod cards;
+
 use crate::cli::Format;
-use crate::cuda::{self, Driver};
 use crate::plugins::host;
 use clap::Args;
 use querl_core::config::PluginLimits;
@@ -30,7 +31,8 @@ struct Finding {
 /// # Errors
 /// stdout is closed.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
-    let findings = [version(), cores(), gpu(), cargo(), wasm_target(), plugins()];
+    let findings: Vec<Finding> =
+        [version(), cores()].into_iter().chain(cards::findings()).chain([cargo(), wasm_target(), plugins()]).collect();
     let mut stdout = std::io::stdout().lock();
     if args.format.json {
         serde_json::to_writer_pretty(&mut stdout, &findings)?;
@@ -54,20 +56,6 @@ fn cores() -> Finding {
     let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
     let sentence = format!("{n_cores} core(s); `--threads` or `threads` in the configuration uses fewer");
     Finding { name: "cpu", ok: true, sentence }
-}
-
-fn gpu() -> Finding {
-    let found = match cuda::probe() {
-        Driver::Absent => "no CUDA driver (libcuda.so.1) on this machine".into(),
-        Driver::Broken(reason) => format!("a CUDA driver is installed but does not work: {reason}"),
-        Driver::Present { cuda_version, n_devices } => {
-            format!("a CUDA driver for CUDA {cuda_version} sees {n_devices} device(s)")
-        }
-    };
-    let sentence = format!(
-        "{found}; device = \"cuda:N\" needs the CUDA library libquerl_cuda, which is not part of this build, and device = \"auto\" takes the CPU"
-    );
-    Finding { name: "cuda", ok: false, sentence }
 }
 
 fn cargo() -> Finding {

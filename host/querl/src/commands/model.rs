@@ -8,7 +8,7 @@ use crate::failure::Stop;
 use crate::interrupt;
 use crate::metrics_log::MetricsLog;
 use crate::terminal::{self, StageProgress};
-use crate::training::{Sink, ending};
+use crate::training::ending;
 use anyhow::Context;
 use clap::Subcommand;
 use querl_core::config::SftConfig;
@@ -145,12 +145,12 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         progress: &progress,
         stop: interrupt::flag(),
     };
-    let mut sink = Sink(MetricsLog::open(&work.path().join("metrics.jsonl"), "sft")?);
+    let mut sink = MetricsLog::open(&work.path().join("metrics.jsonl"), "sft")?;
     let summary = sft::train(&task, &mut sink).map_err(|error| match error {
         TrainError::Interrupted { step, .. } => {
             Stop::interrupted(format!("interrupted at step {step}; no model was written")).into()
         }
-        error => ending(error),
+        error => ending(error.into()),
     })?;
     terminal::say(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
     Ok(())

@@ -3,6 +3,7 @@
 pub mod lock;
 pub mod pins;
 
+use crate::device::Place;
 use crate::environment::Services;
 use crate::plugins::Plugins;
 use crate::stages::StageName;
@@ -32,6 +33,8 @@ pub struct Run {
     pub dir: RunDir,
     /// The configured plugins, loaded.
     pub plugins: Plugins,
+    /// Who trains and generates; the processor where no stage of this command does.
+    pub place: Place,
     /// Waits for outside calls.
     pub runtime: tokio::runtime::Runtime,
     /// Opened at first use: an index is built once for all stages.
@@ -53,9 +56,13 @@ impl Run {
         on_change: OnPluginChange,
     ) -> anyhow::Result<Self> {
         // The data stages need no model: what they make may be what a model is first trained on.
-        if last >= StageName::Sft {
-            training::preflight(&config)?;
-        }
+        let place = match last >= StageName::Sft {
+            true => {
+                training::preflight(&config)?;
+                Place::choose(&config)?
+            }
+            false => Place::here(),
+        };
         training::set_threads(config.threads);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
         let plugins = Plugins::open(&config)?;
@@ -67,7 +74,7 @@ impl Run {
         let path = dir.config();
         write_atomic(&path, config.to_toml().as_bytes())
             .with_context(|| format!("{}: cannot be written", path.display()))?;
-        Ok(Self { config, dir, plugins, runtime, retriever: OnceLock::new(), _lock: lock })
+        Ok(Self { config, dir, plugins, place, runtime, retriever: OnceLock::new(), _lock: lock })
     }
 
     /// Finds passages.

@@ -107,9 +107,8 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     let mut all = Evaluated::default();
     for name in &run.config.eval.systems {
         let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained.as_str() == name);
-        let generator = adapter
-            .map(|(stage, folder)| anyhow::Ok((stage.as_str(), training::generator(run, &folder)?)))
-            .transpose()?;
+        let generator =
+            adapter.map(|(stage, folder)| (stage.as_str(), training::generator(run, stage.as_str(), &folder)));
         let system = match (&generator, name.as_str()) {
             (Some((name, generator)), _) => System::Model { name, generator: generator.as_ref() },
             (None, "teacher") => System::Teacher,

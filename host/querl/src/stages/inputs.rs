@@ -83,13 +83,17 @@ impl Inputs {
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
-    /// Stands for all of them and for what else decides the last bit of a training: how passes are cut, and the program. A
-    /// checkpoint belongs to one. (A finished stage is not done again for these: its result is the same beside rounding.)
-    pub fn fingerprint(&self, model: &ModelConfig) -> String {
+    /// Stands for all of them and for what else decides the last bit of a training: how passes are cut, the program, and the
+    /// sort of card where it is one that computes. A checkpoint belongs to one. (A finished stage is not done again for these:
+    /// its result is the same beside rounding, and who trained on a card may go on where there is none.)
+    pub fn fingerprint(&self, model: &ModelConfig, card: Option<String>) -> String {
         let mut exact = self.clone();
         exact.text("model.tokens_per_pass", model.tokens_per_pass);
         exact.text("model.gradient_checkpointing", model.gradient_checkpointing);
         exact.text("program", format_args!("{} {ARITHMETIC}", env!("CARGO_PKG_VERSION")));
+        if let Some(card) = card {
+            exact.text("device", card);
+        }
         let lines: String = exact.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
         querl_core::fsx::digest_hex(lines.as_bytes())
     }
@@ -183,8 +187,23 @@ mod tests {
             gradient_checkpointing: false,
         };
         let inputs = Inputs::default();
-        assert_eq!(inputs.fingerprint(&model(512)), inputs.fingerprint(&model(512)));
-        assert_ne!(inputs.fingerprint(&model(512)), inputs.fingerprint(&model(256)));
+        let cut = |tokens_per_pass| inputs.fingerprint(&model(tokens_per_pass), None);
+        assert_eq!(cut(512), cut(512));
+        assert_ne!(cut(512), cut(256));
+    }
+
+    #[test]
+    fn a_checkpoint_belongs_to_one_sort_of_device() {
+        let model = ModelConfig {
+            path: "model".into(),
+            dtype: querl_core::config::BaseDtype::F32,
+            tokens_per_pass: 512,
+            gradient_checkpointing: false,
+        };
+        let on = |card: Option<&str>| Inputs::default().fingerprint(&model, card.map(str::to_owned));
+        assert_eq!(on(Some("cuda 90")), on(Some("cuda 90")));
+        assert_ne!(on(Some("cuda 90")), on(Some("cuda 80")));
+        assert_ne!(on(Some("cuda 90")), on(None));
     }
 
     #[test]

@@ -44,7 +44,8 @@ impl Stage for Sft {
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model);
+        let fingerprint =
+            self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, run.place.arithmetic());
         let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;

@@ -1,15 +1,13 @@
 //! The model that a training stage left, answering.
 
-use super::{Base, best};
+use super::host::StageHost;
+use super::{Base, best, ending, job};
 use crate::run::Run;
-use querl_core::ports::PolicyResponse;
+use anyhow::Context;
+use querl_core::ports::{PolicyResponse, Silent};
 use querl_core::records::DatasetRow;
-use querl_model::{
-    Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights, generate,
-};
-use querl_train::rl::sampling;
+use querl_device::{Answered, Ending, Generating, JobError, Work};
 use std::path::Path;
-use std::time::Instant;
 
 /// One answer of a model and the time it took.
 #[derive(Debug, Clone, PartialEq)]
@@ -20,62 +18,63 @@ pub struct Generation {
     pub latency_ms: f64,
 }
 
+/// What takes the answers.
+pub type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
+
 /// A model that answers as well as it can: it draws nothing.
-pub trait Generator {
-    /// One answer per row, in order.
+pub trait Generator: Sync {
+    /// One answer per row, in order, handed to `each` so many at once.
     ///
     /// # Errors
-    /// The model cannot compute.
-    fn generate(&self, rows: &[DatasetRow]) -> anyhow::Result<Vec<Generation>>;
+    /// The model cannot compute, the user said stop, or `each` has had enough.
+    fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
-/// The model that a training stage left.
-///
-/// # Errors
-/// It cannot be loaded.
-pub fn generator(run: &Run, stage_folder: &Path) -> anyhow::Result<Box<dyn Generator>> {
-    let checkpoint = best(stage_folder);
-    let base = Base::of(run, &checkpoint);
-    let decoder = Decoder::load_as(&base.model, Weights::Frozen, run.config.model.dtype)?;
-    let adapter = base.adapter.map(|path| LoraAdapter::load(&path, decoder.config())).transpose()?;
-    let tokenizer = TextTokenizer::load(&base.model)?;
-    let decoding = match run.config.eval.n_beams {
-        1 => Decoding::Greedy,
-        n_beams => Decoding::Beam { n_beams, length_penalty: 1.0 },
-    };
-    Ok(Box::new(Answering { decoder, adapter, tokenizer, decoding, sampling: sampling(&run.config.rl) }))
+/// The model that the training stage `name` left in its folder. It is loaded once for all rows that it answers.
+pub fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> Box<dyn Generator + 'a> {
+    let base = Base::of(run, &best(stage_folder));
+    Box::new(Answering { run, base, name })
 }
 
-struct Answering {
-    decoder: Decoder,
-    adapter: Option<LoraAdapter>,
-    tokenizer: TextTokenizer,
-    decoding: Decoding,
-    /// Limits and stop strings, as in training.
-    sampling: SamplingSettings,
+struct Answering<'a> {
+    run: &'a Run,
+    base: Base,
+    name: &'static str,
 }
 
-impl Generator for Answering {
-    /// One query at a time: the latency is what a single user would wait.
-    fn generate(&self, rows: &[DatasetRow]) -> anyhow::Result<Vec<Generation>> {
-        rows.iter().enumerate().map(|(index, row)| self.answer(index, row)).collect()
+impl Generator for Answering<'_> {
+    fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()> {
+        let config = &self.run.config;
+        let work = Generating {
+            adapter: self.base.adapter.clone(),
+            prompts: rows.iter().map(|row| row.prompt().to_vec()).collect(),
+            n_beams: config.eval.n_beams,
+            limits: config.rl.clone(),
+            n_at_once,
+        };
+        let job = job(self.run, self.base.model.clone(), Work::Generate(work));
+        let mut n_answered = 0;
+        let mut take = |answers: Vec<Answered>| {
+            let generations =
+                answers.into_iter().enumerate().map(|(index, answer)| generation(n_answered + index, answer));
+            let generations: Vec<Generation> = generations.collect();
+            n_answered += generations.len();
+            each(generations)
+        };
+        let host = StageHost::new(&Silent).with_answers(&mut take);
+        match self.run.place.run(&job, &host) {
+            Ok(_) => Ok(()),
+            Err(JobError::Refused(refused)) => Err(host.into_refusal().unwrap_or_else(|| refused.into())),
+            Err(error) => {
+                let is_stop = matches!(&error, JobError::Failed(failure) if failure.ending == Ending::Interrupted);
+                let error = Err(ending(error));
+                if is_stop { error } else { error.with_context(|| format!("system {}", self.name)) }
+            }
+        }
     }
 }
 
-impl Answering {
-    fn answer(&self, row_index: usize, row: &DatasetRow) -> anyhow::Result<Generation> {
-        let started = Instant::now();
-        let prompt = self.tokenizer.encode_prompt(row.prompt())?;
-        let request = GenerationRequest { prompt: &prompt, seed: 0, n: 1 };
-        let sampling = &self.sampling;
-        let adapter = self.adapter.as_ref();
-        let answers = generate(&self.decoder, adapter, &[request], self.decoding, sampling, &self.tokenizer)?;
-        let texts = answers.into_iter().map(|answer| Ok((self.tokenizer.decode(&answer.token_ids)?, answer)));
-        let (text, answer) = texts.collect::<Result<Vec<_>, ModelError>>()?.swap_remove(0);
-        let text = sampling.before_stop(&text).to_owned();
-        let latency_ms = started.elapsed().as_secs_f64() * 1e3;
-        let n_tokens = answer.token_ids.len() as u32;
-        let response = PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated: answer.truncated };
-        Ok(Generation { response, latency_ms })
-    }
+fn generation(row_index: usize, answer: Answered) -> Generation {
+    let Answered { text, n_tokens, truncated, latency_ms } = answer;
+    Generation { response: PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated }, latency_ms }
 }

@@ -1,21 +1,27 @@
 //! Models and trainers, wired into the stages that train and generate.
 
 mod generator;
+mod host;
+mod memory;
 mod rl;
 mod sft;
 
+#[cfg(test)]
+pub use generator::Each;
 pub use generator::{Generation, Generator, generator};
+pub use memory::of_config as memory_of_config;
 pub use rl::{RlData, rl};
 pub use sft::sft;
 
 use crate::failure::Stop;
 use crate::lengths::{self, Limit, RowLength};
-use crate::metrics_log::MetricsLog;
 use crate::run::Run;
-use querl_core::config::{Config, TuningMethod};
+use crate::stages::facts::Facts;
+use querl_core::config::{Config, ModelConfig, TuningMethod};
 use querl_core::records::{DatasetRow, Split};
-use querl_model::{DecoderConfig, LoraSettings, ModelError, Modules, TextTokenizer};
-use querl_train::{BEST, MetricSink, Metrics, STATE, TrainError};
+use querl_device::{Device, Job, JobError, Share, Work};
+use querl_model::{DecoderConfig, ModelError, TextTokenizer};
+use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
 
 /// Where a training stage keeps the checkpoint that later stages use.
@@ -83,15 +89,23 @@ impl Base {
     }
 }
 
-/// The shape of new adapters: the policy's, and the critic's beside it.
-fn lora(config: &Config) -> LoraSettings {
-    let sft = &config.sft;
-    LoraSettings {
-        use_rslora: sft.use_rslora,
-        use_dora: sft.use_dora,
-        dropout: sft.lora_dropout,
-        target_modules: Modules::from_names(&sft.lora_target_modules),
-        ..LoraSettings::all_linear(sft.lora_rank, sft.lora_alpha)
+/// A job of this run on the base at `model`.
+fn job(run: &Run, model: PathBuf, work: Work) -> Job {
+    let config = &run.config;
+    Job {
+        device: run.place.device(),
+        threads: config.threads,
+        share: Share::WHOLE,
+        model: ModelConfig { path: model, ..config.model.clone() },
+        seed: config.seed,
+        work,
+    }
+}
+
+/// Names the card in what a stage found; that the processor did it goes without saying.
+fn add_device(facts: &mut Facts, run: &Run) {
+    if run.place.device() != Device::Cpu {
+        facts.add("device", run.place.name());
     }
 }
 
@@ -99,32 +113,16 @@ fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32
     rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect()
 }
 
-/// A trainer's error with the exit code it stands for.
-pub(crate) fn ending(error: TrainError) -> anyhow::Error {
-    let text = error.to_string();
+/// A job's error with the exit code it stands for.
+pub(crate) fn ending(error: JobError) -> anyhow::Error {
     match error {
-        TrainError::Interrupted { .. } => Stop::interrupted(text).into(),
-        TrainError::DropRate { .. } => Stop::limit(text).into(),
-        TrainError::Data(_) => Stop::usage(text).into(),
-        TrainError::Environment(error) => error.into(),
-        TrainError::Model(error) => error.into(),
-        error => error.into(),
+        JobError::Environment(error) => error.into(),
+        JobError::Failed(failure) => Stop::of(failure).into(),
+        JobError::Refused(refused) => refused.into(),
     }
 }
 
-/// Hands the trainers' metrics to `metrics.jsonl`.
-pub(crate) struct Sink(pub(crate) MetricsLog);
-
-impl MetricSink for Sink {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        self.0.append(step, metrics)
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        self.0.mark()
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.rewind(mark)
-    }
+/// What a job of one kind never returns.
+fn other_outcome() -> anyhow::Error {
+    anyhow::anyhow!("the job ended as one of another kind; this is a fault of querl, please report it")
 }

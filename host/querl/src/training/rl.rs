@@ -1,15 +1,15 @@
 //! Reinforcement learning, wired.
 
-use super::{Base, Sink, best, check_prompts, ending, lora, prompts};
-use crate::interrupt;
+use super::host::StageHost;
+use super::{Base, add_device, best, check_prompts, ending, job, memory, other_outcome, prompts};
 use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::stages::facts::Facts;
 use querl_core::ports::{Environment, Progress};
 use querl_core::records::{DatasetRow, Split};
-use querl_model::{Decoder, LoraAdapter, TextTokenizer, Weights};
-use querl_train::rl::{self, RlTask};
-use std::path::PathBuf;
+use querl_device::memory::Stage;
+use querl_device::{Outcome, Reinforcing, Work};
+use querl_model::TextTokenizer;
 
 /// What reinforcement learning learns from and is chosen by.
 pub struct RlData<'a> {
@@ -40,37 +40,29 @@ pub fn rl(
     check_prompts(run, Split::Val, data.val)?;
     let base = Base::of(run, &best(&run.dir.sft()));
     let tokenizer = TextTokenizer::load(&base.model)?;
-    let decoder = Decoder::load_as(&base.model, Weights::Frozen, run.config.model.dtype)?;
-    let load = |path: &PathBuf| LoraAdapter::load(path, decoder.config());
-    let reference = base.adapter.as_ref().map(load).transpose()?;
-    let policy = match &base.adapter {
-        Some(path) => load(path)?,
-        None => LoraAdapter::new(&decoder, lora(config), config.seed)?,
+    let work = Reinforcing {
+        config: config.rl.clone(),
+        lora: config.sft.clone(),
+        adapter: base.adapter,
+        train_prompts: prompts(data.train, &tokenizer)?,
+        val_prompts: prompts(data.val, &tokenizer)?,
+        fingerprint: Some(fingerprint.to_owned()),
+        output_dir: run.dir.rl(),
     };
-    let (train_prompts, val_prompts) = (prompts(data.train, &tokenizer)?, prompts(data.val, &tokenizer)?);
-    let task = RlTask {
-        decoder: &decoder,
-        base_path: &base.model,
-        policy: &policy,
-        reference: reference.as_ref(),
-        tokenizer: &tokenizer,
-        train: rl::RlData { prompts: &train_prompts, environment: data.train_environment },
-        val: rl::RlData { prompts: &val_prompts, environment: data.val_environment },
-        config: &config.rl,
-        tokens_per_pass: config.model.tokens_per_pass,
-        gradient_checkpointing: config.model.gradient_checkpointing,
-        critic_lora: lora(config),
-        seed: config.seed,
-        fingerprint: Some(fingerprint),
-        output_dir: &run.dir.rl(),
-        progress,
-        stop: interrupt::flag(),
-    };
-    let summary = rl::train(&task, &mut Sink(metrics)).map_err(ending)?;
+    let longest_prompt = work.train_prompts.iter().chain(&work.val_prompts).map(Vec::len).max().unwrap_or(0);
+    let stage = Stage::Rl { config: Box::new(config.rl.clone()), lora: config.sft.clone(), longest_prompt };
+    let asked = memory::asked(config, stage)?;
+    let job = job(run, base.model, Work::Rl(Box::new(work)));
+    let (train, val) = (data.train_environment, data.val_environment);
+    let host = StageHost::new(progress).with_metrics(metrics).with_environments(train, val);
+    memory::check(run.place.card(), &asked, progress)?;
+    let explained = |error| ending(memory::explain(run.place.card(), &asked, error));
+    let Outcome::Rl(summary) = run.place.run(&job, &host).map_err(explained)? else { return Err(other_outcome()) };
     let mut facts = Facts::default();
     facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
     facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
     facts.add("val reward before", summary.first_val_reward).add("val reward best", summary.best_val_reward);
     facts.add("best step", summary.best_step);
+    add_device(&mut facts, run);
     Ok(facts)
 }

@@ -1,18 +1,18 @@
 //! Fine-tuning, wired.
 
-use super::{Sink, ending, lora};
+use super::host::StageHost;
+use super::{add_device, ending, job, memory, other_outcome};
 use crate::failure::Stop;
-use crate::interrupt;
 use crate::lengths::{self, Limit, RowLength};
 use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::stages::facts::Facts;
-use querl_core::config::TuningMethod;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
-use querl_model::{Decoder, LoraAdapter, ModelError, TextTokenizer, Weights};
-use querl_train::sft::{self, SftTask};
-use querl_train::{Example, Policy};
+use querl_device::memory::Stage;
+use querl_device::{Fitting, Outcome, Work};
+use querl_model::{DecoderConfig, ModelError, TextTokenizer};
+use querl_train::Example;
 
 /// Fine-tunes on the rows that have an answer. A checkpoint is gone on from if it has the same `fingerprint`.
 ///
@@ -28,39 +28,26 @@ pub fn sft(
 ) -> anyhow::Result<Facts> {
     let config = &run.config;
     let tokenizer = TextTokenizer::load(&config.model.path)?;
-    let weights = match config.sft.method {
-        TuningMethod::Lora => Weights::Frozen,
-        TuningMethod::Full => Weights::Trained,
-    };
-    let decoder = Decoder::load_as(&config.model.path, weights, config.model.dtype)?;
-    let adapter = match config.sft.method {
-        TuningMethod::Lora => Some(LoraAdapter::new(&decoder, lora(config), config.seed)?),
-        TuningMethod::Full => None,
-    };
+    let n_positions = DecoderConfig::load(&config.model.path.join("config.json"))?.max_positions;
     let (train_rows, val_rows) = (train, val);
     let (train, val) = (examples(train_rows, &tokenizer)?, examples(val_rows, &tokenizer)?);
-    let limits = [Limit::SftMaxLength(config.sft.max_length), Limit::Learned(decoder.config().max_positions)];
+    let limits = [Limit::SftMaxLength(config.sft.max_length), Limit::Learned(n_positions)];
     check_examples(Split::Train, train_rows, &train, &limits)?;
     check_examples(Split::Val, val_rows, &val, &limits)?;
-    let task = SftTask {
-        policy: Policy { decoder: &decoder, adapter: adapter.as_ref() },
-        base_path: &config.model.path,
-        train: &train,
-        val: &val,
-        config: &config.sft,
-        tokens_per_pass: config.model.tokens_per_pass,
-        gradient_checkpointing: config.model.gradient_checkpointing,
-        seed: config.seed,
-        fingerprint: Some(fingerprint),
-        output_dir: &run.dir.sft(),
-        progress,
-        stop: interrupt::flag(),
-    };
-    let summary = sft::train(&task, &mut Sink(metrics)).map_err(ending)?;
+    let longest_row = train.iter().chain(&val).map(Example::len).max().unwrap_or(0);
+    let asked = memory::asked(config, Stage::Sft { config: config.sft.clone(), longest_row })?;
+    let (n_rows, fingerprint) = (train.len(), Some(fingerprint.to_owned()));
+    let work = Fitting { config: config.sft.clone(), train, val, fingerprint, output_dir: run.dir.sft() };
+    let job = job(run, config.model.path.clone(), Work::Sft(work));
+    let host = StageHost::new(progress).with_metrics(metrics);
+    memory::check(run.place.card(), &asked, progress)?;
+    let explained = |error| ending(memory::explain(run.place.card(), &asked, error));
+    let Outcome::Sft(summary) = run.place.run(&job, &host).map_err(explained)? else { return Err(other_outcome()) };
     let mut facts = Facts::default();
-    facts.add("rows", train.len()).add("steps", summary.n_steps).add("answer tokens", summary.n_tokens);
+    facts.add("rows", n_rows).add("steps", summary.n_steps).add("answer tokens", summary.n_tokens);
     facts.add("train loss", summary.train_loss).add("eval loss", summary.best_val_loss);
     facts.add("best step", summary.best_step);
+    add_device(&mut facts, run);
     Ok(facts)
 }
 

@@ -2,6 +2,8 @@
 //! own plugins.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // each test program uses a part
 
+pub mod results;
+
 use querl_model::{Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -62,6 +64,11 @@ impl Project {
         let mut command = Command::new(env!("CARGO_BIN_EXE_querl"));
         command.args(args).current_dir(self.folder.path()).env_remove("QUERL_LOG").env_remove("OPENAI_API_KEY");
         command.env("QUERL_CACHE_DIR", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
+        // As on a machine without a graphics card, whatever this one has.
+        command
+            .env("QUERL_CUDA_DRIVER", "no-such-driver")
+            .env_remove("QUERL_CUDA_LIBRARY")
+            .env_remove("QUERL_CUDA_ON_CPU");
         command
     }
 }

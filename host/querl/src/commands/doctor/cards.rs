@@ -1,0 +1,85 @@
+//! The part of `querl doctor` about graphics cards: driver, cards, library, and what `device` means on this machine.
+
+use super::Finding;
+use crate::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
+use crate::device::{capability_name, check_fit};
+use querl_device::Description;
+
+/// In this order: the driver, each card, the library, and what follows.
+pub(super) fn findings() -> Vec<Finding> {
+    let driver = Probe::new().driver();
+    let library = cuda::open();
+    let mut findings = vec![of_driver(driver.as_ref())];
+    findings.extend(driver.iter().flat_map(|driver| (0..driver.cards.len()).map(|index| of_card(driver, index))));
+    findings.push(of_library(library.as_ref()));
+    findings.push(conclusion(driver.as_ref(), library.as_ref()));
+    findings
+}
+
+fn of_driver(driver: Result<&Driver, &Missing>) -> Finding {
+    match driver {
+        Ok(driver) => {
+            let (version, n_cards) = (version_name(driver.cuda), driver.cards.len());
+            finding("driver", true, format!("the CUDA driver supports CUDA {version} and sees {n_cards} card(s)"))
+        }
+        Err(missing) => finding("driver", false, missing.to_string()),
+    }
+}
+
+fn of_card(driver: &Driver, index: usize) -> Finding {
+    let Card { name, memory_bytes, capability } = &driver.cards[index];
+    let free = match driver.free_bytes(index) {
+        Ok(free) => format!("{:.1} GiB of them free", gibibytes(free)),
+        Err(error) => format!("how many are free is not known: {error}"),
+    };
+    let total = gibibytes(*memory_bytes);
+    let capability = capability_name(*capability);
+    let sentence = format!("cuda:{index} is {name}, compute capability {capability}, {total:.1} GiB of memory, {free}");
+    finding("card", true, sentence)
+}
+
+fn gibibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+fn of_library(library: Result<&Found, &Missing>) -> Finding {
+    let Found { library, path } = match library {
+        Ok(found) => found,
+        Err(missing) => return finding("library", false, missing.to_string()),
+    };
+    let Description { version, cuda, capabilities } = library.description();
+    let built = match cuda {
+        Some(cuda) => {
+            let names: Vec<String> = capabilities.iter().map(|capability| capability_name(*capability)).collect();
+            format!("built with CUDA {} for compute capabilities {}", version_name(*cuda), names.join(", "))
+        }
+        None => "built without CUDA, so that the CPU is its only device".into(),
+    };
+    finding("library", cuda.is_some(), format!("{} is of querl {version}, {built}", path.display()))
+}
+
+fn conclusion(driver: Result<&Driver, &Missing>, library: Result<&Found, &Missing>) -> Finding {
+    let usable = match (driver, library) {
+        (Ok(driver), Ok(found)) => usable(driver, found),
+        (Err(_), Err(_)) => Err("the driver and the library are missing".into()),
+        (Err(_), Ok(_)) => Err("the driver is missing".into()),
+        (Ok(_), Err(_)) => Err("the library is missing".into()),
+    };
+    match usable {
+        Ok(index) => finding("cuda", true, format!("device = \"auto\" takes cuda:{index}")),
+        Err(reason) => {
+            let sentence = format!("{reason}: device = \"cuda:N\" is refused, and device = \"auto\" takes the CPU");
+            finding("cuda", false, sentence)
+        }
+    }
+}
+
+/// `auto` takes the first card, or none.
+fn usable(driver: &Driver, found: &Found) -> Result<usize, String> {
+    let first = driver.cards.first().ok_or("there is no card")?;
+    check_fit(driver.cuda, first, found.library.description()).map(|()| 0).map_err(|missing| missing.to_string())
+}
+
+fn finding(name: &'static str, ok: bool, sentence: String) -> Finding {
+    Finding { name, ok, sentence }
+}

@@ -1,0 +1,76 @@
+//! Finding and opening `libquerl_cuda`.
+
+use super::Missing;
+use querl_device::Library;
+use std::path::{Path, PathBuf};
+
+/// Names the file where it is none of the places beside the program.
+const LIBRARY_VARIABLE: &str = "QUERL_CUDA_LIBRARY";
+
+/// The file.
+const LIBRARY: &str = "libquerl_cuda.so";
+
+/// A library that can be used.
+#[derive(Debug)]
+pub struct Found {
+    /// Opened, with the program's own version.
+    pub library: Library,
+    /// Where it was.
+    pub path: PathBuf,
+}
+
+/// Opens the library that the environment names, or the one beside the program.
+///
+/// # Errors
+/// There is none, it cannot be opened, or it is of another version.
+pub fn open() -> Result<Found, Missing> {
+    let path = find()?;
+    let library = load(&path).map_err(|reason| Missing(format!("{}: {reason}", path.display())))?;
+    Ok(Found { library, path })
+}
+
+fn find() -> Result<PathBuf, Missing> {
+    if let Some(named) = std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from) {
+        let message =
+            || Missing(format!("{LIBRARY_VARIABLE} names {}; there is no file at that place", named.display()));
+        return if named.is_file() { Ok(named) } else { Err(message()) };
+    }
+    let program = std::env::current_exe().unwrap_or_default();
+    let beside = program.parent().unwrap_or(Path::new("."));
+    let places = [beside.to_owned(), beside.join("lib"), beside.join("../lib")].map(|folder| folder.join(LIBRARY));
+    places.into_iter().find(|path| path.is_file()).ok_or_else(|| {
+        Missing(format!(
+            "there is no {LIBRARY} beside the program, in {} or in its folder lib; build it with host/querl-cuda/build.sh, or name it in {LIBRARY_VARIABLE}",
+            beside.display()
+        ))
+    })
+}
+
+fn load(path: &Path) -> Result<Library, String> {
+    // SAFETY: opening a library runs its initialisers. The user put this one beside the program or named it; it is trusted as
+    // the program is, as an executable plugin would be.
+    let opened = unsafe { libloading::Library::new(path) }.map_err(|error| cannot_open(&error))?;
+    // Never closed: its threads outlive the jobs.
+    let opened: &'static libloading::Library = Box::leak(Box::new(opened));
+    let find = |name: &'static str| {
+        // SAFETY: the address is only looked up here; `connect` says what it takes it for.
+        let symbol = unsafe { opened.get::<unsafe extern "C" fn()>(name.as_bytes()) };
+        symbol.ok().map(|function| *function as *const ())
+    };
+    // SAFETY: a library that exports `querl_cuda_abi` is ours, and these functions stay where they are since it is not closed.
+    let connected = unsafe { Library::connect(find, env!("CARGO_PKG_VERSION")) };
+    connected.map_err(|error| error.to_string())
+}
+
+/// The loader names the file that is missing and not what brings it.
+fn cannot_open(error: &libloading::Error) -> String {
+    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    let of_cuda =
+        ["libcublas", "libcurand", "libcudart", "libnvrtc", "libcuda."].iter().any(|name| text.contains(name));
+    match of_cuda {
+        true => format!(
+            "cannot be opened: {text}; it needs the libraries of the CUDA that it was built with: install them, or name their folder in LD_LIBRARY_PATH"
+        ),
+        false => format!("cannot be opened: {text}"),
+    }
+}

@@ -1,0 +1,171 @@
+//! A card's memory, looked at before a stage begins and named again where it did not suffice.
+
+use crate::device::UsedCard;
+use crate::failure::Stop;
+use querl_core::config::Config;
+use querl_core::ports::Progress;
+use querl_device::memory::{Asked, Plan, Stage, Types, advise, gibibytes};
+use querl_device::{Ending, Failure, JobError};
+use querl_model::DecoderConfig;
+
+/// Where memory ran out although a plan said it would fit, advice is sought for so much less than there was.
+const SHARE_AFTER_FAILURE: f64 = 0.85;
+
+/// A stage of a configuration, as a card would do it.
+///
+/// # Errors
+/// The model's shapes cannot be read.
+pub(super) fn asked(config: &Config, stage: Stage) -> anyhow::Result<Asked> {
+    let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
+    Ok(Asked { shapes, model: config.model.clone(), stage, types: Types::CARD })
+}
+
+/// Says what a stage will take of the card's memory; on the processor nothing is looked at.
+///
+/// # Errors
+/// Base and adapters alone take more than there is: nothing would make the stage's first step.
+pub(super) fn check(card: Option<&UsedCard>, asked: &Asked, progress: &dyn Progress) -> Result<(), Stop> {
+    let Some((card, free)) = card.and_then(|card| Some((card, card.free_bytes?))) else { return Ok(()) };
+    let plan = Plan::new(asked);
+    if plan.certain() > free {
+        return Err(Stop::usage(shortage(card, asked, free)));
+    }
+    match plan.total() > free {
+        // The rest of the plan is an upper bound: what the data makes of it may well fit.
+        true => progress.line(&format!("warning: {}", shortage(card, asked, free))),
+        false => progress.line(&format!("memory: {} of {} free", needs(&plan), gibibytes(free))),
+    }
+    Ok(())
+}
+
+/// A job's error; of memory that did not suffice with what to change.
+pub(super) fn explain(card: Option<&UsedCard>, asked: &Asked, error: JobError) -> JobError {
+    match (error, card) {
+        (JobError::Failed(Failure { ending: Ending::OutOfMemory, message }), Some(card)) => {
+            let free = card.free_bytes.unwrap_or(card.card.memory_bytes);
+            let planned = (Plan::new(asked).total() as f64 * SHARE_AFTER_FAILURE) as u64;
+            let advice = advise(asked, free.min(planned)).map_or_else(no_advice, |advice| advice.to_string());
+            Failure { ending: Ending::OutOfMemory, message: format!("{message}; {advice}") }.into()
+        }
+        (error, _) => error,
+    }
+}
+
+/// What the stages of a configuration would take of a card, a line each; rows are taken to be as long as they may be.
+///
+/// # Errors
+/// The model's shapes cannot be read.
+pub fn of_config(config: &Config) -> anyhow::Result<Vec<String>> {
+    let (sft, longest_row) = (config.sft.clone(), config.sft.max_length);
+    let longest_prompt = longest_row.saturating_sub(config.rl.max_new_tokens);
+    let rl = Stage::Rl { config: Box::new(config.rl.clone()), lora: sft.clone(), longest_prompt };
+    let line = |stage: Stage| {
+        let asked = asked(config, stage)?;
+        let (name, needs) = (asked.stage.name(), needs(&Plan::new(&asked)));
+        Ok(format!("{name}: {needs}, with rows of {longest_row} tokens"))
+    };
+    [Stage::Sft { config: sft, longest_row }, rl].into_iter().map(line).collect()
+}
+
+fn shortage(card: &UsedCard, asked: &Asked, free: u64) -> String {
+    let needs = needs(&Plan::new(asked));
+    let (index, free_text) = (card.index, gibibytes(free));
+    let advice = advise(asked, free).map_or_else(no_advice, |advice| advice.to_string());
+    format!("{} {needs}, and cuda:{index} has {free_text} free: {advice}", asked.stage.name())
+}
+
+fn no_advice() -> String {
+    "no setting makes it fit; take a smaller model or a larger card".into()
+}
+
+/// `takes about 12.3 GiB (base 8.1, activations 4.0, reserve 0.2)`.
+fn needs(plan: &Plan) -> String {
+    let part = |(name, bytes): (&str, u64)| format!("{name} {}", gibibytes(bytes).trim_end_matches(" GiB"));
+    let parts: Vec<String> = plan.parts().into_iter().map(part).collect();
+    format!("takes about {} ({})", gibibytes(plan.total()), parts.join(", "))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cuda::Card;
+    use querl_core::config::{BaseDtype, ModelConfig, SftConfig};
+    use querl_model::Family;
+    use std::sync::Mutex;
+
+    #[derive(Default)]
+    struct Heard(Mutex<Vec<String>>);
+
+    impl Progress for Heard {
+        fn update(&self, _: u64, _: u64, _: &str) {}
+
+        fn line(&self, text: &str) {
+            self.0.lock().unwrap().push(text.into());
+        }
+    }
+
+    /// Shapes of Qwen2.5-7B, as fine-tuned with rows of 1024 tokens.
+    fn seven() -> Asked {
+        let shapes = DecoderConfig {
+            family: Family::Qwen2,
+            vocab_size: 152_064,
+            hidden_size: 3584,
+            intermediate_size: 18_944,
+            n_layers: 28,
+            n_heads: 28,
+            n_kv_heads: 4,
+            head_dim: 128,
+            max_positions: 32_768,
+            rope_theta: 1e6,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: false,
+            qkv_bias: true,
+            output_bias: false,
+            initializer_range: 0.02,
+        };
+        let (path, dtype) = ("model".into(), BaseDtype::Bf16);
+        let model = ModelConfig { path, dtype, tokens_per_pass: 8192, gradient_checkpointing: false };
+        let stage = Stage::Sft { config: SftConfig::default(), longest_row: 1024 };
+        Asked { shapes, model, stage, types: Types::CARD }
+    }
+
+    fn card(free_gib: u64) -> UsedCard {
+        let card = Card { name: "a card".into(), memory_bytes: 80 << 30, capability: 90 };
+        UsedCard { index: 0, card, free_bytes: Some(free_gib << 30) }
+    }
+
+    #[test]
+    fn a_shortage_names_the_setting_and_by_how_much() {
+        let sentence = shortage(&card(40), &seven(), 40 << 30);
+        let start = "sft takes about 43.4 GiB (activations 27.4, base 14.2, adapters 0.9, reserve 0.8, logits 0.2), and cuda:0 has \
+                     40.0 GiB free: set model.tokens_per_pass to ";
+        assert!(sentence.starts_with(start) && sentence.ends_with(" GiB less"), "{sentence}");
+        let sentence = shortage(&card(4), &seven(), 4 << 30);
+        assert!(sentence.ends_with(": no setting makes it fit; take a smaller model or a larger card"), "{sentence}");
+    }
+
+    #[test]
+    fn a_base_that_cannot_fit_is_refused_and_activations_that_may_are_a_warning() {
+        let check = |free_gib| {
+            let heard = Heard::default();
+            let done = super::check(Some(&card(free_gib)), &seven(), &heard);
+            (done.map_err(|stop| stop.to_string()), heard.0.into_inner().unwrap())
+        };
+        let (refused, _) = check(14);
+        assert!(refused.unwrap_err().ends_with("no setting makes it fit; take a smaller model or a larger card"));
+        let (done, lines) = check(30);
+        assert!(done.is_ok() && lines[0].starts_with("warning: sft takes about "), "{lines:?}");
+        let (done, lines) = check(79);
+        assert!(done.is_ok() && lines[0].starts_with("memory: takes about ") && lines[0].ends_with("of 79.0 GiB free"));
+    }
+
+    #[test]
+    fn memory_that_ran_out_is_a_failure_with_what_to_change() {
+        let of_job = |ending| JobError::from(Failure { ending, message: "sft step 3: out of memory".into() });
+        let said = |ending| explain(Some(&card(79)), &seven(), of_job(ending)).to_string();
+        assert_eq!(said(Ending::Failed), "sft step 3: out of memory");
+        let sentence = said(Ending::OutOfMemory);
+        assert!(sentence.starts_with("sft step 3: out of memory; set model.tokens_per_pass to "), "{sentence}");
+    }
+}

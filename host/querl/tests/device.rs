@@ -1,0 +1,220 @@
+//! Cards, without one: what is said of a driver that only answers (`support/fake_driver`), and whole runs whose jobs cross the
+//! border into `libquerl_cuda` and are done there by its processor.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+use support::Project;
+use support::results::{assert_same, project, results, run_until, sft_results};
+
+/// The library, which cargo builds beside the tests' other dependencies: without CUDA.
+fn library() -> PathBuf {
+    let deps = Path::new(env!("CARGO_BIN_EXE_querl")).parent().unwrap().join("deps");
+    let path = deps.join("libquerl_cuda.so");
+    assert!(path.is_file(), "{} is not there", path.display());
+    path
+}
+
+/// The driver that only answers, made once.
+static DRIVER: LazyLock<PathBuf> = LazyLock::new(|| {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().keep();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/fake_driver/libcuda.rs");
+    let made = folder.join("libcuda.so.1");
+    let mut rustc = Command::new("rustc");
+    rustc.args(["--edition=2024", "--crate-type=cdylib", "--crate-name=cuda", "-o"]).arg(&made).arg(source);
+    assert!(rustc.status().unwrap().success());
+    made
+});
+
+/// A command whose jobs go through the library, to be done by its processor.
+fn across(project: &Project, args: &[&str]) -> Command {
+    let mut command = project.command(args);
+    command.env("QUERL_CUDA_ON_CPU", "1").env("QUERL_CUDA_LIBRARY", library());
+    command
+}
+
+fn run(command: &mut Command) -> (Option<i32>, String, String) {
+    let output = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+fn args(sets: &[&'static str]) -> Vec<&'static str> {
+    ["run", "querl.toml", "--to", "eval"].into_iter().chain(sets.iter().flat_map(|set| ["--set", *set])).collect()
+}
+
+/// Off by one, so that the host is asked by several threads of the library; several samples, a checkpoint now and then.
+const SETS: [&str; 8] = [
+    "sft.max_steps=6",
+    "sft.save_steps=2",
+    "sft.lora_dropout=0.1",
+    "rl.max_steps=4",
+    "rl.save_steps=2",
+    "rl.eval_steps=2",
+    "rl.n_samples=2",
+    "rl.off_by_one=true",
+];
+
+fn records(project: &Project) -> String {
+    let text = project.read("run/eval/records.jsonl");
+    text.lines().map(support::results::timeless).collect()
+}
+
+#[test]
+fn a_run_across_the_border_leaves_the_bytes_of_one_within_the_program() {
+    let (within, across_it) = (project(), project());
+    within.querl(&args(&SETS)).ok();
+    let (code, _, said) = run(&mut across(&across_it, &args(&SETS)));
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("device: the CPU of libquerl_cuda\n"), "{said}");
+    assert_same(&across_it, &results(&within));
+    assert_eq!(records(&across_it), records(&within));
+}
+
+/// Begun on one side, stopped by a signal that is seen within the library, gone on with on the other side.
+#[test]
+fn a_stop_is_seen_across_the_border_and_either_side_goes_on() {
+    let (unbroken, stopped) = (project(), project());
+    let args =
+        args(&["sft.max_steps=30", "sft.epochs=30", "sft.save_steps=100", "rl.max_steps=9", "rl.save_steps=100"]);
+    unbroken.querl(&args).ok();
+    for (stage, n_lines) in [("sft", 3), ("rl", 3)] {
+        let child = run_until(across(&stopped, &args), &stopped, stage, n_lines);
+        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(130), "{said}");
+        assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
+    }
+    let done = stopped.querl(&args).ok();
+    assert!(done.stderr.contains("rl: goes on after step "), "{done:#?}");
+    assert_same(&stopped, &results(&unbroken));
+}
+
+#[test]
+fn an_error_of_the_world_crosses_back_as_it_was() {
+    let both = [project(), project()].map(|project| {
+        project.edit(
+            "kind = \"embedded\"",
+            "kind = \"http\"\nbase_url = \"http://127.0.0.1:9\"\nmax_retries = 0\ntimeout_s = 2",
+        );
+        project.edit("score_threshold = 0.0\n", "");
+        project
+    });
+    let args = ["rl", "querl.toml", "--from", "sft", "--to", "rl"];
+    let within = both[0].querl(&args);
+    let (code, _, said) = run(&mut across(&both[1], &args));
+    let last = |text: &str| text.lines().last().unwrap().to_owned();
+    assert!(last(&within.stderr).starts_with("error: "), "{within:#?}");
+    assert_eq!((code, last(&said)), (within.code, last(&within.stderr)));
+}
+
+/// What `querl run` says of a device, with some figures of the driver and some library.
+fn refusal(device: &str, figures: &[(&str, &str)], library: &Path) -> String {
+    let project = project();
+    let mut command = project.command(&["run", "querl.toml", "--set", &format!("device={device}")]);
+    command.env("QUERL_CUDA_DRIVER", &*DRIVER).env("QUERL_CUDA_LIBRARY", library).envs(figures.iter().copied());
+    let (code, _, said) = run(&mut command);
+    assert_eq!(code, Some(2), "{said}");
+    let said = said.trim_end().strip_prefix("error: device is ").unwrap().to_owned();
+    let said = said.replace(&library.display().to_string(), "LIBRARY");
+    said.strip_suffix("; or use \"cpu\" or \"auto\"").unwrap_or(&said).to_owned()
+}
+
+/// A device, figures of the driver, a library, and what is said.
+type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a Path, &'a str);
+
+#[test]
+fn what_is_missing_for_a_card_is_one_sentence() {
+    let ours = library();
+    let why = |text: &str, device: &str| format!("\"{device}\", which cannot be used: {text}");
+    let cases: [Case<'_>; 8] = [
+        ("cuda:0", &[("FAKE_INIT", "999")], &ours, "the CUDA driver does not work: cuInit fails with CUDA error 999"),
+        ("cuda:0", &[("FAKE_INIT", "100")], &ours, "the CUDA driver does not work: cuInit finds no device"),
+        ("cuda:0", &[("FAKE_CARDS", "0")], &ours, "the CUDA driver sees no card"),
+        (
+            "cuda:0",
+            &[("FAKE_CUDA", "11080")],
+            &ours,
+            "the CUDA driver supports CUDA 11.8; expected 12.0 or newer, so update it",
+        ),
+        ("cuda:2", &[], &ours, "the driver sees 2 card(s), cuda:0 to cuda:1, and none is cuda:2"),
+        ("cuda:0", &[], Path::new("nowhere.so"), "QUERL_CUDA_LIBRARY names LIBRARY; there is no file at that place"),
+        ("cuda:0", &[], &DRIVER, "LIBRARY: it has no function `querl_cuda_abi`; it is no library of querl"),
+        ("cuda:1", &[], &ours, "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh"),
+    ];
+    for (device, figures, library, expected) in cases {
+        assert_eq!(refusal(device, figures, library), why(expected, device));
+    }
+}
+
+#[test]
+fn auto_takes_the_processor_and_says_why() {
+    let project = project();
+    let mut command = project.command(&["run", "querl.toml", "--to", "sft", "--set", "device=auto"]);
+    let (code, _, said) = run(&mut command);
+    assert_eq!(code, Some(0), "{said}");
+    let line = "device: the CPU, since there is no CUDA driver (libcuda.so.1) on this machine\n";
+    assert_eq!(said.matches(line).count(), 1, "{said}");
+}
+
+#[test]
+fn doctor_names_cards_memory_library_and_what_is_missing() {
+    let project = project();
+    let mut command = project.command(&["doctor"]);
+    command.env("QUERL_CUDA_DRIVER", &*DRIVER).env("QUERL_CUDA_LIBRARY", library());
+    let (code, text, said) = run(&mut command);
+    assert_eq!(code, Some(0), "{said}");
+    for line in [
+        "ok  driver   the CUDA driver supports CUDA 13.0 and sees 2 card(s)\n",
+        "ok  card     cuda:1 is Imagined 1, compute capability 9.0, 80.0 GiB of memory, 60.0 GiB of them free\n",
+        " of querl 0.1.0, built without CUDA, so that the CPU is its only device\n",
+        "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh: device = \"cuda:N\" is refused, and \
+         device = \"auto\" takes the CPU\n",
+    ] {
+        assert!(text.contains(line), "{line}{text}");
+    }
+}
+
+/// Losses of a fine-tuning, one a step.
+fn losses(project: &Project) -> Vec<f64> {
+    let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64();
+    project.read("run/metrics.jsonl").lines().filter_map(value).collect()
+}
+
+/// `QUERL_CUDA_LIBRARY=.../libquerl_cuda.so cargo test -p querl --test device -- --ignored`, where `libcuda.so.1` is a driver or
+/// the simulated one (tests/cuda). Activations are bf16 there: losses agree to a few thousandths.
+#[test]
+#[ignore = "needs a card or the simulated driver, and a library that was built with CUDA"]
+fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
+    let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
+    let sets = ["--set", "model.dtype=bf16", "--set", "sft.max_steps=6", "--set", "sft.save_steps=2"];
+    let args = [&["run", "querl.toml", "--to", "sft"], &sets[..]].concat();
+    let on_card = |project: &Project| {
+        let mut command = project.command(&args);
+        command.args(["--set", "device=cuda:0"]).env("QUERL_CUDA_LIBRARY", &library);
+        command.env("QUERL_CUDA_DRIVER", "libcuda.so.1");
+        command
+    };
+    let [within, unbroken, broken] = [project(), project(), project()];
+    within.querl(&args).ok();
+    let (code, stdout, said) = run(&mut on_card(&unbroken));
+    assert_eq!(code, Some(0), "{said}");
+    assert!(
+        said.contains("sft: memory: takes about ") && stdout.contains("  device         cuda:0, "),
+        "{said}{stdout}"
+    );
+    let (found, expected) = (losses(&unbroken), losses(&within));
+    let close = |(found, expected): (&f64, &f64)| (found - expected).abs() < 0.01 * expected;
+    assert!(found.len() == 6 && found.iter().zip(&expected).all(close), "{found:?}, expected {expected:?}");
+    let mut child = run_until(on_card(&broken), &broken, "sft", 3);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let (code, _, said) = run(&mut on_card(&broken));
+    assert!(code == Some(0) && said.contains("sft: going on from step "), "{said}");
+    assert!(sft_results(&broken) == sft_results(&unbroken));
+}
