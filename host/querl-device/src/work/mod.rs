@@ -7,7 +7,8 @@ mod sft;
 use crate::{Device, Failure, Host, Job, JobError, Outcome, Share, Work};
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
-use querl_model::{Decoder, LoraSettings, ModelError, Modules, Weights};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, ModelError, Modules, Place, Weights};
+use std::path::Path;
 
 /// Does a job, on a device that this build has.
 ///
@@ -42,9 +43,20 @@ pub fn lora(sft: &SftConfig) -> LoraSettings {
 
 /// The base to train on, on the job's device.
 fn decoder(job: &Job, weights: Weights) -> Result<Decoder, JobError> {
-    match job.device {
-        Device::Cpu => Ok(Decoder::load_as(&job.model.path, weights, job.model.dtype)?),
-        device @ Device::Cuda(_) => {
+    Ok(Decoder::load_on(&job.model.path, weights, job.model.dtype, &place(job.device)?)?)
+}
+
+/// A device, opened.
+fn place(device: Device) -> Result<Place, JobError> {
+    match device {
+        Device::Cpu => Ok(Place::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(index) => {
+            let gpu = querl_model::device::Gpu::new(index).map_err(ModelError::from)?;
+            Ok(Place::Card(gpu))
+        }
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => {
             Err(Failure::failed(format!("this build of querl has no device {device}; it knows the cpu alone")).into())
         }
     }
@@ -63,6 +75,7 @@ impl Progress for Shown<'_> {
     }
 }
 
-fn load_adapter(path: &std::path::Path, decoder: &Decoder) -> Result<querl_model::LoraAdapter, ModelError> {
-    querl_model::LoraAdapter::load(path, decoder.config())
+/// An adapter where its base stands.
+fn load_adapter(path: &Path, decoder: &Decoder) -> Result<LoraAdapter, ModelError> {
+    LoraAdapter::load(path, decoder.config())?.on(decoder.place())
 }
