@@ -17,10 +17,10 @@ fn main() {
     println!("cargo::rerun-if-changed=cuda");
     println!("cargo::rerun-if-env-changed=QUERL_CUDA_CAPABILITIES");
     println!("cargo::rerun-if-env-changed=NVCC");
-    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-        if let Err(message) = compile() {
-            println!("cargo::error={message}");
-        }
+    if env::var_os("CARGO_FEATURE_CUDA").is_some()
+        && let Err(message) = compile()
+    {
+        println!("cargo::error={message}");
     }
 }
 
