@@ -34,6 +34,9 @@ fn main() -> Result<()> {
     // As the program does: candle's own pool of threads spins where our kernels' threads work.
     // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
+    // `mi_option_purge_delay`: freed memory is kept, as in the program itself.
+    // SAFETY: it sets a number that the allocator reads; any number is allowed.
+    unsafe { libmimalloc_sys::mi_option_set(15, -1) };
     let mut arguments = std::env::args().skip(1);
     let command = arguments.next().context("name one of sft, full, rollout, ppo, order")?;
     let options = Options::parse(arguments)?;

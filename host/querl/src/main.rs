@@ -6,6 +6,7 @@
 // In a program nothing is reachable from outside; `pub` says here that other modules use it.
 #![allow(unreachable_pub)]
 
+mod allocator;
 mod cli;
 mod commands;
 mod cuda;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
         unsafe { std::env::set_var(CANDLE_THREADS.0, CANDLE_THREADS.1) };
     }
+    allocator::keep_memory();
     let cli = Cli::parse();
     terminal::init(cli.noise.verbosity());
     match interrupt::install().and_then(|()| dispatch(cli.command)) {

@@ -50,7 +50,7 @@ SIZES = {
     ("sft", "M"): {"epochs": 2, "limit": 32},
     ("full", "M"): {"epochs": 2, "limit": 16},
     ("rollout", "M"): {"repeats": 1, "limit": 8, "max-new": 16},
-    ("ppo", "M"): {"repeats": 1, "limit": 4, "max-new": 16, "mini-batch": 16},
+    ("ppo", "M"): {"repeats": 1, "limit": 4, "max-new": 16, "mini-batch": 4},
 }
 
 # With --quick: enough to see that both sides run, and roughly where they stand.

@@ -1,6 +1,6 @@
 //! Tiles and rearrangements with 512-bit vectors.
 
-use super::tile::Block;
+use super::tile::{Block, LINE_BYTES};
 use std::arch::x86_64::*;
 
 /// Values of one vector.
@@ -13,10 +13,10 @@ macro_rules! tiles {
         let most = if n_vectors > 2 { 6 } else { 12 };
         let mut row = 0;
         while row < $n_rows {
-            let rows = $block.at_row(row);
             let left = $n_rows - row;
             // Equal parts: 7 rows are 4 and 3, not 6 and 1.
             let n = if left >= 12 && most == 12 { 12 } else { left.div_ceil(left.div_ceil(6)) };
+            let rows = Block { ahead: $block.ahead.of_rows(row, row + n, $n_rows), ..$block.at_row(row) };
             match (n, n_vectors) {
                 (1, 1) => tile::<1, 1>(&rows),
                 (2, 1) => tile::<2, 1>(&rows),
@@ -102,17 +102,21 @@ unsafe fn store_sums<const M: usize, const V: usize>(
 /// M rows by V vectors of columns.
 #[target_feature(enable = "avx512f")]
 unsafe fn tile<const M: usize, const V: usize>(block: &Block) {
-    let Block { a, a_row, b, b_step, n_steps, c, c_row, from, from_row, n_cols, keep } = *block;
+    let Block { a, a_row, b, b_step, n_steps, c, c_row, from, from_row, n_cols, keep, ahead } = *block;
     // SAFETY: the block's columns of M rows are there.
     let mut sums: [[__m512; V]; M] = unsafe { load_sums(from, from_row, n_cols, keep) };
+    let (mut slab, mut next) = (b, ahead.start); // both go on with each step
     for step in 0..n_steps {
+        for line in 0..ahead.n_lines {
+            _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * LINE_BYTES).cast()); // no address can fault
+        }
         let mut vectors = [_mm512_setzero_ps(); V];
         for (v, vector) in vectors.iter_mut().enumerate() {
             // SAFETY: a slab has WIDTH values for each step.
-            *vector = unsafe { _mm512_loadu_ps(b.add(step * b_step + v * LANES)) };
+            *vector = unsafe { _mm512_loadu_ps(slab.add(v * LANES)) };
             if M <= 2 {
                 // Few rows wait for memory: the stream is asked for ahead, over the ends of pages. No address can fault.
-                _mm_prefetch::<_MM_HINT_T0>(b.wrapping_add(step * b_step + v * LANES + 1024).cast());
+                _mm_prefetch::<_MM_HINT_T0>(slab.wrapping_add(v * LANES + 1024).cast());
             }
         }
         for (m, sums) in sums.iter_mut().enumerate() {
@@ -122,6 +126,7 @@ unsafe fn tile<const M: usize, const V: usize>(block: &Block) {
                 *sum = _mm512_fmadd_ps(x, vector, *sum);
             }
         }
+        (slab, next) = (slab.wrapping_add(b_step), next.wrapping_add(ahead.bytes));
     }
     // SAFETY: as for loading.
     unsafe { store_sums(&sums, c, c_row, n_cols) };

@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use source::{Reuse, Scratch, with_scratch};
 pub(super) use source::{Source, transpose};
 use std::marker::PhantomData;
-use tile::Block;
+use tile::{Ahead, Block};
 
 /// Columns of a panel and of a block.
 pub(super) const WIDTH: usize = 64;
@@ -30,6 +30,9 @@ const ROWS_PER_TASK: usize = 512;
 
 /// Rows of a result for which a slab is read where it stands: copying it side by side pays for more.
 const FEW_ROWS: usize = 24;
+
+/// Most rows for which the next slab is asked for while one is multiplied: with more, arithmetic takes longer than memory.
+const AHEAD_ROWS: usize = 96;
 
 /// Multiplications below which handing work to other threads costs more than it saves.
 const SERIAL_WORK: usize = 1 << 18;
@@ -320,6 +323,12 @@ impl Term<'_> {
                 from_row,
                 n_cols: block.cols.len(),
                 keep,
+                ahead: match direction {
+                    Direction::Forward if (3..=AHEAD_ROWS).contains(&n_rows) => {
+                        self.weight.ahead(block.cols.start, steps.end)
+                    }
+                    _ => Ahead::NOTHING,
+                },
             };
             // SAFETY: `a` has `n_rows` rows of these steps, the slab holds the steps, `c` has the rows and columns, and so has
             // what the sums begin with.

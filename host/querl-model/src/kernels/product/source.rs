@@ -4,6 +4,7 @@ use super::super::cpu::Level;
 use super::super::frozen::Packed;
 #[cfg(target_arch = "x86_64")]
 use super::avx512;
+use super::tile::{Ahead, LINE_BYTES};
 use super::{STEPS, WIDTH};
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -106,6 +107,18 @@ impl<'a> Source<'a> {
             }
         }
         Slab { start: scratch.slab.as_ptr(), step: WIDTH }
+    }
+
+    /// Where a packed weight goes on behind some steps of a panel: in that panel, or at the beginning of the next.
+    pub(super) fn ahead(self, output: usize, step: usize) -> Ahead {
+        let Stored::Packed(packed) = self.stored else { return Ahead::NOTHING };
+        let panel = (self.first + output) / WIDTH;
+        let (panel, step) = if step < packed.n_in { (panel, step) } else { (panel + 1, 0) };
+        if panel * WIDTH >= packed.n_out {
+            return Ahead::NOTHING;
+        }
+        let (start, bytes) = packed.stored(panel, step);
+        Ahead { start, bytes, n_lines: bytes / LINE_BYTES }
     }
 
     /// Outputs `steps`, from a multiple of WIDTH on, of the inputs `columns`, at most WIDTH and likewise.

@@ -5,6 +5,31 @@ use super::super::cpu::Level;
 use super::avx512;
 use super::portable;
 
+/// Bytes that come from memory at once.
+pub(super) const LINE_BYTES: usize = 64;
+
+/// What will be read after a block: it is asked for while the block is computed, since with few rows a weight comes no faster
+/// from memory than it is multiplied.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    pub(super) start: *const u8,
+    /// Of each step.
+    pub(super) bytes: usize,
+    /// Lines to ask for at each step of the sum.
+    pub(super) n_lines: usize,
+}
+
+impl Ahead {
+    pub(super) const NOTHING: Self = Self { start: std::ptr::null(), bytes: 0, n_lines: 0 };
+
+    /// The share of a tile of rows `from..to` of `n_rows`: all tiles together ask for each line once.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn of_rows(self, from: usize, to: usize, n_rows: usize) -> Self {
+        let (first, end) = (self.n_lines * from / n_rows, self.n_lines * to / n_rows);
+        Self { start: self.start.wrapping_add(first * LINE_BYTES), n_lines: end - first, ..self }
+    }
+}
+
 /// `c = keep * from + a b`: rows of `a` by a slab `b`, [`super::WIDTH`] columns for each step.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
@@ -25,6 +50,7 @@ pub(super) struct Block {
     /// Columns of `c`, at most [`super::WIDTH`].
     pub(super) n_cols: usize,
     pub(super) keep: f32,
+    pub(super) ahead: Ahead,
 }
 
 impl Block {
