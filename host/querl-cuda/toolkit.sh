@@ -54,7 +54,7 @@ stub() {
 
 stubs() {
     local cudarc
-    cudarc=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked |
+    cudarc=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked --filter-platform x86_64-unknown-linux-gnu |
         python3 -c 'import json, os, sys
 print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
     stub cuda libcuda.so.1 "$cudarc/src/driver/sys/mod.rs"

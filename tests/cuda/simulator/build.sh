@@ -66,7 +66,7 @@ library cublasLt libcublasLt.so.13 15
 library nvrtc libnvrtc.so.13 11 # NVRTC_ERROR_INTERNAL_ERROR
 [ -e "$out/libcudart.so.13" ] || gcc -shared -Wl,-soname,libcudart.so.13 -x c -o "$out/libcudart.so.13" /dev/null
 
-candle=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked |
+candle=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked --filter-platform x86_64-unknown-linux-gnu |
     python3 -c 'import json, os, sys
 print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "candle-kernels"))')
 # Left out: those for weights in GGUF's formats, which are left out of the library too, and convolutions.
