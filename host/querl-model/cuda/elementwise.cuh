@@ -70,10 +70,10 @@ extern "C" __global__ void gated(const bf16* gate, const bf16* up, bf16* y, i64 
     });
 }
 
-// With s the sigmoid of the gate: dgate = grad up s (1 + gate (1 - s)), dup = grad gate s; all (n) bf16. Floor: 10 n bytes.
-extern "C" __global__ void gated_gradients(const bf16* gate, const bf16* up, const bf16* grad, bf16* dgate, bf16* dup, i64 n) {
-    const bool vectors =
-        is_aligned(gate) && is_aligned(up) && is_aligned(grad) && is_aligned(dgate) && is_aligned(dup);
+// `gated` again, and with s the sigmoid of the gate: dgate = grad up s (1 + gate (1 - s)), dup = grad gate s; all (n) bf16.
+// Floor: 12 n bytes.
+extern "C" __global__ void gated_gradients(const bf16* gate, const bf16* up, const bf16* grad, bf16* y, bf16* dgate, bf16* dup, i64 n) {
+    const bool vectors = is_aligned(gate) && is_aligned(up) && is_aligned(grad) && is_aligned(y) && is_aligned(dgate) && is_aligned(dup);
     each_eight(n, [&](i64 at) {
         float g[8], u[8], d[8];
         load_some(gate, at, n, vectors, g);
@@ -81,11 +81,13 @@ extern "C" __global__ void gated_gradients(const bf16* gate, const bf16* up, con
         load_some(grad, at, n, vectors, d);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float s = sigmoid(g[i]), du = d[i] * g[i] * s;
-            g[i] = d[i] * u[i] * s * (1.0f + g[i] * (1.0f - s));
-            u[i] = du;
+            const float s = sigmoid(g[i]), dup = d[i] * g[i] * s, gated = g[i] * s * u[i];
+            d[i] *= u[i] * s * (1.0f + g[i] * (1.0f - s));
+            g[i] = gated;
+            u[i] = dup;
         }
-        store_some(dgate, at, n, vectors, g);
+        store_some(y, at, n, vectors, g);
+        store_some(dgate, at, n, vectors, d);
         store_some(dup, at, n, vectors, u);
     });
 }

@@ -3,6 +3,7 @@
 #include "attention.cuh"
 #include "decode.cuh"
 #include "elementwise.cuh"
+#include "frozen.cuh"
 #include "logprobs.cuh"
 #include "random.cuh"
 #include "rms_norm.cuh"

@@ -43,12 +43,12 @@ extern "C" __global__ void normed_bf16(const bf16* x, const float* weight, bf16*
     normed(x, weight, y, width, eps);
 }
 
-// dx = g w r - x r^3 / width * sum(g w x), with r the inverse root; added to what is there where `adds`. All f32.
-// Floor: 12 n_rows width bytes, 16 where it adds.
-extern "C" __global__ void norm_gradients(const float* x, const float* weight, const float* grad, float* dx, i64, int width,
-                                          float eps, int adds) {
+// dx = g w r - x r^3 / width * sum(g w x), with r the inverse root; plus `more` where it is not null. All f32.
+// Floor: 12 n_rows width bytes, 16 with `more`.
+extern "C" __global__ void norm_gradients(const float* x, const float* weight, const float* grad, const float* more, float* dx, i64,
+                                          int width, float eps) {
     __shared__ float memory[32];
-    const bool vectors = width % 8 == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(grad) && is_aligned(dx);
+    const bool vectors = width % 8 == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(grad) && is_aligned(more) && is_aligned(dx);
     const i64 start = (i64)blockIdx.x * width;
     x += start, grad += start, dx += start;
     float squares = 0.0f, dots = 0.0f;
@@ -67,7 +67,7 @@ extern "C" __global__ void norm_gradients(const float* x, const float* weight, c
         load_some(x, at, width, vectors, v);
         load_some(weight, at, width, vectors, w);
         load_some(grad, at, width, vectors, g);
-        if (adds) load_some(dx, at, width, vectors, d);
+        if (more) load_some(more + start, at, width, vectors, d);
 #pragma unroll
         for (int i = 0; i < 8; i++) d[i] += g[i] * w[i] * inverse - v[i] * pull;
         store_some(dx, at, width, vectors, d);

@@ -92,7 +92,8 @@ impl Gpu {
         Ok(y)
     }
 
-    /// Gradients of `gate` and `up` for the gradient of [`Gpu::gated`]'s result: twin of `kernels::gated_gradients`.
+    /// [`Gpu::gated`]'s result again, and the gradients of `gate` and `up` for its gradient: twin of
+    /// `kernels::gated_gradients`.
     ///
     /// # Errors
     /// Lengths that differ.
@@ -101,16 +102,15 @@ impl Gpu {
         gate: &impl DevicePtr<bf16>,
         up: &impl DevicePtr<bf16>,
         grad: &impl DevicePtr<bf16>,
-    ) -> Result<(CudaSlice<bf16>, CudaSlice<bf16>)> {
+    ) -> Result<[CudaSlice<bf16>; 3]> {
         same_length("gated_gradients", up.len(), gate.len())?;
         same_length("gated_gradients", grad.len(), gate.len())?;
         let n = gate.len();
-        let (mut dgate, mut dup) = (self.alloc(n)?, self.alloc(n)?);
-        let inputs = [self.input(gate), self.input(up), self.input(grad)];
-        let [gate, up, grad] = inputs;
-        let mut args = [gate, up, grad, self.output(&mut dgate), self.output(&mut dup), n.into()];
+        let (mut y, mut dgate, mut dup) = (self.alloc(n)?, self.alloc(n)?, self.alloc(n)?);
+        let mut args = vec![self.input(gate), self.input(up), self.input(grad)];
+        args.extend([self.output(&mut y), self.output(&mut dgate), self.output(&mut dup), n.into()]);
         self.over("gated_gradients", n, &mut args)?;
-        Ok((dgate, dup))
+        Ok([y, dgate, dup])
     }
 
     /// Rows of a table `(n, width)`, widened: `(ids, width)` f32. Twin of `FrozenWeight::rows`; the caller has checked that ids

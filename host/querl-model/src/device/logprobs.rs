@@ -4,7 +4,7 @@
 use super::elementwise::same_length;
 use super::gpu::Gpu;
 use super::product::{Matrix, Scale};
-use super::projection::DeviceWeight;
+use super::weight::DeviceWeight;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{Result, bail};
 use half::bf16;
@@ -47,13 +47,15 @@ impl Gpu {
         if temperature.is_nan() || temperature <= 0.0 {
             bail!("temperature is {temperature}; expected above 0");
         }
-        let (hidden, head) = (Matrix::of(self, hidden, width)?, head.matrix(self)?);
+        let hidden = Matrix::of(self, hidden, width)?;
         let mut state = self.alloc::<f64>(n_rows * 4)?;
         let mut logits = self.alloc::<f32>(n_rows * parts(n_rows, n_tokens).next().map_or(0, |part| part.len()))?;
         for part in parts(n_rows, n_tokens) {
             let mut logits = logits.slice_mut(..n_rows * part.len());
             let scale = Scale { alpha: (1.0 / temperature) as f32, keep: 0.0 };
-            self.product(&hidden, &head.part(part.clone())?.t(), &mut logits, scale)?;
+            let rows = head.rows(self, part.clone())?;
+            self.product(&hidden, &rows.matrix(self, width)?.t(), &mut logits, scale)?;
+            drop(rows);
             let mut args = [
                 self.input(&logits),
                 self.input(targets),
@@ -91,14 +93,15 @@ impl Gpu {
         same_length("token_logprob_gradients", hidden.len(), n_rows * width)?;
         same_length("token_logprob_gradients", grad.len(), n_rows * 2)?;
         let inverse_temperature = (1.0 / temperature) as f32;
-        let (hidden, head) = (Matrix::of(self, hidden, width)?, head.matrix(self)?);
+        let hidden = Matrix::of(self, hidden, width)?;
         let mut dhidden = self.alloc::<f32>(n_rows * width)?;
         let n_logits = n_rows * parts(n_rows, n_tokens).next().map_or(0, |part| part.len());
         let (mut logits, mut dlogits) = (self.alloc::<f32>(n_logits)?, self.alloc::<bf16>(n_logits)?);
         for part in parts(n_rows, n_tokens) {
             let n = n_rows * part.len();
             let (mut logits, mut dlogits) = (logits.slice_mut(..n), dlogits.slice_mut(..n));
-            let head = head.part(part.clone())?;
+            let part_rows = head.rows(self, part.clone())?;
+            let head = part_rows.matrix(self, width)?;
             self.product(&hidden, &head.t(), &mut logits, Scale { alpha: inverse_temperature, keep: 0.0 })?;
             let mut args = [
                 self.input(&logits),

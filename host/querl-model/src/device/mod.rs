@@ -21,6 +21,7 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 mod upload;
+mod weight;
 
 pub use adamw::{AdamLoan, AdamTensor, AdamWStep, GradientNorm};
 pub use attention::TreeQueries;
@@ -29,11 +30,12 @@ pub use elementwise::Element;
 pub use gpu::Gpu;
 pub use logprobs::LogprobRows;
 pub use product::{Matrix, Scale};
-pub use projection::{DeviceWeight, LowRank, ParameterGradients, Projection, input_gradient};
+pub use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub use rope::DeviceRope;
 pub use rows::Namers;
 pub use sampling::{Drawn, SamplingRows, SamplingRules};
 pub use tensors::{Loan, storage, whole};
+pub use weight::{DeviceWeight, PackedFormat};
 
 /// Values on the card.
 pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};

@@ -3,18 +3,10 @@
 use super::elementwise::{Element, whole_rows};
 use super::gpu::Gpu;
 use super::product::{Matrix, Scale};
+use super::weight::DeviceWeight;
+use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut};
-use candle_core::{Result, bail};
 use half::bf16;
-use std::sync::Arc;
-
-/// A frozen weight `(out, in)`, row-major bf16; clones share it.
-#[derive(Clone)]
-pub struct DeviceWeight {
-    values: Arc<CudaSlice<bf16>>,
-    n_out: usize,
-    n_in: usize,
-}
 
 /// What one linear layer multiplies with.
 pub struct Projection<'a> {
@@ -46,39 +38,6 @@ pub struct ParameterGradients {
     pub b: CudaSlice<f32>,
     /// `scale * g B`, `(N, rank)`: what the input's gradient needs besides `g`.
     low: CudaSlice<bf16>,
-}
-
-impl DeviceWeight {
-    /// `values`: `(n_out, n_in)` row-major.
-    ///
-    /// # Errors
-    /// Another number of values.
-    pub fn new(values: CudaSlice<bf16>, n_out: usize, n_in: usize) -> Result<Self> {
-        if values.len() != n_out * n_in {
-            bail!("a weight ({n_out}, {n_in}) of {} values", values.len());
-        }
-        Ok(Self { values: Arc::new(values), n_out, n_in })
-    }
-
-    /// Outputs and inputs.
-    pub fn dims(&self) -> (usize, usize) {
-        (self.n_out, self.n_in)
-    }
-
-    /// Bytes on the card.
-    pub fn memory_bytes(&self) -> usize {
-        self.values.len() * size_of::<bf16>()
-    }
-
-    /// All values: `(out, in)`.
-    pub fn values(&self) -> CudaView<'_, bf16> {
-        self.values.as_view()
-    }
-
-    /// As a factor.
-    pub(super) fn matrix(&self, gpu: &Gpu) -> Result<Matrix<'_>> {
-        Matrix::of(gpu, &*self.values, self.n_in)
-    }
 }
 
 impl Projection<'_> {
@@ -122,7 +81,9 @@ impl Projection<'_> {
     ) -> Result<CudaSlice<bf16>> {
         let n_in = self.weight.dims().1;
         let x = Matrix::of(gpu, x, n_in)?;
-        gpu.product(&x, &self.weight.matrix(gpu)?.t(), y, scale)?;
+        let weight = self.weight.rows(gpu, 0..self.weight.dims().0)?;
+        gpu.product(&x, &weight.matrix(gpu, n_in)?.t(), y, scale)?;
+        drop(weight);
         let Some(LowRank { a, b, rank, scale }) = &self.low_rank else { return gpu.zeros(0) };
         let mut low = gpu.alloc(x.n_rows() * rank)?;
         gpu.product(&x, &Matrix::of(gpu, a, n_in)?.t(), &mut low, Scale { alpha: *scale, keep: 0.0 })?;
@@ -178,7 +139,9 @@ impl Projection<'_> {
         scale: Scale,
     ) -> Result<()> {
         let (n_out, n_in) = self.weight.dims();
-        gpu.product(&Matrix::of(gpu, grad, n_out)?, &self.weight.matrix(gpu)?, out, scale)?;
+        let weight = self.weight.rows(gpu, 0..n_out)?;
+        gpu.product(&Matrix::of(gpu, grad, n_out)?, &weight.matrix(gpu, n_in)?, out, scale)?;
+        drop(weight);
         let (Some(LowRank { a, rank, .. }), Some(found)) = (&self.low_rank, found) else { return Ok(()) };
         gpu.product(&Matrix::of(gpu, &found.low, *rank)?, &Matrix::of(gpu, a, n_in)?, out, Scale::ADD)
     }

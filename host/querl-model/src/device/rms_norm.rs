@@ -4,7 +4,7 @@ use super::elementwise::{Element, same_length, whole_rows};
 use super::gpu::Gpu;
 use super::launch::{Arg, THREADS};
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use half::bf16;
 
 /// Most blocks whose parts of a weight's gradient are kept: a function of nothing but this number, so that sums do not depend on
@@ -32,8 +32,8 @@ impl Gpu {
         Ok(y)
     }
 
-    /// Gradients of `x`, and of the first `n_wanted` values of the weight (none or all), for the gradient of [`Gpu::normed`]'s
-    /// result.
+    /// Gradients of `x`, to which `more` is added where there is any, and of the first `n_wanted` values of the weight (none or
+    /// all), for the gradient of [`Gpu::normed`]'s result.
     ///
     /// # Errors
     /// As [`Gpu::normed`].
@@ -43,51 +43,23 @@ impl Gpu {
         weight: &impl DevicePtr<f32>,
         eps: f32,
         grad: &impl DevicePtr<f32>,
+        more: Option<&CudaSlice<f32>>,
         n_wanted: usize,
     ) -> Result<(CudaSlice<f32>, CudaSlice<f32>)> {
-        let mut dx = self.alloc(x.len())?;
-        let dw = self.norm_backward(x, weight, eps, grad, (&mut dx, false), n_wanted)?;
-        Ok((dx, dw))
-    }
-
-    /// The same, with the gradient of `x` added to `dx`: what else reaches the residual stream is there already.
-    ///
-    /// # Errors
-    /// As [`Gpu::normed`].
-    pub fn add_norm_gradients(
-        &self,
-        x: &impl DevicePtr<f32>,
-        weight: &impl DevicePtr<f32>,
-        eps: f32,
-        grad: &impl DevicePtr<f32>,
-        dx: &mut impl DevicePtrMut<f32>,
-        n_wanted: usize,
-    ) -> Result<CudaSlice<f32>> {
-        self.norm_backward(x, weight, eps, grad, (dx, true), n_wanted)
-    }
-
-    fn norm_backward(
-        &self,
-        x: &impl DevicePtr<f32>,
-        weight: &impl DevicePtr<f32>,
-        eps: f32,
-        grad: &impl DevicePtr<f32>,
-        (dx, adds): (&mut impl DevicePtrMut<f32>, bool),
-        n_wanted: usize,
-    ) -> Result<CudaSlice<f32>> {
         let (width, n_rows) = (weight.len(), whole_rows("norm_gradients", x.len(), weight.len())?);
         same_length("norm_gradients", grad.len(), x.len())?;
-        same_length("norm_gradients", dx.len(), x.len())?;
-        let [x, weight, grad] = [self.input(x), self.input(weight), self.input(grad)];
-        let mut args =
-            [x, weight, grad, self.output(dx), n_rows.into(), width.into(), eps.into(), u32::from(adds).into()];
-        // SAFETY: as `cuda/rms_norm.cuh` declares it; all three are whole rows of one number.
+        same_length("norm_gradients", more.map_or(x.len(), |more| more.len()), x.len())?;
+        let mut dx = self.alloc(x.len())?;
+        let mut args = vec![self.input(x), self.input(weight), self.input(grad)];
+        args.extend([more.map_or(Arg::null(), |more| self.input(more)), self.output(&mut dx)]);
+        args.extend([n_rows.into(), width.into(), eps.into()]);
+        // SAFETY: as `cuda/rms_norm.cuh` declares it; all are whole rows of one number.
         unsafe { self.launch("norm_gradients", [n_rows, 1, 1], THREADS, 0, &mut args)? };
         if n_wanted == 0 {
-            return self.zeros(0);
+            return Ok((dx, self.zeros(0)?));
         }
-        let [x, _, grad, ..] = args;
-        self.norm_weight_gradient(x, grad, n_rows, width, eps)
+        let dw = self.norm_weight_gradient(self.input(x), self.input(grad), n_rows, width, eps)?;
+        Ok((dx, dw))
     }
 
     fn norm_weight_gradient(&self, x: Arg, grad: Arg, n_rows: usize, width: usize, eps: f32) -> Result<CudaSlice<f32>> {
@@ -99,7 +71,7 @@ impl Gpu {
         self.column_sums(&parts, width)
     }
 
-    /// Sums over the rows of `x` `(N, width)`, from the first to the last.
+    /// Sums over the rows of `x` `(N, width)`, in an order that depends on their number alone.
     pub(super) fn column_sums<T: Element>(&self, x: &impl DevicePtr<T>, width: usize) -> Result<CudaSlice<f32>> {
         let n_rows = whole_rows("column_sums", x.len(), width)?;
         let mut sums = self.alloc(width)?;

@@ -51,7 +51,7 @@ impl CustomOp2 for CardNorm {
     fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (grad, n_wanted) = (whole(grad)?, if weight.is_variable() { weight.elem_count() } else { 0 });
         let (values, norm, grad) = (Loan::of(x)?, Loan::of(weight)?, Loan::of(&grad)?);
-        let (dx, dw) = self.gpu.norm_gradients(&*values, &*norm, self.eps, &*grad, n_wanted)?;
+        let (dx, dw) = self.gpu.norm_gradients(&*values, &*norm, self.eps, &*grad, None, n_wanted)?;
         let dw = (n_wanted > 0).then(|| tensor(&self.gpu, dw, weight.shape()));
         Ok((Some(tensor(&self.gpu, dx, x.shape())), dw))
     }
@@ -191,12 +191,12 @@ pub(crate) fn card_rows(table: &DeviceWeight, ids: &[u32], device: &Device) -> R
         bail!("token id {id} is outside the vocabulary of {n_rows}");
     }
     let gpu = Gpu::of(device)?;
-    let rows = gpu.rows(&table.values(), &gpu.upload(ids)?, width)?;
+    let rows = table.rows_at(&gpu, &gpu.upload(ids)?)?;
     Ok(tensor(&gpu, rows, (ids.len(), width)))
 }
 
 /// All values `(out, in)`, widened to f32.
 pub(crate) fn card_tensor(weight: &DeviceWeight, device: &Device) -> Result<Tensor> {
     let gpu = Gpu::of(device)?;
-    Ok(tensor(&gpu, gpu.to_f32(&weight.values())?, weight.dims()))
+    Ok(tensor(&gpu, weight.to_f32(&gpu)?, weight.dims()))
 }

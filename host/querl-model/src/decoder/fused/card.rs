@@ -177,14 +177,7 @@ impl Steps for Card {
     ) -> Result<(Buffer<f32>, Option<Buffer<f32>>)> {
         let (gpu, weight) = (&self.0, Loan::of(norm)?);
         let n_wanted = if norm.track_op() { weight.len() } else { 0 };
-        let (dx, dnorm) = match more {
-            None => gpu.norm_gradients(x, &*weight, eps, grad, n_wanted)?,
-            Some(more) => {
-                let mut dx = gpu.copy(more)?;
-                let dnorm = gpu.add_norm_gradients(x, &*weight, eps, grad, &mut dx, n_wanted)?;
-                (dx, dnorm)
-            }
-        };
+        let (dx, dnorm) = gpu.norm_gradients(x, &*weight, eps, grad, more, n_wanted)?;
         Ok((Buffer(dx), (n_wanted > 0).then_some(Buffer(dnorm))))
     }
 
@@ -300,9 +293,7 @@ impl Steps for Card {
         up: &CudaSlice<bf16>,
         grad: Buffer<bf16>,
     ) -> Result<[Buffer<bf16>; 3]> {
-        let gated = self.0.gated(gate, up)?;
-        let (dgate, dup) = self.0.gated_gradients(gate, up, &grad.0)?;
-        Ok([gated, dgate, dup].map(Buffer))
+        Ok(self.0.gated_gradients(gate, up, &grad.0)?.map(Buffer))
     }
 }
 

@@ -46,7 +46,9 @@ fn one_launch_steps_every_tensor_as_the_cpu_does() {
         gpu().adamw(&mut tensors, STEP, Some(&norm)).unwrap();
         for (index, ([values, gradient, first, second], found)) in on_cpu.iter_mut().zip(&on_device).enumerate() {
             step_on_cpu(values, gradient, first, second, keep(index), factor);
-            for (what, (expected, found)) in [&*values, &*first, &*second].into_iter().zip([&found[0], &found[2], &found[3]]).enumerate() {
+            for (what, (expected, found)) in
+                [&*values, &*first, &*second].into_iter().zip([&found[0], &found[2], &found[3]]).enumerate()
+            {
                 let what = format!("step {step}, tensor {index}, part {what}");
                 assert_close(&what, &gpu().download(found).unwrap(), expected, 1e-6, 1e-7);
             }

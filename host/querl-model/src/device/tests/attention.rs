@@ -46,7 +46,9 @@ fn check(tree: &RowTree, wanted: Option<&[u32]>, shape: Shape, seed: u64) {
     let (out, log_sums) = kernels::attend(&on_cpu, head_dim, [&q, &k, &v]).unwrap();
     // Probabilities are rounded to bf16 before they weigh the values.
     assert_close("out", &floats(&out_at), &out, 1.0 / 256.0, 1.0 / 256.0);
-    let gradients = || gpu().attention_gradients(&on_device, head_dim, &q_at, &k_at, &v_at, &out_at, &log_sums_at, &grad_at).unwrap();
+    let gradients = || {
+        gpu().attention_gradients(&on_device, head_dim, &q_at, &k_at, &v_at, &out_at, &log_sums_at, &grad_at).unwrap()
+    };
     let found = gradients();
     let expected = kernels::attention_gradients(&on_cpu, head_dim, [&q, &k, &v], &out, &log_sums, &grad).unwrap();
     for (what, (found, expected)) in ["dq", "dk", "dv"].iter().zip(found.iter().zip(&expected)) {
@@ -66,7 +68,9 @@ fn attention_over_random_trees_is_that_of_the_cpu() {
 #[test]
 fn heads_of_every_width_and_group_attend_as_on_the_cpu() {
     let tree = RowTree::separate(&[70, 1, 30]);
-    for (n_heads, n_kv_heads, head_dim) in [(1, 1, 8), (3, 1, 6), (4, 2, 64), (7, 1, 32), (2, 2, 80), (2, 1, 96), (2, 1, 128), (1, 1, 5)] {
+    for (n_heads, n_kv_heads, head_dim) in
+        [(1, 1, 8), (3, 1, 6), (4, 2, 64), (7, 1, 32), (2, 2, 80), (2, 1, 96), (2, 1, 128), (1, 1, 5)]
+    {
         check(&tree, None, Shape { n_heads, n_kv_heads, head_dim }, head_dim as u64);
     }
 }
@@ -102,8 +106,8 @@ fn no_rows_are_no_work() {
 fn queries_that_do_not_fit_the_tree_are_refused() {
     let tree = RowTree::separate(&[4]);
     let refused = |rows: &[u32]| TreeQueries::some(gpu(), &tree, rows).err().unwrap().to_string();
-    assert_eq!(refused(&[2, 1]), "attention: the rows of queries do not rise");
-    assert_eq!(refused(&[4]), "attention: there is no row 4 among 4");
+    assert!(refused(&[2, 1]).starts_with("attention: the rows of queries do not rise"));
+    assert!(refused(&[4]).starts_with("attention: there is no row 4 among 4"));
     let queries = TreeQueries::all(gpu(), &tree).unwrap();
     let wide = halves(&[0.0; 4 * 160]);
     let error = gpu().attend(&queries, 160, &wide, &wide, &wide).unwrap_err().to_string();

@@ -26,7 +26,9 @@ impl Case {
         let of = |length: &usize| length.div_ceil(BLOCK_TOKENS);
         self.lengths
             .iter()
-            .map(|length| (0..of(length).min(self.n_shared) as u32).chain((self.n_shared..of(length)).map(&mut own)).collect())
+            .map(|length| {
+                (0..of(length).min(self.n_shared) as u32).chain((self.n_shared..of(length)).map(&mut own)).collect()
+            })
             .collect()
     }
 }
@@ -71,7 +73,8 @@ fn check(case: &Case, seed: u64) {
         cache
     });
     let room = tables.iter().map(Vec::len).max().unwrap() + 1;
-    let padded: Vec<u32> = tables.iter().flat_map(|table| [table.clone(), vec![u32::MAX; room - table.len()]].concat()).collect();
+    let padded: Vec<u32> =
+        tables.iter().flat_map(|table| [table.clone(), vec![u32::MAX; room - table.len()]].concat()).collect();
     let lengths: Vec<u32> = case.lengths.iter().map(|&length| length as u32).collect();
     let sequences = Sequences {
         tables: gpu().upload(&padded).unwrap(),
@@ -86,7 +89,9 @@ fn check(case: &Case, seed: u64) {
 
 #[test]
 fn one_token_attends_to_keys_in_blocks_as_on_the_cpu() {
-    for (n_heads, n_kv_heads, head_dim) in [(1, 1, 8), (4, 2, 64), (7, 1, 32), (2, 2, 80), (3, 1, 96), (5, 1, 128), (20, 1, 16)] {
+    for (n_heads, n_kv_heads, head_dim) in
+        [(1, 1, 8), (4, 2, 64), (7, 1, 32), (2, 2, 80), (3, 1, 96), (5, 1, 128), (20, 1, 16)]
+    {
         let shape = CacheShape { n_blocks: 40, n_kv_heads, head_dim };
         check(&Case { n_heads, shape, lengths: vec![1, 16, 17, 0, 100, 255], n_shared: 0 }, head_dim as u64);
     }
@@ -110,7 +115,8 @@ fn what_stands_beside_a_sequence_does_not_change_its_result() {
     let cache = halves(&rounded(&mut rng(3), shape.len()));
     let q = rounded(&mut rng(4), 3 * 16);
     let attend = |n: usize, max_length: usize| {
-        let tables: Vec<u32> = (0..n as u32).flat_map(|sequence| (0..20).map(move |block| sequence * 20 + block)).collect();
+        let tables: Vec<u32> =
+            (0..n as u32).flat_map(|sequence| (0..20).map(move |block| sequence * 20 + block)).collect();
         let lengths: Vec<u32> = [40, 300, 200][..n].to_vec();
         let (tables, lengths) = (gpu().upload(&tables).unwrap(), gpu().upload(&lengths).unwrap());
         let sequences = Sequences { tables, width: 20, lengths, max_length };

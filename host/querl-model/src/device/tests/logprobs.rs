@@ -8,16 +8,20 @@ use std::sync::Arc;
 #[test]
 fn logprobs_entropies_and_gradients_are_those_of_the_cpu() {
     let mut rng = rng(1);
-    for (n_rows, width, n_tokens, temperature) in [(1, 4, 3, 1.0), (6, 16, 700, 0.7), (33, 24, 1531, 1.3), (3, 8, 70_000, 1.0), (0, 8, 10, 1.0)] {
+    for (n_rows, width, n_tokens, temperature) in
+        [(1, 4, 3, 1.0), (6, 16, 700, 0.7), (33, 24, 1531, 1.3), (3, 8, 70_000, 1.0), (0, 8, 10, 1.0)]
+    {
         let hidden = rounded(&mut rng, n_rows * width);
         let head = rounded(&mut rng, n_tokens * width);
         let targets: Vec<u32> = (0..n_rows).map(|_| rng.random_range(0..n_tokens as u32)).collect();
         let grad = random(&mut rng, n_rows * 2);
 
         let weight = DeviceWeight::new(halves(&head), n_tokens, width).unwrap();
-        let (hidden_at, targets_at, grad_at) = (halves(&hidden), gpu().upload(&targets).unwrap(), gpu().upload(&grad).unwrap());
+        let (hidden_at, targets_at, grad_at) =
+            (halves(&hidden), gpu().upload(&targets).unwrap(), gpu().upload(&grad).unwrap());
         let (out, rows) = gpu().token_logprobs(&hidden_at, &weight, &targets_at, temperature).unwrap();
-        let dhidden = gpu().token_logprob_gradients(&hidden_at, &weight, &targets_at, temperature, &rows, &grad_at).unwrap();
+        let dhidden =
+            gpu().token_logprob_gradients(&hidden_at, &weight, &targets_at, temperature, &rows, &grad_at).unwrap();
         if n_rows == 0 {
             assert_eq!((out.len(), dhidden.len()), (0, 0));
             continue;
@@ -49,6 +53,8 @@ fn logits_far_apart_overflow_nowhere() {
 fn a_temperature_that_is_not_above_zero_is_refused() {
     let weight = DeviceWeight::new(halves(&[1.0]), 1, 1).unwrap();
     let targets = gpu().upload(&[0u32]).unwrap();
-    let Err(error) = gpu().token_logprobs(&halves(&[1.0]), &weight, &targets, 0.0) else { panic!("a temperature of 0") };
+    let Err(error) = gpu().token_logprobs(&halves(&[1.0]), &weight, &targets, 0.0) else {
+        panic!("a temperature of 0")
+    };
     assert!(error.to_string().starts_with("temperature is 0; expected above 0"), "{error}");
 }

@@ -13,6 +13,7 @@ mod logprobs;
 mod norms;
 mod projection;
 mod sampling;
+mod weight;
 
 use super::{CudaSlice, Gpu};
 use half::bf16;

@@ -17,24 +17,26 @@ fn norms_and_their_gradients_are_those_of_the_cpu() {
 
         let grad = random(&mut rng, n_rows * width);
         let g = gpu().upload(&grad).unwrap();
-        let (dx, dw) = gpu().norm_gradients(&on_device, &w, EPS, &g, width).unwrap();
-        let (expected_dx, expected_dw) = norm_gradients(&x, &weight, EPS, &grad, None, width);
-        assert_close("dx", &gpu().download(&dx).unwrap(), &expected_dx, 1e-5, 1e-5);
-        assert_close("dw", &gpu().download(&dw).unwrap(), &expected_dw, 1e-5, 1e-5);
-
         let before = random(&mut rng, n_rows * width);
-        let mut sum = gpu().upload(&before).unwrap();
-        assert_eq!(gpu().add_norm_gradients(&on_device, &w, EPS, &g, &mut sum, 0).unwrap().len(), 0);
-        let expected: Vec<f32> = before.iter().zip(&expected_dx).map(|(a, b)| a + b).collect();
-        assert_close("added dx", &gpu().download(&sum).unwrap(), &expected, 1e-5, 1e-5);
-        assert_repeatable("dw", || gpu().download(&gpu().norm_gradients(&on_device, &w, EPS, &g, width).unwrap().1).unwrap());
+        let more = gpu().upload(&before).unwrap();
+        for (more, on_cpu) in [(None, None), (Some(&more), Some(before.as_slice()))] {
+            let (dx, dw) = gpu().norm_gradients(&on_device, &w, EPS, &g, more, width).unwrap();
+            let (expected_dx, expected_dw) = norm_gradients(&x, &weight, EPS, &grad, on_cpu, width);
+            assert_close("dx", &gpu().download(&dx).unwrap(), &expected_dx, 1e-5, 1e-5);
+            assert_close("dw", &gpu().download(&dw).unwrap(), &expected_dw, 1e-5, 1e-5);
+            assert_eq!(gpu().norm_gradients(&on_device, &w, EPS, &g, more, 0).unwrap().1.len(), 0);
+        }
+        let dw = || gpu().norm_gradients(&on_device, &w, EPS, &g, None, width).unwrap().1;
+        assert_repeatable("dw", || gpu().download(&dw()).unwrap());
     }
 }
 
 #[test]
 fn heads_are_turned_as_on_the_cpu() {
     let mut rng = rng(2);
-    for (n_rows, n_heads, dim) in [(0, 2, 8), (1, 1, 2), (5, 3, 6), (40, 2, 64), (7, 5, 80), (3, 2, 96), (9, 4, 128), (2, 1, 256)] {
+    for (n_rows, n_heads, dim) in
+        [(0, 2, 8), (1, 1, 2), (5, 3, 6), (40, 2, 64), (7, 5, 80), (3, 2, 96), (9, 4, 128), (2, 1, 256)]
+    {
         let (table, width) = (RopeTable::new(100, dim, 10_000.0), n_heads * dim);
         let rope = DeviceRope::new(gpu(), &table).unwrap();
         let positions: Arc<Vec<u32>> = Arc::new((0..n_rows).map(|_| rng.random_range(0..100)).collect());
@@ -65,5 +67,5 @@ fn heads_are_turned_as_on_the_cpu() {
 fn a_position_beyond_the_table_is_refused() {
     let rope = DeviceRope::new(gpu(), &RopeTable::new(10, 4, 10_000.0)).unwrap();
     let error = rope.positions(gpu(), &[3, 10]).unwrap_err();
-    assert_eq!(error.to_string(), "position 10 is beyond the model's 10 positions");
+    assert!(error.to_string().starts_with("position 10 is beyond the model's 10 positions"), "{error}");
 }

@@ -88,7 +88,9 @@ fn the_same_numbers_draw_the_same_tokens_as_on_the_cpu() {
 #[test]
 fn filters_leave_the_tokens_that_they_leave_on_the_cpu() {
     // Logits are eighths: many are equal, at the borders too.
-    for (temperature, top_p, top_k) in [(1.0, 0.9, 0), (0.7, 1.0, 5), (1.3, 0.5, 40), (1.0, 0.01, 0), (2.0, 0.999, 300), (1.0, 1.0, 1)] {
+    for (temperature, top_p, top_k) in
+        [(1.0, 0.9, 0), (0.7, 1.0, 5), (1.3, 0.5, 40), (1.0, 0.01, 0), (2.0, 0.999, 300), (1.0, 1.0, 1)]
+    {
         for repeat in 0..6 {
             Case::new(settings(temperature, top_p, top_k), 700, repeat).check(Decoding::Sample, repeat);
         }
@@ -97,13 +99,11 @@ fn filters_leave_the_tokens_that_they_leave_on_the_cpu() {
 
 #[test]
 fn limits_are_those_of_the_cpu() {
-    for (repetition_penalty, no_repeat_ngram_size, min_new_tokens) in [(1.3, 0, 0), (0.8, 0, 0), (1.0, 2, 0), (1.0, 1, 0), (1.0, 0, 5), (1.2, 3, 10)] {
-        let limits = SamplingSettings {
-            repetition_penalty,
-            no_repeat_ngram_size,
-            min_new_tokens,
-            ..settings(0.9, 0.95, 50)
-        };
+    for (repetition_penalty, no_repeat_ngram_size, min_new_tokens) in
+        [(1.3, 0, 0), (0.8, 0, 0), (1.0, 2, 0), (1.0, 1, 0), (1.0, 0, 5), (1.2, 3, 10)]
+    {
+        let limits =
+            SamplingSettings { repetition_penalty, no_repeat_ngram_size, min_new_tokens, ..settings(0.9, 0.95, 50) };
         for repeat in 0..3 {
             let case = Case::new(limits.clone(), 60, repeat);
             case.check(Decoding::Sample, repeat);

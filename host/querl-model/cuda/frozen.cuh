@@ -1,0 +1,129 @@
+// Frozen weights in fewer bits: packed once on the card, widened to bf16 before a product. Launchers: src/device/weight.rs. Twin:
+// kernels/frozen, whose codes and scales these are, but for rows that stand as they are instead of in panels.
+//
+// | format | bytes a weight | a code |
+// |---|---|---|
+// | int8 | 1.0625 | one of 255 even steps up to the largest of 64 neighbours of a row |
+// | nf4 | 0.5625 | one of 16 shares of it; the lower half of a byte is the earlier input |
+// | fp8 | 1 | a number of 4 bits of exponent and 3 of mantissa (e4m3) of the largest of the row as 448 |
+//
+// Sources: Dettmers et al. 2022, "LLM.int8()"; Dettmers et al. 2023, "QLoRA", appendix E; Micikevicius et al. 2022, "FP8 Formats for
+// Deep Learning".
+#pragma once
+#include "elementwise.cuh"
+
+enum Format { INT8 = 0, NF4 = 1, FP8 = 2 };
+
+constexpr int GROUP = 64;
+constexpr float FP8_MAX = 448.0f;
+
+__device__ __forceinline__ float nf4_value(int index) {
+    constexpr float values[16] = {-1.0f,         -0.6961928f,  -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
+                                  -0.091050036f, 0.0f,         0.0795803f,   0.1609302f,  0.2461123f,   0.33791524f,
+                                  0.44070983f,   0.562617f,    0.72295684f,  1.0f};
+    return values[index];
+}
+
+__device__ __forceinline__ unsigned nf4_code(float share) {
+    unsigned code = 0;
+#pragma unroll
+    for (int i = 0; i < 15; i++) code += share > (nf4_value(i) + nf4_value(i + 1)) / 2.0f;
+    return code;
+}
+
+// To the nearest, ties to even; |x| at most 448.
+__device__ __forceinline__ unsigned fp8_code(float x) {
+    const unsigned sign = __float_as_uint(x) >> 24 & 0x80u;
+    const float size = fabsf(x);
+    if (size < 0.015625f) return sign | (unsigned)rintf(size * 512.0f); // below 2^-6: steps of 2^-9
+    const unsigned bits = __float_as_uint(size), rounded = bits + 0x7ffffu + (bits >> 20 & 1u);
+    return sign | min((rounded >> 20) - (120u << 3), 0x7eu);
+}
+
+// As the f32 of the same exponent and mantissa bits times 2^120, the difference of the biases; small numbers come out right too.
+__device__ __forceinline__ float fp8_value(unsigned code) {
+    return __uint_as_float((code & 0x7fu) << 20) * 1.329227995784916e36f * (code & 0x80u ? -1.0f : 1.0f);
+}
+
+// values: (n_out, n_in) bf16; codes: (n_out, line) bytes; scales: (n_out, groups) f32, groups of 64 inputs, or for fp8 of all. A warp
+// takes a group. Floor: 2 bytes a weight and what is written.
+template <int FORMAT>
+__device__ __forceinline__ void pack(const bf16* values, unsigned char* codes, float* scales, i64 n_out, int n_in, int line) {
+    const int size = FORMAT == FP8 ? n_in : GROUP, n_groups = (n_in + size - 1) / size, lane = threadIdx.x % 32;
+    const i64 n_warps = (i64)gridDim.x * (blockDim.x / 32);
+    for (i64 at = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; at < n_out * n_groups; at += n_warps) {
+        const i64 row = at / n_groups;
+        const int start = (int)(at % n_groups) * size, end = min(start + size, n_in);
+        const bf16* from = values + row * n_in;
+        unsigned char* to = codes + row * line;
+        float largest = 0.0f;
+        for (int i = start + lane; i < end; i += 32) largest = fmaxf(largest, fabsf(widened(from[i])));
+        largest = warp_max(largest);
+        const float steps = FORMAT == INT8 ? 127.0f : FORMAT == FP8 ? FP8_MAX : 1.0f;
+        const float inverse = largest > 0.0f ? steps / largest : 0.0f;
+        if (lane == 0) scales[at] = largest / steps;
+        // A lane packs two neighbours, which share a byte of nf4; groups begin at even inputs.
+        for (int i = start + 2 * lane; i < end; i += 64) {
+            const float first = widened(from[i]) * inverse, second = i + 1 < end ? widened(from[i + 1]) * inverse : 0.0f;
+            if (FORMAT == NF4) {
+                to[i / 2] = (unsigned char)(nf4_code(first) | (i + 1 < end ? nf4_code(second) << 4 : 0u));
+            } else if (FORMAT == INT8) {
+                to[i] = (unsigned char)(signed char)fminf(fmaxf(roundf(first), -127.0f), 127.0f);
+                if (i + 1 < end) to[i + 1] = (unsigned char)(signed char)fminf(fmaxf(roundf(second), -127.0f), 127.0f);
+            } else {
+                to[i] = (unsigned char)fp8_code(first);
+                if (i + 1 < end) to[i + 1] = (unsigned char)fp8_code(second);
+            }
+        }
+    }
+}
+
+// y: (n, n_in) bf16, the rows first, first + 1, ... or those of `ids`; zeros for a row that is not there. Threads as in
+// elementwise.cuh. Floor: the bytes of the codes and 2 a weight; the product that follows takes longer where it has more than a few
+// hundred rows.
+template <int FORMAT>
+__device__ __forceinline__ void unpack(const unsigned char* codes, const float* scales, const unsigned* ids, i64 first, bf16* y, i64 n,
+                                       i64 n_out, int n_in, int line) {
+    __shared__ float shares[16]; // in memory: registers cannot be indexed
+    if (threadIdx.x < 16) shares[threadIdx.x] = nf4_value(threadIdx.x);
+    __syncthreads();
+    const int n_groups = FORMAT == FP8 ? 1 : (n_in + GROUP - 1) / GROUP;
+    const bool vectors = n_in % 8 == 0 && is_aligned(y) && is_aligned(codes);
+    each_group(n, n_in, [&](i64 index, int column) {
+        const i64 row = ids ? (i64)ids[index] : first + index;
+        float v[8] = {};
+        if (row < n_out) {
+            const unsigned char* from = codes + row * line + (FORMAT == NF4 ? column / 2 : column);
+            const float scale = scales[row * n_groups + (FORMAT == FP8 ? 0 : column / GROUP)];
+            const int n_bytes = FORMAT == NF4 ? 4 : 8, n_there = FORMAT == NF4 ? (n_in - column + 1) / 2 : n_in - column;
+            unsigned words[2] = {};
+            if (vectors) {
+                words[0] = reinterpret_cast<const unsigned*>(from)[0];
+                if (FORMAT != NF4) words[1] = reinterpret_cast<const unsigned*>(from)[1];
+            } else {
+                for (int i = 0; i < n_bytes && i < n_there; i++) words[i / 4] |= (unsigned)from[i] << i % 4 * 8;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const unsigned code = FORMAT == NF4 ? words[0] >> 4 * i & 15u : words[i / 4] >> i % 4 * 8 & 255u;
+                const float value = FORMAT == NF4 ? shares[code] : FORMAT == INT8 ? (float)(signed char)code : fp8_value(code);
+                v[i] = value * scale;
+            }
+        }
+        store_some(y + index * n_in, column, n_in, vectors, v);
+    });
+}
+
+#define FROZEN_FORMAT(name, FORMAT)                                                                                              \
+    extern "C" __global__ void pack_##name(const bf16* values, unsigned char* codes, float* scales, i64 n_out, int n_in,        \
+                                           int line) {                                                                           \
+        pack<FORMAT>(values, codes, scales, n_out, n_in, line);                                                                  \
+    }                                                                                                                            \
+    extern "C" __global__ void unpack_##name(const unsigned char* codes, const float* scales, const unsigned* ids, i64 first,   \
+                                             bf16* y, i64 n, i64 n_out, int n_in, int line) {                                   \
+        unpack<FORMAT>(codes, scales, ids, first, y, n, n_out, n_in, line);                                                      \
+    }
+
+FROZEN_FORMAT(int8, INT8)
+FROZEN_FORMAT(nf4, NF4)
+FROZEN_FORMAT(fp8, FP8)
