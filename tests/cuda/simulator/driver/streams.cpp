@@ -49,7 +49,7 @@ static std::vector<Work>& kept() {
     return *all;
 }
 
-// Streams that always exist (null, legacy, per thread) cannot be captured by cudarc's callers but the last, which candle uses.
+// Three streams always exist; of them, that of the thread, which candle uses, can be captured.
 static Stream& stream_of(CUstream stream) {
     static Stream legacy, per_thread;
     if (stream == nullptr || stream == CU_STREAM_LEGACY) return legacy;

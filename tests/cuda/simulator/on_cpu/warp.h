@@ -47,7 +47,6 @@ inline void block_vote(int predicate) {
     block.wait(State::at_block, Point::block, 0);
 }
 
-// The threads of the block that run while this one computes may have voted anew: votes are read before anybody goes on.
 template <class T, class Combine> T reduce(unsigned mask, T value, Combine combine) {
     exchange(mask, value, Point::shuffle);
     const unsigned lanes = Block::current().self().taking_part;
@@ -64,6 +63,7 @@ template <class T, class Combine> T reduce(unsigned mask, T value, Combine combi
 } // namespace cuda_on_cpu
 
 inline void __syncthreads() { cuda_on_cpu::block_vote(0); }
+// Every thread reads the votes before it waits again, and only then can there be new ones.
 inline int __syncthreads_count(int predicate) {
     cuda_on_cpu::block_vote(predicate);
     return cuda_on_cpu::Block::current().votes();
