@@ -1,7 +1,7 @@
 // Values one by one, rows by index. Launchers: src/device/elementwise.rs.
 //
 // Blocks of 256 threads, at most 16 for each processor; a thread takes eight values, then goes on in steps of the grid. No shared
-// memory, fewer than 40 registers. Floor of each: the bytes that it reads and writes once, over the memory's bandwidth.
+// memory, at most 48 registers. Floor of each: the bytes that it reads and writes once, over the memory's bandwidth.
 #pragma once
 #include "common.cuh"
 

@@ -2,7 +2,7 @@
 // come out of a product and are over the temperature already. Launchers: src/device/logprobs.rs.
 //
 // A block of 512 threads takes a row; it reads its logits twice, the second time from the caches (a part of a row is 2 KiB to
-// 600 KiB). Fewer than 40 registers. Floor: 4 bytes a logit, 6 with its gradient; the products around them take longer.
+// 600 KiB). At most 40 registers. Floor: 4 bytes a logit, 6 with its gradient; the products around them take longer.
 #pragma once
 #include "common.cuh"
 

@@ -1,7 +1,7 @@
 // Root-mean-square normalisation. Launchers: src/device/rms_norm.rs.
 //
 // A block takes a row; a thread eight neighbouring columns, then those blockDim * 8 further. The row is read twice, the second time
-// from the first-level cache. Fewer than 40 registers.
+// from the first-level cache. At most 48 registers.
 #pragma once
 #include "common.cuh"
 

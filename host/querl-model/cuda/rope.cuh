@@ -1,7 +1,7 @@
 // Rotary position embedding, alone or after the norm of each head. Launchers: src/device/rope.rs.
 //
 // A warp takes a head; lane j the pairs j, j + 32, ... of its first and second half (heads of at most 256: four pairs). Blocks of
-// eight warps, fewer than 48 registers.
+// eight warps, at most 56 registers.
 #pragma once
 #include "common.cuh"
 

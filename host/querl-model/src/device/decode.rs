@@ -100,12 +100,17 @@ impl Gpu {
         if head_dim == 0 || !head_dim.is_multiple_of(8) || head_dim > 128 {
             bail!("decode_attention: heads of {head_dim}; expected a multiple of 8 up to 128");
         }
-        if n_kv_heads == 0 || n_heads % n_kv_heads != 0 || q.len() != n * n_heads * head_dim {
+        if n_kv_heads == 0 || !n_heads.is_multiple_of(n_kv_heads) || q.len() != n * n_heads * head_dim {
             bail!("decode_attention: {} queries for {n} sequences, {n_kv_heads} heads of keys", q.len());
         }
         same_length("decode_attention", keys.len(), shape.len())?;
         same_length("decode_attention", values.len(), shape.len())?;
         same_length("decode_attention", sequences.tables.len(), n * sequences.width)?;
+        let places =
+            [q.device_ptr(self.stream()).0, keys.device_ptr(self.stream()).0, values.device_ptr(self.stream()).0];
+        if places.iter().any(|place| !place.is_multiple_of(16)) {
+            bail!("decode_attention: queries, keys and values begin at multiples of 16 bytes");
+        }
         if sequences.max_length > sequences.width * BLOCK_TOKENS {
             bail!("decode_attention: {} tokens in {} blocks", sequences.max_length, sequences.width);
         }

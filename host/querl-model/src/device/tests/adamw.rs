@@ -31,7 +31,7 @@ fn one_launch_steps_every_tensor_as_the_cpu_does() {
     assert_close("norm", &[found, factor], &[expected as f32, scale], 1e-6, 0.0);
 
     for step in 0..3 {
-        let keep = |index: usize| if index % 2 == 0 { 1.0 } else { 0.99 };
+        let keep = |index: usize| if index.is_multiple_of(2) { 1.0 } else { 0.99 };
         let mut tensors: Vec<AdamTensor<'_>> = on_device
             .iter_mut()
             .enumerate()

@@ -65,14 +65,13 @@ struct Case {
     grad: Vec<f32>,
     n_out: usize,
     n_in: usize,
-    rank: usize,
 }
 
 impl Case {
     fn new(rng: &mut ChaCha8Rng, n_rows: usize, n_out: usize, n_in: usize, rank: usize) -> Self {
         let mut make = |n| rounded(rng, n);
         let (weight, bias, a, b) = (make(n_out * n_in), make(n_out), make(rank * n_in), make(n_out * rank));
-        Self { weight, bias, a, b, x: make(n_rows * n_in), grad: make(n_rows * n_out), n_out, n_in, rank }
+        Self { weight, bias, a, b, x: make(n_rows * n_in), grad: make(n_rows * n_out), n_out, n_in }
     }
 
     fn frozen(&self) -> FrozenWeight {
