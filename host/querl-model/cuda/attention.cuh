@@ -191,7 +191,7 @@ __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16*
 
     copies_done<0>();
     const float low = over_row(total[0], false), high = over_row(total[1], false);
-    __syncwarp();
+    __syncthreads(); // a list may be empty: then the copies of other threads end here
     write_rows<D>(out, own_queries, sums, low > 0.0f ? 1.0f / low : 0.0f, high > 0.0f ? 1.0f / high : 0.0f, first + warp * 16,
                   shape.n_queries, head, shape.n_heads, shape.head_dim);
     if (t != 0) return;
@@ -268,6 +268,7 @@ __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, co
             add_products<D, 4>(sums, p, keys_here + part * 32 * (D + 8));
         }
     }
+    end_copies();
     copies_done<0>();
     __syncthreads(); // a list may be empty: then the copies of other threads end here
     write_rows<D>(dq, queries_here + warp * 16 * (D + 8), sums, shape.scale, shape.scale, first + warp * 16, shape.n_queries, head,
@@ -342,6 +343,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
         add_products<D, QUERIES_AT_ONCE / 8>(dk, ds, queries_here);
     }
 
+    end_copies();
     copies_done<0>();
     const i64 place = ((i64)backward[4 * blockIdx.x + 3] * shape.n_kv_heads + kv_head) * TILE + warp * 16 + g;
 #pragma unroll

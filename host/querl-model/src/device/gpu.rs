@@ -2,7 +2,7 @@
 
 use super::launch::Arg;
 use super::upload::Piece;
-use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
+use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, result as cublas, sys as blas};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits, result, sys,
 };
@@ -224,9 +224,10 @@ impl Gpu {
         if grid[0] > i32::MAX as usize || grid[1].max(grid[2]) > 65_535 {
             bail!("{name}: a grid of {grid:?} blocks is more than a card takes");
         }
+        // First: a function is looked up in the context of this thread.
+        self.inner.stream.context().bind_to_thread().map_err(Error::wrap)?;
         let function = self.function(name, shared_bytes)?;
         let mut args: Vec<_> = args.iter_mut().map(Arg::address).collect();
-        self.inner.stream.context().bind_to_thread().map_err(Error::wrap)?;
         let [x, y, z] = grid.map(|n| n as u32);
         let stream = self.inner.stream.cu_stream();
         // SAFETY: the function lives as long as the module; that the arguments fit is the caller's promise.
@@ -257,8 +258,20 @@ impl Gpu {
     }
 }
 
-/// Shared memory that a block gets without the attribute that asks for more.
-const SHARED_WITHOUT_ASKING: usize = 48 << 10;
+impl Drop for Inner {
+    /// Kernels and workspace are given back only when nothing on the stream uses them any more.
+    fn drop(&mut self) {
+        // An error means that nothing will use them again.
+        let _ = self.stream.synchronize();
+        // SAFETY: the handle and the stream are there. Setting the stream, though it is the same, gives cuBLAS a workspace of
+        // its own: tensors of the device may outlive the card.
+        let _ = unsafe { cublas::set_stream(*self.blas.handle(), self.stream.cu_stream().cast()) };
+    }
+}
+
+/// Dynamic shared memory that a block surely gets without the attribute that asks for more: of 48 KiB, 8 KiB are left to what
+/// kernels declare themselves, which counts as well.
+const SHARED_WITHOUT_ASKING: usize = 40 << 10;
 
 /// Freed memory stays with the pool: the default hands it back at each synchronisation, and the next step asks for it again.
 fn keep_freed_memory(context: &candle_core::cuda_backend::cudarc::driver::CudaContext) {

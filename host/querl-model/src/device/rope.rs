@@ -80,6 +80,7 @@ impl DeviceRope {
             return Ok((self.turn(gpu, grad, None, positions, -1.0)?, gpu.zeros(0)?));
         };
         same_length("turned_gradients", x.len(), grad.len())?;
+        same_length("turned_gradients", weight.len(), self.head_dim)?;
         let (n_heads, n_per_row) = self.heads(grad.len(), positions.len())?;
         let n_parts = if n_wanted == 0 { 0 } else { n_heads.div_ceil(HEADS_PER_BLOCK).clamp(1, MAX_PARTS) };
         let n_blocks = if n_wanted == 0 { n_heads.div_ceil(HEADS_PER_BLOCK) } else { n_parts };

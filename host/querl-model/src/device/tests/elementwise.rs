@@ -1,5 +1,6 @@
 use super::*;
 use crate::kernels::{gated, gated_gradients};
+use candle_core::Tensor;
 
 /// Ragged, whole, none, many: around the eight values of a thread and the 2048 of a block.
 const LENGTHS: [usize; 8] = [0, 1, 7, 8, 9, 2047, 2048, 70_001];
@@ -105,4 +106,22 @@ fn lengths_that_do_not_fit_are_refused() {
     assert!(error.to_string().starts_with("add: 5 values for 4"), "{error}");
     let error = gpu().pick(&five, &gpu().upload(&[0]).unwrap(), 2).unwrap_err();
     assert!(error.to_string().starts_with("pick: 5 values are not rows of 2"), "{error}");
+}
+
+#[test]
+fn a_thread_that_has_done_nothing_on_the_card_yet_starts_a_kernel() {
+    let gpu = Gpu::new(0).unwrap();
+    let (mut sum, one) = (gpu.upload(&[2f32; 9]).unwrap(), gpu.upload(&[1f32; 9]).unwrap());
+    let added = std::thread::scope(|scope| scope.spawn(|| gpu.add(&mut sum, &one)).join());
+    added.unwrap().unwrap();
+    assert_eq!(gpu.download(&sum).unwrap(), [3.0; 9]);
+}
+
+#[test]
+fn tensors_outlive_the_card_that_they_were_made_on() {
+    let gpu = Gpu::new(0).unwrap();
+    let x = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &gpu.device()).unwrap();
+    drop(gpu);
+    let product = x.matmul(&x).unwrap().to_vec2::<f32>().unwrap();
+    assert_eq!(product, [[7.0, 10.0], [15.0, 22.0]]);
 }

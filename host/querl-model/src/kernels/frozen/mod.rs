@@ -169,7 +169,8 @@ impl Packed {
 
     /// Where the stored values of an input of a panel begin, and the bytes that each input takes.
     pub(super) fn stored(&self, panel: usize, input: usize) -> (*const u8, usize) {
-        let bytes = size_of_val(self.data.as_slice()) * WIDTH / (self.n_out.next_multiple_of(WIDTH) * self.n_in_padded).max(1);
+        let bytes =
+            size_of_val(self.data.as_slice()) * WIDTH / (self.n_out.next_multiple_of(WIDTH) * self.n_in_padded).max(1);
         (self.data.as_ptr().cast::<u8>().wrapping_add(self.offset(panel, input) / WIDTH * bytes), bytes)
     }
 
