@@ -42,7 +42,7 @@ struct Game {
 }
 
 const GAMES: [Game; 4] = [
-    Game { name: "copy", pays: copy, optimum: 1.0, reached: 0.8, n_steps: 120 },
+    Game { name: "copy", pays: copy, optimum: 1.0, reached: 0.8, n_steps: 160 },
     Game { name: "keyword insertion", pays: keyword, optimum: 1.0, reached: 0.9, n_steps: 40 },
     Game { name: "length target", pays: length, optimum: 1.0, reached: 0.9, n_steps: 40 },
     Game { name: "two-armed bandit", pays: bandit, optimum: 0.8, reached: 0.7, n_steps: 40 },
@@ -185,7 +185,7 @@ fn config(algorithm: RlAlgorithm, n_steps: usize) -> RlConfig {
         mini_batch_size: 64,
         gradient_accumulation_steps: 1,
         ppo_epochs: 2,
-        learning_rate: 3e-3,
+        learning_rate: 1.5e-3,
         critic_learning_rate: 1e-2,
         kl_coef: 0.0,
         ent_coef: 0.0,
