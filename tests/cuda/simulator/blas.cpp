@@ -26,6 +26,9 @@ enum Compute {
 struct Handle {
     void* stream = nullptr;
     int pointer_mode = 0; // 0: alpha and beta lie on the host
+    // Of the caller's; none is cuBLAS's own. Not used, but it must be there as long as there are products.
+    const void* workspace = nullptr;
+    size_t workspace_bytes = 0;
 };
 
 struct Matrix {
@@ -157,6 +160,10 @@ Status product(void* handle, const Product& p, const void* alpha, const void* be
                       lies_on_the_device(p.c, p.m, p.n, p.batch, "C");
     if (!lies) return invalid_value;
     const Handle& known = *static_cast<Handle*>(handle);
+    if (known.workspace && !querl_simulator_holds(known.workspace, known.workspace_bytes)) {
+        std::fprintf(stderr, "simulator: the workspace of cuBLAS was given back\n");
+        return execution_failed;
+    }
     if (p.compute == compute_f64) return submitted<double>(known, p, alpha, beta);
     if (p.compute == compute_i32) return submitted<int32_t>(known, p, alpha, beta);
     return submitted<float>(known, p, alpha, beta);
@@ -173,7 +180,8 @@ EXPORTED int cublasDestroy_v2(void* handle) {
     return success;
 }
 EXPORTED int cublasSetStream_v2(void* handle, void* stream) {
-    static_cast<Handle*>(handle)->stream = stream;
+    // The caller's workspace goes, as the documentation of `cublasSetStream` says, though the stream be the same.
+    *static_cast<Handle*>(handle) = {stream, static_cast<Handle*>(handle)->pointer_mode};
     return success;
 }
 EXPORTED int cublasGetStream_v2(void* handle, void** stream) {
@@ -189,7 +197,11 @@ EXPORTED int cublasGetPointerMode_v2(void* handle, int* mode) {
     return success;
 }
 EXPORTED int cublasSetMathMode(void*, int) { return success; }
-EXPORTED int cublasSetWorkspace_v2(void*, void*, size_t) { return success; }
+EXPORTED int cublasSetWorkspace_v2(void* handle, void* workspace, size_t bytes) {
+    static_cast<Handle*>(handle)->workspace = workspace;
+    static_cast<Handle*>(handle)->workspace_bytes = bytes;
+    return success;
+}
 EXPORTED int cublasGetVersion_v2(void*, int* version) {
     *version = 130000;
     return success;
