@@ -3,7 +3,7 @@
 #
 # TOOLKIT is a folder made by toolkit.sh (default target/cuda/toolkit, made where it is missing). The library is for the
 # capabilities in QUERL_CUDA_CAPABILITIES (default 80, 86, 89, 90) and for later ones, which the driver compiles it for.
-# Ends with 1 where the library needs what it should not, or `querl` needs anything of CUDA.
+# Ends with 1 where the library lacks a function of the interface, or `querl` needs anything of CUDA. What the library needs is shown.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 toolkit="${1:-$PWD/target/cuda/toolkit}"

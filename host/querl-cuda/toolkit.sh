@@ -4,9 +4,9 @@
 # nvcc and its parts come from NVIDIA's own wheels of the Python package index (licence: NVIDIA's, in FOLDER/licences; nothing of
 # them is in this repository). The libraries of CUDA are only linked against: for that, shared libraries of the right names whose
 # functions all fail are enough, and they are generated here (900 MB are not fetched). Writes FOLDER/environment, to be sourced
-# before a build with the feature `cuda`. Does nothing where FOLDER is complete.
+# before a build with the feature `cuda`. Does nothing where FOLDER is complete. Ends with 3 where the wheels cannot be had.
 #
-# Needs python3 with pip and venv, cargo and gcc.
+# Needs python3 with pip, cargo and gcc.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -17,12 +17,21 @@ wanted=$(cat "$here"/toolkit.sh "$here"/nvcc-for-candle.sh "$root/Cargo.lock" | 
 if [ "$(cat "$folder/complete" 2> /dev/null)" = "$wanted" ]; then exit 0; fi
 rm -f "$folder/complete"
 
+wheels="nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85"
+
+# Wheels that are there stay, if they are all there and of these versions.
 fetch() {
-    [ -d "$folder/wheels/nvidia/cu13/nvvm" ] && return
-    # --no-deps: the compiler asks for nothing else, and the libraries would be 900 MB.
-    python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --target "$folder/wheels" \
-        nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
-        nvidia-cuda-cccl==13.0.85
+    local wheel missing=""
+    for wheel in $wheels; do
+        [ -d "$folder/wheels/$(tr - _ <<< "${wheel%==*}")-${wheel#*==}.dist-info" ] || missing="$wheel"
+    done
+    [ -n "$missing" ] || return 0
+    rm -rf "$folder/wheels"
+    # --no-deps: the compiler asks for nothing else, and the libraries would be 900 MB. An option that a pip older than 22.1 does not
+    # know would end it, a variable does not.
+    # shellcheck disable=SC2086
+    PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/wheels" $wheels ||
+        { echo "the wheels $wheels cannot be had: look at pip's words above"; exit 3; }
 }
 
 # nvcc finds its tree from where it really lies, so it is a copy and all others are links.

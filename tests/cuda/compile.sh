@@ -17,5 +17,6 @@ awk '/Compiling entry function/ { kernel = $7 " for " $9; n[$9]++ }
      /bytes spill stores/ && $5 > 0 { print "spilled: " kernel ", " $5 " bytes" }
      END { for (card in n) print n[card] " kernels compiled for " card }' "$out/log"
 echo "kernels.fatbin: $(stat -c %s "$out/kernels.fatbin") bytes"
+grep -q 'Compiling entry function' "$out/log" || { echo "kernels.cu has no kernel"; exit 1; }
 tests/cuda/simulator/compile.sh "$toolkit" "$out/kernels.so" host/querl-model/cuda/kernels.cu
 echo "$(nm -D --defined-only "$out/kernels.so" | grep -c ' T cuda_on_cpu_parameters_') kernels compiled for the simulated card"

@@ -54,17 +54,6 @@ pub enum Work {
     Generate(Generating),
 }
 
-impl Work {
-    /// As stages and messages call it.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Sft(_) => "sft",
-            Self::Rl(_) => "rl",
-            Self::Generate(_) => "generate",
-        }
-    }
-}
-
 /// A fine-tuning: `model.path` is what is learned on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -77,7 +77,9 @@ fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
 }
 
 fn check_device(config: &Config, violations: &mut Vec<Violation>) {
-    let cuda_index = config.device.strip_prefix("cuda:").and_then(|index| index.parse::<usize>().ok());
+    // A sign would be another spelling of the same card, which nothing else reads.
+    let index = config.device.strip_prefix("cuda:").filter(|index| index.bytes().all(|byte| byte.is_ascii_digit()));
+    let cuda_index = index.and_then(|index| index.parse::<usize>().ok());
     if !matches!(config.device.as_str(), "auto" | "cpu") && cuda_index.is_none() {
         violations.push(wrong_text("device", &config.device, "auto, cpu or cuda:N"));
     }

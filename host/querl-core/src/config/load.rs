@@ -337,6 +337,11 @@ path = "reward.wasm"
             ),
             ("[data]", "[data]\nsplit = [1.8, 0.1, 0.3]", "querl.toml:3: data.split[0] is 1.8; expected 0.0 to 1.0"),
             ("[data]", "device = \"gpu\"\n[data]", "querl.toml:2: device is \"gpu\"; expected auto, cpu or cuda:N"),
+            (
+                "[data]",
+                "device = \"cuda:+1\"\n[data]",
+                "querl.toml:2: device is \"cuda:+1\"; expected auto, cpu or cuda:N",
+            ),
             ("[data]", "rl = 3\n[data]", "querl.toml:16: not valid TOML: duplicate key"),
             (
                 "[judge]",

@@ -73,7 +73,7 @@ fn checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole() {
     let asked = sft(BaseDtype::Bf16, 4096);
     let checkpointed =
         Plan::new(&Asked { model: ModelConfig { gradient_checkpointing: true, ..asked.model.clone() }, ..asked });
-    let of_row = (2 * (5120 + 1024 + 27_648 + 56) + 56 - 56) as u64 * 2 + (2 * 5120 + 40) * 4;
+    let of_row = (2 * (5120 + 1024 + 27_648 + 56)) as u64 * 2 + (2 * 5120 + 40) * 4;
     let inputs = 5120 * 4u64;
     assert_eq!(whole.kept, 4096 * (64 * of_row + inputs));
     assert_eq!(checkpointed.kept, 4096 * (64 * inputs + of_row + inputs));
@@ -94,8 +94,7 @@ fn a_pass_is_no_larger_than_the_data_makes_it_and_holds_the_longest_row() {
 fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() {
     let (rl, sft) = (Plan::new(&rl(4096)), Plan::new(&sft(BaseDtype::Bf16, 4096)));
     // Six of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
-    assert_eq!(rl.adapters / sft.adapters, 14 / 6);
-    assert_eq!(rl.adapters, 14 * 4 * 134_217_728);
+    assert_eq!((rl.adapters, sft.adapters), (14 * 4 * 134_217_728, 6 * 4 * 134_217_728));
     // 64 answers of 874 + 150 tokens in blocks of 16, one more block for each, and the kept prefixes: 256 KiB a token.
     assert_eq!(rl.cache, (64 * (1024 + 16) + 4096) * 64 * 2 * 1024 * 2);
     assert_eq!(sft.cache, 0);

@@ -10,7 +10,8 @@ const DRIVER_VARIABLE: &str = "QUERL_CUDA_DRIVER";
 /// The driver's library. Every driver brings it under this name.
 const DRIVER: &str = "libcuda.so.1";
 
-/// The oldest CUDA for which the library can be built (docs/cuda.md); what an older driver lacks is not known before.
+/// Older drivers are refused before a library is looked for: none of any CUDA before 12 is known to work. Whether a driver is new
+/// enough for the library that was found is asked of both ([`check_fit`](crate::device::check_fit)).
 const OLDEST: u32 = 12_000;
 
 /// What was found.

@@ -37,11 +37,12 @@ fn find() -> Result<PathBuf, Missing> {
     }
     let program = std::env::current_exe().unwrap_or_default();
     let beside = program.parent().unwrap_or(Path::new("."));
-    let folders = ["", "cuda", "lib", "../lib"].map(|folder| beside.join(folder));
+    // `cuda` first: build.sh leaves the library there, and a build of the whole workspace one without CUDA beside the program.
+    let folders = ["cuda", "", "lib", "../lib"].map(|folder| beside.join(folder));
     let places = folders.map(|folder| folder.join(LIBRARY));
     places.into_iter().find(|path| path.is_file()).ok_or_else(|| {
         Missing(format!(
-            "there is no {LIBRARY} beside the program, in {} or in its folders cuda and lib; build it with host/querl-cuda/build.sh, or name it in {LIBRARY_VARIABLE}",
+            "there is no {LIBRARY} beside the program, in {}, in its folders cuda and lib or in ../lib; build it with host/querl-cuda/build.sh, or name it in {LIBRARY_VARIABLE}",
             beside.display()
         ))
     })

@@ -3,8 +3,9 @@
 use super::host::StageHost;
 use super::{Base, best, ending, job};
 use crate::run::Run;
+use crate::terminal;
 use anyhow::Context;
-use querl_core::ports::{PolicyResponse, Silent};
+use querl_core::ports::{PolicyResponse, Progress};
 use querl_core::records::DatasetRow;
 use querl_device::{Answered, Ending, Generating, JobError, Work};
 use std::path::Path;
@@ -36,6 +37,17 @@ pub fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> B
     Box::new(Answering { run, base, name })
 }
 
+/// What a job says stays on screen; how far it has come shows whoever takes the answers.
+struct Lines;
+
+impl Progress for Lines {
+    fn update(&self, _: u64, _: u64, _: &str) {}
+
+    fn line(&self, text: &str) {
+        terminal::say(text);
+    }
+}
+
 struct Answering<'a> {
     run: &'a Run,
     base: Base,
@@ -61,7 +73,7 @@ impl Generator for Answering<'_> {
             n_answered += generations.len();
             each(generations)
         };
-        let host = StageHost::new(&Silent).with_answers(&mut take);
+        let host = StageHost::new(&Lines).with_answers(&mut take);
         match self.run.place.run(&job, &host) {
             Ok(_) => Ok(()),
             Err(JobError::Refused(refused)) => Err(host.into_refusal().unwrap_or_else(|| refused.into())),
