@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # nvcc for candle's kernels, without those for weights in GGUF's quantised formats and for mixtures of experts, which querl never
-# calls: they are nine minutes of compiling and 30 MB of library. Where one of them is called all the same, the program ends with a
+# calls: they take longer to compile than all the rest. Where one of them is called all the same, the program ends with a
 # sentence. Everything else is left to nvcc.
 set -euo pipefail
 nvcc="$(cd "$(dirname "$0")" && pwd)/nvcc"
