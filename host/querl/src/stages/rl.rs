@@ -81,8 +81,8 @@ impl Stage for Rl {
 
     /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let fingerprint =
-            self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, run.place.arithmetic());
+        // No card: the processor does this stage everywhere.
+        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, None);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(read_jsonl(&run.dir.validated())?));
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
