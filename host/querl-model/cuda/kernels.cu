@@ -2,6 +2,7 @@
 #include "adamw.cuh"
 #include "attention.cuh"
 #include "decode.cuh"
+#include "dropout.cuh"
 #include "elementwise.cuh"
 #include "frozen.cuh"
 #include "logprobs.cuh"

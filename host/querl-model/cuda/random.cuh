@@ -4,22 +4,17 @@
 #include "common.cuh"
 
 // Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators" (mix64 of SplitMix).
-__device__ __forceinline__ unsigned long long mix64(unsigned long long z) {
+__device__ __forceinline__ u64 mix64(u64 z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
 }
 
-// values[i] = scale * a standard normal number (Box and Muller); two neighbours share a draw. Twin of `random::normal_at`.
-extern "C" __global__ void normal_bf16(
-    __nv_bfloat16* __restrict__ values,
-    unsigned long long n,
-    unsigned long long seed,
-    float scale
-) {
-    const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
-    for (unsigned long long pair = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; pair < (n + 1) / 2; pair += step) {
-        const unsigned long long bits = mix64(seed + (pair + 1) * 0x9e3779b97f4a7c15ull);
+// values[i] = scale * a standard normal number (Box and Muller); two neighbours share a draw. Twin of `random::normal`.
+extern "C" __global__ void normal_bf16(bf16* values, u64 n, u64 seed, float scale) {
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 pair = (u64)blockIdx.x * blockDim.x + threadIdx.x; pair < (n + 1) / 2; pair += step) {
+        const u64 bits = mix64(seed + (pair + 1) * 0x9e3779b97f4a7c15ull);
         // Above 0 and at most 1; 24 bits are what a float holds exactly.
         const float u = ((float)(unsigned)(bits >> 40) + 1.0f) * 0x1p-24f;
         const float angle = 6.28318530717958648f * ((float)(unsigned)((bits >> 8) & 0xffffffu) * 0x1p-24f);

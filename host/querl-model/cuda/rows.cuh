@@ -6,19 +6,14 @@
 // out[row] = sum of grad[index[j]] for j from starts[row] to starts[row + 1], in that order; a row that nobody names is zeros.
 // grad: (places, width); out: (n_rows, width); starts: n_rows + 1. A block for each row.
 extern "C" __global__ void sum_rows(
-    const float* __restrict__ grad,
-    const unsigned* __restrict__ starts,
-    const unsigned* __restrict__ index,
-    float* __restrict__ out,
-    long long n_rows,
-    long long width
+    const float* grad, const unsigned* starts, const unsigned* index, float* out, i64 n_rows, i64 width
 ) {
-    const long long row = blockIdx.x;
+    const i64 row = blockIdx.x;
     if (row >= n_rows) return;
     const unsigned start = starts[row], end = starts[row + 1];
-    for (long long column = threadIdx.x; column < width; column += blockDim.x) {
+    for (i64 column = threadIdx.x; column < width; column += blockDim.x) {
         float sum = 0.0f;
-        for (unsigned j = start; j < end; j++) sum += grad[(long long)index[j] * width + column];
+        for (unsigned j = start; j < end; j++) sum += grad[(i64)index[j] * width + column];
         out[row * width + column] = sum;
     }
 }

@@ -29,6 +29,18 @@ impl DropoutMask {
         Ok(Self { dropout, row_keys: Arc::new(row_keys) })
     }
 
+    /// Of each row.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn row_keys(&self) -> &[u64] {
+        &self.row_keys
+    }
+
+    /// Share of inputs that is zeroed.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn p(&self) -> f64 {
+        self.dropout.p
+    }
+
     /// The same for some of the rows.
     pub(crate) fn of_rows(&self, rows: &[u32]) -> Self {
         let row_keys = rows.iter().map(|&row| self.row_keys[row as usize]).collect();
@@ -45,7 +57,12 @@ impl DropoutMask {
         if x.dim(0)? != self.row_keys.len() {
             bail!("dropout: {} rows with {} keys", x.dim(0)?, self.row_keys.len());
         }
-        Ok(path.bytes().fold(mix(self.dropout.seed), |seed, byte| row_key(seed, u32::from(byte))))
+        Ok(self.seed_of(path))
+    }
+
+    /// Of the layer at `path`.
+    pub(crate) fn seed_of(&self, path: &str) -> u64 {
+        path.bytes().fold(mix(self.dropout.seed), |seed, byte| row_key(seed, u32::from(byte)))
     }
 
     /// Zeroes and scales rows of `width` values in place, by a layer's own masks.

@@ -1,9 +1,10 @@
 //! What the layers of a decoder on a card share: angles of the rotary embedding, and for each pass its rows.
 
 use crate::PackedBatch;
-use crate::device::{CudaSlice, DeviceRope, Gpu, TreeQueries};
+use crate::adapter::DropoutMask;
+use crate::device::{CudaSlice, DeviceRope, Gpu, Masks, TreeQueries};
 use crate::kernels::RopeTable;
-use candle_core::Result;
+use candle_core::{Error, Result};
 use std::sync::Arc;
 
 /// A decoder's own, for all its passes.
@@ -18,6 +19,8 @@ pub(super) struct CardRows {
     shared: OnCard,
     positions: CudaSlice<u32>,
     queries: TreeQueries,
+    /// With a key for each row, copied.
+    dropout: Option<(DropoutMask, CudaSlice<u64>)>,
 }
 
 impl OnCard {
@@ -27,11 +30,16 @@ impl OnCard {
         Ok(Self { gpu: gpu.clone(), rope: Arc::new(DeviceRope::new(gpu, rope)?) })
     }
 
-    /// All rows of a batch, or some in rising order.
+    /// All rows of a batch, or some in rising order, with the dropout of those rows.
     ///
     /// # Errors
     /// A sequence longer than the model's positions, or a row that is not there.
-    pub(super) fn rows(&self, batch: &PackedBatch, wanted: Option<&[u32]>) -> Result<CardRows> {
+    pub(super) fn rows(
+        &self,
+        batch: &PackedBatch,
+        wanted: Option<&[u32]>,
+        dropout: Option<&DropoutMask>,
+    ) -> Result<CardRows> {
         let (queries, positions) = match wanted {
             None => (TreeQueries::all(&self.gpu, &batch.tree)?, self.rope.positions(&self.gpu, &batch.positions)?),
             Some(wanted) => {
@@ -40,7 +48,9 @@ impl OnCard {
                 (queries, self.rope.positions(&self.gpu, &positions)?)
             }
         };
-        Ok(CardRows { shared: self.clone(), positions, queries })
+        let dropout =
+            dropout.map(|mask| Ok::<_, Error>((mask.clone(), self.gpu.upload(mask.row_keys())?))).transpose()?;
+        Ok(CardRows { shared: self.clone(), positions, queries, dropout })
     }
 }
 
@@ -57,6 +67,12 @@ impl CardRows {
     /// Which rows are queries, and what they see.
     pub(super) fn queries(&self) -> &TreeQueries {
         &self.queries
+    }
+
+    /// What is set to zero of the inputs of an adapter's layer.
+    pub(super) fn masks(&self, layer_path: &str) -> Option<Masks<'_>> {
+        let (mask, row_keys) = self.dropout.as_ref()?;
+        Some(Masks { row_keys, layer_seed: mask.seed_of(layer_path), p: mask.p() })
     }
 
     /// The rows that are queries.

@@ -28,15 +28,19 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, dropout: Option<Dropout>) -> TensorResult<Self> {
         let dropout = dropout.filter(|dropout| dropout.p != 0.0);
+        let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys())).transpose()?;
         Ok(Self {
-            dropout: dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys())).transpose()?,
+            #[cfg(feature = "cuda")]
+            on_card: match &decoder.on_card {
+                Some(card) => Some(Arc::new(card.rows(batch, None, dropout.as_ref())?)),
+                None => None,
+            },
+            dropout,
             rope: decoder.rope.clone(),
             positions: batch.positions.clone(),
             queries: Queries::all(&batch.tree),
             head_dim: decoder.config.head_dim,
             eps: decoder.config.rms_norm_eps,
-            #[cfg(feature = "cuda")]
-            on_card: decoder.on_card.as_ref().map(|card| card.rows(batch, None).map(Arc::new)).transpose()?,
         })
     }
 }
@@ -57,11 +61,14 @@ impl Wanted {
         let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
         let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
         let rows = Rows {
+            #[cfg(feature = "cuda")]
+            on_card: match &decoder.on_card {
+                Some(card) => Some(Arc::new(card.rows(batch, Some(wanted), dropout.as_ref())?)),
+                None => None,
+            },
             positions: Arc::new(positions),
             queries,
             dropout,
-            #[cfg(feature = "cuda")]
-            on_card: decoder.on_card.as_ref().map(|card| card.rows(batch, Some(wanted)).map(Arc::new)).transpose()?,
             ..rows.clone()
         };
         let indices = Tensor::new(wanted, decoder.norm.device())?;

@@ -1,7 +1,7 @@
 //! One card: its stream, our kernels, cuBLAS.
 
 use super::launch::Arg;
-use super::upload::Piece;
+use super::upload::Staging;
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, result as cublas, sys as blas};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits, result, sys,
@@ -35,8 +35,7 @@ struct Inner {
     blas: Arc<CudaBlas>,
     n_processors: usize,
     shared_limit: usize,
-    /// Page-locked memory of the host that weights pass through; empty before the first.
-    pieces: Mutex<Vec<Piece>>,
+    staging: Staging,
     /// Read by cuBLAS as long as `blas` lives.
     _workspace: CudaSlice<u8>,
 }
@@ -77,7 +76,7 @@ impl Gpu {
             blas,
             n_processors,
             shared_limit,
-            pieces: Mutex::default(),
+            staging: Staging::default(),
             _workspace: workspace,
         };
         let gpu = Self { inner: Arc::new(inner) };
@@ -113,8 +112,8 @@ impl Gpu {
         &self.inner.stream
     }
 
-    pub(super) fn pieces(&self) -> &Mutex<Vec<Piece>> {
-        &self.inner.pieces
+    pub(super) fn staging(&self) -> &Staging {
+        &self.inner.staging
     }
 
     pub(super) fn blas(&self) -> &CudaBlas {
@@ -161,17 +160,6 @@ impl Gpu {
             return self.alloc(0);
         }
         self.inner.stream.alloc_zeros(len).map_err(Error::wrap)
-    }
-
-    /// Copies values to the card.
-    ///
-    /// # Errors
-    /// The card has no memory left.
-    pub fn upload<T: DeviceRepr>(&self, values: &[T]) -> Result<CudaSlice<T>> {
-        if values.is_empty() {
-            return self.alloc(0);
-        }
-        self.inner.stream.clone_htod(values).map_err(Error::wrap)
     }
 
     /// Copies values from the card, which has to finish what was asked of it first.

@@ -7,6 +7,7 @@
 mod adamw;
 mod attention;
 mod decode;
+mod dropout;
 mod elementwise;
 mod gpu;
 mod launch;
@@ -26,6 +27,7 @@ mod weight;
 pub use adamw::{AdamLoan, AdamTensor, AdamWStep, GradientNorm};
 pub use attention::TreeQueries;
 pub use decode::{BLOCK_TOKENS, CacheShape, Sequences};
+pub use dropout::Masks;
 pub use elementwise::Element;
 pub use gpu::Gpu;
 pub use logprobs::LogprobRows;

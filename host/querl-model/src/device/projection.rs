@@ -1,5 +1,6 @@
 //! Linear layers on the card: twin of `kernels::Projection`.
 
+use super::dropout::Masks;
 use super::elementwise::{Element, whole_rows};
 use super::gpu::Gpu;
 use super::product::{Matrix, Scale};
@@ -28,6 +29,8 @@ pub struct LowRank<'a> {
     pub rank: usize,
     /// Factor on the product.
     pub scale: f32,
+    /// On the inputs of A; `None` without dropout.
+    pub masks: Option<Masks<'a>>,
 }
 
 /// What a backward pass finds for a layer's low-rank change; empty where it has none.
@@ -80,11 +83,15 @@ impl Projection<'_> {
         scale: Scale,
     ) -> Result<CudaSlice<bf16>> {
         let n_in = self.weight.dims().1;
-        let x = Matrix::of(gpu, x, n_in)?;
         let weight = self.weight.rows(gpu, 0..self.weight.dims().0)?;
-        gpu.product(&x, &weight.matrix(gpu, n_in)?.t(), y, scale)?;
+        gpu.product(&Matrix::of(gpu, x, n_in)?, &weight.matrix(gpu, n_in)?.t(), y, scale)?;
         drop(weight);
-        let Some(LowRank { a, b, rank, scale }) = &self.low_rank else { return gpu.zeros(0) };
+        let Some(LowRank { a, b, rank, scale, masks }) = &self.low_rank else { return gpu.zeros(0) };
+        let dropped = masks.map(|masks| gpu.dropped(x, n_in, masks)).transpose()?;
+        let x = match &dropped {
+            Some(dropped) => Matrix::of(gpu, dropped, n_in)?,
+            None => Matrix::of(gpu, x, n_in)?,
+        };
         let mut low = gpu.alloc(x.n_rows() * rank)?;
         gpu.product(&x, &Matrix::of(gpu, a, n_in)?.t(), &mut low, Scale { alpha: *scale, keep: 0.0 })?;
         gpu.product(&Matrix::of(gpu, &low, *rank)?, &Matrix::of(gpu, b, *rank)?.t(), y, Scale::ADD)?;
@@ -106,7 +113,8 @@ impl Projection<'_> {
 
     /// Adds the gradients of A and B to what [`Projection::low_gradient`] found; `low` is what the forward pass returned.
     ///
-    /// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`.
+    /// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`; with dropout
+    /// the masked `x`.
     ///
     /// # Errors
     /// As [`Projection::forward`].
@@ -118,8 +126,15 @@ impl Projection<'_> {
         grad: &impl DevicePtr<bf16>,
         found: &mut ParameterGradients,
     ) -> Result<()> {
-        let ((n_out, n_in), Some(LowRank { rank, .. })) = (self.weight.dims(), &self.low_rank) else { return Ok(()) };
-        let (x, grad, down) = (Matrix::of(gpu, x, n_in)?, Matrix::of(gpu, grad, n_out)?, Matrix::of(gpu, low, *rank)?);
+        let ((n_out, n_in), Some(LowRank { rank, masks, .. })) = (self.weight.dims(), &self.low_rank) else {
+            return Ok(());
+        };
+        let dropped = masks.map(|masks| gpu.dropped(x, n_in, masks)).transpose()?;
+        let x = match &dropped {
+            Some(dropped) => Matrix::of(gpu, dropped, n_in)?,
+            None => Matrix::of(gpu, x, n_in)?,
+        };
+        let (grad, down) = (Matrix::of(gpu, grad, n_out)?, Matrix::of(gpu, low, *rank)?);
         (found.a, found.b) = (gpu.alloc(rank * n_in)?, gpu.alloc(n_out * rank)?);
         gpu.product(&Matrix::of(gpu, &found.low, *rank)?.t(), &x, &mut found.a, Scale::WRITE)?;
         gpu.product(&grad.t(), &down, &mut found.b, Scale::WRITE)
@@ -142,8 +157,12 @@ impl Projection<'_> {
         let weight = self.weight.rows(gpu, 0..n_out)?;
         gpu.product(&Matrix::of(gpu, grad, n_out)?, &weight.matrix(gpu, n_in)?, out, scale)?;
         drop(weight);
-        let (Some(LowRank { a, rank, .. }), Some(found)) = (&self.low_rank, found) else { return Ok(()) };
-        gpu.product(&Matrix::of(gpu, &found.low, *rank)?, &Matrix::of(gpu, a, n_in)?, out, Scale::ADD)
+        let (Some(LowRank { a, rank, masks, .. }), Some(found)) = (&self.low_rank, found) else { return Ok(()) };
+        let (low, a) = (Matrix::of(gpu, &found.low, *rank)?, Matrix::of(gpu, a, n_in)?);
+        let Some(masks) = masks else { return gpu.product(&low, &a, out, Scale::ADD) };
+        let mut of_dropped = gpu.alloc(low.n_rows() * n_in)?;
+        gpu.product(&low, &a, &mut of_dropped, Scale::WRITE)?;
+        gpu.add_dropped(out, &of_dropped, n_in, *masks)
     }
 }
 

@@ -1,26 +1,119 @@
-//! Weights from a mapped file to the card: through two pieces of page-locked memory, so that one is filled while the other is on
-//! its way, and no tensor is copied as a whole on the host.
+//! From the host to the card through page-locked memory: the host goes on while the card reads, and no tensor of a file is copied
+//! as a whole on the host.
 
 use super::gpu::Gpu;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, PinnedHostSlice};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, DeviceRepr, PinnedHostSlice};
 use candle_core::{DType, Error, Result, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
-use std::sync::PoisonError;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Values of a piece: 32 MiB, long enough that the card's copy engine is never waited for between two.
-const PIECE: usize = 1 << 24;
+/// Bytes of a piece for weights: long enough that the copy engine is hardly waited for between two.
+const PIECE: usize = 32 << 20;
+
+/// Bytes of a piece for what a pass brings along: ids, positions, lists of tiles.
+const SMALL_PIECE: usize = 1 << 20;
+
+/// How many small pieces may be on their way.
+const N_SMALL: usize = 8;
 
 /// Values that one thread converts at a time.
 const CHUNK: usize = 1 << 16;
 
-/// A piece of page-locked memory, and when the card has read it.
-pub(super) struct Piece {
-    memory: PinnedHostSlice<bf16>,
+/// Page-locked memory in pieces, which are filled in turn.
+#[derive(Default)]
+pub(super) struct Staging {
+    weights: Mutex<Ring>,
+    small: Mutex<Ring>,
+}
+
+#[derive(Default)]
+struct Ring {
+    pieces: Vec<Piece>,
+    next: usize,
+}
+
+struct Piece {
+    memory: PinnedHostSlice<u8>,
+    /// When the card has read it.
     is_read: CudaEvent,
 }
 
+impl Ring {
+    /// The piece whose turn it is, once the card has read it. Pieces are made when they are first needed.
+    fn next(&mut self, gpu: &Gpu, n_pieces: usize, bytes: usize) -> Result<&mut Piece> {
+        if self.pieces.len() < n_pieces {
+            self.next = self.pieces.len();
+            self.pieces.push(Piece::new(gpu, bytes)?);
+        } else {
+            self.next = (self.next + 1) % n_pieces;
+        }
+        let piece = &mut self.pieces[self.next];
+        piece.is_read.synchronize().map_err(Error::wrap)?;
+        Ok(piece)
+    }
+}
+
+impl Piece {
+    fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
+        let context = gpu.stream().context();
+        // SAFETY: every bit pattern is a byte, and a part is written before it is read.
+        let memory = unsafe { context.alloc_pinned_with_flags::<u8>(bytes, 0) }.map_err(Error::wrap)?;
+        Ok(Self { memory, is_read: context.new_event(None).map_err(Error::wrap)? })
+    }
+
+    /// Copies the first values, which `fill` writes, to `to`.
+    fn send<T: DeviceRepr + Copy>(
+        &mut self,
+        gpu: &Gpu,
+        to: &mut CudaSlice<T>,
+        start: usize,
+        n: usize,
+        fill: impl FnOnce(&mut [T]),
+    ) -> Result<()> {
+        let bytes = self.memory.as_mut_slice().map_err(Error::wrap)?;
+        if n * size_of::<T>() > bytes.len() {
+            bail!("{n} values for a piece of {} bytes", bytes.len());
+        }
+        // SAFETY: the memory is page-aligned and long enough, every bit pattern is a value of a type that cards share with the
+        // host, and nobody else has a reference to it.
+        let values = unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast::<T>(), n) };
+        fill(values);
+        gpu.stream().memcpy_htod(&*values, &mut to.slice_mut(start..start + n)).map_err(Error::wrap)?;
+        self.is_read.record(gpu.stream()).map_err(Error::wrap)
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        // The memory is given back only when the card has read it; after an error it never reads again.
+        let _ = self.is_read.synchronize();
+    }
+}
+
+fn lock(ring: &Mutex<Ring>) -> MutexGuard<'_, Ring> {
+    ring.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Gpu {
+    /// Copies values to the card; the host does not wait for it where they are few.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn upload<T: DeviceRepr + Copy>(&self, values: &[T]) -> Result<CudaSlice<T>> {
+        let mut to = self.alloc(values.len())?;
+        match size_of_val(values) {
+            0 => {}
+            1..=SMALL_PIECE => {
+                let mut ring = lock(&self.staging().small);
+                let piece = ring.next(self, N_SMALL, SMALL_PIECE)?;
+                piece.send(self, &mut to, 0, values.len(), |piece| piece.copy_from_slice(values))?;
+            }
+            _ => self.stream().memcpy_htod(values, &mut to).map_err(Error::wrap)?,
+        }
+        Ok(to)
+    }
+
     /// Copies floats of any type, as a safetensors file holds them, to the card as bf16.
     ///
     /// # Errors
@@ -31,38 +124,13 @@ impl Gpu {
             DType::BF16 | DType::F16 => 2,
             _ => bail!("weights of type {dtype:?}; expected f32, bf16 or f16"),
         };
-        let mut values = self.alloc(bytes.len() / size)?;
-        let mut pieces = self.pieces().lock().unwrap_or_else(PoisonError::into_inner);
-        while pieces.len() < 2 {
-            pieces.push(Piece::new(self)?);
+        let (mut to, n_piece) = (self.alloc(bytes.len() / size)?, PIECE / size_of::<bf16>());
+        let mut ring = lock(&self.staging().weights);
+        for (index, part) in bytes.chunks(n_piece * size).enumerate() {
+            let piece = ring.next(self, 2, PIECE)?;
+            piece.send(self, &mut to, index * n_piece, part.len() / size, |values| to_bf16(part, dtype, values))?;
         }
-        for (index, part) in bytes.chunks(PIECE * size).enumerate() {
-            let Piece { memory, is_read } = &mut pieces[index % 2];
-            is_read.synchronize().map_err(Error::wrap)?;
-            let (start, n) = (index * PIECE, part.len() / size);
-            let memory = &mut memory.as_mut_slice().map_err(Error::wrap)?[..n];
-            to_bf16(part, dtype, memory);
-            self.stream().memcpy_htod(memory, &mut values.slice_mut(start..start + n)).map_err(Error::wrap)?;
-            is_read.record(self.stream()).map_err(Error::wrap)?;
-        }
-        Ok(values)
-    }
-}
-
-impl Piece {
-    fn new(gpu: &Gpu) -> Result<Self> {
-        let context = gpu.stream().context();
-        // SAFETY: every bit pattern is a number, and a part is written before it is read.
-        let memory = unsafe { context.alloc_pinned_with_flags::<bf16>(PIECE, 0) }.map_err(Error::wrap)?;
-        let is_read = context.new_event(None).map_err(Error::wrap)?;
-        Ok(Self { memory, is_read })
-    }
-}
-
-impl Drop for Piece {
-    fn drop(&mut self) {
-        // The memory is given back only when the card has read it; an error means that it will never read again.
-        let _ = self.is_read.synchronize();
+        Ok(to)
     }
 }
 
@@ -86,9 +154,9 @@ mod tests {
         let values = [0.0f32, 1.0, -2.5, 3.140_625, 1.0e-3];
         let (mut of_f32, mut of_f16, mut of_bf16) = ([bf16::ZERO; 5], [bf16::ZERO; 5], [bf16::ZERO; 5]);
         let expected = values.map(bf16::from_f32);
-        to_bf16(&values.map(f32::to_le_bytes).concat(), DType::F32, &mut of_f32);
-        to_bf16(&expected.map(bf16::to_le_bytes).concat(), DType::BF16, &mut of_bf16);
-        to_bf16(&values.map(|x| f16::from_f32(x).to_le_bytes()).concat(), DType::F16, &mut of_f16);
+        to_bf16(values.map(f32::to_le_bytes).as_flattened(), DType::F32, &mut of_f32);
+        to_bf16(expected.map(bf16::to_le_bytes).as_flattened(), DType::BF16, &mut of_bf16);
+        to_bf16(values.map(|x| f16::from_f32(x).to_le_bytes()).as_flattened(), DType::F16, &mut of_f16);
         assert_eq!((of_f32, of_bf16), (expected, expected));
         assert_eq!(of_f16, values.map(|x| bf16::from_f32(f16::from_f32(x).to_f32())));
     }

@@ -1,6 +1,9 @@
 //! Estimates and updates as a whole, on a tiny decoder.
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use super::RlTask;
 use super::learner::Learner;
 use super::rollout::Rollout;

@@ -5,7 +5,7 @@ use super::passes::in_passes;
 use super::rollout::Rollout;
 use crate::policy::{Example, Policy, rows_of};
 use crate::{Metrics, TrainError};
-use querl_model::LoraAdapter;
+use querl_model::{LoraAdapter, Place};
 use rand::SeedableRng;
 use rand::seq::index::sample;
 use rand_chacha::ChaCha8Rng;
@@ -18,6 +18,16 @@ const SAMPLE: usize = 8;
 /// 1.2e-5 with the example's model, hence a warning above 1e-5 and no error yet. verl calls 1e-2 a fault, with two engines and
 /// half precision.
 const MEAN_LIMIT: f64 = 1e-4;
+
+/// The same on a card, where activations are bf16 and the sums of other shapes are rounded elsewhere. verl calls 1e-2 a fault and
+/// warns before; this is wide enough for a model of many layers, and narrow enough for a wrong adapter or a wrong mask. Not
+/// measured on a card yet.
+#[cfg(feature = "cuda")]
+const MEAN_LIMIT_ON_CARD: f64 = 5e-2;
+
+/// The same for one token on a card.
+#[cfg(feature = "cuda")]
+const MAX_LIMIT_ON_CARD: f64 = 2.0;
 
 /// The same for one token: a fault in few places, as where passes are cut, hides in a mean. The largest rounding in those tests
 /// is 3e-5.
@@ -64,7 +74,12 @@ pub(super) fn check_rollout(
     }
     let mean = differences.iter().sum::<f64>() / differences.len().max(1) as f64;
     let max = differences.iter().copied().fold(0.0, f64::max);
-    let exceeded = [(mean, MEAN_LIMIT, "on average"), (max, MAX_LIMIT, "at worst")];
+    let (mean_limit, max_limit) = match task.decoder.place() {
+        Place::Cpu => (MEAN_LIMIT, MAX_LIMIT),
+        #[cfg(feature = "cuda")]
+        Place::Card(_) => (MEAN_LIMIT_ON_CARD, MAX_LIMIT_ON_CARD),
+    };
+    let exceeded = [(mean, mean_limit, "on average"), (max, max_limit, "at worst")];
     // A difference that is not a number makes the mean none.
     match exceeded.into_iter().find(|(difference, limit, _)| difference.is_nan() || difference > limit) {
         Some((difference, limit, measure)) => Err(TrainError::RolloutDiffers { step, difference, limit, measure }),

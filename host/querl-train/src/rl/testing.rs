@@ -5,10 +5,10 @@ use super::rollout::Rollout;
 use super::{RlData, RlTask};
 use crate::policy::{Example, Policy, rows_of};
 use candle_core::Tensor;
-use querl_core::config::{CriticKind, RlConfig};
+use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
-use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, Place, TextTokenizer, Weights, small_model};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
@@ -50,6 +50,11 @@ pub(super) fn config() -> RlConfig {
 
 impl Fixture {
     pub(super) fn new() -> Self {
+        Self::on(&Place::Cpu, BaseDtype::F32)
+    }
+
+    /// Somewhere else, in another type.
+    pub(super) fn on(place: &Place, dtype: BaseDtype) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let shape = small_model::Shape {
             hidden_size: 32,
@@ -63,7 +68,7 @@ impl Fixture {
         let mut config = small_model::write_files(folder.path(), &["aaaa bbbb".to_owned()], 280, &shape).unwrap();
         config.initializer_range = 0.3; // logits that differ, at this width
         Decoder::init(config, 3).unwrap().save(folder.path(), small_model::STORED_DTYPE).unwrap();
-        let decoder = Decoder::load(folder.path(), Weights::Frozen).unwrap();
+        let decoder = Decoder::load_on(folder.path(), Weights::Frozen, dtype, place).unwrap();
         let tokenizer = TextTokenizer::load(folder.path()).unwrap();
         let lora = LoraSettings::all_linear(4, 8.0);
         let policy = LoraAdapter::new(&decoder, lora.clone(), 5).unwrap();

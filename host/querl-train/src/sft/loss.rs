@@ -28,12 +28,17 @@ pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<
         gradients.add(&backward(&share, Some(&recompute))?, task.policy.vars())?;
         shares.push(share.detach());
     }
-    // Read when all passes are on their way: a card is waited for once.
-    let mut loss = 0.0;
-    for share in shares {
-        loss += f64::from(share.to_scalar::<f32>()?);
-    }
+    let loss = summed(&shares)?;
     Ok(StepLoss { loss, n_tokens, gradients })
+}
+
+/// The sum of scalars, in their order. Read when all passes are on their way: a card is waited for once.
+fn summed(shares: &[Tensor]) -> Result<f64, TrainError> {
+    let mut sum = 0.0;
+    for share in shares {
+        sum += f64::from(share.to_scalar::<f32>()?);
+    }
+    Ok(sum)
 }
 
 /// Another mask for each step; it follows from the step alone, so that a training that goes on needs to know nothing of it.
@@ -48,13 +53,13 @@ pub(super) fn evaluate(task: &SftTask<'_>) -> Result<f64, TrainError> {
     let view = task.policy.adapter.map(LoraAdapter::without_gradient);
     let policy = Policy { decoder: task.policy.decoder, adapter: view.as_ref() };
     let rows: Vec<&Example> = task.val.iter().collect();
-    let (mut sum, mut n_tokens) = (0.0, 0);
+    let (mut shares, mut n_tokens) = (Vec::new(), 0);
     for pass in passes(&rows, task.tokens_per_pass) {
         let rows: Vec<&Example> = pass.into_iter().map(|index| rows[index]).collect();
-        sum += f64::from(negative_logprob(policy, &rows, Training::default())?.detach().to_scalar::<f32>()?);
+        shares.push(negative_logprob(policy, &rows, Training::default())?.detach());
         n_tokens += rows.iter().map(|row| row.response.len()).sum::<usize>();
     }
-    Ok(sum / n_tokens.max(1) as f64)
+    Ok(summed(&shares)? / n_tokens.max(1) as f64)
 }
 
 /// Negative log-probability of the answers, summed over tokens.

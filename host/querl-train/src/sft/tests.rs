@@ -1,6 +1,9 @@
 //! Fine-tuning beside transformers' Trainer with PEFT, and stopped and gone on with. Golden values: `tests/reference/sft.py`.
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+mod card;
+
 use super::*;
 use querl_core::ports::Silent;
 use querl_model::{Decoder, LoraAdapter, Weights};

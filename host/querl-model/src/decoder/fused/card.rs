@@ -48,7 +48,7 @@ pub(super) struct Rounded {
 struct Open<'a> {
     linear: &'a FusedLinear,
     bias: Option<Loan<'a>>,
-    rounded: Option<(&'a Rounded, f32)>,
+    rounded: Option<(&'a Rounded, &'a LowRankTensors)>,
 }
 
 impl<'a> Open<'a> {
@@ -56,10 +56,10 @@ impl<'a> Open<'a> {
         let bias = linear.bias.as_ref().map(Loan::of).transpose()?;
         let rounded = linear.low_rank.as_ref().map(|low_rank| -> Result<_> {
             if let Some(rounded) = low_rank.rounded.get() {
-                return Ok((rounded, low_rank.scale));
+                return Ok((rounded, low_rank));
             }
             let rounded = Rounded::new(gpu, low_rank, linear.weight.dims()?)?;
-            Ok((low_rank.rounded.get_or_init(|| rounded), low_rank.scale))
+            Ok((low_rank.rounded.get_or_init(|| rounded), low_rank))
         });
         Ok(Self { linear, bias, rounded: rounded.transpose()? })
     }
@@ -67,11 +67,12 @@ impl<'a> Open<'a> {
     fn projection(&self) -> Result<Projection<'_>> {
         let Weight::OnCard(weight) = &self.linear.weight else { bail!("a layer on the card with a weight of the cpu") };
         let bias = self.bias.as_ref().map(|bias| bias.as_view());
-        let low_rank = self.rounded.map(|(Rounded { a, b, rank }, scale)| LowRank {
+        let low_rank = self.rounded.map(|(Rounded { a, b, rank }, low_rank)| LowRank {
             a: a.as_view(),
             b: b.as_view(),
             rank: *rank,
-            scale,
+            scale: low_rank.scale,
+            masks: low_rank.rows.as_ref().and_then(|rows| rows.masks(&low_rank.path)),
         });
         Ok(Projection { weight, bias, low_rank })
     }

@@ -1,6 +1,7 @@
 //! The linear layers of a fused layer: what they hold, whatever the device.
 
 use crate::adapter::LoraPair;
+use crate::decoder::layer::Rows;
 use crate::decoder::linear::Linear;
 use crate::decoder::pass::Pass;
 use crate::kernels::Weight;
@@ -18,21 +19,26 @@ pub(super) struct LowRankTensors {
     pub(super) a: Tensor, // (rank, in)
     pub(super) b: Tensor, // (out, rank)
     pub(super) scale: f32,
+    /// Of the layer in the checkpoint; and the rows that come to it on a card, which know its dropout.
+    #[cfg(feature = "cuda")]
+    pub(super) path: String,
+    #[cfg(feature = "cuda")]
+    pub(super) rows: Option<std::sync::Arc<crate::decoder::card::CardRows>>,
     /// A and B as a card multiplies with them.
     #[cfg(feature = "cuda")]
     pub(super) rounded: std::sync::OnceLock<super::card::Rounded>,
 }
 
 impl FusedLinear {
-    /// `None` where the layer does more than a weight and a low-rank change: dropout, magnitudes.
-    pub(super) fn new(linear: &Linear, pass: &Pass<'_>) -> Option<Self> {
+    /// `None` where the layer does more than a weight and a low-rank change: magnitudes. `rows`: those that come to it.
+    pub(super) fn new(linear: &Linear, rows: &Rows, pass: &Pass<'_>) -> Option<Self> {
         let pair = pass.adapter.and_then(|adapter| adapter.pair(&linear.path));
         let is_trained = matches!(linear.weight, Weight::Trained(_));
         let is_plain = pair.is_none_or(|pair| pair.magnitude.is_none() && !is_trained);
         is_plain.then(|| Self {
             weight: linear.weight.clone(),
             bias: linear.bias.clone(),
-            low_rank: pair.map(LowRankTensors::new),
+            low_rank: pair.map(|pair| LowRankTensors::new(pair, linear, rows)),
         })
     }
 
@@ -51,11 +57,16 @@ impl FusedLinear {
 }
 
 impl LowRankTensors {
-    fn new(pair: &LoraPair) -> Self {
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))] // a card alone asks for path and rows here
+    fn new(pair: &LoraPair, linear: &Linear, rows: &Rows) -> Self {
         Self {
             a: pair.a.clone(),
             b: pair.b.clone(),
             scale: pair.scale,
+            #[cfg(feature = "cuda")]
+            path: linear.path.clone(),
+            #[cfg(feature = "cuda")]
+            rows: rows.on_card.clone(),
             #[cfg(feature = "cuda")]
             rounded: std::sync::OnceLock::new(),
         }

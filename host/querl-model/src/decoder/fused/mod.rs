@@ -78,13 +78,16 @@ impl FusedLayer {
         pass: &Pass<'_>,
     ) -> TensorResult<Option<Self>> {
         let is_on_cpu = x.device().is_cpu();
-        if rows.dropout.is_some() || x.dtype() != DType::F32 {
-            return composed(is_on_cpu, "dropout on the inputs of adapters (`sft.lora_dropout`)");
+        if is_on_cpu && rows.dropout.is_some() || x.dtype() != DType::F32 {
+            return Ok(None);
         }
-        let Some(linears) =
-            layer.linears().iter().map(|linear| FusedLinear::new(linear, pass)).collect::<Option<Vec<_>>>()
-        else {
-            return composed(is_on_cpu, "an adapter with magnitudes (`sft.use_dora`)");
+        // Keys and values alone are computed of all rows.
+        let of_queries = wanted.map_or(rows, |wanted| &wanted.rows);
+        let rows_of = |index| if index == K || index == V { rows } else { of_queries };
+        let linears = layer.linears().into_iter().enumerate();
+        let linears = linears.map(|(index, linear)| FusedLinear::new(linear, rows_of(index), pass));
+        let Some(linears) = linears.collect::<Option<Vec<_>>>() else {
+            return if is_on_cpu { Ok(None) } else { Err(only_on_cpu("an adapter with magnitudes (`sft.use_dora`)")) };
         };
         let Ok(linears) = <[FusedLinear; 7]>::try_from(linears) else { return Ok(None) };
         let fused = Self {
@@ -279,11 +282,6 @@ impl FusedLayer {
         let dinput = steps.shared_input_gradient(&[(gate, &*dgate, &found[GATE]), (up, &*dup, &found[UP])])?;
         steps.norm_gradients(&kept.residual, norm, eps, &dinput, Some(grad))
     }
-}
-
-/// Of a layer that is composed of single operations, which the CPU alone has.
-fn composed(is_on_cpu: bool, because_of: &str) -> TensorResult<Option<FusedLayer>> {
-    if is_on_cpu { Ok(None) } else { Err(only_on_cpu(because_of)) }
 }
 
 #[cfg(test)]

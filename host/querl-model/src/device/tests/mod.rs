@@ -12,6 +12,7 @@ mod elementwise;
 mod logprobs;
 mod norms;
 mod projection;
+mod rows;
 mod sampling;
 mod weight;
 

@@ -97,7 +97,8 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
                 bias: has_bias.then_some(case.bias.as_slice()),
                 low_rank: has_change.then_some(kernels::LowRank { a: &case.a, b: &case.b, rank, scale: SCALE }),
             };
-            let low_rank = has_change.then(|| LowRank { a: a.as_view(), b: b.as_view(), rank, scale: SCALE });
+            let low_rank =
+                has_change.then(|| LowRank { a: a.as_view(), b: b.as_view(), rank, scale: SCALE, masks: None });
             let layer = Projection { weight: &weight, bias: has_bias.then(|| bias.as_view()), low_rank };
             let (y, low) = layer.forward(gpu(), &x).unwrap();
             let (expected, expected_low) = on_cpu.forward(&case.x).unwrap();

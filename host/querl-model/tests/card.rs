@@ -1,0 +1,205 @@
+//! A decoder on a card beside the same one on the CPU: log-probabilities, entropies, logits and the gradients of every tensor of
+//! an adapter. Both have the frozen weights in bf16; on the card activations are bf16 too, which is what the tolerances are for:
+//! a value of bf16 has 8 bits of mantissa, and errors of 2^-9 of single values add up over a few layers. Run by
+//! tests/cuda/run.sh without a card.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+use candle_core::{DType, Device, Tensor};
+use querl_core::config::BaseDtype;
+use querl_model::device::Gpu;
+use querl_model::{
+    Decoder, DecoderConfig, Dropout, Keep, LoraAdapter, LoraSettings, Modules, PackedBatch, Pass, Place, Recompute,
+    Weights, backward,
+};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+const NAMES: [&str; 5] = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
+
+/// Of log-probabilities, entropies and logits, as a share of the largest: transformers in bf16 is off by 0.016 to 0.02 of the
+/// largest logit on these models, beside itself in f32 from the same weights.
+const TOLERANCE: f32 = 0.025;
+
+/// Of a gradient: length of the difference over the length of the CPU's. Worst found: 0.031.
+const GRADIENT_TOLERANCE: f32 = 0.06;
+
+const DROPOUT: Option<Dropout> = Some(Dropout { p: 0.3, seed: 11 });
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders").join(name)
+}
+
+fn card() -> Place {
+    static GPU: OnceLock<Gpu> = OnceLock::new();
+    Place::Card(GPU.get_or_init(|| Gpu::new(0).unwrap()).clone())
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Sequences that part at several depths; one is another's beginning and one comes twice. The answer begins at `.1`.
+fn sequences() -> Vec<(Vec<u32>, usize)> {
+    let system = [5, 9, 2, 7];
+    let join = |parts: &[&[u32]]| [&system[..], &parts.concat()].concat();
+    vec![
+        (join(&[&[11, 12, 13], &[21, 22, 23]]), 7),
+        (join(&[&[11, 12, 13], &[21, 24]]), 7),
+        (join(&[&[11, 12, 14, 15], &[31, 32, 33, 34]]), 8),
+        (join(&[&[11, 12, 13], &[21, 22]]), 7),
+        (vec![40, 41, 42, 43, 44], 2),
+        (join(&[&[11, 12, 13], &[21, 24]]), 7),
+        ((0..60).map(|i| (i * 29 + 3) % 64).collect(), 20),
+    ]
+}
+
+struct Model {
+    decoder: Decoder,
+    adapter: LoraAdapter,
+}
+
+impl Model {
+    /// The same model and adapter, A and B random, on the CPU and on a card.
+    fn pair(name: &str) -> [Self; 2] {
+        let load = |place: &Place| Decoder::load_on(&golden(name), Weights::Frozen, BaseDtype::Bf16, place).unwrap();
+        let [on_cpu, on_card] = [load(&Place::Cpu), load(&card())];
+        let adapter = LoraAdapter::new(&on_cpu, LoraSettings::all_linear(3, 6.0), 5).unwrap();
+        for (index, var) in adapter.vars().values().enumerate() {
+            let value = |i: usize| ((i * 7 + index * 31) as f32 * 12.9898).sin() * 0.2;
+            let values: Vec<f32> = (0..var.elem_count()).map(value).collect();
+            var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
+        }
+        let moved = adapter.snapshot().unwrap().on(&card()).unwrap();
+        [Self { decoder: on_cpu, adapter }, Self { decoder: on_card, adapter: moved }]
+    }
+
+    /// Log-probabilities and entropies of all answers' tokens: `(N, 2)`.
+    fn logprobs(&self, recompute: Option<&Recompute>, dropout: Option<Dropout>) -> Tensor {
+        let sequences = sequences();
+        let batch = PackedBatch::shared(sequences.iter().map(|(tokens, _)| tokens.as_slice()));
+        let (mut rows, mut targets) = (Vec::new(), Vec::new());
+        for (index, (tokens, answer)) in sequences.iter().enumerate() {
+            rows.extend((*answer..tokens.len()).map(|position| batch.row_of(index, position - 1) as u32));
+            targets.extend_from_slice(&tokens[*answer..]);
+        }
+        let pass = Pass { recompute, dropout, adapter: Some(&self.adapter) };
+        let hidden = self.decoder.hidden_at(&batch, &rows, &pass).unwrap();
+        self.decoder.token_logprobs(&hidden, targets, 0.8, Some(&self.adapter)).unwrap()
+    }
+
+    /// Gradients of a loss in which every log-probability and entropy has a weight of its own.
+    fn gradients(&self, recompute: Option<&Recompute>, dropout: Option<Dropout>) -> BTreeMap<String, Vec<f32>> {
+        let logprobs = self.logprobs(recompute, dropout);
+        let weights: Vec<f32> = (0..logprobs.elem_count()).map(|i| 0.3 + (i % 5) as f32 * 0.1).collect();
+        let weights = Tensor::from_vec(weights, logprobs.shape(), logprobs.device()).unwrap();
+        let loss = (logprobs * weights).unwrap().sum_all().unwrap();
+        let found = backward(&loss, recompute).unwrap();
+        let of = |var| found.get(var).map(values).unwrap();
+        self.adapter.vars().iter().map(|(name, var)| (name.clone(), of(var))).collect()
+    }
+}
+
+fn assert_close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    let largest = expected.iter().fold(0f32, |max, x| max.max(x.abs()));
+    println!("{what}: off by {worst}, largest {largest}");
+    assert!(worst <= tolerance * largest, "{what}: off by {worst}, largest {largest}");
+}
+
+fn length(values: impl Iterator<Item = f32>) -> f32 {
+    values.map(|x| x * x).sum::<f32>().sqrt()
+}
+
+#[test]
+fn log_probabilities_and_entropies_are_those_of_the_cpu() {
+    for name in NAMES {
+        for dropout in [None, DROPOUT] {
+            let [on_cpu, on_card] = Model::pair(name).map(|model| values(&model.logprobs(None, dropout)));
+            assert_close(&format!("{name}, {dropout:?}"), &on_card, &on_cpu, TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn logits_of_all_rows_are_those_of_the_cpu() {
+    for name in NAMES {
+        let logits = |model: &Model| {
+            let tokens: Vec<u32> = (0..60).map(|i| (i * 13 + 5) % 64).collect();
+            let hidden = model.decoder.hidden_states(&PackedBatch::new([tokens.as_slice()]), None).unwrap();
+            values(&model.decoder.logits(&hidden, None).unwrap())
+        };
+        let [on_cpu, on_card] = Model::pair(name).map(|model| logits(&model));
+        assert_close(name, &on_card, &on_cpu, TOLERANCE);
+    }
+}
+
+#[test]
+fn gradients_of_every_adapter_tensor_are_those_of_the_cpu() {
+    for name in NAMES {
+        for dropout in [None, DROPOUT] {
+            let [on_cpu, on_card] = Model::pair(name).map(|model| model.gradients(None, dropout));
+            let mut worst = (0.0, "");
+            for (var, expected) in &on_cpu {
+                let difference = length(on_card[var].iter().zip(expected).map(|(a, b)| a - b));
+                let off = difference / length(expected.iter().copied());
+                worst = if off > worst.0 { (off, var) } else { worst };
+            }
+            println!("{name}, {dropout:?}: the gradient of {} is off by {}", worst.1, worst.0);
+            assert!(worst.0 <= GRADIENT_TOLERANCE, "{name}: the gradient of {} is off by {}", worst.1, worst.0);
+        }
+    }
+}
+
+#[test]
+fn what_layers_keep_and_where_their_gradients_go_changes_no_bit() {
+    for name in ["qwen2-untied", "qwen3-tied"] {
+        let [_, on_card] = Model::pair(name);
+        for dropout in [None, DROPOUT] {
+            let expected = on_card.gradients(None, dropout);
+            for keep in [Keep::Activations, Keep::Inputs] {
+                assert!(on_card.gradients(Some(&Recompute::new(keep)), dropout) == expected, "{name}: {keep:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn random_weights_are_the_same_wherever_they_are_made() {
+    let config = DecoderConfig::load(&golden("qwen2-untied").join("config.json")).unwrap();
+    let logits = |place: &Place, seed| {
+        let decoder = Decoder::random(config.clone(), seed, BaseDtype::Bf16, place).unwrap();
+        let tokens: Vec<u32> = (0..20).collect();
+        let hidden = decoder.hidden_states(&PackedBatch::new([tokens.as_slice()]), None).unwrap();
+        values(&decoder.logits(&hidden, None).unwrap())
+    };
+    let expected = logits(&Place::Cpu, 4);
+    assert_close("random weights", &logits(&card(), 4), &expected, TOLERANCE);
+    let other = logits(&card(), 5);
+    assert!(other.iter().zip(&expected).any(|(a, b)| (a - b).abs() > 0.05), "another seed gives the same weights");
+}
+
+#[test]
+fn what_a_card_cannot_do_is_said_with_the_setting_and_the_remedy() {
+    let load = |weights, dtype| Decoder::load_on(&golden("qwen2-tied"), weights, dtype, &card());
+    let refused = |weights, dtype| load(weights, dtype).err().unwrap().to_string();
+    let message = refused(Weights::Trained, BaseDtype::Bf16);
+    assert!(message.contains("sft.method") && message.contains("device = \"cpu\""), "{message}");
+    let message = refused(Weights::Frozen, BaseDtype::F32);
+    assert!(message.contains("`model.dtype` is `f32`") && message.contains("`bf16`"), "{message}");
+
+    let decoder = load(Weights::Frozen, BaseDtype::Bf16).unwrap();
+    let batch = PackedBatch::new([[1u32, 2, 3].as_slice()]);
+    let run = |settings: LoraSettings| {
+        let adapter = LoraAdapter::new(&decoder, settings, 1).unwrap();
+        decoder.hidden_at(&batch, &[2], &Pass::with(Some(&adapter))).err().unwrap().to_string()
+    };
+    let plain = || LoraSettings::all_linear(2, 4.0);
+    let message = run(LoraSettings { use_dora: true, ..plain() });
+    assert!(message.contains("sft.use_dora") && message.contains("device = \"cpu\""), "{message}");
+    let names = ["embed_tokens".to_owned(), "q_proj".to_owned()];
+    let message = run(LoraSettings { target_modules: Modules::from_names(&names), ..plain() });
+    assert!(message.contains("embed_tokens") && message.contains("device = \"cpu\""), "{message}");
+}

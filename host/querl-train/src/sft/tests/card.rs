@@ -1,0 +1,69 @@
+//! Fine-tuning on a card beside the CPU; run by tests/cuda/run.sh without a card.
+
+use super::*;
+use querl_core::config::BaseDtype;
+use querl_model::Place;
+use querl_model::device::Gpu;
+use std::sync::OnceLock;
+
+fn card() -> Place {
+    static GPU: OnceLock<Gpu> = OnceLock::new();
+    Place::Card(GPU.get_or_init(|| Gpu::new(0).unwrap()).clone())
+}
+
+fn adapted_on(place: &Place) -> Model {
+    let decoder = Decoder::load_on(&base_path(), Weights::Frozen, BaseDtype::Bf16, place).unwrap();
+    let adapter = LoraAdapter::load(&golden_folder().join("lora/qwen3-tied"), decoder.config()).unwrap();
+    Model { decoder, adapter: Some(adapter.on(place).unwrap()) }
+}
+
+fn on_card() -> Model {
+    adapted_on(&card())
+}
+
+fn without_dropout() -> SftConfig {
+    SftConfig { lora_dropout: 0.0, ..config() }
+}
+
+fn assert_near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let error = |(found, expected): (&f64, &f64)| (found - expected).abs() / expected.abs().max(1.0);
+    let worst = found.iter().zip(expected).map(error).fold(0.0, f64::max);
+    println!("{what}: worst error {worst:.1e}");
+    assert!(worst <= tolerance, "{what}: {found:?}, expected {expected:?}");
+}
+
+/// 18 steps with decay, clipping, several passes a step and evaluations in between. Activations are bf16 on the card, and the rate
+/// is large: small differences grow from step to step, to 0.05 of the loss.
+#[test]
+fn fine_tuning_on_a_card_follows_that_on_the_cpu() {
+    let (_, expected) = Setting::new(without_dropout()).through(&adapted_on(&Place::Cpu));
+    for gradient_checkpointing in [false, true] {
+        let setting = Setting { gradient_checkpointing, ..Setting::new(without_dropout()) };
+        let (_, found) = setting.through(&on_card());
+        for (name, tolerance) in [("loss", 0.08), ("eval_loss", 0.08), ("grad_norm", 0.15), ("learning_rate", 1e-9)] {
+            assert_near(name, &found.column(name), &expected.column(name), tolerance);
+        }
+    }
+}
+
+#[test]
+fn a_stopped_training_on_a_card_ends_as_one_that_never_was() {
+    let [unbroken, stopped] = [(), ()].map(|()| Setting::new(without_dropout()));
+    let (expected_summary, expected) = unbroken.through(&on_card());
+    let (summary, found) = in_parts(&stopped, &[2, 7], on_card);
+    assert_eq!((summary, found.0), (expected_summary, expected.0));
+    assert!(stopped.results() == unbroken.results(), "files differ");
+}
+
+#[test]
+fn a_training_goes_on_on_another_device() {
+    let (_, expected) = Setting::new(without_dropout()).through(&adapted_on(&Place::Cpu));
+    for places in [[card(), Place::Cpu], [Place::Cpu, card()]] {
+        let (setting, mut sink, stop) = (Setting::new(without_dropout()), Recorder::default(), AtomicBool::new(false));
+        let [first, second] = places.map(|place| adapted_on(&place));
+        setting.run(&first, &mut sink, &StopAfter(7, &stop), &stop).unwrap_err();
+        setting.run(&second, &mut sink, &Silent, &AtomicBool::new(false)).unwrap();
+        assert_near("loss", &sink.column("loss"), &expected.column("loss"), 0.08);
+    }
+}
