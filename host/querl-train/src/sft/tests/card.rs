@@ -22,7 +22,7 @@ fn on_card() -> Model {
 }
 
 fn without_dropout() -> SftConfig {
-    SftConfig { lora_dropout: 0.0, ..config() }
+    SftConfig { lora_dropout: 0.0, learning_rate: 1e-3, ..config() }
 }
 
 fn assert_near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
@@ -33,15 +33,15 @@ fn assert_near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     assert!(worst <= tolerance, "{what}: {found:?}, expected {expected:?}");
 }
 
-/// 18 steps with decay, clipping, several passes a step and evaluations in between. Activations are bf16 on the card, and the rate
-/// is large: small differences grow from step to step, to 0.05 of the loss.
+/// 18 steps with decay, clipping, several passes a step and evaluations in between. Activations are bf16 on the card. At ten times
+/// the rate AdamW takes the two apart: the norm of a gradient by half.
 #[test]
 fn fine_tuning_on_a_card_follows_that_on_the_cpu() {
     let (_, expected) = Setting::new(without_dropout()).through(&adapted_on(&Place::Cpu));
     for gradient_checkpointing in [false, true] {
         let setting = Setting { gradient_checkpointing, ..Setting::new(without_dropout()) };
         let (_, found) = setting.through(&on_card());
-        for (name, tolerance) in [("loss", 0.08), ("eval_loss", 0.08), ("grad_norm", 0.15), ("learning_rate", 1e-9)] {
+        for (name, tolerance) in [("loss", 0.02), ("eval_loss", 0.02), ("grad_norm", 0.05), ("learning_rate", 1e-9)] {
             assert_near(name, &found.column(name), &expected.column(name), tolerance);
         }
     }
@@ -64,6 +64,6 @@ fn a_training_goes_on_on_another_device() {
         let [first, second] = places.map(|place| adapted_on(&place));
         setting.run(&first, &mut sink, &StopAfter(7, &stop), &stop).unwrap_err();
         setting.run(&second, &mut sink, &Silent, &AtomicBool::new(false)).unwrap();
-        assert_near("loss", &sink.column("loss"), &expected.column("loss"), 0.08);
+        assert_near("loss", &sink.column("loss"), &expected.column("loss"), 0.02);
     }
 }
