@@ -21,6 +21,8 @@ mod metrics;
 mod optimizer;
 mod order;
 mod policy;
+#[cfg(test)]
+mod recording;
 pub mod rl;
 mod schedule;
 pub mod sft;

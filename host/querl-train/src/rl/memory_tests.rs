@@ -5,7 +5,8 @@
 use super::testing::{Fixture, config, record};
 use super::{RlData, RlTask, train};
 use crate::checkpoint::{BEST, LAST, STATE};
-use crate::{MetricSink, Metrics, TrainError, fault};
+use crate::recording::Recorder;
+use crate::{TrainError, fault};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{EpisodeRecord, Reward};
@@ -32,26 +33,6 @@ impl Environment for World {
 
     fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
         self.0.lock().unwrap().truncate(mark as usize);
-        Ok(())
-    }
-}
-
-#[derive(Default)]
-struct Recorder(Vec<(u64, Metrics)>);
-
-impl MetricSink for Recorder {
-    fn record(&mut self, _: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        let is_result = |name: &String| !name.starts_with("timing_s/") && !name.starts_with("perf/");
-        self.0.push((step, metrics.clone().into_iter().filter(|(name, _)| is_result(name)).collect()));
-        Ok(())
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
         Ok(())
     }
 }

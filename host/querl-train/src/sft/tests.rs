@@ -5,6 +5,7 @@
 mod card;
 
 use super::*;
+use crate::recording::Recorder;
 use querl_core::ports::Silent;
 use querl_model::{Decoder, LoraAdapter, Weights};
 use serde_json::Value;
@@ -48,32 +49,6 @@ fn adapted() -> Model {
 
 fn whole() -> Model {
     Model { decoder: Decoder::load(&base_path(), Weights::Trained).unwrap(), adapter: None }
-}
-
-#[derive(Default)]
-struct Recorder(Vec<(u64, Metrics)>);
-
-impl MetricSink for Recorder {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        let is_result = |name: &str| !name.starts_with("timing_s/") && !name.starts_with("perf/");
-        self.0.push((step, metrics.clone().into_iter().filter(|(name, _)| is_result(name)).collect()));
-        Ok(())
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
-        Ok(())
-    }
-}
-
-impl Recorder {
-    fn column(&self, name: &str) -> Vec<f64> {
-        self.0.iter().filter_map(|(_, metrics)| metrics.get(name).copied()).collect()
-    }
 }
 
 /// One training's settings, with what most tests share.
