@@ -89,7 +89,7 @@ pub enum ReadError {
         source: io::Error,
     },
     /// One of its lines.
-    #[error("{path}:{line}: not a valid record: {source}")]
+    #[error("{path}:{line}: not a valid record: {source}; mend the line or remove it")]
     Line {
         /// Which file.
         path: String,
@@ -113,17 +113,14 @@ pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>,
 /// # Errors
 /// The file cannot be read, or a line is not a record.
 pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<(usize, T)>, ReadError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|source| ReadError::Io { path: path.display().to_string(), source })?;
-    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    let bytes = std::fs::read(path).map_err(|source| ReadError::Io { path: path.display().to_string(), source })?;
+    // As bytes: where a line was cut within a character, that line is named too.
+    let lines = bytes.split(|byte| *byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
     lines
-        .map(|(index, line)| {
-            let record = serde_json::from_str(line).map_err(|source| ReadError::Line {
-                path: path.display().to_string(),
-                line: index + 1,
-                source,
-            })?;
-            Ok((index + 1, record))
+        .map(|(text, line)| {
+            let record = serde_json::from_slice(text);
+            let record = record.map_err(|source| ReadError::Line { path: path.display().to_string(), line, source })?;
+            Ok((line, record))
         })
         .collect()
 }
@@ -165,11 +162,16 @@ mod tests {
     }
 
     #[test]
-    fn bad_line_is_named() {
+    fn a_bad_line_is_named_also_where_it_was_cut_within_a_character() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.jsonl");
-        write_atomic(&path, b"1\n\nx\n").unwrap();
-        let error = read_jsonl::<u32>(&path).unwrap_err().to_string();
-        assert!(error.contains("x.jsonl:3"), "{error}");
+        let message = |text: &[u8]| {
+            write_atomic(&path, text).unwrap();
+            read_jsonl::<String>(&path).unwrap_err().to_string()
+        };
+        for text in ["\"a\"\n\r\nx\n".as_bytes(), &"\"a\"\n\n\"鱼\"".as_bytes()[..7]] {
+            let message = message(text);
+            assert!(message.contains("x.jsonl:3: not a valid record") && message.ends_with("remove it"), "{message}");
+        }
     }
 }

@@ -5,11 +5,11 @@ use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
-use crate::stages::{self, StageName};
+use crate::stages::{self, StageName, rows_of};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, load_resolved};
-use querl_core::fsx::{read_jsonl, write_atomic};
+use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
@@ -49,12 +49,12 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         let path = dir.eval_records();
         return Err(Stop::usage(format!("{}: not there; run `querl eval` first", path.display())).into());
     }
-    let records: Vec<EvalRecord> = read_jsonl(&dir.eval_records())?;
+    let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
     let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
     let evaluation = evaluate(&records, &options).context("evaluation")?;
     let ledger = Ledger::open(&dir.stages())?;
     let facts = facts(config, names, dir, &ledger)?;
-    let metrics = if dir.metrics().exists() { read_jsonl(&dir.metrics())? } else { Vec::new() };
+    let metrics = if dir.metrics().exists() { rows_of(&dir.metrics())? } else { Vec::new() };
     let html = report_html(&ReportInput {
         facts: &facts,
         evaluation: &evaluation,
@@ -87,7 +87,7 @@ pub struct Pooled {
 /// As [`write`].
 pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     let records: Vec<Vec<EvalRecord>> =
-        dirs.iter().map(|dir| Ok(read_jsonl(&dir.eval_records())?)).collect::<anyhow::Result<Vec<_>>>()?;
+        dirs.iter().map(|dir| Ok(rows_of(&dir.eval_records())?)).collect::<anyhow::Result<Vec<_>>>()?;
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
     let config = load_resolved(&first.config())?;

@@ -117,9 +117,14 @@ impl Progress for StageProgress {
     fn update(&self, n_done: u64, n_total: u64, note: &str) {
         match &self.how {
             How::Bar(bar) => {
+                let is_first = bar.length().is_none();
                 bar.set_length(n_total);
                 bar.set_position(n_done);
                 bar.set_message(note.to_owned());
+                if is_first {
+                    // What an earlier process has done says nothing of how fast this one is.
+                    bar.reset_eta();
+                }
             }
             How::Lines(last) => self.print_now_and_then(last, n_done, n_total, note),
             How::Nothing => {}

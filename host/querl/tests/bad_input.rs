@@ -196,6 +196,27 @@ fn recipe_of_a_small_model_names_the_line() {
 }
 
 #[test]
+fn rows_of_an_earlier_stage_that_are_damaged() {
+    let project = Project::new();
+    let done = project.querl(&["run", "querl.toml", "--to", "convert"]);
+    assert_eq!(done.code, Some(0), "{done:#?}");
+    let rows = project.path("run/data/train.jsonl");
+    let whole = std::fs::read(&rows).unwrap();
+    let within_a_character = whole.iter().rposition(|byte| *byte >= 0x80).unwrap();
+    std::fs::write(&rows, &whole[..within_a_character]).unwrap();
+    let said = refusal(&project, &["run", "querl.toml"]);
+    assert!(said.starts_with(&format!("run/data/train.jsonl:{}: not a valid record", lines(&whole))), "{said}");
+    assert!(said.ends_with("; remove the file, and `querl run` makes it again"), "{said}");
+    std::fs::remove_file(&rows).unwrap();
+    assert_eq!(project.querl(&["run", "querl.toml", "--to", "convert"]).code, Some(0));
+    assert_eq!(std::fs::read(&rows).unwrap(), whole);
+}
+
+fn lines(text: &[u8]) -> usize {
+    text.iter().filter(|byte| **byte == b'\n').count()
+}
+
+#[test]
 fn plugin_that_cannot_be_used() {
     let reward = format!("{}/plugins/reward-competition", repository().display());
     let project = Project::new();

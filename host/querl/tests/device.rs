@@ -91,7 +91,7 @@ fn a_stop_is_seen_across_the_border_and_either_side_goes_on() {
         assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
     }
     let done = stopped.querl(&args).ok();
-    assert!(done.stderr.contains("rl: goes on after step "), "{done:#?}");
+    assert!(done.stderr.contains("rl: going on from step "), "{done:#?}");
     assert_same(&stopped, &results(&unbroken));
 }
 

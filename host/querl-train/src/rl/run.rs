@@ -359,7 +359,7 @@ impl<'a> Run<'a> {
         self.rewind(sink, &state.get("marks")?)?;
         self.saved = Some(step);
         self.keep_best()?;
-        task.progress.line(&format!("rl: goes on after step {step}"));
+        task.progress.line(&format!("going on from step {step}"));
         Ok(())
     }
 

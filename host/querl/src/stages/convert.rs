@@ -1,10 +1,10 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, mean, teacher_name};
+use super::{Done, Facts, Inputs, Stage, StageName, mean, rows_of, teacher_name};
 use crate::run::Run;
 use anyhow::Context;
-use querl_core::fsx::{read_jsonl, write_jsonl};
+use querl_core::fsx::write_jsonl;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
@@ -36,7 +36,7 @@ impl Stage for Convert {
     }
 
     fn execute(&self, run: &Run, _: &dyn Progress) -> anyhow::Result<Done> {
-        let records: Vec<ValidatedRecord> = read_jsonl(&run.dir.validated())?;
+        let records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
         let teacher = teacher_name(&run.dir)?;
         let plugins = &run.plugins;
         let converted = convert(&records, plugins.prompts.as_ref(), &plugins.filters, &run.config.data, &teacher)?;

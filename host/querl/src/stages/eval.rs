@@ -1,7 +1,7 @@
 //! Stage 6: every system on the test split, all judged. The figures are made from its records by [`crate::report`].
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, remove, teacher_name, world};
+use super::{Done, Facts, Inputs, Stage, StageName, remove, rows_of, teacher_name, world};
 use crate::environment::{Baselines, Scorer};
 use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
 use crate::failure::Stop;
@@ -10,7 +10,7 @@ use crate::run::Run;
 use crate::training;
 use anyhow::Context;
 use querl_core::config::{Config, RlConfig};
-use querl_core::fsx::{read_jsonl, write_jsonl};
+use querl_core::fsx::write_jsonl;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -99,8 +99,8 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
 }
 
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
-    let rows: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Test))?;
-    let baselines = Baselines::new(read_jsonl(&run.dir.validated())?);
+    let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
+    let baselines = Baselines::new(rows_of(&run.dir.validated())?);
     if !trained(&run.config, &run.dir).is_empty() {
         training::check_prompts(run, Split::Test, &rows)?;
     }

@@ -17,6 +17,7 @@ use crate::run::Run;
 use facts::Facts;
 use inputs::Inputs;
 use ledger::Ledger;
+use querl_core::fsx::{ReadError, read_jsonl};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use std::path::{Path, PathBuf};
@@ -142,6 +143,20 @@ pub fn remove(path: &Path) -> std::io::Result<()> {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
+}
+
+/// The rows that an earlier stage left.
+///
+/// # Errors
+/// The file cannot be read, or somebody has changed it since.
+pub fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
+    read_jsonl(path).map_err(|error| match error {
+        ReadError::Line { path, line, source } => {
+            let remedy = "remove the file, and `querl run` makes it again";
+            Stop::usage(format!("{path}:{line}: not a valid record: {source}; {remedy}")).into()
+        }
+        ReadError::Io { .. } => error.into(),
+    })
 }
 
 /// Who rewrote, as the rewrite stage noted it.

@@ -1,14 +1,13 @@
 //! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
 
 use super::ledger::Ledger;
-use super::{Done, Inputs, Stage, StageName, remove, world};
+use super::{Done, Inputs, Stage, StageName, remove, rows_of, world};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
 use crate::training::{self, RlData};
 use anyhow::Context;
 use querl_core::config::JudgeKind;
-use querl_core::fsx::read_jsonl;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -84,7 +83,7 @@ impl Stage for Rl {
         // No card: the processor does this stage everywhere.
         let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, None);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
-        let baselines = Arc::new(Baselines::new(read_jsonl(&run.dir.validated())?));
+        let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?));
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
         let services = Services { deadline, ..run.services()? };
         let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
@@ -93,8 +92,8 @@ impl Stage for Rl {
             let (scorer, baselines, log) = (scorer.clone(), baselines.clone(), log.clone());
             TrainingEnvironment::new(scorer, rows.to_vec(), baselines, judging(run), phase, log)
         };
-        let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
-        let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
+        let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
+        let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let data = RlData {
             train_environment: &environment(&train, Phase::Rollout),
             val_environment: &environment(&val, Phase::Validation),

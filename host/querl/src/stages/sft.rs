@@ -1,11 +1,10 @@
 //! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
 
 use super::ledger::Ledger;
-use super::{Done, Inputs, Stage, StageName, remove};
+use super::{Done, Inputs, Stage, StageName, remove, rows_of};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
 use crate::training;
-use querl_core::fsx::read_jsonl;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -46,8 +45,8 @@ impl Stage for Sft {
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let fingerprint =
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, run.place.arithmetic());
-        let train: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Train))?;
-        let val: Vec<DatasetRow> = read_jsonl(&run.dir.split(Split::Val))?;
+        let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
+        let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
         let facts = training::sft(run, &train, &val, &fingerprint, metrics, progress)?;
         Ok(Done { facts, n_failed: 0 })

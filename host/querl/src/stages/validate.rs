@@ -1,10 +1,9 @@
 //! Stage 2: what does retrieval find with each rewrite?
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, mean, remove, world};
+use super::{Done, Facts, Inputs, Stage, StageName, mean, remove, rows_of, world};
 use crate::interrupt;
 use crate::run::Run;
-use querl_core::fsx::read_jsonl;
 use querl_core::ports::Progress;
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
@@ -46,7 +45,7 @@ impl Stage for Validate {
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let rewrites: Vec<RewriteRecord> = read_jsonl(&run.dir.rewrites())?;
+        let rewrites: Vec<RewriteRecord> = rows_of(&run.dir.rewrites())?;
         let retriever = run.retriever()?;
         let (mut journal, previous) = Journal::open(&run.dir.validated())?;
         let n_calls = run.config.retrieval.max_concurrent;

@@ -44,7 +44,7 @@ pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
     .areas(frame.area());
     frame.render_widget(Paragraph::new(head_lines(snapshot)), head);
     if let Some(training) = &snapshot.training {
-        draw_progress(training, frame, progress);
+        draw_progress(snapshot, training, frame, progress);
         draw_courses(&courses, per_row, frame, figures);
         frame.render_widget(Paragraph::new(timing_line(training)), timing);
         let newest = training.warnings.iter().rev().take(usize::from(n_warnings));
@@ -70,7 +70,7 @@ fn head_lines(snapshot: &Snapshot) -> Vec<Line<'_>> {
     vec![title, stages.collect::<Vec<_>>().into()]
 }
 
-fn draw_progress(training: &Training, frame: &mut Frame<'_>, area: Rect) {
+fn draw_progress(snapshot: &Snapshot, training: &Training, frame: &mut Frame<'_>, area: Rect) {
     let ratio = training.n_steps.map_or(0.0, |n_steps| training.step as f64 / n_steps.max(1) as f64).clamp(0.0, 1.0);
     let mut label = format!("{}  step {}", training.stage, training.step);
     if let Some(n_steps) = training.n_steps {
@@ -79,7 +79,9 @@ fn draw_progress(training: &Training, frame: &mut Frame<'_>, area: Rect) {
     if let Some(step_s) = training.step_s() {
         label.push_str(&format!("  {step_s:.1} s a step"));
     }
-    if let Some(left_s) = training.left_s().filter(|left| *left > 0.0) {
+    // Of a run that stands still nobody knows when it ends.
+    let left_s = training.left_s().filter(|left_s| snapshot.is_running && *left_s > 0.0);
+    if let Some(left_s) = left_s {
         label.push_str(&format!("  {} left", duration(left_s)));
     }
     if let Some(throughput) = training.last("perf/throughput") {
