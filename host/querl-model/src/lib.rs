@@ -23,6 +23,7 @@ pub mod kernels;
 mod named_shapes;
 mod place;
 mod random;
+mod ranks;
 mod second_opinion;
 pub mod small_model;
 mod template;
@@ -44,6 +45,7 @@ pub use generate::{
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use place::Place;
+pub use ranks::{RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;

@@ -1,0 +1,116 @@
+use super::*;
+use candle_core::Device;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Words of the failures, in the order in which they happened.
+fn failed<T: Send + std::fmt::Debug>(n: usize, work: impl Fn(Ranks) -> Result<T, RanksError> + Sync) -> Vec<String> {
+    run_ranks(n, work).unwrap_err().iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn sums_have_the_same_bits_on_every_rank_whichever_comes_first() {
+    // In another order these sums are other numbers.
+    let value = |rank: usize, i: usize| [1e8f32, -1e8, 0.3][rank] + i as f32 * 1e-3;
+    let expected: Vec<u32> = (0..100_000).map(|i| (value(0, i) + value(1, i) + value(2, i)).to_bits()).collect();
+    for late in 0..3 {
+        let sums = run_ranks(3, |ranks| {
+            if ranks.rank() == late {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let mut values: Vec<f32> = (0..100_000).map(|i| value(ranks.rank(), i)).collect();
+            ranks.sum(&mut values)?;
+            Ok::<_, RanksError>(values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>())
+        });
+        assert!(sums.unwrap().iter().all(|sum| *sum == expected), "rank {late} came last");
+    }
+}
+
+#[test]
+fn a_tensor_keeps_its_shape_and_a_rank_alone_its_values() {
+    let tensor = Tensor::from_vec(vec![1f32, 2.0, 3.0, 4.0], (2, 2), &Device::Cpu).unwrap();
+    let alone = Ranks::alone();
+    assert_eq!((alone.rank(), alone.world_size()), (0, 1));
+    assert_eq!(alone.sum_tensor(&tensor).unwrap().to_vec2::<f32>().unwrap(), [[1.0, 2.0], [3.0, 4.0]]);
+    let sums = run_ranks(2, |ranks| ranks.sum_tensor(&tensor)).unwrap();
+    assert_eq!(sums[1].to_vec2::<f32>().unwrap(), [[2.0, 4.0], [6.0, 8.0]]);
+}
+
+#[test]
+fn what_ranks_bring_is_told_in_their_order_round_after_round() {
+    let seen = run_ranks(3, |ranks| {
+        (0..200).try_for_each(|round| {
+            let all = ranks.all_gather(vec![round, ranks.rank()])?;
+            assert_eq!(all.iter().map(|item| item.to_vec()).collect::<Vec<_>>(), [[round, 0], [round, 1], [round, 2]]);
+            let told = ranks.broadcast(round % 3, (ranks.rank() == round % 3).then_some(ranks.rank()))?;
+            assert_eq!(*told, round % 3);
+            ranks.barrier()
+        })
+    });
+    assert_eq!(seen.unwrap().len(), 3);
+}
+
+#[test]
+fn groups_sum_among_themselves() {
+    let sums = run_ranks(4, |ranks| {
+        let (rows, columns) = (ranks.split(ranks.rank() / 2)?, ranks.split(ranks.rank() % 2)?);
+        assert_eq!((rows.world_size(), columns.rank()), (2, ranks.rank() / 2));
+        let (mut of_row, mut of_column) = ([ranks.rank() as f32], [ranks.rank() as f32]);
+        rows.sum(&mut of_row)?;
+        columns.sum(&mut of_column)?;
+        Ok::<_, RanksError>((of_row[0], of_column[0]))
+    });
+    assert_eq!(sums.unwrap(), [(1.0, 2.0), (1.0, 4.0), (5.0, 2.0), (5.0, 4.0)]);
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others_with_its_words() {
+    let failures = failed(3, |ranks| {
+        ranks.barrier()?;
+        if ranks.rank() == 1 {
+            return Err(RanksError::Failed { rank: 1, message: "its card is gone".into() });
+        }
+        ranks.barrier()
+    });
+    assert_eq!(failures[0], "rank 1: rank 1 failed: its card is gone");
+    assert!(
+        failures.len() == 3 && failures[1..].iter().all(|words| words.ends_with("rank 1 failed: its card is gone"))
+    );
+}
+
+#[test]
+fn a_panic_of_a_rank_and_of_one_in_another_group_ends_the_others() {
+    for groups in [1, 2] {
+        let failures = failed(4, |ranks| {
+            let group = ranks.split(ranks.rank() % groups)?;
+            assert!(ranks.rank() != 3, "three is no rank");
+            group.barrier()?;
+            group.barrier()?;
+            group.barrier()
+        });
+        assert!(failures[0].starts_with("rank 3 stopped by itself: three is no rank"), "{failures:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_ends_early_or_goes_elsewhere_is_no_deadlock() {
+    let failures = failed(2, |ranks| if ranks.rank() == 1 { Ok(()) } else { ranks.barrier() });
+    assert!(failures[0].contains("rank 1 failed: it ended while another waited for it"), "{failures:?}");
+    let failures = failed(2, |ranks| if ranks.rank() == 1 { ranks.sum(&mut [1.0]) } else { ranks.barrier() });
+    assert!(failures[0].contains("`a sum of 1 values`") && failures[0].contains("`a barrier`"), "{failures:?}");
+}
+
+#[test]
+fn work_of_several_ranks_is_done_by_one_pool() {
+    let n_done = AtomicUsize::new(0);
+    let done = run_ranks(3, |ranks| {
+        (0..50).try_for_each(|_| {
+            (0..64usize).into_par_iter().for_each(|_| {
+                n_done.fetch_add(1, Ordering::Relaxed);
+            });
+            ranks.barrier()
+        })
+    });
+    assert!(done.is_ok());
+    assert_eq!(n_done.into_inner(), 3 * 50 * 64);
+}
