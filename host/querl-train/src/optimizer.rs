@@ -84,7 +84,9 @@ impl AdamW {
         #[cfg(feature = "cuda")]
         if vars.values().any(|var| !var.device().is_cpu()) {
             let rules = [false, true].map(|decays| self.rule(learning_rate, 1.0, decays).on_card());
-            return crate::card::step(&mut self.on_card, vars, gradients, rules);
+            let taken = crate::card::step(&mut self.on_card, vars, gradients, rules);
+            // Without memory for it nothing was launched: no step was taken.
+            return taken.inspect_err(|_| self.n_steps -= 1);
         }
         for (name, var) in vars {
             let Some((gradient, scale)) = gradients.unscaled(name) else { continue };

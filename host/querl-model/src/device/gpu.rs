@@ -17,6 +17,10 @@ static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin
 /// What cuBLAS may use between the steps of a product; its own documentation asks for 32 MiB on Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// With less free memory than this, an internal error of cuBLAS is taken for a want of it: an allowance for the code of its
+/// products, which is loaded when they are first asked for.
+const BYTES_OF_CODE: usize = 64 << 20;
+
 /// Every card that is open. An operation of candle's graph knows the device of its tensors alone.
 static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 
@@ -131,6 +135,17 @@ impl Gpu {
     /// Something that was asked of it failed.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.stream.synchronize().map_err(Error::wrap)
+    }
+
+    /// What cuBLAS has said, as an error. Where it could not load a product's code for want of memory, it speaks of itself alone.
+    pub(super) fn blas_error(&self, error: cublas::CublasError) -> Error {
+        use blas::cublasStatus_t::{CUBLAS_STATUS_INTERNAL_ERROR, CUBLAS_STATUS_NOT_INITIALIZED};
+        let is_vague = matches!(error.0, CUBLAS_STATUS_INTERNAL_ERROR | CUBLAS_STATUS_NOT_INITIALIZED);
+        let free_bytes = self.inner.stream.context().mem_get_info().map_or(usize::MAX, |(free, _)| free);
+        match is_vague && free_bytes < BYTES_OF_CODE {
+            true => Error::Msg(format!("CUDA_ERROR_OUT_OF_MEMORY: {free_bytes} bytes are free, and {error:?}")),
+            false => Error::wrap(error),
+        }
     }
 
     /// Memory whose values are whatever was there: everything must be written before it is read.
@@ -249,8 +264,12 @@ impl Gpu {
 impl Drop for Inner {
     /// Kernels and workspace are given back only when nothing on the stream uses them any more.
     fn drop(&mut self) {
-        // An error means that nothing will use them again.
-        let _ = self.stream.synchronize();
+        if self.stream.synchronize().is_err() {
+            // After an error that the context does not survive, cuBLAS and cuRAND refuse to be given back, and their wrappers panic:
+            // they stay until the process ends, which is what such an error is followed by.
+            std::mem::forget(self.device.clone());
+            return;
+        }
         // SAFETY: the handle and the stream are there. Setting the stream, though it is the same, gives cuBLAS a workspace of
         // its own: tensors of the device may outlive the card.
         let _ = unsafe { cublas::set_stream(*self.blas.handle(), self.stream.cu_stream().cast()) };

@@ -128,7 +128,7 @@ impl Gpu {
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
         }
-        .map_err(|error| Error::wrap(error).context(format!("product of ({m}, {k}) and ({k}, {n})")))
+        .map_err(|error| self.blas_error(error).context(format!("product of ({m}, {k}) and ({k}, {n})")))
     }
 
     /// A sum of nothing.

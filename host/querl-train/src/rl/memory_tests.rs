@@ -76,7 +76,7 @@ fn a_step_without_memory_is_taken_again_from_its_beginning() {
         let (mut expected, expected_world) = (Recorder::default(), World::default());
         let expected_summary = try_once(&config, &expected_world, &mut expected, unbroken.path()).unwrap();
         let (mut sink, world) = (Recorder::default(), World::default());
-        fault::arm(4);
+        fault::arm(4, "pass");
         let error = try_once(&config, &world, &mut sink, broken.path()).unwrap_err();
         assert!(matches!(error, TrainError::OutOfMemory { stage: "rl", step: 4, saved: Some(3), .. }), "{error:?}");
         assert!(broken.path().join(STATE).join("step-3.state").is_file());

@@ -1,6 +1,7 @@
 //! What a fine-tuning has come to so far: the part of it that is not tensors.
 
 use super::SftSummary;
+use crate::Metrics;
 use serde::{Deserialize, Serialize};
 
 /// Everything that the summary and later decisions follow from.
@@ -12,6 +13,9 @@ pub(super) struct Course {
     n_tokens: u64,
     best: Best,
     interval: Interval,
+    /// What is noted of the newest step once it is evaluated; kept where memory did not suffice for that.
+    #[serde(default)]
+    pub(super) unfinished: Option<Metrics>,
 }
 
 /// Which checkpoint is best, and how many evaluations ago it was.

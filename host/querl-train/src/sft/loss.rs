@@ -17,7 +17,7 @@ pub(super) struct StepLoss {
 /// Loss and gradients of one optimizer step. Each pass is weighted by its tokens: the sum does not depend on the split.
 pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
     #[cfg(test)]
-    crate::fault::at(step)?;
+    crate::fault::at(step, "pass")?;
     let n_tokens: usize = rows.iter().map(|row| row.response.len()).sum();
     let recompute = kept(task.gradient_checkpointing);
     let training = Training { dropout: dropout(task, step), recompute: Some(&recompute) };
@@ -49,7 +49,10 @@ fn dropout(task: &SftTask<'_>, step: u64) -> Option<Dropout> {
 }
 
 /// Mean loss per answer token on the validation split, without dropout.
-pub(super) fn evaluate(task: &SftTask<'_>) -> Result<f64, TrainError> {
+#[cfg_attr(not(test), allow(unused_variables))] // a test names the step that lacks memory
+pub(super) fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError> {
+    #[cfg(test)]
+    crate::fault::at(step, "evaluation")?;
     let view = task.policy.adapter.map(LoraAdapter::without_gradient);
     let policy = Policy { decoder: task.policy.decoder, adapter: view.as_ref() };
     let rows: Vec<&Example> = task.val.iter().collect();

@@ -72,61 +72,15 @@ pub struct SftSummary {
 /// said stop, or the device has no memory left: what was reached is in a checkpoint then.
 pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     check(task)?;
-    let config = task.config;
-    let plan = Plan::new(config, task.train.len());
+    let plan = Plan::new(task.config, task.train.len());
     let mut fit = Fit::begin(task, sink)?;
 
-    while !fit.is_done(&plan) {
-        let started = Instant::now();
-        let step = fit.course.step + 1;
-        let position = fit.order.position();
-        // 1. The next rows, in an order of their own for each epoch; the last step of an epoch takes what is left.
-        let indices = fit.order.take_within_epoch(plan.rows_per_step);
-        let rows: Vec<&Example> = indices.iter().map(|&index| &task.train[index]).collect();
-        // 2. Loss and gradients, clipped by their global norm.
-        let learned = loss::learn(task, &rows, step);
-        let learned = learned.map_err(|error| fit.without_memory(task, sink, position, error))?;
-        let StepLoss { loss, n_tokens, mut gradients } = learned;
-        check_finite(step, "the loss", loss)?;
-        let grad_norm = gradients.clip(config.max_grad_norm)?;
-        check_finite(step, "the gradient", grad_norm)?;
-        // 3. One optimizer step at the scheduled rate.
-        let learning_rate = plan.learning_rate(config, step);
-        fit.optimizer.step(task.policy.vars(), &gradients, learning_rate)?;
-        fit.course.add(step, loss, n_tokens);
-        let seconds = started.elapsed().as_secs_f64();
-        let n_all: usize = rows.iter().map(|row| row.len()).sum();
-        let mut metrics = Metrics::from([
-            ("loss".into(), loss),
-            ("grad_norm".into(), grad_norm),
-            ("learning_rate".into(), learning_rate),
-            ("epoch".into(), step as f64 / plan.steps_per_epoch as f64),
-            ("timing_s/step".into(), seconds),
-            ("perf/throughput".into(), n_all as f64 / seconds),
-        ]);
-        // 4. Evaluation, and the checkpoint if it is the best so far.
-        if plan.evaluates(step) {
-            let val_loss = if task.val.is_empty() { None } else { Some(loss::evaluate(task)?) };
-            val_loss.map_or(Ok(()), |loss| check_finite(step, "the validation loss", loss))?;
-            metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
-            if fit.course.offer(val_loss) {
-                save_policy(task.policy, &task.output_dir.join(BEST), task.base_path)?;
-            }
+    while fit.course.unfinished.is_some() || !fit.is_done(&plan) {
+        // A step whose evaluation lacked memory is there already.
+        if fit.course.unfinished.is_none() {
+            fit.take_step(task, &plan, sink)?;
         }
-        sink.record("sft", step, &metrics).map_err(|source| io(task, source))?;
-        task.progress.update(step, plan.n_steps, &format!("loss {loss:.3}{}", fit.course.note()));
-        // 5. What is needed to go on from here; at the end, and where the user says stop, the newest adapter too.
-        let is_stopped = task.stop.load(Ordering::Relaxed);
-        let ends = is_stopped || fit.is_done(&plan);
-        if ends {
-            save_policy(task.policy, &task.output_dir.join(LAST), task.base_path)?;
-        }
-        if ends || plan.saves(step) {
-            fit.save(task, sink)?;
-        }
-        if is_stopped && !fit.is_done(&plan) {
-            return Err(TrainError::Interrupted { stage: "sft", step });
-        }
+        fit.finish_step(task, &plan, sink)?;
     }
     match fit.course.step {
         0 => Err(TrainError::Data("sft: no optimizer step to take; look at sft.epochs and sft.max_steps".into())),
@@ -172,27 +126,109 @@ impl Fit {
         Ok(fit)
     }
 
+    /// Learns from the next rows.
+    fn take_step(&mut self, task: &SftTask<'_>, plan: &Plan, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let (config, started) = (task.config, Instant::now());
+        let step = self.course.step + 1;
+        let position = self.order.position();
+        // 1. The next rows, in an order of their own for each epoch; the last step of an epoch takes what is left.
+        let indices = self.order.take_within_epoch(plan.rows_per_step);
+        let rows: Vec<&Example> = indices.iter().map(|&index| &task.train[index]).collect();
+        // 2. Loss and gradients, clipped by their global norm, and one optimizer step at the scheduled rate.
+        let learning_rate = plan.learning_rate(config, step);
+        let learned = self.learn(task, &rows, step, learning_rate);
+        let (loss, grad_norm, n_tokens) =
+            learned.map_err(|error| self.without_memory(task, sink, (step, position), error))?;
+        self.course.add(step, loss, n_tokens);
+        let seconds = started.elapsed().as_secs_f64();
+        let n_all: usize = rows.iter().map(|row| row.len()).sum();
+        self.course.unfinished = Some(Metrics::from([
+            ("loss".into(), loss),
+            ("grad_norm".into(), grad_norm),
+            ("learning_rate".into(), learning_rate),
+            ("epoch".into(), step as f64 / plan.steps_per_epoch as f64),
+            ("timing_s/step".into(), seconds),
+            ("perf/throughput".into(), n_all as f64 / seconds),
+        ]));
+        Ok(())
+    }
+
+    /// Loss, norm of the gradient and tokens of a step. Where it fails for want of memory nothing has changed: the optimizer asks for
+    /// all of its memory before it touches a weight.
+    fn learn(
+        &mut self,
+        task: &SftTask<'_>,
+        rows: &[&Example],
+        step: u64,
+        learning_rate: f64,
+    ) -> Result<(f64, f64, usize), TrainError> {
+        let StepLoss { loss, n_tokens, mut gradients } = loss::learn(task, rows, step)?;
+        check_finite(step, "the loss", loss)?;
+        #[cfg(test)]
+        crate::fault::at(step, "clip")?;
+        let grad_norm = gradients.clip(task.config.max_grad_norm)?;
+        check_finite(step, "the gradient", grad_norm)?;
+        self.optimizer.step(task.policy.vars(), &gradients, learning_rate)?;
+        Ok((loss, grad_norm, n_tokens))
+    }
+
+    /// What follows on a step that was taken.
+    fn finish_step(&mut self, task: &SftTask<'_>, plan: &Plan, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let step = self.course.step;
+        // 3. Evaluation, and the checkpoint if it is the best so far.
+        let val_loss = match plan.evaluates(step) && !task.val.is_empty() {
+            true => {
+                let position = self.order.position();
+                let found = loss::evaluate(task, step);
+                Some(found.map_err(|error| self.without_memory(task, sink, (step, position), error))?)
+            }
+            false => None,
+        };
+        val_loss.map_or(Ok(()), |loss| check_finite(step, "the validation loss", loss))?;
+        let mut metrics = self.course.unfinished.take().unwrap_or_default();
+        metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
+        if plan.evaluates(step) && self.course.offer(val_loss) {
+            save_policy(task.policy, &task.output_dir.join(BEST), task.base_path)?;
+        }
+        sink.record("sft", step, &metrics).map_err(|source| io(task, source))?;
+        let loss = metrics.get("loss").copied().unwrap_or_default();
+        task.progress.update(step, plan.n_steps, &format!("loss {loss:.3}{}", self.course.note()));
+        // 4. What is needed to go on from here; at the end, and where the user says stop, the newest adapter too.
+        let is_stopped = task.stop.load(Ordering::Relaxed);
+        let ends = is_stopped || self.is_done(plan);
+        if ends {
+            save_policy(task.policy, &task.output_dir.join(LAST), task.base_path)?;
+        }
+        if ends || plan.saves(step) {
+            self.save(task, sink)?;
+        }
+        match is_stopped && !self.is_done(plan) {
+            true => Err(TrainError::Interrupted { stage: "sft", step }),
+            false => Ok(()),
+        }
+    }
+
     fn is_done(&self, plan: &Plan) -> bool {
         plan.is_last(self.course.step) || self.course.is_exhausted(self.patience)
     }
 
-    /// Keeps what the steps before have done, where it was memory that a step lacked: nothing has changed in it yet.
+    /// Keeps what was done until now, where it was memory that the step or its evaluation lacked; `position` is the order's before it.
     fn without_memory(
         &mut self,
         task: &SftTask<'_>,
         sink: &mut dyn MetricSink,
-        position: u64,
+        (step, position): (u64, u64),
         error: TrainError,
     ) -> TrainError {
         if !error.is_out_of_memory() {
             return error;
         }
         self.order.seek(position);
-        let step = self.course.step;
+        let reached = self.course.step;
         // Before the first step there is nothing to keep, and of two errors the first is told.
-        let is_saved = step > 0 && self.store.is_some() && self.save(task, sink).is_ok();
-        let (saved, message) = (is_saved.then_some(step), error.to_string());
-        TrainError::OutOfMemory { stage: "sft", step: step + 1, saved, message }
+        let is_saved = reached > 0 && self.store.is_some() && self.save(task, sink).is_ok();
+        let (saved, message) = (is_saved.then_some(reached), error.to_string());
+        TrainError::OutOfMemory { stage: "sft", step, saved, message }
     }
 
     fn save(&self, task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<(), TrainError> {

@@ -309,27 +309,33 @@ fn training_ends_early_once_the_validation_loss_no_longer_falls() {
     assert!(setting.results()["best/adapter_model.safetensors"] != setting.results()["last/adapter_model.safetensors"]);
 }
 
+/// In a pass and in clipping step 7 is not taken; where it is evaluated, it is, and the next try begins with its evaluation.
 #[test]
 fn a_step_without_memory_keeps_what_was_done_and_the_next_try_goes_on() {
-    let [unbroken, broken] = [(), ()].map(|()| Setting::new(config()));
-    let (_, expected) = unbroken.through(&adapted());
-    let mut sink = Recorder::default();
-    crate::fault::arm(7);
-    let error = broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap_err();
-    assert!(error.is_out_of_memory());
-    let message = "sft step 7: the device has no memory left (DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); what was \
-                   done until step 6 is saved, and the same command goes on from there";
-    assert_eq!(error.to_string(), message);
-    assert!(broken.folder.path().join("state/step-6.state").is_file());
-    broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap();
-    assert_eq!(sink.0, expected.0);
-    assert!(broken.results() == unbroken.results());
+    let config = || SftConfig { eval_steps: 7, ..config() };
+    for (part, saved) in [("pass", 6), ("clip", 6), ("evaluation", 7)] {
+        let [unbroken, broken] = [(), ()].map(|()| Setting::new(config()));
+        let (_, expected) = unbroken.through(&adapted());
+        let mut sink = Recorder::default();
+        crate::fault::arm(7, part);
+        let error = broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap_err();
+        assert!(error.is_out_of_memory());
+        let message = format!(
+            "sft step 7: the device has no memory left (DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); what was \
+             done until step {saved} is saved, and the same command goes on from there"
+        );
+        assert_eq!(error.to_string(), message);
+        assert!(broken.folder.path().join(format!("state/step-{saved}.state")).is_file());
+        broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap();
+        assert_eq!(sink.0, expected.0, "{part}");
+        assert!(broken.results() == unbroken.results(), "{part}");
+    }
 }
 
 #[test]
 fn a_first_step_without_memory_saves_nothing() {
     let setting = Setting::new(config());
-    crate::fault::arm(1);
+    crate::fault::arm(1, "pass");
     let error = setting.run(&adapted(), &mut Recorder::default(), &Silent, &AtomicBool::new(false)).unwrap_err();
     assert!(matches!(error, TrainError::OutOfMemory { step: 1, saved: None, .. }), "{error:?}");
     assert!(!setting.folder.path().join(STATE).exists());
