@@ -10,30 +10,34 @@ __device__ __forceinline__ void drop_pair(u64 row_key, u64 layer_seed, i64 pair,
     v[1] = (unsigned)(bits >> 32) < threshold ? 0.0f : v[1] * scale;
 }
 
-// to = d(x), or to += d(x) where `adds`. x: (n_rows, width) bf16; row_keys: n_rows. Blocks of 256 threads over pairs of neighbours.
+// to = d(x), or to += d(x) where `adds`. x: (n_rows, width) bf16; row_keys: n_rows; before x's
+// columns `first_pair` pairs of the whole model's stand on other cards. Blocks of 256 threads over pairs of neighbours.
 template <class T>
 __device__ __forceinline__ void drop(
-    const bf16* x, const u64* row_keys, T* to, i64 n_rows, i64 width, u64 layer_seed, unsigned threshold, float scale, int adds
+    const bf16* x, const u64* row_keys, T* to, i64 n_rows, i64 width, i64 first_pair, u64 layer_seed, unsigned threshold, float scale,
+    int adds
 ) {
     const i64 n_pairs = (width + 1) / 2, step = (i64)gridDim.x * blockDim.x;
     for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < n_rows * n_pairs; at += step) {
         const i64 row = at / n_pairs, pair = at - row * n_pairs, first = row * width + 2 * pair;
         const bool has_second = 2 * pair + 1 < width;
         float v[2] = {widened(x[first]), has_second ? widened(x[first + 1]) : 0.0f};
-        drop_pair(row_keys[row], layer_seed, pair, threshold, scale, v);
+        drop_pair(row_keys[row], layer_seed, first_pair + pair, threshold, scale, v);
         narrow(adds ? widened(to[first]) + v[0] : v[0], to[first]);
         if (has_second) narrow(adds ? widened(to[first + 1]) + v[1] : v[1], to[first + 1]);
     }
 }
 
 extern "C" __global__ void drop_f32(
-    const bf16* x, const u64* row_keys, float* to, i64 n_rows, i64 width, u64 layer_seed, unsigned threshold, float scale, int adds
+    const bf16* x, const u64* row_keys, float* to, i64 n_rows, i64 width, i64 first_pair, u64 layer_seed, unsigned threshold, float scale,
+    int adds
 ) {
-    drop(x, row_keys, to, n_rows, width, layer_seed, threshold, scale, adds);
+    drop(x, row_keys, to, n_rows, width, first_pair, layer_seed, threshold, scale, adds);
 }
 
 extern "C" __global__ void drop_bf16(
-    const bf16* x, const u64* row_keys, bf16* to, i64 n_rows, i64 width, u64 layer_seed, unsigned threshold, float scale, int adds
+    const bf16* x, const u64* row_keys, bf16* to, i64 n_rows, i64 width, i64 first_pair, u64 layer_seed, unsigned threshold, float scale,
+    int adds
 ) {
-    drop(x, row_keys, to, n_rows, width, layer_seed, threshold, scale, adds);
+    drop(x, row_keys, to, n_rows, width, first_pair, layer_seed, threshold, scale, adds);
 }

@@ -10,16 +10,36 @@ __device__ __forceinline__ u64 mix64(u64 z) {
     return z ^ (z >> 31);
 }
 
-// values[i] = scale * a standard normal number (Box and Muller); two neighbours share a draw. Twin of `random::normal`.
+// Two neighbours of a row of standard normal numbers times `scale` (Box and Muller), which share a draw.
+__device__ __forceinline__ void normal_pair(u64 pair, u64 seed, float scale, float (&v)[2]) {
+    const u64 bits = mix64(seed + (pair + 1) * 0x9e3779b97f4a7c15ull);
+    // Above 0 and at most 1; 24 bits are what a float holds exactly.
+    const float u = ((float)(unsigned)(bits >> 40) + 1.0f) * 0x1p-24f;
+    const float angle = 6.28318530717958648f * ((float)(unsigned)((bits >> 8) & 0xffffffu) * 0x1p-24f);
+    const float radius = scale * sqrtf(-2.0f * logf(u));
+    v[0] = radius * cosf(angle);
+    v[1] = radius * sinf(angle);
+}
+
+// values[i]: number i. Twin of `random::normal`.
 extern "C" __global__ void normal_bf16(bf16* values, u64 n, u64 seed, float scale) {
     const u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 pair = (u64)blockIdx.x * blockDim.x + threadIdx.x; pair < (n + 1) / 2; pair += step) {
-        const u64 bits = mix64(seed + (pair + 1) * 0x9e3779b97f4a7c15ull);
-        // Above 0 and at most 1; 24 bits are what a float holds exactly.
-        const float u = ((float)(unsigned)(bits >> 40) + 1.0f) * 0x1p-24f;
-        const float angle = 6.28318530717958648f * ((float)(unsigned)((bits >> 8) & 0xffffffu) * 0x1p-24f);
-        const float radius = scale * sqrtf(-2.0f * logf(u));
-        values[2 * pair] = __float2bfloat16(radius * cosf(angle));
-        if (2 * pair + 1 < n) values[2 * pair + 1] = __float2bfloat16(radius * sinf(angle));
+        float v[2];
+        normal_pair(pair, seed, scale, v);
+        values[2 * pair] = __float2bfloat16(v[0]);
+        if (2 * pair + 1 < n) values[2 * pair + 1] = __float2bfloat16(v[1]);
+    }
+}
+
+// values: (n / n_columns, n_columns), whose first is number `first`; a row begins `width` numbers behind the last one's beginning.
+// Twin of `random::normal_part`.
+extern "C" __global__ void normal_part_bf16(bf16* values, u64 n, u64 n_columns, u64 first, u64 width, u64 seed, float scale) {
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        const u64 row = i / n_columns, number = first + row * width + (i - row * n_columns);
+        float v[2];
+        normal_pair(number / 2, seed, scale, v);
+        values[i] = __float2bfloat16(v[number % 2]);
     }
 }

@@ -1,8 +1,10 @@
 //! Safetensors files, read and written.
 
+use crate::decoder::Part;
 use crate::{DecoderConfig, ModelError};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -107,14 +109,39 @@ impl StoredModel {
         Ok(self.tensors.load(name, &Device::Cpu)?)
     }
 
-    /// Type, shape and bytes of a tensor, in the mapped file.
+    /// Its shape.
     ///
     /// # Errors
     /// As [`StoredModel::dtype`].
-    #[cfg(feature = "cuda")]
-    pub(crate) fn bytes(&self, name: &str) -> Result<(DType, Vec<usize>, &[u8]), ModelError> {
+    pub(crate) fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError> {
+        Ok(self.view(name)?.shape().to_vec())
+    }
+
+    /// Type, shape and bytes of a tensor or a part of it. Rows are those of the mapped file; columns are copied, they alone are read.
+    ///
+    /// # Errors
+    /// As [`StoredModel::dtype`], or a part of what is no matrix.
+    pub(crate) fn bytes(
+        &self,
+        name: &str,
+        part: Option<&Part>,
+    ) -> Result<(DType, Vec<usize>, Cow<'_, [u8]>), ModelError> {
         let view = self.view(name)?;
-        Ok((DType::try_from(view.dtype())?, view.shape().to_vec(), view.data()))
+        let (dtype, mut shape) = (DType::try_from(view.dtype())?, view.shape().to_vec());
+        let Some(Part { axis, range }) = part else { return Ok((dtype, shape, Cow::Borrowed(view.data()))) };
+        let bytes: &[u8] = self.tensors.get(name)?.data();
+        let line = bytes.len() / shape.first().copied().unwrap_or_default().max(1);
+        let bytes = match (axis, shape.as_slice()) {
+            (0, [..]) => Cow::Borrowed(&bytes[range.start * line..range.end * line]),
+            (1, [_, width]) => {
+                let size = line / width;
+                let columns = range.start * size..range.end * size;
+                Cow::Owned(bytes.chunks_exact(line).flat_map(|row| &row[columns.clone()]).copied().collect())
+            }
+            _ => return Err(ModelError::bad_file(&self.directory, format!("`{name}` is no matrix: {shape:?}"))),
+        };
+        shape[*axis] = range.len();
+        Ok((dtype, shape, bytes))
     }
 
     fn view(&self, name: &str) -> Result<safetensors::tensor::TensorView<'_>, ModelError> {

@@ -53,6 +53,9 @@ pub enum ModelError {
     /// A generation cannot be begun, or cannot go on.
     #[error("generation: {0}")]
     Generation(String),
+    /// A model cannot be split over several ranks, or what it is asked for is not done on a part of it.
+    #[error("tensor parallel: {0}")]
+    Shard(String),
     /// A computation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

@@ -36,7 +36,7 @@ pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
-pub use decoder::{Decoder, Dropout, Keep, Pass, Recompute, Weights, backward};
+pub use decoder::{Decoder, Dropout, Keep, Pass, Recompute, Shard, Weights, backward};
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{

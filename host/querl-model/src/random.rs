@@ -2,6 +2,7 @@
 //! whatever order.
 
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Mixes all bits of a number.
 ///
@@ -24,14 +25,31 @@ pub(crate) fn seed_of(seed: u64, name: &str) -> u64 {
 pub(crate) fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
     let mut values = vec![0.0; n];
     values.par_chunks_mut(2).enumerate().with_min_len(4096).for_each(|(pair, values)| {
-        let bits = mix(seed.wrapping_add((pair as u64 + 1).wrapping_mul(STEP)));
-        // Above 0 and at most 1; 24 bits are what a float holds exactly.
-        let u = ((bits >> 40) as f32 + 1.0) * 2f32.powi(-24);
-        let angle = std::f32::consts::TAU * (((bits >> 8) & 0x00ff_ffff) as f32 * 2f32.powi(-24));
-        let radius = scale * (-2.0 * u.ln()).sqrt();
-        values.iter_mut().zip([angle.cos(), angle.sin()]).for_each(|(value, share)| *value = radius * share);
+        values.iter_mut().zip(normal_pair(pair as u64, seed, scale)).for_each(|(value, made)| *value = made);
     });
     values
+}
+
+/// The same numbers where they stand in a matrix of `width` columns: of its rows and columns some.
+pub(crate) fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed: u64, scale: f32) -> Vec<f32> {
+    let mut values = vec![0.0; rows.len() * columns.len()];
+    values.par_chunks_mut(columns.len().max(1)).zip(rows).for_each(|(values, row)| {
+        for (value, column) in values.iter_mut().zip(columns.clone()) {
+            let index = (row * width + column) as u64;
+            *value = normal_pair(index / 2, seed, scale)[index as usize % 2];
+        }
+    });
+    values
+}
+
+/// Two neighbours from one draw.
+fn normal_pair(pair: u64, seed: u64, scale: f32) -> [f32; 2] {
+    let bits = mix(seed.wrapping_add((pair + 1).wrapping_mul(STEP)));
+    // Above 0 and at most 1; 24 bits are what a float holds exactly.
+    let u = ((bits >> 40) as f32 + 1.0) * 2f32.powi(-24);
+    let angle = std::f32::consts::TAU * (((bits >> 8) & 0x00ff_ffff) as f32 * 2f32.powi(-24));
+    let radius = scale * (-2.0 * u.ln()).sqrt();
+    [radius * angle.cos(), radius * angle.sin()]
 }
 
 #[cfg(test)]
@@ -48,5 +66,13 @@ mod tests {
         assert!((moment(4) / moment(2).powi(2) - 3.0).abs() < 0.06, "{}", moment(4));
         assert_ne!(seed_of(7, "a.weight"), seed_of(7, "b.weight"));
         assert_ne!(seed_of(7, "a.weight"), seed_of(8, "a.weight"));
+    }
+
+    #[test]
+    fn a_part_of_a_matrix_has_the_numbers_that_stand_there() {
+        let whole = normal(5 * 7, 3, 0.5);
+        let (rows, columns) = (1..4, 2..7);
+        let expected: Vec<f32> = rows.clone().flat_map(|row| &whole[row * 7 + 2..row * 7 + 7]).copied().collect();
+        assert_eq!(normal_part(rows, columns, 7, 3, 0.5), expected);
     }
 }

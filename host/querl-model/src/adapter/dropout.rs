@@ -1,6 +1,6 @@
 //! Dropout on the inputs of adapters, with masks that depend on what a row is and not on where it stands.
 
-use crate::decoder::Dropout;
+use crate::decoder::{Dropout, Shard, Split};
 use crate::kernels::projection::{self, Trained};
 use crate::kernels::{ParameterGradients, Projection, floats, input_gradient, with_floats};
 use crate::random::{STEP, mix};
@@ -14,6 +14,15 @@ use std::sync::Arc;
 pub(crate) struct DropoutMask {
     dropout: Dropout,
     row_keys: Arc<Vec<u64>>,
+    shard: Shard,
+}
+
+/// A layer's own masks.
+#[derive(Clone, Copy)]
+struct OfLayer {
+    seed: u64,
+    /// Where the inputs that come to it stand among those of the whole model: an even number.
+    first: usize,
 }
 
 /// The key of a row from its parent's (0 for a sequence's first row) and its token.
@@ -22,11 +31,12 @@ pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {
 }
 
 impl DropoutMask {
-    pub(crate) fn new(dropout: Dropout, row_keys: Vec<u64>) -> Result<Self> {
+    /// `shard`: which part of a model's inputs is masked; the masks are those of the whole model.
+    pub(crate) fn new(dropout: Dropout, row_keys: Vec<u64>, shard: Shard) -> Result<Self> {
         if !(0.0..1.0).contains(&dropout.p) {
             bail!("dropout is {}; expected 0 to below 1", dropout.p);
         }
-        Ok(Self { dropout, row_keys: Arc::new(row_keys) })
+        Ok(Self { dropout, row_keys: Arc::new(row_keys), shard })
     }
 
     /// Of each row.
@@ -44,20 +54,27 @@ impl DropoutMask {
     /// The same for some of the rows.
     pub(crate) fn of_rows(&self, rows: &[u32]) -> Self {
         let row_keys = rows.iter().map(|&row| self.row_keys[row as usize]).collect();
-        Self { dropout: self.dropout, row_keys: Arc::new(row_keys) }
+        Self { row_keys: Arc::new(row_keys), ..self.clone() }
     }
 
     /// `d(x)` for the layer at `path`, with its gradient.
     pub(crate) fn dropped(&self, x: &Tensor, path: &str) -> Result<Tensor> {
-        x.contiguous()?.apply_op1(DropRows { mask: self.clone(), layer_seed: self.layer_seed(x, path)? })
+        x.contiguous()?.apply_op1(DropRows { mask: self.clone(), layer: self.of_layer(x, path)? })
     }
 
-    /// A layer's own stream of masks.
-    fn layer_seed(&self, x: &Tensor, path: &str) -> Result<u64> {
+    fn of_layer(&self, x: &Tensor, path: &str) -> Result<OfLayer> {
         if x.dim(0)? != self.row_keys.len() {
             bail!("dropout: {} rows with {} keys", x.dim(0)?, self.row_keys.len());
         }
-        Ok(self.seed_of(path))
+        Ok(OfLayer { seed: self.seed_of(path), first: self.first_input(path, x.dim(1)?) })
+    }
+
+    /// Where the first of `n_in` inputs of the layer at `path` stands among those of the whole model.
+    pub(crate) fn first_input(&self, path: &str, n_in: usize) -> usize {
+        match Split::of(path) {
+            Some(Split::Inputs) => self.shard.rank() * n_in,
+            _ => 0,
+        }
     }
 
     /// Of the layer at `path`.
@@ -66,11 +83,11 @@ impl DropoutMask {
     }
 
     /// Zeroes and scales rows of `width` values in place, by a layer's own masks.
-    fn apply(&self, rows: &mut [f32], width: usize, layer_seed: u64) {
+    fn apply(&self, rows: &mut [f32], width: usize, layer: OfLayer) {
         let threshold = (self.dropout.p * f64::from(u32::MAX)) as u32;
         let scale = (1.0 / (1.0 - self.dropout.p)) as f32;
         rows.par_chunks_mut(width.max(1)).zip(self.row_keys.par_iter()).for_each(|(row, key)| {
-            let mut state = mix(key ^ layer_seed);
+            let mut state = mix(key ^ layer.seed).wrapping_add((layer.first as u64 / 2).wrapping_mul(STEP));
             for pair in row.chunks_mut(2) {
                 state = state.wrapping_add(STEP);
                 let bits = mix(state);
@@ -84,7 +101,7 @@ impl DropoutMask {
 
 struct DropRows {
     mask: DropoutMask,
-    layer_seed: u64,
+    layer: OfLayer,
 }
 
 impl CustomOp1 for DropRows {
@@ -94,20 +111,20 @@ impl CustomOp1 for DropRows {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let mut rows = floats(x, layout)?.to_vec();
-        self.mask.apply(&mut rows, layout.shape().dims2()?.1, self.layer_seed);
+        self.mask.apply(&mut rows, layout.shape().dims2()?.1, self.layer);
         Ok((CpuStorage::F32(rows), layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let mut rows = with_floats(grad, |grad| Ok(grad.to_vec()))?;
-        self.mask.apply(&mut rows, x.dim(1)?, self.layer_seed);
+        self.mask.apply(&mut rows, x.dim(1)?, self.layer);
         Ok(Some(Tensor::from_vec(rows, x.shape(), x.device())?))
     }
 }
 
 struct LoraDropout {
     mask: DropoutMask,
-    layer_seed: u64,
+    layer: OfLayer,
     scale: f32,
 }
 
@@ -127,18 +144,18 @@ pub(crate) fn lora_dropout(
     mask: &DropoutMask,
     path: &str,
 ) -> Result<Tensor> {
-    let layer_seed = mask.layer_seed(x, path)?;
+    let layer = mask.of_layer(x, path)?;
     let ((_, n_in), (rank, a_in), (_, b_in)) = (x.dims2()?, lora_a.dims2()?, lora_b.dims2()?);
     if n_in == 0 || rank == 0 || a_in != n_in || b_in != rank {
         bail!("adapter of shapes {:?} and {:?} for rows of {n_in}", lora_a.dims(), lora_b.dims());
     }
-    x.contiguous()?.apply_op3(lora_a, lora_b, LoraDropout { mask: mask.clone(), layer_seed, scale })
+    x.contiguous()?.apply_op3(lora_a, lora_b, LoraDropout { mask: mask.clone(), layer, scale })
 }
 
 impl LoraDropout {
     fn dropped(&self, x: &[f32], width: usize) -> Vec<f32> {
         let mut dropped = x.to_vec();
-        self.mask.apply(&mut dropped, width, self.layer_seed);
+        self.mask.apply(&mut dropped, width, self.layer);
         dropped
     }
 }
@@ -216,7 +233,7 @@ impl LoraDropout {
         let v = input_gradient(&[(b, &g, &of_b)])?;
         let of_a = gradients(a, &dropped, &v)?;
         let mut dx = input_gradient(&[(a, &v, &of_a)])?;
-        self.mask.apply(&mut dx, n_in, self.layer_seed);
+        self.mask.apply(&mut dx, n_in, self.layer);
         Ok([dx, of_a.weight, of_b.weight])
     }
 }
@@ -236,7 +253,8 @@ mod tests {
     }
 
     fn mask(p: f64, n_rows: u32) -> DropoutMask {
-        DropoutMask::new(Dropout { p, seed: 7 }, (0..n_rows).map(|row| row_key(0, row)).collect()).unwrap()
+        let row_keys = (0..n_rows).map(|row| row_key(0, row)).collect();
+        DropoutMask::new(Dropout { p, seed: 7 }, row_keys, Shard::WHOLE).unwrap()
     }
 
     fn flat(tensor: &Tensor) -> Vec<f32> {
@@ -345,6 +363,6 @@ mod tests {
     fn rows_without_a_key_are_an_error() {
         let ones = Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
         assert!(mask(0.5, 2).dropped(&ones, "q").unwrap_err().to_string().contains("3 rows with 2 keys"));
-        assert!(DropoutMask::new(Dropout { p: 1.0, seed: 1 }, Vec::new()).is_err());
+        assert!(DropoutMask::new(Dropout { p: 1.0, seed: 1 }, Vec::new(), Shard::WHOLE).is_err());
     }
 }

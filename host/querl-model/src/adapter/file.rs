@@ -86,8 +86,9 @@ impl LoraAdapter {
     /// As [`LoraAdapter::save`], in another type.
     ///
     /// # Errors
-    /// As [`LoraAdapter::save`], or a type that cannot be converted to.
+    /// As [`LoraAdapter::save`], or a type that cannot be converted to; a part of an adapter: see [`LoraAdapter::whole`].
     pub fn save_as(&self, directory: &Path, base_model: &str, dtype: DType) -> Result<(), ModelError> {
+        self.parallel.only_whole("the file of an adapter")?;
         let mut tensors = BTreeMap::new();
         for (path, var) in &self.vars {
             tensors.insert(format!("{KEY_PREFIX}{path}"), stored(var.as_tensor(), dtype)?);

@@ -12,8 +12,9 @@ pub use patterns::Patterns;
 pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
 pub use settings::{LoraSettings, Modules, SavedCopies};
 
-use crate::{Decoder, ModelError, Place};
-use candle_core::{DType, Device, Result as TensorResult, Tensor, Var};
+use crate::decoder::{Part, Shard, TensorParallel};
+use crate::{Decoder, ModelError, Place, Ranks};
+use candle_core::{DType, Device, Error, Result as TensorResult, Tensor, Var};
 use config_file::ConfigFile;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -42,6 +43,8 @@ pub struct LoraAdapter {
     vars: BTreeMap<String, Var>,
     file: ConfigFile,
     stored_dtype: DType,
+    /// Who holds which part.
+    parallel: TensorParallel,
 }
 
 impl LoraAdapter {
@@ -54,6 +57,7 @@ impl LoraAdapter {
     /// Source: PEFT's `reset_lora_parameters` (`kaiming_uniform_` with `a = sqrt(5)`) and `DoraLinearLayer.update_layer`.
     pub fn new(base: &Decoder, settings: LoraSettings, seed: u64) -> Result<Self, ModelError> {
         let config = base.config();
+        check_split(base, &settings)?;
         settings.check_names(config).map_err(ModelError::Lora)?;
         let plan = settings.plan(config).map_err(ModelError::Lora)?;
         let saved = settings.saved_modules().map_err(ModelError::Lora)?;
@@ -77,7 +81,47 @@ impl LoraAdapter {
             }
         }
         let file = ConfigFile::new(&settings);
-        Self::assemble(settings, plan, vars, None, file, DType::F32)?.on(base.place())
+        Self::assemble(settings, plan, vars, None, file, DType::F32)?.beside(base)
+    }
+
+    /// A whole adapter where its base stands, and of it the part that belongs to the base's. Itself where that is what it is.
+    ///
+    /// # Errors
+    /// There is no memory for it; or an adapter that cannot be split, as its base is.
+    pub fn beside(self, base: &Decoder) -> Result<Self, ModelError> {
+        if self.parallel.is_split() || !base.parallel().is_split() {
+            return self.on(base.place());
+        }
+        check_split(base, &self.settings)?;
+        let (shard, device) = (base.shard(), base.place().device());
+        let mut split = self.renewed(|name, values| {
+            let part = Shard::adapter_axis(name).map(|axis| Ok::<_, Error>(shard.part(axis, values.dim(axis)?)));
+            match part.transpose()? {
+                Some(Part { axis, range }) => {
+                    values.narrow(axis, range.start, range.len())?.force_contiguous()?.to_device(&device)
+                }
+                None => values.to_device(&device),
+            }
+        })?;
+        split.parallel = base.parallel().clone();
+        Ok(split)
+    }
+
+    /// The whole adapter, on the CPU, of which this is a part: every rank of the model's must ask for it at once, and each gets
+    /// it. Itself where it is whole.
+    ///
+    /// # Errors
+    /// A rank has failed or is elsewhere.
+    pub fn whole(&self) -> Result<Self, ModelError> {
+        if !self.parallel.is_split() {
+            return Ok(self.clone());
+        }
+        let mut whole = self.renewed(|name, values| match Shard::adapter_axis(name) {
+            Some(axis) => self.parallel.gathered(values, axis).map_err(Error::wrap),
+            None => values.to_device(&Device::Cpu),
+        })?;
+        whole.parallel = TensorParallel::default();
+        Ok(whole)
     }
 
     fn assemble(
@@ -105,7 +149,7 @@ impl LoraAdapter {
                 saved.insert(path, weight);
             }
         }
-        Ok(Self { settings, pairs, saved, score, vars, file, stored_dtype })
+        Ok(Self { settings, pairs, saved, score, vars, file, stored_dtype, parallel: TensorParallel::default() })
     }
 
     /// What is trained, by name, in the order of the names.
@@ -123,9 +167,15 @@ impl LoraAdapter {
         self.stored_dtype
     }
 
-    /// Numbers in all.
+    /// Numbers in all, those of other ranks included.
     pub fn n_parameters(&self) -> usize {
-        self.vars.values().map(|var| var.elem_count()).sum()
+        let n_ranks = |name: &str| Shard::adapter_axis(name).map_or(1, |_| self.parallel.shard().size());
+        self.vars.iter().map(|(name, var)| var.elem_count() * n_ranks(name)).sum()
+    }
+
+    /// The ranks that hold the model together, and among them those of this adapter's parts.
+    pub fn tensor_ranks(&self) -> &Ranks {
+        self.parallel.ranks()
     }
 
     /// Paths of the adapted layers, sorted.
@@ -155,7 +205,7 @@ impl LoraAdapter {
     /// # Errors
     /// There is no memory for it.
     pub fn snapshot(&self) -> Result<Self, ModelError> {
-        self.renewed(|values| values.copy())
+        self.renewed(|_, values| values.copy())
     }
 
     /// The adapter with its values where a decoder stands; itself where they are there.
@@ -166,17 +216,17 @@ impl LoraAdapter {
         let device = place.device();
         match self.vars.values().all(|var| var.device().same_device(&device)) {
             true => Ok(self),
-            false => self.renewed(|values| values.to_device(&device)),
+            false => self.renewed(|_, values| values.to_device(&device)),
         }
     }
 
     /// A copy whose variables hold what `renew` makes of their values.
-    fn renewed(&self, of: impl Fn(&Tensor) -> TensorResult<Tensor>) -> Result<Self, ModelError> {
+    fn renewed(&self, of: impl Fn(&str, &Tensor) -> TensorResult<Tensor>) -> Result<Self, ModelError> {
         let mut copy = self.clone();
         let mut renewed = HashMap::new();
-        for var in copy.vars.values_mut() {
+        for (name, var) in &mut copy.vars {
             let id = var.as_tensor().id();
-            *var = Var::from_tensor(&of(&var.as_tensor().detach())?)?;
+            *var = Var::from_tensor(&of(name, &var.as_tensor().detach())?)?;
             renewed.insert(id, var.as_tensor().clone());
         }
         // What layers hold are the variables themselves, or two of them one and the same: an embedding that is the head too.
@@ -202,6 +252,14 @@ impl LoraAdapter {
     /// The trained copy of a whole module: `(V, H)` of the embedding or the head.
     pub(crate) fn saved_module(&self, path: &str) -> Option<&Tensor> {
         self.saved.get(path)
+    }
+}
+
+/// Refuses what is not split over ranks: a magnitude is the length of a whole row.
+fn check_split(base: &Decoder, settings: &LoraSettings) -> Result<(), ModelError> {
+    match settings.use_dora {
+        true => base.parallel().only_whole("an adapter with magnitudes (`sft.use_dora`)"),
+        false => Ok(()),
     }
 }
 

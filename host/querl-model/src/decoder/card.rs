@@ -69,10 +69,11 @@ impl CardRows {
         &self.queries
     }
 
-    /// What is set to zero of the inputs of an adapter's layer.
-    pub(super) fn masks(&self, layer_path: &str) -> Option<Masks<'_>> {
+    /// What is set to zero of the `n_in` inputs of an adapter's layer.
+    pub(super) fn masks(&self, layer_path: &str, n_in: usize) -> Option<Masks<'_>> {
         let (mask, row_keys) = self.dropout.as_ref()?;
-        Some(Masks { row_keys, layer_seed: mask.seed_of(layer_path), p: mask.p() })
+        let first_input = mask.first_input(layer_path, n_in);
+        Some(Masks { row_keys, layer_seed: mask.seed_of(layer_path), first_input, p: mask.p() })
     }
 
     /// The rows that are queries.

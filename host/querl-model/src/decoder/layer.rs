@@ -3,6 +3,7 @@
 use super::fused::FusedLayer;
 use super::linear::Linear;
 use super::load::Source;
+use super::parallel::TensorParallel;
 use super::pass::{Dropout, Pass};
 use crate::adapter::DropoutMask;
 use crate::kernels::{self, Queries, RopeTable};
@@ -18,6 +19,8 @@ pub(super) struct Rows {
     pub(super) queries: Queries,
     pub(super) head_dim: usize,
     pub(super) eps: f64,
+    /// Whose results are summed up behind a layer that is split by its inputs.
+    pub(super) parallel: TensorParallel,
     /// On the inputs of adapters: it has a key for each row that comes to a linear layer.
     pub(super) dropout: Option<DropoutMask>,
     /// The same on the card, where the pass runs there.
@@ -28,7 +31,7 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, dropout: Option<Dropout>) -> TensorResult<Self> {
         let dropout = dropout.filter(|dropout| dropout.p != 0.0);
-        let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys())).transpose()?;
+        let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), decoder.shard())).transpose()?;
         Ok(Self {
             #[cfg(feature = "cuda")]
             on_card: match &decoder.on_card {
@@ -41,6 +44,7 @@ impl Rows {
             queries: Queries::all(&batch.tree),
             head_dim: decoder.config.head_dim,
             eps: decoder.config.rms_norm_eps,
+            parallel: decoder.parallel.clone(),
         })
     }
 }
@@ -95,7 +99,7 @@ impl Layer {
     pub(super) fn new(path: &str, config: &DecoderConfig, source: &mut Source<'_>) -> Result<Self, ModelError> {
         let mut linear = |name: &str, has_bias: bool| -> Result<Linear, ModelError> {
             let path = format!("{path}.{name}");
-            let bias = if has_bias { Some(source.value(&format!("{path}.bias"))?) } else { None };
+            let bias = if has_bias { source.bias(&format!("{path}.bias"))? } else { None };
             Ok(Linear::new(path.clone(), source.weight(&format!("{path}.weight"))?, bias))
         };
         let bias = config.qkv_bias;
@@ -145,7 +149,7 @@ impl Layer {
         if let Some(fused) = FusedLayer::new(self, x, rows, Some(wanted), pass)? {
             return fused.apply(x);
         }
-        let normed = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
+        let normed = rows.parallel.shared(&kernels::rms_norm(x, &self.input_norm, rows.eps)?)?;
         let (k, v) = (self.keys(&normed, rows, pass)?, self.v.forward(&normed, rows, pass)?);
         let Wanted { indices, rows, .. } = wanted;
         let q = self.queries(&normed.index_select(indices, 0)?, rows, pass)?;
@@ -160,7 +164,7 @@ impl Layer {
         rows: &Rows,
         pass: &Pass<'_>,
     ) -> TensorResult<(Tensor, Tensor, Tensor)> {
-        let normed = kernels::rms_norm(x, &self.input_norm, rows.eps)?;
+        let normed = rows.parallel.shared(&kernels::rms_norm(x, &self.input_norm, rows.eps)?)?;
         let (q, k) = (self.queries(&normed, rows, pass)?, self.keys(&normed, rows, pass)?);
         Ok((q, k, self.v.forward(&normed, rows, pass)?))
     }
@@ -183,10 +187,10 @@ impl Layer {
         rows: &Rows,
         pass: &Pass<'_>,
     ) -> TensorResult<Tensor> {
-        let x = (x + self.o.forward(attended, rows, pass)?)?;
-        let normed = kernels::rms_norm(&x, &self.post_attention_norm, rows.eps)?;
+        let x = (x + rows.parallel.summed(&self.o.forward(attended, rows, pass)?)?)?;
+        let normed = rows.parallel.shared(&kernels::rms_norm(&x, &self.post_attention_norm, rows.eps)?)?;
         let gated = kernels::swiglu(&self.gate.forward(&normed, rows, pass)?, &self.up.forward(&normed, rows, pass)?)?;
-        x + self.down.forward(&gated, rows, pass)?
+        x + rows.parallel.summed(&self.down.forward(&gated, rows, pass)?)?
     }
 }
 

@@ -29,6 +29,7 @@ impl Linear {
         let Weight::Frozen(weight) = &self.weight else {
             bail!("an adapter on `{}`, whose own weight is trained", self.path)
         };
+        let pair = &rows.parallel.with_whole_gradients(pair, &self.path)?;
         match (self.dora_factor(weight, pair)?, &rows.dropout) {
             (None, None) => kernels::lora_linear(x, weight, self.bias.as_ref(), &pair.a, &pair.b, pair.scale),
             (None, Some(mask)) => {

@@ -1,11 +1,13 @@
-//! Making a decoder: from a checkpoint, or with fresh weights.
+//! Making a decoder, or one rank's part of it: from a checkpoint, or with fresh weights.
 
 use super::layer::Layer;
+use super::parallel::TensorParallel;
+use super::shard::{Held, Part};
 use super::tensors::{RandomTensors, Tensors};
 use super::{Decoder, Weights};
 use crate::checkpoint::StoredModel;
 use crate::kernels::{FrozenWeight, RopeTable, Weight};
-use crate::{DecoderConfig, ModelError, Place};
+use crate::{DecoderConfig, ModelError, Place, Ranks};
 use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
 use rand::SeedableRng;
@@ -41,6 +43,19 @@ impl Decoder {
         Self::from_source(stored.config().clone(), Source::new(&stored, weights, dtype, place)?)
     }
 
+    /// One rank's part of a frozen model that `ranks` hold together: of split tensors only that part is read. A rank that is alone
+    /// has the whole model.
+    ///
+    /// # Errors
+    /// As [`Decoder::load_on`], or a model that cannot be split so: see [`Shard::check`].
+    pub fn load_part(directory: &Path, dtype: BaseDtype, place: &Place, ranks: &Ranks) -> Result<Self, ModelError> {
+        let stored = StoredModel::open(directory)?;
+        let config = stored.config().clone();
+        let parallel = TensorParallel::new(ranks, &config, dtype)?;
+        let source = Source { parallel, ..Source::new(&stored, Weights::Frozen, dtype, place)? };
+        Self::from_source(config, source)
+    }
+
     /// A decoder whose frozen weights are random, for measurements: normal with the config's deviation, norms 1, biases 0. Values
     /// depend on the seed and on a tensor's name alone. No file is read or written, and tensors are made one after another where
     /// they stay.
@@ -48,8 +63,24 @@ impl Decoder {
     /// # Errors
     /// A tensor cannot be made, or as [`Decoder::load_on`].
     pub fn random(config: DecoderConfig, seed: u64, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
+        Self::random_part(config, seed, dtype, place, &Ranks::alone())
+    }
+
+    /// One rank's part of the same decoder.
+    ///
+    /// # Errors
+    /// As [`Decoder::random`], or a model that cannot be split so: see [`Shard::check`].
+    pub fn random_part(
+        config: DecoderConfig,
+        seed: u64,
+        dtype: BaseDtype,
+        place: &Place,
+        ranks: &Ranks,
+    ) -> Result<Self, ModelError> {
         let made = RandomTensors::new(&config, seed);
-        Self::from_source(config, Source::new(&made, Weights::Frozen, dtype, place)?)
+        let parallel = TensorParallel::new(ranks, &config, dtype)?;
+        let source = Source { parallel, ..Source::new(&made, Weights::Frozen, dtype, place)? };
+        Self::from_source(config, source)
     }
 
     /// Fresh weights: normal with the config's deviation, norms 1, biases 0; every weight is a variable.
@@ -94,7 +125,9 @@ impl Decoder {
                 Place::Card(gpu) => Some(super::card::OnCard::new(gpu, &rope)?),
             },
             rope,
+            local: source.parallel.shard().config(&config),
             config,
+            parallel: source.parallel,
             vars: source.vars,
             place: source.place.clone(),
         })
@@ -107,18 +140,37 @@ pub(super) struct Source<'a> {
     weights: Weights,
     dtype: BaseDtype,
     place: &'a Place,
+    /// Who holds which part.
+    parallel: TensorParallel,
     vars: BTreeMap<String, Var>,
 }
 
 impl<'a> Source<'a> {
     fn new(tensors: &'a dyn Tensors, weights: Weights, dtype: BaseDtype, place: &'a Place) -> Result<Self, ModelError> {
         place.check(weights, dtype)?;
-        Ok(Self { tensors, weights, dtype, place, vars: BTreeMap::new() })
+        Ok(Self { tensors, weights, dtype, place, parallel: TensorParallel::default(), vars: BTreeMap::new() })
+    }
+
+    /// What is held here of a tensor: its part, `None` for all of it.
+    fn part(&self, name: &str) -> Result<Option<Part>, ModelError> {
+        match self.parallel.shard().held(name, &self.tensors.shape(name)?) {
+            Held::Part(part) => Ok(Some(part)),
+            Held::Whole | Held::Nothing => Ok(None),
+        }
+    }
+
+    /// A bias, where it is added on this rank.
+    pub(super) fn bias(&mut self, name: &str) -> Result<Option<Tensor>, ModelError> {
+        match self.parallel.shard().held(name, &self.tensors.shape(name)?) {
+            Held::Nothing => Ok(None),
+            Held::Whole | Held::Part(_) => self.value(name).map(Some),
+        }
     }
 
     /// A norm or a bias: f32, a variable where weights are trained.
     pub(super) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
-        let tensor = self.tensors.tensor(name)?.to_dtype(DType::F32)?.to_device(&self.place.device())?;
+        let part = self.part(name)?;
+        let tensor = self.tensors.tensor(name, part.as_ref())?.to_dtype(DType::F32)?.to_device(&self.place.device())?;
         match self.weights {
             Weights::Frozen => Ok(tensor),
             Weights::Trained => {
@@ -148,10 +200,11 @@ impl<'a> Source<'a> {
         if self.weights == Weights::Trained {
             return Ok(Weight::Trained(self.value(name)?));
         }
+        let part = self.part(name)?;
         match self.place {
-            Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name)?, dtype)?)),
+            Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, part.as_ref())?, dtype)?)),
             #[cfg(feature = "cuda")]
-            Place::Card(gpu) => Ok(Weight::OnCard(self.tensors.on_card(name, gpu)?)),
+            Place::Card(gpu) => Ok(Weight::OnCard(self.tensors.on_card(name, part.as_ref(), gpu)?)),
         }
     }
 }

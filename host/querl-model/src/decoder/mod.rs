@@ -7,10 +7,12 @@ mod fused;
 mod layer;
 mod linear;
 mod load;
+mod parallel;
 mod parts;
 mod pass;
 mod recompute;
 mod shapes;
+mod shard;
 mod tensors;
 
 use crate::adapter::LoraAdapter;
@@ -24,9 +26,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub(crate) use load::normal;
+pub(crate) use parallel::TensorParallel;
 pub(crate) use parts::{LayerParts, LinearParts};
 pub use pass::{Dropout, Pass};
 pub use recompute::{Keep, Recompute, backward};
+pub use shard::Shard;
+pub(crate) use shard::{Part, Split};
 
 /// Whether the base weights are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +44,11 @@ pub enum Weights {
 
 /// A Qwen2 or Qwen3 decoder.
 pub struct Decoder {
+    /// Of the whole model.
     config: DecoderConfig,
+    /// Of what stands here: the same, but where several ranks hold the model together.
+    local: DecoderConfig,
+    parallel: TensorParallel,
     embedding: Weight, // (V, H)
     layers: Vec<Arc<Layer>>,
     norm: Tensor,
@@ -52,9 +61,24 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Shape of the decoder.
+    /// Shape of the whole model.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
+    }
+
+    /// Shape of what stands here.
+    pub(crate) fn local_config(&self) -> &DecoderConfig {
+        &self.local
+    }
+
+    /// Which part of the model this is.
+    pub fn shard(&self) -> Shard {
+        self.parallel.shard()
+    }
+
+    /// The ranks that hold the model together.
+    pub(crate) fn parallel(&self) -> &TensorParallel {
+        &self.parallel
     }
 
     /// Where its weights stand and its passes run.

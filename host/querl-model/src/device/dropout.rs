@@ -14,6 +14,8 @@ pub struct Masks<'a> {
     pub row_keys: &'a CudaSlice<u64>,
     /// A layer's own stream of masks.
     pub layer_seed: u64,
+    /// Inputs of the layer that stand before these on other cards: an even number.
+    pub first_input: usize,
     /// Share that is zeroed, 0 to below 1; the others are scaled by `1 / (1 - p)`.
     pub p: f64,
 }
@@ -48,7 +50,7 @@ impl Gpu {
         x: &impl DevicePtr<bf16>,
         to: &mut impl DevicePtrMut<T>,
         width: usize,
-        Masks { row_keys, layer_seed, p }: Masks<'_>,
+        Masks { row_keys, layer_seed, first_input, p }: Masks<'_>,
         adds: bool,
     ) -> Result<()> {
         let n_rows = whole_rows("dropout", x.len(), width)?;
@@ -60,6 +62,7 @@ impl Gpu {
             self.output(to),
             n_rows.into(),
             width.into(),
+            (first_input / 2).into(),
             layer_seed.into(),
             ((p * f64::from(u32::MAX)) as u32).into(),
             ((1.0 / (1.0 - p)) as f32).into(),

@@ -6,6 +6,7 @@ use super::launch::{THREADS, blocks_for};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{Result, bail};
 use half::bf16;
+use std::ops::Range;
 
 /// For each of some rows the places that name it, in their order.
 pub struct Namers {
@@ -73,6 +74,37 @@ impl Gpu {
         let mut args = [self.output(&mut values), n.into(), seed.into(), scale.into()];
         // SAFETY: as `cuda/random.cuh` declares it.
         unsafe { self.launch("normal_bf16", [blocks_for(n, self.n_processors()), 1, 1], THREADS, 0, &mut args)? };
+        Ok(values)
+    }
+
+    /// The same numbers where they stand in a matrix of `width` columns: of its rows and columns some.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn normal_part(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        width: usize,
+        seed: u64,
+        scale: f32,
+    ) -> Result<CudaSlice<bf16>> {
+        if columns == (0..width) && rows.start == 0 {
+            return self.normal(rows.len() * width, seed, scale);
+        }
+        let n = rows.len() * columns.len();
+        let mut values = self.alloc(n)?;
+        let mut args = [
+            self.output(&mut values),
+            n.into(),
+            columns.len().into(),
+            (rows.start * width + columns.start).into(),
+            width.into(),
+            seed.into(),
+            scale.into(),
+        ];
+        // SAFETY: as `cuda/random.cuh` declares it.
+        unsafe { self.launch("normal_part_bf16", [blocks_for(n, self.n_processors()), 1, 1], THREADS, 0, &mut args)? };
         Ok(values)
     }
 }

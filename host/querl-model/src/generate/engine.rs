@@ -70,7 +70,7 @@ impl<'a> Engine<'a> {
         if settings.max_sequences == 0 {
             return Err(ModelError::Generation("max_sequences is 0; expected at least 1".into()));
         }
-        let pool = BlockPool::new(BlockShape::new(decoder.config()));
+        let pool = BlockPool::new(BlockShape::new(decoder.local_config()));
         let prefixes = Prefixes::new(settings.max_prefix_tokens);
         Ok(Self { decoder, settings, weights: None, version: None, pool, prefixes })
     }

@@ -116,10 +116,9 @@ fn after_attention(
     x: &mut Vec<f32>,
     buffers: &mut Buffers,
 ) -> Result<(), ModelError> {
-    layer.o.forward(&buffers.attended, &mut [&mut *x], Into::Sum)?;
+    weights.add(&layer.o, &buffers.attended, x)?;
     normed(x, &layer.post_attention_norm, weights.config.rms_norm_eps as f32, &mut buffers.normed);
     layer.gate_up.forward(&buffers.normed, &mut [&mut buffers.gate, &mut buffers.up], Into::Fresh)?;
     swiglu(&mut buffers.gate, &buffers.up);
-    layer.down.forward(&buffers.gate, &mut [x], Into::Sum)?;
-    Ok(())
+    weights.add(&layer.down, &buffers.gate, x)
 }

@@ -38,18 +38,24 @@ const ROWS_PER_THREAD: usize = 16;
 const MAX_SHARED_NOTHING: usize = 4 << 20;
 
 /// Advances all units. Of a small model, each thread takes its own sequences through all layers and shares nothing meanwhile; of
-/// a large one, all threads work on each product.
+/// a large one, all threads work on each product; and so where ranks hold the model together, which sum up in one order.
 ///
 /// # Errors
 /// What the model or a taker reports.
 pub(super) fn advance(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
     let rows = |unit: &Unit<'_>| unit.tokens.len().max(1);
     let n_rows: usize = units.iter().map(rows).sum();
-    let n_groups = match weights.weights_per_layer() <= MAX_SHARED_NOTHING {
+    let is_split = weights.parallel.is_split();
+    let n_groups = match weights.weights_per_layer() <= MAX_SHARED_NOTHING && !is_split {
         true => rayon::current_num_threads().min(n_rows / ROWS_PER_THREAD).max(1),
         false => 1,
     };
     let mut groups: Vec<&mut [Unit<'_>]> = Vec::with_capacity(n_groups);
+    if n_groups == 1 {
+        // In this thread: where ranks hold the model together, they wait for each other, which none of rayon's may.
+        pass(weights, units)?;
+        return choose(weights, units, rules);
+    }
     let (mut rest, mut n_taken) = (units, 0);
     for group in 1..=n_groups {
         let n_wanted = n_rows * group / n_groups;

@@ -1,7 +1,7 @@
 //! What decoding computes with: the base's weights as they stand in memory, and an adapter's values as they were when the
 //! policy was set.
 
-use crate::decoder::{LayerParts, LinearParts};
+use crate::decoder::{LayerParts, LinearParts, TensorParallel};
 use crate::kernels::{FrozenWeight, RopeTable, Weight, with_floats};
 use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError};
 use candle_core::{Result, Tensor};
@@ -10,7 +10,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// A policy ready to decode with. It does not follow later training.
 pub(super) struct DecodeWeights {
+    /// Of what stands here.
     pub(super) config: DecoderConfig,
+    pub(super) parallel: TensorParallel,
     pub(super) layers: Vec<DecodeLayer>,
     pub(super) final_norm: Vec<f32>,
     pub(super) rope: RopeTable,
@@ -60,7 +62,8 @@ impl DecodeWeights {
             head => frozen(&head)?,
         };
         Ok(Self {
-            config: decoder.config().clone(),
+            config: decoder.local_config().clone(),
+            parallel: decoder.parallel().clone(),
             layers,
             final_norm: floats(decoder.final_norm())?,
             rope: decoder.rope().clone(),
@@ -85,6 +88,15 @@ impl DecodeWeights {
         let mut logits = self.logits.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
         logits.resize(n, 0.0);
         logits
+    }
+
+    /// Adds the outputs of a layer that is split by its inputs to `sum`: those of all ranks, and what stood there once.
+    pub(super) fn add(&self, group: &LinearGroup, x: &[f32], sum: &mut Vec<f32>) -> std::result::Result<(), ModelError> {
+        if !self.parallel.shard().is_first() {
+            sum.fill(0.0);
+        }
+        group.forward(x, &mut [&mut *sum], Into::Sum)?;
+        Ok(self.parallel.ranks().sum(sum)?)
     }
 
     pub(super) fn give_back(&self, logits: Vec<f32>) {

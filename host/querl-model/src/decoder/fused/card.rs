@@ -2,6 +2,7 @@
 
 use super::linear::{FusedLinear, LowRankTensors};
 use super::steps::{Lent, Projected, Steps, Trained};
+use crate::Ranks;
 use crate::decoder::card::CardRows;
 use crate::decoder::layer::{Rows, Wanted};
 use crate::device::{CudaSlice, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, storage, whole};
@@ -72,7 +73,7 @@ impl<'a> Open<'a> {
             b: b.as_view(),
             rank: *rank,
             scale: low_rank.scale,
-            masks: low_rank.rows.as_ref().and_then(|rows| rows.masks(&low_rank.path)),
+            masks: low_rank.rows.as_ref().and_then(|rows| rows.masks(&low_rank.path, weight.dims().1)),
         });
         Ok(Projection { weight, bias, low_rank })
     }
@@ -125,6 +126,14 @@ impl Steps for Card {
 
     fn n_sums(&self, sums: &CudaSlice<f32>) -> usize {
         sums.len()
+    }
+
+    fn zeros(&self, n: usize) -> Result<Buffer<f32>> {
+        Ok(Buffer(self.0.zeros(n)?))
+    }
+
+    fn sum_over(&self, ranks: &Ranks, sums: &mut Buffer<f32>) -> Result<()> {
+        ranks.sum_on_card(&self.0, &mut sums.0)
     }
 
     fn values<'a>(&self, sums: &'a CudaSlice<f32>) -> Result<Lent<'a, Buffer<bf16>>> {

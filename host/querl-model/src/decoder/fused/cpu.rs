@@ -2,12 +2,13 @@
 
 use super::linear::{FusedLinear, LowRankTensors};
 use super::steps::{Lent, Projected, Steps, Trained};
+use crate::Ranks;
 use crate::decoder::layer::{Rows, Wanted};
 use crate::kernels::{
     Floats, LogSums, LowRank, ParameterGradients, Projection, Weight, attend, attention_gradients, gated,
     gated_gradients, input_gradient, norm_gradients, normed, projection,
 };
-use candle_core::{CpuStorage, Result, Storage, Tensor};
+use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
 use rayon::prelude::*;
 
 /// The processor.
@@ -111,6 +112,14 @@ impl Steps for Cpu {
 
     fn n_sums(&self, sums: &[f32]) -> usize {
         sums.len()
+    }
+
+    fn zeros(&self, n: usize) -> Result<Vec<f32>> {
+        Ok(vec![0.0; n])
+    }
+
+    fn sum_over(&self, ranks: &Ranks, sums: &mut Vec<f32>) -> Result<()> {
+        ranks.sum(sums).map_err(Error::wrap)
     }
 
     fn values<'a>(&self, sums: &'a [f32]) -> Result<Lent<'a, Vec<f32>>> {

@@ -5,6 +5,9 @@
 //! (for Qwen3 also queries and keys before their norms). Norms and the gated product are computed again. A candle operation has
 //! at most three inputs, so the layer's trained tensors come as one: flattened and joined, an operation whose gradient is cut
 //! back into theirs.
+//!
+//! Where several ranks hold the model together, each runs the same steps on its heads and its part of the feed-forward layer, and
+//! sums are formed over them: forward behind the attention's output and down, backward of the gradients of both norms' results.
 
 #[cfg(feature = "cuda")]
 mod card;
@@ -160,13 +163,30 @@ impl FusedLayer {
         let k = steps.turned(&k_raw, k_norm, rows)?;
         let before_norm = self.qk_norm.is_some().then_some((q_raw, k_raw));
         let (attended, log_sums) = steps.attend(query_rows, [&q, &k, &v])?;
-        let (residual, low_o) = steps.added(o, &attended, &*steps.picked_sums(x, width, wanted)?)?;
+        let (residual, low_o) = self.added(steps, o, &attended, &*steps.picked_sums(x, width, wanted)?)?;
         let input = steps.normed(&residual, &self.post_attention_norm, eps)?;
         let [(gate, low_gate), (up, low_up)] = steps.forward([gate, up], &input)?;
         drop(input);
-        let (out, low_down) = steps.added(down, &*steps.gated(&gate, &up)?, &residual)?;
+        let (out, low_down) = self.added(steps, down, &*steps.gated(&gate, &up)?, &residual)?;
         let low = [low_q, low_k, low_v, low_o, low_gate, low_up, low_down];
         Ok((out, Kept { q, k, v, before_norm, attended, log_sums, residual, gate, up, low }))
+    }
+
+    /// `base` with the outputs of a layer that is split by its inputs added: those of all ranks, and the base once.
+    fn added<S: Steps>(
+        &self,
+        steps: &S,
+        linear: &FusedLinear,
+        x: &S::ValueSlice,
+        base: &S::SumSlice,
+    ) -> TensorResult<(S::Sums, S::Values)> {
+        let parallel = &self.rows.parallel;
+        let (mut sum, low) = match parallel.shard().is_first() {
+            true => steps.added(linear, x, base)?,
+            false => steps.added(linear, x, &*steps.zeros(steps.n_sums(base))?)?,
+        };
+        steps.sum_over(parallel.ranks(), &mut sum)?;
+        Ok((sum, low))
     }
 
     /// Gradients for the gradient `grad` of the output.
@@ -223,10 +243,21 @@ impl FusedLayer {
         if self.qk_norm.is_some() {
             all.extend([dq_norm, dk_norm]);
         }
-        for (linear, found) in self.linears.iter().zip(found) {
-            all.extend(steps.gradients_of(linear, found).into_iter().map(Some));
+        for (index, found) in found.into_iter().enumerate() {
+            all.extend(self.gradients_of(steps, index, found)?.into_iter().map(Some));
         }
         Ok((dx, all))
+    }
+
+    /// What was found for a linear layer's tensors. Of A and B the one that every rank has whole gets the sum of what the ranks
+    /// found; see `TensorParallel::with_whole_gradients`.
+    fn gradients_of<S: Steps>(&self, steps: &S, index: usize, found: S::Found) -> TensorResult<Vec<S::Sums>> {
+        let mut gradients = steps.gradients_of(&self.linears[index], found);
+        let parallel = &self.rows.parallel;
+        if let ([a, b], true) = (gradients.as_mut_slice(), parallel.is_split()) {
+            steps.sum_over(parallel.ranks(), if matches!(index, O | DOWN) { b } else { a })?;
+        }
+        Ok(gradients)
     }
 
     /// Gradient of what queries, keys and values are projected from.
@@ -239,12 +270,15 @@ impl FusedLayer {
     ) -> TensorResult<S::Sums> {
         let [q, k, v, ..] = &self.linears;
         let (of_q, of_k, of_v) = ((q, dq, &found[Q]), (k, dk, &found[K]), (v, dv, &found[V]));
-        if self.wanted.is_none() {
-            return steps.shared_input_gradient(&[of_q, of_k, of_v]);
-        }
-        let mut dinput = steps.shared_input_gradient(&[of_k, of_v])?;
-        let of_queries = steps.shared_input_gradient(&[of_q])?;
-        steps.add_picked(&mut dinput, &of_queries, width, self.wanted.as_ref())?;
+        let mut dinput = if self.wanted.is_none() {
+            steps.shared_input_gradient(&[of_q, of_k, of_v])?
+        } else {
+            let mut dinput = steps.shared_input_gradient(&[of_k, of_v])?;
+            let of_queries = steps.shared_input_gradient(&[of_q])?;
+            steps.add_picked(&mut dinput, &of_queries, width, self.wanted.as_ref())?;
+            dinput
+        };
+        steps.sum_over(self.rows.parallel.ranks(), &mut dinput)?;
         Ok(dinput)
     }
 
@@ -279,7 +313,8 @@ impl FusedLayer {
         ])?;
         (found[GATE], found[UP]) = (of_gate, of_up);
         drop(input);
-        let dinput = steps.shared_input_gradient(&[(gate, &*dgate, &found[GATE]), (up, &*dup, &found[UP])])?;
+        let mut dinput = steps.shared_input_gradient(&[(gate, &*dgate, &found[GATE]), (up, &*dup, &found[UP])])?;
+        steps.sum_over(self.rows.parallel.ranks(), &mut dinput)?;
         steps.norm_gradients(&kept.residual, norm, eps, &dinput, Some(grad))
     }
 }

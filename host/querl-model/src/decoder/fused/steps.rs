@@ -1,6 +1,7 @@
 //! The steps that a decoder layer consists of, each with its gradient, on one kind of device.
 
 use super::linear::FusedLinear;
+use crate::Ranks;
 use crate::decoder::layer::{Rows, Wanted};
 use candle_core::{Result, Storage, Tensor};
 use std::ops::Deref;
@@ -37,6 +38,10 @@ pub(super) trait Steps: Send + Sync + 'static {
     fn joined(&self, parts: Vec<Self::Sums>) -> Result<Self::Sums>;
     /// How many they are.
     fn n_sums(&self, sums: &Self::SumSlice) -> usize;
+    /// As many zeros.
+    fn zeros(&self, n: usize) -> Result<Self::Sums>;
+    /// Replaces sums by their sum over ranks, which all come to it.
+    fn sum_over(&self, ranks: &Ranks, sums: &mut Self::Sums) -> Result<()>;
 
     /// Sums as values.
     fn values<'a>(&self, sums: &'a Self::SumSlice) -> Result<Lent<'a, Self::Values>>;

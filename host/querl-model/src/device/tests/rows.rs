@@ -12,7 +12,7 @@ fn dropout_drops_what_it_drops_on_the_cpu() {
         let tensor = Tensor::from_slice(&x, (n_rows, width), &Device::Cpu).unwrap();
         let expected: Vec<f32> = mask.dropped(&tensor, "a.layer").unwrap().flatten_all().unwrap().to_vec1().unwrap();
         let row_keys = gpu().upload(mask.row_keys()).unwrap();
-        let masks = Masks { row_keys: &row_keys, layer_seed: mask.seed_of("a.layer"), p: mask.p() };
+        let masks = Masks { row_keys: &row_keys, layer_seed: mask.seed_of("a.layer"), first_input: 0, p: mask.p() };
         let found = floats(&gpu().dropped(&halves(&x), width, masks).unwrap());
         assert_close("dropped", &found, &expected, 4e-3, 0.0);
         assert!(found.iter().zip(&expected).all(|(a, b)| (*a == 0.0) == (*b == 0.0)));
