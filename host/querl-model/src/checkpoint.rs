@@ -45,6 +45,9 @@ pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
     weight_files(directory).map(drop)
 }
 
+/// Type, shape and bytes of a tensor or a part of one.
+pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
+
 /// A model's tensors, mapped into memory and checked by name and shape: each is read when it is asked for.
 pub(crate) struct StoredModel {
     config: DecoderConfig,
@@ -117,15 +120,11 @@ impl StoredModel {
         Ok(self.view(name)?.shape().to_vec())
     }
 
-    /// Type, shape and bytes of a tensor or a part of it. Rows are those of the mapped file; columns are copied, they alone are read.
+    /// A tensor or a part of it as it is stored. Rows are those of the mapped file; columns are copied, they alone are read.
     ///
     /// # Errors
     /// As [`StoredModel::dtype`], or a part of what is no matrix.
-    pub(crate) fn bytes(
-        &self,
-        name: &str,
-        part: Option<&Part>,
-    ) -> Result<(DType, Vec<usize>, Cow<'_, [u8]>), ModelError> {
+    pub(crate) fn bytes(&self, name: &str, part: Option<&Part>) -> Result<Bytes<'_>, ModelError> {
         let view = self.view(name)?;
         let (dtype, mut shape) = (DType::try_from(view.dtype())?, view.shape().to_vec());
         let Some(Part { axis, range }) = part else { return Ok((dtype, shape, Cow::Borrowed(view.data()))) };

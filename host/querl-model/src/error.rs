@@ -56,6 +56,9 @@ pub enum ModelError {
     /// A model cannot be split over several ranks, or what it is asked for is not done on a part of it.
     #[error("tensor parallel: {0}")]
     Shard(String),
+    /// Ranks do not go on together.
+    #[error(transparent)]
+    Ranks(#[from] crate::RanksError),
     /// A computation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

@@ -9,8 +9,8 @@ use candle_core::{DType, Device, Tensor};
 use querl_core::config::BaseDtype;
 use querl_model::device::Gpu;
 use querl_model::{
-    Decoder, DecoderConfig, Dropout, Keep, LoraAdapter, LoraSettings, Modules, PackedBatch, Pass, Place, Recompute,
-    Weights, backward,
+    Decoder, DecoderConfig, Dropout, Keep, LoraAdapter, LoraSettings, ModelError, Modules, PackedBatch, Pass, Place,
+    Ranks, Recompute, Weights, backward, run_ranks,
 };
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -64,16 +64,24 @@ struct Model {
 impl Model {
     /// The same model and adapter, A and B random, on the CPU and on a card.
     fn pair(name: &str) -> [Self; 2] {
-        let load = |place: &Place| Decoder::load_on(&golden(name), Weights::Frozen, BaseDtype::Bf16, place).unwrap();
-        let [on_cpu, on_card] = [load(&Place::Cpu), load(&card())];
+        let load = |place: &Place| Self::part(name, place, &Ranks::alone());
+        [load(&Place::Cpu), load(&card())]
+    }
+
+    /// What one of several ranks holds of it.
+    fn part(name: &str, place: &Place, ranks: &Ranks) -> Self {
+        let load =
+            |place: &Place, ranks: &Ranks| Decoder::load_part(&golden(name), BaseDtype::Bf16, place, ranks).unwrap();
+        let on_cpu = load(&Place::Cpu, &Ranks::alone());
         let adapter = LoraAdapter::new(&on_cpu, LoraSettings::all_linear(3, 6.0), 5).unwrap();
         for (index, var) in adapter.vars().values().enumerate() {
             let value = |i: usize| ((i * 7 + index * 31) as f32 * 12.9898).sin() * 0.2;
             let values: Vec<f32> = (0..var.elem_count()).map(value).collect();
             var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
         }
-        let moved = adapter.snapshot().unwrap().on(&card()).unwrap();
-        [Self { decoder: on_cpu, adapter }, Self { decoder: on_card, adapter: moved }]
+        let decoder = load(place, ranks);
+        let adapter = adapter.beside(&decoder).unwrap();
+        Self { decoder, adapter }
     }
 
     /// Log-probabilities and entropies of all answers' tokens: `(N, 2)`.
@@ -167,6 +175,56 @@ fn what_layers_keep_and_where_their_gradients_go_changes_no_bit() {
             }
         }
     }
+}
+
+/// Two ranks, each with a stream of its own: the same activations are rounded to bf16 on the way, sums of the ranks are f32.
+#[test]
+fn a_model_in_two_parts_is_the_one_that_a_card_holds_alone() {
+    for (name, dropout) in [("qwen2-tied", None), ("qwen3-bias", None), ("qwen3-tied", DROPOUT)] {
+        let [_, alone] = Model::pair(name);
+        let (expected, of_alone) = (values(&alone.logprobs(None, dropout)), alone.gradients(None, dropout));
+        let found = run_ranks(2, |ranks| {
+            let place = Place::Card(Gpu::new(0)?);
+            let model = Model::part(name, &place, &ranks);
+            let found = values(&model.logprobs(None, dropout));
+            let recompute = Recompute::new(Keep::Inputs);
+            let gradients = model.gradients(Some(&recompute), dropout);
+            let part = model.adapter.snapshot()?;
+            for (name, var) in part.vars() {
+                var.set(
+                    &Tensor::from_vec(gradients[name].clone(), var.shape(), &Device::Cpu)?.to_device(var.device())?,
+                )?;
+            }
+            let whole = part.whole()?;
+            let gradients: BTreeMap<_, _> =
+                whole.vars().iter().map(|(name, var)| (name.clone(), values(var))).collect();
+            Ok::<_, ModelError>((found, gradients))
+        });
+        let found = found.unwrap_or_else(|failures| panic!("{}", failures[0]));
+        assert!(found[0] == found[1], "{name}: ranks differ");
+        assert_close(name, &found[0].0, &expected, TOLERANCE);
+        for (var, expected) in &of_alone {
+            let difference = length(found[0].1[var].iter().zip(expected).map(|(a, b)| a - b));
+            let off = difference / length(expected.iter().copied());
+            assert!(off <= GRADIENT_TOLERANCE, "{name}: the gradient of {var} is off by {off}");
+        }
+    }
+}
+
+#[test]
+fn random_parts_are_those_of_the_whole_model_wherever_they_are_made() {
+    let config = DecoderConfig::load(&golden("qwen2-tied").join("config.json")).unwrap();
+    let logits = |n, place: fn() -> Place| {
+        let found = run_ranks(n, |ranks| {
+            let decoder = Decoder::random_part(config.clone(), 4, BaseDtype::Bf16, &place(), &ranks)?;
+            let tokens: Vec<u32> = (0..20).collect();
+            let hidden = decoder.hidden_states(&PackedBatch::new([tokens.as_slice()]), None)?;
+            Ok::<_, ModelError>(values(&decoder.logits(&hidden, None)?))
+        });
+        found.unwrap_or_else(|failures| panic!("{}", failures[0])).remove(0)
+    };
+    let expected = logits(1, || Place::Cpu);
+    assert_close("two parts", &logits(2, || Place::Card(Gpu::new(0).unwrap())), &expected, TOLERANCE);
 }
 
 #[test]

@@ -31,7 +31,8 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, dropout: Option<Dropout>) -> TensorResult<Self> {
         let dropout = dropout.filter(|dropout| dropout.p != 0.0);
-        let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), decoder.shard())).transpose()?;
+        let dropout =
+            dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), decoder.shard())).transpose()?;
         Ok(Self {
             #[cfg(feature = "cuda")]
             on_card: match &decoder.on_card {

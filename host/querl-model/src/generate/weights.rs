@@ -91,7 +91,12 @@ impl DecodeWeights {
     }
 
     /// Adds the outputs of a layer that is split by its inputs to `sum`: those of all ranks, and what stood there once.
-    pub(super) fn add(&self, group: &LinearGroup, x: &[f32], sum: &mut Vec<f32>) -> std::result::Result<(), ModelError> {
+    pub(super) fn add(
+        &self,
+        group: &LinearGroup,
+        x: &[f32],
+        sum: &mut Vec<f32>,
+    ) -> std::result::Result<(), ModelError> {
         if !self.parallel.shard().is_first() {
             sum.fill(0.0);
         }

@@ -1,14 +1,14 @@
 use super::super::{Masks, Namers};
 use super::{assert_close, floats, gpu, halves, random, rng, rounded};
 use crate::adapter::DropoutMask;
-use crate::{Dropout, random as numbers};
+use crate::{Dropout, Shard, random as numbers};
 use candle_core::{Device, Tensor};
 
 #[test]
 fn dropout_drops_what_it_drops_on_the_cpu() {
     for (n_rows, width) in [(1, 1), (37, 33), (64, 512)] {
         let (x, row_keys) = (rounded(&mut rng(1), n_rows * width), (0..n_rows as u64).map(|row| row * 77).collect());
-        let mask = DropoutMask::new(Dropout { p: 0.3, seed: 5 }, row_keys).unwrap();
+        let mask = DropoutMask::new(Dropout { p: 0.3, seed: 5 }, row_keys, Shard::WHOLE).unwrap();
         let tensor = Tensor::from_slice(&x, (n_rows, width), &Device::Cpu).unwrap();
         let expected: Vec<f32> = mask.dropped(&tensor, "a.layer").unwrap().flatten_all().unwrap().to_vec1().unwrap();
         let row_keys = gpu().upload(mask.row_keys()).unwrap();
@@ -23,6 +23,18 @@ fn dropout_drops_what_it_drops_on_the_cpu() {
         let expected: Vec<f32> = base.iter().zip(&expected).map(|(base, dropped)| base + dropped).collect();
         assert_close("added", &gpu().download(&sum).unwrap(), &expected, 1e-6, 1e-6);
     }
+}
+
+#[test]
+fn dropout_of_a_part_of_the_inputs_drops_what_it_drops_of_all_of_them() {
+    let (n_rows, width, first) = (37, 96, 32);
+    let (x, row_keys) = (rounded(&mut rng(1), n_rows * width), gpu().upload(&vec![5u64; n_rows]).unwrap());
+    let dropped = |x: &[f32], width, first_input| {
+        let masks = Masks { row_keys: &row_keys, layer_seed: 9, first_input, p: 0.3 };
+        floats(&gpu().dropped(&halves(x), width, masks).unwrap())
+    };
+    let columns = |all: &[f32]| all.chunks(width).flat_map(|row| &row[first..]).copied().collect::<Vec<f32>>();
+    assert_eq!(dropped(&columns(&x), width - first, first), columns(&dropped(&x, width, 0)));
 }
 
 #[test]
@@ -46,6 +58,16 @@ fn normal_numbers_are_those_of_the_cpu() {
         let found = floats(&gpu().normal(n, 99, 0.02).unwrap());
         // The last bits of logarithm, cosine and sine are a device's own; bf16 keeps 8.
         assert_close("normal", &found, &numbers::normal(n, 99, 0.02), 4e-3, 1e-6);
+    }
+}
+
+#[test]
+fn normal_numbers_of_a_part_are_those_of_the_whole_matrix() {
+    let (n_rows, width) = (21, 15);
+    let whole = floats(&gpu().normal(n_rows * width, 99, 0.02).unwrap());
+    for (rows, columns) in [(0..21, 0..15), (7..14, 0..15), (0..21, 5..10), (3..4, 14..15)] {
+        let expected: Vec<f32> = rows.clone().flat_map(|row| &whole[row * width..][columns.clone()]).copied().collect();
+        assert_eq!(floats(&gpu().normal_part(rows, columns, width, 99, 0.02).unwrap()), expected);
     }
 }
 
