@@ -1,7 +1,8 @@
 //! Files that appear whole or not at all.
 
-use std::io::{self, Write};
-use std::path::Path;
+use std::io::{self, BufRead, Write};
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
 
 /// Writes `bytes` to `path`: beside it first, synced, then renamed over it. Makes missing parent folders.
 ///
@@ -19,18 +20,69 @@ pub fn write_atomic_with(
     path: &Path,
     fill: impl FnOnce(&mut io::BufWriter<&mut std::fs::File>) -> io::Result<()>,
 ) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)?;
-    let mut file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?;
-    {
-        let mut writer = io::BufWriter::new(file.as_file_mut());
-        fill(&mut writer)?;
-        writer.flush()?;
+    let mut file = AtomicFile::create(path)?;
+    let mut writer = io::BufWriter::new(file.writer.get_mut().as_file_mut());
+    fill(&mut writer)?;
+    writer.flush()?;
+    drop(writer);
+    file.commit()
+}
+
+/// A file that is written piece by piece and appears with [`AtomicFile::commit`]; dropped before, it leaves nothing.
+#[derive(Debug)]
+pub struct AtomicFile {
+    path: PathBuf,
+    writer: io::BufWriter<tempfile::NamedTempFile>,
+}
+
+impl AtomicFile {
+    /// Begins a file beside `path`. Makes missing parent folders.
+    ///
+    /// # Errors
+    /// Whatever the file system says.
+    pub fn create(path: &Path) -> io::Result<Self> {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        std::fs::create_dir_all(folder)?;
+        let file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?;
+        Ok(Self { path: path.to_owned(), writer: io::BufWriter::new(file) })
     }
-    file.as_file().sync_all()?;
-    set_readable(file.path())?;
-    file.persist(path).map_err(|error| error.error)?;
-    Ok(())
+
+    /// Adds one JSON value as a line.
+    ///
+    /// # Errors
+    /// The file cannot be written, or JSON cannot hold the value.
+    pub fn write_line(&mut self, value: &impl serde::Serialize) -> io::Result<()> {
+        serde_json::to_writer(&mut self.writer, value)?;
+        self.writer.write_all(b"\n")
+    }
+
+    /// Syncs what was written and puts it in its place.
+    ///
+    /// # Errors
+    /// Whatever the file system says; the path is then as it was before.
+    pub fn commit(self) -> io::Result<()> {
+        let file = self.writer.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.as_file().sync_all()?;
+        set_readable(file.path())?;
+        file.persist(&self.path).map_err(|error| error.error)?;
+        Ok(())
+    }
+}
+
+impl Write for AtomicFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.writer.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.writer.flush()
+    }
+}
+
+impl io::Seek for AtomicFile {
+    fn seek(&mut self, to: io::SeekFrom) -> io::Result<u64> {
+        self.writer.seek(to)
+    }
 }
 
 /// How the names of files begin that are written beside another before they take its place.
@@ -68,13 +120,9 @@ fn set_readable(path: &Path) -> io::Result<()> {
 /// # Errors
 /// As [`write_atomic`], or a value that JSON cannot hold.
 pub fn write_jsonl<T: serde::Serialize>(path: &Path, values: impl IntoIterator<Item = T>) -> io::Result<()> {
-    write_atomic_with(path, |file| {
-        for value in values {
-            serde_json::to_writer(&mut *file, &value)?;
-            file.write_all(b"\n")?;
-        }
-        Ok(())
-    })
+    let mut file = AtomicFile::create(path)?;
+    values.into_iter().try_for_each(|value| file.write_line(&value))?;
+    file.commit()
 }
 
 /// Why a JSON lines file could not be read.
@@ -100,6 +148,12 @@ pub enum ReadError {
     },
 }
 
+impl ReadError {
+    fn io(path: &Path, source: io::Error) -> Self {
+        Self::Io { path: path.display().to_string(), source }
+    }
+}
+
 /// Reads one JSON value a line; empty lines are passed over.
 ///
 /// # Errors
@@ -113,16 +167,71 @@ pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>,
 /// # Errors
 /// The file cannot be read, or a line is not a record.
 pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<(usize, T)>, ReadError> {
-    let bytes = std::fs::read(path).map_err(|source| ReadError::Io { path: path.display().to_string(), source })?;
-    // As bytes: where a line was cut within a character, that line is named too.
-    let lines = bytes.split(|byte| *byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
-    lines
-        .map(|(text, line)| {
-            let record = serde_json::from_slice(text);
-            let record = record.map_err(|source| ReadError::Line { path: path.display().to_string(), line, source })?;
-            Ok((line, record))
-        })
-        .collect()
+    open_jsonl(path)?.map(|line| line.map(|NumberedLine { line, value, .. }| (line, value))).collect()
+}
+
+/// One line of a JSON lines file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NumberedLine<T> {
+    /// 1-based, empty lines counted.
+    pub line: usize,
+    /// Where in the file it begins, in bytes.
+    pub offset: u64,
+    /// What it says.
+    pub value: T,
+}
+
+/// Opens a JSON lines file that is read as it is asked for; empty lines are passed over, and a byte order mark too. The
+/// iterator yields an error for a line that is not a `T`, or where the file cannot be read.
+///
+/// # Errors
+/// The file cannot be opened.
+pub fn open_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<JsonLines<T>, ReadError> {
+    let file = std::fs::File::open(path).map_err(|source| ReadError::io(path, source))?;
+    let reader = io::BufReader::with_capacity(1 << 16, file);
+    Ok(JsonLines { path: path.to_owned(), reader, buffer: Vec::new(), line: 0, offset: 0, of: PhantomData })
+}
+
+/// See [`open_jsonl`].
+#[derive(Debug)]
+pub struct JsonLines<T> {
+    path: PathBuf,
+    reader: io::BufReader<std::fs::File>,
+    buffer: Vec<u8>,
+    line: usize,
+    offset: u64,
+    of: PhantomData<fn() -> T>,
+}
+
+impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
+    type Item = Result<NumberedLine<T>, ReadError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            self.buffer.clear();
+            // As bytes: where a line was cut within a character, that line is named too.
+            let n_bytes = match self.reader.read_until(b'\n', &mut self.buffer) {
+                Ok(0) => return None,
+                Ok(n_bytes) => n_bytes as u64,
+                Err(source) => return Some(Err(ReadError::io(&self.path, source))),
+            };
+            self.line += 1;
+            let (line, offset) = (self.line, self.offset);
+            self.offset += n_bytes;
+            let text = match offset {
+                0 => self.buffer.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&self.buffer),
+                _ => &self.buffer,
+            };
+            if text.trim_ascii().is_empty() {
+                continue;
+            }
+            let value = serde_json::from_slice(text).map_err(|source| {
+                let path = self.path.display().to_string();
+                ReadError::Line { path, line, source }
+            });
+            return Some(value.map(|value| NumberedLine { line, offset, value }));
+        }
+    }
 }
 
 /// Lower-case hexadecimal SHA-256 of `bytes`.
@@ -159,6 +268,30 @@ mod tests {
         let left = |name: &str| folder.path().join(name).exists();
         assert!(left("a.txt") && left(".in-use") && left("best/adapter"));
         assert!(!left("best/.querl-a1b2c3") && !left(".querl-d4"));
+    }
+
+    #[test]
+    fn a_file_that_is_not_committed_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let mut file = AtomicFile::create(&path).unwrap();
+        file.write_line(&1).unwrap();
+        drop(file);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let mut file = AtomicFile::create(&path).unwrap();
+        file.write_line(&"鱼油").unwrap();
+        file.commit().unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "\"鱼油\"\n");
+    }
+
+    #[test]
+    fn lines_say_where_they_begin_and_a_byte_order_mark_is_no_part_of_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.jsonl");
+        write_atomic(&path, "\u{feff}\"鱼\"\n\n\"油\"".as_bytes()).unwrap();
+        let lines: Vec<_> = open_jsonl::<String>(&path).unwrap().map(Result::unwrap).collect();
+        let expected = [(1, 0, "鱼"), (3, 10, "油")];
+        assert_eq!(lines.iter().map(|l| (l.line, l.offset, l.value.as_str())).collect::<Vec<_>>(), expected);
     }
 
     #[test]

@@ -7,9 +7,7 @@
 mod error;
 mod text;
 
-mod groups;
 mod table;
-mod table_formats;
 mod workbook;
 
 mod calls;
@@ -45,7 +43,7 @@ pub use retrieval::open_retriever;
 pub use rubric::RubricJudge;
 pub use splits::assign_splits;
 pub use stages::{Converted, DroppedRow, convert, rewrite, validate};
-pub use table::{QueryTable, query_id, read_table};
+pub use table::{QueryTable, TextEncoding, query_id, read_table};
 pub use teacher::open_teacher;
 pub use text::normalise;
 pub use workbook::{write_rewrites_xlsx, write_validated_xlsx};

@@ -75,18 +75,19 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// xlsx or jsonl or csv.
+    /// A table of queries: xlsx, csv, tsv or jsonl.
     pub input: PathBuf,
-    /// Column of the query.
+    /// Column of the query; the default also finds `original_query`.
     #[serde(default = "defaults::query_column")]
     pub query_column: String,
-    /// Column of the user profile; without a column of the default name it reads as empty.
+    /// Column of the user profile; the default also finds `user_profile`, and without either it reads as empty.
     #[serde(default = "defaults::profile_column")]
     pub profile_column: String,
-    /// Column of the history summary; without a column of the default name it reads as empty.
+    /// Column of the history summary; the default also finds `history_summary`, and without either it reads as empty.
     #[serde(default = "defaults::history_column")]
     pub history_column: String,
-    /// Column of gold passage ids, separated by commas, semicolons or spaces; without a column of the default name they are unknown.
+    /// Column of gold passage ids, separated by commas, semicolons or spaces; the default also finds `gold_ids`, and without either
+    /// they are unknown.
     #[serde(default = "defaults::gold_column")]
     pub gold_column: String,
     /// Column whose equal values make one group; by default the gold ids, else the normalised query.
@@ -102,12 +103,26 @@ pub struct DataConfig {
 }
 
 impl DataConfig {
+    /// Default of `query_column`.
+    pub const QUERY_COLUMN: &str = "问题";
     /// Default of `profile_column`.
     pub const PROFILE_COLUMN: &str = "用户画像";
     /// Default of `history_column`.
     pub const HISTORY_COLUMN: &str = "历史摘要";
     /// Default of `gold_column`.
     pub const GOLD_COLUMN: &str = "相关文档";
+
+    /// The other name that a default column name stands for: the one that this program's own tables have, so that they can be
+    /// read again. `None` for a name that a user chose.
+    pub fn other_name(column: &str) -> Option<&'static str> {
+        match column {
+            Self::QUERY_COLUMN => Some("original_query"),
+            Self::PROFILE_COLUMN => Some("user_profile"),
+            Self::HISTORY_COLUMN => Some("history_summary"),
+            Self::GOLD_COLUMN => Some("gold_ids"),
+            _ => None,
+        }
+    }
 }
 
 /// How the frozen weights of a model are stored.
@@ -199,7 +214,7 @@ mod defaults {
         "runs/default".into()
     }
     pub(super) fn query_column() -> String {
-        "问题".into()
+        DataConfig::QUERY_COLUMN.into()
     }
     pub(super) fn profile_column() -> String {
         DataConfig::PROFILE_COLUMN.into()

@@ -1,9 +1,16 @@
 //! The query table: which columns mean what, which rows count, and what makes a row's identity and group.
 
+mod encoding;
+mod formats;
+mod groups;
+
+pub use encoding::TextEncoding;
+pub(crate) use formats::open_table;
+
 use crate::error::DataError;
-use crate::groups::join_groups;
-use crate::table_formats::{Grid, read_grid};
 use crate::text::normalise;
+use formats::Table;
+use groups::join_groups;
 use querl_core::config::DataConfig;
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
@@ -52,26 +59,27 @@ fn list_rows(rows: &[usize]) -> String {
 /// # Errors
 /// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
 pub fn read_table(config: &DataConfig) -> Result<QueryTable, DataError> {
-    let grid = read_grid(&config.input)?;
-    let columns = Columns::find(&grid, config)?;
+    let file = open_table(&config.input)?;
+    let columns = Columns::find(&file, config)?;
     let mut table = QueryTable { rows: Vec::new(), empty_rows: Vec::new(), repeated_rows: Vec::new() };
-    let mut seen = HashSet::new();
-    for (row, cells) in &grid.rows {
-        let query = columns.read(*row, cells);
+    let (mut seen, mut n_rows) = (HashSet::new(), 0);
+    for row in file.rows {
+        let (row, cells) = row?;
+        n_rows += 1;
+        let query = columns.read(row, &cells);
         if query.original_query.is_empty() {
             // A row without a single value is only the space between others.
             if cells.iter().any(|cell| !cell.trim().is_empty()) {
-                table.empty_rows.push(*row);
+                table.empty_rows.push(row);
             }
         } else if seen.insert(query.id.clone()) {
             table.rows.push(query);
         } else {
-            table.repeated_rows.push(*row);
+            table.repeated_rows.push(row);
         }
     }
     if table.rows.is_empty() {
-        let problem =
-            format!("no row has a query in column `{}`; {} row(s) looked at", config.query_column, grid.rows.len());
+        let problem = format!("no row has a query in column `{}`; {n_rows} row(s) looked at", columns.query_name);
         return Err(DataError::file(&config.input, problem));
     }
     join_groups(&mut table.rows);
@@ -87,6 +95,7 @@ pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> Strin
 
 struct Columns {
     query: usize,
+    query_name: String,
     profile: Option<usize>,
     history: Option<usize>,
     gold: Option<usize>,
@@ -94,20 +103,25 @@ struct Columns {
 }
 
 impl Columns {
-    fn find(grid: &Grid, config: &DataConfig) -> Result<Self, DataError> {
-        let position = |name: &str| grid.header.iter().position(|column| column == name);
+    fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
+        let position = |name: &str| {
+            let place = |name: &str| table.header.iter().position(|column| column == name);
+            place(name).or_else(|| place(DataConfig::other_name(name)?))
+        };
         let required =
-            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(grid, &config.input, name, key));
+            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, &config.input, name, key));
         // A table may lack these columns, but not one that the user named.
-        let optional = |name: &str, default: &str, key: &str| match position(name) {
-            None if name != default => Err(missing_column(grid, &config.input, name, key)),
+        let optional = |name: &str, key: &str| match position(name) {
+            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, &config.input, name, key)),
             found => Ok(found),
         };
-        let gold = optional(&config.gold_column, DataConfig::GOLD_COLUMN, "gold_column")?;
+        let query = required(&config.query_column, "query_column")?;
+        let gold = optional(&config.gold_column, "gold_column")?;
         Ok(Self {
-            query: required(&config.query_column, "query_column")?,
-            profile: optional(&config.profile_column, DataConfig::PROFILE_COLUMN, "profile_column")?,
-            history: optional(&config.history_column, DataConfig::HISTORY_COLUMN, "history_column")?,
+            query,
+            query_name: table.header[query].clone(),
+            profile: optional(&config.profile_column, "profile_column")?,
+            history: optional(&config.history_column, "history_column")?,
             gold,
             group: match &config.group_column {
                 Some(name) => Some(required(name, "group_column")?),
@@ -133,19 +147,17 @@ impl Columns {
     }
 }
 
-fn missing_column(grid: &Grid, path: &Path, name: &str, key: &str) -> DataError {
-    let found = grid
-        .header
-        .iter()
-        .filter(|name| !name.is_empty())
-        .map(|name| format!("`{name}`"))
-        .collect::<Vec<_>>()
-        .join(", ");
-    let place = grid.sheet.as_ref().map_or_else(String::new, |sheet| format!("sheet `{sheet}`: "));
-    DataError::file(
-        path,
-        format!("{place}no column `{name}` (data.{key}); found {found}; name one of these in data.{key}"),
-    )
+fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataError {
+    let names: Vec<String> =
+        table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
+    let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
+    let sheet = table.sheet.as_ref().map(|sheet| format!("sheet `{sheet}`: ")).unwrap_or_default();
+    // A header that was decoded wrongly has no column of the right name.
+    let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
+    let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
+    let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
+    DataError::file(path, format!("{sheet}{problem}; name one of these in data.{key}"))
 }
 
 fn split_ids(text: &str) -> Vec<String> {
@@ -163,5 +175,4 @@ fn joined(ids: &[String]) -> String {
 }
 
 #[cfg(test)]
-#[path = "table_tests.rs"]
 mod tests;

@@ -63,10 +63,57 @@ fn same_rows_read_alike_from_all_formats() {
     let folder = Folder::new();
     let xlsx = folder.workbook(&[&["问题", "用户画像"], &["怎么吃", "老人"]]);
     let csv = folder.file("a.csv", "\u{feff}问题,用户画像\n怎么吃,老人\n");
+    let tsv = folder.file("a.TSV", "问题\t用户画像\n怎么吃\t老人\n");
     let jsonl = folder.file("a.jsonl", "{\"问题\": \"怎么吃\", \"用户画像\": \"老人\", \"其他\": 1}\n");
-    let ids = [xlsx, csv, jsonl].map(|config| read_table(&config).unwrap().rows[0].id.clone());
-    assert_eq!(ids, [query_id("怎么吃", "老人", ""), query_id("怎么吃", "老人", ""), query_id("怎么吃", "老人", "")]);
+    let ids = [xlsx, csv, tsv, jsonl].map(|config| read_table(&config).unwrap().rows[0].id.clone());
+    assert_eq!(ids, [(); 4].map(|()| query_id("怎么吃", "老人", "")));
     assert_ne!(ids[0], query_id("怎么吃", "", "老人"), "profile and history are not the same thing");
+}
+
+#[test]
+fn csv_of_gb18030_reads_as_that_of_utf8() {
+    let folder = Folder::new();
+    let text = "问题,用户画像\n怎么吃,老人\n";
+    let config = folder.file("a.csv", "");
+    std::fs::write(&config.input, encoding_rs::GB18030.encode(text).0).unwrap();
+    assert_eq!(read_table(&config).unwrap(), read_table(&folder.file("b.csv", text)).unwrap());
+}
+
+#[test]
+fn columns_of_this_program_s_own_tables_are_found_under_the_default_names() {
+    let folder = Folder::new();
+    let text = "original_query,rewritten_query,user_profile,history_summary,gold_ids\n怎么吃,x,老人,问过,p1\n";
+    let row = read_table(&folder.file("a.csv", text)).unwrap().rows.remove(0);
+    assert_eq!((row.original_query.as_str(), row.user_profile.as_str()), ("怎么吃", "老人"));
+    assert_eq!((row.history_summary.as_str(), row.group.as_str()), ("问过", "p1"));
+    let both = "original_query,问题\n甲,乙\n";
+    assert_eq!(read_table(&folder.file("b.csv", both)).unwrap().rows[0].original_query, "乙");
+}
+
+#[test]
+fn empty_files_say_so() {
+    let folder = Folder::new();
+    let expected = "the file is empty; expected a table with a column of queries";
+    for name in ["a.xlsx", "a.csv", "a.tsv", "a.jsonl"] {
+        assert_eq!(message(&folder.file(name, "")).rsplit_once(": ").unwrap().1, expected, "{name}");
+    }
+    let said = message(&folder.file("b.csv", "\u{feff}\n"));
+    assert!(said.ends_with("b.csv: the file has no header row; expected the names of the columns"), "{said}");
+    let said = message(&folder.file("b.jsonl", "\n\n"));
+    assert!(said.ends_with("b.jsonl: the file holds no object; expected one JSON object a line"), "{said}");
+    let said = message(&folder.workbook(&[&[]]));
+    assert!(said.ends_with("sheet `题目` is empty; expected a header row"), "{said}");
+    let said = message(&folder.file("c.csv", "问题\n"));
+    assert!(said.ends_with("c.csv: no row has a query in column `问题`; 0 row(s) looked at"), "{said}");
+}
+
+#[test]
+fn header_that_was_decoded_says_how() {
+    let folder = Folder::new();
+    let config = folder.file("a.csv", "");
+    std::fs::write(&config.input, encoding_rs::GB18030.encode("提问,画像\n甲,乙\n").0).unwrap();
+    let said = message(&config);
+    assert!(said.contains("found `提问`, `画像` (read as GB18030); name one"), "{said}");
 }
 
 #[test]
@@ -83,7 +130,7 @@ fn csv_rows_are_counted_alike_whatever_ends_a_line() {
 fn missing_query_column_names_sheet_and_columns_found() {
     let folder = Folder::new();
     let said = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));
-    let expected = "测试集.xlsx: sheet `题目`: no column `问题` (data.query_column); found `提问`, `用户画像`; name one of these in data.query_column";
+    let expected = "测试集.xlsx: sheet `题目`: no column `问题` or `original_query` (data.query_column); found `提问`, `用户画像`; name one of these in data.query_column";
     assert!(said.ends_with(expected), "{said}");
 }
 
@@ -149,8 +196,8 @@ fn table_without_a_usable_row_is_an_error() {
 fn unreadable_files_say_what_is_wrong() {
     let folder = Folder::new();
     assert!(message(&folder.file("a.xlsx", "no zip")).contains("a.xlsx: not a readable xlsx workbook"));
-    assert!(message(&folder.file("a.pdf", "")).contains("expected a name that ends in .xlsx, .csv or .jsonl"));
+    assert!(message(&folder.file("a.pdf", "")).contains("expected a name that ends in .xlsx, .csv, .tsv or .jsonl"));
     assert!(message(&folder.file("a.jsonl", "{\"问题\": \"甲\"}\nx\n")).contains("a.jsonl:2: not a valid record"));
     let absent = config(folder.0.path().join("b.xlsx"));
-    assert!(message(&absent).ends_with("b.xlsx: there is no such file; check data.input"));
+    assert!(message(&absent).ends_with("b.xlsx: there is no such file; check the path"));
 }

@@ -1,0 +1,243 @@
+//! How the text of a csv or tsv file is encoded, found from its bytes, and the same text as UTF-8.
+
+use crate::error::DataError;
+use encoding_rs::{Decoder, DecoderResult, Encoding, GB18030, UTF_8, UTF_16BE, UTF_16LE};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+/// How a text file is encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TextEncoding {
+    /// UTF-8, without a byte order mark.
+    Utf8,
+    /// UTF-8 with a byte order mark, as spreadsheets save it.
+    Utf8Bom,
+    /// GB18030, with GBK and GB2312 in it.
+    Gb18030,
+    /// UTF-16 with a byte order mark, little-endian: "Unicode text" of a spreadsheet.
+    Utf16Le,
+    /// The same, big-endian.
+    Utf16Be,
+}
+
+impl TextEncoding {
+    /// For a person.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Utf8 => "UTF-8",
+            Self::Utf8Bom => "UTF-8 with a byte order mark",
+            Self::Gb18030 => "GB18030",
+            Self::Utf16Le => "UTF-16 (little-endian)",
+            Self::Utf16Be => "UTF-16 (big-endian)",
+        }
+    }
+
+    fn decoder(self) -> Decoder {
+        let encoding: &'static Encoding = match self {
+            Self::Utf8 | Self::Utf8Bom => UTF_8,
+            Self::Gb18030 => GB18030,
+            Self::Utf16Le => UTF_16LE,
+            Self::Utf16Be => UTF_16BE,
+        };
+        encoding.new_decoder_with_bom_removal()
+    }
+}
+
+/// A file whose first multi-byte characters, so many of them, are good UTF-8 is damaged UTF-8 and not GB18030: a pair of
+/// bytes of GB18030 is good UTF-8 by chance about once in eight, so that not even half as many in a row happen.
+const CHARACTERS_OF_UTF8: usize = 16;
+
+/// Finds the encoding: a byte order mark where there is one, else UTF-8 where all of the file is, else GB18030.
+///
+/// # Errors
+/// The file cannot be read, or is none of them.
+pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
+    let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
+    let encoding = byte_order_mark(path).map_err(unreadable)?;
+    let Some(fault) = first_fault(path, encoding.unwrap_or(TextEncoding::Utf8)).map_err(unreadable)? else {
+        return Ok(encoding.unwrap_or(TextEncoding::Utf8));
+    };
+    let damaged = |name: &str, line: usize| {
+        let place = format!("{}:{line}", path.display());
+        Err(DataError::File {
+            path: place,
+            problem: format!("a character is not {name}; save the file again as UTF-8"),
+        })
+    };
+    match encoding {
+        Some(encoding) => damaged(encoding.name(), fault.line),
+        None if fault.n_multibyte >= CHARACTERS_OF_UTF8 => damaged("UTF-8, as those before it are", fault.line),
+        None => match first_fault(path, TextEncoding::Gb18030).map_err(unreadable)? {
+            None => Ok(TextEncoding::Gb18030),
+            Some(other) => damaged("UTF-8 or GB18030", fault.line.max(other.line)),
+        },
+    }
+}
+
+fn byte_order_mark(path: &Path) -> io::Result<Option<TextEncoding>> {
+    let mut start = Vec::new();
+    File::open(path)?.take(3).read_to_end(&mut start)?;
+    Ok(match start.as_slice() {
+        [0xef, 0xbb, 0xbf] => Some(TextEncoding::Utf8Bom),
+        [0xff, 0xfe, ..] => Some(TextEncoding::Utf16Le),
+        [0xfe, 0xff, ..] => Some(TextEncoding::Utf16Be),
+        _ => None,
+    })
+}
+
+/// Where bytes stop being text of an encoding.
+struct Fault {
+    line: usize,
+    /// Characters before it that are no ASCII.
+    n_multibyte: usize,
+}
+
+fn first_fault(path: &Path, encoding: TextEncoding) -> io::Result<Option<Fault>> {
+    let mut text = Transcoded::new(File::open(path)?, encoding);
+    let mut fault = Fault { line: 1, n_multibyte: 0 };
+    let mut buffer = vec![0; BUFFER_BYTES];
+    loop {
+        match text.read(&mut buffer) {
+            Ok(0) => return Ok(None),
+            Ok(n) => {
+                fault.line += buffer[..n].iter().filter(|byte| **byte == b'\n').count();
+                // The first byte of each such character.
+                fault.n_multibyte += buffer[..n].iter().filter(|byte| **byte >= 0xc0).count();
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Some(fault)),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+const BUFFER_BYTES: usize = 1 << 16;
+
+/// The text of `path` as UTF-8 without a byte order mark.
+///
+/// # Errors
+/// The file cannot be opened.
+pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl Read + Send + use<>> {
+    Ok(Transcoded::new(File::open(path)?, encoding))
+}
+
+/// Reads bytes of an encoding as UTF-8. Bytes that are not of it end the text with an error, after what comes before them.
+struct Transcoded<R> {
+    inner: R,
+    decoder: Decoder,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    /// What of `output` was not handed out yet.
+    ready: std::ops::Range<usize>,
+    state: State,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Reading,
+    Ended,
+    Malformed,
+}
+
+impl<R: Read> Transcoded<R> {
+    fn new(inner: R, encoding: TextEncoding) -> Self {
+        let (decoder, output) = (encoding.decoder(), vec![0; BUFFER_BYTES]);
+        Self { inner, decoder, input: Vec::new(), output, ready: 0..0, state: State::Reading }
+    }
+
+    /// Decodes the next bytes of `inner` into `output`.
+    fn fill(&mut self) -> io::Result<()> {
+        let start = self.input.len();
+        if start < BUFFER_BYTES {
+            self.input.resize(BUFFER_BYTES, 0);
+            let n = self.inner.read(&mut self.input[start..])?;
+            self.input.truncate(start + n);
+        }
+        let last = self.input.len() == start && start < BUFFER_BYTES;
+        let (result, n_read, n_written) =
+            self.decoder.decode_to_utf8_without_replacement(&self.input, &mut self.output, last);
+        self.input.drain(..n_read);
+        self.ready = 0..n_written;
+        self.state = match result {
+            DecoderResult::Malformed(..) => State::Malformed,
+            DecoderResult::InputEmpty if last => State::Ended,
+            DecoderResult::InputEmpty | DecoderResult::OutputFull => State::Reading,
+        };
+        Ok(())
+    }
+}
+
+impl<R: Read> Read for Transcoded<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.ready.is_empty() {
+            match self.state {
+                State::Reading => self.fill()?,
+                State::Ended => return Ok(0),
+                State::Malformed => {
+                    let message = "bytes that are no text of this encoding";
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+                }
+            }
+        }
+        let n = self.ready.len().min(buffer.len());
+        buffer[..n].copy_from_slice(&self.output[self.ready.start..self.ready.start + n]);
+        self.ready.start += n;
+        Ok(n)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn read(bytes: &[u8]) -> Result<(TextEncoding, String), String> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        let encoding = detect(file.path()).map_err(|error| error.to_string())?;
+        let mut text = String::new();
+        open_text(file.path(), encoding).unwrap().read_to_string(&mut text).unwrap();
+        Ok((encoding, text))
+    }
+
+    #[test]
+    fn encodings_are_told_apart_and_read_alike() {
+        let text = "问题,用户画像\n鱼油怎么吃，一天几粒,𠮷先生 52岁\n";
+        let (gb18030, _, lossless) = GB18030.encode(text);
+        assert!(!lossless);
+        let utf16 = |to_bytes: fn(u16) -> [u8; 2]| -> Vec<u8> {
+            std::iter::once(0xfeff).chain(text.encode_utf16()).flat_map(to_bytes).collect()
+        };
+        let with_mark = [b"\xef\xbb\xbf", text.as_bytes()].concat();
+        let cases = [
+            (text.as_bytes(), TextEncoding::Utf8),
+            (&with_mark, TextEncoding::Utf8Bom),
+            (&gb18030, TextEncoding::Gb18030),
+            (&utf16(u16::to_le_bytes), TextEncoding::Utf16Le),
+            (&utf16(u16::to_be_bytes), TextEncoding::Utf16Be),
+        ];
+        for (bytes, encoding) in cases {
+            assert_eq!(read(bytes), Ok((encoding, text.to_owned())));
+        }
+    }
+
+    #[test]
+    fn long_text_is_decoded_across_buffers() {
+        let text = "一二三a".repeat(60_000);
+        assert_eq!(read(&GB18030.encode(&text).0), Ok((TextEncoding::Gb18030, text)));
+    }
+
+    /// Keeps away: a damaged UTF-8 file read as GB18030, every character of it wrong.
+    #[test]
+    fn damaged_utf8_is_an_error_with_its_line_and_not_read_as_gb18030() {
+        let mut bytes = "问题\n深海鱼油软胶囊一天几粒，怎么吃\n益生菌".as_bytes().to_vec();
+        bytes.truncate(bytes.len() - 1);
+        let said = read(&bytes).unwrap_err();
+        assert!(
+            said.ends_with(":3: a character is not UTF-8, as those before it are; save the file again as UTF-8"),
+            "{said}"
+        );
+        let said = read(b"a\nb\xff\xff\n").unwrap_err();
+        assert!(said.ends_with(":2: a character is not UTF-8 or GB18030; save the file again as UTF-8"), "{said}");
+    }
+}

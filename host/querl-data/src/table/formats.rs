@@ -1,0 +1,140 @@
+//! The file formats of a table, each read row by row into text.
+
+use super::encoding::{TextEncoding, detect, open_text};
+use crate::error::DataError;
+use calamine::{Data, Reader};
+use querl_core::fsx::{NumberedLine, open_jsonl};
+use std::collections::HashSet;
+use std::path::Path;
+
+/// A table as text, read as it is asked for.
+pub(crate) struct Table {
+    /// Of a workbook: which sheet.
+    pub(crate) sheet: Option<String>,
+    /// Of a csv or tsv file.
+    pub(crate) encoding: Option<TextEncoding>,
+    /// Column names.
+    pub(crate) header: Vec<String>,
+    /// Row number as a spreadsheet or editor shows it, and the cells.
+    pub(crate) rows: TableRows,
+}
+
+/// Numbered rows of cells; a row may have fewer than the header.
+pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>> + Send>;
+
+/// Opens a table by the file's extension.
+///
+/// # Errors
+/// The extension is unknown, the file is empty, or it is not what its extension says.
+pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
+    let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+    let n_bytes = match std::fs::metadata(path) {
+        Ok(meta) if meta.is_file() => meta.len(),
+        _ => return Err(DataError::file(path, "there is no such file; check the path")),
+    };
+    let open = match extension.as_deref() {
+        Some("xlsx") => open_xlsx,
+        Some("csv") => |path: &Path| open_delimited(path, b','),
+        Some("tsv") => |path: &Path| open_delimited(path, b'\t'),
+        Some("jsonl") => open_lines,
+        _ => {
+            let expected = "expected a name that ends in .xlsx, .csv, .tsv or .jsonl";
+            return Err(DataError::file(path, format!("not a table that can be read; {expected}")));
+        }
+    };
+    if n_bytes == 0 {
+        return Err(DataError::file(path, "the file is empty; expected a table with a column of queries"));
+    }
+    open(path)
+}
+
+fn open_xlsx(path: &Path) -> Result<Table, DataError> {
+    let unreadable = |error: &dyn std::fmt::Display| {
+        DataError::file(path, format!("not a readable xlsx workbook ({error}); save it again as .xlsx"))
+    };
+    let mut workbook: calamine::Xlsx<_> =
+        calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
+    let sheet =
+        workbook.sheet_names().first().cloned().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
+    let range = workbook.worksheet_range(&sheet).map_err(|error| unreadable(&error))?;
+    let first_row = range.start().map_or(1, |(row, _)| row as usize + 1);
+    let mut rows = range.rows().enumerate().map(|(index, cells)| (first_row + index, cells));
+    let Some((_, header)) = rows.next() else {
+        return Err(DataError::file(path, format!("sheet `{sheet}` is empty; expected a header row")));
+    };
+    let header = header.iter().map(|cell| cell_text(cell).trim().to_owned()).collect();
+    // A sheet has at most a million rows and is read whole by its reader anyway.
+    let rows: Vec<_> = rows.map(|(row, cells)| sheet_row(path, &sheet, row, cells)).collect();
+    Ok(Table { sheet: Some(sheet), encoding: None, header, rows: Box::new(rows.into_iter()) })
+}
+
+fn sheet_row(path: &Path, sheet: &str, row: usize, cells: &[Data]) -> Result<(usize, Vec<String>), DataError> {
+    if let Some(column) = cells.iter().position(|cell| matches!(cell, Data::Error(_))) {
+        let place = format!("sheet `{sheet}` row {row} column {}", column + 1);
+        let problem = format!("{place}: holds the error value `{}`; mend or clear it", cells[column]);
+        return Err(DataError::file(path, problem));
+    }
+    Ok((row, cells.iter().map(cell_text).collect()))
+}
+
+/// A number without a fraction reads as the digits a person typed.
+fn cell_text(cell: &Data) -> String {
+    match cell {
+        Data::Float(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
+        other => other.to_string(),
+    }
+}
+
+fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
+    let encoding = detect(path)?;
+    let text = open_text(path, encoding).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
+    let of_file = path.to_owned();
+    let problem = move |error: csv::Error| {
+        DataError::file(&of_file, format!("not readable as a table of {} text: {error}", encoding.name()))
+    };
+    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
+    let header: Vec<String> = reader.headers().map_err(&problem)?.iter().map(|name| name.trim().to_owned()).collect();
+    if header.iter().all(String::is_empty) {
+        return Err(DataError::file(path, "the file has no header row; expected the names of the columns"));
+    }
+    // The row that a spreadsheet shows: a line number would count the lines of a cell, and CRLF differently from LF.
+    let rows = (2..).zip(reader.into_records()).map(move |(row, record)| {
+        let record = record.map_err(&problem)?;
+        Ok((row, record.iter().map(str::to_owned).collect()))
+    });
+    Ok(Table { sheet: None, encoding: Some(encoding), header, rows: Box::new(rows) })
+}
+
+type Object = serde_json::Map<String, serde_json::Value>;
+
+/// The header of JSON lines is the union of their keys, in order of appearance: known after a first reading.
+fn open_lines(path: &Path) -> Result<Table, DataError> {
+    let (mut header, mut known) = (Vec::new(), HashSet::new());
+    for line in open_jsonl::<Object>(path)? {
+        for key in line?.value.keys() {
+            if !known.contains(key) {
+                known.insert(key.clone());
+                header.push(key.clone());
+            }
+        }
+    }
+    if header.is_empty() {
+        return Err(DataError::file(path, "the file holds no object; expected one JSON object a line"));
+    }
+    let columns = header.clone();
+    let rows = open_jsonl::<Object>(path)?.map(move |line| {
+        let NumberedLine { line, value, .. } = line?;
+        let cells = columns.iter().map(|key| value.get(key).map_or_else(String::new, value_text)).collect();
+        Ok((line, cells))
+    });
+    Ok(Table { sheet: None, encoding: None, header, rows: Box::new(rows) })
+}
+
+fn value_text(value: &serde_json::Value) -> String {
+    match value {
+        serde_json::Value::Null => String::new(),
+        serde_json::Value::String(text) => text.clone(),
+        serde_json::Value::Array(items) => items.iter().map(value_text).collect::<Vec<_>>().join(","),
+        other => other.to_string(),
+    }
+}
