@@ -52,7 +52,7 @@ fn main() {
     );
     println!("| dtype | mean error of a logit | largest | KL, nats | same first choice | loss |");
     println!("|---|---|---|---|---|---|");
-    for dtype in [BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4] {
+    for dtype in [BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
         let (logits, loss) = run(&Decoder::load_as(&model, Weights::Frozen, dtype).unwrap(), &texts);
         let error = (&logits - &exact).unwrap().abs().unwrap();
         let log_p = candle_nn::ops::log_softmax(&logits, D::Minus1).unwrap();

@@ -138,6 +138,8 @@ pub enum BaseDtype {
     F16,
     /// A byte and a share of a scale.
     Int8,
+    /// A byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale for each output.
+    Fp8,
     /// Half a byte and a share of a scale: the 16 values of QLoRA's normal float.
     Nf4,
 }
@@ -150,6 +152,7 @@ impl BaseDtype {
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
             Self::Int8 => "int8",
+            Self::Fp8 => "fp8",
             Self::Nf4 => "nf4",
         }
     }

@@ -25,6 +25,7 @@ pub(super) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
         BaseDtype::F32 => (4.0, 4.0),
         BaseDtype::Bf16 | BaseDtype::F16 => (2.0, 2.0),
         BaseDtype::Int8 => (1.0625, 2.0),
+        BaseDtype::Fp8 => (1.0, 2.0),
         BaseDtype::Nf4 => (0.5625, 2.0),
     };
     let of_layer: usize = linears(shapes).iter().map(|(_, n_in, n_out)| n_in * n_out).sum();

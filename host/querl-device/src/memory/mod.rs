@@ -35,7 +35,7 @@ impl Types {
     pub const PROCESSOR: Self = Self {
         value_bytes: 4,
         beside_bytes: 0,
-        storages: &[BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4],
+        storages: &[BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4],
     };
 }
 

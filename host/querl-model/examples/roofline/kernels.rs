@@ -29,7 +29,8 @@ pub(crate) fn each(shape: &ModelShape, rows: &[usize], filter: Option<&str>, mut
     for (name, n_out, n_in) in products {
         let values = Rc::new(numbers(n_out * n_in));
         let tensor = Tensor::from_slice(&values, (n_out, n_in), &Device::Cpu).unwrap();
-        for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4] {
+        for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4]
+        {
             let kernel_name = format!("{name} {}", dtype.name());
             if !is_wanted(&kernel_name) && !is_wanted(&format!("{kernel_name} backward")) {
                 continue;

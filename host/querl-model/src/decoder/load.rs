@@ -26,7 +26,7 @@ impl Decoder {
     }
 
     /// Loads a Hugging Face directory. Tensors are packed one after another, straight from the mapped file. `dtype` is how frozen
-    /// weights are stored; trained ones are f32. With int8 and nf4, embedding and head are kept in bf16.
+    /// weights are stored; trained ones are f32. With int8, fp8 and nf4, embedding and head are kept in bf16.
     ///
     /// # Errors
     /// A file is missing, the architecture is not supported, or a tensor is missing or of another shape.
@@ -190,7 +190,7 @@ impl<'a> Source<'a> {
     /// The embedding or the head: a few bits a value would cost more in the logits than they save.
     fn table(&mut self, name: &str) -> Result<Weight, ModelError> {
         let dtype = match self.dtype {
-            BaseDtype::Int8 | BaseDtype::Nf4 => BaseDtype::Bf16,
+            BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => BaseDtype::Bf16,
             dtype => dtype,
         };
         self.weight_as(name, dtype)

@@ -157,7 +157,8 @@ fn adapted_layers_have_the_gradients_of_their_parts_whatever_the_base_is_stored_
     for (index, (n_rows, n_out, n_in)) in SHAPES.into_iter().enumerate() {
         let (x, a, b) = (var((n_rows, n_in), 10), var((8 + index, n_in), 11), var((n_out, 8 + index), 12));
         let (w, bias) = (numbers((n_out, n_in), 13), numbers((1, n_out), 14).squeeze(0).unwrap());
-        for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4] {
+        for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4]
+        {
             let frozen = FrozenWeight::pack(&w, dtype).unwrap();
             let stored = frozen.to_tensor().unwrap();
             let composed = || {

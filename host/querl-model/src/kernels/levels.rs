@@ -84,7 +84,7 @@ fn logprobs_and_linear_layers_agree_at_every_level() {
     compare("logprobs of a trained head", &[&hidden, &head], 1e-5, &|| {
         token_logprobs(&hidden, &Weight::Trained(head.as_tensor().clone()), &targets, 0.8).unwrap()
     });
-    for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4] {
+    for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
         // Packed within the closure: a frozen weight goes on with the level that it was packed at.
         let frozen = || FrozenWeight::pack(&head, dtype).unwrap();
         compare(&format!("logprobs of a head in {}", dtype.name()), &[&hidden], 1e-5, &|| {

@@ -20,12 +20,14 @@ use std::sync::Arc;
 /// | bf16 | 2 | rounded to 8 bits of mantissa |
 /// | f16 | 2 | rounded to 11 bits of mantissa |
 /// | int8 | 1.0625 | one of 255 even steps up to its group's largest |
+/// | fp8 | 1 | rounded to 4 bits of mantissa (e4m3) as a share of its row's largest, which is 448 |
 /// | nf4 | 0.5625 | one of 16 shares of its group's largest |
 ///
 /// A group is 64 neighbours of one output row. Stored values are widened block by block and multiplied in f32, activations are
 /// never rounded: with the bf16 dot products of Intel's fifth generation a core does 90 GFLOP/s, with f32 187.
 ///
-/// Sources: Dettmers et al. 2022, "LLM.int8()" (symmetric absolute-maximum steps);
+/// Sources: Dettmers et al. 2022, "LLM.int8()" (symmetric absolute-maximum steps); Micikevicius et al. 2022, "FP8 Formats for Deep
+/// Learning" (e4m3);
 /// Dettmers et al. 2023, "QLoRA", appendix E (the 16 values).
 #[derive(Clone)]
 pub struct FrozenWeight {
@@ -41,7 +43,7 @@ pub(super) struct Packed {
     pub(super) n_in_padded: usize,
     pub(super) dtype: BaseDtype,
     data: Vec<Line>,
-    /// int8, nf4: `(panels, groups, WIDTH)`.
+    /// int8, nf4: `(panels, groups, WIDTH)`; fp8: `(panels, WIDTH)`.
     scales: Vec<f32>,
 }
 
@@ -50,7 +52,7 @@ pub(super) struct Packed {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Neighbours of a row that share a scale.
+/// Neighbours of a row that share a scale; of fp8 all do.
 const GROUP: usize = 64;
 
 impl FrozenWeight {
@@ -133,6 +135,15 @@ impl FrozenWeight {
     }
 }
 
+/// Scales of a row.
+fn n_groups(dtype: BaseDtype, n_in: usize) -> usize {
+    match dtype {
+        BaseDtype::F32 | BaseDtype::Bf16 | BaseDtype::F16 => 0,
+        BaseDtype::Int8 | BaseDtype::Nf4 => n_in.div_ceil(GROUP),
+        BaseDtype::Fp8 => 1,
+    }
+}
+
 /// Numbers that may be read from any bytes.
 ///
 /// # Safety
@@ -159,7 +170,12 @@ fn values_mut<T: Plain>(lines: &mut [Line]) -> &mut [T] {
 
 impl Packed {
     fn n_groups(&self) -> usize {
-        self.n_in.div_ceil(GROUP)
+        n_groups(self.dtype, self.n_in)
+    }
+
+    /// The group of an input, of a panel's.
+    fn group_of(&self, input: usize) -> usize {
+        if self.dtype == BaseDtype::Fp8 { 0 } else { input / GROUP }
     }
 
     /// Where input `input` of a panel begins, in values.

@@ -1,7 +1,7 @@
 //! From a tensor to panels.
 
 use super::unpack::NF4;
-use super::{GROUP, Line, Packed, WIDTH, values_mut};
+use super::{GROUP, Line, Packed, WIDTH, n_groups, values_mut};
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
 use querl_core::config::BaseDtype;
 use rayon::prelude::*;
@@ -15,14 +15,11 @@ pub(super) fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
     let bits = match dtype {
         BaseDtype::F32 => 32,
         BaseDtype::Bf16 | BaseDtype::F16 => 16,
-        BaseDtype::Int8 => 8,
+        BaseDtype::Int8 | BaseDtype::Fp8 => 8,
         BaseDtype::Nf4 => 4,
     };
     let lines_per_panel = n_in_padded * WIDTH * bits / 8 / size_of::<Line>();
-    let scales_per_panel = match dtype {
-        BaseDtype::Int8 | BaseDtype::Nf4 => n_in.div_ceil(GROUP) * WIDTH,
-        _ => 0,
-    };
+    let scales_per_panel = n_groups(dtype, n_in) * WIDTH;
     let mut data = vec![Line([0; 64]); n_panels * lines_per_panel];
     let mut scales = vec![0f32; n_panels * scales_per_panel];
     let mut scale_parts: Vec<&mut [f32]> = match scales_per_panel {
@@ -53,7 +50,9 @@ fn pack_panel(rows: &Tensor, dtype: BaseDtype, lines: &mut [Line], scales: &mut 
                 }
             }
         }
-        BaseDtype::Int8 | BaseDtype::Nf4 => quantise(&bits(rows, DType::F32)?, n_in, dtype, values_mut(lines), scales),
+        BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => {
+            quantise(&bits(rows, DType::F32)?, n_in, dtype, values_mut(lines), scales)
+        }
     }
     Ok(())
 }
@@ -89,15 +88,21 @@ fn place<T: Copy>(bits: &[u32], n_in: usize, panel: &mut [T], value: impl Fn(u32
 
 fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scales: &mut [f32]) {
     for (output, row) in bits.chunks_exact(n_in).enumerate() {
-        for (group, bits) in row.chunks(GROUP).enumerate() {
+        let size = if dtype == BaseDtype::Fp8 { n_in } else { GROUP };
+        for (group, bits) in row.chunks(size).enumerate() {
             let largest = bits.iter().map(|&bits| f32::from_bits(bits).abs()).fold(0f32, f32::max);
-            let steps = if dtype == BaseDtype::Int8 { 127.0 } else { 1.0 };
+            let steps = match dtype {
+                BaseDtype::Int8 => 127.0,
+                BaseDtype::Fp8 => LARGEST_E4M3,
+                _ => 1.0,
+            };
             scales[group * WIDTH + output] = largest / steps;
             let inverse = if largest > 0.0 { steps / largest } else { 0.0 };
             for (i, &bits) in bits.iter().enumerate() {
-                let (input, share) = (group * GROUP + i, f32::from_bits(bits) * inverse);
+                let (input, share) = (group * size + i, f32::from_bits(bits) * inverse);
                 match dtype {
                     BaseDtype::Int8 => panel[input * WIDTH + output] = (share.round().clamp(-127.0, 127.0) as i8) as u8,
+                    BaseDtype::Fp8 => panel[input * WIDTH + output] = e4m3(share),
                     // The low half of a byte is an output of the panel's first half, the high half one of its second.
                     _ => panel[input * WIDTH / 2 + output % 32] |= nearest(share) << (output / 32 * 4),
                 }
@@ -106,7 +111,45 @@ fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scale
     }
 }
 
+const LARGEST_E4M3: f32 = 448.0;
+
+/// A number of 4 bits of exponent and 3 of mantissa: the nearest, ties to even; what is beyond 448 becomes 448.
+fn e4m3(x: f32) -> u8 {
+    const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
+    let (sign, size) = ((x.to_bits() >> 24) as u8 & 0x80, x.abs());
+    if size < SMALLEST_NORMAL {
+        return sign | (size * 512.0).round_ties_even() as u8; // steps of 2^-9
+    }
+    let bits = size.to_bits();
+    let rounded = bits + 0x7_ffff + (bits >> 20 & 1);
+    sign | ((rounded >> 20) - (120 << 3)).min(0x7e) as u8
+}
+
 /// Index of the nearest of the 16 values.
 fn nearest(share: f32) -> u8 {
     NF4.windows(2).take_while(|pair| share > (pair[0] + pair[1]) / 2.0).count() as u8
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::unpack::from_e4m3;
+    use super::*;
+
+    /// Golden values: `tests/reference/fp8.py`.
+    #[test]
+    fn numbers_of_8_bits_are_those_of_torch() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/golden/fp8.json");
+        let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let numbers = |name: &str| -> Vec<f64> {
+            golden[name].as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+        };
+        for (x, code) in numbers("values").into_iter().zip(numbers("codes")) {
+            assert_eq!(f64::from(e4m3(x as f32)), code, "{x}");
+        }
+        for (code, x) in (0..127u8).zip(numbers("numbers")) {
+            assert_eq!((f64::from(from_e4m3(code)), f64::from(from_e4m3(code | 0x80))), (x, -x), "{code}");
+        }
+        assert_eq!((e4m3(449.0), e4m3(-449.0)), (0x7e, 0xfe));
+    }
 }

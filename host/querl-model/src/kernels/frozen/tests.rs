@@ -6,7 +6,8 @@ use super::FrozenWeight;
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 
-const DTYPES: [BaseDtype; 5] = [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Nf4];
+const DTYPES: [BaseDtype; 6] =
+    [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
 
 /// Sizes that fill panels, groups and vectors, and sizes that do not.
 const SHAPES: [(usize, usize); 6] = [(64, 64), (192, 256), (100, 130), (7, 5), (65, 17), (130, 300)];
@@ -98,8 +99,10 @@ fn results_are_added_to_what_is_kept() {
 fn stored_values_are_the_nearest_of_each_type() {
     let (n_out, n_in) = (70, 130);
     let values = numbers(n_out * n_in, 1);
-    // Half a step of each type, as a share of 1, the largest value there is; nf4's widest gap is between -1 and -0.696.
-    for (dtype, limit) in DTYPES.into_iter().zip([0.0, 2f64.powi(-9), 2f64.powi(-12), 0.5 / 127.0, 0.1520]) {
+    // Half a step of each type, as a share of 1, the largest value there is; fp8's widest step is 32 of 448, nf4's widest gap is between -1 and -0.696.
+    for (dtype, limit) in
+        DTYPES.into_iter().zip([0.0, 2f64.powi(-9), 2f64.powi(-12), 0.5 / 127.0, 16.0 / 448.0, 0.1520])
+    {
         let packed = weight(n_out, n_in, dtype);
         let worst = stored(&packed).iter().zip(&values).map(|(a, b)| (a - f64::from(*b)).abs()).fold(0.0, f64::max);
         assert!(worst <= limit + 1e-7, "{}: {worst}", dtype.name());
@@ -113,7 +116,7 @@ fn stored_values_are_the_nearest_of_each_type() {
 #[test]
 fn memory_is_what_the_type_promises() {
     let n_values = 128.0 * 256.0;
-    for (dtype, bytes) in DTYPES.into_iter().zip([4.0, 2.0, 2.0, 1.0625, 0.5625]) {
+    for (dtype, bytes) in DTYPES.into_iter().zip([4.0, 2.0, 2.0, 1.0625, 1.0 + 4.0 / 256.0, 0.5625]) {
         assert_eq!(weight(128, 256, dtype).memory_bytes() as f64, n_values * bytes, "{}", dtype.name());
     }
 }

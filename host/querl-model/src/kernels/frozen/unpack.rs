@@ -73,6 +73,27 @@ vectorised! {
     }
 }
 
+/// e4m3 to f32, by integer arithmetic alone, as in [`from_f16`]. No number that is not finite.
+#[inline(always)]
+pub(super) fn from_e4m3(code: u8) -> f32 {
+    let (sign, size) = (u32::from(code & 0x80) << 24, u32::from(code & 0x7f));
+    let least = f32::from_bits(121 << 23); // 2^-6
+    let small = f32::from_bits((size << 20) + (121 << 23)) - least;
+    let magnitude = if size < 8 { small } else { f32::from_bits((size << 20) + (120 << 23)) };
+    f32::from_bits(magnitude.to_bits() | sign)
+}
+
+vectorised! {
+    /// Inputs of one group.
+    fn unpack_fp8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+        for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
+            for i in 0..WIDTH {
+                to[i] = from_e4m3(from[i]) * scales[i];
+            }
+        }
+    }
+}
+
 /// Inputs of one group.
 fn unpack_nf4(level: Level, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
     match level {
@@ -173,19 +194,20 @@ impl Packed {
                 let last = &pairs[whole / 2..];
                 to[whole..].iter_mut().zip(last).for_each(|(to, pair)| *to = f32::from_bits(pair << 16));
             }
-            BaseDtype::Int8 | BaseDtype::Nf4 => self.unpack_groups(level, panel, inputs, to),
+            BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => self.unpack_groups(level, panel, inputs, to),
         }
     }
 
     fn unpack_groups(&self, level: Level, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
         for (part, to) in to.chunks_mut(GROUP * WIDTH).enumerate() {
-            let offset = self.offset(panel, inputs.start + part * GROUP);
-            let group = panel * self.n_groups() + inputs.start / GROUP + part;
+            let input = inputs.start + part * GROUP;
+            let (offset, group) = (self.offset(panel, input), panel * self.n_groups() + self.group_of(input));
             let scales = &self.scales.as_chunks::<WIDTH>().0[group]; // every group of a panel has them
-            if self.dtype == BaseDtype::Int8 {
-                unpack_int8(&values::<u8>(&self.data)[offset..][..to.len()], scales, to);
-            } else {
-                unpack_nf4(level, &values::<u8>(&self.data)[offset / 2..][..to.len() / 2], scales, to);
+            let bytes = values::<u8>(&self.data);
+            match self.dtype {
+                BaseDtype::Int8 => unpack_int8(&bytes[offset..][..to.len()], scales, to),
+                BaseDtype::Fp8 => unpack_fp8(&bytes[offset..][..to.len()], scales, to),
+                _ => unpack_nf4(level, &bytes[offset / 2..][..to.len() / 2], scales, to),
             }
         }
     }
@@ -212,7 +234,7 @@ impl Packed {
                     }
                 }
             }
-            BaseDtype::Int8 | BaseDtype::Nf4 => self.quantised_row(panel, lane, row),
+            BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => self.quantised_row(panel, lane, row),
         }
     }
 
@@ -222,9 +244,10 @@ impl Packed {
         for (input, value) in row.iter_mut().enumerate() {
             let share = match self.dtype {
                 BaseDtype::Int8 => f32::from(bytes[offset + input * WIDTH + lane] as i8),
+                BaseDtype::Fp8 => from_e4m3(bytes[offset + input * WIDTH + lane]),
                 _ => NF4[usize::from(bytes[(offset + input * WIDTH) / 2 + lane % 32] >> (lane / 32 * 4) & 15)],
             };
-            *value = share * scales[input / GROUP * WIDTH + lane];
+            *value = share * scales[self.group_of(input) * WIDTH + lane];
         }
     }
 }
