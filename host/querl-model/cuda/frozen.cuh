@@ -1,5 +1,6 @@
-// Frozen weights in fewer bits: packed once on the card, widened to bf16 before a product. Launchers: src/device/weight.rs. Twin:
-// kernels/frozen, whose codes and scales these are, but for rows that stand as they are instead of in panels.
+// Frozen weights in fewer bits: packed once on the card, widened to bf16 before a product of many rows; of few rows see few_rows.cuh.
+// Launchers: src/device/packed.rs. Twin: kernels/frozen, whose codes and scales these are, but for rows that stand as they are
+// instead of in panels.
 //
 // | format | bytes a weight | a code |
 // |---|---|---|
@@ -12,7 +13,7 @@
 #pragma once
 #include "elementwise.cuh"
 
-enum Format { INT8 = 0, NF4 = 1, FP8 = 2 };
+enum Format { INT8 = 0, NF4 = 1, FP8 = 2, BF16 = 3 };
 
 constexpr int GROUP = 64;
 constexpr float FP8_MAX = 448.0f;
@@ -45,16 +46,24 @@ __device__ __forceinline__ float fp8_value(unsigned code) {
     return __uint_as_float((code & 0x7fu) << 20) * 1.329227995784916e36f * (code & 0x80u ? -1.0f : 1.0f);
 }
 
-// values: (n_out, n_in) bf16; codes: (n_out, line) bytes; scales: (n_out, groups) f32, groups of 64 inputs, or for fp8 of all. A warp
-// takes a group. Floor: 2 bytes a weight and what is written.
-template <int FORMAT>
-__device__ __forceinline__ void pack(const bf16* values, unsigned char* codes, float* scales, i64 n_out, int n_in, int line) {
+// Weight `i` of codes that stand together, the first in the lowest bits, as a share of their scale. `shares`: nf4's, in memory, since
+// registers cannot be indexed.
+template <int FORMAT> __device__ __forceinline__ float value_of(const unsigned* words, int i, const float* shares) {
+    if (FORMAT == NF4) return shares[words[i / 8] >> i % 8 * 4 & 15u];
+    const unsigned code = words[i / 4] >> i % 4 * 8 & 255u;
+    return FORMAT == INT8 ? (float)(signed char)code : fp8_value(code);
+}
+
+// values: (n_out, n_in) bf16 or f32; codes: (n_out, line) bytes; scales: (n_out, groups) f32, groups of 64 inputs, or for fp8 of all. A warp
+// takes a group. Floor: the values' bytes and what is written.
+template <int FORMAT, class T>
+__device__ __forceinline__ void pack(const T* values, unsigned char* codes, float* scales, i64 n_out, int n_in, int line) {
     const int size = FORMAT == FP8 ? n_in : GROUP, n_groups = (n_in + size - 1) / size, lane = threadIdx.x % 32;
     const i64 n_warps = (i64)gridDim.x * (blockDim.x / 32);
     for (i64 at = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; at < n_out * n_groups; at += n_warps) {
         const i64 row = at / n_groups;
         const int start = (int)(at % n_groups) * size, end = min(start + size, n_in);
-        const bf16* from = values + row * n_in;
+        const T* from = values + row * n_in;
         unsigned char* to = codes + row * line;
         float largest = 0.0f;
         for (int i = start + lane; i < end; i += 32) largest = fmaxf(largest, fabsf(widened(from[i])));
@@ -84,7 +93,7 @@ __device__ __forceinline__ void pack(const bf16* values, unsigned char* codes, f
 template <int FORMAT>
 __device__ __forceinline__ void unpack(const unsigned char* codes, const float* scales, const unsigned* ids, i64 first, bf16* y, i64 n,
                                        i64 n_out, int n_in, int line) {
-    __shared__ float shares[16]; // in memory: registers cannot be indexed
+    __shared__ float shares[16];
     if (threadIdx.x < 16) shares[threadIdx.x] = nf4_value(threadIdx.x);
     __syncthreads();
     const int n_groups = FORMAT == FP8 ? 1 : (n_in + GROUP - 1) / GROUP;
@@ -104,19 +113,19 @@ __device__ __forceinline__ void unpack(const unsigned char* codes, const float* 
                 for (int i = 0; i < n_bytes && i < n_there; i++) words[i / 4] |= (unsigned)from[i] << i % 4 * 8;
             }
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const unsigned code = FORMAT == NF4 ? words[0] >> 4 * i & 15u : words[i / 4] >> i % 4 * 8 & 255u;
-                const float value = FORMAT == NF4 ? shares[code] : FORMAT == INT8 ? (float)(signed char)code : fp8_value(code);
-                v[i] = value * scale;
-            }
+            for (int i = 0; i < 8; i++) v[i] = value_of<FORMAT>(words, i, shares) * scale;
         }
         store_some(y + index * n_in, column, n_in, vectors, v);
     });
 }
 
 #define FROZEN_FORMAT(name, FORMAT)                                                                                              \
-    extern "C" __global__ void pack_##name(const bf16* values, unsigned char* codes, float* scales, i64 n_out, int n_in,        \
-                                           int line) {                                                                           \
+    extern "C" __global__ void pack_##name##_bf16(const bf16* values, unsigned char* codes, float* scales, i64 n_out, int n_in,  \
+                                                  int line) {                                                                    \
+        pack<FORMAT>(values, codes, scales, n_out, n_in, line);                                                                  \
+    }                                                                                                                            \
+    extern "C" __global__ void pack_##name##_f32(const float* values, unsigned char* codes, float* scales, i64 n_out, int n_in,  \
+                                                 int line) {                                                                     \
         pack<FORMAT>(values, codes, scales, n_out, n_in, line);                                                                  \
     }                                                                                                                            \
     extern "C" __global__ void unpack_##name(const unsigned char* codes, const float* scales, const unsigned* ids, i64 first,   \

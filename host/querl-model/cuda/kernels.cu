@@ -4,6 +4,7 @@
 #include "decode.cuh"
 #include "dropout.cuh"
 #include "elementwise.cuh"
+#include "few_rows.cuh"
 #include "frozen.cuh"
 #include "logprobs.cuh"
 #include "random.cuh"

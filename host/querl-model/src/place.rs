@@ -16,6 +16,9 @@ pub enum Place {
 }
 
 impl Place {
+    /// How a card can store a frozen base, most bits first.
+    pub const CARD_STORAGES: [BaseDtype; 4] = [BaseDtype::Bf16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
+
     /// The device of its tensors.
     pub fn device(&self) -> Device {
         match self {
@@ -33,11 +36,11 @@ impl Place {
         if weights == Weights::Trained {
             return Err(only_on_cpu("full fine-tuning (`sft.method = \"full\"`)").into());
         }
-        match dtype {
-            BaseDtype::Bf16 => Ok(()),
-            dtype => {
-                let name = format!("{dtype:?}").to_lowercase();
-                let message = format!("a card keeps frozen weights in bf16; `model.dtype` is `{name}`");
+        match Self::CARD_STORAGES.contains(&dtype) {
+            true => Ok(()),
+            false => {
+                let names = Self::CARD_STORAGES.map(BaseDtype::name).join(", ");
+                let message = format!("a card keeps frozen weights in {names}; `model.dtype` is `{}`", dtype.name());
                 Err(Error::Msg(format!("{message}: set it to `bf16`, or `device = \"cpu\"`")).into())
             }
         }

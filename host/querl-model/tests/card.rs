@@ -64,14 +64,17 @@ struct Model {
 impl Model {
     /// The same model and adapter, A and B random, on the CPU and on a card.
     fn pair(name: &str) -> [Self; 2] {
-        let load = |place: &Place| Self::part(name, place, &Ranks::alone());
+        Self::pair_of(name, BaseDtype::Bf16)
+    }
+
+    fn pair_of(name: &str, dtype: BaseDtype) -> [Self; 2] {
+        let load = |place: &Place| Self::part(name, dtype, place, &Ranks::alone());
         [load(&Place::Cpu), load(&card())]
     }
 
     /// What one of several ranks holds of it.
-    fn part(name: &str, place: &Place, ranks: &Ranks) -> Self {
-        let load =
-            |place: &Place, ranks: &Ranks| Decoder::load_part(&golden(name), BaseDtype::Bf16, place, ranks).unwrap();
+    fn part(name: &str, dtype: BaseDtype, place: &Place, ranks: &Ranks) -> Self {
+        let load = |place: &Place, ranks: &Ranks| Decoder::load_part(&golden(name), dtype, place, ranks).unwrap();
         let on_cpu = load(&Place::Cpu, &Ranks::alone());
         let adapter = LoraAdapter::new(&on_cpu, LoraSettings::all_linear(3, 6.0), 5).unwrap();
         for (index, var) in adapter.vars().values().enumerate() {
@@ -145,19 +148,39 @@ fn logits_of_all_rows_are_those_of_the_cpu() {
     }
 }
 
+/// Of a base in fewer bits, which the CPU widens to f32 and the card to bf16.
+#[test]
+fn a_packed_base_has_the_logits_of_the_cpu() {
+    let tokens: Vec<u32> = (0..60).map(|i| (i * 13 + 5) % 64).collect();
+    for name in ["qwen2-tied", "qwen3-untied"] {
+        for dtype in [BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
+            // 60 rows are few, 120 are not.
+            for n_sequences in [1, 2] {
+                let [on_cpu, on_card] = [Place::Cpu, card()].map(|place| {
+                    let decoder = Decoder::load_on(&golden(name), Weights::Frozen, dtype, &place).unwrap();
+                    let batch = PackedBatch::new(vec![tokens.as_slice(); n_sequences]);
+                    values(&decoder.logits(&decoder.hidden_states(&batch, None).unwrap(), None).unwrap())
+                });
+                assert_close(&format!("{name} in {}", dtype.name()), &on_card, &on_cpu, TOLERANCE);
+            }
+        }
+    }
+}
+
 #[test]
 fn gradients_of_every_adapter_tensor_are_those_of_the_cpu() {
     let mut all = Vec::new();
-    for name in NAMES {
+    let packed = [("qwen3-tied", BaseDtype::Int8), ("qwen2-untied", BaseDtype::Fp8), ("qwen2-tied", BaseDtype::Nf4)];
+    for (name, dtype) in NAMES.map(|name| (name, BaseDtype::Bf16)).into_iter().chain(packed) {
         for dropout in [None, DROPOUT] {
-            let [on_cpu, on_card] = Model::pair(name).map(|model| model.gradients(None, dropout));
+            let [on_cpu, on_card] = Model::pair_of(name, dtype).map(|model| model.gradients(None, dropout));
             let mut worst = (0.0, "");
             for (var, expected) in &on_cpu {
                 let difference = length(on_card[var].iter().zip(expected).map(|(a, b)| a - b));
                 let off = difference / length(expected.iter().copied());
                 worst = if off > worst.0 { (off, var) } else { worst };
             }
-            println!("{name}, {dropout:?}: the gradient of {} is off by {}", worst.1, worst.0);
+            println!("{name} in {}, {dropout:?}: the gradient of {} is off by {}", dtype.name(), worst.1, worst.0);
             all.push(worst.0);
         }
     }
@@ -185,7 +208,7 @@ fn a_model_in_two_parts_is_the_one_that_a_card_holds_alone() {
         let (expected, of_alone) = (values(&alone.logprobs(None, dropout)), alone.gradients(None, dropout));
         let found = run_ranks(2, |ranks| {
             let place = Place::Card(Gpu::new(0)?);
-            let model = Model::part(name, &place, &ranks);
+            let model = Model::part(name, BaseDtype::Bf16, &place, &ranks);
             let found = values(&model.logprobs(None, dropout));
             let recompute = Recompute::new(Keep::Inputs);
             let gradients = model.gradients(Some(&recompute), dropout);
@@ -249,7 +272,7 @@ fn what_a_card_cannot_do_is_said_with_the_setting_and_the_remedy() {
     let message = refused(Weights::Trained, BaseDtype::Bf16);
     assert!(message.contains("sft.method") && message.contains("device = \"cpu\""), "{message}");
     let message = refused(Weights::Frozen, BaseDtype::F32);
-    assert!(message.contains("`model.dtype` is `f32`") && message.contains("`bf16`"), "{message}");
+    assert!(message.contains("`model.dtype` is `f32`") && message.contains("bf16, int8, fp8, nf4"), "{message}");
 
     let decoder = load(Weights::Frozen, BaseDtype::Bf16).unwrap();
     let batch = PackedBatch::new([[1u32, 2, 3].as_slice()]);

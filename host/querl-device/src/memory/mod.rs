@@ -12,7 +12,7 @@ pub use advice::{Advice, advise, gibibytes};
 
 use counts::{adapter_parameters, base_bytes, kept_bytes_of_row, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
-use querl_model::DecoderConfig;
+use querl_model::{DecoderConfig, Place};
 
 /// In what a device computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub const BESIDE_BYTES: u64 = 768 << 20;
 
 impl Types {
     /// A card: activations in bf16, and the base too.
-    pub const CARD: Self = Self { value_bytes: 2, beside_bytes: BESIDE_BYTES, storages: &[BaseDtype::Bf16] };
+    pub const CARD: Self = Self { value_bytes: 2, beside_bytes: BESIDE_BYTES, storages: &Place::CARD_STORAGES };
     /// The processor: everything in f32, the base in anything.
     pub const PROCESSOR: Self = Self {
         value_bytes: 4,

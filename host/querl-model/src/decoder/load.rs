@@ -34,7 +34,8 @@ impl Decoder {
         Self::load_on(directory, weights, dtype, &Place::Cpu)
     }
 
-    /// The same, somewhere else. On a card frozen weights are bf16; tensors go there one after another, a part of one at a time.
+    /// The same, somewhere else. On a card frozen weights are bf16, int8, fp8 or nf4, with the codes that the CPU makes; tensors go there
+    /// one after another, a part of one at a time.
     ///
     /// # Errors
     /// As [`Decoder::load_as`]; weights that are trained or stored in another type on a card.
@@ -204,7 +205,10 @@ impl<'a> Source<'a> {
         match self.place {
             Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, part.as_ref())?, dtype)?)),
             #[cfg(feature = "cuda")]
-            Place::Card(gpu) => Ok(Weight::OnCard(self.tensors.on_card(name, part.as_ref(), gpu)?)),
+            Place::Card(gpu) => {
+                let format = crate::device::PackedFormat::of(dtype);
+                Ok(Weight::OnCard(self.tensors.on_card(name, part.as_ref(), gpu, format)?))
+            }
         }
     }
 }

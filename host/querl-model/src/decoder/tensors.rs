@@ -3,9 +3,11 @@
 use super::shard::Part;
 use crate::checkpoint::StoredModel;
 #[cfg(feature = "cuda")]
-use crate::device::{DeviceWeight, Gpu};
+use crate::device::{DeviceWeight, Gpu, PackedFormat};
 use crate::random;
 use crate::{DecoderConfig, ModelError};
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::{Device, Error, Tensor};
 use std::collections::BTreeMap;
 
@@ -23,12 +25,18 @@ pub(super) trait Tensors {
     /// There is none of that name, or it is not long enough.
     fn tensor(&self, name: &str, part: Option<&Part>) -> Result<Tensor, ModelError>;
 
-    /// A matrix, or a part of it, on a card.
+    /// A matrix, or a part of it, on a card: packed or in bf16.
     ///
     /// # Errors
     /// The same, or the card has no memory left.
     #[cfg(feature = "cuda")]
-    fn on_card(&self, name: &str, part: Option<&Part>, gpu: &Gpu) -> Result<DeviceWeight, ModelError>;
+    fn on_card(
+        &self,
+        name: &str,
+        part: Option<&Part>,
+        gpu: &Gpu,
+        format: Option<PackedFormat>,
+    ) -> Result<DeviceWeight, ModelError>;
 }
 
 fn missing(name: &str) -> ModelError {
@@ -57,10 +65,19 @@ impl Tensors for StoredModel {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_card(&self, name: &str, part: Option<&Part>, gpu: &Gpu) -> Result<DeviceWeight, ModelError> {
+    fn on_card(
+        &self,
+        name: &str,
+        part: Option<&Part>,
+        gpu: &Gpu,
+        format: Option<PackedFormat>,
+    ) -> Result<DeviceWeight, ModelError> {
         let (dtype, shape, bytes) = self.bytes(name, part)?;
         let (n_out, n_in) = matrix(name, &shape)?;
-        Ok(DeviceWeight::new(gpu.upload_floats(&bytes, dtype)?, n_out, n_in)?)
+        match format {
+            Some(format) => Ok(gpu.upload_packed(&bytes, dtype, (n_out, n_in), format)?),
+            None => Ok(DeviceWeight::new(gpu.upload_floats(&bytes, dtype)?, n_out, n_in)?),
+        }
     }
 }
 
@@ -78,10 +95,21 @@ impl Tensors for BTreeMap<String, Tensor> {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_card(&self, name: &str, part: Option<&Part>, gpu: &Gpu) -> Result<DeviceWeight, ModelError> {
+    fn on_card(
+        &self,
+        name: &str,
+        part: Option<&Part>,
+        gpu: &Gpu,
+        format: Option<PackedFormat>,
+    ) -> Result<DeviceWeight, ModelError> {
         let tensor = self.tensor(name, part)?;
         let (n_out, n_in) = tensor.dims2()?;
-        let values: Vec<half::bf16> = tensor.to_dtype(candle_core::DType::BF16)?.flatten_all()?.to_vec1()?;
+        let tensor = tensor.flatten_all()?;
+        if let Some(format) = format {
+            let values: Vec<f32> = tensor.to_dtype(DType::F32)?.to_vec1()?;
+            return Ok(DeviceWeight::packed(gpu, &gpu.upload(&values)?, (n_out, n_in), format)?);
+        }
+        let values: Vec<half::bf16> = tensor.to_dtype(DType::BF16)?.to_vec1()?;
         Ok(DeviceWeight::new(gpu.upload(&values)?, n_out, n_in)?)
     }
 }
@@ -128,7 +156,13 @@ impl Tensors for RandomTensors {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_card(&self, name: &str, part: Option<&Part>, gpu: &Gpu) -> Result<DeviceWeight, ModelError> {
+    fn on_card(
+        &self,
+        name: &str,
+        part: Option<&Part>,
+        gpu: &Gpu,
+        format: Option<PackedFormat>,
+    ) -> Result<DeviceWeight, ModelError> {
         let (n_rows, width) = matrix(name, self.of_name(name)?)?;
         let (rows, columns) = match part {
             Some(Part { axis: 0, range }) => (range.clone(), 0..width),
@@ -137,6 +171,9 @@ impl Tensors for RandomTensors {
         };
         let (n_out, n_in) = (rows.len(), columns.len());
         let values = gpu.normal_part(rows, columns, width, random::seed_of(self.seed, name), self.deviation)?;
-        Ok(DeviceWeight::new(values, n_out, n_in)?)
+        match format {
+            Some(format) => Ok(DeviceWeight::packed(gpu, &values, (n_out, n_in), format)?),
+            None => Ok(DeviceWeight::new(values, n_out, n_in)?),
+        }
     }
 }

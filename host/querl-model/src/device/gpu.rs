@@ -8,8 +8,10 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::{CudaDevice, Device, Error, Result, bail};
+use half::bf16;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 /// Our kernels for every processor that the build named, made by `build.rs`.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
@@ -40,6 +42,8 @@ struct Inner {
     n_processors: usize,
     shared_limit: usize,
     staging: Staging,
+    /// See [`Gpu::widening`].
+    widening: Mutex<Option<CudaSlice<bf16>>>,
     /// Read by cuBLAS as long as `blas` lives.
     _workspace: CudaSlice<u8>,
 }
@@ -81,6 +85,7 @@ impl Gpu {
             n_processors,
             shared_limit,
             staging: Staging::default(),
+            widening: Mutex::new(None),
             _workspace: workspace,
         };
         let gpu = Self { inner: Arc::new(inner) };
@@ -164,6 +169,22 @@ impl Gpu {
             let one = self.inner.stream.alloc::<T>(1).map_err(Error::wrap)?;
             Ok(self.inner.stream.upgrade_device_ptr(one.leak(), 0))
         }
+    }
+
+    /// Memory for at least `len` values of one weight, widened for a product. It is the same each time, grown where it is too small:
+    /// what the next user writes into it, the card writes behind the product that reads it now. A second weight at the same time gets
+    /// memory of its own.
+    pub(super) fn widening(&self, len: usize) -> Result<Widening<'_>> {
+        let mut place = match self.inner.widening.try_lock() {
+            Ok(place) => place,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(Widening::Own(self.alloc(len)?)),
+        };
+        if place.as_ref().is_none_or(|values| values.len() < len) {
+            *place = None; // given back before more is asked for
+            *place = Some(self.alloc(len)?);
+        }
+        Ok(Widening::Shared(place))
     }
 
     /// Zeros.
@@ -258,6 +279,33 @@ impl Gpu {
         }
         functions.insert(name, (function.clone(), shared_bytes.max(SHARED_WITHOUT_ASKING)));
         Ok(function)
+    }
+}
+
+/// See [`Gpu::widening`].
+pub(super) enum Widening<'a> {
+    /// The card's one place; there is always memory in it.
+    Shared(MutexGuard<'a, Option<CudaSlice<bf16>>>),
+    Own(CudaSlice<bf16>),
+}
+
+impl Deref for Widening<'_> {
+    type Target = CudaSlice<bf16>;
+
+    fn deref(&self) -> &CudaSlice<bf16> {
+        match self {
+            Self::Shared(place) => place.as_ref().expect("the place was filled before it was lent"),
+            Self::Own(values) => values,
+        }
+    }
+}
+
+impl DerefMut for Widening<'_> {
+    fn deref_mut(&mut self) -> &mut CudaSlice<bf16> {
+        match self {
+            Self::Shared(place) => place.as_mut().expect("the place was filled before it was lent"),
+            Self::Own(values) => values,
+        }
     }
 }
 

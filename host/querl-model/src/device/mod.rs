@@ -9,9 +9,11 @@ mod attention;
 mod decode;
 mod dropout;
 mod elementwise;
+mod few_rows;
 mod gpu;
 mod launch;
 mod logprobs;
+mod packed;
 mod product;
 mod projection;
 mod rms_norm;
@@ -31,13 +33,14 @@ pub use dropout::Masks;
 pub use elementwise::Element;
 pub use gpu::Gpu;
 pub use logprobs::LogprobRows;
+pub use packed::PackedFormat;
 pub use product::{Matrix, Scale};
 pub use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub use rope::DeviceRope;
 pub use rows::Namers;
 pub use sampling::{Drawn, SamplingRows, SamplingRules};
 pub use tensors::{Loan, storage, whole};
-pub use weight::{DeviceWeight, PackedFormat};
+pub use weight::DeviceWeight;
 
 /// Values on the card.
 pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};

@@ -2,6 +2,7 @@
 
 use super::elementwise::{Element, whole_rows};
 use super::gpu::Gpu;
+use super::launch::Arg;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DevicePtrMut};
 use candle_core::{Error, Result, bail};
@@ -46,6 +47,18 @@ impl<'a> Matrix<'a> {
         Ok(Self { address, values: PhantomData, n_rows, n_columns, is_turned: false })
     }
 
+    /// `n_rows` rows of `n_columns` with which `values` begin.
+    ///
+    /// # Errors
+    /// There are not as many.
+    pub fn beginning(gpu: &Gpu, values: &'a impl DevicePtr<bf16>, n_rows: usize, n_columns: usize) -> Result<Self> {
+        if values.len() < n_rows * n_columns {
+            bail!("product: {n_rows} rows of {n_columns} in {} values", values.len());
+        }
+        let address = values.device_ptr(gpu.stream()).0;
+        Ok(Self { address, values: PhantomData, n_rows, n_columns, is_turned: false })
+    }
+
     /// Some of the rows as they stand in memory.
     ///
     /// # Errors
@@ -61,6 +74,16 @@ impl<'a> Matrix<'a> {
     /// Rows as they stand in memory.
     pub fn n_rows(&self) -> usize {
         self.n_rows
+    }
+
+    /// Values of such a row.
+    pub(super) fn n_columns(&self) -> usize {
+        self.n_columns
+    }
+
+    /// Where its rows begin, for a kernel.
+    pub(super) fn input(&self) -> Arg {
+        Arg::pointer(self.address)
     }
 
     /// The transpose, which costs nothing.

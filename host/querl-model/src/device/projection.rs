@@ -83,9 +83,7 @@ impl Projection<'_> {
         scale: Scale,
     ) -> Result<CudaSlice<bf16>> {
         let n_in = self.weight.dims().1;
-        let weight = self.weight.rows(gpu, 0..self.weight.dims().0)?;
-        gpu.product(&Matrix::of(gpu, x, n_in)?, &weight.matrix(gpu, n_in)?.t(), y, scale)?;
-        drop(weight);
+        self.weight.multiply(gpu, &Matrix::of(gpu, x, n_in)?, y, scale)?;
         let Some(LowRank { a, b, rank, scale, masks }) = &self.low_rank else { return gpu.zeros(0) };
         let dropped = masks.map(|masks| gpu.dropped(x, n_in, masks)).transpose()?;
         let x = match &dropped {

@@ -1,7 +1,10 @@
 //! From the host to the card through page-locked memory: the host goes on while the card reads, and no tensor of a file is copied
 //! as a whole on the host.
 
+use super::elementwise::Element;
 use super::gpu::Gpu;
+use super::packed::{PackedFormat, PackedRows};
+use super::weight::DeviceWeight;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, DeviceRepr, PinnedHostSlice};
 use candle_core::{DType, Error, Result, bail};
 use half::{bf16, f16};
@@ -119,26 +122,95 @@ impl Gpu {
     /// # Errors
     /// A type that is no float of at most 4 bytes, or no memory left.
     pub fn upload_floats(&self, bytes: &[u8], dtype: DType) -> Result<CudaSlice<bf16>> {
-        let size = match dtype {
-            DType::F32 => 4,
-            DType::BF16 | DType::F16 => 2,
-            _ => bail!("weights of type {dtype:?}; expected f32, bf16 or f16"),
-        };
+        let size = size_of_float(dtype)?;
         let (mut to, n_piece) = (self.alloc(bytes.len() / size)?, PIECE / size_of::<bf16>());
         let mut ring = lock(&self.staging().weights);
         for (index, part) in bytes.chunks(n_piece * size).enumerate() {
             let piece = ring.next(self, 2, PIECE)?;
-            piece.send(self, &mut to, index * n_piece, part.len() / size, |values| to_bf16(part, dtype, values))?;
+            piece.send(self, &mut to, index * n_piece, part.len() / size, |values| convert(part, dtype, values))?;
         }
         Ok(to)
     }
+
+    /// The same, packed: some rows at a time go to the card as they stand in the file (f16 as f32, which holds it), so that the
+    /// codes are those that the CPU makes of the file, and are packed there. Nothing else of the weight is ever on the card.
+    ///
+    /// # Errors
+    /// As [`Gpu::upload_floats`], or another number of values.
+    pub fn upload_packed(
+        &self,
+        bytes: &[u8],
+        dtype: DType,
+        dims: (usize, usize),
+        format: PackedFormat,
+    ) -> Result<DeviceWeight> {
+        let mut rows = PackedRows::new(self, dims, format)?;
+        if bytes.len() != dims.0 * dims.1 * size_of_float(dtype)? {
+            bail!("a weight {dims:?} of {} bytes of {dtype:?}", bytes.len());
+        }
+        match dtype {
+            DType::BF16 => self.put_pieces::<bf16>(bytes, dtype, dims.1, &mut rows)?,
+            _ => self.put_pieces::<f32>(bytes, dtype, dims.1, &mut rows)?,
+        }
+        Ok(DeviceWeight::of_rows(rows, dims))
+    }
+
+    fn put_pieces<T: Float>(&self, bytes: &[u8], dtype: DType, n_in: usize, rows: &mut PackedRows) -> Result<()> {
+        let size = size_of_float(dtype)?;
+        let n_rows = (PIECE / size_of::<T>() / n_in).max(1);
+        let mut values = self.alloc::<T>(n_rows.min(bytes.len() / size / n_in) * n_in)?;
+        let mut ring = lock(&self.staging().weights);
+        for (index, part) in bytes.chunks(n_rows * n_in * size).enumerate() {
+            let (piece, n) = (ring.next(self, 2, PIECE)?, part.len() / size);
+            piece.send(self, &mut values, 0, n, |values| convert(part, dtype, values))?;
+            rows.put(self, index * n_rows, &values.slice(..n))?;
+        }
+        Ok(())
+    }
 }
 
-fn to_bf16(bytes: &[u8], dtype: DType, out: &mut [bf16]) {
-    let (size, value): (usize, fn(&[u8]) -> bf16) = match dtype {
-        DType::F32 => (4, |b| bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
-        DType::F16 => (2, |b| bf16::from_f32(f16::from_le_bytes([b[0], b[1]]).to_f32())),
-        _ => (2, |b| bf16::from_le_bytes([b[0], b[1]])),
+/// Bytes of a value in a file.
+fn size_of_float(dtype: DType) -> Result<usize> {
+    match dtype {
+        DType::F32 => Ok(4),
+        DType::BF16 | DType::F16 => Ok(2),
+        _ => bail!("weights of type {dtype:?}; expected f32, bf16 or f16"),
+    }
+}
+
+/// What weights become on their way.
+trait Float: Element + Send + Sync {
+    fn rounded(value: f32) -> Self;
+
+    /// Of bf16, whatever its bits.
+    fn widened(value: bf16) -> Self;
+}
+
+impl Float for bf16 {
+    fn rounded(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+
+    fn widened(value: bf16) -> Self {
+        value
+    }
+}
+
+impl Float for f32 {
+    fn rounded(value: f32) -> Self {
+        value
+    }
+
+    fn widened(value: bf16) -> Self {
+        value.to_f32()
+    }
+}
+
+fn convert<T: Float>(bytes: &[u8], dtype: DType, out: &mut [T]) {
+    let (size, value): (usize, fn(&[u8]) -> T) = match dtype {
+        DType::F32 => (4, |b| T::rounded(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+        DType::F16 => (2, |b| T::rounded(f16::from_le_bytes([b[0], b[1]]).to_f32())),
+        _ => (2, |b| T::widened(bf16::from_le_bytes([b[0], b[1]]))),
     };
     out.par_chunks_mut(CHUNK).zip(bytes.par_chunks(CHUNK * size)).for_each(|(out, bytes)| {
         out.iter_mut().zip(bytes.chunks_exact(size)).for_each(|(out, bytes)| *out = value(bytes));
@@ -154,9 +226,9 @@ mod tests {
         let values = [0.0f32, 1.0, -2.5, 3.140_625, 1.0e-3];
         let (mut of_f32, mut of_f16, mut of_bf16) = ([bf16::ZERO; 5], [bf16::ZERO; 5], [bf16::ZERO; 5]);
         let expected = values.map(bf16::from_f32);
-        to_bf16(values.map(f32::to_le_bytes).as_flattened(), DType::F32, &mut of_f32);
-        to_bf16(expected.map(bf16::to_le_bytes).as_flattened(), DType::BF16, &mut of_bf16);
-        to_bf16(values.map(|x| f16::from_f32(x).to_le_bytes()).as_flattened(), DType::F16, &mut of_f16);
+        convert(values.map(f32::to_le_bytes).as_flattened(), DType::F32, &mut of_f32);
+        convert(expected.map(bf16::to_le_bytes).as_flattened(), DType::BF16, &mut of_bf16);
+        convert(values.map(|x| f16::from_f32(x).to_le_bytes()).as_flattened(), DType::F16, &mut of_f16);
         assert_eq!((of_f32, of_bf16), (expected, expected));
         assert_eq!(of_f16, values.map(|x| bf16::from_f32(f16::from_f32(x).to_f32())));
     }
