@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Tokens of a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
-pub(crate) const BLOCK_TOKENS: usize = 16;
+pub const BLOCK_TOKENS: usize = 16;
 
 /// Where keys and values stand in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -34,6 +34,7 @@ pub use candle_core::DType;
 
 pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
+pub use cache::BLOCK_TOKENS;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};
 pub use decoder::{Decoder, Dropout, Keep, Pass, Recompute, Shard, Weights, backward};

@@ -202,7 +202,7 @@ mod tests {
         let refusal = |dtype, sft: SftConfig| check_settings(&model(dtype), &sft).map_err(|missing| missing.0);
         let plain = SftConfig::default();
         assert_eq!(refusal(BaseDtype::Bf16, plain.clone()), Ok(()));
-        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16";
+        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4";
         assert_eq!(refusal(BaseDtype::F32, plain.clone()), Err(of_dtype.into()));
         let full = SftConfig { method: TuningMethod::Full, ..plain.clone() };
         let of_method = "sft.method is \"full\", which the CPU alone can do";

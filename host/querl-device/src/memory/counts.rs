@@ -19,7 +19,13 @@ fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
     ]
 }
 
-/// Bytes of a base in some storage: int8 and nf4 with a scale for 64 weights, and with embedding and head in bf16.
+/// Weights of the largest linear layer of a decoder layer.
+pub(super) fn largest_linear(shapes: &DecoderConfig) -> u64 {
+    linears(shapes).into_iter().map(|(_, n_in, n_out)| (n_in * n_out) as u64).max().unwrap_or(0)
+}
+
+/// Bytes of a base in some storage: int8 and nf4 with a scale for 64 weights, fp8 with one for an output; these three with embedding
+/// and head in bf16.
 pub(super) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     let (of_linear, of_table) = match dtype {
         BaseDtype::F32 => (4.0, 4.0),
@@ -29,11 +35,13 @@ pub(super) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
         BaseDtype::Nf4 => (0.5625, 2.0),
     };
     let of_layer: usize = linears(shapes).iter().map(|(_, n_in, n_out)| n_in * n_out).sum();
+    let n_outputs: usize = linears(shapes).iter().map(|(_, _, n_out)| n_out).sum();
+    let scales = if dtype == BaseDtype::Fp8 { shapes.n_layers * n_outputs } else { 0 };
     let n_tables = if shapes.tie_word_embeddings { 1 } else { 2 };
     let table = n_tables * shapes.vocab_size * shapes.hidden_size;
     let small = shapes.n_layers * small_of_layer(shapes) + shapes.hidden_size;
     let bytes = (shapes.n_layers * of_layer) as f64 * of_linear + table as f64 * of_table;
-    bytes as u64 + (small * SUM_BYTES) as u64
+    bytes as u64 + ((small + scales) * SUM_BYTES) as u64
 }
 
 /// Norms and biases of a layer: f32 in every storage.

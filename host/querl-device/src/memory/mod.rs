@@ -10,9 +10,10 @@ mod counts;
 
 pub use advice::{Advice, advise, gibibytes};
 
-use counts::{adapter_parameters, base_bytes, kept_bytes_of_row, scratch_bytes_of_row};
+use counts::{adapter_parameters, base_bytes, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
-use querl_model::{DecoderConfig, Place};
+use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
+use querl_model::{BLOCK_TOKENS, DecoderConfig, EngineSettings, Place};
 
 /// In what a device computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,37 +24,49 @@ pub struct Types {
     pub beside_bytes: u64,
     /// How it can store a frozen base, most bits first.
     pub storages: &'static [BaseDtype],
+    /// Bytes of the copy of an adapter's weight that an operation multiplies with: rounded on a card, joined with others on the
+    /// processor.
+    pub adapter_copy_bytes: usize,
+    /// How it multiplies with a packed base.
+    pub packed: PackedProducts,
+}
+
+/// How a device multiplies with a base in fewer bits than bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedProducts {
+    /// Widened block by block on the way.
+    Direct,
+    /// A weight at a time is widened to bf16 first, in one place.
+    Widened,
 }
 
 /// Of a card: cuBLAS's workspace of 32 MiB, the driver's part of a process and loaded kernels. An allowance, and no measurement.
 pub const BESIDE_BYTES: u64 = 768 << 20;
 
 impl Types {
-    /// A card: activations in bf16, and the base too.
-    pub const CARD: Self = Self { value_bytes: 2, beside_bytes: BESIDE_BYTES, storages: &Place::CARD_STORAGES };
+    /// A card: activations in bf16, the base in that or fewer bits.
+    pub const CARD: Self = Self {
+        value_bytes: 2,
+        beside_bytes: BESIDE_BYTES,
+        storages: &Place::CARD_STORAGES,
+        adapter_copy_bytes: 2,
+        packed: PackedProducts::Widened,
+    };
     /// The processor: everything in f32, the base in anything.
     pub const PROCESSOR: Self = Self {
         value_bytes: 4,
         beside_bytes: 0,
         storages: &[BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4],
+        adapter_copy_bytes: 4,
+        packed: PackedProducts::Direct,
     };
 }
 
 /// Sums, adapters, gradients and moments are f32 on every device.
 const SUM_BYTES: usize = 4;
 
-/// Values of logits that are computed at once: a part of the vocabulary for all rows (`PART_VALUES` of `querl-model`).
-const LOGITS: usize = 1 << 25;
-
 /// A logit in f32 and its gradient in bf16.
 const LOGIT_BYTES: usize = 6;
-
-/// Answers in progress at once, and tokens of kept prefixes (`EngineSettings::default()`).
-const MAX_SEQUENCES: usize = 256;
-const MAX_PREFIX_TOKENS: usize = 4096;
-
-/// Tokens of a block of keys and values.
-const BLOCK_TOKENS: usize = 16;
 
 /// What will be run, as far as memory depends on it.
 #[derive(Debug, Clone, PartialEq)]
@@ -135,6 +148,8 @@ pub struct Plan {
     pub scratch: u64,
     /// Logits and their gradients, of a part of the vocabulary.
     pub logits: u64,
+    /// A packed base's largest weight, widened for a product.
+    pub widened: u64,
     /// Keys and values of answers in progress.
     pub cache: u64,
     /// See [`Types::beside_bytes`].
@@ -162,6 +177,7 @@ impl Plan {
             kept: kept + row_of_layer * n_rows,
             scratch: scratch_bytes_of_row(shapes, types.value_bytes) * n_rows,
             logits: logits_of(shapes, n_rows),
+            widened: widened_of(asked),
             cache: cache_of(asked),
             beside: types.beside_bytes,
         }
@@ -169,7 +185,7 @@ impl Plan {
 
     /// All of it.
     pub fn total(&self) -> u64 {
-        self.certain() + self.kept + self.scratch + self.logits + self.cache + self.beside
+        self.certain() + self.kept + self.scratch + self.logits + self.widened + self.cache + self.beside
     }
 
     /// What is there from the beginning to the end, counted to the byte but for padding: where this does not fit, nothing does.
@@ -184,6 +200,7 @@ impl Plan {
             ("adapters", self.adapters),
             ("activations", self.kept + self.scratch),
             ("logits", self.logits),
+            ("a widened weight", self.widened),
             ("keys and values", self.cache),
             ("reserve", self.beside),
         ];
@@ -211,36 +228,46 @@ fn base_of(asked: &Asked) -> u64 {
     }
 }
 
-/// A trained adapter: value, two moments, the gradient and that of the pass under way, the flattened copy that a layer's
-/// operation holds. A frozen one: its values.
+/// A trained adapter: value, two moments, the gradient and that of the pass under way, and the copy that operations multiply with.
+/// A frozen one: its values.
 fn adapters_of(asked: &Asked, parameters: u64) -> u64 {
-    const TRAINED: u64 = 6;
-    let copies = match &asked.stage {
+    let trained = 5 * SUM_BYTES + asked.types.adapter_copy_bytes;
+    let bytes = match &asked.stage {
         Stage::Sft { config, .. } if config.method == TuningMethod::Full => 0,
-        Stage::Sft { .. } => TRAINED,
+        Stage::Sft { .. } => trained,
         Stage::Rl { config, .. } => {
             let has_critic = config.algorithm == querl_core::config::RlAlgorithm::Ppo;
-            let critic = if has_critic && config.critic == CriticKind::Adapter { TRAINED } else { 0 };
-            let snapshot = u64::from(config.off_by_one);
+            let critic = if has_critic && config.critic == CriticKind::Adapter { trained } else { 0 };
+            let snapshot = usize::from(config.off_by_one);
             // The policy, its reference, the copy that generation reads.
-            TRAINED + 1 + 1 + critic + snapshot
+            trained + (1 + 1 + snapshot) * SUM_BYTES + critic
         }
     };
-    copies * parameters * SUM_BYTES as u64
+    bytes as u64 * parameters
+}
+
+fn widened_of(Asked { shapes, model, stage, types }: &Asked) -> u64 {
+    let is_full = matches!(stage, Stage::Sft { config, .. } if config.method == TuningMethod::Full);
+    let is_packed = matches!(model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4);
+    match types.packed == PackedProducts::Widened && is_packed && !is_full {
+        true => 2 * largest_linear(shapes),
+        false => 0,
+    }
 }
 
 fn logits_of(shapes: &DecoderConfig, n_rows: u64) -> u64 {
-    let n_logits = (LOGITS as u64).max(512 * n_rows).min(n_rows * shapes.vocab_size as u64);
+    let n_logits = (CARD_LOGITS as u64).max(CARD_LOGITS_OF_ROW as u64 * n_rows).min(n_rows * shapes.vocab_size as u64);
     n_logits * LOGIT_BYTES as u64
 }
 
 fn cache_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, .. } = &asked.stage else { return 0 };
-    let n_sequences = (config.batch_size * config.n_samples).min(MAX_SEQUENCES) as u64;
+    let EngineSettings { max_sequences, max_prefix_tokens } = EngineSettings::default();
+    let n_sequences = (config.batch_size * config.n_samples).min(max_sequences) as u64;
     let n_tokens = (longest_prompt + config.max_new_tokens).next_multiple_of(BLOCK_TOKENS) + BLOCK_TOKENS;
     let shapes = &asked.shapes;
     let of_token = shapes.n_layers * 2 * shapes.n_kv_heads * shapes.head_dim * asked.types.value_bytes;
-    (n_sequences * n_tokens as u64 + MAX_PREFIX_TOKENS as u64) * of_token as u64
+    (n_sequences * n_tokens as u64 + max_prefix_tokens as u64) * of_token as u64
 }
 
 #[cfg(test)]

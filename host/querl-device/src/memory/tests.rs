@@ -93,8 +93,8 @@ fn a_pass_is_no_larger_than_the_data_makes_it_and_holds_the_longest_row() {
 #[test]
 fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() {
     let (rl, sft) = (Plan::new(&rl(4096)), Plan::new(&sft(BaseDtype::Bf16, 4096)));
-    // Six of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
-    assert_eq!((rl.adapters, sft.adapters), (14 * 4 * 134_217_728, 6 * 4 * 134_217_728));
+    // 22 bytes of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
+    assert_eq!((rl.adapters, sft.adapters), ((2 * 22 + 2 * 4) * 134_217_728, 22 * 134_217_728));
     // 64 answers of 874 + 150 tokens in blocks of 16, one more block for each, and the kept prefixes: 256 KiB a token.
     assert_eq!(rl.cache, (64 * (1024 + 16) + 4096) * 64 * 2 * 1024 * 2);
     assert_eq!(sft.cache, 0);
@@ -128,10 +128,22 @@ fn advice_is_the_cheapest_change_that_suffices() {
     // Where passes would be small, checkpointing; where that is not enough, fewer bits.
     assert_eq!(advised(&asked, 85 * GIB).unwrap(), "model.gradient_checkpointing to true");
     assert!(advised(&asked, 72 * GIB).unwrap().starts_with("model.gradient_checkpointing to true and model.tokens"));
-    assert!(advise(&asked, 40 * GIB).is_none(), "a card stores bf16 alone");
-    let types = Types { storages: Types::PROCESSOR.storages, ..Types::CARD };
-    let asked = Asked { types, ..asked };
-    assert_eq!(advised(&asked, 40 * GIB).unwrap(), "model.dtype to \"nf4\" and model.gradient_checkpointing to true");
+    let fewer_bits = |free| advised(&asked, free * GIB).unwrap();
+    assert_eq!(fewer_bits(55), "model.dtype to \"int8\" and model.gradient_checkpointing to true");
+    assert_eq!(fewer_bits(40), "model.dtype to \"nf4\" and model.gradient_checkpointing to true");
+}
+
+#[test]
+fn a_packed_base_on_a_card_needs_a_place_where_its_largest_weight_is_widened() {
+    let planned = |dtype, types| Plan::new(&Asked { types, ..sft(dtype, 4096) });
+    let [bf16, fp8] = [BaseDtype::Bf16, BaseDtype::Fp8].map(|dtype| planned(dtype, Types::CARD));
+    assert_eq!((bf16.widened, fp8.widened), (0, 2 * 5120 * 27_648));
+    assert_eq!(planned(BaseDtype::Fp8, Types::PROCESSOR).widened, 0);
+    // A byte for each weight of the layers less, and a scale for each of their outputs.
+    let n_outputs = 64 * (2 * 5120 + 2 * 1024 + 2 * 27_648 + 5120u64);
+    let n_weights = 64 * (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64);
+    assert_eq!(bf16.base - fp8.base, n_weights - 4 * n_outputs);
+    assert!(fp8.parts().iter().any(|(name, bytes)| *name == "a widened weight" && *bytes == fp8.widened));
 }
 
 #[test]

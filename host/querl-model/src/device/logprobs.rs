@@ -5,6 +5,7 @@ use super::elementwise::same_length;
 use super::gpu::Gpu;
 use super::product::{Matrix, Scale};
 use super::weight::DeviceWeight;
+use crate::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{Result, bail};
 use half::bf16;
@@ -16,16 +17,12 @@ pub struct LogprobRows {
     sums: CudaSlice<f32>,
 }
 
-/// Logits that are held at a time: 128 MiB as f32, and half of that for their gradients. A product of as many is large enough to
-/// run at the speed of the card.
-const PART_VALUES: usize = 1 << 25;
-
 /// Threads that read a row's part.
 const ROW_THREADS: usize = 512;
 
-/// Tokens of each part of the vocabulary: a multiple of 512, so that rows are read in whole vectors.
+/// Tokens of each part of the vocabulary.
 fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
-    let size = (PART_VALUES / n_rows.max(1) / 512).max(1) * 512;
+    let size = (CARD_LOGITS / n_rows.max(1) / CARD_LOGITS_OF_ROW).max(1) * CARD_LOGITS_OF_ROW;
     (0..n_tokens).step_by(size).map(move |start| start..(start + size).min(n_tokens))
 }
 

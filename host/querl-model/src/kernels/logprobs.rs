@@ -56,6 +56,13 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
 /// Logits that are held at a time: 8 MiB stay in the caches.
 const PART_VALUES: usize = 1 << 21;
 
+/// Logits that a card holds at a time: 128 MiB as f32, and half of that for their gradients. A product of as many is large enough to
+/// run at the speed of the card.
+pub const CARD_LOGITS: usize = 1 << 25;
+
+/// Of each row at least so many: parts of the vocabulary are multiples of it, so that rows are read in whole vectors.
+pub const CARD_LOGITS_OF_ROW: usize = 512;
+
 /// Tokens that a row's sums take in at once. Parts are multiples of it, so that a row's result does not depend on the number of
 /// rows, which the size of a part does.
 const TOKENS_AT_ONCE: usize = 512;

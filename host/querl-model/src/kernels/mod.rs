@@ -22,7 +22,7 @@ mod swiglu;
 pub use attention::{Node, Queries, RowTree, attention};
 pub use frozen::FrozenWeight;
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
-pub use logprobs::token_logprobs;
+pub use logprobs::{CARD_LOGITS, CARD_LOGITS_OF_ROW, token_logprobs};
 pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, norm_rope, rope};
 pub use select::select_rows;

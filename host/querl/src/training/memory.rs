@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn a_shortage_names_the_setting_and_by_how_much() {
         let sentence = shortage(&card(40), &seven(), 40 << 30);
-        let start = "sft takes about 43.4 GiB (activations 27.4, base 14.2, adapters 0.9, reserve 0.8, logits 0.2), and cuda:0 has \
+        let start = "sft takes about 43.4 GiB (activations 27.4, base 14.2, adapters 0.8, reserve 0.8, logits 0.2), and cuda:0 has \
                      40.0 GiB free: set model.tokens_per_pass to ";
         assert!(sentence.starts_with(start) && sentence.ends_with(" GiB less"), "{sentence}");
         let sentence = shortage(&card(4), &seven(), 4 << 30);
@@ -153,6 +153,8 @@ mod tests {
             (done.map_err(|stop| stop.to_string()), heard.0.into_inner().unwrap())
         };
         let (refused, _) = check(14);
+        assert!(refused.unwrap_err().contains(": set model.dtype to \""));
+        let (refused, _) = check(4);
         assert!(refused.unwrap_err().ends_with("no setting makes it fit; take a smaller model or a larger card"));
         let (done, lines) = check(30);
         assert!(done.is_ok() && lines[0].starts_with("warning: sft takes about "), "{lines:?}");

@@ -104,7 +104,7 @@ fn rows_and_products_of_packed_weights_are_those_of_what_they_hold() {
 #[test]
 fn few_rows_are_multiplied_with_the_weights_that_many_are() {
     let mut rng = rng(5);
-    let shapes = [(1, 1), (5, 65), (33, 64), (70, 200), (9, 131), (40, 896), (64, 2048), (16, 16), (31, 528)];
+    let shapes = [(1, 1), (5, 65), (70, 200), (9, 131), (40, 896), (31, 528)];
     for (n_out, n_in) in shapes {
         let values = rounded(&mut rng, n_out * n_in);
         let x = rounded(&mut rng, 65 * n_in);
@@ -117,7 +117,7 @@ fn few_rows_are_multiplied_with_the_weights_that_many_are() {
         });
         for weight in &stored {
             let held = widened(weight);
-            for n_rows in [1, 2, 7, 8, 9, 16, 17, 33] {
+            for n_rows in [1, 8, 9, 17, 33] {
                 let (x, of) = (&x[..n_rows * n_in], format!("({n_out}, {n_in}), {n_rows} rows"));
                 let expected: Vec<f32> = (0..n_rows * n_out)
                     .map(|at| {
