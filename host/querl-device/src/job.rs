@@ -1,6 +1,6 @@
 //! What a job is, and what comes of it.
 
-use crate::Device;
+use crate::{Device, Measured, Measuring};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::records::Message;
 use querl_train::Example;
@@ -52,6 +52,8 @@ pub enum Work {
     Rl(Box<Reinforcing>),
     /// Answers, one after another.
     Generate(Generating),
+    /// Figures of a random model.
+    Measure(Box<Measuring>),
 }
 
 /// A fine-tuning: `model.path` is what is learned on.
@@ -130,4 +132,6 @@ pub enum Outcome {
     Rl(RlSummary),
     /// All answers were handed to the host.
     Generated,
+    /// Of a measurement.
+    Measured(Box<Measured>),
 }

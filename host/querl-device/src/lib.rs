@@ -17,6 +17,7 @@ mod host;
 pub mod interface;
 mod job;
 mod library;
+mod measuring;
 pub mod memory;
 mod messages;
 mod work;
@@ -26,5 +27,8 @@ pub use ending::{Ending, Failure, JobError, Refused, chain_of};
 pub use host::Host;
 pub use job::{Answered, Fitting, Generating, Job, Outcome, Reinforcing, Share, Work};
 pub use library::{Library, LibraryError};
+pub use measuring::{
+    Ceilings, Lengths, Loaded, Measured, Measuring, MemoryUse, Optimised, Part, RolledOut, Spread, Tuned,
+};
 pub use messages::{Description, Ended, Event, Reply, Request};
 pub use work::{do_job, lora};

@@ -58,6 +58,11 @@ impl PackedBatch {
         self.token_ids.len()
     }
 
+    /// Rows that each row attends to, itself among them, over all rows.
+    pub fn n_pairs(&self) -> u64 {
+        self.positions.iter().map(|position| u64::from(*position) + 1).sum()
+    }
+
     /// The row of a sequence's token, `position` counted from the sequence's first.
     ///
     /// # Panics

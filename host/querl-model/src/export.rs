@@ -101,14 +101,14 @@ pub fn dtype_name(dtype: DType) -> &'static str {
 }
 
 /// One tensor to write.
-struct OutTensor {
-    name: String,
-    shape: Vec<usize>,
-    dtype: DType,
+pub(crate) struct OutTensor {
+    pub(crate) name: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
 }
 
 impl OutTensor {
-    fn n_bytes(&self) -> u64 {
+    pub(crate) fn n_bytes(&self) -> u64 {
         (self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()) as u64
     }
 }
@@ -151,8 +151,9 @@ impl<'a> Merge<'a> {
         };
         shapes.into_iter().map(tensor).collect()
     }
+}
 
-    /// A tensor's values in its type.
+impl Values for Merge<'_> {
     fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
         let path = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
         let stored = || -> Result<Tensor, ModelError> {
@@ -174,10 +175,19 @@ impl<'a> Merge<'a> {
     }
 }
 
+/// Where the values of tensors that are written come from.
+pub(crate) trait Values {
+    /// A tensor's values in its type.
+    ///
+    /// # Errors
+    /// They cannot be had.
+    fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError>;
+}
+
 /// A tensor that is made when safetensors writes it.
 struct Lazy<'a> {
     tensor: &'a OutTensor,
-    merge: &'a Merge<'a>,
+    values: &'a dyn Values,
     error: &'a RefCell<Option<ModelError>>,
 }
 
@@ -192,7 +202,7 @@ impl View for Lazy<'_> {
 
     /// The trait knows no error: it is kept aside and the file thrown away.
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.merge.value(self.tensor) {
+        match self.values.value(self.tensor) {
             Ok(value) => Cow::Owned(value.data().into_owned()),
             Err(error) => {
                 self.error.borrow_mut().get_or_insert(error);
@@ -224,7 +234,12 @@ fn shards(tensors: &[OutTensor], max_bytes: u64) -> Vec<Vec<&OutTensor>> {
 }
 
 /// Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index.
-fn write_weights(folder: &Path, merge: &Merge<'_>, tensors: &[OutTensor], max_bytes: u64) -> Result<(), ModelError> {
+pub(crate) fn write_weights(
+    folder: &Path,
+    values: &dyn Values,
+    tensors: &[OutTensor],
+    max_bytes: u64,
+) -> Result<(), ModelError> {
     let shards = shards(tensors, max_bytes);
     let mut weight_map = BTreeMap::new();
     for (index, shard) in shards.iter().enumerate() {
@@ -232,7 +247,7 @@ fn write_weights(folder: &Path, merge: &Merge<'_>, tensors: &[OutTensor], max_by
             1 => "model.safetensors".to_owned(),
             n_shards => format!("model-{:05}-of-{n_shards:05}.safetensors", index + 1),
         };
-        write_shard(&folder.join(&file), merge, shard)?;
+        write_shard(&folder.join(&file), values, shard)?;
         weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), file.clone())));
     }
     if shards.len() == 1 {
@@ -243,9 +258,9 @@ fn write_weights(folder: &Path, merge: &Merge<'_>, tensors: &[OutTensor], max_by
     write_json(&folder.join("model.safetensors.index.json"), &index)
 }
 
-fn write_shard(path: &Path, merge: &Merge<'_>, shard: &[&OutTensor]) -> Result<(), ModelError> {
+fn write_shard(path: &Path, values: &dyn Values, shard: &[&OutTensor]) -> Result<(), ModelError> {
     let error = RefCell::new(None);
-    let views = shard.iter().map(|tensor| (tensor.name.as_str(), Lazy { tensor, merge, error: &error }));
+    let views = shard.iter().map(|tensor| (tensor.name.as_str(), Lazy { tensor, values, error: &error }));
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let written = safetensors::serialize_to_file(views, Some(metadata), path);
     if let Some(error) = error.into_inner() {
@@ -323,12 +338,12 @@ fn read_json(path: &Path) -> Result<Value, ModelError> {
     serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))
 }
 
-fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     querl_core::fsx::write_atomic(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io(path))
 }
 
 /// A place beside the files to come, in a folder that must be new or empty: what is in it would be mixed with them.
-fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
+pub(crate) fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
     std::fs::create_dir_all(out).map_err(ModelError::io(out))?;
     let mut entries = std::fs::read_dir(out).map_err(ModelError::io(out))?;
     if entries.next().is_some() {
@@ -338,7 +353,7 @@ fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
 }
 
 /// Moves files, weights first: a folder with a `config.json` is complete.
-fn move_files(from: &Path, to: &Path) -> Result<Vec<String>, ModelError> {
+pub(crate) fn move_files(from: &Path, to: &Path) -> Result<Vec<String>, ModelError> {
     let entries = std::fs::read_dir(from).map_err(ModelError::io(from))?;
     let names: Result<Vec<_>, _> = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect();
     let mut names = names.map_err(ModelError::io(from))?;

@@ -25,16 +25,37 @@ const QWEN3: [Row; 6] = [
     ("qwen3-32b", 5120, 25_600, 64, 64, 8, 151_936, false),
 ];
 
+/// No published model: a decoder so small that a measurement of it takes seconds on any device, with heads of a usual width.
+const TINY: Row = ("tiny", 128, 256, 2, 2, 1, 2048, true);
+
 impl DecoderConfig {
-    /// The shape of a published model. `None` for a name that is not one of [`DecoderConfig::shape_names`].
+    /// The shape of a published model, or of `tiny`, which is none. `None` for every other name than those of
+    /// [`DecoderConfig::shape_names`].
     pub fn of_shape(name: &str) -> Option<Self> {
         let of = |rows: &[Row], family| rows.iter().find(|row| row.0 == name).map(|&row| Self::from_row(row, family));
-        of(&QWEN2_5, Family::Qwen2).or_else(|| of(&QWEN3, Family::Qwen3))
+        of(&QWEN2_5, Family::Qwen2).or_else(|| of(&QWEN3, Family::Qwen3)).or_else(|| of(&[TINY], Family::Qwen2))
     }
 
     /// Names of published models whose shape is known.
     pub fn shape_names() -> impl Iterator<Item = &'static str> {
         QWEN2_5.iter().chain(&QWEN3).map(|row| row.0)
+    }
+
+    /// The same as `config.json` of a Hugging Face directory has it.
+    pub(crate) fn to_json(&self) -> serde_json::Value {
+        let (model_type, architecture) = match self.family {
+            Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
+            Family::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+        };
+        serde_json::json!({
+            "architectures": [architecture], "model_type": model_type, "hidden_act": "silu", "attention_dropout": 0.0,
+            "attention_bias": self.output_bias, "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.n_layers, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim, "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.rms_norm_eps, "tie_word_embeddings": self.tie_word_embeddings, "rope_scaling": null,
+            "use_sliding_window": false, "sliding_window": null, "max_window_layers": self.n_layers, "use_cache": true,
+            "initializer_range": self.initializer_range, "vocab_size": self.vocab_size,
+        })
     }
 
     fn from_row(
@@ -91,5 +112,17 @@ mod tests {
             assert!((found / expected - 1.0).abs() < 0.02, "{name}: {found} for {expected}");
         }
         assert!(DecoderConfig::of_shape("qwen2.5-33b").is_none());
+        assert!(DecoderConfig::of_shape("tiny").unwrap().n_parameters() < 1_000_000);
+    }
+
+    #[test]
+    fn a_shape_written_as_config_json_is_read_as_itself() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        for name in DecoderConfig::shape_names().chain(["tiny"]) {
+            let shape = DecoderConfig::of_shape(name).unwrap();
+            std::fs::write(&path, shape.to_json().to_string()).unwrap();
+            assert_eq!(DecoderConfig::load(&path).unwrap(), shape, "{name}");
+        }
     }
 }

@@ -36,6 +36,6 @@ pub use health::Health;
 pub use metrics::{MetricSink, Metrics};
 pub use optimizer::{AdamW, AdamWSettings};
 pub use order::training_order;
-pub use policy::{Example, Policy};
+pub use policy::{Example, Policy, passes};
 pub use schedule::{constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor};
 pub use state::{State, StateStore};

@@ -22,7 +22,7 @@ impl Example {
     }
 
     /// The tokens that go through the decoder: all but the last, from which nothing is predicted.
-    fn computed(&self) -> impl Iterator<Item = u32> + '_ {
+    pub fn computed(&self) -> impl Iterator<Item = u32> + '_ {
         self.prompt.iter().chain(&self.response).copied().take(self.n_computed())
     }
 
@@ -113,7 +113,7 @@ pub(crate) fn kept(gradient_checkpointing: bool) -> Recompute {
 
 /// Divides examples into passes of at most `limit` rows, where what examples begin with in common counts once; an example
 /// that is longer has a pass of its own. Examples that share the most stand together. Each index comes once.
-pub(crate) fn passes(examples: &[&Example], limit: usize) -> Vec<Vec<usize>> {
+pub fn passes(examples: &[&Example], limit: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..examples.len()).collect();
     order.sort_by(|&a, &b| examples[a].computed().cmp(examples[b].computed())); // stable: equal ones stay in order
     let mut passes: Vec<Vec<usize>> = Vec::new();

@@ -48,12 +48,19 @@ impl Place {
     /// # Errors
     /// It asks for a card that cannot be used, or for what a card cannot do.
     pub fn choose(config: &Config) -> Result<Self, Stop> {
-        let name = &config.device;
+        Self::of(&config.device, &config.model, &config.sft)
+    }
+
+    /// The same for a device by its name, and the settings that a card may refuse.
+    ///
+    /// # Errors
+    /// As [`Place::choose`].
+    pub fn of(name: &str, model: &ModelConfig, sft: &SftConfig) -> Result<Self, Stop> {
         let named = Device::from_name(name);
         if named == Some(Device::Cpu) {
             return Ok(Self::here());
         }
-        match (worker(named, config), named) {
+        match (worker(named, model, sft), named) {
             (Ok(worker), _) => {
                 let place = Self { worker, choice: Mutex::new(None) };
                 let choice = named.is_none().then(|| format!("device: {}", place.name()));
@@ -114,7 +121,7 @@ impl Place {
 }
 
 /// The library on the card that is asked for, or on the first.
-fn worker(named: Option<Device>, config: &Config) -> Result<Worker, Missing> {
+fn worker(named: Option<Device>, model: &ModelConfig, sft: &SftConfig) -> Result<Worker, Missing> {
     if std::env::var_os(cuda::ON_CPU).is_some() {
         return cuda::open().map(Worker::Library);
     }
@@ -126,7 +133,7 @@ fn worker(named: Option<Device>, config: &Config) -> Result<Worker, Missing> {
     let card = driver.cards.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
     let found = cuda::open()?;
     check_fit(driver.cuda, &card, found.library.description())?;
-    check_settings(&config.model, &config.sft)?;
+    check_settings(model, sft)?;
     let free_bytes = driver.free_bytes(index).ok();
     Ok(Worker::Card(found, UsedCard { index, card, free_bytes }))
 }

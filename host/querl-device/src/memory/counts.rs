@@ -5,7 +5,7 @@ use querl_core::config::{BaseDtype, SftConfig};
 use querl_model::{DecoderConfig, Family};
 
 /// The linear layers of a decoder layer, with their inputs and outputs.
-fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
+pub(crate) fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
     let DecoderConfig { hidden_size, intermediate_size, .. } = *shapes;
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
     [
@@ -26,7 +26,7 @@ pub(super) fn largest_linear(shapes: &DecoderConfig) -> u64 {
 
 /// Bytes of a base in some storage: int8 and nf4 with a scale for 64 weights, fp8 with one for an output; these three with embedding
 /// and head in bf16.
-pub(super) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
+pub(crate) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     let (of_linear, of_table) = match dtype {
         BaseDtype::F32 => (4.0, 4.0),
         BaseDtype::Bf16 | BaseDtype::F16 => (2.0, 2.0),

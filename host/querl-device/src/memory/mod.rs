@@ -10,7 +10,9 @@ mod counts;
 
 pub use advice::{Advice, advise, gibibytes};
 
-use counts::{adapter_parameters, base_bytes, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
+pub(crate) use counts::{base_bytes, linears};
+
+use counts::{adapter_parameters, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
 use querl_model::{BLOCK_TOKENS, DecoderConfig, EngineSettings, Place};

@@ -1,6 +1,7 @@
 //! Jobs, done: the model is loaded, the trainer or the engine does the work, the host hears of it.
 
 mod generate;
+mod measure;
 mod rl;
 mod sft;
 
@@ -27,6 +28,7 @@ pub fn do_job(job: &Job, host: &dyn Host) -> Result<Outcome, JobError> {
         Work::Sft(fitting) => sft::fit(job, fitting, host),
         Work::Rl(reinforcing) => rl::reinforce(job, reinforcing, host),
         Work::Generate(generating) => generate::answer(job, generating, host),
+        Work::Measure(measuring) => measure::measure(job, measuring, host),
     }
 }
 

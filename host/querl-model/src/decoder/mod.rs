@@ -32,6 +32,7 @@ pub use pass::{Dropout, Pass};
 pub use recompute::{Keep, Recompute, backward};
 pub use shard::Shard;
 pub(crate) use shard::{Part, Split};
+pub(crate) use tensors::{RandomTensors, Tensors};
 
 /// Whether the base weights are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

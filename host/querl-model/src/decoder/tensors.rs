@@ -12,7 +12,7 @@ use candle_core::{Device, Error, Tensor};
 use std::collections::BTreeMap;
 
 /// Tensors that are read one at a time.
-pub(super) trait Tensors {
+pub(crate) trait Tensors {
     /// Shape of a whole tensor.
     ///
     /// # Errors
@@ -115,14 +115,14 @@ impl Tensors for BTreeMap<String, Tensor> {
 }
 
 /// Random weights, made when they are asked for.
-pub(super) struct RandomTensors {
+pub(crate) struct RandomTensors {
     shapes: BTreeMap<String, Vec<usize>>,
     seed: u64,
     deviation: f32,
 }
 
 impl RandomTensors {
-    pub(super) fn new(config: &DecoderConfig, seed: u64) -> Self {
+    pub(crate) fn new(config: &DecoderConfig, seed: u64) -> Self {
         Self { shapes: config.tensor_shapes().into_iter().collect(), seed, deviation: config.initializer_range as f32 }
     }
 

@@ -1,8 +1,10 @@
 //! `querl model`: look at a model, hand it on, make a small one.
 
 mod exchange;
+mod init;
 mod inspect;
 mod logprobs;
+mod measure;
 
 use crate::failure::Stop;
 use crate::interrupt;
@@ -25,6 +27,10 @@ use std::path::{Path, PathBuf};
 pub(crate) enum ModelCommand {
     /// Say what a model directory or an adapter holds
     Inspect(inspect::InspectArgs),
+    /// Make a model of random weights of any shape, for measurements: on a device, or as a checkpoint
+    Init(init::InitArgs),
+    /// Measure fine-tuning, generation and PPO of a shape on a device, with random weights made there
+    Measure(Box<measure::MeasureArgs>),
     /// Log-probability of each token of each line, given those before it; JSON lines
     Logprobs(logprobs::LogprobsArgs),
     /// Write a model with an adapter's changes in its weights, as transformers and vLLM load it
@@ -46,6 +52,8 @@ pub(crate) enum ModelCommand {
 pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
     match command {
         ModelCommand::Inspect(args) => inspect::run(args),
+        ModelCommand::Init(args) => init::run(args),
+        ModelCommand::Measure(args) => measure::run(args),
         ModelCommand::Logprobs(args) => logprobs::run(args),
         ModelCommand::Merge(args) => exchange::merge(args),
         ModelCommand::Export(args) => exchange::export(args),

@@ -2,6 +2,7 @@
 
 mod generator;
 mod host;
+mod measuring;
 mod memory;
 mod rl;
 mod sft;
@@ -9,6 +10,7 @@ mod sft;
 #[cfg(test)]
 pub use generator::Each;
 pub use generator::{Generation, Generator, generator};
+pub use measuring::{fit, measure};
 pub use memory::of_config as memory_of_config;
 pub use rl::{RlData, rl};
 pub use sft::sft;

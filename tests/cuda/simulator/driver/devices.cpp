@@ -160,17 +160,27 @@ EXPORTED CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return CUDA_SUCCESS;
 }
 
-// Memory pools give back what they hold at once: there is nothing to set.
+// Memory pools give back what they hold at once: there is nothing to set but the peak.
 EXPORTED CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice ordinal) {
     if (!known(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
     *pool = reinterpret_cast<CUmemoryPool>(context(ordinal));
     return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuDeviceGetMemPool(CUmemoryPool* pool, CUdevice ordinal) { return cuDeviceGetDefaultMemPool(pool, ordinal); }
-EXPORTED CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute, void*) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute which, void* value) {
+    ONE_AT_A_TIME;
+    if (which != CU_MEMPOOL_ATTR_USED_MEM_HIGH) return CUDA_SUCCESS;
+    if (*static_cast<cuuint64_t*>(value) != 0) return CUDA_ERROR_INVALID_VALUE;
+    Device& owner = device(reinterpret_cast<Context*>(pool)->ordinal);
+    owner.peak_bytes = owner.used_bytes;
+    return CUDA_SUCCESS;
+}
 EXPORTED CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute which, void* value) {
     ONE_AT_A_TIME;
     switch (which) {
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+        *static_cast<cuuint64_t*>(value) = device(reinterpret_cast<Context*>(pool)->ordinal).peak_bytes;
+        return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
     case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
         *static_cast<cuuint64_t*>(value) = device(reinterpret_cast<Context*>(pool)->ordinal).used_bytes;

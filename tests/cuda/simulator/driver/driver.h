@@ -38,7 +38,7 @@ CUresult refuse(CUresult code, const char* format, ...) __attribute__((format(pr
 
 // Devices and contexts (devices.cpp).
 struct Device {
-    size_t memory_bytes = 0, used_bytes = 0;
+    size_t memory_bytes = 0, used_bytes = 0, peak_bytes = 0;
 };
 Device& device(int ordinal);
 int devices();

@@ -1,6 +1,7 @@
 // Memory of the device is memory of the host, counted. It begins as bytes of ones (NaN), so that what was never written is seen.
 #include "driver.h"
 
+#include <algorithm>
 #include <cstdint>
 
 namespace simulator {
@@ -26,7 +27,7 @@ static CUresult allocate(void** place, size_t bytes, Kind kind) {
     if (posix_memalign(place, 256, bytes) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
     std::memset(*place, 0xff, bytes);
     allocations()[reinterpret_cast<uintptr_t>(*place)] = {bytes, kind, ordinal};
-    if (kind == Kind::device) owner.used_bytes += bytes;
+    if (kind == Kind::device) owner.peak_bytes = std::max(owner.peak_bytes, owner.used_bytes += bytes);
     return CUDA_SUCCESS;
 }
 

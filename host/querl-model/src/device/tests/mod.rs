@@ -10,6 +10,7 @@ mod attention;
 mod decode;
 mod elementwise;
 mod logprobs;
+mod memory;
 mod norms;
 mod projection;
 mod rows;

@@ -1,0 +1,83 @@
+//! How many operations a fine-tuning step needs, and how many bytes a decoding step.
+
+use crate::memory::linears;
+use querl_core::config::{BaseDtype, SftConfig};
+use querl_model::{DecoderConfig, PackedBatch};
+use querl_train::{Example, passes};
+
+/// What the passes of a step compute.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Computed {
+    /// Passes.
+    pub(super) passes: usize,
+    /// Rows that go through the decoder.
+    pub(super) rows: usize,
+    /// Rows that these attend to, in all.
+    pub(super) pairs: u64,
+    /// Rows whose log-probability is wanted.
+    pub(super) answers: usize,
+}
+
+impl Computed {
+    /// Of some examples, in passes of at most `tokens_per_pass` rows.
+    pub(super) fn of(examples: &[&Example], tokens_per_pass: usize) -> Self {
+        let mut computed = Self::default();
+        for pass in passes(examples, tokens_per_pass) {
+            let sequences: Vec<Vec<u32>> = pass.iter().map(|&index| examples[index].computed().collect()).collect();
+            let batch = PackedBatch::shared(sequences.iter().map(Vec::as_slice));
+            computed.passes += 1;
+            computed.rows += batch.n_rows();
+            computed.pairs += batch.n_pairs();
+            computed.answers += pass.iter().map(|&index| examples[index].response.len()).sum::<usize>();
+        }
+        computed
+    }
+
+    /// Operations of forward and backward pass, a multiplication and an addition counted as two. Frozen weights have two products
+    /// (outputs, gradients of inputs), adapters three, the head two for each wanted row, attention two forward and four backward.
+    pub(super) fn operations(&self, shapes: &DecoderConfig, lora: &SftConfig) -> f64 {
+        let of_layer: usize = linears(shapes).iter().map(|(_, n_in, n_out)| n_in * n_out).sum();
+        let of_adapter: usize = linears(shapes).iter().map(|(_, n_in, n_out)| lora.lora_rank * (n_in + n_out)).sum();
+        let of_row = (2 * 2 * of_layer + 3 * 2 * of_adapter) * shapes.n_layers;
+        let of_answer = 2 * 2 * shapes.vocab_size * shapes.hidden_size;
+        let of_pair = 6 * 2 * shapes.head_dim * shapes.n_heads * shapes.n_layers;
+        self.rows as f64 * of_row as f64 + self.answers as f64 * of_answer as f64 + self.pairs as f64 * of_pair as f64
+    }
+}
+
+/// Bytes of weights that a decoding step reads: all layers and the head.
+pub(super) fn weight_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
+    let untied = DecoderConfig { tie_word_embeddings: true, ..shapes.clone() };
+    crate::memory::base_bytes(&untied, dtype)
+}
+
+/// Bytes of the keys and values of one token.
+pub(super) fn token_bytes(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
+    (shapes.n_layers * 2 * shapes.n_kv_heads * shapes.head_dim * value_bytes) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_rows_begin_with_is_computed_once_and_operations_are_those_of_the_formula() {
+        let example = |last| Example { prompt: vec![5, 6, last], response: vec![7, 2] };
+        let (a, b) = (example(8), example(9));
+        // 5 and 6 once, then 8 7 and 9 7; the last token of an answer predicts nothing.
+        let together = Computed::of(&[&a, &b], 100);
+        assert_eq!(together, Computed { passes: 1, rows: 6, pairs: 1 + 2 + 2 * (3 + 4), answers: 4 });
+        let apart = Computed::of(&[&a, &b], 4);
+        assert_eq!(apart, Computed { passes: 2, rows: 8, pairs: 2 * (1 + 2 + 3 + 4), answers: 4 });
+        let (Some(shapes), lora) =
+            (DecoderConfig::of_shape("tiny"), SftConfig { lora_rank: 4, ..SftConfig::default() })
+        else {
+            panic!("no tiny shape")
+        };
+        // Width 128, feed-forward 256, two heads of 64 and one of keys, two layers, 2048 tokens.
+        let layer = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256;
+        let adapter = 4 * (2 * 256 + 2 * 192 + 3 * 384);
+        let expected = 6 * 2 * (4 * layer + 6 * adapter) + 4 * 4 * 2048 * 128 + 17 * 12 * 64 * 2 * 2;
+        assert_eq!(together.operations(&shapes, &lora), f64::from(expected));
+    }
+}

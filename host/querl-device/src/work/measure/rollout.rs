@@ -1,0 +1,87 @@
+//! Answers to prompts that begin alike.
+
+use super::operations::{token_bytes, weight_bytes};
+use super::{Bench, check_generation, nothing, ppo, rows, times, types};
+use crate::work::lora;
+use crate::{Ceilings, JobError, RolledOut, Spread};
+use querl_model::{Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer};
+use querl_train::rl::sampling;
+
+/// Answers of an engine, one policy version after another.
+struct Rollouts<'a> {
+    engine: Engine<'a>,
+    adapter: LoraAdapter,
+    tokenizer: TextTokenizer,
+    prompts: Vec<Vec<u32>>,
+    n_samples: usize,
+    version: u64,
+    n_tokens: usize,
+}
+
+impl Rollouts<'_> {
+    /// By a version of the policy that has answered nothing, so that nothing is kept from before.
+    fn answer(&mut self, sampling: &SamplingSettings) -> Result<(), JobError> {
+        self.version += 1;
+        let (version, n) = (self.version, self.n_samples);
+        let request = |(row, prompt)| GenerationRequest { prompt, seed: version << 32 | row as u64, n };
+        let requests: Vec<_> = self.prompts.iter().map(Vec::as_slice).enumerate().map(request).collect();
+        self.engine.set_policy(Some(&self.adapter), self.version)?;
+        let answers = self.engine.generate(&requests, Decoding::Sample, sampling, &self.tokenizer)?;
+        self.n_tokens = answers.iter().flatten().map(|answer| answer.token_ids.len()).sum();
+        Ok(())
+    }
+
+    /// Tokens whose keys and values differ, once all answers have `n_new` tokens: each prompt's own part once.
+    fn different_tokens(&self, shared: usize, n_new: usize) -> usize {
+        let own: usize = self.prompts.iter().map(|prompt| prompt.len() - shared).sum();
+        shared + own + self.prompts.len() * self.n_samples * n_new
+    }
+}
+
+/// Several answers to each prompt, as many in all as `n_sequences` as far as `rl.n_samples` divides it.
+pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings) -> Result<RolledOut, JobError> {
+    check_generation(bench.place)?;
+    let (job, measuring) = (bench.job, bench.measuring);
+    let n_samples = measuring.rl.n_samples.clamp(1, n_sequences.max(1));
+    let n_prompts = (n_sequences / n_samples).max(1);
+    let settings = EngineSettings { max_sequences: n_sequences.max(1), ..EngineSettings::default() };
+    let mut rollouts = Rollouts {
+        engine: Engine::new(bench.decoder, settings)?,
+        adapter: LoraAdapter::new(bench.decoder, lora(&measuring.sft), job.seed)?,
+        tokenizer: ppo::tokenizer(measuring)?,
+        prompts: rows::prompts(n_prompts, &measuring.lengths, bench.decoder.config().vocab_size, job.seed),
+        n_samples,
+        version: 0,
+        n_tokens: 0,
+    };
+    let whole = sampling(&measuring.rl);
+    let first = SamplingSettings { max_new_tokens: 1, min_new_tokens: whole.min_new_tokens.min(1), ..whole.clone() };
+    let first_s = times(bench.place, measuring.repeats, || rollouts.answer(&first))?;
+    let seconds = times(bench.place, measuring.repeats, || rollouts.answer(&whole))?;
+    let (first_s, seconds) = (Spread::of(&first_s).ok_or_else(nothing)?, Spread::of(&seconds).ok_or_else(nothing)?);
+    // Answers may end before; the longest of them decides how many steps there are.
+    let (n_answers, n_steps) = (n_prompts * n_samples, whole.max_new_tokens.saturating_sub(1).max(1));
+    // Where prompts take most of the time, its noise may exceed what decoding takes: then nothing is said of that.
+    let rest = |seconds: f64| seconds - first_s.median;
+    let decode_s = (rest(seconds.least) > 0.0).then_some(Spread {
+        median: rest(seconds.median),
+        least: rest(seconds.least),
+        most: rest(seconds.most),
+        n: seconds.n,
+    });
+    let (shapes, value_bytes) = (bench.decoder.config(), types(job.device).value_bytes);
+    let n_cached = rollouts.different_tokens(measuring.lengths.shared, whole.max_new_tokens / 2);
+    let step_bytes = weight_bytes(shapes, job.model.dtype) + n_cached as u64 * token_bytes(shapes, value_bytes);
+    Ok(RolledOut {
+        sequences: n_answers,
+        prompts: n_prompts,
+        max_new_tokens: whole.max_new_tokens,
+        seconds,
+        tokens_per_s: seconds.rate(rollouts.n_tokens as f64),
+        decode_tokens_per_s: decode_s.map(|time| time.rate(rollouts.n_tokens.saturating_sub(n_answers) as f64)),
+        step_bytes,
+        share_of_bandwidth: decode_s
+            .map(|time| step_bytes as f64 * n_steps as f64 / time.median / ceilings.copy.median),
+        cache_bytes: rollouts.engine.cache_memory().peak_bytes as u64,
+    })
+}

@@ -1,0 +1,67 @@
+//! Rows of random tokens, all of which begin alike.
+
+use crate::Lengths;
+use querl_train::Example;
+
+/// Tokens below are special in the tokenizers that are made for measurements.
+const FIRST_TOKEN: u64 = 3;
+
+/// Ends an answer.
+const END: u32 = 2;
+
+/// Numbers that follow from a seed (SplitMix64).
+struct Draw(u64);
+
+impl Draw {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    fn token(&mut self, vocab_size: usize) -> u32 {
+        (FIRST_TOKEN + self.below(vocab_size as u64 - FIRST_TOKEN)) as u32
+    }
+}
+
+/// Prompts with answers. A row's number decides its lengths and tokens, so that fewer rows are the first of more.
+pub(super) fn examples(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Example> {
+    let mut draw = Draw(seed);
+    let shared: Vec<u32> = (0..lengths.shared).map(|_| draw.token(vocab_size)).collect();
+    let example = |index: usize| {
+        let mut draw = Draw(seed ^ (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let n_own = lengths.own_least + draw.below((lengths.own_most - lengths.own_least) as u64 + 1) as usize;
+        let own = (0..n_own).map(|_| draw.token(vocab_size)).collect::<Vec<_>>();
+        let mut response: Vec<u32> = (1..lengths.answer).map(|_| draw.token(vocab_size)).collect();
+        response.push(END);
+        Example { prompt: [shared.as_slice(), &own].concat(), response }
+    };
+    (0..n).map(example).collect()
+}
+
+/// Their prompts alone.
+pub(super) fn prompts(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Vec<u32>> {
+    examples(n, lengths, vocab_size, seed).into_iter().map(|example| example.prompt).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_begin_alike_go_on_by_themselves_and_have_the_lengths_asked_for() {
+        let lengths = Lengths { shared: 5, own_least: 2, own_most: 9, answer: 3 };
+        let rows = examples(200, &lengths, 50, 7);
+        assert!(rows.iter().all(|row| row.prompt[..5] == rows[0].prompt[..5] && row.response.len() == 3));
+        assert!(rows.iter().all(|row| row.response[2] == END && row.response[..2].iter().all(|id| *id > END)));
+        let own: Vec<usize> = rows.iter().map(|row| row.prompt.len() - 5).collect();
+        assert_eq!((own.iter().min(), own.iter().max()), (Some(&2), Some(&9)));
+        assert_ne!(rows[0].prompt, rows[1].prompt);
+        assert_eq!(examples(3, &lengths, 50, 7), rows[..3]);
+    }
+}

@@ -1,0 +1,68 @@
+//! Steps of a fine-tuning.
+
+use super::operations::Computed;
+use super::{Bench, Kept, nothing, rows, usage};
+use crate::memory::Stage;
+use crate::work::{Shown, lora};
+use crate::{Ceilings, JobError, Spread, Tuned};
+use querl_core::config::SftConfig;
+use querl_model::LoraAdapter;
+use querl_train::sft::{self, SftTask};
+use querl_train::{Example, Policy};
+
+/// Each step takes all rows, so that all steps are alike but for the order.
+pub(super) fn measure(bench: &Bench<'_>, ceilings: &Ceilings) -> Result<Tuned, JobError> {
+    let (job, measuring) = (bench.job, bench.measuring);
+    let asked = &measuring.sft;
+    let n_rows = asked.batch_size * asked.gradient_accumulation_steps;
+    let train = rows::examples(n_rows, &measuring.lengths, bench.decoder.config().vocab_size, job.seed);
+    let longest_row = train.iter().map(Example::len).max().unwrap_or_default();
+    let config = SftConfig {
+        epochs: measuring.repeats + 1,
+        max_steps: measuring.repeats + 1,
+        max_length: asked.max_length.max(longest_row),
+        eval_steps: usize::MAX,
+        save_steps: usize::MAX,
+        ..asked.clone()
+    };
+    usage::begin(bench.place)?;
+    let adapter = LoraAdapter::new(bench.decoder, lora(&config), job.seed)?;
+    let task = SftTask {
+        policy: Policy { decoder: bench.decoder, adapter: Some(&adapter) },
+        base_path: &measuring.work_dir,
+        train: &train,
+        val: &[],
+        config: &config,
+        tokens_per_pass: job.model.tokens_per_pass,
+        gradient_checkpointing: job.model.gradient_checkpointing,
+        seed: job.seed,
+        fingerprint: None,
+        output_dir: &measuring.work_dir.join("sft"),
+        progress: &Shown(bench.host),
+        stop: bench.host.stop(),
+    };
+    let mut kept = Kept::new();
+    sft::train(&task, &mut kept)?;
+    let memory = usage::end(bench, Stage::Sft { config: config.clone(), longest_row })?;
+    // The last step ends with writing the adapter, after its figures; the first brings code and memory.
+    let seconds: Vec<f64> = kept.steps.iter().skip(1).map(|(seconds, _)| *seconds).collect();
+    let step_s = Spread::of(&seconds).ok_or_else(nothing)?;
+    let computed = Computed::of(&train.iter().collect::<Vec<_>>(), job.model.tokens_per_pass);
+    let operations = computed.operations(bench.decoder.config(), &config);
+    let tokens = train.iter().map(Example::len).sum::<usize>();
+    Ok(Tuned {
+        rows: n_rows,
+        tokens,
+        computed_tokens: computed.rows,
+        tokens_per_pass: job.model.tokens_per_pass,
+        passes: computed.passes,
+        gradient_checkpointing: job.model.gradient_checkpointing,
+        lora_rank: config.lora_rank,
+        step_s,
+        tokens_per_s: step_s.rate(tokens as f64),
+        computed_tokens_per_s: step_s.rate(computed.rows as f64),
+        operations,
+        share_of_matrix_rate: operations / step_s.median / ceilings.matrix.median,
+        memory,
+    })
+}

@@ -1,0 +1,154 @@
+//! What a device can do at best, measured: products of large matrices, and copies.
+
+use crate::kernels::{FrozenWeight, Weight, linear};
+use crate::{ModelError, Place};
+use candle_core::{Device, Result, Tensor};
+use querl_core::config::BaseDtype;
+use std::time::Instant;
+
+/// A call that was repeated.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Repeated {
+    /// Rows and columns of the matrices, or bytes copied.
+    pub size: usize,
+    /// Seconds of the wall that each call took, from asking for it until it was done.
+    pub seconds: Vec<f64>,
+}
+
+/// Calls that count.
+const REPEATS: usize = 10;
+
+/// Sizes double until a call takes so many seconds: a shorter one is mostly its beginning and end.
+const LONG: f64 = 2e-3;
+
+/// Rows and columns of the largest matrices: 2^40 operations, more than a millisecond on any card.
+const LARGEST_MATRIX: usize = 8192;
+
+/// The largest copy, beyond any cache.
+const LARGEST_COPY: usize = 1 << 30;
+
+/// Products of square matrices of 2 `size`^3 operations: on a card of bf16 by cuBLAS, on the processor of f32 by our own kernels.
+///
+/// # Errors
+/// The device cannot compute, or has no memory left.
+pub fn matrix_products(place: &Place) -> std::result::Result<Repeated, ModelError> {
+    growing(256, LARGEST_MATRIX, |size| match place {
+        Place::Cpu => products_on_cpu(size),
+        #[cfg(feature = "cuda")]
+        Place::Card(gpu) => on_card::products(gpu, size),
+    })
+}
+
+/// Copies within the device's memory, each of which reads and writes `size` bytes.
+///
+/// # Errors
+/// As [`matrix_products`].
+pub fn copies(place: &Place) -> std::result::Result<Repeated, ModelError> {
+    growing(1 << 20, LARGEST_COPY, |size| match place {
+        Place::Cpu => copies_on_cpu(size),
+        #[cfg(feature = "cuda")]
+        Place::Card(gpu) => on_card::copies(gpu, size),
+    })
+}
+
+fn growing(
+    first: usize,
+    largest: usize,
+    call: impl Fn(usize) -> Result<Vec<f64>>,
+) -> std::result::Result<Repeated, ModelError> {
+    let mut size = first;
+    loop {
+        let seconds = call(size)?;
+        let shortest = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+        if size >= largest || shortest >= LONG {
+            return Ok(Repeated { size, seconds });
+        }
+        size *= 2;
+    }
+}
+
+fn timed(mut work: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+    let mut seconds = Vec::with_capacity(REPEATS);
+    // The first brings code and memory.
+    for index in 0..=REPEATS {
+        let started = Instant::now();
+        work()?;
+        if index > 0 {
+            seconds.push(started.elapsed().as_secs_f64());
+        }
+    }
+    Ok(seconds)
+}
+
+/// Rows of activations by a frozen weight, as in a layer.
+fn products_on_cpu(n: usize) -> Result<Vec<f64>> {
+    let values: Vec<f32> = (0..n * n).map(|index| (index % 17) as f32 / 16.0 - 0.5).collect();
+    let made = Tensor::from_vec(values, (n, n), &Device::Cpu)?;
+    let weight = Weight::Frozen(FrozenWeight::pack(&made, BaseDtype::F32)?);
+    timed(|| linear(&made, &weight, None).map(drop))
+}
+
+/// A part for each core.
+fn copies_on_cpu(n_bytes: usize) -> Result<Vec<f64>> {
+    let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let (from, mut to) = (vec![1u8; n_bytes], vec![0u8; n_bytes]);
+    let part = n_bytes.div_ceil(n_threads);
+    timed(|| {
+        std::thread::scope(|scope| {
+            for (to, from) in to.chunks_mut(part).zip(from.chunks(part)) {
+                scope.spawn(|| to.copy_from_slice(from));
+            }
+        });
+        Ok(())
+    })
+}
+
+#[cfg(feature = "cuda")]
+mod on_card {
+    use super::timed;
+    use crate::device::{Gpu, Matrix, Scale};
+    use candle_core::Result;
+
+    /// bf16 by bf16 into bf16, sums f32.
+    pub(super) fn products(gpu: &Gpu, n: usize) -> Result<Vec<f64>> {
+        let made = |seed| gpu.normal(n * n, seed, 1.0);
+        let (left, right, mut out) = (made(1)?, made(2)?, made(3)?);
+        gpu.synchronize()?;
+        timed(|| {
+            let (left, right) = (Matrix::of(gpu, &left, n)?, Matrix::of(gpu, &right, n)?.t());
+            gpu.product(&left, &right, &mut out, Scale::WRITE)?;
+            gpu.synchronize()
+        })
+    }
+
+    /// The copy's memory goes back to the pool at the end of each call and is taken from there again, which costs nothing.
+    pub(super) fn copies(gpu: &Gpu, n_bytes: usize) -> Result<Vec<f64>> {
+        let from = gpu.zeros::<u8>(n_bytes)?;
+        gpu.synchronize()?;
+        timed(|| {
+            let copy = gpu.copy(&from)?;
+            gpu.synchronize()?;
+            drop(copy);
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_grow_until_a_call_is_long_or_the_largest() {
+        let of = |long_from| growing(2, 64, |size| Ok(vec![if size >= long_from { 1.0 } else { 1e-6 }])).unwrap().size;
+        assert_eq!((of(1), of(16), of(1000)), (2, 16, 64));
+    }
+
+    #[test]
+    fn the_processor_multiplies_and_copies() {
+        for found in [matrix_products(&Place::Cpu).unwrap(), copies(&Place::Cpu).unwrap()] {
+            assert!(found.seconds.len() == REPEATS && found.seconds.iter().all(|seconds| *seconds > 0.0), "{found:?}");
+        }
+    }
+}
