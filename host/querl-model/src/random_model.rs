@@ -8,7 +8,7 @@ use std::path::Path;
 
 impl Values for RandomTensors {
     fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
-        Ok(self.tensor(&tensor.name)?.to_dtype(tensor.dtype)?)
+        Ok(self.tensor(&tensor.name, None)?.to_dtype(tensor.dtype)?)
     }
 }
 
