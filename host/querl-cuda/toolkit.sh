@@ -6,6 +6,9 @@
 # functions all fail are enough, and they are generated here (900 MB are not fetched). Writes FOLDER/environment, to be sourced
 # before a build with the feature `cuda`. Does nothing where FOLDER is complete. Ends with 3 where the wheels cannot be had.
 #
+# QUERL_CUDA_INSTALLED names an installed CUDA (12 or 13, such as /usr/local/cuda-12.8) to take instead of the wheels: a library that was built
+# with CUDA 12 runs with drivers and PyTorches for CUDA 12. There are no wheels with its compiler.
+#
 # Needs python3 with pip, cargo and gcc.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -13,7 +16,8 @@ root=$(cd "$here/../.." && pwd)
 folder="${1:-$root/target/cuda/toolkit}"
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
-wanted=$(cat "$here"/toolkit.sh "$here"/nvcc-for-candle.sh "$root/Cargo.lock" | sha256sum | cut -d' ' -f1)
+installed="${QUERL_CUDA_INSTALLED:-}"
+wanted=$( (cat "$here"/toolkit.sh "$here"/nvcc-for-candle.sh "$root/Cargo.lock"; echo "$installed") | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$folder/complete" 2> /dev/null)" = "$wanted" ]; then exit 0; fi
 rm -f "$folder/complete"
 
@@ -54,6 +58,21 @@ link() {
     done
 }
 
+# An installed CUDA is a whole tree: links to its parts are enough.
+link_installed() {
+    local file
+    [ -x "$installed/bin/nvcc" ] || { echo "QUERL_CUDA_INSTALLED is $installed, where there is no bin/nvcc"; exit 3; }
+    rm -rf "$folder/bin" "$folder/lib" "$folder/lib64" "$folder/licences" "$folder/wheels"
+    mkdir -p "$folder/bin" "$folder/lib/stubs" "$folder/licences"
+    for file in "$installed"/bin/*; do ln -sfn "$file" "$folder/bin/"; done
+    cp "$here/nvcc-for-candle.sh" "$folder/bin/nvcc-for-candle"
+    chmod +x "$folder/bin/nvcc-for-candle"
+    ln -sfn "$installed/include" "$folder/include"
+    ln -sfn "$installed/nvvm" "$folder/nvvm"
+    ln -sfn lib "$folder/lib64"
+    for file in "$installed"/lib64/libcudart*; do ln -sfn "$file" "$folder/lib/"; done
+}
+
 # stub NAME SONAME FILE...: a library that has every function of the Rust bindings FILE, each returning CUDA_ERROR_STUB_LIBRARY.
 stub() {
     local name="$1" soname="$2"; shift 2
@@ -62,15 +81,16 @@ stub() {
 }
 
 stubs() {
-    local cudarc
+    local cudarc major
+    major=$("$folder/bin/nvcc" --version | sed -nE 's/.*release ([0-9]+)\..*/\1/p')
     cudarc=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked --filter-platform x86_64-unknown-linux-gnu |
         python3 -c 'import json, os, sys
 print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc"))')
     stub cuda libcuda.so.1 "$cudarc/src/driver/sys/mod.rs"
-    stub cublas libcublas.so.13 "$cudarc/src/cublas/sys/mod.rs"
-    stub cublasLt libcublasLt.so.13 "$cudarc/src/cublaslt/sys/mod.rs"
+    stub cublas "libcublas.so.$major" "$cudarc/src/cublas/sys/mod.rs"
+    stub cublasLt "libcublasLt.so.$major" "$cudarc/src/cublaslt/sys/mod.rs"
     stub curand libcurand.so.10 "$cudarc/src/curand/sys/mod.rs"
-    stub nvrtc libnvrtc.so.13 "$cudarc/src/nvrtc/sys/mod.rs"
+    stub nvrtc "libnvrtc.so.$major" "$cudarc/src/nvrtc/sys/mod.rs"
 }
 
 environment() {
@@ -81,8 +101,12 @@ export CUDA_COMPUTE_CAP=80
 END
 }
 
-fetch
-link
+if [ -n "$installed" ]; then
+    link_installed
+else
+    fetch
+    link
+fi
 stubs
 environment
 echo "$wanted" > "$folder/complete"

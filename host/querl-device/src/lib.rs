@@ -28,7 +28,7 @@ pub use host::Host;
 pub use job::{Answered, Fitting, Generating, Job, Outcome, Reinforcing, Share, Work};
 pub use library::{Library, LibraryError};
 pub use measuring::{
-    Ceilings, Lengths, Loaded, Measured, Measuring, MemoryUse, Optimised, Part, RolledOut, Spread, Tuned,
+    Ceilings, KernelTime, Lengths, Loaded, Measured, Measuring, MemoryUse, Optimised, Part, RolledOut, Spread, Tuned,
 };
 pub use messages::{Description, Ended, Event, Reply, Request};
 pub use work::{do_job, lora};

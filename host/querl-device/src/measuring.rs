@@ -174,6 +174,18 @@ pub struct MemoryUse {
     pub beside_bytes: Option<u64>,
 }
 
+/// Time on a card of all launches of a kernel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelTime {
+    /// Its name, or `product` for cuBLAS.
+    pub name: String,
+    /// Launches.
+    pub calls: u64,
+    /// Of all of them.
+    pub seconds: f64,
+}
+
 /// Steps of a fine-tuning: forward, backward, clipping and optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -204,6 +216,8 @@ pub struct Tuned {
     pub share_of_matrix_rate: f64,
     /// What it took.
     pub memory: MemoryUse,
+    /// Of one more step, on a card: where its time goes, most first.
+    pub kernels: Vec<KernelTime>,
 }
 
 /// Answers to prompts that begin alike.
@@ -228,6 +242,8 @@ pub struct RolledOut {
     pub share_of_bandwidth: Option<f64>,
     /// Most that keys and values took.
     pub cache_bytes: u64,
+    /// Of one more rollout, on a card; what is launched as part of a graph is not told.
+    pub kernels: Vec<KernelTime>,
 }
 
 /// Iterations of PPO: answers, log-probabilities of policy and reference, values, epochs of updates of policy and critic.

@@ -1,6 +1,7 @@
 //! One card: its stream, our kernels, cuBLAS.
 
 use super::launch::Arg;
+use super::trace::Trace;
 use super::upload::Staging;
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, result as cublas, sys as blas};
 use candle_core::cuda_backend::cudarc::driver::{
@@ -44,6 +45,7 @@ struct Inner {
     staging: Staging,
     /// See [`Gpu::widening`].
     widening: Mutex<Option<CudaSlice<bf16>>>,
+    trace: Trace,
     /// Read by cuBLAS as long as `blas` lives.
     _workspace: CudaSlice<u8>,
 }
@@ -86,6 +88,7 @@ impl Gpu {
             shared_limit,
             staging: Staging::default(),
             widening: Mutex::new(None),
+            trace: Trace::default(),
             _workspace: workspace,
         };
         let gpu = Self { inner: Arc::new(inner) };
@@ -119,6 +122,10 @@ impl Gpu {
     /// The stream of all work.
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.inner.stream
+    }
+
+    pub(super) fn trace(&self) -> &Trace {
+        &self.inner.trace
     }
 
     pub(super) fn staging(&self) -> &Staging {
@@ -254,12 +261,12 @@ impl Gpu {
         let mut args: Vec<_> = args.iter_mut().map(Arg::address).collect();
         let [x, y, z] = grid.map(|n| n as u32);
         let stream = self.inner.stream.cu_stream();
-        // SAFETY: the function lives as long as the module; that the arguments fit is the caller's promise.
-        unsafe {
-            let (block, shared) = ((threads as u32, 1, 1), shared_bytes as u32);
-            result::launch_kernel(function.cu_function(), (x, y, z), block, shared, stream, &mut args)
-        }
-        .map_err(|error| Error::wrap(error).context(format!("{name}: {grid:?} blocks of {threads}")))
+        let (block, shared) = ((threads as u32, 1, 1), shared_bytes as u32);
+        self.noted(name, || {
+            // SAFETY: the function lives as long as the module; that the arguments fit is the caller's promise.
+            unsafe { result::launch_kernel(function.cu_function(), (x, y, z), block, shared, stream, &mut args) }
+                .map_err(|error| Error::wrap(error).context(format!("{name}: {grid:?} blocks of {threads}")))
+        })
     }
 
     fn function(&self, name: &'static str, shared_bytes: usize) -> Result<CudaFunction> {

@@ -13,8 +13,8 @@ mod few_rows;
 mod gpu;
 mod launch;
 mod logprobs;
-mod packed;
 mod memory;
+mod packed;
 mod product;
 mod projection;
 mod rms_norm;
@@ -24,6 +24,7 @@ mod sampling;
 mod tensors;
 #[cfg(test)]
 mod tests;
+mod trace;
 mod upload;
 mod weight;
 
@@ -34,14 +35,15 @@ pub use dropout::Masks;
 pub use elementwise::Element;
 pub use gpu::Gpu;
 pub use logprobs::LogprobRows;
-pub use packed::PackedFormat;
 pub use memory::CardMemory;
+pub use packed::PackedFormat;
 pub use product::{Matrix, Scale};
 pub use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub use rope::DeviceRope;
 pub use rows::Namers;
 pub use sampling::{Drawn, SamplingRows, SamplingRules};
 pub use tensors::{Loan, storage, whole};
+pub use trace::Launched;
 pub use weight::DeviceWeight;
 
 /// Values on the card.

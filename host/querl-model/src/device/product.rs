@@ -127,31 +127,33 @@ impl Gpu {
         let (out_at, _guard) = out.device_ptr_mut(stream);
         stream.context().bind_to_thread().map_err(Error::wrap)?;
         // cuBLAS counts by columns: it sees every matrix turned, and computes `out^T = right^T left^T`.
-        // SAFETY: the three lie on the card with the lengths checked above, and the scalars outlive the call.
-        unsafe {
-            result::gemm_ex(
-                *self.blas().handle(),
-                right.operation(),
-                left.operation(),
-                int(n)?,
-                int(m)?,
-                int(k)?,
-                (&raw const scale.alpha).cast(),
-                right.address as *const _,
-                bf16::CUDA_TYPE,
-                int(right.n_columns)?,
-                left.address as *const _,
-                bf16::CUDA_TYPE,
-                int(left.n_columns)?,
-                (&raw const scale.keep).cast(),
-                out_at as *mut _,
-                T::CUDA_TYPE,
-                int(n)?,
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
-        }
-        .map_err(|error| self.blas_error(error).context(format!("product of ({m}, {k}) and ({k}, {n})")))
+        self.noted("product", || {
+            // SAFETY: the three lie on the card with the lengths checked above, and the scalars outlive the call.
+            unsafe {
+                result::gemm_ex(
+                    *self.blas().handle(),
+                    right.operation(),
+                    left.operation(),
+                    int(n)?,
+                    int(m)?,
+                    int(k)?,
+                    (&raw const scale.alpha).cast(),
+                    right.address as *const _,
+                    bf16::CUDA_TYPE,
+                    int(right.n_columns)?,
+                    left.address as *const _,
+                    bf16::CUDA_TYPE,
+                    int(left.n_columns)?,
+                    (&raw const scale.keep).cast(),
+                    out_at as *mut _,
+                    T::CUDA_TYPE,
+                    int(n)?,
+                    sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                    sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+                )
+            }
+            .map_err(|error| self.blas_error(error).context(format!("product of ({m}, {k}) and ({k}, {n})")))
+        })
     }
 
     /// A sum of nothing.

@@ -13,7 +13,7 @@ mod usage;
 
 use super::place;
 use crate::memory::{Asked, Plan, Stage, Types};
-use crate::{Device, Ending, Failure, Host, Job, JobError, Measured, Measuring, Outcome, Part};
+use crate::{Device, Ending, Failure, Host, Job, JobError, KernelTime, Measured, Measuring, Outcome, Part};
 use querl_model::{Decoder, DecoderConfig, Place};
 use querl_train::{MetricSink, Metrics};
 use std::io;
@@ -160,6 +160,30 @@ fn times(place: &Place, n: usize, mut work: impl FnMut() -> Result<(), JobError>
         }
     }
     Ok(seconds)
+}
+
+/// Does `work` once more and tells how long each kernel took of the card; on the processor nothing is done.
+fn kernel_times(place: &Place, work: impl FnOnce() -> Result<(), JobError>) -> Result<Vec<KernelTime>, JobError> {
+    match place {
+        Place::Cpu => {
+            drop(work);
+            Ok(Vec::new())
+        }
+        #[cfg(feature = "cuda")]
+        Place::Card(gpu) => {
+            let (done, launched) = gpu.traced(work).map_err(querl_model::ModelError::from)?;
+            done?;
+            let mut times: std::collections::BTreeMap<&str, (u64, f64)> = std::collections::BTreeMap::new();
+            for of in launched {
+                let (calls, seconds) = times.entry(of.name).or_default();
+                (*calls, *seconds) = (*calls + 1, *seconds + f64::from(of.milliseconds) / 1e3);
+            }
+            let time = |(name, (calls, seconds)): (&str, (u64, f64))| KernelTime { name: name.into(), calls, seconds };
+            let mut times: Vec<KernelTime> = times.into_iter().map(time).collect();
+            times.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+            Ok(times)
+        }
+    }
 }
 
 /// Keeps figures with the time that passed since those before.

@@ -1,7 +1,7 @@
 //! Answers to prompts that begin alike.
 
 use super::operations::{token_bytes, weight_bytes};
-use super::{Bench, check_generation, nothing, ppo, rows, times, types};
+use super::{Bench, check_generation, kernel_times, nothing, ppo, rows, times, types};
 use crate::work::lora;
 use crate::{Ceilings, JobError, RolledOut, Spread};
 use querl_model::{Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer};
@@ -61,6 +61,7 @@ pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
     let (first_s, seconds) = (Spread::of(&first_s).ok_or_else(nothing)?, Spread::of(&seconds).ok_or_else(nothing)?);
     // Answers may end before; the longest of them decides how many steps there are.
     let (n_answers, n_steps) = (n_prompts * n_samples, whole.max_new_tokens.saturating_sub(1).max(1));
+    let kernels = kernel_times(bench.place, || rollouts.answer(&whole))?;
     // Where prompts take most of the time, its noise may exceed what decoding takes: then nothing is said of that.
     let rest = |seconds: f64| seconds - first_s.median;
     let decode_s = (rest(seconds.least) > 0.0).then_some(Spread {
@@ -83,5 +84,6 @@ pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
         share_of_bandwidth: decode_s
             .map(|time| step_bytes as f64 * n_steps as f64 / time.median / ceilings.copy.median),
         cache_bytes: rollouts.engine.cache_memory().peak_bytes as u64,
+        kernels,
     })
 }

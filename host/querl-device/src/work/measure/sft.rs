@@ -1,7 +1,7 @@
 //! Steps of a fine-tuning.
 
 use super::operations::Computed;
-use super::{Bench, Kept, nothing, rows, usage};
+use super::{Bench, Kept, kernel_times, nothing, rows, usage};
 use crate::memory::Stage;
 use crate::work::{Shown, lora};
 use crate::{Ceilings, JobError, Spread, Tuned};
@@ -44,6 +44,9 @@ pub(super) fn measure(bench: &Bench<'_>, ceilings: &Ceilings) -> Result<Tuned, J
     let mut kept = Kept::new();
     sft::train(&task, &mut kept)?;
     let memory = usage::end(bench, Stage::Sft { config: config.clone(), longest_row })?;
+    let once = SftConfig { max_steps: 1, ..config.clone() };
+    let again = SftTask { config: &once, ..task };
+    let kernels = kernel_times(bench.place, || Ok(sft::train(&again, &mut Kept::new()).map(drop)?))?;
     // The last step ends with writing the adapter, after its figures; the first brings code and memory.
     let seconds: Vec<f64> = kept.steps.iter().skip(1).map(|(seconds, _)| *seconds).collect();
     let step_s = Spread::of(&seconds).ok_or_else(nothing)?;
@@ -64,5 +67,6 @@ pub(super) fn measure(bench: &Bench<'_>, ceilings: &Ceilings) -> Result<Tuned, J
         operations,
         share_of_matrix_rate: operations / step_s.median / ceilings.matrix.median,
         memory,
+        kernels,
     })
 }

@@ -15,6 +15,7 @@ mod norms;
 mod projection;
 mod rows;
 mod sampling;
+mod trace;
 mod weight;
 
 use super::{CudaSlice, Gpu};

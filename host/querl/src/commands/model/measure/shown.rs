@@ -1,6 +1,6 @@
 //! Figures for people.
 
-use querl_device::{Ceilings, Loaded, Measured, MemoryUse, Optimised, RolledOut, Spread, Tuned};
+use querl_device::{Ceilings, KernelTime, Loaded, Measured, MemoryUse, Optimised, RolledOut, Spread, Tuned};
 
 /// A name and a value for each.
 pub(super) fn lines(measured: &Measured) -> Vec<(String, String)> {
@@ -14,6 +14,7 @@ pub(super) fn lines(measured: &Measured) -> Vec<(String, String)> {
     lines.extend(measured.load.as_ref().map(|loaded| line("load", of_load(loaded))));
     if let Some(tuned) = &measured.sft {
         lines.extend([line("sft", of_sft(tuned)), line("sft memory", of_memory(&tuned.memory))]);
+        lines.extend(of_kernels(&tuned.kernels).map(|text| line("sft kernels", text)));
     }
     lines.extend(
         measured.rollouts.iter().map(|rolled| (format!("rollout of {}", rolled.sequences), of_rollout(rolled))),
@@ -69,6 +70,14 @@ fn of_ppo(optimised: &Optimised) -> String {
         "{iteration} an iteration of {answers} answers and {updates} updates ({}); scored by {scorer}",
         parts.join(", ")
     )
+}
+
+/// Where a card's time went.
+fn of_kernels(kernels: &[KernelTime]) -> Option<String> {
+    let total: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
+    let share = |kernel: &KernelTime| format!("{} {:.1}%", kernel.name, 100.0 * kernel.seconds / total);
+    let shares: Vec<String> = kernels.iter().take(8).map(share).collect();
+    (total > 0.0).then(|| format!("{total:.3} s on the card: {}", shares.join(", ")))
 }
 
 fn of_memory(memory: &MemoryUse) -> String {

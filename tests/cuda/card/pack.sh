@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# pack.sh [--wheels PYTHON] [--small] [OUT]: builds what a machine with a card needs and packs it into one archive (default target/cuda/card.tar.xz).
+#
+# In it: querl, libquerl_cuda.so, the test programs of querl-model and querl-train with the feature `cuda`, the program that measures kernels, the
+# goldens of the tests, and the scripts. Unpacked there, `card/run.sh` runs all of it. Ends with 1 where the archive is larger than 64 MiB.
+#
+# --wheels 3.12 adds wheels of transformers and PEFT with what they need, for that Python; torch must be there. --small compiles for the capability
+# 9.0 alone (QUERL_CUDA_CAPABILITIES names others). QUERL_CUDA_INSTALLED names an installed CUDA to build with, such as /usr/local/cuda-12.8:
+# see host/querl-cuda/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit).
+set -euo pipefail
+cd "$(dirname "$0")/../../.."
+python=""; out="$PWD/target/cuda/card.tar.xz"; limit=$((64 << 20))
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --wheels) python="$2"; shift 2 ;;
+    --small) export QUERL_CUDA_CAPABILITIES="${QUERL_CUDA_CAPABILITIES:-90}"; shift ;;
+    *) out="$1"; shift ;;
+    esac
+done
+toolkit="${QUERL_CUDA_TOOLKIT:-$PWD/target/cuda/toolkit}"
+target="${CARGO_TARGET_DIR:-target}"
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+card="$folder/card"
+mkdir -p "$card/bin/cuda" "$card/golden"
+
+echo "+ querl"
+cargo build --release -p querl
+strip -o "$card/bin/querl" "$target/release/querl"
+
+echo "+ the library"
+host/querl-cuda/build.sh "$toolkit"
+cp "$target/release/cuda/libquerl_cuda.so" "$card/bin/cuda/"
+
+echo "+ test programs, the kernels' program"
+# shellcheck disable=SC1091
+. "$toolkit/environment"
+programs() { # what cargo built for ARGUMENT..., a name and a path a line
+    cargo "$@" --message-format=json | python3 -c '
+import json, sys
+for line in sys.stdin:
+    found = json.loads(line)
+    if found.get("executable"):
+        print(found["target"]["name"], found["executable"])'
+}
+add() { while read -r name path; do case "$name" in querl_model | querl_train | card | candle_on_the_device | card_kernels) strip -o "$card/bin/$name" "$path" ;; esac; done; }
+programs test --release -p querl-model -p querl-train --features querl-model/cuda,querl-train/cuda --no-run --lib \
+    --test card --test candle_on_the_device | add
+programs build --release -p querl-model --features cuda --example card_kernels | add
+for name in querl_model querl_train card candle_on_the_device card_kernels; do
+    [ -x "$card/bin/$name" ] || { echo "$name was not built"; exit 1; }
+done
+
+echo "+ the rest"
+cp -r tests/reference/golden/decoders "$card/golden/"
+cp tests/cuda/card/{run.sh,compare.py,libraries.py,report.py} "$card/"
+readelf -d "$card/bin/cuda/libquerl_cuda.so" | sed -nE 's/.*\(NEEDED\).*\[(libcu.*|libnv.*)\]/\1/p' | grep -v '^libcuda\.' > "$card/needs.txt"
+if [ -n "$python" ]; then
+    mkdir "$card/wheels"
+    platforms=(--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64)
+    # --no-deps: torch and its libraries would be 3 GB; these are what transformers and PEFT need beside it and numpy.
+    python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$python" --implementation cp \
+        "${platforms[@]}" -d "$card/wheels" transformers==5.17.0 peft==0.21.2 accelerate tokenizers safetensors huggingface_hub regex pyyaml \
+        tqdm packaging psutil hf-xet httpx httpcore h11 anyio sniffio idna certifi typer-slim shellingham click typing_extensions filelock fsspec
+fi
+
+mkdir -p "$(dirname "$out")"
+# One dictionary for all: the programs hold the same kernels.
+tar -C "$folder" --sort=name --owner=0 --group=0 -cf - card | xz -9e --lzma2=dict=192MiB > "$out"
+mib() { awk -v bytes="$1" 'BEGIN { printf "%.1f MiB", bytes / 1048576 }'; }
+echo
+(cd "$card" && du -ab --max-depth=2 | sort -rn | awk '$1 > 1e5 { printf "%8.1f MiB  %s\n", $1 / 1048576, $2 }')
+size=$(stat -c %s "$out")
+echo "$out: $(mib "$size")"
+[ "$size" -le "$limit" ] || { echo "that is more than $(mib "$limit"): leave the wheels out, or pack with --small"; exit 1; }
