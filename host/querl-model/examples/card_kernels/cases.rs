@@ -255,22 +255,38 @@ fn optimizer(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Weights in fewer bits: packed, widened, and multiplied with few rows as they are stored.
 fn packed(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (n_in, n_out) = (sizes.shape.hidden_size, sizes.shape.intermediate_size);
     let (n, values) = (n_in * n_out, halves(gpu, n_in * n_out)?);
+    few_rows(gpu, &DeviceWeight::new(gpu.copy(&values)?, n_out, n_in)?, "few_rows_bf16_bf16", measure)?;
     let formats = [
-        (PackedFormat::Int8, "pack_int8", "unpack_int8"),
-        (PackedFormat::Nf4, "pack_nf4", "unpack_nf4"),
-        (PackedFormat::Fp8, "pack_fp8", "unpack_fp8"),
+        (PackedFormat::Int8, "pack_int8_bf16", "unpack_int8", "few_rows_int8_bf16"),
+        (PackedFormat::Nf4, "pack_nf4_bf16", "unpack_nf4", "few_rows_nf4_bf16"),
+        (PackedFormat::Fp8, "pack_fp8_bf16", "unpack_fp8", "few_rows_fp8_bf16"),
     ];
-    for (format, pack, unpack) in formats {
+    for (format, pack, unpack, few) in formats {
         let weight = DeviceWeight::packed(gpu, &values, (n_out, n_in), format)?;
         let floor = 2 * n + weight.memory_bytes();
         measure(case(format!("packed: ({n_out}, {n_in}) as {format:?}"), bytes(pack, floor), || {
             DeviceWeight::packed(gpu, &values, (n_out, n_in), format).map(drop)
         }));
-        measure(case(format!("unpacked: ({n_out}, {n_in}) of {format:?}"), bytes(unpack, floor), || {
+        measure(case(format!("widened: ({n_out}, {n_in}) of {format:?}"), bytes(unpack, floor), || {
             weight.to_f32(gpu).map(drop)
+        }));
+        few_rows(gpu, &weight, few, measure)?;
+    }
+    Ok(())
+}
+
+fn few_rows(gpu: &Gpu, weight: &DeviceWeight, kernel: &'static str, measure: Measure<'_>) -> Result<()> {
+    let (n_out, n_in) = weight.dims();
+    for n in [1, 8, 16, 64] {
+        let (x, mut y) = (halves(gpu, n * n_in)?, halves(gpu, n * n_out)?);
+        let floor = Floor::Bytes((weight.memory_bytes() + 2 * n * (n_in + n_out)) as f64);
+        let floors = vec![(kernel, floor), ("product", floor)];
+        measure(case(format!("multiply: {n} rows, ({n_out}, {n_in})"), floors, || {
+            weight.multiply(gpu, &Matrix::of(gpu, &x, n_in)?, &mut y, Scale::WRITE)
         }));
     }
     Ok(())
