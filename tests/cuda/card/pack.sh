@@ -58,10 +58,11 @@ readelf -d "$card/bin/cuda/libquerl_cuda.so" | sed -nE 's/.*\(NEEDED\).*\[(libcu
 if [ -n "$python" ]; then
     mkdir "$card/wheels"
     platforms=(--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64)
-    # --no-deps: torch and its libraries would be 3 GB; these are what transformers and PEFT need beside it and numpy.
+    # --no-deps: torch and its libraries would be 3 GB. These are what compare.py loads beside them, in the versions that it was tried with.
     python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$python" --implementation cp \
-        "${platforms[@]}" -d "$card/wheels" transformers==5.17.0 peft==0.21.2 accelerate tokenizers safetensors huggingface_hub regex pyyaml \
-        tqdm packaging psutil hf-xet httpx httpcore h11 anyio sniffio idna certifi typer-slim shellingham click typing_extensions filelock fsspec
+        "${platforms[@]}" -d "$card/wheels" transformers==5.17.0 peft==0.21.2 accelerate==1.15.0 tokenizers==0.23.3 safetensors==0.8.0 \
+        huggingface_hub==1.33.0 regex==2026.11.15 pyyaml==6.0.3 tqdm==4.70.1 packaging==25.0 psutil==7.2.2 hf-xet==1.8.0 httpx==0.28.1 \
+        httpcore==1.0.9 h11==0.16.0 anyio==4.16.0 idna==3.20 certifi==2026.10.18 click==8.5.1
 fi
 
 mkdir -p "$(dirname "$out")"
