@@ -6,7 +6,7 @@ use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault, PolicyResponse, Progress, ScoredResponses};
 use querl_core::records::{Message, Split};
 use querl_device::{
-    Answered, Device, Fitting, Generating, Host, Library, LibraryError, Outcome, Refused, Reinforcing, Share, Work,
+    Answered, Device, Fitting, Generating, Host, Library, LibraryError, Outcome, Refused, Reinforcing, Work,
 };
 use querl_model::{DType, Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
 use querl_train::{Example, Metrics};
@@ -149,7 +149,7 @@ fn job(folder: &Path, work: Work) -> Job {
     std::fs::create_dir(&path).unwrap();
     make_model(&path);
     let model = ModelConfig { path, dtype: BaseDtype::F32, tokens_per_pass: 64, gradient_checkpointing: false };
-    Job { device: Device::Cpu, threads: 1, share: Share::WHOLE, model, seed: 3, work }
+    Job { devices: vec![Device::Cpu], threads: 1, model, seed: 3, work }
 }
 
 fn fitting(folder: &Path) -> Work {
@@ -279,13 +279,13 @@ fn a_model_that_is_not_there_is_for_the_user_to_mend() {
 #[test]
 fn a_device_that_this_build_has_not_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let job = Job { device: Device::Cuda(1000), ..job(folder.path(), fitting(folder.path())) };
+    let job = Job { devices: vec![Device::Cuda(1000)], ..job(folder.path(), fitting(folder.path())) };
     let error = library().run(&job, &Told::default()).unwrap_err();
     let is_named = cfg!(feature = "cuda") || error.to_string().contains("no device cuda:1000");
     assert!(is_named && matches!(error, JobError::Failed(_)), "{error}");
-    let share = Job { device: Device::Cpu, share: Share { rank: 1, world_size: 2 }, ..job };
-    let error = library().run(&share, &Told::default()).unwrap_err().to_string();
-    assert!(error.contains("rank 1 of 2"), "{error}");
+    let nobody = Job { devices: Vec::new(), ..job };
+    let error = library().run(&nobody, &Told::default()).unwrap_err().to_string();
+    assert!(error.contains("names no device"), "{error}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! How a job ends other than well.
 
 use querl_core::ports::EnvironmentError;
-use querl_model::ModelError;
+use querl_model::{ModelError, RanksError};
 use querl_train::TrainError;
 use serde::{Deserialize, Serialize};
 use std::error::Error;
@@ -85,6 +85,12 @@ impl From<TrainError> for JobError {
             TrainError::Environment(error) => Self::Environment(error),
             error => Failure { ending: Ending::of(&error), message: chain_of(&error) }.into(),
         }
+    }
+}
+
+impl From<RanksError> for JobError {
+    fn from(error: RanksError) -> Self {
+        TrainError::from(error).into()
     }
 }
 

@@ -13,33 +13,16 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Job {
-    /// Who does it.
-    pub device: Device,
+    /// Who does it: a rank on each, at least one. Several ranks of the processor share it.
+    pub devices: Vec<Device>,
     /// Threads of the processor; 0 takes all cores. Only the first job of a process decides.
     pub threads: usize,
-    /// Which part of the work, where several cards share it.
-    pub share: Share,
     /// The base, its storage, and how passes are cut.
     pub model: ModelConfig,
     /// Seeds new adapters, the order of the data and the sampling.
     pub seed: u64,
     /// What is done.
     pub work: Work,
-}
-
-/// One of several processes that do a job together, each with a card.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Share {
-    /// Which, from 0.
-    pub rank: usize,
-    /// Of so many.
-    pub world_size: usize,
-}
-
-impl Share {
-    /// Of a job that is done by one device alone.
-    pub const WHOLE: Self = Self { rank: 0, world_size: 1 };
 }
 
 /// What is done.

@@ -25,7 +25,7 @@ mod work;
 pub use device::Device;
 pub use ending::{Ending, Failure, JobError, Refused, chain_of};
 pub use host::Host;
-pub use job::{Answered, Fitting, Generating, Job, Outcome, Reinforcing, Share, Work};
+pub use job::{Answered, Fitting, Generating, Job, Outcome, Reinforcing, Work};
 pub use library::{Library, LibraryError};
 pub use measuring::{
     Ceilings, KernelTime, Lengths, Loaded, Measured, Measuring, MemoryUse, Optimised, Part, RolledOut, Spread, Tuned,

@@ -5,7 +5,7 @@ use querl_core::config::{BaseDtype, ModelConfig, SftConfig};
 use querl_core::ports::{EnvironmentError, PolicyResponse, Progress, ScoredResponses};
 use querl_core::records::Split;
 use querl_device::memory::{Asked, Plan, Stage, Types};
-use querl_device::{Answered, Device, Fitting, Host, Job, Refused, Share, Work, do_job};
+use querl_device::{Answered, Device, Fitting, Host, Job, Refused, Work, do_job};
 use querl_model::{DType, Decoder, DecoderConfig};
 use querl_train::{Example, Metrics};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -126,7 +126,7 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
     let output = tempfile::tempdir().unwrap();
     let (train, output_dir) = (examples(), output.path().to_owned());
     let work = Work::Sft(Fitting { config, train, val: Vec::new(), fingerprint: None, output_dir });
-    let job = Job { device: Device::Cpu, threads: 2, share: Share::WHOLE, model, seed: 1, work };
+    let job = Job { devices: vec![Device::Cpu], threads: 2, model, seed: 1, work };
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
     do_job(&job, &Deaf(AtomicBool::new(false))).unwrap();

@@ -50,7 +50,7 @@ pub use generate::{
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use place::Place;
 pub use random_model::write_random_model;
-pub use ranks::{RankFailure, Ranks, RanksError, run_ranks};
+pub use ranks::{Mesh, RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;

@@ -14,7 +14,8 @@ use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Judgement, Reward};
 use querl_model::{
-    Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
+    Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, Mesh, SamplingSettings, TextTokenizer,
+    Weights,
 };
 use querl_train::rl::{self, RlData, RlTask};
 use querl_train::sft::{self, SftTask};
@@ -140,6 +141,7 @@ fn fine_tune(options: &Options, method: TuningMethod) -> Result<Value> {
         tokens_per_pass: options.get("tokens-per-pass", 8192)?,
         gradient_checkpointing: false,
         seed: options.get("seed", 0)?,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,
@@ -215,6 +217,7 @@ fn ppo(options: &Options) -> Result<Value> {
         gradient_checkpointing: false,
         critic_lora: policy.settings().clone(),
         seed: 0,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,

@@ -1,7 +1,7 @@
 //! What can stop a training.
 
 use querl_core::ports::EnvironmentError;
-use querl_model::ModelError;
+use querl_model::{ModelError, RanksError};
 use std::path::PathBuf;
 
 /// Errors of this crate.
@@ -13,6 +13,19 @@ pub enum TrainError {
     /// A computation.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+    /// Ranks that train together do not go on.
+    #[error(transparent)]
+    Ranks(#[from] RanksError),
+    /// Ranks that train together have come to different weights.
+    #[error(
+        "{stage} step {step}: the ranks have come to different weights; the newest checkpoint is from before, and this is a fault of the cards' sums or of querl, please report it"
+    )]
+    RanksDiffer {
+        /// Which stage.
+        stage: &'static str,
+        /// Which step.
+        step: u64,
+    },
     /// The environment could not score a batch.
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
@@ -113,13 +126,15 @@ impl TrainError {
         match self {
             Self::OutOfMemory { .. } => true,
             Self::Tensor(error) | Self::Model(ModelError::Tensor(error)) => is_out_of_memory(error),
+            // Of another rank, in its words.
+            Self::Ranks(error) | Self::Model(ModelError::Ranks(error)) => is_out_of_memory(error),
             _ => false,
         }
     }
 }
 
 /// CUDA's errors reach candle as text: the driver's `CUDA_ERROR_OUT_OF_MEMORY`, cuBLAS's `CUBLAS_STATUS_ALLOC_FAILED`.
-fn is_out_of_memory(error: &candle_core::Error) -> bool {
+fn is_out_of_memory(error: &impl std::fmt::Display) -> bool {
     let text = error.to_string();
     ["ERROR_OUT_OF_MEMORY", "STATUS_ALLOC_FAILED"].iter().any(|words| text.contains(words))
 }
@@ -143,6 +158,8 @@ mod tests {
         assert!(!of("DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access was encountered\")"));
         let message = candle_core::Error::Msg("CUDA_ERROR_OUT_OF_MEMORY".into());
         assert!(TrainError::from(ModelError::Tensor(message)).is_out_of_memory());
+        let message = "DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")".into();
+        assert!(TrainError::from(RanksError::Failed { rank: 1, message }).is_out_of_memory());
         assert!(!TrainError::Data("out of rows".into()).is_out_of_memory());
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::{TrainError, slices};
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
+use querl_model::Ranks;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 #[cfg(feature = "cuda")]
@@ -54,6 +55,26 @@ impl Sum {
     }
 }
 
+/// Values of a bucket, unless one variable has more: 32 MiB are long enough to sum at full speed, and hardly count beside a base.
+/// torch's `DistributedDataParallel` has buckets of 25 MiB.
+const BUCKET: usize = 8 << 20;
+
+/// Variables in their order, as many in a bucket as fit.
+fn buckets<'a>(vars: impl Iterator<Item = (&'a String, &'a Var)>) -> Vec<Vec<(&'a String, &'a Var)>> {
+    let (mut buckets, mut n_values) = (Vec::<Vec<_>>::new(), 0);
+    for (name, var) in vars {
+        n_values += var.elem_count();
+        match buckets.last_mut() {
+            Some(bucket) if n_values <= BUCKET => bucket.push((name, var)),
+            _ => {
+                n_values = var.elem_count();
+                buckets.push(vec![(name, var)]);
+            }
+        }
+    }
+    buckets
+}
+
 /// Values that one thread works on at a time. Sums are formed by chunk and then in the chunks' order, so that they do not depend
 /// on the number of threads.
 pub(crate) const CHUNK: usize = 1 << 15;
@@ -83,6 +104,42 @@ impl Gradients {
                 None => Sum::Borrowed(gradient.detach()),
             };
             self.sums.insert(name.clone(), sum);
+        }
+        Ok(())
+    }
+
+    /// Replaces them by their sum over all ranks, before [`clip`](Self::clip). `vars`: the same variables on every rank, of
+    /// which a rank may have found a gradient or not.
+    ///
+    /// # Errors
+    /// A rank has failed; a gradient is not f32; a card has no memory left.
+    pub fn sum_over(&mut self, ranks: &Ranks, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
+        if ranks.world_size() == 1 {
+            return Ok(());
+        }
+        let mine: Vec<bool> = vars.keys().map(|name| self.sums.contains_key(name)).collect();
+        let all = ranks.all_gather(mine)?;
+        let is_found = |index: usize| all.iter().any(|of_rank| of_rank[index]);
+        let found = vars.iter().enumerate().filter(|(index, _)| is_found(*index)).map(|(_, var)| var);
+        buckets(found).into_iter().try_for_each(|bucket| self.sum_bucket(ranks, &bucket))
+    }
+
+    /// Sums the gradients of some variables as one tensor: many small sums would each wait for the slowest rank.
+    fn sum_bucket(&mut self, ranks: &Ranks, bucket: &[(&String, &Var)]) -> Result<(), TrainError> {
+        let flat = |(name, var): &(&String, &Var)| match self.sums.get(*name) {
+            Some(sum) => sum.tensor().flatten_all(),
+            None => Tensor::zeros(var.elem_count(), DType::F32, var.device()),
+        };
+        let parts = bucket.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
+        let sum = ranks.sum_tensor(&Tensor::cat(&parts, 0)?)?;
+        drop(parts);
+        let mut start = 0;
+        for (name, var) in bucket {
+            let part = sum.narrow(0, start, var.elem_count())?.reshape(var.shape())?;
+            // A view would keep the whole bucket, and a card's operations copy it at each use.
+            let part = if part.device().is_cpu() { part } else { part.force_contiguous()? };
+            self.sums.insert((*name).clone(), Sum::Borrowed(part));
+            start += var.elem_count();
         }
         Ok(())
     }
@@ -168,6 +225,7 @@ const LANES: usize = 8;
 mod tests {
     use super::*;
     use candle_core::Device;
+    use querl_model::run_ranks;
 
     #[test]
     fn sums_over_passes_leave_the_gradients_of_a_pass_alone() {
@@ -182,6 +240,37 @@ mod tests {
         let norm = sum.clip(1.0).unwrap();
         assert!((norm - 147f64.sqrt()).abs() < 1e-12);
         assert!((sum.norm().unwrap() - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn gradients_are_summed_over_ranks_also_where_one_has_found_none() {
+        let vars = BTreeMap::from(
+            ["a", "b", "c"].map(|name| (name.to_owned(), Var::ones((2, 2), DType::F32, &Device::Cpu).unwrap())),
+        );
+        let sums = run_ranks(3, |ranks| {
+            let mut gradients = Gradients::default();
+            // Of `a` every rank finds a gradient, of `b` the last alone, of `c` none.
+            let names: &[&str] = if ranks.rank() == 2 { &["a", "b"] } else { &["a"] };
+            for name in names {
+                let loss = (vars[*name].as_tensor() * (ranks.rank() + 1) as f64).unwrap().sum_all().unwrap();
+                gradients.add(&loss.backward().unwrap(), &vars)?;
+            }
+            gradients.sum_over(&ranks, &vars)?;
+            Ok::<_, TrainError>(["a", "b", "c"].map(|name| gradients.get(name).unwrap()))
+        });
+        for of_rank in sums.unwrap() {
+            assert_eq!(of_rank, [Some(vec![6.0; 4]), Some(vec![3.0; 4]), None]);
+        }
+    }
+
+    #[test]
+    fn a_bucket_is_cut_where_the_next_variable_would_not_fit() {
+        let sizes = [BUCKET - 1, 1, 1, BUCKET + 7, 2];
+        let vars: Vec<(String, Var)> =
+            sizes.iter().map(|n| (n.to_string(), Var::zeros(*n, DType::F32, &Device::Cpu).unwrap())).collect();
+        let cut = buckets(vars.iter().map(|(name, var)| (name, var)));
+        let n_values = |bucket: &Vec<(&String, &Var)>| bucket.iter().map(|(_, var)| var.elem_count()).sum::<usize>();
+        assert_eq!(cut.iter().map(n_values).collect::<Vec<_>>(), [BUCKET, 1, BUCKET + 7, 2]);
     }
 
     #[test]

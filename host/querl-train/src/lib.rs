@@ -28,6 +28,7 @@ mod schedule;
 pub mod sft;
 mod slices;
 mod state;
+mod together;
 
 pub use checkpoint::{BEST, LAST, STATE};
 pub use error::TrainError;

@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use candle_core::{Tensor, Var};
-use querl_model::{Decoder, Dropout, Keep, LoraAdapter, PackedBatch, Pass, Recompute};
+use querl_model::{Decoder, Dropout, Keep, LoraAdapter, PackedBatch, Pass, Ranks, Recompute};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -134,6 +134,33 @@ pub fn passes(examples: &[&Example], limit: usize) -> Vec<Vec<usize>> {
     passes
 }
 
+/// The examples that a rank computes of a batch that all have: nearly as many rows as every other, examples that share a
+/// beginning kept together. Ascending; each index is one rank's. Few examples may leave a rank without any.
+pub(crate) fn share(examples: &[&Example], ranks: &Ranks) -> Vec<usize> {
+    let (rank, world_size) = (ranks.rank(), ranks.world_size());
+    if world_size == 1 {
+        return (0..examples.len()).collect();
+    }
+    let order = passes(examples, usize::MAX).concat();
+    let n_shared =
+        |place: usize| place.checked_sub(1).map_or(0, |last| n_common(examples[order[last]], examples[order[place]]));
+    // An example costs at least a row, so that equal ones are spread as well.
+    let costs: Vec<usize> =
+        (0..order.len()).map(|place| (examples[order[place]].n_computed() - n_shared(place)).max(1)).collect();
+    let total: usize = costs.iter().sum();
+    let mut before = 0;
+    let mut mine = Vec::new();
+    for (index, cost) in order.into_iter().zip(costs) {
+        // Whose part of the whole holds the middle of this example.
+        if (2 * before + cost) * world_size / (2 * total) == rank {
+            mine.push(index);
+        }
+        before += cost;
+    }
+    mine.sort_unstable();
+    mine
+}
+
 /// Tokens that two examples begin with in common.
 fn n_common(a: &Example, b: &Example) -> usize {
     a.computed().zip(b.computed()).take_while(|(a, b)| a == b).count()
@@ -151,8 +178,10 @@ pub(crate) fn rows_of<T: Copy>(values: &[T], examples: &[&Example]) -> Vec<Vec<T
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use querl_model::{RanksError, run_ranks};
 
     fn example(prompt: &[u32], response: &[u32]) -> Example {
         Example { prompt: prompt.to_vec(), response: response.to_vec() }
@@ -173,5 +202,25 @@ mod tests {
         assert_eq!(passes(&examples, 7), [vec![0, 2], vec![3], vec![4], vec![1]]);
         assert_eq!(passes(&examples, 1000), [vec![0, 2, 3, 4, 1]]);
         assert!(passes(&[], 8).is_empty());
+    }
+
+    #[test]
+    fn every_example_is_one_ranks_and_none_has_much_more_to_compute() {
+        let examples: Vec<Example> =
+            (0..23u32).map(|i| example(&[1, 2, 3, i % 4], &vec![7 + i; 1 + (i as usize * 5) % 9])).collect();
+        let examples: Vec<&Example> = examples.iter().collect();
+        for world_size in [1, 2, 3, 5] {
+            let shares = run_ranks(world_size, |ranks| Ok::<_, RanksError>(share(&examples, &ranks))).unwrap();
+            let mut all = shares.concat();
+            all.sort_unstable();
+            assert_eq!(all, (0..23).collect::<Vec<_>>());
+            assert!(shares.iter().all(|share| share.is_sorted()));
+            let rows = |share: &Vec<usize>| share.iter().map(|&i| examples[i].n_computed()).sum::<usize>();
+            let (least, most) = (shares.iter().map(rows).min().unwrap(), shares.iter().map(rows).max().unwrap());
+            assert!(most - least <= 2 * 13, "{world_size}: {least} to {most}");
+        }
+        let two = [examples[0], examples[1]];
+        let shares = run_ranks(3, |ranks| Ok::<_, RanksError>(share(&two, &ranks).len())).unwrap();
+        assert_eq!(shares.iter().sum::<usize>(), 2);
     }
 }

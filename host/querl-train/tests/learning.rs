@@ -11,7 +11,7 @@ mod recording;
 use querl_core::config::{CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{EpisodeRecord, Reward};
-use querl_model::{Decoder, LoraAdapter, LoraSettings, TextTokenizer, Weights, small_model};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, Mesh, TextTokenizer, Weights, small_model};
 use querl_train::rl::{RlData, RlTask, train};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy};
@@ -164,6 +164,7 @@ fn pretrained() -> tempfile::TempDir {
         tokens_per_pass: 4096,
         gradient_checkpointing: false,
         seed: 3,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,
@@ -218,6 +219,7 @@ fn play(pays: fn(u8, &str, u32, f64) -> f64, config: &RlConfig, seed: u64) -> Re
         gradient_checkpointing: false,
         critic_lora: settings,
         seed,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,

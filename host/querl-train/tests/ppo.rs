@@ -9,7 +9,7 @@ mod tiny;
 use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{EpisodeRecord, Rejection};
-use querl_model::{LoraAdapter, LoraSettings};
+use querl_model::{LoraAdapter, LoraSettings, Mesh};
 use querl_train::TrainError;
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
 use recording::{Recorder, episode};
@@ -85,6 +85,7 @@ fn run_with(
         gradient_checkpointing: false,
         critic_lora: settings,
         seed: 11,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,

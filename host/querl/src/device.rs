@@ -3,7 +3,7 @@
 use crate::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
 use crate::failure::Stop;
 use crate::terminal;
-use querl_core::config::{Config, ModelConfig, SftConfig, TuningMethod};
+use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig, TuningMethod};
 use querl_device::memory::Types;
 use querl_device::{Description, Device, Host, Job, JobError, Outcome, do_job};
 use std::sync::Mutex;
@@ -12,6 +12,8 @@ use std::sync::Mutex;
 #[derive(Debug)]
 pub struct Place {
     worker: Worker,
+    /// Ranks of the processor, where that is the device.
+    n_ranks: usize,
     /// What `auto` has chosen and why; said before the first job.
     choice: Mutex<Option<String>>,
 }
@@ -22,8 +24,8 @@ enum Worker {
     Program,
     /// The library, on its processor: in tests.
     Library(Found),
-    /// The library, on a card.
-    Card(Found, UsedCard),
+    /// The library, on cards: at least one.
+    Cards(Found, Vec<UsedCard>),
 }
 
 /// A card that does jobs.
@@ -40,10 +42,10 @@ pub struct UsedCard {
 impl Place {
     /// This program, on the processor.
     pub fn here() -> Self {
-        Self { worker: Worker::Program, choice: Mutex::new(None) }
+        Self { worker: Worker::Program, n_ranks: 1, choice: Mutex::new(None) }
     }
 
-    /// The place for a configuration. A device that is neither `cpu` nor a card is `auto`: the configuration was checked.
+    /// The place for a configuration, whose device is a name: the configuration was checked.
     ///
     /// # Errors
     /// It asks for a card that cannot be used, or for what a card cannot do.
@@ -56,54 +58,69 @@ impl Place {
     /// # Errors
     /// As [`Place::choose`].
     pub fn of(name: &str, model: &ModelConfig, sft: &SftConfig) -> Result<Self, Stop> {
-        let named = Device::from_name(name);
-        if named == Some(Device::Cpu) {
-            return Ok(Self::here());
-        }
-        match (worker(named, model, sft), named) {
-            (Ok(worker), _) => {
-                let place = Self { worker, choice: Mutex::new(None) };
-                let choice = named.is_none().then(|| format!("device: {}", place.name()));
+        let (is_named, indices) = match DeviceSetting::from_name(name).unwrap_or(DeviceSetting::Auto) {
+            DeviceSetting::Cpu { n_ranks } => return Ok(Self { n_ranks, ..Self::here() }),
+            DeviceSetting::Auto => (false, vec![0]),
+            DeviceSetting::Cards(indices) => (true, indices),
+        };
+        match worker(&indices, model, sft) {
+            Ok(worker) => {
+                let n_ranks = indices.len();
+                let place = Self { worker, n_ranks, choice: Mutex::new(None) };
+                let choice = (!is_named).then(|| format!("device: {}", place.name()));
                 Ok(Self { choice: Mutex::new(choice), ..place })
             }
-            (Err(missing), None) => {
+            Err(missing) if is_named => Err(Stop::usage(format!(
+                "device is {name:?}, which cannot be used: {missing}; or use \"cpu\" or \"auto\""
+            ))),
+            Err(missing) => {
                 let choice = format!("device: the CPU, since {missing}");
                 Ok(Self { choice: Mutex::new(Some(choice)), ..Self::here() })
             }
-            (Err(missing), Some(_)) => Err(Stop::usage(format!(
-                "device is {name:?}, which cannot be used: {missing}; or use \"cpu\" or \"auto\""
-            ))),
         }
     }
 
     /// As people call it.
     pub fn name(&self) -> String {
         match &self.worker {
+            Worker::Program if self.n_ranks > 1 => format!("{} ranks of the CPU", self.n_ranks),
             Worker::Program => Device::Cpu.to_string(),
             Worker::Library(_) => "the CPU of libquerl_cuda".into(),
-            Worker::Card(_, used) => format!("cuda:{}, {}", used.index, used.card.name),
+            Worker::Cards(_, used) => {
+                let indices: Vec<String> = used.iter().map(|used| used.index.to_string()).collect();
+                format!("cuda:{}, {}", indices.join(","), used[0].card.name)
+            }
         }
     }
 
-    /// As jobs call it.
-    pub fn device(&self) -> Device {
-        self.card().map_or(Device::Cpu, |used| Device::Cuda(used.index))
+    /// As jobs call them: a rank on each.
+    pub fn devices(&self) -> Vec<Device> {
+        match &self.worker {
+            Worker::Cards(_, used) => used.iter().map(|used| Device::Cuda(used.index)).collect(),
+            Worker::Program | Worker::Library(_) => vec![Device::Cpu; self.n_ranks],
+        }
     }
 
-    /// The card, where it is one.
+    /// The card, where it is one; of several that with the least free memory, since all hold as much.
     pub fn card(&self) -> Option<&UsedCard> {
         match &self.worker {
-            Worker::Card(_, used) => Some(used),
+            Worker::Cards(_, used) => used.iter().min_by_key(|used| used.free_bytes.unwrap_or(used.card.memory_bytes)),
             Worker::Program | Worker::Library(_) => None,
         }
     }
 
-    /// What decides the last bits of a training, of what a checkpoint belongs to: the sort of card, and the CUDA whose libraries do
-    /// its products. `None` of the processor, which computes the same in the program and in the library.
+    /// What decides the last bits of a training, of what a checkpoint belongs to: the sort of card, the CUDA whose libraries do its
+    /// products, and how many ranks sum. `None` of one rank of the processor, which computes the same in the program and in the
+    /// library.
     pub fn arithmetic(&self) -> Option<String> {
-        let Worker::Card(found, used) = &self.worker else { return None };
-        let cuda = found.library.description().cuda.map(version_name).unwrap_or_default();
-        Some(format!("cuda {cuda}, capability {}", used.card.capability))
+        let device = match &self.worker {
+            Worker::Program | Worker::Library(_) => (self.n_ranks > 1).then(|| "cpu".to_owned())?,
+            Worker::Cards(found, used) => {
+                let cuda = found.library.description().cuda.map(version_name).unwrap_or_default();
+                format!("cuda {cuda}, capability {}", used[0].card.capability)
+            }
+        };
+        Some(if self.n_ranks > 1 { format!("{device}, {} ranks", self.n_ranks) } else { device })
     }
 
     /// Has a job done. The first time, it is said what `auto` has chosen.
@@ -115,27 +132,41 @@ impl Place {
         choice.into_iter().for_each(|line| terminal::say(&line));
         match &self.worker {
             Worker::Program => do_job(job, host),
-            Worker::Library(found) | Worker::Card(found, _) => found.library.run(job, host),
+            Worker::Library(found) | Worker::Cards(found, _) => found.library.run(job, host),
         }
     }
 }
 
-/// The library on the card that is asked for, or on the first.
-fn worker(named: Option<Device>, model: &ModelConfig, sft: &SftConfig) -> Result<Worker, Missing> {
+/// The library on the cards that are asked for.
+fn worker(indices: &[usize], model: &ModelConfig, sft: &SftConfig) -> Result<Worker, Missing> {
     if std::env::var_os(cuda::ON_CPU).is_some() {
         return cuda::open().map(Worker::Library);
     }
     let driver = Probe::new().driver()?;
-    let index = match named {
-        Some(Device::Cuda(index)) => index,
-        _ => 0,
+    let used = |&index: &usize| {
+        let card = driver.cards.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
+        Ok(UsedCard { index, card, free_bytes: driver.free_bytes(index).ok() })
     };
-    let card = driver.cards.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
+    let used = indices.iter().map(used).collect::<Result<Vec<_>, Missing>>()?;
+    check_alike(&used)?;
     let found = cuda::open()?;
-    check_fit(driver.cuda, &card, found.library.description())?;
+    check_fit(driver.cuda, &used[0].card, found.library.description())?;
     check_settings(model, sft)?;
-    let free_bytes = driver.free_bytes(index).ok();
-    Ok(Worker::Card(found, UsedCard { index, card, free_bytes }))
+    Ok(Worker::Cards(found, used))
+}
+
+/// Cards that share work compute the same: sums of other bits would let their weights drift apart.
+///
+/// # Errors
+/// They are of two sorts.
+fn check_alike(used: &[UsedCard]) -> Result<(), Missing> {
+    let first = &used[0];
+    let Some(other) = used.iter().find(|other| other.card.capability != first.card.capability) else { return Ok(()) };
+    let named = |used: &UsedCard| {
+        let (index, capability) = (used.index, capability_name(used.card.capability));
+        format!("cuda:{index} ({}) has compute capability {capability}", used.card.name)
+    };
+    Err(Missing(format!("{} and {}; cards that share work must be alike", named(first), named(other))))
 }
 
 /// What the processor can do and a card cannot.
@@ -216,6 +247,19 @@ mod tests {
         assert_eq!(refusal(BaseDtype::Bf16, full), Err(of_method.into()));
         let dropout = SftConfig { lora_dropout: 0.1, ..plain };
         assert_eq!(refusal(BaseDtype::Bf16, dropout), Ok(()));
+    }
+
+    #[test]
+    fn cards_of_two_sorts_do_not_share_work() {
+        let used = |index, name: &str, capability| {
+            let card = Card { name: name.into(), memory_bytes: 1 << 30, capability };
+            UsedCard { index, card, free_bytes: None }
+        };
+        let refusal = |used: &[UsedCard]| check_alike(used).map_err(|missing| missing.0);
+        assert_eq!(refusal(&[used(0, "H100", 90), used(3, "H200", 90)]), Ok(()));
+        let sentence = "cuda:0 (H100) has compute capability 9.0 and cuda:1 (A100) has compute capability 8.0; cards that share \
+                        work must be alike";
+        assert_eq!(refusal(&[used(0, "H100", 90), used(1, "A100", 80)]), Err(sentence.into()));
     }
 
     #[test]

@@ -33,7 +33,11 @@ fn configuration_that_cannot_be_used() {
             "device = \"cuda:0\"\ntenant",
             "device is \"cuda:0\", which cannot be used: there is no CUDA driver (libcuda.so.1) on this machine; or use \"cpu\" or \"auto\"",
         ),
-        ("tenant", "device = \"gpu\"\ntenant", "querl.toml:1: device is \"gpu\"; expected auto, cpu or cuda:N"),
+        (
+            "tenant",
+            "device = \"gpu\"\ntenant",
+            "querl.toml:1: device is \"gpu\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
+        ),
         (
             "\"queries.jsonl\"",
             "\"queries.xlsx\"",

@@ -1,7 +1,7 @@
 //! What no schema says: which keys need each other, which files must be there.
 
 use super::conform::{Violation, wrong};
-use super::{AdvantageForm, Config, EndpointConfig, JudgeKind, RetrievalKind, TeacherKind};
+use super::{AdvantageForm, Config, DeviceSetting, EndpointConfig, JudgeKind, RetrievalKind, TeacherKind};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use toml::Value;
@@ -77,11 +77,8 @@ fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
 }
 
 fn check_device(config: &Config, violations: &mut Vec<Violation>) {
-    // A sign would be another spelling of the same card, which nothing else reads.
-    let index = config.device.strip_prefix("cuda:").filter(|index| index.bytes().all(|byte| byte.is_ascii_digit()));
-    let cuda_index = index.and_then(|index| index.parse::<usize>().ok());
-    if !matches!(config.device.as_str(), "auto" | "cpu") && cuda_index.is_none() {
-        violations.push(wrong_text("device", &config.device, "auto, cpu or cuda:N"));
+    if DeviceSetting::from_name(&config.device).is_none() {
+        violations.push(wrong_text("device", &config.device, "auto, cpu, cuda:N or different cards such as cuda:0,1"));
     }
 }
 

@@ -336,11 +336,15 @@ path = "reward.wasm"
                 "querl.toml:3: data.split is [0.8, 0.1, 0.3]; expected shares that sum to 1.0",
             ),
             ("[data]", "[data]\nsplit = [1.8, 0.1, 0.3]", "querl.toml:3: data.split[0] is 1.8; expected 0.0 to 1.0"),
-            ("[data]", "device = \"gpu\"\n[data]", "querl.toml:2: device is \"gpu\"; expected auto, cpu or cuda:N"),
+            (
+                "[data]",
+                "device = \"gpu\"\n[data]",
+                "querl.toml:2: device is \"gpu\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
+            ),
             (
                 "[data]",
                 "device = \"cuda:+1\"\n[data]",
-                "querl.toml:2: device is \"cuda:+1\"; expected auto, cpu or cuda:N",
+                "querl.toml:2: device is \"cuda:+1\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
             ),
             ("[data]", "rl = 3\n[data]", "querl.toml:16: not valid TOML: duplicate key"),
             (

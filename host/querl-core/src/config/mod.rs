@@ -8,6 +8,7 @@
 
 mod check;
 mod conform;
+mod device;
 mod document;
 mod load;
 mod plugins;
@@ -15,6 +16,7 @@ mod schema;
 mod sources;
 mod training;
 
+pub use device::DeviceSetting;
 pub use load::{ConfigError, Overrides, Place, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
@@ -34,7 +36,8 @@ use std::path::PathBuf;
 pub struct Config {
     /// Tenant id, sent to the retrieval service.
     pub tenant: String,
-    /// `auto`, `cpu` or `cuda:N`.
+    /// `auto`, `cpu`, `cuda:N`, or several cards that share the work: `cuda:0,1` or `cuda:0-3`. `cpu:2` lets two ranks share the
+    /// processor as two cards would: a check, and no faster.
     #[serde(default = "defaults::device")]
     pub device: String,
     /// Seeds initialisation, shuffling and sampling. Splits have their own.

@@ -1,35 +1,35 @@
 //! The answers of a model, as a job.
 
-use super::load_adapter;
-use crate::{Answered, Device, Ending, Failure, Generating, Host, Job, JobError, Outcome};
+use super::{Rank, load_adapter};
+use crate::{Answered, Device, Ending, Failure, Generating, Host, JobError, Outcome};
 use querl_core::records::Message;
 use querl_model::{
-    Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights, generate,
+    Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, Ranks, SamplingSettings, TextTokenizer, Weights,
+    generate,
 };
 use querl_train::rl::sampling;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Answers every prompt and hands the answers over, some at once; looks between them whether to stop.
-pub(super) fn answer(job: &Job, generating: &Generating, host: &dyn Host) -> Result<Outcome, JobError> {
-    if job.device != Device::Cpu {
+pub(super) fn answer(rank: &Rank<'_>, generating: &Generating, host: &dyn Host) -> Result<Outcome, JobError> {
+    if rank.device != Device::Cpu {
         host.line("answers are written on the CPU, where alone this build generates them one at a time");
     }
-    let decoder = Decoder::load_as(&job.model.path, Weights::Frozen, job.model.dtype)?;
+    let decoder = Decoder::load_as(&rank.job.model.path, Weights::Frozen, rank.job.model.dtype)?;
     let adapter = generating.adapter.as_ref().map(|path| load_adapter(path, &decoder)).transpose()?;
     let decoding = match generating.n_beams {
         1 => Decoding::Greedy,
         n_beams => Decoding::Beam { n_beams, length_penalty: 1.0 },
     };
-    let tokenizer = TextTokenizer::load(&job.model.path)?;
+    let tokenizer = TextTokenizer::load(&rank.job.model.path)?;
     let answering = Answering { decoder, adapter, tokenizer, decoding, sampling: sampling(&generating.limits) };
     for prompts in generating.prompts.chunks(generating.n_at_once.max(1)) {
-        if host.stop().load(Ordering::Relaxed) {
+        if rank.mesh.all.any(host.stop().load(Ordering::Relaxed))? {
             let message = "interrupted; what was done is saved, the same command goes on from there".into();
             return Err(Failure { ending: Ending::Interrupted, message }.into());
         }
-        let answers = prompts.iter().map(|prompt| answering.answer(prompt)).collect::<Result<_, ModelError>>()?;
-        host.take(answers)?;
+        host.take(answering.answer_with_others(&rank.mesh.data, prompts)?)?;
     }
     Ok(Outcome::Generated)
 }
@@ -44,6 +44,15 @@ struct Answering {
 }
 
 impl Answering {
+    /// Answers to all prompts, of which each rank writes its own.
+    fn answer_with_others(&self, ranks: &Ranks, prompts: &[Vec<Message>]) -> Result<Vec<Answered>, ModelError> {
+        let mine = prompts.iter().skip(ranks.rank()).step_by(ranks.world_size());
+        let mine = mine.map(|prompt| self.answer(prompt)).collect::<Result<Vec<_>, _>>()?;
+        let all = ranks.all_gather(mine)?;
+        let answer = |index: usize| all[index % all.len()][index / all.len()].clone();
+        Ok((0..prompts.len()).map(answer).collect())
+    }
+
     /// One query at a time: the latency is what a single user would wait.
     fn answer(&self, messages: &[Message]) -> Result<Answered, ModelError> {
         let started = Instant::now();

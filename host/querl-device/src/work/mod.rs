@@ -4,31 +4,54 @@ mod generate;
 mod measure;
 mod rl;
 mod sft;
+mod together;
 
-use crate::{Device, Failure, Host, Job, JobError, Outcome, Share, Work};
+use crate::{Device, Ending, Failure, Host, Job, JobError, Outcome, Work};
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
-use querl_model::{Decoder, LoraAdapter, LoraSettings, ModelError, Modules, Place, Weights};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, Mesh, ModelError, Modules, Place, Weights};
 use std::path::Path;
 
-/// Does a job, on a device that this build has.
+/// Does a job, on devices that this build has.
 ///
 /// # Errors
-/// The device is none of this build's, the model cannot be loaded, training or generation fails or is stopped, or the host
+/// A device is none of this build's, the model cannot be loaded, training or generation fails or is stopped, or the host
 /// has had enough.
 pub fn do_job(job: &Job, host: &dyn Host) -> Result<Outcome, JobError> {
-    if job.share != Share::WHOLE {
-        let Share { rank, world_size } = job.share;
-        let message =
-            format!("a share of a job (rank {rank} of {world_size}) needs several cards, which this build has not");
-        return Err(Failure::failed(message).into());
-    }
     querl_model::set_threads(job.threads);
-    match &job.work {
-        Work::Sft(fitting) => sft::fit(job, fitting, host),
-        Work::Rl(reinforcing) => rl::reinforce(job, reinforcing, host),
-        Work::Generate(generating) => generate::answer(job, generating, host),
-        Work::Measure(measuring) => measure::measure(job, measuring, host),
+    match job.devices.as_slice() {
+        [] => Err(Failure::failed("the job names no device; this is a fault of querl, please report it").into()),
+        [device] => Rank { job, device: *device, mesh: Mesh::alone() }.work(host),
+        devices => together::do_together(job, devices, host),
+    }
+}
+
+/// One rank of a job.
+struct Rank<'a> {
+    job: &'a Job,
+    device: Device,
+    mesh: Mesh,
+}
+
+impl Rank<'_> {
+    /// Does this rank's part of the job.
+    fn work(&self, host: &dyn Host) -> Result<Outcome, JobError> {
+        match &self.job.work {
+            Work::Sft(fitting) => sft::fit(self, fitting, host),
+            Work::Rl(reinforcing) => rl::reinforce(self, reinforcing, host),
+            Work::Generate(generating) => generate::answer(self, generating, host),
+            Work::Measure(_) if self.mesh.all.world_size() > 1 => {
+                let message = "a measurement is of one device; name one, such as `cuda:0`".into();
+                Err(Failure { ending: Ending::Usage, message }.into())
+            }
+            Work::Measure(measuring) => measure::measure(self.job, self.device, measuring, host),
+        }
+    }
+
+    /// The base to train on, on this rank's device.
+    fn decoder(&self, weights: Weights) -> Result<Decoder, JobError> {
+        let model = &self.job.model;
+        Ok(Decoder::load_on(&model.path, weights, model.dtype, &place(self.device)?)?)
     }
 }
 
@@ -41,11 +64,6 @@ pub fn lora(sft: &SftConfig) -> LoraSettings {
         target_modules: Modules::from_names(&sft.lora_target_modules),
         ..LoraSettings::all_linear(sft.lora_rank, sft.lora_alpha)
     }
-}
-
-/// The base to train on, on the job's device.
-fn decoder(job: &Job, weights: Weights) -> Result<Decoder, JobError> {
-    Ok(Decoder::load_on(&job.model.path, weights, job.model.dtype, &place(job.device)?)?)
 }
 
 /// A device, opened.

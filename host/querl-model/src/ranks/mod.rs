@@ -6,10 +6,12 @@
 //! thread that waits keeps the others' work from being done.
 
 mod meeting;
+mod mesh;
 mod run;
 #[cfg(test)]
 mod tests;
 
+pub use mesh::Mesh;
 pub use run::{RankFailure, run_ranks};
 
 use candle_core::{Error, Result as TensorResult, Tensor};
@@ -97,6 +99,14 @@ impl Ranks {
     /// A rank has failed, or is elsewhere.
     pub fn all_gather<T: Send + Sync + 'static>(&self, mine: T) -> Result<Vec<Arc<T>>, RanksError> {
         self.exchange(format!("a gathering of {}", std::any::type_name::<T>()), mine)
+    }
+
+    /// Whether any rank says so.
+    ///
+    /// # Errors
+    /// A rank has failed, or is elsewhere.
+    pub fn any(&self, mine: bool) -> Result<bool, RanksError> {
+        Ok(self.exchange("a question".into(), mine)?.into_iter().any(|says| *says))
     }
 
     /// What rank `root` brings; the others bring `None`.

@@ -64,6 +64,17 @@ fn groups_sum_among_themselves() {
 }
 
 #[test]
+fn neighbours_share_a_copy_and_others_its_rows() {
+    let places = run_ranks(4, |ranks| {
+        let mesh = Mesh::new(ranks, 2)?;
+        Ok::<_, RanksError>((mesh.all.rank(), mesh.data.rank(), mesh.tensor.rank(), mesh.data.world_size()))
+    });
+    assert_eq!(places.unwrap(), [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2)]);
+    let refused = failed(4, |ranks| Mesh::new(ranks, 3).map(drop));
+    assert!(refused[0].contains("4 ranks make no copies of 3 ranks each"), "{refused:?}");
+}
+
+#[test]
 fn a_rank_that_fails_ends_the_others_with_its_words() {
     let failures = failed(3, |ranks| {
         ranks.barrier()?;

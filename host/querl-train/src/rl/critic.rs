@@ -12,7 +12,7 @@ use crate::{AdamW, AdamWSettings, Gradients, State, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module};
 use querl_core::config::CriticKind;
-use querl_model::{Decoder, LoraAdapter, Recompute, backward, save_tensors};
+use querl_model::{Decoder, LoraAdapter, Ranks, Recompute, backward, save_tensors};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -134,13 +134,15 @@ impl Critic {
         gradients.add(&backward(loss, recompute)?, &self.vars)
     }
 
-    /// One optimizer step. Returns the gradient norm before clipping.
+    /// One optimizer step with the gradients of all ranks. Returns their norm before clipping.
     pub(super) fn step(
         &mut self,
         mut gradients: Gradients,
+        ranks: &Ranks,
         learning_rate: f64,
         max_grad_norm: f64,
     ) -> Result<f64, TrainError> {
+        gradients.sum_over(ranks, &self.vars)?;
         let norm = gradients.clip(max_grad_norm)?;
         if norm.is_finite() {
             self.optimizer.step(&self.vars, &gradients, learning_rate)?;

@@ -8,7 +8,8 @@ use super::rollout::Rollout;
 use crate::TrainError;
 use crate::maths::{ImportanceLevel, Rows, importance_weights, kl_rows, token_rewards};
 use crate::policy::{Example, Policy, rows_of};
-use candle_core::Tensor;
+use crate::together::gathered;
+use candle_core::{Device, Tensor};
 use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
 use querl_model::LoraAdapter;
 use std::collections::BTreeMap;
@@ -135,8 +136,9 @@ impl Learner {
             let rows = rows_of(&critic.estimate(task.decoder, &examples, Some(&inputs))?, &examples);
             return Ok(Some(Values { rows, inputs: Some(split_rows(&inputs, &examples)?) }));
         }
-        let rows = in_passes(&examples, task.tokens_per_pass, |part| {
-            Ok(rows_of(&critic.estimate(task.decoder, part, None)?, part))
+        let critic = &*critic;
+        let rows = gathered(&task.mesh.data, &examples, |mine| {
+            in_passes(mine, task.tokens_per_pass, |part| Ok(rows_of(&critic.estimate(task.decoder, part, None)?, part)))
         })?;
         Ok(Some(Values { rows, inputs: None }))
     }
@@ -172,15 +174,17 @@ fn forward(
     let view = adapter.map(LoraAdapter::without_gradient);
     let policy = Policy { decoder: task.decoder, adapter: view.as_ref() };
     let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
-    let found = in_passes(&examples, task.tokens_per_pass, |part| {
+    let of_part = |part: &[&Example]| {
         let pass = policy.response_pass(part, task.config.temperature)?;
         let column: Vec<f32> = pass.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
         let hidden: Vec<Option<Tensor>> = match keeps_hidden {
-            true => split_rows(&pass.hidden.detach(), part)?.into_iter().map(Some).collect(),
+            // On the CPU, where the critic's head reads them, and every rank can.
+            true => split_rows(&pass.hidden.detach().to_device(&Device::Cpu)?, part)?.into_iter().map(Some).collect(),
             false => vec![None; part.len()],
         };
         Ok(rows_of(&column, part).into_iter().zip(hidden).collect())
-    })?;
+    };
+    let found = gathered(&task.mesh.data, &examples, |mine| in_passes(mine, task.tokens_per_pass, of_part))?;
     let (logprobs, hidden): (Rows, Vec<Option<Tensor>>) = found.into_iter().unzip();
     let hidden: Option<Vec<Tensor>> = hidden.into_iter().collect();
     Ok(Forward { logprobs, hidden: hidden.map(|hidden| Tensor::cat(&hidden, 0)).transpose()? })

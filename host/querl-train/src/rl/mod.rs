@@ -27,7 +27,7 @@ mod whitening;
 use crate::{MetricSink, TrainError};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
-use querl_model::{Decoder, LoraAdapter, SamplingSettings, TextTokenizer};
+use querl_model::{Decoder, LoraAdapter, Mesh, SamplingSettings, TextTokenizer};
 use run::{Reached, Run};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -68,6 +68,9 @@ pub struct RlTask<'a> {
     pub critic_lora: querl_model::LoraSettings,
     /// Seeds the order of the data, the sampling and the critic.
     pub seed: u64,
+    /// Who else optimises the same policy: every rank comes here with the same task, but for where its model stands. The first
+    /// alone writes files and asks the environment, and what the others are given to record and to show with is best deaf.
+    pub mesh: &'a Mesh,
     /// Stands for everything that the result depends on: an optimisation that was stopped goes on from its newest checkpoint if
     /// that has the same one. `None`: no checkpoints to go on from are kept.
     pub fingerprint: Option<&'a str>,

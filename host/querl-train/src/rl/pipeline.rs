@@ -7,7 +7,7 @@ use super::rollout::{Answer, Partial, Query, Timings};
 use super::{RlTask, sampling};
 use crate::TrainError;
 use querl_core::ports::{Environment, PolicyResponse};
-use querl_model::{Decoding, Engine, Generated, GenerationRequest, LoraAdapter, SamplingSettings};
+use querl_model::{Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SamplingSettings};
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -22,6 +22,8 @@ pub(super) struct Asking<'a> {
     pub(super) policy: &'a LoraAdapter,
     pub(super) decoding: Decoding,
     pub(super) n_samples: usize,
+    /// Who else answers: each rank some of the queries. The first alone asks the environment.
+    pub(super) mesh: &'a Mesh,
     /// Set to stop before the next part; the task's own flag is looked at too.
     pub(super) cancel: &'a AtomicBool,
 }
@@ -39,35 +41,50 @@ pub(super) fn advance(
     let started = Instant::now();
     let sampling = sampling(task.config);
     engine.set_policy(Some(asking.policy), partial.version)?;
-    let mut generate_s = 0.0;
+    let (mesh, mut generate_s) = (asking.mesh, 0.0);
     let n_answered = partial.answers.len() / asking.n_samples;
     let part_size = partial.queries.len().div_ceil(task.config.pipeline_parts.max(1)).max(1);
     let mut parts = partial.queries[n_answered..].chunks(part_size);
     let step = partial.step;
-    let make = || {
-        if task.stop.load(Ordering::Relaxed) || asking.cancel.load(Ordering::Relaxed) {
+    let mut make = || {
+        if mesh.all.any(task.stop.load(Ordering::Relaxed) || asking.cancel.load(Ordering::Relaxed))? {
             return Ok(None);
         }
         let Some(queries) = parts.next() else { return Ok(None) };
         let started = Instant::now();
+        let mine = part_of(queries, &mesh.data);
         let requests: Vec<GenerationRequest<'_>> =
-            queries.iter().map(|query| request(task, asking, step, query)).collect();
+            mine.iter().map(|query| request(task, asking, step, query)).collect();
         let answers = engine.generate(&requests, asking.decoding, &sampling, task.tokenizer)?;
+        let answers = mesh.data.all_gather(answers.into_iter().flatten().collect::<Vec<Generated>>())?;
         generate_s += started.elapsed().as_secs_f64();
-        Ok(Some((queries, answers.into_iter().flatten().collect::<Vec<Generated>>())))
+        Ok(Some((queries, answers.iter().flat_map(|of_rank| of_rank.iter().cloned()).collect::<Vec<Generated>>())))
     };
     let score = |(queries, answers): (&[Query], Vec<Generated>)| {
         let responses = responses(task, &sampling, queries, asking.n_samples, &answers)?;
         score(asking.data.environment, step, &responses, answers)
     };
-    let scored = overlap(make, score)?;
+    let scored = match mesh.all.is_first() {
+        true => Some(overlap(make, score)?),
+        false => {
+            while make()?.is_some() {}
+            None
+        }
+    };
+    let scored = mesh.all.broadcast(0, scored)?;
     partial.timings.generate_s += generate_s;
     partial.timings.rollout_s += started.elapsed().as_secs_f64();
-    for (answers, timings) in scored {
-        partial.answers.extend(answers);
-        partial.timings.add(&timings);
+    for (answers, timings) in scored.iter() {
+        partial.answers.extend(answers.iter().cloned());
+        partial.timings.add(timings);
     }
     Ok(())
+}
+
+/// The queries that a rank answers: the parts stand in the order of the ranks.
+fn part_of<'a>(queries: &'a [Query], ranks: &Ranks) -> &'a [Query] {
+    let start = |rank: usize| queries.len() * rank / ranks.world_size();
+    &queries[start(ranks.rank())..start(ranks.rank() + 1)]
 }
 
 fn request<'a>(task: &RlTask<'_>, asking: &Asking<'a>, step: u64, query: &Query) -> GenerationRequest<'a> {

@@ -12,8 +12,9 @@ use crate::health::Health;
 use crate::memory::memory_metrics;
 use crate::order::Order;
 use crate::policy::Policy;
+use crate::together::{check_same, newest};
 use crate::{MetricSink, Metrics, State, StateStore, TrainError};
-use querl_model::{Decoding, Engine, EngineSettings, LoraAdapter};
+use querl_model::{Decoding, Engine, EngineSettings, LoraAdapter, Mesh};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -62,6 +63,8 @@ pub(super) struct Run<'a> {
     engine: Engine<'a>,
     order: Order,
     standing: Standing,
+    /// Meetings of the ranks for rollouts, which may go on beside the learning.
+    rollout_mesh: Mesh,
     /// The policy that answers the next step's queries, where that is no longer the one that is trained.
     snapshot: Option<LoraAdapter>,
     store: Option<StateStore>,
@@ -81,14 +84,16 @@ impl<'a> Run<'a> {
     /// The checkpoint does not fit, or the logs cannot be rewound.
     pub(super) fn begin(task: &'a RlTask<'a>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
         let (directory, keep) = (task.output_dir.join(STATE), task.config.save_total_limit);
-        let store = task.fingerprint.map(|print| StateStore::open(&directory, keep, print));
-        let newest = store.as_ref().map(|store| store.newest(task.progress)).transpose()?.flatten();
+        let print = task.fingerprint.filter(|_| task.mesh.all.is_first());
+        let store = print.map(|print| StateStore::open(&directory, keep, print));
+        let newest = newest(&task.mesh.all, store.as_ref(), task.progress)?;
         let mut run = Self {
             task,
             learner: Learner::new(task)?,
             engine: Engine::new(task.decoder, EngineSettings::default())?,
             order: Order::new(task.train.prompts.len(), task.seed),
             standing: Standing::default(),
+            rollout_mesh: task.mesh.again()?,
             snapshot: None,
             store,
             saved: None,
@@ -96,8 +101,8 @@ impl<'a> Run<'a> {
             step_started: Instant::now(),
             save_s: None,
         };
-        match newest {
-            Some((step, state)) => run.restore(step, &state, sink)?,
+        match &*newest {
+            Some((step, state)) => run.restore(*step, state, sink)?,
             None => run.rewind(sink, &Marks { metrics: 0, train: 0, val: 0 })?,
         }
         Ok(run)
@@ -119,7 +124,8 @@ impl<'a> Run<'a> {
         let all = || (0..task.val.prompts.len()).map(|row| Query { row, first_sample: 0 }).collect();
         let mut partial = self.standing.evaluation.take().unwrap_or_else(|| Partial::new(step, step, all()));
         let (data, policy, cancel) = (&task.val, task.policy, &AtomicBool::new(false));
-        let asking = Asking { data, policy, decoding: Decoding::Greedy, n_samples: 1, cancel };
+        let asking =
+            Asking { data, policy, decoding: Decoding::Greedy, n_samples: 1, mesh: &self.rollout_mesh, cancel };
         pipeline::advance(task, &mut self.engine, &asking, &mut partial)?;
         if !partial.is_complete(1) {
             self.standing.evaluation = Some(partial);
@@ -146,6 +152,7 @@ impl<'a> Run<'a> {
     /// Writes a checkpoint, then `best` if it is due: where a kill comes between the two, the checkpoint makes up for it.
     pub(super) fn save(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let started = Instant::now();
+        check_same(&self.task.mesh.data, "rl", self.standing.step, self.task.policy.vars())?;
         if self.store.is_some() {
             let state = self.state(sink)?;
             self.store.as_ref().map_or(Ok(()), |store| store.write(self.standing.step, &state))?;
@@ -180,14 +187,15 @@ impl<'a> Run<'a> {
         };
         if !partial.is_complete(task.config.n_samples) {
             let policy = self.snapshot.as_ref().unwrap_or(task.policy);
-            roll_out(task, &mut self.engine, policy, &AtomicBool::new(false), &mut partial)?;
+            let (mesh, cancel) = (&self.rollout_mesh, &AtomicBool::new(false));
+            roll_out(task, &mut self.engine, policy, mesh, cancel, &mut partial)?;
         }
         if partial.is_complete(task.config.n_samples) {
             self.snapshot = None;
         }
         self.standing.rollouts = Some(partial);
         // The flag is only ever set: where it is not, the batch is complete.
-        Ok(if task.stop.load(Ordering::Relaxed) { Reached::Stop } else { Reached::End })
+        Ok(if task.mesh.all.any(task.stop.load(Ordering::Relaxed))? { Reached::Stop } else { Reached::End })
     }
 
     /// Learns from a batch; off by one, the next is rolled out meanwhile by the policy as it was.
@@ -212,9 +220,9 @@ impl<'a> Run<'a> {
         let snapshot = task.policy.snapshot()?;
         let mut partial = self.next_queries(step + 1, step - 1);
         let cancel = AtomicBool::new(false);
-        let (engine, learner) = (&mut self.engine, &mut self.learner);
+        let (engine, learner, mesh) = (&mut self.engine, &mut self.learner, &self.rollout_mesh);
         let (learned, rolled_out) = thread::scope(|scope| {
-            let roller = scope.spawn(|| roll_out(task, engine, &snapshot, &cancel, &mut partial));
+            let roller = scope.spawn(|| roll_out(task, engine, &snapshot, mesh, &cancel, &mut partial));
             let learned = learner.learn(task, batch, step);
             cancel.store(learned.is_err(), Ordering::Relaxed);
             (learned, pipeline::join(roller, "generation"))
@@ -273,7 +281,8 @@ impl<'a> Run<'a> {
 
     /// Writes what is remembered, where it was memory that a step lacked.
     pub(super) fn without_memory(&mut self, error: TrainError) -> TrainError {
-        if !error.is_out_of_memory() {
+        // What another rank lacks the first hears of, and keeps what there is.
+        if !error.is_out_of_memory() || !self.task.mesh.all.is_first() {
             return error;
         }
         let reached = self.standing.step;
@@ -320,8 +329,12 @@ impl<'a> Run<'a> {
         if self.is_best() { self.save_weights(&self.task.output_dir.join(BEST)) } else { Ok(()) }
     }
 
+    /// Writes a checkpoint for others to read; the first rank does.
     fn save_weights(&self, directory: &Path) -> Result<(), TrainError> {
         let task = self.task;
+        if !task.mesh.all.is_first() {
+            return Ok(());
+        }
         save_policy(Policy { decoder: task.decoder, adapter: Some(task.policy) }, directory, task.base_path)?;
         self.learner.save_critic(&directory.join("critic"), task.base_path)
     }
@@ -364,6 +377,9 @@ impl<'a> Run<'a> {
     }
 
     fn rewind(&self, sink: &mut dyn MetricSink, marks: &Marks) -> Result<(), TrainError> {
+        if !self.task.mesh.all.is_first() {
+            return Ok(());
+        }
         sink.rewind(marks.metrics).map_err(|source| self.io(source))?;
         self.task.train.environment.rewind(marks.train)?;
         Ok(self.task.val.environment.rewind(marks.val)?)
@@ -384,11 +400,12 @@ fn roll_out(
     task: &RlTask<'_>,
     engine: &mut Engine<'_>,
     policy: &LoraAdapter,
+    mesh: &Mesh,
     cancel: &AtomicBool,
     partial: &mut Partial,
 ) -> Result<(), TrainError> {
     let n_samples = task.config.n_samples;
-    let asking = Asking { data: &task.train, policy, decoding: Decoding::Sample, n_samples, cancel };
+    let asking = Asking { data: &task.train, policy, decoding: Decoding::Sample, n_samples, mesh, cancel };
     pipeline::advance(task, engine, &asking, partial)?;
     if task.config.off_by_one && partial.is_complete(n_samples) && partial.check.is_empty() {
         partial.check = check_rollout(task, policy, &learnable(task, partial), partial.step)?;

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
-use querl_model::{Decoder, LoraAdapter, LoraSettings, Place, TextTokenizer, Weights, small_model};
+use querl_model::{Decoder, LoraAdapter, LoraSettings, Mesh, Place, TextTokenizer, Weights, small_model};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
@@ -21,6 +21,7 @@ pub(super) struct Fixture {
     pub(super) policy: LoraAdapter,
     tokenizer: TextTokenizer,
     lora: LoraSettings,
+    mesh: Mesh,
     stop: AtomicBool,
 }
 
@@ -72,7 +73,7 @@ impl Fixture {
         let tokenizer = TextTokenizer::load(folder.path()).unwrap();
         let lora = LoraSettings::all_linear(4, 8.0);
         let policy = LoraAdapter::new(&decoder, lora.clone(), 5).unwrap();
-        Self { folder, decoder, policy, tokenizer, lora, stop: AtomicBool::new(false) }
+        Self { folder, decoder, policy, tokenizer, lora, mesh: Mesh::alone(), stop: AtomicBool::new(false) }
     }
 
     pub(super) fn task<'a>(&'a self, config: &'a RlConfig) -> RlTask<'a> {
@@ -89,6 +90,7 @@ impl Fixture {
             gradient_checkpointing: false,
             critic_lora: self.lora.clone(),
             seed: 11,
+            mesh: &self.mesh,
             fingerprint: None,
             output_dir: self.folder.path(),
             progress: &Silent,

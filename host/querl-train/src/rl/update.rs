@@ -10,7 +10,8 @@ use crate::maths::{
     Aggregation, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, kl_loss, policy_loss,
     sequence_policy_loss, value_loss,
 };
-use crate::policy::{Example, Policy, Training, kept, rows_of};
+use crate::policy::{Example, Policy, Training, kept, rows_of, share};
+use crate::together::summed;
 use crate::{Gradients, Metrics, TrainError, lr_factor};
 use candle_core::Tensor;
 use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
@@ -108,10 +109,12 @@ impl Learner {
         for part in mini_batch.parts() {
             part.policy_pass(&mut gradients, &mut found)?;
         }
+        let found = summed(&task.mesh.data, found)?;
         let moved = found.get("actor/ppo_kl_k3").copied().unwrap_or_default();
         if task.config.target_kl > 0.0 && moved > task.config.target_kl {
             return Ok(Progress::FarEnough);
         }
+        gradients.sum_over(&task.mesh.data, task.policy.vars())?;
         let grad_norm = gradients.clip(task.config.max_grad_norm)?;
         if !grad_norm.is_finite() {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "the policy's gradient" });
@@ -126,12 +129,13 @@ impl Learner {
     /// One optimizer step of the critic, where there is one.
     fn critic_step(&mut self, mini_batch: &MiniBatch<'_>, step: u64, totals: &mut Totals) -> Result<(), TrainError> {
         let (Some(critic), Some(experience)) = (&mut self.critic, &mini_batch.experience.critic) else { return Ok(()) };
-        let config = mini_batch.task.config;
-        let mut gradients = Gradients::default();
+        let (config, ranks) = (mini_batch.task.config, &mini_batch.task.mesh.data);
+        let (mut gradients, mut found) = (Gradients::default(), Metrics::new());
         for part in mini_batch.parts() {
-            part.critic_pass(critic, experience, &mut gradients, totals)?;
+            part.critic_pass(critic, experience, &mut gradients, &mut found)?;
         }
-        let norm = critic.step(gradients, config.critic_learning_rate, config.max_grad_norm)?;
+        summed(ranks, found)?.iter().for_each(|(name, value)| totals.add(name, *value));
+        let norm = critic.step(gradients, ranks, config.critic_learning_rate, config.max_grad_norm)?;
         if !norm.is_finite() {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "the critic's gradient" });
         }
@@ -197,14 +201,17 @@ impl<'a> MiniBatch<'a> {
         })
     }
 
-    /// The step cut into passes, whose losses add up to the step's.
+    /// This rank's rows of the step cut into passes, whose losses add up to the step's over all ranks.
     fn parts(&self) -> impl Iterator<Item = Part<'_>> {
-        let examples: Vec<&Example> = self.rows.iter().map(|&i| &self.experience.rollouts[i].example).collect();
+        let example = |&i: &usize| &self.experience.rollouts[i].example;
+        let all: Vec<&Example> = self.rows.iter().map(example).collect();
+        let rows: Vec<usize> = share(&all, &self.task.mesh.data).into_iter().map(|i| self.rows[i]).collect();
+        let examples: Vec<&Example> = rows.iter().map(example).collect();
         let n_parts = self.task.config.gradient_accumulation_steps;
         let parts = parts(&examples, n_parts, self.task.tokens_per_pass);
         parts.into_iter().map(move |part| Part {
             of: self,
-            rows: part.iter().map(|&i| self.rows[i]).collect(),
+            rows: part.iter().map(|&i| rows[i]).collect(),
             examples: part.iter().map(|&i| examples[i]).collect(),
         })
     }
@@ -309,7 +316,7 @@ impl Part<'_> {
         critic: &Critic,
         experience: &ValueExperience,
         gradients: &mut Gradients,
-        totals: &mut Totals,
+        found: &mut Metrics,
     ) -> Result<(), TrainError> {
         let config = self.of.task.config;
         let inputs = experience.inputs.as_ref().map(|inputs| Tensor::cat(&self.pick(inputs), 0)).transpose()?;
@@ -329,8 +336,9 @@ impl Part<'_> {
         let outer: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
         let outer = Tensor::from_vec(outer, values.shape(), values.device())?;
         critic.collect(gradients, &(values * outer)?.sum_all()?, recompute)?;
-        totals.add("critic/vf_loss", f64::from(loss.vf_loss));
-        totals.add("critic/vf_clipfrac", loss.n_clipped as f64 / self.of.n_values.max(1) as f64);
+        let mut add = |name: &str, value: f64| *found.entry(name.to_owned()).or_default() += value;
+        add("critic/vf_loss", f64::from(loss.vf_loss));
+        add("critic/vf_clipfrac", loss.n_clipped as f64 / self.of.n_values.max(1) as f64);
         Ok(())
     }
 }

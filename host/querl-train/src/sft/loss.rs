@@ -1,10 +1,10 @@
 //! The loss of some rows and its gradient, over as many passes as memory asks for.
 
 use super::SftTask;
-use crate::policy::{Example, Policy, Training, kept, passes};
+use crate::policy::{Example, Policy, Training, kept, passes, share};
 use crate::{Gradients, TrainError};
 use candle_core::Tensor;
-use querl_model::{Dropout, LoraAdapter, backward};
+use querl_model::{Dropout, LoraAdapter, Ranks, backward};
 
 /// What one optimizer step's passes found.
 pub(super) struct StepLoss {
@@ -14,21 +14,24 @@ pub(super) struct StepLoss {
     pub(super) gradients: Gradients,
 }
 
-/// Loss and gradients of one optimizer step. Each pass is weighted by its tokens: the sum does not depend on the split.
+/// Loss and gradients of one optimizer step, of which each rank computes its rows. Each pass is weighted by its tokens: the sum
+/// does not depend on the split.
 pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
     #[cfg(test)]
     crate::fault::at(step, "pass")?;
-    let n_tokens: usize = rows.iter().map(|row| row.response.len()).sum();
+    let (ranks, n_tokens) = (&task.mesh.data, n_answer_tokens(rows));
+    let mine: Vec<&Example> = share(rows, ranks).into_iter().map(|index| rows[index]).collect();
     let recompute = kept(task.gradient_checkpointing);
     let training = Training { dropout: dropout(task, step), recompute: Some(&recompute) };
     let (mut gradients, mut shares) = (Gradients::default(), Vec::new());
-    for pass in passes(rows, task.tokens_per_pass) {
-        let rows: Vec<&Example> = pass.into_iter().map(|index| rows[index]).collect();
+    for pass in passes(&mine, task.tokens_per_pass) {
+        let rows: Vec<&Example> = pass.into_iter().map(|index| mine[index]).collect();
         let share = (negative_logprob(task.policy, &rows, training)? / n_tokens as f64)?;
         gradients.add(&backward(&share, Some(&recompute))?, task.policy.vars())?;
         shares.push(share.detach());
     }
-    let loss = summed(&shares)?;
+    let loss = over_ranks(ranks, summed(&shares)?)?;
+    gradients.sum_over(ranks, task.policy.vars())?;
     Ok(StepLoss { loss, n_tokens, gradients })
 }
 
@@ -41,10 +44,22 @@ fn summed(shares: &[Tensor]) -> Result<f64, TrainError> {
     Ok(sum)
 }
 
-/// Another mask for each step; it follows from the step alone, so that a training that goes on needs to know nothing of it.
+/// The sum of what the ranks found, in their order.
+fn over_ranks(ranks: &Ranks, mine: f64) -> Result<f64, TrainError> {
+    Ok(ranks.all_gather(mine)?.iter().map(|of_rank| **of_rank).sum())
+}
+
+fn n_answer_tokens(rows: &[&Example]) -> usize {
+    rows.iter().map(|row| row.response.len()).sum()
+}
+
+/// Another mask for each step and rank; it follows from the two alone, so that a training that goes on needs to know nothing of
+/// it.
 fn dropout(task: &SftTask<'_>, step: u64) -> Option<Dropout> {
     let p = task.config.lora_dropout;
-    let seed = task.seed ^ step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // spreads the step over all bits
+    let of_step = step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // spreads the step over all bits
+    let of_rank = (task.mesh.data.rank() as u64).wrapping_mul(0xd1b5_4a32_d192_ed03);
+    let seed = task.seed ^ of_step ^ of_rank;
     (p > 0.0 && task.policy.adapter.is_some()).then_some(Dropout { p, seed })
 }
 
@@ -55,14 +70,14 @@ pub(super) fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError>
     crate::fault::at(step, "evaluation")?;
     let view = task.policy.adapter.map(LoraAdapter::without_gradient);
     let policy = Policy { decoder: task.policy.decoder, adapter: view.as_ref() };
-    let rows: Vec<&Example> = task.val.iter().collect();
-    let (mut shares, mut n_tokens) = (Vec::new(), 0);
-    for pass in passes(&rows, task.tokens_per_pass) {
-        let rows: Vec<&Example> = pass.into_iter().map(|index| rows[index]).collect();
-        shares.push(negative_logprob(policy, &rows, Training::default())?.detach());
-        n_tokens += rows.iter().map(|row| row.response.len()).sum::<usize>();
+    let (ranks, rows): (_, Vec<&Example>) = (&task.mesh.data, task.val.iter().collect());
+    let mine: Vec<&Example> = share(&rows, ranks).into_iter().map(|index| rows[index]).collect();
+    let mut sums = Vec::new();
+    for pass in passes(&mine, task.tokens_per_pass) {
+        let rows: Vec<&Example> = pass.into_iter().map(|index| mine[index]).collect();
+        sums.push(negative_logprob(policy, &rows, Training::default())?.detach());
     }
-    Ok(summed(&shares)? / n_tokens.max(1) as f64)
+    Ok(over_ranks(ranks, summed(&sums)?)? / n_answer_tokens(&rows).max(1) as f64)
 }
 
 /// Negative log-probability of the answers, summed over tokens.

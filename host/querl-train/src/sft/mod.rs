@@ -9,12 +9,14 @@ mod tests;
 use crate::checkpoint::{BEST, LAST, STATE, save_policy};
 use crate::order::Order;
 use crate::policy::{Example, Policy};
+use crate::together::{check_same, newest};
 use crate::{AdamW, AdamWSettings, MetricSink, Metrics, State, StateStore, TrainError};
 use course::Course;
 use loss::StepLoss;
 use plan::Plan;
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
+use querl_model::Mesh;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,6 +40,9 @@ pub struct SftTask<'a> {
     pub gradient_checkpointing: bool,
     /// Seeds the order of the data and the dropout.
     pub seed: u64,
+    /// Who else trains on the same rows: every rank comes here with the same task, but for where its model stands. The first
+    /// alone writes files, and what the others are given to record and to show with is best deaf.
+    pub mesh: &'a Mesh,
     /// Stands for everything that the result depends on: a training that was stopped goes on from its newest checkpoint if that
     /// has the same one. `None`: no checkpoints to go on from are kept.
     pub fingerprint: Option<&'a str>,
@@ -103,8 +108,9 @@ impl Fit {
         let config = task.config;
         let settings = AdamWSettings { weight_decay: config.weight_decay, ..Default::default() };
         let directory = task.output_dir.join(STATE);
-        let store = task.fingerprint.map(|print| StateStore::open(&directory, config.save_total_limit, print));
-        let found = store.as_ref().map(|store| store.newest(task.progress)).transpose()?.flatten();
+        let print = task.fingerprint.filter(|_| task.mesh.all.is_first());
+        let store = print.map(|print| StateStore::open(&directory, config.save_total_limit, print));
+        let found = newest(&task.mesh.all, store.as_ref(), task.progress)?;
         let mut fit = Self {
             course: Course::default(),
             order: Order::new(task.train.len(), task.seed),
@@ -113,10 +119,10 @@ impl Fit {
             store,
         };
         let mut mark = 0;
-        if let Some((step, state)) = found {
+        if let Some((step, state)) = &*found {
             fit.course = state.get("course")?;
             fit.order.seek(state.get("order")?);
-            fit.optimizer.restore("optimizer", &state, task.policy.vars())?;
+            fit.optimizer.restore("optimizer", state, task.policy.vars())?;
             state.restore_vars("policy", task.policy.vars())?;
             mark = state.get("metrics")?;
             task.progress.line(&format!("going on from step {step}"));
@@ -187,16 +193,18 @@ impl Fit {
         val_loss.map_or(Ok(()), |loss| check_finite(step, "the validation loss", loss))?;
         let mut metrics = self.course.unfinished.take().unwrap_or_default();
         metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
-        if plan.evaluates(step) && self.course.offer(val_loss) {
+        if plan.evaluates(step) && self.course.offer(val_loss) && task.mesh.all.is_first() {
             save_policy(task.policy, &task.output_dir.join(BEST), task.base_path)?;
         }
         sink.record("sft", step, &metrics).map_err(|source| io(task, source))?;
         let loss = metrics.get("loss").copied().unwrap_or_default();
         task.progress.update(step, plan.n_steps, &format!("loss {loss:.3}{}", self.course.note()));
         // 4. What is needed to go on from here; at the end, and where the user says stop, the newest adapter too.
-        let is_stopped = task.stop.load(Ordering::Relaxed);
+        let position = self.order.position();
+        let is_stopped =
+            self.agree(task, plan).map_err(|error| self.without_memory(task, sink, (step, position), error))?;
         let ends = is_stopped || self.is_done(plan);
-        if ends {
+        if ends && task.mesh.all.is_first() {
             save_policy(task.policy, &task.output_dir.join(LAST), task.base_path)?;
         }
         if ends || plan.saves(step) {
@@ -206,6 +214,16 @@ impl Fit {
             true => Err(TrainError::Interrupted { stage: "sft", step }),
             false => Ok(()),
         }
+    }
+
+    /// Whether somebody said stop: all ranks do, or none. What they trained is compared before it is kept.
+    fn agree(&self, task: &SftTask<'_>, plan: &Plan) -> Result<bool, TrainError> {
+        let step = self.course.step;
+        let is_stopped = task.mesh.all.any(task.stop.load(Ordering::Relaxed))?;
+        if is_stopped || self.is_done(plan) || plan.saves(step) {
+            check_same(&task.mesh.data, "sft", step, task.policy.vars())?;
+        }
+        Ok(is_stopped)
     }
 
     fn is_done(&self, plan: &Plan) -> bool {
@@ -220,7 +238,8 @@ impl Fit {
         (step, position): (u64, u64),
         error: TrainError,
     ) -> TrainError {
-        if !error.is_out_of_memory() {
+        // What another rank lacks the first hears of, and keeps what there is.
+        if !error.is_out_of_memory() || !task.mesh.all.is_first() {
             return error;
         }
         self.order.seek(position);

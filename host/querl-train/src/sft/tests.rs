@@ -7,7 +7,7 @@ mod card;
 use super::*;
 use crate::recording::Recorder;
 use querl_core::ports::Silent;
-use querl_model::{Decoder, LoraAdapter, Weights};
+use querl_model::{Decoder, LoraAdapter, Mesh, Weights};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -91,6 +91,7 @@ impl Setting {
             tokens_per_pass: self.tokens_per_pass,
             gradient_checkpointing: self.gradient_checkpointing,
             seed: 5,
+            mesh: &Mesh::alone(),
             fingerprint: Some(fingerprint),
             output_dir: self.folder.path(),
             progress,

@@ -7,7 +7,7 @@ use crate::tiny::plain_text;
 use querl_core::config::{CriticKind, RlConfig};
 use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{EpisodeRecord, Rejection};
-use querl_model::{LoraAdapter, LoraSettings};
+use querl_model::{LoraAdapter, LoraSettings, Mesh};
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
 use querl_train::{MetricSink, Metrics, TrainError};
 use std::path::Path;
@@ -181,6 +181,7 @@ pub(crate) fn run(
         gradient_checkpointing: false,
         critic_lora: settings,
         seed: 11,
+        mesh: &Mesh::alone(),
         fingerprint: Some("same"),
         output_dir: folder,
         progress: &Silent,

@@ -16,7 +16,7 @@ use clap::Subcommand;
 use querl_core::config::SftConfig;
 use querl_core::fsx::read_jsonl;
 use querl_core::records::Message;
-use querl_model::{Decoder, TextTokenizer, small_model};
+use querl_model::{Decoder, Mesh, TextTokenizer, small_model};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy, TrainError};
 use serde::Deserialize;
@@ -148,6 +148,7 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         tokens_per_pass: TOKENS_PER_PASS,
         gradient_checkpointing: false,
         seed: config.seed,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: work.path(),
         progress: &progress,

@@ -81,7 +81,10 @@ impl Stage for Rl {
     /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         // No card: the processor does this stage everywhere.
-        let fingerprint = self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, None);
+        // No card generates yet: where there are some, one rank of the processor does the stage.
+        let arithmetic = run.place.card().is_none().then(|| run.place.arithmetic()).flatten();
+        let fingerprint =
+            self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?));
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));

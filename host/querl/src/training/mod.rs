@@ -21,7 +21,7 @@ use crate::run::Run;
 use crate::stages::facts::Facts;
 use querl_core::config::{Config, ModelConfig, TuningMethod};
 use querl_core::records::{DatasetRow, Split};
-use querl_device::{Device, Job, JobError, Share, Work};
+use querl_device::{Device, Job, JobError, Work};
 use querl_model::{DecoderConfig, ModelError, TextTokenizer};
 use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
@@ -95,18 +95,17 @@ impl Base {
 fn job(run: &Run, model: PathBuf, work: Work) -> Job {
     let config = &run.config;
     Job {
-        device: run.place.device(),
+        devices: run.place.devices(),
         threads: config.threads,
-        share: Share::WHOLE,
         model: ModelConfig { path: model, ..config.model.clone() },
         seed: config.seed,
         work,
     }
 }
 
-/// Names the card in what a stage found; that the processor did it goes without saying.
+/// Names the cards in what a stage found; that the processor did it goes without saying.
 fn add_device(facts: &mut Facts, run: &Run) {
-    if run.place.device() != Device::Cpu {
+    if run.place.devices() != [Device::Cpu] {
         facts.add("device", run.place.name());
     }
 }

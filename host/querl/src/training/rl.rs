@@ -49,7 +49,9 @@ pub fn rl(
         output_dir: run.dir.rl(),
     };
     // No card generates yet: the stage would end at its first rollout, after a fine-tuning of hours.
-    let job = Job { device: Device::Cpu, ..job(run, base.model, Work::Rl(Box::new(work))) };
+    let job = job(run, base.model, Work::Rl(Box::new(work)));
+    let devices = if run.place.card().is_some() { vec![Device::Cpu] } else { job.devices };
+    let job = Job { devices, ..job };
     if run.place.card().is_some() {
         progress.line("rl is done on the CPU, since answers are not written on a card yet");
     }

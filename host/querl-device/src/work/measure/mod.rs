@@ -22,19 +22,19 @@ use std::time::Instant;
 
 /// Makes the model and measures what is asked for. A part that cannot be measured, for want of memory above all, is left out with
 /// the reason, and the others are measured.
-pub(super) fn measure(job: &Job, measuring: &Measuring, host: &dyn Host) -> Result<Outcome, JobError> {
+pub(super) fn measure(job: &Job, device: Device, measuring: &Measuring, host: &dyn Host) -> Result<Outcome, JobError> {
     let shapes = DecoderConfig::of_shape(&measuring.shape).ok_or_else(|| no_shape(&measuring.shape))?;
-    let place = place(job.device)?;
+    let place = place(device)?;
     let started = Instant::now();
     let decoder = Decoder::random(shapes.clone(), job.seed, job.model.dtype, &place)?;
     wait(&place)?;
     let made_s = started.elapsed().as_secs_f64();
     let mut measured = Measured {
         shape: measuring.shape.clone(),
-        device: device_name(&place, job.device),
+        device: device_name(&place, device),
         dtype: job.model.dtype.name().into(),
         parameters: shapes.n_parameters() as u64,
-        base_bytes: base_bytes(job, measuring, &shapes),
+        base_bytes: base_bytes(job, device, measuring, &shapes),
         made_s,
         ceilings: None,
         load: None,
@@ -44,7 +44,7 @@ pub(super) fn measure(job: &Job, measuring: &Measuring, host: &dyn Host) -> Resu
         left_out: Vec::new(),
     };
     host.line(&format!("{}: {} parameters made in {made_s:.1} s", measured.shape, measured.parameters));
-    let bench = Bench { job, measuring, host, decoder: &decoder, place: &place };
+    let bench = Bench { job, device, measuring, host, decoder: &decoder, place: &place };
     for (index, part) in measuring.parts.iter().enumerate() {
         host.update(index as u64, measuring.parts.len() as u64, part.name());
         bench.part(*part, &mut measured)?;
@@ -55,6 +55,7 @@ pub(super) fn measure(job: &Job, measuring: &Measuring, host: &dyn Host) -> Resu
 /// What every part works with.
 struct Bench<'a> {
     job: &'a Job,
+    device: Device,
     measuring: &'a Measuring,
     host: &'a dyn Host,
     decoder: &'a Decoder,
@@ -97,7 +98,7 @@ impl Bench<'_> {
     /// Bytes that a stage takes by the plan.
     fn planned(&self, stage: Stage) -> u64 {
         let (shapes, model) = (self.decoder.config().clone(), self.job.model.clone());
-        Plan::new(&Asked { shapes, model, stage, types: types(self.job.device) }).total()
+        Plan::new(&Asked { shapes, model, stage, types: types(self.device) }).total()
     }
 }
 
@@ -111,9 +112,9 @@ fn types(device: Device) -> Types {
     if device == Device::Cpu { Types::PROCESSOR } else { Types::CARD }
 }
 
-fn base_bytes(job: &Job, measuring: &Measuring, shapes: &DecoderConfig) -> u64 {
+fn base_bytes(job: &Job, device: Device, measuring: &Measuring, shapes: &DecoderConfig) -> u64 {
     let stage = Stage::Sft { config: measuring.sft.clone(), longest_row: 1 };
-    let asked = Asked { shapes: shapes.clone(), model: job.model.clone(), stage, types: types(job.device) };
+    let asked = Asked { shapes: shapes.clone(), model: job.model.clone(), stage, types: types(device) };
     Plan::new(&asked).base
 }
 

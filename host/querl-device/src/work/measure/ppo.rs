@@ -7,7 +7,7 @@ use crate::{JobError, Measuring, Optimised, Spread};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
-use querl_model::{LoraAdapter, TextTokenizer, small_model};
+use querl_model::{LoraAdapter, Mesh, TextTokenizer, small_model};
 use querl_train::rl::{self, RlData, RlTask};
 use std::collections::BTreeMap;
 
@@ -44,6 +44,7 @@ pub(super) fn measure(bench: &Bench<'_>) -> Result<Optimised, JobError> {
         gradient_checkpointing: job.model.gradient_checkpointing,
         critic_lora: lora(&measuring.sft),
         seed: job.seed,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: &measuring.work_dir.join("ppo"),
         progress: &Shown(bench.host),

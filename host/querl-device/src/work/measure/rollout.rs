@@ -70,7 +70,7 @@ pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
         most: rest(seconds.most),
         n: seconds.n,
     });
-    let (shapes, value_bytes) = (bench.decoder.config(), types(job.device).value_bytes);
+    let (shapes, value_bytes) = (bench.decoder.config(), types(bench.device).value_bytes);
     let n_cached = rollouts.different_tokens(measuring.lengths.shared, whole.max_new_tokens / 2);
     let step_bytes = weight_bytes(shapes, job.model.dtype) + n_cached as u64 * token_bytes(shapes, value_bytes);
     Ok(RolledOut {

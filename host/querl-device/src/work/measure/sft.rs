@@ -6,7 +6,7 @@ use crate::memory::Stage;
 use crate::work::{Shown, lora};
 use crate::{Ceilings, JobError, Spread, Tuned};
 use querl_core::config::SftConfig;
-use querl_model::LoraAdapter;
+use querl_model::{LoraAdapter, Mesh};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy};
 
@@ -36,6 +36,7 @@ pub(super) fn measure(bench: &Bench<'_>, ceilings: &Ceilings) -> Result<Tuned, J
         tokens_per_pass: job.model.tokens_per_pass,
         gradient_checkpointing: job.model.gradient_checkpointing,
         seed: job.seed,
+        mesh: &Mesh::alone(),
         fingerprint: None,
         output_dir: &measuring.work_dir.join("sft"),
         progress: &Shown(bench.host),

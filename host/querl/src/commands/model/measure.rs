@@ -9,7 +9,7 @@ use crate::failure::Stop;
 use clap::{Args, ValueEnum};
 use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
 use querl_device::memory::Types;
-use querl_device::{Job, Lengths, Measuring, Part, Share, Work};
+use querl_device::{Job, Lengths, Measuring, Part, Work};
 use querl_model::DecoderConfig;
 use serde::Serialize;
 use std::io::Write;
@@ -182,7 +182,7 @@ pub(super) fn random_job(
     };
     let model = ModelConfig { path: PathBuf::new(), dtype, tokens_per_pass: 8192, gradient_checkpointing: false };
     let work = Work::Measure(Box::new(measuring));
-    Job { device: place.device(), threads, share: Share::WHOLE, model, seed, work }
+    Job { devices: place.devices(), threads, model, seed, work }
 }
 
 fn set(measuring: &mut Measuring, args: &MeasureArgs) {
