@@ -36,7 +36,7 @@ CXXFLAGS="$options" tests/cuda/simulator/test.sh "$toolkit" "$simulator"
 tests() { # WHEN ORDER ARGUMENT...
     local when="$1" order="$2"; shift 2
     echo "+ (streams $when, threads $order) cargo test --release $*"
-    CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env LD_LIBRARY_PATH=$simulator QUERL_SIMULATOR_STREAMS=$when QUERL_SIMULATOR_ORDER=$order ${set_sanitizer:-}" \
+    CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env LD_LIBRARY_PATH=$simulator QUERL_SIMULATOR_DEVICES=2 QUERL_SIMULATOR_STREAMS=$when QUERL_SIMULATOR_ORDER=$order ${set_sanitizer:-}" \
         cargo test --release --features querl-model/cuda,querl-train/cuda,querl-cuda/cuda "$@"
 }
 

@@ -121,7 +121,10 @@ impl Gradients {
         let all = ranks.all_gather(mine)?;
         let is_found = |index: usize| all.iter().any(|of_rank| of_rank[index]);
         let found = vars.iter().enumerate().filter(|(index, _)| is_found(*index)).map(|(_, var)| var);
-        buckets(found).into_iter().try_for_each(|bucket| self.sum_bucket(ranks, &bucket))
+        buckets(found).into_iter().try_for_each(|bucket| self.sum_bucket(ranks, &bucket))?;
+        #[cfg(feature = "cuda")]
+        self.tensors().last().map_or(Ok(()), |last| ranks.settle(last))?;
+        Ok(())
     }
 
     /// Sums the gradients of some variables as one tensor: many small sums would each wait for the slowest rank.

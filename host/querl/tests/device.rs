@@ -75,6 +75,56 @@ fn a_run_across_the_border_leaves_the_bytes_of_one_within_the_program() {
     assert_eq!(records(&across_it), records(&within));
 }
 
+/// Two ranks on the two devices that are named: of the library's processor, and of the program's.
+#[test]
+fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
+    let (one, within, across_it) = (project(), project(), project());
+    one.querl(&args(&SETS)).ok();
+    let two = |device: &'static str| args(&[&SETS[..], &[device]].concat());
+    within.querl(&two("device=cpu:2")).ok();
+    let (code, _, said) = run(&mut across(&across_it, &two("device=cuda:0,1")));
+    assert_eq!(code, Some(0), "{said}");
+    assert_same(&across_it, &results(&within));
+    assert_eq!(records(&across_it), records(&within));
+    let (of_one, of_two) = (losses(&one), losses(&within));
+    assert_eq!((of_one.len(), of_two.len()), (6, 6));
+    // Dropout has masks of its own on each rank: the losses are near, and not the same.
+    assert!(of_one.iter().zip(&of_two).all(|(a, b)| (a - b).abs() < 0.05 * a.abs()), "{of_one:?}, {of_two:?}");
+}
+
+#[test]
+fn two_ranks_that_were_stopped_go_on_and_another_number_of_them_begins_anew() {
+    let (unbroken, stopped) = (project(), project());
+    let of = |device: &'static str| {
+        args(&[
+            "sft.max_steps=30",
+            "sft.epochs=30",
+            "sft.save_steps=100",
+            "rl.max_steps=9",
+            "rl.save_steps=100",
+            device,
+        ])
+    };
+    unbroken.querl(&of("device=cpu:2")).ok();
+    for (stage, n_lines) in [("sft", 3), ("rl", 3)] {
+        let child = run_until(stopped.command(&of("device=cpu:2")), &stopped, stage, n_lines);
+        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(130), "{said}");
+        assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
+    }
+    let done = stopped.querl(&of("device=cpu:2")).ok();
+    assert!(done.stderr.contains("rl: going on from step "), "{done:#?}");
+    assert_same(&stopped, &results(&unbroken));
+    let other = project();
+    let child = run_until(other.command(&of("device=cpu:2")), &other, "sft", 3);
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(130));
+    let three = other.querl(&["sft", "querl.toml", "--set", "device=cpu:3", "--set", "sft.max_steps=30"]).ok();
+    assert!(!three.stderr.contains("going on from step"), "{three:#?}");
+}
+
 /// Begun on one side, stopped by a signal that is seen within the library, gone on with on the other side.
 #[test]
 fn a_stop_is_seen_across_the_border_and_either_side_goes_on() {
@@ -132,7 +182,7 @@ type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a Path, &'a str);
 fn what_is_missing_for_a_card_is_one_sentence() {
     let ours = library();
     let why = |text: &str, device: &str| format!("\"{device}\", which cannot be used: {text}");
-    let cases: [Case<'_>; 8] = [
+    let cases: [Case<'_>; 9] = [
         ("cuda:0", &[("FAKE_INIT", "999")], &ours, "the CUDA driver does not work: cuInit fails with CUDA error 999"),
         ("cuda:0", &[("FAKE_INIT", "100")], &ours, "the CUDA driver does not work: cuInit finds no device"),
         ("cuda:0", &[("FAKE_CARDS", "0")], &ours, "the CUDA driver sees no card"),
@@ -143,6 +193,7 @@ fn what_is_missing_for_a_card_is_one_sentence() {
             "the CUDA driver supports CUDA 11.8; expected 12.0 or newer, so update it",
         ),
         ("cuda:2", &[], &ours, "the driver sees 2 card(s), cuda:0 to cuda:1, and none is cuda:2"),
+        ("cuda:1-2", &[], &ours, "the driver sees 2 card(s), cuda:0 to cuda:1, and none is cuda:2"),
         ("cuda:0", &[], Path::new("nowhere.so"), "QUERL_CUDA_LIBRARY names LIBRARY; there is no file at that place"),
         ("cuda:0", &[], &DRIVER, "LIBRARY: it has no function `querl_cuda_abi`; it is no library of querl"),
         ("cuda:1", &[], &ours, "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh"),
@@ -173,6 +224,7 @@ fn doctor_names_cards_memory_library_and_what_is_missing() {
         "ok  driver   the CUDA driver supports CUDA 13.0 and sees 2 card(s)\n",
         "ok  card     cuda:1 is Imagined 1, compute capability 9.0, 80.0 GiB of memory, 60.0 GiB of them free\n",
         " of querl 0.1.0, built without CUDA, so that the CPU is its only device\n",
+        "  nccl     ",
         "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh: device = \"cuda:N\" is refused, and \
          device = \"auto\" takes the CPU\n",
     ] {

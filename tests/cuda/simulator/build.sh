@@ -3,6 +3,7 @@
 #
 #   libcuda.so.1                                       the driver
 #   libcublas.so.13, libcurand.so.10                   products of matrices, random numbers
+#   libnccl.so.2                                       sums over devices
 #   libcublasLt.so.13, libnvrtc.so.13, libcudart.so.13 nothing but names: a program that links them starts
 #   kernels/candle-*.so, kernels/querl-*.so            candle's kernels and ours, compiled for the CPU
 #
@@ -64,6 +65,9 @@ library cublas libcublas.so.13 15 "$here/blas.cpp" # CUBLAS_STATUS_NOT_SUPPORTED
 library curand libcurand.so.10 204 "$here/rand.cpp" # CURAND_STATUS_ARCH_MISMATCH: there is no better one
 library cublasLt libcublasLt.so.13 15
 library nvrtc libnvrtc.so.13 11 # NVRTC_ERROR_INTERNAL_ERROR
+# Opened by name and never linked: nothing but what we call is there.
+newer "$out/libnccl.so.2" "$here"/nccl.cpp "$here"/*.h "$here/build.sh" ||
+    g++ "${flags[@]}" "${more[@]}" -shared -Wl,-soname,libnccl.so.2 -o "$out/libnccl.so.2" "$here/nccl.cpp" "$out/libcuda.so.1"
 [ -e "$out/libcudart.so.13" ] || gcc -shared -Wl,-soname,libcudart.so.13 -x c -o "$out/libcudart.so.13" /dev/null
 
 candle=$(cd "$root" && cargo metadata --format-version 1 --all-features --locked --filter-platform x86_64-unknown-linux-gnu |

@@ -11,6 +11,11 @@ use std::sync::atomic::AtomicBool;
 
 /// Does a job with a rank on each device.
 pub(super) fn do_together(job: &Job, devices: &[Device], host: &dyn Host) -> Result<Outcome, JobError> {
+    #[cfg(feature = "cuda")]
+    if devices.iter().any(|device| *device != Device::Cpu) {
+        let version = querl_model::device::nccl_version();
+        version.map_err(|error| Failure { ending: Ending::Usage, message: error.to_string() })?;
+    }
     let outcomes = run_ranks(devices.len(), |ranks| {
         let (rank, device) = (ranks.rank(), devices[ranks.rank()]);
         let rank_of_job = Rank { job, device, mesh: Mesh::of_data(ranks) };

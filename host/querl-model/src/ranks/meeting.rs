@@ -13,12 +13,21 @@ pub(super) struct Party {
     /// Which ranks have ended well: nobody may wait for them any more.
     ended: Vec<AtomicBool>,
     meetings: Mutex<Vec<Weak<Meeting>>>,
+    /// What wakes ranks that wait for a card and not for a meeting.
+    #[cfg(feature = "cuda")]
+    wakers: Mutex<Vec<Box<dyn Fn() + Send>>>,
 }
 
 impl Party {
     pub(super) fn new(world_size: usize) -> Arc<Self> {
         let ended = (0..world_size).map(|_| AtomicBool::new(false)).collect();
-        Arc::new(Self { failure: OnceLock::new(), ended, meetings: Mutex::default() })
+        Arc::new(Self {
+            failure: OnceLock::new(),
+            ended,
+            meetings: Mutex::default(),
+            #[cfg(feature = "cuda")]
+            wakers: Mutex::default(),
+        })
     }
 
     /// Ends the job for all: whoever waits, or will wait, hears of `failure`.
@@ -26,6 +35,18 @@ impl Party {
         // Only the first is told.
         let _ = self.failure.set(failure);
         self.wake();
+        #[cfg(feature = "cuda")]
+        lock(&self.wakers).iter().for_each(|wake| wake());
+    }
+
+    /// Calls `wake` when a rank fails; at once where one has.
+    #[cfg(feature = "cuda")]
+    pub(super) fn wake_by(&self, wake: impl Fn() + Send + 'static) {
+        let mut wakers = lock(&self.wakers);
+        if self.failure.get().is_some() {
+            wake();
+        }
+        wakers.push(Box::new(wake));
     }
 
     /// A rank has ended well.

@@ -5,6 +5,8 @@
 //! wakes the others: their calls return an error that names it. Nothing here may be called from within rayon's workers, where a
 //! thread that waits keeps the others' work from being done.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod meeting;
 mod mesh;
 mod run;
@@ -57,6 +59,9 @@ pub struct Ranks {
 struct WithOthers {
     meeting: Arc<Meeting>,
     index: usize,
+    /// This rank's card among the others', once they have summed on them.
+    #[cfg(feature = "cuda")]
+    card: Arc<std::sync::OnceLock<Arc<crate::device::Nccl>>>,
 }
 
 impl Ranks {
@@ -66,7 +71,12 @@ impl Ranks {
     }
 
     fn of(meeting: &Arc<Meeting>, index: usize) -> Self {
-        let with_others = WithOthers { meeting: meeting.clone(), index };
+        let with_others = WithOthers {
+            meeting: meeting.clone(),
+            index,
+            #[cfg(feature = "cuda")]
+            card: Arc::default(),
+        };
         Self { with_others: (meeting.members.len() > 1).then_some(with_others) }
     }
 
@@ -148,27 +158,13 @@ impl Ranks {
         if self.world_size() == 1 {
             return Ok(tensor.detach());
         }
+        #[cfg(feature = "cuda")]
+        if !tensor.device().is_cpu() {
+            return self.sum_tensor_on_card(tensor);
+        }
         let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;
         self.sum(&mut values).map_err(Error::wrap)?;
         Tensor::from_vec(values, tensor.shape(), tensor.device())
-    }
-
-    /// Replaces values on a card by their sum over all ranks.
-    ///
-    /// # Errors
-    /// As [`Ranks::sum`]; or the card's.
-    #[cfg(feature = "cuda")]
-    pub fn sum_on_card(
-        &self,
-        gpu: &crate::device::Gpu,
-        values: &mut crate::device::CudaSlice<f32>,
-    ) -> TensorResult<()> {
-        if self.world_size() == 1 {
-            return Ok(());
-        }
-        let mut sum = gpu.download(values)?;
-        self.sum(&mut sum).map_err(Error::wrap)?;
-        gpu.stream().memcpy_htod(&sum, values).map_err(Error::wrap)
     }
 
     /// The ranks that come here with the same `group`, as ranks of their own in the same order. Where one fails, the ranks of all
@@ -177,7 +173,7 @@ impl Ranks {
     /// # Errors
     /// A rank has failed, or is elsewhere.
     pub fn split(&self, group: usize) -> Result<Self, RanksError> {
-        let Some(WithOthers { meeting, index }) = &self.with_others else { return Ok(Self::alone()) };
+        let Some(WithOthers { meeting, index, .. }) = &self.with_others else { return Ok(Self::alone()) };
         let groups = self.exchange("a split into groups".into(), group)?;
         let places: Vec<usize> = (0..groups.len()).filter(|&place| *groups[place] == group).collect();
         let members = places.iter().map(|&place| meeting.members[place]).collect();

@@ -10,6 +10,7 @@ use crate::{TrainError, fault};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{EpisodeRecord, Reward};
+use querl_model::{Mesh, RankFailure, run_ranks};
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -48,6 +49,16 @@ fn try_once(
     sink: &mut Recorder,
     folder: &Path,
 ) -> Result<super::RlSummary, TrainError> {
+    try_as(Mesh::alone(), config, world, sink, folder)
+}
+
+fn try_as(
+    mesh: Mesh,
+    config: &RlConfig,
+    world: &World,
+    sink: &mut Recorder,
+    folder: &Path,
+) -> Result<super::RlSummary, TrainError> {
     let fixture = Fixture::new();
     let prompts: Vec<Vec<u32>> = (0..6).map(|row| vec![7, 8, 20 + row]).collect();
     let task = RlTask {
@@ -55,9 +66,62 @@ fn try_once(
         val: RlData { prompts: &prompts[..2], environment: world },
         fingerprint: Some("inputs"),
         output_dir: folder,
+        mesh: &mesh,
         ..fixture.task(config)
     };
     train(&task, sink)
+}
+
+/// What the first of two ranks says; the second lacks memory in a step, where one is named.
+fn try_with_two(
+    config: &RlConfig,
+    world: &World,
+    sink: &mut Recorder,
+    folder: &Path,
+    step: Option<u64>,
+) -> Result<super::RlSummary, TrainError> {
+    let sink = Mutex::new(sink);
+    let ended = run_ranks(2, |ranks| {
+        if !ranks.is_first() {
+            step.into_iter().for_each(|step| fault::arm(step, "pass"));
+            return try_as(Mesh::of_data(ranks), config, world, &mut Recorder::default(), folder);
+        }
+        try_as(Mesh::of_data(ranks), config, world, &mut sink.lock().unwrap(), folder)
+    });
+    match ended {
+        Ok(summaries) => Ok(summaries.into_iter().next().unwrap()),
+        Err(failures) => match failures.into_iter().find(|failure| failure.rank() == 0) {
+            Some(RankFailure::Failed { error, .. }) => Err(error),
+            other => panic!("the first rank: {other:?}"),
+        },
+    }
+}
+
+#[test]
+fn memory_that_the_second_rank_lacks_is_heard_of_by_the_first_which_keeps_what_both_did() {
+    for off_by_one in [false, true] {
+        let config = RlConfig {
+            batch_size: 4,
+            mini_batch_size: 2,
+            max_steps: 5,
+            save_steps: 100,
+            eval_steps: 100,
+            off_by_one,
+            ..config()
+        };
+        let (unbroken, broken) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (mut expected, expected_world) = (Recorder::default(), World::default());
+        let expected_summary = try_with_two(&config, &expected_world, &mut expected, unbroken.path(), None).unwrap();
+        let (mut sink, world) = (Recorder::default(), World::default());
+        let error = try_with_two(&config, &world, &mut sink, broken.path(), Some(4)).unwrap_err();
+        let message = "rl step 4: the device has no memory left (rank 1 failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of \
+                       memory\")); what was done until step 3 is saved, and the same command goes on from there";
+        assert_eq!(error.to_string(), message);
+        let summary = try_with_two(&config, &world, &mut sink, broken.path(), None).unwrap();
+        assert_eq!((summary, &sink.0), (expected_summary, &expected.0));
+        assert_eq!(*world.0.lock().unwrap(), *expected_world.0.lock().unwrap());
+        assert!(bytes(broken.path()) == bytes(unbroken.path()));
+    }
 }
 
 #[test]

@@ -3,6 +3,9 @@
 
 #[cfg(feature = "cuda")]
 mod card;
+mod ranks;
+#[cfg(feature = "cuda")]
+mod two_cards;
 
 use super::*;
 use crate::recording::Recorder;
@@ -58,6 +61,7 @@ struct Setting {
     val: Vec<Example>,
     tokens_per_pass: usize,
     gradient_checkpointing: bool,
+    mesh: Mesh,
     folder: tempfile::TempDir,
 }
 
@@ -67,11 +71,23 @@ impl Setting {
         train.truncate(30);
         let val = train.split_off(24);
         let folder = tempfile::tempdir().unwrap();
-        Self { config, train, val, tokens_per_pass: 20, gradient_checkpointing: false, folder }
+        Self { config, train, val, tokens_per_pass: 20, gradient_checkpointing: false, mesh: Mesh::alone(), folder }
     }
 
     fn run(&self, model: &Model, sink: &mut Recorder, progress: &dyn Progress, stop: &AtomicBool) -> Outcome {
         self.run_as("inputs", model, sink, progress, stop)
+    }
+
+    /// As one of several ranks.
+    fn run_with(
+        &self,
+        mesh: &Mesh,
+        model: &Model,
+        sink: &mut Recorder,
+        progress: &dyn Progress,
+        stop: &AtomicBool,
+    ) -> Outcome {
+        train(&SftTask { mesh, ..self.task("inputs", model, &base_path(), progress, stop) }, sink)
     }
 
     fn run_as(
@@ -82,22 +98,32 @@ impl Setting {
         progress: &dyn Progress,
         stop: &AtomicBool,
     ) -> Outcome {
-        let task = SftTask {
+        train(&self.task(fingerprint, model, &base_path(), progress, stop), sink)
+    }
+
+    fn task<'a>(
+        &'a self,
+        fingerprint: &'a str,
+        model: &'a Model,
+        base_path: &'a Path,
+        progress: &'a dyn Progress,
+        stop: &'a AtomicBool,
+    ) -> SftTask<'a> {
+        SftTask {
             policy: Policy { decoder: &model.decoder, adapter: model.adapter.as_ref() },
-            base_path: &base_path(),
+            base_path,
             train: &self.train,
             val: &self.val,
             config: &self.config,
             tokens_per_pass: self.tokens_per_pass,
             gradient_checkpointing: self.gradient_checkpointing,
             seed: 5,
-            mesh: &Mesh::alone(),
+            mesh: &self.mesh,
             fingerprint: Some(fingerprint),
             output_dir: self.folder.path(),
             progress,
             stop,
-        };
-        train(&task, sink)
+        }
     }
 
     fn through(&self, model: &Model) -> (SftSummary, Recorder) {

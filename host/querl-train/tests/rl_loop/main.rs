@@ -3,6 +3,7 @@
 
 mod ahead;
 mod parts;
+mod ranks;
 #[path = "../support/recording.rs"]
 mod recording;
 mod resume;

@@ -9,17 +9,17 @@ use std::time::Duration;
 
 /// What must not depend on how often a run was broken.
 #[derive(Debug, PartialEq)]
-struct Left {
-    adapter: Vec<u32>,
+pub(crate) struct Left {
+    pub(crate) adapter: Vec<u32>,
     files: Vec<(String, Vec<u8>)>,
-    figures: Vec<(u64, querl_train::Metrics)>,
-    episodes: Vec<String>,
+    pub(crate) figures: Vec<(u64, querl_train::Metrics)>,
+    pub(crate) episodes: Vec<String>,
     summary: querl_train::rl::RlSummary,
 }
 
 impl Left {
     /// Piece by piece, so that a difference does not fill the screen.
-    fn assert_is(&self, expected: &Self, what: &str) {
+    pub(crate) fn assert_is(&self, expected: &Self, what: &str) {
         assert_eq!(self.summary, expected.summary, "{what}: summary");
         let difference = self.figures.iter().zip(&expected.figures).find(|(found, expected)| found != expected);
         assert!(difference.is_none(), "{what}: figures: {difference:#?}");
@@ -33,7 +33,7 @@ impl Left {
     }
 }
 
-fn left(outcome: Outcome, folder: &Path, recorder: &Recorder, world: &World) -> Left {
+pub(crate) fn left(outcome: Outcome, folder: &Path, recorder: &Recorder, world: &World) -> Left {
     Left {
         adapter: outcome.adapter,
         files: files(folder),
@@ -50,7 +50,7 @@ fn unbroken(model: &Model, config: &RlConfig) -> Left {
 }
 
 /// Every setting whose state must outlive a stop.
-fn configs() -> [(&'static str, RlConfig); 3] {
+pub(crate) fn configs() -> [(&'static str, RlConfig); 3] {
     let plain = RlConfig { pipeline_parts: 2, kl_target: 0.1, normalize_rewards: true, weight_decay: 0.01, ..config() };
     let ahead = RlConfig { off_by_one: true, ..plain.clone() };
     let adapter = RlConfig { critic: CriticKind::Adapter, save_steps: 3, n_samples: 2, max_steps: 3, ..plain.clone() };

@@ -7,9 +7,10 @@ use crate::tiny::plain_text;
 use querl_core::config::{CriticKind, RlConfig};
 use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{EpisodeRecord, Rejection};
-use querl_model::{LoraAdapter, LoraSettings, Mesh};
+use querl_model::{LoraAdapter, LoraSettings, Mesh, RankFailure, run_ranks};
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
 use querl_train::{MetricSink, Metrics, TrainError};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -164,6 +165,48 @@ pub(crate) fn run(
     folder: &Path,
     recorder: &mut dyn MetricSink,
 ) -> Outcome {
+    run_as(&Mesh::alone(), model, config, world, folder, recorder)
+}
+
+/// The same with several ranks of the processor, which share its model. What is told is the first rank's, and every rank's
+/// adapter.
+pub(crate) fn run_with_ranks(
+    world_size: usize,
+    model: &Model,
+    config: &RlConfig,
+    world: &World,
+    folder: &Path,
+    recorder: &mut Recorder,
+) -> (Outcome, Vec<Vec<u32>>) {
+    let recorder = Mutex::new(recorder);
+    let outcomes = Mutex::new(BTreeMap::new());
+    let ended = run_ranks(world_size, |ranks| {
+        let (rank, mut own) = (ranks.rank(), Recorder::default());
+        let mut held = ranks.is_first().then(|| recorder.lock().unwrap());
+        let sink = held.as_mut().map_or(&mut own, |held| &mut **held);
+        let Outcome { summary, adapter } = run_as(&Mesh::of_data(ranks), model, config, world, folder, sink);
+        outcomes.lock().unwrap().insert(rank, adapter);
+        summary
+    });
+    let summary = match ended {
+        Ok(summaries) => Ok(summaries.into_iter().next().unwrap()),
+        Err(failures) => Err(match failures.into_iter().find(|failure| failure.rank() == 0) {
+            Some(RankFailure::Failed { error, .. }) => error,
+            other => panic!("the first rank: {other:?}"),
+        }),
+    };
+    let adapters: Vec<Vec<u32>> = outcomes.into_inner().unwrap().into_values().collect();
+    (Outcome { summary, adapter: adapters[0].clone() }, adapters)
+}
+
+fn run_as(
+    mesh: &Mesh,
+    model: &Model,
+    config: &RlConfig,
+    world: &World,
+    folder: &Path,
+    recorder: &mut dyn MetricSink,
+) -> Outcome {
     let settings = LoraSettings::all_linear(4, 8.0);
     let policy = LoraAdapter::new(&model.decoder, settings.clone(), 5).unwrap();
     let prompts: Vec<Vec<u32>> = (0..8).map(|i| model.tokenizer.encode(&format!("a{i}b")).unwrap()).collect();
@@ -181,7 +224,7 @@ pub(crate) fn run(
         gradient_checkpointing: false,
         critic_lora: settings,
         seed: 11,
-        mesh: &Mesh::alone(),
+        mesh,
         fingerprint: Some("same"),
         output_dir: folder,
         progress: &Silent,

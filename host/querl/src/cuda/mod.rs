@@ -3,9 +3,11 @@
 
 mod driver;
 mod library;
+mod nccl;
 
 pub use driver::{Card, Driver, Probe, version_name};
 pub use library::{Found, open};
+pub use nccl::nccl;
 
 /// Why there is no card to use, as a sentence without its first capital and full stop.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -75,3 +75,6 @@ bool capturing(CUstream stream);
 extern "C" int querl_simulator_submit(void* stream, void (*work)(void*), void* argument, void (*discard)(void*));
 // Whether these bytes are memory of a device.
 extern "C" int querl_simulator_holds(const void* place, size_t bytes);
+// The device of the calling thread's context, and that whose memory these bytes are; -1 without one.
+extern "C" int querl_simulator_current_device();
+extern "C" int querl_simulator_device_of(const void* place, size_t bytes);

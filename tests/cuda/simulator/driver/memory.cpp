@@ -186,6 +186,12 @@ SET(cuMemsetD8, cuMemsetD8Async, unsigned char)
 SET(cuMemsetD16, cuMemsetD16Async, unsigned short)
 SET(cuMemsetD32, cuMemsetD32Async, unsigned)
 
+EXPORTED int querl_simulator_device_of(const void* place, size_t bytes) {
+    ONE_AT_A_TIME;
+    const Allocation* found = allocation(place, bytes);
+    return found && found->kind == Kind::device ? found->device : -1;
+}
+EXPORTED int querl_simulator_current_device() { return current_device(); }
 EXPORTED int querl_simulator_holds(const void* place, size_t bytes) {
     ONE_AT_A_TIME;
     return allocation(place, bytes) != nullptr;

@@ -13,6 +13,7 @@ mod logprobs;
 mod memory;
 mod norms;
 mod projection;
+mod ranks;
 mod rows;
 mod sampling;
 mod trace;

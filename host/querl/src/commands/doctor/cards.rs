@@ -5,13 +5,14 @@ use crate::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
 use crate::device::{capability_name, check_fit};
 use querl_device::Description;
 
-/// In this order: the driver, each card, the library, and what follows.
+/// In this order: the driver, each card, the library, what several cards sum with, and what follows.
 pub(super) fn findings() -> Vec<Finding> {
     let driver = Probe::new().driver();
     let library = cuda::open();
     let mut findings = vec![of_driver(driver.as_ref())];
     findings.extend(driver.iter().flat_map(|driver| (0..driver.cards.len()).map(|index| of_card(driver, index))));
     findings.push(of_library(library.as_ref()));
+    findings.extend(driver.iter().filter(|driver| driver.cards.len() > 1).map(|_| of_nccl(cuda::nccl())));
     findings.push(conclusion(driver.as_ref(), library.as_ref()));
     findings
 }
@@ -56,6 +57,16 @@ fn of_library(library: Result<&Found, &Missing>) -> Finding {
         None => "built without CUDA, so that the CPU is its only device".into(),
     };
     finding("library", cuda.is_some(), format!("{} is of querl {version}, {built}", path.display()))
+}
+
+fn of_nccl(version: Result<String, Missing>) -> Finding {
+    match version {
+        Ok(version) => {
+            let sentence = format!("NCCL {version} is found: device = \"cuda:0,1\" shares the work of two cards");
+            finding("nccl", true, sentence)
+        }
+        Err(missing) => finding("nccl", false, format!("several cards cannot share work: {missing}")),
+    }
 }
 
 fn conclusion(driver: Result<&Driver, &Missing>, library: Result<&Found, &Missing>) -> Finding {

@@ -1,0 +1,99 @@
+//! Ranks with a card each: sums over two cards, which are NCCL's. On a machine with one card they are not run.
+
+use super::*;
+use crate::{Ranks, RanksError, run_ranks};
+use candle_core::{Device, Error, Result, Tensor};
+
+/// Whether there is a second card to sum with.
+fn has_two_cards() -> bool {
+    Gpu::new(1).is_ok()
+}
+
+fn on_two_cards<T: Send>(work: impl Fn(Ranks, Gpu) -> Result<T> + Sync) -> Vec<T> {
+    run_ranks(2, |ranks| {
+        let gpu = Gpu::new(ranks.rank())?;
+        work(ranks, gpu)
+    })
+    .unwrap()
+}
+
+#[test]
+fn two_cards_sum_what_they_hold() {
+    if !has_two_cards() {
+        return;
+    }
+    let of_rank = |rank: usize| random(&mut rng(7 + rank as u64), 100_003);
+    let expected: Vec<f32> = of_rank(0).iter().zip(of_rank(1)).map(|(a, b)| a + b).collect();
+    let sums = on_two_cards(|ranks, gpu| {
+        let mut values = gpu.upload(&of_rank(ranks.rank()))?;
+        ranks.sum_on_card(&gpu, &mut values)?;
+        let halves: Vec<bf16> = of_rank(ranks.rank()).into_iter().map(bf16::from_f32).collect();
+        let mut halves = gpu.upload(&halves)?;
+        ranks.sum_on_card(&gpu, &mut halves)?;
+        Ok((gpu.download(&values)?, gpu.download(&halves)?))
+    });
+    assert!(sums[0] == sums[1], "ranks with other sums");
+    assert_eq!(sums[0].0, expected);
+    let halves: Vec<f32> = sums[0].1.iter().map(|half| half.to_f32()).collect();
+    assert_close("sums in bf16", &halves, &expected, 3.0 / 256.0, 1e-2);
+}
+
+#[test]
+fn tensors_of_cards_are_summed_where_they_are_and_stay_as_they_were() {
+    if !has_two_cards() {
+        return;
+    }
+    let sums = on_two_cards(|ranks, gpu| {
+        let tensor = (Tensor::ones((3, 5), candle_core::DType::F32, &gpu.device())? * (ranks.rank() + 1) as f64)?;
+        // A part of a tensor, in another order than its storage.
+        let part = tensor.narrow(1, 1, 2)?.t()?;
+        let sum = ranks.sum_tensor(&part)?;
+        ranks.settle(&sum)?;
+        assert!(!sum.device().is_cpu() && sum.dims() == [2, 3]);
+        let kept = tensor.to_device(&Device::Cpu)?.to_vec2::<f32>()?;
+        assert_eq!(kept, vec![vec![(ranks.rank() + 1) as f32; 5]; 3]);
+        sum.to_device(&Device::Cpu)?.to_vec2::<f32>()
+    });
+    assert_eq!(sums, vec![vec![vec![3.0; 3]; 2]; 2]);
+}
+
+#[test]
+fn a_rank_that_fails_between_sums_wakes_the_one_that_waits_for_its_card() {
+    if !has_two_cards() {
+        return;
+    }
+    let failures = run_ranks(2, |ranks| {
+        let gpu = Gpu::new(ranks.rank())?;
+        let mut values = gpu.upload(&[1f32; 8])?;
+        ranks.sum_on_card(&gpu, &mut values)?;
+        if ranks.rank() == 1 {
+            return Err(Error::Msg("its card is gone".into()));
+        }
+        ranks.sum_on_card(&gpu, &mut values)
+    });
+    let failures: Vec<String> = failures.unwrap_err().iter().map(ToString::to_string).collect();
+    assert_eq!(failures[0], "rank 1: its card is gone");
+    assert!(failures[1].contains("rank 1 failed: its card is gone"), "{failures:?}");
+}
+
+#[test]
+fn two_ranks_on_one_card_are_refused_by_nccl() {
+    if !has_two_cards() {
+        return;
+    }
+    let failures = run_ranks(2, |ranks| {
+        let mut values = gpu().upload(&[1f32; 8])?;
+        ranks.sum_on_card(gpu(), &mut values)
+    });
+    let failures: Vec<String> = failures.unwrap_err().iter().map(ToString::to_string).collect();
+    assert!(failures[0].contains("ncclCommInitRank of NCCL "), "{failures:?}");
+}
+
+#[test]
+fn groups_of_one_card_sum_without_nccl() {
+    let mut values = gpu().upload(&[1f32, 2.0]).unwrap();
+    Ranks::alone().sum_on_card(gpu(), &mut values).unwrap();
+    assert_eq!(gpu().download(&values).unwrap(), [1.0, 2.0]);
+    let alone = run_ranks(2, |ranks| Ok::<_, RanksError>(ranks.split(ranks.rank())?.world_size())).unwrap();
+    assert_eq!(alone, [1, 1]);
+}
