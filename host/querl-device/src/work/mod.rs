@@ -50,8 +50,14 @@ impl Rank<'_> {
 
     /// The base to train on, on this rank's device.
     fn decoder(&self, weights: Weights) -> Result<Decoder, JobError> {
-        let model = &self.job.model;
-        Ok(Decoder::load_on(&model.path, weights, model.dtype, &place(self.device)?)?)
+        let (model, place) = (&self.job.model, place(self.device)?);
+        #[cfg(feature = "cuda")]
+        if let Place::Card(gpu) = &place {
+            for ranks in [&self.mesh.data, &self.mesh.tensor] {
+                ranks.connect(gpu).map_err(ModelError::from)?;
+            }
+        }
+        Ok(Decoder::load_on(&model.path, weights, model.dtype, &place)?)
     }
 }
 

@@ -28,6 +28,15 @@ impl Ranks {
         self.card(gpu)?.sum(gpu, values)
     }
 
+    /// Joins the cards of all ranks, which come here together. NCCL takes memory of each card for it: who is to fill the card with
+    /// a model does this before. Without it the first sum does.
+    ///
+    /// # Errors
+    /// A rank has failed; there is no NCCL, or it fails.
+    pub fn connect(&self, gpu: &Gpu) -> Result<()> {
+        if self.world_size() > 1 { self.card(gpu).map(drop) } else { Ok(()) }
+    }
+
     /// Waits until what this rank asked of its card is done on all ranks: a sum that another rank left in the middle is no sum.
     ///
     /// # Errors
