@@ -6,14 +6,24 @@ use querl_core::config::{AdvantageForm, RlAlgorithm, RlConfig};
 use querl_train::TrainError;
 use std::time::Duration;
 
-/// Sums in f32 that are formed in another order, over a few steps of an optimizer that divides small gradients by their size.
+/// Sums in f32 that are formed in another order, over a few steps of an optimizer that divides small gradients by their size: of
+/// figures relative to those above 1. Measured of weights: 2.4e-5.
 const TOLERANCE: f64 = 1e-3;
+const TOLERANCE_OF_WEIGHTS: f64 = 1e-4;
 
 fn unbroken(world_size: usize, model: &Model, config: &RlConfig) -> Left {
     let (folder, world, mut recorder) = (tempfile::tempdir().unwrap(), World::sound(), Recorder::default());
+    let (outcome, _) = run_with_ranks(world_size, model, config, &world, folder.path(), &mut recorder);
+    left(outcome, folder.path(), &recorder, &world)
+}
+
+/// The same without the files, of which an algorithm without a critic has fewer.
+fn learned(world_size: usize, model: &Model, config: &RlConfig) -> Left {
+    let (folder, world, mut recorder) = (tempfile::tempdir().unwrap(), World::sound(), Recorder::default());
     let (outcome, adapters) = run_with_ranks(world_size, model, config, &world, folder.path(), &mut recorder);
     assert!(adapters.iter().all(|adapter| *adapter == outcome.adapter), "ranks with other weights");
-    left(outcome, folder.path(), &recorder, &world)
+    let (figures, episodes, summary) = (recorder.figures(), world.logged(), outcome.summary.unwrap());
+    Left { adapter: outcome.adapter, files: Vec::new(), figures, episodes, summary }
 }
 
 fn furthest(a: impl Iterator<Item = f64>, b: impl Iterator<Item = f64>) -> f64 {
@@ -36,7 +46,7 @@ fn assert_near(found: &Left, expected: &Left, what: &str) {
     let values = |left: &Left| left.adapter.iter().map(|bits| f64::from(f32::from_bits(*bits))).collect::<Vec<_>>();
     let difference = furthest(values(found).into_iter(), values(expected).into_iter());
     println!("{what}: weights differ by {difference:.1e}");
-    assert!(difference < TOLERANCE, "{what}: weights differ by {difference}");
+    assert!(difference < TOLERANCE_OF_WEIGHTS, "{what}: weights differ by {difference}");
 }
 
 #[test]
@@ -47,9 +57,9 @@ fn several_ranks_learn_what_one_learns_and_all_of_them_the_same() {
     let of_responses = RlConfig { advantage_form: AdvantageForm::Sequence, target_kl: 0.05, ..plain };
     let all = configs().into_iter().chain([("grpo", grpo), ("of responses", of_responses)]);
     for (name, config) in all {
-        let one = unbroken(1, &model, &config);
+        let one = learned(1, &model, &config);
         for world_size in [2, 3] {
-            assert_near(&unbroken(world_size, &model, &config), &one, &format!("{name}, {world_size} ranks"));
+            assert_near(&learned(world_size, &model, &config), &one, &format!("{name}, {world_size} ranks"));
         }
     }
 }

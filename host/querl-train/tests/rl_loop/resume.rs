@@ -11,10 +11,10 @@ use std::time::Duration;
 #[derive(Debug, PartialEq)]
 pub(crate) struct Left {
     pub(crate) adapter: Vec<u32>,
-    files: Vec<(String, Vec<u8>)>,
+    pub(crate) files: Vec<(String, Vec<u8>)>,
     pub(crate) figures: Vec<(u64, querl_train::Metrics)>,
     pub(crate) episodes: Vec<String>,
-    summary: querl_train::rl::RlSummary,
+    pub(crate) summary: querl_train::rl::RlSummary,
 }
 
 impl Left {
