@@ -74,6 +74,28 @@ fn a_measurement_crosses_the_border() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn a_stopped_measurement_prints_what_it_has() {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+    let project = Project::new();
+    let args = ["model", "measure", "--shape", "tiny", "--device", "cpu", "--repeats", "100000", "--json"];
+    let mut child = project.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("parameters made") {
+        line.clear();
+        assert!(said.read_line(&mut line).unwrap() > 0, "it ended before it began");
+    }
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let measured: Measured = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(measured.sft.is_none() && measured.left_out.len() == 3, "{measured:?}");
+    assert!(measured.left_out[2].starts_with("ppo: stopped"), "{measured:?}");
+}
+
+#[test]
 fn a_random_model_is_made_in_place_or_written() {
     let project = Project::new();
     let made = project.querl(&["model", "init", "--shape", "tiny", "--device", "cpu", "--no-save", "--json"]).ok();

@@ -54,7 +54,8 @@ part() {
     [ "$limit" -lt "$left" ] || limit="$left"
     echo "+ $name (at most $limit s)"
     begin=$SECONDS
-    timeout -k 3 "$limit" "$@" > "$out/$name.log" 2>&1
+    # A measurement that is asked to stop prints what it has: it has some seconds for that.
+    timeout -k 6 "$((limit > 20 ? limit - 6 : limit))" "$@" > "$out/$name.log" 2>&1
     code=$?
     note "$name" "$code" "$((SECONDS - begin))" ""
     [ "$code" = 0 ] || { echo "  ended with $code:"; tail -n 3 "$out/$name.log" | sed 's/^/  /'; }
@@ -64,7 +65,7 @@ part() {
 measure() {
     local name="$1" limit="$2" shape="$3"; shift 3
     # shellcheck disable=SC2016
-    part "$name" "$limit" bash -c '"$0" model measure --device cuda:0 --json "${@:2}" > "$1.new" && mv "$1.new" "$1"' \
+    part "$name" "$limit" bash -c 'trap : TERM; "$0" model measure --device cuda:0 --json "${@:2}" > "$1.new"; code=$?; [ ! -s "$1.new" ] || mv "$1.new" "$1"; exit $code' \
         "$here/bin/querl" "$out/$name.json" --shape "$shape" "$@"
 }
 

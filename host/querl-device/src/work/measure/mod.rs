@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Makes the model and measures what is asked for. A part that cannot be measured, for want of memory above all, is left out with
-/// the reason, and the others are measured.
+/// the reason, and the others are measured; where somebody says stop, what was measured is the result.
 pub(super) fn measure(job: &Job, device: Device, measuring: &Measuring, host: &dyn Host) -> Result<Outcome, JobError> {
     let shapes = DecoderConfig::of_shape(&measuring.shape).ok_or_else(|| no_shape(&measuring.shape))?;
     let place = place(device)?;
@@ -47,7 +47,7 @@ pub(super) fn measure(job: &Job, device: Device, measuring: &Measuring, host: &d
     let bench = Bench { job, device, measuring, host, decoder: &decoder, place: &place };
     for (index, part) in measuring.parts.iter().enumerate() {
         host.update(index as u64, measuring.parts.len() as u64, part.name());
-        bench.part(*part, &mut measured)?;
+        bench.part(*part, &mut measured);
     }
     Ok(Outcome::Measured(Box::new(measured)))
 }
@@ -63,18 +63,19 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// # Errors
-    /// Somebody said stop.
-    fn part(&self, part: Part, measured: &mut Measured) -> Result<(), JobError> {
-        let done = self.try_part(part, measured);
-        if self.host.stop().load(Ordering::Relaxed) {
-            return done;
-        }
+    fn part(&self, part: Part, measured: &mut Measured) {
+        let done = match self.is_stopped() {
+            true => Err(Failure { ending: Ending::Interrupted, message: "stopped before it began".into() }.into()),
+            false => self.try_part(part, measured),
+        };
         if let Err(error) = done {
             measured.left_out.push(format!("{}: {error}", part.name()));
             self.host.line(&format!("{} is left out: {error}", part.name()));
         }
-        Ok(())
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.host.stop().load(Ordering::Relaxed)
     }
 
     fn try_part(&self, part: Part, measured: &mut Measured) -> Result<(), JobError> {
@@ -87,6 +88,9 @@ impl Bench<'_> {
             Part::Sft => measured.sft = Some(sft::measure(self, &ceilings.ok_or_else(nothing)?)?),
             Part::Rollout => {
                 for n in &self.measuring.sequences {
+                    if self.is_stopped() {
+                        break;
+                    }
                     measured.rollouts.push(rollout::measure(self, *n, &ceilings.ok_or_else(nothing)?)?);
                 }
             }

@@ -119,9 +119,18 @@ pub(crate) fn run(args: &MeasureArgs) -> anyhow::Result<()> {
     crate::training::fit(&place, &mut job, args.tokens_per_pass, args.gradient_checkpointing)?;
     let measured = crate::training::measure(&place, &job, "measure")?;
     print(args.format, &measured, || shown::lines(&measured))?;
+    interrupted()?;
     let n_left_out = measured.left_out.len();
     match n_left_out > 0 && n_left_out == parts.len() {
         true => anyhow::bail!("nothing was measured: {}", measured.left_out.join("; ")),
+        false => Ok(()),
+    }
+}
+
+/// Where the user said stop, what was measured until then is printed all the same.
+fn interrupted() -> Result<(), Stop> {
+    match crate::interrupt::flag().load(std::sync::atomic::Ordering::SeqCst) {
+        true => Err(Stop::interrupted("interrupted; what was measured until then is printed")),
         false => Ok(()),
     }
 }
