@@ -6,7 +6,8 @@
 #
 # --wheels 3.12 adds wheels of transformers and PEFT with what they need, for that Python; torch must be there. --small compiles for the capability
 # 9.0 alone (QUERL_CUDA_CAPABILITIES names others). QUERL_CUDA_INSTALLED names an installed CUDA to build with, such as /usr/local/cuda-12.8:
-# see host/querl-cuda/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit).
+# see host/querl-cuda/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit), QUERL_PROGRAM a querl that
+# is built already.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 python=""; out="$PWD/target/cuda/card.tar.xz"; limit=$((64 << 20))
@@ -25,8 +26,8 @@ card="$folder/card"
 mkdir -p "$card/bin/cuda" "$card/golden"
 
 echo "+ querl"
-cargo build --release -p querl
-strip -o "$card/bin/querl" "$target/release/querl"
+if [ -z "${QUERL_PROGRAM:-}" ]; then cargo build --release -p querl; fi
+strip -o "$card/bin/querl" "${QUERL_PROGRAM:-$target/release/querl}"
 
 echo "+ the library"
 host/querl-cuda/build.sh "$toolkit"
