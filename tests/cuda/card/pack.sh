@@ -68,7 +68,7 @@ fi
 
 mkdir -p "$(dirname "$out")"
 # One dictionary for all: the programs hold the same kernels.
-tar -C "$folder" --sort=name --owner=0 --group=0 -cf - card | xz -9e --lzma2=dict=192MiB > "$out"
+tar -C "$folder" --sort=name --owner=0 --group=0 -cf - card | xz --lzma2=preset=6,dict=128MiB > "$out"
 mib() { awk -v bytes="$1" 'BEGIN { printf "%.1f MiB", bytes / 1048576 }'; }
 echo
 (cd "$card" && du -ab --max-depth=2 | sort -rn | awk '$1 > 1e5 { printf "%8.1f MiB  %s\n", $1 / 1048576, $2 }')
