@@ -124,8 +124,9 @@ fn rotary(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     for norm in [None, Some((&weight.as_view(), 1e-6f32))] {
         let name = |call: &str| format!("{call}: {n} values{}", if norm.is_some() { ", normed" } else { "" });
         measure(case(name("turned"), bytes("turned", 4 * n), || rope.turned(gpu, &x, norm, &positions).map(drop)));
-        let read = if norm.is_some() { 6 } else { 4 };
-        measure(case(name("turned_gradients"), bytes("turned_gradients", read * n), || {
+        // Without a norm the gradient is the values' turn the other way.
+        let floor = if norm.is_some() { bytes("turned_gradients", 6 * n) } else { bytes("turned", 4 * n) };
+        measure(case(name("turned_gradients"), floor, || {
             rope.turned_gradients(gpu, &x, norm, &positions, &grad, 0).map(drop)
         }));
     }
