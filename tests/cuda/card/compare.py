@@ -82,16 +82,17 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def timed(self, work, n):
-        """Seconds of `n` calls behind one that does not count; fewer where time runs out, at least one."""
+        """Seconds of `n` calls behind one that does not count; fewer where time runs out, then that one alone if need be."""
         seconds = []
         for index in range(n + 1):
             self.wait()
             begin = time.monotonic()
             work()
             self.wait()
-            if index:
-                seconds.append(time.monotonic() - begin)
-            if seconds and self.left() < 2 * seconds[-1]:
+            took = time.monotonic() - begin
+            if index or self.left() < 1.5 * took:
+                seconds.append(took)
+            if seconds and self.left() < 1.5 * took:
                 break
         return seconds
 
@@ -393,7 +394,7 @@ def measure_ppo(bench, model):
                 raise
             model.zero_grad(set_to_none=True)
             micro, is_checkpointed = max(micro // 2, 1), is_checkpointed or micro == 1
-    counted = parts[1:]
+    counted = parts[-seconds["n"] :]
     of_parts = {name: spread([part[name] for part in counted]) for name in counted[0]}
     bench.result["ppo"] = {
         "by": "the steps of TRL's PPOTrainer by hand on transformers and PEFT; TRL itself is not used",

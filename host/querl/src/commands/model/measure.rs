@@ -54,6 +54,9 @@ pub(crate) struct MeasureArgs {
     /// Answers of an iteration of PPO
     #[arg(long, value_name = "N", default_value_t = 64)]
     batch: usize,
+    /// Epochs of updates of an iteration of PPO
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    ppo_epochs: usize,
     /// Tokens of the longest answer that is written
     #[arg(long, value_name = "N", default_value_t = 32)]
     max_new_tokens: usize,
@@ -145,6 +148,7 @@ fn check(args: &MeasureArgs) -> Result<(), Stop> {
         ("--sequences", args.sequences.iter().copied().min().unwrap_or_default()),
         ("--samples", args.samples),
         ("--batch", args.batch),
+        ("--ppo-epochs", args.ppo_epochs),
         ("--max-new-tokens", args.max_new_tokens),
         ("--lora-rank", args.lora_rank),
         ("--tokens-per-pass", args.tokens_per_pass.unwrap_or(1)),
@@ -205,6 +209,7 @@ fn set(measuring: &mut Measuring, args: &MeasureArgs) {
     measuring.rl.batch_size = args.batch;
     measuring.rl.mini_batch_size = args.batch;
     measuring.rl.gradient_accumulation_steps = 1;
+    measuring.rl.ppo_epochs = args.ppo_epochs;
     measuring.rl.n_samples = args.samples;
     measuring.rl.max_new_tokens = args.max_new_tokens;
     measuring.sequences.clone_from(&args.sequences);
