@@ -40,7 +40,8 @@ def of_parts(parts):
     lines = ["| part | ended with | seconds |", "|---|---|---|"]
     for part in parts:
         code = part["code"]
-        ended = {0: "done", 124: "its time", 137: "its time"}.get(code, f"code {code}") if code is not None else part["why"]
+        ended = {None: "not begun", 0: "done", 124: "its time", 137: "its time"}.get(code, f"code {code}")
+        ended += f": {part['why']}" if part["why"] else ""
         lines.append(f"| {part['name']} | {ended} | {part['seconds']} |")
     return lines
 
