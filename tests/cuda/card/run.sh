@@ -93,7 +93,7 @@ if [ -n "$simulated" ]; then
     measure measure-tiny-b 300 tiny --what ppo --repeats 1 "${small[@]}"
     compare tiny 200 --device cpu --repeats 1 "${small[@]}" --micro-batches 2,4
 else
-    tests test-model 40 querl_model device
+    tests test-model 45 querl_model device generate::card
     tests test-card 25 card
     tests test-candle 10 candle_on_the_device
     tests test-train 20 querl_train card
