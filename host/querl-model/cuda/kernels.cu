@@ -5,6 +5,7 @@
 #include "dropout.cuh"
 #include "elementwise.cuh"
 #include "few_rows.cuh"
+#include "finish.cuh"
 #include "frozen.cuh"
 #include "logprobs.cuh"
 #include "random.cuh"

@@ -205,10 +205,10 @@ template <class Share> __device__ __forceinline__ int drawn(int n, u64 target, u
 // i-th token before. Sources: transformers' RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor and
 // MinNewTokensLengthLogitsProcessor, in this order.
 __device__ __forceinline__ bool limit(float* logits, int n, const unsigned* answer, int length, float* originals, const unsigned* stops,
-                                      int n_stops, float penalty, int ngram, i64 min_new_tokens) {
+                                      int n_stops, float penalty, int ngram, bool goes_on) {
     for (int i = threadIdx.x; i < length; i += blockDim.x) originals[i] = answer[i] < n ? logits[answer[i]] : 0.0f;
     __syncthreads();
-    const bool penalises = penalty != 1.0f && length > 0, bars = ngram > 0 && length >= ngram, goes_on = length < min_new_tokens;
+    const bool penalises = penalty != 1.0f && length > 0, bars = ngram > 0 && length >= ngram;
     if (penalises) {
         for (int i = threadIdx.x; i < length; i += blockDim.x) {
             bool is_first = answer[i] < n;
@@ -253,15 +253,18 @@ __device__ __forceinline__ int argmax(const float* logits, int n, float max) {
     return first < n ? first : 0;
 }
 
-// logits: (rows, n); answers: (rows, max_tokens); originals: as answers. See `Gpu::choose` for the rest.
+// logits: (rows, n); answers, originals: (rows, max_tokens), null where no limit looks at them; lengths: tokens of each answer. See
+// `Gpu::choose` for the rest.
 extern "C" __global__ void __launch_bounds__(1024)
-    choose(float* logits, int n, unsigned* answers, unsigned* lengths, int max_tokens, float* originals, const unsigned* stops,
-           int n_stops, float temperature, double top_p, i64 top_k, float penalty, int ngram, i64 min_new_tokens,
-           const double* uniforms, unsigned* tokens, float* logprobs, float* behaviour_logprobs) {
+    choose(float* logits, int n, const unsigned* answers, const unsigned* lengths, int max_tokens, float* originals,
+           const unsigned* stops, int n_stops, float temperature, double top_p, i64 top_k, float penalty, int ngram,
+           i64 min_new_tokens, const double* uniforms, unsigned* tokens, float* logprobs, float* behaviour_logprobs) {
     __shared__ Bins bins;
     const i64 row = blockIdx.x;
-    logits += row * n, answers += row * max_tokens, originals += row * max_tokens;
-    const int length = min((int)lengths[row], max_tokens);
+    logits += row * n;
+    if (answers) answers += row * max_tokens, originals += row * max_tokens;
+    const i64 written = lengths[row];
+    const int length = answers ? (int)min(written, (i64)max_tokens) : 0;
 
     Distribution whole = {largest(logits, n, bins), 1.0f / temperature, 0};
     int wrong = !isfinite(whole.max);
@@ -273,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     whole.total = block_total(n, bins, [&](int token) { return whole.share(logits[token]); });
 
     Distribution left = whole;
-    if (limit(logits, n, answers, length, originals, stops, n_stops, penalty, ngram, min_new_tokens)) {
+    if (limit(logits, n, answers, length, originals, stops, n_stops, penalty, ngram, written < min_new_tokens)) {
         left.max = largest(logits, n, bins);
         if (left.max == -INFINITY) {
             if (threadIdx.x == 0) tokens[row] = NOTHING_LEFT, logprobs[row] = 0.0f, behaviour_logprobs[row] = 0.0f;
@@ -299,5 +302,4 @@ extern "C" __global__ void __launch_bounds__(1024)
     tokens[row] = (unsigned)token;
     logprobs[row] = whole.logprob(logit);
     behaviour_logprobs[row] = behaviour;
-    if (length < max_tokens) answers[length] = (unsigned)token, lengths[row] = (unsigned)length + 1;
 }

@@ -1,9 +1,9 @@
 //! Keys and values of tokens in blocks of a pool: sequences that begin alike hold the same blocks, and copy one only when they
 //! write to it.
 
-use crate::DecoderConfig;
+use crate::{DecoderConfig, ModelError};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Tokens of a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
 pub const BLOCK_TOKENS: usize = 16;
@@ -20,14 +20,36 @@ pub(crate) struct BlockShape {
 #[derive(Debug)]
 pub(crate) struct BlockPool {
     shape: BlockShape,
-    free: Mutex<Vec<Vec<f32>>>,
+    memory: Memory,
     n_live: AtomicUsize,
     n_peak: AtomicUsize,
 }
 
+/// Where the blocks of a pool stand.
+#[derive(Debug)]
+enum Memory {
+    /// With the host, which makes them when they are needed; those that were let go of are here.
+    Host(Mutex<Vec<Vec<f32>>>),
+    /// With a card, which has all of them from the beginning; here are their numbers.
+    #[cfg(any(feature = "cuda", test))]
+    Card(Mutex<Numbers>),
+}
+
+/// The blocks of a card.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Debug)]
+struct Numbers {
+    n_blocks: usize,
+    free: Vec<u32>,
+    /// From which block to which one values are to be copied before anything is written.
+    copies: Vec<[u32; 2]>,
+}
+
 /// Keys and values of up to [`BLOCK_TOKENS`] tokens in all layers; goes back to its pool when the last sequence lets go of it.
 pub(crate) struct Block {
-    values: Vec<f32>,
+    values: Vec<f32>, // none where a card has them
+    #[cfg(any(feature = "cuda", test))]
+    number: u32,
     pool: Arc<BlockPool>,
 }
 
@@ -68,18 +90,40 @@ impl BlockShape {
         self.n_layers * self.n_kv_heads * self.head_values()
     }
 
+    /// Bytes on a card: bf16, nothing filled up.
+    #[cfg(any(feature = "cuda", test))]
+    fn block_bytes_on_card(self) -> usize {
+        self.n_layers * self.n_kv_heads * self.head_dim * BLOCK_TOKENS * 2 * 2
+    }
+
     fn head_start(self, layer: usize, kv_head: usize) -> usize {
         (layer * self.n_kv_heads + kv_head) * self.head_values()
     }
 }
 
 impl BlockPool {
+    /// Of the host, without an end.
     pub(crate) fn new(shape: BlockShape) -> Arc<Self> {
-        Arc::new(Self { shape, free: Mutex::default(), n_live: AtomicUsize::new(0), n_peak: AtomicUsize::new(0) })
+        Self::with(shape, Memory::Host(Mutex::default()))
+    }
+
+    /// Of a card that has so many blocks.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn of_card(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
+        let free = (0..n_blocks as u32).rev().collect();
+        Self::with(shape, Memory::Card(Mutex::new(Numbers { n_blocks, free, copies: Vec::new() })))
+    }
+
+    fn with(shape: BlockShape, memory: Memory) -> Arc<Self> {
+        Arc::new(Self { shape, memory, n_live: AtomicUsize::new(0), n_peak: AtomicUsize::new(0) })
     }
 
     pub(crate) fn block_bytes(&self) -> usize {
-        self.shape.block_values() * size_of::<f32>()
+        match self.memory {
+            Memory::Host(_) => self.shape.block_values() * size_of::<f32>(),
+            #[cfg(any(feature = "cuda", test))]
+            Memory::Card(_) => self.shape.block_bytes_on_card(),
+        }
     }
 
     /// Blocks that sequences hold.
@@ -87,43 +131,100 @@ impl BlockPool {
         self.n_live.load(Ordering::Relaxed)
     }
 
-    /// Most blocks that were held at once: what the pool has taken from memory.
+    /// Most blocks that were held at once: of the host, what the pool has taken from memory.
     pub(crate) fn n_peak(&self) -> usize {
         self.n_peak.load(Ordering::Relaxed)
     }
 
-    /// A block of zeros: what stands behind a sequence's last token is multiplied by 0, so it has to be finite.
-    fn take(pool: &Arc<Self>) -> Block {
+    /// Blocks that there are at all; `None` where the host makes them.
+    pub(crate) fn n_blocks(&self) -> Option<usize> {
+        match &self.memory {
+            Memory::Host(_) => None,
+            #[cfg(any(feature = "cuda", test))]
+            Memory::Card(numbers) => Some(lock(numbers).n_blocks),
+        }
+    }
+
+    /// Which blocks have to be copied to which, on the card, before their sequences write; asked once.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn take_copies(&self) -> Vec<[u32; 2]> {
+        match &self.memory {
+            Memory::Host(_) => Vec::new(),
+            Memory::Card(numbers) => std::mem::take(&mut lock(numbers).copies),
+        }
+    }
+
+    /// A block of the host's holds zeros: what stands behind a sequence's last token is multiplied by 0, so it has to be finite.
+    ///
+    /// # Errors
+    /// The card has no further block.
+    fn take(pool: &Arc<Self>) -> Result<Block, ModelError> {
+        let block = match &pool.memory {
+            Memory::Host(free) => {
+                let used = lock(free).pop();
+                let values = match used {
+                    Some(mut values) => {
+                        values.fill(0.0);
+                        values
+                    }
+                    None => vec![0.0; pool.shape.block_values()],
+                };
+                Block {
+                    values,
+                    #[cfg(any(feature = "cuda", test))]
+                    number: 0,
+                    pool: pool.clone(),
+                }
+            }
+            #[cfg(any(feature = "cuda", test))]
+            Memory::Card(numbers) => {
+                let mut numbers = lock(numbers);
+                let number = numbers.free.pop().ok_or_else(|| {
+                    let n = numbers.n_blocks;
+                    ModelError::Generation(format!("all {n} blocks of keys and values are held, though room was kept"))
+                })?;
+                Block { values: Vec::new(), number, pool: pool.clone() }
+            }
+        };
         let n_live = pool.n_live.fetch_add(1, Ordering::Relaxed) + 1;
         pool.n_peak.fetch_max(n_live, Ordering::Relaxed);
-        let used = pool.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let values = match used {
-            Some(mut values) => {
-                values.fill(0.0);
-                values
-            }
-            None => vec![0.0; pool.shape.block_values()],
-        };
-        Block { values, pool: pool.clone() }
+        Ok(block)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
         self.pool.n_live.fetch_sub(1, Ordering::Relaxed);
-        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(std::mem::take(&mut self.values));
-    }
-}
-
-impl Clone for Block {
-    fn clone(&self) -> Self {
-        let mut copy = BlockPool::take(&self.pool);
-        copy.values.copy_from_slice(&self.values);
-        copy
+        match &self.pool.memory {
+            Memory::Host(free) => lock(free).push(std::mem::take(&mut self.values)),
+            #[cfg(any(feature = "cuda", test))]
+            Memory::Card(numbers) => lock(numbers).free.push(self.number),
+        }
     }
 }
 
 impl Block {
+    /// A block of one's own with the same values; on a card, as soon as the copies are made that the pool remembers.
+    fn copied(&self) -> Result<Self, ModelError> {
+        let mut copy = BlockPool::take(&self.pool)?;
+        match &self.pool.memory {
+            Memory::Host(_) => copy.values.copy_from_slice(&self.values),
+            #[cfg(any(feature = "cuda", test))]
+            Memory::Card(numbers) => lock(numbers).copies.push([self.number, copy.number]),
+        }
+        Ok(copy)
+    }
+
+    /// Its number on the card.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
     /// Keys of one head in one layer: `(D, BLOCK_TOKENS)`.
     pub(crate) fn keys(&self, layer: usize, kv_head: usize) -> &[f32] {
         let shape = self.pool.shape;
@@ -158,6 +259,12 @@ impl SequenceCache {
         self.pool.shape
     }
 
+    /// See [`BlockPool::take_copies`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn take_copies(&self) -> Vec<[u32; 2]> {
+        self.pool.take_copies()
+    }
+
     /// The same sequence as it was when it held `len` tokens.
     pub(crate) fn prefix(&self, len: usize) -> Self {
         let len = len.min(self.len);
@@ -165,25 +272,46 @@ impl SequenceCache {
     }
 
     /// Makes room for `n` more tokens, in blocks that no other sequence holds. Their keys and values are still to be written.
-    pub(crate) fn extend(&mut self, n: usize) {
+    ///
+    /// # Errors
+    /// The card has no further block.
+    pub(crate) fn extend(&mut self, n: usize) -> Result<(), ModelError> {
         if n == 0 {
-            return;
+            return Ok(());
         }
         if !self.len.is_multiple_of(BLOCK_TOKENS) {
             // What others share is copied here, so that `write` finds it unshared.
-            self.blocks.last_mut().map(Arc::make_mut);
+            self.own(self.blocks.len() - 1)?;
         }
         self.len += n;
         while self.blocks.len() * BLOCK_TOKENS < self.len {
-            self.blocks.push(Arc::new(BlockPool::take(&self.pool)));
+            self.blocks.push(Arc::new(BlockPool::take(&self.pool)?));
         }
+        Ok(())
+    }
+
+    /// A block that nobody else holds.
+    fn own(&mut self, index: usize) -> Result<&mut Block, ModelError> {
+        if Arc::get_mut(&mut self.blocks[index]).is_none() {
+            self.blocks[index] = Arc::new(self.blocks[index].copied()?);
+        }
+        Arc::get_mut(&mut self.blocks[index]).ok_or_else(|| ModelError::Generation("a block is held twice".into()))
     }
 
     /// Writes the keys and values `(kv_heads * D)` of one token in one layer. Its place was made by `extend` since the last
-    /// clone; a block that is shared all the same is copied first.
-    pub(crate) fn write(&mut self, layer: usize, position: usize, keys: &[f32], values: &[f32]) {
+    /// clone; a block that is shared all the same is copied first. Of the host's blocks alone: on a card a kernel writes.
+    ///
+    /// # Errors
+    /// None of the host's.
+    pub(crate) fn write(
+        &mut self,
+        layer: usize,
+        position: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<(), ModelError> {
         let (shape, slot) = (self.pool.shape, position % BLOCK_TOKENS);
-        let block = Arc::make_mut(&mut self.blocks[position / BLOCK_TOKENS]);
+        let block = self.own(position / BLOCK_TOKENS)?;
         let heads = keys.chunks_exact(shape.head_dim).zip(values.chunks_exact(shape.head_dim));
         for (kv_head, (keys, values)) in heads.enumerate() {
             let start = shape.head_start(layer, kv_head);
@@ -192,10 +320,12 @@ impl SequenceCache {
             key_part.iter_mut().skip(slot).step_by(BLOCK_TOKENS).zip(keys).for_each(|(to, key)| *to = *key);
             value_part[slot * shape.value_width()..][..shape.head_dim].copy_from_slice(values);
         }
+        Ok(())
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -207,9 +337,10 @@ mod tests {
 
     fn written(pool: &Arc<BlockPool>, n: usize) -> SequenceCache {
         let mut cache = SequenceCache::new(pool);
-        cache.extend(n);
-        (0..n)
-            .for_each(|position| cache.write(1, position, &token(position as f32 * 10.0), &token(-(position as f32))));
+        cache.extend(n).unwrap();
+        for position in 0..n {
+            cache.write(1, position, &token(position as f32 * 10.0), &token(-(position as f32))).unwrap();
+        }
         cache
     }
 
@@ -228,8 +359,8 @@ mod tests {
         let first = written(&pool, 20);
         let mut second = first.prefix(18);
         assert_eq!(pool.n_live(), 2);
-        second.extend(1);
-        second.write(1, 18, &token(7.0), &token(7.0));
+        second.extend(1).unwrap();
+        second.write(1, 18, &token(7.0), &token(7.0)).unwrap();
         assert_eq!(pool.n_live(), 3);
         assert!(Arc::ptr_eq(&first.blocks()[0], &second.blocks()[0]));
         assert_eq!((first.blocks()[1].keys(1, 0)[2], second.blocks()[1].keys(1, 0)[2]), (180.0, 7.0));
@@ -243,5 +374,33 @@ mod tests {
         assert_eq!((pool.n_live(), pool.n_peak()), (0, 3));
         let cache = written(&pool, 1);
         assert_eq!(cache.blocks()[0].keys(1, 0)[1], 0.0);
+    }
+
+    fn numbers(cache: &SequenceCache) -> Vec<u32> {
+        cache.blocks().iter().map(|block| block.number()).collect()
+    }
+
+    #[test]
+    fn a_card_is_told_which_of_its_blocks_to_copy() {
+        let pool = BlockPool::of_card(SHAPE, 5);
+        let mut first = SequenceCache::new(&pool);
+        first.extend(20).unwrap();
+        let mut second = first.clone();
+        assert_eq!(numbers(&second), [0, 1]);
+        second.extend(1).unwrap();
+        first.extend(1).unwrap();
+        assert_eq!((numbers(&first), numbers(&second)), (vec![0, 1], vec![0, 2]));
+        assert_eq!((pool.take_copies(), pool.take_copies()), (vec![[1, 2]], vec![]));
+        drop(second);
+        assert_eq!((pool.n_live(), pool.n_peak(), pool.n_blocks()), (2, 3, Some(5)));
+    }
+
+    #[test]
+    fn a_card_without_a_free_block_is_an_error() {
+        let pool = BlockPool::of_card(SHAPE, 2);
+        let mut cache = SequenceCache::new(&pool);
+        cache.extend(32).unwrap();
+        let error = cache.extend(1).unwrap_err();
+        assert!(error.to_string().contains("all 2 blocks"), "{error}");
     }
 }

@@ -44,8 +44,8 @@ pub use decoder::{Decoder, Dropout, Keep, Pass, Recompute, Shard, Weights, backw
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
-    CacheMemory, Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, SamplingSettings, TokenText,
-    generate,
+    CacheMemory, CacheRoom, Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, PrefixLife,
+    SamplingSettings, TokenText, generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use place::Place;

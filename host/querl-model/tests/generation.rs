@@ -173,7 +173,9 @@ fn memory_is_bounded_by_the_answers_in_progress() {
     let prompts = many_prompts();
     let requests = many(&prompts);
     let (max_sequences, max_prefix_tokens) = (3, 25);
-    let mut engine = Engine::new(&decoder, EngineSettings { max_sequences, max_prefix_tokens }).unwrap();
+    let mut engine =
+        Engine::new(&decoder, EngineSettings { max_sequences, max_prefix_tokens, ..EngineSettings::default() })
+            .unwrap();
     for _ in 0..3 {
         engine.generate(&requests, Decoding::Sample, &settings(1.0, 30), &BTreeSet::new()).unwrap();
     }

@@ -270,3 +270,30 @@ fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
     assert!(code == Some(0) && said.contains("sft: going on from step "), "{said}");
     assert!(sft_results(&broken) == sft_results(&unbroken));
 }
+
+/// As the test before: the whole way to the evaluation, killed in the middle of reinforcement learning.
+#[test]
+#[ignore = "needs a card or the simulated driver, and a library that was built with CUDA"]
+fn a_card_writes_answers_learns_from_them_and_goes_on_where_it_was() {
+    let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
+    let sets = ["model.dtype=bf16", "sft.max_steps=4", "rl.max_steps=3", "rl.save_steps=1", "rl.n_samples=2"];
+    let args = args(&sets);
+    let on_card = |project: &Project| {
+        let mut command = project.command(&args);
+        command.args(["--set", "device=cuda:0"]).env("QUERL_CUDA_LIBRARY", &library);
+        command.env("QUERL_CUDA_DRIVER", "libcuda.so.1");
+        command
+    };
+    let [unbroken, broken] = [project(), project()];
+    let (code, stdout, said) = run(&mut on_card(&unbroken));
+    assert_eq!(code, Some(0), "{said}");
+    let told = format!("{stdout}{said}");
+    assert!(told.contains("rl: memory: takes about ") && told.matches("cuda:0, ").count() >= 2, "{told}");
+    let mut child = run_until(on_card(&broken), &broken, "rl", 2);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let (code, _, said) = run(&mut on_card(&broken));
+    assert!(code == Some(0) && said.contains("rl: going on from step "), "{said}");
+    assert_same(&broken, &results(&unbroken));
+    assert_eq!(records(&broken), records(&unbroken));
+}

@@ -15,7 +15,8 @@ pub(crate) use counts::{base_bytes, linears};
 use counts::{adapter_parameters, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
-use querl_model::{BLOCK_TOKENS, DecoderConfig, EngineSettings, Place};
+use querl_model::{DecoderConfig, EngineSettings, Place};
+use querl_train::rl::card_room;
 
 /// In what a device computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,6 +155,8 @@ pub struct Plan {
     pub widened: u64,
     /// Keys and values of answers in progress.
     pub cache: u64,
+    /// What else a step of decoding reads and writes: activations, logits.
+    pub decoding: u64,
     /// See [`Types::beside_bytes`].
     pub beside: u64,
 }
@@ -181,13 +184,21 @@ impl Plan {
             logits: logits_of(shapes, n_rows),
             widened: widened_of(asked),
             cache: cache_of(asked),
+            decoding: decoding_of(asked),
             beside: types.beside_bytes,
         }
     }
 
     /// All of it.
     pub fn total(&self) -> u64 {
-        self.certain() + self.kept + self.scratch + self.logits + self.widened + self.cache + self.beside
+        self.certain()
+            + self.kept
+            + self.scratch
+            + self.logits
+            + self.widened
+            + self.cache
+            + self.decoding
+            + self.beside
     }
 
     /// What is there from the beginning to the end, counted to the byte but for padding: where this does not fit, nothing does.
@@ -204,6 +215,7 @@ impl Plan {
             ("logits", self.logits),
             ("a widened weight", self.widened),
             ("keys and values", self.cache),
+            ("decoding", self.decoding),
             ("reserve", self.beside),
         ];
         parts.retain(|(_, bytes)| *bytes > 0);
@@ -262,14 +274,17 @@ fn logits_of(shapes: &DecoderConfig, n_rows: u64) -> u64 {
     n_logits * LOGIT_BYTES as u64
 }
 
+/// What the engine allocates on a card, counted by the engine; the processor's takes as much as there are tokens, which is less.
 fn cache_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, .. } = &asked.stage else { return 0 };
-    let EngineSettings { max_sequences, max_prefix_tokens } = EngineSettings::default();
-    let n_sequences = (config.batch_size * config.n_samples).min(max_sequences) as u64;
-    let n_tokens = (longest_prompt + config.max_new_tokens).next_multiple_of(BLOCK_TOKENS) + BLOCK_TOKENS;
-    let shapes = &asked.shapes;
-    let of_token = shapes.n_layers * 2 * shapes.n_kv_heads * shapes.head_dim * asked.types.value_bytes;
-    (n_sequences * n_tokens as u64 + max_prefix_tokens as u64) * of_token as u64
+    let max_prefix_tokens = EngineSettings::default().max_prefix_tokens;
+    card_room(config, *longest_prompt).cache_bytes(&asked.shapes, max_prefix_tokens, asked.types.value_bytes)
+}
+
+/// As [`cache_of`].
+fn decoding_of(asked: &Asked) -> u64 {
+    let Stage::Rl { config, longest_prompt, lora } = &asked.stage else { return 0 };
+    card_room(config, *longest_prompt).work_bytes(&asked.shapes, lora.lora_rank)
 }
 
 #[cfg(test)]

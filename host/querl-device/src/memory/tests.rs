@@ -95,9 +95,16 @@ fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() 
     let (rl, sft) = (Plan::new(&rl(4096)), Plan::new(&sft(BaseDtype::Bf16, 4096)));
     // 22 bytes of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
     assert_eq!((rl.adapters, sft.adapters), ((2 * 22 + 2 * 4) * 134_217_728, 22 * 134_217_728));
-    // 64 answers of 874 + 150 tokens in blocks of 16, one more block for each, and the kept prefixes: 256 KiB a token.
-    assert_eq!(rl.cache, (64 * (1024 + 16) + 4096) * 64 * 2 * 1024 * 2);
-    assert_eq!(sft.cache, 0);
+    // A part of the batch, 32 answers: 11 blocks each, 56 for each prompt and for one that waits, 256 of kept prefixes; 16 tokens a
+    // block, 256 KiB a token.
+    assert_eq!(rl.cache, (32 * 11 + 33 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
+    // Rows of a pass, as many as attention in four parts has room for: the residual in f32, and in bf16 its norm, queries and what
+    // they see, keys and values, gate and up, 3 * 16 of A. Of 32 answers and one that waits: residual, queries, two hidden states.
+    let rows = 4 * 5120 + 2 * (5120 + 2 * 5120 + 2 * 1024 + 2 * 27_648 + 48);
+    let n_rows = (1 << 24) / (40 * 4 * 130);
+    let answers = 33 * (4 * 5120 + 2 * 3 * 5120) + 4 * 32 * 152_064;
+    assert_eq!(rl.decoding, n_rows * rows + answers + 4 * n_rows * 40 * 4 * 130);
+    assert_eq!((sft.cache, sft.decoding), (0, 0));
 }
 
 fn advised(asked: &Asked, free: u64) -> Option<String> {

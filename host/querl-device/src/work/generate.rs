@@ -1,11 +1,11 @@
 //! The answers of a model, as a job.
 
 use super::{Rank, load_adapter};
-use crate::{Answered, Device, Ending, Failure, Generating, Host, JobError, Outcome};
+use crate::{Answered, Ending, Failure, Generating, Host, JobError, Outcome};
 use querl_core::records::Message;
 use querl_model::{
-    Decoder, Decoding, GenerationRequest, LoraAdapter, ModelError, Ranks, SamplingSettings, TextTokenizer, Weights,
-    generate,
+    Decoding, Engine, EngineSettings, GenerationRequest, ModelError, PrefixLife, Ranks, SamplingSettings,
+    TextTokenizer, Weights,
 };
 use querl_train::rl::sampling;
 use std::sync::atomic::Ordering;
@@ -13,17 +13,18 @@ use std::time::Instant;
 
 /// Answers every prompt and hands the answers over, some at once; looks between them whether to stop.
 pub(super) fn answer(rank: &Rank<'_>, generating: &Generating, host: &dyn Host) -> Result<Outcome, JobError> {
-    if rank.device != Device::Cpu {
-        host.line("answers are written on the CPU, where alone this build generates them one at a time");
-    }
-    let decoder = Decoder::load_as(&rank.job.model.path, Weights::Frozen, rank.job.model.dtype)?;
+    let decoder = rank.decoder(Weights::Frozen)?;
     let adapter = generating.adapter.as_ref().map(|path| load_adapter(path, &decoder)).transpose()?;
     let decoding = match generating.n_beams {
         1 => Decoding::Greedy,
         n_beams => Decoding::Beam { n_beams, length_penalty: 1.0 },
     };
     let tokenizer = TextTokenizer::load(&rank.job.model.path)?;
-    let answering = Answering { decoder, adapter, tokenizer, decoding, sampling: sampling(&generating.limits) };
+    // Nothing is kept from one query to the next: each takes as long as it would alone.
+    let settings = EngineSettings { prefix_life: PrefixLife::Call, max_prefix_tokens: 0, ..EngineSettings::default() };
+    let mut engine = Engine::new(&decoder, settings)?;
+    engine.set_policy(adapter.as_ref(), 0)?;
+    let mut answering = Answering { engine, tokenizer, decoding, sampling: sampling(&generating.limits) };
     for prompts in generating.prompts.chunks(generating.n_at_once.max(1)) {
         if rank.mesh.all.any(host.stop().load(Ordering::Relaxed))? {
             let message = "interrupted; what was done is saved, the same command goes on from there".into();
@@ -34,18 +35,17 @@ pub(super) fn answer(rank: &Rank<'_>, generating: &Generating, host: &dyn Host) 
     Ok(Outcome::Generated)
 }
 
-struct Answering {
-    decoder: Decoder,
-    adapter: Option<LoraAdapter>,
+struct Answering<'a> {
+    engine: Engine<'a>,
     tokenizer: TextTokenizer,
     decoding: Decoding,
     /// Limits and stop strings, as in training.
     sampling: SamplingSettings,
 }
 
-impl Answering {
+impl Answering<'_> {
     /// Answers to all prompts, of which each rank writes its own.
-    fn answer_with_others(&self, ranks: &Ranks, prompts: &[Vec<Message>]) -> Result<Vec<Answered>, ModelError> {
+    fn answer_with_others(&mut self, ranks: &Ranks, prompts: &[Vec<Message>]) -> Result<Vec<Answered>, ModelError> {
         let mine = prompts.iter().skip(ranks.rank()).step_by(ranks.world_size());
         let mine = mine.map(|prompt| self.answer(prompt)).collect::<Result<Vec<_>, _>>()?;
         let all = ranks.all_gather(mine)?;
@@ -54,16 +54,16 @@ impl Answering {
     }
 
     /// One query at a time: the latency is what a single user would wait.
-    fn answer(&self, messages: &[Message]) -> Result<Answered, ModelError> {
+    fn answer(&mut self, messages: &[Message]) -> Result<Answered, ModelError> {
         let started = Instant::now();
         let prompt = self.tokenizer.encode_prompt(messages)?;
         let request = GenerationRequest { prompt: &prompt, seed: 0, n: 1 };
-        let (adapter, sampling) = (self.adapter.as_ref(), &self.sampling);
-        let answers = generate(&self.decoder, adapter, &[request], self.decoding, sampling, &self.tokenizer)?;
-        let texts = answers.into_iter().map(|answer| Ok((self.tokenizer.decode(&answer.token_ids)?, answer)));
+        let answers = self.engine.generate(&[request], self.decoding, &self.sampling, &self.tokenizer)?;
+        let answers = answers.into_iter().flatten();
+        let texts = answers.map(|answer| Ok((self.tokenizer.decode(&answer.token_ids)?, answer)));
         let (text, answer) = texts.collect::<Result<Vec<_>, ModelError>>()?.swap_remove(0);
         Ok(Answered {
-            text: sampling.before_stop(&text).to_owned(),
+            text: self.sampling.before_stop(&text).to_owned(),
             n_tokens: answer.token_ids.len() as u32,
             truncated: answer.truncated,
             latency_ms: started.elapsed().as_secs_f64() * 1e3,

@@ -3,7 +3,7 @@
 use crate::cases::{bytes, case, halves};
 use crate::{Case, Floor, Sizes};
 use candle_core::Result;
-use querl_model::device::{BLOCK_TOKENS, CacheShape, Gpu, SamplingRows, SamplingRules, Sequences};
+use querl_model::device::{BLOCK_TOKENS, CacheShape, Gpu, ReadBack, SamplingRows, SamplingRules, Sequences, n_splits};
 
 /// Tokens of a prompt with half of its answer.
 const CONTEXT: usize = 288;
@@ -31,12 +31,10 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Res
         gpu.store(&new, &slots, &mut keys, cache)
     }));
     let q = halves(gpu, n * shape.n_heads * head_dim)?;
-    let sequences = Sequences {
-        tables: gpu.upload(&(0..(n * width) as u32).collect::<Vec<_>>())?,
-        width,
-        lengths: gpu.upload(&vec![CONTEXT as u32; n])?,
-        max_length: CONTEXT,
-    };
+    let tables = gpu.upload(&(0..(n * width) as u32).collect::<Vec<_>>())?;
+    let lengths = gpu.upload(&vec![CONTEXT as u32; n])?;
+    let (tables, lengths) = (tables.as_view(), lengths.as_view());
+    let sequences = Sequences { tables, width, lines: None, lengths, n_splits: n_splits(CONTEXT) };
     // Keys and values of every token once.
     let floor = Floor::Bytes((4 * n * CONTEXT * n_kv_heads * head_dim) as f64);
     let names = ["decode_attention_32", "decode_attention_64", "decode_attention_96", "decode_attention_128"];
@@ -49,9 +47,10 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Res
 
 /// From the whole distribution, then with every filter.
 fn sampling(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
-    let (n, n_tokens, max_tokens) = (sizes.n_sequences, sizes.shape.vocab_size, 32);
+    let (n, n_tokens) = (sizes.n_sequences, sizes.shape.vocab_size);
     let mut logits = gpu.to_f32(&halves(gpu, n * n_tokens)?)?;
     let uniforms = gpu.upload(&(0..n).map(|row| (row as f64 + 0.5) / n as f64).collect::<Vec<_>>())?;
+    let (lengths, mut drawn) = (gpu.zeros::<u32>(n)?, ReadBack::new(gpu, 3 * n)?);
     for (name, top_p, top_k) in [("whole", 1.0, 0), ("top_k 50, top_p 0.9", 0.9, 50)] {
         let rules = SamplingRules {
             temperature: 1.0,
@@ -64,9 +63,9 @@ fn sampling(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Resu
         };
         // The floor is one pass over the logits; see the note beside the table of floors.
         measure(case(format!("choose: {n} rows of {n_tokens}, {name}"), bytes("choose", 4 * n * n_tokens), || {
-            let answers = gpu.zeros::<u32>(n * max_tokens)?;
-            let mut rows = SamplingRows { answers, lengths: gpu.zeros::<u32>(n)?, max_tokens };
-            gpu.choose(&mut logits, &mut rows, &rules, Some(&uniforms)).map(drop)
+            let uniforms = Some(uniforms.as_view());
+            let rows = SamplingRows { lengths: lengths.as_view(), answers: None, uniforms };
+            drawn.write(n, 0..n, |drawn| gpu.choose(&mut logits, rows, &rules, drawn))
         }));
     }
     Ok(())

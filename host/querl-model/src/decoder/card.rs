@@ -30,6 +30,11 @@ impl OnCard {
         Ok(Self { gpu: gpu.clone(), rope: Arc::new(DeviceRope::new(gpu, rope)?) })
     }
 
+    /// Angles of the rotary embedding, on the card.
+    pub(super) fn rope(&self) -> &Arc<DeviceRope> {
+        &self.rope
+    }
+
     /// All rows of a batch, or some in rising order, with the dropout of those rows.
     ///
     /// # Errors

@@ -49,6 +49,12 @@ impl Decoder {
         &self.rope
     }
 
+    /// The same on the card, where the decoder is on one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn card_rope(&self) -> Option<std::sync::Arc<crate::device::DeviceRope>> {
+        self.on_card.as_ref().map(|card| card.rope().clone())
+    }
+
     /// The embedding `(V, H)`; a tensor of its own, independent of later training, where an adapter changes it.
     pub(crate) fn adapted_embedding(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {

@@ -124,12 +124,27 @@ impl Gpu {
         ids: &impl DevicePtr<u32>,
         width: usize,
     ) -> Result<CudaSlice<f32>> {
-        let n_rows = whole_rows("rows", table.len(), width)?;
         let mut y = self.alloc(ids.len() * width)?;
-        let mut args =
-            [self.input(table), self.input(ids), self.output(&mut y), ids.len().into(), width.into(), n_rows.into()];
-        self.over("gather_rows", y.len(), &mut args)?;
+        self.rows_into(table, ids, width, &mut y)?;
         Ok(y)
+    }
+
+    /// The same, into memory that is there.
+    ///
+    /// # Errors
+    /// A table that is not whole rows, or lengths that differ.
+    pub fn rows_into(
+        &self,
+        table: &impl DevicePtr<bf16>,
+        ids: &impl DevicePtr<u32>,
+        width: usize,
+        y: &mut impl DevicePtrMut<f32>,
+    ) -> Result<()> {
+        let n_rows = whole_rows("rows", table.len(), width)?;
+        same_length("rows", y.len(), ids.len() * width)?;
+        let mut args =
+            [self.input(table), self.input(ids), self.output(y), ids.len().into(), width.into(), n_rows.into()];
+        self.over("gather_rows", ids.len() * width, &mut args)
     }
 
     /// The listed rows of `all` `(N, width)`; a row beyond the last is zeros.
@@ -142,12 +157,27 @@ impl Gpu {
         list: &impl DevicePtr<u32>,
         width: usize,
     ) -> Result<CudaSlice<T>> {
-        let n_rows = whole_rows("pick", all.len(), width)?;
         let mut y = self.alloc(list.len() * width)?;
-        let mut args =
-            [self.input(all), self.input(list), self.output(&mut y), list.len().into(), width.into(), n_rows.into()];
-        self.over(T::kernel(["pick_f32", "pick_bf16"]), y.len(), &mut args)?;
+        self.pick_into(all, list, width, &mut y)?;
         Ok(y)
+    }
+
+    /// The same, into memory that is there.
+    ///
+    /// # Errors
+    /// Values that are not whole rows, or lengths that differ.
+    pub fn pick_into<T: Element>(
+        &self,
+        all: &impl DevicePtr<T>,
+        list: &impl DevicePtr<u32>,
+        width: usize,
+        y: &mut impl DevicePtrMut<T>,
+    ) -> Result<()> {
+        let n_rows = whole_rows("pick", all.len(), width)?;
+        same_length("pick", y.len(), list.len() * width)?;
+        let mut args =
+            [self.input(all), self.input(list), self.output(y), list.len().into(), width.into(), n_rows.into()];
+        self.over(T::kernel(["pick_f32", "pick_bf16"]), list.len() * width, &mut args)
     }
 
     /// Adds `picked` `(list, width)` to the listed rows of `all` `(N, width)`. No row is listed twice.

@@ -22,8 +22,27 @@ const MOST_OF_PACKED: usize = 4 * ROWS_OF_BLOCK;
 /// Up to so many rows a weight in bf16 is: it is read once either way, and cuBLAS's tiles are made for more rows.
 const MOST_OF_BF16: usize = ROWS_OF_BLOCK;
 
+/// For tests that compare products of few rows with products of many, bit by bit: this thread's are all done by cuBLAS, of which the
+/// simulated one sums in one order.
+#[cfg(test)]
+pub(crate) fn by_cublas_alone<R>(f: impl FnOnce() -> R) -> R {
+    BY_CUBLAS_ALONE.set(true);
+    let found = f();
+    BY_CUBLAS_ALONE.set(false);
+    found
+}
+
+#[cfg(test)]
+thread_local! {
+    static BY_CUBLAS_ALONE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
 impl DeviceWeight {
     pub(super) fn most_few_rows(&self) -> usize {
+        #[cfg(test)]
+        if BY_CUBLAS_ALONE.get() {
+            return 0;
+        }
         match self.stored() {
             Stored::Bf16(_) => MOST_OF_BF16,
             Stored::Packed(_) => MOST_OF_PACKED,

@@ -45,7 +45,7 @@ struct Inner {
     staging: Staging,
     /// See [`Gpu::widening`].
     widening: Mutex<Option<CudaSlice<bf16>>>,
-    trace: Trace,
+    trace: Arc<Trace>,
     /// Read by cuBLAS as long as `blas` lives.
     _workspace: CudaSlice<u8>,
 }
@@ -68,34 +68,35 @@ impl Gpu {
     /// As [`Gpu::new`].
     pub fn on(device: CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
-        let context = stream.context().clone();
-        keep_freed_memory(&context);
-        let module = context.load_module(Ptx::from_binary(KERNELS.to_vec())).map_err(Error::wrap)?;
-        let attribute = |which| context.attribute(which).map(|value| value.max(0) as usize).map_err(Error::wrap);
-        let n_processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let shared_limit = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        let workspace = stream.alloc_zeros::<u8>(WORKSPACE_BYTES).map_err(Error::wrap)?;
+        keep_freed_memory(stream.context());
+        let module = stream.context().load_module(Ptx::from_binary(KERNELS.to_vec())).map_err(Error::wrap)?;
         let blas = device.cublas_handle();
-        prepare(&blas, &workspace, &stream)?;
-        let functions = Mutex::new(HashMap::new());
-        let inner = Inner {
-            device,
-            stream,
-            module,
-            functions,
-            blas,
-            n_processors,
-            shared_limit,
-            staging: Staging::default(),
-            widening: Mutex::new(None),
-            trace: Trace::default(),
-            _workspace: workspace,
-        };
-        let gpu = Self { inner: Arc::new(inner) };
+        let gpu = Self { inner: Arc::new(Inner::new(device, stream, module, blas, Arc::default())?) };
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         open.retain(|inner| inner.strong_count() > 0);
         open.push(Arc::downgrade(&gpu.inner));
         Ok(gpu)
+    }
+
+    /// The same card with a stream, a cuBLAS and memory for uploads of its own: work on it runs beside the other's, in an order of
+    /// its own (see [`Gpu::wait_for`]). Tensors are made on the other.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn beside(&self) -> Result<Self> {
+        let stream = self.inner.stream.context().new_stream().map_err(Error::wrap)?;
+        let blas = Arc::new(CudaBlas::new(stream.clone()).map_err(Error::wrap)?);
+        let (device, module) = (self.inner.device.clone(), self.inner.module.clone());
+        let trace = self.inner.trace.clone(); // who asks what this card does is told of both
+        Ok(Self { inner: Arc::new(Inner::new(device, stream, module, blas, trace)?) })
+    }
+
+    /// What is asked of this from now on comes after what was asked of `other` until now. The host does not wait.
+    ///
+    /// # Errors
+    /// Something that was asked of either failed.
+    pub fn wait_for(&self, other: &Self) -> Result<()> {
+        self.inner.stream.join(&other.inner.stream).map_err(Error::wrap)
     }
 
     /// The open card whose tensors are made on `device`.
@@ -161,7 +162,7 @@ impl Gpu {
     }
 
     /// Memory whose values are whatever was there: everything must be written before it is read.
-    pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
+    pub(crate) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
         if len == 0 {
             return self.nothing();
         }
@@ -255,6 +256,8 @@ impl Gpu {
         if grid[0] > i32::MAX as usize || grid[1].max(grid[2]) > 65_535 {
             bail!("{name}: a grid of {grid:?} blocks is more than a card takes");
         }
+        #[cfg(test)]
+        super::launch::count();
         // First: a function is looked up in the context of this thread.
         self.inner.stream.context().bind_to_thread().map_err(Error::wrap)?;
         let function = self.function(name, shared_bytes)?;
@@ -316,13 +319,43 @@ impl DerefMut for Widening<'_> {
     }
 }
 
+impl Inner {
+    fn new(
+        device: CudaDevice,
+        stream: Arc<CudaStream>,
+        module: Arc<CudaModule>,
+        blas: Arc<CudaBlas>,
+        trace: Arc<Trace>,
+    ) -> Result<Self> {
+        let context = stream.context().clone();
+        let attribute = |which| context.attribute(which).map(|value| value.max(0) as usize).map_err(Error::wrap);
+        let n_processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_limit = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let workspace = stream.alloc_zeros::<u8>(WORKSPACE_BYTES).map_err(Error::wrap)?;
+        prepare(&blas, &workspace, &stream)?;
+        Ok(Self {
+            device,
+            stream,
+            module,
+            functions: Mutex::default(),
+            blas,
+            n_processors,
+            shared_limit,
+            staging: Staging::default(),
+            widening: Mutex::new(None),
+            trace,
+            _workspace: workspace,
+        })
+    }
+}
+
 impl Drop for Inner {
     /// Kernels and workspace are given back only when nothing on the stream uses them any more.
     fn drop(&mut self) {
         if self.stream.synchronize().is_err() {
             // After an error that the context does not survive, cuBLAS and cuRAND refuse to be given back, and their wrappers panic:
             // they stay until the process ends, which is what such an error is followed by.
-            std::mem::forget(self.device.clone());
+            std::mem::forget((self.device.clone(), self.blas.clone()));
             return;
         }
         // SAFETY: the handle and the stream are there. Setting the stream, though it is the same, gives cuBLAS a workspace of

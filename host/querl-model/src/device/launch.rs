@@ -61,3 +61,20 @@ const VALUES_PER_THREAD: usize = 8;
 pub(super) fn blocks_for(n: usize, n_processors: usize) -> usize {
     n.div_ceil(THREADS * VALUES_PER_THREAD).min(n_processors * 16)
 }
+
+#[cfg(test)]
+thread_local! {
+    static LAUNCHES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Remembers a kernel or a product that this thread asks for.
+#[cfg(test)]
+pub(super) fn count() {
+    LAUNCHES.set(LAUNCHES.get() + 1);
+}
+
+/// Kernels and products that this thread has asked for; what a graph launches is not counted.
+#[cfg(test)]
+pub(crate) fn n_launches() -> usize {
+    LAUNCHES.get()
+}

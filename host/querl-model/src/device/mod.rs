@@ -10,7 +10,10 @@ mod decode;
 mod dropout;
 mod elementwise;
 mod few_rows;
+mod finish;
+mod frame;
 mod gpu;
+mod graph;
 mod launch;
 mod logprobs;
 mod memory;
@@ -31,10 +34,17 @@ mod weight;
 
 pub use adamw::{AdamLoan, AdamTensor, AdamWStep, GradientNorm};
 pub use attention::TreeQueries;
-pub use decode::{BLOCK_TOKENS, CacheShape, Sequences};
+pub use decode::{BLOCK_TOKENS, CacheShape, Sequences, n_splits, split_values};
 pub use dropout::Masks;
 pub use elementwise::Element;
+#[cfg(test)]
+pub(crate) use few_rows::by_cublas_alone;
+pub use finish::{Change, FinishRows, HeadNorms, Member};
+pub use frame::{Frame, ReadBack};
 pub use gpu::Gpu;
+pub use graph::Graph;
+#[cfg(test)]
+pub(crate) use launch::n_launches;
 pub use logprobs::LogprobRows;
 pub use memory::CardMemory;
 pub(crate) use nccl::Nccl;
@@ -44,7 +54,7 @@ pub use product::{Matrix, Scale};
 pub use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub use rope::DeviceRope;
 pub use rows::Namers;
-pub use sampling::{Drawn, SamplingRows, SamplingRules};
+pub use sampling::{Answers, Drawn, SamplingRows, SamplingRules};
 pub use tensors::{Loan, storage, whole};
 pub use trace::Launched;
 pub use weight::DeviceWeight;

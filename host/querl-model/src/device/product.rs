@@ -126,6 +126,8 @@ impl Gpu {
         let stream = self.stream();
         let (out_at, _guard) = out.device_ptr_mut(stream);
         stream.context().bind_to_thread().map_err(Error::wrap)?;
+        #[cfg(test)]
+        super::launch::count();
         // cuBLAS counts by columns: it sees every matrix turned, and computes `out^T = right^T left^T`.
         self.noted("product", || {
             // SAFETY: the three lie on the card with the lengths checked above, and the scalars outlive the call.

@@ -4,7 +4,7 @@ use super::elementwise::{Element, same_length, whole_rows};
 use super::gpu::Gpu;
 use super::launch::{Arg, THREADS};
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use half::bf16;
 
 /// Most blocks whose parts of a weight's gradient are kept: a function of nothing but this number, so that sums do not depend on
@@ -22,14 +22,28 @@ impl Gpu {
         weight: &impl DevicePtr<f32>,
         eps: f32,
     ) -> Result<CudaSlice<bf16>> {
-        let (width, n_rows) = (weight.len(), whole_rows("normed", x.len(), weight.len())?);
         let mut y = self.alloc(x.len())?;
-        let mut args =
-            [self.input(x), self.input(weight), self.output(&mut y), n_rows.into(), width.into(), eps.into()];
+        self.normed_into(x, weight, eps, &mut y)?;
+        Ok(y)
+    }
+
+    /// The same, into memory that is there.
+    ///
+    /// # Errors
+    /// Values that are not whole rows, or lengths that differ.
+    pub fn normed_into<T: Element>(
+        &self,
+        x: &impl DevicePtr<T>,
+        weight: &impl DevicePtr<f32>,
+        eps: f32,
+        y: &mut impl DevicePtrMut<bf16>,
+    ) -> Result<()> {
+        let (width, n_rows) = (weight.len(), whole_rows("normed", x.len(), weight.len())?);
+        same_length("normed", y.len(), x.len())?;
+        let mut args = [self.input(x), self.input(weight), self.output(y), n_rows.into(), width.into(), eps.into()];
         let name = T::kernel(["normed_f32", "normed_bf16"]);
         // SAFETY: as `cuda/rms_norm.cuh` declares it; lengths are whole rows.
-        unsafe { self.launch(name, [n_rows, 1, 1], THREADS, 0, &mut args)? };
-        Ok(y)
+        unsafe { self.launch(name, [n_rows, 1, 1], THREADS, 0, &mut args) }
     }
 
     /// Gradients of `x`, to which `more` is added where there is any, and of the first `n_wanted` values of the weight (none or

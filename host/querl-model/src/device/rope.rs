@@ -47,6 +47,11 @@ impl DeviceRope {
         gpu.upload(positions)
     }
 
+    /// Cosines and sines, and the width of a head.
+    pub(super) fn tables(&self) -> (&CudaSlice<f32>, &CudaSlice<f32>, usize) {
+        (&self.cos, &self.sin, self.head_dim)
+    }
+
     /// Rotates each head of each row of `x` `(N, heads * D)` by its position, after the norm whose weight `(D)` and epsilon are
     /// given, if any. `positions`: N of them, checked by [`DeviceRope::positions`].
     ///

@@ -30,7 +30,8 @@ struct Pending {
 
 impl Gpu {
     /// Does `work` and says what it launched, in order, with the card's own times. Each launch takes some microseconds more
-    /// of the host meanwhile; what is launched as part of a graph is not told. One trace at a time.
+    /// of the host meanwhile; what is launched as part of a graph is not told, so generation records none meanwhile. One trace at a
+    /// time, of this card and of what runs beside it.
     ///
     /// # Errors
     /// Those of `work`, or the card fails.
@@ -58,6 +59,11 @@ impl Gpu {
         let end = event()?;
         self.pending().push(Pending { name, begin, end });
         Ok(launched)
+    }
+
+    /// Whether somebody wants to know of each launch: then nothing is launched as part of a graph.
+    pub(crate) fn is_traced(&self) -> bool {
+        self.trace().is_on.load(Ordering::Relaxed)
     }
 
     fn is_capturing(&self) -> bool {

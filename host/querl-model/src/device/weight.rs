@@ -111,6 +111,14 @@ impl DeviceWeight {
         gpu.product(x, &rows.matrix(gpu, self.n_in)?.t(), out, scale)
     }
 
+    /// Its values, where they are stored as bf16: what reads them allocates nothing.
+    pub(crate) fn bf16(&self) -> Option<&CudaSlice<bf16>> {
+        match &*self.stored {
+            Stored::Bf16(values) => Some(values),
+            Stored::Packed(_) => None,
+        }
+    }
+
     /// Rows by index: `(ids, in)` f32. The caller has checked that ids are below `out`, a row beyond it is zeros.
     ///
     /// # Errors

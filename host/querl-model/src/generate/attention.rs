@@ -272,6 +272,7 @@ fn value_tile<A: Arithmetic, const ROWS: usize, const COLUMNS: usize>(
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::cache::{BlockPool, BlockShape};
@@ -289,10 +290,10 @@ mod tests {
     /// A cache with tokens `from..to`, whose keys and values depend on the seed and the position.
     fn filled(cache: &mut SequenceCache, to: usize, seed: usize) {
         let from = cache.len();
-        cache.extend(to - from);
+        cache.extend(to - from).unwrap();
         for position in from..to {
             let (keys, values) = (numbers(40, seed * 977 + position), numbers(40, seed * 977 + position + 500));
-            (0..2).for_each(|layer| cache.write(layer, position, &keys, &values));
+            (0..2).for_each(|layer| cache.write(layer, position, &keys, &values).unwrap());
         }
     }
 

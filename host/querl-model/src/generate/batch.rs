@@ -1,15 +1,16 @@
 //! Continuous batching: answers in progress up to a limit; one that ends makes room for the next.
 
+use super::admission::Admission;
+use super::draw::{Draw, Taker};
 use super::engine::{Parts, prompt_caches};
 use super::filters::Rules;
-use super::sampling::choose;
-use super::units::{Taker, Unit, advance};
+use super::units::{Hidden, Unit};
 use super::{Decoding, EndedBy, Generated, GenerationRequest, TokenText};
 use crate::ModelError;
 use crate::cache::SequenceCache;
-use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// One answer to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,7 +23,7 @@ struct Job {
 /// A prompt whose answers are to begin.
 struct Prompt {
     cache: SequenceCache,
-    hidden: Vec<f32>,
+    hidden: Hidden,
     /// Tokens that its cache does not hold yet.
     n_left: usize,
 }
@@ -31,45 +32,8 @@ struct Prompt {
 struct Sequence {
     job: usize,
     cache: SequenceCache,
-    hidden: Vec<f32>,
+    hidden: Hidden,
     draw: Draw,
-}
-
-/// Draws the tokens of one answer.
-struct Draw {
-    rng: ChaCha8Rng,
-    decoding: Decoding,
-    token_ids: Vec<u32>,
-    logprobs: Vec<f32>,
-    behaviour_logprobs: Vec<f32>,
-}
-
-impl Draw {
-    fn new(seed: u64, sample: usize, decoding: Decoding) -> Self {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        rng.set_stream(sample as u64);
-        Self { rng, decoding, token_ids: Vec::new(), logprobs: Vec::new(), behaviour_logprobs: Vec::new() }
-    }
-
-    fn generated(self, ended_by: EndedBy) -> Generated {
-        Generated {
-            token_ids: self.token_ids,
-            logprobs: self.logprobs,
-            behaviour_logprobs: self.behaviour_logprobs,
-            truncated: ended_by == EndedBy::Length,
-            ended_by,
-        }
-    }
-}
-
-impl Taker for Draw {
-    fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError> {
-        let choice = choose(logits, &self.token_ids, rules, self.decoding, &mut self.rng)?;
-        self.token_ids.push(choice.token);
-        self.logprobs.push(choice.logprob);
-        self.behaviour_logprobs.push(choice.behaviour_logprob);
-        Ok(())
-    }
 }
 
 /// Writes all answers: by request, then by sample.
@@ -92,19 +56,29 @@ pub(super) fn run(
     jobs.sort();
     let mut done: Vec<Vec<Option<Generated>>> = requests.iter().map(|request| vec![None; request.n]).collect();
     let mut running: Vec<Sequence> = Vec::new();
+    let mut admission = Admission::new(parts.n_blocks, rules.settings.max_new_tokens);
     let (mut next, mut held) = (0, None);
     while next < jobs.len() || !running.is_empty() {
-        let admitted = next..jobs.len().min(next + parts.max_sequences - running.len());
-        let begun = begin(parts, &prompts, &jobs[admitted.clone()], held.take(), rules)?;
+        let admitted = admitted(&mut admission, &jobs, next, parts.max_sequences - running.len(), &prompts);
+        if admitted.is_empty() && running.is_empty() {
+            return Err(no_room(prompts[jobs[next].prompt].len(), rules.settings.max_new_tokens));
+        }
+        let begun = match admitted.is_empty() {
+            true => Begun::new(),
+            false => begin(parts, &prompts, &jobs[admitted.clone()], held.take(), rules)?,
+        };
         let fresh = step(parts, requests, (&jobs, admitted.clone()), begun, &mut running, decoding, rules)?;
-        held = fresh.filter(|(prompt, _)| jobs.get(admitted.end).is_some_and(|job| job.prompt == *prompt));
+        let goes_on = |prompt| jobs.get(admitted.end).is_some_and(|job| job.prompt == prompt);
+        held = fresh.or(held).filter(|(prompt, _)| goes_on(*prompt));
         next = admitted.end;
+        let ends = ends_of(&running, rules, text)?;
         let mut going_on = Vec::with_capacity(running.len());
-        for sequence in running {
-            match end_of(&sequence.draw.token_ids, rules, text)? {
+        for (sequence, end) in running.into_iter().zip(ends) {
+            match end {
                 None => going_on.push(sequence),
                 Some(ended_by) => {
-                    let Job { request, sample, .. } = jobs[sequence.job];
+                    let Job { prompt, request, sample } = jobs[sequence.job];
+                    admission.end(prompt);
                     done[request][sample] = Some(sequence.draw.generated(ended_by));
                 }
             }
@@ -112,6 +86,27 @@ pub(super) fn run(
         running = going_on;
     }
     done.into_iter().map(complete).collect()
+}
+
+/// What ends each answer. Text is asked for by all threads: a card would wait for one.
+fn ends_of(running: &[Sequence], rules: &Rules<'_>, text: &dyn TokenText) -> Result<Vec<Option<EndedBy>>, ModelError> {
+    let answers: Vec<&[u32]> = running.iter().map(|sequence| sequence.draw.token_ids.as_slice()).collect();
+    match rules.settings.stop_strings.is_empty() {
+        true => answers.iter().map(|answer| end_of(answer, rules, text)).collect(),
+        false => answers.par_iter().map(|answer| end_of(answer, rules, text)).collect(),
+    }
+}
+
+/// The jobs that begin now: at most `n`, those for which there is room, in their order.
+fn admitted(admission: &mut Admission, jobs: &[Job], next: usize, n: usize, prompts: &[&[u32]]) -> Range<usize> {
+    let fits = |job: &&Job| admission.admit(job.prompt, prompts[job.prompt].len());
+    next..next + jobs[next..].iter().take(n).take_while(fits).count()
+}
+
+/// There is no room for a single answer.
+pub(super) fn no_room(n_tokens: usize, max_new_tokens: usize) -> ModelError {
+    let asked = format!("a prompt of {n_tokens} tokens with max_new_tokens {max_new_tokens}");
+    ModelError::Generation(format!("{asked} needs more keys and values than this engine has room for"))
 }
 
 /// The answers to one request, each of which must have been written: none is lost silently.
@@ -137,7 +132,7 @@ fn begin(
     let tokens: Vec<&[u32]> = fresh.iter().map(|&index| prompts[index]).collect();
     for (&index, cache) in fresh.iter().zip(prompt_caches(parts, &tokens, rules)?) {
         let n_left = prompts[index].len() - cache.len();
-        begun.push((index, Prompt { cache, hidden: Vec::new(), n_left }));
+        begun.push((index, Prompt { cache, hidden: Hidden::Unknown, n_left }));
     }
     Ok(begun)
 }
@@ -146,7 +141,7 @@ fn begin(
 fn step(
     parts: &mut Parts<'_>,
     requests: &[GenerationRequest<'_>],
-    (jobs, admitted): (&[Job], std::ops::Range<usize>),
+    (jobs, admitted): (&[Job], Range<usize>),
     mut begun: Begun,
     running: &mut Vec<Sequence>,
     decoding: Decoding,
@@ -158,23 +153,24 @@ fn step(
         running.iter().map(|sequence| [sequence.draw.token_ids.last().copied().unwrap_or_default()]).collect();
     let mut units: Vec<Unit<'_>> = Vec::with_capacity(running.len() + begun.len());
     for (Sequence { cache, hidden, draw, .. }, tokens) in running.iter_mut().zip(&last_tokens) {
-        units.push(Unit { cache, tokens, hidden, takers: vec![draw] });
+        units.push(Unit { cache, tokens, hidden, is_held: false, takers: vec![Taker::Draw(draw)] });
     }
     let mut rest = draws.as_mut_slice();
+    let next_prompt = jobs.get(admitted.end).map(|job| job.prompt);
     for (index, Prompt { cache, hidden, n_left }) in &mut begun {
         let of_prompt = jobs[admitted.clone()].iter().filter(|job| job.prompt == *index);
         let job = of_prompt.clone().next().map(|job| requests[job.request].prompt).unwrap_or_default();
         let (own, others) = rest.split_at_mut(of_prompt.count());
         rest = others;
-        let takers = own.iter_mut().map(|draw| draw as &mut dyn Taker).collect();
-        units.push(Unit { cache, tokens: &job[job.len() - *n_left..], hidden, takers });
+        let (takers, is_held) = (own.iter_mut().map(Taker::Draw).collect(), next_prompt == Some(*index));
+        units.push(Unit { cache, tokens: &job[job.len() - *n_left..], hidden, is_held, takers });
         *n_left = 0;
     }
-    advance(parts.weights, &mut units, rules)?;
+    parts.policy.advance(&mut units, rules)?;
     drop(units);
     for (job, draw) in admitted.zip(draws) {
         let cache = cache_of(&begun, jobs[job].prompt)?;
-        running.push(Sequence { job, cache, hidden: Vec::new(), draw });
+        running.push(Sequence { job, cache, hidden: Hidden::Unknown, draw });
     }
     Ok(begun.pop())
 }

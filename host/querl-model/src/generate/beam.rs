@@ -3,11 +3,13 @@
 //! Source: transformers' `_beam_search` with `early_stopping=False`. Departures: limits look at the answer alone; of candidates
 //! with equal scores, the one of the better beam and then the lower token goes first.
 
-use super::batch::end_of;
+use super::batch::{end_of, no_room};
+use super::draw::Taker;
 use super::engine::{Parts, prompt_caches};
 use super::filters::Rules;
 use super::sampling::Softmax;
-use super::units::{Taker, Unit, advance};
+use super::sizes::{blocks_of_answer, blocks_of_prompt};
+use super::units::{Hidden, Unit};
 use super::{EndedBy, Generated, GenerationRequest, TokenText};
 use crate::ModelError;
 use crate::cache::SequenceCache;
@@ -29,7 +31,7 @@ struct Search {
 /// An answer in progress.
 struct Beam {
     cache: SequenceCache,
-    hidden: Vec<f32>,
+    hidden: Hidden,
     text: Written,
     continuations: Continuations,
 }
@@ -45,7 +47,7 @@ struct Written {
 
 /// The best next tokens of one beam.
 #[derive(Default)]
-struct Continuations {
+pub(super) struct Continuations {
     answer: Vec<u32>,
     n_wanted: usize,
     found: Vec<Continuation>,
@@ -60,8 +62,8 @@ struct Continuation {
     logprob: f32,
 }
 
-impl Taker for Continuations {
-    fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError> {
+impl Continuations {
+    pub(super) fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError> {
         let whole = Softmax::of(logits, 1.0);
         let reported = Softmax::of(logits, rules.settings.temperature as f32);
         if !whole.total().is_finite() {
@@ -105,10 +107,28 @@ pub(super) fn run(
         return Err(ModelError::Generation(format!("{} answers asked of {n_beams} beams", request.n)));
     }
     let mut answers = Vec::with_capacity(requests.len());
-    for requests in requests.chunks((parts.max_sequences / n_beams).max(1)) {
+    let n_at_once = requests_at_once(parts, requests, n_beams, rules.settings.max_new_tokens)?;
+    for requests in requests.chunks(n_at_once) {
         answers.extend(search(parts, requests, beams, rules, text)?);
     }
     Ok(answers)
+}
+
+/// Requests whose beams there is room for, at least one.
+fn requests_at_once(
+    parts: &Parts<'_>,
+    requests: &[GenerationRequest<'_>],
+    n_beams: usize,
+    max_new_tokens: usize,
+) -> Result<usize, ModelError> {
+    let n = (parts.max_sequences / n_beams).max(1);
+    let Some(n_blocks) = parts.n_blocks else { return Ok(n) };
+    let longest = requests.iter().map(|request| request.prompt.len()).max().unwrap_or(0);
+    let of_request = blocks_of_prompt(longest) + n_beams * blocks_of_answer(max_new_tokens);
+    match n_blocks / of_request {
+        0 => Err(no_room(longest, max_new_tokens)),
+        n_with_room => Ok(n.min(n_with_room)),
+    }
 }
 
 fn search(
@@ -125,7 +145,7 @@ fn search(
     let cache_of = |prompt: &[u32]| prompts.binary_search(&prompt).ok().map(|index| caches[index].clone());
     let begun = |request: &GenerationRequest<'_>| -> Option<Search> {
         let (text, continuations) = (Written::default(), Continuations::default());
-        let beam = Beam { cache: cache_of(request.prompt)?, hidden: Vec::new(), text, continuations };
+        let beam = Beam { cache: cache_of(request.prompt)?, hidden: Hidden::Unknown, text, continuations };
         Some(Search { running: vec![beam], finished: Vec::new() })
     };
     let mut searches: Vec<Search> = requests.iter().filter_map(begun).collect();
@@ -166,10 +186,10 @@ fn step(
         .map(|(Beam { cache, hidden, text, continuations }, tokens)| {
             continuations.answer.clone_from(&text.token_ids);
             continuations.n_wanted = n_candidates;
-            Unit { cache, tokens, hidden, takers: vec![continuations] }
+            Unit { cache, tokens, hidden, is_held: false, takers: vec![Taker::Beam(continuations)] }
         })
         .collect();
-    advance(parts.weights, &mut units, rules)
+    parts.policy.advance(&mut units, rules)
 }
 
 impl Search {
@@ -203,7 +223,7 @@ impl Search {
                     self.finished.push((score / penalty, written.generated(ended_by)));
                 }
                 None if going_on.len() < beams.n_beams && score.is_finite() => {
-                    let (cache, hidden) = (beam.cache.clone(), Vec::new());
+                    let (cache, hidden) = (beam.cache.clone(), Hidden::Unknown);
                     going_on.push(Beam { cache, hidden, text: written, continuations: Continuations::default() });
                 }
                 _ => {}

@@ -3,9 +3,13 @@
 //! In: prompts as tokens, a policy, and how to decode. Out: answers with the log-probability of each token, as a training pass
 //! computes it and as it was drawn. Nothing here records a graph.
 
+mod admission;
 mod attention;
 mod batch;
 mod beam;
+#[cfg(feature = "cuda")]
+mod card;
+mod draw;
 mod engine;
 mod filters;
 #[cfg(test)]
@@ -13,16 +17,19 @@ mod golden;
 #[cfg(test)]
 mod levels;
 mod pass;
+mod policy;
 mod prefixes;
 mod rows;
 mod sampling;
 mod settings;
+mod sizes;
 mod units;
 mod vectorised;
 mod weights;
 
-pub use engine::{CacheMemory, Engine, EngineSettings};
+pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife};
 pub use settings::{Decoding, EndedBy, Generated, GenerationRequest, SamplingSettings, TokenText};
+pub use sizes::CacheRoom;
 
 /// What tests of the device compare with.
 #[cfg(all(test, feature = "cuda"))]

@@ -35,13 +35,13 @@ pub(super) fn forward(weights: &DecodeWeights, spans: &mut [Span<'_>]) -> Result
     for (cache, span) in spans.iter_mut().enumerate() {
         let first = span.cache.len();
         rows.extend((0..span.tokens.len()).map(|i| Row { cache, n_visible: first + i + 1 }));
-        span.cache.extend(span.tokens.len());
+        span.cache.extend(span.tokens.len())?;
     }
     let mut x = weights.embed(&tokens)?; // (N, H)
     let mut buffers = Buffers::default();
     for (index, layer) in weights.layers.iter().enumerate() {
         queries_keys_values(weights, layer, &x, &rows, &mut buffers)?;
-        write(spans, &rows, index, &buffers);
+        write(spans, &rows, index, &buffers)?;
         if index + 1 == weights.layers.len() {
             // Behind the last layer's keys and values, only what is asked for is computed.
             keep_last(&mut rows, &mut x, &mut buffers.queries);
@@ -88,12 +88,13 @@ fn queries_keys_values(
     Ok(())
 }
 
-fn write(spans: &mut [Span<'_>], rows: &[Row], layer: usize, buffers: &Buffers) {
+fn write(spans: &mut [Span<'_>], rows: &[Row], layer: usize, buffers: &Buffers) -> Result<(), ModelError> {
     let width = buffers.keys.len() / rows.len();
     let new = buffers.keys.chunks_exact(width).zip(buffers.values.chunks_exact(width));
     for ((keys, values), row) in new.zip(rows) {
-        spans[row.cache].cache.write(layer, row.n_visible - 1, keys, values);
+        spans[row.cache].cache.write(layer, row.n_visible - 1, keys, values)?;
     }
+    Ok(())
 }
 
 /// Keeps each sequence's last row.

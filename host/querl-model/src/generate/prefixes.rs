@@ -1,6 +1,6 @@
 //! What prompts have in common: found, computed once, and kept as long as the policy stays.
 
-use crate::cache::SequenceCache;
+use crate::cache::{BLOCK_TOKENS, SequenceCache};
 
 /// Prefixes whose keys and values are kept.
 pub(super) struct Prefixes {
@@ -19,7 +19,7 @@ struct Kept {
 const WORTH_SHARING: usize = 4;
 
 impl Prefixes {
-    /// At most `max_tokens` are kept from one call to the next.
+    /// At most `max_tokens` are kept, a block that is not full counted as one that is.
     pub(super) fn new(max_tokens: usize) -> Self {
         Self { kept: Vec::new(), max_tokens, clock: 0 }
     }
@@ -51,7 +51,7 @@ impl Prefixes {
         self.kept.sort_by_key(|kept| std::cmp::Reverse(kept.used_at));
         let mut n_tokens = 0;
         self.kept.retain(|kept| {
-            n_tokens += kept.tokens.len();
+            n_tokens += kept.tokens.len().next_multiple_of(BLOCK_TOKENS);
             n_tokens <= self.max_tokens
         });
     }
@@ -91,6 +91,7 @@ fn common_tokens(a: &[u32], b: &[u32]) -> usize {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::cache::{BlockPool, BlockShape};
@@ -116,11 +117,11 @@ mod tests {
     #[test]
     fn the_prefixes_used_last_are_kept() {
         let pool = BlockPool::new(BlockShape::of(1, 1, 2));
-        let mut prefixes = Prefixes::new(40);
+        let mut prefixes = Prefixes::new(64);
         let tokens: Vec<Vec<u32>> = (0..3).map(|i| vec![i; 20]).collect();
         for tokens in &tokens {
             let mut cache = SequenceCache::new(&pool);
-            cache.extend(20);
+            cache.extend(20).unwrap();
             prefixes.keep(tokens, cache);
         }
         assert_eq!(prefixes.longest(&[0, 0, 0, 5]).map(|cache| cache.len()), Some(3));

@@ -1,5 +1,6 @@
 //! One step of many sequences: their new tokens through the model, their logits to whoever chooses from them.
 
+use super::draw::Taker;
 use super::filters::Rules;
 use super::pass::{Span, forward};
 use super::weights::DecodeWeights;
@@ -7,10 +8,33 @@ use crate::ModelError;
 use crate::cache::SequenceCache;
 use rayon::prelude::*;
 
-/// Whoever looks at the logits that follow a sequence.
-pub(super) trait Taker: Send {
-    /// Takes the logits of the whole vocabulary; they may be changed.
-    fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError>;
+/// The hidden state of a sequence's last token after the final norm, `(H)`, where its policy keeps it.
+#[derive(Default)]
+pub(super) enum Hidden {
+    #[default]
+    Unknown,
+    Host(Vec<f32>),
+    #[cfg(feature = "cuda")]
+    Card(crate::device::CudaSlice<half::bf16>),
+}
+
+impl Hidden {
+    fn host(&self) -> &[f32] {
+        match self {
+            Self::Host(values) => values,
+            _ => &[],
+        }
+    }
+
+    fn set_host(&mut self, values: &[f32]) {
+        match self {
+            Self::Host(known) => {
+                known.clear();
+                known.extend_from_slice(values);
+            }
+            _ => *self = Self::Host(values.to_vec()),
+        }
+    }
 }
 
 /// One sequence of a step.
@@ -18,9 +42,12 @@ pub(super) struct Unit<'s> {
     pub(super) cache: &'s mut SequenceCache,
     /// New tokens; none where the hidden state is known.
     pub(super) tokens: &'s [u32],
-    /// Of the last token after the final norm, `(H)`; what comes in where there are no tokens, what comes out where there are.
-    pub(super) hidden: &'s mut Vec<f32>,
-    pub(super) takers: Vec<&'s mut dyn Taker>,
+    /// What comes in where there are no tokens, what comes out where there are.
+    pub(super) hidden: &'s mut Hidden,
+    /// Whether the hidden state is asked for again: a card hands it out only then.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) is_held: bool,
+    pub(super) takers: Vec<Taker<'s>>,
 }
 
 /// Most rows of one pass: bounds the memory of a step.
@@ -100,8 +127,7 @@ fn pass(weights: &DecodeWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
         if !spans.is_empty() {
             let hidden = forward(weights, &mut spans)?;
             for (target, hidden) in targets.into_iter().zip(hidden.chunks_exact(width)) {
-                target.clear();
-                target.extend_from_slice(hidden);
+                target.set_host(hidden);
             }
         }
         (first, n_done) = (next, n_next);
@@ -115,7 +141,7 @@ fn choose(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) ->
     let n_vocabulary = weights.config.vocab_size;
     let mut logits = weights.take_logits(units.len().min(MAX_LOGIT_ROWS) * n_vocabulary);
     for units in units.chunks_mut(MAX_LOGIT_ROWS) {
-        let hidden: Vec<f32> = units.iter().flat_map(|unit| unit.hidden.iter().copied()).collect();
+        let hidden: Vec<f32> = units.iter().flat_map(|unit| unit.hidden.host().iter().copied()).collect();
         let logits = &mut logits[..units.len() * n_vocabulary];
         weights.head.forward(&hidden, logits, 0.0)?;
         units.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).try_for_each(|(unit, row)| {

@@ -243,6 +243,6 @@ fn frozen(weight: &Weight) -> Result<FrozenWeight> {
         Weight::Frozen(weight) => Ok(weight.clone()),
         Weight::Trained(weight) => FrozenWeight::pack(&weight.detach(), BaseDtype::F32),
         #[cfg(feature = "cuda")]
-        Weight::OnCard(_) => Err(crate::place::only_on_cpu("generation")),
+        Weight::OnCard(_) => candle_core::bail!("a weight of the card in a decoder of the cpu"),
     }
 }

@@ -5,6 +5,8 @@
 
 mod algorithm;
 mod best;
+#[cfg(all(test, feature = "cuda"))]
+mod card_tests;
 mod critic;
 mod estimate;
 mod evaluate;
@@ -23,11 +25,15 @@ mod run;
 mod testing;
 mod update;
 mod whitening;
+#[cfg(test)]
+mod whole_runs;
 
 use crate::{MetricSink, TrainError};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
-use querl_model::{Decoder, LoraAdapter, Mesh, SamplingSettings, TextTokenizer};
+use querl_model::{
+    CacheRoom, Decoder, EngineSettings, LoraAdapter, Mesh, Place, PrefixLife, SamplingSettings, TextTokenizer,
+};
 use run::{Reached, Run};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -111,6 +117,28 @@ pub fn sampling(config: &RlConfig) -> SamplingSettings {
         max_new_tokens: config.max_new_tokens,
         stop_strings: config.stop_strings.clone(),
     }
+}
+
+/// What answers take of a card at once, at most: those of one part of a batch, which are generated together. Where an evaluation asks
+/// for more, they wait.
+pub fn card_room(config: &RlConfig, longest_prompt: usize) -> CacheRoom {
+    let n_queries = config.batch_size.div_ceil(config.pipeline_parts.max(1)).max(1);
+    let n_samples = config.n_samples.max(1);
+    let n_answers = (n_queries * n_samples).min(EngineSettings::default().max_sequences);
+    let n_prompts = n_answers.div_ceil(n_samples);
+    CacheRoom { n_answers, n_prompts, longest_prompt, max_new_tokens: config.max_new_tokens }
+}
+
+/// How answers are generated: on a card in memory that is planned, and so that a run that was stopped goes on to the same bytes
+/// although prefixes that were kept are not there any more.
+fn engine_settings(task: &RlTask<'_>) -> EngineSettings {
+    if matches!(task.decoder.place(), Place::Cpu) {
+        return EngineSettings::default();
+    }
+    let prompts = task.train.prompts.iter().chain(task.val.prompts);
+    let longest_prompt = prompts.map(Vec::len).max().unwrap_or(0);
+    let room = Some(card_room(task.config, longest_prompt));
+    EngineSettings { prefix_life: PrefixLife::Call, room, ..EngineSettings::default() }
 }
 
 /// Optimises the policy, keeps the best and the last checkpoint, and says what came of it.

@@ -80,9 +80,12 @@ impl Stage for Rl {
 
     /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        // No card: the processor does this stage everywhere.
-        // No card generates yet: where there are some, one rank of the processor does the stage.
-        let arithmetic = run.place.card().is_none().then(|| run.place.arithmetic()).flatten();
+        // On a card, answers of other parts are written by products of other numbers of rows.
+        let n_parts = run.config.rl.pipeline_parts;
+        let arithmetic = run.place.arithmetic().map(|how| match run.place.card() {
+            Some(_) => format!("{how}, {n_parts} parts of a batch"),
+            None => how,
+        });
         let fingerprint =
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;

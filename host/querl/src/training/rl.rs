@@ -1,13 +1,14 @@
 //! Reinforcement learning, wired.
 
 use super::host::StageHost;
-use super::{Base, best, check_prompts, ending, job, other_outcome, prompts};
+use super::{Base, add_device, best, check_prompts, ending, job, memory, other_outcome, prompts};
 use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::stages::facts::Facts;
 use querl_core::ports::{Environment, Progress};
 use querl_core::records::{DatasetRow, Split};
-use querl_device::{Device, Job, Outcome, Reinforcing, Work};
+use querl_device::memory::Stage;
+use querl_device::{Outcome, Reinforcing, Work};
 use querl_model::TextTokenizer;
 
 /// What reinforcement learning learns from and is chosen by.
@@ -48,20 +49,20 @@ pub fn rl(
         fingerprint: Some(fingerprint.to_owned()),
         output_dir: run.dir.rl(),
     };
-    // No card generates yet: the stage would end at its first rollout, after a fine-tuning of hours.
+    let longest_prompt = work.train_prompts.iter().chain(&work.val_prompts).map(Vec::len).max().unwrap_or(0);
+    let (rl, lora) = (Box::new(config.rl.clone()), config.sft.clone());
+    let asked = memory::asked(config, Stage::Rl { config: rl, lora, longest_prompt })?;
     let job = job(run, base.model, Work::Rl(Box::new(work)));
-    let devices = if run.place.card().is_some() { vec![Device::Cpu] } else { job.devices };
-    let job = Job { devices, ..job };
-    if run.place.card().is_some() {
-        progress.line("rl is done on the CPU, since answers are not written on a card yet");
-    }
+    memory::check(run.place.card(), &asked, progress)?;
     let (train, val) = (data.train_environment, data.val_environment);
     let host = StageHost::new(progress).with_metrics(metrics).with_environments(train, val);
-    let Outcome::Rl(summary) = run.place.run(&job, &host).map_err(ending)? else { return Err(other_outcome()) };
+    let explained = |error| ending(memory::explain(run.place.card(), &asked, error));
+    let Outcome::Rl(summary) = run.place.run(&job, &host).map_err(explained)? else { return Err(other_outcome()) };
     let mut facts = Facts::default();
     facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
     facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
     facts.add("val reward before", summary.first_val_reward).add("val reward best", summary.best_val_reward);
     facts.add("best step", summary.best_step);
+    add_device(&mut facts, run);
     Ok(facts)
 }

@@ -144,15 +144,6 @@ fn wait(place: &Place) -> Result<(), JobError> {
     }
 }
 
-/// Generation on a card is refused by the engine's own device check; a measurement says it before anything is tried.
-fn check_generation(place: &Place) -> Result<(), JobError> {
-    match place {
-        Place::Cpu => Ok(()),
-        #[cfg(feature = "cuda")]
-        Place::Card(_) => Err(Failure::failed("answers are not written on a card yet; measure it with `cpu`").into()),
-    }
-}
-
 /// Runs `work` once without counting it and `n` times more; seconds of each.
 fn times(place: &Place, n: usize, mut work: impl FnMut() -> Result<(), JobError>) -> Result<Vec<f64>, JobError> {
     let mut seconds = Vec::with_capacity(n);

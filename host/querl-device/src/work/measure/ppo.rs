@@ -1,6 +1,6 @@
 //! Iterations of PPO, scored by a stand-in.
 
-use super::{Bench, Kept, check_generation, nothing, rows, usage};
+use super::{Bench, Kept, nothing, rows, usage};
 use crate::memory::Stage;
 use crate::work::{Shown, lora};
 use crate::{JobError, Measuring, Optimised, Spread};
@@ -16,7 +16,6 @@ const SCORER: &str = "a stand-in: every answer gets the same score at once";
 
 /// Whole iterations, each on a batch of its own.
 pub(super) fn measure(bench: &Bench<'_>) -> Result<Optimised, JobError> {
-    check_generation(bench.place)?;
     let (job, measuring) = (bench.job, bench.measuring);
     let config = RlConfig {
         max_steps: measuring.repeats + 1,

@@ -1,7 +1,7 @@
 //! Answers to prompts that begin alike.
 
 use super::operations::{token_bytes, weight_bytes};
-use super::{Bench, check_generation, kernel_times, nothing, ppo, rows, times, types};
+use super::{Bench, kernel_times, nothing, ppo, rows, times, types};
 use crate::work::lora;
 use crate::{Ceilings, JobError, RolledOut, Spread};
 use querl_model::{Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer};
@@ -40,7 +40,6 @@ impl Rollouts<'_> {
 
 /// Several answers to each prompt, as many in all as `n_sequences` as far as `rl.n_samples` divides it.
 pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings) -> Result<RolledOut, JobError> {
-    check_generation(bench.place)?;
     let (job, measuring) = (bench.job, bench.measuring);
     let n_samples = measuring.rl.n_samples.clamp(1, n_sequences.max(1));
     let n_prompts = (n_sequences / n_samples).max(1);

@@ -1,4 +1,4 @@
-use super::super::{BLOCK_TOKENS, CacheShape, Sequences};
+use super::super::{BLOCK_TOKENS, CacheShape, Sequences, n_splits};
 use super::*;
 use crate::kernels::{self, Queries, RowTree};
 
@@ -76,15 +76,16 @@ fn check(case: &Case, seed: u64) {
     let padded: Vec<u32> =
         tables.iter().flat_map(|table| [table.clone(), vec![u32::MAX; room - table.len()]].concat()).collect();
     let lengths: Vec<u32> = case.lengths.iter().map(|&length| length as u32).collect();
-    let sequences = Sequences {
-        tables: gpu().upload(&padded).unwrap(),
-        width: room,
-        lengths: gpu().upload(&lengths).unwrap(),
-        max_length: case.lengths.iter().copied().max().unwrap(),
+    let (tables, lengths) = (gpu().upload(&padded).unwrap(), gpu().upload(&lengths).unwrap());
+    let needed = n_splits(case.lengths.iter().copied().max().unwrap());
+    let attend = |n_splits: usize| {
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let sequences = Sequences { tables, width: room, lines: None, lengths, n_splits };
+        gpu().decode_attention(&halves(&q), &k_cache, &v_cache, case.shape, &sequences).unwrap()
     };
-    let attend = || gpu().decode_attention(&halves(&q), &k_cache, &v_cache, case.shape, &sequences).unwrap();
-    assert_close("decode", &floats(&attend()), &expected(case, &q, &keys, &values), 1.0 / 256.0, 1.0 / 256.0);
-    assert_repeatable("decode", || floats(&attend()));
+    assert_close("decode", &floats(&attend(needed)), &expected(case, &q, &keys, &values), 1.0 / 256.0, 1.0 / 256.0);
+    assert_repeatable("decode", || floats(&attend(needed)));
+    assert_eq!(floats(&attend(needed)), floats(&attend(needed + 2)), "more parts than are needed");
 }
 
 #[test]
@@ -119,7 +120,8 @@ fn what_stands_beside_a_sequence_does_not_change_its_result() {
             (0..n as u32).flat_map(|sequence| (0..20).map(move |block| sequence * 20 + block)).collect();
         let lengths: Vec<u32> = [40, 300, 200][..n].to_vec();
         let (tables, lengths) = (gpu().upload(&tables).unwrap(), gpu().upload(&lengths).unwrap());
-        let sequences = Sequences { tables, width: 20, lengths, max_length };
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let sequences = Sequences { tables, width: 20, lines: None, lengths, n_splits: n_splits(max_length) };
         floats(&gpu().decode_attention(&halves(&q[..n * 16]), &cache, &cache, shape, &sequences).unwrap())
     };
     assert_eq!(attend(1, 40), attend(3, 300)[..16]);
@@ -134,4 +136,68 @@ fn places_outside_the_pool_are_left_out() {
     let mut expected = [0f32; 128];
     expected[24..32].fill(1.0);
     assert_eq!(floats(&cache), expected);
+}
+
+#[test]
+fn rows_of_one_sequence_share_its_line() {
+    let shape = CacheShape { n_blocks: 40, n_kv_heads: 2, head_dim: 16 };
+    let cache = halves(&rounded(&mut rng(7), shape.len()));
+    let q = rounded(&mut rng(8), 5 * 4 * 16);
+    let tables: Vec<u32> = (0..40).map(|block| block * 7 % 40).collect();
+    let (lines, lengths) = ([1u32, 1, 0, 1, 0], [3u32, 300, 17, 290, 1]);
+    let attend = |tables: &[u32], lines: Option<&[u32]>| {
+        let (tables, lengths) = (gpu().upload(tables).unwrap(), gpu().upload(&lengths).unwrap());
+        let lines = lines.map(|lines| gpu().upload(lines).unwrap());
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let lines = lines.as_ref().map(|lines| lines.as_view());
+        let sequences = Sequences { tables, width: 20, lines, lengths, n_splits: 2 };
+        floats(&gpu().decode_attention(&halves(&q), &cache, &cache, shape, &sequences).unwrap())
+    };
+    let own: Vec<u32> = lines.iter().flat_map(|&line| tables[line as usize * 20..][..20].to_vec()).collect();
+    assert_eq!(attend(&tables, Some(&lines)), attend(&own, None));
+}
+
+#[test]
+fn blocks_are_copied_in_every_layer() {
+    let (shape, n_layers) = (CacheShape { n_blocks: 4, n_kv_heads: 1, head_dim: 8 }, 2);
+    let [keys, values] = [1, 2].map(|seed| rounded(&mut rng(seed), n_layers * shape.len()));
+    let (mut on_card, copies) = ([halves(&keys), halves(&values)], gpu().upload(&[0u32, 3, 2, 1, 1, 9]).unwrap());
+    let [of_keys, of_values] = &mut on_card;
+    gpu().copy_blocks(of_keys, of_values, &copies, shape, n_layers).unwrap();
+    for (found, expected) in on_card.iter().zip([keys, values]) {
+        let (found, size) = (floats(found), 128);
+        for layer in 0..n_layers {
+            let block = |values: &[f32], index: usize| values[(layer * 4 + index) * size..][..size].to_vec();
+            for (index, from) in [0, 2, 2, 0].into_iter().enumerate() {
+                assert_eq!(block(&found, index), block(&expected, from), "layer {layer}, block {index}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_taken_together_get_what_they_get_alone() {
+    let shape = CacheShape { n_blocks: 90, n_kv_heads: 2, head_dim: 16 };
+    let (cache, mut rng) = (halves(&rounded(&mut rng(9), shape.len())), rng(10));
+    let (n, n_heads, width) = (42, 8, 20);
+    let q = rounded(&mut rng, n * n_heads * 16);
+    // The first blocks are those of all, later ones those of some, the last one's own.
+    let block = |line: u32, index: u32| match index {
+        0..4 => index,
+        4..8 => 4 + (line / 3) * 4 + index,
+        _ => (line * 13 + index * 7) % 90,
+    };
+    let tables: Vec<u32> = (0..14).flat_map(|line| (0..width as u32).map(move |index| block(line, index))).collect();
+    let lines: Vec<u32> = (0..n as u32).map(|row| row / 3).collect();
+    let lengths: Vec<u32> = (0..n).map(|row| [0, 5, 64, 65, 130, 256, 290, 320][row % 8]).collect();
+    let attend = |rows: std::ops::Range<usize>| {
+        let queries = halves(&q[rows.start * n_heads * 16..rows.end * n_heads * 16]);
+        let tables = gpu().upload(&tables).unwrap();
+        let [lines, lengths] = [&lines, &lengths].map(|list| gpu().upload(&list[rows.clone()]).unwrap());
+        let (tables, lines, lengths) = (tables.as_view(), Some(lines.as_view()), lengths.as_view());
+        let sequences = Sequences { tables, width, lines, lengths, n_splits: 2 };
+        floats(&gpu().decode_attention(&queries, &cache, &cache, shape, &sequences).unwrap())
+    };
+    let alone: Vec<f32> = (0..n).flat_map(|row| attend(row..row + 1)).collect();
+    assert!(attend(0..n) == alone);
 }

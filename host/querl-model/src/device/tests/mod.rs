@@ -9,6 +9,8 @@ mod adamw;
 mod attention;
 mod decode;
 mod elementwise;
+mod finish;
+mod graph;
 mod logprobs;
 mod memory;
 mod norms;

@@ -1,0 +1,124 @@
+// What follows the products of a decoding layer: low-rank changes, biases, norms and angles, and the way of keys and values into
+// their blocks. Launchers: src/device/finish.rs.
+//
+// A thread takes one output (a column) of some rows at once, so that each weight of B is read once for all of them; weights and
+// the rows' products with A come in eights, 16 bytes where they are aligned. B's own products run on the ordinary cores: at ranks
+// of adapters they are less than the reading of B. No atomics, sums in the order of the rank.
+#pragma once
+#include "common.cuh"
+
+// What a policy makes of a product's outputs `y`: (y + scale * B low) * factor + bias. A pointer may be null.
+struct Member {
+    const bf16* b;       // (outputs, rank)
+    const float* bias;   // (outputs)
+    const float* factor; // (outputs)
+    int rank, first;     // the columns of `low` that are this one's
+    float scale;
+    int unused;
+};
+
+// For one output `column` of rows `first_row` to `first_row + ROWS` of `y`, those below n: the finished values. low: (n, low_width).
+template <int ROWS>
+__device__ __forceinline__ void finished(const Member& member, const bf16* y, const bf16* low, int low_width, i64 first_row, i64 n,
+                                         int column, int n_out, float (&values)[ROWS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) values[i] = 0.0f;
+    if (member.b) {
+        const bf16* b = member.b + (i64)column * member.rank;
+        const bf16* own = low + first_row * low_width + member.first;
+        const bool b_vectors = member.rank % 8 == 0 && is_aligned(member.b);
+        const bool low_vectors = low_width % 8 == 0 && member.first % 8 == 0 && is_aligned(low);
+        for (int at = 0; at < member.rank; at += 8) {
+            float weights[8], inputs[8];
+            load_some(b, at, member.rank, b_vectors, weights);
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                if (first_row + i >= n) continue;
+                load_some(own + (i64)i * low_width, at, member.rank, low_vectors, inputs);
+#pragma unroll
+                for (int k = 0; k < 8; k++) values[i] += weights[k] * inputs[k];
+            }
+        }
+    }
+    const float bias = member.bias ? member.bias[column] : 0.0f, factor = member.factor ? member.factor[column] : 1.0f;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (first_row + i < n) values[i] = (widened(y[(first_row + i) * n_out + column]) + member.scale * values[i]) * factor + bias;
+}
+
+constexpr int FINISHED_ROWS = 8, FINISHED_GROUPS = 2, WIDEST_HEAD = 128;
+
+// A block finishes one head of 16 rows: a query, which goes back to its place, or a key or value, which goes to its slot. q:
+// (n, heads, head_dim); k, v: (n, kv_heads, head_dim); members: of q, k, v; q_norm, k_norm: (head_dim) or null; keys, values:
+// (n_blocks, kv_heads, 16, head_dim). A slot outside of the pool is left out. Grid: heads + 2 kv_heads, sixteens of rows. Static
+// shared memory 8 KiB. Floor: 4 bytes a value, and the members' B.
+extern "C" __global__ void __launch_bounds__(256)
+    finish_heads(bf16* q, const bf16* k, const bf16* v, const bf16* low, int low_width, const Member* members, const float* q_norm,
+                 const float* k_norm, const float* cos, const float* sin, const unsigned* positions, const unsigned* slots, bf16* keys,
+                 bf16* values, i64 n, int n_heads, int n_kv_heads, int head_dim, i64 n_blocks, float eps) {
+    __shared__ float found[FINISHED_ROWS * FINISHED_GROUPS][WIDEST_HEAD];
+    const int part = blockIdx.x < n_heads ? 0 : blockIdx.x < n_heads + n_kv_heads ? 1 : 2;
+    const int head = blockIdx.x - (part == 0 ? 0 : part == 1 ? n_heads : n_heads + n_kv_heads);
+    const int n_out = (part == 0 ? n_heads : n_kv_heads) * head_dim;
+    const bf16* y = part == 0 ? q : part == 1 ? k : v;
+    const Member member = members[part];
+    const i64 first_row = (i64)blockIdx.y * FINISHED_ROWS * FINISHED_GROUPS;
+    for (int item = threadIdx.x; item < head_dim * FINISHED_GROUPS; item += blockDim.x) {
+        const int column = item % head_dim, group = item / head_dim;
+        float rows[FINISHED_ROWS];
+        finished(member, y, low, low_width, first_row + group * FINISHED_ROWS, n, head * head_dim + column, n_out, rows);
+#pragma unroll
+        for (int i = 0; i < FINISHED_ROWS; i++) found[group * FINISHED_ROWS + i][column] = rows[i];
+    }
+    __syncthreads();
+    const float* norm = part == 0 ? q_norm : part == 1 ? k_norm : nullptr;
+    const int lane = threadIdx.x % 32, half = head_dim / 2;
+    for (int i = threadIdx.x / 32; i < FINISHED_ROWS * FINISHED_GROUPS; i += blockDim.x / 32) {
+        const i64 row = first_row + i;
+        if (row >= n) break; // the whole warp
+        const i64 slot = slots[row];
+        if (part > 0 && slot >= n_blocks * 16) continue;
+        bf16* to = part == 0 ? q + row * n_out + head * head_dim
+                             : (part == 1 ? keys : values) + ((slot / 16 * n_kv_heads + head) * 16 + slot % 16) * head_dim;
+        float squares = 0.0f;
+        if (norm)
+            for (int j = lane; j < head_dim; j += 32) squares += found[i][j] * found[i][j];
+        const float inverse = norm ? 1.0f / sqrtf(warp_sum(squares) / head_dim + eps) : 1.0f;
+        const i64 angles = (i64)positions[row] * half;
+        for (int j = lane; j < half; j += 32) {
+            float a = found[i][j], b = found[i][j + half];
+            if (norm) a *= inverse * norm[j], b *= inverse * norm[j + half];
+            const float c = part < 2 ? cos[angles + j] : 1.0f, s = part < 2 ? sin[angles + j] : 0.0f;
+            to[j] = __float2bfloat16(a * c - b * s);
+            to[j + half] = __float2bfloat16(b * c + a * s);
+        }
+    }
+}
+
+// gate = silu(gate finished) * (up finished), (n, n_out); members: of gate and up. Grid: 256s of columns, eights of rows. Floor: 6
+// bytes a value, and the members' B.
+extern "C" __global__ void __launch_bounds__(256)
+    finish_gated(bf16* gate, const bf16* up, const bf16* low, int low_width, const Member* members, i64 n, int n_out) {
+    const int column = blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 first_row = (i64)blockIdx.y * FINISHED_ROWS;
+    if (column >= n_out) return;
+    float gates[FINISHED_ROWS], ups[FINISHED_ROWS];
+    finished(members[0], gate, low, low_width, first_row, n, column, n_out, gates);
+    finished(members[1], up, low, low_width, first_row, n, column, n_out, ups);
+#pragma unroll
+    for (int i = 0; i < FINISHED_ROWS; i++)
+        if (first_row + i < n) gate[(first_row + i) * n_out + column] = __float2bfloat16(gates[i] * sigmoid(gates[i]) * ups[i]);
+}
+
+// sum += y finished, (n, n_out); member: of y. Grid: as `finish_gated`. Floor: 10 bytes a value, and the member's B.
+extern "C" __global__ void __launch_bounds__(256)
+    finish_added(float* sum, const bf16* y, const bf16* low, int low_width, const Member* member, i64 n, int n_out) {
+    const int column = blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 first_row = (i64)blockIdx.y * FINISHED_ROWS;
+    if (column >= n_out) return;
+    float values[FINISHED_ROWS];
+    finished(member[0], y, low, low_width, first_row, n, column, n_out, values);
+#pragma unroll
+    for (int i = 0; i < FINISHED_ROWS; i++)
+        if (first_row + i < n) sum[(first_row + i) * n_out + column] += values[i];
+}

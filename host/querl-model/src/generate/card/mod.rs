@@ -1,0 +1,160 @@
+//! A policy on a card: one step of many sequences as one batch of kernels.
+//!
+//! A step begins with one copy to the card, of everything that the host has decided (tokens, positions, places of keys and values,
+//! tables of blocks, random numbers), and ends with one copy back and the only wait: tokens and log-probabilities. Its memory is
+//! allocated before, for the largest step. Launches of one layer, for any number of rows:
+//!
+//! | | launches |
+//! |---|---|
+//! | norm | 1 |
+//! | queries, keys, values: products with the weights, with all A at once | 3 + 1 |
+//! | B, bias, norms of heads, rotation, keys and values into their blocks (`finish_heads`) | 1 |
+//! | attention; joined, where a sequence has more than 256 tokens | 1 or 2 |
+//! | output: products with weight, A and B, added to the residual | 1 + 2 |
+//! | norm | 1 |
+//! | gate and up: products with the weights, with both A at once | 2 + 1 |
+//! | B and the gated product (`finish_gated`) | 1 |
+//! | down: as the output | 1 + 2 |
+//!
+//! 18 or 19 with an adapter on every layer, 12 or 13 without (a bias on the output, or DoRA's factors, make one product more of
+//! three into one of two and `finish_added`). Besides, a step takes 4: embedding, last norm, logits, the choice; and where blocks are
+//! copied, one for all of them. Where some sequence has several new tokens, 3 more pick the last rows, behind the last layer's
+//! keys and values.
+//!
+//! Steps of one token for each sequence are filled up to one of a few numbers of sequences, and from the second of a kind on they
+//! are recorded as a graph and launched in one call, whatever the model: recording takes about as long as launching the step once.
+//! A policy of the same shapes is written in the place of the one before, so that the graphs stay right. The
+//! prompts' tokens run through the same kernels, each as a row of its own that sees as many keys as stand before it: what attention
+//! reads for that, `n (n + 1) / 2` keys and values for n tokens, comes from the second-level cache but for the first time.
+
+mod choice;
+mod fields;
+mod graphs;
+mod pass;
+mod places;
+mod step;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use super::filters::Rules;
+use super::sizes::Sizes;
+use super::units::Unit;
+use crate::device::{CacheShape, Gpu, SamplingRules};
+use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError};
+use graphs::Graphs;
+use places::{Cache, Places};
+use step::Step;
+use weights::CardWeights;
+
+/// A policy on a card, with the memory of its steps.
+pub(in crate::generate) struct CardPolicy {
+    /// With a stream of its own: training goes on beside.
+    gpu: Gpu,
+    of_tensors: Gpu,
+    config: DecoderConfig,
+    weights: CardWeights,
+    cache: Option<Cache>,
+    places: Option<Places>,
+    graphs: Graphs,
+    sampling: Option<SamplingRules>,
+}
+
+impl CardPolicy {
+    /// `gpu`: of the decoder's tensors.
+    pub(in crate::generate) fn new(
+        gpu: &Gpu,
+        decoder: &Decoder,
+        adapter: Option<&LoraAdapter>,
+    ) -> Result<Self, ModelError> {
+        if decoder.parallel().is_split() {
+            let message =
+                "cards that hold one model together do not write answers yet; set `model.tensor_parallel = 1`";
+            return Err(ModelError::Generation(message.into()));
+        }
+        let head_dim = decoder.config().head_dim;
+        if !head_dim.is_multiple_of(8) || head_dim > 128 {
+            let message = format!(
+                "a card writes answers of models with heads of a multiple of 8 up to 128, not heads of {head_dim}"
+            );
+            return Err(ModelError::Generation(format!("{message}; set `device = \"cpu\"`")));
+        }
+        let (of_tensors, gpu) = (gpu.clone(), gpu.beside()?);
+        let weights = CardWeights::new(&gpu, &of_tensors, decoder, adapter)?;
+        let (config, graphs) = (decoder.local_config().clone(), Graphs::new(weights.can_be_recorded()));
+        Ok(Self { gpu, of_tensors, config, weights, cache: None, places: None, graphs, sampling: None })
+    }
+
+    /// Takes another policy.
+    pub(in crate::generate) fn set(
+        &mut self,
+        decoder: &Decoder,
+        adapter: Option<&LoraAdapter>,
+    ) -> Result<(), ModelError> {
+        if !self.weights.replace(&self.gpu, &self.of_tensors, decoder, adapter)? {
+            self.weights = CardWeights::new(&self.gpu, &self.of_tensors, decoder, adapter)?;
+            self.forget_steps();
+        }
+        Ok(())
+    }
+
+    /// Makes the blocks of keys and values anew.
+    pub(in crate::generate) fn make_blocks(&mut self, n_blocks: usize) -> Result<(), ModelError> {
+        self.graphs = Graphs::new(self.weights.can_be_recorded());
+        self.cache = None; // the old go before the new are made
+        let DecoderConfig { n_layers, n_kv_heads, head_dim, .. } = self.config;
+        self.cache = Some(Cache::new(&self.gpu, n_layers, CacheShape { n_blocks, n_kv_heads, head_dim })?);
+        Ok(())
+    }
+
+    /// Sees to it that there is memory for steps of so many sequences, the longest of `longest` tokens, under these rules.
+    pub(in crate::generate) fn make_room(
+        &mut self,
+        n_sequences: usize,
+        longest: usize,
+        rules: &Rules<'_>,
+    ) -> Result<(), ModelError> {
+        let stop_ids: Vec<u32> = rules.stop_ids.iter().copied().collect();
+        let settings = rules.settings;
+        let sampling = SamplingRules {
+            temperature: settings.temperature as f32,
+            top_p: settings.top_p,
+            top_k: settings.top_k,
+            repetition_penalty: settings.repetition_penalty as f32,
+            no_repeat_ngram_size: settings.no_repeat_ngram_size,
+            min_new_tokens: settings.min_new_tokens,
+            stop_ids: self.gpu.upload(&stop_ids)?,
+        };
+        let n_answer_tokens = if sampling.look_at_answers() { settings.max_new_tokens } else { 0 };
+        self.sampling = Some(sampling);
+        let sizes = Sizes::new(&self.config, n_sequences, longest);
+        if self.places.as_ref().is_some_and(|places| places.hold(&sizes, n_answer_tokens)) {
+            return Ok(());
+        }
+        self.forget_steps();
+        let low_width = self.weights.low_width();
+        self.places = Some(Places::new(&self.gpu, &self.config, sizes, low_width, n_answer_tokens)?);
+        Ok(())
+    }
+
+    /// Kinds of steps that are launched in one call.
+    #[cfg(test)]
+    pub(in crate::generate) fn n_recorded(&self) -> usize {
+        self.graphs.n_recorded()
+    }
+
+    /// Lets go of the memory of steps, and of what was recorded with it.
+    fn forget_steps(&mut self) {
+        self.graphs = Graphs::new(self.weights.can_be_recorded());
+        self.places = None;
+    }
+
+    /// Feeds the new tokens of all units, and hands what follows to their takers.
+    pub(in crate::generate) fn advance(&mut self, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+        let (Some(places), Some(cache), Some(sampling)) = (&mut self.places, &mut self.cache, &self.sampling) else {
+            return Err(ModelError::Generation("a card without room for keys and values".into()));
+        };
+        let (gpu, config, weights, graphs) = (&self.gpu, &self.config, &self.weights, &mut self.graphs);
+        Step { gpu, config, weights, places, cache, graphs, sampling }.run(units, rules)
+    }
+}
