@@ -6,13 +6,16 @@ use candle_core::{DType, Tensor, Var};
 use querl_model::device::{AdamLoan, AdamWStep, Gpu, GradientNorm, Loan, whole};
 use std::collections::BTreeMap;
 
+/// Norm before and factor after clipping on the host, and both on the card.
+pub(crate) type NormOnCard = ((f32, f32), GradientNorm);
+
 /// Global norm before and factor after clipping, on the host and on the card. `None` where the gradients are not on a card; the
 /// host waits for them.
 pub(crate) fn gradient_norm<'a>(
     gradients: impl Iterator<Item = &'a Tensor>,
     scale: f32,
     max_norm: Option<f64>,
-) -> Result<Option<((f32, f32), GradientNorm)>, TrainError> {
+) -> Result<Option<NormOnCard>, TrainError> {
     let gradients: Vec<Tensor> =
         gradients.filter(|gradient| !gradient.device().is_cpu()).map(whole).collect::<Result<_, _>>()?;
     let Some(first) = gradients.first() else { return Ok(None) };

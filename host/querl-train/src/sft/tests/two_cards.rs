@@ -7,7 +7,7 @@ use querl_model::device::Gpu;
 use querl_model::{Place, run_ranks};
 
 fn config_on_cards() -> SftConfig {
-    SftConfig { lora_dropout: 0.0, learning_rate: 1e-3, ..config() }
+    SftConfig { lora_dropout: 0.0, learning_rate: 1e-3, max_steps: 6, ..config() }
 }
 
 fn adapted_on(place: &Place) -> Model {
