@@ -7,7 +7,7 @@ mod common;
 
 use querl_core::ports::{JudgeRequest, RetrievalRequest};
 use querl_core::records::{Hit, QueryRow, retrieval_quality};
-use querl_data::{EmbeddedRetriever, Lexicon, RubricJudge, query_id};
+use querl_data::{EmbeddedRetriever, Lexicon, RubricJudge, SearchLimits, query_id};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::error::Error;
@@ -21,7 +21,8 @@ struct Recorded {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let retriever = EmbeddedRetriever::open(&common::retrieval()?)?;
+    let config = common::retrieval()?;
+    let (retriever, limits) = (EmbeddedRetriever::open(&config)?, SearchLimits::of(&config));
     let lexicon = Lexicon::read(&common::folder().join("lexicon.json"))?;
     let rubric = RubricJudge::new(lexicon.clone());
     let recorded: Vec<Recorded> = querl_core::fsx::read_jsonl(&common::folder().join("teacher_rewrites.jsonl"))?;
@@ -30,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .map(|row| (query_id(&row.original_query, &row.user_profile, &row.history_summary), row.rewritten_query))
         .collect();
     let rows = common::training_rows()?;
-    let bench = Bench { retriever, rubric, rows };
+    let bench = Bench { retriever, limits, rubric, rows };
     println!(
         "top1: gold passage first; gold@k: among the top_k; q@t: mean quality of the hits with a score of t or more; judge: the rubric's points"
     );
@@ -62,6 +63,7 @@ fn ideal(lexicon: &Lexicon, row: &QueryRow, words: Words) -> String {
 
 struct Bench {
     retriever: EmbeddedRetriever,
+    limits: SearchLimits,
     rubric: RubricJudge,
     rows: Vec<QueryRow>,
 }
@@ -82,7 +84,7 @@ impl Bench {
     fn figures(&self, row: &QueryRow, rewrite: &str) -> Result<[f64; 7], Box<dyn Error>> {
         let context = &common::context(row);
         let request = RetrievalRequest { original_query: &row.original_query, context, rewritten_query: rewrite };
-        let hits = self.retriever.search(&request)?;
+        let hits = self.retriever.search_now(&request, self.limits)?;
         let is_gold = |hit: &Hit| row.gold_ids.contains(&hit.id);
         let question = JudgeRequest { query: &row.original_query, context, rewrite, messages: &[] };
         Ok([

@@ -4,11 +4,12 @@ use crate::error::DataError;
 use crate::lexicon::Lexicon;
 use crate::passages::{Passage, read_passages};
 use crate::reranker::Reranker;
+use crate::retrieval::{Search, SearchLimits};
 use crate::segment::{analyser, words};
 use crate::text::fold;
 use async_trait::async_trait;
 use querl_core::config::RetrievalConfig;
-use querl_core::ports::{RetrievalRequest, Retriever};
+use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
 use std::path::Path;
 use std::sync::Arc;
@@ -26,8 +27,6 @@ pub struct EmbeddedRetriever {
     reranker: Reranker,
     reader: IndexReader,
     fields: Fields,
-    top_k: usize,
-    score_threshold: f64,
 }
 
 #[derive(Clone, Copy)]
@@ -49,7 +48,7 @@ impl EmbeddedRetriever {
         let (reader, fields) = build_index(&passages)
             .map_err(|error| DataError::file(knowledge_base, format!("cannot be indexed: {error}")))?;
         let reranker = Reranker::new(lexicon, &passages);
-        Ok(Self { passages, reranker, reader, fields, top_k: config.top_k, score_threshold: config.score_threshold })
+        Ok(Self { passages, reranker, reader, fields })
     }
 
     /// The passages, in the order of the file.
@@ -66,8 +65,8 @@ impl EmbeddedRetriever {
     ///
     /// # Errors
     /// The index fails, which is a fault of the program.
-    pub fn search(&self, request: &RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
-        let candidates = self.candidates(request.rewritten_query).map_err(|error| CallFailure {
+    pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        let candidates = self.candidates(request.rewritten_query, limits.top_k).map_err(|error| CallFailure {
             kind: FailureKind::ServerError,
             message: format!("embedded index: {error}"),
         })?;
@@ -76,12 +75,8 @@ impl EmbeddedRetriever {
             .into_iter()
             .map(|(index, bm25)| self.hit(index, bm25, self.reranker.score(&need, index)))
             .collect();
-        hits.retain(|hit| hit.reranker_score >= self.score_threshold);
-        hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score).then_with(|| a.id.cmp(&b.id)));
-        for (hit, rank) in hits.iter_mut().zip(1..) {
-            hit.rank = rank;
-        }
-        Ok(hits)
+        hits.sort_by(|a, b| a.id.cmp(&b.id));
+        Ok(limits.apply(hits))
     }
 
     fn hit(&self, index: usize, bm25: f32, reranker_score: f64) -> Hit {
@@ -95,7 +90,7 @@ impl EmbeddedRetriever {
     }
 
     /// The `top_k` passages of highest BM25 score.
-    fn candidates(&self, rewrite: &str) -> tantivy::Result<Vec<(usize, f32)>> {
+    fn candidates(&self, rewrite: &str, top_k: usize) -> tantivy::Result<Vec<(usize, f32)>> {
         // Each word counts once, however often it is repeated.
         let words = words(&fold(rewrite));
         if words.is_empty() {
@@ -108,7 +103,7 @@ impl EmbeddedRetriever {
             })
         });
         let searcher = self.reader.searcher();
-        let collector = TopDocs::with_limit(self.top_k).order_by_score();
+        let collector = TopDocs::with_limit(top_k).order_by_score();
         let found = searcher.search(&BooleanQuery::new(clauses.collect()), &collector)?;
         let mut candidates = Vec::with_capacity(found.len());
         for (score, address) in found {
@@ -121,9 +116,9 @@ impl EmbeddedRetriever {
 }
 
 #[async_trait]
-impl Retriever for EmbeddedRetriever {
-    async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
-        self.search(&request)
+impl Search for EmbeddedRetriever {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        self.search_now(request, limits)
     }
 
     fn name(&self) -> &str {

@@ -1,21 +1,29 @@
-//! Retrieval by a service that speaks `general_rag`: `POST {query, rewritten_query, tenant_id, kb_name, top_k, score_threshold}`.
+//! Retrieval by a service that speaks `general_rag`: `POST {query, rewritten_query, tenant_id, kb_name, top_k, score_threshold}`,
+//! with `history` and `user_profile` where they are not empty.
 //!
-//! Services of this kind differ in small ways, so reading is tolerant: numbers may come as text, `recall` may hold a marker
-//! (`lack of knowledge`) instead of passages, or be missing where `status` says that all went well. An entry without a reranker
-//! score is a failure, not a score of 0; so is a `status` other than those known to mean success.
+//! Services of this kind differ in small ways, so reading is tolerant: numbers may come as text, `recall` may be a list written
+//! as text, hold a marker (`lack of knowledge`) instead of passages, or be missing where `status` says that all went well. Where
+//! no entry has a `reranker_score`, another score that all have stands in for it; entries that alone lack it are left out. What
+//! cannot be understood is a failure, not a score of 0; so is a `status` other than those known to mean success.
 
-use crate::calls::{CallLimits, Caller};
+use crate::calls::{CallLimits, Caller, Secret};
 use crate::error::DataError;
+use crate::retrieval::{Search, SearchLimits};
 use async_trait::async_trait;
-use querl_core::config::RetrievalConfig;
-use querl_core::ports::{RetrievalRequest, Retriever};
+use querl_core::config::{HistoryForm, RetrievalConfig};
+use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
 use serde_json::{Value, json};
+use std::borrow::Cow;
 
-/// What a service answers in place of passages when it has none to offer.
+/// What a service answers in place of passages when it has none to offer, in lower case with spaces.
 const NOTHING_FOUND: [&str; 2] = ["lack of knowledge", "no knowledge required"];
 /// What `status` may be, as lower-case text, where a service succeeded.
 const SUCCESS: [&str; 5] = ["200", "0", "ok", "success", "true"];
+/// Where an entry's score is, the first one that is there.
+const SCORES: [&str; 5] = ["/reranker_score", "/rerank_score", "/relevance_score", "/score", "/similarity"];
+const IDS: [&str; 5] = ["/id", "/doc_id", "/document_id", "/metadata/id", "/metadata/doc_id"];
+const TEXTS: [&str; 4] = ["/text", "/content", "/page_content", "/chunk"];
 
 /// A `general_rag` service.
 #[derive(Debug)]
@@ -23,77 +31,71 @@ pub(crate) struct GeneralRag {
     caller: Caller,
     tenant: String,
     kb_name: String,
-    top_k: usize,
-    score_threshold: f64,
+    history: HistoryForm,
 }
 
 impl GeneralRag {
     /// The service that the configuration names.
     ///
     /// # Errors
-    /// `retrieval.url` is not set or not an address.
+    /// `retrieval.url` is not set or not an address, or the variable of its key is not set.
     pub(crate) fn open(config: &RetrievalConfig, tenant: &str) -> Result<Self, DataError> {
-        let url = config.url.as_deref().ok_or_else(|| {
-            DataError::setting(
-                "retrieval.url",
-                "is not set; retrieval of kind `http` needs the address of a general_rag route",
-            )
-        })?;
-        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
         Ok(Self {
-            caller: Caller::new("retrieval.url", url, None, limits)?,
+            caller: service_caller(config)?,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
-            top_k: config.top_k,
-            score_threshold: config.score_threshold,
+            history: config.history,
         })
     }
 
-    fn body(&self, request: &RetrievalRequest<'_>) -> Value {
+    fn body(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Value {
         let mut body = json!({
             "query": request.original_query,
             "rewritten_query": request.rewritten_query,
             "tenant_id": self.tenant,
             "kb_name": self.kb_name,
-            "top_k": self.top_k,
-            "score_threshold": self.score_threshold,
+            "top_k": limits.top_k,
+            "score_threshold": limits.score_threshold,
         });
-        if !request.context.history_summary.is_empty() {
-            body["history"] = json!(request.context.history_summary);
+        let (history, profile) = (&request.context.history_summary, &request.context.user_profile);
+        if !history.is_empty() {
+            match self.history {
+                HistoryForm::Text => body["history"] = json!(history),
+                HistoryForm::List => body["history"] = json!([{"role": "user", "content": history}]),
+                HistoryForm::None => {}
+            }
+        }
+        if !profile.is_empty() {
+            body["user_profile"] = json!(profile);
         }
         body
     }
+}
 
-    /// Best first, within `top_k`, none below the threshold, whatever the service left in.
-    fn hits(&self, body: &Value) -> Result<Vec<Hit>, String> {
-        let entries = match body.pointer("/data/recall").unwrap_or(&Value::Null) {
-            Value::Null if succeeded(body) == Some(true) => &[],
-            Value::Null => return Err(format!("the answer has neither `data.recall` nor `status`: {}", excerpt(body))),
-            Value::String(text) if is_marker(text) => &[],
-            Value::Array(entries) => entries.as_slice(),
-            other => return Err(format!("`data.recall` is neither a list nor a known marker: {}", excerpt(other))),
-        };
-        let passages = entries.iter().enumerate().filter(|(_, entry)| !entry.as_str().is_some_and(is_marker));
-        let mut hits = passages.map(|(index, entry)| hit(index, entry)).collect::<Result<Vec<Hit>, String>>()?;
-        hits.retain(|hit| hit.reranker_score >= self.score_threshold);
-        hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score));
-        hits.truncate(self.top_k);
-        for (hit, rank) in hits.iter_mut().zip(1..) {
-            hit.rank = rank;
-        }
-        Ok(hits)
-    }
+/// The caller of the service at `retrieval.url`.
+///
+/// # Errors
+/// It is not set or not an address, or the variable of its key is not set.
+pub(crate) fn service_caller(config: &RetrievalConfig) -> Result<Caller, DataError> {
+    let missing =
+        || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
+    let url = config.url.as_deref().ok_or_else(missing)?;
+    let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
+    let key = Secret::from_env("retrieval", &config.api_key_env)?;
+    Caller::new("retrieval.url", url, key, limits)
 }
 
 #[async_trait]
-impl Retriever for GeneralRag {
-    async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
-        let answer = self.caller.post(&self.body(&request)).await?;
+impl Search for GeneralRag {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        let answer = self.caller.post(&self.body(request, limits)).await?;
         if succeeded(&answer.body) == Some(false) {
             let what = format!("answered with status {}: {}", excerpt(&answer.body["status"]), excerpt(&answer.body));
             return Err(self.caller.failure(FailureKind::ServerError, &what));
         }
-        self.hits(&answer.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+        let hits = hits(&answer.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
+        // Whatever the service left in.
+        Ok(limits.apply(hits))
     }
 
     fn name(&self) -> &str {
@@ -101,32 +103,77 @@ impl Retriever for GeneralRag {
     }
 }
 
-fn hit(index: usize, entry: &Value) -> Result<Hit, String> {
-    let place = format!("`data.recall[{index}]`");
-    let score = entry.get("reranker_score").ok_or_else(|| format!("{place} has no `reranker_score`"))?;
-    let reranker_score = number(score).filter(|score| (0.0..=1.0).contains(score));
-    let reranker_score =
-        reranker_score.ok_or_else(|| format!("{place}: `reranker_score` is {}; expected 0 to 1", excerpt(score)))?;
-    let first = |names: &[&str]| names.iter().find_map(|name| entry.pointer(name).filter(|value| !value.is_null()));
+/// The entries of an answer, in its order.
+fn hits(body: &Value) -> Result<Vec<Hit>, String> {
+    let entries = entries(body)?;
+    let passages = || entries.iter().enumerate().filter(|(_, entry)| !says_nothing_found(entry));
+    let Some(score) = SCORES.iter().find(|score| passages().any(|(_, entry)| is_there(entry, score))) else {
+        return match passages().next() {
+            Some((index, _)) => Err(format!("`data.recall[{index}]` has no `reranker_score`, nor has any other")),
+            None => Ok(Vec::new()),
+        };
+    };
+    // Passages that the service did not rank cannot be ranked here.
+    passages().filter(|(_, entry)| is_there(entry, score)).map(|(index, entry)| hit(index, entry, score)).collect()
+}
+
+fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {
+    match body.pointer("/data/recall").unwrap_or(&Value::Null) {
+        Value::Null if succeeded(body) == Some(true) => Ok(Cow::default()),
+        Value::Null => Err(format!("the answer has neither `data.recall` nor `status`: {}", excerpt(body))),
+        Value::String(text) if is_marker(text) => Ok(Cow::default()),
+        Value::Array(entries) => Ok(Cow::Borrowed(entries)),
+        other => {
+            let written = other.as_str().and_then(|text| serde_json::from_str(text).ok());
+            written
+                .map(Cow::Owned)
+                .ok_or_else(|| format!("`data.recall` is neither a list nor a known marker: {}", excerpt(other)))
+        }
+    }
+}
+
+fn hit(index: usize, entry: &Value, score: &str) -> Result<Hit, String> {
+    let found = entry.pointer(score).unwrap_or(&Value::Null);
+    let reranker_score = number(found).filter(|score| (0.0..=1.0).contains(score));
+    let reranker_score = reranker_score
+        .ok_or_else(|| format!("`data.recall[{index}]`: `{}` is {}; expected 0 to 1", &score[1..], excerpt(found)))?;
     Ok(Hit {
-        id: first(&["/id", "/doc_id", "/document_id", "/metadata/id"]).map(plain).unwrap_or_default(),
-        text: first(&["/text", "/content", "/page_content"]).map(plain).unwrap_or_default(),
+        id: first(entry, &IDS).map(plain).unwrap_or_default(),
+        text: first(entry, &TEXTS).map(plain).unwrap_or_default(),
         reranker_score,
-        retrieval_score: first(&["/score", "/similarity"]).and_then(number),
+        retrieval_score: first(entry, &["/score", "/similarity"]).and_then(number),
         rank: 0,
     })
 }
 
-fn number(value: &Value) -> Option<f64> {
+/// What the first of some JSON pointers leads to that leads anywhere.
+pub(crate) fn first<'a>(entry: &'a Value, pointers: &[impl AsRef<str>]) -> Option<&'a Value> {
+    pointers.iter().find_map(|pointer| entry.pointer(pointer.as_ref()).filter(|value| !value.is_null()))
+}
+
+fn is_there(entry: &Value, pointer: &str) -> bool {
+    entry.pointer(pointer).is_some_and(|value| !value.is_null())
+}
+
+/// A finite number, which may be written as text.
+pub(crate) fn number(value: &Value) -> Option<f64> {
     value.as_f64().or_else(|| value.as_str()?.trim().parse().ok()).filter(|number| number.is_finite())
 }
 
-fn plain(value: &Value) -> String {
+/// A value as text, a string without its quotes.
+pub(crate) fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
+/// A marker in a passage's place, bare or as a text without a score.
+fn says_nothing_found(entry: &Value) -> bool {
+    let scored = SCORES.iter().any(|score| is_there(entry, score));
+    let text = entry.as_str().or_else(|| first(entry, &TEXTS).filter(|_| !scored)?.as_str());
+    text.is_some_and(is_marker)
+}
+
 fn is_marker(text: &str) -> bool {
-    let text = text.trim().to_lowercase();
+    let text = text.trim().to_lowercase().replace(['_', '-'], " ");
     text.is_empty() || NOTHING_FOUND.contains(&text.as_str())
 }
 
@@ -136,7 +183,8 @@ fn succeeded(body: &Value) -> Option<bool> {
     Some(SUCCESS.contains(&plain(status).trim().to_lowercase().as_str()))
 }
 
-fn excerpt(value: &Value) -> String {
+/// The start of a value, for a message.
+pub(crate) fn excerpt(value: &Value) -> String {
     let text: String = value.to_string().chars().take(120).collect();
     format!("`{text}`")
 }

@@ -9,6 +9,8 @@ fn config(url: &str) -> RetrievalConfig {
     serde_json::from_value(json!({"kind": "http", "url": url, "top_k": 2, "max_retries": 0, "timeout_s": 2.0})).unwrap()
 }
 
+const LIMITS: SearchLimits = SearchLimits { top_k: 2, score_threshold: 0.5 };
+
 async fn ask(answer: Value) -> Result<Vec<Hit>, CallFailure> {
     let server = MockServer::start().await;
     let expected = json!({
@@ -21,7 +23,7 @@ async fn ask(answer: Value) -> Result<Vec<Hit>, CallFailure> {
     let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    service.retrieve(request).await
+    service.search(&request, LIMITS).await
 }
 
 fn recall(recall: Value) -> Value {
@@ -35,6 +37,7 @@ async fn hits_are_sorted_cut_and_ranked() {
         {"reranker_score": "0.9", "doc_id": "a", "page_content": "甲", "score": "12.5"},
         {"reranker_score": 0.7, "id": "c"},
         {"reranker_score": 0.2},
+        {"score": 0.99, "text": "not ranked by the service"},
     ])))
     .await
     .unwrap();
@@ -45,7 +48,9 @@ async fn hits_are_sorted_cut_and_ranked() {
 
 #[tokio::test]
 async fn markers_mean_that_nothing_was_found() {
-    for marker in [json!("lack of knowledge"), json!(["no knowledge required"]), json!([]), json!(null)] {
+    let bare = [json!("lack of knowledge"), json!("Lack_of_Knowledge"), json!(["no knowledge required"])];
+    let odd = [json!([{"content": "lack of knowledge"}]), json!("[]"), json!([]), json!(null)];
+    for marker in bare.into_iter().chain(odd) {
         assert_eq!(ask(recall(marker)).await.unwrap(), []);
     }
 }
@@ -53,13 +58,42 @@ async fn markers_mean_that_nothing_was_found() {
 #[tokio::test]
 async fn missing_or_odd_score_is_a_failure_and_not_zero() {
     for (entry, said) in [
-        (json!({"text": "甲"}), "`data.recall[0]` has no `reranker_score`"),
+        (json!({"text": "甲"}), "`data.recall[0]` has no `reranker_score`, nor has any other"),
+        (json!({"text": "甲", "score": 12.5}), "`score` is `12.5`; expected 0 to 1"),
         (json!({"reranker_score": "high"}), "expected 0 to 1"),
         (json!({"reranker_score": 7.5}), "expected 0 to 1"),
     ] {
         let failure = ask(recall(json!([entry]))).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::InvalidResponse);
         assert!(failure.message.contains(said), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn another_score_that_all_have_stands_in_for_the_rerankers() {
+    let entries = json!([{"similarity": "0.75", "content": "甲"}, {"similarity": 0.8, "content": "乙"}]);
+    for recall in [recall(entries.clone()), recall(json!(entries.to_string()))] {
+        let hits = ask(recall).await.unwrap();
+        let seen: Vec<(&str, f64)> = hits.iter().map(|hit| (hit.text.as_str(), hit.reranker_score)).collect();
+        assert_eq!(seen, [("乙", 0.8), ("甲", 0.75)]);
+    }
+}
+
+#[tokio::test]
+async fn history_goes_as_text_as_messages_or_not_at_all() {
+    let context = Context { user_profile: "孕妇".into(), history_summary: "问过鱼油".into() };
+    let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
+    let expected = [
+        ("text", json!("问过鱼油")),
+        ("list", json!([{"role": "user", "content": "问过鱼油"}])),
+        ("none", json!(null)),
+    ];
+    for (form, history) in expected {
+        let mut config = config("http://127.0.0.1:1/");
+        config.history = serde_json::from_value(json!(form)).unwrap();
+        let body = GeneralRag::open(&config, "shop").unwrap().body(&request, LIMITS);
+        assert_eq!(body["history"], history, "{form}");
+        assert_eq!(body["user_profile"], "孕妇");
     }
 }
 
@@ -93,5 +127,5 @@ async fn service_that_is_down_is_unreachable() {
     let service = GeneralRag::open(&config(&format!("http://127.0.0.1:{port}/api/chat/general_rag")), "shop").unwrap();
     let context = Context::default();
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
-    assert_eq!(service.retrieve(request).await.unwrap_err().kind, FailureKind::Unreachable);
+    assert_eq!(service.search(&request, LIMITS).await.unwrap_err().kind, FailureKind::Unreachable);
 }

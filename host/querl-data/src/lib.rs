@@ -22,10 +22,15 @@ mod rubric;
 mod segment;
 
 mod embedded;
+mod embedding;
 mod general_rag;
+mod mapping;
 mod passages;
+mod rerank;
 mod reranker;
 mod retrieval;
+mod service;
+mod templates;
 
 mod journal;
 mod splits;
@@ -39,7 +44,7 @@ pub use lexicon::{Expression, Intent, Lexicon, Product};
 pub use need::{Need, Wording};
 pub use passages::{Passage, read_passages};
 pub use reranker::Reranker;
-pub use retrieval::open_retriever;
+pub use retrieval::{Search, SearchLimits, open_retriever, open_search};
 pub use rubric::RubricJudge;
 pub use splits::assign_splits;
 pub use stages::{Converted, DroppedRow, convert, rewrite, validate};

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use crate::embedded::EmbeddedRetriever;
+use crate::retrieval::SearchLimits;
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{Context, Hit};
@@ -30,13 +31,13 @@ const PASSAGES: [[&str; 3]; 6] = [
     ["c-price", "维生素C泡腾片 建议零售价", "一管二十片，39元。"],
 ];
 
-fn retriever(folder: &tempfile::TempDir, score_threshold: f64) -> EmbeddedRetriever {
+fn retriever(folder: &tempfile::TempDir) -> EmbeddedRetriever {
     let (knowledge_base, lexicon) = (folder.path().join("kb.jsonl"), folder.path().join("lexicon.json"));
     std::fs::write(&lexicon, LEXICON).unwrap();
     let passages = PASSAGES.map(|[id, title, text]| json!({"id": id, "title": title, "text": text}));
     querl_core::fsx::write_jsonl(&knowledge_base, passages).unwrap();
     let config: RetrievalConfig = serde_json::from_value(json!({
-        "kind": "embedded", "knowledge_base": knowledge_base, "lexicon": lexicon, "score_threshold": score_threshold,
+        "kind": "embedded", "knowledge_base": knowledge_base, "lexicon": lexicon,
     }))
     .unwrap();
     EmbeddedRetriever::open(&config).unwrap()
@@ -46,8 +47,10 @@ fn history(text: &str) -> Context {
     Context { user_profile: String::new(), history_summary: text.into() }
 }
 
+const ALL: SearchLimits = SearchLimits { top_k: 5, score_threshold: 0.0 };
+
 fn search(retriever: &EmbeddedRetriever, query: &str, context: &Context, rewritten_query: &str) -> Vec<Hit> {
-    retriever.search(&RetrievalRequest { original_query: query, context, rewritten_query }).unwrap()
+    retriever.search_now(&RetrievalRequest { original_query: query, context, rewritten_query }, ALL).unwrap()
 }
 
 /// The score of each passage for one need.
@@ -59,7 +62,7 @@ fn scores(retriever: &EmbeddedRetriever, query: &str, context: &Context) -> Hash
 #[test]
 fn scores_fall_from_right_to_near_miss_to_wrong() {
     let folder = tempfile::tempdir().unwrap();
-    let retriever = retriever(&folder, 0.0);
+    let retriever = retriever(&folder);
     let found = scores(&retriever, "鱼由一天几粒，饭后行吗", &Context::default());
     assert!(found["a-usage"] > 0.8, "{found:?}");
     assert!((0.35..0.6).contains(&found["a-price"]), "{found:?}");
@@ -70,7 +73,7 @@ fn scores_fall_from_right_to_near_miss_to_wrong() {
 #[test]
 fn product_comes_from_the_end_of_the_history_where_the_query_names_none() {
     let folder = tempfile::tempdir().unwrap();
-    let retriever = retriever(&folder, 0.0);
+    let retriever = retriever(&folder);
     let context = history("先问了藻油的价格，后来改看鱼油");
     assert!(scores(&retriever, "怎么吃", &context)["a-usage"] > 0.8);
     assert!(scores(&retriever, "维C怎么吃", &context)["c-usage"] > 0.8);
@@ -80,7 +83,7 @@ fn product_comes_from_the_end_of_the_history_where_the_query_names_none() {
 #[test]
 fn no_rewrite_moves_the_score_of_a_passage() {
     let folder = tempfile::tempdir().unwrap();
-    let retriever = retriever(&folder, 0.0);
+    let retriever = retriever(&folder);
     let context = history("在看鱼油");
     let truth = scores(&retriever, "贵不贵", &context);
     let best = truth.values().copied().fold(0.0, f64::max);
@@ -102,7 +105,7 @@ fn no_rewrite_moves_the_score_of_a_passage() {
 #[test]
 fn empty_rewrite_finds_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let retriever = retriever(&folder, 0.0);
+    let retriever = retriever(&folder);
     for rewrite in ["", " ，。！ "] {
         assert_eq!(search(&retriever, "鱼油怎么吃", &Context::default(), rewrite), []);
     }
@@ -111,7 +114,7 @@ fn empty_rewrite_finds_nothing() {
 #[test]
 fn repeated_words_find_the_same_candidates() {
     let folder = tempfile::tempdir().unwrap();
-    let retriever = retriever(&folder, 0.0);
+    let retriever = retriever(&folder);
     let once = search(&retriever, "鱼油怎么吃", &Context::default(), "鱼油 食用方法");
     assert_eq!(once, search(&retriever, "鱼油怎么吃", &Context::default(), &"鱼油 食用方法 ".repeat(9)));
     assert_eq!(once.iter().map(|hit| hit.rank).collect::<Vec<_>>(), (1..=once.len() as u32).collect::<Vec<_>>());
@@ -121,7 +124,10 @@ fn repeated_words_find_the_same_candidates() {
 #[test]
 fn passages_below_the_threshold_are_left_out() {
     let folder = tempfile::tempdir().unwrap();
-    let hits = search(&retriever(&folder, 0.7), "鱼油怎么吃", &Context::default(), "深海鱼油软胶囊 食用方法");
+    let (original_query, rewritten_query) = ("鱼油怎么吃", "深海鱼油软胶囊 食用方法");
+    let request = RetrievalRequest { original_query, context: &Context::default(), rewritten_query };
+    let limits = SearchLimits { score_threshold: 0.7, ..ALL };
+    let hits = retriever(&folder).search_now(&request, limits).unwrap();
     assert_eq!(hits.iter().map(|hit| hit.id.as_str()).collect::<Vec<_>>(), ["a-usage"]);
     assert!(hits[0].text.starts_with("深海鱼油软胶囊 食用方法\n每日两粒"));
 }

@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, compile_plugin, doctor, model, plugin, report, run, watch};
+use crate::commands::{check, compile_plugin, doctor, model, plugin, rag, report, run, watch};
 use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
@@ -52,6 +52,9 @@ pub enum Command {
     /// Makes, tests, packs and looks at plugins
     #[command(subcommand)]
     Plugin(plugin::PluginCommand),
+    /// Offers retrieval as a service, or looks at one
+    #[command(subcommand)]
+    Rag(rag::RagCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
     /// Compiles one plugin, in a process of its own that can be stopped

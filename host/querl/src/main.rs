@@ -74,6 +74,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Config(command) => commands::check::run(&command),
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
+        Command::Rag(command) => commands::rag::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
     }

@@ -1,7 +1,9 @@
 //! What no schema says: which keys need each other, which files must be there.
 
 use super::conform::{Violation, wrong};
-use super::{AdvantageForm, Config, DeviceSetting, EndpointConfig, JudgeKind, RetrievalKind, TeacherKind};
+use super::{
+    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind, TeacherKind,
+};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use toml::Value;
@@ -160,14 +162,35 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
         }
         RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
     }
+    if retrieval.embedding.kind == EmbeddingKind::Openai {
+        need("retrieval.embedding.url", retrieval.embedding.url.is_some(), "retrieval.embedding.kind = \"openai\"");
+        need("retrieval.embedding.model", retrieval.embedding.model.is_some(), "retrieval.embedding.kind = \"openai\"");
+    }
+    let rerank = &retrieval.rerank;
+    match rerank.kind {
+        RerankKind::None => {}
+        RerankKind::Tei => need("retrieval.rerank.url", rerank.url.is_some(), "retrieval.rerank.kind = \"tei\""),
+        RerankKind::Cohere => {
+            need("retrieval.rerank.url", rerank.url.is_some(), "retrieval.rerank.kind = \"cohere\"");
+            need("retrieval.rerank.model", rerank.model.is_some(), "retrieval.rerank.kind = \"cohere\"");
+        }
+    }
     check_endpoint("teacher", &teacher.endpoint(), violations);
     check_endpoint("judge", &judge.endpoint(), violations);
     check_url("retrieval.url", retrieval.url.as_deref(), violations);
+    check_key_variable("retrieval", &retrieval.api_key_env, violations);
+    check_url("retrieval.embedding.url", retrieval.embedding.url.as_deref(), violations);
+    check_key_variable("retrieval.embedding", &retrieval.embedding.api_key_env, violations);
+    check_url("retrieval.rerank.url", retrieval.rerank.url.as_deref(), violations);
+    check_key_variable("retrieval.rerank", &retrieval.rerank.api_key_env, violations);
 }
 
 fn check_endpoint(section: &str, endpoint: &EndpointConfig, violations: &mut Vec<Violation>) {
     check_url(&format!("{section}.base_url"), endpoint.base_url.as_deref(), violations);
-    let name = &endpoint.api_key_env;
+    check_key_variable(section, &endpoint.api_key_env, violations);
+}
+
+fn check_key_variable(section: &str, name: &str, violations: &mut Vec<Violation>) {
     let is_name =
         name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !name.starts_with(|c: char| c.is_ascii_digit());
     if !is_name {

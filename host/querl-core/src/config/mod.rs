@@ -13,6 +13,7 @@ mod document;
 mod load;
 mod plugins;
 mod schema;
+mod services;
 mod sources;
 mod training;
 
@@ -20,7 +21,12 @@ pub use device::DeviceSetting;
 pub use load::{ConfigError, Overrides, Place, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
-pub use sources::{EndpointConfig, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind};
+pub use services::{
+    EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind, RerankScores, ScoreOrder, ServiceKind,
+};
+pub use sources::{
+    EndpointConfig, HistoryForm, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
+};
 pub use training::{
     AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig, SftConfig, TuningMethod,
     ValueLossKind,

@@ -1,5 +1,6 @@
 //! Where rewrites, judgements and passages come from.
 
+use super::services::{EmbeddingConfig, MappingConfig, RerankConfig, ServiceKind};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -188,8 +189,21 @@ impl Default for JudgeConfig {
 pub enum RetrievalKind {
     /// A full-text index in this process.
     Embedded,
-    /// A service that speaks `general_rag`.
+    /// A service that is asked over HTTP.
     Http,
+}
+
+/// How a service wants to be told what was said before.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HistoryForm {
+    /// One text.
+    #[default]
+    Text,
+    /// A list of messages with `role` and `content`, here one.
+    List,
+    /// Not at all.
+    None,
 }
 
 /// Retrieval.
@@ -204,12 +218,21 @@ pub struct RetrievalConfig {
     /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms.
     #[serde(default)]
     pub lexicon: Option<PathBuf>,
-    /// `http`: the full address of the `general_rag` route.
+    /// `http`: which interface the service speaks.
+    #[serde(default)]
+    pub service: ServiceKind,
+    /// `http`: the full address of the service's route.
     #[serde(default)]
     pub url: Option<String>,
-    /// `http`: name of the knowledge base there.
+    /// `http`: environment variable that holds the service's key; empty for a service without keys.
+    #[serde(default)]
+    pub api_key_env: String,
+    /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl rag serve` offers this one.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,
+    /// `http`, `general_rag`: how the history is sent: as one text, as a list of messages or not at all.
+    #[serde(default)]
+    pub history: HistoryForm,
     /// Passages wanted.
     #[serde(default = "defaults::top_k")]
     #[schemars(range(min = 1, max = 1000))]
@@ -230,6 +253,15 @@ pub struct RetrievalConfig {
     #[serde(default = "defaults::retries")]
     #[schemars(range(max = 100))]
     pub max_retries: usize,
+    /// `http`: changes to the ready adapter of `service`, or all of an own one.
+    #[serde(default)]
+    pub mapping: MappingConfig,
+    /// Makes vectors of queries.
+    #[serde(default)]
+    pub embedding: EmbeddingConfig,
+    /// Scores passages anew.
+    #[serde(default)]
+    pub rerank: RerankConfig,
 }
 
 mod defaults {

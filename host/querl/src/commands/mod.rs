@@ -5,6 +5,7 @@ pub mod compile_plugin;
 pub mod doctor;
 pub mod model;
 pub mod plugin;
+pub mod rag;
 pub mod report;
 pub mod run;
 pub mod watch;

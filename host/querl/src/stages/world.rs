@@ -2,7 +2,7 @@
 
 use super::Inputs;
 use crate::run::Run;
-use querl_core::config::JudgeKind;
+use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind};
 
 /// Keys that bound calls without changing their answers, and paths, whose content is added instead.
 const CALLS: [&str; 4] = ["api_key_env", "max_concurrent", "timeout_s", "max_retries"];
@@ -20,7 +20,14 @@ const ENDPOINT: [&str; 5] = ["base_url", "model", "temperature", "max_tokens", "
 pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     let retrieval = &run.config.retrieval;
     inputs.text("tenant", &run.config.tenant);
-    inputs.section("retrieval", retrieval, &[&CALLS[..], &["knowledge_base", "lexicon"]].concat())?;
+    let except = [&CALLS[..], &["knowledge_base", "lexicon", "embedding", "rerank"]].concat();
+    inputs.section("retrieval", retrieval, &except)?;
+    if retrieval.embedding.kind != EmbeddingKind::None {
+        inputs.section("retrieval.embedding", &retrieval.embedding, &CALLS)?;
+    }
+    if retrieval.rerank.kind != RerankKind::None {
+        inputs.section("retrieval.rerank", &retrieval.rerank, &[&CALLS[..], &["batch_size"]].concat())?;
+    }
     for (name, path) in [("knowledge base", &retrieval.knowledge_base), ("lexicon", &retrieval.lexicon)] {
         if let Some(path) = path {
             inputs.file(name, path)?;

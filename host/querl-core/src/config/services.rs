@@ -1,0 +1,211 @@
+//! Retrieval services of other makers: what they are sent, and where in their answers the passages are.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Which interface a retrieval service speaks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ServiceKind {
+    /// `POST /api/chat/general_rag`.
+    #[default]
+    GeneralRag,
+    /// Dify's external knowledge interface, `POST /retrieval`.
+    Dify,
+    /// RAGFlow, `POST /api/v1/retrieval`.
+    Ragflow,
+    /// Langchain-Chatchat, `POST /knowledge_base/search_docs`.
+    Chatchat,
+    /// Elasticsearch and OpenSearch, `POST /INDEX/_search`.
+    Elasticsearch,
+    /// Qdrant, `POST /collections/NAME/points/query`.
+    Qdrant,
+    /// Whatever `[retrieval.mapping]` says.
+    Custom,
+}
+
+/// Which end of a service's scores is the better one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ScoreOrder {
+    /// A similarity.
+    HigherIsBetter,
+    /// A distance.
+    LowerIsBetter,
+}
+
+/// How a service is asked and its answers are read. What is unset is as in the ready adapter of `retrieval.service`.
+///
+/// A JSON pointer is a path such as `/data/chunks`; of several the first that leads anywhere is taken. Those of `id`, `title`,
+/// `text` and `score` begin at an entry of the list.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct MappingConfig {
+    /// Body of a request, in which `{{query}}`, `{{rewritten_query}}` and others stand for values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
+    pub request: Option<BTreeMap<String, toml::Value>>,
+    /// JSON pointers to the list of passages; `""` is the whole answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub list: Option<Vec<String>>,
+    /// JSON pointers to a passage's id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<Vec<String>>,
+    /// JSON pointers to a passage's title, which is put before its text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub title: Option<Vec<String>>,
+    /// JSON pointers to a passage's text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<Vec<String>>,
+    /// JSON pointers to a passage's score.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score: Option<Vec<String>>,
+    /// Which end of the scores is the better one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "ScoreOrder")]
+    pub score_order: Option<ScoreOrder>,
+    /// The service's scores that become 0 and 1 (with `lower_is_better`, 1 and 0).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score_range: Option<[f64; 2]>,
+    /// For scores without an upper end, instead of `score_range`: the one that becomes 0.5, others by `score / (score + score_half)`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("exclusiveMinimum" = 0.0))]
+    pub score_half: Option<f64>,
+    /// JSON pointer to what says whether the service succeeded; unset where the HTTP status alone says it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status: Option<String>,
+    /// What `status` is where it succeeded, as text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub success: Option<Vec<String>>,
+}
+
+/// What makes vectors of texts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum EmbeddingKind {
+    /// Nothing does.
+    #[default]
+    None,
+    /// A service with OpenAI's interface: `POST /v1/embeddings`.
+    Openai,
+}
+
+/// An embedding model: makes the vector of a rewritten query where a service wants one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct EmbeddingConfig {
+    /// Which.
+    pub kind: EmbeddingKind,
+    /// `openai`: the full address of the route.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+    /// `openai`: the model's name there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// Environment variable that holds the key; empty for a service without keys.
+    pub api_key_env: String,
+    /// Put before a query, as the model's card says; passages go without.
+    pub query_prefix: String,
+    /// Calls under way at once.
+    #[schemars(range(min = 1, max = 1024))]
+    pub max_concurrent: usize,
+    /// Limit for one call, in seconds.
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+    pub timeout_s: f64,
+    /// Tries after the first.
+    #[schemars(range(max = 100))]
+    pub max_retries: usize,
+}
+
+impl Default for EmbeddingConfig {
+    fn default() -> Self {
+        Self {
+            kind: EmbeddingKind::None,
+            url: None,
+            model: None,
+            api_key_env: String::new(),
+            query_prefix: String::new(),
+            max_concurrent: 16,
+            timeout_s: 30.0,
+            max_retries: 3,
+        }
+    }
+}
+
+/// What scores passages anew.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RerankKind {
+    /// Nothing does.
+    #[default]
+    None,
+    /// Text Embeddings Inference, `POST /rerank`.
+    Tei,
+    /// Cohere's interface, which vLLM, Jina and others speak: `POST /v1/rerank`.
+    Cohere,
+}
+
+/// What a reranker's numbers are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RerankScores {
+    /// 0 to 1.
+    #[default]
+    Unit,
+    /// Any number, made 0 to 1 by the logistic function.
+    Logit,
+}
+
+/// A reranker: passages that retrieval found are scored anew against the original query, never the rewrite.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct RerankConfig {
+    /// Which.
+    pub kind: RerankKind,
+    /// `tei`, `cohere`: the full address of the route.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+    /// `cohere`: the model's name there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// Environment variable that holds the key; empty for a service without keys.
+    pub api_key_env: String,
+    /// Passages that retrieval is asked for, to be reranked; at least `retrieval.top_k`.
+    #[schemars(range(min = 1, max = 1000))]
+    pub n_candidates: usize,
+    /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has.
+    pub query: String,
+    /// What the numbers are.
+    pub scores: RerankScores,
+    /// Passages sent in one call.
+    #[schemars(range(min = 1, max = 1000))]
+    pub batch_size: usize,
+    /// Calls under way at once.
+    #[schemars(range(min = 1, max = 1024))]
+    pub max_concurrent: usize,
+    /// Limit for one call, in seconds.
+    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+    pub timeout_s: f64,
+    /// Tries after the first.
+    #[schemars(range(max = 100))]
+    pub max_retries: usize,
+}
+
+impl Default for RerankConfig {
+    fn default() -> Self {
+        Self {
+            kind: RerankKind::None,
+            url: None,
+            model: None,
+            api_key_env: String::new(),
+            n_candidates: 20,
+            query: "{{history}} {{query}}".into(),
+            scores: RerankScores::Unit,
+            batch_size: 32,
+            max_concurrent: 16,
+            timeout_s: 30.0,
+            max_retries: 3,
+        }
+    }
+}

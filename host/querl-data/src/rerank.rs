@@ -1,0 +1,154 @@
+//! Reranking services: passages that a search found are scored anew against the original query in its context. A rewrite is
+//! never shown to them, so that nothing in it can raise a score.
+
+use crate::calls::{CallLimits, Caller, Secret};
+use crate::error::DataError;
+use crate::general_rag::{excerpt, number};
+use crate::retrieval::{Search, SearchLimits};
+use crate::templates::{fill_text, places};
+use async_trait::async_trait;
+use futures::future::try_join_all;
+use querl_core::config::{RerankConfig, RerankKind, RerankScores};
+use querl_core::ports::RetrievalRequest;
+use querl_core::records::{CallFailure, FailureKind, Hit};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// What the reranker's query may be made of.
+const PLACES: [&str; 3] = ["query", "history", "user_profile"];
+
+/// A search whose hits a service scores anew.
+pub(crate) struct Reranked {
+    found: Arc<dyn Search>,
+    service: RerankService,
+    query: String,
+    n_candidates: usize,
+    name: String,
+}
+
+/// A service that says how well texts answer a query.
+#[derive(Debug)]
+struct RerankService {
+    caller: Caller,
+    config: RerankConfig,
+}
+
+impl Reranked {
+    /// The service that the configuration names, over what `found` finds.
+    ///
+    /// # Errors
+    /// Its address is not set or none, the variable of its key is not set, its query has an unknown place.
+    pub(crate) fn open(config: &RerankConfig, found: Arc<dyn Search>) -> Result<Self, DataError> {
+        let query = Value::String(config.query.clone());
+        if let Some(place) = places(&query).into_iter().find(|place| !PLACES.contains(place)) {
+            let known = PLACES.join(", ");
+            let problem = format!("has `{{{{{place}}}}}`, which stands for nothing; known are {known}");
+            return Err(DataError::setting("retrieval.rerank.query", problem));
+        }
+        let name = format!("{} + {}", found.name(), kind_name(config.kind));
+        let service = RerankService::open(config)?;
+        Ok(Self { found, service, query: config.query.clone(), n_candidates: config.n_candidates, name })
+    }
+
+    fn query(&self, request: &RetrievalRequest<'_>) -> String {
+        let filled = fill_text(&self.query, &|place| match place {
+            "query" => json!(request.original_query),
+            "history" => json!(request.context.history_summary),
+            _ => json!(request.context.user_profile),
+        });
+        filled.trim().to_owned()
+    }
+}
+
+#[async_trait]
+impl Search for Reranked {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        // Whatever the first score was, it says nothing about the second.
+        let wide = SearchLimits { top_k: self.n_candidates.max(limits.top_k), score_threshold: 0.0 };
+        let mut hits = self.found.search(request, wide).await?;
+        if hits.is_empty() {
+            return Ok(hits);
+        }
+        let scores = {
+            let texts: Vec<&str> = hits.iter().map(|hit| hit.text.as_str()).collect();
+            self.service.scores(&self.query(request), &texts).await?
+        };
+        for (hit, score) in hits.iter_mut().zip(scores) {
+            hit.retrieval_score.get_or_insert(hit.reranker_score);
+            hit.reranker_score = score;
+        }
+        Ok(limits.apply(hits))
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+fn kind_name(kind: RerankKind) -> &'static str {
+    match kind {
+        RerankKind::None => "no reranker",
+        RerankKind::Tei => "tei",
+        RerankKind::Cohere => "cohere",
+    }
+}
+
+impl RerankService {
+    fn open(config: &RerankConfig) -> Result<Self, DataError> {
+        let setting = "retrieval.rerank.url";
+        let url =
+            config.url.as_deref().ok_or_else(|| DataError::setting(setting, "is not set; a reranker needs it"))?;
+        let key = Secret::from_env("retrieval.rerank", &config.api_key_env)?;
+        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
+        Ok(Self { caller: Caller::new(setting, url, key, limits)?, config: config.clone() })
+    }
+
+    /// One score a text, 0 to 1, in order.
+    async fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        let batches = texts.chunks(self.config.batch_size.max(1)).map(|batch| self.batch(query, batch));
+        Ok(try_join_all(batches).await?.concat())
+    }
+
+    async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        let answer = self.caller.post(&self.body(query, texts)).await?.body;
+        self.read(&answer, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+    }
+
+    fn body(&self, query: &str, texts: &[&str]) -> Value {
+        let raw_scores = self.config.scores == RerankScores::Logit;
+        match self.config.kind {
+            RerankKind::Tei => json!({"query": query, "texts": texts, "truncate": true, "raw_scores": raw_scores}),
+            _ => json!({"model": self.config.model, "query": query, "documents": texts, "top_n": texts.len()}),
+        }
+    }
+
+    /// Scores come best first, each with the position of its text.
+    fn read(&self, answer: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
+        let entries = answer.as_array().or_else(|| answer.get("results")?.as_array());
+        let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(answer)))?;
+        let mut scores = vec![None; n_texts];
+        for entry in entries {
+            let index = entry.get("index").and_then(Value::as_u64).map(|index| index as usize);
+            let slot = index.and_then(|index| scores.get_mut(index));
+            let slot = slot.ok_or_else(|| format!("a score of no text that was sent: {}", excerpt(entry)))?;
+            let sent = entry.get("relevance_score").or_else(|| entry.get("score")).unwrap_or(&Value::Null);
+            *slot = Some(self.unit(sent)?);
+        }
+        let found: Option<Vec<f64>> = scores.iter().copied().collect();
+        found.ok_or_else(|| format!("scores of {} of {n_texts} texts", scores.iter().flatten().count()))
+    }
+
+    fn unit(&self, sent: &Value) -> Result<f64, String> {
+        let unit = number(sent).map(|number| match self.config.scores {
+            RerankScores::Unit => number,
+            RerankScores::Logit => 1.0 / (1.0 + (-number).exp()),
+        });
+        unit.filter(|unit| (0.0..=1.0).contains(unit)).ok_or_else(|| {
+            format!("the score {}; expected 0 to 1, or retrieval.rerank.scores = \"logit\"", excerpt(sent))
+        })
+    }
+}
+
+#[cfg(test)]
+#[path = "rerank_tests.rs"]
+mod tests;

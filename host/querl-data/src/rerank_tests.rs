@@ -1,0 +1,103 @@
+#![allow(clippy::unwrap_used)]
+
+use crate::{SearchLimits, open_search};
+use querl_core::config::RetrievalConfig;
+use querl_core::ports::RetrievalRequest;
+use querl_core::records::{CallFailure, Context, FailureKind, Hit};
+use serde_json::{Value, json};
+use wiremock::matchers::{body_json, body_partial_json, path};
+use wiremock::{Mock, MockServer, ResponseTemplate};
+
+const LIMITS: SearchLimits = SearchLimits { top_k: 2, score_threshold: 0.5 };
+
+/// Three passages by a service without scores, reranked by one that answers `answer` to exactly `asked`.
+async fn ask(rerank: Value, asked: Value, answer: Value) -> Result<Vec<Hit>, CallFailure> {
+    let server = MockServer::start().await;
+    // All that is wanted to be reranked is asked for, whatever the first scores are.
+    let wide = json!({"top_k": 7, "score_threshold": 2.0});
+    let passages = ["甲", "乙", "丙"].map(|text| json!({"id": text, "page_content": text, "score": 3.0}));
+    let found = ResponseTemplate::new(200).set_body_json(passages);
+    Mock::given(path("/search_docs")).and(body_partial_json(wide)).respond_with(found).mount(&server).await;
+    let template = ResponseTemplate::new(200).set_body_json(answer);
+    Mock::given(path("/rerank")).and(body_json(asked)).respond_with(template).mount(&server).await;
+    let mut settings = json!({
+        "kind": "http", "service": "chatchat", "url": format!("{}/search_docs", server.uri()), "max_retries": 0,
+        "rerank": {"url": format!("{}/rerank", server.uri()), "n_candidates": 7, "max_retries": 0},
+    });
+    let own = rerank.as_object().unwrap().clone();
+    settings["rerank"].as_object_mut().unwrap().extend(own);
+    let config: RetrievalConfig = serde_json::from_value(settings).unwrap();
+    let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
+    let request =
+        RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
+    open_search(&config, "shop").unwrap().search(&request, LIMITS).await
+}
+
+fn seen(hits: &[Hit]) -> Vec<(&str, f64, u32)> {
+    hits.iter().map(|hit| (hit.id.as_str(), hit.reranker_score, hit.rank)).collect()
+}
+
+const QUERY: &str = "问过鱼油 它怎么吃";
+
+#[tokio::test]
+async fn tei_scores_passages_against_the_query_and_never_the_rewrite() {
+    let asked = json!({"query": QUERY, "texts": ["甲", "乙", "丙"], "truncate": true, "raw_scores": false});
+    let answer = json!([{"index": 2, "score": 0.98}, {"index": 0, "score": 0.6}, {"index": 1, "score": 0.01}]);
+    let hits = ask(json!({"kind": "tei"}), asked, answer).await.unwrap();
+    assert_eq!(seen(&hits), [("丙", 0.98, 1), ("甲", 0.6, 2)]);
+}
+
+#[tokio::test]
+async fn cohere_and_vllm_name_a_model_and_put_results_in_a_list() {
+    let asked = json!({"model": "bge-reranker", "query": "它怎么吃", "documents": ["甲", "乙", "丙"], "top_n": 3});
+    let answer = json!({"id": "rerank-1", "model": "bge-reranker", "usage": {"total_tokens": 56}, "results": [
+        {"index": 1, "document": {"text": "乙"}, "relevance_score": 0.875},
+        {"index": 0, "document": {"text": "甲"}, "relevance_score": 0.25},
+        {"index": 2, "document": {"text": "丙"}, "relevance_score": 0.125},
+    ]});
+    let settings = json!({"kind": "cohere", "model": "bge-reranker", "query": "{{query}}"});
+    assert_eq!(seen(&ask(settings, asked, answer).await.unwrap()), [("乙", 0.875, 1)]);
+}
+
+#[tokio::test]
+async fn logits_become_shares() {
+    let asked = json!({"query": QUERY, "texts": ["甲", "乙", "丙"], "truncate": true, "raw_scores": true});
+    let answer = json!([{"index": 0, "score": 0.0}, {"index": 1, "score": -9.5}, {"index": 2, "score": "2.0"}]);
+    let hits = ask(json!({"kind": "tei", "scores": "logit"}), asked, answer).await.unwrap();
+    assert_eq!(seen(&hits), [("丙", 1.0 / (1.0 + (-2.0_f64).exp()), 1), ("甲", 0.5, 2)]);
+}
+
+#[tokio::test]
+async fn scores_that_do_not_fit_the_texts_are_a_failure() {
+    let asked = json!({"query": QUERY, "texts": ["甲", "乙", "丙"], "truncate": true, "raw_scores": false});
+    for (answer, said) in [
+        (json!([{"index": 0, "score": 0.5}]), "scores of 1 of 3 texts"),
+        (json!([{"index": 3, "score": 0.5}]), "a score of no text that was sent"),
+        (
+            json!([{"index": 0, "score": 4.5}]),
+            "the score `4.5`; expected 0 to 1, or retrieval.rerank.scores = \"logit\"",
+        ),
+        (json!({"scores": []}), "no list of scores"),
+    ] {
+        let failure = ask(json!({"kind": "tei"}), asked.clone(), answer).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::InvalidResponse);
+        assert!(failure.message.contains(said), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn many_passages_go_in_several_calls() {
+    let server = MockServer::start().await;
+    for (texts, score) in [(json!(["甲", "乙"]), 0.9), (json!(["丙"]), 0.6)] {
+        let scores: Vec<Value> =
+            (0..texts.as_array().unwrap().len()).map(|index| json!({"index": index, "score": score})).collect();
+        Mock::given(body_partial_json(json!({"texts": texts})))
+            .respond_with(ResponseTemplate::new(200).set_body_json(scores))
+            .expect(1)
+            .mount(&server)
+            .await;
+    }
+    let config = serde_json::from_value(json!({"kind": "tei", "url": server.uri(), "batch_size": 2})).unwrap();
+    let service = super::RerankService::open(&config).unwrap();
+    assert_eq!(service.scores("问", &["甲", "乙", "丙"]).await.unwrap(), [0.9, 0.9, 0.6]);
+}

@@ -1,0 +1,94 @@
+//! Retrieval by a service of another maker, through a mapping.
+
+use crate::calls::Caller;
+use crate::embedding::EmbeddingService;
+use crate::error::DataError;
+use crate::general_rag::service_caller;
+use crate::mapping::{Asker, Mapping, Scores};
+use crate::retrieval::{Search, SearchLimits};
+use async_trait::async_trait;
+use querl_core::config::{EmbeddingKind, RerankKind, RetrievalConfig, ServiceKind};
+use querl_core::ports::RetrievalRequest;
+use querl_core::records::{CallFailure, FailureKind, Hit};
+
+/// A service that a mapping describes.
+#[derive(Debug)]
+pub(crate) struct MappedService {
+    caller: Caller,
+    mapping: Mapping,
+    /// Where the request has a place for a vector.
+    embedding: Option<EmbeddingService>,
+    service: ServiceKind,
+    tenant: String,
+    kb_name: String,
+    scores: Scores,
+}
+
+impl MappedService {
+    /// The service that the configuration names.
+    ///
+    /// # Errors
+    /// `retrieval.url` is not set or not an address, the variable of its key is not set, the mapping lacks something.
+    pub(crate) fn open(config: &RetrievalConfig, tenant: &str) -> Result<Self, DataError> {
+        let mapping = Mapping::resolve(config)?;
+        let embedding = mapping.wants_embedding().then(|| open_embedding(config)).transpose()?;
+        let scores = if config.rerank.kind == RerankKind::None { Scores::Needed } else { Scores::Replaced };
+        Ok(Self {
+            caller: service_caller(config)?,
+            mapping,
+            embedding,
+            service: config.service,
+            tenant: tenant.to_owned(),
+            kb_name: config.kb_name.clone(),
+            scores,
+        })
+    }
+}
+
+fn open_embedding(config: &RetrievalConfig) -> Result<EmbeddingService, DataError> {
+    match config.embedding.kind {
+        EmbeddingKind::Openai => EmbeddingService::open(&config.embedding),
+        EmbeddingKind::None => Err(DataError::setting(
+            "retrieval.mapping.request",
+            "has `{{embedding}}`, which retrieval.embedding makes; set its kind",
+        )),
+    }
+}
+
+#[async_trait]
+impl Search for MappedService {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        let embedding = match &self.embedding {
+            Some(service) => Some(service.query(request.rewritten_query).await?),
+            None => None,
+        };
+        let asker = Asker { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
+        let answer = self.caller.post(&self.mapping.body(&asker, request, limits)).await?.body;
+        if let Some(what) = self.mapping.failure(&answer) {
+            return Err(self.caller.failure(FailureKind::ServerError, &what));
+        }
+        let hits = self.mapping.hits(&answer, self.scores);
+        let hits = hits.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
+        Ok(match self.scores {
+            Scores::Needed => limits.apply(hits),
+            // In the service's order, which is all there is to go by.
+            Scores::Replaced => hits.into_iter().take(limits.top_k).collect(),
+        })
+    }
+
+    fn name(&self) -> &str {
+        match self.service {
+            ServiceKind::GeneralRag => "general_rag",
+            ServiceKind::Dify => "dify",
+            ServiceKind::Ragflow => "ragflow",
+            ServiceKind::Chatchat => "chatchat",
+            ServiceKind::Elasticsearch => "elasticsearch",
+            ServiceKind::Qdrant => "qdrant",
+            ServiceKind::Custom => "custom service",
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "service_tests.rs"]
+mod tests;

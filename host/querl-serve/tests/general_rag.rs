@@ -1,0 +1,178 @@
+//! The interface over real sockets: the embedded retrieval behind it, the retriever of `kind = "http"` before it.
+#![allow(clippy::unwrap_used)]
+
+use querl_core::config::RetrievalConfig;
+use querl_core::ports::{RetrievalRequest, Retriever};
+use querl_core::records::{Context, FailureKind};
+use querl_data::{open_retriever, open_search};
+use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+use tokio::net::TcpListener;
+
+const LEXICON: &str = r#"{
+  "products": [{"id": "a", "name": "深海鱼油软胶囊", "aliases": ["鱼油"]}, {"id": "b", "name": "藻油软胶囊", "aliases": ["藻油"]}],
+  "intents": [
+    {"id": "usage", "name": "食用方法", "house": ["食用方法"], "general": ["怎么吃"]},
+    {"id": "price", "name": "规格售价", "house": ["建议零售价"], "general": ["多少钱"]}
+  ]
+}"#;
+
+const SHOP: [[&str; 3]; 3] = [
+    ["a-usage", "深海鱼油软胶囊 食用方法", "每日两粒，餐后温水送服。"],
+    ["a-price", "深海鱼油软胶囊 建议零售价", "一瓶一百粒，129元。"],
+    ["b-usage", "藻油软胶囊 食用方法", "每日一粒，早餐时服用。"],
+];
+const OTHER: [[&str; 3]; 1] = [["z", "藻油软胶囊 食用方法", "另一家的说明。"]];
+
+fn embedded(folder: &Path, name: &str, passages: &[[&str; 3]]) -> Value {
+    let (knowledge_base, lexicon) = (folder.join(format!("{name}.jsonl")), folder.join("lexicon.json"));
+    std::fs::write(&lexicon, LEXICON).unwrap();
+    let passages = passages.iter().map(|[id, title, text]| json!({"id": id, "title": title, "text": text}));
+    querl_core::fsx::write_jsonl(&knowledge_base, passages).unwrap();
+    json!({"kind": "embedded", "knowledge_base": knowledge_base, "lexicon": lexicon, "score_threshold": 0.0})
+}
+
+fn config(value: &Value) -> RetrievalConfig {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+/// A server with two tenants, one of which has two knowledge bases.
+async fn server(folder: &Path) -> String {
+    let base = |tenant: &str, kb_name: &str, passages: &[[&str; 3]]| KnowledgeBase {
+        tenant: tenant.into(),
+        kb_name: kb_name.into(),
+        search: open_search(&config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages)), tenant).unwrap(),
+    };
+    let bases = vec![base("shop", "default", &SHOP), base("shop", "archive", &OTHER), base("rival", "default", &OTHER)];
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}{GENERAL_RAG_ROUTE}", listener.local_addr().unwrap());
+    tokio::spawn(serve(listener, general_rag(bases).unwrap(), std::future::pending()));
+    url
+}
+
+fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
+    let config =
+        config(&json!({"kind": "http", "url": url, "kb_name": kb_name, "score_threshold": 0.0, "max_retries": 0}));
+    open_retriever(&config, tenant).unwrap()
+}
+
+async fn post(url: &str, body: Value) -> (u16, Value) {
+    // Fails where a provider is installed already, which is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = reqwest::Client::new();
+    let response = client.post(url).json(&body).send().await.unwrap();
+    (response.status().as_u16(), response.json().await.unwrap())
+}
+
+#[tokio::test]
+async fn what_is_found_over_http_is_what_is_found_in_this_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let here = open_retriever(&config(&embedded(folder.path(), "here", &SHOP)), "shop").unwrap();
+    let there = client(&server(folder.path()).await, "default", "shop");
+    let context = Context { user_profile: "孕妇".into(), history_summary: "在看鱼油".into() };
+    for rewrite in ["深海鱼油软胶囊 食用方法", "藻油", "没有这样的词", ""] {
+        let request =
+            || RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: rewrite };
+        let expected = if rewrite.is_empty() { "它怎么吃" } else { rewrite };
+        let found = there.retrieve(request()).await.unwrap();
+        let request = RetrievalRequest { rewritten_query: expected, ..request() };
+        assert_eq!(found, here.retrieve(request).await.unwrap(), "{rewrite}");
+    }
+}
+
+#[tokio::test]
+async fn tenants_and_knowledge_bases_are_kept_apart_and_unknown_ones_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = server(folder.path()).await;
+    let context = Context::default();
+    let request =
+        || RetrievalRequest {
+            original_query: "藻油怎么吃", context: &context, rewritten_query: "藻油软胶囊 食用方法"
+        };
+    for (tenant, kb_name, expected) in
+        [("shop", "default", "b-usage"), ("shop", "archive", "z"), ("rival", "default", "z")]
+    {
+        let hits = client(&url, kb_name, tenant).retrieve(request()).await.unwrap();
+        assert_eq!(hits[0].id, expected, "{tenant} {kb_name}");
+    }
+    for (tenant, kb_name, said) in [
+        ("thief", "default", "tenant_id `thief` is not served here"),
+        ("rival", "archive", "tenant `rival` has no knowledge base `archive` here"),
+    ] {
+        let failure = client(&url, kb_name, tenant).retrieve(request()).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::Rejected);
+        assert!(failure.message.ends_with(&format!("answered 404 Not Found: {said}")), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_may_leave_out_what_has_a_default_and_give_history_as_it_likes() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = server(folder.path()).await;
+    let (status, answer) =
+        post(&url, json!({"query": "深海鱼油软胶囊 食用方法", "tenant_id": "shop", "unknown": 1})).await;
+    assert_eq!((status, &answer["status"]), (200, &json!(200)), "{answer}");
+    assert_eq!(answer["data"]["rewritten_query"], "深海鱼油软胶囊 食用方法");
+    assert_eq!(answer["data"]["recall"][0]["id"], "a-usage");
+    for (history, expected) in [
+        (json!("一\n二"), "一\n二"),
+        (json!(["一", "二"]), "一\n二"),
+        (json!([{"role": "user", "content": "一"}, {"role": "assistant", "content": "二"}]), "一\n二"),
+        (json!(null), ""),
+    ] {
+        let (_, answer) = post(&url, json!({"query": "鱼油", "tenant_id": "shop", "history": history})).await;
+        assert_eq!(answer["data"]["history_summary"], expected, "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn limits_of_the_request_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = server(folder.path()).await;
+    let ask = |key: &str, value: Value| {
+        let mut body = json!({"query": "鱼油 藻油 食用方法", "tenant_id": "shop", "score_threshold": 0.0});
+        body[key] = value;
+        post(&url, body)
+    };
+    assert_eq!(ask("top_k", json!(2)).await.1["data"]["recall"].as_array().unwrap().len(), 2);
+    let all = ask("top_k", json!(9)).await.1["data"]["recall"].as_array().unwrap().clone();
+    let threshold = all[1]["reranker_score"].as_f64().unwrap();
+    let above = ask("score_threshold", json!(threshold)).await.1["data"]["recall"].as_array().unwrap().clone();
+    assert!(above.len() >= 2 && above.len() < all.len() || all.len() == 2, "{above:?}");
+    assert!(above.iter().all(|hit| hit["reranker_score"].as_f64().unwrap() >= threshold));
+}
+
+#[tokio::test]
+async fn requests_that_make_no_sense_are_refused_in_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = server(folder.path()).await;
+    for (body, said) in [
+        (json!({"tenant_id": "shop"}), "missing field `query`"),
+        (json!({"query": " ", "tenant_id": "shop"}), "`query` is empty"),
+        (json!({"query": "鱼油"}), "missing field `tenant_id`"),
+        (json!({"query": "鱼油", "tenant_id": "shop", "top_k": 0}), "`top_k` is 0; expected 1 to 1000"),
+        (
+            json!({"query": "鱼油", "tenant_id": "shop", "score_threshold": 7}),
+            "`score_threshold` is 7; expected 0 to 1",
+        ),
+        (json!({"query": "鱼油", "tenant_id": "shop", "history": 3}), "`history` is neither a text nor a list"),
+    ] {
+        let (status, answer) = post(&url, body).await;
+        assert_eq!((status, &answer["status"]), (422, &json!(422)), "{answer}");
+        assert!(answer["msg"].as_str().unwrap().contains(said), "{answer}");
+    }
+}
+
+#[test]
+fn two_knowledge_bases_of_one_name_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = || KnowledgeBase {
+        tenant: "shop".into(),
+        kb_name: "default".into(),
+        search: open_search(&config(&embedded(folder.path(), "x", &SHOP)), "shop").unwrap(),
+    };
+    let error = general_rag(vec![base(), base()]).unwrap_err().to_string();
+    assert_eq!(error, "tenant `shop` has two knowledge bases named `default`; give each its own `retrieval.kb_name`");
+}

@@ -1,0 +1,228 @@
+//! `querl rag check`: what retrieval answers to a few queries, and whether that is enough to train and measure with.
+
+use crate::cli::{ConfigArgs, Format};
+use crate::failure::Stop;
+use crate::interrupt;
+use anyhow::Context as _;
+use clap::Args;
+use querl_core::config::Config;
+use querl_core::ports::RetrievalRequest;
+use querl_core::records::{CallFailure, Context, Hit};
+use querl_data::{Search, SearchLimits, open_search, read_table};
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::time::Instant;
+
+/// Queries that are sent where none is given.
+const N_QUERIES: usize = 3;
+const EXCERPT_CHARS: usize = 40;
+
+/// Options of `querl rag check`.
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Ask this instead of the first queries of the table; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    query: Vec<String>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// What is asked.
+#[derive(Debug, Default)]
+struct Question {
+    query: String,
+    context: Context,
+    gold_ids: Vec<String>,
+}
+
+/// One query and what came back.
+#[derive(Debug, Serialize)]
+struct Asked {
+    query: String,
+    latency_ms: f64,
+    gold_ids: Vec<String>,
+    answer: Result<Vec<Hit>, CallFailure>,
+}
+
+/// One thing that was understood, or not.
+#[derive(Debug, PartialEq, Serialize)]
+struct Finding {
+    name: &'static str,
+    /// False where a run would lack something.
+    ok: bool,
+    sentence: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    retrieval: String,
+    queries: Vec<Asked>,
+    findings: Vec<Finding>,
+}
+
+/// Asks and tells.
+///
+/// # Errors
+/// The configuration or its table cannot be used, a query failed, or stdout is closed.
+pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
+    let config = args.config.load()?;
+    let questions = questions(args, &config)?;
+    let search = open_search(&config.retrieval, &config.tenant)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+    let queries =
+        interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, SearchLimits::of(&config.retrieval)))?;
+    let findings = findings(&queries, &config);
+    let retrieval = format!("{}, tenant {}", search.name(), config.tenant);
+    let report = Report { retrieval, queries, findings };
+    let text = match args.format.json {
+        true => format!("{}\n", serde_json::to_string_pretty(&report)?),
+        false => text(&report),
+    };
+    std::io::stdout().write_all(text.as_bytes())?;
+    match report.queries.iter().find_map(|asked| asked.answer.as_ref().err()) {
+        Some(failure) => Err(Stop::usage(failure.to_string()).into()),
+        None => Ok(()),
+    }
+}
+
+fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Question>> {
+    if !args.query.is_empty() {
+        let question = |query: &String| Question { query: query.clone(), ..Question::default() };
+        return Ok(args.query.iter().map(question).collect());
+    }
+    let rows = read_table(&config.data)?.rows.into_iter().take(N_QUERIES);
+    Ok(rows
+        .map(|row| Question {
+            query: row.original_query,
+            context: Context { user_profile: row.user_profile, history_summary: row.history_summary },
+            gold_ids: row.gold_ids,
+        })
+        .collect())
+}
+
+async fn ask_all(search: &dyn Search, questions: Vec<Question>, limits: SearchLimits) -> Vec<Asked> {
+    let mut asked = Vec::with_capacity(questions.len());
+    for Question { query, context, gold_ids } in questions {
+        let request = RetrievalRequest { original_query: &query, context: &context, rewritten_query: &query };
+        let started = Instant::now();
+        let answer = search.search(&request, limits).await;
+        let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
+        asked.push(Asked { query, latency_ms, gold_ids, answer });
+    }
+    asked
+}
+
+fn findings(queries: &[Asked], config: &Config) -> Vec<Finding> {
+    let hits: Vec<&Hit> = queries.iter().filter_map(|asked| asked.answer.as_ref().ok()).flatten().collect();
+    let n_answers = queries.iter().filter(|asked| asked.answer.is_ok()).count();
+    let mut findings = vec![answers(queries, n_answers)];
+    if hits.is_empty() {
+        if n_answers > 0 {
+            let sentence = format!(
+                "nothing was found for any query; check retrieval.kb_name, and whether scores reach \
+                 retrieval.score_threshold, {:?}",
+                config.retrieval.score_threshold
+            );
+            findings.push(Finding { name: "passages", ok: false, sentence });
+        }
+        return findings;
+    }
+    findings.extend([ids(&hits), texts(&hits), scores(&hits)]);
+    findings.extend(gold(queries));
+    findings
+}
+
+fn answers(queries: &[Asked], n_answers: usize) -> Finding {
+    let sentence = format!("{n_answers} of {} queries were answered", queries.len());
+    Finding { name: "answers", ok: n_answers == queries.len(), sentence }
+}
+
+fn ids(hits: &[&Hit]) -> Finding {
+    let n_without = hits.iter().filter(|hit| hit.id.is_empty()).count();
+    let sentence = match n_without {
+        0 => format!("each of {} passages has an id", hits.len()),
+        _ => format!(
+            "{n_without} of {} passages have no id: a gold passage among them is not recognised (top-1, MRR)",
+            hits.len()
+        ),
+    };
+    Finding { name: "ids", ok: n_without == 0, sentence }
+}
+
+fn texts(hits: &[&Hit]) -> Finding {
+    let n_without = hits.iter().filter(|hit| hit.text.is_empty()).count();
+    let sentence = match n_without {
+        0 => format!("each of {} passages has a text", hits.len()),
+        _ => format!("{n_without} of {} passages have no text: reward plugins see empty ones", hits.len()),
+    };
+    Finding { name: "texts", ok: n_without == 0, sentence }
+}
+
+fn scores(hits: &[&Hit]) -> Finding {
+    let scores = || hits.iter().map(|hit| hit.reranker_score);
+    let (low, high) = (scores().fold(1.0, f64::min), scores().fold(0.0, f64::max));
+    if low == high && hits.len() > 1 {
+        let sentence = format!("all scores are {low:.3}: they tell no rewrite from another");
+        return Finding { name: "scores", ok: false, sentence };
+    }
+    Finding { name: "scores", ok: true, sentence: format!("scores go from {low:.3} to {high:.3}") }
+}
+
+fn gold(queries: &[Asked]) -> Option<Finding> {
+    let known: Vec<&Asked> =
+        queries.iter().filter(|asked| !asked.gold_ids.is_empty() && asked.answer.is_ok()).collect();
+    let found = |asked: &Asked| asked.answer.iter().flatten().any(|hit| asked.gold_ids.contains(&hit.id));
+    let n_found = known.iter().filter(|asked| found(asked)).count();
+    // A raw query may well miss its gold passage: that is what rewrites are for.
+    let sentence = format!("a gold passage was among the hits of {n_found} of {} raw queries", known.len());
+    (!known.is_empty()).then_some(Finding { name: "gold", ok: true, sentence })
+}
+
+fn text(report: &Report) -> String {
+    let mut text = format!("retrieval {}\n", report.retrieval);
+    for (asked, number) in report.queries.iter().zip(1..) {
+        let _ = writeln!(text, "\n{number}. {}  ({:.0} ms)", asked.query, asked.latency_ms);
+        match &asked.answer {
+            Err(failure) => _ = writeln!(text, "   failed: {failure}"),
+            Ok(hits) if hits.is_empty() => text.push_str("   nothing found\n"),
+            Ok(hits) => hits.iter().for_each(|hit| text.push_str(&line(hit))),
+        }
+    }
+    text.push('\n');
+    for finding in &report.findings {
+        let mark = if finding.ok { "ok" } else { "--" };
+        let _ = writeln!(text, "{mark}  {:<8} {}", finding.name, finding.sentence);
+    }
+    text
+}
+
+fn line(hit: &Hit) -> String {
+    let excerpt: String =
+        hit.text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(EXCERPT_CHARS).collect();
+    let id = if hit.id.is_empty() { "(no id)" } else { &hit.id };
+    format!("   {}  {:.3}  {id}  {excerpt}\n", hit.rank, hit.reranker_score)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hit(id: &str, text: &str, reranker_score: f64) -> Hit {
+        Hit { id: id.into(), text: text.into(), reranker_score, retrieval_score: None, rank: 1 }
+    }
+
+    #[test]
+    fn what_a_run_would_lack_is_said() {
+        let (bare, other) = (hit("", "", 0.5), hit("", "文", 0.5));
+        let hits = [&bare, &other];
+        assert!(!ids(&hits).ok && !texts(&hits).ok && !scores(&hits).ok);
+        assert_eq!(texts(&hits).sentence, "1 of 2 passages have no text: reward plugins see empty ones");
+        let (good, better) = (hit("a", "甲", 0.5), hit("b", "乙", 0.75));
+        let hits = [&good, &better];
+        assert!(ids(&hits).ok && texts(&hits).ok);
+        assert_eq!(scores(&hits).sentence, "scores go from 0.500 to 0.750");
+    }
+}

@@ -1,0 +1,86 @@
+//! Retrieval as a service, through the command line.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+use support::Project;
+
+/// A server of the project's own knowledge base, killed when dropped.
+struct Server {
+    process: Child,
+    url: String,
+}
+
+impl Server {
+    fn start(project: &Project, args: &[&str]) -> Self {
+        let args = [&["rag", "serve", "querl.toml", "--addr", "127.0.0.1:0"], args].concat();
+        let mut process = project.command(&args).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let line = lines.map_while(Result::ok).find_map(|line| Some(line.strip_prefix("listening on ")?.to_owned()));
+        Self { process, url: line.expect("the server says where it listens") }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn a_run_over_http_finds_what_a_run_with_the_embedded_index_finds() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let server = Server::start(&project, &[]);
+    let url = format!("retrieval.url={}", server.url);
+    let over_http = ["--set", "retrieval.kind=http", "--set", &url];
+    project.querl(&[&["run", "querl.toml", "--to", "convert", "--out", "http"], &over_http[..]].concat()).ok();
+    for file in ["data/validated.jsonl", "data/train.jsonl", "data/test.jsonl"] {
+        assert_eq!(project.read(&format!("http/{file}")), project.read(&format!("run/{file}")), "{file}");
+    }
+}
+
+#[test]
+fn a_server_of_another_tenant_refuses_and_nothing_becomes_data() {
+    let project = Project::new();
+    let server = Server::start(&project, &["--set", "tenant=chengla"]);
+    let url = format!("retrieval.url={}", server.url);
+    let over_http = ["--set", "retrieval.kind=http", "--set", &url];
+    let said = project.querl(&[&["run", "querl.toml", "--to", "validate"], &over_http[..]].concat());
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("tenant_id `fivedoctors` is not served here"), "{said:#?}");
+    let said = project.querl(&[&["rag", "check", "querl.toml"], &over_http[..]].concat());
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stdout.contains("--  answers  0 of 3 queries were answered\n"), "{said:#?}");
+}
+
+#[test]
+fn check_says_what_it_understood() {
+    let project = Project::new();
+    let said = project.querl(&["rag", "check", "querl.toml"]).ok();
+    assert!(said.stdout.starts_with("retrieval embedded, tenant fivedoctors\n\n1. "), "{said:#?}");
+    assert!(said.stdout.contains("ok  answers  3 of 3 queries were answered\n"), "{said:#?}");
+    let text = project.querl(&["rag", "check", "querl.toml", "--query", "胶原蛋白肽饮怎么吃", "--json"]).ok().stdout;
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["queries"].as_array().unwrap().len(), 1);
+    assert!(report["queries"][0]["answer"]["Ok"][0]["id"].as_str().unwrap().starts_with("p01"), "{report}");
+    let said =
+        project.querl(&["rag", "check", "querl.toml", "--query", "胶原", "--set", "retrieval.score_threshold=1.0"]);
+    assert!(said.stdout.contains("--  passages nothing was found for any query"), "{said:#?}");
+}
+
+#[test]
+fn a_server_without_a_knowledge_base_or_address_ends_with_a_sentence() {
+    let project = Project::new();
+    let server = Server::start(&project, &[]);
+    let taken = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap();
+    let said = project.querl(&["rag", "serve", "querl.toml", "--addr", taken]);
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("cannot be listened on"), "{said:#?}");
+    let said = project.querl(&["rag", "serve", "querl.toml", "querl.toml"]);
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("tenant `fivedoctors` has two knowledge bases named `default`"), "{said:#?}");
+}
