@@ -4,6 +4,7 @@
 //!
 //! In: nothing. Out: plain values. This crate refuses to know tensors, WebAssembly, HTTP and any async runtime.
 
+pub mod cache_dir;
 pub mod config;
 pub mod episodes;
 pub mod fsx;

@@ -63,6 +63,35 @@ pub trait Retriever: Send + Sync {
     fn name(&self) -> &str;
 }
 
+/// Why a model in this process gave no answer, in one sentence.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct LocalModelError(pub String);
+
+/// Makes vectors of texts, in this process.
+pub trait Embedder: Send + Sync {
+    /// One vector of length 1 a text, in order. The same text gives the same vector, beside rounding.
+    ///
+    /// # Errors
+    /// The model failed.
+    fn embed(&self, texts: &[&str]) -> Result<Vec<Vec<f32>>, LocalModelError>;
+
+    /// Numbers in a vector.
+    fn dimension(&self) -> usize;
+
+    /// Stands for everything that decides a vector.
+    fn digest(&self) -> &str;
+}
+
+/// Says how well texts answer a query, in this process.
+pub trait PairScorer: Send + Sync {
+    /// One number from 0 to 1 a text, in order.
+    ///
+    /// # Errors
+    /// The model failed.
+    fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError>;
+}
+
 /// What a prompt is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PromptTask {

@@ -4,31 +4,29 @@
 
 mod common;
 
-use querl_data::EmbeddedRetriever;
+use querl_data::{EmbeddedRetriever, LocalModels, Passage};
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let retriever = EmbeddedRetriever::open(&common::retrieval()?)?;
+    let retriever = EmbeddedRetriever::open(&common::retrieval()?, &LocalModels::default())?;
     let show_misses = std::env::args().any(|argument| argument == "--misses");
     let rows = common::training_rows()?;
     let (mut n_first, mut n_product, mut gold_sum, mut best_other_sum) = (0, 0, 0.0, 0.0);
     for row in &rows {
-        let reranker = retriever.reranker();
-        let need = reranker.need(&row.original_query, &common::context(row));
-        let ranked = reranker.rank_all(&need);
-        let is_gold = |index: usize| row.gold_ids.contains(&retriever.passages()[index].id);
-        let gold = ranked.iter().find(|(index, _)| is_gold(*index)).map_or(0.0, |(_, score)| *score);
-        let (best_other, other_score) =
-            ranked.iter().find(|(index, _)| !is_gold(*index)).map_or((0, 0.0), |(index, score)| (*index, *score));
-        let first = gold > other_score;
+        let need = retriever.need(&row.original_query, &common::context(row)).ok_or("the example has a lexicon")?;
+        let ranked = retriever.rank_all(&need)?;
+        let is_gold = |passage: &Passage| row.gold_ids.contains(&passage.id);
+        let gold = ranked.iter().find(|(passage, _)| is_gold(passage)).map_or(0.0, |(_, score)| *score);
+        let best_other = ranked.iter().find(|(passage, _)| !is_gold(passage)).ok_or("all passages are gold")?;
+        let first = gold > best_other.1;
         n_first += usize::from(first);
-        n_product += usize::from(product_of(&retriever, ranked[0].0) == row.group.split('-').next().map(str::to_owned));
+        n_product += usize::from(product_of(&ranked[0].0) == row.group.split('-').next());
         gold_sum += gold;
-        best_other_sum += other_score;
+        best_other_sum += best_other.1;
         if show_misses && !first {
-            let other = &retriever.passages()[best_other].id;
             let (query, history, profile) = (&row.original_query, &row.history_summary, &row.user_profile);
-            println!("{} {gold:.2} < {other} {other_score:.2} | {query} | {history} | {profile}", row.group);
+            let (other, score) = (&best_other.0.id, best_other.1);
+            println!("{} {gold:.2} < {other} {score:.2} | {query} | {history} | {profile}", row.group);
         }
     }
     let n = rows.len() as f64;
@@ -39,6 +37,6 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// The part of an id before the dash, in this example the product.
-fn product_of(retriever: &EmbeddedRetriever, index: usize) -> Option<String> {
-    retriever.passages()[index].id.split('-').next().map(str::to_owned)
+fn product_of(passage: &Passage) -> Option<&str> {
+    passage.id.split('-').next()
 }

@@ -1,129 +1,176 @@
-//! Retrieval in this process: a full-text index finds candidates with the rewrite, the reranker scores them against the query.
+//! Retrieval in this process: an index finds candidates with the rewrite, by its words and, where there is an embedding model, by its
+//! vector; the reranker scores them against the query.
 
 use crate::error::DataError;
-use crate::lexicon::Lexicon;
-use crate::passages::{Passage, read_passages};
-use crate::reranker::Reranker;
-use crate::retrieval::{Search, SearchLimits};
-use crate::segment::{analyser, words};
-use crate::text::fold;
+use crate::index::{PassageIndex, Vocabulary, open_lexicon};
+use crate::need::Need;
+use crate::passages::Passage;
+use crate::reranker::{Corpus, Reranker};
+use crate::retrieval::{LocalModels, Search, SearchLimits};
 use async_trait::async_trait;
-use querl_core::config::RetrievalConfig;
-use querl_core::ports::RetrievalRequest;
-use querl_core::records::{CallFailure, FailureKind, Hit};
+use querl_core::config::{RerankKind, RetrievalConfig};
+use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
+use querl_core::records::{CallFailure, Context, FailureKind, Hit};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use tantivy::collector::TopDocs;
-use tantivy::query::{BooleanQuery, BoostQuery, Occur, Query, TermQuery};
-use tantivy::schema::{Field, INDEXED, IndexRecordOption, STORED, Schema, TextFieldIndexing, TextOptions, Value};
-use tantivy::{Index, IndexReader, TantivyDocument, Term};
 
-/// A title names product and intent in few words: one of its words counts as much as two of the text.
-const TITLE_BOOST: f32 = 2.0;
+/// Reciprocal rank fusion: a passage gets `1 / (RANK_CONSTANT + rank)` from each list it is in.
+///
+/// Source: Cormack, Clarke and Buettcher 2009, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank Learning Methods".
+const RANK_CONSTANT: f64 = 60.0;
 
-/// A full-text index with a reranker.
+/// An index with a reranker.
 pub struct EmbeddedRetriever {
-    passages: Vec<Passage>,
-    reranker: Reranker,
-    reader: IndexReader,
-    fields: Fields,
+    index: Arc<PassageIndex>,
+    /// `None` where a reranker that is no part of this will score the hits.
+    reranker: Option<Reranker>,
+    vectors: Option<Arc<Vectors>>,
 }
 
-#[derive(Clone, Copy)]
-struct Fields {
-    position: Field,
-    title: Field,
-    text: Field,
+/// An embedding model over the index.
+struct Vectors {
+    embedder: Arc<dyn Embedder>,
+    query_prefix: String,
+    index: Arc<PassageIndex>,
 }
+
+/// A candidate's position with its first-stage score.
+type Candidate = (usize, f64);
 
 impl EmbeddedRetriever {
-    /// Reads knowledge base and lexicon and builds the index in memory.
+    /// Opens the index of a knowledge base, which is built where it is not there yet.
     ///
     /// # Errors
-    /// `retrieval.knowledge_base` or `retrieval.lexicon` is not set or cannot be used.
-    pub fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
+    /// `retrieval.knowledge_base` or `retrieval.lexicon` is not set, or a file cannot be used.
+    pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
         let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
-        let lexicon = Arc::new(Lexicon::read(required(config.lexicon.as_deref(), "lexicon")?)?);
-        let passages = read_passages(knowledge_base)?;
-        let (reader, fields) = build_index(&passages)
-            .map_err(|error| DataError::file(knowledge_base, format!("cannot be indexed: {error}")))?;
-        let reranker = Reranker::new(lexicon, &passages);
-        Ok(Self { passages, reranker, reader, fields })
+        let vocabulary = Vocabulary::open(config)?;
+        let lexicon = open_lexicon(config, &vocabulary.segmenter)?;
+        if lexicon.is_none() && config.rerank.kind == RerankKind::None {
+            required(None, "lexicon")?;
+        }
+        let reranker = lexicon.map(Reranker::new);
+        let embedder = models.embedder.clone();
+        let index = PassageIndex::open(knowledge_base, config, vocabulary, reranker.as_ref(), embedder.as_deref())?;
+        let index = Arc::new(index);
+        let query_prefix = config.embedding.query_prefix.clone();
+        let vectors = embedder.map(|embedder| Arc::new(Vectors { embedder, query_prefix, index: index.clone() }));
+        Ok(Self { index, reranker, vectors })
     }
 
-    /// The passages, in the order of the file.
-    pub fn passages(&self) -> &[Passage] {
-        &self.passages
+    /// What a query asks for, in its context; `None` without a lexicon.
+    pub fn need(&self, query: &str, context: &Context) -> Option<Need> {
+        self.reranker.as_ref().map(|reranker| reranker.need(query, context))
     }
 
-    /// The reranker over them.
-    pub fn reranker(&self) -> &Reranker {
-        &self.reranker
+    /// All passages with the reranker's score for a need, best first; of equal scores the earlier passage first.
+    ///
+    /// # Errors
+    /// The index fails, or there is no lexicon.
+    pub fn rank_all(&self, need: &Need) -> Result<Vec<(Passage, f64)>, CallFailure> {
+        let reranker = self.reranker.as_ref().ok_or_else(|| broken("there is no lexicon to rank by"))?;
+        let weighed = reranker.weigh(need.clone(), self.index.as_ref());
+        let score = |position| {
+            let stored = self.index.stored(position).map_err(|error| broken(&error.to_string()))?;
+            let score = reranker.score(&weighed, &stored.traits);
+            Ok((stored.passage, score))
+        };
+        let mut ranked = (0..self.index.n_passages()).map(score).collect::<Result<Vec<_>, CallFailure>>()?;
+        ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+        Ok(ranked)
     }
 
     /// Passages for one rewrite, best reranker score first.
     ///
     /// # Errors
-    /// The index fails, which is a fault of the program.
+    /// The index or the embedding model fails.
     pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        let candidates = self.candidates(request.rewritten_query, limits.top_k).map_err(|error| CallFailure {
-            kind: FailureKind::ServerError,
-            message: format!("embedded index: {error}"),
-        })?;
-        let need = self.reranker.need(request.original_query, request.context);
-        let mut hits: Vec<Hit> = candidates
-            .into_iter()
-            .map(|(index, bm25)| self.hit(index, bm25, self.reranker.score(&need, index)))
-            .collect();
-        hits.sort_by(|a, b| a.id.cmp(&b.id));
-        Ok(limits.apply(hits))
-    }
-
-    fn hit(&self, index: usize, bm25: f32, reranker_score: f64) -> Hit {
-        let passage = &self.passages[index];
-        let text = if passage.title.is_empty() {
-            passage.text.clone()
-        } else {
-            format!("{}\n{}", passage.title, passage.text)
+        let nearest = match &self.vectors {
+            Some(vectors) => Some(vectors.nearest(request.rewritten_query, limits.top_k).map_err(of_model)?),
+            None => None,
         };
-        Hit { id: passage.id.clone(), text, reranker_score, retrieval_score: Some(f64::from(bm25)), rank: 0 }
+        self.hits(request, limits, nearest)
     }
 
-    /// The `top_k` passages of highest BM25 score.
-    fn candidates(&self, rewrite: &str, top_k: usize) -> tantivy::Result<Vec<(usize, f32)>> {
-        // Each word counts once, however often it is repeated.
-        let words = words(&fold(rewrite));
-        if words.is_empty() {
-            return Ok(Vec::new());
-        }
-        let clauses = words.iter().flat_map(|word| {
-            [(self.fields.title, TITLE_BOOST), (self.fields.text, 1.0)].map(|(field, boost)| {
-                let term = TermQuery::new(Term::from_field_text(field, word), IndexRecordOption::WithFreqs);
-                (Occur::Should, Box::new(BoostQuery::new(Box::new(term), boost)) as Box<dyn Query>)
-            })
+    fn hits(
+        &self,
+        request: &RetrievalRequest<'_>,
+        limits: SearchLimits,
+        nearest: Option<Vec<usize>>,
+    ) -> Result<Vec<Hit>, CallFailure> {
+        let in_index = |error: tantivy::TantivyError| broken(&error.to_string());
+        let by_words = self.index.candidates(request.rewritten_query, limits.top_k).map_err(in_index)?;
+        let candidates = match nearest {
+            Some(nearest) => fused(&by_words, &nearest, limits.top_k),
+            None => by_words,
+        };
+        let reranker = self.reranker.as_ref();
+        let weighed = reranker.map(|reranker| {
+            let need = reranker.need(request.original_query, request.context);
+            (reranker, reranker.weigh(need, self.index.as_ref()))
         });
-        let searcher = self.reader.searcher();
-        let collector = TopDocs::with_limit(top_k).order_by_score();
-        let found = searcher.search(&BooleanQuery::new(clauses.collect()), &collector)?;
-        let mut candidates = Vec::with_capacity(found.len());
-        for (score, address) in found {
-            let document: TantivyDocument = searcher.doc(address)?;
-            let position = document.get_first(self.fields.position).and_then(|value| value.as_u64());
-            candidates.extend(position.map(|index| (index as usize, score)));
+        let hit = |(position, first_score): Candidate| {
+            let stored = self.index.stored(position).map_err(in_index)?;
+            let score = weighed.as_ref().map_or(0.0, |(reranker, weighed)| reranker.score(weighed, &stored.traits));
+            let (id, text) = (stored.passage.id.clone(), stored.passage.whole());
+            Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
+        };
+        let mut hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, CallFailure>>()?;
+        if reranker.is_some() {
+            hits.sort_by(|a, b| a.id.cmp(&b.id));
         }
-        Ok(candidates)
+        Ok(limits.apply(hits))
     }
 }
 
 #[async_trait]
 impl Search for EmbeddedRetriever {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        self.search_now(request, limits)
+        let Some(vectors) = self.vectors.clone() else { return self.hits(request, limits, None) };
+        // A model takes milliseconds: other calls go on meanwhile.
+        let text = request.rewritten_query.to_owned();
+        let nearest = tokio::task::spawn_blocking(move || vectors.nearest(&text, limits.top_k)).await;
+        let nearest = nearest.map_err(|error| broken(&error.to_string()))?.map_err(of_model)?;
+        self.hits(request, limits, Some(nearest))
     }
 
     fn name(&self) -> &str {
-        "embedded"
+        if self.vectors.is_some() { "embedded, hybrid" } else { "embedded" }
     }
+}
+
+impl Vectors {
+    /// Positions of the passages whose vectors are nearest to a text's; none for a text without words.
+    fn nearest(&self, text: &str, n_passages: usize) -> Result<Vec<usize>, LocalModelError> {
+        if text.trim().is_empty() {
+            return Ok(Vec::new());
+        }
+        let text = format!("{}{text}", self.query_prefix);
+        let vector = self.embedder.embed(&[&text])?.pop().unwrap_or_default();
+        Ok(self.index.nearest(&vector, n_passages))
+    }
+}
+
+/// The best of two lists by reciprocal ranks; of equal ones the earlier passage first.
+fn fused(by_words: &[Candidate], nearest: &[usize], n_passages: usize) -> Vec<Candidate> {
+    let mut scores: BTreeMap<usize, f64> = BTreeMap::new();
+    let lists = [by_words.iter().map(|(position, _)| *position).collect::<Vec<_>>(), nearest.to_vec()];
+    for (position, rank) in lists.iter().flat_map(|list| list.iter().zip(1..)) {
+        *scores.entry(*position).or_default() += 1.0 / (RANK_CONSTANT + f64::from(rank));
+    }
+    let mut fused: Vec<Candidate> = scores.into_iter().collect();
+    fused.sort_by(|a, b| b.1.total_cmp(&a.1));
+    fused.truncate(n_passages);
+    fused
+}
+
+fn broken(problem: &str) -> CallFailure {
+    CallFailure { kind: FailureKind::ServerError, message: format!("embedded index: {problem}") }
+}
+
+fn of_model(error: LocalModelError) -> CallFailure {
+    CallFailure { kind: FailureKind::ServerError, message: format!("embedding model: {error}") }
 }
 
 fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError> {
@@ -135,27 +182,15 @@ fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError
     })
 }
 
-fn build_index(passages: &[Passage]) -> tantivy::Result<(IndexReader, Fields)> {
-    const WRITER_MEMORY_BYTES: usize = 32 << 20;
-    let mut schema = Schema::builder();
-    let indexing = TextFieldIndexing::default().set_tokenizer("jieba").set_index_option(IndexRecordOption::WithFreqs);
-    let options = TextOptions::default().set_indexing_options(indexing);
-    let fields = Fields {
-        position: schema.add_u64_field("position", STORED | INDEXED),
-        title: schema.add_text_field("title", options.clone()),
-        text: schema.add_text_field("text", options),
-    };
-    let index = Index::create_in_ram(schema.build());
-    index.tokenizers().register("jieba", analyser());
-    // One thread and one commit: one segment, the same document order on every machine.
-    let mut writer = index.writer_with_num_threads(1, WRITER_MEMORY_BYTES)?;
-    for (position, passage) in passages.iter().enumerate() {
-        let mut document = TantivyDocument::new();
-        document.add_u64(fields.position, position as u64);
-        document.add_text(fields.title, fold(&passage.title));
-        document.add_text(fields.text, fold(&passage.text));
-        writer.add_document(document)?;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_passage_of_both_lists_comes_before_those_of_one() {
+        let by_words = [(7, 12.0), (3, 9.0), (5, 1.0)];
+        let both = fused(&by_words, &[9, 3], 3);
+        assert_eq!(both.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [3, 7, 9]);
+        assert!((both[0].1 - 2.0 / 62.0).abs() < 1e-12);
     }
-    writer.commit()?;
-    Ok((index.reader()?, fields))
 }

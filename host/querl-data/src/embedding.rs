@@ -1,11 +1,53 @@
-//! Vectors of texts by a service with OpenAI's embeddings interface, which vLLM, TEI, Ollama and others speak.
+//! Vectors of queries for services that want one: by a model in this process, or by a service with OpenAI's embeddings interface,
+//! which vLLM, TEI, Ollama and others speak.
 
 use crate::calls::{CallLimits, Caller, Secret};
 use crate::error::DataError;
 use crate::general_rag::excerpt;
-use querl_core::config::EmbeddingConfig;
+use crate::retrieval::LocalModels;
+use querl_core::config::{EmbeddingConfig, EmbeddingKind};
+use querl_core::ports::Embedder;
 use querl_core::records::{CallFailure, FailureKind};
 use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Who makes the vector of a query.
+pub(crate) enum QueryEmbedding {
+    Service(EmbeddingService),
+    /// A model with what is put before a query.
+    Local(Arc<dyn Embedder>, String),
+}
+
+impl QueryEmbedding {
+    /// The one that the configuration names; `None` where it names none.
+    ///
+    /// # Errors
+    /// As [`EmbeddingService::open`], or the model was not opened.
+    pub(crate) fn open(config: &EmbeddingConfig, models: &LocalModels) -> Result<Option<Self>, DataError> {
+        match (config.kind, &models.embedder) {
+            (EmbeddingKind::None, _) => Ok(None),
+            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(EmbeddingService::open(config)?))),
+            (EmbeddingKind::Local, Some(model)) => Ok(Some(Self::Local(model.clone(), config.query_prefix.clone()))),
+            (EmbeddingKind::Local, None) => Err(DataError::setting("retrieval.embedding.path", "was not opened")),
+        }
+    }
+
+    /// The vector of a query.
+    ///
+    /// # Errors
+    /// The call or the model failed.
+    pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
+        let (model, text) = match self {
+            Self::Service(service) => return service.query(text).await,
+            Self::Local(model, prefix) => (model.clone(), format!("{prefix}{text}")),
+        };
+        let vector = tokio::task::spawn_blocking(move || model.embed(&[&text])).await;
+        let failed =
+            |what: String| CallFailure { kind: FailureKind::ServerError, message: format!("embedding model: {what}") };
+        let vectors = vector.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))?;
+        Ok(vectors.into_iter().next().unwrap_or_default())
+    }
+}
 
 /// A service that makes vectors of texts.
 #[derive(Debug)]

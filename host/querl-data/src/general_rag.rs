@@ -8,7 +8,7 @@
 
 use crate::calls::{CallLimits, Caller, Secret};
 use crate::error::DataError;
-use crate::retrieval::{Search, SearchLimits};
+use crate::retrieval::{Scores, Search, SearchLimits};
 use async_trait::async_trait;
 use querl_core::config::{HistoryForm, RetrievalConfig};
 use querl_core::ports::RetrievalRequest;
@@ -32,6 +32,7 @@ pub(crate) struct GeneralRag {
     tenant: String,
     kb_name: String,
     history: HistoryForm,
+    scores: Scores,
 }
 
 impl GeneralRag {
@@ -45,6 +46,7 @@ impl GeneralRag {
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
             history: config.history,
+            scores: Scores::of(config),
         })
     }
 
@@ -93,7 +95,8 @@ impl Search for GeneralRag {
             let what = format!("answered with status {}: {}", excerpt(&answer.body["status"]), excerpt(&answer.body));
             return Err(self.caller.failure(FailureKind::ServerError, &what));
         }
-        let hits = hits(&answer.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
+        let hits =
+            hits(&answer.body, self.scores).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
         // Whatever the service left in.
         Ok(limits.apply(hits))
     }
@@ -104,9 +107,12 @@ impl Search for GeneralRag {
 }
 
 /// The entries of an answer, in its order.
-fn hits(body: &Value) -> Result<Vec<Hit>, String> {
+fn hits(body: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
     let entries = entries(body)?;
     let passages = || entries.iter().enumerate().filter(|(_, entry)| !says_nothing_found(entry));
+    if scores == Scores::Replaced {
+        return Ok(passages().map(|(_, entry)| unscored(entry)).collect());
+    }
     let Some(score) = SCORES.iter().find(|score| passages().any(|(_, entry)| is_there(entry, score))) else {
         return match passages().next() {
             Some((index, _)) => Err(format!("`data.recall[{index}]` has no `reranker_score`, nor has any other")),
@@ -137,13 +143,17 @@ fn hit(index: usize, entry: &Value, score: &str) -> Result<Hit, String> {
     let reranker_score = number(found).filter(|score| (0.0..=1.0).contains(score));
     let reranker_score = reranker_score
         .ok_or_else(|| format!("`data.recall[{index}]`: `{}` is {}; expected 0 to 1", &score[1..], excerpt(found)))?;
-    Ok(Hit {
+    Ok(Hit { reranker_score, ..unscored(entry) })
+}
+
+fn unscored(entry: &Value) -> Hit {
+    Hit {
         id: first(entry, &IDS).map(plain).unwrap_or_default(),
         text: first(entry, &TEXTS).map(plain).unwrap_or_default(),
-        reranker_score,
+        reranker_score: 0.0,
         retrieval_score: first(entry, &["/score", "/similarity"]).and_then(number),
         rank: 0,
-    })
+    }
 }
 
 /// What the first of some JSON pointers leads to that leads anywhere.

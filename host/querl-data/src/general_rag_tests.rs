@@ -79,6 +79,14 @@ async fn another_score_that_all_have_stands_in_for_the_rerankers() {
     }
 }
 
+#[test]
+fn scores_that_a_reranker_replaces_need_not_be_there() {
+    let body =
+        recall(json!([{"content": "甲"}, {"content": "乙", "reranker_score": 7.5}, {"content": "lack of knowledge"}]));
+    let hits = hits(&body, Scores::Replaced).unwrap();
+    assert_eq!(hits.iter().map(|hit| hit.text.as_str()).collect::<Vec<_>>(), ["甲", "乙"]);
+}
+
 #[tokio::test]
 async fn history_goes_as_text_as_messages_or_not_at_all() {
     let context = Context { user_profile: "孕妇".into(), history_summary: "问过鱼油".into() };

@@ -2,6 +2,7 @@
 
 use crate::chat::ChatClient;
 use crate::error::DataError;
+use crate::index::Vocabulary;
 use crate::lexicon::Lexicon;
 use crate::rubric::RubricJudge;
 use async_trait::async_trait;
@@ -25,7 +26,8 @@ pub fn open_judge(config: &JudgeConfig, retrieval: &RetrievalConfig) -> Result<O
                     "is not set; a judge of kind `rubric` needs the tenant's lexicon",
                 )
             })?;
-            Ok(Some(Arc::new(RubricJudge::new(Lexicon::read(path)?))))
+            let segmenter = Vocabulary::open(retrieval)?.segmenter;
+            Ok(Some(Arc::new(RubricJudge::new(Lexicon::read(path)?.cutting_words_by(segmenter)))))
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::error::DataError;
 use crate::phrases::{Found, PhraseTable, without};
+use crate::segment::Segmenter;
 use crate::text::normalise;
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -91,6 +92,7 @@ pub struct Lexicon {
     synonym_group: HashMap<String, usize>,
     synonym_phrases: PhraseTable<usize>,
     homophones: HashMap<char, char>,
+    segmenter: Segmenter,
 }
 
 impl Lexicon {
@@ -133,7 +135,18 @@ impl Lexicon {
             synonym_group: synonyms.into_iter().rev().collect(),
             products: file.products,
             intents: file.intents,
+            segmenter: Segmenter::default(),
         }
+    }
+
+    /// Cuts texts into words by another dictionary.
+    pub(crate) fn cutting_words_by(self, segmenter: Segmenter) -> Self {
+        Self { segmenter, ..self }
+    }
+
+    /// The distinct words of a text.
+    pub(crate) fn words(&self, text: &str) -> Vec<String> {
+        self.segmenter.words(text)
     }
 
     /// All products.

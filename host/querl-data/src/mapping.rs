@@ -2,7 +2,7 @@
 
 use crate::error::DataError;
 use crate::general_rag::{excerpt, first, number, plain};
-use crate::retrieval::SearchLimits;
+use crate::retrieval::{Scores, SearchLimits};
 use crate::templates::{fill, places};
 use querl_core::config::{MappingConfig, RetrievalConfig, ScoreOrder, ServiceKind};
 use querl_core::ports::RetrievalRequest;
@@ -35,15 +35,6 @@ pub(crate) struct Mapping {
     scale: ScoreScale,
     status: Option<String>,
     success: Vec<String>,
-}
-
-/// Whether a passage needs a score of the service.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scores {
-    /// It is what passages are ranked by.
-    Needed,
-    /// A reranker's will replace it.
-    Replaced,
 }
 
 /// How a service's scores become numbers from 0 to 1, of which the higher is the better.

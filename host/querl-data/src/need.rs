@@ -3,7 +3,6 @@
 
 use crate::lexicon::{Expression, IntentMention, Lexicon};
 use crate::phrases::{Found, without};
-use crate::segment::words;
 use crate::text::normalise;
 use querl_core::records::Context;
 
@@ -36,7 +35,7 @@ pub struct Wording {
 impl Wording {
     pub(crate) fn read(lexicon: &Lexicon, text: &[char]) -> Self {
         let synonyms = lexicon.synonyms_in(text).iter().map(|found| found.value).collect();
-        Self { words: words(&text.iter().collect::<String>()), synonyms }
+        Self { words: lexicon.words(&text.iter().collect::<String>()), synonyms }
     }
 }
 
@@ -60,7 +59,7 @@ impl Need {
             intents: intents(lexicon, &phrases),
             wording: Wording::read(lexicon, &rest),
             particulars: Wording::read(lexicon, &without(&rest, &phrases)),
-            profile_words: words(&normalise(&context.user_profile)),
+            profile_words: lexicon.words(&normalise(&context.user_profile)),
         }
     }
 

@@ -1,12 +1,12 @@
 //! The knowledge base: passages with a title.
 
 use crate::error::DataError;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::path::Path;
 
 /// One passage of the knowledge base.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Passage {
     /// Unique.
     pub id: String,
@@ -36,4 +36,14 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
         return Err(DataError::file(path, "holds no passage"));
     }
     Ok(passages)
+}
+
+impl Passage {
+    /// Title and text, a line each.
+    pub(crate) fn whole(&self) -> String {
+        match self.title.as_str() {
+            "" => self.text.clone(),
+            title => format!("{title}\n{}", self.text),
+        }
+    }
 }

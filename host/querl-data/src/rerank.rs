@@ -1,15 +1,15 @@
-//! Reranking services: passages that a search found are scored anew against the original query in its context. A rewrite is
+//! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original query in its context. A rewrite is
 //! never shown to them, so that nothing in it can raise a score.
 
 use crate::calls::{CallLimits, Caller, Secret};
 use crate::error::DataError;
 use crate::general_rag::{excerpt, number};
-use crate::retrieval::{Search, SearchLimits};
+use crate::retrieval::{LocalModels, Search, SearchLimits};
 use crate::templates::{fill_text, places};
 use async_trait::async_trait;
 use futures::future::try_join_all;
 use querl_core::config::{RerankConfig, RerankKind, RerankScores};
-use querl_core::ports::RetrievalRequest;
+use querl_core::ports::{PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, FailureKind, Hit};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -17,13 +17,19 @@ use std::sync::Arc;
 /// What the reranker's query may be made of.
 const PLACES: [&str; 3] = ["query", "history", "user_profile"];
 
-/// A search whose hits a service scores anew.
+/// A search whose hits are scored anew.
 pub(crate) struct Reranked {
     found: Arc<dyn Search>,
-    service: RerankService,
+    scorer: Scorer,
     query: String,
     n_candidates: usize,
     name: String,
+}
+
+/// Who says how well texts answer a query.
+enum Scorer {
+    Service(RerankService),
+    Local(Arc<dyn PairScorer>),
 }
 
 /// A service that says how well texts answer a query.
@@ -34,11 +40,11 @@ struct RerankService {
 }
 
 impl Reranked {
-    /// The service that the configuration names, over what `found` finds.
+    /// The reranker that the configuration names, over what `found` finds.
     ///
     /// # Errors
     /// Its address is not set or none, the variable of its key is not set, its query has an unknown place.
-    pub(crate) fn open(config: &RerankConfig, found: Arc<dyn Search>) -> Result<Self, DataError> {
+    pub(crate) fn open(config: &RerankConfig, found: Arc<dyn Search>, models: &LocalModels) -> Result<Self, DataError> {
         let query = Value::String(config.query.clone());
         if let Some(place) = places(&query).into_iter().find(|place| !PLACES.contains(place)) {
             let known = PLACES.join(", ");
@@ -46,8 +52,12 @@ impl Reranked {
             return Err(DataError::setting("retrieval.rerank.query", problem));
         }
         let name = format!("{} + {}", found.name(), kind_name(config.kind));
-        let service = RerankService::open(config)?;
-        Ok(Self { found, service, query: config.query.clone(), n_candidates: config.n_candidates, name })
+        let scorer = match (config.kind, &models.scorer) {
+            (RerankKind::Local, Some(model)) => Scorer::Local(model.clone()),
+            (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
+            _ => Scorer::Service(RerankService::open(config)?),
+        };
+        Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates, name })
     }
 
     fn query(&self, request: &RetrievalRequest<'_>) -> String {
@@ -71,7 +81,7 @@ impl Search for Reranked {
         }
         let scores = {
             let texts: Vec<&str> = hits.iter().map(|hit| hit.text.as_str()).collect();
-            self.service.scores(&self.query(request), &texts).await?
+            self.scorer.scores(self.query(request), &texts).await?
         };
         for (hit, score) in hits.iter_mut().zip(scores) {
             hit.retrieval_score.get_or_insert(hit.reranker_score);
@@ -90,6 +100,27 @@ fn kind_name(kind: RerankKind) -> &'static str {
         RerankKind::None => "no reranker",
         RerankKind::Tei => "tei",
         RerankKind::Cohere => "cohere",
+        RerankKind::Local => "cross-encoder",
+    }
+}
+
+impl Scorer {
+    /// One score a text, 0 to 1, in order.
+    async fn scores(&self, query: String, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        match self {
+            Self::Service(service) => service.scores(&query, texts).await,
+            Self::Local(model) => {
+                let (model, texts) = (model.clone(), texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>());
+                let scores = move || model.scores(&query, &texts.iter().map(String::as_str).collect::<Vec<_>>());
+                let failed = |what: String| CallFailure {
+                    kind: FailureKind::ServerError,
+                    message: format!("cross-encoder: {what}"),
+                };
+                // A model takes milliseconds a text: other calls go on meanwhile.
+                let scores = tokio::task::spawn_blocking(scores).await;
+                scores.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))
+            }
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 #![allow(clippy::unwrap_used)]
 
-use crate::{SearchLimits, open_search};
+use crate::{LocalModels, SearchLimits, open_search};
 use querl_core::config::RetrievalConfig;
-use querl_core::ports::RetrievalRequest;
+use querl_core::ports::{LocalModelError, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use serde_json::{Value, json};
+use std::sync::Arc;
 use wiremock::matchers::{body_json, body_partial_json, path};
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
@@ -30,7 +31,7 @@ async fn ask(rerank: Value, asked: Value, answer: Value) -> Result<Vec<Hit>, Cal
     let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    open_search(&config, "shop").unwrap().search(&request, LIMITS).await
+    open_search(&config, "shop", &LocalModels::default()).unwrap().search(&request, LIMITS).await
 }
 
 fn seen(hits: &[Hit]) -> Vec<(&str, f64, u32)> {
@@ -100,4 +101,35 @@ async fn many_passages_go_in_several_calls() {
     let config = serde_json::from_value(json!({"kind": "tei", "url": server.uri(), "batch_size": 2})).unwrap();
     let service = super::RerankService::open(&config).unwrap();
     assert_eq!(service.scores("问", &["甲", "乙", "丙"]).await.unwrap(), [0.9, 0.9, 0.6]);
+}
+
+/// Scores a text by how many characters of the query it has.
+struct Overlap;
+
+impl PairScorer for Overlap {
+    fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError> {
+        let share = |text: &&str| text.chars().filter(|character| query.contains(*character)).count() as f64 / 4.0;
+        Ok(texts.iter().map(share).collect())
+    }
+}
+
+#[tokio::test]
+async fn a_model_in_this_process_ranks_what_the_index_finds() {
+    let folder = tempfile::tempdir().unwrap();
+    let knowledge_base = folder.path().join("kb.jsonl");
+    let passages = [("a", "鱼油价格"), ("b", "鱼油怎么吃")].map(|(id, text)| json!({"id": id, "text": text}));
+    querl_core::fsx::write_jsonl(&knowledge_base, passages).unwrap();
+    // Without a lexicon: the cross-encoder needs none.
+    let config: RetrievalConfig = serde_json::from_value(json!({
+        "kind": "embedded", "knowledge_base": knowledge_base, "index_dir": folder.path().join("indexes"),
+        "rerank": {"kind": "local", "path": folder.path(), "query": "{{query}}"},
+    }))
+    .unwrap();
+    let models = LocalModels { scorer: Some(Arc::new(Overlap)), ..LocalModels::default() };
+    let search = open_search(&config, "shop", &models).unwrap();
+    assert_eq!(search.name(), "embedded + cross-encoder");
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "怎么吃", context: &context, rewritten_query: "鱼油" };
+    let hits = search.search(&request, LIMITS).await.unwrap();
+    assert_eq!(seen(&hits), [("b", 0.75, 1)]);
 }

@@ -2,15 +2,15 @@
 //!
 //! It reads the need (product, intent, remaining words) from the query, its history and its profile, and what a passage is
 //! about from the passage's title and text, both through the tenant's lexicon. It never sees a rewrite: repeating words, listing
-//! products or emptying the query cannot raise a score. It is deterministic.
+//! products or emptying the query cannot raise a score. It is deterministic. What passages are about is read when they are indexed.
 
 use crate::lexicon::Lexicon;
 use crate::need::Need;
 use crate::passages::Passage;
-use crate::segment::words;
 use crate::text::normalise;
 use querl_core::records::Context;
-use std::collections::{HashMap, HashSet};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 /// Chosen so that product and intent together give more than 0.8, the right product with another intent 0.4 to 0.55, a sibling
@@ -33,67 +33,76 @@ mod weight {
 
 /// Scores the passages of one knowledge base.
 #[derive(Debug)]
-pub struct Reranker {
+pub(crate) struct Reranker {
     lexicon: Arc<Lexicon>,
-    passages: Vec<PassageTraits>,
-    /// Passages that hold a term, for its weight.
-    document_frequency: HashMap<Term, usize>,
     /// How alike two product names are, 0 to 1.
     name_likeness: Vec<Vec<f64>>,
 }
 
 /// What a passage is about, read once.
-#[derive(Debug)]
-struct PassageTraits {
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct PassageTraits {
     product: Option<usize>,
-    mentioned: HashSet<usize>,
+    mentioned: Vec<usize>,
     intents: Vec<f64>,
-    terms: HashSet<Term>,
+    /// Words and groups of synonyms, as [`term`] writes them, sorted.
+    pub(crate) terms: Vec<String>,
 }
 
-/// A word, or the group of synonyms it belongs to.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Term {
-    Word(String),
-    Group(usize),
+/// Counts of a knowledge base.
+pub(crate) trait Corpus {
+    /// All passages.
+    fn n_passages(&self) -> usize;
+
+    /// Those of which a term is a trait.
+    fn n_with(&self, term: &str) -> usize;
+}
+
+/// A need with the weights that its terms have in one knowledge base.
+#[derive(Debug)]
+pub(crate) struct WeighedNeed {
+    need: Need,
+    terms: Vec<(String, f64)>,
 }
 
 impl Reranker {
-    /// Reads what each passage is about.
-    pub fn new(lexicon: Arc<Lexicon>, passages: &[Passage]) -> Self {
-        let traits: Vec<PassageTraits> =
-            passages.iter().map(|passage| PassageTraits::read(&lexicon, passage)).collect();
-        let mut document_frequency = HashMap::new();
-        for term in traits.iter().flat_map(|passage| &passage.terms) {
-            *document_frequency.entry(term.clone()).or_insert(0) += 1;
-        }
+    /// A reranker by one tenant's words.
+    pub(crate) fn new(lexicon: Arc<Lexicon>) -> Self {
         let name_likeness = name_likeness(&lexicon);
-        Self { lexicon, passages: traits, document_frequency, name_likeness }
+        Self { lexicon, name_likeness }
     }
 
     /// What a query asks for, in its context.
-    pub fn need(&self, query: &str, context: &Context) -> Need {
+    pub(crate) fn need(&self, query: &str, context: &Context) -> Need {
         Need::read(&self.lexicon, query, context)
     }
 
-    /// How well the passage at `index` answers the need, 0 to 1.
-    pub fn score(&self, need: &Need, index: usize) -> f64 {
-        let passage = &self.passages[index];
+    /// A need against one knowledge base. Rare words count more; one that no passage holds counts as the rarest.
+    pub(crate) fn weigh(&self, need: Need, corpus: &impl Corpus) -> WeighedNeed {
+        let groups = need.wording.synonyms.iter().map(|group| (group_term(*group), 1.0));
+        let of_word = |word: &String| term(&self.lexicon, word);
+        let query = need.wording.words.iter().filter_map(|word| Some((of_word(word)?, 1.0)));
+        let profile = need.profile_words.iter().filter_map(|word| Some((of_word(word)?, weight::PROFILE_WORD)));
+        let mut terms: Vec<(String, f64)> = Vec::new();
+        for (term, share) in groups.chain(query).chain(profile) {
+            if terms.iter().all(|(known, _)| *known != term) {
+                let rarity = corpus.n_passages() as f64 / corpus.n_with(&term).max(1) as f64;
+                terms.push((term, share * rarity.ln().max(0.0)));
+            }
+        }
+        WeighedNeed { need, terms }
+    }
+
+    /// How well a passage answers the need, 0 to 1.
+    pub(crate) fn score(&self, weighed: &WeighedNeed, passage: &PassageTraits) -> f64 {
+        let need = &weighed.need;
         let product = self.product_match(need, passage);
         let intent = intent_match(need, passage);
         let logit = weight::BIAS
             + weight::PRODUCT * product
             + weight::INTENT * intent * (weight::INTENT_ALONE + (1.0 - weight::INTENT_ALONE) * product)
-            + weight::WORDS * self.word_match(need, passage);
+            + weight::WORDS * weighed.share_held(passage);
         1.0 / (1.0 + (-logit).exp())
-    }
-
-    /// Positions of all passages, best first; of equal scores the earlier passage first.
-    pub fn rank_all(&self, need: &Need) -> Vec<(usize, f64)> {
-        let mut ranked: Vec<(usize, f64)> =
-            (0..self.passages.len()).map(|index| (index, self.score(need, index))).collect();
-        ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
-        ranked
     }
 
     fn product_match(&self, need: &Need, passage: &PassageTraits) -> f64 {
@@ -108,25 +117,38 @@ impl Reranker {
         }
     }
 
-    /// Share of the query's words that the passage holds, rare words counting more; a word that no passage holds counts as the
-    /// rarest.
-    fn word_match(&self, need: &Need, passage: &PassageTraits) -> f64 {
-        let groups = need.wording.synonyms.iter().map(|group| (Term::Group(*group), 1.0));
-        let term = |word: &String| Term::of(&self.lexicon, word);
-        let query = need.wording.words.iter().filter_map(|word| Some((term(word)?, 1.0)));
-        let profile = need.profile_words.iter().filter_map(|word| Some((term(word)?, weight::PROFILE_WORD)));
+    /// What a passage is about.
+    pub(crate) fn traits(&self, passage: &Passage) -> PassageTraits {
+        let lexicon = &self.lexicon;
+        let (title_products, title) = lexicon.products_in(&normalise(&passage.title));
+        let (text_products, text) = lexicon.products_in(&normalise(&passage.text));
+        let words = lexicon.words(&title.iter().chain(&text).collect::<String>());
+        let words = words.iter().filter_map(|word| term(lexicon, word));
+        let groups = lexicon.synonyms_in(&text).into_iter().map(|found| group_term(found.value));
+        let named = |canonical: bool| title_products.iter().find(|found| found.value.canonical == canonical);
+        PassageTraits {
+            product: named(true).or(named(false)).map(|found| found.value.product),
+            mentioned: sorted(text_products.iter().map(|found| found.value.product)),
+            intents: passage_intents(lexicon, &title, &text),
+            terms: sorted(words.chain(groups)),
+        }
+    }
+}
+
+impl WeighedNeed {
+    /// Share of the query's words that the passage holds.
+    fn share_held(&self, passage: &PassageTraits) -> f64 {
         let (mut held, mut all) = (0.0, 1.0);
-        let mut seen = HashSet::new();
-        for (term, share) in groups.chain(query).chain(profile) {
-            let frequency = self.document_frequency.get(&term).copied().unwrap_or(1);
-            let value = share * (self.passages.len() as f64 / frequency as f64).ln().max(0.0);
-            if seen.insert(term.clone()) {
-                all += value;
-                held += if passage.terms.contains(&term) { value } else { 0.0 };
-            }
+        for (term, value) in &self.terms {
+            all += value;
+            held += if passage.terms.binary_search(term).is_ok() { *value } else { 0.0 };
         }
         held / all
     }
+}
+
+fn sorted<T: Ord>(values: impl Iterator<Item = T>) -> Vec<T> {
+    values.collect::<BTreeSet<T>>().into_iter().collect()
 }
 
 fn intent_match(need: &Need, passage: &PassageTraits) -> f64 {
@@ -136,30 +158,12 @@ fn intent_match(need: &Need, passage: &PassageTraits) -> f64 {
     need.intents.iter().zip(&passage.intents).map(|(wanted, held)| wanted * held).sum()
 }
 
-impl PassageTraits {
-    fn read(lexicon: &Lexicon, passage: &Passage) -> Self {
-        let (title_products, title) = lexicon.products_in(&normalise(&passage.title));
-        let (text_products, text) = lexicon.products_in(&normalise(&passage.text));
-        let terms: Vec<String> = words(&title.iter().chain(&text).collect::<String>());
-        let mut terms: HashSet<Term> = terms.iter().filter_map(|word| Term::of(lexicon, word)).collect();
-        terms.extend(lexicon.synonyms_in(&text).iter().map(|found| Term::Group(found.value)));
-        let named = |canonical: bool| title_products.iter().find(|found| found.value.canonical == canonical);
-        Self {
-            product: named(true).or(named(false)).map(|found| found.value.product),
-            mentioned: text_products.iter().map(|found| found.value.product).collect(),
-            intents: passage_intents(lexicon, &title, &text),
-            terms,
-        }
-    }
-}
-
 /// Shares of the intents in a passage, sum 1 or all 0; a title says what a text is about, its words only what it touches.
 fn passage_intents(lexicon: &Lexicon, title: &[char], text: &[char]) -> Vec<f64> {
     const TITLE: f64 = 10.0;
     let mut shares = vec![0.0; lexicon.intents().len()];
     for (place, value) in [(title, TITLE), (text, 1.0)] {
-        let touched: HashSet<usize> = lexicon.intents_in(place).iter().map(|found| found.value.intent).collect();
-        for intent in touched {
+        for intent in sorted(lexicon.intents_in(place).iter().map(|found| found.value.intent)) {
             shares[intent] += value;
         }
     }
@@ -170,14 +174,18 @@ fn passage_intents(lexicon: &Lexicon, title: &[char], text: &[char]) -> Vec<f64>
     shares
 }
 
-impl Term {
-    /// `None` for a single character that no list of synonyms holds: too many of those are particles.
-    fn of(lexicon: &Lexicon, word: &str) -> Option<Self> {
-        match lexicon.synonym_group(word) {
-            Some(group) => Some(Self::Group(group)),
-            None => (word.chars().count() > 1).then(|| Self::Word(word.to_owned())),
-        }
+/// A word as a trait: its group of synonyms, else itself. `None` for a single character that no list of synonyms holds: too many
+/// of those are particles.
+fn term(lexicon: &Lexicon, word: &str) -> Option<String> {
+    match lexicon.synonym_group(word) {
+        Some(group) => Some(group_term(group)),
+        None => (word.chars().count() > 1).then(|| word.to_owned()),
     }
+}
+
+/// No word begins with this sign.
+fn group_term(group: usize) -> String {
+    format!("#{group}")
 }
 
 /// Dice coefficient of the characters of two names.

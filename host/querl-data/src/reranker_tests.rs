@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use crate::embedded::EmbeddedRetriever;
-use crate::retrieval::SearchLimits;
+use crate::retrieval::{LocalModels, SearchLimits};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{Context, Hit};
@@ -38,9 +38,10 @@ fn retriever(folder: &tempfile::TempDir) -> EmbeddedRetriever {
     querl_core::fsx::write_jsonl(&knowledge_base, passages).unwrap();
     let config: RetrievalConfig = serde_json::from_value(json!({
         "kind": "embedded", "knowledge_base": knowledge_base, "lexicon": lexicon,
+        "index_dir": folder.path().join("indexes"),
     }))
     .unwrap();
-    EmbeddedRetriever::open(&config).unwrap()
+    EmbeddedRetriever::open(&config, &LocalModels::default()).unwrap()
 }
 
 fn history(text: &str) -> Context {
@@ -54,9 +55,9 @@ fn search(retriever: &EmbeddedRetriever, query: &str, context: &Context, rewritt
 }
 
 /// The score of each passage for one need.
-fn scores(retriever: &EmbeddedRetriever, query: &str, context: &Context) -> HashMap<&'static str, f64> {
-    let need = retriever.reranker().need(query, context);
-    (0..PASSAGES.len()).map(|index| (PASSAGES[index][0], retriever.reranker().score(&need, index))).collect()
+fn scores(retriever: &EmbeddedRetriever, query: &str, context: &Context) -> HashMap<String, f64> {
+    let need = retriever.need(query, context).unwrap();
+    retriever.rank_all(&need).unwrap().into_iter().map(|(passage, score)| (passage.id, score)).collect()
 }
 
 #[test]

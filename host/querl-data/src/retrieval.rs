@@ -7,7 +7,7 @@ use crate::rerank::Reranked;
 use crate::service::MappedService;
 use async_trait::async_trait;
 use querl_core::config::{RerankKind, RetrievalConfig, RetrievalKind, ServiceKind};
-use querl_core::ports::{RetrievalRequest, Retriever};
+use querl_core::ports::{Embedder, PairScorer, RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit};
 use std::sync::Arc;
 
@@ -33,27 +33,58 @@ pub trait Search: Send + Sync {
     fn name(&self) -> &str;
 }
 
+/// Whether a passage needs a score of the service that found it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scores {
+    /// It is what passages are ranked by.
+    Needed,
+    /// A reranker's will replace it.
+    Replaced,
+}
+
+impl Scores {
+    /// What a configuration needs.
+    pub(crate) fn of(config: &RetrievalConfig) -> Self {
+        if config.rerank.kind == RerankKind::None { Self::Needed } else { Self::Replaced }
+    }
+}
+
+/// Models in this process that a configuration names, opened by who knows models.
+#[derive(Clone, Default)]
+pub struct LocalModels {
+    /// `retrieval.embedding` of kind `local`.
+    pub embedder: Option<Arc<dyn Embedder>>,
+    /// `retrieval.rerank` of kind `local`.
+    pub scorer: Option<Arc<dyn PairScorer>>,
+}
+
 /// Opens the retrieval that the configuration names, for one tenant, with the limits that it sets.
 ///
 /// # Errors
 /// As [`open_search`].
-pub fn open_retriever(config: &RetrievalConfig, tenant: &str) -> Result<Arc<dyn Retriever>, DataError> {
-    Ok(Arc::new(Limited { search: open_search(config, tenant)?, limits: SearchLimits::of(config) }))
+pub fn open_retriever(
+    config: &RetrievalConfig,
+    tenant: &str,
+    models: &LocalModels,
+) -> Result<Arc<dyn Retriever>, DataError> {
+    Ok(Arc::new(Limited { search: open_search(config, tenant, models)?, limits: SearchLimits::of(config) }))
 }
 
 /// Opens the retrieval that the configuration names, for one tenant.
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or a file cannot be used. Whether a service answers shows at the first call.
-pub fn open_search(config: &RetrievalConfig, tenant: &str) -> Result<Arc<dyn Search>, DataError> {
+pub fn open_search(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> Result<Arc<dyn Search>, DataError> {
     let found: Arc<dyn Search> = match (config.kind, config.service) {
-        (RetrievalKind::Embedded, _) => Arc::new(EmbeddedRetriever::open(config)?),
+        (RetrievalKind::Embedded, _) => Arc::new(EmbeddedRetriever::open(config, models)?),
         (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant)?),
-        (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant)?),
+        (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models)?),
     };
     Ok(match config.rerank.kind {
         RerankKind::None => found,
-        RerankKind::Tei | RerankKind::Cohere => Arc::new(Reranked::open(&config.rerank, found)?),
+        RerankKind::Tei | RerankKind::Cohere | RerankKind::Local => {
+            Arc::new(Reranked::open(&config.rerank, found, models)?)
+        }
     })
 }
 

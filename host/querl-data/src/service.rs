@@ -1,23 +1,22 @@
 //! Retrieval by a service of another maker, through a mapping.
 
 use crate::calls::Caller;
-use crate::embedding::EmbeddingService;
+use crate::embedding::QueryEmbedding;
 use crate::error::DataError;
 use crate::general_rag::service_caller;
-use crate::mapping::{Asker, Mapping, Scores};
-use crate::retrieval::{Search, SearchLimits};
+use crate::mapping::{Asker, Mapping};
+use crate::retrieval::{LocalModels, Scores, Search, SearchLimits};
 use async_trait::async_trait;
-use querl_core::config::{EmbeddingKind, RerankKind, RetrievalConfig, ServiceKind};
+use querl_core::config::{RetrievalConfig, ServiceKind};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
 
 /// A service that a mapping describes.
-#[derive(Debug)]
 pub(crate) struct MappedService {
     caller: Caller,
     mapping: Mapping,
     /// Where the request has a place for a vector.
-    embedding: Option<EmbeddingService>,
+    embedding: Option<QueryEmbedding>,
     service: ServiceKind,
     tenant: String,
     kb_name: String,
@@ -29,10 +28,12 @@ impl MappedService {
     ///
     /// # Errors
     /// `retrieval.url` is not set or not an address, the variable of its key is not set, the mapping lacks something.
-    pub(crate) fn open(config: &RetrievalConfig, tenant: &str) -> Result<Self, DataError> {
+    pub(crate) fn open(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> Result<Self, DataError> {
         let mapping = Mapping::resolve(config)?;
-        let embedding = mapping.wants_embedding().then(|| open_embedding(config)).transpose()?;
-        let scores = if config.rerank.kind == RerankKind::None { Scores::Needed } else { Scores::Replaced };
+        let embedding = match mapping.wants_embedding() {
+            true => Some(QueryEmbedding::open(&config.embedding, models)?.ok_or_else(no_embedding)?),
+            false => None,
+        };
         Ok(Self {
             caller: service_caller(config)?,
             mapping,
@@ -40,26 +41,21 @@ impl MappedService {
             service: config.service,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
-            scores,
+            scores: Scores::of(config),
         })
     }
 }
 
-fn open_embedding(config: &RetrievalConfig) -> Result<EmbeddingService, DataError> {
-    match config.embedding.kind {
-        EmbeddingKind::Openai => EmbeddingService::open(&config.embedding),
-        EmbeddingKind::None => Err(DataError::setting(
-            "retrieval.mapping.request",
-            "has `{{embedding}}`, which retrieval.embedding makes; set its kind",
-        )),
-    }
+fn no_embedding() -> DataError {
+    let problem = "has `{{embedding}}`, which retrieval.embedding makes; set its kind";
+    DataError::setting("retrieval.mapping.request", problem)
 }
 
 #[async_trait]
 impl Search for MappedService {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
         let embedding = match &self.embedding {
-            Some(service) => Some(service.query(request.rewritten_query).await?),
+            Some(embedding) => Some(embedding.query(request.rewritten_query).await?),
             None => None,
         };
         let asker = Asker { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };

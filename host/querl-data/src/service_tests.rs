@@ -1,11 +1,12 @@
 //! Each ready adapter against an answer in the form that its service documents.
 #![allow(clippy::unwrap_used)]
 
-use crate::{SearchLimits, open_search};
+use crate::{LocalModels, SearchLimits, open_search};
 use querl_core::config::RetrievalConfig;
-use querl_core::ports::RetrievalRequest;
+use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use serde_json::{Value, json};
+use std::sync::Arc;
 use wiremock::matchers::{body_json, header, method, path};
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
@@ -27,7 +28,7 @@ async fn search(mut settings: Value, url: &str) -> Result<Vec<Hit>, CallFailure>
     let context = Context { user_profile: "孕妇".into(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    open_search(&config, "shop").unwrap().search(&request, LIMITS).await
+    open_search(&config, "shop", &LocalModels::default()).unwrap().search(&request, LIMITS).await
 }
 
 /// Id, text, score and rank of each.
@@ -145,6 +146,43 @@ async fn qdrant_is_sent_the_vector_that_an_embedding_service_makes() {
     assert_eq!(seen(&hits), [("42", "鱼油\n甲", 0.75, 1), ("own", "乙", 0.5, 2)]);
 }
 
+/// Makes the same vector of everything.
+struct Constant;
+
+impl Embedder for Constant {
+    fn embed(&self, texts: &[&str]) -> Result<Vec<Vec<f32>>, LocalModelError> {
+        assert_eq!(texts, ["查询：鱼油"]);
+        Ok(vec![vec![0.25, 0.5]])
+    }
+
+    fn dimension(&self) -> usize {
+        2
+    }
+
+    fn digest(&self) -> &str {
+        "constant"
+    }
+}
+
+#[tokio::test]
+async fn a_model_in_this_process_makes_the_vector_too() {
+    let server = MockServer::start().await;
+    let request = json!({"query": [0.25, 0.5], "limit": 3, "score_threshold": 0.25, "with_payload": true});
+    let answer = json!({"status": "ok", "result": {"points": [{"id": 1, "score": 0.5, "payload": {"text": "甲"}}]}});
+    let template = ResponseTemplate::new(200).set_body_json(answer);
+    Mock::given(body_json(request)).respond_with(template).mount(&server).await;
+    let config: RetrievalConfig = serde_json::from_value(json!({
+        "kind": "http", "service": "qdrant", "url": server.uri(), "max_retries": 0,
+        "embedding": {"kind": "local", "path": "unused", "query_prefix": "查询："},
+    }))
+    .unwrap();
+    let models = LocalModels { embedder: Some(Arc::new(Constant)), ..LocalModels::default() };
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "鱼油", context: &context, rewritten_query: "鱼油" };
+    let hits = open_search(&config, "shop", &models).unwrap().search(&request, LIMITS).await.unwrap();
+    assert_eq!(seen(&hits), [("1", "甲", 0.5, 1)]);
+}
+
 #[tokio::test]
 async fn a_mapping_of_ones_own_needs_no_adapter() {
     let settings = json!({"service": "custom", "kb_name": "k", "mapping": {
@@ -195,7 +233,7 @@ fn a_mapping_that_cannot_be_used_is_refused_before_any_call() {
         settings["kind"] = json!("http");
         settings["url"] = json!("http://127.0.0.1:1/");
         let config: RetrievalConfig = serde_json::from_value(settings).unwrap();
-        open_search(&config, "shop").err().unwrap().to_string()
+        open_search(&config, "shop", &LocalModels::default()).err().unwrap().to_string()
     };
     for (settings, said) in [
         (json!({"service": "custom"}), "retrieval.mapping.request is not set; retrieval.service = \"custom\" needs it"),

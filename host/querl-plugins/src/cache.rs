@@ -87,13 +87,6 @@ impl CompiledCache {
     }
 }
 
-/// The user's cache folder: `$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or `~/.cache/querl`.
-pub(crate) fn user_folder() -> Option<PathBuf> {
-    let folder = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let in_home = || Some(folder("HOME")?.join(".cache/querl"));
-    folder("QUERL_CACHE_DIR").or_else(|| folder("XDG_CACHE_HOME").map(|base| base.join("querl"))).or_else(in_home)
-}
-
 fn engine_key(engine: &Engine) -> String {
     struct Sha(Sha256);
     impl Hasher for Sha {

@@ -1,6 +1,6 @@
 //! The host: loads plugins and configures them into ports.
 
-use crate::cache::{self, CompiledCache};
+use crate::cache::CompiledCache;
 use crate::call::{Caller, Load, Observer};
 use crate::compile::Compiler;
 use crate::digest::ComponentDigest;
@@ -99,7 +99,7 @@ impl PluginHost {
     pub fn new(options: HostOptions) -> Result<Self, PluginError> {
         let n_slots = options.n_slots.max(1);
         let engine = engine::start(&options.limits, n_slots)?;
-        let cache = CompiledCache::open(options.cache_dir.or_else(cache::user_folder), &engine);
+        let cache = CompiledCache::open(options.cache_dir.or_else(querl_core::cache_dir::user_cache_folder), &engine);
         let shared = Shared {
             cache,
             limits: options.limits,

@@ -4,7 +4,7 @@
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{Context, FailureKind};
-use querl_data::{open_retriever, open_search};
+use querl_data::{LocalModels, open_retriever, open_search};
 use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -31,7 +31,8 @@ fn embedded(folder: &Path, name: &str, passages: &[[&str; 3]]) -> Value {
     std::fs::write(&lexicon, LEXICON).unwrap();
     let passages = passages.iter().map(|[id, title, text]| json!({"id": id, "title": title, "text": text}));
     querl_core::fsx::write_jsonl(&knowledge_base, passages).unwrap();
-    json!({"kind": "embedded", "knowledge_base": knowledge_base, "lexicon": lexicon, "score_threshold": 0.0})
+    json!({"kind": "embedded", "knowledge_base": knowledge_base, "lexicon": lexicon, "score_threshold": 0.0,
+        "index_dir": folder.join("indexes")})
 }
 
 fn config(value: &Value) -> RetrievalConfig {
@@ -43,7 +44,12 @@ async fn server(folder: &Path) -> String {
     let base = |tenant: &str, kb_name: &str, passages: &[[&str; 3]]| KnowledgeBase {
         tenant: tenant.into(),
         kb_name: kb_name.into(),
-        search: open_search(&config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages)), tenant).unwrap(),
+        search: open_search(
+            &config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages)),
+            tenant,
+            &LocalModels::default(),
+        )
+        .unwrap(),
     };
     let bases = vec![base("shop", "default", &SHOP), base("shop", "archive", &OTHER), base("rival", "default", &OTHER)];
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -55,7 +61,7 @@ async fn server(folder: &Path) -> String {
 fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
     let config =
         config(&json!({"kind": "http", "url": url, "kb_name": kb_name, "score_threshold": 0.0, "max_retries": 0}));
-    open_retriever(&config, tenant).unwrap()
+    open_retriever(&config, tenant, &LocalModels::default()).unwrap()
 }
 
 async fn post(url: &str, body: Value) -> (u16, Value) {
@@ -69,7 +75,8 @@ async fn post(url: &str, body: Value) -> (u16, Value) {
 #[tokio::test]
 async fn what_is_found_over_http_is_what_is_found_in_this_process() {
     let folder = tempfile::tempdir().unwrap();
-    let here = open_retriever(&config(&embedded(folder.path(), "here", &SHOP)), "shop").unwrap();
+    let here =
+        open_retriever(&config(&embedded(folder.path(), "here", &SHOP)), "shop", &LocalModels::default()).unwrap();
     let there = client(&server(folder.path()).await, "default", "shop");
     let context = Context { user_profile: "孕妇".into(), history_summary: "在看鱼油".into() };
     for rewrite in ["深海鱼油软胶囊 食用方法", "藻油", "没有这样的词", ""] {
@@ -171,7 +178,7 @@ fn two_knowledge_bases_of_one_name_are_refused() {
     let base = || KnowledgeBase {
         tenant: "shop".into(),
         kb_name: "default".into(),
-        search: open_search(&config(&embedded(folder.path(), "x", &SHOP)), "shop").unwrap(),
+        search: open_search(&config(&embedded(folder.path(), "x", &SHOP)), "shop", &LocalModels::default()).unwrap(),
     };
     let error = general_rag(vec![base(), base()]).unwrap_err().to_string();
     assert_eq!(error, "tenant `shop` has two knowledge bases named `default`; give each its own `retrieval.kb_name`");

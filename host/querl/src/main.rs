@@ -19,6 +19,7 @@ mod lengths;
 mod metrics_log;
 mod plugins;
 mod report;
+mod retrieval;
 mod run;
 mod stages;
 mod tensorboard;

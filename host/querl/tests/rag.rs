@@ -73,6 +73,15 @@ fn check_says_what_it_understood() {
 }
 
 #[test]
+fn an_interrupt_ends_a_server_well() {
+    let project = Project::new();
+    let mut server = Server::start(&project, &[]);
+    let pid = server.process.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    assert_eq!(server.process.wait().unwrap().code(), Some(0));
+}
+
+#[test]
 fn a_server_without_a_knowledge_base_or_address_ends_with_a_sentence() {
     let project = Project::new();
     let server = Server::start(&project, &[]);
@@ -83,4 +92,61 @@ fn a_server_without_a_knowledge_base_or_address_ends_with_a_sentence() {
     let said = project.querl(&["rag", "serve", "querl.toml", "querl.toml"]);
     assert_eq!(said.code, Some(2), "{said:#?}");
     assert!(said.stderr.contains("tenant `fivedoctors` has two knowledge bases named `default`"), "{said:#?}");
+}
+
+#[test]
+fn a_mapping_reads_a_service_as_its_own_client_does() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
+    let server = Server::start(&project, &[]);
+    project.edit("kind = \"embedded\"", &format!("kind = \"http\"\nservice = \"custom\"\nurl = \"{}\"", server.url));
+    project.edit(
+        "[model]",
+        r#"[retrieval.mapping]
+list = ["/data/recall"]
+id = ["/id"]
+text = ["/content"]
+score = ["/reranker_score"]
+status = "/status"
+success = ["200"]
+[retrieval.mapping.request]
+query = "{{query}}"
+rewritten_query = "{{rewritten_query}}"
+tenant_id = "{{tenant}}"
+kb_name = "{{kb_name}}"
+history = "{{history}}"
+user_profile = "{{user_profile}}"
+top_k = "{{top_k}}"
+score_threshold = "{{service_threshold}}"
+[model]"#,
+    );
+    project.querl(&["run", "querl.toml", "--to", "validate", "--out", "mapped"]).ok();
+    let hits = |folder: &str| -> Vec<(String, f64)> {
+        let rows = project.read(&format!("{folder}/data/validated.jsonl"));
+        let rows = rows.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        rows.flat_map(|row| row["retrieval"]["Ok"].as_array().unwrap().clone())
+            .map(|hit| (hit["id"].as_str().unwrap().to_owned(), hit["reranker_score"].as_f64().unwrap()))
+            .collect()
+    };
+    assert!(hits("run").len() > 40);
+    assert_eq!(hits("mapped"), hits("run"));
+}
+
+#[test]
+fn models_in_this_process_take_part() {
+    let project = Project::new();
+    let golden = support::repository().join("tests/reference/golden/encoders");
+    let path = |key: &str, name: &str| format!("retrieval.{key}.path={}", golden.join(name).display());
+    let (embedding, reranker) = (path("embedding", "bert-cls"), path("rerank", "xlm-roberta-reranker"));
+    let check = |reranker: &str| {
+        let settings = ["retrieval.embedding.kind=local", &embedding, "retrieval.rerank.kind=local", reranker];
+        let flags = settings.iter().flat_map(|setting| ["--set", setting]);
+        project.querl(&["rag", "check", "querl.toml"].into_iter().chain(flags).collect::<Vec<_>>())
+    };
+    let said = check(&reranker).ok();
+    assert!(said.stdout.starts_with("retrieval embedded, hybrid + cross-encoder, tenant fivedoctors\n"), "{said:#?}");
+    assert!(said.stdout.contains("ok  answers  3 of 3 queries were answered\n"), "{said:#?}");
+    let said = check(&path("rerank", "bert-cls"));
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("bert-cls/config.json: has 2 labels; a reranker has 1"), "{said:#?}");
 }

@@ -1,4 +1,4 @@
-//! Who may know whom. core <- data, bundle, model; bundle <- registry, plugins; plugins <- conformance; model <- train <- device
+//! Who may know whom. core <- data, bundle, model, encoder; bundle <- registry, plugins; plugins <- conformance; model <- train <- device
 //! <- cuda; core <- eval; data <- serve; all <- querl.
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Crates of this workspace, and which others of it they may depend on, in tests too.
-const ALLOWED: [(&str, &[&str]); 15] = [
+const ALLOWED: [(&str, &[&str]); 16] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core"]),
     ("querl-bundle", &["querl-core"]),
@@ -21,6 +21,7 @@ const ALLOWED: [(&str, &[&str]); 15] = [
     ("querl-device", &["querl-core", "querl-model", "querl-train"]),
     ("querl-cuda", &["querl-core", "querl-device", "querl-model", "querl-train"]),
     ("querl-eval", &["querl-core"]),
+    ("querl-encoder", &["querl-core"]),
     ("querl-serve", &["querl-core", "querl-data"]),
     (
         "querl",
@@ -36,6 +37,7 @@ const ALLOWED: [(&str, &[&str]); 15] = [
             "querl-device",
             // In its tests alone: the program opens the library, and is not linked with it.
             "querl-cuda",
+            "querl-encoder",
             "querl-eval",
             "querl-serve",
         ],
@@ -45,7 +47,7 @@ const ALLOWED: [(&str, &[&str]); 15] = [
 ];
 
 /// What a crate must not even get through others, with the reason.
-const FORBIDDEN: [(&str, &[&str], &str); 12] = [
+const FORBIDDEN: [(&str, &[&str], &str); 13] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
     (
@@ -61,6 +63,7 @@ const FORBIDDEN: [(&str, &[&str], &str); 12] = [
     ("querl-cuda", &["wasmtime", "reqwest", "tokio"], "the library does jobs and nothing else"),
     ("querl", &["querl-cuda"], "a program linked with CUDA does not start without its driver"),
     ("querl-eval", &["candle-core", "wasmtime", "reqwest", "tokio"], "figures are pure"),
+    ("querl-encoder", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-serve", &["candle-core", "wasmtime"], "an interface knows no machinery"),
 ];
 

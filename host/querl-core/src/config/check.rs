@@ -2,7 +2,8 @@
 
 use super::conform::{Violation, wrong};
 use super::{
-    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind, TeacherKind,
+    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind,
+    TeacherKind,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -20,6 +21,9 @@ enum Names {
 pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
     for (_, _, path) in paths(config) {
         *path = clean(base.join(&*path));
+    }
+    if let Some(path) = &mut config.retrieval.index_dir {
+        *path = std::path::absolute(base.join(&*path)).unwrap_or_else(|_| path.clone());
     }
     config.output_dir = std::path::absolute(&config.output_dir).unwrap_or_else(|_| config.output_dir.clone());
 }
@@ -40,9 +44,18 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
         ("teacher.path", &mut config.teacher.path),
         ("retrieval.knowledge_base", &mut config.retrieval.knowledge_base),
         ("retrieval.lexicon", &mut config.retrieval.lexicon),
+        ("retrieval.user_dictionary", &mut config.retrieval.user_dictionary),
+        ("retrieval.synonyms", &mut config.retrieval.synonyms),
     ];
     for (key, path) in optional {
         paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::File, path)));
+    }
+    let models = [
+        ("retrieval.embedding.path", &mut config.retrieval.embedding.path),
+        ("retrieval.rerank.path", &mut config.retrieval.rerank.path),
+    ];
+    for (key, path) in models {
+        paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::Folder, path)));
     }
     let filters = config.plugins.filters.iter_mut().map(|plugin| &mut plugin.path).enumerate();
     paths.extend(filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), Names::FileOrFolder, path)));
@@ -158,22 +171,35 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     match retrieval.kind {
         RetrievalKind::Embedded => {
             need("retrieval.knowledge_base", retrieval.knowledge_base.is_some(), "retrieval.kind = \"embedded\"");
-            need("retrieval.lexicon", retrieval.lexicon.is_some(), "retrieval.kind = \"embedded\"");
+            let by = "retrieval.kind = \"embedded\" without a retrieval.rerank";
+            need("retrieval.lexicon", retrieval.lexicon.is_some() || retrieval.rerank.kind != RerankKind::None, by);
         }
         RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
     }
-    if retrieval.embedding.kind == EmbeddingKind::Openai {
-        need("retrieval.embedding.url", retrieval.embedding.url.is_some(), "retrieval.embedding.kind = \"openai\"");
-        need("retrieval.embedding.model", retrieval.embedding.model.is_some(), "retrieval.embedding.kind = \"openai\"");
+    let embedding = &retrieval.embedding;
+    match embedding.kind {
+        EmbeddingKind::None => {}
+        EmbeddingKind::Openai => {
+            need("retrieval.embedding.url", embedding.url.is_some(), "retrieval.embedding.kind = \"openai\"");
+            need("retrieval.embedding.model", embedding.model.is_some(), "retrieval.embedding.kind = \"openai\"");
+        }
+        EmbeddingKind::Local => {
+            need("retrieval.embedding.path", embedding.path.is_some(), "retrieval.embedding.kind = \"local\"");
+        }
     }
     let rerank = &retrieval.rerank;
     match rerank.kind {
         RerankKind::None => {}
+        RerankKind::Local => need("retrieval.rerank.path", rerank.path.is_some(), "retrieval.rerank.kind = \"local\""),
         RerankKind::Tei => need("retrieval.rerank.url", rerank.url.is_some(), "retrieval.rerank.kind = \"tei\""),
         RerankKind::Cohere => {
             need("retrieval.rerank.url", rerank.url.is_some(), "retrieval.rerank.kind = \"cohere\"");
             need("retrieval.rerank.model", rerank.model.is_some(), "retrieval.rerank.kind = \"cohere\"");
         }
+    }
+    if retrieval.kind == RetrievalKind::Embedded && embedding.kind == EmbeddingKind::Openai {
+        let expected = "local or none, as the embedded index makes its vectors in this process";
+        violations.push(wrong_text("retrieval.embedding.kind", "openai", expected));
     }
     check_endpoint("teacher", &teacher.endpoint(), violations);
     check_endpoint("judge", &judge.endpoint(), violations);

@@ -3,6 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// Which interface a retrieval service speaks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -89,14 +90,20 @@ pub enum EmbeddingKind {
     None,
     /// A service with OpenAI's interface: `POST /v1/embeddings`.
     Openai,
+    /// A BERT-type model in this process.
+    Local,
 }
 
-/// An embedding model: makes the vector of a rewritten query where a service wants one.
+/// An embedding model: makes the vector of a rewritten query where a service wants one; with a local model, the embedded index finds
+/// passages by their vectors, too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EmbeddingConfig {
     /// Which.
     pub kind: EmbeddingKind,
+    /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa, such as those named `bge`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<PathBuf>,
     /// `openai`: the full address of the route.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
@@ -122,6 +129,7 @@ impl Default for EmbeddingConfig {
     fn default() -> Self {
         Self {
             kind: EmbeddingKind::None,
+            path: None,
             url: None,
             model: None,
             api_key_env: String::new(),
@@ -144,6 +152,8 @@ pub enum RerankKind {
     Tei,
     /// Cohere's interface, which vLLM, Jina and others speak: `POST /v1/rerank`.
     Cohere,
+    /// A BERT-type cross-encoder in this process.
+    Local,
 }
 
 /// What a reranker's numbers are.
@@ -163,6 +173,9 @@ pub enum RerankScores {
 pub struct RerankConfig {
     /// Which.
     pub kind: RerankKind,
+    /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa with one label, such as those named `bge-reranker`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<PathBuf>,
     /// `tei`, `cohere`: the full address of the route.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
@@ -196,6 +209,7 @@ impl Default for RerankConfig {
     fn default() -> Self {
         Self {
             kind: RerankKind::None,
+            path: None,
             url: None,
             model: None,
             api_key_env: String::new(),

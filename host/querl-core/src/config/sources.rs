@@ -187,7 +187,7 @@ impl Default for JudgeConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RetrievalKind {
-    /// A full-text index in this process.
+    /// An index in this process.
     Embedded,
     /// A service that is asked over HTTP.
     Http,
@@ -218,6 +218,15 @@ pub struct RetrievalConfig {
     /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms.
     #[serde(default)]
     pub lexicon: Option<PathBuf>,
+    /// `embedded`: words that stay whole when texts are cut into words, jieba's form: `word [frequency] [tag]` a line.
+    #[serde(default)]
+    pub user_dictionary: Option<PathBuf>,
+    /// `embedded`: words of one meaning a line, separated by commas; a query for one finds passages with any.
+    #[serde(default)]
+    pub synonyms: Option<PathBuf>,
+    /// `embedded`: where indexes are kept; by default the user's cache folder.
+    #[serde(default)]
+    pub index_dir: Option<PathBuf>,
     /// `http`: which interface the service speaks.
     #[serde(default)]
     pub service: ServiceKind,

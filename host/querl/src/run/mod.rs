@@ -6,6 +6,7 @@ pub mod pins;
 use crate::device::Place;
 use crate::environment::Services;
 use crate::plugins::Plugins;
+use crate::retrieval::local_models;
 use crate::stages::StageName;
 use crate::training;
 use anyhow::Context;
@@ -85,7 +86,8 @@ impl Run {
         if let Some(open) = self.retriever.get() {
             return Ok(open.clone());
         }
-        let opened = querl_data::open_retriever(&self.config.retrieval, &self.config.tenant)?;
+        let models = local_models(&self.config.retrieval)?;
+        let opened = querl_data::open_retriever(&self.config.retrieval, &self.config.tenant, &models)?;
         Ok(self.retriever.get_or_init(|| opened).clone())
     }
 

@@ -73,7 +73,15 @@ impl Inputs {
     /// # Errors
     /// It cannot be read.
     pub fn model(&mut self, path: &Path) -> anyhow::Result<&mut Self> {
-        self.0.insert("model".into(), digest_folder(path, is_of_model)?);
+        self.other_model("model", path)
+    }
+
+    /// As [`Self::model`], of a model that is not the one to train.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn other_model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
+        self.0.insert(name.into(), digest_folder(path, is_of_model)?);
         Ok(self)
     }
 

@@ -20,15 +20,36 @@ const ENDPOINT: [&str; 5] = ["base_url", "model", "temperature", "max_tokens", "
 pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     let retrieval = &run.config.retrieval;
     inputs.text("tenant", &run.config.tenant);
-    let except = [&CALLS[..], &["knowledge_base", "lexicon", "embedding", "rerank"]].concat();
+    let except =
+        [&CALLS[..], &["knowledge_base", "lexicon", "user_dictionary", "synonyms", "index_dir", "embedding", "rerank"]]
+            .concat();
     inputs.section("retrieval", retrieval, &except)?;
     if retrieval.embedding.kind != EmbeddingKind::None {
-        inputs.section("retrieval.embedding", &retrieval.embedding, &CALLS)?;
+        inputs.section("retrieval.embedding", &retrieval.embedding, &[&CALLS[..], &["path"]].concat())?;
     }
     if retrieval.rerank.kind != RerankKind::None {
-        inputs.section("retrieval.rerank", &retrieval.rerank, &[&CALLS[..], &["batch_size"]].concat())?;
+        inputs.section("retrieval.rerank", &retrieval.rerank, &[&CALLS[..], &["batch_size", "path"]].concat())?;
     }
-    for (name, path) in [("knowledge base", &retrieval.knowledge_base), ("lexicon", &retrieval.lexicon)] {
+    let models = [
+        ("embedding model", &retrieval.embedding.path, retrieval.embedding.kind == EmbeddingKind::Local),
+        ("cross-encoder", &retrieval.rerank.path, retrieval.rerank.kind == RerankKind::Local),
+    ];
+    for (name, path, used) in models {
+        if let Some(path) = path.as_ref().filter(|_| used) {
+            inputs.other_model(name, path)?;
+            let pooling = path.join("1_Pooling/config.json");
+            if pooling.is_file() {
+                inputs.file(&format!("pooling of {name}"), &pooling)?;
+            }
+        }
+    }
+    let files = [
+        ("knowledge base", &retrieval.knowledge_base),
+        ("lexicon", &retrieval.lexicon),
+        ("user dictionary", &retrieval.user_dictionary),
+        ("synonyms", &retrieval.synonyms),
+    ];
+    for (name, path) in files {
         if let Some(path) = path {
             inputs.file(name, path)?;
         }

@@ -3,6 +3,7 @@
 use crate::cli::{ConfigArgs, Format};
 use crate::failure::Stop;
 use crate::interrupt;
+use crate::retrieval::local_models;
 use anyhow::Context as _;
 use clap::Args;
 use querl_core::config::Config;
@@ -70,7 +71,7 @@ struct Report {
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let questions = questions(args, &config)?;
-    let search = open_search(&config.retrieval, &config.tenant)?;
+    let search = open_search(&config.retrieval, &config.tenant, &local_models(&config.retrieval)?)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
     let queries =
         interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, SearchLimits::of(&config.retrieval)))?;

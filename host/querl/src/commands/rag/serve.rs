@@ -2,6 +2,7 @@
 
 use crate::failure::Stop;
 use crate::interrupt;
+use crate::retrieval::local_models;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Overrides, RetrievalConfig, RetrievalKind, load};
@@ -50,7 +51,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
 fn open(path: &PathBuf, set: &[String]) -> anyhow::Result<KnowledgeBase> {
     let config = load(path, &Overrides { set: set.to_vec(), ..Overrides::default() })?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
-    let search = querl_data::open_search(&retrieval, &config.tenant)?;
+    let search = querl_data::open_search(&retrieval, &config.tenant, &local_models(&retrieval)?)?;
     Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search })
 }
 

@@ -1,0 +1,93 @@
+//! How well a passage answers a query, read together.
+
+use crate::backbone::Backbone;
+use crate::directory::{Architecture, Directory};
+use crate::error::EncoderError;
+use crate::tokens::Tokens;
+use candle_core::{IndexOp, Tensor};
+use candle_nn::{Linear, Module, VarBuilder, linear};
+use querl_core::ports::{LocalModelError, PairScorer};
+use std::path::Path;
+
+/// Pairs of one forward pass.
+const BATCH_SIZE: usize = 16;
+
+/// A model with one number for a pair of texts, such as those named `bge-reranker`.
+pub struct CrossEncoder {
+    backbone: Backbone,
+    head: Head,
+    tokens: Tokens,
+}
+
+/// Two layers over the first token's state, with the hyperbolic tangent between them. BERT calls the first its pooler.
+struct Head {
+    dense: Linear,
+    output: Linear,
+}
+
+impl CrossEncoder {
+    /// Reads a directory.
+    ///
+    /// # Errors
+    /// A file is missing, or not that of such a model; the model has more than one label.
+    pub fn open(folder: &Path) -> Result<Self, EncoderError> {
+        let directory = Directory::open(folder)?;
+        let n_labels = n_labels(&directory);
+        if n_labels != 1 {
+            let problem = format!("has {n_labels} labels; a reranker has 1");
+            return Err(EncoderError::file(&directory.path("config.json"), problem));
+        }
+        let weights = directory.weights()?;
+        Ok(Self {
+            backbone: Backbone::load(&directory, &weights)?,
+            head: Head::load(&directory, &weights)
+                .map_err(|error| EncoderError::file(&directory.path("model.safetensors"), error))?,
+            tokens: Tokens::open(&directory)?,
+        })
+    }
+
+    /// One number a text, in order: the model's own, of any size.
+    ///
+    /// # Errors
+    /// The tokenizer or a computation fails.
+    pub fn logits(&self, query: &str, texts: &[&str]) -> Result<Vec<f32>, EncoderError> {
+        let mut logits = Vec::with_capacity(texts.len());
+        for texts in texts.chunks(BATCH_SIZE) {
+            let pairs: Vec<(&str, &str)> = texts.iter().map(|text| (query, *text)).collect();
+            let batch = self.tokens.batch(pairs)?;
+            let states = self.backbone.forward(&batch)?; // (B, T, H)
+            logits.extend(self.head.forward(&states)?.flatten_all()?.to_vec1::<f32>()?);
+        }
+        Ok(logits)
+    }
+}
+
+impl PairScorer for CrossEncoder {
+    fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError> {
+        let logits = self.logits(query, texts).map_err(|error| LocalModelError(error.to_string()))?;
+        Ok(logits.into_iter().map(|logit| 1.0 / (1.0 + (-f64::from(logit)).exp())).collect())
+    }
+}
+
+impl Head {
+    fn load(directory: &Directory, weights: &VarBuilder<'static>) -> candle_core::Result<Self> {
+        let hidden = directory.number("hidden_size").map_err(candle_core::Error::wrap)?;
+        let (dense, output) = match directory.architecture {
+            Architecture::Bert => ("bert.pooler.dense", "classifier"),
+            Architecture::XlmRoberta => ("classifier.dense", "classifier.out_proj"),
+        };
+        Ok(Self { dense: linear(hidden, hidden, weights.pp(dense))?, output: linear(hidden, 1, weights.pp(output))? })
+    }
+
+    /// `states`: `(B, T, H)`. Returns `(B, 1)`.
+    fn forward(&self, states: &Tensor) -> candle_core::Result<Tensor> {
+        let first = states.i((.., 0))?.contiguous()?; // (B, H)
+        self.output.forward(&self.dense.forward(&first)?.tanh()?)
+    }
+}
+
+fn n_labels(directory: &Directory) -> usize {
+    let labels = directory.config["id2label"].as_object().map(serde_json::Map::len);
+    // Two is what transformers takes where a file says nothing.
+    labels.or_else(|| directory.config["num_labels"].as_u64().map(|number| number as usize)).unwrap_or(2)
+}
