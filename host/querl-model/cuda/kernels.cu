@@ -1,6 +1,7 @@
 // All kernels of the device in one translation unit: one module, loaded once. See each header for what its kernels do.
 #include "adamw.cuh"
 #include "attention.cuh"
+#include "columns.cuh"
 #include "decode.cuh"
 #include "dropout.cuh"
 #include "elementwise.cuh"

@@ -3,15 +3,18 @@
 //! ```sh
 //! cargo run --release -p querl-model --example precision -- examples/tiny-qwen3 examples/fivedoctors/knowledge_base.jsonl
 //! ```
+//! With the feature `cuda` and a third argument such as `cuda:0` the stored bases are a card's, whose activations are bf16; the f32
+//! base that they are compared with is the CPU's.
+//!
 //! The texts are the lines of the file as they stand, at most 128 tokens of each. Printed for each type: bytes of the base's
 //! weights, mean and largest error of a logit (the mean size of a centred logit beside it), mean divergence
 //! KL(f32 || type) of the next token in nats, share of positions with the same most likely token, and the change of the mean
 //! negative log-probability of the text.
 #![allow(clippy::unwrap_used)] // a program for people who measure
 
-use candle_core::{D, Tensor};
+use candle_core::{D, Device, Tensor};
 use querl_core::config::BaseDtype;
-use querl_model::{Decoder, PackedBatch, Pass, TextTokenizer, Weights};
+use querl_model::{Decoder, PackedBatch, Pass, Place, TextTokenizer, Weights};
 use std::path::PathBuf;
 
 const TOKENS_PER_TEXT: usize = 128;
@@ -26,9 +29,24 @@ fn run(decoder: &Decoder, texts: &[Vec<u32>]) -> (Tensor, f64) {
         targets.extend_from_slice(&text[1..]);
     }
     let hidden = decoder.hidden_at(&batch, &rows, &Pass::with(None)).unwrap();
-    let logits = decoder.logits(&hidden, None).unwrap();
+    let logits = decoder.logits(&hidden, None).unwrap().to_device(&Device::Cpu).unwrap();
     let logprobs = decoder.token_logprobs(&hidden, targets, 1.0, None).unwrap().narrow(1, 0, 1).unwrap();
     (logits, -f64::from(logprobs.mean_all().unwrap().to_scalar::<f32>().unwrap()))
+}
+
+/// The CPU, or the card that is named, with what it stores.
+fn place(name: Option<String>) -> (Place, Vec<BaseDtype>) {
+    let storages = vec![BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
+    match name.as_deref() {
+        None | Some("cpu") => (Place::Cpu, storages),
+        #[cfg(feature = "cuda")]
+        Some(name) => {
+            let index = name.strip_prefix("cuda:").expect("`cpu` or `cuda:N`").parse().unwrap();
+            (Place::Card(querl_model::device::Gpu::new(index).unwrap()), Place::CARD_STORAGES.to_vec())
+        }
+        #[cfg(not(feature = "cuda"))]
+        Some(name) => panic!("this build knows no device `{name}`; build it with the feature `cuda`"),
+    }
 }
 
 fn mean(tensor: &Tensor) -> f32 {
@@ -36,8 +54,10 @@ fn mean(tensor: &Tensor) -> f32 {
 }
 
 fn main() {
-    let mut arguments = std::env::args().skip(1).map(PathBuf::from);
-    let (model, file) = (arguments.next().expect("a model directory"), arguments.next().expect("a file of texts"));
+    let mut arguments = std::env::args().skip(1);
+    let model = PathBuf::from(arguments.next().expect("a model directory"));
+    let file = PathBuf::from(arguments.next().expect("a file of texts"));
+    let (place, storages) = place(arguments.next());
     let tokenizer = TextTokenizer::load(&model).unwrap();
     let lines = std::fs::read_to_string(&file).unwrap();
     let encode = |line: &str| tokenizer.encode(line).unwrap().into_iter().take(TOKENS_PER_TEXT).collect::<Vec<u32>>();
@@ -52,8 +72,8 @@ fn main() {
     );
     println!("| dtype | mean error of a logit | largest | KL, nats | same first choice | loss |");
     println!("|---|---|---|---|---|---|");
-    for dtype in [BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
-        let (logits, loss) = run(&Decoder::load_as(&model, Weights::Frozen, dtype).unwrap(), &texts);
+    for dtype in storages {
+        let (logits, loss) = run(&Decoder::load_on(&model, Weights::Frozen, dtype, &place).unwrap(), &texts);
         let error = (&logits - &exact).unwrap().abs().unwrap();
         let log_p = candle_nn::ops::log_softmax(&logits, D::Minus1).unwrap();
         let divergence = (exact_log_p.exp().unwrap() * (&exact_log_p - log_p).unwrap()).unwrap().sum(1).unwrap();

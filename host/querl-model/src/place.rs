@@ -30,11 +30,9 @@ impl Place {
 
     /// Refuses what a model here cannot be.
     pub(crate) fn check(&self, weights: Weights, dtype: BaseDtype) -> Result<(), ModelError> {
-        if matches!(self, Self::Cpu) {
+        // Trained weights are f32 everywhere.
+        if matches!(self, Self::Cpu) || weights == Weights::Trained {
             return Ok(());
-        }
-        if weights == Weights::Trained {
-            return Err(only_on_cpu("full fine-tuning (`sft.method = \"full\"`)").into());
         }
         match Self::CARD_STORAGES.contains(&dtype) {
             true => Ok(()),

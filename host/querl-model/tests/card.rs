@@ -5,12 +5,12 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
 use querl_model::device::Gpu;
 use querl_model::{
     Decoder, DecoderConfig, Dropout, Keep, LoraAdapter, LoraSettings, ModelError, Modules, PackedBatch, Pass, Place,
-    Ranks, Recompute, Weights, backward, run_ranks,
+    Ranks, Recompute, SavedCopies, Weights, backward, run_ranks,
 };
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,6 +25,10 @@ const TOLERANCE: f32 = 0.025;
 /// Of a gradient: length of the difference over the length of the CPU's. Worst found: 0.086,
 /// with dropout and without alike.
 const GRADIENT_TOLERANCE: f32 = 0.1;
+
+/// The same with magnitudes. PEFT in bf16 beside itself in f32 on `qwen2-untied` with these values: 0.125, without magnitudes 0.091.
+/// Worst found: 0.231, of B of the first layer's queries.
+const DORA_TOLERANCE: f32 = 0.25;
 
 const DROPOUT: Option<Dropout> = Some(Dropout { p: 0.3, seed: 11 });
 
@@ -75,14 +79,28 @@ impl Model {
         [load(&Place::Cpu), load(&card())]
     }
 
+    /// With another adapter.
+    fn pair_with(name: &str, settings: &LoraSettings) -> [Self; 2] {
+        let load = |place: &Place| Self::part_with(name, BaseDtype::Bf16, settings, place, &Ranks::alone());
+        [load(&Place::Cpu), load(&card())]
+    }
+
     /// What one of several ranks holds of it.
     fn part(name: &str, dtype: BaseDtype, place: &Place, ranks: &Ranks) -> Self {
+        Self::part_with(name, dtype, &LoraSettings::all_linear(3, 6.0), place, ranks)
+    }
+
+    /// A and B get other values, magnitudes and whole modules are changed by up to a fifth.
+    fn part_with(name: &str, dtype: BaseDtype, settings: &LoraSettings, place: &Place, ranks: &Ranks) -> Self {
         let load = |place: &Place, ranks: &Ranks| Decoder::load_part(&golden(name), dtype, place, ranks).unwrap();
         let on_cpu = load(&Place::Cpu, &Ranks::alone());
-        let adapter = LoraAdapter::new(&on_cpu, LoraSettings::all_linear(3, 6.0), 5).unwrap();
-        for (index, var) in adapter.vars().values().enumerate() {
-            let value = |i: usize| ((i * 7 + index * 31) as f32 * 12.9898).sin() * 0.2;
-            let values: Vec<f32> = (0..var.elem_count()).map(value).collect();
+        let adapter = LoraAdapter::new(&on_cpu, settings.clone(), 5).unwrap();
+        for (index, (name, var)) in adapter.vars().iter().enumerate() {
+            let is_low_rank = ["lora_A", "lora_B", "lora_embedding"].iter().any(|part| name.contains(part));
+            let before = values(var.as_tensor());
+            let change = |i: usize| ((i * 7 + index * 31) as f32 * 12.9898).sin() * 0.2;
+            let value = |(i, x): (usize, f32)| if is_low_rank { change(i) } else { x * (1.0 + change(i)) };
+            let values: Vec<f32> = before.into_iter().enumerate().map(value).collect();
             var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
         }
         let decoder = load(place, ranks);
@@ -90,30 +108,37 @@ impl Model {
         Self { decoder, adapter }
     }
 
-    /// Log-probabilities and entropies of all answers' tokens: `(N, 2)`.
     fn logprobs(&self, recompute: Option<&Recompute>, dropout: Option<Dropout>) -> Tensor {
-        let sequences = sequences();
-        let batch = PackedBatch::shared(sequences.iter().map(|(tokens, _)| tokens.as_slice()));
-        let (mut rows, mut targets) = (Vec::new(), Vec::new());
-        for (index, (tokens, answer)) in sequences.iter().enumerate() {
-            rows.extend((*answer..tokens.len()).map(|position| batch.row_of(index, position - 1) as u32));
-            targets.extend_from_slice(&tokens[*answer..]);
-        }
-        let pass = Pass { recompute, dropout, adapter: Some(&self.adapter) };
-        let hidden = self.decoder.hidden_at(&batch, &rows, &pass).unwrap();
-        self.decoder.token_logprobs(&hidden, targets, 0.8, Some(&self.adapter)).unwrap()
+        logprobs(&self.decoder, &Pass { recompute, dropout, adapter: Some(&self.adapter) })
     }
 
-    /// Gradients of a loss in which every log-probability and entropy has a weight of its own.
     fn gradients(&self, recompute: Option<&Recompute>, dropout: Option<Dropout>) -> BTreeMap<String, Vec<f32>> {
-        let logprobs = self.logprobs(recompute, dropout);
-        let weights: Vec<f32> = (0..logprobs.elem_count()).map(|i| 0.3 + (i % 5) as f32 * 0.1).collect();
-        let weights = Tensor::from_vec(weights, logprobs.shape(), logprobs.device()).unwrap();
-        let loss = (logprobs * weights).unwrap().sum_all().unwrap();
-        let found = backward(&loss, recompute).unwrap();
-        let of = |var| found.get(var).map(values).unwrap();
-        self.adapter.vars().iter().map(|(name, var)| (name.clone(), of(var))).collect()
+        let pass = Pass { recompute, dropout, adapter: Some(&self.adapter) };
+        gradients(&self.decoder, &pass, self.adapter.vars())
     }
+}
+
+/// Log-probabilities and entropies of all answers' tokens: `(N, 2)`.
+fn logprobs(decoder: &Decoder, pass: &Pass<'_>) -> Tensor {
+    let sequences = sequences();
+    let batch = PackedBatch::shared(sequences.iter().map(|(tokens, _)| tokens.as_slice()));
+    let (mut rows, mut targets) = (Vec::new(), Vec::new());
+    for (index, (tokens, answer)) in sequences.iter().enumerate() {
+        rows.extend((*answer..tokens.len()).map(|position| batch.row_of(index, position - 1) as u32));
+        targets.extend_from_slice(&tokens[*answer..]);
+    }
+    let hidden = decoder.hidden_at(&batch, &rows, pass).unwrap();
+    decoder.token_logprobs(&hidden, targets, 0.8, pass.adapter).unwrap()
+}
+
+/// Gradients of a loss in which every log-probability and entropy has a weight of its own.
+fn gradients(decoder: &Decoder, pass: &Pass<'_>, vars: &BTreeMap<String, Var>) -> BTreeMap<String, Vec<f32>> {
+    let logprobs = logprobs(decoder, pass);
+    let weights: Vec<f32> = (0..logprobs.elem_count()).map(|i| 0.3 + (i % 5) as f32 * 0.1).collect();
+    let weights = Tensor::from_vec(weights, logprobs.shape(), logprobs.device()).unwrap();
+    let loss = (logprobs * weights).unwrap().sum_all().unwrap();
+    let found = backward(&loss, pass.recompute).unwrap();
+    vars.iter().map(|(name, var)| (name.clone(), found.get(var).map(values).unwrap())).collect()
 }
 
 fn assert_close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
@@ -177,17 +202,70 @@ fn gradients_of_every_adapter_tensor_are_those_of_the_cpu() {
     for (name, dtype) in NAMES.map(|name| (name, BaseDtype::Bf16)).into_iter().chain(packed) {
         for dropout in [None, DROPOUT] {
             let [on_cpu, on_card] = Model::pair_of(name, dtype).map(|model| model.gradients(None, dropout));
-            let mut worst = (0.0, "");
-            for (var, expected) in &on_cpu {
-                let difference = length(on_card[var].iter().zip(expected).map(|(a, b)| a - b));
-                let off = difference / length(expected.iter().copied());
-                worst = if off > worst.0 { (off, var) } else { worst };
-            }
-            println!("{name} in {}, {dropout:?}: the gradient of {} is off by {}", dtype.name(), worst.1, worst.0);
-            all.push(worst.0);
+            all.push(worst_gradient(&format!("{name} in {}, {dropout:?}", dtype.name()), &on_card, &on_cpu));
         }
     }
     assert!(all.iter().all(|off| *off <= GRADIENT_TOLERANCE), "gradients are off by {all:?}");
+}
+
+/// How far off the worst gradient is: length of the difference over the length of what is expected.
+fn worst_gradient(what: &str, found: &BTreeMap<String, Vec<f32>>, expected: &BTreeMap<String, Vec<f32>>) -> f32 {
+    assert!(found.keys().eq(expected.keys()), "{what}: other tensors have gradients");
+    let off = |(var, expected): (&String, &Vec<f32>)| {
+        let difference = length(found[var].iter().zip(expected).map(|(a, b)| a - b));
+        (difference / length(expected.iter().copied()), var.clone())
+    };
+    let mut all: Vec<(f32, String)> = expected.iter().map(off).collect();
+    all.sort_by(|a, b| b.0.total_cmp(&a.0));
+    println!("{what}: gradients are off by {:.3?}", &all[..all.len().min(6)]);
+    all[0].0
+}
+
+/// Magnitudes; changes of the embedding and the head; and both of them trained whole, as copies of their own and as one.
+#[test]
+fn adapters_of_every_sort_have_the_results_and_gradients_of_the_cpu() {
+    let plain = || LoraSettings::all_linear(3, 6.0);
+    let named = |names: [&str; 3]| Modules::from_names(&names.map(str::to_owned));
+    let saved = || vec!["embed_tokens".to_owned(), "lm_head".to_owned()];
+    let with_tables = named(["embed_tokens", "lm_head", "q_proj"]);
+    let sorts = [
+        ("qwen2-untied", LoraSettings { use_dora: true, ..plain() }),
+        ("qwen3-tied", LoraSettings { use_dora: true, ..plain() }),
+        ("qwen2-untied", LoraSettings { target_modules: with_tables.clone(), ..plain() }),
+        ("qwen3-tied", LoraSettings { target_modules: with_tables, ..plain() }),
+        ("qwen3-untied", LoraSettings { modules_to_save: saved(), ..plain() }),
+        ("qwen2-tied", LoraSettings { modules_to_save: saved(), saved_copies: SavedCopies::Tied, ..plain() }),
+    ];
+    let mut all = Vec::new();
+    for (name, settings) in sorts {
+        let what = format!("{name}, {settings:?}");
+        let [on_cpu, on_card] = Model::pair_with(name, &settings);
+        let logprobs = [&on_cpu, &on_card].map(|model| values(&model.logprobs(None, None)));
+        assert_close(&what, &logprobs[1], &logprobs[0], TOLERANCE);
+        let found = on_card.gradients(None, None);
+        let off = worst_gradient(&what, &found, &on_cpu.gradients(None, None));
+        all.push(off / if settings.use_dora { DORA_TOLERANCE } else { GRADIENT_TOLERANCE });
+        let checkpointed = on_card.gradients(Some(&Recompute::new(Keep::Inputs)), None);
+        assert!(checkpointed == found, "{what}: checkpointing changes bits");
+    }
+    assert!(all.iter().all(|share| *share <= 1.0), "gradients are off by {all:?} of what is allowed");
+}
+
+/// Gradients of every weight where all are trained. On a card products see them rounded to bf16.
+#[test]
+fn all_weights_have_the_gradients_of_the_cpu() {
+    for name in NAMES {
+        let gradients = |place: &Place, keep: Option<Keep>| {
+            let decoder = Decoder::load_on(&golden(name), Weights::Trained, BaseDtype::F32, place).unwrap();
+            let recompute = keep.map(Recompute::new);
+            gradients(&decoder, &Pass { recompute: recompute.as_ref(), ..Pass::with(None) }, decoder.vars())
+        };
+        let (expected, found) = (gradients(&Place::Cpu, None), gradients(&card(), None));
+        assert!(worst_gradient(name, &found, &expected) <= GRADIENT_TOLERANCE, "{name}");
+        for keep in [Keep::Activations, Keep::Inputs] {
+            assert!(gradients(&card(), Some(keep)) == found, "{name}: {keep:?}");
+        }
+    }
 }
 
 #[test]
@@ -279,21 +357,14 @@ fn random_weights_are_the_same_wherever_they_are_made() {
 fn what_a_card_cannot_do_is_said_with_the_setting_and_the_remedy() {
     let load = |weights, dtype| Decoder::load_on(&golden("qwen2-tied"), weights, dtype, &card());
     let refused = |weights, dtype| load(weights, dtype).err().unwrap().to_string();
-    let message = refused(Weights::Trained, BaseDtype::Bf16);
-    assert!(message.contains("sft.method") && message.contains("device = \"cpu\""), "{message}");
     let message = refused(Weights::Frozen, BaseDtype::F32);
     assert!(message.contains("`model.dtype` is `f32`") && message.contains("bf16, int8, fp8, nf4"), "{message}");
 
     let decoder = load(Weights::Frozen, BaseDtype::Bf16).unwrap();
     let batch = PackedBatch::new([[1u32, 2, 3].as_slice()]);
-    let run = |settings: LoraSettings| {
-        let adapter = LoraAdapter::new(&decoder, settings, 1).unwrap();
-        decoder.hidden_at(&batch, &[2], &Pass::with(Some(&adapter))).err().unwrap().to_string()
-    };
-    let plain = || LoraSettings::all_linear(2, 4.0);
-    let message = run(LoraSettings { use_dora: true, ..plain() });
+    let adapter =
+        LoraAdapter::new(&decoder, LoraSettings { use_dora: true, ..LoraSettings::all_linear(2, 4.0) }, 1).unwrap();
+    let pass = Pass { dropout: DROPOUT, ..Pass::with(Some(&adapter)) };
+    let message = decoder.hidden_at(&batch, &[2], &pass).err().unwrap().to_string();
     assert!(message.contains("sft.use_dora") && message.contains("device = \"cpu\""), "{message}");
-    let names = ["embed_tokens".to_owned(), "q_proj".to_owned()];
-    let message = run(LoraSettings { target_modules: Modules::from_names(&names), ..plain() });
-    assert!(message.contains("embed_tokens") && message.contains("device = \"cpu\""), "{message}");
 }

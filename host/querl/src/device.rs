@@ -3,7 +3,7 @@
 use crate::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
 use crate::failure::Stop;
 use crate::terminal;
-use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig, TuningMethod};
+use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig};
 use querl_device::memory::Types;
 use querl_device::{Description, Device, Host, Job, JobError, Outcome, do_job};
 use std::sync::Mutex;
@@ -180,11 +180,11 @@ fn check_settings(model: &ModelConfig, sft: &SftConfig) -> Result<(), Missing> {
         let (found, expected) = (model.dtype.name(), names.join(" or "));
         return Err(Missing(format!("model.dtype is {found:?} and a card stores a frozen base as {expected}")));
     }
-    let refused =
-        [(sft.method == TuningMethod::Full, "sft.method is \"full\""), (sft.use_dora, "sft.use_dora is true")];
-    match refused.into_iter().find(|(is_set, _)| *is_set) {
-        Some((_, setting)) => Err(Missing(format!("{setting}, which the CPU alone can do"))),
-        None => Ok(()),
+    match sft.use_dora && sft.lora_dropout > 0.0 {
+        true => Err(Missing(
+            "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do".into(),
+        )),
+        false => Ok(()),
     }
 }
 
@@ -229,7 +229,7 @@ pub fn capability_name(capability: u32) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use querl_core::config::BaseDtype;
+    use querl_core::config::{BaseDtype, TuningMethod};
 
     fn model(dtype: BaseDtype) -> ModelConfig {
         ModelConfig { path: "model".into(), dtype, tokens_per_pass: 512, gradient_checkpointing: false }
@@ -243,10 +243,14 @@ mod tests {
         let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4";
         assert_eq!(refusal(BaseDtype::F32, plain.clone()), Err(of_dtype.into()));
         let full = SftConfig { method: TuningMethod::Full, ..plain.clone() };
-        let of_method = "sft.method is \"full\", which the CPU alone can do";
-        assert_eq!(refusal(BaseDtype::Bf16, full), Err(of_method.into()));
+        let dora = SftConfig { use_dora: true, ..plain.clone() };
         let dropout = SftConfig { lora_dropout: 0.1, ..plain };
-        assert_eq!(refusal(BaseDtype::Bf16, dropout), Ok(()));
+        for sft in [full, dora, dropout.clone()] {
+            assert_eq!(refusal(BaseDtype::Nf4, sft), Ok(()));
+        }
+        let both = SftConfig { use_dora: true, ..dropout };
+        let refused = refusal(BaseDtype::Bf16, both).unwrap_err();
+        assert!(refused.starts_with("sft.use_dora is true and sft.lora_dropout above 0"), "{refused}");
     }
 
     #[test]

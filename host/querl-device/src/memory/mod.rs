@@ -12,7 +12,7 @@ pub use advice::{Advice, advise, gibibytes};
 
 pub(crate) use counts::{base_bytes, linears};
 
-use counts::{adapter_parameters, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
+use counts::{adapter_parameters, changed_head, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
 use querl_model::{DecoderConfig, EngineSettings, Place};
@@ -30,6 +30,8 @@ pub struct Types {
     /// Bytes of the copy of an adapter's weight that an operation multiplies with: rounded on a card, joined with others on the
     /// processor.
     pub adapter_copy_bytes: usize,
+    /// Bytes of such a copy of a trained weight of the base.
+    pub weight_copy_bytes: u64,
     /// How it multiplies with a packed base.
     pub packed: PackedProducts,
 }
@@ -53,6 +55,7 @@ impl Types {
         beside_bytes: BESIDE_BYTES,
         storages: &Place::CARD_STORAGES,
         adapter_copy_bytes: 2,
+        weight_copy_bytes: 2,
         packed: PackedProducts::Widened,
     };
     /// The processor: everything in f32, the base in anything.
@@ -61,6 +64,7 @@ impl Types {
         beside_bytes: 0,
         storages: &[BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4],
         adapter_copy_bytes: 4,
+        weight_copy_bytes: 0,
         packed: PackedProducts::Direct,
     };
 }
@@ -149,7 +153,7 @@ pub struct Plan {
     pub kept: u64,
     /// What the backward pass of one layer needs besides.
     pub scratch: u64,
-    /// Logits and their gradients, of a part of the vocabulary.
+    /// Logits and their gradients, of a part of the vocabulary; and a head that an adapter changes.
     pub logits: u64,
     /// A packed base's largest weight, widened for a product.
     pub widened: u64,
@@ -181,7 +185,8 @@ impl Plan {
             adapters: adapters_of(asked, parameters),
             kept: kept + row_of_layer * n_rows,
             scratch: scratch_bytes_of_row(shapes, types.value_bytes) * n_rows,
-            logits: logits_of(shapes, n_rows),
+            // A head that an adapter changes: the base's values, the change, their sum, and the gradients of the last two.
+            logits: logits_of(shapes, n_rows) + 5 * SUM_BYTES as u64 * changed_head(shapes, stage.lora()),
             widened: widened_of(asked),
             cache: cache_of(asked),
             decoding: decoding_of(asked),
@@ -234,9 +239,11 @@ fn tokens_of_pass(asked: &Asked) -> u64 {
 fn base_of(asked: &Asked) -> u64 {
     let stored = base_bytes(&asked.shapes, asked.model.dtype);
     match &asked.stage {
-        // Values, their gradients, those of a pass, two moments: all f32, whatever the storage of a frozen base.
+        // Values, their gradients, those of a pass, two moments: all f32, whatever the storage of a frozen base; and what layers
+        // multiply with. Embedding and head are counted with them.
         Stage::Sft { config, .. } if config.method == TuningMethod::Full => {
-            base_bytes(&asked.shapes, BaseDtype::F32) * 5
+            let values = base_bytes(&asked.shapes, BaseDtype::F32);
+            values * 5 + values / SUM_BYTES as u64 * asked.types.weight_copy_bytes
         }
         _ => stored,
     }

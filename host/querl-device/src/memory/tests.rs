@@ -107,6 +107,29 @@ fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() 
     assert_eq!((sft.cache, sft.decoding), (0, 0));
 }
 
+#[test]
+fn adapters_on_embedding_and_head_are_counted_with_the_head_that_a_pass_forms() {
+    let with = |names: &[&str]| {
+        let lora_target_modules = names.iter().map(|&name| name.to_owned()).collect();
+        let config = SftConfig { lora_target_modules, ..SftConfig::default() };
+        let stage = Stage::Sft { config, longest_row: 1024 };
+        Plan::new(&Asked { stage, ..sft(BaseDtype::Bf16, 4096) })
+    };
+    let (layers, tables) = (with(&["all-linear"]), with(&["all-linear", "embed_tokens", "lm_head"]));
+    assert_eq!(tables.adapters - layers.adapters, 22 * 2 * 16 * (152_064 + 5120));
+    assert_eq!(tables.logits - layers.logits, 5 * 4 * 152_064 * 5120);
+}
+
+#[test]
+fn full_fine_tuning_on_a_card_keeps_a_copy_of_the_weights_in_bf16() {
+    let config = SftConfig { method: TuningMethod::Full, ..SftConfig::default() };
+    let stage = Stage::Sft { config, longest_row: 1024 };
+    let plan = |types| Plan::new(&Asked { stage: stage.clone(), types, ..sft(BaseDtype::Bf16, 4096) });
+    let values = base_bytes(&large(), BaseDtype::F32);
+    assert_eq!((plan(Types::CARD).base, plan(Types::PROCESSOR).base), (values * 5 + values / 2, values * 5));
+    assert_eq!((plan(Types::CARD).adapters, plan(Types::CARD).widened), (0, 0));
+}
+
 fn advised(asked: &Asked, free: u64) -> Option<String> {
     let advice = advise(asked, free)?;
     let needed = Plan::new(asked).total();

@@ -280,19 +280,17 @@ impl LoraPair {
         self.b.to_dtype(dtype)?.matmul(&self.a.to_dtype(dtype)?)? * f64::from(self.scale)
     }
 
-    /// DoRA's factor on each output, magnitude over the length of the changed weight's row: `(out)`; `None` without magnitudes.
+    /// Lengths of the changed weight's rows, `(out)`, without a gradient: DoRA's factor on an output is its magnitude over them.
     /// `times_a` is `A W^T` `(rank, out)`, `squares` holds the squared lengths of the base's rows `(out)`, so that the changed
     /// weight need not be formed: `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b A A^T b^T`. As PEFT does, lengths are taken as
     /// constants: they have no gradient.
     ///
     /// Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", equations 5 and 11.
-    pub(crate) fn dora_factor(&self, times_a: &Tensor, squares: &Tensor) -> TensorResult<Option<Tensor>> {
-        let Some(magnitude) = &self.magnitude else { return Ok(None) };
+    pub(crate) fn lengths(&self, times_a: &Tensor, squares: &Tensor) -> TensorResult<Tensor> {
         let (a, b, scale) = (self.a.detach(), self.b.detach(), f64::from(self.scale));
         let cross = (&b * times_a.t()?)?.sum(1)?; // (out)
         let own = (b.matmul(&a.matmul(&a.t()?)?)? * &b)?.sum(1)?; // (out)
-        let lengths = ((squares + (cross * (2.0 * scale))?)? + (own * (scale * scale))?)?.sqrt()?;
-        Ok(Some(magnitude.div(&lengths)?))
+        ((squares + (cross * (2.0 * scale))?)? + (own * (scale * scale))?)?.sqrt()
     }
 }
 

@@ -1,10 +1,9 @@
 //! Where an adapter changes what is no linear layer of a block: the embedding and the head.
 
 use super::Decoder;
+use crate::PackedBatch;
 use crate::adapter::{EMBEDDING, HEAD, LoraAdapter};
 use crate::kernels::Weight;
-use crate::place::only_on_cpu;
-use crate::{PackedBatch, Place};
 use candle_core::{Result as TensorResult, Tensor, bail};
 
 impl Decoder {
@@ -28,7 +27,6 @@ impl Decoder {
     /// Rows of the embedding, `(N, H)`, with what an adapter makes of them.
     pub(super) fn embed(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> TensorResult<Tensor> {
         let ids = || Tensor::from_slice(&batch.token_ids, batch.n_rows(), self.norm.device());
-        self.check_adapted(EMBEDDING, adapter)?;
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
             return saved.index_select(&ids()?, 0);
         }
@@ -43,18 +41,8 @@ impl Decoder {
         rows + (down.matmul(&pair.b.t()?)? * f64::from(pair.scale))?
     }
 
-    /// Refuses an adapter that changes the embedding or the head on a card.
-    fn check_adapted(&self, path: &str, adapter: Option<&LoraAdapter>) -> TensorResult<()> {
-        let is_adapted = |adapter: &LoraAdapter| adapter.saved_module(path).is_some() || adapter.pair(path).is_some();
-        match !matches!(self.place, Place::Cpu) && adapter.is_some_and(is_adapted) {
-            true => Err(only_on_cpu(&format!("an adapter on `{path}`"))),
-            false => Ok(()),
-        }
-    }
-
     /// The head `(V, H)` with what an adapter makes of it: as a tensor of its own where it changes it.
     pub(super) fn head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
-        self.check_adapted(HEAD, adapter)?;
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(HEAD)) {
             return Ok(Weight::Trained(saved.clone()));
         }

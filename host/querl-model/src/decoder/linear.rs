@@ -30,7 +30,7 @@ impl Linear {
             bail!("an adapter on `{}`, whose own weight is trained", self.path)
         };
         let pair = &rows.parallel.with_whole_gradients(pair, &self.path)?;
-        match (self.dora_factor(weight, pair)?, &rows.dropout) {
+        match (self.dora_factor(pair)?, &rows.dropout) {
             (None, None) => kernels::lora_linear(x, weight, self.bias.as_ref(), &pair.a, &pair.b, pair.scale),
             (None, Some(mask)) => {
                 let base = kernels::frozen_linear(x, weight, self.bias.as_ref())?;
@@ -64,17 +64,26 @@ impl Linear {
     }
 
     /// DoRA's factor on each output `(out)`; `None` for an adapter without magnitudes.
-    pub(super) fn dora_factor(&self, weight: &FrozenWeight, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
-        if pair.magnitude.is_none() {
-            return Ok(None);
-        }
+    pub(super) fn dora_factor(&self, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
+        let Some(magnitude) = &pair.magnitude else { return Ok(None) };
+        Ok(Some(magnitude.div(&self.lengths(pair)?)?))
+    }
+
+    /// See [`LoraPair::lengths`].
+    pub(super) fn lengths(&self, pair: &LoraPair) -> TensorResult<Tensor> {
         let squares = match self.squares.get() {
             Some(squares) => squares,
             None => {
-                let squares = weight.to_tensor()?.sqr()?.sum(1)?;
+                let values = match &self.weight {
+                    Weight::Frozen(weight) => weight.to_tensor()?,
+                    Weight::Trained(weight) => weight.detach(),
+                    #[cfg(feature = "cuda")]
+                    Weight::OnCard(weight) => kernels::card_tensor(weight, pair.a.device())?,
+                };
+                let squares = values.sqr()?.sum(1)?;
                 self.squares.get_or_init(|| squares)
             }
         };
-        pair.dora_factor(&kernels::frozen_linear(&pair.a.detach(), weight, None)?, squares)
+        pair.lengths(&kernels::linear(&pair.a.detach(), &self.weight, None)?.detach(), squares)
     }
 }

@@ -38,7 +38,7 @@ impl Decoder {
     /// one after another, a part of one at a time.
     ///
     /// # Errors
-    /// As [`Decoder::load_as`]; weights that are trained or stored in another type on a card.
+    /// As [`Decoder::load_as`]; frozen weights stored in another type on a card.
     pub fn load_on(directory: &Path, weights: Weights, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
         Self::from_source(stored.config().clone(), Source::new(&stored, weights, dtype, place)?)

@@ -93,8 +93,8 @@ impl Linear {
     fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<LinearParts<'a>> {
         let pair = adapter.and_then(|adapter| adapter.pair(&self.path));
         let factor = match (&self.weight, pair) {
-            (Weight::Frozen(weight), Some(pair)) => self.dora_factor(weight, pair)?.map(|factor| factor.detach()),
-            _ => None,
+            (Weight::Trained(_), _) | (_, None) => None,
+            (_, Some(pair)) => self.dora_factor(pair)?.map(|factor| factor.detach()),
         };
         Ok(LinearParts { weight: &self.weight, bias: self.bias.as_ref(), pair, factor })
     }

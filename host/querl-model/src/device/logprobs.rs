@@ -15,6 +15,8 @@ use std::ops::Range;
 pub struct LogprobRows {
     /// Logarithm of the sum of exponentials, and entropy: `(N, 2)`.
     sums: CudaSlice<f32>,
+    /// What logits were divided by.
+    temperature: f64,
 }
 
 /// Threads that read a row's part.
@@ -67,10 +69,10 @@ impl Gpu {
         let mut args = [self.input(&state), self.output(&mut out), self.output(&mut sums), n_rows.into()];
         // SAFETY: as `cuda/logprobs.cuh` declares it: a thread for each row.
         unsafe { self.launch("logprob_end", [n_rows.div_ceil(256), 1, 1], 256, 0, &mut args)? };
-        Ok((out, LogprobRows { sums }))
+        Ok((out, LogprobRows { sums, temperature }))
     }
 
-    /// Gradient of `hidden`, `(N, H)` f32, for the gradient `grad` `(N, 2)` of [`Gpu::token_logprobs`]'s result.
+    /// Gradient of `hidden`, `(N, H)` f32, and into `of_head` `(V, H)` that of the head where it is trained, for the gradient `grad` `(N, 2)` of [`Gpu::token_logprobs`]'s result.
     ///
     /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`:
     /// `d logit_j = a (1[j = target] - p_j) - b p_j (ln p_j + E)`, over the temperature.
@@ -82,14 +84,16 @@ impl Gpu {
         hidden: &impl DevicePtr<bf16>,
         head: &DeviceWeight,
         targets: &impl DevicePtr<u32>,
-        temperature: f64,
         rows: &LogprobRows,
         grad: &impl DevicePtr<f32>,
+        mut of_head: Option<&mut CudaSlice<f32>>,
     ) -> Result<CudaSlice<f32>> {
         let (n_rows, (n_tokens, width)) = (targets.len(), head.dims());
+        let n_of_head = of_head.as_ref().map_or(n_tokens * width, |of_head| of_head.len());
+        same_length("token_logprob_gradients", n_of_head, n_tokens * width)?;
         same_length("token_logprob_gradients", hidden.len(), n_rows * width)?;
         same_length("token_logprob_gradients", grad.len(), n_rows * 2)?;
-        let inverse_temperature = (1.0 / temperature) as f32;
+        let inverse_temperature = (1.0 / rows.temperature) as f32;
         let hidden = Matrix::of(self, hidden, width)?;
         let mut dhidden = self.alloc::<f32>(n_rows * width)?;
         let n_logits = n_rows * parts(n_rows, n_tokens).next().map_or(0, |part| part.len());
@@ -113,7 +117,12 @@ impl Gpu {
             // SAFETY: as `cuda/logprobs.cuh` declares it: a block for each row.
             unsafe { self.launch("logit_gradients", [n_rows, 1, 1], ROW_THREADS, 0, &mut args)? };
             let scale = if part.start == 0 { Scale::WRITE } else { Scale::ADD };
-            self.product(&Matrix::of(self, &dlogits, part.len())?, &head, &mut dhidden, scale)?;
+            let dlogits = Matrix::of(self, &dlogits, part.len())?;
+            self.product(&dlogits, &head, &mut dhidden, scale)?;
+            if let Some(of_head) = &mut of_head {
+                let mut of_part = of_head.slice_mut(part.start * width..part.end * width);
+                self.product(&dlogits.t(), &hidden, &mut of_part, Scale::WRITE)?;
+            }
         }
         Ok(dhidden)
     }

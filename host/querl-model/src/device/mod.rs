@@ -6,6 +6,7 @@
 
 mod adamw;
 mod attention;
+mod columns;
 mod decode;
 mod dropout;
 mod elementwise;

@@ -138,6 +138,23 @@ impl Projection<'_> {
         gpu.product(&grad.t(), &down, &mut found.b, Scale::WRITE)
     }
 
+    /// Gradient of the weight, `g^T x`, `(out, in)`.
+    ///
+    /// # Errors
+    /// As [`Projection::forward`].
+    pub fn weight_gradient(
+        &self,
+        gpu: &Gpu,
+        x: &impl DevicePtr<bf16>,
+        grad: &impl DevicePtr<bf16>,
+    ) -> Result<CudaSlice<f32>> {
+        let (n_out, n_in) = self.weight.dims();
+        let mut found = gpu.alloc(n_out * n_in)?;
+        let (x, grad) = (Matrix::of(gpu, x, n_in)?, Matrix::of(gpu, grad, n_out)?);
+        gpu.product(&grad.t(), &x, &mut found, Scale::WRITE)?;
+        Ok(found)
+    }
+
     /// `out = keep * out + g W + v A`, the gradient of the input, for the gradient `grad` `(N, out)` of the output and what was
     /// found for the parameters.
     ///

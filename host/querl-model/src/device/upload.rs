@@ -120,14 +120,17 @@ impl Gpu {
     /// Copies floats of any type, as a safetensors file holds them, to the card as bf16.
     ///
     /// # Errors
-    /// A type that is no float of at most 4 bytes, or no memory left.
+    /// A type that is no float of at most 4 bytes, a value that is not finite as bf16, or no memory left.
     pub fn upload_floats(&self, bytes: &[u8], dtype: DType) -> Result<CudaSlice<bf16>> {
         let size = size_of_float(dtype)?;
         let (mut to, n_piece) = (self.alloc(bytes.len() / size)?, PIECE / size_of::<bf16>());
         let mut ring = lock(&self.staging().weights);
         for (index, part) in bytes.chunks(n_piece * size).enumerate() {
             let piece = ring.next(self, 2, PIECE)?;
-            piece.send(self, &mut to, index * n_piece, part.len() / size, |values| convert(part, dtype, values))?;
+            let mut is_finite = true;
+            let fill = |values: &mut [bf16]| is_finite = convert(part, dtype, values);
+            piece.send(self, &mut to, index * n_piece, part.len() / size, fill)?;
+            check_finite(is_finite, "bf16")?;
         }
         Ok(to)
     }
@@ -162,10 +165,20 @@ impl Gpu {
         let mut ring = lock(&self.staging().weights);
         for (index, part) in bytes.chunks(n_rows * n_in * size).enumerate() {
             let (piece, n) = (ring.next(self, 2, PIECE)?, part.len() / size);
-            piece.send(self, &mut values, 0, n, |values| convert(part, dtype, values))?;
+            let mut is_finite = true;
+            piece.send(self, &mut values, 0, n, |values| is_finite = convert(part, dtype, values))?;
+            check_finite(is_finite, dtype.as_str())?;
             rows.put(self, index * n_rows, &values.slice(..n))?;
         }
         Ok(())
+    }
+}
+
+/// As on the CPU.
+fn check_finite(is_finite: bool, as_type: &str) -> Result<()> {
+    match is_finite {
+        true => Ok(()),
+        false => bail!("a weight holds a value that is not finite as {as_type}"),
     }
 }
 
@@ -184,6 +197,8 @@ trait Float: Element + Send + Sync {
 
     /// Of bf16, whatever its bits.
     fn widened(value: bf16) -> Self;
+
+    fn is_number(self) -> bool;
 }
 
 impl Float for bf16 {
@@ -193,6 +208,10 @@ impl Float for bf16 {
 
     fn widened(value: bf16) -> Self {
         value
+    }
+
+    fn is_number(self) -> bool {
+        self.is_finite()
     }
 }
 
@@ -204,17 +223,24 @@ impl Float for f32 {
     fn widened(value: bf16) -> Self {
         value.to_f32()
     }
+
+    fn is_number(self) -> bool {
+        self.is_finite()
+    }
 }
 
-fn convert<T: Float>(bytes: &[u8], dtype: DType, out: &mut [T]) {
+/// Whether all of them are finite.
+fn convert<T: Float>(bytes: &[u8], dtype: DType, out: &mut [T]) -> bool {
     let (size, value): (usize, fn(&[u8]) -> T) = match dtype {
         DType::F32 => (4, |b| T::rounded(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
         DType::F16 => (2, |b| T::rounded(f16::from_le_bytes([b[0], b[1]]).to_f32())),
         _ => (2, |b| T::widened(bf16::from_le_bytes([b[0], b[1]]))),
     };
-    out.par_chunks_mut(CHUNK).zip(bytes.par_chunks(CHUNK * size)).for_each(|(out, bytes)| {
+    let chunks = out.par_chunks_mut(CHUNK).zip(bytes.par_chunks(CHUNK * size)).map(|(out, bytes)| {
         out.iter_mut().zip(bytes.chunks_exact(size)).for_each(|(out, bytes)| *out = value(bytes));
+        out.iter().fold(true, |all, value| all & value.is_number())
     });
+    chunks.reduce(|| true, |all, one| all & one)
 }
 
 #[cfg(test)]
@@ -226,9 +252,14 @@ mod tests {
         let values = [0.0f32, 1.0, -2.5, 3.140_625, 1.0e-3];
         let (mut of_f32, mut of_f16, mut of_bf16) = ([bf16::ZERO; 5], [bf16::ZERO; 5], [bf16::ZERO; 5]);
         let expected = values.map(bf16::from_f32);
-        convert(values.map(f32::to_le_bytes).as_flattened(), DType::F32, &mut of_f32);
-        convert(expected.map(bf16::to_le_bytes).as_flattened(), DType::BF16, &mut of_bf16);
-        convert(values.map(|x| f16::from_f32(x).to_le_bytes()).as_flattened(), DType::F16, &mut of_f16);
+        let all = [
+            convert(values.map(f32::to_le_bytes).as_flattened(), DType::F32, &mut of_f32),
+            convert(expected.map(bf16::to_le_bytes).as_flattened(), DType::BF16, &mut of_bf16),
+            convert(values.map(|x| f16::from_f32(x).to_le_bytes()).as_flattened(), DType::F16, &mut of_f16),
+        ];
+        assert_eq!(all, [true; 3]);
+        assert!(!convert(&f32::MAX.to_le_bytes(), DType::F32, &mut [bf16::ZERO]));
+        assert!(convert(&f32::MAX.to_le_bytes(), DType::F32, &mut [0f32]));
         assert_eq!((of_f32, of_bf16), (expected, expected));
         assert_eq!(of_f16, values.map(|x| bf16::from_f32(f16::from_f32(x).to_f32())));
     }

@@ -102,6 +102,46 @@ impl CustomOp1 for CardLinear {
     }
 }
 
+/// See [`super::trained_linear`], without a bias: on a card layers are fused, and the head has none.
+pub(super) fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    if bias.is_some() {
+        bail!("a trained linear layer with a bias is a part of a fused layer on the card");
+    }
+    let gpu = Gpu::of(x.device())?;
+    let weight = whole(weight)?;
+    let op = CardLinear { weight: rounded(&gpu, &weight)?, gpu, bias: None };
+    whole(x)?.apply_op2(&weight, op)
+}
+
+/// A trained weight as products read it.
+fn rounded(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
+    let (n_out, n_in) = weight.dims2()?;
+    DeviceWeight::new(gpu.to_bf16(&*Loan::of(weight)?)?, n_out, n_in)
+}
+
+/// With the values of the weight, which is trained, as the second input.
+impl CustomOp2 for CardLinear {
+    fn name(&self) -> &'static str {
+        "trained-linear"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        not_on_the_cpu()
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        CustomOp1::cuda_fwd(self, x, layout)
+    }
+
+    fn bwd(&self, x: &Tensor, weight: &Tensor, y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let dx = CustomOp1::bwd(self, x, y, grad)?;
+        let grad = whole(grad)?;
+        let (grad, x) = (self.gpu.to_bf16(&*Loan::of(&grad)?)?, self.gpu.to_bf16(&*Loan::of(x)?)?);
+        let dw = self.with(|layer| layer.weight_gradient(&self.gpu, &x, &grad))?;
+        Ok((dx, Some(tensor(&self.gpu, dw, weight.shape()))))
+    }
+}
+
 struct CardLogprobs {
     gpu: Gpu,
     head: DeviceWeight,
@@ -122,6 +162,64 @@ pub(super) fn token_logprobs(
     whole(hidden)?.apply_op1(CardLogprobs { gpu, head, targets, temperature, rows: OnceLock::new() })
 }
 
+/// The same with a head that is trained.
+pub(super) fn trained_token_logprobs(
+    hidden: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    temperature: f64,
+) -> Result<Tensor> {
+    let gpu = Gpu::of(hidden.device())?;
+    let trained = whole(head)?;
+    let (targets, head) = (gpu.upload(targets)?, rounded(&gpu, &trained)?);
+    whole(hidden)?.apply_op2(&trained, CardLogprobs { gpu, head, targets, temperature, rows: OnceLock::new() })
+}
+
+impl CardLogprobs {
+    /// Gradient of the hidden states, and of the head where there is memory for it.
+    fn gradients(&self, hidden: &Tensor, grad: &Tensor, of_head: Option<&mut CudaSlice<f32>>) -> Result<Tensor> {
+        let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
+        let grad = whole(grad)?;
+        let values = self.gpu.to_bf16(&*Loan::of(hidden)?)?;
+        let (head, targets, grad) = (&self.head, &self.targets, Loan::of(&grad)?);
+        let found = self.gpu.token_logprob_gradients(&values, head, targets, rows, &*grad, of_head)?;
+        Ok(tensor(&self.gpu, found, hidden.shape()))
+    }
+}
+
+/// With the values of the head, which is trained, as the second input.
+impl CustomOp2 for CardLogprobs {
+    fn name(&self) -> &'static str {
+        "token-logprobs"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        not_on_the_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        hidden: &CudaStorage,
+        layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        CustomOp1::cuda_fwd(self, hidden, layout)
+    }
+
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        head: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let mut of_head = self.gpu.zeros(head.elem_count())?;
+        let of_hidden = self.gradients(hidden, grad, Some(&mut of_head))?;
+        Ok((Some(of_hidden), Some(tensor(&self.gpu, of_head, head.shape()))))
+    }
+}
+
 impl CustomOp1 for CardLogprobs {
     fn name(&self) -> &'static str {
         "token-logprobs"
@@ -139,12 +237,7 @@ impl CustomOp1 for CardLogprobs {
     }
 
     fn bwd(&self, hidden: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
-        let grad = whole(grad)?;
-        let values = self.gpu.to_bf16(&*Loan::of(hidden)?)?;
-        let (head, targets, grad) = (&self.head, &self.targets, Loan::of(&grad)?);
-        let found = self.gpu.token_logprob_gradients(&values, head, targets, self.temperature, rows, &*grad)?;
-        Ok(Some(tensor(&self.gpu, found, hidden.shape())))
+        Ok(Some(self.gradients(hidden, grad, None)?))
     }
 }
 

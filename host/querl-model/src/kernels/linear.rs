@@ -39,6 +39,8 @@ impl Weight {
 pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
     match weight {
         Weight::Frozen(weight) => frozen_linear(x, weight, bias),
+        #[cfg(feature = "cuda")]
+        Weight::Trained(weight) if !weight.device().is_cpu() => super::card::trained_linear(x, weight, bias),
         Weight::Trained(weight) => trained_linear(x, weight, bias),
         #[cfg(feature = "cuda")]
         Weight::OnCard(weight) => super::card::linear(x, weight, bias),

@@ -47,6 +47,10 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     let hidden = hidden.contiguous()?;
     match head {
         Weight::Frozen(head) => hidden.apply_op1(FrozenHead { op, head: head.clone() }),
+        #[cfg(feature = "cuda")]
+        Weight::Trained(head) if !head.device().is_cpu() => {
+            super::card::trained_token_logprobs(&hidden, head, targets, temperature)
+        }
         Weight::Trained(head) => hidden.apply_op2(&head.contiguous()?, op),
         #[cfg(feature = "cuda")]
         Weight::OnCard(head) => super::card::token_logprobs(&hidden, head, targets, temperature),

@@ -1,11 +1,13 @@
 //! The steps of a layer on a card: activations bf16, sums f32, every step a launch and none waits for the card.
 
-use super::linear::{FusedLinear, LowRankTensors};
+use super::linear::{FusedLinear, LowRankTensors, Magnitude};
 use super::steps::{Lent, Projected, Steps, Trained};
 use crate::Ranks;
 use crate::decoder::card::CardRows;
 use crate::decoder::layer::{Rows, Wanted};
-use crate::device::{CudaSlice, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, storage, whole};
+use crate::device::{
+    CudaSlice, DeviceWeight, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, storage, whole,
+};
 use crate::kernels::Weight;
 use candle_core::{Error, Result, Storage, Tensor, bail};
 use half::bf16;
@@ -49,12 +51,48 @@ pub(super) struct Rounded {
 struct Open<'a> {
     linear: &'a FusedLinear,
     bias: Option<Loan<'a>>,
+    magnitude: Option<OpenMagnitude<'a>>,
     rounded: Option<(&'a Rounded, &'a LowRankTensors)>,
+}
+
+/// DoRA's factor on each output, and what its gradient is multiplied with.
+struct OpenMagnitude<'a> {
+    factor: Loan<'a>,
+    inverse_length: Loan<'a>,
+}
+
+impl<'a> OpenMagnitude<'a> {
+    fn new(Magnitude { factor, inverse_length, .. }: &'a Magnitude) -> Result<Self> {
+        Ok(Self { factor: Loan::of(factor)?, inverse_length: Loan::of(inverse_length)? })
+    }
+}
+
+/// What a backward pass finds for a linear layer's own tensors.
+#[derive(Default)]
+pub(super) struct Found {
+    low_rank: Option<ParameterGradients>,
+    /// With magnitudes: the gradient of the outputs times their factors, which is that of all but bias and magnitude.
+    scaled: Option<CudaSlice<bf16>>,
+    magnitude: Option<CudaSlice<f32>>,
+    weight: Option<CudaSlice<f32>>,
+    bias: Option<CudaSlice<f32>>,
+}
+
+impl Found {
+    fn of_product<'a>(&'a self, grad: &'a CudaSlice<bf16>) -> &'a CudaSlice<bf16> {
+        self.scaled.as_ref().unwrap_or(grad)
+    }
 }
 
 impl<'a> Open<'a> {
     fn new(gpu: &Gpu, linear: &'a FusedLinear) -> Result<Self> {
         let bias = linear.bias.as_ref().map(Loan::of).transpose()?;
+        if let (Weight::Trained(weight), None) = (&linear.weight, linear.rounded.get()) {
+            let rounded = rounded_weight(gpu, weight)?;
+            linear.rounded.get_or_init(|| rounded);
+        }
+        let magnitude = linear.low_rank.as_ref().and_then(|low_rank| low_rank.magnitude.as_ref());
+        let magnitude = magnitude.map(OpenMagnitude::new).transpose()?;
         let rounded = linear.low_rank.as_ref().map(|low_rank| -> Result<_> {
             if let Some(rounded) = low_rank.rounded.get() {
                 return Ok((rounded, low_rank));
@@ -62,11 +100,18 @@ impl<'a> Open<'a> {
             let rounded = Rounded::new(gpu, low_rank, linear.weight.dims()?)?;
             Ok((low_rank.rounded.get_or_init(|| rounded), low_rank))
         });
-        Ok(Self { linear, bias, rounded: rounded.transpose()? })
+        Ok(Self { linear, bias, magnitude, rounded: rounded.transpose()? })
     }
 
     fn projection(&self) -> Result<Projection<'_>> {
-        let Weight::OnCard(weight) = &self.linear.weight else { bail!("a layer on the card with a weight of the cpu") };
+        let weight = match &self.linear.weight {
+            Weight::OnCard(weight) => weight,
+            Weight::Trained(_) => match self.linear.rounded.get() {
+                Some(weight) => weight,
+                None => bail!("a trained weight was not rounded for its products"),
+            },
+            Weight::Frozen(_) => bail!("a layer on the card with a weight of the cpu"),
+        };
         let bias = self.bias.as_ref().map(|bias| bias.as_view());
         let low_rank = self.rounded.map(|(Rounded { a, b, rank }, low_rank)| LowRank {
             a: a.as_view(),
@@ -77,6 +122,72 @@ impl<'a> Open<'a> {
         });
         Ok(Projection { weight, bias, low_rank })
     }
+}
+
+/// Linear layers whose outputs have factors: `factor * (x W^T + s x A^T B^T) + b`.
+///
+/// Source: PEFT's `DoraLinearVariant.forward` without dropout.
+impl Open<'_> {
+    /// Outputs in f32 before factors and bias, and the outputs of A.
+    fn unscaled(&self, gpu: &Gpu, x: &CudaSlice<bf16>) -> Result<(CudaSlice<f32>, CudaSlice<bf16>)> {
+        let layer = Projection { bias: None, ..self.projection()? };
+        let (n_out, n_in) = layer.weight.dims();
+        let mut y = gpu.zeros(x.len() / n_in * n_out)?;
+        let low = layer.add_to(gpu, x, &mut y)?;
+        Ok((y, low))
+    }
+
+    fn forward(&self, gpu: &Gpu, x: &CudaSlice<bf16>) -> Result<(CudaSlice<bf16>, CudaSlice<bf16>)> {
+        let Some(magnitude) = &self.magnitude else { return self.projection()?.forward(gpu, x) };
+        let (y, low) = self.unscaled(gpu, x)?;
+        Ok((gpu.scaled_columns(&y, &*magnitude.factor, self.bias.as_deref())?, low))
+    }
+
+    fn add_to(&self, gpu: &Gpu, x: &CudaSlice<bf16>, sum: &mut CudaSlice<f32>) -> Result<CudaSlice<bf16>> {
+        let Some(magnitude) = &self.magnitude else { return self.projection()?.add_to(gpu, x, sum) };
+        let (y, low) = self.unscaled(gpu, x)?;
+        gpu.add_scaled_columns(&y, &*magnitude.factor, self.bias.as_deref(), sum)?;
+        Ok(low)
+    }
+
+    fn low_gradient(&self, gpu: &Gpu, grad: &CudaSlice<bf16>) -> Result<Found> {
+        let scaled =
+            self.magnitude.as_ref().map(|magnitude| gpu.scaled_values(grad, &*magnitude.factor)).transpose()?;
+        let low_rank = self.projection()?.low_gradient(gpu, scaled.as_ref().unwrap_or(grad))?;
+        Ok(Found { low_rank, scaled, ..Found::default() })
+    }
+
+    fn parameter_gradients(
+        &self,
+        gpu: &Gpu,
+        x: &CudaSlice<bf16>,
+        low: &CudaSlice<bf16>,
+        grad: &CudaSlice<bf16>,
+        found: &mut Found,
+    ) -> Result<()> {
+        let layer = self.projection()?;
+        let n_out = layer.weight.dims().0;
+        if let Some(low_rank) = &mut found.low_rank {
+            layer.parameter_gradients(gpu, x, low, found.scaled.as_ref().unwrap_or(grad), low_rank)?;
+        }
+        if let Some(magnitude) = &self.magnitude {
+            let of_factor = gpu.column_totals(grad, Some(&gpu.to_bf16(&self.unscaled(gpu, x)?.0)?), n_out)?;
+            let mut of_magnitude = gpu.zeros(n_out)?;
+            gpu.add_scaled_columns(&of_factor, &*magnitude.inverse_length, None, &mut of_magnitude)?;
+            found.magnitude = Some(of_magnitude);
+        }
+        if matches!(self.linear.weight, Weight::Trained(_)) {
+            found.weight = Some(layer.weight_gradient(gpu, x, grad)?);
+            found.bias = self.bias.is_some().then(|| gpu.column_totals(grad, None, n_out)).transpose()?;
+        }
+        Ok(())
+    }
+}
+
+/// A trained weight as products read it.
+fn rounded_weight(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
+    let (n_out, n_in) = weight.dims2()?;
+    DeviceWeight::new(gpu.to_bf16(&*Loan::of(&whole(weight)?)?)?, n_out, n_in)
 }
 
 impl Rounded {
@@ -98,7 +209,7 @@ impl Steps for Card {
     type Values = Buffer<bf16>;
     type ValueSlice = CudaSlice<bf16>;
     type LogSums = CudaSlice<f32>;
-    type Found = Option<ParameterGradients>;
+    type Found = Found;
     type Borrowed<'a> = Loan<'a>;
 
     fn prepared(&self, tensor: &Tensor) -> Result<Tensor> {
@@ -197,7 +308,7 @@ impl Steps for Card {
         x: &CudaSlice<bf16>,
     ) -> Result<[(Buffer<bf16>, Buffer<bf16>); N]> {
         each(linears, |linear| {
-            let (y, low) = Open::new(&self.0, linear)?.projection()?.forward(&self.0, x)?;
+            let (y, low) = Open::new(&self.0, linear)?.forward(&self.0, x)?;
             Ok((Buffer(y), Buffer(low)))
         })
     }
@@ -209,46 +320,38 @@ impl Steps for Card {
         base: &CudaSlice<f32>,
     ) -> Result<(Buffer<f32>, Buffer<bf16>)> {
         let mut y = self.0.copy(base)?;
-        let low = Open::new(&self.0, linear)?.projection()?.add_to(&self.0, x, &mut y)?;
+        let low = Open::new(&self.0, linear)?.add_to(&self.0, x, &mut y)?;
         Ok((Buffer(y), Buffer(low)))
     }
 
-    fn low_gradients<const N: usize>(
-        &self,
-        layers: [(&FusedLinear, &CudaSlice<bf16>); N],
-    ) -> Result<[Option<ParameterGradients>; N]> {
-        each(layers, |(linear, grad)| Open::new(&self.0, linear)?.projection()?.low_gradient(&self.0, grad))
+    fn low_gradients<const N: usize>(&self, layers: [(&FusedLinear, &CudaSlice<bf16>); N]) -> Result<[Found; N]> {
+        each(layers, |(linear, grad)| Open::new(&self.0, linear)?.low_gradient(&self.0, grad))
     }
 
     fn parameter_gradients<const N: usize>(&self, layers: [Trained<'_, Self>; N]) -> Result<()> {
         for Trained { linear, x, low, grad, found } in layers {
-            if let Some(found) = found {
-                Open::new(&self.0, linear)?.projection()?.parameter_gradients(&self.0, x, low, grad, found)?;
-            }
+            Open::new(&self.0, linear)?.parameter_gradients(&self.0, x, low, grad, found)?;
         }
         Ok(())
     }
 
-    fn input_gradient(
-        &self,
-        linear: &FusedLinear,
-        grad: &CudaSlice<bf16>,
-        found: &Option<ParameterGradients>,
-    ) -> Result<Buffer<bf16>> {
+    fn input_gradient(&self, linear: &FusedLinear, grad: &CudaSlice<bf16>, found: &Found) -> Result<Buffer<bf16>> {
         let open = Open::new(&self.0, linear)?;
-        Ok(Buffer(input_gradient(&self.0, &[(&open.projection()?, grad, found.as_ref())])?))
+        Ok(Buffer(input_gradient(&self.0, &[(&open.projection()?, found.of_product(grad), found.low_rank.as_ref())])?))
     }
 
     fn shared_input_gradient(&self, layers: &[Projected<'_, Self>]) -> Result<Buffer<f32>> {
         let open: Vec<Open<'_>> =
             layers.iter().map(|(linear, ..)| Open::new(&self.0, linear)).collect::<Result<_>>()?;
         let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect::<Result<_>>()?;
-        let layers = projections.iter().zip(layers).map(|(layer, (_, grad, found))| (layer, *grad, found.as_ref()));
+        let layers = projections.iter().zip(layers);
+        let layers = layers.map(|(layer, &(_, grad, found))| (layer, found.of_product(grad), found.low_rank.as_ref()));
         Ok(Buffer(input_gradient(&self.0, &layers.collect::<Vec<_>>())?))
     }
 
-    fn gradients_of(&self, _linear: &FusedLinear, found: Option<ParameterGradients>) -> Vec<Buffer<f32>> {
-        found.map_or_else(Vec::new, |found| vec![Buffer(found.a), Buffer(found.b)])
+    fn gradients_of(&self, _linear: &FusedLinear, found: Found) -> Vec<Buffer<f32>> {
+        let (a, b) = found.low_rank.map(|found| (found.a, found.b)).unzip();
+        [found.weight, found.bias, a, b, found.magnitude].into_iter().flatten().map(Buffer).collect()
     }
 
     fn turned(&self, x: &CudaSlice<bf16>, norm: Option<&Tensor>, rows: &Rows) -> Result<Buffer<bf16>> {

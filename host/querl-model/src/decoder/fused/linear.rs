@@ -5,6 +5,7 @@ use crate::decoder::layer::Rows;
 use crate::decoder::linear::Linear;
 use crate::decoder::pass::Pass;
 use crate::kernels::Weight;
+use crate::place::only_on_cpu;
 use candle_core::{Result, Tensor, bail};
 
 /// A linear layer with what an adapter adds to it; clones of tensors share their values.
@@ -12,6 +13,9 @@ pub(super) struct FusedLinear {
     pub(super) weight: Weight,
     pub(super) bias: Option<Tensor>,
     pub(super) low_rank: Option<LowRankTensors>,
+    /// A trained weight as a card multiplies with it.
+    #[cfg(feature = "cuda")]
+    pub(super) rounded: std::sync::OnceLock<crate::device::DeviceWeight>,
 }
 
 /// `scale * B A` beside a weight.
@@ -19,6 +23,8 @@ pub(super) struct LowRankTensors {
     pub(super) a: Tensor, // (rank, in)
     pub(super) b: Tensor, // (out, rank)
     pub(super) scale: f32,
+    /// DoRA's, on a card.
+    pub(super) magnitude: Option<Magnitude>,
     /// Of the layer in the checkpoint; and the rows that come to it on a card, which know its dropout.
     #[cfg(feature = "cuda")]
     pub(super) path: String,
@@ -29,28 +35,58 @@ pub(super) struct LowRankTensors {
     pub(super) rounded: std::sync::OnceLock<super::card::Rounded>,
 }
 
+/// A factor on each output before its bias: a trained magnitude over the length of the changed weight's row.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // on the CPU such a layer is composed of single operations
+pub(super) struct Magnitude {
+    pub(super) trained: Tensor, // (out)
+    /// The factor, without a gradient.
+    pub(super) factor: Tensor, // (out)
+    /// One over the length: what the gradient of the factor becomes that of the magnitude by.
+    pub(super) inverse_length: Tensor, // (out)
+}
+
+impl Magnitude {
+    fn new(trained: &Tensor, linear: &Linear, pair: &LoraPair) -> Result<Self> {
+        let inverse_length = linear.lengths(pair)?.recip()?;
+        let factor = (trained.detach() * &inverse_length)?;
+        Ok(Self { trained: trained.clone(), factor, inverse_length })
+    }
+}
+
 impl FusedLinear {
-    /// `None` where the layer does more than a weight and a low-rank change: magnitudes. `rows`: those that come to it.
-    pub(super) fn new(linear: &Linear, rows: &Rows, pass: &Pass<'_>) -> Option<Self> {
+    /// `None` where the layer does more on the CPU than a weight and a low-rank change: magnitudes. `rows`: those that come to it.
+    ///
+    /// # Errors
+    /// An adapter on a weight that is trained itself, or magnitudes with dropout on a card.
+    pub(super) fn new(linear: &Linear, rows: &Rows, pass: &Pass<'_>) -> Result<Option<Self>> {
         let pair = pass.adapter.and_then(|adapter| adapter.pair(&linear.path));
         let is_trained = matches!(linear.weight, Weight::Trained(_));
-        let is_plain = pair.is_none_or(|pair| pair.magnitude.is_none() && !is_trained);
-        is_plain.then(|| Self {
+        let is_composed = |pair: &LoraPair| is_trained || pair.magnitude.is_some() && pair.a.device().is_cpu();
+        if pair.is_some_and(is_composed) {
+            return Ok(None);
+        }
+        if rows.dropout.is_some() && pair.is_some_and(|pair| pair.magnitude.is_some()) {
+            return Err(only_on_cpu("an adapter with magnitudes and dropout (`sft.use_dora`, `sft.lora_dropout`)"));
+        }
+        Ok(Some(Self {
             weight: linear.weight.clone(),
             bias: linear.bias.clone(),
-            low_rank: pair.map(|pair| LowRankTensors::new(pair, linear, rows)),
-        })
+            low_rank: pair.map(|pair| LowRankTensors::new(pair, linear, rows)).transpose()?,
+            #[cfg(feature = "cuda")]
+            rounded: std::sync::OnceLock::new(),
+        }))
     }
 
-    /// Everything that may be trained: weight, bias, A, B.
+    /// Everything that may be trained: weight, bias, A, B, magnitude.
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = Vec::new();
         if let Weight::Trained(weight) = &self.weight {
             tensors.push(weight);
             tensors.extend(&self.bias);
         }
-        if let Some(LowRankTensors { a, b, .. }) = &self.low_rank {
+        if let Some(LowRankTensors { a, b, magnitude, .. }) = &self.low_rank {
             tensors.extend([a, b]);
+            tensors.extend(magnitude.as_ref().map(|magnitude| &magnitude.trained));
         }
         tensors
     }
@@ -58,18 +94,20 @@ impl FusedLinear {
 
 impl LowRankTensors {
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))] // a card alone asks for path and rows here
-    fn new(pair: &LoraPair, linear: &Linear, rows: &Rows) -> Self {
-        Self {
+    fn new(pair: &LoraPair, linear: &Linear, rows: &Rows) -> Result<Self> {
+        let magnitude = pair.magnitude.as_ref().map(|trained| Magnitude::new(trained, linear, pair)).transpose()?;
+        Ok(Self {
             a: pair.a.clone(),
             b: pair.b.clone(),
             scale: pair.scale,
+            magnitude,
             #[cfg(feature = "cuda")]
             path: linear.path.clone(),
             #[cfg(feature = "cuda")]
             rows: rows.on_card.clone(),
             #[cfg(feature = "cuda")]
             rounded: std::sync::OnceLock::new(),
-        }
+        })
     }
 
     /// The rank, if the matrices fit a weight `(n_out, n_in)`.

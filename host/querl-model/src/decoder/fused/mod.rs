@@ -71,7 +71,7 @@ struct Input<'a, S: Steps> {
 type Gradients<S> = (Option<<S as Steps>::Sums>, Vec<Option<<S as Steps>::Sums>>);
 
 impl FusedLayer {
-    /// `None` where a layer must be composed of single operations: dropout, magnitudes; and where full fine-tuning has so few
+    /// `None` where a layer must be composed of single operations, on the CPU with dropout or magnitudes; and where full fine-tuning has so few
     /// rows that a joined copy of the weights would take more memory than it saves. On a card there are no such operations.
     pub(super) fn new(
         layer: &Layer,
@@ -89,8 +89,8 @@ impl FusedLayer {
         let rows_of = |index| if index == K || index == V { rows } else { of_queries };
         let linears = layer.linears().into_iter().enumerate();
         let linears = linears.map(|(index, linear)| FusedLinear::new(linear, rows_of(index), pass));
-        let Some(linears) = linears.collect::<Option<Vec<_>>>() else {
-            return if is_on_cpu { Ok(None) } else { Err(only_on_cpu("an adapter with magnitudes (`sft.use_dora`)")) };
+        let Some(linears) = linears.collect::<TensorResult<Option<Vec<_>>>>()? else {
+            return if is_on_cpu { Ok(None) } else { Err(only_on_cpu("an adapter on weights that are trained")) };
         };
         let Ok(linears) = <[FusedLinear; 7]>::try_from(linears) else { return Ok(None) };
         let fused = Self {

@@ -7,6 +7,7 @@
 
 mod adamw;
 mod attention;
+mod columns;
 mod decode;
 mod elementwise;
 mod finish;
