@@ -148,7 +148,13 @@ fn job(folder: &Path, work: Work) -> Job {
     let path = folder.join("model");
     std::fs::create_dir(&path).unwrap();
     make_model(&path);
-    let model = ModelConfig { path, dtype: BaseDtype::F32, tokens_per_pass: 64, gradient_checkpointing: false };
+    let model = ModelConfig {
+        path,
+        dtype: BaseDtype::F32,
+        tokens_per_pass: 64,
+        gradient_checkpointing: false,
+        tensor_parallel: 1,
+    };
     Job { devices: vec![Device::Cpu], threads: 1, model, seed: 3, work }
 }
 

@@ -119,8 +119,13 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
         lora_rank: 8,
         ..SftConfig::default()
     };
-    let model =
-        ModelConfig { path: folder.to_owned(), dtype: BaseDtype::F32, tokens_per_pass: 4096, gradient_checkpointing };
+    let model = ModelConfig {
+        path: folder.to_owned(),
+        dtype: BaseDtype::F32,
+        tokens_per_pass: 4096,
+        gradient_checkpointing,
+        tensor_parallel: 1,
+    };
     let stage = Stage::Sft { config: config.clone(), longest_row: ROW };
     let plan = Plan::new(&Asked { shapes: shapes.clone(), model: model.clone(), stage, types: Types::PROCESSOR });
     let output = tempfile::tempdir().unwrap();

@@ -232,7 +232,13 @@ mod tests {
     use querl_core::config::{BaseDtype, TuningMethod};
 
     fn model(dtype: BaseDtype) -> ModelConfig {
-        ModelConfig { path: "model".into(), dtype, tokens_per_pass: 512, gradient_checkpointing: false }
+        ModelConfig {
+            path: "model".into(),
+            dtype,
+            tokens_per_pass: 512,
+            gradient_checkpointing: false,
+            tensor_parallel: 1,
+        }
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use super::conform::{Violation, wrong};
 use super::{
-    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind,
-    TeacherKind,
+    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind, TeacherKind,
+    TuningMethod,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -68,6 +68,7 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
 pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     let mut violations = Vec::new();
     check_device(config, &mut violations);
+    check_tensor_parallel(config, &mut violations);
     check_split(config, &mut violations);
     check_sources(config, &mut violations);
     check_dual_clip(config, &mut violations);
@@ -94,6 +95,19 @@ fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
 fn check_device(config: &Config, violations: &mut Vec<Violation>) {
     if DeviceSetting::from_name(&config.device).is_none() {
         violations.push(wrong_text("device", &config.device, "auto, cpu, cuda:N or different cards such as cuda:0,1"));
+    }
+}
+
+/// What is done on whole models alone.
+fn check_tensor_parallel(config: &Config, violations: &mut Vec<Violation>) {
+    let (key, n) = ("model.tensor_parallel", config.model.tensor_parallel);
+    let refused = [
+        (config.sft.method == TuningMethod::Full, "sft.method is \"full\""),
+        (config.sft.use_dora, "sft.use_dora is true"),
+    ];
+    if let Some((_, setting)) = refused.into_iter().find(|(is_set, _)| *is_set && n > 1) {
+        let message = format!("{key} is {n} and {setting}, which is not split over devices; set one of them otherwise");
+        violations.push(Violation::new(key, message));
     }
 }
 

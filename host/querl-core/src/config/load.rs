@@ -346,6 +346,11 @@ path = "reward.wasm"
                 "device = \"cuda:+1\"\n[data]",
                 "querl.toml:2: device is \"cuda:+1\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
             ),
+            (
+                "path = \"tiny\"",
+                "path = \"tiny\"\ntensor_parallel = 2\n[sft]\nuse_dora = true",
+                "querl.toml:15: model.tensor_parallel is 2 and sft.use_dora is true, which is not split over devices; set one of them otherwise",
+            ),
             ("[data]", "rl = 3\n[data]", "querl.toml:16: not valid TOML: duplicate key"),
             (
                 "[judge]",

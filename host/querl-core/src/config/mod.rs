@@ -183,6 +183,11 @@ pub struct ModelConfig {
     /// Keep only the inputs of each layer and compute the rest again in the backward pass: less memory, a third more time.
     #[serde(default)]
     pub gradient_checkpointing: bool,
+    /// Devices that hold one copy of the model together, each a part of every layer: for models that do not fit one card. The number
+    /// of `device`'s must be a multiple of it.
+    #[serde(default = "defaults::tensor_parallel")]
+    #[schemars(range(min = 1, max = 64))]
+    pub tensor_parallel: usize,
 }
 
 /// The final table.
@@ -242,5 +247,8 @@ mod defaults {
     }
     pub(super) fn tokens_per_pass() -> usize {
         8192
+    }
+    pub(super) fn tensor_parallel() -> usize {
+        1
     }
 }

@@ -88,6 +88,13 @@ pub struct Asked {
     pub types: Types,
 }
 
+impl Asked {
+    /// What one of the devices that hold the model together holds and computes.
+    fn of_rank(&self) -> Self {
+        Self { shapes: self.shapes.of_rank(self.model.tensor_parallel.max(1)), ..self.clone() }
+    }
+}
+
 /// What is done with a model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Stage {
@@ -168,6 +175,7 @@ pub struct Plan {
 impl Plan {
     /// Counts.
     pub fn new(asked: &Asked) -> Self {
+        let asked = &asked.of_rank();
         let Asked { shapes, model, stage, types } = asked;
         let n_rows = tokens_of_pass(asked);
         let n_layers = shapes.n_layers as u64;

@@ -26,7 +26,7 @@ fn large() -> DecoderConfig {
 }
 
 fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
-    ModelConfig { path: "model".into(), dtype, tokens_per_pass, gradient_checkpointing: false }
+    ModelConfig { path: "model".into(), dtype, tokens_per_pass, gradient_checkpointing: false, tensor_parallel: 1 }
 }
 
 fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> Asked {
@@ -65,6 +65,20 @@ fn an_adapter_has_the_weights_that_peft_counts() {
     assert_eq!(adapter_parameters(&large(), &SftConfig::default()), 134_217_728);
     let some = SftConfig { lora_target_modules: vec!["q_proj".into()], ..SftConfig::default() };
     assert_eq!(adapter_parameters(&large(), &some), 64 * 16 * 10_240);
+}
+
+#[test]
+fn a_model_that_devices_hold_together_is_divided_but_for_its_tables_and_the_residuals() {
+    let asked = sft(BaseDtype::Bf16, 4096);
+    let whole = Plan::new(&asked);
+    let part = Plan::new(&Asked { model: ModelConfig { tensor_parallel: 4, ..asked.model.clone() }, ..asked });
+    let (tables, small) = (2 * 152_064 * 5120 * 2, (64 * (2 * 5120) + 5120) * 4);
+    let biases = 64 * (5120 + 2 * 1024) * 4;
+    assert_eq!(part.base, (whole.base - tables - small - biases) / 4 + tables + small + biases / 4);
+    // A of five layers and B of two are whole on every rank.
+    let of_layer = 16 * (5 * 5120 + (5120 + 2 * 1024 + 2 * 27_648) / 4 + 2 * 5120 + (5120 + 27_648) / 4);
+    assert_eq!(part.adapters, 6 * 4 * 64 * of_layer);
+    assert!(part.kept < whole.kept / 2 && part.logits == whole.logits);
 }
 
 #[test]

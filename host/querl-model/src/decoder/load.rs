@@ -126,7 +126,7 @@ impl Decoder {
                 Place::Card(gpu) => Some(super::card::OnCard::new(gpu, &rope)?),
             },
             rope,
-            local: source.parallel.shard().config(&config),
+            local: config.of_rank(source.parallel.shard().size()),
             config,
             parallel: source.parallel,
             vars: source.vars,

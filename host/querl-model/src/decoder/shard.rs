@@ -52,6 +52,18 @@ impl Split {
     }
 }
 
+impl DecoderConfig {
+    /// The decoder that the tensors of one of `n_ranks` make: fewer heads, narrower feed-forward layers.
+    pub fn of_rank(&self, n_ranks: usize) -> Self {
+        Self {
+            n_heads: self.n_heads / n_ranks,
+            n_kv_heads: self.n_kv_heads / n_ranks,
+            intermediate_size: self.intermediate_size / n_ranks,
+            ..self.clone()
+        }
+    }
+}
+
 impl Shard {
     /// A model that is not split.
     pub const WHOLE: Self = Self { rank: 0, size: 1 };
@@ -121,16 +133,6 @@ impl Shard {
     /// Whether this rank adds what is to be added once: residuals and biases of outputs that all ranks sum up.
     pub(crate) fn is_first(self) -> bool {
         self.rank == 0
-    }
-
-    /// The decoder that this rank's tensors make: fewer heads, narrower feed-forward layers.
-    pub fn config(self, whole: &DecoderConfig) -> DecoderConfig {
-        DecoderConfig {
-            n_heads: whole.n_heads / self.size,
-            n_kv_heads: whole.n_kv_heads / self.size,
-            intermediate_size: whole.intermediate_size / self.size,
-            ..whole.clone()
-        }
     }
 
     /// What this rank holds of the base's tensor `name` of a shape.

@@ -98,6 +98,9 @@ impl Inputs {
         let mut exact = self.clone();
         exact.text("model.tokens_per_pass", model.tokens_per_pass);
         exact.text("model.gradient_checkpointing", model.gradient_checkpointing);
+        if model.tensor_parallel > 1 {
+            exact.text("model.tensor_parallel", model.tensor_parallel);
+        }
         exact.text("program", format_args!("{} {ARITHMETIC}", env!("CARGO_PKG_VERSION")));
         if let Some(card) = card {
             exact.text("device", card);
@@ -193,6 +196,7 @@ mod tests {
             dtype: querl_core::config::BaseDtype::F32,
             tokens_per_pass,
             gradient_checkpointing: false,
+            tensor_parallel: 1,
         };
         let inputs = Inputs::default();
         let cut = |tokens_per_pass| inputs.fingerprint(&model(tokens_per_pass), None);
@@ -207,6 +211,7 @@ mod tests {
             dtype: querl_core::config::BaseDtype::F32,
             tokens_per_pass: 512,
             gradient_checkpointing: false,
+            tensor_parallel: 1,
         };
         let on = |card: Option<&str>| Inputs::default().fingerprint(&model, card.map(str::to_owned));
         assert_eq!(on(Some("cuda 90")), on(Some("cuda 90")));

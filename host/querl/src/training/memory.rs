@@ -125,7 +125,8 @@ mod tests {
             initializer_range: 0.02,
         };
         let (path, dtype) = ("model".into(), BaseDtype::Bf16);
-        let model = ModelConfig { path, dtype, tokens_per_pass: 8192, gradient_checkpointing: false };
+        let model =
+            ModelConfig { path, dtype, tokens_per_pass: 8192, gradient_checkpointing: false, tensor_parallel: 1 };
         let stage = Stage::Sft { config: SftConfig::default(), longest_row: 1024 };
         Asked { shapes, model, stage, types: Types::CARD }
     }

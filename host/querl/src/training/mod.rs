@@ -22,7 +22,7 @@ use crate::stages::facts::Facts;
 use querl_core::config::{Config, ModelConfig, TuningMethod};
 use querl_core::records::{DatasetRow, Split};
 use querl_device::{Device, Job, JobError, Work};
-use querl_model::{DecoderConfig, ModelError, TextTokenizer};
+use querl_model::{DecoderConfig, ModelError, Shard, TextTokenizer};
 use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
 
@@ -44,7 +44,10 @@ pub fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
     querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
-    let (n_tokens, vocab_size) = (tokenizer.vocab_size(), DecoderConfig::load(&path.join("config.json"))?.vocab_size);
+    let shapes = DecoderConfig::load(&path.join("config.json"))?;
+    Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype)
+        .map_err(|error| Stop::usage(error.to_string()))?;
+    let (n_tokens, vocab_size) = (tokenizer.vocab_size(), shapes.vocab_size);
     if n_tokens > vocab_size {
         let message = format!(
             "{}: the tokenizer has {n_tokens} tokens and config.json a vocab_size of {vocab_size}; they belong to different models",
