@@ -41,7 +41,8 @@ impl Ending {
             ModelError::MissingFile { .. }
             | ModelError::UnsupportedArchitecture { .. }
             | ModelError::BadFile { .. }
-            | ModelError::Lora(_) => Self::Usage,
+            | ModelError::Lora(_)
+            | ModelError::Shard(_) => Self::Usage,
             _ => Self::Failed,
         }
     }

@@ -26,6 +26,17 @@ pub(crate) fn gradient_norm<'a>(
     Ok(Some((norm.read(&gpu)?, norm)))
 }
 
+/// A norm and a factor that the host has found, where the gradients are on a card.
+pub(crate) fn known_norm<'a>(
+    mut gradients: impl Iterator<Item = &'a Tensor>,
+    norm: f64,
+    factor: f32,
+) -> Result<Option<GradientNorm>, TrainError> {
+    let first = gradients.find(|gradient| !gradient.device().is_cpu());
+    let known = first.map(|first| Gpu::of(first.device())?.known_norm(norm as f32, factor));
+    Ok(known.transpose()?)
+}
+
 /// First and second moments by the variable's name, on its card.
 #[derive(Debug, Default)]
 pub(crate) struct CardMoments(BTreeMap<String, [Tensor; 2]>);

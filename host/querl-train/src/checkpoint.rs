@@ -2,6 +2,7 @@
 
 use crate::{Policy, TrainError};
 use candle_core::DType;
+use querl_model::{LoraAdapter, Mesh};
 use std::path::Path;
 
 /// Folder of the checkpoint with the best validation result.
@@ -18,12 +19,17 @@ pub(crate) fn base_name(base: &Path) -> String {
     base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned()
 }
 
-/// Saves what a policy has learned: its adapter, or all weights with the base's other files.
+/// Saves what a policy has learned: its adapter, or all weights with the base's other files. The ranks of a copy of the model come
+/// here together, and the first of all writes.
 ///
 /// # Errors
-/// A file cannot be written.
-pub(crate) fn save_policy(policy: Policy<'_>, directory: &Path, base: &Path) -> Result<(), TrainError> {
-    if let Some(adapter) = policy.adapter {
+/// A file cannot be written, or a rank has failed.
+pub(crate) fn save_policy(mesh: &Mesh, policy: Policy<'_>, directory: &Path, base: &Path) -> Result<(), TrainError> {
+    let adapter = policy.adapter.map(LoraAdapter::whole).transpose()?;
+    if !mesh.all.is_first() {
+        return Ok(());
+    }
+    if let Some(adapter) = adapter {
         return Ok(adapter.save(directory, &base_name(base))?);
     }
     querl_model::copy_model_files(base, directory, DType::F32)?;

@@ -3,7 +3,7 @@
 use crate::{TrainError, slices};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use querl_model::Ranks;
+use querl_model::{Mesh, Ranks, Shard};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 #[cfg(feature = "cuda")]
@@ -15,6 +15,8 @@ pub struct Gradients {
     sums: BTreeMap<String, Sum>,
     /// What clipping makes of them; applied where they are used.
     scale: f32,
+    /// The ranks that hold the model together: of some variables each has a part.
+    tensor: Ranks,
     /// The same on the card, where the gradients are there.
     #[cfg(feature = "cuda")]
     on_card: Option<Arc<querl_model::device::GradientNorm>>,
@@ -84,6 +86,7 @@ impl Default for Gradients {
         Self {
             sums: BTreeMap::new(),
             scale: 1.0,
+            tensor: Ranks::alone(),
             #[cfg(feature = "cuda")]
             on_card: None,
         }
@@ -108,12 +111,14 @@ impl Gradients {
         Ok(())
     }
 
-    /// Replaces them by their sum over all ranks, before [`clip`](Self::clip). `vars`: the same variables on every rank, of
-    /// which a rank may have found a gradient or not.
+    /// Replaces them by their sum over all copies of the model, before [`clip`](Self::clip). `vars`: the same variables on every
+    /// rank, of which a rank may have found a gradient or not; where ranks hold a copy together, of some a part.
     ///
     /// # Errors
     /// A rank has failed; a gradient is not f32; a card has no memory left.
-    pub fn sum_over(&mut self, ranks: &Ranks, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
+    pub fn sum_over(&mut self, mesh: &Mesh, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
+        self.tensor = mesh.tensor.clone();
+        let ranks = &mesh.data;
         if ranks.world_size() == 1 {
             return Ok(());
         }
@@ -152,15 +157,27 @@ impl Gradients {
     /// # Errors
     /// A gradient is not f32.
     pub fn norm(&self) -> Result<f64, TrainError> {
-        #[cfg(feature = "cuda")]
-        if let Some(((norm, _), _)) = crate::card::gradient_norm(self.tensors(), self.scale, None)? {
-            return Ok(f64::from(norm));
-        }
-        let mut sum = 0.0;
-        for gradient in self.sums.values() {
-            sum += slices::read(gradient.tensor(), squared_norm)?;
+        let mut sum = self.squares(|_| true)?;
+        if self.tensor.world_size() > 1 {
+            // What every rank has whole counts once.
+            let parts = self.tensor.all_gather(self.squares(is_part)?)?;
+            sum = self.squares(|name| !is_part(name))? + parts.iter().map(|part| **part).sum::<f64>();
         }
         Ok(sum.sqrt() * f64::from(self.scale))
+    }
+
+    /// Squared norm of the gradients of some variables, before the factor of clipping.
+    fn squares(&self, is_wanted: impl Fn(&str) -> bool) -> Result<f64, TrainError> {
+        let wanted = || self.sums.iter().filter(|(name, _)| is_wanted(name)).map(|(_, sum)| sum.tensor());
+        #[cfg(feature = "cuda")]
+        if let Some(((norm, _), _)) = crate::card::gradient_norm(wanted(), 1.0, None)? {
+            return Ok(f64::from(norm).powi(2));
+        }
+        let mut sum = 0.0;
+        for gradient in wanted() {
+            sum += slices::read(gradient, squared_norm)?;
+        }
+        Ok(sum)
     }
 
     /// Scales down to a global norm of at most `max_norm`. Returns the norm before.
@@ -171,13 +188,19 @@ impl Gradients {
     /// Source: torch `clip_grad_norm_`.
     pub fn clip(&mut self, max_norm: f64) -> Result<f64, TrainError> {
         #[cfg(feature = "cuda")]
-        if let Some((norm, on_card)) = crate::card::gradient_norm(self.tensors(), self.scale, Some(max_norm))? {
+        if self.tensor.world_size() == 1
+            && let Some((norm, on_card)) = crate::card::gradient_norm(self.tensors(), self.scale, Some(max_norm))?
+        {
             let (before, scale) = norm;
             (self.scale, self.on_card) = (scale, Some(Arc::new(on_card)));
             return Ok(f64::from(before));
         }
         let norm = self.norm()?;
         self.scale *= (max_norm / (norm + 1e-6)).min(1.0) as f32;
+        #[cfg(feature = "cuda")]
+        {
+            self.on_card = crate::card::known_norm(self.tensors(), norm, self.scale)?.map(Arc::new);
+        }
         Ok(norm)
     }
 
@@ -205,6 +228,11 @@ impl Gradients {
     pub(crate) fn unscaled(&self, name: &str) -> Option<(&Tensor, f32)> {
         Some((self.sums.get(name)?.tensor(), self.scale))
     }
+}
+
+/// Whether each of the ranks that hold a model together has a part of a variable.
+fn is_part(name: &str) -> bool {
+    Shard::adapter_axis(name).is_some()
 }
 
 fn squared_norm(values: &[f32]) -> f64 {
@@ -258,7 +286,7 @@ mod tests {
                 let loss = (vars[*name].as_tensor() * (ranks.rank() + 1) as f64).unwrap().sum_all().unwrap();
                 gradients.add(&loss.backward().unwrap(), &vars)?;
             }
-            gradients.sum_over(&ranks, &vars)?;
+            gradients.sum_over(&Mesh::of_data(ranks), &vars)?;
             Ok::<_, TrainError>(["a", "b", "c"].map(|name| gradients.get(name).unwrap()))
         });
         for of_rank in sums.unwrap() {

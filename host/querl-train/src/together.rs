@@ -4,7 +4,7 @@ use crate::policy::{Example, share};
 use crate::{Metrics, State, StateStore, TrainError, slices};
 use candle_core::Var;
 use querl_core::ports::Progress;
-use querl_model::Ranks;
+use querl_model::{Mesh, Ranks, Shard};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,27 +23,37 @@ pub(crate) fn newest(
 }
 
 /// Compares what the ranks have trained. They start with the same weights and take the same steps: where one of them summed
-/// other bits, a checkpoint of the first would not be of the training that went on.
+/// other bits, a checkpoint of the first would not be of the training that went on. Ranks that hold a model together compare what
+/// each of them has whole.
 ///
 /// # Errors
 /// Their weights differ, or a rank has failed.
 pub(crate) fn check_same(
-    ranks: &Ranks,
+    mesh: &Mesh,
     stage: &'static str,
     step: u64,
     vars: &BTreeMap<String, Var>,
 ) -> Result<(), TrainError> {
+    let is_same = is_same(&mesh.data, vars, |_| true)?
+        && is_same(&mesh.tensor, vars, |name| Shard::adapter_axis(name).is_none())?;
+    if is_same { Ok(()) } else { Err(TrainError::RanksDiffer { stage, step }) }
+}
+
+fn is_same(
+    ranks: &Ranks,
+    vars: &BTreeMap<String, Var>,
+    is_compared: impl Fn(&str) -> bool,
+) -> Result<bool, TrainError> {
     if ranks.world_size() == 1 {
-        return Ok(());
+        return Ok(true);
     }
     let mut digest = Sha256::new();
-    for (name, var) in vars {
+    for (name, var) in vars.iter().filter(|(name, _)| is_compared(name)) {
         digest.update(name);
         slices::read(var.as_tensor(), |values| values.iter().for_each(|value| digest.update(value.to_le_bytes())))?;
     }
     let digests = ranks.all_gather(<[u8; 32]>::from(digest.finalize()))?;
-    let is_same = digests.iter().all(|digest| digest == &digests[0]);
-    if is_same { Ok(()) } else { Err(TrainError::RanksDiffer { stage, step }) }
+    Ok(digests.iter().all(|digest| digest == &digests[0]))
 }
 
 /// What `of_share` says of the examples of this rank, by index, with what it says on the others of theirs, in the order of the

@@ -104,7 +104,14 @@ fn check_tensor_parallel(config: &Config, violations: &mut Vec<Violation>) {
     let refused = [
         (config.sft.method == TuningMethod::Full, "sft.method is \"full\""),
         (config.sft.use_dora, "sft.use_dora is true"),
+        (config.rl.off_by_one, "rl.off_by_one is true"),
     ];
+    let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
+    if n > 0 && !n_devices.is_multiple_of(n) {
+        let device = &config.device;
+        let message = format!("{key} is {n} and device is {device:?}; expected a number that divides its {n_devices}");
+        violations.push(Violation::new(key, message));
+    }
     if let Some((_, setting)) = refused.into_iter().find(|(is_set, _)| *is_set && n > 1) {
         let message = format!("{key} is {n} and {setting}, which is not split over devices; set one of them otherwise");
         violations.push(Violation::new(key, message));

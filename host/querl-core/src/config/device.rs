@@ -18,6 +18,15 @@ pub enum DeviceSetting {
 }
 
 impl DeviceSetting {
+    /// How many devices share the work.
+    pub fn n_ranks(&self) -> usize {
+        match self {
+            Self::Auto => 1,
+            Self::Cpu { n_ranks } => *n_ranks,
+            Self::Cards(cards) => cards.len(),
+        }
+    }
+
     /// Of `auto`, `cpu`, `cpu:2`, `cuda:0`, `cuda:0,1,3` or `cuda:0-3`. `None` of everything else.
     pub fn from_name(name: &str) -> Option<Self> {
         match (name, name.strip_prefix("cpu:"), name.strip_prefix("cuda:")) {

@@ -268,6 +268,19 @@ path = "reward.wasm"
     }
 
     #[test]
+    fn what_is_not_split_over_devices_is_named_with_its_setting() {
+        let fault = |setting| fault(GOOD, &["device=cpu:4", "model.tensor_parallel=2", setting]);
+        let of = |setting: &str| {
+            format!(
+                "--set model.tensor_parallel: model.tensor_parallel is 2 and {setting}, which is not split over devices; set one of them otherwise"
+            )
+        };
+        assert_eq!(fault("sft.use_dora=true"), of("sft.use_dora is true"));
+        assert_eq!(fault("sft.method=full"), of("sft.method is \"full\""));
+        assert_eq!(fault("rl.off_by_one=true"), of("rl.off_by_one is true"));
+    }
+
+    #[test]
     fn bad_files_are_named_with_line_value_and_expectation() {
         let cases = [
             ("gae_lambda = 0.95", "gae_lambda = 1.4", "querl.toml:16: rl.gae_lambda is 1.4; expected 0.0 to 1.0"),
@@ -348,8 +361,8 @@ path = "reward.wasm"
             ),
             (
                 "path = \"tiny\"",
-                "path = \"tiny\"\ntensor_parallel = 2\n[sft]\nuse_dora = true",
-                "querl.toml:15: model.tensor_parallel is 2 and sft.use_dora is true, which is not split over devices; set one of them otherwise",
+                "path = \"tiny\"\ntensor_parallel = 2",
+                "querl.toml:15: model.tensor_parallel is 2 and device is \"auto\"; expected a number that divides its 1",
             ),
             ("[data]", "rl = 3\n[data]", "querl.toml:16: not valid TOML: duplicate key"),
             (

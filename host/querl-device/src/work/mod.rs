@@ -19,6 +19,11 @@ use std::path::Path;
 /// has had enough.
 pub fn do_job(job: &Job, host: &dyn Host) -> Result<Outcome, JobError> {
     querl_model::set_threads(job.threads);
+    let n_devices = job.devices.len();
+    if !n_devices.is_multiple_of(job.model.tensor_parallel) {
+        let message = format!("{n_devices} devices make no copies of {} each", job.model.tensor_parallel);
+        return Err(Failure { ending: Ending::Usage, message }.into());
+    }
     match job.devices.as_slice() {
         [] => Err(Failure::failed("the job names no device; this is a fault of querl, please report it").into()),
         [device] => Rank { job, device: *device, mesh: Mesh::alone() }.work(host),
@@ -57,7 +62,15 @@ impl Rank<'_> {
                 ranks.connect(gpu).map_err(ModelError::from)?;
             }
         }
-        Ok(Decoder::load_on(&model.path, weights, model.dtype, &place)?)
+        match weights {
+            Weights::Frozen => Ok(Decoder::load_part(&model.path, model.dtype, &place, &self.mesh.tensor)?),
+            Weights::Trained if self.mesh.is_split() => {
+                let message =
+                    "full fine-tuning of a model that several devices hold together; set model.tensor_parallel to 1";
+                Err(Failure { ending: Ending::Usage, message: message.into() }.into())
+            }
+            Weights::Trained => Ok(Decoder::load_on(&model.path, weights, model.dtype, &place)?),
+        }
     }
 }
 
@@ -101,7 +114,7 @@ impl Progress for Shown<'_> {
     }
 }
 
-/// An adapter where its base stands.
+/// An adapter where its base stands, and of it the part that belongs to the base's.
 fn load_adapter(path: &Path, decoder: &Decoder) -> Result<LoraAdapter, ModelError> {
-    LoraAdapter::load(path, decoder.config())?.on(decoder.place())
+    LoraAdapter::load(path, decoder.config())?.beside(decoder)
 }

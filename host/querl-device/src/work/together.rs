@@ -4,7 +4,7 @@ use super::Rank;
 use crate::{Answered, Device, Ending, Failure, Host, Job, JobError, Outcome, Refused};
 use querl_core::ports::{EnvironmentError, PolicyResponse, Progress, ScoredResponses};
 use querl_core::records::Split;
-use querl_model::{Mesh, RankFailure, run_ranks};
+use querl_model::{Mesh, ModelError, RankFailure, run_ranks};
 use querl_train::Metrics;
 use std::io;
 use std::sync::atomic::AtomicBool;
@@ -18,7 +18,8 @@ pub(super) fn do_together(job: &Job, devices: &[Device], host: &dyn Host) -> Res
     }
     let outcomes = run_ranks(devices.len(), |ranks| {
         let (rank, device) = (ranks.rank(), devices[ranks.rank()]);
-        let rank_of_job = Rank { job, device, mesh: Mesh::of_data(ranks) };
+        let mesh = Mesh::new(ranks, job.model.tensor_parallel).map_err(ModelError::from)?;
+        let rank_of_job = Rank { job, device, mesh };
         if rank == 0 { rank_of_job.work(host) } else { rank_of_job.work(&Silent(host)) }
     });
     match outcomes {

@@ -12,8 +12,8 @@ pub use patterns::Patterns;
 pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
 pub use settings::{LoraSettings, Modules, SavedCopies};
 
-use crate::decoder::{Part, Shard, TensorParallel};
-use crate::{Decoder, ModelError, Place, Ranks};
+use crate::decoder::{Shard, TensorParallel};
+use crate::{Decoder, ModelError, Place};
 use candle_core::{DType, Device, Error, Result as TensorResult, Tensor, Var};
 use config_file::ConfigFile;
 use rand::{Rng, SeedableRng};
@@ -93,15 +93,10 @@ impl LoraAdapter {
             return self.on(base.place());
         }
         check_split(base, &self.settings)?;
-        let (shard, device) = (base.shard(), base.place().device());
-        let mut split = self.renewed(|name, values| {
-            let part = Shard::adapter_axis(name).map(|axis| Ok::<_, Error>(shard.part(axis, values.dim(axis)?)));
-            match part.transpose()? {
-                Some(Part { axis, range }) => {
-                    values.narrow(axis, range.start, range.len())?.force_contiguous()?.to_device(&device)
-                }
-                None => values.to_device(&device),
-            }
+        let (ranks, device) = (base.parallel().ranks(), base.place().device());
+        let mut split = self.renewed(|name, values| match Shard::adapter_axis(name) {
+            Some(axis) => ranks.part_of(values, axis)?.to_device(&device),
+            None => values.to_device(&device),
         })?;
         split.parallel = base.parallel().clone();
         Ok(split)
@@ -117,7 +112,7 @@ impl LoraAdapter {
             return Ok(self.clone());
         }
         let mut whole = self.renewed(|name, values| match Shard::adapter_axis(name) {
-            Some(axis) => self.parallel.gathered(values, axis).map_err(Error::wrap),
+            Some(axis) => self.parallel.ranks().whole_of(values, axis).map_err(Error::wrap),
             None => values.to_device(&Device::Cpu),
         })?;
         whole.parallel = TensorParallel::default();
@@ -171,11 +166,6 @@ impl LoraAdapter {
     pub fn n_parameters(&self) -> usize {
         let n_ranks = |name: &str| Shard::adapter_axis(name).map_or(1, |_| self.parallel.shard().size());
         self.vars.iter().map(|(name, var)| var.elem_count() * n_ranks(name)).sum()
-    }
-
-    /// The ranks that hold the model together, and among them those of this adapter's parts.
-    pub fn tensor_ranks(&self) -> &Ranks {
-        self.parallel.ranks()
     }
 
     /// Paths of the adapted layers, sorted.

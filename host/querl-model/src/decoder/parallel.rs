@@ -94,19 +94,6 @@ impl TensorParallel {
         }
         Ok(Cow::Owned(pair))
     }
-
-    /// Puts together what ranks hold of a tensor along an axis. All must come to it.
-    ///
-    /// # Errors
-    /// A rank has failed or is elsewhere.
-    pub(crate) fn gathered(&self, part: &Tensor, axis: usize) -> Result<Tensor, ModelError> {
-        let part = part.detach();
-        let part = part.to_device(&candle_core::Device::Cpu)?.contiguous()?;
-        let values = part.flatten_all()?.to_vec1::<f32>()?;
-        let all = self.ranks.all_gather(values)?;
-        let tensors = all.iter().map(|values| Tensor::from_slice(values, part.shape(), part.device()));
-        Ok(Tensor::cat(&tensors.collect::<TensorResult<Vec<_>>>()?, axis)?)
-    }
 }
 
 struct Shared(Ranks);

@@ -5,7 +5,8 @@
 //!
 //! Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 
-use crate::{DecoderConfig, ModelError};
+use crate::{DecoderConfig, ModelError, Ranks};
+use candle_core::{Device, Result as TensorResult, Tensor};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
 
@@ -151,7 +152,7 @@ impl Shard {
     ///
     /// Of `B A` beside a layer that is split by its outputs, A is whole and B is split by rows; beside one that is split by its
     /// inputs, A is split by columns and B is whole.
-    pub(crate) fn adapter_axis(name: &str) -> Option<usize> {
+    pub fn adapter_axis(name: &str) -> Option<usize> {
         match Split::of(name)? {
             Split::Outputs if name.contains(".lora_B.") => Some(0),
             Split::Inputs if name.contains(".lora_A.") => Some(1),
@@ -163,6 +164,28 @@ impl Shard {
     pub(crate) fn part(self, axis: usize, n: usize) -> Part {
         let n = n / self.size;
         Part { axis, range: self.rank * n..(self.rank + 1) * n }
+    }
+}
+
+impl Ranks {
+    /// This rank's part of a matrix that they hold along an axis.
+    ///
+    /// # Errors
+    /// It has no such axis.
+    pub fn part_of(&self, whole: &Tensor, axis: usize) -> TensorResult<Tensor> {
+        let Part { axis, range } = Shard { rank: self.rank(), size: self.world_size() }.part(axis, whole.dim(axis)?);
+        whole.narrow(axis, range.start, range.len())?.force_contiguous()
+    }
+
+    /// The matrix of which each of them holds a part along an axis, on the CPU: f32. All must come to it.
+    ///
+    /// # Errors
+    /// A rank has failed or is elsewhere, or has a part of another type.
+    pub fn whole_of(&self, part: &Tensor, axis: usize) -> Result<Tensor, ModelError> {
+        let values = part.flatten_all()?.to_vec1::<f32>()?;
+        let all = self.all_gather(values)?;
+        let tensors = all.iter().map(|values| Tensor::from_slice(values, part.shape(), &Device::Cpu));
+        Ok(Tensor::cat(&tensors.collect::<TensorResult<Vec<_>>>()?, axis)?)
     }
 }
 

@@ -131,6 +131,14 @@ impl Gpu {
         Ok(GradientNorm { values })
     }
 
+    /// The same where the host has found both.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn known_norm(&self, norm: f32, factor: f32) -> Result<GradientNorm> {
+        Ok(GradientNorm { values: self.upload(&[norm, factor])? })
+    }
+
     /// Takes one step for every tensor. Gradients are multiplied by the factor that `norm` holds.
     ///
     /// # Errors

@@ -27,6 +27,11 @@ impl Mesh {
         Self { data: all.clone(), all, tensor: Ranks::alone() }
     }
 
+    /// Whether each rank holds a part of the model.
+    pub fn is_split(&self) -> bool {
+        self.tensor.world_size() > 1
+    }
+
     /// The same ranks at meetings of their own, for another thread of each.
     ///
     /// # Errors

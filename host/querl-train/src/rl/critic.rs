@@ -12,7 +12,7 @@ use crate::{AdamW, AdamWSettings, Gradients, State, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module};
 use querl_core::config::CriticKind;
-use querl_model::{Decoder, LoraAdapter, Ranks, Recompute, backward, save_tensors};
+use querl_model::{Decoder, LoraAdapter, Mesh, Recompute, backward, save_tensors};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -138,11 +138,11 @@ impl Critic {
     pub(super) fn step(
         &mut self,
         mut gradients: Gradients,
-        ranks: &Ranks,
+        mesh: &Mesh,
         learning_rate: f64,
         max_grad_norm: f64,
     ) -> Result<f64, TrainError> {
-        gradients.sum_over(ranks, &self.vars)?;
+        gradients.sum_over(mesh, &self.vars)?;
         let norm = gradients.clip(max_grad_norm)?;
         if norm.is_finite() {
             self.optimizer.step(&self.vars, &gradients, learning_rate)?;
@@ -175,13 +175,18 @@ impl Critic {
     }
 
     /// Writes the head, and the adapter where there is one. A head on the reference is written for hidden states as they
-    /// are, `(1, 2H)`: first the state of the response's first token, then that of the token.
-    pub(super) fn save(&self, directory: &Path, base: &Path) -> Result<(), TrainError> {
-        save_tensors(&directory.join("value_head.safetensors"), &self.plain_head()?)?;
-        if let Base::Adapter(adapter) = &self.base {
-            adapter.save(directory, &base_name(base))?;
+    /// are, `(1, 2H)`: first the state of the response's first token, then that of the token. The ranks of a copy of the model come
+    /// here together, and the first writes.
+    pub(super) fn save(&self, mesh: &Mesh, directory: &Path, base: &Path) -> Result<(), TrainError> {
+        let adapter = match &self.base {
+            Base::Adapter(adapter) => Some(adapter.whole()?),
+            Base::Reference(_) => None,
+        };
+        if !mesh.all.is_first() {
+            return Ok(());
         }
-        Ok(())
+        save_tensors(&directory.join("value_head.safetensors"), &self.plain_head()?)?;
+        Ok(adapter.map_or(Ok(()), |adapter| adapter.save(directory, &base_name(base)))?)
     }
 
     /// The head with the whitening multiplied in.

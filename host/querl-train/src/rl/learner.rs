@@ -8,6 +8,7 @@ use super::rollout_check::check_rollout;
 use crate::maths::{KlController, RunningMoments};
 use crate::{AdamW, AdamWSettings, Metrics, State, TrainError};
 use querl_core::config::RlConfig;
+use querl_model::Mesh;
 use std::path::Path;
 use std::time::Instant;
 
@@ -86,7 +87,7 @@ impl Learner {
     ///
     /// # Errors
     /// A file cannot be written.
-    pub(super) fn save_critic(&self, directory: &Path, base: &Path) -> Result<(), TrainError> {
-        self.critic.as_ref().map_or(Ok(()), |critic| critic.save(directory, base))
+    pub(super) fn save_critic(&self, mesh: &Mesh, directory: &Path, base: &Path) -> Result<(), TrainError> {
+        self.critic.as_ref().map_or(Ok(()), |critic| critic.save(mesh, directory, base))
     }
 }

@@ -353,7 +353,7 @@ fn a_saved_head_gives_the_critics_values_on_plain_hidden_states() {
     learn(&mut learner, &task, &rollouts, 1);
     let values = learner.estimate(&task, &rollouts, 2).unwrap().critic.unwrap().values;
     let directory = fixture.folder.path().join("critic");
-    learner.save_critic(&directory, task.base_path).unwrap();
+    learner.save_critic(task.mesh, &directory, task.base_path).unwrap();
     let head = querl_model::load_tensors(&directory.join("value_head.safetensors")).unwrap();
     let reference = Policy { decoder: &fixture.decoder, adapter: None };
     let hidden = reference.response_hidden(&[&rollouts[2].example]).unwrap(); // (T, H)

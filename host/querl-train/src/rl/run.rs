@@ -152,8 +152,8 @@ impl<'a> Run<'a> {
     /// Writes a checkpoint, then `best` if it is due: where a kill comes between the two, the checkpoint makes up for it.
     pub(super) fn save(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let started = Instant::now();
-        check_same(&self.task.mesh.data, "rl", self.standing.step, self.task.policy.vars())?;
-        if self.store.is_some() {
+        check_same(self.task.mesh, "rl", self.standing.step, self.task.policy.vars())?;
+        if self.is_kept() {
             let state = self.state(sink)?;
             self.store.as_ref().map_or(Ok(()), |store| store.write(self.standing.step, &state))?;
         }
@@ -276,7 +276,7 @@ impl<'a> Run<'a> {
     /// policy and critic are somewhere between two steps. The processor's memory has no such end.
     pub(super) fn remember(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let is_on_card = self.task.policy.vars().values().next().is_some_and(|var| !var.device().is_cpu());
-        let is_wanted = self.store.is_some() && self.standing.step > 0 && self.saved != Some(self.standing.step);
+        let is_wanted = self.is_kept() && self.standing.step > 0 && self.saved != Some(self.standing.step);
         self.remembered = match is_wanted && (is_on_card || cfg!(test)) {
             true => Some(self.state(sink)?.detached()?),
             false => None,
@@ -337,14 +337,21 @@ impl<'a> Run<'a> {
     /// Writes a checkpoint for others to read; the first rank does.
     fn save_weights(&self, directory: &Path) -> Result<(), TrainError> {
         let task = self.task;
-        if !task.mesh.all.is_first() {
+        if !task.mesh.data.is_first() {
             return Ok(());
         }
-        save_policy(Policy { decoder: task.decoder, adapter: Some(task.policy) }, directory, task.base_path)?;
-        self.learner.save_critic(&directory.join("critic"), task.base_path)
+        let policy = Policy { decoder: task.decoder, adapter: Some(task.policy) };
+        save_policy(task.mesh, policy, directory, task.base_path)?;
+        self.learner.save_critic(task.mesh, &directory.join("critic"), task.base_path)
     }
 
-    /// Everything that the next step depends on. The logs are brought to the disk before.
+    /// Whether checkpoints to go on from are kept, of which this rank has some.
+    fn is_kept(&self) -> bool {
+        self.task.fingerprint.is_some() && self.task.mesh.data.is_first()
+    }
+
+    /// Everything that the next step depends on. The logs are brought to the disk before. Where ranks hold the model together, they
+    /// come here together, and the first gets it.
     fn state(&mut self, sink: &mut dyn MetricSink) -> Result<State, TrainError> {
         let task = self.task;
         let metrics = sink.mark().map_err(|source| self.io(source))?;
@@ -358,11 +365,12 @@ impl<'a> Run<'a> {
             state.put_vars(ROLLOUT_POLICY, snapshot.vars());
         }
         self.learner.save(&mut state)?;
-        Ok(state)
+        state.whole(&task.mesh.tensor)
     }
 
     fn restore(&mut self, step: u64, state: &State, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let task = self.task;
+        let state = &state.part(&task.mesh.tensor)?;
         self.standing = state.get("loop")?;
         self.order.seek(self.standing.position);
         state.restore_vars(POLICY, task.policy.vars())?;

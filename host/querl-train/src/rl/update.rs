@@ -114,7 +114,7 @@ impl Learner {
         if task.config.target_kl > 0.0 && moved > task.config.target_kl {
             return Ok(Progress::FarEnough);
         }
-        gradients.sum_over(&task.mesh.data, task.policy.vars())?;
+        gradients.sum_over(task.mesh, task.policy.vars())?;
         let grad_norm = gradients.clip(task.config.max_grad_norm)?;
         if !grad_norm.is_finite() {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "the policy's gradient" });
@@ -129,13 +129,13 @@ impl Learner {
     /// One optimizer step of the critic, where there is one.
     fn critic_step(&mut self, mini_batch: &MiniBatch<'_>, step: u64, totals: &mut Totals) -> Result<(), TrainError> {
         let (Some(critic), Some(experience)) = (&mut self.critic, &mini_batch.experience.critic) else { return Ok(()) };
-        let (config, ranks) = (mini_batch.task.config, &mini_batch.task.mesh.data);
+        let (config, mesh) = (mini_batch.task.config, mini_batch.task.mesh);
         let (mut gradients, mut found) = (Gradients::default(), Metrics::new());
         for part in mini_batch.parts() {
             part.critic_pass(critic, experience, &mut gradients, &mut found)?;
         }
-        summed(ranks, found)?.iter().for_each(|(name, value)| totals.add(name, *value));
-        let norm = critic.step(gradients, ranks, config.critic_learning_rate, config.max_grad_norm)?;
+        summed(&mesh.data, found)?.iter().for_each(|(name, value)| totals.add(name, *value));
+        let norm = critic.step(gradients, mesh, config.critic_learning_rate, config.max_grad_norm)?;
         if !norm.is_finite() {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "the critic's gradient" });
         }

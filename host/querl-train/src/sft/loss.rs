@@ -31,7 +31,7 @@ pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<
         shares.push(share.detach());
     }
     let loss = over_ranks(ranks, summed(&shares)?)?;
-    gradients.sum_over(ranks, task.policy.vars())?;
+    gradients.sum_over(task.mesh, task.policy.vars())?;
     Ok(StepLoss { loss, n_tokens, gradients })
 }
 

@@ -120,6 +120,7 @@ impl Fit {
         };
         let mut mark = 0;
         if let Some((step, state)) = &*found {
+            let state = &state.part(&task.mesh.tensor)?;
             fit.course = state.get("course")?;
             fit.order.seek(state.get("order")?);
             fit.optimizer.restore("optimizer", state, task.policy.vars())?;
@@ -193,8 +194,8 @@ impl Fit {
         val_loss.map_or(Ok(()), |loss| check_finite(step, "the validation loss", loss))?;
         let mut metrics = self.course.unfinished.take().unwrap_or_default();
         metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
-        if plan.evaluates(step) && self.course.offer(val_loss) && task.mesh.all.is_first() {
-            save_policy(task.policy, &task.output_dir.join(BEST), task.base_path)?;
+        if plan.evaluates(step) && self.course.offer(val_loss) {
+            save_policy(task.mesh, task.policy, &task.output_dir.join(BEST), task.base_path)?;
         }
         sink.record("sft", step, &metrics).map_err(|source| io(task, source))?;
         let loss = metrics.get("loss").copied().unwrap_or_default();
@@ -204,8 +205,8 @@ impl Fit {
         let is_stopped =
             self.agree(task, plan).map_err(|error| self.without_memory(task, sink, (step, position), error))?;
         let ends = is_stopped || self.is_done(plan);
-        if ends && task.mesh.all.is_first() {
-            save_policy(task.policy, &task.output_dir.join(LAST), task.base_path)?;
+        if ends {
+            save_policy(task.mesh, task.policy, &task.output_dir.join(LAST), task.base_path)?;
         }
         if ends || plan.saves(step) {
             self.save(task, sink)?;
@@ -221,7 +222,7 @@ impl Fit {
         let step = self.course.step;
         let is_stopped = task.mesh.all.any(task.stop.load(Ordering::Relaxed))?;
         if is_stopped || self.is_done(plan) || plan.saves(step) {
-            check_same(&task.mesh.data, "sft", step, task.policy.vars())?;
+            check_same(task.mesh, "sft", step, task.policy.vars())?;
         }
         Ok(is_stopped)
     }
@@ -245,20 +246,26 @@ impl Fit {
         self.order.seek(position);
         let reached = self.course.step;
         // Before the first step there is nothing to keep, and of two errors the first is told.
-        let is_saved = reached > 0 && self.store.is_some() && self.save(task, sink).is_ok();
+        // Parts of a model cannot be put together any more: the checkpoint before is what there is.
+        let can_save = reached > 0 && self.store.is_some() && !task.mesh.is_split();
+        let is_saved = can_save && self.save(task, sink).is_ok();
         let (saved, message) = (is_saved.then_some(reached), error.to_string());
         TrainError::OutOfMemory { stage: "sft", step, saved, message }
     }
 
+    /// Writes a checkpoint; the ranks of the first copy of the model come here together.
     fn save(&self, task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
-        let Some(store) = &self.store else { return Ok(()) };
+        if task.fingerprint.is_none() || !task.mesh.data.is_first() {
+            return Ok(());
+        }
         let mut state = State::default();
         state.put("course", &self.course)?;
         state.put("order", &self.order.position())?;
         state.put("metrics", &sink.mark().map_err(|source| io(task, source))?)?;
         self.optimizer.save("optimizer", &mut state)?;
         state.put_vars("policy", task.policy.vars());
-        store.write(self.course.step, &state)
+        let state = state.whole(&task.mesh.tensor)?;
+        self.store.as_ref().map_or(Ok(()), |store| store.write(self.course.step, &state))
     }
 }
 

@@ -7,6 +7,7 @@ pub use store::StateStore;
 
 use crate::{TrainError, slices};
 use candle_core::{Device, Tensor, Var};
+use querl_model::{Ranks, Shard};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -35,6 +36,13 @@ enum Data {
 }
 
 impl Array {
+    fn tensor(&self) -> candle_core::Result<Tensor> {
+        match &self.data {
+            Data::Live(tensor) => Ok(tensor.clone()),
+            Data::Held(values) => Tensor::from_slice(values, self.dims.as_slice(), &Device::Cpu),
+        }
+    }
+
     fn read<R>(&self, look: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
         match &self.data {
             Data::Live(tensor) => slices::read(tensor, look),
@@ -78,13 +86,7 @@ impl State {
     /// One was put in that is not f32.
     pub fn tensors(&self, prefix: &str) -> Result<BTreeMap<String, Tensor>, TrainError> {
         let of_prefix = self.under(prefix);
-        let tensor = |(name, array): (&str, &Array)| {
-            let tensor = match &array.data {
-                Data::Live(tensor) => tensor.clone(),
-                Data::Held(values) => Tensor::from_slice(values, array.dims.as_slice(), &Device::Cpu)?,
-            };
-            Ok((name.to_owned(), tensor))
-        };
+        let tensor = |(name, array): (&str, &Array)| Ok((name.to_owned(), array.tensor()?));
         of_prefix.map(tensor).collect()
     }
 
@@ -140,6 +142,43 @@ impl State {
             Ok((name.to_owned(), (array.dims.clone(), values)))
         };
         self.under(prefix).map(held).collect()
+    }
+
+    /// The state of a whole model, of whose adapters each of `ranks` holds a part: all come here, and the first gets it.
+    ///
+    /// # Errors
+    /// A rank has failed or is elsewhere.
+    pub(crate) fn whole(self, ranks: &Ranks) -> Result<Self, TrainError> {
+        self.with_parts(ranks, |tensor, axis| {
+            let whole = ranks.whole_of(tensor, axis)?;
+            Ok(if ranks.is_first() { whole } else { tensor.clone() })
+        })
+    }
+
+    /// Of the state of a whole model what one of `ranks` holds.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub(crate) fn part(&self, ranks: &Ranks) -> Result<Self, TrainError> {
+        self.clone().with_parts(ranks, |tensor, axis| Ok(ranks.part_of(tensor, axis)?))
+    }
+
+    /// The state with something else in the place of what ranks hold in parts.
+    fn with_parts(
+        self,
+        ranks: &Ranks,
+        other: impl Fn(&Tensor, usize) -> Result<Tensor, TrainError>,
+    ) -> Result<Self, TrainError> {
+        if ranks.world_size() == 1 {
+            return Ok(self);
+        }
+        let renewed = |(name, array): (String, Array)| {
+            let Some(axis) = Shard::adapter_axis(&name) else { return Ok((name, array)) };
+            let renewed = other(&array.tensor()?, axis)?;
+            Ok((name, Array { dims: renewed.dims().to_vec(), data: Data::Live(renewed) }))
+        };
+        let arrays = self.arrays.into_iter().map(renewed).collect::<Result<_, TrainError>>()?;
+        Ok(Self { values: self.values, arrays })
     }
 
     fn under(&self, prefix: &str) -> impl Iterator<Item = (&str, &Array)> {
