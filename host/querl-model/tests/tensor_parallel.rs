@@ -190,6 +190,12 @@ fn weights_of_fewer_bits_are_those_of_the_whole_model() {
     }
 }
 
+/// Of fp8 a row has one scale, and of a row that is split each part has one of its own: other roundings, of 4 bits of mantissa.
+#[test]
+fn a_part_of_a_row_in_fp8_has_a_scale_of_its_own() {
+    check(2, From::Random(Family::Qwen3), BaseDtype::Fp8, |base| run(base, None, None, None), 0.2);
+}
+
 struct NoText(BTreeSet<u32>);
 
 impl TokenText for NoText {

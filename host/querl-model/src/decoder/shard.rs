@@ -81,7 +81,8 @@ impl Shard {
         Ok(Self { rank, size })
     }
 
-    /// Refuses what cannot be split over `size` ranks. Key and value heads are never copied, so there must be one for each rank.
+    /// Refuses what cannot be split over `size` ranks. Key and value heads are never copied, so there must be one for each rank. A
+    /// part is stored as it is in the whole model; of fp8, which has a scale for a row, each part of a row gets one of its own.
     ///
     /// # Errors
     /// The number of ranks does not divide the heads of keys and values or the feed-forward width; the scales of int8 and nf4 would
