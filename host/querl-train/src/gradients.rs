@@ -118,7 +118,14 @@ impl Gradients {
     /// A rank has failed; a gradient is not f32; a card has no memory left.
     pub fn sum_over(&mut self, mesh: &Mesh, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
         self.tensor = mesh.tensor.clone();
-        let ranks = &mesh.data;
+        self.sum_over_copies(&mesh.data, vars)?;
+        // Sums within a pass too: of those that a failed rank left in the middle nothing may be learned.
+        #[cfg(feature = "cuda")]
+        self.tensors().last().map_or(Ok(()), |last| mesh.all.settle(last))?;
+        Ok(())
+    }
+
+    fn sum_over_copies(&mut self, ranks: &Ranks, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
         if ranks.world_size() == 1 {
             return Ok(());
         }
@@ -126,10 +133,7 @@ impl Gradients {
         let all = ranks.all_gather(mine)?;
         let is_found = |index: usize| all.iter().any(|of_rank| of_rank[index]);
         let found = vars.iter().enumerate().filter(|(index, _)| is_found(*index)).map(|(_, var)| var);
-        buckets(found).into_iter().try_for_each(|bucket| self.sum_bucket(ranks, &bucket))?;
-        #[cfg(feature = "cuda")]
-        self.tensors().last().map_or(Ok(()), |last| ranks.settle(last))?;
-        Ok(())
+        buckets(found).into_iter().try_for_each(|bucket| self.sum_bucket(ranks, &bucket))
     }
 
     /// Sums the gradients of some variables as one tensor: many small sums would each wait for the slowest rank.
