@@ -281,7 +281,8 @@ fn what_layers_keep_and_where_their_gradients_go_changes_no_bit() {
     }
 }
 
-/// Two ranks, each with a stream of its own: the same activations are rounded to bf16 on the way, sums of the ranks are f32.
+/// Two ranks, each with a card of its own, beside one card. Sums over the ranks are f32; what each multiplies is rounded to bf16
+/// before. Both are off from the CPU, each by so much that they may be off from each other by twice as much. Worst found: 0.147.
 #[test]
 fn a_model_in_two_parts_is_the_one_that_a_card_holds_alone() {
     if Gpu::new(1).is_err() {
@@ -310,11 +311,13 @@ fn a_model_in_two_parts_is_the_one_that_a_card_holds_alone() {
         let found = found.unwrap_or_else(|failures| panic!("{}", failures[0]));
         assert!(found[0] == found[1], "{name}: ranks differ");
         assert_close(name, &found[0].0, &expected, TOLERANCE);
+        let mut worst = 0f32;
         for (var, expected) in &of_alone {
             let difference = length(found[0].1[var].iter().zip(expected).map(|(a, b)| a - b));
-            let off = difference / length(expected.iter().copied());
-            assert!(off <= GRADIENT_TOLERANCE, "{name}: the gradient of {var} is off by {off}");
+            worst = worst.max(difference / length(expected.iter().copied()));
         }
+        println!("{name}: a gradient is off by {worst}");
+        assert!(worst <= 2.0 * GRADIENT_TOLERANCE, "{name}: a gradient is off by {worst}");
     }
 }
 

@@ -170,7 +170,13 @@ pub(super) fn usage_of(shape: &str) -> Stop {
 
 /// The device that a name stands for, if it can have a base of that storage.
 pub(super) fn place(device: &str, dtype: BaseDtype) -> Result<Place, Stop> {
-    let model = ModelConfig { path: PathBuf::new(), dtype, tokens_per_pass: 1, gradient_checkpointing: false };
+    let model = ModelConfig {
+        path: PathBuf::new(),
+        dtype,
+        tokens_per_pass: 1,
+        gradient_checkpointing: false,
+        tensor_parallel: 1,
+    };
     Place::of(device, &model, &SftConfig::default())
 }
 
@@ -193,7 +199,13 @@ pub(super) fn random_job(
         sequences: Vec::new(),
         work_dir: PathBuf::new(),
     };
-    let model = ModelConfig { path: PathBuf::new(), dtype, tokens_per_pass: 8192, gradient_checkpointing: false };
+    let model = ModelConfig {
+        path: PathBuf::new(),
+        dtype,
+        tokens_per_pass: 8192,
+        gradient_checkpointing: false,
+        tensor_parallel: 1,
+    };
     let work = Work::Measure(Box::new(measuring));
     Job { devices: place.devices(), threads, model, seed, work }
 }
