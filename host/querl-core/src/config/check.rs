@@ -2,8 +2,8 @@
 
 use super::conform::{Violation, wrong};
 use super::{
-    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind, TeacherKind,
-    TuningMethod,
+    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind,
+    TeacherKind, TuningMethod,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
