@@ -69,14 +69,11 @@ __device__ __forceinline__ Run<FORMAT> load_run(const unsigned char* row, const 
 template <int FORMAT> __device__ __forceinline__ void widen(const Run<FORMAT>& run, const float* shares, unsigned (&pairs)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        if (FORMAT == BF16) {
+        if (FORMAT == BF16)
             pairs[i] = run.words[i];
-            continue;
-        }
-        float values[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) values[j] = value_of<FORMAT>(run.words, 2 * i + j, shares) * run.scale;
-        pairs[i] = packed(values[0], values[1]);
+        else
+            pairs[i] = packed(value_of<FORMAT>(run.words, 2 * i, shares) * run.scale,
+                              value_of<FORMAT>(run.words, 2 * i + 1, shares) * run.scale);
     }
 }
 

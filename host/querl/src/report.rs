@@ -87,7 +87,7 @@ pub struct Pooled {
 /// As [`write`].
 pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     let records: Vec<Vec<EvalRecord>> =
-        dirs.iter().map(|dir| Ok(rows_of(&dir.eval_records())?)).collect::<anyhow::Result<Vec<_>>>()?;
+        dirs.iter().map(|dir| rows_of(&dir.eval_records())).collect::<anyhow::Result<Vec<_>>>()?;
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
     let config = load_resolved(&first.config())?;
