@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// Who makes the vector of a query.
 pub(crate) enum QueryEmbedding {
-    Service(EmbeddingService),
+    Service(Box<EmbeddingService>),
     /// A model with what is put before a query.
     Local(Arc<dyn Embedder>, String),
 }
@@ -26,7 +26,7 @@ impl QueryEmbedding {
     pub(crate) fn open(config: &EmbeddingConfig, models: &LocalModels) -> Result<Option<Self>, DataError> {
         match (config.kind, &models.embedder) {
             (EmbeddingKind::None, _) => Ok(None),
-            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(EmbeddingService::open(config)?))),
+            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(Box::new(EmbeddingService::open(config)?)))),
             (EmbeddingKind::Local, Some(model)) => Ok(Some(Self::Local(model.clone(), config.query_prefix.clone()))),
             (EmbeddingKind::Local, None) => Err(DataError::setting("retrieval.embedding.path", "was not opened")),
         }

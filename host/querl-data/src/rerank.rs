@@ -28,7 +28,7 @@ pub(crate) struct Reranked {
 
 /// Who says how well texts answer a query.
 enum Scorer {
-    Service(RerankService),
+    Service(Box<RerankService>),
     Local(Arc<dyn PairScorer>),
 }
 
@@ -55,7 +55,7 @@ impl Reranked {
         let scorer = match (config.kind, &models.scorer) {
             (RerankKind::Local, Some(model)) => Scorer::Local(model.clone()),
             (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
-            _ => Scorer::Service(RerankService::open(config)?),
+            _ => Scorer::Service(Box::new(RerankService::open(config)?)),
         };
         Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates, name })
     }

@@ -70,8 +70,9 @@ fn padding_changes_no_vector() {
 #[test]
 fn the_digest_is_of_what_decides() {
     let folder = tempfile::tempdir().unwrap();
-    let copy = |name: &str| std::fs::copy(golden("bert-cls").join(name), folder.path().join(name)).unwrap();
-    ["config.json", "tokenizer.json", "model.safetensors"].map(copy);
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        std::fs::copy(golden("bert-cls").join(name), folder.path().join(name)).unwrap();
+    }
     let digest = || EmbeddingModel::open(folder.path()).unwrap().digest().to_owned();
     let first = digest();
     std::fs::write(folder.path().join("README.md"), "no part of it").unwrap();

@@ -9,7 +9,7 @@ use querl_core::config::{Overrides, RetrievalConfig, RetrievalKind, load};
 use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
 use std::io::Write;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::net::TcpListener;
 
@@ -48,7 +48,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
 }
 
 /// Whatever kind of retrieval the configuration's own runs use: the same file may serve here and ask there.
-fn open(path: &PathBuf, set: &[String]) -> anyhow::Result<KnowledgeBase> {
+fn open(path: &Path, set: &[String]) -> anyhow::Result<KnowledgeBase> {
     let config = load(path, &Overrides { set: set.to_vec(), ..Overrides::default() })?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
     let search = querl_data::open_search(&retrieval, &config.tenant, &local_models(&retrieval)?)?;
