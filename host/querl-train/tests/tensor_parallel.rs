@@ -136,13 +136,22 @@ fn fit(
             progress: &Silent,
             stop: &stop,
         };
-        let mut sink =
-            Stopping { kept: Recorder::default(), at: if mesh.all.is_first() { stop_at } else { NEVER }, stop: &stop };
-        match sft::train(&task, &mut sink) {
-            Ok(_) | Err(TrainError::Interrupted { .. }) => Ok(sink.kept),
-            Err(error) => Err(error),
-        }
+        recorded(&mesh, stop_at, &stop, |sink| sft::train(&task, sink).map(drop))
     })
+}
+
+/// What `train` records; the first rank asks for a stop at step `stop_at`.
+fn recorded(
+    mesh: &Mesh,
+    stop_at: u64,
+    stop: &AtomicBool,
+    train: impl FnOnce(&mut Stopping<'_>) -> Result<(), TrainError>,
+) -> Result<Recorder, TrainError> {
+    let mut sink = Stopping { kept: Recorder::default(), at: if mesh.all.is_first() { stop_at } else { NEVER }, stop };
+    match train(&mut sink) {
+        Ok(()) | Err(TrainError::Interrupted { .. }) => Ok(sink.kept),
+        Err(error) => Err(error),
+    }
 }
 
 fn adapter_of(folder: &Path) -> BTreeMap<String, Vec<f32>> {
@@ -268,12 +277,7 @@ fn play(
             progress: &Silent,
             stop: &stop,
         };
-        let mut sink =
-            Stopping { kept: Recorder::default(), at: if mesh.all.is_first() { stop_at } else { NEVER }, stop: &stop };
-        match rl::train(&task, &mut sink) {
-            Ok(_) | Err(TrainError::Interrupted { .. }) => Ok(sink.kept),
-            Err(error) => Err(error),
-        }
+        recorded(&mesh, stop_at, &stop, |sink| rl::train(&task, sink).map(drop))
     })
 }
 
