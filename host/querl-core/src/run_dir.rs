@@ -40,19 +40,9 @@ impl RunDir {
         self.root.join("data/rewrites.jsonl")
     }
 
-    /// The same for a spreadsheet reader: the seed's columns.
-    pub fn rewrites_xlsx(&self) -> PathBuf {
-        self.root.join("data/rewrites.xlsx")
-    }
-
     /// Rewrites with what retrieval found, one JSON record a line.
     pub fn validated(&self) -> PathBuf {
         self.root.join("data/validated.jsonl")
-    }
-
-    /// The same for a spreadsheet reader.
-    pub fn validated_xlsx(&self) -> PathBuf {
-        self.root.join("data/validated.xlsx")
     }
 
     /// Rows that the filters dropped, with reasons.

@@ -1,78 +1,202 @@
 //! What a stage has done so far, kept beside its output, so that a kill loses at most the rows under way.
+//!
+//! Records stay in their files. In memory is where each of them begins: 8 bytes a row, and of earlier runs a table by key.
 
 use crate::error::DataError;
+use querl_core::fsx::{NumberedLine, open_jsonl};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
+
+/// A record that a later run finds again.
+pub trait Answered: Serialize + DeserializeOwned + 'static {
+    /// Stands for what was asked; `None` of a record without a good answer, which is asked again.
+    fn key(&self) -> Option<u64>;
+}
+
+/// Where a record of the output or of its journal begins, or why there is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place(u64);
+
+impl Place {
+    /// Still to be asked.
+    pub(crate) const OPEN: Self = Self(u64::MAX);
+    /// Nothing to ask.
+    pub(crate) const NOTHING: Self = Self(u64::MAX - 1);
+    /// Offsets in the journal have this bit; no file is so long that its own would.
+    const IN_JOURNAL: u64 = 1 << 63;
+
+    /// True where a record is there.
+    pub(crate) fn is_answered(self) -> bool {
+        self != Self::OPEN && self != Self::NOTHING
+    }
+}
 
 /// Finished rows of a stage whose output is not written yet: one JSON record a line, in the order in which they were finished.
 #[derive(Debug)]
-pub struct Journal {
+pub struct Journal<T> {
     output: PathBuf,
     path: PathBuf,
     file: File,
+    /// Where the next record begins.
+    end: u64,
+    earlier: HashMap<u64, Place>,
+    of: PhantomData<fn() -> T>,
 }
 
-impl Journal {
+impl Journal<()> {
     /// Where the journal of `output` is: `rewrites.jsonl` has `rewrites.journal.jsonl` beside it.
     pub fn path_beside(output: &Path) -> PathBuf {
         output.with_extension("journal.jsonl")
     }
+}
 
-    /// Opens the journal beside `output`, with the records of earlier runs: those
-    /// of the output, then those of the journal. A last line that a kill cut short is dropped.
+impl<T: Answered> Journal<T> {
+    /// Opens the journal beside `output` and finds the answers of earlier runs: those of the output, then those of the journal.
+    /// A last line that a kill cut short is dropped.
     ///
     /// # Errors
     /// A file cannot be read or written, or holds a line that is not a record.
-    pub fn open<T: DeserializeOwned>(output: &Path) -> Result<(Self, Vec<T>), DataError> {
-        let mut records: Vec<T> = if output.exists() { querl_core::fsx::read_jsonl(output)? } else { Vec::new() };
-        let path = Self::path_beside(output);
+    pub fn open(output: &Path) -> Result<Self, DataError> {
+        let path = Journal::path_beside(output);
+        let mut earlier = HashMap::new();
+        if output.exists() {
+            add_answers::<T>(output, 0, &mut earlier)?;
+        }
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(|error| DataError::write(&path, error))?;
         }
         if path.exists() {
-            drop_torn_line(&path)?;
-            records.extend(querl_core::fsx::read_jsonl::<T>(&path)?);
+            drop_torn_line(&path).map_err(|error| DataError::write(&path, error))?;
+            add_answers::<T>(&path, Place::IN_JOURNAL, &mut earlier)?;
         }
-        let file = OpenOptions::new().create(true).append(true).open(&path);
-        let file = file.map_err(|error| DataError::write(&path, error))?;
-        Ok((Self { output: output.to_owned(), path, file }, records))
+        let opened = OpenOptions::new().create(true).append(true).open(&path);
+        let opened = opened.and_then(|file| Ok((file.metadata()?.len(), file)));
+        let (end, file) = opened.map_err(|error| DataError::write(&path, error))?;
+        Ok(Self { output: output.to_owned(), path, file, end, earlier, of: PhantomData })
+    }
+
+    /// Where an earlier run's answer is.
+    pub(crate) fn earlier(&self, key: u64) -> Option<Place> {
+        self.earlier.get(&key).copied()
+    }
+
+    /// How many answers of earlier runs there are.
+    pub fn n_earlier(&self) -> usize {
+        self.earlier.len()
     }
 
     /// Adds one finished record.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn append<T: Serialize>(&mut self, record: &T) -> Result<(), DataError> {
-        let written = serde_json::to_vec(record).map_err(std::io::Error::from).and_then(|mut line| {
+    pub(crate) fn append(&mut self, record: &T) -> Result<Place, DataError> {
+        let written = serde_json::to_vec(record).map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');
-            self.file.write_all(&line)
+            self.file.write_all(&line)?;
+            Ok(line.len() as u64)
         });
-        written.map_err(|error| DataError::write(&self.path, error))
+        let place = Place(Place::IN_JOURNAL | self.end);
+        self.end += written.map_err(|error| DataError::write(&self.path, error))?;
+        Ok(place)
     }
 
-    /// Writes the stage's output whole, then takes the journal away.
-    ///
-    /// # Errors
-    /// A file cannot be written; the journal is then still there.
-    pub fn finish<T: Serialize>(self, records: &[T]) -> Result<(), DataError> {
-        querl_core::fsx::write_jsonl(&self.output, records).map_err(|error| DataError::write(&self.output, error))?;
+    /// The stage's output.
+    pub(crate) fn output(&self) -> &Path {
+        &self.output
+    }
+
+    /// Opens the records of both files to be read by place.
+    pub(crate) fn records(&self) -> Result<Records<T>, DataError> {
+        let output = if self.output.exists() { Some(Lines::open(&self.output)?) } else { None };
+        Ok(Records { output, journal: Lines::open(&self.path)?, of: PhantomData })
+    }
+
+    /// Takes the journal away: the output is written.
+    pub(crate) fn remove(self) -> Result<(), DataError> {
         std::fs::remove_file(&self.path).map_err(|error| DataError::write(&self.path, error))
     }
 }
 
-fn drop_torn_line(path: &Path) -> Result<(), DataError> {
-    let cut = || {
-        let bytes = std::fs::read(path)?;
-        let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-        if whole < bytes.len() {
-            OpenOptions::new().write(true).open(path)?.set_len(whole as u64)?;
+fn add_answers<T: Answered>(path: &Path, bit: u64, earlier: &mut HashMap<u64, Place>) -> Result<(), DataError> {
+    for line in open_jsonl::<T>(path)? {
+        let NumberedLine { offset, value, .. } = line?;
+        if let Some(key) = value.key() {
+            earlier.insert(key, Place(offset | bit));
         }
-        Ok(())
+    }
+    Ok(())
+}
+
+/// Cuts off what comes after the last line break.
+fn drop_torn_line(path: &Path) -> io::Result<()> {
+    let mut file = OpenOptions::new().read(true).write(true).open(path)?;
+    let n_bytes = file.metadata()?.len();
+    let (mut end, mut block) = (n_bytes, vec![0; 1 << 16]);
+    let whole = loop {
+        let start = end.saturating_sub(block.len() as u64);
+        let block = &mut block[..(end - start) as usize];
+        file.seek(SeekFrom::Start(start))?;
+        file.read_exact(block)?;
+        match block.iter().rposition(|byte| *byte == b'\n') {
+            Some(at) => break start + at as u64 + 1,
+            None if start == 0 => break 0,
+            None => end = start,
+        }
     };
-    cut().map_err(|error| DataError::write(path, error))
+    if whole < n_bytes { file.set_len(whole) } else { Ok(()) }
+}
+
+/// The records of a stage's output and journal, by place.
+pub(crate) struct Records<T> {
+    output: Option<Lines>,
+    journal: Lines,
+    of: PhantomData<fn() -> T>,
+}
+
+impl<T: Answered> Records<T> {
+    /// The record at `place`; `None` where there is none.
+    pub(crate) fn at(&mut self, place: Place) -> Result<Option<T>, DataError> {
+        if !place.is_answered() {
+            return Ok(None);
+        }
+        let offset = place.0 & !Place::IN_JOURNAL;
+        let lines = match (place.0 == offset, &mut self.output) {
+            (true, Some(output)) => output,
+            _ => &mut self.journal,
+        };
+        lines.read(offset).map(Some)
+    }
+}
+
+/// A file of lines, read from given offsets, which mostly follow one another.
+struct Lines {
+    path: PathBuf,
+    reader: BufReader<File>,
+    at: u64,
+    buffer: Vec<u8>,
+}
+
+impl Lines {
+    fn open(path: &Path) -> Result<Self, DataError> {
+        let file = File::open(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
+        let reader = BufReader::with_capacity(1 << 16, file);
+        Ok(Self { path: path.to_owned(), reader, at: 0, buffer: Vec::new() })
+    }
+
+    fn read<T: DeserializeOwned>(&mut self, offset: u64) -> Result<T, DataError> {
+        let mut read = || -> io::Result<T> {
+            self.reader.seek_relative(offset as i64 - self.at as i64)?;
+            self.buffer.clear();
+            self.at = offset + self.reader.read_until(b'\n', &mut self.buffer)? as u64;
+            Ok(serde_json::from_slice(&self.buffer)?)
+        };
+        read().map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))
+    }
 }
 
 #[cfg(test)]
@@ -80,23 +204,56 @@ fn drop_torn_line(path: &Path) -> Result<(), DataError> {
 mod tests {
     use super::*;
 
+    impl Answered for u32 {
+        fn key(&self) -> Option<u64> {
+            (*self > 9).then_some(u64::from(*self))
+        }
+    }
+
     #[test]
-    fn torn_last_line_is_dropped_and_the_rest_is_kept() {
+    fn torn_last_line_is_dropped_and_the_rest_is_found_again() {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("data/rows.jsonl");
-        let (mut journal, none) = Journal::open::<u32>(&output).unwrap();
-        assert!(none.is_empty());
-        journal.append(&11).unwrap();
-        journal.append(&12).unwrap();
+        let mut journal = Journal::<u32>::open(&output).unwrap();
+        for record in [11, 5, 12] {
+            journal.append(&record).unwrap();
+        }
+        assert_eq!((journal.n_earlier(), journal.earlier(11)), (0, None));
         drop(journal);
         let path = output.with_extension("journal.jsonl");
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"1").unwrap();
-        let (mut journal, kept) = Journal::open::<u32>(&output).unwrap();
-        assert_eq!(kept, [11, 12]);
-        journal.append(&13).unwrap();
-        journal.finish(&[11, 12, 13]).unwrap();
-        assert!(!path.exists());
-        let (_, kept) = Journal::open::<u32>(&output).unwrap();
-        assert_eq!(kept, [11, 12, 13]);
+        let mut journal = Journal::<u32>::open(&output).unwrap();
+        assert_eq!(journal.n_earlier(), 2, "a record without an answer is asked again");
+        let place = journal.append(&13).unwrap();
+        let mut records = journal.records().unwrap();
+        let found = [journal.earlier(12).unwrap(), place, journal.earlier(11).unwrap(), Place::OPEN];
+        assert_eq!(found.map(|place| records.at(place).unwrap()), [Some(12), Some(13), Some(11), None]);
+    }
+
+    #[test]
+    fn newer_answer_of_the_journal_stands_before_that_of_the_output() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("rows.jsonl");
+        std::fs::write(&output, "21\n22\n").unwrap();
+        let mut journal = Journal::<u32>::open(&output).unwrap();
+        journal.append(&22).unwrap();
+        drop(journal);
+        let journal = Journal::<u32>::open(&output).unwrap();
+        let mut records = journal.records().unwrap();
+        assert_eq!(journal.earlier(22), Some(Place(Place::IN_JOURNAL)));
+        assert_eq!(records.at(journal.earlier(21).unwrap()).unwrap(), Some(21));
+        journal.remove().unwrap();
+        assert!(!Journal::path_beside(&output).exists());
+    }
+
+    #[test]
+    fn a_torn_line_longer_than_a_block_is_dropped() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), format!("11\n{}", "1".repeat(200_000))).unwrap();
+        drop_torn_line(file.path()).unwrap();
+        assert_eq!(std::fs::read(file.path()).unwrap(), b"11\n");
+        std::fs::write(file.path(), "1".repeat(70_000)).unwrap();
+        drop_torn_line(file.path()).unwrap();
+        assert_eq!(std::fs::read(file.path()).unwrap(), b"");
     }
 }

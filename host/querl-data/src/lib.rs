@@ -7,8 +7,9 @@
 mod error;
 mod text;
 
+mod export;
+mod rows;
 mod table;
-mod workbook;
 
 mod calls;
 mod chat;
@@ -35,21 +36,24 @@ mod synonyms;
 mod templates;
 
 mod journal;
+mod leaks;
 mod splits;
 mod stages;
 
 pub use embedded::EmbeddedRetriever;
 pub use error::DataError;
-pub use journal::Journal;
+pub use export::{RewriteTables, ValidatedTables, table_path};
+pub use journal::{Answered, Journal};
 pub use judge::open_judge;
+pub use leaks::{Leak, Leaks, find_leaks};
 pub use lexicon::{Expression, Intent, Lexicon, Product};
 pub use need::{Need, Wording};
 pub use passages::{Passage, read_passages};
 pub use retrieval::{LocalModels, Search, SearchLimits, open_retriever, open_search};
+pub use rows::{RecordFile, RowIter, Rows};
 pub use rubric::RubricJudge;
-pub use splits::assign_splits;
-pub use stages::{Converted, DroppedRow, convert, rewrite, validate};
-pub use table::{QueryTable, TextEncoding, query_id, read_table};
+pub use splits::Splits;
+pub use stages::{Asked, Conversion, DroppedRow, Made, convert, rewrite, validate};
+pub use table::{Findings, NamedRow, QueryTable, RowList, open_queries, query_id};
 pub use teacher::open_teacher;
 pub use text::normalise;
-pub use workbook::{write_rewrites_xlsx, write_validated_xlsx};

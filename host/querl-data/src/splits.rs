@@ -2,37 +2,68 @@
 
 use crate::error::DataError;
 use querl_core::config::DataConfig;
-use querl_core::fsx::digest_hex;
-use querl_core::records::{QueryRow, Split};
-use std::collections::{BTreeMap, HashMap};
+use querl_core::records::Split;
+use sha2::{Digest, Sha256};
 
-/// The split of each row, in the order of `rows`. The order of rows makes no difference to where a row goes.
-///
-/// Groups are taken in the order of a digest of seed and group; each goes to the split that lacks most rows of its share.
-///
-/// # Errors
-/// Fewer groups than splits with a share above 0.
-pub fn assign_splits(rows: &[QueryRow], config: &DataConfig) -> Result<Vec<Split>, DataError> {
-    let mut sizes: BTreeMap<&str, usize> = BTreeMap::new();
-    for row in rows {
-        *sizes.entry(row.group.as_str()).or_insert(0) += 1;
+/// The split of every group. A group takes 21 bytes, however long its name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Splits {
+    seed: u64,
+    /// The first half of a digest of seed and group, in order.
+    groups: Vec<u128>,
+    sizes: Vec<u32>,
+    splits: Vec<Split>,
+}
+
+impl Splits {
+    /// Assigns the groups of rows, one item a row. The order of rows makes no difference.
+    ///
+    /// Groups are taken in the order of their digests; each goes to the split that lacks most rows of its share.
+    ///
+    /// # Errors
+    /// Fewer groups than splits with a share above 0, or an item is an error.
+    pub fn assign(
+        groups: impl Iterator<Item = Result<String, DataError>>,
+        config: &DataConfig,
+    ) -> Result<Self, DataError> {
+        let seed = config.split_seed;
+        let mut of_rows: Vec<u128> =
+            groups.map(|group| Ok(group_digest(seed, &group?))).collect::<Result<_, DataError>>()?;
+        of_rows.sort_unstable();
+        let n_rows = of_rows.len();
+        let sizes: Vec<u32> = of_rows.chunk_by(|one, other| one == other).map(|rows| rows.len() as u32).collect();
+        of_rows.dedup();
+        let wanted: Vec<usize> = (0..Split::ALL.len()).filter(|index| config.split[*index] > 0.0).collect();
+        if sizes.len() < wanted.len() {
+            return Err(DataError::TooFewGroups { n_groups: sizes.len(), n_splits: wanted.len() });
+        }
+        let mut lacking = config.split.map(|share| share * n_rows as f64);
+        let choose = |(position, size): (usize, &u32)| {
+            // The first groups see to it that no split stays empty, however small its share.
+            let index = wanted.get(position).copied().unwrap_or_else(|| most_lacking(&wanted, &lacking));
+            lacking[index] -= f64::from(*size);
+            Split::ALL[index]
+        };
+        let splits = sizes.iter().enumerate().map(choose).collect();
+        Ok(Self { seed, groups: of_rows, sizes, splits })
     }
-    let wanted: Vec<usize> = (0..Split::ALL.len()).filter(|index| config.split[*index] > 0.0).collect();
-    if sizes.len() < wanted.len() {
-        return Err(DataError::TooFewGroups { n_groups: sizes.len(), n_splits: wanted.len() });
+
+    /// The split of a group; `None` of one that was not among the rows.
+    pub fn of(&self, group: &str) -> Option<Split> {
+        let index = self.groups.binary_search(&group_digest(self.seed, group)).ok()?;
+        Some(self.splits[index])
     }
-    let mut groups: Vec<(String, &str, usize)> =
-        sizes.into_iter().map(|(group, size)| (group_digest(config.split_seed, group), group, size)).collect();
-    groups.sort();
-    let mut lacking = config.split.map(|share| share * rows.len() as f64);
-    let mut chosen: HashMap<&str, Split> = HashMap::new();
-    for (position, (_, group, size)) in groups.iter().enumerate() {
-        // The first groups see to it that no split stays empty, however small its share.
-        let index = wanted.get(position).copied().unwrap_or_else(|| most_lacking(&wanted, &lacking));
-        lacking[index] -= *size as f64;
-        chosen.insert(group, Split::ALL[index]);
+
+    /// How many groups a split has.
+    pub fn n_groups(&self, split: Split) -> usize {
+        self.splits.iter().filter(|of_group| **of_group == split).count()
     }
-    Ok(rows.iter().map(|row| chosen[row.group.as_str()]).collect())
+
+    /// How many rows a split has.
+    pub fn n_rows(&self, split: Split) -> u64 {
+        let sizes = self.sizes.iter().zip(&self.splits).filter(|(_, of_group)| **of_group == split);
+        sizes.map(|(size, _)| u64::from(*size)).sum()
+    }
 }
 
 fn most_lacking(wanted: &[usize], lacking: &[f64; 3]) -> usize {
@@ -40,8 +71,9 @@ fn most_lacking(wanted: &[usize], lacking: &[f64; 3]) -> usize {
     wanted.iter().copied().rev().max_by(|a, b| lacking[*a].total_cmp(&lacking[*b])).unwrap_or(0)
 }
 
-fn group_digest(seed: u64, group: &str) -> String {
-    digest_hex(format!("{seed}\n{group}").as_bytes())
+fn group_digest(seed: u64, group: &str) -> u128 {
+    let digest = Sha256::digest(format!("{seed}\n{group}").as_bytes());
+    digest.iter().take(16).fold(0, |number, byte| number << 8 | u128::from(*byte))
 }
 
 #[cfg(test)]
@@ -49,53 +81,56 @@ fn group_digest(seed: u64, group: &str) -> String {
 mod tests {
     use super::*;
 
-    fn rows(n_groups: usize, size: usize) -> Vec<QueryRow> {
-        let row = |index: usize| QueryRow {
-            id: index.to_string(),
-            row: index + 2,
-            original_query: index.to_string(),
-            user_profile: String::new(),
-            history_summary: String::new(),
-            gold_ids: Vec::new(),
-            group: format!("g{}", index % n_groups),
-        };
-        (0..n_groups * size).map(row).collect()
+    fn groups(n_groups: usize, size: usize) -> Vec<String> {
+        (0..n_groups * size).map(|index| format!("g{}", index % n_groups)).collect()
     }
 
-    fn config(split: [f64; 3], split_seed: u64) -> DataConfig {
-        serde_json::from_value(serde_json::json!({"input": "x", "split": split, "split_seed": split_seed})).unwrap()
+    fn assign(groups: &[String], split: [f64; 3], seed: u64) -> Result<Splits, DataError> {
+        let config = serde_json::json!({ "input": "x", "split": split, "split_seed": seed });
+        Splits::assign(groups.iter().cloned().map(Ok), &serde_json::from_value(config).unwrap())
     }
 
-    fn counts(splits: &[Split]) -> [usize; 3] {
-        Split::ALL.map(|split| splits.iter().filter(|found| **found == split).count())
+    fn counts(splits: &Splits) -> [u64; 3] {
+        Split::ALL.map(|split| splits.n_rows(split))
     }
 
     #[test]
     fn shares_are_met_and_siblings_stay_together() {
-        let rows = rows(140, 4);
-        let splits = assign_splits(&rows, &config([0.6, 0.2, 0.2], 42)).unwrap();
+        let splits = assign(&groups(140, 4), [0.6, 0.2, 0.2], 42).unwrap();
         assert_eq!(counts(&splits), [336, 112, 112]);
-        let mut of_group = HashMap::new();
-        assert!(rows.iter().zip(&splits).all(|(row, split)| of_group.entry(&row.group).or_insert(*split) == split));
+        assert_eq!(Split::ALL.map(|split| splits.n_groups(split)), [84, 28, 28]);
+        assert!(splits.of("g7").is_some() && splits.of("g140").is_none());
     }
 
     #[test]
     fn order_of_rows_makes_no_difference_and_the_seed_does() {
-        let forward = rows(30, 3);
+        let forward = groups(30, 3);
         let mut backward = forward.clone();
         backward.reverse();
-        let mut of_backward = assign_splits(&backward, &config([0.8, 0.1, 0.1], 42)).unwrap();
-        of_backward.reverse();
-        let of_forward = assign_splits(&forward, &config([0.8, 0.1, 0.1], 42)).unwrap();
-        assert_eq!(of_forward, of_backward);
-        assert_ne!(of_forward, assign_splits(&forward, &config([0.8, 0.1, 0.1], 43)).unwrap());
+        let shares = [0.8, 0.1, 0.1];
+        let of_forward = assign(&forward, shares, 42).unwrap();
+        assert_eq!(of_forward, assign(&backward, shares, 42).unwrap());
+        let other = assign(&forward, shares, 43).unwrap();
+        assert!(forward.iter().any(|group| of_forward.of(group) != other.of(group)));
+    }
+
+    /// Keeps away: other test sets of the same table and seed than those of earlier releases, which compared digests as text.
+    #[test]
+    fn groups_are_taken_in_the_order_of_their_digests_as_text() {
+        let splits = assign(&groups(6, 1), [0.5, 0.25, 0.25], 42).unwrap();
+        let digest = |group: &str| querl_core::fsx::digest_hex(format!("42\n{group}").as_bytes());
+        let mut by_digest = groups(6, 1);
+        by_digest.sort_by_key(|group| digest(group));
+        let found: Vec<Split> = by_digest.iter().map(|group| splits.of(group).unwrap()).collect();
+        let first = [Split::Train, Split::Val, Split::Test];
+        assert_eq!(found[..3], first);
     }
 
     #[test]
     fn no_wanted_split_stays_empty_and_no_unwanted_one_is_filled() {
-        assert_eq!(counts(&assign_splits(&rows(3, 1), &config([0.98, 0.01, 0.01], 1)).unwrap()), [1, 1, 1]);
-        assert_eq!(counts(&assign_splits(&rows(5, 1), &config([0.0, 0.0, 1.0], 1)).unwrap()), [0, 0, 5]);
-        let error = assign_splits(&rows(2, 9), &config([0.8, 0.1, 0.1], 1)).unwrap_err().to_string();
+        assert_eq!(counts(&assign(&groups(3, 1), [0.98, 0.01, 0.01], 1).unwrap()), [1, 1, 1]);
+        assert_eq!(counts(&assign(&groups(5, 1), [0.0, 0.0, 1.0], 1).unwrap()), [0, 0, 5]);
+        let error = assign(&groups(2, 9), [0.8, 0.1, 0.1], 1).unwrap_err().to_string();
         assert!(error.starts_with("2 group(s) of queries cannot fill 3 splits"), "{error}");
     }
 }

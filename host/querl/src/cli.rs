@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, compile_plugin, doctor, model, plugin, rag, report, run, watch};
+use crate::commands::{check, compile_plugin, data, doctor, model, plugin, rag, report, run, watch};
 use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
@@ -46,6 +46,9 @@ pub enum Command {
     /// Checks a configuration, or lists every key it may have
     #[command(subcommand)]
     Config(check::ConfigCommand),
+    /// Looks at the query table and at what the data stages made of it
+    #[command(subcommand)]
+    Data(data::DataCommand),
     /// Looks at a model, merges and exports it, or makes a small one
     #[command(subcommand)]
     Model(model::ModelCommand),

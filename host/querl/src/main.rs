@@ -73,6 +73,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Report(args) => commands::report::run(&args),
         Command::Watch(args) => commands::watch::run(&args),
         Command::Config(command) => commands::check::run(&command),
+        Command::Data(command) => commands::data::run(&command),
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Rag(command) => commands::rag::run(&command),

@@ -184,19 +184,21 @@ fn timings(ledger: &Ledger) -> Vec<StageTiming> {
     finished.map(|(name, entry)| StageTiming { stage: name.to_string(), seconds: entry.seconds }).collect()
 }
 
-/// The counts of the data stages' summaries: totals as steps, what is indented below them as parts.
+/// What came in, then what each data stage kept, with what it dropped and why, then the splits.
 fn funnel(ledger: &Ledger) -> Vec<FunnelStep> {
-    let stages = [StageName::Rewrite, StageName::Validate, StageName::Convert];
-    let entries = stages.into_iter().filter_map(|name| ledger.entry(name.as_str()));
-    let mut steps: Vec<FunnelStep> = Vec::new();
-    for (name, value) in entries.flat_map(|entry| entry.facts.iter()) {
-        let Some(n) = value.as_u64() else { continue };
-        match (name.strip_prefix(PART), steps.last_mut()) {
-            (Some(part), Some(step)) => step.parts.push((part.to_owned(), n)),
-            _ => steps.push(FunnelStep { label: name.to_owned(), n, parts: Vec::new() }),
-        }
-    }
-    steps
+    let steps = stages::funnel::steps(ledger);
+    let rows_in =
+        steps.first().map(|step| FunnelStep { label: "query table".into(), n: step.rows_in, parts: Vec::new() });
+    let kept = steps.iter().map(|step| {
+        let parts = step.dropped.iter().map(|(code, n)| (format!("dropped: {code}"), *n)).collect();
+        FunnelStep { label: format!("kept by {}", step.stage), n: step.kept, parts }
+    });
+    let of_convert = ledger.entry(StageName::Convert.as_str()).filter(|entry| entry.finished).map(|entry| &entry.facts);
+    let dataset = of_convert.map(|facts| {
+        let label = "rows for training and evaluation";
+        FunnelStep { label: label.into(), n: facts.count(label), parts: facts.parts(label).into_iter().collect() }
+    });
+    rows_in.into_iter().chain(kept).chain(dataset).collect()
 }
 
 #[cfg(test)]

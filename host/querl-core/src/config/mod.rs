@@ -84,7 +84,7 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// A table of queries: xlsx, csv, tsv or jsonl.
+    /// A table of queries: xlsx, csv, tsv, jsonl or parquet.
     pub input: PathBuf,
     /// Column of the query; the default also finds `original_query`.
     #[serde(default = "defaults::query_column")]
@@ -109,6 +109,74 @@ pub struct DataConfig {
     /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
     #[serde(default = "defaults::seed")]
     pub split_seed: u64,
+    /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
+    /// `letters` leaves punctuation as it is, `all` changes punctuation too.
+    #[serde(default)]
+    pub width: TextWidth,
+    /// Tables written beside `rewrites.jsonl` and `validated.jsonl`: any of xlsx, csv, tsv, parquet.
+    #[serde(default = "defaults::export")]
+    pub export: Vec<TableFormat>,
+    /// Rows of val and test that are at least so similar to a row of train count as leaked; 1 is the same but for width, case,
+    /// space and punctuation.
+    #[serde(default = "defaults::leak_similarity")]
+    #[schemars(range(min = 0.7, max = 1.0))]
+    pub leak_similarity: f64,
+    /// What happens before a training where rows of test have leaked: `refuse` stops, `warn` says so and goes on.
+    #[serde(default)]
+    pub on_leak: OnLeak,
+}
+
+/// What happens where training would show the model what it is tested on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnLeak {
+    /// Nothing is trained.
+    #[default]
+    Refuse,
+    /// It is said.
+    Warn,
+}
+
+/// What becomes of full-width forms.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TextWidth {
+    /// They stay.
+    #[default]
+    Keep,
+    /// Letters, digits and spaces become half-width ones.
+    Letters,
+    /// Punctuation too.
+    All,
+}
+
+/// A format that tables are written in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TableFormat {
+    /// A workbook.
+    Xlsx,
+    /// Comma-separated text.
+    Csv,
+    /// Tab-separated text.
+    Tsv,
+    /// Typed columns.
+    Parquet,
+}
+
+impl TableFormat {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Xlsx, Self::Csv, Self::Tsv, Self::Parquet];
+
+    /// How names of such files end.
+    pub fn extension(self) -> &'static str {
+        match self {
+            Self::Xlsx => "xlsx",
+            Self::Csv => "csv",
+            Self::Tsv => "tsv",
+            Self::Parquet => "parquet",
+        }
+    }
 }
 
 impl DataConfig {
@@ -218,7 +286,7 @@ impl Default for EvalConfig {
 }
 
 mod defaults {
-    use super::DataConfig;
+    use super::{DataConfig, TableFormat};
     use std::path::PathBuf;
 
     pub(super) fn device() -> String {
@@ -244,6 +312,12 @@ mod defaults {
     }
     pub(super) fn split() -> [f64; 3] {
         [0.8, 0.1, 0.1]
+    }
+    pub(super) fn leak_similarity() -> f64 {
+        0.8
+    }
+    pub(super) fn export() -> Vec<TableFormat> {
+        vec![TableFormat::Xlsx]
     }
     pub(super) fn tokens_per_pass() -> usize {
         8192

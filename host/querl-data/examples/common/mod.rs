@@ -2,7 +2,7 @@
 
 use querl_core::config::{Config, Overrides, RetrievalConfig, load};
 use querl_core::records::{Context, QueryRow, Split};
-use querl_data::{assign_splits, read_table};
+use querl_data::{Rows, Splits, open_queries};
 use std::error::Error;
 use std::path::PathBuf;
 
@@ -23,11 +23,10 @@ pub(crate) fn retrieval() -> Result<RetrievalConfig, Box<dyn Error>> {
 /// The rows of the training split.
 pub(crate) fn training_rows() -> Result<Vec<QueryRow>, Box<dyn Error>> {
     let config = config()?.data;
-    let rows = read_table(&config)?.rows;
-    let splits = assign_splits(&rows, &config)?;
-    let counts = Split::ALL.map(|split| splits.iter().filter(|found| **found == split).count());
-    println!("rows in train, val, test: {counts:?}");
-    Ok(rows.into_iter().zip(splits).filter(|(_, split)| *split == Split::Train).map(|(row, _)| row).collect())
+    let rows: Vec<QueryRow> = open_queries(&config)?.read()?.collect::<Result<_, _>>()?;
+    let splits = Splits::assign(rows.iter().map(|row| Ok(row.group.clone())), &config)?;
+    println!("rows in train, val, test: {:?}", Split::ALL.map(|split| splits.n_rows(split)));
+    Ok(rows.into_iter().filter(|row| splits.of(&row.group) == Some(Split::Train)).collect())
 }
 
 /// Who asks, and what was said before.

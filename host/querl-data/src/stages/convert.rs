@@ -2,26 +2,28 @@
 
 use super::context;
 use crate::error::DataError;
-use crate::splits::assign_splits;
+use crate::rows::Rows;
+use crate::splits::Splits;
 use querl_core::config::DataConfig;
 use querl_core::ports::{Filter, PromptInput, PromptTask, Prompts};
 use querl_core::records::{
     CallFailure, DatasetRow, Message, QueryRow, RowMetadata, Sample, Split, ValidatedRecord, Verdict,
 };
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The dataset, and what did not get into it.
+/// Most rows of a split that filters see in one batch: the rows of a table of that size are all seen together, and the memory
+/// of a larger one is bounded. The contract of filters (`wit/filters.wit`) names it too.
+pub(crate) const BATCH_ROWS: usize = 8192;
+
+/// What the stage makes of a row.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Converted {
-    /// Train, val, test. Rows of train passed all filters; val and test hold every query, those that did not pass without an
+pub enum Made {
+    /// A row of a split. Rows of train passed all filters; val and test hold every query, those that did not pass without an
     /// assistant's message.
-    pub splits: [Vec<DatasetRow>; 3],
-    /// Rows that did not pass, of all splits, in the table's order.
-    pub dropped: Vec<DroppedRow>,
-    /// How many rows each code stands for.
-    pub counts: BTreeMap<String, usize>,
+    Row(Split, DatasetRow),
+    /// A row that did not pass, of whichever split.
+    Dropped(DroppedRow),
 }
 
 /// A row without a usable rewrite, and why.
@@ -49,36 +51,90 @@ struct Reason {
     detail: String,
 }
 
-/// Makes the dataset. Each filter sees the rows of one split that passed those before it, in one batch.
+/// What turns records into a dataset.
+pub struct Conversion<'a> {
+    /// Writes the messages of each row.
+    pub prompts: &'a dyn Prompts,
+    /// In their order; each sees the rows of one split that passed those before it, in batches.
+    pub filters: &'a [Arc<dyn Filter>],
+    /// Shares and seed of the splits.
+    pub config: &'a DataConfig,
+    /// Named in each row.
+    pub teacher_name: &'a str,
+}
+
+/// Makes the dataset and hands each row to `put`: those of a split in the table's order; dropped ones too, within a batch of 8192
+/// rows a split.
 ///
 /// # Errors
-/// Too few groups for the splits, or a plugin broke its contract.
+/// Records cannot be read, too few groups for the splits, a plugin broke its contract, or `put` says so.
 pub fn convert(
-    records: &[ValidatedRecord],
-    prompts: &dyn Prompts,
-    filters: &[Arc<dyn Filter>],
-    config: &DataConfig,
-    teacher_name: &str,
-) -> Result<Converted, DataError> {
-    let rows: Vec<QueryRow> = records.iter().map(|record| record.rewritten.query.clone()).collect();
-    let splits = assign_splits(&rows, config)?;
-    let mut reasons: Vec<Option<Reason>> = records.iter().map(call_failure).collect();
-    for split in Split::ALL {
-        let of_split: Vec<usize> = (0..records.len()).filter(|index| splits[*index] == split).collect();
-        run_filters(records, &of_split, filters, &mut reasons)?;
-    }
-    let mut converted = Converted { splits: Default::default(), dropped: Vec::new(), counts: BTreeMap::new() };
-    for ((record, split), reason) in records.iter().zip(splits).zip(reasons) {
-        if reason.is_none() || split != Split::Train {
-            let code = reason.as_ref().map(|reason| reason.code.clone());
-            converted.splits[split as usize].push(dataset_row(record, prompts, teacher_name, code)?);
-        }
-        if let Some(reason) = reason {
-            *converted.counts.entry(reason.code.clone()).or_insert(0) += 1;
-            converted.dropped.push(dropped_row(record, split, reason));
+    records: &dyn Rows<ValidatedRecord>,
+    conversion: &Conversion<'_>,
+    put: &mut dyn FnMut(Made) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let groups = records.read()?.map(|record| Ok(record?.rewritten.query.group));
+    let splits = Splits::assign(groups, conversion.config)?;
+    let mut waiting: [Vec<(usize, ValidatedRecord)>; 3] = Default::default();
+    for (index, record) in records.read()?.enumerate() {
+        let record = record?;
+        let split = splits.of(&record.rewritten.query.group).ok_or_else(super::changed_meanwhile)?;
+        let batch = &mut waiting[split as usize];
+        batch.push((index, record));
+        if batch.len() == BATCH_ROWS {
+            let dropped = conversion.batch(split, std::mem::take(batch), put)?;
+            put_dropped(dropped, put)?;
         }
     }
-    Ok(converted)
+    let mut dropped = Vec::new();
+    for (split, batch) in Split::ALL.into_iter().zip(waiting) {
+        dropped.extend(conversion.batch(split, batch, put)?);
+    }
+    dropped.sort_by_key(|(index, _)| *index);
+    put_dropped(dropped, put)
+}
+
+fn put_dropped(
+    dropped: Vec<(usize, DroppedRow)>,
+    put: &mut dyn FnMut(Made) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    dropped.into_iter().try_for_each(|(_, row)| put(Made::Dropped(row)))
+}
+
+impl Conversion<'_> {
+    /// Puts the rows of one batch and returns those that did not pass, with their places.
+    fn batch(
+        &self,
+        split: Split,
+        batch: Vec<(usize, ValidatedRecord)>,
+        put: &mut dyn FnMut(Made) -> Result<(), DataError>,
+    ) -> Result<Vec<(usize, DroppedRow)>, DataError> {
+        let mut reasons: Vec<Option<Reason>> = batch.iter().map(|(_, record)| call_failure(record)).collect();
+        for filter in self.filters {
+            run_filter(filter.as_ref(), &batch, &mut reasons)?;
+        }
+        let mut dropped = Vec::new();
+        for ((index, record), reason) in batch.into_iter().zip(reasons) {
+            if reason.is_none() || split != Split::Train {
+                let code = reason.as_ref().map(|reason| reason.code.clone());
+                put(Made::Row(split, self.dataset_row(&record, code)?))?;
+            }
+            dropped.extend(reason.map(|reason| (index, dropped_row(record, split, reason))));
+        }
+        Ok(dropped)
+    }
+
+    fn dataset_row(&self, record: &ValidatedRecord, dropped: Option<String>) -> Result<DatasetRow, DataError> {
+        let row = &record.rewritten.query;
+        let context = context(row);
+        let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
+        let mut messages = self.prompts.messages(PromptTask::PolicyRewrite, &input)?;
+        if let (None, Ok(rewrite)) = (&dropped, &record.rewritten.rewrite) {
+            messages.push(Message { role: "assistant".into(), content: rewrite.text.clone() });
+        }
+        let (query, source) = (row.clone(), self.teacher_name.to_owned());
+        Ok(DatasetRow { messages, metadata: RowMetadata { query, top1_score: record.top1_score(), source, dropped } })
+    }
 }
 
 /// What failed before any filter: the teacher's call, or retrieval's.
@@ -100,30 +156,27 @@ fn call_failure(record: &ValidatedRecord) -> Option<Reason> {
     }
 }
 
-fn run_filters(
-    records: &[ValidatedRecord],
-    of_split: &[usize],
-    filters: &[Arc<dyn Filter>],
+fn run_filter(
+    filter: &dyn Filter,
+    batch: &[(usize, ValidatedRecord)],
     reasons: &mut [Option<Reason>],
 ) -> Result<(), DataError> {
-    for filter in filters {
-        let (indices, samples): (Vec<usize>, Vec<Sample>) = of_split
-            .iter()
-            .filter(|index| reasons[**index].is_none())
-            .filter_map(|index| Some((*index, sample(&records[*index])?)))
-            .unzip();
-        if samples.is_empty() {
-            continue;
-        }
-        for (index, verdict) in indices.into_iter().zip(filter.check_batch(&samples)?) {
-            if let Verdict::Drop { code, detail } = verdict {
-                reasons[index] = Some(Reason { by: filter.name().to_owned(), code, detail });
-            }
+    let (places, samples): (Vec<usize>, Vec<Sample>) = batch
+        .iter()
+        .enumerate()
+        .filter(|(place, _)| reasons[*place].is_none())
+        .filter_map(|(place, (_, record))| Some((place, sample(record)?)))
+        .unzip();
+    if samples.is_empty() {
+        return Ok(());
+    }
+    for (place, verdict) in places.into_iter().zip(filter.check_batch(&samples)?) {
+        if let Verdict::Drop { code, detail } = verdict {
+            reasons[place] = Some(Reason { by: filter.name().to_owned(), code, detail });
         }
     }
     Ok(())
 }
-
 /// `None` where rewrite or retrieval failed.
 fn sample(record: &ValidatedRecord) -> Option<Sample> {
     let row = &record.rewritten.query;
@@ -136,25 +189,8 @@ fn sample(record: &ValidatedRecord) -> Option<Sample> {
     })
 }
 
-fn dataset_row(
-    record: &ValidatedRecord,
-    prompts: &dyn Prompts,
-    teacher_name: &str,
-    dropped: Option<String>,
-) -> Result<DatasetRow, DataError> {
-    let row = &record.rewritten.query;
-    let context = context(row);
-    let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
-    let mut messages = prompts.messages(PromptTask::PolicyRewrite, &input)?;
-    if let (None, Ok(rewrite)) = (&dropped, &record.rewritten.rewrite) {
-        messages.push(Message { role: "assistant".into(), content: rewrite.text.clone() });
-    }
-    let (query, source) = (row.clone(), teacher_name.to_owned());
-    Ok(DatasetRow { messages, metadata: RowMetadata { query, top1_score: record.top1_score(), source, dropped } })
-}
-
-fn dropped_row(record: &ValidatedRecord, split: Split, reason: Reason) -> DroppedRow {
-    let rewritten_query = record.rewritten.rewrite.as_ref().ok().map(|rewrite| rewrite.text.clone());
+fn dropped_row(record: ValidatedRecord, split: Split, reason: Reason) -> DroppedRow {
+    let rewritten_query = record.rewritten.rewrite.ok().map(|rewrite| rewrite.text);
     let Reason { by, code, detail } = reason;
-    DroppedRow { query: record.rewritten.query.clone(), split, rewritten_query, by, code, detail }
+    DroppedRow { query: record.rewritten.query, split, rewritten_query, by, code, detail }
 }

@@ -1,20 +1,23 @@
-//! The data stages: rewrite, validate, convert. Each takes records in, gives records out in the same order, and takes what an
-//! earlier run already did, so that only failed and missing rows are tried again.
+//! The data stages: rewrite, validate, convert. Each takes rows in, gives records out in the same order, and takes what an
+//! earlier run already did, so that only failed and missing rows are tried again. No stage holds its rows: it reads them
+//! where they are, once to see which are to be asked, once to ask, once to write the output.
 
 mod convert;
 mod rewrite;
 mod validate;
 
-pub use convert::{Converted, DroppedRow, convert};
+pub use convert::{Conversion, DroppedRow, Made, convert};
 pub use rewrite::rewrite;
 pub use validate::validate;
 
 use crate::error::DataError;
-use crate::journal::Journal;
-use futures::{Stream, StreamExt};
+use crate::journal::{Answered, Journal, Place};
+use crate::rows::Rows;
+use futures::StreamExt;
+use querl_core::fsx::AtomicFile;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};
-use serde::Serialize;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// When so many rows, the first to finish, all failed alike, the stage stops instead of failing every row.
 const FIRST_ROWS: usize = 8;
@@ -23,13 +26,115 @@ fn context(row: &QueryRow) -> Context {
     Context { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() }
 }
 
+/// What came of a record: success, a failure, or `None` where there was nothing to do.
+type Outcome<'a> = Option<Result<(), &'a CallFailure>>;
+
+/// What a stage does with one row.
+trait Work {
+    type Row;
+    type Record: Answered;
+
+    /// Finds an earlier answer to the row; `None` where there is nothing to ask.
+    fn key(row: &Self::Row) -> Option<u64>;
+
+    /// Asks.
+    async fn ask(&self, row: Self::Row) -> Result<Self::Record, DataError>;
+
+    /// How the asking went.
+    fn outcome(record: &Self::Record) -> Outcome<'_>;
+
+    /// The row with the answer that was given to it, in this run or an earlier one.
+    fn record(row: Self::Row, answered: Option<Self::Record>) -> Self::Record;
+}
+
+/// All rows of a stage, asked: what is left is to write its output.
+pub struct Asked<'a, Row, Record> {
+    rows: &'a dyn Rows<Row>,
+    journal: Journal<Record>,
+    places: Vec<Place>,
+    record: fn(Row, Option<Record>) -> Record,
+}
+
+impl<Row, Record: Answered> Asked<'_, Row, Record> {
+    /// Writes the stage's output whole, in the order of the rows, then takes the journal away. `each` is shown every record.
+    ///
+    /// # Errors
+    /// A file cannot be read or written, or `each` says so; the journal is then still there.
+    pub fn write(self, mut each: impl FnMut(&Record) -> Result<(), DataError>) -> Result<(), DataError> {
+        let mut answers = self.journal.records()?;
+        let path = self.journal.output().to_owned();
+        let failed = |error| DataError::write(&path, error);
+        let mut output = AtomicFile::create(&path).map_err(failed)?;
+        let mut places = self.places.iter();
+        for row in self.rows.read()? {
+            let place = places.next().ok_or_else(changed_meanwhile)?;
+            let record = (self.record)(row?, answers.at(*place)?);
+            output.write_line(&record).map_err(failed)?;
+            each(&record)?;
+        }
+        match places.next() {
+            Some(_) => return Err(changed_meanwhile()),
+            None => output.commit().map_err(failed)?,
+        }
+        self.journal.remove()
+    }
+}
+
+fn changed_meanwhile() -> DataError {
+    DataError::setting("data.input", "was changed while a stage read it; run the same command again")
+}
+
+/// Asks what no earlier run has an answer to. Each finished row is in the journal at once.
+async fn ask_all<'a, W: Work>(
+    work: &W,
+    rows: &'a dyn Rows<W::Row>,
+    journal: Journal<W::Record>,
+    max_concurrent: usize,
+    progress: &dyn Progress,
+) -> Result<Asked<'a, W::Row, W::Record>, DataError> {
+    let mut collector = Collector::new(rows, journal, progress, W::key)?;
+    let open: Vec<bool> = collector.places.iter().map(|place| *place == Place::OPEN).collect();
+    let stopped = AtomicBool::new(false);
+    let going_on = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed));
+    let to_ask = going_on.filter(|(index, _)| open.get(*index).copied().unwrap_or(true));
+    let calls = to_ask.map(|(index, row)| async move {
+        let asked = match row {
+            Ok(row) => work.ask(row).await,
+            Err(error) => Err(error),
+        };
+        (index, asked)
+    });
+    let mut results = std::pin::pin!(futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1)));
+    collector.report();
+    let mut reason = None;
+    // After a reason to stop, calls under way are waited for: what they bring is paid.
+    while let Some((index, record)) = results.next().await {
+        let record = record?;
+        collector.take(index, &record, W::outcome(&record))?;
+        reason = reason.or_else(|| collector.reason_to_stop());
+        if reason.as_ref().is_some_and(is_silence) {
+            break;
+        }
+        stopped.store(reason.is_some(), Ordering::Relaxed);
+    }
+    let (journal, places) = reason.map_or_else(|| collector.end(), Err)?;
+    Ok(Asked { rows, journal, places, record: W::record })
+}
+
+/// Of a service that answers nobody, nothing more is to be had.
+fn is_silence(reason: &DataError) -> bool {
+    matches!(reason, DataError::NoSuccess { .. })
+}
+
 /// Where results of a stage go while it runs.
 struct Collector<'a, T> {
-    records: Vec<Option<T>>,
-    journal: &'a mut Journal,
+    places: Vec<Place>,
+    journal: Journal<T>,
     progress: &'a dyn Progress,
     n_done: usize,
     n_tried: usize,
+    /// As many as are tried before all of them having failed alike ends the stage.
+    n_first: usize,
     /// Earlier runs' included.
     n_succeeded: usize,
     n_succeeded_before: usize,
@@ -37,55 +142,47 @@ struct Collector<'a, T> {
     failures: Vec<(CallFailure, usize)>,
 }
 
-/// What came of a record: success, a failure, or `None` where there was nothing to do.
-type Outcome<'a> = Option<Result<(), &'a CallFailure>>;
-
-impl<'a, T: Serialize> Collector<'a, T> {
-    /// `records` holds what earlier runs did, `None` where there is work to do.
-    fn new(records: Vec<Option<T>>, journal: &'a mut Journal, progress: &'a dyn Progress) -> Self {
-        let n_done = records.iter().flatten().count();
-        Self {
-            records,
-            journal,
-            progress,
-            n_done,
-            n_tried: 0,
-            n_succeeded: 0,
-            n_succeeded_before: 0,
-            failures: Vec::new(),
+impl<'a, T: Answered> Collector<'a, T> {
+    fn new<Row>(
+        rows: &dyn Rows<Row>,
+        journal: Journal<T>,
+        progress: &'a dyn Progress,
+        key: fn(&Row) -> Option<u64>,
+    ) -> Result<Self, DataError> {
+        let mut places = Vec::new();
+        for row in rows.read()? {
+            places.push(match key(&row?) {
+                Some(key) => journal.earlier(key).unwrap_or(Place::OPEN),
+                None => Place::NOTHING,
+            });
         }
+        let n_open = places.iter().filter(|place| **place == Place::OPEN).count();
+        let n_succeeded = places.iter().filter(|place| place.is_answered()).count();
+        let (n_done, n_first) = (places.len() - n_open, FIRST_ROWS.min(n_open));
+        let (n_succeeded_before, failures) = (n_succeeded, Vec::new());
+        Ok(Self { places, journal, progress, n_done, n_tried: 0, n_first, n_succeeded, n_succeeded_before, failures })
     }
 
-    /// Takes results as they come.
-    async fn collect(
-        mut self,
-        mut results: impl Stream<Item = (usize, Result<T, DataError>)> + Unpin,
-        outcome: impl Fn(&T) -> Outcome<'_>,
-    ) -> Result<Vec<T>, DataError> {
-        let n_first = FIRST_ROWS.min(self.records.len() - self.n_done);
-        self.n_succeeded_before = self.records.iter().flatten().filter(|record| is_success(outcome(record))).count();
-        self.n_succeeded = self.n_succeeded_before;
+    fn take(&mut self, index: usize, record: &T, outcome: Outcome<'_>) -> Result<(), DataError> {
+        let place = self.journal.append(record)?;
+        *self.places.get_mut(index).ok_or_else(changed_meanwhile)? = place;
+        self.count(outcome);
         self.report();
-        while let Some((index, result)) = results.next().await {
-            let record = result?;
-            self.journal.append(&record)?;
-            self.count(outcome(&record));
-            self.report();
-            if let Some(error) = self.reason_to_stop(n_first) {
-                return Err(error);
-            }
-            self.records[index] = Some(record);
-        }
+        Ok(())
+    }
+
+    fn end(self) -> Result<(Journal<T>, Vec<Place>), DataError> {
         match self.commonest_failure() {
             Some(error) if self.n_succeeded == 0 => Err(error),
-            _ => Ok(self.records.into_iter().flatten().collect()),
+            _ if self.places.contains(&Place::OPEN) => Err(changed_meanwhile()),
+            _ => Ok((self.journal, self.places)),
         }
     }
 
     fn count(&mut self, outcome: Outcome<'_>) {
         self.n_done += 1;
         self.n_tried += 1;
-        self.n_succeeded += usize::from(is_success(outcome));
+        self.n_succeeded += usize::from(matches!(outcome, Some(Ok(()))));
         let Some(Err(failure)) = outcome else { return };
         match self.failures.iter_mut().find(|(first, _)| first.kind == failure.kind) {
             Some((_, n)) => *n += 1,
@@ -94,7 +191,7 @@ impl<'a, T: Serialize> Collector<'a, T> {
     }
 
     /// A failure that all further calls would meet, as far as one can tell.
-    fn reason_to_stop(&self, n_first: usize) -> Option<DataError> {
+    fn reason_to_stop(&self) -> Option<DataError> {
         if let Some((failure, _)) = self.failures.iter().find(|(failure, _)| failure.kind.is_fatal()) {
             return Some(DataError::Service(failure.clone()));
         }
@@ -102,7 +199,7 @@ impl<'a, T: Serialize> Collector<'a, T> {
         // Rows that failed before may fail again for a reason of their own, beside others that succeeded. A service that is
         // down has no such excuse.
         let may_be_theirs = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
-        let all_alike = self.n_tried == n_first && *n_alike == n_first;
+        let all_alike = self.n_tried == self.n_first && *n_alike == self.n_first;
         if all_alike && !may_be_theirs { self.commonest_failure() } else { None }
     }
 
@@ -118,12 +215,8 @@ impl<'a, T: Serialize> Collector<'a, T> {
 
     fn report(&self) {
         let note = if self.failures.is_empty() { String::new() } else { format!("{} failed", self.n_failed()) };
-        self.progress.update(self.n_done as u64, self.records.len() as u64, &note);
+        self.progress.update(self.n_done as u64, self.places.len() as u64, &note);
     }
-}
-
-fn is_success(outcome: Outcome<'_>) -> bool {
-    matches!(outcome, Some(Ok(())))
 }
 
 #[cfg(test)]

@@ -1,52 +1,70 @@
 //! Stage rewrite: the teacher rewrites each query.
 
-use super::{Collector, context};
+use super::{Asked, Outcome, Work, ask_all, context};
 use crate::error::DataError;
-use crate::journal::Journal;
-use futures::StreamExt;
+use crate::journal::{Answered, Journal};
+use crate::rows::Rows;
+use crate::text::hash_of;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{CallFailure, Completion, FailureKind, QueryRow, RewriteRecord};
-use std::collections::HashMap;
 
-/// One record per row, in order. Rows that `previous` holds with a rewrite are not asked again; failed ones are.
-///
-/// Each finished row is added to `journal`; writing the output is the caller's ([`Journal::finish`]).
+/// Asks the teacher for a rewrite of each row. Rows of which `journal` knows a rewrite are not asked again; failed ones are.
+/// What comes back writes the stage's output: one record per row, in order.
 ///
 /// # Errors
 /// The teacher refuses us, the first rows all failed alike, none succeeded, a plugin broke its contract, or the journal cannot
 /// be written. What was done before is in the journal.
-pub async fn rewrite(
-    rows: &[QueryRow],
+pub async fn rewrite<'a>(
+    rows: &'a dyn Rows<QueryRow>,
     teacher: &dyn Teacher,
     prompts: &dyn Prompts,
-    previous: Vec<RewriteRecord>,
-    journal: &mut Journal,
+    journal: Journal<RewriteRecord>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<Vec<RewriteRecord>, DataError> {
-    let mut done: HashMap<String, Completion> =
-        previous.into_iter().filter_map(|record| Some((record.query.id, record.rewrite.ok()?))).collect();
-    let records: Vec<Option<RewriteRecord>> = rows
-        .iter()
-        .map(|row| done.remove(&row.id).map(|completion| RewriteRecord { query: row.clone(), rewrite: Ok(completion) }))
-        .collect();
-    let to_do: Vec<usize> = (0..rows.len()).filter(|index| records[*index].is_none()).collect();
-    let calls =
-        to_do.into_iter().map(|index| async move { (index, rewrite_one(&rows[index], teacher, prompts).await) });
-    let results = futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1));
-    let collector = Collector::new(records, journal, progress);
-    collector.collect(std::pin::pin!(results), |record| Some(record.rewrite.as_ref().map(|_| ()))).await
+) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
+    ask_all(&Rewriting { teacher, prompts }, rows, journal, max_concurrent, progress).await
 }
 
-async fn rewrite_one(row: &QueryRow, teacher: &dyn Teacher, prompts: &dyn Prompts) -> Result<RewriteRecord, DataError> {
-    let context = context(row);
-    let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
-    let messages = prompts.messages(PromptTask::TeacherRewrite, &input)?;
-    let rewrite = match teacher.rewrite(row, &messages).await {
-        Ok(completion) => parsed(completion, prompts)?,
-        Err(failure) => Err(failure),
-    };
-    Ok(RewriteRecord { query: row.clone(), rewrite })
+impl Answered for RewriteRecord {
+    fn key(&self) -> Option<u64> {
+        self.rewrite.is_ok().then(|| hash_of(&self.query.id))
+    }
+}
+
+struct Rewriting<'a> {
+    teacher: &'a dyn Teacher,
+    prompts: &'a dyn Prompts,
+}
+
+impl Work for Rewriting<'_> {
+    type Row = QueryRow;
+    type Record = RewriteRecord;
+
+    fn key(row: &QueryRow) -> Option<u64> {
+        Some(hash_of(&row.id))
+    }
+
+    async fn ask(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
+        let context = context(&query);
+        let input = PromptInput { query: &query.original_query, context: &context, rewrite: None };
+        let messages = self.prompts.messages(PromptTask::TeacherRewrite, &input)?;
+        let rewrite = match self.teacher.rewrite(&query, &messages).await {
+            Ok(completion) => parsed(completion, self.prompts)?,
+            Err(failure) => Err(failure),
+        };
+        Ok(RewriteRecord { query, rewrite })
+    }
+
+    fn outcome(record: &RewriteRecord) -> Outcome<'_> {
+        Some(record.rewrite.as_ref().map(|_| ()))
+    }
+
+    /// Every row is asked, so that every row is answered: where the table numbers or groups it anew, the answer stays.
+    fn record(query: QueryRow, answered: Option<RewriteRecord>) -> RewriteRecord {
+        let missing =
+            || CallFailure { kind: FailureKind::InvalidResponse, message: "the teacher was not asked".into() };
+        RewriteRecord { query, rewrite: answered.map_or_else(|| Err(missing()), |record| record.rewrite) }
+    }
 }
 
 /// The answer with its text as the plugin's parser leaves it.

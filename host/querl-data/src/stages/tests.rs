@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::{query_id, write_rewrites_xlsx, write_validated_xlsx};
+use crate::{RecordFile, query_id};
 use async_trait::async_trait;
 use querl_core::config::DataConfig;
 use querl_core::ports::{
@@ -9,7 +9,7 @@ use querl_core::ports::{
     Teacher,
 };
 use querl_core::records::{
-    Completion, Hit, Message, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
+    Completion, DatasetRow, Hit, Message, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
 };
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -115,10 +115,26 @@ fn completion(text: &str) -> Completion {
 
 /// One run of the stage on `output`, as the command line does it.
 async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Result<Vec<RewriteRecord>, DataError> {
-    let (mut journal, previous) = Journal::open(output)?;
-    let records = rewrite(rows, teacher, &Plain, previous, &mut journal, 4, &Silent).await?;
-    journal.finish(&records)?;
+    let (rows, mut records) = (rows.to_vec(), Vec::new());
+    let asked = rewrite(&rows, teacher, &Plain, Journal::open(output)?, 4, &Silent).await?;
+    asked.write(|record| {
+        records.push(record.clone());
+        Ok(())
+    })?;
+    let written: Vec<RewriteRecord> = RecordFile::new(output).read()?.collect::<Result<_, _>>()?;
+    assert!(written == records && !Journal::path_beside(output).exists());
     Ok(records)
+}
+
+/// Likewise of validate.
+async fn run_validate(
+    rewrites: Vec<RewriteRecord>,
+    retriever: &Scripted,
+    output: &Path,
+) -> Result<Vec<ValidatedRecord>, DataError> {
+    let asked = validate(&rewrites, retriever, Journal::open(output)?, 4, &Silent).await?;
+    asked.write(|_| Ok(()))?;
+    RecordFile::new(output).read()?.collect()
 }
 
 #[tokio::test]
@@ -146,8 +162,7 @@ async fn refusal_stops_the_stage_and_keeps_what_was_done() {
     let said = "stopped, as every further call would fail too: unauthorized: the service said so";
     assert_eq!(error.to_string(), said);
     assert!(!output.exists());
-    let (_, kept) = Journal::open::<RewriteRecord>(&output).unwrap();
-    let n_kept = kept.iter().filter(|record| record.rewrite.is_ok()).count();
+    let n_kept = Journal::<RewriteRecord>::open(&output).unwrap().n_earlier();
     assert!(n_kept >= 10, "{n_kept}");
     let second = Scripted::new(&[]);
     assert_eq!(run_rewrite(&rows, &second, &output).await.unwrap().len(), 20);
@@ -222,9 +237,12 @@ async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
         }
     }
     let folder = tempfile::tempdir().unwrap();
-    let (mut journal, _) = Journal::open::<RewriteRecord>(&folder.path().join("a.jsonl")).unwrap();
-    let records = rewrite(&rows(2), &Chatty, &Plain, Vec::new(), &mut journal, 1, &Silent).await.unwrap();
-    let failure = records[0].rewrite.as_ref().unwrap_err();
+    let output = folder.path().join("a.jsonl");
+    let rows = rows(2);
+    let asked = rewrite(&rows, &Chatty, &Plain, Journal::open(&output).unwrap(), 1, &Silent).await.unwrap();
+    asked.write(|_| Ok(())).unwrap();
+    let first = RecordFile::<RewriteRecord>::new(&output).read().unwrap().next().unwrap().unwrap();
+    let failure = first.rewrite.unwrap_err();
     assert_eq!(failure.kind, FailureKind::InvalidResponse);
     assert!(failure.message.contains("no_prefix"), "{failure}");
 }
@@ -232,8 +250,7 @@ async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
 async fn validated(n: usize, teacher: &Scripted, retriever: &Scripted) -> Vec<ValidatedRecord> {
     let folder = tempfile::tempdir().unwrap();
     let rewrites = run_rewrite(&rows(n), teacher, &folder.path().join("rewrites.jsonl")).await.unwrap();
-    let (mut journal, previous) = Journal::open(&folder.path().join("validated.jsonl")).unwrap();
-    validate(&rewrites, retriever, previous, &mut journal, 4, &Silent).await.unwrap()
+    run_validate(rewrites, retriever, &folder.path().join("validated.jsonl")).await.unwrap()
 }
 
 #[tokio::test]
@@ -249,8 +266,9 @@ async fn look_ups_are_kept_while_the_rewrite_stays_the_same() {
     let mut rewrites: Vec<RewriteRecord> = first.iter().map(|record| record.rewritten.clone()).collect();
     rewrites[3].rewrite = Ok(completion("另一个改写"));
     let again = Scripted::new(&[]);
-    let (mut journal, _) = Journal::open::<ValidatedRecord>(&folder.path().join("v.jsonl")).unwrap();
-    let second = validate(&rewrites, &again, first, &mut journal, 4, &Silent).await.unwrap();
+    let output = folder.path().join("v.jsonl");
+    querl_core::fsx::write_jsonl(&output, &first).unwrap();
+    let second = run_validate(rewrites, &again, &output).await.unwrap();
     assert_eq!(again.calls.load(Ordering::Relaxed), 2, "the failed one and the changed one");
     assert!(second[1..].iter().all(|record| record.top1_score() == Some(0.75)));
 }
@@ -263,35 +281,66 @@ async fn dataset_keeps_every_held_out_query_and_only_good_training_rows() {
     let config: DataConfig =
         serde_json::from_value(serde_json::json!({"input": "x", "split": [0.5, 0.25, 0.25]})).unwrap();
     let filters: [Arc<dyn Filter>; 2] = [Arc::new(DropContaining("1")), Arc::new(DropContaining("3"))];
-    let converted = convert(&records, &Plain, &filters, &config, "scripted").unwrap();
-    let [train, val, test] = &converted.splits;
-    let dropped_from_train = converted.dropped.iter().filter(|row| row.split == Split::Train).count();
+    let (splits, dropped) = converted(records, &filters, &config);
+    let [train, val, test] = &splits;
+    let dropped_from_train = dropped.iter().filter(|row| row.split == Split::Train).count();
     assert_eq!((train.len() + dropped_from_train, val.len(), test.len()), (20, 10, 10));
     assert!(train.iter().all(|row| row.target() == Some(row.metadata.query.original_query.as_str())));
     for row in val.iter().chain(test) {
         assert_eq!(row.target().is_none(), row.metadata.dropped.is_some());
         assert_eq!(row.prompt().len(), 1);
     }
-    assert_eq!(converted.counts["teacher_timeout"], 2);
-    assert_eq!(converted.counts["retrieval_unreachable"], 1);
-    let by_filters: usize = ["has_1", "has_3"].iter().map(|code| converted.counts[*code]).sum();
-    assert_eq!(by_filters + 3, converted.dropped.len(), "each row is dropped once, for its first reason");
+    let n = |code: &str| dropped.iter().filter(|row| row.code == code).count();
+    assert_eq!((n("teacher_timeout"), n("retrieval_unreachable")), (2, 1));
+    assert_eq!(n("has_1") + n("has_3") + 3, dropped.len(), "each row is dropped once, for its first reason");
+    assert!(dropped.is_sorted_by_key(|row| row.query.row), "in the table's order");
 }
 
-#[tokio::test]
-async fn workbooks_show_failures_as_failures() {
-    use calamine::{Data, Reader};
-    let folder = tempfile::tempdir().unwrap();
-    let records = validated(2, &Scripted::new(&[(2, FailureKind::Timeout)]), &Scripted::new(&[])).await;
-    let path = folder.path().join("validated.xlsx");
-    write_validated_xlsx(&path, &records).unwrap();
-    let mut workbook: calamine::Xlsx<_> = calamine::open_workbook(&path).unwrap();
-    let range = workbook.worksheet_range("Sheet1").unwrap();
-    let cell = |row: usize, column: usize| range.get((row, column)).cloned().unwrap_or(Data::Empty);
-    assert_eq!(cell(0, 5), Data::String("top1_score".into()));
-    assert_eq!((cell(1, 1), cell(1, 4), cell(1, 5)), (Data::Empty, Data::Empty, Data::Empty));
-    assert_eq!((cell(1, 6), cell(1, 7)), (Data::Bool(false), Data::String("timeout: the service said so".into())));
-    assert_eq!((cell(2, 4), cell(2, 5), cell(2, 6)), (Data::Float(1.0), Data::Float(0.75), Data::Bool(true)));
-    let rewrites: Vec<RewriteRecord> = records.into_iter().map(|record| record.rewritten).collect();
-    write_rewrites_xlsx(&folder.path().join("rewrites.xlsx"), &rewrites).unwrap();
+fn converted(
+    records: Vec<ValidatedRecord>,
+    filters: &[Arc<dyn Filter>],
+    config: &DataConfig,
+) -> ([Vec<DatasetRow>; 3], Vec<DroppedRow>) {
+    let (mut splits, mut dropped) = (<[Vec<DatasetRow>; 3]>::default(), Vec::new());
+    let conversion = Conversion { prompts: &Plain, filters, config, teacher_name: "scripted" };
+    let mut put = |made| {
+        match made {
+            Made::Row(split, row) => splits[split as usize].push(row),
+            Made::Dropped(row) => dropped.push(row),
+        }
+        Ok(())
+    };
+    convert(&records, &conversion, &mut put).unwrap();
+    (splits, dropped)
+}
+
+/// Counts its batches.
+struct Counting(Mutex<Vec<usize>>);
+
+impl Filter for Counting {
+    fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault> {
+        self.0.lock().unwrap().push(samples.len());
+        Ok(vec![Verdict::Keep; samples.len()])
+    }
+
+    fn name(&self) -> &str {
+        "counting"
+    }
+}
+
+#[test]
+fn filters_see_a_large_split_in_batches_and_rows_keep_their_order() {
+    let record = |query: QueryRow| ValidatedRecord {
+        rewritten: RewriteRecord { query, rewrite: Ok(completion("改写")) },
+        retrieval: Some(Ok(Vec::new())),
+    };
+    let n_rows = 2 * convert::BATCH_ROWS + 5;
+    let records: Vec<ValidatedRecord> = rows(n_rows).into_iter().map(record).collect();
+    let config = serde_json::json!({ "input": "x", "split": [1.0, 0.0, 0.0] });
+    let filter = Arc::new(Counting(Mutex::new(Vec::new())));
+    let filters: [Arc<dyn Filter>; 1] = [filter.clone()];
+    let ([train, ..], dropped) = converted(records, &filters, &serde_json::from_value(config).unwrap());
+    assert_eq!(*filter.0.lock().unwrap(), [convert::BATCH_ROWS, convert::BATCH_ROWS, 5]);
+    assert!(train.len() == n_rows && dropped.is_empty());
+    assert!(train.is_sorted_by_key(|row| row.metadata.query.row));
 }

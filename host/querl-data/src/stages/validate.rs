@@ -1,64 +1,64 @@
 //! Stage validate: what does retrieval find with each rewrite?
 
-use super::{Collector, Outcome, context};
+use super::{Asked, Outcome, Work, ask_all, context};
 use crate::error::DataError;
-use crate::journal::Journal;
-use futures::StreamExt;
+use crate::journal::{Answered, Journal};
+use crate::rows::Rows;
+use crate::text::hash_of;
 use querl_core::ports::{Progress, RetrievalRequest, Retriever};
-use querl_core::records::{Hit, RewriteRecord, ValidatedRecord};
-use std::collections::HashMap;
+use querl_core::records::{RewriteRecord, ValidatedRecord};
 
-/// One record per rewrite record, in order. Rewrites that `previous` holds with hits, word for word, are not looked up again;
-/// failed ones are. A row without a rewrite is passed on without a look-up.
-///
-/// Each finished row is added to `journal`; writing the output is the caller's ([`Journal::finish`]).
+/// Looks every rewrite up. Rewrites that `journal` knows with hits, word for word, are not looked up again; failed ones are. A
+/// row without a rewrite is passed on without a look-up. What comes back writes the stage's output: one record per row, in
+/// order.
 ///
 /// # Errors
 /// The service refuses us, the first rows all failed alike, none succeeded, or the journal cannot be written. What was done
 /// before is in the journal.
-pub async fn validate(
-    rewrites: &[RewriteRecord],
+pub async fn validate<'a>(
+    rewrites: &'a dyn Rows<RewriteRecord>,
     retriever: &dyn Retriever,
-    previous: Vec<ValidatedRecord>,
-    journal: &mut Journal,
+    journal: Journal<ValidatedRecord>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<Vec<ValidatedRecord>, DataError> {
-    let mut done: HashMap<(String, String), Vec<Hit>> = previous.into_iter().filter_map(found).collect();
-    let records: Vec<Option<ValidatedRecord>> = rewrites
-        .iter()
-        .map(|record| {
-            let retrieval = match &record.rewrite {
-                Ok(rewrite) => Some(Ok(done.remove(&(record.query.id.clone(), rewrite.text.clone()))?)),
-                Err(_) => None,
-            };
-            Some(ValidatedRecord { rewritten: record.clone(), retrieval })
-        })
-        .collect();
-    let to_do: Vec<usize> = (0..rewrites.len()).filter(|index| records[*index].is_none()).collect();
-    let calls = to_do.into_iter().map(|index| async move { (index, Ok(look_up(&rewrites[index], retriever).await)) });
-    let results = futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1));
-    Collector::new(records, journal, progress).collect(std::pin::pin!(results), outcome).await
+) -> Result<Asked<'a, RewriteRecord, ValidatedRecord>, DataError> {
+    ask_all(&LookingUp(retriever), rewrites, journal, max_concurrent, progress).await
 }
 
-fn found(record: ValidatedRecord) -> Option<((String, String), Vec<Hit>)> {
-    let hits = record.retrieval?.ok()?;
-    Some(((record.rewritten.query.id, record.rewritten.rewrite.ok()?.text), hits))
+impl Answered for ValidatedRecord {
+    fn key(&self) -> Option<u64> {
+        matches!(self.retrieval, Some(Ok(_))).then(|| LookingUp::key(&self.rewritten)).flatten()
+    }
 }
 
-fn outcome(record: &ValidatedRecord) -> Outcome<'_> {
-    Some(record.retrieval.as_ref()?.as_ref().map(|_| ()))
-}
+struct LookingUp<'a>(&'a dyn Retriever);
 
-async fn look_up(record: &RewriteRecord, retriever: &dyn Retriever) -> ValidatedRecord {
-    let retrieval = match &record.rewrite {
-        Ok(rewrite) => {
-            let context = context(&record.query);
-            let original_query = &record.query.original_query;
-            let request = RetrievalRequest { original_query, context: &context, rewritten_query: &rewrite.text };
-            Some(retriever.retrieve(request).await)
-        }
-        Err(_) => None,
-    };
-    ValidatedRecord { rewritten: record.clone(), retrieval }
+impl Work for LookingUp<'_> {
+    type Row = RewriteRecord;
+    type Record = ValidatedRecord;
+
+    fn key(row: &RewriteRecord) -> Option<u64> {
+        row.rewrite.as_ref().ok().map(|rewrite| hash_of(&(&row.query.id, &rewrite.text)))
+    }
+
+    async fn ask(&self, rewritten: RewriteRecord) -> Result<ValidatedRecord, DataError> {
+        let retrieval = match &rewritten.rewrite {
+            Ok(rewrite) => {
+                let context = context(&rewritten.query);
+                let original_query = &rewritten.query.original_query;
+                let request = RetrievalRequest { original_query, context: &context, rewritten_query: &rewrite.text };
+                Some(self.0.retrieve(request).await)
+            }
+            Err(_) => None,
+        };
+        Ok(ValidatedRecord { rewritten, retrieval })
+    }
+
+    fn outcome(record: &ValidatedRecord) -> Outcome<'_> {
+        Some(record.retrieval.as_ref()?.as_ref().map(|_| ()))
+    }
+
+    fn record(rewritten: RewriteRecord, answered: Option<ValidatedRecord>) -> ValidatedRecord {
+        ValidatedRecord { rewritten, retrieval: answered.and_then(|record| record.retrieval) }
+    }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// How a text file is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TextEncoding {
+pub(crate) enum TextEncoding {
     /// UTF-8, without a byte order mark.
     Utf8,
     /// UTF-8 with a byte order mark, as spreadsheets save it.
@@ -23,7 +23,7 @@ pub enum TextEncoding {
 
 impl TextEncoding {
     /// For a person.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Utf8 => "UTF-8",
             Self::Utf8Bom => "UTF-8 with a byte order mark",

@@ -3,6 +3,9 @@
 use super::encoding::{TextEncoding, detect, open_text};
 use crate::error::DataError;
 use calamine::{Data, Reader};
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use parquet::record::reader::RowIter;
 use querl_core::fsx::{NumberedLine, open_jsonl};
 use std::collections::HashSet;
 use std::path::Path;
@@ -20,7 +23,7 @@ pub(crate) struct Table {
 }
 
 /// Numbered rows of cells; a row may have fewer than the header.
-pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>> + Send>;
+pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>>>;
 
 /// Opens a table by the file's extension.
 ///
@@ -37,8 +40,9 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
         Some("csv") => |path: &Path| open_delimited(path, b','),
         Some("tsv") => |path: &Path| open_delimited(path, b'\t'),
         Some("jsonl") => open_lines,
+        Some("parquet") => open_parquet,
         _ => {
-            let expected = "expected a name that ends in .xlsx, .csv, .tsv or .jsonl";
+            let expected = "expected a name that ends in .xlsx, .csv, .tsv, .jsonl or .parquet";
             return Err(DataError::file(path, format!("not a table that can be read; {expected}")));
         }
     };
@@ -135,6 +139,36 @@ fn value_text(value: &serde_json::Value) -> String {
         serde_json::Value::Null => String::new(),
         serde_json::Value::String(text) => text.clone(),
         serde_json::Value::Array(items) => items.iter().map(value_text).collect::<Vec<_>>().join(","),
+        other => other.to_string(),
+    }
+}
+
+fn open_parquet(path: &Path) -> Result<Table, DataError> {
+    let of_file = path.to_owned();
+    let unreadable = move |error: &dyn std::fmt::Display| {
+        DataError::file(
+            &of_file,
+            format!("not a parquet file that can be read ({error}); write it with snappy or zstd, or none"),
+        )
+    };
+    let file = std::fs::File::open(path).map_err(|error| unreadable(&error))?;
+    let reader = SerializedFileReader::new(file).map_err(|error| unreadable(&error))?;
+    let fields = reader.metadata().file_metadata().schema().get_fields();
+    let header = fields.iter().map(|field| field.name().to_owned()).collect();
+    let rows = (1..).zip(RowIter::from_file_into(Box::new(reader))).map(move |(number, row)| {
+        let row = row.map_err(|error| unreadable(&error))?;
+        Ok((number, row.get_column_iter().map(|(_, field)| field_text(field)).collect()))
+    });
+    Ok(Table { sheet: None, encoding: None, header, rows: Box::new(rows) })
+}
+
+fn field_text(field: &Field) -> String {
+    match field {
+        Field::Null => String::new(),
+        Field::Str(text) => text.clone(),
+        Field::Bytes(bytes) => String::from_utf8_lossy(bytes.data()).into_owned(),
+        Field::Double(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
+        Field::ListInternal(list) => list.elements().iter().map(field_text).collect::<Vec<_>>().join(","),
         other => other.to_string(),
     }
 }

@@ -1,88 +1,67 @@
 //! The query table: which columns mean what, which rows count, and what makes a row's identity and group.
+//!
+//! A table is not held: of each row there are 40 bytes while its repeats and groups are found, and afterwards nothing but what
+//! was found. Rows are read from the file each time they are asked for.
 
+mod columns;
 mod encoding;
+mod findings;
 mod formats;
 mod groups;
 
-pub use encoding::TextEncoding;
+pub use findings::{Findings, NamedRow, RowList};
 pub(crate) use formats::open_table;
 
 use crate::error::DataError;
-use crate::text::normalise;
-use formats::Table;
-use groups::join_groups;
+use crate::rows::{RowIter, Rows};
+use crate::text::{hash_of, normalise};
+use columns::Columns;
+use groups::{Mark, for_each_pair, joined};
 use querl_core::config::DataConfig;
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
-use std::collections::{BTreeSet, HashSet};
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
 
-/// What a query table held.
-#[derive(Debug, Clone, PartialEq)]
+/// A query table whose rows are known to be readable.
+#[derive(Debug)]
 pub struct QueryTable {
-    /// Usable rows, in the table's order; ids are unique.
-    pub rows: Vec<QueryRow>,
-    /// Row numbers whose query is empty.
-    pub empty_rows: Vec<usize>,
-    /// Row numbers that repeat an earlier row's query, profile and history.
-    pub repeated_rows: Vec<usize>,
+    path: PathBuf,
+    version: Version,
+    columns: Columns,
+    /// Rows that repeat an earlier one, by their place from 0.
+    repeated: HashSet<u32>,
+    /// Rows whose group goes by another name than their own cells'.
+    names: HashMap<u32, Arc<str>>,
+    findings: Findings,
 }
 
-impl QueryTable {
-    /// One line for a person about the rows that were passed over; `None` where there are none.
-    pub fn skipped_note(&self) -> Option<String> {
-        let part = |rows: &[usize], what: &str| {
-            (!rows.is_empty()).then(|| format!("{} {what} ({})", rows.len(), list_rows(rows)))
-        };
-        let parts: Vec<String> =
-            [part(&self.empty_rows, "with an empty query"), part(&self.repeated_rows, "repeating an earlier row")]
-                .into_iter()
-                .flatten()
-                .collect();
-        (!parts.is_empty()).then(|| format!("rows passed over: {}", parts.join("; ")))
-    }
-}
+/// What tells a file from the one that it was before.
+type Version = Option<(u64, SystemTime)>;
 
-fn list_rows(rows: &[usize]) -> String {
-    const SHOWN: usize = 10;
-    let shown = rows.iter().take(SHOWN).map(usize::to_string).collect::<Vec<_>>().join(", ");
-    match rows.len() {
-        1 => format!("row {shown}"),
-        n if n > SHOWN => format!("rows {shown}, ..."),
-        _ => format!("rows {shown}"),
-    }
-}
-
-/// Reads the query table that the configuration names. Rows of one group are those with the same gold ids or group cell, and
-/// those whose query, profile and history say the same.
+/// Opens the query table that the configuration names and reads it through. Rows of one group are those with the same gold ids
+/// or group cell, and those whose query, profile and history say the same.
 ///
 /// # Errors
 /// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
-pub fn read_table(config: &DataConfig) -> Result<QueryTable, DataError> {
-    let file = open_table(&config.input)?;
-    let columns = Columns::find(&file, config)?;
-    let mut table = QueryTable { rows: Vec::new(), empty_rows: Vec::new(), repeated_rows: Vec::new() };
-    let (mut seen, mut n_rows) = (HashSet::new(), 0);
-    for row in file.rows {
-        let (row, cells) = row?;
-        n_rows += 1;
-        let query = columns.read(row, &cells);
-        if query.original_query.is_empty() {
-            // A row without a single value is only the space between others.
-            if cells.iter().any(|cell| !cell.trim().is_empty()) {
-                table.empty_rows.push(row);
-            }
-        } else if seen.insert(query.id.clone()) {
-            table.rows.push(query);
-        } else {
-            table.repeated_rows.push(row);
-        }
-    }
-    if table.rows.is_empty() {
-        let problem = format!("no row has a query in column `{}`; {n_rows} row(s) looked at", columns.query_name);
+pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
+    let path = config.input.clone();
+    let version = version(&path);
+    let table = open_table(&path)?;
+    let columns = Columns::find(&table, config)?;
+    let encoding = table.encoding.map(encoding::TextEncoding::name);
+    let findings = Findings { encoding, ..Findings::default() };
+    let mut table = QueryTable { path, version, columns, repeated: HashSet::new(), names: HashMap::new(), findings };
+    let marks = table.mark()?;
+    if marks.is_empty() {
+        let n_rows = table.findings.n_rows;
+        let problem = format!("no row has a query in column `{}`; {n_rows} row(s) looked at", table.columns.query_name);
         return Err(DataError::file(&config.input, problem));
     }
-    join_groups(&mut table.rows);
+    let marks = table.take_stock(marks);
+    table.name_groups(&marks)?;
     Ok(table)
 }
 
@@ -93,85 +72,128 @@ pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> Strin
     digest
 }
 
-struct Columns {
-    query: usize,
-    query_name: String,
-    profile: Option<usize>,
-    history: Option<usize>,
-    gold: Option<usize>,
-    group: Option<usize>,
-}
-
-impl Columns {
-    fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
-        let position = |name: &str| {
-            let place = |name: &str| table.header.iter().position(|column| column == name);
-            place(name).or_else(|| place(DataConfig::other_name(name)?))
-        };
-        let required =
-            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, &config.input, name, key));
-        // A table may lack these columns, but not one that the user named.
-        let optional = |name: &str, key: &str| match position(name) {
-            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, &config.input, name, key)),
-            found => Ok(found),
-        };
-        let query = required(&config.query_column, "query_column")?;
-        let gold = optional(&config.gold_column, "gold_column")?;
-        Ok(Self {
-            query,
-            query_name: table.header[query].clone(),
-            profile: optional(&config.profile_column, "profile_column")?,
-            history: optional(&config.history_column, "history_column")?,
-            gold,
-            group: match &config.group_column {
-                Some(name) => Some(required(name, "group_column")?),
-                None => gold,
-            },
-        })
+impl QueryTable {
+    /// What the table holds beside usable rows.
+    pub fn findings(&self) -> &Findings {
+        &self.findings
     }
 
-    fn read(&self, row: usize, cells: &[String]) -> QueryRow {
-        let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
-        let (query, profile, history) = (cell(Some(self.query)), cell(self.profile), cell(self.history));
-        let gold_ids = split_ids(cell(self.gold));
-        let group = if self.group == self.gold { joined(&gold_ids) } else { cell(self.group).to_owned() };
-        QueryRow {
-            id: query_id(query, profile, history),
-            row,
-            original_query: query.to_owned(),
-            user_profile: profile.to_owned(),
-            history_summary: history.to_owned(),
-            gold_ids,
-            group: if group.is_empty() { normalise(query) } else { group },
+    /// What each row with a query says. Rows without one are noted.
+    fn mark(&mut self) -> Result<Vec<Mark>, DataError> {
+        let mut marks = Vec::new();
+        for (index, row) in (0..).zip(open_table(&self.path)?.rows) {
+            let (row, cells) = row?;
+            let query = self.columns.read(row, &cells);
+            if !query.original_query.is_empty() {
+                marks.push(mark(index, &query));
+            } else if cells.iter().any(|cell| !cell.trim().is_empty()) {
+                // A row without a single value is only the space between others.
+                self.findings.empty.add(row, None);
+            }
         }
+        self.findings.n_rows = marks.len() + self.findings.empty.n;
+        Ok(marks)
+    }
+
+    /// Notes rows that repeat or contradict others, and returns the marks of those that no earlier row has said.
+    fn take_stock(&mut self, marks: Vec<Mark>) -> Vec<Mark> {
+        let (mut repeated, mut alike, mut conflicting) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let row_of = |mark: &Mark| mark.row as usize;
+        for_each_pair(
+            &marks,
+            |mark| mark.id,
+            |first, other| {
+                repeated.insert(other.index, (row_of(other), row_of(first)));
+            },
+        );
+        for_each_pair(
+            &marks,
+            |mark| mark.text,
+            |first, other| {
+                if !repeated.contains_key(&other.index) {
+                    alike.insert(other.index, (row_of(other), row_of(first)));
+                }
+            },
+        );
+        let golden: Vec<Mark> = marks.iter().filter(|mark| mark.gold != 0).copied().collect();
+        for_each_pair(
+            &golden,
+            |mark| mark.text,
+            |first, other| {
+                if first.gold != other.gold {
+                    conflicting.insert(other.index, (row_of(other), row_of(first)));
+                }
+            },
+        );
+        let Findings { repeated: of_repeated, alike: of_alike, conflicting: of_conflicting, .. } = &mut self.findings;
+        for (list, found) in [(of_repeated, &repeated), (of_alike, &alike), (of_conflicting, &conflicting)] {
+            found.values().for_each(|(row, earlier)| list.add(*row, Some(*earlier)));
+        }
+        self.repeated = repeated.into_keys().collect();
+        let kept: Vec<Mark> = marks.into_iter().filter(|mark| !self.repeated.contains(&mark.index)).collect();
+        self.findings.n_usable = kept.len();
+        kept
+    }
+
+    /// A joined group gets the least of its names, so that the order of rows makes no difference.
+    fn name_groups(&mut self, marks: &[Mark]) -> Result<(), DataError> {
+        let (joined, n_groups) = joined(marks);
+        self.findings.n_groups = n_groups;
+        let mut least: HashMap<u32, Arc<str>> = HashMap::new();
+        if !joined.is_empty() {
+            for (index, row) in (0..).zip(open_table(&self.path)?.rows) {
+                let (row, cells) = row?;
+                let Some(root) = joined.get(&index) else { continue };
+                let group: Arc<str> = self.columns.read(row, &cells).group.into();
+                let name = least.entry(*root).or_insert_with(|| group.clone());
+                if group < *name {
+                    *name = group;
+                }
+            }
+        }
+        let changed = |(index, root): (&u32, &u32)| Some((*index, least.get(root)?.clone()));
+        self.names = joined.iter().filter_map(changed).collect();
+        Ok(())
     }
 }
 
-fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataError {
-    let names: Vec<String> =
-        table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
-    let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
-    let sheet = table.sheet.as_ref().map(|sheet| format!("sheet `{sheet}`: ")).unwrap_or_default();
-    // A header that was decoded wrongly has no column of the right name.
-    let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
-    let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
-    let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
-    DataError::file(path, format!("{sheet}{problem}; name one of these in data.{key}"))
+fn mark(index: u32, query: &QueryRow) -> Mark {
+    let text = [&query.original_query, &query.user_profile, &query.history_summary].map(|text| normalise(text));
+    let gold: BTreeSet<&String> = query.gold_ids.iter().collect();
+    Mark {
+        index,
+        row: query.row as u32,
+        id: hash_of(&query.id),
+        text: hash_of(&text),
+        group: hash_of(&query.group),
+        gold: if gold.is_empty() { 0 } else { hash_of(&gold).max(1) },
+    }
 }
 
-fn split_ids(text: &str) -> Vec<String> {
-    let separators = [',', ';', '，', '；', '、'];
-    text.split(|character: char| character.is_whitespace() || separators.contains(&character))
-        .filter(|id| !id.is_empty())
-        .map(str::to_owned)
-        .collect()
+impl Rows<QueryRow> for QueryTable {
+    /// The usable rows, in the table's order; ids are unique.
+    fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
+        if version(&self.path) != self.version {
+            return Err(DataError::file(&self.path, "was changed while it was read; run the same command again"));
+        }
+        let rows = (0..).zip(open_table(&self.path)?.rows);
+        Ok(Box::new(rows.filter_map(|(index, row)| match row {
+            Err(error) => Some(Err(error)),
+            Ok(_) if self.repeated.contains(&index) => None,
+            Ok((row, cells)) => {
+                let mut query = self.columns.read(row, &cells);
+                if let Some(name) = self.names.get(&index) {
+                    query.group = name.to_string();
+                }
+                (!query.original_query.is_empty()).then_some(Ok(query))
+            }
+        })))
+    }
 }
 
-/// The same text for the same ids, in whatever order they were written.
-fn joined(ids: &[String]) -> String {
-    let ids: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
-    ids.into_iter().collect::<Vec<_>>().join(",")
+fn version(path: &Path) -> Version {
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.len(), meta.modified().ok()?))
 }
 
 #[cfg(test)]

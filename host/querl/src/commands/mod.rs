@@ -2,6 +2,7 @@
 
 pub mod check;
 pub mod compile_plugin;
+pub mod data;
 pub mod doctor;
 pub mod model;
 pub mod plugin;

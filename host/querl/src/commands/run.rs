@@ -4,8 +4,9 @@ use crate::cli::{ConfigArgs, Format};
 use crate::failure::Stop;
 use crate::report;
 use crate::run::{OnPluginChange, Run};
+use crate::stages::ledger::Ledger;
 use crate::stages::runner::{Outcome, Window, run_stages, summary};
-use crate::stages::{StageName, eval};
+use crate::stages::{StageName, eval, funnel};
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
@@ -82,7 +83,7 @@ fn show(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
     if format.json {
         let stages: Vec<Value> = outcomes.iter().map(as_json).collect();
         let evaluation = reported.map(|reported| reported.evaluation);
-        let result = json!({ "run_dir": run.dir.root(), "stages": stages, "eval": evaluation });
+        let result = json!({ "run_dir": run.dir.root(), "stages": stages, "funnel": funnel(run)?, "eval": evaluation });
         serde_json::to_writer_pretty(&mut stdout, &result)?;
         return writeln!(stdout).context("stdout");
     }
@@ -91,6 +92,10 @@ fn show(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
         (None, Some(last)) => writeln!(stdout, "{}", summary(last.stage, &last.facts, last.seconds)).context("stdout"),
         (None, None) => Ok(()),
     }
+}
+
+fn funnel(run: &Run) -> anyhow::Result<Vec<funnel::Step>> {
+    Ok(funnel::steps(&Ledger::open(&run.dir.stages())?))
 }
 
 fn as_json(outcome: &Outcome) -> Value {

@@ -1,14 +1,15 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, mean, rows_of, teacher_name};
+use super::{Done, Facts, Inputs, Mean, Stage, StageName, teacher_name};
 use crate::run::Run;
-use anyhow::Context;
-use querl_core::fsx::write_jsonl;
+use querl_core::fsx::AtomicFile;
 use querl_core::ports::Progress;
-use querl_core::records::{DatasetRow, Split, ValidatedRecord};
+use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Converted, convert};
+use querl_data::{Conversion, DataError, Made, RecordFile, convert};
+use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The stage.
@@ -21,7 +22,7 @@ impl Stage for Convert {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("data", &run.config.data, &["input"])?;
+        inputs.section("data", &run.config.data, &["input", "export", "leak_similarity", "on_leak"])?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         run.plugins.add_prompts(&mut inputs);
@@ -36,34 +37,88 @@ impl Stage for Convert {
     }
 
     fn execute(&self, run: &Run, _: &dyn Progress) -> anyhow::Result<Done> {
-        let records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
-        let teacher = teacher_name(&run.dir)?;
-        let plugins = &run.plugins;
-        let converted = convert(&records, plugins.prompts.as_ref(), &plugins.filters, &run.config.data, &teacher)?;
-        for (split, rows) in Split::ALL.into_iter().zip(&converted.splits) {
-            let path = run.dir.split(split);
-            write_jsonl(&path, rows).with_context(|| format!("{}: cannot be written", path.display()))?;
+        let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
+        let conversion = Conversion {
+            prompts: run.plugins.prompts.as_ref(),
+            filters: &run.plugins.filters,
+            config: &run.config.data,
+            teacher_name: &teacher_name(&run.dir)?,
+        };
+        let mut dataset = Dataset::create(&run.dir)?;
+        convert(&records, &conversion, &mut |made| dataset.put(&made))?;
+        Ok(Done { facts: dataset.commit()?, n_failed: 0 })
+    }
+}
+
+/// The files of the stage while they are written, and what is in them.
+struct Dataset {
+    splits: [Lines; 3],
+    dropped: Lines,
+    /// How many rows each code stands for.
+    codes: BTreeMap<String, u64>,
+    n_kept: u64,
+    top1: Mean,
+}
+
+impl Dataset {
+    fn create(dir: &RunDir) -> Result<Self, DataError> {
+        let [train, val, test] = Split::ALL.map(|split| Lines::create(dir.split(split)));
+        let (splits, dropped) = ([train?, val?, test?], Lines::create(dir.dropped())?);
+        Ok(Self { splits, dropped, codes: BTreeMap::new(), n_kept: 0, top1: Mean::default() })
+    }
+
+    fn put(&mut self, made: &Made) -> Result<(), DataError> {
+        match made {
+            Made::Dropped(row) => {
+                *self.codes.entry(row.code.clone()).or_default() += 1;
+                self.dropped.add(row)
+            }
+            Made::Row(split, row) => {
+                if row.target().is_some() {
+                    self.n_kept += 1;
+                    row.metadata.top1_score.into_iter().for_each(|score| self.top1.add(score));
+                }
+                self.splits[*split as usize].add(row)
+            }
         }
-        let path = run.dir.dropped();
-        write_jsonl(&path, &converted.dropped).with_context(|| format!("{}: cannot be written", path.display()))?;
-        Ok(Done { facts: facts(&converted), n_failed: 0 })
+    }
+
+    fn commit(self) -> Result<Facts, DataError> {
+        let mut facts = Facts::default();
+        facts.add("kept", self.n_kept);
+        facts.add("dropped", self.dropped.n).add_parts(&self.codes);
+        facts.add("rows for training and evaluation", self.splits.iter().map(|lines| lines.n).sum::<u64>());
+        for (split, lines) in Split::ALL.into_iter().zip(&self.splits) {
+            facts.add_part(split.name(), lines.n);
+        }
+        facts.add("mean top1 of the kept", self.top1.value());
+        self.splits.into_iter().chain([self.dropped]).try_for_each(Lines::commit)?;
+        Ok(facts)
     }
 }
 
-fn facts(converted: &Converted) -> Facts {
-    let kept = || converted.splits.iter().flatten().filter(|row| row.target().is_some());
-    let mut facts = Facts::default();
-    facts.add("kept", kept().count());
-    facts.add("dropped", converted.dropped.len());
-    facts.add_parts(&converted.counts.iter().map(|(code, n)| (code.clone(), *n as u64)).collect());
-    facts.add("rows for training and evaluation", converted.splits.iter().map(Vec::len).sum::<usize>());
-    for (split, rows) in Split::ALL.into_iter().zip(&converted.splits) {
-        facts.add_part(split.name(), rows.len() as u64);
-    }
-    facts.add("mean top1 of the kept", mean(kept().filter_map(top1_score)));
-    facts
+struct Lines {
+    path: PathBuf,
+    file: AtomicFile,
+    n: u64,
 }
 
-fn top1_score(row: &DatasetRow) -> Option<f64> {
-    row.metadata.top1_score
+impl Lines {
+    fn create(path: PathBuf) -> Result<Self, DataError> {
+        match AtomicFile::create(&path) {
+            Ok(file) => Ok(Self { path, file, n: 0 }),
+            Err(source) => Err(DataError::Write { path: path.display().to_string(), source }),
+        }
+    }
+
+    fn add(&mut self, row: &impl Serialize) -> Result<(), DataError> {
+        self.n += 1;
+        let written = self.file.write_line(row);
+        written.map_err(|source| DataError::Write { path: self.path.display().to_string(), source })
+    }
+
+    fn commit(self) -> Result<(), DataError> {
+        let written = self.file.commit();
+        written.map_err(|source| DataError::Write { path: self.path.display().to_string(), source })
+    }
 }

@@ -43,6 +43,18 @@ impl Facts {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
     }
 
+    /// A count, by name; 0 where there is none.
+    pub fn count(&self, name: &str) -> u64 {
+        self.get(name).and_then(Value::as_u64).unwrap_or(0)
+    }
+
+    /// The counts that are parts of a figure, by name.
+    pub fn parts(&self, name: &str) -> BTreeMap<String, u64> {
+        let after = self.0.iter().skip_while(|(known, _)| known != name).skip(1);
+        let parts = after.map_while(|(part, value)| Some((part.strip_prefix(PART)?.to_owned(), value.as_u64()?)));
+        parts.collect()
+    }
+
     /// As an object.
     pub fn to_json(&self) -> Value {
         Value::Object(self.0.iter().cloned().collect())
@@ -77,5 +89,7 @@ mod tests {
             ["  rows         480", "  mean top1    0.6123", "  dropped      8", "  - unchanged  7", "  - empty      1"];
         assert_eq!(facts.to_lines(), expected);
         assert_eq!(facts.to_json()["- unchanged"], 7);
+        assert_eq!(facts.parts("dropped"), BTreeMap::from([("empty".into(), 1), ("unchanged".into(), 7)]));
+        assert_eq!((facts.parts("rows"), facts.count("rows"), facts.count("mean top1")), (BTreeMap::new(), 480, 0));
     }
 }

@@ -3,7 +3,9 @@
 mod convert;
 pub mod eval;
 pub mod facts;
+pub mod funnel;
 pub mod inputs;
+pub mod leaks;
 pub mod ledger;
 mod rewrite;
 mod rl;
@@ -17,6 +19,7 @@ use crate::run::Run;
 use facts::Facts;
 use inputs::Inputs;
 use ledger::Ledger;
+use querl_core::config::TableFormat;
 use querl_core::fsx::{ReadError, read_jsonl};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
@@ -112,6 +115,12 @@ pub trait Stage: Sync {
     /// What it leaves, whole or not at all.
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
 
+    /// What it leaves beside them for people, in the formats that the configuration names.
+    fn tables(&self, run: &Run) -> Vec<PathBuf> {
+        let _ = run;
+        Vec::new()
+    }
+
     /// Removes what an earlier run of it left.
     ///
     /// # Errors
@@ -170,8 +179,27 @@ pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     Ok(name.ok_or_else(message)?.to_owned())
 }
 
-/// `None` of nothing.
-fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
-    (count > 0.0).then(|| sum / count)
+/// Removes the tables beside `output` but for those of the formats `but`.
+fn remove_tables(output: &Path, but: &[TableFormat]) -> std::io::Result<()> {
+    let unwanted = TableFormat::ALL.into_iter().filter(|format| !but.contains(format));
+    unwanted.map(|format| querl_data::table_path(output, format)).try_for_each(|path| remove(&path))
+}
+
+/// A mean of values that come one by one.
+#[derive(Default)]
+struct Mean {
+    sum: f64,
+    n: u64,
+}
+
+impl Mean {
+    fn add(&mut self, value: f64) {
+        self.sum += value;
+        self.n += 1;
+    }
+
+    /// `None` of nothing.
+    fn value(&self) -> Option<f64> {
+        (self.n > 0).then(|| self.sum / self.n as f64)
+    }
 }

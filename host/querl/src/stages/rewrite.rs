@@ -1,13 +1,14 @@
 //! Stage 1: the teacher rewrites each query.
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, remove, world};
+use super::{Done, Facts, Inputs, Stage, StageName, remove, remove_tables, world};
 use crate::interrupt;
 use crate::run::Run;
+use anyhow::Context;
 use querl_core::ports::Progress;
 use querl_core::records::{FailureKind, RewriteRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, QueryTable, open_teacher, read_table, rewrite, write_rewrites_xlsx};
+use querl_data::{Findings, Journal, RewriteTables, open_queries, open_teacher, rewrite, table_path};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -24,7 +25,7 @@ impl Stage for Rewrite {
 
     fn inputs(&self, run: &Run, _: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("data", &run.config.data, &["input", "split", "split_seed"])?;
+        inputs.section("data", &run.config.data, &["input", "split", "split_seed", "leak_similarity", "on_leak"])?;
         inputs.file(QUERY_TABLE, &run.config.data.input)?;
         world::add_teacher(&mut inputs, run)?;
         run.plugins.add_prompts(&mut inputs);
@@ -37,55 +38,82 @@ impl Stage for Rewrite {
     }
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
-        read_table(&run.config.data)?;
+        open_queries(&run.config.data)?;
         open_teacher(&run.config.teacher)?;
         Ok(())
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
-        vec![dir.rewrites(), dir.rewrites_xlsx()]
+        vec![dir.rewrites()]
+    }
+
+    fn tables(&self, run: &Run) -> Vec<PathBuf> {
+        run.config.data.export.iter().map(|format| table_path(&run.dir.rewrites(), *format)).collect()
     }
 
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         remove(&Journal::path_beside(&dir.rewrites()))?;
-        self.outputs(dir).iter().try_for_each(|path| remove(path))
+        remove_tables(&dir.rewrites(), &[])?;
+        remove(&dir.rewrites())
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let table = read_table(&run.config.data)?;
-        if let Some(note) = table.skipped_note() {
-            progress.line(&note);
-        }
+        let table = open_queries(&run.config.data)?;
+        table.findings().notes().iter().for_each(|note| progress.line(note));
+        let (output, formats) = (run.dir.rewrites(), &run.config.data.export);
         let teacher = open_teacher(&run.config.teacher)?;
-        let (mut journal, previous) = Journal::open(&run.dir.rewrites())?;
         let n_calls = run.config.teacher.max_concurrent;
         let prompts = run.plugins.prompts.as_ref();
-        let calls = rewrite(&table.rows, teacher.as_ref(), prompts, previous, &mut journal, n_calls, progress);
-        let records = interrupt::block_on(&run.runtime, calls)??;
-        write_rewrites_xlsx(&run.dir.rewrites_xlsx(), &records)?;
-        journal.finish(&records)?;
-        Ok(done(&table, &records, teacher.name()))
+        let asking = rewrite(&table, teacher.as_ref(), prompts, Journal::open(&output)?, n_calls, progress);
+        let asked = interrupt::block_on(&run.runtime, asking)??;
+        let mut tally = Tally { cost: Some(0.0), ..Tally::default() };
+        let mut tables = RewriteTables::create(&output, formats)?;
+        asked.write(|record| {
+            tally.add(record);
+            tables.add(record)
+        })?;
+        tables.finish()?;
+        remove_tables(&output, formats).context("tables of other formats cannot be removed")?;
+        Ok(tally.done(table.findings(), teacher.name()))
     }
 }
 
-fn done(table: &QueryTable, records: &[RewriteRecord], teacher: &str) -> Done {
-    let failures = || records.iter().filter_map(|record| record.rewrite.as_ref().err());
-    let mut by_kind: BTreeMap<String, u64> = BTreeMap::new();
-    for failure in failures() {
-        *by_kind.entry(failure.kind.to_string()).or_default() += 1;
+/// What the records of the stage come to.
+#[derive(Default)]
+struct Tally {
+    n_rewritten: u64,
+    /// By kind.
+    failures: BTreeMap<String, u64>,
+    n_not_recorded: u64,
+    /// `None` once a call's price is unknown.
+    cost: Option<f64>,
+}
+
+impl Tally {
+    fn add(&mut self, record: &RewriteRecord) {
+        match &record.rewrite {
+            Ok(done) => {
+                self.n_rewritten += 1;
+                self.cost = self.cost.zip(done.cost).map(|(sum, cost)| sum + cost);
+            }
+            Err(failure) => {
+                self.n_not_recorded += u64::from(failure.kind == FailureKind::NotRecorded);
+                *self.failures.entry(failure.kind.to_string()).or_default() += 1;
+            }
+        }
     }
-    let skipped = [("empty", &table.empty_rows), ("repeated", &table.repeated_rows)];
-    let skipped = skipped.into_iter().filter(|(_, rows)| !rows.is_empty());
-    let skipped: BTreeMap<String, u64> = skipped.map(|(name, rows)| (name.into(), rows.len() as u64)).collect();
-    let mut facts = Facts::default();
-    facts.add("teacher", teacher);
-    facts.add("rows read", records.len() as u64 + skipped.values().sum::<u64>()).add_parts(&skipped);
-    facts.add("rewritten", records.len() - failures().count());
-    facts.add("teacher failed", failures().count()).add_parts(&by_kind);
-    let cost: Option<f64> =
-        records.iter().filter_map(|record| record.rewrite.as_ref().ok()).map(|done| done.cost).sum();
-    facts.add("cost", cost);
-    // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.
-    let n_failed = failures().filter(|failure| failure.kind != FailureKind::NotRecorded).count() as u64;
-    Done { facts, n_failed }
+
+    fn done(self, findings: &Findings, teacher: &str) -> Done {
+        let skipped = [("empty", findings.empty.n), ("repeated", findings.repeated.n)];
+        let skipped = skipped.into_iter().filter(|(_, n)| *n > 0).map(|(name, n)| (name.to_owned(), n as u64));
+        let n_failed: u64 = self.failures.values().sum();
+        let mut facts = Facts::default();
+        facts.add("teacher", teacher);
+        facts.add("rows read", findings.n_rows).add_parts(&skipped.collect());
+        facts.add("rewritten", self.n_rewritten);
+        facts.add("teacher failed", n_failed).add_parts(&self.failures);
+        facts.add("cost", self.cost);
+        // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.
+        Done { facts, n_failed: n_failed - self.n_not_recorded }
+    }
 }

@@ -6,7 +6,7 @@
 use super::facts::Facts;
 use super::inputs::Inputs;
 use super::ledger::{Decision, Entry, Ledger, decide, listing};
-use super::{Stage, StageName};
+use super::{Stage, StageName, funnel};
 use crate::failure::Stop;
 use crate::interrupt;
 use crate::run::Run;
@@ -96,9 +96,10 @@ fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<Sta
 
 fn decide_on(run: &Run, ledger: &Ledger, name: StageName, inputs: &Inputs, window: Window) -> Decision {
     let stage = name.stage();
+    let left = [stage.outputs(&run.dir), stage.tables(run)].concat();
     match window.forced_from {
         Some(first) if name >= first => Decision::Anew(format!("--from {first}")),
-        _ => decide(ledger.entry(name.as_str()), inputs, &stage.outputs(&run.dir), |input| stage.keeps_rows(input)),
+        _ => decide(ledger.entry(name.as_str()), inputs, &left, |input| stage.keeps_rows(input)),
     }
 }
 
@@ -141,6 +142,13 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) ->
     let entry = Entry { finished: true, n_failed: done.n_failed, facts: done.facts.clone(), seconds, ..begun };
     ledger.put(name.as_str(), entry)?;
     stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
+    for warning in funnel::size_warnings(name, &done.facts) {
+        terminal::say(&format!("warning: {warning}"));
+    }
+    if name == StageName::Convert {
+        terminal::say("rows of each stage:");
+        funnel::lines(&funnel::steps(ledger)).iter().for_each(|line| terminal::say(line));
+    }
     Ok(Outcome { stage: name, ran: true, facts: done.facts, seconds })
 }
 

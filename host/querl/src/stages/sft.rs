@@ -1,7 +1,7 @@
 //! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
 
 use super::ledger::Ledger;
-use super::{Done, Inputs, Stage, StageName, remove, rows_of};
+use super::{Done, Inputs, Stage, StageName, leaks, remove, rows_of};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
 use crate::training;
@@ -45,6 +45,7 @@ impl Stage for Sft {
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let fingerprint =
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, run.place.arithmetic());
+        leaks::check(&run.dir, &run.config.data, progress)?;
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;

@@ -1,15 +1,19 @@
 //! Stage 2: what does retrieval find with each rewrite?
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, mean, remove, rows_of, world};
+use super::{Done, Facts, Inputs, Mean, Stage, StageName, remove, remove_tables, world};
 use crate::interrupt;
 use crate::run::Run;
+use anyhow::Context;
 use querl_core::ports::Progress;
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, validate, write_validated_xlsx};
+use querl_data::{Journal, RecordFile, ValidatedTables, table_path, validate};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+
+/// As the ledger calls the input.
+const EXPORT: &str = "data.export";
 
 /// The stage.
 pub struct Validate;
@@ -23,12 +27,13 @@ impl Stage for Validate {
         let mut inputs = Inputs::default();
         world::add_retrieval(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Rewrite, &run.dir.rewrites())?;
+        inputs.text(EXPORT, format!("{:?}", run.config.data.export));
         Ok(inputs)
     }
 
     /// Hits are found again by query and rewrite: other rewrites leave them good.
     fn keeps_rows(&self, name: &str) -> bool {
-        name == "rewrites.jsonl of rewrite"
+        name == "rewrites.jsonl of rewrite" || name == EXPORT
     }
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
@@ -36,40 +41,67 @@ impl Stage for Validate {
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
-        vec![dir.validated(), dir.validated_xlsx()]
+        vec![dir.validated()]
+    }
+
+    fn tables(&self, run: &Run) -> Vec<PathBuf> {
+        run.config.data.export.iter().map(|format| table_path(&run.dir.validated(), *format)).collect()
     }
 
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         remove(&Journal::path_beside(&dir.validated()))?;
-        self.outputs(dir).iter().try_for_each(|path| remove(path))
+        remove_tables(&dir.validated(), &[])?;
+        remove(&dir.validated())
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let rewrites: Vec<RewriteRecord> = rows_of(&run.dir.rewrites())?;
+        let rewrites = RecordFile::<RewriteRecord>::new(&run.dir.rewrites());
+        let (output, formats) = (run.dir.validated(), &run.config.data.export);
         let retriever = run.retriever()?;
-        let (mut journal, previous) = Journal::open(&run.dir.validated())?;
         let n_calls = run.config.retrieval.max_concurrent;
-        let calls = validate(&rewrites, retriever.as_ref(), previous, &mut journal, n_calls, progress);
-        let records = interrupt::block_on(&run.runtime, calls)??;
-        write_validated_xlsx(&run.dir.validated_xlsx(), &records)?;
-        journal.finish(&records)?;
-        Ok(done(&records, retriever.name()))
+        let looking_up = validate(&rewrites, retriever.as_ref(), Journal::open(&output)?, n_calls, progress);
+        let asked = interrupt::block_on(&run.runtime, looking_up)??;
+        let mut tally = Tally::default();
+        let mut tables = ValidatedTables::create(&output, formats)?;
+        asked.write(|record| {
+            tally.add(record);
+            tables.add(record)
+        })?;
+        tables.finish()?;
+        remove_tables(&output, formats).context("tables of other formats cannot be removed")?;
+        Ok(tally.done(retriever.name()))
     }
 }
 
-fn done(records: &[ValidatedRecord], retriever: &str) -> Done {
-    let asked: Vec<_> = records.iter().filter_map(|record| record.retrieval.as_ref()).collect();
-    let mut by_kind: BTreeMap<String, u64> = BTreeMap::new();
-    for failure in asked.iter().filter_map(|retrieval| retrieval.as_ref().err()) {
-        *by_kind.entry(failure.kind.to_string()).or_default() += 1;
+/// What the records of the stage come to.
+#[derive(Default)]
+struct Tally {
+    n_found: u64,
+    n_empty: u64,
+    /// By kind.
+    failures: BTreeMap<String, u64>,
+    top1: Mean,
+}
+
+impl Tally {
+    fn add(&mut self, record: &ValidatedRecord) {
+        match &record.retrieval {
+            None => {}
+            Some(Ok(hits)) if hits.is_empty() => self.n_empty += 1,
+            Some(Ok(_)) => self.n_found += 1,
+            Some(Err(failure)) => *self.failures.entry(failure.kind.to_string()).or_default() += 1,
+        }
+        record.top1_score().into_iter().for_each(|score| self.top1.add(score));
     }
-    let n_failed = by_kind.values().sum();
-    let n_empty = asked.iter().filter(|retrieval| retrieval.as_ref().is_ok_and(Vec::is_empty)).count();
-    let mut facts = Facts::default();
-    facts.add("retrieval", retriever);
-    facts.add("looked up", asked.len());
-    facts.add("found passages", (asked.len() - n_empty) as u64 - n_failed).add("found nothing", n_empty);
-    facts.add("retrieval failed", n_failed).add_parts(&by_kind);
-    facts.add("mean top1", mean(records.iter().filter_map(ValidatedRecord::top1_score)));
-    Done { facts, n_failed }
+
+    fn done(self, retriever: &str) -> Done {
+        let n_failed = self.failures.values().sum();
+        let mut facts = Facts::default();
+        facts.add("retrieval", retriever);
+        facts.add("looked up", self.n_found + self.n_empty + n_failed);
+        facts.add("found passages", self.n_found).add("found nothing", self.n_empty);
+        facts.add("retrieval failed", n_failed).add_parts(&self.failures);
+        facts.add("mean top1", self.top1.value());
+        Done { facts, n_failed }
+    }
 }

@@ -8,8 +8,8 @@ use anyhow::Context as _;
 use clap::Args;
 use querl_core::config::Config;
 use querl_core::ports::RetrievalRequest;
-use querl_core::records::{CallFailure, Context, Hit};
-use querl_data::{Search, SearchLimits, open_search, read_table};
+use querl_core::records::{CallFailure, Context, Hit, QueryRow};
+use querl_data::{Rows, Search, SearchLimits, open_queries, open_search};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -94,14 +94,13 @@ fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Question>>
         let question = |query: &String| Question { query: query.clone(), ..Question::default() };
         return Ok(args.query.iter().map(question).collect());
     }
-    let rows = read_table(&config.data)?.rows.into_iter().take(N_QUERIES);
-    Ok(rows
-        .map(|row| Question {
-            query: row.original_query,
-            context: Context { user_profile: row.user_profile, history_summary: row.history_summary },
-            gold_ids: row.gold_ids,
-        })
-        .collect())
+    let table = open_queries(&config.data)?;
+    let question = |row: QueryRow| Question {
+        query: row.original_query,
+        context: Context { user_profile: row.user_profile, history_summary: row.history_summary },
+        gold_ids: row.gold_ids,
+    };
+    Ok(table.read()?.take(N_QUERIES).map(|row| row.map(question)).collect::<Result<_, _>>()?)
 }
 
 async fn ask_all(search: &dyn Search, questions: Vec<Question>, limits: SearchLimits) -> Vec<Asked> {

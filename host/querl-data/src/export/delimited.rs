@@ -1,0 +1,46 @@
+//! csv and tsv files. They begin with a byte order mark: without it a spreadsheet takes UTF-8 for the machine's old encoding.
+
+use super::{Cell, Column, RowWriter};
+use crate::error::DataError;
+use querl_core::fsx::AtomicFile;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+pub(super) struct DelimitedWriter {
+    path: PathBuf,
+    writer: csv::Writer<AtomicFile>,
+}
+
+impl DelimitedWriter {
+    pub(super) fn create(path: &Path, columns: &[Column], delimiter: u8) -> Result<Self, DataError> {
+        let create = || -> io::Result<csv::Writer<AtomicFile>> {
+            let mut file = AtomicFile::create(path)?;
+            file.write_all(b"\xef\xbb\xbf")?;
+            let mut writer = csv::WriterBuilder::new().delimiter(delimiter).from_writer(file);
+            writer.write_record(columns.iter().map(|column| column.name))?;
+            Ok(writer)
+        };
+        let writer = create().map_err(|error| DataError::write(path, error))?;
+        Ok(Self { path: path.to_owned(), writer })
+    }
+}
+
+impl RowWriter for DelimitedWriter {
+    fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
+        let text = |cell: &Cell<'_>| match cell {
+            Cell::Empty => String::new(),
+            Cell::Text(text) => text.to_string(),
+            Cell::Count(number) => number.to_string(),
+            Cell::Score(number) => number.to_string(),
+            Cell::Flag(flag) => flag.to_string(),
+        };
+        let written = self.writer.write_record(cells.iter().map(text));
+        written.map_err(|error| DataError::write(&self.path, error.into()))
+    }
+
+    fn finish(self: Box<Self>) -> Result<(), DataError> {
+        let Self { path, writer } = *self;
+        let file = writer.into_inner().map_err(|error| DataError::write(&path, error.into_error()))?;
+        file.commit().map_err(|error| DataError::write(&path, error))
+    }
+}

@@ -1,0 +1,105 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use calamine::{Data, Reader};
+use querl_core::records::{CallFailure, Completion, FailureKind, Hit, QueryRow};
+
+fn failure() -> CallFailure {
+    CallFailure { kind: FailureKind::Timeout, message: "the service said so".into() }
+}
+
+fn record(query: &str, answered: Option<f64>) -> ValidatedRecord {
+    let query = QueryRow {
+        id: query.into(),
+        row: 2,
+        original_query: query.into(),
+        user_profile: "52岁，\"糖友\"".into(),
+        history_summary: String::new(),
+        gold_ids: Vec::new(),
+        group: query.into(),
+    };
+    let text = "=深海鱼油\t用量".to_owned();
+    let done = Completion { text, prompt_tokens: None, completion_tokens: None, cost: None, latency_ms: None };
+    let hit = |score| Hit { id: "p".into(), text: "文".into(), reranker_score: score, retrieval_score: None, rank: 1 };
+    let rewrite = if answered.is_some() { Ok(done) } else { Err(failure()) };
+    ValidatedRecord {
+        rewritten: RewriteRecord { query, rewrite },
+        retrieval: answered.map(|score| Ok(vec![hit(score)])),
+    }
+}
+
+/// Writes one row that succeeded and one that failed; the files' places.
+fn written(folder: &Path) -> [PathBuf; 4] {
+    let output = folder.join("data/validated.jsonl");
+    let mut tables = ValidatedTables::create(&output, &TableFormat::ALL).unwrap();
+    tables.add(&record("鱼油怎么吃", Some(0.75))).unwrap();
+    tables.add(&record("贵吗", None)).unwrap();
+    tables.finish().unwrap();
+    TableFormat::ALL.map(|format| table_path(&output, format))
+}
+
+#[test]
+fn failures_are_shown_as_failures_in_a_workbook() {
+    let folder = tempfile::tempdir().unwrap();
+    let [xlsx, ..] = written(folder.path());
+    let mut workbook: calamine::Xlsx<_> = calamine::open_workbook(&xlsx).unwrap();
+    let range = workbook.worksheet_range("Sheet1").unwrap();
+    let cell = |row: usize, column: usize| range.get((row, column)).cloned().unwrap_or(Data::Empty);
+    assert_eq!(cell(0, 5), Data::String("top1_score".into()));
+    assert_eq!(cell(1, 1), Data::String("=深海鱼油\t用量".into()), "a text and no formula");
+    assert_eq!((cell(1, 4), cell(1, 5), cell(1, 6)), (Data::Float(1.0), Data::Float(0.75), Data::Bool(true)));
+    assert_eq!((cell(2, 1), cell(2, 4), cell(2, 5)), (Data::Empty, Data::Empty, Data::Empty));
+    assert_eq!((cell(2, 6), cell(2, 7)), (Data::Bool(false), Data::String("timeout: the service said so".into())));
+}
+
+#[test]
+fn every_format_can_be_read_again_as_a_query_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows: Vec<Vec<(usize, Vec<String>)>> = written(folder.path())
+        .iter()
+        .map(|path| crate::table::open_table(path).unwrap().rows.map(Result::unwrap).collect())
+        .collect();
+    let first = ["鱼油怎么吃", "=深海鱼油\t用量", "52岁，\"糖友\"", "", "1", "0.75", "true", ""];
+    let second = ["贵吗", "", "52岁，\"糖友\"", "", "", "", "false", "timeout: the service said so"];
+    for (format, rows) in TableFormat::ALL.iter().zip(rows) {
+        let cells: Vec<Vec<String>> = rows.into_iter().map(|(_, cells)| cells).collect();
+        assert_eq!(cells, [first, second], "{format:?}");
+    }
+}
+
+#[test]
+fn text_begins_with_a_byte_order_mark_for_spreadsheets() {
+    let folder = tempfile::tempdir().unwrap();
+    let [_, csv, tsv, _] = written(folder.path());
+    for path in [csv, tsv] {
+        assert!(std::fs::read(path).unwrap().starts_with("\u{feff}original_query".as_bytes()));
+    }
+}
+
+#[test]
+fn parquet_of_many_rows_has_several_groups_and_keeps_their_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let mut tables = RewriteTables::create(&output, &[TableFormat::Parquet]).unwrap();
+    for index in 0..20_000 {
+        tables.add(&record(&index.to_string(), Some(0.5)).rewritten).unwrap();
+    }
+    tables.finish().unwrap();
+    let table = crate::table::open_table(&table_path(&output, TableFormat::Parquet)).unwrap();
+    let queries: Vec<String> = table.rows.map(|row| row.unwrap().1.swap_remove(0)).collect();
+    assert!(queries.iter().enumerate().all(|(index, query)| *query == index.to_string()));
+    assert_eq!(queries.len(), 20_000);
+}
+
+#[test]
+fn text_that_no_cell_takes_is_cut_and_a_workbook_without_rows_is_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let mut tables = RewriteTables::create(&output, &[TableFormat::Xlsx]).unwrap();
+    tables.add(&record(&"鱼".repeat(40_000), None).rewritten).unwrap();
+    tables.finish().unwrap();
+    let table = crate::table::open_table(&output.with_extension("xlsx")).unwrap();
+    assert_eq!(table.rows.map(|row| row.unwrap().1[0].chars().count()).collect::<Vec<_>>(), [32_767]);
+    RewriteTables::create(&output, &[TableFormat::Xlsx]).unwrap().finish().unwrap();
+    assert_eq!(crate::table::open_table(&output.with_extension("xlsx")).unwrap().rows.count(), 0);
+}

@@ -1,0 +1,98 @@
+//! Which columns of a table mean what, and what a row says.
+
+use super::encoding::TextEncoding;
+use super::formats::Table;
+use super::query_id;
+use crate::error::DataError;
+use crate::text::{normalise, with_width};
+use querl_core::config::{DataConfig, TextWidth};
+use querl_core::records::QueryRow;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Where in a row each value is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Columns {
+    query: usize,
+    /// As the table calls it.
+    pub(super) query_name: String,
+    profile: Option<usize>,
+    history: Option<usize>,
+    gold: Option<usize>,
+    group: Option<usize>,
+    width: TextWidth,
+}
+
+impl Columns {
+    pub(super) fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
+        let position = |name: &str| {
+            let place = |name: &str| table.header.iter().position(|column| column == name);
+            place(name).or_else(|| place(DataConfig::other_name(name)?))
+        };
+        let required =
+            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, &config.input, name, key));
+        // A table may lack these columns, but not one that the user named.
+        let optional = |name: &str, key: &str| match position(name) {
+            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, &config.input, name, key)),
+            found => Ok(found),
+        };
+        let query = required(&config.query_column, "query_column")?;
+        let gold = optional(&config.gold_column, "gold_column")?;
+        Ok(Self {
+            query,
+            query_name: table.header[query].clone(),
+            profile: optional(&config.profile_column, "profile_column")?,
+            history: optional(&config.history_column, "history_column")?,
+            gold,
+            group: match &config.group_column {
+                Some(name) => Some(required(name, "group_column")?),
+                None => gold,
+            },
+            width: config.width,
+        })
+    }
+
+    pub(super) fn read(&self, row: usize, cells: &[String]) -> QueryRow {
+        let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
+        let text = |column: Option<usize>| with_width(cell(column), self.width);
+        let (query, profile, history) = (text(Some(self.query)), text(self.profile), text(self.history));
+        let gold_ids = split_ids(cell(self.gold));
+        let group = if self.group == self.gold { joined(&gold_ids) } else { cell(self.group).to_owned() };
+        QueryRow {
+            id: query_id(&query, &profile, &history),
+            row,
+            group: if group.is_empty() { normalise(&query) } else { group },
+            original_query: query,
+            user_profile: profile,
+            history_summary: history,
+            gold_ids,
+        }
+    }
+}
+
+fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataError {
+    let names: Vec<String> =
+        table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
+    let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
+    let sheet = table.sheet.as_ref().map(|sheet| format!("sheet `{sheet}`: ")).unwrap_or_default();
+    // A header that was decoded wrongly has no column of the right name.
+    let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
+    let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
+    let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
+    DataError::file(path, format!("{sheet}{problem}; name one of these in data.{key}"))
+}
+
+fn split_ids(text: &str) -> Vec<String> {
+    let separators = [',', ';', '，', '；', '、'];
+    text.split(|character: char| character.is_whitespace() || separators.contains(&character))
+        .filter(|id| !id.is_empty())
+        .map(str::to_owned)
+        .collect()
+}
+
+/// The same text for the same ids, in whatever order they were written.
+fn joined(ids: &[String]) -> String {
+    let ids: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
+    ids.into_iter().collect::<Vec<_>>().join(",")
+}

@@ -1,0 +1,97 @@
+//! What a query table holds beside usable rows: empty queries, repeats, contradictions.
+
+use serde::Serialize;
+
+/// As many rows of one sort are named; all are counted.
+const NAMED: usize = 100;
+
+/// What was found in a query table, for people and `querl data stats`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Findings {
+    /// How the text of a csv or tsv file is encoded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<&'static str>,
+    /// Rows that hold anything.
+    pub n_rows: usize,
+    /// Rows with a query that no earlier row has in the same context.
+    pub n_usable: usize,
+    /// Groups of usable rows.
+    pub n_groups: usize,
+    /// Rows whose query is empty; passed over.
+    pub empty: RowList,
+    /// Rows that repeat an earlier row's query, profile and history; passed over.
+    pub repeated: RowList,
+    /// Rows that say what an earlier row says but for width, case, space and punctuation; kept, in its group.
+    pub alike: RowList,
+    /// Rows that say what an earlier row says and name other gold ids: one of the two is wrong, or both answer.
+    pub conflicting: RowList,
+}
+
+/// Rows of one sort.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct RowList {
+    /// How many.
+    pub n: usize,
+    /// The first of them, as the table numbers its rows, each with the earlier row it is about where there is one.
+    pub rows: Vec<NamedRow>,
+}
+
+/// A row, and an earlier one that it repeats or contradicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct NamedRow {
+    /// As a spreadsheet or editor numbers it.
+    pub row: usize,
+    /// Likewise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub earlier: Option<usize>,
+}
+
+impl RowList {
+    pub(super) fn add(&mut self, row: usize, earlier: Option<usize>) {
+        self.n += 1;
+        if self.rows.len() < NAMED {
+            self.rows.push(NamedRow { row, earlier });
+        }
+    }
+
+    /// `rows 3, 7 (like row 2), ...`
+    fn listing(&self) -> String {
+        const SHOWN: usize = 10;
+        let shown = |named: &NamedRow| match named.earlier {
+            Some(earlier) => format!("{} (like row {earlier})", named.row),
+            None => named.row.to_string(),
+        };
+        let listed = self.rows.iter().take(SHOWN).map(shown).collect::<Vec<_>>().join(", ");
+        let (word, more) = (if self.n == 1 { "row" } else { "rows" }, if self.n > SHOWN { ", ..." } else { "" });
+        format!("{word} {listed}{more}")
+    }
+}
+
+impl Findings {
+    /// A line for a person about each sort of row that was passed over or needs a look.
+    pub fn notes(&self) -> Vec<String> {
+        let passed_over = [(&self.empty, "with an empty query"), (&self.repeated, "repeating an earlier row")];
+        let passed_over: Vec<String> = passed_over
+            .iter()
+            .filter(|(rows, _)| rows.n > 0)
+            .map(|(rows, what)| format!("{} {what} ({})", rows.n, rows.listing()))
+            .collect();
+        let mut notes = Vec::new();
+        if !passed_over.is_empty() {
+            notes.push(format!("rows passed over: {}", passed_over.join("; ")));
+        }
+        if self.alike.n > 0 {
+            let differ = "differ from an earlier row in width, case, space or punctuation alone";
+            notes.push(format!(
+                "{} row(s) {differ} and are kept in its group ({})",
+                self.alike.n,
+                self.alike.listing()
+            ));
+        }
+        if self.conflicting.n > 0 {
+            let what = "say what an earlier row says and name other gold ids";
+            notes.push(format!("{} row(s) {what}: check {}", self.conflicting.n, self.conflicting.listing()));
+        }
+        notes
+    }
+}

@@ -1,0 +1,203 @@
+//! `querl data`: looks at the query table and at what the data stages made of it.
+
+use crate::cli::{ConfigArgs, Format};
+use crate::stages::{StageName, funnel, leaks, ledger::Ledger};
+use anyhow::Context;
+use clap::{Args, Subcommand};
+use querl_core::config::Config;
+use querl_core::records::{QueryRow, Split};
+use querl_core::run_dir::RunDir;
+use querl_data::{Findings, Leaks, QueryTable, Rows, open_queries};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io::Write;
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum DataCommand {
+    /// Figures of the query table, of each data stage and of the splits; leaks between splits; warnings
+    Stats(StatsArgs),
+}
+
+/// Options of `querl data stats`.
+#[derive(Debug, Args)]
+pub struct StatsArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Runs one of them.
+///
+/// # Errors
+/// The table cannot be read, or a file of the run folder is damaged.
+pub fn run(command: &DataCommand) -> anyhow::Result<()> {
+    let DataCommand::Stats(args) = command;
+    let stats = Stats::of(&args.config.load()?)?;
+    let mut stdout = std::io::stdout().lock();
+    match args.format.json {
+        true => {
+            serde_json::to_writer_pretty(&mut stdout, &stats)?;
+            writeln!(stdout).context("stdout")
+        }
+        false => stats.lines().iter().try_for_each(|line| writeln!(stdout, "{line}")).context("stdout"),
+    }
+}
+
+/// Everything that `querl data stats` says.
+#[derive(Debug, Serialize)]
+struct Stats {
+    table: TableStats,
+    /// Of the data stages that are finished.
+    funnel: Vec<funnel::Step>,
+    /// Rows of each split; empty before `convert`.
+    splits: BTreeMap<&'static str, u64>,
+    /// Of val and test against train; empty before `convert`.
+    leaks: BTreeMap<&'static str, Leaks>,
+    warnings: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct TableStats {
+    file: String,
+    #[serde(flatten)]
+    findings: Findings,
+    /// Usable rows with a profile, a history, gold ids.
+    n_with_profile: usize,
+    n_with_history: usize,
+    n_with_gold: usize,
+    /// Characters of usable queries.
+    query_length: Lengths,
+}
+
+/// Of a list of lengths: the middle one, one that 95 of 100 do not exceed, the greatest.
+#[derive(Debug, Default, Serialize)]
+struct Lengths {
+    p50: u32,
+    p95: u32,
+    max: u32,
+}
+
+impl Stats {
+    fn of(config: &Config) -> anyhow::Result<Self> {
+        let table = open_queries(&config.data)?;
+        let dir = RunDir::new(&config.output_dir);
+        let ledger = Ledger::open(&dir.stages())?;
+        let is_converted = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
+        let (mut splits, mut leaks) = (BTreeMap::new(), BTreeMap::new());
+        if is_converted {
+            for split in Split::ALL {
+                splits.insert(split.name(), n_lines(&dir, split)?);
+            }
+            for split in [Split::Val, Split::Test] {
+                leaks.insert(split.name(), leaks::find(&dir, &config.data, split)?);
+            }
+        }
+        let mut warnings = table.findings().notes();
+        warnings.extend(sizes(&ledger));
+        let sentences =
+            [Split::Val, Split::Test].into_iter().filter_map(|split| leaks.get(split.name())?.sentence(split));
+        warnings.extend(sentences);
+        let table = TableStats::of(&table, config)?;
+        Ok(Self { table, funnel: funnel::steps(&ledger), splits, leaks, warnings })
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let mut lines = self.table.lines();
+        if !self.funnel.is_empty() {
+            lines.push("stages".into());
+            lines.extend(funnel::lines(&self.funnel));
+        }
+        if !self.splits.is_empty() {
+            lines.push("splits".into());
+        }
+        for split in Split::ALL.iter().filter(|split| self.splits.contains_key(split.name())) {
+            let leaked = self.leaks.get(split.name()).map(|leaks| format!(", {} like a row of train", leaks.n_leaked));
+            lines.push(format!(
+                "  {:<8}  {} rows{}",
+                split.name(),
+                self.splits[split.name()],
+                leaked.unwrap_or_default()
+            ));
+        }
+        lines.extend(self.warnings.iter().map(|warning| format!("warning: {warning}")));
+        lines
+    }
+}
+
+fn sizes(ledger: &Ledger) -> Vec<String> {
+    let finished = |stage: StageName| Some((stage, ledger.entry(stage.as_str()).filter(|entry| entry.finished)?));
+    let of_stages = StageName::ALL.into_iter().filter_map(finished);
+    of_stages.flat_map(|(stage, entry)| funnel::size_warnings(stage, &entry.facts)).collect()
+}
+
+fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
+    let path = dir.split(split);
+    let lines = querl_core::fsx::open_jsonl::<serde::de::IgnoredAny>(&path)?;
+    lines.map(|line| line.map(|_| 1_u64)).sum::<Result<u64, _>>().with_context(|| format!("{}", path.display()))
+}
+
+impl TableStats {
+    fn of(table: &QueryTable, config: &Config) -> anyhow::Result<Self> {
+        let file = config.data.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let (mut n_with_profile, mut n_with_history, mut n_with_gold) = (0, 0, 0);
+        let mut lengths = Vec::new();
+        for row in table.read()? {
+            let QueryRow { original_query, user_profile, history_summary, gold_ids, .. } = row?;
+            n_with_profile += usize::from(!user_profile.is_empty());
+            n_with_history += usize::from(!history_summary.is_empty());
+            n_with_gold += usize::from(!gold_ids.is_empty());
+            lengths.push(original_query.chars().count() as u32);
+        }
+        let (findings, query_length) = (table.findings().clone(), Lengths::of(lengths));
+        Ok(Self { file, findings, n_with_profile, n_with_history, n_with_gold, query_length })
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let findings = &self.findings;
+        let encoding = findings.encoding.map(|encoding| format!(" ({encoding})")).unwrap_or_default();
+        let Lengths { p50, p95, max } = self.query_length;
+        let figures = [
+            ("rows", findings.n_rows),
+            ("usable", findings.n_usable),
+            ("groups", findings.n_groups),
+            ("empty", findings.empty.n),
+            ("repeated", findings.repeated.n),
+            ("alike", findings.alike.n),
+            ("conflicting", findings.conflicting.n),
+            ("with a profile", self.n_with_profile),
+            ("with a history", self.n_with_history),
+            ("with gold ids", self.n_with_gold),
+        ];
+        let mut lines = vec![format!("query table {}{encoding}", self.file)];
+        lines.extend(figures.iter().map(|(name, n)| format!("  {name:<14}  {n}")));
+        lines.push(format!(
+            "  {:<14}  {p50} characters in the middle, {p95} at most in 95 of 100, {max} at most",
+            "queries"
+        ));
+        lines
+    }
+}
+
+impl Lengths {
+    fn of(mut lengths: Vec<u32>) -> Self {
+        lengths.sort_unstable();
+        let at = |share: f64| lengths.get(((lengths.len() as f64 * share).ceil() as usize).saturating_sub(1)).copied();
+        let at = |share| at(share).unwrap_or_default();
+        Self { p50: at(0.5), p95: at(0.95), max: at(1.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_are_those_of_the_middle_and_of_the_ends() {
+        let Lengths { p50, p95, max } = Lengths::of((1..=100).rev().collect());
+        assert_eq!((p50, p95, max), (50, 95, 100));
+        let Lengths { p50, p95, max } = Lengths::of(Vec::new());
+        assert_eq!((p50, p95, max), (0, 0, 0));
+    }
+}

@@ -1,0 +1,174 @@
+//! Query tables as people have them, the tables that stages write, and what is said about both.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use support::Project;
+
+fn rows(project: &Project, file: &str) -> Vec<Value> {
+    project.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The query table of a project as lines of cells.
+fn cells(project: &Project) -> Vec<[String; 3]> {
+    let columns = ["original_query", "user_profile", "history_summary"];
+    rows(project, "queries.jsonl").iter().map(|row| columns.map(|name| row[name].as_str().unwrap().into())).collect()
+}
+
+fn csv(rows: &[[String; 3]], delimiter: &str) -> String {
+    let header = ["问题", "用户画像", "历史摘要"].map(String::from);
+    std::iter::once(&header).chain(rows).map(|row| row.join(delimiter) + "\r\n").collect()
+}
+
+/// Takes the English column names out of the configuration, so that those of people are looked for.
+fn with_default_columns(project: &Project) {
+    for line in [
+        "query_column = \"original_query\"\n",
+        "profile_column = \"user_profile\"\n",
+        "history_column = \"history_summary\"\n",
+    ] {
+        project.edit(line, "");
+    }
+}
+
+#[test]
+fn a_table_makes_the_same_dataset_in_every_encoding_and_format() {
+    let project = Project::new();
+    with_default_columns(&project);
+    let text = csv(&cells(&project), "\t");
+    std::fs::write(project.path("utf8.tsv"), &text).unwrap();
+    std::fs::write(project.path("mark.tsv"), format!("\u{feff}{text}")).unwrap();
+    std::fs::write(project.path("gb.tsv"), encoding_rs::GB18030.encode(&text).0).unwrap();
+    let train = |input: &str, out: &str| {
+        let set = format!("data.input={input}");
+        let said = project.querl(&["run", "querl.toml", "--to", "convert", "--set", &set, "--out", out]).ok();
+        assert!(said.stderr.contains("  convert   40 in  "), "{said:#?}");
+        let mut rows = rows(&project, &format!("{out}/data/train.jsonl"));
+        rows.iter_mut().for_each(|row| row["metadata"]["row"] = Value::Null);
+        rows
+    };
+    let first = train("queries.jsonl", "a");
+    assert!(!first.is_empty());
+    for (input, out) in [("utf8.tsv", "b"), ("mark.tsv", "c"), ("gb.tsv", "d")] {
+        assert!(train(input, out) == first, "{input}");
+    }
+    // What one run wrote is another's query table.
+    project
+        .querl(&[
+            "rewrite",
+            "querl.toml",
+            "--out",
+            "a",
+            "--set",
+            "data.export=[\"xlsx\", \"csv\", \"tsv\", \"parquet\"]",
+        ])
+        .ok();
+    for (format, out) in [("xlsx", "e"), ("csv", "f"), ("tsv", "g"), ("parquet", "h")] {
+        assert!(train(&format!("a/data/rewrites.{format}"), out) == first, "{format}");
+    }
+}
+
+#[test]
+fn tables_are_written_as_configured_without_a_row_asked_again() {
+    let project = Project::new();
+    let run = |export: &str| {
+        let set = format!("data.export={export}");
+        project.querl(&["run", "querl.toml", "--to", "validate", "--set", &set]).ok().stderr
+    };
+    let there = |name: &str| project.path(&format!("run/data/{name}")).is_file();
+    run("[\"xlsx\"]");
+    assert!(there("rewrites.xlsx") && there("validated.xlsx") && !there("validated.parquet"));
+    let said = run("[\"parquet\", \"csv\"]");
+    assert!(said.contains("validate: running (data.export changed)"), "{said}");
+    assert!(there("rewrites.parquet") && there("validated.csv") && !there("validated.xlsx") && !there("rewrites.xlsx"));
+    let csv = project.read("run/data/validated.csv");
+    assert!(csv.starts_with(
+        "\u{feff}original_query,rewritten_query,user_profile,history_summary,recall_count,top1_score,success,error\n"
+    ));
+    assert_eq!(csv.lines().count(), 41);
+    std::fs::remove_file(project.path("run/data/validated.csv")).unwrap();
+    assert!(run("[\"parquet\", \"csv\"]").contains("validate: running (its validated.csv is missing)"));
+    let said = project.querl(&["config", "check", "querl.toml", "--set", "data.export=[\"xls\"]"]);
+    assert_eq!(said.code, Some(2));
+    assert!(said.stderr.contains("xls"), "{said:#?}");
+}
+
+#[test]
+fn what_is_wrong_with_a_table_is_said_with_its_rows() {
+    let project = Project::new();
+    let mut table = project.read("queries.jsonl");
+    let first: Value = serde_json::from_str(table.lines().next().unwrap()).unwrap();
+    let with = |query: &str| {
+        let mut row = first.clone();
+        row["original_query"] = query.into();
+        format!("\n{row}")
+    };
+    let query = first["original_query"].as_str().unwrap();
+    table += &with("");
+    table += &with(query);
+    table += &with(&format!("{query}！"));
+    project.write("queries.jsonl", &table);
+    let said = project.querl(&["rewrite", "querl.toml"]).ok();
+    let passed_over =
+        "rewrite: rows passed over: 1 with an empty query (row 41); 1 repeating an earlier row (row 42 (like row 1))";
+    assert!(said.stderr.contains(passed_over), "{said:#?}");
+    assert!(said.stderr.contains("are kept in its group (row 43 (like row 1))"), "{said:#?}");
+    let few = "warning: rewrite: rows read is 43, fewer than the 500 to 1000 of the source plan";
+    assert!(said.stderr.contains(few), "{said:#?}");
+
+    let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
+    let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
+    let table = &stats["table"];
+    assert_eq!((&table["n_rows"], &table["n_usable"]), (&43.into(), &41.into()));
+    assert_eq!(table["alike"]["rows"][0], serde_json::json!({ "row": 43, "earlier": 1 }));
+    let step = &stats["funnel"][0];
+    assert_eq!((&step["stage"], &step["rows_in"], &step["kept"]), (&"rewrite".into(), &43.into(), &40.into()));
+    let dropped = serde_json::json!({ "empty": 1, "repeated": 1, "teacher_not_recorded": 1 });
+    assert_eq!(step["dropped"], dropped);
+}
+
+#[test]
+fn stats_say_what_became_of_the_rows() {
+    let project = Project::new();
+    let before = project.querl(&["data", "stats", "querl.toml"]).ok();
+    assert!(before.stdout.starts_with("query table queries.jsonl\n  rows            40\n"), "{before:#?}");
+    assert!(!before.stdout.contains("splits") && !project.path("run").exists());
+    let run = project.querl(&["run", "querl.toml", "--to", "convert", "--json"]).ok();
+    let run: Value = serde_json::from_str(&run.stdout).unwrap();
+    let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
+    let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
+    assert_eq!(stats["funnel"], run["funnel"]);
+    assert_eq!(stats["funnel"].as_array().unwrap().len(), 3);
+    assert_eq!(stats["splits"]["test"], rows(&project, "run/data/test.jsonl").len());
+    assert_eq!(stats["leaks"]["test"]["n_leaked"], 0);
+    let text = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
+    assert!(text.contains("\nstages\n  rewrite   40 in  40 kept  none dropped\n"), "{text}");
+    assert!(text.contains(" rows, 0 like a row of train\n"), "{text}");
+}
+
+/// Every query once more with a particle at its end, in a group of its own: some pairs part, and test is no test any more.
+#[test]
+fn nothing_is_trained_where_rows_of_test_are_nearly_in_train() {
+    let project = Project::new();
+    for file in ["queries.jsonl", "teacher.jsonl"] {
+        let again = rows(&project, file).into_iter().map(|mut row| {
+            row["original_query"] = format!("{}啊", row["original_query"].as_str().unwrap()).into();
+            format!("\n{row}")
+        });
+        let text = project.read(file) + &again.collect::<String>();
+        project.write(file, &text);
+    }
+    let refused = project.querl(&["run", "querl.toml", "--to", "sft"]);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    let last = refused.stderr.lines().last().unwrap();
+    assert!(last.starts_with("error: ") && last.contains(" rows of test are in train, or nearly: row "), "{last}");
+    assert!(last.ends_with("or set data.on_leak = \"warn\""), "{last}");
+    assert!(!project.path("run/sft").exists());
+    let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
+    let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
+    assert!(stats["leaks"]["test"]["n_leaked"].as_u64().unwrap() > 0);
+    let warned = project.querl(&["run", "querl.toml", "--to", "sft", "--set", "data.on_leak=warn"]).ok();
+    assert!(warned.stderr.contains("figures on test flatter what is trained"), "{warned:#?}");
+    assert!(project.path("run/sft/best").exists());
+}
