@@ -33,11 +33,6 @@ impl Facts {
         self.add(format!("{PART}{name}"), count)
     }
 
-    /// Every figure, in order.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
-        self.0.iter().map(|(name, value)| (name.as_str(), value))
-    }
-
     /// One figure, by name.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
