@@ -10,7 +10,7 @@ use querl_model::device::{
 use querl_model::kernels::{RopeTable, RowTree};
 
 /// Rank of the adapters.
-const RANK: usize = 16;
+pub(crate) const RANK: usize = 16;
 
 /// Tokens of each sequence of a pass.
 const SEQUENCE: usize = 256;
@@ -47,7 +47,7 @@ pub(crate) fn halves(gpu: &Gpu, n: usize) -> Result<CudaSlice<bf16>> {
 }
 
 /// The same in f32.
-fn floats(gpu: &Gpu, n: usize) -> Result<CudaSlice<f32>> {
+pub(crate) fn floats(gpu: &Gpu, n: usize) -> Result<CudaSlice<f32>> {
     gpu.to_f32(&halves(gpu, n)?)
 }
 
@@ -222,7 +222,7 @@ fn logprobs(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let mut floors = bytes("logit_gradients", 6 * logits);
     floors.push(("product", Floor::Operations(2.0 * operations)));
     measure(case(format!("token_logprob_gradients: {size}"), floors, || {
-        gpu.token_logprob_gradients(&hidden, &head, &targets, 1.0, &sums, &grad).map(drop)
+        gpu.token_logprob_gradients(&hidden, &head, &targets, &sums, &grad, None).map(drop)
     }));
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use super::elementwise::Element;
 use super::gpu::Gpu;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtrMut};
+use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
 use candle_core::{Error, Result, bail};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -155,7 +155,7 @@ impl Nccl {
     ///
     /// # Errors
     /// NCCL's; or the communicator was aborted.
-    pub(crate) fn sum<T: Element>(&self, gpu: &Gpu, values: &mut CudaSlice<T>) -> Result<()> {
+    pub(crate) fn sum<T: Element>(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<T>) -> Result<()> {
         let kind = if size_of::<T>() == size_of::<f32>() { FLOAT32 } else { BFLOAT16 }; // the two types of elements
         let (n_values, stream) = (values.len(), gpu.stream().clone());
         gpu.stream().context().bind_to_thread().map_err(Error::wrap)?;

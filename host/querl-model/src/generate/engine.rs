@@ -125,7 +125,7 @@ impl<'a> Engine<'a> {
             };
         }
         self.policy = None; // the old copies go before the new ones are made
-        self.policy = Some(Policy::Host(DecodeWeights::new(self.decoder, adapter)?));
+        self.policy = Some(Policy::Host(Box::new(DecodeWeights::new(self.decoder, adapter)?)));
         Ok(())
     }
 
@@ -213,7 +213,7 @@ impl<'a> Engine<'a> {
         if let Some(Policy::Card(card)) = &mut self.policy {
             card.make_blocks(n_blocks)?;
         }
-        self.pool = BlockPool::of_card(BlockShape::new(self.decoder.config()), n_blocks);
+        self.pool = BlockPool::of_card(BlockShape::new(self.decoder.local_config()), n_blocks);
         Ok(())
     }
 

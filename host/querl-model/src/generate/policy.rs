@@ -11,7 +11,7 @@ use crate::ModelError;
 /// Weights as they were when the policy was set.
 pub(super) enum Policy {
     /// Threads advance units, each some of them.
-    Host(DecodeWeights),
+    Host(Box<DecodeWeights>),
     /// All units advance as one batch of kernels.
     #[cfg(feature = "cuda")]
     Card(Box<CardPolicy>),

@@ -6,7 +6,7 @@
 //! `NCCL_ALGO=Ring` in the environment does without.
 
 use super::{Ranks, RanksError};
-use crate::device::{CudaSlice, Element, Gpu, Loan, Nccl, storage, whole};
+use crate::device::{DevicePtrMut, Element, Gpu, Loan, Nccl, storage, whole};
 use candle_core::op::BackpropOp;
 use candle_core::{Error, Result, Storage, Tensor};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ impl Ranks {
     ///
     /// # Errors
     /// A rank has failed, is elsewhere, or has another number of values; there is no NCCL, or it fails.
-    pub fn sum_on_card<T: Element>(&self, gpu: &Gpu, values: &mut CudaSlice<T>) -> Result<()> {
+    pub fn sum_on_card<T: Element>(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<T>) -> Result<()> {
         if self.world_size() == 1 {
             return Ok(());
         }

@@ -26,6 +26,10 @@
 //! A policy of the same shapes is written in the place of the one before, so that the graphs stay right. The
 //! prompts' tokens run through the same kernels, each as a row of its own that sees as many keys as stand before it: what attention
 //! reads for that, `n (n + 1) / 2` keys and values for n tokens, comes from the second-level cache but for the first time.
+//!
+//! Of a model that several cards hold together, each runs these steps with its heads and its part of the feed-forward layers, and the
+//! residual is summed over them behind output and down. The sums have the same bits on all cards, and so has what follows, so that
+//! all choose the same tokens; such steps are launched one by one.
 
 mod choice;
 mod fields;
@@ -40,6 +44,7 @@ mod weights;
 use super::filters::Rules;
 use super::sizes::Sizes;
 use super::units::Unit;
+use crate::decoder::TensorParallel;
 use crate::device::{CacheShape, Gpu, SamplingRules};
 use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError};
 use graphs::Graphs;
@@ -52,7 +57,9 @@ pub(in crate::generate) struct CardPolicy {
     /// With a stream of its own: training goes on beside.
     gpu: Gpu,
     of_tensors: Gpu,
+    /// Of what stands here.
     config: DecoderConfig,
+    parallel: TensorParallel,
     weights: CardWeights,
     cache: Option<Cache>,
     places: Option<Places>,
@@ -67,11 +74,6 @@ impl CardPolicy {
         decoder: &Decoder,
         adapter: Option<&LoraAdapter>,
     ) -> Result<Self, ModelError> {
-        if decoder.parallel().is_split() {
-            let message =
-                "cards that hold one model together do not write answers yet; set `model.tensor_parallel = 1`";
-            return Err(ModelError::Generation(message.into()));
-        }
         let head_dim = decoder.config().head_dim;
         if !head_dim.is_multiple_of(8) || head_dim > 128 {
             let message = format!(
@@ -81,8 +83,9 @@ impl CardPolicy {
         }
         let (of_tensors, gpu) = (gpu.clone(), gpu.beside()?);
         let weights = CardWeights::new(&gpu, &of_tensors, decoder, adapter)?;
-        let (config, graphs) = (decoder.local_config().clone(), Graphs::new(weights.can_be_recorded()));
-        Ok(Self { gpu, of_tensors, config, weights, cache: None, places: None, graphs, sampling: None })
+        let (config, parallel) = (decoder.local_config().clone(), decoder.parallel().clone());
+        let graphs = new_graphs(&weights, &parallel);
+        Ok(Self { gpu, of_tensors, config, parallel, weights, cache: None, places: None, graphs, sampling: None })
     }
 
     /// Takes another policy.
@@ -100,7 +103,7 @@ impl CardPolicy {
 
     /// Makes the blocks of keys and values anew.
     pub(in crate::generate) fn make_blocks(&mut self, n_blocks: usize) -> Result<(), ModelError> {
-        self.graphs = Graphs::new(self.weights.can_be_recorded());
+        self.graphs = new_graphs(&self.weights, &self.parallel);
         self.cache = None; // the old go before the new are made
         let DecoderConfig { n_layers, n_kv_heads, head_dim, .. } = self.config;
         self.cache = Some(Cache::new(&self.gpu, n_layers, CacheShape { n_blocks, n_kv_heads, head_dim })?);
@@ -145,7 +148,7 @@ impl CardPolicy {
 
     /// Lets go of the memory of steps, and of what was recorded with it.
     fn forget_steps(&mut self) {
-        self.graphs = Graphs::new(self.weights.can_be_recorded());
+        self.graphs = new_graphs(&self.weights, &self.parallel);
         self.places = None;
     }
 
@@ -155,6 +158,11 @@ impl CardPolicy {
             return Err(ModelError::Generation("a card without room for keys and values".into()));
         };
         let (gpu, config, weights, graphs) = (&self.gpu, &self.config, &self.weights, &mut self.graphs);
-        Step { gpu, config, weights, places, cache, graphs, sampling }.run(units, rules)
+        Step { gpu, config, parallel: &self.parallel, weights, places, cache, graphs, sampling }.run(units, rules)
     }
+}
+
+/// No step is recorded where ranks meet within it: before each sum they see to it, on the host, that none has failed.
+fn new_graphs(weights: &CardWeights, parallel: &TensorParallel) -> Graphs {
+    Graphs::new(weights.can_be_recorded() && !parallel.is_split())
 }

@@ -6,6 +6,7 @@ use super::graphs::{Kind, Known};
 use super::places::{Cache, Places};
 use super::step::Step;
 use super::weights::CardGroup;
+use crate::decoder::TensorParallel;
 use crate::device::{
     CudaSlice, CudaView, CudaViewMut, DeviceWeight, FinishRows, Gpu, HeadNorms, Matrix, Scale, Sequences, n_splits,
 };
@@ -61,7 +62,7 @@ impl Step<'_> {
     /// Through all layers; the hidden states after the final norm go to rows `first_hidden` and following.
     pub(super) fn forward(&mut self, counts: &Counts, first_hidden: usize) -> Result<()> {
         let n_splits = self.n_splits(self.places.longest);
-        let (gpu, config, weights) = (self.gpu, self.config, self.weights);
+        let (gpu, config, weights, parallel) = (self.gpu, self.config, self.weights, self.parallel);
         let (eps, width, mut n) = (config.rms_norm_eps as f32, config.hidden_size, counts.n_rows);
         let (q_width, kv_width) = (config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim);
         let Cache { keys, values, shape, .. } = &mut *self.cache;
@@ -114,14 +115,14 @@ impl Step<'_> {
             let mut attended = attended.slice_mut(..n * q_width);
             gpu.decode_attention_into(&q.slice(..n * q_width), seen, *shape, &sequences, parts, &mut attended)?;
             let mut sum = x.slice_mut(..n * width);
-            added(gpu, &layer.o, &attended.as_view(), &mut sum, (low, normed), n)?;
+            added_by_all(parallel, gpu, &layer.o, &attended.as_view(), &mut sum, (low, normed), n)?;
             gpu.normed_into(&sum, &layer.post_attention_norm, eps, &mut normed.slice_mut(..n * width))?;
             let (mut gate, mut up) =
                 (gate.slice_mut(..n * config.intermediate_size), up.slice_mut(..n * config.intermediate_size));
             products(gpu, &layer.gate_up, &normed.slice(..n * width), [&mut gate, &mut up], low, n)?;
             let rows = finish_rows(&layer.gate_up, low, n);
             gpu.finish_gated(&mut gate, &up, &rows, &layer.gate_up.table, n)?;
-            added(gpu, &layer.down, &gate.as_view(), &mut sum, (low, normed), n)?;
+            added_by_all(parallel, gpu, &layer.down, &gate.as_view(), &mut sum, (low, normed), n)?;
         }
         let mut hidden = hidden.slice_mut(first_hidden * width..(first_hidden + n) * width);
         gpu.normed_into(&x.slice(..n * width), &weights.final_norm, eps, &mut hidden)
@@ -168,6 +169,23 @@ fn low_product(
 
 fn finish_rows<'l>(group: &CardGroup, low: &'l CudaSlice<bf16>, n: usize) -> FinishRows<'l> {
     FinishRows { low: low.slice(..n * group.low_width), low_width: group.low_width }
+}
+
+/// Adds the outputs of a layer that is split by its inputs to `sum`: those of all ranks, and what stood there once.
+fn added_by_all(
+    parallel: &TensorParallel,
+    gpu: &Gpu,
+    group: &CardGroup,
+    x: &CudaView<'_, bf16>,
+    sum: &mut CudaViewMut<'_, f32>,
+    places: (&mut CudaSlice<bf16>, &mut CudaSlice<bf16>),
+    n: usize,
+) -> Result<()> {
+    if !parallel.shard().is_first() {
+        gpu.stream().memset_zeros(sum).map_err(Error::wrap)?;
+    }
+    added(gpu, group, x, sum, places, n)?;
+    parallel.ranks().sum_on_card(gpu, sum)
 }
 
 /// Adds the output of a group of one layer to `sum`. `low`, `between`: written over.

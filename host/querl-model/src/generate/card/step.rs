@@ -10,6 +10,7 @@ use super::graphs::Graphs;
 use super::places::{Cache, Places};
 use super::weights::CardWeights;
 use crate::cache::BLOCK_TOKENS;
+use crate::decoder::TensorParallel;
 use crate::device::{Gpu, SamplingRules};
 use crate::{DecoderConfig, ModelError};
 use candle_core::Error;
@@ -20,6 +21,7 @@ use std::ops::Range;
 pub(super) struct Step<'p> {
     pub(super) gpu: &'p Gpu,
     pub(super) config: &'p DecoderConfig,
+    pub(super) parallel: &'p TensorParallel,
     pub(super) weights: &'p CardWeights,
     pub(super) places: &'p mut Places,
     pub(super) cache: &'p mut Cache,

@@ -200,7 +200,7 @@ fn answers_are_those_of_the_cpu_but_for_rounding() {
 /// of its own.
 #[test]
 fn answers_do_not_depend_on_what_else_is_in_progress() {
-    by_cublas_alone(|| in_other_company());
+    by_cublas_alone(in_other_company);
 }
 
 fn in_other_company() {
@@ -306,7 +306,7 @@ fn limits_beams_and_stop_tokens_are_those_of_the_cpu() {
 
 #[test]
 fn answers_wait_for_blocks_and_one_that_never_fits_is_an_error() {
-    by_cublas_alone(|| with_few_blocks());
+    by_cublas_alone(with_few_blocks);
 }
 
 fn with_few_blocks() {
