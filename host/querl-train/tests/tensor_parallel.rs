@@ -1,6 +1,9 @@
 //! Trainings in which ranks hold one model together, beside one in which a rank has all of it.
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+#[path = "tensor_parallel/cards.rs"]
+mod cards;
 #[path = "support/recording.rs"]
 mod recording;
 
@@ -37,8 +40,22 @@ fn model() -> tempfile::TempDir {
     folder
 }
 
-fn decoder(model: &Path, mesh: &Mesh) -> Result<Decoder, ModelError> {
-    Decoder::load_part(model, BaseDtype::F32, &Place::Cpu, &mesh.tensor)
+/// Where ranks compute.
+#[derive(Clone, Copy)]
+enum On {
+    /// All of them on the processor, in f32.
+    Processor,
+    /// Each on a card of its own, in bf16.
+    #[cfg(feature = "cuda")]
+    Cards,
+}
+
+fn decoder(model: &Path, mesh: &Mesh, on: On) -> Result<Decoder, ModelError> {
+    match on {
+        On::Processor => Decoder::load_part(model, BaseDtype::F32, &Place::Cpu, &mesh.tensor),
+        #[cfg(feature = "cuda")]
+        On::Cards => Decoder::load_part(model, BaseDtype::Bf16, &cards::card(mesh.all.rank())?, &mesh.tensor),
+    }
 }
 
 /// What runs as `n` ranks, of which `tensor` hold a copy of the model together; what the first comes to.
@@ -119,7 +136,7 @@ fn fit(
     let mut settings = LoraSettings::all_linear(config.lora_rank, config.lora_alpha);
     settings.dropout = dropout;
     first_of(n, tensor, |mesh| {
-        let decoder = decoder(model, &mesh)?;
+        let decoder = decoder(model, &mesh, On::Processor)?;
         let adapter = LoraAdapter::new(&decoder, settings.clone(), 7)?;
         let task = SftTask {
             policy: Policy { decoder: &decoder, adapter: Some(&adapter) },
@@ -233,6 +250,17 @@ impl Environment for PlainText {
 fn play(
     model: &Path,
     output: &Path,
+    ranks: (usize, usize),
+    critic: CriticKind,
+    stop_at: u64,
+) -> Result<Recorder, String> {
+    play_on(On::Processor, model, output, ranks, critic, stop_at)
+}
+
+fn play_on(
+    on: On,
+    model: &Path,
+    output: &Path,
     (n, tensor): (usize, usize),
     critic: CriticKind,
     stop_at: u64,
@@ -255,7 +283,7 @@ fn play(
     let tokenizer = TextTokenizer::load(model).unwrap();
     let prompts: Vec<Vec<u32>> = (0..8).map(|i| tokenizer.encode(&format!("a{i}b")).unwrap()).collect();
     first_of(n, tensor, |mesh| {
-        let decoder = decoder(model, &mesh)?;
+        let decoder = decoder(model, &mesh, on)?;
         let policy = LoraAdapter::new(&decoder, settings.clone(), 5)?;
         let tokenizer = TextTokenizer::load(model)?;
         let task = RlTask {

@@ -1,6 +1,8 @@
 //! Generation on a card against generation on the CPU, and against itself under other circumstances. Run by tests/cuda/run.sh.
 #![allow(clippy::unwrap_used)]
 
+mod parts;
+
 use crate::device::{Gpu, by_cublas_alone, n_launches};
 use crate::generate::policy::Policy;
 use crate::{
