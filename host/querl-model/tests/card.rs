@@ -281,16 +281,20 @@ fn what_layers_keep_and_where_their_gradients_go_changes_no_bit() {
     }
 }
 
-/// Two ranks, each with a card of its own, beside one card. Sums over the ranks are f32; what each multiplies is rounded to bf16
-/// before. Both are off from the CPU, each by so much that they may be off from each other by twice as much. Worst found: 0.147.
+/// Of a gradient of a model in two parts. Worst found: 0.136, of A of the second layer's queries of `qwen3-bias`. The same values
+/// rounded to bf16 at the same places in torch, beside f64, are off by 0.137 there in two parts and by 0.152 in one: it is the model
+/// that makes much of roundings, not the split. With seven other adapters both are off by 0.03 to 0.15.
+const PARTS_TOLERANCE: f32 = 0.2;
+
+/// Two ranks, each with a card of its own, beside the CPU: what is rounded to bf16 are parts of sums instead of sums.
 #[test]
-fn a_model_in_two_parts_is_the_one_that_a_card_holds_alone() {
+fn a_model_in_two_parts_is_the_whole_one_of_the_cpu() {
     if Gpu::new(1).is_err() {
         return; // two ranks need two cards
     }
     for (name, dropout) in [("qwen2-tied", None), ("qwen3-bias", None), ("qwen3-tied", DROPOUT)] {
-        let [_, alone] = Model::pair(name);
-        let (expected, of_alone) = (values(&alone.logprobs(None, dropout)), alone.gradients(None, dropout));
+        let on_cpu = Model::part(name, BaseDtype::Bf16, &Place::Cpu, &Ranks::alone());
+        let (expected, gradients) = (values(&on_cpu.logprobs(None, dropout)), on_cpu.gradients(None, dropout));
         let found = run_ranks(2, |ranks| {
             let place = Place::Card(Gpu::new(ranks.rank())?);
             let model = Model::part(name, BaseDtype::Bf16, &place, &ranks);
@@ -311,13 +315,8 @@ fn a_model_in_two_parts_is_the_one_that_a_card_holds_alone() {
         let found = found.unwrap_or_else(|failures| panic!("{}", failures[0]));
         assert!(found[0] == found[1], "{name}: ranks differ");
         assert_close(name, &found[0].0, &expected, TOLERANCE);
-        let mut worst = 0f32;
-        for (var, expected) in &of_alone {
-            let difference = length(found[0].1[var].iter().zip(expected).map(|(a, b)| a - b));
-            worst = worst.max(difference / length(expected.iter().copied()));
-        }
-        println!("{name}: a gradient is off by {worst}");
-        assert!(worst <= 2.0 * GRADIENT_TOLERANCE, "{name}: a gradient is off by {worst}");
+        let off = worst_gradient(&format!("{name} on two cards"), &found[0].1, &gradients);
+        assert!(off <= PARTS_TOLERANCE, "{name}: a gradient is off by {off}");
     }
 }
 
