@@ -15,6 +15,27 @@ pub trait Teacher: Send + Sync {
     /// sent it; parsing is the plugin's.
     async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure>;
 
+    /// Whether the answer to this prompt is known without asking anybody.
+    fn knows(&self, messages: &[Message]) -> bool {
+        let _ = messages;
+        false
+    }
+
+    /// Forgets an answer to this prompt that turned out to be of no use: the next time is asked anew.
+    fn forget(&self, messages: &[Message]) {
+        let _ = messages;
+    }
+
+    /// Keeps an answer to this prompt that came another way.
+    fn keep(&self, messages: &[Message], completion: &Completion) {
+        let _ = (messages, completion);
+    }
+
+    /// Who is asked for a row that this one failed on.
+    fn fallback(&self) -> Option<&dyn Teacher> {
+        None
+    }
+
     /// How records and reports name it: `gpt-5`, `recorded (stand-in)`.
     fn name(&self) -> &str;
 }
@@ -37,6 +58,11 @@ pub struct JudgeRequest<'a> {
 pub trait Judge: Send + Sync {
     /// The judge's answer as text, to be parsed by the tenant's plugin (`parse-judgement`).
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure>;
+
+    /// Forgets an answer to this prompt that turned out to be of no use: the next time is asked anew.
+    fn forget(&self, messages: &[Message]) {
+        let _ = messages;
+    }
 
     /// How reports name it: `gpt-5`, `rubric (stand-in)`.
     fn name(&self) -> &str;

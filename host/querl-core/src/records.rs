@@ -57,12 +57,16 @@ pub enum FailureKind {
     InvalidResponse,
     /// A recording has no entry for this query.
     NotRecorded,
+    /// Not called any more: too many calls before it had no answer.
+    Down,
+    /// Not called: the budget would not cover it.
+    OverBudget,
 }
 
 impl FailureKind {
     /// A failure that every further call would meet too: the stage stops instead of going on.
     pub fn is_fatal(self) -> bool {
-        matches!(self, Self::Unauthorized)
+        matches!(self, Self::Unauthorized | Self::Down | Self::OverBudget)
     }
 }
 
@@ -77,6 +81,8 @@ impl std::fmt::Display for FailureKind {
             Self::ServerError => "server error",
             Self::InvalidResponse => "invalid response",
             Self::NotRecorded => "not recorded",
+            Self::Down => "down",
+            Self::OverBudget => "over budget",
         })
     }
 }
@@ -108,6 +114,9 @@ pub struct Completion {
     /// Wall-clock time of the call in milliseconds; `None` for a recording that did not keep it.
     #[serde(default)]
     pub latency_ms: Option<f64>,
+    /// Who answered, where it was not the one that was asked first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<String>,
 }
 
 /// One retrieved passage.

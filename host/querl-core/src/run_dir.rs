@@ -40,6 +40,11 @@ impl RunDir {
         self.root.join("data/rewrites.jsonl")
     }
 
+    /// Batches that the teacher works on; gone when the rewrites are there.
+    pub fn batches(&self) -> PathBuf {
+        self.root.join("data/rewrites.batches.json")
+    }
+
     /// Rewrites with what retrieval found, one JSON record a line.
     pub fn validated(&self) -> PathBuf {
         self.root.join("data/validated.jsonl")
@@ -63,6 +68,11 @@ impl RunDir {
     /// The PPO stage's folder; `best` and `last` are checkpoints in it.
     pub fn rl(&self) -> PathBuf {
         self.root.join("rl")
+    }
+
+    /// What calls to outside services cost, by stage and provider.
+    pub fn calls(&self) -> PathBuf {
+        self.root.join("calls.json")
     }
 
     /// Every scored episode.

@@ -1,9 +1,10 @@
 //! Vectors of queries for services that want one: by a model in this process, or by a service with OpenAI's embeddings interface,
 //! which vLLM, TEI, Ollama and others speak.
 
-use crate::calls::{CallLimits, Caller, Secret};
+use crate::calls::{CallLimits, Caller, Charge, Secret};
 use crate::error::DataError;
 use crate::general_rag::excerpt;
+use crate::outside::Outside;
 use crate::retrieval::LocalModels;
 use querl_core::config::{EmbeddingConfig, EmbeddingKind};
 use querl_core::ports::Embedder;
@@ -23,10 +24,14 @@ impl QueryEmbedding {
     ///
     /// # Errors
     /// As [`EmbeddingService::open`], or the model was not opened.
-    pub(crate) fn open(config: &EmbeddingConfig, models: &LocalModels) -> Result<Option<Self>, DataError> {
+    pub(crate) fn open(
+        config: &EmbeddingConfig,
+        models: &LocalModels,
+        outside: &Outside,
+    ) -> Result<Option<Self>, DataError> {
         match (config.kind, &models.embedder) {
             (EmbeddingKind::None, _) => Ok(None),
-            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(Box::new(EmbeddingService::open(config)?)))),
+            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(Box::new(EmbeddingService::open(config, outside)?)))),
             (EmbeddingKind::Local, Some(model)) => Ok(Some(Self::Local(model.clone(), config.query_prefix.clone()))),
             (EmbeddingKind::Local, None) => Err(DataError::setting("retrieval.embedding.path", "was not opened")),
         }
@@ -61,16 +66,18 @@ impl EmbeddingService {
     /// The service that the configuration names.
     ///
     /// # Errors
-    /// Its address or model is not set, or the variable of its key is not.
-    pub(crate) fn open(config: &EmbeddingConfig) -> Result<Self, DataError> {
+    /// Its address or model is not set, or its key is missing.
+    pub(crate) fn open(config: &EmbeddingConfig, outside: &Outside) -> Result<Self, DataError> {
         let setting = "retrieval.embedding.url";
         let missing =
             |key: &str| DataError::setting(format!("retrieval.embedding.{key}"), "is not set; a service needs it");
         let url = config.url.as_deref().ok_or_else(|| missing("url"))?;
         let model = config.model.clone().ok_or_else(|| missing("model"))?;
-        let key = Secret::from_env("retrieval.embedding", &config.api_key_env)?;
-        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
-        Ok(Self { caller: Caller::new(setting, url, key, limits)?, model, query_prefix: config.query_prefix.clone() })
+        let key = Secret::open("retrieval.embedding", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
+            .per_minute(config.requests_per_minute, None);
+        let caller = Caller::new(setting, url, key, limits, outside)?;
+        Ok(Self { caller, model, query_prefix: config.query_prefix.clone() })
     }
 
     /// The vector of a query.
@@ -79,7 +86,7 @@ impl EmbeddingService {
     /// The call failed, or what came is no vector.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
-        let answer = self.caller.post(&json!({"model": self.model, "input": [text]})).await?.body;
+        let answer = self.caller.post(&json!({"model": self.model, "input": [text]}), Charge::FREE).await?.body;
         vector(&answer).ok_or_else(|| {
             let what = format!("no vector at `data[0].embedding`: {}", excerpt(&answer));
             self.caller.failure(FailureKind::InvalidResponse, &what)

@@ -35,7 +35,7 @@ pub enum DataError {
         /// What is wrong, what to do.
         problem: String,
     },
-    /// A service refuses us; rows done so far are kept.
+    /// A service refuses us, is down, or the budget is spent; rows done so far are kept.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
     /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.

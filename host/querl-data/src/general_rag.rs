@@ -6,8 +6,9 @@
 //! no entry has a `reranker_score`, another score that all have stands in for it; entries that alone lack it are left out. What
 //! cannot be understood is a failure, not a score of 0; so is a `status` other than those known to mean success.
 
-use crate::calls::{CallLimits, Caller, Secret};
+use crate::calls::{CallLimits, Caller, Charge, Secret};
 use crate::error::DataError;
+use crate::outside::Outside;
 use crate::retrieval::{Scores, Search, SearchLimits};
 use async_trait::async_trait;
 use querl_core::config::{HistoryForm, RetrievalConfig};
@@ -39,10 +40,10 @@ impl GeneralRag {
     /// The service that the configuration names.
     ///
     /// # Errors
-    /// `retrieval.url` is not set or not an address, or the variable of its key is not set.
-    pub(crate) fn open(config: &RetrievalConfig, tenant: &str) -> Result<Self, DataError> {
+    /// `retrieval.url` is not set or not an address, or the key is missing.
+    pub(crate) fn open(config: &RetrievalConfig, tenant: &str, outside: &Outside) -> Result<Self, DataError> {
         Ok(Self {
-            caller: service_caller(config)?,
+            caller: service_caller(config, outside)?,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
             history: config.history,
@@ -77,20 +78,21 @@ impl GeneralRag {
 /// The caller of the service at `retrieval.url`.
 ///
 /// # Errors
-/// It is not set or not an address, or the variable of its key is not set.
-pub(crate) fn service_caller(config: &RetrievalConfig) -> Result<Caller, DataError> {
+/// It is not set or not an address, or the key is missing.
+pub(crate) fn service_caller(config: &RetrievalConfig, outside: &Outside) -> Result<Caller, DataError> {
     let missing =
         || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
     let url = config.url.as_deref().ok_or_else(missing)?;
-    let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
-    let key = Secret::from_env("retrieval", &config.api_key_env)?;
-    Caller::new("retrieval.url", url, key, limits)
+    let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
+        .per_minute(config.requests_per_minute, None);
+    let key = Secret::open("retrieval", config.api_key_file.as_deref(), &config.api_key_env)?;
+    Caller::new("retrieval.url", url, key, limits, outside)
 }
 
 #[async_trait]
 impl Search for GeneralRag {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        let answer = self.caller.post(&self.body(request, limits)).await?;
+        let answer = self.caller.post(&self.body(request, limits), Charge::FREE).await?;
         if succeeded(&answer.body) == Some(false) {
             let what = format!("answered with status {}: {}", excerpt(&answer.body["status"]), excerpt(&answer.body));
             return Err(self.caller.failure(FailureKind::ServerError, &what));

@@ -19,7 +19,9 @@ async fn ask(answer: Value) -> Result<Vec<Hit>, CallFailure> {
     });
     let template = ResponseTemplate::new(200).set_body_json(answer);
     Mock::given(method("POST")).and(body_partial_json(expected)).respond_with(template).mount(&server).await;
-    let service = GeneralRag::open(&config(&format!("{}/api/chat/general_rag", server.uri())), "shop").unwrap();
+    let service =
+        GeneralRag::open(&config(&format!("{}/api/chat/general_rag", server.uri())), "shop", &Outside::default())
+            .unwrap();
     let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
@@ -99,7 +101,7 @@ async fn history_goes_as_text_as_messages_or_not_at_all() {
     for (form, history) in expected {
         let mut config = config("http://127.0.0.1:1/");
         config.history = serde_json::from_value(json!(form)).unwrap();
-        let body = GeneralRag::open(&config, "shop").unwrap().body(&request, LIMITS);
+        let body = GeneralRag::open(&config, "shop", &Outside::default()).unwrap().body(&request, LIMITS);
         assert_eq!(body["history"], history, "{form}");
         assert_eq!(body["user_profile"], "孕妇");
     }
@@ -132,7 +134,12 @@ async fn missing_recall_means_nothing_found_only_where_the_status_says_success()
 #[tokio::test]
 async fn service_that_is_down_is_unreachable() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let service = GeneralRag::open(&config(&format!("http://127.0.0.1:{port}/api/chat/general_rag")), "shop").unwrap();
+    let service = GeneralRag::open(
+        &config(&format!("http://127.0.0.1:{port}/api/chat/general_rag")),
+        "shop",
+        &Outside::default(),
+    )
+    .unwrap();
     let context = Context::default();
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
     assert_eq!(service.search(&request, LIMITS).await.unwrap_err().kind, FailureKind::Unreachable);

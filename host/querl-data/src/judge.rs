@@ -1,9 +1,11 @@
 //! Judges: a deterministic rubric, or a model behind an OpenAI-compatible endpoint.
 
+use crate::cache::{CacheTable, CachedJudge};
 use crate::chat::ChatClient;
 use crate::error::DataError;
 use crate::index::Vocabulary;
 use crate::lexicon::Lexicon;
+use crate::outside::Outside;
 use crate::rubric::RubricJudge;
 use async_trait::async_trait;
 use querl_core::config::{JudgeConfig, JudgeKind, RetrievalConfig};
@@ -15,10 +17,22 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the lexicon cannot be read.
-pub fn open_judge(config: &JudgeConfig, retrieval: &RetrievalConfig) -> Result<Option<Arc<dyn Judge>>, DataError> {
+pub fn open_judge(
+    config: &JudgeConfig,
+    retrieval: &RetrievalConfig,
+    outside: &Outside,
+) -> Result<Option<Arc<dyn Judge>>, DataError> {
     match config.kind {
         JudgeKind::None => Ok(None),
-        JudgeKind::Openai => Ok(Some(Arc::new(OpenAiJudge(ChatClient::open("judge", config.endpoint())?)))),
+        JudgeKind::Openai => {
+            let client = ChatClient::open("judge", config.endpoint(), outside)?;
+            let shelf = outside.shelf(CacheTable::Judgements, client.provider(), &client.identity());
+            let inner = Arc::new(OpenAiJudge(client));
+            Ok(Some(match shelf {
+                Some(shelf) => Arc::new(CachedJudge { inner, shelf }),
+                None => inner,
+            }))
+        }
         JudgeKind::Rubric => {
             let path = retrieval.lexicon.as_deref().ok_or_else(|| {
                 DataError::setting(

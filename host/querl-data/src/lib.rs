@@ -11,8 +11,13 @@ mod export;
 mod rows;
 mod table;
 
+mod account;
+mod batch;
+mod cache;
 mod calls;
 mod chat;
+mod outside;
+mod provider;
 mod teacher;
 
 mod judge;
@@ -40,6 +45,10 @@ mod leaks;
 mod splits;
 mod stages;
 
+pub use account::{Account, ByStage, Spent, read_account};
+pub use batch::BatchTeacher;
+pub use cache::{AnswerCache, CacheTable, TableStats, cache_stats, clear_cache};
+pub use chat::prompt_tokens;
 pub use embedded::EmbeddedRetriever;
 pub use error::DataError;
 pub use export::{RewriteTables, ValidatedTables, table_path};
@@ -48,12 +57,15 @@ pub use judge::open_judge;
 pub use leaks::{Leak, Leaks, find_leaks};
 pub use lexicon::{Expression, Intent, Lexicon, Product};
 pub use need::{Need, Wording};
+pub use outside::Outside;
 pub use passages::{Passage, read_passages};
 pub use retrieval::{LocalModels, Search, SearchLimits, open_retriever, open_search};
 pub use rows::{RecordFile, RowIter, Rows};
 pub use rubric::RubricJudge;
 pub use splits::Splits;
-pub use stages::{Asked, Conversion, DroppedRow, Made, convert, rewrite, validate};
+pub use stages::{
+    Asked, Conversion, DroppedRow, LocalAnswers, LocalRewriting, Made, convert, rewrite, rewrite_in_batch, validate,
+};
 pub use table::{Findings, NamedRow, QueryTable, RowList, open_queries, query_id};
-pub use teacher::open_teacher;
+pub use teacher::{open_fallback, open_teacher};
 pub use text::normalise;

@@ -1,9 +1,10 @@
 //! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original query in its context. A rewrite is
 //! never shown to them, so that nothing in it can raise a score.
 
-use crate::calls::{CallLimits, Caller, Secret};
+use crate::calls::{CallLimits, Caller, Charge, Secret};
 use crate::error::DataError;
 use crate::general_rag::{excerpt, number};
+use crate::outside::Outside;
 use crate::retrieval::{LocalModels, Search, SearchLimits};
 use crate::templates::{fill_text, places};
 use async_trait::async_trait;
@@ -43,8 +44,13 @@ impl Reranked {
     /// The reranker that the configuration names, over what `found` finds.
     ///
     /// # Errors
-    /// Its address is not set or none, the variable of its key is not set, its query has an unknown place.
-    pub(crate) fn open(config: &RerankConfig, found: Arc<dyn Search>, models: &LocalModels) -> Result<Self, DataError> {
+    /// Its address is not set or none, its key is missing, its query has an unknown place.
+    pub(crate) fn open(
+        config: &RerankConfig,
+        found: Arc<dyn Search>,
+        models: &LocalModels,
+        outside: &Outside,
+    ) -> Result<Self, DataError> {
         let query = Value::String(config.query.clone());
         if let Some(place) = places(&query).into_iter().find(|place| !PLACES.contains(place)) {
             let known = PLACES.join(", ");
@@ -55,7 +61,7 @@ impl Reranked {
         let scorer = match (config.kind, &models.scorer) {
             (RerankKind::Local, Some(model)) => Scorer::Local(model.clone()),
             (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
-            _ => Scorer::Service(Box::new(RerankService::open(config)?)),
+            _ => Scorer::Service(Box::new(RerankService::open(config, outside)?)),
         };
         Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates, name })
     }
@@ -125,13 +131,14 @@ impl Scorer {
 }
 
 impl RerankService {
-    fn open(config: &RerankConfig) -> Result<Self, DataError> {
+    fn open(config: &RerankConfig, outside: &Outside) -> Result<Self, DataError> {
         let setting = "retrieval.rerank.url";
         let url =
             config.url.as_deref().ok_or_else(|| DataError::setting(setting, "is not set; a reranker needs it"))?;
-        let key = Secret::from_env("retrieval.rerank", &config.api_key_env)?;
-        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
-        Ok(Self { caller: Caller::new(setting, url, key, limits)?, config: config.clone() })
+        let key = Secret::open("retrieval.rerank", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
+            .per_minute(config.requests_per_minute, None);
+        Ok(Self { caller: Caller::new(setting, url, key, limits, outside)?, config: config.clone() })
     }
 
     /// One score a text, 0 to 1, in order.
@@ -141,7 +148,7 @@ impl RerankService {
     }
 
     async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
-        let answer = self.caller.post(&self.body(query, texts)).await?.body;
+        let answer = self.caller.post(&self.body(query, texts), Charge::FREE).await?.body;
         self.read(&answer, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 

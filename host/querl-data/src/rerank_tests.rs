@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
-use crate::{LocalModels, SearchLimits, open_search};
+use crate::{LocalModels, Outside, SearchLimits, open_search};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{LocalModelError, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
@@ -31,7 +31,7 @@ async fn ask(rerank: Value, asked: Value, answer: Value) -> Result<Vec<Hit>, Cal
     let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    open_search(&config, "shop", &LocalModels::default()).unwrap().search(&request, LIMITS).await
+    open_search(&config, "shop", &LocalModels::default(), &Outside::default()).unwrap().search(&request, LIMITS).await
 }
 
 fn seen(hits: &[Hit]) -> Vec<(&str, f64, u32)> {
@@ -99,7 +99,7 @@ async fn many_passages_go_in_several_calls() {
             .await;
     }
     let config = serde_json::from_value(json!({"kind": "tei", "url": server.uri(), "batch_size": 2})).unwrap();
-    let service = super::RerankService::open(&config).unwrap();
+    let service = super::RerankService::open(&config, &Outside::default()).unwrap();
     assert_eq!(service.scores("问", &["甲", "乙", "丙"]).await.unwrap(), [0.9, 0.9, 0.6]);
 }
 
@@ -126,7 +126,7 @@ async fn a_model_in_this_process_ranks_what_the_index_finds() {
     }))
     .unwrap();
     let models = LocalModels { scorer: Some(Arc::new(Overlap)), ..LocalModels::default() };
-    let search = open_search(&config, "shop", &models).unwrap();
+    let search = open_search(&config, "shop", &models, &Outside::default()).unwrap();
     assert_eq!(search.name(), "embedded + cross-encoder");
     let context = Context::default();
     let request = RetrievalRequest { original_query: "怎么吃", context: &context, rewritten_query: "鱼油" };

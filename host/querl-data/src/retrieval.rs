@@ -1,12 +1,14 @@
 //! Which retrieval the configuration names, and what all kinds have in common.
 
+use crate::cache::{CacheTable, CachedRetriever};
 use crate::embedded::EmbeddedRetriever;
 use crate::error::DataError;
 use crate::general_rag::GeneralRag;
+use crate::outside::Outside;
 use crate::rerank::Reranked;
 use crate::service::MappedService;
 use async_trait::async_trait;
-use querl_core::config::{RerankKind, RetrievalConfig, RetrievalKind, ServiceKind};
+use querl_core::config::{EmbeddingConfig, RerankConfig, RerankKind, RetrievalConfig, RetrievalKind, ServiceKind};
 use querl_core::ports::{Embedder, PairScorer, RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit};
 use std::sync::Arc;
@@ -66,24 +68,75 @@ pub fn open_retriever(
     config: &RetrievalConfig,
     tenant: &str,
     models: &LocalModels,
+    outside: &Outside,
 ) -> Result<Arc<dyn Retriever>, DataError> {
-    Ok(Arc::new(Limited { search: open_search(config, tenant, models)?, limits: SearchLimits::of(config) }))
+    let search = open_search(config, tenant, models, outside)?;
+    let retriever = Arc::new(Limited { search, limits: SearchLimits::of(config) });
+    Ok(match config.kind {
+        RetrievalKind::Embedded => retriever,
+        RetrievalKind::Http => cached(retriever, config, tenant, outside),
+    })
+}
+
+/// What a service finds depends on the whole section, limits of calls aside.
+fn cached(inner: Arc<dyn Retriever>, config: &RetrievalConfig, tenant: &str, outside: &Outside) -> Arc<dyn Retriever> {
+    let unlimited = RerankConfig::default();
+    let rerank = RerankConfig {
+        api_key_env: String::new(),
+        api_key_file: None,
+        batch_size: unlimited.batch_size,
+        max_concurrent: unlimited.max_concurrent,
+        requests_per_minute: None,
+        timeout_s: unlimited.timeout_s,
+        max_retries: unlimited.max_retries,
+        ..config.rerank.clone()
+    };
+    let unlimited = EmbeddingConfig::default();
+    let embedding = EmbeddingConfig {
+        api_key_env: String::new(),
+        api_key_file: None,
+        max_concurrent: unlimited.max_concurrent,
+        requests_per_minute: None,
+        timeout_s: unlimited.timeout_s,
+        max_retries: unlimited.max_retries,
+        ..config.embedding.clone()
+    };
+    let answering = RetrievalConfig {
+        api_key_env: String::new(),
+        api_key_file: None,
+        max_concurrent: 1,
+        requests_per_minute: None,
+        timeout_s: 1.0,
+        max_retries: 0,
+        rerank,
+        embedding,
+        ..config.clone()
+    };
+    match outside.shelf(CacheTable::Retrievals, "retrieval", &(tenant, answering)) {
+        Some(shelf) => Arc::new(CachedRetriever { inner, shelf }),
+        None => inner,
+    }
 }
 
 /// Opens the retrieval that the configuration names, for one tenant.
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or a file cannot be used. Whether a service answers shows at the first call.
-pub fn open_search(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> Result<Arc<dyn Search>, DataError> {
+pub fn open_search(
+    config: &RetrievalConfig,
+    tenant: &str,
+    models: &LocalModels,
+    outside: &Outside,
+) -> Result<Arc<dyn Search>, DataError> {
     let found: Arc<dyn Search> = match (config.kind, config.service) {
         (RetrievalKind::Embedded, _) => Arc::new(EmbeddedRetriever::open(config, models)?),
-        (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant)?),
-        (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models)?),
+        (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant, outside)?),
+        (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models, outside)?),
     };
     Ok(match config.rerank.kind {
         RerankKind::None => found,
         RerankKind::Tei | RerankKind::Cohere | RerankKind::Local => {
-            Arc::new(Reranked::open(&config.rerank, found, models)?)
+            Arc::new(Reranked::open(&config.rerank, found, models, outside)?)
         }
     })
 }

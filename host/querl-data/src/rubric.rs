@@ -133,7 +133,14 @@ impl Judge for RubricJudge {
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
         let (score, reason) = self.score(&request);
         let text = serde_json::json!({"综合得分": score, "评分理由": reason}).to_string();
-        Ok(Completion { text, prompt_tokens: None, completion_tokens: None, cost: Some(0.0), latency_ms: None })
+        Ok(Completion {
+            text,
+            prompt_tokens: None,
+            completion_tokens: None,
+            cost: Some(0.0),
+            latency_ms: None,
+            source: None,
+        })
     }
 
     fn name(&self) -> &str {

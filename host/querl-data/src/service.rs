@@ -1,10 +1,11 @@
 //! Retrieval by a service of another maker, through a mapping.
 
-use crate::calls::Caller;
+use crate::calls::{Caller, Charge};
 use crate::embedding::QueryEmbedding;
 use crate::error::DataError;
 use crate::general_rag::service_caller;
 use crate::mapping::{Asker, Mapping};
+use crate::outside::Outside;
 use crate::retrieval::{LocalModels, Scores, Search, SearchLimits};
 use async_trait::async_trait;
 use querl_core::config::{RetrievalConfig, ServiceKind};
@@ -27,15 +28,20 @@ impl MappedService {
     /// The service that the configuration names.
     ///
     /// # Errors
-    /// `retrieval.url` is not set or not an address, the variable of its key is not set, the mapping lacks something.
-    pub(crate) fn open(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> Result<Self, DataError> {
+    /// `retrieval.url` is not set or not an address, its key is missing, the mapping lacks something.
+    pub(crate) fn open(
+        config: &RetrievalConfig,
+        tenant: &str,
+        models: &LocalModels,
+        outside: &Outside,
+    ) -> Result<Self, DataError> {
         let mapping = Mapping::resolve(config)?;
         let embedding = match mapping.wants_embedding() {
-            true => Some(QueryEmbedding::open(&config.embedding, models)?.ok_or_else(no_embedding)?),
+            true => Some(QueryEmbedding::open(&config.embedding, models, outside)?.ok_or_else(no_embedding)?),
             false => None,
         };
         Ok(Self {
-            caller: service_caller(config)?,
+            caller: service_caller(config, outside)?,
             mapping,
             embedding,
             service: config.service,
@@ -59,7 +65,7 @@ impl Search for MappedService {
             None => None,
         };
         let asker = Asker { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
-        let answer = self.caller.post(&self.mapping.body(&asker, request, limits)).await?.body;
+        let answer = self.caller.post(&self.mapping.body(&asker, request, limits), Charge::FREE).await?.body;
         if let Some(what) = self.mapping.failure(&answer) {
             return Err(self.caller.failure(FailureKind::ServerError, &what));
         }

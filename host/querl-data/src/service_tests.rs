@@ -1,7 +1,7 @@
 //! Each ready adapter against an answer in the form that its service documents.
 #![allow(clippy::unwrap_used)]
 
-use crate::{LocalModels, SearchLimits, open_search};
+use crate::{LocalModels, Outside, SearchLimits, open_search};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
@@ -28,7 +28,7 @@ async fn search(mut settings: Value, url: &str) -> Result<Vec<Hit>, CallFailure>
     let context = Context { user_profile: "孕妇".into(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    open_search(&config, "shop", &LocalModels::default()).unwrap().search(&request, LIMITS).await
+    open_search(&config, "shop", &LocalModels::default(), &Outside::default()).unwrap().search(&request, LIMITS).await
 }
 
 /// Id, text, score and rank of each.
@@ -179,7 +179,8 @@ async fn a_model_in_this_process_makes_the_vector_too() {
     let models = LocalModels { embedder: Some(Arc::new(Constant)), ..LocalModels::default() };
     let context = Context::default();
     let request = RetrievalRequest { original_query: "鱼油", context: &context, rewritten_query: "鱼油" };
-    let hits = open_search(&config, "shop", &models).unwrap().search(&request, LIMITS).await.unwrap();
+    let hits =
+        open_search(&config, "shop", &models, &Outside::default()).unwrap().search(&request, LIMITS).await.unwrap();
     assert_eq!(seen(&hits), [("1", "甲", 0.5, 1)]);
 }
 
@@ -233,7 +234,7 @@ fn a_mapping_that_cannot_be_used_is_refused_before_any_call() {
         settings["kind"] = json!("http");
         settings["url"] = json!("http://127.0.0.1:1/");
         let config: RetrievalConfig = serde_json::from_value(settings).unwrap();
-        open_search(&config, "shop", &LocalModels::default()).err().unwrap().to_string()
+        open_search(&config, "shop", &LocalModels::default(), &Outside::default()).err().unwrap().to_string()
     };
     for (settings, said) in [
         (json!({"service": "custom"}), "retrieval.mapping.request is not set; retrieval.service = \"custom\" needs it"),

@@ -1,10 +1,12 @@
 //! Teachers: a recording, or a model behind an OpenAI-compatible endpoint.
 
+use crate::cache::{CacheTable, CachedTeacher};
 use crate::chat::ChatClient;
 use crate::error::DataError;
+use crate::outside::Outside;
 use crate::table::query_id;
 use async_trait::async_trait;
-use querl_core::config::{TeacherConfig, TeacherKind};
+use querl_core::config::{EndpointConfig, FallbackTeacherConfig, TeacherConfig, TeacherKind};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
 use serde::Deserialize;
@@ -12,11 +14,38 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The teacher that the configuration names.
+/// The teacher that the configuration names, with the one that stands behind it, if any. A local model is none of them: see
+/// [`LocalRewriting`](crate::LocalRewriting).
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the recording cannot be read.
-pub fn open_teacher(config: &TeacherConfig) -> Result<Arc<dyn Teacher>, DataError> {
+pub fn open_teacher(
+    config: &TeacherConfig,
+    fallback: &FallbackTeacherConfig,
+    outside: &Outside,
+) -> Result<Arc<dyn Teacher>, DataError> {
+    let first = open_first(config, outside)?;
+    Ok(match open_fallback(fallback, outside)? {
+        Some(second) => Arc::new(WithFallback { first, second }),
+        None => first,
+    })
+}
+
+/// The teacher that stands behind the first, if the configuration names one.
+///
+/// # Errors
+/// The endpoint lacks a model or its key.
+pub fn open_fallback(
+    fallback: &FallbackTeacherConfig,
+    outside: &Outside,
+) -> Result<Option<Arc<dyn Teacher>>, DataError> {
+    match fallback.base_url {
+        Some(_) => open_openai("fallback_teacher", fallback.endpoint(), outside).map(Some),
+        None => Ok(None),
+    }
+}
+
+fn open_first(config: &TeacherConfig, outside: &Outside) -> Result<Arc<dyn Teacher>, DataError> {
     match config.kind {
         TeacherKind::Recorded => {
             let path = config.path.as_deref().ok_or_else(|| {
@@ -24,7 +53,54 @@ pub fn open_teacher(config: &TeacherConfig) -> Result<Arc<dyn Teacher>, DataErro
             })?;
             Ok(Arc::new(RecordedTeacher::read(path)?))
         }
-        TeacherKind::Openai => Ok(Arc::new(OpenAiTeacher(ChatClient::open("teacher", config.endpoint())?))),
+        TeacherKind::Openai => open_openai("teacher", config.endpoint(), outside),
+        TeacherKind::Local => Err(DataError::setting(
+            "teacher.kind",
+            "is `local`: a model in this process, which is handed rows in portions",
+        )),
+    }
+}
+
+fn open_openai(section: &str, endpoint: EndpointConfig, outside: &Outside) -> Result<Arc<dyn Teacher>, DataError> {
+    let client = ChatClient::open(section, endpoint, outside)?;
+    let shelf = outside.shelf(CacheTable::Rewrites, client.provider(), &client.identity());
+    let inner = Arc::new(OpenAiTeacher(client));
+    Ok(match shelf {
+        Some(shelf) => Arc::new(CachedTeacher { inner, shelf }),
+        None => inner,
+    })
+}
+
+/// A teacher with another one behind it, whom the stage asks for rows that the first failed on.
+struct WithFallback {
+    first: Arc<dyn Teacher>,
+    second: Arc<dyn Teacher>,
+}
+
+#[async_trait]
+impl Teacher for WithFallback {
+    async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
+        self.first.rewrite(query, messages).await
+    }
+
+    fn knows(&self, messages: &[Message]) -> bool {
+        self.first.knows(messages)
+    }
+
+    fn forget(&self, messages: &[Message]) {
+        self.first.forget(messages);
+    }
+
+    fn keep(&self, messages: &[Message], completion: &Completion) {
+        self.first.keep(messages, completion);
+    }
+
+    fn fallback(&self) -> Option<&dyn Teacher> {
+        Some(self.second.as_ref())
+    }
+
+    fn name(&self) -> &str {
+        self.first.name()
     }
 }
 
@@ -60,7 +136,17 @@ impl Recording {
     fn into_entry(self) -> (String, Completion) {
         let id = query_id(self.original_query.trim(), self.user_profile.trim(), self.history_summary.trim());
         let (cost, latency_ms) = (self.cost, self.latency_ms);
-        (id, Completion { text: self.rewritten_query, prompt_tokens: None, completion_tokens: None, cost, latency_ms })
+        (
+            id,
+            Completion {
+                text: self.rewritten_query,
+                prompt_tokens: None,
+                completion_tokens: None,
+                cost,
+                latency_ms,
+                source: None,
+            },
+        )
     }
 }
 

@@ -31,7 +31,10 @@ async fn ask(settings: Value, expected: Value, answer: Value) -> Result<Completi
     let mut config = openai(settings);
     config.base_url = Some(format!("{}/v1/", server.uri()));
     let messages = [Message { role: "user".into(), content: "改写".into() }];
-    let answer = open_teacher(&config).unwrap().rewrite(&row("怎么吃", ""), &messages).await;
+    let answer = open_teacher(&config, &FallbackTeacherConfig::default(), &Outside::default())
+        .unwrap()
+        .rewrite(&row("怎么吃", ""), &messages)
+        .await;
     let sent: Value = server.received_requests().await.unwrap()[0].body_json().unwrap();
     assert_eq!(sent.get("temperature").is_some(), config.temperature.is_some());
     answer
@@ -47,7 +50,7 @@ async fn recording_is_found_by_query_and_context() {
     )
     .unwrap();
     let config = TeacherConfig { kind: TeacherKind::Recorded, path: Some(path), ..TeacherConfig::default() };
-    let teacher = open_teacher(&config).unwrap();
+    let teacher = open_teacher(&config, &FallbackTeacherConfig::default(), &Outside::default()).unwrap();
     assert_eq!(teacher.name(), "recorded (stand-in)");
     assert_eq!(teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap().text, "鱼油 食用方法");
     let failure = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
@@ -99,7 +102,9 @@ async fn answer_that_is_cut_off_or_without_text_is_invalid() {
 
 #[test]
 fn missing_settings_are_named() {
-    let said = |config: &TeacherConfig| open_teacher(config).err().unwrap().to_string();
+    let said = |config: &TeacherConfig| {
+        open_teacher(config, &FallbackTeacherConfig::default(), &Outside::default()).err().unwrap().to_string()
+    };
     assert_eq!(said(&openai(json!({}))), "teacher.base_url is not set; kind `openai` needs it");
     let keyed = openai(json!({"base_url": "http://127.0.0.1/v1", "api_key_env": "QUERL_NO_SUCH_KEY"}));
     assert!(

@@ -43,6 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         metrics: &metrics,
         funnel: &funnel,
         timings: &timings,
+        calls: &[],
         n_examples: 20,
     })?;
     querl_core::fsx::write_atomic(std::path::Path::new(&path), page.as_bytes())?;

@@ -34,6 +34,8 @@ pub struct ReportInput<'a> {
     pub funnel: &'a [FunnelStep],
     /// In order; may be empty.
     pub timings: &'a [StageTiming],
+    /// What calls to outside services took: whom, in which stage, and the figures in words; may be empty.
+    pub calls: &'a [(String, String)],
     /// Queries shown side by side.
     pub n_examples: usize,
 }
@@ -76,6 +78,7 @@ struct Page {
     curves: curves::Curves,
     funnel: Vec<tables::FunnelRow>,
     timings: Vec<(String, String)>,
+    calls: Vec<(String, String)>,
     examples: examples::Examples,
 }
 
@@ -97,6 +100,7 @@ impl Page {
             curves: curves::Curves::new(input.metrics),
             funnel: tables::funnel(input.funnel),
             timings: tables::timings(input.timings),
+            calls: input.calls.to_vec(),
             examples: examples::Examples::new(input.records, input.n_examples),
         }
     }

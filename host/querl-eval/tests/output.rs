@@ -36,6 +36,7 @@ fn page(records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String 
         metrics,
         funnel: &[FunnelStep { label: "kept by the filters".to_owned(), n: 431, parts }],
         timings: &[StageTiming { stage: "sft".to_owned(), seconds: 88.4 }],
+        calls: &[],
         n_examples,
     })
     .unwrap()
@@ -67,6 +68,7 @@ fn table_and_page_say_what_became_of_plugins() {
         metrics: &[],
         funnel: &[],
         timings: &[],
+        calls: &[],
         n_examples: 0,
     };
     let page = report_html(&input).unwrap();

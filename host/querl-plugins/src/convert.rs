@@ -178,7 +178,8 @@ fn call_failure(failure: &CallFailure) -> types::CallFailureParam<'_> {
 fn failure_kind(kind: FailureKind) -> types::FailureKind {
     match kind {
         FailureKind::Timeout => types::FailureKind::Timeout,
-        FailureKind::Unreachable => types::FailureKind::Unreachable,
+        // The contract's word for a service that nobody reaches; such failures end a stage before a plugin sees them.
+        FailureKind::Unreachable | FailureKind::Down | FailureKind::OverBudget => types::FailureKind::Unreachable,
         FailureKind::Unauthorized => types::FailureKind::Unauthorized,
         FailureKind::Rejected => types::FailureKind::Rejected,
         FailureKind::RateLimited => types::FailureKind::RateLimited,

@@ -105,7 +105,7 @@ impl Writer {
     fn call_failure(&mut self, failure: &CallFailure) {
         self.u8(match failure.kind {
             FailureKind::Timeout => 0,
-            FailureKind::Unreachable => 1,
+            FailureKind::Unreachable | FailureKind::Down | FailureKind::OverBudget => 1,
             FailureKind::Unauthorized => 2,
             FailureKind::Rejected => 3,
             FailureKind::RateLimited => 4,

@@ -4,7 +4,7 @@
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{Context, FailureKind};
-use querl_data::{LocalModels, open_retriever, open_search};
+use querl_data::{LocalModels, Outside, open_retriever, open_search};
 use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -48,6 +48,7 @@ async fn server(folder: &Path) -> String {
             &config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages)),
             tenant,
             &LocalModels::default(),
+            &Outside::default(),
         )
         .unwrap(),
     };
@@ -61,7 +62,7 @@ async fn server(folder: &Path) -> String {
 fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
     let config =
         config(&json!({"kind": "http", "url": url, "kb_name": kb_name, "score_threshold": 0.0, "max_retries": 0}));
-    open_retriever(&config, tenant, &LocalModels::default()).unwrap()
+    open_retriever(&config, tenant, &LocalModels::default(), &Outside::default()).unwrap()
 }
 
 async fn post(url: &str, body: Value) -> (u16, Value) {
@@ -75,8 +76,13 @@ async fn post(url: &str, body: Value) -> (u16, Value) {
 #[tokio::test]
 async fn what_is_found_over_http_is_what_is_found_in_this_process() {
     let folder = tempfile::tempdir().unwrap();
-    let here =
-        open_retriever(&config(&embedded(folder.path(), "here", &SHOP)), "shop", &LocalModels::default()).unwrap();
+    let here = open_retriever(
+        &config(&embedded(folder.path(), "here", &SHOP)),
+        "shop",
+        &LocalModels::default(),
+        &Outside::default(),
+    )
+    .unwrap();
     let there = client(&server(folder.path()).await, "default", "shop");
     let context = Context { user_profile: "孕妇".into(), history_summary: "在看鱼油".into() };
     for rewrite in ["深海鱼油软胶囊 食用方法", "藻油", "没有这样的词", ""] {
@@ -178,7 +184,13 @@ fn two_knowledge_bases_of_one_name_are_refused() {
     let base = || KnowledgeBase {
         tenant: "shop".into(),
         kb_name: "default".into(),
-        search: open_search(&config(&embedded(folder.path(), "x", &SHOP)), "shop", &LocalModels::default()).unwrap(),
+        search: open_search(
+            &config(&embedded(folder.path(), "x", &SHOP)),
+            "shop",
+            &LocalModels::default(),
+            &Outside::default(),
+        )
+        .unwrap(),
     };
     let error = general_rag(vec![base(), base()]).unwrap_err().to_string();
     assert_eq!(error, "tenant `shop` has two knowledge bases named `default`; give each its own `retrieval.kb_name`");

@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{check, compile_plugin, data, doctor, model, plugin, rag, report, run, watch};
+use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, run, watch};
 use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
@@ -58,6 +58,9 @@ pub enum Command {
     /// Offers retrieval as a service, or looks at one
     #[command(subcommand)]
     Rag(rag::RagCommand),
+    /// Says what is kept of answers of teachers, judges and retrieval services, or forgets it
+    #[command(subcommand)]
+    Cache(cache::CacheCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
     /// Compiles one plugin, in a process of its own that can be stopped

@@ -3,6 +3,7 @@
 use querl_bundle::BundleError;
 use querl_core::config::ConfigError;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
+use querl_core::records::{CallFailure, FailureKind};
 use querl_data::DataError;
 use querl_device::Failure;
 use querl_model::ModelError;
@@ -67,6 +68,9 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     if plugin_fault(cause).is_some_and(|fault| fault.kind == FaultKind::TooManyDropped) {
         return Some(Ending::Limit);
     }
+    if outside_failure(cause).is_some_and(|failure| failure.kind == FailureKind::OverBudget) {
+        return Some(Ending::Limit);
+    }
     match cause.downcast_ref::<DataError>() {
         Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
         Some(_) => return Some(Ending::Usage),
@@ -98,6 +102,13 @@ fn plugin_fault<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a 
         return Some(fault);
     }
     cause.downcast_ref()
+}
+
+fn outside_failure<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a CallFailure> {
+    match (cause.downcast_ref(), cause.downcast_ref()) {
+        (Some(DataError::Service(failure)), _) | (_, Some(EnvironmentError::Service(failure))) => Some(failure),
+        _ => None,
+    }
 }
 
 /// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
@@ -163,6 +174,17 @@ mod tests {
         };
         assert_eq!(ending(FaultKind::TooManyDropped), [Ending::Limit; 2]);
         assert_eq!(ending(FaultKind::Limit), [Ending::Failed; 2]);
+    }
+
+    #[test]
+    fn a_spent_budget_is_a_limit_and_a_service_that_is_down_is_not() {
+        let ending = |kind| {
+            let failure = || CallFailure { kind, message: "m".into() };
+            let (of_stage, of_rl) = (DataError::Service(failure()), EnvironmentError::Service(failure()));
+            [ending_of(&anyhow::Error::from(of_stage)), ending_of(&anyhow::Error::from(of_rl).context("rl"))]
+        };
+        assert_eq!(ending(FailureKind::OverBudget), [Ending::Limit; 2]);
+        assert_eq!(ending(FailureKind::Down), [Ending::Usage; 2]);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod commands;
 mod cuda;
 mod device;
 mod environment;
+mod estimate;
 mod evaluation;
 mod failure;
 mod interrupt;
@@ -77,6 +78,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Rag(command) => commands::rag::run(&command),
+        Command::Cache(command) => commands::cache::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
     }

@@ -12,7 +12,6 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// The file, opened to append lines of one stage.
-#[derive(Debug)]
 pub struct MetricsLog {
     path: PathBuf,
     stage: String,
@@ -20,6 +19,8 @@ pub struct MetricsLog {
     /// Lines of the stage that are there.
     n_lines: u64,
     events: EventFile,
+    /// Adds figures that training does not know of.
+    extra: Option<Box<dyn Fn() -> BTreeMap<String, f64> + Send>>,
 }
 
 impl MetricsLog {
@@ -32,7 +33,13 @@ impl MetricsLog {
         let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
         let file = append_to(path).with_context(unwritable)?;
         let events = EventFile::open(&RunDir::tensorboard(path, stage)).with_context(unwritable)?;
-        Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines, events })
+        Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines, events, extra: None })
+    }
+
+    /// With the figures of `extra` in each line that training records.
+    #[must_use]
+    pub fn with(self, extra: impl Fn() -> BTreeMap<String, f64> + Send + 'static) -> Self {
+        Self { extra: Some(Box::new(extra)), ..self }
     }
 
     /// Appends `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`. A value that is not finite is written as null.
@@ -87,7 +94,10 @@ impl MetricsLog {
 
 impl MetricSink for MetricsLog {
     fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> io::Result<()> {
-        self.append(step, metrics)
+        let Some(extra) = &self.extra else { return self.append(step, metrics) };
+        let mut all = metrics.clone();
+        all.extend(extra());
+        self.append(step, &all)
     }
 
     fn mark(&mut self) -> io::Result<u64> {

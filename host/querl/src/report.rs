@@ -5,7 +5,7 @@ use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
 use crate::stages::facts::PART;
 use crate::stages::ledger::Ledger;
-use crate::stages::{self, StageName, rows_of};
+use crate::stages::{self, StageName, rows_of, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
 use querl_core::config::{Config, load_resolved};
@@ -62,6 +62,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         metrics: &metrics,
         funnel: &funnel(&ledger),
         timings: &timings(&ledger),
+        calls: &spending::report_lines(dir)?,
         n_examples: config.eval.n_examples,
     })?;
     let mut json = serde_json::to_vec_pretty(&evaluation).context("the evaluation has no JSON form")?;

@@ -2,8 +2,8 @@
 
 use super::conform::{Violation, wrong};
 use super::{
-    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeKind, RerankKind, RetrievalKind,
-    TeacherKind, TuningMethod,
+    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RerankKind,
+    RetrievalKind, TeacherKind, TuningMethod,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,10 @@ enum Names {
 
 /// Makes every path that the file gives relative absolute, against `base`. `output_dir` is against the current folder.
 pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
+    // An output: it need not be there.
+    if let Some(path) = &mut config.cache.path {
+        *path = clean(base.join(&*path));
+    }
     for (_, _, path) in paths(config) {
         *path = clean(base.join(&*path));
     }
@@ -46,11 +50,20 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
         ("retrieval.lexicon", &mut config.retrieval.lexicon),
         ("retrieval.user_dictionary", &mut config.retrieval.user_dictionary),
         ("retrieval.synonyms", &mut config.retrieval.synonyms),
+        ("teacher.api_key_file", &mut config.teacher.api_key_file),
+        ("fallback_teacher.api_key_file", &mut config.fallback_teacher.api_key_file),
+        ("judge.api_key_file", &mut config.judge.api_key_file),
+        ("retrieval.api_key_file", &mut config.retrieval.api_key_file),
+        ("calls.ca_file", &mut config.calls.ca_file),
+        ("retrieval.embedding.api_key_file", &mut config.retrieval.embedding.api_key_file),
+        ("retrieval.rerank.api_key_file", &mut config.retrieval.rerank.api_key_file),
     ];
     for (key, path) in optional {
         paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::File, path)));
     }
     let models = [
+        ("teacher.model_path", &mut config.teacher.model_path),
+        ("teacher.adapter_path", &mut config.teacher.adapter_path),
         ("retrieval.embedding.path", &mut config.retrieval.embedding.path),
         ("retrieval.rerank.path", &mut config.retrieval.rerank.path),
     ];
@@ -180,6 +193,10 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
             need("teacher.base_url", teacher.base_url.is_some(), "teacher.kind = \"openai\"");
             need("teacher.model", teacher.model.is_some(), "teacher.kind = \"openai\"");
         }
+        TeacherKind::Local => need("teacher.model_path", teacher.model_path.is_some(), "teacher.kind = \"local\""),
+    }
+    if config.fallback_teacher.base_url.is_some() {
+        need("fallback_teacher.model", config.fallback_teacher.model.is_some(), "fallback_teacher.base_url");
     }
     match judge.kind {
         JudgeKind::Rubric => need("retrieval.lexicon", retrieval.lexicon.is_some(), "judge.kind = \"rubric\""),
@@ -218,11 +235,29 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
             need("retrieval.rerank.model", rerank.model.is_some(), "retrieval.rerank.kind = \"cohere\"");
         }
     }
+    if config.budget.is_some() {
+        let asked = [
+            ("teacher", teacher.kind == TeacherKind::Openai, teacher.endpoint()),
+            ("fallback_teacher", config.fallback_teacher.base_url.is_some(), config.fallback_teacher.endpoint()),
+            ("judge", judge.kind == JudgeKind::Openai, judge.endpoint()),
+        ];
+        for (section, _, endpoint) in asked.into_iter().filter(|(_, is_asked, _)| *is_asked) {
+            let prices = [
+                ("price_prompt_per_million", endpoint.price_prompt_per_million),
+                ("price_completion_per_million", endpoint.price_completion_per_million),
+            ];
+            for (key, price) in prices {
+                need(&format!("{section}.{key}"), price.is_some(), "budget");
+            }
+        }
+    }
     if retrieval.kind == RetrievalKind::Embedded && embedding.kind == EmbeddingKind::Openai {
         let expected = "local or none, as the embedded index makes its vectors in this process";
         violations.push(wrong_text("retrieval.embedding.kind", "openai", expected));
     }
     check_endpoint("teacher", &teacher.endpoint(), violations);
+    check_comparison(judge, violations);
+    check_endpoint("fallback_teacher", &config.fallback_teacher.endpoint(), violations);
     check_endpoint("judge", &judge.endpoint(), violations);
     check_url("retrieval.url", retrieval.url.as_deref(), violations);
     check_key_variable("retrieval", &retrieval.api_key_env, violations);
@@ -230,6 +265,17 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     check_key_variable("retrieval.embedding", &retrieval.embedding.api_key_env, violations);
     check_url("retrieval.rerank.url", retrieval.rerank.url.as_deref(), violations);
     check_key_variable("retrieval.rerank", &retrieval.rerank.api_key_env, violations);
+    check_url("calls.proxy", config.calls.proxy.as_deref(), violations);
+}
+
+fn check_comparison(judge: &JudgeConfig, violations: &mut Vec<Violation>) {
+    if judge.form == JudgeForm::Compare && judge.kind == JudgeKind::Rubric {
+        let message = "judge.form is \"compare\"; judge.kind = \"rubric\" gives scores alone, expected \"score\"";
+        violations.push(Violation::new("judge.form", message));
+    }
+    if judge.dimensions.is_empty() {
+        violations.push(Violation::new("judge.dimensions", "judge.dimensions is empty; expected at least one"));
+    }
 }
 
 fn check_endpoint(section: &str, endpoint: &EndpointConfig, violations: &mut Vec<Violation>) {

@@ -332,7 +332,11 @@ path = "reward.wasm"
                 "\"openai\"",
                 "querl.toml:4: the key teacher.base_url is missing; teacher.kind = \"openai\" needs it",
             ),
-            ("\"recorded\"", "\"recordd\"", "querl.toml:5: teacher.kind is \"recordd\"; expected recorded or openai"),
+            (
+                "\"recorded\"",
+                "\"recordd\"",
+                "querl.toml:5: teacher.kind is \"recordd\"; expected recorded, openai or local",
+            ),
             (
                 "\"embedded\"",
                 "\"http\"",

@@ -6,6 +6,7 @@
 //! The structs here are the one place that says what a key is called, means, defaults to and may be: [`schema`] and the
 //! checks of [`load()`] are derived from them.
 
+mod calls;
 mod check;
 mod conform;
 mod device;
@@ -17,6 +18,7 @@ mod services;
 mod sources;
 mod training;
 
+pub use calls::{CacheConfig, CallsConfig};
 pub use device::DeviceSetting;
 pub use load::{ConfigError, Overrides, Place, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
@@ -25,7 +27,8 @@ pub use services::{
     EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind, RerankScores, ScoreOrder, ServiceKind,
 };
 pub use sources::{
-    EndpointConfig, HistoryForm, JudgeConfig, JudgeKind, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
+    EndpointConfig, FallbackTeacherConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Provider, ReasoningEffort,
+    ResponseFormat, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
 };
 pub use training::{
     AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig, SftConfig, TuningMethod,
@@ -56,15 +59,28 @@ pub struct Config {
     /// Where results go.
     #[serde(default = "defaults::output_dir")]
     pub output_dir: PathBuf,
+    /// The most that calls of this run may cost, in the currency of the prices; a run that would exceed it stops (exit code 3) and can be gone on with.
+    #[serde(default)]
+    #[schemars(range(min = 0.0))]
+    pub budget: Option<f64>,
     /// The query table.
     pub data: DataConfig,
     /// Who writes the rewrites to learn from and to beat.
     pub teacher: TeacherConfig,
+    /// Who is asked for the rows that the teacher failed on.
+    #[serde(default)]
+    pub fallback_teacher: FallbackTeacherConfig,
     /// Who judges rewrites.
     #[serde(default)]
     pub judge: JudgeConfig,
     /// What finds passages.
     pub retrieval: RetrievalConfig,
+    /// What holds for calls to teacher, judge and retrieval alike.
+    #[serde(default)]
+    pub calls: CallsConfig,
+    /// Answers of teachers, judges and retrieval services that are kept on disk.
+    #[serde(default)]
+    pub cache: CacheConfig,
     /// The model to train.
     pub model: ModelConfig,
     /// Supervised fine-tuning.

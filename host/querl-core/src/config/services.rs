@@ -112,11 +112,18 @@ pub struct EmbeddingConfig {
     pub model: Option<String>,
     /// Environment variable that holds the key; empty for a service without keys.
     pub api_key_env: String,
+    /// File that holds the key and nothing else; used instead of the environment variable.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api_key_file: Option<PathBuf>,
     /// Put before a query, as the model's card says; passages go without.
     pub query_prefix: String,
     /// Calls under way at once.
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
+    /// Most tries a minute.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub requests_per_minute: Option<u32>,
     /// Limit for one call, in seconds.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub timeout_s: f64,
@@ -133,8 +140,10 @@ impl Default for EmbeddingConfig {
             url: None,
             model: None,
             api_key_env: String::new(),
+            api_key_file: None,
             query_prefix: String::new(),
             max_concurrent: 16,
+            requests_per_minute: None,
             timeout_s: 30.0,
             max_retries: 3,
         }
@@ -184,6 +193,9 @@ pub struct RerankConfig {
     pub model: Option<String>,
     /// Environment variable that holds the key; empty for a service without keys.
     pub api_key_env: String,
+    /// File that holds the key and nothing else; used instead of the environment variable.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api_key_file: Option<PathBuf>,
     /// Passages that retrieval is asked for, to be reranked; at least `retrieval.top_k`.
     #[schemars(range(min = 1, max = 1000))]
     pub n_candidates: usize,
@@ -197,6 +209,10 @@ pub struct RerankConfig {
     /// Calls under way at once.
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
+    /// Most tries a minute.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1))]
+    pub requests_per_minute: Option<u32>,
     /// Limit for one call, in seconds.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub timeout_s: f64,
@@ -213,11 +229,13 @@ impl Default for RerankConfig {
             url: None,
             model: None,
             api_key_env: String::new(),
+            api_key_file: None,
             n_candidates: 20,
             query: "{{history}} {{query}}".into(),
             scores: RerankScores::Unit,
             batch_size: 32,
             max_concurrent: 16,
+            requests_per_minute: None,
             timeout_s: 30.0,
             max_retries: 3,
         }

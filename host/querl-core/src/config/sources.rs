@@ -13,6 +13,75 @@ pub enum TeacherKind {
     Recorded,
     /// An endpoint that speaks OpenAI's chat interface.
     Openai,
+    /// A model in this process, which needs a prompt and no training.
+    Local,
+}
+
+/// Whose rules a request keeps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Provider {
+    /// Told by the address.
+    #[default]
+    Auto,
+    /// OpenAI, and Azure's service of its models.
+    Openai,
+    /// DeepSeek.
+    Deepseek,
+    /// Qwen at Alibaba Cloud.
+    Qwen,
+    /// vLLM's server.
+    Vllm,
+    /// llama.cpp's server.
+    LlamaCpp,
+    /// Ollama.
+    Ollama,
+    /// Any other: `max_completion_tokens`, or `max_tokens` where `legacy_max_tokens` says so.
+    Other,
+}
+
+/// How long a model may think before it answers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ReasoningEffort {
+    /// As the service has it.
+    #[default]
+    Unset,
+    /// Not at all.
+    None,
+    /// As little as it can.
+    Minimal,
+    /// A little.
+    Low,
+    /// Some.
+    Medium,
+    /// Much.
+    High,
+}
+
+impl ReasoningEffort {
+    /// As requests say it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Unset => "unset",
+            Self::None => "none",
+            Self::Minimal => "minimal",
+            Self::Low => "low",
+            Self::Medium => "medium",
+            Self::High => "high",
+        }
+    }
+}
+
+/// What an answer must be.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ResponseFormat {
+    /// Any text.
+    #[default]
+    Text,
+    /// A JSON object. The prompt must ask for JSON in words, too.
+    JsonObject,
 }
 
 /// Declares a section that names an OpenAI-compatible endpoint beside its own keys. The keys stand flat in the file, which
@@ -28,11 +97,21 @@ macro_rules! endpoint_section {
             pub base_url: Option<String>,
             /// `openai`: the model's name there.
             pub model: Option<String>,
+            /// Whose rules a request keeps: which parameters it names, and how.
+            pub provider: Provider,
             /// Environment variable that holds the key; the key itself is never stored.
             pub api_key_env: String,
+            /// File that holds the key and nothing else; used instead of the environment variable.
+            pub api_key_file: Option<PathBuf>,
             /// Calls under way at once.
             #[schemars(range(min = 1, max = 1024))]
             pub max_concurrent: usize,
+            /// Most tries a minute.
+            #[schemars(range(min = 1))]
+            pub requests_per_minute: Option<u32>,
+            /// Most tokens a minute: an estimate of the prompt's, and `max_tokens` for the answer.
+            #[schemars(range(min = 1))]
+            pub tokens_per_minute: Option<u32>,
             /// Limit for one call, in seconds.
             #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
             pub timeout_s: f64,
@@ -47,6 +126,10 @@ macro_rules! endpoint_section {
             pub max_tokens: u32,
             /// Send `max_tokens` instead of `max_completion_tokens`.
             pub legacy_max_tokens: bool,
+            /// How long the model may think before it answers; `unset` leaves it to the service. What it thinks counts as answer.
+            pub reasoning_effort: ReasoningEffort,
+            /// What an answer must be.
+            pub response_format: ResponseFormat,
             /// Price of a million prompt tokens.
             #[schemars(range(min = 0.0))]
             pub price_prompt_per_million: Option<f64>,
@@ -61,30 +144,43 @@ macro_rules! endpoint_section {
                 EndpointConfig {
                     base_url: self.base_url.clone(),
                     model: self.model.clone(),
+                    provider: self.provider,
                     api_key_env: self.api_key_env.clone(),
+                    api_key_file: self.api_key_file.clone(),
                     max_concurrent: self.max_concurrent,
+                    requests_per_minute: self.requests_per_minute,
+                    tokens_per_minute: self.tokens_per_minute,
                     timeout_s: self.timeout_s,
                     max_retries: self.max_retries,
                     temperature: self.temperature,
                     max_tokens: self.max_tokens,
                     legacy_max_tokens: self.legacy_max_tokens,
+                    reasoning_effort: self.reasoning_effort,
+                    response_format: self.response_format,
                     price_prompt_per_million: self.price_prompt_per_million,
                     price_completion_per_million: self.price_completion_per_million,
                 }
             }
 
-            fn with_endpoint(endpoint: EndpointConfig, $($own: $own_type),*) -> Self {
+            #[allow(clippy::too_many_arguments)] // a section has as many keys as it has
+            fn with_endpoint(endpoint: EndpointConfig $(, $own: $own_type)*) -> Self {
                 Self {
                     $($own,)*
                     base_url: endpoint.base_url,
                     model: endpoint.model,
+                    provider: endpoint.provider,
                     api_key_env: endpoint.api_key_env,
+                    api_key_file: endpoint.api_key_file,
                     max_concurrent: endpoint.max_concurrent,
+                    requests_per_minute: endpoint.requests_per_minute,
+                    tokens_per_minute: endpoint.tokens_per_minute,
                     timeout_s: endpoint.timeout_s,
                     max_retries: endpoint.max_retries,
                     temperature: endpoint.temperature,
                     max_tokens: endpoint.max_tokens,
                     legacy_max_tokens: endpoint.legacy_max_tokens,
+                    reasoning_effort: endpoint.reasoning_effort,
+                    response_format: endpoint.response_format,
                     price_prompt_per_million: endpoint.price_prompt_per_million,
                     price_completion_per_million: endpoint.price_completion_per_million,
                 }
@@ -100,12 +196,35 @@ endpoint_section! {
         kind: TeacherKind,
         /// `recorded`: the file (jsonl with `original_query`, `user_profile`, `history_summary`, `rewritten_query`).
         path: Option<PathBuf>,
+        /// `local`: a Hugging Face directory, of a model as it is or as a run left it.
+        model_path: Option<PathBuf>,
+        /// `local`: an adapter for it, such as the `rl/best` of another run.
+        adapter_path: Option<PathBuf>,
+        /// `openai`: hand all rows over at once through the batch interface, which answers within a day at a lower price.
+        batch: bool,
+        /// `batch`: what a price is multiplied with.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        batch_price_factor: f64,
+        /// `batch`: seconds between questions whether it is done.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+        batch_poll_s: f64,
     }
 }
 
 impl Default for TeacherConfig {
     fn default() -> Self {
-        Self::with_endpoint(EndpointConfig::default(), TeacherKind::Openai, None)
+        Self::with_endpoint(EndpointConfig::default(), TeacherKind::Openai, None, None, None, false, 0.5, 60.0)
+    }
+}
+
+endpoint_section! {
+    /// Who is asked for the rows that the teacher failed on: the same keys. Nobody where `base_url` is not set.
+    FallbackTeacherConfig {}
+}
+
+impl Default for FallbackTeacherConfig {
+    fn default() -> Self {
+        Self::with_endpoint(EndpointConfig::default())
     }
 }
 
@@ -116,10 +235,18 @@ pub struct EndpointConfig {
     pub base_url: Option<String>,
     /// The model's name there.
     pub model: Option<String>,
+    /// Whose rules a request keeps.
+    pub provider: Provider,
     /// Environment variable that holds the key.
     pub api_key_env: String,
+    /// File that holds the key; goes before the variable.
+    pub api_key_file: Option<PathBuf>,
     /// Calls under way at once.
     pub max_concurrent: usize,
+    /// Most tries a minute.
+    pub requests_per_minute: Option<u32>,
+    /// Most estimated tokens a minute.
+    pub tokens_per_minute: Option<u32>,
     /// Limit for one call, in seconds.
     pub timeout_s: f64,
     /// Tries after the first.
@@ -130,6 +257,10 @@ pub struct EndpointConfig {
     pub max_tokens: u32,
     /// Send `max_tokens` instead of `max_completion_tokens`.
     pub legacy_max_tokens: bool,
+    /// How long the model may think before it answers.
+    pub reasoning_effort: ReasoningEffort,
+    /// What an answer must be.
+    pub response_format: ResponseFormat,
     /// Price of a million prompt tokens.
     pub price_prompt_per_million: Option<f64>,
     /// Price of a million completion tokens.
@@ -141,13 +272,19 @@ impl Default for EndpointConfig {
         Self {
             base_url: None,
             model: None,
+            provider: Provider::Auto,
             api_key_env: "OPENAI_API_KEY".into(),
+            api_key_file: None,
             max_concurrent: 8,
+            requests_per_minute: None,
+            tokens_per_minute: None,
             timeout_s: 60.0,
             max_retries: 4,
             temperature: None,
             max_tokens: 200,
             legacy_max_tokens: false,
+            reasoning_effort: ReasoningEffort::Unset,
+            response_format: ResponseFormat::Text,
             price_prompt_per_million: None,
             price_completion_per_million: None,
         }
@@ -166,11 +303,26 @@ pub enum JudgeKind {
     None,
 }
 
+/// What a judge is asked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum JudgeForm {
+    /// A score of 0 to 5 for each rewrite by itself, in the words of the tenant's plugin.
+    #[default]
+    Score,
+    /// Which of two rewrites is better, dimension by dimension.
+    Compare,
+}
+
 endpoint_section! {
     /// Who judges rewrites.
     JudgeConfig {
         /// Which.
         kind: JudgeKind,
+        /// What the judge is asked: a score of each rewrite, or which of the two is better. A comparison needs `openai`.
+        form: JudgeForm,
+        /// `compare`: what the two are compared in.
+        dimensions: Vec<String>,
         /// Share of training episodes that are judged, chosen by episode id. Evaluation judges all.
         #[schemars(range(min = 0.0, max = 1.0))]
         sample_rate: f64,
@@ -179,7 +331,8 @@ endpoint_section! {
 
 impl Default for JudgeConfig {
     fn default() -> Self {
-        Self::with_endpoint(EndpointConfig::default(), JudgeKind::None, 0.3)
+        let dimensions = ["意图准确", "信息完整", "便于检索"].map(str::to_owned).to_vec();
+        Self::with_endpoint(EndpointConfig::default(), JudgeKind::None, JudgeForm::Score, dimensions, 0.3)
     }
 }
 
@@ -233,9 +386,12 @@ pub struct RetrievalConfig {
     /// `http`: the full address of the service's route.
     #[serde(default)]
     pub url: Option<String>,
-    /// `http`: environment variable that holds the service's key; empty for a service without keys.
+    /// `http`: environment variable that holds the service's key, sent as a bearer token; the key itself is never stored.
     #[serde(default)]
     pub api_key_env: String,
+    /// `http`: file that holds the key and nothing else; used instead of the environment variable.
+    #[serde(default)]
+    pub api_key_file: Option<PathBuf>,
     /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl rag serve` offers this one.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,
@@ -254,6 +410,10 @@ pub struct RetrievalConfig {
     #[serde(default = "defaults::retrieval_concurrent")]
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
+    /// Most tries a minute.
+    #[serde(default)]
+    #[schemars(range(min = 1))]
+    pub requests_per_minute: Option<u32>,
     /// Limit for one call, in seconds.
     #[serde(default = "defaults::retrieval_timeout")]
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]

@@ -19,7 +19,8 @@ fn record(query: &str, answered: Option<f64>) -> ValidatedRecord {
         group: query.into(),
     };
     let text = "=深海鱼油\t用量".to_owned();
-    let done = Completion { text, prompt_tokens: None, completion_tokens: None, cost: None, latency_ms: None };
+    let done =
+        Completion { text, prompt_tokens: None, completion_tokens: None, cost: None, latency_ms: None, source: None };
     let hit = |score| Hit { id: "p".into(), text: "文".into(), reranker_score: score, retrieval_score: None, rank: 1 };
     let rewrite = if answered.is_some() { Ok(done) } else { Err(failure()) };
     ValidatedRecord {

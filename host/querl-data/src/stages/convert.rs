@@ -132,7 +132,8 @@ impl Conversion<'_> {
         if let (None, Ok(rewrite)) = (&dropped, &record.rewritten.rewrite) {
             messages.push(Message { role: "assistant".into(), content: rewrite.text.clone() });
         }
-        let (query, source) = (row.clone(), self.teacher_name.to_owned());
+        let by_another = record.rewritten.rewrite.as_ref().ok().and_then(|completion| completion.source.clone());
+        let (query, source) = (row.clone(), by_another.unwrap_or_else(|| self.teacher_name.to_owned()));
         Ok(DatasetRow { messages, metadata: RowMetadata { query, top1_score: record.top1_score(), source, dropped } })
     }
 }

@@ -3,11 +3,13 @@
 //! where they are, once to see which are to be asked, once to ask, once to write the output.
 
 mod convert;
+mod local;
 mod rewrite;
 mod validate;
 
 pub use convert::{Conversion, DroppedRow, Made, convert};
-pub use rewrite::rewrite;
+pub use local::{LocalAnswers, LocalRewriting};
+pub use rewrite::{rewrite, rewrite_in_batch};
 pub use validate::validate;
 
 use crate::error::DataError;
@@ -123,7 +125,11 @@ async fn ask_all<'a, W: Work>(
 
 /// Of a service that answers nobody, nothing more is to be had.
 fn is_silence(reason: &DataError) -> bool {
-    matches!(reason, DataError::NoSuccess { .. })
+    match reason {
+        DataError::Service(failure) => failure.kind == FailureKind::Down,
+        DataError::NoSuccess { .. } => true,
+        _ => false,
+    }
 }
 
 /// Where results of a stage go while it runs.

@@ -1,12 +1,18 @@
 //! Stage rewrite: the teacher rewrites each query.
 
 use super::{Asked, Outcome, Work, ask_all, context};
+use crate::batch::{BatchAnswers, BatchQuestion, BatchTeacher};
 use crate::error::DataError;
 use crate::journal::{Answered, Journal};
 use crate::rows::Rows;
 use crate::text::hash_of;
+use async_trait::async_trait;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
-use querl_core::records::{CallFailure, Completion, FailureKind, QueryRow, RewriteRecord};
+use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
+use std::path::Path;
+
+/// Records at once where nobody has to be waited for.
+const READ_AT_ONCE: usize = 16;
 
 /// Asks the teacher for a rewrite of each row. Rows of which `journal` knows a rewrite are not asked again; failed ones are.
 /// What comes back writes the stage's output: one record per row, in order.
@@ -23,6 +29,71 @@ pub async fn rewrite<'a>(
     progress: &dyn Progress,
 ) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
     ask_all(&Rewriting { teacher, prompts }, rows, journal, max_concurrent, progress).await
+}
+
+/// As [`rewrite`], with what the cache does not know asked for in batches. `state` notes what was handed over; removing it
+/// once the stage's output is written is the caller's.
+///
+/// # Errors
+/// A batch was refused, a plugin broke its contract, no row succeeded, or a file cannot be written.
+pub async fn rewrite_in_batch<'a>(
+    rows: &'a dyn Rows<QueryRow>,
+    (teacher, batch): (&dyn Teacher, &BatchTeacher),
+    prompts: &dyn Prompts,
+    journal: Journal<RewriteRecord>,
+    state: &Path,
+    progress: &dyn Progress,
+) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
+    let open = rows.read()?.filter(|row| match row {
+        Ok(row) => Rewriting::key(row).and_then(|key| journal.earlier(key)).is_none(),
+        Err(_) => true,
+    });
+    let questions = open.filter_map(|row| question(row, teacher, prompts).transpose());
+    let answers = batch.ask(questions, state, progress).await?;
+    let from_batch = FromBatch { teacher, answers };
+    let asked = rewrite(rows, &from_batch, prompts, journal, READ_AT_ONCE, progress).await;
+    from_batch.answers.settle()?;
+    asked
+}
+
+/// `None` where the cache knows the answer.
+fn question(
+    row: Result<QueryRow, DataError>,
+    teacher: &dyn Teacher,
+    prompts: &dyn Prompts,
+) -> Result<Option<BatchQuestion>, DataError> {
+    let row = row?;
+    let messages = messages(&row, prompts)?;
+    let is_known = teacher.knows(&messages);
+    Ok((!is_known).then_some(BatchQuestion { id: row.id, messages }))
+}
+
+/// A teacher most of whose answers are in batches.
+struct FromBatch<'a> {
+    teacher: &'a dyn Teacher,
+    answers: BatchAnswers<'a>,
+}
+
+#[async_trait]
+impl Teacher for FromBatch<'_> {
+    async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
+        match self.answers.of(&query.id, messages).await? {
+            Some(answer) => answer.inspect(|completion| self.teacher.keep(messages, completion)),
+            None => self.teacher.rewrite(query, messages).await,
+        }
+    }
+
+    fn forget(&self, messages: &[Message]) {
+        self.teacher.forget(messages);
+    }
+
+    fn fallback(&self) -> Option<&dyn Teacher> {
+        self.teacher.fallback()
+    }
+
+    fn name(&self) -> &str {
+        self.teacher.name()
+    }
 }
 
 impl Answered for RewriteRecord {
@@ -45,13 +116,21 @@ impl Work for Rewriting<'_> {
     }
 
     async fn ask(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
-        let context = context(&query);
-        let input = PromptInput { query: &query.original_query, context: &context, rewrite: None };
-        let messages = self.prompts.messages(PromptTask::TeacherRewrite, &input)?;
-        let rewrite = match self.teacher.rewrite(&query, &messages).await {
-            Ok(completion) => parsed(completion, self.prompts)?,
-            Err(failure) => Err(failure),
-        };
+        let messages = messages(&query, self.prompts)?;
+        let mut rewrite = self.ask_one(self.teacher, &query, &messages).await?;
+        if let (Err(failure), Some(second)) = (&rewrite, self.teacher.fallback())
+            && may_another_answer(failure.kind)
+        {
+            rewrite = match self.ask_one(second, &query, &messages).await? {
+                Ok(completion) => Ok(Completion { source: Some(second.name().to_owned()), ..completion }),
+                // Nobody is called for money that is not there; any other failure stands beside the first.
+                Err(other) if other.kind == FailureKind::OverBudget => Err(other),
+                Err(other) => {
+                    let message = format!("{}; the fallback: {other}", failure.message);
+                    Err(CallFailure { message, kind: failure.kind })
+                }
+            };
+        }
         Ok(RewriteRecord { query, rewrite })
     }
 
@@ -67,8 +146,37 @@ impl Work for Rewriting<'_> {
     }
 }
 
+impl Rewriting<'_> {
+    /// A rewrite that parses, or why there is none.
+    async fn ask_one(
+        &self,
+        teacher: &dyn Teacher,
+        query: &QueryRow,
+        messages: &[Message],
+    ) -> Result<Result<Completion, CallFailure>, DataError> {
+        Ok(match teacher.rewrite(query, messages).await {
+            Ok(completion) => parsed(completion, self.prompts)?.inspect_err(|_| teacher.forget(messages)),
+            Err(failure) => Err(failure),
+        })
+    }
+}
+
+pub(super) fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataError> {
+    let context = context(row);
+    let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
+    Ok(prompts.messages(PromptTask::TeacherRewrite, &input)?)
+}
+
+/// Refusals of our key and a spent budget are for a person to mend, not to be worked around row by row.
+fn may_another_answer(kind: FailureKind) -> bool {
+    !matches!(kind, FailureKind::Unauthorized | FailureKind::OverBudget)
+}
+
 /// The answer with its text as the plugin's parser leaves it.
-fn parsed(completion: Completion, prompts: &dyn Prompts) -> Result<Result<Completion, CallFailure>, DataError> {
+pub(super) fn parsed(
+    completion: Completion,
+    prompts: &dyn Prompts,
+) -> Result<Result<Completion, CallFailure>, DataError> {
     Ok(match prompts.parse_rewrite(&completion.text)? {
         Ok(text) => Ok(Completion { text, ..completion }),
         Err(rejection) => Err(CallFailure {

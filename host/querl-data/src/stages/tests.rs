@@ -110,7 +110,14 @@ impl Filter for DropContaining {
 }
 
 fn completion(text: &str) -> Completion {
-    Completion { text: text.into(), prompt_tokens: None, completion_tokens: None, cost: None, latency_ms: None }
+    Completion {
+        text: text.into(),
+        prompt_tokens: None,
+        completion_tokens: None,
+        cost: None,
+        latency_ms: None,
+        source: None,
+    }
 }
 
 /// One run of the stage on `output`, as the command line does it.

@@ -1,5 +1,6 @@
 //! One file per command. A new one is a file here, a line in [`crate::cli::Command`] and an arm in `main`.
 
+pub mod cache;
 pub mod check;
 pub mod compile_plugin;
 pub mod data;

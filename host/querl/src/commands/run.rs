@@ -1,6 +1,7 @@
 //! `querl run` and the commands of single stages.
 
 use crate::cli::{ConfigArgs, Format};
+use crate::estimate::{Printed, estimate};
 use crate::failure::Stop;
 use crate::report;
 use crate::run::{OnPluginChange, Run};
@@ -27,6 +28,9 @@ pub struct RunArgs {
     /// Go on with plugins that are not those of querl.lock, and record the change there
     #[arg(long)]
     accept_plugin_change: bool,
+    /// Say what would be asked of whom and what it may cost, and do nothing
+    #[arg(long)]
+    dry_run: bool,
     #[command(flatten)]
     format: Format,
 }
@@ -56,6 +60,11 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
             "--from {from} comes after {last}, the last stage to run; choose an earlier --from or a later --to"
         );
         return Err(Stop::usage(message).into());
+    }
+    if args.dry_run {
+        let first = args.from.map_or(first, |from| from.max(first));
+        let printed = if args.format.json { Printed::Json } else { Printed::Text };
+        return estimate(&args.config.load()?, |stage| (first..=last).contains(&stage))?.print(printed);
     }
     let on_change = match args.accept_plugin_change {
         true => OnPluginChange::Accept,

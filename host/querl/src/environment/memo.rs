@@ -16,13 +16,15 @@ pub struct Question<'a> {
     pub context: &'a Context,
     /// The rewrite.
     pub rewrite: &'a str,
+    /// The rewrite that it is compared with, where the question is which is better.
+    pub against: Option<&'a str>,
 }
 
-type Key = (String, String);
+type Key = (String, String, Option<String>);
 
 impl Question<'_> {
     fn key(&self) -> Key {
-        (self.query.id.clone(), self.rewrite.to_owned())
+        (self.query.id.clone(), self.rewrite.to_owned(), self.against.map(str::to_owned))
     }
 }
 
@@ -110,8 +112,12 @@ mod tests {
     #[test]
     fn each_question_is_asked_once_and_failures_again() {
         let (memo, row, context) = (Memo::default(), query("a"), Context::default());
-        let questions =
-            ["one", "down", "one", "three"].map(|rewrite| Question { query: &row, context: &context, rewrite });
+        let questions = ["one", "down", "one", "three"].map(|rewrite| Question {
+            query: &row,
+            context: &context,
+            rewrite,
+            against: None,
+        });
         let asked = |looked_up: &LookedUp<'_, usize>| -> Vec<String> {
             looked_up.new.iter().map(|question| question.rewrite.to_owned()).collect()
         };

@@ -7,7 +7,9 @@
 
 mod baseline;
 mod calls;
+mod comparison;
 mod episode_log;
+mod judging;
 mod memo;
 mod rewards;
 mod sampling;
@@ -17,7 +19,9 @@ pub mod testing;
 mod training;
 
 pub use baseline::{Baseline, Baselines};
+pub use comparison::Comparison;
 pub use episode_log::EpisodeLog;
+pub use judging::JudgingForm;
 pub use rewards::WeightedReward;
 pub use sampling::Judging;
 pub use scorer::{DEADLINE_CODE, ScoreRequest, Scored, Scorer, Services, Written};

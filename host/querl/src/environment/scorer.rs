@@ -2,12 +2,10 @@
 
 use super::baseline::Baseline;
 use super::calls::{self, Missed};
+use super::judging::{Asking, JudgingForm, Said};
 use super::memo::{Memo, Question};
 use super::rewards::{self, WeightedReward};
-use querl_core::ports::{
-    CallTimings, EnvironmentError, Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts,
-    RetrievalRequest, Retriever,
-};
+use querl_core::ports::{CallTimings, EnvironmentError, Judge, PluginFault, Prompts, RetrievalRequest, Retriever};
 use querl_core::records::{
     CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward,
 };
@@ -24,6 +22,8 @@ pub struct Services {
     pub retriever: Arc<dyn Retriever>,
     /// Judges; `None` where nobody does.
     pub judge: Option<Arc<dyn Judge>>,
+    /// What the judge is asked.
+    pub form: JudgingForm,
     /// The tenant's prompts and parsers.
     pub prompts: Arc<dyn Prompts>,
     /// Reward plugins.
@@ -41,7 +41,7 @@ pub struct Scorer {
     services: Services,
     runtime: tokio::runtime::Handle,
     hits: Memo<Vec<Hit>>,
-    judgements: Memo<Judgement>,
+    judgements: Memo<Said>,
 }
 
 /// What one side wrote.
@@ -122,8 +122,9 @@ impl Scorer {
     ) -> Result<Vec<Option<CallFailure>>, EnvironmentError> {
         let (looked_up, judged) = (wanted_hits(requests), self.wanted_judgements(requests));
         let (hits, judgements) = {
-            let retrievals = self.hits.look_up(&questions(&looked_up, requests, episodes));
-            let judgements = self.judgements.look_up(&questions(&judged, requests, episodes));
+            let retrievals = self.hits.look_up(&questions(&looked_up, requests, episodes, Against::Nothing));
+            let against = if self.compares() { Against::Baseline } else { Against::Nothing };
+            let judgements = self.judgements.look_up(&questions(&judged, requests, episodes, against));
             let calls = async { futures::join!(self.ask_retriever(&retrievals.new), self.ask_judge(&judgements.new)) };
             let ((hits, retrieve_s), (answers, judge_s)) = self.runtime.block_on(calls);
             (timings.retrieve_s, timings.judge_s) = (retrieve_s, judge_s);
@@ -139,17 +140,30 @@ impl Scorer {
         }
         for ((index, side), judgement) in judged.into_iter().zip(judgements) {
             late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.lateness());
-            side.of(&mut episodes[index]).judgement =
-                judgement.unwrap_or_else(|missed| Judgement::Failed(missed.into_failure()));
+            let failed = |missed: Missed| Said { judgement: Judgement::Failed(missed.into_failure()), of_other: None };
+            let Said { judgement, of_other } = judgement.unwrap_or_else(failed);
+            side.of(&mut episodes[index]).judgement = judgement;
+            if let Some(of_other) = of_other {
+                episodes[index].baseline.judgement = of_other;
+            }
         }
         Ok(late)
     }
 
-    /// Both sides of sampled episodes.
+    fn compares(&self) -> bool {
+        matches!(self.services.form, JudgingForm::Compare(_))
+    }
+
+    /// Both sides of sampled episodes; of a comparison the policy's, which is compared with the other.
     fn wanted_judgements(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
         select(requests, |request, side| {
             let is_sampled = self.services.judge.is_some() && request.judged;
-            is_sampled && (side == Side::Policy || matches!(request.baseline, Baseline::Rewritten { .. }))
+            let has_baseline = matches!(request.baseline, Baseline::Rewritten { .. });
+            is_sampled
+                && match side {
+                    Side::Policy => has_baseline || !self.compares(),
+                    Side::Baseline => has_baseline && !self.compares(),
+                }
         })
     }
 
@@ -165,26 +179,10 @@ impl Scorer {
 
     async fn ask_judge(&self, questions: &[Question<'_>]) -> (Vec<Result<JudgeAnswer, PluginFault>>, f64) {
         let Some(judge) = self.services.judge.as_deref() else { return (Vec::new(), 0.0) };
-        let calls = questions.iter().map(|question| self.ask_judge_once(judge, question));
+        let (prompts, form, deadline) = (self.prompts(), &self.services.form, self.services.deadline);
+        let asking = Asking { judge, prompts, form, deadline };
+        let calls = questions.iter().map(|question| asking.ask(question));
         calls::all(calls.collect(), self.services.n_judgements).await
-    }
-
-    async fn ask_judge_once(&self, judge: &dyn Judge, question: &Question<'_>) -> Result<JudgeAnswer, PluginFault> {
-        let (query, context, rewrite) = (question.query.original_query.as_str(), question.context, question.rewrite);
-        let prompts = self.prompts();
-        let messages = prompts.messages(PromptTask::Judge, &PromptInput { query, context, rewrite: Some(rewrite) })?;
-        let request = JudgeRequest { query, context, rewrite, messages: &messages };
-        let completion = match calls::within(self.services.deadline, judge.judge(request)).await {
-            Ok(completion) => completion,
-            Err(missed) => return Ok(Err(missed)),
-        };
-        Ok(match prompts.parse_judgement(&completion.text)? {
-            Ok(parsed) => Ok(Judgement::Scored { score: parsed.score, reason: parsed.reason }),
-            Err(rejection) => Err(Missed::Failed(CallFailure {
-                kind: FailureKind::InvalidResponse,
-                message: format!("the answer of judge {} holds no judgement: {rejection}", judge.name()),
-            })),
-        })
     }
 
     /// Scores the episodes that have all they need; the others carry the reason.
@@ -211,7 +209,7 @@ impl Scorer {
     }
 }
 
-type JudgeAnswer = Result<Judgement, Missed>;
+type JudgeAnswer = Result<Said, Missed>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
@@ -265,15 +263,24 @@ fn wanted_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
     })
 }
 
+/// What a rewrite is held against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Against {
+    Nothing,
+    Baseline,
+}
+
 fn questions<'a>(
     wanted: &[(usize, Side)],
     requests: &'a [ScoreRequest<'_>],
     episodes: &'a [Episode],
+    against: Against,
 ) -> Vec<Question<'a>> {
     let question = |(index, side): &(usize, Side)| {
         let (request, episode) = (&requests[*index], &episodes[*index]);
         let candidate = if *side == Side::Policy { &episode.policy } else { &episode.baseline };
-        Question { query: request.query, context: &episode.context, rewrite: &candidate.rewrite }
+        let against = (against == Against::Baseline).then_some(episode.baseline.rewrite.as_str());
+        Question { query: request.query, context: &episode.context, rewrite: &candidate.rewrite, against }
     };
     wanted.iter().map(question).collect()
 }
@@ -319,6 +326,7 @@ fn rejection_of(request: &ScoreRequest<'_>, episode: &Episode, late: Option<&Cal
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::comparison::Comparison;
     use super::super::testing::{Shop, query, request, rewritten};
     use super::*;
 
@@ -418,6 +426,32 @@ mod tests {
                 .unwrap();
         }
         assert_eq!((shop.n_retrievals(), shop.n_judgements()), (2, 2));
+    }
+
+    #[test]
+    fn compared_sides_share_one_question_and_an_answer_of_another_form_is_repaired_once() {
+        let (shop, row) = (Shop::default(), query("a"));
+        let form = || JudgingForm::Compare(Comparison { dimensions: vec!["意图准确".into()], seed: 1 });
+        let scorer = shop.scorer_with(Services { form: form(), ..shop.services() });
+        let requests = [
+            request(&row, "same", rewritten("same")),
+            request(&row, "compared", rewritten("poor")),
+            request(&row, "repaired", rewritten("poor")),
+            request(&row, "unjudgeable", rewritten("poor")),
+        ];
+        let scored = scorer.score(&requests).unwrap().scored;
+        let scores =
+            |n: usize| (scored[n].episode.policy.judgement.score(), scored[n].episode.baseline.judgement.score());
+        assert_eq!(scores(0), (Some(2.5), Some(2.5)));
+        for n in [1, 2] {
+            // The shop's judge prefers what stands first.
+            assert!([(Some(5.0), Some(0.0)), (Some(0.0), Some(5.0))].contains(&scores(n)), "{:?}", scores(n));
+        }
+        let rejection = scored[3].outcome.as_ref().unwrap_err();
+        assert_eq!(rejection.code, "policy_judge_failed");
+        assert!(rejection.detail.contains("nor does a second one: no JSON object"), "{rejection}");
+        // None for the equals, one, and two for each answer that could not be read.
+        assert_eq!(shop.n_judgements(), 5);
     }
 
     #[test]

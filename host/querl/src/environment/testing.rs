@@ -1,6 +1,7 @@
 //! A small world for tests: a shop whose retrieval, judge and reward are known by heart.
 
 use super::baseline::Baseline;
+use super::judging::JudgingForm;
 use super::rewards::WeightedReward;
 use super::scorer::{ScoreRequest, Scorer, Services, Written};
 use async_trait::async_trait;
@@ -60,6 +61,7 @@ impl Shop {
         Services {
             retriever: Arc::new(ShopRetriever(self.pause, self.counts.clone())),
             judge: Some(Arc::new(ShopJudge(self.pause, self.counts.clone()))),
+            form: JudgingForm::Score,
             prompts: Arc::new(ShopPrompts),
             rewards: vec![WeightedReward {
                 label: "difference".into(),
@@ -104,7 +106,14 @@ impl Judge for ShopJudge {
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
         self.1.judgements.fetch_add(1, Ordering::SeqCst);
         tokio::time::sleep(if request.rewrite == "slowly judged" { A_MINUTE } else { self.0 }).await;
-        let text = if request.rewrite == "unjudgeable" { "?" } else { "4" };
+        let is_repair = request.messages.iter().any(|message| message.role == "assistant");
+        let compares = request.messages[0].role == "system";
+        let text = match request.rewrite {
+            "unjudgeable" => "?",
+            "repaired" if !is_repair => "?",
+            _ if compares => "{\"意图准确\": \"甲\"}",
+            _ => "4",
+        };
         Ok(completion(text))
     }
 
@@ -181,6 +190,7 @@ pub fn completion(text: &str) -> Completion {
         completion_tokens: None,
         cost: Some(0.01),
         latency_ms: Some(700.0),
+        source: None,
     }
 }
 

@@ -4,18 +4,21 @@ pub mod lock;
 pub mod pins;
 
 use crate::device::Place;
-use crate::environment::Services;
+use crate::environment::{Comparison, JudgingForm, Services};
 use crate::plugins::Plugins;
 use crate::retrieval::local_models;
 use crate::stages::StageName;
 use crate::training;
 use anyhow::Context;
-use querl_core::config::Config;
+use querl_core::cache_dir::user_cache_folder;
+use querl_core::config::{Config, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::Retriever;
 use querl_core::run_dir::RunDir;
-use std::path::Path;
+use querl_data::{Account, AnswerCache, Outside, open_retriever};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 /// What to do where a plugin is not the one that results were made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +41,8 @@ pub struct Run {
     pub place: Place,
     /// Waits for outside calls.
     pub runtime: tokio::runtime::Runtime,
+    /// How outside services are reached.
+    pub outside: Outside,
     /// Opened at first use: an index is built once for all stages.
     retriever: OnceLock<Arc<dyn Retriever>>,
     _lock: lock::DirLock,
@@ -75,7 +80,8 @@ impl Run {
         let path = dir.config();
         write_atomic(&path, config.to_toml().as_bytes())
             .with_context(|| format!("{}: cannot be written", path.display()))?;
-        Ok(Self { config, dir, plugins, place, runtime, retriever: OnceLock::new(), _lock: lock })
+        let outside = outside(&config, &dir)?;
+        Ok(Self { config, dir, plugins, place, runtime, outside, retriever: OnceLock::new(), _lock: lock })
     }
 
     /// Finds passages.
@@ -87,7 +93,7 @@ impl Run {
             return Ok(open.clone());
         }
         let models = local_models(&self.config.retrieval)?;
-        let opened = querl_data::open_retriever(&self.config.retrieval, &self.config.tenant, &models)?;
+        let opened = open_retriever(&self.config.retrieval, &self.config.tenant, &models, &self.outside)?;
         Ok(self.retriever.get_or_init(|| opened).clone())
     }
 
@@ -99,7 +105,13 @@ impl Run {
         let config = &self.config;
         Ok(Services {
             retriever: self.retriever()?,
-            judge: querl_data::open_judge(&config.judge, &config.retrieval)?,
+            judge: querl_data::open_judge(&config.judge, &config.retrieval, &self.outside)?,
+            form: match config.judge.form {
+                JudgeForm::Score => JudgingForm::Score,
+                JudgeForm::Compare => {
+                    JudgingForm::Compare(Comparison { dimensions: config.judge.dimensions.clone(), seed: config.seed })
+                }
+            },
             prompts: self.plugins.prompts.clone(),
             rewards: self.plugins.rewards.clone(),
             n_retrievals: config.retrieval.max_concurrent,
@@ -107,4 +119,31 @@ impl Run {
             deadline: None,
         })
     }
+}
+
+/// Where answers are kept; `None` where the user has no folder for such.
+pub fn cache_path(configured: Option<&Path>) -> Option<PathBuf> {
+    configured.map(Path::to_owned).or_else(|| Some(user_cache_folder()?.join("answers.redb")))
+}
+
+/// What calls of a run share. The cache is opened only where somebody outside may be asked: one process at a time can have it.
+///
+/// # Errors
+/// The account of earlier calls cannot be read.
+pub fn outside(config: &Config, dir: &RunDir) -> anyhow::Result<Outside> {
+    let account = Arc::new(Account::open(&dir.calls(), config.budget)?);
+    let outside = Outside::new(&config.calls).with_account(account);
+    let asks_outside = config.teacher.kind == TeacherKind::Openai
+        || config.fallback_teacher.base_url.is_some()
+        || config.judge.kind == JudgeKind::Openai
+        || config.retrieval.kind == RetrievalKind::Http;
+    let cache = match cache_path(config.cache.path.as_deref()) {
+        Some(path) if asks_outside && config.cache.enabled => AnswerCache::open(&path),
+        _ => None,
+    };
+    let believed = Duration::try_from_secs_f64(config.cache.retrieval_ttl_hours * 3600.0).unwrap_or(Duration::MAX);
+    Ok(match cache {
+        Some(cache) => outside.with_cache(Arc::new(cache), believed),
+        None => outside,
+    })
 }

@@ -7,10 +7,12 @@ pub mod funnel;
 pub mod inputs;
 pub mod leaks;
 pub mod ledger;
+mod local_teacher;
 mod rewrite;
 mod rl;
 pub mod runner;
 mod sft;
+pub mod spending;
 mod validate;
 mod world;
 

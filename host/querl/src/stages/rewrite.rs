@@ -1,14 +1,18 @@
 //! Stage 1: the teacher rewrites each query.
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, remove, remove_tables, world};
+use super::{Done, Facts, Inputs, Stage, StageName, local_teacher, remove, remove_tables, world};
 use crate::interrupt;
 use crate::run::Run;
 use anyhow::Context;
+use querl_core::config::TeacherKind;
 use querl_core::ports::Progress;
-use querl_core::records::{FailureKind, RewriteRecord};
+use querl_core::records::{FailureKind, QueryRow, RewriteRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Findings, Journal, RewriteTables, open_queries, open_teacher, rewrite, table_path};
+use querl_data::{
+    Asked, BatchTeacher, Findings, Journal, QueryTable, RewriteTables, open_fallback, open_queries, open_teacher,
+    rewrite, rewrite_in_batch, table_path,
+};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -39,7 +43,12 @@ impl Stage for Rewrite {
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         open_queries(&run.config.data)?;
-        open_teacher(&run.config.teacher)?;
+        if run.config.teacher.kind == TeacherKind::Local {
+            local_teacher::check(run)?;
+            open_fallback(&run.config.fallback_teacher, &run.outside)?;
+        } else {
+            open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
+        }
         Ok(())
     }
 
@@ -53,6 +62,7 @@ impl Stage for Rewrite {
 
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         remove(&Journal::path_beside(&dir.rewrites()))?;
+        remove(&dir.batches())?;
         remove_tables(&dir.rewrites(), &[])?;
         remove(&dir.rewrites())
     }
@@ -61,11 +71,7 @@ impl Stage for Rewrite {
         let table = open_queries(&run.config.data)?;
         table.findings().notes().iter().for_each(|note| progress.line(note));
         let (output, formats) = (run.dir.rewrites(), &run.config.data.export);
-        let teacher = open_teacher(&run.config.teacher)?;
-        let n_calls = run.config.teacher.max_concurrent;
-        let prompts = run.plugins.prompts.as_ref();
-        let asking = rewrite(&table, teacher.as_ref(), prompts, Journal::open(&output)?, n_calls, progress);
-        let asked = interrupt::block_on(&run.runtime, asking)??;
+        let (asked, teacher) = ask(run, &table, Journal::open(&output)?, progress)?;
         let mut tally = Tally { cost: Some(0.0), ..Tally::default() };
         let mut tables = RewriteTables::create(&output, formats)?;
         asked.write(|record| {
@@ -74,14 +80,41 @@ impl Stage for Rewrite {
         })?;
         tables.finish()?;
         remove_tables(&output, formats).context("tables of other formats cannot be removed")?;
-        Ok(tally.done(table.findings(), teacher.name()))
+        remove(&run.dir.batches())?;
+        Ok(tally.done(table.findings(), &teacher))
     }
+}
+
+/// All rows asked, and who was.
+fn ask<'a>(
+    run: &'a Run,
+    table: &'a QueryTable,
+    journal: Journal<RewriteRecord>,
+    progress: &'a dyn Progress,
+) -> anyhow::Result<(Asked<'a, QueryRow, RewriteRecord>, String)> {
+    let (config, prompts) = (&run.config.teacher, run.plugins.prompts.as_ref());
+    if config.kind == TeacherKind::Local {
+        return Ok((local_teacher::rewrite(run, table, journal, progress)?, local_teacher::name(config)));
+    }
+    let teacher = open_teacher(config, &run.config.fallback_teacher, &run.outside)?;
+    let teacher = teacher.as_ref();
+    let asked = if config.kind == TeacherKind::Openai && config.batch {
+        let (batch, state) = (BatchTeacher::open(config, &run.outside)?, run.dir.batches());
+        let asking = rewrite_in_batch(table, (teacher, &batch), prompts, journal, &state, progress);
+        interrupt::block_on(&run.runtime, asking)??
+    } else {
+        let asking = rewrite(table, teacher, prompts, journal, config.max_concurrent, progress);
+        interrupt::block_on(&run.runtime, asking)??
+    };
+    Ok((asked, teacher.name().to_owned()))
 }
 
 /// What the records of the stage come to.
 #[derive(Default)]
 struct Tally {
     n_rewritten: u64,
+    /// Of these.
+    n_by_the_fallback: u64,
     /// By kind.
     failures: BTreeMap<String, u64>,
     n_not_recorded: u64,
@@ -94,6 +127,7 @@ impl Tally {
         match &record.rewrite {
             Ok(done) => {
                 self.n_rewritten += 1;
+                self.n_by_the_fallback += u64::from(done.source.is_some());
                 self.cost = self.cost.zip(done.cost).map(|(sum, cost)| sum + cost);
             }
             Err(failure) => {
@@ -111,6 +145,9 @@ impl Tally {
         facts.add("teacher", teacher);
         facts.add("rows read", findings.n_rows).add_parts(&skipped.collect());
         facts.add("rewritten", self.n_rewritten);
+        if self.n_by_the_fallback > 0 {
+            facts.add_part("by the fallback", self.n_by_the_fallback);
+        }
         facts.add("teacher failed", n_failed).add_parts(&self.failures);
         facts.add("cost", self.cost);
         // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.

@@ -1,7 +1,7 @@
 //! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
 
 use super::ledger::Ledger;
-use super::{Done, Inputs, Stage, StageName, leaks, remove, rows_of, world};
+use super::{Done, Inputs, Stage, StageName, leaks, remove, rows_of, spending, world};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
@@ -107,7 +107,9 @@ impl Stage for Rl {
             train: &train,
             val: &val,
         };
+        let account = run.outside.account().clone();
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
+        let metrics = metrics.with(move || spending::metrics(&account, StageName::Rl));
         let facts = training::rl(run, &data, &fingerprint, metrics, progress)?;
         Ok(Done { facts, n_failed: 0 })
     }

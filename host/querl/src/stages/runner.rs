@@ -6,6 +6,7 @@
 use super::facts::Facts;
 use super::inputs::Inputs;
 use super::ledger::{Decision, Entry, Ledger, decide, listing};
+use super::spending::{self, Counted};
 use super::{Stage, StageName, funnel};
 use crate::failure::Stop;
 use crate::interrupt;
@@ -135,8 +136,15 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) ->
     ledger.put(name.as_str(), begun.clone())?;
     let start = Instant::now();
     let done = {
+        let account = run.outside.account().clone();
+        account.begin(name.as_str());
         let progress = StageProgress::start(name.as_str());
-        stage.execute(run, &progress)?
+        let done = stage.execute(run, &Counted { inner: &progress, account, stage: name });
+        // What was spent is spent, however it ended.
+        let settled = spending::settle(run, name);
+        let done = done?;
+        settled?;
+        done
     };
     let seconds = start.elapsed().as_secs_f64();
     let entry = Entry { finished: true, n_failed: done.n_failed, facts: done.facts.clone(), seconds, ..begun };

@@ -2,16 +2,38 @@
 
 use super::Inputs;
 use crate::run::Run;
-use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind};
+use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind, TeacherKind};
 
 /// Keys that bound calls without changing their answers, and paths, whose content is added instead.
-const CALLS: [&str; 4] = ["api_key_env", "max_concurrent", "timeout_s", "max_retries"];
+const CALLS: [&str; 7] = [
+    "api_key_env",
+    "api_key_file",
+    "max_concurrent",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "timeout_s",
+    "max_retries",
+];
 
 /// Keys that change what a call costs and not its answer.
 const PRICES: [&str; 2] = ["price_prompt_per_million", "price_completion_per_million"];
 
+/// Keys that change when an answer comes and not what it is.
+const BATCH: [&str; 3] = ["batch", "batch_price_factor", "batch_poll_s"];
+
 /// Keys of an endpoint, which a judge that is none does not look at.
-const ENDPOINT: [&str; 5] = ["base_url", "model", "temperature", "max_tokens", "legacy_max_tokens"];
+const ENDPOINT: [&str; 10] = [
+    "form",
+    "dimensions",
+    "base_url",
+    "model",
+    "provider",
+    "temperature",
+    "max_tokens",
+    "legacy_max_tokens",
+    "reasoning_effort",
+    "response_format",
+];
 
 /// Retrieval and the files it reads.
 ///
@@ -62,9 +84,25 @@ pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 /// # Errors
 /// The recording cannot be read.
 pub fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
-    inputs.section("teacher", &run.config.teacher, &[&CALLS[..], &PRICES, &["path"]].concat())?;
+    inputs.section(
+        "teacher",
+        &run.config.teacher,
+        &[&CALLS[..], &PRICES, &BATCH, &["path", "model_path", "adapter_path"]].concat(),
+    )?;
+    if run.config.fallback_teacher.base_url.is_some() {
+        inputs.section("fallback_teacher", &run.config.fallback_teacher, &[&CALLS[..], &PRICES].concat())?;
+    }
     if let Some(path) = &run.config.teacher.path {
         inputs.file("recording of the teacher", path)?;
+    }
+    let folders = [
+        ("model of the teacher", &run.config.teacher.model_path),
+        ("adapter of the teacher", &run.config.teacher.adapter_path),
+    ];
+    for (name, path) in folders {
+        if let Some(path) = path.as_ref().filter(|_| run.config.teacher.kind == TeacherKind::Local) {
+            inputs.other_model(name, path)?;
+        }
     }
     Ok(())
 }

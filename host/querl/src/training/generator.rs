@@ -1,6 +1,6 @@
 //! The model that a training stage left, answering.
 
-use super::host::StageHost;
+use super::host::{StageHost, Take};
 use super::{Base, best, ending, job};
 use crate::run::Run;
 use crate::terminal;
@@ -8,7 +8,7 @@ use anyhow::Context;
 use querl_core::ports::{PolicyResponse, Progress};
 use querl_core::records::DatasetRow;
 use querl_device::{Answered, Ending, Generating, JobError, Work};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// One answer of a model and the time it took.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,7 +64,6 @@ impl Generator for Answering<'_> {
             limits: config.rl.clone(),
             n_at_once,
         };
-        let job = job(self.run, self.base.model.clone(), Work::Generate(work));
         let mut n_answered = 0;
         let mut take = |answers: Vec<Answered>| {
             let generations =
@@ -73,15 +72,25 @@ impl Generator for Answering<'_> {
             n_answered += generations.len();
             each(generations)
         };
-        let host = StageHost::new(&Lines).with_answers(&mut take);
-        match self.run.place.run(&job, &host) {
-            Ok(_) => Ok(()),
-            Err(JobError::Refused(refused)) => Err(host.into_refusal().unwrap_or_else(|| refused.into())),
-            Err(error) => {
-                let is_stop = matches!(&error, JobError::Failed(failure) if failure.ending == Ending::Interrupted);
-                let error = Err(ending(error));
-                if is_stop { error } else { error.with_context(|| format!("system {}", self.name)) }
-            }
+        let by = format!("system {}", self.name);
+        answer(self.run, &by, self.base.model.clone(), work, &mut take)
+    }
+}
+
+/// Answers of the model at `model`, handed to `take` as they come. `by` is who answers, for messages.
+///
+/// # Errors
+/// The model cannot compute, the user said stop, or `take` has had enough.
+pub fn answer<'a>(run: &Run, by: &str, model: PathBuf, work: Generating, take: &'a mut Take<'a>) -> anyhow::Result<()> {
+    let job = job(run, model, Work::Generate(work));
+    let host = StageHost::new(&Lines).with_answers(take);
+    match run.place.run(&job, &host) {
+        Ok(_) => Ok(()),
+        Err(JobError::Refused(refused)) => Err(host.into_refusal().unwrap_or_else(|| refused.into())),
+        Err(error) => {
+            let is_stop = matches!(&error, JobError::Failed(failure) if failure.ending == Ending::Interrupted);
+            let error = Err(ending(error));
+            if is_stop { error } else { error.with_context(|| by.to_owned()) }
         }
     }
 }

@@ -9,7 +9,7 @@ mod sft;
 
 #[cfg(test)]
 pub use generator::Each;
-pub use generator::{Generation, Generator, generator};
+pub use generator::{Generation, Generator, answer, generator};
 pub use measuring::{fit, measure};
 pub use memory::of_config as memory_of_config;
 pub use rl::{RlData, rl};

@@ -9,7 +9,7 @@ use clap::Args;
 use querl_core::config::Config;
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, Hit, QueryRow};
-use querl_data::{Rows, Search, SearchLimits, open_queries, open_search};
+use querl_data::{Outside, Rows, Search, SearchLimits, open_queries, open_search};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -71,7 +71,12 @@ struct Report {
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let questions = questions(args, &config)?;
-    let search = open_search(&config.retrieval, &config.tenant, &local_models(&config.retrieval)?)?;
+    let search = open_search(
+        &config.retrieval,
+        &config.tenant,
+        &local_models(&config.retrieval)?,
+        &Outside::new(&config.calls),
+    )?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
     let queries =
         interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, SearchLimits::of(&config.retrieval)))?;

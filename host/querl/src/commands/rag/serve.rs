@@ -6,6 +6,7 @@ use crate::retrieval::local_models;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Overrides, RetrievalConfig, RetrievalKind, load};
+use querl_data::Outside;
 use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
 use std::io::Write;
 use std::net::SocketAddr;
@@ -51,7 +52,8 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
 fn open(path: &Path, set: &[String]) -> anyhow::Result<KnowledgeBase> {
     let config = load(path, &Overrides { set: set.to_vec(), ..Overrides::default() })?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
-    let search = querl_data::open_search(&retrieval, &config.tenant, &local_models(&retrieval)?)?;
+    let search =
+        querl_data::open_search(&retrieval, &config.tenant, &local_models(&retrieval)?, &Outside::new(&config.calls))?;
     Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search })
 }
 

@@ -1,0 +1,269 @@
+//! The file itself: tables, checksums, ages, damage.
+
+use crate::error::DataError;
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition};
+use sha2::{Digest, Sha256};
+use std::io::{self, ErrorKind};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// The kinds of answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheTable {
+    /// What teachers wrote.
+    Rewrites,
+    /// What judges said.
+    Judgements,
+    /// What services found.
+    Retrievals,
+}
+
+impl CacheTable {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Rewrites, Self::Judgements, Self::Retrievals];
+
+    /// `rewrites`, `judgements`, `retrievals`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rewrites => "rewrites",
+            Self::Judgements => "judgements",
+            Self::Retrievals => "retrievals",
+        }
+    }
+
+    fn definition(self) -> TableDefinition<'static, &'static str, &'static [u8]> {
+        TableDefinition::new(self.name())
+    }
+}
+
+/// What one table holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableStats {
+    /// Which.
+    pub table: CacheTable,
+    /// Answers.
+    pub n_answers: u64,
+    /// Their size as stored.
+    pub n_bytes: u64,
+    /// When the oldest was kept, in seconds since 1970; `None` where there is none.
+    pub oldest_s: Option<u64>,
+}
+
+/// An answer to keep, or to forget where there is none.
+pub(super) struct Change {
+    pub(super) table: CacheTable,
+    pub(super) key: String,
+    pub(super) answer: Option<Vec<u8>>,
+}
+
+/// The database is there until it is dropped.
+pub(super) struct Store(Option<Database>);
+
+impl Drop for Store {
+    /// Closing a damaged file may end in a panic, too.
+    fn drop(&mut self) {
+        let database = self.0.take();
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(database)));
+    }
+}
+
+/// Why a file could not be opened.
+enum Unusable {
+    InUse,
+    Damaged(String),
+    Other(String),
+}
+
+impl Store {
+    /// `None` where it cannot be used, which is then said.
+    pub(super) fn open(path: &Path) -> Option<Self> {
+        let shown = path.display();
+        match Self::try_open(path) {
+            Ok(store) => Some(store),
+            Err(Unusable::InUse) => {
+                tracing::warn!("{shown}: another process uses this cache; calls are made without it");
+                None
+            }
+            Err(Unusable::Damaged(problem)) => {
+                tracing::warn!("{shown}: the cache is damaged ({problem}); {}, a new one is begun", put_aside(path));
+                Self::try_open(path).ok()
+            }
+            Err(Unusable::Other(problem)) => {
+                tracing::warn!("{shown}: no cache can be kept there ({problem}); calls are made without it");
+                None
+            }
+        }
+    }
+
+    fn try_open(path: &Path) -> Result<Self, Unusable> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(|error| Unusable::Other(error.to_string()))?;
+        }
+        // redb's own checks may end in a panic on a file that was changed from outside.
+        let opened = catch_unwind(|| Database::create(path));
+        let database = match opened {
+            Ok(Ok(database)) => database,
+            Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(Unusable::InUse),
+            Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_of_the_place(&error) => {
+                return Err(Unusable::Other(error.to_string()));
+            }
+            Ok(Err(error)) => return Err(Unusable::Damaged(error.to_string())),
+            Err(_) => return Err(Unusable::Damaged("it cannot be opened".into())),
+        };
+        let store = Self(Some(database));
+        // All tables are made at once: a reader then finds each of them.
+        store.write(&[]).map_err(Unusable::Damaged)?;
+        Ok(store)
+    }
+
+    fn database(&self) -> &Database {
+        self.0.as_ref().expect("only dropping takes it")
+    }
+
+    /// # Errors
+    /// The file is damaged.
+    pub(super) fn get(
+        &self,
+        table: CacheTable,
+        key: &str,
+        max_age: Option<Duration>,
+    ) -> Result<Option<Vec<u8>>, String> {
+        guarded(|| {
+            let read = self.database().begin_read()?;
+            let found = read.open_table(table.definition())?.get(key)?;
+            Ok(found.and_then(|entry| unpack(entry.value(), max_age)))
+        })
+    }
+
+    /// # Errors
+    /// The file is damaged or cannot be written.
+    pub(super) fn write(&self, changes: &[Change]) -> Result<(), String> {
+        guarded(|| {
+            let write = self.database().begin_write()?;
+            for table in CacheTable::ALL {
+                let mut open = write.open_table(table.definition())?;
+                for change in changes.iter().filter(|change| change.table == table) {
+                    match &change.answer {
+                        Some(answer) => drop(open.insert(change.key.as_str(), pack(answer).as_slice())?),
+                        None => drop(open.remove(change.key.as_str())?),
+                    }
+                }
+            }
+            write.commit()?;
+            Ok(())
+        })
+    }
+
+    fn stats(&self, table: CacheTable) -> Result<TableStats, String> {
+        guarded(|| {
+            let read = self.database().begin_read()?;
+            let open = read.open_table(table.definition())?;
+            let mut oldest_s = None;
+            for entry in open.iter()? {
+                let kept_s = head(entry?.1.value()).map(|(kept_s, _)| kept_s);
+                oldest_s = oldest_s.into_iter().chain(kept_s).min();
+            }
+            let n_bytes = open.stats()?.stored_bytes();
+            Ok(TableStats { table, n_answers: open.len()?, n_bytes, oldest_s })
+        })
+    }
+
+    fn clear(&self, tables: &[CacheTable]) -> Result<(), String> {
+        guarded(|| {
+            let write = self.database().begin_write()?;
+            for table in tables {
+                write.delete_table(table.definition())?;
+                drop(write.open_table(table.definition())?);
+            }
+            write.commit()?;
+            Ok(())
+        })
+    }
+}
+
+/// True where no file could be used there. A damaged length or offset may bring any other error.
+fn is_of_the_place(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound
+            | ErrorKind::PermissionDenied
+            | ErrorKind::ReadOnlyFilesystem
+            | ErrorKind::StorageFull
+            | ErrorKind::IsADirectory
+            | ErrorKind::NotADirectory
+    )
+}
+
+/// What happens on damage is an error, whichever way redb says it.
+fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => done.map_err(|error| error.to_string()),
+        Err(_) => Err("it cannot be read".into()),
+    }
+}
+
+/// Seconds since 1970, the beginning of the answer's SHA-256, the answer: one changed bit makes it no answer.
+fn pack(answer: &[u8]) -> Vec<u8> {
+    let kept_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    [&kept_s.to_be_bytes()[..], &Sha256::digest(answer)[..8], answer].concat()
+}
+
+fn head(entry: &[u8]) -> Option<(u64, &[u8])> {
+    let (kept_s, rest) = entry.split_first_chunk::<8>()?;
+    Some((u64::from_be_bytes(*kept_s), rest))
+}
+
+fn unpack(entry: &[u8], max_age: Option<Duration>) -> Option<Vec<u8>> {
+    let (kept_s, rest) = head(entry)?;
+    let (checksum, answer) = rest.split_first_chunk::<8>()?;
+    let age = SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_secs(kept_s)).unwrap_or_default();
+    let is_good = Sha256::digest(answer)[..8] == checksum[..] && max_age.is_none_or(|most| age <= most);
+    is_good.then(|| answer.to_owned())
+}
+
+/// Renames a damaged file; says what became of it.
+pub(super) fn put_aside(path: &Path) -> String {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let aside = path.with_extension(format!("damaged-{seconds}"));
+    match std::fs::rename(path, &aside) {
+        Ok(()) => format!("it is kept as {}", aside.display()),
+        Err(error) => format!("it cannot be put aside: {error}"),
+    }
+}
+
+/// What the cache at `path` holds, table by table; nothing where there is no file.
+///
+/// # Errors
+/// Another process uses it, or it is damaged.
+pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
+    let Some(store) = open_existing(path)? else { return Ok(Vec::new()) };
+    CacheTable::ALL
+        .into_iter()
+        .map(|table| store.stats(table).map_err(|problem| DataError::file(path, problem)))
+        .collect()
+}
+
+/// Empties tables of the cache at `path`.
+///
+/// # Errors
+/// Another process uses it, or it is damaged.
+pub fn clear_cache(path: &Path, tables: &[CacheTable]) -> Result<(), DataError> {
+    match open_existing(path)? {
+        Some(store) => store.clear(tables).map_err(|problem| DataError::file(path, problem)),
+        None => Ok(()),
+    }
+}
+
+fn open_existing(path: &Path) -> Result<Option<Store>, DataError> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let problem = match Store::try_open(path) {
+        Ok(store) => return Ok(Some(store)),
+        Err(Unusable::InUse) => "another process uses this cache; wait for its end".into(),
+        Err(Unusable::Damaged(problem)) => format!("the cache is damaged ({problem}); remove the file"),
+        Err(Unusable::Other(problem)) => problem,
+    };
+    Err(DataError::file(path, problem))
+}

@@ -1,0 +1,95 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+fn keep(path: &Path, key: &str, answer: &[u8]) {
+    AnswerCache::open(path).unwrap().put(CacheTable::Rewrites, key, answer.to_vec());
+}
+
+fn found(path: &Path, key: &str) -> Option<Vec<u8>> {
+    AnswerCache::open(path).unwrap().get(CacheTable::Rewrites, key, None)
+}
+
+#[test]
+fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("deep/answers.redb");
+    keep(&path, "a", b"one");
+    let cache = AnswerCache::open(&path).unwrap();
+    assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_secs(3600))).as_deref(), Some(&b"one"[..]));
+    assert_eq!(cache.get(CacheTable::Judgements, "a", None), None);
+    assert_eq!(cache.get(CacheTable::Rewrites, "b", None), None);
+    std::thread::sleep(Duration::from_millis(1100));
+    assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_millis(50))), None, "too old");
+    cache.forget(CacheTable::Rewrites, "a");
+    drop(cache);
+    assert_eq!(found(&path, "a"), None);
+}
+
+#[test]
+fn second_user_of_a_cache_works_without_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers.redb");
+    let first = AnswerCache::open(&path).unwrap();
+    assert!(AnswerCache::open(&path).is_none());
+    assert!(cache_stats(&path).unwrap_err().to_string().ends_with("another process uses this cache; wait for its end"));
+    drop(first);
+    assert!(AnswerCache::open(&path).is_some());
+}
+
+#[test]
+fn stats_count_and_clearing_empties_what_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers.redb");
+    assert_eq!(cache_stats(&path).unwrap(), []);
+    keep(&path, "a", b"one");
+    keep(&path, "b", b"two");
+    let of_rewrites = || cache_stats(&path).unwrap()[0];
+    assert_eq!((of_rewrites().table, of_rewrites().n_answers), (CacheTable::Rewrites, 2));
+    assert!(of_rewrites().oldest_s.is_some());
+    clear_cache(&path, &[CacheTable::Judgements]).unwrap();
+    assert_eq!(of_rewrites().n_answers, 2);
+    clear_cache(&path, &CacheTable::ALL).unwrap();
+    assert_eq!((of_rewrites().n_answers, of_rewrites().oldest_s), (0, None));
+}
+
+/// Wherever a file is damaged, opening and using it neither crashes nor gives a wrong answer; most damage begins a new file.
+#[test]
+fn damaged_cache_never_crashes_and_never_lies() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = folder.path().join("whole.redb");
+    for n in 0..40 {
+        keep(&whole, &format!("key {n}"), format!("answer {n}").repeat(20).as_bytes());
+    }
+    let bytes = std::fs::read(&whole).unwrap();
+    let path = folder.path().join("answers.redb");
+    let mut n_put_aside = 0;
+    let damages: Vec<Vec<u8>> = (0..40)
+        .map(|n| {
+            let mut damaged = bytes.clone();
+            let at = n * bytes.len() / 40;
+            let end = (at + 300).min(bytes.len());
+            damaged[at..end].iter_mut().for_each(|byte| *byte ^= 0x5a);
+            damaged
+        })
+        .chain([b"not a database".to_vec(), bytes[..bytes.len() / 2].to_vec(), bytes[..100].to_vec()])
+        .collect();
+    for damaged in damages {
+        std::fs::write(&path, &damaged).unwrap();
+        let cache = AnswerCache::open(&path).unwrap();
+        for n in 0..40 {
+            let answer = cache.get(CacheTable::Rewrites, &format!("key {n}"), None);
+            let right = format!("answer {n}").repeat(20).into_bytes();
+            assert!(answer.is_none_or(|answer| answer == right));
+        }
+        cache.put(CacheTable::Rewrites, "new", b"new".to_vec());
+        drop(cache);
+        for entry in std::fs::read_dir(folder.path()).unwrap().flatten() {
+            if entry.file_name().to_string_lossy().contains("damaged") {
+                n_put_aside += 1;
+                std::fs::remove_file(entry.path()).unwrap();
+            }
+        }
+    }
+    assert!(n_put_aside >= 3, "{n_put_aside}");
+}

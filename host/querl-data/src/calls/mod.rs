@@ -1,0 +1,381 @@
+//! Calls to outside services: bounded in number, pace and time, tried again where that can help, given up where nobody answers,
+//! and failing with a sentence that holds no secret.
+
+mod breaker;
+mod client;
+mod pace;
+mod retry;
+mod secret;
+
+pub(crate) use pace::estimated_tokens;
+pub(crate) use secret::Secret;
+
+use crate::account::{Account, Bill};
+use crate::error::DataError;
+use crate::outside::Outside;
+use backon::{ExponentialBuilder, Retryable};
+use breaker::Breaker;
+use pace::Pace;
+use querl_core::records::{CallFailure, FailureKind};
+use reqwest::multipart::{Form, Part};
+use reqwest::{Client, Method, Response, StatusCode, Url};
+use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, of_status};
+use serde_json::Value;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime};
+use tokio::sync::Semaphore;
+
+/// How much of a server's words goes into a message.
+const EXCERPT_CHARS: usize = 300;
+
+/// Limits on the calls to one service.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CallLimits {
+    /// Calls under way at once.
+    pub(crate) max_concurrent: usize,
+    /// For one try.
+    pub(crate) timeout: Duration,
+    /// Tries after the first.
+    pub(crate) max_retries: usize,
+    /// Pause before the second try; later ones double, with jitter.
+    pub(crate) first_pause: Duration,
+    /// Tries a minute; `None` where nobody counts.
+    pub(crate) requests_per_minute: Option<u32>,
+    /// Estimated tokens a minute, questions and the most that answers may have.
+    pub(crate) tokens_per_minute: Option<u32>,
+}
+
+impl CallLimits {
+    /// Without quotas.
+    pub(crate) fn new(max_concurrent: usize, timeout_s: f64, max_retries: usize) -> Self {
+        Self {
+            max_concurrent: max_concurrent.max(1),
+            timeout: client::seconds(timeout_s),
+            max_retries,
+            first_pause: Duration::from_millis(500),
+            requests_per_minute: None,
+            tokens_per_minute: None,
+        }
+    }
+
+    /// With quotas, where they are given.
+    pub(crate) fn per_minute(self, requests: Option<u32>, tokens: Option<u32>) -> Self {
+        Self { requests_per_minute: requests, tokens_per_minute: tokens, ..self }
+    }
+}
+
+/// Calls one address of a service.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    client: Client,
+    url: Url,
+    key: Option<Secret>,
+    limits: CallLimits,
+    max_response_bytes: usize,
+    read_timeout: Duration,
+    slots: Semaphore,
+    pace: Pace,
+    breaker: Breaker,
+    account: Arc<Account>,
+    /// As the account calls the service.
+    provider: String,
+}
+
+/// An answer and how long its last try took.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) body: Value,
+    pub(crate) latency_ms: f64,
+    /// For what the answer cost; goes on the account when it is dropped.
+    pub(crate) bill: Bill,
+}
+
+/// One request, as often as it is tried.
+#[derive(Debug, Clone)]
+pub(crate) struct Call<'a> {
+    method: Method,
+    /// Below the caller's address; empty for the address itself.
+    path: String,
+    sent: Sent<'a>,
+    reads: Reads,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Sent<'a> {
+    Nothing,
+    Json(&'a Value),
+    /// A file to be worked on in a batch, as a form.
+    BatchFile(&'a [u8]),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reads {
+    Json,
+    /// A file as text, as a JSON string.
+    File,
+}
+
+impl<'a> Call<'a> {
+    /// Sends JSON, reads JSON.
+    pub(crate) fn post(path: &str, body: &'a Value) -> Self {
+        Self { method: Method::POST, path: path.to_owned(), sent: Sent::Json(body), reads: Reads::Json }
+    }
+
+    /// Reads JSON.
+    pub(crate) fn get(path: &str) -> Self {
+        Self { method: Method::GET, path: path.to_owned(), sent: Sent::Nothing, reads: Reads::Json }
+    }
+
+    /// Reads a file, whatever its size.
+    pub(crate) fn get_file(path: &str) -> Self {
+        Self { reads: Reads::File, ..Self::get(path) }
+    }
+
+    /// Sends a file for a batch, reads JSON.
+    pub(crate) fn upload(path: &str, bytes: &'a [u8]) -> Self {
+        Self { method: Method::POST, path: path.to_owned(), sent: Sent::BatchFile(bytes), reads: Reads::Json }
+    }
+}
+
+/// What a call takes before its answer is known.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Charge {
+    /// Of a quota of tokens.
+    pub(crate) n_tokens: u64,
+    /// The most that it may cost.
+    pub(crate) most: f64,
+}
+
+impl Charge {
+    /// Of a service that takes no money.
+    pub(crate) const FREE: Self = Self { n_tokens: 0, most: 0.0 };
+}
+
+impl Caller {
+    /// A caller of `url`, which `setting` names in the configuration.
+    ///
+    /// # Errors
+    /// The address is not one of HTTP, or no client can be made on this machine.
+    pub(crate) fn new(
+        setting: &str,
+        url: &str,
+        key: Option<Secret>,
+        limits: CallLimits,
+        outside: &Outside,
+    ) -> Result<Self, DataError> {
+        let parsed = Url::parse(url).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        let url =
+            parsed.ok_or_else(|| DataError::setting(setting, "is not an http or https address; write it in full"))?;
+        let config = &outside.config;
+        Ok(Self {
+            client: client::client(setting, &limits, config)?,
+            url,
+            key,
+            limits,
+            max_response_bytes: config.max_response_mib.saturating_mul(1 << 20),
+            read_timeout: client::seconds(config.read_timeout_s),
+            slots: Semaphore::new(limits.max_concurrent),
+            pace: Pace::new(limits.requests_per_minute, limits.tokens_per_minute),
+            breaker: Breaker::new(config.breaker_failures),
+            account: outside.account.clone(),
+            provider: setting.rsplit_once('.').map_or(setting, |(section, _)| section).to_owned(),
+        })
+    }
+
+    /// Under this name on the account.
+    pub(crate) fn named(self, provider: &str) -> Self {
+        Self { provider: provider.to_owned(), ..self }
+    }
+
+    /// Sends a JSON body and reads a JSON answer.
+    ///
+    /// # Errors
+    /// What the last try met. Timeouts, broken connections, answers that were cut short, 408, 409, 425, 429 and 5xx are tried
+    /// again; a pause that the server asks for in `Retry-After` is kept, by all calls. After too many calls in a row without an
+    /// answer nobody is called any more: `down`. A call that the budget might not cover is not made: `over budget`.
+    pub(crate) async fn post(&self, body: &Value, charge: Charge) -> Result<Answer, CallFailure> {
+        self.call(&Call::post("", body), charge).await
+    }
+
+    /// The same for any request.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post).
+    pub(crate) async fn call(&self, call: &Call<'_>, charge: Charge) -> Result<Answer, CallFailure> {
+        // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
+        let _slot = self.slots.acquire().await.expect("the semaphore is never closed");
+        if let Some(down) = self.breaker.opened() {
+            return Err(down.clone());
+        }
+        let bill = Mutex::new(self.account.bill(&self.provider, charge.most)?);
+        let pauses = ExponentialBuilder::default()
+            .with_min_delay(self.limits.first_pause)
+            .with_max_delay(Duration::from_secs(30))
+            .with_max_times(self.limits.max_retries)
+            .with_jitter();
+        let answer = (|| self.try_call(call, charge.n_tokens, &bill))
+            .retry(pauses)
+            .when(|failed: &FailedTry| failed.retry != Retry::Useless && self.breaker.opened().is_none())
+            .adjust(|failed: &FailedTry, pause| match failed.retry {
+                Retry::After(asked) if asked > LONGEST_PAUSE => None,
+                Retry::After(asked) => pause.map(|pause| pause.max(asked)),
+                _ => pause,
+            })
+            .notify(|failed: &FailedTry, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
+            .await
+            .map_err(|failed| failed.failure);
+        self.breaker.count(&shown_address(&self.url), &answer);
+        let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match answer {
+            Ok((body, latency_ms)) => Ok(Answer { body, latency_ms, bill }),
+            Err(failure) => {
+                bill.failed();
+                Err(failure)
+            }
+        }
+    }
+
+    async fn try_call(&self, call: &Call<'_>, n_tokens: u64, bill: &Mutex<Bill>) -> Result<(Value, f64), FailedTry> {
+        self.pace.turn(n_tokens).await;
+        lock(bill).sent();
+        let answer = self.exchange(call).await;
+        match &answer {
+            Err(FailedTry { is_lost: true, .. }) => lock(bill).lost(),
+            _ => lock(bill).ended(),
+        }
+        answer
+    }
+
+    async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedTry> {
+        let started = Instant::now();
+        let mut request = self.client.request(call.method.clone(), self.address(call));
+        request = match call.sent {
+            Sent::Nothing => request,
+            Sent::Json(body) => request.json(body),
+            Sent::BatchFile(bytes) => {
+                let file = Part::bytes(bytes.to_owned()).file_name("requests.jsonl");
+                request.multipart(Form::new().text("purpose", "batch").part("file", file))
+            }
+        };
+        if let Some(key) = &self.key {
+            request = request.bearer_auth(key.reveal());
+        }
+        let response = request.send().await.map_err(|error| self.broken(call, &error, started))?;
+        let status = response.status();
+        let pause = asked_pause(response.headers(), SystemTime::now());
+        let text = self.read(call, response, started).await?;
+        if !status.is_success() {
+            return Err(self.refused(call, status, pause, &text));
+        }
+        let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
+        let body = match call.reads {
+            Reads::Json => serde_json::from_str(&text).map_err(|error| self.not_json(call, &error))?,
+            Reads::File => Value::String(text),
+        };
+        Ok((body, latency_ms))
+    }
+
+    fn address(&self, call: &Call<'_>) -> String {
+        match call.path.as_str() {
+            "" => self.url.to_string(),
+            path => format!("{}{path}", self.url.as_str().trim_end_matches('/')),
+        }
+    }
+
+    async fn read(&self, call: &Call<'_>, mut response: Response, started: Instant) -> Result<String, FailedTry> {
+        let mut bytes = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(|error| self.broken(call, &error, started))? {
+            bytes.extend_from_slice(&chunk);
+            if call.reads == Reads::Json && bytes.len() > self.max_response_bytes {
+                let most = self.max_response_bytes >> 20;
+                let message = format!("the answer is longer than calls.max_response_mib = {most}");
+                return Err(self.failed(call, FailureKind::InvalidResponse, Retry::Useless, message).lost());
+            }
+        }
+        // A service that quotes the key, in whatever it says, must not bring it into a file.
+        Ok(self.without_key(&String::from_utf8_lossy(&bytes)))
+    }
+
+    fn broken(&self, call: &Call<'_>, error: &reqwest::Error, started: Instant) -> FailedTry {
+        let (timeout, read_timeout) = (self.limits.timeout, self.read_timeout);
+        let (kind, what) = if !error.is_timeout() || error.is_connect() {
+            (FailureKind::Unreachable, innermost(error))
+        } else if read_timeout < timeout && started.elapsed() < timeout {
+            (FailureKind::Timeout, format!("not a byte within calls.read_timeout_s = {}", read_timeout.as_secs_f64()))
+        } else {
+            (FailureKind::Timeout, format!("no answer within {} s", timeout.as_secs_f64()))
+        };
+        // Who was never reached has charged nothing.
+        let failed = self.failed(call, kind, Retry::Later, what);
+        if error.is_connect() { failed } else { failed.lost() }
+    }
+
+    /// What ends in the middle was cut short on its way; anything else the next try would get too.
+    fn not_json(&self, call: &Call<'_>, error: &serde_json::Error) -> FailedTry {
+        let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
+        self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
+    }
+
+    fn refused(&self, call: &Call<'_>, status: StatusCode, pause: Option<Duration>, body: &str) -> FailedTry {
+        let (kind, retry) = of_status(status, pause);
+        if let Retry::After(asked) = retry
+            && asked <= LONGEST_PAUSE
+        {
+            self.pace.silence(asked);
+        }
+        self.failed(call, kind, retry, format!("answered {status}: {}", server_message(body)))
+    }
+
+    fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedTry {
+        let (method, address) = (&call.method, shown_address(&self.url));
+        let message = self.without_key(&format!("{method} {address}{}: {what}", call.path));
+        FailedTry { failure: CallFailure { kind, message }, retry, is_lost: false }
+    }
+
+    /// A failure of this service, with the key taken out of the message.
+    pub(crate) fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
+        CallFailure { kind, message: self.without_key(&format!("POST {}: {what}", shown_address(&self.url))) }
+    }
+
+    fn without_key(&self, text: &str) -> String {
+        self.key.as_ref().map_or_else(|| text.to_owned(), |key| key.hide_in(text))
+    }
+}
+
+fn lock(bill: &Mutex<Bill>) -> MutexGuard<'_, Bill> {
+    bill.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// The address without user, password and query, which may hold keys.
+fn shown_address(url: &Url) -> String {
+    let port = url.port().map_or_else(String::new, |port| format!(":{port}"));
+    format!("{}://{}{port}{}", url.scheme(), url.host_str().unwrap_or_default(), url.path())
+}
+
+/// What the server says for itself: the message of an OpenAI-style error, else the start of the body.
+fn server_message(body: &str) -> String {
+    let parsed: Option<Value> = serde_json::from_str(body).ok();
+    let said = parsed.as_ref().and_then(|body| {
+        ["/error/message", "/error", "/message", "/detail", "/msg"].iter().find_map(|path| body.pointer(path)?.as_str())
+    });
+    let text = said.unwrap_or(body).split_whitespace().collect::<Vec<_>>().join(" ");
+    match text.char_indices().nth(EXCERPT_CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None if text.is_empty() => "no message".into(),
+        None => text,
+    }
+}
+
+/// The cause at the bottom says it best: `Connection refused`.
+fn innermost(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    cause.to_string()
+}
+
+#[cfg(test)]
+mod fault_tests;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,130 @@
+//! How fast an endpoint is called: requests and tokens a minute, and silence where it asked for some.
+
+use governor::clock::Clock;
+use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
+use std::num::NonZeroU32;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// The pace of one endpoint. Services count the last minute: a bucket holds a second's worth, so that no minute sees more than
+/// a sixtieth above its quota.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    requests: Option<Bucket>,
+    tokens: Option<Bucket>,
+    /// The endpoint asked for silence until then. All calls keep it, not only the one that was told.
+    silent_until: Mutex<Option<Instant>>,
+}
+
+#[derive(Debug)]
+struct Bucket {
+    limiter: DefaultDirectRateLimiter,
+    size: NonZeroU32,
+    /// Who came first is served first, however much others want.
+    queue: tokio::sync::Mutex<()>,
+}
+
+impl Bucket {
+    /// `None` where there is no quota.
+    fn new(per_minute: Option<u32>) -> Option<Self> {
+        let per_minute = NonZeroU32::new(per_minute?)?;
+        let size = NonZeroU32::new(per_minute.get() / 60).unwrap_or(NonZeroU32::MIN);
+        let limiter = RateLimiter::direct(Quota::per_minute(per_minute).allow_burst(size));
+        Some(Self { limiter, size, queue: tokio::sync::Mutex::new(()) })
+    }
+
+    async fn take(&self, n: u64) {
+        let _turn = self.queue.lock().await;
+        let mut n_left = n;
+        while n_left > 0 {
+            let n_now = NonZeroU32::new(n_left.min(u64::from(self.size.get())) as u32).unwrap_or(NonZeroU32::MIN);
+            while let Ok(Err(not_until)) = self.limiter.check_n(n_now) {
+                tokio::time::sleep(not_until.wait_time_from(self.limiter.clock().now())).await;
+            }
+            n_left -= u64::from(n_now.get());
+        }
+    }
+}
+
+impl Pace {
+    /// No quota where `None`.
+    pub(super) fn new(requests_per_minute: Option<u32>, tokens_per_minute: Option<u32>) -> Self {
+        let (requests, tokens) = (Bucket::new(requests_per_minute), Bucket::new(tokens_per_minute));
+        Self { requests, tokens, silent_until: Mutex::default() }
+    }
+
+    /// Waits for one's turn with a request of so many tokens.
+    pub(super) async fn turn(&self, n_tokens: u64) {
+        if let Some(requests) = &self.requests {
+            requests.take(1).await;
+        }
+        if let Some(tokens) = &self.tokens {
+            tokens.take(n_tokens).await;
+        }
+        while let Some(pause) = self.silence_left() {
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Nobody calls for so long.
+    pub(super) fn silence(&self, pause: Duration) {
+        let until = Instant::now() + pause;
+        let mut silent_until = self.silent_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        *silent_until = Some(silent_until.map_or(until, |known| known.max(until)));
+    }
+
+    fn silence_left(&self) -> Option<Duration> {
+        let silent_until = *self.silent_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        silent_until?.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+    }
+}
+
+/// About how many tokens a text has, where nobody counts them: a Chinese character is about one, other characters are four to
+/// a token. For quotas and for costs where a service does not say; marked as an estimate wherever shown.
+pub(crate) fn estimated_tokens(text: &str) -> u64 {
+    let (n_wide, n_narrow) = text
+        .chars()
+        .fold((0, 0), |(wide, narrow), c| if c >= '\u{2e80}' { (wide + 1, narrow) } else { (wide, narrow + 1) });
+    n_wide + u64::div_ceil(n_narrow, 4)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn requests_keep_the_pace_from_the_first_on() {
+        let pace = Pace::new(Some(600), None);
+        let started = Instant::now();
+        for _ in 0..16 {
+            pace.turn(0).await;
+        }
+        // Ten at once, then one each tenth of a second.
+        let taken = started.elapsed().as_secs_f64();
+        assert!((0.55..2.0).contains(&taken), "{taken}");
+    }
+
+    #[tokio::test]
+    async fn tokens_are_paid_by_size_even_above_the_bucket() {
+        let pace = Pace::new(None, Some(6000));
+        let started = Instant::now();
+        pace.turn(160).await;
+        let taken = started.elapsed().as_secs_f64();
+        assert!((0.55..2.0).contains(&taken), "{taken}");
+    }
+
+    #[tokio::test]
+    async fn silence_holds_everybody() {
+        let pace = Pace::new(None, None);
+        pace.silence(Duration::from_millis(200));
+        pace.silence(Duration::from_millis(1));
+        let started = Instant::now();
+        pace.turn(0).await;
+        assert!(started.elapsed() >= Duration::from_millis(195));
+    }
+
+    #[test]
+    fn chinese_and_english_are_estimated_each_in_its_way() {
+        assert_eq!((estimated_tokens("鱼油怎么吃"), estimated_tokens("fish oil"), estimated_tokens("")), (5, 2, 0));
+    }
+}

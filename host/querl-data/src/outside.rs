@@ -1,0 +1,58 @@
+//! What all calls to outside services of one run share.
+
+use crate::account::Account;
+use crate::cache::{AnswerCache, CacheTable, Shelf};
+use querl_core::config::CallsConfig;
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How outside services are reached, what they cost, and what they said before. One for a whole run.
+#[derive(Clone, Default)]
+pub struct Outside {
+    pub(crate) config: CallsConfig,
+    pub(crate) account: Arc<Account>,
+    cache: Option<Arc<AnswerCache>>,
+    /// How long what retrieval found is believed; a knowledge base changes.
+    retrieval_ttl: Duration,
+}
+
+impl Outside {
+    /// As the configuration says, with an account of its own and no cache.
+    pub fn new(config: &CallsConfig) -> Self {
+        Self { config: config.clone(), ..Self::default() }
+    }
+
+    /// With this account.
+    #[must_use]
+    pub fn with_account(self, account: Arc<Account>) -> Self {
+        Self { account, ..self }
+    }
+
+    /// With this cache, which believes what retrieval found for `retrieval_ttl`.
+    #[must_use]
+    pub fn with_cache(self, cache: Arc<AnswerCache>, retrieval_ttl: Duration) -> Self {
+        Self { cache: Some(cache), retrieval_ttl, ..self }
+    }
+
+    /// What calls cost.
+    pub fn account(&self) -> &Arc<Account> {
+        &self.account
+    }
+
+    /// Where the answers of `provider` are kept; `None` without a cache. `identity` is everything beside the question that an
+    /// answer depends on.
+    pub(crate) fn shelf(&self, table: CacheTable, provider: &str, identity: &impl Serialize) -> Option<Shelf> {
+        let max_age = (table == CacheTable::Retrievals).then_some(self.retrieval_ttl);
+        Some(Shelf::new(self.cache.clone()?, self.account.clone(), table, provider, identity, max_age))
+    }
+}
+
+impl std::fmt::Debug for Outside {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outside")
+            .field("config", &self.config)
+            .field("cache", &self.cache.is_some())
+            .finish_non_exhaustive()
+    }
+}

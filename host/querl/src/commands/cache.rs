@@ -1,0 +1,120 @@
+//! `querl cache`: what was kept of answers of teachers, judges and retrieval services.
+
+use crate::cli::Format;
+use crate::failure::Stop;
+use crate::run::cache_path;
+use anyhow::Context;
+use clap::{Args, Subcommand, ValueEnum};
+use querl_data::{CacheTable, cache_stats, clear_cache};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// What to do with the cache.
+#[derive(Debug, Subcommand)]
+pub enum CacheCommand {
+    /// Says how many answers are kept, of what size and age
+    Stats(StatsArgs),
+    /// Forgets answers
+    Clear(ClearArgs),
+}
+
+/// Options of `querl cache stats`.
+#[derive(Debug, Args)]
+pub struct StatsArgs {
+    #[command(flatten)]
+    place: Place,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Options of `querl cache clear`.
+#[derive(Debug, Args)]
+pub struct ClearArgs {
+    #[command(flatten)]
+    place: Place,
+    /// Only answers of this kind; may be given several times [default: all]
+    #[arg(long, value_name = "TABLE")]
+    table: Vec<Table>,
+}
+
+/// Which cache.
+#[derive(Debug, Args)]
+struct Place {
+    /// The file [default: answers.redb in the user's cache folder]
+    #[arg(long, value_name = "FILE")]
+    path: Option<PathBuf>,
+}
+
+impl Place {
+    fn path(&self) -> anyhow::Result<PathBuf> {
+        let missing =
+            || Stop::usage("there is no cache folder: set QUERL_CACHE_DIR or HOME, or name the file with --path");
+        Ok(cache_path(self.path.as_deref()).ok_or_else(missing)?)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Table {
+    Rewrites,
+    Judgements,
+    Retrievals,
+}
+
+impl Table {
+    fn table(self) -> CacheTable {
+        match self {
+            Self::Rewrites => CacheTable::Rewrites,
+            Self::Judgements => CacheTable::Judgements,
+            Self::Retrievals => CacheTable::Retrievals,
+        }
+    }
+}
+
+/// # Errors
+/// The cache is in use or damaged.
+pub fn run(command: &CacheCommand) -> anyhow::Result<()> {
+    match command {
+        CacheCommand::Stats(args) => stats(args),
+        CacheCommand::Clear(args) => {
+            let tables: Vec<CacheTable> = match args.table.as_slice() {
+                [] => CacheTable::ALL.to_vec(),
+                named => named.iter().map(|table| table.table()).collect(),
+            };
+            let path = args.place.path()?;
+            clear_cache(&path, &tables)?;
+            let names: Vec<&str> = tables.iter().map(|table| table.name()).collect();
+            writeln!(std::io::stdout(), "{}: no {} are kept any more", path.display(), names.join(", "))
+                .context("stdout")
+        }
+    }
+}
+
+fn stats(args: &StatsArgs) -> anyhow::Result<()> {
+    let path = args.place.path()?;
+    let stats = cache_stats(&path)?;
+    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let age_s = |oldest_s: Option<u64>| oldest_s.map(|oldest_s| now_s.saturating_sub(oldest_s));
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let tables: Vec<Value> = stats
+            .iter()
+            .map(|one| {
+                json!({"table": one.table.name(), "answers": one.n_answers, "bytes": one.n_bytes, "oldest_age_s": age_s(one.oldest_s)})
+            })
+            .collect();
+        serde_json::to_writer_pretty(&mut stdout, &json!({"path": path, "tables": tables}))?;
+        return writeln!(stdout).context("stdout");
+    }
+    if stats.is_empty() {
+        return writeln!(stdout, "{}: nothing is kept yet", path.display()).context("stdout");
+    }
+    writeln!(stdout, "{}", path.display())?;
+    for one in stats {
+        let age = age_s(one.oldest_s).map(|age_s| format!(", the oldest {:.1} h old", age_s as f64 / 3600.0));
+        let (name, size) = (one.table.name(), one.n_bytes as f64 / 1024.0);
+        writeln!(stdout, "  {name:<10}  {} answers, {size:.1} KiB{}", one.n_answers, age.unwrap_or_default())?;
+    }
+    Ok(())
+}
