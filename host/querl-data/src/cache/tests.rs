@@ -62,7 +62,6 @@ fn damaged_cache_never_crashes_and_never_lies() {
         keep(&whole, &format!("key {n}"), format!("answer {n}").repeat(20).as_bytes());
     }
     let bytes = std::fs::read(&whole).unwrap();
-    let path = folder.path().join("answers.redb");
     let mut n_put_aside = 0;
     let damages: Vec<Vec<u8>> = (0..40)
         .map(|n| {
@@ -74,7 +73,9 @@ fn damaged_cache_never_crashes_and_never_lies() {
         })
         .chain([b"not a database".to_vec(), bytes[..bytes.len() / 2].to_vec(), bytes[..100].to_vec()])
         .collect();
-    for damaged in damages {
+    for (n_damage, damaged) in damages.into_iter().enumerate() {
+        // A database whose closing panicked holds its lock until the process ends: each damage has a file of its own.
+        let path = folder.path().join(format!("answers-{n_damage}.redb"));
         std::fs::write(&path, &damaged).unwrap();
         let cache = AnswerCache::open(&path).unwrap();
         for n in 0..40 {
