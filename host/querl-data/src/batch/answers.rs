@@ -94,7 +94,7 @@ impl<'a> BatchAnswers<'a> {
             }
         }
         let ids = self.note.batches[index].ids.iter();
-        let without = ids.filter(|id| !lines.get(*id).is_some_and(|line| super::answered_body(line).is_some()));
+        let without = ids.filter(|id| lines.get(*id).is_none_or(|line| super::answered_body(line).is_none()));
         read.failed.extend(without.map(|id| key(id)));
         // From here on each answer stands on the account by itself.
         read.reserved[index] = None;

@@ -3,9 +3,11 @@
 use crate::error::DataError;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition};
 use sha2::{Digest, Sha256};
+use std::cell::Cell;
 use std::io::{self, ErrorKind};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Once;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The kinds of answers.
@@ -64,7 +66,7 @@ impl Drop for Store {
     /// Closing a damaged file may end in a panic, too.
     fn drop(&mut self) {
         let database = self.0.take();
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(database)));
+        let _ = quietly(|| drop(database));
     }
 }
 
@@ -86,7 +88,9 @@ impl Store {
                 None
             }
             Err(Unusable::Damaged(problem)) => {
-                tracing::warn!("{shown}: the cache is damaged ({problem}); {}, a new one is begun", put_aside(path));
+                // Before the line and not within it: what nobody listens to is not worked out.
+                let aside = put_aside(path);
+                tracing::warn!("{shown}: the cache is damaged ({problem}); {aside}, a new one is begun");
                 Self::try_open(path).ok()
             }
             Err(Unusable::Other(problem)) => {
@@ -101,7 +105,7 @@ impl Store {
             std::fs::create_dir_all(folder).map_err(|error| Unusable::Other(error.to_string()))?;
         }
         // redb's own checks may end in a panic on a file that was changed from outside.
-        let opened = catch_unwind(|| Database::create(path));
+        let opened = quietly(|| Database::create(path));
         let database = match opened {
             Ok(Ok(database)) => database,
             Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(Unusable::InUse),
@@ -195,9 +199,30 @@ fn is_of_the_place(error: &io::Error) -> bool {
     )
 }
 
+thread_local! {
+    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `work`; a panic in it is a result, and nothing is printed of it.
+fn quietly<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !IS_QUIET.get() {
+                before(panic);
+            }
+        }));
+    });
+    let was_quiet = IS_QUIET.replace(true);
+    let done = catch_unwind(AssertUnwindSafe(work));
+    IS_QUIET.set(was_quiet);
+    done
+}
+
 /// What happens on damage is an error, whichever way redb says it.
 fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(work)) {
+    match quietly(work) {
         Ok(done) => done.map_err(|error| error.to_string()),
         Err(_) => Err("it cannot be read".into()),
     }
