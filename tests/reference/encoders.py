@@ -1,16 +1,19 @@
 """Tiny random BERT and XLM-RoBERTa checkpoints with what transformers makes of a few texts, in golden/encoders/<name>/.
 
-Two embedding models (BERT with the first token's state, XLM-RoBERTa with the mean) and two cross-encoders with one label. Weights are
-far from their usual initial values, so that a missing norm, bias, position or token type shows. Texts are of different lengths, one
-is longer than the model takes, so that padding and cutting show too.
+Embedding models (BERT with the first token's state, XLM-RoBERTa with the mean) and cross-encoders with one label. Weights are far from
+their usual initial values, so that a missing norm, bias, position or token type shows. Texts are of different lengths, one is longer
+than the model takes, so that padding and cutting show too. Tokenizers are of three kinds: one token a character; WordPiece as the bge models for
+Chinese have it; Unigram behind a table of characters as bge-m3 and bge-reranker-base have it, its second texts of another type, which
+XLM-RoBERTa must pass over.
 """
 
 import json
 import shutil
+import struct
 
 from common import GOLDEN, generator, rounded, write_json
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,6 +21,9 @@ disable_progress_bar()
 
 TEXTS = ["鱼油怎么吃", "深海鱼油软胶囊一天两粒，饭后服用。", "价格", "饭" * 60]
 QUERY = "鱼油一天吃几粒"
+# With letters, accents, full width, runs of spaces and a character that no vocabulary has.
+MIXED = ["FishOil 1000mg怎么吃", "Ｆｉｓｈ　oil，一天 两粒 café fishoiled", "价格  ①龘", "fish" * 40 + "饭" * 20]
+MIXED_QUERY = "ＥＰＡ fish oil 一天吃几粒"
 
 SHARED = {
     "hidden_size": 32,
@@ -32,32 +38,99 @@ BERT = SHARED | {"model_type": "bert", "max_position_embeddings": 40, "type_voca
 ROBERTA = SHARED | {"model_type": "xlm-roberta", "max_position_embeddings": 42, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 ROBERTA |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
-# name: (seed, config, what is made of it)
+# name: (seed, config, tokenizer, what is made of it)
 VARIANTS = {
-    "bert-cls": (61, BERT | {"pad_token_id": 0}, "cls"),
-    "xlm-roberta-mean": (62, ROBERTA, "mean"),
-    "bert-reranker": (63, BERT | {"pad_token_id": 0}, "scores"),
-    "xlm-roberta-reranker": (64, ROBERTA, "scores"),
+    "bert-cls": (61, BERT | {"pad_token_id": 0}, "characters", "cls"),
+    "xlm-roberta-mean": (62, ROBERTA, "characters", "mean"),
+    "bert-reranker": (63, BERT | {"pad_token_id": 0}, "characters", "scores"),
+    "xlm-roberta-reranker": (64, ROBERTA, "characters", "scores"),
+    "bert-wordpiece": (65, BERT | {"pad_token_id": 0}, "wordpiece", "cls"),
+    "xlm-roberta-unigram": (66, ROBERTA, "unigram", "mean"),
+    "xlm-roberta-unigram-reranker": (67, ROBERTA, "unigram", "scores"),
 }
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+ROBERTA_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
-def tokenizer(kind):
+def characters(kind):
     """One token a character, in the frame of the model."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"] if kind == "bert" else ["<s>", "<pad>", "</s>", "<unk>"]
-    characters = sorted(set("".join(TEXTS) + QUERY))
-    vocab = {token: index for index, token in enumerate(special + characters)}
+    special = BERT_TOKENS if kind == "bert" else ROBERTA_TOKENS
+    letters = sorted(set("".join(TEXTS) + QUERY))
+    vocab = {token: index for index, token in enumerate(special + letters)}
     unknown = "[UNK]" if kind == "bert" else "<unk>"
     made = Tokenizer(models.WordLevel(vocab, unk_token=unknown))
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if kind == "bert":
-        frame = processors.BertProcessing(("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"]))
-        names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        made.post_processor = processors.BertProcessing(("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"]))
     else:
         frame = processors.RobertaProcessing(("</s>", vocab["</s>"]), ("<s>", vocab["<s>"]), add_prefix_space=False)
+        made.post_processor = frame
+    return made, len(vocab)
+
+
+def wordpiece():
+    """As bge-small-zh: letters folded, accents off, Chinese characters alone, longest pieces first."""
+    pieces = ["fish", "oil", "##oil", "##ed", "##mg", "1000", "100", "##0", "cafe", "epa", "##a", "f", "，"]
+    letters = sorted({letter for letter in "".join(MIXED) + MIXED_QUERY if "一" <= letter <= "鿿" and letter != "龘"})
+    vocab = {token: index for index, token in enumerate(BERT_TOKENS + pieces + letters)}
+    made = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    frame = {"single": "[CLS]:0 $A:0 [SEP]:0", "pair": "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"}
+    ends = [(token, vocab[token]) for token in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(**frame, special_tokens=ends)
+    return made, len(vocab)
+
+
+def charsmap(rules):
+    """A table of replacements in SentencePiece's form: the length of a double array, the array, the replacements with zeros after them.
+
+    Each node has a block of 256 units of its own: a child stands at the block's start plus its byte, what a node stands for at the start.
+    """
+    nodes, values, texts = {b"": 0}, {}, b""
+    for source, text in rules.items():
+        source = source.encode()
+        for length in range(1, len(source) + 1):
+            nodes.setdefault(source[:length], len(nodes))
+        values[source] = len(texts)
+        texts += text.encode() + b"\0"
+    start = {prefix: 256 * (1 + number) for prefix, number in nodes.items()}
+    place = {prefix: start[prefix[:-1]] + prefix[-1] if prefix else 0 for prefix in nodes}
+    units = [0] * (256 * (1 + len(nodes)))
+    for prefix in nodes:
+        label = prefix[-1] if prefix else 0
+        units[place[prefix]] |= label | (prefix in values) << 8 | (place[prefix] ^ start[prefix]) << 10
+        if prefix in values:
+            units[start[prefix]] |= values[prefix] | 1 << 31
+    return struct.pack("<I", 4 * len(units)) + struct.pack(f"<{len(units)}I", *units) + texts
+
+
+def unigram():
+    """As bge-m3: a table of characters, runs of spaces as one, words begun by a mark, the likeliest pieces."""
+    pieces = {"▁": -2.0, "▁fish": -3.0, "fish": -4.0, "▁Fish": -3.5, "oil": -3.0, "▁oil": -3.0, "Oil": -3.5, "ed": -4.0, "mg": -4.0}
+    pieces |= {"1000": -4.0, "1": -5.0, "0": -5.0, "cafe": -6.0, "c": -7.0, "a": -7.0, "f": -7.0, "é": -7.0, "EPA": -5.0, "F": -7.0}
+    pieces |= {"一天": -4.0, "▁一天": -4.5, "怎么吃": -3.0, ",": -4.0}
+    letters = sorted({letter for letter in "".join(MIXED) + MIXED_QUERY if "一" <= letter <= "鿿" and letter != "龘"})
+    vocab = [(token, 0.0) for token in ROBERTA_TOKENS] + list(pieces.items()) + [(letter, -6.0) for letter in letters]
+    made = Tokenizer(models.Unigram(vocab, unk_id=3, byte_fallback=False))
+    full_width = {chr(0xFEE0 + ord(letter)): letter for letter in "EFPAish,1"} | {"　": " ", "①": "1"}
+    table = normalizers.Precompiled(charsmap(full_width))
+    made.normalizer = normalizers.Sequence([table, normalizers.Replace(Regex(" {2,}"), " ")])
+    words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")]
+    made.pre_tokenizer = pre_tokenizers.Sequence(words)
+    frame = {"single": "<s>:0 $A:0 </s>:0", "pair": "<s>:0 $A:0 </s>:0 </s>:0 $B:1 </s>:1"}
+    made.post_processor = processors.TemplateProcessing(**frame, special_tokens=[("<s>", 0), ("</s>", 2)])
+    return made, len(vocab)
+
+
+def tokenizer(kind, sort):
+    made, vocab_size = {"characters": lambda: characters(kind), "wordpiece": wordpiece, "unigram": unigram}[sort]()
+    if kind == "bert":
+        names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    else:
         names = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}
-    made.post_processor = frame
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names), len(vocab)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names), vocab_size
 
 
 def randomise(model, seed):
@@ -68,12 +141,13 @@ def randomise(model, seed):
             parameter.copy_(1 + 0.3 * noise if "LayerNorm.weight" in name else 0.25 * noise)
 
 
-def make(name, seed, settings, made):
+def make(name, seed, settings, sort, made):
     folder = GOLDEN / "encoders" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     kind = settings["model_type"]
-    tokens, vocab_size = tokenizer(kind)
+    tokens, vocab_size = tokenizer(kind, sort)
+    texts, query = (TEXTS, QUERY) if sort == "characters" else (MIXED, MIXED_QUERY)
     settings = settings | {"vocab_size": vocab_size}
     model_type = settings.pop("model_type")
     if made == "scores":
@@ -88,16 +162,18 @@ def make(name, seed, settings, made):
     tokens.backend_tokenizer.save(str(folder / "tokenizer.json"))
     longest = settings["max_position_embeddings"] - (0 if kind == "bert" else settings["pad_token_id"] + 1)
     cut = {"padding": True, "truncation": "longest_first", "max_length": longest, "return_tensors": "pt"}
+    # transformers' own tokenizers of XLM-RoBERTa give none, and the network has one type.
+    with_types = kind == "bert"
     with torch.no_grad():
         if made == "scores":
-            batch = tokens([QUERY] * len(TEXTS), TEXTS, return_token_type_ids=True, **cut)
-            expected = {"query": QUERY, "texts": TEXTS, "logits": model(**batch).logits[:, 0]}
+            batch = tokens([query] * len(texts), texts, return_token_type_ids=with_types, **cut)
+            expected = {"query": query, "texts": texts, "logits": model(**batch).logits[:, 0]}
         else:
-            batch = tokens(TEXTS, return_token_type_ids=True, **cut)
+            batch = tokens(texts, return_token_type_ids=with_types, **cut)
             states = model(**batch).last_hidden_state  # (B, T, H)
             mask = batch["attention_mask"].unsqueeze(-1)
             pooled = states[:, 0] if made == "cls" else (states * mask).sum(1) / mask.sum(1)
-            expected = {"texts": TEXTS, "vectors": torch.nn.functional.normalize(pooled, dim=-1)}
+            expected = {"texts": texts, "vectors": torch.nn.functional.normalize(pooled, dim=-1)}
             if made == "mean":
                 (folder / "1_Pooling").mkdir()
                 modes = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
@@ -106,5 +182,5 @@ def make(name, seed, settings, made):
     write_json(folder / "expected.json", rounded(expected))
 
 
-for name, (seed, settings, made) in VARIANTS.items():
-    make(name, seed, settings, made)
+for name, (seed, settings, sort, made) in VARIANTS.items():
+    make(name, seed, settings, sort, made)

@@ -240,6 +240,23 @@ pub fn digest_hex(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
+/// Lower-case hexadecimal SHA-256 of a file's content, which is read in pieces.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn digest_file(path: &Path) -> io::Result<String> {
+    use sha2::{Digest, Sha256};
+    use std::io::Read;
+    let mut file = std::fs::File::open(path)?;
+    let (mut digest, mut piece) = (Sha256::new(), vec![0; 256 << 10]);
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(hex::encode(digest.finalize())),
+            n_bytes => digest.update(&piece[..n_bytes]),
+        }
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -11,4 +11,5 @@ pub mod fsx;
 pub mod ports;
 pub mod records;
 pub mod run_dir;
+pub mod scores;
 pub mod text;

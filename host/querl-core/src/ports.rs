@@ -107,6 +107,16 @@ pub trait Embedder: Send + Sync {
 
     /// Stands for everything that decides a vector.
     fn digest(&self) -> &str;
+
+    /// What the model wants before a query where nobody says otherwise.
+    fn query_prefix(&self) -> &str {
+        ""
+    }
+
+    /// What the model wants before a passage.
+    fn passage_prefix(&self) -> &str {
+        ""
+    }
 }
 
 /// Says how well texts answer a query, in this process.

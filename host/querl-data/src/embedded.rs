@@ -2,7 +2,7 @@
 //! vector; the reranker scores them against the query.
 
 use crate::error::DataError;
-use crate::index::{PassageIndex, Vocabulary, open_lexicon};
+use crate::index::{PassageIndex, SourcesDigest, Vocabulary, open_lexicon};
 use crate::need::Need;
 use crate::passages::Passage;
 use crate::reranker::{Corpus, Reranker};
@@ -45,15 +45,22 @@ impl EmbeddedRetriever {
     /// `retrieval.knowledge_base` or `retrieval.lexicon` is not set, or a file cannot be used.
     pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
         let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
+        let embedder = models.embedder.clone();
+        let digest = SourcesDigest::of(knowledge_base, config, embedder.as_deref())?;
         let vocabulary = Vocabulary::open(config)?;
         let lexicon = open_lexicon(config, &vocabulary.segmenter)?;
         if lexicon.is_none() && config.rerank.kind == RerankKind::None {
             required(None, "lexicon")?;
         }
         let reranker = lexicon.map(Reranker::new);
-        let embedder = models.embedder.clone();
-        let index = PassageIndex::open(knowledge_base, config, vocabulary, reranker.as_ref(), embedder.as_deref())?;
-        let index = Arc::new(index);
+        let index = Arc::new(PassageIndex::open(
+            knowledge_base,
+            config,
+            &digest,
+            vocabulary,
+            reranker.as_ref(),
+            embedder.as_deref(),
+        )?);
         let query_prefix = config.embedding.query_prefix.clone();
         let vectors = embedder.map(|embedder| Arc::new(Vectors { embedder, query_prefix, index: index.clone() }));
         Ok(Self { index, reranker, vectors })

@@ -1,5 +1,5 @@
-//! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original query in its context. A rewrite is
-//! never shown to them, so that nothing in it can raise a score.
+//! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original
+//! query in its context. A rewrite is never shown to them, so that nothing in it can raise a score.
 
 use crate::calls::{CallLimits, Caller, Charge, Secret};
 use crate::error::DataError;
@@ -12,6 +12,7 @@ use futures::future::try_join_all;
 use querl_core::config::{RerankConfig, RerankKind, RerankScores};
 use querl_core::ports::{PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, FailureKind, Hit};
+use querl_core::scores::logistic;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -179,7 +180,7 @@ impl RerankService {
     fn unit(&self, sent: &Value) -> Result<f64, String> {
         let unit = number(sent).map(|number| match self.config.scores {
             RerankScores::Unit => number,
-            RerankScores::Logit => 1.0 / (1.0 + (-number).exp()),
+            RerankScores::Logit => logistic(number),
         });
         unit.filter(|unit| (0.0..=1.0).contains(unit)).ok_or_else(|| {
             format!("the score {}; expected 0 to 1, or retrieval.rerank.scores = \"logit\"", excerpt(sent))

@@ -9,6 +9,7 @@ use crate::need::Need;
 use crate::passages::Passage;
 use crate::text::normalise;
 use querl_core::records::Context;
+use querl_core::scores::logistic;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -102,7 +103,7 @@ impl Reranker {
             + weight::PRODUCT * product
             + weight::INTENT * intent * (weight::INTENT_ALONE + (1.0 - weight::INTENT_ALONE) * product)
             + weight::WORDS * weighed.share_held(passage);
-        1.0 / (1.0 + (-logit).exp())
+        logistic(logit)
     }
 
     fn product_match(&self, need: &Need, passage: &PassageTraits) -> f64 {

@@ -1,7 +1,9 @@
 //! Words of a Chinese text, as index and reranker see them.
 
 use crate::error::DataError;
+use crate::table::read_text;
 use crate::text::fold;
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use tantivy::tokenizer::{LowerCaser, TextAnalyzer, Token, TokenStream, Tokenizer};
@@ -28,24 +30,39 @@ impl std::fmt::Debug for Segmenter {
 
 impl Segmenter {
     /// The usual dictionary with a tenant's words besides: a file with a word a line, in jieba's form (`word [frequency] [tag]`),
-    /// and `words`. Without a frequency, a word gets one at which it stays whole.
+    /// and `words`. Without a frequency, a word gets one at which it stays whole. Words of the file that are cut all the same, for a
+    /// space in them or a low frequency, are warned of.
     ///
     /// # Errors
-    /// The file cannot be read, or a frequency is no number.
+    /// The file cannot be read, or a frequency is too large.
     pub(crate) fn with_words<'a>(
         dictionary: Option<&Path>,
         words: impl IntoIterator<Item = &'a str>,
     ) -> Result<Self, DataError> {
         let mut jieba = Jieba::new();
-        if let Some(path) = dictionary {
-            for (word, frequency) in read_dictionary(path)? {
-                jieba.add_word(&word, frequency, None);
-            }
+        let entries = dictionary.map_or_else(|| Ok(Vec::new()), read_dictionary)?;
+        for entry in &entries {
+            jieba.add_word(&entry.word, entry.frequency, None);
         }
         for word in words {
             jieba.add_word(&fold(word), None, None);
         }
-        Ok(Self(Arc::new(jieba)))
+        let segmenter = Self(Arc::new(jieba));
+        if let (Some(path), Some(warning)) = (dictionary, segmenter.cut_entries(&entries)) {
+            tracing::warn!("{}: {warning}", path.display());
+        }
+        Ok(segmenter)
+    }
+
+    fn cut_entries(&self, entries: &[Entry]) -> Option<String> {
+        let cut: Vec<&Entry> = entries.iter().filter(|entry| !self.keeps_whole(&entry.word)).collect();
+        let Entry { word, line, .. } = cut.first()?;
+        Some(format!("{} words are cut into smaller ones all the same, the first in line {line}: `{word}`", cut.len()))
+    }
+
+    /// Whether a folded word is among the words of itself.
+    pub(crate) fn keeps_whole(&self, word: &str) -> bool {
+        self.tokens(word).iter().any(|token| token == word)
     }
 
     /// The analyser of the index.
@@ -53,38 +70,54 @@ impl Segmenter {
         TextAnalyzer::builder(self.clone()).filter(LowerCaser).build()
     }
 
-    /// The distinct words of a text in order of appearance, punctuation and white space left out.
+    /// The words of a text in order of appearance, punctuation and white space left out. A long word comes after its parts.
+    pub(crate) fn tokens(&self, text: &str) -> Vec<String> {
+        let words = self.0.tokenize(text, TokenizeMode::Search, true).into_iter();
+        words.map(|token| token.word.to_lowercase()).filter(|word| word.chars().any(char::is_alphanumeric)).collect()
+    }
+
+    /// The same, each word once.
     pub(crate) fn words(&self, text: &str) -> Vec<String> {
-        let mut words: Vec<String> = Vec::new();
-        for token in self.0.tokenize(text, TokenizeMode::Search, true) {
-            let word = token.word.to_lowercase();
-            if word.chars().any(char::is_alphanumeric) && !words.contains(&word) {
-                words.push(word);
-            }
-        }
+        let mut seen = HashSet::new();
+        let mut words = self.tokens(text);
+        words.retain(|word| seen.insert(word.clone()));
         words
     }
 }
 
-fn read_dictionary(path: &Path) -> Result<Vec<(String, Option<usize>)>, DataError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check retrieval.user_dictionary")))?;
-    let lines = text.lines().zip(1..).map(|(line, number)| (line.trim(), number));
-    let entries = lines.filter(|(line, _)| !line.is_empty() && !line.starts_with('#'));
-    entries
-        .map(|(line, number)| {
-            let mut parts = line.split_whitespace();
-            let word = fold(parts.next().unwrap_or_default());
-            let Some(frequency) = parts.next() else { return Ok((word, None)) };
-            match frequency.parse() {
-                Ok(frequency) => Ok((word, Some(frequency))),
-                Err(_) => Err(DataError::file(
-                    path,
-                    format!("line {number} has the frequency `{frequency}`; expected `word [frequency] [tag]`"),
-                )),
-            }
+/// A line of a user dictionary.
+#[derive(Debug)]
+struct Entry {
+    word: String,
+    frequency: Option<usize>,
+    line: usize,
+}
+
+fn read_dictionary(path: &Path) -> Result<Vec<Entry>, DataError> {
+    let text = read_text(path)?;
+    let lines = text.lines().map(str::trim).zip(1..).filter(|(text, _)| !text.is_empty() && !text.starts_with('#'));
+    let entry = |(text, line): (&str, usize)| {
+        entry(text, line).map_err(|frequency| {
+            let problem = format!("line {line} has the frequency `{frequency}`; expected `word [frequency] [tag]`");
+            DataError::file(path, problem)
         })
-        .collect()
+    };
+    lines.map(entry).collect()
+}
+
+/// Read from its end, as jieba does: a word may have spaces in it.
+///
+/// # Errors
+/// The frequency, where it is too large to be one.
+fn entry(text: &str, line: usize) -> Result<Entry, String> {
+    let last = |text, is_it: fn(char) -> bool| match str::rsplit_once(text, char::is_whitespace) {
+        Some((rest, last)) if last.chars().all(is_it) => (rest.trim_end(), Some(last)),
+        _ => (text, None),
+    };
+    let (text, _tag) = last(text, |c| c.is_ascii_lowercase());
+    let (word, frequency) = last(text, |c| c.is_ascii_digit());
+    let frequency = frequency.map(|number| number.parse().map_err(|_| number.to_owned())).transpose()?;
+    Ok(Entry { word: fold(word), frequency, line })
 }
 
 impl Tokenizer for Segmenter {
@@ -148,13 +181,65 @@ mod tests {
         }
     }
 
+    /// The lines are those of the sample that comes with jieba.
     #[test]
-    fn a_dictionary_with_a_broken_line_names_it() {
+    fn a_dictionary_is_read_from_the_end_of_its_lines() {
+        let read = |text| entry(text, 1).map(|entry| (entry.word, entry.frequency));
+        for (line, word, frequency) in [
+            ("云计算 5", "云计算", Some(5)),
+            ("李小福 2 nr", "李小福", Some(2)),
+            ("创新办 3 i", "创新办", Some(3)),
+            ("easy_install 3 eng", "easy_install", Some(3)),
+            ("好用 300", "好用", Some(300)),
+            ("韩玉赏鉴 3 nz", "韩玉赏鉴", Some(3)),
+            ("八一双鹿 3 nz", "八一双鹿", Some(3)),
+            ("台中", "台中", None),
+            ("凱特琳 nz", "凱特琳", None),
+            ("Edu Trust认证 2000", "edu trust认证", Some(2000)),
+        ] {
+            assert_eq!(read(line), Ok((word.to_owned(), frequency)), "{line}");
+        }
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("words.txt");
-        std::fs::write(&path, "甲\n乙 many\n").unwrap();
+        std::fs::write(&path, "甲\n乙 99999999999999999999999 n\n").unwrap();
         let error = Segmenter::with_words(Some(&path), []).unwrap_err().to_string();
-        assert!(error.ends_with("line 2 has the frequency `many`; expected `word [frequency] [tag]`"), "{error}");
+        let expected = "line 2 has the frequency `99999999999999999999999`; expected `word [frequency] [tag]`";
+        assert!(error.ends_with(expected), "{error}");
+    }
+
+    /// Keeps away: words of a list that changes nothing, unsaid.
+    #[test]
+    fn words_that_are_cut_all_the_same_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("words.txt");
+        std::fs::write(&path, "维生素c\nvitamin c 3\nEdu Trust认证 2000\n").unwrap();
+        let entries = read_dictionary(&path).unwrap();
+        let segmenter = Segmenter::with_words(Some(&path), []).unwrap();
+        let said = segmenter.cut_entries(&entries).unwrap();
+        assert_eq!(said, "1 words are cut into smaller ones all the same, the first in line 3: `edu trust认证`");
+        assert!(segmenter.words("每天吃维生素C吗").contains(&"维生素c".to_owned()));
+    }
+
+    /// Keeps away: the first word of a list saved by a spreadsheet that never matches, a list in GB18030 that is refused.
+    #[test]
+    fn a_dictionary_may_begin_with_a_byte_order_mark_or_be_gb18030() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("words.txt");
+        let text = "雨生红球藻片\n轻盈小绿瓶\n";
+        for bytes in [format!("\u{feff}{text}").into_bytes(), encoding_rs::GB18030.encode(text).0.into_owned()] {
+            std::fs::write(&path, bytes).unwrap();
+            let words = Segmenter::with_words(Some(&path), []).unwrap().words("雨生红球藻片和轻盈小绿瓶");
+            assert!(["雨生红球藻片", "轻盈小绿瓶"].iter().all(|word| words.contains(&(*word).to_owned())), "{words:?}");
+        }
+    }
+
+    /// Keeps away: a long text of distinct words that takes minutes.
+    #[test]
+    fn distinct_words_of_a_long_text_are_found_quickly() {
+        let text: String = (0..200_000).map(|number| format!("{number} ")).collect();
+        let started = std::time::Instant::now();
+        assert_eq!(Segmenter::default().words(&text).len(), 200_000);
+        assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
     }
 
     #[test]

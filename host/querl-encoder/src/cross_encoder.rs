@@ -7,10 +7,8 @@ use crate::tokens::Tokens;
 use candle_core::{IndexOp, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use querl_core::ports::{LocalModelError, PairScorer};
+use querl_core::scores::logistic;
 use std::path::Path;
-
-/// Pairs of one forward pass.
-const BATCH_SIZE: usize = 16;
 
 /// A model with one number for a pair of texts, such as those named `bge-reranker`.
 pub struct CrossEncoder {
@@ -28,9 +26,11 @@ struct Head {
 impl CrossEncoder {
     /// Reads a directory.
     ///
+    /// `max_length`: tokens of a query with a text, those of the frame included; `None` for the model's own, 512 at most.
+    ///
     /// # Errors
     /// A file is missing, or not that of such a model; the model has more than one label.
-    pub fn open(folder: &Path) -> Result<Self, EncoderError> {
+    pub fn open(folder: &Path, max_length: Option<usize>) -> Result<Self, EncoderError> {
         let directory = Directory::open(folder)?;
         let n_labels = n_labels(&directory);
         if n_labels != 1 {
@@ -42,7 +42,7 @@ impl CrossEncoder {
             backbone: Backbone::load(&directory, &weights)?,
             head: Head::load(&directory, &weights)
                 .map_err(|error| EncoderError::file(&directory.path("model.safetensors"), error))?,
-            tokens: Tokens::open(&directory)?,
+            tokens: Tokens::open(&directory, directory.max_length(max_length)?)?,
         })
     }
 
@@ -51,12 +51,12 @@ impl CrossEncoder {
     /// # Errors
     /// The tokenizer or a computation fails.
     pub fn logits(&self, query: &str, texts: &[&str]) -> Result<Vec<f32>, EncoderError> {
-        let mut logits = Vec::with_capacity(texts.len());
-        for texts in texts.chunks(BATCH_SIZE) {
-            let pairs: Vec<(&str, &str)> = texts.iter().map(|text| (query, *text)).collect();
-            let batch = self.tokens.batch(pairs)?;
+        let mut logits = vec![0.0; texts.len()];
+        let pairs: Vec<(&str, &str)> = texts.iter().map(|text| (query, *text)).collect();
+        for batch in self.tokens.batches(pairs)? {
             let states = self.backbone.forward(&batch)?; // (B, T, H)
-            logits.extend(self.head.forward(&states)?.flatten_all()?.to_vec1::<f32>()?);
+            let found = self.head.forward(&states)?.flatten_all()?.to_vec1::<f32>()?;
+            batch.positions.iter().zip(found).for_each(|(position, logit)| logits[*position] = logit);
         }
         Ok(logits)
     }
@@ -65,7 +65,7 @@ impl CrossEncoder {
 impl PairScorer for CrossEncoder {
     fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError> {
         let logits = self.logits(query, texts).map_err(|error| LocalModelError(error.to_string()))?;
-        Ok(logits.into_iter().map(|logit| 1.0 / (1.0 + (-f64::from(logit)).exp())).collect())
+        Ok(logits.into_iter().map(|logit| logistic(f64::from(logit))).collect())
     }
 }
 

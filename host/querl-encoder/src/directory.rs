@@ -1,16 +1,16 @@
-//! A Hugging Face directory: settings, weights, a digest of both.
+//! A Hugging Face directory: settings, weights, a digest of both, and what sentence-transformers says beside them.
 
 use crate::error::EncoderError;
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
+use querl_core::fsx;
 use serde_json::Value;
-use sha2::{Digest, Sha256};
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Files that decide what a model says.
-const DECIDING: [&str; 4] = ["config.json", "tokenizer.json", "model.safetensors", "1_Pooling/config.json"];
+const DECIDING: [&str; 3] = ["config.json", "tokenizer.json", "model.safetensors"];
+/// Tokens of a text where nobody says otherwise: what BERT takes. Attention needs memory by the square of it.
+const USUAL_LENGTH: usize = 512;
 
 /// Which network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,14 +69,36 @@ impl Directory {
         found.ok_or_else(|| EncoderError::file(&self.path("config.json"), format!("has no number `{key}`")))
     }
 
-    /// Longest sequence in tokens, those of the frame included.
-    pub(crate) fn max_length(&self) -> Result<usize, EncoderError> {
+    /// True for a network with a head that puts texts into classes, of which a reranker is one.
+    pub(crate) fn is_classifier(&self) -> bool {
+        let architectures = self.config["architectures"].as_array().into_iter().flatten();
+        architectures.filter_map(Value::as_str).any(|name| name.ends_with("ForSequenceClassification"))
+    }
+
+    /// Longest sequence in tokens, those of the frame included: `wanted`, or what sentence-transformers cuts at, at most
+    /// [`USUAL_LENGTH`].
+    ///
+    /// # Errors
+    /// `wanted` is more than the network takes.
+    pub(crate) fn max_length(&self, wanted: Option<usize>) -> Result<usize, EncoderError> {
         let positions = self.number("max_position_embeddings")?;
-        Ok(match self.architecture {
+        let longest = match self.architecture {
             Architecture::Bert => positions,
             // RoBERTa counts positions from the padding token's on.
             Architecture::XlmRoberta => positions.saturating_sub(self.pad_id()? as usize + 1),
-        })
+        };
+        match wanted {
+            Some(wanted) if wanted > longest => {
+                let problem = format!("takes {longest} tokens at most; max_length is {wanted}");
+                Err(EncoderError::file(&self.path("config.json"), problem))
+            }
+            Some(wanted) => Ok(wanted),
+            None => {
+                let settings = self.optional_json("sentence_bert_config.json")?.unwrap_or_default();
+                let cut_at = settings["max_seq_length"].as_u64().map_or(USUAL_LENGTH, |length| length as usize);
+                Ok(cut_at.min(USUAL_LENGTH).min(longest))
+            }
+        }
     }
 
     pub(crate) fn pad_id(&self) -> Result<u32, EncoderError> {
@@ -96,33 +118,20 @@ impl Directory {
             .map_err(|error| EncoderError::file(&path, error))
     }
 
-    /// Stands for the content of all files that decide what the model says.
+    /// Stands for the content of all files that decide what the model says, and for `settings` of it.
     ///
     /// # Errors
-    /// One of them cannot be read.
-    pub(crate) fn digest(&self) -> Result<String, EncoderError> {
-        let mut digest = Sha256::new();
+    /// A file cannot be read.
+    pub(crate) fn digest(&self, settings: &[String]) -> Result<String, EncoderError> {
+        let mut parts = settings.to_vec();
         for name in DECIDING {
             let path = self.path(name);
-            if path.is_file() {
-                digest.update(name);
-                add_file(&mut digest, &path)
-                    .map_err(|error| EncoderError::file(&path, format!("cannot be read: {error}")))?;
-            }
+            let digest = fsx::digest_file(&path)
+                .map_err(|error| EncoderError::file(&path, format!("cannot be read: {error}")))?;
+            parts.push(format!("{name} {digest}"));
         }
-        Ok(digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
-    }
-}
-
-fn add_file(digest: &mut Sha256, path: &Path) -> std::io::Result<()> {
-    let mut file = File::open(path)?;
-    digest.update(file.metadata()?.len().to_le_bytes());
-    let mut piece = vec![0; 256 << 10];
-    loop {
-        match file.read(&mut piece)? {
-            0 => return Ok(()),
-            n_bytes => digest.update(&piece[..n_bytes]),
-        }
+        // As JSON, so that no text of one part can look like two.
+        Ok(fsx::digest_hex(Value::from(parts).to_string().as_bytes()))
     }
 }
 

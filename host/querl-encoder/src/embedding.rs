@@ -6,10 +6,8 @@ use crate::error::EncoderError;
 use crate::tokens::{Batch, Tokens};
 use candle_core::{D, DType, IndexOp, Tensor};
 use querl_core::ports::{Embedder, LocalModelError};
+use serde_json::Value;
 use std::path::Path;
-
-/// Texts of one forward pass.
-const BATCH_SIZE: usize = 32;
 
 /// How the states of a text's tokens become one vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,24 +24,35 @@ pub struct EmbeddingModel {
     tokens: Tokens,
     pooling: Pooling,
     dimension: usize,
+    prompts: Prompts,
     digest: String,
 }
 
 impl EmbeddingModel {
-    /// Reads a directory. How states are pooled is in `1_Pooling/config.json`, as sentence-transformers writes it; without that file
-    /// it is the first token's state.
+    /// Reads a directory. What sentence-transformers wrote beside the network is kept to: how states are pooled (without it, it is
+    /// the first token's state), where texts are cut, what is put before them.
+    ///
+    /// `max_length`: tokens of a text, those of the frame included; `None` for the model's own, 512 at most.
     ///
     /// # Errors
-    /// A file is missing, or not that of such a model.
-    pub fn open(folder: &Path) -> Result<Self, EncoderError> {
+    /// A file is missing, or not that of such a model; it is a reranker's; a step follows that is not done here.
+    pub fn open(folder: &Path, max_length: Option<usize>) -> Result<Self, EncoderError> {
         let directory = Directory::open(folder)?;
+        if directory.is_classifier() {
+            let problem =
+                "is of a model that puts texts into classes, such as a reranker; an embedding model has no such head";
+            return Err(EncoderError::file(&directory.path("config.json"), problem));
+        }
+        let (pooling, prompts) = (Pooling::of(&directory)?, Prompts::of(&directory)?);
+        let max_length = directory.max_length(max_length)?;
         let weights = directory.weights()?;
         Ok(Self {
             backbone: Backbone::load(&directory, &weights)?,
-            tokens: Tokens::open(&directory)?,
-            pooling: Pooling::of(&directory)?,
+            tokens: Tokens::open(&directory, max_length)?,
+            pooling,
             dimension: directory.number("hidden_size")?,
-            digest: directory.digest()?,
+            digest: directory.digest(&[format!("{pooling:?}"), max_length.to_string(), prompts.passage.clone()])?,
+            prompts,
         })
     }
 
@@ -52,12 +61,12 @@ impl EmbeddingModel {
     /// # Errors
     /// The tokenizer or a computation fails.
     pub fn vectors(&self, texts: &[&str]) -> Result<Vec<Vec<f32>>, EncoderError> {
-        let mut vectors = Vec::with_capacity(texts.len());
-        for texts in texts.chunks(BATCH_SIZE) {
-            let batch = self.tokens.batch(texts.to_vec())?;
+        let mut vectors = vec![Vec::new(); texts.len()];
+        for batch in self.tokens.batches(texts.to_vec())? {
             let pooled = self.pooling.pool(&self.backbone.forward(&batch)?, &batch)?; // (B, H)
             let length = pooled.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?; // (B, 1)
-            vectors.extend(pooled.broadcast_div(&length)?.to_vec2::<f32>()?);
+            let found = pooled.broadcast_div(&length)?.to_vec2::<f32>()?;
+            batch.positions.iter().zip(found).for_each(|(position, vector)| vectors[*position] = vector);
         }
         Ok(vectors)
     }
@@ -75,24 +84,28 @@ impl Embedder for EmbeddingModel {
     fn digest(&self) -> &str {
         &self.digest
     }
+
+    fn query_prefix(&self) -> &str {
+        &self.prompts.query
+    }
+
+    fn passage_prefix(&self) -> &str {
+        &self.prompts.passage
+    }
 }
 
 impl Pooling {
     fn of(directory: &Directory) -> Result<Self, EncoderError> {
-        const FILE: &str = "1_Pooling/config.json";
-        let Some(settings) = directory.optional_json(FILE)? else { return Ok(Self::Cls) };
-        let modes = settings.as_object().into_iter().flatten();
-        let chosen: Vec<&str> = modes
-            .filter(|(key, value)| key.starts_with("pooling_mode_") && value.as_bool() == Some(true))
-            .map(|(key, _)| key.as_str())
-            .collect();
-        match chosen.as_slice() {
-            ["pooling_mode_cls_token"] => Ok(Self::Cls),
-            ["pooling_mode_mean_tokens"] => Ok(Self::Mean),
-            other => {
-                let problem = format!("chooses {other:?}; expected pooling_mode_cls_token or pooling_mode_mean_tokens");
-                Err(EncoderError::file(&directory.path(FILE), problem))
-            }
+        let file = format!("{}/config.json", pooling_folder(directory)?);
+        let Some(settings) = directory.optional_json(&file)? else { return Ok(Self::Cls) };
+        let wrong = |problem: String| Err(EncoderError::file(&directory.path(&file), problem));
+        if settings["include_prompt"].as_bool() == Some(false) {
+            return wrong("leaves a prompt's tokens out of the mean (include_prompt), which is not done here".into());
+        }
+        match modes(&settings).as_slice() {
+            ["cls" | "cls_token"] => Ok(Self::Cls),
+            ["mean" | "mean_tokens"] => Ok(Self::Mean),
+            other => wrong(format!("chooses {other:?}; expected the mode cls or mean")),
         }
     }
 
@@ -106,5 +119,59 @@ impl Pooling {
                 sum.broadcast_div(&mask.sum(1)?)
             }
         }
+    }
+}
+
+/// The modes that a file chooses: as `"pooling_mode": "cls"`, or in older ones as `"pooling_mode_cls_token": true`.
+fn modes(settings: &Value) -> Vec<&str> {
+    match &settings["pooling_mode"] {
+        Value::String(mode) => vec![mode],
+        Value::Array(modes) => modes.iter().filter_map(Value::as_str).collect(),
+        _ => {
+            let flags = settings.as_object().into_iter().flatten();
+            let chosen = flags.filter(|(_, value)| value.as_bool() == Some(true));
+            chosen.filter_map(|(key, _)| key.strip_prefix("pooling_mode_")).collect()
+        }
+    }
+}
+
+/// Where the settings of pooling are, by the list of what makes a vector.
+///
+/// # Errors
+/// The list has a step that is not done here, such as a dense layer: vectors would be others without it.
+fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
+    const FILE: &str = "modules.json";
+    let mut folder = "1_Pooling".to_owned();
+    let modules = directory.optional_json(FILE)?.unwrap_or_default();
+    for module in modules.as_array().into_iter().flatten() {
+        let kind = module["type"].as_str().unwrap_or_default();
+        match kind.rsplit('.').next() {
+            // Vectors are made of length 1 in any case.
+            Some("Transformer" | "Normalize") => {}
+            Some("Pooling") => folder = module["path"].as_str().unwrap_or(&folder).to_owned(),
+            _ => {
+                let problem = format!("has the step `{kind}`; expected Transformer, Pooling and Normalize alone");
+                return Err(EncoderError::file(&directory.path(FILE), problem));
+            }
+        }
+    }
+    Ok(folder)
+}
+
+/// What sentence-transformers puts before texts.
+#[derive(Debug, Default)]
+struct Prompts {
+    query: String,
+    passage: String,
+}
+
+impl Prompts {
+    fn of(directory: &Directory) -> Result<Self, EncoderError> {
+        let settings = directory.optional_json("config_sentence_transformers.json")?.unwrap_or_default();
+        let prompt = |names: &[&str]| {
+            let found = names.iter().find_map(|name| settings["prompts"][*name].as_str());
+            found.unwrap_or_default().to_owned()
+        };
+        Ok(Self { query: prompt(&["query"]), passage: prompt(&["document", "passage"]) })
     }
 }

@@ -3,7 +3,7 @@
 
 use querl_core::ports::{Embedder, PairScorer};
 use querl_encoder::{CrossEncoder, EmbeddingModel};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 fn golden(name: &str) -> PathBuf {
@@ -18,19 +18,26 @@ fn texts(expected: &Value) -> Vec<&str> {
     expected["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect()
 }
 
+fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
 /// f32 sums in another order: a few units in the last place of numbers near 1.
 const TOLERANCE: f64 = 2e-6;
 
 #[test]
 fn vectors_are_those_of_transformers() {
-    for name in ["bert-cls", "xlm-roberta-mean"] {
+    for name in ["bert-cls", "xlm-roberta-mean", "bert-wordpiece", "xlm-roberta-unigram"] {
         let expected = expected(name);
-        let model = EmbeddingModel::open(&golden(name)).unwrap();
+        let model = EmbeddingModel::open(&golden(name), None).unwrap();
         assert_eq!(model.dimension(), 32);
         let vectors = model.embed(&texts(&expected)).unwrap();
-        for (vector, wanted) in vectors.iter().zip(expected["vectors"].as_array().unwrap()) {
-            for (number, wanted) in vector.iter().zip(wanted.as_array().unwrap()) {
-                let difference = (f64::from(*number) - wanted.as_f64().unwrap()).abs();
+        let wanted: Vec<Vec<f64>> = expected["vectors"].as_array().unwrap().iter().map(numbers).collect();
+        assert_eq!((vectors.len(), texts(&expected).len()), (wanted.len(), wanted.len()), "{name}");
+        for (vector, wanted) in vectors.iter().zip(&wanted) {
+            assert_eq!((vector.len(), wanted.len()), (32, 32), "{name}");
+            for (number, wanted) in vector.iter().zip(wanted) {
+                let difference = (f64::from(*number) - wanted).abs();
                 assert!(difference < TOLERANCE, "{name}: {difference}");
             }
         }
@@ -39,15 +46,15 @@ fn vectors_are_those_of_transformers() {
 
 #[test]
 fn scores_are_those_of_transformers() {
-    for name in ["bert-reranker", "xlm-roberta-reranker"] {
+    for name in ["bert-reranker", "xlm-roberta-reranker", "xlm-roberta-unigram-reranker"] {
         let expected = expected(name);
-        let model = CrossEncoder::open(&golden(name)).unwrap();
+        let model = CrossEncoder::open(&golden(name), None).unwrap();
         let query = expected["query"].as_str().unwrap();
         let logits = model.logits(query, &texts(&expected)).unwrap();
         let scores = model.scores(query, &texts(&expected)).unwrap();
-        assert_eq!(logits.len(), 4);
-        for ((logit, score), wanted) in logits.iter().zip(scores).zip(expected["logits"].as_array().unwrap()) {
-            let wanted = wanted.as_f64().unwrap();
+        let wanted = numbers(&expected["logits"]);
+        assert_eq!((logits.len(), scores.len(), wanted.len()), (4, 4, 4), "{name}");
+        for ((logit, score), wanted) in logits.iter().zip(scores).zip(wanted) {
             assert!((f64::from(*logit) - wanted).abs() < 4.0 * TOLERANCE, "{name}: {logit} {wanted}");
             assert!((score - 1.0 / (1.0 + (-wanted).exp())).abs() < TOLERANCE, "{name}");
         }
@@ -55,31 +62,130 @@ fn scores_are_those_of_transformers() {
 }
 
 #[test]
-fn padding_changes_no_vector() {
-    let model = EmbeddingModel::open(&golden("xlm-roberta-mean")).unwrap();
+fn padding_and_batches_change_no_vector() {
+    let model = EmbeddingModel::open(&golden("xlm-roberta-mean"), None).unwrap();
     let expected = expected("xlm-roberta-mean");
-    let texts = texts(&expected);
+    // More than go into one pass, of lengths that are put into another order.
+    let texts: Vec<&str> = texts(&expected).into_iter().cycle().take(70).collect();
     let together = model.embed(&texts).unwrap();
+    assert_eq!(together.len(), 70);
     for (text, vector) in texts.iter().zip(&together) {
         let alone = model.embed(&[text]).unwrap();
+        assert_eq!(alone[0].len(), vector.len());
         let largest = alone[0].iter().zip(vector).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(largest < 1e-6, "{text}: {largest}");
     }
+    assert!(model.embed(&[]).unwrap().is_empty());
+}
+
+/// A folder with the files of a golden model.
+fn copy(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+        std::fs::copy(golden(name).join(file), folder.path().join(file)).unwrap();
+    }
+    folder
+}
+
+fn write(folder: &Path, file: &str, value: &Value) {
+    let path = folder.join(file);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(path, value.to_string()).unwrap();
 }
 
 #[test]
 fn the_digest_is_of_what_decides() {
-    let folder = tempfile::tempdir().unwrap();
-    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
-        std::fs::copy(golden("bert-cls").join(name), folder.path().join(name)).unwrap();
-    }
-    let digest = || EmbeddingModel::open(folder.path()).unwrap().digest().to_owned();
-    let first = digest();
-    std::fs::write(folder.path().join("README.md"), "no part of it").unwrap();
-    assert_eq!(digest(), first);
-    std::fs::create_dir(folder.path().join("1_Pooling")).unwrap();
-    std::fs::write(folder.path().join("1_Pooling/config.json"), r#"{"pooling_mode_mean_tokens": true}"#).unwrap();
-    assert_ne!(digest(), first);
+    let folder = copy("bert-cls");
+    let path = folder.path();
+    let digest = || EmbeddingModel::open(path, None).unwrap().digest().to_owned();
+    let mut seen = vec![digest()];
+    std::fs::write(path.join("README.md"), "no part of it").unwrap();
+    assert_eq!(digest(), seen[0]);
+    let mut changed = |what: &str| {
+        let found = digest();
+        assert!(!seen.contains(&found), "{what} is no part of the digest");
+        seen.push(found);
+    };
+    write(path, "1_Pooling/config.json", &json!({"pooling_mode_mean_tokens": true}));
+    changed("pooling");
+    write(path, "sentence_bert_config.json", &json!({"max_seq_length": 24}));
+    changed("the length at which texts are cut");
+    write(path, "config_sentence_transformers.json", &json!({"prompts": {"document": "文："}}));
+    changed("what is put before passages");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap();
+    config["layer_norm_eps"] = json!(1e-5);
+    write(path, "config.json", &config);
+    changed("config.json");
+    let tokenizer = std::fs::read_to_string(path.join("tokenizer.json")).unwrap();
+    std::fs::write(path.join("tokenizer.json"), tokenizer + "\n").unwrap();
+    changed("tokenizer.json");
+    let mut weights = std::fs::read(path.join("model.safetensors")).unwrap();
+    *weights.last_mut().unwrap() ^= 1;
+    std::fs::write(path.join("model.safetensors"), weights).unwrap();
+    changed("model.safetensors");
+}
+
+#[test]
+fn texts_are_cut_where_a_setting_or_the_model_says() {
+    let folder = copy("bert-cls");
+    let open = |max_length| EmbeddingModel::open(folder.path(), max_length);
+    let vector = |max_length, text: &str| open(max_length).unwrap().embed(&[text]).unwrap().remove(0);
+    let (long, short) = ("饭".repeat(30), "饭".repeat(10));
+    assert_ne!(vector(None, &long), vector(None, &short));
+    // Ten characters in their frame.
+    assert_eq!(vector(Some(12), &long), vector(Some(12), &short));
+    write(folder.path(), "sentence_bert_config.json", &json!({"max_seq_length": 12, "do_lower_case": true}));
+    assert_eq!(vector(None, &long), vector(Some(12), &short));
+    assert_ne!(vector(Some(40), &long), vector(None, &long), "a setting goes before the file");
+    let said = open(Some(41)).err().unwrap().to_string();
+    assert!(said.ends_with("config.json: takes 40 tokens at most; max_length is 41"), "{said}");
+}
+
+#[test]
+fn what_sentence_transformers_says_is_kept_to_or_refused() {
+    let folder = copy("bert-cls");
+    let path = folder.path();
+    let open = || EmbeddingModel::open(path, None);
+    let vector = || open().unwrap().embed(&["鱼油怎么吃"]).unwrap();
+    let first = vector();
+    write(
+        path,
+        "1_Pooling/config.json",
+        &json!({"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": true}),
+    );
+    let mean = vector();
+    assert_ne!(mean, first);
+    write(path, "1_Pooling/config.json", &json!({"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}));
+    assert_eq!(vector(), mean);
+    write(
+        path,
+        "1_Pooling/config.json",
+        &json!({"embedding_dimension": 32, "pooling_mode": "cls", "include_prompt": true}),
+    );
+    assert_eq!(vector(), first);
+    let module =
+        |idx: u32, path: &str, kind: &str| json!({"idx": idx, "name": idx.to_string(), "path": path, "type": kind});
+    let network = module(0, "", "sentence_transformers.models.Transformer");
+    let pooling = module(1, "2_Pooling", "sentence_transformers.sentence_transformer.modules.pooling.Pooling");
+    let length = module(2, "3_Normalize", "sentence_transformers.models.Normalize");
+    write(path, "modules.json", &json!([network, pooling, length]));
+    write(path, "2_Pooling/config.json", &json!({"pooling_mode": "mean"}));
+    assert_eq!(vector(), mean, "pooling is where the list of modules says");
+    write(path, "config_sentence_transformers.json", &json!({"prompts": {"query": "查询：", "document": "文："}}));
+    let model = open().unwrap();
+    assert_eq!((model.query_prefix(), model.passage_prefix()), ("查询：", "文："));
+    let said = |file: &str, value: Value| {
+        write(path, file, &value);
+        open().err().unwrap().to_string()
+    };
+    let error = said("2_Pooling/config.json", json!({"pooling_mode": "max"}));
+    assert!(error.ends_with(r#"chooses ["max"]; expected the mode cls or mean"#), "{error}");
+    let error = said("2_Pooling/config.json", json!({"pooling_mode": "mean", "include_prompt": false}));
+    assert!(error.contains("include_prompt"), "{error}");
+    let error =
+        said("modules.json", json!([network, pooling, module(3, "2_Dense", "sentence_transformers.models.Dense")]));
+    let expected = "modules.json: has the step `sentence_transformers.models.Dense`; expected Transformer, Pooling and Normalize alone";
+    assert!(error.ends_with(expected), "{error}");
 }
 
 #[test]
@@ -87,7 +193,7 @@ fn what_is_no_such_model_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = |text: &str| {
         std::fs::write(folder.path().join("config.json"), text).unwrap();
-        CrossEncoder::open(folder.path()).err().unwrap().to_string()
+        CrossEncoder::open(folder.path(), None).err().unwrap().to_string()
     };
     let said = error(r#"{"model_type": "qwen2"}"#);
     assert!(said.ends_with("config.json: model_type is `qwen2`; expected bert or xlm-roberta"), "{said}");
@@ -97,7 +203,9 @@ fn what_is_no_such_model_is_named() {
     assert!(said.ends_with("position_embedding_type is `relative_key`; expected absolute"), "{said}");
     let said = error(r#"{"model_type": "bert", "id2label": {"0": "a"}}"#);
     assert!(said.contains("model.safetensors: cannot be read"), "{said}");
-    // A network without the head of a reranker.
-    let said = CrossEncoder::open(&golden("bert-cls")).err().unwrap().to_string();
-    assert!(said.contains("labels") || said.contains("pooler") || said.contains("classifier"), "{said}");
+    // A network without the head of a reranker, and a reranker for an embedding model.
+    let said = CrossEncoder::open(&golden("bert-cls"), None).err().unwrap().to_string();
+    assert!(said.ends_with("config.json: has 2 labels; a reranker has 1"), "{said}");
+    let said = EmbeddingModel::open(&golden("bert-reranker"), None).err().unwrap().to_string();
+    assert!(said.contains("config.json: is of a model that puts texts into classes, such as a reranker"), "{said}");
 }

@@ -15,11 +15,11 @@ pub fn local_models(config: &RetrievalConfig) -> anyhow::Result<LocalModels> {
     let mut models = LocalModels::default();
     if config.embedding.kind == EmbeddingKind::Local {
         let path = required(config.embedding.path.as_deref(), "retrieval.embedding.path")?;
-        models.embedder = Some(Arc::new(EmbeddingModel::open(path).map_err(unusable)?));
+        models.embedder = Some(Arc::new(EmbeddingModel::open(path, None).map_err(unusable)?));
     }
     if config.rerank.kind == RerankKind::Local {
         let path = required(config.rerank.path.as_deref(), "retrieval.rerank.path")?;
-        models.scorer = Some(Arc::new(CrossEncoder::open(path).map_err(unusable)?));
+        models.scorer = Some(Arc::new(CrossEncoder::open(path, None).map_err(unusable)?));
     }
     Ok(models)
 }

@@ -380,6 +380,10 @@ pub struct RetrievalConfig {
     /// `embedded`: where indexes are kept; by default the user's cache folder.
     #[serde(default)]
     pub index_dir: Option<PathBuf>,
+    /// `embedded`: indexes that are kept there; building one more removes the one that was not used for the longest time.
+    #[serde(default = "defaults::indexes_kept")]
+    #[schemars(range(min = 1, max = 100_000))]
+    pub indexes_kept: usize,
     /// `http`: which interface the service speaks.
     #[serde(default)]
     pub service: ServiceKind,
@@ -436,6 +440,9 @@ pub struct RetrievalConfig {
 mod defaults {
     pub(super) fn kb_name() -> String {
         "default".into()
+    }
+    pub(super) fn indexes_kept() -> usize {
+        32
     }
     pub(super) fn top_k() -> usize {
         5

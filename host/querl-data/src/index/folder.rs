@@ -1,23 +1,28 @@
 //! Where an index is kept: whole under its digest, or not at all.
 
+use super::manifest;
 use crate::error::DataError;
 use querl_core::cache_dir::user_cache_folder;
-use sha2::{Digest, Sha256};
-use std::fs::File;
-use std::io::Read;
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
-use tantivy::Index;
 use tempfile::TempDir;
 
-/// The form of the index. A change in how it is built or read is another number.
-const FORM: &str = "querl index 1";
-/// Indexes that are kept; building one more removes the one that was built first.
-const MAX_KEPT: usize = 32;
 /// How the folder of an index begins while it is built.
 const UNFINISHED: &str = ".building-";
-/// One that is older was left behind by a process that was killed.
+/// How the folder of a damaged index begins until it is removed.
+const DAMAGED: &str = ".damaged-";
+/// A folder of either kind that is older was left behind by a process that was killed.
 const LONGEST_BUILD: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// Where indexes are kept.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    /// `None` for the user's cache folder.
+    pub(super) base: Option<PathBuf>,
+    /// Building one more removes those that were not used for the longest time.
+    pub(super) n_kept: usize,
+}
 
 /// A finished index.
 #[derive(Debug)]
@@ -29,43 +34,39 @@ pub(super) enum IndexFolder {
 }
 
 impl IndexFolder {
-    /// The index of this digest, built where it is not there or is damaged.
+    /// The index of this digest, built where it is not there or is damaged. Of several processes that want the same one, one builds
+    /// and the others wait for it.
     ///
     /// # Errors
     /// As `build`, or no folder can be made at all.
     pub(super) fn open(
-        base: Option<&Path>,
+        place: &Place,
         digest: &str,
         build: impl Fn(&Path) -> Result<(), DataError>,
     ) -> Result<Self, DataError> {
-        let own = base.map(Path::to_owned).or_else(|| Some(user_cache_folder()?.join("indexes")));
-        let usable = own.filter(|base| match std::fs::create_dir_all(base) {
-            Ok(()) => true,
-            Err(error) => {
-                tracing::warn!("the index is not kept: {}: {error}", base.display());
-                false
-            }
-        });
-        let Some(base) = usable else { return Self::temporary(build) };
+        let own = place.base.clone().or_else(|| Some(user_cache_folder()?.join("indexes")));
+        let Some(base) = own else { return Self::temporary(build) };
         let kept = base.join(digest);
-        if kept.exists() {
-            match is_whole(&kept) {
-                Ok(()) => return Ok(Self::Kept(kept)),
-                Err(problem) => {
-                    tracing::warn!("{}: {problem}; it is built again", kept.display());
-                    std::fs::remove_dir_all(&kept).map_err(|error| DataError::write(&kept, error))?;
-                }
-            }
+        if is_usable(&kept) {
+            return Ok(Self::Kept(kept));
+        }
+        if let Err(error) = std::fs::create_dir_all(&base) {
+            tracing::warn!("the index is not kept: {}: {error}", base.display());
+            return Self::temporary(build);
+        }
+        // Held until the end: whoever waited finds it finished.
+        let _lock = lock(&base.join(format!("{digest}.lock")));
+        if is_usable(&kept) {
+            return Ok(Self::Kept(kept));
         }
         let new = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&base);
-        let Ok(new) = new else { return Self::temporary(build) };
+        let Ok(new) = new else {
+            tracing::warn!("the index is not kept: {} cannot be written", base.display());
+            return Self::temporary(build);
+        };
         build(new.path())?;
-        // Another process may have been quicker; then theirs is as good.
-        if std::fs::rename(new.path(), &kept).is_ok() {
-            let _ = new.keep();
-            prune(&base, &kept);
-        }
-        Ok(Self::Kept(kept))
+        manifest::write(new.path()).map_err(|error| DataError::write(new.path(), error))?;
+        Ok(put(new, kept, place.n_kept))
     }
 
     fn temporary(build: impl Fn(&Path) -> Result<(), DataError>) -> Result<Self, DataError> {
@@ -83,69 +84,75 @@ impl IndexFolder {
     }
 }
 
-/// Stands for the content of the files that an index is made of.
-///
-/// # Errors
-/// One cannot be read.
-pub(super) fn digest_of(
-    knowledge_base: &Path,
-    optional: &[Option<&Path>],
-    embedder: Option<&str>,
-) -> Result<String, DataError> {
-    let mut all = Sha256::new();
-    all.update(FORM);
-    for path in std::iter::once(Some(knowledge_base)).chain(optional.iter().copied()) {
-        let content = path.map(digest_of_file).transpose()?;
-        // The length first: a file that is absent is not one that is empty.
-        all.update([content.map_or(0, |digest| digest.len() as u8)]);
-        all.update(content.unwrap_or_default());
-    }
-    all.update(embedder.unwrap_or_default());
-    Ok(hex(&all.finalize()))
-}
-
-pub(super) fn digest_of_file(path: &Path) -> Result<[u8; 32], DataError> {
-    let unreadable = |error| DataError::file(path, format!("cannot be read: {error}"));
-    let mut file = File::open(path).map_err(unreadable)?;
-    let (mut digest, mut piece) = (Sha256::new(), vec![0; 256 << 10]);
-    loop {
-        match file.read(&mut piece).map_err(unreadable)? {
-            0 => return Ok(digest.finalize().into()),
-            n_bytes => digest.update(&piece[..n_bytes]),
+/// Whether the index is there and whole; one that is counts as used from now on.
+fn is_usable(kept: &Path) -> bool {
+    // Before its bytes are read, so that no other process takes it for the oldest meanwhile.
+    manifest::touch(kept);
+    match manifest::check(kept) {
+        Ok(is_there) => is_there,
+        Err(problem) => {
+            tracing::warn!("{}: {problem}; it is built again", kept.display());
+            false
         }
     }
 }
 
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Reads every byte once, against the sums that the index keeps of its files.
-fn is_whole(folder: &Path) -> Result<(), String> {
-    let damaged = Index::open_in_dir(folder).and_then(|index| index.validate_checksum());
-    match damaged {
-        Ok(files) if files.is_empty() => super::vectors::check(folder),
-        Ok(files) => Err(format!("{} of its files are damaged", files.len())),
-        Err(error) => Err(format!("cannot be read: {error}")),
+/// Waits for its turn. Where files cannot be locked there is no waiting: two processes then do the same work twice.
+fn lock(path: &Path) -> Option<File> {
+    let file = File::options().create(true).append(true).open(path).ok()?;
+    match file.try_lock() {
+        Ok(()) => Some(file),
+        Err(TryLockError::WouldBlock) => {
+            tracing::info!("another process builds the index; waiting for it");
+            file.lock().ok().map(|()| file)
+        }
+        Err(TryLockError::Error(_)) => None,
     }
 }
 
-/// Removes the oldest indexes beyond [`MAX_KEPT`]. A process that has one open keeps what it has mapped.
-fn prune(base: &Path, newest: &Path) {
-    let made = |path: &Path| path.metadata().and_then(|metadata| metadata.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-    let entries = std::fs::read_dir(base).into_iter().flatten().flatten().map(|entry| entry.path());
-    let is_index = |path: &PathBuf| path != newest && path.join("meta.json").is_file();
-    let mut others: Vec<PathBuf> = entries.filter(is_index).collect();
-    let is_left_behind = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().starts_with(UNFINISHED);
-        name && made(path).elapsed().is_ok_and(|age| age > LONGEST_BUILD)
-    };
-    let unfinished = std::fs::read_dir(base).into_iter().flatten().flatten().map(|entry| entry.path());
-    for path in unfinished.filter(is_left_behind) {
-        let _ = std::fs::remove_dir_all(path);
+/// Puts a finished folder in its place.
+fn put(new: TempDir, kept: PathBuf, n_kept: usize) -> IndexFolder {
+    let base = kept.parent().unwrap_or(Path::new("."));
+    if kept.exists() {
+        set_aside(&kept, base);
     }
-    others.sort_by_key(|path| std::cmp::Reverse(made(path)));
-    for path in others.iter().skip(MAX_KEPT - 1) {
-        let _ = std::fs::remove_dir_all(path);
+    if std::fs::rename(new.path(), &kept).is_ok() {
+        let _ = new.keep();
+        prune(base, &kept, n_kept);
+        return IndexFolder::Kept(kept);
+    }
+    // Without locks another process may have been quicker; theirs is as good if it is whole.
+    if is_usable(&kept) { IndexFolder::Kept(kept) } else { IndexFolder::Temporary(new) }
+}
+
+/// By a rename, so that no other process sees half of it, or loses what it has just put there.
+fn set_aside(damaged: &Path, base: &Path) {
+    if let Ok(aside) = tempfile::Builder::new().prefix(DAMAGED).tempdir_in(base) {
+        // The folder that comes with the name is empty: a rename takes its place. It is removed with what it holds.
+        let _ = std::fs::rename(damaged, aside.path());
+    }
+}
+
+/// Removes the indexes beyond `n_kept` that were not used for the longest time, and what killed processes left. A process that has
+/// one open keeps what it has mapped. Nothing else in the folder is touched.
+fn prune(base: &Path, newest: &Path, n_kept: usize) {
+    let names = std::fs::read_dir(base).into_iter().flatten().flatten();
+    let names: Vec<String> = names.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    let left_behind = names.iter().filter(|name| name.starts_with(UNFINISHED) || name.starts_with(DAMAGED));
+    for path in left_behind.map(|name| base.join(name)) {
+        let changed = path.metadata().and_then(|metadata| metadata.modified());
+        if changed.is_ok_and(|changed| changed.elapsed().is_ok_and(|age| age > LONGEST_BUILD)) {
+            let _ = std::fs::remove_dir_all(path);
+        }
+    }
+    let is_digest =
+        |name: &&String| name.len() == 64 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    let others = names.iter().filter(is_digest).map(|name| base.join(name));
+    let mut others: Vec<(SystemTime, PathBuf)> =
+        others.filter(|path| path != newest).filter_map(|path| Some((manifest::used_at(&path)?, path))).collect();
+    others.sort_by_key(|(used_at, _)| std::cmp::Reverse(*used_at));
+    for (_, path) in others.into_iter().skip(n_kept.saturating_sub(1)) {
+        let _ = std::fs::remove_dir_all(&path);
+        let _ = std::fs::remove_file(path.with_extension("lock"));
     }
 }

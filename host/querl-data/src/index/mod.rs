@@ -4,7 +4,10 @@
 //! of the index itself. Another content is another index; an index that is there is not built again.
 
 mod build;
+mod finished;
 mod folder;
+mod manifest;
+mod sources;
 mod vectors;
 
 use crate::error::DataError;
@@ -12,9 +15,10 @@ use crate::lexicon::Lexicon;
 use crate::passages::{Passage, read_passages};
 use crate::reranker::{Corpus, PassageTraits, Reranker};
 use crate::segment::Segmenter;
-use crate::synonyms::Synonyms;
+use crate::synonyms::{Part, Synonyms};
 use crate::text::fold;
-use folder::{IndexFolder, digest_of};
+use finished::FinishedFolder;
+use folder::{IndexFolder, Place};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
@@ -73,9 +77,27 @@ impl Vocabulary {
         let synonyms = config.synonyms.as_deref().map_or_else(|| Ok(Synonyms::default()), Synonyms::read)?;
         let segmenter = match (&config.user_dictionary, &config.synonyms) {
             (None, None) => Segmenter::default(),
-            (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.words())?,
+            (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.entries())?,
         };
+        let synonyms = synonyms.cut_by(&segmenter);
         Ok(Self { segmenter, synonyms })
+    }
+}
+
+/// What stands for the files of a knowledge base as they are now.
+pub(crate) struct SourcesDigest(String);
+
+impl SourcesDigest {
+    /// Taken before the files are read, so that a change meanwhile shows.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(crate) fn of(
+        knowledge_base: &Path,
+        config: &RetrievalConfig,
+        embedder: Option<&dyn Embedder>,
+    ) -> Result<Self, DataError> {
+        sources::digest(knowledge_base, config, embedder).map(Self)
     }
 }
 
@@ -83,23 +105,28 @@ impl PassageIndex {
     /// The index of a knowledge base, built where it is not there yet.
     ///
     /// # Errors
-    /// A file cannot be read, a line of the knowledge base is no passage, the disk is full.
+    /// A file cannot be read or changed since `digest` was taken, a line of the knowledge base is no passage, the disk is full.
     pub(crate) fn open(
         knowledge_base: &Path,
         config: &RetrievalConfig,
+        digest: &SourcesDigest,
         vocabulary: Vocabulary,
         reranker: Option<&Reranker>,
         embedder: Option<&dyn Embedder>,
     ) -> Result<Self, DataError> {
         let Vocabulary { segmenter, synonyms } = vocabulary;
-        let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(Option::as_deref);
-        let digest = digest_of(knowledge_base, &optional, embedder.map(Embedder::digest))?;
-        let folder = IndexFolder::open(config.index_dir.as_deref(), &digest, |folder| {
+        let place = Place { base: config.index_dir.clone(), n_kept: config.indexes_kept };
+        let folder = IndexFolder::open(&place, &digest.0, |folder| {
             let passages = read_passages(knowledge_base)?;
             if let Some(embedder) = embedder {
                 vectors::write(folder, &passages, embedder)?;
             }
-            build::build(folder, knowledge_base, passages, &segmenter, reranker)
+            build::build(folder, knowledge_base, passages, &segmenter, reranker)?;
+            if SourcesDigest::of(knowledge_base, config, embedder)?.0 == digest.0 {
+                return Ok(());
+            }
+            let problem = "or a file beside it changed while its index was built; start again when they are written";
+            Err(DataError::file(knowledge_base, problem))
         })?;
         let vectors = embedder.map(|embedder| VectorFile::open(folder.path(), embedder.dimension())).transpose()?;
         let failed =
@@ -108,16 +135,17 @@ impl PassageIndex {
         Ok(Self { reader, fields, segmenter, synonyms, vectors, _folder: folder })
     }
 
-    /// The `n_passages` passages of highest BM25 score for a text. Each of its words counts once, however often it is repeated; a
-    /// word with synonyms counts as the one of them that scores highest.
+    /// The `n_passages` passages of highest BM25 score for a text. Each of its words counts once, however often it is repeated; words
+    /// with synonyms count once as the one of them that scores highest.
     ///
     /// Returns positions in the knowledge base with their scores.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
-        let words = self.segmenter.words(&fold(text));
+        let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {
             return Ok(Vec::new());
         }
-        let clauses = words.iter().flat_map(|word| self.clauses(word)).map(|query| (Occur::Should, query));
+        let parts = self.synonyms.parts(&words);
+        let clauses = parts.iter().flat_map(|part| self.clauses(part)).map(|query| (Occur::Should, query));
         let searcher = self.reader.searcher();
         let collector = TopDocs::with_limit(n_passages).order_by_score();
         let found = searcher.search(&BooleanQuery::new(clauses.collect()), &collector)?;
@@ -130,16 +158,25 @@ impl PassageIndex {
         self.vectors.as_ref().map(|vectors| vectors.nearest(vector, n_passages)).unwrap_or_default()
     }
 
-    fn clauses(&self, word: &str) -> Vec<Box<dyn Query>> {
-        match self.synonyms.of(word).as_slice() {
-            [only] => self.of_word(only),
-            group => {
-                let all = |word: &&str| {
-                    let of_word = self.of_word(word).into_iter().map(|query| (Occur::Should, query));
-                    Box::new(BooleanQuery::new(of_word.collect())) as Box<dyn Query>
-                };
-                vec![Box::new(DisjunctionMaxQuery::new(group.iter().map(all).collect()))]
+    fn clauses(&self, part: &Part<'_>) -> Vec<Box<dyn Query>> {
+        match part {
+            Part::Word(word) => self.of_word(word),
+            Part::Group(entries) => {
+                let entries = entries.iter().map(|words| self.of_entry(words)).collect();
+                vec![Box::new(DisjunctionMaxQuery::new(entries))]
             }
+        }
+    }
+
+    /// Passages with all words of an entry, wherever they stand.
+    fn of_entry(&self, words: &[String]) -> Box<dyn Query> {
+        let any_field = |word: &String| {
+            let of_word = self.of_word(word).into_iter().map(|query| (Occur::Should, query));
+            Box::new(BooleanQuery::new(of_word.collect())) as Box<dyn Query>
+        };
+        match words {
+            [word] => any_field(word),
+            _ => Box::new(BooleanQuery::new(words.iter().map(|word| (Occur::Must, any_field(word))).collect())),
         }
     }
 
@@ -171,7 +208,7 @@ impl Corpus for PassageIndex {
 }
 
 fn open_reader(folder: &Path) -> tantivy::Result<(IndexReader, Fields)> {
-    let index = Index::open_in_dir(folder)?;
+    let index = Index::open(FinishedFolder::open(folder)?)?;
     let fields = Fields::of(&index.schema())?;
     // Nobody writes to an index that is finished.
     let reader = index.reader_builder().reload_policy(ReloadPolicy::Manual).try_into()?;

@@ -1,6 +1,5 @@
 //! Vectors of the passages beside their index: rows of f32, little end first, in the order of the knowledge base.
 
-use super::folder::{digest_of_file, hex};
 use crate::error::DataError;
 use crate::passages::Passage;
 use memmap2::Mmap;
@@ -10,7 +9,6 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 const FILE: &str = "vectors.f32";
-const DIGEST_FILE: &str = "vectors.sha256";
 /// Passages given to the model at once: bounds memory, and how often progress is told.
 const PASSAGES_PER_CALL: usize = 1024;
 
@@ -20,43 +18,35 @@ pub(super) struct VectorFile {
     dimension: usize,
 }
 
-/// Makes the vectors of all passages, and a digest of them.
+/// Makes the vectors of all passages.
 ///
 /// # Errors
 /// The model fails, or the disk is full.
 pub(super) fn write(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -> Result<(), DataError> {
     let path = folder.join(FILE);
     let failed = |error| DataError::write(&path, error);
+    let of_model = |problem: String| DataError::setting("retrieval.embedding.path", problem);
     let mut file = BufWriter::new(File::create(&path).map_err(failed)?);
     let mut n_done = 0;
     for passages in passages.chunks(PASSAGES_PER_CALL) {
-        let texts: Vec<String> = passages.iter().map(Passage::whole).collect();
+        let text = |passage: &Passage| format!("{}{}", embedder.passage_prefix(), passage.whole());
+        let texts: Vec<String> = passages.iter().map(text).collect();
         let vectors = embedder.embed(&texts.iter().map(String::as_str).collect::<Vec<_>>());
-        let vectors =
-            vectors.map_err(|error| DataError::setting("retrieval.embedding.path", format!("failed: {error}")))?;
+        let vectors = vectors.map_err(|error| of_model(format!("failed: {error}")))?;
+        if vectors.len() != texts.len() || vectors.iter().any(|vector| vector.len() != embedder.dimension()) {
+            return Err(of_model(format!(
+                "made {} vectors of {} texts, or some too short",
+                vectors.len(),
+                texts.len()
+            )));
+        }
         for number in vectors.iter().flatten() {
             file.write_all(&number.to_le_bytes()).map_err(failed)?;
         }
         n_done += passages.len();
         tracing::info!("vectors of {n_done} passages are made");
     }
-    file.into_inner().map_err(|error| failed(error.into_error()))?.sync_all().map_err(failed)?;
-    let digest = hex(&digest_of_file(&path)?);
-    std::fs::write(folder.join(DIGEST_FILE), digest).map_err(failed)
-}
-
-/// Whether the vectors of a folder are those that were written; true where there are none.
-///
-/// # Errors
-/// What is wrong with them.
-pub(super) fn check(folder: &Path) -> Result<(), String> {
-    let path = folder.join(FILE);
-    if !path.exists() {
-        return Ok(());
-    }
-    let written = std::fs::read_to_string(folder.join(DIGEST_FILE)).unwrap_or_default();
-    let found = digest_of_file(&path).map_err(|error| error.to_string())?;
-    if hex(&found) == written { Ok(()) } else { Err(format!("{FILE} is damaged")) }
+    file.into_inner().map_err(|error| failed(error.into_error()))?.sync_all().map_err(failed)
 }
 
 impl VectorFile {

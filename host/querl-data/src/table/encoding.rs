@@ -121,6 +121,17 @@ pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl 
     Ok(Transcoded::new(File::open(path)?, encoding))
 }
 
+/// All the text of a small file, in whichever of the encodings it is.
+///
+/// # Errors
+/// As [`detect`].
+pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
+    let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
+    let mut text = String::new();
+    open_text(path, detect(path)?).and_then(|mut file| file.read_to_string(&mut text)).map_err(unreadable)?;
+    Ok(text)
+}
+
 /// Reads bytes of an encoding as UTF-8. Bytes that are not of it end the text with an error, after what comes before them.
 struct Transcoded<R> {
     inner: R,

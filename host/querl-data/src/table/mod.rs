@@ -9,6 +9,7 @@ mod findings;
 mod formats;
 mod groups;
 
+pub(crate) use encoding::read_text;
 pub use findings::{Findings, NamedRow, RowList};
 pub(crate) use formats::open_table;
 

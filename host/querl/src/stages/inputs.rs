@@ -8,7 +8,6 @@ use querl_core::config::ModelConfig;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::path::Path;
 
 /// Above this size a file of a model folder counts by size and time of change instead of content: reading gigabytes of
@@ -123,28 +122,22 @@ impl Inputs {
 const ARITHMETIC: u32 = 2;
 
 fn digest_file(path: &Path) -> anyhow::Result<String> {
-    let unreadable = || format!("{}: cannot be read", path.display());
-    let mut file = std::fs::File::open(path).with_context(unreadable)?;
-    let mut hasher = Sha256::new();
-    let mut buffer = vec![0; 1 << 16];
-    loop {
-        let n_read = file.read(&mut buffer).with_context(unreadable)?;
-        if n_read == 0 {
-            return Ok(hex::encode(hasher.finalize()));
-        }
-        hasher.update(&buffer[..n_read]);
-    }
+    querl_core::fsx::digest_file(path).with_context(|| format!("{}: cannot be read", path.display()))
 }
 
 /// Whether querl or transformers read the file to load a model or its tokenizer.
 fn is_of_model(file: &str) -> bool {
-    const NAMES: [&str; 6] = [
+    const NAMES: [&str; 9] = [
         "config.json",
         "generation_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
         "vocab.json",
         "merges.txt",
+        // Of embedding models: how texts are cut and vectors made.
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
     ];
     let starts = ["tokenizer", "chat_template"].iter().any(|start| file.starts_with(start));
     starts || NAMES.contains(&file) || file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json")

@@ -42,9 +42,20 @@ const ENDPOINT: [&str; 10] = [
 pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     let retrieval = &run.config.retrieval;
     inputs.text("tenant", &run.config.tenant);
-    let except =
-        [&CALLS[..], &["knowledge_base", "lexicon", "user_dictionary", "synonyms", "index_dir", "embedding", "rerank"]]
-            .concat();
+    let except = [
+        &CALLS[..],
+        &[
+            "knowledge_base",
+            "lexicon",
+            "user_dictionary",
+            "synonyms",
+            "index_dir",
+            "indexes_kept",
+            "embedding",
+            "rerank",
+        ],
+    ]
+    .concat();
     inputs.section("retrieval", retrieval, &except)?;
     if retrieval.embedding.kind != EmbeddingKind::None {
         inputs.section("retrieval.embedding", &retrieval.embedding, &[&CALLS[..], &["path"]].concat())?;

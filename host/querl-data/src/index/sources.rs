@@ -1,0 +1,53 @@
+//! What an index is made of, and what stands for all of it.
+
+use crate::error::DataError;
+use querl_core::config::RetrievalConfig;
+use querl_core::fsx::{digest_file, digest_hex};
+use querl_core::ports::Embedder;
+use std::path::Path;
+
+/// The form of the index with what reads and cuts its texts. A change in how it is built or read is another number; another release of one
+/// of these is another index.
+pub(super) const FORM: &str = "querl index 2; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0";
+/// What makes vectors, where there are some.
+pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
+
+/// Stands for the content of all that the index of a knowledge base is made of.
+///
+/// # Errors
+/// A file cannot be read.
+pub(super) fn digest(
+    knowledge_base: &Path,
+    config: &RetrievalConfig,
+    embedder: Option<&dyn Embedder>,
+) -> Result<String, DataError> {
+    let mut parts = vec![FORM.to_owned()];
+    let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(|path| path.as_deref());
+    for path in std::iter::once(Some(knowledge_base)).chain(optional) {
+        let digest = path
+            .map(|path| digest_file(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}"))));
+        // A file that is absent is not one that is empty.
+        parts.push(digest.transpose()?.unwrap_or_default());
+    }
+    parts.extend(embedder.map(|embedder| format!("{ENCODER}: {}", embedder.digest())));
+    Ok(digest_hex(parts.join("\n").as_bytes()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Keeps away: an index built with another release's dictionary or form, taken for this one's.
+    #[test]
+    fn the_releases_that_are_named_are_those_that_are_built_with() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.lock");
+        let lock = std::fs::read_to_string(path).unwrap();
+        let named = FORM.split_once("; ").unwrap().1.split(", ").chain(ENCODER.split(", "));
+        for release in named {
+            let (name, version) = release.split_once(' ').unwrap();
+            let entry = format!("name = \"{name}\"\nversion = \"{version}\"\n");
+            assert!(lock.contains(&entry), "{release}: put the version of Cargo.lock here");
+        }
+    }
+}
