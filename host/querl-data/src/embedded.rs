@@ -3,12 +3,13 @@
 
 use crate::error::DataError;
 use crate::index::{PassageIndex, SourcesDigest, Vocabulary, open_lexicon};
+use crate::local_work::LocalWork;
 use crate::need::Need;
 use crate::passages::Passage;
 use crate::reranker::{Corpus, Reranker};
 use crate::retrieval::{LocalModels, Search, SearchLimits};
 use async_trait::async_trait;
-use querl_core::config::{RerankKind, RetrievalConfig};
+use querl_core::config::{EmbeddingConfig, RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use std::collections::BTreeMap;
@@ -22,17 +23,22 @@ const RANK_CONSTANT: f64 = 60.0;
 
 /// An index with a reranker.
 pub struct EmbeddedRetriever {
-    index: Arc<PassageIndex>,
+    searcher: Arc<Searcher>,
+    work: LocalWork,
+}
+
+/// What a search needs.
+struct Searcher {
+    index: PassageIndex,
     /// `None` where a reranker that is no part of this will score the hits.
     reranker: Option<Reranker>,
-    vectors: Option<Arc<Vectors>>,
+    vectors: Option<Vectors>,
 }
 
 /// An embedding model over the index.
 struct Vectors {
     embedder: Arc<dyn Embedder>,
     query_prefix: String,
-    index: Arc<PassageIndex>,
 }
 
 /// A candidate's position with its first-stage score.
@@ -53,22 +59,23 @@ impl EmbeddedRetriever {
             required(None, "lexicon")?;
         }
         let reranker = lexicon.map(Reranker::new);
-        let index = Arc::new(PassageIndex::open(
-            knowledge_base,
-            config,
-            &digest,
-            vocabulary,
-            reranker.as_ref(),
-            embedder.as_deref(),
-        )?);
-        let query_prefix = config.embedding.query_prefix.clone();
-        let vectors = embedder.map(|embedder| Arc::new(Vectors { embedder, query_prefix, index: index.clone() }));
-        Ok(Self { index, reranker, vectors })
+        let index =
+            PassageIndex::open(knowledge_base, config, &digest, vocabulary, reranker.as_ref(), embedder.as_deref())?;
+        let query_prefix = query_prefix(&config.embedding, embedder.as_deref());
+        let vectors = embedder.map(|embedder| Vectors { embedder, query_prefix });
+        let max_concurrent = match &vectors {
+            Some(_) => config.max_concurrent.min(config.embedding.max_concurrent),
+            None => config.max_concurrent,
+        };
+        Ok(Self {
+            searcher: Arc::new(Searcher { index, reranker, vectors }),
+            work: LocalWork::new("embedded index", max_concurrent, config.timeout_s),
+        })
     }
 
     /// What a query asks for, in its context; `None` without a lexicon.
     pub fn need(&self, query: &str, context: &Context) -> Option<Need> {
-        self.reranker.as_ref().map(|reranker| reranker.need(query, context))
+        self.searcher.reranker.as_ref().map(|reranker| reranker.need(query, context))
     }
 
     /// All passages with the reranker's score for a need, best first; of equal scores the earlier passage first.
@@ -76,14 +83,15 @@ impl EmbeddedRetriever {
     /// # Errors
     /// The index fails, or there is no lexicon.
     pub fn rank_all(&self, need: &Need) -> Result<Vec<(Passage, f64)>, CallFailure> {
-        let reranker = self.reranker.as_ref().ok_or_else(|| broken("there is no lexicon to rank by"))?;
-        let weighed = reranker.weigh(need.clone(), self.index.as_ref());
+        let Searcher { index, reranker, .. } = self.searcher.as_ref();
+        let reranker = reranker.as_ref().ok_or_else(|| broken("there is no lexicon to rank by"))?;
+        let weighed = reranker.weigh(need.clone(), index);
         let score = |position| {
-            let stored = self.index.stored(position).map_err(|error| broken(&error.to_string()))?;
+            let stored = index.stored(position).map_err(|error| broken(&error.to_string()))?;
             let score = reranker.score(&weighed, &stored.traits);
             Ok((stored.passage, score))
         };
-        let mut ranked = (0..self.index.n_passages()).map(score).collect::<Result<Vec<_>, CallFailure>>()?;
+        let mut ranked = (0..index.n_passages()).map(score).collect::<Result<Vec<_>, CallFailure>>()?;
         ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
         Ok(ranked)
     }
@@ -93,29 +101,29 @@ impl EmbeddedRetriever {
     /// # Errors
     /// The index or the embedding model fails.
     pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        let nearest = match &self.vectors {
-            Some(vectors) => Some(vectors.nearest(request.rewritten_query, limits.top_k).map_err(of_model)?),
-            None => None,
-        };
-        self.hits(request, limits, nearest)
+        self.searcher.search(request, limits).map_err(|problem| broken(&problem))
     }
+}
 
-    fn hits(
-        &self,
-        request: &RetrievalRequest<'_>,
-        limits: SearchLimits,
-        nearest: Option<Vec<usize>>,
-    ) -> Result<Vec<Hit>, CallFailure> {
-        let in_index = |error: tantivy::TantivyError| broken(&error.to_string());
+impl Searcher {
+    /// # Errors
+    /// What failed, in words.
+    fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, String> {
+        let in_index = |error: tantivy::TantivyError| error.to_string();
         let by_words = self.index.candidates(request.rewritten_query, limits.top_k).map_err(in_index)?;
-        let candidates = match nearest {
-            Some(nearest) => fused(&by_words, &nearest, limits.top_k),
+        let candidates = match &self.vectors {
+            Some(vectors) => {
+                let vector =
+                    vectors.of(request.rewritten_query).map_err(|error| format!("embedding model: {error}"))?;
+                let nearest = vector.map(|vector| self.index.nearest(&vector, limits.top_k));
+                fused(&by_words, &nearest.unwrap_or_default(), limits.top_k)
+            }
             None => by_words,
         };
         let reranker = self.reranker.as_ref();
         let weighed = reranker.map(|reranker| {
             let need = reranker.need(request.original_query, request.context);
-            (reranker, reranker.weigh(need, self.index.as_ref()))
+            (reranker, reranker.weigh(need, &self.index))
         });
         let hit = |(position, first_score): Candidate| {
             let stored = self.index.stored(position).map_err(in_index)?;
@@ -123,7 +131,7 @@ impl EmbeddedRetriever {
             let (id, text) = (stored.passage.id.clone(), stored.passage.whole());
             Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
         };
-        let mut hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, CallFailure>>()?;
+        let mut hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?;
         if reranker.is_some() {
             hits.sort_by(|a, b| a.id.cmp(&b.id));
         }
@@ -134,29 +142,36 @@ impl EmbeddedRetriever {
 #[async_trait]
 impl Search for EmbeddedRetriever {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        let Some(vectors) = self.vectors.clone() else { return self.hits(request, limits, None) };
-        // A model takes milliseconds: other calls go on meanwhile.
-        let text = request.rewritten_query.to_owned();
-        let nearest = tokio::task::spawn_blocking(move || vectors.nearest(&text, limits.top_k)).await;
-        let nearest = nearest.map_err(|error| broken(&error.to_string()))?.map_err(of_model)?;
-        self.hits(request, limits, Some(nearest))
+        let searcher = self.searcher.clone();
+        let (query, context) = (request.original_query.to_owned(), request.context.clone());
+        let rewrite = request.rewritten_query.to_owned();
+        let search = move || {
+            let request = RetrievalRequest { original_query: &query, context: &context, rewritten_query: &rewrite };
+            searcher.search(&request, limits)
+        };
+        self.work.run(search).await
     }
 
     fn name(&self) -> &str {
-        if self.vectors.is_some() { "embedded, hybrid" } else { "embedded" }
+        if self.searcher.vectors.is_some() { "embedded, hybrid" } else { "embedded" }
     }
 }
 
 impl Vectors {
-    /// Positions of the passages whose vectors are nearest to a text's; none for a text without words.
-    fn nearest(&self, text: &str, n_passages: usize) -> Result<Vec<usize>, LocalModelError> {
+    /// The vector of a query; `None` for a text without words.
+    fn of(&self, text: &str) -> Result<Option<Vec<f32>>, LocalModelError> {
         if text.trim().is_empty() {
-            return Ok(Vec::new());
+            return Ok(None);
         }
         let text = format!("{}{text}", self.query_prefix);
-        let vector = self.embedder.embed(&[&text])?.pop().unwrap_or_default();
-        Ok(self.index.nearest(&vector, n_passages))
+        Ok(self.embedder.embed(&[&text])?.pop())
     }
+}
+
+/// What is put before a query: what the configuration says, else what the model wants.
+pub(crate) fn query_prefix(config: &EmbeddingConfig, embedder: Option<&dyn Embedder>) -> String {
+    let own = embedder.map(Embedder::query_prefix).unwrap_or_default();
+    config.query_prefix.clone().unwrap_or_else(|| own.to_owned())
 }
 
 /// The best of two lists by reciprocal ranks; of equal ones the earlier passage first.
@@ -174,10 +189,6 @@ fn fused(by_words: &[Candidate], nearest: &[usize], n_passages: usize) -> Vec<Ca
 
 fn broken(problem: &str) -> CallFailure {
     CallFailure { kind: FailureKind::ServerError, message: format!("embedded index: {problem}") }
-}
-
-fn of_model(error: LocalModelError) -> CallFailure {
-    CallFailure { kind: FailureKind::ServerError, message: format!("embedding model: {error}") }
 }
 
 fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError> {

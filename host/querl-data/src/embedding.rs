@@ -2,8 +2,10 @@
 //! which vLLM, TEI, Ollama and others speak.
 
 use crate::calls::{CallLimits, Caller, Charge, Secret};
+use crate::embedded::query_prefix;
 use crate::error::DataError;
 use crate::general_rag::excerpt;
+use crate::local_work::LocalWork;
 use crate::outside::Outside;
 use crate::retrieval::LocalModels;
 use querl_core::config::{EmbeddingConfig, EmbeddingKind};
@@ -16,7 +18,11 @@ use std::sync::Arc;
 pub(crate) enum QueryEmbedding {
     Service(Box<EmbeddingService>),
     /// A model with what is put before a query.
-    Local(Arc<dyn Embedder>, String),
+    Local {
+        model: Arc<dyn Embedder>,
+        query_prefix: String,
+        work: LocalWork,
+    },
 }
 
 impl QueryEmbedding {
@@ -32,7 +38,11 @@ impl QueryEmbedding {
         match (config.kind, &models.embedder) {
             (EmbeddingKind::None, _) => Ok(None),
             (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(Box::new(EmbeddingService::open(config, outside)?)))),
-            (EmbeddingKind::Local, Some(model)) => Ok(Some(Self::Local(model.clone(), config.query_prefix.clone()))),
+            (EmbeddingKind::Local, Some(model)) => Ok(Some(Self::Local {
+                model: model.clone(),
+                query_prefix: query_prefix(config, Some(model.as_ref())),
+                work: LocalWork::new("embedding model", config.max_concurrent, config.timeout_s),
+            })),
             (EmbeddingKind::Local, None) => Err(DataError::setting("retrieval.embedding.path", "was not opened")),
         }
     }
@@ -42,15 +52,14 @@ impl QueryEmbedding {
     /// # Errors
     /// The call or the model failed.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
-        let (model, text) = match self {
-            Self::Service(service) => return service.query(text).await,
-            Self::Local(model, prefix) => (model.clone(), format!("{prefix}{text}")),
-        };
-        let vector = tokio::task::spawn_blocking(move || model.embed(&[&text])).await;
-        let failed =
-            |what: String| CallFailure { kind: FailureKind::ServerError, message: format!("embedding model: {what}") };
-        let vectors = vector.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))?;
-        Ok(vectors.into_iter().next().unwrap_or_default())
+        match self {
+            Self::Service(service) => service.query(text).await,
+            Self::Local { model, query_prefix, work } => {
+                let (model, text) = (model.clone(), format!("{query_prefix}{text}"));
+                let vectors = work.run(move || model.embed(&[&text])).await?;
+                Ok(vectors.into_iter().next().unwrap_or_default())
+            }
+        }
     }
 }
 
@@ -77,7 +86,7 @@ impl EmbeddingService {
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
         let caller = Caller::new(setting, url, key, limits, outside)?;
-        Ok(Self { caller, model, query_prefix: config.query_prefix.clone() })
+        Ok(Self { caller, model, query_prefix: query_prefix(config, None) })
     }
 
     /// The vector of a query.

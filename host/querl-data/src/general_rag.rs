@@ -113,7 +113,9 @@ fn hits(body: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
     let entries = entries(body)?;
     let passages = || entries.iter().enumerate().filter(|(_, entry)| !says_nothing_found(entry));
     if scores == Scores::Replaced {
-        return Ok(passages().map(|(_, entry)| unscored(entry)).collect());
+        // The service's own score is the first one then, by whichever name.
+        let found = |entry| Hit { retrieval_score: first(entry, &SCORES).and_then(number), ..unscored(entry) };
+        return Ok(passages().map(|(_, entry)| found(entry)).collect());
     }
     let Some(score) = SCORES.iter().find(|score| passages().any(|(_, entry)| is_there(entry, score))) else {
         return match passages().next() {

@@ -31,6 +31,7 @@ mod embedded;
 mod embedding;
 mod general_rag;
 mod index;
+mod local_work;
 mod mapping;
 mod passages;
 mod rerank;

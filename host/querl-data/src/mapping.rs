@@ -10,7 +10,7 @@ use querl_core::records::Hit;
 use serde_json::{Value, json};
 
 /// The places that a request may have.
-const PLACES: [&str; 10] = [
+const PLACES: [&str; 11] = [
     "query",
     "rewritten_query",
     "user_profile",
@@ -20,6 +20,7 @@ const PLACES: [&str; 10] = [
     "top_k",
     "score_threshold",
     "service_threshold",
+    "service_top_k",
     "embedding",
 ];
 
@@ -33,7 +34,10 @@ pub(crate) struct Mapping {
     text: Vec<String>,
     score: Vec<String>,
     scale: ScoreScale,
-    status: Option<String>,
+    /// What the service takes.
+    threshold_range: [f64; 2],
+    top_k_range: [usize; 2],
+    status: Vec<String>,
     success: Vec<String>,
 }
 
@@ -77,7 +81,7 @@ impl Mapping {
         let request = serde_json::to_value(request)
             .map_err(|error| DataError::setting("retrieval.mapping.request", format!("has no JSON form: {error}")))?;
         check_places(&request)?;
-        let status = own.status.clone().or(ready.status);
+        let status = own.status.clone().or(ready.status).unwrap_or_default();
         check_pointers("status", status.iter())?;
         Ok(Self {
             request,
@@ -87,9 +91,16 @@ impl Mapping {
             text: pointers("text", &own.text, ready.text)?,
             score: pointers("score", &own.score, ready.score.or(Some(Vec::new()))).or_else(optional)?,
             scale: ScoreScale::resolve(own, ready.score_order, ready.score_range, ready.score_half)?,
+            threshold_range: own.threshold_range.or(ready.threshold_range).unwrap_or([f64::MIN, f64::MAX]),
+            top_k_range: own.top_k_range.or(ready.top_k_range).unwrap_or([0, usize::MAX]),
             status,
             success: own.success.clone().or(ready.success).unwrap_or_default(),
         })
+    }
+
+    /// Whether passages have a score at all.
+    pub(crate) fn has_scores(&self) -> bool {
+        !self.score.is_empty()
     }
 
     /// Whether the request has a place for a vector of the rewritten query.
@@ -108,18 +119,23 @@ impl Mapping {
             "kb_name" => json!(asker.kb_name),
             "top_k" => json!(limits.top_k),
             "score_threshold" => json!(limits.score_threshold),
-            "service_threshold" => json!(self.scale.of_service(limits.score_threshold)),
+            "service_threshold" => json!(self.service_threshold(limits.score_threshold)),
+            "service_top_k" => json!(limits.top_k.max(self.top_k_range[0]).min(self.top_k_range[1])),
             "embedding" => json!(asker.embedding),
             _ => Value::Null,
         })
     }
 
+    fn service_threshold(&self, score_threshold: f64) -> f64 {
+        let [lowest, highest] = self.threshold_range;
+        self.scale.of_service(score_threshold).max(lowest).min(highest)
+    }
+
     /// What the answer says went wrong, where it says so.
     pub(crate) fn failure(&self, answer: &Value) -> Option<String> {
-        let pointer = self.status.as_ref()?;
-        let status = answer.pointer(pointer).unwrap_or(&Value::Null);
-        let succeeded = self.success.contains(&plain(status));
-        (!succeeded).then(|| format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer)))
+        let statuses = self.status.iter().map(|pointer| (pointer, answer.pointer(pointer).unwrap_or(&Value::Null)));
+        let (pointer, status) = statuses.into_iter().find(|(_, status)| !self.success.contains(&plain(status)))?;
+        Some(format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer)))
     }
 
     /// The passages of an answer, in its order.
@@ -171,6 +187,7 @@ fn ready(service: ServiceKind) -> Result<MappingConfig, DataError> {
         ServiceKind::Dify => include_str!("adapters/dify.toml"),
         ServiceKind::Ragflow => include_str!("adapters/ragflow.toml"),
         ServiceKind::Chatchat => include_str!("adapters/chatchat.toml"),
+        ServiceKind::Chatchat02 => include_str!("adapters/chatchat_0.2.toml"),
         ServiceKind::Elasticsearch => include_str!("adapters/elasticsearch.toml"),
         ServiceKind::Qdrant => include_str!("adapters/qdrant.toml"),
         ServiceKind::GeneralRag | ServiceKind::Custom => "",
@@ -225,8 +242,8 @@ impl ScoreScale {
             return Err(DataError::setting("retrieval.mapping.score_half", "is set beside score_range; leave one out"));
         }
         match form {
-            ScoreForm::Range([low, high]) if low.is_nan() || high.is_nan() || low >= high => {
-                let problem = format!("is [{low:?}, {high:?}]; expected the lower end first");
+            ScoreForm::Range([low, high]) if !low.is_finite() || !high.is_finite() || low >= high => {
+                let problem = format!("is [{low:?}, {high:?}]; expected two numbers, the lower first");
                 Err(DataError::setting("retrieval.mapping.score_range", problem))
             }
             _ => Ok(Self { order: own.score_order.or(order).unwrap_or(ScoreOrder::HigherIsBetter), form }),
@@ -280,11 +297,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_adapter_is_whole() {
-        for service in ["dify", "ragflow", "chatchat", "elasticsearch", "qdrant"] {
+    fn every_adapter_is_whole_and_what_the_configuration_s_checks_take_it_for() {
+        for service in ["dify", "ragflow", "chatchat", "chatchat_0.2", "elasticsearch", "qdrant"] {
             let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": service})).unwrap();
             let mapping = Mapping::resolve(&config).unwrap();
-            assert!(!mapping.score.is_empty() && !mapping.id.is_empty(), "{service}");
+            let kind = config.service;
+            assert!(!mapping.id.is_empty(), "{service}");
+            assert_eq!(mapping.has_scores(), kind.has_scores(), "{service}");
+            assert_eq!(mapping.wants_embedding(), kind.wants_vector(), "{service}");
+            assert_eq!(
+                (!mapping.status.is_empty(), !mapping.success.is_empty()),
+                (kind.has_status(), kind.has_status())
+            );
+            assert_eq!(mapping.top_k_range[1], kind.most_passages().unwrap_or(usize::MAX), "{service}");
         }
     }
 

@@ -4,6 +4,7 @@
 use crate::calls::{CallLimits, Caller, Charge, Secret};
 use crate::error::DataError;
 use crate::general_rag::{excerpt, number};
+use crate::local_work::LocalWork;
 use crate::outside::Outside;
 use crate::retrieval::{LocalModels, Search, SearchLimits};
 use crate::templates::{fill_text, places};
@@ -31,7 +32,7 @@ pub(crate) struct Reranked {
 /// Who says how well texts answer a query.
 enum Scorer {
     Service(Box<RerankService>),
-    Local(Arc<dyn PairScorer>),
+    Local { model: Arc<dyn PairScorer>, batch_size: usize, work: LocalWork },
 }
 
 /// A service that says how well texts answer a query.
@@ -42,12 +43,13 @@ struct RerankService {
 }
 
 impl Reranked {
-    /// The reranker that the configuration names, over what `found` finds.
+    /// The reranker that the configuration names, over what `found` finds; `top_k` is what the configuration wants of it.
     ///
     /// # Errors
     /// Its address is not set or none, its key is missing, its query has an unknown place.
     pub(crate) fn open(
         config: &RerankConfig,
+        top_k: usize,
         found: Arc<dyn Search>,
         models: &LocalModels,
         outside: &Outside,
@@ -60,11 +62,15 @@ impl Reranked {
         }
         let name = format!("{} + {}", found.name(), kind_name(config.kind));
         let scorer = match (config.kind, &models.scorer) {
-            (RerankKind::Local, Some(model)) => Scorer::Local(model.clone()),
+            (RerankKind::Local, Some(model)) => Scorer::Local {
+                model: model.clone(),
+                batch_size: config.batch_size.max(1),
+                work: LocalWork::new("cross-encoder", config.max_concurrent, config.timeout_s),
+            },
             (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
             _ => Scorer::Service(Box::new(RerankService::open(config, outside)?)),
         };
-        Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates, name })
+        Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates.max(top_k), name })
     }
 
     fn query(&self, request: &RetrievalRequest<'_>) -> String {
@@ -80,18 +86,22 @@ impl Reranked {
 #[async_trait]
 impl Search for Reranked {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        // Whatever the first score was, it says nothing about the second.
-        let wide = SearchLimits { top_k: self.n_candidates.max(limits.top_k), score_threshold: 0.0 };
+        // Whatever the first score was, it says nothing about the second. A request for more passages than are candidates gets no more.
+        let wide = SearchLimits { top_k: self.n_candidates, score_threshold: 0.0 };
         let mut hits = self.found.search(request, wide).await?;
         if hits.is_empty() {
             return Ok(hits);
+        }
+        if hits.iter().all(|hit| hit.text.trim().is_empty()) {
+            let message =
+                format!("{}: passages have no text to be scored; check retrieval.mapping.text", self.found.name());
+            return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
         }
         let scores = {
             let texts: Vec<&str> = hits.iter().map(|hit| hit.text.as_str()).collect();
             self.scorer.scores(self.query(request), &texts).await?
         };
         for (hit, score) in hits.iter_mut().zip(scores) {
-            hit.retrieval_score.get_or_insert(hit.reranker_score);
             hit.reranker_score = score;
         }
         Ok(limits.apply(hits))
@@ -116,16 +126,16 @@ impl Scorer {
     async fn scores(&self, query: String, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
         match self {
             Self::Service(service) => service.scores(&query, texts).await,
-            Self::Local(model) => {
-                let (model, texts) = (model.clone(), texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>());
-                let scores = move || model.scores(&query, &texts.iter().map(String::as_str).collect::<Vec<_>>());
-                let failed = |what: String| CallFailure {
-                    kind: FailureKind::ServerError,
-                    message: format!("cross-encoder: {what}"),
-                };
-                // A model takes milliseconds a text: other calls go on meanwhile.
-                let scores = tokio::task::spawn_blocking(scores).await;
-                scores.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))
+            Self::Local { model, batch_size, work } => {
+                let mut scores = Vec::with_capacity(texts.len());
+                // One after another: who goes away meanwhile costs no more than one of them.
+                for texts in texts.chunks(*batch_size) {
+                    let texts: Vec<String> = texts.iter().map(|text| (*text).to_owned()).collect();
+                    let (model, query) = (model.clone(), query.clone());
+                    let of_batch = move || model.scores(&query, &texts.iter().map(String::as_str).collect::<Vec<_>>());
+                    scores.extend(work.run(of_batch).await?);
+                }
+                Ok(scores)
             }
         }
     }

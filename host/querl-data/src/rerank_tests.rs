@@ -15,7 +15,7 @@ const LIMITS: SearchLimits = SearchLimits { top_k: 2, score_threshold: 0.5 };
 async fn ask(rerank: Value, asked: Value, answer: Value) -> Result<Vec<Hit>, CallFailure> {
     let server = MockServer::start().await;
     // All that is wanted to be reranked is asked for, whatever the first scores are.
-    let wide = json!({"top_k": 7, "score_threshold": 2.0});
+    let wide = json!({"top_k": 7, "score_threshold": 0.0});
     let passages = ["甲", "乙", "丙"].map(|text| json!({"id": text, "page_content": text, "score": 3.0}));
     let found = ResponseTemplate::new(200).set_body_json(passages);
     Mock::given(path("/search_docs")).and(body_partial_json(wide)).respond_with(found).mount(&server).await;
@@ -46,6 +46,52 @@ async fn tei_scores_passages_against_the_query_and_never_the_rewrite() {
     let answer = json!([{"index": 2, "score": 0.98}, {"index": 0, "score": 0.6}, {"index": 1, "score": 0.01}]);
     let hits = ask(json!({"kind": "tei"}), asked, answer).await.unwrap();
     assert_eq!(seen(&hits), [("丙", 0.98, 1), ("甲", 0.6, 2)]);
+    assert!(hits.iter().all(|hit| hit.retrieval_score.is_none()), "the service sent no score: {hits:?}");
+}
+
+/// Keeps away: scores of 0 that nobody gave, and the service's own that are lost.
+#[tokio::test]
+async fn the_service_s_own_score_stays_beside_the_reranker_s() {
+    let server = MockServer::start().await;
+    let recall = json!([{"id": "a", "content": "甲", "reranker_score": "0.75"}, {"id": "b", "content": "乙"}]);
+    let found = ResponseTemplate::new(200).set_body_json(json!({"status": 200, "data": {"recall": recall}}));
+    Mock::given(path("/rag")).respond_with(found).mount(&server).await;
+    let scores = json!([{"index": 0, "score": 0.5}, {"index": 1, "score": 0.625}]);
+    let rerank = ResponseTemplate::new(200).set_body_json(scores);
+    Mock::given(path("/rerank")).respond_with(rerank).mount(&server).await;
+    let config: RetrievalConfig = serde_json::from_value(json!({
+        "kind": "http", "url": format!("{}/rag", server.uri()),
+        "rerank": {"kind": "tei", "url": format!("{}/rerank", server.uri())},
+    }))
+    .unwrap();
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
+    let hits = open_search(&config, "shop", &LocalModels::default(), &Outside::default())
+        .unwrap()
+        .search(&request, LIMITS)
+        .await
+        .unwrap();
+    assert_eq!(seen(&hits), [("b", 0.625, 1), ("a", 0.5, 2)]);
+    assert_eq!((hits[0].retrieval_score, hits[1].retrieval_score), (None, Some(0.75)));
+}
+
+/// Keeps away: a wrong pointer in a mapping that has a reranker score nothing.
+#[tokio::test]
+async fn passages_without_a_text_are_not_reranked() {
+    let server = MockServer::start().await;
+    let found = ResponseTemplate::new(200).set_body_json(json!([{"id": "a", "page_content": "甲"}]));
+    Mock::given(path("/search_docs")).respond_with(found).mount(&server).await;
+    let config: RetrievalConfig = serde_json::from_value(json!({
+        "kind": "http", "service": "chatchat", "url": format!("{}/search_docs", server.uri()),
+        "mapping": {"text": ["/content"]}, "rerank": {"kind": "tei", "url": format!("{}/rerank", server.uri())},
+    }))
+    .unwrap();
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
+    let search = open_search(&config, "shop", &LocalModels::default(), &Outside::default()).unwrap();
+    let failure = search.search(&request, LIMITS).await.unwrap_err();
+    let expected = "chatchat: passages have no text to be scored; check retrieval.mapping.text";
+    assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::InvalidResponse, expected));
 }
 
 #[tokio::test]
@@ -117,12 +163,14 @@ impl PairScorer for Overlap {
 async fn a_model_in_this_process_ranks_what_the_index_finds() {
     let folder = tempfile::tempdir().unwrap();
     let knowledge_base = folder.path().join("kb.jsonl");
-    let passages = [("a", "鱼油价格"), ("b", "鱼油怎么吃")].map(|(id, text)| json!({"id": id, "text": text}));
+    let more = (0..40).map(|index| (format!("c{index}"), "鱼油"));
+    let passages = [("a".to_owned(), "鱼油价格"), ("b".to_owned(), "鱼油怎么吃")].into_iter().chain(more);
+    let passages = passages.map(|(id, text)| json!({"id": id, "text": text}));
     querl_core::fsx::write_jsonl(&knowledge_base, passages).unwrap();
     // Without a lexicon: the cross-encoder needs none.
     let config: RetrievalConfig = serde_json::from_value(json!({
         "kind": "embedded", "knowledge_base": knowledge_base, "index_dir": folder.path().join("indexes"),
-        "rerank": {"kind": "local", "path": folder.path(), "query": "{{query}}"},
+        "rerank": {"kind": "local", "path": folder.path(), "query": "{{query}}", "batch_size": 8},
     }))
     .unwrap();
     let models = LocalModels { scorer: Some(Arc::new(Overlap)), ..LocalModels::default() };
@@ -132,4 +180,7 @@ async fn a_model_in_this_process_ranks_what_the_index_finds() {
     let request = RetrievalRequest { original_query: "怎么吃", context: &context, rewritten_query: "鱼油" };
     let hits = search.search(&request, LIMITS).await.unwrap();
     assert_eq!(seen(&hits), [("b", 0.75, 1)]);
+    // Of the 20 candidates that a configuration has by default, and no more, whatever a request asks for.
+    let many = SearchLimits { top_k: 1000, score_threshold: 0.0 };
+    assert_eq!(search.search(&request, many).await.unwrap().len(), 20);
 }

@@ -136,7 +136,7 @@ pub fn open_search(
     Ok(match config.rerank.kind {
         RerankKind::None => found,
         RerankKind::Tei | RerankKind::Cohere | RerankKind::Local => {
-            Arc::new(Reranked::open(&config.rerank, found, models, outside)?)
+            Arc::new(Reranked::open(&config.rerank, config.top_k, found, models, outside)?)
         }
     })
 }

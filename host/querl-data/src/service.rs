@@ -35,7 +35,11 @@ impl MappedService {
         models: &LocalModels,
         outside: &Outside,
     ) -> Result<Self, DataError> {
-        let mapping = Mapping::resolve(config)?;
+        let (mapping, scores) = (Mapping::resolve(config)?, Scores::of(config));
+        if scores == Scores::Needed && !mapping.has_scores() {
+            let problem = "is not set, and the service sends none that is known; set it, or retrieval.rerank";
+            return Err(DataError::setting("retrieval.mapping.score", problem));
+        }
         let embedding = match mapping.wants_embedding() {
             true => Some(QueryEmbedding::open(&config.embedding, models, outside)?.ok_or_else(no_embedding)?),
             false => None,
@@ -47,7 +51,7 @@ impl MappedService {
             service: config.service,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
-            scores: Scores::of(config),
+            scores,
         })
     }
 }
@@ -83,7 +87,7 @@ impl Search for MappedService {
             ServiceKind::GeneralRag => "general_rag",
             ServiceKind::Dify => "dify",
             ServiceKind::Ragflow => "ragflow",
-            ServiceKind::Chatchat => "chatchat",
+            ServiceKind::Chatchat | ServiceKind::Chatchat02 => "chatchat",
             ServiceKind::Elasticsearch => "elasticsearch",
             ServiceKind::Qdrant => "qdrant",
             ServiceKind::Custom => "custom service",

@@ -1,6 +1,7 @@
 //! Each ready adapter against an answer in the form that its service documents.
 #![allow(clippy::unwrap_used)]
 
+use crate::mapping::{Asker, Mapping};
 use crate::{LocalModels, Outside, SearchLimits, open_search};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
@@ -55,7 +56,7 @@ async fn dify_external_knowledge() {
 #[tokio::test]
 async fn ragflow_chunks_and_failures_in_an_answer_of_status_200() {
     let request = json!({
-        "question": "鱼油 食用方法", "dataset_ids": ["b2a6"], "page": 1, "page_size": 3, "similarity_threshold": 0.25,
+        "question": "鱼油 食用方法", "dataset_ids": ["b2a6"], "page": 1, "page_size": 30, "similarity_threshold": 0.25,
     });
     let answer = json!({"code": 0, "data": {"chunks": [{
         "content": "ragflow content", "content_ltks": "ragflow content", "document_id": "5c59", "document_keyword": "1.txt",
@@ -74,22 +75,37 @@ async fn ragflow_chunks_and_failures_in_an_answer_of_status_200() {
     );
 }
 
+/// Keeps away: a page of 3, of which RAGFlow ranks 3 candidates, and one of 100, which it refuses.
+#[test]
+fn ragflow_s_pages_are_long_enough_to_rank_and_short_enough_to_be_answered() {
+    let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": "ragflow"})).unwrap();
+    let mapping = Mapping::resolve(&config).unwrap();
+    let asker = Asker { tenant: "", kb_name: "k", embedding: None };
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
+    for (top_k, page_size) in [(1, 30), (30, 30), (50, 50), (64, 64), (65, 64)] {
+        let body = mapping.body(&asker, &request, SearchLimits { top_k, score_threshold: 0.0 });
+        assert_eq!(body["page_size"], json!(page_size));
+    }
+}
+
+/// The route of 0.2 declares its threshold with `ge=0, le=1` (server/knowledge_base/kb_doc_api.py).
 #[tokio::test]
-async fn chatchat_distances_become_similarities() {
+async fn chatchat_0_2_takes_thresholds_up_to_1_and_sends_distances() {
     let request =
-        json!({"query": "鱼油 食用方法", "knowledge_base_name": "samples", "top_k": 3, "score_threshold": 1.5});
+        json!({"query": "鱼油 食用方法", "knowledge_base_name": "samples", "top_k": 3, "score_threshold": 1.0});
     let answer = json!([
         {"page_content": "乙", "metadata": {"source": "b.md", "id": "b"}, "type": "Document", "id": null, "score": 0.8},
         {"page_content": "甲", "metadata": {"source": "a.md"}, "type": "Document", "id": "a", "score": 0.3},
     ]);
-    let settings = json!({"service": "chatchat", "kb_name": "samples"});
+    let settings = json!({"service": "chatchat_0.2", "kb_name": "samples"});
     let route = "/knowledge_base/search_docs";
     let hits = ask(settings.clone(), route, request.clone(), answer.clone()).await.unwrap();
     assert_eq!(seen(&hits), [("a", "甲", 0.85, 1), ("b", "乙", 0.6, 2)]);
     assert_eq!(hits[0].retrieval_score, Some(0.3));
     let wrapped = json!({"code": 200, "msg": "success", "data": answer});
     assert_eq!(ask(settings.clone(), route, request.clone(), wrapped).await.unwrap(), hits);
-    // Some releases send the class's default for every passage.
+    // What 0.3 sends for every passage.
     let unscored = json!([{"page_content": "甲", "metadata": {}, "type": "Document", "id": "a", "score": 3.0}]);
     let failure = ask(settings, route, request, unscored).await.unwrap_err();
     assert_eq!(failure.kind, FailureKind::InvalidResponse);
@@ -105,9 +121,9 @@ async fn elasticsearch_scores_without_an_upper_end() {
         "size": 3, "min_score": 10.0 / 3.0,
         "query": {"multi_match": {"query": "鱼油 食用方法", "fields": ["title^2", "text", "content"]}},
     });
-    let answer = |timed_out: bool| {
+    let answer = |timed_out: bool, n_failed: u32| {
         json!({
-            "took": 5, "timed_out": timed_out, "_shards": {"total": 1, "successful": 1, "skipped": 0, "failed": 0},
+            "took": 5, "timed_out": timed_out, "_shards": {"total": 2, "successful": 2, "skipped": 0, "failed": n_failed},
             "hits": {"total": {"value": 2, "relation": "eq"}, "max_score": 30.0, "hits": [
                 {"_index": "kb", "_id": "1", "_score": 30.0, "_source": {"title": "鱼油", "text": "甲"}},
                 {"_index": "kb", "_id": "2", "_score": 10.0, "_source": {"id": "own", "content": "乙"}},
@@ -115,11 +131,14 @@ async fn elasticsearch_scores_without_an_upper_end() {
         })
     };
     let settings = json!({"service": "elasticsearch"});
-    let hits = ask(settings.clone(), "/kb/_search", request.clone(), answer(false)).await.unwrap();
+    let hits = ask(settings.clone(), "/kb/_search", request.clone(), answer(false, 0)).await.unwrap();
     assert_eq!(seen(&hits), [("1", "鱼油\n甲", 0.75, 1), ("own", "乙", 0.5, 2)]);
     // Half of an answer is none.
-    let failure = ask(settings, "/kb/_search", request, answer(true)).await.unwrap_err();
-    assert_eq!(failure.kind, FailureKind::ServerError);
+    for (half, said) in [(answer(true, 0), "`/timed_out` `true`"), (answer(false, 1), "`/_shards/failed` `1`")] {
+        let failure = ask(settings.clone(), "/kb/_search", request.clone(), half).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::ServerError);
+        assert!(failure.message.contains(said), "{failure}");
+    }
 }
 
 #[tokio::test]
@@ -252,7 +271,11 @@ fn a_mapping_that_cannot_be_used_is_refused_before_any_call() {
         ),
         (
             json!({"service": "dify", "mapping": {"score_range": [1.0, 0.0]}}),
-            "retrieval.mapping.score_range is [1.0, 0.0]; expected the lower end first",
+            "retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first",
+        ),
+        (
+            json!({"service": "chatchat"}),
+            "retrieval.mapping.score is not set, and the service sends none that is known; set it, or retrieval.rerank",
         ),
         (
             json!({"service": "dify", "mapping": {"score_range": [0.0, 1.0], "score_half": 3.0}}),

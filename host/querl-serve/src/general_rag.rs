@@ -3,27 +3,32 @@
 //! `POST /api/chat/general_rag {query, tenant_id, kb_name = "default", top_k = 5, score_threshold = 0.5, history?, rewritten_query?,
 //! user_profile?}` is answered by `{status: 200, msg, data: {user_profile, history_summary, rewritten_query, recall: [{id, content,
 //! reranker_score, score, rank}]}}`. A request that cannot be served has the HTTP status of its `status`, and a sentence in `msg`:
-//! 404 for a tenant or knowledge base that is not served here, 422 for a value that is missing or out of range, 500 where the
-//! search failed. Nothing is rewritten here: without `rewritten_query`, `query` itself is looked up.
+//! 400 for what is no JSON, 404 for a tenant or knowledge base that is not served here, 408 for a body that does not come, 413 for one
+//! that is too large, 415 for one that does not say it is JSON, 422 for a value that is missing, out of range or too long, 500 where the
+//! search failed, 503 where it takes too long. Nothing is rewritten here: without `rewritten_query`, `query` itself is looked up.
 
-use axum::extract::rejection::JsonRejection;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use querl_core::ports::RetrievalRequest;
-use querl_core::records::{Context, Hit};
+use querl_core::records::{CallFailure, Context, Hit};
 use querl_data::{Search, SearchLimits};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The interface's path.
 pub const GENERAL_RAG_ROUTE: &str = "/api/chat/general_rag";
-/// A query with its history is nowhere near this size.
-const MAX_BODY_BYTES: usize = 1 << 20;
+/// Four texts of [`MAX_TEXT_CHARS`] in Chinese, and the names around them, are larger than this; nobody types that.
+const MAX_BODY_BYTES: usize = 64 << 10;
+/// A query with its history is nowhere near this length.
+const MAX_TEXT_CHARS: usize = 8192;
+/// For a body to come, whole.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// As in a configuration (`retrieval.top_k`).
 const MAX_TOP_K: u64 = 1000;
 
@@ -35,6 +40,8 @@ pub struct KnowledgeBase {
     pub kb_name: String,
     /// What finds its passages.
     pub search: Arc<dyn Search>,
+    /// For one answer, waiting for others' included.
+    pub timeout: Duration,
 }
 
 /// Why there is no server.
@@ -51,7 +58,13 @@ pub enum ServeError {
 }
 
 /// Tenant and name of each knowledge base.
-type Bases = BTreeMap<String, BTreeMap<String, Arc<dyn Search>>>;
+type Bases = BTreeMap<String, BTreeMap<String, Base>>;
+
+/// What answers for one.
+struct Base {
+    search: Arc<dyn Search>,
+    timeout: Duration,
+}
 
 /// The interface over some knowledge bases, with `GET /health` beside it.
 ///
@@ -59,14 +72,18 @@ type Bases = BTreeMap<String, BTreeMap<String, Arc<dyn Search>>>;
 /// Two of them have the same tenant and name.
 pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>) -> Result<Router, ServeError> {
     let mut bases = Bases::new();
-    for KnowledgeBase { tenant, kb_name, search } in knowledge_bases {
-        if bases.entry(tenant.clone()).or_default().insert(kb_name.clone(), search).is_some() {
+    for KnowledgeBase { tenant, kb_name, search, timeout } in knowledge_bases {
+        let base = Base { search, timeout };
+        if bases.entry(tenant.clone()).or_default().insert(kb_name.clone(), base).is_some() {
             return Err(ServeError::Twice { tenant, kb_name });
         }
     }
     let app = Router::new()
         .route(GENERAL_RAG_ROUTE, post(answer))
         .route("/health", get(|| async { Json(json!({"status": 200})) }))
+        .fallback(|| async {
+            Refusal(StatusCode::NOT_FOUND, format!("there is nothing here; ask {GENERAL_RAG_ROUTE}"))
+        })
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES));
     Ok(app.with_state(Arc::new(bases)))
 }
@@ -106,16 +123,23 @@ fn default_score_threshold() -> f64 {
 /// A request that was not served, in words.
 struct Refusal(StatusCode, String);
 
-async fn answer(State(bases): State<Arc<Bases>>, body: Result<Json<RagRequest>, JsonRejection>) -> Response {
-    let served = match body {
-        Ok(Json(request)) => serve_one(&bases, request).await,
-        Err(rejection) => Err(Refusal(rejection.status(), rejection.body_text())),
+async fn answer(State(bases): State<Arc<Bases>>, request: Request) -> Response {
+    let served = match read(request).await {
+        Ok(request) => serve_one(&bases, request).await,
+        Err(refusal) => Err(refusal),
     };
     served.map_or_else(IntoResponse::into_response, |answer| Json(answer).into_response())
 }
 
+async fn read(request: Request) -> Result<RagRequest, Refusal> {
+    let body = tokio::time::timeout(BODY_TIMEOUT, Json::<RagRequest>::from_request(request, &())).await;
+    let late = |_| Refusal(StatusCode::REQUEST_TIMEOUT, format!("the body did not come within {BODY_TIMEOUT:?}"));
+    let Json(request) = body.map_err(late)?.map_err(|rejection| Refusal(rejection.status(), rejection.body_text()))?;
+    Ok(request)
+}
+
 async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, Refusal> {
-    let search = find(bases, &request)?;
+    let base = find(bases, &request)?;
     let limits = request.limits()?;
     let rewritten_query = request.rewritten_query.filter(|text| !text.trim().is_empty());
     let rewritten_query = rewritten_query.unwrap_or_else(|| request.query.clone());
@@ -123,13 +147,22 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, Refusal>
         user_profile: request.user_profile.unwrap_or_default(),
         history_summary: history_text(&request.history)?,
     };
+    let texts = [("query", &request.query), ("rewritten_query", &rewritten_query)];
+    let others = [("user_profile", &context.user_profile), ("history", &context.history_summary)];
+    texts.into_iter().chain(others).try_for_each(|(name, text)| check_length(name, text))?;
     let question =
         RetrievalRequest { original_query: &request.query, context: &context, rewritten_query: &rewritten_query };
-    let failed = |failure: querl_core::records::CallFailure| {
+    // What failed, with addresses and paths, is for who runs the server.
+    let failed = |failure: CallFailure| {
         tracing::warn!("{failure}");
-        Refusal(StatusCode::INTERNAL_SERVER_ERROR, failure.to_string())
+        Refusal(StatusCode::INTERNAL_SERVER_ERROR, "the search failed; the server's log says why".into())
     };
-    let hits = search.search(&question, limits).await.map_err(failed)?;
+    let late = |_| {
+        tracing::warn!("tenant {}, {}: no answer within {:?}", request.tenant_id, request.kb_name, base.timeout);
+        Refusal(StatusCode::SERVICE_UNAVAILABLE, format!("no answer within {:?}; ask again later", base.timeout))
+    };
+    let found = tokio::time::timeout(base.timeout, base.search.search(&question, limits)).await;
+    let hits = found.map_err(late)?.map_err(failed)?;
     Ok(json!({
         "status": 200,
         "msg": "success",
@@ -142,15 +175,24 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, Refusal>
     }))
 }
 
-/// The search of the request's tenant and knowledge base. What else is served is nobody's business but its owner's.
-fn find<'a>(bases: &'a Bases, request: &RagRequest) -> Result<&'a Arc<dyn Search>, Refusal> {
-    let unknown = |what: String| Refusal(StatusCode::NOT_FOUND, what);
-    let of_tenant = bases
-        .get(&request.tenant_id)
-        .ok_or_else(|| unknown(format!("tenant_id `{}` is not served here", request.tenant_id)))?;
-    of_tenant.get(&request.kb_name).ok_or_else(|| {
-        unknown(format!("tenant `{}` has no knowledge base `{}` here", request.tenant_id, request.kb_name))
+/// What answers for the request's tenant and knowledge base. What else is served is nobody's business but its owner's: whether the
+/// tenant or the knowledge base is unknown is not said.
+fn find<'a>(bases: &'a Bases, request: &RagRequest) -> Result<&'a Base, Refusal> {
+    let found = bases.get(&request.tenant_id).and_then(|of_tenant| of_tenant.get(&request.kb_name));
+    found.ok_or_else(|| {
+        let what = format!("tenant_id `{}` with kb_name `{}` is not served here", request.tenant_id, request.kb_name);
+        Refusal(StatusCode::NOT_FOUND, what)
     })
+}
+
+fn check_length(name: &str, text: &str) -> Result<(), Refusal> {
+    match text.chars().nth(MAX_TEXT_CHARS) {
+        Some(_) => {
+            let what = format!("`{name}` is longer than {MAX_TEXT_CHARS} characters");
+            Err(Refusal(StatusCode::UNPROCESSABLE_ENTITY, what))
+        }
+        None => Ok(()),
+    }
 }
 
 impl RagRequest {

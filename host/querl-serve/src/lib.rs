@@ -7,4 +7,4 @@ mod general_rag;
 mod server;
 
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, ServeError, general_rag};
-pub use server::serve;
+pub use server::{ServerLimits, serve};

@@ -3,13 +3,15 @@
 
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{RetrievalRequest, Retriever};
-use querl_core::records::{Context, FailureKind};
-use querl_data::{LocalModels, Outside, open_retriever, open_search};
-use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
+use querl_core::records::{CallFailure, Context, FailureKind, Hit};
+use querl_data::{LocalModels, Outside, Search, SearchLimits, open_retriever, open_search};
+use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, ServerLimits, general_rag, serve};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
-use tokio::net::TcpListener;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 
 const LEXICON: &str = r#"{
   "products": [{"id": "a", "name": "深海鱼油软胶囊", "aliases": ["鱼油"]}, {"id": "b", "name": "藻油软胶囊", "aliases": ["藻油"]}],
@@ -51,11 +53,18 @@ async fn server(folder: &Path) -> String {
             &Outside::default(),
         )
         .unwrap(),
+        timeout: TIMEOUT,
     };
     let bases = vec![base("shop", "default", &SHOP), base("shop", "archive", &OTHER), base("rival", "default", &OTHER)];
+    start(bases, ServerLimits::default()).await
+}
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+async fn start(bases: Vec<KnowledgeBase>, limits: ServerLimits) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}{GENERAL_RAG_ROUTE}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, general_rag(bases).unwrap(), std::future::pending()));
+    tokio::spawn(serve(listener, general_rag(bases).unwrap(), limits, std::future::pending()));
     url
 }
 
@@ -110,13 +119,12 @@ async fn tenants_and_knowledge_bases_are_kept_apart_and_unknown_ones_refused() {
         let hits = client(&url, kb_name, tenant).retrieve(request()).await.unwrap();
         assert_eq!(hits[0].id, expected, "{tenant} {kb_name}");
     }
-    for (tenant, kb_name, said) in [
-        ("thief", "default", "tenant_id `thief` is not served here"),
-        ("rival", "archive", "tenant `rival` has no knowledge base `archive` here"),
-    ] {
+    // One sentence for both, so that nobody learns who is served here.
+    for (tenant, kb_name) in [("thief", "default"), ("rival", "archive")] {
         let failure = client(&url, kb_name, tenant).retrieve(request()).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::Rejected);
-        assert!(failure.message.ends_with(&format!("answered 404 Not Found: {said}")), "{failure}");
+        let said = format!("answered 404 Not Found: tenant_id `{tenant}` with kb_name `{kb_name}` is not served here");
+        assert!(failure.message.ends_with(&said), "{failure}");
     }
 }
 
@@ -171,6 +179,11 @@ async fn requests_that_make_no_sense_are_refused_in_words() {
             "`score_threshold` is 7; expected 0 to 1",
         ),
         (json!({"query": "鱼油", "tenant_id": "shop", "history": 3}), "`history` is neither a text nor a list"),
+        (json!({"query": "油".repeat(8193), "tenant_id": "shop"}), "`query` is longer than 8192 characters"),
+        (
+            json!({"query": "鱼油", "tenant_id": "shop", "history": ["油".repeat(5000), "油".repeat(5000)]}),
+            "`history` is longer than 8192 characters",
+        ),
     ] {
         let (status, answer) = post(&url, body).await;
         assert_eq!((status, &answer["status"]), (422, &json!(422)), "{answer}");
@@ -191,7 +204,111 @@ fn two_knowledge_bases_of_one_name_are_refused() {
             &Outside::default(),
         )
         .unwrap(),
+        timeout: TIMEOUT,
     };
     let error = general_rag(vec![base(), base()]).unwrap_err().to_string();
     assert_eq!(error, "tenant `shop` has two knowledge bases named `default`; give each its own `retrieval.kb_name`");
+}
+
+#[tokio::test]
+async fn what_is_no_request_is_refused_with_its_own_status_and_a_sentence() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = server(folder.path()).await;
+    let client = reqwest::Client::new();
+    let json = ("content-type", "application/json");
+    let large = json!({"query": "x".repeat(70_000), "tenant_id": "shop"}).to_string();
+    for (body, header, expected) in
+        [("{".to_owned(), json, 400), ("{}".to_owned(), ("x-other", "1"), 415), (large, json, 413)]
+    {
+        let response = client.post(&url).header(header.0, header.1).body(body).send().await.unwrap();
+        assert_eq!(response.status().as_u16(), expected);
+        let answer: Value = response.json().await.unwrap();
+        assert!(answer["status"] == expected && !answer["msg"].as_str().unwrap().is_empty(), "{answer}");
+    }
+    let elsewhere = url.replace("general_rag", "other");
+    let (status, answer) = post(&elsewhere, json!({})).await;
+    assert_eq!((status, &answer["status"]), (404, &json!(404)));
+}
+
+/// Fails, or takes a while.
+struct Faulty(Result<Duration, &'static str>);
+
+#[async_trait::async_trait]
+impl Search for Faulty {
+    async fn search(&self, _request: &RetrievalRequest<'_>, _limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        match self.0 {
+            Ok(time) => tokio::time::sleep(time).await,
+            Err(problem) => return Err(CallFailure { kind: FailureKind::ServerError, message: problem.into() }),
+        }
+        Ok(Vec::new())
+    }
+
+    fn name(&self) -> &str {
+        "faulty"
+    }
+}
+
+fn faulty(fault: Result<Duration, &'static str>, timeout: Duration) -> Vec<KnowledgeBase> {
+    let search = Arc::new(Faulty(fault));
+    vec![KnowledgeBase { tenant: "shop".into(), kb_name: "default".into(), search, timeout }]
+}
+
+#[tokio::test]
+async fn what_failed_within_is_not_told_and_what_takes_too_long_is() {
+    let ask = async |bases| {
+        let url = start(bases, ServerLimits::default()).await;
+        post(&url, json!({"query": "鱼油", "tenant_id": "shop"})).await
+    };
+    let (status, answer) = ask(faulty(Err("POST http://10.0.0.7:9200/kb: refused"), TIMEOUT)).await;
+    assert_eq!((status, &answer["msg"]), (500, &json!("the search failed; the server's log says why")));
+    let (status, answer) = ask(faulty(Ok(TIMEOUT), Duration::from_millis(50))).await;
+    assert_eq!((status, &answer["msg"]), (503, &json!("no answer within 50ms; ask again later")));
+}
+
+#[tokio::test]
+async fn a_request_that_never_comes_whole_is_not_waited_for() {
+    let limits = ServerLimits { head_timeout: Duration::from_millis(100), ..ServerLimits::default() };
+    let url = start(faulty(Ok(Duration::ZERO), TIMEOUT), limits).await;
+    let address = url.strip_prefix("http://").unwrap().split('/').next().unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(b"POST / HTTP/1.1\r\nhost: x\r\n").await.unwrap();
+    let started = Instant::now();
+    let mut rest = Vec::new();
+    // Closed by the server.
+    stream.read_to_end(&mut rest).await.unwrap();
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+}
+
+#[tokio::test]
+async fn a_request_that_hangs_does_not_hold_up_the_end() {
+    let limits = ServerLimits { drain_timeout: Duration::from_millis(100), ..ServerLimits::default() };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let app = general_rag(faulty(Ok(Duration::ZERO), TIMEOUT)).unwrap();
+    let server = tokio::spawn(serve(listener, app, limits, async {
+        let _ = stopped.await;
+    }));
+    let mut half_sent = TcpStream::connect(address).await.unwrap();
+    let head = format!(
+        "POST {GENERAL_RAG_ROUTE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{{"
+    );
+    half_sent.write_all(head.as_bytes()).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    stop.send(()).unwrap();
+    tokio::time::timeout(Duration::from_secs(5), server).await.expect("the server ends").unwrap();
+}
+
+#[tokio::test]
+async fn more_connections_than_are_allowed_wait_for_their_turn() {
+    let limits = ServerLimits { max_connections: 1, ..ServerLimits::default() };
+    let url = start(faulty(Ok(Duration::ZERO), TIMEOUT), limits).await;
+    let address = url.strip_prefix("http://").unwrap().split('/').next().unwrap();
+    let first = TcpStream::connect(address).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let asked = tokio::spawn(async move { post(&url, json!({"query": "鱼油", "tenant_id": "shop"})).await.0 });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!asked.is_finished());
+    drop(first);
+    assert_eq!(asked.await.unwrap(), 200);
 }

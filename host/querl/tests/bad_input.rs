@@ -67,6 +67,56 @@ fn configuration_that_cannot_be_used() {
     }
 }
 
+/// Keeps away: settings that are read, and then do nothing.
+#[test]
+fn retrieval_settings_that_would_be_passed_over() {
+    let http = |more: &str| format!("kind = \"http\"\nurl = \"http://127.0.0.1:1/x\"\n{more}");
+    let cases = [
+        (
+            "kind = \"embedded\"\nmapping = { text = [\"/x\"] }".to_owned(),
+            "retrieval.mapping is set; retrieval.kind = \"embedded\" has no use for it, leave it out",
+        ),
+        (
+            http("mapping = { text = [\"/x\"] }"),
+            "retrieval.mapping is set; retrieval.service = \"general_rag\" has no use for it, leave it out",
+        ),
+        (
+            http("service = \"dify\"\nembedding = { kind = \"local\", path = \".\" }"),
+            "retrieval.embedding.kind is set; the service's requests have no `{{embedding}}`, expected none",
+        ),
+        (
+            http("rerank = { kind = \"local\", path = \".\", scores = \"logit\" }"),
+            "retrieval.rerank.scores is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out",
+        ),
+        (
+            http("service = \"chatchat\""),
+            "retrieval.rerank.kind is \"none\"; retrieval.service = \"chatchat\" sends no scores, so something has to make them",
+        ),
+        (
+            http("service = \"ragflow\"\ntop_k = 65"),
+            "retrieval.top_k asks for 65 passages; the service gives 64 at most",
+        ),
+        (
+            http("service = \"dify\"\nmapping = { success = [\"0\"] }"),
+            "retrieval.mapping.status is missing; retrieval.mapping.success says nothing without it",
+        ),
+        (
+            http("service = \"dify\"\nmapping = { status = [\"/code\"] }"),
+            "retrieval.mapping.success is missing; retrieval.mapping.status needs it",
+        ),
+        (
+            http("service = \"dify\"\nmapping = { score_range = [0.0, inf] }"),
+            "retrieval.mapping.score_range is [0.0, inf]; expected two numbers, the lower first",
+        ),
+    ];
+    for (to, expected) in cases {
+        let project = Project::new();
+        project.edit("kind = \"embedded\"", &to);
+        let said = refusal(&project, &["run", "querl.toml"]);
+        assert!(said.ends_with(expected), "{said}\n{expected}");
+    }
+}
+
 #[test]
 fn configuration_file_that_cannot_be_read() {
     let project = Project::new();

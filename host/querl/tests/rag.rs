@@ -51,7 +51,7 @@ fn a_server_of_another_tenant_refuses_and_nothing_becomes_data() {
     let over_http = ["--set", "retrieval.kind=http", "--set", &url];
     let said = project.querl(&[&["run", "querl.toml", "--to", "validate"], &over_http[..]].concat());
     assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("tenant_id `fivedoctors` is not served here"), "{said:#?}");
+    assert!(said.stderr.contains("tenant_id `fivedoctors` with kb_name `default` is not served here"), "{said:#?}");
     let said = project.querl(&[&["rag", "check", "querl.toml"], &over_http[..]].concat());
     assert_eq!(said.code, Some(2), "{said:#?}");
     assert!(said.stdout.contains("--  answers  0 of 3 queries were answered\n"), "{said:#?}");
@@ -107,7 +107,7 @@ list = ["/data/recall"]
 id = ["/id"]
 text = ["/content"]
 score = ["/reranker_score"]
-status = "/status"
+status = ["/status"]
 success = ["200"]
 [retrieval.mapping.request]
 query = "{{query}}"
@@ -149,4 +149,63 @@ fn models_in_this_process_take_part() {
     let said = check(&path("rerank", "bert-cls"));
     assert_eq!(said.code, Some(2), "{said:#?}");
     assert!(said.stderr.contains("bert-cls/config.json: has 2 labels; a reranker has 1"), "{said:#?}");
+}
+
+/// Ids of the finished indexes in a folder.
+fn finished(folder: &std::path::Path) -> Vec<String> {
+    let names = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = names.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| name.len() == 64 && !name.contains('.')).collect()
+}
+
+#[test]
+fn a_build_that_is_killed_leaves_no_index_and_processes_that_build_at_once_leave_one() {
+    let project = Project::new();
+    let passages: Vec<String> = (0..8_000)
+        .map(|index| {
+            format!(
+                "{{\"id\": \"{index}\", \"text\": \"胶原蛋白肽饮 食用方法 编号{index}，餐后温水送服，每日一次。\"}}\n"
+            )
+        })
+        .collect();
+    project.write("large.jsonl", &passages.concat());
+    let (knowledge_base, indexes) = (project.path("large.jsonl"), project.path("indexes"));
+    let settings = [
+        format!("retrieval.knowledge_base={}", knowledge_base.display()),
+        format!("retrieval.index_dir={}", indexes.display()),
+    ];
+    let flags = settings.iter().flat_map(|setting| ["--set", setting]);
+    let args: Vec<&str> = ["rag", "check", "querl.toml"].into_iter().chain(flags).collect();
+    let start = || project.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut killed = start();
+    let is_building = || {
+        let names = std::fs::read_dir(&indexes).into_iter().flatten().flatten();
+        names.filter_map(|entry| entry.file_name().into_string().ok()).any(|name| name.starts_with(".building-"))
+    };
+    while !is_building() {
+        assert!(killed.try_wait().unwrap().is_none(), "it builds before it ends");
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    assert!(finished(&indexes).is_empty());
+    let both = [start(), start()];
+    for mut process in both {
+        assert!(process.wait().unwrap().success());
+    }
+    assert_eq!(finished(&indexes).len(), 1);
+    let said = project.querl(&args).ok();
+    assert!(said.stdout.contains("ok  answers  3 of 3 queries were answered\n"), "{said:#?}");
+}
+
+#[test]
+fn a_file_whose_vectors_a_service_makes_is_not_served_without_them() {
+    let project = Project::new();
+    project.edit(
+        "kind = \"embedded\"",
+        "kind = \"http\"\nservice = \"qdrant\"\nurl = \"http://127.0.0.1:1/q\"\nembedding = { kind = \"openai\", url = \"http://127.0.0.1:1/e\", model = \"m\" }",
+    );
+    let said = project.querl(&["rag", "serve", "querl.toml", "--addr", "127.0.0.1:0"]);
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("retrieval.embedding.kind is \"openai\""), "{said:#?}");
 }

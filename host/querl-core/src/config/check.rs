@@ -2,8 +2,8 @@
 
 use super::conform::{Violation, wrong};
 use super::{
-    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RerankKind,
-    RetrievalKind, TeacherKind, TuningMethod,
+    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeConfig, JudgeForm, JudgeKind,
+    MappingConfig, RerankKind, RerankScores, RetrievalConfig, RetrievalKind, ServiceKind, TeacherKind, TuningMethod,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -84,6 +84,7 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     check_tensor_parallel(config, &mut violations);
     check_split(config, &mut violations);
     check_sources(config, &mut violations);
+    check_retrieval(&config.retrieval, &mut violations);
     check_dual_clip(config, &mut violations);
     check_training(config, &mut violations);
     check_systems(config, &mut violations);
@@ -275,6 +276,76 @@ fn check_comparison(judge: &JudgeConfig, violations: &mut Vec<Violation>) {
     }
     if judge.dimensions.is_empty() {
         violations.push(Violation::new("judge.dimensions", "judge.dimensions is empty; expected at least one"));
+    }
+}
+
+/// Settings that would be read and then passed over, and what a service cannot do.
+fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
+    let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, message));
+    let RetrievalConfig { kind, service, mapping, embedding, rerank, .. } = retrieval;
+    let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
+    if !is_mapped && *mapping != MappingConfig::default() {
+        let other = if *kind == RetrievalKind::Http {
+            "retrieval.service = \"general_rag\""
+        } else {
+            "retrieval.kind = \"embedded\""
+        };
+        refuse("retrieval.mapping", format!("retrieval.mapping is set; {other} has no use for it, leave it out"));
+    }
+    let has_place = mapping
+        .request
+        .as_ref()
+        .map(|request| request.values().any(|value| value.to_string().contains("{{embedding}}")));
+    let wants_vector = is_mapped && has_place.unwrap_or(service.wants_vector());
+    if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !wants_vector {
+        let message =
+            "retrieval.embedding.kind is set; the service's requests have no `{{embedding}}`, expected none".into();
+        refuse("retrieval.embedding.kind", message);
+    }
+    if rerank.kind == RerankKind::Local && rerank.scores == RerankScores::Logit {
+        let message = "retrieval.rerank.scores is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out";
+        refuse("retrieval.rerank.scores", message.into());
+    }
+    if is_mapped {
+        check_mapping(retrieval, violations);
+    }
+}
+
+fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
+    let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, format!("{key} {message}")));
+    let RetrievalConfig { service, mapping, rerank, .. } = retrieval;
+    let has_scores = mapping.score.as_ref().map_or(service.has_scores(), |pointers| !pointers.is_empty());
+    if !has_scores && rerank.kind == RerankKind::None {
+        let name = if *service == ServiceKind::Chatchat { "chatchat" } else { "custom" };
+        refuse(
+            "retrieval.rerank.kind",
+            format!("is \"none\"; retrieval.service = {name:?} sends no scores, so something has to make them"),
+        );
+    }
+    let wanted =
+        if rerank.kind == RerankKind::None { retrieval.top_k } else { rerank.n_candidates.max(retrieval.top_k) };
+    let most = mapping.top_k_range.map(|[_, most]| most).or(service.most_passages());
+    if let Some(most) = most.filter(|most| wanted > *most) {
+        let key = if rerank.kind == RerankKind::None { "retrieval.top_k" } else { "retrieval.rerank.n_candidates" };
+        refuse(key, format!("asks for {wanted} passages; the service gives {most} at most"));
+    }
+    let (has_status, has_success) = (mapping.status.is_some(), mapping.success.is_some());
+    if has_status && !has_success && !service.has_status() {
+        refuse("retrieval.mapping.success", "is missing; retrieval.mapping.status needs it".into());
+    }
+    if has_success && !has_status && !service.has_status() {
+        refuse("retrieval.mapping.status", "is missing; retrieval.mapping.success says nothing without it".into());
+    }
+    for (key, range) in [("score_range", mapping.score_range), ("threshold_range", mapping.threshold_range)] {
+        if let Some([low, high]) = range.filter(|[low, high]| !(low.is_finite() && high.is_finite() && low < high)) {
+            refuse(
+                &format!("retrieval.mapping.{key}"),
+                format!("is [{low:?}, {high:?}]; expected two numbers, the lower first"),
+            );
+        }
+    }
+    if let Some([low, high]) = mapping.top_k_range.filter(|[low, high]| low > high || *high == 0) {
+        refuse("retrieval.mapping.top_k_range", format!("is [{low}, {high}]; expected two numbers, the lower first"));
     }
 }
 

@@ -16,14 +16,40 @@ pub enum ServiceKind {
     Dify,
     /// RAGFlow, `POST /api/v1/retrieval`.
     Ragflow,
-    /// Langchain-Chatchat, `POST /knowledge_base/search_docs`.
+    /// Langchain-Chatchat 0.3, `POST /knowledge_base/search_docs`: sends no scores, so it needs `[retrieval.rerank]`.
     Chatchat,
+    /// Langchain-Chatchat 0.2, the same route: sends distances.
+    #[serde(rename = "chatchat_0.2")]
+    Chatchat02,
     /// Elasticsearch and OpenSearch, `POST /INDEX/_search`.
     Elasticsearch,
     /// Qdrant, `POST /collections/NAME/points/query`.
     Qdrant,
     /// Whatever `[retrieval.mapping]` says.
     Custom,
+}
+
+impl ServiceKind {
+    /// Whether passages come with a score.
+    pub fn has_scores(self) -> bool {
+        self != Self::Chatchat
+    }
+
+    /// Whether answers say beside the HTTP status if the service succeeded.
+    pub fn has_status(self) -> bool {
+        matches!(self, Self::GeneralRag | Self::Ragflow | Self::Elasticsearch | Self::Qdrant)
+    }
+
+    /// Whether requests have a place for a vector.
+    pub fn wants_vector(self) -> bool {
+        self == Self::Qdrant
+    }
+
+    /// How many passages are given at most.
+    pub fn most_passages(self) -> Option<usize> {
+        // RAGFlow reranks so many candidates; a longer page than that is refused, or empty.
+        (self == Self::Ragflow).then_some(64)
+    }
 }
 
 /// Which end of a service's scores is the better one.
@@ -73,10 +99,16 @@ pub struct MappingConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub score_half: Option<f64>,
-    /// JSON pointer to what says whether the service succeeded; unset where the HTTP status alone says it.
+    /// The lowest and the highest `service_threshold` that the service takes; one beyond them is sent as the nearest.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub status: Option<String>,
-    /// What `status` is where it succeeded, as text.
+    pub threshold_range: Option<[f64; 2]>,
+    /// The lowest and the highest `service_top_k` that the service takes, as above; passages that were not wanted are left out here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub top_k_range: Option<[usize; 2]>,
+    /// JSON pointers to what says whether the service succeeded; unset where the HTTP status alone says it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status: Option<Vec<String>>,
+    /// What each of `status` is where the service succeeded, as text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub success: Option<Vec<String>>,
 }
@@ -115,9 +147,14 @@ pub struct EmbeddingConfig {
     /// File that holds the key and nothing else; used instead of the environment variable.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_key_file: Option<PathBuf>,
-    /// Put before a query, as the model's card says; passages go without.
-    pub query_prefix: String,
-    /// Calls under way at once.
+    /// Put before a query, as the model's card says; passages go without. Unset, a local model's own (`config_sentence_transformers.json`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub query_prefix: Option<String>,
+    /// `local`: tokens of a text, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 8, max = 131_072))]
+    pub max_length: Option<usize>,
+    /// Calls under way at once; with a local model never more than there are processor cores.
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
     /// Most tries a minute.
@@ -141,7 +178,8 @@ impl Default for EmbeddingConfig {
             model: None,
             api_key_env: String::new(),
             api_key_file: None,
-            query_prefix: String::new(),
+            query_prefix: None,
+            max_length: None,
             max_concurrent: 16,
             requests_per_minute: None,
             timeout_s: 30.0,
@@ -201,12 +239,16 @@ pub struct RerankConfig {
     pub n_candidates: usize,
     /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has.
     pub query: String,
+    /// `local`: tokens of a query with a passage, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 8, max = 131_072))]
+    pub max_length: Option<usize>,
     /// What the numbers are.
     pub scores: RerankScores,
-    /// Passages sent in one call.
+    /// Passages sent in one call, or scored by a local model before others have a turn.
     #[schemars(range(min = 1, max = 1000))]
     pub batch_size: usize,
-    /// Calls under way at once.
+    /// Calls under way at once; with a local model never more than there are processor cores.
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
     /// Most tries a minute.
@@ -232,6 +274,7 @@ impl Default for RerankConfig {
             api_key_file: None,
             n_candidates: 20,
             query: "{{history}} {{query}}".into(),
+            max_length: None,
             scores: RerankScores::Unit,
             batch_size: 32,
             max_concurrent: 16,

@@ -410,7 +410,7 @@ pub struct RetrievalConfig {
     #[serde(default = "defaults::score_threshold")]
     #[schemars(range(min = 0.0, max = 1.0))]
     pub score_threshold: f64,
-    /// Calls under way at once.
+    /// Calls under way at once; of the embedded index never more than there are processor cores.
     #[serde(default = "defaults::retrieval_concurrent")]
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,

@@ -104,7 +104,11 @@ fn a_change_in_how_texts_are_cut_and_read_is_another_form() {
     let (segmenter, lexicon) = (crate::segment::Segmenter::default(), tempfile::NamedTempFile::new().unwrap());
     std::fs::write(lexicon.path(), LEXICON).unwrap();
     let reranker = crate::reranker::Reranker::new(Arc::new(crate::lexicon::Lexicon::read(lexicon.path()).unwrap()));
-    let texts = ["深海鱼油软胶囊 EPA１０００mg的食用方法，每日两粒。", "甘油三酯偏高的人怎么吃 café 𠮷", "鱼油 用法：餐后温水送服"];
+    let texts = [
+        "深海鱼油软胶囊 EPA１０００mg的食用方法，每日两粒。",
+        "甘油三酯偏高的人怎么吃 café 𠮷",
+        "鱼油 用法：餐后温水送服",
+    ];
     let mut seen = String::new();
     for text in texts {
         let passage = crate::Passage { id: "1".into(), title: String::new(), text: text.into() };

@@ -3,7 +3,7 @@
 use crate::error::DataError;
 use encoding_rs::{Decoder, DecoderResult, Encoding, GB18030, UTF_8, UTF_16BE, UTF_16LE};
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::path::Path;
 
 /// How a text file is encoded.
@@ -58,6 +58,7 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
     let Some(fault) = first_fault(path, encoding.unwrap_or(TextEncoding::Utf8)).map_err(unreadable)? else {
         return Ok(encoding.unwrap_or(TextEncoding::Utf8));
     };
+    let is_cut_off = encoding.is_none() && fault.n_multibyte > 0 && is_cut_off(path, &fault).map_err(unreadable)?;
     let damaged = |name: &str, line: usize| {
         let place = format!("{}:{line}", path.display());
         Err(DataError::File {
@@ -67,7 +68,9 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
     };
     match encoding {
         Some(encoding) => damaged(encoding.name(), fault.line),
-        None if fault.n_multibyte >= CHARACTERS_OF_UTF8 => damaged("UTF-8, as those before it are", fault.line),
+        None if is_cut_off || fault.n_multibyte >= CHARACTERS_OF_UTF8 => {
+            damaged("UTF-8, as those before it are", fault.line)
+        }
         None => match first_fault(path, TextEncoding::Gb18030).map_err(unreadable)? {
             None => Ok(TextEncoding::Gb18030),
             Some(other) => damaged("UTF-8 or GB18030", fault.line.max(other.line)),
@@ -91,16 +94,28 @@ struct Fault {
     line: usize,
     /// Characters before it that are no ASCII.
     n_multibyte: usize,
+    /// Of good text before it, as UTF-8.
+    n_bytes: u64,
+}
+
+/// Whether a fault in UTF-8 is a character whose end is missing at the end of the file, as where a copy stopped.
+fn is_cut_off(path: &Path, fault: &Fault) -> io::Result<bool> {
+    let mut file = File::open(path)?;
+    file.seek(io::SeekFrom::Start(fault.n_bytes))?;
+    let mut rest = Vec::new();
+    file.take(4).read_to_end(&mut rest)?;
+    Ok(std::str::from_utf8(&rest).is_err_and(|error| error.valid_up_to() == 0 && error.error_len().is_none()))
 }
 
 fn first_fault(path: &Path, encoding: TextEncoding) -> io::Result<Option<Fault>> {
     let mut text = Transcoded::new(File::open(path)?, encoding);
-    let mut fault = Fault { line: 1, n_multibyte: 0 };
+    let mut fault = Fault { line: 1, n_multibyte: 0, n_bytes: 0 };
     let mut buffer = vec![0; BUFFER_BYTES];
     loop {
         match text.read(&mut buffer) {
             Ok(0) => return Ok(None),
             Ok(n) => {
+                fault.n_bytes += n as u64;
                 fault.line += buffer[..n].iter().filter(|byte| **byte == b'\n').count();
                 // The first byte of each such character.
                 fault.n_multibyte += buffer[..n].iter().filter(|byte| **byte >= 0xc0).count();
@@ -248,6 +263,9 @@ mod tests {
             said.ends_with(":3: a character is not UTF-8, as those before it are; save the file again as UTF-8"),
             "{said}"
         );
+        // Few characters, the last of them cut.
+        let said = read(&"q,鱼油\n".as_bytes()[..7]).unwrap_err();
+        assert!(said.contains(":1: a character is not UTF-8, as those before it are"), "{said}");
         let said = read(b"a\nb\xff\xff\n").unwrap_err();
         assert!(said.ends_with(":2: a character is not UTF-8 or GB18030; save the file again as UTF-8"), "{said}");
     }

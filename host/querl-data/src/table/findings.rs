@@ -1,5 +1,6 @@
 //! What a query table holds beside usable rows: empty queries, repeats, contradictions.
 
+use super::encoding::TextEncoding;
 use serde::Serialize;
 
 /// As many rows of one sort are named; all are counted.
@@ -77,6 +78,10 @@ impl Findings {
             .map(|(rows, what)| format!("{} {what} ({})", rows.n, rows.listing()))
             .collect();
         let mut notes = Vec::new();
+        // The one encoding that is a guess: many files of one-byte encodings would pass for it.
+        if let Some(guess) = self.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030.name()) {
+            notes.push(format!("the table is read as {guess}; save it as UTF-8 if its characters are not right"));
+        }
         if !passed_over.is_empty() {
             notes.push(format!("rows passed over: {}", passed_over.join("; ")));
         }

@@ -6,10 +6,11 @@ use crate::interrupt;
 use crate::retrieval::local_models;
 use anyhow::Context as _;
 use clap::Args;
-use querl_core::config::Config;
+use querl_core::config::{Config, EmbeddingConfig};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, Hit, QueryRow};
-use querl_data::{Outside, Rows, Search, SearchLimits, open_queries, open_search};
+use querl_core::text::printable;
+use querl_data::{LocalModels, Outside, Rows, Search, SearchLimits, open_queries, open_search};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -18,6 +19,8 @@ use std::time::Instant;
 /// Queries that are sent where none is given.
 const N_QUERIES: usize = 3;
 const EXCERPT_CHARS: usize = 40;
+/// Of a query, an id or a failure on the terminal.
+const MAX_BYTES: usize = 600;
 
 /// Options of `querl rag check`.
 #[derive(Debug, Args)]
@@ -71,16 +74,12 @@ struct Report {
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let questions = questions(args, &config)?;
-    let search = open_search(
-        &config.retrieval,
-        &config.tenant,
-        &local_models(&config.retrieval)?,
-        &Outside::new(&config.calls),
-    )?;
+    let models = local_models(&config.retrieval)?;
+    let search = open_search(&config.retrieval, &config.tenant, &models, &Outside::new(&config.calls))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
     let queries =
         interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, SearchLimits::of(&config.retrieval)))?;
-    let findings = findings(&queries, &config);
+    let findings = findings(&queries, &config, &models);
     let retrieval = format!("{}, tenant {}", search.name(), config.tenant);
     let report = Report { retrieval, queries, findings };
     let text = match args.format.json {
@@ -120,7 +119,7 @@ async fn ask_all(search: &dyn Search, questions: Vec<Question>, limits: SearchLi
     asked
 }
 
-fn findings(queries: &[Asked], config: &Config) -> Vec<Finding> {
+fn findings(queries: &[Asked], config: &Config, models: &LocalModels) -> Vec<Finding> {
     let hits: Vec<&Hit> = queries.iter().filter_map(|asked| asked.answer.as_ref().ok()).flatten().collect();
     let n_answers = queries.iter().filter(|asked| asked.answer.is_ok()).count();
     let mut findings = vec![answers(queries, n_answers)];
@@ -137,6 +136,7 @@ fn findings(queries: &[Asked], config: &Config) -> Vec<Finding> {
     }
     findings.extend([ids(&hits), texts(&hits), scores(&hits)]);
     findings.extend(gold(queries));
+    findings.extend(query_prefix(&config.retrieval.embedding, models));
     findings
 }
 
@@ -186,12 +186,28 @@ fn gold(queries: &[Asked]) -> Option<Finding> {
     (!known.is_empty()).then_some(Finding { name: "gold", ok: true, sentence })
 }
 
+/// The bge models for Chinese were trained with words before a query that their folders do not name.
+fn query_prefix(embedding: &EmbeddingConfig, models: &LocalModels) -> Option<Finding> {
+    let own = models.embedder.as_ref()?.query_prefix();
+    let prefix = embedding.query_prefix.as_deref().unwrap_or(own);
+    let path = embedding.path.as_deref()?.to_string_lossy().to_lowercase();
+    let wants_one = path.contains("bge-") && path.contains("-zh");
+    (wants_one && prefix.is_empty()).then(|| Finding {
+        name: "prefix",
+        ok: false,
+        sentence: "a bge model for Chinese is given queries without the words that its card wants before them; set \
+                   retrieval.embedding.query_prefix"
+            .into(),
+    })
+}
+
 fn text(report: &Report) -> String {
     let mut text = format!("retrieval {}\n", report.retrieval);
     for (asked, number) in report.queries.iter().zip(1..) {
-        let _ = writeln!(text, "\n{number}. {}  ({:.0} ms)", asked.query, asked.latency_ms);
+        let query = printable(&asked.query, MAX_BYTES);
+        let _ = writeln!(text, "\n{number}. {query}  ({:.0} ms)", asked.latency_ms);
         match &asked.answer {
-            Err(failure) => _ = writeln!(text, "   failed: {failure}"),
+            Err(failure) => _ = writeln!(text, "   failed: {}", printable(&failure.to_string(), MAX_BYTES)),
             Ok(hits) if hits.is_empty() => text.push_str("   nothing found\n"),
             Ok(hits) => hits.iter().for_each(|hit| text.push_str(&line(hit))),
         }
@@ -205,18 +221,49 @@ fn text(report: &Report) -> String {
 }
 
 fn line(hit: &Hit) -> String {
-    let excerpt: String =
-        hit.text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(EXCERPT_CHARS).collect();
-    let id = if hit.id.is_empty() { "(no id)" } else { &hit.id };
+    // Others' words: nothing in them may steer a terminal.
+    let words = hit.text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let excerpt: String = printable(&words, MAX_BYTES).chars().take(EXCERPT_CHARS).collect();
+    let id = if hit.id.is_empty() { "(no id)".into() } else { printable(&hit.id, MAX_BYTES) };
     format!("   {}  {:.3}  {id}  {excerpt}\n", hit.rank, hit.reranker_score)
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
     fn hit(id: &str, text: &str, reranker_score: f64) -> Hit {
         Hit { id: id.into(), text: text.into(), reranker_score, retrieval_score: None, rank: 1 }
+    }
+
+    /// Keeps away: a passage that clears the screen or writes over the lines above it.
+    #[test]
+    fn nothing_that_a_service_sends_steers_the_terminal() {
+        let evil = "\u{1b}[2J\u{202e}x\r";
+        let hit = |id: &str, text: &str| Hit { retrieval_score: None, ..hit(id, text, 0.5) };
+        let failure = CallFailure { kind: querl_core::records::FailureKind::ServerError, message: evil.into() };
+        let asked = |answer| Asked { query: evil.into(), latency_ms: 1.0, gold_ids: Vec::new(), answer };
+        let queries = vec![asked(Ok(vec![hit(evil, evil)])), asked(Err(failure))];
+        let said = text(&Report { retrieval: "embedded".into(), queries, findings: Vec::new() });
+        assert!(said.chars().all(|c| c == '\n' || !querl_core::text::disturbs(c)), "{said:?}");
+    }
+
+    #[test]
+    fn a_bge_model_for_chinese_without_its_prefix_is_named() {
+        let golden =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/encoders/bert-cls");
+        let embedder = std::sync::Arc::new(querl_encoder::EmbeddingModel::open(&golden, None).unwrap());
+        let models = LocalModels { embedder: Some(embedder), ..LocalModels::default() };
+        let config = |path: &str, query_prefix: Option<&str>| EmbeddingConfig {
+            path: Some(path.into()),
+            query_prefix: query_prefix.map(str::to_owned),
+            ..EmbeddingConfig::default()
+        };
+        assert!(!query_prefix(&config("models/bge-small-zh-v1.5", None), &models).unwrap().ok);
+        assert!(!query_prefix(&config("models/bge-small-zh-v1.5", Some("")), &models).unwrap().ok);
+        assert_eq!(query_prefix(&config("models/bge-small-zh-v1.5", Some("为这个句子：")), &models), None);
+        assert_eq!(query_prefix(&config("models/bge-m3", None), &models), None);
     }
 
     #[test]

@@ -2,12 +2,12 @@
 
 use crate::failure::Stop;
 use crate::interrupt;
-use crate::retrieval::local_models;
+use crate::retrieval::ModelShelf;
 use anyhow::Context;
 use clap::Args;
-use querl_core::config::{Overrides, RetrievalConfig, RetrievalKind, load};
+use querl_core::config::{EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, load};
 use querl_data::Outside;
-use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag, serve};
+use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, ServerLimits, general_rag, serve};
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -33,28 +33,40 @@ pub struct ServeArgs {
 /// # Errors
 /// A configuration or its knowledge base cannot be used, two are of one tenant and name, or the address cannot be had.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
-    let knowledge_bases = args.configs.iter().map(|path| open(path, &args.set)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut shelf = ModelShelf::default();
+    let mut open = |path: &PathBuf| open(path, &args.set, &mut shelf);
+    let knowledge_bases = args.configs.iter().map(&mut open).collect::<anyhow::Result<Vec<_>>>()?;
     for base in &knowledge_bases {
         println!("tenant {}, knowledge base {}", base.tenant, base.kb_name);
     }
     let app = general_rag(knowledge_bases).map_err(|error| Stop::usage(error.to_string()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let taken = |error| Stop::usage(format!("{}: cannot be listened on: {error}; give another --addr", args.addr));
         let listener = TcpListener::bind(args.addr).await.map_err(taken)?;
         println!("listening on http://{}{GENERAL_RAG_ROUTE}", listener.local_addr()?);
         std::io::stdout().flush()?;
-        serve(listener, app, interrupted()).await.context("the server failed")
-    })
+        serve(listener, app, ServerLimits::default(), interrupted()).await;
+        Ok(())
+    });
+    // A model that is at work for nobody any more is not waited for.
+    runtime.shutdown_background();
+    served
 }
 
 /// Whatever kind of retrieval the configuration's own runs use: the same file may serve here and ask there.
-fn open(path: &Path, set: &[String]) -> anyhow::Result<KnowledgeBase> {
+fn open(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<KnowledgeBase> {
     let config = load(path, &Overrides { set: set.to_vec(), ..Overrides::default() })?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
+    if retrieval.embedding.kind == EmbeddingKind::Openai {
+        let problem = "retrieval.embedding.kind is \"openai\"; the embedded index that is served here makes its vectors in this process, \
+                       expected local or none (--set retrieval.embedding.kind=none)";
+        return Err(Stop::usage(format!("{}: {problem}", path.display())).into());
+    }
     let search =
-        querl_data::open_search(&retrieval, &config.tenant, &local_models(&retrieval)?, &Outside::new(&config.calls))?;
-    Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search })
+        querl_data::open_search(&retrieval, &config.tenant, &shelf.models(&retrieval)?, &Outside::new(&config.calls))?;
+    let timeout = Duration::try_from_secs_f64(retrieval.timeout_s).context("retrieval.timeout_s")?;
+    Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search, timeout })
 }
 
 async fn interrupted() {
