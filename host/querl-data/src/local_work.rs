@@ -89,7 +89,11 @@ mod tests {
         assert_eq!(work.slots.available_permits(), 0);
         tokio::time::sleep(Duration::from_millis(400)).await;
         assert_eq!(work.slots.available_permits(), 1);
-        let failure = work.run(|| Err::<(), _>("no weights")).await.unwrap_err();
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_failure_names_what_failed() {
+        let failure = LocalWork::new("model", 1, 30.0).run(|| Err::<(), _>("no weights")).await.unwrap_err();
         assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::ServerError, "model: no weights"));
     }
 
@@ -98,17 +102,22 @@ mod tests {
         static DONE: AtomicUsize = AtomicUsize::new(0);
         let work = Arc::new(LocalWork::new("model", 1, 30.0));
         let (busy, waiting) = (work.clone(), work.clone());
-        let busy = tokio::spawn(async move { busy.run(|| sleep(100)).await });
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        let waiting = tokio::spawn(async move {
-            let count = || {
-                DONE.fetch_add(1, Ordering::SeqCst);
-                Ok::<(), String>(())
-            };
-            waiting.run(count).await
-        });
+        let (begin, begun) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let wait = move || {
+            begin.send(()).map_err(|error| error.to_string())?;
+            released.recv().map_err(|error| error.to_string())
+        };
+        let busy = tokio::spawn(async move { busy.run(wait).await });
+        tokio::task::spawn_blocking(move || begun.recv()).await.unwrap().unwrap();
+        let count = || {
+            DONE.fetch_add(1, Ordering::SeqCst);
+            Ok::<(), String>(())
+        };
+        let waiting = tokio::spawn(async move { waiting.run(count).await });
         tokio::time::sleep(Duration::from_millis(20)).await;
         waiting.abort();
+        release.send(()).unwrap();
         busy.await.unwrap().unwrap();
         work.run(|| sleep(0)).await.unwrap();
         assert_eq!(DONE.load(Ordering::SeqCst), 0);

@@ -91,8 +91,12 @@ impl Mapping {
             text: pointers("text", &own.text, ready.text)?,
             score: pointers("score", &own.score, ready.score.or(Some(Vec::new()))).or_else(optional)?,
             scale: ScoreScale::resolve(own, ready.score_order, ready.score_range, ready.score_half)?,
-            threshold_range: own.threshold_range.or(ready.threshold_range).unwrap_or([f64::MIN, f64::MAX]),
-            top_k_range: own.top_k_range.or(ready.top_k_range).unwrap_or([0, usize::MAX]),
+            threshold_range: range(
+                "threshold_range",
+                own.threshold_range.or(ready.threshold_range),
+                [f64::MIN, f64::MAX],
+            )?,
+            top_k_range: range("top_k_range", own.top_k_range.or(ready.top_k_range), [0, usize::MAX])?,
             status,
             success: own.success.clone().or(ready.success).unwrap_or_default(),
         })
@@ -120,7 +124,7 @@ impl Mapping {
             "top_k" => json!(limits.top_k),
             "score_threshold" => json!(limits.score_threshold),
             "service_threshold" => json!(self.service_threshold(limits.score_threshold)),
-            "service_top_k" => json!(limits.top_k.max(self.top_k_range[0]).min(self.top_k_range[1])),
+            "service_top_k" => json!(limits.top_k.clamp(self.top_k_range[0], self.top_k_range[1])),
             "embedding" => json!(asker.embedding),
             _ => Value::Null,
         })
@@ -128,13 +132,13 @@ impl Mapping {
 
     fn service_threshold(&self, score_threshold: f64) -> f64 {
         let [lowest, highest] = self.threshold_range;
-        self.scale.of_service(score_threshold).max(lowest).min(highest)
+        self.scale.of_service(score_threshold).clamp(lowest, highest)
     }
 
     /// What the answer says went wrong, where it says so.
     pub(crate) fn failure(&self, answer: &Value) -> Option<String> {
-        let statuses = self.status.iter().map(|pointer| (pointer, answer.pointer(pointer).unwrap_or(&Value::Null)));
-        let (pointer, status) = statuses.into_iter().find(|(_, status)| !self.success.contains(&plain(status)))?;
+        let mut statuses = self.status.iter().map(|pointer| (pointer, answer.pointer(pointer).unwrap_or(&Value::Null)));
+        let (pointer, status) = statuses.find(|(_, status)| !self.success.contains(&plain(status)))?;
         Some(format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer)))
     }
 
@@ -198,6 +202,18 @@ fn ready(service: ServiceKind) -> Result<MappingConfig, DataError> {
 
 fn missing(key: &str) -> DataError {
     DataError::setting(format!("retrieval.mapping.{key}"), "is not set; retrieval.service = \"custom\" needs it")
+}
+
+/// What a service takes; anything where nobody says.
+fn range<T: PartialOrd + std::fmt::Debug>(key: &str, given: Option<[T; 2]>, all: [T; 2]) -> Result<[T; 2], DataError> {
+    match given {
+        Some([low, high]) if low <= high => Ok([low, high]),
+        Some(range) => {
+            let problem = format!("is {range:?}; expected two numbers, the lower first");
+            Err(DataError::setting(format!("retrieval.mapping.{key}"), problem))
+        }
+        None => Ok(all),
+    }
 }
 
 /// No id, title or score is as good as a pointer that leads nowhere.

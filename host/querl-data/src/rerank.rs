@@ -40,6 +40,8 @@ enum Scorer {
 struct RerankService {
     caller: Caller,
     config: RerankConfig,
+    /// `config.extra` as JSON.
+    extra: Value,
 }
 
 impl Reranked {
@@ -149,7 +151,9 @@ impl RerankService {
         let key = Secret::open("retrieval.rerank", config.api_key_file.as_deref(), &config.api_key_env)?;
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
-        Ok(Self { caller: Caller::new(setting, url, key, limits, outside)?, config: config.clone() })
+        let extra = serde_json::to_value(&config.extra)
+            .map_err(|error| DataError::setting("retrieval.rerank.extra", format!("has no JSON form: {error}")))?;
+        Ok(Self { caller: Caller::new(setting, url, key, limits, outside)?, config: config.clone(), extra })
     }
 
     /// One score a text, 0 to 1, in order.
@@ -165,10 +169,14 @@ impl RerankService {
 
     fn body(&self, query: &str, texts: &[&str]) -> Value {
         let raw_scores = self.config.scores == RerankScores::Logit;
-        match self.config.kind {
+        let mut body = match self.config.kind {
             RerankKind::Tei => json!({"query": query, "texts": texts, "truncate": true, "raw_scores": raw_scores}),
             _ => json!({"model": self.config.model, "query": query, "documents": texts, "top_n": texts.len()}),
+        };
+        if let (Some(body), Some(extra)) = (body.as_object_mut(), self.extra.as_object()) {
+            body.extend(extra.clone());
         }
+        body
     }
 
     /// Scores come best first, each with the position of its text.

@@ -106,6 +106,17 @@ async fn cohere_and_vllm_name_a_model_and_put_results_in_a_list() {
     assert_eq!(seen(&ask(settings, asked, answer).await.unwrap()), [("乙", 0.875, 1)]);
 }
 
+/// Keeps away: passages of more tokens than the model takes, which vLLM refuses with status 400.
+#[tokio::test]
+async fn a_service_may_be_sent_more_than_its_interface_has() {
+    let asked = json!({"model": "m", "query": "它怎么吃", "documents": ["甲", "乙", "丙"], "top_n": 3, "truncate_prompt_tokens": -1});
+    let score = |index: u32| json!({"index": index, "relevance_score": 0.875});
+    let answer = json!({"results": [score(0), score(1), score(2)]});
+    let extra = json!({"truncate_prompt_tokens": -1});
+    let settings = json!({"kind": "cohere", "model": "m", "query": "{{query}}", "extra": extra});
+    assert_eq!(ask(settings, asked, answer).await.unwrap().len(), 2);
+}
+
 #[tokio::test]
 async fn logits_become_shares() {
     let asked = json!({"query": QUERY, "texts": ["甲", "乙", "丙"], "truncate": true, "raw_scores": true});

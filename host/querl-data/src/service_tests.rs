@@ -274,6 +274,10 @@ fn a_mapping_that_cannot_be_used_is_refused_before_any_call() {
             "retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first",
         ),
         (
+            json!({"service": "ragflow", "mapping": {"top_k_range": [9, 3]}}),
+            "retrieval.mapping.top_k_range is [9, 3]; expected two numbers, the lower first",
+        ),
+        (
             json!({"service": "chatchat"}),
             "retrieval.mapping.score is not set, and the service sends none that is known; set it, or retrieval.rerank",
         ),
@@ -302,4 +306,26 @@ async fn the_key_goes_where_the_service_looks_for_it() {
     unsafe { std::env::set_var("QUERL_TEST_DIFY_KEY", "secret-of-dify") };
     let hits = search(json!({"service": "dify", "api_key_env": "QUERL_TEST_DIFY_KEY"}), &server.uri()).await.unwrap();
     assert_eq!(hits, []);
+}
+
+/// Keeps away: 401 from every Elasticsearch whose key is right.
+#[tokio::test]
+async fn elasticsearch_and_opensearch_get_keys_in_their_own_forms() {
+    let folder = tempfile::tempdir().unwrap();
+    let key = folder.path().join("key");
+    std::fs::write(&key, "admin:s3cret\n").unwrap();
+    for (settings, expected) in [
+        (json!({"service": "elasticsearch"}), "ApiKey admin:s3cret"),
+        (json!({"service": "elasticsearch", "auth": "basic"}), "Basic YWRtaW46czNjcmV0"),
+        (json!({"service": "elasticsearch", "auth": "bearer"}), "Bearer admin:s3cret"),
+        (json!({"service": "dify"}), "Bearer admin:s3cret"),
+    ] {
+        let server = MockServer::start().await;
+        let answer = json!({"timed_out": false, "_shards": {"failed": 0}, "hits": {"hits": []}, "records": []});
+        let template = ResponseTemplate::new(200).set_body_json(answer);
+        Mock::given(header("authorization", expected)).respond_with(template).mount(&server).await;
+        let mut settings = settings;
+        settings["api_key_file"] = json!(key);
+        assert_eq!(search(settings, &server.uri()).await.unwrap(), [], "{expected}");
+    }
 }

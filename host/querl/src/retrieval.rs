@@ -29,12 +29,14 @@ impl ModelShelf {
         let (embedding, rerank) = (&config.embedding, &config.rerank);
         if embedding.kind == EmbeddingKind::Local {
             let path = required(embedding.path.as_deref(), "retrieval.embedding.path")?;
-            let open = |path: &Path, cut| EmbeddingModel::open(path, cut).map(|model| Arc::new(model) as _);
+            let open =
+                |path: &Path, cut| EmbeddingModel::open(path, cut).map(|model| Arc::new(model) as Arc<dyn Embedder>);
             models.embedder = Some(shared(&mut self.embedders, path, embedding.max_length, open)?);
         }
         if rerank.kind == RerankKind::Local {
             let path = required(rerank.path.as_deref(), "retrieval.rerank.path")?;
-            let open = |path: &Path, cut| CrossEncoder::open(path, cut).map(|model| Arc::new(model) as _);
+            let open =
+                |path: &Path, cut| CrossEncoder::open(path, cut).map(|model| Arc::new(model) as Arc<dyn PairScorer>);
             models.scorer = Some(shared(&mut self.scorers, path, rerank.max_length, open)?);
         }
         Ok(models)

@@ -306,6 +306,10 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
         let message = "retrieval.rerank.scores is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out";
         refuse("retrieval.rerank.scores", message.into());
     }
+    if rerank.extra.is_some() && matches!(rerank.kind, RerankKind::None | RerankKind::Local) {
+        let message = "retrieval.rerank.extra is set; only a service (tei, cohere) gets it, leave it out";
+        refuse("retrieval.rerank.extra", message.into());
+    }
     if is_mapped {
         check_mapping(retrieval, violations);
     }

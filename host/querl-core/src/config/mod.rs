@@ -24,7 +24,8 @@ pub use load::{ConfigError, Overrides, Place, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{
-    EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind, RerankScores, ScoreOrder, ServiceKind,
+    AuthScheme, EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind, RerankScores, ScoreOrder,
+    ServiceKind,
 };
 pub use sources::{
     EndpointConfig, FallbackTeacherConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Provider, ReasoningEffort,

@@ -29,6 +29,32 @@ pub enum ServiceKind {
     Custom,
 }
 
+/// How a key goes into the `Authorization` header.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum AuthScheme {
+    /// As the service wants it: `api_key` for Elasticsearch, `bearer` for the others.
+    #[default]
+    Auto,
+    /// `Bearer KEY`.
+    Bearer,
+    /// `ApiKey KEY`, with the encoded key that Elasticsearch gives out.
+    ApiKey,
+    /// `Basic ...`, where the key is `USER:PASSWORD`, as OpenSearch wants it.
+    Basic,
+}
+
+impl AuthScheme {
+    /// The scheme itself, where the service decides.
+    pub fn of(self, service: ServiceKind) -> Self {
+        match (self, service) {
+            (Self::Auto, ServiceKind::Elasticsearch) => Self::ApiKey,
+            (Self::Auto, _) => Self::Bearer,
+            (scheme, _) => scheme,
+        }
+    }
+}
+
 impl ServiceKind {
     /// Whether passages come with a score.
     pub fn has_scores(self) -> bool {
@@ -239,6 +265,10 @@ pub struct RerankConfig {
     pub n_candidates: usize,
     /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has.
     pub query: String,
+    /// `tei`, `cohere`: put into each request beside what the interface has, such as `truncate_prompt_tokens = -1` for vLLM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
+    pub extra: Option<BTreeMap<String, toml::Value>>,
     /// `local`: tokens of a query with a passage, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 8, max = 131_072))]
@@ -274,6 +304,7 @@ impl Default for RerankConfig {
             api_key_file: None,
             n_candidates: 20,
             query: "{{history}} {{query}}".into(),
+            extra: None,
             max_length: None,
             scores: RerankScores::Unit,
             batch_size: 32,

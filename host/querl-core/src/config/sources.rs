@@ -1,6 +1,6 @@
 //! Where rewrites, judgements and passages come from.
 
-use super::services::{EmbeddingConfig, MappingConfig, RerankConfig, ServiceKind};
+use super::services::{AuthScheme, EmbeddingConfig, MappingConfig, RerankConfig, ServiceKind};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -390,12 +390,15 @@ pub struct RetrievalConfig {
     /// `http`: the full address of the service's route.
     #[serde(default)]
     pub url: Option<String>,
-    /// `http`: environment variable that holds the service's key, sent as a bearer token; the key itself is never stored.
+    /// `http`: environment variable that holds the service's key; the key itself is never stored.
     #[serde(default)]
     pub api_key_env: String,
     /// `http`: file that holds the key and nothing else; used instead of the environment variable.
     #[serde(default)]
     pub api_key_file: Option<PathBuf>,
+    /// `http`: how the key is sent in the `Authorization` header; `auto` is as the service wants it.
+    #[serde(default)]
+    pub auth: AuthScheme,
     /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl rag serve` offers this one.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,

@@ -17,6 +17,7 @@ use backon::{ExponentialBuilder, Retryable};
 use breaker::Breaker;
 use pace::Pace;
 use querl_core::records::{CallFailure, FailureKind};
+use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::multipart::{Form, Part};
 use reqwest::{Client, Method, Response, StatusCode, Url};
 use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, of_status};
@@ -70,6 +71,7 @@ pub(crate) struct Caller {
     client: Client,
     url: Url,
     key: Option<Secret>,
+    authorization: Option<HeaderValue>,
     limits: CallLimits,
     max_response_bytes: usize,
     read_timeout: Duration,
@@ -167,10 +169,16 @@ impl Caller {
         let url =
             parsed.ok_or_else(|| DataError::setting(setting, "is not an http or https address; write it in full"))?;
         let config = &outside.config;
+        let provider = setting.rsplit_once('.').map_or(setting, |(section, _)| section).to_owned();
+        let unsent = |_| {
+            DataError::setting(format!("{provider}.api_key_env"), "gives a key with characters that cannot be sent")
+        };
+        let authorization = key.as_ref().map(Secret::header).transpose().map_err(unsent)?;
         Ok(Self {
             client: client::client(setting, &limits, config)?,
             url,
             key,
+            authorization,
             limits,
             max_response_bytes: config.max_response_mib.saturating_mul(1 << 20),
             read_timeout: client::seconds(config.read_timeout_s),
@@ -178,7 +186,7 @@ impl Caller {
             pace: Pace::new(limits.requests_per_minute, limits.tokens_per_minute),
             breaker: Breaker::new(config.breaker_failures),
             account: outside.account.clone(),
-            provider: setting.rsplit_once('.').map_or(setting, |(section, _)| section).to_owned(),
+            provider,
         })
     }
 
@@ -257,8 +265,8 @@ impl Caller {
                 request.multipart(Form::new().text("purpose", "batch").part("file", file))
             }
         };
-        if let Some(key) = &self.key {
-            request = request.bearer_auth(key.reveal());
+        if let Some(authorization) = &self.authorization {
+            request = request.header(AUTHORIZATION, authorization.clone());
         }
         let response = request.send().await.map_err(|error| self.broken(call, &error, started))?;
         let status = response.status();

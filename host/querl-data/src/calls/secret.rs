@@ -1,11 +1,21 @@
 //! Keys of services: read from the environment or from a file, and shown nowhere.
 
 use crate::error::DataError;
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use querl_core::config::AuthScheme;
+use reqwest::header::{HeaderValue, InvalidHeaderValue};
 use std::path::Path;
 
 /// A key that no message shows.
 #[derive(Clone)]
-pub(crate) struct Secret(String);
+pub(crate) struct Secret {
+    key: String,
+    scheme: AuthScheme,
+}
+
+/// A password of this length or more is no word that stands in answers by chance.
+const SECRET_BYTES: usize = 8;
 
 impl Secret {
     /// The key in a file, where one is named, else in an environment variable; `None` where `variable` is empty, for services
@@ -27,13 +37,13 @@ impl Secret {
             .map_err(|error| setting(format!("is `{}`, which cannot be read: {error}", path.display())))?;
         match text.trim() {
             "" => Err(setting(format!("is `{}`, which is empty; put the key into it", path.display()))),
-            key => Ok(Self(key.to_owned())),
+            key => Ok(Self::new(key)),
         }
     }
 
     fn from_env(section: &str, variable: &str) -> Result<Self, DataError> {
         match std::env::var(variable) {
-            Ok(value) if !value.trim().is_empty() => Ok(Self(value.trim().to_owned())),
+            Ok(value) if !value.trim().is_empty() => Ok(Self::new(value.trim())),
             _ => Err(DataError::setting(
                 format!("{section}.api_key_env"),
                 format!(
@@ -43,19 +53,46 @@ impl Secret {
         }
     }
 
-    #[cfg(test)]
+    /// A key that is sent as a bearer token.
     pub(crate) fn new(key: &str) -> Self {
-        Self(key.to_owned())
+        Self { key: key.to_owned(), scheme: AuthScheme::Bearer }
     }
 
-    /// The key itself, for a request's header.
-    pub(super) fn reveal(&self) -> &str {
-        &self.0
+    /// The same key, sent otherwise.
+    pub(crate) fn sent_as(self, scheme: AuthScheme) -> Self {
+        Self { scheme, ..self }
     }
 
-    /// `text` without the key.
+    /// The header that carries the key.
+    ///
+    /// # Errors
+    /// The key has characters that no header may have.
+    pub(super) fn header(&self) -> Result<HeaderValue, InvalidHeaderValue> {
+        let mut value = HeaderValue::try_from(match self.scheme {
+            AuthScheme::Auto | AuthScheme::Bearer => format!("Bearer {}", self.key),
+            AuthScheme::ApiKey => format!("ApiKey {}", self.key),
+            AuthScheme::Basic => format!("Basic {}", self.encoded()),
+        })?;
+        value.set_sensitive(true);
+        Ok(value)
+    }
+
+    fn encoded(&self) -> String {
+        BASE64_STANDARD.encode(&self.key)
+    }
+
+    /// `text` without the key, in whichever form it is sent.
     pub(super) fn hide_in(&self, text: &str) -> String {
-        text.replace(&self.0, "[key]")
+        let mut text = text.replace(&self.key, "[key]");
+        if self.scheme == AuthScheme::Basic {
+            text = text.replace(&self.encoded(), "[key]");
+            let password = self.key.split_once(':').map(|(_, password)| password);
+            // A short one may be a word of any answer.
+            if let Some(password) = password.filter(|password| password.len() >= SECRET_BYTES) {
+                text = text.replace(password, "[key]");
+            }
+        }
+        text
     }
 }
 
@@ -71,10 +108,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_key_is_sent_as_the_service_wants_it_and_hidden_in_each_form() {
+        let header =
+            |scheme| Secret::new("admin:s3cret").sent_as(scheme).header().unwrap().to_str().unwrap().to_owned();
+        assert_eq!(header(AuthScheme::Bearer), "Bearer admin:s3cret");
+        assert_eq!(header(AuthScheme::ApiKey), "ApiKey admin:s3cret");
+        // `printf admin:s3cret | base64`
+        assert_eq!(header(AuthScheme::Basic), "Basic YWRtaW46czNjcmV0");
+        let basic = |key: &str| Secret::new(key).sent_as(AuthScheme::Basic);
+        assert_eq!(basic("admin:s3cret").hide_in("YWRtaW46czNjcmV0, admin:s3cret, admin"), "[key], [key], admin");
+        assert_eq!(basic("admin:long-s3cret").hide_in("wrong password long-s3cret"), "wrong password [key]");
+        assert!(Secret::new("a\nb").header().is_err());
+    }
+
+    #[test]
     fn key_in_a_file_is_used_before_the_environment() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key");
-        let open = || Secret::open("teacher", Some(&path), "QUERL_NO_SUCH_KEY").map(|key| key.unwrap().0);
+        let open = || Secret::open("teacher", Some(&path), "QUERL_NO_SUCH_KEY").map(|key| key.unwrap().key);
         let said = |result: Result<String, DataError>| result.unwrap_err().to_string();
         assert!(said(open()).starts_with("teacher.api_key_file is `"), "{}", said(open()));
         std::fs::write(&path, "\n").unwrap();

@@ -22,7 +22,7 @@ pub(super) fn digest(
     embedder: Option<&dyn Embedder>,
 ) -> Result<String, DataError> {
     let mut parts = vec![FORM.to_owned()];
-    let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(|path| path.as_deref());
+    let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(Option::as_deref);
     for path in std::iter::once(Some(knowledge_base)).chain(optional) {
         let digest = path
             .map(|path| digest_file(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}"))));

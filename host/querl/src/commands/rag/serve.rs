@@ -47,7 +47,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
         println!("listening on http://{}{GENERAL_RAG_ROUTE}", listener.local_addr()?);
         std::io::stdout().flush()?;
         serve(listener, app, ServerLimits::default(), interrupted()).await;
-        Ok(())
+        Ok::<(), anyhow::Error>(())
     });
     // A model that is at work for nobody any more is not waited for.
     runtime.shutdown_background();
