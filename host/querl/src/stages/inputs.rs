@@ -6,7 +6,6 @@ use crate::failure::Stop;
 use anyhow::Context;
 use querl_core::config::ModelConfig;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::Path;
 
