@@ -188,7 +188,8 @@ async fn a_model_in_this_process_ranks_what_the_index_finds() {
     let search = open_search(&config, "shop", &models, &Outside::default()).unwrap();
     assert_eq!(search.name(), "embedded + cross-encoder");
     let context = Context::default();
-    let request = RetrievalRequest { original_query: "怎么吃", context: &context, rewritten_query: "鱼油" };
+    let request =
+        RetrievalRequest { original_query: "怎么吃", context: &context, rewritten_query: "鱼油怎么吃价格" };
     let hits = search.search(&request, LIMITS).await.unwrap();
     assert_eq!(seen(&hits), [("b", 0.75, 1)]);
     // Of the 20 candidates that a configuration has by default, and no more, whatever a request asks for.

@@ -153,7 +153,7 @@ async fn limits_of_the_request_hold() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
     let ask = |key: &str, value: Value| {
-        let mut body = json!({"query": "鱼油 藻油 食用方法", "tenant_id": "shop", "score_threshold": 0.0});
+        let mut body = json!({"query": "深海鱼油软胶囊 食用方法", "tenant_id": "shop", "score_threshold": 0.0});
         body[key] = value;
         post(&url, body)
     };

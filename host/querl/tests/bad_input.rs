@@ -105,8 +105,8 @@ fn retrieval_settings_that_would_be_passed_over() {
             "retrieval.mapping.success is missing; retrieval.mapping.status needs it",
         ),
         (
-            http("service = \"dify\"\nmapping = { score_range = [0.0, inf] }"),
-            "retrieval.mapping.score_range is [0.0, inf]; expected two numbers, the lower first",
+            http("service = \"dify\"\nmapping = { score_range = [1.0, 0.0] }"),
+            "retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first",
         ),
     ];
     for (to, expected) in cases {

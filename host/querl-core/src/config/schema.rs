@@ -161,6 +161,8 @@ fn list_kind(schema: &Value) -> String {
     let items = schema.get("items").unwrap_or(&Value::Null);
     let of = if has_type(items, "number") {
         "numbers"
+    } else if has_type(items, "integer") {
+        "integers"
     } else if has_type(items, "object") {
         "sections"
     } else {
@@ -204,6 +206,7 @@ mod tests {
         assert_eq!(find("retrieval.kind").expects, "embedded or http");
         assert_eq!(find("data.split").expects, "a list of 3 numbers, 0.0 to 1.0");
         assert_eq!(find("data.query_column").default.as_deref(), Some("\"问题\""));
+        assert_eq!(find("retrieval.mapping.top_k_range").expects, "a list of 2 integers, 0 or more");
         assert_eq!(find("plugins.rewards[].weight").default.as_deref(), Some("1.0"));
         assert_eq!(find("sft.learning_rate").expects, "a number, more than 0.0, at most 1.0");
     }
