@@ -181,6 +181,9 @@ pub struct NumberedLine<T> {
     pub value: T,
 }
 
+/// The byte order mark with which some programs begin a UTF-8 file.
+pub const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// Opens a JSON lines file that is read as it is asked for; empty lines are passed over, and a byte order mark too. The
 /// iterator yields an error for a line that is not a `T`, or where the file cannot be read.
 ///
@@ -219,7 +222,7 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
             let (line, offset) = (self.line, self.offset);
             self.offset += n_bytes;
             let text = match offset {
-                0 => self.buffer.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&self.buffer),
+                0 => self.buffer.strip_prefix(UTF8_MARK).unwrap_or(&self.buffer),
                 _ => &self.buffer,
             };
             if text.trim_ascii().is_empty() {

@@ -3,7 +3,7 @@
 //! Records stay in their files. In memory is where each of them begins: 8 bytes a row, and of earlier runs a table by key.
 
 use crate::error::DataError;
-use querl_core::fsx::{NumberedLine, open_jsonl};
+use querl_core::fsx::{NumberedLine, UTF8_MARK, open_jsonl};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashMap;
@@ -174,7 +174,8 @@ impl<T: Answered> Records<T> {
 }
 
 /// A file of lines, read from given offsets, which mostly follow one another.
-struct Lines {
+#[derive(Debug)]
+pub(crate) struct Lines {
     path: PathBuf,
     reader: BufReader<File>,
     at: u64,
@@ -182,18 +183,20 @@ struct Lines {
 }
 
 impl Lines {
-    fn open(path: &Path) -> Result<Self, DataError> {
+    pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
         let reader = BufReader::with_capacity(1 << 16, file);
         Ok(Self { path: path.to_owned(), reader, at: 0, buffer: Vec::new() })
     }
 
-    fn read<T: DeserializeOwned>(&mut self, offset: u64) -> Result<T, DataError> {
+    /// The record that begins at `offset`.
+    pub(crate) fn read<T: DeserializeOwned>(&mut self, offset: u64) -> Result<T, DataError> {
         let mut read = || -> io::Result<T> {
             self.reader.seek_relative(offset as i64 - self.at as i64)?;
             self.buffer.clear();
             self.at = offset + self.reader.read_until(b'\n', &mut self.buffer)? as u64;
-            Ok(serde_json::from_slice(&self.buffer)?)
+            let line = self.buffer.strip_prefix(UTF8_MARK).unwrap_or(&self.buffer);
+            Ok(serde_json::from_slice(line)?)
         };
         read().map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))
     }

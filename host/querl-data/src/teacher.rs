@@ -3,16 +3,19 @@
 use crate::cache::{CacheTable, CachedTeacher};
 use crate::chat::ChatClient;
 use crate::error::DataError;
+use crate::journal::Lines;
 use crate::outside::Outside;
 use crate::table::query_id;
+use crate::text::hash_of;
 use async_trait::async_trait;
 use querl_core::config::{EndpointConfig, FallbackTeacherConfig, TeacherConfig, TeacherKind};
+use querl_core::fsx::{NumberedLine, open_jsonl};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The teacher that the configuration names, with the one that stands behind it, if any. A local model is none of them: see
 /// [`LocalRewriting`](crate::LocalRewriting).
@@ -104,10 +107,11 @@ impl Teacher for WithFallback {
     }
 }
 
-/// Rewrites made earlier, looked up by query, profile and history.
+/// Rewrites made earlier, looked up by query, profile and history. They stay in their file: in memory is where each begins.
 struct RecordedTeacher {
     path: String,
-    completions: HashMap<String, Completion>,
+    places: HashMap<u64, u64>,
+    lines: Mutex<Lines>,
 }
 
 #[derive(Deserialize)]
@@ -126,37 +130,52 @@ struct Recording {
 
 impl RecordedTeacher {
     fn read(path: &Path) -> Result<Self, DataError> {
-        let recordings: Vec<Recording> = querl_core::fsx::read_jsonl(path)?;
-        let completions = recordings.into_iter().map(Recording::into_entry).collect();
-        Ok(Self { path: path.display().to_string(), completions })
+        let mut places = HashMap::new();
+        for line in open_jsonl::<Recording>(path)? {
+            let NumberedLine { offset, value, .. } = line?;
+            places.insert(hash_of(&value.id()), offset);
+        }
+        Ok(Self { path: path.display().to_string(), places, lines: Mutex::new(Lines::open(path)?) })
+    }
+
+    /// The recording of the query with this id, where there is one.
+    fn recording(&self, id: &str) -> Result<Option<Recording>, DataError> {
+        let Some(offset) = self.places.get(&hash_of(id)) else { return Ok(None) };
+        let recording: Recording = self.lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
+        // Two ids may have one hash.
+        Ok((recording.id() == id).then_some(recording))
     }
 }
 
 impl Recording {
-    fn into_entry(self) -> (String, Completion) {
-        let id = query_id(self.original_query.trim(), self.user_profile.trim(), self.history_summary.trim());
+    fn id(&self) -> String {
+        query_id(self.original_query.trim(), self.user_profile.trim(), self.history_summary.trim())
+    }
+
+    fn into_completion(self) -> Completion {
         let (cost, latency_ms) = (self.cost, self.latency_ms);
-        (
-            id,
-            Completion {
-                text: self.rewritten_query,
-                prompt_tokens: None,
-                completion_tokens: None,
-                cost,
-                latency_ms,
-                source: None,
-            },
-        )
+        Completion {
+            text: self.rewritten_query,
+            prompt_tokens: None,
+            completion_tokens: None,
+            cost,
+            latency_ms,
+            source: None,
+        }
     }
 }
 
 #[async_trait]
 impl Teacher for RecordedTeacher {
     async fn rewrite(&self, query: &QueryRow, _messages: &[Message]) -> Result<Completion, CallFailure> {
-        self.completions.get(&query.id).cloned().ok_or_else(|| CallFailure {
-            kind: FailureKind::NotRecorded,
-            message: format!("{} has no rewrite of `{}` in this context", self.path, query.original_query),
-        })
+        match self.recording(&query.id) {
+            Ok(Some(recording)) => Ok(recording.into_completion()),
+            Err(error) => Err(CallFailure { kind: FailureKind::InvalidResponse, message: error.to_string() }),
+            Ok(None) => Err(CallFailure {
+                kind: FailureKind::NotRecorded,
+                message: format!("{} has no rewrite of `{}` in this context", self.path, query.original_query),
+            }),
+        }
     }
 
     fn name(&self) -> &str {

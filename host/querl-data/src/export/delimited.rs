@@ -2,7 +2,7 @@
 
 use super::{Cell, Column, RowWriter};
 use crate::error::DataError;
-use querl_core::fsx::AtomicFile;
+use querl_core::fsx::{AtomicFile, UTF8_MARK};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ impl DelimitedWriter {
     pub(super) fn create(path: &Path, columns: &[Column], delimiter: u8) -> Result<Self, DataError> {
         let create = || -> io::Result<csv::Writer<AtomicFile>> {
             let mut file = AtomicFile::create(path)?;
-            file.write_all(b"\xef\xbb\xbf")?;
+            file.write_all(UTF8_MARK)?;
             let mut writer = csv::WriterBuilder::new().delimiter(delimiter).from_writer(file);
             writer.write_record(columns.iter().map(|column| column.name))?;
             Ok(writer)
