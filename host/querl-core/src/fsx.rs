@@ -137,14 +137,14 @@ pub enum ReadError {
         source: io::Error,
     },
     /// One of its lines.
-    #[error("{path}:{line}: not a valid record: {source}; mend the line or remove it")]
+    #[error("{path}:{line}: not a valid record: {problem}; mend the line or remove it")]
     Line {
         /// Which file.
         path: String,
         /// 1-based.
         line: usize,
-        /// Why.
-        source: serde_json::Error,
+        /// Why, and where in the line.
+        problem: String,
     },
 }
 
@@ -230,10 +230,26 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
             }
             let value = serde_json::from_slice(text).map_err(|source| {
                 let path = self.path.display().to_string();
-                ReadError::Line { path, line, source }
+                ReadError::Line { path, line, problem: fault(text, &source) }
             });
             return Some(value.map(|value| NumberedLine { line, offset, value }));
         }
+    }
+}
+
+/// What is wrong with a line that is not the record it should be. The place that a parser names is one within the line alone.
+fn fault(text: &[u8], error: &serde_json::Error) -> String {
+    if let Err(error) = std::str::from_utf8(text) {
+        return format!("byte {} is no UTF-8; save the file as UTF-8", error.valid_up_to() + 1);
+    }
+    if error.is_eof() {
+        return "it ends too early; a record is one line".into();
+    }
+    let said = error.to_string();
+    let what = said.split(" at line ").next().unwrap_or(&said);
+    match error.column() {
+        0 => what.to_owned(),
+        column => format!("{what} at byte {column}"),
     }
 }
 
@@ -325,6 +341,15 @@ mod tests {
         for text in ["\"a\"\n\r\nx\n".as_bytes(), &"\"a\"\n\n\"鱼\"".as_bytes()[..7]] {
             let message = message(text);
             assert!(message.contains("x.jsonl:3: not a valid record") && message.ends_with("remove it"), "{message}");
+        }
+        let cases = [
+            ("{\"a\": 1}", "invalid type: map, expected a string"),
+            ("\"a\" \"b\"", "trailing characters at byte 5"),
+            ("\"a", "it ends too early; a record is one line"),
+        ];
+        for (text, problem) in cases {
+            let message = message(text.as_bytes());
+            assert!(message.contains(&format!(":1: not a valid record: {problem}")), "{message}");
         }
     }
 }

@@ -48,9 +48,9 @@ impl<T: DeserializeOwned + 'static> Rows<T> for RecordFile<T> {
 /// A record that a stage wrote is not for the user to mend.
 fn of_record(error: ReadError) -> DataError {
     match error {
-        ReadError::Line { path, line, source } => DataError::File {
+        ReadError::Line { path, line, problem } => DataError::File {
             path: format!("{path}:{line}"),
-            problem: format!("not a valid record: {source}; remove the file, and `querl run` makes it again"),
+            problem: format!("not a valid record: {problem}; remove the file, and `querl run` makes it again"),
         },
         error @ ReadError::Io { .. } => DataError::Lines(error),
     }

@@ -84,7 +84,7 @@ fn tables_are_written_as_configured_without_a_row_asked_again() {
     assert!(there("rewrites.parquet") && there("validated.csv") && !there("validated.xlsx") && !there("rewrites.xlsx"));
     let csv = project.read("run/data/validated.csv");
     assert!(csv.starts_with(
-        "\u{feff}original_query,rewritten_query,user_profile,history_summary,recall_count,top1_score,success,error\n"
+        "\u{feff}original_query,rewritten_query,user_profile,history_summary,recall_count,top1_score,success,error,gold_ids\n"
     ));
     assert_eq!(csv.lines().count(), 41);
     std::fs::remove_file(project.path("run/data/validated.csv")).unwrap();

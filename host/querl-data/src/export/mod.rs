@@ -1,5 +1,5 @@
-//! The results of a stage as tables for people and their tools, with the columns that the source plan's tools read. Rows are
-//! written as they come.
+//! The results of a stage as tables for people and their tools: the columns that the source plan's tools read, then why a row
+//! failed and its gold ids. Rows are written as they come.
 
 mod delimited;
 mod parquet;
@@ -39,6 +39,7 @@ const REWRITES: &[Column] = &[
     column("user_profile", Kind::Text, 24.0),
     column("history_summary", Kind::Text, 40.0),
     column("error", Kind::Text, 50.0),
+    column("gold_ids", Kind::Text, 24.0),
 ];
 
 const VALIDATED: &[Column] = &[
@@ -50,6 +51,7 @@ const VALIDATED: &[Column] = &[
     column("top1_score", Kind::Score, 14.0),
     column("success", Kind::Flag, 12.0),
     column("error", Kind::Text, 50.0),
+    column("gold_ids", Kind::Text, 24.0),
 ];
 
 /// One value of a row.
@@ -121,7 +123,7 @@ impl RewriteTables {
     pub fn add(&mut self, record: &RewriteRecord) -> Result<(), DataError> {
         let [query, rewrite, profile, history] = query_cells(record);
         let error = record.rewrite.as_ref().err().map_or(Cell::Empty, |failure| said(failure.to_string()));
-        self.0.row(&[query, rewrite, profile, history, error])
+        self.0.row(&[query, rewrite, profile, history, error, gold_cell(record)])
     }
 
     /// Puts the files in their places.
@@ -158,7 +160,8 @@ impl ValidatedTables {
         let retrieval_failure = record.retrieval.as_ref().and_then(|retrieval| retrieval.as_ref().err());
         let failure = record.rewritten.rewrite.as_ref().err().or(retrieval_failure);
         let error = failure.map_or(Cell::Empty, |failure| said(failure.to_string()));
-        self.0.row(&[query, rewrite, profile, history, count, score, Cell::Flag(hits.is_some()), error])
+        let (success, gold) = (Cell::Flag(hits.is_some()), gold_cell(&record.rewritten));
+        self.0.row(&[query, rewrite, profile, history, count, score, success, error, gold])
     }
 
     /// Puts the files in their places.
@@ -177,6 +180,14 @@ fn query_cells(record: &RewriteRecord) -> [Cell<'_>; 4] {
         "" => Cell::Empty,
         text => Cell::Text(text.into()),
     })
+}
+
+/// Without them a table that is a query table again would have other groups.
+fn gold_cell(record: &RewriteRecord) -> Cell<'static> {
+    match record.query.gold_ids.join(",") {
+        ids if ids.is_empty() => Cell::Empty,
+        ids => Cell::Text(ids.into()),
+    }
 }
 
 fn said(text: String) -> Cell<'static> {

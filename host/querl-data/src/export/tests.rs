@@ -15,7 +15,7 @@ fn record(query: &str, answered: Option<f64>) -> ValidatedRecord {
         original_query: query.into(),
         user_profile: "52岁，\"糖友\"".into(),
         history_summary: String::new(),
-        gold_ids: Vec::new(),
+        gold_ids: vec!["p1".into(), "p2".into()],
         group: query.into(),
     };
     let text = "=深海鱼油\t用量".to_owned();
@@ -60,8 +60,8 @@ fn every_format_can_be_read_again_as_a_query_table() {
         .iter()
         .map(|path| crate::table::open_table(path).unwrap().rows.map(Result::unwrap).collect())
         .collect();
-    let first = ["鱼油怎么吃", "=深海鱼油\t用量", "52岁，\"糖友\"", "", "1", "0.75", "true", ""];
-    let second = ["贵吗", "", "52岁，\"糖友\"", "", "", "", "false", "timeout: the service said so"];
+    let first = ["鱼油怎么吃", "=深海鱼油\t用量", "52岁，\"糖友\"", "", "1", "0.75", "true", "", "p1,p2"];
+    let second = ["贵吗", "", "52岁，\"糖友\"", "", "", "", "false", "timeout: the service said so", "p1,p2"];
     for (format, rows) in TableFormat::ALL.iter().zip(rows) {
         let cells: Vec<Vec<String>> = rows.into_iter().map(|(_, cells)| cells).collect();
         assert_eq!(cells, [first, second], "{format:?}");

@@ -38,18 +38,17 @@ impl Columns {
         };
         let query = required(&config.query_column, "query_column")?;
         let gold = optional(&config.gold_column, "gold_column")?;
-        Ok(Self {
-            query,
-            query_name: table.header[query].clone(),
-            profile: optional(&config.profile_column, "profile_column")?,
-            history: optional(&config.history_column, "history_column")?,
-            gold,
-            group: match &config.group_column {
-                Some(name) => Some(required(name, "group_column")?),
-                None => gold,
-            },
-            width: config.width,
-        })
+        let group = match &config.group_column {
+            Some(name) => Some(required(name, "group_column")?),
+            None => gold,
+        };
+        let profile = optional(&config.profile_column, "profile_column")?;
+        let history = optional(&config.history_column, "history_column")?;
+        for column in [Some(query), profile, history, gold, group].into_iter().flatten() {
+            check_alone(table, &config.input, column)?;
+        }
+        let (query_name, width) = (table.header[query].clone(), config.width);
+        Ok(Self { query, query_name, profile, history, gold, group, width })
     }
 
     pub(super) fn read(&self, row: usize, cells: &[String]) -> QueryRow {
@@ -70,17 +69,37 @@ impl Columns {
     }
 }
 
+/// Of two columns with one name nobody knows which counts.
+fn check_alone(table: &Table, path: &Path, column: usize) -> Result<(), DataError> {
+    let name = &table.header[column];
+    let Some(other) = table.header.iter().skip(column + 1).position(|other| other == name) else { return Ok(()) };
+    let (first, second) = (column + 1, column + other + 2);
+    Err(DataError::file(path, format!("columns {first} and {second} are both called `{name}`; rename one of them")))
+}
+
 fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataError {
     let names: Vec<String> =
         table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
     let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
     let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
-    let sheet = table.sheet.as_ref().map(|sheet| format!("sheet `{sheet}`: ")).unwrap_or_default();
+    let sheet = table.sheet.as_ref().map(|sheet| format!("{sheet}: ")).unwrap_or_default();
     // A header that was decoded wrongly has no column of the right name.
     let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
     let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
     let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
-    DataError::file(path, format!("{sheet}{problem}; name one of these in data.{key}"))
+    let remedy = match separator(table) {
+        Some(separator) => format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv"),
+        None => format!("name one of these in data.{key}"),
+    };
+    DataError::file(path, format!("{sheet}{problem}; {remedy}"))
+}
+
+/// What separates cells where the file's ending promised something else: the header is then one cell.
+fn separator(table: &Table) -> Option<&'static str> {
+    let [name] = &table.header[..] else { return None };
+    let known = [(';', ";"), ('\t', "\\t"), (',', ","), ('|', "|")];
+    let of_text = known.iter().filter(|_| table.encoding.is_some());
+    of_text.into_iter().find(|(character, _)| name.contains(*character)).map(|(_, shown)| *shown)
 }
 
 fn split_ids(text: &str) -> Vec<String> {

@@ -59,21 +59,23 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
         return Ok(encoding.unwrap_or(TextEncoding::Utf8));
     };
     let is_cut_off = encoding.is_none() && fault.n_multibyte > 0 && is_cut_off(path, &fault).map_err(unreadable)?;
-    let damaged = |name: &str, line: usize| {
-        let place = format!("{}:{line}", path.display());
-        Err(DataError::File {
-            path: place,
-            problem: format!("a character is not {name}; save the file again as UTF-8"),
-        })
+    let damaged = |name: &str, fault: &Fault| {
+        let what = match fault.is_zero {
+            true => "holds a zero byte, as UTF-16 without its mark does and no text".to_owned(),
+            false => format!("a character is not {name}"),
+        };
+        let place = format!("{}:{}", path.display(), fault.line);
+        Err(DataError::File { path: place, problem: format!("{what}; save the file again as UTF-8") })
     };
     match encoding {
-        Some(encoding) => damaged(encoding.name(), fault.line),
+        Some(encoding) => damaged(encoding.name(), &fault),
+        None if fault.is_zero => damaged("text", &fault),
         None if is_cut_off || fault.n_multibyte >= CHARACTERS_OF_UTF8 => {
-            damaged("UTF-8, as those before it are", fault.line)
+            damaged("UTF-8, as those before it are", &fault)
         }
         None => match first_fault(path, TextEncoding::Gb18030).map_err(unreadable)? {
             None => Ok(TextEncoding::Gb18030),
-            Some(other) => damaged("UTF-8 or GB18030", fault.line.max(other.line)),
+            Some(other) => damaged("UTF-8 or GB18030", if other.line > fault.line { &other } else { &fault }),
         },
     }
 }
@@ -92,6 +94,8 @@ fn byte_order_mark(path: &Path) -> io::Result<Option<TextEncoding>> {
 /// Where bytes stop being text of an encoding.
 struct Fault {
     line: usize,
+    /// A character of no text, whatever the encoding.
+    is_zero: bool,
     /// Characters before it that are no ASCII.
     n_multibyte: usize,
     /// Of good text before it, as UTF-8.
@@ -109,16 +113,21 @@ fn is_cut_off(path: &Path, fault: &Fault) -> io::Result<bool> {
 
 fn first_fault(path: &Path, encoding: TextEncoding) -> io::Result<Option<Fault>> {
     let mut text = Transcoded::new(File::open(path)?, encoding);
-    let mut fault = Fault { line: 1, n_multibyte: 0, n_bytes: 0 };
+    let mut fault = Fault { line: 1, is_zero: false, n_multibyte: 0, n_bytes: 0 };
     let mut buffer = vec![0; BUFFER_BYTES];
     loop {
         match text.read(&mut buffer) {
             Ok(0) => return Ok(None),
             Ok(n) => {
-                fault.n_bytes += n as u64;
-                fault.line += buffer[..n].iter().filter(|byte| **byte == b'\n').count();
+                let zero = buffer[..n].iter().position(|byte| *byte == 0);
+                let good = &buffer[..zero.unwrap_or(n)];
+                fault.n_bytes += good.len() as u64;
+                fault.line += good.iter().filter(|byte| **byte == b'\n').count();
                 // The first byte of each such character.
-                fault.n_multibyte += buffer[..n].iter().filter(|byte| **byte >= 0xc0).count();
+                fault.n_multibyte += good.iter().filter(|byte| **byte >= 0xc0).count();
+                if zero.is_some() {
+                    return Ok(Some(Fault { is_zero: true, ..fault }));
+                }
             }
             Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Some(fault)),
             Err(error) => return Err(error),

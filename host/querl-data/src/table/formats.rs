@@ -1,18 +1,20 @@
 //! The file formats of a table, each read row by row into text.
 
-use super::encoding::{TextEncoding, detect, open_text};
+use super::delimited::open_delimited;
+use super::encoding::TextEncoding;
 use crate::error::DataError;
-use calamine::{Data, Reader};
+use calamine::{Data, ExcelDateTime, Reader};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::record::reader::RowIter;
 use querl_core::fsx::{NumberedLine, open_jsonl};
 use std::collections::HashSet;
+use std::io::Read;
 use std::path::Path;
 
 /// A table as text, read as it is asked for.
 pub(crate) struct Table {
-    /// Of a workbook: which sheet.
+    /// Of a workbook: which sheet, in words.
     pub(crate) sheet: Option<String>,
     /// Of a csv or tsv file.
     pub(crate) encoding: Option<TextEncoding>,
@@ -25,6 +27,9 @@ pub(crate) struct Table {
 /// Numbered rows of cells; a row may have fewer than the header.
 pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>>>;
 
+/// A cell that is longer is damage, and no text that anybody asks or remembers.
+const MAX_CELL_BYTES: usize = 1 << 20;
+
 /// Opens a table by the file's extension.
 ///
 /// # Errors
@@ -35,12 +40,13 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
         Ok(meta) if meta.is_file() => meta.len(),
         _ => return Err(DataError::file(path, "there is no such file; check the path")),
     };
-    let open = match extension.as_deref() {
-        Some("xlsx") => open_xlsx,
-        Some("csv") => |path: &Path| open_delimited(path, b','),
-        Some("tsv") => |path: &Path| open_delimited(path, b'\t'),
-        Some("jsonl") => open_lines,
-        Some("parquet") => open_parquet,
+    let extension = extension.as_deref().unwrap_or_default();
+    let open = match extension {
+        "xlsx" => open_xlsx,
+        "csv" => |path: &Path| open_delimited(path, b','),
+        "tsv" => |path: &Path| open_delimited(path, b'\t'),
+        "jsonl" => open_lines,
+        "parquet" => open_parquet,
         _ => {
             let expected = "expected a name that ends in .xlsx, .csv, .tsv, .jsonl or .parquet";
             return Err(DataError::file(path, format!("not a table that can be read; {expected}")));
@@ -49,7 +55,36 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
     if n_bytes == 0 {
         return Err(DataError::file(path, "the file is empty; expected a table with a column of queries"));
     }
-    open(path)
+    check_first_bytes(path, extension)?;
+    let table = open(path)?;
+    let (of_file, names) = (path.to_owned(), table.header.clone());
+    let rows = table.rows.map(move |row| check_cells(&of_file, &names, row?));
+    Ok(Table { rows: Box::new(rows), ..table })
+}
+
+/// A file that goes by the wrong name is told from its first bytes.
+fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
+    let unreadable = |error| DataError::file(path, format!("cannot be read: {error}"));
+    let mut start = Vec::new();
+    std::fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut start)).map_err(unreadable)?;
+    let (expected, what, remedy) = match start.as_slice() {
+        b"PK\x03\x04" => ("xlsx", "a workbook or another archive", "give a workbook the ending .xlsx"),
+        b"PAR1" => ("parquet", "parquet", "give it that ending"),
+        [0xd0, 0xcf, 0x11, 0xe0] => ("", "an old or encrypted workbook", "save it as .xlsx without a password"),
+        _ => return Ok(()),
+    };
+    if extension == expected {
+        return Ok(());
+    }
+    Err(DataError::file(path, format!("by its first bytes the file is {what}; {remedy}")))
+}
+
+fn check_cells(path: &Path, names: &[String], row: (usize, Vec<String>)) -> Result<(usize, Vec<String>), DataError> {
+    let Some(column) = row.1.iter().position(|cell| cell.len() > MAX_CELL_BYTES) else { return Ok(row) };
+    let (number, n_bytes) = (row.0, row.1[column].len());
+    let name = names.get(column).map_or("", String::as_str);
+    let problem = format!("row {number} column `{name}`: a cell of {n_bytes} bytes; expected at most {MAX_CELL_BYTES}");
+    Err(DataError::file(path, format!("{problem} (look for a quote before it that is not closed)")))
 }
 
 fn open_xlsx(path: &Path) -> Result<Table, DataError> {
@@ -58,13 +93,17 @@ fn open_xlsx(path: &Path) -> Result<Table, DataError> {
     };
     let mut workbook: calamine::Xlsx<_> =
         calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
-    let sheet =
-        workbook.sheet_names().first().cloned().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
-    let range = workbook.worksheet_range(&sheet).map_err(|error| unreadable(&error))?;
+    let names = workbook.sheet_names();
+    let name = names.first().cloned().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
+    let sheet = match names.len() {
+        1 => format!("sheet `{name}`"),
+        n => format!("sheet `{name}`, the first of {n} and the one that is read"),
+    };
+    let range = workbook.worksheet_range(&name).map_err(|error| unreadable(&error))?;
     let first_row = range.start().map_or(1, |(row, _)| row as usize + 1);
     let mut rows = range.rows().enumerate().map(|(index, cells)| (first_row + index, cells));
     let Some((_, header)) = rows.next() else {
-        return Err(DataError::file(path, format!("sheet `{sheet}` is empty; expected a header row")));
+        return Err(DataError::file(path, format!("{sheet}: is empty; expected a header row")));
     };
     let header = header.iter().map(|cell| cell_text(cell).trim().to_owned()).collect();
     // A sheet has at most a million rows and is read whole by its reader anyway.
@@ -74,39 +113,30 @@ fn open_xlsx(path: &Path) -> Result<Table, DataError> {
 
 fn sheet_row(path: &Path, sheet: &str, row: usize, cells: &[Data]) -> Result<(usize, Vec<String>), DataError> {
     if let Some(column) = cells.iter().position(|cell| matches!(cell, Data::Error(_))) {
-        let place = format!("sheet `{sheet}` row {row} column {}", column + 1);
+        let place = format!("{sheet}: row {row} column {}", column + 1);
         let problem = format!("{place}: holds the error value `{}`; mend or clear it", cells[column]);
         return Err(DataError::file(path, problem));
     }
     Ok((row, cells.iter().map(cell_text).collect()))
 }
 
-/// A number without a fraction reads as the digits a person typed.
+/// A number without a fraction reads as the digits a person typed, a date as year, month and day.
 fn cell_text(cell: &Data) -> String {
     match cell {
+        Data::DateTime(time) if time.is_datetime() => time_text(time),
         Data::Float(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
         other => other.to_string(),
     }
 }
 
-fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
-    let encoding = detect(path)?;
-    let text = open_text(path, encoding).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
-    let of_file = path.to_owned();
-    let problem = move |error: csv::Error| {
-        DataError::file(&of_file, format!("not readable as a table of {} text: {error}", encoding.name()))
-    };
-    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
-    let header: Vec<String> = reader.headers().map_err(&problem)?.iter().map(|name| name.trim().to_owned()).collect();
-    if header.iter().all(String::is_empty) {
-        return Err(DataError::file(path, "the file has no header row; expected the names of the columns"));
+fn time_text(time: &ExcelDateTime) -> String {
+    let (year, month, day, hour, minute, second, _) = time.to_ymd_hms_milli();
+    let (date, clock) = (format!("{year}-{month:02}-{day:02}"), format!("{hour:02}:{minute:02}:{second:02}"));
+    match time.as_f64() {
+        days if days < 1.0 => clock,
+        days if days.fract() == 0.0 => date,
+        _ => format!("{date} {clock}"),
     }
-    // The row that a spreadsheet shows: a line number would count the lines of a cell, and CRLF differently from LF.
-    let rows = (2..).zip(reader.into_records()).map(move |(row, record)| {
-        let record = record.map_err(&problem)?;
-        Ok((row, record.iter().map(str::to_owned).collect()))
-    });
-    Ok(Table { sheet: None, encoding: Some(encoding), header, rows: Box::new(rows) })
 }
 
 type Object = serde_json::Map<String, serde_json::Value>;
@@ -146,10 +176,12 @@ fn value_text(value: &serde_json::Value) -> String {
 fn open_parquet(path: &Path) -> Result<Table, DataError> {
     let of_file = path.to_owned();
     let unreadable = move |error: &dyn std::fmt::Display| {
-        DataError::file(
-            &of_file,
-            format!("not a parquet file that can be read ({error}); write it with snappy or zstd, or none"),
-        )
+        let said = error.to_string();
+        let remedy = match said.contains("Disabled feature") {
+            true => "write it with snappy, zstd or gzip, or uncompressed",
+            false => "write it again",
+        };
+        DataError::file(&of_file, format!("not a parquet file that can be read ({said}); {remedy}"))
     };
     let file = std::fs::File::open(path).map_err(|error| unreadable(&error))?;
     let reader = SerializedFileReader::new(file).map_err(|error| unreadable(&error))?;

@@ -4,6 +4,7 @@
 //! was found. Rows are read from the file each time they are asked for.
 
 mod columns;
+mod delimited;
 mod encoding;
 mod findings;
 mod formats;
@@ -58,7 +59,9 @@ pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
     let marks = table.mark()?;
     if marks.is_empty() {
         let n_rows = table.findings.n_rows;
-        let problem = format!("no row has a query in column `{}`; {n_rows} row(s) looked at", table.columns.query_name);
+        let name = &table.columns.query_name;
+        let remedy = "fill it, or name another column in data.query_column";
+        let problem = format!("none of {n_rows} row(s) has a query in column `{name}`; {remedy}");
         return Err(DataError::file(&config.input, problem));
     }
     let marks = table.take_stock(marks);
@@ -197,5 +200,7 @@ fn version(path: &Path) -> Version {
     Some((meta.len(), meta.modified().ok()?))
 }
 
+#[cfg(test)]
+mod damage_tests;
 #[cfg(test)]
 mod tests;

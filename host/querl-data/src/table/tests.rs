@@ -114,9 +114,9 @@ fn empty_files_say_so() {
     let said = message(&folder.file("b.jsonl", "\n\n"));
     assert!(said.ends_with("b.jsonl: the file holds no object; expected one JSON object a line"), "{said}");
     let said = message(&folder.workbook(&[&[]]));
-    assert!(said.ends_with("sheet `题目` is empty; expected a header row"), "{said}");
+    assert!(said.ends_with("sheet `题目`: is empty; expected a header row"), "{said}");
     let said = message(&folder.file("c.csv", "问题\n"));
-    assert!(said.ends_with("c.csv: no row has a query in column `问题`; 0 row(s) looked at"), "{said}");
+    assert!(said.contains("c.csv: none of 0 row(s) has a query in column `问题`; fill it"), "{said}");
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn rows_of_json_lines_are_counted_with_the_empty_lines_between() {
 fn table_without_a_usable_row_is_an_error() {
     let folder = Folder::new();
     let said = message(&folder.file("a.csv", "问题,用户画像\n,老人\n"));
-    assert!(said.ends_with("a.csv: no row has a query in column `问题`; 1 row(s) looked at"), "{said}");
+    assert!(said.contains("a.csv: none of 1 row(s) has a query in column `问题`; fill it"), "{said}");
 }
 
 #[test]

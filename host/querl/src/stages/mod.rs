@@ -162,9 +162,9 @@ pub fn remove(path: &Path) -> std::io::Result<()> {
 /// The file cannot be read, or somebody has changed it since.
 pub fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
     read_jsonl(path).map_err(|error| match error {
-        ReadError::Line { path, line, source } => {
+        ReadError::Line { path, line, problem } => {
             let remedy = "remove the file, and `querl run` makes it again";
-            Stop::usage(format!("{path}:{line}: not a valid record: {source}; {remedy}")).into()
+            Stop::usage(format!("{path}:{line}: not a valid record: {problem}; {remedy}")).into()
         }
         ReadError::Io { .. } => error.into(),
     })
