@@ -50,8 +50,8 @@ fn is_end(cell: &str) -> bool {
 
 fn check_quotes(path: &Path, row: usize, record: &StringRecord) -> Result<(), DataError> {
     const SHOWN: usize = 20;
-    let Some(cell) = record.iter().last().and_then(|cell| cell.strip_suffix(END)) else { return Ok(()) };
-    let start: String = cell.chars().take(SHOWN).collect::<String>().escape_debug().to_string();
+    let Some(cell) = record.iter().next_back().and_then(|cell| cell.strip_suffix(END)) else { return Ok(()) };
+    let start: String = cell.trim_end().chars().take(SHOWN).collect::<String>().escape_debug().to_string();
     let problem = format!("row {row}: the quote before `{start}` is not closed");
     Err(DataError::file(path, format!("{problem}; close it, or write a quote within a quoted cell twice")))
 }

@@ -75,7 +75,9 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
         }
         None => match first_fault(path, TextEncoding::Gb18030).map_err(unreadable)? {
             None => Ok(TextEncoding::Gb18030),
-            Some(other) => damaged("UTF-8 or GB18030", if other.line > fault.line { &other } else { &fault }),
+            Some(other) => {
+                damaged("UTF-8 or GB18030", if other.is_zero || other.line > fault.line { &other } else { &fault })
+            }
         },
     }
 }

@@ -2,11 +2,9 @@
 
 use super::delimited::open_delimited;
 use super::encoding::TextEncoding;
+use super::parquet::open_parquet;
 use crate::error::DataError;
 use calamine::{Data, ExcelDateTime, Reader};
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::record::Field;
-use parquet::record::reader::RowIter;
 use querl_core::fsx::{NumberedLine, open_jsonl};
 use std::collections::HashSet;
 use std::io::Read;
@@ -169,38 +167,6 @@ fn value_text(value: &serde_json::Value) -> String {
         serde_json::Value::Null => String::new(),
         serde_json::Value::String(text) => text.clone(),
         serde_json::Value::Array(items) => items.iter().map(value_text).collect::<Vec<_>>().join(","),
-        other => other.to_string(),
-    }
-}
-
-fn open_parquet(path: &Path) -> Result<Table, DataError> {
-    let of_file = path.to_owned();
-    let unreadable = move |error: &dyn std::fmt::Display| {
-        let said = error.to_string();
-        let remedy = match said.contains("Disabled feature") {
-            true => "write it with snappy, zstd or gzip, or uncompressed",
-            false => "write it again",
-        };
-        DataError::file(&of_file, format!("not a parquet file that can be read ({said}); {remedy}"))
-    };
-    let file = std::fs::File::open(path).map_err(|error| unreadable(&error))?;
-    let reader = SerializedFileReader::new(file).map_err(|error| unreadable(&error))?;
-    let fields = reader.metadata().file_metadata().schema().get_fields();
-    let header = fields.iter().map(|field| field.name().to_owned()).collect();
-    let rows = (1..).zip(RowIter::from_file_into(Box::new(reader))).map(move |(number, row)| {
-        let row = row.map_err(|error| unreadable(&error))?;
-        Ok((number, row.get_column_iter().map(|(_, field)| field_text(field)).collect()))
-    });
-    Ok(Table { sheet: None, encoding: None, header, rows: Box::new(rows) })
-}
-
-fn field_text(field: &Field) -> String {
-    match field {
-        Field::Null => String::new(),
-        Field::Str(text) => text.clone(),
-        Field::Bytes(bytes) => String::from_utf8_lossy(bytes.data()).into_owned(),
-        Field::Double(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
-        Field::ListInternal(list) => list.elements().iter().map(field_text).collect::<Vec<_>>().join(","),
         other => other.to_string(),
     }
 }

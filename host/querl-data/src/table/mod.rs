@@ -9,6 +9,7 @@ mod encoding;
 mod findings;
 mod formats;
 mod groups;
+mod parquet;
 
 pub(crate) use encoding::read_text;
 pub use findings::{Findings, NamedRow, RowList};
