@@ -1,12 +1,16 @@
 //! Responses to one query, measured against each other.
 //!
-//! Departure from verl: a response without siblings (the others were dropped) has an advantage of 0, since there is nothing
-//! to compare it with. verl's `compute_grpo_outcome_advantage` and `compute_rloo_outcome_advantage` take its bare reward;
-//! `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
+//! Departures from verl:
+//! 1. A response without siblings (the others were dropped) has an advantage of 0, since there is nothing to compare it with.
+//!    verl's `compute_grpo_outcome_advantage` and `compute_rloo_outcome_advantage` take its bare reward;
+//!    `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
+//! 2. A group whose rewards differ by less than [`EPSILON`] has advantages of 0, as they do where it counts as one without spread.
+//!    What tells equal scores apart before the policy has moved is the rounding of a divergence in the reward, and over its own
+//!    deviation it would become a tenth of what is learned from other groups. verl divides it.
 
 use std::collections::BTreeMap;
 
-/// Added to the spread that a group's rewards are divided by.
+/// Added to the spread that a group's rewards are divided by; a smaller one counts as none.
 ///
 /// Source: verl, default of `epsilon`.
 const EPSILON: f64 = 1e-6;
@@ -36,6 +40,11 @@ impl Group {
     fn deviation(&self) -> f64 {
         (self.squares / (self.n - 1.0)).sqrt()
     }
+
+    /// Whether all of its rewards are the same, but for rounding.
+    fn is_flat(&self) -> bool {
+        self.deviation() < EPSILON
+    }
 }
 
 fn groups_of(rewards: &[f32], groups: &[usize]) -> BTreeMap<usize, Group> {
@@ -63,8 +72,12 @@ pub fn group_relative(rewards: &[f32], groups: &[usize], scale: GroupScale) -> V
     let advantage = |(reward, id): (&f32, &usize)| {
         let group = &found[id];
         let distance = f64::from(*reward) - group.mean();
-        let scale = if scale == GroupScale::Deviation { group.deviation() + EPSILON } else { 1.0 };
-        if group.n < 2.0 { 0.0 } else { (distance / scale) as f32 }
+        match scale {
+            _ if group.n < 2.0 => 0.0,
+            GroupScale::Deviation if group.is_flat() => 0.0,
+            GroupScale::Deviation => (distance / (group.deviation() + EPSILON)) as f32,
+            GroupScale::One => distance as f32,
+        }
     };
     rewards.iter().zip(groups).map(advantage).collect()
 }
@@ -91,8 +104,7 @@ pub fn leave_one_out(rewards: &[f32], groups: &[usize]) -> Vec<f32> {
 pub fn share_without_spread(rewards: &[f32], groups: &[usize]) -> f32 {
     let found = groups_of(rewards, groups);
     let compared = found.values().filter(|group| group.n >= 2.0);
-    let (n, n_equal) =
-        compared.fold((0, 0), |(n, n_equal), group| (n + 1, n_equal + i32::from(group.deviation() < 1e-6)));
+    let (n, n_equal) = compared.fold((0, 0), |(n, n_equal), group| (n + 1, n_equal + i32::from(group.is_flat())));
     n_equal as f32 / n.max(1) as f32
 }
 
@@ -112,6 +124,16 @@ mod tests {
         }
         assert_eq!(share_without_spread(&rewards, &groups), 1.0);
         assert_eq!(share_without_spread(&[1.0, 2.0, 3.0, 3.0], &[0, 0, 1, 1]), 0.5);
+    }
+
+    /// Scores of 0.5 less a divergence that is the rounding of log-probabilities: a spread of 7e-8.
+    #[test]
+    fn rounding_between_equal_rewards_teaches_nothing() {
+        let rewards = [0.5, 0.5 - 1e-7, 0.25, 0.75];
+        let advantages = group_relative(&rewards, &[0, 0, 1, 1], GroupScale::Deviation);
+        assert_eq!(advantages[..2], [0.0, 0.0]);
+        assert!((advantages[3] - std::f32::consts::FRAC_1_SQRT_2).abs() < 1e-5, "{advantages:?}");
+        assert_eq!(share_without_spread(&rewards, &[0, 0, 1, 1]), 0.5);
     }
 
     #[test]

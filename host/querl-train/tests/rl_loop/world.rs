@@ -6,7 +6,7 @@ pub(crate) use crate::tiny::Model;
 use crate::tiny::plain_text;
 use querl_core::config::{CriticKind, RlConfig};
 use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{EpisodeRecord, Rejection};
+use querl_core::records::{EpisodeRecord, Rejection, Reward};
 use querl_model::{LoraAdapter, LoraSettings, Mesh, RankFailure, run_ranks};
 use querl_train::rl::{RlData, RlSummary, RlTask, train};
 use querl_train::{MetricSink, Metrics, TrainError};
@@ -32,7 +32,10 @@ pub(crate) enum Fault {
     Refusal(u64),
 }
 
-/// What outlives a process: the log of episodes. Pays for plain ASCII: the share of such characters in an answer.
+/// What an answer is worth.
+pub(crate) type Pay = fn(&PolicyResponse) -> Reward;
+
+/// What outlives a process: the log of episodes.
 pub(crate) struct World {
     pub(crate) log: Mutex<Vec<String>>,
     /// Responses that were scored, in all processes.
@@ -41,17 +44,24 @@ pub(crate) struct World {
     fault: Fault,
     /// For each response.
     pause: Duration,
+    /// What an answer is worth: the share of plain ASCII among its characters, where nobody says otherwise.
+    pays: Pay,
     pub(crate) stop: AtomicBool,
 }
 
 impl World {
     pub(crate) fn new(fault: Fault, pause: Duration) -> Self {
         let (log, n_scored, n_calls) = (Mutex::default(), AtomicUsize::new(0), AtomicUsize::new(0));
-        Self { log, n_scored, n_calls, fault, pause, stop: AtomicBool::new(false) }
+        Self { log, n_scored, n_calls, fault, pause, pays: plain_text, stop: AtomicBool::new(false) }
     }
 
     pub(crate) fn sound() -> Self {
         Self::new(Fault::None, Duration::ZERO)
+    }
+
+    /// The same world with other prices.
+    pub(crate) fn paying(self, pays: Pay) -> Self {
+        Self { pays, ..self }
     }
 
     /// The same world after a reboot: what was logged is there.
@@ -83,7 +93,7 @@ impl World {
         let outcome = match (is_late, is_refused) {
             (true, _) => rejection("deadline"),
             (_, true) => rejection("refused"),
-            _ => Ok(plain_text(response)),
+            _ => Ok((self.pays)(response)),
         };
         let id = format!("{phase}-{step}/{}/{}", response.row_index, response.sample_index);
         episode(id, step, response, outcome)
