@@ -70,9 +70,7 @@ impl Place {
                 let choice = (!is_named).then(|| format!("device: {}", place.name()));
                 Ok(Self { choice: Mutex::new(choice), ..place })
             }
-            Err(missing) if is_named => Err(Stop::usage(format!(
-                "device is {name:?}, which cannot be used: {missing}; or use \"cpu\" or \"auto\""
-            ))),
+            Err(missing) if is_named => Err(refused(name, &missing)),
             Err(missing) => {
                 let choice = format!("device: the CPU, since {missing}");
                 Ok(Self { choice: Mutex::new(Some(choice)), ..Self::here() })
@@ -137,6 +135,24 @@ impl Place {
     }
 }
 
+/// What a run would say of settings that the cards refuse which a configuration names, on a machine with or without them.
+///
+/// # Errors
+/// A setting asks for what a card cannot do.
+pub fn check_named(config: &Config) -> Result<(), Stop> {
+    match DeviceSetting::from_name(&config.device) {
+        Some(DeviceSetting::Cards(_)) => {
+            check_settings(&config.model, &config.sft).map_err(|missing| refused(&config.device, &missing))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The sentence is whole whether what is missing was said with a remedy or has none.
+fn refused(name: &str, missing: &Missing) -> Stop {
+    Stop::usage(format!("device is {name:?}, which cannot be used: {missing}; \"cpu\" and \"auto\" do without"))
+}
+
 /// The library on the cards that are asked for.
 fn worker(indices: &[usize], model: &ModelConfig, sft: &SftConfig) -> Result<Worker, Missing> {
     if std::env::var_os(cuda::ON_CPU).is_some() {
@@ -178,11 +194,13 @@ fn check_settings(model: &ModelConfig, sft: &SftConfig) -> Result<(), Missing> {
     if !storages.contains(&model.dtype) {
         let names: Vec<&str> = storages.iter().map(|dtype| dtype.name()).collect();
         let (found, expected) = (model.dtype.name(), names.join(" or "));
-        return Err(Missing(format!("model.dtype is {found:?} and a card stores a frozen base as {expected}")));
+        return Err(Missing(format!(
+            "model.dtype is {found:?} and a card stores a frozen base as {expected}; set it to one of these"
+        )));
     }
     match sft.use_dora && sft.lora_dropout > 0.0 {
         true => Err(Missing(
-            "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do".into(),
+            "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set one of them otherwise".into(),
         )),
         false => Ok(()),
     }
@@ -246,7 +264,7 @@ mod tests {
         let refusal = |dtype, sft: SftConfig| check_settings(&model(dtype), &sft).map_err(|missing| missing.0);
         let plain = SftConfig::default();
         assert_eq!(refusal(BaseDtype::Bf16, plain.clone()), Ok(()));
-        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4";
+        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4; set it to one of these";
         assert_eq!(refusal(BaseDtype::F32, plain.clone()), Err(of_dtype.into()));
         let full = SftConfig { method: TuningMethod::Full, ..plain.clone() };
         let dora = SftConfig { use_dora: true, ..plain.clone() };

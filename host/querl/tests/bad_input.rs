@@ -31,7 +31,7 @@ fn configuration_that_cannot_be_used() {
         (
             "tenant",
             "device = \"cuda:0\"\ntenant",
-            "device is \"cuda:0\", which cannot be used: there is no CUDA driver (libcuda.so.1) on this machine; or use \"cpu\" or \"auto\"",
+            "device is \"cuda:0\", which cannot be used: there is no CUDA driver (libcuda.so.1) on this machine; \"cpu\" and \"auto\" do without",
         ),
         (
             "tenant",
@@ -41,7 +41,7 @@ fn configuration_that_cannot_be_used() {
         (
             "\"queries.jsonl\"",
             "\"queries.xlsx\"",
-            "querl.toml:4: data.input is \"queries.xlsx\"; there is nothing at that place",
+            "querl.toml:4: data.input is \"queries.xlsx\"; there is nothing at that place; put the file there or correct the path",
         ),
         (
             "max_steps = 2\nbatch",
@@ -114,6 +114,34 @@ fn retrieval_settings_that_would_be_passed_over() {
         project.edit("kind = \"embedded\"", &to);
         let said = refusal(&project, &["run", "querl.toml"]);
         assert!(said.ends_with(expected), "{said}\n{expected}");
+    }
+}
+
+/// On a machine without a card too, and before anything is asked for by name.
+#[test]
+fn settings_that_the_named_card_refuses() {
+    let refused = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        refusal(
+            &Project::new(),
+            &["config", "check", "querl.toml", "--skip-plugins"].into_iter().chain(sets).collect::<Vec<_>>(),
+        )
+    };
+    assert_eq!(
+        refused(&["device=cuda:1", "model.dtype=f32"]),
+        "device is \"cuda:1\", which cannot be used: model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 \
+         or nf4; set it to one of these; \"cpu\" and \"auto\" do without"
+    );
+    assert_eq!(
+        refused(&["device=cuda:0,1", "model.dtype=bf16", "sft.use_dora=true", "sft.lora_dropout=0.1"]),
+        "device is \"cuda:0,1\", which cannot be used: sft.use_dora is true and sft.lora_dropout above 0, which together the CPU \
+         alone can do; set one of them otherwise; \"cpu\" and \"auto\" do without"
+    );
+    let project = Project::new();
+    for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {
+        let [first, second] = sets;
+        let said = project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]);
+        assert_eq!(said.code, Some(0), "{said:#?}");
     }
 }
 

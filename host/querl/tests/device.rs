@@ -19,15 +19,18 @@ fn library() -> PathBuf {
     path
 }
 
-/// The driver that only answers, made once.
+/// The driver that only answers, made once in each run of these tests, always at the same place. Put there whole: another run of
+/// them may be using the one before.
 static DRIVER: LazyLock<PathBuf> = LazyLock::new(|| {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().keep();
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fake_driver");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/fake_driver/libcuda.rs");
-    let made = folder.join("libcuda.so.1");
+    let (made, kept) = (folder.join(format!("libcuda-{}.so", std::process::id())), folder.join("libcuda.so.1"));
+    std::fs::create_dir_all(&folder).unwrap();
     let mut rustc = Command::new("rustc");
     rustc.args(["--edition=2024", "--crate-type=cdylib", "--crate-name=cuda", "-o"]).arg(&made).arg(source);
     assert!(rustc.status().unwrap().success());
-    made
+    std::fs::rename(&made, &kept).unwrap();
+    kept
 });
 
 /// A command whose jobs go through the library, to be done by its processor.
@@ -172,7 +175,7 @@ fn refusal(device: &str, figures: &[(&str, &str)], library: &Path) -> String {
     assert_eq!(code, Some(2), "{said}");
     let said = said.trim_end().strip_prefix("error: device is ").unwrap().to_owned();
     let said = said.replace(&library.display().to_string(), "LIBRARY");
-    said.strip_suffix("; or use \"cpu\" or \"auto\"").unwrap_or(&said).to_owned()
+    said.strip_suffix("; \"cpu\" and \"auto\" do without").unwrap_or(&said).to_owned()
 }
 
 /// A device, figures of the driver, a library, and what is said.

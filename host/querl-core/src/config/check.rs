@@ -13,7 +13,9 @@ use toml::Value;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Names {
     File,
+    /// A model's.
     Folder,
+    /// A plugin's.
     FileOrFolder,
 }
 
@@ -97,7 +99,11 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
 
 fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
     let complaint = match names {
-        _ if !path.exists() => "there is nothing at that place",
+        Names::File if !path.exists() => "there is nothing at that place; put the file there or correct the path",
+        Names::Folder if !path.exists() => "there is nothing at that place; put the model there or correct the path",
+        Names::FileOrFolder if !path.exists() => {
+            "there is nothing at that place; put the plugin there or correct the path"
+        }
         Names::File if !path.is_file() => "expected a file, which it is not",
         Names::Folder if !path.is_dir() => "expected a folder, which it is not",
         _ => return None,

@@ -315,7 +315,7 @@ path = "reward.wasm"
             (
                 "path = \"tiny\"",
                 "path = \"huge\"",
-                "querl.toml:14: model.path is \"huge\"; there is nothing at that place",
+                "querl.toml:14: model.path is \"huge\"; there is nothing at that place; put the model there or correct the path",
             ),
             (
                 "path = \"tiny\"",
@@ -438,7 +438,7 @@ path = "reward.wasm"
         );
         assert_eq!(
             fault(GOOD, &["data.input=none.xlsx"]),
-            "--set data.input: data.input is \"none.xlsx\"; there is nothing at that place"
+            "--set data.input: data.input is \"none.xlsx\"; there is nothing at that place; put the file there or correct the path"
         );
     }
 

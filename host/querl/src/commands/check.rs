@@ -2,7 +2,7 @@
 
 use crate::cli::{ConfigArgs, Format};
 use crate::plugins::Plugins;
-use crate::{terminal, training};
+use crate::{device, terminal, training};
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, json_schema, keys};
 use std::io::Write;
@@ -41,6 +41,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let config = args.config.load()?;
+    device::check_named(&config)?;
     if !args.skip_plugins {
         Plugins::open(&config)?;
     }
