@@ -127,7 +127,13 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
         tensor_parallel: 1,
     };
     let stage = Stage::Sft { config: config.clone(), longest_row: ROW };
-    let plan = Plan::new(&Asked { shapes: shapes.clone(), model: model.clone(), stage, types: Types::PROCESSOR });
+    let plan = Plan::new(&Asked {
+        shapes: shapes.clone(),
+        model: model.clone(),
+        stage,
+        types: Types::PROCESSOR,
+        n_devices: 1,
+    });
     let output = tempfile::tempdir().unwrap();
     let (train, output_dir) = (examples(), output.path().to_owned());
     let work = Work::Sft(Fitting { config, train, val: Vec::new(), fingerprint: None, output_dir });

@@ -59,7 +59,7 @@ impl Sum {
 
 /// Values of a bucket, unless one variable has more: 32 MiB are long enough to sum at full speed, and hardly count beside a base.
 /// torch's `DistributedDataParallel` has buckets of 25 MiB.
-const BUCKET: usize = 8 << 20;
+pub const BUCKET: usize = 8 << 20;
 
 /// Variables in their order, as many in a bucket as fit.
 fn buckets<'a>(vars: impl Iterator<Item = (&'a String, &'a Var)>) -> Vec<Vec<(&'a String, &'a Var)>> {

@@ -32,7 +32,7 @@ mod together;
 
 pub use checkpoint::{BEST, LAST, STATE};
 pub use error::TrainError;
-pub use gradients::Gradients;
+pub use gradients::{BUCKET, Gradients};
 pub use health::Health;
 pub use metrics::{MetricSink, Metrics};
 pub use optimizer::{AdamW, AdamWSettings};

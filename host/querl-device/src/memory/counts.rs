@@ -63,6 +63,13 @@ pub(super) fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u6
     (shapes.n_layers * of_layer) as u64 + n_adapted_tables(lora) * of_table(shapes, lora.lora_rank)
 }
 
+/// Weights of the largest tensor of an adapter.
+pub(super) fn largest_trained(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
+    let widest = linears(shapes).into_iter().map(|(_, n_in, n_out)| n_in.max(n_out)).max().unwrap_or(0);
+    let table = if n_adapted_tables(lora) > 0 { shapes.vocab_size } else { 0 };
+    (lora.lora_rank * widest.max(table)) as u64
+}
+
 /// Weights of an adapter on the embedding or the head.
 fn of_table(shapes: &DecoderConfig, rank: usize) -> u64 {
     (rank * (shapes.vocab_size + shapes.hidden_size)) as u64

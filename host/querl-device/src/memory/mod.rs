@@ -12,10 +12,13 @@ pub use advice::{Advice, advise, gibibytes};
 
 pub(crate) use counts::{base_bytes, linears};
 
-use counts::{adapter_parameters, changed_head, kept_bytes_of_row, largest_linear, scratch_bytes_of_row};
+use counts::{
+    adapter_parameters, changed_head, kept_bytes_of_row, largest_linear, largest_trained, scratch_bytes_of_row,
+};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
 use querl_model::{DecoderConfig, EngineSettings, Place};
+use querl_train::BUCKET;
 use querl_train::rl::card_room;
 
 /// In what a device computes.
@@ -34,6 +37,8 @@ pub struct Types {
     pub weight_copy_bytes: u64,
     /// How it multiplies with a packed base.
     pub packed: PackedProducts,
+    /// What a communicator takes, in which devices of this sort sum together.
+    pub communicator_bytes: u64,
 }
 
 /// How a device multiplies with a base in fewer bits than bf16.
@@ -48,6 +53,14 @@ pub enum PackedProducts {
 /// Of a card: cuBLAS's workspace of 32 MiB, the driver's part of a process and loaded kernels. An allowance, and no measurement.
 pub const BESIDE_BYTES: u64 = 768 << 20;
 
+/// Of a communicator of NCCL, on each of its cards: 24 channels, in each a connection of a ring and one of a tree, of which each has
+/// 10 MiB where it receives (4 MiB of `NCCL_BUFFSIZE`, and the buffers of the two protocols for short messages) and 2 MiB where it
+/// sends. An allowance, and no measurement: NCCL takes fewer channels between cards without NVLink, and up to 32 between others;
+/// `NCCL_MAX_NCHANNELS` bounds them.
+///
+/// Source: NCCL's user guide, "Environment Variables"; NVIDIA/nccl issues 986 (what memory depends on) and 1685 (sizes of buffers).
+pub const COMMUNICATOR_BYTES: u64 = 24 * 2 * (12 << 20);
+
 impl Types {
     /// A card: activations in bf16, the base in that or fewer bits.
     pub const CARD: Self = Self {
@@ -57,6 +70,7 @@ impl Types {
         adapter_copy_bytes: 2,
         weight_copy_bytes: 2,
         packed: PackedProducts::Widened,
+        communicator_bytes: COMMUNICATOR_BYTES,
     };
     /// The processor: everything in f32, the base in anything.
     pub const PROCESSOR: Self = Self {
@@ -66,6 +80,7 @@ impl Types {
         adapter_copy_bytes: 4,
         weight_copy_bytes: 0,
         packed: PackedProducts::Direct,
+        communicator_bytes: 0,
     };
 }
 
@@ -86,9 +101,16 @@ pub struct Asked {
     pub stage: Stage,
     /// In what.
     pub types: Types,
+    /// How many devices do it together: the model's copies, each of `model.tensor_parallel` devices.
+    pub n_devices: usize,
 }
 
 impl Asked {
+    /// Copies of the model, whose gradients are summed.
+    fn n_copies(&self) -> usize {
+        self.n_devices / self.model.tensor_parallel.max(1)
+    }
+
     /// What one of the devices that hold the model together holds and computes.
     fn of_rank(&self) -> Self {
         Self { shapes: self.shapes.of_rank(self.model.tensor_parallel.max(1)), ..self.clone() }
@@ -168,6 +190,8 @@ pub struct Plan {
     pub cache: u64,
     /// What else a step of decoding reads and writes: activations, logits.
     pub decoding: u64,
+    /// What sums over devices take: communicators, and tensors that are summed.
+    pub sums: u64,
     /// See [`Types::beside_bytes`].
     pub beside: u64,
 }
@@ -176,7 +200,7 @@ impl Plan {
     /// Counts.
     pub fn new(asked: &Asked) -> Self {
         let asked = &asked.of_rank();
-        let Asked { shapes, model, stage, types } = asked;
+        let Asked { shapes, model, stage, types, .. } = asked;
         let n_rows = tokens_of_pass(asked);
         let n_layers = shapes.n_layers as u64;
         let rank = stage.lora().lora_rank;
@@ -198,6 +222,7 @@ impl Plan {
             widened: widened_of(asked),
             cache: cache_of(asked),
             decoding: decoding_of(asked),
+            sums: sums_of(asked, n_rows),
             beside: types.beside_bytes,
         }
     }
@@ -211,6 +236,7 @@ impl Plan {
             + self.widened
             + self.cache
             + self.decoding
+            + self.sums
             + self.beside
     }
 
@@ -229,6 +255,7 @@ impl Plan {
             ("a widened weight", self.widened),
             ("keys and values", self.cache),
             ("decoding", self.decoding),
+            ("sums over devices", self.sums),
             ("reserve", self.beside),
         ];
         parts.retain(|(_, bytes)| *bytes > 0);
@@ -275,7 +302,7 @@ fn adapters_of(asked: &Asked, parameters: u64) -> u64 {
     bytes as u64 * parameters
 }
 
-fn widened_of(Asked { shapes, model, stage, types }: &Asked) -> u64 {
+fn widened_of(Asked { shapes, model, stage, types, .. }: &Asked) -> u64 {
     let is_full = matches!(stage, Stage::Sft { config, .. } if config.method == TuningMethod::Full);
     let is_packed = matches!(model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4);
     match types.packed == PackedProducts::Widened && is_packed && !is_full {
@@ -300,6 +327,28 @@ fn cache_of(asked: &Asked) -> u64 {
 fn decoding_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, lora } = &asked.stage else { return 0 };
     card_room(config, *longest_prompt).work_bytes(&asked.shapes, lora.lora_rank)
+}
+
+/// Of copies of the model a communicator, and the gradients that are summed at once, joined and summed; of devices that hold a copy
+/// together a communicator, and the sum of what each has of a pass's rows.
+fn sums_of(asked: &Asked, n_rows: u64) -> u64 {
+    let Asked { shapes, stage, types, .. } = asked;
+    let of_copies = types.communicator_bytes + 2 * SUM_BYTES as u64 * bucket_of(shapes, stage);
+    let of_parts = types.communicator_bytes + n_rows * (shapes.hidden_size * SUM_BYTES) as u64;
+    let copies = if asked.n_copies() > 1 { of_copies } else { 0 };
+    copies + if asked.model.tensor_parallel > 1 { of_parts } else { 0 }
+}
+
+/// Values of the largest bucket of gradients.
+fn bucket_of(shapes: &DecoderConfig, stage: &Stage) -> u64 {
+    let (largest, all) = match stage {
+        Stage::Sft { config, .. } if config.method == TuningMethod::Full => {
+            let table = (shapes.vocab_size * shapes.hidden_size) as u64;
+            (table.max(largest_linear(shapes)), base_bytes(shapes, BaseDtype::F32) / SUM_BYTES as u64)
+        }
+        _ => (largest_trained(shapes, stage.lora()), adapter_parameters(shapes, stage.lora())),
+    };
+    largest.max(BUCKET as u64).min(all)
 }
 
 #[cfg(test)]

@@ -32,13 +32,13 @@ fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
 fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> Asked {
     let config = SftConfig { batch_size: 64, ..SftConfig::default() };
     let stage = Stage::Sft { config, longest_row: 1024 };
-    Asked { shapes: large(), model: model(dtype, tokens_per_pass), stage, types: Types::CARD }
+    Asked { shapes: large(), model: model(dtype, tokens_per_pass), stage, types: Types::CARD, n_devices: 1 }
 }
 
 fn rl(tokens_per_pass: usize) -> Asked {
     let config = RlConfig { batch_size: 64, max_new_tokens: 150, ..RlConfig::default() };
     let stage = Stage::Rl { config: Box::new(config), lora: SftConfig::default(), longest_prompt: 874 };
-    Asked { shapes: large(), model: model(BaseDtype::Bf16, tokens_per_pass), stage, types: Types::CARD }
+    Asked { shapes: large(), model: model(BaseDtype::Bf16, tokens_per_pass), stage, types: Types::CARD, n_devices: 1 }
 }
 
 const GIB: u64 = 1 << 30;
@@ -79,6 +79,31 @@ fn a_model_that_devices_hold_together_is_divided_but_for_its_tables_and_the_resi
     let of_layer = 16 * (5 * 5120 + (5120 + 2 * 1024 + 2 * 27_648) / 4 + 2 * 5120 + (5120 + 27_648) / 4);
     assert_eq!(part.adapters, (5 * 4 + 2) * 64 * of_layer);
     assert!(part.kept < whole.kept / 2 && part.logits == whole.logits);
+}
+
+#[test]
+fn copies_of_a_model_sum_a_bucket_of_gradients_and_its_parts_a_passs_rows() {
+    let with = |n_devices, tensor_parallel| {
+        let asked = sft(BaseDtype::Bf16, 4096);
+        Plan::new(&Asked { model: ModelConfig { tensor_parallel, ..asked.model.clone() }, n_devices, ..asked })
+    };
+    let (alone, of_nccl) = (with(1, 1), 576 << 20);
+    assert_eq!((alone.sums, with(2, 1).sums), (0, of_nccl + 2 * (32 << 20)));
+    assert_eq!(with(2, 1), Plan { sums: with(2, 1).sums, ..alone });
+    assert_eq!(with(2, 2).sums, of_nccl + 4096 * 5120 * 4);
+    assert_eq!(with(4, 2).sums, with(2, 1).sums + with(2, 2).sums);
+    assert_eq!(with(2, 1).total() - alone.total(), with(2, 1).sums);
+    assert!(with(2, 1).parts().contains(&("sums over devices", with(2, 1).sums)));
+}
+
+#[test]
+fn a_tensor_that_no_bucket_holds_is_summed_at_once_and_small_adapters_are_one_bucket() {
+    let bucket = |config: SftConfig| bucket_of(&large(), &Stage::Sft { config, longest_row: 1024 });
+    let lora = SftConfig { lora_rank: 2, lora_target_modules: vec!["q_proj".into()], ..SftConfig::default() };
+    assert_eq!(bucket(lora.clone()), 64 * 2 * (5120 + 5120));
+    assert_eq!(bucket(SftConfig { lora_rank: 16, ..SftConfig::default() }), 8 << 20);
+    assert_eq!(bucket(SftConfig { lora_rank: 64, lora_target_modules: vec!["lm_head".into()], ..lora }), 64 * 152_064);
+    assert_eq!(bucket(SftConfig { method: TuningMethod::Full, ..SftConfig::default() }), 152_064 * 5120);
 }
 
 #[test]

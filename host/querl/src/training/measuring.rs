@@ -86,7 +86,7 @@ fn asked(place: &Place, job: &Job, stage: Option<Stage>) -> Option<Asked> {
     let Work::Measure(measuring) = &job.work else { return None };
     let types = if place.card().is_some() { Types::CARD } else { Types::PROCESSOR };
     let shapes = DecoderConfig::of_shape(&measuring.shape)?;
-    Some(Asked { shapes, model: job.model.clone(), stage: stage?, types })
+    Some(Asked { shapes, model: job.model.clone(), stage: stage?, types, n_devices: 1 })
 }
 
 /// The stages that a measurement stands for.

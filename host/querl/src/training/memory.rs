@@ -2,7 +2,7 @@
 
 use crate::device::UsedCard;
 use crate::failure::Stop;
-use querl_core::config::Config;
+use querl_core::config::{Config, DeviceSetting};
 use querl_core::ports::Progress;
 use querl_device::memory::{Asked, Plan, Stage, Types, advise, gibibytes};
 use querl_device::{Ending, Failure, JobError};
@@ -17,7 +17,8 @@ const SHARE_AFTER_FAILURE: f64 = 0.85;
 /// The model's shapes cannot be read.
 pub(super) fn asked(config: &Config, stage: Stage) -> anyhow::Result<Asked> {
     let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
-    Ok(Asked { shapes, model: config.model.clone(), stage, types: Types::CARD })
+    let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
+    Ok(Asked { shapes, model: config.model.clone(), stage, types: Types::CARD, n_devices })
 }
 
 /// Says what a stage will take of the card's memory; on the processor nothing is looked at.
@@ -128,7 +129,7 @@ mod tests {
         let model =
             ModelConfig { path, dtype, tokens_per_pass: 8192, gradient_checkpointing: false, tensor_parallel: 1 };
         let stage = Stage::Sft { config: SftConfig::default(), longest_row: 1024 };
-        Asked { shapes, model, stage, types: Types::CARD }
+        Asked { shapes, model, stage, types: Types::CARD, n_devices: 1 }
     }
 
     fn card(free_gib: u64) -> UsedCard {

@@ -102,7 +102,7 @@ impl Bench<'_> {
     /// Bytes that a stage takes by the plan.
     fn planned(&self, stage: Stage) -> u64 {
         let (shapes, model) = (self.decoder.config().clone(), self.job.model.clone());
-        Plan::new(&Asked { shapes, model, stage, types: types(self.device) }).total()
+        Plan::new(&Asked { shapes, model, stage, types: types(self.device), n_devices: 1 }).total()
     }
 }
 
@@ -118,7 +118,7 @@ fn types(device: Device) -> Types {
 
 fn base_bytes(job: &Job, device: Device, measuring: &Measuring, shapes: &DecoderConfig) -> u64 {
     let stage = Stage::Sft { config: measuring.sft.clone(), longest_row: 1 };
-    let asked = Asked { shapes: shapes.clone(), model: job.model.clone(), stage, types: types(device) };
+    let asked = Asked { shapes: shapes.clone(), model: job.model.clone(), stage, types: types(device), n_devices: 1 };
     Plan::new(&asked).base
 }
 
