@@ -350,6 +350,14 @@ pub struct Candidate {
     pub truncated: bool,
 }
 
+impl Candidate {
+    /// A rewrite that found nothing, that nobody judged and of whose making nothing is known.
+    pub fn found_nothing(rewrite: String) -> Self {
+        let (retrieval, judgement) = (nothing_found(), Judgement::default());
+        Self { rewrite, retrieval, judgement, style: None, n_tokens: 0, truncated: false }
+    }
+}
+
 fn nothing_found() -> Result<Vec<Hit>, CallFailure> {
     Ok(Vec::new())
 }

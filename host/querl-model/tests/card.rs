@@ -5,6 +5,9 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/sequences.rs"]
+mod sequences;
+
 use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
 use querl_model::device::Gpu;
@@ -12,11 +15,10 @@ use querl_model::{
     Decoder, DecoderConfig, Dropout, Keep, LoraAdapter, LoraSettings, ModelError, Modules, PackedBatch, Pass, Place,
     Ranks, Recompute, SavedCopies, Weights, backward, run_ranks,
 };
+use sequences::NAMES;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-
-const NAMES: [&str; 5] = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
 
 /// Of log-probabilities, entropies and logits, as a share of the largest: transformers in bf16 is off by 0.016 to 0.02 of the
 /// largest logit on these models, beside itself in f32 from the same weights.
@@ -48,19 +50,9 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Sequences that part at several depths; one is another's beginning and one comes twice. The answer begins at `.1`.
+/// The longest has an answer of 40 tokens.
 fn sequences() -> Vec<(Vec<u32>, usize)> {
-    let system = [5, 9, 2, 7];
-    let join = |parts: &[&[u32]]| [&system[..], &parts.concat()].concat();
-    vec![
-        (join(&[&[11, 12, 13], &[21, 22, 23]]), 7),
-        (join(&[&[11, 12, 13], &[21, 24]]), 7),
-        (join(&[&[11, 12, 14, 15], &[31, 32, 33, 34]]), 8),
-        (join(&[&[11, 12, 13], &[21, 22]]), 7),
-        (vec![40, 41, 42, 43, 44], 2),
-        (join(&[&[11, 12, 13], &[21, 24]]), 7),
-        ((0..60).map(|i| (i * 29 + 3) % 64).collect(), 20),
-    ]
+    sequences::parting(60)
 }
 
 struct Model {

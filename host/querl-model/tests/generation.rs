@@ -1,7 +1,11 @@
 //! Generation against the training pass, and with itself under other circumstances, on tiny random checkpoints.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/prompts.rs"]
+mod prompts;
+
 use candle_core::Tensor;
+use prompts::prompts;
 use querl_model::{
     Decoder, Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, LoraAdapter, LoraSettings,
     ModelError, PackedBatch, SamplingSettings, TokenText, Weights, generate,
@@ -23,26 +27,9 @@ fn requests() -> Vec<GenerationRequest<'static>> {
     PROMPTS.iter().enumerate().map(|(i, prompt)| GenerationRequest { prompt, seed: i as u64, n: 1 }).collect()
 }
 
-/// Prompts that share beginnings of several lengths, with several samples each.
-fn many_prompts() -> Vec<Vec<u32>> {
-    let base: Vec<u32> = (0..19).map(|i| 3 + i * 5 % 40).collect();
-    let branch = |own: &[u32]| [base.as_slice(), own].concat();
-    vec![
-        branch(&[50, 51, 52, 53, 54, 55, 1]),
-        branch(&[50, 51, 52, 53, 54, 55, 2, 3]),
-        branch(&[7]),
-        vec![11],
-        branch(&[8, 9]),
-        base[..6].to_vec(),
-        branch(&[7]),
-        vec![60, 61, 62],
-    ]
-}
-
+/// The first has one answer, the next two, up to four.
 fn many(prompts: &[Vec<u32>]) -> Vec<GenerationRequest<'_>> {
-    let request = |(i, prompt): (usize, &'_ Vec<u32>)| (i as u64, prompt.clone(), 1 + i % 4);
-    let asked: Vec<(u64, Vec<u32>, usize)> = prompts.iter().enumerate().map(request).collect();
-    prompts.iter().zip(asked).map(|(prompt, (seed, _, n))| GenerationRequest { prompt, seed, n }).collect()
+    prompts.iter().enumerate().map(|(i, prompt)| GenerationRequest { prompt, seed: i as u64, n: 1 + i % 4 }).collect()
 }
 
 fn settings(temperature: f64, max_new_tokens: usize) -> SamplingSettings {
@@ -132,7 +119,7 @@ fn bases_of_every_kind_decode_as_they_train() {
 #[test]
 fn answers_do_not_depend_on_how_many_are_in_progress() {
     let decoder = decoder();
-    let prompts = many_prompts();
+    let prompts = prompts();
     let requests = many(&prompts);
     let sampling = SamplingSettings { top_p: 0.9, no_repeat_ngram_size: 3, ..settings(1.2, 30) };
     let stop_ids = BTreeSet::from([1, 2, 40, 41]);
@@ -170,7 +157,7 @@ fn samples_differ_and_more_of_them_leave_the_first_as_they_are() {
 #[test]
 fn memory_is_bounded_by_the_answers_in_progress() {
     let decoder = decoder();
-    let prompts = many_prompts();
+    let prompts = prompts();
     let requests = many(&prompts);
     let (max_sequences, max_prefix_tokens) = (3, 25);
     let mut engine =
@@ -192,7 +179,7 @@ fn a_policy_is_taken_as_it_is_and_prefixes_do_not_outlive_it() {
     let decoder = decoder();
     let adapter = LoraAdapter::new(&decoder, LoraSettings::all_linear(4, 8.0), 7).unwrap();
     let mut engine = engine(&decoder, 10);
-    let prompts = many_prompts();
+    let prompts = prompts();
     let requests = many(&prompts);
     let ask = |engine: &mut Engine<'_>| {
         engine.generate(&requests, Decoding::Greedy, &settings(1.0, 5), &BTreeSet::new()).unwrap()

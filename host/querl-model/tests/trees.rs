@@ -2,33 +2,24 @@
 //! each with all activations kept and with checkpointed layers. And each gradient against finite differences.
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/sequences.rs"]
+mod sequences;
+
 use candle_core::{DType, Tensor, Var};
 use querl_model::{Decoder, Dropout, Keep, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, Weights, backward};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use sequences::NAMES;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-const NAMES: [&str; 5] = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders").join(name)
 }
 
-/// Sequences that part at several depths; one is another's beginning and one comes twice. The answer begins at `.1`.
+/// With one of an answer that begins at once behind the shared part.
 fn sequences() -> Vec<(Vec<u32>, usize)> {
-    let system = [5, 9, 2, 7];
-    let join = |parts: &[&[u32]]| [&system[..], &parts.concat()].concat();
-    vec![
-        (join(&[&[11, 12, 13], &[21, 22, 23]]), 7),
-        (join(&[&[11, 12, 13], &[21, 24]]), 7),
-        (join(&[&[11, 12, 14, 15], &[31, 32, 33, 34]]), 8),
-        (join(&[&[11, 12, 13], &[21, 22]]), 7),
-        (vec![40, 41, 42, 43, 44], 2),
-        (join(&[&[11, 12, 13], &[21, 24]]), 7),
-        (join(&[&[50], &[51, 52, 53]]), 5),
-        ((0..40).map(|i| (i * 29 + 3) % 64).collect(), 20),
-    ]
+    [sequences::parting(40), vec![(vec![5, 9, 2, 7, 50, 51, 52, 53], 5)]].concat()
 }
 
 fn values(tensor: &Tensor) -> Vec<f32> {

@@ -12,7 +12,7 @@
 use anyhow::{Context, Result, bail};
 use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Judgement, Reward};
+use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Reward};
 use querl_model::{
     Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, Mesh, SamplingSettings, TextTokenizer,
     Weights,
@@ -239,14 +239,8 @@ impl Environment for ConstantReward {
 }
 
 fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
-    let candidate = Candidate {
-        rewrite: response.text.clone(),
-        retrieval: Ok(Vec::new()),
-        judgement: Judgement::NotSampled,
-        style: None,
-        n_tokens: response.n_tokens,
-        truncated: response.truncated,
-    };
+    let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
+    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
     let episode = Episode {
         id: format!("{step}/{}/{}", response.row_index, response.sample_index),
         query: String::new(),

@@ -12,6 +12,13 @@ use querl_model::{Mesh, RankFailure, run_ranks};
 use std::path::Path;
 use std::sync::Mutex;
 
+/// Five steps, of which none is saved by itself.
+fn five_steps(off_by_one: bool) -> RlConfig {
+    let (batch_size, mini_batch_size, max_steps) = (4, 2, 5);
+    let (save_steps, eval_steps) = (100, 100);
+    RlConfig { batch_size, mini_batch_size, max_steps, save_steps, eval_steps, off_by_one, ..config() }
+}
+
 /// What the first of two ranks says; the second lacks memory in a step, where one is named.
 fn try_with_two(
     config: &RlConfig,
@@ -40,15 +47,7 @@ fn try_with_two(
 #[test]
 fn memory_that_the_second_rank_lacks_is_heard_of_by_the_first_which_keeps_what_both_did() {
     for off_by_one in [false, true] {
-        let config = RlConfig {
-            batch_size: 4,
-            mini_batch_size: 2,
-            max_steps: 5,
-            save_steps: 100,
-            eval_steps: 100,
-            off_by_one,
-            ..config()
-        };
+        let config = five_steps(off_by_one);
         let (unbroken, broken) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (mut expected, expected_world) = (Recorder::default(), World::default());
         let expected_summary = try_with_two(&config, &expected_world, &mut expected, unbroken.path(), None).unwrap();
@@ -67,15 +66,7 @@ fn memory_that_the_second_rank_lacks_is_heard_of_by_the_first_which_keeps_what_b
 #[test]
 fn a_step_without_memory_is_taken_again_from_its_beginning() {
     for off_by_one in [false, true] {
-        let config = RlConfig {
-            batch_size: 4,
-            mini_batch_size: 2,
-            max_steps: 5,
-            save_steps: 100,
-            eval_steps: 100,
-            off_by_one,
-            ..config()
-        };
+        let config = five_steps(off_by_one);
         let (unbroken, broken) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (mut expected, expected_world) = (Recorder::default(), World::default());
         let expected_summary =

@@ -7,7 +7,7 @@ use crate::policy::{Example, Policy, rows_of};
 use candle_core::Tensor;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
+use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
 use querl_model::{Decoder, LoraAdapter, LoraSettings, Mesh, Place, TextTokenizer, Weights, small_model};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -167,14 +167,7 @@ pub(super) fn values(vars: &BTreeMap<String, candle_core::Var>) -> Vec<f32> {
 }
 
 pub(super) fn record() -> EpisodeRecord {
-    let candidate = Candidate {
-        rewrite: String::new(),
-        retrieval: Ok(Vec::new()),
-        judgement: Judgement::NotSampled,
-        style: None,
-        n_tokens: 0,
-        truncated: false,
-    };
+    let candidate = Candidate::found_nothing(String::new());
     let episode = Episode {
         id: String::new(),
         query: String::new(),

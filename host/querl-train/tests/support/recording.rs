@@ -1,7 +1,7 @@
 //! What tests keep of a training: its metrics, and episodes that hold an answer and what it was worth.
 
 use querl_core::ports::PolicyResponse;
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Rejection, Reward};
+use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Rejection, Reward};
 use querl_train::{MetricSink, Metrics};
 
 /// Keeps metrics, with their steps.
@@ -31,14 +31,8 @@ pub(crate) fn episode(
     response: &PolicyResponse,
     outcome: Result<Reward, Rejection>,
 ) -> EpisodeRecord {
-    let candidate = Candidate {
-        rewrite: response.text.clone(),
-        retrieval: Ok(Vec::new()),
-        judgement: Judgement::NotSampled,
-        style: None,
-        n_tokens: response.n_tokens,
-        truncated: response.truncated,
-    };
+    let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
+    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
     let episode = Episode {
         id,
         query: String::new(),

@@ -6,7 +6,7 @@ use crate::work::{Shown, lora};
 use crate::{JobError, Measuring, Optimised, Spread};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Judgement, Reward};
+use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
 use querl_model::{LoraAdapter, Mesh, TextTokenizer, small_model};
 use querl_train::rl::{self, RlData, RlTask};
 use std::collections::BTreeMap;
@@ -106,14 +106,8 @@ impl Environment for SameScore {
 }
 
 fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
-    let candidate = Candidate {
-        rewrite: response.text.clone(),
-        retrieval: Ok(Vec::new()),
-        judgement: Judgement::NotSampled,
-        style: None,
-        n_tokens: response.n_tokens,
-        truncated: response.truncated,
-    };
+    let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
+    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
     let episode = Episode {
         id: format!("{step}/{}/{}", response.row_index, response.sample_index),
         query: String::new(),

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod parts;
+#[path = "../../../tests/support/prompts.rs"]
+mod prompts;
 
 use crate::device::{Gpu, by_cublas_alone, n_launches};
 use crate::generate::policy::Policy;
@@ -10,6 +12,7 @@ use crate::{
     LoraSettings, PackedBatch, Pass, Place, PrefixLife, SamplingSettings, Weights,
 };
 use candle_core::Tensor;
+use prompts::prompts;
 use querl_core::config::BaseDtype;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -42,28 +45,9 @@ fn adapter(decoder: &Decoder, seed: usize) -> LoraAdapter {
     adapter
 }
 
-/// Prompts that share beginnings of several lengths.
-fn prompts() -> Vec<Vec<u32>> {
-    let base: Vec<u32> = (0..19).map(|i| 3 + i * 5 % 40).collect();
-    let branch = |own: &[u32]| [base.as_slice(), own].concat();
-    vec![
-        branch(&[50, 51, 52, 53, 54, 55, 1]),
-        branch(&[50, 51, 52, 53, 54, 55, 2, 3]),
-        branch(&[7]),
-        vec![11],
-        branch(&[8, 9]),
-        base[..6].to_vec(),
-        branch(&[7]),
-        vec![60, 61, 62],
-    ]
-}
-
 /// The first has one answer, the next two, up to four.
 fn requests(prompts: &[Vec<u32>]) -> Vec<GenerationRequest<'_>> {
-    let request =
-        |(i, prompt): (usize, &'_ Vec<u32>)| -> (u64, usize, *const Vec<u32>) { (i as u64, 1 + i % 4, prompt) };
-    let asked: Vec<_> = prompts.iter().enumerate().map(request).collect();
-    prompts.iter().zip(asked).map(|(prompt, (seed, n, _))| GenerationRequest { prompt, seed, n }).collect()
+    prompts.iter().enumerate().map(|(i, prompt)| GenerationRequest { prompt, seed: i as u64, n: 1 + i % 4 }).collect()
 }
 
 fn sampling(max_new_tokens: usize) -> SamplingSettings {
