@@ -8,6 +8,9 @@ use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Every NCCL since 2 brings its library under this name.
 const LIBRARY: &str = "libnccl.so.2";
@@ -119,6 +122,38 @@ pub fn nccl_version() -> Result<String> {
     Api::open().map(|api| version_name(api.version))
 }
 
+/// One rank's way into a communicator.
+pub(crate) struct Joining(Receiver<Result<Nccl>>);
+
+/// As long as cards may take to join. Within one machine they take seconds.
+const LONGEST_JOIN: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 300 });
+
+/// How often who waits looks whether the others are still there.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+impl Joining {
+    /// The end of the communicator, once all ranks have joined. `check`: whether there is still somebody to wait for.
+    ///
+    /// # Errors
+    /// As [`Nccl::join`]; `check` has an error; or it takes longer than cards do.
+    pub(crate) fn wait(&self, check: impl Fn() -> Result<()>) -> Result<Nccl> {
+        let begun = Instant::now();
+        loop {
+            match self.0.recv_timeout(LOOK_AGAIN) {
+                Ok(joined) => return joined,
+                Err(RecvTimeoutError::Disconnected) => bail!("the thread in which NCCL joins the cards is gone"),
+                Err(RecvTimeoutError::Timeout) => check()?,
+            }
+            if begun.elapsed() > LONGEST_JOIN {
+                let (seconds, version) = (LONGEST_JOIN.as_secs(), version_name(Api::open()?.version));
+                bail!(
+                    "the cards have not joined in {seconds} s (ncclCommInitRank of NCCL {version}); NCCL_DEBUG=INFO in the environment makes it say where it waits"
+                )
+            }
+        }
+    }
+}
+
 /// One rank's end of a communicator: its card, among those of the other ranks.
 pub(crate) struct Nccl {
     api: &'static Api,
@@ -138,11 +173,29 @@ impl Nccl {
         Ok(id)
     }
 
+    /// Joins with this rank's card in a thread of its own, since NCCL's call ends for no rank before the last has come. Where nobody
+    /// waits for the outcome any more, the communicator is ended.
+    ///
+    /// # Errors
+    /// There is no NCCL, or no thread.
+    pub(crate) fn begin_to_join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Joining> {
+        Api::open()?;
+        let (gpu, (outcome, joined)) = (gpu.clone(), mpsc::channel());
+        let join = move || {
+            if let Err(SendError(Ok(nobodys))) = outcome.send(Self::join(&gpu, id, world_size, rank)) {
+                nobodys.abort();
+            }
+        };
+        // Never waited for: where a rank is missing it ends with the process.
+        thread::Builder::new().name(format!("NCCL of rank {rank}")).spawn(join).map_err(Error::wrap)?;
+        Ok(Joining(joined))
+    }
+
     /// Joins with this rank's card; returns when all ranks have joined.
     ///
     /// # Errors
     /// NCCL's: a card that two ranks name, cards that do not reach each other, no memory.
-    pub(crate) fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
+    fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
         let (api, mut comm) = (Api::open()?, std::ptr::null_mut());
         gpu.stream().context().bind_to_thread().map_err(Error::wrap)?;
         // SAFETY: it writes one communicator, of the card whose context is this thread's.

@@ -66,7 +66,9 @@ impl Ranks {
         }
         let id = self.is_first().then(Nccl::unique_id).transpose()?;
         let id = self.broadcast(0, id).map_err(Error::wrap)?;
-        let nccl = Arc::new(Nccl::join(gpu, *id, self.world_size(), self.rank())?);
+        let joining = Nccl::begin_to_join(gpu, *id, self.world_size(), self.rank())?;
+        // Where a rank has failed before it joined, or within, the others' cards would wait for it for ever.
+        let nccl = Arc::new(joining.wait(|| others.meeting.party().check().map_err(Error::wrap))?);
         let woken = Arc::downgrade(&nccl);
         others.meeting.party().wake_by(move || woken.upgrade().into_iter().for_each(|nccl| nccl.abort()));
         Ok(others.card.get_or_init(|| nccl).clone())
