@@ -17,9 +17,8 @@ const SEQUENCE: usize = 256;
 
 /// Hands every case to `measure`, one after another, so that memory is given back between.
 pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) {
-    for group in
-        [elementwise, rows, norms, rotary, attention, projections, products, logprobs, optimizer, packed, dropout]
-    {
+    let forward = [elementwise, rows, norms, rotary, attention, projections, products, logprobs];
+    for group in forward.into_iter().chain([optimizer, packed, dropout, columns, random]) {
         if let Err(error) = group(gpu, sizes, measure) {
             println!("| FAILED: {} | | | | |", error.to_string().lines().next().unwrap_or_default());
         }
@@ -302,6 +301,38 @@ fn dropout(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     measure(case(format!("dropped of {n}"), bytes("drop_bf16", 4 * n), || gpu.dropped(&x, width, masks()).map(drop)));
     measure(case(format!("add_dropped of {n}"), bytes("drop_f32", 10 * n), || {
         gpu.add_dropped(&mut sum, &x, width, masks())
+    }));
+    Ok(())
+}
+
+/// What magnitudes take besides products.
+fn columns(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
+    let (n_rows, width) = (sizes.n_rows, sizes.shape.hidden_size);
+    let (n, size) = (n_rows * width, format!("{n_rows} rows of {width}"));
+    let (x, mut sum, half, other) = (floats(gpu, n)?, floats(gpu, n)?, halves(gpu, n)?, halves(gpu, n)?);
+    let factors = floats(gpu, width)?;
+    measure(case(format!("scaled_columns: {size}"), bytes("scale_columns_f32_bf16", 6 * n), || {
+        gpu.scaled_columns(&x, &factors, None).map(drop)
+    }));
+    measure(case(format!("add_scaled_columns: {size}"), bytes("scale_columns_f32_f32", 12 * n), || {
+        gpu.add_scaled_columns(&x, &factors, None, &mut sum)
+    }));
+    measure(case(format!("scaled_values: {size}"), bytes("scale_columns_bf16_bf16", 4 * n), || {
+        gpu.scaled_values(&half, &factors).map(drop)
+    }));
+    measure(case(format!("column_totals: {size}"), bytes("column_totals", 4 * n), || {
+        gpu.column_totals(&half, Some(&other), width).map(drop)
+    }));
+    Ok(())
+}
+
+/// Weights of models without a file.
+fn random(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
+    let (n_rows, width) = (sizes.shape.intermediate_size, sizes.shape.hidden_size);
+    let (n, half) = (n_rows * width, width / 2);
+    measure(case(format!("normal of {n}"), bytes("normal_bf16", 2 * n), || gpu.normal(n, 7, 0.02).map(drop)));
+    measure(case(format!("normal_part of {n}"), bytes("normal_part_bf16", 2 * n_rows * half), || {
+        gpu.normal_part(0..n_rows, 0..half, width, 7, 0.02).map(drop)
     }));
     Ok(())
 }
