@@ -1,13 +1,16 @@
 //! Whole optimisations on a card. Run by tests/cuda/run.sh without one.
 #![allow(clippy::unwrap_used)]
 
+use super::RlSummary;
 use super::testing::{Fixture, config};
-use super::whole_runs::{World, bytes, try_once};
+use super::whole_runs::{World, bytes, try_as, try_once};
+use crate::TrainError;
 use crate::recording::Recorder;
 use querl_core::config::{BaseDtype, RlConfig};
-use querl_model::Place;
 use querl_model::device::Gpu;
-use std::sync::OnceLock;
+use querl_model::{Mesh, Place, RankFailure, run_ranks};
+use std::path::Path;
+use std::sync::{Mutex, OnceLock};
 
 fn fixture() -> Fixture {
     static GPU: OnceLock<Gpu> = OnceLock::new();
@@ -60,4 +63,68 @@ fn rollouts_are_what_the_training_pass_computes_but_for_rounding() {
     let (mean, max) = (of("rollout_probs_diff"), of("rollout_probs_diff_max"));
     println!("rollouts differ by {mean} on average, by {max} at worst");
     assert!(mean > 0.0 && mean < 0.03 && max < 0.2, "by {mean} on average, by {max} at worst");
+}
+
+/// What each rank says, with the values of its policy; of the figures the first rank's are kept.
+fn try_on(
+    n_cards: usize,
+    config: &RlConfig,
+    world: &World,
+    sink: &mut Recorder,
+    folder: &Path,
+) -> Result<Vec<(RlSummary, Vec<f32>)>, Vec<RankFailure<TrainError>>> {
+    let sink = Mutex::new(sink);
+    run_ranks(n_cards, |ranks| {
+        let gpu = Gpu::new(ranks.rank()).map_err(TrainError::from)?;
+        let (fixture, mut own) = (Fixture::on(&Place::Card(gpu), BaseDtype::Bf16), Recorder::default());
+        let mut held = ranks.is_first().then(|| sink.lock().unwrap());
+        let sink = held.as_mut().map_or(&mut own, |held| &mut **held);
+        let summary = try_as(&fixture, Mesh::of_data(ranks), config, world, sink, folder)?;
+        Ok((summary, fixture.policy_values()))
+    })
+}
+
+/// An answer does not depend on what is answered beside it, so that the first evaluation and the first batch are one card's to the
+/// letter. What is learned from them differs by the order of sums.
+#[test]
+fn two_cards_answer_what_one_answers_and_learn_the_same() {
+    if Gpu::new(1).is_err() {
+        return;
+    }
+    let config = RlConfig { learning_rate: 1e-4, max_steps: 2, ..small(false) };
+    let [one, two] = [1, 2].map(|n_cards| {
+        let (folder, world, mut sink) = (tempfile::tempdir().unwrap(), World::default(), Recorder::default());
+        let ranks = try_on(n_cards, &config, &world, &mut sink, folder.path()).unwrap();
+        (ranks, sink, world.log.into_inner().unwrap())
+    });
+    assert!(two.0[0] == two.0[1], "cards with other weights or summaries");
+    let n_first = 2 + config.batch_size * config.n_samples;
+    assert!(two.2.len() == one.2.len() && two.2.len() > n_first);
+    assert_eq!(two.2[..n_first], one.2[..n_first]);
+    for name in ["actor/grad_norm", "actor/pg_loss", "actor/entropy", "critic/vf_loss", "critic/grad_norm"] {
+        let [found, expected] = [&two.1, &one.1].map(|sink| sink.column(name)[0]);
+        let difference = (found - expected).abs() / expected.abs().max(1.0);
+        println!("{name}: {expected} and {found}");
+        assert!(difference < 0.01, "{name} is {found} on two cards and {expected} on one");
+    }
+}
+
+#[test]
+fn two_cards_that_are_cut_off_go_on_to_the_same_bytes() {
+    if Gpu::new(1).is_err() {
+        return;
+    }
+    let config = small(true);
+    let (unbroken, broken) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (mut expected, expected_world) = (Recorder::default(), World::default());
+    let ranks = try_on(2, &config, &expected_world, &mut expected, unbroken.path()).unwrap();
+    let mut world = World { fails_at: Some(3), ..World::default() };
+    let mut sink = Recorder::default();
+    let failures = try_on(2, &config, &world, &mut sink, broken.path()).unwrap_err();
+    assert!(failures[0].to_string().contains("the world ends"), "{failures:?}");
+    world.fails_at = None;
+    let found = try_on(2, &config, &world, &mut sink, broken.path()).unwrap();
+    assert!(found == ranks && sink.0 == expected.0, "other weights or figures");
+    assert_eq!(*world.log.lock().unwrap(), *expected_world.log.lock().unwrap());
+    assert!(bytes(broken.path()) == bytes(unbroken.path()));
 }
