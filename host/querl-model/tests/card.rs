@@ -24,12 +24,13 @@ use std::sync::OnceLock;
 /// largest logit on these models, beside itself in f32 from the same weights.
 const TOLERANCE: f32 = 0.025;
 
-/// Of a gradient: length of the difference over the length of the CPU's. Worst found: 0.086,
-/// with dropout and without alike.
+/// Of a gradient: length of the difference over the length of the CPU's. PEFT in bf16 beside itself in f32, with these weights and
+/// sequences: 0.095 at worst, with magnitudes 0.108 on all models but one (`tests/reference/bf16.py`). Worst found: 0.086, with
+/// dropout and without alike.
 const GRADIENT_TOLERANCE: f32 = 0.1;
 
-/// The same with magnitudes. PEFT in bf16 beside itself in f32 on `qwen2-untied` with these values: 0.125, without magnitudes 0.091.
-/// Worst found: 0.231, of B of the first layer's queries.
+/// The same with magnitudes on `qwen2-untied`, which makes more of roundings: PEFT in bf16 is off by 0.10 to 0.253 there, as attention
+/// is computed and as much as is rounded, in three of four ways at B of the first layer's queries. Worst found: 0.231, of the same.
 const DORA_TOLERANCE: f32 = 0.25;
 
 const DROPOUT: Option<Dropout> = Some(Dropout { p: 0.3, seed: 11 });
@@ -221,8 +222,8 @@ fn adapters_of_every_sort_have_the_results_and_gradients_of_the_cpu() {
     let saved = || vec!["embed_tokens".to_owned(), "lm_head".to_owned()];
     let with_tables = named(["embed_tokens", "lm_head", "q_proj"]);
     let sorts = [
-        ("qwen2-untied", LoraSettings { use_dora: true, ..plain() }),
         ("qwen3-tied", LoraSettings { use_dora: true, ..plain() }),
+        ("qwen2-untied", LoraSettings { use_dora: true, ..plain() }),
         ("qwen2-untied", LoraSettings { target_modules: with_tables.clone(), ..plain() }),
         ("qwen3-tied", LoraSettings { target_modules: with_tables, ..plain() }),
         ("qwen3-untied", LoraSettings { modules_to_save: saved(), ..plain() }),
@@ -236,7 +237,8 @@ fn adapters_of_every_sort_have_the_results_and_gradients_of_the_cpu() {
         assert_close(&what, &logprobs[1], &logprobs[0], TOLERANCE);
         let found = on_card.gradients(None, None);
         let off = worst_gradient(&what, &found, &on_cpu.gradients(None, None));
-        all.push(off / if settings.use_dora { DORA_TOLERANCE } else { GRADIENT_TOLERANCE });
+        let is_sensitive = settings.use_dora && name == "qwen2-untied";
+        all.push(off / if is_sensitive { DORA_TOLERANCE } else { GRADIENT_TOLERANCE });
         let checkpointed = on_card.gradients(Some(&Recompute::new(Keep::Inputs)), None);
         assert!(checkpointed == found, "{what}: checkpointing changes bits");
     }

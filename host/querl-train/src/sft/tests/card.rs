@@ -62,15 +62,18 @@ fn fine_tuning_on_a_card_follows_that_on_the_cpu() {
     }
 }
 
-/// Weights that are trained whole are rounded to bf16 for each product on a card, which the CPU's are not: the norm of a gradient
-/// differs by 0.07 after eight steps, the loss by 0.003.
+/// Weights that are trained whole are rounded to bf16 for each product on a card, which the CPU's are not. The limits of norms are
+/// what transformers and PEFT come to under autocast in bf16 beside f32, over these steps with the rows in 40 orders
+/// (`tests/reference/bf16.py`): 0.022 of all weights and 0.084 with magnitudes at worst, in the order of this test 0.010 and 0.056.
+/// Found: 0.011 and 0.070.
 #[test]
 fn all_weights_and_magnitudes_are_trained_on_a_card_as_on_the_cpu() {
-    for model in [whole_on as fn(&Place) -> Model, with_magnitudes_on] {
+    let models: [(fn(&Place) -> Model, f64); 2] = [(whole_on, 0.025), (with_magnitudes_on, 0.085)];
+    for (model, of_norms) in models {
         let config = || SftConfig { max_steps: 9, ..without_dropout() };
         let [(_, expected), (_, found)] =
             [Place::Cpu, card()].map(|place| Setting::new(config()).through(&model(&place)));
-        for (name, tolerance) in [("loss", 0.02), ("eval_loss", 0.02), ("grad_norm", 0.1)] {
+        for (name, tolerance) in [("loss", 0.02), ("eval_loss", 0.02), ("grad_norm", of_norms)] {
             assert_near(name, &found.column(name), &expected.column(name), tolerance);
         }
     }
