@@ -241,20 +241,22 @@ fn losses(project: &Project) -> Vec<f64> {
     project.read("run/metrics.jsonl").lines().filter_map(value).collect()
 }
 
+/// A command whose jobs go through the library that the environment names, to be done by cards.
+fn on_cards(project: &Project, args: &[&str], device: &str) -> Command {
+    let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
+    let mut command = project.command(args);
+    command.args(["--set", device]).env("QUERL_CUDA_LIBRARY", library).env("QUERL_CUDA_DRIVER", "libcuda.so.1");
+    command
+}
+
 /// `QUERL_CUDA_LIBRARY=.../libquerl_cuda.so cargo test -p querl --test device -- --ignored`, where `libcuda.so.1` is a driver or
 /// the simulated one (tests/cuda). Activations are bf16 there: losses agree to a few thousandths.
 #[test]
 #[ignore = "needs a card or the simulated driver, and a library that was built with CUDA"]
 fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
-    let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
     let sets = ["--set", "model.dtype=bf16", "--set", "sft.max_steps=6", "--set", "sft.save_steps=2"];
     let args = [&["run", "querl.toml", "--to", "sft"], &sets[..]].concat();
-    let on_card = |project: &Project| {
-        let mut command = project.command(&args);
-        command.args(["--set", "device=cuda:0"]).env("QUERL_CUDA_LIBRARY", &library);
-        command.env("QUERL_CUDA_DRIVER", "libcuda.so.1");
-        command
-    };
+    let on_card = |project: &Project| on_cards(project, &args, "device=cuda:0");
     let [within, unbroken, broken] = [project(), project(), project()];
     within.querl(&args).ok();
     let (code, stdout, said) = run(&mut on_card(&unbroken));
@@ -278,15 +280,9 @@ fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
 #[test]
 #[ignore = "needs a card or the simulated driver, and a library that was built with CUDA"]
 fn a_card_writes_answers_learns_from_them_and_goes_on_where_it_was() {
-    let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
     let sets = ["model.dtype=bf16", "sft.max_steps=4", "rl.max_steps=3", "rl.save_steps=1", "rl.n_samples=2"];
     let args = args(&sets);
-    let on_card = |project: &Project| {
-        let mut command = project.command(&args);
-        command.args(["--set", "device=cuda:0"]).env("QUERL_CUDA_LIBRARY", &library);
-        command.env("QUERL_CUDA_DRIVER", "libcuda.so.1");
-        command
-    };
+    let on_card = |project: &Project| on_cards(project, &args, "device=cuda:0");
     let [unbroken, broken] = [project(), project()];
     let (code, stdout, said) = run(&mut on_card(&unbroken));
     assert_eq!(code, Some(0), "{said}");
@@ -299,4 +295,25 @@ fn a_card_writes_answers_learns_from_them_and_goes_on_where_it_was() {
     assert!(code == Some(0) && said.contains("rl: going on from step "), "{said}");
     assert_same(&broken, &results(&unbroken));
     assert_eq!(records(&broken), records(&unbroken));
+}
+
+/// As the tests before, with two cards that hold a model together, from fine-tuning to the evaluation.
+#[test]
+#[ignore = "needs two cards or the simulated driver with two, and a library that was built with CUDA"]
+fn two_cards_that_hold_a_model_together_learn_and_answer() {
+    let model: &str = format!("model.path={}", support::repository().join("examples/tiny-qwen3").display()).leak();
+    let small = ["sft.max_steps=2", "rl.max_steps=1", "rl.n_samples=2", "rl.max_new_tokens=6"];
+    let sets = [&["model.dtype=bf16", model], &small[..]].concat();
+    let args = args(&sets);
+    let [within, together] = [project(), project()];
+    within.querl(&args).ok();
+    let mut command = on_cards(&together, &args, "device=cuda:0,1");
+    let (code, stdout, said) = run(command.args(["--set", "model.tensor_parallel=2"]));
+    assert_eq!(code, Some(0), "{said}");
+    assert!(format!("{stdout}{said}").contains("cuda:0,1"), "{stdout}{said}");
+    let (found, expected) = (losses(&together), losses(&within));
+    let close = |(found, expected): (&f64, &f64)| (found - expected).abs() < 0.01 * expected;
+    assert!(found.len() == 2 && found.iter().zip(&expected).all(close), "{found:?}, expected {expected:?}");
+    let n_answers = |project: &Project| records(project).lines().count();
+    assert_eq!(n_answers(&together), n_answers(&within));
 }
