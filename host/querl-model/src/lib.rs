@@ -22,6 +22,7 @@ mod generate;
 mod inspect;
 pub mod kernels;
 mod named_shapes;
+mod nccl;
 mod place;
 mod random;
 mod random_model;
@@ -48,6 +49,7 @@ pub use generate::{
     SamplingSettings, TokenText, generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
+pub use nccl::{NcclError, nccl_version};
 pub use place::Place;
 pub use random_model::write_random_model;
 pub use ranks::{Mesh, RankFailure, Ranks, RanksError, run_ranks};

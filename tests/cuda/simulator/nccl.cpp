@@ -1,7 +1,17 @@
 // The part of NCCL that we call. Ranks are threads of one process, each with a device of its own. A sum is put on the streams when
-// the last rank has asked for it; until then the others wait in their calls, which NCCL allows itself as well.
+// the last rank has asked for it; until then it is in progress, and with a communicator that blocks, the others wait in their calls.
+//
+// Stricter than NCCL where programs have to be careful: an abort returns when all ranks that joined are being ended, a destroy when
+// all ranks are destroyed, and neither is helped by the other; a rank that does not come is waited for for ever. A communicator that
+// is used after its end, or by two threads at a time, is counted and told of on standard error.
+//
+// For tests, beside NCCL's own functions:
+//   querl_simulator_nccl_refuse(fault)  what goes wrong next in the calling thread, see `Fault`
+//   querl_simulator_nccl_misuses()      how often a communicator was used as it must not be
 #include "libraries.h"
 
+#include <atomic>
+#include <climits>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -12,7 +22,7 @@
 
 namespace {
 
-enum Status { success = 0, unhandled_cuda_error = 1, invalid_argument = 4, invalid_usage = 5, remote_error = 6 };
+enum Status { success = 0, unhandled_cuda_error = 1, invalid_argument = 4, invalid_usage = 5, in_progress = 7 };
 enum Type { float32 = 7, bfloat16 = 9 };
 
 struct Call {
@@ -32,12 +42,58 @@ struct World {
     std::map<int, Call> calls;  // of this round, by rank
     int outcome = success;      // of the round before
     bool refused = false;       // two ranks came with one device
-    bool aborted = false;
+    bool held = false;          // a rank was refused whose sum the others' devices wait for
+    size_t aborted = 0, destroyed = 0;
 };
 
+// Never freed: what uses it after its end is to be found.
 struct Comm {
     std::shared_ptr<World> world;
     int rank, device;
+    bool blocks;
+    std::atomic<int> n_users{0};
+    std::atomic<bool> ended{false};
+    // Of the sum that is in progress, under the world's lock.
+    bool waits = false;
+    size_t round = 0;
+    void* stream = nullptr;
+};
+
+struct Config { // as far as it is read here
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+};
+
+// What goes wrong next in a thread: its joining, its sum while the others' are in progress, its sum while the others' devices wait
+// for it. Each for want of memory.
+enum Fault { none = 0, join = 1, sum_in_progress = 2, sum_on_the_device = 3 };
+thread_local int fault = none;
+thread_local const char* last_error = "";
+
+bool refuses(int what) {
+    if (fault != what) return false;
+    fault = none;
+    last_error = "Cuda failure 2 'out of memory'";
+    return true;
+}
+
+std::atomic<size_t> n_misuses{0};
+
+// One call that uses a communicator.
+class Use {
+    Comm& comm;
+
+  public:
+    Use(Comm& comm, const char* call) : comm(comm) {
+        if (comm.ended) tell(call, "after its end");
+        if (comm.n_users++ > 0) tell(call, "while another thread is in a call of it");
+    }
+    ~Use() { comm.n_users--; }
+    static void tell(const char* call, const char* when) {
+        n_misuses++;
+        std::fprintf(stderr, "simulator: %s uses a communicator %s\n", call, when);
+    }
 };
 
 struct Id {
@@ -92,7 +148,34 @@ bool on_own_device(const Comm& comm, const Call& call) {
            querl_simulator_device_of(call.to, bytes) == comm.device;
 }
 
+// Where a communicator stands. The world's lock is held.
+int state(Comm& comm) {
+    World& world = *comm.world;
+    if (world.refused) return invalid_usage;
+    if (world.devices.size() < world.n_ranks) return in_progress;
+    if (!comm.waits) return success;
+    if (world.round != comm.round) {
+        comm.waits = false;
+        return world.outcome;
+    }
+    if (!world.held) return in_progress;
+    querl_simulator_hold(comm.stream, 1); // NCCL's kernel is on it, and ends with the last rank's, or by an abort
+    return success;
+}
+
+int settled(Comm& comm, std::unique_lock<std::mutex>& guard) {
+    int now = state(comm);
+    while (comm.blocks && now == in_progress) {
+        comm.world->changed.wait(guard);
+        now = state(comm);
+    }
+    return now;
+}
+
 } // namespace
+
+EXPORTED size_t querl_simulator_nccl_misuses() { return n_misuses; }
+EXPORTED void querl_simulator_nccl_refuse(int what) { fault = what; }
 
 EXPORTED int ncclGetVersion(int* version) {
     *version = 22809;
@@ -104,10 +187,11 @@ EXPORTED const char* ncclGetErrorString(int status) {
     case unhandled_cuda_error: return "unhandled cuda error";
     case invalid_argument: return "invalid argument";
     case invalid_usage: return "invalid usage";
-    case remote_error: return "remote process exited or there was a network error";
+    case in_progress: return "NCCL operation in progress";
     default: return "unknown result code";
     }
 }
+EXPORTED const char* ncclGetLastError(Comm*) { return last_error; }
 EXPORTED int ncclGetUniqueId(Id* id) {
     std::lock_guard<std::mutex> guard(worlds_mutex);
     const uint64_t number = worlds().size() + 1;
@@ -116,7 +200,13 @@ EXPORTED int ncclGetUniqueId(Id* id) {
     std::memcpy(id->internal, &number, sizeof number);
     return success;
 }
-EXPORTED int ncclCommInitRank(Comm** comm, int n_ranks, Id id, int rank) {
+EXPORTED int ncclCommInitRankConfig(Comm** comm, int n_ranks, Id id, int rank, const Config* config) {
+    *comm = nullptr;
+    if (!config || config->size < 24 || config->magic != 0xcafebeef || config->version < 21400) {
+        std::fputs("simulator: a config of a communicator that is none\n", stderr);
+        return invalid_argument;
+    }
+    if (refuses(join)) return unhandled_cuda_error;
     std::shared_ptr<World> world;
     {
         std::lock_guard<std::mutex> guard(worlds_mutex);
@@ -132,20 +222,23 @@ EXPORTED int ncclCommInitRank(Comm** comm, int n_ranks, Id id, int rank) {
         if (other == rank || other_device == device) {
             std::fprintf(stderr, "simulator: ranks %d and %d are on device %d\n", other, rank, device);
             world->refused = true;
-            world->changed.notify_all();
-            return invalid_usage;
         }
     world->devices[rank] = device;
     world->n_ranks = size_t(n_ranks);
     world->changed.notify_all();
-    world->changed.wait(guard, [&] { return world->devices.size() == size_t(n_ranks) || world->refused; });
-    if (world->refused) return invalid_usage;
-    *comm = new Comm{world, rank, device};
+    const bool blocks = config->blocking == INT_MIN || config->blocking == 1;
+    *comm = new Comm{world, rank, device, blocks};
+    return settled(**comm, guard);
+}
+EXPORTED int ncclCommGetAsyncError(Comm* comm, int* status) {
+    Use use(*comm, "ncclCommGetAsyncError");
+    std::lock_guard<std::mutex> guard(comm->world->mutex);
+    *status = state(*comm);
     return success;
 }
 EXPORTED int ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Comm* comm, void* stream) {
-    const std::shared_ptr<World> kept = comm->world; // an abort ends the communicator, not what its ranks share
-    World& world = *kept;
+    Use use(*comm, "ncclAllReduce");
+    World& world = *comm->world;
     const Call call{from, to, count, type, stream};
     if (operation != 0 || (type != float32 && type != bfloat16)) return invalid_argument;
     if (!on_own_device(*comm, call)) {
@@ -153,27 +246,46 @@ EXPORTED int ncclAllReduce(const void* from, void* to, size_t count, int type, i
         return invalid_argument;
     }
     std::unique_lock<std::mutex> guard(world.mutex);
-    const size_t round = world.round;
+    if (comm->waits || world.devices.size() < world.n_ranks) {
+        Use::tell("ncclAllReduce", "before what was asked of it is done");
+        return invalid_usage;
+    }
+    if (const bool held = refuses(sum_on_the_device); held || refuses(sum_in_progress)) {
+        world.held = held;
+        world.changed.notify_all();
+        return unhandled_cuda_error;
+    }
+    comm->waits = true;
+    comm->round = world.round;
+    comm->stream = stream;
     world.calls[comm->rank] = call;
     if (world.calls.size() == world.n_ranks) {
         world.outcome = submitted(world.calls);
         world.calls.clear();
         world.round++;
         world.changed.notify_all();
-        return world.outcome;
     }
-    world.changed.wait(guard, [&] { return world.round != round || world.aborted; });
-    return world.round != round ? world.outcome : int(remote_error);
+    return settled(*comm, guard);
 }
 EXPORTED int ncclCommAbort(Comm* comm) {
-    const std::shared_ptr<World> world = comm->world;
-    std::lock_guard<std::mutex> guard(world->mutex);
-    world->aborted = true;
-    world->changed.notify_all();
-    delete comm;
+    Use use(*comm, "ncclCommAbort");
+    std::unique_lock<std::mutex> guard(comm->world->mutex);
+    World& world = *comm->world;
+    comm->ended = true;
+    world.aborted++;
+    world.calls.erase(comm->rank);
+    if (comm->waits && world.held) querl_simulator_hold(comm->stream, 0);
+    world.changed.notify_all();
+    world.changed.wait(guard, [&] { return world.aborted >= world.devices.size(); });
     return success;
 }
 EXPORTED int ncclCommDestroy(Comm* comm) {
-    delete comm;
+    Use use(*comm, "ncclCommDestroy");
+    std::unique_lock<std::mutex> guard(comm->world->mutex);
+    World& world = *comm->world;
+    comm->ended = true;
+    world.destroyed++;
+    world.changed.notify_all();
+    world.changed.wait(guard, [&] { return world.destroyed == world.n_ranks; });
     return success;
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 pub(super) fn do_together(job: &Job, devices: &[Device], host: &dyn Host) -> Result<Outcome, JobError> {
     #[cfg(feature = "cuda")]
     if devices.iter().any(|device| *device != Device::Cpu) {
-        let version = querl_model::device::nccl_version();
+        let version = querl_model::nccl_version();
         version.map_err(|error| Failure { ending: Ending::Usage, message: error.to_string() })?;
     }
     let outcomes = run_ranks(devices.len(), |ranks| {

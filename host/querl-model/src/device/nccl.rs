@@ -1,165 +1,180 @@
-//! Sums over several cards by NVIDIA's NCCL. Its library is opened when several cards are asked for, and never linked.
+//! Sums over several cards by NVIDIA's NCCL.
+//!
+//! Communicators do not block: a call returns at once, and this asks whether it is done, and between two questions whether
+//! another rank has failed. So no rank waits within NCCL for one that will never come, and a communicator is aborted only while no
+//! other thread is in a call of it, as NCCL asks for.
 
-use super::elementwise::Element;
 use super::gpu::Gpu;
-use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
+use crate::nccl::{Found, LIBRARY, version_name};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtrMut};
 use candle_core::{Error, Result, bail};
-use libloading::Library;
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError};
-use std::thread;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Every NCCL since 2 brings its library under this name.
-const LIBRARY: &str = "libnccl.so.2";
+/// With less free memory than this, a failure of CUDA within NCCL is taken for a want of it: an allowance for the buffers that NCCL
+/// asks for at a time.
+const BYTES_OF_BUFFERS: usize = 64 << 20;
 
-/// The oldest that knows bf16, and whose version is written as below: 2.10.
-const OLDEST: c_int = 21_000;
+/// How long NCCL is asked again and again before this thread sleeps between two questions: a sum is on its stream long before.
+const IMPATIENT: Duration = Duration::from_millis(1);
+const BETWEEN_QUESTIONS: Duration = Duration::from_micros(100);
 
 /// `ncclUniqueId`: what the ranks of one communicator have in common.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct UniqueId([c_char; 128]);
 
+/// `ncclConfig_t` as of 2.26, to which later releases have added at the end; they read as many bytes as `size` says.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    traffic_class: c_int,
+}
+
+impl Config {
+    /// `NCCL_CONFIG_INITIALIZER`, but for `blocking`.
+    const WITHOUT_BLOCKING: Self = Self {
+        size: size_of::<Self>(),
+        magic: 0xcafe_beef,
+        version: crate::nccl::OLDEST as c_uint,
+        blocking: 0,
+        cga_cluster_size: c_int::MIN,
+        min_ctas: c_int::MIN,
+        max_ctas: c_int::MIN,
+        net_name: std::ptr::null(),
+        split_share: c_int::MIN,
+        traffic_class: c_int::MIN,
+    };
+}
+
 type Status = c_int;
 type Comm = *mut c_void;
-type GetVersion = unsafe extern "C" fn(*mut c_int) -> Status;
 type GetUniqueId = unsafe extern "C" fn(*mut UniqueId) -> Status;
-type InitRank = unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status;
+type InitRank = unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
 type AllReduce = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
+type GetAsyncError = unsafe extern "C" fn(Comm, *mut Status) -> Status;
 type End = unsafe extern "C" fn(Comm) -> Status;
 type ErrorString = unsafe extern "C" fn(Status) -> *const c_char;
+type LastError = unsafe extern "C" fn(Comm) -> *const c_char;
 
-/// `ncclSum`, `ncclFloat32`, `ncclBfloat16`.
+/// `ncclSuccess`, `ncclUnhandledCudaError`, `ncclInProgress`.
+const SUCCESS: Status = 0;
+const CUDA_FAILED: Status = 1;
+const IN_PROGRESS: Status = 7;
+
+/// `ncclSum`, `ncclFloat32`.
 const SUM: c_int = 0;
 const FLOAT32: c_int = 7;
-const BFLOAT16: c_int = 9;
 
 /// The functions that we call.
 struct Api {
     get_unique_id: GetUniqueId,
     init_rank: InitRank,
     all_reduce: AllReduce,
+    get_async_error: GetAsyncError,
     destroy: End,
     abort: End,
     error_string: ErrorString,
+    last_error: LastError,
     version: c_int,
-    /// The functions are its own.
-    _library: Library,
 }
 
 impl Api {
-    /// The library, opened at the first call.
+    /// The library's functions, looked up at the first call.
     fn open() -> Result<&'static Self> {
         static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
         API.get_or_init(Self::load).as_ref().map_err(|message| Error::Msg(message.clone()))
     }
 
     fn load() -> std::result::Result<Self, String> {
-        // SAFETY: the library's initialisers are NCCL's own; every program that uses it runs them.
-        let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
-            let remedy =
-                "`pip install nvidia-nccl-cu13` or the NCCL package brings it; name its folder in LD_LIBRARY_PATH";
-            format!("several cards need NCCL, and {LIBRARY} cannot be opened ({error}): {remedy}")
-        })?;
-        // SAFETY: these are the functions' types in nccl.h of every version 2.
-        let api = unsafe {
-            let get_version: GetVersion = function(&library, "ncclGetVersion")?;
-            let mut version = 0;
-            if get_version(&raw mut version) != 0 || version < OLDEST {
-                let found = version_name(version);
-                return Err(format!("{LIBRARY} is NCCL {found}; expected {} or newer", version_name(OLDEST)));
-            }
-            Self {
-                get_unique_id: function(&library, "ncclGetUniqueId")?,
-                init_rank: function(&library, "ncclCommInitRank")?,
-                all_reduce: function(&library, "ncclAllReduce")?,
-                destroy: function(&library, "ncclCommDestroy")?,
-                abort: function(&library, "ncclCommAbort")?,
-                error_string: function(&library, "ncclGetErrorString")?,
-                version,
-                _library: library,
-            }
-        };
-        Ok(api)
+        let found = Found::open().map_err(|error| error.to_string())?;
+        // SAFETY: these are the functions' types in nccl.h from 2.14 on.
+        unsafe {
+            Ok(Self {
+                get_unique_id: function(found, "ncclGetUniqueId")?,
+                init_rank: function(found, "ncclCommInitRankConfig")?,
+                all_reduce: function(found, "ncclAllReduce")?,
+                get_async_error: function(found, "ncclCommGetAsyncError")?,
+                destroy: function(found, "ncclCommDestroy")?,
+                abort: function(found, "ncclCommAbort")?,
+                error_string: function(found, "ncclGetErrorString")?,
+                last_error: function(found, "ncclGetLastError")?,
+                version: found.version,
+            })
+        }
     }
 
-    fn succeed(&self, what: &str, status: Status) -> Result<()> {
-        if status == 0 {
+    /// What NCCL says of a status, and of what came before it.
+    fn words(&self, status: Status) -> String {
+        // SAFETY: it takes any number, and gives a text that lives as long as the library, or null.
+        let text = unsafe { words_at((self.error_string)(status)) };
+        // SAFETY: it takes no communicator, and gives a place of the library's own that always ends with 0; what another thread
+        // writes there meanwhile makes other words of it.
+        let last = unsafe { words_at((self.last_error)(std::ptr::null_mut())) };
+        match last.as_str() {
+            "" => format!("{text} (error {status})"),
+            last => format!("{text} (error {status}, {last})"),
+        }
+    }
+
+    /// # Errors
+    /// The status is one.
+    fn succeed(&self, what: &str, status: Status, stream: Option<&CudaStream>) -> Result<()> {
+        if status == SUCCESS {
             return Ok(());
         }
-        // SAFETY: it takes any number, and gives a text that lives as long as the library, or null.
-        let text = unsafe { (self.error_string)(status) };
-        // SAFETY: a text of NCCL ends with 0.
-        let words = if text.is_null() { "no words".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() };
-        let version = version_name(self.version);
-        bail!(
-            "{what} of NCCL {version} fails: {words} (error {status}); NCCL_DEBUG=WARN in the environment makes it say why"
-        )
+        let (words, version) = (self.words(status), version_name(self.version));
+        let free_bytes = || stream.and_then(|stream| stream.context().mem_get_info().ok()).map(|(free, _)| free);
+        let memory = (status == CUDA_FAILED).then(free_bytes).flatten();
+        let lacks_memory = |free: &usize| *free < BYTES_OF_BUFFERS || ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said));
+        let cause = match memory.filter(lacks_memory) {
+            Some(free) => format!("CUDA_ERROR_OUT_OF_MEMORY, {free} bytes are free: "),
+            None => String::new(),
+        };
+        bail!("{cause}{what} of NCCL {version} fails: {words}; NCCL_DEBUG=WARN in the environment makes it say why")
     }
 }
 
 /// # Safety
-/// The function has the type `T`.
-unsafe fn function<T: Copy>(library: &Library, name: &str) -> std::result::Result<T, String> {
+/// `text` ends with 0, or is null.
+unsafe fn words_at(text: *const c_char) -> String {
     // SAFETY: as the caller promises.
-    let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|function| *function).map_err(|_| format!("{LIBRARY} has no function `{name}`; it is no NCCL 2"))
+    if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned() }
 }
 
-/// 22809 as `2.28.9`.
-fn version_name(version: c_int) -> String {
-    format!("{}.{}.{}", version / 10_000, version % 10_000 / 100, version % 100)
-}
-
-/// The version of NCCL that is found, such as `2.28.9`.
-///
-/// # Errors
-/// There is none, or it is too old; the sentence says what to do.
-pub fn nccl_version() -> Result<String> {
-    Api::open().map(|api| version_name(api.version))
-}
-
-/// One rank's way into a communicator.
-pub(crate) struct Joining(Receiver<Result<Nccl>>);
-
-/// As long as cards may take to join. Within one machine they take seconds.
-const LONGEST_JOIN: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 300 });
-
-/// How often who waits looks whether the others are still there.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
-
-impl Joining {
-    /// The end of the communicator, once all ranks have joined. `check`: whether there is still somebody to wait for.
-    ///
-    /// # Errors
-    /// As [`Nccl::join`]; `check` has an error; or it takes longer than cards do.
-    pub(crate) fn wait(&self, check: impl Fn() -> Result<()>) -> Result<Nccl> {
-        let begun = Instant::now();
-        loop {
-            match self.0.recv_timeout(LOOK_AGAIN) {
-                Ok(joined) => return joined,
-                Err(RecvTimeoutError::Disconnected) => bail!("the thread in which NCCL joins the cards is gone"),
-                Err(RecvTimeoutError::Timeout) => check()?,
-            }
-            if begun.elapsed() > LONGEST_JOIN {
-                let (seconds, version) = (LONGEST_JOIN.as_secs(), version_name(Api::open()?.version));
-                bail!(
-                    "the cards have not joined in {seconds} s (ncclCommInitRank of NCCL {version}); NCCL_DEBUG=INFO in the environment makes it say where it waits"
-                )
-            }
-        }
-    }
+/// # Safety
+/// The function has the type `T`.
+unsafe fn function<T: Copy>(found: &Found, name: &str) -> std::result::Result<T, String> {
+    // SAFETY: as the caller promises.
+    let function = unsafe { found.library.get::<T>(name.as_bytes()) };
+    function.map(|function| *function).map_err(|_| format!("{LIBRARY} has no function `{name}`; it is no NCCL 2"))
 }
 
 /// One rank's end of a communicator: its card, among those of the other ranks.
 pub(crate) struct Nccl {
     api: &'static Api,
-    /// Null once it was aborted. One thread sums; another may abort meanwhile, which is what NCCL has that call for.
-    comm: AtomicPtr<c_void>,
+    /// Of the card; its context lives as long as the communicator.
+    stream: Arc<CudaStream>,
+    /// `None` once it was ended. Whoever calls NCCL with it holds it: no two threads do at the same time.
+    comm: Mutex<Option<Handle>>,
 }
+
+struct Handle(Comm);
+
+// SAFETY: NCCL takes a communicator from any thread, from one at a time.
+unsafe impl Send for Handle {}
+
+/// Whether to go on waiting for NCCL: asked between two questions to it.
+pub(crate) type Check<'a> = &'a dyn Fn() -> Result<()>;
 
 impl Nccl {
     /// What all ranks of a new communicator are to be given.
@@ -169,79 +184,112 @@ impl Nccl {
     pub(crate) fn unique_id() -> Result<UniqueId> {
         let (api, mut id) = (Api::open()?, UniqueId([0; 128]));
         // SAFETY: it writes one id.
-        api.succeed("ncclGetUniqueId", unsafe { (api.get_unique_id)(&raw mut id) })?;
+        api.succeed("ncclGetUniqueId", unsafe { (api.get_unique_id)(&raw mut id) }, None)?;
         Ok(id)
     }
 
-    /// Joins with this rank's card in a thread of its own, since NCCL's call ends for no rank before the last has come. Where nobody
-    /// waits for the outcome any more, the communicator is ended.
+    /// Begins to join with this rank's card: until [`Nccl::joined`] the communicator is good for being aborted alone.
     ///
     /// # Errors
-    /// There is no NCCL, or no thread.
-    pub(crate) fn begin_to_join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Joining> {
-        Api::open()?;
-        let (gpu, (outcome, joined)) = (gpu.clone(), mpsc::channel());
-        let join = move || {
-            if let Err(SendError(Ok(nobodys))) = outcome.send(Self::join(&gpu, id, world_size, rank)) {
-                nobodys.abort();
-            }
+    /// NCCL's, where it does not come as far as to wait for the others.
+    pub(crate) fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
+        let (api, mut comm, mut config) = (Api::open()?, std::ptr::null_mut(), Config::WITHOUT_BLOCKING);
+        let stream = gpu.stream().clone();
+        stream.context().bind_to_thread().map_err(Error::wrap)?;
+        // SAFETY: it writes one communicator, of the card whose context is this thread's, before it returns, and reads the config
+        // before as well.
+        let status = unsafe {
+            (api.init_rank)(&raw mut comm, world_size as c_int, id, rank as c_int, &raw mut config)
         };
-        // Never waited for: where a rank is missing it ends with the process.
-        thread::Builder::new().name(format!("NCCL of rank {rank}")).spawn(join).map_err(Error::wrap)?;
-        Ok(Joining(joined))
+        if comm.is_null() {
+            api.succeed("ncclCommInitRankConfig", status, Some(&stream))?;
+            bail!("ncclCommInitRankConfig gives no communicator");
+        }
+        Ok(Self { api, stream, comm: Mutex::new(Some(Handle(comm))) })
     }
 
-    /// Joins with this rank's card; returns when all ranks have joined.
+    /// Returns when all ranks have joined.
     ///
     /// # Errors
-    /// NCCL's: a card that two ranks name, cards that do not reach each other, no memory.
-    fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
-        let (api, mut comm) = (Api::open()?, std::ptr::null_mut());
-        gpu.stream().context().bind_to_thread().map_err(Error::wrap)?;
-        // SAFETY: it writes one communicator, of the card whose context is this thread's.
-        let status = unsafe { (api.init_rank)(&raw mut comm, world_size as c_int, id, rank as c_int) };
-        api.succeed("ncclCommInitRank", status)?;
-        Ok(Self { api, comm: AtomicPtr::new(comm) })
+    /// `check`'s, or NCCL's: a card that two ranks name, cards that do not reach each other, no memory.
+    pub(crate) fn joined(&self, check: Check) -> Result<()> {
+        let held = self.held();
+        self.done("ncclCommInitRankConfig", comm_of(&held)?, IN_PROGRESS, check)
     }
 
     /// Puts on the card's stream that `values` become their sum over all ranks, which all bring as many.
     ///
     /// # Errors
-    /// NCCL's; or the communicator was aborted.
-    pub(crate) fn sum<T: Element>(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<T>) -> Result<()> {
-        let kind = if size_of::<T>() == size_of::<f32>() { FLOAT32 } else { BFLOAT16 }; // the two types of elements
+    /// `check`'s, or NCCL's; or the communicator was ended.
+    pub(crate) fn sum(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<f32>, check: Check) -> Result<()> {
         let (n_values, stream) = (values.len(), gpu.stream().clone());
-        gpu.stream().context().bind_to_thread().map_err(Error::wrap)?;
-        let comm = self.comm.load(Ordering::Acquire);
-        if comm.is_null() {
-            bail!("a sum over cards of which one has failed");
-        }
+        stream.context().bind_to_thread().map_err(Error::wrap)?;
+        let held = self.held();
+        let comm = comm_of(&held)?;
         let (place, _in_use) = values.device_ptr_mut(&stream);
         // SAFETY: `values` are memory of this card that holds as many, and everything on this stream comes after what was put
-        // there before; in-place sums are NCCL's own form.
+        // there before; in-place sums are NCCL's own form. The communicator is held until the sum is on the stream.
         let status = unsafe {
             let stream = stream.cu_stream().cast();
-            (self.api.all_reduce)(place as *const c_void, place as *mut c_void, n_values, kind, SUM, comm, stream)
+            (self.api.all_reduce)(place as *const c_void, place as *mut c_void, n_values, FLOAT32, SUM, comm, stream)
         };
-        self.api.succeed("ncclAllReduce", status)
+        self.done("ncclAllReduce", comm, status, check)
     }
 
-    /// Ends what is on its way, so that nobody waits for a rank that has failed: what sums were to be written is not whole.
-    pub(crate) fn abort(&self) {
-        let comm = self.comm.swap(std::ptr::null_mut(), Ordering::AcqRel);
-        if !comm.is_null() {
-            // SAFETY: the communicator is there, and nobody begins to use it after. An error leaves nothing to be done.
-            unsafe { (self.api.abort)(comm) };
+    /// Waits until what was begun with `comm`, which the caller holds, is no longer in progress.
+    fn done(&self, what: &str, comm: Comm, mut status: Status, check: Check) -> Result<()> {
+        let begun = Instant::now();
+        while status == IN_PROGRESS {
+            check()?;
+            match begun.elapsed() < IMPATIENT {
+                true => std::thread::yield_now(),
+                false => std::thread::sleep(BETWEEN_QUESTIONS),
+            }
+            // SAFETY: the communicator is there, and it writes one status.
+            let asked = unsafe { (self.api.get_async_error)(comm, &raw mut status) };
+            if asked != SUCCESS {
+                status = asked;
+            }
         }
+        self.api.succeed(what, status, Some(&self.stream))
+    }
+
+    /// Ends what is on its way, so that nobody waits for a rank that has failed: what sums were to be written is not whole. All ranks
+    /// do it, and NCCL may wait for them: it is for a thread of its own.
+    pub(crate) fn abort(&self) {
+        self.end(self.api.abort);
+    }
+
+    /// Gives back what the communicator holds, after the last sum. As [`Nccl::abort`], for all ranks and a thread of its own.
+    pub(crate) fn close(&self) {
+        self.end(self.api.destroy);
+    }
+
+    fn end(&self, end: End) {
+        // Not held while it ends: whoever comes now finds that there is none.
+        let taken = self.held().take();
+        if let Some(Handle(comm)) = taken {
+            // Without a context NCCL finds the card itself; it is told here in case it does not.
+            let _ = self.stream.context().bind_to_thread();
+            // SAFETY: the communicator is there, nobody is in a call of it and nobody comes to it after. An error leaves nothing
+            // to be done.
+            unsafe { end(comm) };
+        }
+    }
+
+    fn held(&self) -> MutexGuard<'_, Option<Handle>> {
+        self.comm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        let comm = std::mem::replace(self.comm.get_mut(), std::ptr::null_mut());
-        if !comm.is_null() {
-            // SAFETY: as in `abort`; all sums have ended, since whoever dropped the communicator has read what came of them.
-            unsafe { (self.api.destroy)(comm) };
-        }
+        // Whoever drops it without having ended it knows nothing of the other ranks.
+        self.abort();
     }
+}
+
+fn comm_of(held: &Option<Handle>) -> Result<Comm> {
+    let ended = || Error::Msg("the ranks' cards are no longer joined, since a rank has failed".into());
+    held.as_ref().map(|Handle(comm)| *comm).ok_or_else(ended)
 }

@@ -5,36 +5,55 @@
 //! the same cards, links and number of values; sums within a switch (NVLink SHARP) are as the switch forms them, and
 //! `NCCL_ALGO=Ring` in the environment does without.
 
-use super::{Ranks, RanksError};
-use crate::device::{DevicePtrMut, Element, Gpu, Loan, Nccl, storage, whole};
+use super::meeting::Link;
+use super::{Ranks, RanksError, WithOthers};
+use crate::device::{DevicePtrMut, Gpu, Loan, Nccl, storage, whole};
 use candle_core::op::BackpropOp;
 use candle_core::{Error, Result, Storage, Tensor};
 use std::sync::Arc;
 
+/// Numbers of values of the sums that [`Ranks::connect`] asks for: from 2.22 on NCCL takes memory for a way of summing when it first
+/// goes it, and few values go another way than many.
+const FIRST_SUMS: [usize; 2] = [1, 4 << 20];
+
+impl Link for Nccl {
+    fn abort(&self) {
+        Self::abort(self);
+    }
+
+    fn close(&self) {
+        Self::close(self);
+    }
+}
+
 impl Ranks {
-    /// Puts on the card's stream that `values` (f32 or bf16) become their sum over all ranks.
+    /// Puts on the card's stream that `values` become their sum over all ranks.
     ///
     /// # Errors
-    /// A rank has failed, is elsewhere, or has another number of values; there is no NCCL, or it fails.
-    pub fn sum_on_card<T: Element>(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<T>) -> Result<()> {
-        if self.world_size() == 1 {
-            return Ok(());
-        }
-        let what = format!("a sum of {} values of {} on cards", values.len(), std::any::type_name::<T>());
-        self.exchange(what, ()).map_err(Error::wrap)?;
+    /// A rank has failed, is elsewhere, or has another number of values; there is no NCCL, or it fails. Then all ranks have failed.
+    pub fn sum_on_card(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<f32>) -> Result<()> {
+        let Some(others) = &self.with_others else { return Ok(()) };
+        self.exchange(what_of(values.len()), ()).map_err(Error::wrap)?;
         if values.is_empty() {
             return Ok(());
         }
-        self.card(gpu)?.sum(gpu, values)
+        let nccl = self.card(gpu)?;
+        nccl.sum(gpu, values, &|| others.check()).map_err(|error| others.tell(error))
     }
 
     /// Joins the cards of all ranks, which come here together. NCCL takes memory of each card for it: who is to fill the card with
-    /// a model does this before. Without it the first sum does.
+    /// a model does this before. Without it the first sums do.
     ///
     /// # Errors
     /// A rank has failed; there is no NCCL, or it fails.
     pub fn connect(&self, gpu: &Gpu) -> Result<()> {
-        if self.world_size() > 1 { self.card(gpu).map(drop) } else { Ok(()) }
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        for n_values in FIRST_SUMS {
+            self.sum_on_card(gpu, &mut gpu.zeros(n_values)?)?;
+        }
+        self.waited_for(gpu)
     }
 
     /// Waits until what this rank asked of its card is done on all ranks: a sum that another rank left in the middle is no sum.
@@ -43,10 +62,17 @@ impl Ranks {
     /// A rank has failed, or is elsewhere; the card's.
     pub fn settle(&self, tensor: &Tensor) -> Result<()> {
         if self.world_size() > 1 && !tensor.device().is_cpu() {
-            Gpu::of(tensor.device())?.synchronize()?;
-            self.barrier().map_err(Error::wrap)?;
+            self.waited_for(&Gpu::of(tensor.device())?)?;
         }
         Ok(())
+    }
+
+    fn waited_for(&self, gpu: &Gpu) -> Result<()> {
+        let waited = gpu.synchronize();
+        // A card whose sum was ended may fail of it; what ended it is the reason.
+        self.with_others.as_ref().map_or(Ok(()), WithOthers::check)?;
+        waited?;
+        self.barrier().map_err(Error::wrap)
     }
 
     pub(super) fn sum_tensor_on_card(&self, tensor: &Tensor) -> Result<Tensor> {
@@ -64,13 +90,34 @@ impl Ranks {
         if let Some(nccl) = others.card.get() {
             return Ok(nccl.clone());
         }
-        let id = self.is_first().then(Nccl::unique_id).transpose()?;
+        // Before any rank's card reaches for another's memory all have come from here to the broadcast.
+        let cards = self.all_gather(gpu.ordinal()).map_err(Error::wrap)?;
+        gpu.open_to(cards.iter().map(|card| **card)).map_err(|error| others.tell(error))?;
+        let id = self.is_first().then(Nccl::unique_id).transpose().map_err(|error| others.tell(error))?;
         let id = self.broadcast(0, id).map_err(Error::wrap)?;
-        let joining = Nccl::begin_to_join(gpu, *id, self.world_size(), self.rank())?;
-        // Where a rank has failed before it joined, or within, the others' cards would wait for it for ever.
-        let nccl = Arc::new(joining.wait(|| others.meeting.party().check().map_err(Error::wrap))?);
-        let woken = Arc::downgrade(&nccl);
-        others.meeting.party().wake_by(move || woken.upgrade().into_iter().for_each(|nccl| nccl.abort()));
+        let joining = Nccl::join(gpu, *id, self.world_size(), self.rank());
+        let nccl = Arc::new(joining.map_err(|error| others.tell(error))?);
+        others.meeting.party().link(nccl.clone());
+        nccl.joined(&|| others.check()).map_err(|error| others.tell(error))?;
         Ok(others.card.get_or_init(|| nccl).clone())
     }
+}
+
+impl WithOthers {
+    fn check(&self) -> Result<()> {
+        self.meeting.party().check().map_err(Error::wrap)
+    }
+
+    /// Tells the others at once that NCCL has failed here: what this rank gives back on its way out may wait for its card, which
+    /// waits for theirs. What comes back is the failure that was first, of which this one may have come.
+    fn tell(&self, error: Error) -> Error {
+        let (party, rank) = (self.meeting.party(), self.meeting.members[self.index]);
+        let is_first = party.fail(RanksError::Failed { rank, message: error.to_string() });
+        if is_first { error } else { party.check().map_or_else(Error::wrap, |()| error) }
+    }
+}
+
+/// How ranks at a sum on cards know that they are at the same.
+pub(super) fn what_of(n_values: usize) -> String {
+    format!("a sum of {n_values} values on cards")
 }

@@ -1,6 +1,8 @@
 //! Where the ranks of a job meet: each brings something and takes what all have brought.
 
 use super::RanksError;
+use super::links::Links;
+pub(super) use super::links::Link;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -13,40 +15,45 @@ pub(super) struct Party {
     /// Which ranks have ended well: nobody may wait for them any more.
     ended: Vec<AtomicBool>,
     meetings: Mutex<Vec<Weak<Meeting>>>,
-    /// What wakes ranks that wait for a card and not for a meeting.
-    #[cfg(feature = "cuda")]
-    wakers: Mutex<Vec<Box<dyn Fn() + Send>>>,
+    links: Links,
 }
 
 impl Party {
     pub(super) fn new(world_size: usize) -> Arc<Self> {
         let ended = (0..world_size).map(|_| AtomicBool::new(false)).collect();
-        Arc::new(Self {
-            failure: OnceLock::new(),
-            ended,
-            meetings: Mutex::default(),
-            #[cfg(feature = "cuda")]
-            wakers: Mutex::default(),
-        })
+        Arc::new(Self { failure: OnceLock::new(), ended, meetings: Mutex::default(), links: Links::default() })
     }
 
-    /// Ends the job for all: whoever waits, or will wait, hears of `failure`.
-    pub(super) fn fail(&self, failure: RanksError) {
-        // Only the first is told.
-        let _ = self.failure.set(failure);
+    /// Ends the job for all: whoever waits, or will wait, hears of `failure`. Returns whether it is the first, which all are told.
+    pub(super) fn fail(&self, failure: RanksError) -> bool {
+        let is_first = self.failure.set(failure).is_ok();
         self.wake();
-        #[cfg(feature = "cuda")]
-        lock(&self.wakers).iter().for_each(|wake| wake());
+        self.links.end(|link| link.abort());
+        is_first
     }
 
-    /// Calls `wake` when a rank fails; at once where one has.
-    #[cfg(feature = "cuda")]
-    pub(super) fn wake_by(&self, wake: impl Fn() + Send + 'static) {
-        let mut wakers = lock(&self.wakers);
+    /// Keeps what joins a rank with others outside of meetings: it is aborted when a rank fails, at once where one has, and closed
+    /// when all have ended well.
+    #[cfg(any(feature = "cuda", test))]
+    pub(super) fn link(&self, link: Arc<dyn Link>) {
+        self.links.add(link);
+        // A rank that failed before has not seen it.
         if self.failure.get().is_some() {
-            wake();
+            self.links.end(|link| link.abort());
         }
-        wakers.push(Box::new(wake));
+    }
+
+    /// Waits until links that were aborted are at their end, though not for ever.
+    pub(super) fn wait_for_links(&self) {
+        self.links.wait();
+    }
+
+    /// All ranks have ended.
+    pub(super) fn finish(&self) {
+        if self.failure.get().is_none() {
+            self.links.end(|link| link.close());
+        }
+        self.links.wait();
     }
 
     /// A rank has ended well.
@@ -116,8 +123,11 @@ impl Meeting {
         mine: Arc<T>,
     ) -> Result<Vec<Arc<T>>, RanksError> {
         let all = self.meet(index, what.clone(), mine)?;
+        if let Some(other) = all.iter().position(|item| !item.is::<T>()) {
+            return Err(self.differ(index, &what, other, &format!("{what}, with values of another type")));
+        }
         let typed = all.into_iter().map(|item| item.downcast::<T>());
-        typed.collect::<Result<_, _>>().map_err(|_| self.differ(index, &what, index, "something of another type"))
+        Ok(typed.map(|item| item.expect("all items were found to be of this type")).collect())
     }
 
     fn meet(&self, index: usize, what: String, mine: Item) -> Result<Vec<Item>, RanksError> {

@@ -7,6 +7,9 @@
 
 #[cfg(feature = "cuda")]
 mod card;
+#[cfg(all(test, feature = "cuda"))]
+mod card_tests;
+mod links;
 mod meeting;
 mod mesh;
 mod run;

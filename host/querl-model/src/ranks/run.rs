@@ -52,9 +52,11 @@ pub fn run_ranks<T: Send, E: Send + Display>(
     let meeting = Meeting::new(&party, (0..world_size).collect());
     let failures = Mutex::new(Vec::new());
     let fail = |failure: RankFailure<E>, message: String| {
-        let mut failures = lock(&failures);
-        party.fail(RanksError::Failed { rank: failure.rank(), message });
-        failures.push(failure);
+        let rank = failure.rank();
+        lock(&failures).push(failure);
+        party.fail(RanksError::Failed { rank, message });
+        // What ends for this rank may be in its thread's own memory.
+        party.wait_for_links();
     };
     let run = |rank: usize| match catch_unwind(AssertUnwindSafe(|| work(Ranks::of(&meeting, rank)))) {
         Ok(Ok(value)) => {
@@ -87,7 +89,12 @@ pub fn run_ranks<T: Send, E: Send + Display>(
         values.extend(others.into_iter().map(|thread| thread.ok().and_then(|thread| thread.join().ok()).flatten()));
         values.into_iter().collect()
     });
-    let failures = failures.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    party.finish();
+    let mut failures = failures.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    // A rank tells of its failure when it finds it, which may be long before its work is at an end.
+    if let Err(RanksError::Failed { rank: first, .. } | RanksError::Differ { rank: first, .. }) = party.check() {
+        failures.sort_by_key(|failure| failure.rank() != first);
+    }
     values.filter(|_| failures.is_empty()).ok_or(failures)
 }
 

@@ -78,3 +78,5 @@ extern "C" int querl_simulator_holds(const void* place, size_t bytes);
 // The device of the calling thread's context, and that whose memory these bytes are; -1 without one.
 extern "C" int querl_simulator_current_device();
 extern "C" int querl_simulator_device_of(const void* place, size_t bytes);
+// From now on whoever waits for the stream waits until it is let go (`holds` is 0): something runs on it that does not end by itself.
+extern "C" void querl_simulator_hold(void* stream, int holds);

@@ -2,7 +2,9 @@
 #include "driver.h"
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdarg>
+#include <set>
 
 namespace simulator {
 
@@ -92,9 +94,33 @@ static CUresult waited(CUstream stream) {
     return finish();
 }
 
+// Streams on which something runs that does not end by itself.
+struct Held {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::set<void*> streams;
+};
+static Held& held() {
+    static auto* all = new Held;
+    return *all;
+}
+
+// Without the lock of everything: somebody else is to let the stream go.
+static void until_let_go(void* stream) {
+    std::unique_lock<std::mutex> guard(held().mutex);
+    held().changed.wait(guard, [stream] { return !held().streams.count(stream); });
+}
+
 } // namespace simulator
 
 using namespace simulator;
+
+EXPORTED void querl_simulator_hold(void* stream, int holds) {
+    std::lock_guard<std::mutex> guard(held().mutex);
+    if (holds) held().streams.insert(stream);
+    else held().streams.erase(stream);
+    held().changed.notify_all();
+}
 
 EXPORTED int querl_simulator_submit(void* stream, void (*work)(void*), void* argument,
                                     void (*discard)(void*)) {
@@ -120,6 +146,7 @@ EXPORTED CUresult cuStreamDestroy(CUstream stream) {
     return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuStreamSynchronize(CUstream stream) {
+    until_let_go(stream);
     ONE_AT_A_TIME;
     UNLESS_BROKEN;
     return waited(stream);

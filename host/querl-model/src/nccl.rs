@@ -1,0 +1,101 @@
+//! NVIDIA's NCCL, with which several cards sum: found when several cards are asked for, never linked. Whoever tells of it and
+//! whoever sums by it asks here, so that both accept the same releases.
+
+use libloading::Library;
+use std::ffi::c_int;
+use std::sync::OnceLock;
+
+/// Every NCCL since 2 brings its library under this name.
+pub(crate) const LIBRARY: &str = "libnccl.so.2";
+
+/// The oldest with which ranks that fail end the others: 2.26.2. Before 2.19 aborts in several threads waited for each other
+/// (NVIDIA/nccl issue 992), and 2.25.1 hangs in `ncclCommAbort` (pytorch/pytorch issue 149153, mended by 2.26.2).
+pub(crate) const OLDEST: c_int = 22_602;
+
+/// Why NCCL cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct NcclError(String);
+
+/// A library that is new enough. It stays open.
+#[derive(Debug)]
+pub(crate) struct Found {
+    /// Its functions are looked up in it.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only cards sum by it"))]
+    pub(crate) library: Library,
+    /// As [`version_name`] takes it.
+    pub(crate) version: c_int,
+}
+
+impl Found {
+    /// The library, opened at the first call.
+    ///
+    /// # Errors
+    /// There is none, it cannot be opened, or it is too old; the sentence says what to do.
+    pub(crate) fn open() -> Result<&'static Self, NcclError> {
+        static FOUND: OnceLock<Result<Found, NcclError>> = OnceLock::new();
+        FOUND.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    fn load() -> Result<Self, NcclError> {
+        // SAFETY: the library's initialisers are NCCL's own; every program that uses it runs them.
+        let library = unsafe { Library::new(LIBRARY) }.map_err(|error| wanting(&format!("cannot be opened ({error})")))?;
+        let mut version = 0;
+        // SAFETY: `ncclResult_t ncclGetVersion(int *)` in every version.
+        let status = unsafe {
+            let function = library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion");
+            function.map_err(|_| wanting("has no function `ncclGetVersion`"))?(&raw mut version)
+        };
+        match status {
+            0 => check(version).map(|()| Self { library, version }),
+            _ => Err(wanting(&format!("does not tell its version (error {status})"))),
+        }
+    }
+}
+
+/// The version of NCCL that is found, such as `2.28.9`.
+///
+/// # Errors
+/// There is none, it cannot be opened, or several cards cannot work by it since it is too old; the sentence says what to do.
+pub fn nccl_version() -> Result<String, NcclError> {
+    Found::open().map(|found| version_name(found.version))
+}
+
+fn check(version: c_int) -> Result<(), NcclError> {
+    let (found, oldest) = (version_name(version), version_name(OLDEST));
+    match version >= OLDEST {
+        true => Ok(()),
+        false => Err(wanting(&format!("is NCCL {found}; expected {oldest} or newer"))),
+    }
+}
+
+fn wanting(what: &str) -> NcclError {
+    let remedy = "`pip install nvidia-nccl-cu13` or the NCCL package brings it; name its folder in LD_LIBRARY_PATH";
+    NcclError(format!("several cards need NCCL, and {LIBRARY} {what}: {remedy}"))
+}
+
+/// 22809 as `2.28.9`, and 2804, as versions were written before 2.9, as `2.8.4`.
+pub(crate) fn version_name(version: c_int) -> String {
+    let of_major = if version < 10_000 { 1000 } else { 10_000 };
+    format!("{}.{}.{}", version / of_major, version % of_major / 100, version % 100)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_named_as_nvidia_names_them() {
+        let names = [22_809, 22_602, 21_000, 2_804].map(version_name);
+        assert_eq!(names, ["2.28.9", "2.26.2", "2.10.0", "2.8.4"]);
+    }
+
+    #[test]
+    fn a_library_with_which_ranks_would_wait_for_ever_is_refused() {
+        let refused = [2_804, 22_501].map(|version| check(version).unwrap_err().to_string());
+        assert!(refused[0].contains("libnccl.so.2 is NCCL 2.8.4; expected 2.26.2 or newer: "), "{refused:?}");
+        assert!(refused[1].contains("is NCCL 2.25.1; "), "{refused:?}");
+        assert!(check(OLDEST).is_ok() && check(22_809).is_ok());
+    }
+}
