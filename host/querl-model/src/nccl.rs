@@ -39,7 +39,8 @@ impl Found {
 
     fn load() -> Result<Self, NcclError> {
         // SAFETY: the library's initialisers are NCCL's own; every program that uses it runs them.
-        let library = unsafe { Library::new(LIBRARY) }.map_err(|error| wanting(&format!("cannot be opened ({error})")))?;
+        let library =
+            unsafe { Library::new(LIBRARY) }.map_err(|error| wanting(&format!("cannot be opened ({error})")))?;
         let mut version = 0;
         // SAFETY: `ncclResult_t ncclGetVersion(int *)` in every version.
         let status = unsafe {

@@ -10,6 +10,7 @@
 extern "C" int querl_simulator_submit(void* stream, void (*work)(void*), void* argument, void (*discard)(void*));
 extern "C" int querl_simulator_holds(const void* place, size_t bytes);
 extern "C" int querl_simulator_current_device();
+extern "C" int querl_simulator_is_open_to(int owner, int other);
 extern "C" void querl_simulator_hold(void* stream, int holds);
 extern "C" int querl_simulator_device_of(const void* place, size_t bytes);
 

@@ -250,6 +250,11 @@ EXPORTED int ncclAllReduce(const void* from, void* to, size_t count, int type, i
         Use::tell("ncclAllReduce", "before what was asked of it is done");
         return invalid_usage;
     }
+    for (const auto& [other, device] : world.devices)
+        if (!querl_simulator_is_open_to(comm->device, device)) {
+            std::fprintf(stderr, "simulator: device %d cannot reach the memory of device %d\n", device, comm->device);
+            return unhandled_cuda_error;
+        }
     if (const bool held = refuses(sum_on_the_device); held || refuses(sum_in_progress)) {
         world.held = held;
         world.changed.notify_all();

@@ -135,7 +135,9 @@ impl Api {
         let (words, version) = (self.words(status), version_name(self.version));
         let free_bytes = || stream.and_then(|stream| stream.context().mem_get_info().ok()).map(|(free, _)| free);
         let memory = (status == CUDA_FAILED).then(free_bytes).flatten();
-        let lacks_memory = |free: &usize| *free < BYTES_OF_BUFFERS || ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said));
+        let lacks_memory = |free: &usize| {
+            *free < BYTES_OF_BUFFERS || ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said))
+        };
         let cause = match memory.filter(lacks_memory) {
             Some(free) => format!("CUDA_ERROR_OUT_OF_MEMORY, {free} bytes are free: "),
             None => String::new(),
@@ -198,9 +200,7 @@ impl Nccl {
         stream.context().bind_to_thread().map_err(Error::wrap)?;
         // SAFETY: it writes one communicator, of the card whose context is this thread's, before it returns, and reads the config
         // before as well.
-        let status = unsafe {
-            (api.init_rank)(&raw mut comm, world_size as c_int, id, rank as c_int, &raw mut config)
-        };
+        let status = unsafe { (api.init_rank)(&raw mut comm, world_size as c_int, id, rank as c_int, &raw mut config) };
         if comm.is_null() {
             api.succeed("ncclCommInitRankConfig", status, Some(&stream))?;
             bail!("ncclCommInitRankConfig gives no communicator");

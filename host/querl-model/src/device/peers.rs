@@ -23,7 +23,7 @@ impl Gpu {
 
     /// Opens this card's memory to those of `cards` that can reach it. NCCL's cards write each other's values where they are; they
     /// reach what was allocated alone, but not the pool from which all our memory comes: a pool is its own card's until it is opened
-    /// (CUDA C++ Programming Guide, "Multi-GPU Support" of the stream ordered allocator).
+    /// (CUDA C++ Programming Guide, "Device Accessibility for Multi-GPU Support").
     ///
     /// # Errors
     /// The driver's.

@@ -67,7 +67,7 @@ impl Ranks {
         Ok(())
     }
 
-    fn waited_for(&self, gpu: &Gpu) -> Result<()> {
+    pub(super) fn waited_for(&self, gpu: &Gpu) -> Result<()> {
         let waited = gpu.synchronize();
         // A card whose sum was ended may fail of it; what ended it is the reason.
         self.with_others.as_ref().map_or(Ok(()), WithOthers::check)?;

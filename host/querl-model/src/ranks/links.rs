@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// How long a rank waits for the end of what joined it with others. NCCL's abort has been seen to wait for ever (NVIDIA/nccl issue
 /// 1777): the failure that led to it is told all the same.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 30 });
+const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
 /// One rank's end of something that joins it with others. Either call is made in a thread of its own, for all ranks at the same
 /// time, since it may wait for the others' or for a card that waits for theirs.

@@ -1,8 +1,8 @@
 //! Where the ranks of a job meet: each brings something and takes what all have brought.
 
 use super::RanksError;
-use super::links::Links;
 pub(super) use super::links::Link;
+use super::links::Links;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -48,12 +48,12 @@ impl Party {
         self.links.wait();
     }
 
-    /// All ranks have ended.
+    /// All ranks have ended; those that failed have waited for the links' end themselves.
     pub(super) fn finish(&self) {
         if self.failure.get().is_none() {
             self.links.end(|link| link.close());
+            self.links.wait();
         }
-        self.links.wait();
     }
 
     /// A rank has ended well.

@@ -1,7 +1,20 @@
+use super::meeting::Link;
 use super::*;
 use candle_core::Device;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Barrier, mpsc};
+use std::time::{Duration, Instant};
+
+/// What `work` gives, which is no test where it waits for ever.
+pub(super) fn within_limits<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (send, receive) = mpsc::channel();
+    let thread = std::thread::spawn(move || send.send(work()));
+    match receive.recv_timeout(Duration::from_secs(60)) {
+        Ok(done) => done,
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("a rank waits for ever"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => std::panic::resume_unwind(thread.join().map(drop).unwrap_err()),
+    }
+}
 
 /// Words of the failures, in the order in which they happened.
 fn failed<T: Send + std::fmt::Debug>(n: usize, work: impl Fn(Ranks) -> Result<T, RanksError> + Sync) -> Vec<String> {
@@ -124,4 +137,107 @@ fn work_of_several_ranks_is_done_by_one_pool() {
     });
     assert!(done.is_ok());
     assert_eq!(n_done.into_inner(), 3 * 50 * 64);
+}
+
+/// What joins each of some ranks with the others, and ends when all are ended.
+struct Joined {
+    all_end: Arc<Barrier>,
+    n_aborted: Arc<AtomicUsize>,
+    n_closed: Arc<AtomicUsize>,
+}
+
+impl Link for Joined {
+    fn abort(&self) {
+        self.all_end.wait();
+        self.n_aborted.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn close(&self) {
+        self.all_end.wait();
+        self.n_closed.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn link(ranks: &Ranks, link: impl Link + 'static) {
+    ranks.with_others.as_ref().unwrap().meeting.party().link(Arc::new(link));
+}
+
+#[test]
+fn links_of_which_each_waits_for_the_others_are_closed_after_a_good_end_and_aborted_after_another() {
+    for fails in [false, true] {
+        let ended = within_limits(move || {
+            let all_end = [(), ()].map(|()| Arc::new(Barrier::new(3)));
+            let (n_aborted, n_closed) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+            let ended = run_ranks(3, |ranks| {
+                // Two groups of links, which the ranks make in different orders.
+                for place in 0..2 {
+                    let all_end = all_end[(place + ranks.rank()) % 2].clone();
+                    link(&ranks, Joined { all_end, n_aborted: n_aborted.clone(), n_closed: n_closed.clone() });
+                }
+                ranks.barrier()?;
+                if fails && ranks.rank() == 2 {
+                    return Err(RanksError::Failed { rank: 2, message: "its card is gone".into() });
+                }
+                ranks.barrier()
+            });
+            (ended.is_err(), n_aborted.load(Ordering::SeqCst), n_closed.load(Ordering::SeqCst))
+        });
+        assert_eq!(ended, if fails { (true, 6, 0) } else { (false, 0, 6) });
+    }
+}
+
+/// One whose end never comes, and which tells whether it was to end.
+struct Stuck(Arc<AtomicBool>);
+
+impl Link for Stuck {
+    fn abort(&self) {
+        self.0.store(true, Ordering::SeqCst);
+        std::thread::park();
+    }
+
+    fn close(&self) {}
+}
+
+#[test]
+fn a_link_that_never_ends_does_not_keep_the_failure_from_being_told() {
+    let started = Instant::now();
+    let was_aborted = Arc::<AtomicBool>::default();
+    let failures = failed(2, |ranks| {
+        ranks.barrier()?;
+        if ranks.rank() == 0 {
+            return Err(RanksError::Failed { rank: 0, message: "its card is gone".into() });
+        }
+        let heard = ranks.barrier();
+        // Made after the failure, and aborted at once.
+        link(&ranks, Stuck(was_aborted.clone()));
+        heard
+    });
+    assert_eq!(failures[0], "rank 0: rank 0 failed: its card is gone");
+    assert!(failures.len() == 2 && failures[1].ends_with(": its card is gone"), "{failures:?}");
+    assert!(was_aborted.load(Ordering::SeqCst) && started.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn the_rank_that_told_of_its_failure_first_is_named_first_though_it_ends_last() {
+    let failures = failed(2, |ranks| {
+        if ranks.rank() == 1 {
+            let failure = RanksError::Failed { rank: 1, message: "its card is gone".into() };
+            ranks.with_others.as_ref().unwrap().meeting.party().fail(failure.clone());
+            std::thread::sleep(Duration::from_millis(50));
+            return Err(failure);
+        }
+        ranks.barrier()
+    });
+    assert_eq!(failures, ["rank 1: rank 1 failed: its card is gone", "rank 0: rank 1 failed: its card is gone"]);
+}
+
+#[test]
+fn values_of_two_types_name_both_ranks() {
+    let failures = failed(2, |ranks| {
+        let what = "a gathering".to_owned();
+        if ranks.rank() == 0 { ranks.exchange(what, 1u8).map(drop) } else { ranks.exchange(what, 1f32).map(drop) }
+    });
+    let names = |a: usize, b: usize| failures[0].contains(&format!("rank {a} is at `a gathering` and rank {b} at"));
+    assert!(names(0, 1) || names(1, 0), "{failures:?}");
+    assert!(failures[0].contains("with values of another type"), "{failures:?}");
 }

@@ -2,6 +2,8 @@
 // there are few multiprocessors: who sizes a grid by them shall not wait long.
 #include "driver.h"
 
+#include <set>
+
 namespace simulator {
 
 // A context is its device: one of each, which is what programs use.
@@ -129,8 +131,9 @@ EXPORTED CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute which, CUd
     if (!attribute(which, value)) return refuse(CUDA_ERROR_INVALID_VALUE, "attribute %d of a device is not simulated", int(which));
     return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) {
-    *can = 1;
+EXPORTED CUresult cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer) {
+    if (!known(ordinal) || !known(peer)) return CUDA_ERROR_INVALID_DEVICE;
+    *can = ordinal != peer;
     return CUDA_SUCCESS;
 }
 
@@ -160,7 +163,27 @@ EXPORTED CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return CUDA_SUCCESS;
 }
 
-// Memory pools give back what they hold at once: there is nothing to set but the peak.
+// Memory pools give back what they hold at once: there is nothing to set but the peak, and which other devices may reach in.
+static std::set<std::pair<int, int>>& opened() {
+    static auto* all = new std::set<std::pair<int, int>>;
+    return *all;
+}
+EXPORTED CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* access, size_t count) {
+    ONE_AT_A_TIME;
+    const int owner = reinterpret_cast<Context*>(pool)->ordinal;
+    for (size_t at = 0; at < count; at++) {
+        const CUmemAccessDesc& one = access[at];
+        if (one.location.type != CU_MEM_LOCATION_TYPE_DEVICE || !known(one.location.id) || one.location.id == owner)
+            return CUDA_ERROR_INVALID_VALUE;
+        if (one.flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) opened().insert({owner, one.location.id});
+        else opened().erase({owner, one.location.id});
+    }
+    return CUDA_SUCCESS;
+}
+EXPORTED int querl_simulator_is_open_to(int owner, int other) {
+    ONE_AT_A_TIME;
+    return owner == other || opened().count({owner, other});
+}
 EXPORTED CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice ordinal) {
     if (!known(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
     *pool = reinterpret_cast<CUmemoryPool>(context(ordinal));

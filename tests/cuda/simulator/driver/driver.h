@@ -80,3 +80,5 @@ extern "C" int querl_simulator_current_device();
 extern "C" int querl_simulator_device_of(const void* place, size_t bytes);
 // From now on whoever waits for the stream waits until it is let go (`holds` is 0): something runs on it that does not end by itself.
 extern "C" void querl_simulator_hold(void* stream, int holds);
+// Whether the memory of a device can be read and written by another.
+extern "C" int querl_simulator_is_open_to(int owner, int other);

@@ -3,7 +3,7 @@
 use super::*;
 use crate::device::nccl::UniqueId;
 use crate::{Ranks, RanksError, run_ranks};
-use candle_core::{Device, Error, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 /// Whether there is a second card to sum with.
 fn has_two_cards() -> bool {
@@ -28,15 +28,25 @@ fn two_cards_sum_what_they_hold() {
     let sums = on_two_cards(|ranks, gpu| {
         let mut values = gpu.upload(&of_rank(ranks.rank()))?;
         ranks.sum_on_card(&gpu, &mut values)?;
-        let halves: Vec<bf16> = of_rank(ranks.rank()).into_iter().map(bf16::from_f32).collect();
-        let mut halves = gpu.upload(&halves)?;
-        ranks.sum_on_card(&gpu, &mut halves)?;
-        Ok((gpu.download(&values)?, gpu.download(&halves)?))
+        gpu.download(&values)
     });
     assert!(sums[0] == sums[1], "ranks with other sums");
-    assert_eq!(sums[0].0, expected);
-    let halves: Vec<f32> = sums[0].1.iter().map(|half| half.to_f32()).collect();
-    assert_close("sums in bf16", &halves, &expected, 3.0 / 256.0, 1e-2);
+    assert_eq!(sums[0], expected);
+}
+
+/// As long a sum as NCCL's direct writes into another card's memory are for.
+#[test]
+fn two_cards_sum_64_mib() {
+    if !has_two_cards() {
+        return;
+    }
+    let n_values = 16 << 20;
+    let sums = on_two_cards(|ranks, gpu| {
+        let mut values = gpu.upload(&vec![(ranks.rank() + 1) as f32; n_values])?;
+        ranks.sum_on_card(&gpu, &mut values)?;
+        gpu.download(&values)
+    });
+    assert!(sums.iter().flatten().all(|sum| *sum == 3.0) && sums[1].len() == n_values);
 }
 
 #[test]
@@ -59,25 +69,6 @@ fn tensors_of_cards_are_summed_where_they_are_and_stay_as_they_were() {
 }
 
 #[test]
-fn a_rank_that_fails_between_sums_wakes_the_one_that_waits_for_its_card() {
-    if !has_two_cards() {
-        return;
-    }
-    let failures = run_ranks(2, |ranks| {
-        let gpu = Gpu::new(ranks.rank())?;
-        let mut values = gpu.upload(&[1f32; 8])?;
-        ranks.sum_on_card(&gpu, &mut values)?;
-        if ranks.rank() == 1 {
-            return Err(Error::Msg("its card is gone".into()));
-        }
-        ranks.sum_on_card(&gpu, &mut values)
-    });
-    let failures: Vec<String> = failures.unwrap_err().iter().map(ToString::to_string).collect();
-    assert_eq!(failures[0], "rank 1: its card is gone");
-    assert!(failures[1].contains("rank 1 failed: its card is gone"), "{failures:?}");
-}
-
-#[test]
 fn two_ranks_on_one_card_are_refused_by_nccl() {
     if !has_two_cards() {
         return;
@@ -87,7 +78,7 @@ fn two_ranks_on_one_card_are_refused_by_nccl() {
         ranks.sum_on_card(gpu(), &mut values)
     });
     let failures: Vec<String> = failures.unwrap_err().iter().map(ToString::to_string).collect();
-    assert!(failures[0].contains("ncclCommInitRank of NCCL "), "{failures:?}");
+    assert!(failures[0].contains("ncclCommInitRankConfig of NCCL "), "{failures:?}");
 }
 
 /// A card that never joins would let the other's wait for ever.
