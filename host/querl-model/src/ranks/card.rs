@@ -5,7 +5,7 @@
 //! the same cards, links and number of values; sums within a switch (NVLink SHARP) are as the switch forms them, and
 //! `NCCL_ALGO=Ring` in the environment does without.
 
-use super::meeting::Link;
+use super::links::Link;
 use super::{Ranks, RanksError, WithOthers};
 use crate::device::{DevicePtrMut, Gpu, Loan, Nccl, storage, whole};
 use candle_core::op::BackpropOp;

@@ -24,7 +24,9 @@ fn has_two_cards() -> bool {
 
 /// A function of the simulated NCCL; `None` of NVIDIA's.
 fn simulated<T: Copy>(name: &str) -> Option<T> {
+    // SAFETY: it is open already, so that none of its initialisers runs; it is never closed.
     let nccl = Box::leak(Box::new(unsafe { Library::new("libnccl.so.2") }.unwrap()));
+    // SAFETY: the callers name the types of `simulator/nccl.cpp`.
     unsafe { nccl.get::<T>(name.as_bytes()) }.ok().map(|function| *function)
 }
 
@@ -35,12 +37,15 @@ fn is_simulated() -> bool {
 
 fn arm(fault: Fault) {
     let refuse: unsafe extern "C" fn(c_int) = simulated("querl_simulator_nccl_refuse").unwrap();
+    // SAFETY: it takes any number.
     unsafe { refuse(fault as c_int) }
 }
 
 /// How often a communicator was used after its end, or by two threads at a time, since the process began.
 fn n_misuses() -> usize {
-    simulated::<unsafe extern "C" fn() -> usize>("querl_simulator_nccl_misuses").map_or(0, |ask| unsafe { ask() })
+    let count: Option<unsafe extern "C" fn() -> usize> = simulated("querl_simulator_nccl_misuses");
+    // SAFETY: it takes nothing and gives a number.
+    count.map_or(0, |count| unsafe { count() })
 }
 
 /// candle's errors bring a backtrace where the environment asks for it.

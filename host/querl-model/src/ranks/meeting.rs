@@ -1,7 +1,8 @@
 //! Where the ranks of a job meet: each brings something and takes what all have brought.
 
 use super::RanksError;
-pub(super) use super::links::Link;
+#[cfg(any(feature = "cuda", test))]
+use super::links::Link;
 use super::links::Links;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};

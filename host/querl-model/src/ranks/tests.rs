@@ -1,4 +1,4 @@
-use super::meeting::Link;
+use super::links::Link;
 use super::*;
 use candle_core::Device;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
