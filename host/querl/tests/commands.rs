@@ -30,12 +30,13 @@ fn config_schema_lists_keys_and_prints_json_schema() {
 #[test]
 fn config_check_tells_what_a_card_would_need() {
     let project = Project::new();
-    let said = project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", "device=cuda:0"]).ok();
+    let of_card = ["--set", "device=cuda:0", "--set", "model.dtype=bf16"];
+    let check = ["config", "check", "querl.toml", "--skip-plugins"];
+    let said = project.querl(&[&check[..], &of_card].concat()).ok();
     let lines: Vec<&str> = said.stderr.lines().collect();
     assert!(lines[0].starts_with("sft: takes about ") && lines[1].starts_with("rl: takes about "), "{said:#?}");
     assert!(lines.len() == 2 && lines[1].ends_with(", with rows of 4096 tokens"), "{said:#?}");
-    let of_cpu = project.querl(&["config", "check", "querl.toml", "--skip-plugins"]).ok();
-    assert_eq!(of_cpu.stderr, "");
+    assert_eq!(project.querl(&check).ok().stderr, "");
 }
 
 #[test]
