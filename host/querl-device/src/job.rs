@@ -101,8 +101,9 @@ pub struct Answered {
     pub n_tokens: u32,
     /// True where the token limit cut it off.
     pub truncated: bool,
-    /// Wall-clock time to write it, in milliseconds.
-    pub latency_ms: f64,
+    /// Wall-clock time to write it, in milliseconds; `None` where others of the processor's ranks wrote at the same time, so that it
+    /// is no time that a user would wait.
+    pub latency_ms: Option<f64>,
 }
 
 /// What came of a job that was done.

@@ -1,6 +1,8 @@
 //! A measurement as a job: what is asked for, and the figures that come of it.
 
+use crate::{Ending, Failure};
 use querl_core::config::{RlConfig, SftConfig};
+use querl_model::DecoderConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,7 +11,7 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measuring {
-    /// A name that [`DecoderConfig::of_shape`](querl_model::DecoderConfig::of_shape) knows.
+    /// A name that [`Measuring::shapes_of`] knows.
     pub shape: String,
     /// What is measured, in this order; without any, the model is made and no more.
     pub parts: Vec<Part>,
@@ -25,6 +27,20 @@ pub struct Measuring {
     pub sequences: Vec<usize>,
     /// For checkpoints and files that are measured and thrown away; must be there.
     pub work_dir: PathBuf,
+}
+
+impl Measuring {
+    /// The shapes that a name stands for.
+    ///
+    /// # Errors
+    /// It stands for none.
+    pub fn shapes_of(name: &str) -> Result<DecoderConfig, Failure> {
+        DecoderConfig::of_shape(name).ok_or_else(|| {
+            let known: Vec<&str> = DecoderConfig::shape_names().collect();
+            let message = format!("there is no shape {name:?}; expected one of {}, or tiny", known.join(", "));
+            Failure { ending: Ending::Usage, message }
+        })
+    }
 }
 
 /// What can be measured.

@@ -22,6 +22,11 @@ pub struct ExportSettings {
     pub max_shard_bytes: u64,
 }
 
+impl ExportSettings {
+    /// Bytes of one file of a published model.
+    pub const SHARD_BYTES: u64 = 5_000_000_000;
+}
+
 /// What was written.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Exported {

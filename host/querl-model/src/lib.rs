@@ -50,7 +50,8 @@ pub use generate::{
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use nccl::{NcclError, nccl_version};
-pub use place::Place;
+pub use place::{CardUse, Place};
+pub use random::{STEP as SPLIT_MIX_STEP, mix as split_mix};
 pub use random_model::write_random_model;
 pub use ranks::{Mesh, RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;

@@ -7,14 +7,14 @@ use std::ops::Range;
 /// Mixes all bits of a number.
 ///
 /// Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators" (`mix64` of SplitMix).
-pub(crate) fn mix(mut z: u64) -> u64 {
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
 /// The golden ratio's odd multiple that SplitMix steps by.
-pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+pub const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The seed of a tensor by its name.
 pub(crate) fn seed_of(seed: u64, name: &str) -> u64 {

@@ -6,6 +6,8 @@ use crate::terminal;
 use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig};
 use querl_device::memory::Types;
 use querl_device::{Description, Device, Host, Job, JobError, Outcome, do_job};
+use querl_model::{CardUse, DecoderConfig};
+use std::path::Path;
 use std::sync::Mutex;
 
 /// Who does the jobs of a run.
@@ -28,6 +30,36 @@ enum Worker {
     Cards(Found, Vec<UsedCard>),
 }
 
+/// What jobs ask of a device, as far as a card may refuse it.
+#[derive(Debug, Clone, Copy)]
+pub struct Needs<'a> {
+    /// The base, and what it is trained for.
+    pub model: &'a ModelConfig,
+    /// Its adapters.
+    pub sft: &'a SftConfig,
+    /// Width of its heads of attention; `None` where the model is not there yet.
+    pub head_dim: Option<usize>,
+    /// What is done with it.
+    pub card_use: CardUse,
+}
+
+impl<'a> Needs<'a> {
+    /// Of a configuration, whose model is there or not.
+    ///
+    /// # Errors
+    /// The model's shapes cannot be read.
+    fn of(config: &'a Config, card_use: CardUse) -> Result<Self, Stop> {
+        let path = config.model.path.join("config.json");
+        let head_dim = path.is_file().then(|| head_dim(&config.model.path)).transpose()?;
+        Ok(Self { model: &config.model, sft: &config.sft, head_dim, card_use })
+    }
+}
+
+fn head_dim(folder: &Path) -> Result<usize, Stop> {
+    let shapes = DecoderConfig::load(&folder.join("config.json")).map_err(|error| Stop::usage(error.to_string()))?;
+    Ok(shapes.head_dim)
+}
+
 /// A card that does jobs.
 #[derive(Debug)]
 pub struct UsedCard {
@@ -45,25 +77,25 @@ impl Place {
         Self { worker: Worker::Program, n_ranks: 1, choice: Mutex::new(None) }
     }
 
-    /// The place for a configuration, whose device is a name: the configuration was checked.
+    /// The place for a configuration, whose device is a name: the configuration was checked. `card_use`: of its stages that run.
     ///
     /// # Errors
     /// It asks for a card that cannot be used, or for what a card cannot do.
-    pub fn choose(config: &Config) -> Result<Self, Stop> {
-        Self::of(&config.device, &config.model, &config.sft)
+    pub fn choose(config: &Config, card_use: CardUse) -> Result<Self, Stop> {
+        Self::of(&config.device, &Needs::of(config, card_use)?)
     }
 
-    /// The same for a device by its name, and the settings that a card may refuse.
+    /// The same for a device by its name.
     ///
     /// # Errors
     /// As [`Place::choose`].
-    pub fn of(name: &str, model: &ModelConfig, sft: &SftConfig) -> Result<Self, Stop> {
+    pub fn of(name: &str, needs: &Needs<'_>) -> Result<Self, Stop> {
         let (is_named, indices) = match DeviceSetting::from_name(name).unwrap_or(DeviceSetting::Auto) {
             DeviceSetting::Cpu { n_ranks } => return Ok(Self { n_ranks, ..Self::here() }),
             DeviceSetting::Auto => (false, vec![0]),
             DeviceSetting::Cards(indices) => (true, indices),
         };
-        match worker(&indices, model, sft) {
+        match worker(&indices, needs) {
             Ok(worker) => {
                 let n_ranks = indices.len();
                 let place = Self { worker, n_ranks, choice: Mutex::new(None) };
@@ -76,6 +108,18 @@ impl Place {
                 Ok(Self { choice: Mutex::new(Some(choice)), ..Self::here() })
             }
         }
+    }
+
+    /// Refuses another model than the configured one, which the key `key` names, where a card cannot have it answer.
+    ///
+    /// # Errors
+    /// A card is used that has no kernels for the model's heads, or the model's shapes cannot be read.
+    pub fn check_answers_of(&self, key: &str, folder: &Path) -> Result<(), Stop> {
+        if self.card().is_none() {
+            return Ok(());
+        }
+        let checked = check_heads(key, head_dim(folder)?, CardUse::Answers);
+        checked.map_err(|missing| Stop::usage(format!("{missing}; set device to \"cpu\"")))
     }
 
     /// As people call it.
@@ -142,7 +186,8 @@ impl Place {
 pub fn check_named(config: &Config) -> Result<(), Stop> {
     match DeviceSetting::from_name(&config.device) {
         Some(DeviceSetting::Cards(_)) => {
-            check_settings(&config.model, &config.sft).map_err(|missing| refused(&config.device, &missing))
+            let needs = Needs::of(config, CardUse::Answers)?;
+            check_settings(&needs).map_err(|missing| refused(&config.device, &missing))
         }
         _ => Ok(()),
     }
@@ -154,7 +199,7 @@ fn refused(name: &str, missing: &Missing) -> Stop {
 }
 
 /// The library on the cards that are asked for.
-fn worker(indices: &[usize], model: &ModelConfig, sft: &SftConfig) -> Result<Worker, Missing> {
+fn worker(indices: &[usize], needs: &Needs<'_>) -> Result<Worker, Missing> {
     if std::env::var_os(cuda::ON_CPU).is_some() {
         return cuda::open().map(Worker::Library);
     }
@@ -167,7 +212,7 @@ fn worker(indices: &[usize], model: &ModelConfig, sft: &SftConfig) -> Result<Wor
     check_alike(&used)?;
     let found = cuda::open()?;
     check_fit(driver.cuda, &used[0].card, found.library.description())?;
-    check_settings(model, sft)?;
+    check_settings(needs)?;
     Ok(Worker::Cards(found, used))
 }
 
@@ -189,7 +234,7 @@ fn check_alike(used: &[UsedCard]) -> Result<(), Missing> {
 ///
 /// # Errors
 /// A setting asks for some of it.
-fn check_settings(model: &ModelConfig, sft: &SftConfig) -> Result<(), Missing> {
+fn check_settings(&Needs { model, sft, head_dim, card_use }: &Needs<'_>) -> Result<(), Missing> {
     let storages = Types::CARD.storages;
     if !storages.contains(&model.dtype) {
         let names: Vec<&str> = storages.iter().map(|dtype| dtype.name()).collect();
@@ -198,12 +243,18 @@ fn check_settings(model: &ModelConfig, sft: &SftConfig) -> Result<(), Missing> {
             "model.dtype is {found:?} and a card stores a frozen base as {expected}; set it to one of these"
         )));
     }
-    match sft.use_dora && sft.lora_dropout > 0.0 {
-        true => Err(Missing(
+    if sft.use_dora && sft.lora_dropout > 0.0 {
+        return Err(Missing(
             "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set one of them otherwise".into(),
-        )),
-        false => Ok(()),
+        ));
     }
+    head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, card_use))
+}
+
+/// # Errors
+/// A card has no kernels for the heads of the model that `key` names.
+fn check_heads(key: &str, head_dim: usize, card_use: CardUse) -> Result<(), Missing> {
+    querl_model::Place::check_card_heads(head_dim, card_use).map_err(|error| Missing(format!("{key} names {error}")))
 }
 
 fn no_such_card(driver: &Driver, index: usize) -> Missing {
@@ -261,7 +312,10 @@ mod tests {
 
     #[test]
     fn what_a_card_cannot_do_is_named_by_its_setting() {
-        let refusal = |dtype, sft: SftConfig| check_settings(&model(dtype), &sft).map_err(|missing| missing.0);
+        let refusal = |dtype, sft: SftConfig| {
+            let needs = Needs { model: &model(dtype), sft: &sft, head_dim: Some(64), card_use: CardUse::Answers };
+            check_settings(&needs).map_err(|missing| missing.0)
+        };
         let plain = SftConfig::default();
         assert_eq!(refusal(BaseDtype::Bf16, plain.clone()), Ok(()));
         let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4; set it to one of these";
@@ -275,6 +329,25 @@ mod tests {
         let both = SftConfig { use_dora: true, ..dropout };
         let refused = refusal(BaseDtype::Bf16, both).unwrap_err();
         assert!(refused.starts_with("sft.use_dora is true and sft.lora_dropout above 0"), "{refused}");
+    }
+
+    /// The symptom: a model was fine-tuned for hours, and its first answer was refused.
+    #[test]
+    fn heads_that_a_card_has_no_kernels_for_are_refused_before_anything_is_done() {
+        let refusal = |head_dim, card_use| {
+            let (model, sft) = (model(BaseDtype::Bf16), SftConfig::default());
+            let needs = Needs { model: &model, sft: &sft, head_dim: Some(head_dim), card_use };
+            check_settings(&needs).map_err(|missing| missing.0)
+        };
+        for head_dim in [8, 64, 120, 128] {
+            assert_eq!(refusal(head_dim, CardUse::Answers), Ok(()));
+        }
+        assert_eq!(refusal(20, CardUse::Training), Ok(()));
+        let odd = "model.path names a model with heads of 20, and a card writes answers with heads of a multiple of 8 up to 128";
+        assert_eq!(refusal(20, CardUse::Answers), Err(odd.into()));
+        let wide = "model.path names a model with heads of 256, and a card learns with heads of up to 128";
+        assert_eq!(refusal(256, CardUse::Training), Err(wide.into()));
+        assert!(refusal(256, CardUse::Answers).is_err());
     }
 
     #[test]

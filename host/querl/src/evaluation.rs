@@ -123,7 +123,7 @@ fn model(generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentE
     let Generation { response, latency_ms } = generation;
     let rewrite = scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
     let written = Written { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
-    Ok(Answer { written, latency_ms: Some(latency_ms), cost: None })
+    Ok(Answer { written, latency_ms, cost: None })
 }
 
 fn score(
@@ -184,7 +184,7 @@ mod tests {
             let generation = |row_index| {
                 let text = self.0.into();
                 let response = PolicyResponse { row_index, sample_index: 0, text, n_tokens: 2, truncated: false };
-                Generation { response, latency_ms: 12.0 }
+                Generation { response, latency_ms: Some(12.0) }
             };
             each((0..rows.len()).map(generation).collect())
         }

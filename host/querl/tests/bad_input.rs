@@ -138,6 +138,19 @@ fn settings_that_the_named_card_refuses() {
          alone can do; set one of them otherwise; \"cpu\" and \"auto\" do without"
     );
     let project = Project::new();
+    std::fs::create_dir(project.path("odd")).unwrap();
+    let shapes = std::fs::read_to_string(repository().join("examples/tiny-qwen3/config.json")).unwrap();
+    let mut shapes: serde_json::Value = serde_json::from_str(&shapes).unwrap();
+    shapes["head_dim"] = 20.into();
+    project.write("odd/config.json", &shapes.to_string());
+    let args = ["config", "check", "querl.toml", "--skip-plugins", "--set", "model.path=odd", "--set"];
+    let with = |device| [&args[..], &[device, "--set", "model.dtype=bf16"]].concat();
+    assert_eq!(
+        refusal(&project, &with("device=cuda:0")),
+        "device is \"cuda:0\", which cannot be used: model.path names a model with heads of 20, and a card writes answers with \
+         heads of a multiple of 8 up to 128; \"cpu\" and \"auto\" do without"
+    );
+    assert_eq!(project.querl(&with("device=cpu")).code, Some(0));
     for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {
         let [first, second] = sets;
         let said = project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]);

@@ -89,6 +89,15 @@ fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
     assert_eq!(code, Some(0), "{said}");
     assert_same(&across_it, &results(&within));
     assert_eq!(records(&across_it), records(&within));
+    // Nobody waits as long for an answer as two ranks that share a processor take.
+    let has_latency = |project: &Project| {
+        let of_model = |line: &str| line.contains("\"system\":\"sft\"");
+        let text = project.read("run/eval/records.jsonl");
+        let lines: Vec<&str> = text.lines().filter(|line| of_model(line)).collect();
+        assert!(!lines.is_empty());
+        lines.iter().map(|line| !line.contains("\"latency_ms\":null")).collect::<Vec<_>>()
+    };
+    assert!(has_latency(&one).iter().all(|has| *has) && has_latency(&within).iter().all(|has| !has));
     let (of_one, of_two) = (losses(&one), losses(&within));
     assert_eq!((of_one.len(), of_two.len()), (6, 6));
     // Dropout has masks of its own on each rank: the losses are near, and not the same.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One table of what run.sh found: report.py FOLDER writes FOLDER/RESULTS.md and FOLDER/results.json and prints the table.
 
-Reads what is there: parts that were not reached or failed are named. Ratios are ours over theirs in rates, theirs over ours in times, so that more is better.
+Ends with 1 where a part failed or did not end in its time, or where no part ran. Reads what is there: parts that were not reached or failed are named. Ratios are ours over theirs in rates, theirs over ours in times, so that more is better.
 """
 
 import json
@@ -160,6 +160,10 @@ def main():
     both = {shape: {"querl": ours, "transformers": theirs} for shape, (ours, theirs) in results.items()}
     (folder / "results.json").write_text(json.dumps({"device": device, "parts": parts, "shapes": both, "kernels": kernels}, indent=1))
     print(text)
+    failed = [part["name"] for part in parts if part["code"] not in (0, None)]
+    ran = [part for part in parts if part["code"] is not None]
+    if failed or not ran:
+        sys.exit(f"failed, or cut off: {', '.join(failed)}" if failed else "no part ran")
 
 
 main()

@@ -4,7 +4,7 @@
 # Builds nothing: it stands in the folder that pack.sh's archive unpacks to. Parts run in order, each with a limit, all of them within
 # --seconds (default 470); where one fails, the next goes on. What was found so far is always in FOLDER (default ./results): a log and a JSON file
 # for each part, and RESULTS.md with results.json at the end, which report.py makes of whatever is there. --only runs the parts whose names
-# match a pattern (`measure-7b-*`).
+# match a pattern (`measure-7b-*`). Ends with 1 where a part failed or did not end in its time.
 #
 # Needs a driver, python3 with torch for the comparison (transformers and PEFT too, unless the archive has wheels), and CUDA's libraries, which
 # are looked for in torch's wheels (libraries.py). --simulated runs tiny shapes on the simulated card whose libraries are in FOLDER: times mean nothing.
@@ -69,10 +69,10 @@ measure() {
         "$here/bin/querl" "$out/$name.json" --shape "$shape" "$@"
 }
 
-tests() { # NAME LIMIT PROGRAM ARGUMENT...
+tests() { # NAME LIMIT PROGRAM FILTER: of several filters in one call, one that no test has would not be noticed
     local name="$1" limit="$2" program="$3"; shift 3
     part "$name" "$limit" "$here/bin/$program" --test-threads 1 "$@"
-    # Names change: a filter that none has would pass.
+    # Names change: a filter that no test has would pass.
     if grep -q "^running 0 tests" "$out/$name.log" 2> /dev/null; then note "$name" 1 0 "no test has that name"; fi
 }
 
@@ -84,7 +84,7 @@ compare() { # SHAPE LIMIT OPTION...
 part doctor 15 "$here/bin/querl" doctor
 if [ -n "$simulated" ]; then
     small=(--rows 4 --own-tokens 4,9 --shared-tokens 8 --answer-tokens 3 --batch 4 --sequences 1,4 --max-new-tokens 3)
-    tests test-model 120 querl_model device::tests::elementwise
+    tests test-kernels 120 querl_model device::tests::elementwise
     tests test-candle 120 candle_on_the_device
     tests test-card 180 card logits
     tests test-train 180 querl_train card
@@ -93,7 +93,8 @@ if [ -n "$simulated" ]; then
     measure measure-tiny-b 300 tiny --what ppo --repeats 1 "${small[@]}"
     compare tiny 200 --device cpu --repeats 1 "${small[@]}" --micro-batches 2,4
 else
-    tests test-model 45 querl_model device generate::card
+    tests test-kernels 40 querl_model device
+    tests test-answers 30 querl_model generate::card
     tests test-card 25 card
     tests test-candle 10 candle_on_the_device
     tests test-train 20 querl_train card

@@ -1,6 +1,8 @@
 //! What to change where a plan does not fit.
 
 use super::{Asked, Plan, Stage, tokens_of_pass};
+use querl_core::config::BaseDtype;
+use querl_model::Shard;
 
 /// Settings that make a plan fit, in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,8 +103,14 @@ fn smaller_batches(asked: &Asked, free_bytes: u64) -> Option<Asked> {
 fn smaller_storage(asked: &Asked, free_bytes: u64) -> Option<Asked> {
     let base = |dtype| with(asked, |asked| asked.model.dtype = dtype);
     let now = Plan::new(asked).base;
-    let smaller = asked.types.storages.iter().map(|dtype| base(*dtype)).filter(|asked| Plan::new(asked).base < now);
-    smaller.into_iter().find_map(|asked| fits(asked, free_bytes))
+    let storages = asked.types.storages.iter().copied().filter(|&dtype| can_be_split(asked, dtype));
+    let mut smaller = storages.map(base).filter(|asked| Plan::new(asked).base < now);
+    smaller.find_map(|asked| fits(asked, free_bytes))
+}
+
+/// Whether the devices that hold the model together can have it in some storage.
+fn can_be_split(asked: &Asked, dtype: BaseDtype) -> bool {
+    Shard::check(asked.model.tensor_parallel, &asked.shapes, dtype).is_ok()
 }
 
 fn changes(from: &Asked, to: &Asked) -> Vec<String> {

@@ -53,37 +53,20 @@ fn small_of_layer(shapes: &DecoderConfig) -> usize {
     2 * shapes.hidden_size + norms_of_heads + qkv + out
 }
 
-/// Weights of one adapter.
+/// Weights of one adapter: of the layers alone, since a configuration names no others.
 pub(super) fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let is_all = lora.lora_target_modules.iter().any(|name| name == "all-linear");
     let adapted = |name: &str| is_all || lora.lora_target_modules.iter().any(|target| target == name);
     let of_one = |n_in: usize, n_out: usize| lora.lora_rank * (n_in + n_out) + if lora.use_dora { n_out } else { 0 };
     let of_layer = linears(shapes).into_iter().filter(|(name, ..)| adapted(name));
     let of_layer: usize = of_layer.map(|(_, n_in, n_out)| of_one(n_in, n_out)).sum();
-    (shapes.n_layers * of_layer) as u64 + n_adapted_tables(lora) * of_table(shapes, lora.lora_rank)
+    (shapes.n_layers * of_layer) as u64
 }
 
 /// Weights of the largest tensor of an adapter.
 pub(super) fn largest_trained(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let widest = linears(shapes).into_iter().map(|(_, n_in, n_out)| n_in.max(n_out)).max().unwrap_or(0);
-    let table = if n_adapted_tables(lora) > 0 { shapes.vocab_size } else { 0 };
-    (lora.lora_rank * widest.max(table)) as u64
-}
-
-/// Weights of an adapter on the embedding or the head.
-fn of_table(shapes: &DecoderConfig, rank: usize) -> u64 {
-    (rank * (shapes.vocab_size + shapes.hidden_size)) as u64
-}
-
-/// Of embedding and head those that are named; `all-linear` is the layers' alone.
-fn n_adapted_tables(lora: &SftConfig) -> u64 {
-    lora.lora_target_modules.iter().filter(|name| matches!(name.as_str(), "embed_tokens" | "lm_head")).count() as u64
-}
-
-/// Weights of a head that an adapter changes: as a pass forms it, f32.
-pub(super) fn changed_head(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
-    let is_adapted = lora.lora_target_modules.iter().any(|name| name == "lm_head");
-    if is_adapted { (shapes.vocab_size * shapes.hidden_size) as u64 } else { 0 }
+    (lora.lora_rank * widest) as u64
 }
 
 /// What a layer keeps of a row for its backward pass: queries, keys and values as attention reads them (for Qwen3 before their

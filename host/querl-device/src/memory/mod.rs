@@ -12,9 +12,7 @@ pub use advice::{Advice, advise, gibibytes};
 
 pub(crate) use counts::{base_bytes, linears};
 
-use counts::{
-    adapter_parameters, changed_head, kept_bytes_of_row, largest_linear, largest_trained, scratch_bytes_of_row,
-};
+use counts::{adapter_parameters, kept_bytes_of_row, largest_linear, largest_trained, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
 use querl_model::{DecoderConfig, EngineSettings, Place};
@@ -28,6 +26,8 @@ pub struct Types {
     pub value_bytes: usize,
     /// What is reserved for everything that is not counted.
     pub beside_bytes: u64,
+    /// What work beside the training takes of that kind again.
+    pub stream_bytes: u64,
     /// How it can store a frozen base, most bits first.
     pub storages: &'static [BaseDtype],
     /// Bytes of the copy of an adapter's weight that an operation multiplies with: rounded on a card, joined with others on the
@@ -53,6 +53,9 @@ pub enum PackedProducts {
 /// Of a card: cuBLAS's workspace of 32 MiB, the driver's part of a process and loaded kernels. An allowance, and no measurement.
 pub const BESIDE_BYTES: u64 = 768 << 20;
 
+/// cuBLAS's workspace of a stream of work.
+const WORKSPACE_BYTES: u64 = 32 << 20;
+
 /// Of a communicator of NCCL, on each of its cards: 24 channels, in each a connection of a ring and one of a tree, of which each has
 /// 10 MiB where it receives (4 MiB of `NCCL_BUFFSIZE`, and the buffers of the two protocols for short messages) and 2 MiB where it
 /// sends. An allowance, and no measurement: NCCL takes fewer channels between cards without NVLink, and up to 32 between others;
@@ -66,6 +69,7 @@ impl Types {
     pub const CARD: Self = Self {
         value_bytes: 2,
         beside_bytes: BESIDE_BYTES,
+        stream_bytes: WORKSPACE_BYTES,
         storages: &Place::CARD_STORAGES,
         adapter_copy_bytes: 2,
         weight_copy_bytes: 2,
@@ -76,6 +80,7 @@ impl Types {
     pub const PROCESSOR: Self = Self {
         value_bytes: 4,
         beside_bytes: 0,
+        stream_bytes: 0,
         storages: &[BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4],
         adapter_copy_bytes: 4,
         weight_copy_bytes: 0,
@@ -147,6 +152,11 @@ impl Stage {
         }
     }
 
+    /// Whether it has an engine besides.
+    fn generates(&self) -> bool {
+        matches!(self, Self::Rl { .. })
+    }
+
     fn lora(&self) -> &SftConfig {
         match self {
             Self::Sft { config, .. } => config,
@@ -182,9 +192,9 @@ pub struct Plan {
     pub kept: u64,
     /// What the backward pass of one layer needs besides.
     pub scratch: u64,
-    /// Logits and their gradients, of a part of the vocabulary; and a head that an adapter changes.
+    /// Logits and their gradients, of a part of the vocabulary.
     pub logits: u64,
-    /// A packed base's largest weight, widened for a product.
+    /// A packed base's largest weight, widened for a product; where answers are generated beside the training, twice.
     pub widened: u64,
     /// Keys and values of answers in progress.
     pub cache: u64,
@@ -192,7 +202,7 @@ pub struct Plan {
     pub decoding: u64,
     /// What sums over devices take: communicators, and tensors that are summed.
     pub sums: u64,
-    /// See [`Types::beside_bytes`].
+    /// See [`Types::beside_bytes`] and [`Types::stream_bytes`].
     pub beside: u64,
 }
 
@@ -217,13 +227,12 @@ impl Plan {
             adapters: adapters_of(asked, parameters),
             kept: kept + row_of_layer * n_rows,
             scratch: scratch_bytes_of_row(shapes, types.value_bytes) * n_rows,
-            // A head that an adapter changes: the base's values, the change, their sum, and the gradients of the last two.
-            logits: logits_of(shapes, n_rows) + 5 * SUM_BYTES as u64 * changed_head(shapes, stage.lora()),
+            logits: logits_of(shapes, n_rows),
             widened: widened_of(asked),
             cache: cache_of(asked),
             decoding: decoding_of(asked),
             sums: sums_of(asked, n_rows),
-            beside: types.beside_bytes,
+            beside: types.beside_bytes + u64::from(stage.generates()) * types.stream_bytes,
         }
     }
 
@@ -305,8 +314,10 @@ fn adapters_of(asked: &Asked, parameters: u64) -> u64 {
 fn widened_of(Asked { shapes, model, stage, types, .. }: &Asked) -> u64 {
     let is_full = matches!(stage, Stage::Sft { config, .. } if config.method == TuningMethod::Full);
     let is_packed = matches!(model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4);
+    // The engine has a stream of its own, which works beside the training's: each has a place.
+    let n_places = 1 + u64::from(stage.generates());
     match types.packed == PackedProducts::Widened && is_packed && !is_full {
-        true => 2 * largest_linear(shapes),
+        true => n_places * 2 * largest_linear(shapes),
         false => 0,
     }
 }
@@ -320,13 +331,17 @@ fn logits_of(shapes: &DecoderConfig, n_rows: u64) -> u64 {
 fn cache_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, .. } = &asked.stage else { return 0 };
     let max_prefix_tokens = EngineSettings::default().max_prefix_tokens;
-    card_room(config, *longest_prompt).cache_bytes(&asked.shapes, max_prefix_tokens, asked.types.value_bytes)
+    card_room(config, *longest_prompt, asked.n_copies()).cache_bytes(
+        &asked.shapes,
+        max_prefix_tokens,
+        asked.types.value_bytes,
+    )
 }
 
 /// As [`cache_of`].
 fn decoding_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, lora } = &asked.stage else { return 0 };
-    card_room(config, *longest_prompt).work_bytes(&asked.shapes, lora.lora_rank)
+    card_room(config, *longest_prompt, asked.n_copies()).work_bytes(&asked.shapes, lora.lora_rank)
 }
 
 /// Of copies of the model a communicator, and the gradients that are summed at once, joined and summed; of devices that hold a copy

@@ -102,7 +102,7 @@ fn a_tensor_that_no_bucket_holds_is_summed_at_once_and_small_adapters_are_one_bu
     let lora = SftConfig { lora_rank: 2, lora_target_modules: vec!["q_proj".into()], ..SftConfig::default() };
     assert_eq!(bucket(lora.clone()), 64 * 2 * (5120 + 5120));
     assert_eq!(bucket(SftConfig { lora_rank: 16, ..SftConfig::default() }), 8 << 20);
-    assert_eq!(bucket(SftConfig { lora_rank: 64, lora_target_modules: vec!["lm_head".into()], ..lora }), 64 * 152_064);
+    assert_eq!(bucket(SftConfig { lora_rank: 512, ..lora }), 512 * 27_648);
     assert_eq!(bucket(SftConfig { method: TuningMethod::Full, ..SftConfig::default() }), 152_064 * 5120);
 }
 
@@ -146,17 +146,18 @@ fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() 
     assert_eq!((sft.cache, sft.decoding), (0, 0));
 }
 
+/// The symptom: each of several cards planned for the answers of all of them.
 #[test]
-fn adapters_on_embedding_and_head_are_counted_with_the_head_that_a_pass_forms() {
-    let with = |names: &[&str]| {
-        let lora_target_modules = names.iter().map(|&name| name.to_owned()).collect();
-        let config = SftConfig { lora_target_modules, ..SftConfig::default() };
-        let stage = Stage::Sft { config, longest_row: 1024 };
-        Plan::new(&Asked { stage, ..sft(BaseDtype::Bf16, 4096) })
+fn copies_of_a_model_share_the_answers_of_a_part_and_cards_of_a_copy_do_not() {
+    let with = |n_devices, tensor_parallel| {
+        let asked = rl(4096);
+        Plan::new(&Asked { model: ModelConfig { tensor_parallel, ..asked.model.clone() }, n_devices, ..asked })
     };
-    let (layers, tables) = (with(&["all-linear"]), with(&["all-linear", "embed_tokens", "lm_head"]));
-    assert_eq!(tables.adapters - layers.adapters, 22 * 2 * 16 * (152_064 + 5120));
-    assert_eq!(tables.logits - layers.logits, 5 * 4 * 152_064 * 5120);
+    // Of 32 answers with their prompts 8; what is kept of prefixes is the same.
+    assert_eq!(with(4, 1).cache, (8 * 11 + 9 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
+    assert!(with(4, 1).decoding < with(1, 1).decoding);
+    // Half of the heads, all of the answers.
+    assert_eq!(with(2, 2).cache, with(1, 1).cache / 2);
 }
 
 #[test]
@@ -212,7 +213,29 @@ fn a_packed_base_on_a_card_needs_a_place_where_its_largest_weight_is_widened() {
     let n_outputs = 64 * (2 * 5120 + 2 * 1024 + 2 * 27_648 + 5120u64);
     let n_weights = 64 * (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64);
     assert_eq!(bf16.base - fp8.base, n_weights - 4 * n_outputs);
+    // Answers are generated on a stream of their own, with a place and a workspace of its own.
+    let beside_training = |dtype| Plan::new(&Asked { model: model(dtype, 4096), ..rl(4096) });
+    let [bf16_rl, fp8_rl] = [BaseDtype::Bf16, BaseDtype::Fp8].map(beside_training);
+    assert_eq!((bf16_rl.widened, fp8_rl.widened), (0, 2 * fp8.widened));
+    assert_eq!((bf16.beside, bf16_rl.beside), (BESIDE_BYTES, BESIDE_BYTES + (32 << 20)));
     assert!(fp8.parts().iter().any(|(name, bytes)| *name == "a widened weight" && *bytes == fp8.widened));
+}
+
+/// The symptom: a storage was advised whose groups of weights the cards that hold a model together would have to share.
+#[test]
+fn no_storage_is_advised_that_cannot_be_split_over_the_cards() {
+    let over = |intermediate_size| {
+        let asked = sft(BaseDtype::Bf16, 8192);
+        let model = ModelConfig { tensor_parallel: 2, ..asked.model.clone() };
+        let asked = Asked { shapes: DecoderConfig { intermediate_size, ..large() }, model, n_devices: 2, ..asked };
+        (8..80).map(|gib| advised(&asked, gib * GIB)).collect::<Vec<_>>()
+    };
+    let names =
+        |advice: &[Option<String>], dtype| advice.iter().flatten().filter(|change| change.contains(dtype)).count();
+    let (whole_groups, halves) = (over(27_648), over(27_648 + 64));
+    assert!(names(&whole_groups, "\"nf4\"") + names(&whole_groups, "\"int8\"") > 0, "{whole_groups:?}");
+    assert_eq!(names(&halves, "\"nf4\"") + names(&halves, "\"int8\""), 0, "{halves:?}");
+    assert!(names(&halves, "\"fp8\"") > 0, "{halves:?}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The answers of a model, as a job.
 
 use super::{Rank, load_adapter};
-use crate::{Answered, Ending, Failure, Generating, Host, JobError, Outcome};
+use crate::{Answered, Device, Ending, Failure, Generating, Host, JobError, Outcome};
 use querl_core::records::Message;
 use querl_model::{
     Decoding, Engine, EngineSettings, GenerationRequest, ModelError, PrefixLife, Ranks, SamplingSettings,
@@ -24,7 +24,9 @@ pub(super) fn answer(rank: &Rank<'_>, generating: &Generating, host: &dyn Host) 
     let settings = EngineSettings { prefix_life: PrefixLife::Call, max_prefix_tokens: 0, ..EngineSettings::default() };
     let mut engine = Engine::new(&decoder, settings)?;
     engine.set_policy(adapter.as_ref(), 0)?;
-    let mut answering = Answering { engine, tokenizer, decoding, sampling: sampling(&generating.limits) };
+    let is_undisturbed = rank.device != Device::Cpu || rank.mesh.all.world_size() == 1;
+    let sampling = sampling(&generating.limits);
+    let mut answering = Answering { engine, tokenizer, decoding, sampling, is_undisturbed };
     for prompts in generating.prompts.chunks(generating.n_at_once.max(1)) {
         if rank.mesh.all.any(host.stop().load(Ordering::Relaxed))? {
             let message = "interrupted; what was done is saved, the same command goes on from there".into();
@@ -41,6 +43,8 @@ struct Answering<'a> {
     decoding: Decoding,
     /// Limits and stop strings, as in training.
     sampling: SamplingSettings,
+    /// Whether no other rank computes on the same device.
+    is_undisturbed: bool,
 }
 
 impl Answering<'_> {
@@ -66,7 +70,7 @@ impl Answering<'_> {
             text: self.sampling.before_stop(&text).to_owned(),
             n_tokens: answer.token_ids.len() as u32,
             truncated: answer.truncated,
-            latency_ms: started.elapsed().as_secs_f64() * 1e3,
+            latency_ms: self.is_undisturbed.then(|| started.elapsed().as_secs_f64() * 1e3),
         })
     }
 }

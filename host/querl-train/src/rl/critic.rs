@@ -63,6 +63,11 @@ impl Critic {
         Ok(Self { head, base, vars, optimizer: AdamW::new(settings) })
     }
 
+    /// What is trained, by its names.
+    pub(super) fn vars(&self) -> &BTreeMap<String, Var> {
+        &self.vars
+    }
+
     /// True where the head stands on the reference's hidden states, which [`Critic::inputs`] then wants.
     pub(super) fn reads_reference(&self) -> bool {
         matches!(self.base, Base::Reference(_))

@@ -1,7 +1,7 @@
 //! What is computed once per batch: log-probabilities, values, advantages and returns.
 
 use super::RlTask;
-use super::algorithm::{Scored, ValueTargets, all_true};
+use super::algorithm::{Estimates, Scored, ValueTargets, all_true};
 use super::learner::Learner;
 use super::passes::in_passes;
 use super::rollout::Rollout;
@@ -50,6 +50,30 @@ struct Values {
     inputs: Option<Vec<Tensor>>,
 }
 
+impl Values {
+    /// With what the critic learns.
+    fn with(self, ValueTargets { returns, mask }: ValueTargets) -> ValueExperience {
+        ValueExperience { values: self.rows, returns, mask, inputs: self.inputs }
+    }
+}
+
+/// Seconds of one thing after another.
+struct Laps {
+    clock: Instant,
+    seconds: BTreeMap<&'static str, f64>,
+}
+
+impl Laps {
+    fn start() -> Self {
+        Self { clock: Instant::now(), seconds: BTreeMap::new() }
+    }
+
+    fn end(&mut self, name: &'static str) {
+        let started = std::mem::replace(&mut self.clock, Instant::now());
+        self.seconds.insert(name, started.elapsed().as_secs_f64());
+    }
+}
+
 /// Log-probabilities of a whole batch, and the hidden states that they came from where they are wanted.
 struct Forward {
     logprobs: Rows,
@@ -65,50 +89,29 @@ impl Learner {
         step: u64,
     ) -> Result<Experience<'a>, TrainError> {
         let config = task.config;
-        let mut timings = BTreeMap::new();
-        let mut clock = Instant::now();
-        let mut lap = |name: &'static str| {
-            timings.insert(name, std::mem::replace(&mut clock, Instant::now()).elapsed().as_secs_f64())
-        };
+        let mut laps = Laps::start();
         // 1. Log-probabilities. The rollout's are the policy's, unless it has learned since.
         let old_logprobs = match config.off_by_one {
             true => forward(task, Some(task.policy), rollouts, false)?.logprobs,
             false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
         };
-        lap("timing_s/old_log_prob");
+        laps.end("timing_s/old_log_prob");
         let reads_reference = self.critic.as_ref().is_some_and(|critic| critic.reads_reference());
         let reference = forward(task, task.reference, rollouts, reads_reference)?;
-        lap("timing_s/ref");
+        laps.end("timing_s/ref");
         // 2. Values.
         let values = self.values(task, rollouts, reference.hidden.as_ref())?;
-        lap("timing_s/values");
+        laps.end("timing_s/values");
         // 3. Rewards: scores, and the divergence where it counts in the reward.
-        let scores = self.scores(config, rollouts);
         let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
-        let kl_coef = self.kl.kl_coef();
-        let in_reward = if config.kl_placement == KlPlacement::Reward { kl_coef } else { 0.0 };
-        let token_rewards = token_rewards(&scores, &kl, in_reward as f32);
-        let of_responses = kl.iter().map(|row| row.iter().map(|x| f64::from(*x)).sum::<f64>());
-        self.kl.update(of_responses.sum::<f64>() / kl.len().max(1) as f64, kl.len());
+        let (token_rewards, kl_coef) = self.rewards(config, rollouts, &kl);
         // 4. Advantages.
         let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
-        let scored = Scored {
-            rewards: &token_rewards,
-            groups: &groups,
-            values: values.as_ref().map(|values| &values.rows),
-            config,
-        };
-        let mut estimates = self.algorithm.estimate(&scored);
-        clip(&mut estimates.advantages, config.advantage_clip);
-        if estimates.advantages.iter().flatten().any(|advantage| !advantage.is_finite()) {
-            return Err(TrainError::NotFinite { stage: "rl", step, what: "an advantage" });
-        }
+        let of_critic = values.as_ref().map(|values| &values.rows);
+        let estimates =
+            self.advantages(&Scored { rewards: &token_rewards, groups: &groups, values: of_critic, config }, step)?;
         let importance = importance(config, &old_logprobs, rollouts);
-        lap("timing_s/adv");
-        let critic =
-            values.zip(estimates.targets).map(|(Values { rows: values, inputs }, ValueTargets { returns, mask })| {
-                ValueExperience { values, returns, mask, inputs }
-            });
+        laps.end("timing_s/adv");
         Ok(Experience {
             rollouts,
             old_logprobs,
@@ -118,9 +121,33 @@ impl Learner {
             groups,
             advantages: estimates.advantages,
             kl_coef,
-            critic,
-            timings,
+            critic: values.zip(estimates.targets).map(|(values, targets)| values.with(targets)),
+            timings: laps.seconds,
         })
+    }
+
+    /// `(B, T)`: scores, less the divergence where that counts in the reward; and the coefficient of the divergence during this
+    /// batch, which the divergence found then changes.
+    fn rewards(&mut self, config: &RlConfig, rollouts: &[Rollout], kl: &Rows) -> (Rows, f64) {
+        let scores = self.scores(config, rollouts);
+        let kl_coef = self.kl.kl_coef();
+        let in_reward = if config.kl_placement == KlPlacement::Reward { kl_coef } else { 0.0 };
+        let of_responses = kl.iter().map(|row| row.iter().map(|x| f64::from(*x)).sum::<f64>());
+        self.kl.update(of_responses.sum::<f64>() / kl.len().max(1) as f64, kl.len());
+        (token_rewards(&scores, kl, in_reward as f32), kl_coef)
+    }
+
+    /// The algorithm's estimates, clipped where the configuration says so.
+    ///
+    /// # Errors
+    /// One is not finite.
+    fn advantages(&self, scored: &Scored<'_>, step: u64) -> Result<Estimates, TrainError> {
+        let mut estimates = self.algorithm.estimate(scored);
+        clip(&mut estimates.advantages, scored.config.advantage_clip);
+        match estimates.advantages.iter().flatten().all(|advantage| advantage.is_finite()) {
+            true => Ok(estimates),
+            false => Err(TrainError::NotFinite { stage: "rl", step, what: "an advantage" }),
+        }
     }
 
     /// The critic's values, and what they were computed from where that is kept.

@@ -7,8 +7,10 @@ use super::rollout::Batch;
 use super::rollout_check::check_rollout;
 use crate::maths::{KlController, RunningMoments};
 use crate::{AdamW, AdamWSettings, Metrics, State, TrainError};
+use candle_core::Var;
 use querl_core::config::RlConfig;
-use querl_model::Mesh;
+use querl_model::{LoraAdapter, Mesh};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -58,6 +60,15 @@ impl Learner {
         metrics.extend(experience.metrics(task.config));
         metrics.extend(self.update(task, &experience, step)?);
         Ok(metrics)
+    }
+
+    /// Everything that is trained: the policy's weights and the critic's, of other names.
+    pub(super) fn trained(&self, policy: &LoraAdapter) -> BTreeMap<String, Var> {
+        let named = |prefix: &'static str, vars: &BTreeMap<String, Var>| {
+            vars.iter().map(|(name, var)| (format!("{prefix}.{name}"), var.clone())).collect::<Vec<_>>()
+        };
+        let of_critic = self.critic.as_ref().map(|critic| named("critic", critic.vars()));
+        named("policy", policy.vars()).into_iter().chain(of_critic.into_iter().flatten()).collect()
     }
 
     /// Keeps the policy's moments, the critic, the coefficient of the divergence and the moments of the scores. The policy's

@@ -119,10 +119,11 @@ pub fn sampling(config: &RlConfig) -> SamplingSettings {
     }
 }
 
-/// What answers take of a card at once, at most: those of one part of a batch, which are generated together. Where an evaluation asks
-/// for more, they wait.
-pub fn card_room(config: &RlConfig, longest_prompt: usize) -> CacheRoom {
-    let n_queries = config.batch_size.div_ceil(config.pipeline_parts.max(1)).max(1);
+/// What answers take of a card at once, at most: those of one part of a batch, which are generated together, and of that the share of
+/// one of `n_copies` of the model. Where an evaluation asks for more, they wait.
+pub fn card_room(config: &RlConfig, longest_prompt: usize, n_copies: usize) -> CacheRoom {
+    let of_part = config.batch_size.div_ceil(config.pipeline_parts.max(1));
+    let n_queries = of_part.div_ceil(n_copies.max(1)).max(1);
     let n_samples = config.n_samples.max(1);
     let n_answers = (n_queries * n_samples).min(EngineSettings::default().max_sequences);
     let n_prompts = n_answers.div_ceil(n_samples);
@@ -137,7 +138,7 @@ fn engine_settings(task: &RlTask<'_>) -> EngineSettings {
     }
     let prompts = task.train.prompts.iter().chain(task.val.prompts);
     let longest_prompt = prompts.map(Vec::len).max().unwrap_or(0);
-    let room = Some(card_room(task.config, longest_prompt));
+    let room = Some(card_room(task.config, longest_prompt, task.mesh.data.world_size()));
     EngineSettings { prefix_life: PrefixLife::Call, room, ..EngineSettings::default() }
 }
 

@@ -7,7 +7,10 @@ use super::rollout::{Answer, Partial, Query, Timings};
 use super::{RlTask, sampling};
 use crate::TrainError;
 use querl_core::ports::{Environment, PolicyResponse};
-use querl_model::{Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SamplingSettings};
+use querl_model::{
+    Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SPLIT_MIX_STEP, SamplingSettings,
+    split_mix,
+};
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -88,7 +91,7 @@ fn part_of<'a>(queries: &'a [Query], ranks: &Ranks) -> &'a [Query] {
 }
 
 fn request<'a>(task: &RlTask<'_>, asking: &Asking<'a>, step: u64, query: &Query) -> GenerationRequest<'a> {
-    let seed = mix(&[task.seed, step, query.row as u64, query.first_sample as u64]);
+    let seed = seed_of(&[task.seed, step, query.row as u64, query.first_sample as u64]);
     GenerationRequest { prompt: &asking.data.prompts[query.row], seed, n: asking.n_samples }
 }
 
@@ -132,14 +135,9 @@ fn score(
     Ok((answers.collect(), timings))
 }
 
-/// One seed out of several numbers (the finaliser of SplitMix64, applied in turn).
-fn mix(parts: &[u64]) -> u64 {
-    parts.iter().fold(0x9e37_79b9_7f4a_7c15, |state, part| {
-        let mut z = (state ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    })
+/// One seed out of several numbers: SplitMix, to which each is added in turn.
+fn seed_of(parts: &[u64]) -> u64 {
+    parts.iter().fold(SPLIT_MIX_STEP, |state, part| split_mix((state ^ part).wrapping_add(SPLIT_MIX_STEP)))
 }
 
 /// Makes parts on this thread until there is none, and finishes each on another thread, in order, while the next is made.

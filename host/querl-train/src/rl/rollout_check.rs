@@ -43,8 +43,8 @@ const CHECK_STREAM: u64 = 0x524f_4c4c_4f55_5421;
 /// with. Gives the mean difference as `rollout_probs_diff`, the largest as `rollout_probs_diff_max`; nothing of no rollouts.
 ///
 /// # Errors
-/// The mean is above 1e-4 or not a number, the largest above 1e-2, or a response has more or fewer log-probabilities than
-/// tokens; the step is named.
+/// The mean is above 1e-4 (on a card 5e-2) or not a number, the largest above 1e-2 (on a card 2.0), or a response has more or fewer
+/// log-probabilities than tokens; the step is named.
 ///
 /// Source: verl `calculate_debug_metrics` (there, of probabilities).
 pub(super) fn check_rollout(

@@ -152,7 +152,7 @@ impl<'a> Run<'a> {
     /// Writes a checkpoint, then `best` if it is due: where a kill comes between the two, the checkpoint makes up for it.
     pub(super) fn save(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let started = Instant::now();
-        check_same(self.task.mesh, "rl", self.standing.step, self.task.policy.vars())?;
+        check_same(self.task.mesh, "rl", self.standing.step, &self.learner.trained(self.task.policy))?;
         if self.is_kept() {
             let state = self.state(sink)?;
             self.store.as_ref().map_or(Ok(()), |store| store.write(self.standing.step, &state))?;
@@ -425,3 +425,6 @@ fn roll_out(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -79,6 +79,10 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
     check(task)?;
     let plan = Plan::new(task.config, task.train.len());
     let mut fit = Fit::begin(task, sink)?;
+    // Memory may have been lacking between the last step and the newest adapter.
+    if fit.course.step > 0 && fit.course.unfinished.is_none() && fit.is_done(&plan) {
+        save_policy(task.mesh, task.policy, &task.output_dir.join(LAST), task.base_path)?;
+    }
 
     while fit.course.unfinished.is_some() || !fit.is_done(&plan) {
         // A step whose evaluation lacked memory is there already.

@@ -16,6 +16,7 @@ use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::Retriever;
 use querl_core::run_dir::RunDir;
 use querl_data::{Account, AnswerCache, Outside, open_retriever};
+use querl_model::CardUse;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -65,7 +66,8 @@ impl Run {
         let place = match last >= StageName::Sft {
             true => {
                 training::preflight(&config)?;
-                Place::choose(&config)?
+                let card_use = if last >= StageName::Rl { CardUse::Answers } else { CardUse::Training };
+                Place::choose(&config, card_use)?
             }
             false => Place::here(),
         };

@@ -28,12 +28,12 @@ pub fn name(config: &TeacherConfig) -> String {
 /// Whether the model's folder can be used.
 ///
 /// # Errors
-/// A file is missing or damaged, or the architecture is not supported.
+/// A file is missing or damaged, the architecture is not supported, or a card cannot have its heads answer.
 pub fn check(run: &Run) -> anyhow::Result<()> {
     let path = folder(run)?;
     TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
     querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
-    Ok(())
+    Ok(run.place.check_answers_of("teacher.model_path", path)?)
 }
 
 fn folder(run: &Run) -> anyhow::Result<&Path> {
@@ -108,7 +108,7 @@ fn completion(answered: Answered, n_prompt_tokens: usize) -> Result<Completion, 
         prompt_tokens: Some(n_prompt_tokens as u64),
         completion_tokens: Some(u64::from(answered.n_tokens)),
         cost: Some(0.0),
-        latency_ms: Some(answered.latency_ms),
+        latency_ms: answered.latency_ms,
         source: None,
     })
 }

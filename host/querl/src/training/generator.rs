@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 pub struct Generation {
     /// The answer.
     pub response: PolicyResponse,
-    /// Wall-clock time to write it, in milliseconds.
-    pub latency_ms: f64,
+    /// Wall-clock time to write it, in milliseconds; `None` where that is no time that a user would wait.
+    pub latency_ms: Option<f64>,
 }
 
 /// What takes the answers.

@@ -23,7 +23,7 @@ use std::time::Instant;
 /// Makes the model and measures what is asked for. A part that cannot be measured, for want of memory above all, is left out with
 /// the reason, and the others are measured; where somebody says stop, what was measured is the result.
 pub(super) fn measure(job: &Job, device: Device, measuring: &Measuring, host: &dyn Host) -> Result<Outcome, JobError> {
-    let shapes = DecoderConfig::of_shape(&measuring.shape).ok_or_else(|| no_shape(&measuring.shape))?;
+    let shapes = Measuring::shapes_of(&measuring.shape)?;
     let place = place(device)?;
     let started = Instant::now();
     let decoder = Decoder::random(shapes.clone(), job.seed, job.model.dtype, &place)?;
@@ -104,12 +104,6 @@ impl Bench<'_> {
         let (shapes, model) = (self.decoder.config().clone(), self.job.model.clone());
         Plan::new(&Asked { shapes, model, stage, types: types(self.device), n_devices: 1 }).total()
     }
-}
-
-fn no_shape(name: &str) -> Failure {
-    let known: Vec<&str> = DecoderConfig::shape_names().collect();
-    let message = format!("there is no shape `{name}`; expected one of {}, or tiny", known.join(", "));
-    Failure { ending: Ending::Usage, message }
 }
 
 fn types(device: Device) -> Types {

@@ -3,7 +3,7 @@
 use super::{Bench, Kept, nothing, rows, usage};
 use crate::memory::Stage;
 use crate::work::{Shown, lora};
-use crate::{JobError, Measuring, Optimised, Spread};
+use crate::{JobError, Measuring, MemoryUse, Optimised, Spread};
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
@@ -16,7 +16,7 @@ const SCORER: &str = "a stand-in: every answer gets the same score at once";
 
 /// Whole iterations, each on a batch of its own.
 pub(super) fn measure(bench: &Bench<'_>) -> Result<Optimised, JobError> {
-    let (job, measuring) = (bench.job, bench.measuring);
+    let (model, measuring) = (&bench.job.model, bench.measuring);
     let config = RlConfig {
         max_steps: measuring.repeats + 1,
         eval_steps: usize::MAX,
@@ -24,6 +24,24 @@ pub(super) fn measure(bench: &Bench<'_>) -> Result<Optimised, JobError> {
         n_samples: 1,
         ..measuring.rl.clone()
     };
+    let (kept, memory) = run(bench, &config)?;
+    let parts_s = parts(&kept);
+    Ok(Optimised {
+        answers: config.batch_size,
+        epochs: config.ppo_epochs,
+        updates: config.batch_size.div_ceil(config.mini_batch_size.max(1)) * config.ppo_epochs,
+        max_new_tokens: config.max_new_tokens,
+        scorer: SCORER.into(),
+        iteration_s: parts_s.get("step").copied().ok_or_else(nothing)?,
+        parts_s,
+        tokens_per_pass: model.tokens_per_pass,
+        gradient_checkpointing: model.gradient_checkpointing,
+        memory,
+    })
+}
+
+fn run(bench: &Bench<'_>, config: &RlConfig) -> Result<(Kept, MemoryUse), JobError> {
+    let (job, measuring) = (bench.job, bench.measuring);
     let vocab_size = bench.decoder.config().vocab_size;
     let prompts = rows::prompts(config.batch_size, &measuring.lengths, vocab_size, job.seed);
     let longest_prompt = prompts.iter().map(Vec::len).max().unwrap_or_default();
@@ -38,7 +56,7 @@ pub(super) fn measure(bench: &Bench<'_>) -> Result<Optimised, JobError> {
         tokenizer: &tokenizer(measuring)?,
         train: RlData { prompts: &prompts, environment: &SameScore },
         val: RlData { prompts: &prompts[..1], environment: &SameScore },
-        config: &config,
+        config,
         tokens_per_pass: job.model.tokens_per_pass,
         gradient_checkpointing: job.model.gradient_checkpointing,
         critic_lora: lora(&measuring.sft),
@@ -52,21 +70,7 @@ pub(super) fn measure(bench: &Bench<'_>) -> Result<Optimised, JobError> {
     let mut kept = Kept::new();
     rl::train(&task, &mut kept)?;
     let stage = Stage::Rl { config: Box::new(config.clone()), lora: measuring.sft.clone(), longest_prompt };
-    let memory = usage::end(bench, stage)?;
-    let parts_s = parts(&kept);
-    let n_updates = config.batch_size.div_ceil(config.mini_batch_size.max(1)) * config.ppo_epochs;
-    Ok(Optimised {
-        answers: config.batch_size,
-        epochs: config.ppo_epochs,
-        updates: n_updates,
-        max_new_tokens: config.max_new_tokens,
-        scorer: SCORER.into(),
-        iteration_s: parts_s.get("step").copied().ok_or_else(nothing)?,
-        parts_s,
-        tokens_per_pass: job.model.tokens_per_pass,
-        gradient_checkpointing: job.model.gradient_checkpointing,
-        memory,
-    })
+    Ok((kept, usage::end(bench, stage)?))
 }
 
 /// Seconds by their names; the first iteration brings code and memory and does not count, evaluations are no iterations.

@@ -15,7 +15,8 @@ struct Rollouts<'a> {
     prompts: Vec<Vec<u32>>,
     n_samples: usize,
     version: u64,
-    n_tokens: usize,
+    /// Of each call's answers: other versions write other answers.
+    n_tokens: Vec<usize>,
 }
 
 impl Rollouts<'_> {
@@ -27,7 +28,7 @@ impl Rollouts<'_> {
         let requests: Vec<_> = self.prompts.iter().map(Vec::as_slice).enumerate().map(request).collect();
         self.engine.set_policy(Some(&self.adapter), self.version)?;
         let answers = self.engine.generate(&requests, Decoding::Sample, sampling, &self.tokenizer)?;
-        self.n_tokens = answers.iter().flatten().map(|answer| answer.token_ids.len()).sum();
+        self.n_tokens.push(answers.iter().flatten().map(|answer| answer.token_ids.len()).sum());
         Ok(())
     }
 
@@ -51,24 +52,23 @@ pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
         prompts: rows::prompts(n_prompts, &measuring.lengths, bench.decoder.config().vocab_size, job.seed),
         n_samples,
         version: 0,
-        n_tokens: 0,
+        n_tokens: Vec::new(),
     };
     let whole = sampling(&measuring.rl);
     let first = SamplingSettings { max_new_tokens: 1, min_new_tokens: whole.min_new_tokens.min(1), ..whole.clone() };
     let first_s = times(bench.place, measuring.repeats, || rollouts.answer(&first))?;
-    let seconds = times(bench.place, measuring.repeats, || rollouts.answer(&whole))?;
-    let (first_s, seconds) = (Spread::of(&first_s).ok_or_else(nothing)?, Spread::of(&seconds).ok_or_else(nothing)?);
+    rollouts.n_tokens.clear();
+    let whole_s = times(bench.place, measuring.repeats, || rollouts.answer(&whole))?;
+    let n_tokens = rollouts.n_tokens.split_off(1); // the first call is not counted
+    let (first_s, seconds) = (Spread::of(&first_s).ok_or_else(nothing)?, Spread::of(&whole_s).ok_or_else(nothing)?);
     // Answers may end before; the longest of them decides how many steps there are.
     let (n_answers, n_steps) = (n_prompts * n_samples, whole.max_new_tokens.saturating_sub(1).max(1));
     let kernels = kernel_times(bench.place, || rollouts.answer(&whole))?;
     // Where prompts take most of the time, its noise may exceed what decoding takes: then nothing is said of that.
-    let rest = |seconds: f64| seconds - first_s.median;
-    let decode_s = (rest(seconds.least) > 0.0).then_some(Spread {
-        median: rest(seconds.median),
-        least: rest(seconds.least),
-        most: rest(seconds.most),
-        n: seconds.n,
-    });
+    let decode_s: Vec<f64> = whole_s.iter().map(|seconds| seconds - first_s.median).collect();
+    let has_decoded = decode_s.iter().all(|seconds| *seconds > 0.0);
+    let decode_s = if has_decoded { decode_s } else { Vec::new() };
+    let n_decoded: Vec<usize> = n_tokens.iter().map(|n| n.saturating_sub(n_answers)).collect();
     let (shapes, value_bytes) = (bench.decoder.config(), types(bench.device).value_bytes);
     let n_cached = rollouts.different_tokens(measuring.lengths.shared, whole.max_new_tokens / 2);
     let step_bytes = weight_bytes(shapes, job.model.dtype) + n_cached as u64 * token_bytes(shapes, value_bytes);
@@ -77,12 +77,31 @@ pub(super) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
         prompts: n_prompts,
         max_new_tokens: whole.max_new_tokens,
         seconds,
-        tokens_per_s: seconds.rate(rollouts.n_tokens as f64),
-        decode_tokens_per_s: decode_s.map(|time| time.rate(rollouts.n_tokens.saturating_sub(n_answers) as f64)),
+        tokens_per_s: rates(&n_tokens, &whole_s).ok_or_else(nothing)?,
+        decode_tokens_per_s: rates(&n_decoded, &decode_s),
         step_bytes,
-        share_of_bandwidth: decode_s
+        share_of_bandwidth: Spread::of(&decode_s)
             .map(|time| step_bytes as f64 * n_steps as f64 / time.median / ceilings.copy.median),
         cache_bytes: rollouts.engine.cache_memory().peak_bytes as u64,
         kernels,
     })
+}
+
+/// What each repetition wrote over its seconds.
+fn rates(n_tokens: &[usize], seconds: &[f64]) -> Option<Spread> {
+    let rate = |(n, seconds): (&usize, &f64)| *n as f64 / seconds;
+    Spread::of(&n_tokens.iter().zip(seconds).map(rate).collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The symptom: the tokens of the last repetition stood over the seconds of all.
+    #[test]
+    fn a_rate_is_of_the_tokens_that_were_written_in_that_time() {
+        let rate = Spread { median: 15.0, least: 10.0, most: 20.0, n: 3 };
+        assert_eq!(rates(&[10, 30, 40], &[1.0, 2.0, 2.0]), Some(rate));
+        assert_eq!(rates(&[10, 30], &[]), None);
+    }
 }

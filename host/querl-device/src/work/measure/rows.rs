@@ -1,6 +1,7 @@
 //! Rows of random tokens, all of which begin alike.
 
 use crate::Lengths;
+use querl_model::{SPLIT_MIX_STEP, split_mix};
 use querl_train::Example;
 
 /// Tokens below are special in the tokenizers that are made for measurements.
@@ -9,15 +10,13 @@ const FIRST_TOKEN: u64 = 3;
 /// Ends an answer.
 const END: u32 = 2;
 
-/// Numbers that follow from a seed (SplitMix64).
+/// Numbers that follow from a seed: SplitMix.
 struct Draw(u64);
 
 impl Draw {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0 = self.0.wrapping_add(SPLIT_MIX_STEP);
+        split_mix(self.0)
     }
 
     fn below(&mut self, n: u64) -> u64 {
@@ -34,7 +33,7 @@ pub(super) fn examples(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64
     let mut draw = Draw(seed);
     let shared: Vec<u32> = (0..lengths.shared).map(|_| draw.token(vocab_size)).collect();
     let example = |index: usize| {
-        let mut draw = Draw(seed ^ (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut draw = Draw(seed ^ (index as u64 + 1).wrapping_mul(SPLIT_MIX_STEP));
         let n_own = lengths.own_least + draw.below((lengths.own_most - lengths.own_least) as u64 + 1) as usize;
         let own = (0..n_own).map(|_| draw.token(vocab_size)).collect::<Vec<_>>();
         let mut response: Vec<u32> = (1..lengths.answer).map(|_| draw.token(vocab_size)).collect();

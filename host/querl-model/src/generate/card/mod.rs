@@ -46,7 +46,7 @@ use super::sizes::Sizes;
 use super::units::Unit;
 use crate::decoder::TensorParallel;
 use crate::device::{CacheShape, Gpu, SamplingRules};
-use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError};
+use crate::{CardUse, Decoder, DecoderConfig, LoraAdapter, ModelError, Place};
 use graphs::Graphs;
 use places::{Cache, Places};
 use step::Step;
@@ -74,13 +74,8 @@ impl CardPolicy {
         decoder: &Decoder,
         adapter: Option<&LoraAdapter>,
     ) -> Result<Self, ModelError> {
-        let head_dim = decoder.config().head_dim;
-        if !head_dim.is_multiple_of(8) || head_dim > 128 {
-            let message = format!(
-                "a card writes answers of models with heads of a multiple of 8 up to 128, not heads of {head_dim}"
-            );
-            return Err(ModelError::Generation(format!("{message}; set `device = \"cpu\"`")));
-        }
+        Place::check_card_heads(decoder.config().head_dim, CardUse::Answers)
+            .map_err(|error| ModelError::Generation(format!("{error}; set `device = \"cpu\"`")))?;
         let (of_tensors, gpu) = (gpu.clone(), gpu.beside()?);
         let weights = CardWeights::new(&gpu, &of_tensors, decoder, adapter)?;
         let (config, parallel) = (decoder.local_config().clone(), decoder.parallel().clone());

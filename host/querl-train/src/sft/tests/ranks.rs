@@ -124,6 +124,30 @@ fn memory_that_one_rank_lacks_ends_both_with_what_was_done_saved() {
     }
 }
 
+/// The symptom: the first rank had taken the last step when another lacked memory in it. The next try found nothing left to do, and
+/// the newest adapter was never written.
+#[test]
+fn memory_that_another_rank_lacks_in_the_last_step_costs_no_adapter() {
+    let without_val = || Setting { val: Vec::new(), ..Setting::new(config()) };
+    let [unbroken, broken] = [(), ()].map(|()| without_val());
+    let (mut expected, never) = (Recorder::default(), AtomicBool::new(false));
+    unbroken.with_ranks(2, adapted, &mut expected, &never, |_| {}).unwrap();
+    let mut sink = Recorder::default();
+    let arm = |rank: usize| {
+        if rank == 1 {
+            fault::arm(18, "clip")
+        }
+    };
+    let failures = broken.with_ranks(2, adapted, &mut sink, &never, arm).map(drop).unwrap_err();
+    let first = failures.iter().find(|failure| failure.rank() == 0).unwrap();
+    let RankFailure::Failed { error, .. } = first else { panic!("{first}") };
+    assert!(matches!(error, TrainError::OutOfMemory { saved: Some(18), .. }), "{error}");
+    assert!(!broken.folder.path().join(LAST).exists());
+    broken.with_ranks(2, adapted, &mut sink, &never, |_| {}).unwrap();
+    assert_eq!(sink.0, expected.0);
+    assert!(broken.results() == unbroken.results());
+}
+
 #[test]
 fn a_rank_that_panics_ends_the_others_with_its_words() {
     let setting = Setting::new(config());

@@ -1,6 +1,6 @@
 //! `querl model init`: a model of random weights, of any shape.
 
-use super::measure::{dtype, place, print, random_job, usage_of};
+use super::measure::{dtype, place, print, random_job, shapes_of};
 use super::usage;
 use crate::cli::Format;
 use crate::terminal;
@@ -27,7 +27,7 @@ pub(crate) struct InitArgs {
     /// Where it is made: cpu, cuda:N, or auto
     #[arg(long, value_name = "DEVICE", default_value = "auto", conflicts_with = "out")]
     device: String,
-    /// How the weights are stored: f32, bf16, f16; with --no-save int8 and nf4 too
+    /// How the weights are stored: f32, bf16, f16; with --no-save int8, fp8 and nf4 too
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = dtype)]
     dtype: BaseDtype,
     /// Decides the weights
@@ -45,10 +45,10 @@ pub(crate) struct InitArgs {
 /// # Errors
 /// There is no such shape or device, the model does not fit, or the folder cannot be written.
 pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
-    let shapes = DecoderConfig::of_shape(&args.shape).ok_or_else(|| usage_of(&args.shape))?;
+    let shapes = shapes_of(&args.shape)?;
     match &args.out {
         Some(out) => write(args, &shapes, out),
-        None => make(args),
+        None => make(args, &shapes),
     }
 }
 
@@ -64,7 +64,7 @@ fn write(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::Result<
         }
     };
     querl_model::set_threads(args.threads);
-    let settings = ExportSettings { dtype: Some(dtype), max_shard_bytes: 5_000_000_000 };
+    let settings = ExportSettings { dtype: Some(dtype), max_shard_bytes: ExportSettings::SHARD_BYTES };
     let written = write_random_model(shapes, args.seed, out, &settings)?;
     if args.format.json {
         let result = json!({
@@ -79,8 +79,8 @@ fn write(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::Result<
     Ok(())
 }
 
-fn make(args: &InitArgs) -> anyhow::Result<()> {
-    let place = place(&args.device, args.dtype)?;
+fn make(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
+    let place = place(&args.device, args.dtype, shapes)?;
     let parts: [Part; 0] = [];
     let job = random_job(&place, &args.shape, args.dtype, args.seed, args.threads, &parts);
     let Measured { shape, device, dtype, parameters, base_bytes, made_s, .. } =

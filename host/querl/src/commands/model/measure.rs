@@ -4,13 +4,13 @@ mod shown;
 
 use super::usage;
 use crate::cli::Format;
-use crate::device::Place;
+use crate::device::{Needs, Place};
 use crate::failure::Stop;
 use clap::{Args, ValueEnum};
 use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
 use querl_device::memory::Types;
 use querl_device::{Job, Lengths, Measuring, Part, Work};
-use querl_model::DecoderConfig;
+use querl_model::{CardUse, DecoderConfig};
 use serde::Serialize;
 use std::io::Write;
 use std::path::PathBuf;
@@ -110,8 +110,8 @@ pub(super) fn dtype(text: &str) -> Result<BaseDtype, String> {
 /// # Errors
 /// There is no such shape or device, nothing of what was asked for could be measured, or the user said stop.
 pub(crate) fn run(args: &MeasureArgs) -> anyhow::Result<()> {
-    check(args)?;
-    let place = place(&args.device, args.dtype)?;
+    let shapes = check(args)?;
+    let place = place(&args.device, args.dtype, &shapes)?;
     let mut parts: Vec<Part> = args.what.iter().map(|name| Part::from(*name)).collect();
     parts.sort();
     parts.dedup();
@@ -138,8 +138,8 @@ fn interrupted() -> Result<(), Stop> {
     }
 }
 
-fn check(args: &MeasureArgs) -> Result<(), Stop> {
-    DecoderConfig::of_shape(&args.shape).ok_or_else(|| usage_of(&args.shape))?;
+fn check(args: &MeasureArgs) -> Result<DecoderConfig, Stop> {
+    let shapes = shapes_of(&args.shape)?;
     let counts = [
         ("--repeats", args.repeats),
         ("--rows", args.rows),
@@ -157,19 +157,18 @@ fn check(args: &MeasureArgs) -> Result<(), Stop> {
         return Err(usage(format!("{name} is 0; expected at least 1")));
     }
     match args.own_tokens[..] {
-        [least, most] if least <= most => Ok(()),
+        [least, most] if least <= most => Ok(shapes),
         _ => Err(usage("--own-tokens: expected the fewest and the most, in this order")),
     }
 }
 
-/// What a name that is no shape is answered with.
-pub(super) fn usage_of(shape: &str) -> Stop {
-    let known: Vec<&str> = DecoderConfig::shape_names().collect();
-    usage(format!("there is no shape {shape:?}; expected one of {}, or tiny", known.join(", ")))
+/// The shapes that a name stands for.
+pub(super) fn shapes_of(name: &str) -> Result<DecoderConfig, Stop> {
+    Measuring::shapes_of(name).map_err(Stop::of)
 }
 
-/// The device that a name stands for, if it can have a base of that storage.
-pub(super) fn place(device: &str, dtype: BaseDtype) -> Result<Place, Stop> {
+/// The device that a name stands for, if it can have a base of that storage and those shapes.
+pub(super) fn place(device: &str, dtype: BaseDtype, shapes: &DecoderConfig) -> Result<Place, Stop> {
     let model = ModelConfig {
         path: PathBuf::new(),
         dtype,
@@ -177,7 +176,8 @@ pub(super) fn place(device: &str, dtype: BaseDtype) -> Result<Place, Stop> {
         gradient_checkpointing: false,
         tensor_parallel: 1,
     };
-    Place::of(device, &model, &SftConfig::default())
+    let (sft, head_dim, card_use) = (&SftConfig::default(), Some(shapes.head_dim), CardUse::Answers);
+    Place::of(device, &Needs { model: &model, sft, head_dim, card_use })
 }
 
 /// A measurement with the usual settings; rows of about 280 tokens, as rewriting a query with a system prompt has.
