@@ -70,6 +70,9 @@ struct Input<'a, S: Steps> {
 /// Gradients of the input, where it is wanted, and of a layer's tensors in the order of [`FusedLayer::tensors`].
 type Gradients<S> = (Option<<S as Steps>::Sums>, Vec<Option<<S as Steps>::Sums>>);
 
+/// Of queries, keys and values, and of the norms of the first two.
+type AttendedGradients<S> = ([<S as Steps>::Values; 3], [Option<<S as Steps>::Sums>; 2]);
+
 impl FusedLayer {
     /// `None` where a layer must be composed of single operations, on the CPU with dropout or magnitudes; and where full fine-tuning has so few
     /// rows that a joined copy of the weights would take more memory than it saves. On a card there are no such operations.
@@ -197,25 +200,13 @@ impl FusedLayer {
         x: Input<'_, S>,
         grad: &S::SumSlice,
     ) -> TensorResult<Gradients<S>> {
-        let (rows, query_rows, eps) = (&self.rows, self.query_rows(), self.rows.eps as f32);
-        let [q, k, v, o, ..] = &self.linears;
+        let ([q, k, v, ..], eps) = (&self.linears, self.rows.eps as f32);
         let mut found: [S::Found; 7] = Default::default();
 
         // The feed-forward part and its norm.
         let (dresidual, dpost_norm) = self.feed_forward_gradients(steps, kept, grad, &mut found)?;
         // Attention, turned and normed queries and keys.
-        let of_o = steps.values(&dresidual)?;
-        [found[O]] = steps.low_gradients([(o, &of_o)])?;
-        let trained = Trained { linear: o, x: &*kept.attended, low: &*kept.low[O], grad: &*of_o, found: &mut found[O] };
-        steps.parameter_gradients([trained])?;
-        let dattended = steps.input_gradient(o, &of_o, &found[O])?;
-        drop(of_o);
-        let qkv = [&*kept.q, &*kept.k, &*kept.v];
-        let [dq, dk, dv] = steps.attention_gradients(query_rows, qkv, &kept.attended, &kept.log_sums, &dattended)?;
-        let (q_norm, k_norm) = self.qk_norms();
-        let (q_raw, k_raw) = kept.before_norm.as_ref().map(|(q, k)| (&**q, &**k)).unzip();
-        let (dq, dq_norm) = steps.turned_gradients(q_raw, q_norm, query_rows, &dq)?;
-        let (dk, dk_norm) = steps.turned_gradients(k_raw, k_norm, rows, &dk)?;
+        let ([dq, dk, dv], of_norms) = self.attended_gradients(steps, kept, &dresidual, &mut found[O])?;
         // Projections and the input's norm.
         let (width, wanted) = (self.input_norm.dims1()?, self.wanted.as_ref());
         let input = steps.normed(x.values, &self.input_norm, eps)?;
@@ -241,12 +232,42 @@ impl FusedLayer {
 
         let mut all = vec![dinput_norm, dpost_norm];
         if self.qk_norm.is_some() {
-            all.extend([dq_norm, dk_norm]);
+            all.extend(of_norms);
         }
         for (index, found) in found.into_iter().enumerate() {
             all.extend(self.gradients_of(steps, index, found)?.into_iter().map(Some));
         }
         Ok((dx, all))
+    }
+
+    /// Gradients of what was projected to queries, keys and values, and of the weights of the norms of queries and keys, for the
+    /// gradient `grad` of the residual behind attention.
+    fn attended_gradients<S: Steps>(
+        &self,
+        steps: &S,
+        kept: &Kept<S>,
+        grad: &S::SumSlice,
+        found: &mut S::Found,
+    ) -> TensorResult<AttendedGradients<S>> {
+        let (o, query_rows) = (&self.linears[O], self.query_rows());
+        let of_o = steps.values(grad)?;
+        [*found] = steps.low_gradients([(o, &of_o)])?;
+        steps.parameter_gradients([Trained {
+            linear: o,
+            x: &*kept.attended,
+            low: &*kept.low[O],
+            grad: &*of_o,
+            found: &mut *found,
+        }])?;
+        let dattended = steps.input_gradient(o, &of_o, found)?;
+        drop(of_o);
+        let qkv = [&*kept.q, &*kept.k, &*kept.v];
+        let [dq, dk, dv] = steps.attention_gradients(query_rows, qkv, &kept.attended, &kept.log_sums, &dattended)?;
+        let (q_norm, k_norm) = self.qk_norms();
+        let (q_raw, k_raw) = kept.before_norm.as_ref().map(|(q, k)| (&**q, &**k)).unzip();
+        let (dq, dq_norm) = steps.turned_gradients(q_raw, q_norm, query_rows, &dq)?;
+        let (dk, dk_norm) = steps.turned_gradients(k_raw, k_norm, &self.rows, &dk)?;
+        Ok(([dq, dk, dv], [dq_norm, dk_norm]))
     }
 
     /// What was found for a linear layer's tensors. Of A and B the one that every rank has whole gets the sum of what the ranks
