@@ -126,6 +126,9 @@ pub trait PairScorer: Send + Sync {
     /// # Errors
     /// The model failed.
     fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError>;
+
+    /// Stands for everything that decides a number.
+    fn digest(&self) -> &str;
 }
 
 /// What a prompt is made for.

@@ -27,11 +27,7 @@ pub fn open_judge(
         JudgeKind::Openai => {
             let client = ChatClient::open("judge", config.endpoint(), outside)?;
             let shelf = outside.shelf(CacheTable::Judgements, client.provider(), &client.identity());
-            let inner = Arc::new(OpenAiJudge(client));
-            Ok(Some(match shelf {
-                Some(shelf) => Arc::new(CachedJudge { inner, shelf }),
-                None => inner,
-            }))
+            Ok(Some(Arc::new(CachedJudge { inner: Arc::new(OpenAiJudge(client)), shelf })))
         }
         JudgeKind::Rubric => {
             let path = retrieval.lexicon.as_deref().ok_or_else(|| {

@@ -1,7 +1,7 @@
 //! What all calls to outside services of one run share.
 
 use crate::account::Account;
-use crate::cache::{AnswerCache, CacheTable, Shelf};
+use crate::cache::{AnswerCache, CacheTable, Flights, Shelf};
 use querl_core::config::CallsConfig;
 use serde::Serialize;
 use std::sync::Arc;
@@ -12,7 +12,9 @@ use std::time::Duration;
 pub struct Outside {
     pub(crate) config: CallsConfig,
     pub(crate) account: Arc<Account>,
-    cache: Option<Arc<AnswerCache>>,
+    pub(crate) cache: Option<Arc<AnswerCache>>,
+    /// What is being asked right now.
+    pub(crate) flights: Arc<Flights>,
     /// How long what retrieval found is believed; a knowledge base changes.
     retrieval_ttl: Duration,
 }
@@ -40,11 +42,10 @@ impl Outside {
         &self.account
     }
 
-    /// Where the answers of `provider` are kept; `None` without a cache. `identity` is everything beside the question that an
-    /// answer depends on.
-    pub(crate) fn shelf(&self, table: CacheTable, provider: &str, identity: &impl Serialize) -> Option<Shelf> {
+    /// Where the answers of `provider` are kept and shared. `identity` is everything beside the question that an answer depends on.
+    pub(crate) fn shelf(&self, table: CacheTable, provider: &str, identity: &impl Serialize) -> Shelf {
         let max_age = (table == CacheTable::Retrievals).then_some(self.retrieval_ttl);
-        Some(Shelf::new(self.cache.clone()?, self.account.clone(), table, provider, identity, max_age))
+        Shelf::new(self, table, provider, identity, max_age)
     }
 }
 

@@ -168,6 +168,10 @@ impl PairScorer for Overlap {
         let share = |text: &&str| text.chars().filter(|character| query.contains(*character)).count() as f64 / 4.0;
         Ok(texts.iter().map(share).collect())
     }
+
+    fn digest(&self) -> &str {
+        "overlap"
+    }
 }
 
 #[tokio::test]

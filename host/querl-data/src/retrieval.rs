@@ -11,6 +11,7 @@ use async_trait::async_trait;
 use querl_core::config::{EmbeddingConfig, RerankConfig, RerankKind, RetrievalConfig, RetrievalKind, ServiceKind};
 use querl_core::ports::{Embedder, PairScorer, RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit};
+use serde::Serialize;
 use std::sync::Arc;
 
 /// How much a search may return.
@@ -74,16 +75,30 @@ pub fn open_retriever(
     let retriever = Arc::new(Limited { search, limits: SearchLimits::of(config) });
     Ok(match config.kind {
         RetrievalKind::Embedded => retriever,
-        RetrievalKind::Http => cached(retriever, config, tenant, outside),
+        RetrievalKind::Http => cached(retriever, config, tenant, models, outside),
     })
 }
 
-/// What a service finds depends on the whole section, limits of calls aside.
-fn cached(inner: Arc<dyn Retriever>, config: &RetrievalConfig, tenant: &str, outside: &Outside) -> Arc<dyn Retriever> {
+/// Behind the cache.
+fn cached(
+    inner: Arc<dyn Retriever>,
+    config: &RetrievalConfig,
+    tenant: &str,
+    models: &LocalModels,
+    outside: &Outside,
+) -> Arc<dyn Retriever> {
+    let shelf = outside.shelf(CacheTable::Retrievals, "retrieval", &identity(config, tenant, models));
+    Arc::new(CachedRetriever { inner, shelf })
+}
+
+/// What the answers of a service depend on: the whole section, but for limits of calls and what only an embedded index reads, with
+/// models by what they are in place of where they are.
+fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> impl Serialize {
     let unlimited = RerankConfig::default();
     let rerank = RerankConfig {
         api_key_env: String::new(),
         api_key_file: None,
+        path: None,
         batch_size: unlimited.batch_size,
         max_concurrent: unlimited.max_concurrent,
         requests_per_minute: None,
@@ -95,6 +110,7 @@ fn cached(inner: Arc<dyn Retriever>, config: &RetrievalConfig, tenant: &str, out
     let embedding = EmbeddingConfig {
         api_key_env: String::new(),
         api_key_file: None,
+        path: None,
         max_concurrent: unlimited.max_concurrent,
         requests_per_minute: None,
         timeout_s: unlimited.timeout_s,
@@ -104,6 +120,12 @@ fn cached(inner: Arc<dyn Retriever>, config: &RetrievalConfig, tenant: &str, out
     let answering = RetrievalConfig {
         api_key_env: String::new(),
         api_key_file: None,
+        knowledge_base: None,
+        lexicon: None,
+        user_dictionary: None,
+        synonyms: None,
+        index_dir: None,
+        indexes_kept: 0,
         max_concurrent: 1,
         requests_per_minute: None,
         timeout_s: 1.0,
@@ -112,10 +134,9 @@ fn cached(inner: Arc<dyn Retriever>, config: &RetrievalConfig, tenant: &str, out
         embedding,
         ..config.clone()
     };
-    match outside.shelf(CacheTable::Retrievals, "retrieval", &(tenant, answering)) {
-        Some(shelf) => Arc::new(CachedRetriever { inner, shelf }),
-        None => inner,
-    }
+    let embedder = models.embedder.as_ref().map(|model| (model.digest().to_owned(), model.query_prefix().to_owned()));
+    let scorer = models.scorer.as_ref().map(|model| model.digest().to_owned());
+    (tenant.to_owned(), answering, embedder, scorer)
 }
 
 /// Opens the retrieval that the configuration names, for one tenant.
@@ -176,3 +197,7 @@ impl Retriever for Limited {
         self.search.name()
     }
 }
+
+#[cfg(test)]
+#[path = "retrieval_tests.rs"]
+mod tests;

@@ -67,11 +67,7 @@ fn open_first(config: &TeacherConfig, outside: &Outside) -> Result<Arc<dyn Teach
 fn open_openai(section: &str, endpoint: EndpointConfig, outside: &Outside) -> Result<Arc<dyn Teacher>, DataError> {
     let client = ChatClient::open(section, endpoint, outside)?;
     let shelf = outside.shelf(CacheTable::Rewrites, client.provider(), &client.identity());
-    let inner = Arc::new(OpenAiTeacher(client));
-    Ok(match shelf {
-        Some(shelf) => Arc::new(CachedTeacher { inner, shelf }),
-        None => inner,
-    })
+    Ok(Arc::new(CachedTeacher { inner: Arc::new(OpenAiTeacher(client)), shelf }))
 }
 
 /// A teacher with another one behind it, whom the stage asks for rows that the first failed on.

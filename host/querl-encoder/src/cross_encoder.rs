@@ -15,6 +15,7 @@ pub struct CrossEncoder {
     backbone: Backbone,
     head: Head,
     tokens: Tokens,
+    digest: String,
 }
 
 /// Two layers over the first token's state, with the hyperbolic tangent between them. BERT calls the first its pooler.
@@ -37,12 +38,13 @@ impl CrossEncoder {
             let problem = format!("has {n_labels} labels; a reranker has 1");
             return Err(EncoderError::file(&directory.path("config.json"), problem));
         }
-        let weights = directory.weights()?;
+        let (max_length, weights) = (directory.max_length(max_length)?, directory.weights()?);
         Ok(Self {
             backbone: Backbone::load(&directory, &weights)?,
             head: Head::load(&directory, &weights)
                 .map_err(|error| EncoderError::file(&directory.path("model.safetensors"), error))?,
-            tokens: Tokens::open(&directory, directory.max_length(max_length)?)?,
+            tokens: Tokens::open(&directory, max_length)?,
+            digest: directory.digest(&[max_length.to_string()])?,
         })
     }
 
@@ -66,6 +68,10 @@ impl PairScorer for CrossEncoder {
     fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError> {
         let logits = self.logits(query, texts).map_err(|error| LocalModelError(error.to_string()))?;
         Ok(logits.into_iter().map(|logit| logistic(f64::from(logit))).collect())
+    }
+
+    fn digest(&self) -> &str {
+        &self.digest
     }
 }
 

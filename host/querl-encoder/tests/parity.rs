@@ -94,6 +94,20 @@ fn write(folder: &Path, file: &str, value: &Value) {
 }
 
 #[test]
+fn the_digest_of_a_reranker_is_of_its_files_and_where_texts_are_cut() {
+    let folder = copy("bert-reranker");
+    let digest = |cut| CrossEncoder::open(folder.path(), cut).unwrap().digest().to_owned();
+    let first = digest(None);
+    assert_eq!(first, CrossEncoder::open(&golden("bert-reranker"), None).unwrap().digest());
+    assert_ne!(first, digest(Some(16)));
+    let path = folder.path().join("model.safetensors");
+    let mut weights = std::fs::read(&path).unwrap();
+    *weights.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, weights).unwrap();
+    assert_ne!(first, digest(None));
+}
+
+#[test]
 fn the_digest_is_of_what_decides() {
     let folder = copy("bert-cls");
     let path = folder.path();

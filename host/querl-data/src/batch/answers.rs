@@ -1,8 +1,8 @@
 //! Answers of batches at their end, read a batch at a time.
 
-use super::BatchTeacher;
 use super::note::{Note, key};
-use crate::account::Bill;
+use super::{BatchTeacher, Use, question_id};
+use crate::account::Reservation;
 use crate::calls::Call;
 use crate::error::DataError;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
@@ -24,12 +24,14 @@ pub(crate) struct BatchAnswers<'a> {
 
 struct Read {
     batch: Option<usize>,
-    /// Lines of its files by the row's id.
+    /// Lines of its files by the question's id.
     lines: HashMap<String, String>,
-    /// Rows of all that was read so far without an answer that is of use.
+    /// Questions whose answer stands on the account.
+    charged: HashSet<u64>,
+    /// Questions of all that was read so far without an answer that is of use.
     failed: HashSet<u64>,
     /// Until a batch is read, the most that it may have cost is.
-    reserved: Vec<Option<Bill>>,
+    reserved: Vec<Option<Reservation>>,
 }
 
 impl<'a> BatchAnswers<'a> {
@@ -38,35 +40,37 @@ impl<'a> BatchAnswers<'a> {
         path: &Path,
         note: Note,
         ended: Vec<Value>,
-        reserved: Vec<Bill>,
+        reserved: Vec<Reservation>,
     ) -> Self {
         let reserved = reserved.into_iter().map(Some).collect();
-        let read = Read { batch: None, lines: HashMap::new(), failed: HashSet::new(), reserved };
+        let read =
+            Read { batch: None, lines: HashMap::new(), charged: HashSet::new(), failed: HashSet::new(), reserved };
         let places = note.places();
         Self { teacher, path: path.to_owned(), note, ended, places, read: Mutex::new(read) }
     }
 
-    /// The answer to a row; `None` where it is in no batch.
+    /// The answer to a prompt; `None` where it is in no batch.
     ///
     /// # Errors
     /// The files of its batch cannot be read.
     pub(crate) async fn of(
         &self,
-        id: &str,
         messages: &[Message],
     ) -> Result<Option<Result<Completion, CallFailure>>, CallFailure> {
-        let Some(index) = self.places.get(&key(id)).copied() else { return Ok(None) };
+        let id = question_id(messages);
+        let Some(index) = self.places.get(&key(&id)).copied() else { return Ok(None) };
         let mut read = self.read.lock().await;
         if read.batch != Some(index) {
             self.read(index, &mut read).await?;
         }
-        Ok(Some(match read.lines.get(id) {
-            Some(line) => self.teacher.answer(messages, line),
+        let is_first = read.charged.insert(key(&id));
+        Ok(Some(match read.lines.get(&id) {
+            Some(line) => self.teacher.answer(messages, line, if is_first { Use::First } else { Use::Again }),
             None => Err(self.missing(index)),
         }))
     }
 
-    /// Takes rows without an answer out of the note, so that the next run hands them over anew.
+    /// Takes questions without an answer out of the note, so that the next run hands them over anew.
     ///
     /// # Errors
     /// The note cannot be written.

@@ -11,16 +11,18 @@ mod note;
 
 pub(crate) use answers::BatchAnswers;
 
-use crate::account::{Account, Bill};
+use crate::account::{Account, Bill, Reservation};
 use crate::calls::{Call, CallLimits, Caller, Charge, Secret};
 use crate::chat::ChatClient;
 use crate::error::DataError;
 use crate::outside::Outside;
 use note::{Batch, Note, key};
 use querl_core::config::TeacherConfig;
+use querl_core::fsx::digest_hex;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::{Value, json};
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,13 +41,11 @@ pub struct BatchTeacher {
     poll: Duration,
 }
 
-/// A question of a batch.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct BatchQuestion {
-    /// Comes back with the answer.
-    pub(crate) id: String,
-    /// The prompt.
-    pub(crate) messages: Vec<Message>,
+/// An answer is paid for once, however many rows have its question.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Use {
+    First,
+    Again,
 }
 
 /// A file that is being made.
@@ -74,28 +74,30 @@ impl BatchTeacher {
         let key = Secret::open("teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let base_url = endpoint.base_url.as_deref().unwrap_or_default().trim_end_matches('/');
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries);
-        let files = Caller::new("teacher.base_url", base_url, key, limits, outside)?.named(&provider);
+        // What carries the questions is counted by itself, so that `calls` of the batch are its answers.
+        let files =
+            Caller::new("teacher.base_url", base_url, key, limits, outside)?.named(&format!("{provider} files"));
         let poll = Duration::try_from_secs_f64(config.batch_poll_s).unwrap_or(Duration::from_secs(60));
         let account = outside.account.clone();
         Ok(Self { client, files, account, provider, price_factor: config.batch_price_factor, poll })
     }
 
-    /// Hands the questions over that are in no batch yet, and waits for the end of all batches. `state` notes what was handed
+    /// Hands the prompts over that are in no batch yet, and waits for the end of all batches. `state` notes what was handed
     /// over.
     ///
     /// # Errors
     /// The service refuses a batch, the budget would not cover it, or the note cannot be written.
     pub(crate) async fn ask(
         &self,
-        questions: impl Iterator<Item = Result<BatchQuestion, DataError>>,
+        prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
         state: &Path,
         progress: &dyn Progress,
     ) -> Result<BatchAnswers<'_>, DataError> {
         let mut note = Note::read(state)?;
         let n_known = note.batches.len();
-        let earlier = note.batches.iter().map(|batch| self.account.reserve(&self.provider, batch.most));
-        let mut reserved: Vec<Bill> = earlier.collect();
-        self.hand_over(questions, &mut note, state, &mut reserved).await?;
+        let earlier = note.batches.iter().map(|batch| self.account.hold(batch.most));
+        let mut reserved: Vec<Reservation> = earlier.collect();
+        self.hand_over(prompts, &mut note, state, &mut reserved).await?;
         for index in 0..note.batches.len() {
             if note.batches[index].batch_id.is_some() {
                 continue;
@@ -113,16 +115,18 @@ impl BatchTeacher {
     /// Uploads files of the service's size. One of them at a time is in memory.
     async fn hand_over(
         &self,
-        questions: impl Iterator<Item = Result<BatchQuestion, DataError>>,
+        prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
         note: &mut Note,
         state: &Path,
-        reserved: &mut Vec<Bill>,
+        reserved: &mut Vec<Reservation>,
     ) -> Result<(), DataError> {
-        let known = note.places();
+        let mut known: HashSet<u64> = note.places().into_keys().collect();
         let mut part = Part::default();
-        for question in questions {
-            let BatchQuestion { id, messages } = question?;
-            if known.contains_key(&key(&id)) {
+        for messages in prompts {
+            let messages = messages?;
+            let id = question_id(&messages);
+            // Of rows with the same prompt one is asked for all of them.
+            if !known.insert(key(&id)) {
                 continue;
             }
             let body = self.client.body(&messages);
@@ -146,9 +150,9 @@ impl BatchTeacher {
         part: Part,
         note: &mut Note,
         state: &Path,
-        reserved: &mut Vec<Bill>,
+        reserved: &mut Vec<Reservation>,
     ) -> Result<(), DataError> {
-        reserved.push(self.account.bill(&self.provider, part.most).map_err(DataError::Service)?);
+        reserved.push(self.account.reserve_for_batch(part.most).map_err(DataError::Service)?);
         let answer = self.call(&Call::upload("/files", part.text.as_bytes())).await.map_err(DataError::Service)?;
         let file_id = self.text(&answer, "id")?;
         note.batches.push(Batch { file_id, batch_id: None, most: part.most, ids: part.ids });
@@ -217,16 +221,21 @@ impl BatchTeacher {
     }
 
     /// One line of an output file.
-    fn answer(&self, messages: &[Message], line: &str) -> Result<Completion, CallFailure> {
+    fn answer(&self, messages: &[Message], line: &str, used: Use) -> Result<Completion, CallFailure> {
         let Some(body) = answered_body(line) else {
             return Err(self.failure(FailureKind::Rejected, &refusal(line)));
         };
         let mut usage = self.client.usage(messages, &body);
         usage.cost = usage.cost.map(|cost| cost * self.price_factor);
-        let mut bill = self.account.reserve(&self.provider, 0.0);
-        bill.sent();
-        bill.ended();
-        bill.charged(usage);
+        match used {
+            Use::First => {
+                let mut bill = Bill::new(&self.account, &self.provider);
+                bill.sent();
+                bill.answered();
+                bill.charged(usage);
+            }
+            Use::Again => self.account.count_joined(&self.provider),
+        }
         self.client.completion(&body, usage, None).map_err(|what| self.failure(FailureKind::InvalidResponse, &what))
     }
 
@@ -245,6 +254,11 @@ impl BatchTeacher {
     }
 }
 
+/// Comes back with the answer: 32 characters. Made of the prompt, so that a prompt that changed between two runs is another question.
+fn question_id(messages: &[Message]) -> String {
+    digest_hex(serde_json::to_string(messages).unwrap_or_default().as_bytes())[..32].to_owned()
+}
+
 /// The chat completion in a line; `None` where the service refused the row.
 fn answered_body(line: &str) -> Option<Value> {
     let mut line: Value = serde_json::from_str(line).ok()?;
@@ -258,3 +272,6 @@ fn refusal(line: &str) -> String {
     let said = ["/response/body/error/message", "/error/message"].iter().find_map(|at| line.pointer(at)?.as_str());
     format!("answered {status}: {}", said.unwrap_or("no message"))
 }
+
+#[cfg(test)]
+mod tests;

@@ -48,14 +48,14 @@ impl Note {
         querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
     }
 
-    /// The batch of each row, by [`key`]. Of a row in two of them the later counts.
+    /// The batch of each question, by [`key`]. Of one in two of them the later counts.
     pub(super) fn places(&self) -> HashMap<u64, usize> {
         let batches = self.batches.iter().enumerate();
         batches.flat_map(|(index, batch)| batch.ids.iter().map(move |id| (key(id), index))).collect()
     }
 }
 
-/// Stands for a row's id.
+/// Stands for a question's id.
 pub(super) fn key(id: &str) -> u64 {
     hash_of(id)
 }

@@ -1,5 +1,6 @@
 //! The file itself: tables, checksums, ages, damage.
 
+use super::queue::Changes;
 use crate::error::DataError;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition};
 use sha2::{Digest, Sha256};
@@ -11,7 +12,7 @@ use std::sync::Once;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The kinds of answers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CacheTable {
     /// What teachers wrote.
     Rewrites,
@@ -50,13 +51,6 @@ pub struct TableStats {
     pub n_bytes: u64,
     /// When the oldest was kept, in seconds since 1970; `None` where there is none.
     pub oldest_s: Option<u64>,
-}
-
-/// An answer to keep, or to forget where there is none.
-pub(super) struct Change {
-    pub(super) table: CacheTable,
-    pub(super) key: String,
-    pub(super) answer: Option<Vec<u8>>,
 }
 
 /// The database is there until it is dropped.
@@ -117,7 +111,7 @@ impl Store {
         };
         let store = Self(Some(database));
         // All tables are made at once: a reader then finds each of them.
-        store.write(&[]).map_err(Unusable::Damaged)?;
+        store.write(&Changes::new()).map_err(Unusable::Damaged)?;
         Ok(store)
     }
 
@@ -142,15 +136,15 @@ impl Store {
 
     /// # Errors
     /// The file is damaged or cannot be written.
-    pub(super) fn write(&self, changes: &[Change]) -> Result<(), String> {
+    pub(super) fn write(&self, changes: &Changes) -> Result<(), String> {
         guarded(|| {
             let write = self.database().begin_write()?;
             for table in CacheTable::ALL {
                 let mut open = write.open_table(table.definition())?;
-                for change in changes.iter().filter(|change| change.table == table) {
-                    match &change.answer {
-                        Some(answer) => drop(open.insert(change.key.as_str(), pack(answer).as_slice())?),
-                        None => drop(open.remove(change.key.as_str())?),
+                for ((_, key), answer) in changes.iter().filter(|((of, _), _)| *of == table) {
+                    match answer {
+                        Some(answer) => drop(open.insert(key.as_str(), pack(answer).as_slice())?),
+                        None => drop(open.remove(key.as_str())?),
                     }
                 }
             }

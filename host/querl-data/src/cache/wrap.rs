@@ -1,19 +1,22 @@
-//! Ports that look into the cache before they ask.
+//! Ports that look into the cache before they ask, and ask nobody what is being asked already.
 
-use super::{AnswerCache, CacheTable};
+use super::{AnswerCache, CacheTable, Flights};
 use crate::account::Account;
+use crate::outside::Outside;
 use async_trait::async_trait;
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Judge, JudgeRequest, RetrievalRequest, Retriever, Teacher};
-use querl_core::records::{CallFailure, Completion, Hit, Message, QueryRow};
+use querl_core::records::{CallFailure, Completion, FailureKind, Hit, Message, QueryRow};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One table of the cache, for the answers of one service with one set of parameters.
+/// One table of the cache, for the answers of one service with one set of parameters. Without a cache only questions that are asked at
+/// the same time share an answer.
 pub(crate) struct Shelf {
-    cache: Arc<AnswerCache>,
+    cache: Option<Arc<AnswerCache>>,
+    flights: Arc<Flights>,
     account: Arc<Account>,
     table: CacheTable,
     /// As the account calls the service.
@@ -25,15 +28,15 @@ pub(crate) struct Shelf {
 
 impl Shelf {
     pub(crate) fn new(
-        cache: Arc<AnswerCache>,
-        account: Arc<Account>,
+        outside: &Outside,
         table: CacheTable,
         provider: &str,
         identity: &impl Serialize,
         max_age: Option<Duration>,
     ) -> Self {
         let identity = serde_json::to_string(identity).unwrap_or_default();
-        Self { cache, account, table, provider: provider.to_owned(), identity, max_age }
+        let (cache, flights, account) = (outside.cache.clone(), outside.flights.clone(), outside.account.clone());
+        Self { cache, flights, account, table, provider: provider.to_owned(), identity, max_age }
     }
 
     fn key(&self, question: &impl Serialize) -> String {
@@ -41,36 +44,65 @@ impl Shelf {
         digest_hex(format!("{}\n{question}", self.identity).as_bytes())
     }
 
-    fn get<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
-        let answer = self.cache.get(self.table, key, self.max_age)?;
-        let answer = serde_json::from_slice(&answer).ok()?;
+    fn get(&self, key: &str) -> Option<Vec<u8>> {
+        self.cache.as_ref()?.get(self.table, key, self.max_age)
+    }
+
+    fn known<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
+        let known = serde_json::from_slice(&self.get(key)?).ok()?;
         self.account.count_cached(&self.provider);
-        Some(answer)
+        Some(known)
     }
 
     fn put(&self, key: &str, answer: &impl Serialize) {
-        if let Ok(bytes) = serde_json::to_vec(answer) {
-            self.cache.put(self.table, key, bytes);
+        if let (Some(cache), Ok(bytes)) = (&self.cache, serde_json::to_vec(answer)) {
+            cache.put(self.table, key, bytes);
         }
     }
 
+    /// The answer that is kept, else that of the same question where it is being asked already, else that of `call`.
     async fn ask<T: Serialize + DeserializeOwned>(
         &self,
         question: &impl Serialize,
         call: impl Future<Output = Result<T, CallFailure>>,
     ) -> Result<T, CallFailure> {
         let key = self.key(question);
-        if let Some(known) = self.get(&key) {
+        if let Some(known) = self.known(&key) {
             return Ok(known);
         }
-        let answer = call.await?;
-        self.put(&key, &answer);
-        Ok(answer)
+        let mut own = None;
+        let flight = self.flights.join(self.table, &key);
+        let asked = async {
+            // Who asked before may have put the answer there since we looked.
+            let answer = match self.known(&key) {
+                Some(known) => known,
+                None => call.await.inspect(|answer| self.put(&key, answer))?,
+            };
+            let bytes = serde_json::to_vec(&answer).map_err(unreadable)?;
+            own = Some(answer);
+            Ok(bytes)
+        };
+        let shared = flight.answer(asked).await;
+        match (own, shared) {
+            (Some(answer), _) => Ok(answer),
+            (None, Err(failure)) => Err(failure.clone()),
+            (None, Ok(bytes)) => {
+                self.account.count_joined(&self.provider);
+                serde_json::from_slice(bytes).map_err(unreadable)
+            }
+        }
     }
 
     fn forget(&self, question: &impl Serialize) {
-        self.cache.forget(self.table, &self.key(question));
+        if let Some(cache) = &self.cache {
+            cache.forget(self.table, &self.key(question));
+        }
     }
+}
+
+fn unreadable(error: serde_json::Error) -> CallFailure {
+    let message = format!("the answer has no form that can be kept: {error}");
+    CallFailure { kind: FailureKind::InvalidResponse, message }
 }
 
 /// A teacher behind the cache.
@@ -86,8 +118,7 @@ impl Teacher for CachedTeacher {
     }
 
     fn knows(&self, messages: &[Message]) -> bool {
-        let key = self.shelf.key(&messages);
-        self.shelf.cache.get(self.shelf.table, &key, self.shelf.max_age).is_some()
+        self.shelf.get(&self.shelf.key(&messages)).is_some()
     }
 
     fn forget(&self, messages: &[Message]) {
@@ -142,3 +173,7 @@ impl Retriever for CachedRetriever {
         self.inner.name()
     }
 }
+
+#[cfg(test)]
+#[path = "wrap_tests.rs"]
+mod tests;

@@ -215,13 +215,13 @@ impl Caller {
         if let Some(down) = self.breaker.opened() {
             return Err(down.clone());
         }
-        let bill = Mutex::new(self.account.bill(&self.provider, charge.most)?);
+        let bill = Mutex::new(Bill::new(&self.account, &self.provider));
         let pauses = ExponentialBuilder::default()
             .with_min_delay(self.limits.first_pause)
             .with_max_delay(Duration::from_secs(30))
             .with_max_times(self.limits.max_retries)
             .with_jitter();
-        let answer = (|| self.try_call(call, charge.n_tokens, &bill))
+        let answer = (|| self.try_call(call, charge, &bill))
             .retry(pauses)
             .when(|failed: &FailedTry| failed.retry != Retry::Useless && self.breaker.opened().is_none())
             .adjust(|failed: &FailedTry, pause| match failed.retry {
@@ -243,13 +243,17 @@ impl Caller {
         }
     }
 
-    async fn try_call(&self, call: &Call<'_>, n_tokens: u64, bill: &Mutex<Bill>) -> Result<(Value, f64), FailedTry> {
-        self.pace.turn(n_tokens).await;
+    async fn try_call(&self, call: &Call<'_>, charge: Charge, bill: &Mutex<Bill>) -> Result<(Value, f64), FailedTry> {
+        let unpaid = |failure| FailedTry { failure, retry: Retry::Useless, is_lost: false };
+        let reservation = self.account.reserve(charge.most).await.map_err(unpaid)?;
+        lock(bill).covered_by(reservation);
+        self.pace.turn(charge.n_tokens).await;
         lock(bill).sent();
         let answer = self.exchange(call).await;
         match &answer {
+            Ok(_) => lock(bill).answered(),
             Err(FailedTry { is_lost: true, .. }) => lock(bill).lost(),
-            _ => lock(bill).ended(),
+            Err(_) => lock(bill).refused(),
         }
         answer
     }

@@ -1,7 +1,7 @@
 //! Stage rewrite: the teacher rewrites each query.
 
 use super::{Asked, Outcome, Work, ask_all, context};
-use crate::batch::{BatchAnswers, BatchQuestion, BatchTeacher};
+use crate::batch::{BatchAnswers, BatchTeacher};
 use crate::error::DataError;
 use crate::journal::{Answered, Journal};
 use crate::rows::Rows;
@@ -48,8 +48,8 @@ pub async fn rewrite_in_batch<'a>(
         Ok(row) => Rewriting::key(row).and_then(|key| journal.earlier(key)).is_none(),
         Err(_) => true,
     });
-    let questions = open.filter_map(|row| question(row, teacher, prompts).transpose());
-    let answers = batch.ask(questions, state, progress).await?;
+    let open = open.filter_map(|row| unknown_prompt(row, teacher, prompts).transpose());
+    let answers = batch.ask(open, state, progress).await?;
     let from_batch = FromBatch { teacher, answers };
     let asked = rewrite(rows, &from_batch, prompts, journal, READ_AT_ONCE, progress).await;
     from_batch.answers.settle()?;
@@ -57,15 +57,13 @@ pub async fn rewrite_in_batch<'a>(
 }
 
 /// `None` where the cache knows the answer.
-fn question(
+fn unknown_prompt(
     row: Result<QueryRow, DataError>,
     teacher: &dyn Teacher,
     prompts: &dyn Prompts,
-) -> Result<Option<BatchQuestion>, DataError> {
-    let row = row?;
-    let messages = messages(&row, prompts)?;
-    let is_known = teacher.knows(&messages);
-    Ok((!is_known).then_some(BatchQuestion { id: row.id, messages }))
+) -> Result<Option<Vec<Message>>, DataError> {
+    let messages = messages(&row?, prompts)?;
+    Ok((!teacher.knows(&messages)).then_some(messages))
 }
 
 /// A teacher most of whose answers are in batches.
@@ -77,7 +75,7 @@ struct FromBatch<'a> {
 #[async_trait]
 impl Teacher for FromBatch<'_> {
     async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
-        match self.answers.of(&query.id, messages).await? {
+        match self.answers.of(messages).await? {
             Some(answer) => answer.inspect(|completion| self.teacher.keep(messages, completion)),
             None => self.teacher.rewrite(query, messages).await,
         }

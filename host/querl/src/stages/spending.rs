@@ -51,33 +51,48 @@ fn in_short(spent: &Spent) -> String {
 /// nobody outside was asked.
 pub fn metrics(account: &Account, stage: StageName) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
-    for (provider, spent) in account.by_stage().get(stage.as_str()).into_iter().flatten() {
+    let of_stage = account.by_stage().remove(stage.as_str()).unwrap_or_default();
+    for (provider, spent) in &of_stage {
         let counts = [
             ("calls", spent.calls as f64),
             ("failed", spent.failed as f64),
             ("tries", spent.tries as f64),
             ("cached", spent.cached as f64),
+            ("joined", spent.joined as f64),
             ("prompt_tokens", spent.prompt_tokens as f64),
             ("completion_tokens", spent.completion_tokens as f64),
             ("cost", spent.cost),
             ("lost_cost", spent.lost_cost),
         ];
         figures.extend(counts.map(|(name, value)| (format!("calls/{provider}/{name}"), value)));
-        let n_questions = spent.cached + spent.calls;
-        if n_questions > 0 {
-            let table = table_of(provider);
-            figures.insert(format!("cache/{table}/hit_rate"), spent.cached as f64 / n_questions as f64);
-        }
     }
+    figures.extend(hit_rates(&of_stage).map(|(table, rate)| (format!("cache/{table}/hit_rate"), rate)));
     figures
 }
 
-/// The cache's table for the answers of a provider.
-fn table_of(provider: &str) -> &'static str {
+/// By table, the share of questions that the cache answered. Teachers share a table, and so do the ways in which one is asked.
+fn hit_rates(of_stage: &BTreeMap<String, Spent>) -> impl Iterator<Item = (&'static str, f64)> {
+    let mut by_table: BTreeMap<&'static str, (u64, u64)> = BTreeMap::new();
+    for (provider, spent) in of_stage {
+        if let Some(table) = table_of(provider) {
+            let (n_cached, n_questions) = by_table.entry(table).or_default();
+            *n_cached += spent.cached;
+            *n_questions += spent.cached + spent.joined + spent.calls;
+        }
+    }
+    let asked = by_table.into_iter().filter(|(_, (_, n_questions))| *n_questions > 0);
+    asked.map(|(table, (n_cached, n_questions))| (table, n_cached as f64 / n_questions as f64))
+}
+
+/// The cache's table for the answers of a provider; `None` for one who is asked only on the way to an answer: for a vector, for scores of
+/// passages, to carry a batch.
+fn table_of(provider: &str) -> Option<&'static str> {
     match provider.split(' ').next() {
-        Some("teacher" | "fallback_teacher") => "rewrites",
-        Some("judge") => "judgements",
-        _ => "retrievals",
+        _ if provider.ends_with(" (batch) files") => None,
+        Some("teacher" | "fallback_teacher") => Some("rewrites"),
+        Some("judge") => Some("judgements"),
+        Some("retrieval") => Some("retrievals"),
+        _ => None,
     }
 }
 
@@ -118,6 +133,7 @@ fn in_words(spent: &Spent) -> String {
         (spent.failed, "without an answer"),
         (spent.tries.saturating_sub(spent.calls), "further tries"),
         (spent.cached, "from the cache"),
+        (spent.joined, "shared with another row"),
     ];
     parts.extend(counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")));
     if spent.prompt_tokens + spent.completion_tokens > 0 {
@@ -138,10 +154,26 @@ fn in_words(spent: &Spent) -> String {
 mod tests {
     use super::*;
 
+    /// Keeps away: a hit rate of one provider of a table that is given for all of them.
+    #[test]
+    fn hit_rate_is_of_all_who_answer_for_a_table() {
+        let spent = |calls, cached, joined| Spent { calls, cached, joined, ..Spent::default() };
+        let of_stage = BTreeMap::from([
+            ("fallback_teacher b".to_owned(), spent(1, 0, 0)),
+            ("teacher a".to_owned(), spent(2, 6, 1)),
+            ("teacher a (batch) files".to_owned(), spent(90, 0, 0)),
+            ("retrieval".to_owned(), spent(1, 1, 0)),
+            ("retrieval.rerank".to_owned(), spent(7, 0, 0)),
+        ]);
+        assert_eq!(hit_rates(&of_stage).collect::<Vec<_>>(), [("retrievals", 0.5), ("rewrites", 0.6)]);
+    }
+
     #[test]
     fn figures_are_said_in_words() {
         let spent = Spent { calls: 9, tries: 11, cached: 2, prompt_tokens: 90, cost: 0.5, ..Spent::default() };
         assert_eq!(in_words(&spent), "9 calls, 2 further tries, 2 from the cache, 90 + 0 tokens, cost 0.5000");
+        let shared = Spent { joined: 3, ..spent.clone() };
+        assert!(in_words(&shared).contains("2 from the cache, 3 shared with another row"), "{}", in_words(&shared));
         assert_eq!(in_short(&spent), "9 calls, 2 from the cache, cost 0.5000");
         assert_eq!(in_words(&Spent { calls: 1, tries: 1, ..Spent::default() }), "1 calls");
     }

@@ -1,0 +1,120 @@
+//! Questions that are being asked right now: who has the same one waits for that answer.
+
+use super::CacheTable;
+use querl_core::records::CallFailure;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use tokio::sync::OnceCell;
+
+/// An answer in bytes, or why there is none. Who is asked first fills it; whoever stops waiting before that leaves it to the next.
+type Cell = OnceCell<Result<Vec<u8>, CallFailure>>;
+type Key = (CacheTable, String);
+
+/// All questions of a run that are being asked.
+#[derive(Debug, Default)]
+pub(crate) struct Flights(Mutex<HashMap<Key, Open>>);
+
+#[derive(Debug, Default)]
+struct Open {
+    n_waiting: usize,
+    cell: Arc<Cell>,
+}
+
+/// One who wants the answer to a question. The question is forgotten when it is answered, or nobody wants it any more.
+pub(super) struct Flight<'a> {
+    flights: &'a Flights,
+    key: Key,
+    cell: Arc<Cell>,
+}
+
+impl Flights {
+    /// Wants the answer to a question.
+    pub(super) fn join(&self, table: CacheTable, key: &str) -> Flight<'_> {
+        let key = (table, key.to_owned());
+        let mut open = self.open();
+        let question = open.entry(key.clone()).or_default();
+        question.n_waiting += 1;
+        Flight { flights: self, cell: question.cell.clone(), key }
+    }
+
+    fn open(&self) -> MutexGuard<'_, HashMap<Key, Open>> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Flight<'_> {
+    /// What came of the question: of `call`, or of the call of who asked before.
+    pub(super) async fn answer(
+        &self,
+        call: impl Future<Output = Result<Vec<u8>, CallFailure>>,
+    ) -> &Result<Vec<u8>, CallFailure> {
+        self.cell.get_or_init(|| call).await
+    }
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        let mut open = self.flights.open();
+        // The same question may have been answered, and be asked anew by others.
+        let Some(question) = open.get_mut(&self.key).filter(|question| Arc::ptr_eq(&question.cell, &self.cell)) else {
+            return;
+        };
+        question.n_waiting -= 1;
+        if question.n_waiting == 0 || self.cell.initialized() {
+            open.remove(&self.key);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use futures::FutureExt;
+    use futures::future::{pending, ready};
+    use querl_core::records::FailureKind;
+
+    fn joined(flights: &Flights) -> Flight<'_> {
+        flights.join(CacheTable::Judgements, "a")
+    }
+
+    fn down() -> CallFailure {
+        CallFailure { kind: FailureKind::Unreachable, message: "down".into() }
+    }
+
+    #[tokio::test]
+    async fn one_is_asked_and_all_have_the_answer_or_the_failure() {
+        let flights = Flights::default();
+        for answer in [Ok(b"one".to_vec()), Err(down())] {
+            let (first, second) = (joined(&flights), joined(&flights));
+            assert_eq!(first.answer(ready(answer.clone())).await, &answer);
+            assert_eq!(second.answer(async { unreachable!() }).await, &answer);
+            drop((first, second));
+        }
+        assert!(flights.open().is_empty());
+    }
+
+    /// Keeps away: a question that nobody is asked any more, since its caller's deadline passed, and that others wait for.
+    #[tokio::test]
+    async fn who_stops_waiting_leaves_the_question_to_the_next() {
+        let flights = Flights::default();
+        let (first, second) = (joined(&flights), joined(&flights));
+        let mut given_up = Box::pin(first.answer(pending()));
+        assert!(given_up.as_mut().now_or_never().is_none());
+        let mut waiting = Box::pin(second.answer(ready(Ok(Vec::new()))));
+        assert!(waiting.as_mut().now_or_never().is_none());
+        drop(given_up);
+        drop(first);
+        assert_eq!(waiting.await, &Ok(Vec::new()));
+        drop(second);
+        assert!(flights.open().is_empty());
+    }
+
+    #[tokio::test]
+    async fn same_key_of_another_table_is_another_question() {
+        let flights = Flights::default();
+        let (first, second) = (joined(&flights), flights.join(CacheTable::Rewrites, "a"));
+        assert!(first.answer(pending()).now_or_never().is_none());
+        assert!(second.answer(ready(Err(down()))).now_or_never().is_some());
+    }
+}
