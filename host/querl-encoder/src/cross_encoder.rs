@@ -38,13 +38,13 @@ impl CrossEncoder {
             let problem = format!("has {n_labels} labels; a reranker has 1");
             return Err(EncoderError::file(&directory.path("config.json"), problem));
         }
-        let (max_length, weights) = (directory.max_length(max_length)?, directory.weights()?);
+        let weights = directory.weights()?;
         Ok(Self {
             backbone: Backbone::load(&directory, &weights)?,
             head: Head::load(&directory, &weights)
                 .map_err(|error| EncoderError::file(&directory.path("model.safetensors"), error))?,
-            tokens: Tokens::open(&directory, max_length)?,
-            digest: directory.digest(&[max_length.to_string()])?,
+            tokens: Tokens::open(&directory, directory.max_length(max_length)?)?,
+            digest: directory.digest(&[directory.max_length(max_length)?.to_string()])?,
         })
     }
 
