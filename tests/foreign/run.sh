@@ -36,16 +36,16 @@ judge="$(realpath "${JUDGE_MODEL:-$out/judge}")"
 wait_for "http://127.0.0.1:$chat_port/health" "$out/serve.log"
 wait_for "http://127.0.0.1:$rag_port/health" "$out/rag.log"
 
-# The server takes the directory as the model's name, and knows `max_tokens` alone.
+# The server takes the directory as the model's name.
 head -n "$n_rows" examples/fivedoctors/teacher_rewrites.jsonl >"$out/queries.jsonl"
 settings=(
     data.input="$out/queries.jsonl" data.query_column=original_query data.profile_column=user_profile
     data.history_column=history_summary
     teacher.kind=openai teacher.base_url="http://127.0.0.1:$chat_port/v1" teacher.api_key_env=''
-    teacher.model="$PWD/examples/tiny-qwen3" teacher.legacy_max_tokens=true teacher.max_tokens=64 teacher.temperature=0.0
+    teacher.model="$PWD/examples/tiny-qwen3" teacher.max_tokens=64 teacher.temperature=0.0
     teacher.max_concurrent=4 teacher.price_prompt_per_million=0.0 teacher.price_completion_per_million=0.0
     judge.kind=openai judge.base_url="http://127.0.0.1:$chat_port/v1" judge.api_key_env='' judge.model="$judge"
-    judge.legacy_max_tokens=true judge.max_tokens=64 judge.temperature=0.0 judge.max_concurrent=4
+    judge.max_tokens=64 judge.temperature=0.0 judge.max_concurrent=4
     retrieval.kind=http retrieval.url="http://127.0.0.1:$rag_port/api/chat/general_rag"
     cache.path="$out/answers.redb" 'eval.systems=["raw", "teacher"]'
 )

@@ -45,7 +45,7 @@ pub enum FailureKind {
     Timeout,
     /// Not reachable, or the connection broke.
     Unreachable,
-    /// Refused for lack of valid credentials (401, 403).
+    /// Refused for lack of valid credentials or of money (401, 402, 403).
     Unauthorized,
     /// The service refused this request (other 4xx).
     Rejected,

@@ -6,7 +6,7 @@
 //! no entry has a `reranker_score`, another score that all have stands in for it; entries that alone lack it are left out. What
 //! cannot be understood is a failure, not a score of 0; so is a `status` other than those known to mean success.
 
-use crate::calls::{CallLimits, Caller, Charge, Secret};
+use crate::calls::{CallLimits, Caller, Charge, Refusal, Secret};
 use crate::error::DataError;
 use crate::outside::Outside;
 use crate::retrieval::{Scores, Search, SearchLimits};
@@ -93,11 +93,7 @@ pub(crate) fn service_caller(config: &RetrievalConfig, outside: &Outside) -> Res
 #[async_trait]
 impl Search for GeneralRag {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        let answer = self.caller.post(&self.body(request, limits), Charge::FREE).await?;
-        if succeeded(&answer.body) == Some(false) {
-            let what = format!("answered with status {}: {}", excerpt(&answer.body["status"]), excerpt(&answer.body));
-            return Err(self.caller.failure(FailureKind::ServerError, &what));
-        }
+        let answer = self.caller.post_checked(&self.body(request, limits), Charge::FREE, &refusal).await?;
         let hits =
             hits(&answer.body, self.scores).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
         // Whatever the service left in.
@@ -130,7 +126,10 @@ fn hits(body: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
 
 fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {
     match body.pointer("/data/recall").unwrap_or(&Value::Null) {
-        Value::Null if succeeded(body) == Some(true) => Ok(Cow::default()),
+        Value::Null if succeeded(body) == Some(true) => match odd(body) {
+            Some(what) => Err(format!("the answer has no `data.recall`, but {what}: {}", excerpt(body))),
+            None => Ok(Cow::default()),
+        },
         Value::Null => Err(format!("the answer has neither `data.recall` nor `status`: {}", excerpt(body))),
         Value::String(text) if is_marker(text) => Ok(Cow::default()),
         Value::Array(entries) => Ok(Cow::Borrowed(entries)),
@@ -190,6 +189,30 @@ fn says_nothing_found(entry: &Value) -> bool {
 fn is_marker(text: &str) -> bool {
     let text = text.trim().to_lowercase().replace(['_', '-'], " ");
     text.is_empty() || NOTHING_FOUND.contains(&text.as_str())
+}
+
+/// What an answer without passages has in their place; `None` where it says no more than that nothing was found.
+fn odd(body: &Value) -> Option<String> {
+    let data = body.get("data").filter(|data| !data.is_null());
+    if let Some(data) = data {
+        let named =
+            data.as_object().map(|data| data.keys().filter(|key| *key != "recall").cloned().collect::<Vec<_>>());
+        let named = named.unwrap_or_else(|| vec![plain(data)]);
+        return (!named.is_empty()).then(|| format!("`data` with `{}`", named.join("`, `")));
+    }
+    let words = ["/error", "/message", "/msg"].map(|pointer| body.pointer(pointer).map(plain).unwrap_or_default());
+    let said = words.iter().find(|words| !words.is_empty() && !SUCCESS.contains(&words.to_lowercase().as_str()))?;
+    (!is_marker(said)).then(|| format!("`{said}`"))
+}
+
+/// A failure that the body tells. A status of three digits is one of HTTP; any other the next try may not meet.
+fn refusal(body: &Value) -> Option<Refusal> {
+    if succeeded(body) != Some(false) {
+        return None;
+    }
+    let status = number(&body["status"]).map(|status| status as u16);
+    let what = format!("answered with status {}: {}", excerpt(&body["status"]), excerpt(body));
+    Some(Refusal::told(status, what))
 }
 
 /// Whether `status` says success; `None` where there is no status.

@@ -124,11 +124,42 @@ async fn missing_recall_means_nothing_found_only_where_the_status_says_success()
     for status in [json!(200), json!("0"), json!("OK"), json!("Success"), json!(true)] {
         assert_eq!(ask(json!({"status": status, "data": {}})).await.unwrap(), []);
     }
+    let nothing = json!({"status": 200, "msg": "success", "data": null});
+    assert_eq!(ask(nothing).await.unwrap(), []);
     for body in [json!({}), json!({"data": {"recall": null}}), json!({"status": null, "data": {"recall": null}})] {
         let failure = ask(body).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::InvalidResponse);
         assert!(failure.message.contains("neither `data.recall` nor `status`"), "{failure}");
     }
+}
+
+/// Keeps away: a renamed field, or an error in words, that is taken for "nothing found" in every row.
+#[tokio::test]
+async fn answer_of_another_form_is_a_failure_and_not_empty() {
+    for (body, said) in [
+        (json!({"status": 200, "data": {"docs": [{"text": "甲"}]}}), "no `data.recall`, but `data` with `docs`"),
+        (json!({"status": 200, "data": [{"text": "甲"}]}), "no `data.recall`, but `data` with"),
+        (json!({"status": 0, "message": "kb not found", "data": null}), "no `data.recall`, but `kb not found`"),
+    ] {
+        let failure = ask(body).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::InvalidResponse);
+        assert!(failure.message.contains(said), "{failure}");
+    }
+}
+
+/// Keeps away: a service that is busy for a moment and says so under status 200, and rows that are lost by it.
+#[tokio::test]
+async fn failure_in_a_body_is_tried_again() {
+    let server = MockServer::start().await;
+    let answering =
+        |body: Value| Mock::given(method("POST")).respond_with(ResponseTemplate::new(200).set_body_json(body));
+    answering(json!({"status": 500, "msg": "busy"})).up_to_n_times(1).mount(&server).await;
+    answering(recall(json!([{"reranker_score": 0.9}]))).mount(&server).await;
+    let config = RetrievalConfig { max_retries: 1, ..config(&server.uri()) };
+    let service = GeneralRag::open(&config, "shop", &Outside::default()).unwrap();
+    let context = Context::default();
+    let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
+    assert_eq!(service.search(&request, LIMITS).await.unwrap().len(), 1);
 }
 
 #[tokio::test]

@@ -135,11 +135,12 @@ impl Mapping {
         self.scale.of_service(score_threshold).clamp(lowest, highest)
     }
 
-    /// What the answer says went wrong, where it says so.
-    pub(crate) fn failure(&self, answer: &Value) -> Option<String> {
+    /// What the answer says went wrong, where it says so; with its number, where that may be a status of HTTP.
+    pub(crate) fn failure(&self, answer: &Value) -> Option<(Option<u16>, String)> {
         let mut statuses = self.status.iter().map(|pointer| (pointer, answer.pointer(pointer).unwrap_or(&Value::Null)));
         let (pointer, status) = statuses.find(|(_, status)| !self.success.contains(&plain(status)))?;
-        Some(format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer)))
+        let number = number(status).map(|status| status as u16);
+        Some((number, format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer))))
     }
 
     /// The passages of an answer, in its order.

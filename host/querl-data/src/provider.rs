@@ -51,7 +51,11 @@ impl Rules {
             Provider::Qwen => ("max_tokens", Thinking::Switch),
             Provider::Vllm | Provider::LlamaCpp => ("max_tokens", Thinking::Template),
             Provider::Ollama => ("max_tokens", Thinking::Effort),
-            Provider::Auto | Provider::Other => ("max_completion_tokens", Thinking::Effort),
+            // A limit that a server does not know by its name is no limit: nearly all know the older name.
+            Provider::Auto | Provider::Other if is_reasoning_model(model) => {
+                ("max_completion_tokens", Thinking::Effort)
+            }
+            Provider::Auto | Provider::Other => ("max_tokens", Thinking::Effort),
         };
         let effort = endpoint.reasoning_effort;
         if effort != ReasoningEffort::Unset && thinking == Thinking::Never {
@@ -138,7 +142,8 @@ mod tests {
                 json!({"max_tokens": 9, "enable_thinking": true}),
             ),
             ("http://127.0.0.1:11434/v1", "qwen3:0.6b", json!({"max_tokens": 9, "reasoning_effort": "low"})),
-            ("http://127.0.0.1:8000/v1", "m", json!({"max_completion_tokens": 9, "reasoning_effort": "low"})),
+            ("http://127.0.0.1:8000/v1", "m", json!({"max_tokens": 9, "reasoning_effort": "low"})),
+            ("http://gateway:8000/v1", "gpt-5", json!({"max_completion_tokens": 9, "reasoning_effort": "low"})),
         ];
         for (base_url, model, expected) in cases {
             assert_eq!(parameters(low.clone(), base_url, model), Ok(expected), "{base_url}");

@@ -1,6 +1,6 @@
 //! Retrieval by a service of another maker, through a mapping.
 
-use crate::calls::{Caller, Charge};
+use crate::calls::{Caller, Charge, Refusal};
 use crate::embedding::QueryEmbedding;
 use crate::error::DataError;
 use crate::general_rag::service_caller;
@@ -11,6 +11,7 @@ use async_trait::async_trait;
 use querl_core::config::{RetrievalConfig, ServiceKind};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
+use serde_json::Value;
 
 /// A service that a mapping describes.
 pub(crate) struct MappedService {
@@ -69,10 +70,9 @@ impl Search for MappedService {
             None => None,
         };
         let asker = Asker { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
-        let answer = self.caller.post(&self.mapping.body(&asker, request, limits), Charge::FREE).await?.body;
-        if let Some(what) = self.mapping.failure(&answer) {
-            return Err(self.caller.failure(FailureKind::ServerError, &what));
-        }
+        let check = |answer: &Value| self.mapping.failure(answer).map(|(status, what)| Refusal::told(status, what));
+        let body = self.mapping.body(&asker, request, limits);
+        let answer = self.caller.post_checked(&body, Charge::FREE, &check).await?.body;
         let hits = self.mapping.hits(&answer, self.scores);
         let hits = hits.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
         Ok(match self.scores {

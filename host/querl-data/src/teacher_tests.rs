@@ -91,6 +91,7 @@ async fn answer_that_is_cut_off_or_without_text_is_invalid() {
             "(finish_reason `content_filter`); the endpoint's filter holds this text back",
         ),
         (json!(" "), "stop", "the answer holds no text (finish_reason `stop`)"),
+        (json!("鱼油 食"), "weariness", "ended with finish_reason `weariness`, which does not say that it is whole"),
     ];
     for (content, finish_reason, said) in cases {
         let answer = json!({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]});
@@ -98,6 +99,49 @@ async fn answer_that_is_cut_off_or_without_text_is_invalid() {
         assert_eq!(failure.kind, FailureKind::InvalidResponse);
         assert!(failure.message.ends_with(said), "{failure}");
     }
+}
+
+#[tokio::test]
+async fn every_word_for_a_whole_answer_is_known() {
+    for finish_reason in [json!(null), json!("stop"), json!("STOP"), json!("eos_token"), json!("end_turn")] {
+        let answer = json!({"choices": [{"message": {"content": "鱼油"}, "finish_reason": finish_reason}]});
+        assert_eq!(ask(json!({}), json!({}), answer).await.unwrap().text, "鱼油", "{finish_reason}");
+    }
+}
+
+/// Keeps away: half a rewrite of a service that ran out of room, and a gateway's error taken for an answer without text.
+#[tokio::test]
+async fn failures_that_come_as_successes_are_tried_again_and_quoted() {
+    let half =
+        json!({"choices": [{"message": {"content": "鱼油 食"}, "finish_reason": "insufficient_system_resource"}]});
+    let limited = json!({"error": {"message": "upstream rate limited", "code": 429}});
+    let empty = json!({"error": {"message": "Insufficient credits", "code": "402"}});
+    for (answer, kind, n_asked, said) in [
+        (half, FailureKind::ServerError, 2, "the answer was broken off (finish_reason `insufficient_system_resource`)"),
+        (limited, FailureKind::RateLimited, 2, "answered with an error: upstream rate limited"),
+        (empty, FailureKind::Unauthorized, 1, "answered with an error: Insufficient credits"),
+    ] {
+        let server = MockServer::start().await;
+        let template = ResponseTemplate::new(200).set_body_json(answer);
+        Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
+        let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
+        let outside = Outside::default();
+        let teacher = open_teacher(&config, &FallbackTeacherConfig::default(), &outside).unwrap();
+        let messages = [Message { role: "user".into(), content: "改写".into() }];
+        let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
+        assert!(failure.kind == kind && failure.message.ends_with(said), "{failure}");
+        assert_eq!(server.received_requests().await.unwrap().len(), n_asked);
+        let spent = outside.account().of_stage("");
+        assert_eq!((spent.prompt_tokens, spent.lost > 0), (0, said.contains("broken off")), "{spent:?}");
+    }
+}
+
+/// Keeps away: a count of tokens that no answer has, as a price.
+#[tokio::test]
+async fn absurd_counts_of_tokens_are_none() {
+    let usage = json!({"prompt_tokens": u64::MAX, "completion_tokens": 1});
+    let answer = json!({"choices": [{"message": {"content": "鱼油"}}], "usage": usage});
+    assert_eq!(ask(json!({}), json!({}), answer).await.unwrap().prompt_tokens, None);
 }
 
 #[test]

@@ -11,7 +11,7 @@ pub struct CallsConfig {
     /// Limit for making a connection, in seconds.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub connect_timeout_s: f64,
-    /// Limit for the time without a byte from the service, in seconds; `timeout_s` of the service limits the whole call.
+    /// Limit for the time without a byte in the middle of an answer, in seconds; `timeout_s` of the service limits the whole call.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub read_timeout_s: f64,
     /// Largest answer that is read, in MiB.

@@ -36,7 +36,7 @@ pub enum Provider {
     LlamaCpp,
     /// Ollama.
     Ollama,
-    /// Any other: `max_completion_tokens`, or `max_tokens` where `legacy_max_tokens` says so.
+    /// Any other: `max_tokens`, but for models of OpenAI that think.
     Other,
 }
 
@@ -253,7 +253,7 @@ pub struct EndpointConfig {
     pub max_retries: usize,
     /// `None` leaves it out of the request (GPT-5 class models refuse it).
     pub temperature: Option<f64>,
-    /// Sent as `max_completion_tokens`, or as `max_tokens` where `legacy_max_tokens`.
+    /// Sent as `max_tokens` or `max_completion_tokens`, as `provider` says.
     pub max_tokens: u32,
     /// Send `max_tokens` instead of `max_completion_tokens`.
     pub legacy_max_tokens: bool,

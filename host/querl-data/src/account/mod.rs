@@ -49,18 +49,18 @@ pub struct Spent {
 
 impl std::ops::AddAssign<&Spent> for Spent {
     fn add_assign(&mut self, other: &Self) {
-        self.calls += other.calls;
-        self.failed += other.failed;
-        self.tries += other.tries;
-        self.cached += other.cached;
-        self.joined += other.joined;
-        self.prompt_tokens += other.prompt_tokens;
-        self.completion_tokens += other.completion_tokens;
-        self.estimated += other.estimated;
+        self.calls = self.calls.saturating_add(other.calls);
+        self.failed = self.failed.saturating_add(other.failed);
+        self.tries = self.tries.saturating_add(other.tries);
+        self.cached = self.cached.saturating_add(other.cached);
+        self.joined = self.joined.saturating_add(other.joined);
+        self.prompt_tokens = self.prompt_tokens.saturating_add(other.prompt_tokens);
+        self.completion_tokens = self.completion_tokens.saturating_add(other.completion_tokens);
+        self.estimated = self.estimated.saturating_add(other.estimated);
         self.cost += other.cost;
-        self.lost += other.lost;
+        self.lost = self.lost.saturating_add(other.lost);
         self.lost_cost += other.lost_cost;
-        self.unpriced += other.unpriced;
+        self.unpriced = self.unpriced.saturating_add(other.unpriced);
     }
 }
 
@@ -258,7 +258,9 @@ impl State {
     /// What was charged, and what may have been.
     fn charged(&self) -> (f64, f64) {
         let all = || self.by_stage.values().flat_map(BTreeMap::values);
-        (all().map(|spent| spent.cost).sum(), all().map(|spent| spent.lost_cost).sum())
+        // The sum of nothing would be -0.
+        let sum = |of: fn(&Spent) -> f64| all().fold(0.0, |sum, spent| sum + of(spent));
+        (sum(|spent| spent.cost), sum(|spent| spent.lost_cost))
     }
 }
 

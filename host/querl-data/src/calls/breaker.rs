@@ -24,6 +24,12 @@ impl Breaker {
         self.opened.get()
     }
 
+    /// Gives up at once: the service itself said that it is not to be called for long.
+    pub(super) fn open(&self, failure: &CallFailure) {
+        let message = format!("{}; run again then", failure.message);
+        let _ = self.opened.set(CallFailure { kind: FailureKind::Down, message });
+    }
+
     /// Counts how a call ended. `address` is whom it called.
     pub(super) fn count<T>(&self, address: &str, ended: &Result<T, CallFailure>) {
         let failure = match ended {
@@ -40,7 +46,7 @@ impl Breaker {
         let n_failed = self.in_a_row.fetch_add(1, Ordering::Relaxed) + 1;
         if self.limit > 0 && n_failed >= self.limit {
             let message = format!(
-                "POST {address}: given up after {n_failed} calls in a row without an answer; run again once it is up; the last: {failure}"
+                "{address}: given up after {n_failed} calls in a row without an answer; run again once it is up; the last: {failure}"
             );
             let _ = self.opened.set(CallFailure { kind: FailureKind::Down, message });
         }

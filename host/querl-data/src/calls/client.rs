@@ -17,7 +17,6 @@ pub(super) fn client(setting: &str, limits: &CallLimits, config: &CallsConfig) -
     let mut builder = Client::builder()
         .timeout(limits.timeout)
         .connect_timeout(connect)
-        .read_timeout(seconds(config.read_timeout_s))
         // A redirected POST becomes a GET without its body: whoever moved is named instead.
         .redirect(redirect::Policy::none());
     if let Some(address) = &config.proxy {

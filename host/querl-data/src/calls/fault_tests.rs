@@ -63,9 +63,15 @@ async fn faults_that_pass_are_outlasted() {
 async fn faults_that_stay_are_failures_that_say_what_was_met() {
     let html = || Sent::text(200, "text/html", "<html>Sign in</html>");
     let cases = [
-        (Reply::Hang, FailureKind::Timeout, 2, "not a byte within calls.read_timeout_s = 0.3"),
+        (Reply::Hang, FailureKind::Timeout, 2, "no answer within 1 s"),
         (Reply::HeadOnly, FailureKind::Timeout, 2, "not a byte within calls.read_timeout_s = 0.3"),
-        (Reply::SlowHead(Duration::from_millis(50)), FailureKind::Timeout, 2, "not a byte within"),
+        (Reply::SlowHead(Duration::from_millis(50)), FailureKind::Timeout, 2, "no answer within 1 s"),
+        (
+            Sent { body: b"{\"ok\": \"\xb8\xc4\xd0\xb4\"}".to_vec(), ..good() }.into(),
+            FailureKind::InvalidResponse,
+            1,
+            "not UTF-8 from byte 8 on",
+        ),
         (Reply::Reset, FailureKind::Unreachable, 2, "onnection"),
         (Reply::ResetMidBody(good()), FailureKind::Unreachable, 2, "onnection"),
         (Reply::Cut(good()), FailureKind::InvalidResponse, 2, "the answer is not JSON: EOF"),
@@ -89,13 +95,65 @@ async fn faults_that_stay_are_failures_that_say_what_was_met() {
 
 #[tokio::test]
 async fn refusals_are_final_and_quote_the_server() {
-    for status in [400, 401, 403, 404, 422] {
+    for status in [400, 401, 402, 403, 404, 422] {
         let refusal = Sent::json(status, &json!({"error": {"message": "temperature is not supported"}}));
         let server = failing(usize::MAX, refusal.into());
         let failure = ask(&server, 3).await.unwrap_err();
         assert!(failure.message.ends_with(": temperature is not supported"), "{failure}");
         assert_eq!(server.n_asked(), 1, "{status}");
     }
+}
+
+/// Keeps away: a table that is gone through row by row at a service whose account is empty.
+#[tokio::test]
+async fn a_service_that_wants_money_stops_everything() {
+    let quota = json!({"error": {"code": "insufficient_quota", "message": "check your plan"}});
+    for refusal in [Sent::json(402, &json!({"error": {"message": "Insufficient Balance"}})), Sent::json(429, &quota)] {
+        let server = failing(usize::MAX, refusal.into());
+        let failure = ask(&server, 3).await.unwrap_err();
+        assert!(failure.kind.is_fatal(), "{failure}");
+        assert_eq!(server.n_asked(), 1);
+    }
+}
+
+/// Keeps away: a refusal that is too long or breaks off, taken for an answer that was lost.
+#[tokio::test]
+async fn refusals_are_judged_by_their_status_however_they_end() {
+    let busy = || Sent::text(503, "text/plain", "busy");
+    for fault in
+        [Reply::ResetMidBody(busy()), Reply::Cut(busy()), Reply::from(Sent::text(503, "", &"x".repeat(2 << 20)))]
+    {
+        let server = failing(1, fault.clone());
+        let answer = ask(&server, 1).await.unwrap_or_else(|failure| panic!("{fault:?}: {failure}"));
+        drop(answer);
+        assert_eq!(server.n_asked(), 2, "{fault:?}");
+    }
+}
+
+/// Keeps away: a failure in words, under status 200, that is taken for an answer and not tried again.
+#[tokio::test]
+async fn refusals_within_a_body_are_treated_like_those_of_a_status() {
+    let server = FaultyServer::start(|asked| match asked.index {
+        0 => Sent::json(200, &json!({"error": "upstream busy"})).into(),
+        _ => good().into(),
+    });
+    let check = |body: &Value| Some(Refusal::told(None, body.get("error")?.to_string()));
+    let caller = caller(&server, 1, &CallsConfig { breaker_failures: 2, ..quick() });
+    assert!(caller.post_checked(&json!({}), Charge::FREE, &check).await.is_ok());
+    let refused = |body: &Value| Some(Refusal::told(Some(404), body.to_string()));
+    let failure = caller.post_checked(&json!({}), Charge::FREE, &refused).await.unwrap_err();
+    assert_eq!((failure.kind, server.n_asked()), (FailureKind::Rejected, 3));
+    let busy = |body: &Value| Some(Refusal::told(Some(500), body.to_string()));
+    for kind in [FailureKind::ServerError, FailureKind::ServerError, FailureKind::Down] {
+        assert_eq!(caller.post_checked(&json!({}), Charge::FREE, &busy).await.unwrap_err().kind, kind);
+    }
+}
+
+/// Keeps away: a model that thinks for minutes before its first byte, cut off by the limit of silence within an answer.
+#[tokio::test]
+async fn the_first_byte_is_waited_for_as_long_as_the_whole_answer() {
+    let server = FaultyServer::start(|_| Reply::After(Duration::from_millis(600), Box::new(good().into())));
+    assert!(ask(&server, 0).await.is_ok());
 }
 
 #[tokio::test]

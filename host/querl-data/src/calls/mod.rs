@@ -8,6 +8,7 @@ mod retry;
 mod secret;
 
 pub(crate) use pace::estimated_tokens;
+pub(crate) use retry::{Check, Refusal};
 pub(crate) use secret::Secret;
 
 use crate::account::{Account, Bill};
@@ -20,7 +21,7 @@ use querl_core::records::{CallFailure, FailureKind};
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::multipart::{Form, Part};
 use reqwest::{Client, Method, Response, StatusCode, Url};
-use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, of_status};
+use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, is_out_of_money, may_be_charged, of_status};
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
@@ -28,6 +29,8 @@ use tokio::sync::Semaphore;
 
 /// How much of a server's words goes into a message.
 const EXCERPT_CHARS: usize = 300;
+/// How much of a refusal is read.
+const REFUSAL_BYTES: usize = 64 << 10;
 
 /// Limits on the calls to one service.
 #[derive(Debug, Clone, Copy)]
@@ -200,9 +203,22 @@ impl Caller {
     /// # Errors
     /// What the last try met. Timeouts, broken connections, answers that were cut short, 408, 409, 425, 429 and 5xx are tried
     /// again; a pause that the server asks for in `Retry-After` is kept, by all calls. After too many calls in a row without an
-    /// answer nobody is called any more: `down`. A call that the budget might not cover is not made: `over budget`.
+    /// answer, and where a server asks for a pause of minutes, nobody is called any more: `down`. A call that the budget might not cover is not made: `over budget`.
     pub(crate) async fn post(&self, body: &Value, charge: Charge) -> Result<Answer, CallFailure> {
-        self.call(&Call::post("", body), charge).await
+        self.post_checked(body, charge, &|_| None).await
+    }
+
+    /// The same, where a body may hold a refusal under a status of success.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post); what `check` says is treated like a status.
+    pub(crate) async fn post_checked(
+        &self,
+        body: &Value,
+        charge: Charge,
+        check: &Check<'_>,
+    ) -> Result<Answer, CallFailure> {
+        self.call_checked(&Call::post("", body), charge, check).await
     }
 
     /// The same for any request.
@@ -210,6 +226,10 @@ impl Caller {
     /// # Errors
     /// As [`post`](Self::post).
     pub(crate) async fn call(&self, call: &Call<'_>, charge: Charge) -> Result<Answer, CallFailure> {
+        self.call_checked(call, charge, &|_| None).await
+    }
+
+    async fn call_checked(&self, call: &Call<'_>, charge: Charge, check: &Check<'_>) -> Result<Answer, CallFailure> {
         // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
         let _slot = self.slots.acquire().await.expect("the semaphore is never closed");
         if let Some(down) = self.breaker.opened() {
@@ -221,17 +241,23 @@ impl Caller {
             .with_max_delay(Duration::from_secs(30))
             .with_max_times(self.limits.max_retries)
             .with_jitter();
-        let answer = (|| self.try_call(call, charge, &bill))
+        let answer = (|| self.try_call(call, charge, check, &bill))
             .retry(pauses)
             .when(|failed: &FailedTry| failed.retry != Retry::Useless && self.breaker.opened().is_none())
             .adjust(|failed: &FailedTry, pause| match failed.retry {
                 Retry::After(asked) if asked > LONGEST_PAUSE => None,
-                Retry::After(asked) => pause.map(|pause| pause.max(asked)),
+                // Not all at the same moment.
+                Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
                 _ => pause,
             })
             .notify(|failed: &FailedTry, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
             .await
-            .map_err(|failed| failed.failure);
+            .map_err(|failed| {
+                if matches!(failed.retry, Retry::After(asked) if asked > LONGEST_PAUSE) {
+                    self.breaker.open(&failed.failure);
+                }
+                failed.failure
+            });
         self.breaker.count(&shown_address(&self.url), &answer);
         let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
         match answer {
@@ -243,13 +269,24 @@ impl Caller {
         }
     }
 
-    async fn try_call(&self, call: &Call<'_>, charge: Charge, bill: &Mutex<Bill>) -> Result<(Value, f64), FailedTry> {
+    async fn try_call(
+        &self,
+        call: &Call<'_>,
+        charge: Charge,
+        check: &Check<'_>,
+        bill: &Mutex<Bill>,
+    ) -> Result<(Value, f64), FailedTry> {
         let unpaid = |failure| FailedTry { failure, retry: Retry::Useless, is_lost: false };
         let reservation = self.account.reserve(charge.most).await.map_err(unpaid)?;
         lock(bill).covered_by(reservation);
         self.pace.turn(charge.n_tokens).await;
         lock(bill).sent();
-        let answer = self.exchange(call).await;
+        let answer = self.exchange(call).await.and_then(|answer| match check(&answer.0) {
+            Some(Refusal { kind, retry, is_lost, what }) => {
+                Err(FailedTry { is_lost, ..self.failed(call, kind, retry, what) })
+            }
+            None => Ok(answer),
+        });
         match &answer {
             Ok(_) => lock(bill).answered(),
             Err(FailedTry { is_lost: true, .. }) => lock(bill).lost(),
@@ -272,19 +309,18 @@ impl Caller {
         if let Some(authorization) = &self.authorization {
             request = request.header(AUTHORIZATION, authorization.clone());
         }
-        let response = request.send().await.map_err(|error| self.broken(call, &error, started))?;
+        let mut response = request.send().await.map_err(|error| self.broken(call, &error))?;
         let status = response.status();
         let pause = asked_pause(response.headers(), SystemTime::now());
-        let text = self.read(call, response, started).await?;
         if !status.is_success() {
-            return Err(self.refused(call, status, pause, &text));
+            // Judged by its status: a refusal that breaks off is one all the same.
+            let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
+            return Err(self.refused(call, status, pause, &self.without_key(&String::from_utf8_lossy(&said))));
         }
+        let most = if call.reads == Reads::File { usize::MAX } else { self.max_response_bytes };
+        let bytes = self.read(call, &mut response, most).await.map_err(|(_, failed)| failed)?;
         let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
-        let body = match call.reads {
-            Reads::Json => serde_json::from_str(&text).map_err(|error| self.not_json(call, &error))?,
-            Reads::File => Value::String(text),
-        };
-        Ok((body, latency_ms))
+        Ok((self.parse(call, bytes)?, latency_ms))
     }
 
     fn address(&self, call: &Call<'_>) -> String {
@@ -294,28 +330,64 @@ impl Caller {
         }
     }
 
-    async fn read(&self, call: &Call<'_>, mut response: Response, started: Instant) -> Result<String, FailedTry> {
+    /// The whole body, or what was read of it with what was met then.
+    async fn read(
+        &self,
+        call: &Call<'_>,
+        response: &mut Response,
+        most_bytes: usize,
+    ) -> Result<Vec<u8>, (Vec<u8>, FailedTry)> {
         let mut bytes = Vec::new();
-        while let Some(chunk) = response.chunk().await.map_err(|error| self.broken(call, &error, started))? {
-            bytes.extend_from_slice(&chunk);
-            if call.reads == Reads::Json && bytes.len() > self.max_response_bytes {
-                let most = self.max_response_bytes >> 20;
-                let message = format!("the answer is longer than calls.max_response_mib = {most}");
-                return Err(self.failed(call, FailureKind::InvalidResponse, Retry::Useless, message).lost());
-            }
+        loop {
+            let failed = match tokio::time::timeout(self.read_timeout, response.chunk()).await {
+                Ok(Ok(None)) => return Ok(bytes),
+                Ok(Ok(Some(chunk))) if bytes.len() + chunk.len() <= most_bytes => {
+                    bytes.extend_from_slice(&chunk);
+                    continue;
+                }
+                Ok(Ok(Some(_))) => {
+                    let most = self.max_response_bytes >> 20;
+                    let message = format!("the answer is longer than calls.max_response_mib = {most}");
+                    self.failed(call, FailureKind::InvalidResponse, Retry::Useless, message).lost()
+                }
+                Ok(Err(error)) => self.broken(call, &error),
+                Err(_) => {
+                    let message = format!(
+                        "not a byte within calls.read_timeout_s = {}, in the middle of an answer",
+                        self.read_timeout.as_secs_f64()
+                    );
+                    self.failed(call, FailureKind::Timeout, Retry::Later, message).lost()
+                }
+            };
+            return Err((bytes, failed));
         }
-        // A service that quotes the key, in whatever it says, must not bring it into a file.
-        Ok(self.without_key(&String::from_utf8_lossy(&bytes)))
     }
 
-    fn broken(&self, call: &Call<'_>, error: &reqwest::Error, started: Instant) -> FailedTry {
-        let (timeout, read_timeout) = (self.limits.timeout, self.read_timeout);
-        let (kind, what) = if !error.is_timeout() || error.is_connect() {
-            (FailureKind::Unreachable, innermost(error))
-        } else if read_timeout < timeout && started.elapsed() < timeout {
-            (FailureKind::Timeout, format!("not a byte within calls.read_timeout_s = {}", read_timeout.as_secs_f64()))
-        } else {
-            (FailureKind::Timeout, format!("no answer within {} s", timeout.as_secs_f64()))
+    /// A service that quotes the key, in whatever it says, must not bring it into a file.
+    fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedTry> {
+        // Bytes that were replaced would be words that nobody wrote.
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let at = error.utf8_error().valid_up_to();
+            let message = format!("the answer is not UTF-8 from byte {at} on; let the service answer in UTF-8");
+            self.failed(call, FailureKind::InvalidResponse, Retry::Useless, message).lost()
+        })?;
+        match call.reads {
+            Reads::Json => {
+                let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+                let mut body = serde_json::from_str(text).map_err(|error| self.not_json(call, &error))?;
+                if let Some(key) = &self.key {
+                    key.hide_in_value(&mut body);
+                }
+                Ok(body)
+            }
+            Reads::File => Ok(Value::String(self.without_key(&text))),
+        }
+    }
+
+    fn broken(&self, call: &Call<'_>, error: &reqwest::Error) -> FailedTry {
+        let (kind, what) = match error.is_timeout() && !error.is_connect() {
+            true => (FailureKind::Timeout, format!("no answer within {} s", self.limits.timeout.as_secs_f64())),
+            false => (FailureKind::Unreachable, innermost(error)),
         };
         // Who was never reached has charged nothing.
         let failed = self.failed(call, kind, Retry::Later, what);
@@ -329,13 +401,20 @@ impl Caller {
     }
 
     fn refused(&self, call: &Call<'_>, status: StatusCode, pause: Option<Duration>, body: &str) -> FailedTry {
-        let (kind, retry) = of_status(status, pause);
-        if let Retry::After(asked) = retry
-            && asked <= LONGEST_PAUSE
-        {
-            self.pace.silence(asked);
+        let (kind, retry) = match is_out_of_money(body) {
+            true => (FailureKind::Unauthorized, Retry::Useless),
+            false => of_status(status.as_u16(), pause),
+        };
+        let mut what = format!("answered {status}: {}", server_message(body));
+        match retry {
+            Retry::After(asked) if asked > LONGEST_PAUSE => {
+                what = format!("{what}; it wants no call for {:.0} s", asked.as_secs_f64().min(1e9));
+            }
+            Retry::After(asked) => self.pace.silence(asked),
+            Retry::Later | Retry::Useless => {}
         }
-        self.failed(call, kind, retry, format!("answered {status}: {}", server_message(body)))
+        let failed = self.failed(call, kind, retry, what);
+        if may_be_charged(status.as_u16()) { failed.lost() } else { failed }
     }
 
     fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedTry {
@@ -365,7 +444,7 @@ fn shown_address(url: &Url) -> String {
 }
 
 /// What the server says for itself: the message of an OpenAI-style error, else the start of the body.
-fn server_message(body: &str) -> String {
+pub(crate) fn server_message(body: &str) -> String {
     let parsed: Option<Value> = serde_json::from_str(body).ok();
     let said = parsed.as_ref().and_then(|body| {
         ["/error/message", "/error", "/message", "/detail", "/msg"].iter().find_map(|path| body.pointer(path)?.as_str())

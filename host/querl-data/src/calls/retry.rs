@@ -1,8 +1,8 @@
 //! Which failures are worth another try, and when.
 
 use querl_core::records::{CallFailure, FailureKind};
-use reqwest::StatusCode;
 use reqwest::header::{HeaderMap, RETRY_AFTER};
+use serde_json::Value;
 use std::time::{Duration, SystemTime};
 
 /// A server that asks for a longer pause than this is not waited for.
@@ -32,11 +32,41 @@ pub(super) enum Retry {
     After(Duration),
 }
 
+/// What is wrong with a body that came with a status of success.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub(super) kind: FailureKind,
+    pub(super) retry: Retry,
+    /// It may have been charged.
+    pub(super) is_lost: bool,
+    pub(super) what: String,
+}
+
+impl Refusal {
+    /// A failure that the body tells, with its status where it tells one: as the same status of HTTP, else the service's own failure.
+    pub(crate) fn told(status: Option<u16>, what: String) -> Self {
+        let (kind, retry) = match status.filter(|status| (400..600).contains(status)) {
+            Some(status) => of_status(status, None),
+            None => (FailureKind::ServerError, Retry::Later),
+        };
+        Self { kind, retry, is_lost: false, what }
+    }
+
+    /// An answer that the service broke off.
+    pub(crate) fn broken_off(what: String) -> Self {
+        Self { kind: FailureKind::ServerError, retry: Retry::Later, is_lost: true, what }
+    }
+}
+
+/// Looks for a refusal in a body.
+pub(crate) type Check<'a> = dyn Fn(&Value) -> Option<Refusal> + Send + Sync + 'a;
+
 /// What an answer other than success means.
-pub(super) fn of_status(status: StatusCode, asked: Option<Duration>) -> (FailureKind, Retry) {
+pub(super) fn of_status(status: u16, asked: Option<Duration>) -> (FailureKind, Retry) {
     let later = asked.map_or(Retry::Later, Retry::After);
-    match status.as_u16() {
-        401 | 403 => (FailureKind::Unauthorized, Retry::Useless),
+    match status {
+        // Without money in the account there, every further call meets the same.
+        401..=403 => (FailureKind::Unauthorized, Retry::Useless),
         408 => (FailureKind::Timeout, later),
         // Conflict and Too Early: another request was in the way, the same one may pass a moment later.
         409 | 425 => (FailureKind::Rejected, later),
@@ -46,10 +76,25 @@ pub(super) fn of_status(status: StatusCode, asked: Option<Duration>) -> (Failure
     }
 }
 
+/// True for refusals that are about money, whatever their status.
+pub(super) fn is_out_of_money(body: &str) -> bool {
+    let body: Value = serde_json::from_str(body).unwrap_or_default();
+    ["/error/code", "/error/type"]
+        .iter()
+        .any(|path| body.pointer(path).is_some_and(|said| said == "insufficient_quota"))
+}
+
+/// True for what a gateway says that gave up on the service behind it, which may have worked on the request all the same.
+pub(super) fn may_be_charged(status: u16) -> bool {
+    matches!(status, 502 | 504)
+}
+
 /// The pause that a server asks for: seconds, or a date. A date that has passed asks for none.
 pub(super) fn asked_pause(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     match text.parse() {
+        // What no clock can count is for ever.
+        Ok(seconds) if seconds > 0.0 => Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
         Ok(seconds) => Duration::try_from_secs_f64(seconds).ok(),
         Err(_) => Some(httpdate::parse_http_date(text).ok()?.duration_since(now).unwrap_or_default()),
     }
@@ -63,9 +108,9 @@ mod tests {
     #[test]
     fn statuses_are_told_apart() {
         let retried = [408, 409, 425, 429, 500, 502, 503, 504, 529];
-        let of = |status| of_status(StatusCode::from_u16(status).unwrap(), None).1;
+        let of = |status| of_status(status, None).1;
         assert!(retried.into_iter().all(|status| of(status) == Retry::Later));
-        assert!([302, 400, 401, 403, 404, 413, 422].into_iter().all(|status| of(status) == Retry::Useless));
+        assert!([302, 400, 401, 402, 403, 404, 413, 422].into_iter().all(|status| of(status) == Retry::Useless));
     }
 
     #[test]
@@ -80,5 +125,6 @@ mod tests {
         assert_eq!(pause("Sun, 01 Mar 2026 08:00:09 GMT"), Some(9.0));
         assert_eq!(pause("Sun, 01 Mar 2026 07:00:00 GMT"), Some(0.0));
         assert_eq!((pause("soon"), pause("-1")), (None, None));
+        assert_eq!(pause("inf"), Some(Duration::MAX.as_secs_f64()));
     }
 }

@@ -5,6 +5,7 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use querl_core::config::AuthScheme;
 use reqwest::header::{HeaderValue, InvalidHeaderValue};
+use serde_json::Value;
 use std::path::Path;
 
 /// A key that no message shows.
@@ -14,7 +15,8 @@ pub(crate) struct Secret {
     scheme: AuthScheme,
 }
 
-/// A password of this length or more is no word that stands in answers by chance.
+/// A key or password of this length or more is no word that stands in answers by chance. Local servers take keys such as `1`, `none` or
+/// `token`, which are no secrets.
 const SECRET_BYTES: usize = 8;
 
 impl Secret {
@@ -83,16 +85,33 @@ impl Secret {
 
     /// `text` without the key, in whichever form it is sent.
     pub(super) fn hide_in(&self, text: &str) -> String {
-        let mut text = text.replace(&self.key, "[key]");
-        if self.scheme == AuthScheme::Basic {
-            text = text.replace(&self.encoded(), "[key]");
-            let password = self.key.split_once(':').map(|(_, password)| password);
-            // A short one may be a word of any answer.
-            if let Some(password) = password.filter(|password| password.len() >= SECRET_BYTES) {
-                text = text.replace(password, "[key]");
+        self.forms().iter().fold(text.to_owned(), |text, form| text.replace(form, "[key]"))
+    }
+
+    /// The same in every text of a value; its form stays.
+    pub(super) fn hide_in_value(&self, value: &mut Value) {
+        match value {
+            Value::String(text) => *text = self.hide_in(text),
+            Value::Array(values) => values.iter_mut().for_each(|value| self.hide_in_value(value)),
+            Value::Object(entries) => {
+                let hidden = std::mem::take(entries).into_iter().map(|(name, mut value)| {
+                    self.hide_in_value(&mut value);
+                    (self.hide_in(&name), value)
+                });
+                *entries = hidden.collect();
             }
+            Value::Null | Value::Bool(_) | Value::Number(_) => {}
         }
-        text
+    }
+
+    fn forms(&self) -> Vec<String> {
+        let mut forms = vec![self.key.clone()];
+        if self.scheme == AuthScheme::Basic {
+            forms.push(self.encoded());
+            forms.extend(self.key.split_once(':').map(|(_, password)| password.to_owned()));
+        }
+        forms.retain(|form| form.len() >= SECRET_BYTES);
+        forms
     }
 }
 
@@ -119,6 +138,16 @@ mod tests {
         assert_eq!(basic("admin:s3cret").hide_in("YWRtaW46czNjcmV0, admin:s3cret, admin"), "[key], [key], admin");
         assert_eq!(basic("admin:long-s3cret").hide_in("wrong password long-s3cret"), "wrong password [key]");
         assert!(Secret::new("a\nb").header().is_err());
+    }
+
+    /// Keeps away: answers of a server whose key is `1` or `token` in which numbers, names and words are replaced.
+    #[test]
+    fn a_key_that_is_a_common_word_is_left_where_it_stands() {
+        assert_eq!(Secret::new("token").hide_in("completion_tokens"), "completion_tokens");
+        assert_eq!(Secret::new("1").sent_as(AuthScheme::Basic).hide_in("1 MQ=="), "1 MQ==");
+        let mut body = serde_json::json!({"a sk-long-key": ["quoted \"sk-long-key\"", 1, null]});
+        Secret::new("sk-long-key").hide_in_value(&mut body);
+        assert_eq!(body, serde_json::json!({"a [key]": ["quoted \"[key]\"", 1, null]}));
     }
 
     #[test]

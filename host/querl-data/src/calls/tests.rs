@@ -69,6 +69,7 @@ async fn rate_limit_that_lasts_too_long_fails_at_once() {
     let server = answering(ResponseTemplate::new(429).insert_header("Retry-After", "86400")).await;
     let failure = caller(&server, 5).post(&json!({}), Charge::FREE).await.unwrap_err();
     assert_eq!(failure.kind, FailureKind::RateLimited);
+    assert!(failure.message.ends_with("; it wants no call for 86400 s"), "{failure}");
     assert_eq!(server.received_requests().await.unwrap().len(), 1);
 }
 
