@@ -349,6 +349,11 @@ pub trait Progress: Send + Sync {
 
     /// One line that stays on screen.
     fn line(&self, text: &str);
+
+    /// True once nothing more is to be begun: what is under way comes to its end, and the work ends there.
+    fn is_stopped(&self) -> bool {
+        false
+    }
 }
 
 /// Shows nothing.

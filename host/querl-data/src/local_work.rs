@@ -1,5 +1,6 @@
 //! Models and indexes in this process: so much work at once, each piece within a time, beside the threads that answer calls.
 
+use crate::deadline::turn;
 use querl_core::records::{CallFailure, FailureKind};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -34,8 +35,8 @@ impl LocalWork {
         &self,
         work: impl FnOnce() -> Result<T, E> + Send + 'static,
     ) -> Result<T, CallFailure> {
-        let own = self.slots.clone().acquire_owned().await.expect("the semaphore is never closed");
-        let core = CORES.clone().acquire_owned().await.expect("the semaphore is never closed");
+        let own = turn(self.slots.clone().acquire_owned()).await.expect("the semaphore is never closed");
+        let core = turn(CORES.clone().acquire_owned()).await.expect("the semaphore is never closed");
         let task = tokio::task::spawn_blocking(move || {
             let result = work();
             drop((own, core));

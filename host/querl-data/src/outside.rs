@@ -5,7 +5,7 @@ use crate::cache::{AnswerCache, CacheTable, Flights, Shelf};
 use querl_core::config::CallsConfig;
 use serde::Serialize;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How outside services are reached, what they cost, and what they said before. One for a whole run.
 #[derive(Clone, Default)]
@@ -17,6 +17,8 @@ pub struct Outside {
     pub(crate) flights: Arc<Flights>,
     /// How long what retrieval found is believed; a knowledge base changes.
     retrieval_ttl: Duration,
+    /// Of what retrieval found, nothing that was kept before is believed.
+    pub(crate) fresh_since: Option<Instant>,
 }
 
 impl Outside {
@@ -35,6 +37,12 @@ impl Outside {
     #[must_use]
     pub fn with_cache(self, cache: Arc<AnswerCache>, retrieval_ttl: Duration) -> Self {
         Self { cache: Some(cache), retrieval_ttl, ..self }
+    }
+
+    /// What retrieval found before this moment is not believed: who has a stage done anew may have changed the knowledge base.
+    #[must_use]
+    pub fn with_fresh_retrievals(self) -> Self {
+        Self { fresh_since: Some(Instant::now()), ..self }
     }
 
     /// What calls cost.

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::cache::AnswerCache;
+use crate::cache::{AnswerCache, CacheLimits};
 use querl_core::ports::LocalModelError;
 use querl_core::records::Context;
 use serde_json::json;

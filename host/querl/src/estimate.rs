@@ -5,9 +5,9 @@
 //! at all of `max_tokens`. Calls of `rl` lie between one for each query (a policy that always writes the same) and one for each
 //! episode (never the same twice). Training itself is not part of the time.
 
-use crate::plugins::Plugins;
-use crate::run;
+use crate::run::Run;
 use crate::stages::StageName;
+use crate::stages::runner::{Ahead, Window, look_ahead};
 use anyhow::Context;
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
@@ -74,22 +74,28 @@ pub struct Estimate {
 ///
 /// # Errors
 /// The table, a plugin or a key cannot be used.
-pub fn estimate(config: &Config, stages: impl Fn(StageName) -> bool) -> anyhow::Result<Estimate> {
-    let dir = RunDir::new(&config.output_dir);
-    let plugins = Plugins::open(config)?;
+pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
+    let run = Run::open_to_look(config)?;
+    let config = &run.config;
     let table = open_queries(&config.data)?;
     let n_rows = table.findings().n_usable;
-    let estimator = Estimator { config, dir: &dir, plugins: &plugins, table: &table, n_rows: n_rows as f64 };
-    let mut steps = Vec::new();
-    if stages(StageName::Rewrite) && config.teacher.kind == TeacherKind::Openai {
-        steps.push(estimator.rewrite()?);
-    }
-    if stages(StageName::Validate) && config.retrieval.kind == RetrievalKind::Http {
-        steps.push(estimator.validate());
-    }
-    for (stage, answers) in [(StageName::Rl, estimator.of_rl()), (StageName::Eval, estimator.of_eval())] {
-        if stages(stage) {
-            steps.extend(estimator.scoring(stage, answers)?);
+    let estimator = Estimator { config, dir: &run.dir, run: &run, table: &table, n_rows: n_rows as f64 };
+    let (mut steps, mut rewrites) = (Vec::new(), Ahead::GoesOn);
+    let asking = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
+    for (stage, ahead) in look_ahead(&run, window, &asking)? {
+        match stage {
+            StageName::Rewrite if config.teacher.kind == TeacherKind::Openai => {
+                rewrites = ahead;
+                steps.push(estimator.rewrite(ahead)?);
+            }
+            StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
+                // Other rewrites have no hits yet.
+                let ahead = if rewrites == Ahead::Anew { rewrites } else { ahead };
+                steps.push(estimator.validate(ahead));
+            }
+            StageName::Rl => steps.extend(estimator.scoring(stage, estimator.of_rl())?),
+            StageName::Eval => steps.extend(estimator.scoring(stage, estimator.of_eval())?),
+            _ => {}
         }
     }
     Ok(Estimate { rows: n_rows, steps, budget: config.budget })
@@ -119,15 +125,14 @@ struct Asked {
 struct Estimator<'a> {
     config: &'a Config,
     dir: &'a RunDir,
-    plugins: &'a Plugins,
+    run: &'a Run,
     table: &'a QueryTable,
     n_rows: f64,
 }
 
 impl Estimator<'_> {
-    fn rewrite(&self) -> anyhow::Result<Step> {
-        let teacher =
-            open_teacher(&self.config.teacher, &self.config.fallback_teacher, &run::outside(self.config, self.dir)?)?;
+    fn rewrite(&self, ahead: Ahead) -> anyhow::Result<Step> {
+        let teacher = open_teacher(&self.config.teacher, &self.config.fallback_teacher, &self.run.outside)?;
         let (mut done, mut measured_s, mut n_measured) = (HashSet::new(), 0.0, 0.0);
         for_each_left_by(&self.dir.rewrites(), |record: RewriteRecord| {
             let Ok(completion) = record.rewrite else { return };
@@ -137,6 +142,9 @@ impl Estimator<'_> {
                 (measured_s, n_measured) = (measured_s + latency_ms / 1000.0, n_measured + 1.0);
             }
         });
+        if ahead == Ahead::Anew {
+            done.clear();
+        }
         let asked = self.prompts(&done, teacher.as_ref())?;
         let call_s = if n_measured > 0.0 { Range::exactly(measured_s / n_measured) } else { CHAT_S };
         let (endpoint, calls) = (self.config.teacher.endpoint(), Range::exactly(asked.n_rows - asked.n_known));
@@ -158,7 +166,7 @@ impl Estimator<'_> {
                 n_looked_at += 1;
                 let context = of_query(&row);
                 let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
-                let messages = self.plugins.prompts.messages(PromptTask::TeacherRewrite, &input)?;
+                let messages = self.run.plugins.prompts.messages(PromptTask::TeacherRewrite, &input)?;
                 match teacher.knows(&messages) {
                     true => asked.n_known += 1.0,
                     false => asked.n_tokens += prompt_tokens(&messages) as f64,
@@ -169,8 +177,11 @@ impl Estimator<'_> {
         Ok(Asked { n_known: (asked.n_known * scale).round(), n_tokens: asked.n_tokens * scale, ..asked })
     }
 
-    fn validate(&self) -> Step {
+    fn validate(&self, ahead: Ahead) -> Step {
         let mut n_done = 0.0;
+        if ahead == Ahead::Anew {
+            return self.retrieval_step(StageName::Validate, Range::exactly(self.n_rows));
+        }
         for_each_left_by(&self.dir.validated(), |record: ValidatedRecord| {
             n_done += if matches!(record.retrieval, Some(Ok(_))) { 1.0 } else { 0.0 };
         });
@@ -226,7 +237,7 @@ impl Estimator<'_> {
             let context = of_query(&row);
             let input =
                 PromptInput { query: &row.original_query, context: &context, rewrite: Some(&row.original_query) };
-            n_tokens += prompt_tokens(&self.plugins.prompts.messages(PromptTask::Judge, &input)?);
+            n_tokens += prompt_tokens(&self.run.plugins.prompts.messages(PromptTask::Judge, &input)?);
         }
         Ok(n_tokens as f64 / f64::from(n_looked_at.max(1)))
     }

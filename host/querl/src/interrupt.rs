@@ -36,6 +36,19 @@ pub fn check() -> Result<(), Stop> {
     Ok(())
 }
 
+/// Waits for `work`, which itself begins nothing more once the user says stop ([`Progress::is_stopped`]): what is under way is paid, and
+/// is kept.
+///
+/// [`Progress::is_stopped`]: querl_core::ports::Progress::is_stopped
+///
+/// # Errors
+/// The user asked to stop.
+pub fn finish<T>(runtime: &tokio::runtime::Runtime, work: impl Future<Output = T>) -> Result<T, Stop> {
+    let done = runtime.block_on(work);
+    check()?;
+    Ok(done)
+}
+
 /// Waits for `work`, or for the user to say stop: what is under way then is dropped.
 ///
 /// # Errors

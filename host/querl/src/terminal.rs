@@ -1,5 +1,6 @@
 //! What a person sees on stderr: bars on a terminal, plain lines elsewhere, logs that do not tear the bars.
 
+use crate::interrupt;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use querl_core::ports::Progress;
 use std::io::{IsTerminal, Write};
@@ -133,6 +134,10 @@ impl Progress for StageProgress {
 
     fn line(&self, text: &str) {
         say(&format!("{}: {text}", self.stage));
+    }
+
+    fn is_stopped(&self) -> bool {
+        interrupt::flag().load(Ordering::Relaxed)
     }
 }
 

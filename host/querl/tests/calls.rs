@@ -6,7 +6,7 @@
 
 mod support;
 
-use querl_data::{AnswerCache, read_account};
+use querl_data::{AnswerCache, CacheLimits, read_account};
 use querl_faulty::{Answer, Asked, FaultyServer, Reply};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -75,7 +75,7 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
 fn cache_in_use_or_damaged_is_said_and_the_run_goes_on() {
     let server = teacher();
     let project = taught_at(&server.url());
-    let held = AnswerCache::open(&project.path("answers.redb")).unwrap();
+    let held = AnswerCache::open(&project.path("answers.redb"), CacheLimits::default()).unwrap();
     let said = project.querl(&["rewrite", "querl.toml"]).ok();
     assert!(
         said.stderr.contains("answers.redb: another process uses this cache; calls are made without it"),
@@ -115,6 +115,43 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_goes_on() {
     assert_eq!(unpriced.code, Some(2));
 }
 
+/// Keeps away: answers that were paid for and are thrown away, since the user said stop a moment before they came.
+#[cfg(unix)]
+#[test]
+fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
+    let server =
+        FaultyServer::start(|asked| Reply::After(Duration::from_millis(500), Box::new(completion(asked).into())));
+    let project = taught_at(&server.url());
+    let args = ["rewrite", "querl.toml", "--set", "cache.enabled=false", "--set", "teacher.max_concurrent=4"];
+    let mut child = project.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    while server.n_asked() < 6 {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let said = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(said.success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(server.n_asked() < 40);
+    project.querl(&args).ok();
+    let spent = &read_account(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"];
+    assert_eq!((server.n_asked(), spent.calls, spent.lost), (40, 40, 0));
+}
+
+/// Keeps away: "0 calls" for rows that the run would ask anew, and a price for stages that are finished.
+#[test]
+fn dry_run_reckons_with_what_the_run_would_do() {
+    let server = teacher();
+    let project = taught_at(&server.url());
+    project.querl(&["rewrite", "querl.toml", "--set", "cache.enabled=false"]).ok();
+    let steps = |more: &[&str]| {
+        let args = [&["rewrite", "querl.toml", "--dry-run", "--json", "--set", "cache.enabled=false"], more].concat();
+        let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
+        estimate["steps"].as_array().unwrap().iter().map(|step| step["calls"]["high"].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(steps(&[]), Vec::<Value>::new(), "finished");
+    assert_eq!(steps(&["--from", "rewrite"]), [json!(40.0)]);
+    assert_eq!(steps(&["--set", "teacher.model=other"]), [json!(40.0)]);
+}
+
 #[test]
 fn dry_run_says_calls_and_prices_and_asks_nobody() {
     let server = teacher();
@@ -124,7 +161,8 @@ fn dry_run_says_calls_and_prices_and_asks_nobody() {
         serde_json::from_str::<Value>(&project.querl(&args).ok().stdout).unwrap()
     };
     let before = estimate(&[]);
-    assert_eq!((server.n_asked(), project.path("run").exists()), (0, false));
+    let is_there = |file: &str| project.path(file).exists();
+    assert_eq!((server.n_asked(), is_there("run"), is_there("answers.redb")), (0, false, false));
     let step = &before["steps"][0];
     assert_eq!((&before["rows"], &step["calls"]["high"], &step["cached"]), (&json!(40), &json!(40.0), &json!(0)));
     let (low, high) = (step["cost"]["low"].as_f64().unwrap(), step["cost"]["high"].as_f64().unwrap());
@@ -133,7 +171,7 @@ fn dry_run_says_calls_and_prices_and_asks_nobody() {
     let step = estimate(&["--out", "elsewhere"])["steps"][0].clone();
     assert_eq!((&step["calls"]["high"], &step["cached"]), (&json!(0.0), &json!(40)));
     let said = project.querl(&["run", "querl.toml", "--to", "validate", "--dry-run"]).ok().stdout;
-    assert!(said.contains("rewrite  teacher m: 0 calls, 0 from the cache, price 0.0000, 0 s"), "{said}");
+    assert!(said.contains("no outside service is asked"), "{said}");
 }
 
 #[test]
@@ -243,12 +281,12 @@ fn keys_stand_in_no_file_and_no_word_that_is_written() {
     std::fs::write(keys.path().join("retrieval"), OF_RETRIEVAL).unwrap();
     let key_file = format!("retrieval.api_key_file=\"{}\"", keys.path().join("retrieval").display());
     let retries = ["--set", "teacher.max_retries=2", "--set", "retrieval.max_retries=2"];
-    for (args, env) in [(vec!["run", "querl.toml", "--to", "convert"], ""), (vec!["report", "run"], "trace")] {
+    for args in [vec!["run", "querl.toml", "--to", "convert"], vec!["report", "run"]] {
         let mut command = project.command(&args);
         if args[0] == "run" {
             command.args(retries).args(["--set", key_file.as_str(), "-vv"]);
         }
-        let output = command.env("QUERL_TEST_TEACHER_KEY", OF_TEACHER).env("RUST_LOG", env).output().unwrap();
+        let output = command.env("QUERL_TEST_TEACHER_KEY", OF_TEACHER).env("QUERL_LOG", "trace").output().unwrap();
         let said = [output.stdout, output.stderr].concat();
         for key in [OF_TEACHER, OF_RETRIEVAL] {
             assert!(!contains(&said, key), "{}", String::from_utf8_lossy(&said));

@@ -49,10 +49,13 @@ pub struct CacheConfig {
     /// How long what a retrieval service found is believed, in hours; 0 never.
     #[schemars(range(min = 0.0, max = 1_000_000.0))]
     pub retrieval_ttl_hours: f64,
+    /// How much is kept, in MiB: above that the oldest answers go when a run begins.
+    #[schemars(range(min = 1, max = 1_048_576))]
+    pub max_mib: u64,
 }
 
 impl Default for CacheConfig {
     fn default() -> Self {
-        Self { enabled: true, path: None, retrieval_ttl_hours: 24.0 }
+        Self { enabled: true, path: None, retrieval_ttl_hours: 24.0, max_mib: 4096 }
     }
 }

@@ -13,13 +13,41 @@ pub(crate) use flight::Flights;
 pub use store::{CacheTable, TableStats, cache_stats, clear_cache};
 pub(crate) use wrap::{CachedJudge, CachedRetriever, CachedTeacher, Shelf};
 
+use querl_core::config::CacheConfig;
 use queue::Queue;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use store::Store;
+use store::{Store, Trouble};
+
+/// What the cache keeps, and for how long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheLimits {
+    /// Above so many bytes of answers the oldest go, when the cache is opened.
+    pub most_bytes: u64,
+    /// What retrieval found is of no use after that time.
+    pub retrieval_ttl: Duration,
+}
+
+impl Default for CacheLimits {
+    /// Those of the configuration's own defaults.
+    fn default() -> Self {
+        Self::of(&CacheConfig::default())
+    }
+}
+
+impl CacheLimits {
+    /// Those of a configuration.
+    pub fn of(config: &CacheConfig) -> Self {
+        let ttl_s = config.retrieval_ttl_hours * 3600.0;
+        Self {
+            most_bytes: config.max_mib.saturating_mul(1 << 20),
+            retrieval_ttl: Duration::try_from_secs_f64(ttl_s).unwrap_or(Duration::MAX),
+        }
+    }
+}
 
 /// An open cache. Dropping it writes what is left to write.
 pub struct AnswerCache {
@@ -34,15 +62,22 @@ pub struct AnswerCache {
 impl AnswerCache {
     /// Opens the cache at `path`, which need not exist. `None` where it cannot be used, which is said as a warning: another
     /// process has it, or the place is not writable. A damaged file is put aside, and a new one begun.
-    pub fn open(path: &Path) -> Option<Self> {
+    pub fn open(path: &Path, limits: CacheLimits) -> Option<Self> {
         let (store, queue) = (Arc::new(Store::open(path)?), Arc::new(Queue::default()));
         let is_broken = Arc::new(AtomicBool::new(false));
         let writer = {
             let (store, queue, is_broken, path) = (store.clone(), queue.clone(), is_broken.clone(), path.to_owned());
-            let write = move || write_all(&store, &queue, &is_broken, &path);
+            let write = move || write_all(&store, &queue, limits, &is_broken, &path);
             std::thread::Builder::new().name("cache".into()).spawn(write).ok()?
         };
         Some(Self { path: path.to_owned(), store, is_broken, queue, writer: Some(writer) })
+    }
+
+    /// Opens the cache at `path` to look things up, without any change to it. `None` where there is none, or it cannot be read, which is
+    /// said as a warning.
+    pub fn open_for_reading(path: &Path) -> Option<Self> {
+        let (store, queue) = (Arc::new(Store::open_for_reading(path)?), Arc::new(Queue::default()));
+        Some(Self { path: path.to_owned(), store, is_broken: Arc::default(), queue, writer: None })
     }
 
     /// The answer kept under `key`, unless it is older than `max_age`.
@@ -71,7 +106,7 @@ impl AnswerCache {
 
     fn change(&self, table: CacheTable, key: &str, answer: Option<Vec<u8>>) {
         // Nobody takes away what is put there once the writer has given up.
-        if !self.is_broken.load(Ordering::Relaxed) {
+        if self.writer.is_some() && !self.is_broken.load(Ordering::Relaxed) {
             self.queue.put(table, key, answer);
         }
     }
@@ -87,7 +122,10 @@ impl Drop for AnswerCache {
 }
 
 /// Writes what comes, all that is there at once: a write to disk takes about as long for many as for one.
-fn write_all(store: &Store, queue: &Queue, is_broken: &AtomicBool, path: &Path) {
+fn write_all(store: &Store, queue: &Queue, limits: CacheLimits, is_broken: &AtomicBool, path: &Path) {
+    if let Err(problem) = store.prune(limits.most_bytes, limits.retrieval_ttl) {
+        return give_up(is_broken, path, &problem);
+    }
     while let Some(changes) = queue.next() {
         if let Err(problem) = store.write(&changes) {
             return give_up(is_broken, path, &problem);
@@ -95,13 +133,16 @@ fn write_all(store: &Store, queue: &Queue, is_broken: &AtomicBool, path: &Path) 
     }
 }
 
-fn give_up(is_broken: &AtomicBool, path: &Path, problem: &str) {
+fn give_up(is_broken: &AtomicBool, path: &Path, trouble: &Trouble) {
     if is_broken.swap(true, Ordering::SeqCst) {
         return;
     }
-    let aside = store::put_aside(path);
+    let aside = match trouble {
+        Trouble::Damaged(_) => store::put_aside(path),
+        Trouble::Place(_) => "what it holds is kept".to_owned(),
+    };
     tracing::warn!(
-        "{}: the cache cannot be used any more ({problem}); {aside}, calls are made without it",
+        "{}: the cache cannot be used any more ({trouble}); {aside}, calls are made without it",
         path.display()
     );
 }

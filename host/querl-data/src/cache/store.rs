@@ -2,10 +2,13 @@
 
 use super::queue::Changes;
 use crate::error::DataError;
-use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition};
+use redb::{
+    Database, DatabaseError, ReadOnlyDatabase, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata,
+    TableDefinition, WriteTransaction,
+};
 use sha2::{Digest, Sha256};
 use std::cell::Cell;
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Once;
@@ -54,13 +57,43 @@ pub struct TableStats {
 }
 
 /// The database is there until it is dropped.
-pub(super) struct Store(Option<Database>);
+pub(super) struct Store(Option<Opened>);
+
+enum Opened {
+    ForWriting(Database),
+    ForReading(ReadOnlyDatabase),
+}
+
+impl Opened {
+    fn begin_read(&self) -> Result<ReadTransaction, redb::TransactionError> {
+        match self {
+            Self::ForWriting(database) => database.begin_read(),
+            Self::ForReading(database) => database.begin_read(),
+        }
+    }
+}
 
 impl Drop for Store {
     /// Closing a damaged file may end in a panic, too.
     fn drop(&mut self) {
         let database = self.0.take();
         let _ = quietly(|| drop(database));
+    }
+}
+
+/// What goes wrong with a file that is open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// It does not hold what was written to it.
+    Damaged(String),
+    /// The place has no room, or does not answer: what the file holds is good.
+    Place(String),
+}
+
+impl std::fmt::Display for Trouble {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::Damaged(problem) | Self::Place(problem)) = self;
+        f.write_str(problem)
     }
 }
 
@@ -71,6 +104,15 @@ enum Unusable {
     Other(String),
 }
 
+impl From<Trouble> for Unusable {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Damaged(problem) => Self::Damaged(problem),
+            Trouble::Place(problem) => Self::Other(problem),
+        }
+    }
+}
+
 impl Store {
     /// `None` where it cannot be used, which is then said.
     pub(super) fn open(path: &Path) -> Option<Self> {
@@ -79,6 +121,12 @@ impl Store {
             Ok(store) => Some(store),
             Err(Unusable::InUse) => {
                 tracing::warn!("{shown}: another process uses this cache; calls are made without it");
+                None
+            }
+            Err(Unusable::Damaged(problem)) if !is_ours(path) => {
+                tracing::warn!(
+                    "{shown}: holds something that is no cache ({problem}); it is left as it is, calls are made without a cache; name another file in cache.path"
+                );
                 None
             }
             Err(Unusable::Damaged(problem)) => {
@@ -94,6 +142,23 @@ impl Store {
         }
     }
 
+    /// To look things up, without a change to the file. `None` where there is none, or where it cannot be read, which is then said.
+    pub(super) fn open_for_reading(path: &Path) -> Option<Self> {
+        let empty = path.metadata().map_or(true, |file| file.len() == 0);
+        if empty {
+            return None;
+        }
+        let problem = match quietly(|| ReadOnlyDatabase::open(path)) {
+            Ok(Ok(database)) => return Some(Self(Some(Opened::ForReading(database)))),
+            Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => "another process uses it".to_owned(),
+            Ok(Err(DatabaseError::RepairAborted)) => "who used it last was killed; the next run tidies it".to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "it cannot be opened".to_owned(),
+        };
+        tracing::warn!("{}: the cache cannot be looked into ({problem}); its answers are not counted", path.display());
+        None
+    }
+
     fn try_open(path: &Path) -> Result<Self, Unusable> {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(|error| Unusable::Other(error.to_string()))?;
@@ -103,20 +168,28 @@ impl Store {
         let database = match opened {
             Ok(Ok(database)) => database,
             Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(Unusable::InUse),
+            Ok(Err(error @ DatabaseError::UpgradeRequired(_))) => return Err(Unusable::Other(error.to_string())),
             Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_of_the_place(&error) => {
                 return Err(Unusable::Other(error.to_string()));
             }
             Ok(Err(error)) => return Err(Unusable::Damaged(error.to_string())),
             Err(_) => return Err(Unusable::Damaged("it cannot be opened".into())),
         };
-        let store = Self(Some(database));
+        let store = Self(Some(Opened::ForWriting(database)));
         // All tables are made at once: a reader then finds each of them.
-        store.write(&Changes::new()).map_err(Unusable::Damaged)?;
+        store.write(&Changes::new())?;
         Ok(store)
     }
 
-    fn database(&self) -> &Database {
-        self.0.as_ref().expect("only dropping takes it")
+    fn begin_read(&self) -> Result<ReadTransaction, redb::TransactionError> {
+        self.0.as_ref().expect("only dropping takes it").begin_read()
+    }
+
+    fn begin_write(&self) -> Result<WriteTransaction, redb::Error> {
+        match self.0.as_ref().expect("only dropping takes it") {
+            Opened::ForWriting(database) => Ok(database.begin_write()?),
+            Opened::ForReading(_) => Err(redb::Error::Io(ErrorKind::ReadOnlyFilesystem.into())),
+        }
     }
 
     /// # Errors
@@ -126,9 +199,9 @@ impl Store {
         table: CacheTable,
         key: &str,
         max_age: Option<Duration>,
-    ) -> Result<Option<Vec<u8>>, String> {
+    ) -> Result<Option<Vec<u8>>, Trouble> {
         guarded(|| {
-            let read = self.database().begin_read()?;
+            let read = self.begin_read()?;
             let found = read.open_table(table.definition())?.get(key)?;
             Ok(found.and_then(|entry| unpack(entry.value(), max_age)))
         })
@@ -136,9 +209,9 @@ impl Store {
 
     /// # Errors
     /// The file is damaged or cannot be written.
-    pub(super) fn write(&self, changes: &Changes) -> Result<(), String> {
+    pub(super) fn write(&self, changes: &Changes) -> Result<(), Trouble> {
         guarded(|| {
-            let write = self.database().begin_write()?;
+            let write = self.begin_write()?;
             for table in CacheTable::ALL {
                 let mut open = write.open_table(table.definition())?;
                 for ((_, key), answer) in changes.iter().filter(|((of, _), _)| *of == table) {
@@ -153,9 +226,55 @@ impl Store {
         })
     }
 
-    fn stats(&self, table: CacheTable) -> Result<TableStats, String> {
+    /// Makes room where the tables have more than `most_bytes`: what is too old goes first, then the oldest answers of all, until a quarter
+    /// of the room is free.
+    ///
+    /// # Errors
+    /// The file is damaged or cannot be written.
+    pub(super) fn prune(&self, most_bytes: u64, retrieval_ttl: Duration) -> Result<(), Trouble> {
+        let mut n_bytes = 0;
+        for table in CacheTable::ALL {
+            n_bytes += self.stats(table)?.n_bytes;
+        }
+        if n_bytes <= most_bytes {
+            return Ok(());
+        }
+        let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let dead_before_s = now_s.saturating_sub(retrieval_ttl.as_secs());
+        let mut entries = self.entries()?;
+        entries.sort_by_key(|entry| {
+            (entry.table != CacheTable::Retrievals || entry.kept_s >= dead_before_s, entry.kept_s)
+        });
+        let mut changes = Changes::new();
+        for entry in entries {
+            let is_dead = entry.table == CacheTable::Retrievals && entry.kept_s < dead_before_s;
+            if !is_dead && n_bytes <= most_bytes / 4 * 3 {
+                break;
+            }
+            n_bytes = n_bytes.saturating_sub(entry.n_bytes);
+            changes.insert((entry.table, entry.key), None);
+        }
+        self.write(&changes)
+    }
+
+    fn entries(&self) -> Result<Vec<Entry>, Trouble> {
         guarded(|| {
-            let read = self.database().begin_read()?;
+            let (read, mut entries) = (self.begin_read()?, Vec::new());
+            for table in CacheTable::ALL {
+                for entry in read.open_table(table.definition())?.iter()? {
+                    let (key, value) = entry?;
+                    let kept_s = head(value.value()).map_or(0, |(kept_s, _)| kept_s);
+                    let (key, n_bytes) = (key.value().to_owned(), value.value().len() as u64);
+                    entries.push(Entry { table, key, kept_s, n_bytes });
+                }
+            }
+            Ok(entries)
+        })
+    }
+
+    fn stats(&self, table: CacheTable) -> Result<TableStats, Trouble> {
+        guarded(|| {
+            let read = self.begin_read()?;
             let open = read.open_table(table.definition())?;
             let mut oldest_s = None;
             for entry in open.iter()? {
@@ -167,9 +286,9 @@ impl Store {
         })
     }
 
-    fn clear(&self, tables: &[CacheTable]) -> Result<(), String> {
+    fn clear(&self, tables: &[CacheTable]) -> Result<(), Trouble> {
         guarded(|| {
-            let write = self.database().begin_write()?;
+            let write = self.begin_write()?;
             for table in tables {
                 write.delete_table(table.definition())?;
                 drop(write.open_table(table.definition())?);
@@ -178,6 +297,23 @@ impl Store {
             Ok(())
         })
     }
+}
+
+/// An answer that is kept, without its text.
+struct Entry {
+    table: CacheTable,
+    key: String,
+    kept_s: u64,
+    n_bytes: u64,
+}
+
+/// Whether a file is a cache that was damaged, and no file of another kind that somebody named by mistake: it begins like one, or is named
+/// like one.
+fn is_ours(path: &Path) -> bool {
+    const BEGINNING: &[u8] = b"redb";
+    let mut first = [0; BEGINNING.len()];
+    let begins = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut first));
+    (begins.is_ok() && first == BEGINNING) || path.extension().is_some_and(|extension| extension == "redb")
 }
 
 /// True where no file could be used there. A damaged length or offset may bring any other error.
@@ -215,10 +351,24 @@ fn quietly<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
 }
 
 /// What happens on damage is an error, whichever way redb says it.
-fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, String> {
+fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, Trouble> {
     match quietly(work) {
-        Ok(done) => done.map_err(|error| error.to_string()),
-        Err(_) => Err("it cannot be read".into()),
+        Ok(done) => done.map_err(|error| trouble(&error)),
+        Err(_) => Err(Trouble::Damaged("it cannot be read".into())),
+    }
+}
+
+fn trouble(error: &redb::Error) -> Trouble {
+    let problem = error.to_string();
+    match error {
+        // A damaged length or offset leads beyond the end of the file.
+        redb::Error::Io(error)
+            if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData | ErrorKind::InvalidInput) =>
+        {
+            Trouble::Damaged(problem)
+        }
+        redb::Error::Io(_) | redb::Error::PreviousIo => Trouble::Place(problem),
+        _ => Trouble::Damaged(problem),
     }
 }
 
@@ -259,7 +409,7 @@ pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
     let Some(store) = open_existing(path)? else { return Ok(Vec::new()) };
     CacheTable::ALL
         .into_iter()
-        .map(|table| store.stats(table).map_err(|problem| DataError::file(path, problem)))
+        .map(|table| store.stats(table).map_err(|trouble| DataError::file(path, trouble.to_string())))
         .collect()
 }
 
@@ -269,7 +419,7 @@ pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
 /// Another process uses it, or it is damaged.
 pub fn clear_cache(path: &Path, tables: &[CacheTable]) -> Result<(), DataError> {
     match open_existing(path)? {
-        Some(store) => store.clear(tables).map_err(|problem| DataError::file(path, problem)),
+        Some(store) => store.clear(tables).map_err(|trouble| DataError::file(path, trouble.to_string())),
         None => Ok(()),
     }
 }

@@ -3,11 +3,11 @@
 use super::*;
 
 fn keep(path: &Path, key: &str, answer: &[u8]) {
-    AnswerCache::open(path).unwrap().put(CacheTable::Rewrites, key, answer.to_vec());
+    AnswerCache::open(path, CacheLimits::default()).unwrap().put(CacheTable::Rewrites, key, answer.to_vec());
 }
 
 fn found(path: &Path, key: &str) -> Option<Vec<u8>> {
-    AnswerCache::open(path).unwrap().get(CacheTable::Rewrites, key, None)
+    AnswerCache::open(path, CacheLimits::default()).unwrap().get(CacheTable::Rewrites, key, None)
 }
 
 #[test]
@@ -15,7 +15,7 @@ fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() 
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("deep/answers.redb");
     keep(&path, "a", b"one");
-    let cache = AnswerCache::open(&path).unwrap();
+    let cache = AnswerCache::open(&path, CacheLimits::default()).unwrap();
     assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_secs(3600))).as_deref(), Some(&b"one"[..]));
     assert_eq!(cache.get(CacheTable::Judgements, "a", None), None);
     assert_eq!(cache.get(CacheTable::Rewrites, "b", None), None);
@@ -30,11 +30,11 @@ fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() 
 fn second_user_of_a_cache_works_without_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    let first = AnswerCache::open(&path).unwrap();
-    assert!(AnswerCache::open(&path).is_none());
+    let first = AnswerCache::open(&path, CacheLimits::default()).unwrap();
+    assert!(AnswerCache::open(&path, CacheLimits::default()).is_none());
     assert!(cache_stats(&path).unwrap_err().to_string().ends_with("another process uses this cache; wait for its end"));
     drop(first);
-    assert!(AnswerCache::open(&path).is_some());
+    assert!(AnswerCache::open(&path, CacheLimits::default()).is_some());
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn damaged_cache_never_crashes_and_never_lies() {
         // A database whose closing panicked holds its lock until the process ends: each damage has a file of its own.
         let path = folder.path().join(format!("answers-{n_damage}.redb"));
         std::fs::write(&path, &damaged).unwrap();
-        let cache = AnswerCache::open(&path).unwrap();
+        let cache = AnswerCache::open(&path, CacheLimits::default()).unwrap();
         for n in 0..40 {
             let answer = cache.get(CacheTable::Rewrites, &format!("key {n}"), None);
             let right = format!("answer {n}").repeat(20).into_bytes();
@@ -93,4 +93,80 @@ fn damaged_cache_never_crashes_and_never_lies() {
         }
     }
     assert!(n_put_aside >= 3, "{n_put_aside}");
+}
+
+/// Keeps away: answers of all runs out of reach, since the disk was full for a moment.
+#[test]
+fn trouble_of_the_place_leaves_the_file_where_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers.redb");
+    keep(&path, "a", b"one");
+    for (trouble, n_files) in [(Trouble::Place("no space left".into()), 1), (Trouble::Damaged("bad page".into()), 1)] {
+        let is_broken = AtomicBool::new(false);
+        give_up(&is_broken, &path, &trouble);
+        assert!(is_broken.load(Ordering::SeqCst));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), n_files);
+        assert_eq!(path.exists(), matches!(trouble, Trouble::Place(_)), "{trouble:?}");
+    }
+}
+
+/// Keeps away: a table of queries, named as the cache by mistake, that is renamed and has a database in its place.
+#[test]
+fn a_file_of_another_kind_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("precious.jsonl");
+    std::fs::write(&path, "{\"original_query\": \"鱼油\"}\n").unwrap();
+    assert!(AnswerCache::open(&path, CacheLimits::default()).is_none());
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    assert!(std::fs::read_to_string(&path).unwrap().starts_with('{'));
+}
+
+#[test]
+fn looking_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers.redb");
+    assert!(AnswerCache::open_for_reading(&path).is_none());
+    assert!(!path.exists());
+    keep(&path, "a", b"one");
+    let before = std::fs::read(&path).unwrap();
+    let cache = AnswerCache::open_for_reading(&path).unwrap();
+    assert_eq!(cache.get(CacheTable::Rewrites, "a", None).as_deref(), Some(&b"one"[..]));
+    cache.put(CacheTable::Rewrites, "b", b"two".to_vec());
+    assert_eq!(cache.get(CacheTable::Rewrites, "b", None), None);
+    drop(cache);
+    assert!(std::fs::read(&path).unwrap() == before);
+    std::fs::write(&path, "not a database").unwrap();
+    assert!(AnswerCache::open_for_reading(&path).is_none());
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "not a database");
+}
+
+/// Keeps away: a file of all runs that grows without end.
+#[test]
+fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers.redb");
+    let limits = |most_bytes, retrieval_ttl| CacheLimits { most_bytes, retrieval_ttl };
+    let day = Duration::from_secs(86_400);
+    let put = |table, key: &str| {
+        AnswerCache::open(&path, limits(u64::MAX, day)).unwrap().put(table, key, vec![b'x'; 1000]);
+        std::thread::sleep(Duration::from_millis(1100));
+    };
+    put(CacheTable::Rewrites, "oldest");
+    put(CacheTable::Retrievals, "dead");
+    put(CacheTable::Rewrites, "older");
+    put(CacheTable::Judgements, "new");
+    let left = |limits: CacheLimits| {
+        drop(AnswerCache::open(&path, limits).unwrap());
+        let cache = AnswerCache::open_for_reading(&path).unwrap();
+        let places = [
+            (CacheTable::Rewrites, "oldest"),
+            (CacheTable::Retrievals, "dead"),
+            (CacheTable::Rewrites, "older"),
+            (CacheTable::Judgements, "new"),
+        ];
+        places.map(|(table, key)| cache.get(table, key, None).is_some())
+    };
+    assert_eq!(left(limits(8000, Duration::ZERO)), [true; 4], "there is room");
+    assert_eq!(left(limits(4200, Duration::ZERO)), [true, false, true, true]);
+    assert_eq!(left(limits(2500, day)), [false, false, false, true]);
 }

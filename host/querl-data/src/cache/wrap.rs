@@ -10,7 +10,7 @@ use querl_core::records::{CallFailure, Completion, FailureKind, Hit, Message, Qu
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// One table of the cache, for the answers of one service with one set of parameters. Without a cache only questions that are asked at
 /// the same time share an answer.
@@ -24,6 +24,8 @@ pub(crate) struct Shelf {
     /// Everything beside the question that an answer depends on.
     identity: String,
     max_age: Option<Duration>,
+    /// Where answers age, those from before that moment are too old.
+    fresh_since: Option<Instant>,
 }
 
 impl Shelf {
@@ -34,18 +36,28 @@ impl Shelf {
         identity: &impl Serialize,
         max_age: Option<Duration>,
     ) -> Self {
-        let identity = serde_json::to_string(identity).unwrap_or_default();
+        let identity = serde_json::to_string(identity).expect("settings have a JSON form");
         let (cache, flights, account) = (outside.cache.clone(), outside.flights.clone(), outside.account.clone());
-        Self { cache, flights, account, table, provider: provider.to_owned(), identity, max_age }
+        Self {
+            cache,
+            flights,
+            account,
+            table,
+            provider: provider.to_owned(),
+            identity,
+            max_age,
+            fresh_since: outside.fresh_since,
+        }
     }
 
     fn key(&self, question: &impl Serialize) -> String {
-        let question = serde_json::to_string(question).unwrap_or_default();
+        let question = serde_json::to_string(question).expect("texts have a JSON form");
         digest_hex(format!("{}\n{question}", self.identity).as_bytes())
     }
 
     fn get(&self, key: &str) -> Option<Vec<u8>> {
-        self.cache.as_ref()?.get(self.table, key, self.max_age)
+        let max_age = self.max_age.map(|most| self.fresh_since.map_or(most, |since| most.min(since.elapsed())));
+        self.cache.as_ref()?.get(self.table, key, max_age)
     }
 
     fn known<T: DeserializeOwned>(&self, key: &str) -> Option<T> {

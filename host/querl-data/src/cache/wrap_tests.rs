@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::cache::CacheLimits;
 use futures::future::join_all;
 use querl_core::records::Context;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -86,6 +87,21 @@ async fn an_answer_is_known_from_the_moment_it_came() {
         assert_eq!(all.ask(&question).await, n.to_string());
     }
     assert_eq!((all.n_calls(), all.counted()), (5, (5, 0)));
+}
+
+/// Keeps away: `--from validate` after a change of the knowledge base, which brings the old hits.
+#[tokio::test]
+async fn done_anew_means_that_what_was_found_before_is_not_believed() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
+    let outside = Outside::default().with_cache(cache, Duration::from_secs(60));
+    let before = asked(outside.clone());
+    assert_eq!(before.ask("a").await, "1");
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let anew = asked(outside.with_fresh_retrievals());
+    assert_eq!((anew.ask("a").await, anew.n_calls()), ("1".into(), 1));
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    assert_eq!((anew.ask("a").await, anew.n_calls()), ("1".into(), 1));
 }
 
 #[tokio::test]

@@ -12,6 +12,7 @@ pub(crate) use retry::{Check, Refusal};
 pub(crate) use secret::Secret;
 
 use crate::account::{Account, Bill};
+use crate::deadline::turn;
 use crate::error::DataError;
 use crate::outside::Outside;
 use backon::{ExponentialBuilder, Retryable};
@@ -231,7 +232,7 @@ impl Caller {
 
     async fn call_checked(&self, call: &Call<'_>, charge: Charge, check: &Check<'_>) -> Result<Answer, CallFailure> {
         // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
-        let _slot = self.slots.acquire().await.expect("the semaphore is never closed");
+        let _slot = turn(self.slots.acquire()).await.expect("the semaphore is never closed");
         if let Some(down) = self.breaker.opened() {
             return Err(down.clone());
         }
@@ -250,6 +251,7 @@ impl Caller {
                 Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
                 _ => pause,
             })
+            .sleep(|pause| turn(tokio::time::sleep(pause)))
             .notify(|failed: &FailedTry, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
             .await
             .map_err(|failed| {
@@ -277,9 +279,9 @@ impl Caller {
         bill: &Mutex<Bill>,
     ) -> Result<(Value, f64), FailedTry> {
         let unpaid = |failure| FailedTry { failure, retry: Retry::Useless, is_lost: false };
-        let reservation = self.account.reserve(charge.most).await.map_err(unpaid)?;
+        let reservation = turn(self.account.reserve(charge.most)).await.map_err(unpaid)?;
         lock(bill).covered_by(reservation);
-        self.pace.turn(charge.n_tokens).await;
+        turn(self.pace.turn(charge.n_tokens)).await;
         lock(bill).sent();
         let answer = self.exchange(call).await.and_then(|answer| match check(&answer.0) {
             Some(Refusal { kind, retry, is_lost, what }) => {

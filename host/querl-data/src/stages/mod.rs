@@ -97,7 +97,7 @@ async fn ask_all<'a, W: Work>(
     let mut collector = Collector::new(rows, journal, progress, W::key)?;
     let open: Vec<bool> = collector.places.iter().map(|place| *place == Place::OPEN).collect();
     let stopped = AtomicBool::new(false);
-    let going_on = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed));
+    let going_on = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed) && !progress.is_stopped());
     let to_ask = going_on.filter(|(index, _)| open.get(*index).copied().unwrap_or(true));
     let calls = to_ask.map(|(index, row)| async move {
         let asked = match row {

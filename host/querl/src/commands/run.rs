@@ -61,17 +61,21 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
         );
         return Err(Stop::usage(message).into());
     }
+    let window = Window { first, last, forced_from: args.from };
     if args.dry_run {
-        let first = args.from.map_or(first, |from| from.max(first));
+        let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
         let printed = if args.format.json { Printed::Json } else { Printed::Text };
-        return estimate(&args.config.load()?, |stage| (first..=last).contains(&stage))?.print(printed);
+        return estimate(args.config.load()?, window)?.print(printed);
     }
     let on_change = match args.accept_plugin_change {
         true => OnPluginChange::Accept,
         false => OnPluginChange::Refuse,
     };
-    let run = Run::open(args.config.load()?, &args.config.path, last, on_change)?;
-    let outcomes = run_stages(&run, Window { first, last, forced_from: args.from })?;
+    let mut run = Run::open(args.config.load()?, &args.config.path, last, on_change)?;
+    if args.from.is_some() {
+        run.outside = run.outside.with_fresh_retrievals();
+    }
+    let outcomes = run_stages(&run, window)?;
     show(&run, &outcomes, args.format)?;
     if last == StageName::Eval {
         terminal::say(&format!("report: {}", run.dir.report().display()));

@@ -31,15 +31,15 @@ impl Missed {
     }
 }
 
-/// The answer of `call`, unless the deadline passes before it.
+/// The answer of `call`, unless the deadline passes before it. Waiting for its turn does not count.
 pub async fn within<T>(
     deadline: Option<Duration>,
     call: impl Future<Output = Result<T, CallFailure>>,
 ) -> Result<T, Missed> {
     let Some(deadline) = deadline else { return call.await.map_err(Missed::Failed) };
-    match tokio::time::timeout(deadline, call).await {
-        Ok(answer) => answer.map_err(Missed::Failed),
-        Err(_) => Err(Missed::Late(deadline)),
+    match querl_data::within(deadline, call).await {
+        Some(answer) => answer.map_err(Missed::Failed),
+        None => Err(Missed::Late(deadline)),
     }
 }
 

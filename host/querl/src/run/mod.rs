@@ -15,11 +15,10 @@ use querl_core::config::{Config, JudgeForm, JudgeKind, RetrievalKind, TeacherKin
 use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::Retriever;
 use querl_core::run_dir::RunDir;
-use querl_data::{Account, AnswerCache, Outside, open_retriever};
+use querl_data::{Account, AnswerCache, CacheLimits, Outside, open_retriever};
 use querl_model::CardUse;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 /// What to do where a plugin is not the one that results were made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +29,7 @@ pub enum OnPluginChange {
     Accept,
 }
 
-/// One run, with its folder held against other processes until dropped.
+/// One run, with its folder held against other processes until dropped, unless it is only looked at.
 pub struct Run {
     /// Resolved and checked.
     pub config: Config,
@@ -46,7 +45,7 @@ pub struct Run {
     pub outside: Outside,
     /// Opened at first use: an index is built once for all stages.
     retriever: OnceLock<Arc<dyn Retriever>>,
-    _lock: lock::DirLock,
+    _lock: Option<lock::DirLock>,
 }
 
 impl Run {
@@ -82,8 +81,20 @@ impl Run {
         let path = dir.config();
         write_atomic(&path, config.to_toml().as_bytes())
             .with_context(|| format!("{}: cannot be written", path.display()))?;
-        let outside = outside(&config, &dir)?;
-        Ok(Self { config, dir, plugins, place, runtime, outside, retriever: OnceLock::new(), _lock: lock })
+        let outside = outside(&config, &dir, CacheUse::Full)?;
+        Ok(Self { config, dir, plugins, place, runtime, outside, retriever: OnceLock::new(), _lock: Some(lock) })
+    }
+
+    /// Opens what an estimate looks at. Nothing is taken, and nothing is written.
+    ///
+    /// # Errors
+    /// A plugin is unusable, or the account of earlier calls cannot be read.
+    pub fn open_to_look(config: Config) -> anyhow::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
+        let (plugins, dir) = (Plugins::open(&config)?, RunDir::new(&config.output_dir));
+        let outside = outside(&config, &dir, CacheUse::Look)?;
+        let place = Place::here();
+        Ok(Self { config, dir, plugins, place, runtime, outside, retriever: OnceLock::new(), _lock: None })
     }
 
     /// Finds passages.
@@ -128,24 +139,36 @@ pub fn cache_path(configured: Option<&Path>) -> Option<PathBuf> {
     configured.map(Path::to_owned).or_else(|| Some(user_cache_folder()?.join("answers.redb")))
 }
 
+/// What is done with the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CacheUse {
+    /// Answers are looked up and kept.
+    Full,
+    /// Answers are looked up; the file stays as it is.
+    Look,
+}
+
 /// What calls of a run share. The cache is opened only where somebody outside may be asked: one process at a time can have it.
 ///
 /// # Errors
 /// The account of earlier calls cannot be read.
-pub fn outside(config: &Config, dir: &RunDir) -> anyhow::Result<Outside> {
+fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<Outside> {
     let account = Arc::new(Account::open(&dir.calls(), config.budget)?);
     let outside = Outside::new(&config.calls).with_account(account);
+    let limits = CacheLimits::of(&config.cache);
     let asks_outside = config.teacher.kind == TeacherKind::Openai
         || config.fallback_teacher.base_url.is_some()
         || config.judge.kind == JudgeKind::Openai
         || config.retrieval.kind == RetrievalKind::Http;
     let cache = match cache_path(config.cache.path.as_deref()) {
-        Some(path) if asks_outside && config.cache.enabled => AnswerCache::open(&path),
+        Some(path) if asks_outside && config.cache.enabled => match used {
+            CacheUse::Full => AnswerCache::open(&path, limits),
+            CacheUse::Look => AnswerCache::open_for_reading(&path),
+        },
         _ => None,
     };
-    let believed = Duration::try_from_secs_f64(config.cache.retrieval_ttl_hours * 3600.0).unwrap_or(Duration::MAX);
     Ok(match cache {
-        Some(cache) => outside.with_cache(Arc::new(cache), believed),
+        Some(cache) => outside.with_cache(Arc::new(cache), limits.retrieval_ttl),
         None => outside,
     })
 }

@@ -104,7 +104,7 @@ fn ask<'a>(
         interrupt::block_on(&run.runtime, asking)??
     } else {
         let asking = rewrite(table, teacher, prompts, journal, config.max_concurrent, progress);
-        interrupt::block_on(&run.runtime, asking)??
+        interrupt::finish(&run.runtime, asking)??
     };
     Ok((asked, teacher.name().to_owned()))
 }
@@ -118,7 +118,7 @@ struct Tally {
     /// By kind.
     failures: BTreeMap<String, u64>,
     n_not_recorded: u64,
-    /// `None` once a call's price is unknown.
+    /// What they cost whenever they were made, earlier runs' from the cache included; `None` once a price is unknown.
     cost: Option<f64>,
 }
 
@@ -149,7 +149,7 @@ impl Tally {
             facts.add_part("by the fallback", self.n_by_the_fallback);
         }
         facts.add("teacher failed", n_failed).add_parts(&self.failures);
-        facts.add("cost", self.cost);
+        facts.add("price of the rewrites", self.cost);
         // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.
         Done { facts, n_failed: n_failed - self.n_not_recorded }
     }

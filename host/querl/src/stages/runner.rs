@@ -95,6 +95,41 @@ fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<Sta
     Ok(Vec::new())
 }
 
+/// What would become of stages that ask somebody outside, without running any: those of `window` that are finished are left out. A stage
+/// whose files are not there yet is as one that never ran; after one that has work to do, nothing is finished.
+///
+/// # Errors
+/// The ledger cannot be read.
+pub fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, Ahead)>> {
+    let ledger = Ledger::open(&run.dir.stages())?;
+    let (mut ahead, mut has_work) = (Vec::new(), false);
+    for name in window.stages() {
+        let decision = match has_work && !asking.contains(&name) {
+            true => continue,
+            false => name.stage().inputs(run, &ledger).map(|inputs| decide_on(run, &ledger, name, &inputs, window)),
+        };
+        let found = match decision {
+            Ok(Decision::Skip(_)) if !has_work => continue,
+            Ok(Decision::Skip(_) | Decision::Continue(_)) => Ahead::GoesOn,
+            Ok(Decision::Anew(_)) | Err(_) => Ahead::Anew,
+        };
+        has_work = true;
+        if asking.contains(&name) {
+            ahead.push((name, found));
+        }
+    }
+    Ok(ahead)
+}
+
+/// What a stage with work to do makes of what is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ahead {
+    /// Rows that are done stay done.
+    GoesOn,
+    /// All is asked anew.
+    Anew,
+}
+
 fn decide_on(run: &Run, ledger: &Ledger, name: StageName, inputs: &Inputs, window: Window) -> Decision {
     let stage = name.stage();
     let left = [stage.outputs(&run.dir), stage.tables(run)].concat();

@@ -33,6 +33,10 @@ impl Progress for Counted<'_> {
     fn line(&self, text: &str) {
         self.inner.line(text);
     }
+
+    fn is_stopped(&self) -> bool {
+        self.inner.is_stopped()
+    }
 }
 
 /// `312 calls, 88 from the cache, cost 0.0412`.

@@ -60,7 +60,7 @@ impl Stage for Validate {
         let retriever = run.retriever()?;
         let n_calls = run.config.retrieval.max_concurrent;
         let looking_up = validate(&rewrites, retriever.as_ref(), Journal::open(&output)?, n_calls, progress);
-        let asked = interrupt::block_on(&run.runtime, looking_up)??;
+        let asked = interrupt::finish(&run.runtime, looking_up)??;
         let mut tally = Tally::default();
         let mut tables = ValidatedTables::create(&output, formats)?;
         asked.write(|record| {
