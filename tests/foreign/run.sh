@@ -24,6 +24,9 @@ wait_for() { # URL LOG
     return 1
 }
 
+# Before the servers: it may take longer than they are waited for.
+log "installation"
+tests/foreign/install.sh
 log "servers"
 tests/foreign/serve.sh "$chat_port" >"$out/serve.log" 2>&1 &
 pids+=($!)

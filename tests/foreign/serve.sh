@@ -4,14 +4,11 @@
 #
 #   tests/foreign/serve.sh [PORT]        (8123)
 #
-# Makes the virtual environment in .venv beside this file at first. Needs Python 3.11 and 3 GB of disk.
+# `install.sh` beside this file installs it at first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-if [[ ! -x .venv/bin/python ]]; then
-    "${PYTHON:-python3}" -m venv .venv
-    .venv/bin/python -m pip install --quiet --requirement requirements.txt
-fi
+./install.sh
 cd ../..
 # Offline: a mistyped model must not become a download. `main` is what the entry point `transformers` calls.
 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES='' exec tests/foreign/.venv/bin/python -c 'from transformers.cli.transformers import main; main()' \

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Makes the virtual environment of the server in .venv beside this file, where it is not there yet. Needs Python 3.11 and SIZE of disk.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# The last thing that is installed: an installation that was broken off is taken up again.
+if [[ ! -e .venv/installed ]] || ! cmp --silent requirements.txt .venv/installed; then
+    "${PYTHON:-python3}" -m venv .venv
+    .venv/bin/python -m pip install --quiet --requirement requirements.txt
+    cp requirements.txt .venv/installed
+fi
