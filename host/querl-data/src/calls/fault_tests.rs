@@ -156,6 +156,24 @@ async fn the_first_byte_is_waited_for_as_long_as_the_whole_answer() {
     assert!(ask(&server, 0).await.is_ok());
 }
 
+/// Keeps away: episodes dropped as late because others had asked the same service before them.
+#[tokio::test]
+async fn an_episodes_limit_counts_from_ones_turn_on() {
+    let slow = Reply::After(Duration::from_millis(300), Box::new(good().into()));
+    let server = FaultyServer::start(move |asked| match asked.index {
+        2 => Sent::text(429, "text/plain", "").with("Retry-After", "1").into(),
+        _ => slow.clone(),
+    });
+    let one_at_once = CallLimits { max_concurrent: 1, ..limits(1) };
+    let caller = Caller::new("teacher.base_url", &server.url(), None, one_at_once, &Outside::default()).unwrap();
+    let body = json!({});
+    let limited = |limit_ms| crate::deadline::within(Duration::from_millis(limit_ms), caller.post(&body, Charge::FREE));
+    let (first, second) = futures::join!(limited(550), limited(550));
+    assert!(first.is_some_and(|answer| answer.is_ok()) && second.is_some_and(|answer| answer.is_ok()));
+    assert!(limited(700).await.is_some_and(|answer| answer.is_ok()), "a pause that the service asked for");
+    assert!(limited(100).await.is_none());
+}
+
 #[tokio::test]
 async fn whole_call_is_bounded_however_the_bytes_trickle() {
     let config = CallsConfig { read_timeout_s: 60.0, ..quick() };
