@@ -44,7 +44,7 @@ async fn a_model_is_known_to_the_cache_by_its_content_and_not_its_place() {
     let (server, folder) = (MockServer::start().await, tempfile::tempdir().unwrap());
     let answer = json!({"status": "ok", "result": {"points": [{"id": 1, "score": 0.5, "payload": {"text": "甲"}}]}});
     Mock::given(matchers::any()).respond_with(ResponseTemplate::new(200).set_body_json(answer)).mount(&server).await;
-    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb")).unwrap());
+    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
     let outside = Outside::default().with_cache(cache, Duration::from_secs(3600));
     let asked = async |place: &str, embedding: &'static str, scorer: &'static str| {
         let config: RetrievalConfig = serde_json::from_value(json!({

@@ -147,14 +147,14 @@ fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
     let path = folder.path().join("answers.redb");
     let limits = |most_bytes, retrieval_ttl| CacheLimits { most_bytes, retrieval_ttl };
     let day = Duration::from_secs(86_400);
-    let put = |table, key: &str| {
-        AnswerCache::open(&path, limits(u64::MAX, day)).unwrap().put(table, key, vec![b'x'; 1000]);
+    let put = |table, key: &str, n_bytes| {
+        AnswerCache::open(&path, limits(u64::MAX, day)).unwrap().put(table, key, vec![b'x'; n_bytes]);
         std::thread::sleep(Duration::from_millis(1100));
     };
-    put(CacheTable::Rewrites, "oldest");
-    put(CacheTable::Retrievals, "dead");
-    put(CacheTable::Rewrites, "older");
-    put(CacheTable::Judgements, "new");
+    put(CacheTable::Rewrites, "oldest", 1000);
+    put(CacheTable::Retrievals, "dead", 3000);
+    put(CacheTable::Rewrites, "older", 1000);
+    put(CacheTable::Judgements, "new", 1000);
     let left = |limits: CacheLimits| {
         drop(AnswerCache::open(&path, limits).unwrap());
         let cache = AnswerCache::open_for_reading(&path).unwrap();
@@ -167,6 +167,6 @@ fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
         places.map(|(table, key)| cache.get(table, key, None).is_some())
     };
     assert_eq!(left(limits(8000, Duration::ZERO)), [true; 4], "there is room");
-    assert_eq!(left(limits(4200, Duration::ZERO)), [true, false, true, true]);
+    assert_eq!(left(limits(6000, Duration::ZERO)), [true, false, true, true]);
     assert_eq!(left(limits(2500, day)), [false, false, false, true]);
 }

@@ -79,7 +79,7 @@ async fn a_failure_is_shared_and_the_next_time_is_asked_anew() {
 #[tokio::test]
 async fn an_answer_is_known_from_the_moment_it_came() {
     let folder = tempfile::tempdir().unwrap();
-    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb")).unwrap());
+    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
     let all = asked(Outside::default().with_cache(cache, Duration::from_secs(60)));
     for n in 1..=5 {
         let question = format!("question {n}");
