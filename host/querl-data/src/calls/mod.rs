@@ -317,7 +317,7 @@ impl Caller {
         if !status.is_success() {
             // Judged by its status: a refusal that breaks off is one all the same.
             let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
-            return Err(self.refused(call, status, pause, &self.without_key(&String::from_utf8_lossy(&said))));
+            return Err(self.refused(call, status, pause, &String::from_utf8_lossy(&said)));
         }
         let most = if call.reads == Reads::File { usize::MAX } else { self.max_response_bytes };
         let bytes = self.read(call, &mut response, most).await.map_err(|(_, failed)| failed)?;
@@ -407,7 +407,8 @@ impl Caller {
             true => (FailureKind::Unauthorized, Retry::Useless),
             false => of_status(status.as_u16(), pause),
         };
-        let mut what = format!("answered {status}: {}", server_message(body));
+        // Before it is cut: half a key is one, too.
+        let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
         match retry {
             Retry::After(asked) if asked > LONGEST_PAUSE => {
                 what = format!("{what}; it wants no call for {:.0} s", asked.as_secs_f64().min(1e9));
