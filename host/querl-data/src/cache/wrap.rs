@@ -56,7 +56,9 @@ impl Shelf {
     }
 
     fn get(&self, key: &str) -> Option<Vec<u8>> {
-        let max_age = self.max_age.map(|most| self.fresh_since.map_or(most, |since| most.min(since.elapsed())));
+        // When an answer was kept is known to a second.
+        let fresh = self.fresh_since.map(|since| since.elapsed() + Duration::from_secs(1));
+        let max_age = self.max_age.map(|most| fresh.map_or(most, |fresh| most.min(fresh)));
         self.cache.as_ref()?.get(self.table, key, max_age)
     }
 
