@@ -49,6 +49,8 @@ async fn faults_that_pass_are_outlasted() {
         Reply::Reset,
         Reply::ResetMidBody(good()),
         Reply::Cut(good()),
+        // In the middle of a character.
+        Reply::Cut(Sent::text(200, "application/json", "改改改")),
         Reply::SlowHead(Duration::from_millis(50)),
         Reply::HeadOnly,
     ];

@@ -369,9 +369,15 @@ impl Caller {
     fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedTry> {
         // Bytes that were replaced would be words that nobody wrote.
         let text = String::from_utf8(bytes).map_err(|error| {
-            let at = error.utf8_error().valid_up_to();
-            let message = format!("the answer is not UTF-8 from byte {at} on; let the service answer in UTF-8");
-            self.failed(call, FailureKind::InvalidResponse, Retry::Useless, message).lost()
+            let (at, is_cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
+            let (retry, message) = match is_cut {
+                true => (Retry::Later, "the answer ends in the middle of a character".to_owned()),
+                false => (
+                    Retry::Useless,
+                    format!("the answer is not UTF-8 from byte {at} on; let the service answer in UTF-8"),
+                ),
+            };
+            self.failed(call, FailureKind::InvalidResponse, retry, message).lost()
         })?;
         match call.reads {
             Reads::Json => {
