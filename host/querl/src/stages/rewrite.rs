@@ -149,7 +149,7 @@ impl Tally {
             facts.add_part("by the fallback", self.n_by_the_fallback);
         }
         facts.add("teacher failed", n_failed).add_parts(&self.failures);
-        facts.add("price of the rewrites", self.cost);
+        facts.add("price", self.cost);
         // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.
         Done { facts, n_failed: n_failed - self.n_not_recorded }
     }
