@@ -1,8 +1,9 @@
 //! Answers that were paid for, kept on disk: nobody is asked the same twice.
 //!
 //! One file (redb) with a table for rewrites, judgements and retrievals. Writes are made by a thread of their own, many at a
-//! time; a kill loses the last few and damages none. Who asks what another is asking at the same moment waits for that answer. Nothing here ever stops a run: where the file is in use, damaged or not
-//! writable, this says so once, and calls are made as if there were no cache.
+//! time; a kill loses the last few and damages none. Who asks what another is asking at the same moment waits for that answer.
+//! Nothing here ever stops a run: where the file is in use, damaged or not writable, this says so once, and calls are made as if
+//! there were no cache.
 
 mod flight;
 mod queue;

@@ -204,7 +204,8 @@ impl Caller {
     /// # Errors
     /// What the last try met. Timeouts, broken connections, answers that were cut short, 408, 409, 425, 429 and 5xx are tried
     /// again; a pause that the server asks for in `Retry-After` is kept, by all calls. After too many calls in a row without an
-    /// answer, and where a server asks for a pause of minutes, nobody is called any more: `down`. A call that the budget might not cover is not made: `over budget`.
+    /// answer, and where a server asks for a pause of minutes, nobody is called any more: `down`. A try that the budget might not
+    /// cover is not made: `over budget`.
     pub(crate) async fn post(&self, body: &Value, charge: Charge) -> Result<Answer, CallFailure> {
         self.post_checked(body, charge, &|_| None).await
     }
