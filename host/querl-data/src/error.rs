@@ -38,6 +38,14 @@ pub enum DataError {
     /// A service refuses us, is down, or the budget is spent; rows done so far are kept.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
+    /// A batch came to no good end, or what became of it is not known; what was handed over is not handed over again.
+    #[error("{problem}; {kept}")]
+    Batch {
+        /// What happened to which batch.
+        problem: String,
+        /// What is kept, what to do.
+        kept: String,
+    },
     /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.
     #[error("none of {n_failed} row(s) tried succeeded; {n_alike} failed like this: {failure}")]
     NoSuccess {

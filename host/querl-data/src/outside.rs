@@ -45,6 +45,11 @@ impl Outside {
         Self { fresh_since: Some(Instant::now()), ..self }
     }
 
+    /// The same account and cache, reached in another way.
+    pub(crate) fn reached_by(&self, config: CallsConfig) -> Self {
+        Self { config, ..self.clone() }
+    }
+
     /// What calls cost.
     pub fn account(&self) -> &Arc<Account> {
         &self.account

@@ -1,6 +1,6 @@
 //! HTTP/1.1 by hand: what is sent can be cut, delayed and wrong at any byte.
 
-use crate::{Answer, Reply, Shared};
+use crate::{Answer, CHUNK_BYTES, Reply, Shared};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ struct Request {
 async fn converse(mut stream: TcpStream, shared: &Shared) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut buffer = Vec::new();
-    while let Some(request) = read(&mut stream, &mut buffer).await? {
+    while let Some(request) = read(&mut stream, &mut buffer, shared.reading_pause).await? {
         let mut reply = shared.meet(&request.method, &request.path, request.authorization, request.body);
         while let Reply::After(pause, inner) = reply {
             tokio::time::sleep(pause).await;
@@ -41,7 +41,8 @@ async fn converse(mut stream: TcpStream, shared: &Shared) -> io::Result<()> {
 }
 
 /// The next request; `None` at the end of the connection.
-async fn read(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> io::Result<Option<Request>> {
+async fn read(stream: &mut TcpStream, buffer: &mut Vec<u8>, pause: Duration) -> io::Result<Option<Request>> {
+    let mut chunk = vec![0; CHUNK_BYTES];
     let end = loop {
         if let Some(at) = buffer.windows(4).position(|four| four == b"\r\n\r\n") {
             break at + 4;
@@ -58,9 +59,10 @@ async fn read(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> io::Result<Option
     };
     let length: usize = header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
     while buffer.len() < end + length {
-        if stream.read_buf(buffer).await? == 0 {
-            return Ok(None);
-        }
+        tokio::time::sleep(pause).await;
+        let chunk = &mut chunk[..CHUNK_BYTES.min(end + length - buffer.len())];
+        stream.read_exact(chunk).await?;
+        buffer.extend_from_slice(chunk);
     }
     let mut words = head.split_whitespace().map(str::to_owned);
     let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
@@ -107,6 +109,19 @@ async fn fail(mut stream: TcpStream, reply: Reply) -> io::Result<()> {
         Reply::HeadOnly => {
             stream.write_all(b"HTTP/1.1 200 Scripted\r\nContent-Length: 9\r\n\r\n").await?;
             std::future::pending().await
+        }
+        Reply::Stall(answer) => {
+            let half = &answer.body[..answer.body.len() / 2];
+            stream.write_all(&[head(&answer, Some(answer.body.len())).as_bytes(), half].concat()).await?;
+            std::future::pending().await
+        }
+        Reply::Trickle(answer, pause) => {
+            stream.write_all(head(&answer, None).as_bytes()).await?;
+            for tenth in answer.body.chunks(answer.body.len().div_ceil(10).max(1)) {
+                tokio::time::sleep(pause).await;
+                stream.write_all(tenth).await?;
+            }
+            stream.shutdown().await
         }
         Reply::Enormous(n_bytes) => enormous(stream, n_bytes).await,
     }

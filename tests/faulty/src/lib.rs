@@ -2,10 +2,14 @@
 //!
 //! In: a script, that is a function from a request to what happens to it. Out: an address to call, and what was asked. It
 //! refuses to know what it is asked: tests say what an answer looks like. HTTP/1.1 is spoken byte by byte, since no HTTP library
-//! sends what these tests need; HTTP/2 is hyper's, over TLS with a certificate of its own.
+//! sends what these tests need; HTTP/2 is hyper's, over TLS with a certificate of its own. [`BatchService`] is OpenAI's batch
+//! interface in memory, for scripts to stand before.
 
+mod batches;
 mod http1;
 mod http2;
+
+pub use batches::BatchService;
 
 use serde_json::Value;
 use std::net::SocketAddr;
@@ -53,6 +57,10 @@ pub enum Reply {
     SlowHead(Duration),
     /// A head, and then nothing.
     HeadOnly,
+    /// Half of the body, and then nothing.
+    Stall(Answer),
+    /// The whole of it, a tenth of the body at a time, with so long a pause before each.
+    Trickle(Answer, Duration),
     /// A body of so many bytes.
     Enormous(u64),
 }
@@ -99,10 +107,15 @@ impl From<Answer> for Reply {
 /// What a request meets.
 type Script = dyn Fn(&Asked) -> Reply + Send + Sync;
 
+/// What is read of a request at once.
+pub(crate) const CHUNK_BYTES: usize = 1 << 18;
+
 /// What the connections share.
 pub(crate) struct Shared {
     script: Box<Script>,
     asked: Mutex<Vec<Asked>>,
+    /// Before each chunk of a request is read.
+    pub(crate) reading_pause: Duration,
 }
 
 impl Shared {
@@ -136,7 +149,15 @@ impl FaultyServer {
     /// # Panics
     /// There is no free port.
     pub fn start(script: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Self {
-        let (runtime, shared, listener) = prepared(script);
+        Self::start_reading(Duration::ZERO, script)
+    }
+
+    /// The same, on a line that carries 256 KiB of a request after each `pause`.
+    ///
+    /// # Panics
+    /// There is no free port.
+    pub fn start_reading(pause: Duration, script: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Self {
+        let (runtime, shared, listener) = prepared(script, pause);
         let address = listener.local_addr().expect("it is bound");
         runtime.spawn(http1::serve(listener, shared.clone()));
         Self { address, certificate: None, shared, runtime: Some(runtime) }
@@ -147,7 +168,7 @@ impl FaultyServer {
     /// # Panics
     /// There is no free port.
     pub fn start_http2(script: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Self {
-        let (runtime, shared, listener) = prepared(script);
+        let (runtime, shared, listener) = prepared(script, Duration::ZERO);
         let address = listener.local_addr().expect("it is bound");
         let (acceptor, certificate) = http2::acceptor();
         runtime.spawn(http2::serve(listener, acceptor, shared.clone()));
@@ -189,6 +210,7 @@ impl Drop for FaultyServer {
 
 fn prepared(
     script: impl Fn(&Asked) -> Reply + Send + Sync + 'static,
+    reading_pause: Duration,
 ) -> (tokio::runtime::Runtime, Arc<Shared>, tokio::net::TcpListener) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.expect("threads can be started");
@@ -198,5 +220,5 @@ fn prepared(
         let _within = runtime.enter();
         tokio::net::TcpListener::from_std(listener).expect("a runtime takes a socket")
     };
-    (runtime, Arc::new(Shared { script: Box::new(script), asked: Mutex::default() }), listener)
+    (runtime, Arc::new(Shared { script: Box::new(script), asked: Mutex::default(), reading_pause }), listener)
 }

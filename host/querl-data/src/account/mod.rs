@@ -134,10 +134,12 @@ impl Account {
         self.state().by_stage.clone()
     }
 
-    /// Of one stage, all providers together.
+    /// Of one stage, all who answer together.
     pub fn of_stage(&self, stage: &str) -> Spent {
         let mut total = Spent::default();
-        self.state().by_stage.get(stage).into_iter().flat_map(BTreeMap::values).for_each(|spent| total += spent);
+        let state = self.state();
+        let providers = state.by_stage.get(stage).into_iter().flatten();
+        providers.filter(|(provider, _)| !carries_files(provider)).for_each(|(_, spent)| total += spent);
         total
     }
 
@@ -230,6 +232,11 @@ impl Account {
         self.add(provider, &Spent { cached: 1, ..Spent::default() });
     }
 
+    /// `n` requests whose end nobody knows, each of which may have cost `most`.
+    pub(crate) fn count_lost(&self, provider: &str, n: u64, most: f64) {
+        self.add(provider, &Spent { lost: n, lost_cost: n as f64 * most, ..Spent::default() });
+    }
+
     pub(crate) fn count_joined(&self, provider: &str) {
         self.add(provider, &Spent { joined: 1, ..Spent::default() });
     }
@@ -262,6 +269,11 @@ impl State {
         let sum = |of: fn(&Spent) -> f64| all().fold(0.0, |sum, spent| sum + of(spent));
         (sum(|spent| spent.cost), sum(|spent| spent.lost_cost))
     }
+}
+
+/// Whether this is no one who answers, but what carries questions and answers of batches.
+pub fn carries_files(provider: &str) -> bool {
+    provider.ends_with(" (batch) files")
 }
 
 /// What the account at `path` holds; empty where there is none.

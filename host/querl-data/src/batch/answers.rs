@@ -1,72 +1,191 @@
-//! Answers of batches at their end, read a batch at a time.
+//! Answers of batches at their end. They are read whole, and charged, before a row is given one.
 
 use super::note::{Note, key};
-use super::{BatchTeacher, Use, question_id};
-use crate::account::Reservation;
-use crate::calls::Call;
+use super::{BatchTeacher, Handed, question_id};
+use crate::account::{Bill, Usage};
 use crate::error::DataError;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
-use std::path::{Path, PathBuf};
-use tokio::sync::Mutex;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
-/// What batches answered. One of them is in memory: rows are asked in the order in which they were handed over.
+/// A file that does not hold what it should was perhaps cut short on its way.
+const N_READS: usize = 3;
+
+/// What batches answered. In memory is where each answer stands: the files themselves are on the disk, without a name, for as long
+/// as this is there.
 pub(crate) struct BatchAnswers<'a> {
     teacher: &'a BatchTeacher,
-    path: PathBuf,
+    path: &'a Path,
     note: Note,
-    /// What the service says of each.
-    ended: Vec<Value>,
+    ended: Vec<Ended>,
     places: HashMap<u64, usize>,
-    read: Mutex<Read>,
+    /// Questions that were given their answer.
+    given: Mutex<HashSet<u64>>,
 }
 
-struct Read {
-    batch: Option<usize>,
-    /// Lines of its files by the question's id.
-    lines: HashMap<String, String>,
-    /// Questions whose answer stands on the account.
-    charged: HashSet<u64>,
-    /// Questions of all that was read so far without an answer that is of use.
-    failed: HashSet<u64>,
-    /// Until a batch is read, the most that it may have cost is.
-    reserved: Vec<Option<Reservation>>,
+/// One batch at its end.
+pub(super) struct Ended {
+    status: String,
+    /// Output and errors.
+    files: Vec<AnswerFile>,
+}
+
+/// A file of answers, as it came.
+struct AnswerFile {
+    file: Mutex<File>,
+    /// By the question's key: where its line begins, and how long it is.
+    lines: HashMap<u64, (u64, usize)>,
+    /// Questions with an answer, and what each took.
+    answered: Vec<(u64, Usage)>,
+}
+
+impl BatchTeacher {
+    /// Reads both files of a batch and puts what they hold on the account. What is in neither has no answer.
+    ///
+    /// # Errors
+    /// A file cannot be carried, is not what it should be, or cannot be kept here.
+    pub(super) async fn read(&self, handed: &mut Handed<'_>, index: usize, end: &Value) -> Result<Ended, DataError> {
+        let id = handed.note.batches[index].batch_id.clone().unwrap_or_default();
+        let unread = |failure: CallFailure| format!("the answers of batch {id} cannot be read: {failure}");
+        let files = self.carry_all(handed, index, end).await.map_err(|failure| handed.stopped(&unread(failure)))?;
+        if !handed.note.batches[index].is_charged {
+            self.charge(files.iter().flat_map(|file| &file.answered), &handed.note.batches[index]);
+            // The account first: what a kill between them leaves is an amount too high.
+            self.account.save()?;
+            handed.change(index, |batch| batch.is_charged = true)?;
+        }
+        handed.reserved[index] = None;
+        Ok(Ended { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
+    }
+
+    async fn carry_all(&self, handed: &Handed<'_>, index: usize, end: &Value) -> Result<Vec<AnswerFile>, CallFailure> {
+        let ids = ["output_file_id", "error_file_id"].map(|name| end[name].as_str().filter(|id| !id.is_empty()));
+        let folder = handed.path.parent().unwrap_or(Path::new("."));
+        let n_questions = handed.note.batches[index].ids.len();
+        let count = |name: &str| end["request_counts"][name].as_u64().unwrap_or(0) as usize;
+        let (n_expected, mut n_read) = (count("completed") + count("failed"), 0);
+        for n_try in 1.. {
+            let mut files = Vec::new();
+            for file_id in ids.into_iter().flatten() {
+                files.push(self.carry(file_id, n_questions, folder).await?);
+            }
+            n_read = files.iter().map(|file: &AnswerFile| file.lines.len()).sum();
+            if n_read >= n_expected {
+                return Ok(files);
+            }
+            if n_try == N_READS {
+                break;
+            }
+        }
+        let what = format!("its files hold {n_read} answers, and the service counts {n_expected}");
+        Err(self.failure(FailureKind::InvalidResponse, &what))
+    }
+
+    /// One file, read again where its lines are not what they should be.
+    async fn carry(&self, file_id: &str, n_questions: usize, folder: &Path) -> Result<AnswerFile, CallFailure> {
+        let path = format!("/files/{file_id}/content");
+        // Characters outside of ASCII may be sent as six, a token may be some of them, and much else stands in a line.
+        let most_bytes = n_questions as u64 * (16_384 + 32 * self.client.most_tokens(&[]).1) + (1 << 20);
+        let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));
+        let unkept = |error: io::Error| invalid(format!("cannot be kept in {}: {error}", folder.display()));
+        let file = tempfile::tempfile_in(folder).map_err(unkept)?;
+        let mut n_try = 1;
+        loop {
+            self.files.download(&path, &file, most_bytes).await?;
+            match self.index(&file) {
+                Ok((lines, answered)) => return Ok(AnswerFile { file: Mutex::new(file), lines, answered }),
+                Err(problem) if n_try == N_READS => return Err(invalid(problem)),
+                Err(problem) => tracing::debug!("{path}: {problem}; read again"),
+            }
+            n_try += 1;
+        }
+    }
+
+    /// Where the lines of a file are, and what they took.
+    #[allow(clippy::type_complexity)] // the two parts of an `AnswerFile`
+    fn index(&self, mut file: &File) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
+        let unreadable = |error: io::Error| format!("cannot be read again: {error}");
+        file.rewind().map_err(unreadable)?;
+        let (mut reader, mut line, mut start) = (BufReader::with_capacity(1 << 16, file), Vec::new(), 0);
+        let (mut lines, mut answered) = (HashMap::new(), Vec::new());
+        for number in 1.. {
+            line.clear();
+            let n_bytes = reader.read_until(b'\n', &mut line).map_err(unreadable)?;
+            if n_bytes == 0 {
+                break;
+            }
+            if !line.trim_ascii().is_empty() {
+                let parsed: Value =
+                    serde_json::from_slice(&line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
+                let id = parsed["custom_id"].as_str().ok_or_else(|| format!("line {number} has no `custom_id`"))?;
+                lines.insert(key(id), (start, n_bytes));
+                if let Some(body) = answered_body(&parsed) {
+                    answered.push((key(id), self.client.usage(&[], body)));
+                }
+            }
+            start += n_bytes as u64;
+        }
+        Ok((lines, answered))
+    }
+
+    fn charge<'a>(&self, answered: impl Iterator<Item = &'a (u64, Usage)>, batch: &super::Batch) {
+        let mean_prompt_tokens = batch.prompt_tokens / (batch.ids.len() as u64).max(1);
+        for (_, usage) in answered {
+            let mut usage = *usage;
+            if usage.is_estimated {
+                usage.prompt_tokens = mean_prompt_tokens;
+                usage.cost = self.client.cost((usage.prompt_tokens, usage.completion_tokens));
+            }
+            usage.cost = usage.cost.map(|cost| cost * self.price_factor);
+            let mut bill = Bill::new(&self.account, &self.provider);
+            bill.sent();
+            bill.answered();
+            bill.charged(usage);
+        }
+    }
+
+    /// One line of an output file.
+    fn answer(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {
+        let Some(body) = answered_body(line) else {
+            return Err(self.failure(FailureKind::Rejected, &refusal(line)));
+        };
+        let mut usage = self.client.usage(messages, body);
+        usage.cost = usage.cost.map(|cost| cost * self.price_factor);
+        self.client.completion(body, usage, None).map_err(|what| self.failure(FailureKind::InvalidResponse, &what))
+    }
 }
 
 impl<'a> BatchAnswers<'a> {
-    pub(super) fn new(
-        teacher: &'a BatchTeacher,
-        path: &Path,
-        note: Note,
-        ended: Vec<Value>,
-        reserved: Vec<Reservation>,
-    ) -> Self {
-        let reserved = reserved.into_iter().map(Some).collect();
-        let read =
-            Read { batch: None, lines: HashMap::new(), charged: HashSet::new(), failed: HashSet::new(), reserved };
+    pub(super) fn new(teacher: &'a BatchTeacher, path: &'a Path, note: Note, ended: Vec<Ended>) -> Self {
         let places = note.places();
-        Self { teacher, path: path.to_owned(), note, ended, places, read: Mutex::new(read) }
+        Self { teacher, path, note, ended, places, given: Mutex::default() }
     }
 
     /// The answer to a prompt; `None` where it is in no batch.
     ///
     /// # Errors
-    /// The files of its batch cannot be read.
-    pub(crate) async fn of(
-        &self,
-        messages: &[Message],
-    ) -> Result<Option<Result<Completion, CallFailure>>, CallFailure> {
-        let id = question_id(messages);
-        let Some(index) = self.places.get(&key(&id)).copied() else { return Ok(None) };
-        let mut read = self.read.lock().await;
-        if read.batch != Some(index) {
-            self.read(index, &mut read).await?;
+    /// What was kept on the disk cannot be read.
+    pub(crate) fn of(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
+        let key = key(&question_id(messages));
+        let Some(ended) = self.places.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
+        if !self.given.lock().unwrap_or_else(PoisonError::into_inner).insert(key) {
+            self.teacher.account.count_joined(&self.teacher.provider);
         }
-        let is_first = read.charged.insert(key(&id));
-        Ok(Some(match read.lines.get(&id) {
-            Some(line) => self.teacher.answer(messages, line, if is_first { Use::First } else { Use::Again }),
-            None => Err(self.missing(index)),
+        let line = ended.files.iter().find_map(|file| file.line(key)).transpose();
+        let unreadable = |error| DataError::file(self.path, format!("answers cannot be read again: {error}"));
+        Ok(Some(match line.map_err(unreadable)? {
+            Some(mut line) => {
+                self.teacher.files.hide_key_in(&mut line);
+                self.teacher.answer(messages, &line)
+            }
+            None => {
+                let what = format!("batch {} without an answer to this row", ended.status);
+                Err(self.teacher.failure(FailureKind::Timeout, &what))
+            }
         }))
     }
 
@@ -75,39 +194,35 @@ impl<'a> BatchAnswers<'a> {
     /// # Errors
     /// The note cannot be written.
     pub(crate) fn settle(mut self) -> Result<(), DataError> {
-        let failed = self.read.into_inner().failed;
-        for batch in &mut self.note.batches {
-            batch.ids.retain(|id| !failed.contains(&key(id)));
+        for (batch, ended) in self.note.batches.iter_mut().zip(&self.ended) {
+            let answered: HashSet<u64> =
+                ended.files.iter().flat_map(|file| &file.answered).map(|(key, _)| *key).collect();
+            batch.ids.retain(|id| answered.contains(&key(id)));
         }
         self.note.batches.retain(|batch| !batch.ids.is_empty());
-        self.note.write(&self.path)
+        self.note.write(self.path)
     }
+}
 
-    /// Reads both files of a batch. What is in neither has no answer.
-    async fn read(&self, index: usize, read: &mut Read) -> Result<(), CallFailure> {
-        let mut lines = HashMap::new();
-        for name in ["output_file_id", "error_file_id"] {
-            let file_id = self.ended[index].get(name).and_then(Value::as_str).filter(|id| !id.is_empty());
-            let Some(file_id) = file_id else { continue };
-            let file = self.teacher.call(&Call::get_file(&format!("/files/{file_id}/content"))).await?;
-            for line in file.as_str().unwrap_or_default().lines() {
-                let parsed: Option<Value> = serde_json::from_str(line).ok();
-                if let Some(id) = parsed.as_ref().and_then(|line| line["custom_id"].as_str()) {
-                    lines.insert(id.to_owned(), line.to_owned());
-                }
-            }
-        }
-        let ids = self.note.batches[index].ids.iter();
-        let without = ids.filter(|id| lines.get(*id).is_none_or(|line| super::answered_body(line).is_none()));
-        read.failed.extend(without.map(|id| key(id)));
-        // From here on each answer stands on the account by itself.
-        read.reserved[index] = None;
-        (read.batch, read.lines) = (Some(index), lines);
-        Ok(())
+impl AnswerFile {
+    /// The line of a question, if there is one.
+    fn line(&self, key: u64) -> Option<io::Result<Value>> {
+        let (start, n_bytes) = *self.lines.get(&key)?;
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut line = vec![0; n_bytes];
+        let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut line));
+        Some(read.and_then(|()| Ok(serde_json::from_slice(&line)?)))
     }
+}
 
-    fn missing(&self, index: usize) -> CallFailure {
-        let status = self.ended[index]["status"].as_str().unwrap_or_default();
-        self.teacher.failure(FailureKind::Timeout, &format!("batch {status} without an answer to this row"))
-    }
+/// The chat completion in a line; `None` where the service refused the row.
+fn answered_body(line: &Value) -> Option<&Value> {
+    let status = line.pointer("/response/status_code").and_then(Value::as_u64);
+    line.pointer("/response/body").filter(|_| status == Some(200))
+}
+
+fn refusal(line: &Value) -> String {
+    let status = line.pointer("/response/status_code").and_then(Value::as_u64).unwrap_or(0);
+    let said = ["/response/body/error/message", "/error/message"].iter().find_map(|at| line.pointer(at)?.as_str());
+    format!("answered {status}: {}", said.unwrap_or("no message"))
 }

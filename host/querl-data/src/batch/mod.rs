@@ -1,51 +1,72 @@
 //! OpenAI's batch interface: all prompts in files, all answers in others, within a day and at a lower price.
 //!
-//! What was handed over is noted after each step, so that a run that is stopped takes up its batches again instead of paying
-//! for others. Between the service's taking a batch and our noting it a kill may fall: the service's list of batches is then
-//! looked through for one that has our file.
+//! A batch is never paid for twice. What is handed over is noted at each step, before and after the service is told: a run that is
+//! stopped takes up its batches again instead of paying for others, and where the service's answer was lost its list of batches is
+//! looked through. A file that cannot be carried ends the stage, never a row.
 //!
 //! Source: OpenAI's reference of `files` and `batches`.
 
 mod answers;
+mod begin;
 mod note;
+mod wait;
 
 pub(crate) use answers::BatchAnswers;
 
-use crate::account::{Account, Bill, Reservation};
-use crate::calls::{Call, CallLimits, Caller, Charge, Secret};
+use crate::account::{Account, Reservation};
+use crate::calls::{CallLimits, Caller, FileCarrier, Secret};
 use crate::chat::ChatClient;
 use crate::error::DataError;
 use crate::outside::Outside;
 use note::{Batch, Note, key};
-use querl_core::config::TeacherConfig;
+use querl_core::config::{CallsConfig, TeacherConfig};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::Progress;
-use querl_core::records::{CallFailure, Completion, FailureKind, Message};
+use querl_core::records::{CallFailure, FailureKind, Message};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
-
-/// The service's own limits: 50,000 requests and 200 MB a file.
-const MOST_ROWS: usize = 50_000;
-const MOST_BYTES: usize = 190_000_000;
+use std::time::{Duration, SystemTime};
+use wait::Patience;
 
 /// A teacher's batch interface.
 pub struct BatchTeacher {
     client: ChatClient,
-    files: Caller,
+    files: FileCarrier,
+    /// Asks what may be asked again.
+    again: Caller,
+    /// Tries once: to begin a batch, and to ask for one that is asked for again anyway.
+    once: Caller,
     account: Arc<Account>,
+    /// As the account calls it: what carries questions and answers is counted beside them.
     provider: String,
     price_factor: f64,
     poll: Duration,
+    max_retries: usize,
+    largest: FileSize,
+    patience: Patience,
 }
 
-/// An answer is paid for once, however many rows have its question.
+/// What one file may hold.
+#[derive(Debug, Clone, Copy)]
+struct FileSize {
+    n_rows: usize,
+    n_bytes: usize,
+}
+
+impl FileSize {
+    /// The service's own limits: 50,000 requests and 200 MB.
+    const OPENAI: Self = Self { n_rows: 50_000, n_bytes: 190_000_000 };
+}
+
+/// Whether questions that are in no batch yet are put into one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Use {
-    First,
-    Again,
+pub enum NewQuestions {
+    /// They are handed over.
+    HandedOver,
+    /// They are left to whoever asks one by one.
+    Left,
 }
 
 /// A file that is being made.
@@ -54,12 +75,15 @@ struct Part {
     ids: Vec<String>,
     text: String,
     most: f64,
+    prompt_tokens: u64,
 }
 
-impl Part {
-    fn has_room_for(&self, line: &str) -> bool {
-        self.ids.len() < MOST_ROWS && self.text.len() + line.len() <= MOST_BYTES
-    }
+/// What was handed over, noted and covered.
+struct Handed<'a> {
+    path: &'a Path,
+    note: Note,
+    /// Until the answers of a batch stand on the account, the most that they may cost is set aside.
+    reserved: Vec<Option<Reservation>>,
 }
 
 impl BatchTeacher {
@@ -68,59 +92,88 @@ impl BatchTeacher {
     /// # Errors
     /// The endpoint lacks an address, a model or its key.
     pub fn open(config: &TeacherConfig, outside: &Outside) -> Result<Self, DataError> {
+        const SETTING: &str = "teacher.base_url";
         let endpoint = config.endpoint();
         let client = ChatClient::open("teacher", endpoint.clone(), outside)?;
         let provider = format!("{} (batch)", client.provider());
+        let of_files = format!("{provider} files");
         let key = Secret::open("teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let base_url = endpoint.base_url.as_deref().unwrap_or_default().trim_end_matches('/');
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries);
-        // What carries the questions is counted by itself, so that `calls` of the batch are its answers.
-        let files =
-            Caller::new("teacher.base_url", base_url, key, limits, outside)?.named(&format!("{provider} files"));
-        let poll = Duration::try_from_secs_f64(config.batch_poll_s).unwrap_or(Duration::from_secs(60));
-        let account = outside.account.clone();
-        Ok(Self { client, files, account, provider, price_factor: config.batch_price_factor, poll })
+        // A service that is away for a while during a day is waited for, not given up.
+        let patient = CallsConfig { breaker_failures: 0, ..outside.config.clone() };
+        let outside = &outside.reached_by(patient);
+        let caller =
+            |limits| Ok::<_, DataError>(Caller::new(SETTING, base_url, key.clone(), limits, outside)?.named(&of_files));
+        Ok(Self {
+            files: FileCarrier::new(SETTING, base_url, key.clone(), limits, outside, &of_files)?,
+            again: caller(limits)?,
+            once: caller(CallLimits { max_retries: 0, ..limits })?,
+            account: outside.account.clone(),
+            provider,
+            price_factor: config.batch_price_factor,
+            poll: Duration::try_from_secs_f64(config.batch_poll_s).unwrap_or(Duration::from_secs(60)),
+            max_retries: endpoint.max_retries,
+            largest: FileSize::OPENAI,
+            patience: Patience::default(),
+            client,
+        })
     }
 
-    /// Hands the prompts over that are in no batch yet, and waits for the end of all batches. `state` notes what was handed
-    /// over.
+    /// Whether batches are noted at `state`. They are then waited for before anything else is asked.
     ///
     /// # Errors
-    /// The service refuses a batch, the budget would not cover it, or the note cannot be written.
-    pub(crate) async fn ask(
-        &self,
-        prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
-        state: &Path,
-        progress: &dyn Progress,
-    ) -> Result<BatchAnswers<'_>, DataError> {
-        let mut note = Note::read(state)?;
-        let n_known = note.batches.len();
-        let earlier = note.batches.iter().map(|batch| self.account.hold(batch.most));
-        let mut reserved: Vec<Reservation> = earlier.collect();
-        self.hand_over(prompts, &mut note, state, &mut reserved).await?;
-        for index in 0..note.batches.len() {
-            if note.batches[index].batch_id.is_some() {
-                continue;
-            }
-            let file_id = note.batches[index].file_id.clone();
-            let begun = if index < n_known { self.begun_earlier(&file_id).await? } else { None };
-            let begun = if begun.is_some() { begun } else { Some(self.begin(&file_id).await?) };
-            note.batches[index].batch_id = begun;
-            note.write(state)?;
+    /// They are of another teacher, or asked otherwise; the file is no note.
+    pub fn has_noted(&self, state: &Path) -> Result<bool, DataError> {
+        self.noted(state).map(|note| !note.batches.is_empty())
+    }
+
+    fn noted(&self, state: &Path) -> Result<Note, DataError> {
+        let identity = digest_hex(self.client.identity().to_string().as_bytes());
+        match Note::read(state)?.filter(|note| !note.batches.is_empty()) {
+            Some(note) if note.identity != identity => Err(of_another_teacher(state, &note)),
+            Some(note) => Ok(note),
+            None => Ok(Note { identity, batches: Vec::new() }),
         }
-        let ended = self.wait_for_all(&mut note, state, progress).await?;
-        Ok(BatchAnswers::new(self, state, note, ended, reserved))
+    }
+
+    /// Hands the prompts over that are in no batch yet, if they are to be, and waits for the end of all batches. `state` notes what
+    /// was handed over.
+    ///
+    /// # Errors
+    /// The service refuses a batch, what became of one cannot be learnt, its files cannot be carried, the budget would not cover it, or
+    /// the note cannot be written.
+    pub(crate) async fn ask<'a>(
+        &'a self,
+        prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
+        new: NewQuestions,
+        state: &'a Path,
+        progress: &dyn Progress,
+    ) -> Result<BatchAnswers<'a>, DataError> {
+        let note = self.noted(state)?;
+        let earlier = note.batches.iter().map(|batch| (!batch.is_charged).then(|| self.account.hold(batch.most)));
+        let mut handed = Handed { path: state, reserved: earlier.collect(), note };
+        if new == NewQuestions::HandedOver {
+            self.hand_over(prompts, &mut handed).await?;
+        }
+        self.begin_all(&mut handed).await?;
+        let n_rows: u64 = handed.note.batches.iter().map(|batch| batch.ids.len() as u64).sum();
+        let (mut n_ended, mut ended) = (0, Vec::new());
+        for index in 0..handed.note.batches.len() {
+            let end = self.wait(&mut handed, index, (n_ended, n_rows), progress).await?;
+            ended.push(self.read(&mut handed, index, &end).await?);
+            n_ended += handed.note.batches[index].ids.len() as u64;
+        }
+        Ok(BatchAnswers::new(self, state, handed.note, ended))
     }
 
     /// Uploads files of the service's size. One of them at a time is in memory.
     async fn hand_over(
         &self,
         prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
-        note: &mut Note,
-        state: &Path,
-        reserved: &mut Vec<Reservation>,
+        handed: &mut Handed<'_>,
     ) -> Result<(), DataError> {
-        let mut known: HashSet<u64> = note.places().into_keys().collect();
+        let mut known: HashSet<u64> = handed.note.places().into_keys().collect();
         let mut part = Part::default();
         for messages in prompts {
             let messages = messages?;
@@ -132,145 +185,102 @@ impl BatchTeacher {
             let body = self.client.body(&messages);
             let line = json!({"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body});
             let line = format!("{line}\n");
-            if !part.has_room_for(&line) {
-                self.upload(std::mem::take(&mut part), note, state, reserved).await?;
+            if part.ids.len() >= self.largest.n_rows || part.text.len() + line.len() > self.largest.n_bytes {
+                self.upload(std::mem::take(&mut part), handed).await?;
             }
+            let most_tokens = self.client.most_tokens(&messages);
             part.ids.push(id);
             part.text.push_str(&line);
-            part.most += self.client.cost(self.client.most_tokens(&messages)).unwrap_or(0.0) * self.price_factor;
+            part.prompt_tokens += most_tokens.0;
+            part.most += self.client.cost(most_tokens).unwrap_or(0.0) * self.price_factor;
         }
         match part.ids.is_empty() {
             true => Ok(()),
-            false => self.upload(part, note, state, reserved).await,
+            false => self.upload(part, handed).await,
         }
     }
 
-    async fn upload(
-        &self,
-        part: Part,
-        note: &mut Note,
-        state: &Path,
-        reserved: &mut Vec<Reservation>,
-    ) -> Result<(), DataError> {
-        reserved.push(self.account.reserve_for_batch(part.most).map_err(DataError::Service)?);
-        let answer = self.call(&Call::upload("/files", part.text.as_bytes())).await.map_err(DataError::Service)?;
-        let file_id = self.text(&answer, "id")?;
-        note.batches.push(Batch { file_id, batch_id: None, most: part.most, ids: part.ids });
-        note.write(state)
+    async fn upload(&self, part: Part, handed: &mut Handed<'_>) -> Result<(), DataError> {
+        let Part { ids, text, most, prompt_tokens } = part;
+        let reserved = self.account.reserve_for_batch(most).map_err(DataError::Service)?;
+        let not_sent =
+            |failure: CallFailure| handed.stopped(&format!("{} row(s) were not handed over: {failure}", ids.len()));
+        let answer = self.files.upload("/files", &Arc::new(text)).await.map_err(not_sent)?;
+        let file_id = self.text(&answer, "id").map_err(not_sent)?;
+        // By the service's clock; by ours, where it does not say, which a day may be wrong.
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let yesterday = now.saturating_sub(86_400);
+        let uploaded_at = answer["created_at"].as_u64().unwrap_or(yesterday);
+        handed.note.batches.push(Batch { file_id, uploaded_at, most, prompt_tokens, ids, ..Batch::default() });
+        handed.reserved.push(Some(reserved));
+        handed.note.write(handed.path)
     }
 
-    /// The batch over a file of an earlier process, if the service took it.
-    async fn begun_earlier(&self, file_id: &str) -> Result<Option<String>, DataError> {
-        let known = self.call(&Call::get("/batches?limit=100")).await.map_err(DataError::Service)?;
-        let known = known.pointer("/data").and_then(Value::as_array).into_iter().flatten();
-        let ours = known.into_iter().find(|batch| batch["input_file_id"] == file_id);
-        ours.map(|batch| self.text(batch, "id")).transpose()
-    }
-
-    async fn begin(&self, file_id: &str) -> Result<String, DataError> {
-        let body = json!({"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"});
-        let answer = self.call(&Call::post("/batches", &body)).await.map_err(DataError::Service)?;
-        self.text(&answer, "id")
-    }
-
-    /// What the service says of each batch once it is at its end.
-    async fn wait_for_all(
-        &self,
-        note: &mut Note,
-        state: &Path,
-        progress: &dyn Progress,
-    ) -> Result<Vec<Value>, DataError> {
-        let n_rows: u64 = note.batches.iter().map(|batch| batch.ids.len() as u64).sum();
-        let (mut ended, mut n_ended) = (Vec::new(), 0);
-        for index in 0..note.batches.len() {
-            let id = note.batches[index].batch_id.clone().unwrap_or_default();
-            let end = self.wait(&id, |n_done, status| {
-                progress.update(n_ended + n_done, n_rows, &format!("batch {id} {status}"));
-            });
-            match end.await {
-                Ok(end) => ended.push(end),
-                Err(error) => {
-                    // A batch that failed is handed over anew by the next run; one that could not be asked about is not.
-                    if matches!(&error, DataError::Service(CallFailure { kind: FailureKind::Rejected, .. })) {
-                        note.batches.remove(index);
-                        note.write(state)?;
-                    }
-                    return Err(error);
-                }
-            }
-            n_ended += note.batches[index].ids.len() as u64;
-        }
-        Ok(ended)
-    }
-
-    async fn wait(&self, id: &str, say: impl Fn(u64, &str)) -> Result<Value, DataError> {
-        loop {
-            let now = self.call(&Call::get(&format!("/batches/{id}"))).await.map_err(DataError::Service)?;
-            let status = self.text(&now, "status")?;
-            say(now.pointer("/request_counts/completed").and_then(Value::as_u64).unwrap_or(0), &status);
-            match status.as_str() {
-                "completed" | "expired" | "cancelled" => return Ok(now),
-                "failed" => {
-                    let said = now.pointer("/errors/data/0/message").and_then(Value::as_str).unwrap_or("no message");
-                    let failure = self.failure(FailureKind::Rejected, &format!("batch {id} failed: {said}"));
-                    return Err(DataError::Service(failure));
-                }
-                _ => tokio::time::sleep(self.poll).await,
-            }
-        }
-    }
-
-    /// One line of an output file.
-    fn answer(&self, messages: &[Message], line: &str, used: Use) -> Result<Completion, CallFailure> {
-        let Some(body) = answered_body(line) else {
-            return Err(self.failure(FailureKind::Rejected, &refusal(line)));
-        };
-        let mut usage = self.client.usage(messages, &body);
-        usage.cost = usage.cost.map(|cost| cost * self.price_factor);
-        match used {
-            Use::First => {
-                let mut bill = Bill::new(&self.account, &self.provider);
-                bill.sent();
-                bill.answered();
-                bill.charged(usage);
-            }
-            Use::Again => self.account.count_joined(&self.provider),
-        }
-        self.client.completion(&body, usage, None).map_err(|what| self.failure(FailureKind::InvalidResponse, &what))
-    }
-
-    async fn call(&self, call: &Call<'_>) -> Result<Value, CallFailure> {
-        self.files.call(call, Charge::FREE).await.map(|answer| answer.body)
-    }
-
-    fn text(&self, answer: &Value, key: &str) -> Result<String, DataError> {
-        let missing =
-            || DataError::Service(self.failure(FailureKind::InvalidResponse, &format!("the answer has no `{key}`")));
+    fn text(&self, answer: &Value, key: &str) -> Result<String, CallFailure> {
+        let missing = || self.failure(FailureKind::InvalidResponse, &format!("the answer has no `{key}`"));
         answer.get(key).and_then(Value::as_str).map(str::to_owned).ok_or_else(missing)
     }
 
     fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
-        self.files.failure(kind, what)
+        self.again.failure(kind, what)
     }
+}
+
+impl Handed<'_> {
+    fn change(&mut self, index: usize, change: impl FnOnce(&mut Batch)) -> Result<(), DataError> {
+        change(&mut self.note.batches[index]);
+        self.note.write(self.path)
+    }
+
+    /// Its rows are handed over anew by the next run.
+    fn drop_batch(&mut self, index: usize) -> Result<(), DataError> {
+        self.note.batches.remove(index);
+        self.reserved.remove(index);
+        self.note.write(self.path)
+    }
+
+    /// Nothing that was handed over is given up.
+    fn stopped(&self, problem: &str) -> DataError {
+        DataError::Batch { problem: problem.to_owned(), kept: self.kept() }
+    }
+
+    fn unlisted(&self, failure: &CallFailure) -> DataError {
+        self.stopped(&format!("whether the service has a batch already cannot be learnt: {failure}"))
+    }
+
+    fn kept(&self) -> String {
+        if self.note.batches.is_empty() {
+            return "the same command hands its rows over anew".into();
+        }
+        let (batches, path) = (self.note.in_words(), self.path.display());
+        format!(
+            "still noted is {batches}: the same command goes on from there; removing {path} hands its rows over, and may pay for them, anew"
+        )
+    }
+}
+
+/// Refuses batches that are noted at `state`, for a teacher that has none.
+///
+/// # Errors
+/// There are some, or the file is no note.
+pub fn refuse_noted_batches(state: &Path) -> Result<(), DataError> {
+    match Note::read(state)?.filter(|note| !note.batches.is_empty()) {
+        Some(note) => Err(of_another_teacher(state, &note)),
+        None => Ok(()),
+    }
+}
+
+fn of_another_teacher(state: &Path, note: &Note) -> DataError {
+    let problem = format!(
+        "handed over to another teacher, or with other settings of [teacher]: {}; go back to them, or cancel it at the service and remove this file",
+        note.in_words()
+    );
+    DataError::file(state, problem)
 }
 
 /// Comes back with the answer: 32 characters. Made of the prompt, so that a prompt that changed between two runs is another question.
 fn question_id(messages: &[Message]) -> String {
     digest_hex(serde_json::to_string(messages).unwrap_or_default().as_bytes())[..32].to_owned()
-}
-
-/// The chat completion in a line; `None` where the service refused the row.
-fn answered_body(line: &str) -> Option<Value> {
-    let mut line: Value = serde_json::from_str(line).ok()?;
-    let status = line.pointer("/response/status_code").and_then(Value::as_u64);
-    line.pointer_mut("/response/body").filter(|_| status == Some(200)).map(Value::take)
-}
-
-fn refusal(line: &str) -> String {
-    let line: Value = serde_json::from_str(line).unwrap_or_default();
-    let status = line.pointer("/response/status_code").and_then(Value::as_u64).unwrap_or(0);
-    let said = ["/response/body/error/message", "/error/message"].iter().find_map(|at| line.pointer(at)?.as_str());
-    format!("answered {status}: {}", said.unwrap_or("no message"))
 }
 
 #[cfg(test)]

@@ -26,6 +26,9 @@ impl Breaker {
 
     /// Gives up at once: the service itself said that it is not to be called for long.
     pub(super) fn open(&self, failure: &CallFailure) {
+        if self.limit == 0 {
+            return;
+        }
         let message = format!("{}; run again then", failure.message);
         let _ = self.opened.set(CallFailure { kind: FailureKind::Down, message });
     }

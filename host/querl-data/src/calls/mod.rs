@@ -3,10 +3,12 @@
 
 mod breaker;
 mod client;
+mod files;
 mod pace;
 mod retry;
 mod secret;
 
+pub(crate) use files::FileCarrier;
 pub(crate) use pace::estimated_tokens;
 pub(crate) use retry::{Check, Refusal};
 pub(crate) use secret::Secret;
@@ -20,7 +22,6 @@ use breaker::Breaker;
 use pace::Pace;
 use querl_core::records::{CallFailure, FailureKind};
 use reqwest::header::{AUTHORIZATION, HeaderValue};
-use reqwest::multipart::{Form, Part};
 use reqwest::{Client, Method, Response, StatusCode, Url};
 use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, is_out_of_money, may_be_charged, of_status};
 use serde_json::Value;
@@ -102,44 +103,18 @@ pub(crate) struct Call<'a> {
     method: Method,
     /// Below the caller's address; empty for the address itself.
     path: String,
-    sent: Sent<'a>,
-    reads: Reads,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Sent<'a> {
-    Nothing,
-    Json(&'a Value),
-    /// A file to be worked on in a batch, as a form.
-    BatchFile(&'a [u8]),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reads {
-    Json,
-    /// A file as text, as a JSON string.
-    File,
+    sent: Option<&'a Value>,
 }
 
 impl<'a> Call<'a> {
     /// Sends JSON, reads JSON.
     pub(crate) fn post(path: &str, body: &'a Value) -> Self {
-        Self { method: Method::POST, path: path.to_owned(), sent: Sent::Json(body), reads: Reads::Json }
+        Self { method: Method::POST, path: path.to_owned(), sent: Some(body) }
     }
 
     /// Reads JSON.
     pub(crate) fn get(path: &str) -> Self {
-        Self { method: Method::GET, path: path.to_owned(), sent: Sent::Nothing, reads: Reads::Json }
-    }
-
-    /// Reads a file, whatever its size.
-    pub(crate) fn get_file(path: &str) -> Self {
-        Self { reads: Reads::File, ..Self::get(path) }
-    }
-
-    /// Sends a file for a batch, reads JSON.
-    pub(crate) fn upload(path: &str, bytes: &'a [u8]) -> Self {
-        Self { method: Method::POST, path: path.to_owned(), sent: Sent::BatchFile(bytes), reads: Reads::Json }
+        Self { method: Method::GET, path: path.to_owned(), sent: None }
     }
 }
 
@@ -238,12 +213,29 @@ impl Caller {
             return Err(down.clone());
         }
         let bill = Mutex::new(Bill::new(&self.account, &self.provider));
+        let answer = self.retried(|| self.try_call(call, charge, check, &bill)).await;
+        self.breaker.count(&shown_address(&self.url), &answer);
+        let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match answer {
+            Ok((body, latency_ms)) => Ok(Answer { body, latency_ms, bill }),
+            Err(failure) => {
+                bill.failed();
+                Err(failure)
+            }
+        }
+    }
+
+    /// Tries as often as can help and as the limits say.
+    async fn retried<T, F: Future<Output = Result<T, FailedTry>>>(
+        &self,
+        try_once: impl FnMut() -> F,
+    ) -> Result<T, CallFailure> {
         let pauses = ExponentialBuilder::default()
             .with_min_delay(self.limits.first_pause)
             .with_max_delay(Duration::from_secs(30))
             .with_max_times(self.limits.max_retries)
             .with_jitter();
-        let answer = (|| self.try_call(call, charge, check, &bill))
+        try_once
             .retry(pauses)
             .when(|failed: &FailedTry| failed.retry != Retry::Useless && self.breaker.opened().is_none())
             .adjust(|failed: &FailedTry, pause| match failed.retry {
@@ -260,16 +252,7 @@ impl Caller {
                     self.breaker.open(&failed.failure);
                 }
                 failed.failure
-            });
-        self.breaker.count(&shown_address(&self.url), &answer);
-        let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
-        match answer {
-            Ok((body, latency_ms)) => Ok(Answer { body, latency_ms, bill }),
-            Err(failure) => {
-                bill.failed();
-                Err(failure)
-            }
-        }
+            })
     }
 
     async fn try_call(
@@ -301,14 +284,9 @@ impl Caller {
     async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedTry> {
         let started = Instant::now();
         let mut request = self.client.request(call.method.clone(), self.address(call));
-        request = match call.sent {
-            Sent::Nothing => request,
-            Sent::Json(body) => request.json(body),
-            Sent::BatchFile(bytes) => {
-                let file = Part::bytes(bytes.to_owned()).file_name("requests.jsonl");
-                request.multipart(Form::new().text("purpose", "batch").part("file", file))
-            }
-        };
+        if let Some(body) = call.sent {
+            request = request.json(body);
+        }
         if let Some(authorization) = &self.authorization {
             request = request.header(AUTHORIZATION, authorization.clone());
         }
@@ -320,8 +298,7 @@ impl Caller {
             let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
             return Err(self.refused(call, status, pause, &String::from_utf8_lossy(&said)));
         }
-        let most = if call.reads == Reads::File { usize::MAX } else { self.max_response_bytes };
-        let bytes = self.read(call, &mut response, most).await.map_err(|(_, failed)| failed)?;
+        let bytes = self.read(call, &mut response, self.max_response_bytes).await.map_err(|(_, failed)| failed)?;
         let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
         Ok((self.parse(call, bytes)?, latency_ms))
     }
@@ -380,17 +357,12 @@ impl Caller {
             };
             self.failed(call, FailureKind::InvalidResponse, retry, message).lost()
         })?;
-        match call.reads {
-            Reads::Json => {
-                let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-                let mut body = serde_json::from_str(text).map_err(|error| self.not_json(call, &error))?;
-                if let Some(key) = &self.key {
-                    key.hide_in_value(&mut body);
-                }
-                Ok(body)
-            }
-            Reads::File => Ok(Value::String(self.without_key(&text))),
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+        let mut body = serde_json::from_str(text).map_err(|error| self.not_json(call, &error))?;
+        if let Some(key) = &self.key {
+            key.hide_in_value(&mut body);
         }
+        Ok(body)
     }
 
     fn broken(&self, call: &Call<'_>, error: &reqwest::Error) -> FailedTry {

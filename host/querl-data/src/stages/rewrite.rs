@@ -1,18 +1,14 @@
 //! Stage rewrite: the teacher rewrites each query.
 
 use super::{Asked, Outcome, Work, ask_all, context};
-use crate::batch::{BatchAnswers, BatchTeacher};
+use crate::batch::{BatchAnswers, BatchTeacher, NewQuestions};
 use crate::error::DataError;
 use crate::journal::{Answered, Journal};
 use crate::rows::Rows;
 use crate::text::hash_of;
-use async_trait::async_trait;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
 use std::path::Path;
-
-/// Records at once where nobody has to be waited for.
-const READ_AT_ONCE: usize = 16;
 
 /// Asks the teacher for a rewrite of each row. Rows of which `journal` knows a rewrite are not asked again; failed ones are.
 /// What comes back writes the stage's output: one record per row, in order.
@@ -28,19 +24,21 @@ pub async fn rewrite<'a>(
     max_concurrent: usize,
     progress: &dyn Progress,
 ) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
-    ask_all(&Rewriting { teacher, prompts }, rows, journal, max_concurrent, progress).await
+    ask_all(&Rewriting { teacher, prompts, batches: None }, rows, journal, max_concurrent, progress).await
 }
 
-/// As [`rewrite`], with what the cache does not know asked for in batches. `state` notes what was handed over; removing it
-/// once the stage's output is written is the caller's.
+/// As [`rewrite`], with what is in batches answered from there. `new` says whether rows that neither the cache nor a batch knows
+/// are put into one; if not, `max_concurrent` of them are asked at once. `state` notes what was handed over; removing it once the
+/// stage's output is written is the caller's.
 ///
 /// # Errors
-/// A batch was refused, a plugin broke its contract, no row succeeded, or a file cannot be written.
+/// A batch was refused or what became of it is unknown, a plugin broke its contract, no row succeeded, or a file cannot be written.
 pub async fn rewrite_in_batch<'a>(
     rows: &'a dyn Rows<QueryRow>,
     (teacher, batch): (&dyn Teacher, &BatchTeacher),
     prompts: &dyn Prompts,
     journal: Journal<RewriteRecord>,
+    (new, max_concurrent): (NewQuestions, usize),
     state: &Path,
     progress: &dyn Progress,
 ) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
@@ -49,10 +47,10 @@ pub async fn rewrite_in_batch<'a>(
         Err(_) => true,
     });
     let open = open.filter_map(|row| unknown_prompt(row, teacher, prompts).transpose());
-    let answers = batch.ask(open, state, progress).await?;
-    let from_batch = FromBatch { teacher, answers };
-    let asked = rewrite(rows, &from_batch, prompts, journal, READ_AT_ONCE, progress).await;
-    from_batch.answers.settle()?;
+    let answers = batch.ask(open, new, state, progress).await?;
+    let work = Rewriting { teacher, prompts, batches: Some(&answers) };
+    let asked = ask_all(&work, rows, journal, max_concurrent, progress).await;
+    answers.settle()?;
     asked
 }
 
@@ -66,34 +64,6 @@ fn unknown_prompt(
     Ok((!teacher.knows(&messages)).then_some(messages))
 }
 
-/// A teacher most of whose answers are in batches.
-struct FromBatch<'a> {
-    teacher: &'a dyn Teacher,
-    answers: BatchAnswers<'a>,
-}
-
-#[async_trait]
-impl Teacher for FromBatch<'_> {
-    async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
-        match self.answers.of(messages).await? {
-            Some(answer) => answer.inspect(|completion| self.teacher.keep(messages, completion)),
-            None => self.teacher.rewrite(query, messages).await,
-        }
-    }
-
-    fn forget(&self, messages: &[Message]) {
-        self.teacher.forget(messages);
-    }
-
-    fn fallback(&self) -> Option<&dyn Teacher> {
-        self.teacher.fallback()
-    }
-
-    fn name(&self) -> &str {
-        self.teacher.name()
-    }
-}
-
 impl Answered for RewriteRecord {
     fn key(&self) -> Option<u64> {
         self.rewrite.is_ok().then(|| hash_of(&self.query.id))
@@ -103,6 +73,8 @@ impl Answered for RewriteRecord {
 struct Rewriting<'a> {
     teacher: &'a dyn Teacher,
     prompts: &'a dyn Prompts,
+    /// What was asked in batches.
+    batches: Option<&'a BatchAnswers<'a>>,
 }
 
 impl Work for Rewriting<'_> {
@@ -115,7 +87,10 @@ impl Work for Rewriting<'_> {
 
     async fn ask(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
         let messages = messages(&query, self.prompts)?;
-        let mut rewrite = self.ask_one(self.teacher, &query, &messages).await?;
+        let mut rewrite = match self.from_batch(&messages)? {
+            Some(rewrite) => rewrite,
+            None => self.ask_one(self.teacher, &query, &messages).await?,
+        };
         if let (Err(failure), Some(second)) = (&rewrite, self.teacher.fallback())
             && may_another_answer(failure.kind)
         {
@@ -145,6 +120,23 @@ impl Work for Rewriting<'_> {
 }
 
 impl Rewriting<'_> {
+    /// What a batch says to a prompt; `None` where it is in none.
+    fn from_batch(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
+        let Some(answer) = self.batches.map(|batches| batches.of(messages)).transpose()?.flatten() else {
+            return Ok(None);
+        };
+        Ok(Some(match answer {
+            Ok(completion) => {
+                let rewrite = parsed(completion.clone(), self.prompts)?;
+                if rewrite.is_ok() {
+                    self.teacher.keep(messages, &completion);
+                }
+                rewrite
+            }
+            Err(failure) => Err(failure),
+        }))
+    }
+
     /// A rewrite that parses, or why there is none.
     async fn ask_one(
         &self,

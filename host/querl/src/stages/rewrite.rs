@@ -10,8 +10,8 @@ use querl_core::ports::Progress;
 use querl_core::records::{FailureKind, QueryRow, RewriteRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    Asked, BatchTeacher, Findings, Journal, QueryTable, RewriteTables, open_fallback, open_queries, open_teacher,
-    rewrite, rewrite_in_batch, table_path,
+    Asked, BatchTeacher, Findings, Journal, NewQuestions, QueryTable, RewriteTables, open_fallback, open_queries,
+    open_teacher, refuse_noted_batches, rewrite, rewrite_in_batch, table_path,
 };
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -36,9 +36,10 @@ impl Stage for Rewrite {
         Ok(inputs)
     }
 
-    /// A rewrite is found again by its query: other rows leave it good.
+    /// A rewrite is found again by its query: other rows leave it good. So does another one to ask where the teacher fails: who
+    /// wrote a row stands in it.
     fn keeps_rows(&self, name: &str) -> bool {
-        name == QUERY_TABLE || name.starts_with("data.")
+        name == QUERY_TABLE || name.starts_with("data.") || name.starts_with("fallback_teacher.")
     }
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
@@ -48,6 +49,11 @@ impl Stage for Rewrite {
             open_fallback(&run.config.fallback_teacher, &run.outside)?;
         } else {
             open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
+        }
+        // Before anything is removed: a batch that is being worked on is paid, whether somebody reads it or not.
+        match run.config.teacher.kind {
+            TeacherKind::Openai => batches(run).map(drop)?,
+            TeacherKind::Recorded | TeacherKind::Local => refuse_noted_batches(&run.dir.batches())?,
         }
         Ok(())
     }
@@ -60,9 +66,9 @@ impl Stage for Rewrite {
         run.config.data.export.iter().map(|format| table_path(&run.dir.rewrites(), *format)).collect()
     }
 
+    /// Batches that are noted stay: their answers belong to prompts, whichever rows have them, and are on their way.
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         remove(&Journal::path_beside(&dir.rewrites()))?;
-        remove(&dir.batches())?;
         remove_tables(&dir.rewrites(), &[])?;
         remove(&dir.rewrites())
     }
@@ -98,15 +104,37 @@ fn ask<'a>(
     }
     let teacher = open_teacher(config, &run.config.fallback_teacher, &run.outside)?;
     let teacher = teacher.as_ref();
-    let asked = if config.kind == TeacherKind::Openai && config.batch {
-        let (batch, state) = (BatchTeacher::open(config, &run.outside)?, run.dir.batches());
-        let asking = rewrite_in_batch(table, (teacher, &batch), prompts, journal, &state, progress);
-        interrupt::block_on(&run.runtime, asking)??
-    } else {
-        let asking = rewrite(table, teacher, prompts, journal, config.max_concurrent, progress);
-        interrupt::finish(&run.runtime, asking)??
+    let asked = match batches(run)? {
+        Some((batch, new)) => {
+            if new == NewQuestions::Left {
+                progress.line(
+                    "batches handed over while teacher.batch was on are waited for; other rows are asked one by one",
+                );
+            }
+            let (state, how) = (run.dir.batches(), (new, config.max_concurrent));
+            let asking = rewrite_in_batch(table, (teacher, &batch), prompts, journal, how, &state, progress);
+            interrupt::block_on(&run.runtime, asking)??
+        }
+        None => {
+            let asking = rewrite(table, teacher, prompts, journal, config.max_concurrent, progress);
+            interrupt::finish(&run.runtime, asking)??
+        }
     };
     Ok((asked, teacher.name().to_owned()))
+}
+
+/// Batches to hand over, or to read because they were handed over while `teacher.batch` was on.
+fn batches(run: &Run) -> anyhow::Result<Option<(BatchTeacher, NewQuestions)>> {
+    let (config, state) = (&run.config.teacher, run.dir.batches());
+    if config.kind != TeacherKind::Openai || !(config.batch || state.exists()) {
+        return Ok(None);
+    }
+    let batch = BatchTeacher::open(config, &run.outside)?;
+    Ok(match (config.batch, batch.has_noted(&state)?) {
+        (true, _) => Some((batch, NewQuestions::HandedOver)),
+        (false, true) => Some((batch, NewQuestions::Left)),
+        (false, false) => None,
+    })
 }
 
 /// What the records of the stage come to.

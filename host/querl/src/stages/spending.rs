@@ -5,7 +5,7 @@ use crate::run::Run;
 use crate::stages::StageName;
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{Account, Spent, read_account};
+use querl_data::{Account, Spent, carries_files, read_account};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ fn hit_rates(of_stage: &BTreeMap<String, Spent>) -> impl Iterator<Item = (&'stat
 /// passages, to carry a batch.
 fn table_of(provider: &str) -> Option<&'static str> {
     match provider.split(' ').next() {
-        _ if provider.ends_with(" (batch) files") => None,
+        _ if carries_files(provider) => None,
         Some("teacher" | "fallback_teacher") => Some("rewrites"),
         Some("judge") => Some("judgements"),
         Some("retrieval") => Some("retrievals"),

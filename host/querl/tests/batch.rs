@@ -1,0 +1,162 @@
+//! The shipped command line against a batch interface that fails: no batch is paid for twice, none is forgotten.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use querl_data::read_account;
+use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use support::{Project, Said};
+
+const RECORDED: &str = "kind = \"recorded\"\npath = \"teacher.jsonl\"";
+const NOTE: &str = "run/data/rewrites.batches.json";
+
+/// A batch service whose files cannot be read until they can, which answers single questions too, and a project that is taught there.
+struct Scene {
+    service: Arc<BatchService>,
+    server: FaultyServer,
+    is_broken: Arc<AtomicBool>,
+    project: Project,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let (service, is_broken) = (Arc::new(BatchService::new(2)), Arc::new(AtomicBool::new(true)));
+        let (behind, broken) = (service.clone(), is_broken.clone());
+        let server = FaultyServer::start(move |asked| match asked.path.as_str() {
+            "/v1/chat/completions" => one_by_one(),
+            path if path.ends_with("/content") && broken.load(Ordering::SeqCst) => {
+                Answer::json(503, &json!({"error": {"message": "storage down"}})).into()
+            }
+            _ => behind.reply(asked),
+        });
+        let project = Project::new();
+        let teacher = format!(
+            "kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"m\"\napi_key_env = \"\"\nmax_retries = 0\nbatch = true\nbatch_poll_s = 0.05\n\
+             price_prompt_per_million = 2.0\nprice_completion_per_million = 10.0\n[cache]\npath = \"answers.redb\"",
+            server.url()
+        );
+        project.edit(RECORDED, &teacher);
+        Self { service, server, is_broken, project }
+    }
+
+    fn rewrite(&self, more: &[&str]) -> Said {
+        self.project.querl(&[&["rewrite", "querl.toml"], more].concat())
+    }
+
+    /// As [`Self::rewrite`], of a run that stops with a batch noted.
+    fn stopped(&self) -> String {
+        let said = self.rewrite(&[]);
+        assert_eq!(said.code, Some(2), "{said:#?}");
+        let errors: Vec<&str> = said.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+        assert_eq!(errors.len(), 1, "{said:#?}");
+        assert!(self.project.path(NOTE).exists());
+        errors[0].to_owned()
+    }
+
+    fn mend(&self) {
+        self.is_broken.store(false, Ordering::SeqCst);
+    }
+
+    fn n_posts(&self, path: &str) -> usize {
+        n_posts(&self.server.asked(), path)
+    }
+
+    fn texts(&self) -> Vec<String> {
+        let records = self.project.read("run/data/rewrites.jsonl");
+        let text = |line: &str| serde_json::from_str::<Value>(line).unwrap()["rewrite"]["Ok"]["text"].to_string();
+        records.lines().map(text).collect()
+    }
+}
+
+fn one_by_one() -> Reply {
+    let choice = json!({"message": {"content": "鱼油 一"}, "finish_reason": "stop"});
+    Answer::json(200, &json!({"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10}})).into()
+}
+
+fn n_posts(asked: &[Asked], path: &str) -> usize {
+    asked.iter().filter(|asked| asked.method == "POST" && asked.path == path).count()
+}
+
+/// Keeps away: rows that a fallback is paid for although their answers are there, and a batch that is handed over again.
+#[test]
+fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
+    let scene = Scene::new();
+    let spare = FaultyServer::start(|_| one_by_one());
+    let fallback = format!(
+        "[fallback_teacher]\nbase_url = \"{}/v1\"\nmodel = \"spare\"\napi_key_env = \"\"\n[judge]",
+        spare.url()
+    );
+    scene.project.edit("[judge]", &fallback);
+    let error = scene.stopped();
+    assert!(
+        error.contains("the answers of batch batch-0 cannot be read: ") && error.contains("storage down"),
+        "{error}"
+    );
+    assert!(error.contains("still noted is batch batch-0: the same command goes on from there"), "{error}");
+    assert_eq!((spare.n_asked(), scene.project.path("run/data/rewrites.jsonl").exists()), (0, false));
+    scene.mend();
+    scene.rewrite(&[]).ok();
+    assert!(scene.texts().iter().all(|text| text.starts_with("\"鱼油 ")), "{:?}", scene.texts());
+    assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files"), spare.n_asked()), (1, 1, 0));
+    assert!(!scene.project.path(NOTE).exists());
+    let account = read_account(&scene.project.path("run/calls.json")).unwrap();
+    let spent = &account["rewrite"]["teacher m (batch)"];
+    assert!(spent.calls == 40 && (spent.cost - 40.0 * 0.00015).abs() < 1e-9, "{spent:?}");
+}
+
+/// Keeps away: a batch that is forgotten because somebody names a second teacher, or wants the stage anew.
+#[test]
+fn batch_outlives_changes_that_its_answers_do_not_depend_on() {
+    let second =
+        "[fallback_teacher]\nbase_url = \"http://127.0.0.1:9/v1\"\nmodel = \"spare\"\napi_key_env = \"\"\n[judge]";
+    let changes: [(&str, &[&str]); 3] =
+        [(second, &[]), ("[judge]", &["--set", "data.split_seed=9"]), ("[judge]", &["--from", "rewrite"])];
+    for (section, args) in changes {
+        let scene = Scene::new();
+        scene.stopped();
+        scene.mend();
+        scene.project.edit("[judge]", section);
+        scene.project.querl(&[&["run", "querl.toml", "--to", "rewrite"], args].concat()).ok();
+        assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files")), (1, 1), "{section} {args:?}");
+    }
+}
+
+#[test]
+fn batch_of_other_settings_stops_the_run_before_anything_is_removed() {
+    let scene = Scene::new();
+    scene.stopped();
+    scene.mend();
+    scene.project.write("recorded.jsonl", &scene.project.read("teacher.jsonl"));
+    let journal = scene.project.read("run/data/rewrites.journal.jsonl");
+    let changes: [&[&str]; 2] = [
+        &["--set", "teacher.model=other"],
+        &["--set", "teacher.kind=recorded", "--set", "teacher.path=recorded.jsonl"],
+    ];
+    for change in changes {
+        let said = scene.rewrite(change);
+        assert_eq!(said.code, Some(2), "{said:#?}");
+        let sentence = "rewrites.batches.json: handed over to another teacher, or with other settings of [teacher]: batch batch-0; ";
+        assert!(said.stderr.contains(sentence), "{said:#?}");
+        assert_eq!(scene.project.read("run/data/rewrites.journal.jsonl"), journal);
+    }
+    scene.rewrite(&[]).ok();
+    assert_eq!(scene.service.n_begun(), 1);
+}
+
+/// Keeps away: a batch that is paid and never read, beside the same rows one by one at the full price.
+#[test]
+fn batch_is_read_after_batches_were_switched_off_and_new_rows_are_asked_one_by_one() {
+    let scene = Scene::new();
+    scene.stopped();
+    scene.mend();
+    let queries = scene.project.read("queries.jsonl");
+    scene.project.write("queries.jsonl", &format!("{queries}\n{}", json!({"original_query": "钙片什么时候吃"})));
+    let said = scene.rewrite(&["--set", "teacher.batch=false"]).ok();
+    assert!(said.stderr.contains("handed over while teacher.batch was on are waited for"), "{said:#?}");
+    assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files"), scene.n_posts("/v1/chat/completions")), (1, 1, 1));
+    assert_eq!((scene.texts().len(), scene.texts()[40].as_str()), (41, "\"鱼油 一\""));
+    assert!(!scene.project.path(NOTE).exists());
+}

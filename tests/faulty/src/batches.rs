@@ -1,0 +1,158 @@
+//! OpenAI's batch interface in memory: files go up, batches are worked on while they are asked for, files come down.
+
+use crate::{Answer, Asked, Reply};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard};
+
+/// The service. Scripts that break it answer for it, or change its answers.
+pub struct BatchService {
+    /// After so many questions a batch is at its end.
+    n_polls: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The requests of each file.
+    files: Vec<Vec<Value>>,
+    batches: Vec<Batch>,
+}
+
+struct Batch {
+    file: usize,
+    n_polled: usize,
+    /// Instead of `completed`.
+    ends: Option<String>,
+}
+
+impl BatchService {
+    /// A service whose batches are at their end when they have been asked for so often.
+    pub fn new(n_polls: usize) -> Self {
+        Self { n_polls, state: Mutex::default() }
+    }
+
+    /// Batches that were begun.
+    pub fn n_begun(&self) -> usize {
+        self.state().batches.len()
+    }
+
+    /// Lets a batch, from 0, end with this status instead of `completed`. Of one that `expired` or was `cancelled` the first half is
+    /// answered.
+    ///
+    /// # Panics
+    /// There is no such batch.
+    pub fn end(&self, index: usize, status: &str) {
+        self.state().batches[index].ends = Some(status.to_owned());
+    }
+
+    /// What the service says.
+    pub fn reply(&self, asked: &Asked) -> Reply {
+        let path = asked.path.strip_prefix("/v1").unwrap_or(&asked.path);
+        let (path, query) = path.split_once('?').unwrap_or((path, ""));
+        let words: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+        let answer = match (asked.method.as_str(), words.as_slice()) {
+            ("POST", ["files"]) => self.file(asked),
+            ("POST", ["batches"]) => self.begin(&asked.json()),
+            ("GET", ["batches"]) => self.list(query),
+            ("GET", ["batches", id]) => self.poll(id),
+            ("GET", ["files", id, "content"]) => self.content(id),
+            _ => None,
+        };
+        answer.unwrap_or_else(|| Answer::json(404, &json!({"error": {"message": "no such thing"}}))).into()
+    }
+
+    fn file(&self, asked: &Asked) -> Option<Answer> {
+        let form = String::from_utf8_lossy(&asked.body);
+        let requests =
+            form.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect();
+        let mut state = self.state();
+        state.files.push(requests);
+        let id = format!("file-{}", state.files.len() - 1);
+        Some(Answer::json(200, &json!({"id": id, "created_at": created_at(state.batches.len())})))
+    }
+
+    fn begin(&self, body: &Value) -> Option<Answer> {
+        let file = place(body["input_file_id"].as_str()?, "file-")?;
+        let mut state = self.state();
+        state.files.get(file)?;
+        state.batches.push(Batch { file, n_polled: 0, ends: None });
+        let index = state.batches.len() - 1;
+        Some(Answer::json(200, &self.object(&state, index)))
+    }
+
+    /// Newest first, as the service does.
+    fn list(&self, query: &str) -> Option<Answer> {
+        let fields: BTreeMap<&str, &str> = query.split('&').filter_map(|field| field.split_once('=')).collect();
+        let state = self.state();
+        let end = fields.get("after").and_then(|id| place(id, "batch-")).unwrap_or(state.batches.len());
+        let n_most: usize = fields.get("limit").and_then(|limit| limit.parse().ok()).unwrap_or(20);
+        let start = end.saturating_sub(n_most);
+        let page: Vec<Value> = (start..end).rev().map(|index| self.object(&state, index)).collect();
+        Some(Answer::json(200, &json!({"data": page, "has_more": start > 0})))
+    }
+
+    fn poll(&self, id: &str) -> Option<Answer> {
+        let (mut state, index) = (self.state(), place(id, "batch-")?);
+        state.batches.get_mut(index)?.n_polled += 1;
+        Some(Answer::json(200, &self.object(&state, index)))
+    }
+
+    fn object(&self, state: &State, index: usize) -> Value {
+        let batch = &state.batches[index];
+        let is_over = batch.n_polled >= self.n_polls;
+        let ends = batch.ends.as_deref().unwrap_or("completed");
+        let n_answered = if is_over { n_answered(state, batch) } else { 0 };
+        let mut object = json!({
+            "id": format!("batch-{index}"), "input_file_id": format!("file-{}", batch.file), "created_at": created_at(index),
+            "status": if is_over { ends } else { "in_progress" },
+            "request_counts": {"total": state.files[batch.file].len(), "completed": n_answered, "failed": 0},
+        });
+        if n_answered > 0 {
+            object["output_file_id"] = json!(format!("output-{index}"));
+        }
+        if is_over && ends == "failed" {
+            object["errors"] = json!({"data": [{"message": "the file is not what it should be"}]});
+        }
+        object
+    }
+
+    /// The service's order is its own.
+    fn content(&self, id: &str) -> Option<Answer> {
+        let (state, index) = (self.state(), place(id, "output-")?);
+        let batch = state.batches.get(index)?;
+        let requests = state.files[batch.file].iter().take(n_answered(&state, batch));
+        let lines: Vec<String> = requests.rev().map(|request| format!("{}\n", answered(request))).collect();
+        Some(Answer::text(200, "application/jsonl", &lines.concat()))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+fn n_answered(state: &State, batch: &Batch) -> usize {
+    let n_requests = state.files[batch.file].len();
+    match batch.ends.as_deref() {
+        None | Some("completed") => n_requests,
+        Some("failed") => 0,
+        Some(_) => n_requests / 2,
+    }
+}
+
+/// A second apart, and later than any clock says: nothing here is old.
+fn created_at(index: usize) -> usize {
+    4_000_000_000 + index
+}
+
+fn place(id: &str, prefix: &str) -> Option<usize> {
+    id.strip_prefix(prefix)?.parse().ok()
+}
+
+/// 100 tokens in, 10 out; the text is the question's id.
+fn answered(request: &Value) -> Value {
+    let text = format!("鱼油 {}", request["custom_id"].as_str().unwrap_or_default());
+    let choice = json!({"message": {"content": text}, "finish_reason": "stop"});
+    let body = json!({"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10}});
+    json!({"custom_id": request["custom_id"], "response": {"status_code": 200, "body": body}})
+}
