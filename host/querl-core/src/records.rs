@@ -68,6 +68,16 @@ impl FailureKind {
     pub fn is_fatal(self) -> bool {
         matches!(self, Self::Unauthorized | Self::Down | Self::OverBudget)
     }
+
+    /// The code under which a row is dropped whose call to `who` failed so: `teacher_rate_limited`.
+    pub fn code(self, who: &str) -> String {
+        code_of(who, &self.to_string())
+    }
+}
+
+/// As [`FailureKind::code`], of a kind in words.
+pub fn code_of(who: &str, kind: &str) -> String {
+    format!("{who}_{}", kind.replace(' ', "_"))
 }
 
 impl std::fmt::Display for FailureKind {

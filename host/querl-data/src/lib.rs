@@ -5,6 +5,7 @@
 //! refuses to know models, training and WebAssembly.
 
 mod error;
+mod quiet;
 mod text;
 
 mod export;
@@ -54,16 +55,16 @@ pub use chat::prompt_tokens;
 pub use deadline::within;
 pub use embedded::EmbeddedRetriever;
 pub use error::DataError;
-pub use export::{RewriteTables, ValidatedTables, table_path};
+pub use export::{Tabled, table_path, write_tables};
 pub use journal::{Answered, Journal};
 pub use judge::open_judge;
-pub use leaks::{Leak, Leaks, find_leaks};
+pub use leaks::{Leak, Leaks, QueriesOf, RowsOfSplit, find_leaks};
 pub use lexicon::{Expression, Intent, Lexicon, Product};
 pub use need::{Need, Wording};
 pub use outside::Outside;
 pub use passages::{Passage, read_passages};
 pub use retrieval::{LocalModels, Search, SearchLimits, open_retriever, open_search};
-pub use rows::{RecordFile, RowIter, Rows};
+pub use rows::{RecordFile, RecordWriter, RowIter, Rows};
 pub use rubric::RubricJudge;
 pub use splits::Splits;
 pub use stages::{

@@ -33,6 +33,7 @@ impl Splits {
         let n_rows = of_rows.len();
         let sizes: Vec<u32> = of_rows.chunk_by(|one, other| one == other).map(|rows| rows.len() as u32).collect();
         of_rows.dedup();
+        of_rows.shrink_to_fit();
         let wanted: Vec<usize> = (0..Split::ALL.len()).filter(|index| config.split[*index] > 0.0).collect();
         if sizes.len() < wanted.len() {
             return Err(DataError::TooFewGroups { n_groups: sizes.len(), n_splits: wanted.len() });

@@ -60,7 +60,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         evaluation: &evaluation,
         records: &records,
         metrics: &metrics,
-        funnel: &funnel(&ledger),
+        funnel: &funnel(&ledger, dir)?,
         timings: &timings(&ledger),
         calls: &spending::report_lines(dir)?,
         n_examples: config.eval.n_examples,
@@ -128,7 +128,7 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
         judge: names.judge.as_deref().map(Party::from_port_name),
         retrieval: Party::from_port_name(&names.retrieval),
         plugins: plugins(&lock, config),
-        plugin_notes: unknown.into_iter().chain(changes(&lock)).chain(drops(ledger)).collect(),
+        plugin_notes: unknown.into_iter().chain(changes(&lock)).chain(drops(ledger)).chain(leaks(ledger)).collect(),
     })
 }
 
@@ -179,6 +179,12 @@ fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
     at_limits.chain(late)
 }
 
+/// Trainings that have seen what they are tested on.
+fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
+    let note = |name: StageName| stages::leaks::note(name, &ledger.entry(name.as_str())?.facts);
+    [StageName::Sft, StageName::Rl].into_iter().filter_map(note)
+}
+
 fn timings(ledger: &Ledger) -> Vec<StageTiming> {
     let entries = StageName::ALL.into_iter().filter_map(|name| Some((name, ledger.entry(name.as_str())?)));
     let finished = entries.filter(|(_, entry)| entry.finished);
@@ -186,8 +192,8 @@ fn timings(ledger: &Ledger) -> Vec<StageTiming> {
 }
 
 /// What came in, then what each data stage kept, with what it dropped and why, then the splits.
-fn funnel(ledger: &Ledger) -> Vec<FunnelStep> {
-    let steps = stages::funnel::steps(ledger);
+fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
+    let steps = stages::funnel::steps(ledger, dir)?;
     let rows_in =
         steps.first().map(|step| FunnelStep { label: "query table".into(), n: step.rows_in, parts: Vec::new() });
     let kept = steps.iter().map(|step| {
@@ -199,7 +205,7 @@ fn funnel(ledger: &Ledger) -> Vec<FunnelStep> {
         let label = "rows for training and evaluation";
         FunnelStep { label: label.into(), n: facts.count(label), parts: facts.parts(label).into_iter().collect() }
     });
-    rows_in.into_iter().chain(kept).chain(dataset).collect()
+    Ok(rows_in.into_iter().chain(kept).chain(dataset).collect())
 }
 
 #[cfg(test)]

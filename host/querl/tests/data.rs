@@ -84,7 +84,7 @@ fn tables_are_written_as_configured_without_a_row_asked_again() {
     assert!(there("rewrites.parquet") && there("validated.csv") && !there("validated.xlsx") && !there("rewrites.xlsx"));
     let csv = project.read("run/data/validated.csv");
     assert!(csv.starts_with(
-        "\u{feff}original_query,rewritten_query,user_profile,history_summary,recall_count,top1_score,success,error,gold_ids\n"
+        "\u{feff}original_query,rewritten_query,user_profile,history_summary,recall_count,top1_score,success,error,gold_ids,group\n"
     ));
     assert_eq!(csv.lines().count(), 41);
     std::fs::remove_file(project.path("run/data/validated.csv")).unwrap();
@@ -148,27 +148,115 @@ fn stats_say_what_became_of_the_rows() {
 }
 
 /// Every query once more with a particle at its end, in a group of its own: some pairs part, and test is no test any more.
-#[test]
-fn nothing_is_trained_where_rows_of_test_are_nearly_in_train() {
-    let project = Project::new();
+fn add_near_duplicates(project: &Project) {
     for file in ["queries.jsonl", "teacher.jsonl"] {
-        let again = rows(&project, file).into_iter().map(|mut row| {
+        let again = rows(project, file).into_iter().map(|mut row| {
             row["original_query"] = format!("{}啊", row["original_query"].as_str().unwrap()).into();
             format!("\n{row}")
         });
         let text = project.read(file) + &again.collect::<String>();
         project.write(file, &text);
     }
+}
+
+#[test]
+fn nothing_is_asked_or_trained_where_rows_of_test_are_nearly_in_train() {
+    let project = Project::new();
+    add_near_duplicates(&project);
     let refused = project.querl(&["run", "querl.toml", "--to", "sft"]);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
     let last = refused.stderr.lines().last().unwrap();
     assert!(last.starts_with("error: ") && last.contains(" rows of test are in train, or nearly: row "), "{last}");
     assert!(last.ends_with("or set data.on_leak = \"warn\""), "{last}");
-    assert!(!project.path("run/sft").exists());
-    let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
-    let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
-    assert!(stats["leaks"]["test"]["n_leaked"].as_u64().unwrap() > 0);
-    let warned = project.querl(&["run", "querl.toml", "--to", "sft", "--set", "data.on_leak=warn"]).ok();
-    assert!(warned.stderr.contains("figures on test flatter what is trained"), "{warned:#?}");
-    assert!(project.path("run/sft/best").exists());
+    assert!(!project.path("run/data/rewrites.jsonl").exists() && !project.path("run/sft").exists());
+    let n_leaked = || {
+        let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();
+        serde_json::from_str::<Value>(&stats.stdout).unwrap()["leaks"]["test"]["n_leaked"].as_u64().unwrap()
+    };
+    let of_table = n_leaked();
+    assert!(of_table > 0);
+    let warned = ["run", "querl.toml", "--to", "sft", "--set", "data.on_leak=warn", "--json"];
+    let said = project.querl(&warned).ok();
+    assert!(said.stderr.contains("sft: warning: ") && said.stderr.contains(" rows of test are in train, or nearly"));
+    let said: Value = serde_json::from_str(&said.stdout).unwrap();
+    let n_seen = said["stages"][3]["facts"]["rows of test nearly in train"].as_u64().unwrap();
+    assert!(n_seen > 0 && n_seen <= of_table && n_seen == n_leaked(), "filters may drop rows of train: {n_seen}");
+    // However often the result is used again.
+    let again = project.querl(&warned).ok().stderr;
+    let reminder = format!("warning: {n_seen} row(s) of test were in train, or nearly, when sft was trained");
+    assert!(again.contains(&reminder), "{again}");
+}
+
+/// Keeps away: a query more in the table, and a finished training was removed before the new one was refused.
+#[test]
+fn a_finished_training_stays_where_the_next_is_refused() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
+    add_near_duplicates(&project);
+    let warned = project.querl(&["run", "querl.toml", "--to", "convert"]).ok().stderr;
+    assert!(
+        warned.contains("rewrite: warning: ") && warned.contains(" rows of test are in train, or nearly"),
+        "{warned}"
+    );
+    let refused = project.querl(&["sft", "querl.toml"]);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    assert!(project.path("run/sft/best/adapter_model.safetensors").is_file());
+}
+
+/// Keeps away: a run that read a table of its own folder removed it.
+#[test]
+fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "validate", "--set", "data.export=[\"csv\", \"xlsx\"]"]).ok();
+    for file in ["run/data/rewrites.xlsx", "run/data/validated.csv", "run/data/rewrites.jsonl"] {
+        let input = format!("data.input={file}");
+        let said = project.querl(&["rewrite", "querl.toml", "--set", &input, "--set", "data.export=[\"tsv\"]"]);
+        assert_eq!(said.code, Some(2), "{said:#?}");
+        let expected = format!("data.input is {file}, which this run writes itself; give it a copy, or another --out");
+        assert!(said.stderr.contains(&expected), "{said:#?}");
+        assert!(project.path(file).is_file());
+    }
+    project.querl(&["rewrite", "querl.toml", "--set", "data.input=run/data/rewrites.xlsx", "--out", "other"]).ok();
+}
+
+/// A file may not become longer than half of what the workbook needs: to a writer this is a full disk.
+#[cfg(unix)]
+#[test]
+fn a_disk_that_is_full_is_said_and_the_rewrites_stay() {
+    let project = Project::new();
+    project.querl(&["config", "check", "querl.toml"]).ok();
+    // Each of these characters is five of XML.
+    let row = |n: usize| {
+        let query = format!("{}{n}", "&".repeat(3000));
+        serde_json::json!({ "original_query": query, "rewritten_query": "&".repeat(3000) }).to_string()
+    };
+    let table: Vec<String> = (0..50).map(row).collect();
+    for file in ["queries.jsonl", "teacher.jsonl"] {
+        project.write(file, &table.join("\n"));
+    }
+    let run = |limit: &str| {
+        let script =
+            format!("trap '' XFSZ; ulimit -f {limit}; exec {} rewrite querl.toml", env!("CARGO_BIN_EXE_querl"));
+        let like = project.command(&[]);
+        let mut command = std::process::Command::new("bash");
+        command.arg("-c").arg(script).current_dir(project.folder.path());
+        like.get_envs().for_each(|(key, value)| match value {
+            Some(value) => drop(command.env(key, value)),
+            None => drop(command.env_remove(key)),
+        });
+        command.output().unwrap()
+    };
+    let full = run("700");
+    let said = String::from_utf8_lossy(&full.stderr);
+    assert_eq!(full.status.code(), Some(1), "{said}");
+    let last = said.lines().last().unwrap();
+    assert!(
+        last.contains("rewrites.xlsx: cannot be written: ") && last.ends_with("take xlsx out of data.export"),
+        "{said}"
+    );
+    assert!(!said.contains("panicked"), "{said}");
+    assert_eq!(rows(&project, "run/data/rewrites.jsonl").len(), 50);
+    let again = run("unlimited");
+    assert!(again.status.success(), "{again:?}");
+    assert!(project.path("run/data/rewrites.xlsx").is_file());
 }

@@ -2,16 +2,14 @@
 
 use super::queue::Changes;
 use crate::error::DataError;
+use crate::quiet::quietly;
 use redb::{
     Database, DatabaseError, ReadOnlyDatabase, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata,
     TableDefinition, WriteTransaction,
 };
 use sha2::{Digest, Sha256};
-use std::cell::Cell;
 use std::io::{self, ErrorKind, Read};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Once;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The kinds of answers.
@@ -327,27 +325,6 @@ fn is_of_the_place(error: &io::Error) -> bool {
             | ErrorKind::IsADirectory
             | ErrorKind::NotADirectory
     )
-}
-
-thread_local! {
-    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Runs `work`; a panic in it is a result, and nothing is printed of it.
-fn quietly<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let before = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |panic| {
-            if !IS_QUIET.get() {
-                before(panic);
-            }
-        }));
-    });
-    let was_quiet = IS_QUIET.replace(true);
-    let done = catch_unwind(AssertUnwindSafe(work));
-    IS_QUIET.set(was_quiet);
-    done
 }
 
 /// What happens on damage is an error, whichever way redb says it.

@@ -1,4 +1,5 @@
-//! csv and tsv files. They begin with a byte order mark: without it a spreadsheet takes UTF-8 for the machine's old encoding.
+//! csv and tsv files. They begin with a byte order mark: without it a spreadsheet takes UTF-8 for the machine's old encoding. A
+//! text that a spreadsheet would compute as a formula has an apostrophe before it, which this program takes away again.
 
 use super::{Cell, Column, RowWriter};
 use crate::error::DataError;
@@ -29,6 +30,7 @@ impl RowWriter for DelimitedWriter {
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
         let text = |cell: &Cell<'_>| match cell {
             Cell::Empty => String::new(),
+            Cell::Text(text) if is_formula(text) => format!("'{text}"),
             Cell::Text(text) => text.to_string(),
             Cell::Count(number) => number.to_string(),
             Cell::Score(number) => number.to_string(),
@@ -43,4 +45,14 @@ impl RowWriter for DelimitedWriter {
         let file = writer.into_inner().map_err(|error| DataError::write(&path, error.into_error()))?;
         file.commit().map_err(|error| DataError::write(&path, error))
     }
+}
+
+/// What a spreadsheet computes, behind apostrophes too, so that each of these texts can be told from every other.
+fn is_formula(text: &str) -> bool {
+    text.trim_start_matches('\'').starts_with(['=', '+', '-', '@', '\t', '\r'])
+}
+
+/// The text of a cell of our own tables.
+pub(crate) fn formula_text(cell: &str) -> &str {
+    cell.strip_prefix('\'').filter(|text| is_formula(text)).unwrap_or(cell)
 }

@@ -1,13 +1,17 @@
 //! The results of a stage as tables for people and their tools: the columns that the source plan's tools read, then why a row
-//! failed and its gold ids. Rows are written as they come.
+//! failed, its gold ids and its group. They are made of the stage's output, which is there whatever becomes of them.
 
 mod delimited;
 mod parquet;
 mod xlsx;
 
+pub(crate) use delimited::formula_text;
+
 use crate::error::DataError;
+use crate::rows::{RecordFile, Rows};
 use querl_core::config::TableFormat;
 use querl_core::records::{RewriteRecord, ValidatedRecord};
+use serde::de::DeserializeOwned;
 use std::path::{Path, PathBuf};
 
 /// What a column holds.
@@ -40,6 +44,7 @@ const REWRITES: &[Column] = &[
     column("history_summary", Kind::Text, 40.0),
     column("error", Kind::Text, 50.0),
     column("gold_ids", Kind::Text, 24.0),
+    column("group", Kind::Text, 24.0),
 ];
 
 const VALIDATED: &[Column] = &[
@@ -52,6 +57,7 @@ const VALIDATED: &[Column] = &[
     column("success", Kind::Flag, 12.0),
     column("error", Kind::Text, 50.0),
     column("gold_ids", Kind::Text, 24.0),
+    column("group", Kind::Text, 24.0),
 ];
 
 /// One value of a row.
@@ -64,7 +70,7 @@ enum Cell<'a> {
     Flag(bool),
 }
 
-/// A table of one format, row by row.
+/// A table of one format, row by row. After an error nothing more is written.
 trait RowWriter {
     /// Adds a row, with a cell for each column.
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError>;
@@ -73,103 +79,88 @@ trait RowWriter {
     fn finish(self: Box<Self>) -> Result<(), DataError>;
 }
 
-/// The same rows in several formats.
-struct Tables(Vec<Box<dyn RowWriter>>);
-
 /// Where the tables beside a stage's output are: `rewrites.jsonl` has `rewrites.xlsx`.
 pub fn table_path(output: &Path, format: TableFormat) -> PathBuf {
     output.with_extension(format.extension())
 }
 
-impl Tables {
-    fn create(output: &Path, formats: &[TableFormat], columns: &'static [Column]) -> Result<Self, DataError> {
-        let create = |format: &TableFormat| -> Result<Box<dyn RowWriter>, DataError> {
-            let path = table_path(output, *format);
-            Ok(match format {
-                TableFormat::Xlsx => Box::new(xlsx::XlsxWriter::create(&path, columns)?),
-                TableFormat::Csv => Box::new(delimited::DelimitedWriter::create(&path, columns, b',')?),
-                TableFormat::Tsv => Box::new(delimited::DelimitedWriter::create(&path, columns, b'\t')?),
-                TableFormat::Parquet => Box::new(parquet::ParquetWriter::create(&path, columns)?),
-            })
-        };
-        formats.iter().map(create).collect::<Result<_, _>>().map(Self)
+/// A record that has a table for people.
+pub trait Tabled: DeserializeOwned + 'static {
+    #[doc(hidden)]
+    fn columns() -> Columns;
+
+    #[doc(hidden)]
+    fn cells(&self) -> Cells<'_>;
+}
+
+/// The columns of a table.
+pub struct Columns(&'static [Column]);
+
+/// A cell for each of them.
+pub struct Cells<'a>(Vec<Cell<'a>>);
+
+/// Writes the records in `output` as tables beside it. A table that cannot be written keeps none of the others away.
+///
+/// # Errors
+/// The records cannot be read, or a table cannot be written; the first of several is named.
+pub fn write_tables<R: Tabled>(output: &Path, formats: &[TableFormat]) -> Result<(), DataError> {
+    let records = RecordFile::<R>::new(output);
+    let written: Vec<Result<(), DataError>> =
+        formats.iter().map(|format| write_table(&records, &table_path(output, *format), *format)).collect();
+    written.into_iter().collect()
+}
+
+fn write_table<R: Tabled>(records: &RecordFile<R>, path: &Path, format: TableFormat) -> Result<(), DataError> {
+    let Columns(columns) = R::columns();
+    let mut writer: Box<dyn RowWriter> = match format {
+        TableFormat::Xlsx => Box::new(xlsx::XlsxWriter::create(path, columns)?),
+        TableFormat::Csv => Box::new(delimited::DelimitedWriter::create(path, columns, b',')?),
+        TableFormat::Tsv => Box::new(delimited::DelimitedWriter::create(path, columns, b'\t')?),
+        TableFormat::Parquet => Box::new(parquet::ParquetWriter::create(path, columns)?),
+    };
+    for record in records.read()? {
+        writer.row(&record?.cells().0)?;
+    }
+    writer.finish()
+}
+
+/// Whether a table has the columns of one of ours.
+pub(crate) fn is_header(names: &[String]) -> bool {
+    [REWRITES, VALIDATED].iter().any(|columns| columns.iter().map(|column| column.name).eq(names.iter()))
+}
+
+/// A failed row has an empty `rewritten_query` and its reason in `error`.
+impl Tabled for RewriteRecord {
+    fn columns() -> Columns {
+        Columns(REWRITES)
     }
 
-    fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
-        self.0.iter_mut().try_for_each(|writer| writer.row(cells))
-    }
-
-    fn finish(self) -> Result<(), DataError> {
-        self.0.into_iter().try_for_each(|writer| writer.finish())
+    fn cells(&self) -> Cells<'_> {
+        let [query, rewrite, profile, history] = query_cells(self);
+        let error = self.rewrite.as_ref().err().map_or(Cell::Empty, |failure| said(failure.to_string()));
+        let [gold, group] = last_cells(self);
+        Cells(vec![query, rewrite, profile, history, error, gold, group])
     }
 }
 
-/// Rewrites as tables; a failed row has an empty `rewritten_query` and its reason in `error`.
-pub struct RewriteTables(Tables);
-
-impl RewriteTables {
-    /// Begins the tables beside `output`.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn create(output: &Path, formats: &[TableFormat]) -> Result<Self, DataError> {
-        Tables::create(output, formats, REWRITES).map(Self)
+/// `recall_count` and `top1_score` are empty where retrieval failed or was not tried; `success` says whether it answered; `error`
+/// says why not.
+impl Tabled for ValidatedRecord {
+    fn columns() -> Columns {
+        Columns(VALIDATED)
     }
 
-    /// Adds a row.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn add(&mut self, record: &RewriteRecord) -> Result<(), DataError> {
-        let [query, rewrite, profile, history] = query_cells(record);
-        let error = record.rewrite.as_ref().err().map_or(Cell::Empty, |failure| said(failure.to_string()));
-        self.0.row(&[query, rewrite, profile, history, error, gold_cell(record)])
-    }
-
-    /// Puts the files in their places.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn finish(self) -> Result<(), DataError> {
-        self.0.finish()
-    }
-}
-
-/// Validated rewrites as tables. `recall_count` and `top1_score` are empty where retrieval failed or was not tried; `success`
-/// says whether it answered; `error` says why not.
-pub struct ValidatedTables(Tables);
-
-impl ValidatedTables {
-    /// Begins the tables beside `output`.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn create(output: &Path, formats: &[TableFormat]) -> Result<Self, DataError> {
-        Tables::create(output, formats, VALIDATED).map(Self)
-    }
-
-    /// Adds a row.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn add(&mut self, record: &ValidatedRecord) -> Result<(), DataError> {
-        let [query, rewrite, profile, history] = query_cells(&record.rewritten);
-        let hits = record.retrieval.as_ref().and_then(|retrieval| retrieval.as_ref().ok());
+    fn cells(&self) -> Cells<'_> {
+        let [query, rewrite, profile, history] = query_cells(&self.rewritten);
+        let hits = self.retrieval.as_ref().and_then(|retrieval| retrieval.as_ref().ok());
         let count = hits.map_or(Cell::Empty, |hits| Cell::Count(hits.len() as u64));
-        let score = record.top1_score().map_or(Cell::Empty, Cell::Score);
-        let retrieval_failure = record.retrieval.as_ref().and_then(|retrieval| retrieval.as_ref().err());
-        let failure = record.rewritten.rewrite.as_ref().err().or(retrieval_failure);
+        let score = self.top1_score().map_or(Cell::Empty, Cell::Score);
+        let retrieval_failure = self.retrieval.as_ref().and_then(|retrieval| retrieval.as_ref().err());
+        let failure = self.rewritten.rewrite.as_ref().err().or(retrieval_failure);
         let error = failure.map_or(Cell::Empty, |failure| said(failure.to_string()));
-        let (success, gold) = (Cell::Flag(hits.is_some()), gold_cell(&record.rewritten));
-        self.0.row(&[query, rewrite, profile, history, count, score, success, error, gold])
-    }
-
-    /// Puts the files in their places.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn finish(self) -> Result<(), DataError> {
-        self.0.finish()
+        let [gold, group] = last_cells(&self.rewritten);
+        let success = Cell::Flag(hits.is_some());
+        Cells(vec![query, rewrite, profile, history, count, score, success, error, gold, group])
     }
 }
 
@@ -183,14 +174,15 @@ fn query_cells(record: &RewriteRecord) -> [Cell<'_>; 4] {
 }
 
 /// Without them a table that is a query table again would have other groups.
-fn gold_cell(record: &RewriteRecord) -> Cell<'static> {
-    match record.query.gold_ids.join(",") {
+fn last_cells(record: &RewriteRecord) -> [Cell<'_>; 2] {
+    let gold = match record.query.gold_ids.join(",") {
         ids if ids.is_empty() => Cell::Empty,
-        ids => Cell::Text(ids.into()),
-    }
+        ids => said(ids),
+    };
+    [gold, Cell::Text(record.query.group.as_str().into())]
 }
 
-fn said(text: String) -> Cell<'static> {
+fn said<'a>(text: String) -> Cell<'a> {
     Cell::Text(text.into())
 }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use calamine::{Data, Reader};
+use querl_core::fsx::write_jsonl;
 use querl_core::records::{CallFailure, Completion, FailureKind, Hit, QueryRow};
 
 fn failure() -> CallFailure {
@@ -32,10 +33,8 @@ fn record(query: &str, answered: Option<f64>) -> ValidatedRecord {
 /// Writes one row that succeeded and one that failed; the files' places.
 fn written(folder: &Path) -> [PathBuf; 4] {
     let output = folder.join("data/validated.jsonl");
-    let mut tables = ValidatedTables::create(&output, &TableFormat::ALL).unwrap();
-    tables.add(&record("鱼油怎么吃", Some(0.75))).unwrap();
-    tables.add(&record("贵吗", None)).unwrap();
-    tables.finish().unwrap();
+    write_jsonl(&output, [record("鱼油怎么吃", Some(0.75)), record("贵吗", None)]).unwrap();
+    write_tables::<ValidatedRecord>(&output, &TableFormat::ALL).unwrap();
     TableFormat::ALL.map(|format| table_path(&output, format))
 }
 
@@ -58,10 +57,10 @@ fn every_format_can_be_read_again_as_a_query_table() {
     let folder = tempfile::tempdir().unwrap();
     let rows: Vec<Vec<(usize, Vec<String>)>> = written(folder.path())
         .iter()
-        .map(|path| crate::table::open_table(path).unwrap().rows.map(Result::unwrap).collect())
+        .map(|path| crate::table::open_table(path).unwrap().all_rows().map(Result::unwrap).collect())
         .collect();
-    let first = ["鱼油怎么吃", "=深海鱼油\t用量", "52岁，\"糖友\"", "", "1", "0.75", "true", "", "p1,p2"];
-    let second = ["贵吗", "", "52岁，\"糖友\"", "", "", "", "false", "timeout: the service said so", "p1,p2"];
+    let first = ["鱼油怎么吃", "=深海鱼油\t用量", "52岁，\"糖友\"", "", "1", "0.75", "true", "", "p1,p2", "鱼油怎么吃"];
+    let second = ["贵吗", "", "52岁，\"糖友\"", "", "", "", "false", "timeout: the service said so", "p1,p2", "贵吗"];
     for (format, rows) in TableFormat::ALL.iter().zip(rows) {
         let cells: Vec<Vec<String>> = rows.into_iter().map(|(_, cells)| cells).collect();
         assert_eq!(cells, [first, second], "{format:?}");
@@ -81,13 +80,10 @@ fn text_begins_with_a_byte_order_mark_for_spreadsheets() {
 fn parquet_of_many_rows_has_several_groups_and_keeps_their_order() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rewrites.jsonl");
-    let mut tables = RewriteTables::create(&output, &[TableFormat::Parquet]).unwrap();
-    for index in 0..20_000 {
-        tables.add(&record(&index.to_string(), Some(0.5)).rewritten).unwrap();
-    }
-    tables.finish().unwrap();
+    write_jsonl(&output, (0..20_000).map(|index| record(&index.to_string(), Some(0.5)).rewritten)).unwrap();
+    write_tables::<RewriteRecord>(&output, &[TableFormat::Parquet]).unwrap();
     let table = crate::table::open_table(&table_path(&output, TableFormat::Parquet)).unwrap();
-    let queries: Vec<String> = table.rows.map(|row| row.unwrap().1.swap_remove(0)).collect();
+    let queries: Vec<String> = table.all_rows().map(|row| row.unwrap().1.swap_remove(0)).collect();
     assert!(queries.iter().enumerate().all(|(index, query)| *query == index.to_string()));
     assert_eq!(queries.len(), 20_000);
 }
@@ -96,11 +92,40 @@ fn parquet_of_many_rows_has_several_groups_and_keeps_their_order() {
 fn text_that_no_cell_takes_is_cut_and_a_workbook_without_rows_is_one() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rewrites.jsonl");
-    let mut tables = RewriteTables::create(&output, &[TableFormat::Xlsx]).unwrap();
-    tables.add(&record(&"鱼".repeat(40_000), None).rewritten).unwrap();
-    tables.finish().unwrap();
+    write_jsonl(&output, [record(&"鱼".repeat(40_000), None).rewritten]).unwrap();
+    write_tables::<RewriteRecord>(&output, &[TableFormat::Xlsx]).unwrap();
     let table = crate::table::open_table(&output.with_extension("xlsx")).unwrap();
-    assert_eq!(table.rows.map(|row| row.unwrap().1[0].chars().count()).collect::<Vec<_>>(), [32_767]);
-    RewriteTables::create(&output, &[TableFormat::Xlsx]).unwrap().finish().unwrap();
-    assert_eq!(crate::table::open_table(&output.with_extension("xlsx")).unwrap().rows.count(), 0);
+    assert_eq!(table.all_rows().map(|row| row.unwrap().1[0].chars().count()).collect::<Vec<_>>(), [32_767]);
+    write_jsonl(&output, [(); 0]).unwrap();
+    write_tables::<RewriteRecord>(&output, &[TableFormat::Xlsx]).unwrap();
+    assert_eq!(crate::table::open_table(&output.with_extension("xlsx")).unwrap().all_rows().count(), 0);
+}
+
+/// Keeps away: a cell of a csv that a spreadsheet computes, such as a link that somebody asked for.
+#[test]
+fn what_looks_like_a_formula_is_text_in_a_spreadsheet_and_the_same_again_here() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let queries = ["=1+1", "'=1", "+86", "-5度能吃吗", "@客服", "\t=1", "'好吃'", "好=吃"];
+    write_jsonl(&output, queries.map(|query| record(query, Some(0.5)).rewritten)).unwrap();
+    write_tables::<RewriteRecord>(&output, &[TableFormat::Csv, TableFormat::Tsv]).unwrap();
+    for extension in ["csv", "tsv"] {
+        let path = output.with_extension(extension);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let starts: Vec<&str> = text.lines().skip(1).map(|line| line.trim_start_matches('"')).collect();
+        assert!(starts.iter().all(|line| !line.starts_with(['=', '+', '-', '@', '\t'])), "{text}");
+        let read = crate::table::open_table(&path).unwrap().all_rows().map(|row| row.unwrap().1.swap_remove(0));
+        assert_eq!(read.collect::<Vec<_>>(), queries);
+    }
+}
+
+#[test]
+fn a_table_that_cannot_be_written_keeps_no_other_away() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    write_jsonl(&output, [record("贵吗", Some(0.5)).rewritten]).unwrap();
+    std::fs::create_dir_all(output.with_extension("xlsx").join("in the way")).unwrap();
+    let error = write_tables::<RewriteRecord>(&output, &TableFormat::ALL).unwrap_err();
+    assert!(matches!(&error, DataError::Write { path, .. } if path.ends_with("rewrites.xlsx")), "{error}");
+    assert!(["csv", "tsv", "parquet"].iter().all(|extension| output.with_extension(extension).is_file()));
 }

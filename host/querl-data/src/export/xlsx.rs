@@ -1,13 +1,18 @@
 //! Workbooks: a header that stays in sight and filters its columns, columns as wide as what they hold, scores coloured from red
 //! to green, failures in red.
+//!
+//! The library that writes them panics where its temporary file cannot be written, as on a full disk.
 
 use super::{Cell, Column, Kind, RowWriter};
 use crate::error::DataError;
+use crate::quiet::{quietly, said};
 use querl_core::fsx::AtomicFile;
 use rust_xlsxwriter::{
     Color, ConditionalFormat3ColorScale, ConditionalFormatCell, ConditionalFormatCellRule, ConditionalFormatType,
     Format, Workbook, Worksheet, XlsxError,
 };
+use std::borrow::Cow;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Rows of a sheet beside its header, as the format has it; further rows go to further sheets.
@@ -27,18 +32,22 @@ pub(super) struct XlsxWriter {
     columns: &'static [Column],
     /// Rows of the last sheet, with its header; 0 where there is no sheet yet.
     n_rows: u32,
+    /// Most rows of a sheet beside its header.
+    sheet_rows: u32,
     score: Format,
 }
 
 impl XlsxWriter {
     pub(super) fn create(path: &Path, columns: &'static [Column]) -> Result<Self, DataError> {
         let mut workbook = Workbook::new();
+        // Sheets of a million rows and long texts pass 4 GiB.
+        workbook.use_zip_large_file(true);
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|error| DataError::write(path, error))?;
             workbook.set_tempdir(folder).map_err(|error| unwritten(path, error))?;
         }
         let score = Format::new().set_num_format("0.000");
-        let mut writer = Self { path: path.to_owned(), workbook, columns, n_rows: 0, score };
+        let mut writer = Self { path: path.to_owned(), workbook, columns, n_rows: 0, sheet_rows: SHEET_ROWS, score };
         writer.add_sheet().map_err(|error| unwritten(path, error))?;
         Ok(writer)
     }
@@ -80,7 +89,7 @@ impl XlsxWriter {
     }
 
     fn add_row(&mut self, cells: &[Cell<'_>]) -> Result<(), XlsxError> {
-        if self.n_rows > SHEET_ROWS {
+        if self.n_rows > self.sheet_rows {
             self.end_sheet()?;
             self.add_sheet()?;
         }
@@ -89,7 +98,7 @@ impl XlsxWriter {
         for (index, cell) in (0..).zip(cells) {
             match cell {
                 Cell::Empty => continue,
-                Cell::Text(text) => sheet.write_string(row, index, shortened(text))?,
+                Cell::Text(text) => sheet.write_string(row, index, shortened(&readable(text)))?,
                 Cell::Count(number) => sheet.write_number(row, index, *number as f64)?,
                 Cell::Score(number) => sheet.write_number_with_format(row, index, *number, &score)?,
                 Cell::Flag(flag) => sheet.write_boolean(row, index, *flag)?,
@@ -136,18 +145,75 @@ fn shortened(text: &str) -> &str {
     &text[..end]
 }
 
-fn unwritten(path: &Path, error: XlsxError) -> DataError {
-    DataError::file(path, format!("cannot be made: {error}"))
+/// Line breaks as every reader knows them, without the characters that XML has no place for: written in this format's own way,
+/// they would come back as `_x000D_`.
+fn readable(text: &str) -> Cow<'_, str> {
+    let is_bare = |character: char| character < ' ' && !matches!(character, '\t' | '\n');
+    let is_odd = |character: char| is_bare(character) || matches!(character, '\u{fffe}' | '\u{ffff}');
+    match text.contains(is_odd) {
+        true => Cow::Owned(text.replace("\r\n", "\n").replace('\r', "\n").replace(is_odd, "")),
+        false => Cow::Borrowed(text),
+    }
+}
+
+fn unwritten(path: &Path, problem: impl std::fmt::Display) -> DataError {
+    let problem = problem.to_string().replace('\n', " ");
+    let remedy = "see whether the disk is full, or take xlsx out of data.export";
+    DataError::write(path, io::Error::other(format!("{problem}; {remedy}")))
+}
+
+/// Takes a panic of the library for what it is: something could not be written.
+fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, XlsxError>) -> Result<T, DataError> {
+    match quietly(work) {
+        Ok(done) => done.map_err(|error| unwritten(path, error)),
+        Err(panic) => Err(unwritten(path, said(panic.as_ref()))),
+    }
 }
 
 impl RowWriter for XlsxWriter {
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
-        self.add_row(cells).map_err(|error| unwritten(&self.path, error))
+        guarded(&self.path.clone(), || self.add_row(cells))
     }
 
     fn finish(mut self: Box<Self>) -> Result<(), DataError> {
         let mut file = AtomicFile::create(&self.path).map_err(|error| DataError::write(&self.path, error))?;
-        self.save(&mut file).map_err(|error| unwritten(&self.path, error))?;
+        guarded(&self.path.clone(), || self.save(&mut file))?;
         file.commit().map_err(|error| DataError::write(&self.path, error))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const COLUMNS: &[Column] = &[super::super::column("original_query", Kind::Text, 20.0)];
+
+    fn text(text: &str) -> [Cell<'_>; 1] {
+        [Cell::Text(text.into())]
+    }
+
+    #[test]
+    fn rows_that_a_sheet_does_not_take_go_to_the_next_and_are_read_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.xlsx");
+        let mut writer = XlsxWriter::create(&path, COLUMNS).unwrap();
+        writer.sheet_rows = 2;
+        for query in ["一", "二", "三", "四", "五"] {
+            writer.row(&text(query)).unwrap();
+        }
+        Box::new(writer).finish().unwrap();
+        let rows: Vec<(usize, Vec<String>)> =
+            crate::table::open_table(&path).unwrap().all_rows().map(Result::unwrap).collect();
+        let queries: Vec<&str> = rows.iter().map(|(_, cells)| cells[0].as_str()).collect();
+        assert_eq!(queries, ["一", "二", "三", "四", "五"]);
+        let numbers: Vec<usize> = rows.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, [2, 3, 1_048_578, 1_048_579, 2_097_154]);
+    }
+
+    #[test]
+    fn control_characters_stay_out_of_a_workbook() {
+        assert_eq!(readable("甲\r\n乙\r丙\u{8}\u{1b}\t丁\n"), "甲\n乙\n丙\t丁\n");
+        assert!(matches!(readable("甲\t乙\n"), Cow::Borrowed(_)));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::context;
 use crate::error::DataError;
-use crate::rows::Rows;
+use crate::rows::{Rows, changed_meanwhile};
 use crate::splits::Splits;
 use querl_core::config::DataConfig;
 use querl_core::ports::{Filter, PromptInput, PromptTask, Prompts};
@@ -15,6 +15,9 @@ use std::sync::Arc;
 /// Most rows of a split that filters see in one batch: the rows of a table of that size are all seen together, and the memory
 /// of a larger one is bounded. The contract of filters (`wit/filters.wit`) names it too.
 pub(crate) const BATCH_ROWS: usize = 8192;
+
+/// A batch also ends where its texts have so many bytes: a guest holds them all, within `plugins.limits.memory_bytes`.
+pub(crate) const BATCH_BYTES: usize = 32 << 20;
 
 /// What the stage makes of a row.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,8 +66,7 @@ pub struct Conversion<'a> {
     pub teacher_name: &'a str,
 }
 
-/// Makes the dataset and hands each row to `put`: those of a split in the table's order; dropped ones too, within a batch of 8192
-/// rows a split.
+/// Makes the dataset and hands each row to `put`: those of a split in the table's order; dropped ones too, within a batch a split.
 ///
 /// # Errors
 /// Records cannot be read, too few groups for the splits, a plugin broke its contract, or `put` says so.
@@ -75,23 +77,47 @@ pub fn convert(
 ) -> Result<(), DataError> {
     let groups = records.read()?.map(|record| Ok(record?.rewritten.query.group));
     let splits = Splits::assign(groups, conversion.config)?;
-    let mut waiting: [Vec<(usize, ValidatedRecord)>; 3] = Default::default();
+    let mut waiting: [Batch; 3] = Default::default();
     for (index, record) in records.read()?.enumerate() {
         let record = record?;
-        let split = splits.of(&record.rewritten.query.group).ok_or_else(super::changed_meanwhile)?;
+        let split = splits.of(&record.rewritten.query.group).ok_or_else(|| changed_meanwhile(records.path()))?;
         let batch = &mut waiting[split as usize];
-        batch.push((index, record));
-        if batch.len() == BATCH_ROWS {
-            let dropped = conversion.batch(split, std::mem::take(batch), put)?;
+        batch.add(index, record);
+        if batch.rows.len() == BATCH_ROWS || batch.n_bytes >= BATCH_BYTES {
+            let dropped = conversion.batch(split, std::mem::take(batch).rows, put)?;
             put_dropped(dropped, put)?;
         }
     }
     let mut dropped = Vec::new();
     for (split, batch) in Split::ALL.into_iter().zip(waiting) {
-        dropped.extend(conversion.batch(split, batch, put)?);
+        dropped.extend(conversion.batch(split, batch.rows, put)?);
     }
     dropped.sort_by_key(|(index, _)| *index);
     put_dropped(dropped, put)
+}
+
+/// Rows of one split that wait for the filters, with their places.
+#[derive(Default)]
+struct Batch {
+    rows: Vec<(usize, ValidatedRecord)>,
+    /// Of the texts that filters see.
+    n_bytes: usize,
+}
+
+impl Batch {
+    fn add(&mut self, index: usize, record: ValidatedRecord) {
+        self.n_bytes += sample_bytes(&record).unwrap_or_default();
+        self.rows.push((index, record));
+    }
+}
+
+/// Of the texts that a filter sees; `None` where rewrite or retrieval failed.
+fn sample_bytes(record: &ValidatedRecord) -> Option<usize> {
+    let (query, rewrite) = (&record.rewritten.query, record.rewritten.rewrite.as_ref().ok()?);
+    let hits = record.retrieval.as_ref()?.as_ref().ok()?;
+    let of_query = [&query.id, &query.original_query, &query.user_profile, &query.history_summary, &rewrite.text];
+    let texts = of_query.into_iter().chain(hits.iter().flat_map(|hit| [&hit.id, &hit.text]));
+    Some(texts.map(String::len).sum())
 }
 
 fn put_dropped(
@@ -142,7 +168,7 @@ impl Conversion<'_> {
 fn call_failure(record: &ValidatedRecord) -> Option<Reason> {
     let reason = |by: &str, who: &str, failure: &CallFailure| Reason {
         by: by.into(),
-        code: format!("{who}_{}", failure.kind.to_string().replace(' ', "_")),
+        code: failure.kind.code(who),
         detail: failure.message.clone(),
     };
     match (&record.rewritten.rewrite, &record.retrieval) {
@@ -178,6 +204,7 @@ fn run_filter(
     }
     Ok(())
 }
+
 /// `None` where rewrite or retrieval failed.
 fn sample(record: &ValidatedRecord) -> Option<Sample> {
     let row = &record.rewritten.query;

@@ -14,11 +14,11 @@ pub use validate::validate;
 
 use crate::error::DataError;
 use crate::journal::{Answered, Journal, Place};
-use crate::rows::Rows;
+use crate::rows::{RecordWriter, Rows, changed_meanwhile};
 use futures::StreamExt;
-use querl_core::fsx::AtomicFile;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// When so many rows, the first to finish, all failed alike, the stage stops instead of failing every row.
@@ -45,6 +45,9 @@ trait Work {
     /// How the asking went.
     fn outcome(record: &Self::Record) -> Outcome<'_>;
 
+    /// Whether a record is the answer to this row.
+    fn is_of(record: &Self::Record, row: &Self::Row) -> bool;
+
     /// The row with the answer that was given to it, in this run or an earlier one.
     fn record(row: Self::Row, answered: Option<Self::Record>) -> Self::Record;
 }
@@ -54,6 +57,8 @@ pub struct Asked<'a, Row, Record> {
     rows: &'a dyn Rows<Row>,
     journal: Journal<Record>,
     places: Vec<Place>,
+    key: fn(&Row) -> Option<u64>,
+    is_of: fn(&Record, &Row) -> bool,
     record: fn(Row, Option<Record>) -> Record,
 }
 
@@ -61,29 +66,33 @@ impl<Row, Record: Answered> Asked<'_, Row, Record> {
     /// Writes the stage's output whole, in the order of the rows, then takes the journal away. `each` is shown every record.
     ///
     /// # Errors
-    /// A file cannot be read or written, or `each` says so; the journal is then still there.
+    /// A file cannot be read or written, the rows are not those that were asked, or `each` says so; the journal is then still
+    /// there.
     pub fn write(self, mut each: impl FnMut(&Record) -> Result<(), DataError>) -> Result<(), DataError> {
         let mut answers = self.journal.records()?;
-        let path = self.journal.output().to_owned();
-        let failed = |error| DataError::write(&path, error);
-        let mut output = AtomicFile::create(&path).map_err(failed)?;
+        let mut output = RecordWriter::create(self.journal.output())?;
+        let changed = || changed_meanwhile(self.rows.path());
         let mut places = self.places.iter();
         for row in self.rows.read()? {
-            let place = places.next().ok_or_else(changed_meanwhile)?;
-            let record = (self.record)(row?, answers.at(*place)?);
-            output.write_line(&record).map_err(failed)?;
+            let (row, place) = (row?, *places.next().ok_or_else(changed)?);
+            let answer = answers.at(place)?;
+            let is_answered = match &answer {
+                Some(answer) => (self.is_of)(answer, &row),
+                None => (self.key)(&row).is_none(),
+            };
+            if !is_answered {
+                return Err(changed());
+            }
+            let record = (self.record)(row, answer);
+            output.add(&record)?;
             each(&record)?;
         }
-        match places.next() {
-            Some(_) => return Err(changed_meanwhile()),
-            None => output.commit().map_err(failed)?,
+        if places.next().is_some() {
+            return Err(changed());
         }
+        output.commit()?;
         self.journal.remove()
     }
-}
-
-fn changed_meanwhile() -> DataError {
-    DataError::setting("data.input", "was changed while a stage read it; run the same command again")
 }
 
 /// Asks what no earlier run has an answer to. Each finished row is in the journal at once.
@@ -108,11 +117,13 @@ async fn ask_all<'a, W: Work>(
     });
     let mut results = std::pin::pin!(futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1)));
     collector.report();
-    let mut reason = None;
+    let mut reason: Option<DataError> = None;
     // After a reason to stop, calls under way are waited for: what they bring is paid.
     while let Some((index, record)) = results.next().await {
-        let record = record?;
-        collector.take(index, &record, W::outcome(&record))?;
+        match record {
+            Ok(record) => collector.take(index, &record, W::outcome(&record))?,
+            Err(error) => reason = reason.or(Some(error)),
+        }
         reason = reason.or_else(|| collector.reason_to_stop());
         if reason.as_ref().is_some_and(is_silence) {
             break;
@@ -120,20 +131,22 @@ async fn ask_all<'a, W: Work>(
         stopped.store(reason.is_some(), Ordering::Relaxed);
     }
     let (journal, places) = reason.map_or_else(|| collector.end(), Err)?;
-    Ok(Asked { rows, journal, places, record: W::record })
+    Ok(Asked { rows, journal, places, key: W::key, is_of: W::is_of, record: W::record })
 }
 
-/// Of a service that answers nobody, nothing more is to be had.
+/// Of a service that answers nobody, nothing more is to be had; one that answers what is of no use is paid for it.
 fn is_silence(reason: &DataError) -> bool {
     match reason {
         DataError::Service(failure) => failure.kind == FailureKind::Down,
-        DataError::NoSuccess { .. } => true,
+        DataError::NoSuccess { failure, .. } => failure.kind == FailureKind::Unreachable,
         _ => false,
     }
 }
 
 /// Where results of a stage go while it runs.
 struct Collector<'a, T> {
+    /// The file of the rows, if one holds them.
+    path: Option<&'a Path>,
     places: Vec<Place>,
     journal: Journal<T>,
     progress: &'a dyn Progress,
@@ -150,7 +163,7 @@ struct Collector<'a, T> {
 
 impl<'a, T: Answered> Collector<'a, T> {
     fn new<Row>(
-        rows: &dyn Rows<Row>,
+        rows: &'a dyn Rows<Row>,
         journal: Journal<T>,
         progress: &'a dyn Progress,
         key: fn(&Row) -> Option<u64>,
@@ -165,13 +178,25 @@ impl<'a, T: Answered> Collector<'a, T> {
         let n_open = places.iter().filter(|place| **place == Place::OPEN).count();
         let n_succeeded = places.iter().filter(|place| place.is_answered()).count();
         let (n_done, n_first) = (places.len() - n_open, FIRST_ROWS.min(n_open));
-        let (n_succeeded_before, failures) = (n_succeeded, Vec::new());
-        Ok(Self { places, journal, progress, n_done, n_tried: 0, n_first, n_succeeded, n_succeeded_before, failures })
+        let (path, n_succeeded_before, failures) = (rows.path(), n_succeeded, Vec::new());
+        let n_tried = 0;
+        Ok(Self {
+            path,
+            places,
+            journal,
+            progress,
+            n_done,
+            n_tried,
+            n_first,
+            n_succeeded,
+            n_succeeded_before,
+            failures,
+        })
     }
 
     fn take(&mut self, index: usize, record: &T, outcome: Outcome<'_>) -> Result<(), DataError> {
         let place = self.journal.append(record)?;
-        *self.places.get_mut(index).ok_or_else(changed_meanwhile)? = place;
+        *self.places.get_mut(index).ok_or_else(|| changed_meanwhile(self.path))? = place;
         self.count(outcome);
         self.report();
         Ok(())
@@ -180,7 +205,7 @@ impl<'a, T: Answered> Collector<'a, T> {
     fn end(self) -> Result<(Journal<T>, Vec<Place>), DataError> {
         match self.commonest_failure() {
             Some(error) if self.n_succeeded == 0 => Err(error),
-            _ if self.places.contains(&Place::OPEN) => Err(changed_meanwhile()),
+            _ if self.places.contains(&Place::OPEN) => Err(changed_meanwhile(self.path)),
             _ => Ok((self.journal, self.places)),
         }
     }

@@ -111,6 +111,10 @@ impl Work for Rewriting<'_> {
         Some(record.rewrite.as_ref().map(|_| ()))
     }
 
+    fn is_of(record: &RewriteRecord, row: &QueryRow) -> bool {
+        record.query.id == row.id
+    }
+
     /// Every row is asked, so that every row is answered: where the table numbers or groups it anew, the answer stays.
     fn record(query: QueryRow, answered: Option<RewriteRecord>) -> RewriteRecord {
         let missing =

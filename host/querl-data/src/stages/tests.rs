@@ -160,6 +160,119 @@ async fn failed_rows_stay_failed_with_a_reason_and_are_tried_again() {
     assert!(mended.iter().all(|record| record.rewrite.is_ok()));
 }
 
+/// The rows of a table that somebody saves anew between two readings.
+struct Changing {
+    readings: Mutex<Vec<Vec<QueryRow>>>,
+}
+
+impl Rows<QueryRow> for Changing {
+    fn read(&self) -> Result<crate::RowIter<'_, QueryRow>, DataError> {
+        let mut readings = self.readings.lock().unwrap();
+        let rows = if readings.len() > 1 { readings.remove(0) } else { readings[0].clone() };
+        Ok(Box::new(rows.into_iter().map(Ok)))
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(Path::new("queries.csv"))
+    }
+}
+
+/// Keeps away: a table with a row moved while it was read gave one query another's rewrite.
+#[tokio::test]
+async fn rows_that_moved_while_they_were_read_get_no_answer_of_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let mut moved = rows(4);
+    moved.swap(1, 2);
+    let changing = Changing { readings: Mutex::new(vec![rows(4), rows(4), moved]) };
+    let asked = rewrite(&changing, &Scripted::new(&[]), &Plain, Journal::open(&output).unwrap(), 4, &Silent).await;
+    let error = asked.unwrap().write(|_| Ok(())).unwrap_err();
+    assert_eq!(error.to_string(), "queries.csv: was changed while it was read; run the same command again");
+    assert!(!output.exists());
+    let second = Scripted::new(&[]);
+    run_rewrite(&rows(4), &second, &output).await.unwrap();
+    assert_eq!(second.calls.load(Ordering::Relaxed), 0, "the answers are in the journal");
+}
+
+#[tokio::test]
+async fn a_rewrite_that_came_while_look_ups_were_made_is_looked_up_too() {
+    struct Growing(Mutex<usize>, [Vec<RewriteRecord>; 2]);
+    impl Rows<RewriteRecord> for Growing {
+        fn read(&self) -> Result<crate::RowIter<'_, RewriteRecord>, DataError> {
+            let mut n_read = self.0.lock().unwrap();
+            *n_read += 1;
+            Ok(Box::new(self.1[usize::from(*n_read > 2)].clone().into_iter().map(Ok)))
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let first = run_rewrite(&rows(2), &Scripted::new(&[(2, FailureKind::Timeout)]), &output).await.unwrap();
+    let second = run_rewrite(&rows(2), &Scripted::new(&[]), &output).await.unwrap();
+    let growing = Growing(Mutex::new(0), [first, second]);
+    let journal = Journal::open(&folder.path().join("validated.jsonl")).unwrap();
+    let asked = validate(&growing, &Scripted::new(&[]), journal, 4, &Silent).await.unwrap();
+    assert!(asked.write(|_| Ok(())).unwrap_err().to_string().contains("was changed while it was read"));
+}
+
+/// Fails on one row as a plugin that broke its contract does; the others answer later than it.
+#[tokio::test]
+async fn calls_under_way_are_kept_where_a_plugin_fails_on_one_row() {
+    struct Broken;
+    impl Prompts for Broken {
+        fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+            match input.query {
+                "问3" => Err(fault()),
+                _ => Plain.messages(task, input),
+            }
+        }
+
+        fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+            Plain.parse_rewrite(text)
+        }
+
+        fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+            Plain.parse_judgement(text)
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("a.jsonl");
+    let (rows, teacher) = (rows(20), Scripted::new(&[]));
+    let asked = rewrite(&rows, &teacher, &Broken, Journal::open(&output).unwrap(), 4, &Silent).await;
+    assert!(asked.err().unwrap().to_string().contains("broke its contract"));
+    let n_kept = Journal::<RewriteRecord>::open(&output).unwrap().n_earlier();
+    assert_eq!((n_kept, teacher.calls.load(Ordering::Relaxed)), (3, 3), "what was paid is kept");
+}
+
+fn fault() -> PluginFault {
+    let message = "broke its contract".to_owned();
+    PluginFault { plugin: "p".into(), version: "0.1.0".into(), message, kind: querl_core::ports::FaultKind::Result }
+}
+
+/// Keeps away: paid answers that were thrown away because the first of them could not be read.
+#[tokio::test]
+async fn answers_that_cannot_be_read_are_kept_from_all_calls_under_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let failing: Vec<(usize, FailureKind)> = (2..102).map(|row| (row, FailureKind::InvalidResponse)).collect();
+    let output = folder.path().join("a.jsonl");
+    let teacher = Scripted::new(&failing);
+    run_rewrite(&rows(100), &teacher, &output).await.unwrap_err();
+    let n_lines = std::fs::read_to_string(Journal::path_beside(&output)).unwrap().lines().count();
+    assert_eq!(n_lines, teacher.calls.load(Ordering::Relaxed));
+}
+
+#[tokio::test]
+async fn a_kill_between_the_output_and_the_end_of_its_journal_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    run_rewrite(&rows(4), &Scripted::new(&[(3, FailureKind::Timeout)]), &output).await.unwrap();
+    let written = std::fs::read(&output).unwrap();
+    std::fs::copy(&output, Journal::path_beside(&output)).unwrap();
+    let second = Scripted::new(&[(3, FailureKind::Timeout)]);
+    run_rewrite(&rows(4), &second, &output).await.unwrap();
+    assert_eq!(second.calls.load(Ordering::Relaxed), 1, "the failed row alone");
+    assert_eq!(std::fs::read(&output).unwrap(), written);
+}
+
 #[tokio::test]
 async fn refusal_stops_the_stage_and_keeps_what_was_done() {
     let folder = tempfile::tempdir().unwrap();
@@ -350,4 +463,21 @@ fn filters_see_a_large_split_in_batches_and_rows_keep_their_order() {
     assert_eq!(*filter.0.lock().unwrap(), [convert::BATCH_ROWS, convert::BATCH_ROWS, 5]);
     assert!(train.len() == n_rows && dropped.is_empty());
     assert!(train.is_sorted_by_key(|row| row.metadata.query.row));
+}
+
+/// Keeps away: long passages of a whole batch did not fit into the memory of a guest.
+#[test]
+fn a_batch_of_long_texts_ends_before_its_rows_do() {
+    let text = "鱼".repeat(convert::BATCH_BYTES / 3 / 4);
+    let hit = Hit { id: "p".into(), text, reranker_score: 0.75, retrieval_score: None, rank: 1 };
+    let record = |query: QueryRow| ValidatedRecord {
+        rewritten: RewriteRecord { query, rewrite: Ok(completion("改写")) },
+        retrieval: Some(Ok(vec![hit.clone()])),
+    };
+    let records: Vec<ValidatedRecord> = rows(6).into_iter().map(record).collect();
+    let config = serde_json::json!({ "input": "x", "split": [1.0, 0.0, 0.0] });
+    let filter = Arc::new(Counting(Mutex::new(Vec::new())));
+    let filters: [Arc<dyn Filter>; 1] = [filter.clone()];
+    converted(records, &filters, &serde_json::from_value(config).unwrap());
+    assert_eq!(*filter.0.lock().unwrap(), [4, 2]);
 }

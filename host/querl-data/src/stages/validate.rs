@@ -58,6 +58,11 @@ impl Work for LookingUp<'_> {
         Some(record.retrieval.as_ref()?.as_ref().map(|_| ()))
     }
 
+    fn is_of(record: &ValidatedRecord, row: &RewriteRecord) -> bool {
+        let text = |record: &RewriteRecord| record.rewrite.as_ref().ok().map(|rewrite| rewrite.text.clone());
+        record.rewritten.query.id == row.query.id && text(&record.rewritten) == text(row)
+    }
+
     fn record(rewritten: RewriteRecord, answered: Option<ValidatedRecord>) -> ValidatedRecord {
         ValidatedRecord { rewritten, retrieval: answered.and_then(|record| record.retrieval) }
     }

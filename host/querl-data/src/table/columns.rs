@@ -51,6 +51,11 @@ impl Columns {
         Ok(Self { query, query_name, profile, history, gold, group, width })
     }
 
+    /// Places of the columns that are read.
+    pub(super) fn used(&self) -> Vec<usize> {
+        [Some(self.query), self.profile, self.history, self.gold, self.group].into_iter().flatten().collect()
+    }
+
     pub(super) fn read(&self, row: usize, cells: &[String]) -> QueryRow {
         let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
         let text = |column: Option<usize>| with_width(cell(column), self.width);

@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::export::{RewriteTables, table_path};
+use crate::export::{table_path, write_tables};
 use querl_core::config::TableFormat;
+use querl_core::fsx::write_jsonl;
 use querl_core::records::{Completion, RewriteRecord};
 use rust_xlsxwriter::{ExcelDateTime, Format, Workbook};
 
@@ -153,12 +154,12 @@ fn samples(folder: &Folder) -> Vec<(String, Vec<u8>)> {
         ("a.jsonl".to_owned(), "{\"问题\": \"鱼油怎么吃\", \"相关文档\": [\"p1\"]}\n{\"问题\": \"钙片\"}\n".into()),
     ];
     let (formats, output) = ([TableFormat::Xlsx, TableFormat::Parquet], folder.0.path().join("a.jsonl"));
-    let mut tables = RewriteTables::create(&output, &formats).unwrap();
-    folder.open("a.csv", text).unwrap().into_iter().for_each(|query| {
+    let records = folder.open("a.csv", text).unwrap().into_iter().map(|query| {
         let completion: Completion = serde_json::from_value(serde_json::json!({ "text": "改写" })).unwrap();
-        tables.add(&RewriteRecord { query, rewrite: Ok(completion) }).unwrap();
+        RewriteRecord { query, rewrite: Ok(completion) }
     });
-    tables.finish().unwrap();
+    write_jsonl(&output, records).unwrap();
+    write_tables::<RewriteRecord>(&output, &formats).unwrap();
     samples.extend(formats.map(|format| {
         let path = table_path(&output, format);
         (format!("a.{}", format.extension()), std::fs::read(path).unwrap())
@@ -179,4 +180,102 @@ fn damaged_files_of_every_format_are_read_or_refused_in_one_sentence() {
             }
         }
     }
+}
+
+/// A parquet file of one row group with the columns that `write` fills.
+fn parquet_file(
+    path: &Path,
+    schema: &str,
+    write: impl FnOnce(&mut parquet::file::writer::SerializedRowGroupWriter<'_, std::fs::File>),
+) {
+    let schema = parquet::schema::parser::parse_message_type(schema).unwrap();
+    let file = std::fs::File::create(path).unwrap();
+    let mut writer =
+        parquet::file::writer::SerializedFileWriter::new(file, Arc::new(schema), Default::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    write(&mut group);
+    group.close().unwrap();
+    writer.close().unwrap();
+}
+
+fn put<T: parquet::data_type::DataType>(
+    group: &mut parquet::file::writer::SerializedRowGroupWriter<'_, std::fs::File>,
+    value: T::T,
+) {
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<T>().write_batch(&[value], Some(&[1]), None).unwrap();
+    column.close().unwrap();
+}
+
+/// Keeps away: a panic over a date that stands for "no end", in a column that nobody reads.
+#[test]
+fn columns_of_parquet_that_are_not_read_may_hold_anything() {
+    use parquet::data_type::{ByteArrayType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};
+    let folder = Folder::new();
+    let schema = "message rows { optional int32 until (DATE); optional binary original_query (UTF8); \
+                  optional int64 at (TIMESTAMP_MICROS); optional fixed_len_byte_array(12) span (INTERVAL); \
+                  optional float gold_ids; optional binary user_profile; }";
+    let write = |name: &str, profile: &'static [u8]| {
+        parquet_file(&folder.0.path().join(name), schema, |group| {
+            put::<Int32Type>(group, i32::MAX);
+            put::<ByteArrayType>(group, "鱼油".into());
+            put::<Int64Type>(group, i64::MAX);
+            put::<FixedLenByteArrayType>(group, vec![7; 12].into());
+            put::<FloatType>(group, 11.0);
+            put::<ByteArrayType>(group, profile.into());
+        });
+    };
+    write("a.parquet", "52岁".as_bytes());
+    let rows = folder.read("a.parquet").unwrap();
+    let QueryRow { original_query, gold_ids, user_profile, .. } = &rows[0];
+    assert_eq!((original_query.as_str(), user_profile.as_str()), ("鱼油", "52岁"));
+    assert_eq!(gold_ids, &["11"], "an id and no fraction");
+    let said = |column: &str, file: &str| {
+        let path = folder.0.path().join(file);
+        let config = serde_json::json!({ "input": path, "group_column": column });
+        let config: DataConfig = serde_json::from_value(config).unwrap();
+        open_queries(&config).unwrap_err().to_string().replace(&format!("{}/", folder.0.path().display()), "")
+    };
+    let remedy = "write the column as text, numbers or lists of them";
+    assert_eq!(said("until", "a.parquet"), format!("a.parquet: row 1 column `until` holds a date; {remedy}"));
+    assert_eq!(said("at", "a.parquet"), format!("a.parquet: row 1 column `at` holds a date; {remedy}"));
+    assert!(said("span", "a.parquet").starts_with("a.parquet: "));
+    write("b.parquet", b"\xff\xfe");
+    let expected = format!("b.parquet: row 1 column `user_profile` holds bytes that are no UTF-8 text; {remedy}");
+    assert_eq!(folder.read("b.parquet").unwrap_err(), expected);
+}
+
+#[test]
+fn a_table_that_is_saved_while_it_is_read_is_refused() {
+    let folder = Folder::new();
+    folder.open("a.csv", "问题\n甲\n乙\n").unwrap();
+    let path = folder.0.path().join("a.csv");
+    let config: DataConfig = serde_json::from_value(serde_json::json!({ "input": path })).unwrap();
+    let table = open_queries(&config).unwrap();
+    let mut rows = table.read().unwrap();
+    assert_eq!(rows.next().unwrap().unwrap().original_query, "甲");
+    std::fs::write(&path, "问题\n甲\n乙\n丙\n").unwrap();
+    let error = rows.last().unwrap().unwrap_err().to_string();
+    assert!(error.ends_with("a.csv: was changed while it was read; run the same command again"), "{error}");
+    assert!(table.read().is_err());
+}
+
+#[test]
+fn further_sheets_go_on_with_the_first_where_their_columns_are_its() {
+    let folder = Folder::new();
+    let mut workbook = Workbook::new();
+    for (name, header, query) in [("一", "问题", "甲"), ("说明", "备注", "x"), ("二", "问题", "乙")] {
+        let sheet = workbook.add_worksheet().set_name(name).unwrap();
+        sheet.write_column(0, 0, [header, query]).unwrap();
+    }
+    workbook.add_worksheet().set_name("空").unwrap();
+    workbook.save(folder.0.path().join("a.xlsx")).unwrap();
+    let rows = folder.read("a.xlsx").unwrap();
+    let queries: Vec<(usize, &str)> = rows.iter().map(|row| (row.row, row.original_query.as_str())).collect();
+    assert_eq!(queries, [(2, "甲"), (1_048_578, "乙")]);
+    let config = serde_json::json!({ "input": folder.0.path().join("a.xlsx") });
+    let table = open_queries(&serde_json::from_value(config).unwrap()).unwrap();
+    assert_eq!(table.findings().unread_sheets, ["说明"]);
+    let note = "sheets passed over, as their columns are not those of the first: `说明`";
+    assert!(table.findings().notes().iter().any(|said| said == note), "{:?}", table.findings().notes());
 }

@@ -12,6 +12,9 @@ pub struct Findings {
     /// How the text of a csv or tsv file is encoded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<&'static str>,
+    /// Further sheets of a workbook that have other columns than the first and are passed over.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unread_sheets: Vec<String>,
     /// Rows that hold anything.
     pub n_rows: usize,
     /// Rows with a query that no earlier row has in the same context.
@@ -81,6 +84,11 @@ impl Findings {
         // The one encoding that is a guess: many files of one-byte encodings would pass for it.
         if let Some(guess) = self.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030.name()) {
             notes.push(format!("the table is read as {guess}; save it as UTF-8 if its characters are not right"));
+        }
+        if !self.unread_sheets.is_empty() {
+            let names: Vec<String> = self.unread_sheets.iter().map(|name| format!("`{name}`")).collect();
+            notes
+                .push(format!("sheets passed over, as their columns are not those of the first: {}", names.join(", ")));
         }
         if !passed_over.is_empty() {
             notes.push(format!("rows passed over: {}", passed_over.join("; ")));

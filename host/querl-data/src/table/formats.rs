@@ -2,24 +2,60 @@
 
 use super::delimited::open_delimited;
 use super::encoding::TextEncoding;
-use super::parquet::open_parquet;
+use super::parquet::{ParquetFile, open_parquet};
+use super::workbook::open_xlsx;
 use crate::error::DataError;
-use calamine::{Data, ExcelDateTime, Reader};
 use querl_core::fsx::{NumberedLine, open_jsonl};
 use std::collections::HashSet;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A table as text, read as it is asked for.
 pub(crate) struct Table {
+    pub(super) path: PathBuf,
     /// Of a workbook: which sheet, in words.
     pub(crate) sheet: Option<String>,
+    /// Of a workbook: sheets with other columns.
+    pub(crate) unread_sheets: Vec<String>,
     /// Of a csv or tsv file.
     pub(crate) encoding: Option<TextEncoding>,
     /// Column names.
     pub(crate) header: Vec<String>,
-    /// Row number as a spreadsheet or editor shows it, and the cells.
-    pub(crate) rows: TableRows,
+    pub(super) source: Source,
+}
+
+/// Where the rows of a table come from.
+pub(super) enum Source {
+    /// All cells of a row are read.
+    Rows(TableRows),
+    /// Columns that nobody wants are not read.
+    Parquet(ParquetFile),
+}
+
+impl Table {
+    pub(super) fn new(path: &Path, header: Vec<String>, source: Source) -> Self {
+        Self { path: path.to_owned(), sheet: None, unread_sheets: Vec::new(), encoding: None, header, source }
+    }
+
+    /// The rows, as a spreadsheet or editor numbers them, with the cells of `columns`; those of others may be empty.
+    ///
+    /// # Errors
+    /// A column cannot be read as text.
+    pub(crate) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
+        let Self { path, header, source, .. } = self;
+        let rows = match source {
+            Source::Rows(rows) => rows,
+            Source::Parquet(file) => file.rows(columns)?,
+        };
+        let columns = columns.to_vec();
+        Ok(Box::new(rows.map(move |row| check_cells(&path, &header, &columns, row?))))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn all_rows(self) -> TableRows {
+        let columns: Vec<usize> = (0..self.header.len()).collect();
+        self.rows(&columns).expect("all columns are text")
+    }
 }
 
 /// Numbered rows of cells; a row may have fewer than the header.
@@ -54,10 +90,7 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
         return Err(DataError::file(path, "the file is empty; expected a table with a column of queries"));
     }
     check_first_bytes(path, extension)?;
-    let table = open(path)?;
-    let (of_file, names) = (path.to_owned(), table.header.clone());
-    let rows = table.rows.map(move |row| check_cells(&of_file, &names, row?));
-    Ok(Table { rows: Box::new(rows), ..table })
+    open(path)
 }
 
 /// A file that goes by the wrong name is told from its first bytes.
@@ -77,64 +110,18 @@ fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     Err(DataError::file(path, format!("by its first bytes the file is {what}; {remedy}")))
 }
 
-fn check_cells(path: &Path, names: &[String], row: (usize, Vec<String>)) -> Result<(usize, Vec<String>), DataError> {
-    let Some(column) = row.1.iter().position(|cell| cell.len() > MAX_CELL_BYTES) else { return Ok(row) };
-    let (number, n_bytes) = (row.0, row.1[column].len());
-    let name = names.get(column).map_or("", String::as_str);
+fn check_cells(
+    path: &Path,
+    names: &[String],
+    columns: &[usize],
+    row: (usize, Vec<String>),
+) -> Result<(usize, Vec<String>), DataError> {
+    let n_bytes = |column: usize| row.1.get(column).map_or(0, String::len);
+    let Some(column) = columns.iter().find(|column| n_bytes(**column) > MAX_CELL_BYTES) else { return Ok(row) };
+    let (number, n_bytes) = (row.0, n_bytes(*column));
+    let name = names.get(*column).map_or("", String::as_str);
     let problem = format!("row {number} column `{name}`: a cell of {n_bytes} bytes; expected at most {MAX_CELL_BYTES}");
     Err(DataError::file(path, format!("{problem} (look for a quote before it that is not closed)")))
-}
-
-fn open_xlsx(path: &Path) -> Result<Table, DataError> {
-    let unreadable = |error: &dyn std::fmt::Display| {
-        DataError::file(path, format!("not a readable xlsx workbook ({error}); save it again as .xlsx"))
-    };
-    let mut workbook: calamine::Xlsx<_> =
-        calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
-    let names = workbook.sheet_names();
-    let name = names.first().cloned().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
-    let sheet = match names.len() {
-        1 => format!("sheet `{name}`"),
-        n => format!("sheet `{name}`, the first of {n} and the one that is read"),
-    };
-    let range = workbook.worksheet_range(&name).map_err(|error| unreadable(&error))?;
-    let first_row = range.start().map_or(1, |(row, _)| row as usize + 1);
-    let mut rows = range.rows().enumerate().map(|(index, cells)| (first_row + index, cells));
-    let Some((_, header)) = rows.next() else {
-        return Err(DataError::file(path, format!("{sheet}: is empty; expected a header row")));
-    };
-    let header = header.iter().map(|cell| cell_text(cell).trim().to_owned()).collect();
-    // A sheet has at most a million rows and is read whole by its reader anyway.
-    let rows: Vec<_> = rows.map(|(row, cells)| sheet_row(path, &sheet, row, cells)).collect();
-    Ok(Table { sheet: Some(sheet), encoding: None, header, rows: Box::new(rows.into_iter()) })
-}
-
-fn sheet_row(path: &Path, sheet: &str, row: usize, cells: &[Data]) -> Result<(usize, Vec<String>), DataError> {
-    if let Some(column) = cells.iter().position(|cell| matches!(cell, Data::Error(_))) {
-        let place = format!("{sheet}: row {row} column {}", column + 1);
-        let problem = format!("{place}: holds the error value `{}`; mend or clear it", cells[column]);
-        return Err(DataError::file(path, problem));
-    }
-    Ok((row, cells.iter().map(cell_text).collect()))
-}
-
-/// A number without a fraction reads as the digits a person typed, a date as year, month and day.
-fn cell_text(cell: &Data) -> String {
-    match cell {
-        Data::DateTime(time) if time.is_datetime() => time_text(time),
-        Data::Float(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
-        other => other.to_string(),
-    }
-}
-
-fn time_text(time: &ExcelDateTime) -> String {
-    let (year, month, day, hour, minute, second, _) = time.to_ymd_hms_milli();
-    let (date, clock) = (format!("{year}-{month:02}-{day:02}"), format!("{hour:02}:{minute:02}:{second:02}"));
-    match time.as_f64() {
-        days if days < 1.0 => clock,
-        days if days.fract() == 0.0 => date,
-        _ => format!("{date} {clock}"),
-    }
 }
 
 type Object = serde_json::Map<String, serde_json::Value>;
@@ -159,7 +146,7 @@ fn open_lines(path: &Path) -> Result<Table, DataError> {
         let cells = columns.iter().map(|key| value.get(key).map_or_else(String::new, value_text)).collect();
         Ok((line, cells))
     });
-    Ok(Table { sheet: None, encoding: None, header, rows: Box::new(rows) })
+    Ok(Table::new(path, header, Source::Rows(Box::new(rows))))
 }
 
 fn value_text(value: &serde_json::Value) -> String {

@@ -10,13 +10,14 @@ mod findings;
 mod formats;
 mod groups;
 mod parquet;
+mod workbook;
 
 pub(crate) use encoding::read_text;
 pub use findings::{Findings, NamedRow, RowList};
 pub(crate) use formats::open_table;
 
 use crate::error::DataError;
-use crate::rows::{RowIter, Rows};
+use crate::rows::{RowIter, Rows, SteadyFile};
 use crate::text::{hash_of, normalise};
 use columns::Columns;
 use groups::{Mark, for_each_pair, joined};
@@ -24,15 +25,13 @@ use querl_core::config::DataConfig;
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 /// A query table whose rows are known to be readable.
 #[derive(Debug)]
 pub struct QueryTable {
-    path: PathBuf,
-    version: Version,
+    file: SteadyFile,
     columns: Columns,
     /// Rows that repeat an earlier one, by their place from 0.
     repeated: HashSet<u32>,
@@ -41,22 +40,18 @@ pub struct QueryTable {
     findings: Findings,
 }
 
-/// What tells a file from the one that it was before.
-type Version = Option<(u64, SystemTime)>;
-
 /// Opens the query table that the configuration names and reads it through. Rows of one group are those with the same gold ids
 /// or group cell, and those whose query, profile and history say the same.
 ///
 /// # Errors
 /// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
-    let path = config.input.clone();
-    let version = version(&path);
-    let table = open_table(&path)?;
+    let file = SteadyFile::new(&config.input);
+    let table = open_table(&file.path)?;
     let columns = Columns::find(&table, config)?;
     let encoding = table.encoding.map(encoding::TextEncoding::name);
-    let findings = Findings { encoding, ..Findings::default() };
-    let mut table = QueryTable { path, version, columns, repeated: HashSet::new(), names: HashMap::new(), findings };
+    let findings = Findings { encoding, unread_sheets: table.unread_sheets.clone(), ..Findings::default() };
+    let mut table = QueryTable { file, columns, repeated: HashSet::new(), names: HashMap::new(), findings };
     let marks = table.mark()?;
     if marks.is_empty() {
         let n_rows = table.findings.n_rows;
@@ -83,10 +78,15 @@ impl QueryTable {
         &self.findings
     }
 
+    /// All rows of the file, with the cells that count.
+    fn rows(&self) -> Result<formats::TableRows, DataError> {
+        open_table(&self.file.path)?.rows(&self.columns.used())
+    }
+
     /// What each row with a query says. Rows without one are noted.
     fn mark(&mut self) -> Result<Vec<Mark>, DataError> {
         let mut marks = Vec::new();
-        for (index, row) in (0..).zip(open_table(&self.path)?.rows) {
+        for (index, row) in (0..).zip(self.rows()?) {
             let (row, cells) = row?;
             let query = self.columns.read(row, &cells);
             if !query.original_query.is_empty() {
@@ -146,7 +146,7 @@ impl QueryTable {
         self.findings.n_groups = n_groups;
         let mut least: HashMap<u32, Arc<str>> = HashMap::new();
         if !joined.is_empty() {
-            for (index, row) in (0..).zip(open_table(&self.path)?.rows) {
+            for (index, row) in (0..).zip(self.rows()?) {
                 let (row, cells) = row?;
                 let Some(root) = joined.get(&index) else { continue };
                 let group: Arc<str> = self.columns.read(row, &cells).group.into();
@@ -178,11 +178,9 @@ fn mark(index: u32, query: &QueryRow) -> Mark {
 impl Rows<QueryRow> for QueryTable {
     /// The usable rows, in the table's order; ids are unique.
     fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
-        if version(&self.path) != self.version {
-            return Err(DataError::file(&self.path, "was changed while it was read; run the same command again"));
-        }
-        let rows = (0..).zip(open_table(&self.path)?.rows);
-        Ok(Box::new(rows.filter_map(|(index, row)| match row {
+        self.file.check()?;
+        let rows = (0..).zip(self.rows()?);
+        Ok(self.file.guard(rows.filter_map(|(index, row)| match row {
             Err(error) => Some(Err(error)),
             Ok(_) if self.repeated.contains(&index) => None,
             Ok((row, cells)) => {
@@ -194,11 +192,10 @@ impl Rows<QueryRow> for QueryTable {
             }
         })))
     }
-}
 
-fn version(path: &Path) -> Version {
-    let meta = std::fs::metadata(path).ok()?;
-    Some((meta.len(), meta.modified().ok()?))
+    fn path(&self) -> Option<&Path> {
+        Some(&self.file.path)
+    }
 }
 
 #[cfg(test)]

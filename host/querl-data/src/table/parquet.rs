@@ -1,48 +1,76 @@
 //! Parquet files with flat columns. The library that reads them takes what a file says of itself for true and panics where it
-//! is not: offsets are looked at first, and a panic within a page is an error of the file.
+//! is not: offsets are looked at first, a panic within a page is an error of the file, and columns that are not used are not
+//! read. Values that are no text, number or list of such are refused with their place, as no two programs write them alike.
 
-use super::formats::Table;
+use super::formats::{Source, Table, TableRows};
 use crate::error::DataError;
+use crate::quiet::{quietly, said};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
+use parquet::schema::types::Type;
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub(super) fn open_parquet(path: &Path) -> Result<Table, DataError> {
-    let of_file = path.to_owned();
-    let unreadable = move |said: String| {
-        let remedy = match said.contains("Disabled feature") {
-            true => "write it with snappy, zstd or gzip, or uncompressed",
-            false => "write it again",
-        };
-        DataError::file(&of_file, format!("not a parquet file that can be read ({said}); {remedy}"))
-    };
-    let reader = caught(|| open_reader(path)).map_err(&unreadable)?;
+    let reader = caught(|| open_reader(path)).map_err(|said| unreadable(path, &said))?;
     let fields = reader.metadata().file_metadata().schema().get_fields();
     let header = fields.iter().map(|field| field.name().to_owned()).collect();
-    let mut rows = RowIter::from_file_into(Box::new(reader));
-    let mut number = 0;
-    let rows = std::iter::from_fn(move || {
-        number += 1;
-        let row = caught(|| rows.next().transpose());
-        match row {
-            Ok(row) => row.map(|row| Ok((number, cells(&row)))),
-            Err(said) => Some(Err(unreadable(said))),
-        }
-    });
-    Ok(Table { sheet: None, encoding: None, header, rows: Box::new(rows) })
+    Ok(Table::new(path, header, Source::Parquet(ParquetFile { path: path.to_owned(), reader })))
+}
+
+/// An opened file, of which no row was read yet.
+pub(super) struct ParquetFile {
+    path: PathBuf,
+    reader: SerializedFileReader<File>,
+}
+
+impl ParquetFile {
+    /// The rows; cells of other columns are empty.
+    pub(super) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
+        let Self { path, reader } = self;
+        let schema = reader.metadata().file_metadata().schema();
+        let mut columns = columns.to_vec();
+        columns.sort_unstable();
+        columns.dedup();
+        let used = columns.iter().map(|column| schema.get_fields()[*column].clone()).collect();
+        let (name, n_columns) = (schema.name().to_owned(), schema.get_fields().len());
+        let projected = || {
+            let used = Type::group_type_builder(&name).with_fields(used).build()?;
+            RowIter::from_file_into(Box::new(reader)).project(Some(used))
+        };
+        let mut rows = caught(projected).map_err(|said| unreadable(&path, &said))?;
+        let mut number = 0;
+        Ok(Box::new(std::iter::from_fn(move || {
+            number += 1;
+            let row = match caught(|| rows.next().transpose()) {
+                Ok(row) => row?,
+                Err(said) => return Some(Err(unreadable(&path, &format!("row {number}: {said}")))),
+            };
+            let cells = cells(&row, &columns, n_columns).map_err(|said| {
+                let remedy = "write the column as text, numbers or lists of them";
+                DataError::file(&path, format!("row {number} {said}; {remedy}"))
+            });
+            Some(cells.map(|cells| (number, cells)))
+        })))
+    }
+}
+
+fn unreadable(path: &Path, said: &str) -> DataError {
+    let remedy = match said.contains("Disabled feature") {
+        true => "write it with snappy, zstd or gzip, or uncompressed",
+        false => "write it again",
+    };
+    DataError::file(path, format!("not a parquet file that can be read ({said}); {remedy}"))
 }
 
 /// What `step` gives, or in words why it failed or panicked.
 fn caught<T>(step: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
-    // After a panic nothing of what the step has changed is used again.
-    match catch_unwind(AssertUnwindSafe(step)) {
+    match quietly(step) {
         Ok(given) => given.map_err(|error| error.to_string().replace('\n', " ")),
-        Err(_) => Err("its pages are damaged".into()),
+        Err(panic) => Err(format!("its pages are damaged: {}", said(panic.as_ref()))),
     }
 }
 
@@ -67,17 +95,39 @@ fn is_within(column: &ColumnChunkMetaData, n_bytes: u64) -> bool {
     is_positive && end.is_some_and(|end| end <= n_bytes)
 }
 
-fn cells(row: &Row) -> Vec<String> {
-    row.get_column_iter().map(|(_, field)| field_text(field)).collect()
+/// The texts of a row that has the fields of `columns` alone, or which column holds what.
+fn cells(row: &Row, columns: &[usize], n_columns: usize) -> Result<Vec<String>, String> {
+    let mut cells = vec![String::new(); n_columns];
+    for (column, (name, field)) in columns.iter().zip(row.get_column_iter()) {
+        cells[*column] = field_text(field).map_err(|what| format!("column `{name}` holds {what}"))?;
+    }
+    Ok(cells)
 }
 
-fn field_text(field: &Field) -> String {
-    match field {
+/// The text of a value, or in words what it is instead.
+fn field_text(field: &Field) -> Result<String, &'static str> {
+    Ok(match field {
         Field::Null => String::new(),
         Field::Str(text) => text.clone(),
-        Field::Bytes(bytes) => String::from_utf8_lossy(bytes.data()).into_owned(),
-        Field::Double(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
-        Field::ListInternal(list) => list.elements().iter().map(field_text).collect::<Vec<_>>().join(","),
-        other => other.to_string(),
-    }
+        Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
+            Ok(text) => text.to_owned(),
+            Err(_) => return Err("bytes that are no UTF-8 text"),
+        },
+        Field::Float16(number) => number_text((*number).into()),
+        Field::Float(number) if number.fract() != 0.0 => number.to_string(),
+        Field::Float(number) => number_text((*number).into()),
+        Field::Double(number) => number_text(*number),
+        Field::ListInternal(list) => list.elements().iter().map(field_text).collect::<Result<Vec<_>, _>>()?.join(","),
+        Field::Bool(_) | Field::Decimal(_) => field.to_string(),
+        Field::Byte(_) | Field::Short(_) | Field::Int(_) | Field::Long(_) => field.to_string(),
+        Field::UByte(_) | Field::UShort(_) | Field::UInt(_) | Field::ULong(_) => field.to_string(),
+        Field::Date(_) | Field::TimestampMillis(_) | Field::TimestampMicros(_) => return Err("a date"),
+        Field::TimeMillis(_) | Field::TimeMicros(_) => return Err("a time"),
+        Field::Group(_) | Field::MapInternal(_) => return Err("an object"),
+    })
+}
+
+/// Whole numbers as the digits of an integer: passages have no `1.0`.
+fn number_text(number: f64) -> String {
+    if number.fract() == 0.0 && number.abs() < 1e15 { format!("{number:.0}") } else { number.to_string() }
 }

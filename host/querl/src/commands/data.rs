@@ -2,6 +2,7 @@
 
 use crate::cli::{ConfigArgs, Format};
 use crate::stages::{StageName, funnel, leaks, ledger::Ledger};
+use crate::terminal::StageProgress;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::config::Config;
@@ -53,7 +54,7 @@ struct Stats {
     funnel: Vec<funnel::Step>,
     /// Rows of each split; empty before `convert`.
     splits: BTreeMap<&'static str, u64>,
-    /// Of val and test against train; empty before `convert`.
+    /// Of val and test against train; before `convert` as the table's groups will be split.
     leaks: BTreeMap<&'static str, Leaks>,
     warnings: Vec<String>,
 }
@@ -85,22 +86,24 @@ impl Stats {
         let dir = RunDir::new(&config.output_dir);
         let ledger = Ledger::open(&dir.stages())?;
         let is_converted = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
+        let progress = StageProgress::start("data");
         let (mut splits, mut leaks) = (BTreeMap::new(), BTreeMap::new());
-        if is_converted {
+        let found = if is_converted {
             for split in Split::ALL {
-                splits.insert(split.name(), n_lines(&dir, split)?);
+                splits.insert(split.name(), leaks::n_lines(&dir, split)?);
             }
-            for split in [Split::Val, Split::Test] {
-                leaks.insert(split.name(), leaks::find(&dir, &config.data, split)?);
-            }
-        }
+            Some(leaks::of_dataset(&dir, &config.data, &progress)?)
+        } else {
+            leaks::of_table_if_split(&table, &config.data, &progress)?
+        };
         let mut warnings = table.findings().notes();
         warnings.extend(sizes(&ledger));
-        let sentences =
-            [Split::Val, Split::Test].into_iter().filter_map(|split| leaks.get(split.name())?.sentence(split));
-        warnings.extend(sentences);
+        if let Some(found) = found {
+            warnings.extend(found.sentences());
+            leaks.extend([(Split::Val.name(), found.val), (Split::Test.name(), found.test)]);
+        }
         let table = TableStats::of(&table, config)?;
-        Ok(Self { table, funnel: funnel::steps(&ledger), splits, leaks, warnings })
+        Ok(Self { table, funnel: funnel::steps(&ledger, &dir)?, splits, leaks, warnings })
     }
 
     fn lines(&self) -> Vec<String> {
@@ -130,12 +133,6 @@ fn sizes(ledger: &Ledger) -> Vec<String> {
     let finished = |stage: StageName| Some((stage, ledger.entry(stage.as_str()).filter(|entry| entry.finished)?));
     let of_stages = StageName::ALL.into_iter().filter_map(finished);
     of_stages.flat_map(|(stage, entry)| funnel::size_warnings(stage, &entry.facts)).collect()
-}
-
-fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
-    let path = dir.split(split);
-    let lines = querl_core::fsx::open_jsonl::<serde::de::IgnoredAny>(&path)?;
-    lines.map(|line| line.map(|_| 1_u64)).sum::<Result<u64, _>>().with_context(|| format!("{}", path.display()))
 }
 
 impl TableStats {

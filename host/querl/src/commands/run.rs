@@ -108,7 +108,7 @@ fn show(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
 }
 
 fn funnel(run: &Run) -> anyhow::Result<Vec<funnel::Step>> {
-    Ok(funnel::steps(&Ledger::open(&run.dir.stages())?))
+    funnel::steps(&Ledger::open(&run.dir.stages())?, &run.dir)
 }
 
 fn as_json(outcome: &Outcome) -> Value {

@@ -3,12 +3,10 @@
 use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Mean, Stage, StageName, teacher_name};
 use crate::run::Run;
-use querl_core::fsx::AtomicFile;
 use querl_core::ports::Progress;
 use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Conversion, DataError, Made, RecordFile, convert};
-use serde::Serialize;
+use querl_data::{Conversion, DataError, Made, RecordFile, RecordWriter, convert};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -22,7 +20,8 @@ impl Stage for Convert {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("data", &run.config.data, &["input", "export", "leak_similarity", "on_leak"])?;
+        // Width is in the rows already, and who looked at leaks is no business of the rows.
+        inputs.section("data", &run.config.data, &["input", "export", "width", "leak_similarity", "on_leak"])?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         run.plugins.add_prompts(&mut inputs);
@@ -52,8 +51,8 @@ impl Stage for Convert {
 
 /// The files of the stage while they are written, and what is in them.
 struct Dataset {
-    splits: [Lines; 3],
-    dropped: Lines,
+    splits: [RecordWriter; 3],
+    dropped: RecordWriter,
     /// How many rows each code stands for.
     codes: BTreeMap<String, u64>,
     n_kept: u64,
@@ -62,8 +61,8 @@ struct Dataset {
 
 impl Dataset {
     fn create(dir: &RunDir) -> Result<Self, DataError> {
-        let [train, val, test] = Split::ALL.map(|split| Lines::create(dir.split(split)));
-        let (splits, dropped) = ([train?, val?, test?], Lines::create(dir.dropped())?);
+        let [train, val, test] = Split::ALL.map(|split| RecordWriter::create(&dir.split(split)));
+        let (splits, dropped) = ([train?, val?, test?], RecordWriter::create(&dir.dropped())?);
         Ok(Self { splits, dropped, codes: BTreeMap::new(), n_kept: 0, top1: Mean::default() })
     }
 
@@ -86,39 +85,13 @@ impl Dataset {
     fn commit(self) -> Result<Facts, DataError> {
         let mut facts = Facts::default();
         facts.add("kept", self.n_kept);
-        facts.add("dropped", self.dropped.n).add_parts(&self.codes);
-        facts.add("rows for training and evaluation", self.splits.iter().map(|lines| lines.n).sum::<u64>());
-        for (split, lines) in Split::ALL.into_iter().zip(&self.splits) {
-            facts.add_part(split.name(), lines.n);
+        facts.add("dropped", self.dropped.n()).add_parts(&self.codes);
+        facts.add("rows for training and evaluation", self.splits.iter().map(RecordWriter::n).sum::<u64>());
+        for (split, rows) in Split::ALL.into_iter().zip(&self.splits) {
+            facts.add_part(split.name(), rows.n());
         }
         facts.add("mean top1 of the kept", self.top1.value());
-        self.splits.into_iter().chain([self.dropped]).try_for_each(Lines::commit)?;
+        self.splits.into_iter().chain([self.dropped]).try_for_each(RecordWriter::commit)?;
         Ok(facts)
-    }
-}
-
-struct Lines {
-    path: PathBuf,
-    file: AtomicFile,
-    n: u64,
-}
-
-impl Lines {
-    fn create(path: PathBuf) -> Result<Self, DataError> {
-        match AtomicFile::create(&path) {
-            Ok(file) => Ok(Self { path, file, n: 0 }),
-            Err(source) => Err(DataError::Write { path: path.display().to_string(), source }),
-        }
-    }
-
-    fn add(&mut self, row: &impl Serialize) -> Result<(), DataError> {
-        self.n += 1;
-        let written = self.file.write_line(row);
-        written.map_err(|source| DataError::Write { path: self.path.display().to_string(), source })
-    }
-
-    fn commit(self) -> Result<(), DataError> {
-        let written = self.file.commit();
-        written.map_err(|source| DataError::Write { path: self.path.display().to_string(), source })
     }
 }

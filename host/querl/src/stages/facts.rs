@@ -33,6 +33,12 @@ impl Facts {
         self.add(format!("{PART}{name}"), count)
     }
 
+    /// Adds figures that were found elsewhere.
+    pub fn append(&mut self, mut other: Self) -> &mut Self {
+        self.0.append(&mut other.0);
+        self
+    }
+
     /// One figure, by name.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)

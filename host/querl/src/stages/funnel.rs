@@ -4,6 +4,8 @@
 use super::StageName;
 use super::facts::{Facts, PART};
 use super::ledger::Ledger;
+use querl_core::records::code_of;
+use querl_core::run_dir::RunDir;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -20,21 +22,34 @@ pub struct Step {
     pub dropped: BTreeMap<String, u64>,
 }
 
-/// The steps of the stages that are finished.
-pub fn steps(ledger: &Ledger) -> Vec<Step> {
-    let facts = |stage: StageName| Some(&ledger.entry(stage.as_str()).filter(|entry| entry.finished)?.facts);
-    let mut steps: Vec<Step> = Vec::new();
-    let mut calls = BTreeMap::new();
-    if let Some(facts) = facts(StageName::Rewrite) {
-        calls.extend(failed(facts, "teacher failed", "teacher"));
-        steps.push(rewrite(facts));
+/// The steps of the stages that are finished, as far as each read what the one before has left: rows of another time do not
+/// add up with them.
+///
+/// # Errors
+/// A file of the run cannot be read.
+pub fn steps(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<Step>> {
+    let read = [
+        (StageName::Rewrite, None),
+        (StageName::Validate, Some((StageName::Rewrite, dir.rewrites()))),
+        (StageName::Convert, Some((StageName::Validate, dir.validated()))),
+    ];
+    let (mut steps, mut calls) = (Vec::new(), BTreeMap::new());
+    for (stage, read) in read {
+        let Some(entry) = ledger.entry(stage.as_str()).filter(|entry| entry.finished) else { break };
+        if let Some((before, path)) = read
+            && !entry.inputs.is_of(before, &path)?
+        {
+            break;
+        }
+        calls.extend(failed(&entry.facts, "teacher failed", "teacher"));
+        calls.extend(failed(&entry.facts, "retrieval failed", "retrieval"));
+        steps.push(match stage {
+            StageName::Rewrite => rewrite(&entry.facts),
+            StageName::Validate => validate(&entry.facts),
+            _ => convert(&entry.facts, &calls),
+        });
     }
-    if let Some(facts) = facts(StageName::Validate) {
-        calls.extend(failed(facts, "retrieval failed", "retrieval"));
-        steps.push(validate(facts));
-    }
-    steps.extend(facts(StageName::Convert).map(|facts| convert(facts, &calls)));
-    steps
+    Ok(steps)
 }
 
 fn rewrite(facts: &Facts) -> Step {
@@ -59,7 +74,7 @@ fn convert(facts: &Facts, calls: &BTreeMap<String, u64>) -> Step {
 
 /// Failures by kind, under the codes that `dropped.jsonl` has for them.
 fn failed(facts: &Facts, name: &str, who: &str) -> BTreeMap<String, u64> {
-    facts.parts(name).into_iter().map(|(kind, n)| (format!("{who}_{}", kind.replace(' ', "_")), n)).collect()
+    facts.parts(name).into_iter().map(|(kind, n)| (code_of(who, &kind), n)).collect()
 }
 
 /// Lines for a terminal.
@@ -146,7 +161,8 @@ mod tests {
             &[&[("kept", 4), ("dropped", 5)][..], &codes, &[("rows for training and evaluation", 6), ("- train", 2)]]
                 .concat(),
         );
-        let steps = steps(&ledger);
+        let dir = RunDir::new(folder.path());
+        let steps = steps(&ledger, &dir).unwrap();
         for step in &steps {
             assert_eq!(step.rows_in, step.kept + step.dropped.values().sum::<u64>(), "{step:?}");
         }
@@ -157,7 +173,28 @@ mod tests {
         ];
         assert_eq!(lines(&steps), expected);
         ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
-        assert_eq!(super::steps(&ledger).len(), 2, "a stage that is not finished has no share");
+        assert_eq!(super::steps(&ledger, &dir).unwrap().len(), 2, "a stage that is not finished has no share");
+    }
+
+    /// Keeps away: rows that a new rewrite has mended were shown as dropped by an older convert.
+    #[test]
+    fn a_stage_that_read_other_rows_has_no_share() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = RunDir::new(folder.path());
+        let mut ledger = Ledger::open(&dir.stages()).unwrap();
+        let put = |ledger: &mut Ledger, stage: StageName, inputs: Inputs| {
+            ledger.put(stage.as_str(), Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
+        };
+        std::fs::create_dir_all(dir.rewrites().parent().unwrap()).unwrap();
+        std::fs::write(dir.rewrites(), "first").unwrap();
+        put(&mut ledger, StageName::Rewrite, Inputs::default());
+        let mut inputs = Inputs::default();
+        inputs.made_by(&ledger, StageName::Rewrite, &dir.rewrites()).unwrap();
+        put(&mut ledger, StageName::Validate, inputs);
+        put(&mut ledger, StageName::Convert, Inputs::default());
+        assert_eq!(steps(&ledger, &dir).unwrap().len(), 3);
+        std::fs::write(dir.rewrites(), "second").unwrap();
+        assert_eq!(steps(&ledger, &dir).unwrap().len(), 1);
     }
 
     #[test]

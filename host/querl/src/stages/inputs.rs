@@ -83,6 +83,18 @@ impl Inputs {
         Ok(self)
     }
 
+    /// False where this is of another content of a file that `stage` left than the file has now.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        match self.0.get(&format!("{name} of {stage}")) {
+            Some(digest) if path.exists() => Ok(digest_file(path)? == *digest),
+            _ => Ok(true),
+        }
+    }
+
     /// Names of what earlier stages left, each with the stage.
     pub fn upstream(&self) -> Vec<(&str, StageName)> {
         let stage_of = |name: &str| StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));

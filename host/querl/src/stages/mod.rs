@@ -18,6 +18,7 @@ mod world;
 
 use crate::failure::Stop;
 use crate::run::Run;
+use anyhow::Context;
 use facts::Facts;
 use inputs::Inputs;
 use ledger::Ledger;
@@ -25,6 +26,7 @@ use querl_core::config::TableFormat;
 use querl_core::fsx::{ReadError, read_jsonl};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
+use querl_data::{Tabled, write_tables};
 use std::path::{Path, PathBuf};
 
 /// The stages in their order.
@@ -114,6 +116,25 @@ pub trait Stage: Sync {
         Ok(())
     }
 
+    /// Refuses what should not be done although it could be, before anything of an earlier run is removed. `last` is the last
+    /// stage of the command. What was found is added to the stage's facts.
+    ///
+    /// # Errors
+    /// The work would be of no use.
+    fn permit(&self, run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
+        let _ = (run, last, progress);
+        Ok(Facts::default())
+    }
+
+    /// What is to be said of its result where it is used again as it is.
+    ///
+    /// # Errors
+    /// A file of the run cannot be read.
+    fn reminder(&self, run: &Run, facts: &Facts) -> anyhow::Result<Option<String>> {
+        let _ = (run, facts);
+        Ok(None)
+    }
+
     /// What it leaves, whole or not at all.
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
 
@@ -179,6 +200,12 @@ pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
     let message = || Stop::usage(format!("{}: no rewrites yet; run `querl rewrite` first", dir.root().display()));
     Ok(name.ok_or_else(message)?.to_owned())
+}
+
+/// Makes the tables beside `output`, and removes those of formats that are not asked for.
+fn make_tables<R: Tabled>(output: &Path, formats: &[TableFormat]) -> anyhow::Result<()> {
+    write_tables::<R>(output, formats)?;
+    remove_tables(output, formats).context("tables of other formats cannot be removed")
 }
 
 /// Removes the tables beside `output` but for those of the formats `but`.

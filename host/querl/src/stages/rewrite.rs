@@ -1,17 +1,17 @@
 //! Stage 1: the teacher rewrites each query.
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Stage, StageName, local_teacher, remove, remove_tables, world};
+use super::{Done, Facts, Inputs, Stage, StageName, leaks, local_teacher, make_tables, remove, remove_tables, world};
+use crate::failure::Stop;
 use crate::interrupt;
 use crate::run::Run;
-use anyhow::Context;
-use querl_core::config::TeacherKind;
+use querl_core::config::{TableFormat, TeacherKind};
 use querl_core::ports::Progress;
 use querl_core::records::{FailureKind, QueryRow, RewriteRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    Asked, BatchTeacher, Findings, Journal, NewQuestions, QueryTable, RewriteTables, open_fallback, open_queries,
-    open_teacher, refuse_noted_batches, rewrite, rewrite_in_batch, table_path,
+    Asked, BatchTeacher, Findings, Journal, NewQuestions, QueryTable, open_fallback, open_queries, open_teacher,
+    refuse_noted_batches, rewrite, rewrite_in_batch, table_path,
 };
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -43,6 +43,7 @@ impl Stage for Rewrite {
     }
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
+        check_input(run)?;
         open_queries(&run.config.data)?;
         if run.config.teacher.kind == TeacherKind::Local {
             local_teacher::check(run)?;
@@ -56,6 +57,11 @@ impl Stage for Rewrite {
             TeacherKind::Recorded | TeacherKind::Local => refuse_noted_batches(&run.dir.batches())?,
         }
         Ok(())
+    }
+
+    fn permit(&self, run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
+        leaks::before_rewriting(run, last, progress)?;
+        Ok(Facts::default())
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
@@ -79,16 +85,29 @@ impl Stage for Rewrite {
         let (output, formats) = (run.dir.rewrites(), &run.config.data.export);
         let (asked, teacher) = ask(run, &table, Journal::open(&output)?, progress)?;
         let mut tally = Tally { cost: Some(0.0), ..Tally::default() };
-        let mut tables = RewriteTables::create(&output, formats)?;
         asked.write(|record| {
             tally.add(record);
-            tables.add(record)
+            Ok(())
         })?;
-        tables.finish()?;
-        remove_tables(&output, formats).context("tables of other formats cannot be removed")?;
         remove(&run.dir.batches())?;
+        make_tables::<RewriteRecord>(&output, formats)?;
         Ok(tally.done(table.findings(), &teacher))
     }
+}
+
+/// Refuses a query table that the stages of this run would write over or remove.
+fn check_input(run: &Run) -> anyhow::Result<()> {
+    let (dir, input) = (&run.dir, &run.config.data.input);
+    let outputs = StageName::ALL.into_iter().flat_map(|name| name.stage().outputs(dir));
+    let tables = [dir.rewrites(), dir.validated()].into_iter();
+    let tables = tables.flat_map(|output| TableFormat::ALL.map(|format| table_path(&output, format)));
+    let Ok(real) = input.canonicalize() else { return Ok(()) };
+    if outputs.chain(tables).any(|path| path.canonicalize().is_ok_and(|path| path == real)) {
+        let input = input.display();
+        let message = format!("data.input is {input}, which this run writes itself; give it a copy, or another --out");
+        return Err(Stop::usage(message).into());
+    }
+    Ok(())
 }
 
 /// All rows asked, and who was.

@@ -1,7 +1,7 @@
 //! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
 
 use super::ledger::Ledger;
-use super::{Done, Inputs, Stage, StageName, leaks, remove, rows_of, spending, world};
+use super::{Done, Facts, Inputs, Stage, StageName, leaks, remove, rows_of, spending, world};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
@@ -64,6 +64,14 @@ impl Stage for Rl {
         run.services().map(drop)
     }
 
+    fn permit(&self, run: &Run, _: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
+        leaks::before_training(run, progress)
+    }
+
+    fn reminder(&self, run: &Run, facts: &Facts) -> anyhow::Result<Option<String>> {
+        leaks::reminder(run, self.name(), facts)
+    }
+
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
         vec![training::best(&dir.rl())]
     }
@@ -88,7 +96,6 @@ impl Stage for Rl {
         });
         let fingerprint =
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
-        leaks::check(&run.dir, &run.config.data, progress)?;
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
         let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?));
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));

@@ -143,11 +143,19 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     interrupt::check()?;
     let stage = name.stage();
     let inputs = stage.inputs(run, ledger)?;
-    let reason = match decide_on(run, ledger, name, &inputs, window) {
+    let decision = decide_on(run, ledger, name, &inputs, window);
+    let found = match decision {
+        Decision::Skip(_) => Facts::default(),
+        _ => stage.permit(run, window.last, &StageProgress::start(name.as_str()))?,
+    };
+    let reason = match decision {
         Decision::Skip(Entry { facts, seconds, .. }) => {
             // A kill may have come between the ledger's last word and this.
             stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
             terminal::say(&format!("{name}: finished earlier, skipped"));
+            if let Some(reminder) = stage.reminder(run, &facts)? {
+                terminal::say(&format!("warning: {reminder}"));
+            }
             return Ok(Outcome { stage: name, ran: false, facts, seconds });
         }
         Decision::Anew(reason) => {
@@ -157,7 +165,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
         Decision::Continue(reason) => reason,
     };
     terminal::say(&format!("{name}: running ({reason})"));
-    let outcome = execute(run, ledger, stage, inputs)?;
+    let outcome = execute(run, ledger, stage, inputs, found)?;
     // What the last stage found is the command's result, which goes to stdout; the evaluation's is its table.
     if name != window.last || name == StageName::Eval {
         terminal::say(&summary(name, &outcome.facts, outcome.seconds));
@@ -165,7 +173,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     Ok(outcome)
 }
 
-fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) -> anyhow::Result<Outcome> {
+fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs, found: Facts) -> anyhow::Result<Outcome> {
     let name = stage.name();
     let begun = Entry::begun(inputs);
     ledger.put(name.as_str(), begun.clone())?;
@@ -177,8 +185,9 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) ->
         let done = stage.execute(run, &Counted { inner: &progress, account, stage: name });
         // What was spent is spent, however it ended.
         let settled = spending::settle(run, name);
-        let done = done?;
+        let mut done = done?;
         settled?;
+        done.facts.append(found);
         done
     };
     let seconds = start.elapsed().as_secs_f64();
@@ -190,7 +199,7 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs) ->
     }
     if name == StageName::Convert {
         terminal::say("rows of each stage:");
-        funnel::lines(&funnel::steps(ledger)).iter().for_each(|line| terminal::say(line));
+        funnel::lines(&funnel::steps(ledger, &run.dir)?).iter().for_each(|line| terminal::say(line));
     }
     Ok(Outcome { stage: name, ran: true, facts: done.facts, seconds })
 }

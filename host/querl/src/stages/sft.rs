@@ -1,7 +1,7 @@
 //! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
 
 use super::ledger::Ledger;
-use super::{Done, Inputs, Stage, StageName, leaks, remove, rows_of};
+use super::{Done, Facts, Inputs, Stage, StageName, leaks, remove, rows_of};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
 use crate::training;
@@ -29,6 +29,14 @@ impl Stage for Sft {
         Ok(inputs)
     }
 
+    fn permit(&self, run: &Run, _: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
+        leaks::before_training(run, progress)
+    }
+
+    fn reminder(&self, run: &Run, facts: &Facts) -> anyhow::Result<Option<String>> {
+        leaks::reminder(run, self.name(), facts)
+    }
+
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
         vec![training::best(&dir.sft())]
     }
@@ -45,7 +53,6 @@ impl Stage for Sft {
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let fingerprint =
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, run.place.arithmetic());
-        leaks::check(&run.dir, &run.config.data, progress)?;
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;

@@ -1,14 +1,13 @@
 //! Stage 2: what does retrieval find with each rewrite?
 
 use super::ledger::Ledger;
-use super::{Done, Facts, Inputs, Mean, Stage, StageName, remove, remove_tables, world};
+use super::{Done, Facts, Inputs, Mean, Stage, StageName, make_tables, remove, remove_tables, world};
 use crate::interrupt;
 use crate::run::Run;
-use anyhow::Context;
 use querl_core::ports::Progress;
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, RecordFile, ValidatedTables, table_path, validate};
+use querl_data::{Journal, RecordFile, table_path, validate};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -62,13 +61,11 @@ impl Stage for Validate {
         let looking_up = validate(&rewrites, retriever.as_ref(), Journal::open(&output)?, n_calls, progress);
         let asked = interrupt::finish(&run.runtime, looking_up)??;
         let mut tally = Tally::default();
-        let mut tables = ValidatedTables::create(&output, formats)?;
         asked.write(|record| {
             tally.add(record);
-            tables.add(record)
+            Ok(())
         })?;
-        tables.finish()?;
-        remove_tables(&output, formats).context("tables of other formats cannot be removed")?;
+        make_tables::<ValidatedRecord>(&output, formats)?;
         Ok(tally.done(retriever.name()))
     }
 }

@@ -1,0 +1,101 @@
+//! Which held-out rows may be like a training row: those that say the same, and those that share a band of their signatures.
+
+use super::shingles::Shingles;
+use crate::text::hash_of;
+use std::collections::HashMap;
+
+/// Bands of a signature, and hashes of a band: 1 - (1 - 0.8^6)^20 is 0.998.
+const N_BANDS: usize = 20;
+const BAND_HASHES: usize = 6;
+
+/// As many rows with one band are candidates of a training row. Where more share it, it is of what hundreds of texts have in
+/// common; rows that are more alike than these share others, too.
+pub(super) const MOST_OF_BAND: usize = 64;
+
+/// Held-out rows by what they say and by the bands of their signatures.
+pub(super) struct Candidates {
+    /// Rows that say the same; taken out with the first training row that says it.
+    texts: HashMap<u64, Vec<u32>>,
+    /// Bands with their rows, in order.
+    bands: Vec<(u64, u32)>,
+    n_rows: usize,
+    /// Rows that are of no more use, since these were dropped the last time.
+    n_retired: usize,
+    n_asked: usize,
+}
+
+impl Candidates {
+    pub(super) fn new<'a>(rows: impl Iterator<Item = &'a Shingles>) -> Self {
+        let (mut texts, mut bands, mut n_rows): (HashMap<u64, Vec<u32>>, Vec<(u64, u32)>, usize) = Default::default();
+        for (shingles, index) in rows.zip(0..) {
+            texts.entry(shingles.text).or_default().push(index);
+            bands.extend(signature(shingles).map(|band| (band, index)));
+            n_rows += 1;
+        }
+        bands.sort_unstable();
+        Self { texts, bands, n_rows, n_retired: 0, n_asked: 0 }
+    }
+
+    /// Rows to compare with one that says `shingles`, in order.
+    pub(super) fn of(&mut self, shingles: &Shingles) -> Vec<u32> {
+        let mut found = self.texts.remove(&shingles.text).unwrap_or_default();
+        if !self.bands.is_empty() {
+            for band in signature(shingles) {
+                let alike = self.of_band(band);
+                let n_taken = alike.len().min(MOST_OF_BAND);
+                // Each training row takes others of those that are too many, in turn.
+                let start = if alike.len() > MOST_OF_BAND { self.n_asked * MOST_OF_BAND % alike.len() } else { 0 };
+                found.extend(alike.iter().cycle().skip(start).take(n_taken).map(|(_, index)| *index));
+            }
+        }
+        self.n_asked += 1;
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    fn of_band(&self, band: u64) -> &[(u64, u32)] {
+        let start = self.bands.partition_point(|(known, _)| *known < band);
+        let rest = &self.bands[start..];
+        // Mostly few: searched from here, not from the end of all.
+        let mut reach = 1;
+        while rest.get(reach).is_some_and(|(known, _)| *known == band) {
+            reach *= 2;
+        }
+        let within = &rest[..reach.min(rest.len())];
+        &rest[..within.partition_point(|(known, _)| *known == band)]
+    }
+
+    /// One more row is of no use. Once half of them are, those that are not `open` are dropped, so that nobody goes through
+    /// them again and again.
+    pub(super) fn retire(&mut self, is_open: impl Fn(u32) -> bool) {
+        self.n_retired += 1;
+        if self.n_retired * 2 > self.n_rows {
+            self.bands.retain(|(_, index)| is_open(*index));
+            self.n_rows -= self.n_retired;
+            self.n_retired = 0;
+        }
+    }
+}
+
+/// One number a band, of the least hashes of all shingles under as many hash functions as the band has.
+fn signature(shingles: &Shingles) -> [u64; N_BANDS] {
+    let mut least = [u64::MAX; N_BANDS * BAND_HASHES];
+    for shingle in shingles.all() {
+        // Pairs of characters are near to one another as numbers; a hash of each is the seed of its hashes.
+        let mut state = next_random(&mut { shingle });
+        for least in &mut least {
+            *least = (*least).min(next_random(&mut state));
+        }
+    }
+    std::array::from_fn(|band| hash_of(&(band, &least[band * BAND_HASHES..(band + 1) * BAND_HASHES])))
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014): the n-th number after a shingle is its n-th hash.
+pub(super) fn next_random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut mixed = *state;
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
