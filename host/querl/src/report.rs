@@ -181,7 +181,7 @@ fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
 
 /// Trainings that have seen what they are tested on.
 fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
-    let note = |name: StageName| stages::leaks::note(name, &ledger.entry(name.as_str())?.facts);
+    let note = move |name: StageName| stages::leaks::note(name, &ledger.entry(name.as_str())?.facts);
     [StageName::Sft, StageName::Rl].into_iter().filter_map(note)
 }
 
@@ -229,5 +229,19 @@ mod tests {
             "3 episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms (deadline)",
         ];
         assert_eq!(drops(&ledger).collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn a_training_that_saw_its_test_is_said_and_another_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        for (stage, n_seen) in [("sft", 3), ("rl", 0)] {
+            let mut facts = Facts::default();
+            facts.add("rows of test nearly in train", n_seen);
+            ledger.put(stage, Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
+        }
+        let expected =
+            "3 row(s) of test were in train, or nearly, when sft was trained: its figures on test flatter it";
+        assert_eq!(leaks(&ledger).collect::<Vec<_>>(), [expected]);
     }
 }

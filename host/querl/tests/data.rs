@@ -224,11 +224,12 @@ fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
 #[test]
 fn a_disk_that_is_full_is_said_and_the_rewrites_stay() {
     let project = Project::new();
-    project.querl(&["config", "check", "querl.toml"]).ok();
+    project.querl(&["rewrite", "querl.toml", "--out", "warm"]).ok();
     // Each of these characters is five of XML.
     let row = |n: usize| {
-        let query = format!("{}{n}", "&".repeat(3000));
-        serde_json::json!({ "original_query": query, "rewritten_query": "&".repeat(3000) }).to_string()
+        let query = format!("鱼油{n}{}", "&".repeat(3000));
+        serde_json::json!({ "original_query": query, "rewritten_query": format!("鱼油{}", "&".repeat(3000)) })
+            .to_string()
     };
     let table: Vec<String> = (0..50).map(row).collect();
     for file in ["queries.jsonl", "teacher.jsonl"] {
@@ -240,10 +241,12 @@ fn a_disk_that_is_full_is_said_and_the_rewrites_stay() {
         let like = project.command(&[]);
         let mut command = std::process::Command::new("bash");
         command.arg("-c").arg(script).current_dir(project.folder.path());
-        like.get_envs().for_each(|(key, value)| match value {
-            Some(value) => drop(command.env(key, value)),
-            None => drop(command.env_remove(key)),
-        });
+        for (key, value) in like.get_envs() {
+            match value {
+                Some(value) => command.env(key, value),
+                None => command.env_remove(key),
+            };
+        }
         command.output().unwrap()
     };
     let full = run("700");

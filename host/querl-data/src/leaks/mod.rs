@@ -140,7 +140,7 @@ impl Held {
         Self { split, row: row.row, query: row.original_query, shingles, leak: None, same_query: None }
     }
 
-    fn is_like(&self, train: &QueryRow, similarity: f64) -> Leak {
+    fn pair_with(&self, train: &QueryRow, similarity: f64) -> Leak {
         let (query, train_query) = (self.query.clone(), train.original_query.clone());
         Leak { row: self.row, query, train_row: train.row, train_query, similarity }
     }
@@ -173,7 +173,7 @@ impl Search {
             }
             let similarity = shingles.similarity(&held.shingles, self.least_similarity);
             if similarity >= self.least_similarity {
-                held.leak = Some(held.is_like(train, similarity));
+                held.leak = Some(held.pair_with(train, similarity));
                 self.candidates.retire(|index| self.held[index as usize].leak.is_none());
             }
         }
@@ -185,7 +185,7 @@ impl Search {
         for index in self.queries.remove(&shingles.query_text).unwrap_or_default() {
             let held = &mut self.held[index as usize];
             let similarity = shingles.similarity(&held.shingles, 0.0);
-            held.same_query = Some(held.is_like(train, similarity));
+            held.same_query = Some(held.pair_with(train, similarity));
         }
     }
 

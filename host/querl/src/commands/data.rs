@@ -97,7 +97,7 @@ impl Stats {
             leaks::of_table_if_split(&table, &config.data, &progress)?
         };
         let mut warnings = table.findings().notes();
-        warnings.extend(sizes(&ledger));
+        warnings.extend(sizes(&ledger, table.findings()));
         if let Some(found) = found {
             warnings.extend(found.sentences());
             leaks.extend([(Split::Val.name(), found.val), (Split::Test.name(), found.test)]);
@@ -108,9 +108,10 @@ impl Stats {
 
     fn lines(&self) -> Vec<String> {
         let mut lines = self.table.lines();
-        if !self.funnel.is_empty() {
-            lines.push("stages".into());
-            lines.extend(funnel::lines(&self.funnel));
+        lines.push("stages".into());
+        match self.funnel.is_empty() {
+            true => lines.push("  none is finished yet".into()),
+            false => lines.extend(funnel::lines(&self.funnel)),
         }
         if !self.splits.is_empty() {
             lines.push("splits".into());
@@ -129,10 +130,14 @@ impl Stats {
     }
 }
 
-fn sizes(ledger: &Ledger) -> Vec<String> {
+/// Of the stages, or of the table alone.
+fn sizes(ledger: &Ledger, findings: &Findings) -> Vec<String> {
     let finished = |stage: StageName| Some((stage, ledger.entry(stage.as_str()).filter(|entry| entry.finished)?));
-    let of_stages = StageName::ALL.into_iter().filter_map(finished);
-    of_stages.flat_map(|(stage, entry)| funnel::size_warnings(stage, &entry.facts)).collect()
+    let of_stages: Vec<_> = StageName::ALL.into_iter().filter_map(finished).collect();
+    if of_stages.is_empty() {
+        return funnel::table_size_warning(findings.n_rows as u64).into_iter().collect();
+    }
+    of_stages.into_iter().flat_map(|(stage, entry)| funnel::size_warnings(stage, &entry.facts)).collect()
 }
 
 impl TableStats {

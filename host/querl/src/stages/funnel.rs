@@ -106,11 +106,19 @@ pub fn size_warnings(stage: StageName, facts: &Facts) -> Vec<String> {
     let of_stage = EXPECTED.iter().filter(|(of, ..)| *of == stage);
     let small = of_stage.filter(|(_, name, least, _)| facts.count(name) < *least);
     small
-        .map(|(_, name, least, most)| {
-            let (n, name) = (facts.count(name), name.trim_start_matches(PART));
-            format!("{stage}: {name} is {n}, fewer than the {least} to {most} of the source plan; results say less")
-        })
+        .map(|(_, name, least, most)| format!("{stage}: {}", too_few(name, facts.count(name), *least, *most)))
         .collect()
+}
+
+/// As [`size_warnings`], of a table of `n_rows` that no stage has read yet.
+pub fn table_size_warning(n_rows: u64) -> Option<String> {
+    let (_, name, least, most) = EXPECTED[0];
+    (n_rows < least).then(|| too_few(name, n_rows, least, most))
+}
+
+fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
+    let name = name.trim_start_matches(PART);
+    format!("{name} is {n}, fewer than the {least} to {most} of the source plan; results say less")
 }
 
 #[cfg(test)]
@@ -205,5 +213,7 @@ mod tests {
         assert_eq!(said, ["convert: kept is 299, fewer than the 300 to 700 of the source plan; results say less"]);
         assert!(of(StageName::Rewrite, &[("rows read", 100_000), ("rewritten", 99_000)]).is_empty());
         assert!(of(StageName::Sft, &[]).is_empty());
+        let of_table = "rows read is 499, fewer than the 500 to 1000 of the source plan; results say less";
+        assert_eq!((table_size_warning(499).as_deref(), table_size_warning(500)), (Some(of_table), None));
     }
 }

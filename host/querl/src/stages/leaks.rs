@@ -91,8 +91,11 @@ fn find(
 /// It cannot be read.
 pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
     let path = dir.split(split);
-    let lines = || BufReader::new(std::fs::File::open(&path)?).split(b'\n').map(|line| line.map(|_| 1)).sum();
-    lines().with_context(|| format!("{}: cannot be read", path.display()))
+    let count = || -> std::io::Result<u64> {
+        let lines = BufReader::new(std::fs::File::open(&path)?).split(b'\n');
+        lines.map(|line| line.map(|_| 1)).sum()
+    };
+    count().with_context(|| format!("{}: cannot be read", path.display()))
 }
 
 /// Says before a call is paid what a training of this table would be refused for, and refuses where the command goes on to it.
