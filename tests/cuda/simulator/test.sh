@@ -7,7 +7,7 @@ toolkit="$1"; libraries="${2:-}"
 out=$(mktemp -d)
 trap 'rm -r "$out"' EXIT
 read -ra more <<< "${CXXFLAGS:-}"
-flags=(-std=c++17 -O1 -w -I"$toolkit/include" -I"$toolkit/include/cccl" "${more[@]}")
+flags=(-std=c++17 -O1 -w -pthread -I"$toolkit/include" -I"$toolkit/include/cccl" "${more[@]}")
 export ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0 # where AddressSanitizer is asked for: see ../run.sh
 
 g++ "${flags[@]}" -ffp-contract=off -fno-extern-tls-init -I"$here" -include "$here/cuda_on_cpu.h" -x c++ \

@@ -55,6 +55,17 @@ extern "C" __global__ void rounded(const float* from, __nv_bfloat16* to, unsigne
 }
 
 #ifndef CUDA_ON_CPU_NAMES
+#include <fstream>
+#include <thread>
+
+// Pieces of this process's address space.
+static size_t pieces() {
+    std::ifstream maps("/proc/self/maps");
+    size_t lines = 0;
+    for (std::string line; std::getline(maps, line);) lines++;
+    return lines;
+}
+
 static int failures = 0;
 static void expect(bool held, const char* what) {
     if (!held) std::printf("not so: %s\n", what), failures++;
@@ -102,6 +113,18 @@ int main() {
     expect(wrong(for_ever, 32, 0), "threads that wait for ever are found");
     expect(!wrong(past_the_end, 64, 64), "and the next launch is as if nothing had been");
     expect(wrong(past_the_end, 1025, 2048), "more threads than a block has are refused");
+
+    // The symptom: each thread of the CPU kept stacks of its own, until the system had no more pieces of memory.
+    auto elsewhere = [&] { cuda_on_cpu::launch(reversed, {dim3(3), dim3(1024), 4096}, from.data(), to.data()); };
+    std::thread(elsewhere).join();
+    const size_t before = pieces();
+    for (int thread = 0; thread < 8; thread++) {
+        std::fill(to.begin(), to.end(), -1);
+        std::thread(elsewhere).join();
+        held = to[0] == 1023 && to[3 * 1024 - 1] == 2048;
+        expect(held, "a kernel does the same on another thread of the CPU");
+    }
+    expect(pieces() < before + 1000, "stacks of threads that have ended are used again");
     std::printf(failures ? "%d failed\n" : "all held\n", failures);
     return failures != 0;
 }

@@ -51,10 +51,14 @@ inline Order order() {
 
 class Block {
   public:
-    // The block whose thread runs now.
+    // The block whose thread runs now. A thread of the CPU has one until it ends; then the next takes it, with its stacks.
     static Block& current() {
-        static thread_local Block block;
-        return block;
+        static thread_local Block* own = nullptr;
+        if (!own) {
+            own = take();
+            static thread_local GivenBack given_back{own};
+        }
+        return *own;
     }
 
     // Runs all threads of a block of this size to their end; returns what went wrong, or null.
@@ -90,6 +94,36 @@ class Block {
     unsigned lanes_alive() const { return alive(running_ / 32); }
 
   private:
+    // At the end of a thread; what is destroyed behind this, and still launches, takes a block again.
+    struct GivenBack {
+        Block*& own;
+        ~GivenBack() {
+            std::lock_guard<std::mutex> guard(spare_lock());
+            spare().push_back(own);
+            own = nullptr;
+        }
+    };
+
+    // Never destroyed: programs launch while they end.
+    static std::vector<Block*>& spare() {
+        static auto* all = new std::vector<Block*>;
+        return *all;
+    }
+    static std::mutex& spare_lock() {
+        static auto* lock = new std::mutex;
+        return *lock;
+    }
+
+    static Block* take() {
+        std::lock_guard<std::mutex> guard(spare_lock());
+        if (spare().empty()) return new Block;
+        Block* block = spare().back();
+        spare().pop_back();
+        // What a fiber has kept of the thread before (where its `threadIdx` is) goes with the frames that kept it.
+        for (Fiber* fiber : block->idle_) fiber->prepare(body);
+        return block;
+    }
+
     std::vector<Thread> threads_;
     std::vector<Warp> warps_;
     std::vector<Fiber*> idle_;

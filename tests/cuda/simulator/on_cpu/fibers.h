@@ -5,6 +5,7 @@
 #error "the switch between fibers is written for x86-64 with the System V calling convention"
 #endif
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -38,6 +39,9 @@ class Fiber {
 
     // The next `resume` calls `body`, which must not return: it leaves by `yield`.
     void prepare(Body body) {
+#if defined(__SANITIZE_ADDRESS__)
+        __asan_unpoison_memory_region(memory_ + guard_, bytes_ - guard_); // frames that never ended left marks
+#endif
         void** top = reinterpret_cast<void**>(memory_ + bytes_);
         *--top = nullptr; // the return address of `body`, and what keeps the stack aligned as a call would leave it
         *--top = reinterpret_cast<void*>(body);
