@@ -69,7 +69,8 @@ __device__ __forceinline__ void pack(const T* values, unsigned char* codes, floa
         for (int i = start + lane; i < end; i += 32) largest = fmaxf(largest, fabsf(widened(from[i])));
         largest = warp_max(largest);
         const float steps = FORMAT == INT8 ? 127.0f : FORMAT == FP8 ? FP8_MAX : 1.0f;
-        const float inverse = largest > 0.0f ? steps / largest : 0.0f;
+        // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+        const float inverse = steps / largest < INFINITY ? steps / largest : 0.0f;
         if (lane == 0) scales[at] = largest / steps;
         // A lane packs two neighbours, which share a byte of nf4; groups begin at even inputs.
         for (int i = start + 2 * lane; i < end; i += 64) {

@@ -36,6 +36,25 @@ fn packed_weights_are_those_of_the_cpu_rounded_to_bf16() {
     }
 }
 
+/// The symptom: of an int8 group whose largest was below 3.7e-37 a zero was -127 on the card and 0 on the CPU, and others 127.
+#[test]
+fn groups_too_small_to_be_scaled_are_zeros_on_both() {
+    let dims = (4, 64);
+    for largest in [3.6e-37f32, 1e-37, 2e-38, 1e-40, 0.0] {
+        let mut values: Vec<f32> = (0..256).map(|i| largest * [1.0, 0.0, -0.5, 0.25][i % 4]).collect();
+        values[192..].fill(0.5); // a row like others
+        values.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        for (format, dtype) in FORMATS {
+            let (found, expected) = (widened(&on_device(&values, dims, format)), stored_on_cpu(&values, dims, dtype));
+            assert_eq!(found, expected, "{format:?}, {largest:e}");
+            // 448 and 127 over it are beyond f32; nf4's 1 only over what is smaller still.
+            if dtype != BaseDtype::Nf4 {
+                assert!(found[..192].iter().all(|&x| x == 0.0) && found[192] == 0.5, "{format:?}, {largest:e}");
+            }
+        }
+    }
+}
+
 /// The symptom: a checkpoint in f32 or f16 was rounded to bf16 before it was packed, and had other codes than on the CPU.
 #[test]
 fn weights_of_a_file_have_the_codes_of_the_cpu_whatever_their_type() {

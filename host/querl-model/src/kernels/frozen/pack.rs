@@ -97,7 +97,8 @@ fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scale
                 _ => 1.0,
             };
             scales[group * WIDTH + output] = largest / steps;
-            let inverse = if largest > 0.0 { steps / largest } else { 0.0 };
+            // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+            let inverse = if steps / largest < f32::INFINITY { steps / largest } else { 0.0 };
             for (i, &bits) in bits.iter().enumerate() {
                 let (input, share) = (group * size + i, f32::from_bits(bits) * inverse);
                 match dtype {

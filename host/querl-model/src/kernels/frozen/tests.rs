@@ -113,6 +113,19 @@ fn stored_values_are_the_nearest_of_each_type() {
     assert!(weight(8, 8, BaseDtype::F32).rows(&[8]).is_err());
 }
 
+/// The symptom: an int8 group whose largest was below 3.7e-37 was scaled by an infinity, and all of it became the largest.
+#[test]
+fn groups_too_small_to_be_scaled_are_zeros() {
+    for largest in [3.6e-37f32, 1e-38, 1e-44] {
+        let values: Vec<f32> = (0..64).map(|i| largest * [1.0, 0.0, -0.5, 0.25][i % 4]).collect();
+        let values = Tensor::from_vec(values, (1, 64), &Device::Cpu).unwrap();
+        for dtype in [BaseDtype::Int8, BaseDtype::Fp8] {
+            let stored = stored(&FrozenWeight::pack(&values, dtype).unwrap());
+            assert!(stored.iter().all(|&x| x == 0.0), "{} {largest:e}: {stored:?}", dtype.name());
+        }
+    }
+}
+
 #[test]
 fn memory_is_what_the_type_promises() {
     let n_values = 128.0 * 256.0;
