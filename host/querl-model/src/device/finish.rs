@@ -13,7 +13,7 @@ use candle_core::{Result, bail};
 use half::bf16;
 
 /// What a policy makes of a product's outputs `y`: `(y + scale * B low) * factor + bias`, each part where there is one. It names
-/// places of the card, which have to outlive it: whoever has a table of them keeps the tensors beside it.
+/// places of the card: see [`Member::new`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Member {
@@ -46,7 +46,10 @@ impl Member {
     ///
     /// # Errors
     /// Lengths that do not fit.
-    pub fn new(
+    ///
+    /// # Safety
+    /// What is named here is not kept alive: it stays where it is as long as a kernel reads a table that has this member.
+    pub unsafe fn new(
         gpu: &Gpu,
         n_out: usize,
         change: Option<&Change<'_>>,

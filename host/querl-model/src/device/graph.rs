@@ -11,7 +11,7 @@ pub struct Graph(CudaGraph);
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Launches everything, on the stream that it was recorded on.
+    /// Launches everything, on the stream that it was recorded on; see [`Gpu::recorded`] for what has to be there still.
     ///
     /// # Errors
     /// Something that was asked of the card failed.
@@ -26,7 +26,11 @@ impl Gpu {
     ///
     /// # Errors
     /// `work` fails or asks for what cannot be recorded; the stream goes on as before.
-    pub fn recorded(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+    ///
+    /// # Safety
+    /// The graph holds places of the card's memory and keeps none of it alive: whatever `work` hands to the card stays where it is,
+    /// and nobody else reads or writes it meanwhile, whenever the graph is launched.
+    pub unsafe fn recorded(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         self.stream().begin_capture(mode).map_err(Error::wrap)?;
         let done = work();

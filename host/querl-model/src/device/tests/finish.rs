@@ -51,7 +51,8 @@ impl Parts {
             .zip(&kept)
             .map(|(part, (b, bias, factor))| {
                 let change = Change { b, rank: part.rank, first: part.first, scale: SCALE };
-                Member::new(gpu(), part.n_out, Some(&change), Some(bias), Some(factor)).unwrap()
+                // SAFETY: what it names is kept beside the table.
+                unsafe { Member::new(gpu(), part.n_out, Some(&change), Some(bias), Some(factor)) }.unwrap()
             })
             .collect();
         Self { table: gpu().upload(&members).unwrap(), _kept: kept }

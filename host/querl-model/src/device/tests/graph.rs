@@ -9,7 +9,8 @@ fn beside() -> Gpu {
 fn what_is_recorded_is_done_each_time_it_is_launched() {
     let gpu = beside();
     let (mut sum, x) = (gpu.upload(&[1f32, 2.0, 3.0]).unwrap(), gpu.upload(&[10f32, 20.0, 30.0]).unwrap());
-    let mut graph = gpu.recorded(|| gpu.add(&mut sum, &x)).unwrap();
+    // SAFETY: `sum` and `x` are there until the end, and only this thread uses them.
+    let mut graph = unsafe { gpu.recorded(|| gpu.add(&mut sum, &x)) }.unwrap();
     assert_eq!(gpu.download(&sum).unwrap(), [1.0, 2.0, 3.0], "recording does nothing");
     for n in 1..4 {
         graph.launch().unwrap();
@@ -22,9 +23,11 @@ fn what_is_recorded_is_done_each_time_it_is_launched() {
 fn what_cannot_be_recorded_is_an_error_and_the_stream_goes_on() {
     let gpu = beside();
     let x = gpu.upload(&[1f32, 2.0]).unwrap();
-    let refused = gpu.recorded(|| gpu.synchronize());
+    // SAFETY: neither work hands anything to the card.
+    let refused = unsafe { gpu.recorded(|| gpu.synchronize()) };
     assert!(refused.is_err(), "a wait was recorded");
-    let failed = gpu.recorded(|| candle_core::bail!("a fault of the work")).err().unwrap();
+    // SAFETY: as above.
+    let failed = unsafe { gpu.recorded(|| candle_core::bail!("a fault of the work")) }.err().unwrap();
     assert!(failed.to_string().contains("a fault of the work"), "{failed}");
     assert_eq!(gpu.download(&gpu.copy(&x).unwrap()).unwrap(), [1.0, 2.0]);
 }
