@@ -190,9 +190,9 @@ __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16*
     }
 
     copies_done<0>();
-    const float low = over_row(total[0], false), high = over_row(total[1], false);
+    const float low = over_row(total[0], false), high = over_row(total[1], false); // 0 where nothing is seen; else NaN stays NaN
     __syncthreads(); // a list may be empty: then the copies of other threads end here
-    write_rows<D>(out, own_queries, sums, low > 0.0f ? 1.0f / low : 0.0f, high > 0.0f ? 1.0f / high : 0.0f, first + warp * 16,
+    write_rows<D>(out, own_queries, sums, low == 0.0f ? 0.0f : 1.0f / low, high == 0.0f ? 0.0f : 1.0f / high, first + warp * 16,
                   shape.n_queries, head, shape.n_heads, shape.head_dim);
     if (t != 0) return;
     float* own_sums = log_sums + (i64)head * shape.n_queries;

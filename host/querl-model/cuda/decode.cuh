@@ -16,23 +16,6 @@
 
 constexpr int BLOCK_TOKENS = 16, SPLIT_KEYS = 256, DECODE_WARPS = 4, HEADS_AT_ONCE = 16, MOST_TOGETHER = 4;
 
-// rows: (n, kv_heads, head_dim); cache: (n_blocks, kv_heads, 16, head_dim); slots: (n) places block * 16 + token. A warp copies one
-// head of one row. Floor: 4 bytes a value.
-extern "C" __global__ void store(const bf16* rows, const unsigned* slots, bf16* cache, i64 n, int n_kv_heads, int head_dim, i64 n_blocks) {
-    const i64 place = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (place >= n * n_kv_heads) return;
-    const i64 slot = slots[place / n_kv_heads], head = place % n_kv_heads;
-    if (slot >= n_blocks * BLOCK_TOKENS) return;
-    const bf16* from = rows + place * head_dim;
-    bf16* to = cache + ((slot / BLOCK_TOKENS * n_kv_heads + head) * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim;
-    const int lane = threadIdx.x % 32;
-    if (head_dim % 8 == 0 && is_aligned(rows) && is_aligned(cache)) {
-        for (int i = lane; i < head_dim / 8; i += 32) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-    } else {
-        for (int i = lane; i < head_dim; i += 32) to[i] = from[i];
-    }
-}
-
 // keys, values: (layers, n_blocks, values of a block); copies: pairs of blocks, from and to, no block twice. Grid: pairs, layers, 2.
 // `words`: sixteens of bytes of a block. Floor: 8 bytes a value.
 extern "C" __global__ void copy_blocks(bf16* keys, bf16* values, const unsigned* copies, i64 n_blocks, i64 words) {
@@ -192,6 +175,7 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
     for (int row = 0; row < 2; row++) {
         total[row] += __shfl_xor_sync(ALL_LANES, total[row], 1);
         total[row] += __shfl_xor_sync(ALL_LANES, total[row], 2);
+        if (total[row] != total[row]) max[row] = total[row]; // a NaN among the scores, which no maximum has kept
         float* to = found + (warp * HEADS_AT_ONCE + g + 8 * row) * line;
 #pragma unroll
         for (int field = 0; field < FIELDS; field++)
@@ -220,9 +204,9 @@ __device__ __forceinline__ void decode_attention(const bf16* q, const bf16* keys
         if (parts) {
             float* to = parts + (place * n_splits + blockIdx.x) * line;
             to[column] = sum;
-            if (column == 0) to[head_dim] = most, to[head_dim + 1] = all;
+            if (column == 0) to[head_dim] = all == all ? most : all, to[head_dim + 1] = all;
         } else {
-            out[place * head_dim + column] = __float2bfloat16(all > 0.0f ? sum / all : 0.0f);
+            out[place * head_dim + column] = __float2bfloat16(all == 0.0f ? 0.0f : sum / all);
         }
     }
 }
@@ -245,7 +229,7 @@ extern "C" __global__ void decode_attention_join(const float* parts, const unsig
     for (int column = threadIdx.x % 32; column < head_dim; column += 32) {
         float sum = 0.0f;
         for (int split = 0; split < n_own; split++) sum += kept(split) * from[split * line + column];
-        out[place * head_dim + column] = __float2bfloat16(all > 0.0f ? sum / all : 0.0f);
+        out[place * head_dim + column] = __float2bfloat16(all == 0.0f ? 0.0f : sum / all);
     }
 }
 

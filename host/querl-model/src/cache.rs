@@ -8,6 +8,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Tokens of a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
 pub const BLOCK_TOKENS: usize = 16;
 
+/// Keys that one thread block of a card attends to. A constant: what a sequence gets does not depend on the sequences beside it.
+const SPLIT_KEYS: usize = 256;
+
+/// Parts in which a card attends to so many keys: a row gets the same whether there are more parts than it needs.
+pub fn n_splits(max_length: usize) -> usize {
+    max_length.div_ceil(SPLIT_KEYS).max(1)
+}
+
+/// Values, f32, that a card keeps of such parts for `n` rows.
+pub fn split_values(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> usize {
+    if n_splits > 1 { n * n_heads * n_splits * (head_dim + 2) } else { 0 }
+}
+
 /// Where keys and values stand in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockShape {

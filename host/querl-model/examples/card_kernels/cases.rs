@@ -55,6 +55,10 @@ fn elementwise(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let n = n_rows * sizes.shape.hidden_size;
     let (x, mut sum, half) = (floats(gpu, n)?, floats(gpu, n)?, halves(gpu, n)?);
     measure(case(format!("to_bf16 of {n}"), bytes("to_bf16", 6 * n), || gpu.to_bf16(&x).map(drop)));
+    let mut mark = gpu.zeros(1)?;
+    measure(case(format!("mark_not_finite of {n}"), bytes("mark_not_finite", 4 * n), || {
+        gpu.mark_not_finite(&x, &mut mark)
+    }));
     measure(case(format!("to_f32 of {n}"), bytes("to_f32", 6 * n), || gpu.to_f32(&half).map(drop)));
     measure(case(format!("add of {n}"), bytes("add", 12 * n), || gpu.add(&mut sum, &x)));
     drop((x, sum, half));

@@ -34,12 +34,7 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Res
     let (head_dim, n_kv_heads) = (shape.head_dim, shape.n_kv_heads);
     let width = CONTEXT.div_ceil(BLOCK_TOKENS);
     let cache = CacheShape { n_blocks: n * width, n_kv_heads, head_dim };
-    let (mut keys, values) = (halves(gpu, cache.len())?, halves(gpu, cache.len())?);
-    let new = halves(gpu, n * n_kv_heads * head_dim)?;
-    let slots = last_slots(gpu, n, width)?;
-    measure(case(format!("store: {n} tokens"), bytes("store", 4 * new.len()), || {
-        gpu.store(&new, &slots, &mut keys, cache)
-    }));
+    let (keys, values) = (halves(gpu, cache.len())?, halves(gpu, cache.len())?);
     let q = halves(gpu, n * shape.n_heads * head_dim)?;
     let tables = gpu.upload(&(0..(n * width) as u32).collect::<Vec<_>>())?;
     let lengths = gpu.upload(&vec![CONTEXT as u32; n])?;
@@ -70,7 +65,8 @@ impl Changes {
         let b = widths.iter().map(|width| halves(gpu, width * RANK)).collect::<Result<Vec<_>>>()?;
         let member = |(index, (&width, b)): (usize, (&usize, &CudaSlice<bf16>))| {
             let change = Change { b, rank: RANK, first: index * RANK, scale: 2.0 };
-            Member::new(gpu, width, Some(&change), bias, None)
+            // SAFETY: all B are kept beside the table, and the caller's bias is there as long as it measures.
+            unsafe { Member::new(gpu, width, Some(&change), bias, None) }
         };
         let members = widths.iter().zip(&b).enumerate().map(member).collect::<Result<Vec<_>>>()?;
         let low_width = widths.len() * RANK;

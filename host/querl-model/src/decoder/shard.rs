@@ -5,6 +5,7 @@
 //!
 //! Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 
+use crate::kernels::GROUP;
 use crate::{DecoderConfig, ModelError, Ranks};
 use candle_core::{Device, Result as TensorResult, Tensor};
 use querl_core::config::BaseDtype;
@@ -189,9 +190,6 @@ impl Ranks {
         Ok(Tensor::cat(&tensors.collect::<TensorResult<Vec<_>>>()?, axis)?)
     }
 }
-
-/// Neighbours of a row that share a scale in int8 and nf4.
-const GROUP: usize = 64;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

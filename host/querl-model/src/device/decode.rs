@@ -3,15 +3,10 @@
 use super::elementwise::same_length;
 use super::gpu::Gpu;
 use super::launch::Arg;
+use crate::cache::{BLOCK_TOKENS, split_values};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut};
 use candle_core::{Result, bail};
 use half::bf16;
-
-/// Tokens of a block of keys or values.
-pub const BLOCK_TOKENS: usize = 16;
-
-/// Keys that one thread block attends to. A constant: what a sequence gets does not depend on the sequences beside it.
-const SPLIT_KEYS: usize = 256;
 
 /// Query heads of one key-value head that a thread block takes at once: the rows of a tensor-core product.
 const HEADS_AT_ONCE: usize = 16;
@@ -53,18 +48,8 @@ pub struct Sequences<'a> {
     pub lines: Option<CudaView<'a, u32>>,
     /// Tokens that each row sees, its own included; 0 leaves its result zero.
     pub lengths: CudaView<'a, u32>,
-    /// See [`n_splits`], of at least the largest length.
+    /// See [`super::n_splits`], of at least the largest length.
     pub n_splits: usize,
-}
-
-/// Parts in which so many keys are attended to: a row gets the same whether there are more parts than it needs.
-pub fn n_splits(max_length: usize) -> usize {
-    max_length.div_ceil(SPLIT_KEYS).max(1)
-}
-
-/// Values that [`Gpu::decode_attention_into`] keeps of its parts, for `n` rows.
-pub fn split_values(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> usize {
-    if n_splits > 1 { n * n_heads * n_splits * (head_dim + 2) } else { 0 }
 }
 
 /// Rows that a thread block takes at once, where each alone would make `n_blocks` of them: two blocks stay for each processor.
@@ -74,36 +59,6 @@ fn rows_together(group: usize, n_blocks: usize, n_processors: usize) -> usize {
 }
 
 impl Gpu {
-    /// Puts keys or values `(n, kv_heads * D)` into the cache, each row in the place `block * BLOCK_TOKENS + token` that `slots`
-    /// names; a place outside the pool is left out.
-    ///
-    /// # Errors
-    /// Lengths that do not fit.
-    pub fn store(
-        &self,
-        rows: &impl DevicePtr<bf16>,
-        slots: &impl DevicePtr<u32>,
-        cache: &mut impl DevicePtrMut<bf16>,
-        shape: CacheShape,
-    ) -> Result<()> {
-        let CacheShape { n_blocks, n_kv_heads, head_dim } = shape;
-        same_length("store", rows.len(), slots.len() * n_kv_heads * head_dim)?;
-        same_length("store", cache.len(), shape.len())?;
-        let [rows_at, slots_at] = [self.input(rows), self.input(slots)];
-        let mut args = [
-            rows_at,
-            slots_at,
-            self.output(cache),
-            slots.len().into(),
-            n_kv_heads.into(),
-            head_dim.into(),
-            n_blocks.into(),
-        ];
-        let n_blocks = (slots.len() * n_kv_heads).div_ceil(8);
-        // SAFETY: as `cuda/decode.cuh` declares it: a warp for each head of each row; slots are checked on the card.
-        unsafe { self.launch("store", [n_blocks, 1, 1], 256, 0, &mut args) }
-    }
-
     /// Copies blocks to others, in all layers at once. `copies`: pairs of from and to, no block in two of them; `keys`, `values`:
     /// those of all layers, one after another.
     ///
@@ -149,7 +104,7 @@ impl Gpu {
         Ok(out)
     }
 
-    /// The same, into memory that is there. `parts`: at least [`split_values`], written over.
+    /// The same, into memory that is there. `parts`: at least [`super::split_values`], written over.
     ///
     /// # Errors
     /// As [`Gpu::decode_attention`].

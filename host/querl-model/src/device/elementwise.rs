@@ -61,6 +61,15 @@ impl Gpu {
         self.over("to_bf16", x.len(), &mut [self.input(x), self.output(y), x.len().into()])
     }
 
+    /// Sets `mark`, one number, to 1 where a value is not finite in bf16, and leaves it as it is elsewhere.
+    ///
+    /// # Errors
+    /// More than one number as the mark.
+    pub fn mark_not_finite(&self, x: &impl DevicePtr<f32>, mark: &mut impl DevicePtrMut<u32>) -> Result<()> {
+        same_length("mark_not_finite", mark.len(), 1)?;
+        self.over("mark_not_finite", x.len(), &mut [self.input(x), self.output(mark), x.len().into()])
+    }
+
     /// Widens to f32.
     ///
     /// # Errors

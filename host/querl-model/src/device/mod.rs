@@ -36,7 +36,7 @@ mod weight;
 
 pub use adamw::{AdamLoan, AdamTensor, AdamWStep, GradientNorm};
 pub use attention::TreeQueries;
-pub use decode::{BLOCK_TOKENS, CacheShape, Sequences, n_splits, split_values};
+pub use decode::{CacheShape, Sequences};
 pub use dropout::Masks;
 pub use elementwise::Element;
 #[cfg(test)]
@@ -56,9 +56,11 @@ pub use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub use rope::DeviceRope;
 pub use rows::Namers;
 pub use sampling::{Answers, Drawn, SamplingRows, SamplingRules};
-pub use tensors::{Loan, storage, whole};
+pub use tensors::{Loan, rounded_weight, storage, whole};
 pub use trace::Launched;
 pub use weight::DeviceWeight;
+
+pub use crate::cache::{BLOCK_TOKENS, n_splits, split_values};
 
 /// Values on the card.
 pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};

@@ -3,6 +3,7 @@
 use super::elementwise::Element;
 use super::gpu::Gpu;
 use super::launch::{Arg, THREADS, blocks_for};
+use crate::kernels::GROUP;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle_core::{Result, bail};
 use half::bf16;
@@ -19,9 +20,6 @@ pub enum PackedFormat {
     /// 1 byte: e4m3, the largest of a row being 448.
     Fp8,
 }
-
-/// Neighbours of a row that share a scale; of fp8 all.
-const GROUP: usize = 64;
 
 impl PackedFormat {
     /// `None` of a type that is no packed one.

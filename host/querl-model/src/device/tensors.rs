@@ -1,6 +1,7 @@
 //! candle's tensors of the card, seen as values on the card, and back.
 
 use super::gpu::Gpu;
+use super::weight::DeviceWeight;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
 use std::ops::Deref;
@@ -54,4 +55,13 @@ pub fn whole(tensor: &Tensor) -> Result<Tensor> {
 /// Values as a tensor's storage.
 pub fn storage(gpu: &Gpu, values: CudaSlice<f32>) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(values, gpu.cuda_device().clone())
+}
+
+/// A trained weight `(out, in)` as products read it.
+///
+/// # Errors
+/// A tensor that is no matrix of the card, or no memory left.
+pub fn rounded_weight(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
+    let (n_out, n_in) = weight.dims2()?;
+    DeviceWeight::new(gpu.to_bf16(&*Loan::of(&whole(weight)?)?)?, n_out, n_in)
 }

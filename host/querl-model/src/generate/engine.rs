@@ -210,10 +210,13 @@ impl<'a> Engine<'a> {
 
     #[cfg(feature = "cuda")]
     fn new_pool(&mut self, n_blocks: usize) -> Result<(), ModelError> {
+        let shape = BlockShape::new(self.decoder.local_config());
+        // The card lets go of its blocks before it makes others: where there is no memory for those, there are none.
+        self.pool = BlockPool::of_card(shape, 0);
         if let Some(Policy::Card(card)) = &mut self.policy {
             card.make_blocks(n_blocks)?;
         }
-        self.pool = BlockPool::of_card(BlockShape::new(self.decoder.local_config()), n_blocks);
+        self.pool = BlockPool::of_card(shape, n_blocks);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //! a card's memory.
 
 use crate::DecoderConfig;
-use crate::cache::BLOCK_TOKENS;
+use crate::cache::{BLOCK_TOKENS, n_splits, split_values};
 
 /// Answers for which a card has room at once. A further one waits until others end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,9 +60,6 @@ const SPLIT_VALUES: usize = 1 << 24;
 /// Logits that are there at once: 256 answers' of a vocabulary of 152,000 tokens.
 const LOGITS: usize = 5 << 23;
 
-/// Keys that attention takes at once (`device::n_splits`).
-const SPLIT_KEYS: usize = 256;
-
 /// Sequences for which steps are made: one of fewer is filled up to the next, so that few kinds of steps are recorded, and a product
 /// of one kind always runs in one way.
 const BUCKETS: [usize; 14] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256];
@@ -90,8 +87,8 @@ pub(super) struct Sizes {
 impl Sizes {
     pub(super) fn new(config: &DecoderConfig, n_sequences: usize, longest: usize) -> Self {
         let n_units = bucket(n_sequences.max(1));
-        let n_splits = longest.div_ceil(SPLIT_KEYS).max(1);
-        let of_row = if n_splits > 1 { config.n_heads * n_splits * (config.head_dim + 2) } else { 1 };
+        let n_splits = n_splits(longest);
+        let of_row = split_values(1, config.n_heads, config.head_dim, n_splits).max(1);
         let n_rows = (SPLIT_VALUES / of_row).clamp(n_units, ROWS_OF_PASS.max(n_units));
         let n_logit_rows = (LOGITS / config.vocab_size.max(1)).clamp(1, n_units);
         Self { n_units, n_rows, n_logit_rows, width: longest.div_ceil(BLOCK_TOKENS).max(1), n_splits }
@@ -99,7 +96,7 @@ impl Sizes {
 
     /// Values of attention in parts.
     pub(super) fn n_split_values(&self, config: &DecoderConfig) -> usize {
-        if self.n_splits > 1 { self.n_rows * config.n_heads * self.n_splits * (config.head_dim + 2) } else { 0 }
+        split_values(self.n_rows, config.n_heads, config.head_dim, self.n_splits)
     }
 
     /// Whether there is room for all that `other` has room for.

@@ -1,7 +1,7 @@
 //! Operations of a graph whose tensors are on a card: f32 in and out, products in bf16.
 
 use crate::device::{
-    CudaSlice, DeviceWeight, Gpu, Loan, LogprobRows, Namers, Projection, input_gradient, storage, whole,
+    CudaSlice, DeviceWeight, Gpu, Loan, LogprobRows, Namers, Projection, input_gradient, rounded_weight, storage, whole,
 };
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -109,14 +109,8 @@ pub(super) fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>)
     }
     let gpu = Gpu::of(x.device())?;
     let weight = whole(weight)?;
-    let op = CardLinear { weight: rounded(&gpu, &weight)?, gpu, bias: None };
+    let op = CardLinear { weight: rounded_weight(&gpu, &weight)?, gpu, bias: None };
     whole(x)?.apply_op2(&weight, op)
-}
-
-/// A trained weight as products read it.
-fn rounded(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
-    let (n_out, n_in) = weight.dims2()?;
-    DeviceWeight::new(gpu.to_bf16(&*Loan::of(weight)?)?, n_out, n_in)
 }
 
 /// With the values of the weight, which is trained, as the second input.
@@ -171,7 +165,7 @@ pub(super) fn trained_token_logprobs(
 ) -> Result<Tensor> {
     let gpu = Gpu::of(hidden.device())?;
     let trained = whole(head)?;
-    let (targets, head) = (gpu.upload(targets)?, rounded(&gpu, &trained)?);
+    let (targets, head) = (gpu.upload(targets)?, rounded_weight(&gpu, &trained)?);
     whole(hidden)?.apply_op2(&trained, CardLogprobs { gpu, head, targets, temperature, rows: OnceLock::new() })
 }
 

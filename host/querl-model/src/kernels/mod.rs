@@ -21,6 +21,7 @@ mod swiglu;
 
 pub use attention::{Node, Queries, RowTree, attention};
 pub use frozen::FrozenWeight;
+pub(crate) use frozen::GROUP;
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::{CARD_LOGITS, CARD_LOGITS_OF_ROW, token_logprobs};
 pub use rms_norm::rms_norm;

@@ -6,7 +6,7 @@ use crate::Ranks;
 use crate::decoder::card::CardRows;
 use crate::decoder::layer::{Rows, Wanted};
 use crate::device::{
-    CudaSlice, DeviceWeight, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, storage, whole,
+    CudaSlice, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, rounded_weight, storage, whole,
 };
 use crate::kernels::Weight;
 use candle_core::{Error, Result, Storage, Tensor, bail};
@@ -182,12 +182,6 @@ impl Open<'_> {
         }
         Ok(())
     }
-}
-
-/// A trained weight as products read it.
-fn rounded_weight(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
-    let (n_out, n_in) = weight.dims2()?;
-    DeviceWeight::new(gpu.to_bf16(&*Loan::of(&whole(weight)?)?)?, n_out, n_in)
 }
 
 impl Rounded {

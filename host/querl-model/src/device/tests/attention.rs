@@ -113,3 +113,30 @@ fn queries_that_do_not_fit_the_tree_are_refused() {
     let error = gpu().attend(&queries, 160, &wide, &wide, &wide).unwrap_err().to_string();
     assert!(error.starts_with("attention: heads of 160; the kernels take up to 128"), "{error}");
 }
+
+/// The symptom: a query that was no number, or saw a key that was none, came out as zeros, as if it had seen nothing.
+#[test]
+fn what_is_no_number_stays_none_where_it_is_seen() {
+    let (head_dim, lengths) = (16, [70, 30]);
+    let on_device = TreeQueries::all(gpu(), &RowTree::separate(&lengths)).unwrap();
+    let mut rng = rng(9);
+    let [q, k, v] = [(); 3].map(|()| rounded(&mut rng, 100 * head_dim));
+    let attend = |q: &[f32], k: &[f32]| {
+        let (out, log_sums) = gpu().attend(&on_device, head_dim, &halves(q), &halves(k), &halves(&v)).unwrap();
+        (floats(&out), gpu().download(&log_sums).unwrap())
+    };
+    let (expected, _) = attend(&q, &k);
+    for (is_key, row, until) in [(true, 0, 70), (true, 65, 70), (true, 99, 100), (false, 64, 65)] {
+        let (mut q, mut k) = (q.clone(), k.clone());
+        let wrong = if is_key { &mut k } else { &mut q };
+        wrong[row * head_dim + 3] = f32::NAN;
+        let (found, log_sums) = attend(&q, &k);
+        for at in 0..100 {
+            let (own, before) = (&found[at * head_dim..][..head_dim], &expected[at * head_dim..][..head_dim]);
+            match (row..until).contains(&at) {
+                true => assert!(own.iter().all(|x| x.is_nan()) && log_sums[at].is_nan(), "row {at} of {row}: {own:?}"),
+                false => assert_eq!(own, before, "row {at}, which does not see {row}"),
+            }
+        }
+    }
+}

@@ -49,6 +49,14 @@ fn expected(case: &Case, q: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>]) -> V
     out
 }
 
+/// Puts a token's keys or values `(kv_heads, D)` into its block.
+fn put(cache: &mut [f32], shape: CacheShape, block: usize, token: usize, row: &[f32]) {
+    for (head, values) in row.chunks_exact(shape.head_dim).enumerate() {
+        let to = ((block * shape.n_kv_heads + head) * BLOCK_TOKENS + token) * shape.head_dim;
+        cache[to..to + shape.head_dim].copy_from_slice(values);
+    }
+}
+
 fn check(case: &Case, seed: u64) {
     let (mut rng, width) = (rng(seed), case.width());
     let tables = case.tables();
@@ -62,15 +70,15 @@ fn check(case: &Case, seed: u64) {
     let sequences: Vec<usize> = (0..case.lengths.len()).collect();
     let [keys, values] = [0, 1].map(|i| sequences.iter().map(|&s| rows_of(&pools[i], s)).collect::<Vec<_>>());
 
+    // What no sequence holds is NaN.
     let [k_cache, v_cache] = [&keys, &values].map(|rows| {
-        let mut cache = halves(&vec![f32::NAN; case.shape.len()]);
+        let mut cache = vec![f32::NAN; case.shape.len()];
         for (table, rows) in tables.iter().zip(rows) {
-            let slots: Vec<u32> = (0..rows.len() / width)
-                .map(|token| table[token / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (token % BLOCK_TOKENS) as u32)
-                .collect();
-            gpu().store(&halves(rows), &gpu().upload(&slots).unwrap(), &mut cache, case.shape).unwrap();
+            for (token, row) in rows.chunks_exact(width).enumerate() {
+                put(&mut cache, case.shape, table[token / BLOCK_TOKENS] as usize, token % BLOCK_TOKENS, row);
+            }
         }
-        cache
+        halves(&cache)
     });
     let room = tables.iter().map(Vec::len).max().unwrap() + 1;
     let padded: Vec<u32> =
@@ -127,15 +135,53 @@ fn what_stands_beside_a_sequence_does_not_change_its_result() {
     assert_eq!(attend(1, 40), attend(3, 300)[..16]);
 }
 
+/// The symptom: what a sequence saw through a key or a query that was no number came out as zeros, as if it had seen nothing.
 #[test]
-fn places_outside_the_pool_are_left_out() {
+fn what_is_no_number_stays_none_and_in_its_sequence() {
+    let (shape, n_heads) = (CacheShape { n_blocks: 40, n_kv_heads: 1, head_dim: 16 }, 2);
+    let clean = rounded(&mut rng(11), shape.len());
+    let tables: Vec<u32> = (0..40).collect();
+    let attend = |keys: &[f32], q: &[f32], n_splits: usize| {
+        let (tables, lengths) = (gpu().upload(&tables).unwrap(), gpu().upload(&[300u32, 300]).unwrap());
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let sequences = Sequences { tables, width: 20, lines: None, lengths, n_splits };
+        floats(&gpu().decode_attention(&halves(q), &halves(keys), &halves(&clean), shape, &sequences).unwrap())
+    };
+    let q = rounded(&mut rng(12), 2 * n_heads * 16);
+    for n_splits in [2, 4] {
+        let expected = attend(&clean, &q, n_splits);
+        // A token that is seen, among others of its warp and alone; and one behind the last that is seen.
+        for (sequence, token, is_seen) in [(0, 5, true), (1, 299, true), (1, 0, true), (0, 300, false)] {
+            let mut keys = clean.clone();
+            put(&mut keys, shape, sequence * 20 + token / BLOCK_TOKENS, token % BLOCK_TOKENS, &[f32::NAN; 16]);
+            let found = attend(&keys, &q, n_splits);
+            let (own, other) = (sequence * n_heads * 16, (1 - sequence) * n_heads * 16);
+            assert_eq!(found[other..][..32], expected[other..][..32], "the other sequence, token {token}");
+            match is_seen {
+                true => {
+                    assert!(found[own..][..32].iter().all(|x| x.is_nan()), "token {token} of {sequence}: {found:?}")
+                }
+                false => assert_eq!(found, expected),
+            }
+        }
+        let mut of_no_number = q.clone();
+        of_no_number[16 + 3] = f32::NAN; // the second head of the first sequence
+        let found = attend(&clean, &of_no_number, n_splits);
+        assert!(found[16..32].iter().all(|x| x.is_nan()), "{found:?}");
+        assert_eq!((&found[..16], &found[32..]), (&expected[..16], &expected[32..]));
+    }
+}
+
+#[test]
+fn a_sequence_in_one_part_keeps_what_is_no_number_too() {
     let shape = CacheShape { n_blocks: 1, n_kv_heads: 1, head_dim: 8 };
-    let mut cache = halves(&[0.0; 128]);
-    let slots = gpu().upload(&[3u32, 16, u32::MAX]).unwrap();
-    gpu().store(&halves(&[1.0; 24]), &slots, &mut cache, shape).unwrap();
-    let mut expected = [0f32; 128];
-    expected[24..32].fill(1.0);
-    assert_eq!(floats(&cache), expected);
+    let cache = halves(&rounded(&mut rng(13), shape.len()));
+    let (table, lengths) = (gpu().upload(&[0u32, 0]).unwrap(), gpu().upload(&[1u32, 0]).unwrap());
+    let (tables, lengths) = (table.as_view(), lengths.as_view());
+    let sequences = Sequences { tables, width: 1, lines: None, lengths, n_splits: 1 };
+    let found = gpu().decode_attention(&halves(&[f32::NAN; 16]), &cache, &cache, shape, &sequences).unwrap();
+    let found = floats(&found);
+    assert!(found[..8].iter().all(|x| x.is_nan()) && found[8..] == [0.0; 8], "who sees nothing gets zeros: {found:?}");
 }
 
 #[test]

@@ -125,3 +125,19 @@ fn tensors_outlive_the_card_that_they_were_made_on() {
     let product = x.matmul(&x).unwrap().to_vec2::<f32>().unwrap();
     assert_eq!(product, [[7.0, 10.0], [15.0, 22.0]]);
 }
+
+#[test]
+fn values_that_are_not_finite_in_bf16_leave_a_mark() {
+    let n = 5003;
+    for (value, is_marked) in
+        [(f32::NAN, 1), (f32::INFINITY, 1), (-f32::INFINITY, 1), (3.4e38, 1), (3.38e38, 0), (-1e-45, 0)]
+    {
+        for place in [0, 7, 4096, n - 1] {
+            let mut values = random(&mut rng(1), n);
+            values[place] = value;
+            let mut mark = gpu().zeros(1).unwrap();
+            gpu().mark_not_finite(&gpu().upload(&values).unwrap(), &mut mark).unwrap();
+            assert_eq!(gpu().download(&mark).unwrap(), [is_marked], "{value} at {place}");
+        }
+    }
+}

@@ -60,7 +60,8 @@ pub(in crate::generate) struct CardPolicy {
     /// Of what stands here.
     config: DecoderConfig,
     parallel: TensorParallel,
-    weights: CardWeights,
+    /// `None` after a policy that could not be taken.
+    weights: Option<CardWeights>,
     cache: Option<Cache>,
     places: Option<Places>,
     graphs: Graphs,
@@ -77,28 +78,34 @@ impl CardPolicy {
         Place::check_card_heads(decoder.config().head_dim, CardUse::Answers)
             .map_err(|error| ModelError::Generation(format!("{error}; set `device = \"cpu\"`")))?;
         let (of_tensors, gpu) = (gpu.clone(), gpu.beside()?);
-        let weights = CardWeights::new(&gpu, &of_tensors, decoder, adapter)?;
+        let weights = Some(CardWeights::new(&gpu, &of_tensors, decoder, adapter)?);
         let (config, parallel) = (decoder.local_config().clone(), decoder.parallel().clone());
-        let graphs = new_graphs(&weights, &parallel);
+        let graphs = new_graphs(weights.as_ref(), &parallel);
         Ok(Self { gpu, of_tensors, config, parallel, weights, cache: None, places: None, graphs, sampling: None })
     }
 
-    /// Takes another policy.
+    /// Takes another policy. After an error there is none.
     pub(in crate::generate) fn set(
         &mut self,
         decoder: &Decoder,
         adapter: Option<&LoraAdapter>,
     ) -> Result<(), ModelError> {
-        if !self.weights.replace(&self.gpu, &self.of_tensors, decoder, adapter)? {
-            self.weights = CardWeights::new(&self.gpu, &self.of_tensors, decoder, adapter)?;
-            self.forget_steps();
+        let (gpu, of_tensors) = (self.gpu.clone(), self.of_tensors.clone());
+        if let Some(mut weights) = self.weights.take()
+            && weights.replace(&gpu, &of_tensors, decoder, adapter)?
+        {
+            self.weights = Some(weights);
+            return Ok(());
         }
+        self.forget_steps(); // and with the old weights, which are gone here, there is room for the new
+        self.weights = Some(CardWeights::new(&gpu, &of_tensors, decoder, adapter)?);
+        self.graphs = new_graphs(self.weights.as_ref(), &self.parallel);
         Ok(())
     }
 
     /// Makes the blocks of keys and values anew.
     pub(in crate::generate) fn make_blocks(&mut self, n_blocks: usize) -> Result<(), ModelError> {
-        self.graphs = new_graphs(&self.weights, &self.parallel);
+        self.graphs = new_graphs(self.weights.as_ref(), &self.parallel);
         self.cache = None; // the old go before the new are made
         let DecoderConfig { n_layers, n_kv_heads, head_dim, .. } = self.config;
         self.cache = Some(Cache::new(&self.gpu, n_layers, CacheShape { n_blocks, n_kv_heads, head_dim })?);
@@ -130,7 +137,7 @@ impl CardPolicy {
             return Ok(());
         }
         self.forget_steps();
-        let low_width = self.weights.low_width();
+        let low_width = self.weights.as_ref().map_or(0, CardWeights::low_width);
         self.places = Some(Places::new(&self.gpu, &self.config, sizes, low_width, n_answer_tokens)?);
         Ok(())
     }
@@ -143,21 +150,24 @@ impl CardPolicy {
 
     /// Lets go of the memory of steps, and of what was recorded with it.
     fn forget_steps(&mut self) {
-        self.graphs = new_graphs(&self.weights, &self.parallel);
+        self.graphs = new_graphs(self.weights.as_ref(), &self.parallel);
         self.places = None;
     }
 
     /// Feeds the new tokens of all units, and hands what follows to their takers.
     pub(in crate::generate) fn advance(&mut self, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+        let Some(weights) = &self.weights else {
+            return Err(ModelError::Generation("a card without a policy: the last one could not be taken".into()));
+        };
         let (Some(places), Some(cache), Some(sampling)) = (&mut self.places, &mut self.cache, &self.sampling) else {
             return Err(ModelError::Generation("a card without room for keys and values".into()));
         };
-        let (gpu, config, weights, graphs) = (&self.gpu, &self.config, &self.weights, &mut self.graphs);
+        let (gpu, config, graphs) = (&self.gpu, &self.config, &mut self.graphs);
         Step { gpu, config, parallel: &self.parallel, weights, places, cache, graphs, sampling }.run(units, rules)
     }
 }
 
 /// No step is recorded where ranks meet within it: before each sum they see to it, on the host, that none has failed.
-fn new_graphs(weights: &CardWeights, parallel: &TensorParallel) -> Graphs {
-    Graphs::new(weights.can_be_recorded() && !parallel.is_split())
+fn new_graphs(weights: Option<&CardWeights>, parallel: &TensorParallel) -> Graphs {
+    Graphs::new(weights.is_some_and(CardWeights::can_be_recorded) && !parallel.is_split())
 }

@@ -30,7 +30,9 @@ impl Step<'_> {
             }
         }
         let gpu = self.gpu;
-        match gpu.recorded(|| self.forward_to_logits(counts)) {
+        // SAFETY: nobody else uses the policy's stream, and where weights, cache or places are made anew no graph of the old is
+        // launched any more: the policy forgets them.
+        match unsafe { gpu.recorded(|| self.forward_to_logits(counts)) } {
             Ok(mut graph) => {
                 graph.launch()?;
                 self.graphs.set(kind, Known::Recorded(graph));

@@ -236,6 +236,64 @@ fn steps_are_recorded_and_a_policy_takes_the_place_of_the_one_before() {
     assert!(answers(None, 4).0 == alone(None), "the bare base, of other shapes");
 }
 
+/// The symptom: recorded steps went on with the scale of the policy before, where only `lora_alpha` was another.
+#[test]
+fn a_policy_of_another_scale_has_steps_of_its_own() {
+    let (decoder, prompts) = (decoder("qwen3-tied", &card()), prompts());
+    let weak = adapter(&decoder, 1);
+    let strong = LoraAdapter::new(&decoder, LoraSettings::all_linear(3, 24.0), 5).unwrap();
+    for (to, from) in strong.vars().values().zip(weak.vars().values()) {
+        to.set(from.as_tensor()).unwrap();
+    }
+    let answers = |engine: &mut Engine<'_>, adapter: &LoraAdapter, version: u64| {
+        engine.set_policy(Some(adapter), version).unwrap();
+        generate(engine, &requests(&prompts), Decoding::Sample, &sampling(12))
+    };
+    let mut engine = engine(&decoder, 6);
+    let found = [(&weak, 1), (&strong, 2), (&weak, 3)].map(|(adapter, version)| answers(&mut engine, adapter, version));
+    let alone = |adapter| answers(&mut self::engine(&decoder, 6), adapter, 1);
+    assert!(found[0] != found[1] && found[0] == found[2] && found[1] == alone(&strong));
+}
+
+/// The symptom: NaN in an adapter came out as attention to nothing, and answers went on.
+#[test]
+fn a_policy_that_is_no_number_is_refused_and_the_next_one_taken() {
+    let pair = Pair::new("qwen3-tied");
+    let (prompts, bad) = (prompts(), adapter(&pair.on_card.0, 0));
+    let requests = requests(&prompts);
+    let mut engine = pair.engine(6);
+    let expected = generate(&mut engine, &requests, Decoding::Sample, &sampling(6));
+    let var = bad.vars().values().nth(3).unwrap().clone();
+    for (value, version) in [(f32::NAN, 2), (f32::INFINITY, 3)] {
+        let mut values = var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        values[5] = value;
+        var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
+        // In the place of the one before, and where there is none.
+        for version in [10 * version, 10 * version + 1] {
+            let refused = engine.set_policy(Some(&bad), version).unwrap_err().to_string();
+            assert!(refused.contains("not finite as bf16"), "{refused}");
+        }
+        let stopped = engine.generate(&requests, Decoding::Sample, &sampling(6), &BTreeSet::from([2])).unwrap_err();
+        assert!(stopped.to_string().contains("without a policy"), "{stopped}");
+    }
+    engine.set_policy(Some(&pair.on_card.1), 4).unwrap();
+    assert!(generate(&mut engine, &requests, Decoding::Sample, &sampling(6)) == expected);
+}
+
+/// The symptom: after a call for which there was no memory, every further one found a card without room.
+#[test]
+fn after_a_call_too_large_for_the_card_others_go_on() {
+    let (pair, prompts) = (Pair::new("qwen2-tied"), prompts());
+    let requests = requests(&prompts);
+    let mut engine = pair.engine(1 << 40);
+    let answers = |engine: &mut Engine<'_>| generate(engine, &requests, Decoding::Sample, &sampling(6));
+    let expected = answers(&mut engine);
+    let large = GenerationRequest { prompt: &prompts[0], seed: 1, n: 1 << 34 };
+    let refused = engine.generate(&[large], Decoding::Sample, &sampling(6), &BTreeSet::new()).unwrap_err();
+    assert!(refused.to_string().contains("OUT_OF_MEMORY"), "{refused}");
+    assert!(answers(&mut engine) == expected);
+}
+
 /// The numbers that the module's documentation tells, of two layers.
 #[test]
 fn a_step_takes_few_launches_whatever_the_number_of_sequences() {

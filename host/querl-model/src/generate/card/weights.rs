@@ -17,13 +17,15 @@ struct Reader<'g> {
     of_tensors: &'g Gpu,
     /// Copies that were made on the way, which are given back when they were read.
     copies: RefCell<Vec<Tensor>>,
+    /// One number, not 0 where a value of the policy's own is not finite.
+    mark: RefCell<CudaSlice<u32>>,
 }
 
 impl<'g> Reader<'g> {
     /// For tensors that are asked for already.
     fn new(gpu: &'g Gpu, of_tensors: &'g Gpu) -> Result<Self> {
         gpu.wait_for(of_tensors)?;
-        Ok(Self { gpu, of_tensors, copies: RefCell::default() })
+        Ok(Self { gpu, of_tensors, copies: RefCell::default(), mark: RefCell::new(gpu.zeros(1)?) })
     }
 
     /// Calls `read` with the values of a tensor.
@@ -36,13 +38,21 @@ impl<'g> Reader<'g> {
         read(&*Loan::of(&values)?)
     }
 
+    /// The same with values that training has changed, of which [`Reader::finish`] says whether they are finite.
+    fn read_trained<R>(&self, tensor: &Tensor, read: impl FnOnce(&CudaSlice<f32>) -> Result<R>) -> Result<R> {
+        self.read(tensor, |values| {
+            self.gpu.mark_not_finite(values, &mut *self.mark.borrow_mut())?;
+            read(values)
+        })
+    }
+
     /// A copy of one's own, f32.
     fn floats(&self, tensor: &Tensor) -> Result<CudaSlice<f32>> {
         self.read(tensor, |values| self.gpu.copy(values))
     }
 
     fn round_into(&self, tensor: &Tensor, to: &mut CudaViewMut<'_, bf16>) -> Result<()> {
-        self.read(tensor, |values| self.gpu.to_bf16_into(values, to))
+        self.read_trained(tensor, |values| self.gpu.to_bf16_into(values, to))
     }
 
     /// The weight itself where it is frozen; a copy of the values as they are now, rounded, where it is trained.
@@ -51,7 +61,7 @@ impl<'g> Reader<'g> {
             Weight::OnCard(weight) => Ok(weight.clone()),
             Weight::Trained(tensor) => {
                 let (n_out, n_in) = tensor.dims2()?;
-                DeviceWeight::new(self.read(tensor, |values| self.gpu.to_bf16(values))?, n_out, n_in)
+                DeviceWeight::new(self.read_trained(tensor, |values| self.gpu.to_bf16(values))?, n_out, n_in)
             }
             Weight::Frozen(_) => bail!("a weight of the cpu in a decoder on a card"),
         }
@@ -59,7 +69,12 @@ impl<'g> Reader<'g> {
 
     /// What was read may be written to, or given back, behind this.
     fn finish(self) -> Result<()> {
-        self.of_tensors.wait_for(self.gpu)
+        self.of_tensors.wait_for(self.gpu)?;
+        // Behind such values every score is NaN or none: that is said here, as on the CPU, and not by what is drawn.
+        if self.gpu.download(&*self.mark.borrow())? != [0] {
+            bail!("a weight of the policy holds a value that is not finite as bf16");
+        }
+        Ok(())
     }
 }
 
@@ -142,7 +157,7 @@ impl CardWeights {
     }
 
     /// Takes another policy in the place of this one: what was recorded with its memory stays right. False, and nothing done, where
-    /// the two are not of the same shapes.
+    /// the two are not of the same shapes and scales. After an error this is no policy.
     pub(super) fn replace(
         &mut self,
         gpu: &Gpu,
@@ -155,7 +170,8 @@ impl CardWeights {
         if !self.is_fixed || is_own(decoder.adapted_embedding(adapter)?) || is_own(decoder.adapted_head(adapter)?) {
             return Ok(false);
         }
-        if !self.layers.iter().zip(&parts).all(|(layer, parts)| layer.fits(parts)) {
+        let fit = self.layers.iter().zip(&parts).all(|(layer, parts)| layer.fits(parts));
+        if self.layers.len() != parts.len() || !fit {
             return Ok(false);
         }
         let reader = Reader::new(gpu, of_tensors)?;
@@ -234,9 +250,13 @@ impl CardGroup {
     }
 
     fn fits(&self, parts: &[LinearParts<'_>]) -> bool {
+        let is_plain = self.is_plain();
         self.members.iter().zip(parts).all(|(member, parts)| {
-            let rank = member.low_rank.as_ref().map_or(0, |low_rank| low_rank.rank);
-            rank == rank_of(parts) && member.factor.is_some() == parts.factor.is_some() && is_frozen(parts.weight)
+            let (rank, scale) = member.low_rank.as_ref().map_or((0, 0.0), |low_rank| (low_rank.rank, low_rank.scale));
+            // A plain product takes its scale as a number, which a recorded step keeps; others read it from the table.
+            let is_scaled_alike = !is_plain || scale == parts.pair.map_or(0.0, |pair| pair.scale);
+            let is_factored_alike = member.factor.is_some() == parts.factor.is_some();
+            rank == rank_of(parts) && is_scaled_alike && is_factored_alike && is_frozen(parts.weight)
         })
     }
 
@@ -253,7 +273,7 @@ impl CardGroup {
             }
             if let (Some(factor), Some(tensor)) = (&mut member.factor, &linear.factor) {
                 let copied = |values: &CudaSlice<f32>| gpu.stream().memcpy_dtod(values, factor).map_err(Error::wrap);
-                reader.read(tensor, copied)?;
+                reader.read_trained(tensor, copied)?;
             }
         }
         let of_table: Vec<Member> =
@@ -298,7 +318,8 @@ impl CardLinear {
             first: *first,
             scale: *scale,
         });
-        Member::new(gpu, self.weight.dims().0, change.as_ref(), self.bias.as_ref(), self.factor.as_ref())
+        // SAFETY: the group has the table and, beside it, everything that its members name; neither is let go of alone.
+        unsafe { Member::new(gpu, self.weight.dims().0, change.as_ref(), self.bias.as_ref(), self.factor.as_ref()) }
     }
 }
 

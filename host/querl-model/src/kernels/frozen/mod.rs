@@ -52,8 +52,8 @@ pub(super) struct Packed {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Neighbours of a row that share a scale; of fp8 all do.
-const GROUP: usize = 64;
+/// Neighbours of a row that share a scale in int8 and nf4; in fp8 all do.
+pub(crate) const GROUP: usize = 64;
 
 impl FrozenWeight {
     /// Packs a weight. `weight`: `(out, in)` of any float type.
