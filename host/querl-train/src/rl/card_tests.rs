@@ -65,14 +65,17 @@ fn rollouts_are_what_the_training_pass_computes_but_for_rounding() {
     assert!(mean > 0.0 && mean < 0.03 && max < 0.2, "by {mean} on average, by {max} at worst");
 }
 
-/// What each rank says, with the values of its policy; of the figures the first rank's are kept.
+/// What a rank says, with the values of its policy.
+type Learned = (RlSummary, Vec<f32>);
+
+/// What each rank comes to; of the figures the first rank's are kept.
 fn try_on(
     n_cards: usize,
     config: &RlConfig,
     world: &World,
     sink: &mut Recorder,
     folder: &Path,
-) -> Result<Vec<(RlSummary, Vec<f32>)>, Vec<RankFailure<TrainError>>> {
+) -> Result<Vec<Learned>, Vec<RankFailure<TrainError>>> {
     let sink = Mutex::new(sink);
     run_ranks(n_cards, |ranks| {
         let gpu = Gpu::new(ranks.rank()).map_err(TrainError::from)?;

@@ -68,8 +68,8 @@ fn fine_tuning_on_a_card_follows_that_on_the_cpu() {
 /// Found: 0.011 and 0.070.
 #[test]
 fn all_weights_and_magnitudes_are_trained_on_a_card_as_on_the_cpu() {
-    let models: [(fn(&Place) -> Model, f64); 2] = [(whole_on, 0.025), (with_magnitudes_on, 0.085)];
-    for (model, of_norms) in models {
+    let models: [fn(&Place) -> Model; 2] = [whole_on, with_magnitudes_on];
+    for (model, of_norms) in models.into_iter().zip([0.025, 0.085]) {
         let config = || SftConfig { max_steps: 9, ..without_dropout() };
         let [(_, expected), (_, found)] =
             [Place::Cpu, card()].map(|place| Setting::new(config()).through(&model(&place)));
