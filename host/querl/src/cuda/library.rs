@@ -64,15 +64,36 @@ fn load(path: &Path) -> Result<Library, String> {
     connected.map_err(|error| error.to_string())
 }
 
-/// The loader names the file that is missing and not what brings it.
 fn cannot_open(error: &libloading::Error) -> String {
     let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
-    let of_cuda =
-        ["libcublas", "libcurand", "libcudart", "libnvrtc", "libcuda."].iter().any(|name| text.contains(name));
-    match of_cuda {
-        true => format!(
-            "cannot be opened: {text}; it needs the libraries of the CUDA that it was built with: install them, or name their folder in LD_LIBRARY_PATH"
-        ),
-        false => format!("cannot be opened: {text}"),
+    let remedy = remedy(&text).map(|remedy| format!("; {remedy}")).unwrap_or_default();
+    format!("cannot be opened: {text}{remedy}")
+}
+
+/// The loader names the file that is missing and not what brings it.
+fn remedy(text: &str) -> Option<&'static str> {
+    let names = |names: &[&str]| names.iter().any(|name| text.contains(name));
+    if names(&["libcuda.so"]) {
+        return Some("that file is the driver's: install NVIDIA's driver");
+    }
+    names(&["libcublas", "libcurand", "libcudart", "libnvrtc"]).then_some(
+        "it needs the libraries of the CUDA that it was built with: install them, or name their folder in LD_LIBRARY_PATH",
+    )
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The symptom: where there was no driver, CUDA's libraries were asked for, which were there.
+    #[test]
+    fn what_is_missing_is_asked_for_by_what_brings_it() {
+        let of = |name| remedy(&format!("{name}: cannot open shared object file: No such file or directory"));
+        assert!(of("libcuda.so.1").unwrap().contains("NVIDIA's driver"));
+        for name in ["libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"] {
+            assert!(of(name).unwrap().contains("LD_LIBRARY_PATH"));
+        }
+        assert_eq!(of("libstdc++.so.6"), None);
     }
 }

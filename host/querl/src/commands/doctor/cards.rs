@@ -72,9 +72,9 @@ fn of_nccl(version: Result<String, Missing>) -> Finding {
 fn conclusion(driver: Result<&Driver, &Missing>, library: Result<&Found, &Missing>) -> Finding {
     let usable = match (driver, library) {
         (Ok(driver), Ok(found)) => usable(driver, found),
-        (Err(_), Err(_)) => Err("the driver and the library are missing".into()),
-        (Err(_), Ok(_)) => Err("the driver is missing".into()),
-        (Ok(_), Err(_)) => Err("the library is missing".into()),
+        (Err(_), Err(_)) => Err("the driver and the library cannot be used".into()),
+        (Err(_), Ok(_)) => Err("the driver cannot be used".into()),
+        (Ok(_), Err(_)) => Err("the library cannot be used".into()),
     };
     match usable {
         Ok(index) => finding("cuda", true, format!("device = \"auto\" takes cuda:{index}")),
