@@ -198,7 +198,12 @@ impl Lines {
             let line = self.buffer.strip_prefix(UTF8_MARK).unwrap_or(&self.buffer);
             Ok(serde_json::from_slice(line)?)
         };
-        read().map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))
+        let record = read();
+        if record.is_err() {
+            // Where the reader stands now is not known: the next one is looked up from the beginning of the file.
+            self.at = self.reader.seek(SeekFrom::Start(0)).unwrap_or(self.at);
+        }
+        record.map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))
     }
 }
 

@@ -20,6 +20,10 @@ use std::sync::Arc;
 /// What the reranker's query may be made of.
 const PLACES: [&str; 3] = ["query", "history", "user_profile"];
 
+/// What requests have of their own.
+const OWN_KEYS: [&str; 8] =
+    ["query", "texts", "truncate", "raw_scores", "model", "documents", "top_n", "return_documents"];
+
 /// A search whose hits are scored anew.
 pub(crate) struct Reranked {
     found: Arc<dyn Search>,
@@ -129,6 +133,10 @@ impl Scorer {
         match self {
             Self::Service(service) => service.scores(&query, texts).await,
             Self::Local { model, batch_size, work } => {
+                let failed = |what: String| CallFailure {
+                    kind: FailureKind::InvalidResponse,
+                    message: format!("cross-encoder: {what}"),
+                };
                 let mut scores = Vec::with_capacity(texts.len());
                 // One after another: who goes away meanwhile costs no more than one of them.
                 for texts in texts.chunks(*batch_size) {
@@ -137,7 +145,12 @@ impl Scorer {
                     let of_batch = move || model.scores(&query, &texts.iter().map(String::as_str).collect::<Vec<_>>());
                     scores.extend(work.run(of_batch).await?);
                 }
-                Ok(scores)
+                let odd = scores.iter().find(|score| !(0.0..=1.0).contains(*score));
+                match odd {
+                    None if scores.len() == texts.len() => Ok(scores),
+                    None => Err(failed(format!("{} scores of {} texts", scores.len(), texts.len()))),
+                    Some(odd) => Err(failed(format!("the score {odd}; its weights are damaged, or overflow"))),
+                }
             }
         }
     }
@@ -153,6 +166,11 @@ impl RerankService {
             .per_minute(config.requests_per_minute, None);
         let extra = serde_json::to_value(&config.extra)
             .map_err(|error| DataError::setting("retrieval.rerank.extra", format!("has no JSON form: {error}")))?;
+        let own = |key: &&String| OWN_KEYS.contains(&key.as_str());
+        if let Some(key) = extra.as_object().and_then(|extra| extra.keys().find(own)) {
+            let problem = format!("has `{key}`, which the interface's request has already; leave it out");
+            return Err(DataError::setting("retrieval.rerank.extra", problem));
+        }
         Ok(Self { caller: Caller::new(setting, url, key, limits, outside)?, config: config.clone(), extra })
     }
 

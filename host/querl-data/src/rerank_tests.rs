@@ -174,6 +174,56 @@ impl PairScorer for Overlap {
     }
 }
 
+/// A model whose weights are damaged, or one that loses a text.
+struct Damaged(Vec<f64>);
+
+impl PairScorer for Damaged {
+    fn scores(&self, _query: &str, _texts: &[&str]) -> Result<Vec<f64>, LocalModelError> {
+        Ok(self.0.clone())
+    }
+
+    fn digest(&self) -> &str {
+        "damaged"
+    }
+}
+
+/// Keeps away: a passage whose score is no number is below every threshold, and so as if it had not been found.
+#[tokio::test]
+async fn a_model_without_a_number_for_each_passage_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let knowledge_base = folder.path().join("kb.jsonl");
+    querl_core::fsx::write_jsonl(&knowledge_base, [json!({"id": "a", "text": "鱼油怎么吃"})].into_iter()).unwrap();
+    let config: RetrievalConfig = serde_json::from_value(json!({
+        "kind": "embedded", "knowledge_base": knowledge_base, "index_dir": folder.path().join("indexes"),
+        "rerank": {"kind": "local", "path": folder.path(), "query": "{{query}}"},
+    }))
+    .unwrap();
+    let context = Context::default();
+    let request =
+        RetrievalRequest { original_query: "怎么吃", context: &context, rewritten_query: "鱼油怎么吃" };
+    let nan = "cross-encoder: the score NaN; its weights are damaged, or overflow";
+    for (scores, expected) in [(vec![f64::NAN], nan), (vec![0.5; 2], "cross-encoder: 2 scores of 1 texts")] {
+        let models = LocalModels { scorer: Some(Arc::new(Damaged(scores))), ..LocalModels::default() };
+        let search = open_search(&config, "shop", &models, &Outside::default()).unwrap();
+        let failure = search.search(&request, LIMITS).await.unwrap_err();
+        assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::InvalidResponse, expected));
+    }
+}
+
+#[test]
+fn what_a_request_has_of_its_own_cannot_be_set_beside_it() {
+    let config: RetrievalConfig = serde_json::from_value(json!({
+        "kind": "http", "url": "http://127.0.0.1:1/rag",
+        "rerank": {"kind": "tei", "url": "http://127.0.0.1:1/rerank", "extra": {"texts": ["甲"]}},
+    }))
+    .unwrap();
+    let opened = open_search(&config, "shop", &LocalModels::default(), &Outside::default());
+    assert_eq!(
+        opened.err().unwrap().to_string(),
+        "retrieval.rerank.extra has `texts`, which the interface's request has already; leave it out"
+    );
+}
+
 #[tokio::test]
 async fn a_model_in_this_process_ranks_what_the_index_finds() {
     let folder = tempfile::tempdir().unwrap();

@@ -8,7 +8,9 @@ use crate::outside::Outside;
 use crate::rerank::Reranked;
 use crate::service::MappedService;
 use async_trait::async_trait;
-use querl_core::config::{EmbeddingConfig, RerankConfig, RerankKind, RetrievalConfig, RetrievalKind, ServiceKind};
+use querl_core::config::{
+    AuthScheme, EmbeddingConfig, RerankConfig, RerankKind, RetrievalConfig, RetrievalKind, ServiceKind,
+};
 use querl_core::ports::{Embedder, PairScorer, RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit};
 use serde::Serialize;
@@ -120,6 +122,7 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
     let answering = RetrievalConfig {
         api_key_env: String::new(),
         api_key_file: None,
+        auth: AuthScheme::Auto,
         knowledge_base: None,
         lexicon: None,
         user_dictionary: None,

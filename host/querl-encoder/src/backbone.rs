@@ -20,7 +20,7 @@ impl Backbone {
     /// # Errors
     /// A setting or a weight is missing or of another shape.
     pub(crate) fn load(directory: &Directory, weights: &VarBuilder<'static>) -> Result<Self, EncoderError> {
-        let config = || settings(&directory.config);
+        let config = || settings(&directory.config, directory.pad_id());
         let unfit = |error: serde_json::Error| EncoderError::file(&directory.path("config.json"), error);
         let misfit = |error: candle_core::Error| EncoderError::file(&directory.path("model.safetensors"), error);
         match directory.architecture {
@@ -51,10 +51,10 @@ fn below(weights: &VarBuilder<'static>, prefix: &str) -> VarBuilder<'static> {
 }
 
 /// What newer versions of transformers leave out of a file where it is the default.
-fn settings(config: &Value) -> Value {
+fn settings(config: &Value, pad_id: u32) -> Value {
     let mut settings = json!({
         "position_embedding_type": "absolute", "type_vocab_size": 2, "initializer_range": 0.02, "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1, "layer_norm_eps": 1e-12, "hidden_act": "gelu", "pad_token_id": 0,
+        "attention_probs_dropout_prob": 0.1, "layer_norm_eps": 1e-12, "hidden_act": "gelu", "pad_token_id": pad_id,
     });
     let (own, all) = (config.as_object(), settings.as_object_mut());
     if let (Some(own), Some(all)) = (own, all) {

@@ -58,6 +58,9 @@ impl CrossEncoder {
         for batch in self.tokens.batches(pairs)? {
             let states = self.backbone.forward(&batch)?; // (B, T, H)
             let found = self.head.forward(&states)?.flatten_all()?.to_vec1::<f32>()?;
+            if found.iter().any(|logit| !logit.is_finite()) {
+                return Err(EncoderError::NotFinite);
+            }
             batch.positions.iter().zip(found).for_each(|(position, logit)| logits[*position] = logit);
         }
         Ok(logits)

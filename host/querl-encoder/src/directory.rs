@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 const DECIDING: [&str; 3] = ["config.json", "tokenizer.json", "model.safetensors"];
 /// Tokens of a text where nobody says otherwise: what BERT takes. Attention needs memory by the square of it.
 const USUAL_LENGTH: usize = 512;
+/// As in a configuration (`max_length`): the frame of a pair, and a little of both texts.
+const SHORTEST: usize = 8;
 
 /// Which network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +87,7 @@ impl Directory {
         let longest = match self.architecture {
             Architecture::Bert => positions,
             // RoBERTa counts positions from the padding token's on.
-            Architecture::XlmRoberta => positions.saturating_sub(self.pad_id()? as usize + 1),
+            Architecture::XlmRoberta => positions.saturating_sub(self.pad_id() as usize + 1),
         };
         match wanted {
             Some(wanted) if wanted > longest => {
@@ -96,13 +98,23 @@ impl Directory {
             None => {
                 let settings = self.optional_json("sentence_bert_config.json")?.unwrap_or_default();
                 let cut_at = settings["max_seq_length"].as_u64().map_or(USUAL_LENGTH, |length| length as usize);
+                if cut_at < SHORTEST {
+                    let path = self.path("sentence_bert_config.json");
+                    let problem = format!("max_seq_length is {cut_at}; expected {SHORTEST} or more");
+                    return Err(EncoderError::file(&path, problem));
+                }
                 Ok(cut_at.min(USUAL_LENGTH).min(longest))
             }
         }
     }
 
-    pub(crate) fn pad_id(&self) -> Result<u32, EncoderError> {
-        self.number("pad_token_id").map(|id| id as u32)
+    /// transformers leaves it out of a file where it is the architecture's own.
+    pub(crate) fn pad_id(&self) -> u32 {
+        let usual = match self.architecture {
+            Architecture::Bert => 0,
+            Architecture::XlmRoberta => 1,
+        };
+        self.config["pad_token_id"].as_u64().map_or(usual, |id| id as u32)
     }
 
     /// The weights as f32, whatever they are stored as.

@@ -66,6 +66,9 @@ impl EmbeddingModel {
             let pooled = self.pooling.pool(&self.backbone.forward(&batch)?, &batch)?; // (B, H)
             let length = pooled.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?; // (B, 1)
             let found = pooled.broadcast_div(&length)?.to_vec2::<f32>()?;
+            if found.iter().flatten().any(|number| !number.is_finite()) {
+                return Err(EncoderError::NotFinite);
+            }
             batch.positions.iter().zip(found).for_each(|(position, vector)| vectors[*position] = vector);
         }
         Ok(vectors)

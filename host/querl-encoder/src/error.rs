@@ -16,6 +16,9 @@ pub enum EncoderError {
     /// A text could not be cut into tokens.
     #[error("the tokenizer failed: {0}")]
     Tokenizer(String),
+    /// Weights that are damaged, or too large for f32.
+    #[error("the model gives numbers that are none; its weights are damaged, or overflow")]
+    NotFinite,
     /// A computation failed.
     #[error("the model failed: {0}")]
     Compute(#[from] candle_core::Error),

@@ -45,7 +45,7 @@ impl Tokens {
         Ok(Self {
             tokenizer,
             architecture: directory.architecture,
-            pad_id: directory.pad_id()?,
+            pad_id: directory.pad_id(),
             n_heads: directory.number("num_attention_heads")?,
         })
     }

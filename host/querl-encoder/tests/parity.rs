@@ -93,6 +93,41 @@ fn write(folder: &Path, file: &str, value: &Value) {
     std::fs::write(path, value.to_string()).unwrap();
 }
 
+/// Keeps away: damaged weights whose scores are below every threshold, as if nothing had been found.
+#[test]
+fn numbers_that_are_none_are_a_failure() {
+    for (name, tensor) in [("bert-reranker", "classifier.bias"), ("bert-cls", "embeddings.LayerNorm.bias")] {
+        let folder = copy(name);
+        let path = folder.path().join("model.safetensors");
+        let mut weights = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+        let key = weights.keys().find(|key| key.ends_with(tensor)).unwrap().clone();
+        let damaged = weights[&key].affine(0.0, f64::NAN).unwrap();
+        weights.insert(key, damaged);
+        candle_core::safetensors::save(&weights, &path).unwrap();
+        let failed = match name {
+            "bert-cls" => EmbeddingModel::open(folder.path(), None).unwrap().vectors(&["鱼油"]).err(),
+            _ => CrossEncoder::open(folder.path(), None).unwrap().logits("鱼油", &["怎么吃"]).err(),
+        };
+        assert!(failed.unwrap().to_string().starts_with("the model gives numbers that are none"));
+    }
+}
+
+/// As newer versions of transformers write it.
+#[test]
+fn a_padding_token_that_is_left_out_is_the_architectures_own() {
+    let folder = copy("xlm-roberta-mean");
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(config["pad_token_id"], 1);
+    config.as_object_mut().unwrap().remove("pad_token_id");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let vectors = |folder: &Path| EmbeddingModel::open(folder, None).unwrap().vectors(&["鱼油怎么吃", "吃"]).unwrap();
+    assert_eq!(vectors(folder.path()), vectors(&golden("xlm-roberta-mean")));
+    write(folder.path(), "sentence_bert_config.json", &json!({"max_seq_length": 1}));
+    let refused = EmbeddingModel::open(folder.path(), None).err().unwrap().to_string();
+    assert!(refused.ends_with("sentence_bert_config.json: max_seq_length is 1; expected 8 or more"), "{refused}");
+}
+
 #[test]
 fn the_digest_of_a_reranker_is_of_its_files_and_where_texts_are_cut() {
     let folder = copy("bert-reranker");

@@ -38,6 +38,7 @@ impl Found {
     }
 
     fn load() -> Result<Self, NcclError> {
+        check_blocking(std::env::var("NCCL_COMM_BLOCKING").ok().as_deref())?;
         // SAFETY: the library's initialisers are NCCL's own; every program that uses it runs them.
         let library =
             unsafe { Library::new(LIBRARY) }.map_err(|error| wanting(&format!("cannot be opened ({error})")))?;
@@ -70,8 +71,19 @@ fn check(version: c_int) -> Result<(), NcclError> {
     }
 }
 
+/// Ranks in a call that blocks would wait for ever for one that fails, and the variable wins over what a program asks for.
+fn check_blocking(set: Option<&str>) -> Result<(), NcclError> {
+    match set {
+        None | Some("" | "0") => Ok(()),
+        Some(other) => {
+            let what = "NCCL_COMM_BLOCKING in the environment is";
+            Err(NcclError(format!("several cards need NCCL that does not block, and {what} {other:?}; unset it")))
+        }
+    }
+}
+
 fn wanting(what: &str) -> NcclError {
-    let remedy = "`pip install nvidia-nccl-cu13` or the NCCL package brings it; name its folder in LD_LIBRARY_PATH";
+    let remedy = "`pip install nvidia-nccl-cu13` (`-cu12` beside CUDA 12) or the NCCL package brings it; name its folder in LD_LIBRARY_PATH";
     NcclError(format!("several cards need NCCL, and {LIBRARY} {what}: {remedy}"))
 }
 
@@ -98,5 +110,12 @@ mod tests {
         assert!(refused[0].contains("libnccl.so.2 is NCCL 2.8.4; expected 2.26.2 or newer: "), "{refused:?}");
         assert!(refused[1].contains("is NCCL 2.25.1; "), "{refused:?}");
         assert!(check(OLDEST).is_ok() && check(22_809).is_ok());
+        assert!(check_blocking(None).is_ok() && check_blocking(Some("0")).is_ok());
+        assert!(
+            check_blocking(Some("1"))
+                .unwrap_err()
+                .to_string()
+                .ends_with("NCCL_COMM_BLOCKING in the environment is \"1\"; unset it")
+        );
     }
 }

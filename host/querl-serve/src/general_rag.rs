@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use querl_core::ports::RetrievalRequest;
-use querl_core::records::{CallFailure, Context, Hit};
+use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use querl_data::{Search, SearchLimits};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -23,8 +23,8 @@ use std::time::Duration;
 
 /// The interface's path.
 pub const GENERAL_RAG_ROUTE: &str = "/api/chat/general_rag";
-/// Four texts of [`MAX_TEXT_CHARS`] in Chinese, and the names around them, are larger than this; nobody types that.
-const MAX_BODY_BYTES: usize = 64 << 10;
+/// Four texts of [`MAX_TEXT_CHARS`] with every character escaped as in `\u9c7c`, and the names around them.
+const MAX_BODY_BYTES: usize = 256 << 10;
 /// A query with its history is nowhere near this length.
 const MAX_TEXT_CHARS: usize = 8192;
 /// For a body to come, whole.
@@ -153,16 +153,20 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, Refusal>
     let question =
         RetrievalRequest { original_query: &request.query, context: &context, rewritten_query: &rewritten_query };
     // What failed, with addresses and paths, is for who runs the server.
-    let failed = |failure: CallFailure| {
-        tracing::warn!("{failure}");
-        Refusal(StatusCode::INTERNAL_SERVER_ERROR, "the search failed; the server's log says why".into())
-    };
-    let late = |_| {
+    let late = || {
         tracing::warn!("tenant {}, {}: no answer within {:?}", request.tenant_id, request.kb_name, base.timeout);
         Refusal(StatusCode::SERVICE_UNAVAILABLE, format!("no answer within {:?}; ask again later", base.timeout))
     };
+    let failed = |failure: CallFailure| {
+        // The search keeps time as well, and may be the first to find that it is over.
+        if failure.kind == FailureKind::Timeout {
+            return late();
+        }
+        tracing::warn!("{failure}");
+        Refusal(StatusCode::INTERNAL_SERVER_ERROR, "the search failed; the server's log says why".into())
+    };
     let found = tokio::time::timeout(base.timeout, base.search.search(&question, limits)).await;
-    let hits = found.map_err(late)?.map_err(failed)?;
+    let hits = found.map_err(|_| late())?.map_err(failed)?;
     Ok(json!({
         "status": 200,
         "msg": "success",

@@ -233,14 +233,14 @@ async fn what_is_no_request_is_refused_with_its_own_status_and_a_sentence() {
 }
 
 /// Fails, or takes a while.
-struct Faulty(Result<Duration, &'static str>);
+struct Faulty(Result<Duration, (FailureKind, &'static str)>);
 
 #[async_trait::async_trait]
 impl Search for Faulty {
     async fn search(&self, _request: &RetrievalRequest<'_>, _limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
         match self.0 {
             Ok(time) => tokio::time::sleep(time).await,
-            Err(problem) => return Err(CallFailure { kind: FailureKind::ServerError, message: problem.into() }),
+            Err((kind, problem)) => return Err(CallFailure { kind, message: problem.into() }),
         }
         Ok(Vec::new())
     }
@@ -250,7 +250,7 @@ impl Search for Faulty {
     }
 }
 
-fn faulty(fault: Result<Duration, &'static str>, timeout: Duration) -> Vec<KnowledgeBase> {
+fn faulty(fault: Result<Duration, (FailureKind, &'static str)>, timeout: Duration) -> Vec<KnowledgeBase> {
     let search = Arc::new(Faulty(fault));
     vec![KnowledgeBase { tenant: "shop".into(), kb_name: "default".into(), search, timeout }]
 }
@@ -261,10 +261,15 @@ async fn what_failed_within_is_not_told_and_what_takes_too_long_is() {
         let url = start(bases, ServerLimits::default()).await;
         post(&url, json!({"query": "鱼油", "tenant_id": "shop"})).await
     };
-    let (status, answer) = ask(faulty(Err("POST http://10.0.0.7:9200/kb: refused"), TIMEOUT)).await;
+    let (status, answer) =
+        ask(faulty(Err((FailureKind::ServerError, "POST http://10.0.0.7:9200/kb: refused")), TIMEOUT)).await;
     assert_eq!((status, &answer["msg"]), (500, &json!("the search failed; the server's log says why")));
     let (status, answer) = ask(faulty(Ok(TIMEOUT), Duration::from_millis(50))).await;
     assert_eq!((status, &answer["msg"]), (503, &json!("no answer within 50ms; ask again later")));
+    // The search's own clock may be the first.
+    let late = "embedded index: no answer within 5 s";
+    let (status, _) = ask(faulty(Err((FailureKind::Timeout, late)), TIMEOUT)).await;
+    assert_eq!(status, 503);
 }
 
 #[tokio::test]

@@ -245,7 +245,7 @@ fn check_settings(&Needs { model, sft, head_dim, card_use }: &Needs<'_>) -> Resu
     }
     if sft.use_dora && sft.lora_dropout > 0.0 {
         return Err(Missing(
-            "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set one of them otherwise".into(),
+            "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set sft.lora_dropout = 0 or sft.use_dora = false".into(),
         ));
     }
     head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, card_use))

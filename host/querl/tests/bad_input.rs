@@ -81,8 +81,10 @@ fn retrieval_settings_that_would_be_passed_over() {
             "retrieval.mapping is set; retrieval.service = \"general_rag\" has no use for it, leave it out",
         ),
         (
-            http("service = \"dify\"\nembedding = { kind = \"local\", path = \".\" }"),
-            "retrieval.embedding.kind is set; the service's requests have no `{{embedding}}`, expected none",
+            http(
+                "service = \"custom\"\nmapping = { request = { query = \"{{ query }}\" }, text = [\"/x\"], score = [] }",
+            ),
+            "retrieval.rerank.kind is \"none\"; retrieval.mapping.score names no scores, so something has to make them",
         ),
         (
             http("rerank = { kind = \"local\", path = \".\", scores = \"logit\" }"),
@@ -117,6 +119,20 @@ fn retrieval_settings_that_would_be_passed_over() {
     }
 }
 
+/// The same file may serve here and ask there, and is not refused for the settings of the other.
+#[test]
+fn settings_of_a_service_and_of_a_knowledge_base_may_stand_in_one_file() {
+    let project = Project::new();
+    let served = "kind = \"embedded\"\nurl = \"http://127.0.0.1:1/x\"\nembedding = { kind = \"local\", path = \".\" }";
+    project.edit("kind = \"embedded\"", served);
+    let check = ["config", "check", "querl.toml", "--skip-plugins"];
+    for kind in ["embedded", "http"] {
+        project.querl(&[&check[..], &["--set", &format!("retrieval.kind={kind}")]].concat()).ok();
+    }
+    let mapped = ["--set", "retrieval.mapping={ text = [\"/x\"] }", "--set", "retrieval.embedding.kind=none"];
+    project.querl(&[&check[..], &mapped].concat()).ok();
+}
+
 /// On a machine without a card too, and before anything is asked for by name.
 #[test]
 fn settings_that_the_named_card_refuses() {
@@ -135,7 +151,7 @@ fn settings_that_the_named_card_refuses() {
     assert_eq!(
         refused(&["device=cuda:0,1", "model.dtype=bf16", "sft.use_dora=true", "sft.lora_dropout=0.1"]),
         "device is \"cuda:0,1\", which cannot be used: sft.use_dora is true and sft.lora_dropout above 0, which together the CPU \
-         alone can do; set one of them otherwise; \"cpu\" and \"auto\" do without"
+         alone can do; set sft.lora_dropout = 0 or sft.use_dora = false; \"cpu\" and \"auto\" do without"
     );
     let project = Project::new();
     std::fs::create_dir(project.path("odd")).unwrap();

@@ -290,7 +290,10 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, message));
     let RetrievalConfig { kind, service, mapping, embedding, rerank, .. } = retrieval;
     let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
-    if !is_mapped && *mapping != MappingConfig::default() {
+    // A file with an address and a knowledge base of its own may serve here and ask there: each has its settings.
+    let (asks, serves) = (retrieval.url.is_some(), retrieval.knowledge_base.is_some());
+    let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { !asks };
+    if is_unused && *mapping != MappingConfig::default() {
         let other = if *kind == RetrievalKind::Http {
             "retrieval.service = \"general_rag\""
         } else {
@@ -298,12 +301,10 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
         };
         refuse("retrieval.mapping", format!("retrieval.mapping is set; {other} has no use for it, leave it out"));
     }
-    let has_place = mapping
-        .request
-        .as_ref()
-        .map(|request| request.values().any(|value| value.to_string().contains("{{embedding}}")));
+    let has_place =
+        mapping.request.as_ref().map(|request| request.values().any(|value| has_embedding(&value.to_string())));
     let wants_vector = is_mapped && has_place.unwrap_or(service.wants_vector());
-    if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !wants_vector {
+    if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !wants_vector && !serves {
         let message =
             "retrieval.embedding.kind is set; the service's requests have no `{{embedding}}`, expected none".into();
         refuse("retrieval.embedding.kind", message);
@@ -321,16 +322,23 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     }
 }
 
+/// Whether a template has the place `{{embedding}}`, with spaces or without.
+fn has_embedding(template: &str) -> bool {
+    let mut places = template.split("{{").skip(1);
+    places.any(|rest| rest.split_once("}}").is_some_and(|(place, _)| place.trim() == "embedding"))
+}
+
 fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
     let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, format!("{key} {message}")));
     let RetrievalConfig { service, mapping, rerank, .. } = retrieval;
     let has_scores = mapping.score.as_ref().map_or(service.has_scores(), |pointers| !pointers.is_empty());
     if !has_scores && rerank.kind == RerankKind::None {
-        let name = if *service == ServiceKind::Chatchat { "chatchat" } else { "custom" };
-        refuse(
-            "retrieval.rerank.kind",
-            format!("is \"none\"; retrieval.service = {name:?} sends no scores, so something has to make them"),
-        );
+        let without = match (&mapping.score, service) {
+            (Some(_), _) => "retrieval.mapping.score names no scores",
+            (None, ServiceKind::Chatchat) => "retrieval.service = \"chatchat\" sends no scores",
+            (None, _) => "retrieval.service = \"custom\" sends no scores",
+        };
+        refuse("retrieval.rerank.kind", format!("is \"none\"; {without}, so something has to make them"));
     }
     let wanted =
         if rerank.kind == RerankKind::None { retrieval.top_k } else { rerank.n_candidates.max(retrieval.top_k) };

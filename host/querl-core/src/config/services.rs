@@ -303,7 +303,7 @@ impl Default for RerankConfig {
             api_key_env: String::new(),
             api_key_file: None,
             n_candidates: 20,
-            query: "{{history}} {{query}}".into(),
+            query: "{{query}} {{history}}".into(),
             extra: None,
             max_length: None,
             scores: RerankScores::Unit,

@@ -114,6 +114,10 @@ fn lock(path: &Path) -> Option<File> {
 fn put(new: TempDir, kept: PathBuf, n_kept: usize) -> IndexFolder {
     let base = kept.parent().unwrap_or(Path::new("."));
     if kept.exists() {
+        // Without locks another process may have been quicker, and have it open by now; theirs is as good.
+        if is_usable(&kept) {
+            return IndexFolder::Kept(kept);
+        }
         set_aside(&kept, base);
     }
     if std::fs::rename(new.path(), &kept).is_ok() {
@@ -121,7 +125,7 @@ fn put(new: TempDir, kept: PathBuf, n_kept: usize) -> IndexFolder {
         prune(base, &kept, n_kept);
         return IndexFolder::Kept(kept);
     }
-    // Without locks another process may have been quicker; theirs is as good if it is whole.
+    // Or quicker by a moment.
     if is_usable(&kept) { IndexFolder::Kept(kept) } else { IndexFolder::Temporary(new) }
 }
 

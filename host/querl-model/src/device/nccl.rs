@@ -12,8 +12,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// With less free memory than this, a failure of CUDA within NCCL is taken for a want of it: an allowance for the buffers that NCCL
-/// asks for at a time.
+/// With less free memory than this, a failure of CUDA within NCCL may be a want of it: an allowance for the buffers that NCCL asks for
+/// at a time.
 const BYTES_OF_BUFFERS: usize = 64 << 20;
 
 /// How long NCCL is asked again and again before this thread sleeps between two questions: a sum is on its stream long before.
@@ -135,12 +135,12 @@ impl Api {
         let (words, version) = (self.words(status), version_name(self.version));
         let free_bytes = || stream.and_then(|stream| stream.context().mem_get_info().ok()).map(|(free, _)| free);
         let memory = (status == CUDA_FAILED).then(free_bytes).flatten();
-        let lacks_memory = |free: &usize| {
-            *free < BYTES_OF_BUFFERS || ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said))
-        };
-        let cause = match memory.filter(lacks_memory) {
-            Some(free) => format!("CUDA_ERROR_OUT_OF_MEMORY, {free} bytes are free: "),
-            None => String::new(),
+        let says_so = ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said));
+        let cause = match memory {
+            Some(free) if says_so => format!("CUDA_ERROR_OUT_OF_MEMORY, {free} bytes are free: "),
+            // A want of memory that NCCL has no words for, or something else on a card that is full: it is not for us to say.
+            Some(free) if free < BYTES_OF_BUFFERS => format!("{free} bytes of the card are free: "),
+            _ => String::new(),
         };
         bail!("{cause}{what} of NCCL {version} fails: {words}; NCCL_DEBUG=WARN in the environment makes it say why")
     }

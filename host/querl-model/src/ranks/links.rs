@@ -50,13 +50,14 @@ impl Links {
 
     /// Begins to end all that are open, each in its own thread and none while a lock is held.
     pub(super) fn end(&self, end: fn(&dyn Link)) {
-        let links = std::mem::take(&mut *lock(&self.open));
         let counted = |link| {
             *lock(&self.ending.n) += 1;
             (link, OfOne(self.ending.clone()))
         };
-        // All are counted before the first ends.
-        let links: Vec<_> = links.into_iter().map(counted).collect();
+        // All are counted before the first ends, and before another rank that fails can find none open.
+        let mut open = lock(&self.open);
+        let links: Vec<_> = open.drain(..).map(counted).collect();
+        drop(open);
         for (link, ending) in links {
             let work = move || {
                 end(&*link);

@@ -4,9 +4,11 @@
 //! 1. A response without siblings (the others were dropped) has an advantage of 0, since there is nothing to compare it with.
 //!    verl's `compute_grpo_outcome_advantage` and `compute_rloo_outcome_advantage` take its bare reward;
 //!    `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
-//! 2. A group whose rewards differ by less than [`EPSILON`] has advantages of 0, as they do where it counts as one without spread.
+//! 2. A group whose rewards differ by less than [`EPSILON`], or than that share of the largest, has advantages of 0, as they do where it counts as one without spread.
 //!    What tells equal scores apart before the policy has moved is the rounding of a divergence in the reward, and over its own
-//!    deviation it would become a tenth of what is learned from other groups. verl divides it.
+//!    deviation it would become a tenth of what is learned from other groups. verl divides it. Rewards that are made smaller than that
+//!    by their weights teach nothing either; `frac_reward_zero_std` tells of both. Without a deviation (RLOO, Dr. GRPO) rounding is
+//!    learned from as what it is, and does not count.
 
 use std::collections::BTreeMap;
 
@@ -29,6 +31,7 @@ struct Group {
     n: f64,
     sum: f64,
     squares: f64,
+    largest: f64,
 }
 
 impl Group {
@@ -41,9 +44,9 @@ impl Group {
         (self.squares / (self.n - 1.0)).sqrt()
     }
 
-    /// Whether all of its rewards are the same, but for rounding.
+    /// Whether all of its rewards are the same, but for rounding, which is larger for larger ones.
     fn is_flat(&self) -> bool {
-        self.deviation() < EPSILON
+        self.deviation() < EPSILON * self.largest.max(1.0)
     }
 }
 
@@ -52,6 +55,7 @@ fn groups_of(rewards: &[f32], groups: &[usize]) -> BTreeMap<usize, Group> {
     for (reward, group) in rewards.iter().zip(groups) {
         let group = found.entry(*group).or_default();
         (group.n, group.sum) = (group.n + 1.0, group.sum + f64::from(*reward));
+        group.largest = group.largest.max(f64::from(reward.abs()));
     }
     for (reward, id) in rewards.iter().zip(groups) {
         if let Some(group) = found.get_mut(id) {
@@ -134,6 +138,9 @@ mod tests {
         assert_eq!(advantages[..2], [0.0, 0.0]);
         assert!((advantages[3] - std::f32::consts::FRAC_1_SQRT_2).abs() < 1e-5, "{advantages:?}");
         assert_eq!(share_without_spread(&rewards, &[0, 0, 1, 1]), 0.5);
+        let large = [1000.0, 1000.0001, 1000.0, 1001.0];
+        assert_eq!(group_relative(&large, &[0, 0, 1, 1], GroupScale::Deviation)[..2], [0.0, 0.0]);
+        assert_eq!(share_without_spread(&large, &[0, 0, 1, 1]), 0.5);
     }
 
     #[test]

@@ -3,9 +3,11 @@
 use super::Inputs;
 use crate::run::Run;
 use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind, TeacherKind};
+use std::path::Path;
 
 /// Keys that bound calls without changing their answers, and paths, whose content is added instead.
-const CALLS: [&str; 7] = [
+const CALLS: [&str; 8] = [
+    "auth",
     "api_key_env",
     "api_key_file",
     "max_concurrent",
@@ -70,9 +72,8 @@ pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     for (name, path, used) in models {
         if let Some(path) = path.as_ref().filter(|_| used) {
             inputs.other_model(name, path)?;
-            let pooling = path.join("1_Pooling/config.json");
-            if pooling.is_file() {
-                inputs.file(&format!("pooling of {name}"), &pooling)?;
+            for file in beside_the_network(path) {
+                inputs.file(&format!("{file} of {name}"), &path.join(&file))?;
             }
         }
     }
@@ -88,6 +89,17 @@ pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// What sentence-transformers writes beside a network and an encoder keeps to, as far as it is there.
+fn beside_the_network(folder: &Path) -> Vec<String> {
+    let names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"].map(str::to_owned);
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let folders = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let poolings = folders.filter(|name| name.ends_with("Pooling")).map(|name| format!("{name}/config.json"));
+    let mut files: Vec<String> = names.into_iter().chain(poolings).filter(|file| folder.join(file).is_file()).collect();
+    files.sort();
+    files
 }
 
 /// The teacher and its recording.
