@@ -37,7 +37,7 @@ pub use candle_core::DType;
 
 pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
-pub use cache::BLOCK_TOKENS;
+pub use cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use config::{DecoderConfig, Family};

@@ -186,20 +186,20 @@ fn damaged_files_of_every_format_are_read_or_refused_in_one_sentence() {
 fn parquet_file(
     path: &Path,
     schema: &str,
-    write: impl FnOnce(&mut parquet::file::writer::SerializedRowGroupWriter<'_, std::fs::File>),
+    write: impl FnOnce(&mut ::parquet::file::writer::SerializedRowGroupWriter<'_, std::fs::File>),
 ) {
-    let schema = parquet::schema::parser::parse_message_type(schema).unwrap();
+    let schema = ::parquet::schema::parser::parse_message_type(schema).unwrap();
     let file = std::fs::File::create(path).unwrap();
     let mut writer =
-        parquet::file::writer::SerializedFileWriter::new(file, Arc::new(schema), Default::default()).unwrap();
+        ::parquet::file::writer::SerializedFileWriter::new(file, Arc::new(schema), Default::default()).unwrap();
     let mut group = writer.next_row_group().unwrap();
     write(&mut group);
     group.close().unwrap();
     writer.close().unwrap();
 }
 
-fn put<T: parquet::data_type::DataType>(
-    group: &mut parquet::file::writer::SerializedRowGroupWriter<'_, std::fs::File>,
+fn put<T: ::parquet::data_type::DataType>(
+    group: &mut ::parquet::file::writer::SerializedRowGroupWriter<'_, std::fs::File>,
     value: T::T,
 ) {
     let mut column = group.next_column().unwrap().unwrap();
@@ -210,7 +210,7 @@ fn put<T: parquet::data_type::DataType>(
 /// Keeps away: a panic over a date that stands for "no end", in a column that nobody reads.
 #[test]
 fn columns_of_parquet_that_are_not_read_may_hold_anything() {
-    use parquet::data_type::{ByteArrayType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};
+    use ::parquet::data_type::{ByteArrayType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};
     let folder = Folder::new();
     let schema = "message rows { optional int32 until (DATE); optional binary original_query (UTF8); \
                   optional int64 at (TIMESTAMP_MICROS); optional fixed_len_byte_array(12) span (INTERVAL); \
