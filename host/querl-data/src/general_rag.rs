@@ -125,7 +125,10 @@ fn hits(body: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
 }
 
 fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {
-    match body.pointer("/data/recall").unwrap_or(&Value::Null) {
+    let recall = body.pointer("/data/recall");
+    match recall.unwrap_or(&Value::Null) {
+        // Whatever stands beside it, such as a total of 0.
+        Value::Null if recall.is_some() && succeeded(body) == Some(true) => Ok(Cow::default()),
         Value::Null if succeeded(body) == Some(true) => match odd(body) {
             Some(what) => Err(format!("the answer has no `data.recall`, but {what}: {}", excerpt(body))),
             None => Ok(Cow::default()),
@@ -195,14 +198,25 @@ fn is_marker(text: &str) -> bool {
 fn odd(body: &Value) -> Option<String> {
     let data = body.get("data").filter(|data| !data.is_null());
     if let Some(data) = data {
-        let named =
-            data.as_object().map(|data| data.keys().filter(|key| *key != "recall").cloned().collect::<Vec<_>>());
+        let named = data.as_object().map(|data| data.keys().cloned().collect::<Vec<_>>());
         let named = named.unwrap_or_else(|| vec![plain(data)]);
         return (!named.is_empty()).then(|| format!("`data` with `{}`", named.join("`, `")));
     }
-    let words = ["/error", "/message", "/msg"].map(|pointer| body.pointer(pointer).map(plain).unwrap_or_default());
-    let said = words.iter().find(|words| !words.is_empty() && !SUCCESS.contains(&words.to_lowercase().as_str()))?;
-    (!is_marker(said)).then(|| format!("`{said}`"))
+    let words = ["/error", "/message", "/msg"].map(|pointer| first(body, &[pointer]).map(plain).unwrap_or_default());
+    let said = words.into_iter().find(|words| !says_all_is_well(words))?;
+    Some(format!("`{said}`"))
+}
+
+/// Words beside an answer without passages that are no reason for it.
+fn says_all_is_well(words: &str) -> bool {
+    let words = words.trim().trim_end_matches(['.', '!', '。', '！']).to_lowercase();
+    let ends_well = ["成功", "完成", "success", "successful", "successfully"].iter().any(|end| words.ends_with(end));
+    let found_nothing = ["no result", "no match", "no hit", "0 result", "没有找到", "未找到", "无结果", "无匹配"];
+    let fails = ["不成功", "未成功", "unsuccess", "not success"].iter().any(|fails| words.contains(fails));
+    SUCCESS.contains(&words.as_str())
+        || is_marker(&words)
+        || (ends_well && !fails)
+        || found_nothing.iter().any(|start| words.starts_with(start))
 }
 
 /// A failure that the body tells. A status of three digits is one of HTTP; any other the next try may not meet.

@@ -124,8 +124,11 @@ async fn missing_recall_means_nothing_found_only_where_the_status_says_success()
     for status in [json!(200), json!("0"), json!("OK"), json!("Success"), json!(true)] {
         assert_eq!(ask(json!({"status": status, "data": {}})).await.unwrap(), []);
     }
-    let nothing = json!({"status": 200, "msg": "success", "data": null});
-    assert_eq!(ask(nothing).await.unwrap(), []);
+    for words in ["success", "操作成功", "请求成功。", "OK.", "no results found", "未找到相关内容"] {
+        assert_eq!(ask(json!({"status": 200, "msg": words, "data": null})).await.unwrap(), [], "{words}");
+    }
+    let beside = json!({"status": 200, "msg": "查询完毕", "data": {"recall": null, "total": 0, "trace_id": "t"}});
+    assert_eq!(ask(beside).await.unwrap(), []);
     for body in [json!({}), json!({"data": {"recall": null}}), json!({"status": null, "data": {"recall": null}})] {
         let failure = ask(body).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::InvalidResponse);
@@ -140,6 +143,7 @@ async fn answer_of_another_form_is_a_failure_and_not_empty() {
         (json!({"status": 200, "data": {"docs": [{"text": "甲"}]}}), "no `data.recall`, but `data` with `docs`"),
         (json!({"status": 200, "data": [{"text": "甲"}]}), "no `data.recall`, but `data` with"),
         (json!({"status": 0, "message": "kb not found", "data": null}), "no `data.recall`, but `kb not found`"),
+        (json!({"status": 200, "msg": "查询未成功", "data": null}), "no `data.recall`, but `查询未成功`"),
     ] {
         let failure = ask(body).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::InvalidResponse);

@@ -90,7 +90,12 @@ impl AnswerCache {
             return change.filter(|_| max_age.is_none_or(|most| !most.is_zero()));
         }
         self.store.get(table, key, max_age).unwrap_or_else(|problem| {
-            give_up(&self.is_broken, &self.path, &problem);
+            match &self.writer {
+                Some(_) => give_up(&self.is_broken, &self.path, &problem),
+                // Who only looks things up changes nothing, and cannot tell a damaged file from another program's.
+                None if self.is_broken.swap(true, Ordering::SeqCst) => {}
+                None => tracing::warn!("{}: the cache cannot be read ({problem})", self.path.display()),
+            }
             None
         })
     }

@@ -262,7 +262,8 @@ impl Store {
                 for entry in read.open_table(table.definition())?.iter()? {
                     let (key, value) = entry?;
                     let kept_s = head(value.value()).map_or(0, |(kept_s, _)| kept_s);
-                    let (key, n_bytes) = (key.value().to_owned(), value.value().len() as u64);
+                    let key = key.value().to_owned();
+                    let n_bytes = (key.len() + value.value().len()) as u64;
                     entries.push(Entry { table, key, kept_s, n_bytes });
                 }
             }

@@ -29,7 +29,7 @@ impl Candidates {
         let (mut texts, mut bands, mut n_rows): (HashMap<u64, Vec<u32>>, Vec<(u64, u32)>, usize) = Default::default();
         for (shingles, index) in rows.zip(0..) {
             texts.entry(shingles.text).or_default().push(index);
-            bands.extend(signature(shingles).map(|band| (band, index)));
+            bands.extend(bands_of(shingles).map(|band| (band, index)));
             n_rows += 1;
         }
         bands.sort_unstable();
@@ -40,7 +40,7 @@ impl Candidates {
     pub(super) fn of(&mut self, shingles: &Shingles) -> Vec<u32> {
         let mut found = self.texts.remove(&shingles.text).unwrap_or_default();
         if !self.bands.is_empty() {
-            for band in signature(shingles) {
+            for band in bands_of(shingles) {
                 let alike = self.of_band(band);
                 let n_taken = alike.len().min(MOST_OF_BAND);
                 // Each training row takes others of those that are too many, in turn.
@@ -78,17 +78,24 @@ impl Candidates {
     }
 }
 
-/// One number a band, of the least hashes of all shingles under as many hash functions as the band has.
-fn signature(shingles: &Shingles) -> [u64; N_BANDS] {
+/// Bands of query and context, and of the query alone: where hundreds of rows share a context those of both are mostly of what they
+/// share, and where hundreds ask the same in other contexts those of the query are.
+fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
+    let query = shingles.has_context().then(|| signature(shingles.query(), N_BANDS));
+    signature(shingles.all(), 0).into_iter().chain(query.into_iter().flatten())
+}
+
+/// One number a band, numbered on from `first`, of the least hashes of all shingles under as many hash functions as the band has.
+fn signature(shingles: impl Iterator<Item = u64>, first: usize) -> [u64; N_BANDS] {
     let mut least = [u64::MAX; N_BANDS * BAND_HASHES];
-    for shingle in shingles.all() {
+    for shingle in shingles {
         // Pairs of characters are near to one another as numbers; a hash of each is the seed of its hashes.
         let mut state = next_random(&mut { shingle });
         for least in &mut least {
             *least = (*least).min(next_random(&mut state));
         }
     }
-    std::array::from_fn(|band| hash_of(&(band, &least[band * BAND_HASHES..(band + 1) * BAND_HASHES])))
+    std::array::from_fn(|band| hash_of(&(first + band, &least[band * BAND_HASHES..(band + 1) * BAND_HASHES])))
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): the n-th number after a shingle is its n-th hash.

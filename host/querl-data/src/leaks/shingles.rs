@@ -58,6 +58,14 @@ impl Shingles {
         }
     }
 
+    pub(super) fn has_context(&self) -> bool {
+        !self.context.is_empty()
+    }
+
+    pub(super) fn query(&self) -> impl Iterator<Item = u64> {
+        self.query.iter().copied()
+    }
+
     /// Where both parts are similar to a degree, so is their union.
     pub(super) fn all(&self) -> impl Iterator<Item = u64> {
         self.query.iter().chain(self.context.iter()).copied()

@@ -87,6 +87,17 @@ fn few_near_duplicates_are_missed() {
     assert_eq!(Leaks::default().sentence(Split::Test), None);
 }
 
+/// Keeps away: bands that are made of a profile which thousands of rows share, of which a row is compared with the first few alone.
+#[test]
+fn a_context_that_all_rows_share_hides_no_near_duplicate() {
+    let context: String = (0..60).map(random_text).collect();
+    let changed = |seed: u32| random_text(seed).replacen(random_text(seed).chars().nth(11).unwrap(), "改", 1);
+    let train: Vec<QueryRow> = (0..1000).map(|seed| row(seed as usize, &random_text(seed + 100), &context)).collect();
+    let test: Vec<QueryRow> = (0..1000).map(|seed| row(seed as usize, &changed(seed + 100), &context)).collect();
+    let leaks = found(&train, &test, 0.8);
+    assert!(leaks.n_leaked >= 990, "{}", leaks.n_leaked);
+}
+
 /// One text with another number in each row.
 fn template(numbers: std::ops::Range<usize>) -> Vec<QueryRow> {
     let text = |n: usize| {

@@ -2,7 +2,7 @@
 
 use super::formats::{Source, Table};
 use crate::error::DataError;
-use calamine::{Data, ExcelDateTime, Range, Reader, SheetType};
+use calamine::{Data, ExcelDateTime, Range, Reader, SheetType, SheetVisible};
 use std::path::Path;
 
 /// Rows of a sheet, as the format has it: those of the next are numbered on from here.
@@ -16,9 +16,12 @@ pub(super) fn open_xlsx(path: &Path) -> Result<Table, DataError> {
     };
     let mut workbook: calamine::Xlsx<_> =
         calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
-    let sheets = workbook.sheets_metadata().iter().filter(|sheet| sheet.typ == SheetType::WorkSheet);
+    let sheets = workbook.sheets_metadata().iter().filter(|sheet| {
+        // A hidden one is not what people see as the table.
+        sheet.typ == SheetType::WorkSheet && sheet.visible == SheetVisible::Visible
+    });
     let mut names = sheets.map(|sheet| sheet.name.clone()).collect::<Vec<_>>().into_iter();
-    let name = names.next().ok_or_else(|| DataError::file(path, "the workbook has no sheet"))?;
+    let name = names.next().ok_or_else(|| DataError::file(path, "the workbook has no sheet that is shown"))?;
     let sheet = match names.len() {
         0 => format!("sheet `{name}`"),
         n => format!("sheet `{name}`, the first of {}", n + 1),
@@ -30,13 +33,14 @@ pub(super) fn open_xlsx(path: &Path) -> Result<Table, DataError> {
     let (mut rows, mut unread_sheets, mut n_before) = (rows(path, &name, &range, 0), Vec::new(), 0);
     drop(range);
     for name in names {
-        match workbook.worksheet_range(&name) {
-            Ok(range) if range.is_empty() => {}
-            Ok(range) if self::header(&range).as_ref() == Some(&header) => {
+        let range = workbook.worksheet_range(&name).map_err(|error| unreadable(&format!("sheet `{name}`: {error}")))?;
+        match self::header(&range) {
+            None => {}
+            Some(other) if other == header => {
                 n_before += SHEET_ROWS;
                 rows.extend(self::rows(path, &name, &range, n_before));
             }
-            _ => unread_sheets.push(name),
+            Some(_) => unread_sheets.push(name),
         }
     }
     let source = Source::Rows(Box::new(rows.into_iter()));

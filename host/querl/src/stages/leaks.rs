@@ -11,7 +11,7 @@ use querl_core::ports::{Progress, Silent};
 use querl_core::records::{DatasetRow, QueryRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    DataError, Leaks, QueriesOf, QueryTable, RecordFile, Rows, RowsOfSplit, Splits, find_leaks, open_queries,
+    DataError, Journal, Leaks, QueriesOf, QueryTable, RecordFile, Rows, RowsOfSplit, Splits, find_leaks, open_queries,
 };
 use std::io::{BufRead, BufReader};
 
@@ -98,7 +98,8 @@ pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
     count().with_context(|| format!("{}: cannot be read", path.display()))
 }
 
-/// Says before a call is paid what a training of this table would be refused for, and refuses where the command goes on to it.
+/// Says before a call is paid what a training of this table may be refused for, and refuses where nothing was asked yet and the
+/// command goes on to it. Later only the dataset counts, in which filters have left fewer rows.
 /// Groups that cannot fill the splits are refused where the command makes them.
 ///
 /// # Errors
@@ -109,7 +110,10 @@ pub fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> 
         StageName::Rewrite | StageName::Validate => of_table_if_split(&table, config, progress)?,
         _ => Some(of_table(&table, config, progress)?),
     };
-    let on_leak = if last < StageName::Sft { OnLeak::Warn } else { config.on_leak };
+    let rewrites = run.dir.rewrites();
+    let begun = [rewrites.clone(), Journal::path_beside(&rewrites), run.dir.batches()];
+    let is_begun = begun.iter().any(|path| path.exists());
+    let on_leak = if last < StageName::Sft || is_begun { OnLeak::Warn } else { config.on_leak };
     found.map_or(Ok(()), |found| say(&found, on_leak, progress))
 }
 
