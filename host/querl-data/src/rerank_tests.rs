@@ -38,7 +38,7 @@ fn seen(hits: &[Hit]) -> Vec<(&str, f64, u32)> {
     hits.iter().map(|hit| (hit.id.as_str(), hit.reranker_score, hit.rank)).collect()
 }
 
-const QUERY: &str = "问过鱼油 它怎么吃";
+const QUERY: &str = "它怎么吃 问过鱼油";
 
 #[tokio::test]
 async fn tei_scores_passages_against_the_query_and_never_the_rewrite() {

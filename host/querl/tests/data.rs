@@ -228,7 +228,8 @@ fn a_disk_that_is_full_is_said_and_the_rewrites_stay() {
     // Each of these characters is five of XML.
     let row = |n: usize| {
         let query = format!("鱼油{n}{}", "&".repeat(3000));
-        serde_json::json!({ "original_query": query, "rewritten_query": format!("鱼油{}", "&".repeat(3000)) })
+        let rewrite = format!("鱼油{}", "&".repeat(3000));
+        serde_json::json!({"original_query": query, "user_profile": "", "history_summary": "", "rewritten_query": rewrite})
             .to_string()
     };
     let table: Vec<String> = (0..50).map(row).collect();

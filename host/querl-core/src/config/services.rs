@@ -263,7 +263,8 @@ pub struct RerankConfig {
     /// Passages that retrieval is asked for, to be reranked; at least `retrieval.top_k`.
     #[schemars(range(min = 1, max = 1000))]
     pub n_candidates: usize,
-    /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has.
+    /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has. The question first:
+    /// where query and passage are more than a model takes, both are cut at their ends.
     pub query: String,
     /// `tei`, `cohere`: put into each request beside what the interface has, such as `truncate_prompt_tokens = -1` for vLLM.
     #[serde(skip_serializing_if = "Option::is_none")]
