@@ -56,6 +56,9 @@ pub enum DataError {
         /// The first of them.
         failure: CallFailure,
     },
+    /// The user said stop before all rows were asked; rows done so far are kept.
+    #[error("interrupted; what was done is saved, the same command goes on from there")]
+    Interrupted,
     /// A plugin broke its contract.
     #[error(transparent)]
     Plugin(#[from] PluginFault),

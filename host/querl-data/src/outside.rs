@@ -2,9 +2,11 @@
 
 use crate::account::Account;
 use crate::cache::{AnswerCache, CacheTable, Flights, Shelf};
+use crate::calls::StopFlag;
 use querl_core::config::CallsConfig;
 use serde::Serialize;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// How outside services are reached, what they cost, and what they said before. One for a whole run.
@@ -19,6 +21,8 @@ pub struct Outside {
     retrieval_ttl: Duration,
     /// Of what retrieval found, nothing that was kept before is believed.
     pub(crate) fresh_since: Option<Instant>,
+    /// Once it is set nobody is called any more.
+    pub(crate) stop: StopFlag,
 }
 
 impl Outside {
@@ -43,6 +47,12 @@ impl Outside {
     #[must_use]
     pub fn with_fresh_retrievals(self) -> Self {
         Self { fresh_since: Some(Instant::now()), ..self }
+    }
+
+    /// Nobody is called any more once `stop` is set: a call that was not sent yet fails, and one that failed is not tried again.
+    #[must_use]
+    pub fn until(self, stop: &'static AtomicBool) -> Self {
+        Self { stop: StopFlag::new(stop), ..self }
     }
 
     /// The same account and cache, reached in another way.

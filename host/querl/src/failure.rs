@@ -73,6 +73,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     }
     match cause.downcast_ref::<DataError>() {
         Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
+        Some(DataError::Interrupted) => return Some(Ending::Interrupted),
         Some(_) => return Some(Ending::Usage),
         None => {}
     }
@@ -185,6 +186,11 @@ mod tests {
         };
         assert_eq!(ending(FailureKind::OverBudget), [Ending::Limit; 2]);
         assert_eq!(ending(FailureKind::Down), [Ending::Usage; 2]);
+    }
+
+    #[test]
+    fn rows_left_by_an_interrupt_are_no_fault_of_the_table() {
+        assert_eq!(ending_of(&anyhow::Error::from(DataError::Interrupted).context("rewrite")), Ending::Interrupted);
     }
 
     #[test]

@@ -37,14 +37,17 @@ pub fn check() -> Result<(), Stop> {
 }
 
 /// Waits for `work`, which itself begins nothing more once the user says stop ([`Progress::is_stopped`]): what is under way is paid, and
-/// is kept.
+/// is kept. What went wrong on the way is said, whether the user said stop or not.
 ///
 /// [`Progress::is_stopped`]: querl_core::ports::Progress::is_stopped
 ///
 /// # Errors
-/// The user asked to stop.
-pub fn finish<T>(runtime: &tokio::runtime::Runtime, work: impl Future<Output = T>) -> Result<T, Stop> {
-    let done = runtime.block_on(work);
+/// `work`'s own, or the user asked to stop.
+pub fn finish<T, E: Into<anyhow::Error>>(
+    runtime: &tokio::runtime::Runtime,
+    work: impl Future<Output = Result<T, E>>,
+) -> anyhow::Result<T> {
+    let done = runtime.block_on(work).map_err(Into::into)?;
     check()?;
     Ok(done)
 }

@@ -1,9 +1,10 @@
 //! Answers of batches at their end. They are read whole, and charged, before a row is given one.
 
 use super::note::{Note, key};
-use super::{BatchTeacher, Handed, question_id};
+use super::{BatchTeacher, FileSize, Handed, question_id};
 use crate::account::{Bill, Usage};
 use crate::error::DataError;
+use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -48,10 +49,20 @@ impl BatchTeacher {
     ///
     /// # Errors
     /// A file cannot be carried, is not what it should be, or cannot be kept here.
-    pub(super) async fn read(&self, handed: &mut Handed<'_>, index: usize, end: &Value) -> Result<Ended, DataError> {
+    pub(super) async fn read(
+        &self,
+        handed: &mut Handed<'_>,
+        index: usize,
+        end: &Value,
+        progress: &dyn Progress,
+    ) -> Result<Ended, DataError> {
         let id = handed.note.batches[index].batch_id.clone().unwrap_or_default();
         let unread = |failure: CallFailure| format!("the answers of batch {id} cannot be read: {failure}");
-        let files = self.carry_all(handed, index, end).await.map_err(|failure| handed.stopped(&unread(failure)))?;
+        let (files, missing) =
+            self.carry_all(handed, index, end).await.map_err(|failure| handed.stopped(&unread(failure)))?;
+        if let Some(missing) = missing {
+            progress.line(&format!("batch {id}: {missing}; rows without an answer are taken to have failed"));
+        }
         if !handed.note.batches[index].is_charged {
             self.charge(files.iter().flat_map(|file| &file.answered), &handed.note.batches[index]);
             // The account first: what a kill between them leaves is an amount too high.
@@ -62,34 +73,48 @@ impl BatchTeacher {
         Ok(Ended { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
     }
 
-    async fn carry_all(&self, handed: &Handed<'_>, index: usize, end: &Value) -> Result<Vec<AnswerFile>, CallFailure> {
+    /// The files, and what the service counts beside what they hold where that is more: services count in different ways, and files
+    /// that are whole and say so each time are believed.
+    async fn carry_all(
+        &self,
+        handed: &Handed<'_>,
+        index: usize,
+        end: &Value,
+    ) -> Result<(Vec<AnswerFile>, Option<String>), CallFailure> {
         let ids = ["output_file_id", "error_file_id"].map(|name| end[name].as_str().filter(|id| !id.is_empty()));
         let folder = handed.path.parent().unwrap_or(Path::new("."));
-        let n_questions = handed.note.batches[index].ids.len();
-        let count = |name: &str| end["request_counts"][name].as_u64().unwrap_or(0) as usize;
-        let (n_expected, mut n_read) = (count("completed") + count("failed"), 0);
-        for n_try in 1.. {
-            let mut files = Vec::new();
+        let n_questions = match handed.note.batches[index].n_rows {
+            0 => FileSize::OPENAI.n_rows,
+            n_rows => n_rows,
+        };
+        let count = |name: &str| end["request_counts"][name].as_u64().unwrap_or(0);
+        // Some count what failed as completed, too.
+        let n_expected = count("completed").saturating_add(count("failed")).min(n_questions as u64);
+        let (mut files, mut n_read) = (Vec::new(), 0);
+        for _ in 0..N_READS {
+            files.clear();
             for file_id in ids.into_iter().flatten() {
                 files.push(self.carry(file_id, n_questions, folder).await?);
             }
             n_read = files.iter().map(|file: &AnswerFile| file.lines.len()).sum();
-            if n_read >= n_expected {
-                return Ok(files);
-            }
-            if n_try == N_READS {
-                break;
+            if n_read as u64 >= n_expected {
+                return Ok((files, None));
             }
         }
         let what = format!("its files hold {n_read} answers, and the service counts {n_expected}");
-        Err(self.failure(FailureKind::InvalidResponse, &what))
+        // Files that hold nothing of what was worked on are not those of the batch.
+        if count("completed") > 0 && files.iter().all(|file| file.answered.is_empty()) {
+            return Err(self.failure(FailureKind::InvalidResponse, &what));
+        }
+        Ok((files, Some(what)))
     }
 
     /// One file, read again where its lines are not what they should be.
     async fn carry(&self, file_id: &str, n_questions: usize, folder: &Path) -> Result<AnswerFile, CallFailure> {
         let path = format!("/files/{file_id}/content");
         // Characters outside of ASCII may be sent as six, a token may be some of them, and much else stands in a line.
-        let most_bytes = n_questions as u64 * (16_384 + 32 * self.client.most_tokens(&[]).1) + (1 << 20);
+        let most_bytes = 32_u64.saturating_mul(self.client.most_tokens(&[]).1).saturating_add(16_384);
+        let most_bytes = most_bytes.saturating_mul(n_questions as u64).saturating_add(1 << 20);
         let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));
         let unkept = |error: io::Error| invalid(format!("cannot be kept in {}: {error}", folder.display()));
         let file = tempfile::tempfile_in(folder).map_err(unkept)?;

@@ -131,6 +131,8 @@ impl BatchTeacher {
     fn noted(&self, state: &Path) -> Result<Note, DataError> {
         let identity = digest_hex(self.client.identity().to_string().as_bytes());
         match Note::read(state)?.filter(|note| !note.batches.is_empty()) {
+            // Of an earlier version, which did not note it: whether the teacher is the same is for the user to know.
+            Some(note) if note.identity.is_empty() => Ok(Note { identity, ..note }),
             Some(note) if note.identity != identity => Err(of_another_teacher(state, &note)),
             Some(note) => Ok(note),
             None => Ok(Note { identity, batches: Vec::new() }),
@@ -151,6 +153,9 @@ impl BatchTeacher {
         progress: &dyn Progress,
     ) -> Result<BatchAnswers<'a>, DataError> {
         let note = self.noted(state)?;
+        if note.batches.iter().any(|batch| batch.n_rows == 0) {
+            progress.line("batches that an earlier version noted are taken to be of this teacher, asked as it is now");
+        }
         let earlier = note.batches.iter().map(|batch| (!batch.is_charged).then(|| self.account.hold(batch.most)));
         let mut handed = Handed { path: state, reserved: earlier.collect(), note };
         if new == NewQuestions::HandedOver {
@@ -161,7 +166,7 @@ impl BatchTeacher {
         let (mut n_ended, mut ended) = (0, Vec::new());
         for index in 0..handed.note.batches.len() {
             let end = self.wait(&mut handed, index, (n_ended, n_rows), progress).await?;
-            ended.push(self.read(&mut handed, index, &end).await?);
+            ended.push(self.read(&mut handed, index, &end, progress).await?);
             n_ended += handed.note.batches[index].ids.len() as u64;
         }
         Ok(BatchAnswers::new(self, state, handed.note, ended))
@@ -207,11 +212,8 @@ impl BatchTeacher {
             |failure: CallFailure| handed.stopped(&format!("{} row(s) were not handed over: {failure}", ids.len()));
         let answer = self.files.upload("/files", &Arc::new(text)).await.map_err(not_sent)?;
         let file_id = self.text(&answer, "id").map_err(not_sent)?;
-        // By the service's clock; by ours, where it does not say, which a day may be wrong.
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let yesterday = now.saturating_sub(86_400);
-        let uploaded_at = answer["created_at"].as_u64().unwrap_or(yesterday);
-        handed.note.batches.push(Batch { file_id, uploaded_at, most, prompt_tokens, ids, ..Batch::default() });
+        let (uploaded_at, n_rows) = (uploaded_at(&answer, SystemTime::now()), ids.len());
+        handed.note.batches.push(Batch { file_id, uploaded_at, most, prompt_tokens, n_rows, ids, ..Batch::default() });
         handed.reserved.push(Some(reserved));
         handed.note.write(handed.path)
     }
@@ -257,6 +259,14 @@ impl Handed<'_> {
             "still noted is {batches}: the same command goes on from there; removing {path} hands its rows over, and may pay for them, anew"
         )
     }
+}
+
+/// By the service's clock; by ours, a day ago, where it does not say or counts in something else than seconds.
+fn uploaded_at(answer: &Value, now: SystemTime) -> u64 {
+    const DAY_S: u64 = 86_400;
+    let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    let told = answer["created_at"].as_u64().filter(|told| *told <= now.saturating_add(DAY_S));
+    told.unwrap_or(now.saturating_sub(DAY_S))
 }
 
 /// Refuses batches that are noted at `state`, for a teacher that has none.

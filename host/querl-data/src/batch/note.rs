@@ -10,30 +10,47 @@ use std::path::Path;
 /// All batches of a stage.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Note {
-    /// Stands for whom the batches are with and what they are asked beside the prompts.
+    /// Stands for whom the batches are with and what they are asked beside the prompts; empty in a note of an earlier version.
+    #[serde(default)]
     pub(super) identity: String,
     pub(super) batches: Vec<Batch>,
 }
 
-/// One file of questions and what is made of it.
+/// One file of questions and what is made of it. What an earlier version did not note has a value that says so: a batch under way is
+/// paid, whichever version handed it over.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Batch {
     pub(super) file_id: String,
-    /// When the service had the file, in seconds since 1970: no batch over it is older.
+    /// When the service had the file, in seconds since 1970: no batch over it is older. 0 where nobody knows.
+    #[serde(default)]
     pub(super) uploaded_at: u64,
-    /// How often the service was asked to work on it without our having learnt what came of that.
+    /// How often the service was asked to work on it without our having learnt what came of that. An earlier version noted
+    /// only what it had learnt.
+    #[serde(default = "once")]
     pub(super) n_unknown: u32,
     /// How many of these stand on the account as lost.
+    #[serde(default)]
     pub(super) n_lost: u32,
     /// `None` until it is known that the service has taken it.
+    #[serde(default)]
     pub(super) batch_id: Option<String>,
     /// The most that it may cost.
+    #[serde(default)]
     pub(super) most: f64,
     /// Of its prompts, estimated.
+    #[serde(default)]
     pub(super) prompt_tokens: u64,
     /// Whether its answers stand on the account.
+    #[serde(default)]
     pub(super) is_charged: bool,
+    /// Rows that were handed over, while `ids` loses those that have no answer. 0 where nobody knows.
+    #[serde(default)]
+    pub(super) n_rows: usize,
     pub(super) ids: Vec<String>,
+}
+
+fn once() -> u32 {
+    1
 }
 
 impl Note {

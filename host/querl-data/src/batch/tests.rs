@@ -438,3 +438,91 @@ async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_n
     assert!(answers.of(&prompt("b")).unwrap().is_none());
     assert_eq!(scene.n_asked("POST", "/files"), 1);
 }
+
+/// Keeps away: a run that can never get past a batch, and pays anew for answers that it has read.
+#[tokio::test]
+async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew() {
+    let n_reads = AtomicUsize::new(0);
+    let scene = Scene::new(move |asked, service| {
+        let is_first = asked.path.ends_with("/content") && n_reads.fetch_add(1, Ordering::SeqCst) < 3;
+        match is_first.then(|| service.reply(asked))? {
+            Reply::Answer(answer) => {
+                let text = String::from_utf8(answer.body).unwrap();
+                let first = text.lines().next().unwrap();
+                Some(Answer::text(200, "application/jsonl", &format!("{first}\n")).into())
+            }
+            other => Some(other),
+        }
+    });
+    let answers = scene.ask(&["a", "b"]).await.unwrap();
+    assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 1);
+    let failure = answers.iter().find_map(|answer| answer.as_ref().err()).unwrap();
+    assert!(failure.message.ends_with("batch completed without an answer to this row"), "{failure}");
+    assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+    assert_eq!((scene.n_asked("GET", "/files/"), scene.service.n_begun()), (5, 2));
+    assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
+}
+
+/// Keeps away: numbers of a service that no clock and no sum can hold.
+#[tokio::test]
+async fn absurd_numbers_of_a_service_do_no_harm() {
+    let scene = Scene::new(|asked, service| {
+        if !(is(asked, "POST", "/files") || is(asked, "GET", "/batches/")) {
+            return None;
+        }
+        let Reply::Answer(answer) = service.reply(asked) else { return None };
+        let mut body: Value = serde_json::from_slice(&answer.body).unwrap();
+        body["created_at"] = json!(u64::MAX);
+        if is(asked, "GET", "/batches/") {
+            body["request_counts"] = json!({"completed": u64::MAX, "failed": 2});
+        }
+        Some(Answer::json(200, &body).into())
+    });
+    assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+}
+
+#[test]
+fn upload_is_dated_by_the_service_where_it_tells_seconds_of_our_time() {
+    let at = |created_at: Value| {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000);
+        uploaded_at(&json!({"created_at": created_at}), now)
+    };
+    assert_eq!(at(json!(1_799_999_000)), 1_799_999_000);
+    for useless in [json!(null), json!(1_800_000_000_000_u64), json!(u64::MAX)] {
+        assert_eq!(at(useless), 1_799_913_600);
+    }
+}
+
+/// Keeps away: a batch that is handed over, and paid, anew because the program was replaced while it was under way.
+#[tokio::test]
+async fn batch_that_an_earlier_version_noted_is_found_and_read() {
+    for batch_id in [json!("batch-0"), Value::Null] {
+        let broken = Broken::yes();
+        let is_broken = broken.clone();
+        let scene =
+            Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| answered(404)));
+        scene.refusal(&["a", "b"]).await;
+        let noted = &scene.noted()[0];
+        let earlier = json!({"batches": [{"file_id": noted.file_id, "batch_id": batch_id, "ids": noted.ids}]});
+        std::fs::write(scene.state(), earlier.to_string()).unwrap();
+        broken.mend();
+        assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+        assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
+    }
+}
+
+/// Keeps away: ten paid answers beside a long file of errors, which no later run may read.
+#[tokio::test]
+async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
+    let scene = Scene::new(|asked, service| {
+        let Reply::Answer(answer) = asked.path.ends_with("/content").then(|| service.reply(asked))? else { return None };
+        let text = String::from_utf8(answer.body).unwrap();
+        let long = format!("{}{}\n", text.lines().next().unwrap(), " ".repeat(1 << 22));
+        Some(Answer::text(200, "application/jsonl", &long).into())
+    });
+    let prompts: Vec<String> = (0..100).map(|n| n.to_string()).collect();
+    let prompts: Vec<&str> = prompts.iter().map(String::as_str).collect();
+    scene.ask(&prompts).await.unwrap();
+    assert_eq!((scene.noted()[0].ids.len(), scene.noted()[0].n_rows), (1, 100));
+    scene.teacher().ask(std::iter::empty(), NewQuestions::Left, &scene.state(), &Silent).await.map(drop).unwrap();
+}

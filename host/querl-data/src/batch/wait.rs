@@ -44,7 +44,11 @@ impl Unanswered {
                 self.n_refused += 1;
                 self.n_refused < patience.n_refusals
             }
-            _ => since.elapsed() < patience.silence,
+            // Refusals count in a row. `since` stays: a service that is in turn silent and of no use is not asked for ever.
+            _ => {
+                self.n_refused = 0;
+                since.elapsed() < patience.silence
+            }
         }
     }
 }
@@ -63,6 +67,8 @@ impl BatchTeacher {
     ) -> Result<Value, DataError> {
         let batch = handed.note.batches[index].clone();
         let id = batch.batch_id.clone().unwrap_or_default();
+        // What a service counts may be any number.
+        let done = |n_done: u64| n_before.saturating_add(n_done).min(n_rows);
         let (mut unanswered, mut n_done) = (Unanswered::default(), 0);
         loop {
             let now = self.once.call(&Call::get(&format!("/batches/{id}")), Charge::FREE).await;
@@ -71,7 +77,7 @@ impl BatchTeacher {
                 Ok((status, now)) => {
                     unanswered = Unanswered::default();
                     n_done = now.pointer("/request_counts/completed").and_then(Value::as_u64).unwrap_or(n_done);
-                    progress.update(n_before + n_done, n_rows, &format!("batch {id} {status}"));
+                    progress.update(done(n_done), n_rows, &format!("batch {id} {status}"));
                     match status.as_str() {
                         "completed" | "expired" | "cancelled" => return Ok(now),
                         "failed" => return Err(failed(handed, index, &id, &now)),
@@ -84,7 +90,7 @@ impl BatchTeacher {
                     }
                     tracing::debug!("{failure}; batch {id} is asked for again");
                     let note = format!("batch {id}: {}; asked again", failure.kind);
-                    progress.update(n_before + n_done, n_rows, &note);
+                    progress.update(done(n_done), n_rows, &note);
                 }
             }
             tokio::time::sleep(self.poll).await;
@@ -92,8 +98,9 @@ impl BatchTeacher {
     }
 
     fn check_age(&self, handed: &Handed<'_>, batch: &Batch, status: &str) -> Result<(), DataError> {
-        let uploaded = SystemTime::UNIX_EPOCH + Duration::from_secs(batch.uploaded_at);
-        let age = uploaded.elapsed().unwrap_or_default();
+        let uploaded = Duration::from_secs(batch.uploaded_at);
+        let uploaded = SystemTime::UNIX_EPOCH.checked_add(uploaded).filter(|_| batch.uploaded_at > 0);
+        let age = uploaded.and_then(|uploaded| uploaded.elapsed().ok()).unwrap_or_default();
         if age < self.patience.age {
             return Ok(());
         }
@@ -108,5 +115,22 @@ fn failed(handed: &mut Handed<'_>, index: usize, id: &str, now: &Value) -> DataE
     match handed.drop_batch(index) {
         Ok(()) => DataError::Batch { problem: format!("batch {id} failed: {said}"), kept: handed.kept() },
         Err(error) => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_end_the_wait_only_where_no_other_failure_is_between_them() {
+        use FailureKind::{Rejected, Timeout};
+        let bears = |kinds: &[FailureKind]| {
+            let mut unanswered = Unanswered::default();
+            let failure = |kind| CallFailure { kind, message: String::new() };
+            kinds.iter().all(|kind| unanswered.is_bearable(&failure(*kind), Patience::default()))
+        };
+        assert!(bears(&[Rejected, Timeout, Rejected, Timeout, Rejected, Rejected]));
+        assert!(!bears(&[Timeout, Rejected, Rejected, Rejected]));
     }
 }

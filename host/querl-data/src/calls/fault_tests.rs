@@ -8,6 +8,7 @@ use querl_faulty::{Answer as Sent, Asked, FaultyServer, Reply};
 use serde_json::json;
 use std::collections::HashMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 fn limits(max_retries: usize) -> CallLimits {
     CallLimits { first_pause: Duration::from_millis(5), ..CallLimits::new(10, 1.0, max_retries) }
@@ -328,5 +329,35 @@ fn scripted(row: u64, n_try: u64) -> Reply {
         4 => Reply::Cut(answer),
         5 => Reply::Hang,
         _ => answer.into(),
+    }
+}
+
+/// Keeps away: a paid request that is sent minutes after the user said stop, because it only had to wait for its turn.
+#[tokio::test]
+async fn who_waits_for_a_turn_or_another_try_is_not_sent_after_the_stop() {
+    let busy = Sent::text(429, "text/plain", "busy").with("Retry-After", "60");
+    let (paced, retried) = (failing(0, Reply::Hang), failing(1, busy.into()));
+    for (server, requests_per_minute) in [(paced, Some(1)), (retried, None)] {
+        let stop: &'static AtomicBool = Box::leak(Box::default());
+        let limits = limits(3).per_minute(requests_per_minute, None);
+        let outside = Outside::new(&quick()).until(stop);
+        let caller = Caller::new("teacher.base_url", &server.url(), None, limits, &outside).unwrap();
+        let started = Instant::now();
+        let body = json!({});
+        let (first, second, ()) = tokio::join!(
+            caller.post(&body, Charge::FREE),
+            caller.post(&body, Charge::FREE),
+            async {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                stop.store(true, Ordering::Relaxed);
+            }
+        );
+        assert!(started.elapsed() < Duration::from_secs(5));
+        let unsent = [first, second].into_iter().filter_map(Result::err).map(|failure| failure.message);
+        assert!(unsent.filter(|message| message.ends_with("not sent: interrupted")).count() >= 1);
+        assert!(server.n_asked() <= 2, "{}", server.n_asked());
+        let n_asked = server.n_asked();
+        caller.post(&body, Charge::FREE).await.unwrap_err();
+        assert_eq!(server.n_asked(), n_asked);
     }
 }

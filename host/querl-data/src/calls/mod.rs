@@ -7,11 +7,13 @@ mod files;
 mod pace;
 mod retry;
 mod secret;
+mod stop;
 
 pub(crate) use files::FileCarrier;
 pub(crate) use pace::estimated_tokens;
 pub(crate) use retry::{Check, Refusal};
 pub(crate) use secret::Secret;
+pub(crate) use stop::StopFlag;
 
 use crate::account::{Account, Bill};
 use crate::deadline::turn;
@@ -84,6 +86,8 @@ pub(crate) struct Caller {
     pace: Pace,
     breaker: Breaker,
     account: Arc<Account>,
+    /// Once it is set nobody is called any more.
+    stop: StopFlag,
     /// As the account calls the service.
     provider: String,
 }
@@ -165,6 +169,7 @@ impl Caller {
             pace: Pace::new(limits.requests_per_minute, limits.tokens_per_minute),
             breaker: Breaker::new(config.breaker_failures),
             account: outside.account.clone(),
+            stop: outside.stop,
             provider,
         })
     }
@@ -208,13 +213,17 @@ impl Caller {
 
     async fn call_checked(&self, call: &Call<'_>, charge: Charge, check: &Check<'_>) -> Result<Answer, CallFailure> {
         // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
-        let _slot = turn(self.slots.acquire()).await.expect("the semaphore is never closed");
+        let slot = self.before_stop(turn(self.slots.acquire())).await?;
+        let _slot = slot.expect("the semaphore is never closed");
         if let Some(down) = self.breaker.opened() {
             return Err(down.clone());
         }
         let bill = Mutex::new(Bill::new(&self.account, &self.provider));
         let answer = self.retried(|| self.try_call(call, charge, check, &bill)).await;
-        self.breaker.count(&shown_address(&self.url), &answer);
+        // Who was not asked has not failed to answer.
+        if !self.stop.is_set() {
+            self.breaker.count(&shown_address(&self.url), &answer);
+        }
         let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
         match answer {
             Ok((body, latency_ms)) => Ok(Answer { body, latency_ms, bill }),
@@ -230,6 +239,7 @@ impl Caller {
         &self,
         try_once: impl FnMut() -> F,
     ) -> Result<T, CallFailure> {
+        let stop = self.stop;
         let pauses = ExponentialBuilder::default()
             .with_min_delay(self.limits.first_pause)
             .with_max_delay(Duration::from_secs(30))
@@ -237,14 +247,17 @@ impl Caller {
             .with_jitter();
         try_once
             .retry(pauses)
-            .when(|failed: &FailedTry| failed.retry != Retry::Useless && self.breaker.opened().is_none())
+            .when(|failed: &FailedTry| {
+                failed.retry != Retry::Useless && self.breaker.opened().is_none() && !self.stop.is_set()
+            })
             .adjust(|failed: &FailedTry, pause| match failed.retry {
                 Retry::After(asked) if asked > LONGEST_PAUSE => None,
                 // Not all at the same moment.
                 Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
                 _ => pause,
             })
-            .sleep(|pause| turn(tokio::time::sleep(pause)))
+            // The next try sees that its pause was cut short.
+            .sleep(move |pause| stop.pause(pause))
             .notify(|failed: &FailedTry, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
             .await
             .map_err(|failed| {
@@ -263,9 +276,9 @@ impl Caller {
         bill: &Mutex<Bill>,
     ) -> Result<(Value, f64), FailedTry> {
         let unpaid = |failure| FailedTry { failure, retry: Retry::Useless, is_lost: false };
-        let reservation = turn(self.account.reserve(charge.most)).await.map_err(unpaid)?;
-        lock(bill).covered_by(reservation);
-        turn(self.pace.turn(charge.n_tokens)).await;
+        let reserved = self.before_stop(turn(self.account.reserve(charge.most))).await.map_err(unpaid)?;
+        lock(bill).covered_by(reserved.map_err(unpaid)?);
+        self.before_stop(turn(self.pace.turn(charge.n_tokens))).await.map_err(unpaid)?;
         lock(bill).sent();
         let answer = self.exchange(call).await.and_then(|answer| match check(&answer.0) {
             Some(Refusal { kind, retry, is_lost, what }) => {
@@ -279,6 +292,12 @@ impl Caller {
             Err(_) => lock(bill).refused(),
         }
         answer
+    }
+
+    /// What `wait` comes to before the user says stop: who has not been sent until then is not sent.
+    async fn before_stop<T>(&self, wait: impl Future<Output = T>) -> Result<T, CallFailure> {
+        let done = self.stop.before(wait).await;
+        done.ok_or_else(|| self.failure(FailureKind::Timeout, "not sent: interrupted"))
     }
 
     async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedTry> {

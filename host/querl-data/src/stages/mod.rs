@@ -121,6 +121,8 @@ async fn ask_all<'a, W: Work>(
     // After a reason to stop, calls under way are waited for: what they bring is paid.
     while let Some((index, record)) = results.next().await {
         match record {
+            // Perhaps nobody was asked. Any other run asks what failed, too.
+            Ok(record) if progress.is_stopped() && has_passing_failure::<W>(&record) => {}
             Ok(record) => collector.take(index, &record, W::outcome(&record))?,
             Err(error) => reason = reason.or(Some(error)),
         }
@@ -132,6 +134,11 @@ async fn ask_all<'a, W: Work>(
     }
     let (journal, places) = reason.map_or_else(|| collector.end(), Err)?;
     Ok(Asked { rows, journal, places, key: W::key, is_of: W::is_of, record: W::record })
+}
+
+/// True for a failure that says nothing of other rows.
+fn has_passing_failure<W: Work>(record: &W::Record) -> bool {
+    matches!(W::outcome(record), Some(Err(failure)) if !failure.kind.is_fatal())
 }
 
 /// Of a service that answers nobody, nothing more is to be had; one that answers what is of no use is paid for it.
@@ -204,6 +211,7 @@ impl<'a, T: Answered> Collector<'a, T> {
 
     fn end(self) -> Result<(Journal<T>, Vec<Place>), DataError> {
         match self.commonest_failure() {
+            _ if self.progress.is_stopped() && self.places.contains(&Place::OPEN) => Err(DataError::Interrupted),
             Some(error) if self.n_succeeded == 0 => Err(error),
             _ if self.places.contains(&Place::OPEN) => Err(changed_meanwhile(self.path)),
             _ => Ok((self.journal, self.places)),

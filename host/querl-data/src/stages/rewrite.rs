@@ -9,6 +9,7 @@ use crate::text::hash_of;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
 use std::path::Path;
+use std::time::Duration;
 
 /// Asks the teacher for a rewrite of each row. Rows of which `journal` knows a rewrite are not asked again; failed ones are.
 /// What comes back writes the stage's output: one record per row, in order.
@@ -47,11 +48,27 @@ pub async fn rewrite_in_batch<'a>(
         Err(_) => true,
     });
     let open = open.filter_map(|row| unknown_prompt(row, teacher, prompts).transpose());
-    let answers = batch.ask(open, new, state, progress).await?;
+    let answers = before_stop(batch.ask(open, new, state, progress), progress).await?;
     let work = Rewriting { teacher, prompts, batches: Some(&answers) };
     let asked = ask_all(&work, rows, journal, max_concurrent, progress).await;
     answers.settle()?;
     asked
+}
+
+/// What `work` comes to, if the user does not say stop before: what is under way then is dropped.
+async fn before_stop<T>(
+    work: impl Future<Output = Result<T, DataError>>,
+    progress: &dyn Progress,
+) -> Result<T, DataError> {
+    let stopped = async {
+        while !progress.is_stopped() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::select! {
+        done = work => done,
+        () = stopped => Err(DataError::Interrupted),
+    }
 }
 
 /// `None` where the cache knows the answer.

@@ -18,6 +18,7 @@ use querl_core::run_dir::RunDir;
 use querl_data::{Account, AnswerCache, CacheLimits, Outside, open_retriever};
 use querl_model::CardUse;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 /// What to do where a plugin is not the one that results were made with.
@@ -108,6 +109,20 @@ impl Run {
         let models = local_models(&self.config.retrieval)?;
         let opened = open_retriever(&self.config.retrieval, &self.config.tenant, &models, &self.outside)?;
         Ok(self.retriever.get_or_init(|| opened).clone())
+    }
+
+    /// The same for a stage of the data that ends at `stop`: a service outside is then not called any more. Training is not to lose
+    /// episodes so.
+    ///
+    /// # Errors
+    /// Retrieval cannot be opened.
+    pub fn retriever_until(&self, stop: &'static AtomicBool) -> anyhow::Result<Arc<dyn Retriever>> {
+        let config = &self.config;
+        if config.retrieval.kind != RetrievalKind::Http {
+            return self.retriever();
+        }
+        let (models, outside) = (local_models(&config.retrieval)?, self.outside.clone().until(stop));
+        Ok(open_retriever(&config.retrieval, &config.tenant, &models, &outside)?)
     }
 
     /// Whom a scorer asks.

@@ -63,7 +63,7 @@ pub fn rewrite<'a>(
     }
     let fallback = open_fallback(&run.config.fallback_teacher, &run.outside)?;
     let ending = rewriting.finish(name(config), fallback, run.config.fallback_teacher.max_concurrent);
-    Ok(interrupt::finish(&run.runtime, ending)??)
+    interrupt::finish(&run.runtime, ending)
 }
 
 fn answer(run: &Run, room: &Room, portion: Vec<Vec<Message>>, taken: &mut LocalAnswers<'_>) -> anyhow::Result<()> {

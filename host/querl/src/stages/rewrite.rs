@@ -121,7 +121,8 @@ fn ask<'a>(
     if config.kind == TeacherKind::Local {
         return Ok((local_teacher::rewrite(run, table, journal, progress)?, local_teacher::name(config)));
     }
-    let teacher = open_teacher(config, &run.config.fallback_teacher, &run.outside)?;
+    let outside = run.outside.clone().until(interrupt::flag());
+    let teacher = open_teacher(config, &run.config.fallback_teacher, &outside)?;
     let teacher = teacher.as_ref();
     let asked = match batches(run)? {
         Some((batch, new)) => {
@@ -132,11 +133,11 @@ fn ask<'a>(
             }
             let (state, how) = (run.dir.batches(), (new, config.max_concurrent));
             let asking = rewrite_in_batch(table, (teacher, &batch), prompts, journal, how, &state, progress);
-            interrupt::block_on(&run.runtime, asking)??
+            interrupt::finish(&run.runtime, asking)?
         }
         None => {
             let asking = rewrite(table, teacher, prompts, journal, config.max_concurrent, progress);
-            interrupt::finish(&run.runtime, asking)??
+            interrupt::finish(&run.runtime, asking)?
         }
     };
     Ok((asked, teacher.name().to_owned()))

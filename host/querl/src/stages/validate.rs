@@ -56,10 +56,10 @@ impl Stage for Validate {
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let rewrites = RecordFile::<RewriteRecord>::new(&run.dir.rewrites());
         let (output, formats) = (run.dir.validated(), &run.config.data.export);
-        let retriever = run.retriever()?;
+        let retriever = run.retriever_until(interrupt::flag())?;
         let n_calls = run.config.retrieval.max_concurrent;
         let looking_up = validate(&rewrites, retriever.as_ref(), Journal::open(&output)?, n_calls, progress);
-        let asked = interrupt::finish(&run.runtime, looking_up)??;
+        let asked = interrupt::finish(&run.runtime, looking_up)?;
         let mut tally = Tally::default();
         asked.write(|record| {
             tally.add(record);
