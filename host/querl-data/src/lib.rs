@@ -49,7 +49,7 @@ mod splits;
 mod stages;
 
 pub use account::{Account, ByStage, Spent, carries_files, read_account};
-pub use batch::{BatchTeacher, NewQuestions, refuse_noted_batches};
+pub use batch::{BatchTeacher, NewQuestions, NotedQuestions, refuse_noted_batches};
 pub use cache::{AnswerCache, CacheLimits, CacheTable, TableStats, cache_stats, clear_cache};
 pub use chat::prompt_tokens;
 pub use deadline::within;

@@ -13,7 +13,7 @@ use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, Retrieval
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
 use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
+use querl_data::{BatchTeacher, Journal, NotedQuestions, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashSet;
@@ -53,6 +53,8 @@ pub struct Step {
     pub calls: Range,
     /// Questions that the cache answers; `None` where the questions are not known yet.
     pub cached: Option<u64>,
+    /// Questions in batches that are under way, which are not paid again. `None` where there are none.
+    pub in_batches: Option<u64>,
     /// In the currency of the prices; `None` without prices.
     pub cost: Option<Range>,
     /// Time that the calls take.
@@ -118,6 +120,8 @@ struct Asked {
     n_rows: f64,
     /// That the cache knows.
     n_known: f64,
+    /// That are in a batch under way.
+    n_noted: f64,
     /// Of the prompts of the others.
     n_tokens: f64,
 }
@@ -145,16 +149,26 @@ impl Estimator<'_> {
         if ahead == Ahead::Anew {
             done.clear();
         }
-        let asked = self.prompts(&done, teacher.as_ref())?;
+        let asked = self.prompts(&done, teacher.as_ref(), &self.noted()?)?;
         let call_s = if n_measured > 0.0 { Range::exactly(measured_s / n_measured) } else { CHAT_S };
-        let (endpoint, calls) = (self.config.teacher.endpoint(), Range::exactly(asked.n_rows - asked.n_known));
-        let cached = Some(asked.n_known as u64);
+        let (endpoint, calls) = (self.config.teacher.endpoint(), asked.n_rows - asked.n_known - asked.n_noted);
+        let (calls, cached) = (Range::exactly(calls), Some(asked.n_known as u64));
         let step = chat_step(StageName::Rewrite, "teacher", &endpoint, calls, asked.n_tokens, call_s, cached);
+        let step = Step { in_batches: Some(asked.n_noted as u64).filter(|n| *n > 0), ..step };
         Ok(if self.config.teacher.batch { in_batches(step, self.config.teacher.batch_price_factor) } else { step })
     }
 
+    /// What the run would wait for, or refuse to start for.
+    fn noted(&self) -> anyhow::Result<NotedQuestions> {
+        let state = self.dir.batches();
+        if !state.exists() {
+            return Ok(NotedQuestions::default());
+        }
+        Ok(BatchTeacher::open(&self.config.teacher, &self.run.outside)?.noted_questions(&state)?)
+    }
+
     /// What the rows come to that no earlier run has an answer to.
-    fn prompts(&self, done: &HashSet<String>, teacher: &dyn Teacher) -> anyhow::Result<Asked> {
+    fn prompts(&self, done: &HashSet<String>, teacher: &dyn Teacher, noted: &NotedQuestions) -> anyhow::Result<Asked> {
         let (mut asked, mut n_looked_at) = (Asked::default(), 0);
         for row in self.table.read()? {
             let row = row?;
@@ -167,14 +181,20 @@ impl Estimator<'_> {
                 let context = of_query(&row);
                 let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
                 let messages = self.run.plugins.prompts.messages(PromptTask::TeacherRewrite, &input)?;
-                match teacher.knows(&messages) {
-                    true => asked.n_known += 1.0,
-                    false => asked.n_tokens += prompt_tokens(&messages) as f64,
+                if teacher.knows(&messages) {
+                    asked.n_known += 1.0;
+                } else if noted.contains(&messages) {
+                    asked.n_noted += 1.0;
+                } else {
+                    asked.n_tokens += prompt_tokens(&messages) as f64;
                 }
             }
         }
         let scale = asked.n_rows / f64::from(n_looked_at.max(1));
-        Ok(Asked { n_known: (asked.n_known * scale).round(), n_tokens: asked.n_tokens * scale, ..asked })
+        let scaled = |n: f64| (n * scale).round();
+        let (n_known, n_noted) = (scaled(asked.n_known), scaled(asked.n_noted));
+        let n_noted = n_noted.min(asked.n_rows - n_known);
+        Ok(Asked { n_known, n_noted, n_tokens: asked.n_tokens * scale, ..asked })
     }
 
     fn validate(&self, ahead: Ahead) -> Step {
@@ -246,8 +266,8 @@ impl Estimator<'_> {
         let retrieval = &self.config.retrieval;
         let of = |calls: f64, call_s: f64| time(calls, call_s, retrieval.max_concurrent, retrieval.requests_per_minute);
         let seconds = Range { low: of(calls.low, RETRIEVAL_S.low), high: of(calls.high, RETRIEVAL_S.high) };
-        let provider = "retrieval".to_owned();
-        Step { stage: stage.as_str(), provider, calls, cached: None, cost: Some(Range::exactly(0.0)), seconds }
+        let (provider, cost) = ("retrieval".to_owned(), Some(Range::exactly(0.0)));
+        Step { stage: stage.as_str(), provider, calls, cached: None, in_batches: None, cost, seconds }
     }
 }
 
@@ -275,7 +295,7 @@ fn chat_step(
     };
     let seconds = Range { low: of(calls.low, call_s.low), high: of(calls.high, call_s.high) };
     let provider = format!("{section} {}", endpoint.model.as_deref().unwrap_or_default());
-    Step { stage: stage.as_str(), provider, calls, cached, cost, seconds }
+    Step { stage: stage.as_str(), provider, calls, cached, in_batches: None, cost, seconds }
 }
 
 fn time(n_calls: f64, call_s: f64, max_concurrent: usize, per_minute: Option<u32>) -> f64 {
@@ -299,7 +319,11 @@ fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T))
 /// The price is lower, and a batch takes up to a day.
 fn in_batches(step: Step, price_factor: f64) -> Step {
     let cost = step.cost.map(|cost| Range { low: cost.low * price_factor, high: cost.high * price_factor });
-    let seconds = if step.calls.high > 0.0 { Range { low: 0.0, high: 86_400.0 } } else { step.seconds };
+    let seconds = if step.calls.high > 0.0 || step.in_batches.is_some() {
+        Range { low: 0.0, high: 86_400.0 }
+    } else {
+        step.seconds
+    };
     Step { cost, seconds, ..step }
 }
 
@@ -309,9 +333,13 @@ impl Estimate {
         let mut lines = vec![format!("{} rows; nothing was asked of anybody", self.rows)];
         for step in &self.steps {
             let cached = step.cached.map(|n| format!(", {n} from the cache")).unwrap_or_default();
+            let in_batches = step.in_batches.map(|n| format!(", {n} in a batch under way")).unwrap_or_default();
             let cost = step.cost.map_or("price unknown".into(), |cost| format!("price {}", shown(cost, 4)));
             let (calls, seconds) = (shown(step.calls, 0), shown(step.seconds, 0));
-            lines.push(format!("  {:<8} {}: {calls} calls{cached}, {cost}, {seconds} s", step.stage, step.provider));
+            lines.push(format!(
+                "  {:<8} {}: {calls} calls{cached}{in_batches}, {cost}, {seconds} s",
+                step.stage, step.provider
+            ));
         }
         if self.steps.is_empty() {
             lines.push("  no outside service is asked".into());

@@ -107,6 +107,18 @@ fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
     assert!(spent.calls == 40 && (spent.cost - 40.0 * 0.00015).abs() < 1e-9, "{spent:?}");
 }
 
+/// Keeps away: a price for rows that are paid for already, and one for a run that would refuse to start.
+#[test]
+fn dry_run_leaves_out_what_is_in_a_batch_under_way() {
+    let scene = Scene::new();
+    scene.stopped();
+    let step = |more: &[&str]| scene.rewrite(&[&["--dry-run", "--json"], more].concat());
+    let estimate: Value = serde_json::from_str(&step(&[]).ok().stdout).unwrap();
+    let step_of_rewrite = &estimate["steps"][0];
+    assert_eq!((&step_of_rewrite["calls"]["high"], &step_of_rewrite["in_batches"]), (&json!(0.0), &json!(40)));
+    assert_eq!(step(&["--set", "teacher.model=other"]).code, Some(2));
+}
+
 /// Keeps away: a batch that is forgotten because somebody names a second teacher, or wants the stage anew.
 #[test]
 fn batch_outlives_changes_that_its_answers_do_not_depend_on() {

@@ -44,7 +44,7 @@ impl BatchTeacher {
         Ok(())
     }
 
-    async fn begin(&self, handed: &mut Handed<'_>, index: usize) -> Result<(), DataError> {
+    pub(super) async fn begin(&self, handed: &mut Handed<'_>, index: usize) -> Result<(), DataError> {
         let (mut n_left, mut failed) = (self.max_retries, None::<CallFailure>);
         loop {
             let batch = handed.note.batches[index].clone();

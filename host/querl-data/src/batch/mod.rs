@@ -69,6 +69,18 @@ pub enum NewQuestions {
     Left,
 }
 
+/// Questions that are in batches already.
+#[derive(Debug, Clone, Default)]
+pub struct NotedQuestions(HashSet<u64>);
+
+impl NotedQuestions {
+    /// Whether this prompt is one of them.
+    pub fn contains(&self, messages: &[Message]) -> bool {
+        // A prompt is made into an id only where there is something to compare it with.
+        !self.0.is_empty() && self.0.contains(&key(&question_id(messages)))
+    }
+}
+
 /// A file that is being made.
 #[derive(Default)]
 struct Part {
@@ -128,6 +140,14 @@ impl BatchTeacher {
         self.noted(state).map(|note| !note.batches.is_empty())
     }
 
+    /// The questions in batches that are noted at `state`: who asks them waits for those batches, and pays for no other.
+    ///
+    /// # Errors
+    /// As [`has_noted`](Self::has_noted).
+    pub fn noted_questions(&self, state: &Path) -> Result<NotedQuestions, DataError> {
+        Ok(NotedQuestions(self.noted(state)?.places().into_keys().collect()))
+    }
+
     fn noted(&self, state: &Path) -> Result<Note, DataError> {
         let identity = digest_hex(self.client.identity().to_string().as_bytes());
         match Note::read(state)?.filter(|note| !note.batches.is_empty()) {
@@ -158,10 +178,10 @@ impl BatchTeacher {
         }
         let earlier = note.batches.iter().map(|batch| (!batch.is_charged).then(|| self.account.hold(batch.most)));
         let mut handed = Handed { path: state, reserved: earlier.collect(), note };
-        if new == NewQuestions::HandedOver {
-            self.hand_over(prompts, &mut handed).await?;
-        }
         self.begin_all(&mut handed).await?;
+        if new == NewQuestions::HandedOver {
+            self.hand_over(prompts, &mut handed, progress).await?;
+        }
         let n_rows: u64 = handed.note.batches.iter().map(|batch| batch.ids.len() as u64).sum();
         let (mut n_ended, mut ended) = (0, Vec::new());
         for index in 0..handed.note.batches.len() {
@@ -177,6 +197,7 @@ impl BatchTeacher {
         &self,
         prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
         handed: &mut Handed<'_>,
+        progress: &dyn Progress,
     ) -> Result<(), DataError> {
         let mut known: HashSet<u64> = handed.note.places().into_keys().collect();
         let mut part = Part::default();
@@ -191,7 +212,7 @@ impl BatchTeacher {
             let line = json!({"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body});
             let line = format!("{line}\n");
             if part.ids.len() >= self.largest.n_rows || part.text.len() + line.len() > self.largest.n_bytes {
-                self.upload(std::mem::take(&mut part), handed).await?;
+                self.hand_over_part(std::mem::take(&mut part), handed, progress).await?;
             }
             let most_tokens = self.client.most_tokens(&messages);
             part.ids.push(id);
@@ -201,13 +222,44 @@ impl BatchTeacher {
         }
         match part.ids.is_empty() {
             true => Ok(()),
-            false => self.upload(part, handed).await,
+            false => self.hand_over_part(part, handed, progress).await,
         }
     }
 
-    async fn upload(&self, part: Part, handed: &mut Handed<'_>) -> Result<(), DataError> {
+    /// Begun at once: where the budget does not take the next one, the service has this one.
+    async fn hand_over_part(
+        &self,
+        part: Part,
+        handed: &mut Handed<'_>,
+        progress: &dyn Progress,
+    ) -> Result<(), DataError> {
+        let reserved = self.room_for(part.most, handed, progress).await?;
+        self.upload(part, reserved, handed).await?;
+        self.begin(handed, handed.note.batches.len() - 1).await
+    }
+
+    /// What a batch may cost, set aside. One that does not fit beside those under way waits for their real prices, which are lower.
+    async fn room_for(
+        &self,
+        most: f64,
+        handed: &mut Handed<'_>,
+        progress: &dyn Progress,
+    ) -> Result<Reservation, DataError> {
+        loop {
+            let failure = match self.account.reserve_for_batch(most) {
+                Ok(reserved) => return Ok(reserved),
+                Err(failure) => failure,
+            };
+            let under_way = handed.reserved.iter().position(Option::is_some);
+            let index = under_way.ok_or(DataError::Service(failure))?;
+            let n_rows = handed.note.batches[index].ids.len() as u64;
+            let end = self.wait(handed, index, (0, n_rows), progress).await?;
+            self.read(handed, index, &end, progress).await?;
+        }
+    }
+
+    async fn upload(&self, part: Part, reserved: Reservation, handed: &mut Handed<'_>) -> Result<(), DataError> {
         let Part { ids, text, most, prompt_tokens } = part;
-        let reserved = self.account.reserve_for_batch(most).map_err(DataError::Service)?;
         let not_sent =
             |failure: CallFailure| handed.stopped(&format!("{} row(s) were not handed over: {failure}", ids.len()));
         let answer = self.files.upload("/files", &Arc::new(text)).await.map_err(not_sent)?;

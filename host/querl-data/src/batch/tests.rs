@@ -515,7 +515,9 @@ async fn batch_that_an_earlier_version_noted_is_found_and_read() {
 #[tokio::test]
 async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     let scene = Scene::new(|asked, service| {
-        let Reply::Answer(answer) = asked.path.ends_with("/content").then(|| service.reply(asked))? else { return None };
+        let Reply::Answer(answer) = asked.path.ends_with("/content").then(|| service.reply(asked))? else {
+            return None;
+        };
         let text = String::from_utf8(answer.body).unwrap();
         let long = format!("{}{}\n", text.lines().next().unwrap(), " ".repeat(1 << 22));
         Some(Answer::text(200, "application/jsonl", &long).into())
@@ -525,4 +527,19 @@ async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     scene.ask(&prompts).await.unwrap();
     assert_eq!((scene.noted()[0].ids.len(), scene.noted()[0].n_rows), (1, 100));
     scene.teacher().ask(std::iter::empty(), NewQuestions::Left, &scene.state(), &Silent).await.map(drop).unwrap();
+}
+
+/// Keeps away: a budget that takes one file and not two, and a run that then hands over none, each time.
+#[tokio::test]
+async fn file_that_does_not_fit_beside_another_is_handed_over_behind_it() {
+    let mut scene = Scene::new(|_, _| None);
+    let client = &scene.teacher().client;
+    let most = client.cost(client.most_tokens(&prompt("a"))).unwrap() * 0.5;
+    let account = Account::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
+    scene.outside = Outside::default().with_account(Arc::new(account));
+    let mut teacher = scene.teacher();
+    teacher.largest.n_rows = 1;
+    assert!(all_answered(&scene.ask_of(&teacher, &["a", "b"]).await.unwrap()));
+    assert_eq!(scene.service.n_begun(), 2);
+    assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12, "each is paid once");
 }

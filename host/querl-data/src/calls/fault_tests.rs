@@ -344,14 +344,11 @@ async fn who_waits_for_a_turn_or_another_try_is_not_sent_after_the_stop() {
         let caller = Caller::new("teacher.base_url", &server.url(), None, limits, &outside).unwrap();
         let started = Instant::now();
         let body = json!({});
-        let (first, second, ()) = tokio::join!(
-            caller.post(&body, Charge::FREE),
-            caller.post(&body, Charge::FREE),
-            async {
+        let (first, second, ()) =
+            tokio::join!(caller.post(&body, Charge::FREE), caller.post(&body, Charge::FREE), async {
                 tokio::time::sleep(Duration::from_millis(300)).await;
                 stop.store(true, Ordering::Relaxed);
-            }
-        );
+            });
         assert!(started.elapsed() < Duration::from_secs(5));
         let unsent = [first, second].into_iter().filter_map(Result::err).map(|failure| failure.message);
         assert!(unsent.filter(|message| message.ends_with("not sent: interrupted")).count() >= 1);

@@ -160,6 +160,39 @@ async fn failed_rows_stay_failed_with_a_reason_and_are_tried_again() {
     assert!(mended.iter().all(|record| record.rewrite.is_ok()));
 }
 
+/// Says stop once so many rows are done.
+struct StopsAfter(u64, AtomicUsize);
+
+impl Progress for StopsAfter {
+    fn update(&self, n_done: u64, _: u64, _: &str) {
+        self.1.store(n_done as usize, Ordering::Relaxed);
+    }
+
+    fn line(&self, _: &str) {}
+
+    fn is_stopped(&self) -> bool {
+        self.1.load(Ordering::Relaxed) as u64 >= self.0
+    }
+}
+
+/// Keeps away: an interrupt that is told as a table that somebody changed, and rows that stay failed as nobody was asked.
+#[tokio::test]
+async fn interrupt_says_so_keeps_what_was_done_and_leaves_failures_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("rewrites.jsonl");
+    let (rows, stops) = (rows(6), StopsAfter(2, AtomicUsize::new(0)));
+    let teacher = Scripted::new(&[(4, FailureKind::Timeout), (5, FailureKind::Timeout)]);
+    let error = rewrite(&rows, &teacher, &Plain, Journal::open(&output).unwrap(), 1, &stops).await.err().unwrap();
+    assert!(matches!(error, DataError::Interrupted), "{error}");
+    let refused = Scripted::new(&[(4, FailureKind::Unauthorized)]);
+    let stops = StopsAfter(3, AtomicUsize::new(0));
+    let error = rewrite(&rows, &refused, &Plain, Journal::open(&output).unwrap(), 1, &stops).await.err().unwrap();
+    assert!(matches!(error, DataError::Service(_)), "what went wrong is not hidden: {error}");
+    let second = Scripted::new(&[]);
+    run_rewrite(&rows, &second, &output).await.unwrap();
+    assert_eq!(second.calls.load(Ordering::Relaxed), 4, "the first two are in the journal");
+}
+
 /// The rows of a table that somebody saves anew between two readings.
 struct Changing {
     readings: Mutex<Vec<Vec<QueryRow>>>,
