@@ -519,7 +519,7 @@ async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
             return None;
         };
         let text = String::from_utf8(answer.body).unwrap();
-        let long = format!("{}{}\n", text.lines().next().unwrap(), " ".repeat(1 << 22));
+        let long = format!("{}{}\n", text.lines().next().unwrap(), " ".repeat(1 << 21));
         Some(Answer::text(200, "application/jsonl", &long).into())
     });
     let prompts: Vec<String> = (0..100).map(|n| n.to_string()).collect();
