@@ -38,24 +38,29 @@ pub async fn within<T>(limit: Duration, call: impl Future<Output = T>) -> Option
 
 /// Waits for one's turn.
 pub(crate) async fn turn<T>(wait: impl Future<Output = T>) -> T {
-    let waits = WAITS.try_with(Arc::clone).ok();
-    let _waiting = waits.as_deref().map(Waiting::begin);
+    let _waiting = waiting();
     wait.await
 }
 
-/// While it is there, somebody waits.
-struct Waiting<'a>(&'a Waits);
+/// The same for one who cannot say beforehand when the turn comes: until what this gives is dropped.
+pub(crate) fn waiting() -> Option<Waiting> {
+    WAITS.try_with(Arc::clone).ok().map(Waiting::begin)
+}
 
-impl<'a> Waiting<'a> {
-    fn begin(waits: &'a Waits) -> Self {
+/// While it is there, somebody waits.
+pub(crate) struct Waiting(Arc<Waits>);
+
+impl Waiting {
+    fn begin(waits: Arc<Waits>) -> Self {
         let mut state = waits.state();
         state.n_waiting += 1;
         state.since = state.since.or_else(|| Some(Instant::now()));
+        drop(state);
         Self(waits)
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for Waiting {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.n_waiting -= 1;

@@ -10,7 +10,10 @@ use redb::{
 use sha2::{Digest, Sha256};
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// How long a run waits for a file that somebody else has open.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// The kinds of answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -115,7 +118,7 @@ impl Store {
     /// `None` where it cannot be used, which is then said.
     pub(super) fn open(path: &Path) -> Option<Self> {
         let shown = path.display();
-        match Self::try_open(path) {
+        match Self::try_open_soon(path) {
             Ok(store) => Some(store),
             Err(Unusable::InUse) => {
                 tracing::warn!("{shown}: another process uses this cache; calls are made without it");
@@ -155,6 +158,17 @@ impl Store {
         };
         tracing::warn!("{}: the cache cannot be looked into ({problem}); its answers are not counted", path.display());
         None
+    }
+
+    /// Who only looks things up is done in a moment: one that is worth less than every call of a run.
+    fn try_open_soon(path: &Path) -> Result<Self, Unusable> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match Self::try_open(path) {
+                Err(Unusable::InUse) if Instant::now() < until => std::thread::sleep(PATIENCE / 30),
+                opened => return opened,
+            }
+        }
     }
 
     fn try_open(path: &Path) -> Result<Self, Unusable> {

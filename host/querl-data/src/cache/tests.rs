@@ -37,6 +37,22 @@ fn second_user_of_a_cache_works_without_it() {
     assert!(AnswerCache::open(&path, CacheLimits::default()).is_some());
 }
 
+/// Keeps away: a run that pays for all that it knows, since an estimate looked into the cache as it began.
+#[test]
+fn who_only_looks_things_up_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers.redb");
+    keep(&path, "a", b"one");
+    let reader = AnswerCache::open_for_reading(&path).unwrap();
+    let run = std::thread::scope(|scope| {
+        let run = scope.spawn(|| found(&path, "a"));
+        std::thread::sleep(Duration::from_millis(300));
+        drop(reader);
+        run.join().unwrap()
+    });
+    assert_eq!(run.as_deref(), Some(&b"one"[..]));
+}
+
 #[test]
 fn stats_count_and_clearing_empties_what_is_named() {
     let folder = tempfile::tempdir().unwrap();

@@ -2,6 +2,7 @@
 
 use super::{AnswerCache, CacheTable, Flights};
 use crate::account::Account;
+use crate::deadline;
 use crate::outside::Outside;
 use async_trait::async_trait;
 use querl_core::fsx::digest_hex;
@@ -86,7 +87,10 @@ impl Shelf {
         }
         let mut own = None;
         let flight = self.flights.join(self.table, &key);
+        // While somebody else is asked, that one's limit is what counts; who has to ask in the end has the whole of one's own.
+        let waiting = deadline::waiting();
         let asked = async {
+            drop(waiting);
             // Who asked before may have put the answer there since we looked.
             let answer = match self.known(&key) {
                 Some(known) => known,

@@ -67,6 +67,20 @@ async fn what_is_asked_at_the_same_time_is_paid_once() {
     assert_eq!(all.ask("a").await, "3", "without a cache nothing is remembered");
 }
 
+/// Keeps away: an episode that is dropped as late, since its question had been asked, slowly, by another before it.
+#[tokio::test]
+async fn limit_of_who_waits_for_anothers_answer_begins_with_ones_own_call() {
+    let all = asked(Outside::default());
+    let second = async {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        deadline::within(Duration::from_millis(10), all.ask("a")).await
+    };
+    assert_eq!(tokio::join!(all.ask("a"), second), ("1".to_owned(), Some("1".to_owned())));
+    let cut_off = deadline::within(Duration::from_millis(10), all.ask("a"));
+    let next = deadline::within(Duration::from_secs(10), all.ask("a"));
+    assert_eq!(tokio::join!(cut_off, next), (None, Some("3".to_owned())));
+}
+
 #[tokio::test]
 async fn a_failure_is_shared_and_the_next_time_is_asked_anew() {
     let all = asked(Outside::default());

@@ -149,13 +149,11 @@ pub fn note(stage: StageName, facts: &Facts) -> Option<String> {
     (n > 0).then(|| format!("{what}: its figures on test flatter it"))
 }
 
-/// As [`note`], of a training that is used again; one that was not looked at then is looked at now.
-///
-/// # Errors
-/// A split cannot be read.
-pub fn reminder(run: &Run, stage: StageName, facts: &Facts) -> anyhow::Result<Option<String>> {
+/// As [`note`], of a training that is used again; one that was not looked at then is looked at now. Splits that are no longer there have
+/// nothing to remind of.
+pub fn reminder(run: &Run, stage: StageName, facts: &Facts) -> Option<String> {
     match facts.get(TEST_LEAKED) {
-        Some(_) => Ok(note(stage, facts)),
-        None => Ok(of_dataset(&run.dir, &run.config.data, &Silent)?.test.sentence(Split::Test)),
+        Some(_) => note(stage, facts),
+        None => of_dataset(&run.dir, &run.config.data, &Silent).ok()?.test.sentence(Split::Test),
     }
 }

@@ -127,12 +127,9 @@ pub trait Stage: Sync {
     }
 
     /// What is to be said of its result where it is used again as it is.
-    ///
-    /// # Errors
-    /// A file of the run cannot be read.
-    fn reminder(&self, run: &Run, facts: &Facts) -> anyhow::Result<Option<String>> {
+    fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
         let _ = (run, facts);
-        Ok(None)
+        None
     }
 
     /// What it leaves, whole or not at all.

@@ -153,7 +153,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
             // A kill may have come between the ledger's last word and this.
             stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
             terminal::say(&format!("{name}: finished earlier, skipped"));
-            if let Some(reminder) = stage.reminder(run, &facts)? {
+            if let Some(reminder) = stage.reminder(run, &facts) {
                 terminal::say(&format!("warning: {reminder}"));
             }
             return Ok(Outcome { stage: name, ran: false, facts, seconds });

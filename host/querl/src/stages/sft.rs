@@ -33,7 +33,7 @@ impl Stage for Sft {
         leaks::before_training(run, progress)
     }
 
-    fn reminder(&self, run: &Run, facts: &Facts) -> anyhow::Result<Option<String>> {
+    fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
         leaks::reminder(run, self.name(), facts)
     }
 
