@@ -53,6 +53,29 @@ impl Bootstrap {
         means.sort_by(f64::total_cmp);
         Some(Interval { mean, low: quantile(&means, 0.025)?, high: quantile(&means, 0.975)? })
     }
+
+    /// The interval of any figure: `statistic` is given the positions of the drawn items, those of a group together; `None` for no
+    /// items. A figure without a value (NaN) in a resample is left out.
+    pub(crate) fn interval_of(self, groups: &[&str], statistic: impl Fn(&[usize]) -> f64) -> Option<Interval> {
+        let mut members: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for (index, group) in groups.iter().enumerate() {
+            members.entry(group).or_default().push(index);
+        }
+        let clusters: Vec<Vec<usize>> = members.into_values().collect();
+        let n_clusters = u32::try_from(clusters.len()).expect("fewer than 2^32 groups").max(1);
+        let all: Vec<usize> = (0..groups.len()).collect();
+        let mean = (!all.is_empty()).then(|| statistic(&all))?;
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        let mut figures: Vec<f64> = (0..self.n_resamples)
+            .map(|_| {
+                let drawn = clusters.iter().map(|_| &clusters[rng.random_range(0..n_clusters) as usize]);
+                statistic(&drawn.flatten().copied().collect::<Vec<_>>())
+            })
+            .filter(|figure| !figure.is_nan())
+            .collect();
+        figures.sort_by(f64::total_cmp);
+        Some(Interval { mean, low: quantile(&figures, 0.025)?, high: quantile(&figures, 0.975)? })
+    }
 }
 
 /// What a group adds to a mean.
@@ -131,6 +154,16 @@ mod tests {
         assert!((alone.low - siblings.low).abs() < 1e-12 && (alone.high - siblings.high).abs() < 1e-12);
         let as_if_independent = interval(&grouped(&copied, 1), BOOTSTRAP);
         assert!(as_if_independent.high - as_if_independent.low < 0.7 * (siblings.high - siblings.low));
+    }
+
+    #[test]
+    fn a_figure_that_is_a_mean_has_the_interval_of_the_mean() {
+        let values: Vec<f64> = (0..30).map(|index| f64::from(index % 4)).collect();
+        let named = grouped(&values, 3);
+        let groups: Vec<&str> = named.iter().map(|(group, _)| group.as_str()).collect();
+        let mean = |indices: &[usize]| indices.iter().map(|&index| values[index]).sum::<f64>() / indices.len() as f64;
+        assert_eq!(BOOTSTRAP.interval_of(&groups, mean).unwrap(), interval(&named, BOOTSTRAP));
+        assert_eq!(BOOTSTRAP.interval_of(&[], mean), None);
     }
 
     /// 95% intervals of 400 samples of 40 groups of 2 with a shared effect must cover the true mean in about 95% of them.

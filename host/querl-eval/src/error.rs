@@ -45,6 +45,9 @@ pub enum EvalError {
         /// What was found.
         value: f64,
     },
+    /// A classifier's predictions cannot be measured.
+    #[error("classification: {0}")]
+    Classification(String),
     /// The page could not be drawn.
     #[error("report: {0}")]
     Template(#[from] minijinja::Error),

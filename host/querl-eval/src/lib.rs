@@ -2,8 +2,8 @@
 //!
 //! In: the records of the evaluation stage (one per system and query), metrics of training, facts about the run. Out: the
 //! contents of `eval.json`, a table for a terminal and a page for a browser, as values and strings. Besides: recorded episodes with
-//! the scores of two rewards, and what differs between these ([`replay()`]). This crate refuses to know
-//! models, plugins, services and files: whoever calls it reads and writes.
+//! the scores of two rewards, and what differs between these ([`replay()`]); and how well a classifier does
+//! ([`classification`]). This crate refuses to know models, plugins, services and files: whoever calls it reads and writes.
 //!
 //! Three rules hold throughout:
 //!
@@ -15,6 +15,7 @@
 //!    for; its interval is much narrower than the two systems' own intervals suggest.
 
 mod bootstrap;
+pub mod classification;
 mod error;
 mod evaluation;
 mod facts;

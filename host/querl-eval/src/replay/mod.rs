@@ -15,7 +15,7 @@ mod numbers;
 mod page;
 mod signs;
 mod text;
-mod width;
+pub(crate) mod width;
 
 pub use change::{Change, StepMeans, Third};
 pub use changed::{ChangedEpisode, ChangedPart};

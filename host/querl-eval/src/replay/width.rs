@@ -3,22 +3,22 @@
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// `text` with spaces behind it, `width` columns in all.
-pub(super) fn left(text: &str, width: usize) -> String {
+pub(crate) fn left(text: &str, width: usize) -> String {
     format!("{text}{}", " ".repeat(width.saturating_sub(text.width())))
 }
 
 /// `text` with spaces before it, `width` columns in all.
-pub(super) fn right(text: &str, width: usize) -> String {
+pub(crate) fn right(text: &str, width: usize) -> String {
     format!("{}{text}", " ".repeat(width.saturating_sub(text.width())))
 }
 
 /// White space of any sort as one space.
-pub(super) fn one_line(text: &str) -> String {
+pub(crate) fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// At most `width` columns of `text`; what is left out leaves an ellipsis.
-pub(super) fn cut(text: &str, width: usize) -> String {
+pub(crate) fn cut(text: &str, width: usize) -> String {
     if text.width() <= width {
         return text.to_owned();
     }
@@ -34,7 +34,7 @@ pub(super) fn cut(text: &str, width: usize) -> String {
 }
 
 /// `text` broken at spaces into lines of at most `width` columns; a longer word is cut.
-pub(super) fn wrapped(text: &str, width: usize) -> Vec<String> {
+pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace().map(|word| cut(word, width)) {
         match lines.last_mut() {
