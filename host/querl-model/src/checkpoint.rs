@@ -62,6 +62,14 @@ impl StoredModel {
     /// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
     pub(crate) fn open(directory: &Path) -> Result<Self, ModelError> {
         let config = DecoderConfig::load(&required(directory, "config.json")?)?;
+        Self::open_with(directory, config, &[])
+    }
+
+    /// The same for a configuration that was read already. `beside`: tensors that may stand there besides the decoder's.
+    ///
+    /// # Errors
+    /// As [`StoredModel::open`].
+    pub(crate) fn open_with(directory: &Path, config: DecoderConfig, beside: &[&str]) -> Result<Self, ModelError> {
         let files = weight_files(directory)?;
         // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
         // reader of safetensors. querl never does: it writes beside and renames, which leaves what is mapped as it is.
@@ -69,13 +77,14 @@ impl StoredModel {
             ModelError::bad_file(directory, format!("damaged safetensors file: {}", first_line(&error)))
         })?;
         let stored = Self { config, tensors, directory: directory.to_owned() };
-        stored.check().map_err(|message| ModelError::bad_file(directory, message))?;
+        stored.check(beside).map_err(|message| ModelError::bad_file(directory, message))?;
         Ok(stored)
     }
 
-    fn check(&self) -> Result<(), String> {
+    fn check(&self, beside: &[&str]) -> Result<(), String> {
         let shapes = self.config.tensor_shapes();
-        let known: BTreeSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
+        let known: BTreeSet<&str> =
+            shapes.iter().map(|(name, _)| name.as_str()).chain(beside.iter().copied()).collect();
         let is_surplus = |name: &String| !known.contains(name.as_str()) && !is_redundant(name, &self.config);
         if let Some((name, _)) = self.tensors.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
             return Err(format!("tensor `{name}` has no place in the model that config.json describes"));
@@ -110,6 +119,11 @@ impl StoredModel {
     pub(crate) fn tensor(&self, name: &str) -> Result<Tensor, ModelError> {
         self.view(name)?;
         Ok(self.tensors.load(name, &Device::Cpu)?)
+    }
+
+    /// Whether there is such a tensor.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.tensors.get(name).is_ok()
     }
 
     /// Its shape.

@@ -99,6 +99,8 @@ fn default_rope_type() -> String {
 }
 
 const SUPPORTED: &str = "`Qwen2ForCausalLM`, `Qwen3ForCausalLM`";
+const CLASSIFIERS: &str =
+    "`Qwen2ForSequenceClassification`, `Qwen3ForSequenceClassification`, or a language model's, which gets a new head";
 
 impl DecoderConfig {
     /// Reads `config.json`.
@@ -106,16 +108,35 @@ impl DecoderConfig {
     /// # Errors
     /// The file is missing, is no JSON, lacks a key, or asks for something that is not supported.
     pub fn load(path: &Path) -> Result<Self, ModelError> {
+        let family = |found: &str| match found {
+            "Qwen2ForCausalLM" => Some(Family::Qwen2),
+            "Qwen3ForCausalLM" => Some(Family::Qwen3),
+            _ => None,
+        };
+        Self::read(path, SUPPORTED, family)
+    }
+
+    /// The decoder below a classifier's head, of a classifier's `config.json` or a language model's. It has no head of its own: the
+    /// embedding stands in its place, and is never asked for logits.
+    ///
+    /// # Errors
+    /// As [`DecoderConfig::load`].
+    pub(crate) fn load_backbone(path: &Path) -> Result<Self, ModelError> {
+        let family = |found: &str| match found {
+            "Qwen2ForCausalLM" | "Qwen2ForSequenceClassification" => Some(Family::Qwen2),
+            "Qwen3ForCausalLM" | "Qwen3ForSequenceClassification" => Some(Family::Qwen3),
+            _ => None,
+        };
+        Ok(Self { tie_word_embeddings: true, ..Self::read(path, CLASSIFIERS, family)? })
+    }
+
+    fn read(path: &Path, expected: &'static str, family: impl Fn(&str) -> Option<Family>) -> Result<Self, ModelError> {
         let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
         let architecture: serde_json::Value =
             serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))?;
         let found = architecture["architectures"][0].as_str().unwrap_or("none named").to_owned();
-        let family = match found.as_str() {
-            "Qwen2ForCausalLM" => Family::Qwen2,
-            "Qwen3ForCausalLM" => Family::Qwen3,
-            _ => {
-                return Err(ModelError::UnsupportedArchitecture { path: path.to_owned(), found, expected: SUPPORTED });
-            }
+        let Some(family) = family(&found) else {
+            return Err(ModelError::UnsupportedArchitecture { path: path.to_owned(), found, expected });
         };
         let file: ConfigFile = serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))?;
         file.resolve(family).map_err(|message| ModelError::bad_file(path, message))

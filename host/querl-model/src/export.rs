@@ -324,7 +324,11 @@ fn write_generation_config(model: &Path, folder: &Path, tokenizer: &TextTokenize
     write_json(&folder.join("generation_config.json"), &generation)
 }
 
-fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
+/// Copies a model's tokenizer and chat template, where it has them.
+///
+/// # Errors
+/// A file cannot be read or written.
+pub(crate) fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
     for file in COMPANIONS {
         if from.join(file).is_file() && from != to {
             copy(&from.join(file), &to.join(file))?;
@@ -338,7 +342,7 @@ fn copy(from: &Path, to: &Path) -> Result<(), ModelError> {
     querl_core::fsx::write_atomic(to, &bytes).map_err(ModelError::io(to))
 }
 
-fn read_json(path: &Path) -> Result<Value, ModelError> {
+pub(crate) fn read_json(path: &Path) -> Result<Value, ModelError> {
     let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
     serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))
 }

@@ -2,6 +2,7 @@
 //!
 //! In: a Hugging Face directory (config.json, safetensors, tokenizer.json, chat template) and, beside it, LoRA adapters in
 //! PEFT's format. Out: hidden states, log-probabilities and generated tokens, with gradients for whatever is trained.
+//! Classifiers of texts are decoders with a head of classes ([`classifier`]).
 //! This crate refuses to know losses, rewards, plugins and files other than a model's.
 //!
 //! Sequences are packed: rows of all sequences stand one after another, so that no padding is computed. One frozen base in
@@ -12,6 +13,7 @@ mod batch;
 mod cache;
 mod ceilings;
 mod checkpoint;
+pub mod classifier;
 mod config;
 mod decoder;
 #[cfg(feature = "cuda")]

@@ -106,6 +106,12 @@ impl ConfigFile {
         }
     }
 
+    /// The same for a classifier, whose head is saved with it.
+    pub(super) fn of_classifier(&self, modules_to_save: &[String]) -> Self {
+        let modules_to_save = Some(modules_to_save.to_vec());
+        Self { task_type: Some("SEQ_CLS".into()), modules_to_save, ..self.clone() }
+    }
+
     /// The same for another base.
     pub(super) fn on_base(&self, base_model: &str) -> Self {
         Self { base_model_name_or_path: Some(base_model.to_owned()), inference_mode: true, ..self.clone() }

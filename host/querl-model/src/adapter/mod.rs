@@ -147,6 +147,21 @@ impl LoraAdapter {
         Ok(Self { settings, pairs, saved, score, vars, file, stored_dtype, parallel: TensorParallel::default() })
     }
 
+    /// The adapter with a classifier's head beside it, which is saved with it; what trains the head is not this adapter's.
+    pub(crate) fn with_score(self, score: &Var) -> Self {
+        let mut settings = self.settings.clone();
+        if !settings.modules_to_save.iter().any(|name| name == SCORE) {
+            settings.modules_to_save.push(SCORE.to_owned());
+        }
+        let file = self.file.of_classifier(&settings.modules_to_save);
+        Self { settings, file, score: Some(score.as_tensor().clone()), ..self }
+    }
+
+    /// A classifier's head `(classes, H)` that was read with the adapter.
+    pub(crate) fn score(&self) -> Option<&Tensor> {
+        self.score.as_ref()
+    }
+
     /// What is trained, by name, in the order of the names.
     pub fn vars(&self) -> &BTreeMap<String, Var> {
         &self.vars

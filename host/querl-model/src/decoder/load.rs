@@ -105,6 +105,19 @@ impl Decoder {
         Self::from_source(config, Source::new(&tensors, Weights::Trained, BaseDtype::F32, &Place::Cpu)?)
     }
 
+    /// A decoder of tensors that were opened already.
+    ///
+    /// # Errors
+    /// As [`Decoder::load_on`].
+    pub(crate) fn of_tensors(
+        config: DecoderConfig,
+        tensors: &dyn Tensors,
+        weights: Weights,
+        dtype: BaseDtype,
+    ) -> Result<Self, ModelError> {
+        Self::from_source(config, Source::new(tensors, weights, dtype, &Place::Cpu)?)
+    }
+
     fn from_source(config: DecoderConfig, mut source: Source<'_>) -> Result<Self, ModelError> {
         let embedding = source.table("model.embed_tokens.weight")?;
         let head = match config.tie_word_embeddings {

@@ -1,0 +1,122 @@
+//! A classifier's folder: what is read from it, and what is written.
+
+use super::{Classifier, HEAD_WEIGHT};
+use crate::adapter::LoraAdapter;
+use crate::checkpoint::{StoredModel, required};
+use crate::export::{copy_companions, read_json, write_json};
+use crate::{Decoder, DecoderConfig, ModelError, Weights, save_tensors};
+use candle_core::{DType, Tensor};
+use querl_core::config::BaseDtype;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What older releases of transformers saved.
+const PICKLED: &str = "pytorch_model.bin";
+
+/// A folder's tensors, checked by name and shape.
+pub(super) enum Opened {
+    /// Mapped safetensors.
+    Stored(Box<StoredModel>),
+    /// Read from `pytorch_model.bin`.
+    Pickled(DecoderConfig, BTreeMap<String, Tensor>),
+}
+
+impl Opened {
+    /// Opens a language model's or a classifier's folder.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
+    pub(super) fn open(directory: &Path) -> Result<Self, ModelError> {
+        let config = DecoderConfig::load_backbone(&required(directory, "config.json")?)?;
+        let is_safe =
+            ["model.safetensors", "model.safetensors.index.json"].iter().any(|file| directory.join(file).is_file());
+        let pickled = directory.join(PICKLED);
+        if is_safe || !pickled.is_file() {
+            return Ok(Self::Stored(Box::new(StoredModel::open_with(directory, config, &[HEAD_WEIGHT])?)));
+        }
+        let tensors = candle_core::pickle::read_all(&pickled).map_err(|error| ModelError::bad_file(&pickled, error))?;
+        let tensors: BTreeMap<String, Tensor> = tensors.into_iter().collect();
+        for (name, shape) in config.tensor_shapes() {
+            let found = tensors.get(&name).map(|tensor| tensor.dims().to_vec());
+            if found.as_ref() != Some(&shape) {
+                let found = found.map_or("is not there".to_owned(), |found| format!("has shape {found:?}"));
+                let message = format!("tensor `{name}` {found}; config.json makes it {shape:?}");
+                return Err(ModelError::bad_file(&pickled, message));
+            }
+        }
+        Ok(Self::Pickled(config, tensors))
+    }
+
+    /// The decoder of these tensors.
+    ///
+    /// # Errors
+    /// As [`Decoder::load_as`].
+    pub(super) fn decoder(&self, weights: Weights, dtype: BaseDtype) -> Result<Decoder, ModelError> {
+        match self {
+            Self::Stored(stored) => Decoder::of_tensors(stored.config().clone(), stored.as_ref(), weights, dtype),
+            Self::Pickled(config, tensors) => Decoder::of_tensors(config.clone(), tensors, weights, dtype),
+        }
+    }
+
+    /// The head, where there is one.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(super) fn score(&self) -> Result<Option<Tensor>, ModelError> {
+        match self {
+            Self::Stored(stored) => stored.has(HEAD_WEIGHT).then(|| stored.tensor(HEAD_WEIGHT)).transpose(),
+            Self::Pickled(_, tensors) => Ok(tensors.get(HEAD_WEIGHT).cloned()),
+        }
+    }
+}
+
+/// The id that pads a batch elsewhere: as `config.json` has it, else as the tokenizer does.
+///
+/// # Errors
+/// A file cannot be read.
+pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
+    let config = read_json(&required(directory, "config.json")?)?;
+    match config["pad_token_id"].as_u64() {
+        Some(id) => Ok(u32::try_from(id).ok()),
+        None if super::tokens::is_in(directory) => Ok(super::ClassifierTokenizer::load(directory, 1)?.pad_id()),
+        None => Ok(None),
+    }
+}
+
+impl Classifier {
+    /// Writes it where transformers' `AutoModelForSequenceClassification` or, with an adapter, PEFT reads it: configuration, weights
+    /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from.
+    ///
+    /// # Errors
+    /// A file cannot be read or written.
+    pub fn save(&self, directory: &Path, base: &Path) -> Result<(), ModelError> {
+        std::fs::create_dir_all(directory).map_err(ModelError::io(directory))?;
+        self.labels.write(directory)?;
+        copy_companions(base, directory)?;
+        if let Some(adapter) = &self.adapter {
+            let name = base.file_name().unwrap_or(base.as_os_str()).to_string_lossy();
+            return LoraAdapter::save(adapter, directory, &name);
+        }
+        let tensors: BTreeMap<String, Tensor> =
+            self.vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
+        save_tensors(&directory.join("model.safetensors"), &tensors)?;
+        let config = read_json(&required(base, "config.json")?)?;
+        write_json(&directory.join("config.json"), &self.config_file(config))
+    }
+
+    /// The base's `config.json` as a classifier's.
+    fn config_file(&self, mut config: Value) -> Value {
+        let architecture = format!("{:?}ForSequenceClassification", self.decoder.config().family);
+        config["architectures"] = vec![architecture].into();
+        config["id2label"] = self.labels.id_to_label();
+        config["label2id"] = self.labels.label_to_id();
+        config["problem_type"] = "single_label_classification".into();
+        // Without it transformers classifies no batches.
+        config["pad_token_id"] = self.pad_id.map_or(Value::Null, Value::from);
+        for key in ["dtype", "torch_dtype"] {
+            config[key] = crate::dtype_name(DType::F32).into();
+        }
+        config
+    }
+}

@@ -1,0 +1,156 @@
+//! Names of classes, as `config.json` and `label_mapping.json` have them.
+
+use crate::ModelError;
+use crate::checkpoint::required;
+use crate::export::{read_json, write_json};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const MAPPING_FILE: &str = "label_mapping.json";
+
+/// Names of the classes, each at the position of its id, no two alike.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Labels {
+    names: Vec<String>,
+    english: Option<Vec<String>>,
+}
+
+impl Labels {
+    /// At least two names, and for each another in English or none at all.
+    ///
+    /// # Errors
+    /// Fewer than two, one that is empty or comes twice, or another number of English ones.
+    pub fn new(names: Vec<String>, english: Option<Vec<String>>) -> Result<Self, String> {
+        if names.len() < 2 {
+            return Err(format!("{} labels; a classifier needs two at least", names.len()));
+        }
+        for list in [Some(&names), english.as_ref()].into_iter().flatten() {
+            let repeated =
+                list.iter().enumerate().find(|(index, name)| name.is_empty() || list[..*index].contains(name));
+            if let Some((index, name)) = repeated {
+                return Err(format!("label `{name}` of id {index} is empty or stands there twice"));
+            }
+        }
+        match &english {
+            Some(english) if english.len() != names.len() => {
+                Err(format!("{} labels and {} English ones; expected as many of each", names.len(), english.len()))
+            }
+            _ => Ok(Self { names, english }),
+        }
+    }
+
+    /// By id.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// In English, by id, where they are known.
+    pub fn english(&self) -> Option<&[String]> {
+        self.english.as_deref()
+    }
+
+    /// How many classes.
+    pub fn n_classes(&self) -> usize {
+        self.names.len()
+    }
+
+    /// The id of a name, in either language.
+    pub fn id(&self, name: &str) -> Option<usize> {
+        let of = |names: &[String]| names.iter().position(|own| own == name);
+        of(&self.names).or_else(|| of(self.english.as_ref()?))
+    }
+
+    /// Whether a folder names labels in a file of their own.
+    pub(super) fn are_in(directory: &Path) -> bool {
+        directory.join(MAPPING_FILE).is_file()
+    }
+
+    /// Those of a folder: `label_mapping.json`, else `id2label` of `config.json`.
+    ///
+    /// # Errors
+    /// Neither is there, or ids are not 0, 1, 2 and so on.
+    pub(super) fn read(directory: &Path) -> Result<Self, ModelError> {
+        let mapping = directory.join(MAPPING_FILE);
+        let (path, key) = match mapping.is_file() {
+            true => (mapping, "id_to_label"),
+            false => (required(directory, "config.json")?, "id2label"),
+        };
+        let file = read_json(&path)?;
+        let bad = |message: String| ModelError::bad_file(&path, message);
+        let names = of_ids(&file[key], key).map_err(bad)?.ok_or_else(|| {
+            bad(format!("no `{key}` there; a classifier names its classes in `{MAPPING_FILE}` or `config.json`"))
+        })?;
+        let english = of_ids(&file["id_to_label_english"], "id_to_label_english").map_err(bad)?;
+        Self::new(names, english).map_err(bad)
+    }
+
+    /// Writes `label_mapping.json`: `id_to_label`, `label_to_id`, and the English names where there are any.
+    pub(super) fn write(&self, directory: &Path) -> Result<(), ModelError> {
+        let mut file = json!({ "id_to_label": self.id_to_label(), "label_to_id": self.label_to_id() });
+        if let Some(english) = &self.english {
+            file["id_to_label_english"] = by_id(english);
+        }
+        write_json(&directory.join(MAPPING_FILE), &file)
+    }
+
+    /// Ids as text, as JSON has keys.
+    pub(super) fn id_to_label(&self) -> Value {
+        by_id(&self.names)
+    }
+
+    pub(super) fn label_to_id(&self) -> Value {
+        let ids = self.names.iter().enumerate().map(|(id, name)| (name.clone(), id.into()));
+        Value::Object(ids.collect::<Map<String, Value>>())
+    }
+}
+
+fn by_id(names: &[String]) -> Value {
+    let names = names.iter().enumerate().map(|(id, name)| (id.to_string(), Value::String(name.clone())));
+    Value::Object(names.collect::<Map<String, Value>>())
+}
+
+/// Names in the order of their ids; `None` where there is no object.
+fn of_ids(value: &Value, key: &str) -> Result<Option<Vec<String>>, String> {
+    let Some(object) = value.as_object() else { return Ok(None) };
+    let mut names: BTreeMap<usize, String> = BTreeMap::new();
+    for (id, name) in object {
+        let id_number: usize =
+            id.parse().map_err(|_| format!("`{key}` has the id `{id}`; expected a number from 0"))?;
+        let name = name.as_str().ok_or_else(|| format!("`{key}` has no text for id {id}"))?;
+        names.insert(id_number, name.to_owned());
+    }
+    match names.keys().copied().eq(0..object.len()) {
+        true => Ok(Some(names.into_values().collect())),
+        false => Err(format!("`{key}` has ids that are not 0 to {}", object.len().saturating_sub(1))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn labels() -> Labels {
+        let names = |names: [&str; 2]| names.map(String::from).to_vec();
+        Labels::new(names(["售前", "售后"]), Some(names(["sales_oriented", "after_sales"]))).unwrap()
+    }
+
+    #[test]
+    fn labels_are_read_as_they_were_written_and_found_by_either_name() {
+        let folder = tempfile::tempdir().unwrap();
+        labels().write(folder.path()).unwrap();
+        assert_eq!(Labels::read(folder.path()).unwrap(), labels());
+        assert_eq!((labels().id("售后"), labels().id("sales_oriented"), labels().id("诚实")), (Some(1), Some(0), None));
+    }
+
+    #[test]
+    fn ids_that_leave_a_gap_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(MAPPING_FILE), r#"{"id_to_label": {"0": "a", "2": "b"}}"#).unwrap();
+        let error = Labels::read(folder.path()).unwrap_err().to_string();
+        assert!(error.ends_with("`id_to_label` has ids that are not 0 to 1"), "{error}");
+        assert!(Labels::new(vec!["a".into(), "a".into()], None).unwrap_err().contains("twice"));
+        assert!(Labels::new(vec!["a".into()], None).unwrap_err().contains("two at least"));
+    }
+}

@@ -1,0 +1,235 @@
+//! Classifiers of texts: a decoder and a head that turns the hidden state of a text's last token into a logit for each class.
+//!
+//! They are read from and written to the layout of transformers' `Qwen2ForSequenceClassification` and
+//! `Qwen3ForSequenceClassification`, or PEFT's of an adapter for such a model. Texts are packed without padding, so that the result
+//! of a text does not depend on the others in its batch.
+
+mod files;
+mod labels;
+mod tokens;
+
+pub use labels::Labels;
+pub use tokens::{ClassifierTokenizer, Encoded};
+
+use crate::adapter::SCORE;
+use crate::{Decoder, LoraAdapter, LoraSettings, ModelError, PackedBatch, Pass, Weights};
+use candle_core::{DType, Device, Tensor, Var};
+use files::Opened;
+use querl_core::config::BaseDtype;
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Name of the head's weight.
+const HEAD_WEIGHT: &str = "score.weight";
+
+/// What of a new classifier is trained, beside its head.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Tuning {
+    /// Every weight.
+    Full,
+    /// A new adapter; the decoder's weights stay as they are.
+    Lora(LoraSettings),
+}
+
+/// A decoder with a head of classes.
+pub struct Classifier {
+    decoder: Decoder,
+    adapter: Option<LoraAdapter>,
+    score: Var, // (classes, H)
+    labels: Labels,
+    pad_id: Option<u32>,
+    vars: BTreeMap<String, Var>,
+}
+
+impl Classifier {
+    /// A classifier to train: the decoder of a language model or a classifier, with a new head: normal with the configuration's
+    /// deviation, as transformers makes it.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, the architecture is not supported, or the adapter's settings do not fit the model.
+    pub fn fresh(
+        base: &Path,
+        labels: Labels,
+        tuning: &Tuning,
+        (dtype, seed): (BaseDtype, u64),
+    ) -> Result<Self, ModelError> {
+        let opened = Opened::open(base)?;
+        let weights = if *tuning == Tuning::Full { Weights::Trained } else { Weights::Frozen };
+        let decoder = opened.decoder(weights, dtype)?;
+        let (hidden, deviation) = (decoder.config().hidden_size, decoder.config().initializer_range as f32);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let values: Vec<f32> =
+            (0..labels.n_classes() * hidden).map(|_| crate::decoder::normal(&mut rng) * deviation).collect();
+        let score = Var::from_vec(values, (labels.n_classes(), hidden), &Device::Cpu)?;
+        let adapter = match tuning {
+            Tuning::Full => None,
+            Tuning::Lora(settings) => {
+                let mut settings = settings.clone();
+                settings.modules_to_save.retain(|name| name != SCORE);
+                Some(LoraAdapter::new(&decoder, settings, seed)?.with_score(&score))
+            }
+        };
+        Ok(Self::assemble(decoder, adapter, score, labels, files::pad_id(base)?))
+    }
+
+    /// A classifier that transformers or querl saved whole.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, the architecture is not a classifier's, or the head has another size than the labels.
+    pub fn load(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
+        let opened = Opened::open(directory)?;
+        let labels = Labels::read(directory)?;
+        let score = opened.score()?.ok_or_else(|| {
+            let message =
+                format!("no tensor `{HEAD_WEIGHT}` there: this is no classifier; train one with `querl rm train`");
+            ModelError::bad_file(directory, message)
+        })?;
+        let decoder = opened.decoder(weights, dtype)?;
+        let score = checked(&score, &labels, decoder.config().hidden_size)
+            .map_err(|message| ModelError::bad_file(directory, message))?;
+        let score = Var::from_tensor(&score.to_dtype(DType::F32)?)?;
+        Ok(Self::assemble(decoder, None, score, labels, files::pad_id(directory)?))
+    }
+
+    /// A classifier of a base and an adapter for it, saved by PEFT (`task_type` `SEQ_CLS`) or querl: the head is the adapter's. Labels
+    /// are the adapter's where its folder has them, else the base's.
+    ///
+    /// # Errors
+    /// As [`Classifier::load`]; the adapter is for another model, or has no head.
+    pub fn load_adapted(base: &Path, adapter: &Path, dtype: BaseDtype) -> Result<Self, ModelError> {
+        let decoder = Opened::open(base)?.decoder(Weights::Frozen, dtype)?;
+        let labels = if Labels::are_in(adapter) { Labels::read(adapter)? } else { Labels::read(base)? };
+        let loaded = LoraAdapter::load(adapter, decoder.config())?;
+        let bad = |message: String| ModelError::bad_file(adapter, message);
+        let score = loaded.score().cloned().ok_or_else(|| {
+            bad(format!(
+                "no tensor `{HEAD_WEIGHT}` there: an adapter for a classifier has `score` among its modules_to_save"
+            ))
+        })?;
+        let score = checked(&score, &labels, decoder.config().hidden_size).map_err(bad)?;
+        let score = Var::from_tensor(&score.to_dtype(DType::F32)?)?;
+        let loaded = loaded.with_score(&score);
+        Ok(Self::assemble(decoder, Some(loaded), score, labels, files::pad_id(base)?))
+    }
+
+    fn assemble(
+        decoder: Decoder,
+        adapter: Option<LoraAdapter>,
+        score: Var,
+        labels: Labels,
+        pad_id: Option<u32>,
+    ) -> Self {
+        let mut vars = adapter.as_ref().map_or(decoder.vars(), LoraAdapter::vars).clone();
+        vars.insert(HEAD_WEIGHT.to_owned(), score.clone());
+        Self { decoder, adapter, score, labels, pad_id, vars }
+    }
+
+    /// Names of the classes.
+    pub fn labels(&self) -> &Labels {
+        &self.labels
+    }
+
+    /// The decoder below the head.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// The adapter, where there is one.
+    pub fn adapter(&self) -> Option<&LoraAdapter> {
+        self.adapter.as_ref()
+    }
+
+    /// What is trained, by name: adapter or weights, and the head.
+    pub fn vars(&self) -> &BTreeMap<String, Var> {
+        &self.vars
+    }
+
+    /// Logits `(N, classes)` of N texts as tokens, each with one at least. What texts begin with in common is computed once.
+    ///
+    /// `pass`: what a forward pass is told besides; its adapter is this classifier's, or a view of it.
+    ///
+    /// # Errors
+    /// A text without tokens, a token outside the vocabulary, or a text longer than the model's positions.
+    ///
+    /// Source: transformers' `GenericForSequenceClassification.forward`.
+    pub fn logits(&self, texts: &[&[u32]], pass: &Pass<'_>) -> Result<Tensor, ModelError> {
+        if let Some(index) = texts.iter().position(|text| text.is_empty()) {
+            return Err(candle_core::Error::Msg(format!("text {} of the batch has no tokens", index + 1)).into());
+        }
+        let batch = PackedBatch::shared(texts.iter().copied());
+        let rows: Vec<u32> =
+            texts.iter().enumerate().map(|(index, text)| batch.row_of(index, self.last_token(text)) as u32).collect();
+        let hidden = self.decoder.hidden_at(&batch, &rows, pass)?; // (N, H)
+        Ok(hidden.matmul(&self.score.as_tensor().t()?)?) // (N, classes)
+    }
+
+    /// Logits of any number of texts, in their order, without gradients. Texts of like length go together, `tokens_per_pass` at most
+    /// in a pass; the result does not depend on that.
+    ///
+    /// # Errors
+    /// As [`Classifier::logits`].
+    pub fn logits_of_all(&self, texts: &[&[u32]], tokens_per_pass: usize) -> Result<Vec<Vec<f64>>, ModelError> {
+        let view = self.adapter.as_ref().map(LoraAdapter::without_gradient);
+        let pass = Pass::with(view.as_ref());
+        let mut found = vec![Vec::new(); texts.len()];
+        for indices in by_length(texts, tokens_per_pass) {
+            let part: Vec<&[u32]> = indices.iter().map(|&index| texts[index]).collect();
+            let logits = self.logits(&part, &pass)?.detach().to_vec2::<f32>()?;
+            for (index, row) in indices.into_iter().zip(logits) {
+                found[index] = row.into_iter().map(f64::from).collect();
+            }
+        }
+        Ok(found)
+    }
+
+    /// Position of the token that speaks for a text: the last that is not padding.
+    fn last_token(&self, text: &[u32]) -> usize {
+        text.iter().rposition(|id| Some(*id) != self.pad_id).unwrap_or(0)
+    }
+}
+
+/// Positions of texts in passes of at most `limit` tokens, longest first; a text that is longer has a pass of its own.
+pub fn by_length(texts: &[&[u32]], limit: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..texts.len()).collect();
+    order.sort_by_key(|&index| std::cmp::Reverse(texts[index].len()));
+    let (mut passes, mut n_tokens) = (Vec::<Vec<usize>>::new(), 0);
+    for index in order {
+        n_tokens += texts[index].len();
+        match passes.last_mut() {
+            Some(pass) if n_tokens <= limit => pass.push(index),
+            _ => {
+                n_tokens = texts[index].len();
+                passes.push(vec![index]);
+            }
+        }
+    }
+    passes
+}
+
+/// A head, where it has a row for each label and the decoder's width.
+fn checked<'a>(score: &'a Tensor, labels: &Labels, hidden: usize) -> Result<&'a Tensor, String> {
+    let expected = [labels.n_classes(), hidden];
+    match score.dims() == expected {
+        true => Ok(score),
+        false => Err(format!(
+            "`{HEAD_WEIGHT}` has shape {:?}; the {} labels and the model's width make it {expected:?}",
+            score.dims(),
+            labels.n_classes()
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::by_length;
+
+    #[test]
+    fn texts_of_like_length_go_together() {
+        let texts: Vec<Vec<u32>> = [3, 9, 4, 3, 20, 5].into_iter().map(|n| vec![1; n]).collect();
+        let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+        assert_eq!(by_length(&texts, 12), [vec![4], vec![1], vec![5, 2, 0], vec![3]]);
+        assert!(by_length(&[], 12).is_empty());
+    }
+}
