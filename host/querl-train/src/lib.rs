@@ -1,4 +1,4 @@
-//! Supervised fine-tuning and proximal policy optimisation.
+//! Supervised fine-tuning, proximal policy optimisation and classifiers.
 //!
 //! In: a decoder, tokenised prompts and answers, and an [`Environment`](querl_core::ports::Environment) that turns responses
 //! into scored episodes. Out: adapters (or weights) in checkpoints, and metrics. This crate refuses to know plugins, HTTP,
@@ -10,9 +10,11 @@
 #[cfg(feature = "cuda")]
 mod card;
 mod checkpoint;
+pub mod classify;
 mod error;
 #[cfg(test)]
 mod fault;
+mod fit;
 mod gradients;
 mod health;
 pub mod maths;

@@ -1,18 +1,11 @@
 //! The loss of some rows and its gradient, over as many passes as memory asks for.
 
 use super::SftTask;
+use crate::fit::{StepLoss, dropout};
 use crate::policy::{Example, Policy, Training, kept, passes, share};
 use crate::{Gradients, TrainError};
 use candle_core::Tensor;
-use querl_model::{Dropout, LoraAdapter, Ranks, backward};
-
-/// What one optimizer step's passes found.
-pub(super) struct StepLoss {
-    /// Mean negative log-probability per answer token.
-    pub(super) loss: f64,
-    pub(super) n_tokens: usize,
-    pub(super) gradients: Gradients,
-}
+use querl_model::{LoraAdapter, Ranks, backward};
 
 /// Loss and gradients of one optimizer step, of which each rank computes its rows. Each pass is weighted by its tokens: the sum
 /// does not depend on the split.
@@ -22,7 +15,8 @@ pub(super) fn learn(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<
     let (ranks, n_tokens) = (&task.mesh.data, n_answer_tokens(rows));
     let mine: Vec<&Example> = share(rows, ranks).into_iter().map(|index| rows[index]).collect();
     let recompute = kept(task.gradient_checkpointing);
-    let training = Training { dropout: dropout(task, step), recompute: Some(&recompute) };
+    let dropout = task.policy.adapter.and_then(|_| dropout(task.config.lora_dropout, task.seed, step, ranks));
+    let training = Training { dropout, recompute: Some(&recompute) };
     let (mut gradients, mut shares) = (Gradients::default(), Vec::new());
     for pass in passes(&mine, task.tokens_per_pass) {
         let rows: Vec<&Example> = pass.into_iter().map(|index| mine[index]).collect();
@@ -51,16 +45,6 @@ fn over_ranks(ranks: &Ranks, mine: f64) -> Result<f64, TrainError> {
 
 fn n_answer_tokens(rows: &[&Example]) -> usize {
     rows.iter().map(|row| row.response.len()).sum()
-}
-
-/// Another mask for each step and rank; it follows from the two alone, so that a training that goes on needs to know nothing of
-/// it.
-fn dropout(task: &SftTask<'_>, step: u64) -> Option<Dropout> {
-    let p = task.config.lora_dropout;
-    let of_step = step.wrapping_mul(0x9e37_79b9_7f4a_7c15); // spreads the step over all bits
-    let of_rank = (task.mesh.data.rank() as u64).wrapping_mul(0xd1b5_4a32_d192_ed03);
-    let seed = task.seed ^ of_step ^ of_rank;
-    (p > 0.0 && task.policy.adapter.is_some()).then_some(Dropout { p, seed })
 }
 
 /// Mean loss per answer token on the validation split, without dropout.

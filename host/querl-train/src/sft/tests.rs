@@ -9,11 +9,13 @@ mod two_cards;
 
 use super::*;
 use crate::recording::Recorder;
+use crate::{BEST, LAST, Metrics, STATE};
 use querl_core::ports::Silent;
 use querl_model::{Decoder, LoraAdapter, Mesh, Weights};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 fn golden_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden")

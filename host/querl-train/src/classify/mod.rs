@@ -1,0 +1,176 @@
+//! Training of classifiers: cross-entropy of the classes, weighted and smoothed, by the steps of fine-tuning.
+
+mod loss;
+
+pub use loss::{Weighting, class_weights};
+
+use crate::fit::{self, FitTask, Objective, SftSummary, StepLoss, dropout};
+use crate::policy::kept;
+use crate::{Gradients, MetricSink, TrainError};
+use candle_core::{Tensor, Var};
+use loss::cross_entropy;
+use querl_core::config::SftConfig;
+use querl_core::ports::Progress;
+use querl_model::classifier::{Classifier, by_length};
+use querl_model::{LoraAdapter, Mesh, Pass, backward};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// A text as tokens, and its class.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LabelledText {
+    /// At least one.
+    pub tokens: Vec<u32>,
+    /// Below the classifier's number of classes.
+    pub label: u32,
+}
+
+/// What a training of a classifier works on.
+pub struct ClassifyTask<'a> {
+    /// What is trained.
+    pub classifier: &'a Classifier,
+    /// The folder that it was made from: its tokenizer and configuration go into checkpoints.
+    pub base_path: &'a Path,
+    /// What is learned.
+    pub train: &'a [LabelledText],
+    /// What decides which checkpoint is best; may be empty: then the last one is.
+    pub val: &'a [LabelledText],
+    /// Hyperparameters: those of fine-tuning.
+    pub config: &'a SftConfig,
+    /// What an example of each class counts; see [`class_weights`]. `None`: all alike.
+    pub class_weights: Option<&'a [f32]>,
+    /// Share of the target that is spread over all classes, 0 to below 1.
+    pub label_smoothing: f64,
+    /// Most tokens of one forward and backward pass; the result does not depend on it, beside rounding.
+    pub tokens_per_pass: usize,
+    /// Seeds the order of the data and the dropout.
+    pub seed: u64,
+    /// As of [`SftTask`](crate::sft::SftTask).
+    pub fingerprint: Option<&'a str>,
+    /// Where `best`, `last` and `state` are written.
+    pub output_dir: &'a Path,
+    /// Shows how far it is.
+    pub progress: &'a dyn Progress,
+    /// Set to stop at the next step.
+    pub stop: &'a AtomicBool,
+}
+
+/// Trains, keeps the best and the last checkpoint, and says what came of it; `best` is the one of the least cross-entropy on `val`, without weights
+/// and smoothing. Goes on where an earlier call with the same fingerprint was stopped.
+///
+/// # Errors
+/// No examples, a text without tokens or longer than `max_length`, a class that the head does not have, weights that do not fit it; else
+/// as [`crate::sft::train`].
+pub fn train(task: &ClassifyTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
+    check(task)?;
+    let mesh = Mesh::alone();
+    let fitting = FitTask {
+        objective: task,
+        config: task.config,
+        seed: task.seed,
+        mesh: &mesh,
+        fingerprint: task.fingerprint,
+        output_dir: task.output_dir,
+        progress: task.progress,
+        stop: task.stop,
+    };
+    fit::run(&fitting, sink)
+}
+
+impl Objective for ClassifyTask<'_> {
+    fn stage(&self) -> &'static str {
+        "rm"
+    }
+
+    fn n_rows(&self) -> usize {
+        self.train.len()
+    }
+
+    fn n_tokens(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|&index| self.train[index].tokens.len()).sum()
+    }
+
+    fn vars(&self) -> &BTreeMap<String, Var> {
+        self.classifier.vars()
+    }
+
+    fn learn(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
+        let rows: Vec<&LabelledText> = rows.iter().map(|&index| &self.train[index]).collect();
+        let weighting = Weighting { weights: self.class_weights, smoothing: self.label_smoothing };
+        let total = weighting.total(&labels(&rows));
+        let recompute = kept(false);
+        let adapter = self.classifier.adapter();
+        let dropout = adapter.and_then(|_| dropout(self.config.lora_dropout, self.seed, step, &Mesh::alone().data));
+        let pass = Pass { adapter, dropout, recompute: Some(&recompute) };
+        let (mut gradients, mut loss) = (Gradients::default(), 0.0);
+        for part in self.parts(&rows) {
+            let share = (self.loss(&part, weighting, &pass)? / total)?;
+            gradients.add(&backward(&share, Some(&recompute))?, self.vars())?;
+            loss += f64::from(share.to_scalar::<f32>()?);
+        }
+        Ok(StepLoss { loss, n_tokens: rows.iter().map(|row| row.tokens.len()).sum(), gradients })
+    }
+
+    fn has_val(&self) -> bool {
+        !self.val.is_empty()
+    }
+
+    fn evaluate(&self, _step: u64) -> Result<f64, TrainError> {
+        let rows: Vec<&LabelledText> = self.val.iter().collect();
+        let view = self.classifier.adapter().map(LoraAdapter::without_gradient);
+        let (pass, weighting) = (Pass::with(view.as_ref()), Weighting { weights: None, smoothing: 0.0 });
+        let mut sum = 0.0;
+        for part in self.parts(&rows) {
+            sum += f64::from(self.loss(&part, weighting, &pass)?.detach().to_scalar::<f32>()?);
+        }
+        Ok(sum / rows.len().max(1) as f64)
+    }
+
+    fn save(&self, directory: &Path) -> Result<(), TrainError> {
+        Ok(self.classifier.save(directory, self.base_path)?)
+    }
+}
+
+impl ClassifyTask<'_> {
+    /// Rows of like length together, so many in a pass as fit.
+    fn parts<'a>(&self, rows: &[&'a LabelledText]) -> Vec<Vec<&'a LabelledText>> {
+        let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
+        let parts = by_length(&texts, self.tokens_per_pass).into_iter();
+        parts.map(|part| part.into_iter().map(|index| rows[index]).collect()).collect()
+    }
+
+    /// Cross-entropy of some rows, summed.
+    fn loss(&self, rows: &[&LabelledText], weighting: Weighting<'_>, pass: &Pass<'_>) -> Result<Tensor, TrainError> {
+        let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
+        let logits = self.classifier.logits(&texts, pass)?;
+        Ok(cross_entropy(&logits, &labels(rows), weighting)?)
+    }
+}
+
+fn labels(rows: &[&LabelledText]) -> Vec<u32> {
+    rows.iter().map(|row| row.label).collect()
+}
+
+fn check(task: &ClassifyTask<'_>) -> Result<(), TrainError> {
+    let refuse = |message: String| Err(TrainError::Data(message));
+    if task.train.is_empty() {
+        return refuse("the training split is empty; name a file with labelled dialogues".into());
+    }
+    let (n_classes, limit) = (task.classifier.labels().n_classes(), task.config.max_length);
+    if let Some(weights) = task.class_weights.filter(|weights| weights.len() != n_classes) {
+        return refuse(format!("{} class weights for {n_classes} classes; expected one each", weights.len()));
+    }
+    for (split, rows) in [("training", task.train), ("validation", task.val)] {
+        for (index, row) in rows.iter().enumerate() {
+            let (place, n_tokens) = (format!("row {} of the {split} split", index + 1), row.tokens.len());
+            if n_tokens == 0 || n_tokens > limit {
+                return refuse(format!("{place} has {n_tokens} tokens; expected 1 to {limit} (max_length)"));
+            }
+            if row.label as usize >= n_classes {
+                return refuse(format!("{place} is of class {}; the classifier has {n_classes}", row.label));
+            }
+        }
+    }
+    Ok(())
+}
