@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, run, watch};
+use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, rm, run, watch};
 use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
@@ -61,6 +61,9 @@ pub enum Command {
     /// Says what is kept of answers of teachers, judges and retrieval services, or forgets it
     #[command(subcommand)]
     Cache(cache::CacheCommand),
+    /// Trains a classifier of the style of answers, measures it and asks it
+    #[command(subcommand)]
+    Rm(rm::RmCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
     /// Compiles one plugin, in a process of its own that can be stopped

@@ -79,6 +79,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
+        Command::Rm(command) => commands::rm::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
     }

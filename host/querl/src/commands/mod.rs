@@ -9,5 +9,6 @@ pub mod model;
 pub mod plugin;
 pub mod rag;
 pub mod report;
+pub mod rm;
 pub mod run;
 pub mod watch;

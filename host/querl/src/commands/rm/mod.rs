@@ -1,0 +1,37 @@
+//! `querl rm`: a classifier of the style of answers, trained, measured and asked.
+
+mod corpus;
+mod eval;
+mod fitting;
+mod model;
+mod predict;
+mod results;
+mod train;
+
+use clap::Subcommand;
+
+/// The commands under `querl rm`.
+#[derive(Debug, Subcommand)]
+pub enum RmCommand {
+    /// Train a classifier on labelled dialogues and measure it on held-out ones
+    Train(Box<train::TrainArgs>),
+    /// Measure a classifier on labelled dialogues
+    Eval(eval::EvalArgs),
+    /// Say the style of a text, of a file's dialogues, or of lines on stdin
+    Predict(predict::PredictArgs),
+}
+
+/// Runs one of them.
+///
+/// # Errors
+/// As each says.
+pub fn run(command: &RmCommand) -> anyhow::Result<()> {
+    match command {
+        RmCommand::Train(args) => train::run(args),
+        RmCommand::Eval(args) => eval::run(args),
+        RmCommand::Predict(args) => predict::run(args),
+    }
+}
+
+/// Most tokens of one pass: the classifiers that are trained here are small.
+const TOKENS_PER_PASS: usize = 4096;

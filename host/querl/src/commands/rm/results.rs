@@ -1,0 +1,126 @@
+//! What was measured, as text, `eval.json` and `report.html`.
+
+use super::corpus::Corpus;
+use anyhow::Context;
+use querl_core::fsx::write_atomic;
+use querl_eval::classification::{
+    ClassificationReport, Examples, MeasureOptions, Measures, Mistake, argmax, classification_html,
+    classification_text, measure,
+};
+use serde::Serialize;
+use std::path::Path;
+
+/// Resamples of intervals and tests.
+const N_RESAMPLES: usize = 2000;
+/// Mistakes that the page shows.
+const N_MISTAKES: usize = 20;
+
+/// Probabilities that something gave held-out dialogues.
+pub(super) struct Judged<'a> {
+    pub(super) corpus: &'a Corpus,
+    /// Positions of the dialogues; each as often as it was held out.
+    pub(super) indices: &'a [usize],
+    pub(super) n_repeats: usize,
+    /// The commonest class where it was learned.
+    pub(super) majority: usize,
+    pub(super) seed: u64,
+}
+
+/// What is written beside a model.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Results {
+    /// Of the classifier.
+    #[serde(flatten)]
+    pub(super) model: Measures,
+    /// Of TF-IDF and logistic regression on the same split.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) baseline: Option<Measures>,
+    /// Sentences to be read with the figures.
+    pub(super) notes: Vec<String>,
+}
+
+impl Judged<'_> {
+    /// The figures of one row of probabilities a dialogue.
+    ///
+    /// # Errors
+    /// The rows are no probabilities of these classes.
+    pub(super) fn measures(&self, probabilities: &[Vec<f64>]) -> anyhow::Result<Measures> {
+        let (labels, groups) = self.corpus.of(self.indices);
+        let examples = Examples {
+            classes: self.corpus.classes.names(),
+            labels: &labels,
+            groups: &groups,
+            n_repeats: self.n_repeats,
+            majority: self.majority,
+        };
+        Ok(measure(&examples, probabilities, MeasureOptions { seed: self.seed, n_resamples: N_RESAMPLES })?)
+    }
+
+    /// What was told wrong, surest first.
+    fn mistakes(&self, probabilities: &[Vec<f64>]) -> Vec<Mistake> {
+        let names = self.corpus.classes.names();
+        let mistake = |(&index, row): (&usize, &Vec<f64>)| {
+            let (label, predicted) = (self.corpus.labels[index], argmax(row));
+            let dialogue = &self.corpus.dialogues[index];
+            (label != predicted).then(|| Mistake {
+                text: dialogue.input.clone(),
+                label: names[label].clone(),
+                predicted: names[predicted].clone(),
+                confidence: row[predicted],
+                note: dialogue.boundary.as_ref().map_or(String::new(), |class| format!("boundary: {class}")),
+            })
+        };
+        let mut mistakes: Vec<Mistake> = self.indices.iter().zip(probabilities).filter_map(mistake).collect();
+        mistakes.sort_by(|a, b| b.confidence.total_cmp(&a.confidence));
+        mistakes.truncate(N_MISTAKES);
+        mistakes
+    }
+
+    /// Prints the figures and, with a folder, writes them there.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub(super) fn tell(
+        &self,
+        results: &Results,
+        probabilities: &[Vec<f64>],
+        page: Page<'_>,
+        folder: Option<&Path>,
+    ) -> anyhow::Result<()> {
+        println!("{}", classification_text(&results.model));
+        if let Some(baseline) = &results.baseline {
+            let (accuracy, f1) = (100.0 * baseline.eval_accuracy, baseline.eval_f1_macro);
+            println!("TF-IDF and logistic regression: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
+        }
+        results.notes.iter().for_each(|note| println!("note: {note}"));
+        let Some(folder) = folder else { return Ok(()) };
+        let mut systems = vec![("model".to_owned(), results.model.clone())];
+        systems.extend(results.baseline.clone().map(|measures| ("TF-IDF, logistic regression".to_owned(), measures)));
+        let report = ClassificationReport {
+            title: page.title.to_owned(),
+            facts: page.facts,
+            systems,
+            temperature: page.temperature,
+            mistakes: self.mistakes(probabilities),
+            notes: results.notes.clone(),
+        };
+        write(&folder.join("report.html"), &classification_html(&report)?)?;
+        write(&folder.join("eval.json"), &format!("{}\n", serde_json::to_string_pretty(results)?))
+    }
+}
+
+/// What the page says besides figures.
+pub(super) struct Page<'a> {
+    pub(super) title: &'a str,
+    pub(super) facts: Vec<(String, String)>,
+    /// That the probabilities were divided by.
+    pub(super) temperature: Option<f64>,
+}
+
+/// Writes a file whole or not at all.
+///
+/// # Errors
+/// It cannot be written.
+pub(super) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    write_atomic(path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))
+}
