@@ -65,11 +65,11 @@ fn logits_with_pefts_adapter_and_head_are_those_of_peft() {
 fn what_a_text_comes_with_does_not_change_its_logits() {
     let (classifier, expected) = (loaded("qwen2"), expected("qwen2"));
     let together = logits(&classifier, &expected.texts, 1000);
-    assert_near(&logits(&classifier, &expected.texts, 8), &together, 1e-6);
+    assert_near(&logits(&classifier, &expected.texts, 8), &together, 1e-5);
     for (text, row) in expected.texts.iter().zip(&together) {
-        assert_near(&logits(&classifier, std::slice::from_ref(text), 1000), std::slice::from_ref(row), 1e-6);
+        assert_near(&logits(&classifier, std::slice::from_ref(text), 1000), std::slice::from_ref(row), 1e-5);
         let padded = [text.as_slice(), &[0, 0, 0]].concat();
-        assert_near(&logits(&classifier, &[padded], 1000), std::slice::from_ref(row), 1e-6);
+        assert_near(&logits(&classifier, &[padded], 1000), std::slice::from_ref(row), 1e-5);
     }
 }
 

@@ -55,10 +55,6 @@ impl Corpus {
         self.dialogues.len()
     }
 
-    pub(super) fn groups(&self) -> Vec<&str> {
-        self.dialogues.iter().map(|dialogue| dialogue.group.as_str()).collect()
-    }
-
     /// Examples of each class, as a sentence.
     pub(super) fn counts(&self) -> String {
         let count = |class: usize| self.labels.iter().filter(|label| **label == class).count();
