@@ -102,6 +102,7 @@ def adapted(name, base, seed):
     file = directory / "adapter_config.json"
     settings = json.loads(file.read_text())
     settings["base_model_name_or_path"] = base
+    settings["target_modules"] = sorted(settings["target_modules"])  # PEFT writes a set, in the order of the day
     file.write_text(json.dumps(settings, indent=2) + "\n")
     mapping = {"id_to_label": dict(enumerate(LABELS)), "label_to_id": {label: id for id, label in enumerate(LABELS)}}
     (directory / "label_mapping.json").write_text(json.dumps(mapping, ensure_ascii=False, indent=2), encoding="utf-8")
