@@ -8,6 +8,7 @@ mod ranks;
 mod two_cards;
 
 use super::*;
+use crate::order::Order;
 use crate::recording::Recorder;
 use crate::{BEST, LAST, Metrics, STATE};
 use querl_core::ports::Silent;

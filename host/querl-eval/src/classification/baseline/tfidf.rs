@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A text's features that are not 0, by position.
-pub type SparseRow = Vec<(usize, f64)>;
+pub(crate) type SparseRow = Vec<(usize, f64)>;
 
 /// Weights of characters and pairs of characters: how often one stands in a text, times how few texts have it; rows have length 1.
 ///
