@@ -122,7 +122,23 @@ def losses():
             loss = F.cross_entropy(leaf, labels, weight=weights if weighted else None, label_smoothing=smoothing)
             loss.backward()
             cases.append({"weighted": int(weighted), "smoothing": smoothing, "loss": loss, "grad": leaf.grad})
-    write_json(FOLDER / "loss.json", {"logits": scores, "labels": labels, "weights": weights, "cases": cases})
+    teacher, some = torch.randn((6, 4), generator=rng) * 2, [0, 3, None, 1, None, 0]
+    golden = {"logits": scores, "labels": labels, "weights": weights, "cases": cases, "teacher": teacher, "some_labels": some}
+    golden["distillation"] = [distilled(scores, teacher, some, *setting) for setting in ((1.0, 0.5), (2.0, 0.3), (4.0, 0.0))]
+    write_json(FOLDER / "loss.json", golden)
+
+
+def distilled(scores, teacher, labels, temperature, hard_weight):
+    leaf = scores.clone().requires_grad_()
+    student, target = F.log_softmax(leaf / temperature, dim=-1), F.softmax(teacher / temperature, dim=-1)
+    soft = F.kl_div(student, target, reduction="none").sum(-1) * temperature**2
+    rows = []
+    for index, label in enumerate(labels):
+        hard = 0 if label is None else F.cross_entropy(leaf[index], torch.tensor(label))
+        rows.append(soft[index] if label is None else hard_weight * hard + (1 - hard_weight) * soft[index])
+    loss = torch.stack(rows).mean()
+    loss.backward()
+    return {"temperature": temperature, "hard_weight": hard_weight, "loss": loss, "grad": leaf.grad}
 
 
 if __name__ == "__main__":

@@ -237,6 +237,11 @@ pub trait RewardModel: Send + Sync {
 pub trait StyleModel: Send + Sync {
     /// The distribution over the model's classes, in the model's order. The same dialogue gives the same distribution.
     fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure>;
+
+    /// The same for several dialogues, in order; a model that gains by it looks at them together.
+    fn classify_all(&self, dialogues: &[Vec<Message>]) -> Vec<Result<Vec<StyleProbability>, CallFailure>> {
+        dialogues.iter().map(|turns| self.classify(turns)).collect()
+    }
 }
 
 /// Scores the style of answers.

@@ -1,6 +1,7 @@
 //! Dialogues with the style of their answers: what a classifier learns from.
 
 use crate::DataError;
+use crate::table::open_table;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ pub struct Dialogue {
     pub group: String,
     /// `metadata.boundary`: the class that it might be taken for.
     pub boundary: Option<String>,
-    /// Which of the file's: item of the list, or line; from 1.
+    /// Which of the file's: item of the list, line, or row; from 1.
     pub number: usize,
 }
 
@@ -32,11 +33,64 @@ struct Row {
     metadata: BTreeMap<String, Value>,
 }
 
-/// Reads a JSON list of objects with `input`, `label`, `label_english` and `metadata`, or such objects as JSON lines.
+/// Columns of a table that are no part of the metadata.
+const COLUMNS: [&str; 3] = ["input", "label", "label_english"];
+
+/// Reads a JSON list of objects with `input`, `label`, `label_english` and `metadata`, or such objects as JSON lines; or a table (`.xlsx`,
+/// `.csv`, `.tsv`, `.parquet`) with these columns, all others of which are metadata. In place of `input` a table may have the columns
+/// `question` and `answer`.
 ///
 /// # Errors
 /// The file cannot be read or holds nothing; an item is no such object, or its `input` is no text or empty.
 pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
+    let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+    let items = match extension.as_deref() {
+        Some("xlsx" | "csv" | "tsv" | "parquet") => of_table(path)?,
+        _ => of_json(path)?,
+    };
+    if items.is_empty() {
+        return Err(DataError::file(
+            path,
+            "holds no dialogues; expected a JSON list of {\"input\": ..., \"label\": ...}, or rows of a table",
+        ));
+    }
+    items.into_iter().map(|(number, item)| dialogue(path, number, item)).collect()
+}
+
+/// Rows as the objects that a JSON list would have; empty cells are left out.
+fn of_table(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
+    let table = open_table(path)?;
+    let place = |name: &str| table.header.iter().position(|column| column == name);
+    let pair = place("question").zip(place("answer"));
+    if place("input").is_none() && pair.is_none() {
+        let columns = table.header.join("`, `");
+        let problem = format!("has columns `{columns}`; expected `input`, or `question` and `answer`");
+        return Err(DataError::file(path, problem));
+    }
+    let mut items = Vec::new();
+    for row in table.rows {
+        let (number, cells) = row?;
+        if cells.iter().all(|cell| cell.trim().is_empty()) {
+            continue;
+        }
+        let cell = |index: usize| cells.get(index).map(String::as_str).unwrap_or_default();
+        let (mut item, mut metadata) = (serde_json::Map::new(), serde_json::Map::new());
+        for (name, value) in table.header.iter().zip(&cells).filter(|(_, value)| !value.trim().is_empty()) {
+            let part = if COLUMNS.contains(&name.as_str()) { &mut item } else { &mut metadata };
+            part.insert(name.clone(), value.as_str().into());
+        }
+        let pair = pair.map(|(question, answer)| (cell(question).trim(), cell(answer).trim()));
+        let pair = pair.filter(|(question, answer)| !question.is_empty() && !answer.is_empty());
+        if let Some((question, answer)) = pair.filter(|_| !item.contains_key("input")) {
+            item.insert("input".into(), format!("用户问题：{question}\n回答：{answer}").into());
+        }
+        item.insert("metadata".into(), metadata.into());
+        items.push((number, item.into()));
+    }
+    Ok(items)
+}
+
+fn of_json(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
     let text = std::fs::read_to_string(path).map_err(|error| DataError::file(path, error))?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let items: Vec<(usize, Value)> = if text.trim_start().starts_with('[') {
@@ -50,13 +104,7 @@ pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
         };
         lines.map(item).collect::<Result<_, _>>()?
     };
-    if items.is_empty() {
-        return Err(DataError::file(
-            path,
-            "holds no dialogues; expected a JSON list of {\"input\": ..., \"label\": ...}",
-        ));
-    }
-    items.into_iter().map(|(number, item)| dialogue(path, number, item)).collect()
+    Ok(items)
 }
 
 fn dialogue(path: &Path, number: usize, item: Value) -> Result<Dialogue, DataError> {
@@ -101,6 +149,33 @@ mod tests {
         assert_eq!(list, read(&rows.join("\n")).unwrap());
         assert_eq!((list[0].group.as_str(), list[0].boundary.as_deref()), ("g1", Some("honesty")));
         assert_eq!((list[1].group.as_str(), list[1].number), ("用户问题：坏了。\n回答：换新。", 2));
+    }
+
+    #[test]
+    fn a_workbook_holds_the_same_as_a_list() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("dialogues.xlsx");
+        let rows = [
+            ["question", "answer", "label", "label_english", "group", "input"],
+            ["贵吗？", "不贵。", "售前", "", "g1", ""],
+            ["", "", "", "", "", "用户问题：坏了。\n回答：换新。"],
+        ];
+        let mut workbook = rust_xlsxwriter::Workbook::new();
+        let sheet = workbook.add_worksheet();
+        for (row, cells) in rows.iter().enumerate() {
+            for (column, cell) in cells.iter().enumerate() {
+                sheet.write(row as u32, column as u16, *cell).unwrap();
+            }
+        }
+        workbook.save(&path).unwrap();
+        let found = read_dialogues(&path).unwrap();
+        let first = (found[0].input.as_str(), found[0].label.as_deref(), found[0].group.as_str(), found[0].number);
+        assert_eq!(first, ("用户问题：贵吗？\n回答：不贵。", Some("售前"), "g1", 2));
+        assert_eq!((found[1].input.as_str(), &found[1].label), ("用户问题：坏了。\n回答：换新。", &None));
+        let csv = folder.path().join("dialogues.csv");
+        std::fs::write(&csv, "text,label\na,b\n").unwrap();
+        let error = read_dialogues(&csv).unwrap_err().to_string();
+        assert!(error.contains("has columns `text`, `label`; expected `input`"), "{error}");
     }
 
     #[test]

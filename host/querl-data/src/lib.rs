@@ -8,6 +8,7 @@ mod error;
 mod quiet;
 mod text;
 
+mod augment;
 mod dialogues;
 mod export;
 mod rows;
@@ -50,6 +51,7 @@ mod splits;
 mod stages;
 
 pub use account::{Account, ByStage, Spent, carries_files, read_account};
+pub use augment::augmented;
 pub use batch::{BatchTeacher, NewQuestions, NotedQuestions, refuse_noted_batches};
 pub use cache::{AnswerCache, CacheLimits, CacheTable, TableStats, cache_stats, clear_cache};
 pub use chat::prompt_tokens;

@@ -21,7 +21,7 @@ mod training;
 pub use calls::{CacheConfig, CallsConfig};
 pub use device::DeviceSetting;
 pub use load::{ConfigError, Overrides, Place, load, load_resolved};
-pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, WeightedPluginConfig};
+pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, StyleModelConfig, WeightedPluginConfig};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{
     AuthScheme, EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind, RerankScores, ScoreOrder,

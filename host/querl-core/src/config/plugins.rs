@@ -14,8 +14,11 @@ pub struct PluginsConfig {
     /// Filters, applied in order.
     #[serde(default)]
     pub filters: Vec<PluginConfig>,
-    /// Rewards, summed by weight.
+    /// Rewards, summed by weight; a scorer of style may be one, and asks `style_model`.
     pub rewards: Vec<WeightedPluginConfig>,
+    /// A classifier of the style of answers, for scorers of style and as part of every episode.
+    #[serde(default)]
+    pub style_model: Option<StyleModelConfig>,
     /// Limits on every call into a plugin.
     #[serde(default)]
     pub limits: PluginLimits,
@@ -23,6 +26,24 @@ pub struct PluginsConfig {
     /// are run.
     #[serde(default)]
     pub trusted_keys: Vec<String>,
+}
+
+/// A classifier of the style of answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StyleModelConfig {
+    /// Folder of a classifier of `querl rm train` or of transformers, or of a PEFT adapter.
+    pub path: PathBuf,
+    /// Folder of the model that an adapter was trained on.
+    #[serde(default)]
+    pub base: Option<PathBuf>,
+    /// Most tokens of a dialogue; of longer ones question and answer are shortened.
+    #[serde(default = "defaults::max_length")]
+    #[schemars(range(min = 1))]
+    pub max_length: usize,
+    /// Whether probabilities are corrected by the temperature that was fitted in training.
+    #[serde(default)]
+    pub calibrated: bool,
 }
 
 /// One component.
@@ -114,6 +135,10 @@ impl Default for PluginLimits {
 }
 
 mod defaults {
+    pub(super) fn max_length() -> usize {
+        512
+    }
+
     pub(super) fn one() -> f64 {
         1.0
     }

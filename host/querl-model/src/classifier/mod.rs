@@ -4,10 +4,12 @@
 //! `Qwen3ForSequenceClassification`, or PEFT's of an adapter for such a model. Texts are packed without padding, so that the result
 //! of a text does not depend on the others in its batch.
 
+mod batcher;
 mod files;
 mod labels;
 mod tokens;
 
+pub use batcher::{Answer, BatchDone, BatchLimits, BatchObserver, Batcher, Classified, NotTaken};
 pub use labels::Labels;
 pub use tokens::{ClassifierTokenizer, Encoded};
 

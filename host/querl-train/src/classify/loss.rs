@@ -34,26 +34,82 @@ pub fn class_weights(labels: impl IntoIterator<Item = usize>, n_classes: usize) 
     counts.iter().map(weight).collect()
 }
 
-/// Summed cross-entropy of logits `(N, classes)`; over [`Weighting::total`] it is the mean that torch forms.
+/// How a student learns from a teacher.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Distillation {
+    /// By which both's logits are divided; more than 0.
+    pub temperature: f64,
+    /// What the label counts of a row that has one, 0 to 1; the teacher counts the rest. Of a row without label the teacher counts all.
+    pub hard_weight: f64,
+}
+
+/// What one row is to be taken for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target<'a> {
+    pub(super) label: Option<u32>,
+    /// The teacher's logits.
+    pub(super) teacher: Option<&'a [f32]>,
+}
+
+/// Summed loss of logits `(N, classes)`: cross-entropy of the labels, which over [`Weighting::total`] is the mean that torch forms; with a teacher
+/// besides the Kullback-Leibler divergence of its distribution from the student's at a temperature, times the temperature squared, so that its
+/// gradients are as large at every temperature.
 ///
 /// # Errors
-/// A label is not below the number of classes.
+/// Targets and logits do not fit together.
 ///
-/// Source: torch's `cross_entropy` with `weight` and `label_smoothing`.
-pub(super) fn cross_entropy(logits: &Tensor, labels: &[u32], weighting: Weighting<'_>) -> Result<Tensor> {
+/// Sources: torch's `cross_entropy` with `weight` and `label_smoothing`; Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a
+/// Neural Network", section 2.
+pub(super) fn summed_loss(
+    logits: &Tensor,
+    targets: &[Target<'_>],
+    weighting: Weighting<'_>,
+    distillation: Option<Distillation>,
+) -> Result<Tensor> {
     let (n, n_classes) = logits.dims2()?;
-    let mut targets = Vec::with_capacity(n * n_classes);
-    for label in labels {
-        for class in 0..n_classes {
-            let own =
-                if class == *label as usize { (1.0 - weighting.smoothing) * weighting.weight(class) } else { 0.0 };
-            targets.push((own + weighting.smoothing / n_classes as f64 * weighting.weight(class)) as f32);
-        }
+    let of_label = |target: &Target<'_>| match (distillation, target.teacher) {
+        (Some(distillation), Some(_)) => distillation.hard_weight,
+        _ => 1.0,
+    };
+    let mut hard = Vec::with_capacity(n * n_classes);
+    for target in targets {
+        let row = target.label.map_or(vec![0.0; n_classes], |label| smoothed(label, n_classes, weighting));
+        hard.extend(row.into_iter().map(|value| (of_label(target) * value) as f32));
     }
-    let targets = Tensor::from_vec(targets, (n, n_classes), logits.device())?;
+    let hard = Tensor::from_vec(hard, (n, n_classes), logits.device())?;
+    let loss = (logprobs(logits)? * hard)?.sum_all()?.neg()?;
+    let Some(Distillation { temperature, .. }) = distillation else { return Ok(loss) };
+    let (mut soft, mut of_teacher) = (Vec::with_capacity(n * n_classes), 0.0);
+    for target in targets {
+        let of_soft = if target.label.is_some() { 1.0 - of_label(target) } else { 1.0 };
+        let shares = target.teacher.map_or(vec![0.0; n_classes], |logits| softened(logits, temperature));
+        of_teacher += of_soft * shares.iter().filter(|p| **p > 0.0).map(|p| p * p.ln()).sum::<f64>();
+        soft.extend(shares.into_iter().map(|p| (of_soft * p) as f32));
+    }
+    let soft = Tensor::from_vec(soft, (n, n_classes), logits.device())?;
+    let divergence = ((logprobs(&(logits / temperature)?)? * soft)?.sum_all()?.neg()? + of_teacher)?;
+    loss + (divergence * (temperature * temperature))?
+}
+
+/// A label as a distribution, times what its class counts.
+fn smoothed(label: u32, n_classes: usize, weighting: Weighting<'_>) -> Vec<f64> {
+    let value = |class: usize| {
+        let own = if class == label as usize { 1.0 - weighting.smoothing } else { 0.0 };
+        (own + weighting.smoothing / n_classes as f64) * weighting.weight(class)
+    };
+    (0..n_classes).map(value).collect()
+}
+
+fn softened(logits: &[f32], temperature: f64) -> Vec<f64> {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let shares: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / temperature).exp()).collect();
+    let sum: f64 = shares.iter().sum();
+    shares.into_iter().map(|share| share / sum).collect()
+}
+
+fn logprobs(logits: &Tensor) -> Result<Tensor> {
     let shifted = logits.broadcast_sub(&logits.detach().max_keepdim(1)?)?; // (N, classes)
-    let logprobs = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(1)?.log()?)?; // (N, classes)
-    (logprobs * targets)?.sum_all()?.neg()
+    shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(1)?.log()?) // (N, classes)
 }
 
 #[cfg(test)]
@@ -63,27 +119,55 @@ mod tests {
     use candle_core::{Device, Var};
     use serde_json::Value;
 
+    fn golden() -> Value {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/golden/classifiers/loss.json");
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+    }
+
+    fn rows(value: &Value) -> Vec<Vec<f32>> {
+        serde_json::from_value(value.clone()).unwrap()
+    }
+
+    /// Loss, divided by `total`, and gradient beside a golden case.
+    fn assert_case(case: &Value, logits: &[Vec<f32>], total: f64, loss: impl Fn(&Tensor) -> Result<Tensor>) {
+        let logits = Var::from_vec(logits.concat(), (logits.len(), 4), &Device::Cpu).unwrap();
+        let loss = (loss(&logits).unwrap() / total).unwrap();
+        let value = f64::from(loss.to_scalar::<f32>().unwrap());
+        assert!((value - case["loss"].as_f64().unwrap()).abs() < 1e-5, "{value}: {case}");
+        let found = loss.backward().unwrap().get(&logits).unwrap().to_vec2::<f32>().unwrap();
+        for (found, expected) in found.concat().iter().zip(rows(&case["grad"]).concat()) {
+            assert!((found - expected).abs() < 1e-6, "{case}");
+        }
+    }
+
     #[test]
     fn loss_and_gradient_are_torchs_with_weights_and_smoothing() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/golden/classifiers/loss.json");
-        let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-        let rows = |value: &Value| serde_json::from_value::<Vec<Vec<f32>>>(value.clone()).unwrap();
+        let golden = golden();
         let labels: Vec<u32> = serde_json::from_value(golden["labels"].clone()).unwrap();
         let weights: Vec<f32> = serde_json::from_value(golden["weights"].clone()).unwrap();
-        let logits = rows(&golden["logits"]);
+        let targets: Vec<Target<'_>> =
+            labels.iter().map(|label| Target { label: Some(*label), teacher: None }).collect();
         for case in golden["cases"].as_array().unwrap() {
             let weights = (case["weighted"] == 1).then_some(weights.as_slice());
             let weighting = Weighting { weights, smoothing: case["smoothing"].as_f64().unwrap() };
-            let logits = Var::from_vec(logits.concat(), (logits.len(), 4), &Device::Cpu).unwrap();
-            let loss = (cross_entropy(&logits, &labels, weighting).unwrap() / weighting.total(&labels)).unwrap();
-            assert!(
-                (f64::from(loss.to_scalar::<f32>().unwrap()) - case["loss"].as_f64().unwrap()).abs() < 1e-5,
-                "{case}"
-            );
-            let found = loss.backward().unwrap().get(&logits).unwrap().to_vec2::<f32>().unwrap();
-            for (found, expected) in found.concat().iter().zip(rows(&case["grad"]).concat()) {
-                assert!((found - expected).abs() < 1e-6, "{case}");
-            }
+            let loss = |logits: &Tensor| summed_loss(logits, &targets, weighting, None);
+            assert_case(case, &rows(&golden["logits"]), weighting.total(&labels), loss);
+        }
+    }
+
+    #[test]
+    fn a_students_loss_and_gradient_are_torchs_with_and_without_labels() {
+        let golden = golden();
+        let teacher = rows(&golden["teacher"]);
+        let labels: Vec<Option<u32>> = serde_json::from_value(golden["some_labels"].clone()).unwrap();
+        let target = |(label, teacher)| Target { label, teacher: Some(teacher) };
+        let targets: Vec<Target<'_>> = labels.into_iter().zip(teacher.iter().map(Vec::as_slice)).map(target).collect();
+        let plain = Weighting { weights: None, smoothing: 0.0 };
+        for case in golden["distillation"].as_array().unwrap() {
+            let number = |key: &str| case[key].as_f64().unwrap();
+            let settings = Distillation { temperature: number("temperature"), hard_weight: number("hard_weight") };
+            let loss = |logits: &Tensor| summed_loss(logits, &targets, plain, Some(settings));
+            assert_case(case, &rows(&golden["logits"]), targets.len() as f64, loss);
         }
     }
 

@@ -1,14 +1,14 @@
-//! Training of classifiers: cross-entropy of the classes, weighted and smoothed, by the steps of fine-tuning.
+//! Training of classifiers: cross-entropy of the classes, weighted and smoothed, or the distribution of a teacher, by the steps of fine-tuning.
 
 mod loss;
 
-pub use loss::{Weighting, class_weights};
+pub use loss::{Distillation, Weighting, class_weights};
 
 use crate::fit::{self, FitTask, Objective, SftSummary, StepLoss, dropout};
 use crate::policy::kept;
 use crate::{Gradients, MetricSink, TrainError};
 use candle_core::{Tensor, Var};
-use loss::cross_entropy;
+use loss::{Target, summed_loss};
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
 use querl_model::classifier::{Classifier, by_length};
@@ -17,13 +17,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// A text as tokens, and its class.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A text as tokens, and what is known of its class: a label, a teacher's logits, or both.
+#[derive(Debug, Clone, PartialEq)]
 pub struct LabelledText {
     /// At least one.
     pub tokens: Vec<u32>,
     /// Below the classifier's number of classes.
-    pub label: u32,
+    pub label: Option<u32>,
+    /// One logit for each class; read with [`ClassifyTask::distillation`] alone.
+    pub teacher: Option<Vec<f32>>,
 }
 
 /// What a training of a classifier works on.
@@ -42,6 +44,8 @@ pub struct ClassifyTask<'a> {
     pub class_weights: Option<&'a [f32]>,
     /// Share of the target that is spread over all classes, 0 to below 1.
     pub label_smoothing: f64,
+    /// How teachers' logits are learned from; not together with weights of classes.
+    pub distillation: Option<Distillation>,
     /// Most tokens of one forward and backward pass; the result does not depend on it, beside rounding.
     pub tokens_per_pass: usize,
     /// Seeds the order of the data and the dropout.
@@ -56,7 +60,7 @@ pub struct ClassifyTask<'a> {
     pub stop: &'a AtomicBool,
 }
 
-/// Trains, keeps the best and the last checkpoint, and says what came of it; `best` is the one of the least cross-entropy on `val`, without weights
+/// Trains, keeps the best and the last checkpoint, and says what came of it; `best` is the one of the least loss on `val`, without weights
 /// and smoothing. Goes on where an earlier call with the same fingerprint was stopped.
 ///
 /// # Errors
@@ -98,7 +102,10 @@ impl Objective for ClassifyTask<'_> {
     fn learn(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
         let rows: Vec<&LabelledText> = rows.iter().map(|&index| &self.train[index]).collect();
         let weighting = Weighting { weights: self.class_weights, smoothing: self.label_smoothing };
-        let total = weighting.total(&labels(&rows));
+        let total = match self.distillation {
+            Some(_) => rows.len() as f64,
+            None => weighting.total(&labels(&rows)),
+        };
         let recompute = kept(false);
         let adapter = self.classifier.adapter();
         let dropout = adapter.and_then(|_| dropout(self.config.lora_dropout, self.seed, step, &Mesh::alone().data));
@@ -140,16 +147,18 @@ impl ClassifyTask<'_> {
         parts.map(|part| part.into_iter().map(|index| rows[index]).collect()).collect()
     }
 
-    /// Cross-entropy of some rows, summed.
+    /// Loss of some rows, summed.
     fn loss(&self, rows: &[&LabelledText], weighting: Weighting<'_>, pass: &Pass<'_>) -> Result<Tensor, TrainError> {
         let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
         let logits = self.classifier.logits(&texts, pass)?;
-        Ok(cross_entropy(&logits, &labels(rows), weighting)?)
+        let targets: Vec<Target<'_>> =
+            rows.iter().map(|row| Target { label: row.label, teacher: row.teacher.as_deref() }).collect();
+        Ok(summed_loss(&logits, &targets, weighting, self.distillation)?)
     }
 }
 
 fn labels(rows: &[&LabelledText]) -> Vec<u32> {
-    rows.iter().map(|row| row.label).collect()
+    rows.iter().filter_map(|row| row.label).collect()
 }
 
 fn check(task: &ClassifyTask<'_>) -> Result<(), TrainError> {
@@ -161,14 +170,29 @@ fn check(task: &ClassifyTask<'_>) -> Result<(), TrainError> {
     if let Some(weights) = task.class_weights.filter(|weights| weights.len() != n_classes) {
         return refuse(format!("{} class weights for {n_classes} classes; expected one each", weights.len()));
     }
+    if task.distillation.is_some() && task.class_weights.is_some() {
+        return refuse("classes are weighted and a teacher is learned from; expected one of them".into());
+    }
     for (split, rows) in [("training", task.train), ("validation", task.val)] {
         for (index, row) in rows.iter().enumerate() {
             let (place, n_tokens) = (format!("row {} of the {split} split", index + 1), row.tokens.len());
             if n_tokens == 0 || n_tokens > limit {
                 return refuse(format!("{place} has {n_tokens} tokens; expected 1 to {limit} (max_length)"));
             }
-            if row.label as usize >= n_classes {
-                return refuse(format!("{place} is of class {}; the classifier has {n_classes}", row.label));
+            if let Some(label) = row.label.filter(|label| *label as usize >= n_classes) {
+                return refuse(format!("{place} is of class {label}; the classifier has {n_classes}"));
+            }
+            let of_teacher = row.teacher.as_ref().filter(|_| task.distillation.is_some()).map(Vec::len);
+            match of_teacher {
+                Some(n) if n != n_classes => {
+                    return refuse(format!(
+                        "{place} has {n} logits of a teacher; the classifier has {n_classes} classes"
+                    ));
+                }
+                None if row.label.is_none() => {
+                    return refuse(format!("{place} has no label and nothing of a teacher; expected one of them"));
+                }
+                _ => {}
             }
         }
     }

@@ -14,6 +14,7 @@ mod memo;
 mod rewards;
 mod sampling;
 mod scorer;
+mod styles;
 #[cfg(test)]
 pub mod testing;
 mod training;

@@ -5,7 +5,10 @@ use super::calls::{self, Missed};
 use super::judging::{Asking, JudgingForm, Said};
 use super::memo::{Memo, Question};
 use super::rewards::{self, WeightedReward};
-use querl_core::ports::{CallTimings, EnvironmentError, Judge, PluginFault, Prompts, RetrievalRequest, Retriever};
+use super::styles;
+use querl_core::ports::{
+    CallTimings, EnvironmentError, Judge, PluginFault, Prompts, RetrievalRequest, Retriever, StyleModel,
+};
 use querl_core::records::{
     CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward,
 };
@@ -28,6 +31,8 @@ pub struct Services {
     pub prompts: Arc<dyn Prompts>,
     /// Reward plugins.
     pub rewards: Vec<WeightedReward>,
+    /// Says the style of what both sides wrote; `None` where nobody does.
+    pub style: Option<Arc<dyn StyleModel>>,
     /// Retrieval calls under way at once.
     pub n_retrievals: usize,
     /// Judge calls under way at once.
@@ -108,7 +113,11 @@ impl Scorer {
         let mut timings = CallTimings::default();
         let late = self.ask(requests, &mut episodes, &mut timings)?;
         let started = Instant::now();
-        let scored = self.reward(requests, episodes, &late)?;
+        let unclassified = match &self.services.style {
+            Some(model) => styles::add(model.as_ref(), &mut episodes),
+            None => vec![None; episodes.len()],
+        };
+        let scored = self.reward(requests, episodes, &late, unclassified)?;
         timings.plugin_s = started.elapsed().as_secs_f64();
         Ok(Scores { scored, timings })
     }
@@ -191,10 +200,13 @@ impl Scorer {
         requests: &[ScoreRequest<'_>],
         episodes: Vec<Episode>,
         late: &[Option<CallFailure>],
+        unclassified: Vec<Option<Rejection>>,
     ) -> Result<Vec<Scored>, EnvironmentError> {
-        let each = requests.iter().zip(&episodes).zip(late);
-        let rejections: Vec<_> =
-            each.map(|((request, episode), late)| rejection_of(request, episode, late.as_ref())).collect();
+        let each = requests.iter().zip(&episodes).zip(late).zip(unclassified);
+        let rejection = |(((request, episode), late), unclassified): (((_, _), &Option<CallFailure>), _)| {
+            rejection_of(request, episode, late.as_ref()).or(unclassified)
+        };
+        let rejections: Vec<_> = each.map(rejection).collect();
         let complete = episodes.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
         let complete: Vec<Episode> = complete.map(|(episode, _)| episode.clone()).collect();
         let mut scores = rewards::score(&self.services.rewards, &complete)?.into_iter();

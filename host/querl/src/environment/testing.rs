@@ -68,6 +68,7 @@ impl Shop {
                 model: Arc::new(ShopReward("difference")),
                 weight: 1.0,
             }],
+            style: None,
             n_retrievals: 4,
             n_judgements: 4,
             deadline: None,

@@ -3,6 +3,7 @@
 pub mod host;
 mod labels;
 mod secrets;
+pub mod style;
 
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
@@ -10,10 +11,11 @@ use crate::stages::inputs::Inputs;
 use querl_bundle::Manifest;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_core::config::Config;
-use querl_core::ports::{Filter, Prompts};
-use querl_plugins::{Plugin, PluginHost, PluginSettings, Source};
+use querl_core::ports::{Filter, Prompts, RewardModel, StyleModel};
+use querl_plugins::{Plugin, PluginHost, PluginKind, PluginSettings, Source};
 use std::path::Path;
 use std::sync::Arc;
+use style::{SharedStyleModel, StyleReward};
 
 /// Every plugin of a run.
 pub struct Plugins {
@@ -23,6 +25,8 @@ pub struct Plugins {
     pub filters: Vec<Arc<dyn Filter>>,
     /// Summed by weight.
     pub rewards: Vec<WeightedReward>,
+    /// Says the style of answers, where one is configured.
+    pub style: Option<Arc<dyn StyleModel>>,
     used: Vec<Used>,
 }
 
@@ -62,13 +66,15 @@ impl Plugins {
             let plugin = loading.load("filter", &filter.path, &filter.settings)?;
             filters.push(Arc::from(loading.host.filter_of(&plugin, &filter.settings)?));
         }
+        let style = config.style_model.as_ref().map(SharedStyleModel::open).transpose()?;
+        let style = style.map(|model| Arc::new(model) as Arc<dyn StyleModel>);
         let mut rewards = Vec::new();
-        for reward in &config.rewards {
+        for (index, reward) in config.rewards.iter().enumerate() {
             let plugin = loading.load("reward", &reward.path, &reward.settings)?;
-            let model = Arc::from(loading.host.reward_of(&plugin, &reward.settings)?);
+            let model = loading.reward(&plugin, &reward.settings, (index, style.as_ref()))?;
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
-        let mut plugins = Self { prompts, filters, rewards, used: loading.used };
+        let mut plugins = Self { prompts, filters, rewards, style, used: loading.used };
         plugins.label_rewards();
         Ok(plugins)
     }
@@ -126,6 +132,29 @@ impl Loading {
         let entry = entry(role, path, &plugin)?;
         self.used.push(Used { entry, weight: None, label: None, settings: format!("{settings:?}") });
         Ok(plugin)
+    }
+
+    /// A reward, or a scorer of style as one.
+    fn reward(
+        &self,
+        plugin: &Plugin,
+        settings: &PluginSettings,
+        (index, style): (usize, Option<&Arc<dyn StyleModel>>),
+    ) -> anyhow::Result<Arc<dyn RewardModel>> {
+        let kinds = plugin.kinds();
+        if kinds.contains(&PluginKind::Reward) || !kinds.contains(&PluginKind::StyleScorer) {
+            return Ok(Arc::from(self.host.reward_of(plugin, settings)?));
+        }
+        let Some(style) = style else {
+            let id = plugin.id();
+            let message = format!(
+                "plugins.rewards[{index}]: `{id}` scores style and there is no style model; name a classifier of `querl rm train` as \
+                 plugins.style_model.path"
+            );
+            return Err(Stop::usage(message).into());
+        };
+        let scorer = self.host.style_scorer_of(plugin, settings, Some(style.clone()))?;
+        Ok(Arc::new(StyleReward::new(scorer)))
     }
 }
 

@@ -142,6 +142,7 @@ impl Run {
             },
             prompts: self.plugins.prompts.clone(),
             rewards: self.plugins.rewards.clone(),
+            style: self.plugins.style.clone(),
             n_retrievals: config.retrieval.max_concurrent,
             n_judgements: config.judge.max_concurrent,
             deadline: None,

@@ -138,13 +138,17 @@ fn digest_file(path: &Path) -> anyhow::Result<String> {
 
 /// Whether querl or transformers read the file to load a model or its tokenizer.
 fn is_of_model(file: &str) -> bool {
-    const NAMES: [&str; 9] = [
+    const NAMES: [&str; 12] = [
         "config.json",
         "generation_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
         "vocab.json",
         "merges.txt",
+        // Of classifiers: what their classes are called, and how sure they are.
+        "label_mapping.json",
+        "pytorch_model.bin",
+        "calibration.json",
         // Of embedding models: how texts are cut and vectors made.
         "modules.json",
         "sentence_bert_config.json",

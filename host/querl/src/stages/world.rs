@@ -138,6 +138,13 @@ pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, run)?;
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
+    if let Some(style) = &run.config.plugins.style_model {
+        inputs.section("plugins.style_model", style, &["path", "base"])?;
+        inputs.other_model("style model", &style.path)?;
+        if let Some(base) = &style.base {
+            inputs.other_model("base of the style model", base)?;
+        }
+    }
     run.plugins.add_prompts(inputs);
     run.plugins.add_rewards(inputs);
     Ok(())

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Labelled dialogues (.json, .jsonl), none of which the model has learned from
+    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv), none of which the model has learned from
     #[arg(long, value_name = "FILE")]
     file: PathBuf,
     /// Where to write eval.json and report.html
@@ -28,6 +28,7 @@ pub struct EvalArgs {
 /// # Errors
 /// Model or file cannot be used, or a file cannot be written.
 pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
+    querl_model::set_threads(args.model.threads);
     let model = OpenModel::open(&args.model)?;
     let corpus = Corpus::read(&args.file, Some(model.classifier.labels()))?;
     let texts: Vec<&str> = corpus.dialogues.iter().map(|dialogue| dialogue.input.as_str()).collect();
@@ -41,7 +42,7 @@ pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     if answers.n_shortened > 0 {
         notes.push(format!("{} text(s) were shortened to {} tokens", answers.n_shortened, args.model.max_length));
     }
-    let results = Results { model: judged.measures(&probabilities)?, baseline: None, notes };
+    let results = Results { model: judged.measures(&probabilities)?, baseline: None, teacher: None, notes };
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("{}: cannot be made", out.display()))?;
     }

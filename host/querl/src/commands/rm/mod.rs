@@ -1,12 +1,18 @@
 //! `querl rm`: a classifier of the style of answers, trained, measured and asked.
 
 mod corpus;
+mod distill;
 mod eval;
 mod fitting;
 mod model;
 mod predict;
 mod results;
+mod serve;
+mod settings;
+mod teacher;
 mod train;
+
+pub(crate) use model::{ModelArgs, OpenModel};
 
 use clap::Subcommand;
 
@@ -19,6 +25,10 @@ pub enum RmCommand {
     Eval(eval::EvalArgs),
     /// Say the style of a text, of a file's dialogues, or of lines on stdin
     Predict(predict::PredictArgs),
+    /// Train a small classifier on what a large one says of dialogues without labels
+    Distill(Box<distill::DistillArgs>),
+    /// Offer a classifier over HTTP: /predict, /classify, /health, /ready, /metrics, /openapi.json
+    Serve(serve::ServeArgs),
 }
 
 /// Runs one of them.
@@ -30,8 +40,10 @@ pub fn run(command: &RmCommand) -> anyhow::Result<()> {
         RmCommand::Train(args) => train::run(args),
         RmCommand::Eval(args) => eval::run(args),
         RmCommand::Predict(args) => predict::run(args),
+        RmCommand::Distill(args) => distill::run(args),
+        RmCommand::Serve(args) => serve::run(args),
     }
 }
 
 /// Most tokens of one pass: the classifiers that are trained here are small.
-const TOKENS_PER_PASS: usize = 4096;
+pub(crate) const TOKENS_PER_PASS: usize = 4096;

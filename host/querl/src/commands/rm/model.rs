@@ -14,23 +14,23 @@ use std::path::{Path, PathBuf};
 pub(super) const CALIBRATION_FILE: &str = "calibration.json";
 
 /// Which classifier, and how it is asked.
-#[derive(Debug, Args)]
-pub(super) struct ModelArgs {
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ModelArgs {
     /// A classifier's folder, of `querl rm train` or of transformers; or a PEFT adapter's
     #[arg(long, value_name = "DIR")]
-    pub(super) model: PathBuf,
+    pub(crate) model: PathBuf,
     /// The model that an adapter was trained on
     #[arg(long, value_name = "DIR")]
-    pub(super) base: Option<PathBuf>,
+    pub(crate) base: Option<PathBuf>,
     /// Most tokens of a text; of longer ones question and answer are shortened
     #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(super) max_length: u32,
+    pub(crate) max_length: u32,
     /// Give probabilities as sure as they are right: by the temperature that was fitted in training
     #[arg(long)]
-    pub(super) calibrated: bool,
+    pub(crate) calibrated: bool,
     /// Worker threads [default: all cores]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub(super) threads: usize,
+    pub(crate) threads: usize,
 }
 
 /// What `calibration.json` says.
@@ -43,10 +43,11 @@ pub(super) struct Calibration {
 }
 
 /// A classifier with its tokenizer.
-pub(super) struct OpenModel {
-    pub(super) classifier: Classifier,
-    pub(super) tokenizer: ClassifierTokenizer,
-    temperature: f64,
+pub(crate) struct OpenModel {
+    pub(crate) classifier: Classifier,
+    pub(crate) tokenizer: ClassifierTokenizer,
+    /// What logits are divided by.
+    pub(crate) temperature: f64,
 }
 
 /// Logits of texts.
@@ -62,8 +63,7 @@ impl OpenModel {
     ///
     /// # Errors
     /// A file is missing or damaged, the model is no classifier, or it is an adapter and `--base` is not there.
-    pub(super) fn open(args: &ModelArgs) -> anyhow::Result<Self> {
-        querl_model::set_threads(args.threads);
+    pub(crate) fn open(args: &ModelArgs) -> anyhow::Result<Self> {
         let (folder, max_length) = (args.model.as_path(), args.max_length as usize);
         let (classifier, base) = match (is_adapter(folder), &args.base) {
             (true, Some(base)) => {

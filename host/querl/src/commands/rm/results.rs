@@ -35,6 +35,9 @@ pub(super) struct Results {
     /// Of TF-IDF and logistic regression on the same split.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) baseline: Option<Measures>,
+    /// Of the classifier that this one learned from, on the same dialogues.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) teacher: Option<Measures>,
     /// Sentences to be read with the figures.
     pub(super) notes: Vec<String>,
 }
@@ -92,10 +95,15 @@ impl Judged<'_> {
             let (accuracy, f1) = (100.0 * baseline.eval_accuracy, baseline.eval_f1_macro);
             println!("TF-IDF and logistic regression: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
         }
+        if let Some(teacher) = &results.teacher {
+            let (accuracy, f1) = (100.0 * teacher.eval_accuracy, teacher.eval_f1_macro);
+            println!("teacher: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
+        }
         results.notes.iter().for_each(|note| println!("note: {note}"));
         let Some(folder) = folder else { return Ok(()) };
         let mut systems = vec![("model".to_owned(), results.model.clone())];
         systems.extend(results.baseline.clone().map(|measures| ("TF-IDF, logistic regression".to_owned(), measures)));
+        systems.extend(results.teacher.clone().map(|measures| ("teacher".to_owned(), measures)));
         let report = ClassificationReport {
             title: page.title.to_owned(),
             facts: page.facts,

@@ -1,0 +1,155 @@
+//! The interface in OpenAPI's words, and a page of it for people.
+
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// The routes that take texts, and what they say.
+fn asked() -> Value {
+    let prediction = json!({"$ref": "#/components/schemas/Prediction"});
+    let scores = json!({"type": "array", "items": {"$ref": "#/components/schemas/Score"}});
+    let classify = json!({
+        "post": {
+            "summary": "Classify texts, in vLLM's form",
+            "requestBody": body(&json!({"$ref": "#/components/schemas/ClassifyRequest"})),
+            "responses": responses(&json!({"$ref": "#/components/schemas/ClassifyResponse"})),
+        }
+    });
+    json!({
+        "/predict": {
+            "post": {
+                "summary": "Classify a text, or texts in text-embeddings-inference's form",
+                "parameters": [{
+                    "name": "text", "in": "query", "required": false, "schema": {"type": "string"},
+                    "description": "The text; instead of a body",
+                }],
+                "requestBody": body(&json!({"oneOf": [
+                    {"$ref": "#/components/schemas/TextRequest"}, {"$ref": "#/components/schemas/InputsRequest"},
+                ]})),
+                "responses": responses(&json!({"oneOf": [
+                    prediction.clone(), {"type": "array", "items": prediction},
+                    scores.clone(), {"type": "array", "items": scores},
+                ]})),
+            }
+        },
+        "/classify": classify.clone(),
+        "/v1/classify": classify,
+    })
+}
+
+fn body(schema: &Value) -> Value {
+    json!({"required": false, "content": {"application/json": {"schema": schema}}})
+}
+
+fn responses(schema: &Value) -> Value {
+    let refusals = [
+        ("400", "The body is no JSON"),
+        ("401", "The key is missing or wrong"),
+        ("413", "Body, list or text too large"),
+        ("415", "The body does not say that it is JSON"),
+        ("422", "A value is missing or wrong"),
+        ("429", "Too many texts wait"),
+        ("503", "The model is being loaded, or takes too long"),
+    ];
+    let mut all = json!({
+        "200": {"description": "What was found", "content": {"application/json": {"schema": schema}}},
+    });
+    for (status, description) in refusals {
+        all[status] = json!({
+            "description": description,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        });
+    }
+    all
+}
+
+/// The document.
+pub(super) fn document() -> Value {
+    let mut paths = asked();
+    let plain = [
+        ("/health", "Whether the process is there"),
+        ("/ready", "Whether the model is loaded; 503 until then"),
+        ("/info", "The model, its classes and the limits"),
+        ("/metrics", "Figures in Prometheus' text format"),
+    ];
+    for (path, summary) in plain {
+        paths[path] = json!({"get": {"summary": summary, "responses": {"200": {"description": "As it says"}}}});
+    }
+    json!({
+        "openapi": "3.1.0",
+        "info": {"title": "querl rm serve", "version": env!("CARGO_PKG_VERSION"), "description": "A classifier of the style of answers"},
+        "paths": paths,
+        "components": {"schemas": schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    })
+}
+
+fn schemas() -> Value {
+    let texts = json!({"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]});
+    json!({
+        "TextRequest": {
+            "type": "object", "required": ["text"],
+            "properties": {
+                "text": texts.clone(),
+                "english": {"type": "boolean", "default": false, "description": "Name classes in English"},
+            },
+        },
+        "InputsRequest": {
+            "type": "object", "required": ["inputs"],
+            "properties": {
+                "inputs": {
+                    "description": "A text; a list of one text or of a question and its answer; or a list of such lists",
+                    "oneOf": [{"type": "string"}, {"type": "array", "items": texts.clone()}],
+                },
+                "raw_scores": {"type": "boolean", "default": false, "description": "Logits, not probabilities"},
+                "truncate": {"type": "boolean", "default": true, "description": "Shorten what is too long; else 413"},
+            },
+        },
+        "Prediction": {
+            "type": "object", "required": ["predicted_label", "confidence", "probabilities"],
+            "properties": {
+                "predicted_label": {"type": "string"},
+                "confidence": {"type": "number"},
+                "probabilities": {"type": "object", "additionalProperties": {"type": "number"}},
+            },
+        },
+        "Score": {
+            "type": "object", "required": ["label", "score"],
+            "properties": {"label": {"type": "string"}, "score": {"type": "number"}},
+        },
+        "ClassifyRequest": {
+            "type": "object", "required": ["input"],
+            "properties": {"model": {"type": "string"}, "input": texts},
+        },
+        "ClassifyResponse": {
+            "type": "object",
+            "properties": {
+                "id": {"type": "string"}, "object": {"const": "list"}, "created": {"type": "integer"}, "model": {"type": "string"},
+                "data": {"type": "array", "items": {"type": "object", "properties": {
+                    "index": {"type": "integer"}, "label": {"type": "string"},
+                    "probs": {"type": "array", "items": {"type": "number"}}, "num_classes": {"type": "integer"},
+                }}},
+                "usage": {"type": "object"},
+            },
+        },
+        "Error": {
+            "type": "object",
+            "properties": {
+                "error": {"description": "A sentence; of /classify an object with `message`, `type` and `code`"},
+                "error_type": {"type": "string"},
+            },
+        },
+    })
+}
+
+/// The same as a page that needs nothing from elsewhere.
+pub(super) fn page() -> String {
+    let document = document();
+    let mut rows = String::new();
+    for (path, methods) in document["paths"].as_object().into_iter().flatten() {
+        for (method, operation) in methods.as_object().into_iter().flatten() {
+            let (method, summary) = (method.to_uppercase(), operation["summary"].as_str().unwrap_or_default());
+            let _ = write!(rows, "<tr><td><code>{method} {path}</code></td><td>{summary}</td></tr>");
+        }
+    }
+    include_str!("page.html").replace("{{rows}}", &rows)
+}

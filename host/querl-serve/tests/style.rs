@@ -1,0 +1,249 @@
+//! A classifier over HTTP, asked by a client that knows nothing of it.
+#![allow(clippy::unwrap_used)]
+
+use querl_serve::{
+    ClassifiedText, NotAccepted, OnClassified, ServerLimits, StyleOptions, StyleService, TextClassifier, serve,
+};
+use reqwest::{Client, RequestBuilder, StatusCode};
+use serde_json::{Value, json};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Three classes, whose probabilities follow from a text's length; what begins with `slow` is never answered.
+#[derive(Default)]
+struct ByLength {
+    classes: Vec<String>,
+    english: Vec<String>,
+    unanswered: Mutex<Vec<OnClassified>>,
+}
+
+impl ByLength {
+    fn new() -> Arc<Self> {
+        let names = |names: [&str; 3]| names.map(str::to_owned).to_vec();
+        Arc::new(Self {
+            classes: names(["售前", "售后", "诚实"]),
+            english: names(["sales_oriented", "after_sales", "honesty"]),
+            unanswered: Mutex::default(),
+        })
+    }
+}
+
+fn classified(text: &str) -> ClassifiedText {
+    let n = text.chars().count();
+    let long = 1.0 - 1.0 / (1.0 + n as f64);
+    let probabilities = vec![(1.0 - long) * 0.75, (1.0 - long) * 0.25, long];
+    let scores = probabilities.iter().map(|p: &f64| p.ln()).collect();
+    ClassifiedText { probabilities, scores, n_tokens: n.min(20), n_left_out: n.saturating_sub(20) }
+}
+
+impl TextClassifier for ByLength {
+    fn submit(&self, texts: &[&str], answer: OnClassified) -> Result<(), NotAccepted> {
+        match texts[0] {
+            "busy" => return Err(NotAccepted::Busy("9 texts wait already; ask again later".into())),
+            "broken" => answer(Err("/secret/path: damaged".into())),
+            text if text.starts_with("slow") => self.unanswered.lock().unwrap().push(answer),
+            _ => answer(Ok(texts.iter().map(|text| classified(text)).collect())),
+        }
+        Ok(())
+    }
+
+    fn classes(&self) -> &[String] {
+        &self.classes
+    }
+
+    fn english(&self) -> Option<&[String]> {
+        Some(&self.english)
+    }
+
+    fn n_waiting(&self) -> usize {
+        self.unanswered.lock().unwrap().len()
+    }
+}
+
+struct Server {
+    url: String,
+    client: Client,
+    service: Arc<StyleService>,
+}
+
+impl Server {
+    async fn start(change: impl FnOnce(&mut StyleOptions)) -> Self {
+        let mut options = StyleOptions {
+            model_name: "style".into(),
+            max_length: 20,
+            max_body_bytes: 1000,
+            max_texts: 3,
+            max_text_chars: 100,
+            body_timeout: Duration::from_secs(5),
+            answer_timeout: Duration::from_millis(200),
+            api_key: None,
+        };
+        change(&mut options);
+        let service = StyleService::new(options);
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(serve(listener, service.router(), ServerLimits::default(), std::future::pending()));
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        Self { url, client: Client::new(), service }
+    }
+
+    async fn ready(change: impl FnOnce(&mut StyleOptions)) -> Self {
+        let server = Self::start(change).await;
+        server.service.set_ready(ByLength::new());
+        server
+    }
+
+    fn post(&self, path: &str) -> RequestBuilder {
+        self.client.post(format!("{}{path}", self.url))
+    }
+
+    async fn asked(&self, path: &str, body: Value) -> (StatusCode, Value) {
+        answer(self.post(path).json(&body)).await
+    }
+
+    async fn get(&self, path: &str) -> (StatusCode, String) {
+        let response = self.client.get(format!("{}{path}", self.url)).send().await.unwrap();
+        (response.status(), response.text().await.unwrap())
+    }
+}
+
+async fn answer(request: RequestBuilder) -> (StatusCode, Value) {
+    let response = request.send().await.unwrap();
+    (response.status(), response.json().await.unwrap())
+}
+
+#[tokio::test]
+async fn a_text_is_answered_in_the_form_in_which_it_was_asked() {
+    let server = Server::ready(|_| ()).await;
+    let expected = json!({
+        "predicted_label": "诚实", "confidence": 0.75,
+        "probabilities": {"售前": 0.1875, "售后": 0.0625, "诚实": 0.75},
+    });
+    let query = format!("/predict?text={}", "%E5%A5%BD%E7%9A%84%E5%90%A7");
+    assert_eq!(answer(server.post(&query)).await, (StatusCode::OK, expected.clone()));
+    assert_eq!(server.asked("/predict", json!({"text": "好的吧"})).await.1, expected);
+    assert_eq!(server.asked("/predict", json!({"text": ["好的吧", "好的吧"]})).await.1, json!([expected, expected]));
+    let english = server.asked("/predict", json!({"text": "好的吧", "english": true})).await.1;
+    assert_eq!(english["predicted_label"], "honesty");
+
+    let scores = json!([
+        {"score": 0.75, "label": "诚实"}, {"score": 0.1875, "label": "售前"}, {"score": 0.0625, "label": "售后"},
+    ]);
+    assert_eq!(server.asked("/predict", json!({"inputs": "好的吧"})).await.1, scores);
+    assert_eq!(server.asked("/predict", json!({"inputs": ["好的吧"]})).await.1, scores);
+    assert_eq!(server.asked("/predict", json!({"inputs": [["好的吧"], ["好的吧"]]})).await.1, json!([scores, scores]));
+    let pair = server.asked("/predict", json!({"inputs": ["问", "答"]})).await.1;
+    assert_eq!(pair, server.asked("/predict", json!({"inputs": "用户问题：问\n回答：答"})).await.1);
+    let raw = server.asked("/predict", json!({"inputs": "好的吧", "raw_scores": true})).await.1;
+    assert_eq!(raw[0]["score"], 0.75f64.ln());
+
+    for path in ["/classify", "/v1/classify"] {
+        let (status, found) = server.asked(path, json!({"model": "mine", "input": ["好的吧", "好"]})).await;
+        assert_eq!(status, StatusCode::OK);
+        let first = json!({"index": 0, "label": "诚实", "probs": [0.1875, 0.0625, 0.75], "num_classes": 3});
+        assert_eq!((&found["data"][0], &found["data"][1]["index"]), (&first, &json!(1)));
+        assert_eq!((&found["object"], &found["model"]), (&json!("list"), &json!("mine")));
+        assert_eq!(found["usage"]["prompt_tokens"], 4);
+        assert!(found["id"].as_str().unwrap().starts_with("classify-"), "{found}");
+    }
+}
+
+#[tokio::test]
+async fn until_the_model_is_there_requests_are_told_to_come_again() {
+    let server = Server::start(|_| ()).await;
+    assert_eq!(server.get("/health").await.0, StatusCode::OK);
+    assert_eq!(server.get("/ready").await.0, StatusCode::SERVICE_UNAVAILABLE);
+    let response = server.post("/predict").json(&json!({"text": "好"})).send().await.unwrap();
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(response.headers()["retry-after"], "1");
+    let body: Value = response.json().await.unwrap();
+    assert_eq!(body["error"], "the model is being loaded; ask again in a moment");
+    assert!(server.get("/metrics").await.1.contains("querl_style_ready 0\n"));
+    server.service.set_ready(ByLength::new());
+    assert_eq!(server.get("/ready").await.0, StatusCode::OK);
+    assert_eq!(server.asked("/predict", json!({"text": "好"})).await.0, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn what_cannot_be_served_is_told_in_a_sentence() {
+    let server = Server::ready(|_| ()).await;
+    let long = "长".repeat(101);
+    let cases = [
+        (json!({}), 422, "no text there"),
+        (json!({"text": ""}), 422, "text 1 is empty"),
+        (json!({"text": 7}), 422, "`text` is neither a text nor a list"),
+        (json!({"text": "a", "inputs": "b"}), 422, "both `text` and `inputs`"),
+        (json!({"text": []}), 422, "no text to classify"),
+        (json!({"inputs": ["a", "b", "c"]}), 422, "an item of `inputs` has 3 texts"),
+        (json!({"text": ["a", "b", "c", "d"]}), 413, "4 texts in one request; expected at most 3"),
+        (json!({"text": long}), 413, "text 1 is longer than 100 characters"),
+        (json!({"inputs": "好".repeat(30), "truncate": false}), 413, "text 1 has 30 tokens; expected at most 20"),
+        (json!({"text": "a".repeat(2000)}), 413, "the body is larger than 1000 bytes"),
+        (json!({"text": "busy"}), 429, "9 texts wait already"),
+        (json!({"text": "broken"}), 500, "the model failed; the server's log says why"),
+        (json!({"text": "slow"}), 503, "no answer within 200ms"),
+    ];
+    for (body, status, sentence) in cases {
+        let (found, answer) = server.asked("/predict", body.clone()).await;
+        let message = answer["error"].as_str().unwrap();
+        assert!(found.as_u16() == status && message.contains(sentence), "{body}: {found}, {answer}");
+    }
+    let (status, body) = server.asked("/classify", json!({"input": [1, 2]})).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (422, &json!(422)));
+    let no_body = answer(server.post("/predict")).await;
+    assert!(
+        no_body.0.as_u16() == 422 && no_body.1["error"].as_str().unwrap().starts_with("no text there"),
+        "{no_body:?}"
+    );
+    let no_json = answer(server.post("/predict").header("content-type", "application/json").body("{")).await;
+    assert_eq!(no_json.0.as_u16(), 400);
+    let no_type = answer(server.post("/predict").body("{}")).await;
+    assert_eq!(no_type.0.as_u16(), 415);
+    assert_eq!(server.get("/predict").await.0.as_u16(), 405);
+    assert_eq!(server.get("/nowhere").await.0.as_u16(), 404);
+}
+
+#[tokio::test]
+async fn without_the_key_nothing_is_classified() {
+    let server = Server::ready(|options| options.api_key = Some("right".into())).await;
+    let body = json!({"text": "好"});
+    for request in [server.post("/predict"), server.post("/predict").bearer_auth("wrong"), server.post("/classify")] {
+        assert_eq!(answer(request.json(&body)).await.0, StatusCode::UNAUTHORIZED);
+    }
+    assert_eq!(answer(server.post("/predict").bearer_auth("right").json(&body)).await.0, StatusCode::OK);
+    assert_eq!(server.get("/health").await.0, StatusCode::OK);
+    assert_eq!(server.get("/info").await.0, StatusCode::UNAUTHORIZED);
+}
+
+#[tokio::test]
+async fn requests_are_counted_by_known_routes_and_the_interface_describes_itself() {
+    let server = Server::ready(|_| ()).await;
+    server.asked("/predict", json!({"text": "好".repeat(30)})).await;
+    server.asked("/predict", json!({"text": ""})).await;
+    server.get("/some/stranger").await;
+    server.service.note_batch(2, 3, Duration::from_millis(4));
+    let text = server.get("/metrics").await.1;
+    for line in [
+        "querl_style_requests_total{route=\"/predict\",status=\"200\"} 1",
+        "querl_style_requests_total{route=\"/predict\",status=\"422\"} 1",
+        "querl_style_requests_total{route=\"other\",status=\"404\"} 1",
+        "querl_style_request_duration_seconds_count{route=\"/predict\"} 2",
+        "querl_style_batch_texts_bucket{le=\"2\"} 0",
+        "querl_style_batch_texts_bucket{le=\"4\"} 1",
+        "querl_style_batch_texts_sum 3",
+        "querl_style_batched_requests_total 2",
+        "querl_style_texts_total 1",
+        "querl_style_texts_shortened_total 1",
+        "querl_style_tokens_total 20",
+        "querl_style_ready 1",
+    ] {
+        assert!(text.lines().any(|found| found == line), "no `{line}` in {text}");
+    }
+    let document: Value = serde_json::from_str(&server.get("/openapi.json").await.1).unwrap();
+    for path in ["/predict", "/classify", "/health", "/ready", "/metrics", "/info"] {
+        assert!(document["paths"][path].is_object(), "{path}");
+    }
+    assert!(server.get("/docs").await.1.contains("<code>POST /predict</code>"));
+    let info: Value = serde_json::from_str(&server.get("/info").await.1).unwrap();
+    assert_eq!(info["model_type"]["classifier"]["id2label"]["1"], "售后");
+}
