@@ -2,7 +2,8 @@
 """Makes the data sets of this example from the source texts, and checks them.
 
 In:  source/NN-*.txt (labelled, one scene a file), source/seed26.txt, source/unlabelled.txt.
-Out: dialogues.json and seed26.json (input, label, label_english, metadata), unlabelled.json (input, metadata).
+Out: dialogues.json and seed26.json (input, label, label_english, metadata), unlabelled.json (input, metadata), answers.jsonl (original_query,
+     rewritten_query: question and answer of the labelled and the unlabelled ones).
 
 A source file has a line `场景：...`, then a line `[label]` before the dialogues of a label, and a dialogue a line:
 
@@ -91,6 +92,17 @@ def write(name: str, rows: list[dict]) -> None:
     (FOLDER / name).write_text(text + "\n", encoding="utf-8")
 
 
+def write_answers(rows: list[dict]) -> None:
+    """Questions with the answers that were written to them, of whatever style: what answers.toml begins with. A question comes once."""
+    lines, questions = [], set()
+    for row in rows:
+        question, answer = row["input"].removeprefix("用户问题：").split("\n回答：", 1)
+        if question not in questions:
+            questions.add(question)
+            lines.append(json.dumps({"original_query": question, "rewritten_query": answer}, ensure_ascii=False))
+    (FOLDER / "answers.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def show(rows: list[dict]) -> None:
     """The table of README.md."""
     scenes = list(dict.fromkeys(row["metadata"]["scene"] for row in rows))
@@ -118,6 +130,7 @@ def main() -> None:
         random.Random(SEED).shuffle(rows)
     for name, rows in (("dialogues", labelled), ("seed26", seed), ("unlabelled", unlabelled)):
         write(f"{name}.json", rows)
+    write_answers(labelled + unlabelled)
     show(sorted(labelled, key=lambda row: row["metadata"]["group"]))
     print(f"\n{len(seed)} in the seed's shape, {len(unlabelled)} without labels")
     lengths = sorted(len(row["input"]) for row in labelled)

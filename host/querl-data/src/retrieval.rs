@@ -76,7 +76,7 @@ pub fn open_retriever(
     let search = open_search(config, tenant, models, outside)?;
     let retriever = Arc::new(Limited { search, limits: SearchLimits::of(config) });
     Ok(match config.kind {
-        RetrievalKind::Embedded => retriever,
+        RetrievalKind::Embedded | RetrievalKind::None => retriever,
         RetrievalKind::Http => cached(retriever, config, tenant, models, outside),
     })
 }
@@ -153,6 +153,7 @@ pub fn open_search(
     outside: &Outside,
 ) -> Result<Arc<dyn Search>, DataError> {
     let found: Arc<dyn Search> = match (config.kind, config.service) {
+        (RetrievalKind::None, _) => return Ok(Arc::new(NoSearch)),
         (RetrievalKind::Embedded, _) => Arc::new(EmbeddedRetriever::open(config, models)?),
         (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant, outside)?),
         (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models, outside)?),
@@ -181,6 +182,20 @@ impl SearchLimits {
             hit.rank = rank;
         }
         hits
+    }
+}
+
+/// Finds nothing, and is not asked outside.
+struct NoSearch;
+
+#[async_trait]
+impl Search for NoSearch {
+    async fn search(&self, _: &RetrievalRequest<'_>, _: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        Ok(Vec::new())
+    }
+
+    fn name(&self) -> &str {
+        "none"
     }
 }
 

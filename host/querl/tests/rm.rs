@@ -93,6 +93,35 @@ fn the_same_command_gives_the_same_classifier() {
 }
 
 #[test]
+fn a_file_of_settings_is_read_and_flags_go_before_it() {
+    let project = project();
+    let base = model().display().to_string();
+    project.write(
+        "style.toml",
+        &format!("model_name_or_path = \"{base}\"\ntrain_file = \"table.csv\"\noutput_dir = \"style\"\nnum_train_epochs = 9\naugment_copies = 2\n"),
+    );
+    let dialogues = json(&project.read("dialogues.json"));
+    let cell = |value: &Value| format!("\"{}\"", value.as_str().unwrap().replace('"', "\"\""));
+    let row = |row: &Value| format!("{},{}", cell(&row["input"]), cell(&row["label"]));
+    let rows: Vec<String> = dialogues.as_array().unwrap().iter().map(row).collect();
+    project.write("table.csv", &format!("input,label\n{}\n", rows.join("\n")));
+    let said = project.querl(&["rm", "train", "style.toml", "--num_train_epochs", "1"]).ok();
+    assert!(said.stderr.contains("changed copies are learned from besides; none chooses or measures"), "{said:#?}");
+    let resolved = project.read("style/rm.resolved.toml");
+    assert!(resolved.contains("num_train_epochs = 1\n") && resolved.contains("augment_copies = 2\n"), "{resolved}");
+    let copies = project.read("style/training/augmented.jsonl");
+    assert!(copies.lines().count() > 26 && copies.lines().all(|line| json(line)["metadata"]["source"] == "augmented"));
+    assert!(json(&project.read("style/eval.json"))["n"].as_u64().unwrap() < 8);
+
+    project.write("style.toml", "learning_rate = 1e-3\nlearning_rat = 2\n");
+    let said = project.querl(&["rm", "train", "style.toml"]);
+    assert_eq!(said.code, Some(2), "{said:#?}");
+    assert!(said.stderr.contains("style.toml:2: unknown field `learning_rat`"), "{said:#?}");
+    let said = train(&project, &["--learning_rate", "2"]);
+    assert!(said.code == Some(2) && said.stderr.contains("learning_rate is 2; expected more than 0"), "{said:#?}");
+}
+
+#[test]
 fn data_that_cannot_be_learned_from_is_told_in_a_sentence() {
     let project = project();
     let row = |input: &str, label: &str| format!("{{\"input\": \"{input}\", \"label\": \"{label}\"}}");

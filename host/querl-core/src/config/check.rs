@@ -224,6 +224,7 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
             need("retrieval.lexicon", retrieval.lexicon.is_some() || retrieval.rerank.kind != RerankKind::None, by);
         }
         RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
+        RetrievalKind::None => {}
     }
     let embedding = &retrieval.embedding;
     match embedding.kind {
@@ -298,10 +299,10 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     let (asks, serves) = (retrieval.url.is_some(), retrieval.knowledge_base.is_some());
     let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { !asks };
     if is_unused && *mapping != MappingConfig::default() {
-        let other = if *kind == RetrievalKind::Http {
-            "retrieval.service = \"general_rag\""
-        } else {
-            "retrieval.kind = \"embedded\""
+        let other = match kind {
+            RetrievalKind::Http => "retrieval.service = \"general_rag\"",
+            RetrievalKind::Embedded => "retrieval.kind = \"embedded\"",
+            RetrievalKind::None => "retrieval.kind = \"none\"",
         };
         refuse("retrieval.mapping", format!("retrieval.mapping is set; {other} has no use for it, leave it out"));
     }

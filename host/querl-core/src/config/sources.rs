@@ -344,6 +344,8 @@ pub enum RetrievalKind {
     Embedded,
     /// A service that is asked over HTTP.
     Http,
+    /// Nothing is looked up: what is written are answers, and the rewards need no passages.
+    None,
 }
 
 /// How a service wants to be told what was said before.
