@@ -57,6 +57,9 @@ pub struct SystemEvaluation {
     pub metrics: BTreeMap<Metric, Option<Interval>>,
     /// Parts of the reward by name, over the answers that have them.
     pub components: BTreeMap<String, Option<Interval>>,
+    /// Mean probability of each style by its class, over the answers that have a style; empty without a style model.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub styles: BTreeMap<String, Option<Interval>>,
     /// Records with an answer that retrieval looked up.
     pub n_scored: usize,
     /// Records without: they count as misses for top-1 accuracy and MRR and are left out of the other means.
@@ -185,10 +188,16 @@ impl<'a> Pooled<'_, 'a> {
             let interval = self.interval(|index| index.components(system, name)).map(|(interval, _)| interval);
             (name.to_owned(), interval)
         });
+        let styles = self.runs.iter().flat_map(|index| index.style_names(system)).collect::<BTreeSet<_>>();
+        let styles = styles.into_iter().map(|label| {
+            let interval = self.interval(|index| index.styles(system, label)).map(|(interval, _)| interval);
+            (label.to_owned(), interval)
+        });
         let outcomes = index::count_outcomes(self.runs.iter().flat_map(|index| index.records(system)));
         SystemEvaluation {
             metrics: metrics.into(),
             components: components.collect(),
+            styles: styles.collect(),
             n_scored: outcomes.n_scored,
             n_failed: outcomes.failures.values().sum(),
             n_empty: outcomes.n_empty,

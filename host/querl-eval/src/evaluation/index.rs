@@ -76,6 +76,20 @@ impl<'a> Index<'a> {
         rewards.flat_map(|reward| &reward.components).map(|component| component.name.as_str()).collect()
     }
 
+    /// The queries of `system` whose answer has a style distribution, with the probability of the class `label`.
+    pub(super) fn styles(&self, system: &str, label: &str) -> Vec<(QueryKey<'a>, f64)> {
+        let value = |record: &EvalRecord| {
+            let style = answer(record)?.candidate.style.as_ref()?;
+            style.iter().find(|class| class.label == label).map(|class| class.probability)
+        };
+        self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
+    }
+
+    pub(super) fn style_names(&self, system: &str) -> BTreeSet<&'a str> {
+        let styles = self.records(system).filter_map(|record| answer(record)?.candidate.style.as_ref());
+        styles.flatten().map(|class| class.label.as_str()).collect()
+    }
+
     fn by_query(&self, system: &str) -> impl Iterator<Item = (QueryKey<'a>, &'a EvalRecord)> {
         self.by_system.get(system).into_iter().flatten().map(|(key, record)| (*key, *record))
     }

@@ -81,6 +81,22 @@ pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows: rows.collect() }
 }
 
+/// The style of the answers; no rows where no system has any.
+pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
+    let systems = evaluation.systems_in_order();
+    let names: std::collections::BTreeSet<&String> =
+        systems.iter().flat_map(|(_, system)| system.styles.keys()).collect();
+    let rows = names.into_iter().map(|name| SystemsRow {
+        label: name.clone(),
+        explanation: String::new(),
+        cells: systems
+            .iter()
+            .map(|(_, system)| Some(Cell::new(Metric::Reward, (*system.styles.get(name)?)?)))
+            .collect(),
+    });
+    SystemsTable { heads: heads(evaluation), rows: rows.collect() }
+}
+
 fn heads(evaluation: &Evaluation) -> Vec<String> {
     evaluation.systems_in_order().into_iter().map(|(name, _)| system_title(name).to_owned()).collect()
 }
