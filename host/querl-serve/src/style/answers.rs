@@ -5,7 +5,7 @@ use super::requests::{AnswerForm, Asked};
 use super::{ClassifiedText, TextClassifier};
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
-use serde_json::{Value, json};
+use serde_json::{Value, json, to_string};
 
 /// What is said of a text: these three keys and no other.
 #[derive(Debug, Serialize)]
@@ -67,7 +67,7 @@ fn scored<'a>(names: &'a [String], values: &[f64]) -> Vec<Scored<'a>> {
     list
 }
 
-/// The answer of `/predict`.
+/// The answer of `/predict`, in JSON, with classes in the model's order.
 ///
 /// # Errors
 /// English names are asked for and not known.
@@ -75,7 +75,7 @@ pub(super) fn predict_answer(
     asked: &Asked,
     classifier: &dyn TextClassifier,
     found: &[ClassifiedText],
-) -> Result<Value, Refusal> {
+) -> Result<String, Refusal> {
     let names = match (asked.is_english, classifier.english()) {
         (true, Some(english)) => english,
         (true, None) => {
@@ -83,15 +83,19 @@ pub(super) fn predict_answer(
         }
         (false, _) => classifier.classes(),
     };
-    let prediction = |text: &ClassifiedText| json!(StylePrediction::new(names, &text.probabilities));
-    let scores =
-        |text: &ClassifiedText| json!(scored(names, if asked.is_raw { &text.scores } else { &text.probabilities }));
-    Ok(match asked.form {
-        AnswerForm::Prediction => prediction(&found[0]),
-        AnswerForm::Scores => scores(&found[0]),
-        AnswerForm::Predictions | AnswerForm::Classify => found.iter().map(prediction).collect(),
-        AnswerForm::ScoreLists => found.iter().map(scores).collect(),
-    })
+    let prediction = |text| StylePrediction::new(names, probabilities_of(text));
+    let scores = |text: &ClassifiedText| scored(names, if asked.is_raw { &text.scores } else { &text.probabilities });
+    let written = match asked.form {
+        AnswerForm::Prediction => to_string(&prediction(&found[0])),
+        AnswerForm::Scores => to_string(&scores(&found[0])),
+        AnswerForm::Predictions | AnswerForm::Classify => to_string(&found.iter().map(prediction).collect::<Vec<_>>()),
+        AnswerForm::ScoreLists => to_string(&found.iter().map(scores).collect::<Vec<_>>()),
+    };
+    Ok(written.expect("names and numbers have a form in JSON"))
+}
+
+fn probabilities_of(text: &ClassifiedText) -> &[f64] {
+    &text.probabilities
 }
 
 /// The answer of `/classify`.

@@ -187,7 +187,8 @@ async fn predict(State(service): State<Arc<StyleService>>, request: Request) -> 
         let (classifier, found) = service.classify(&asked).await?;
         predict_answer(&asked, classifier.as_ref(), &found)
     };
-    answered.await.map_or_else(|refusal: Refusal| refusal.answer(Form::Plain), |answer| Json(answer).into_response())
+    let is_json = [(header::CONTENT_TYPE, "application/json")];
+    answered.await.map_or_else(|refusal: Refusal| refusal.answer(Form::Plain), |text| (is_json, text).into_response())
 }
 
 async fn classify(State(service): State<Arc<StyleService>>, request: Request) -> Response {
@@ -198,7 +199,7 @@ async fn classify(State(service): State<Arc<StyleService>>, request: Request) ->
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let id = format!("classify-{:x}-{number:x}", created.as_nanos());
         let model = asked.model.as_deref().unwrap_or(&service.options.model_name);
-        Ok(classify_answer(classifier.as_ref(), &found, (&id, created.as_secs(), model)))
+        Ok::<_, Refusal>(classify_answer(classifier.as_ref(), &found, (&id, created.as_secs(), model)))
     };
     answered.await.map_or_else(|refusal: Refusal| refusal.answer(Form::OpenAi), |answer| Json(answer).into_response())
 }

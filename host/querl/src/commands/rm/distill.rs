@@ -246,7 +246,8 @@ fn lessons<'a>(
     unlabelled: &'a [Dialogue],
     test: Option<&(&'a Corpus, Vec<usize>)>,
 ) -> (Vec<Lesson<'a>>, usize) {
-    let tested = test.into_iter().flat_map(|(corpus, indices)| indices.iter().map(|&index| &corpus.dialogues[index]));
+    let tested =
+        test.into_iter().flat_map(|(corpus, indices)| indices.iter().map(move |&index| &corpus.dialogues[index]));
     let mut groups: BTreeSet<&str> = BTreeSet::new();
     let mut known: BTreeSet<&str> = BTreeSet::new();
     for dialogue in tested {
@@ -262,7 +263,7 @@ fn lessons<'a>(
     let mut lessons = labelled.map(of_labelled).unwrap_or_default();
     lessons.retain(|lesson| !groups.contains(lesson.dialogue.group.as_str()) && known.insert(&lesson.dialogue.input));
     let n_labelled = lessons.len();
-    let is_new = |dialogue: &&Dialogue| !groups.contains(dialogue.group.as_str()) && known.insert(&dialogue.input);
+    let is_new = |dialogue: &&'a Dialogue| !groups.contains(dialogue.group.as_str()) && known.insert(&dialogue.input);
     lessons.extend(unlabelled.iter().filter(is_new).map(|dialogue| Lesson { dialogue, label: None }));
     let n_left_out = unlabelled.len() - (lessons.len() - n_labelled);
     (lessons, n_left_out)
