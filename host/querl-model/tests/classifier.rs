@@ -3,10 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use querl_core::config::BaseDtype;
-use querl_model::classifier::{Classifier, Labels, Tuning};
+use querl_model::classifier::{
+    BatchDone, BatchLimits, Batcher, Classifier, ClassifierTokenizer, Labels, NotTaken, Tuning,
+};
 use querl_model::{LoraSettings, Weights};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 
 const DTYPE: BaseDtype = BaseDtype::F32;
 const LABELS: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
@@ -120,4 +124,70 @@ fn what_is_no_classifier_is_told() {
     std::fs::write(&path, text).unwrap();
     let found = error(folder.path());
     assert!(found.contains("architecture `BertModel` is not supported"), "{found}");
+}
+
+/// A new classifier of the small model that comes with the repository, and its tokenizer.
+fn small() -> (Classifier, ClassifierTokenizer) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3");
+    let labels = Labels::new(LABELS.map(str::to_owned).to_vec(), None).unwrap();
+    let classifier = Classifier::fresh(&folder, labels, &Tuning::Full, (DTYPE, 7)).unwrap();
+    (classifier, ClassifierTokenizer::load(&folder, 64).unwrap())
+}
+
+fn limits(max_texts: usize, max_waiting: usize) -> BatchLimits {
+    BatchLimits { max_texts, tokens_per_pass: 512, max_waiting }
+}
+
+#[test]
+fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
+    let texts: Vec<String> =
+        (0..24).map(|n| format!("用户问题：第{n}件怎么洗？\n回答：{}", "冷水手洗。".repeat(1 + n % 5))).collect();
+    let (classifier, tokenizer) = small();
+    let alone: Vec<Vec<f64>> = texts
+        .iter()
+        .map(|text| classifier.logits_of_all(&[&tokenizer.encode(text).unwrap().ids], 512).unwrap().remove(0))
+        .collect();
+    let done = Arc::new(Mutex::new(Vec::<BatchDone>::new()));
+    let seen = done.clone();
+    let observer = Box::new(move |batch| seen.lock().unwrap().push(batch));
+    let batcher = Batcher::start(classifier, tokenizer, limits(8, 1000), observer).unwrap();
+    std::thread::scope(|scope| {
+        for (texts, alone) in texts.chunks(3).zip(alone.chunks(3)) {
+            let batcher = &batcher;
+            scope.spawn(move || {
+                let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+                let found = batcher.ask(&texts).unwrap();
+                let logits: Vec<Vec<f64>> = found.into_iter().map(|found| found.logits).collect();
+                assert_near(&logits, alone, 1e-5);
+            });
+        }
+    });
+    assert_eq!(batcher.n_waiting(), 0);
+    drop(batcher);
+    let done = done.lock().unwrap();
+    assert_eq!(
+        done.iter().map(|batch| (batch.n_requests, batch.n_texts)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1)),
+        (8, 24)
+    );
+}
+
+#[test]
+fn where_too_many_wait_texts_are_turned_away() {
+    let (classifier, tokenizer) = small();
+    let batcher = Batcher::start(classifier, tokenizer, limits(1, 1), Box::new(|_| ())).unwrap();
+    // The first answer holds the classifier's thread up until it is told to go on.
+    let (go_on, held) = channel::<()>();
+    let (began, begun) = channel();
+    let answer = Box::new(move |_| {
+        began.send(()).unwrap();
+        held.recv().unwrap();
+    });
+    batcher.submit(&["一"], answer).unwrap();
+    begun.recv().unwrap();
+    batcher.submit(&["二"], Box::new(|_| ())).unwrap();
+    let refused = batcher.submit(&["三"], Box::new(|_| ())).unwrap_err();
+    assert!(matches!(refused, NotTaken::Busy { n_waiting: 1 }), "{refused}");
+    assert!(matches!(batcher.submit(&[""], Box::new(|_| ())).unwrap_err(), NotTaken::Text(_)));
+    go_on.send(()).unwrap();
+    assert_eq!(batcher.ask(&["四"]).map(|found| found.len()), Ok(1));
 }
