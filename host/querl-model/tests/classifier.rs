@@ -150,7 +150,8 @@ fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
     let done = Arc::new(Mutex::new(Vec::<BatchDone>::new()));
     let seen = done.clone();
     let observer = Box::new(move |batch| seen.lock().unwrap().push(batch));
-    let batcher = Batcher::start(classifier, tokenizer, limits(8, 1000), observer).unwrap();
+    let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(8, 1000), observer);
+    let working = std::thread::spawn(|| worker.run());
     std::thread::scope(|scope| {
         for (texts, alone) in texts.chunks(3).zip(alone.chunks(3)) {
             let batcher = &batcher;
@@ -164,6 +165,7 @@ fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
     });
     assert_eq!(batcher.n_waiting(), 0);
     drop(batcher);
+    working.join().unwrap();
     let done = done.lock().unwrap();
     assert_eq!(
         done.iter().map(|batch| (batch.n_requests, batch.n_texts)).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1)),
@@ -174,7 +176,8 @@ fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
 #[test]
 fn where_too_many_wait_texts_are_turned_away() {
     let (classifier, tokenizer) = small();
-    let batcher = Batcher::start(classifier, tokenizer, limits(1, 1), Box::new(|_| ())).unwrap();
+    let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(1, 1), Box::new(|_| ()));
+    std::thread::spawn(|| worker.run());
     // The first answer holds the classifier's thread up until it is told to go on.
     let (go_on, held) = channel::<()>();
     let (began, begun) = channel();
@@ -189,5 +192,8 @@ fn where_too_many_wait_texts_are_turned_away() {
     assert!(matches!(refused, NotTaken::Busy { n_waiting: 1 }), "{refused}");
     assert!(matches!(batcher.submit(&[""], Box::new(|_| ())).unwrap_err(), NotTaken::Text(_)));
     go_on.send(()).unwrap();
+    while batcher.n_waiting() > 0 {
+        std::thread::yield_now();
+    }
     assert_eq!(batcher.ask(&["四"]).map(|found| found.len()), Ok(1));
 }

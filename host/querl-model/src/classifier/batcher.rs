@@ -6,7 +6,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How much goes together, and how much may wait.
@@ -70,11 +69,10 @@ struct Asked {
     answer: Answer,
 }
 
-/// One thread that classifies whatever waits when it is free. Nobody is waited for: a text that comes alone is answered at once, and texts that
+/// Hands texts of many callers to one thread, which classifies whatever waits when it is free. Nobody is waited for: a text that comes alone is answered at once, and texts that
 /// come while a pass is under way share the next. What is found of a text does not depend on the others.
 pub struct Batcher {
-    sender: Option<Sender<Asked>>,
-    worker: Option<JoinHandle<()>>,
+    sender: Sender<Asked>,
     n_waiting: Arc<AtomicUsize>,
     tokenizer: ClassifierTokenizer,
     labels: Labels,
@@ -82,22 +80,19 @@ pub struct Batcher {
 }
 
 impl Batcher {
-    /// Starts the thread; it ends, with all requests answered, when this is dropped.
-    ///
-    /// # Errors
-    /// The system gives no thread.
-    pub fn start(
+    /// The two sides: who hands texts over, and who classifies them on whatever thread it is run. That thread should be the one that called
+    /// [`set_threads`](crate::set_threads): it takes its part in the work then.
+    pub fn new(
         classifier: Classifier,
         tokenizer: ClassifierTokenizer,
         limits: BatchLimits,
         observer: BatchObserver,
-    ) -> std::io::Result<Self> {
+    ) -> (Self, BatchWorker) {
         let (sender, receiver) = channel();
         let n_waiting = Arc::new(AtomicUsize::new(0));
-        let (labels, waiting) = (classifier.labels().clone(), n_waiting.clone());
-        let work = move || work(&classifier, &receiver, limits, &waiting, &observer);
-        let worker = std::thread::Builder::new().name("classifier".into()).spawn(work)?;
-        Ok(Self { sender: Some(sender), worker: Some(worker), n_waiting, tokenizer, labels, limits })
+        let labels = classifier.labels().clone();
+        let worker = BatchWorker { classifier, receiver, limits, n_waiting: n_waiting.clone(), observer };
+        (Self { sender, n_waiting, tokenizer, labels, limits }, worker)
     }
 
     /// Names of the classes.
@@ -125,8 +120,7 @@ impl Batcher {
         if n_waiting > 0 && n_waiting + encoded.len() > self.limits.max_waiting {
             return given_back(NotTaken::Busy { n_waiting });
         }
-        let sender = self.sender.as_ref().expect("there until this is dropped");
-        sender.send(Asked { texts: encoded, answer }).or_else(|_| given_back(NotTaken::Ended))
+        self.sender.send(Asked { texts: encoded, answer }).or_else(|_| given_back(NotTaken::Ended))
     }
 
     /// Classifies texts and waits for it.
@@ -141,45 +135,43 @@ impl Batcher {
     }
 }
 
-impl Drop for Batcher {
-    fn drop(&mut self) {
-        self.sender = None;
-        if let Some(worker) = self.worker.take() {
-            // A panic was told where it happened.
-            let _ = worker.join();
-        }
-    }
+/// The side that classifies.
+pub struct BatchWorker {
+    classifier: Classifier,
+    receiver: Receiver<Asked>,
+    limits: BatchLimits,
+    n_waiting: Arc<AtomicUsize>,
+    observer: BatchObserver,
 }
 
-fn work(
-    classifier: &Classifier,
-    receiver: &Receiver<Asked>,
-    limits: BatchLimits,
-    n_waiting: &AtomicUsize,
-    observer: &BatchObserver,
-) {
-    while let Ok(first) = receiver.recv() {
-        let mut requests = vec![first];
-        let mut n_texts = requests[0].texts.len();
-        while n_texts < limits.max_texts {
-            let Ok(next) = receiver.try_recv() else { break };
-            n_texts += next.texts.len();
-            requests.push(next);
+impl BatchWorker {
+    /// Classifies until the [`Batcher`] is dropped and all its requests are answered.
+    pub fn run(self) {
+        while let Ok(first) = self.receiver.recv() {
+            let mut requests = vec![first];
+            let mut n_texts = requests[0].texts.len();
+            while n_texts < self.limits.max_texts {
+                let Ok(next) = self.receiver.try_recv() else { break };
+                n_texts += next.texts.len();
+                requests.push(next);
+            }
+            let (started, n_requests) = (Instant::now(), requests.len());
+            let found = classify(&self.classifier, &requests.iter().collect::<Vec<_>>(), self.limits);
+            let elapsed = started.elapsed();
+            self.n_waiting.fetch_sub(n_texts, Ordering::Relaxed);
+            // Before the answers: who has one finds its batch in the figures.
+            (self.observer)(BatchDone { n_requests, n_texts, elapsed });
+            match found {
+                Ok(found) => requests.into_iter().zip(found).for_each(|(asked, found)| (asked.answer)(Ok(found))),
+                // What one text does to a pass must not be the others' fault.
+                Err(_) => requests.into_iter().for_each(|asked| self.answer_alone(asked)),
+            }
         }
-        let started = Instant::now();
-        let n_requests = requests.len();
-        let found = classify(classifier, &requests.iter().collect::<Vec<_>>(), limits);
-        let elapsed = started.elapsed();
-        n_waiting.fetch_sub(n_texts, Ordering::Relaxed);
-        match found {
-            Ok(found) => requests.into_iter().zip(found).for_each(|(asked, found)| (asked.answer)(Ok(found))),
-            // What one text does to a pass must not be the others' fault.
-            Err(_) => requests.into_iter().for_each(|asked| {
-                let alone = classify(classifier, &[&asked], limits).map(|found| found.into_iter().flatten().collect());
-                (asked.answer)(alone);
-            }),
-        }
-        observer(BatchDone { n_requests, n_texts, elapsed });
+    }
+
+    fn answer_alone(&self, asked: Asked) {
+        let alone = classify(&self.classifier, &[&asked], self.limits);
+        (asked.answer)(alone.map(|found| found.into_iter().flatten().collect()));
     }
 }
 

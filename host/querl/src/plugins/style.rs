@@ -1,24 +1,23 @@
 //! The run's style model, and scorers of style as rewards.
 
-use crate::commands::rm::{ModelArgs, OpenModel, TOKENS_PER_PASS};
+use crate::commands::rm::{ModelArgs, OpenModel};
 use anyhow::Context;
 use querl_core::config::StyleModelConfig;
 use querl_core::ports::{PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
-use querl_core::records::{
-    CallFailure, Dialogue, Episode, FailureKind, Message, Rejection, Reward, Role, StyleProbability,
-};
-use querl_eval::classification::calibrated;
-use querl_model::classifier::{BatchLimits, Batcher};
+use querl_core::records::{CallFailure, Dialogue, Episode, FailureKind, Message, Rejection, Reward, StyleProbability};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Distributions that are kept: a run's answers repeat, and what is not kept is asked again.
 const MAX_KNOWN: usize = 100_000;
 
-/// A classifier that plugins' instances share: what several ask at once goes through the model together, and no dialogue twice.
+const USER: &str = "user";
+const ASSISTANT: &str = "assistant";
+
+/// A classifier that plugins' instances share: the dialogues of a batch go through the model together, before the instances that will ask about
+/// them do, and no dialogue goes twice.
 pub struct SharedStyleModel {
-    batcher: Batcher,
-    temperature: f64,
+    model: OpenModel,
     known: Mutex<HashMap<String, Vec<StyleProbability>>>,
 }
 
@@ -35,22 +34,33 @@ impl SharedStyleModel {
             calibrated: config.calibrated,
             threads: 0,
         };
-        let OpenModel { classifier, tokenizer, temperature } = OpenModel::open(&args).context("plugins.style_model")?;
-        // Nobody is turned away: who asks is this program itself.
-        let limits = BatchLimits { max_texts: 256, tokens_per_pass: TOKENS_PER_PASS, max_waiting: usize::MAX };
-        let batcher =
-            Batcher::start(classifier, tokenizer, limits, Box::new(|_| ())).context("no thread to classify on")?;
-        Ok(Self { batcher, temperature, known: Mutex::default() })
+        let model = OpenModel::open(&args).context("plugins.style_model")?;
+        Ok(Self { model, known: Mutex::default() })
     }
 
     fn known(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<StyleProbability>>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn distribution(&self, logits: Vec<f64>) -> Vec<StyleProbability> {
-        let probabilities = calibrated(&[logits], self.temperature).concat();
-        let names = self.batcher.labels().names().iter().cloned();
-        names.zip(probabilities).map(|(label, probability)| StyleProbability { label, probability }).collect()
+    /// Distributions of texts, in order.
+    fn ask(&self, texts: &[&str]) -> Result<Vec<Vec<StyleProbability>>, CallFailure> {
+        let failed =
+            |error: anyhow::Error| CallFailure { kind: FailureKind::ServerError, message: format!("{error:#}") };
+        let logits = self.model.ask(texts).map_err(failed)?.logits;
+        let names = self.model.classifier.labels().names();
+        let distribution = |row: Vec<f64>| {
+            let classes = names.iter().zip(row);
+            classes.map(|(label, probability)| StyleProbability { label: label.clone(), probability }).collect()
+        };
+        Ok(self.model.probabilities(&logits).into_iter().map(distribution).collect())
+    }
+
+    fn keep(&self, found: impl IntoIterator<Item = (String, Vec<StyleProbability>)>) {
+        let mut known = self.known();
+        if known.len() >= MAX_KNOWN {
+            known.clear();
+        }
+        known.extend(found);
     }
 
     /// Asks about texts that are not known yet.
@@ -61,18 +71,8 @@ impl SharedStyleModel {
         };
         unknown.sort_unstable();
         unknown.dedup();
-        if unknown.is_empty() {
-            return Ok(());
-        }
-        let failed = |message| CallFailure { kind: FailureKind::ServerError, message };
-        let found = self.batcher.ask(&unknown).map_err(failed)?;
-        let mut known = self.known();
-        if known.len() + unknown.len() > MAX_KNOWN {
-            known.clear();
-        }
-        for (text, found) in unknown.into_iter().zip(found) {
-            known.insert(text.to_owned(), self.distribution(found.logits));
-        }
+        let found = self.ask(&unknown)?;
+        self.keep(unknown.into_iter().map(str::to_owned).zip(found));
         Ok(())
     }
 }
@@ -83,13 +83,8 @@ impl StyleModel for SharedStyleModel {
         if let Some(found) = self.known().get(&text) {
             return Ok(found.clone());
         }
-        let failed = |message| CallFailure { kind: FailureKind::ServerError, message };
-        let found = self.batcher.ask(&[&text]).map_err(failed)?.swap_remove(0);
-        let found = self.distribution(found.logits);
-        let mut known = self.known();
-        if known.len() < MAX_KNOWN {
-            known.insert(text, found.clone());
-        }
+        let found = self.ask(&[&text])?.swap_remove(0);
+        self.keep([(text, found.clone())]);
         Ok(found)
     }
 
@@ -103,16 +98,16 @@ impl StyleModel for SharedStyleModel {
 
 /// A dialogue in the form in which the classifier learned: the last question, and the answer to it.
 fn text_of(turns: &[Message]) -> String {
-    let last = |role: Role| turns.iter().rev().find(|turn| turn.role == role).map(|turn| turn.content.as_str());
-    let (question, answer) = (last(Role::User).unwrap_or_default(), last(Role::Assistant).unwrap_or_default());
+    let last = |role: &str| turns.iter().rev().find(|turn| turn.role == role).map(|turn| turn.content.as_str());
+    let (question, answer) = (last(USER).unwrap_or_default(), last(ASSISTANT).unwrap_or_default());
     format!("用户问题：{question}\n回答：{answer}")
 }
 
 /// Query and rewrite as a dialogue.
 pub fn turns_of(query: &str, rewrite: &str) -> Vec<Message> {
     vec![
-        Message { role: Role::User, content: query.to_owned() },
-        Message { role: Role::Assistant, content: rewrite.to_owned() },
+        Message { role: USER.to_owned(), content: query.to_owned() },
+        Message { role: ASSISTANT.to_owned(), content: rewrite.to_owned() },
     ]
 }
 
@@ -150,13 +145,13 @@ mod tests {
 
     #[test]
     fn the_last_question_and_its_answer_are_classified() {
-        let turn = |role, content: &str| Message { role, content: content.into() };
+        let turn = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
         let turns = [
-            turn(Role::System, "你是客服"),
-            turn(Role::User, "在？"),
-            turn(Role::Assistant, "在"),
-            turn(Role::User, "怎么洗"),
-            turn(Role::Assistant, "冷水洗"),
+            turn("system", "你是客服"),
+            turn(USER, "在？"),
+            turn(ASSISTANT, "在"),
+            turn(USER, "怎么洗"),
+            turn(ASSISTANT, "冷水洗"),
         ];
         assert_eq!(text_of(&turns), "用户问题：怎么洗\n回答：冷水洗");
     }

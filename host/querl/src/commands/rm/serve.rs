@@ -9,7 +9,7 @@ use crate::terminal;
 use anyhow::Context;
 use clap::Args;
 use querl_eval::classification::calibrated;
-use querl_model::classifier::{BatchDone, BatchLimits, Batcher, Classified, NotTaken};
+use querl_model::classifier::{BatchDone, BatchLimits, BatchWorker, Batcher, Classified, NotTaken};
 use querl_serve::{
     ClassifiedText, NotAccepted, OnClassified, ServerLimits, StyleOptions, StyleService, TextClassifier, serve,
 };
@@ -60,7 +60,6 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// # Errors
 /// The model or the key cannot be used, or the address cannot be had.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
-    querl_model::set_threads(args.model.threads);
     let service = StyleService::new(options(args)?);
     if !args.addr.ip().is_loopback() && args.api_key_env.is_none() {
         terminal::say("other machines may reach this address, and no key is asked for; name one with --api_key_env");
@@ -124,7 +123,7 @@ fn key(name: &str) -> anyhow::Result<String> {
     }
 }
 
-/// Opens the model on a thread of its own.
+/// Opens the model on a thread of its own, and classifies there from then on.
 fn load(
     args: &ServeArgs,
     service: Arc<StyleService>,
@@ -136,17 +135,23 @@ fn load(
         tokens_per_pass: TOKENS_PER_PASS,
         max_waiting: args.max_waiting as usize,
     };
-    let work = move || match open(&model, limits, &service) {
-        Ok(classifier) => {
-            service.set_ready(Arc::new(classifier));
-            terminal::say("the model is loaded");
+    let work = move || {
+        // The thread that sets them is one of them: this one, which does the work.
+        querl_model::set_threads(model.threads);
+        match open(&model, limits, &service) {
+            Ok((classifier, worker)) => {
+                service.set_ready(Arc::new(classifier));
+                terminal::say("the model is loaded");
+                drop(service);
+                worker.run();
+            }
+            Err(error) => *lock(&failure) = Some(error),
         }
-        Err(error) => *lock(&failure) = Some(error),
     };
-    std::thread::Builder::new().name("loading".into()).spawn(work).context("no thread to load the model on")
+    std::thread::Builder::new().name("classifier".into()).spawn(work).context("no thread to load the model on")
 }
 
-fn open(model: &ModelArgs, limits: BatchLimits, service: &Arc<StyleService>) -> anyhow::Result<Shared> {
+fn open(model: &ModelArgs, limits: BatchLimits, service: &Arc<StyleService>) -> anyhow::Result<(Shared, BatchWorker)> {
     let OpenModel { classifier, tokenizer, temperature } = OpenModel::open(model)?;
     // The service holds the classifier: a strong handle here would keep both for ever.
     let service = Arc::downgrade(service);
@@ -155,8 +160,8 @@ fn open(model: &ModelArgs, limits: BatchLimits, service: &Arc<StyleService>) -> 
             service.note_batch(done.n_requests, done.n_texts, done.elapsed);
         }
     });
-    let batcher = Batcher::start(classifier, tokenizer, limits, observer).context("no thread to classify on")?;
-    Ok(Shared { batcher, temperature })
+    let (batcher, worker) = Batcher::new(classifier, tokenizer, limits, observer);
+    Ok((Shared { batcher, temperature }, worker))
 }
 
 /// A classifier that requests share.
