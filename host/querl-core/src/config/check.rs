@@ -68,13 +68,11 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
         ("teacher.adapter_path", &mut config.teacher.adapter_path),
         ("retrieval.embedding.path", &mut config.retrieval.embedding.path),
         ("retrieval.rerank.path", &mut config.retrieval.rerank.path),
+        ("plugins.style_model.path", &mut config.plugins.style_model.path),
+        ("plugins.style_model.base", &mut config.plugins.style_model.base),
     ];
     for (key, path) in models {
         paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::Folder, path)));
-    }
-    if let Some(style) = &mut config.plugins.style_model {
-        paths.push(("plugins.style_model.path".into(), Names::Folder, &mut style.path));
-        paths.extend(style.base.as_mut().map(|base| ("plugins.style_model.base".into(), Names::Folder, base)));
     }
     let filters = config.plugins.filters.iter_mut().map(|plugin| &mut plugin.path).enumerate();
     paths.extend(filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), Names::FileOrFolder, path)));

@@ -18,7 +18,7 @@ pub struct PluginsConfig {
     pub rewards: Vec<WeightedPluginConfig>,
     /// A classifier of the style of answers, for scorers of style and as part of every episode.
     #[serde(default)]
-    pub style_model: Option<StyleModelConfig>,
+    pub style_model: StyleModelConfig,
     /// Limits on every call into a plugin.
     #[serde(default)]
     pub limits: PluginLimits,
@@ -30,20 +30,23 @@ pub struct PluginsConfig {
 
 /// A classifier of the style of answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct StyleModelConfig {
     /// Folder of a classifier of `querl rm train` or of transformers, or of a PEFT adapter.
-    pub path: PathBuf,
+    pub path: Option<PathBuf>,
     /// Folder of the model that an adapter was trained on.
-    #[serde(default)]
     pub base: Option<PathBuf>,
     /// Most tokens of a dialogue; of longer ones question and answer are shortened.
-    #[serde(default = "defaults::max_length")]
     #[schemars(range(min = 1))]
     pub max_length: usize,
     /// Whether probabilities are corrected by the temperature that was fitted in training.
-    #[serde(default)]
     pub calibrated: bool,
+}
+
+impl Default for StyleModelConfig {
+    fn default() -> Self {
+        Self { path: None, base: None, max_length: 512, calibrated: false }
+    }
 }
 
 /// One component.
@@ -135,10 +138,6 @@ impl Default for PluginLimits {
 }
 
 mod defaults {
-    pub(super) fn max_length() -> usize {
-        512
-    }
-
     pub(super) fn one() -> f64 {
         1.0
     }

@@ -66,8 +66,7 @@ impl Plugins {
             let plugin = loading.load("filter", &filter.path, &filter.settings)?;
             filters.push(Arc::from(loading.host.filter_of(&plugin, &filter.settings)?));
         }
-        let style = config.style_model.as_ref().map(SharedStyleModel::open).transpose()?;
-        let style = style.map(|model| Arc::new(model) as Arc<dyn StyleModel>);
+        let style = SharedStyleModel::open(&config.style_model)?.map(|model| Arc::new(model) as Arc<dyn StyleModel>);
         let mut rewards = Vec::new();
         for (index, reward) in config.rewards.iter().enumerate() {
             let plugin = loading.load("reward", &reward.path, &reward.settings)?;

@@ -22,20 +22,21 @@ pub struct SharedStyleModel {
 }
 
 impl SharedStyleModel {
-    /// Opens the classifier of a configuration.
+    /// Opens the classifier of a configuration; `None` where it names none.
     ///
     /// # Errors
     /// It cannot be opened.
-    pub fn open(config: &StyleModelConfig) -> anyhow::Result<Self> {
+    pub fn open(config: &StyleModelConfig) -> anyhow::Result<Option<Self>> {
+        let Some(path) = &config.path else { return Ok(None) };
         let args = ModelArgs {
-            model: config.path.clone(),
+            model: path.clone(),
             base: config.base.clone(),
             max_length: u32::try_from(config.max_length).unwrap_or(u32::MAX),
             calibrated: config.calibrated,
             threads: 0,
         };
         let model = OpenModel::open(&args).context("plugins.style_model")?;
-        Ok(Self { model, known: Mutex::default() })
+        Ok(Some(Self { model, known: Mutex::default() }))
     }
 
     fn known(&self) -> std::sync::MutexGuard<'_, HashMap<String, Vec<StyleProbability>>> {

@@ -138,9 +138,10 @@ pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, run)?;
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
-    if let Some(style) = &run.config.plugins.style_model {
+    let style = &run.config.plugins.style_model;
+    if let Some(path) = &style.path {
         inputs.section("plugins.style_model", style, &["path", "base"])?;
-        inputs.other_model("style model", &style.path)?;
+        inputs.other_model("style model", path)?;
         if let Some(base) = &style.base {
             inputs.other_model("base of the style model", base)?;
         }
