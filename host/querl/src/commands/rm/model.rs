@@ -51,11 +51,11 @@ pub(crate) struct OpenModel {
 }
 
 /// Logits of texts.
-pub(super) struct Answers {
+pub(crate) struct Answers {
     /// By text, then by class.
-    pub(super) logits: Vec<Vec<f64>>,
+    pub(crate) logits: Vec<Vec<f64>>,
     /// Texts that were shortened.
-    pub(super) n_shortened: usize,
+    pub(crate) n_shortened: usize,
 }
 
 impl OpenModel {
@@ -85,12 +85,12 @@ impl OpenModel {
     ///
     /// # Errors
     /// A text has no token, or the model fails.
-    pub(super) fn ask(&self, texts: &[&str]) -> anyhow::Result<Answers> {
+    pub(crate) fn ask(&self, texts: &[&str]) -> anyhow::Result<Answers> {
         ask(&self.classifier, &self.tokenizer, texts, TOKENS_PER_PASS)
     }
 
     /// Probabilities of logits, at the temperature that was asked for.
-    pub(super) fn probabilities(&self, logits: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    pub(crate) fn probabilities(&self, logits: &[Vec<f64>]) -> Vec<Vec<f64>> {
         calibrated(logits, self.temperature)
     }
 }
