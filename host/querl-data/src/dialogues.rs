@@ -33,12 +33,13 @@ struct Row {
     metadata: BTreeMap<String, Value>,
 }
 
-/// Columns of a table that are no part of the metadata.
-const COLUMNS: [&str; 3] = ["input", "label", "label_english"];
+/// Columns of a table that are read, and those of them that are metadata.
+const COLUMNS: [&str; 7] = ["input", "question", "answer", "label", "label_english", "group", "boundary"];
+const METADATA: [&str; 2] = ["group", "boundary"];
 
 /// Reads a JSON list of objects with `input`, `label`, `label_english` and `metadata`, or such objects as JSON lines; or a table (`.xlsx`,
-/// `.csv`, `.tsv`, `.parquet`) with these columns, all others of which are metadata. In place of `input` a table may have the columns
-/// `question` and `answer`.
+/// `.csv`, `.tsv`, `.parquet`) with the columns `input`, `label`, `label_english`, `group` and `boundary`; all others are left alone. In place
+/// of `input` a table may have the columns `question` and `answer`.
 ///
 /// # Errors
 /// The file cannot be read or holds nothing; an item is no such object, or its `input` is no text or empty.
@@ -67,27 +68,34 @@ fn of_table(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
         let problem = format!("has columns `{columns}`; expected `input`, or `question` and `answer`");
         return Err(DataError::file(path, problem));
     }
+    let header = table.header.clone();
+    let read = |index: &usize| COLUMNS.contains(&header[*index].as_str());
+    let columns: Vec<usize> = (0..header.len()).filter(read).collect();
     let mut items = Vec::new();
-    for row in table.rows {
+    for row in table.rows(&columns)? {
         let (number, cells) = row?;
-        if cells.iter().all(|cell| cell.trim().is_empty()) {
-            continue;
+        let cell = |index: usize| cells.get(index).map(|cell| cell.trim()).unwrap_or_default();
+        if columns.iter().any(|index| !cell(*index).is_empty()) {
+            let pair = pair.map(|(question, answer)| (cell(question), cell(answer)));
+            items.push((number, item(columns.iter().map(|index| (header[*index].as_str(), cell(*index))), pair)));
         }
-        let cell = |index: usize| cells.get(index).map(String::as_str).unwrap_or_default();
-        let (mut item, mut metadata) = (serde_json::Map::new(), serde_json::Map::new());
-        for (name, value) in table.header.iter().zip(&cells).filter(|(_, value)| !value.trim().is_empty()) {
-            let part = if COLUMNS.contains(&name.as_str()) { &mut item } else { &mut metadata };
-            part.insert(name.clone(), value.as_str().into());
-        }
-        let pair = pair.map(|(question, answer)| (cell(question).trim(), cell(answer).trim()));
-        let pair = pair.filter(|(question, answer)| !question.is_empty() && !answer.is_empty());
-        if let Some((question, answer)) = pair.filter(|_| !item.contains_key("input")) {
-            item.insert("input".into(), format!("用户问题：{question}\n回答：{answer}").into());
-        }
-        item.insert("metadata".into(), metadata.into());
-        items.push((number, item.into()));
     }
     Ok(items)
+}
+
+/// The object that a row stands for; cells that are empty are left out.
+fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str, &str)>) -> Value {
+    let (mut item, mut metadata) = (serde_json::Map::new(), serde_json::Map::new());
+    for (name, value) in cells.filter(|(_, value)| !value.is_empty()) {
+        let part = if METADATA.contains(&name) { &mut metadata } else { &mut item };
+        part.insert(name.to_owned(), value.into());
+    }
+    let pair = pair.filter(|(question, answer)| !question.is_empty() && !answer.is_empty());
+    if let Some((question, answer)) = pair.filter(|_| !item.contains_key("input")) {
+        item.insert("input".into(), format!("用户问题：{question}\n回答：{answer}").into());
+    }
+    item.insert("metadata".into(), metadata.into());
+    item.into()
 }
 
 fn of_json(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
