@@ -6,8 +6,8 @@ use querl_core::config::BaseDtype;
 use querl_model::classifier::{
     BatchDone, BatchLimits, Batcher, Classifier, ClassifierTokenizer, Labels, NotTaken, Tuning,
 };
-use querl_model::{LoraSettings, Weights};
-use serde_json::Value;
+use querl_model::{LoraSettings, Pass, Weights, is_adapter};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -116,14 +116,109 @@ fn what_is_no_classifier_is_told() {
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(golden("classifiers/qwen2").join(file), folder.path().join(file)).unwrap();
     }
-    std::fs::write(folder.path().join("label_mapping.json"), r#"{"id_to_label": {"0": "a", "1": "b"}}"#).unwrap();
-    let found = error(folder.path());
-    assert!(found.contains("`score.weight` has shape [5, 32]; the 2 labels"), "{found}");
     let path = folder.path().join("config.json");
-    let text = std::fs::read_to_string(&path).unwrap().replace("Qwen2ForSequenceClassification", "BertModel");
-    std::fs::write(&path, text).unwrap();
-    let found = error(folder.path());
+    let whole: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let changed = |key: &str, value: Value| {
+        let mut file = whole.clone();
+        file[key] = value;
+        std::fs::write(&path, file.to_string()).unwrap();
+        error(folder.path())
+    };
+    let found = changed("id2label", json!({"0": "a", "1": "b"}));
+    assert!(found.contains("`score.weight` has shape [5, 32]; the 2 labels"), "{found}");
+    let found = changed("architectures", json!(["BertModel"]));
     assert!(found.contains("architecture `BertModel` is not supported"), "{found}");
+    let found = changed("problem_type", "regression".into());
+    assert!(found.contains("`problem_type` is `regression`; expected `single_label_classification`"), "{found}");
+    std::fs::write(folder.path().join("label_mapping.json"), r#"{"id_to_label": {"0": "a", "1": "b"}}"#).unwrap();
+    let found = changed("problem_type", Value::Null);
+    assert!(found.contains("id 0 is `a` here and `售前` in `config.json`"), "{found}");
+}
+
+#[test]
+fn pickled_weights_that_are_damaged_or_of_another_shape_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = golden("classifiers/qwen3");
+    for file in ["config.json", "label_mapping.json", "pytorch_model.bin"] {
+        std::fs::copy(source.join(file), folder.path().join(file)).unwrap();
+    }
+    let error = || Classifier::load(folder.path(), Weights::Frozen, DTYPE).map(drop).unwrap_err().to_string();
+    let path = folder.path().join("config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    config["intermediate_size"] = 40.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let found = error();
+    assert!(found.contains("pytorch_model.bin") && found.contains("config.json makes it [40, 32]"), "{found}");
+    std::fs::write(&path, text).unwrap();
+    let pickled = folder.path().join("pytorch_model.bin");
+    let bytes = std::fs::read(&pickled).unwrap();
+    std::fs::write(&pickled, &bytes[..bytes.len() / 2]).unwrap();
+    assert!(error().contains("pytorch_model.bin"), "{}", error());
+}
+
+#[test]
+fn a_folder_that_was_written_before_is_read_as_what_was_written_last() {
+    let base = golden("decoders/qwen2-untied");
+    let labels = Labels::new(LABELS.map(String::from).to_vec(), None).unwrap();
+    let texts = expected("qwen2").texts;
+    let folder = tempfile::tempdir().unwrap();
+    let fresh = |tuning: &Tuning| Classifier::fresh(&base, labels.clone(), tuning, (DTYPE, 3)).unwrap();
+    let (adapted, whole) = (fresh(&Tuning::Lora(LoraSettings::all_linear(4, 8.0))), fresh(&Tuning::Full));
+    adapted.save(folder.path(), &base).unwrap();
+    whole.save(folder.path(), &base).unwrap();
+    assert!(!is_adapter(folder.path()));
+    let again = Classifier::load(folder.path(), Weights::Frozen, DTYPE).unwrap();
+    assert_near(&logits(&again, &texts, 1000), &logits(&whole, &texts, 1000), 1e-6);
+    adapted.save(folder.path(), &base).unwrap();
+    assert!(is_adapter(folder.path()) && !folder.path().join("config.json").exists());
+    let error = again.save(folder.path(), &base).unwrap_err().to_string();
+    assert!(error.contains("frozen weights is not written again"), "{error}");
+    let error = whole.save(&base, &base).unwrap_err().to_string();
+    assert!(error.contains("the model that is trained stands there"), "{error}");
+}
+
+/// A view that kept activations would need as much memory to be asked as to be trained.
+#[test]
+fn a_view_without_gradient_records_none_and_follows_training() {
+    let base = golden("decoders/qwen2-untied");
+    let labels = Labels::new(LABELS.map(String::from).to_vec(), None).unwrap();
+    let trained = Classifier::fresh(&base, labels, &Tuning::Full, (DTYPE, 3)).unwrap();
+    let view = trained.without_gradient();
+    let texts = expected("qwen2").texts;
+    let views: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+    let pass = Pass::with(None);
+    assert!(trained.logits(&views, &pass).unwrap().track_op());
+    assert!(!view.logits(&views, &pass).unwrap().track_op());
+    for var in trained.vars().values() {
+        var.set(&(var.as_tensor() * 1.5).unwrap()).unwrap();
+    }
+    let (own, seen) = (trained.logits(&views, &pass).unwrap(), view.logits(&views, &pass).unwrap());
+    assert_eq!(own.to_vec2::<f32>().unwrap(), seen.to_vec2::<f32>().unwrap());
+}
+
+#[test]
+fn of_a_long_dialogue_question_and_answer_are_kept() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3");
+    let whole = ClassifierTokenizer::load(&folder, 1000).unwrap();
+    let cut = ClassifierTokenizer::load(&folder, 20).unwrap();
+    let ids = |text: &str| whole.encode(text).unwrap().ids;
+    let (question, answer) = (format!("用户问题：{}", "为什么贵".repeat(9)), format!("\n回答：{}", "用料好".repeat(9)));
+    let (of_question, of_answer) = (ids(&question), ids(&answer));
+    assert!(of_question.len() > 20 && of_answer.len() > 20);
+    let found = cut.encode(&format!("{question}{answer}")).unwrap();
+    assert_eq!(found.ids, [&of_question[..5], &of_answer[..15]].concat());
+    assert_eq!(found.n_left_out, ids(&format!("{question}{answer}")).len() - 20);
+    // A short answer leaves the question more than its quarter.
+    let short = ids("\n回答：好");
+    let found = cut.encode(&format!("{question}\n回答：好")).unwrap();
+    assert_eq!(found.ids, [&of_question[..20 - short.len()], &short].concat());
+    // A text that is no dialogue loses its end, and so does a dialogue with no room for both.
+    let plain = "今天天气很好".repeat(9);
+    assert_eq!(cut.encode(&plain).unwrap().ids, ids(&plain)[..20]);
+    let tight = ClassifierTokenizer::load(&folder, 7).unwrap();
+    assert_eq!(tight.encode(&format!("{question}{answer}")).unwrap().ids, of_question[..7]);
+    assert_eq!(cut.encode("好").unwrap().n_left_out, 0);
 }
 
 /// A new classifier of the small model that comes with the repository, and its tokenizer.

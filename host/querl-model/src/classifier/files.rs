@@ -14,6 +14,9 @@ use std::path::Path;
 /// What older releases of transformers saved.
 const PICKLED: &str = "pytorch_model.bin";
 
+/// The only kind of answer that classifiers here give.
+const PROBLEM_TYPE: &str = "single_label_classification";
+
 /// A folder's tensors, checked by name and shape.
 pub(super) enum Opened {
     /// Mapped safetensors.
@@ -84,25 +87,70 @@ pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
     }
 }
 
+/// Refuses a folder whose answers are not one class of several: a softmax would not be what transformers gives of it.
+///
+/// # Errors
+/// It is such a folder, or its `config.json` cannot be read.
+pub(super) fn check_problem_type(directory: &Path) -> Result<(), ModelError> {
+    let path = required(directory, "config.json")?;
+    match read_json(&path)?["problem_type"].as_str() {
+        None | Some(PROBLEM_TYPE) => Ok(()),
+        Some(other) => {
+            let message = format!("`problem_type` is `{other}`; expected `{PROBLEM_TYPE}`, one class of several");
+            Err(ModelError::bad_file(&path, message))
+        }
+    }
+}
+
+/// What a whole classifier is written as, beside its labels and its tokenizer.
+const WHOLE: [&str; 2] = ["config.json", "model.safetensors"];
+
+/// Takes away what an earlier model left that was written otherwise: with it the folder would be read as that model.
+fn remove_other_kind(directory: &Path, is_adapter: bool) -> Result<(), ModelError> {
+    let is_stale = |name: &str| {
+        let is_never_written =
+            ["model-", "model.safetensors.index", PICKLED].iter().any(|start| name.starts_with(start));
+        let is_of_other = if is_adapter { WHOLE.contains(&name) } else { name.starts_with("adapter_") };
+        is_never_written || is_of_other
+    };
+    for entry in std::fs::read_dir(directory).map_err(ModelError::io(directory))?.flatten() {
+        if is_stale(&entry.file_name().to_string_lossy()) {
+            std::fs::remove_file(entry.path()).map_err(ModelError::io(&entry.path()))?;
+        }
+    }
+    Ok(())
+}
+
 impl Classifier {
     /// Writes it where transformers' `AutoModelForSequenceClassification` or, with an adapter, PEFT reads it: configuration, weights
-    /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from.
+    /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from. Weights and adapters that stand there
+    /// already are replaced.
     ///
     /// # Errors
-    /// A file cannot be read or written.
+    /// A file cannot be read or written; `directory` is the base's own; or the decoder was loaded frozen and has no adapter, so that there
+    /// is nothing but a head to write.
     pub fn save(&self, directory: &Path, base: &Path) -> Result<(), ModelError> {
+        if self.adapter.is_none() && self.decoder.vars().is_empty() {
+            return Err(ModelError::bad_file(directory, "a classifier with frozen weights is not written again"));
+        }
         std::fs::create_dir_all(directory).map_err(ModelError::io(directory))?;
+        let real = |path: &Path| path.canonicalize().map_err(ModelError::io(path));
+        if real(directory)? == real(base)? {
+            return Err(ModelError::bad_file(directory, "the model that is trained stands there; name another folder"));
+        }
         self.labels.write(directory)?;
         copy_companions(base, directory)?;
         if let Some(adapter) = &self.adapter {
             let name = base.file_name().unwrap_or(base.as_os_str()).to_string_lossy();
-            return LoraAdapter::save(adapter, directory, &name);
+            LoraAdapter::save(adapter, directory, &name)?;
+            return remove_other_kind(directory, true);
         }
         let tensors: BTreeMap<String, Tensor> =
             self.vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
         save_tensors(&directory.join("model.safetensors"), &tensors)?;
         let config = read_json(&required(base, "config.json")?)?;
-        write_json(&directory.join("config.json"), &self.config_file(config))
+        write_json(&directory.join("config.json"), &self.config_file(config))?;
+        remove_other_kind(directory, false)
     }
 
     /// The base's `config.json` as a classifier's.
@@ -111,7 +159,7 @@ impl Classifier {
         config["architectures"] = vec![architecture].into();
         config["id2label"] = self.labels.id_to_label();
         config["label2id"] = self.labels.label_to_id();
-        config["problem_type"] = "single_label_classification".into();
+        config["problem_type"] = PROBLEM_TYPE.into();
         // Without it transformers classifies no batches.
         config["pad_token_id"] = self.pad_id.map_or(Value::Null, Value::from);
         for key in ["dtype", "torch_dtype"] {

@@ -69,18 +69,28 @@ impl Labels {
     /// Those of a folder: `label_mapping.json`, else `id2label` of `config.json`.
     ///
     /// # Errors
-    /// Neither is there, or ids are not 0, 1, 2 and so on.
+    /// Neither is there, ids are not 0, 1, 2 and so on, or the two files name classes differently.
     pub(super) fn read(directory: &Path) -> Result<Self, ModelError> {
-        let mapping = directory.join(MAPPING_FILE);
-        let (path, key) = match mapping.is_file() {
-            true => (mapping, "id_to_label"),
-            false => (required(directory, "config.json")?, "id2label"),
+        let (mapping, config) = (directory.join(MAPPING_FILE), directory.join("config.json"));
+        let of_config = |path: &Path| {
+            let names = of_ids(&read_json(path)?["id2label"], "id2label");
+            names.map_err(|message| ModelError::bad_file(path, message))
         };
-        let file = read_json(&path)?;
-        let bad = |message: String| ModelError::bad_file(&path, message);
-        let names = of_ids(&file[key], key).map_err(bad)?.ok_or_else(|| {
-            bad(format!("no `{key}` there; a classifier names its classes in `{MAPPING_FILE}` or `config.json`"))
-        })?;
+        if !mapping.is_file() {
+            let path = required(directory, "config.json")?;
+            let missing =
+                "no `id2label` there; a classifier names its classes in `label_mapping.json` or `config.json`";
+            let names = of_config(&path)?.ok_or_else(|| ModelError::bad_file(&path, missing))?;
+            return Self::new(names, None).map_err(|message| ModelError::bad_file(&path, message));
+        }
+        let file = read_json(&mapping)?;
+        let bad = |message: String| ModelError::bad_file(&mapping, message);
+        let names = of_ids(&file["id_to_label"], "id_to_label")
+            .map_err(bad)?
+            .ok_or_else(|| bad("no `id_to_label` there; expected the name of each id".into()))?;
+        if config.is_file() {
+            agree(&names, of_config(&config)?.as_deref()).map_err(bad)?;
+        }
         let english = of_ids(&file["id_to_label_english"], "id_to_label_english").map_err(bad)?;
         Self::new(names, english).map_err(bad)
     }
@@ -102,6 +112,22 @@ impl Labels {
     pub(super) fn label_to_id(&self) -> Value {
         let ids = self.names.iter().enumerate().map(|(id, name)| (name.clone(), id.into()));
         Value::Object(ids.collect::<Map<String, Value>>())
+    }
+}
+
+/// Refuses names that differ from those of `config.json`, unless that has none of its own: transformers makes up `LABEL_0` and so on.
+fn agree(names: &[String], of_config: Option<&[String]>) -> Result<(), String> {
+    let Some(others) = of_config.filter(|others| others.iter().any(|name| !name.starts_with("LABEL_"))) else {
+        return Ok(());
+    };
+    let differs = |id: &usize| names.get(*id) != others.get(*id);
+    match (0..names.len().max(others.len())).find(differs) {
+        None => Ok(()),
+        Some(id) => {
+            let name = |list: &[String]| list.get(id).map_or("nothing".to_owned(), |name| format!("`{name}`"));
+            let (own, other) = (name(names), name(others));
+            Err(format!("id {id} is {own} here and {other} in `config.json`; expected the same"))
+        }
     }
 }
 
@@ -142,6 +168,18 @@ mod tests {
         labels().write(folder.path()).unwrap();
         assert_eq!(Labels::read(folder.path()).unwrap(), labels());
         assert_eq!((labels().id("售后"), labels().id("sales_oriented"), labels().id("诚实")), (Some(1), Some(0), None));
+    }
+
+    #[test]
+    fn files_that_name_classes_differently_are_refused_and_made_up_names_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        labels().write(folder.path()).unwrap();
+        let config = |text: &str| std::fs::write(folder.path().join("config.json"), text).unwrap();
+        config(r#"{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}"#);
+        assert_eq!(Labels::read(folder.path()).unwrap(), labels());
+        config(r#"{"id2label": {"0": "售后", "1": "售前"}}"#);
+        let error = Labels::read(folder.path()).unwrap_err().to_string();
+        assert!(error.ends_with("id 0 is `售前` here and `售后` in `config.json`; expected the same"), "{error}");
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub enum Tuning {
 pub struct Classifier {
     decoder: Decoder,
     adapter: Option<LoraAdapter>,
-    score: Var, // (classes, H)
+    score: Tensor, // (classes, H)
     labels: Labels,
     pad_id: Option<u32>,
     vars: BTreeMap<String, Var>,
@@ -79,9 +79,11 @@ impl Classifier {
     /// A classifier that transformers or querl saved whole.
     ///
     /// # Errors
-    /// A file is missing or damaged, the architecture is not a classifier's, or the head has another size than the labels.
+    /// A file is missing or damaged, the architecture is not a classifier's, the head has another size than the labels, or the
+    /// configuration asks for another answer than one class of several.
     pub fn load(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
         let opened = Opened::open(directory)?;
+        files::check_problem_type(directory)?;
         let labels = Labels::read(directory)?;
         let score = opened.score()?.ok_or_else(|| {
             let message =
@@ -102,6 +104,7 @@ impl Classifier {
     /// As [`Classifier::load`]; the adapter is for another model, or has no head.
     pub fn load_adapted(base: &Path, adapter: &Path, dtype: BaseDtype) -> Result<Self, ModelError> {
         let decoder = Opened::open(base)?.decoder(Weights::Frozen, dtype)?;
+        files::check_problem_type(base)?;
         let labels = if Labels::are_in(adapter) { Labels::read(adapter)? } else { Labels::read(base)? };
         let loaded = LoraAdapter::load(adapter, decoder.config())?;
         let bad = |message: String| ModelError::bad_file(adapter, message);
@@ -125,7 +128,20 @@ impl Classifier {
     ) -> Self {
         let mut vars = adapter.as_ref().map_or(decoder.vars(), LoraAdapter::vars).clone();
         vars.insert(HEAD_WEIGHT.to_owned(), score.clone());
-        Self { decoder, adapter, score, labels, pad_id, vars }
+        Self { decoder, adapter, score: score.as_tensor().clone(), labels, pad_id, vars }
+    }
+
+    /// A view that records no gradients: to be asked while the classifier is trained, without every layer's activations kept. It shares
+    /// the values, so it follows training.
+    pub fn without_gradient(&self) -> Self {
+        Self {
+            decoder: self.decoder.without_gradient(),
+            adapter: self.adapter.as_ref().map(LoraAdapter::without_gradient),
+            score: self.score.detach(),
+            labels: self.labels.clone(),
+            pad_id: self.pad_id,
+            vars: self.vars.clone(),
+        }
     }
 
     /// Names of the classes.
@@ -164,7 +180,7 @@ impl Classifier {
         let rows: Vec<u32> =
             texts.iter().enumerate().map(|(index, text)| batch.row_of(index, self.last_token(text)) as u32).collect();
         let hidden = self.decoder.hidden_at(&batch, &rows, pass)?; // (N, H)
-        Ok(hidden.matmul(&self.score.as_tensor().t()?)?) // (N, classes)
+        Ok(hidden.matmul(&self.score.t()?)?) // (N, classes)
     }
 
     /// Logits of any number of texts, in their order, without gradients. Texts of like length go together, `tokens_per_pass` at most
@@ -173,12 +189,12 @@ impl Classifier {
     /// # Errors
     /// As [`Classifier::logits`].
     pub fn logits_of_all(&self, texts: &[&[u32]], tokens_per_pass: usize) -> Result<Vec<Vec<f64>>, ModelError> {
-        let view = self.adapter.as_ref().map(LoraAdapter::without_gradient);
-        let pass = Pass::with(view.as_ref());
+        let view = self.without_gradient();
+        let pass = Pass::with(view.adapter());
         let mut found = vec![Vec::new(); texts.len()];
         for indices in by_length(texts, tokens_per_pass) {
             let part: Vec<&[u32]> = indices.iter().map(|&index| texts[index]).collect();
-            let logits = self.logits(&part, &pass)?.detach().to_vec2::<f32>()?;
+            let logits = view.logits(&part, &pass)?.to_vec2::<f32>()?;
             for (index, row) in indices.into_iter().zip(logits) {
                 found[index] = row.into_iter().map(f64::from).collect();
             }

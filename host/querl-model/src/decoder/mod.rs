@@ -14,6 +14,7 @@ mod recompute;
 mod shapes;
 mod shard;
 mod tensors;
+mod view;
 
 use crate::adapter::LoraAdapter;
 use crate::kernels::{self, RopeTable, Weight};
