@@ -14,6 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const FEW_OF_A_CLASS: u64 = 10;
 /// An interval of the accuracy wider than this separates hardly any two classifiers.
 const WIDE: f64 = 0.2;
+/// With fewer groups the bootstrap's intervals are too narrow themselves: see [`Interval`].
+const FEW_GROUPS: usize = 20;
 /// Confidence is seen in so many bins.
 const N_BINS: usize = 10;
 
@@ -175,13 +177,22 @@ fn check(examples: &Examples<'_>, probabilities: &[Vec<f64>], options: MeasureOp
 /// What speaks against conclusions, in words.
 fn warnings(measures: &Measures) -> Vec<String> {
     let mut warnings = Vec::new();
-    let (low, high) = (measures.accuracy_wilson.low, measures.accuracy_wilson.high);
+    let (wilson, drawn) = (&measures.accuracy_wilson, &measures.accuracy_bootstrap);
+    // Wilson's takes examples for independent, which those of a group are not; the bootstrap knows, but has no width where all are right.
+    let wilson = (wilson.low, wilson.high);
+    let (low, high) = if drawn.high - drawn.low > wilson.1 - wilson.0 { (drawn.low, drawn.high) } else { wilson };
     if high - low > WIDE {
         warnings.push(format!(
             "{} examples are too few to conclude from: the accuracy may as well be {:.0}% as {:.0}%",
             measures.n,
             100.0 * low,
             100.0 * high
+        ));
+    }
+    if measures.n_groups < FEW_GROUPS && (measures.n_groups as u64) < measures.n {
+        warnings.push(format!(
+            "{} examples are of {} groups only, and those of a group are alike: intervals are too narrow with fewer than {FEW_GROUPS}",
+            measures.n, measures.n_groups
         ));
     }
     let repeats = measures.n_repeats.max(1) as u64;

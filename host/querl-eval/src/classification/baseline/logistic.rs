@@ -20,10 +20,13 @@ impl LogisticRegression {
     ///
     /// `n_features`, `n_classes`: what `rows` and `labels` are positions of.
     ///
+    /// Of two classes scikit-learn fits the difference of both weights alone. Here each has half of it, with the square of a quarter: the
+    /// penalty is doubled.
+    ///
     /// Source: scikit-learn's `LogisticRegression(C=c)` with `solver="lbfgs"`.
     pub fn fit(rows: &[SparseRow], labels: &[usize], (n_features, n_classes): (usize, usize), c: f64) -> Self {
         let width = n_features + 1;
-        let penalty = 1.0 / (c * rows.len().max(1) as f64);
+        let penalty = if n_classes == 2 { 2.0 } else { 1.0 } / (c * rows.len().max(1) as f64);
         let function = |weights: &[f64], gradient: &mut [f64]| {
             let mut value = 0.0;
             for (at, (weight, gradient)) in weights.iter().zip(gradient.iter_mut()).enumerate() {
