@@ -2,9 +2,8 @@
 
 use crate::DataError;
 use crate::table::open_table;
-use serde::Deserialize;
-use serde_json::Value;
-use std::collections::BTreeMap;
+use serde_json::{Map, Value};
+use std::fmt;
 use std::path::Path;
 
 /// A question and its answer in one text, and what is known of it.
@@ -12,25 +11,51 @@ use std::path::Path;
 pub struct Dialogue {
     /// `用户问题：...\n回答：...`
     pub input: String,
-    /// The answer's style; `None` in a file without labels.
+    /// The answer's style, trimmed; `None` in a file without labels.
     pub label: Option<String>,
     /// The same in English, where the file has it.
     pub label_english: Option<String>,
-    /// Dialogues of a group must not be on both sides of a split: `metadata.group`, else the text itself.
+    /// Dialogues of a group must not be on both sides of a split: `metadata.group`, a text or a number, else the text itself.
     pub group: String,
     /// `metadata.boundary`: the class that it might be taken for.
     pub boundary: Option<String>,
-    /// Which of the file's: item of the list, line, or row; from 1.
-    pub number: usize,
+    /// Where it stands.
+    pub place: Place,
 }
 
-#[derive(Deserialize)]
-struct Row {
-    input: Option<Value>,
-    label: Option<String>,
-    label_english: Option<String>,
-    #[serde(default)]
-    metadata: BTreeMap<String, Value>,
+/// Where in its file a dialogue stands; counted from 1. Shown as messages name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// In a JSON list, and the line on which it begins.
+    Item {
+        /// Which of the list.
+        number: usize,
+        /// Which line.
+        line: usize,
+    },
+    /// Of JSON lines.
+    Line(usize),
+    /// Of a table, the header counted.
+    Row(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Item { number, line } => write!(formatter, "line {line}, dialogue {number}"),
+            Self::Line(line) => write!(formatter, "line {line}"),
+            Self::Row(row) => write!(formatter, "row {row}"),
+        }
+    }
+}
+
+impl Place {
+    /// Which of the file's: item of the list, line, or row.
+    pub fn number(self) -> usize {
+        match self {
+            Self::Item { number, .. } | Self::Line(number) | Self::Row(number) => number,
+        }
+    }
 }
 
 /// Columns of a table that are read, and those of them that are metadata.
@@ -42,7 +67,8 @@ const METADATA: [&str; 2] = ["group", "boundary"];
 /// of `input` a table may have the columns `question` and `answer`.
 ///
 /// # Errors
-/// The file cannot be read or holds nothing; an item is no such object, or its `input` is no text or empty.
+/// The file cannot be read or holds nothing; an item is no such object, its `input` is no text or empty, or another field is not what it
+/// should be. The message names line and field.
 pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let items = match extension.as_deref() {
@@ -55,11 +81,11 @@ pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
             "holds no dialogues; expected a JSON list of {\"input\": ..., \"label\": ...}, or rows of a table",
         ));
     }
-    items.into_iter().map(|(number, item)| dialogue(path, number, item)).collect()
+    items.into_iter().map(|(place, item)| dialogue(path, place, item)).collect()
 }
 
 /// Rows as the objects that a JSON list would have; empty cells are left out.
-fn of_table(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
+fn of_table(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
     let table = open_table(path)?;
     let place = |name: &str| table.header.iter().position(|column| column == name);
     let pair = place("question").zip(place("answer"));
@@ -77,7 +103,10 @@ fn of_table(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
         let cell = |index: usize| cells.get(index).map(|cell| cell.trim()).unwrap_or_default();
         if columns.iter().any(|index| !cell(*index).is_empty()) {
             let pair = pair.map(|(question, answer)| (cell(question), cell(answer)));
-            items.push((number, item(columns.iter().map(|index| (header[*index].as_str(), cell(*index))), pair)));
+            items.push((
+                Place::Row(number),
+                item(columns.iter().map(|index| (header[*index].as_str(), cell(*index))), pair),
+            ));
         }
     }
     Ok(items)
@@ -85,7 +114,7 @@ fn of_table(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
 
 /// The object that a row stands for; cells that are empty are left out.
 fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str, &str)>) -> Value {
-    let (mut item, mut metadata) = (serde_json::Map::new(), serde_json::Map::new());
+    let (mut item, mut metadata) = (Map::new(), Map::new());
     for (name, value) in cells.filter(|(_, value)| !value.is_empty()) {
         let part = if METADATA.contains(&name) { &mut metadata } else { &mut item };
         part.insert(name.to_owned(), value.into());
@@ -98,41 +127,109 @@ fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str,
     item.into()
 }
 
-fn of_json(path: &Path) -> Result<Vec<(usize, Value)>, DataError> {
+fn of_json(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
     let text = std::fs::read_to_string(path).map_err(|error| DataError::file(path, error))?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    let items: Vec<(usize, Value)> = if text.trim_start().starts_with('[') {
-        let list: Vec<Value> = serde_json::from_str(text).map_err(|error| DataError::file(path, error))?;
-        list.into_iter().enumerate().map(|(index, item)| (index + 1, item)).collect()
-    } else {
-        let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-        let item = |(index, line): (usize, &str)| match serde_json::from_str(line) {
-            Ok(item) => Ok((index + 1, item)),
-            Err(error) => Err(DataError::file(path, format!("line {}: {error}", index + 1))),
+    if text.trim_start().starts_with('[') {
+        return match items(text) {
+            Some(items) => Ok(items),
+            // What is wrong, and where, the parser of the whole says best.
+            None => match serde_json::from_str::<Vec<Value>>(text) {
+                Ok(_) => Err(DataError::file(path, "is no list of JSON objects")),
+                Err(error) => Err(DataError::file(path, error)),
+            },
         };
-        lines.map(item).collect::<Result<_, _>>()?
+    }
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    let item = |(index, line): (usize, &str)| match serde_json::from_str(line) {
+        Ok(item) => Ok((Place::Line(index + 1), item)),
+        Err(error) => Err(DataError::file(path, format!("line {}: {error}", index + 1))),
     };
-    Ok(items)
+    lines.map(item).collect()
 }
 
-fn dialogue(path: &Path, number: usize, item: Value) -> Result<Dialogue, DataError> {
-    let bad = |problem: String| DataError::file(path, format!("dialogue {number}: {problem}"));
-    let row: Row = serde_json::from_value(item).map_err(|error| bad(error.to_string()))?;
-    let input = match row.input {
-        Some(Value::String(input)) if !input.trim().is_empty() => input,
-        Some(Value::String(_)) => return Err(bad("`input` is empty; expected a question and its answer".into())),
-        Some(other) => return Err(bad(format!("`input` is {other}; expected a text"))),
-        None => return Err(bad("no `input` there; expected a question and its answer".into())),
+/// The values of a JSON list with the lines on which they begin; `None` where it is no such list.
+fn items(text: &str) -> Option<Vec<(Place, Value)>> {
+    let (mut items, mut line) = (Vec::new(), 1);
+    let mut rest = text;
+    let mut skip = |rest: &mut &str, n_bytes: usize| {
+        line += rest[..n_bytes].matches('\n').count();
+        *rest = &rest[n_bytes..];
+        let blank = rest.len() - rest.trim_start().len();
+        line += rest[..blank].matches('\n').count();
+        *rest = &rest[blank..];
+        line
     };
-    let text = |key: &str| row.metadata.get(key).and_then(Value::as_str).map(str::to_owned);
+    skip(&mut rest, 0);
+    rest.strip_prefix('[')?;
+    let mut at = skip(&mut rest, 1);
+    while !rest.starts_with(']') {
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
+        let value = values.next()?.ok()?;
+        items.push((Place::Item { number: items.len() + 1, line: at }, value));
+        skip(&mut rest, values.byte_offset());
+        if rest.starts_with(',') {
+            at = skip(&mut rest, 1);
+            // A comma before the end is no list.
+            if rest.starts_with(']') {
+                return None;
+            }
+        } else if !rest.starts_with(']') {
+            return None;
+        }
+    }
+    skip(&mut rest, 1);
+    rest.is_empty().then_some(items)
+}
+
+fn dialogue(path: &Path, place: Place, item: Value) -> Result<Dialogue, DataError> {
+    let bad = |problem: String| DataError::file(path, format!("{place}: {problem}"));
+    let Value::Object(row) = item else {
+        return Err(bad(format!("{} is no object; expected {{\"input\": ..., \"label\": ...}}", shown(&item))));
+    };
+    let nothing = Map::new();
+    let metadata = match row.get("metadata") {
+        None | Some(Value::Null) => &nothing,
+        Some(Value::Object(metadata)) => metadata,
+        Some(other) => return Err(bad(format!("`metadata` is {}; expected an object", shown(other)))),
+    };
+    let input = match row.get("input") {
+        Some(Value::String(input)) if !input.trim().is_empty() => input.clone(),
+        Some(Value::String(_)) => return Err(bad("`input` is empty; expected a question and its answer".into())),
+        None | Some(Value::Null) => return Err(bad("no `input` there; expected a question and its answer".into())),
+        Some(other) => return Err(bad(format!("`input` is {}; expected a text", shown(other)))),
+    };
+    let group = match metadata.get("group") {
+        // What other programs write as ids of conversations.
+        Some(Value::Number(number)) => Some(number.to_string()),
+        _ => text(metadata, "group", "metadata.group", "a text or a number").map_err(bad)?,
+    };
     Ok(Dialogue {
-        group: text("group").unwrap_or_else(|| input.clone()),
-        boundary: text("boundary"),
-        label: row.label,
-        label_english: row.label_english,
+        group: group.unwrap_or_else(|| input.clone()),
+        boundary: text(metadata, "boundary", "metadata.boundary", "a text").map_err(bad)?,
+        label: text(&row, "label", "label", "a text").map_err(bad)?,
+        label_english: text(&row, "label_english", "label_english", "a text").map_err(bad)?,
         input,
-        number,
+        place,
     })
+}
+
+/// A field's text, trimmed; `None` where there is none.
+fn text(object: &Map<String, Value>, key: &str, name: &str, expected: &str) -> Result<Option<String>, String> {
+    match object.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.trim()).filter(|text| !text.is_empty()).map(str::to_owned)),
+        Some(other) => Err(format!("`{name}` is {}; expected {expected}", shown(other))),
+    }
+}
+
+/// The beginning of a value, for a message.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
 }
 
 #[cfg(test)]
@@ -153,10 +250,17 @@ mod tests {
             r#"{"input": "用户问题：贵吗？\n回答：不贵。", "label": "售前", "metadata": {"group": "g1", "boundary": "honesty"}}"#,
             r#"{"input": "用户问题：坏了。\n回答：换新。", "label": "售后", "label_english": "after_sales"}"#,
         ];
-        let list = read(&format!("[{}]", rows.join(","))).unwrap();
-        assert_eq!(list, read(&rows.join("\n")).unwrap());
+        let list = read(&format!("\n[\n{}\n]\n", rows.join(" ,\n\n"))).unwrap();
+        let mut lines = read(&rows.join("\n")).unwrap();
+        assert_eq!(
+            list.iter().map(|row| row.place.to_string()).collect::<Vec<_>>(),
+            ["line 3, dialogue 1", "line 5, dialogue 2"]
+        );
+        assert_eq!(lines.iter().map(|row| row.place.to_string()).collect::<Vec<_>>(), ["line 1", "line 2"]);
+        lines.iter_mut().zip(&list).for_each(|(line, item)| line.place = item.place);
+        assert_eq!(list, lines);
         assert_eq!((list[0].group.as_str(), list[0].boundary.as_deref()), ("g1", Some("honesty")));
-        assert_eq!((list[1].group.as_str(), list[1].number), ("用户问题：坏了。\n回答：换新。", 2));
+        assert_eq!((list[1].group.as_str(), list[1].place.number()), ("用户问题：坏了。\n回答：换新。", 2));
     }
 
     #[test]
@@ -177,8 +281,8 @@ mod tests {
         }
         workbook.save(&path).unwrap();
         let found = read_dialogues(&path).unwrap();
-        let first = (found[0].input.as_str(), found[0].label.as_deref(), found[0].group.as_str(), found[0].number);
-        assert_eq!(first, ("用户问题：贵吗？\n回答：不贵。", Some("售前"), "g1", 2));
+        let first = (found[0].input.as_str(), found[0].label.as_deref(), found[0].group.as_str(), found[0].place);
+        assert_eq!(first, ("用户问题：贵吗？\n回答：不贵。", Some("售前"), "g1", Place::Row(2)));
         assert_eq!((found[1].input.as_str(), &found[1].label), ("用户问题：坏了。\n回答：换新。", &None));
         let csv = folder.path().join("dialogues.csv");
         std::fs::write(&csv, "text,label\na,b\n").unwrap();
@@ -189,10 +293,41 @@ mod tests {
     #[test]
     fn what_is_no_dialogue_is_named_by_its_place() {
         assert!(read("[]").unwrap_err().starts_with("holds no dialogues"));
-        let error = read(r#"[{"input": "a"}, {"text": "b"}]"#).unwrap_err();
-        assert_eq!(error, "dialogue 2: no `input` there; expected a question and its answer");
+        let error = read("[{\"input\": \"a\"},\n {\"text\": \"b\"}]").unwrap_err();
+        assert_eq!(error, "line 2, dialogue 2: no `input` there; expected a question and its answer");
         assert!(read("{\"input\": \"a\"}\n\n{\"input\": ").unwrap_err().starts_with("line 3: "));
-        assert_eq!(read(r#"[{"input": 7}]"#).unwrap_err(), "dialogue 1: `input` is 7; expected a text");
+        let cases = [
+            (r#"[{"input": 7}]"#, "line 1, dialogue 1: `input` is 7; expected a text"),
+            (r#"[{"input": " "}]"#, "line 1, dialogue 1: `input` is empty; expected a question and its answer"),
+            (r#"{"input": "a", "label": 0}"#, "line 1: `label` is 0; expected a text"),
+            (r#"{"input": "a", "label_english": ["b"]}"#, "line 1: `label_english` is [\"b\"]; expected a text"),
+            (r#"{"input": "a", "metadata": "b"}"#, "line 1: `metadata` is \"b\"; expected an object"),
+            (
+                r#"{"input": "a", "metadata": {"group": true}}"#,
+                "line 1: `metadata.group` is true; expected a text or a number",
+            ),
+            (r#"{"input": "a", "metadata": {"boundary": 3}}"#, "line 1: `metadata.boundary` is 3; expected a text"),
+            ("[\n\n\"a\"]", "line 3, dialogue 1: \"a\" is no object; expected {\"input\": ..., \"label\": ...}"),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(read(text).unwrap_err(), expected);
+        }
+        for damaged in ["[{\"input\": \"a\"},\n]", "[{\"input\": \"a\"}\n{}]", "[{\"input\":\n \"a\"", "[]\n x"] {
+            assert!(read(damaged).unwrap_err().contains("at line 2 column"), "{damaged}");
+        }
+    }
+
+    /// Ids of conversations that are numbers were taken for no group, and dialogues of one stood on both sides of a split.
+    #[test]
+    fn a_group_may_be_a_number_and_what_is_null_is_not_there() {
+        let found = read(
+            r#"[{"input": "a", "label": " 售前\t", "metadata": {"group": 12}},
+                {"input": "b", "label": null, "label_english": " ", "metadata": null},
+                {"input": "c", "metadata": {"group": null, "boundary": null}}]"#,
+        )
+        .unwrap();
+        assert_eq!(found.iter().map(|row| row.group.as_str()).collect::<Vec<_>>(), ["12", "b", "c"]);
+        assert_eq!((found[0].label.as_deref(), &found[1].label, &found[1].label_english), (Some("售前"), &None, &None));
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub use batch::{BatchTeacher, NewQuestions, NotedQuestions, refuse_noted_batches
 pub use cache::{AnswerCache, CacheLimits, CacheTable, TableStats, cache_stats, clear_cache};
 pub use chat::prompt_tokens;
 pub use deadline::within;
-pub use dialogues::{Dialogue, read_dialogues};
+pub use dialogues::{Dialogue, Place, read_dialogues};
 pub use embedded::EmbeddedRetriever;
 pub use error::DataError;
 pub use export::{Tabled, table_path, write_tables};
