@@ -1,6 +1,8 @@
 //! Training of classifiers: cross-entropy of the classes, weighted and smoothed, or the distribution of a teacher, by the steps of fine-tuning.
 
 mod loss;
+#[cfg(test)]
+mod tests;
 
 pub use loss::{Distillation, Weighting, class_weights};
 
@@ -12,7 +14,7 @@ use loss::{Target, summed_loss};
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
 use querl_model::classifier::{Classifier, by_length};
-use querl_model::{LoraAdapter, Mesh, Pass, backward};
+use querl_model::{Mesh, Pass, backward};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -48,6 +50,8 @@ pub struct ClassifyTask<'a> {
     pub distillation: Option<Distillation>,
     /// Most tokens of one forward and backward pass; the result does not depend on it, beside rounding.
     pub tokens_per_pass: usize,
+    /// The same of a pass in which nothing is learned, and so nothing is kept for a way back.
+    pub tokens_per_evaluation: usize,
     /// Seeds the order of the data and the dropout.
     pub seed: u64,
     /// As of [`SftTask`](crate::sft::SftTask).
@@ -111,8 +115,8 @@ impl Objective for ClassifyTask<'_> {
         let dropout = adapter.and_then(|_| dropout(self.config.lora_dropout, self.seed, step, &Mesh::alone().data));
         let pass = Pass { adapter, dropout, recompute: Some(&recompute) };
         let (mut gradients, mut loss) = (Gradients::default(), 0.0);
-        for part in self.parts(&rows) {
-            let share = (self.loss(&part, weighting, &pass)? / total)?;
+        for part in parts(&rows, self.tokens_per_pass) {
+            let share = (self.loss(self.classifier, &part, weighting, &pass)? / total)?;
             gradients.add(&backward(&share, Some(&recompute))?, self.vars())?;
             loss += f64::from(share.to_scalar::<f32>()?);
         }
@@ -125,11 +129,11 @@ impl Objective for ClassifyTask<'_> {
 
     fn evaluate(&self, _step: u64) -> Result<f64, TrainError> {
         let rows: Vec<&LabelledText> = self.val.iter().collect();
-        let view = self.classifier.adapter().map(LoraAdapter::without_gradient);
-        let (pass, weighting) = (Pass::with(view.as_ref()), Weighting { weights: None, smoothing: 0.0 });
+        let view = self.classifier.without_gradient();
+        let (pass, weighting) = (Pass::with(view.adapter()), Weighting { weights: None, smoothing: 0.0 });
         let mut sum = 0.0;
-        for part in self.parts(&rows) {
-            sum += f64::from(self.loss(&part, weighting, &pass)?.detach().to_scalar::<f32>()?);
+        for part in parts(&rows, self.tokens_per_evaluation) {
+            sum += f64::from(self.loss(&view, &part, weighting, &pass)?.to_scalar::<f32>()?);
         }
         Ok(sum / rows.len().max(1) as f64)
     }
@@ -140,21 +144,27 @@ impl Objective for ClassifyTask<'_> {
 }
 
 impl ClassifyTask<'_> {
-    /// Rows of like length together, so many in a pass as fit.
-    fn parts<'a>(&self, rows: &[&'a LabelledText]) -> Vec<Vec<&'a LabelledText>> {
-        let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
-        let parts = by_length(&texts, self.tokens_per_pass).into_iter();
-        parts.map(|part| part.into_iter().map(|index| rows[index]).collect()).collect()
-    }
-
     /// Loss of some rows, summed.
-    fn loss(&self, rows: &[&LabelledText], weighting: Weighting<'_>, pass: &Pass<'_>) -> Result<Tensor, TrainError> {
+    fn loss(
+        &self,
+        classifier: &Classifier,
+        rows: &[&LabelledText],
+        weighting: Weighting<'_>,
+        pass: &Pass<'_>,
+    ) -> Result<Tensor, TrainError> {
         let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
-        let logits = self.classifier.logits(&texts, pass)?;
+        let logits = classifier.logits(&texts, pass)?;
         let targets: Vec<Target<'_>> =
             rows.iter().map(|row| Target { label: row.label, teacher: row.teacher.as_deref() }).collect();
         Ok(summed_loss(&logits, &targets, weighting, self.distillation)?)
     }
+}
+
+/// Rows of like length together, so many in a pass as fit.
+fn parts<'a>(rows: &[&'a LabelledText], tokens_per_pass: usize) -> Vec<Vec<&'a LabelledText>> {
+    let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
+    let parts = by_length(&texts, tokens_per_pass).into_iter();
+    parts.map(|part| part.into_iter().map(|index| rows[index]).collect()).collect()
 }
 
 fn labels(rows: &[&LabelledText]) -> Vec<u32> {

@@ -219,7 +219,8 @@ impl Fit {
         val_loss.map_or(Ok(()), |loss| check_finite(task, step, "the validation loss", loss))?;
         let mut metrics = self.course.unfinished.take().unwrap_or_default();
         metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
-        if plan.evaluates(step) && self.course.offer(val_loss) {
+        // Without a validation split each is the best so far: only the last one is ever read.
+        if plan.evaluates(step) && self.course.offer(val_loss) && (val_loss.is_some() || plan.is_last(step)) {
             task.objective.save(&task.output_dir.join(BEST))?;
         }
         sink.record(task.objective.stage(), step, &metrics).map_err(|source| io(task, source))?;
