@@ -122,6 +122,14 @@ fn remove_other_kind(directory: &Path, is_adapter: bool) -> Result<(), ModelErro
 }
 
 impl Classifier {
+    /// How many positions a model's folder has: most tokens of a text.
+    ///
+    /// # Errors
+    /// `config.json` cannot be read, or is of an architecture that is not supported.
+    pub fn n_positions(directory: &Path) -> Result<usize, ModelError> {
+        Ok(DecoderConfig::load_backbone(&required(directory, "config.json")?)?.max_positions)
+    }
+
     /// Writes it where transformers' `AutoModelForSequenceClassification` or, with an adapter, PEFT reads it: configuration, weights
     /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from. Weights and adapters that stand there
     /// already are replaced.

@@ -1,23 +1,26 @@
 //! Labelled dialogues, checked: which classes there are, and what of the file cannot be learned from.
 
+use super::names;
 use crate::failure::Stop;
 use crate::terminal;
-use querl_data::{Dialogue, read_dialogues};
+use querl_data::{Dialogue, Place, read_dialogues};
 use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The classes that the style model is about, in the order of their ids.
-const STYLES: [(&str, &str); 5] = [
-    ("售前", "sales_oriented"),
-    ("售后", "after_sales"),
-    ("诚实", "honesty"),
-    ("有帮助", "helpful"),
-    ("无伤害", "harmless"),
-];
-
 /// A class with fewer examples cannot stand on both sides of a split.
 const FEWEST: usize = 2;
+
+/// Which classes there are.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Classes<'a> {
+    /// Those of the file.
+    OfFile,
+    /// Those that the settings name, of which the file need not have all.
+    Named(&'a Labels),
+    /// Those of a model that is there already.
+    OfModel(&'a Labels),
+}
 
 /// Dialogues and the class of each.
 pub(super) struct Corpus {
@@ -28,31 +31,77 @@ pub(super) struct Corpus {
 }
 
 impl Corpus {
-    /// Reads a file with labels. `classes`: those of a model that is there already; `None`: those of the file.
+    /// Reads a file with labels.
     ///
     /// # Errors
-    /// The file cannot be read; a dialogue has no label or an unknown one; one text has two labels; with classes of the file: there
-    /// is only one, or one with a single example.
-    pub(super) fn read(path: &Path, classes: Option<&Labels>) -> anyhow::Result<Self> {
-        let dialogues = unique(path, read_dialogues(path).map_err(usage)?)?;
-        let names: Vec<&str> = dialogues.iter().map(|dialogue| label(path, dialogue)).collect::<Result<_, _>>()?;
+    /// The file cannot be read; a dialogue has no label, one that is none of the classes, or another in English; one text has two labels; to
+    /// be learned from: there is only one class, or one with a single example.
+    pub(super) fn read(path: &Path, classes: Classes<'_>) -> anyhow::Result<Self> {
+        let refuse = |message: String| usage(format!("{}: {message}", path.display()));
+        let mut dialogues = read_dialogues(path).map_err(usage)?;
+        let names = dialogues.iter().map(label).collect::<Result<Vec<_>, _>>().map_err(refuse)?;
+        let english = names::pairs(&dialogues).map_err(refuse)?;
+        let names = match classes {
+            Classes::OfFile => names::in_one_language(&names, &english),
+            Classes::Named(known) | Classes::OfModel(known) => {
+                let of_known = |(name, dialogue): (&&str, &Dialogue)| known_name(name, dialogue, known);
+                names.iter().zip(&dialogues).map(of_known).collect::<Result<Vec<_>, _>>().map_err(refuse)?
+            }
+        };
+        dialogues.iter_mut().zip(names).for_each(|(dialogue, name)| dialogue.label = Some(name));
+        let n_read = dialogues.len();
+        let dialogues = unique(dialogues).map_err(refuse)?;
+        if dialogues.len() < n_read {
+            terminal::say(&format!("{}: {} repeated dialogue(s) left out", path.display(), n_read - dialogues.len()));
+        }
+        let counts = counts(&dialogues);
         let classes = match classes {
-            Some(classes) => classes.clone(),
-            None => found(path, &dialogues, &names)?,
+            Classes::OfFile => {
+                names::classes(counts.iter().map(|(name, count)| (*name, count.n)), &english).map_err(refuse)?
+            }
+            Classes::Named(known) | Classes::OfModel(known) => known.clone(),
         };
-        let id = |(name, dialogue): (&&str, &Dialogue)| {
-            classes.id(name).ok_or_else(|| {
-                let known = classes.names().join("`, `");
-                let number = dialogue.number;
-                usage(format!("{}: dialogue {number}: label `{name}` is none of `{known}`", path.display()))
-            })
-        };
-        let labels = names.iter().zip(&dialogues).map(id).collect::<Result<Vec<_>, _>>()?;
+        let labels = dialogues.iter().filter_map(|dialogue| classes.id(dialogue.label.as_deref()?)).collect();
         Ok(Self { labels, classes, dialogues })
+    }
+
+    /// Reads a file to learn from, and says what of it can hardly be learned.
+    ///
+    /// # Errors
+    /// As [`Corpus::read`]; there is only one class, or one with a single example.
+    pub(super) fn to_learn_from(path: &Path, named: Option<&Labels>) -> anyhow::Result<Self> {
+        let corpus = Self::read(path, named.map_or(Classes::OfFile, Classes::Named))?;
+        let counts = counts(&corpus.dialogues);
+        let refuse = |message: String| Err(usage(format!("{}: {message}", path.display())));
+        if counts.len() < 2 {
+            let only = counts.keys().next().copied().unwrap_or_default();
+            return refuse(format!("every dialogue is labelled `{only}`; expected two classes at least"));
+        }
+        if let Some((name, count)) = counts.iter().find(|(_, count)| count.n < FEWEST) {
+            let (n, place) = (count.n, count.first);
+            return refuse(format!(
+                "class `{name}` has {n} example(s), {place}; expected {FEWEST} at least, one to learn from and one to measure on"
+            ));
+        }
+        for (name, count) in counts.iter().filter(|(_, count)| count.groups.len() < FEWEST) {
+            let n = count.n;
+            terminal::say(&format!(
+                "class `{name}`: its {n} examples are of one group, and cannot be on both sides of a split"
+            ));
+        }
+        for name in corpus.classes.names().iter().filter(|name| !counts.contains_key(name.as_str())) {
+            terminal::say(&format!("class `{name}` has no example: it is never learned"));
+        }
+        Ok(corpus)
     }
 
     pub(super) fn len(&self) -> usize {
         self.dialogues.len()
+    }
+
+    /// Groups of dialogues.
+    pub(super) fn n_groups(&self) -> usize {
+        self.dialogues.iter().map(|dialogue| &dialogue.group).collect::<BTreeSet<_>>().len()
     }
 
     /// Examples of each class, as a sentence.
@@ -60,6 +109,13 @@ impl Corpus {
         let count = |class: usize| self.labels.iter().filter(|label| **label == class).count();
         let counts = self.classes.names().iter().enumerate().map(|(class, name)| format!("{name} {}", count(class)));
         counts.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Names of the classes that the file has, and none of these dialogues is of.
+    pub(super) fn missing(&self, indices: &[usize]) -> Vec<&str> {
+        let here: BTreeSet<usize> = indices.iter().map(|&index| self.labels[index]).collect();
+        let all: BTreeSet<usize> = self.labels.iter().copied().collect();
+        all.difference(&here).map(|&class| self.classes.names()[class].as_str()).collect()
     }
 
     /// Positions of some dialogues' classes and groups.
@@ -80,73 +136,63 @@ pub(super) fn usage(error: impl std::fmt::Display) -> anyhow::Error {
     Stop::usage(error.to_string()).into()
 }
 
-fn label<'a>(path: &Path, dialogue: &'a Dialogue) -> anyhow::Result<&'a str> {
-    dialogue.label.as_deref().filter(|label| !label.is_empty()).ok_or_else(|| {
-        usage(format!(
-            "{}: dialogue {}: no `label` there; expected the style of the answer",
-            path.display(),
-            dialogue.number
-        ))
-    })
+fn label(dialogue: &Dialogue) -> Result<&str, String> {
+    let missing = || format!("{}: no `label` there; expected the style of the answer", dialogue.place);
+    dialogue.label.as_deref().ok_or_else(missing)
+}
+
+/// The name that a class of the model or the settings has, for one in either language.
+fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String, String> {
+    let place = dialogue.place;
+    let id = known.id(name).ok_or_else(|| {
+        let all = known.names().join("`, `");
+        format!("{place}: label `{name}` is none of `{all}`; correct it, or name it among `labels` in training")
+    })?;
+    let other = dialogue.label_english.as_deref().filter(|english| known.id(english).is_some_and(|other| other != id));
+    match other {
+        None => Ok(known.names()[id].clone()),
+        Some(english) => Err(format!("{place}: label `{name}` and label_english `{english}` are different classes")),
+    }
+}
+
+/// What a file has of a class.
+struct Count {
+    n: usize,
+    first: Place,
+    groups: BTreeSet<String>,
+}
+
+fn counts(dialogues: &[Dialogue]) -> BTreeMap<&str, Count> {
+    let mut counts: BTreeMap<&str, Count> = BTreeMap::new();
+    for dialogue in dialogues {
+        let name = dialogue.label.as_deref().unwrap_or_default();
+        let empty = || Count { n: 0, first: dialogue.place, groups: BTreeSet::new() };
+        let count = counts.entry(name).or_insert_with(empty);
+        count.n += 1;
+        count.groups.insert(dialogue.group.clone());
+    }
+    counts
 }
 
 /// Leaves out texts that come again with the same label.
-fn unique(path: &Path, dialogues: Vec<Dialogue>) -> anyhow::Result<Vec<Dialogue>> {
-    let mut first: BTreeMap<String, (usize, Option<String>)> = BTreeMap::new();
-    let (n, mut kept) = (dialogues.len(), Vec::new());
+fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
+    let mut first: BTreeMap<String, (Place, Option<String>)> = BTreeMap::new();
+    let mut kept = Vec::new();
     for dialogue in dialogues {
         match first.get(&dialogue.input) {
             None => {
-                first.insert(dialogue.input.clone(), (dialogue.number, dialogue.label.clone()));
+                first.insert(dialogue.input.clone(), (dialogue.place, dialogue.label.clone()));
                 kept.push(dialogue);
             }
             Some((_, label)) if *label == dialogue.label => {}
-            Some((number, label)) => {
-                let labels = [label, &dialogue.label].map(|label| label.clone().unwrap_or_else(|| "none".into()));
-                return Err(usage(format!(
-                    "{}: dialogues {number} and {} are the same text with labels `{}` and `{}`; keep the right one",
-                    path.display(),
-                    dialogue.number,
-                    labels[0],
-                    labels[1]
-                )));
+            Some((place, label)) => {
+                let labels = [label, &dialogue.label].map(|label| label.as_deref().unwrap_or("none"));
+                return Err(format!(
+                    "{place} and {} are the same text with labels `{}` and `{}`; keep the right one",
+                    dialogue.place, labels[0], labels[1]
+                ));
             }
         }
     }
-    if kept.len() < n {
-        terminal::say(&format!("{}: {} repeated dialogue(s) left out", path.display(), n - kept.len()));
-    }
     Ok(kept)
-}
-
-/// The classes of a file: those of the style model in their order, then others by name.
-fn found(path: &Path, dialogues: &[Dialogue], names: &[&str]) -> anyhow::Result<Labels> {
-    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-    names.iter().for_each(|name| *counts.entry(name).or_default() += 1);
-    if counts.len() < 2 {
-        let only = counts.keys().next().copied().unwrap_or_default();
-        return Err(usage(format!(
-            "{}: every dialogue is labelled `{only}`; expected two classes at least",
-            path.display()
-        )));
-    }
-    if let Some((name, n)) = counts.iter().find(|(_, n)| **n < FEWEST) {
-        return Err(usage(format!(
-            "{}: class `{name}` has {n} example(s); expected {FEWEST} at least, one to learn from and one to measure on",
-            path.display()
-        )));
-    }
-    let known = STYLES.iter().map(|(name, _)| *name).filter(|name| counts.contains_key(name));
-    let other = counts.keys().copied().filter(|name| STYLES.iter().all(|(known, _)| known != name));
-    let ordered: Vec<&str> = known.chain(other).collect();
-    let english = ordered.iter().map(|name| english(name, dialogues)).collect::<Option<Vec<_>>>();
-    let english = english.filter(|names| names.iter().collect::<BTreeSet<_>>().len() == names.len());
-    Labels::new(ordered.into_iter().map(str::to_owned).collect(), english)
-        .map_err(|message| usage(format!("{}: {message}", path.display())))
-}
-
-fn english(name: &str, dialogues: &[Dialogue]) -> Option<String> {
-    let in_file = dialogues.iter().find(|dialogue| dialogue.label.as_deref() == Some(name));
-    let known = || STYLES.iter().find(|(known, _)| *known == name).map(|(_, english)| (*english).to_owned());
-    in_file.and_then(|dialogue| dialogue.label_english.clone()).or_else(known)
 }

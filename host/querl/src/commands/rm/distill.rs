@@ -1,7 +1,7 @@
 //! `querl rm distill`: a small classifier that learns from a large one.
 
-use super::corpus::{Corpus, usage};
-use super::fitting::{Rows, fit};
+use super::corpus::{Classes, Corpus, usage};
+use super::fitting::{Resume, Rows, Trainer};
 use super::model::{ModelArgs, ask};
 use super::results::{Judged, Page, Results, write};
 use super::settings::{TrainConfig, TrainKeys};
@@ -98,6 +98,8 @@ struct Report {
     agreement: Option<f64>,
     /// Such texts.
     n_compared: usize,
+    /// Texts that were shortened for the student: learned from, or measured on.
+    n_shortened: usize,
     /// The student's texts a second over the teacher's.
     speedup: f64,
 }
@@ -125,6 +127,7 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
     let config = &config(args)?;
     let distillation = Distillation { temperature: args.temperature, hard_weight: args.hard_weight };
     querl_model::set_threads(config.threads as usize);
+    let trainer = Trainer::new(config)?;
     std::fs::create_dir_all(&args.output_dir)?;
     let of_teacher = ModelArgs {
         model: args.teacher.clone(),
@@ -135,7 +138,7 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
     };
     let mut teacher = Teacher::open(&of_teacher, &args.output_dir.join(TEACHER_FILE))?;
     let labels = teacher.model.classifier.labels().clone();
-    let read = |path: &PathBuf| Corpus::read(path, Some(&labels));
+    let read = |path: &PathBuf| Corpus::read(path, Classes::OfModel(&labels));
     let labelled = args.train_file.as_ref().map(read).transpose()?;
     let measured_on = args.eval_file.as_ref().map(read).transpose()?;
     let unlabelled = read_dialogues(&args.unlabelled).map_err(usage)?;
@@ -167,10 +170,15 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
         teacher.n_asked
     ));
 
+    if teacher.n_shortened > 0 {
+        terminal::say(&format!("{} of them were shortened for the teacher", teacher.n_shortened));
+    }
+
     // 3. The student.
     let (rows, dev) = rows(config, &lessons, &said, &tokenizer)?;
-    let fitted = fit(config, labels, &rows, Some(distillation), &args.output_dir.join("training"))?;
-    fitted.classifier.save(&args.output_dir, &args.student)?;
+    let folder = args.output_dir.join("training");
+    let fitted = trainer.fit(labels, &rows, Some(distillation), (&folder, Resume::FromFolder))?;
+    trainer.publish(&fitted)?;
 
     // 4. Both beside each other, on what the student did not learn from.
     let compared: Vec<&str> = match &test {
@@ -179,7 +187,9 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
     };
     let timed: &[&str] = if compared.is_empty() { &texts } else { &compared };
     let own = |texts: &[&str]| ask(&fitted.classifier, &tokenizer, texts, super::TOKENS_PER_PASS);
-    let [of_teacher, of_student] = [teacher.model.ask(&compared)?.logits, own(&compared)?.logits];
+    let (of_teacher, of_student) = (teacher.model.ask(&compared)?, own(&compared)?);
+    let n_shortened = of_student.n_shortened;
+    let [of_teacher, of_student] = [of_teacher.logits, of_student.logits];
     let n_same = of_teacher.iter().zip(&of_student).filter(|(a, b)| argmax(a) == argmax(b)).count();
     let speed = |ask: &dyn Fn() -> anyhow::Result<()>| fastest(timed.len(), ask);
     let speeds = [speed(&|| teacher.model.ask(timed).map(drop))?, speed(&|| own(timed).map(drop))?];
@@ -199,6 +209,7 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
         student: side(&fitted.classifier, speeds[1]),
         agreement: (!compared.is_empty()).then(|| n_same as f64 / compared.len() as f64),
         n_compared: compared.len(),
+        n_shortened: rows.n_shortened + if test.is_some() { n_shortened } else { 0 },
         speedup: speeds[1] / speeds[0],
     };
     if let Some((corpus, indices)) = &test {
@@ -333,8 +344,12 @@ fn measure(
         ("agreement".to_owned(), format!("{:.1}%", 100.0 * report.agreement.unwrap_or_default())),
         ("seed".to_owned(), config.seed.to_string()),
     ];
-    let notes = vec!["the teacher may have learned from these dialogues: then its figures are too good".to_owned()];
-    let results = Results { model: student, baseline: None, teacher: Some(teacher), notes };
+    let mut notes = vec!["the teacher may have learned from these dialogues: then its figures are too good".to_owned()];
+    if report.n_shortened > 0 {
+        notes.push(format!("{} text(s) were shortened to {} tokens", report.n_shortened, config.max_length));
+    }
+    let (baseline, teacher) = (None, Some(teacher));
+    let results = Results { model: student, temperature: None, calibrated: None, baseline, teacher, notes };
     let page = Page { title: "Style model: distillation", facts, temperature: None };
     judged.tell(&results, of_student, page, Some(&args.output_dir))
 }

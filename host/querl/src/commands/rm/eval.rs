@@ -1,6 +1,6 @@
 //! `querl rm eval`: a classifier measured on labelled dialogues.
 
-use super::corpus::Corpus;
+use super::corpus::{Classes, Corpus};
 use super::model::{ModelArgs, OpenModel};
 use super::results::{Judged, Page, Results};
 use anyhow::Context;
@@ -30,7 +30,7 @@ pub struct EvalArgs {
 pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     querl_model::set_threads(args.model.threads);
     let model = OpenModel::open(&args.model)?;
-    let corpus = Corpus::read(&args.file, Some(model.classifier.labels()))?;
+    let corpus = Corpus::read(&args.file, Classes::OfModel(model.classifier.labels()))?;
     let texts: Vec<&str> = corpus.dialogues.iter().map(|dialogue| dialogue.input.as_str()).collect();
     let answers = model.ask(&texts)?;
     let probabilities = model.probabilities(&answers.logits);
@@ -42,7 +42,12 @@ pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     if answers.n_shortened > 0 {
         notes.push(format!("{} text(s) were shortened to {} tokens", answers.n_shortened, args.model.max_length));
     }
-    let results = Results { model: judged.measures(&probabilities)?, baseline: None, teacher: None, notes };
+    let temperature = args.model.calibrated.then_some(model.temperature);
+    if let Some(temperature) = temperature {
+        notes.push(format!("probabilities are calibrated: logits were divided by {temperature:.3}"));
+    }
+    let measures = judged.measures(&probabilities)?;
+    let results = Results { model: measures, temperature, calibrated: None, baseline: None, teacher: None, notes };
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("{}: cannot be made", out.display()))?;
     }
@@ -52,6 +57,6 @@ pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
         ("dialogues".to_owned(), format!("{} of {}", corpus.len(), name(&args.file))),
         ("by class".to_owned(), corpus.counts()),
     ];
-    let page = Page { title: "Style model: evaluation", facts, temperature: None };
+    let page = Page { title: "Style model: evaluation", facts, temperature };
     judged.tell(&results, &probabilities, page, args.out.as_deref())
 }

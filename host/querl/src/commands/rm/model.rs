@@ -76,6 +76,8 @@ impl OpenModel {
             (false, _) => (Classifier::load(folder, Weights::Frozen, BaseDtype::F32).map_err(usage)?, folder),
         };
         let place = if folder.join("tokenizer.json").is_file() { folder } else { base };
+        // Of a model with fewer positions longer texts are shortened to these.
+        let max_length = max_length.min(classifier.decoder().config().max_positions);
         let tokenizer = ClassifierTokenizer::load(place, max_length).map_err(usage)?;
         let temperature = if args.calibrated { temperature(folder)? } else { 1.0 };
         Ok(Self { classifier, tokenizer, temperature })

@@ -10,6 +10,9 @@ use querl_eval::classification::{
 use serde::Serialize;
 use std::path::Path;
 
+/// The figures, for programs and for people.
+pub(super) const EVAL_FILE: &str = "eval.json";
+pub(super) const REPORT_FILE: &str = "report.html";
 /// Resamples of intervals and tests.
 const N_RESAMPLES: usize = 2000;
 /// Mistakes that the page shows.
@@ -32,6 +35,12 @@ pub(super) struct Results {
     /// Of the classifier.
     #[serde(flatten)]
     pub(super) model: Measures,
+    /// What logits were divided by: of `model` in an evaluation, in training of `calibrated` alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) temperature: Option<f64>,
+    /// Of the classifier with temperatures that were fitted on other dialogues.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) calibrated: Option<Measures>,
     /// Of TF-IDF and logistic regression on the same split.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) baseline: Option<Measures>,
@@ -91,19 +100,27 @@ impl Judged<'_> {
         folder: Option<&Path>,
     ) -> anyhow::Result<()> {
         println!("{}", classification_text(&results.model));
-        if let Some(baseline) = &results.baseline {
-            let (accuracy, f1) = (100.0 * baseline.eval_accuracy, baseline.eval_f1_macro);
-            println!("TF-IDF and logistic regression: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
+        if let Some(measures) = &results.calibrated {
+            let (log_loss, brier, error) = (measures.log_loss, measures.brier, measures.expected_calibration_error);
+            println!("calibrated: log loss {log_loss:.4}, Brier score {brier:.4}, calibration error {error:.4}");
         }
-        if let Some(teacher) = &results.teacher {
-            let (accuracy, f1) = (100.0 * teacher.eval_accuracy, teacher.eval_f1_macro);
-            println!("teacher: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
+        let others = [("TF-IDF and logistic regression", &results.baseline), ("teacher", &results.teacher)];
+        for (name, measures) in others {
+            if let Some(measures) = measures {
+                let (accuracy, f1) = (100.0 * measures.eval_accuracy, measures.eval_f1_macro);
+                println!("{name}: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
+            }
         }
         results.notes.iter().for_each(|note| println!("note: {note}"));
         let Some(folder) = folder else { return Ok(()) };
         let mut systems = vec![("model".to_owned(), results.model.clone())];
-        systems.extend(results.baseline.clone().map(|measures| ("TF-IDF, logistic regression".to_owned(), measures)));
-        systems.extend(results.teacher.clone().map(|measures| ("teacher".to_owned(), measures)));
+        let others = [
+            ("model, calibrated", &results.calibrated),
+            ("TF-IDF, logistic regression", &results.baseline),
+            ("teacher", &results.teacher),
+        ];
+        let measured = |(name, measures): (&str, &Option<Measures>)| Some((name.to_owned(), measures.clone()?));
+        systems.extend(others.into_iter().filter_map(measured));
         let report = ClassificationReport {
             title: page.title.to_owned(),
             facts: page.facts,
@@ -112,8 +129,8 @@ impl Judged<'_> {
             mistakes: self.mistakes(probabilities),
             notes: results.notes.clone(),
         };
-        write(&folder.join("report.html"), &classification_html(&report)?)?;
-        write(&folder.join("eval.json"), &format!("{}\n", serde_json::to_string_pretty(results)?))
+        write(&folder.join(REPORT_FILE), &classification_html(&report)?)?;
+        write(&folder.join(EVAL_FILE), &format!("{}\n", serde_json::to_string_pretty(results)?))
     }
 }
 
@@ -121,7 +138,7 @@ impl Judged<'_> {
 pub(super) struct Page<'a> {
     pub(super) title: &'a str,
     pub(super) facts: Vec<(String, String)>,
-    /// That the probabilities were divided by.
+    /// What the logits behind the model's own figures were divided by.
     pub(super) temperature: Option<f64>,
 }
 

@@ -1,12 +1,17 @@
 //! The settings of `querl rm train`: as written, in flags or a file; then resolved and checked.
 
 use super::corpus::usage;
+use super::names;
 use clap::{Args, ValueEnum};
 use querl_core::config::{LrScheduler, SftConfig};
 use querl_model::LoraSettings;
-use querl_model::classifier::Tuning;
+use querl_model::classifier::{Labels, Tuning};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+
+/// As the training script that people know has them.
+const TRAIN_FILE: &str = "rm_data/output_data/training_data.json";
+const OUTPUT_DIR: &str = "rm_train/output/Qwen2.5-0.5B-Reward";
 
 /// The names of the training script that people know, as flags and as keys of a file.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
@@ -16,12 +21,15 @@ pub struct TrainKeys {
     /// Folder of a Qwen2 or Qwen3 model: a language model, or a classifier, whose head is made anew
     #[arg(long, visible_alias = "model-name-or-path", value_name = "DIR")]
     pub model_name_or_path: Option<PathBuf>,
-    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv): input, label, label_english, metadata
+    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv): input, label, label_english, metadata [default: rm_data/output_data/training_data.json]
     #[arg(long, visible_alias = "train-file", value_name = "FILE")]
     pub train_file: Option<PathBuf>,
-    /// Where the classifier is written
+    /// Where the classifier is written [default: rm_train/output/Qwen2.5-0.5B-Reward]
     #[arg(long, visible_alias = "output-dir", value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
+    /// The classes in the order of their ids, NAME or NAME=ENGLISH; any other label is refused [default: those of the file]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    pub labels: Option<Vec<String>>,
     /// Most tokens of a text; of longer ones question and answer are shortened [default: 512]
     #[arg(long, visible_alias = "max-length", value_name = "N")]
     pub max_length: Option<u32>,
@@ -70,10 +78,10 @@ pub struct TrainKeys {
     /// Share of an adapter's inputs set to zero in training [default: 0]
     #[arg(long, visible_alias = "lora-dropout", value_name = "SHARE")]
     pub lora_dropout: Option<f64>,
-    /// Share of the dialogues that is held out and only measured on [default: 0.2]
+    /// Share of the dialogues that is held out and only measured on [default: 0.2, with num_folds 0]
     #[arg(long, visible_alias = "eval-share", value_name = "SHARE")]
     pub eval_share: Option<f64>,
-    /// Share of the others that chooses the best checkpoint and the temperature [default: 0.1, with fewer than 100 of them 0]
+    /// Share of the others that chooses the best checkpoint and the temperature [default: 0.1, with fewer than 100 of them and without early stopping 0]
     #[arg(long, visible_alias = "dev-share", value_name = "SHARE")]
     pub dev_share: Option<f64>,
     /// Measure by cross-validation besides: train on all but one of so many parts, each held out once
@@ -103,6 +111,8 @@ pub struct TrainConfig {
     pub model_name_or_path: PathBuf,
     pub train_file: PathBuf,
     pub output_dir: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub labels: Option<Vec<String>>,
     pub max_length: u32,
     pub num_train_epochs: u32,
     pub learning_rate: f64,
@@ -157,18 +167,17 @@ impl TrainKeys {
         Ok(table.try_into()?)
     }
 
-    /// With defaults in place of what is not given.
+    /// With defaults in place of what is not given. The model has none: nothing is downloaded.
     ///
     /// # Errors
-    /// A folder or file is not named, or a value is out of range.
+    /// The model is not named, or a value is out of range.
     pub fn resolve(self) -> anyhow::Result<TrainConfig> {
-        let named = |value: Option<PathBuf>, key: &str| {
-            value.ok_or_else(|| usage(format!("`{key}` is not given; name it with --{key} or in the configuration")))
-        };
+        let missing = "`model_name_or_path` is not given; name it with --model_name_or_path or in the configuration";
         let config = TrainConfig {
-            model_name_or_path: named(self.model_name_or_path, "model_name_or_path")?,
-            train_file: named(self.train_file, "train_file")?,
-            output_dir: named(self.output_dir, "output_dir")?,
+            model_name_or_path: self.model_name_or_path.ok_or_else(|| usage(missing))?,
+            train_file: self.train_file.unwrap_or_else(|| TRAIN_FILE.into()),
+            output_dir: self.output_dir.unwrap_or_else(|| OUTPUT_DIR.into()),
+            labels: self.labels,
             max_length: self.max_length.unwrap_or(512),
             num_train_epochs: self.num_train_epochs.unwrap_or(3),
             learning_rate: self.learning_rate.unwrap_or(2e-5),
@@ -185,7 +194,7 @@ impl TrainKeys {
             lora_rank: self.lora_rank,
             lora_alpha: self.lora_alpha,
             lora_dropout: self.lora_dropout.unwrap_or(0.0),
-            eval_share: self.eval_share.unwrap_or(0.2),
+            eval_share: self.eval_share.unwrap_or(if self.num_folds.is_some() { 0.0 } else { 0.2 }),
             dev_share: self.dev_share,
             num_folds: self.num_folds,
             num_repeats: self.num_repeats.unwrap_or(1),
@@ -242,13 +251,35 @@ impl TrainConfig {
             ("lora_dropout", self.lora_dropout.to_string(), share.contains(&self.lora_dropout), "0 to below 1"),
             ("eval_share", self.eval_share.to_string(), is_part(&self.eval_share), "0, or 0.02 to 0.5"),
             ("dev_share", text(self.dev_share), self.dev_share.as_ref().is_none_or(is_part), "0, or 0.02 to 0.5"),
+            (
+                "early_stopping_patience",
+                self.early_stopping_patience.to_string(),
+                self.early_stopping_patience == 0 || self.dev_share != Some(0.0),
+                "0 with dev_share 0: there is nothing to stop by",
+            ),
+            (
+                "eval_share",
+                self.eval_share.to_string(),
+                self.eval_share == 0.0 || self.num_folds.is_none(),
+                "0 with num_folds, which measures every dialogue",
+            ),
             ("num_folds", text(self.num_folds), in_range(self.num_folds, 2..=50), "2 to 50"),
             ("num_repeats", self.num_repeats.to_string(), (1..=100).contains(&self.num_repeats), "1 to 100"),
         ];
+        self.labels()?;
         match checks.into_iter().find(|(_, _, is_good, _)| !is_good) {
             Some((key, value, _, expected)) => Err(usage(format!("{key} is {value}; expected {expected}"))),
             None => Ok(()),
         }
+    }
+
+    /// The classes, where they are named.
+    ///
+    /// # Errors
+    /// Names or English names are missing or come twice.
+    pub fn labels(&self) -> anyhow::Result<Option<Labels>> {
+        let labels = self.labels.as_ref().map(|list| names::parse(list)).transpose();
+        labels.map_err(|message| usage(format!("labels: {message}")))
     }
 
     /// The same in the words of fine-tuning. A learning rate that falls to 0 along a line, without warm-up, is what transformers' Trainer
@@ -313,6 +344,10 @@ mod tests {
             (config.max_length, config.num_train_epochs, config.learning_rate, config.per_device_train_batch_size);
         assert_eq!(found, (512, 3, 2e-5, 4));
         assert_eq!((config.per_device_eval_batch_size, config.weight_decay, config.seed), (8, 0.01, 42));
+        let config = keys("model_name_or_path = \"m\"").resolve().unwrap();
+        assert_eq!(config.train_file, Path::new("rm_data/output_data/training_data.json"));
+        assert_eq!(config.output_dir, Path::new("rm_train/output/Qwen2.5-0.5B-Reward"));
+        assert_eq!(keys(&format!("{NAMED}num_folds = 5")).resolve().unwrap().eval_share, 0.0);
     }
 
     #[test]
@@ -329,6 +364,15 @@ mod tests {
         assert_eq!(problem("learning_rate = 2.0"), "learning_rate is 2; expected more than 0, at most 1");
         assert_eq!(problem("lora_alpha = 8.0"), "lora_alpha is 8; expected more than 0, and lora_rank beside it");
         assert_eq!(problem("eval_share = 0.9"), "eval_share is 0.9; expected 0, or 0.02 to 0.5");
+        assert_eq!(
+            problem("early_stopping_patience = 2\ndev_share = 0.0"),
+            "early_stopping_patience is 2; expected 0 with dev_share 0: there is nothing to stop by"
+        );
+        assert_eq!(
+            problem("num_folds = 5\neval_share = 0.2"),
+            "eval_share is 0.2; expected 0 with num_folds, which measures every dialogue"
+        );
+        assert_eq!(problem("labels = [\"a\"]"), "labels: 1 labels; a classifier needs two at least");
         let nothing = TrainKeys::default().resolve().unwrap_err().to_string();
         assert_eq!(
             nothing,

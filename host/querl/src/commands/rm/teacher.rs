@@ -17,6 +17,8 @@ pub(super) struct Teacher {
     known: BTreeMap<String, Vec<f64>>,
     /// Texts that were asked about now.
     pub(super) n_asked: usize,
+    /// Those of them that were shortened.
+    pub(super) n_shortened: usize,
 }
 
 /// Files of a classifier beside its weights on which what it says depends.
@@ -48,7 +50,7 @@ impl Teacher {
                 known.insert(key, logits);
             }
         }
-        Ok(Self { model, fingerprint, file: file.to_owned(), known, n_asked: 0 })
+        Ok(Self { model, fingerprint, file: file.to_owned(), known, n_asked: 0, n_shortened: 0 })
     }
 
     /// Logits of texts, in their order. What was not known is asked, and kept.
@@ -60,8 +62,9 @@ impl Teacher {
         let unknown: Vec<usize> = (0..texts.len()).filter(|&index| !self.known.contains_key(&keys[index])).collect();
         if !unknown.is_empty() {
             let asked: Vec<&str> = unknown.iter().map(|&index| texts[index]).collect();
-            let said = self.model.ask(&asked)?.logits;
-            self.known.extend(unknown.iter().map(|&index| keys[index].clone()).zip(said));
+            let said = self.model.ask(&asked)?;
+            self.known.extend(unknown.iter().map(|&index| keys[index].clone()).zip(said.logits));
+            self.n_shortened += said.n_shortened;
             self.n_asked += unknown.len();
             let lines = self.known.iter().map(|(key, logits)| Known { key: key.clone(), logits: logits.clone() });
             write_jsonl(&self.file, lines)?;
@@ -75,7 +78,10 @@ impl Teacher {
 }
 
 /// SHA-256 of those of a model's files on which what it says depends.
-fn digest_of(folder: &Path) -> anyhow::Result<String> {
+///
+/// # Errors
+/// The folder or a file cannot be read.
+pub(super) fn digest_of(folder: &Path) -> anyhow::Result<String> {
     let entries = std::fs::read_dir(folder).map_err(|error| usage(format!("{}: {error}", folder.display())))?;
     let is_weight =
         |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors" || extension == "bin");
