@@ -111,7 +111,8 @@ fn a_file_of_settings_is_read_and_flags_go_before_it() {
     assert!(resolved.contains("num_train_epochs = 1\n") && resolved.contains("augment_copies = 2\n"), "{resolved}");
     let copies = project.read("style/training/augmented.jsonl");
     assert!(copies.lines().count() > 26 && copies.lines().all(|line| json(line)["metadata"]["source"] == "augmented"));
-    assert!(json(&project.read("style/eval.json"))["n"].as_u64().unwrap() < 8);
+    let figures = json(&project.read("style/eval.json"));
+    assert_eq!(figures["n"], 5, "{figures}");
 
     project.write("style.toml", "learning_rate = 1e-3\nlearning_rat = 2\n");
     let said = project.querl(&["rm", "train", "style.toml"]);
@@ -130,13 +131,20 @@ fn data_that_cannot_be_learned_from_is_told_in_a_sentence() {
         ([row("a", "售前"), row("b", "售前")].join("\n"), "every dialogue is labelled `售前`; expected two classes"),
         (
             [row("a", "售前"), row("a", "售后")].join("\n"),
-            "dialogues 1 and 2 are the same text with labels `售前` and `售后`",
+            "line 1 and line 2 are the same text with labels `售前` and `售后`",
         ),
         (
             [row("a", "售前"), row("b", "售前"), row("c", "售后")].join("\n"),
-            "class `售后` has 1 example(s); expected 2",
+            "class `售后` has 1 example(s), line 3; expected 2 at least",
         ),
-        ("[{\"input\": \"a\"}]".to_owned(), "dialogue 1: no `label` there"),
+        ("[{\"input\": \"a\"}]".to_owned(), "line 1, dialogue 1: no `label` there"),
+        ("[{\"input\": \"a\",\n\"label\": 0}]".to_owned(), "line 1, dialogue 1: `label` is 0; expected a text"),
+        (
+            [row("a", "售前"), row("b", "售后").replace('}', ", \"label_english\": \"x\"}"), row("c", "售前")]
+                .join("\n")
+                + &format!("\n{}", row("d", "售前").replace('}', ", \"label_english\": \"x\"}")),
+            "line 4: label_english `x` stands beside label `售前`, and beside `售后` in line 2; expected one",
+        ),
     ];
     for (text, expected) in cases {
         project.write("dialogues.json", &text);
@@ -147,4 +155,220 @@ fn data_that_cannot_be_learned_from_is_told_in_a_sentence() {
     let base = model().display().to_string();
     let said = project.querl(&["rm", "predict", "--model", &base, "--text", "好"]);
     assert_eq!(said.code, Some(2), "{said:#?}");
+}
+
+/// A copy of a classifier's folder.
+fn copy(project: &Project, from: &str, to: &str) {
+    let _ = std::fs::remove_dir_all(project.path(to));
+    std::fs::create_dir(project.path(to)).unwrap();
+    for entry in std::fs::read_dir(project.path(from)).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() {
+            std::fs::copy(&path, project.path(to).join(path.file_name().unwrap())).unwrap();
+        }
+    }
+}
+
+/// Changes a JSON file.
+fn change(project: &Project, name: &str, change: impl Fn(&mut Value)) {
+    let mut file = json(&project.read(name));
+    change(&mut file);
+    project.write(name, &file.to_string());
+}
+
+#[test]
+fn models_that_cannot_be_asked_are_told_in_a_sentence() {
+    let project = project();
+    train(&project, &["--num_train_epochs", "1", "--eval_share", "0"]).ok();
+    let remove = |name: &str| std::fs::remove_file(project.path(name)).unwrap();
+    let cases: [(&str, &dyn Fn()); 6] = [
+        ("tokenizer.json", &|| remove("other/tokenizer.json")),
+        ("architecture `BertModel` is not supported", &|| {
+            change(&project, "other/config.json", |file| file["architectures"][0] = "BertModel".into());
+        }),
+        ("`score.weight` has shape [5, 32]; the 4 labels and the model's width make it [4, 32]", &|| {
+            remove("other/label_mapping.json");
+            change(&project, "other/config.json", |file| drop(file["id2label"].as_object_mut().unwrap().remove("4")));
+        }),
+        ("id 4 is `无伤害` here and nothing in `config.json`", &|| {
+            change(&project, "other/config.json", |file| drop(file["id2label"].as_object_mut().unwrap().remove("4")));
+        }),
+        ("no `id2label` there; a classifier names its classes", &|| {
+            remove("other/label_mapping.json");
+            change(&project, "other/config.json", |file| drop(file.as_object_mut().unwrap().remove("id2label")));
+        }),
+        ("`problem_type` is `multi_label_classification`; expected", &|| {
+            change(&project, "other/config.json", |file| file["problem_type"] = "multi_label_classification".into());
+        }),
+    ];
+    for (expected, spoil) in cases {
+        copy(&project, "style", "other");
+        spoil();
+        let said = project.querl(&["rm", "predict", "--model", "other", "--text", "好"]);
+        assert!(said.code == Some(2) && said.stderr.contains(expected), "no `{expected}` in {said:#?}");
+    }
+    let said = project.querl(&["rm", "predict", "--model", "style", "--calibrated", "--text", "好"]);
+    assert!(said.code == Some(2) && said.stderr.contains("calibration.json: not there"), "{said:#?}");
+}
+
+#[test]
+fn labels_that_no_class_has_are_refused_by_line() {
+    let project = project();
+    train(&project, &["--num_train_epochs", "1", "--eval_share", "0"]).ok();
+    let row = |input: &str, rest: &str| format!("{{\"input\": \"{input}\", {rest}}}");
+    let eval = |rows: &[String]| {
+        project.write("some.jsonl", &rows.join("\n"));
+        project.querl(&["rm", "eval", "--model", "style", "--file", "some.jsonl"])
+    };
+    let good = row("a", "\"label\": \" 售前\"");
+    let said = eval(&[good.clone(), row("b", "\"label\": \"售罄\"")]);
+    assert!(
+        said.code == Some(2) && said.stderr.contains("some.jsonl: line 2: label `售罄` is none of `售前`"),
+        "{said:#?}"
+    );
+    let said = eval(&[row("b", "\"label\": \"售后\", \"label_english\": \"honesty\"")]);
+    let expected = "line 1: label `售后` and label_english `honesty` are different classes";
+    assert!(said.code == Some(2) && said.stderr.contains(expected), "{said:#?}");
+    assert!(eval(&[good, row("b", "\"label\": \"after_sales\"")]).ok().stdout.contains("eval_accuracy"));
+}
+
+#[test]
+fn classes_of_the_settings_have_the_ids_of_their_order_and_no_others_are_learned() {
+    let project = project();
+    let named = "无伤害=harmless,有帮助=helpful,诚实=honesty,售后=after_sales,售前=sales_oriented,其他=other";
+    let flags = ["--num_train_epochs", "1", "--eval_share", "0", "--labels", named];
+    let said = train(&project, &flags).ok();
+    assert!(said.stderr.contains("class `其他` has no example: it is never learned"), "{said:#?}");
+    let mapping = json(&project.read("style/label_mapping.json"));
+    assert_eq!(
+        (&mapping["label_to_id"]["售前"], &mapping["id_to_label_english"]["0"]),
+        (&4.into(), &"harmless".into())
+    );
+    let mut rows = json(&project.read("dialogues.json"));
+    rows[3]["label"] = "有帮肋".into();
+    project.write("dialogues.json", &rows.to_string());
+    let said = train(&project, &flags);
+    assert!(
+        said.code == Some(2) && said.stderr.contains("dialogue 4: label `有帮肋` is none of `无伤害`"),
+        "{said:#?}"
+    );
+    let said = train(&project, &["--labels", "无伤害=harmless,有帮助"]);
+    assert!(said.code == Some(2) && said.stderr.contains("labels: `有帮助` has no English name"), "{said:#?}");
+}
+
+#[test]
+fn texts_that_are_too_long_are_counted_where_they_are_learned_and_where_they_are_measured() {
+    let project = project();
+    let said = train(&project, &["--num_train_epochs", "1", "--max_length", "8"]).ok();
+    assert!(said.stderr.contains("train 21, dev 0, eval 5"), "{said:#?}");
+    assert!(said.stderr.contains("21 text(s) were shortened to 8 tokens"), "{said:#?}");
+    assert!(said.stdout.contains("5 text(s) that were asked about were shortened to 8 tokens"), "{said:#?}");
+    let said = project.querl(&["rm", "eval", "--model", "style", "--file", "dialogues.json", "--max_length", "8"]).ok();
+    assert!(said.stdout.contains("26 text(s) were shortened to 8 tokens"), "{said:#?}");
+    let said = train(&project, &["--max_length", "5000"]);
+    assert!(said.code == Some(2) && said.stderr.contains("has 4096 positions"), "{said:#?}");
+}
+
+/// With examples to choose a checkpoint by, the model was written without its weights.
+#[test]
+fn a_folder_that_was_trained_into_before_holds_the_last_model_alone() {
+    let project = project();
+    let base = model().display().to_string();
+    let with_dev = ["--num_train_epochs", "2", "--learning_rate", "1e-3", "--early_stopping_patience", "1"];
+    let said = train(&project, &[&with_dev[..], &["--lora_rank", "4"]].concat()).ok();
+    assert!(said.stderr.contains("train 16, dev 5, eval 5"), "{said:#?}");
+    let ask = |flags: &[&str]| {
+        project.querl(&[&["rm", "predict", "--model", "style", "--file", "dialogues.json", "--json"], flags].concat())
+    };
+    let adapted = ask(&["--base", &base, "--calibrated"]).ok().stdout;
+    train(&project, &with_dev).ok();
+    assert!(!project.path("style/adapter_config.json").exists());
+    let whole = ask(&["--calibrated"]).ok().stdout;
+    assert_ne!(adapted, whole);
+    let figures = json(&project.read("style/eval.json"));
+    assert!(figures["calibrated"]["log_loss"].is_number() && figures["temperature"].is_number(), "{figures}");
+    // What is written is what was asked: the best checkpoint.
+    copy(&project, "style/training/best", "best");
+    let best = project.querl(&["rm", "predict", "--model", "best", "--file", "dialogues.json", "--json"]).ok().stdout;
+    assert_eq!(best, ask(&[]).ok().stdout);
+    train(&project, &["--num_train_epochs", "1", "--eval_share", "0", "--dev_share", "0"]).ok();
+    for stale in ["calibration.json", "eval.json", "report.html"] {
+        assert!(!project.path("style").join(stale).exists(), "{stale}");
+    }
+    let said = project.querl(&[
+        "rm",
+        "train",
+        "--model_name_or_path",
+        "best",
+        "--train_file",
+        "dialogues.json",
+        "--output_dir",
+        "best",
+    ]);
+    assert!(said.code == Some(2) && said.stderr.contains("output_dir is the model's own folder"), "{said:#?}");
+}
+
+#[test]
+fn figures_of_calibrated_probabilities_say_so() {
+    let project = project();
+    train(&project, &["--num_train_epochs", "1", "--dev_share", "0.2"]).ok();
+    let eval = |flags: &[&str]| {
+        let known = ["rm", "eval", "--model", "style", "--file", "dialogues.json", "--out", "figures"];
+        (project.querl(&[&known, flags].concat()).ok(), json(&project.read("figures/eval.json")))
+    };
+    let (_, plain) = eval(&[]);
+    assert!(plain.get("temperature").is_none());
+    let (said, calibrated) = eval(&["--calibrated"]);
+    assert!(said.stdout.contains("probabilities are calibrated: logits were divided by"), "{said:#?}");
+    let written = json(&project.read("style/calibration.json"));
+    assert_eq!(calibrated["temperature"], written["temperature"]);
+    assert_eq!((&calibrated["eval_accuracy"], &written["n"]), (&plain["eval_accuracy"], &5.into()));
+    assert!(project.read("figures/report.html").contains("Probabilities are calibrated by a temperature of"));
+}
+
+/// The classifier of the old base was written as that of the new one.
+#[test]
+fn a_training_goes_on_with_the_same_base_alone() {
+    let project = project();
+    std::fs::create_dir(project.path("base")).unwrap();
+    for entry in std::fs::read_dir(model()).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, project.path("base").join(path.file_name().unwrap())).unwrap();
+    }
+    let train = || {
+        let known = ["rm", "train", "--model_name_or_path", "base", "--train_file", "dialogues.json"];
+        let flags = ["--output_dir", "style", "--num_train_epochs", "1", "--eval_share", "0"];
+        let said = project.querl(&[&known[..], &flags].concat()).ok();
+        (said.stderr.contains("going on from step"), std::fs::read(project.path("style/model.safetensors")).unwrap())
+    };
+    let first = train();
+    assert!(!first.0);
+    assert_eq!(train(), (true, first.1.clone()));
+    let weights = project.path("base/model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    // Another mantissa of the last value.
+    let at = bytes.len() - 2;
+    bytes[at] ^= 0x40;
+    std::fs::write(&weights, bytes).unwrap();
+    let other = train();
+    assert!(!other.0);
+    assert_ne!(other.1, first.1);
+}
+
+#[test]
+fn parts_of_a_cross_validation_that_are_done_are_not_trained_again() {
+    let project = project();
+    let flags = ["--num_train_epochs", "1", "--num_folds", "2", "--num_repeats", "2"];
+    let run = || train(&project, &flags).ok();
+    let said = run();
+    assert!(said.stderr.contains("train 26, dev 0, eval 0") && said.stderr.contains("part 4 of 4"), "{said:#?}");
+    let figures = json(&project.read("style/eval.json"));
+    assert_eq!((&figures["n"], &figures["n_repeats"]), (&26.into(), &2.into()));
+    std::fs::remove_file(project.path("style/training/folds/part-002.json")).unwrap();
+    let again = run();
+    // Each training says how it ended: the whole one goes on, one part is made again.
+    assert_eq!(again.stderr.matches(" steps, loss ").count(), 2, "{again:#?}");
+    assert_eq!(json(&project.read("style/eval.json")), figures);
+    let said = train(&project, &["--num_folds", "27"]);
+    assert!(said.code == Some(2) && said.stderr.contains("num_folds is 27; expected at most 26"), "{said:#?}");
 }
