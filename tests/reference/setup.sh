@@ -20,3 +20,11 @@ done
 for script in decoders.py encoders.py lora.py sft.py ppo.py trl_golden.py template.py replay.py generation.py fp8.py classifiers.py classification.py; do
     .venv/bin/python "$script"
 done
+
+# The other way round, where the command is built: what querl writes, read by transformers and PEFT.
+querl=../../target/release/querl
+if [[ -x $querl ]]; then
+    .venv/bin/python classifiers_readback.py "$querl" ../../examples/tiny-qwen3 ../../examples/style/seed26.json
+else
+    echo "target/release/querl is not built: classifiers_readback.py is left out"
+fi

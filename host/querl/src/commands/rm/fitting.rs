@@ -3,7 +3,7 @@
 use super::TOKENS_PER_PASS;
 use super::corpus::{Corpus, usage};
 use super::model::CALIBRATION_FILE;
-use super::results::{EVAL_FILE, REPORT_FILE};
+use super::results::{EVAL_FILE, REPORT_FILE, write};
 use super::settings::{ClassWeights, TrainConfig};
 use super::teacher::digest_of;
 use crate::interrupt;
@@ -21,9 +21,13 @@ use querl_train::sft::SftSummary;
 use querl_train::{BEST, LAST, TrainError};
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// Beside the checkpoints: the copies that were learned from.
 const AUGMENTED_FILE: &str = "augmented.jsonl";
+
+/// Beside the checkpoints: what the training came to, and how long this call trained.
+const SUMMARY_FILE: &str = "summary.json";
 
 /// What is learned from, and what chooses among checkpoints; positions in the corpus.
 pub(super) struct Sides {
@@ -182,11 +186,14 @@ impl<'a> Trainer<'a> {
             progress: &progress,
             stop: interrupt::flag(),
         };
+        let started = Instant::now();
         let summary = classify::train(&task, &mut sink).map_err(|error| match error {
             TrainError::Data(message) => usage(message),
             error => ending(error.into()),
         })?;
         drop(progress);
+        let told = json!({ "summary": summary, "seconds": started.elapsed().as_secs_f64() });
+        write(&folder.join(SUMMARY_FILE), &format!("{told:#}\n"))?;
         // What is trained and what is asked need not be in memory together.
         drop(classifier);
         let checkpoint = folder.join(if rows.dev.is_empty() { LAST } else { BEST });
