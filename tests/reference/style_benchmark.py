@@ -4,11 +4,10 @@ Usage: style_benchmark.py QUERL MODEL_DIR DIALOGUES [--seeds N] [--epochs N] [--
 
 Both learn every weight of the same model from the same dialogues, in f32, with the same epochs, batch, learning rate and schedule, and are
 asked about the same held-out ones (a fifth, groups whole, another fifth for each seed). Each training is a process of its own, which reads the
-model, trains and writes it, and asks about nothing: `seconds` and `peak_mib` are of the whole process, `training_seconds` of the steps alone
-with evaluations and checkpoints
-(querl: `seconds` of training/summary.json; transformers: the Trainer's `train_runtime`). transformers pads a batch to its longest text
-(`dynamic`), and to 512 tokens as the training script that people know does (`max_length`, first seed only); with dev (first seed only) both
-evaluate after each epoch besides. `difference` is querl's accuracy less transformers' on the same dialogues of all seeds, with the interval of a
+model, trains and writes it, and asks about nothing: `seconds` and `peak_mib` are of the whole process, `training_seconds` of its steps,
+evaluations and checkpoints (querl: `seconds` of training/summary.json; transformers: the Trainer's `train_runtime`). transformers pads a batch to
+its longest text (`dynamic`), and to 512 tokens as the training script that people know does (`max_length`, first seed only); with dev (first
+seed only) both evaluate after each epoch besides. `difference` is querl's accuracy less transformers' on the same dialogues of all seeds, with the interval of a
 bootstrap that draws groups.
 
 Last, both are asked about every text of DIALOGUES and of the files seed26.json and unlabelled.json beside it, once as they are and nine times
