@@ -372,3 +372,25 @@ fn parts_of_a_cross_validation_that_are_done_are_not_trained_again() {
     let said = train(&project, &["--num_folds", "27"]);
     assert!(said.code == Some(2) && said.stderr.contains("num_folds is 27; expected at most 26"), "{said:#?}");
 }
+
+#[test]
+fn a_student_is_written_over_what_stood_there_and_long_texts_are_counted() {
+    let project = project();
+    train(&project, &["--num_train_epochs", "1", "--dev_share", "0.2"]).ok();
+    copy(&project, "style", "student");
+    let base = model().display().to_string();
+    let known = ["rm", "distill", "--teacher", "style", "--student", &base, "--train_file", "dialogues.json"];
+    let unlabelled = repository().join("examples/style/unlabelled.json").display().to_string();
+    let flags =
+        ["--unlabelled", &unlabelled, "--output_dir", "student", "--num_train_epochs", "1", "--max_length", "8"];
+    project.querl(&[&known[..], &flags].concat()).ok();
+    assert!(!project.path("student/calibration.json").exists(), "the temperature is another model's");
+    let report = json(&project.read("student/distillation.json"));
+    assert_eq!(
+        (&report["n_labelled"], &report["n_unlabelled"], &report["n_compared"]),
+        (&21.into(), &181.into(), &5.into())
+    );
+    assert_eq!(report["n_shortened"], 21 + 181 + 5);
+    assert!(report["student"]["accuracy"].is_number() && report["agreement"].is_number(), "{report}");
+    project.querl(&["rm", "predict", "--model", "student", "--text", "好"]).ok();
+}

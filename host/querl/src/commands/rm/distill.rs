@@ -186,11 +186,29 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
         None => dev.iter().map(|&index| texts[index]).collect(),
     };
     let timed: &[&str] = if compared.is_empty() { &texts } else { &compared };
-    let own = |texts: &[&str]| ask(&fitted.classifier, &tokenizer, texts, super::TOKENS_PER_PASS);
-    let (of_teacher, of_student) = (teacher.model.ask(&compared)?, own(&compared)?);
-    let n_shortened = of_student.n_shortened;
-    let [of_teacher, of_student] = [of_teacher.logits, of_student.logits];
-    let n_same = of_teacher.iter().zip(&of_student).filter(|(a, b)| argmax(a) == argmax(b)).count();
+    let (mut report, said) = compare(args, (&teacher, &fitted.classifier, &tokenizer), &compared, timed)?;
+    (report.n_labelled, report.n_unlabelled) = (n_labelled, lessons.len() - n_labelled);
+    // Those of dev were counted when they were read.
+    report.n_shortened = rows.n_shortened + if test.is_some() { report.n_shortened } else { 0 };
+    if let Some((corpus, indices)) = &test {
+        measure(args, config, (corpus, indices), &said, &mut report)?;
+    }
+    println!("{}", text(&report));
+    write(&args.output_dir.join(REPORT_FILE), &format!("{}\n", serde_json::to_string_pretty(&report)?))?;
+    terminal::say(&format!("written to {}", args.output_dir.display()));
+    Ok(())
+}
+
+/// How often both say the same of some texts, and how fast each is; with the probabilities of teacher and student.
+fn compare(
+    args: &DistillArgs,
+    (teacher, student, tokenizer): (&Teacher, &Classifier, &ClassifierTokenizer),
+    compared: &[&str],
+    timed: &[&str],
+) -> anyhow::Result<(Report, [Vec<Vec<f64>>; 2])> {
+    let own = |texts: &[&str]| ask(student, tokenizer, texts, super::TOKENS_PER_PASS);
+    let (of_teacher, of_student) = (teacher.model.ask(compared)?, own(compared)?);
+    let n_same = of_teacher.logits.iter().zip(&of_student.logits).filter(|(a, b)| argmax(a) == argmax(b)).count();
     let speed = |ask: &dyn Fn() -> anyhow::Result<()>| fastest(timed.len(), ask);
     let speeds = [speed(&|| teacher.model.ask(timed).map(drop))?, speed(&|| own(timed).map(drop))?];
     let side = |classifier: &Classifier, texts_per_second| Side {
@@ -199,28 +217,21 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
         accuracy: None,
         f1_macro: None,
     };
-    let mut report = Report {
-        n_labelled,
-        n_unlabelled: lessons.len() - n_labelled,
+    let report = Report {
+        n_labelled: 0,
+        n_unlabelled: 0,
         n_asked: teacher.n_asked,
         temperature: args.temperature,
         hard_weight: args.hard_weight,
         teacher: side(&teacher.model.classifier, speeds[0]),
-        student: side(&fitted.classifier, speeds[1]),
+        student: side(student, speeds[1]),
         agreement: (!compared.is_empty()).then(|| n_same as f64 / compared.len() as f64),
         n_compared: compared.len(),
-        n_shortened: rows.n_shortened + if test.is_some() { n_shortened } else { 0 },
+        n_shortened: of_student.n_shortened,
         speedup: speeds[1] / speeds[0],
     };
-    if let Some((corpus, indices)) = &test {
-        let probabilities = |logits: &[Vec<f64>]| logits.iter().map(|row| softmax(row)).collect::<Vec<_>>();
-        let both = [probabilities(&of_teacher), probabilities(&of_student)];
-        measure(args, config, (corpus, indices), &both, &mut report)?;
-    }
-    println!("{}", text(&report));
-    write(&args.output_dir.join(REPORT_FILE), &format!("{}\n", serde_json::to_string_pretty(&report)?))?;
-    terminal::say(&format!("written to {}", args.output_dir.display()));
-    Ok(())
+    let probabilities = |logits: &[Vec<f64>]| logits.iter().map(|row| softmax(row)).collect::<Vec<_>>();
+    Ok((report, [probabilities(&of_teacher.logits), probabilities(&of_student.logits)]))
 }
 
 /// The flags in the words of training.
