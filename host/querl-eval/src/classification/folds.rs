@@ -44,32 +44,24 @@ pub fn folds(labels: &[usize], groups: &[&str], settings: FoldSettings) -> Vec<F
 /// of one group is never split off.
 pub fn split_off(labels: &[usize], groups: &[&str], share: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
     let (dealt, n_classes) = (shuffled(labels, groups, seed, 0), n_classes(labels));
-    let mut counts = Counts { all: vec![0; n_classes], groups: vec![0; n_classes], off: vec![0; n_classes], share };
-    for of_group in dealt.iter().map(|group| of_classes(labels, group, n_classes)) {
-        for (class, n) in of_group.iter().enumerate() {
-            counts.all[class] += n;
-            counts.groups[class] += usize::from(*n > 0);
+    let of: Vec<Vec<usize>> = dealt.iter().map(|group| of_classes(labels, group, n_classes)).collect();
+    let (mut counts, mut is_off) = (Counts::new(&of, share), vec![false; dealt.len()]);
+    // 1. Each group that brings the classes nearer to their shares, large or small as chance has it: an order by size would hold out large
+    // ones above all.
+    for (index, of_group) in of.iter().enumerate() {
+        if counts.takes(of_group) && counts.gain(of_group) > 0.0 {
+            is_off[index] = true;
+            counts.add(of_group);
         }
     }
-    let mut is_off = vec![false; dealt.len()];
-    // 1. Each group that brings the classes nearer to their shares. 2. Of a class that has none, whatever group is least too much.
-    for (index, group) in dealt.iter().enumerate() {
-        let of_group = of_classes(labels, group, n_classes);
-        is_off[index] = counts.takes(&of_group) && counts.gain(&of_group) > 0.0;
-        counts.off.iter_mut().zip(&of_group).for_each(|(off, n)| *off += n * usize::from(is_off[index]));
-    }
+    // 2. Of a class that has none yet, the group that is least too much.
     for class in 0..n_classes {
-        let candidate = |index: &usize| {
-            let of_group = of_classes(labels, &dealt[*index], n_classes);
-            let is_fit = !is_off[*index] && of_group[class] > 0 && counts.takes(&of_group);
-            is_fit.then(|| (*index, counts.gain(&of_group), of_group))
-        };
-        if counts.off[class] == 0 && counts.groups[class] > 1 {
-            let candidates = (0..dealt.len()).filter_map(|index| candidate(&index));
-            if let Some((index, _, of_group)) = candidates.max_by(|a, b| a.1.total_cmp(&b.1)) {
-                is_off[index] = true;
-                counts.off.iter_mut().zip(&of_group).for_each(|(off, n)| *off += n);
-            }
+        let fits = |index: &usize| !is_off[*index] && of[*index][class] > 0 && counts.takes(&of[*index]);
+        let gain = |index: usize| counts.gain(&of[index]);
+        let best = (0..of.len()).filter(fits).max_by(|a, b| gain(*a).total_cmp(&gain(*b)));
+        if let Some(index) = best.filter(|_| counts.off[class] == 0 && counts.groups[class] > 1) {
+            is_off[index] = true;
+            counts.add(&of[index]);
         }
     }
     let mut side_of = vec![false; labels.len()];
@@ -88,6 +80,22 @@ struct Counts {
 }
 
 impl Counts {
+    /// `of`: what each group has of each class.
+    fn new(of: &[Vec<usize>], share: f64) -> Self {
+        let n_classes = of.first().map_or(0, Vec::len);
+        let sum = |count: &dyn Fn(usize) -> usize| (0..n_classes).map(count).collect::<Vec<usize>>();
+        Self {
+            all: sum(&|class| of.iter().map(|of_group| of_group[class]).sum()),
+            groups: sum(&|class| of.iter().filter(|of_group| of_group[class] > 0).count()),
+            off: vec![0; n_classes],
+            share,
+        }
+    }
+
+    fn add(&mut self, of_group: &[usize]) {
+        self.off.iter_mut().zip(of_group).for_each(|(off, n)| *off += n);
+    }
+
     /// Whether each class keeps an example on the other side.
     fn takes(&self, of_group: &[usize]) -> bool {
         of_group.iter().enumerate().all(|(class, n)| *n == 0 || self.off[class] + n < self.all[class])
@@ -117,7 +125,7 @@ fn of_classes(labels: &[usize], group: &[usize], n_classes: usize) -> Vec<usize>
     counts
 }
 
-/// The examples of each group; groups in the order of chance, larger ones first.
+/// The examples of each group; groups in the order of chance.
 fn shuffled(labels: &[usize], groups: &[&str], seed: u64, stream: u64) -> Vec<Vec<usize>> {
     let mut members: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (index, group) in groups.iter().enumerate().take(labels.len()) {
@@ -127,8 +135,6 @@ fn shuffled(labels: &[usize], groups: &[&str], seed: u64, stream: u64) -> Vec<Ve
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
     dealt.shuffle(&mut rng);
-    // Stable: equally large groups stay in the order of chance.
-    dealt.sort_by_key(|group| std::cmp::Reverse(group.len()));
     dealt
 }
 
@@ -148,7 +154,10 @@ fn deal(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usize
     let totals = of_classes(labels, &(0..labels.len()).collect::<Vec<_>>(), n_classes);
     let mut counts = vec![vec![0usize; n_classes]; settings.n_folds];
     let mut part_of = vec![0; labels.len()];
-    for group in shuffled(labels, groups, settings.seed, repeat as u64) {
+    let mut dealt = shuffled(labels, groups, settings.seed, repeat as u64);
+    // Stable: equally large groups stay in the order of chance.
+    dealt.sort_by_key(|group| std::cmp::Reverse(group.len()));
+    for group in dealt {
         let of_group = of_classes(labels, &group, n_classes);
         // What the group has of a class goes where there is least of it; of equals, where there is least in all, then the first.
         let share = |n: usize, class: usize| n as f64 / totals[class].max(1) as f64;
