@@ -110,8 +110,8 @@ def trainer(arguments):
         disable_tqdm=True,
         logging_strategy="no",
     )
-    collator = DataCollatorWithPadding(tokenizer)
-    fit = Trainer(model=model, args=settings, train_dataset=rows(train), eval_dataset=rows(dev) or None, data_collator=collator)
+    collator, dev = DataCollatorWithPadding(tokenizer), rows(dev) if dev else None
+    fit = Trainer(model=model, args=settings, train_dataset=rows(train), eval_dataset=dev, data_collator=collator)
     seconds = fit.train().metrics["train_runtime"]
     fit.save_model(arguments.out)
     tokenizer.save_pretrained(arguments.out)
