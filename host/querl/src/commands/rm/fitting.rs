@@ -167,7 +167,7 @@ impl<'a> Trainer<'a> {
         let weights = class_weights(rows.train.iter().filter_map(|row| Some(row.label? as usize)), n_classes);
         make(folder)?;
         let mut sink = MetricsLog::open(&folder.join("metrics.jsonl"), "rm")?;
-        let fingerprint = self.fingerprint(rows, distillation);
+        let fingerprint = self.fingerprint(classifier.labels(), rows, distillation);
         let progress = StageProgress::start("rm");
         let task = ClassifyTask {
             classifier: &classifier,
@@ -205,11 +205,11 @@ impl<'a> Trainer<'a> {
     }
 
     /// Stands for everything that the result depends on.
-    pub(super) fn fingerprint(&self, rows: &Rows, distillation: Option<Distillation>) -> String {
+    pub(super) fn fingerprint(&self, labels: &Labels, rows: &Rows, distillation: Option<Distillation>) -> String {
         let TrainConfig { class_weights, label_smoothing, seed, lora_rank, lora_alpha, .. } = self.config;
         let settings = (class_weights, label_smoothing, seed, lora_rank, lora_alpha, distillation);
         let (sft, base) = (self.config.sft(), &self.base);
-        digest_hex(format!("{sft:?} {settings:?} {base} {:?} {:?}", rows.train, rows.dev).as_bytes())
+        digest_hex(format!("{sft:?} {settings:?} {base} {labels:?} {:?} {:?}", rows.train, rows.dev).as_bytes())
     }
 
     /// Writes the best checkpoint to the output folder. Figures and a temperature there are of an earlier model, and are taken away.

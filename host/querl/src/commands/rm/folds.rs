@@ -53,9 +53,11 @@ impl Measured<'_> {
             indices.extend_from_slice(&fold.test);
         }
         let mut notes = vec![format!(
-            "cross-validation: {n_folds} parts, {n_repeats} round(s); figures are of those trainings, each calibrated by its own dev; the \
-             written model is of another one"
+            "cross-validation: {n_folds} parts, {n_repeats} round(s); figures are of those trainings, the written model is of another one"
         )];
+        if !all_said.calibrated.is_empty() {
+            notes.push("calibrated figures are by a temperature for each training, fitted on its own dev".into());
+        }
         if n_without > 0 {
             let n = parts.len();
             notes.push(format!(
@@ -74,8 +76,8 @@ impl Measured<'_> {
         let sides: Sides = sides(config, corpus, fold.train.clone());
         let rows = Rows::of(corpus, tokenizer, &sides, (config, work.path()))?;
         let texts = self.asked.texts(&fold.test);
-        let (training, length) = (trainer.fingerprint(&rows, None), config.max_length);
-        let key = digest_hex(format!("{training} {length} {:?} {texts:?}", corpus.classes).as_bytes());
+        let (training, length) = (trainer.fingerprint(&corpus.classes, &rows, None), config.max_length);
+        let key = digest_hex(format!("{training} {length} {texts:?}").as_bytes());
         let known = std::fs::read_to_string(file).ok().and_then(|text| serde_json::from_str::<Answered>(&text).ok());
         if let Some(known) = known.filter(|known| known.key == key && known.logits.len() == texts.len()) {
             return Ok(known);

@@ -32,6 +32,8 @@ pub(super) struct Said {
     pub(super) model: Vec<Vec<f64>>,
     /// The same by a temperature; empty where there is none.
     pub(super) calibrated: Vec<Vec<f64>>,
+    /// That temperature, where it was one for all.
+    pub(super) temperature: Option<f64>,
     pub(super) baseline: Vec<Vec<f64>>,
     /// Texts that were shortened.
     pub(super) n_shortened: usize,
@@ -62,6 +64,7 @@ impl Asked<'_> {
             model: logits.iter().map(|logits| softmax(logits)).collect(),
             calibrated: temperature.map_or(Vec::new(), |temperature| calibrated(logits, temperature)),
             baseline: self.texts(asked).into_iter().map(|text| baseline.probabilities(text)).collect(),
+            temperature,
             n_shortened: 0,
         }
     }
@@ -101,7 +104,7 @@ impl Measured<'_> {
         let is_calibrated = !said.model.is_empty() && said.calibrated.len() == said.model.len();
         let results = Results {
             model: judged.measures(&said.model)?,
-            temperature: self.temperature.filter(|_| is_calibrated),
+            temperature: said.temperature,
             calibrated: is_calibrated.then(|| judged.measures(&said.calibrated)).transpose()?,
             baseline: Some(judged.measures(&said.baseline)?),
             teacher: None,

@@ -35,7 +35,7 @@ pub(super) struct Results {
     /// Of the classifier.
     #[serde(flatten)]
     pub(super) model: Measures,
-    /// What logits were divided by: of `model` in an evaluation, in training of `calibrated` alone.
+    /// What logits were divided by: those of `model` in an evaluation, in training those of `calibrated` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) temperature: Option<f64>,
     /// Of the classifier with temperatures that were fitted on other dialogues.
