@@ -193,8 +193,12 @@ fn a_view_without_gradient_records_none_and_follows_training() {
     for var in trained.vars().values() {
         var.set(&(var.as_tensor() * 1.5).unwrap()).unwrap();
     }
-    let (own, seen) = (trained.logits(&views, &pass).unwrap(), view.logits(&views, &pass).unwrap());
-    assert_eq!(own.to_vec2::<f32>().unwrap(), seen.to_vec2::<f32>().unwrap());
+    // Layers that record nothing are computed in one piece: the same but for rounding.
+    let found = |classifier: &Classifier| {
+        let rows = classifier.logits(&views, &pass).unwrap().to_vec2::<f32>().unwrap();
+        rows.into_iter().map(|row| row.into_iter().map(f64::from).collect()).collect::<Vec<Vec<f64>>>()
+    };
+    assert_near(&found(&view), &found(&trained), 1e-5);
 }
 
 #[test]
