@@ -40,14 +40,16 @@ impl Corpus {
         let refuse = |message: String| usage(format!("{}: {message}", path.display()));
         let mut dialogues = read_dialogues(path).map_err(usage)?;
         let names = dialogues.iter().map(label).collect::<Result<Vec<_>, _>>().map_err(refuse)?;
-        let english = names::pairs(&dialogues).map_err(refuse)?;
-        let names = match classes {
-            Classes::OfFile => names::in_one_language(&names, &english),
+        let known = match classes {
+            Classes::OfFile => None,
             Classes::Named(known) | Classes::OfModel(known) => {
                 let of_known = |(name, dialogue): (&&str, &Dialogue)| known_name(name, dialogue, known);
-                names.iter().zip(&dialogues).map(of_known).collect::<Result<Vec<_>, _>>().map_err(refuse)?
+                Some(names.iter().zip(&dialogues).map(of_known).collect::<Result<Vec<_>, _>>().map_err(refuse)?)
             }
         };
+        // A label that is unknown is told as such, and not as one of two that have an English name in common.
+        let english = names::pairs(&dialogues).map_err(refuse)?;
+        let names = known.unwrap_or_else(|| names::in_one_language(&names, &english));
         dialogues.iter_mut().zip(names).for_each(|(dialogue, name)| dialogue.label = Some(name));
         let n_read = dialogues.len();
         let dialogues = unique(dialogues).map_err(refuse)?;
