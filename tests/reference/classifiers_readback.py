@@ -46,7 +46,7 @@ def main():
     texts = [row["input"] for row in json.loads(Path(dialogues).read_text(encoding="utf-8"))]
     with tempfile.TemporaryDirectory() as folder:
         whole, adapter = Path(folder) / "whole", Path(folder) / "adapter"
-        shared = ["--model_name_or_path", base, "--train_file", dialogues, "--num_train_epochs", 2, "--learning_rate", 1e-3]
+        shared = ["--model_name_or_path", base, "--train_file", dialogues, "--num_train_epochs", 2, "--learning_rate", 1e-3, "--dev_share", 0.2]
         run(querl, "train", *shared, "--output_dir", whole)
         run(querl, "train", *shared, "--output_dir", adapter, "--lora_rank", 8)
         tokenizer = AutoTokenizer.from_pretrained(whole)
