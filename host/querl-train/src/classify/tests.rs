@@ -41,10 +41,18 @@ struct Setting {
 
 impl Setting {
     fn new(epochs: usize, learning_rate: f64) -> Self {
-        let config =
-            SftConfig { epochs, learning_rate, batch_size: 4, gradient_accumulation_steps: 1, ..SftConfig::default() };
+        let config = SftConfig {
+            epochs,
+            learning_rate,
+            batch_size: 4,
+            gradient_accumulation_steps: 1,
+            warmup_ratio: 0.0,
+            eval_steps: 0,
+            save_steps: 0,
+            ..SftConfig::default()
+        };
         Self {
-            config: SftConfig { warmup_ratio: 0.0, ..config },
+            config,
             train: texts(12),
             val: Vec::new(),
             class_weights: None,
@@ -142,7 +150,7 @@ fn weights_and_smoothing_change_what_is_learned() {
 
 #[test]
 fn training_stops_where_dev_gets_worse_and_the_best_checkpoint_is_the_one_before() {
-    let mut setting = Setting::new(10, 3e-2);
+    let mut setting = Setting::new(10, 1e-2);
     setting.config.early_stopping_patience = 2;
     // What is learned is wrong for dev: the better the one, the worse the other.
     setting.val = setting
@@ -162,10 +170,10 @@ fn training_stops_where_dev_gets_worse_and_the_best_checkpoint_is_the_one_before
         let kept = Classifier::load(&setting.folder.path().join(name), Weights::Frozen, DTYPE).unwrap();
         setting.task(&kept, &base()).evaluate(0).unwrap()
     };
-    assert!((loss_of(BEST) - losses[best]).abs() < 1e-5, "{} is not {}", loss_of(BEST), losses[best]);
-    assert!((loss_of(LAST) - losses[best + 2]).abs() < 1e-5, "{} is not {}", loss_of(LAST), losses[best + 2]);
+    assert!((loss_of(BEST) - losses[best]).abs() < 1e-4, "{} is not {}", loss_of(BEST), losses[best]);
+    assert!((loss_of(LAST) - losses[best + 2]).abs() < 1e-4, "{} is not {}", loss_of(LAST), losses[best + 2]);
     let config = SftConfig { early_stopping_patience: 0, ..setting.config.clone() };
-    let patient = Setting { config, val: setting.val.clone(), ..Setting::new(10, 3e-2) };
+    let patient = Setting { config, val: setting.val.clone(), ..Setting::new(10, 1e-2) };
     assert_eq!(patient.through(&fresh(&Tuning::Full)).0.n_steps, 30);
 }
 
