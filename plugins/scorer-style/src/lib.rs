@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! target  = sum of weight * probability over the wanted classes
-//! rival   = the largest probability of a class that is neither wanted nor has a penalty
+//! rival   = the largest probability of a class that is not wanted
 //! style   = target; with a margin m above 0 instead 0.5 + (target - rival) / (2 m), within 0 and 1
 //! penalty = sum of weight * probability over the classes with a penalty
 //! length  = n / min_chars below min_chars, 2 - n / max_chars above max_chars, else 1; n counts characters
@@ -10,7 +10,7 @@
 //! ```
 //!
 //! With a margin nothing is earned by being surer than it takes: a policy that has learned the style has no reason to go on to what only the
-//! model takes for it. The length keeps an answer from growing, or from shrinking to a phrase. An answer that is blank scores 0. A run without
+//! model takes for it. A penalty comes on top of what its class costs as a rival: it never raises a total. The length keeps an answer from growing, or from shrinking to a phrase. An answer that is blank scores 0. A run without
 //! a style model, a model that gives no answer, and a class that the model does not know are rejections, never a score.
 //!
 //! Components: `target`, `rival`, `penalty`, `length`, and `class_0`, `class_1` and so on, the model's distribution in its order.
@@ -66,9 +66,8 @@ impl StyleScorer for Style {
         })?;
         self.check(&classes)?;
         let (target, penalty) = (sum(&self.targets, &classes), sum(&self.penalties, &classes));
-        let is_rival = |class: &&StyleProbability| {
-            weight(&self.targets, &class.label).or_else(|| weight(&self.penalties, &class.label)).is_none()
-        };
+        // A class with a penalty too: were it none, naming it would cost it less than its place as rival does.
+        let is_rival = |class: &&StyleProbability| weight(&self.targets, &class.label).is_none();
         let rival = classes.iter().filter(is_rival).map(|class| class.probability).fold(0.0, f64::max);
         let style = match self.margin > 0.0 {
             true => (0.5 + (target - rival) / (2.0 * self.margin)).max(0.0),

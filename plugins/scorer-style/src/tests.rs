@@ -51,6 +51,31 @@ fn penalties_are_taken_off_and_no_total_is_below_0() {
     assert_near(total(&[("penalties", r#"["诚实=10"]"#)], "冷水洗。"), 0.0);
 }
 
+/// Keeps away: a class that is penalised and no rival any more, so that it pays more than a class that nobody named.
+#[test]
+fn a_penalty_never_raises_a_total() {
+    let of = |penalties: &str, margin: &str, model: [(&str, f64); 3]| {
+        let pairs = [("targets", r#"["诚实"]"#), ("penalties", penalties), ("margin", margin)];
+        let style = Style::new(&Settings::from_pairs(pairs)).unwrap();
+        style.score(&dialogue("这个我不确定。"), &style_model(model)).unwrap().total
+    };
+    for (honest, sales) in (0..=8).flat_map(|honest| (0..=8 - honest).map(move |sales| (honest, sales))) {
+        let share = |eighths: i32| f64::from(eighths) / 8.0;
+        let model = [("诚实", share(honest)), ("售前", share(sales)), ("有帮助", share(8 - honest - sales))];
+        for margin in ["0", "0.25", "0.5", "1"] {
+            let without = of("[]", margin, model);
+            for penalty in [r#"["售前=0.5"]"#, r#"["售前=2"]"#, r#"["售前=0.1", "有帮助"]"#] {
+                let with = of(penalty, margin, model);
+                assert!(with <= without, "{model:?}, margin {margin}, {penalty}: {with} is more than {without}");
+            }
+        }
+    }
+    // The same distribution with the rival named otherwise: what is penalised must not pay more.
+    let pitch = of(r#"["售前=0.5"]"#, "0.5", [("诚实", 0.34), ("售前", 0.6), ("有帮助", 0.06)]);
+    let help = of(r#"["售前=0.5"]"#, "0.5", [("诚实", 0.34), ("售前", 0.06), ("有帮助", 0.6)]);
+    assert!(pitch < help, "{pitch} for a pitch, {help} for help");
+}
+
 #[test]
 fn an_answer_of_the_wrong_length_counts_less() {
     assert_near(total(&[("min_chars", "8")], "冷水洗。"), 0.3);
