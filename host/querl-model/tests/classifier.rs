@@ -4,12 +4,12 @@
 
 use querl_core::config::BaseDtype;
 use querl_model::classifier::{
-    BatchDone, BatchLimits, Batcher, Classifier, ClassifierTokenizer, Labels, NotTaken, Tuning,
+    Asker, BatchDone, BatchLimits, Batcher, Classified, Classifier, ClassifierTokenizer, Labels, NotTaken, PART, Tuning,
 };
 use querl_model::{LoraSettings, Pass, Weights, is_adapter};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 const DTYPE: BaseDtype = BaseDtype::F32;
@@ -111,7 +111,7 @@ fn what_is_no_classifier_is_told() {
         Err(error) => error.to_string(),
     };
     let found = error(&golden("decoders/qwen2-tied"));
-    assert!(found.contains("`id2label`") || found.contains("no tensor `score.weight` there"), "{found}");
+    assert!(found.contains("no `id2label` there; a classifier names its classes"), "{found}");
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(golden("classifiers/qwen2").join(file), folder.path().join(file)).unwrap();
@@ -277,22 +277,110 @@ fn where_too_many_wait_texts_are_turned_away() {
     let (classifier, tokenizer) = small();
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(1, 1), Box::new(|_| ()));
     std::thread::spawn(|| worker.run());
-    // The first answer holds the classifier's thread up until it is told to go on.
+    let go_on = hold_up(&batcher);
+    batcher.submit(&["二"], Heard::nobody()).unwrap();
+    let refused = batcher.submit(&["三"], Heard::nobody()).unwrap_err();
+    assert!(matches!(refused, NotTaken::Busy { n_waiting: 1 }), "{refused}");
+    // Turned away before its tokens are counted: a text without any is not even looked at.
+    assert!(matches!(batcher.submit(&[""], Heard::nobody()).unwrap_err(), NotTaken::Busy { .. }));
+    go_on.send(()).unwrap();
+    until_idle(&batcher);
+    assert!(matches!(batcher.submit(&[""], Heard::nobody()).unwrap_err(), NotTaken::Text(_)));
+    assert_eq!(batcher.n_waiting(), 0, "what is refused gives its room back");
+    assert_eq!(batcher.ask(&["四"]).map(|found| found.len()), Ok(1));
+}
+
+/// Somebody who hears the number of logits, and is there or not.
+struct Heard {
+    is_waiting: bool,
+    hear: Box<dyn FnOnce(usize) + Send>,
+}
+
+impl Heard {
+    fn by(hear: impl FnOnce(usize) + Send + 'static) -> Box<dyn Asker> {
+        Box::new(Self { is_waiting: true, hear: Box::new(hear) })
+    }
+
+    fn nobody() -> Box<dyn Asker> {
+        Self::by(|_| ())
+    }
+}
+
+impl Asker for Heard {
+    fn is_waiting(&self) -> bool {
+        self.is_waiting
+    }
+
+    fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>) {
+        (self.hear)(found.unwrap().len());
+    }
+}
+
+/// Has the classifier's thread stand until it is told to go on.
+fn hold_up(batcher: &Batcher) -> Sender<()> {
     let (go_on, held) = channel::<()>();
     let (began, begun) = channel();
-    let answer = Box::new(move |_| {
+    let answer = Heard::by(move |_| {
         began.send(()).unwrap();
         held.recv().unwrap();
     });
     batcher.submit(&["一"], answer).unwrap();
     begun.recv().unwrap();
-    batcher.submit(&["二"], Box::new(|_| ())).unwrap();
-    let refused = batcher.submit(&["三"], Box::new(|_| ())).unwrap_err();
-    assert!(matches!(refused, NotTaken::Busy { n_waiting: 1 }), "{refused}");
-    assert!(matches!(batcher.submit(&[""], Box::new(|_| ())).unwrap_err(), NotTaken::Text(_)));
-    go_on.send(()).unwrap();
+    go_on
+}
+
+fn until_idle(batcher: &Batcher) {
     while batcher.n_waiting() > 0 {
         std::thread::yield_now();
     }
-    assert_eq!(batcher.ask(&["四"]).map(|found| found.len()), Ok(1));
+}
+
+fn with_batches(max_texts: usize) -> (Batcher, Arc<Mutex<Vec<(usize, usize)>>>) {
+    let (classifier, tokenizer) = small();
+    let done = Arc::new(Mutex::new(Vec::new()));
+    let seen = done.clone();
+    let observer = Box::new(move |batch: BatchDone| seen.lock().unwrap().push((batch.n_requests, batch.n_texts)));
+    let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(max_texts, 1000), observer);
+    std::thread::spawn(|| worker.run());
+    (batcher, done)
+}
+
+/// Keeps away: a server that works off what its clients gave up long ago, and so is late for those who still wait.
+#[test]
+fn what_nobody_waits_for_any_more_is_passed_over() {
+    let (batcher, done) = with_batches(8);
+    let go_on = hold_up(&batcher);
+    let gone = Heard { is_waiting: false, hear: Box::new(|_| panic!("nobody was there")) };
+    batcher.submit(&["二", "三", "四"], Box::new(gone)).unwrap();
+    let (heard, hears) = channel();
+    batcher.submit(&["五"], Heard::by(move |n| heard.send(n).unwrap())).unwrap();
+    assert_eq!(batcher.n_waiting(), 4);
+    go_on.send(()).unwrap();
+    assert_eq!(hears.recv().unwrap(), 1);
+    until_idle(&batcher);
+    assert_eq!(*done.lock().unwrap(), [(1, 1), (1, 1)]);
+}
+
+#[test]
+fn a_short_request_has_its_turn_between_two_parts_of_a_long_one() {
+    let (batcher, done) = with_batches(8);
+    let go_on = hold_up(&batcher);
+    let (heard, hears) = channel();
+    let (long, short) = (heard.clone(), heard);
+    batcher.submit(&["长"; 3 * PART], Heard::by(move |n| long.send(n).unwrap())).unwrap();
+    batcher.submit(&["短"], Heard::by(move |n| short.send(n).unwrap())).unwrap();
+    go_on.send(()).unwrap();
+    assert_eq!((hears.recv().unwrap(), hears.recv().unwrap()), (1, 3 * PART));
+    assert_eq!(*done.lock().unwrap(), [(1, 1), (1, PART), (2, 1 + PART), (1, PART)]);
+}
+
+#[test]
+fn who_asks_a_worker_that_has_ended_is_told() {
+    let (classifier, tokenizer) = small();
+    let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(8, 8), Box::new(|_| ()));
+    assert!(batcher.is_alive());
+    drop(worker);
+    assert!(!batcher.is_alive());
+    assert_eq!(batcher.ask(&["一"]).unwrap_err(), "the classifier has ended");
+    assert_eq!(batcher.n_waiting(), 0);
 }

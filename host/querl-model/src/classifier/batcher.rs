@@ -2,16 +2,21 @@
 
 use super::{Classifier, ClassifierTokenizer, Encoded, Labels};
 use crate::ModelError;
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+
+/// Texts of one request that are looked at in one go, whatever else goes together: a list of an ordinary size has no need to be parted.
+pub const PART: usize = 32;
 
 /// How much goes together, and how much may wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchLimits {
-    /// Texts that are taken together; with 1 every request has passes of its own. A request with more of them is not parted.
+    /// Texts that are taken together; with 1 every request has passes of its own. A request with more of them, and more than [`PART`], is
+    /// looked at in parts, and others' texts have their turn between two of them.
     pub max_texts: usize,
     /// Most tokens of one pass.
     pub tokens_per_pass: usize,
@@ -33,9 +38,9 @@ pub struct Classified {
 /// What was done in one go.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchDone {
-    /// Requests that were answered.
+    /// Requests that had a text in it.
     pub n_requests: usize,
-    /// Their texts.
+    /// Texts.
     pub n_texts: usize,
     /// Time of the model.
     pub elapsed: Duration,
@@ -58,23 +63,33 @@ pub enum NotTaken {
     Ended,
 }
 
-/// Hears the result of a request's texts, in their order; an error is a sentence.
-pub type Answer = Box<dyn FnOnce(Result<Vec<Classified>, String>) + Send>;
+/// Who waits for the texts of a request.
+pub trait Asker: Send {
+    /// False once nobody waits any more: texts that were not looked at by then are passed over.
+    fn is_waiting(&self) -> bool;
+
+    /// Hears the result of the texts, in their order, from the classifier's thread; an error is a sentence.
+    fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>);
+}
 
 /// Hears of every batch.
 pub type BatchObserver = Box<dyn Fn(BatchDone) + Send>;
 
+/// A request under way.
 struct Asked {
     texts: Vec<Encoded>,
-    answer: Answer,
+    /// Of the first texts.
+    found: Vec<Classified>,
+    asker: Box<dyn Asker>,
 }
 
-/// Hands texts of many callers to one thread, which classifies whatever waits when it is free. Nobody is waited for: a text that comes alone is answered at once, and texts that
-/// come while a pass is under way share the next. What is found of a text does not depend on the others.
+/// Hands texts of many callers to one thread, which classifies whatever waits when it is free. Nobody is waited for: a text that comes alone
+/// is answered at once, and texts that come while a pass is under way share the next. What is found of a text does not depend on the others.
 pub struct Batcher {
     sender: Sender<Asked>,
     n_waiting: Arc<AtomicUsize>,
-    tokenizer: ClassifierTokenizer,
+    worker: Weak<()>,
+    tokenizer: Arc<ClassifierTokenizer>,
     labels: Labels,
     limits: BatchLimits,
 }
@@ -83,16 +98,17 @@ impl Batcher {
     /// The two sides: who hands texts over, and who classifies them on whatever thread it is run. That thread should be the one that called
     /// [`set_threads`](crate::set_threads): it takes its part in the work then.
     pub fn new(
-        classifier: Classifier,
-        tokenizer: ClassifierTokenizer,
+        classifier: impl Into<Arc<Classifier>>,
+        tokenizer: impl Into<Arc<ClassifierTokenizer>>,
         limits: BatchLimits,
         observer: BatchObserver,
     ) -> (Self, BatchWorker) {
         let (sender, receiver) = channel();
-        let n_waiting = Arc::new(AtomicUsize::new(0));
-        let labels = classifier.labels().clone();
-        let worker = BatchWorker { classifier, receiver, limits, n_waiting: n_waiting.clone(), observer };
-        (Self { sender, n_waiting, tokenizer, labels, limits }, worker)
+        let (classifier, tokenizer) = (classifier.into(), tokenizer.into());
+        let (n_waiting, sign_of_life) = (Arc::new(AtomicUsize::new(0)), Arc::new(()));
+        let (labels, worker) = (classifier.labels().clone(), Arc::downgrade(&sign_of_life));
+        let batcher = Self { sender, n_waiting: n_waiting.clone(), worker, tokenizer, labels, limits };
+        (batcher, BatchWorker { classifier, receiver, limits, n_waiting, observer, _sign_of_life: sign_of_life })
     }
 
     /// Names of the classes.
@@ -105,22 +121,33 @@ impl Batcher {
         self.n_waiting.load(Ordering::Relaxed)
     }
 
-    /// Hands texts over; `answer` is called from the classifier's thread.
+    /// False once the worker has ended: it never answers again.
+    pub fn is_alive(&self) -> bool {
+        self.worker.strong_count() > 0
+    }
+
+    /// Hands texts over. Room is taken before their tokens are counted, so that a request that is turned away costs nothing; counting them is
+    /// the caller's work, and may take a while for long texts.
     ///
     /// # Errors
-    /// Too many wait, or a text has no token; `answer` is dropped then.
-    pub fn submit(&self, texts: &[&str], answer: Answer) -> Result<(), NotTaken> {
-        let encoded = texts.iter().map(|text| self.tokenizer.encode(text)).collect::<Result<Vec<_>, _>>()?;
-        let n_waiting = self.n_waiting.fetch_add(encoded.len(), Ordering::Relaxed);
-        let given_back = |error| {
+    /// Too many wait, or a text has no token; `asker` is dropped then.
+    pub fn submit(&self, texts: &[&str], asker: Box<dyn Asker>) -> Result<(), NotTaken> {
+        let n_waiting = self.n_waiting.fetch_add(texts.len(), Ordering::Relaxed);
+        let taken = self.take(n_waiting, texts, asker);
+        if taken.is_err() {
             self.n_waiting.fetch_sub(texts.len(), Ordering::Relaxed);
-            Err(error)
-        };
-        // What comes to an idle classifier is taken whatever its size.
-        if n_waiting > 0 && n_waiting + encoded.len() > self.limits.max_waiting {
-            return given_back(NotTaken::Busy { n_waiting });
         }
-        self.sender.send(Asked { texts: encoded, answer }).or_else(|_| given_back(NotTaken::Ended))
+        taken
+    }
+
+    fn take(&self, n_waiting: usize, texts: &[&str], asker: Box<dyn Asker>) -> Result<(), NotTaken> {
+        // What comes to an idle classifier is taken whatever its size.
+        if n_waiting > 0 && n_waiting + texts.len() > self.limits.max_waiting {
+            return Err(NotTaken::Busy { n_waiting });
+        }
+        let texts = texts.iter().map(|text| self.tokenizer.encode(text)).collect::<Result<Vec<_>, _>>()?;
+        let asked = Asked { found: Vec::with_capacity(texts.len()), texts, asker };
+        self.sender.send(asked).map_err(|_| NotTaken::Ended)
     }
 
     /// Classifies texts and waits for it.
@@ -129,62 +156,131 @@ impl Batcher {
     /// As [`Batcher::submit`], or the model failed; a sentence.
     pub fn ask(&self, texts: &[&str]) -> Result<Vec<Classified>, String> {
         let (sender, receiver) = channel();
-        let answer: Answer = Box::new(move |found| drop(sender.send(found)));
-        self.submit(texts, answer).map_err(|error| error.to_string())?;
+        self.submit(texts, Box::new(Patient(sender))).map_err(|error| error.to_string())?;
         receiver.recv().unwrap_or_else(|_| Err(NotTaken::Ended.to_string()))
+    }
+}
+
+/// A caller that stays until it has its answer.
+struct Patient(Sender<Result<Vec<Classified>, String>>);
+
+impl Asker for Patient {
+    fn is_waiting(&self) -> bool {
+        true
+    }
+
+    fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>) {
+        // Only a panic of the caller takes the other end away.
+        let _ = self.0.send(found);
     }
 }
 
 /// The side that classifies.
 pub struct BatchWorker {
-    classifier: Classifier,
+    classifier: Arc<Classifier>,
     receiver: Receiver<Asked>,
     limits: BatchLimits,
     n_waiting: Arc<AtomicUsize>,
     observer: BatchObserver,
+    _sign_of_life: Arc<()>,
 }
 
 impl BatchWorker {
     /// Classifies until the [`Batcher`] is dropped and all its requests are answered.
     pub fn run(self) {
-        while let Ok(first) = self.receiver.recv() {
-            let mut requests = vec![first];
-            let mut n_texts = requests[0].texts.len();
-            while n_texts < self.limits.max_texts {
-                let Ok(next) = self.receiver.try_recv() else { break };
-                n_texts += next.texts.len();
-                requests.push(next);
+        let mut waiting = VecDeque::new();
+        loop {
+            if waiting.is_empty() {
+                let Ok(first) = self.receiver.recv() else { return };
+                waiting.push_back(first);
             }
-            let (started, n_requests) = (Instant::now(), requests.len());
-            let found = classify(&self.classifier, &requests.iter().collect::<Vec<_>>(), self.limits);
-            let elapsed = started.elapsed();
-            self.n_waiting.fetch_sub(n_texts, Ordering::Relaxed);
-            // Before the answers: who has one finds its batch in the figures.
-            (self.observer)(BatchDone { n_requests, n_texts, elapsed });
-            match found {
-                Ok(found) => requests.into_iter().zip(found).for_each(|(asked, found)| (asked.answer)(Ok(found))),
-                // What one text does to a pass must not be the others' fault.
-                Err(_) => requests.into_iter().for_each(|asked| self.answer_alone(asked)),
+            waiting.extend(self.receiver.try_iter());
+            let parts = self.next(&mut waiting);
+            if !parts.is_empty() {
+                self.look_at(parts, &mut waiting);
             }
         }
     }
 
-    fn answer_alone(&self, asked: Asked) {
-        let alone = classify(&self.classifier, &[&asked], self.limits);
-        (asked.answer)(alone.map(|found| found.into_iter().flatten().collect()));
+    /// Requests that are next, with the number of their texts that are. Those that nobody waits for are dropped.
+    fn next(&self, waiting: &mut VecDeque<Asked>) -> Vec<(Asked, usize)> {
+        let (mut parts, mut n_texts) = (Vec::new(), 0);
+        while let Some(asked) = waiting.pop_front() {
+            let n_left = asked.texts.len() - asked.found.len();
+            if !asked.asker.is_waiting() {
+                self.n_waiting.fetch_sub(n_left, Ordering::Relaxed);
+                continue;
+            }
+            let n = n_left.min(self.limits.max_texts.max(PART));
+            n_texts += n;
+            parts.push((asked, n));
+            if n_texts >= self.limits.max_texts {
+                break;
+            }
+        }
+        parts
+    }
+
+    fn look_at(&self, parts: Vec<(Asked, usize)>, waiting: &mut VecDeque<Asked>) {
+        let (started, n_requests) = (Instant::now(), parts.len());
+        let texts: Vec<&[Encoded]> = parts.iter().map(|(asked, n)| next_texts(asked, *n)).collect();
+        let n_texts = texts.iter().map(|texts| texts.len()).sum();
+        let found = self.classify(&texts);
+        let elapsed = started.elapsed();
+        self.n_waiting.fetch_sub(n_texts, Ordering::Relaxed);
+        // Before the answers: who has one finds its batch in the figures.
+        (self.observer)(BatchDone { n_requests, n_texts, elapsed });
+        // The rest of a long request goes behind what came while its first part was looked at.
+        waiting.extend(self.receiver.try_iter());
+        match found {
+            Ok(found) => {
+                for (part, found) in parts.into_iter().zip(found) {
+                    self.go_on(part, Ok(found), waiting);
+                }
+            }
+            // What one text does to a pass must not be the others' fault.
+            Err(_) => {
+                for (asked, n) in parts {
+                    let alone = self.classify(&[next_texts(&asked, n)]);
+                    self.go_on((asked, n), alone.map(|found| found.into_iter().flatten().collect()), waiting);
+                }
+            }
+        }
+    }
+
+    /// Answers a request, or has it wait for the turn of its next part.
+    fn go_on(&self, part: (Asked, usize), found: Result<Vec<Classified>, String>, waiting: &mut VecDeque<Asked>) {
+        let (mut asked, n) = part;
+        match found {
+            Ok(found) => {
+                asked.found.extend(found);
+                match asked.found.len() == asked.texts.len() {
+                    true => asked.asker.hear(Ok(asked.found)),
+                    false => waiting.push_back(asked),
+                }
+            }
+            Err(problem) => {
+                let n_never = asked.texts.len() - asked.found.len() - n;
+                self.n_waiting.fetch_sub(n_never, Ordering::Relaxed);
+                asked.asker.hear(Err(problem));
+            }
+        }
+    }
+
+    /// By request, then by text.
+    fn classify(&self, requests: &[&[Encoded]]) -> Result<Vec<Vec<Classified>>, String> {
+        let ids: Vec<&[u32]> = requests.iter().copied().flatten().map(|encoded| encoded.ids.as_slice()).collect();
+        let pass = || self.classifier.logits_of_all(&ids, self.limits.tokens_per_pass);
+        let found = catch_unwind(AssertUnwindSafe(pass)).map_err(|_| "the classifier panicked".to_owned())?;
+        let mut logits = found.map_err(|error| error.to_string())?.into_iter();
+        let mut one = |encoded: &Encoded| {
+            let logits = logits.next().expect("a row for each text");
+            Classified { logits, n_tokens: encoded.ids.len(), n_left_out: encoded.n_left_out }
+        };
+        Ok(requests.iter().map(|texts| texts.iter().map(&mut one).collect()).collect())
     }
 }
 
-/// By request, then by text.
-fn classify(classifier: &Classifier, requests: &[&Asked], limits: BatchLimits) -> Result<Vec<Vec<Classified>>, String> {
-    let ids: Vec<&[u32]> =
-        requests.iter().flat_map(|asked| &asked.texts).map(|encoded| encoded.ids.as_slice()).collect();
-    let pass = || classifier.logits_of_all(&ids, limits.tokens_per_pass);
-    let found = catch_unwind(AssertUnwindSafe(pass)).map_err(|_| "the classifier panicked".to_owned())?;
-    let mut logits = found.map_err(|error| error.to_string())?.into_iter();
-    let mut one = |encoded: &Encoded| {
-        let logits = logits.next().expect("a row for each text");
-        Classified { logits, n_tokens: encoded.ids.len(), n_left_out: encoded.n_left_out }
-    };
-    Ok(requests.iter().map(|asked| asked.texts.iter().map(&mut one).collect()).collect())
+fn next_texts(asked: &Asked, n: usize) -> &[Encoded] {
+    &asked.texts[asked.found.len()..][..n]
 }

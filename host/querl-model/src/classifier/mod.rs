@@ -9,7 +9,7 @@ mod files;
 mod labels;
 mod tokens;
 
-pub use batcher::{Answer, BatchDone, BatchLimits, BatchObserver, BatchWorker, Batcher, Classified, NotTaken};
+pub use batcher::{Asker, BatchDone, BatchLimits, BatchObserver, BatchWorker, Batcher, Classified, NotTaken, PART};
 pub use labels::Labels;
 pub use tokens::{ClassifierTokenizer, Encoded};
 
