@@ -9,6 +9,4 @@ mod style;
 
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, ServeError, general_rag};
 pub use server::{ServerLimits, serve};
-pub use style::{
-    ClassifiedText, NotAccepted, OnClassified, StyleOptions, StylePrediction, StyleService, TextClassifier,
-};
+pub use style::{ClassifiedText, NotAccepted, StyleOptions, StylePrediction, StyleService, TextClassifier, Waiting};

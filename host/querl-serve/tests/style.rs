@@ -2,10 +2,11 @@
 #![allow(clippy::unwrap_used)]
 
 use querl_serve::{
-    ClassifiedText, NotAccepted, OnClassified, ServerLimits, StyleOptions, StyleService, TextClassifier, serve,
+    ClassifiedText, NotAccepted, ServerLimits, StyleOptions, StyleService, TextClassifier, Waiting, serve,
 };
 use reqwest::{Client, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,7 +15,8 @@ use std::time::Duration;
 struct ByLength {
     classes: Vec<String>,
     english: Vec<String>,
-    unanswered: Mutex<Vec<OnClassified>>,
+    unanswered: Mutex<Vec<Box<dyn Waiting>>>,
+    has_ended: AtomicBool,
 }
 
 impl ByLength {
@@ -23,7 +25,7 @@ impl ByLength {
         Arc::new(Self {
             classes: names(["售前", "售后", "诚实"]),
             english: names(["sales_oriented", "after_sales", "honesty"]),
-            unanswered: Mutex::default(),
+            ..Self::default()
         })
     }
 }
@@ -37,14 +39,19 @@ fn classified(text: &str) -> ClassifiedText {
 }
 
 impl TextClassifier for ByLength {
-    fn submit(&self, texts: &[&str], answer: OnClassified) -> Result<(), NotAccepted> {
+    fn submit(&self, texts: &[&str], waiting: Box<dyn Waiting>) -> Result<(), NotAccepted> {
         match texts[0] {
             "busy" => return Err(NotAccepted::Busy("9 texts wait already; ask again later".into())),
-            "broken" => answer(Err("/secret/path: damaged".into())),
-            text if text.starts_with("slow") => self.unanswered.lock().unwrap().push(answer),
-            _ => answer(Ok(texts.iter().map(|text| classified(text)).collect())),
+            "broken" => waiting.hear(Err("/secret/path: damaged".into())),
+            "panics" => panic!("as a tokenizer may"),
+            text if text.starts_with("slow") => self.unanswered.lock().unwrap().push(waiting),
+            _ => waiting.hear(Ok(texts.iter().map(|text| classified(text)).collect())),
         }
         Ok(())
+    }
+
+    fn is_alive(&self) -> bool {
+        !self.has_ended.load(Ordering::Relaxed)
     }
 
     fn classes(&self) -> &[String] {
@@ -145,6 +152,10 @@ async fn a_text_is_answered_in_the_form_in_which_it_was_asked() {
         assert_eq!((&found["object"], &found["model"]), (&json!("list"), &json!("mine")));
         assert_eq!(found["usage"]["prompt_tokens"], 4);
         assert!(found["id"].as_str().unwrap().starts_with("classify-"), "{found}");
+        for key in ["use_activation", "activation"] {
+            let raw = server.asked(path, json!({"input": "好的吧", key: false})).await.1;
+            assert_eq!((&raw["data"][0]["probs"][2], &raw["data"][0]["label"]), (&json!(0.75f64.ln()), &json!("诚实")));
+        }
     }
 }
 
@@ -182,14 +193,25 @@ async fn what_cannot_be_served_is_told_in_a_sentence() {
         (json!({"text": "busy"}), 429, "9 texts wait already"),
         (json!({"text": "broken"}), 500, "the model failed; the server's log says why"),
         (json!({"text": "slow"}), 503, "no answer within 200ms"),
+        (json!({"text": "panics"}), 500, "the tokenizer failed on a text"),
+        (json!({"text": "a", "raw_scores": 7}), 422, "expected a boolean"),
     ];
     for (body, status, sentence) in cases {
         let (found, answer) = server.asked("/predict", body.clone()).await;
         let message = answer["error"].as_str().unwrap();
         assert!(found.as_u16() == status && message.contains(sentence), "{body}: {found}, {answer}");
     }
+    // As text-embeddings-inference names them.
+    for (text, kind) in [("", "Validation"), ("busy", "Overloaded"), ("broken", "Backend"), ("slow", "Unhealthy")] {
+        assert_eq!(server.asked("/predict", json!({"text": text})).await.1["error_type"], kind);
+    }
     let (status, body) = server.asked("/classify", json!({"input": [1, 2]})).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (422, &json!(422)));
+    for request in [server.post("/classify"), server.post("/classify").json(&json!({"text": "a"}))] {
+        let (status, body) = answer(request).await;
+        let expected = json!("no text there; expected {\"input\": ...}, a text or a list of texts");
+        assert_eq!((status.as_u16(), &body["error"]["message"]), (422, &expected));
+    }
     let no_body = answer(server.post("/predict")).await;
     assert!(
         no_body.0.as_u16() == 422 && no_body.1["error"].as_str().unwrap().starts_with("no text there"),
@@ -197,10 +219,44 @@ async fn what_cannot_be_served_is_told_in_a_sentence() {
     );
     let no_json = answer(server.post("/predict").header("content-type", "application/json").body("{")).await;
     assert_eq!(no_json.0.as_u16(), 400);
+    let sentence = no_json.1["error"].as_str().unwrap();
+    assert!(sentence.starts_with("the body is not what was expected: EOF while parsing"), "{sentence}");
     let no_type = answer(server.post("/predict").body("{}")).await;
     assert_eq!(no_type.0.as_u16(), 415);
+    let expected = "the body is not said to be JSON; send `Content-Type: application/json`";
+    assert_eq!(no_type.1["error"], expected);
     assert_eq!(server.get("/predict").await.0.as_u16(), 405);
     assert_eq!(server.get("/nowhere").await.0.as_u16(), 404);
+}
+
+#[tokio::test]
+async fn a_classifier_that_has_ended_is_not_ready() {
+    let server = Server::start(|_| ()).await;
+    let classifier = ByLength::new();
+    server.service.set_ready(classifier.clone());
+    assert_eq!(server.get("/ready").await.0, StatusCode::OK);
+    classifier.has_ended.store(true, Ordering::Relaxed);
+    assert_eq!(server.get("/ready").await.0, StatusCode::SERVICE_UNAVAILABLE);
+    let (status, body) = server.asked("/predict", json!({"text": "好"})).await;
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(body["error"], "the classifier has ended, and the server with it; its log says why");
+}
+
+#[tokio::test]
+async fn a_client_that_has_left_is_not_there() {
+    let server = Server::start(|options| options.answer_timeout = Duration::from_secs(60)).await;
+    let classifier = ByLength::new();
+    server.service.set_ready(classifier.clone());
+    let request = server.post("/predict").json(&json!({"text": "slow"})).send();
+    assert!(tokio::time::timeout(Duration::from_millis(300), request).await.is_err(), "it is never answered");
+    let is_there = || classifier.unanswered.lock().unwrap().iter().any(|waiting| waiting.is_there());
+    for _ in 0..200 {
+        if !is_there() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!((classifier.unanswered.lock().unwrap().len(), is_there()), (1, false));
 }
 
 #[tokio::test]

@@ -98,8 +98,9 @@ fn probabilities_of(text: &ClassifiedText) -> &[f64] {
     &text.probabilities
 }
 
-/// The answer of `/classify`.
+/// The answer of `/classify`; `probs` holds logits where the client wants them as they are.
 pub(super) fn classify_answer(
+    asked: &Asked,
     classifier: &dyn TextClassifier,
     found: &[ClassifiedText],
     (id, created, model): (&str, u64, &str),
@@ -109,7 +110,7 @@ pub(super) fn classify_answer(
         json!({
             "index": index,
             "label": classifier.classes()[best(&text.probabilities)],
-            "probs": text.probabilities,
+            "probs": if asked.is_raw { &text.scores } else { &text.probabilities },
             "num_classes": text.probabilities.len(),
         })
     };

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `POST /predict?text=...`, `POST /predict {"text": ...}` | the training script's service | `{predicted_label, confidence, probabilities}` |
 //! | `POST /predict {"inputs": ...}` | text-embeddings-inference | `[{label, score}, ...]`, best first; of a batch a list of such lists |
-//! | `POST /classify`, `/v1/classify` `{"input": ...}` | vLLM | `{id, object, created, model, data: [{index, label, probs, num_classes}], usage}` |
+//! | `POST /classify`, `/v1/classify` `{"input": ..., "use_activation": true}` | vLLM | `{id, object, created, model, data: [{index, label, probs, num_classes}], usage}` |
 //! | `GET /health`, `/ready`, `/info`, `/metrics`, `/openapi.json`, `/docs` | | |
 //!
 //! `/health` says that the process is there, `/ready` that the model is. A request that cannot be served has a sentence in `error`: 400 for
@@ -50,8 +50,28 @@ pub struct ClassifiedText {
     pub n_left_out: usize,
 }
 
-/// Hears of a request's texts, in order; an error is a sentence for the log.
-pub type OnClassified = Box<dyn FnOnce(Result<Vec<ClassifiedText>, String>) + Send>;
+/// Who waits for a request's texts.
+pub trait Waiting: Send {
+    /// False once nobody waits any more, because the client has left or it took too long.
+    fn is_there(&self) -> bool;
+
+    /// Hears of the texts, in order; an error is a sentence for the log.
+    fn hear(self: Box<Self>, found: Result<Vec<ClassifiedText>, String>);
+}
+
+/// A request under way: its client's handler waits at the other end.
+struct Handler(oneshot::Sender<Result<Vec<ClassifiedText>, String>>);
+
+impl Waiting for Handler {
+    fn is_there(&self) -> bool {
+        !self.0.is_closed()
+    }
+
+    fn hear(self: Box<Self>, found: Result<Vec<ClassifiedText>, String>) {
+        // Nobody may be there any more.
+        let _ = self.0.send(found);
+    }
+}
 
 /// Why texts are not taken.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,11 +86,15 @@ pub enum NotAccepted {
 
 /// A classifier that others may ask at the same time.
 pub trait TextClassifier: Send + Sync {
-    /// Hands texts over; `answer` is called once, from any thread.
+    /// Hands texts over; who waits hears of them from any thread. It may count tokens, which takes its time: it is not called from a thread
+    /// that others' requests need.
     ///
     /// # Errors
     /// They are not taken.
-    fn submit(&self, texts: &[&str], answer: OnClassified) -> Result<(), NotAccepted>;
+    fn submit(&self, texts: &[&str], waiting: Box<dyn Waiting>) -> Result<(), NotAccepted>;
+
+    /// False once it will never answer again.
+    fn is_alive(&self) -> bool;
 
     /// Names of the classes, by id.
     fn classes(&self) -> &[String];
@@ -151,20 +175,28 @@ impl StyleService {
     }
 
     fn classifier(&self) -> Result<&Arc<dyn TextClassifier>, Refusal> {
-        self.classifier.get().ok_or_else(|| {
-            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the model is being loaded; ask again in a moment")
-        })
+        let unavailable = |what: &str| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, what);
+        let loaded = self.classifier.get();
+        let loaded = loaded.ok_or_else(|| unavailable("the model is being loaded; ask again in a moment"))?;
+        match loaded.is_alive() {
+            true => Ok(loaded),
+            false => Err(unavailable("the classifier has ended, and the server with it; its log says why")),
+        }
     }
 
     /// Classifies the texts of a request.
-    async fn classify(&self, asked: &Asked) -> Result<(Arc<dyn TextClassifier>, Vec<ClassifiedText>), Refusal> {
+    async fn classify(&self, asked: &mut Asked) -> Result<(Arc<dyn TextClassifier>, Vec<ClassifiedText>), Refusal> {
         let classifier = self.classifier()?.clone();
         asked.check(&self.options)?;
         let (sender, receiver) = oneshot::channel();
-        let texts: Vec<&str> = asked.texts.iter().map(String::as_str).collect();
-        // Nobody may be there any more to hear it.
-        let answer: OnClassified = Box::new(move |found| drop(sender.send(found)));
-        classifier.submit(&texts, answer).map_err(Refusal::of)?;
+        let (texts, asks) = (std::mem::take(&mut asked.texts), classifier.clone());
+        // Long texts take a while to be made tokens: none of the threads that answer others does it.
+        let submitting = tokio::task::spawn_blocking(move || {
+            let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+            asks.submit(&texts, Box::new(Handler(sender)))
+        });
+        let panicked = |_| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the tokenizer failed on a text");
+        submitting.await.map_err(panicked)?.map_err(Refusal::of)?;
         let found = tokio::time::timeout(self.options.answer_timeout, receiver).await;
         let found = found.map_err(|_| {
             let what = format!("no answer within {:?}; ask again later", self.options.answer_timeout);
@@ -183,8 +215,8 @@ impl StyleService {
 
 async fn predict(State(service): State<Arc<StyleService>>, request: Request) -> Response {
     let answered = async {
-        let asked = requests::predict(request, &service.options).await?;
-        let (classifier, found) = service.classify(&asked).await?;
+        let mut asked = requests::predict(request, &service.options).await?;
+        let (classifier, found) = service.classify(&mut asked).await?;
         predict_answer(&asked, classifier.as_ref(), &found)
     };
     let is_json = [(header::CONTENT_TYPE, "application/json")];
@@ -193,13 +225,13 @@ async fn predict(State(service): State<Arc<StyleService>>, request: Request) -> 
 
 async fn classify(State(service): State<Arc<StyleService>>, request: Request) -> Response {
     let answered = async {
-        let asked = requests::classify(request, &service.options).await?;
-        let (classifier, found) = service.classify(&asked).await?;
+        let mut asked = requests::classify(request, &service.options).await?;
+        let (classifier, found) = service.classify(&mut asked).await?;
         let number = service.n_classified.fetch_add(1, Ordering::Relaxed);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let id = format!("classify-{:x}-{number:x}", created.as_nanos());
         let model = asked.model.as_deref().unwrap_or(&service.options.model_name);
-        Ok::<_, Refusal>(classify_answer(classifier.as_ref(), &found, (&id, created.as_secs(), model)))
+        Ok::<_, Refusal>(classify_answer(&asked, classifier.as_ref(), &found, (&id, created.as_secs(), model)))
     };
     answered.await.map_or_else(|refusal: Refusal| refusal.answer(Form::OpenAi), |answer| Json(answer).into_response())
 }

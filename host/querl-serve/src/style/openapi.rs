@@ -76,7 +76,7 @@ pub(super) fn document() -> Value {
     }
     json!({
         "openapi": "3.1.0",
-        "info": {"title": "querl rm serve", "version": env!("CARGO_PKG_VERSION"), "description": "A classifier of the style of answers"},
+        "info": {"title": "querl serve", "version": env!("CARGO_PKG_VERSION"), "description": "A classifier of the style of answers"},
         "paths": paths,
         "components": {"schemas": schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
@@ -118,7 +118,10 @@ fn schemas() -> Value {
         },
         "ClassifyRequest": {
             "type": "object", "required": ["input"],
-            "properties": {"model": {"type": "string"}, "input": texts},
+            "properties": {
+                "model": {"type": "string"}, "input": texts,
+                "use_activation": {"type": "boolean", "default": true, "description": "Probabilities; false for logits"},
+            },
         },
         "ClassifyResponse": {
             "type": "object",

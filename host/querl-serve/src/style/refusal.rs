@@ -42,7 +42,10 @@ impl Refusal {
         match reason {
             NotAccepted::Busy(message) => Self::new(StatusCode::TOO_MANY_REQUESTS, message),
             NotAccepted::Text(message) => Self::value(message),
-            NotAccepted::Gone => Self::new(StatusCode::SERVICE_UNAVAILABLE, "the server is stopping"),
+            NotAccepted::Gone => Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the classifier has ended, and the server with it; its log says why",
+            ),
         }
     }
 
@@ -63,14 +66,14 @@ impl Refusal {
     }
 }
 
-/// As text-embeddings-inference sorts them.
+/// As text-embeddings-inference names them; it has no name for a missing key.
 fn plain_type(status: StatusCode) -> &'static str {
     match status {
-        StatusCode::TOO_MANY_REQUESTS => "overloaded",
-        StatusCode::SERVICE_UNAVAILABLE => "unhealthy",
-        StatusCode::INTERNAL_SERVER_ERROR => "backend",
-        StatusCode::UNAUTHORIZED => "unauthorized",
-        _ => "validation",
+        StatusCode::TOO_MANY_REQUESTS => "Overloaded",
+        StatusCode::SERVICE_UNAVAILABLE => "Unhealthy",
+        StatusCode::INTERNAL_SERVER_ERROR => "Backend",
+        StatusCode::UNAUTHORIZED => "Unauthorized",
+        _ => "Validation",
     }
 }
 

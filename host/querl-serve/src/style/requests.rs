@@ -3,6 +3,7 @@
 use super::refusal::Refusal;
 use super::{ClassifiedText, StyleOptions};
 use axum::Json;
+use axum::extract::rejection::JsonRejection;
 use axum::extract::{FromRequest, Query, Request};
 use axum::http::{StatusCode, header};
 use serde::Deserialize;
@@ -113,14 +114,14 @@ pub(super) async fn predict(request: Request, options: &StyleOptions) -> Result<
         let is_english = in_address.get("english").is_some_and(|value| value == "true");
         return Ok(Asked { is_english, ..Asked::new(AnswerForm::Prediction, vec![text]) });
     }
-    let body: PredictBody = read(request, options).await?;
+    let body: PredictBody = read(request, options, PREDICT_BODY).await?;
     let asked = match (body.text, body.inputs) {
         (Some(Value::String(text)), None) => Asked::new(AnswerForm::Prediction, vec![text]),
         (Some(Value::Array(texts)), None) => Asked::new(AnswerForm::Predictions, all_texts("text", texts)?),
         (Some(_), None) => return Err(Refusal::value("`text` is neither a text nor a list of texts")),
         (None, Some(inputs)) => inputs_of(inputs)?,
         (Some(_), Some(_)) => return Err(Refusal::value("both `text` and `inputs`; expected one of them")),
-        (None, None) => return Err(Refusal::value("no text there; expected {\"text\": ...} or {\"inputs\": ...}")),
+        (None, None) => return Err(no_text(PREDICT_BODY)),
     };
     Ok(Asked { is_raw: body.raw_scores, is_english: body.english, is_whole: body.truncate == Some(false), ..asked })
 }
@@ -169,6 +170,9 @@ struct ClassifyBody {
     input: Option<Value>,
     model: Option<String>,
     messages: Option<Value>,
+    /// Older clients call it `activation`.
+    #[serde(alias = "activation")]
+    use_activation: Option<bool>,
 }
 
 /// Reads a request to `/classify`.
@@ -176,7 +180,7 @@ struct ClassifyBody {
 /// # Errors
 /// It cannot be read, or has no texts in `input`.
 pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result<Asked, Refusal> {
-    let body: ClassifyBody = read(request, options).await?;
+    let body: ClassifyBody = read(request, options, CLASSIFY_BODY).await?;
     let texts = match (body.input, body.messages) {
         (Some(Value::String(text)), _) => vec![text],
         (Some(Value::Array(texts)), _) if texts.iter().all(Value::is_string) => all_texts("input", texts)?,
@@ -184,15 +188,28 @@ pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result
             return Err(Refusal::value("`input` is neither a text nor a list of texts; tokens are not taken"));
         }
         (None, Some(_)) => return Err(Refusal::value("`messages` are not taken; expected `input`")),
-        (None, None) => return Err(Refusal::value("no `input` there; expected a text or a list of texts")),
+        (None, None) => return Err(no_text(CLASSIFY_BODY)),
     };
-    Ok(Asked { model: body.model, ..Asked::new(AnswerForm::Classify, texts) })
+    let is_raw = body.use_activation == Some(false);
+    Ok(Asked { model: body.model, is_raw, ..Asked::new(AnswerForm::Classify, texts) })
 }
 
-async fn read<T: serde::de::DeserializeOwned>(request: Request, options: &StyleOptions) -> Result<T, Refusal> {
+/// What a body may be, for whoever sends none.
+const PREDICT_BODY: &str = "{\"text\": ...} or {\"inputs\": ...}";
+const CLASSIFY_BODY: &str = "{\"input\": ...}, a text or a list of texts";
+
+fn no_text(expected: &str) -> Refusal {
+    Refusal::value(format!("no text there; expected {expected}"))
+}
+
+async fn read<T: serde::de::DeserializeOwned>(
+    request: Request,
+    options: &StyleOptions,
+    expected: &str,
+) -> Result<T, Refusal> {
     let has_body = request.headers().get(header::CONTENT_LENGTH).is_none_or(|length| length != "0");
     if !has_body || !has_type(&request) && is_without_body(&request) {
-        return Err(Refusal::value("no text there; expected {\"text\": ...} or {\"inputs\": ...}"));
+        return Err(no_text(expected));
     }
     let body = tokio::time::timeout(options.body_timeout, Json::<T>::from_request(request, &())).await;
     let late = |_| {
@@ -202,9 +219,21 @@ async fn read<T: serde::de::DeserializeOwned>(request: Request, options: &StyleO
         StatusCode::PAYLOAD_TOO_LARGE => {
             Refusal::too_large(format!("the body is larger than {} bytes", options.max_body_bytes))
         }
-        status => Refusal::new(status, rejection.body_text()),
+        StatusCode::UNSUPPORTED_MEDIA_TYPE => {
+            Refusal::new(rejection.status(), "the body is not said to be JSON; send `Content-Type: application/json`")
+        }
+        status => Refusal::new(status, format!("{}; expected {expected}", reason_of(&rejection))),
     })?;
     Ok(body)
+}
+
+/// Why a body cannot be read, in the words of the innermost cause: the outer ones name types of this program.
+fn reason_of(rejection: &JsonRejection) -> String {
+    let mut cause: &dyn std::error::Error = rejection;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    format!("the body is not what was expected: {cause}")
 }
 
 fn has_type(request: &Request) -> bool {
