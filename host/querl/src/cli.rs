@@ -1,6 +1,6 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, rm, run, watch};
+use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, rm, run, serve, watch};
 use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
@@ -55,6 +55,8 @@ pub enum Command {
     /// Makes, tests, packs and looks at plugins
     #[command(subcommand)]
     Plugin(plugin::PluginCommand),
+    /// Offers the style model of a folder or of a run over HTTP, as `querl rm serve` does
+    Serve(serve::ServeArgs),
     /// Offers retrieval as a service, or looks at one
     #[command(subcommand)]
     Rag(rag::RagCommand),

@@ -77,6 +77,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Data(command) => commands::data::run(&command),
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
+        Command::Serve(args) => commands::serve::run(&args),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
         Command::Rm(command) => commands::rm::run(&command),

@@ -11,4 +11,5 @@ pub mod rag;
 pub mod report;
 pub mod rm;
 pub mod run;
+pub mod serve;
 pub mod watch;

@@ -5,6 +5,7 @@ mod distill;
 mod eval;
 mod fitting;
 mod folds;
+mod lines;
 mod measured;
 mod model;
 mod names;
@@ -16,6 +17,7 @@ mod teacher;
 mod train;
 
 pub(crate) use model::{ModelArgs, OpenModel};
+pub(crate) use serve::{ServeOptions, run as serve};
 
 use clap::Subcommand;
 
@@ -26,7 +28,7 @@ pub enum RmCommand {
     Train(Box<train::TrainArgs>),
     /// Measure a classifier on labelled dialogues
     Eval(eval::EvalArgs),
-    /// Say the style of a text, of a file's dialogues, or of lines on stdin
+    /// Say the style of a text, of a file's dialogues, or of those on stdin
     Predict(predict::PredictArgs),
     /// Train a small classifier on what a large one says of dialogues without labels
     Distill(Box<distill::DistillArgs>),
@@ -44,7 +46,7 @@ pub fn run(command: &RmCommand) -> anyhow::Result<()> {
         RmCommand::Eval(args) => eval::run(args),
         RmCommand::Predict(args) => predict::run(args),
         RmCommand::Distill(args) => distill::run(args),
-        RmCommand::Serve(args) => serve::run(args),
+        RmCommand::Serve(args) => serve::run(&args.model, &args.options),
     }
 }
 

@@ -3,7 +3,7 @@
 use super::TOKENS_PER_PASS;
 use super::corpus::usage;
 use clap::Args;
-use querl_core::config::BaseDtype;
+use querl_core::config::{BaseDtype, StyleModelConfig};
 use querl_eval::classification::calibrated;
 use querl_model::classifier::{Classifier, ClassifierTokenizer};
 use querl_model::{Weights, is_adapter};
@@ -31,6 +31,19 @@ pub(crate) struct ModelArgs {
     /// Worker threads [default: all cores]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub(crate) threads: usize,
+}
+
+impl ModelArgs {
+    /// Those of a run's style model, on whatever threads there are; `None` where it has none.
+    pub(crate) fn of(config: &StyleModelConfig) -> Option<Self> {
+        Some(Self {
+            model: config.path.clone()?,
+            base: config.base.clone(),
+            max_length: u32::try_from(config.max_length).unwrap_or(u32::MAX),
+            calibrated: config.calibrated,
+            threads: 0,
+        })
+    }
 }
 
 /// What `calibration.json` says.
