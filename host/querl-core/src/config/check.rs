@@ -3,7 +3,8 @@
 use super::conform::{Violation, wrong};
 use super::{
     AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeConfig, JudgeForm, JudgeKind,
-    MappingConfig, RerankKind, RerankScores, RetrievalConfig, RetrievalKind, ServiceKind, TeacherKind, TuningMethod,
+    MappingConfig, RerankKind, RerankScores, RetrievalConfig, RetrievalKind, ServiceKind, StyleModelConfig,
+    TeacherKind, TuningMethod,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -70,6 +71,7 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
         ("retrieval.rerank.path", &mut config.retrieval.rerank.path),
         ("plugins.style_model.path", &mut config.plugins.style_model.path),
         ("plugins.style_model.base", &mut config.plugins.style_model.base),
+        ("plugins.style_model.audit", &mut config.plugins.style_model.audit),
     ];
     for (key, path) in models {
         paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::Folder, path)));
@@ -92,6 +94,7 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     check_dual_clip(config, &mut violations);
     check_training(config, &mut violations);
     check_systems(config, &mut violations);
+    check_style_model(&config.plugins.style_model, &mut violations);
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::new("plugins.rewards", "plugins.rewards is empty; expected at least one reward"));
     }
@@ -285,6 +288,25 @@ fn check_comparison(judge: &JudgeConfig, violations: &mut Vec<Violation>) {
     }
     if judge.dimensions.is_empty() {
         violations.push(Violation::new("judge.dimensions", "judge.dimensions is empty; expected at least one"));
+    }
+}
+
+/// Settings of a style model that is not there.
+fn check_style_model(style: &StyleModelConfig, violations: &mut Vec<Violation>) {
+    let default = StyleModelConfig::default();
+    let set = [
+        ("base", style.base.is_some()),
+        ("max_length", style.max_length != default.max_length),
+        ("calibrated", style.calibrated),
+        ("audit", style.audit.is_some()),
+    ];
+    if style.path.is_none() {
+        for (name, _) in set.into_iter().filter(|(_, is_set)| *is_set) {
+            let key = format!("plugins.style_model.{name}");
+            let message =
+                format!("{key} is set and plugins.style_model.path is not; name a classifier there, or leave it out");
+            violations.push(Violation::new(key, message));
+        }
     }
 }
 

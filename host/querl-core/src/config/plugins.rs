@@ -41,11 +41,21 @@ pub struct StyleModelConfig {
     pub max_length: usize,
     /// Whether probabilities are corrected by the temperature that was fitted in training.
     pub calibrated: bool,
+    /// Folder of a second classifier, of other data or another seed, that says the style of evaluated answers too. No reward sees it: what
+    /// only the first takes for the style shows as a difference between the two.
+    pub audit: Option<PathBuf>,
+}
+
+impl StyleModelConfig {
+    /// The second classifier as a first: asked in the same way, on a folder of its own.
+    pub fn of_audit(&self) -> Self {
+        Self { path: self.audit.clone(), base: None, audit: None, ..self.clone() }
+    }
 }
 
 impl Default for StyleModelConfig {
     fn default() -> Self {
-        Self { path: None, base: None, max_length: 512, calibrated: false }
+        Self { path: None, base: None, max_length: 512, calibrated: false, audit: None }
     }
 }
 

@@ -97,6 +97,18 @@ impl Classifier {
         Ok(Self::assemble(decoder, None, score, labels, files::pad_id(directory)?))
     }
 
+    /// Names of the classes of a folder, without its weights: what [`Classifier::load`] would have, or with a base
+    /// [`Classifier::load_adapted`].
+    ///
+    /// # Errors
+    /// No file there names them.
+    pub fn labels_in(directory: &Path, base: Option<&Path>) -> Result<Labels, ModelError> {
+        match base {
+            Some(base) if !Labels::are_in(directory) => Labels::read(base),
+            _ => Labels::read(directory),
+        }
+    }
+
     /// A classifier of a base and an adapter for it, saved by PEFT (`task_type` `SEQ_CLS`) or querl: the head is the adapter's. Labels
     /// are the adapter's where its folder has them, else the base's.
     ///

@@ -4,6 +4,7 @@ pub mod host;
 mod labels;
 mod secrets;
 pub mod style;
+pub mod style_reward;
 
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
@@ -11,11 +12,12 @@ use crate::stages::inputs::Inputs;
 use querl_bundle::Manifest;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_core::config::Config;
-use querl_core::ports::{Filter, Prompts, RewardModel, StyleModel};
+use querl_core::ports::{Filter, Prompts, RewardModel};
 use querl_plugins::{Plugin, PluginHost, PluginKind, PluginSettings, Source};
 use std::path::Path;
 use std::sync::Arc;
-use style::{SharedStyleModel, StyleReward};
+use style::SharedStyleModel;
+use style_reward::{StyleReward, Undecided, unknown_class};
 
 /// Every plugin of a run.
 pub struct Plugins {
@@ -26,7 +28,9 @@ pub struct Plugins {
     /// Summed by weight.
     pub rewards: Vec<WeightedReward>,
     /// Says the style of answers, where one is configured.
-    pub style: Option<Arc<dyn StyleModel>>,
+    pub style: Option<Arc<SharedStyleModel>>,
+    /// Says the style of evaluated answers besides, and is no part of any reward.
+    pub audit: Option<Arc<SharedStyleModel>>,
     used: Vec<Used>,
 }
 
@@ -66,16 +70,25 @@ impl Plugins {
             let plugin = loading.load("filter", &filter.path, &filter.settings)?;
             filters.push(Arc::from(loading.host.filter_of(&plugin, &filter.settings)?));
         }
-        let style = SharedStyleModel::open(&config.style_model)?.map(|model| Arc::new(model) as Arc<dyn StyleModel>);
+        let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
+        let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
         let mut rewards = Vec::new();
         for (index, reward) in config.rewards.iter().enumerate() {
             let plugin = loading.load("reward", &reward.path, &reward.settings)?;
             let model = loading.reward(&plugin, &reward.settings, (index, style.as_ref()))?;
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
-        let mut plugins = Self { prompts, filters, rewards, style, used: loading.used };
+        let mut plugins = Self { prompts, filters, rewards, style, audit, used: loading.used };
         plugins.label_rewards();
         Ok(plugins)
+    }
+
+    /// Whether the style models can be opened.
+    ///
+    /// # Errors
+    /// One cannot.
+    pub fn check_style(&self) -> anyhow::Result<()> {
+        [&self.style, &self.audit].into_iter().flatten().try_for_each(|model| model.check())
     }
 
     /// Gives the rewards names that differ, and notes name and weight with what is used.
@@ -138,7 +151,7 @@ impl Loading {
         &self,
         plugin: &Plugin,
         settings: &PluginSettings,
-        (index, style): (usize, Option<&Arc<dyn StyleModel>>),
+        (index, style): (usize, Option<&Arc<SharedStyleModel>>),
     ) -> anyhow::Result<Arc<dyn RewardModel>> {
         let kinds = plugin.kinds();
         if kinds.contains(&PluginKind::Reward) || !kinds.contains(&PluginKind::StyleScorer) {
@@ -152,6 +165,12 @@ impl Loading {
             );
             return Err(Stop::usage(message).into());
         };
+        let knows_classes = Arc::new(Undecided(style.classes().to_vec()));
+        let asked = self.host.style_scorer_of(plugin, settings, Some(knows_classes))?;
+        if let Some(problem) = unknown_class(asked.as_ref()) {
+            let message = format!("plugins.rewards[{index}]: `{}`: {problem}; correct its settings", plugin.id());
+            return Err(Stop::usage(message).into());
+        }
         let scorer = self.host.style_scorer_of(plugin, settings, Some(style.clone()))?;
         Ok(Arc::new(StyleReward::new(scorer)))
     }

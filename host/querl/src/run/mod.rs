@@ -13,7 +13,7 @@ use anyhow::Context;
 use querl_core::cache_dir::user_cache_folder;
 use querl_core::config::{Config, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::fsx::{remove_unfinished, write_atomic};
-use querl_core::ports::Retriever;
+use querl_core::ports::{Retriever, StyleModel};
 use querl_core::run_dir::RunDir;
 use querl_data::{Account, AnswerCache, CacheLimits, Outside, open_retriever};
 use querl_model::CardUse;
@@ -142,7 +142,7 @@ impl Run {
             },
             prompts: self.plugins.prompts.clone(),
             rewards: self.plugins.rewards.clone(),
-            style: self.plugins.style.clone(),
+            style: self.plugins.style.clone().map(|model| model as Arc<dyn StyleModel>),
             n_retrievals: config.retrieval.max_concurrent,
             n_judgements: config.judge.max_concurrent,
             deadline: None,

@@ -32,6 +32,7 @@ impl Stage for Eval {
         inputs.text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
         world::add_scoring(&mut inputs, run)?;
+        world::add_audit(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.made_by(ledger, StageName::Convert, &run.dir.split(Split::Test))?;
         for (system, folder) in trained(&run.config, &run.dir) {
@@ -41,6 +42,7 @@ impl Stage for Eval {
     }
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.plugins.check_style()?;
         run.services().map(drop)
     }
 

@@ -61,6 +61,7 @@ impl Stage for Rl {
     }
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.plugins.check_style()?;
         run.services().map(drop)
     }
 

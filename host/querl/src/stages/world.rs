@@ -140,7 +140,7 @@ pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
     let style = &run.config.plugins.style_model;
     if let Some(path) = &style.path {
-        inputs.section("plugins.style_model", style, &["path", "base"])?;
+        inputs.section("plugins.style_model", style, &["path", "base", "audit"])?;
         inputs.other_model("style model", path)?;
         if let Some(base) = &style.base {
             inputs.other_model("base of the style model", base)?;
@@ -149,4 +149,15 @@ pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     run.plugins.add_prompts(inputs);
     run.plugins.add_rewards(inputs);
     Ok(())
+}
+
+/// The classifier that says the style of evaluated answers besides.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+    match &run.config.plugins.style_model.audit {
+        Some(path) => inputs.other_model("auditing style model", path).map(drop),
+        None => Ok(()),
+    }
 }

@@ -51,4 +51,4 @@ pub fn run(command: &RmCommand) -> anyhow::Result<()> {
 }
 
 /// Most tokens of one pass: the classifiers that are trained here are small.
-const TOKENS_PER_PASS: usize = 4096;
+pub(crate) const TOKENS_PER_PASS: usize = 4096;
