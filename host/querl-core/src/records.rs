@@ -569,6 +569,9 @@ pub struct SystemAnswer {
     pub latency_ms: Option<f64>,
     /// Price of the rewrite in the configured currency; `None` where unknown.
     pub cost: Option<f64>,
+    /// What a second style model says of the rewrite, which no reward sees; `None` where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub audit_style: Option<Vec<StyleProbability>>,
 }
 
 #[cfg(test)]

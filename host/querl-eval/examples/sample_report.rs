@@ -5,13 +5,15 @@
 mod support;
 
 use querl_core::records::Split;
-use querl_eval::{EvalOptions, FunnelStep, Party, ReportInput, RunFacts, StageTiming, evaluate, report_html, table};
+use querl_eval::{
+    EvalOptions, FunnelStep, Lookups, Party, ReportInput, RunFacts, StageTiming, evaluate, report_html, table,
+};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::args().nth(1).unwrap_or_else(|| "sample-report.html".to_owned());
     let records = support::invented_records(96);
     let metrics = support::invented_metrics(60);
-    let options = EvalOptions { split: Split::Test, seed: 42, n_resamples: 2000 };
+    let options = EvalOptions { split: Split::Test, seed: 42, n_resamples: 2000, lookups: Lookups::Made };
     let evaluation = evaluate(&records, &options)?;
     let facts = RunFacts {
         tenant: "fivedoctors".to_owned(),

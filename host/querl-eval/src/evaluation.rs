@@ -1,6 +1,9 @@
 //! From records to means, intervals and paired differences.
 
 mod index;
+mod style;
+
+pub use style::{StyleEvaluation, StyleShift, Styles};
 
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
@@ -17,6 +20,23 @@ pub const SYSTEMS: [&str; 4] = ["raw", "teacher", "sft", "rl"];
 pub const PAIRS: [(&str, &str); 5] =
     [("rl", "sft"), ("rl", "teacher"), ("sft", "raw"), ("sft", "teacher"), ("teacher", "raw")];
 
+/// Whether rewrites were looked up at all: an answer that nobody looked up has found nothing and missed nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Lookups {
+    /// Retrieval was asked.
+    #[default]
+    Made,
+    /// There is no retrieval: its metrics do not apply.
+    None,
+}
+
+impl Lookups {
+    fn are_made(&self) -> bool {
+        *self == Self::Made
+    }
+}
+
 /// How to evaluate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvalOptions {
@@ -26,6 +46,8 @@ pub struct EvalOptions {
     pub seed: u64,
     /// Of the bootstrap; at least 1, 2000 is plenty.
     pub n_resamples: usize,
+    /// Whether rewrites were looked up.
+    pub lookups: Lookups,
 }
 
 /// What `eval.json` holds.
@@ -43,10 +65,16 @@ pub struct Evaluation {
     pub seed: u64,
     /// Of the bootstrap.
     pub n_resamples: usize,
+    /// Left out where they were made.
+    #[serde(default, skip_serializing_if = "Lookups::are_made")]
+    pub lookups: Lookups,
     /// By name: `raw`, `teacher`, `sft`, `rl`.
     pub systems: BTreeMap<String, SystemEvaluation>,
     /// By name: `rl-sft` is RL minus SFT. `None` for a metric that no query has for both.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
+    /// What the run's style models say of the answers; left out without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub style: Option<StyleEvaluation>,
 }
 
 /// One system's figures.
@@ -57,10 +85,7 @@ pub struct SystemEvaluation {
     pub metrics: BTreeMap<Metric, Option<Interval>>,
     /// Parts of the reward by name, over the answers that have them.
     pub components: BTreeMap<String, Option<Interval>>,
-    /// Mean probability of each style by its class, over the answers that have a style; empty without a style model.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub styles: BTreeMap<String, Option<Interval>>,
-    /// Records with an answer that retrieval looked up.
+    /// Records with an answer, and with hits where it was looked up.
     pub n_scored: usize,
     /// Records without: they count as misses for top-1 accuracy and MRR and are left out of the other means.
     pub n_failed: usize,
@@ -157,10 +182,12 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
     if options.n_resamples == 0 {
         return Err(EvalError::NoResamples);
     }
-    let pooled = Pooled { runs, bootstrap: Bootstrap { seed: options.seed, n_resamples: options.n_resamples } };
+    let bootstrap = Bootstrap { seed: options.seed, n_resamples: options.n_resamples };
+    let pooled = Pooled { runs, bootstrap, lookups: options.lookups };
     let queries: BTreeMap<QueryKey<'_>, &EvalRecord> = runs.iter().flat_map(Index::queries).collect();
     let systems: BTreeSet<&str> = runs.iter().flat_map(Index::systems).collect();
-    let pairs = PAIRS.iter().filter(|(first, second)| systems.contains(first) && systems.contains(second));
+    let pairs: Vec<(&str, &str)> =
+        PAIRS.into_iter().filter(|(first, second)| systems.contains(first) && systems.contains(second)).collect();
     Ok(Evaluation {
         split: options.split,
         n: queries.len(),
@@ -168,8 +195,10 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
         n_gold: queries.values().filter(|record| !record.query.gold_ids.is_empty()).count(),
         seed: options.seed,
         n_resamples: options.n_resamples,
+        lookups: options.lookups,
+        style: pooled.style(&systems, &pairs),
         systems: systems.iter().map(|system| ((*system).to_owned(), pooled.system(system))).collect(),
-        pairs: pairs.map(|(first, second)| (pair_name(first, second), pooled.pair(first, second))).collect(),
+        pairs: pairs.iter().map(|(first, second)| (pair_name(first, second), pooled.pair(first, second))).collect(),
     })
 }
 
@@ -177,44 +206,55 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
 struct Pooled<'r, 'a> {
     runs: &'r [Index<'a>],
     bootstrap: Bootstrap,
+    lookups: Lookups,
 }
 
 impl<'a> Pooled<'_, 'a> {
     fn system(&self, system: &str) -> SystemEvaluation {
         let metrics = Metric::ALL
-            .map(|metric| (metric, self.interval(|index| index.values(system, metric)).map(|(interval, _)| interval)));
+            .map(|metric| (metric, self.interval(|index| self.values(index, system, metric)).map(|(found, _)| found)));
         let components = self.runs.iter().flat_map(|index| index.component_names(system)).collect::<BTreeSet<_>>();
         let components = components.into_iter().map(|name| {
             let interval = self.interval(|index| index.components(system, name)).map(|(interval, _)| interval);
             (name.to_owned(), interval)
         });
-        let styles = self.runs.iter().flat_map(|index| index.style_names(system)).collect::<BTreeSet<_>>();
-        let styles = styles.into_iter().map(|label| {
-            let interval = self.interval(|index| index.styles(system, label)).map(|(interval, _)| interval);
-            (label.to_owned(), interval)
-        });
         let outcomes = index::count_outcomes(self.runs.iter().flat_map(|index| index.records(system)));
         SystemEvaluation {
             metrics: metrics.into(),
             components: components.collect(),
-            styles: styles.collect(),
             n_scored: outcomes.n_scored,
             n_failed: outcomes.failures.values().sum(),
-            n_empty: outcomes.n_empty,
+            n_empty: if self.lookups.are_made() { outcomes.n_empty } else { 0 },
             failures: outcomes.failures,
         }
     }
 
     fn pair(&self, first: &str, second: &str) -> BTreeMap<Metric, Option<Difference>> {
-        let difference = |metric| {
-            let (Interval { mean, low, high }, n) = self.interval(|index| {
-                let seconds: BTreeMap<_, _> = index.values(second, metric).into_iter().collect();
-                let firsts = index.values(first, metric).into_iter();
-                firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
-            })?;
-            Some(Difference { mean, low, high, n })
-        };
+        let difference = |metric| self.difference(|index, system| self.values(index, system, metric), first, second);
         Metric::COMPARED.iter().map(|metric| (*metric, difference(*metric))).collect()
+    }
+
+    /// The values of a metric that applies to the run.
+    fn values(&self, index: &Index<'a>, system: &str, metric: Metric) -> Vec<(QueryKey<'a>, f64)> {
+        match self.lookups.are_made() || !metric.is_of_lookups() {
+            true => index.values(system, metric),
+            false => Vec::new(),
+        }
+    }
+
+    /// The paired difference of the values that `of` reads of two systems from each run.
+    fn difference(
+        &self,
+        of: impl Fn(&Index<'a>, &str) -> Vec<(QueryKey<'a>, f64)>,
+        first: &str,
+        second: &str,
+    ) -> Option<Difference> {
+        let (Interval { mean, low, high }, n) = self.interval(|index| {
+            let seconds: BTreeMap<_, _> = of(index, second).into_iter().collect();
+            let firsts = of(index, first).into_iter();
+            firsts.filter_map(|(key, value)| Some((key, value - seconds.get(&key)?))).collect()
+        })?;
+        Some(Difference { mean, low, high, n })
     }
 
     /// The interval of the values that `of` reads from each run, averaged per query over the runs, with their number.

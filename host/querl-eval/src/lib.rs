@@ -28,7 +28,8 @@ mod table;
 pub use bootstrap::Interval;
 pub use error::EvalError;
 pub use evaluation::{
-    Difference, EvalOptions, Evaluation, PAIRS, SYSTEMS, SeedsEvaluation, SystemEvaluation, evaluate, evaluate_seeds,
+    Difference, EvalOptions, Evaluation, Lookups, PAIRS, SYSTEMS, SeedsEvaluation, StyleEvaluation, StyleShift, Styles,
+    SystemEvaluation, evaluate, evaluate_seeds,
 };
 pub use facts::{FunnelStep, Party, RunFacts, StageTiming};
 pub use metric::Metric;

@@ -44,6 +44,11 @@ impl Metric {
     pub const COMPARED: [Self; 6] =
         [Self::Top1, Self::Mrr, Self::Top1Score, Self::JudgeScore, Self::Reward, Self::WinRate];
 
+    /// Whether it is read from what retrieval found.
+    pub(crate) fn is_of_lookups(self) -> bool {
+        matches!(self, Self::Top1 | Self::Mrr | Self::Top1Score | Self::WinRate)
+    }
+
     /// As in `eval.json`.
     pub fn name(self) -> &'static str {
         match self {

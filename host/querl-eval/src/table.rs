@@ -1,6 +1,7 @@
 //! The figures as text for a terminal.
 
-use crate::evaluation::{Evaluation, SYSTEMS, SeedsEvaluation};
+use crate::bootstrap::Interval;
+use crate::evaluation::{Difference, Evaluation, SYSTEMS, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::Metric;
 use crate::printable::printable;
@@ -19,9 +20,68 @@ pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
         text.push_str("\npaired differences on the same queries\n");
         text.push_str(&blocks(&pairs));
     }
+    text.push_str(&styles_text(evaluation));
     text.push('\n');
     text.push_str(&notes(evaluation, facts));
     printable(&text)
+}
+
+/// The style of the answers and its shifts, with what shows a shift that is none; empty without a style model.
+fn styles_text(evaluation: &Evaluation) -> String {
+    let Some(style) = &evaluation.style else { return String::new() };
+    let mut text = String::new();
+    for (judge, styles) in style.judges() {
+        let _ = write!(
+            text,
+            "\nmean probability of each style{judge}\n{}",
+            blocks(&styles_grid(evaluation, style, styles))
+        );
+        let shifts = shifts_grid(evaluation, styles);
+        if shifts.len() > 1 {
+            let _ = write!(text, "\nshift of style on the same queries{judge}\n{}", blocks(&shifts));
+        }
+    }
+    text
+}
+
+fn styles_grid(evaluation: &Evaluation, style: &StyleEvaluation, styles: &Styles) -> Grid {
+    let classes = styles.classes();
+    let heads = ["system"].into_iter().chain(classes.iter().copied()).chain(["characters", "distinct %"]);
+    let mut grid = vec![heads.map(str::to_owned).collect::<Vec<_>>()];
+    let text = |metric: Metric, found: Option<Interval>| {
+        let text = |found: Interval| {
+            format!("{} [{}, {}]", metric.format(found.mean), metric.format(found.low), metric.format(found.high))
+        };
+        found.map_or(NOT_APPLICABLE.to_owned(), text)
+    };
+    for (system, _) in evaluation.systems_in_order() {
+        let of_class = |class: &&str| styles.systems.get(system).and_then(|found| found.get(*class).copied()).flatten();
+        let mut row = vec![system.to_owned()];
+        row.extend(classes.iter().map(|class| text(Metric::Reward, of_class(class))));
+        row.push(text(Metric::LatencyMs, style.n_chars.get(system).copied().flatten()));
+        row.push(style.distinct.get(system).map_or(NOT_APPLICABLE.to_owned(), |share| format!("{:.1}", 100.0 * share)));
+        grid.push(row);
+    }
+    grid
+}
+
+fn shifts_grid(evaluation: &Evaluation, styles: &Styles) -> Grid {
+    let classes = styles.classes();
+    let mut grid = vec![["pair"].into_iter().chain(classes.iter().copied()).map(str::to_owned).collect::<Vec<_>>()];
+    for (first, second, _) in evaluation.pairs_in_order() {
+        let shift = styles.shifts.get(&format!("{first}-{second}"));
+        let cells = classes.iter().map(|class| {
+            let found = shift.and_then(|classes| classes.get(*class).copied()).flatten();
+            found.map_or(NOT_APPLICABLE.to_owned(), |found| difference_text(Metric::Reward, found))
+        });
+        grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());
+    }
+    grid
+}
+
+fn difference_text(metric: Metric, found: Difference) -> String {
+    let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
+    format!("{mean} [{low}, {high}]{}", if found.excludes_zero() { "*" } else { " " })
 }
 
 /// As [`table`], for several runs together, with the mean differences of each run below.
@@ -70,10 +130,7 @@ fn pairs_grid(evaluation: &Evaluation) -> Grid {
     let mut grid = vec![head_row("pair", &Metric::COMPARED)];
     for (first, second, differences) in evaluation.pairs_in_order() {
         let cells = Metric::COMPARED.iter().map(|metric| match differences.get(metric) {
-            Some(Some(found)) => {
-                let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
-                format!("{mean} [{low}, {high}]{}", if found.excludes_zero() { "*" } else { " " })
-            }
+            Some(Some(found)) => difference_text(*metric, *found),
             _ => NOT_APPLICABLE.to_owned(),
         });
         grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());

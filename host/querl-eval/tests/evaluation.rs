@@ -7,10 +7,10 @@ mod support;
 use querl_core::records::{
     CallFailure, EvalRecord, FailureKind, Judgement, Rejection, Reward, RewardComponent, Split, SystemAnswer,
 };
-use querl_eval::{EvalError, EvalOptions, Evaluation, Metric, SystemEvaluation, evaluate, evaluate_seeds};
+use querl_eval::{EvalError, EvalOptions, Evaluation, Lookups, Metric, SystemEvaluation, evaluate, evaluate_seeds};
 use support::{answer, hit, invented_records, record};
 
-const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200 };
+const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200, lookups: Lookups::Made };
 
 /// Gold of row 2 is `p0002`, and so on.
 fn found(row: usize, gold_rank: Option<u32>, score: f64) -> Result<SystemAnswer, Rejection> {

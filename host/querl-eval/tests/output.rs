@@ -6,13 +6,13 @@ mod support;
 
 use querl_core::records::{EvalRecord, Rejection, Split};
 use querl_eval::{
-    EvalOptions, FunnelStep, Party, ReportInput, RunFacts, StageTiming, evaluate, evaluate_seeds, report_html,
+    EvalOptions, FunnelStep, Lookups, Party, ReportInput, RunFacts, StageTiming, evaluate, evaluate_seeds, report_html,
     seeds_table, table,
 };
 use serde_json::{Value, json};
 use support::{answer, hit, invented_metrics, invented_records, record};
 
-const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200 };
+const OPTIONS: EvalOptions = EvalOptions { split: Split::Test, seed: 42, n_resamples: 200, lookups: Lookups::Made };
 
 fn facts() -> RunFacts {
     RunFacts {

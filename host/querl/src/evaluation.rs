@@ -166,7 +166,7 @@ fn finish(system: &System<'_>, answer: Answer, scored: Scored) -> SystemAnswer {
         (_, Ok(own), Ok(teachers)) => Some(win(own, teachers)),
         _ => None,
     };
-    SystemAnswer { candidate: policy, reward, win, latency_ms: answer.latency_ms, cost: answer.cost }
+    SystemAnswer { candidate: policy, reward, win, latency_ms: answer.latency_ms, cost: answer.cost, audit_style: None }
 }
 
 #[cfg(test)]

@@ -8,12 +8,12 @@ use crate::stages::ledger::Ledger;
 use crate::stages::{self, StageName, rows_of, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
-use querl_core::config::{Config, load_resolved};
+use querl_core::config::{Config, RetrievalKind, load_resolved};
 use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
-    EvalOptions, Evaluation, FunnelStep, Party, ReportInput, RunFacts, SeedsEvaluation, StageTiming, evaluate,
+    EvalOptions, Evaluation, FunnelStep, Lookups, Party, ReportInput, RunFacts, SeedsEvaluation, StageTiming, evaluate,
     evaluate_seeds, report_html, seeds_table, table,
 };
 use querl_plugins::LIMIT_CODE;
@@ -50,8 +50,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         return Err(Stop::usage(format!("{}: not there; run `querl eval` first", path.display())).into());
     }
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
-    let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
-    let evaluation = evaluate(&records, &options).context("evaluation")?;
+    let evaluation = evaluate(&records, &options(config)).context("evaluation")?;
     let ledger = Ledger::open(&dir.stages())?;
     let facts = facts(config, names, dir, &ledger)?;
     let metrics = if dir.metrics().exists() { rows_of(&dir.metrics())? } else { Vec::new() };
@@ -73,6 +72,11 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     Ok(Reported { table: table(&evaluation, &facts), evaluation })
 }
 
+fn options(config: &Config) -> EvalOptions {
+    let lookups = if config.retrieval.kind == RetrievalKind::None { Lookups::None } else { Lookups::Made };
+    EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap, lookups }
+}
+
 /// The figures of several runs and their table.
 #[derive(Debug)]
 pub struct Pooled {
@@ -92,8 +96,7 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
     let config = load_resolved(&first.config())?;
-    let options = EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap };
-    let evaluation = evaluate_seeds(&records, &options).context("evaluation")?;
+    let evaluation = evaluate_seeds(&records, &options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
     let table = seeds_table(&evaluation, &facts(&config, &stages::eval::names(first)?, first, &ledger)?);
     Ok(Pooled { evaluation, table })

@@ -2,7 +2,7 @@
 
 use crate::error::EvalError;
 use crate::metric::{Metric, answer, failure_code, hits};
-use querl_core::records::EvalRecord;
+use querl_core::records::{EvalRecord, StyleProbability};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A query of one run. The row is part of it, since a table may hold the same query twice.
@@ -11,6 +11,25 @@ pub(super) struct QueryKey<'a> {
     pub(super) group: &'a str,
     id: &'a str,
     row: usize,
+}
+
+/// Which style model is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Judge {
+    /// The run's, which rewards may ask.
+    Model,
+    /// The one that no reward sees.
+    Audit,
+}
+
+impl Judge {
+    fn said(self, record: &EvalRecord) -> Option<&[StyleProbability]> {
+        let answer = answer(record)?;
+        match self {
+            Self::Model => answer.candidate.style.as_deref(),
+            Self::Audit => answer.audit_style.as_deref(),
+        }
+    }
 }
 
 /// Records by system, then by query.
@@ -77,17 +96,33 @@ impl<'a> Index<'a> {
     }
 
     /// The queries of `system` whose answer has a style distribution, with the probability of the class `label`.
-    pub(super) fn styles(&self, system: &str, label: &str) -> Vec<(QueryKey<'a>, f64)> {
+    pub(super) fn styles(&self, system: &str, judge: Judge, label: &str) -> Vec<(QueryKey<'a>, f64)> {
         let value = |record: &EvalRecord| {
-            let style = answer(record)?.candidate.style.as_ref()?;
+            let style = judge.said(record)?;
             style.iter().find(|class| class.label == label).map(|class| class.probability)
         };
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
     }
 
-    pub(super) fn style_names(&self, system: &str) -> BTreeSet<&'a str> {
-        let styles = self.records(system).filter_map(|record| answer(record)?.candidate.style.as_ref());
+    pub(super) fn style_names(&self, system: &str, judge: Judge) -> BTreeSet<&'a str> {
+        let styles = self.records(system).filter_map(|record| judge.said(record));
         styles.flatten().map(|class| class.label.as_str()).collect()
+    }
+
+    /// Characters of the answers of `system`.
+    pub(super) fn n_chars(&self, system: &str) -> Vec<(QueryKey<'a>, f64)> {
+        let n_chars = |text: &str| text.trim().chars().count() as f64;
+        self.by_query(system)
+            .filter_map(|(key, record)| Some((key, n_chars(&answer(record)?.candidate.rewrite))))
+            .collect()
+    }
+
+    /// Share of answers of `system` that differ from all before them; `None` without an answer.
+    pub(super) fn distinct(&self, system: &str) -> Option<f64> {
+        let texts: Vec<&str> =
+            self.records(system).filter_map(|record| Some(answer(record)?.candidate.rewrite.trim())).collect();
+        let distinct: BTreeSet<&&str> = texts.iter().collect();
+        (!texts.is_empty()).then(|| distinct.len() as f64 / texts.len() as f64)
     }
 
     fn by_query(&self, system: &str) -> impl Iterator<Item = (QueryKey<'a>, &'a EvalRecord)> {

@@ -1,7 +1,7 @@
 //! The page's tables: systems, reward components, the way of the data, stage times.
 
 use crate::bootstrap::Interval;
-use crate::evaluation::Evaluation;
+use crate::evaluation::{Evaluation, Lookups};
 use crate::facts::{FunnelStep, StageTiming};
 use crate::metric::Metric;
 use crate::table::system_title;
@@ -41,8 +41,10 @@ impl Cell {
 /// All metrics, and how many records failed.
 pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
     let systems = evaluation.systems_in_order();
+    let are_made = evaluation.lookups == Lookups::Made;
     let mut rows: Vec<SystemsRow> = Metric::ALL
         .into_iter()
+        .filter(|metric| are_made || !metric.is_of_lookups())
         .map(|metric| SystemsRow {
             label: metric.label().to_owned(),
             explanation: metric.explanation().to_owned(),
@@ -54,14 +56,16 @@ pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
         .collect();
     rows.push(SystemsRow {
         label: "failed".to_owned(),
-        explanation: "no rewrite, or retrieval failed".to_owned(),
+        explanation: if are_made { "no rewrite, or retrieval failed" } else { "no answer" }.to_owned(),
         cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_failed))).collect(),
     });
-    rows.push(SystemsRow {
-        label: "found nothing".to_owned(),
-        explanation: "retrieval answered with an empty list".to_owned(),
-        cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_empty))).collect(),
-    });
+    if are_made {
+        rows.push(SystemsRow {
+            label: "found nothing".to_owned(),
+            explanation: "retrieval answered with an empty list".to_owned(),
+            cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_empty))).collect(),
+        });
+    }
     SystemsTable { heads: heads(evaluation), rows }
 }
 
@@ -81,20 +85,56 @@ pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows: rows.collect() }
 }
 
-/// The style of the answers; no rows where no system has any.
+/// The style of the answers, how long they are and how many differ; no rows where no system has any.
 pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
     let systems = evaluation.systems_in_order();
-    let names: std::collections::BTreeSet<&String> =
-        systems.iter().flat_map(|(_, system)| system.styles.keys()).collect();
-    let rows = names.into_iter().map(|name| SystemsRow {
-        label: name.clone(),
-        explanation: String::new(),
-        cells: systems
-            .iter()
-            .map(|(_, system)| Some(Cell::new(Metric::Reward, (*system.styles.get(name)?)?)))
-            .collect(),
+    let Some(style) = &evaluation.style else { return SystemsTable { heads: Vec::new(), rows: Vec::new() } };
+    let row = |label: String, explanation: &str, cell: &dyn Fn(&str) -> Option<Cell>| SystemsRow {
+        label,
+        explanation: explanation.to_owned(),
+        cells: systems.iter().map(|(system, _)| cell(system)).collect(),
+    };
+    let mut rows = Vec::new();
+    for (judge, styles) in style.judges() {
+        for class in styles.classes() {
+            let cell = |system: &str| Some(Cell::new(Metric::Reward, (*styles.systems.get(system)?.get(class)?)?));
+            rows.push(row(format!("{class}{judge}"), "", &cell));
+        }
+    }
+    let n_chars = |system: &str| Some(Cell::new(Metric::LatencyMs, (*style.n_chars.get(system)?)?));
+    rows.push(row("characters".to_owned(), "mean length of an answer", &n_chars));
+    let distinct = |system: &str| {
+        style
+            .distinct
+            .get(system)
+            .map(|share| Cell { mean: format!("{:.1} %", 100.0 * share), interval: String::new() })
+    };
+    rows.push(row("distinct answers".to_owned(), "share that differs from all before", &distinct));
+    SystemsTable { heads: heads(evaluation), rows }
+}
+
+/// How the style shifts from system to system on the same queries; no rows without a style model.
+pub(super) fn style_shifts(evaluation: &Evaluation) -> SystemsTable {
+    let pairs: Vec<(&str, &str)> = evaluation.pairs_in_order().map(|(first, second, _)| (first, second)).collect();
+    let judges = evaluation.style.iter().flat_map(|style| style.judges());
+    let rows = judges.flat_map(|(judge, styles)| {
+        let cell = |(first, second): &(&str, &str), class: &str| {
+            let found = (*styles.shifts.get(&format!("{first}-{second}"))?.get(class)?)?;
+            let [mean, low, high] =
+                [found.mean, found.low, found.high].map(|value| Metric::Reward.format_signed(value));
+            let mark = if found.excludes_zero() { "*" } else { "" };
+            Some(Cell { mean: format!("{mean}{mark}"), interval: format!("[{low}, {high}]") })
+        };
+        let row = |class: &str| SystemsRow {
+            label: format!("{class}{judge}"),
+            explanation: String::new(),
+            cells: pairs.iter().map(|pair| cell(pair, class)).collect(),
+        };
+        styles.classes().into_iter().map(row).collect::<Vec<_>>()
     });
-    SystemsTable { heads: heads(evaluation), rows: rows.collect() }
+    let rows = rows.collect();
+    let head = |(first, second): &(&str, &str)| format!("{} − {}", system_title(first), system_title(second));
+    SystemsTable { heads: pairs.iter().map(head).collect(), rows }
 }
 
 fn heads(evaluation: &Evaluation) -> Vec<String> {

@@ -59,6 +59,7 @@ pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
         win: None,
         latency_ms: None,
         cost: None,
+        audit_style: None,
     }
 }
 

@@ -5,14 +5,15 @@ use super::{Done, Facts, Inputs, Stage, StageName, remove, rows_of, teacher_name
 use crate::environment::{Baselines, Scorer};
 use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
 use crate::failure::Stop;
+use crate::plugins::style::turns_of;
 use crate::report::Names;
 use crate::run::Run;
 use crate::training;
 use anyhow::Context;
-use querl_core::config::{Config, RlConfig};
+use querl_core::config::{Config, RetrievalKind, RlConfig};
 use querl_core::fsx::write_jsonl;
-use querl_core::ports::Progress;
-use querl_core::records::{DatasetRow, Split};
+use querl_core::ports::{Progress, StyleModel};
+use querl_core::records::{DatasetRow, EvalRecord, QueryRow, Split, SystemAnswer};
 use querl_core::run_dir::RunDir;
 use std::path::PathBuf;
 
@@ -120,7 +121,32 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
         all.records.extend(evaluated.records);
         evaluated.unscored.into_iter().for_each(|(code, n)| *all.unscored.entry(code).or_default() += n);
     }
+    audit(run, &mut all.records, progress);
+    if run.config.retrieval.kind == RetrievalKind::None {
+        // Both sides found nothing because nobody looked: that is no draw.
+        all.records.iter_mut().filter_map(|record| record.outcome.as_mut().ok()).for_each(|answer| answer.win = None);
+    }
     Ok(all)
+}
+
+/// Has the second style model, where there is one, look at every answer. Where it fails on one, that answer has no word of it.
+fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
+    let Some(model) = &run.plugins.audit else { return };
+    let has_text = |answer: &&mut SystemAnswer| !answer.candidate.rewrite.trim().is_empty();
+    let answered = records.iter_mut().filter_map(|record| Some((&record.query, record.outcome.as_mut().ok()?)));
+    let mut answered: Vec<_> = answered.filter(|(_, answer)| has_text(&answer)).collect();
+    let turns =
+        |(query, answer): &(&QueryRow, &mut SystemAnswer)| turns_of(&query.original_query, &answer.candidate.rewrite);
+    let said = model.classify_all(&answered.iter().map(turns).collect::<Vec<_>>());
+    let mut n_failed = 0;
+    for ((_, answer), said) in answered.iter_mut().zip(said) {
+        n_failed += u64::from(said.is_err());
+        answer.audit_style = said.ok();
+    }
+    if n_failed > 0 {
+        let what = "which are left out of its figures";
+        progress.line(&format!("plugins.style_model.audit: no word on {n_failed} answers, {what}"));
+    }
 }
 
 /// The trained systems that are to be evaluated, with the folders of their stages.

@@ -4,6 +4,7 @@ use super::ledger::Ledger;
 use super::{Done, Facts, Inputs, Mean, Stage, StageName, make_tables, remove, remove_tables, world};
 use crate::interrupt;
 use crate::run::Run;
+use querl_core::config::RetrievalKind;
 use querl_core::ports::Progress;
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
@@ -66,7 +67,10 @@ impl Stage for Validate {
             Ok(())
         })?;
         make_tables::<ValidatedRecord>(&output, formats)?;
-        Ok(tally.done(retriever.name()))
+        match run.config.retrieval.kind {
+            RetrievalKind::None => Ok(tally.not_made(retriever.name())),
+            _ => Ok(tally.done(retriever.name())),
+        }
     }
 }
 
@@ -89,6 +93,13 @@ impl Tally {
             Some(Err(failure)) => *self.failures.entry(failure.kind.to_string()).or_default() += 1,
         }
         record.top1_score().into_iter().for_each(|score| self.top1.add(score));
+    }
+
+    /// Of a run without retrieval: nothing was found because nobody looked.
+    fn not_made(self, retriever: &str) -> Done {
+        let mut facts = Facts::default();
+        facts.add("retrieval", retriever).add("not looked up", self.n_found + self.n_empty);
+        Done { facts, n_failed: 0 }
     }
 
     fn done(self, retriever: &str) -> Done {
