@@ -326,6 +326,20 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
         };
         refuse("retrieval.mapping", format!("retrieval.mapping is set; {other} has no use for it, leave it out"));
     }
+    if *kind == RetrievalKind::None {
+        let set = [
+            ("knowledge_base", retrieval.knowledge_base.is_some()),
+            ("user_dictionary", retrieval.user_dictionary.is_some()),
+            ("synonyms", retrieval.synonyms.is_some()),
+            ("url", retrieval.url.is_some()),
+            ("embedding", embedding.kind != EmbeddingKind::None),
+            ("rerank", rerank.kind != RerankKind::None),
+        ];
+        for (name, _) in set.into_iter().filter(|(_, is_set)| *is_set) {
+            let key = format!("retrieval.{name}");
+            refuse(&key, format!("{key} is set; retrieval.kind = \"none\" has no use for it, leave it out"));
+        }
+    }
     let has_place =
         mapping.request.as_ref().map(|request| request.values().any(|value| has_embedding(&value.to_string())));
     let wants_vector = is_mapped && has_place.unwrap_or(service.wants_vector());

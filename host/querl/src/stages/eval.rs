@@ -134,7 +134,7 @@ fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
     let Some(model) = &run.plugins.audit else { return };
     let has_text = |answer: &&mut SystemAnswer| !answer.candidate.rewrite.trim().is_empty();
     let answered = records.iter_mut().filter_map(|record| Some((&record.query, record.outcome.as_mut().ok()?)));
-    let mut answered: Vec<_> = answered.filter(|(_, answer)| has_text(&answer)).collect();
+    let mut answered: Vec<_> = answered.filter(|(_, answer)| has_text(answer)).collect();
     let turns =
         |(query, answer): &(&QueryRow, &mut SystemAnswer)| turns_of(&query.original_query, &answer.candidate.rewrite);
     let said = model.classify_all(&answered.iter().map(turns).collect::<Vec<_>>());
