@@ -5,7 +5,8 @@
 mod support;
 
 use querl_core::records::{
-    CallFailure, EvalRecord, FailureKind, Judgement, Rejection, Reward, RewardComponent, Split, SystemAnswer,
+    CallFailure, EvalRecord, FailureKind, Judgement, Rejection, Reward, RewardComponent, Split, StyleProbability,
+    SystemAnswer,
 };
 use querl_eval::{EvalError, EvalOptions, Evaluation, Lookups, Metric, SystemEvaluation, evaluate, evaluate_seeds};
 use support::{answer, hit, invented_records, record};
@@ -244,4 +245,71 @@ fn the_same_query_in_two_rows_is_two_queries() {
     again.query.id = "q0002".into();
     let evaluation = evaluate(&[record("rl", 2, found(2, Some(1), 0.5)), again], &OPTIONS).unwrap();
     assert_eq!(evaluation.n, 2);
+}
+
+/// `honest` and its rest are what the run's model says, `audited` what the second one does.
+fn in_style(text: &str, honest: f64, audited: Option<f64>) -> Result<SystemAnswer, Rejection> {
+    let classes = |honest: f64| {
+        let class = |label: &str, probability| StyleProbability { label: label.into(), probability };
+        Some(vec![class("诚实", honest), class("售前", 1.0 - honest)])
+    };
+    let mut made = answer(text, vec![]);
+    made.candidate.style = classes(honest);
+    made.audit_style = audited.and_then(classes);
+    Ok(made)
+}
+
+/// Keeps away: two means whose intervals overlap in the place of a difference of the same queries.
+#[test]
+fn the_shift_of_style_is_of_pairs_and_each_model_has_its_own() {
+    let rows = [(2, 0.1, 0.4), (3, 0.5, 0.8), (4, 0.6, 0.9), (5, 0.2, 0.5), (6, 0.3, 0.6)];
+    let before = rows.map(|(row, honest, _)| record("sft", row, in_style(&format!("答{row}"), honest, Some(honest))));
+    // The second model sees less of a shift than the first, whose word was the reward.
+    let after = rows.map(|(row, before, after)| record("rl", row, in_style("不确定。", after, Some(before + 0.1))));
+    let raw = rows.map(|(row, ..)| record("raw", row, Ok(answer("问", vec![]))));
+    let evaluation = evaluate(&[before, after, raw].concat(), &OPTIONS).unwrap();
+    let style = evaluation.style.unwrap();
+    let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-12, "{found} is not {expected}");
+    let shift = style.model.shifts["rl-sft"]["诚实"].unwrap();
+    for found in [shift.mean, shift.low, shift.high] {
+        near(found, 0.3);
+    }
+    assert_eq!(shift.n, 5);
+    near(style.model.shifts["rl-sft"]["售前"].unwrap().mean, -0.3);
+    near(style.audit.as_ref().unwrap().shifts["rl-sft"]["诚实"].unwrap().mean, 0.1);
+    near(style.model.systems["sft"]["诚实"].unwrap().mean, 0.34);
+    assert_eq!(style.model.systems["raw"]["诚实"], None);
+    assert_eq!(style.model.shifts["sft-raw"]["诚实"], None);
+    assert_eq!((style.distinct["sft"], style.distinct["rl"]), (1.0, 0.2));
+    assert_eq!((style.n_chars["sft"].unwrap().mean, style.n_chars["rl"].unwrap().mean), (2.0, 4.0));
+}
+
+#[test]
+fn answers_without_a_style_have_no_word_of_it() {
+    let evaluation = evaluate(&[record("rl", 2, found(2, Some(1), 0.5))], &OPTIONS).unwrap();
+    assert_eq!(evaluation.style, None);
+    let json = serde_json::to_value(&evaluation).unwrap();
+    assert!(json.get("style").is_none() && json.get("lookups").is_none(), "{json}");
+}
+
+/// Keeps away: figures of what nobody looked up, zeros and draws among them.
+#[test]
+fn where_nobody_looked_up_retrieval_has_no_figures() {
+    let row = |system, row| {
+        let mut made = with_reward(Ok(answer("答", vec![])), 0.5);
+        made.as_mut().unwrap().win = Some(0.5);
+        record(system, row, made)
+    };
+    let records = [row("sft", 2), row("sft", 3), row("rl", 2), row("rl", 3)];
+    let evaluation = evaluate(&records, &EvalOptions { lookups: Lookups::None, ..OPTIONS }).unwrap();
+    let rl = &evaluation.systems["rl"];
+    for metric in [Metric::Top1, Metric::Mrr, Metric::Top1Score, Metric::WinRate] {
+        assert_eq!(mean(rl, metric), None, "{metric:?}");
+    }
+    let pair = &evaluation.pairs["rl-sft"];
+    assert_eq!((pair[&Metric::Top1Score], pair[&Metric::WinRate]), (None, None));
+    assert_eq!((mean(rl, Metric::Reward), pair[&Metric::Reward].unwrap().mean), (Some(0.5), 0.0));
+    assert_eq!((rl.n_scored, rl.n_failed, rl.n_empty), (2, 0, 0));
+    let read: Evaluation = serde_json::from_value(serde_json::to_value(&evaluation).unwrap()).unwrap();
+    assert_eq!(read, evaluation);
 }

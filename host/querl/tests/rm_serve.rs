@@ -1,11 +1,11 @@
-//! `querl rm serve` and `querl rm distill`, through the command line.
+//! `querl rm serve`, `querl serve`, `querl rm predict` and `querl rm distill`, through the command line.
 #![allow(clippy::unwrap_used)]
 
 mod support;
 
 use reqwest::Client;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 use support::{Project, model, repository};
@@ -30,7 +30,11 @@ struct Server {
 
 impl Server {
     fn start(project: &Project, args: &[&str]) -> Self {
-        let args = [&["rm", "serve", "--model", "style", "--addr", "127.0.0.1:0"], args].concat();
+        Self::run(project, &["rm", "serve", "--model", "style"], args)
+    }
+
+    fn run(project: &Project, command: &[&str], args: &[&str]) -> Self {
+        let args = [command, &["--addr", "127.0.0.1:0"], args].concat();
         let mut process = project
             .command(&args)
             .env("STYLE_KEY", "secret")
@@ -118,9 +122,154 @@ async fn an_interrupt_ends_the_server_well_and_the_key_is_asked_for() {
     assert_eq!(server.ask("/predict", &json!({"text": "好"})).await.0, 401);
     let request = server.client.post(format!("{}/predict", server.url)).bearer_auth("secret");
     assert_eq!(request.json(&json!({"text": "好"})).send().await.unwrap().status(), 200);
+    assert_eq!(end(&mut server, "-INT"), Some(0));
+}
+
+/// Sends `signal` and waits for the end.
+fn end(server: &mut Server, signal: &str) -> Option<i32> {
     let pid = server.process.id().to_string();
-    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    server.process.wait().unwrap().code()
+}
+
+/// Keeps away: clients whose connection ends before their answer, when the server is told to stop.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_under_way_at_an_interrupt_are_answered() {
+    let project = project();
+    let mut server = Server::start(&project, &["--max_texts", "4000"]);
+    server.ready().await;
+    let dialogue = format!("用户问题：怎么洗？\n回答：{}", "冷水手洗，平铺晾干。".repeat(40));
+    let (client, url) = (server.client.clone(), format!("{}/predict", server.url));
+    let asked = tokio::spawn(async move {
+        let response = client.post(url).json(&json!({"text": vec![dialogue; 800]})).send().await.unwrap();
+        (response.status().as_u16(), response.json::<Value>().await.unwrap())
+    });
+    let metrics = format!("{}/metrics", server.url);
+    for _ in 0..1000 {
+        let text = server.client.get(&metrics).send().await.unwrap().text().await.unwrap();
+        if !text.contains("querl_style_waiting_texts 0\n") {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert!(!asked.is_finished(), "the request is under way");
+    let pid = server.process.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    let (status, found) = asked.await.unwrap();
+    assert_eq!((status, found.as_array().unwrap().len()), (200, 800));
     assert_eq!(server.process.wait().unwrap().code(), Some(0));
+}
+
+#[tokio::test]
+async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
+    let project = project();
+    let text = project.read("querl.toml") + "\n[plugins.style_model]\npath = \"style\"\nmax_length = 99\n";
+    project.write("with.toml", &text);
+    let expected = predicted(&project).remove(0);
+    let body = json!({"text": texts(&project)[0]});
+    for (place, max_length) in
+        [(&["style"][..], 512), (&["--model", "style", "--max_length", "77"], 77), (&["with.toml"], 99)]
+    {
+        let mut server = Server::run(&project, &[&["serve"], place].concat(), &[]);
+        server.ready().await;
+        let info = server.client.get(format!("{}/info", server.url)).send().await.unwrap();
+        assert_eq!(info.json::<Value>().await.unwrap()["max_input_length"], max_length, "{place:?}");
+        if max_length == 512 {
+            assert_alike(&server.ask("/predict", &body).await.1, &expected);
+        }
+        assert_eq!(end(&mut server, "-INT"), Some(0));
+    }
+    let said = project.querl(&["serve", "querl.toml"]);
+    let message = "error: querl.toml: has no style model to serve; name a classifier of `querl rm train` as plugins.style_model.path\n";
+    assert_eq!((said.code, said.stderr.as_str()), (Some(2), message));
+    assert_eq!(project.querl(&["serve"]).code, Some(2));
+}
+
+/// `querl rm predict --json` of what stands on stdin.
+fn predict(project: &Project, input: &[u8]) -> (Option<i32>, Vec<Value>, String) {
+    let mut command = project.command(&["rm", "predict", "--model", "style", "--json", "-q"]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // A model that cannot be opened closes the pipe before all is read.
+    let _ = child.stdin.take().unwrap().write_all(input);
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    let rows = text(output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    (output.status.code(), rows, text(output.stderr))
+}
+
+/// Keeps away: a dialogue of two lines that is classified as two texts, each by itself.
+#[test]
+fn dialogues_on_stdin_are_classified_whole_and_in_their_order() {
+    let project = project();
+    let (texts, expected) = (texts(&project), predicted(&project));
+    assert!(texts.iter().all(|text| text.lines().count() == 2), "{texts:?}");
+    let lines = texts.join("\n") + "\n";
+    let objects = texts.iter().map(|text| json!({"input": text}).to_string() + "\n").collect::<String>();
+    for input in [lines, objects] {
+        let (code, found, stderr) = predict(&project, input.as_bytes());
+        assert_eq!((code, found.len()), (Some(0), expected.len()), "{stderr}");
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_alike(found, expected);
+        }
+    }
+    let refused = [
+        (&b"\n\n"[..], "no text to classify"),
+        ("好\n\n好\n".as_bytes(), "stdin: line 2 is blank; expected a text in each line"),
+        ("{\"input\": \"好\"}\n{\"text\": 7}\n".as_bytes(), "stdin: line 2: no text there; expected a JSON string"),
+        (&b"ab\xff"[..], "stdin: no UTF-8 from byte 2 on; save it as UTF-8"),
+    ];
+    for (input, sentence) in refused {
+        let (code, found, stderr) = predict(&project, input);
+        assert!((code, found.len()) == (Some(2), 0) && stderr.starts_with(&format!("error: {sentence}")), "{stderr}");
+    }
+}
+
+#[test]
+fn a_long_text_is_shortened_and_counted() {
+    let project = project();
+    let said =
+        project.querl(&["rm", "predict", "--model", "style", "--file", "dialogues.json", "--max_length", "8"]).ok();
+    assert!(said.stderr.contains("26 text(s) longer than 8 tokens were shortened"), "{said:#?}");
+}
+
+/// A file of a good classifier's folder, what is done to it, and the sentence.
+#[test]
+fn a_damaged_classifier_is_told_in_a_sentence() {
+    let good = project();
+    let mapping = r#"{"id_to_label": {"0": "a", "1": "b"}, "label_to_id": {"a": 0, "b": 1}}"#;
+    let replaced = |from: &str, to: &str| {
+        let text = good.read("style/config.json");
+        assert!(text.contains(from), "{text}");
+        Some(text.replace(from, to))
+    };
+    let cases = [
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("model.safetensors", None, "model.safetensors"),
+        (
+            "config.json",
+            replaced("Qwen3ForSequenceClassification", "BertModel"),
+            "architecture `BertModel` is not supported",
+        ),
+        (
+            "label_mapping.json",
+            Some(mapping.to_owned()),
+            "`score.weight` has shape [5, 32]; the 2 labels and the model's width make it [2, 32]",
+        ),
+        ("label_mapping.json", Some("{}".to_owned()), "no `id_to_label` there"),
+    ];
+    for (file, content, sentence) in cases {
+        let path = good.path("style").join(file);
+        let kept = std::fs::read(&path).unwrap();
+        match content {
+            Some(content) => std::fs::write(&path, content).unwrap(),
+            None => std::fs::remove_file(&path).unwrap(),
+        }
+        let said = good.querl(&["rm", "predict", "--model", "style", "--text", "好", "-q"]);
+        assert!(said.code == Some(2) && said.stderr.lines().count() == 1, "{file}: {said:#?}");
+        assert!(said.stderr.starts_with("error: ") && said.stderr.contains(sentence), "{file}: {said:#?}");
+        std::fs::write(&path, kept).unwrap();
+    }
+    good.querl(&["rm", "predict", "--model", "style", "--text", "好"]).ok();
 }
 
 #[test]
@@ -129,7 +278,7 @@ fn what_cannot_be_served_ends_with_a_sentence() {
     let base = model().display().to_string();
     let said = project.querl(&["rm", "serve", "--model", &base, "--addr", "127.0.0.1:0"]);
     assert_eq!(said.code, Some(2), "{said:#?}");
-    assert!(said.stderr.contains("no `id2label` there") || said.stderr.contains("no classifier"), "{said:#?}");
+    assert!(said.stderr.contains("no `id2label` there; a classifier names its classes"), "{said:#?}");
     let said = project.querl(&["rm", "serve", "--model", &base, "--api_key_env", "NOT_SET"]);
     assert_eq!(said.code, Some(2), "{said:#?}");
     assert!(said.stderr.contains("the environment variable `NOT_SET` holds no key"), "{said:#?}");

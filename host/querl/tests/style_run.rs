@@ -1,0 +1,174 @@
+//! Runs with a style model: the way from a classifier to a reward and to the figures, and what is refused on it.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use support::{Project, model, repository};
+
+const CLASSES: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
+
+/// The end of a configuration with a style model and a scorer beside the other reward.
+const STYLE: &str = r#"
+[plugins.style_model]
+path = "style"
+[[plugins.rewards]]
+path = "PLUGINS/scorer-style"
+weight = 0.5
+settings = { targets = ["诚实"], penalties = ["售前=0.5"], margin = 0.5 }
+"#;
+
+fn plugins() -> String {
+    repository().join("plugins").display().to_string()
+}
+
+/// A project whose configuration ends with `more`; `PLUGINS` is where the repository's are.
+fn project(more: &str) -> Project {
+    let project = Project::new();
+    std::fs::copy(repository().join("examples/style/seed26.json"), project.path("dialogues.json")).unwrap();
+    project.write("querl.toml", &(project.read("querl.toml") + &more.replace("PLUGINS", &plugins())));
+    project
+}
+
+/// Trains a classifier for a moment, by the example's own file.
+fn train(project: &Project, folder: &str, seed: &str) {
+    let config = repository().join("examples/style/classifier.toml").display().to_string();
+    let flags = ["--train_file", "dialogues.json", "--output_dir", folder, "--num_train_epochs", "1", "--seed", seed];
+    project.querl(&[&["rm", "train", &config], &flags[..]].concat()).ok();
+}
+
+fn rows(project: &Project, file: &str) -> Vec<Value> {
+    project.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn sum(style: &Value) -> f64 {
+    style.as_array().unwrap().iter().map(|class| class["probability"].as_f64().unwrap()).sum()
+}
+
+#[test]
+fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_shifted() {
+    let project = project(STYLE);
+    project.edit("path = \"style\"", "path = \"style\"\naudit = \"audit\"");
+    train(&project, "style", "42");
+    train(&project, "audit", "43");
+    let said = project.querl(&["run", "querl.toml"]).ok();
+    assert!(said.stdout.contains("mean probability of each style (audit)"), "{said:#?}");
+
+    let episodes = rows(&project, "run/episodes.jsonl");
+    let scored: Vec<&Value> = episodes.iter().filter(|row| row["outcome"]["scored"].is_object()).collect();
+    assert!(!scored.is_empty(), "{episodes:?}");
+    for row in &scored {
+        let components = row["outcome"]["scored"]["components"].as_array().unwrap();
+        let value = |name: &str| {
+            let found = components.iter().find(|part| part["name"] == name);
+            found.unwrap_or_else(|| panic!("no {name} in {components:?}"))["value"].as_f64().unwrap()
+        };
+        let total = row["outcome"]["scored"]["total"].as_f64().unwrap();
+        let expected = value("reward-competition/total") + 0.5 * value("scorer-style/total");
+        assert!((total - expected).abs() < 1e-9, "{row}");
+        let side = |side: &str| &row["episode"][side]["style"];
+        assert!((sum(side("baseline")) - 1.0).abs() < 1e-6, "{row}");
+        if !row["episode"]["policy"]["rewrite"].as_str().unwrap().trim().is_empty() {
+            // The plugin was told what stands in the episode, of the policy and not of the teacher.
+            for (index, class) in side("policy").as_array().unwrap().iter().enumerate() {
+                assert_eq!(class["label"], CLASSES[index]);
+                let told = value(&format!("scorer-style/class_{index}"));
+                assert!((told - class["probability"].as_f64().unwrap()).abs() < 1e-9, "{row}");
+            }
+        }
+    }
+
+    let evaluation: Value = serde_json::from_str(&project.read("run/eval.json")).unwrap();
+    let style = &evaluation["style"];
+    for judge in ["model", "audit"] {
+        for system in ["raw", "teacher", "sft", "rl"] {
+            let classes = style[judge]["systems"][system].as_object().unwrap();
+            let means: f64 = classes.values().filter_map(|found| found["mean"].as_f64()).sum();
+            assert!(classes.len() == 5 && (means - 1.0).abs() < 1e-6, "{judge}, {system}: {classes:?}");
+        }
+        assert!(style[judge]["shifts"]["rl-sft"]["诚实"]["low"].is_number(), "{style}");
+    }
+    assert_ne!(style["model"]["systems"]["raw"], style["audit"]["systems"]["raw"], "two models, not one twice");
+    assert!(style["n_chars"]["rl"]["mean"].is_number() && style["distinct"]["rl"].is_number(), "{style}");
+    assert!(project.read("run/report.html").contains("Shift of style"));
+    assert!(episodes.iter().all(|row| row["episode"]["policy"].get("audit_style").is_none()), "no reward sees it");
+}
+
+/// The example's own files, with a classifier and answers of a moment.
+#[test]
+fn the_example_of_answers_in_a_style_loads_and_looks_nothing_up() {
+    let project = project("");
+    train(&project, "style", "42");
+    train(&project, "audit", "43");
+    let example = repository().join("examples/style");
+    let answers = std::fs::read_to_string(example.join("answers.jsonl")).unwrap();
+    project.write("answers.jsonl", &answers.lines().take(40).collect::<Vec<_>>().join("\n"));
+    let text = std::fs::read_to_string(example.join("answers.toml")).unwrap();
+    let places = [
+        ("../../runs/style-audit", "audit".to_owned()),
+        ("../../runs/style", "style".to_owned()),
+        ("../../plugins", plugins()),
+        ("../tiny-qwen3", model().display().to_string()),
+    ];
+    let text = places.iter().fold(text, |text, (from, to)| {
+        assert!(text.contains(from), "{from}");
+        text.replace(from, to)
+    });
+    project.write("answers.toml", &text);
+    project.querl(&["config", "check", "answers.toml"]).ok();
+    let said = project.querl(&["run", "answers.toml", "--out", "run", "--to", "convert"]).ok();
+    assert!(said.stdout.contains("not looked up") && !said.stdout.contains("found nothing"), "{said:#?}");
+    assert!(!said.stderr.contains("found passages is 0"), "{said:#?}");
+    assert!(!rows(&project, "run/data/train.jsonl").is_empty());
+}
+
+fn refusal(project: &Project, args: &[&str]) -> String {
+    let said = project.querl(&[args, &["-q"]].concat());
+    assert_eq!((said.code, said.stderr.lines().count()), (Some(2), 1), "{said:#?}");
+    said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
+}
+
+#[test]
+fn a_style_model_that_cannot_be_asked_is_told_before_anything_runs() {
+    let project = project(&STYLE.replace("[plugins.style_model]\npath = \"style\"\n", ""));
+    let run = ["run", "querl.toml"];
+    let missing = "plugins.rewards[1]: `scorer-style` scores style and there is no style model; name a classifier of `querl rm train` as \
+                   plugins.style_model.path";
+    assert_eq!(refusal(&project, &run), missing);
+    let with = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        refusal(&project, &run.into_iter().chain(sets).collect::<Vec<_>>())
+    };
+    let useless = "plugins.style_model.calibrated is set and plugins.style_model.path is not; name a classifier there, or leave it out";
+    assert!(with(&["plugins.style_model.calibrated=true"]).ends_with(useless));
+    let nothing = with(&["plugins.style_model.path=\"style\""]);
+    assert!(nothing.contains("plugins.style_model.path is \"style\"; there is nothing at that place"), "{nothing}");
+    let no_classifier = with(&[&format!("plugins.style_model.path={:?}", model().display().to_string())]);
+    let expected = "no `id2label` there; a classifier names its classes in `label_mapping.json` or `config.json`";
+    assert!(
+        no_classifier.starts_with("plugins.style_model.path: ") && no_classifier.ends_with(expected),
+        "{no_classifier}"
+    );
+    assert!(!project.path("run").exists());
+
+    train(&project, "style", "42");
+    let style = "plugins.style_model.path=\"style\"";
+    project.edit("targets = [\"诚实\"]", "targets = [\"誠实\"]");
+    let expected = "plugins.rewards[1]: `scorer-style`: the style model has no class `誠实`; it has 售前、售后、诚实、有帮助、无伤害; \
+                    correct its settings";
+    assert_eq!(with(&[style]), expected);
+    project.edit("targets = [\"誠实\"]", "targets = [\"诚实\"]");
+    std::fs::remove_file(project.path("style/model.safetensors")).unwrap();
+    let damaged = with(&[style]);
+    assert!(damaged.starts_with("plugins.style_model.path: ") && damaged.contains("model.safetensors"), "{damaged}");
+    // What asks nobody about style needs no weights.
+    project.querl(&["rewrite", "querl.toml", "--set", style]).ok();
+}
+
+#[test]
+fn settings_of_a_retrieval_that_is_none_are_refused() {
+    let project = Project::new();
+    project.edit("kind = \"embedded\"", "kind = \"none\"");
+    let expected = "retrieval.knowledge_base is set; retrieval.kind = \"none\" has no use for it, leave it out";
+    assert!(refusal(&project, &["run", "querl.toml"]).ends_with(expected));
+}
