@@ -233,7 +233,7 @@ pub trait RewardModel: Send + Sync {
     fn name(&self) -> &str;
 }
 
-/// A classifier of style over whole dialogues.
+/// A classifier of style: of the last answer of a dialogue and the question before it.
 pub trait StyleModel: Send + Sync {
     /// The distribution over the model's classes, in the model's order. The same dialogue gives the same distribution.
     fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure>;

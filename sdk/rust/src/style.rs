@@ -24,7 +24,8 @@ pub enum ClassifyError {
 
 /// The style model of the run.
 pub trait StyleModel {
-    /// The distribution over the model's classes, one entry per class, in the model's order.
+    /// The distribution over the model's classes, one entry per class, in the model's order, of the last turn of the assistant and the last of
+    /// the user before it.
     ///
     /// # Errors
     /// No model, or no answer.

@@ -36,6 +36,18 @@ fn quality_keeps_every_rule() {
 }
 
 #[test]
+fn style_keeps_every_rule() {
+    let report = whole("plugins/scorer-style");
+    assert_eq!(check(&report, "defaults").note, "5 settings");
+}
+
+#[test]
+fn answers_keep_every_rule() {
+    let report = whole("plugins/prompt-answer");
+    assert_eq!(check(&report, "defaults").note, "1 setting");
+}
+
+#[test]
 fn tenants_keep_every_rule() {
     for folder in ["plugins/tenant-fivedoctors", "plugins/tenant-chengla"] {
         let report = whole(folder);
