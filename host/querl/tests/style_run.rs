@@ -91,6 +91,13 @@ fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_sh
     assert_ne!(style["model"]["systems"]["raw"], style["audit"]["systems"]["raw"], "two models, not one twice");
     assert!(style["n_chars"]["rl"]["mean"].is_number() && style["distinct"]["rl"].is_number(), "{style}");
     assert!(project.read("run/report.html").contains("Shift of style"));
+    // What another margin would have said, with no model there: the episodes hold what it said.
+    let scorer = format!("{}/scorer-style", plugins());
+    let settings = ["--settings", "targets=[\"诚实\"]", "--settings", "margin=0.2"];
+    let replay =
+        project.querl(&[&["plugin", "replay", "run", "--plugin", &scorer, "--json"], &settings[..]].concat()).ok();
+    let replay: Value = serde_json::from_str(&replay.stdout).unwrap();
+    assert!(replay.is_object(), "{replay}");
     assert!(episodes.iter().all(|row| row["episode"]["policy"].get("audit_style").is_none()), "no reward sees it");
 }
 

@@ -1,6 +1,6 @@
 //! The style of what both sides wrote, where a run has a style model.
 
-use crate::plugins::style::turns_of;
+use crate::plugins::style_reward::turns_of_side;
 use querl_core::ports::StyleModel;
 use querl_core::records::{Episode, Message, Rejection};
 
@@ -16,7 +16,7 @@ pub(super) fn add(model: &dyn StyleModel, episodes: &mut [Episode]) -> Vec<Optio
         places.push([&episode.policy, &episode.baseline].map(|candidate| {
             let is_there = !candidate.rewrite.trim().is_empty();
             is_there.then(|| {
-                dialogues.push(turns_of(&episode.query, &candidate.rewrite));
+                dialogues.push(turns_of_side(episode, candidate));
                 dialogues.len() - 1
             })
         }));

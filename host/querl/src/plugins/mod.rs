@@ -13,11 +13,11 @@ use querl_bundle::Manifest;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_core::config::Config;
 use querl_core::ports::{Filter, Prompts, RewardModel};
-use querl_plugins::{Plugin, PluginHost, PluginKind, PluginSettings, Source};
+use querl_plugins::{Plugin, PluginHost, PluginSettings, Source};
 use std::path::Path;
 use std::sync::Arc;
 use style::SharedStyleModel;
-use style_reward::{StyleReward, Undecided, unknown_class};
+use style_reward::{StyleReward, Undecided, scores_style, unknown_class};
 
 /// Every plugin of a run.
 pub struct Plugins {
@@ -153,8 +153,7 @@ impl Loading {
         settings: &PluginSettings,
         (index, style): (usize, Option<&Arc<SharedStyleModel>>),
     ) -> anyhow::Result<Arc<dyn RewardModel>> {
-        let kinds = plugin.kinds();
-        if kinds.contains(&PluginKind::Reward) || !kinds.contains(&PluginKind::StyleScorer) {
+        if !scores_style(plugin) {
             return Ok(Arc::from(self.host.reward_of(plugin, settings)?));
         }
         let Some(style) = style else {

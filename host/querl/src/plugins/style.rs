@@ -163,7 +163,7 @@ fn failed(problem: impl ToString) -> CallFailure {
 ///
 /// # Errors
 /// One of them is not there.
-fn text_of(turns: &[Message]) -> Result<String, CallFailure> {
+pub fn text_of(turns: &[Message]) -> Result<String, CallFailure> {
     let last = |turns: &[Message], role: &str| turns.iter().rposition(|turn| turn.role == role);
     let missing = |what: &str| CallFailure {
         kind: FailureKind::Rejected,

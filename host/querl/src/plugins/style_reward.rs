@@ -2,10 +2,22 @@
 
 use super::style::turns_of;
 use querl_core::ports::{PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
-use querl_core::records::{CallFailure, Dialogue, Episode, Message, Rejection, Reward, StyleProbability};
+use querl_core::records::{CallFailure, Candidate, Dialogue, Episode, Message, Rejection, Reward, StyleProbability};
+use querl_plugins::{Plugin, PluginKind};
 
 /// The code with which a scorer rejects a class that the model does not know.
 const UNKNOWN_CLASS: &str = "unknown_class";
+
+/// Whether a plugin stands among rewards as a scorer of style: one that is both is a reward.
+pub fn scores_style(plugin: &Plugin) -> bool {
+    let kinds = plugin.kinds();
+    kinds.contains(&PluginKind::StyleScorer) && !kinds.contains(&PluginKind::Reward)
+}
+
+/// What one side answered to the query, as a dialogue.
+pub fn turns_of_side(episode: &Episode, side: &Candidate) -> Vec<Message> {
+    turns_of(&episode.query, &side.rewrite)
+}
 
 /// A scorer of style in the place of a reward: the policy's answer to the query is scored.
 pub struct StyleReward(Box<dyn StyleScorer>);
@@ -19,10 +31,8 @@ impl StyleReward {
 
 impl RewardModel for StyleReward {
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
-        let dialogue = |episode: &Episode| Dialogue {
-            id: episode.id.clone(),
-            turns: turns_of(&episode.query, &episode.policy.rewrite),
-        };
+        let dialogue =
+            |episode: &Episode| Dialogue { id: episode.id.clone(), turns: turns_of_side(episode, &episode.policy) };
         self.0.score_batch(&episodes.iter().map(dialogue).collect::<Vec<_>>())
     }
 

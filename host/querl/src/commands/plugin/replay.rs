@@ -2,11 +2,13 @@
 
 mod recorded;
 mod scoring;
+mod styles;
 
 use super::settings;
 use crate::cli::Format;
 use crate::failure::Stop;
 use crate::plugins::host;
+use crate::plugins::style_reward::{StyleReward, scores_style};
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, PluginLimits, load_resolved};
@@ -19,6 +21,8 @@ use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side
 use querl_plugins::{HostOptions, PluginHost};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use styles::RecordedStyles;
 
 /// Of the bootstrap. Intervals of thousands of episodes are narrow: more resamples change no digit that is shown.
 const N_RESAMPLES: usize = 1000;
@@ -32,7 +36,7 @@ pub struct ReplayArgs {
     /// A run folder, or a file of episodes (JSON lines)
     #[arg(value_name = "RUN_DIR|EPISODES.jsonl")]
     episodes: PathBuf,
-    /// The reward plugin to ask: a bundle, a component or a source folder
+    /// The reward plugin, or the scorer of style, to ask: a bundle, a component or a source folder
     #[arg(long, value_name = "PATH")]
     plugin: PathBuf,
     /// Compare with this plugin instead of the recorded outcomes
@@ -67,9 +71,11 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
     let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host::options(&limits)? })?;
-    let plugin = Asked::open(&host, &args.plugin, &args.settings, "--settings")?;
+    let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
+    let open = |path: &Path, settings: &[String], flag| Asked::open((&host, styles.as_ref()), path, settings, flag);
+    let plugin = open(&args.plugin, &args.settings, "--settings")?;
     let other = args.against.as_ref();
-    let other = other.map(|path| Asked::open(&host, path, &args.against_settings, "--against-settings")).transpose()?;
+    let other = other.map(|path| open(path, &args.against_settings, "--against-settings")).transpose()?;
     let compared = compare(recorded, plugin, other, config.as_ref(), args)?;
     if let Some(path) = &args.html {
         write_atomic(path, replay_html(&compared)?.as_bytes()).with_context(|| path.display().to_string())?;
@@ -117,10 +123,25 @@ struct Asked {
 }
 
 impl Asked {
-    fn open(host: &PluginHost, path: &Path, settings: &[String], flag: &str) -> anyhow::Result<Self> {
+    fn open(
+        (host, styles): (&PluginHost, Option<&Arc<RecordedStyles>>),
+        path: &Path,
+        settings: &[String],
+        flag: &str,
+    ) -> anyhow::Result<Self> {
         let settings = settings::parse(settings, flag)?;
         let plugin = host.load(path)?;
-        let model = host.reward_of(&plugin, &settings)?;
+        let model: Box<dyn RewardModel> = match (scores_style(&plugin), styles) {
+            (false, _) => host.reward_of(&plugin, &settings)?,
+            (true, Some(styles)) => {
+                Box::new(StyleReward::new(host.style_scorer_of(&plugin, &settings, Some(styles.clone()))?))
+            }
+            (true, None) => {
+                let expected = "it can score again what a run with plugins.style_model recorded";
+                let message = format!("plugin {}: it scores style, and no episode has one; {expected}", plugin.id());
+                return Err(Stop::usage(message).into());
+            }
+        };
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
