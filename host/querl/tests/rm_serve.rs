@@ -232,42 +232,42 @@ fn a_long_text_is_shortened_and_counted() {
     assert!(said.stderr.contains("26 text(s) longer than 8 tokens were shortened"), "{said:#?}");
 }
 
-/// A file of a good classifier's folder, what is done to it, and the sentence.
+/// What is done to files of a good classifier's folder, and the sentence.
 #[test]
 fn a_damaged_classifier_is_told_in_a_sentence() {
     let good = project();
-    let mapping = r#"{"id_to_label": {"0": "a", "1": "b"}, "label_to_id": {"a": 0, "b": 1}}"#;
-    let replaced = |from: &str, to: &str| {
-        let text = good.read("style/config.json");
-        assert!(text.contains(from), "{text}");
-        Some(text.replace(from, to))
+    let config: Value = serde_json::from_str(&good.read("style/config.json")).unwrap();
+    let with = |key: &str, value: Value| {
+        let mut config = config.clone();
+        config[key] = value;
+        config.to_string()
     };
+    let two = json!({"0": "a", "1": "b"});
+    let mapping = json!({"id_to_label": two, "label_to_id": {"a": 0, "b": 1}}).to_string();
+    let bert = with("architectures", json!(["BertForSequenceClassification"]));
     let cases = [
-        ("tokenizer.json", None, "tokenizer.json"),
-        ("model.safetensors", None, "model.safetensors"),
+        (vec![("tokenizer.json", None)], "tokenizer.json"),
+        (vec![("model.safetensors", None)], "model.safetensors"),
+        (vec![("config.json", Some(bert))], "architecture `BertForSequenceClassification` is not supported"),
+        (vec![("label_mapping.json", Some("{}".to_owned()))], "no `id_to_label` there"),
         (
-            "config.json",
-            replaced("Qwen3ForSequenceClassification", "BertModel"),
-            "architecture `BertModel` is not supported",
-        ),
-        (
-            "label_mapping.json",
-            Some(mapping.to_owned()),
+            vec![("label_mapping.json", Some(mapping)), ("config.json", Some(with("id2label", two)))],
             "`score.weight` has shape [5, 32]; the 2 labels and the model's width make it [2, 32]",
         ),
-        ("label_mapping.json", Some("{}".to_owned()), "no `id_to_label` there"),
     ];
-    for (file, content, sentence) in cases {
-        let path = good.path("style").join(file);
-        let kept = std::fs::read(&path).unwrap();
-        match content {
-            Some(content) => std::fs::write(&path, content).unwrap(),
-            None => std::fs::remove_file(&path).unwrap(),
+    for (damages, sentence) in cases {
+        let path = |file: &str| good.path("style").join(file);
+        let kept: Vec<_> = damages.iter().map(|(file, _)| (path(file), std::fs::read(path(file)).unwrap())).collect();
+        for (file, content) in &damages {
+            match content {
+                Some(content) => std::fs::write(path(file), content).unwrap(),
+                None => std::fs::remove_file(path(file)).unwrap(),
+            }
         }
         let said = good.querl(&["rm", "predict", "--model", "style", "--text", "好", "-q"]);
-        assert!(said.code == Some(2) && said.stderr.lines().count() == 1, "{file}: {said:#?}");
-        assert!(said.stderr.starts_with("error: ") && said.stderr.contains(sentence), "{file}: {said:#?}");
-        std::fs::write(&path, kept).unwrap();
+        assert!(said.code == Some(2) && said.stderr.lines().count() == 1, "{damages:?}: {said:#?}");
+        assert!(said.stderr.starts_with("error: ") && said.stderr.contains(sentence), "{damages:?}: {said:#?}");
+        kept.into_iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
     }
     good.querl(&["rm", "predict", "--model", "style", "--text", "好"]).ok();
 }

@@ -29,6 +29,8 @@ pub struct SharedStyleModel {
     key: &'static str,
     labels: Labels,
     opened: OnceLock<Result<Opened, String>>,
+    /// Set once it could be opened.
+    checked: OnceLock<()>,
     known: Mutex<HashMap<String, Vec<StyleProbability>>>,
 }
 
@@ -48,7 +50,7 @@ impl SharedStyleModel {
     pub fn of(config: &StyleModelConfig, key: &'static str) -> anyhow::Result<Option<Self>> {
         let Some(args) = ModelArgs::of(config) else { return Ok(None) };
         let labels = Classifier::labels_in(&args.model, args.base.as_deref()).context(key)?;
-        Ok(Some(Self { args, key, labels, opened: OnceLock::new(), known: Mutex::default() }))
+        Ok(Some(Self { args, key, labels, opened: OnceLock::new(), checked: OnceLock::new(), known: Mutex::default() }))
     }
 
     /// Names of the classes, in the model's order.
@@ -61,10 +63,11 @@ impl SharedStyleModel {
     /// # Errors
     /// A file is missing or damaged, or is no classifier's.
     pub fn check(&self) -> anyhow::Result<()> {
-        match self.opened.get() {
-            Some(Ok(_)) => Ok(()),
-            _ => OpenModel::open(&self.args).map(drop).context(self.key),
+        if self.checked.get().is_none() {
+            OpenModel::open(&self.args).map(drop).context(self.key)?;
         }
+        self.checked.get_or_init(|| ());
+        Ok(())
     }
 
     fn opened(&self) -> Result<&Opened, CallFailure> {
