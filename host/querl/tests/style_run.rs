@@ -123,9 +123,10 @@ fn the_example_of_answers_in_a_style_loads_and_looks_nothing_up() {
     });
     project.write("answers.toml", &text);
     project.querl(&["config", "check", "answers.toml"]).ok();
-    let said = project.querl(&["run", "answers.toml", "--out", "run", "--to", "convert"]).ok();
-    assert!(said.stdout.contains("not looked up") && !said.stdout.contains("found nothing"), "{said:#?}");
+    let said = project.querl(&["run", "answers.toml", "--out", "run", "--to", "validate"]).ok();
+    assert!(said.stdout.contains("not looked up  40") && !said.stdout.contains("found nothing"), "{said:#?}");
     assert!(!said.stderr.contains("found passages is 0"), "{said:#?}");
+    project.querl(&["convert", "answers.toml", "--out", "run"]).ok();
     assert!(!rows(&project, "run/data/train.jsonl").is_empty());
 }
 
