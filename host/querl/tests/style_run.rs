@@ -49,6 +49,12 @@ fn sum(style: &Value) -> f64 {
 fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_shifted() {
     let project = project(STYLE);
     project.edit("path = \"style\"", "path = \"style\"\naudit = \"audit\"");
+    // A model that writes words, and a parser that takes them as they are: of blank answers nobody says a style.
+    let tiny = repository().join("examples/tiny-qwen3").display().to_string();
+    project.edit(&model().display().to_string(), &tiny);
+    project
+        .edit("tenant-fivedoctors", "prompt-answer")
+        .edit("max_new_tokens = 8", "max_new_tokens = 12\nmin_new_tokens = 6");
     train(&project, "style", "42");
     train(&project, "audit", "43");
     let said = project.querl(&["run", "querl.toml"]).ok();
@@ -56,7 +62,7 @@ fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_sh
 
     let episodes = rows(&project, "run/episodes.jsonl");
     let scored: Vec<&Value> = episodes.iter().filter(|row| row["outcome"]["scored"].is_object()).collect();
-    assert!(!scored.is_empty(), "{episodes:?}");
+    let mut n_told = 0;
     for row in &scored {
         let components = row["outcome"]["scored"]["components"].as_array().unwrap();
         let value = |name: &str| {
@@ -69,6 +75,7 @@ fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_sh
         let side = |side: &str| &row["episode"][side]["style"];
         assert!((sum(side("baseline")) - 1.0).abs() < 1e-6, "{row}");
         if !row["episode"]["policy"]["rewrite"].as_str().unwrap().trim().is_empty() {
+            n_told += 1;
             // The plugin was told what stands in the episode, of the policy and not of the teacher.
             for (index, class) in side("policy").as_array().unwrap().iter().enumerate() {
                 assert_eq!(class["label"], CLASSES[index]);
@@ -77,6 +84,8 @@ fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_sh
             }
         }
     }
+
+    assert!(n_told > 0, "every answer is blank: {episodes:?}");
 
     let evaluation: Value = serde_json::from_str(&project.read("run/eval.json")).unwrap();
     let style = &evaluation["style"];
