@@ -335,7 +335,10 @@ fn until_idle(batcher: &Batcher) {
     }
 }
 
-fn with_batches(max_texts: usize) -> (Batcher, Arc<Mutex<Vec<(usize, usize)>>>) {
+/// Requests and texts of each batch.
+type Batches = Arc<Mutex<Vec<(usize, usize)>>>;
+
+fn with_batches(max_texts: usize) -> (Batcher, Batches) {
     let (classifier, tokenizer) = small();
     let done = Arc::new(Mutex::new(Vec::new()));
     let seen = done.clone();
