@@ -26,7 +26,7 @@ pub(super) struct Candidates {
 
 impl Candidates {
     pub(super) fn new<'a>(rows: impl Iterator<Item = &'a Shingles>) -> Self {
-        let (mut texts, mut bands, mut n_rows): (HashMap<u64, Vec<u32>>, Vec<(u64, u32)>, usize) = Default::default();
+        let (mut texts, mut bands, mut n_rows) = (HashMap::<u64, Vec<u32>>::new(), Vec::new(), 0);
         for (shingles, index) in rows.zip(0..) {
             texts.entry(shingles.text).or_default().push(index);
             bands.extend(bands_of(shingles).map(|band| (band, index)));

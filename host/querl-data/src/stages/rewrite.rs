@@ -104,7 +104,7 @@ impl Work for Rewriting<'_> {
 
     async fn ask(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
         let messages = messages(&query, self.prompts)?;
-        let mut rewrite = match self.from_batch(&messages)? {
+        let mut rewrite = match self.answer_of_batch(&messages)? {
             Some(rewrite) => rewrite,
             None => self.ask_one(self.teacher, &query, &messages).await?,
         };
@@ -142,7 +142,7 @@ impl Work for Rewriting<'_> {
 
 impl Rewriting<'_> {
     /// What a batch says to a prompt; `None` where it is in none.
-    fn from_batch(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
+    fn answer_of_batch(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
         let Some(answer) = self.batches.map(|batches| batches.of(messages)).transpose()?.flatten() else {
             return Ok(None);
         };
