@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(info.meaning, "GAE's lambda.");
         assert!(!info.required);
         assert!(find("tenant").required);
-        assert_eq!(find("retrieval.kind").expects, "embedded or http");
+        assert_eq!(find("retrieval.kind").expects, "embedded, http or none");
         assert_eq!(find("data.split").expects, "a list of 3 numbers, 0.0 to 1.0");
         assert_eq!(find("data.query_column").default.as_deref(), Some("\"问题\""));
         assert_eq!(find("retrieval.mapping.top_k_range").expects, "a list of 2 integers, 0 or more");
