@@ -128,7 +128,8 @@ fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str,
 }
 
 fn of_json(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
-    let text = std::fs::read_to_string(path).map_err(|error| DataError::file(path, error))?;
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check the path")))?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     if text.trim_start().starts_with('[') {
         return match items(text) {

@@ -92,6 +92,22 @@ fn the_same_command_gives_the_same_classifier() {
     project.querl(&calibrated).ok();
 }
 
+/// Keeps away: figures that are lost since somebody looked at the first lines alone.
+#[test]
+fn figures_are_written_though_nobody_reads_what_is_printed() {
+    let project = project();
+    train(&project, &["--num_train_epochs", "1", "--eval_share", "0"]).ok();
+    let mut command =
+        project.command(&["rm", "eval", "--model", "style", "--file", "dialogues.json", "--out", "figures"]);
+    let mut child = command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
+    child.wait().unwrap();
+    assert!(!said.contains("panicked"), "{said}");
+    assert_eq!(json(&project.read("figures/eval.json"))["n"], 26);
+}
+
 #[test]
 fn a_file_of_settings_is_read_and_flags_go_before_it() {
     let project = project();
@@ -109,6 +125,8 @@ fn a_file_of_settings_is_read_and_flags_go_before_it() {
     assert!(said.stderr.contains("changed copies are learned from besides; none chooses or measures"), "{said:#?}");
     let resolved = project.read("style/rm.resolved.toml");
     assert!(resolved.contains("num_train_epochs = 1\n") && resolved.contains("augment_copies = 2\n"), "{resolved}");
+    let again = project.querl(&["rm", "train", "style/rm.resolved.toml"]).ok();
+    assert!(again.stdout.contains("eval_accuracy"), "{again:#?}");
     let copies = project.read("style/training/augmented.jsonl");
     assert!(copies.lines().count() > 26 && copies.lines().all(|line| json(line)["metadata"]["source"] == "augmented"));
     let figures = json(&project.read("style/eval.json"));

@@ -307,6 +307,10 @@ fn a_student_learns_from_a_teacher_that_is_asked_once() {
         "--learning_rate",
         "1e-3",
     ];
+    let into_teacher = args.map(|arg| if arg == "student" { "style" } else { arg });
+    let refused = project.querl(&into_teacher);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    assert!(refused.stderr.contains("style: output_dir is the teacher's own folder; name another"), "{refused:#?}");
     let said = project.querl(&args).ok();
     assert!(said.stdout.contains("the student is") && said.stdout.contains("eval_accuracy"), "{said:#?}");
     let report: Value = serde_json::from_str(&project.read("student/distillation.json")).unwrap();

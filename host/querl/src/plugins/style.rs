@@ -133,7 +133,7 @@ impl StyleModel for SharedStyleModel {
 
 impl Opened {
     fn open(args: &ModelArgs) -> anyhow::Result<Self> {
-        let OpenModel { classifier, tokenizer, temperature } = OpenModel::open(args)?;
+        let OpenModel { classifier, tokenizer, temperature, .. } = OpenModel::open(args)?;
         let (classifier, tokenizer) = (Arc::new(classifier), Arc::new(tokenizer));
         let (batcher, worker) = Batcher::new(classifier.clone(), tokenizer.clone(), LIMITS, Box::new(|_| ()));
         // It runs no plugin, so that an instance that waits for it waits for nobody that waits for an instance.

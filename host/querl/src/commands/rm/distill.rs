@@ -1,13 +1,15 @@
 //! `querl rm distill`: a small classifier that learns from a large one.
 
 use super::corpus::{Classes, Corpus, usage};
-use super::fitting::{Resume, Rows, Trainer};
+use super::fitting::{Resume, Rows, Trainer, is_same};
 use super::model::{ModelArgs, ask};
 use super::results::{Judged, Page, Results, write};
 use super::settings::{TrainConfig, TrainKeys};
 use super::teacher::Teacher;
+use crate::run::lock;
 use crate::terminal;
 use clap::Args;
+use querl_core::run_dir::RunDir;
 use querl_data::{Dialogue, read_dialogues};
 use querl_eval::classification::{argmax, softmax, split_off};
 use querl_model::classifier::{Classifier, ClassifierTokenizer};
@@ -127,8 +129,12 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
     let config = &config(args)?;
     let distillation = Distillation { temperature: args.temperature, hard_weight: args.hard_weight };
     querl_model::set_threads(config.threads as usize);
+    if is_same(&args.teacher, &args.output_dir) {
+        let output = args.output_dir.display();
+        return Err(usage(format!("{output}: output_dir is the teacher's own folder; name another")));
+    }
     let trainer = Trainer::new(config)?;
-    std::fs::create_dir_all(&args.output_dir)?;
+    let _lock = lock::take(&RunDir::new(&args.output_dir))?;
     let of_teacher = ModelArgs {
         model: args.teacher.clone(),
         base: args.teacher_base.clone(),

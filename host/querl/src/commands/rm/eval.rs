@@ -40,7 +40,7 @@ pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let judged = Judged { corpus: &corpus, indices: &indices, n_repeats: 1, majority, seed: args.seed };
     let mut notes = Vec::new();
     if answers.n_shortened > 0 {
-        notes.push(format!("{} text(s) were shortened to {} tokens", answers.n_shortened, args.model.max_length));
+        notes.push(format!("{} text(s) were shortened to {} tokens", answers.n_shortened, model.max_length));
     }
     let temperature = args.model.calibrated.then_some(model.temperature);
     if let Some(temperature) = temperature {

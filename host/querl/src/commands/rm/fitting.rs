@@ -117,6 +117,11 @@ impl Rows {
     }
 }
 
+/// Whether both are one folder, by whatever name.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
+    one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
+}
+
 fn make(folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot be made", folder.display()))
 }
@@ -135,8 +140,7 @@ impl<'a> Trainer<'a> {
     /// The base cannot be read, has fewer positions than `max_length`, or stands in the output folder.
     pub(super) fn new(config: &'a TrainConfig) -> anyhow::Result<Self> {
         let (base, output) = (&config.model_name_or_path, &config.output_dir);
-        let is_same = output.canonicalize().is_ok_and(|output| base.canonicalize().is_ok_and(|base| base == output));
-        if is_same {
+        if is_same(base, output) {
             return Err(usage(format!("{}: output_dir is the model's own folder; name another", output.display())));
         }
         let n_positions = Classifier::n_positions(base).map_err(usage)?;

@@ -5,7 +5,7 @@ use serde_json::Value;
 const QUESTION: &str = "用户问题：";
 const ANSWER: &str = "回答：";
 
-/// The texts of a file, in order. Where the first line is a JSON object or string, each line is one: a text, or an object with it in
+/// The texts of a file, in order. A JSON list holds one in each item; where the first line is a JSON object or string, each line is one: a text, or an object with it in
 /// `input`. Else each line is a text, but a line that begins with `回答：` belongs to the line before it that begins with `用户问题：`: a
 /// dialogue has two.
 ///
@@ -13,6 +13,9 @@ const ANSWER: &str = "回答：";
 /// In a sentence with the line's number: it is blank, though another follows, so that answers would not stand beside their lines; or it is
 /// no such JSON.
 pub(super) fn texts_of(content: &str) -> Result<Vec<String>, String> {
+    if let Ok(Value::Array(items)) = serde_json::from_str(content.trim_start_matches('\u{feff}')) {
+        return items.iter().enumerate().map(|(index, item)| text_of(&format!("item {}", index + 1), item)).collect();
+    }
     let lines: Vec<&str> = content.strip_prefix('\u{feff}').unwrap_or(content).trim_end().lines().collect();
     if let Some(index) = lines.iter().position(|line| line.trim().is_empty()) {
         return Err(format!("line {} is blank; expected a text in each line", index + 1));
@@ -29,13 +32,17 @@ fn is_json(line: &str) -> bool {
 
 fn json_text(number: usize, line: &str) -> Result<String, String> {
     let value: Value = serde_json::from_str(line).map_err(|error| format!("line {number}: no JSON: {error}"))?;
-    let text = match &value {
+    text_of(&format!("line {number}"), &value)
+}
+
+fn text_of(place: &str, value: &Value) -> Result<String, String> {
+    let text = match value {
         Value::Object(object) => object.get("input").unwrap_or(&Value::Null),
         other => other,
     };
     match text.as_str().filter(|text| !text.trim().is_empty()) {
         Some(text) => Ok(text.to_owned()),
-        None => Err(format!("line {number}: no text there; expected a JSON string, or an object with one in `input`")),
+        None => Err(format!("{place}: no text there; expected a JSON string, or an object with one in `input`")),
     }
 }
 
@@ -73,6 +80,14 @@ mod tests {
         assert_eq!(texts_of(content).unwrap(), expected);
         let alone = "回答：好。\n用户问题：在？\n回答：在。\n回答：请讲。\n";
         assert_eq!(texts_of(alone).unwrap(), ["回答：好。", "用户问题：在？\n回答：在。", "回答：请讲。"]);
+    }
+
+    #[test]
+    fn a_list_of_json_holds_a_text_in_each_item() {
+        assert_eq!(texts_of("[\n{\"input\": \"坏了。\"},\n\n\"冷水洗。\"]\n").unwrap(), ["坏了。", "冷水洗。"]);
+        let problem = texts_of("[{\"text\": \"a\"}]").unwrap_err();
+        assert!(problem.starts_with("item 1: no text there; expected"), "{problem}");
+        assert_eq!(texts_of("[笑] 坏了。").unwrap(), ["[笑] 坏了。"]);
     }
 
     #[test]

@@ -101,12 +101,20 @@ impl Measured<'_> {
             let (n, length) = (said.n_shortened, config.max_length);
             notes.push(format!("{n} text(s) that were asked about were shortened to {length} tokens"));
         }
+        let (model, baseline) = (judged.measures(&said.model)?, judged.measures(&said.baseline)?);
+        if baseline.eval_accuracy >= model.eval_accuracy {
+            notes.push(
+                "TF-IDF is no worse here: what single words tell is all that the figures can show of this model; more \
+                 dialogues or a larger base may change that"
+                    .into(),
+            );
+        }
         let is_calibrated = !said.model.is_empty() && said.calibrated.len() == said.model.len();
         let results = Results {
-            model: judged.measures(&said.model)?,
+            model,
             temperature: said.temperature,
             calibrated: is_calibrated.then(|| judged.measures(&said.calibrated)).transpose()?,
-            baseline: Some(judged.measures(&said.baseline)?),
+            baseline: Some(baseline),
             teacher: None,
             notes,
         };

@@ -61,6 +61,8 @@ pub(crate) struct OpenModel {
     pub(crate) tokenizer: ClassifierTokenizer,
     /// What logits are divided by.
     pub(crate) temperature: f64,
+    /// Most tokens of a text: as asked for, or the model's positions.
+    pub(crate) max_length: usize,
 }
 
 /// Logits of texts.
@@ -93,7 +95,7 @@ impl OpenModel {
         let max_length = max_length.min(classifier.decoder().config().max_positions);
         let tokenizer = ClassifierTokenizer::load(place, max_length).map_err(usage)?;
         let temperature = if args.calibrated { temperature(folder)? } else { 1.0 };
-        Ok(Self { classifier, tokenizer, temperature })
+        Ok(Self { classifier, tokenizer, temperature, max_length })
     }
 
     /// Asks about texts.

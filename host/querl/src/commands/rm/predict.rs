@@ -47,7 +47,7 @@ pub fn run(args: &PredictArgs) -> anyhow::Result<()> {
     if answers.n_shortened > 0 {
         terminal::say(&format!(
             "{} text(s) longer than {} tokens were shortened",
-            answers.n_shortened, args.model.max_length
+            answers.n_shortened, model.max_length
         ));
     }
     let labels = model.classifier.labels();

@@ -8,6 +8,7 @@ use querl_eval::classification::{
     classification_text, measure,
 };
 use serde::Serialize;
+use std::io::Write;
 use std::path::Path;
 
 /// The figures, for programs and for people.
@@ -88,10 +89,10 @@ impl Judged<'_> {
         mistakes
     }
 
-    /// Prints the figures and, with a folder, writes them there.
+    /// Writes the figures, with a folder, and prints them.
     ///
     /// # Errors
-    /// A file cannot be written.
+    /// A file cannot be written, or nobody reads what is printed.
     pub(super) fn tell(
         &self,
         results: &Results,
@@ -99,20 +100,22 @@ impl Judged<'_> {
         page: Page<'_>,
         folder: Option<&Path>,
     ) -> anyhow::Result<()> {
-        println!("{}", classification_text(&results.model));
-        if let Some(measures) = &results.calibrated {
-            let (log_loss, brier, error) = (measures.log_loss, measures.brier, measures.expected_calibration_error);
-            println!("calibrated: log loss {log_loss:.4}, Brier score {brier:.4}, calibration error {error:.4}");
+        if let Some(folder) = folder {
+            self.write(results, probabilities, page, folder)?;
         }
-        let others = [("TF-IDF and logistic regression", &results.baseline), ("teacher", &results.teacher)];
-        for (name, measures) in others {
-            if let Some(measures) = measures {
-                let (accuracy, f1) = (100.0 * measures.eval_accuracy, measures.eval_f1_macro);
-                println!("{name}: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}");
-            }
-        }
-        results.notes.iter().for_each(|note| println!("note: {note}"));
-        let Some(folder) = folder else { return Ok(()) };
+        // After the files: who reads only the first lines loses none of them.
+        let mut out = std::io::stdout().lock();
+        out.write_all(text_of(results).as_bytes())?;
+        Ok(out.flush()?)
+    }
+
+    fn write(
+        &self,
+        results: &Results,
+        probabilities: &[Vec<f64>],
+        page: Page<'_>,
+        folder: &Path,
+    ) -> anyhow::Result<()> {
         let mut systems = vec![("model".to_owned(), results.model.clone())];
         let others = [
             ("model, calibrated", &results.calibrated),
@@ -132,6 +135,21 @@ impl Judged<'_> {
         write(&folder.join(REPORT_FILE), &classification_html(&report)?)?;
         write(&folder.join(EVAL_FILE), &format!("{}\n", serde_json::to_string_pretty(results)?))
     }
+}
+
+/// The figures for a terminal.
+fn text_of(results: &Results) -> String {
+    let mut text = classification_text(&results.model) + "\n";
+    if let Some(measures) = &results.calibrated {
+        let (log_loss, brier, error) = (measures.log_loss, measures.brier, measures.expected_calibration_error);
+        text += &format!("calibrated: log loss {log_loss:.4}, Brier score {brier:.4}, calibration error {error:.4}\n");
+    }
+    let others = [("TF-IDF and logistic regression", &results.baseline), ("teacher", &results.teacher)];
+    for (name, measures) in others.into_iter().filter_map(|(name, measures)| Some((name, measures.as_ref()?))) {
+        let (accuracy, f1) = (100.0 * measures.eval_accuracy, measures.eval_f1_macro);
+        text += &format!("{name}: eval_accuracy {accuracy:.1}%, eval_f1_macro {f1:.4}\n");
+    }
+    text + &results.notes.iter().map(|note| format!("note: {note}\n")).collect::<String>()
 }
 
 /// What the page says besides figures.

@@ -162,7 +162,7 @@ fn load(
 }
 
 fn open(model: &ModelArgs, limits: BatchLimits, service: &Arc<StyleService>) -> anyhow::Result<(Shared, BatchWorker)> {
-    let OpenModel { classifier, tokenizer, temperature } = OpenModel::open(model)?;
+    let OpenModel { classifier, tokenizer, temperature, .. } = OpenModel::open(model)?;
     // The service holds the classifier: a strong handle here would keep both for ever.
     let service = Arc::downgrade(service);
     let observer = Box::new(move |done: BatchDone| {

@@ -206,6 +206,18 @@ impl TrainKeys {
 }
 
 impl TrainConfig {
+    /// The same with paths that hold in every folder, so that what is written is a configuration wherever it stands.
+    ///
+    /// # Errors
+    /// The current folder is gone.
+    pub fn anywhere(&self) -> std::io::Result<Self> {
+        let mut config = self.clone();
+        for path in [&mut config.model_name_or_path, &mut config.train_file, &mut config.output_dir] {
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok(config)
+    }
+
     fn check(&self) -> anyhow::Result<()> {
         let share = 0.0..1.0;
         let is_part = |value: &f64| *value == 0.0 || (0.02..=0.5).contains(value);
@@ -264,6 +276,12 @@ impl TrainConfig {
                 "0 with num_folds, which measures every dialogue",
             ),
             ("num_folds", text(self.num_folds), in_range(self.num_folds, 2..=50), "2 to 50"),
+            (
+                "num_repeats",
+                self.num_repeats.to_string(),
+                self.num_repeats == 1 || self.num_folds.is_some(),
+                "1 without num_folds: it counts rounds of a cross-validation",
+            ),
             ("num_repeats", self.num_repeats.to_string(), (1..=100).contains(&self.num_repeats), "1 to 100"),
         ];
         self.labels()?;

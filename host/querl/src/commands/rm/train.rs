@@ -6,8 +6,10 @@ use super::measured::{Asked, Measured};
 use super::model::{CALIBRATION_FILE, Calibration, ask};
 use super::results::write;
 use super::settings::{TrainConfig, TrainKeys};
+use crate::run::lock;
 use crate::terminal;
 use clap::Args;
+use querl_core::run_dir::RunDir;
 use querl_eval::classification::{softmax, split_off};
 use querl_model::classifier::{Classifier, ClassifierTokenizer};
 use querl_serve::StylePrediction;
@@ -59,6 +61,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<()> {
         return Err(usage(format!("num_folds is {n_folds}; expected at most {}, one group a part", corpus.n_groups())));
     }
     let trainer = Trainer::new(config)?;
+    let _lock = lock::take(&RunDir::new(&config.output_dir))?;
     let tokenizer = ClassifierTokenizer::load(&config.model_name_or_path, config.max_length as usize).map_err(usage)?;
     let (rest, held_out) = apart(&corpus, &(0..corpus.len()).collect::<Vec<_>>(), config.eval_share, config.seed);
     let sides = sides(config, &corpus, rest);
@@ -71,7 +74,7 @@ pub fn run(args: &TrainArgs) -> anyhow::Result<()> {
     say_changes(config, &rows);
     let fitted = trainer.fit(corpus.classes.clone(), &rows, None, (&folder, Resume::FromFolder))?;
     trainer.publish(&fitted)?;
-    write(&config.output_dir.join(RESOLVED_FILE), &toml::to_string_pretty(config)?)?;
+    write(&config.output_dir.join(RESOLVED_FILE), &toml::to_string_pretty(&config.anywhere()?)?)?;
     let asked = Asked { config, corpus: &corpus, tokenizer: &tokenizer };
     let temperature = asked.temperature(&fitted.classifier, &sides.dev)?;
     if let Some(temperature) = temperature {
