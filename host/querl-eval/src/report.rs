@@ -101,7 +101,7 @@ impl Page {
             styles: tables::styles(evaluation),
             style_shifts: tables::style_shifts(evaluation),
             forests: forest::forests(evaluation),
-            curves: curves::Curves::new(input.metrics),
+            curves: curves::Curves::new(input.metrics, &input.facts.retrieval),
             funnel: tables::funnel(input.funnel),
             timings: tables::timings(input.timings),
             calls: input.calls.to_vec(),

@@ -27,10 +27,14 @@ fn facts() -> RunFacts {
 }
 
 fn page(records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String {
+    page_of(&facts(), records, metrics, n_examples)
+}
+
+fn page_of(facts: &RunFacts, records: &[EvalRecord], metrics: &[Value], n_examples: usize) -> String {
     let evaluation = evaluate(records, &OPTIONS).unwrap();
     let parts = vec![("top1_below_threshold".to_owned(), 7)];
     report_html(&ReportInput {
-        facts: &facts(),
+        facts,
         evaluation: &evaluation,
         records,
         metrics,
@@ -152,6 +156,18 @@ fn curves_show_their_last_value_and_missing_ones_are_named() {
         )
     );
     assert!(html.contains("timing_s&#x2f;step"));
+}
+
+/// Keeps away: a win rate of a half, drawn for a run that looked nothing up.
+#[test]
+fn without_retrieval_there_are_no_curves_of_what_is_found() {
+    let metrics = [json!({"stage": "rl", "step": 1, "avg_reward": 0.1, "win_rate": 0.5, "val/avg_top1": 0.0})];
+    let drawn = "rollouts <b>0.500</b>";
+    let html = page(&invented_records(6), &metrics, 0);
+    assert!(html.contains(drawn), "{html}");
+    let none = RunFacts { retrieval: Party::from_port_name("none"), ..facts() };
+    let html = page_of(&none, &invented_records(6), &metrics, 0);
+    assert!(!html.contains(drawn) && html.contains("Not recorded in this run: Win rate against the teacher, Top-1"));
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Which training curves are shown, and how they are found in `metrics.jsonl`.
 
 use super::chart::{LineChart, Points};
+use crate::facts::Party;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -90,6 +91,10 @@ const CHARTS: &[ChartSpec] = &[
     },
 ];
 
+/// What retrieval is called where nothing is looked up, and the metrics that mean nothing then.
+const NO_RETRIEVAL: &str = "none";
+const OF_RETRIEVAL: [&str; 4] = ["win_rate", "avg_top1", "avg_top1_teacher", "avg_quality"];
+
 /// The curves of a run.
 #[derive(Debug, Serialize)]
 pub(super) struct Curves {
@@ -117,8 +122,12 @@ pub(super) struct OtherMetric {
 type Recorded = BTreeMap<(String, String), BTreeMap<u64, f64>>;
 
 impl Curves {
-    pub(super) fn new(rows: &[Value]) -> Self {
+    /// Of a run that looks nothing up there are none of what is found.
+    pub(super) fn new(rows: &[Value], retrieval: &Party) -> Self {
         let mut recorded = read(rows);
+        if retrieval.name == NO_RETRIEVAL {
+            recorded.retain(|(_, name), _| !OF_RETRIEVAL.contains(&name.trim_start_matches("val/")));
+        }
         let mut curves = Self { rl: Vec::new(), sft: Vec::new(), missing: Vec::new(), others: Vec::new() };
         for spec in CHARTS {
             let found = spec.curves.iter().filter_map(|curve| take(&mut recorded, spec.stage, curve)).collect();
