@@ -1,1 +1,2 @@
-//! Tests of the workspace's own rules, in `tests/`. Tests of the command line are beside the binary, in `host/querl/tests/`.
+//! Tests of the workspace itself: dependencies between crates, import cycles, vocabulary. They are in `tests/`. Tests of the command
+//! line are in the `tests/` folder of its crate.

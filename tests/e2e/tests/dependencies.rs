@@ -1,4 +1,4 @@
-//! Who may know whom. core <- data, bundle, model, encoder; bundle <- registry, plugins; plugins <- conformance; model <- train <- device
+//! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- registry, plugins; plugins <- conformance; model <- train <- device
 //! <- cuda; core <- eval; data <- serve; all <- querl.
 #![allow(clippy::unwrap_used)]
 
@@ -13,7 +13,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
     ("querl-data", &["querl-core", "querl-faulty"]),
     ("querl-bundle", &["querl-core"]),
     ("querl-registry", &["querl-core", "querl-bundle"]),
-    // The SDK in its tests and examples only: a plugin beside the same function in native Rust.
+    // The SDK in its tests and examples only: a plugin is compared with the same function in native Rust.
     ("querl-plugins", &["querl-core", "querl-bundle", "querl-sdk"]),
     ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugins"]),
     ("querl-model", &["querl-core"]),
@@ -81,15 +81,15 @@ fn metadata() -> Metadata {
 }
 
 #[test]
-fn crates_know_only_those_below_them() {
+fn crates_depend_only_on_those_below_them() {
     let metadata = metadata();
     let allowed: BTreeMap<_, _> = ALLOWED.into_iter().collect();
     for package in metadata.workspace_packages() {
         let name = package.name.as_str();
-        let may = allowed.get(name).unwrap_or_else(|| panic!("{name} is new: say in ALLOWED what it may depend on"));
+        let may = allowed.get(name).unwrap_or_else(|| panic!("{name} is new: list in ALLOWED what it may depend on"));
         let ours = package.dependencies.iter().map(|dependency| dependency.name.as_str());
         for other in ours.filter(|other| allowed.contains_key(other)) {
-            assert!(may.contains(&other), "{name} depends on {other}, which it must not know");
+            assert!(may.contains(&other), "{name} must not depend on {other}");
         }
     }
 }
@@ -104,7 +104,7 @@ fn only_the_plugin_host_depends_on_wasmtime() {
 }
 
 #[test]
-fn heavy_machinery_stays_out_of_the_crates_that_refuse_it() {
+fn crates_do_not_reach_forbidden_dependencies() {
     let metadata = metadata();
     for (name, forbidden, reason) in FORBIDDEN {
         let reached = reachable(&metadata, name);

@@ -1,0 +1,199 @@
+//! The words of the field: names, comments, messages and documentation use the terms of docs/glossary.md, not private ones.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Words and phrases that fail in names, comments, messages and Markdown, and what to write. Case does not matter, parts of
+/// identifiers count as words, and a phrase may go over the end of a line.
+const WORDS: &[(&str, &str)] = &[
+    ("card", "GPU or device"),
+    ("cards", "GPUs or devices"),
+    ("beside", "next to, with, in addition to"),
+    ("besides", "in addition, other than"),
+    ("anew", "again"),
+    ("whoever", "the caller, the user"),
+    ("told", "reported, passed, given"),
+    ("tells apart", "distinguishes"),
+    ("of which", "a sentence of its own, or `whose`"),
+    ("go on", "continue, resume"),
+    ("goes on", "continues, resumes"),
+    ("going on", "continuing, resuming"),
+    ("gone on", "continued, resumed"),
+    ("went on", "continued, resumed"),
+    ("dear", "expensive"),
+    ("likewise", "also, the same for"),
+    ("deaf", "no-op"),
+    ("ears", "callbacks"),
+    ("meeting", "rendezvous"),
+    ("refuses to know", "must not depend on"),
+    ("refuse to know", "must not depend on"),
+    ("fault of querl", "internal error, please report it"),
+    ("numbers that are none", "NaN or Inf"),
+    ("far enough", "KL early stopping"),
+    ("lent", "borrowed"),
+    ("standing", "state, trainer state"),
+    ("turned", "RoPE applied, converted, made into"),
+];
+
+/// Phrases with a word of the list that are terms of the field or plain English.
+const TERMS: &[&str] = &["model card", "model cards", "dataset card", "turned off", "turned on", "turned into"];
+
+/// Names of types that a search engine cannot find the meaning of.
+const TYPES: &[(&str, &str)] = &[
+    ("Asked", "a request: `RetrievalRequest`, `JudgeRequest`"),
+    ("Fitting", "`SftJob`"),
+    ("Found", "what was found: `Hits`, `ParameterGradients`"),
+    ("Generating", "`GenerateJob`"),
+    ("Kept", "what is saved: `SavedActivations`"),
+    ("Lent", "`Cow`"),
+    ("Measuring", "`BenchJob`"),
+    ("Meeting", "`Rendezvous`"),
+    ("Outside", "`ServiceContext`"),
+    ("Part", "which part: `Shard`, `MicroBatch`"),
+    ("Party", "`ProcessGroup`"),
+    ("Place", "`Device`, `Rank`, `SourceLocation`"),
+    ("Reinforcing", "`RlJob`"),
+    ("Said", "a response, a reported event"),
+    ("Scored", "what is scored: `ScoredEpisode`, `ScoredResponse`"),
+    ("Standing", "`TrainerState`"),
+    ("Steps", "`LayerBackend`"),
+    ("Sums", "which sums: f32 residual"),
+    ("Taker", "`LogitsProcessor`, `LogitsConsumer`"),
+    ("Told", "a report, a message"),
+    ("Values", "which values: bf16 activations"),
+    ("Wanted", "`RequestedRows`, `RequestedOutputs`"),
+    ("Whole", "what is whole: `FullWeight`"),
+];
+
+/// Kinds of files that are read.
+const ENDINGS: &[&str] = &["rs", "cuh", "cu", "cpp", "h", "py", "js", "ts", "sh", "toml", "wit", "html", "md"];
+
+/// Files and folders that may have any word: this list, the page that explains the words, texts of others, and quoted data.
+const EXEMPT: &[&str] = &["docs/glossary.md", "tests/e2e/tests/vocabulary.rs", "tests/reference/golden/"];
+
+/// Files and folders that are held to the list so far; of the others only counts are printed, and the lines of those under
+/// `$VOCABULARY_OF`: `VOCABULARY_OF=host/querl-data cargo test --release -p querl-e2e --test vocabulary -- --nocapture`.
+const CLEAN: &[&str] = &["tests/e2e/"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Tracked files that are read, with their text.
+fn files() -> Vec<(String, String)> {
+    let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root()).output().unwrap();
+    assert!(listed.status.success(), "git ls-files: {}", String::from_utf8_lossy(&listed.stderr));
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let read = |path: &&str| {
+        let ending = Path::new(path).extension().and_then(|ending| ending.to_str()).unwrap_or("");
+        // In a work tree with changes a tracked file may be gone.
+        ENDINGS.contains(&ending) && !EXEMPT.iter().any(|exempt| path.starts_with(exempt)) && !path.contains("/deps/")
+    };
+    let with_text = |path: &str| Some((path.to_owned(), fs::read_to_string(root().join(path)).ok()?));
+    listed.split_terminator('\0').filter(read).filter_map(with_text).collect()
+}
+
+/// A word in lower case, its line, and whether only spaces, underscores or comment signs are between it and the word before.
+struct Word {
+    text: String,
+    line: usize,
+    follows: bool,
+}
+
+/// Words of a text: runs of ASCII letters, split where a small letter meets a capital one.
+fn words(text: &str) -> Vec<Word> {
+    let (mut words, mut line, mut last, mut follows) = (Vec::<Word>::new(), 1, ' ', true);
+    for character in text.chars() {
+        if character.is_ascii_alphabetic() {
+            if !last.is_ascii_alphabetic() || (last.is_ascii_lowercase() && character.is_ascii_uppercase()) {
+                words.push(Word { text: String::new(), line, follows });
+                follows = true;
+            }
+            words.last_mut().unwrap().text.push(character.to_ascii_lowercase());
+        } else {
+            follows &= character.is_whitespace() || "_/!*#\\".contains(character);
+            line += usize::from(character == '\n');
+        }
+        last = character;
+    }
+    words
+}
+
+/// Whether the words at `at` are those of `phrase`.
+fn is_at(words: &[Word], at: usize, phrase: &str) -> bool {
+    phrase.split(' ').enumerate().all(|(offset, part)| {
+        words.get(at + offset).is_some_and(|word| word.text == part && (offset == 0 || word.follows))
+    })
+}
+
+/// Whether the word at `at` belongs to one of the permitted terms.
+fn in_term(words: &[Word], at: usize) -> bool {
+    TERMS.iter().any(|term| {
+        let length = term.split(' ').count();
+        (0..length).any(|offset| at >= offset && is_at(words, at - offset, term))
+    })
+}
+
+/// Every private word of a file: line, word and remedy.
+fn private_words(path: &str, text: &str) -> Vec<(usize, &'static str, &'static str)> {
+    let words = words(text);
+    let mut found = Vec::new();
+    for at in 0..words.len() {
+        let hits = WORDS.iter().filter(|(phrase, _)| is_at(&words, at, phrase) && !in_term(&words, at));
+        found.extend(hits.map(|(phrase, remedy)| (words[at].line, *phrase, *remedy)));
+    }
+    if path.ends_with(".rs") {
+        for (number, line) in text.lines().enumerate() {
+            let mut parts = line.split(|character: char| !character.is_alphanumeric() && character != '_');
+            if parts.any(|part| ["enum", "struct", "trait", "type", "union"].contains(&part)) {
+                let name = parts.next().unwrap_or("");
+                let hits = TYPES.iter().filter(|(listed, _)| *listed == name && !line.trim_start().starts_with("//"));
+                found.extend(hits.map(|(listed, remedy)| (number + 1, *listed, *remedy)));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn names_comments_messages_and_pages_use_the_terms_of_the_field() {
+    let (mut failures, mut counts) = (Vec::new(), BTreeMap::<String, BTreeMap<&str, usize>>::new());
+    let shown = env::var("VOCABULARY_OF").ok();
+    for (path, text) in files() {
+        let found = private_words(&path, &text);
+        let lines = found.iter().map(|(line, word, remedy)| format!("{path}:{line}: \"{word}\"; write: {remedy}"));
+        if CLEAN.iter().any(|clean| path.starts_with(clean)) {
+            failures.extend(lines);
+        } else if shown.as_ref().is_some_and(|shown| path.starts_with(shown)) {
+            lines.for_each(|line| println!("{line}"));
+        } else {
+            let folder =
+                path.split('/').take(path.split('/').count().saturating_sub(1).min(2)).collect::<Vec<_>>().join("/");
+            for (_, word, _) in found {
+                *counts.entry(folder.clone()).or_default().entry(word).or_default() += 1;
+            }
+        }
+    }
+    for (folder, words) in counts {
+        println!("{folder}: {} {words:?}", words.values().sum::<usize>());
+    }
+    assert!(
+        failures.is_empty(),
+        "{} private words (docs/glossary.md has the terms):\n{}",
+        failures.len(),
+        failures.join("\n")
+    );
+}
+
+#[test]
+fn words_are_found_in_names_phrases_and_over_lines_but_not_in_other_words() {
+    let text = "/// It goes\n/// on with graphicsCard, a discarded postcard and a model card.\nstruct Place;\nstruct Places;\n";
+    let found: Vec<(usize, &str)> =
+        private_words("a.rs", text).into_iter().map(|(line, word, _)| (line, word)).collect();
+    assert_eq!(found, [(1, "goes on"), (2, "card"), (3, "Place")]);
+    assert!(private_words("a.md", "It goes. On Monday it is not `foldertold`, and turned off.").is_empty());
+}
