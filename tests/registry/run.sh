@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pushes bundles to real registry processes on loopback and pulls them again: host/querl-registry/tests/registry.rs.
+# Pushes bundles to real registry processes on loopback and pulls them again: host/querl-bundle/tests/oci/registry.rs.
 #
 # Usage: tests/registry/run.sh
 #
@@ -55,7 +55,7 @@ export QUERL_TEST_FOLDER=$folder
 export NO_PROXY=127.0.0.1 no_proxy=127.0.0.1
 unset QUERL_REGISTRY_HOST QUERL_REGISTRY_USER QUERL_REGISTRY_PASSWORD
 
-cargo test --release --locked -p querl-registry --test registry -- --ignored
+cargo test --release --locked -p querl-bundle --test oci registry:: -- --ignored
 
 if ! command -v wkg >/dev/null; then
   echo "run.sh: wkg is not on PATH, so that pulling with it was not tested; install it with: cargo install wkg --locked"

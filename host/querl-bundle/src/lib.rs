@@ -2,8 +2,8 @@
 //! the lock file that says which plugins a run was made with.
 //!
 //! In: a plugin's folder with the component built from it, the bytes of an archive, the text of a manifest or a lock file. Out:
-//! checked values, and archives that are the same byte for byte when made again from the same content. It refuses to know
-//! WebAssembly engines, networks and any async runtime.
+//! checked values, and archives that are byte-equal when packed again from the same content. It must not depend on WebAssembly
+//! engines. Only the feature `oci` (module `oci`: push and pull) may depend on a network client and an async runtime.
 //!
 //! # The archive
 //!
@@ -30,6 +30,8 @@ mod file;
 mod keys;
 pub mod lock;
 mod manifest;
+#[cfg(feature = "oci")]
+pub mod oci;
 mod pack;
 mod signatures;
 

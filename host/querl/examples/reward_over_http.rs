@@ -6,7 +6,7 @@
 use querl_core::episodes;
 use querl_core::ports::RewardModel;
 use querl_core::records::Episode;
-use querl_plugins::{HostOptions, PluginHost};
+use querl_plugin::{HostOptions, PluginHost};
 use std::time::{Duration, Instant};
 
 const BATCH: usize = 64;

@@ -1,14 +1,14 @@
 //! How the program ends: one sentence on stderr and an exit code.
 
 use querl_bundle::BundleError;
+use querl_bundle::oci::RegistryError;
 use querl_core::config::ConfigError;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_data::DataError;
 use querl_device::Failure;
 use querl_model::ModelError;
-use querl_plugins::PluginError;
-use querl_registry::RegistryError;
+use querl_plugin::PluginError;
 use querl_train::TrainError;
 
 /// Ways to end other than well, with their exit codes.

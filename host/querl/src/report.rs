@@ -16,7 +16,7 @@ use querl_eval::{
     EvalOptions, Evaluation, FunnelStep, Lookups, Party, ReportInput, RunFacts, SeedsEvaluation, StageTiming, evaluate,
     evaluate_seeds, report_html, seeds_table, table,
 };
-use querl_plugins::LIMIT_CODE;
+use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 

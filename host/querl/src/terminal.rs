@@ -31,9 +31,9 @@ pub fn init(verbosity: Verbosity) {
     let default = match verbosity {
         Verbosity::Quiet => "error",
         // Building a plugin takes seconds: that is said.
-        Verbosity::Normal => "warn,querl_plugins::source=info",
-        Verbosity::Verbose => "warn,querl=info,querl_data=info,querl_plugins=info,querl_model=info,querl_train=info",
-        Verbosity::Debug => "info,querl=debug,querl_data=debug,querl_plugins=debug,querl_model=debug,querl_train=debug",
+        Verbosity::Normal => "warn,querl_plugin::source=info",
+        Verbosity::Verbose => "warn,querl=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info",
+        Verbosity::Debug => "info,querl=debug,querl_data=debug,querl_plugin=debug,querl_model=debug,querl_train=debug",
     };
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUERL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));

@@ -1,21 +1,21 @@
-//! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- registry, plugins; plugins <- conformance; model <- train <- device
+//! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- plugin <- conformance; model <- train <- device
 //! <- cuda; core <- eval; data <- serve; all <- querl.
 #![allow(clippy::unwrap_used)]
 
-use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, PackageId};
+use cargo_metadata::{Metadata, MetadataCommand};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Crates of this workspace, and which others of it they may depend on, in tests too.
-const ALLOWED: [(&str, &[&str]); 17] = [
+const ALLOWED: [(&str, &[&str]); 16] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core", "querl-faulty"]),
-    ("querl-bundle", &["querl-core"]),
-    ("querl-registry", &["querl-core", "querl-bundle"]),
+    // Itself with the feature `oci`, for its own tests.
+    ("querl-bundle", &["querl-core", "querl-bundle"]),
     // The SDK in its tests and examples only: a plugin is compared with the same function in native Rust.
-    ("querl-plugins", &["querl-core", "querl-bundle", "querl-sdk"]),
-    ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugins"]),
+    ("querl-plugin", &["querl-core", "querl-bundle", "querl-sdk"]),
+    ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugin"]),
     ("querl-model", &["querl-core"]),
     ("querl-train", &["querl-core", "querl-model"]),
     ("querl-device", &["querl-core", "querl-model", "querl-train"]),
@@ -28,9 +28,8 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         &[
             "querl-core",
             "querl-bundle",
-            "querl-registry",
             "querl-data",
-            "querl-plugins",
+            "querl-plugin",
             "querl-conformance",
             "querl-model",
             "querl-train",
@@ -56,10 +55,10 @@ const FORBIDDEN: [(&str, &[&str], &str); 13] = [
     (
         "querl-bundle",
         &["candle-core", "wasmtime", "reqwest", "tokio"],
-        "a bundle is bytes; who runs or sends it is another's",
+        "a bundle is bytes; a network client and a runtime need the feature oci",
     ),
-    ("querl-registry", &["candle-core", "wasmtime"], "sending bytes needs no engine"),
-    ("querl-plugins", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
+    ("querl-bundle/oci", &["candle-core", "wasmtime"], "sending bytes needs no engine"),
+    ("querl-plugin", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
     ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),
     ("querl-device", &["wasmtime", "reqwest", "tokio"], "a job knows no plugins and network"),
@@ -75,9 +74,8 @@ fn metadata() -> Metadata {
     let version = Command::new("rustc").arg("-vV").output().unwrap();
     let version = String::from_utf8(version.stdout).unwrap();
     let host = version.lines().find_map(|line| line.strip_prefix("host: ")).unwrap().to_owned();
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
     let options = ["--offline".to_owned(), "--filter-platform".to_owned(), host];
-    MetadataCommand::new().manifest_path(manifest).other_options(options).exec().unwrap()
+    MetadataCommand::new().manifest_path(manifest()).other_options(options).exec().unwrap()
 }
 
 #[test]
@@ -97,7 +95,7 @@ fn crates_depend_only_on_those_below_them() {
 #[test]
 fn only_the_plugin_host_depends_on_wasmtime() {
     let metadata = metadata();
-    for package in metadata.workspace_packages().iter().filter(|package| package.name.as_str() != "querl-plugins") {
+    for package in metadata.workspace_packages().iter().filter(|package| package.name.as_str() != "querl-plugin") {
         let direct = package.dependencies.iter().find(|dependency| dependency.name.starts_with("wasmtime"));
         assert!(direct.is_none(), "{} depends on {}", package.name, direct.unwrap().name);
     }
@@ -105,29 +103,26 @@ fn only_the_plugin_host_depends_on_wasmtime() {
 
 #[test]
 fn crates_do_not_reach_forbidden_dependencies() {
-    let metadata = metadata();
     for (name, forbidden, reason) in FORBIDDEN {
-        let reached = reachable(&metadata, name);
+        let reached = reachable(name);
         let found: Vec<_> = forbidden.iter().filter(|other| reached.contains(**other)).collect();
         assert!(found.is_empty(), "{name} reaches {found:?}: {reason}");
     }
 }
 
-/// Names of all packages that `name` is built with, tests and build scripts aside.
-fn reachable(metadata: &Metadata, name: &str) -> BTreeSet<String> {
-    let nodes: BTreeMap<&PackageId, _> =
-        metadata.resolve.as_ref().unwrap().nodes.iter().map(|node| (&node.id, node)).collect();
-    let root = metadata.workspace_packages().into_iter().find(|package| package.name.as_str() == name).unwrap();
-    let (mut open, mut seen) = (vec![&root.id], BTreeSet::from([&root.id]));
-    while let Some(id) = open.pop() {
-        let normal = |dependency: &&cargo_metadata::NodeDep| {
-            dependency.dep_kinds.iter().any(|kind| kind.kind == DependencyKind::Normal)
-        };
-        for dependency in nodes[id].deps.iter().filter(normal) {
-            if seen.insert(&dependency.pkg) {
-                open.push(&dependency.pkg);
-            }
-        }
-    }
-    seen.into_iter().map(|id| metadata[id].name.to_string()).collect()
+/// Names of all packages that `name` (a package, or `package/feature`) is built with when it is built alone, tests and build
+/// scripts excluded. `cargo tree` and not `cargo metadata`, which adds up the features that all crates of the workspace request.
+fn reachable(name: &str) -> BTreeSet<String> {
+    let (package, features) = name.split_once('/').unwrap_or((name, ""));
+    let mut command = Command::new(env!("CARGO"));
+    command.args(["tree", "--offline", "--edges", "normal", "--prefix", "none", "--format", "{p}"]);
+    command.args(["--package", package, "--features", features, "--manifest-path"]).arg(manifest());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let tree = String::from_utf8(output.stdout).unwrap();
+    tree.lines().filter_map(|line| line.split(' ').next().map(str::to_owned)).collect()
+}
+
+fn manifest() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml")
 }

@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use querl_core::config::PluginLimits;
-use querl_plugins::{HostOptions, PluginHost};
+use querl_plugin::{HostOptions, PluginHost};
 use std::cell::RefCell;
 
 /// A host remembers what it has loaded; a new one from time to time keeps memory flat.

@@ -129,7 +129,7 @@ pub enum OnLimit {
 
 impl Default for PluginLimits {
     fn default() -> Self {
-        // Fuel from `cargo run --release -p querl-plugins --example call_cost` over the plugins of this repository: a call costs
+        // Fuel from `cargo run --release -p querl-plugin --example call_cost` over the plugins of this repository: a call costs
         // Rust 2,000 and 4,500 (a reward) to 32,000 (a filter) an item, JavaScript 1.2 million and 1.7 million an item, Python 15
         // million, mostly its regular expressions, and 350,000 an item. A processor burns some 3,000 million a second: a loop
         // in a batch of 64 ends after 840 million, long before the clock.

@@ -19,5 +19,5 @@ pub struct CompileArgs {
 /// # Errors
 /// It does not compile; the host reads why from stderr.
 pub fn run(args: &CompileArgs) -> anyhow::Result<()> {
-    Ok(querl_plugins::compile_child(&args.input, &args.output, args.timeout_ms)?)
+    Ok(querl_plugin::compile_child(&args.input, &args.output, args.timeout_ms)?)
 }

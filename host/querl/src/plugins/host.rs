@@ -3,7 +3,7 @@
 use anyhow::Context;
 use querl_bundle::{BundleError, PublicKey};
 use querl_core::config::PluginLimits;
-use querl_plugins::{Compiler, HostOptions, PluginHost};
+use querl_plugin::{Compiler, HostOptions, PluginHost};
 
 /// How the program calls itself to compile a plugin in a process of its own. Hidden from help: no person has a use for it.
 pub const COMPILE_COMMAND: &str = "__compile-plugin";

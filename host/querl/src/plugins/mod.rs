@@ -13,7 +13,7 @@ use querl_bundle::Manifest;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_core::config::Config;
 use querl_core::ports::{Filter, Prompts, RewardModel};
-use querl_plugins::{Plugin, PluginHost, PluginSettings, Source};
+use querl_plugin::{Plugin, PluginHost, PluginSettings, Source};
 use std::path::Path;
 use std::sync::Arc;
 use style::SharedStyleModel;

@@ -3,7 +3,7 @@
 use super::style::turns_of;
 use querl_core::ports::{PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
 use querl_core::records::{CallFailure, Candidate, Dialogue, Episode, Message, Rejection, Reward, StyleProbability};
-use querl_plugins::{Plugin, PluginKind};
+use querl_plugin::{Plugin, PluginKind};
 
 /// The code with which a scorer rejects a class that the model does not know.
 const UNKNOWN_CLASS: &str = "unknown_class";

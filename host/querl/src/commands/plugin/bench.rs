@@ -10,7 +10,7 @@ use crate::cli::Format;
 use crate::failure::Stop;
 use clap::Args;
 use measure::{Bench, Job};
-use querl_plugins::{PluginKind, PluginSettings};
+use querl_plugin::{PluginKind, PluginSettings};
 use std::io::Write;
 use std::path::PathBuf;
 use suggest::Suggestion;

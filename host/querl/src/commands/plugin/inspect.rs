@@ -8,7 +8,7 @@ use crate::plugins::host;
 use clap::Args;
 use querl_bundle::{AskedLimits, Bundle, Manifest};
 use querl_core::config::PluginLimits;
-use querl_plugins::{Plugin, PluginError};
+use querl_plugin::{Plugin, PluginError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 

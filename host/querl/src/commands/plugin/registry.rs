@@ -6,9 +6,9 @@ use crate::failure::Stop;
 use crate::interrupt;
 use anyhow::Context;
 use clap::Args;
+use querl_bundle::oci::{Credentials, RegistryReference, Transport};
 use querl_bundle::{Bundle, PublicKey};
 use querl_core::fsx::write_atomic;
-use querl_registry::{Credentials, Location, Transport};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -53,8 +53,8 @@ struct Place {
 }
 
 impl Place {
-    fn open(&self) -> anyhow::Result<(Location, Credentials, Transport)> {
-        let location = Location::parse(&self.reference)?;
+    fn open(&self) -> anyhow::Result<(RegistryReference, Credentials, Transport)> {
+        let location = RegistryReference::parse(&self.reference)?;
         let credentials = Credentials::find(&location)?;
         let transport = if self.plain_http { Transport::PlainHttp } else { Transport::Secure };
         Ok((location, credentials, transport))
@@ -70,7 +70,7 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;
     let (location, credentials, transport) = args.place.open()?;
     let runtime = runtime()?;
-    let pushed = querl_registry::push(&bytes, &location, &credentials, transport);
+    let pushed = querl_bundle::oci::push(&bytes, &location, &credentials, transport);
     let pushed = interrupt::block_on(&runtime, pushed)??;
     let mut stdout = std::io::stdout().lock();
     if args.format.json {
@@ -95,7 +95,7 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
     let (location, credentials, transport) = args.place.open()?;
     let runtime = runtime()?;
-    let pulled = interrupt::block_on(&runtime, querl_registry::pull(&location, &credentials, transport))??;
+    let pulled = interrupt::block_on(&runtime, querl_bundle::oci::pull(&location, &credentials, transport))??;
     if !keys.is_empty() {
         pulled.bundle.verify(&keys).map_err(|error| anyhow::anyhow!("{error}"))?;
     }

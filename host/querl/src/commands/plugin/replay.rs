@@ -18,7 +18,7 @@ use querl_core::ports::RewardModel;
 use querl_core::records::Episode;
 use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
-use querl_plugins::{HostOptions, PluginHost};
+use querl_plugin::{HostOptions, PluginHost};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

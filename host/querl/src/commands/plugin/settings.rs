@@ -1,7 +1,7 @@
 //! Settings of a plugin on the command line.
 
 use crate::failure::Stop;
-use querl_plugins::PluginSettings;
+use querl_plugin::PluginSettings;
 
 /// `KEY=VALUE`, the value as in TOML; what is not TOML is a text. `flag` is what messages call the option.
 ///

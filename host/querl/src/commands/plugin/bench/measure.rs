@@ -6,7 +6,7 @@ use anyhow::Context;
 use querl_core::config::PluginLimits;
 use querl_core::ports::{Filter, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, StyleScorer};
 use querl_core::records::{Dialogue, Episode, Sample};
-use querl_plugins::{CallReport, HostOptions, Plugin, PluginHost};
+use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -67,7 +67,7 @@ impl Bench {
         let heard = Heard::default();
         // So that building is no part of the time.
         if path.is_dir() {
-            querl_plugins::build(path)?;
+            querl_plugin::build(path)?;
         }
         let load = || -> anyhow::Result<(PluginHost, Plugin, Duration)> {
             let observed = heard.clone();

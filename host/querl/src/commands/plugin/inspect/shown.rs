@@ -3,7 +3,7 @@
 use super::{Found, asked};
 use querl_bundle::{Bundle, Manifest};
 use querl_core::text::printable;
-use querl_plugins::Plugin;
+use querl_plugin::Plugin;
 use serde_json::{Value, json};
 
 /// For a terminal: a line per fact, lists indented below their title.

@@ -1,0 +1,218 @@
+//! Calls to a registry.
+
+use super::credentials::Credentials;
+use super::error::{RegistryError, excerpt, is_absent};
+use super::reference::RegistryReference;
+use futures::TryStreamExt;
+use oci_client::client::{ClientConfig, ClientProtocol};
+use oci_client::manifest::{OciDescriptor, OciImageManifest, OciManifest};
+use oci_client::{Client, Reference};
+use std::collections::HashSet;
+use std::time::Duration;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Without a byte for so long, a registry is taken for dead.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// All tags of a repository, from a registry that sends them slowly.
+const TAGS_TIMEOUT: Duration = Duration::from_secs(120);
+/// A repository of so many versions is not one of plugins.
+const MOST_TAGS: usize = 10_000;
+/// For a whole push or pull: 72 MiB at 350 kbit/s.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(1800);
+
+/// How a registry is spoken to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// https; plain http to this machine alone (127.0.0.0/8, ::1, localhost).
+    #[default]
+    Secure,
+    /// Plain http: whoever is on the way reads and changes everything. Credentials are sent to this machine alone.
+    PlainHttp,
+}
+
+/// What `operation` yields, in the time that a whole push or pull may take.
+///
+/// # Errors
+/// As `operation`, or the time is over.
+pub(crate) async fn in_time<T>(
+    location: &RegistryReference,
+    operation: impl Future<Output = Result<T, RegistryError>>,
+) -> Result<T, RegistryError> {
+    within(location, TOTAL_TIMEOUT, operation).await
+}
+
+async fn within<T>(
+    location: &RegistryReference,
+    limit: Duration,
+    operation: impl Future<Output = Result<T, RegistryError>>,
+) -> Result<T, RegistryError> {
+    // In a box, since a call to a registry is a large state machine.
+    tokio::time::timeout(limit, Box::pin(operation)).await.unwrap_or_else(|_| {
+        let message = format!("the registry took more than {} seconds; try again later", limit.as_secs_f64());
+        Err(RegistryError::at(location, message))
+    })
+}
+
+/// A registry, ready to be called.
+pub(crate) struct Caller<'a> {
+    client: Client,
+    credentials: &'a Credentials,
+    location: &'a RegistryReference,
+}
+
+impl<'a> Caller<'a> {
+    pub(crate) async fn new(
+        location: &'a RegistryReference,
+        credentials: &'a Credentials,
+        transport: Transport,
+    ) -> Result<Self, RegistryError> {
+        let is_plain = transport == Transport::PlainHttp || location.is_loopback();
+        if is_plain && !location.is_loopback() && !credentials.is_anonymous() {
+            let host = location.host();
+            let message = format!(
+                "credentials are not sent over plain http to another machine; leave out `--plain-http`, or go without credentials \
+                 (`docker logout {host}`, unset QUERL_REGISTRY_HOST)"
+            );
+            return Err(RegistryError::at(location, message));
+        }
+        // Fails where a provider is installed already, which is as good.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let config = ClientConfig {
+            protocol: if is_plain { ClientProtocol::Http } else { ClientProtocol::Https },
+            connect_timeout: Some(CONNECT_TIMEOUT),
+            read_timeout: Some(READ_TIMEOUT),
+            user_agent: concat!("querl/", env!("CARGO_PKG_VERSION")),
+            ..ClientConfig::default()
+        };
+        let client = Client::try_from(config).map_err(|error| RegistryError::call(location, &error))?;
+        let reference = location.tagged("latest".to_owned());
+        client.store_auth_if_needed(reference.resolve_registry(), credentials.auth()).await;
+        Ok(Self { client, credentials, location })
+    }
+
+    /// A manifest with its digest; `None` where there is none of this name.
+    pub(crate) async fn manifest(
+        &self,
+        reference: &Reference,
+    ) -> Result<Option<(OciImageManifest, String)>, RegistryError> {
+        match self.client.pull_manifest(reference, self.credentials.auth()).await {
+            Ok((OciManifest::Image(manifest), digest)) => Ok(Some((manifest, digest))),
+            Ok((OciManifest::ImageIndex(_), _)) => {
+                let tag = reference.tag().unwrap_or_default();
+                Err(RegistryError::at(self.location, format!("the tag {tag} is an index of images and no plugin")))
+            }
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(RegistryError::call(self.location, &error)),
+        }
+    }
+
+    /// Every tag of the repository; `None` where there is no such repository.
+    pub(crate) async fn tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
+        within(self.location, TAGS_TIMEOUT, self.pages_of_tags()).await
+    }
+
+    async fn pages_of_tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
+        const PAGE: usize = 1000;
+        // Some registries make smaller pages than was asked for.
+        const MOST_PAGES: usize = 100;
+        let reference = self.location.tagged("latest".to_owned());
+        let mut tags = HashSet::new();
+        let mut last: Option<String> = None;
+        for _ in 0..MOST_PAGES {
+            let answer = self.client.list_tags(&reference, self.credentials.auth(), Some(PAGE), last.as_deref()).await;
+            let page = match answer {
+                Ok(page) => page.tags,
+                Err(error) if is_absent(&error) => return Ok(None),
+                Err(error) => return Err(RegistryError::call(self.location, &error)),
+            };
+            // Some registries ignore pages: the end is where nothing is new.
+            let n_before = tags.len();
+            last = page.last().cloned();
+            tags.extend(page);
+            if tags.len() == n_before {
+                return Ok(Some(tags));
+            }
+            if tags.len() > MOST_TAGS {
+                break;
+            }
+        }
+        let message = format!("the repository has more tags than are read ({MOST_TAGS}); name a version");
+        Err(RegistryError::at(self.location, message))
+    }
+
+    /// The content of a layer of at most `limit` bytes, which has its digest.
+    pub(crate) async fn blob(
+        &self,
+        reference: &Reference,
+        layer: &OciDescriptor,
+        limit: u64,
+    ) -> Result<Vec<u8>, RegistryError> {
+        let too_large =
+            || RegistryError::at(self.location, format!("the bundle is larger than the {limit} bytes that are read"));
+        if u64::try_from(layer.size).is_ok_and(|size| size > limit) {
+            return Err(too_large());
+        }
+        // Without the layer's `urls`: the registry has the content, and no other server is asked.
+        let layer = OciDescriptor { urls: None, ..layer.clone() };
+        let stream = self.client.pull_blob_stream(reference, &layer).await;
+        let mut stream = stream.map_err(|error| RegistryError::call(self.location, &error))?;
+        let mut content = Vec::new();
+        while let Some(chunk) = stream.try_next().await.map_err(|error| self.broken(&error))? {
+            content.extend_from_slice(&chunk);
+            if content.len() as u64 > limit {
+                return Err(too_large());
+            }
+        }
+        Ok(content)
+    }
+
+    fn broken(&self, error: &std::io::Error) -> RegistryError {
+        RegistryError::at(self.location, format!("the transfer broke off: {}; try again", excerpt(&error.to_string())))
+    }
+
+    /// Uploads content that is not there yet.
+    pub(crate) async fn push_blob(
+        &self,
+        reference: &Reference,
+        content: Vec<u8>,
+        digest: &str,
+    ) -> Result<(), RegistryError> {
+        let failed = |error| RegistryError::call(self.location, &error);
+        if !self.client.blob_exists(reference, digest).await.map_err(failed)? {
+            self.client.push_blob(reference, content, digest).await.map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn push_manifest(
+        &self,
+        reference: &Reference,
+        manifest: Vec<u8>,
+        media_type: &'static str,
+    ) -> Result<(), RegistryError> {
+        let media_type = media_type.parse().expect("media types are header values");
+        let pushed = self.client.push_manifest_raw(reference, manifest, media_type).await;
+        pushed.map(drop).map_err(|error| RegistryError::call(self.location, &error))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// It need not fall silent: a byte now and then would keep any other timeout away.
+    #[tokio::test]
+    async fn registry_that_never_comes_to_an_end_is_given_up() {
+        let location = RegistryReference::parse("localhost/a").unwrap();
+        let endless = async {
+            loop {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let limit = Duration::from_millis(20);
+        let error = within::<()>(&location, limit, endless).await.unwrap_err().to_string();
+        assert_eq!(error, "localhost/a: the registry took more than 0.02 seconds; try again later");
+        assert_eq!(within(&location, limit, async { Ok(1) }).await.unwrap(), 1);
+    }
+}

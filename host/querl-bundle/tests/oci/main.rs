@@ -1,0 +1,6 @@
+//! Pushing bundles to OCI registries and pulling them.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+mod faults;
+mod registry;

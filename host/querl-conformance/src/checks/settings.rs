@@ -1,0 +1,213 @@
+//! What a plugin does with its settings, and whether that is what plugin.toml says of them.
+
+use super::{Broken, Found, Section, round};
+use crate::subject::Subject;
+use querl_bundle::{SettingSpec, SettingType};
+use querl_plugin::{PluginError, PluginSettings};
+use std::collections::BTreeMap;
+use toml::Value;
+
+/// No plugin has this one.
+const UNKNOWN: &str = "no_plugin_knows_this";
+
+const NO_MANIFEST: &str = "a bare component: no plugin.toml";
+const NO_SETTINGS: &str = "plugin.toml has no settings";
+
+/// A check's name and rule.
+type Rule = (&'static str, &'static str);
+
+const READ: Rule =
+    ("settings_are_read", "check-settings reads every key that the plugin knows, whatever the values of the others");
+const REFUSED: Rule = (
+    "settings_are_refused",
+    "a value of another type, outside of minimum and maximum or not among the choices is refused",
+);
+const ACCEPTED: Rule = (
+    "settings_are_accepted",
+    "what plugin.toml allows is accepted, and after an ok no later call may fail because of the settings",
+);
+const DEFAULTS: Rule = (
+    "defaults",
+    "a default in plugin.toml is what the plugin takes where the user sets nothing: given by hand it gives the same \
+     bytes",
+);
+
+type Specs = BTreeMap<String, SettingSpec>;
+
+pub(crate) fn check(subject: &Subject<'_>, section: &mut Section) {
+    section.add(
+        "unknown_setting",
+        "a key that the user set and that check-settings does not read is reported to the user as unknown",
+        refused(subject, UNKNOWN, &Value::Integer(1)).map(|()| String::new()),
+    );
+    let why = match subject.plugin.manifest() {
+        None => NO_MANIFEST,
+        Some(manifest) if manifest.settings.is_empty() => NO_SETTINGS,
+        Some(manifest) => return of_schema(subject, &manifest.settings, section),
+    };
+    for (name, rule) in [READ, REFUSED, ACCEPTED, DEFAULTS] {
+        section.skip(name, rule, why);
+    }
+}
+
+fn of_schema(subject: &Subject<'_>, specs: &Specs, section: &mut Section) {
+    let read = all_read(subject, specs);
+    let is_read = read.is_ok();
+    section.add(READ.0, READ.1, read);
+    section.add(REFUSED.0, REFUSED.1, wrong_are_refused(subject, specs));
+    if is_read {
+        section.add(ACCEPTED.0, ACCEPTED.1, allowed_are_accepted(subject, specs));
+        return section.add(DEFAULTS.0, DEFAULTS.1, defaults_agree(subject, specs));
+    }
+    for (name, rule) in [ACCEPTED, DEFAULTS] {
+        section.skip(name, rule, "not before settings_are_read passes");
+    }
+}
+
+fn all_read(subject: &Subject<'_>, specs: &Specs) -> Found {
+    let mut n_read = 0;
+    for (key, spec) in specs {
+        let Some(value) = spec.default.clone().or_else(|| allowed(spec).into_iter().next()) else { continue };
+        accepted(subject, key, &value)?;
+        n_read += 1;
+    }
+    Ok(counted(n_read, "setting"))
+}
+
+fn allowed_are_accepted(subject: &Subject<'_>, specs: &Specs) -> Found {
+    let mut n_values = 0;
+    for (key, spec) in specs {
+        for value in allowed(spec) {
+            accepted(subject, key, &value)?;
+            n_values += 1;
+        }
+    }
+    Ok(format!("{} at the ends of what is allowed", counted(n_values, "value")))
+}
+
+fn wrong_are_refused(subject: &Subject<'_>, specs: &Specs) -> Found {
+    let mut n_values = 0;
+    for (key, spec) in specs {
+        for value in wrong(spec) {
+            refused(subject, key, &value)?;
+            n_values += 1;
+        }
+    }
+    Ok(counted(n_values, "value"))
+}
+
+fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> Found {
+    let answers = |settings: &PluginSettings| {
+        round::answers(subject, settings).map_err(|error| Broken::error("check-settings", &error))?
+    };
+    let unset = answers(subject.settings())?;
+    let mut n_defaults = 0;
+    for (key, spec) in specs {
+        let Some(default) = &spec.default else { continue };
+        if subject.settings().contains_key(key) {
+            continue;
+        }
+        for (unset, set) in unset.iter().zip(answers(&with(subject, key, default))?) {
+            if *unset != set {
+                let sent = format!("an ordinary batch, then the same with {key} = {default}");
+                return Err(Broken::new(sent, format!("unset {unset}, then {set}")));
+            }
+        }
+        n_defaults += 1;
+    }
+    Ok(counted(n_defaults, "setting"))
+}
+
+/// The plugin takes the value, and answers with it.
+fn accepted(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Broken> {
+    let sent = format!("{key} = {value}");
+    match round::answers(subject, &with(subject, key, value)) {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(broken)) => Err(Broken { sent: format!("{sent}; {}", broken.sent), ..broken }),
+        Err(error) => Err(Broken::error(sent, &error)),
+    }
+}
+
+/// Host or plugin says that the value cannot be used.
+fn refused(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Broken> {
+    let sent = format!("{key} = {value}");
+    match round::answers(subject, &with(subject, key, value)) {
+        Err(PluginError::Setting { .. }) => Ok(()),
+        Err(error) => Err(Broken::error(sent, &error)),
+        Ok(_) => Err(Broken::new(sent, "accepted")),
+    }
+}
+
+/// The settings of this test with one more.
+fn with(subject: &Subject<'_>, key: &str, value: &Value) -> PluginSettings {
+    let mut settings = subject.settings().clone();
+    settings.insert(key.into(), value.clone());
+    settings
+}
+
+/// Values at the ends of what the schema allows.
+fn allowed(spec: &SettingSpec) -> Vec<Value> {
+    let bounds = [spec.minimum, spec.maximum].into_iter().flatten();
+    match spec.kind {
+        SettingType::Number => bounds.map(Value::Float).collect(),
+        SettingType::Integer => bounds.map(|bound| Value::Integer(bound as i64)).collect(),
+        SettingType::Boolean => vec![true.into(), false.into()],
+        SettingType::Text => spec.choices.iter().map(|choice| choice.as_str().into()).collect(),
+        SettingType::List => vec![Value::Array(Vec::new())],
+    }
+}
+
+/// Values just beyond what the schema allows.
+fn wrong(spec: &SettingSpec) -> Vec<Value> {
+    let text = || Value::from("不是这个");
+    let (below, above) = (spec.minimum.map(|bound| bound - step(bound)), spec.maximum.map(|bound| bound + step(bound)));
+    let beyond = [below, above].into_iter().flatten();
+    match spec.kind {
+        SettingType::Number => [text(), true.into()].into_iter().chain(beyond.map(Value::Float)).collect(),
+        SettingType::Integer => {
+            let beyond = beyond.map(|bound| Value::Integer(bound as i64));
+            [text(), Value::Float(1.5)].into_iter().chain(beyond).collect()
+        }
+        SettingType::Boolean => vec![text(), 1.into()],
+        SettingType::Text if spec.choices.is_empty() => vec![1.into(), true.into()],
+        SettingType::Text => vec![1.into(), text()],
+        SettingType::List => vec![text(), Value::Array(vec![1.into()])],
+    }
+}
+
+fn counted(n: usize, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+}
+
+/// Enough to differ from `bound`, whatever its size.
+fn step(bound: f64) -> f64 {
+    (bound.abs() * 1e-3).max(1.0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_bundle::Manifest;
+
+    #[test]
+    fn values_at_the_ends_are_allowed_and_those_beyond_are_not() {
+        let manifest = Manifest::parse(
+            "[plugin]\nid = 'x'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['filter']\n
+            description = 'x'\nlicense = 'x'\n
+            [settings.number]\ntype = 'number'\nminimum = -1e6\nmaximum = 1e6\n[settings.open]\ntype = 'number'\n
+            [settings.integer]\ntype = 'integer'\nminimum = 1\nmaximum = 9\n[settings.flag]\ntype = 'boolean'\n
+            [settings.choice]\ntype = 'text'\nchoices = ['宽', '严']\n[settings.text]\ntype = 'text'\n
+            [settings.list]\ntype = 'list'\n",
+            "plugin.toml",
+        )
+        .unwrap();
+        for (key, spec) in &manifest.settings {
+            assert!(allowed(spec).iter().all(|value| spec.accepts(value)), "{key}: {:?}", allowed(spec));
+            assert!(!wrong(spec).iter().any(|value| spec.accepts(value)), "{key}: {:?}", wrong(spec));
+            assert!(wrong(spec).len() >= 2, "{key}");
+        }
+        assert_eq!(allowed(&manifest.settings["integer"]), [Value::Integer(1), Value::Integer(9)]);
+        assert_eq!(wrong(&manifest.settings["integer"])[2..], [Value::Integer(0), Value::Integer(10)]);
+    }
+}

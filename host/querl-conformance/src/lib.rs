@@ -1,0 +1,157 @@
+//! The conformance suite: what the contract asks of every plugin, as checks with a report.
+//!
+//! In: the path of a plugin (a component, a source folder, a bundle), settings, limits. Out: a [`Report`]: each check
+//! with the rule that it stands for and, where the rule was broken, what was sent, what came back and what the contract
+//! says; the plugin's golden cases; what calls cost. It knows plugins through the host's ports alone, as training does,
+//! and refuses to know how they are made.
+//!
+//! What it cannot see: whether a score is sensible. That is what golden cases are for.
+
+mod checks;
+mod corpus;
+pub mod golden;
+mod meter;
+mod report;
+mod shown;
+mod style_model;
+mod subject;
+
+pub use report::{Check, Cost, Failure, Outcome, Report};
+
+use checks::{Broken, Section};
+use meter::Meter;
+use querl_bundle::BundleError;
+use querl_core::config::{OnLimit, PluginLimits};
+use querl_plugin::{Compiler, HostOptions, PluginError, PluginHost, PluginSettings};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use subject::Subject;
+
+/// How the suite is run.
+#[derive(Debug, Clone)]
+pub struct SuiteOptions {
+    /// What one call may use; plugin.toml may ask for less.
+    pub limits: PluginLimits,
+    /// How often a call is repeated; a slow plugin is repeated less, and the report says how often.
+    pub n_repeats: usize,
+    /// Threads that call at the same time.
+    pub n_threads: usize,
+    /// Settings under which the plugin is tested.
+    pub settings: PluginSettings,
+    /// Where compiled plugins are kept; `None` for the user's cache folder.
+    pub cache_dir: Option<PathBuf>,
+    /// Where components are compiled.
+    pub compiler: Compiler,
+}
+
+impl Default for SuiteOptions {
+    fn default() -> Self {
+        Self {
+            limits: PluginLimits::default(),
+            n_repeats: 1000,
+            n_threads: 8,
+            settings: PluginSettings::new(),
+            cache_dir: None,
+            compiler: Compiler::InProcessWithoutLimits,
+        }
+    }
+}
+
+impl SuiteOptions {
+    /// A limit that is hit is a fault here, whatever a run makes of it: a dropped item would look like a rejection.
+    fn host_options(&self, meter: &Meter) -> HostOptions {
+        let meter = meter.clone();
+        HostOptions {
+            limits: PluginLimits { on_limit: OnLimit::Fail, ..self.limits.clone() },
+            cache_dir: self.cache_dir.clone(),
+            compiler: self.compiler.clone(),
+            observer: Some(Arc::new(move |call| meter.record(call))),
+            n_slots: u32::try_from(self.n_threads).unwrap_or(u32::MAX),
+            ..HostOptions::default()
+        }
+    }
+}
+
+/// Tests the plugin at `path`.
+///
+/// # Errors There is nothing to test: no such file, a source that does not build, a host that cannot start, or a
+/// setting of `options` that the plugin does not take. What the plugin itself does wrong is in the report.
+pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
+    let meter = Meter::default();
+    let host = PluginHost::new(options.host_options(&meter))?;
+    let plugin = match host.load(path) {
+        Ok(plugin) => plugin,
+        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error)),
+        Err(error) => return Err(error),
+    };
+    let subject = Subject { host: &host, plugin: &plugin, options };
+    let mut whole = Section::new(None);
+    whole.add("loads", LOADS, Ok(String::new()));
+    checks::identity::check(&subject, &mut whole);
+    if takes_settings(&subject)? {
+        checks::settings::check(&subject, &mut whole);
+    }
+    let mut cases = golden::of_plugin(path, &plugin);
+    let (mut by_kind, mut cost) = (Vec::new(), Vec::new());
+    for kind in plugin.kinds() {
+        let mut section = checks::of_kind(&subject, *kind);
+        golden::check(&subject, *kind, &mut cases, &mut section);
+        by_kind.extend(section.into_checks());
+        cost.extend(checks::cost::of_kind(&subject, *kind));
+    }
+    golden::check_rest(cases, &mut whole);
+    checks::cost::asked_limits(&subject, &meter.peak(), &cost, &mut whole);
+    let mut checks = whole.into_checks();
+    checks.extend(by_kind);
+    Ok(Report {
+        plugin: plugin.id().into(),
+        version: plugin.version().into(),
+        digest: plugin.digest().into(),
+        kinds: plugin.kinds().to_vec(),
+        checks,
+        cost,
+    })
+}
+
+const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, \
+                     `rewards` and `style-scores`, and imports what the contract and a standard library need";
+
+/// A report on a plugin that the host refused.
+fn not_loaded(path: &Path, error: &PluginError) -> Report {
+    let mut section = Section::new(None);
+    let (check, rule) = match error {
+        PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::identity::MANIFEST),
+        _ => ("loads", LOADS),
+    };
+    section.add(check, rule, Err(Broken::error(path.display().to_string(), error)));
+    let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+    Report {
+        plugin: shown::line(&name),
+        version: String::new(),
+        digest: String::new(),
+        kinds: Vec::new(),
+        checks: section.into_checks(),
+        cost: Vec::new(),
+    }
+}
+
+/// Does the plugin itself break a rule, in what it is or says of itself?
+fn is_of_the_plugin(error: &PluginError) -> bool {
+    match error {
+        PluginError::Bundle(error) => !matches!(error, BundleError::Io { .. }),
+        PluginError::NotAPlugin { .. }
+        | PluginError::Compile { .. }
+        | PluginError::Manifest { .. }
+        | PluginError::Fault(_) => true,
+        _ => false,
+    }
+}
+
+/// Can the plugin be configured at all? Where it faults, the checks of each kind say so.
+fn takes_settings(subject: &Subject<'_>) -> Result<bool, PluginError> {
+    match checks::configured(subject) {
+        Ok(()) => Ok(true),
+        Err(error @ PluginError::Setting { .. }) => Err(error),
+        Err(_) => Ok(false),
+    }
+}

@@ -1,0 +1,102 @@
+//! The plugin under test, and how it is asked.
+
+use crate::SuiteOptions;
+use crate::style_model::StandIn;
+use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
+use querl_core::records::{Dialogue, Episode, Rejection, Reward, Sample, Verdict};
+use querl_plugin::{Plugin, PluginError, PluginHost, PluginSettings, RewardForm};
+use serde::Serialize;
+use serde_json::json;
+use std::sync::Arc;
+
+/// The plugin under test.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Subject<'a> {
+    pub(crate) host: &'a PluginHost,
+    pub(crate) plugin: &'a Plugin,
+    pub(crate) options: &'a SuiteOptions,
+}
+
+/// A port that takes a batch of items and gives an answer to each.
+pub(crate) trait Batches: Send + Sync {
+    type Item: Clone + Serialize + Send + Sync;
+
+    /// An answer to each item as JSON: two answers are the same bytes where these are.
+    fn ask(&self, items: &[Self::Item]) -> Result<Vec<String>, PluginFault>;
+}
+
+impl Subject<'_> {
+    pub(crate) fn settings(&self) -> &PluginSettings {
+        &self.options.settings
+    }
+
+    pub(crate) fn reward(&self, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
+        self.host.reward_of(self.plugin, settings)
+    }
+
+    /// In one of its forms, under the settings of this test.
+    pub(crate) fn reward_in(&self, form: RewardForm) -> Result<Box<dyn RewardModel>, PluginError> {
+        self.host.reward_in(self.plugin, self.settings(), form)
+    }
+
+    pub(crate) fn filter(&self, settings: &PluginSettings) -> Result<Box<dyn Filter>, PluginError> {
+        self.host.filter_of(self.plugin, settings)
+    }
+
+    pub(crate) fn prompts(&self, settings: &PluginSettings) -> Result<Box<dyn Prompts>, PluginError> {
+        self.host.prompts_of(self.plugin, settings)
+    }
+
+    /// With the stand-in for a style model.
+    pub(crate) fn style_scorer(&self, settings: &PluginSettings) -> Result<Box<dyn StyleScorer>, PluginError> {
+        self.style_scorer_with(settings, Some(Arc::new(StandIn)))
+    }
+
+    pub(crate) fn style_scorer_with(
+        &self,
+        settings: &PluginSettings,
+        model: Option<Arc<dyn StyleModel>>,
+    ) -> Result<Box<dyn StyleScorer>, PluginError> {
+        self.host.style_scorer_of(self.plugin, settings, model)
+    }
+}
+
+impl Batches for Box<dyn RewardModel> {
+    type Item = Episode;
+
+    fn ask(&self, items: &[Episode]) -> Result<Vec<String>, PluginFault> {
+        Ok(self.score_batch(items)?.iter().map(scored).collect())
+    }
+}
+
+impl Batches for Box<dyn StyleScorer> {
+    type Item = Dialogue;
+
+    fn ask(&self, items: &[Dialogue]) -> Result<Vec<String>, PluginFault> {
+        Ok(self.score_batch(items)?.iter().map(scored).collect())
+    }
+}
+
+impl Batches for Box<dyn Filter> {
+    type Item = Sample;
+
+    fn ask(&self, items: &[Sample]) -> Result<Vec<String>, PluginFault> {
+        Ok(self.check_batch(items)?.iter().map(verdict).collect())
+    }
+}
+
+/// A score or rejection as JSON.
+pub(crate) fn scored(scored: &Result<Reward, Rejection>) -> String {
+    match scored {
+        Ok(reward) => {
+            // In the plugin's order, which is a part of the result.
+            let parts: Vec<_> = reward.components.iter().map(|part| json!({&part.name: part.value})).collect();
+            json!({"components": parts, "total": reward.total}).to_string()
+        }
+        Err(rejection) => json!({"rejected": rejection}).to_string(),
+    }
+}
+
+fn verdict(verdict: &Verdict) -> String {
+    json!(verdict).to_string()
+}

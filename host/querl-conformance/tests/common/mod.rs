@@ -1,0 +1,50 @@
+//! What the tests of this folder share.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses a part of this")]
+
+use querl_conformance::{Check, Outcome, Report, SuiteOptions};
+use std::path::{Path, PathBuf};
+
+#[path = "../../../querl-plugin/tests/common/wat.rs"]
+pub mod wat;
+
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Compiled plugins outlive a test run, as they do for a user.
+pub fn options(settings: &str) -> SuiteOptions {
+    SuiteOptions {
+        n_repeats: 20,
+        n_threads: 2,
+        settings: toml::from_str(settings).unwrap(),
+        cache_dir: Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("plugin-cache")),
+        ..SuiteOptions::default()
+    }
+}
+
+/// The suite on a folder of the repository under these settings.
+pub fn report(folder: &str, settings: &str) -> Report {
+    querl_conformance::run(&repository().join(folder), &options(settings)).unwrap()
+}
+
+/// The suite on a guest that breaks the rule `breach`.
+pub fn broken(guest: &str, breach: &str) -> Report {
+    report(&format!("tests/guests/{guest}"), &format!("breach = '{breach}'"))
+}
+
+pub fn failed(report: &Report) -> Vec<&str> {
+    let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
+    failed.map(|check| check.name.as_str()).collect()
+}
+
+/// What a failed check says was sent, came back and was expected.
+pub fn failure<'a>(report: &'a Report, name: &str) -> [&'a str; 3] {
+    match &check(report, name).outcome {
+        Outcome::Failed(failure) => [&failure.sent, &failure.returned, &failure.expected].map(String::as_str),
+        other => panic!("{name}: {other:?}"),
+    }
+}
+
+pub fn check<'a>(report: &'a Report, name: &str) -> &'a Check {
+    report.checks.iter().find(|check| check.name == name).unwrap_or_else(|| panic!("no check {name}"))
+}

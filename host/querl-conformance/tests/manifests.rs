@@ -1,0 +1,151 @@
+//! What plugin.toml says of a component, and what lies beside it, against what the component does.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{check, failed, failure, options, repository};
+use querl_conformance::{Outcome, Report};
+use querl_plugin::{HostOptions, PluginHost};
+use std::path::{Path, PathBuf};
+
+/// What golden cases score.
+const EPISODE: &str = r#""episode": {"query": "胶原咋吃", "baseline": {"rewrite": "胶原"},
+    "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}}}"#;
+
+/// The component of the guest `odd-reward`, which keeps every rule by default.
+fn component() -> Vec<u8> {
+    let host = PluginHost::new(HostOptions { cache_dir: options("").cache_dir, ..HostOptions::default() }).unwrap();
+    std::fs::read(host.load(&repository().join("tests/guests/odd-reward")).unwrap().path()).unwrap()
+}
+
+/// A bundle of the guest with its manifest changed, and with these golden cases.
+fn bundle(folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
+    let manifest = std::fs::read_to_string(repository().join("tests/guests/odd-reward/plugin.toml")).unwrap();
+    let changed = replaced.iter().fold(manifest, |text, (from, to)| {
+        assert!(text.contains(from), "{from}");
+        text.replacen(from, to, 1)
+    });
+    std::fs::create_dir_all(folder.join("golden")).unwrap();
+    for (name, text) in [
+        ("plugin.toml", changed.as_str()),
+        ("README.md", "奇怪的奖励"),
+        ("LICENSE", "Apache-2.0"),
+        ("golden/cases.jsonl", golden),
+    ] {
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+    let path = folder.join("odd.querl");
+    std::fs::write(&path, querl_bundle::pack(folder, &component()).unwrap()).unwrap();
+    path
+}
+
+fn tested(replaced: &[(&str, &str)], golden: &str) -> Report {
+    let folder = tempfile::tempdir().unwrap();
+    querl_conformance::run(&bundle(folder.path(), replaced, golden), &options("")).unwrap()
+}
+
+#[test]
+fn a_bundle_is_tested_with_its_golden_cases() {
+    let case = format!(r#"{{"name": "半分", {EPISODE}, "expect": {{"total": 0.4}}}}"#).replace('\n', " ");
+    let report = tested(&[], &case);
+    assert!(report.passed(), "{}", report.text());
+    assert_eq!(check(&report, "golden: 半分").rule, "golden/cases.jsonl:1 says so");
+}
+
+#[test]
+fn a_golden_case_that_comes_out_otherwise_is_shown_with_its_place() {
+    let lines = [
+        format!(r#"{{"name": "总分", {EPISODE}, "expect": {{"total": 0.5}}}}"#),
+        format!(r#"{{"name": "部分", {EPISODE}, "expect": {{"total": 0.4, "components": {{"hits": 1}}}}}}"#),
+        format!(r#"{{"name": "拒绝", {EPISODE}, "expect": {{"rejected": "nothing_found"}}}}"#),
+        format!(r#"{{"name": "容差", {EPISODE}, "expect": {{"total": 0.41, "tolerance": 0.02}}}}"#),
+        format!(r#"{{"name": "设置", "settings": {{"scale": 1.5}}, {EPISODE}, "expect": {{"total": 0.4}}}}"#),
+        r#"{"name": "别的种类", "parse_rewrite": "胶原", "expect": {"rewrite": "胶原"}}"#.to_owned(),
+        r#"{"name": "打错", "parse_rewritten": "胶原"}"#.to_owned(),
+    ];
+    let report = tested(&[], &lines.map(|line| line.replace('\n', " ")).join("\n"));
+    let names = ["golden", "golden", "golden: 总分", "golden: 部分", "golden: 拒绝", "golden: 设置"];
+    assert_eq!(failed(&report), names, "{}", report.text());
+    let [sent, returned, expected] = failure(&report, "golden: 总分");
+    assert!(sent.contains("胶原咋吃"), "{sent}");
+    assert_eq!(
+        (returned, expected),
+        (r#"{"components":[],"total":0.4}"#, "total 0.5 within 1e-9 (golden/cases.jsonl:1)")
+    );
+    assert!(failure(&report, "golden: 设置")[1].contains("setting `scale`"), "{}", report.text());
+    let text = report.text();
+    assert!(text.contains("`别的种类` is a case for a prompt; the plugin is none"), "{text}");
+    assert!(text.contains("golden/cases.jsonl:7: expected one of `episode`"), "{text}");
+}
+
+#[test]
+fn another_range_than_declared_is_found() {
+    let report = tested(&[("range = [0.0, 1.0]", "range = [0.0, 2.0]")], "");
+    assert_eq!(failed(&report), ["manifest"]);
+    let [_, returned, _] = failure(&report, "manifest");
+    assert!(returned.contains("range is 0 to 2; under default settings the component declares 0 to 1"), "{returned}");
+}
+
+#[test]
+fn limits_that_do_not_cover_the_use_are_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let limits = "[limits]\nfuel_per_item = 1000000\n\n[settings.breach]";
+    let path = bundle(folder.path(), &[("[settings.breach]", limits)], "");
+    let report = querl_conformance::run(&path, &options("breach = 'quadratic'")).unwrap();
+    assert_eq!(failed(&report), ["asked_limits", "inputs_long"], "{}", report.text());
+    let [_, returned, _] = failure(&report, "asked_limits");
+    assert!(returned.starts_with("a call used 201,000,000 of 201,000,000 fuel"), "{returned}");
+    let report = tested(&[("[settings.breach]", limits)], "");
+    assert!(report.passed() && check(&report, "asked_limits").note.contains(" of "), "{}", report.text());
+}
+
+#[test]
+fn a_manifest_of_another_plugin_is_found() {
+    for (replaced, expected) in [
+        (("id = \"odd-reward\"", "id = \"odd-award\""), "odd-award"),
+        (("version = \"0.1.0\"", "version = \"0.2.0\""), "0.2.0"),
+    ] {
+        let report = tested(&[replaced], "");
+        assert_eq!(failed(&report), ["manifest"]);
+        assert!(failure(&report, "manifest")[1].contains(expected), "{}", report.text());
+    }
+}
+
+#[test]
+fn what_is_no_plugin_is_a_report_with_one_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("notes.wasm");
+    std::fs::write(&path, "这不是插件").unwrap();
+    let report = querl_conformance::run(&path, &options("")).unwrap();
+    assert_eq!(failed(&report), ["loads"]);
+    assert!(failure(&report, "loads")[1].ends_with("it is not WebAssembly; expected a component"), "{}", report.text());
+    assert!(report.junit().contains("failures=\"1\""), "{}", report.junit());
+}
+
+#[test]
+fn a_path_without_a_file_is_an_error() {
+    assert!(querl_conformance::run(Path::new("没有.wasm"), &options("")).is_err());
+}
+
+#[test]
+fn a_bare_component_is_tested_without_a_manifest() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("odd.wasm");
+    std::fs::write(&path, component()).unwrap();
+    let report = querl_conformance::run(&path, &options("")).unwrap();
+    assert!(report.passed(), "{}", report.text());
+    for name in ["manifest", "settings_are_read", "defaults", "asked_limits"] {
+        assert!(matches!(check(&report, name).outcome, Outcome::Skipped { .. }), "{name}");
+    }
+    assert!(matches!(check(&report, "unknown_setting").outcome, Outcome::Passed));
+}
+
+#[test]
+fn a_range_that_is_none_ends_the_checks_of_the_kind() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("odd.wasm");
+    std::fs::write(&path, component()).unwrap();
+    let report = querl_conformance::run(&path, &options("breach = 'empty_range'")).unwrap();
+    assert_eq!(failed(&report), ["configures"], "{}", report.text());
+    assert!(failure(&report, "configures")[1].contains("declares the range 1 to 1"), "{}", report.text());
+}

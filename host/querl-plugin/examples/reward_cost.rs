@@ -1,0 +1,123 @@
+//! What calling a reward plugin costs above the same function in native Rust.
+//! `cargo run --release -p querl-plugin --example reward_cost`
+//!
+//! Native calls and calls into the plugin take turns, so that what else the machine does falls on both alike.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+
+use common::{candidate, episode, host, repository, weighted};
+use querl_core::ports::RewardModel;
+use querl_core::records::{Candidate, Episode, Judgement};
+use querl_sdk::Reward as _;
+use reward_competition::Competition;
+use std::hint::black_box;
+use std::time::Instant;
+
+const BATCH: usize = 64;
+const N_BATCHES: usize = 2000;
+const N_STARTS: usize = 50;
+/// 33 characters, 99 bytes.
+const PASSAGE: &str = "胶原蛋白肽每日一次每次一袋饭后用温水冲服孕妇和哺乳期请先问医生后服";
+
+fn main() {
+    let reward = host().reward(&weighted("plugins/reward-competition")).unwrap();
+    let batch: Vec<Episode> = (0..BATCH).map(five_hits).collect();
+    compare_with_native(&*reward, &batch);
+    let single = &batch[..1];
+    let mut times: Vec<f64> = (0..N_BATCHES).map(|_| micros(|| reward.score_batch(single).unwrap())).collect();
+    print_times("plugin, batches of 1, microseconds an item", &mut times);
+    starts(single);
+}
+
+/// The figure to look at: what the sandbox adds to each item.
+fn compare_with_native(reward: &dyn RewardModel, batch: &[Episode]) {
+    let native = Competition::new(&querl_sdk::Settings::none()).unwrap();
+    let native_batch: Vec<_> = batch.iter().map(native_episode).collect();
+    let an_item = |time: f64| time / BATCH as f64;
+    let mut times: Vec<(f64, f64)> = (0..N_BATCHES)
+        .map(|_| {
+            let score_all = || black_box(&native_batch).iter().map(|one| native.score(one)).collect::<Vec<_>>();
+            (an_item(micros(score_all)), an_item(micros(|| reward.score_batch(black_box(batch)).unwrap())))
+        })
+        .skip(N_BATCHES / 20)
+        .collect();
+    println!("batches of {BATCH}, 5 hits a side, passages of {} bytes, microseconds an item:", PASSAGE.len());
+    print_times("  native", &mut times.iter().map(|(native, _)| *native).collect::<Vec<_>>());
+    print_times("  plugin", &mut times.iter().map(|(_, plugin)| *plugin).collect::<Vec<_>>());
+    print_times(
+        "  plugin above native",
+        &mut times.iter_mut().map(|(native, plugin)| *plugin - *native).collect::<Vec<_>>(),
+    );
+}
+
+fn starts(single: &[Episode]) {
+    let component = host().load(&repository().join("plugins/reward-competition")).unwrap().path().to_owned();
+    let config = querl_core::config::WeightedPluginConfig { path: component, ..weighted("") };
+    let first_score = || {
+        let host = host();
+        micros(|| host.reward(&config).unwrap().score_batch(single).unwrap()) / 1e3
+    };
+    let mut times: Vec<f64> = (0..N_STARTS).map(|_| first_score()).collect();
+    print_times("file to first score, compiled code cached, milliseconds", &mut times);
+    let mut times: Vec<f64> = (0..N_STARTS).map(|_| micros(host) / 1e3).collect();
+    print_times("making a host, milliseconds", &mut times);
+}
+
+fn micros<R>(job: impl FnOnce() -> R) -> f64 {
+    let start = Instant::now();
+    let result = job();
+    let time = start.elapsed().as_secs_f64() * 1e6;
+    drop(black_box(result));
+    time
+}
+
+fn five_hits(index: usize) -> Episode {
+    let scores = [0.9, 0.8, 0.7, 0.6, 0.5];
+    Episode {
+        policy: long_hits(candidate(&scores, Some(4.5))),
+        baseline: long_hits(candidate(&scores, Some(4.0))),
+        ..episode(&format!("step-000001/{index}/0"), "胶原蛋白肽怎么吃，一天几次，饭前还是饭后")
+    }
+}
+
+fn long_hits(mut candidate: Candidate) -> Candidate {
+    candidate.retrieval.as_mut().unwrap().iter_mut().for_each(|hit| hit.text = PASSAGE.into());
+    candidate
+}
+
+fn native_episode(episode: &Episode) -> querl_sdk::Episode {
+    querl_sdk::Episode {
+        id: episode.id.clone(),
+        query: episode.query.clone(),
+        context: querl_sdk::Context::default(),
+        gold_ids: Vec::new(),
+        policy: native_candidate(&episode.policy),
+        baseline: native_candidate(&episode.baseline),
+    }
+}
+
+fn native_candidate(candidate: &Candidate) -> querl_sdk::Candidate {
+    let hit = |hit: &querl_core::records::Hit| querl_sdk::Hit {
+        id: hit.id.clone(),
+        text: hit.text.clone(),
+        reranker_score: hit.reranker_score,
+        retrieval_score: hit.retrieval_score,
+        rank: hit.rank,
+    };
+    let Judgement::Scored { score, reason } = &candidate.judgement else { unreachable!("every side is judged") };
+    querl_sdk::Candidate {
+        rewrite: candidate.rewrite.clone(),
+        retrieval: Ok(candidate.retrieval.as_ref().unwrap().iter().map(hit).collect()),
+        judgement: querl_sdk::Judgement::Scored { score: *score, reason: reason.clone() },
+        n_tokens: candidate.n_tokens,
+        ..querl_sdk::Candidate::default()
+    }
+}
+
+fn print_times(what: &str, times: &mut [f64]) {
+    times.sort_by(f64::total_cmp);
+    let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
+    println!("{what}: median {:.2}, 5% {:.2}, 95% {:.2}", at(0.5), at(0.05), at(0.95));
+}

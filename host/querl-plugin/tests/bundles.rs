@@ -1,0 +1,268 @@
+//! Bundles, and manifests in source folders: what is checked before a plugin is used.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{cache_dir, episode, host_with, load_guest, repository};
+use querl_bundle::{PublicKey, SigningKey, pack, sign};
+use querl_core::config::PluginLimits;
+use querl_plugin::{HostOptions, PluginError, PluginHost, PluginSettings, Source};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+const FOLDER: &str = "plugins/reward-competition";
+
+fn host() -> PluginHost {
+    host_with(PluginLimits::default())
+}
+
+fn host_that_trusts(keys: &[&SigningKey]) -> PluginHost {
+    let trusted_keys = keys.iter().map(|key| key.public()).collect();
+    PluginHost::new(HostOptions { trusted_keys, cache_dir: cache_dir(), ..HostOptions::default() }).unwrap()
+}
+
+fn component() -> Vec<u8> {
+    std::fs::read(host().load(&repository().join(FOLDER)).unwrap().path()).unwrap()
+}
+
+/// A bundle of the first-party reward whose plugin.toml went through `change`.
+fn bundle(change: impl Fn(&str) -> String) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let source = repository().join(FOLDER);
+    for name in ["README.md", "LICENSE"] {
+        std::fs::copy(source.join(name), folder.path().join(name)).unwrap();
+    }
+    let manifest = change(&std::fs::read_to_string(source.join("plugin.toml")).unwrap());
+    std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+    let path = folder.path().join("reward.querl");
+    std::fs::write(&path, pack(folder.path(), &component()).unwrap()).unwrap();
+    (folder, path)
+}
+
+/// Why a bundle is refused in which `old` is `new`.
+fn refusal_with(old: &str, new: &str) -> String {
+    let (_folder, path) = bundle(|manifest| {
+        assert!(manifest.contains(old), "{manifest}");
+        manifest.replacen(old, new, 1)
+    });
+    let said = host().load(&path).unwrap_err().to_string();
+    let said = said.strip_prefix(&format!("plugin {}: ", path.display())).map(str::to_owned);
+    said.unwrap_or_else(|| panic!("the path is not in front"))
+}
+
+#[test]
+fn bundle_scores_as_its_folder_does() {
+    let (_folder, path) = bundle(str::to_owned);
+    let host = host();
+    let bundled = host.load(&path).unwrap();
+    let built = host.load(&repository().join(FOLDER)).unwrap();
+    assert_eq!((bundled.source(), built.source()), (Source::Bundle, Source::Folder));
+    assert_eq!((bundled.id(), bundled.version(), bundled.digest()), (built.id(), built.version(), built.digest()));
+    assert_eq!((bundled.n_bytes(), bundled.path()), (component().len(), path.as_path()));
+    assert_eq!(bundled.manifest().unwrap().plugin.range, Some((-1.0, 1.0)));
+    let facts = bundled.bundle().unwrap();
+    assert_eq!((facts.digest.len(), &facts.signed_by), (64, &None));
+    assert!(built.bundle().is_none() && built.manifest().is_some());
+    let score = |plugin| host.reward_of(plugin, &PluginSettings::new()).unwrap().score_batch(&[episode("a", "好")]);
+    assert_eq!(score(&bundled).unwrap(), score(&built).unwrap());
+}
+
+#[test]
+fn component_alone_has_no_manifest() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.wasm");
+    std::fs::write(&path, component()).unwrap();
+    let plugin = host().load(&path).unwrap();
+    assert_eq!(plugin.source(), Source::Component);
+    assert!(plugin.manifest().is_none() && plugin.bundle().is_none());
+}
+
+#[test]
+fn what_the_manifest_says_must_be_so() {
+    let differs = |key: &str, said: &str, is: &str| {
+        format!("its plugin.toml says `{said}` under `plugin.{key}`; the component says `{is}`")
+    };
+    let id = ("id = \"reward-competition\"", "id = \"reward-other\"");
+    assert_eq!(refusal_with(id.0, id.1), differs("id", "reward-other", "reward-competition"));
+    let version = ("version = \"0.1.0\"", "version = \"0.1.1\"");
+    assert_eq!(refusal_with(version.0, version.1), differs("version", "0.1.1", "0.1.0"));
+    let kinds = ("kinds = [\"reward\"]", "kinds = [\"reward\", \"filter\"]");
+    assert_eq!(refusal_with(kinds.0, kinds.1), differs("kinds", "filter, reward", "reward"));
+    assert_eq!(
+        refusal_with("range = [-1.0, 1.0]", "range = [0, 1]"),
+        "its plugin.toml says that its range is 0 to 1; under default settings the component declares -1 to 1"
+    );
+}
+
+#[test]
+fn settings_are_checked_against_the_manifest_before_the_plugin_sees_them() {
+    // The plugin itself takes up to a million.
+    let (_folder, path) = bundle(|manifest| manifest.replacen("maximum = 1e6", "maximum = 2", 1));
+    let host = host();
+    let plugin = host.load(&path).unwrap();
+    let refused = |settings: &str| {
+        let settings = toml::from_str(settings).unwrap();
+        host.reward_of(&plugin, &settings).err().unwrap().to_string()
+    };
+    assert_eq!(
+        refused("weight_judge = 3"),
+        "plugin reward-competition 0.1.0: setting `weight_judge`: expected a number from 0 to 2, got 3"
+    );
+    assert_eq!(
+        refused("weight_jugde = 1"),
+        "plugin reward-competition 0.1.0: setting `weight_jugde`: the plugin knows no such setting; did you mean \
+         `weight_judge`?"
+    );
+    host.reward_of(&plugin, &toml::from_str("weight_judge = 2").unwrap()).unwrap();
+}
+
+#[test]
+fn plugin_runs_under_the_limits_it_asks_for() {
+    let low = |manifest: &str| {
+        let (text, _) = manifest.split_once("[limits]").unwrap();
+        format!("{text}[limits]\nfuel_per_item = 7\nmemory_bytes = 4194304\n")
+    };
+    let (_folder, path) = bundle(low);
+    let limits = PluginLimits { fuel_per_call: 100, ..PluginLimits::default() };
+    let said = host_with(limits).load(&path).unwrap_err();
+    assert!(matches!(said, PluginError::Fault(_)));
+    assert!(said.to_string().contains("(`limits.fuel_per_item` of its plugin.toml)"), "{said}");
+    let plugin = host().load(&path).unwrap();
+    assert_eq!((plugin.limits().fuel_per_item, plugin.limits().memory_bytes), (7, 4_194_304));
+    assert_eq!(plugin.limits().output_bytes, PluginLimits::default().output_bytes);
+}
+
+#[test]
+fn plugin_that_asks_for_more_than_the_host_allows_is_refused() {
+    let more = |manifest: &str| {
+        let (text, _) = manifest.split_once("[limits]").unwrap();
+        format!("{text}[limits]\ntimeout_ms = 3600000\n")
+    };
+    let (_folder, path) = bundle(more);
+    let said = host().load(&path).unwrap_err().to_string();
+    assert!(
+        said.ends_with(
+            "asks for a timeout_ms of 3600000, and this host allows 5000; raise `plugins.limits.timeout_ms` to 3600000 or more"
+        ),
+        "{said}"
+    );
+}
+
+#[test]
+fn damaged_bundle_is_refused_with_its_part() {
+    let (_folder, path) = bundle(str::to_owned);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let error = host().load(&path).unwrap_err();
+    assert!(matches!(error, PluginError::Bundle(_)));
+    assert!(error.to_string().starts_with(&format!("plugin {}: ", path.display())), "{error}");
+}
+
+fn signed(path: &Path, key: &SigningKey) {
+    let bytes = sign(&std::fs::read(path).unwrap(), key).unwrap();
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn where_keys_are_trusted_only_their_bundles_run() {
+    let (ours, theirs) = (SigningKey::generate().unwrap(), SigningKey::generate().unwrap());
+    let (_folder, path) = bundle(str::to_owned);
+    let host = host_that_trusts(&[&ours]);
+    let said = |path: &Path| {
+        let error = host.load(path).unwrap_err();
+        assert!(matches!(error, PluginError::Untrusted { .. }), "{error}");
+        error.to_string()
+    };
+    let (name, key) = (path.display(), ours.public());
+    let end = format!("expected a signature of {key} (`plugins.trusted_keys`)");
+    assert_eq!(said(&path), format!("plugin {name}: not signed; {end}"));
+    signed(&path, &theirs);
+    assert_eq!(said(&path), format!("plugin {name}: signed by {}; {end}", theirs.public()));
+    let folder = repository().join(FOLDER);
+    let bare = |what: &str| format!("it is {what}, which nobody signs; expected a bundle with a signature of {key}");
+    assert!(said(&folder).contains(&bare("a folder with source")), "{}", said(&folder));
+    let file = tempfile::Builder::new().suffix(".wasm").tempfile().unwrap();
+    std::fs::write(file.path(), component()).unwrap();
+    assert!(said(file.path()).contains(&bare("a component")), "{}", said(file.path()));
+
+    signed(&path, &ours);
+    let trusted =
+        |host: &PluginHost| -> PublicKey { host.load(&path).unwrap().bundle().unwrap().signed_by.clone().unwrap() };
+    assert_eq!(trusted(&host), key);
+    assert_eq!(trusted(&host_that_trusts(&[&SigningKey::generate().unwrap(), &theirs])), theirs.public());
+}
+
+#[test]
+fn where_no_key_is_trusted_the_first_signer_is_told() {
+    let key = SigningKey::generate().unwrap();
+    let (_folder, path) = bundle(str::to_owned);
+    signed(&path, &key);
+    assert_eq!(host().load(&path).unwrap().bundle().unwrap().signed_by, Some(key.public()));
+}
+
+#[test]
+fn guests_without_a_manifest_load_from_their_folders() {
+    let plugin = load_guest(&host(), "works").unwrap();
+    assert!(plugin.manifest().is_none());
+}
+
+/// A folder with a plugin in JavaScript that needs no build: its component is `component`.
+fn built_folder(component: &[u8], more: &str) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = "[plugin]\nid = 'ordinary'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['reward']\nrange = [0, 1]\n\
+                    description = 'x'\nlicense = 'MIT'\n[build]\nlanguage = 'javascript'\n";
+    let files = [
+        ("plugin.toml", format!("{manifest}{more}").into_bytes()),
+        ("plugin.js", Vec::new()),
+        ("vendor/querl-sdk/index.js", Vec::new()),
+        ("vendor/wit/worlds.wit", Vec::new()),
+        ("dist/ordinary.wasm", component.to_vec()),
+    ];
+    for (name, bytes) in files {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+    folder
+}
+
+/// A claim of a folder about its component's digest once decided under which name its code was kept.
+#[test]
+fn code_is_kept_under_the_digest_of_its_bytes_whatever_plugin_toml_says() {
+    let (ours, theirs) = (common::wat::component("ordinary"), common::wat::component("divides-by-zero"));
+    let digest = |bytes: &[u8]| querl_core::fsx::digest_hex(bytes);
+    let claim = format!("[bundle]\nformat = 1\ncomponent = '{}'\ncomponent_bytes = {}\n", digest(&ours), ours.len());
+    let (posing, cache) = (built_folder(&theirs, &claim), tempfile::tempdir().unwrap());
+    let said = common::host_in(cache.path()).load(posing.path()).unwrap_err();
+    assert!(matches!(said, PluginError::Manifest { .. }), "{said}");
+    assert!(said.to_string().contains("it has a section `[bundle]`, which `querl plugin pack` writes"), "{said}");
+    assert_eq!(std::fs::read_dir(cache.path().join("compiled")).unwrap().count(), 0);
+
+    let honest = built_folder(&ours, "");
+    let plugin = common::host_in(cache.path()).load(honest.path()).unwrap();
+    assert_eq!(plugin.digest(), digest(&ours));
+    let kept = std::fs::read_dir(cache.path().join("compiled")).unwrap().next().unwrap().unwrap().file_name();
+    assert!(kept.to_str().unwrap().starts_with(&digest(&ours)), "{kept:?}");
+}
+
+#[cfg(unix)]
+#[test]
+fn plugin_toml_that_leads_nowhere_is_an_error_and_not_none() {
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(folder.path().join("gone"), folder.path().join("plugin.toml")).unwrap();
+    std::fs::write(folder.path().join("Cargo.toml"), "").unwrap();
+    let said = host().load(folder.path()).unwrap_err().to_string();
+    assert!(said.contains("plugin.toml: No such file"), "{said}");
+}
+
+#[cfg(unix)]
+#[test]
+fn only_a_file_is_read_as_a_component() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("x.wasm");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let said = host().load(&pipe).unwrap_err().to_string();
+    assert!(said.ends_with("x.wasm: it is not a file; expected a component"), "{said}");
+}

@@ -1,0 +1,175 @@
+//! What the tests of this folder share.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses a part of this")]
+
+use querl_core::config::{PluginConfig, PluginLimits, WeightedPluginConfig};
+use querl_core::ports::{FaultKind, PluginFault, RewardModel};
+use querl_core::records::{Candidate, Context, Episode, Hit, Judgement};
+use querl_plugin::{HostOptions, Plugin, PluginError, PluginHost, PluginSettings};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, Once};
+
+pub mod wat;
+
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Compiled plugins outlive a test run, as they do for a user. An example has no folder of its own: it uses the user's.
+pub fn cache_dir() -> Option<PathBuf> {
+    option_env!("CARGO_TARGET_TMPDIR").map(|folder| Path::new(folder).join("plugin-cache"))
+}
+
+pub fn host() -> PluginHost {
+    host_with(PluginLimits::default())
+}
+
+pub fn host_with(limits: PluginLimits) -> PluginHost {
+    PluginHost::new(HostOptions { limits, cache_dir: cache_dir(), ..HostOptions::default() }).unwrap()
+}
+
+/// A configuration without settings for a folder of the repository.
+pub fn plugin(folder: &str) -> PluginConfig {
+    PluginConfig { path: repository().join(folder), settings: Default::default() }
+}
+
+pub fn weighted(folder: &str) -> WeightedPluginConfig {
+    WeightedPluginConfig { path: repository().join(folder), weight: 1.0, settings: Default::default() }
+}
+
+pub fn with_settings(folder: &str, settings: &str) -> PluginConfig {
+    PluginConfig { settings: toml::from_str(settings).unwrap(), ..plugin(folder) }
+}
+
+/// A guest of `tests/guests`: a crate `guest-NAME`, or `wat/NAME.wat`.
+pub fn guest(host: &PluginHost, name: &str) -> Box<dyn RewardModel> {
+    host.reward_of(&load_guest(host, name).unwrap(), &PluginSettings::default()).unwrap()
+}
+
+/// As [`guest`], as far as loading.
+pub fn load_guest(host: &PluginHost, name: &str) -> Result<Plugin, PluginError> {
+    let folder = repository().join(format!("tests/guests/guest-{name}"));
+    if folder.is_dir() {
+        build_guests();
+        return host.load(&folder);
+    }
+    let file = tempfile::Builder::new().suffix(".wasm").tempfile().unwrap();
+    file.as_file().write_all(&wat::component(name)).unwrap();
+    host.load(file.path())
+}
+
+/// Why a guest is not loaded.
+pub fn refusal(name: &str) -> String {
+    load_guest(&host(), name).unwrap_err().to_string()
+}
+
+/// All guests that are crates, in one build: the host would build them one by one.
+fn build_guests() {
+    static BUILT: Once = Once::new();
+    BUILT.call_once(|| {
+        let mut cargo = Command::new("cargo");
+        cargo.args(["build", "--release", "--target", "wasm32-wasip2", "--target-dir", "target", "-p", "guest-*"]);
+        cargo.env_remove("RUSTFLAGS").env_remove("CARGO_ENCODED_RUSTFLAGS");
+        let output = cargo.current_dir(repository().join("plugins")).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    });
+}
+
+/// An ordinary plugin, to see that the host serves others than the one that failed.
+pub fn assert_others_are_served(host: &PluginHost) {
+    let other = guest(host, "ordinary").score_batch(&[episode("other", "好")]).unwrap();
+    assert_eq!(other[0].as_ref().unwrap().total, 0.5);
+}
+
+/// What the host says of a batch in which the second episode's query is `query`; then sees that an ordinary batch of the same
+/// plugin is scored, and one of another.
+pub fn fault_of(host: &PluginHost, plugin: &dyn RewardModel, query: &str) -> PluginFault {
+    let batch = [episode("step-1/a/0", "好"), episode("step-1/b/0", query), episode("step-1/c/0", "好")];
+    let fault = plugin.score_batch(&batch).unwrap_err();
+    let next = plugin.score_batch(&[episode("step-2/a/0", "好")]).unwrap();
+    assert_eq!(next[0].as_ref().unwrap().total, 0.5, "the next call is served");
+    assert_others_are_served(host);
+    fault
+}
+
+/// As [`fault_of`], of a guest that is odd for any query in ASCII, under `limits`: the whole sentence, and what sort it is.
+pub fn said_of(name: &str, query: &str, limits: PluginLimits) -> (String, FaultKind) {
+    let host = host_with(limits);
+    let fault = fault_of(&host, &*guest(&host, name), query);
+    (fault.to_string(), fault.kind)
+}
+
+/// Where the log goes in a test.
+#[derive(Clone, Default)]
+pub struct Lines(pub Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    /// What `job` logs, without colours.
+    pub fn of<R>(job: impl FnOnce() -> R) -> (String, R) {
+        let written = Self::default();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(written.clone()).finish();
+        let done = tracing::subscriber::with_default(subscriber, job);
+        let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+        (text, done)
+    }
+}
+
+impl tracing_subscriber::fmt::MakeWriter<'_> for Lines {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+pub fn episode(id: &str, query: &str) -> Episode {
+    Episode {
+        id: id.into(),
+        query: query.into(),
+        context: Context::default(),
+        gold_ids: Vec::new(),
+        policy: candidate(&[0.9, 0.8, 0.7], None),
+        baseline: candidate(&[0.7, 0.6, 0.5], None),
+    }
+}
+
+pub fn candidate(scores: &[f64], judge_score: Option<f64>) -> Candidate {
+    let hit = |(score, rank): (&f64, u32)| Hit {
+        id: format!("kb-{rank}"),
+        text: "胶原蛋白肽每日一次，每次一袋，温水冲服。".into(),
+        reranker_score: *score,
+        retrieval_score: Some(10.0),
+        rank,
+    };
+    Candidate {
+        rewrite: "胶原蛋白肽的服用方法".into(),
+        retrieval: Ok(scores.iter().zip(1..).map(hit).collect()),
+        judgement: judge_score
+            .map_or(Judgement::NotSampled, |score| Judgement::Scored { score, reason: "清楚".into() }),
+        style: None,
+        n_tokens: 12,
+        truncated: false,
+    }
+}
+
+/// A host that keeps compiled code in `base`.
+pub fn host_in(base: &Path) -> PluginHost {
+    PluginHost::new(HostOptions { cache_dir: Some(base.to_owned()), ..HostOptions::default() }).unwrap()
+}
+
+/// Limits under which the clock stops what does not end.
+pub fn with_plenty_of_fuel(timeout_ms: u64) -> PluginLimits {
+    PluginLimits { fuel_per_item: u64::MAX / 1000, timeout_ms, ..PluginLimits::default() }
+}

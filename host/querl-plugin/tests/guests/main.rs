@@ -1,0 +1,72 @@
+//! Hostile and odd guests: what each does, what the host says, and that the host serves the next call of the same plugin and of
+//! another.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod cache;
+mod contract;
+mod isolation;
+mod limits;
+mod results;
+mod style;
+mod threads;
+
+use std::path::Path;
+
+/// Below `folder`, the text of all `.rs` files.
+fn sources(folder: &Path) -> String {
+    let Ok(entries) = std::fs::read_dir(folder) else { return String::new() };
+    let text = |path: &Path| match path.is_dir() {
+        true => sources(path),
+        false if path.extension().is_some_and(|extension| extension == "rs") => std::fs::read_to_string(path).unwrap(),
+        false => String::new(),
+    };
+    entries.map(|entry| text(&entry.unwrap().path())).collect()
+}
+
+/// What loads the guest that it is given the name of.
+const LOADERS: [&str; 10] = [
+    "guest(",
+    "refusal(",
+    "said_of(",
+    "said_of_result(",
+    "overshoot(",
+    "assert_stopped_by_fuel(",
+    "fault_within(",
+    "component(",
+    "report(",
+    "broken(",
+];
+
+/// The functions of the tests that load a guest, without comments: what only mentions one tests nothing.
+fn calls_of_loaders(tests: &str) -> String {
+    let code = tests.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let code = code.collect::<Vec<_>>().join("\n");
+    code.split("\n}\n").filter(|function| LOADERS.iter().any(|loader| function.contains(loader))).collect()
+}
+
+#[test]
+fn every_guest_has_a_test() {
+    let tests = sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests"))
+        + &sources(&common::repository().join("host/querl-conformance/tests"));
+    let names = |folder: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(folder).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    let crates = names(&common::repository().join("tests/guests"));
+    let crates = crates.iter().filter(|name| name.contains('-'));
+    let modules = names(&common::wat::folder());
+    let modules = modules.iter().filter_map(|name| name.strip_suffix(".wat"));
+    let n_guests = crates.clone().count() + modules.clone().count();
+    let tests = calls_of_loaders(&tests);
+    let is_named = |name: &&str| tests.contains(&format!("\"{name}\""));
+    let untested: Vec<_> = crates
+        .map(|name| name.strip_prefix("guest-").unwrap_or(name))
+        .chain(modules)
+        .filter(|name| !is_named(name))
+        .collect();
+    assert!(untested.is_empty(), "no test uses {untested:?}");
+    assert!(n_guests > 40, "{n_guests}");
+}
