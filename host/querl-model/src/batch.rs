@@ -1,7 +1,7 @@
 //! Sequences packed one after another, what they begin with in common once.
 
-use crate::adapter::row_key;
 use crate::kernels::{Node, RowTree};
+use crate::random::{STEP, mix};
 use std::sync::Arc;
 
 /// Token ids of several sequences without padding, with each token's position in its own sequence.
@@ -79,6 +79,11 @@ impl PackedBatch {
         }
         panic!("sequence {sequence} is empty: it has no token {position}");
     }
+}
+
+/// The key of a row from its parent's (0 for a sequence's first row) and its token.
+pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {
+    mix(parent.wrapping_add(STEP) ^ (u64::from(token_id) + 1).wrapping_mul(STEP))
 }
 
 /// Sequences by what they begin with; a node is a run of tokens.

@@ -1,6 +1,6 @@
 //! Safetensors files, read and written.
 
-use crate::decoder::Part;
+use crate::sharding::Part;
 use crate::{DecoderConfig, ModelError};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Tensor};

@@ -102,6 +102,15 @@ const SUPPORTED: &str = "`Qwen2ForCausalLM`, `Qwen3ForCausalLM`";
 const CLASSIFIERS: &str =
     "`Qwen2ForSequenceClassification`, `Qwen3ForSequenceClassification`, or a language model's, which gets a new head";
 
+/// Whether the base weights are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weights {
+    /// No gradient is computed for them: adapters alone are trained.
+    Frozen,
+    /// Every weight is a variable.
+    Trained,
+}
+
 impl DecoderConfig {
     /// Reads `config.json`.
     ///

@@ -18,6 +18,7 @@ mod config;
 mod decoder;
 #[cfg(feature = "cuda")]
 pub mod device;
+mod dropout;
 mod error;
 mod export;
 mod generate;
@@ -30,10 +31,13 @@ mod random;
 mod random_model;
 mod ranks;
 mod second_opinion;
+mod sharding;
 pub mod small_model;
 mod template;
 mod tokenizer;
 mod train_tokenizer;
+mod transformer;
+mod weights;
 
 pub use candle_core::DType;
 
@@ -42,8 +46,9 @@ pub use batch::PackedBatch;
 pub use cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
-pub use config::{DecoderConfig, Family};
-pub use decoder::{Decoder, Dropout, Keep, Pass, Recompute, Shard, Weights, backward};
+pub use config::{DecoderConfig, Family, Weights};
+pub use decoder::Decoder;
+pub use dropout::Dropout;
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
@@ -57,9 +62,11 @@ pub use random::{STEP as SPLIT_MIX_STEP, mix as split_mix};
 pub use random_model::write_random_model;
 pub use ranks::{Mesh, RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;
+pub use sharding::Shard;
 pub use template::ChatTemplate;
 pub use tokenizer::TextTokenizer;
 pub use train_tokenizer::{TokenizerSettings, train_tokenizer};
+pub use transformer::{Keep, Pass, Recompute, backward};
 
 /// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.
 ///

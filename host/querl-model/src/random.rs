@@ -1,6 +1,8 @@
 //! Normal numbers that depend on a seed and a place alone, so that fresh weights are the same wherever they are made and in
 //! whatever order.
 
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -50,6 +52,12 @@ fn normal_pair(pair: u64, seed: u64, scale: f32) -> [f32; 2] {
     let angle = std::f32::consts::TAU * (((bits >> 8) & 0x00ff_ffff) as f32 * 2f32.powi(-24));
     let radius = scale * (-2.0 * u.ln()).sqrt();
     [radius * angle.cos(), radius * angle.sin()]
+}
+
+/// A standard normal value (Box and Muller).
+pub(crate) fn standard_normal(rng: &mut ChaCha8Rng) -> f32 {
+    let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
+    (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
 }
 
 #[cfg(test)]

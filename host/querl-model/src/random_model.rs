@@ -1,7 +1,7 @@
 //! A checkpoint of random weights of any shape, for measurements that need a file.
 
-use crate::decoder::{RandomTensors, Tensors};
 use crate::export::{OutTensor, Values, move_files, new_folder, write_json, write_weights};
+use crate::weights::{RandomTensors, Tensors};
 use crate::{DecoderConfig, ExportSettings, Exported, ModelError, dtype_name};
 use candle_core::{DType, Tensor};
 use std::path::Path;

@@ -97,7 +97,7 @@ impl Model {
             var.set(&Tensor::from_vec(values, var.shape(), var.device()).unwrap()).unwrap();
         }
         let decoder = load(place, ranks);
-        let adapter = adapter.beside(&decoder).unwrap();
+        let adapter = adapter.for_decoder(&decoder).unwrap();
         Self { decoder, adapter }
     }
 

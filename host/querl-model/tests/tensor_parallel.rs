@@ -71,7 +71,7 @@ fn adapter(base: &Decoder) -> LoraAdapter {
         let values = numbers(name, var.elem_count());
         var.set(&Tensor::from_vec(values, var.shape(), &Device::Cpu).unwrap()).unwrap();
     }
-    whole.beside(base).unwrap()
+    whole.for_decoder(base).unwrap()
 }
 
 fn floats(tensor: &Tensor) -> Vec<f32> {
@@ -262,7 +262,7 @@ fn an_adapter_is_saved_whole_with_the_bytes_of_one_that_was_never_split() {
             }
             ranks.barrier()?;
             // Read and split again, it is the same.
-            let again = LoraAdapter::load(&path, base.config())?.beside(&base)?;
+            let again = LoraAdapter::load(&path, base.config())?.for_decoder(&base)?;
             for (name, var) in adapter.vars() {
                 assert_eq!(floats(var), floats(&again.vars()[name]), "{name}");
             }

@@ -116,5 +116,5 @@ impl Progress for Shown<'_> {
 
 /// An adapter where its base stands, and of it the part that belongs to the base's.
 fn load_adapter(path: &Path, decoder: &Decoder) -> Result<LoraAdapter, ModelError> {
-    LoraAdapter::load(path, decoder.config())?.beside(decoder)
+    LoraAdapter::load(path, decoder.config())?.for_decoder(decoder)
 }

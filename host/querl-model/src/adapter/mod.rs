@@ -1,19 +1,18 @@
 //! LoRA adapters in PEFT's format: plain, rank-stabilised, with magnitudes (DoRA), with whole modules beside them.
 
 mod config_file;
-mod dropout;
 mod file;
 mod patterns;
 mod settings;
 
-pub(crate) use dropout::{DropoutMask, lora_dropout, row_key};
 pub(crate) use file::CONFIG_FILE;
 pub use patterns::Patterns;
 pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
 pub use settings::{LoraSettings, Modules, SavedCopies};
 
-use crate::decoder::{Shard, TensorParallel};
-use crate::{Decoder, ModelError, Place};
+use crate::random::standard_normal;
+use crate::sharding::{Shard, TensorParallel};
+use crate::{DecoderConfig, ModelError, Place};
 use candle_core::{DType, Device, Error, Result as TensorResult, Tensor, Var};
 use config_file::ConfigFile;
 use rand::{Rng, SeedableRng};
@@ -48,16 +47,17 @@ pub struct LoraAdapter {
 }
 
 impl LoraAdapter {
-    /// A fresh adapter that changes nothing yet: A uniform in `±1/sqrt(in)`, B zero (of an embedding: A zero, B normal),
-    /// magnitudes as long as the base's rows, saved modules as in the base.
-    ///
-    /// # Errors
-    /// A target that the decoder does not have, or a pattern that is no regular expression.
+    /// A fresh adapter on the CPU that changes nothing yet: A uniform in `±1/sqrt(in)`, B zero (of an embedding: A zero, B
+    /// normal), magnitudes as long as the base's rows, saved modules as in the base. `base_weight`: the base's weight of a layer
+    /// `(out, in)`, f32, by path.
     ///
     /// Source: PEFT's `reset_lora_parameters` (`kaiming_uniform_` with `a = sqrt(5)`) and `DoraLinearLayer.update_layer`.
-    pub fn new(base: &Decoder, settings: LoraSettings, seed: u64) -> Result<Self, ModelError> {
-        let config = base.config();
-        check_split(base, &settings)?;
+    pub(crate) fn init(
+        config: &DecoderConfig,
+        settings: LoraSettings,
+        seed: u64,
+        base_weight: impl Fn(&str) -> TensorResult<Tensor>,
+    ) -> Result<Self, ModelError> {
         settings.check_names(config).map_err(ModelError::Lora)?;
         let plan = settings.plan(config).map_err(ModelError::Lora)?;
         let saved = settings.saved_modules().map_err(ModelError::Lora)?;
@@ -68,7 +68,7 @@ impl LoraAdapter {
             vars.insert(layer.a_name(), a);
             vars.insert(layer.b_name(), b);
             if settings.use_dora {
-                let lengths = base.base_weight(&layer.path)?.sqr()?.sum(1)?.sqrt()?; // (out)
+                let lengths = base_weight(&layer.path)?.sqr()?.sum(1)?.sqrt()?; // (out)
                 vars.insert(layer.magnitude_name(), Var::from_tensor(&lengths)?);
             }
         }
@@ -77,28 +77,28 @@ impl LoraAdapter {
                 return Err(ModelError::Lora("modules_to_save: a language model has no `score`".into()));
             }
             if !(path == HEAD && settings.saved_copies == SavedCopies::Tied) {
-                vars.insert(format!("{path}.weight"), Var::from_tensor(&base.base_weight(path)?.copy()?)?);
+                vars.insert(format!("{path}.weight"), Var::from_tensor(&base_weight(path)?.copy()?)?);
             }
         }
         let file = ConfigFile::new(&settings);
-        Self::assemble(settings, plan, vars, None, file, DType::F32)?.beside(base)
+        Self::assemble(settings, plan, vars, None, file, DType::F32)
     }
 
-    /// A whole adapter where its base stands, and of it the part that belongs to the base's. Itself where that is what it is.
+    /// A whole adapter on the base's device, and of it the shard that belongs to the base's shard.
     ///
     /// # Errors
-    /// There is no memory for it; or an adapter that cannot be split, as its base is.
-    pub fn beside(self, base: &Decoder) -> Result<Self, ModelError> {
-        if self.parallel.is_split() || !base.parallel().is_split() {
-            return self.on(base.place());
+    /// No memory is left, or the adapter cannot be split as its base is.
+    pub(crate) fn sharded(self, place: &Place, parallel: &TensorParallel) -> Result<Self, ModelError> {
+        if self.parallel.is_split() || !parallel.is_split() {
+            return self.on(place);
         }
-        check_split(base, &self.settings)?;
-        let (ranks, device) = (base.parallel().ranks(), base.place().device());
+        self.settings.check_split(parallel)?;
+        let (ranks, device) = (parallel.ranks(), place.device());
         let mut split = self.renewed(|name, values| match Shard::adapter_axis(name) {
             Some(axis) => ranks.part_of(values, axis)?.to_device(&device),
             None => values.to_device(&device),
         })?;
-        split.parallel = base.parallel().clone();
+        split.parallel = parallel.clone();
         Ok(split)
     }
 
@@ -260,11 +260,13 @@ impl LoraAdapter {
     }
 }
 
-/// Refuses what is not split over ranks: a magnitude is the length of a whole row.
-fn check_split(base: &Decoder, settings: &LoraSettings) -> Result<(), ModelError> {
-    match settings.use_dora {
-        true => base.parallel().only_whole("an adapter with magnitudes (`sft.use_dora`)"),
-        false => Ok(()),
+impl LoraSettings {
+    /// DoRA cannot be split over ranks: a magnitude is the length of a whole row.
+    pub(crate) fn check_split(&self, parallel: &TensorParallel) -> Result<(), ModelError> {
+        match self.use_dora {
+            true => parallel.only_whole("an adapter with magnitudes (`sft.use_dora`)"),
+            false => Ok(()),
+        }
     }
 }
 
@@ -309,7 +311,7 @@ fn fresh_pair(layer: &LayerPlan, rng: &mut ChaCha8Rng) -> TensorResult<(Var, Var
             Ok((a, Var::zeros((n_out, rank), DType::F32, &Device::Cpu)?))
         }
         LayerKind::Embedding => {
-            let b: Vec<f32> = (0..n_out * rank).map(|_| crate::decoder::normal(rng)).collect();
+            let b: Vec<f32> = (0..n_out * rank).map(|_| standard_normal(rng)).collect();
             let b = Var::from_vec(b, (n_out, rank), &Device::Cpu)?;
             Ok((Var::zeros((rank, n_in), DType::F32, &Device::Cpu)?, b))
         }

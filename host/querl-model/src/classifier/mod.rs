@@ -63,7 +63,7 @@ impl Classifier {
         let (hidden, deviation) = (decoder.config().hidden_size, decoder.config().initializer_range as f32);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let values: Vec<f32> =
-            (0..labels.n_classes() * hidden).map(|_| crate::decoder::normal(&mut rng) * deviation).collect();
+            (0..labels.n_classes() * hidden).map(|_| crate::random::standard_normal(&mut rng) * deviation).collect();
         let score = Var::from_vec(values, (labels.n_classes(), hidden), &Device::Cpu)?;
         let adapter = match tuning {
             Tuning::Full => None,

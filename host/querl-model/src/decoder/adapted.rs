@@ -1,9 +1,9 @@
 //! Where an adapter changes what is no linear layer of a block: the embedding and the head.
 
 use super::Decoder;
-use crate::PackedBatch;
 use crate::adapter::{EMBEDDING, HEAD, LoraAdapter};
 use crate::kernels::Weight;
+use crate::{LoraSettings, ModelError, PackedBatch};
 use candle_core::{Result as TensorResult, Tensor, bail};
 
 impl Decoder {
@@ -50,5 +50,25 @@ impl Decoder {
             Some(pair) => Ok(Weight::Trained(pair.changed(&self.base_weight(HEAD)?)?)),
             None => Ok(self.head.clone()),
         }
+    }
+}
+
+impl LoraAdapter {
+    /// A fresh adapter for a decoder that changes nothing yet: A uniform in `±1/sqrt(in)`, B zero (of an embedding: A zero, B
+    /// normal), magnitudes as long as the base's rows, saved modules as in the base.
+    ///
+    /// # Errors
+    /// A target that the decoder does not have, or a pattern that is no regular expression.
+    pub fn new(base: &Decoder, settings: LoraSettings, seed: u64) -> Result<Self, ModelError> {
+        settings.check_split(base.parallel())?;
+        Self::init(base.config(), settings, seed, |path| base.base_weight(path))?.for_decoder(base)
+    }
+
+    /// A whole adapter on the device of a decoder, and of it the shard that belongs to the decoder's shard.
+    ///
+    /// # Errors
+    /// No memory is left, or the adapter cannot be split as its base is.
+    pub fn for_decoder(self, base: &Decoder) -> Result<Self, ModelError> {
+        self.sharded(base.place(), base.parallel())
     }
 }

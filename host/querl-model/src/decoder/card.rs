@@ -1,21 +1,21 @@
 //! What the layers of a decoder on a card share: angles of the rotary embedding, and for each pass its rows.
 
 use crate::PackedBatch;
-use crate::adapter::DropoutMask;
 use crate::device::{CudaSlice, DeviceRope, Gpu, Masks, TreeQueries};
+use crate::dropout::DropoutMask;
 use crate::kernels::RopeTable;
 use candle_core::{Error, Result};
 use std::sync::Arc;
 
 /// A decoder's own, for all its passes.
 #[derive(Clone)]
-pub(super) struct OnCard {
+pub(crate) struct OnCard {
     gpu: Gpu,
     rope: Arc<DeviceRope>,
 }
 
 /// Rows of a pass, copied to the card once.
-pub(super) struct CardRows {
+pub(crate) struct CardRows {
     shared: OnCard,
     positions: CudaSlice<u32>,
     queries: TreeQueries,
@@ -26,12 +26,12 @@ pub(super) struct CardRows {
 impl OnCard {
     /// # Errors
     /// The card has no memory left.
-    pub(super) fn new(gpu: &Gpu, rope: &RopeTable) -> Result<Self> {
+    pub(crate) fn new(gpu: &Gpu, rope: &RopeTable) -> Result<Self> {
         Ok(Self { gpu: gpu.clone(), rope: Arc::new(DeviceRope::new(gpu, rope)?) })
     }
 
     /// Angles of the rotary embedding, on the card.
-    pub(super) fn rope(&self) -> &Arc<DeviceRope> {
+    pub(crate) fn rope(&self) -> &Arc<DeviceRope> {
         &self.rope
     }
 
@@ -39,7 +39,7 @@ impl OnCard {
     ///
     /// # Errors
     /// A sequence longer than the model's positions, or a row that is not there.
-    pub(super) fn rows(
+    pub(crate) fn rows(
         &self,
         batch: &PackedBatch,
         wanted: Option<&[u32]>,
@@ -60,29 +60,29 @@ impl OnCard {
 }
 
 impl CardRows {
-    pub(super) fn rope(&self) -> &DeviceRope {
+    pub(crate) fn rope(&self) -> &DeviceRope {
         &self.shared.rope
     }
 
     /// Of each row its position.
-    pub(super) fn positions(&self) -> &CudaSlice<u32> {
+    pub(crate) fn positions(&self) -> &CudaSlice<u32> {
         &self.positions
     }
 
     /// Which rows are queries, and what they see.
-    pub(super) fn queries(&self) -> &TreeQueries {
+    pub(crate) fn queries(&self) -> &TreeQueries {
         &self.queries
     }
 
     /// What is set to zero of the `n_in` inputs of an adapter's layer.
-    pub(super) fn masks(&self, layer_path: &str, n_in: usize) -> Option<Masks<'_>> {
+    pub(crate) fn masks(&self, layer_path: &str, n_in: usize) -> Option<Masks<'_>> {
         let (mask, row_keys) = self.dropout.as_ref()?;
         let first_input = mask.first_input(layer_path, n_in);
         Some(Masks { row_keys, layer_seed: mask.seed_of(layer_path), first_input, p: mask.p() })
     }
 
     /// The rows that are queries.
-    pub(super) fn list(&self) -> &CudaSlice<u32> {
+    pub(crate) fn list(&self) -> &CudaSlice<u32> {
         self.queries.rows()
     }
 }

@@ -1,14 +1,14 @@
 //! Making a decoder, or one rank's part of it: from a checkpoint, or with fresh weights.
 
-use super::layer::Layer;
-use super::parallel::TensorParallel;
-use super::shard::{Held, Part};
-use super::tensors::{RandomTensors, Tensors};
-use super::{Decoder, Weights};
+use super::Decoder;
 use crate::checkpoint::StoredModel;
-use crate::kernels::{FrozenWeight, RopeTable, Weight};
-use crate::{DecoderConfig, ModelError, Place, Ranks};
-use candle_core::{DType, Device, Tensor, Var};
+use crate::kernels::RopeTable;
+use crate::random::standard_normal;
+use crate::sharding::TensorParallel;
+use crate::transformer::Layer;
+use crate::weights::{RandomTensors, Tensors, WeightLoader};
+use crate::{DecoderConfig, ModelError, Place, Ranks, Weights};
+use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -41,7 +41,7 @@ impl Decoder {
     /// As [`Decoder::load_as`]; frozen weights stored in another type on a card.
     pub fn load_on(directory: &Path, weights: Weights, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
-        Self::from_source(stored.config().clone(), Source::new(&stored, weights, dtype, place)?)
+        Self::from_weights(stored.config().clone(), WeightLoader::new(&stored, weights, dtype, place)?)
     }
 
     /// One rank's part of a frozen model that `ranks` hold together: of split tensors only that part is read. A rank that is alone
@@ -53,8 +53,8 @@ impl Decoder {
         let stored = StoredModel::open(directory)?;
         let config = stored.config().clone();
         let parallel = TensorParallel::new(ranks, &config, dtype)?;
-        let source = Source { parallel, ..Source::new(&stored, Weights::Frozen, dtype, place)? };
-        Self::from_source(config, source)
+        let source = WeightLoader::new(&stored, Weights::Frozen, dtype, place)?.sharded(parallel);
+        Self::from_weights(config, source)
     }
 
     /// A decoder whose frozen weights are random, for measurements: normal with the config's deviation, norms 1, biases 0. Values
@@ -80,8 +80,8 @@ impl Decoder {
     ) -> Result<Self, ModelError> {
         let made = RandomTensors::new(&config, seed);
         let parallel = TensorParallel::new(ranks, &config, dtype)?;
-        let source = Source { parallel, ..Source::new(&made, Weights::Frozen, dtype, place)? };
-        Self::from_source(config, source)
+        let source = WeightLoader::new(&made, Weights::Frozen, dtype, place)?.sharded(parallel);
+        Self::from_weights(config, source)
     }
 
     /// Fresh weights: normal with the config's deviation, norms 1, biases 0; every weight is a variable.
@@ -89,7 +89,7 @@ impl Decoder {
     /// # Errors
     /// A tensor cannot be made.
     ///
-    /// Source: transformers' `_init_weights` for Qwen.
+    /// WeightLoader: transformers' `_init_weights` for Qwen.
     pub fn init(config: DecoderConfig, seed: u64) -> Result<Self, ModelError> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut tensors = BTreeMap::new();
@@ -98,11 +98,11 @@ impl Decoder {
             let values: Vec<f32> = match name.as_str() {
                 name if name.ends_with(".bias") => vec![0.0; n_values],
                 name if name.contains("norm") => vec![1.0; n_values],
-                _ => (0..n_values).map(|_| normal(&mut rng) * config.initializer_range as f32).collect(),
+                _ => (0..n_values).map(|_| standard_normal(&mut rng) * config.initializer_range as f32).collect(),
             };
             tensors.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
         }
-        Self::from_source(config, Source::new(&tensors, Weights::Trained, BaseDtype::F32, &Place::Cpu)?)
+        Self::from_weights(config, WeightLoader::new(&tensors, Weights::Trained, BaseDtype::F32, &Place::Cpu)?)
     }
 
     /// A decoder of tensors that were opened already.
@@ -115,10 +115,10 @@ impl Decoder {
         weights: Weights,
         dtype: BaseDtype,
     ) -> Result<Self, ModelError> {
-        Self::from_source(config, Source::new(tensors, weights, dtype, &Place::Cpu)?)
+        Self::from_weights(config, WeightLoader::new(tensors, weights, dtype, &Place::Cpu)?)
     }
 
-    fn from_source(config: DecoderConfig, mut source: Source<'_>) -> Result<Self, ModelError> {
+    fn from_weights(config: DecoderConfig, mut source: WeightLoader<'_>) -> Result<Self, ModelError> {
         let embedding = source.table("model.embed_tokens.weight")?;
         let head = match config.tie_word_embeddings {
             true => embedding.clone(),
@@ -146,89 +146,4 @@ impl Decoder {
             place: source.place.clone(),
         })
     }
-}
-
-/// Where a decoder's tensors come from, one at a time, and what becomes of them.
-pub(super) struct Source<'a> {
-    tensors: &'a dyn Tensors,
-    weights: Weights,
-    dtype: BaseDtype,
-    place: &'a Place,
-    /// Who holds which part.
-    parallel: TensorParallel,
-    vars: BTreeMap<String, Var>,
-}
-
-impl<'a> Source<'a> {
-    fn new(tensors: &'a dyn Tensors, weights: Weights, dtype: BaseDtype, place: &'a Place) -> Result<Self, ModelError> {
-        place.check(weights, dtype)?;
-        Ok(Self { tensors, weights, dtype, place, parallel: TensorParallel::default(), vars: BTreeMap::new() })
-    }
-
-    /// What is held here of a tensor: its part, `None` for all of it.
-    fn part(&self, name: &str) -> Result<Option<Part>, ModelError> {
-        match self.parallel.shard().held(name, &self.tensors.shape(name)?) {
-            Held::Part(part) => Ok(Some(part)),
-            Held::Whole | Held::Nothing => Ok(None),
-        }
-    }
-
-    /// A bias, where it is added on this rank.
-    pub(super) fn bias(&mut self, name: &str) -> Result<Option<Tensor>, ModelError> {
-        match self.parallel.shard().held(name, &self.tensors.shape(name)?) {
-            Held::Nothing => Ok(None),
-            Held::Whole | Held::Part(_) => self.value(name).map(Some),
-        }
-    }
-
-    /// A norm or a bias: f32, a variable where weights are trained.
-    pub(super) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
-        let part = self.part(name)?;
-        let tensor = self.tensors.tensor(name, part.as_ref())?.to_dtype(DType::F32)?.to_device(&self.place.device())?;
-        match self.weights {
-            Weights::Frozen => Ok(tensor),
-            Weights::Trained => {
-                let var = Var::from_tensor(&tensor)?;
-                let tensor = var.as_tensor().clone();
-                self.vars.insert(name.to_owned(), var);
-                Ok(tensor)
-            }
-        }
-    }
-
-    /// The weight of a linear layer in the form in which its products are made.
-    pub(super) fn weight(&mut self, name: &str) -> Result<Weight, ModelError> {
-        self.weight_as(name, self.dtype)
-    }
-
-    /// The embedding or the head: a few bits a value would cost more in the logits than they save.
-    fn table(&mut self, name: &str) -> Result<Weight, ModelError> {
-        let dtype = match self.dtype {
-            BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => BaseDtype::Bf16,
-            dtype => dtype,
-        };
-        self.weight_as(name, dtype)
-    }
-
-    fn weight_as(&mut self, name: &str, dtype: BaseDtype) -> Result<Weight, ModelError> {
-        if self.weights == Weights::Trained {
-            return Ok(Weight::Trained(self.value(name)?));
-        }
-        let part = self.part(name)?;
-        match self.place {
-            Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, part.as_ref())?, dtype)?)),
-            #[cfg(feature = "cuda")]
-            Place::Card(gpu) => {
-                let format = crate::device::PackedFormat::of(dtype);
-                Ok(Weight::OnCard(self.tensors.on_card(name, part.as_ref(), gpu, format)?))
-            }
-        }
-    }
-}
-
-/// A standard normal value (Box and Muller).
-pub(crate) fn normal(rng: &mut ChaCha8Rng) -> f32 {
-    use rand::Rng;
-    let (u, v): (f32, f32) = (rng.random_range(f32::MIN_POSITIVE..1.0), rng.random_range(0.0..1.0));
-    (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
 }

@@ -3,46 +3,25 @@
 mod adapted;
 #[cfg(feature = "cuda")]
 mod card;
-mod fused;
-mod layer;
-mod linear;
 mod load;
-mod parallel;
 mod parts;
-mod pass;
-mod recompute;
 mod shapes;
-mod shard;
-mod tensors;
 mod view;
 
 use crate::adapter::LoraAdapter;
-use crate::kernels::{self, RopeTable, Weight};
+use crate::dropout::{Dropout, DropoutMask};
+use crate::kernels::{self, Queries, RopeTable, Weight};
+use crate::sharding::{Shard, TensorParallel};
+use crate::transformer::{BatchRows, CheckpointedLayer, Layer, Pass, QueryRows};
 use crate::{DecoderConfig, ModelError, PackedBatch, Place, save_tensors};
 use candle_core::{DType, Result as TensorResult, Tensor, Var};
-use layer::{Layer, Rows, Wanted};
-use recompute::CheckpointedLayer;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-pub(crate) use load::normal;
-pub(crate) use parallel::TensorParallel;
+#[cfg(feature = "cuda")]
+pub(crate) use card::CardRows;
 pub(crate) use parts::{LayerParts, LinearParts};
-pub use pass::{Dropout, Pass};
-pub use recompute::{Keep, Recompute, backward};
-pub use shard::Shard;
-pub(crate) use shard::{Part, Split};
-pub(crate) use tensors::{RandomTensors, Tensors};
-
-/// Whether the base weights are trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Weights {
-    /// No gradient is computed for them: adapters alone are trained.
-    Frozen,
-    /// Every weight is a variable.
-    Trained,
-}
 
 /// A Qwen2 or Qwen3 decoder.
 pub struct Decoder {
@@ -52,7 +31,7 @@ pub struct Decoder {
     local: DecoderConfig,
     parallel: TensorParallel,
     embedding: Weight, // (V, H)
-    layers: Vec<Arc<Layer>>,
+    pub(crate) layers: Vec<Arc<Layer>>,
     norm: Tensor,
     head: Weight, // (V, H); the embedding where tied
     rope: RopeTable,
@@ -161,8 +140,8 @@ impl Decoder {
         if wanted.map_or(batch.n_rows(), Vec::len) == 0 {
             return Tensor::zeros((0, self.config.hidden_size), DType::F32, self.norm.device());
         }
-        let rows = Rows::new(batch, self, pass.dropout)?;
-        let wanted = wanted.map(|wanted| Wanted::new(batch, self, &rows, wanted)).transpose()?;
+        let rows = self.batch_rows(batch, pass.dropout)?;
+        let wanted = wanted.map(|wanted| self.query_rows(batch, &rows, wanted)).transpose()?;
         let recompute = pass.recompute.filter(|recompute| recompute.keeps_inputs());
         let adapter = recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
         let mut x = self.embed(batch, pass.adapter)?;
@@ -184,5 +163,44 @@ impl Decoder {
             };
         }
         kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
+    }
+
+    pub(crate) fn batch_rows(&self, batch: &PackedBatch, dropout: Option<Dropout>) -> TensorResult<BatchRows> {
+        let dropout = dropout.filter(|dropout| dropout.p != 0.0);
+        let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), self.shard())).transpose()?;
+        Ok(BatchRows {
+            #[cfg(feature = "cuda")]
+            on_card: match &self.on_card {
+                Some(card) => Some(Arc::new(card.rows(batch, None, dropout.as_ref())?)),
+                None => None,
+            },
+            dropout,
+            rope: self.rope.clone(),
+            positions: batch.positions.clone(),
+            queries: Queries::all(&batch.tree),
+            head_dim: self.config.head_dim,
+            eps: self.config.rms_norm_eps,
+            parallel: self.parallel.clone(),
+        })
+    }
+
+    /// `wanted`: some of the batch's rows, ascending.
+    fn query_rows(&self, batch: &PackedBatch, rows: &BatchRows, wanted: &[u32]) -> TensorResult<QueryRows> {
+        let queries = Queries::some(&batch.tree, wanted)?; // checks that the rows exist
+        let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
+        let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
+        let rows = BatchRows {
+            #[cfg(feature = "cuda")]
+            on_card: match &self.on_card {
+                Some(card) => Some(Arc::new(card.rows(batch, Some(wanted), dropout.as_ref())?)),
+                None => None,
+            },
+            positions: Arc::new(positions),
+            queries,
+            dropout,
+            ..rows.clone()
+        };
+        let indices = Tensor::new(wanted, self.norm.device())?;
+        Ok(QueryRows { list: Arc::new(wanted.to_vec()), indices, rows })
     }
 }

@@ -1,10 +1,9 @@
 //! A decoder's weights with what an adapter makes of them: for decoding without a graph.
 
 use super::Decoder;
-use super::layer::Layer;
-use super::linear::Linear;
 use crate::adapter::{EMBEDDING, LoraAdapter, LoraPair};
 use crate::kernels::{RopeTable, Weight};
+use crate::transformer::{Layer, Linear};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// One linear layer.

@@ -1,9 +1,8 @@
 //! A decoder as it is asked while it is trained: the same values, no gradients.
 
 use super::Decoder;
-use super::layer::Layer;
-use super::linear::Linear;
 use crate::kernels::Weight;
+use crate::transformer::{Layer, Linear};
 use candle_core::Tensor;
 use std::sync::Arc;
 

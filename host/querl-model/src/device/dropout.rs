@@ -1,4 +1,4 @@
-//! Dropout on the card: twin of `adapter::dropout`, with the same masks.
+//! Dropout on the card: twin of `dropout`, with the same masks.
 
 use super::elementwise::{Element, same_length, whole_rows};
 use super::gpu::Gpu;

@@ -1,8 +1,9 @@
 //! What decoding computes with: the base's weights as they stand in memory, and an adapter's values as they were when the
 //! policy was set.
 
-use crate::decoder::{LayerParts, LinearParts, TensorParallel};
+use crate::decoder::{LayerParts, LinearParts};
 use crate::kernels::{FrozenWeight, RopeTable, Weight, with_floats};
+use crate::sharding::TensorParallel;
 use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError};
 use candle_core::{Result, Tensor};
 use querl_core::config::BaseDtype;

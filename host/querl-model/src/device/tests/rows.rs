@@ -1,6 +1,6 @@
 use super::super::{Masks, Namers};
 use super::{assert_close, floats, gpu, halves, random, rng, rounded};
-use crate::adapter::DropoutMask;
+use crate::dropout::DropoutMask;
 use crate::{Dropout, Shard, random as numbers};
 use candle_core::{Device, Tensor};
 

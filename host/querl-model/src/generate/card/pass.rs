@@ -6,10 +6,10 @@ use super::graphs::{Kind, Known};
 use super::places::{Cache, Places};
 use super::step::Step;
 use super::weights::CardGroup;
-use crate::decoder::TensorParallel;
 use crate::device::{
     CudaSlice, CudaView, CudaViewMut, DeviceWeight, FinishRows, Gpu, HeadNorms, Matrix, Scale, Sequences, n_splits,
 };
+use crate::sharding::TensorParallel;
 use candle_core::{Error, Result};
 use half::bf16;
 

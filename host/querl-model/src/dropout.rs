@@ -1,12 +1,24 @@
 //! Dropout on the inputs of adapters, with masks that depend on what a row is and not on where it stands.
 
-use crate::decoder::{Dropout, Shard, Split};
+use crate::batch::row_key;
 use crate::kernels::projection::{self, Trained};
 use crate::kernels::{ParameterGradients, Projection, floats, input_gradient, with_floats};
 use crate::random::{STEP, mix};
+use crate::sharding::{Shard, Split};
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
+
+/// Which share of an adapter's inputs is set to zero; the others are scaled by `1 / (1 - p)`. The mask of a row depends on the
+/// seed, the layer and the row's tokens up to itself alone: a pass that is computed again sees the same one, and so does a row
+/// that stands in another pass or is shared by several sequences.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Dropout {
+    /// Share that is zeroed, 0 to below 1.
+    pub p: f64,
+    /// Another one for each pass.
+    pub seed: u64,
+}
 
 /// Dropout of one pass with a key for each of its rows. A row's key comes from its tokens up to itself, so that a row of a
 /// prefix that several sequences share is masked as it would be in each of them alone, however rows are packed into passes.
@@ -23,11 +35,6 @@ struct OfLayer {
     seed: u64,
     /// Where the inputs that come to it stand among those of the whole model: an even number.
     first: usize,
-}
-
-/// The key of a row from its parent's (0 for a sequence's first row) and its token.
-pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {
-    mix(parent.wrapping_add(STEP) ^ (u64::from(token_id) + 1).wrapping_mul(STEP))
 }
 
 impl DropoutMask {

@@ -9,32 +9,25 @@
 //! Where several ranks hold the model together, each runs the same steps on its heads and its part of the feed-forward layer, and
 //! sums are formed over them: forward behind the attention's output and down, backward of the gradients of both norms' results.
 
-#[cfg(feature = "cuda")]
-mod card;
-mod cpu;
-mod linear;
-mod operation;
-mod steps;
-
-use super::layer::{Layer, Rows, Wanted};
-use super::pass::Pass;
-use super::recompute::Recompute;
+use super::backend::{Steps, Trained};
+use super::cpu::Cpu;
+use super::fused_linear::FusedLinear;
+use super::layer::Layer;
+use super::pass::{Pass, Recompute};
+use super::rows::{BatchRows, QueryRows};
 use crate::place::only_on_cpu;
 use candle_core::{DType, Result as TensorResult, Tensor};
-use cpu::Cpu;
-use linear::FusedLinear;
-use steps::{Steps, Trained};
 
 /// What a layer computes with; clones of tensors share their values.
-pub(super) struct FusedLayer {
+pub(crate) struct FusedLayer {
     linears: [FusedLinear; 7], // q, k, v, o, gate, up, down
     input_norm: Tensor,
     post_attention_norm: Tensor,
     qk_norm: Option<(Tensor, Tensor)>,
-    rows: Rows,
-    wanted: Option<Wanted>,
+    rows: BatchRows,
+    wanted: Option<QueryRows>,
     /// Where the gradients of what is trained are put, if not into the graph.
-    gradients: Option<Recompute>,
+    pub(crate) gradients: Option<Recompute>,
 }
 
 const Q: usize = 0;
@@ -46,7 +39,7 @@ const UP: usize = 5;
 const DOWN: usize = 6;
 
 /// What the backward pass reads; see the module's documentation.
-struct Kept<S: Steps> {
+pub(crate) struct Kept<S: Steps> {
     q: S::Values,
     k: S::Values,
     v: S::Values,
@@ -62,9 +55,9 @@ struct Kept<S: Steps> {
 
 /// The layer's input `(N, H)`; of rows of a frozen embedding no gradient is wanted.
 #[derive(Clone, Copy)]
-struct Input<'a, S: Steps> {
-    values: &'a S::SumSlice,
-    is_tracked: bool,
+pub(crate) struct Input<'a, S: Steps> {
+    pub(crate) values: &'a S::SumSlice,
+    pub(crate) is_tracked: bool,
 }
 
 /// Gradients of the input, where it is wanted, and of a layer's tensors in the order of [`FusedLayer::tensors`].
@@ -76,11 +69,11 @@ type AttendedGradients<S> = ([<S as Steps>::Values; 3], [Option<<S as Steps>::Su
 impl FusedLayer {
     /// `None` where a layer must be composed of single operations, on the CPU with dropout or magnitudes; and where full fine-tuning has so few
     /// rows that a joined copy of the weights would take more memory than it saves. On a card there are no such operations.
-    pub(super) fn new(
+    pub(crate) fn new(
         layer: &Layer,
         x: &Tensor,
-        rows: &Rows,
-        wanted: Option<&Wanted>,
+        rows: &BatchRows,
+        wanted: Option<&QueryRows>,
         pass: &Pass<'_>,
     ) -> TensorResult<Option<Self>> {
         let is_on_cpu = x.device().is_cpu();
@@ -115,16 +108,16 @@ impl FusedLayer {
     }
 
     /// Output `(N, H)` of the layer, `(wanted, H)` where some rows are wanted, for its input `(N, H)`.
-    pub(super) fn apply(self, x: &Tensor) -> TensorResult<Tensor> {
+    pub(crate) fn apply(self, x: &Tensor) -> TensorResult<Tensor> {
         #[cfg(feature = "cuda")]
         if !x.device().is_cpu() {
-            return self.apply_with(card::Card::of(x)?, x);
+            return self.apply_with(super::card::Card::of(x)?, x);
         }
         self.apply_with(Cpu, x)
     }
 
     /// Everything that may be trained.
-    fn tensors(&self) -> Vec<&Tensor> {
+    pub(crate) fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = vec![&self.input_norm, &self.post_attention_norm];
         if let Some((q, k)) = &self.qk_norm {
             tensors.extend([q, k]);
@@ -133,7 +126,7 @@ impl FusedLayer {
         tensors
     }
 
-    fn trained(&self) -> Vec<&Tensor> {
+    pub(crate) fn trained(&self) -> Vec<&Tensor> {
         self.tensors().into_iter().filter(|tensor| tensor.track_op()).collect()
     }
 
@@ -143,11 +136,11 @@ impl FusedLayer {
     }
 
     /// What the rows that are wanted of the output bring along.
-    fn query_rows(&self) -> &Rows {
+    fn query_rows(&self) -> &BatchRows {
         self.wanted.as_ref().map_or(&self.rows, |wanted| &wanted.rows)
     }
 
-    fn run<S: Steps>(&self, steps: &S, x: &S::SumSlice) -> TensorResult<(S::Sums, Kept<S>)> {
+    pub(crate) fn run<S: Steps>(&self, steps: &S, x: &S::SumSlice) -> TensorResult<(S::Sums, Kept<S>)> {
         let (rows, query_rows, eps) = (&self.rows, self.query_rows(), self.rows.eps as f32);
         let (width, wanted) = (self.input_norm.dims1()?, self.wanted.as_ref());
         let input = steps.normed(x, &self.input_norm, eps)?;
@@ -193,7 +186,7 @@ impl FusedLayer {
     }
 
     /// Gradients for the gradient `grad` of the output.
-    fn gradients<S: Steps>(
+    pub(crate) fn gradients<S: Steps>(
         &self,
         steps: &S,
         kept: &Kept<S>,
@@ -355,8 +348,8 @@ mod tests {
         let adapter = settings.map(|settings| LoraAdapter::new(&decoder, settings, 1).unwrap());
         let pass = Pass { dropout, ..Pass::with(adapter.as_ref()) };
         let batch = PackedBatch::new([vec![1; n_rows].as_slice()]);
-        let rows = Rows::new(&batch, &decoder, pass.dropout).unwrap();
-        let x = Tensor::zeros((n_rows, decoder.config.hidden_size), DType::F32, &Device::Cpu).unwrap();
+        let rows = decoder.batch_rows(&batch, pass.dropout).unwrap();
+        let x = Tensor::zeros((n_rows, decoder.config().hidden_size), DType::F32, &Device::Cpu).unwrap();
         FusedLayer::new(&decoder.layers[0], &x, &rows, None, &pass).unwrap().is_some()
     }
 

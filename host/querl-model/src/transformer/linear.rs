@@ -1,35 +1,38 @@
 //! One linear layer: frozen, trained, or frozen with an adapter.
 
-use super::layer::Rows;
 use super::pass::Pass;
-use crate::adapter::{DropoutMask, LoraPair, lora_dropout};
+use super::rows::BatchRows;
+use crate::adapter::LoraPair;
+use crate::dropout::{DropoutMask, lora_dropout};
 use crate::kernels::{self, FrozenWeight, Weight};
+use crate::sharding::{Split, TensorParallel};
 use candle_core::{Result as TensorResult, Tensor, bail};
+use std::borrow::Cow;
 use std::sync::OnceLock;
 
 /// A linear layer by its path in the checkpoint.
-pub(super) struct Linear {
-    pub(super) path: String,
-    pub(super) weight: Weight, // (out, in)
-    pub(super) bias: Option<Tensor>,
+pub(crate) struct Linear {
+    pub(crate) path: String,
+    pub(crate) weight: Weight, // (out, in)
+    pub(crate) bias: Option<Tensor>,
     /// Squared lengths of the weight's rows `(out)`, for adapters with magnitudes.
     squares: OnceLock<Tensor>,
 }
 
 impl Linear {
-    pub(super) fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
+    pub(crate) fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
         Self { path, weight, bias, squares: OnceLock::new() }
     }
 
     /// Outputs `(N, out)` of rows `(N, in)`.
-    pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor, rows: &BatchRows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let Some(pair) = pass.adapter.and_then(|adapter| adapter.pair(&self.path)) else {
             return kernels::linear(x, &self.weight, self.bias.as_ref());
         };
         let Weight::Frozen(weight) = &self.weight else {
             bail!("an adapter on `{}`, whose own weight is trained", self.path)
         };
-        let pair = &rows.parallel.with_whole_gradients(pair, &self.path)?;
+        let pair = &with_whole_gradients(&rows.parallel, pair, &self.path)?;
         match (self.dora_factor(pair)?, &rows.dropout) {
             (None, None) => kernels::lora_linear(x, weight, self.bias.as_ref(), &pair.a, &pair.b, pair.scale),
             (None, Some(mask)) => {
@@ -64,13 +67,13 @@ impl Linear {
     }
 
     /// DoRA's factor on each output `(out)`; `None` for an adapter without magnitudes.
-    pub(super) fn dora_factor(&self, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
+    pub(crate) fn dora_factor(&self, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
         let Some(magnitude) = &pair.magnitude else { return Ok(None) };
         Ok(Some(magnitude.div(&self.lengths(pair)?)?))
     }
 
     /// See [`LoraPair::lengths`].
-    pub(super) fn lengths(&self, pair: &LoraPair) -> TensorResult<Tensor> {
+    pub(crate) fn lengths(&self, pair: &LoraPair) -> TensorResult<Tensor> {
         let squares = match self.squares.get() {
             Some(squares) => squares,
             None => {
@@ -86,4 +89,24 @@ impl Linear {
         };
         pair.lengths(&kernels::linear(&pair.a.detach(), &self.weight, None)?.detach(), squares)
     }
+}
+
+/// A layer's pair, of which the matrix that every rank has whole gets the sum of what the ranks find.
+///
+/// With `g` the gradient of the outputs, `dA = (s g B)^T x` and `dB = g^T (s x A^T)`. Split by outputs, each rank knows some
+/// columns of `g` and rows of `B`, so that its `s g B` is a summand of the whole one; split by inputs, its `s x A^T` is. The
+/// other matrix of each pair is split, and its part of the gradient is complete.
+fn with_whole_gradients<'a>(
+    parallel: &TensorParallel,
+    pair: &'a LoraPair,
+    path: &str,
+) -> TensorResult<Cow<'a, LoraPair>> {
+    let split = Split::of(path).filter(|_| parallel.is_split());
+    let Some(split) = split else { return Ok(Cow::Borrowed(pair)) };
+    let mut pair = pair.clone();
+    match split {
+        Split::Outputs => pair.a = parallel.shared(&pair.a)?,
+        Split::Inputs => pair.b = parallel.shared(&pair.b)?,
+    }
+    Ok(Cow::Owned(pair))
 }

@@ -2,102 +2,30 @@
 
 use super::fused::FusedLayer;
 use super::linear::Linear;
-use super::load::Source;
-use super::parallel::TensorParallel;
-use super::pass::{Dropout, Pass};
-use crate::adapter::DropoutMask;
-use crate::kernels::{self, Queries, RopeTable};
-use crate::{Decoder, DecoderConfig, Family, ModelError, PackedBatch};
+use super::pass::Pass;
+use super::rows::{BatchRows, QueryRows};
+use crate::kernels;
+use crate::weights::WeightLoader;
+use crate::{DecoderConfig, Family, ModelError};
 use candle_core::{Result as TensorResult, Tensor};
-use std::sync::Arc;
-
-/// What every layer knows of the rows that pass through it.
-#[derive(Clone)]
-pub(super) struct Rows {
-    pub(super) rope: RopeTable,
-    pub(super) positions: Arc<Vec<u32>>,
-    pub(super) queries: Queries,
-    pub(super) head_dim: usize,
-    pub(super) eps: f64,
-    /// Whose results are summed up behind a layer that is split by its inputs.
-    pub(super) parallel: TensorParallel,
-    /// On the inputs of adapters: it has a key for each row that comes to a linear layer.
-    pub(super) dropout: Option<DropoutMask>,
-    /// The same on the card, where the pass runs there.
-    #[cfg(feature = "cuda")]
-    pub(super) on_card: Option<Arc<super::card::CardRows>>,
-}
-
-impl Rows {
-    pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, dropout: Option<Dropout>) -> TensorResult<Self> {
-        let dropout = dropout.filter(|dropout| dropout.p != 0.0);
-        let dropout =
-            dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), decoder.shard())).transpose()?;
-        Ok(Self {
-            #[cfg(feature = "cuda")]
-            on_card: match &decoder.on_card {
-                Some(card) => Some(Arc::new(card.rows(batch, None, dropout.as_ref())?)),
-                None => None,
-            },
-            dropout,
-            rope: decoder.rope.clone(),
-            positions: batch.positions.clone(),
-            queries: Queries::all(&batch.tree),
-            head_dim: decoder.config.head_dim,
-            eps: decoder.config.rms_norm_eps,
-            parallel: decoder.parallel.clone(),
-        })
-    }
-}
-
-/// The rows that are wanted of the last layer.
-#[derive(Clone)]
-pub(super) struct Wanted {
-    /// In rising order.
-    pub(super) list: Arc<Vec<u32>>,
-    indices: Tensor, // u32, the same
-    pub(super) rows: Rows,
-}
-
-impl Wanted {
-    /// `wanted`: some of a batch's `rows`, in rising order.
-    pub(super) fn new(batch: &PackedBatch, decoder: &Decoder, rows: &Rows, wanted: &[u32]) -> TensorResult<Self> {
-        let queries = Queries::some(&batch.tree, wanted)?; // a row that is not there ends here
-        let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
-        let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
-        let rows = Rows {
-            #[cfg(feature = "cuda")]
-            on_card: match &decoder.on_card {
-                Some(card) => Some(Arc::new(card.rows(batch, Some(wanted), dropout.as_ref())?)),
-                None => None,
-            },
-            positions: Arc::new(positions),
-            queries,
-            dropout,
-            ..rows.clone()
-        };
-        let indices = Tensor::new(wanted, decoder.norm.device())?;
-        Ok(Self { list: Arc::new(wanted.to_vec()), indices, rows })
-    }
-}
 
 /// Weights of one decoder layer.
-pub(super) struct Layer {
-    pub(super) input_norm: Tensor,
-    pub(super) post_attention_norm: Tensor,
-    pub(super) q: Linear,
-    pub(super) k: Linear,
-    pub(super) v: Linear,
-    pub(super) o: Linear,
+pub(crate) struct Layer {
+    pub(crate) input_norm: Tensor,
+    pub(crate) post_attention_norm: Tensor,
+    pub(crate) q: Linear,
+    pub(crate) k: Linear,
+    pub(crate) v: Linear,
+    pub(crate) o: Linear,
     /// Qwen3: weights of the per-head norms of queries and keys.
-    pub(super) qk_norm: Option<(Tensor, Tensor)>,
-    pub(super) gate: Linear,
-    pub(super) up: Linear,
-    pub(super) down: Linear,
+    pub(crate) qk_norm: Option<(Tensor, Tensor)>,
+    pub(crate) gate: Linear,
+    pub(crate) up: Linear,
+    pub(crate) down: Linear,
 }
 
 impl Layer {
-    pub(super) fn new(path: &str, config: &DecoderConfig, source: &mut Source<'_>) -> Result<Self, ModelError> {
+    pub(crate) fn new(path: &str, config: &DecoderConfig, source: &mut WeightLoader<'_>) -> Result<Self, ModelError> {
         let mut linear = |name: &str, has_bias: bool| -> Result<Linear, ModelError> {
             let path = format!("{path}.{name}");
             let bias = if has_bias { source.bias(&format!("{path}.bias"))? } else { None };
@@ -131,12 +59,12 @@ impl Layer {
     }
 
     /// The linear layers that can be adapted.
-    pub(super) fn linears(&self) -> [&Linear; 7] {
+    pub(crate) fn linears(&self) -> [&Linear; 7] {
         [&self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down]
     }
 
     /// Output `(N, H)` of the layer for its input `(N, H)`.
-    pub(super) fn forward(&self, x: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor, rows: &BatchRows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         if let Some(fused) = FusedLayer::new(self, x, rows, None, pass)? {
             return fused.apply(x);
         }
@@ -146,23 +74,29 @@ impl Layer {
     }
 
     /// Output `(wanted, H)` for some rows of its input `(N, H)`: of the others only keys and values are computed.
-    pub(super) fn forward_at(&self, x: &Tensor, rows: &Rows, wanted: &Wanted, pass: &Pass<'_>) -> TensorResult<Tensor> {
+    pub(crate) fn forward_at(
+        &self,
+        x: &Tensor,
+        rows: &BatchRows,
+        wanted: &QueryRows,
+        pass: &Pass<'_>,
+    ) -> TensorResult<Tensor> {
         if let Some(fused) = FusedLayer::new(self, x, rows, Some(wanted), pass)? {
             return fused.apply(x);
         }
         let normed = rows.parallel.shared(&kernels::rms_norm(x, &self.input_norm, rows.eps)?)?;
         let (k, v) = (self.keys(&normed, rows, pass)?, self.v.forward(&normed, rows, pass)?);
-        let Wanted { indices, rows, .. } = wanted;
+        let QueryRows { indices, rows, .. } = wanted;
         let q = self.queries(&normed.index_select(indices, 0)?, rows, pass)?;
         let attended = kernels::attention(&q, &k, &v, &rows.queries, rows.head_dim)?;
         self.after_attention(&x.index_select(indices, 0)?, &attended, rows, pass)
     }
 
     /// Queries, keys and values of N rows, normed and turned: `(N, heads * D)` and twice `(N, kv_heads * D)`.
-    pub(super) fn queries_keys_values(
+    pub(crate) fn queries_keys_values(
         &self,
         x: &Tensor,
-        rows: &Rows,
+        rows: &BatchRows,
         pass: &Pass<'_>,
     ) -> TensorResult<(Tensor, Tensor, Tensor)> {
         let normed = rows.parallel.shared(&kernels::rms_norm(x, &self.input_norm, rows.eps)?)?;
@@ -170,22 +104,22 @@ impl Layer {
         Ok((q, k, self.v.forward(&normed, rows, pass)?))
     }
 
-    fn queries(&self, normed: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+    fn queries(&self, normed: &Tensor, rows: &BatchRows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let q = self.q.forward(normed, rows, pass)?;
         turned(&q, self.qk_norm.as_ref().map(|(norm, _)| norm), rows)
     }
 
-    fn keys(&self, normed: &Tensor, rows: &Rows, pass: &Pass<'_>) -> TensorResult<Tensor> {
+    fn keys(&self, normed: &Tensor, rows: &BatchRows, pass: &Pass<'_>) -> TensorResult<Tensor> {
         let k = self.k.forward(normed, rows, pass)?;
         turned(&k, self.qk_norm.as_ref().map(|(_, norm)| norm), rows)
     }
 
     /// The attention's projection and the feed-forward part, each added to what was there.
-    pub(super) fn after_attention(
+    pub(crate) fn after_attention(
         &self,
         x: &Tensor,
         attended: &Tensor,
-        rows: &Rows,
+        rows: &BatchRows,
         pass: &Pass<'_>,
     ) -> TensorResult<Tensor> {
         let x = (x + rows.parallel.summed(&self.o.forward(attended, rows, pass)?)?)?;
@@ -196,7 +130,7 @@ impl Layer {
 }
 
 /// Each head by its position, after its norm where there is one.
-fn turned(x: &Tensor, norm: Option<&Tensor>, rows: &Rows) -> TensorResult<Tensor> {
+fn turned(x: &Tensor, norm: Option<&Tensor>, rows: &BatchRows) -> TensorResult<Tensor> {
     match norm {
         Some(norm) => kernels::norm_rope(x, norm, &rows.rope, &rows.positions, rows.eps),
         None => kernels::rope(x, &rows.rope, &rows.positions),

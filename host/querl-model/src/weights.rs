@@ -1,14 +1,14 @@
-//! A decoder's tensors by name: stored, in memory, or random.
+//! Where a decoder's weights come from (a checkpoint, memory, or random numbers), and the form in which they are loaded.
 
-use super::shard::Part;
 use crate::checkpoint::StoredModel;
 #[cfg(feature = "cuda")]
 use crate::device::{DeviceWeight, Gpu, PackedFormat};
+use crate::kernels::{FrozenWeight, Weight};
 use crate::random;
-use crate::{DecoderConfig, ModelError};
-#[cfg(feature = "cuda")]
-use candle_core::DType;
-use candle_core::{Device, Error, Tensor};
+use crate::sharding::{Held, Part, TensorParallel};
+use crate::{DecoderConfig, ModelError, Place, Weights};
+use candle_core::{DType, Device, Error, Tensor, Var};
+use querl_core::config::BaseDtype;
 use std::collections::BTreeMap;
 
 /// Tensors that are read one at a time.
@@ -174,6 +174,94 @@ impl Tensors for RandomTensors {
         match format {
             Some(format) => Ok(DeviceWeight::packed(gpu, &values, (n_out, n_in), format)?),
             None => Ok(DeviceWeight::new(values, n_out, n_in)?),
+        }
+    }
+}
+
+/// Where a decoder's tensors come from, one at a time, and what becomes of them.
+pub(crate) struct WeightLoader<'a> {
+    tensors: &'a dyn Tensors,
+    weights: Weights,
+    dtype: BaseDtype,
+    pub(crate) place: &'a Place,
+    /// Who holds which part.
+    pub(crate) parallel: TensorParallel,
+    pub(crate) vars: BTreeMap<String, Var>,
+}
+
+impl<'a> WeightLoader<'a> {
+    pub(crate) fn new(
+        tensors: &'a dyn Tensors,
+        weights: Weights,
+        dtype: BaseDtype,
+        place: &'a Place,
+    ) -> Result<Self, ModelError> {
+        place.check(weights, dtype)?;
+        Ok(Self { tensors, weights, dtype, place, parallel: TensorParallel::default(), vars: BTreeMap::new() })
+    }
+
+    /// Loads one rank's shard.
+    pub(crate) fn sharded(self, parallel: TensorParallel) -> Self {
+        Self { parallel, ..self }
+    }
+
+    /// What is held here of a tensor: its part, `None` for all of it.
+    fn part(&self, name: &str) -> Result<Option<Part>, ModelError> {
+        match self.parallel.shard().held(name, &self.tensors.shape(name)?) {
+            Held::Part(part) => Ok(Some(part)),
+            Held::Whole | Held::Nothing => Ok(None),
+        }
+    }
+
+    /// A bias, where it is added on this rank.
+    pub(crate) fn bias(&mut self, name: &str) -> Result<Option<Tensor>, ModelError> {
+        match self.parallel.shard().held(name, &self.tensors.shape(name)?) {
+            Held::Nothing => Ok(None),
+            Held::Whole | Held::Part(_) => self.value(name).map(Some),
+        }
+    }
+
+    /// A norm or a bias: f32, a variable where weights are trained.
+    pub(crate) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
+        let part = self.part(name)?;
+        let tensor = self.tensors.tensor(name, part.as_ref())?.to_dtype(DType::F32)?.to_device(&self.place.device())?;
+        match self.weights {
+            Weights::Frozen => Ok(tensor),
+            Weights::Trained => {
+                let var = Var::from_tensor(&tensor)?;
+                let tensor = var.as_tensor().clone();
+                self.vars.insert(name.to_owned(), var);
+                Ok(tensor)
+            }
+        }
+    }
+
+    /// The weight of a linear layer in the form in which its products are made.
+    pub(crate) fn weight(&mut self, name: &str) -> Result<Weight, ModelError> {
+        self.weight_as(name, self.dtype)
+    }
+
+    /// The embedding or the head: a few bits a value would cost more in the logits than they save.
+    pub(crate) fn table(&mut self, name: &str) -> Result<Weight, ModelError> {
+        let dtype = match self.dtype {
+            BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => BaseDtype::Bf16,
+            dtype => dtype,
+        };
+        self.weight_as(name, dtype)
+    }
+
+    fn weight_as(&mut self, name: &str, dtype: BaseDtype) -> Result<Weight, ModelError> {
+        if self.weights == Weights::Trained {
+            return Ok(Weight::Trained(self.value(name)?));
+        }
+        let part = self.part(name)?;
+        match self.place {
+            Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, part.as_ref())?, dtype)?)),
+            #[cfg(feature = "cuda")]
+            Place::Card(gpu) => {
+                let format = crate::device::PackedFormat::of(dtype);
+                Ok(Weight::OnCard(self.tensors.on_card(name, part.as_ref(), gpu, format)?))
+            }
         }
     }
 }

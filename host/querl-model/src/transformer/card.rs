@@ -1,10 +1,10 @@
 //! The steps of a layer on a card: activations bf16, sums f32, every step a launch and none waits for the card.
 
-use super::linear::{FusedLinear, LowRankTensors, Magnitude};
-use super::steps::{Lent, Projected, Steps, Trained};
+use super::backend::{Lent, Projected, Steps, Trained};
+use super::fused_linear::{FusedLinear, LowRankTensors, Magnitude};
+use super::rows::{BatchRows, QueryRows};
 use crate::Ranks;
-use crate::decoder::card::CardRows;
-use crate::decoder::layer::{Rows, Wanted};
+use crate::decoder::CardRows;
 use crate::device::{
     CudaSlice, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, rounded_weight, storage, whole,
 };
@@ -14,17 +14,17 @@ use half::bf16;
 use std::ops::{Deref, DerefMut};
 
 /// A card.
-pub(super) struct Card(Gpu);
+pub(crate) struct Card(Gpu);
 
 impl Card {
     /// The one that a tensor is on.
-    pub(super) fn of(tensor: &Tensor) -> Result<Self> {
+    pub(crate) fn of(tensor: &Tensor) -> Result<Self> {
         Ok(Self(Gpu::of(tensor.device())?))
     }
 }
 
 /// Values on the card, of one's own.
-pub(super) struct Buffer<T>(CudaSlice<T>);
+pub(crate) struct Buffer<T>(CudaSlice<T>);
 
 impl<T> Deref for Buffer<T> {
     type Target = CudaSlice<T>;
@@ -41,7 +41,7 @@ impl<T> DerefMut for Buffer<T> {
 }
 
 /// A and B as products read them: made once for a layer's forward and backward pass.
-pub(super) struct Rounded {
+pub(crate) struct Rounded {
     a: CudaSlice<bf16>,
     b: CudaSlice<bf16>,
     rank: usize,
@@ -69,7 +69,7 @@ impl<'a> OpenMagnitude<'a> {
 
 /// What a backward pass finds for a linear layer's own tensors.
 #[derive(Default)]
-pub(super) struct Found {
+pub(crate) struct Found {
     low_rank: Option<ParameterGradients>,
     /// With magnitudes: the gradient of the outputs times their factors, which is that of all but bias and magnitude.
     scaled: Option<CudaSlice<bf16>>,
@@ -193,7 +193,7 @@ impl Rounded {
 }
 
 /// What the rows of a pass on the card bring along.
-fn on_card(rows: &Rows) -> Result<&CardRows> {
+fn on_card(rows: &BatchRows) -> Result<&CardRows> {
     rows.on_card.as_deref().ok_or_else(|| Error::Msg("rows of the cpu in a layer on the card".into()))
 }
 
@@ -249,7 +249,7 @@ impl Steps for Card {
         &self,
         all: &'a CudaSlice<bf16>,
         width: usize,
-        wanted: Option<&Wanted>,
+        wanted: Option<&QueryRows>,
     ) -> Result<Lent<'a, Buffer<bf16>>> {
         let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
         Ok(Lent::Owned(Buffer(self.0.pick(all, on_card(&wanted.rows)?.list(), width)?)))
@@ -259,7 +259,7 @@ impl Steps for Card {
         &self,
         all: &'a CudaSlice<f32>,
         width: usize,
-        wanted: Option<&Wanted>,
+        wanted: Option<&QueryRows>,
     ) -> Result<Lent<'a, Buffer<f32>>> {
         let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
         Ok(Lent::Owned(Buffer(self.0.pick(all, on_card(&wanted.rows)?.list(), width)?)))
@@ -270,7 +270,7 @@ impl Steps for Card {
         all: &mut Buffer<f32>,
         picked: &CudaSlice<f32>,
         width: usize,
-        wanted: Option<&Wanted>,
+        wanted: Option<&QueryRows>,
     ) -> Result<()> {
         match wanted {
             None => self.0.add(&mut all.0, picked),
@@ -348,7 +348,7 @@ impl Steps for Card {
         [found.weight, found.bias, a, b, found.magnitude].into_iter().flatten().map(Buffer).collect()
     }
 
-    fn turned(&self, x: &CudaSlice<bf16>, norm: Option<&Tensor>, rows: &Rows) -> Result<Buffer<bf16>> {
+    fn turned(&self, x: &CudaSlice<bf16>, norm: Option<&Tensor>, rows: &BatchRows) -> Result<Buffer<bf16>> {
         let (rows_on_card, norm) = (on_card(rows)?, norm.map(Loan::of).transpose()?);
         let weight = norm.as_ref().map(|norm| norm.as_view());
         let norm = weight.as_ref().map(|weight| (weight, rows.eps as f32));
@@ -359,7 +359,7 @@ impl Steps for Card {
         &self,
         x: Option<&CudaSlice<bf16>>,
         norm: Option<&Tensor>,
-        rows: &Rows,
+        rows: &BatchRows,
         grad: &CudaSlice<bf16>,
     ) -> Result<(Buffer<bf16>, Option<Buffer<f32>>)> {
         let is_wanted = norm.is_some_and(Tensor::track_op);
@@ -372,14 +372,14 @@ impl Steps for Card {
         Ok((Buffer(dx), is_wanted.then_some(Buffer(dnorm))))
     }
 
-    fn attend(&self, rows: &Rows, [q, k, v]: [&CudaSlice<bf16>; 3]) -> Result<(Buffer<bf16>, CudaSlice<f32>)> {
+    fn attend(&self, rows: &BatchRows, [q, k, v]: [&CudaSlice<bf16>; 3]) -> Result<(Buffer<bf16>, CudaSlice<f32>)> {
         let (out, log_sums) = self.0.attend(on_card(rows)?.queries(), rows.head_dim, q, k, v)?;
         Ok((Buffer(out), log_sums))
     }
 
     fn attention_gradients(
         &self,
-        rows: &Rows,
+        rows: &BatchRows,
         [q, k, v]: [&CudaSlice<bf16>; 3],
         out: &CudaSlice<bf16>,
         log_sums: &CudaSlice<f32>,

@@ -1,8 +1,8 @@
 //! The steps that a decoder layer consists of, each with its gradient, on one kind of device.
 
-use super::linear::FusedLinear;
+use super::fused_linear::FusedLinear;
+use super::rows::{BatchRows, QueryRows};
 use crate::Ranks;
-use crate::decoder::layer::{Rows, Wanted};
 use candle_core::{Result, Storage, Tensor};
 use std::ops::Deref;
 
@@ -10,9 +10,9 @@ use std::ops::Deref;
 /// and in which types.
 ///
 /// There are two kinds of values. *Sums* are the residual stream, its gradient and the gradients of parameters: f32 everywhere.
-/// *Values* are the activations inside a layer and their gradients, in the type in which the device multiplies. Rows stand one
+/// *Values* are the activations inside a layer and their gradients, in the type in which the device multiplies. BatchRows stand one
 /// after another, `(N, width)`.
-pub(super) trait Steps: Send + Sync + 'static {
+pub(crate) trait Steps: Send + Sync + 'static {
     /// Sums of one's own.
     type Sums: Deref<Target = Self::SumSlice> + Send + Sync;
     /// Sums that may be another's.
@@ -50,14 +50,14 @@ pub(super) trait Steps: Send + Sync + 'static {
         &self,
         all: &'a Self::ValueSlice,
         width: usize,
-        wanted: Option<&Wanted>,
+        wanted: Option<&QueryRows>,
     ) -> Result<Lent<'a, Self::Values>>;
     /// The same of sums.
     fn picked_sums<'a>(
         &self,
         all: &'a Self::SumSlice,
         width: usize,
-        wanted: Option<&Wanted>,
+        wanted: Option<&QueryRows>,
     ) -> Result<Lent<'a, Self::Sums>>;
     /// Adds values of the wanted rows to all rows.
     fn add_picked(
@@ -65,7 +65,7 @@ pub(super) trait Steps: Send + Sync + 'static {
         all: &mut Self::Sums,
         picked: &Self::SumSlice,
         width: usize,
-        wanted: Option<&Wanted>,
+        wanted: Option<&QueryRows>,
     ) -> Result<()>;
 
     /// See [`crate::kernels::rms_norm`].
@@ -112,22 +112,22 @@ pub(super) trait Steps: Send + Sync + 'static {
 
     /// Heads of queries or keys after their norm, where there is one, turned by their positions; see
     /// [`crate::kernels::norm_rope`].
-    fn turned(&self, x: &Self::ValueSlice, norm: Option<&Tensor>, rows: &Rows) -> Result<Self::Values>;
+    fn turned(&self, x: &Self::ValueSlice, norm: Option<&Tensor>, rows: &BatchRows) -> Result<Self::Values>;
     /// The same; without a norm there is no `x`.
     fn turned_gradients(
         &self,
         x: Option<&Self::ValueSlice>,
         norm: Option<&Tensor>,
-        rows: &Rows,
+        rows: &BatchRows,
         grad: &Self::ValueSlice,
     ) -> Result<(Self::Values, Option<Self::Sums>)>;
 
     /// See [`crate::kernels::attention`]; of queries, keys and values.
-    fn attend(&self, rows: &Rows, qkv: [&Self::ValueSlice; 3]) -> Result<(Self::Values, Self::LogSums)>;
+    fn attend(&self, rows: &BatchRows, qkv: [&Self::ValueSlice; 3]) -> Result<(Self::Values, Self::LogSums)>;
     /// Gradients of queries, keys and values for the gradient of [`Steps::attend`]'s result `out`.
     fn attention_gradients(
         &self,
-        rows: &Rows,
+        rows: &BatchRows,
         qkv: [&Self::ValueSlice; 3],
         out: &Self::ValueSlice,
         log_sums: &Self::LogSums,
@@ -146,21 +146,21 @@ pub(super) trait Steps: Send + Sync + 'static {
 }
 
 /// A linear layer whose parameters get their gradients.
-pub(super) struct Trained<'a, S: Steps + ?Sized> {
-    pub(super) linear: &'a FusedLinear,
-    pub(super) x: &'a S::ValueSlice,
+pub(crate) struct Trained<'a, S: Steps + ?Sized> {
+    pub(crate) linear: &'a FusedLinear,
+    pub(crate) x: &'a S::ValueSlice,
     /// What the forward pass returned beside the outputs.
-    pub(super) low: &'a S::ValueSlice,
+    pub(crate) low: &'a S::ValueSlice,
     /// Gradient of the outputs.
-    pub(super) grad: &'a S::ValueSlice,
-    pub(super) found: &'a mut S::Found,
+    pub(crate) grad: &'a S::ValueSlice,
+    pub(crate) found: &'a mut S::Found,
 }
 
 /// A linear layer with the gradient of its output and what was found for its parameters.
-pub(super) type Projected<'a, S> = (&'a FusedLinear, &'a <S as Steps>::ValueSlice, &'a <S as Steps>::Found);
+pub(crate) type Projected<'a, S> = (&'a FusedLinear, &'a <S as Steps>::ValueSlice, &'a <S as Steps>::Found);
 
 /// Another's, or one's own.
-pub(super) enum Lent<'a, T: Deref> {
+pub(crate) enum Lent<'a, T: Deref> {
     /// Somebody else keeps it.
     Borrowed(&'a T::Target),
     /// Made for this use.

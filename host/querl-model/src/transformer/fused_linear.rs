@@ -1,48 +1,48 @@
 //! The linear layers of a fused layer: what they hold, whatever the device.
 
+use super::linear::Linear;
+use super::pass::Pass;
+use super::rows::BatchRows;
 use crate::adapter::LoraPair;
-use crate::decoder::layer::Rows;
-use crate::decoder::linear::Linear;
-use crate::decoder::pass::Pass;
 use crate::kernels::Weight;
 use crate::place::only_on_cpu;
 use candle_core::{Result, Tensor, bail};
 
 /// A linear layer with what an adapter adds to it; clones of tensors share their values.
-pub(super) struct FusedLinear {
-    pub(super) weight: Weight,
-    pub(super) bias: Option<Tensor>,
-    pub(super) low_rank: Option<LowRankTensors>,
+pub(crate) struct FusedLinear {
+    pub(crate) weight: Weight,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) low_rank: Option<LowRankTensors>,
     /// A trained weight as a card multiplies with it.
     #[cfg(feature = "cuda")]
-    pub(super) rounded: std::sync::OnceLock<crate::device::DeviceWeight>,
+    pub(crate) rounded: std::sync::OnceLock<crate::device::DeviceWeight>,
 }
 
 /// `scale * B A` beside a weight.
-pub(super) struct LowRankTensors {
-    pub(super) a: Tensor, // (rank, in)
-    pub(super) b: Tensor, // (out, rank)
-    pub(super) scale: f32,
+pub(crate) struct LowRankTensors {
+    pub(crate) a: Tensor, // (rank, in)
+    pub(crate) b: Tensor, // (out, rank)
+    pub(crate) scale: f32,
     /// DoRA's, on a card.
-    pub(super) magnitude: Option<Magnitude>,
+    pub(crate) magnitude: Option<Magnitude>,
     /// Of the layer in the checkpoint; and the rows that come to it on a card, which know its dropout.
     #[cfg(feature = "cuda")]
-    pub(super) path: String,
+    pub(crate) path: String,
     #[cfg(feature = "cuda")]
-    pub(super) rows: Option<std::sync::Arc<crate::decoder::card::CardRows>>,
+    pub(crate) rows: Option<std::sync::Arc<crate::decoder::CardRows>>,
     /// A and B as a card multiplies with them.
     #[cfg(feature = "cuda")]
-    pub(super) rounded: std::sync::OnceLock<super::card::Rounded>,
+    pub(crate) rounded: std::sync::OnceLock<super::card::Rounded>,
 }
 
 /// A factor on each output before its bias: a trained magnitude over the length of the changed weight's row.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // on the CPU such a layer is composed of single operations
-pub(super) struct Magnitude {
-    pub(super) trained: Tensor, // (out)
+pub(crate) struct Magnitude {
+    pub(crate) trained: Tensor, // (out)
     /// The factor, without a gradient.
-    pub(super) factor: Tensor, // (out)
+    pub(crate) factor: Tensor, // (out)
     /// One over the length: what the gradient of the factor becomes that of the magnitude by.
-    pub(super) inverse_length: Tensor, // (out)
+    pub(crate) inverse_length: Tensor, // (out)
 }
 
 impl Magnitude {
@@ -58,7 +58,7 @@ impl FusedLinear {
     ///
     /// # Errors
     /// An adapter on a weight that is trained itself, or magnitudes with dropout on a card.
-    pub(super) fn new(linear: &Linear, rows: &Rows, pass: &Pass<'_>) -> Result<Option<Self>> {
+    pub(crate) fn new(linear: &Linear, rows: &BatchRows, pass: &Pass<'_>) -> Result<Option<Self>> {
         let pair = pass.adapter.and_then(|adapter| adapter.pair(&linear.path));
         let is_trained = matches!(linear.weight, Weight::Trained(_));
         let is_composed = |pair: &LoraPair| is_trained || pair.magnitude.is_some() && pair.a.device().is_cpu();
@@ -78,7 +78,7 @@ impl FusedLinear {
     }
 
     /// Everything that may be trained: weight, bias, A, B, magnitude.
-    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+    pub(crate) fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = Vec::new();
         if let Weight::Trained(weight) = &self.weight {
             tensors.push(weight);
@@ -94,7 +94,7 @@ impl FusedLinear {
 
 impl LowRankTensors {
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))] // a card alone asks for path and rows here
-    fn new(pair: &LoraPair, linear: &Linear, rows: &Rows) -> Result<Self> {
+    fn new(pair: &LoraPair, linear: &Linear, rows: &BatchRows) -> Result<Self> {
         let magnitude = pair.magnitude.as_ref().map(|trained| Magnitude::new(trained, linear, pair)).transpose()?;
         Ok(Self {
             a: pair.a.clone(),
@@ -111,7 +111,7 @@ impl LowRankTensors {
     }
 
     /// The rank, if the matrices fit a weight `(n_out, n_in)`.
-    pub(super) fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
+    pub(crate) fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
         let rank = self.a.dim(0)?;
         if self.a.dims() != [rank, n_in] || self.b.dims() != [n_out, rank] {
             let (a, b) = (self.a.dims(), self.b.dims());

@@ -1,9 +1,9 @@
 //! The steps of a layer on the CPU: slices of f32, nothing copied that can be borrowed.
 
-use super::linear::{FusedLinear, LowRankTensors};
-use super::steps::{Lent, Projected, Steps, Trained};
+use super::backend::{Lent, Projected, Steps, Trained};
+use super::fused_linear::{FusedLinear, LowRankTensors};
+use super::rows::{BatchRows, QueryRows};
 use crate::Ranks;
-use crate::decoder::layer::{Rows, Wanted};
 use crate::kernels::{
     Floats, LogSums, LowRank, ParameterGradients, Projection, Weight, attend, attention_gradients, gated,
     gated_gradients, input_gradient, norm_gradients, normed, projection,
@@ -12,7 +12,7 @@ use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
 use rayon::prelude::*;
 
 /// The processor.
-pub(super) struct Cpu;
+pub(crate) struct Cpu;
 
 /// A linear layer with its tensors borrowed.
 struct Open<'a> {
@@ -126,7 +126,7 @@ impl Steps for Cpu {
         Ok(Lent::Borrowed(sums))
     }
 
-    fn picked<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&Wanted>) -> Result<Lent<'a, Vec<f32>>> {
+    fn picked<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&QueryRows>) -> Result<Lent<'a, Vec<f32>>> {
         let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
         let mut rows = Vec::with_capacity(wanted.list.len() * width);
         for &row in wanted.list.iter() {
@@ -135,11 +135,11 @@ impl Steps for Cpu {
         Ok(Lent::Owned(rows))
     }
 
-    fn picked_sums<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&Wanted>) -> Result<Lent<'a, Vec<f32>>> {
+    fn picked_sums<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&QueryRows>) -> Result<Lent<'a, Vec<f32>>> {
         self.picked(all, width, wanted)
     }
 
-    fn add_picked(&self, all: &mut Vec<f32>, picked: &[f32], width: usize, wanted: Option<&Wanted>) -> Result<()> {
+    fn add_picked(&self, all: &mut Vec<f32>, picked: &[f32], width: usize, wanted: Option<&QueryRows>) -> Result<()> {
         match wanted {
             None => add(all, picked),
             Some(wanted) => {
@@ -214,7 +214,7 @@ impl Steps for Cpu {
         gradients
     }
 
-    fn turned(&self, x: &[f32], norm: Option<&Tensor>, rows: &Rows) -> Result<Vec<f32>> {
+    fn turned(&self, x: &[f32], norm: Option<&Tensor>, rows: &BatchRows) -> Result<Vec<f32>> {
         let norm = norm.map(Floats::of).transpose()?;
         let norm = norm.as_deref().map(|weight| (weight, rows.eps as f32));
         rows.rope.turned(x, norm, &rows.positions)
@@ -224,7 +224,7 @@ impl Steps for Cpu {
         &self,
         x: Option<&[f32]>,
         norm: Option<&Tensor>,
-        rows: &Rows,
+        rows: &BatchRows,
         grad: &[f32],
     ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
         let norm = norm.map(Floats::of).transpose()?;
@@ -233,13 +233,13 @@ impl Steps for Cpu {
         Ok((dx, norm.is_some().then_some(dnorm)))
     }
 
-    fn attend(&self, rows: &Rows, qkv: [&[f32]; 3]) -> Result<(Vec<f32>, LogSums)> {
+    fn attend(&self, rows: &BatchRows, qkv: [&[f32]; 3]) -> Result<(Vec<f32>, LogSums)> {
         attend(&rows.queries, rows.head_dim, qkv)
     }
 
     fn attention_gradients(
         &self,
-        rows: &Rows,
+        rows: &BatchRows,
         qkv: [&[f32]; 3],
         out: &[f32],
         log_sums: &LogSums,

@@ -1,7 +1,7 @@
 //! A layer that has run, as a node of the graph.
 
-use super::steps::Steps;
-use super::{FusedLayer, Input, Kept};
+use super::backend::Steps;
+use super::fused::{FusedLayer, Input, Kept};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
@@ -18,7 +18,7 @@ struct Operation<S: Steps> {
 
 impl FusedLayer {
     /// Output of the layer for its input `(N, H)`, with a gradient where something is trained.
-    pub(super) fn apply_with<S: Steps>(self, steps: S, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn apply_with<S: Steps>(self, steps: S, x: &Tensor) -> Result<Tensor> {
         let (x, width) = (steps.prepared(x)?, x.dim(1)?);
         let (out, kept) = self.run(&steps, &*steps.borrowed(&x)?)?;
         let shape = Shape::from((steps.n_sums(&out) / width, width));
