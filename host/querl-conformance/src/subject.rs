@@ -4,7 +4,7 @@ use crate::SuiteOptions;
 use crate::style_model::StandIn;
 use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
 use querl_core::records::{Dialogue, Episode, Rejection, Reward, Sample, Verdict};
-use querl_plugin::{Plugin, PluginError, PluginHost, PluginSettings, RewardForm};
+use querl_plugin::{Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
 use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
@@ -31,20 +31,20 @@ impl Subject<'_> {
     }
 
     pub(crate) fn reward(&self, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
-        self.host.reward_of(self.plugin, settings)
+        self.host.open(self.plugin, settings, PluginPort::reward())
     }
 
     /// In one of its forms, under the settings of this test.
     pub(crate) fn reward_in(&self, form: RewardForm) -> Result<Box<dyn RewardModel>, PluginError> {
-        self.host.reward_in(self.plugin, self.settings(), form)
+        self.host.open(self.plugin, self.settings(), PluginPort::reward_in(form))
     }
 
     pub(crate) fn filter(&self, settings: &PluginSettings) -> Result<Box<dyn Filter>, PluginError> {
-        self.host.filter_of(self.plugin, settings)
+        self.host.open(self.plugin, settings, PluginPort::filter())
     }
 
     pub(crate) fn prompts(&self, settings: &PluginSettings) -> Result<Box<dyn Prompts>, PluginError> {
-        self.host.prompts_of(self.plugin, settings)
+        self.host.open(self.plugin, settings, PluginPort::prompts())
     }
 
     /// With the stand-in for a style model.
@@ -57,7 +57,7 @@ impl Subject<'_> {
         settings: &PluginSettings,
         model: Option<Arc<dyn StyleModel>>,
     ) -> Result<Box<dyn StyleScorer>, PluginError> {
-        self.host.style_scorer_of(self.plugin, settings, model)
+        self.host.open(self.plugin, settings, PluginPort::style_scorer(model))
     }
 }
 

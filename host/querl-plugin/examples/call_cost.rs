@@ -9,7 +9,7 @@ mod common;
 use common::{candidate, episode};
 use querl_core::ports::{PromptInput, PromptTask};
 use querl_core::records::{Context, Dialogue, Episode, Hit, Message, Sample};
-use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginSettings};
+use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -40,18 +40,18 @@ fn call(host: &PluginHost, plugin: &Plugin, kind: PluginKind) {
         match kind {
             PluginKind::Reward => {
                 let episodes: Vec<_> = ids.map(|id| five_hits(&id)).collect();
-                host.reward_of(plugin, &none).unwrap().score_batch(&episodes).unwrap();
+                host.open(plugin, &none, PluginPort::reward()).unwrap().score_batch(&episodes).unwrap();
             }
             PluginKind::Filter => {
                 let samples: Vec<_> = ids.map(sample).collect();
-                host.filter_of(plugin, &none).unwrap().check_batch(&samples).unwrap();
+                host.open(plugin, &none, PluginPort::filter()).unwrap().check_batch(&samples).unwrap();
             }
             PluginKind::StyleScorer => {
                 let dialogues: Vec<_> = ids.map(dialogue).collect();
-                host.style_scorer_of(plugin, &none, None).unwrap().score_batch(&dialogues).unwrap();
+                host.open(plugin, &none, PluginPort::style_scorer(None)).unwrap().score_batch(&dialogues).unwrap();
             }
             PluginKind::Prompt => {
-                let prompts = host.prompts_of(plugin, &none).unwrap();
+                let prompts = host.open(plugin, &none, PluginPort::prompts()).unwrap();
                 let context = Context::default();
                 let input = PromptInput { query: "胶原蛋白肽怎么吃", context: &context, rewrite: None };
                 prompts.messages(PromptTask::TeacherRewrite, &input).unwrap();

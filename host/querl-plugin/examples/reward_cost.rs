@@ -7,9 +7,10 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use common::{candidate, episode, host, repository, weighted};
+use common::{candidate, competition, episode, host, repository};
 use querl_core::ports::RewardModel;
 use querl_core::records::{Candidate, Episode, Judgement};
+use querl_plugin::{PluginPort, PluginSettings};
 use querl_sdk::Reward as _;
 use reward_competition::Competition;
 use std::hint::black_box;
@@ -22,7 +23,7 @@ const N_STARTS: usize = 50;
 const PASSAGE: &str = "胶原蛋白肽每日一次每次一袋饭后用温水冲服孕妇和哺乳期请先问医生后服";
 
 fn main() {
-    let reward = host().reward(&weighted("plugins/reward-competition")).unwrap();
+    let reward = competition(&host());
     let batch: Vec<Episode> = (0..BATCH).map(five_hits).collect();
     compare_with_native(&*reward, &batch);
     let single = &batch[..1];
@@ -54,10 +55,14 @@ fn compare_with_native(reward: &dyn RewardModel, batch: &[Episode]) {
 
 fn starts(single: &[Episode]) {
     let component = host().load(&repository().join("plugins/reward-competition")).unwrap().path().to_owned();
-    let config = querl_core::config::WeightedPluginConfig { path: component, ..weighted("") };
     let first_score = || {
         let host = host();
-        micros(|| host.reward(&config).unwrap().score_batch(single).unwrap()) / 1e3
+        micros(|| {
+            host.open(&host.load(&component).unwrap(), &PluginSettings::new(), PluginPort::reward())
+                .unwrap()
+                .score_batch(single)
+                .unwrap()
+        }) / 1e3
     };
     let mut times: Vec<f64> = (0..N_STARTS).map(|_| first_score()).collect();
     print_times("file to first score, compiled code cached, milliseconds", &mut times);

@@ -8,7 +8,7 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use common::{candidate, episode, guest, host_with, weighted};
+use common::{candidate, competition, episode, guest, host_with};
 use querl_core::config::PluginLimits;
 use querl_core::records::Episode;
 use std::process::ExitCode;
@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     let n_items = std::env::args().nth(1).map_or(N_ITEMS, |count| count.parse().unwrap());
     let n_batches = n_items.div_ceil(BATCH);
     let host = host_with(PluginLimits::default());
-    let reward = host.reward(&weighted("plugins/reward-competition")).unwrap();
+    let reward = competition(&host);
     let faulty = [("panics", "panic"), ("infinite-loop", "loop"), ("memory-bomb", "bomb")];
     let faulty = faulty.map(|(name, query)| (guest(&host, name), query));
     let (mut samples, mut n_scored, mut n_faults) = (Vec::new(), 0, 0);

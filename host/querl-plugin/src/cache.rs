@@ -1,16 +1,18 @@
-//! Compiled code on disk, so that a plugin is compiled once.
+//! Cache of compiled code on disk, so that a plugin is compiled once.
 //!
-//! Compiled code is native code: whoever can write it can do what the host can. Hence: only this host writes it, keyed by the
-//! component's bytes and everything of the engine that shapes code, in a folder that only its user can write or put another in
-//! the place of; a file that is not whole, or not ours alone, is not used.
+//! Compiled code is native code: who can write it can do what the host can. Therefore only this host writes it, under a key of the
+//! component's bytes and all engine settings that shape code, in a folder that only its user can write or replace; a file that is
+//! incomplete, or that others can write, is not used. Files that were used longest ago are removed above [`MAX_BYTES`].
 
-use crate::compile::{self, CompileError, Compiler};
-use crate::digest::ComponentDigest;
-use crate::prune;
+use crate::compile;
+use crate::compile::{CompileError, Compiler};
+use querl_core::fsx::digest_hex;
 use sha2::{Digest, Sha256};
 use std::hash::{Hash, Hasher};
-use std::io::{self, Read, Write};
+use std::io;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
@@ -83,7 +85,7 @@ impl CompiledCache {
     }
 
     fn prune(&self, newest: &Path) {
-        self.folder.iter().for_each(|folder| prune::prune(folder, newest, prune::MAX_BYTES));
+        self.folder.iter().for_each(|folder| prune(folder, newest, MAX_BYTES));
     }
 }
 
@@ -163,7 +165,7 @@ fn found(engine: &Engine, path: &Path) -> Option<Component> {
     }
     match load(engine, path) {
         Ok(component) => {
-            prune::touch(path);
+            touch(path);
             Some(component)
         }
         Err(error) => {
@@ -229,4 +231,108 @@ fn ours_alone(metadata: &std::fs::Metadata) -> bool {
 #[cfg(not(unix))]
 fn ours_alone(_: &std::fs::Metadata) -> bool {
     true
+}
+
+/// Lower-case hexadecimal SHA-256 of a component's bytes. Made from the bytes alone: what a file says of itself is no digest,
+/// else the code of one component could be kept, and later run, as another's.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct ComponentDigest(String);
+
+impl ComponentDigest {
+    pub(crate) fn of(component: &[u8]) -> Self {
+        Self(digest_hex(component))
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// All compiled code together, about 45 Python components.
+pub(crate) const MAX_BYTES: u64 = 2 << 30;
+
+/// A folder in which a compiler worked is gone when it is done; an older one is of a host that was killed.
+const MAX_COMPILE_AGE: Duration = Duration::from_hours(24);
+
+/// Says that a file is in use: those used last are kept longest. That this may fail is no matter.
+pub(crate) fn touch(path: &Path) {
+    let _ = std::fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
+}
+
+/// Removes the files used longest ago, but not `newest`, until those left have at most `max_bytes`. A host that has one mapped
+/// keeps it. What cannot be removed stays.
+pub(crate) fn prune(folder: &Path, newest: &Path, max_bytes: u64) {
+    if let Err(error) = try_prune(folder, newest, max_bytes) {
+        tracing::debug!("{}: not pruned: {error}", folder.display());
+    }
+}
+
+fn try_prune(folder: &Path, newest: &Path, max_bytes: u64) -> io::Result<()> {
+    let mut files: Vec<(SystemTime, u64, PathBuf)> = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let Ok(metadata) = entry.metadata() else { continue };
+        let modified = metadata.modified()?;
+        if metadata.is_file() {
+            files.push((modified, metadata.len(), entry.path()));
+        } else if metadata.is_dir() && modified.elapsed().is_ok_and(|age| age > MAX_COMPILE_AGE) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+    files.sort();
+    let mut n_bytes: u64 = files.iter().map(|(_, n_bytes, _)| n_bytes).sum();
+    for (_, size, path) in files.into_iter().filter(|(_, _, path)| path != newest) {
+        if n_bytes <= max_bytes {
+            break;
+        }
+        if std::fs::remove_file(&path).is_ok() {
+            n_bytes -= size;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn files_used_longest_ago_go_first_and_the_newest_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for (name, age_s) in [("a", 30), ("b", 20), ("c", 10), ("new", 40)] {
+            std::fs::write(path(name), [0; 100]).unwrap();
+            let modified = SystemTime::now() - Duration::from_secs(age_s);
+            std::fs::File::options().append(true).open(path(name)).unwrap().set_modified(modified).unwrap();
+        }
+        prune(folder.path(), &path("new"), 400);
+        assert_eq!(names(folder.path()), ["a", "b", "c", "new"]);
+        touch(&path("a"));
+        prune(folder.path(), &path("new"), 250);
+        assert_eq!(names(folder.path()), ["a", "new"]);
+        prune(folder.path(), &path("new"), 0);
+        assert_eq!(names(folder.path()), ["new"]);
+    }
+
+    #[test]
+    fn folder_of_a_host_that_was_killed_goes_and_one_at_work_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["compiling-old", "compiling-now"] {
+            std::fs::create_dir(path(name)).unwrap();
+            std::fs::write(path(name).join("component.wasm"), "x").unwrap();
+        }
+        let long_ago = SystemTime::now() - MAX_COMPILE_AGE - Duration::from_secs(60);
+        std::fs::File::open(path("compiling-old")).unwrap().set_modified(long_ago).unwrap();
+        prune(folder.path(), &path("none"), 0);
+        assert_eq!(names(folder.path()), ["compiling-now"]);
+    }
 }

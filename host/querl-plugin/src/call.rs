@@ -1,11 +1,10 @@
-//! One call into a plugin: a fresh instance, limits, and a fault where it goes wrong.
+//! One call into a plugin: a fresh instance, limits, and a [`PluginFault`] when it fails.
 
-use crate::fault::{self, Stage};
+use crate::engine::Slots;
+use crate::error::{self, CallPhase};
 use crate::guest::Guest;
-use crate::limits::Limits;
+use crate::limits::{CallSize, Limits, LogBudget};
 use crate::load::Exports;
-use crate::log::LogBudget;
-use crate::slots::Slots;
 use querl_core::config::OnLimit;
 use querl_core::ports::{FaultKind, PluginFault, StyleModel};
 use querl_core::records::Rejection;
@@ -17,58 +16,41 @@ use std::time::{Duration, Instant};
 use wasmtime::component::Instance;
 use wasmtime::{Store, UpdateDeadline};
 
+/// The code with which the host drops an item at which a plugin hit a limit.
+pub const LIMIT_CODE: &str = "plugin_limit";
+
+/// The most time for finding all items of a batch that are to be dropped, as a multiple of `timeout_ms`.
+const DROP_TIMEOUTS: u64 = 10;
+
 /// What one call into a plugin used.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallReport<'a> {
-    /// The plugin's id; while it is asked for it, its file.
+    /// The plugin's id; during `info.describe`, its file.
     pub plugin: &'a str,
     /// Interface and function: `rewards.score-batch`.
     pub function: &'static str,
     /// Items of the batch; 1 for a function without one.
     pub n_items: usize,
-    /// Instructions of the guest, those that start its instance included. The same on every machine.
+    /// Instructions of the guest, those of instantiation included. Deterministic on every machine.
     pub fuel: u64,
-    /// From the slot in the pool to the result; waiting for a slot is not in it.
+    /// From the slot in the pool to the result; the time of waiting for a slot is not included.
     pub wall: Duration,
-    /// Linear memory at its largest, all memories of the instance together.
+    /// Peak of linear memory, all memories of the instance together.
     pub memory_bytes: usize,
     /// True where the call ended in a fault. A result that the contract forbids is found later, and is false here.
     pub failed: bool,
 }
 
-/// Hears of every call, on the thread that made it, before the caller has its result. It holds up that thread and a slot of the
-/// pool: it takes notes, and calls no plugin.
+/// Callback after every call, on the calling thread, before the caller has its result. It blocks that thread and a slot of the
+/// pool, and must not call a plugin.
 pub type Observer = Arc<dyn Fn(&CallReport<'_>) + Send + Sync>;
-
-/// The size of a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Load {
-    pub(crate) n_items: usize,
-    /// The call has the fuel of so many items.
-    pub(crate) n_fuel_items: usize,
-}
-
-impl Load {
-    pub(crate) fn of(n_items: usize) -> Self {
-        Self { n_items, n_fuel_items: n_items }
-    }
-
-    /// Some items of a batch that hit a limit, with the fuel that the whole batch had: what is within the limits with its
-    /// neighbours is so without them.
-    pub(crate) fn part_of(n_whole: usize, n_items: usize) -> Self {
-        Self { n_items, n_fuel_items: n_whole }
-    }
-}
 
 /// When finding the items to drop has to end.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
+pub(crate) struct DropDeadline {
     start: Instant,
     ms: u64,
 }
-
-/// Finding all items of a batch that are to be dropped takes at most so many times as long as a call may.
-const PATIENCE_TIMEOUTS: u64 = 10;
 
 /// A plugin with its settings, ready to be called from any thread.
 #[derive(Clone)]
@@ -83,7 +65,7 @@ pub(crate) struct Caller {
     pub(crate) limits: Arc<Limits>,
     pub(crate) slots: Arc<Slots>,
     pub(crate) observer: Option<Observer>,
-    /// Items of this plugin that were dropped at limits over the life of the host.
+    /// Items of this plugin that were dropped at limits in the lifetime of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
     pub(crate) log_budget: Arc<LogBudget>,
 }
@@ -92,29 +74,30 @@ impl Caller {
     /// Runs `job`, a call of `function`, in a fresh instance.
     ///
     /// # Errors
-    /// The guest trapped, hit a limit or returned what cannot be read.
+    /// The guest trapped, hit a limit or returned a value that cannot be read.
     pub(crate) fn call<R>(
         &self,
         function: &'static str,
-        load: Load,
+        size: CallSize,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
     ) -> Result<R, PluginFault> {
         let _slot = self.slots.take();
         let start = Instant::now();
-        let mut store = self.store(load, start);
-        let done = match self.exports.pre.instantiate(&mut store) {
-            Ok(instance) => job(&mut store, &instance).map_err(|error| (Stage::Running, error)),
-            Err(error) => Err((Stage::Starting, error)),
+        let mut store = self.new_store(size, start);
+        let result = match self.exports.pre.instantiate(&mut store) {
+            Ok(instance) => job(&mut store, &instance).map_err(|error| (CallPhase::Running, error)),
+            Err(error) => Err((CallPhase::Starting, error)),
         };
-        self.report(function, load, start, &store, done.is_err());
-        done.map_err(|(stage, error)| {
+        self.report(function, size, start, &store, result.is_err());
+        result.map_err(|(phase, error)| {
             tracing::debug!(plugin = &*self.title, "{error:?}");
-            let (kind, message) = fault::explain(stage, &error, store.data(), &self.limits, load);
+            let (kind, message) = error::explain(phase, &error, store.data(), &self.limits, size);
             self.fault(kind, message)
         })
     }
 
-    fn store(&self, load: Load, start: Instant) -> Store<Guest> {
+    /// A store with the limits of one call: memory, fuel, the epoch deadline, output bytes.
+    fn new_store(&self, size: CallSize, start: Instant) -> Store<Guest> {
         let limits = &self.limits.values;
         let mut guest = Guest::new(
             self.title.clone(),
@@ -127,44 +110,44 @@ impl Caller {
         guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
-        store.set_fuel(self.limits.fuel(load.n_fuel_items)).expect("fuel is on in this engine");
-        // The clock itself is asked at every tick, not the ticks counted: on a busy machine they come late.
+        store.set_fuel(self.limits.fuel(size)).expect("fuel is on in this engine");
+        // Each epoch tick compares the clock with the deadline. Ticks are not counted: on a busy machine they come late.
         store.set_epoch_deadline(1);
-        store.epoch_deadline_callback(|store| store.data().check_time().map(|()| UpdateDeadline::Continue(1)));
+        store.epoch_deadline_callback(|store| store.data().check_deadline().map(|()| UpdateDeadline::Continue(1)));
         store.set_hostcall_fuel(limits.output_bytes);
         store
     }
 
-    fn report(&self, function: &'static str, load: Load, start: Instant, store: &Store<Guest>, failed: bool) {
+    fn report(&self, function: &'static str, size: CallSize, start: Instant, store: &Store<Guest>, failed: bool) {
         let Some(observer) = &self.observer else { return };
         let left = store.get_fuel().expect("fuel is on in this engine");
         observer(&CallReport {
             plugin: &self.name,
             function,
-            n_items: load.n_items,
-            fuel: self.limits.fuel(load.n_fuel_items).saturating_sub(left),
+            n_items: size.n_items,
+            fuel: self.limits.fuel(size).saturating_sub(left),
             wall: start.elapsed(),
             memory_bytes: store.data().memory.used_bytes,
             failed,
         });
     }
 
-    /// A fault of this plugin.
     pub(crate) fn fault(&self, kind: FaultKind, message: String) -> PluginFault {
         PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind }
     }
 
-    /// The plugin returned what the contract does not allow.
-    pub(crate) fn wrong(&self, message: String) -> PluginFault {
+    /// The plugin returned a value that the contract forbids.
+    pub(crate) fn invalid_result(&self, message: String) -> PluginFault {
         self.fault(FaultKind::Result, message)
     }
 
-    /// A list of results that does not fit the list of arguments: nobody can say which item it lost.
+    /// The list of results is not as long as the list of arguments: which item is missing cannot be known.
     pub(crate) fn wrong_length(&self, n_results: usize, results: &str, what: &str, ids: &[&str]) -> PluginFault {
-        self.in_batch(&self.wrong(format!("returned {n_results} {results} for {} {what}s", ids.len())), what, ids)
+        let message = format!("returned {n_results} {results} for {} {what}s", ids.len());
+        self.in_batch(&self.invalid_result(message), what, ids)
     }
 
-    /// `fault` with the items of the batch in which it happened.
+    /// `fault` with the ids of the batch in which it happened.
     pub(crate) fn in_batch(&self, fault: &PluginFault, what: &str, ids: &[&str]) -> PluginFault {
         let message = &fault.message;
         let message = match ids {
@@ -175,54 +158,59 @@ impl Caller {
         self.fault(fault.kind, message)
     }
 
-    /// Names the item at which a batch went wrong, by trying them one by one for no longer than one call may take.
-    pub(crate) fn located(
+    /// Names the item at which a batch failed: tries the items one by one, for at most `timeout_ms`.
+    pub(crate) fn locate(
         &self,
         fault: PluginFault,
         what: &str,
         ids: &[&str],
-        mut alone: impl FnMut(usize) -> Result<(), PluginFault>,
+        mut run_single: impl FnMut(usize) -> Result<(), PluginFault>,
     ) -> PluginFault {
         if ids.len() == 1 {
             return self.in_batch(&fault, what, ids);
         }
         let start = Instant::now();
-        let patience = Duration::from_millis(self.limits.values.timeout_ms);
-        for (index, id) in ids.iter().enumerate().take_while(|_| start.elapsed() < patience) {
-            if let Err(fault) = alone(index) {
+        let timeout = Duration::from_millis(self.limits.values.timeout_ms);
+        for (index, id) in ids.iter().enumerate().take_while(|_| start.elapsed() < timeout) {
+            if let Err(fault) = run_single(index) {
                 return self.in_batch(&fault, what, &[id]);
             }
         }
         self.in_batch(&fault, what, ids)
     }
 
-    pub(crate) fn patience(&self) -> Patience {
-        Patience { start: Instant::now(), ms: self.limits.values.timeout_ms.saturating_mul(PATIENCE_TIMEOUTS) }
+    pub(crate) fn drop_deadline(&self) -> DropDeadline {
+        DropDeadline { start: Instant::now(), ms: self.limits.values.timeout_ms.saturating_mul(DROP_TIMEOUTS) }
     }
 
     /// # Errors
-    /// Finding what to drop of this batch has taken too long.
-    pub(crate) fn check(&self, patience: Patience, what: &str, ids: &[&str]) -> Result<(), PluginFault> {
-        if patience.start.elapsed() < Duration::from_millis(patience.ms) {
+    /// Finding the items to drop has taken too long.
+    pub(crate) fn check_drop_deadline(
+        &self,
+        deadline: DropDeadline,
+        what: &str,
+        ids: &[&str],
+    ) -> Result<(), PluginFault> {
+        if deadline.start.elapsed() < Duration::from_millis(deadline.ms) {
             return Ok(());
         }
-        let (ms, key) = (grouped(patience.ms), self.limits.key("timeout_ms"));
+        let (ms, key) = (grouped(deadline.ms), self.limits.key("timeout_ms"));
         let message = format!(
-            "finding the {what}s to drop took longer than {ms} ms, {PATIENCE_TIMEOUTS} times {key}: many hit a limit; raise \
+            "finding the {what}s to drop took longer than {ms} ms, {DROP_TIMEOUTS} times {key}: many hit a limit; raise \
              that limit, or let limits fail"
         );
         Err(self.in_batch(&self.fault(FaultKind::Limit, message), what, ids))
     }
 
-    /// True where the item at which a limit was hit is to be dropped.
+    /// True where the item that hit a limit is to be dropped.
     pub(crate) fn drops(&self, fault: &PluginFault) -> bool {
         fault.kind == FaultKind::Limit && self.limits.values.on_limit == OnLimit::Drop
     }
 
-    /// Counts an item that hit a limit, and says what becomes of it.
+    /// Counts an item that hit a limit, and makes its rejection.
     ///
     /// # Errors
-    /// It is one too many.
+    /// More than `max_dropped` items were dropped.
     pub(crate) fn dropped(&self, fault: &PluginFault, what: &str, id: &str) -> Result<Rejection, PluginFault> {
         let n_dropped = self.n_dropped.fetch_add(1, Ordering::Relaxed) + 1;
         let max_dropped = self.limits.values.max_dropped;
@@ -238,6 +226,3 @@ impl Caller {
         Ok(Rejection { code: LIMIT_CODE.into(), detail: fault.message.clone() })
     }
 }
-
-/// The code with which the host drops an item at which a plugin hit a limit.
-pub const LIMIT_CODE: &str = "plugin_limit";

@@ -112,19 +112,19 @@ pub(crate) fn in_child(
 }
 
 /// How the child ended; `None` where it had to be stopped.
-fn wait(mut child: Child, patience: Duration) -> io::Result<Option<ExitStatus>> {
+fn wait(mut child: Child, deadline: Duration) -> io::Result<Option<ExitStatus>> {
     let start = Instant::now();
     let mut pause = Duration::from_millis(1);
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
-        if start.elapsed() >= patience {
+        if start.elapsed() >= deadline {
             child.kill()?;
             child.wait()?;
             return Ok(None);
         }
-        std::thread::sleep(pause.min(patience.saturating_sub(start.elapsed())));
+        std::thread::sleep(pause.min(deadline.saturating_sub(start.elapsed())));
         pause = (pause * 2).min(Duration::from_millis(20));
     }
 }

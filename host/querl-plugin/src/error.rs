@@ -1,8 +1,14 @@
-//! Why a plugin cannot be used.
+//! Errors of loading a plugin, and the explanation of a call that failed.
 
+use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
+use crate::guest::{Guest, HostRefusal};
+use crate::limits::{CallSize, Limits};
+use crate::text::printable;
 use querl_bundle::BundleError;
-use querl_core::ports::PluginFault;
+use querl_core::ports::{FaultKind, PluginFault};
+use querl_core::text::grouped;
 use std::path::PathBuf;
+use wasmtime::Trap;
 
 /// Why a plugin cannot be built, loaded or configured.
 #[derive(Debug, thiserror::Error)]
@@ -95,4 +101,140 @@ pub enum PluginError {
     /// The plugin broke its contract while it was loaded or configured.
     #[error(transparent)]
     Fault(#[from] PluginFault),
+}
+
+/// More of a panic's message than this is not shown.
+const MAX_MESSAGE_BYTES: usize = 2000;
+
+/// How far a call came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CallPhase {
+    /// Its instance was being made.
+    Starting,
+    /// It was called.
+    Running,
+}
+
+/// What happened, said so that the author of the plugin or of the configuration knows what to do.
+pub(crate) fn explain(
+    phase: CallPhase,
+    error: &wasmtime::Error,
+    guest: &Guest,
+    limits: &Limits,
+    size: CallSize,
+) -> (FaultKind, String) {
+    if let Some(bytes) = guest.memory.refused_bytes {
+        let (key, limit) = (limits.key("memory_bytes"), guest.memory.limit_bytes);
+        return (FaultKind::Limit, format!("asked for {bytes} bytes of memory; {key} allows {limit}"));
+    }
+    if let Some(elements) = guest.memory.refused_elements {
+        let message = format!("asked for a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
+        return (FaultKind::Limit, message);
+    }
+    match error.downcast_ref::<Trap>() {
+        Some(trap) => trapped(*trap, guest, limits, size),
+        None => refused(phase, error, limits),
+    }
+}
+
+fn trapped(trap: Trap, guest: &Guest, limits: &Limits, size: CallSize) -> (FaultKind, String) {
+    match trap {
+        Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, size.n_fuel_items)),
+        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items)),
+        Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
+            (FaultKind::Trap, format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr))))
+        }
+        Trap::UnreachableCodeReached => (FaultKind::Trap, "aborted without a message".into()),
+        Trap::StackOverflow => {
+            (FaultKind::Trap, format!("recursed too deeply: its stack of {WASM_STACK_BYTES} bytes is used up"))
+        }
+        trap => (FaultKind::Trap, format!("trapped: {trap}")),
+    }
+}
+
+fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
+    let (of_call, of_item) = (grouped(limits.values.fuel_per_call), grouped(limits.values.fuel_per_item));
+    let items = if n_items == 1 { "1 item".to_owned() } else { format!("each of {} items", grouped(n_items as u64)) };
+    let key = limits.key("fuel_per_item");
+    format!("used up its fuel: {of_call} for the call and {of_item} for {items} ({key}); it loops, or needs more")
+}
+
+/// The clock is one for the whole call, however many items it has: a filter gets a whole split.
+fn out_of_time(limits: &Limits, n_items: usize) -> String {
+    let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
+    match n_items {
+        1 => format!("ran for longer than {ms} ms ({key})"),
+        n => format!(
+            "ran for longer than {ms} ms with {} items in one call ({key}); raise it for so many",
+            grouped(n as u64)
+        ),
+    }
+}
+
+/// The host refused what the guest did or returned.
+fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (FaultKind, String) {
+    if let Some(refused) = error.downcast_ref::<HostRefusal>() {
+        return (FaultKind::Trap, refused.to_string());
+    }
+    let cause = error.root_cause().to_string();
+    // wasmtime has no type for this; the text is that of `consume_fuel` in its component/func/options.rs.
+    if cause.contains("fuel allocated for hostcalls has been exhausted") {
+        return (FaultKind::Limit, too_large(limits));
+    }
+    let cause = printable(&cause, MAX_MESSAGE_BYTES);
+    match phase {
+        // A guest's own mistakes while it starts are traps and limits.
+        CallPhase::Starting => {
+            let advice = "see whether the machine is out of memory or of address space";
+            (FaultKind::Host, format!("this host could not start it: {cause}; {advice}"))
+        }
+        CallPhase::Running => (FaultKind::Result, format!("handed over what cannot be read: {cause}")),
+    }
+}
+
+/// What it hands over is more than the host takes.
+pub(crate) fn too_large(limits: &Limits) -> String {
+    let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
+    format!("handed over more than {bytes} bytes ({key})")
+}
+
+/// Rust's panic text without its advice for shells.
+fn panic_message(stderr: &str) -> String {
+    let told = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
+    printable(&told.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use querl_core::config::PluginLimits;
+
+    #[test]
+    fn machine_without_memory_is_not_the_plugins_fault() {
+        let error = wasmtime::Error::msg("maximum concurrent core instance limit of 0 reached");
+        let limits = Limits::of_host(&PluginLimits::default());
+        let (kind, said) = refused(CallPhase::Starting, &error, &limits);
+        assert_eq!(kind, FaultKind::Host);
+        assert!(said.starts_with("this host could not start it: maximum concurrent"), "{said}");
+        assert_eq!(refused(CallPhase::Running, &error, &limits).0, FaultKind::Result);
+    }
+
+    #[test]
+    fn limits_are_said_with_their_numbers_and_items() {
+        let limits = Limits::of_host(&PluginLimits {
+            fuel_per_call: 200_000_000,
+            fuel_per_item: 10_000_000,
+            timeout_ms: 5000,
+            ..PluginLimits::default()
+        });
+        assert_eq!(
+            out_of_fuel(&limits, 64),
+            "used up its fuel: 200,000,000 for the call and 10,000,000 for each of 64 items \
+             (`plugins.limits.fuel_per_item`); it loops, or needs more"
+        );
+        assert_eq!(
+            out_of_time(&limits, 20_000),
+            "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many"
+        );
+    }
 }

@@ -1,8 +1,9 @@
 //! Filter plugins behind the port.
 
 use crate::bindings::filters;
-use crate::call::{Caller, Load, Patience};
+use crate::call::{Caller, DropDeadline};
 use crate::convert;
+use crate::limits::CallSize;
 use querl_core::ports::{Filter, PluginFault};
 use querl_core::records::{Sample, Verdict};
 
@@ -17,10 +18,10 @@ impl FilterPlugin {
         Self { caller, indices }
     }
 
-    fn run(&self, samples: &[&Sample], load: Load) -> Result<Vec<filters::Verdict>, PluginFault> {
+    fn run(&self, samples: &[&Sample], size: CallSize) -> Result<Vec<filters::Verdict>, PluginFault> {
         let hits: Vec<_> = samples.iter().map(|sample| convert::hits(&sample.hits)).collect();
         let arguments: Vec<_> = samples.iter().zip(&hits).map(|(sample, hits)| convert::sample(sample, hits)).collect();
-        self.caller.call("filters.check-batch", load, |store, instance| {
+        self.caller.call("filters.check-batch", size, |store, instance| {
             self.indices.load(&mut *store, instance)?.call_check_batch(store, &arguments)
         })
     }
@@ -30,26 +31,26 @@ impl FilterPlugin {
             return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
         }
         let check = |(sample, said): (&&Sample, filters::Verdict)| {
-            verdict(said).map_err(|message| self.caller.wrong(format!("sample `{}`: {message}", sample.id)))
+            verdict(said).map_err(|message| self.caller.invalid_result(format!("sample `{}`: {message}", sample.id)))
         };
         samples.iter().zip(verdicts).map(check).collect()
     }
 
     /// Checks all samples that are left, and after each that hits a limit, all but that one; always with the fuel of all samples.
     fn dropping(&self, samples: &[Sample], mut fault: PluginFault) -> Result<Vec<Verdict>, PluginFault> {
-        let patience = self.caller.patience();
+        let deadline = self.caller.drop_deadline();
         let mut left: Vec<&Sample> = samples.iter().collect();
         // By place in `left` at the time: each is put back where it was, the last first.
         let mut dropped = Vec::new();
         let mut verdicts = loop {
-            let (place, why) = self.culprit(&left, fault, samples.len(), patience)?;
+            let (place, why) = self.culprit(&left, fault, samples.len(), deadline)?;
             let sample = left.remove(place);
             dropped.push((place, self.caller.dropped(&why, "sample", &sample.id)?));
             if left.is_empty() {
                 break Vec::new();
             }
-            self.caller.check(patience, "sample", &ids(&left))?;
-            match self.run(&left, Load::part_of(samples.len(), left.len())) {
+            self.caller.check_drop_deadline(deadline, "sample", &ids(&left))?;
+            match self.run(&left, CallSize::part_of(samples.len(), left.len())) {
                 Ok(said) => break self.checked(&left, said)?,
                 Err(next) if self.caller.drops(&next) => fault = next,
                 Err(other) => return Err(self.caller.in_batch(&other, "sample", &ids(&left))),
@@ -62,21 +63,21 @@ impl FilterPlugin {
     }
 
     /// The sample with which `batch` begins to hit a limit, and what happened there. Found by halving: a verdict may depend on the
-    /// samples before it, so samples are tried with all of those, and with the fuel of all `n_whole` samples of the call: with less,
+    /// samples before it, so samples are tried with all of those, and with the fuel of all `n_batch` samples of the call: with less,
     /// one that only needs more than its share would be found.
     fn culprit(
         &self,
         batch: &[&Sample],
         fault: PluginFault,
-        n_whole: usize,
-        patience: Patience,
+        n_batch: usize,
+        deadline: DropDeadline,
     ) -> Result<(usize, PluginFault), PluginFault> {
         // The first `within` samples stay within the limits, the first `beyond` do not.
         let (mut within, mut beyond, mut why) = (0, batch.len(), fault);
         while beyond - within > 1 {
             let middle = within + (beyond - within) / 2;
-            self.caller.check(patience, "sample", &ids(batch))?;
-            match self.run(&batch[..middle], Load::part_of(n_whole, middle)) {
+            self.caller.check_drop_deadline(deadline, "sample", &ids(batch))?;
+            match self.run(&batch[..middle], CallSize::part_of(n_batch, middle)) {
                 Ok(_) => within = middle,
                 Err(fault) if self.caller.drops(&fault) => (beyond, why) = (middle, fault),
                 Err(fault) => return Err(self.caller.in_batch(&fault, "sample", &ids(&batch[..middle]))),
@@ -105,13 +106,13 @@ impl Filter for FilterPlugin {
             return Ok(Vec::new());
         }
         let batch: Vec<_> = samples.iter().collect();
-        match self.run(&batch, Load::of(batch.len())) {
+        match self.run(&batch, CallSize::of(batch.len())) {
             Ok(said) => self.checked(&batch, said),
             Err(fault) if self.caller.drops(&fault) => self.dropping(samples, fault),
             Err(fault) => {
-                let load = Load::part_of(batch.len(), 1);
-                let alone = |index: usize| self.run(&batch[index..=index], load).map(drop);
-                Err(self.caller.located(fault, "sample", &ids(&batch), alone))
+                let size = CallSize::part_of(batch.len(), 1);
+                let alone = |index: usize| self.run(&batch[index..=index], size).map(drop);
+                Err(self.caller.locate(fault, "sample", &ids(&batch), alone))
             }
         }
     }

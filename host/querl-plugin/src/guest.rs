@@ -3,8 +3,8 @@
 use crate::bindings::{log, style_model, types};
 use crate::convert;
 use crate::engine::TABLE_ELEMENTS;
-use crate::log::{Line, LogBudget};
-use crate::settings::is_key;
+use crate::limits::{Line, LogBudget};
+use crate::text::is_key;
 use crate::text::printable;
 use querl_core::ports::StyleModel;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,7 +27,7 @@ const MAX_HANDLES: usize = 4096;
 /// What the host does not do for a guest, in words for a person. Ends the call.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub(crate) struct Refused(pub(crate) String);
+pub(crate) struct HostRefusal(pub(crate) String);
 
 /// Takes fuel for a call into the host that moves `n_bytes`: copying them is work of which the guest's own fuel counts nothing.
 /// A guest that has not so much left is stopped at its next step.
@@ -97,7 +97,7 @@ impl Guest {
         if self.n_handles <= MAX_HANDLES {
             return Ok(());
         }
-        Err(Refused(format!("holds more than {MAX_HANDLES} handles to streams and clocks")).into())
+        Err(HostRefusal(format!("holds more than {MAX_HANDLES} handles to streams and clocks")).into())
     }
 
     /// Counts a handle that the guest gave back.
@@ -168,16 +168,16 @@ impl Guest {
         let Some(model) = &self.style_model else {
             return Ok(Err(style_model::ClassifyError::NotConfigured));
         };
-        self.check_time()?;
+        self.check_deadline()?;
         let turns: Vec<_> = turns.into_iter().map(convert::message).collect();
         let said = model.classify(&turns);
-        self.check_time()?;
+        self.check_deadline()?;
         Ok(convert::classified(said))
     }
 
     /// # Errors
     /// The call is out of time.
-    pub(crate) fn check_time(&self) -> Result<()> {
+    pub(crate) fn check_deadline(&self) -> Result<()> {
         match self.deadline {
             Some(deadline) if Instant::now() > deadline => Err(Trap::Interrupt.into()),
             _ => Ok(()),

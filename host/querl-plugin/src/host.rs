@@ -1,25 +1,23 @@
-//! The host: loads plugins and configures them into ports.
+//! The host: loads plugins, and opens a plugin's ports.
+//!
+//! Where a limit comes from: `plugins.limits` of the configuration ([`HostOptions::limits`]), lowered by the plugin's manifest
+//! (`Limits::with_manifest`). Fuel is set for each call in `Caller::new_store`; the wall-clock limit is an epoch deadline that is
+//! set there too, and the thread that increments the epoch is started by `engine::start`.
 
-use crate::cache::CompiledCache;
-use crate::call::{Caller, Load, Observer};
+use crate::cache::{CompiledCache, ComponentDigest};
+use crate::call::{Caller, Observer};
 use crate::compile::Compiler;
-use crate::digest::ComponentDigest;
-use crate::engine;
+use crate::engine::{self, Slots};
 use crate::error::PluginError;
 use crate::filter::FilterPlugin;
-use crate::limits::Limits;
-use crate::load::{self, Exports, Linked, Parts, Plugin, PluginKind};
-use crate::log::LogBudget;
-use crate::open::{self, Opened};
+use crate::limits::{CallSize, Limits, LogBudget};
+use crate::load::{self, Exports, LinkedComponent, LoadedPlugin, OpenedSource, Plugin, PluginKind};
 use crate::prompts::PromptPlugin;
-use crate::reward::{RewardForm, RewardPlugin};
-use crate::settings;
-use crate::slots::Slots;
-use crate::style::StylePlugin;
-use crate::text::{is_name, printable};
+use crate::reward::{RewardForm, RewardPlugin, StylePlugin};
+use crate::text::{self, is_name, printable};
 use querl_bundle::{Manifest, PublicKey};
-use querl_core::config::{PluginConfig, PluginLimits, WeightedPluginConfig};
-use querl_core::ports::{Filter, Prompts, RewardModel, RewardRange, StyleModel, StyleScorer};
+use querl_core::config::PluginLimits;
+use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, RewardRange, StyleModel, StyleScorer};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,17 +28,17 @@ use wasmtime::Engine;
 pub struct HostOptions {
     /// What one call into a plugin may use.
     pub limits: PluginLimits,
-    /// Where compiled plugins are kept; `None` for the user's cache folder (`$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or
+    /// Where compiled plugins are cached; `None` for the user's cache folder (`$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or
     /// `~/.cache/querl`).
     pub cache_dir: Option<PathBuf>,
-    /// Who compiles plugins that are not in the cache. The default, the host itself, can be held up by a hostile plugin: name
-    /// a child where plugins are not all your own.
+    /// Who compiles plugins that are not in the cache. The default, the host itself, can be blocked by a hostile plugin: use a
+    /// child process where plugins are not all your own.
     pub compiler: Compiler,
     /// Where any is given, only bundles that one of them has signed are loaded.
     pub trusted_keys: Vec<PublicKey>,
-    /// Hears of every call.
+    /// Called after every call into a plugin.
     pub observer: Option<Observer>,
-    /// Calls at the same time; more wait for their turn. At least 1.
+    /// The most concurrent calls; further calls wait in order. At least 1.
     pub n_slots: u32,
 }
 
@@ -73,7 +71,65 @@ impl std::fmt::Debug for HostOptions {
 /// Settings of a plugin, as the configuration has them.
 pub type PluginSettings = BTreeMap<String, toml::Value>;
 
-/// Loads plugins and makes ports of them. Clones share everything.
+/// The port as which [`PluginHost::open`] opens a plugin: one of each kind.
+pub struct PluginPort<P: ?Sized> {
+    kind: PluginKind,
+    style_model: Option<Arc<dyn StyleModel>>,
+    /// `None` where the component does not export the kind's interface.
+    adapt: Box<dyn FnOnce(Caller) -> Option<Result<Box<P>, PluginFault>>>,
+}
+
+impl PluginPort<dyn Prompts> {
+    /// A tenant's prompts.
+    pub fn prompts() -> Self {
+        let adapt = |caller: Caller| {
+            let indices = caller.exports.prompts.clone()?;
+            Some(Ok(Box::new(PromptPlugin::new(caller, indices)) as Box<dyn Prompts>))
+        };
+        Self { kind: PluginKind::Prompt, style_model: None, adapt: Box::new(adapt) }
+    }
+}
+
+impl PluginPort<dyn Filter> {
+    /// A filter of training data.
+    pub fn filter() -> Self {
+        let adapt = |caller: Caller| {
+            let indices = caller.exports.filters.clone()?;
+            Some(Ok(Box::new(FilterPlugin::new(caller, indices)) as Box<dyn Filter>))
+        };
+        Self { kind: PluginKind::Filter, style_model: None, adapt: Box::new(adapt) }
+    }
+}
+
+impl PluginPort<dyn RewardModel> {
+    /// A reward, whose batches are packed where the plugin supports it.
+    pub fn reward() -> Self {
+        Self::reward_in(RewardForm::Packed)
+    }
+
+    /// A reward in one form, where the plugin supports several; for tests of plugins.
+    pub fn reward_in(form: RewardForm) -> Self {
+        let adapt = move |caller: Caller| {
+            let indices = caller.exports.rewards.clone()?;
+            Some(RewardPlugin::new(caller, indices, form).map(|reward| Box::new(reward) as Box<dyn RewardModel>))
+        };
+        Self { kind: PluginKind::Reward, style_model: None, adapt: Box::new(adapt) }
+    }
+}
+
+impl PluginPort<dyn StyleScorer> {
+    /// A style scorer. `model` answers the plugin's `style-model.classify`. It must not call a plugin of this host: the call
+    /// that it answers holds a slot.
+    pub fn style_scorer(model: Option<Arc<dyn StyleModel>>) -> Self {
+        let adapt = |caller: Caller| {
+            let indices = caller.exports.style_scores.clone()?;
+            Some(Ok(Box::new(StylePlugin::new(caller, indices)) as Box<dyn StyleScorer>))
+        };
+        Self { kind: PluginKind::StyleScorer, style_model: model, adapt: Box::new(adapt) }
+    }
+}
+
+/// Loads plugins and opens their ports. Clones share everything.
 #[derive(Clone)]
 pub struct PluginHost {
     shared: Arc<Shared>,
@@ -87,8 +143,7 @@ struct Shared {
     compiler: Compiler,
     trusted_keys: Vec<PublicKey>,
     observer: Option<Observer>,
-    /// By digest of the component.
-    linked: Mutex<HashMap<ComponentDigest, Arc<Linked>>>,
+    linked: Mutex<HashMap<ComponentDigest, Arc<LinkedComponent>>>,
 }
 
 impl PluginHost {
@@ -113,114 +168,50 @@ impl PluginHost {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Loads a `.querl` bundle, a `.wasm` component, or a folder with source, which is built first where any of its sources is
-    /// newer. Where there is a manifest, in the bundle or as plugin.toml in the folder, what it says of the component is checked.
+    /// Loads a `.querl` bundle, a `.wasm` component, or a source folder, which is built first where any of its sources is newer.
+    /// A manifest, in the bundle or as plugin.toml in the folder, is checked against the component.
     ///
     /// # Errors
-    /// Not readable, not buildable, not a plugin for this host, not signed by whom it must be; at fault when asked for its name;
-    /// or not what its manifest says, or asking for more than the host allows.
+    /// Not readable, not buildable, not a plugin for this host, not signed by a trusted key; a fault in `info.describe`; or the
+    /// component differs from its manifest, or the manifest requests more than the host allows.
     pub fn load(&self, path: &Path) -> Result<Plugin, PluginError> {
-        let opened = open::open(path, &self.shared.trusted_keys)?;
+        let opened = load::open(path, &self.shared.trusted_keys)?;
         let linked = self.linked(&opened)?;
         let limits = match &opened.manifest {
             Some(manifest) => {
                 check_manifest(manifest, &linked).map_err(|reason| differs(&opened, reason))?;
-                Limits::asked(manifest, &self.shared.limits).map_err(|reason| differs(&opened, reason))?
+                Limits::with_manifest(manifest, &self.shared.limits).map_err(|reason| differs(&opened, reason))?
             }
             None => Limits::of_host(&self.shared.limits),
         };
-        let Opened { file, source, manifest, bundle, .. } = opened;
-        let parts = Parts { path: file, source, manifest, bundle, limits: Arc::new(limits), linked };
-        let plugin = Plugin { parts: Arc::new(parts) };
+        let OpenedSource { file, source, manifest, bundle, .. } = opened;
+        let loaded = LoadedPlugin { path: file, source, manifest, bundle, limits: Arc::new(limits), linked };
+        let plugin = Plugin { loaded: Arc::new(loaded) };
         self.check_range(&plugin)?;
         Ok(plugin)
     }
 
-    /// A tenant's prompts.
+    /// Configures a plugin that this host has loaded, and opens one of its ports: `host.open(&plugin, &settings,
+    /// PluginPort::reward())`. A port can be called from any thread; a weight in the configuration is for the caller to apply.
     ///
     /// # Errors
-    /// As [`PluginHost::load`]; or not a prompt plugin; or a setting that it does not know or accept.
-    pub fn prompts(&self, config: &PluginConfig) -> Result<Box<dyn Prompts>, PluginError> {
-        self.prompts_of(&self.load(&config.path)?, &config.settings)
-    }
-
-    /// As [`PluginHost::prompts`], of a plugin that this host has loaded.
-    ///
-    /// # Errors
-    /// Not a prompt plugin; or a setting that it does not know or accept.
-    pub fn prompts_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn Prompts>, PluginError> {
-        let indices =
-            plugin.parts.linked.exports.prompts.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Prompt))?;
-        Ok(Box::new(PromptPlugin::new(self.configure(plugin, settings, None)?, indices)))
-    }
-
-    /// A filter of training data.
-    ///
-    /// # Errors
-    /// As [`PluginHost::load`]; or not a filter plugin; or a setting that it does not know or accept.
-    pub fn filter(&self, config: &PluginConfig) -> Result<Box<dyn Filter>, PluginError> {
-        self.filter_of(&self.load(&config.path)?, &config.settings)
-    }
-
-    /// As [`PluginHost::filter`], of a plugin that this host has loaded.
-    ///
-    /// # Errors
-    /// Not a filter plugin; or a setting that it does not know or accept.
-    pub fn filter_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn Filter>, PluginError> {
-        let indices =
-            plugin.parts.linked.exports.filters.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Filter))?;
-        Ok(Box::new(FilterPlugin::new(self.configure(plugin, settings, None)?, indices)))
-    }
-
-    /// A reward. The weight in `config` is the caller's to apply.
-    ///
-    /// # Errors
-    /// As [`PluginHost::load`]; or not a reward plugin; or a setting that it does not know or accept; or a range that is none.
-    pub fn reward(&self, config: &WeightedPluginConfig) -> Result<Box<dyn RewardModel>, PluginError> {
-        self.reward_of(&self.load(&config.path)?, &config.settings)
-    }
-
-    /// As [`PluginHost::reward`], of a plugin that this host has loaded.
-    ///
-    /// # Errors
-    /// Not a reward plugin; or a setting that it does not know or accept; or a range that is none.
-    pub fn reward_of(&self, plugin: &Plugin, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
-        self.reward_in(plugin, settings, RewardForm::Packed)
-    }
-
-    /// As [`PluginHost::reward_of`], in one form where the plugin offers several; for tests of plugins.
-    ///
-    /// # Errors
-    /// As [`PluginHost::reward_of`].
-    pub fn reward_in(
+    /// A plugin of another kind; a setting that it does not know or accept; a reward whose declared range is invalid.
+    pub fn open<P: ?Sized>(
         &self,
         plugin: &Plugin,
         settings: &PluginSettings,
-        form: RewardForm,
-    ) -> Result<Box<dyn RewardModel>, PluginError> {
-        let indices =
-            plugin.parts.linked.exports.rewards.clone().ok_or_else(|| wrong_kind(plugin, PluginKind::Reward))?;
-        Ok(Box::new(RewardPlugin::new(self.configure(plugin, settings, None)?, indices, form)?))
+        port: PluginPort<P>,
+    ) -> Result<Box<P>, PluginError> {
+        if !plugin.kinds().contains(&port.kind) {
+            return Err(wrong_kind(plugin, port.kind));
+        }
+        let caller = self.configure(plugin, settings, port.style_model)?;
+        let opened = (port.adapt)(caller).ok_or_else(|| wrong_kind(plugin, port.kind))?;
+        Ok(opened?)
     }
 
-    /// A scorer of style. `model` is what the plugin's `style-model.classify` asks, and may itself run no plugin: the call that
-    /// asks it holds a slot.
-    ///
-    /// # Errors
-    /// Not a style scorer plugin; or a setting that it does not know or accept.
-    pub fn style_scorer_of(
-        &self,
-        plugin: &Plugin,
-        settings: &PluginSettings,
-        model: Option<Arc<dyn StyleModel>>,
-    ) -> Result<Box<dyn StyleScorer>, PluginError> {
-        let indices = plugin.parts.linked.exports.style_scores.clone();
-        let indices = indices.ok_or_else(|| wrong_kind(plugin, PluginKind::StyleScorer))?;
-        Ok(Box::new(StylePlugin::new(self.configure(plugin, settings, model)?, indices)))
-    }
-
-    /// Compiles and links a component, once in the life of this host.
-    fn linked(&self, opened: &Opened) -> Result<Arc<Linked>, PluginError> {
+    /// Compiles and links a component, once in the lifetime of this host.
+    fn linked(&self, opened: &OpenedSource) -> Result<Arc<LinkedComponent>, PluginError> {
         let shared = &*self.shared;
         let lock = || shared.linked.lock().unwrap_or_else(PoisonError::into_inner);
         let digest = opened.digest();
@@ -235,11 +226,12 @@ impl PluginHost {
         let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
         let (name, version) = self.describe(&opened.file, &exports, &log_budget)?;
         let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::default());
-        let linked = Arc::new(Linked { name, version, title, digest, n_bytes, kinds, exports, n_dropped, log_budget });
+        let linked = LinkedComponent { name, version, title, digest, n_bytes, kinds, exports, n_dropped, log_budget };
+        let linked = Arc::new(linked);
         Ok(lock().entry(linked.digest.clone()).or_insert(linked).clone())
     }
 
-    /// Name and version, as the plugin says itself.
+    /// Name and version, from the component's `info.describe`.
     fn describe(
         &self,
         file: &Path,
@@ -260,28 +252,27 @@ impl PluginHost {
             n_dropped: Arc::default(),
             log_budget: log_budget.clone(),
         };
-        let job = |store: &mut _, instance: &_| {
+        let described = caller.call("info.describe", CallSize::of(1), |store, instance| {
             exports.check_types(store, instance)?;
             exports.info.load(&mut *store, instance)?.call_describe(store)
-        };
-        let said = caller.call("info.describe", Load::of(1), job)?;
+        })?;
         let is_plain = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
         let is_version = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');
-        if is_name(&said.name, is_plain) && is_name(&said.version, is_version) {
-            return Ok((said.name, said.version));
+        if is_name(&described.name, is_plain) && is_name(&described.version, is_version) {
+            return Ok((described.name, described.version));
         }
-        let (name, version) = (printable(&said.name, 100), printable(&said.version, 100));
+        let (name, version) = (printable(&described.name, 100), printable(&described.version, 100));
         let reason = format!(
             "it calls itself `{name}`, version `{version}`; expected lower-case letters, digits and `-`, and a version"
         );
         Err(PluginError::NotAPlugin { path: file.to_owned(), reason })
     }
 
-    /// Under its default settings, a reward must declare the range that its manifest promises. One that cannot be used without
-    /// settings is not asked.
+    /// Under its default settings, a reward must declare the range of its manifest. One that cannot be used without settings is
+    /// not checked.
     fn check_range(&self, plugin: &Plugin) -> Result<(), PluginError> {
         let Some((min, max)) = plugin.manifest().and_then(|manifest| manifest.plugin.range) else { return Ok(()) };
-        let reward = match self.reward_of(plugin, &PluginSettings::new()) {
+        let reward = match self.open(plugin, &PluginSettings::new(), PluginPort::reward()) {
             Ok(reward) => reward,
             Err(PluginError::Setting { .. }) => return Ok(()),
             Err(error) => return Err(error),
@@ -297,44 +288,37 @@ impl PluginHost {
         Err(PluginError::Manifest { path: plugin.path().to_owned(), reason })
     }
 
-    fn caller(
-        &self,
-        plugin: &Plugin,
-        settings: BTreeMap<String, String>,
-        style: Option<Arc<dyn StyleModel>>,
-    ) -> Caller {
-        let (shared, parts) = (&*self.shared, &*plugin.parts);
-        Caller {
-            name: parts.linked.name.as_str().into(),
-            version: parts.linked.version.as_str().into(),
-            title: parts.linked.title.as_str().into(),
-            exports: parts.linked.exports.clone(),
-            settings: Arc::new(settings),
-            style_model: style,
-            limits: parts.limits.clone(),
-            slots: shared.slots.clone(),
-            observer: shared.observer.clone(),
-            n_dropped: parts.linked.n_dropped.clone(),
-            log_budget: parts.linked.log_budget.clone(),
-        }
-    }
-
-    /// Checks the settings against the manifest, lets the plugin check them, and refuses those that it does not look at.
+    /// Checks the settings against the manifest and with the plugin's `check-settings`; settings that the plugin does not read
+    /// are errors.
     fn configure(
         &self,
         plugin: &Plugin,
         values: &PluginSettings,
-        style: Option<Arc<dyn StyleModel>>,
+        style_model: Option<Arc<dyn StyleModel>>,
     ) -> Result<Caller, PluginError> {
+        let (shared, loaded) = (&*self.shared, &*plugin.loaded);
+        let linked = &*loaded.linked;
         let refused = |key: &str, message: String| PluginError::Setting {
-            plugin: plugin.parts.linked.title.clone(),
+            plugin: linked.title.clone(),
             key: key.into(),
             message,
         };
-        let promised = plugin.manifest().map_or(Ok(()), |manifest| manifest.check_settings(values));
-        promised.map_err(|problem| refused(&problem.key, problem.message))?;
-        let caller = self.caller(plugin, settings::rendered(values), style);
-        let (checked, known) = caller.call("info.check-settings", Load::of(1), |store, instance| {
+        let declared = plugin.manifest().map_or(Ok(()), |manifest| manifest.check_settings(values));
+        declared.map_err(|problem| refused(&problem.key, problem.message))?;
+        let caller = Caller {
+            name: linked.name.as_str().into(),
+            version: linked.version.as_str().into(),
+            title: linked.title.as_str().into(),
+            exports: linked.exports.clone(),
+            settings: Arc::new(text::rendered(values)),
+            style_model,
+            limits: loaded.limits.clone(),
+            slots: shared.slots.clone(),
+            observer: shared.observer.clone(),
+            n_dropped: linked.n_dropped.clone(),
+            log_budget: linked.log_budget.clone(),
+        };
+        let (checked, known) = caller.call("info.check-settings", CallSize::of(1), |store, instance| {
             let checked = caller.exports.info.load(&mut *store, instance)?.call_check_settings(&mut *store)?;
             Ok((checked, std::mem::take(&mut store.data_mut().keys_read)))
         })?;
@@ -342,7 +326,7 @@ impl PluginHost {
             return Err(refused(&printable(&error.key, 100), printable(&error.message, 500)));
         }
         match values.keys().find(|key| !known.contains(*key)) {
-            Some(key) => Err(refused(key, settings::unknown_key(key, &known))),
+            Some(key) => Err(refused(key, text::unknown_key(key, &known))),
             None => Ok(caller),
         }
     }
@@ -354,26 +338,26 @@ impl std::fmt::Debug for PluginHost {
     }
 }
 
-fn differs(opened: &Opened, reason: String) -> PluginError {
+fn differs(opened: &OpenedSource, reason: String) -> PluginError {
     PluginError::Manifest { path: opened.file.clone(), reason }
 }
 
-/// What a manifest says of its component: id, version and kinds.
+/// Compares id, version and kinds of the manifest with those of the component.
 ///
 /// # Errors
-/// A sentence with what each of the two says.
-fn check_manifest(manifest: &Manifest, linked: &Linked) -> Result<(), String> {
-    let said = &manifest.plugin;
+/// A sentence with both values.
+fn check_manifest(manifest: &Manifest, linked: &LinkedComponent) -> Result<(), String> {
+    let declared = &manifest.plugin;
     let names = |kinds: &[PluginKind]| kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
     let facts = [
-        ("id", said.id.clone(), linked.name.clone()),
-        ("version", said.version.to_string(), linked.version.clone()),
-        ("kinds", names(&said.kinds), names(&linked.kinds)),
+        ("id", declared.id.clone(), linked.name.clone()),
+        ("version", declared.version.to_string(), linked.version.clone()),
+        ("kinds", names(&declared.kinds), names(&linked.kinds)),
     ];
-    match facts.into_iter().find(|(_, said, is)| said != is) {
+    match facts.into_iter().find(|(_, declared, actual)| declared != actual) {
         None => Ok(()),
-        Some((key, said, is)) => {
-            Err(format!("its plugin.toml says `{said}` under `plugin.{key}`; the component says `{is}`"))
+        Some((key, declared, actual)) => {
+            Err(format!("its plugin.toml says `{declared}` under `plugin.{key}`; the component says `{actual}`"))
         }
     }
 }
@@ -381,7 +365,7 @@ fn check_manifest(manifest: &Manifest, linked: &Linked) -> Result<(), String> {
 fn wrong_kind(plugin: &Plugin, expected: PluginKind) -> PluginError {
     let kinds: Vec<_> = plugin.kinds().iter().map(|kind| kind.name()).collect();
     PluginError::WrongKind {
-        plugin: plugin.parts.linked.title.clone(),
+        plugin: plugin.loaded.linked.title.clone(),
         actual: kinds.join(" and "),
         expected: expected.name(),
     }

@@ -1,7 +1,11 @@
-//! The limits of one plugin.
+//! The limits of one plugin: fuel, time, memory, output and log.
+//!
+//! They come from `plugins.limits` of the configuration, lowered by the plugin's manifest. Fuel is wasmtime's deterministic count of
+//! instructions; `timeout_ms` is enforced as an epoch deadline.
 
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The host's limits, lowered to those that the plugin's manifest asks for.
 ///
@@ -23,7 +27,7 @@ impl Limits {
     ///
     /// # Errors
     /// It asks for more than the host allows: one sentence.
-    pub(crate) fn asked(manifest: &Manifest, host: &PluginLimits) -> Result<Self, String> {
+    pub(crate) fn with_manifest(manifest: &Manifest, host: &PluginLimits) -> Result<Self, String> {
         let values = manifest.effective_limits(host)?;
         let mut lowered = Vec::new();
         let mut note = |key, is_lower: bool| lowered.extend(is_lower.then_some(key));
@@ -35,9 +39,9 @@ impl Limits {
         Ok(Self { values, lowered })
     }
 
-    /// What a call with so many items may use.
-    pub(crate) fn fuel(&self, n_items: usize) -> u64 {
-        let of_items = self.values.fuel_per_item.saturating_mul(n_items.max(1) as u64);
+    /// The fuel of one call: `fuel_per_call + fuel_per_item * n_fuel_items`. Set in `Caller::new_store`.
+    pub(crate) fn fuel(&self, size: CallSize) -> u64 {
+        let of_items = self.values.fuel_per_item.saturating_mul(size.n_fuel_items.max(1) as u64);
         self.values.fuel_per_call.saturating_add(of_items)
     }
 
@@ -47,5 +51,69 @@ impl Limits {
             true => format!("`limits.{name}` of its plugin.toml"),
             false => format!("`plugins.limits.{name}`"),
         }
+    }
+}
+
+/// The size of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CallSize {
+    pub(crate) n_items: usize,
+    /// The call has the fuel of so many items.
+    pub(crate) n_fuel_items: usize,
+}
+
+impl CallSize {
+    pub(crate) fn of(n_items: usize) -> Self {
+        Self { n_items, n_fuel_items: n_items }
+    }
+
+    /// Some items of a batch that hit a limit, with the fuel of the whole batch: items that stay within the limits together with
+    /// others also do so without them.
+    pub(crate) fn part_of(n_batch: usize, n_items: usize) -> Self {
+        Self { n_items, n_fuel_items: n_batch }
+    }
+}
+
+/// A run makes 100,000 calls and more: what each may log is much too much together. So many full calls are enough to see why.
+const FULL_CALLS: usize = 64;
+
+/// What a plugin may still log in the life of its host.
+#[derive(Debug)]
+pub(crate) struct LogBudget(AtomicUsize);
+
+/// What becomes of a line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Line {
+    Written,
+    /// Written, and nothing after it will be.
+    Last,
+    Silent,
+}
+
+impl LogBudget {
+    /// For calls that may log `log_bytes` each.
+    pub(crate) fn new(log_bytes: usize) -> Self {
+        Self(AtomicUsize::new(log_bytes.saturating_mul(FULL_CALLS)))
+    }
+
+    pub(crate) fn take(&self, n_bytes: usize) -> Line {
+        let before =
+            self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| Some(left.saturating_sub(n_bytes)));
+        match before.unwrap_or_else(|left| left) {
+            0 => Line::Silent,
+            left if left <= n_bytes => Line::Last,
+            _ => Line::Written,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn budget_ends_once() {
+        let budget = LogBudget::new(1);
+        assert_eq!([63, 1, 1].map(|n_bytes| budget.take(n_bytes)), [Line::Written, Line::Last, Line::Silent]);
     }
 }

@@ -1,15 +1,15 @@
-//! From a component to a plugin that can be called.
+//! From a path to a plugin that can be called: open a bundle, component or folder, then check and link the component.
 
 use crate::bindings::{filters, info, packed_rewards, prompts, rewards, style_scores};
-use crate::digest::ComponentDigest;
+use crate::cache::ComponentDigest;
 use crate::error::PluginError;
-use crate::guest::{Guest, Refused};
+use crate::guest::{Guest, HostRefusal};
 use crate::limits::Limits;
-use crate::log::LogBudget;
-use crate::open::{BundleFacts, Source};
-use crate::{contract, wasi};
-use querl_bundle::Manifest;
+use crate::limits::LogBudget;
+use crate::{contract, source, wasi};
+use querl_bundle::{ArchiveLimits, Bundle, BundleError, Manifest, PublicKey, check_component};
 use querl_core::config::PluginLimits;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -19,24 +19,181 @@ use wasmtime::{Engine, Store};
 
 pub use querl_bundle::Kind as PluginKind;
 
+/// What a plugin was loaded from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// A `.querl` bundle.
+    Bundle,
+    /// A `.wasm` component, of which nothing else is known.
+    Component,
+    /// A folder with source.
+    Folder,
+}
+
+/// What a bundle says besides its manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BundleInfo {
+    /// Lower-case hexadecimal SHA-256 over the names and contents of all of its files but the signatures.
+    pub digest: String,
+    /// The trusted key that signed it. Where no keys are configured, the first that signed it.
+    pub signed_by: Option<PublicKey>,
+}
+
+/// A component, and where it came from.
+pub(crate) struct OpenedSource {
+    /// The bundle, the component, or what was built from the folder.
+    pub(crate) file: PathBuf,
+    pub(crate) source: Source,
+    pub(crate) manifest: Option<Manifest>,
+    pub(crate) bundle: Option<BundleInfo>,
+    content: Content,
+}
+
+enum Content {
+    Component(Vec<u8>),
+    Bundle(Box<Bundle>),
+}
+
+impl OpenedSource {
+    pub(crate) fn component(&self) -> &[u8] {
+        match &self.content {
+            Content::Component(bytes) => bytes,
+            Content::Bundle(bundle) => bundle.component(),
+        }
+    }
+
+    /// Of the bytes, whatever a manifest says.
+    pub(crate) fn digest(&self) -> ComponentDigest {
+        ComponentDigest::of(self.component())
+    }
+}
+
+/// Opens a bundle, a component, or a source folder, which is built first.
+///
+/// # Errors
+/// Not readable, not buildable, not a plugin; or, where any key is `trusted`, not a bundle signed with one of them.
+pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<OpenedSource, PluginError> {
+    let metadata = std::fs::metadata(path).map_err(|error| {
+        let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
+        unreadable(path, format!("cannot be read: {error}; {expected}"))
+    })?;
+    let is_bundle = metadata.is_file() && path.extension().is_some_and(|extension| extension == "querl");
+    if is_bundle {
+        return open_bundle(path, trusted);
+    }
+    if !trusted.is_empty() {
+        return Err(unsigned(path, metadata.is_dir(), trusted));
+    }
+    let (file, source, manifest) = match metadata.is_dir() {
+        true => {
+            let manifest = manifest_of_folder(path)?;
+            (source::component(path)?, Source::Folder, manifest)
+        }
+        false => (path.to_owned(), Source::Component, None),
+    };
+    let content = Content::Component(read(&file)?);
+    Ok(OpenedSource { file, source, manifest, bundle: None, content })
+}
+
+/// A folder's plugin.toml, where it has one.
+fn manifest_of_folder(folder: &Path) -> Result<Option<Manifest>, PluginError> {
+    let path = folder.join("plugin.toml");
+    // Of the name itself: a link to nowhere is a manifest that cannot be read, not none.
+    match std::fs::symlink_metadata(&path) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(unreadable(&path, error.to_string())),
+    }
+    let manifest = Manifest::read(&path)?;
+    if manifest.bundle.is_none() {
+        return Ok(Some(manifest));
+    }
+    let reason =
+        "it has a section `[bundle]`, which `querl plugin pack` writes; remove it from the folder's plugin.toml";
+    Err(PluginError::Manifest { path, reason: reason.into() })
+}
+
+fn open_bundle(path: &Path, trusted: &[PublicKey]) -> Result<OpenedSource, PluginError> {
+    let bundle = Bundle::open(path)?;
+    let signed_by = match trusted {
+        [] => bundle.signatures().first().map(|signature| signature.key().clone()),
+        trusted => Some(bundle.verify(trusted).map_err(untrusted)?),
+    };
+    Ok(OpenedSource {
+        file: path.to_owned(),
+        source: Source::Bundle,
+        manifest: Some(bundle.manifest().clone()),
+        bundle: Some(BundleInfo { digest: bundle.digest().to_owned(), signed_by }),
+        content: Content::Bundle(Box::new(bundle)),
+    })
+}
+
+fn unsigned(path: &Path, is_folder: bool, trusted: &[PublicKey]) -> PluginError {
+    let what = if is_folder { "a folder with source" } else { "a component" };
+    let keys: Vec<_> = trusted.iter().map(PublicKey::to_string).collect();
+    let reason =
+        format!("it is {what}, which nobody signs; expected a bundle with a signature of {}", keys.join(" or "));
+    PluginError::Untrusted { plugin: path.display().to_string(), reason }
+}
+
+fn untrusted(error: BundleError) -> PluginError {
+    match error {
+        BundleError::Untrusted { origin, message } => PluginError::Untrusted { plugin: origin, reason: message },
+        other => other.into(),
+    }
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, PluginError> {
+    let failed = |error: std::io::Error| unreadable(file, error.to_string());
+    // Before it is opened: opening a pipe waits for somebody who writes.
+    if !std::fs::metadata(file).map_err(failed)?.is_file() {
+        return Err(unreadable(file, "it is not a file; expected a component".into()));
+    }
+    let mut bytes = Vec::new();
+    let opened = std::fs::File::open(file).map_err(failed)?;
+    let max_bytes = ArchiveLimits::DEFAULT.component_bytes;
+    opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(unreadable(file, format!("it has more than the {max_bytes} bytes that a component may have")));
+    }
+    check_header(file, &bytes)?;
+    Ok(bytes)
+}
+
+fn unreadable(path: &Path, reason: String) -> PluginError {
+    PluginError::Unreadable { path: path.to_owned(), reason }
+}
+
+/// Tells apart what people mistake for a component, before the compiler sees it.
+fn check_header(path: &Path, bytes: &[u8]) -> Result<(), PluginError> {
+    let told = match bytes {
+        [0x7f, b'E', b'L', b'F', ..] => Err("is native code; expected a component".to_owned()),
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => {
+            Err("is compressed; expected a component, or a bundle with the extension `querl`".to_owned())
+        }
+        bytes => check_component(bytes),
+    };
+    told.map_err(|reason| PluginError::NotAPlugin { path: path.to_owned(), reason: format!("it {reason}") })
+}
+
 /// A plugin that was checked and can be configured.
 #[derive(Clone)]
 pub struct Plugin {
-    pub(crate) parts: Arc<Parts>,
+    pub(crate) loaded: Arc<LoadedPlugin>,
 }
 
 /// What a plugin is made of.
-pub(crate) struct Parts {
+pub(crate) struct LoadedPlugin {
     pub(crate) path: PathBuf,
     pub(crate) source: Source,
     pub(crate) manifest: Option<Manifest>,
-    pub(crate) bundle: Option<BundleFacts>,
+    pub(crate) bundle: Option<BundleInfo>,
     pub(crate) limits: Arc<Limits>,
-    pub(crate) linked: Arc<Linked>,
+    pub(crate) linked: Arc<LinkedComponent>,
 }
 
 /// A component that was compiled, checked and asked for its name.
-pub(crate) struct Linked {
+pub(crate) struct LinkedComponent {
     pub(crate) name: String,
     pub(crate) version: String,
     /// Name and version.
@@ -72,7 +229,7 @@ impl Exports {
     pub(crate) fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> wasmtime::Result<()> {
         fn of_contract<T>(interface: &str, loaded: Option<wasmtime::Result<T>>) -> wasmtime::Result<()> {
             let Some(Err(error)) = loaded else { return Ok(()) };
-            Err(Refused(format!("its `{interface}` is not of the contract's types: {}", error.root_cause())).into())
+            Err(HostRefusal(format!("its `{interface}` is not of the contract's types: {}", error.root_cause())).into())
         }
         of_contract("info", Some(self.info.load(&mut *store, instance)))?;
         of_contract("prompts", self.prompts.as_ref().map(|prompts| prompts.load(&mut *store, instance)))?;
@@ -86,63 +243,63 @@ impl Exports {
 impl Plugin {
     /// The plugin's name, as it says itself.
     pub fn id(&self) -> &str {
-        &self.parts.linked.name
+        &self.loaded.linked.name
     }
 
     /// The plugin's version, as it says itself.
     pub fn version(&self) -> &str {
-        &self.parts.linked.version
+        &self.loaded.linked.version
     }
 
     /// Lower-case hexadecimal SHA-256 of the component.
     pub fn digest(&self) -> &str {
-        self.parts.linked.digest.as_str()
+        self.loaded.linked.digest.as_str()
     }
 
     /// What it is for; at least one kind.
     pub fn kinds(&self) -> &[PluginKind] {
-        &self.parts.linked.kinds
+        &self.loaded.linked.kinds
     }
 
     /// Whether a reward offers the packed form of its batches beside that of records.
     pub fn has_packed_rewards(&self) -> bool {
-        self.parts.linked.exports.packed_rewards.is_some()
+        self.loaded.linked.exports.packed_rewards.is_some()
     }
 
     /// The configured file, or the component that was built from the configured folder.
     pub fn path(&self) -> &Path {
-        &self.parts.path
+        &self.loaded.path
     }
 
     /// What it was loaded from.
     pub fn source(&self) -> Source {
-        self.parts.source
+        self.loaded.source
     }
 
     /// Size of the component in bytes.
     pub fn n_bytes(&self) -> usize {
-        self.parts.linked.n_bytes
+        self.loaded.linked.n_bytes
     }
 
     /// What it says of itself in plugin.toml; `None` of a component without one.
     pub fn manifest(&self) -> Option<&Manifest> {
-        self.parts.manifest.as_ref()
+        self.loaded.manifest.as_ref()
     }
 
     /// Digest and signer of the bundle; `None` of anything else.
-    pub fn bundle(&self) -> Option<&BundleFacts> {
-        self.parts.bundle.as_ref()
+    pub fn bundle(&self) -> Option<&BundleInfo> {
+        self.loaded.bundle.as_ref()
     }
 
     /// What each of its calls may use: the host's limits, lowered to those that it asks for.
     pub fn limits(&self) -> &PluginLimits {
-        &self.parts.limits.values
+        &self.loaded.limits.values
     }
 }
 
 impl std::fmt::Debug for Plugin {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let linked = &self.parts.linked;
+        let linked = &self.loaded.linked;
         f.debug_struct("Plugin")
             .field("title", &linked.title)
             .field("digest", &linked.digest.as_str())
@@ -214,5 +371,19 @@ fn missing_exports(engine: &Engine, component: &Component) -> String {
     match names.find_map(|name| name.strip_prefix(contract::PREFIX)?.split_once('@')) {
         Some((_, version)) if !contract::is_known(version) => contract::other_version(version),
         _ => "it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`".into(),
+    }
+}
+
+impl Plugin {
+    /// The interfaces that it imports: `querl:plugin/log@0.1.0`, `wasi:clocks/monotonic-clock@0.2.6`.
+    pub fn imports(&self) -> Vec<String> {
+        let pre = &self.loaded.linked.exports.pre;
+        pre.component().component_type().imports(pre.engine()).map(|(name, _)| name.to_owned()).collect()
+    }
+
+    /// The interfaces that it exports: `querl:plugin/info@0.1.0`, `querl:plugin/rewards@0.1.0`.
+    pub fn exports(&self) -> Vec<String> {
+        let pre = &self.loaded.linked.exports.pre;
+        pre.component().component_type().exports(pre.engine()).map(|(name, _)| name.to_owned()).collect()
     }
 }

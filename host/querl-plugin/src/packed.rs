@@ -1,7 +1,7 @@
 //! Batches of episodes in one block of bytes, and their scores. The encoding is that of `wit/packed-rewards.wit`.
 
 use crate::bindings::types::Rejection;
-use crate::scoring::Said;
+use crate::reward::ItemResult;
 use querl_core::records::{CallFailure, Candidate, Episode, FailureKind, Hit, Judgement};
 
 /// A first episode may be much larger than the others.
@@ -121,11 +121,11 @@ impl Writer {
 ///
 /// # Errors
 /// It is not what the contract says, or becomes more.
-pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<Said>, Unreadable> {
+pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<ItemResult>, PackedError> {
     let mut reader = Reader { bytes, at: 0, room_bytes: max_bytes };
     let n_results = reader.u32()?;
     if n_results != n_items {
-        return Err(Unreadable::Number { n_results, n_items });
+        return Err(PackedError::Number { n_results, n_items });
     }
     let results = reader.entries(n_results, Reader::result)?;
     if reader.at != bytes.len() {
@@ -136,7 +136,7 @@ pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<
 
 /// Why a result is not taken.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unreadable {
+pub(crate) enum PackedError {
     /// It is not in the encoding of the contract.
     #[error("byte {at} of its packed results: expected {expected}")]
     Byte { at: usize, expected: &'static str },
@@ -157,39 +157,39 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn expected(&self, expected: &'static str) -> Unreadable {
-        Unreadable::Byte { at: self.at, expected }
+    fn expected(&self, expected: &'static str) -> PackedError {
+        PackedError::Byte { at: self.at, expected }
     }
 
-    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], Unreadable> {
+    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], PackedError> {
         let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.expected("more bytes than there are"))?;
         self.at += n_bytes;
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Unreadable> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], PackedError> {
         let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.expected("more bytes than there are"))?;
         self.at += N;
         Ok(*taken)
     }
 
-    fn u32(&mut self) -> Result<usize, Unreadable> {
+    fn u32(&mut self) -> Result<usize, PackedError> {
         self.array().map(|bytes| u32::from_le_bytes(bytes) as usize)
     }
 
-    fn f64(&mut self) -> Result<f64, Unreadable> {
+    fn f64(&mut self) -> Result<f64, PackedError> {
         self.array().map(f64::from_le_bytes)
     }
 
-    fn text(&mut self) -> Result<String, Unreadable> {
+    fn text(&mut self) -> Result<String, PackedError> {
         let n_bytes = self.u32()?;
         let bytes = self.take(n_bytes)?;
         self.charge(n_bytes)?;
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.expected("a text in UTF-8 before it"))
     }
 
-    fn charge(&mut self, n_bytes: usize) -> Result<(), Unreadable> {
-        self.room_bytes = self.room_bytes.checked_sub(n_bytes).ok_or(Unreadable::TooLarge)?;
+    fn charge(&mut self, n_bytes: usize) -> Result<(), PackedError> {
+        self.room_bytes = self.room_bytes.checked_sub(n_bytes).ok_or(PackedError::TooLarge)?;
         Ok(())
     }
 
@@ -198,8 +198,8 @@ impl<'a> Reader<'a> {
     fn entries<T>(
         &mut self,
         n_entries: usize,
-        entry: impl Fn(&mut Self) -> Result<T, Unreadable>,
-    ) -> Result<Vec<T>, Unreadable> {
+        entry: impl Fn(&mut Self) -> Result<T, PackedError>,
+    ) -> Result<Vec<T>, PackedError> {
         if n_entries > self.bytes.len() - self.at {
             return Err(self.expected("as many entries as its length says"));
         }
@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
         Ok(entries)
     }
 
-    fn result(&mut self) -> Result<Said, Unreadable> {
+    fn result(&mut self) -> Result<ItemResult, PackedError> {
         match self.array()? {
             [0] => self.score().map(Ok),
             [1] => Ok(Err(Rejection { code: self.text()?, detail: self.text()? })),
@@ -219,7 +219,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn score(&mut self) -> Result<(f64, Vec<(String, f64)>), Unreadable> {
+    fn score(&mut self) -> Result<(f64, Vec<(String, f64)>), PackedError> {
         let total = self.f64()?;
         let n_parts = self.u32()?;
         Ok((total, self.entries(n_parts, |reader| Ok((reader.text()?, reader.f64()?)))?))
@@ -231,7 +231,7 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
-    fn results(bytes: &[u8], n_items: usize) -> Result<Vec<Said>, Unreadable> {
+    fn results(bytes: &[u8], n_items: usize) -> Result<Vec<ItemResult>, PackedError> {
         super::results(bytes, n_items, 1000)
     }
 
@@ -281,7 +281,7 @@ mod tests {
     fn what_results_become_is_held_to_a_limit_before_it_is_made() {
         // 100 components of 12 bytes each: none of them has a name.
         let bytes = [&[1, 0, 0, 0, 0][..], &[0; 8], &[100, 0, 0, 0], &[0; 1200]].concat();
-        assert!(matches!(super::results(&bytes, 1, 3000), Err(Unreadable::TooLarge)));
+        assert!(matches!(super::results(&bytes, 1, 3000), Err(PackedError::TooLarge)));
         assert_eq!(super::results(&bytes, 1, 4000).unwrap()[0].as_ref().unwrap().1.len(), 100);
     }
 

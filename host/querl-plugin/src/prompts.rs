@@ -1,8 +1,9 @@
 //! Prompt plugins behind the port.
 
 use crate::bindings::prompts;
-use crate::call::{Caller, Load};
+use crate::call::Caller;
 use crate::convert;
+use crate::limits::CallSize;
 use crate::text::printable;
 use querl_core::ports::{ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Message, Rejection};
@@ -29,9 +30,9 @@ impl PromptPlugin {
 
 impl Prompts for PromptPlugin {
     fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
-        let fault = |message: String| self.named("query", input.query, &self.caller.wrong(message));
+        let fault = |message: String| self.named("query", input.query, &self.caller.invalid_result(message));
         let (task, argument) = (convert::task(task), convert::prompt_input(input));
-        let made = self.caller.call("prompts.messages", Load::of(1), |store, instance| {
+        let made = self.caller.call("prompts.messages", CallSize::of(1), |store, instance| {
             self.indices.load(&mut *store, instance)?.call_messages(store, task, argument)
         });
         let made = made.map_err(|error| self.named("query", input.query, &error))?;
@@ -48,8 +49,8 @@ impl Prompts for PromptPlugin {
     }
 
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
-        let fault = |message: String| self.named("answer", text, &self.caller.wrong(message));
-        let parsed = self.caller.call("prompts.parse-rewrite", Load::of(1), |store, instance| {
+        let fault = |message: String| self.named("answer", text, &self.caller.invalid_result(message));
+        let parsed = self.caller.call("prompts.parse-rewrite", CallSize::of(1), |store, instance| {
             self.indices.load(&mut *store, instance)?.call_parse_rewrite(store, text)
         });
         match parsed.map_err(|error| self.named("answer", text, &error))? {
@@ -62,8 +63,8 @@ impl Prompts for PromptPlugin {
     }
 
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
-        let fault = |message: String| self.named("answer", text, &self.caller.wrong(message));
-        let parsed = self.caller.call("prompts.parse-judgement", Load::of(1), |store, instance| {
+        let fault = |message: String| self.named("answer", text, &self.caller.invalid_result(message));
+        let parsed = self.caller.call("prompts.parse-judgement", CallSize::of(1), |store, instance| {
             self.indices.load(&mut *store, instance)?.call_parse_judgement(store, text)
         });
         match parsed.map_err(|error| self.named("answer", text, &error))? {

@@ -1,13 +1,130 @@
-//! Reward plugins behind the port.
+//! Plugins that score: rewards over episodes, style scorers over dialogues. An item's score does not depend on other items.
 
-use crate::bindings::{packed_rewards, rewards};
-use crate::call::{Caller, Load};
-use crate::convert::{self, EpisodeLists};
-use crate::fault;
-use crate::packed::{self, Unreadable};
-use crate::scoring::{Said, Scored, Scoring};
-use querl_core::ports::{FaultKind, PluginFault, RewardModel, RewardRange};
-use querl_core::records::Episode;
+use crate::bindings::{packed_rewards, rewards, style_scores, types};
+use crate::call::Caller;
+use crate::convert::EpisodeLists;
+use crate::limits::CallSize;
+use crate::packed::PackedError;
+use crate::text::{is_code, printable};
+use crate::{convert, error, packed};
+use querl_core::ports::{FaultKind, PluginFault, RewardModel, RewardRange, StyleScorer};
+use querl_core::records::{Dialogue, Episode, Rejection, Reward, RewardComponent};
+
+/// One item's score, as the ports have it.
+pub(crate) type ItemScore = Result<Reward, Rejection>;
+
+/// What a plugin says of one item, whichever its kind: total and components, or a rejection.
+pub(crate) type ItemResult = Result<(f64, Vec<(String, f64)>), types::Rejection>;
+
+/// How the items of one kind of plugin are called and checked.
+pub(crate) struct Scoring<'a, T> {
+    pub(crate) caller: &'a Caller,
+    /// `episode` or `dialogue`.
+    pub(crate) what: &'static str,
+    pub(crate) id: fn(&T) -> &str,
+    /// Totals outside of it are faults.
+    pub(crate) range: RewardRange,
+    /// `the declared range` or what else the range is called.
+    pub(crate) range_name: &'static str,
+}
+
+impl<T> Scoring<'_, T> {
+    /// One result for each item, in order; `run` is one call into the plugin.
+    ///
+    /// Where the call hits a limit and limits drop, each item is tried alone with the fuel of the whole batch, and those that hit
+    /// a limit even so are dropped: whether one is depends on itself and the size of its batch, never on what its neighbours are.
+    ///
+    /// # Errors
+    /// A fault, with the item at which it happened as far as that can be found.
+    pub(crate) fn batch(
+        &self,
+        items: &[T],
+        run: impl Fn(&[T], CallSize) -> Result<Vec<ItemResult>, PluginFault>,
+    ) -> Result<Vec<ItemScore>, PluginFault> {
+        if items.is_empty() {
+            return Ok(Vec::new());
+        }
+        let alone = CallSize::part_of(items.len(), 1);
+        match (run(items, CallSize::of(items.len())), items) {
+            (Ok(said), _) => self.checked(items, said),
+            (Err(fault), [item]) if self.caller.drops(&fault) => Ok(vec![Err(self.dropped(&fault, item)?)]),
+            (Err(fault), _) if self.caller.drops(&fault) => self.one_by_one(items, |item| run(item, alone)),
+            (Err(fault), _) => {
+                let try_alone = |index: usize| run(&items[index..=index], alone).map(drop);
+                Err(self.caller.locate(fault, self.what, &self.ids(items), try_alone))
+            }
+        }
+    }
+
+    /// Each item alone, without those that hit a limit.
+    fn one_by_one(
+        &self,
+        items: &[T],
+        run: impl Fn(&[T]) -> Result<Vec<ItemResult>, PluginFault>,
+    ) -> Result<Vec<ItemScore>, PluginFault> {
+        let deadline = self.caller.drop_deadline();
+        let mut scored = Vec::with_capacity(items.len());
+        for item in items.chunks(1) {
+            self.caller.check_drop_deadline(deadline, self.what, &self.ids(items))?;
+            match run(item) {
+                Ok(said) => scored.extend(self.checked(item, said)?),
+                Err(fault) if self.caller.drops(&fault) => scored.push(Err(self.dropped(&fault, &item[0])?)),
+                Err(fault) => return Err(self.caller.in_batch(&fault, self.what, &self.ids(item))),
+            }
+        }
+        Ok(scored)
+    }
+
+    fn dropped(&self, fault: &PluginFault, item: &T) -> Result<Rejection, PluginFault> {
+        self.caller.dropped(fault, self.what, (self.id)(item))
+    }
+
+    fn checked(&self, items: &[T], said: Vec<ItemResult>) -> Result<Vec<ItemScore>, PluginFault> {
+        if said.len() != items.len() {
+            return Err(self.caller.wrong_length(said.len(), "scores", self.what, &self.ids(items)));
+        }
+        let check = |(item, said): (&T, ItemResult)| {
+            let named = |message| self.caller.invalid_result(format!("{} `{}`: {message}", self.what, (self.id)(item)));
+            self.score(said).map_err(named)
+        };
+        items.iter().zip(said).map(check).collect()
+    }
+
+    fn score(&self, said: ItemResult) -> Result<ItemScore, String> {
+        let (total, parts) = match said {
+            Ok(score) => score,
+            Err(rejection) => return convert::rejection(rejection).map(Err),
+        };
+        let RewardRange { min, max } = self.range;
+        if !(min..=max).contains(&total) {
+            let name = self.range_name;
+            return Err(format!("total is {total}; expected a number within {name} {min} to {max}"));
+        }
+        Ok(Ok(Reward { total, components: components(parts)? }))
+    }
+
+    fn ids<'b>(&self, items: &'b [T]) -> Vec<&'b str> {
+        items.iter().map(self.id).collect()
+    }
+}
+
+fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String> {
+    for (name, value) in &parts {
+        if !is_code(name) {
+            let shown = printable(name, 100);
+            return Err(format!("component name is `{shown}`; expected 1 to 64 of a to z, 0 to 9 and _"));
+        }
+        if !value.is_finite() {
+            return Err(format!("component `{name}` is {value}; expected a finite number"));
+        }
+    }
+    let mut names: Vec<&str> = parts.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("component `{}` appears twice", twice[0]));
+    }
+    Ok(parts.into_iter().map(|(name, value)| RewardComponent { name, value }).collect())
+}
 
 /// What reports call it, in whichever form the batch goes in.
 const SCORE_BATCH: &str = "rewards.score-batch";
@@ -33,7 +150,7 @@ pub(crate) struct RewardPlugin {
 impl RewardPlugin {
     /// Asks the plugin for its range. A form that it does not offer is that of records.
     pub(crate) fn new(caller: Caller, indices: rewards::GuestIndices, form: RewardForm) -> Result<Self, PluginFault> {
-        let bounds = caller.call("rewards.range", Load::of(1), |store, instance| {
+        let bounds = caller.call("rewards.range", CallSize::of(1), |store, instance| {
             indices.load(&mut *store, instance)?.call_range(store)
         })?;
         let rewards::Bounds { min, max } = bounds;
@@ -41,15 +158,15 @@ impl RewardPlugin {
             let packed = caller.exports.packed_rewards.clone().filter(|_| form == RewardForm::Packed);
             return Ok(Self { caller, packed, indices, range: RewardRange { min, max } });
         }
-        Err(caller.wrong(format!(
+        Err(caller.invalid_result(format!(
             "declares the range {min} to {max}; expected two finite numbers, the first below the second"
         )))
     }
 
-    fn run(&self, episodes: &[Episode], load: Load) -> Result<Vec<Said>, PluginFault> {
+    fn run(&self, episodes: &[Episode], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
         match &self.packed {
-            Some(packed) => self.run_packed(packed, episodes, load),
-            None => self.run_typed(episodes, load),
+            Some(packed) => self.run_packed(packed, episodes, size),
+            None => self.run_typed(episodes, size),
         }
     }
 
@@ -58,24 +175,24 @@ impl RewardPlugin {
         &self,
         packed: &packed_rewards::GuestIndices,
         episodes: &[Episode],
-        load: Load,
-    ) -> Result<Vec<Said>, PluginFault> {
+        size: CallSize,
+    ) -> Result<Vec<ItemResult>, PluginFault> {
         let batch = packed::batch(episodes);
-        let said = self.caller.call(SCORE_BATCH, load, |store, instance| {
+        let said = self.caller.call(SCORE_BATCH, size, |store, instance| {
             packed.load(&mut *store, instance)?.call_score_packed(store, &batch)
         })?;
         let limits = &self.caller.limits;
         packed::results(&said, episodes.len(), limits.values.output_bytes).map_err(|error| match error {
-            Unreadable::TooLarge => self.caller.fault(FaultKind::Limit, fault::too_much(limits)),
-            other => self.caller.wrong(other.to_string()),
+            PackedError::TooLarge => self.caller.fault(FaultKind::Limit, error::too_large(limits)),
+            other => self.caller.invalid_result(other.to_string()),
         })
     }
 
-    fn run_typed(&self, episodes: &[Episode], load: Load) -> Result<Vec<Said>, PluginFault> {
+    fn run_typed(&self, episodes: &[Episode], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
         let lists: Vec<_> = episodes.iter().map(EpisodeLists::new).collect();
         let arguments: Vec<_> =
             episodes.iter().zip(&lists).map(|(episode, lists)| convert::episode(episode, lists)).collect();
-        let said = self.caller.call(SCORE_BATCH, load, |store, instance| {
+        let said = self.caller.call(SCORE_BATCH, size, |store, instance| {
             self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
         })?;
         let parts = |parts: Vec<rewards::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
@@ -84,7 +201,7 @@ impl RewardPlugin {
 }
 
 impl RewardModel for RewardPlugin {
-    fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Scored>, PluginFault> {
+    fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<ItemScore>, PluginFault> {
         let scoring = Scoring {
             caller: &self.caller,
             what: "episode",
@@ -92,11 +209,67 @@ impl RewardModel for RewardPlugin {
             range: self.range,
             range_name: "the declared range",
         };
-        scoring.batch(episodes, |episodes, load| self.run(episodes, load))
+        scoring.batch(episodes, |episodes, size| self.run(episodes, size))
     }
 
     fn range(&self) -> RewardRange {
         self.range
+    }
+
+    fn name(&self) -> &str {
+        &self.caller.name
+    }
+}
+
+/// The contract's, for every style scorer.
+const RANGE: RewardRange = RewardRange { min: 0.0, max: 1.0 };
+
+/// A configured style scorer plugin.
+pub(crate) struct StylePlugin {
+    caller: Caller,
+    indices: style_scores::GuestIndices,
+}
+
+/// A dialogue in the words of the contract.
+struct DialogueArgument<'a> {
+    id: &'a str,
+    turns: Vec<types::MessageParam<'a>>,
+}
+
+impl StylePlugin {
+    pub(crate) fn new(caller: Caller, indices: style_scores::GuestIndices) -> Self {
+        Self { caller, indices }
+    }
+
+    fn run(&self, dialogues: &[DialogueArgument<'_>], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
+        let arguments: Vec<_> =
+            dialogues.iter().map(|sent| style_scores::Dialogue { id: sent.id, turns: &sent.turns }).collect();
+        let said = self.caller.call("style-scores.score-batch", size, |store, instance| {
+            self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
+        })?;
+        let parts =
+            |parts: Vec<style_scores::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
+        Ok(said.into_iter().map(|said| said.map(|score| (score.total, parts(score.components)))).collect())
+    }
+}
+
+impl StyleScorer for StylePlugin {
+    fn score_batch(&self, dialogues: &[Dialogue]) -> Result<Vec<ItemScore>, PluginFault> {
+        let (mut arguments, mut rejections) = (Vec::new(), Vec::new());
+        for dialogue in dialogues {
+            let turns = convert::turns(dialogue);
+            rejections.push(turns.map(|turns| arguments.push(DialogueArgument { id: &dialogue.id, turns })));
+        }
+        let scoring = Scoring {
+            caller: &self.caller,
+            what: "dialogue",
+            id: |dialogue: &DialogueArgument<'_>| dialogue.id,
+            range: RANGE,
+            range_name: "the contract's range",
+        };
+        let mut scored = scoring.batch(&arguments, |dialogues, size| self.run(dialogues, size))?.into_iter();
+        let mut next = || scored.next().expect("one result for each dialogue that was sent");
+        Ok(rejections.into_iter().map(|sent| sent.and_then(|()| next())).collect())
     }
 
     fn name(&self) -> &str {

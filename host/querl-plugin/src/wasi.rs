@@ -7,7 +7,7 @@
 //!    them ends the instance with a fault that names it.
 //! 3. Clocks stand still at 0 and random numbers are a fixed sequence that starts anew with each instance.
 
-use crate::guest::{Guest, Refused, charge};
+use crate::guest::{Guest, HostRefusal, charge};
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
 use wasmtime::component::{ComponentType, Lift, Linker, LinkerInstance, Lower, Resource, ResourceType};
 use wasmtime::{Engine, Result, StoreContextMut};
@@ -98,7 +98,7 @@ fn function(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> 
 
 fn refuse(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Result<()> {
     let called = format!("called `{interface}#{name}`: plugins have no files, sockets or other input and output");
-    on.func_new(name, move |_, _, _, _| Err(Refused(called.clone()).into()))
+    on.func_new(name, move |_, _, _, _| Err(HostRefusal(called.clone()).into()))
 }
 
 fn surroundings(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Result<()> {
@@ -108,7 +108,7 @@ fn surroundings(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str)
         "initial-cwd" => on.func_wrap(name, |_, (): ()| Ok((None::<String>,))),
         "get-directories" => on.func_wrap(name, |_, (): ()| Ok((Vec::<(Resource<Absent>, String)>::new(),))),
         "exit" => on.func_wrap(name, |_, (_,): (std::result::Result<(), ()>,)| -> Result<()> {
-            Err(Refused("called exit: a plugin returns, or panics with a message".into()).into())
+            Err(HostRefusal("called exit: a plugin returns, or panics with a message".into()).into())
         }),
         _ => refuse(on, interface, name),
     }
@@ -146,7 +146,7 @@ fn random(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Re
         "get-random-bytes" | "get-insecure-random-bytes" => {
             on.func_wrap(name, |mut store: StoreContextMut<'_, Guest>, (length,): (u64,)| {
                 if length > MAX_RANDOM_BYTES {
-                    return Err(Refused(format!("asked for {length} random bytes at once")).into());
+                    return Err(HostRefusal(format!("asked for {length} random bytes at once")).into());
                 }
                 charge(&mut store, length as usize);
                 Ok(((0..length).map(|_| next_random(store.data_mut()) as u8).collect::<Vec<u8>>(),))

@@ -6,7 +6,7 @@ mod common;
 
 use common::{cache_dir, repository};
 use querl_core::records::{Context, Hit, Sample};
-use querl_plugin::{HostOptions, PluginHost, PluginSettings};
+use querl_plugin::{HostOptions, PluginHost, PluginPort, PluginSettings};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -55,7 +55,8 @@ fn peak_bytes(samples: &[Sample]) -> usize {
     });
     let host = host.unwrap();
     let plugin = host.load(&repository().join("plugins/filter-quality")).unwrap();
-    let verdicts = host.filter_of(&plugin, &PluginSettings::default()).unwrap().check_batch(samples).unwrap();
+    let verdicts =
+        host.open(&plugin, &PluginSettings::default(), PluginPort::filter()).unwrap().check_batch(samples).unwrap();
     assert_eq!(verdicts.len(), samples.len());
     peak.load(Ordering::Relaxed)
 }

@@ -6,7 +6,7 @@ mod common;
 use common::{cache_dir, episode, host_with, load_guest, repository};
 use querl_bundle::{PublicKey, SigningKey, pack, sign};
 use querl_core::config::PluginLimits;
-use querl_plugin::{HostOptions, PluginError, PluginHost, PluginSettings, Source};
+use querl_plugin::{HostOptions, PluginError, PluginHost, PluginPort, PluginSettings, Source};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -63,7 +63,9 @@ fn bundle_scores_as_its_folder_does() {
     let facts = bundled.bundle().unwrap();
     assert_eq!((facts.digest.len(), &facts.signed_by), (64, &None));
     assert!(built.bundle().is_none() && built.manifest().is_some());
-    let score = |plugin| host.reward_of(plugin, &PluginSettings::new()).unwrap().score_batch(&[episode("a", "好")]);
+    let score = |plugin| {
+        host.open(plugin, &PluginSettings::new(), PluginPort::reward()).unwrap().score_batch(&[episode("a", "好")])
+    };
     assert_eq!(score(&bundled).unwrap(), score(&built).unwrap());
 }
 
@@ -102,7 +104,7 @@ fn settings_are_checked_against_the_manifest_before_the_plugin_sees_them() {
     let plugin = host.load(&path).unwrap();
     let refused = |settings: &str| {
         let settings = toml::from_str(settings).unwrap();
-        host.reward_of(&plugin, &settings).err().unwrap().to_string()
+        host.open(&plugin, &settings, PluginPort::reward()).err().unwrap().to_string()
     };
     assert_eq!(
         refused("weight_judge = 3"),
@@ -113,7 +115,7 @@ fn settings_are_checked_against_the_manifest_before_the_plugin_sees_them() {
         "plugin reward-competition 0.1.0: setting `weight_jugde`: the plugin knows no such setting; did you mean \
          `weight_judge`?"
     );
-    host.reward_of(&plugin, &toml::from_str("weight_judge = 2").unwrap()).unwrap();
+    host.open(&plugin, &toml::from_str("weight_judge = 2").unwrap(), PluginPort::reward()).unwrap();
 }
 
 #[test]

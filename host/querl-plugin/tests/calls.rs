@@ -7,7 +7,7 @@ use common::{cache_dir, episode, host_with, load_guest, repository};
 use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, StyleModel, StyleScorer};
 use querl_core::records::{CallFailure, Dialogue, FailureKind, Message, StyleProbability};
-use querl_plugin::{CallReport, HostOptions, PluginHost, PluginKind, PluginSettings};
+use querl_plugin::{CallReport, HostOptions, PluginHost, PluginKind, PluginPort, PluginSettings};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -47,7 +47,7 @@ fn working(query: &str, kib: &str) -> querl_core::records::Episode {
 fn every_call_is_reported_with_what_it_used() {
     let (host, calls) = observed(PluginLimits::default());
     let plugin = host.load(&repository().join("plugins/reward-competition")).unwrap();
-    let reward = host.reward_of(&plugin, &PluginSettings::new()).unwrap();
+    let reward = host.open(&plugin, &PluginSettings::new(), PluginPort::reward()).unwrap();
     calls.lock().unwrap().clear();
     let batch = [episode("a", "胶原咋吃"), episode("b", "胶原咋吃")];
     reward.score_batch(&batch).unwrap();
@@ -67,7 +67,7 @@ fn loading_and_configuring_are_reported_too() {
     let (host, calls) = observed(PluginLimits::default());
     let folder = repository().join("plugins/tenant-chengla");
     let plugin = host.load(&folder).unwrap();
-    host.prompts_of(&plugin, &PluginSettings::new()).unwrap();
+    host.open(&plugin, &PluginSettings::new(), PluginPort::prompts()).unwrap();
     let functions: Vec<_> = calls.lock().unwrap().iter().map(|call| call.function).collect();
     assert_eq!(functions, ["info.describe", "info.check-settings"]);
 }
@@ -76,7 +76,7 @@ fn loading_and_configuring_are_reported_too() {
 fn more_work_is_more_fuel_and_more_memory() {
     let (host, calls) = observed(PluginLimits::default());
     let plugin = load_guest(&host, "works").unwrap();
-    let reward = host.reward_of(&plugin, &PluginSettings::new()).unwrap();
+    let reward = host.open(&plugin, &PluginSettings::new(), PluginPort::reward()).unwrap();
     calls.lock().unwrap().clear();
     for (turns, kib) in [("0", "0"), ("100000", "0"), ("0", "8192")] {
         reward.score_batch(&[working(turns, kib)]).unwrap();
@@ -92,7 +92,7 @@ fn call_that_faults_is_reported_with_all_its_fuel() {
     let limits = PluginLimits { fuel_per_call: 1_000_000, fuel_per_item: 500_000, ..PluginLimits::default() };
     let (host, calls) = observed(limits);
     let plugin = load_guest(&host, "infinite-loop").unwrap();
-    let reward = host.reward_of(&plugin, &PluginSettings::new()).unwrap();
+    let reward = host.open(&plugin, &PluginSettings::new(), PluginPort::reward()).unwrap();
     calls.lock().unwrap().clear();
     reward.score_batch(&[episode("a", "loop")]).unwrap_err();
     let heard = calls.lock().unwrap().clone();
@@ -127,7 +127,7 @@ fn dialogue(id: &str, question: &str) -> Dialogue {
 fn scorer(host: &PluginHost, model: Option<Arc<dyn StyleModel>>) -> Box<dyn StyleScorer> {
     let plugin = host.load(&repository().join("tests/guests/odd-style-scorer")).unwrap();
     assert_eq!(plugin.kinds(), [PluginKind::StyleScorer]);
-    host.style_scorer_of(&plugin, &PluginSettings::new(), model).unwrap()
+    host.open(&plugin, &PluginSettings::new(), PluginPort::style_scorer(model)).unwrap()
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn style_scores_outside_of_the_contract_are_faults() {
     let host = host_with(PluginLimits::default());
     let plugin = host.load(&repository().join("tests/guests/odd-style-scorer")).unwrap();
     let settings = toml::from_str("breach = 'long_is_better'").unwrap();
-    let scorer = host.style_scorer_of(&plugin, &settings, Some(Arc::new(Model))).unwrap();
+    let scorer = host.open(&plugin, &settings, PluginPort::style_scorer(Some(Arc::new(Model)))).unwrap();
     let mut long = dialogue("a", "退款");
     long.turns[1].content = "好".repeat(2000);
     let fault = scorer.score_batch(&[dialogue("b", "退款"), long]).unwrap_err();

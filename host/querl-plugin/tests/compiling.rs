@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{episode, repository, weighted};
+use common::{competition, episode, repository};
 use querl_core::config::PluginLimits;
 use querl_plugin::{Compiler, HostOptions, PluginError, PluginHost};
 use std::os::unix::fs::MetadataExt;
@@ -40,7 +40,7 @@ fn refusal(compiler: Compiler, cache: &Path, timeout_ms: u64) -> String {
 fn child_compiles_what_the_host_runs_and_keeps() {
     let folder = tempfile::tempdir().unwrap();
     let score = |compiler| {
-        let reward = host(compiler, folder.path(), 60_000).reward(&weighted("plugins/reward-competition")).unwrap();
+        let reward = competition(&host(compiler, folder.path(), 60_000));
         reward.score_batch(&[episode("a", "好")]).unwrap()
     };
     let scored = score(child());
@@ -57,7 +57,7 @@ fn child_is_used_where_nothing_can_be_kept() {
     let folder = tempfile::tempdir().unwrap();
     let file_in_the_way = folder.path().join("file");
     std::fs::write(&file_in_the_way, "").unwrap();
-    let reward = host(child(), &file_in_the_way, 60_000).reward(&weighted("plugins/reward-competition")).unwrap();
+    let reward = competition(&host(child(), &file_in_the_way, 60_000));
     assert!(reward.score_batch(&[episode("a", "好")]).unwrap()[0].is_ok());
 }
 

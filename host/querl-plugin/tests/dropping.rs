@@ -7,7 +7,7 @@ use common::{episode, guest, host_with, load_guest};
 use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::ports::{FaultKind, Filter, RewardModel};
 use querl_core::records::{Context, Dialogue, Episode, Message, Sample, Verdict};
-use querl_plugin::PluginSettings;
+use querl_plugin::{PluginPort, PluginSettings};
 use std::time::{Duration, Instant};
 
 /// A minute, so that fuel is the limit.
@@ -75,7 +75,8 @@ fn items_that_are_too_much_together_are_kept_where_each_is_within_the_fuel_of_th
 fn finding_what_to_drop_ends_after_ten_times_the_time_of_a_call() {
     let (fuel_per_item, timeout_ms) = (u64::MAX / 1_000_000, 50);
     let host = host_with(PluginLimits { fuel_per_item, timeout_ms, ..limits(1000) });
-    let filter = host.filter_of(&load_guest(&host, "filter-loops").unwrap(), &PluginSettings::new()).unwrap();
+    let filter =
+        host.open(&load_guest(&host, "filter-loops").unwrap(), &PluginSettings::new(), PluginPort::filter()).unwrap();
     let samples: Vec<_> = (0..64).map(|id| sample(id, "loop")).collect();
     let start = Instant::now();
     let fault = filter.check_batch(&samples).unwrap_err();
@@ -105,7 +106,7 @@ fn sample(id: usize, query: &str) -> Sample {
 
 fn looping_filter(max_dropped: u64) -> Box<dyn Filter> {
     let host = host_with(limits(max_dropped));
-    host.filter_of(&load_guest(&host, "filter-loops").unwrap(), &PluginSettings::new()).unwrap()
+    host.open(&load_guest(&host, "filter-loops").unwrap(), &PluginSettings::new(), PluginPort::filter()).unwrap()
 }
 
 #[test]
@@ -147,7 +148,7 @@ fn filter_names_the_sample_that_was_one_too_many() {
 fn style_scorer_drops_dialogues_alike() {
     let host = host_with(limits(10));
     let plugin = load_guest(&host, "classifies").unwrap();
-    let scorer = host.style_scorer_of(&plugin, &PluginSettings::new(), None).unwrap();
+    let scorer = host.open(&plugin, &PluginSettings::new(), PluginPort::style_scorer(None)).unwrap();
     let turn = || Message { role: "assistant".into(), content: "您好".into() };
     let dialogue = |id: &str| Dialogue { id: id.into(), turns: vec![turn()] };
     let scored = scorer.score_batch(&[dialogue("a"), dialogue("x-loops"), dialogue("b")]).unwrap();

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{candidate, episode, host, plugin, weighted, with_settings};
+use common::{candidate, competition, episode, host, open, repository};
 use querl_core::ports::{PromptInput, PromptTask};
 use querl_core::records::{CallFailure, Context, Episode, FailureKind, Hit, Judgement, Sample, Verdict};
-use querl_plugin::PluginKind;
+use querl_plugin::{PluginKind, PluginPort};
 
 fn judged(id: &str) -> Episode {
     Episode {
@@ -18,7 +18,7 @@ fn judged(id: &str) -> Episode {
 
 #[test]
 fn competition_scores_as_computed_by_hand() {
-    let reward = host().reward(&weighted("plugins/reward-competition")).unwrap();
+    let reward = competition(&host());
     assert_eq!((reward.name(), reward.range().min, reward.range().max), ("reward-competition", -1.0, 1.0));
     let scored = reward.score_batch(&[judged("a"), episode("b", "胶原咋吃")]).unwrap();
     let total = |index: usize| scored[index].as_ref().unwrap().total;
@@ -31,7 +31,7 @@ fn competition_scores_as_computed_by_hand() {
 
 #[test]
 fn failures_reach_the_plugin_and_come_back_as_rejections() {
-    let reward = host().reward(&weighted("plugins/reward-competition")).unwrap();
+    let reward = competition(&host());
     let failure = || CallFailure { kind: FailureKind::Timeout, message: "no answer within 30 s".into() };
     let mut lost = judged("a");
     lost.baseline.retrieval = Err(failure());
@@ -45,7 +45,7 @@ fn failures_reach_the_plugin_and_come_back_as_rejections() {
 
 #[test]
 fn batch_equals_singles() {
-    let reward = host().reward(&weighted("plugins/reward-competition")).unwrap();
+    let reward = competition(&host());
     let batch: Vec<_> =
         (0..20).map(|n| Episode { policy: candidate(&[f64::from(n) / 20.0], None), ..judged("x") }).collect();
     let batch: Vec<_> = batch
@@ -64,7 +64,8 @@ fn batch_equals_singles() {
 #[test]
 fn filter_gives_codes_in_order() {
     let filter =
-        host().filter(&with_settings("plugins/filter-quality", "key_terms = ['虾青素']\nmin_top1 = 0.5")).unwrap();
+        open(&host(), "plugins/filter-quality", "key_terms = ['虾青素']\nmin_top1 = 0.5", PluginPort::filter())
+            .unwrap();
     let sample = |id: &str, query: &str, rewrite: &str, top1: f64| Sample {
         id: id.into(),
         original_query: query.into(),
@@ -92,7 +93,7 @@ fn tenants_make_prompts_and_read_answers() {
         ("plugins/tenant-fivedoctors", "你是保健品领域的Query改写专家。"),
         ("plugins/tenant-chengla", "你是教育培训领域的Query改写专家。"),
     ] {
-        let prompts = host().prompts(&plugin(folder)).unwrap();
+        let prompts = open(&host(), folder, "", PluginPort::prompts()).unwrap();
         let context = Context { user_profile: "孕妇".into(), history_summary: String::new() };
         let input = PromptInput { query: "能吃吗", context: &context, rewrite: None };
         let messages = prompts.messages(PromptTask::PolicyRewrite, &input).unwrap();
@@ -112,7 +113,7 @@ fn tenants_make_prompts_and_read_answers() {
 #[test]
 fn refused_and_unknown_settings_are_named() {
     let message =
-        |settings| host().filter(&with_settings("plugins/filter-quality", settings)).err().unwrap().to_string();
+        |settings| open(&host(), "plugins/filter-quality", settings, PluginPort::filter()).err().unwrap().to_string();
     assert_eq!(
         message("min_top1 = 'high'"),
         "plugin filter-quality 0.1.0: setting `min_top1`: expected a number from 0 to 1, got \"high\""
@@ -126,7 +127,7 @@ fn refused_and_unknown_settings_are_named() {
 #[test]
 fn a_plugin_of_another_kind_is_refused() {
     let host = host();
-    assert_eq!(host.load(&plugin("plugins/filter-quality").path).unwrap().kinds(), [PluginKind::Filter]);
-    let message = host.reward(&weighted("plugins/filter-quality")).err().unwrap().to_string();
+    assert_eq!(host.load(&repository().join("plugins/filter-quality")).unwrap().kinds(), [PluginKind::Filter]);
+    let message = open(&host, "plugins/filter-quality", "", PluginPort::reward()).err().unwrap().to_string();
     assert_eq!(message, "plugin filter-quality 0.1.0: it is a filter plugin; expected a reward plugin");
 }

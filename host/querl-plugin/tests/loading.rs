@@ -3,8 +3,7 @@
 
 mod common;
 
-use common::{episode, host, repository, weighted};
-use querl_core::config::WeightedPluginConfig;
+use common::{competition, episode, host, repository};
 use querl_plugin::{HostOptions, PluginHost};
 use std::path::Path;
 
@@ -58,7 +57,7 @@ fn compiled_code_is_kept_and_used() {
     let folder = tempfile::tempdir().unwrap();
     let options = || HostOptions { cache_dir: Some(folder.path().to_owned()), ..HostOptions::default() };
     let scores = || {
-        let reward = PluginHost::new(options()).unwrap().reward(&weighted("plugins/reward-competition")).unwrap();
+        let reward = competition(&PluginHost::new(options()).unwrap());
         reward.score_batch(&[episode("a", "好")]).unwrap()
     };
     let fresh = scores();
@@ -106,10 +105,9 @@ fn cache_below_a_folder_that_others_can_write_is_not_used_unless_that_is_sticky(
 
 #[test]
 fn calls_work_outside_and_inside_an_async_runtime() {
-    let config: WeightedPluginConfig = weighted("plugins/reward-competition");
     let batch = [episode("a", "好")];
     let panics = common::guest(&host(), "panics");
-    let reward = host().reward(&config).unwrap();
+    let reward = competition(&host());
     let outside = reward.score_batch(&batch).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
     runtime.block_on(async {

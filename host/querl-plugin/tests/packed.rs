@@ -7,7 +7,7 @@ use common::{candidate, episode, host, load_guest, repository};
 use querl_core::episodes::{RecordedEpisode, read};
 use querl_core::ports::RewardModel;
 use querl_core::records::{CallFailure, Episode, FailureKind};
-use querl_plugin::{Plugin, PluginHost, PluginSettings};
+use querl_plugin::{Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_sdk::Reward as _;
 use std::io::Write;
 
@@ -32,7 +32,7 @@ fn without_packed(host: &PluginHost, plugin: &Plugin) -> Plugin {
 }
 
 fn reward(host: &PluginHost, plugin: &Plugin) -> Box<dyn RewardModel> {
-    host.reward_of(plugin, &PluginSettings::default()).unwrap()
+    host.open(plugin, &PluginSettings::default(), PluginPort::reward()).unwrap()
 }
 
 /// As the host has them, and as the SDK reads the same lines.

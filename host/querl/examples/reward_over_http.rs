@@ -6,7 +6,7 @@
 use querl_core::episodes;
 use querl_core::ports::RewardModel;
 use querl_core::records::Episode;
-use querl_plugin::{HostOptions, PluginHost};
+use querl_plugin::{HostOptions, PluginHost, PluginPort};
 use std::time::{Duration, Instant};
 
 const BATCH: usize = 64;
@@ -27,7 +27,7 @@ fn main() {
     let host = PluginHost::new(HostOptions::default()).unwrap();
     let rewards: Vec<Box<dyn RewardModel>> = plugins
         .iter()
-        .map(|path| host.reward_of(&host.load(path.as_ref()).unwrap(), &Default::default()).unwrap())
+        .map(|path| host.open(&host.load(path.as_ref()).unwrap(), &Default::default(), PluginPort::reward()).unwrap())
         .collect();
     let remote = Remote::new(url);
     remote.wait();

@@ -5,7 +5,7 @@
 //! snapshots an interpreter with a random hash seed and names no way to fix it: pack what was tested.
 
 use super::Build;
-use super::script::{ScriptFolder, WORLD};
+use super::{ScriptFolder, WORLD};
 use crate::error::PluginError;
 use querl_bundle::Kind;
 use std::ffi::OsStr;
@@ -114,7 +114,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::source::script::tests::folder_with;
+    use crate::source::script_tests::folder_with;
 
     #[test]
     fn entry_binds_the_kinds_of_the_manifest_under_its_name_and_version() {

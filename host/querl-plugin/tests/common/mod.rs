@@ -1,10 +1,10 @@
 //! What the tests of this folder share.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test file uses a part of this")]
 
-use querl_core::config::{PluginConfig, PluginLimits, WeightedPluginConfig};
+use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, PluginFault, RewardModel};
 use querl_core::records::{Candidate, Context, Episode, Hit, Judgement};
-use querl_plugin::{HostOptions, Plugin, PluginError, PluginHost, PluginSettings};
+use querl_plugin::{HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -29,22 +29,24 @@ pub fn host_with(limits: PluginLimits) -> PluginHost {
     PluginHost::new(HostOptions { limits, cache_dir: cache_dir(), ..HostOptions::default() }).unwrap()
 }
 
-/// A configuration without settings for a folder of the repository.
-pub fn plugin(folder: &str) -> PluginConfig {
-    PluginConfig { path: repository().join(folder), settings: Default::default() }
+/// Loads the plugin of a folder of the repository, and opens it under `settings`, written as TOML.
+pub fn open<P: ?Sized>(
+    host: &PluginHost,
+    folder: &str,
+    settings: &str,
+    port: PluginPort<P>,
+) -> Result<Box<P>, PluginError> {
+    host.open(&host.load(&repository().join(folder))?, &toml::from_str(settings).unwrap(), port)
 }
 
-pub fn weighted(folder: &str) -> WeightedPluginConfig {
-    WeightedPluginConfig { path: repository().join(folder), weight: 1.0, settings: Default::default() }
-}
-
-pub fn with_settings(folder: &str, settings: &str) -> PluginConfig {
-    PluginConfig { settings: toml::from_str(settings).unwrap(), ..plugin(folder) }
+/// The reward of the first-party plugin `reward-competition`.
+pub fn competition(host: &PluginHost) -> Box<dyn RewardModel> {
+    open(host, "plugins/reward-competition", "", PluginPort::reward()).unwrap()
 }
 
 /// A guest of `tests/guests`: a crate `guest-NAME`, or `wat/NAME.wat`.
 pub fn guest(host: &PluginHost, name: &str) -> Box<dyn RewardModel> {
-    host.reward_of(&load_guest(host, name).unwrap(), &PluginSettings::default()).unwrap()
+    host.open(&load_guest(host, name).unwrap(), &PluginSettings::default(), PluginPort::reward()).unwrap()
 }
 
 /// As [`guest`], as far as loading.

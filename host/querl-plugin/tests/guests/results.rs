@@ -3,7 +3,7 @@
 use crate::common::{assert_others_are_served, episode, guest, host, load_guest, refusal, said_of};
 use querl_core::config::PluginLimits;
 use querl_core::ports::FaultKind;
-use querl_plugin::PluginSettings;
+use querl_plugin::{PluginPort, PluginSettings};
 
 /// The sentence about the second of three episodes; the breach is one of the result.
 fn said_of_result(name: &str, query: &str) -> String {
@@ -61,7 +61,7 @@ fn total_out_of_the_declared_range_is_a_fault() {
 fn range_without_ends_is_refused_before_the_first_score() {
     let host = host();
     let plugin = load_guest(&host, "infinite-range").unwrap();
-    let said = host.reward_of(&plugin, &PluginSettings::default()).err().unwrap().to_string();
+    let said = host.open(&plugin, &PluginSettings::default(), PluginPort::reward()).err().unwrap().to_string();
     assert_eq!(
         said,
         "plugin infinite-range 0.1.0: declares the range -inf to inf; expected two finite numbers, the first below the second"
@@ -111,12 +111,13 @@ fn name_that_clears_the_screen_is_refused_and_shown_without_escapes() {
 fn keys_with_escapes_are_not_shown_to_the_user() {
     let host = host();
     let plugin = load_guest(&host, "escapes-in-keys").unwrap();
-    let said = host.reward_of(&plugin, &toml::from_str("colour = 1").unwrap()).err().unwrap().to_string();
+    let said =
+        host.open(&plugin, &toml::from_str("colour = 1").unwrap(), PluginPort::reward()).err().unwrap().to_string();
     assert_eq!(
         said,
         "plugin escapes-in-keys 0.1.0: setting `colour`: the plugin knows no such setting; it knows `depth`"
     );
-    host.reward_of(&plugin, &toml::from_str("depth = 1").unwrap()).unwrap();
+    host.open(&plugin, &toml::from_str("depth = 1").unwrap(), PluginPort::reward()).unwrap();
 }
 
 #[test]

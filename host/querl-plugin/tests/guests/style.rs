@@ -3,7 +3,7 @@
 use crate::common::{assert_others_are_served, host, host_with, load_guest, with_plenty_of_fuel};
 use querl_core::ports::{FaultKind, PluginFault, StyleModel, StyleScorer};
 use querl_core::records::{CallFailure, Dialogue, Message, StyleProbability};
-use querl_plugin::{PluginHost, PluginSettings};
+use querl_plugin::{PluginHost, PluginPort, PluginSettings};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ impl StyleModel for Slow {
 /// Asks the model once for a dialogue, and without end for one whose id starts with `x`.
 fn scorer(host: &PluginHost, model_time: Duration) -> Box<dyn StyleScorer> {
     let plugin = load_guest(host, "classifies").unwrap();
-    host.style_scorer_of(&plugin, &PluginSettings::default(), Some(Arc::new(Slow(model_time)))).unwrap()
+    host.open(&plugin, &PluginSettings::default(), PluginPort::style_scorer(Some(Arc::new(Slow(model_time))))).unwrap()
 }
 
 fn dialogue(id: &str) -> Dialogue {

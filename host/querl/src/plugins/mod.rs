@@ -13,7 +13,7 @@ use querl_bundle::Manifest;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_core::config::Config;
 use querl_core::ports::{Filter, Prompts, RewardModel};
-use querl_plugin::{Plugin, PluginHost, PluginSettings, Source};
+use querl_plugin::{Plugin, PluginHost, PluginPort, PluginSettings, Source};
 use std::path::Path;
 use std::sync::Arc;
 use style::SharedStyleModel;
@@ -64,11 +64,11 @@ impl Plugins {
         let config = &config.plugins;
         let mut loading = Loading { host: host::open(&config.limits, &config.trusted_keys)?, used: Vec::new() };
         let plugin = loading.load("prompt", &config.prompt.path, &config.prompt.settings)?;
-        let prompts = Arc::from(loading.host.prompts_of(&plugin, &config.prompt.settings)?);
+        let prompts = Arc::from(loading.host.open(&plugin, &config.prompt.settings, PluginPort::prompts())?);
         let mut filters = Vec::new();
         for filter in &config.filters {
             let plugin = loading.load("filter", &filter.path, &filter.settings)?;
-            filters.push(Arc::from(loading.host.filter_of(&plugin, &filter.settings)?));
+            filters.push(Arc::from(loading.host.open(&plugin, &filter.settings, PluginPort::filter())?));
         }
         let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
         let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
@@ -154,7 +154,7 @@ impl Loading {
         (index, style): (usize, Option<&Arc<SharedStyleModel>>),
     ) -> anyhow::Result<Arc<dyn RewardModel>> {
         if !scores_style(plugin) {
-            return Ok(Arc::from(self.host.reward_of(plugin, settings)?));
+            return Ok(Arc::from(self.host.open(plugin, settings, PluginPort::reward())?));
         }
         let Some(style) = style else {
             let id = plugin.id();
@@ -165,12 +165,12 @@ impl Loading {
             return Err(Stop::usage(message).into());
         };
         let knows_classes = Arc::new(Undecided(style.classes().to_vec()));
-        let asked = self.host.style_scorer_of(plugin, settings, Some(knows_classes))?;
+        let asked = self.host.open(plugin, settings, PluginPort::style_scorer(Some(knows_classes)))?;
         if let Some(problem) = unknown_class(asked.as_ref()) {
             let message = format!("plugins.rewards[{index}]: `{}`: {problem}; correct its settings", plugin.id());
             return Err(Stop::usage(message).into());
         }
-        let scorer = self.host.style_scorer_of(plugin, settings, Some(style.clone()))?;
+        let scorer = self.host.open(plugin, settings, PluginPort::style_scorer(Some(style.clone())))?;
         Ok(Arc::new(StyleReward::new(scorer)))
     }
 }

@@ -4,7 +4,7 @@ use crate::cli::Format;
 use crate::failure::Stop;
 use anyhow::Context;
 use clap::Args;
-use querl_plugin::Built;
+use querl_plugin::BuildOutput;
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ pub fn run(args: &BuildArgs) -> anyhow::Result<()> {
         return Err(Stop::usage(format!("{}: expected a plugin's folder", folder.display())).into());
     }
     let start = Instant::now();
-    let Built { component, language, was_stale } = querl_plugin::build(folder)?;
+    let BuildOutput { component, language, was_stale } = querl_plugin::build(folder)?;
     let n_bytes = std::fs::metadata(&component).with_context(|| component.display().to_string())?.len();
     let mut stdout = std::io::stdout().lock();
     if args.format.json {

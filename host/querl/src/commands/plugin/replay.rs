@@ -18,7 +18,7 @@ use querl_core::ports::RewardModel;
 use querl_core::records::Episode;
 use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
-use querl_plugin::{HostOptions, PluginHost};
+use querl_plugin::{HostOptions, PluginHost, PluginPort};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -132,10 +132,12 @@ impl Asked {
         let settings = settings::parse(settings, flag)?;
         let plugin = host.load(path)?;
         let model: Box<dyn RewardModel> = match (scores_style(&plugin), styles) {
-            (false, _) => host.reward_of(&plugin, &settings)?,
-            (true, Some(styles)) => {
-                Box::new(StyleReward::new(host.style_scorer_of(&plugin, &settings, Some(styles.clone()))?))
-            }
+            (false, _) => host.open(&plugin, &settings, PluginPort::reward())?,
+            (true, Some(styles)) => Box::new(StyleReward::new(host.open(
+                &plugin,
+                &settings,
+                PluginPort::style_scorer(Some(styles.clone())),
+            )?)),
             (true, None) => {
                 let expected = "it can score again what a run with plugins.style_model recorded";
                 let message = format!("plugin {}: it scores style, and no episode has one; {expected}", plugin.id());

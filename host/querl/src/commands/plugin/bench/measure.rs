@@ -6,7 +6,7 @@ use anyhow::Context;
 use querl_core::config::PluginLimits;
 use querl_core::ports::{Filter, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, StyleScorer};
 use querl_core::records::{Dialogue, Episode, Sample};
-use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost};
+use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginPort};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -131,13 +131,14 @@ impl<'a> Job<'a> {
     ) -> anyhow::Result<Self> {
         let (host, plugin) = (&bench.host, &bench.plugin);
         let port = match kind {
-            PluginKind::Prompt => Port::Prompt(host.prompts_of(plugin, settings)?, episodes),
-            PluginKind::Filter => {
-                Port::Filter(host.filter_of(plugin, settings)?, episodes.iter().map(material::sample).collect())
-            }
-            PluginKind::Reward => Port::Reward(host.reward_of(plugin, settings)?, episodes),
+            PluginKind::Prompt => Port::Prompt(host.open(plugin, settings, PluginPort::prompts())?, episodes),
+            PluginKind::Filter => Port::Filter(
+                host.open(plugin, settings, PluginPort::filter())?,
+                episodes.iter().map(material::sample).collect(),
+            ),
+            PluginKind::Reward => Port::Reward(host.open(plugin, settings, PluginPort::reward())?, episodes),
             PluginKind::StyleScorer => Port::Style(
-                host.style_scorer_of(plugin, settings, None)?,
+                host.open(plugin, settings, PluginPort::style_scorer(None))?,
                 episodes.iter().map(material::dialogue).collect(),
             ),
         };
