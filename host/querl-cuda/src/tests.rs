@@ -223,7 +223,7 @@ fn a_panic_of_the_host_is_caught_on_its_own_side() {
 fn a_stop_is_seen_while_the_job_runs_and_what_was_done_is_kept() {
     let (ending, message) = failure(Conduct::Stops);
     assert_eq!(ending, Ending::Interrupted);
-    assert!(message.starts_with("interrupted at sft step 1; what was done is saved"), "{message}");
+    assert!(message.starts_with("interrupted at sft step 1; the state is saved"), "{message}");
 }
 
 #[test]

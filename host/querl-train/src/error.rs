@@ -1,10 +1,10 @@
-//! What can stop a training.
+//! Errors of training.
 
 use querl_core::ports::EnvironmentError;
 use querl_model::{ModelError, RanksError};
 use std::path::PathBuf;
 
-/// Errors of this crate.
+/// Why a training stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// The model.
@@ -13,23 +13,23 @@ pub enum TrainError {
     /// A computation.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
-    /// Ranks that train together do not go on.
+    /// Another rank failed.
     #[error(transparent)]
     Ranks(#[from] RanksError),
-    /// Ranks that train together have come to different weights.
+    /// The weights of the ranks differ.
     #[error(
-        "{stage} step {step}: the ranks have come to different weights; the newest checkpoint is from before, and this is a fault of the cards' sums or of querl, please report it"
+        "{stage} step {step}: the weights of the ranks differ; the newest checkpoint is from before that; internal error or faulty all-reduce of the GPUs, please report it"
     )]
     RanksDiffer {
-        /// Which stage.
+        /// The stage, `sft`, `rl` or `rm`.
         stage: &'static str,
-        /// Which step.
+        /// The step.
         step: u64,
     },
     /// The environment could not score a batch.
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
-    /// The data does not fit the settings.
+    /// Data or settings are invalid.
     #[error("{0}")]
     Data(String),
     /// Too many episodes were dropped.
@@ -37,11 +37,11 @@ pub enum TrainError {
         "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}"
     )]
     DropRate {
-        /// Which step.
+        /// The step.
         step: u64,
-        /// Dropped.
+        /// Episodes without a score.
         n_dropped: usize,
-        /// Of so many.
+        /// Episodes of the batch.
         n_episodes: usize,
         /// The limit.
         max_drop_rate: f64,
@@ -51,82 +51,82 @@ pub enum TrainError {
     /// A loss or gradient is not finite.
     #[error("{stage} step {step}: {what} is not finite; lower the learning rate or look at the batch before")]
     NotFinite {
-        /// Which stage.
+        /// The stage, `sft`, `rl` or `rm`.
         stage: &'static str,
-        /// Which step.
+        /// The step.
         step: u64,
-        /// What.
+        /// The quantity.
         what: &'static str,
     },
-    /// Rollout and training do not compute the same log-probabilities: what would be learned is not what was done.
+    /// Rollout and training compute different log-probabilities.
     #[error(
         "rl step {step}: log-probabilities of rollout and training differ by {difference:.1e} a token {measure}, expected at most {limit:.0e}; run with another model.dtype, and report it with the model's config.json"
     )]
     RolloutDiffers {
-        /// Which step.
+        /// The step.
         step: u64,
-        /// Over the sampled tokens.
+        /// Per token, in nats.
         difference: f64,
         /// The limit.
         limit: f64,
-        /// What of the differences it is: their mean or the largest, in words.
+        /// `on average` or `at worst`.
         measure: &'static str,
     },
-    /// A thread of ours panicked.
-    #[error("{what} stopped by itself: {message}; this is a fault of querl or of the environment, please report it")]
+    /// A thread panicked.
+    #[error("{what} panicked: {message}; internal error of querl or of the environment, please report it")]
     Thread {
-        /// What it did.
+        /// The thread's task.
         what: String,
-        /// What it said.
+        /// The panic message.
         message: String,
     },
     /// A file cannot be read or written.
     #[error("{path}: {source}")]
     Io {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A checkpoint cannot be written.
     #[error(
-        "{path}: cannot be written; earlier checkpoints are whole, and the same command goes on from the newest: {source}"
+        "{path}: cannot be written; earlier checkpoints are complete; run the same command again to resume: {source}"
     )]
     Checkpoint {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The device's memory did not suffice.
-    #[error("{stage} step {step}: the device has no memory left ({message}); {}", gone_on(*saved))]
+    /// The device ran out of memory.
+    #[error("{stage} step {step}: out of device memory ({message}); {}", resume_hint(*saved))]
     OutOfMemory {
-        /// Which stage.
+        /// The stage, `sft`, `rl` or `rm`.
         stage: &'static str,
-        /// Which step.
+        /// The step.
         step: u64,
-        /// The step that a checkpoint now holds; `None` where the newest one from before is what there is.
+        /// The step of the checkpoint that was written; `None` if none could be, and an older one remains.
         saved: Option<u64>,
-        /// The device's words.
+        /// The device's message.
         message: String,
     },
-    /// The user asked to stop; what was reached is in `last` and in a checkpoint.
-    #[error("interrupted at {stage} step {step}; what was done is saved, and the same command goes on from there")]
+    /// The stop flag was set; the state is saved in `last` and in a checkpoint.
+    #[error("interrupted at {stage} step {step}; the state is saved; run the same command again to resume")]
     Interrupted {
-        /// Which stage.
+        /// The stage, `sft`, `rl` or `rm`.
         stage: &'static str,
-        /// Which step.
+        /// The step.
         step: u64,
     },
 }
 
 impl TrainError {
-    /// Whether the device's memory did not suffice: for a tensor, a product's workspace, or the weights when they were loaded.
+    /// Whether the device ran out of memory: for a tensor, a workspace of a matrix product, or the weights while loading.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Self::OutOfMemory { .. } => true,
             Self::Tensor(error) | Self::Model(ModelError::Tensor(error)) => is_out_of_memory(error),
-            // Of another rank, in its words.
+            // Of another rank, as text.
             Self::Ranks(error) | Self::Model(ModelError::Ranks(error)) => is_out_of_memory(error),
             _ => false,
         }
@@ -139,10 +139,10 @@ fn is_out_of_memory(error: &impl std::fmt::Display) -> bool {
     ["ERROR_OUT_OF_MEMORY", "STATUS_ALLOC_FAILED"].iter().any(|words| text.contains(words))
 }
 
-fn gone_on(saved: Option<u64>) -> String {
+fn resume_hint(saved: Option<u64>) -> String {
     match saved {
-        Some(step) => format!("what was done until step {step} is saved, and the same command goes on from there"),
-        None => "the same command goes on from the newest checkpoint".into(),
+        Some(step) => format!("step {step} is saved; run the same command again to resume"),
+        None => "run the same command again to resume from the newest checkpoint".into(),
     }
 }
 
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_ran_out_is_told_from_other_failures() {
+    fn out_of_memory_is_distinguished_from_other_failures() {
         let of = |text: &str| TrainError::from(candle_core::Error::Msg(text.into())).is_out_of_memory();
         assert!(of("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")"));
         assert!(of("CublasError(CUBLAS_STATUS_ALLOC_FAILED)"));

@@ -1,44 +1,38 @@
-//! Supervised fine-tuning, proximal policy optimisation and classifiers.
+//! Training: supervised fine-tuning, reinforcement learning (PPO, GRPO, Dr. GRPO, RLOO, REINFORCE++) and classifiers.
 //!
-//! In: a decoder, tokenised prompts and answers, and an [`Environment`](querl_core::ports::Environment) that turns responses
-//! into scored episodes. Out: adapters (or weights) in checkpoints, and metrics. This crate refuses to know plugins, HTTP,
-//! retrieval and judges: rewards arrive through the port.
+//! In: a decoder, tokenised prompts and responses, and an [`Environment`](querl_core::ports::Environment) that scores
+//! responses. Out: adapters (or weights) in checkpoints, and metrics. This crate must not depend on plugins, HTTP, retrieval
+//! or judges: scores arrive through the port.
+//!
+//! Where to start reading: [`rl::train`] is the reinforcement-learning loop (`rl/train_loop.rs`), `rl/learner.rs` the update of
+//! policy and critic, [`rl::losses`] the formulas; `fine_tune.rs` is the loop of fine-tuning and classifiers.
 //!
 //! Losses are pure functions from values to a loss and its gradient with respect to log-probabilities, entropies or values;
-//! the decoder's graph only carries that gradient on. So each formula is tested against its reference as plain numbers.
+//! the decoder's graph only propagates that gradient. So each formula is tested against its reference as plain numbers.
 
-#[cfg(feature = "cuda")]
-mod card;
 mod checkpoint;
 pub mod classify;
+mod data_order;
+mod data_parallel;
 mod error;
-#[cfg(test)]
-mod fault;
-mod fit;
-mod gradients;
-mod health;
-pub mod maths;
-mod memory;
+mod fine_tune;
 mod metrics;
-mod optimizer;
-mod order;
+mod micro_batch;
+mod optim;
 mod policy;
-#[cfg(test)]
-mod recording;
 pub mod rl;
-mod schedule;
 pub mod sft;
-mod slices;
-mod state;
-mod together;
+mod tensor_data;
+#[cfg(test)]
+mod testing;
 
-pub use checkpoint::{BEST, LAST, STATE};
+pub use checkpoint::{BEST, LAST, STATE, State, StateStore};
+pub use data_order::training_order;
 pub use error::TrainError;
-pub use gradients::{BUCKET, Gradients};
-pub use health::Health;
 pub use metrics::{MetricSink, Metrics};
-pub use optimizer::{AdamW, AdamWSettings};
-pub use order::training_order;
-pub use policy::{Example, Policy, passes};
-pub use schedule::{constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor};
-pub use state::{State, StateStore};
+pub use micro_batch::micro_batches;
+pub use optim::{
+    AdamW, AdamWSettings, BUCKET, Gradients, constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor,
+};
+pub use policy::{Example, Policy};
+pub use rl::health::Health;

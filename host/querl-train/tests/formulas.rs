@@ -17,7 +17,7 @@
 mod support;
 
 use querl_core::config::{KlEstimator, ValueLossKind};
-use querl_train::maths::{
+use querl_train::rl::losses::{
     Aggregation, GroupScale, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings,
     discounted_returns, effective_sample_share, gae, group_relative, importance_weights, kl_k1, kl_k2, kl_k3, kl_loss,
     kl_rows, leave_one_out, masked_mean, masked_whiten, policy_loss, token_rewards, value_loss, weighted_sum,

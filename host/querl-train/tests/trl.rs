@@ -14,7 +14,7 @@
 mod support;
 
 use querl_core::config::{KlEstimator, ValueLossKind};
-use querl_train::maths::{
+use querl_train::rl::losses::{
     Aggregation, KlController, PolicyClip, Rows, RunningMoments, StepSize, ValueLossSettings, gae, kl_loss, kl_rows,
     masked_whiten, policy_loss, token_rewards, value_loss,
 };

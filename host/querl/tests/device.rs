@@ -127,14 +127,14 @@ fn two_ranks_that_were_stopped_go_on_and_another_number_of_them_begins_anew() {
         assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
     }
     let done = stopped.querl(&of("device=cpu:2")).ok();
-    assert!(done.stderr.contains("rl: going on from step "), "{done:#?}");
+    assert!(done.stderr.contains("rl: resuming from step "), "{done:#?}");
     assert_same(&stopped, &results(&unbroken));
     let other = project();
     let child = run_until(other.command(&of("device=cpu:2")), &other, "sft", 3);
     assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
     assert_eq!(child.wait_with_output().unwrap().status.code(), Some(130));
     let three = other.querl(&["sft", "querl.toml", "--set", "device=cpu:3", "--set", "sft.max_steps=30"]).ok();
-    assert!(!three.stderr.contains("going on from step"), "{three:#?}");
+    assert!(!three.stderr.contains("resuming from step"), "{three:#?}");
 }
 
 /// Begun on one side, stopped by a signal that is seen within the library, gone on with on the other side.
@@ -153,7 +153,7 @@ fn a_stop_is_seen_across_the_border_and_either_side_goes_on() {
         assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
     }
     let done = stopped.querl(&args).ok();
-    assert!(done.stderr.contains("rl: going on from step "), "{done:#?}");
+    assert!(done.stderr.contains("rl: resuming from step "), "{done:#?}");
     assert_same(&stopped, &results(&unbroken));
 }
 
@@ -281,7 +281,7 @@ fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
     child.kill().unwrap();
     child.wait().unwrap();
     let (code, _, said) = run(&mut on_card(&broken));
-    assert!(code == Some(0) && said.contains("sft: going on from step "), "{said}");
+    assert!(code == Some(0) && said.contains("sft: resuming from step "), "{said}");
     assert!(sft_results(&broken) == sft_results(&unbroken));
 }
 
@@ -301,7 +301,7 @@ fn a_card_writes_answers_learns_from_them_and_goes_on_where_it_was() {
     child.kill().unwrap();
     child.wait().unwrap();
     let (code, _, said) = run(&mut on_card(&broken));
-    assert!(code == Some(0) && said.contains("rl: going on from step "), "{said}");
+    assert!(code == Some(0) && said.contains("rl: resuming from step "), "{said}");
     assert_same(&broken, &results(&unbroken));
     assert_eq!(records(&broken), records(&unbroken));
 }

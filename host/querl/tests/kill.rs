@@ -157,12 +157,12 @@ fn an_interrupted_stage_goes_on_where_it_was_and_starts_anew_on_other_inputs() {
         let output = child.wait_with_output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(130), "{said}");
-        assert!(said.contains("what was done is saved, and the same command goes on from there"), "{said}");
+        assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
         said
     };
     interrupt(2);
     // Far from a multiple of `save_steps`: the interrupt itself saved what was done.
-    assert!(interrupt(6).contains("sft: going on from step "));
+    assert!(interrupt(6).contains("sft: resuming from step "));
     let newest = std::fs::read_dir(stopped.path("run/sft/state")).unwrap().count();
     assert!(newest >= 1);
 
@@ -174,7 +174,7 @@ fn an_interrupted_stage_goes_on_where_it_was_and_starts_anew_on_other_inputs() {
 
     let done = stopped.querl(&args).ok();
     assert!(done.stderr.contains("sft: running (stopped on the way last time)\n"), "{done:#?}");
-    assert!(done.stderr.contains("sft: going on from step "), "{done:#?}");
+    assert!(done.stderr.contains("sft: resuming from step "), "{done:#?}");
     assert!(sft_results(&stopped) == sft_results(&unbroken));
     assert!(sft_results(&half) != sft_results(&unbroken));
 }
@@ -201,7 +201,7 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let warning =
         format!("{name}: is damaged: its digest is not that of its content; the checkpoint of step {before} is used\n");
     assert!(done.stderr.contains(&warning), "{done:#?}");
-    assert!(done.stderr.contains(&format!("sft: going on from step {before}\n")), "{done:#?}");
+    assert!(done.stderr.contains(&format!("sft: resuming from step {before}\n")), "{done:#?}");
     assert!(sft_results(&damaged) == sft_results(&unbroken));
 }
 
@@ -231,10 +231,10 @@ fn a_full_disk_is_a_clean_stop_that_can_be_gone_on_from() {
         .unwrap();
     let said = String::from_utf8(limited.stderr).unwrap();
     assert_eq!(limited.status.code(), Some(1), "{said}");
-    let message = "step-8.state: cannot be written; earlier checkpoints are whole, and the same command goes on from the \
-                   newest: File too large (os error 27)\n";
+    let message = "step-8.state: cannot be written; earlier checkpoints are complete; run the same command again to \
+                   resume: File too large (os error 27)\n";
     assert!(said.ends_with(message), "{said}");
     let done = full.querl(&args).ok();
-    assert!(done.stderr.contains("sft: going on from step 4\n"), "{done:#?}");
+    assert!(done.stderr.contains("sft: resuming from step 4\n"), "{done:#?}");
     assert!(sft_results(&full) == sft_results(&unbroken));
 }

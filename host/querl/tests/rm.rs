@@ -357,7 +357,7 @@ fn a_training_goes_on_with_the_same_base_alone() {
         let known = ["rm", "train", "--model_name_or_path", "base", "--train_file", "dialogues.json"];
         let flags = ["--output_dir", "style", "--num_train_epochs", "1", "--eval_share", "0"];
         let said = project.querl(&[&known[..], &flags].concat()).ok();
-        (said.stderr.contains("going on from step"), std::fs::read(project.path("style/model.safetensors")).unwrap())
+        (said.stderr.contains("resuming from step"), std::fs::read(project.path("style/model.safetensors")).unwrap())
     };
     let first = train();
     assert!(!first.0);

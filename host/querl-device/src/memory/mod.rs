@@ -17,7 +17,7 @@ use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
 use querl_model::{DecoderConfig, EngineSettings, Place};
 use querl_train::BUCKET;
-use querl_train::rl::card_room;
+use querl_train::rl::kv_cache_room;
 
 /// In what a device computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -331,7 +331,7 @@ fn logits_of(shapes: &DecoderConfig, n_rows: u64) -> u64 {
 fn cache_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, .. } = &asked.stage else { return 0 };
     let max_prefix_tokens = EngineSettings::default().max_prefix_tokens;
-    card_room(config, *longest_prompt, asked.n_copies()).cache_bytes(
+    kv_cache_room(config, *longest_prompt, asked.n_copies()).cache_bytes(
         &asked.shapes,
         max_prefix_tokens,
         asked.types.value_bytes,
@@ -341,7 +341,7 @@ fn cache_of(asked: &Asked) -> u64 {
 /// As [`cache_of`].
 fn decoding_of(asked: &Asked) -> u64 {
     let Stage::Rl { config, longest_prompt, lora } = &asked.stage else { return 0 };
-    card_room(config, *longest_prompt, asked.n_copies()).work_bytes(&asked.shapes, lora.lora_rank)
+    kv_cache_room(config, *longest_prompt, asked.n_copies()).work_bytes(&asked.shapes, lora.lora_rank)
 }
 
 /// Of copies of the model a communicator, and the gradients that are summed at once, joined and summed; of devices that hold a copy

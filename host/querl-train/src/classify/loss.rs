@@ -1,11 +1,11 @@
-//! Cross-entropy of classes.
+//! Cross-entropy over classes, and distillation.
 
 use candle_core::{Result, Tensor};
 
-/// What examples count, and how sure a classifier is to become.
+/// Class weights and label smoothing.
 #[derive(Debug, Clone, Copy)]
 pub struct Weighting<'a> {
-    /// What an example of each class counts; `None`: all alike.
+    /// Weight of each class; `None`: equal weights.
     pub weights: Option<&'a [f32]>,
     /// Share of the target that is spread over all classes.
     pub smoothing: f64,
@@ -16,14 +16,14 @@ impl Weighting<'_> {
         self.weights.map_or(1.0, |weights| f64::from(weights[class]))
     }
 
-    /// What some examples count together: by it their summed loss is divided.
+    /// Sum of the examples' weights, by which their summed loss is divided.
     pub fn total(&self, labels: &[u32]) -> f64 {
         labels.iter().map(|label| self.weight(*label as usize)).sum()
     }
 }
 
-/// `N / (K n_c)` for each of K classes, of N examples in all and `n_c` of class c: rare classes count as much as common ones. A class
-/// without examples counts 0.
+/// `N / (K n_c)` for each of K classes, of N examples in all and `n_c` of class c: rare classes weigh as much as common ones. A class
+/// without examples has weight 0.
 ///
 /// Source: scikit-learn's `compute_class_weight("balanced")`.
 pub fn class_weights(labels: impl IntoIterator<Item = usize>, n_classes: usize) -> Vec<f32> {
@@ -34,16 +34,16 @@ pub fn class_weights(labels: impl IntoIterator<Item = usize>, n_classes: usize) 
     counts.iter().map(weight).collect()
 }
 
-/// How a student learns from a teacher.
+/// Distillation from a teacher's logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Distillation {
-    /// By which both's logits are divided; more than 0.
+    /// Divides the logits of teacher and student; above 0.
     pub temperature: f64,
-    /// What the label counts of a row that has one, 0 to 1; the teacher counts the rest. Of a row without label the teacher counts all.
+    /// Weight of the label, 0 to 1; the teacher has the rest, and all of a row without label.
     pub hard_weight: f64,
 }
 
-/// What one row is to be taken for.
+/// Target of one row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Target<'a> {
     pub(super) label: Option<u32>,
@@ -51,12 +51,12 @@ pub(super) struct Target<'a> {
     pub(super) teacher: Option<&'a [f32]>,
 }
 
-/// Summed loss of logits `(N, classes)`: cross-entropy of the labels, which over [`Weighting::total`] is the mean that torch forms; with a teacher
-/// besides the Kullback-Leibler divergence of its distribution from the student's at a temperature, times the temperature squared, so that its
-/// gradients are as large at every temperature.
+/// Summed loss of logits `(N, classes)`: cross-entropy of the labels, whose quotient by [`Weighting::total`] is torch's mean; with a
+/// teacher plus the KL divergence of its distribution from the student's at the temperature, times the temperature squared, so that the
+/// size of its gradients does not depend on the temperature.
 ///
 /// # Errors
-/// Targets and logits do not fit together.
+/// The shapes of targets and logits differ.
 ///
 /// Sources: torch's `cross_entropy` with `weight` and `label_smoothing`; Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a
 /// Neural Network", section 2.
@@ -91,7 +91,7 @@ pub(super) fn summed_loss(
     loss + (divergence * (temperature * temperature))?
 }
 
-/// A label as a distribution, times what its class counts.
+/// A smoothed label times the class weights.
 fn smoothed(label: u32, n_classes: usize, weighting: Weighting<'_>) -> Vec<f64> {
     let value = |class: usize| {
         let own = if class == label as usize { 1.0 - weighting.smoothing } else { 0.0 };
@@ -128,7 +128,7 @@ mod tests {
         serde_json::from_value(value.clone()).unwrap()
     }
 
-    /// Loss, divided by `total`, and gradient beside a golden case.
+    /// Compares loss, divided by `total`, and gradient with a golden case.
     fn assert_case(case: &Value, logits: &[Vec<f32>], total: f64, loss: impl Fn(&Tensor) -> Result<Tensor>) {
         let logits = Var::from_vec(logits.concat(), (logits.len(), 4), &Device::Cpu).unwrap();
         let loss = (loss(&logits).unwrap() / total).unwrap();
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn rare_classes_count_as_much_as_common_ones() {
+    fn rare_classes_weigh_as_much_as_common_ones() {
         // sklearn.utils.class_weight.compute_class_weight("balanced", classes=range(3), y=[0] * 6 + [1] * 3 + [2])
         let labels = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2];
         let weights = class_weights(labels, 3);

@@ -1,4 +1,5 @@
-//! Training of classifiers: cross-entropy of the classes, weighted and smoothed, or the distribution of a teacher, by the steps of fine-tuning.
+//! Training of classifiers: cross-entropy with class weights and label smoothing, or distillation from a teacher's logits. The loop is
+//! [`fine_tune`](crate::fine_tune).
 
 mod loss;
 #[cfg(test)]
@@ -6,8 +7,8 @@ mod tests;
 
 pub use loss::{Distillation, Weighting, class_weights};
 
-use crate::fit::{self, FitTask, Objective, SftSummary, StepLoss, dropout};
-use crate::policy::kept;
+use crate::fine_tune::{self, FineTuneTask, Objective, SftSummary, StepLoss, dropout};
+use crate::policy::recompute_mode;
 use crate::{Gradients, MetricSink, TrainError};
 use candle_core::{Tensor, Var};
 use loss::{Target, summed_loss};
@@ -19,7 +20,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// A text as tokens, and what is known of its class: a label, a teacher's logits, or both.
+/// A tokenised text with a label, a teacher's logits, or both.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LabelledText {
     /// At least one.
@@ -30,50 +31,50 @@ pub struct LabelledText {
     pub teacher: Option<Vec<f32>>,
 }
 
-/// What a training of a classifier works on.
+/// A training of a classifier.
 pub struct ClassifyTask<'a> {
-    /// What is trained.
+    /// The model that is trained.
     pub classifier: &'a Classifier,
-    /// The folder that it was made from: its tokenizer and configuration go into checkpoints.
+    /// The folder of its base: tokenizer and configuration are copied into checkpoints.
     pub base_path: &'a Path,
-    /// What is learned.
+    /// The training split.
     pub train: &'a [LabelledText],
-    /// What decides which checkpoint is best; may be empty: then the last one is.
+    /// The validation split, which decides which checkpoint is best; may be empty: then the last one is.
     pub val: &'a [LabelledText],
     /// Hyperparameters: those of fine-tuning.
     pub config: &'a SftConfig,
-    /// What an example of each class counts; see [`class_weights`]. `None`: all alike.
+    /// Weight of each class; see [`class_weights`]. `None`: equal weights.
     pub class_weights: Option<&'a [f32]>,
     /// Share of the target that is spread over all classes, 0 to below 1.
     pub label_smoothing: f64,
-    /// How teachers' logits are learned from; not together with weights of classes.
+    /// Distillation from teachers' logits; excludes class weights.
     pub distillation: Option<Distillation>,
-    /// Most tokens of one forward and backward pass; the result does not depend on it, beside rounding.
+    /// Most tokens of one forward and backward pass; results depend on it only by rounding.
     pub tokens_per_pass: usize,
-    /// The same of a pass in which nothing is learned, and so nothing is kept for a way back.
+    /// Most tokens of one pass without gradients.
     pub tokens_per_evaluation: usize,
     /// Seeds the order of the data and the dropout.
     pub seed: u64,
-    /// As of [`SftTask`](crate::sft::SftTask).
+    /// As in [`SftTask`](crate::sft::SftTask).
     pub fingerprint: Option<&'a str>,
     /// Where `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
-    /// Shows how far it is.
+    /// Where progress is shown.
     pub progress: &'a dyn Progress,
     /// Set to stop at the next step.
     pub stop: &'a AtomicBool,
 }
 
-/// Trains, keeps the best and the last checkpoint, and says what came of it; `best` is the one of the least loss on `val`, without weights
-/// and smoothing. Goes on where an earlier call with the same fingerprint was stopped.
+/// Trains, keeps the best and the last checkpoint, and returns a summary; `best` has the least loss on `val`, without class weights
+/// and smoothing. Resumes an earlier call with the same fingerprint.
 ///
 /// # Errors
-/// No examples, a text without tokens or longer than `max_length`, a class that the head does not have, weights that do not fit it; else
-/// as [`crate::sft::train`].
+/// No examples, a text without tokens or longer than `max_length`, an unknown class, a wrong number of class weights; otherwise as
+/// [`crate::sft::train`].
 pub fn train(task: &ClassifyTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     check(task)?;
     let mesh = Mesh::alone();
-    let fitting = FitTask {
+    let fine_tuning = FineTuneTask {
         objective: task,
         config: task.config,
         seed: task.seed,
@@ -83,7 +84,7 @@ pub fn train(task: &ClassifyTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSu
         progress: task.progress,
         stop: task.stop,
     };
-    fit::run(&fitting, sink)
+    fine_tune::run(&fine_tuning, sink)
 }
 
 impl Objective for ClassifyTask<'_> {
@@ -103,22 +104,22 @@ impl Objective for ClassifyTask<'_> {
         self.classifier.vars()
     }
 
-    fn learn(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
+    fn loss_and_gradients(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
         let rows: Vec<&LabelledText> = rows.iter().map(|&index| &self.train[index]).collect();
         let weighting = Weighting { weights: self.class_weights, smoothing: self.label_smoothing };
         let total = match self.distillation {
             Some(_) => rows.len() as f64,
             None => weighting.total(&labels(&rows)),
         };
-        let recompute = kept(false);
+        let recompute = recompute_mode(false);
         let adapter = self.classifier.adapter();
         let dropout = adapter.and_then(|_| dropout(self.config.lora_dropout, self.seed, step, &Mesh::alone().data));
         let pass = Pass { adapter, dropout, recompute: Some(&recompute) };
         let (mut gradients, mut loss) = (Gradients::default(), 0.0);
-        for part in parts(&rows, self.tokens_per_pass) {
-            let share = (self.loss(self.classifier, &part, weighting, &pass)? / total)?;
-            gradients.add(&backward(&share, Some(&recompute))?, self.vars())?;
-            loss += f64::from(share.to_scalar::<f32>()?);
+        for micro_batch in micro_batches(&rows, self.tokens_per_pass) {
+            let part = (self.loss(self.classifier, &micro_batch, weighting, &pass)? / total)?;
+            gradients.add(&backward(&part, Some(&recompute))?, self.vars())?;
+            loss += f64::from(part.to_scalar::<f32>()?);
         }
         Ok(StepLoss { loss, n_tokens: rows.iter().map(|row| row.tokens.len()).sum(), gradients })
     }
@@ -129,11 +130,11 @@ impl Objective for ClassifyTask<'_> {
 
     fn evaluate(&self, _step: u64) -> Result<f64, TrainError> {
         let rows: Vec<&LabelledText> = self.val.iter().collect();
-        let view = self.classifier.without_gradient();
-        let (pass, weighting) = (Pass::with(view.adapter()), Weighting { weights: None, smoothing: 0.0 });
+        let frozen = self.classifier.without_gradient();
+        let (pass, weighting) = (Pass::with(frozen.adapter()), Weighting { weights: None, smoothing: 0.0 });
         let mut sum = 0.0;
-        for part in parts(&rows, self.tokens_per_evaluation) {
-            sum += f64::from(self.loss(&view, &part, weighting, &pass)?.to_scalar::<f32>()?);
+        for micro_batch in micro_batches(&rows, self.tokens_per_evaluation) {
+            sum += f64::from(self.loss(&frozen, &micro_batch, weighting, &pass)?.to_scalar::<f32>()?);
         }
         Ok(sum / rows.len().max(1) as f64)
     }
@@ -144,7 +145,7 @@ impl Objective for ClassifyTask<'_> {
 }
 
 impl ClassifyTask<'_> {
-    /// Loss of some rows, summed.
+    /// Summed loss of some rows.
     fn loss(
         &self,
         classifier: &Classifier,
@@ -160,11 +161,11 @@ impl ClassifyTask<'_> {
     }
 }
 
-/// Rows of like length together, so many in a pass as fit.
-fn parts<'a>(rows: &[&'a LabelledText], tokens_per_pass: usize) -> Vec<Vec<&'a LabelledText>> {
+/// Rows of similar length, as many as fit.
+fn micro_batches<'a>(rows: &[&'a LabelledText], tokens_per_pass: usize) -> Vec<Vec<&'a LabelledText>> {
     let texts: Vec<&[u32]> = rows.iter().map(|row| row.tokens.as_slice()).collect();
-    let parts = by_length(&texts, tokens_per_pass).into_iter();
-    parts.map(|part| part.into_iter().map(|index| rows[index]).collect()).collect()
+    let cut = by_length(&texts, tokens_per_pass).into_iter();
+    cut.map(|indices| indices.into_iter().map(|index| rows[index]).collect()).collect()
 }
 
 fn labels(rows: &[&LabelledText]) -> Vec<u32> {
@@ -172,35 +173,35 @@ fn labels(rows: &[&LabelledText]) -> Vec<u32> {
 }
 
 fn check(task: &ClassifyTask<'_>) -> Result<(), TrainError> {
-    let refuse = |message: String| Err(TrainError::Data(message));
+    let error = |message: String| Err(TrainError::Data(message));
     if task.train.is_empty() {
-        return refuse("the training split is empty; name a file with labelled dialogues".into());
+        return error("the training split is empty; name a file with labelled dialogues".into());
     }
     let (n_classes, limit) = (task.classifier.labels().n_classes(), task.config.max_length);
     if let Some(weights) = task.class_weights.filter(|weights| weights.len() != n_classes) {
-        return refuse(format!("{} class weights for {n_classes} classes; expected one each", weights.len()));
+        return error(format!("{} class weights for {n_classes} classes; expected one each", weights.len()));
     }
     if task.distillation.is_some() && task.class_weights.is_some() {
-        return refuse("classes are weighted and a teacher is learned from; expected one of them".into());
+        return error("class weights and distillation are both set; expected one of them".into());
     }
     for (split, rows) in [("training", task.train), ("validation", task.val)] {
         for (index, row) in rows.iter().enumerate() {
-            let (place, n_tokens) = (format!("row {} of the {split} split", index + 1), row.tokens.len());
+            let (name, n_tokens) = (format!("row {} of the {split} split", index + 1), row.tokens.len());
             if n_tokens == 0 || n_tokens > limit {
-                return refuse(format!("{place} has {n_tokens} tokens; expected 1 to {limit} (max_length)"));
+                return error(format!("{name} has {n_tokens} tokens; expected 1 to {limit} (max_length)"));
             }
             if let Some(label) = row.label.filter(|label| *label as usize >= n_classes) {
-                return refuse(format!("{place} is of class {label}; the classifier has {n_classes}"));
+                return error(format!("{name} is of class {label}; the classifier has {n_classes}"));
             }
-            let of_teacher = row.teacher.as_ref().filter(|_| task.distillation.is_some()).map(Vec::len);
-            match of_teacher {
+            let n_teacher = row.teacher.as_ref().filter(|_| task.distillation.is_some()).map(Vec::len);
+            match n_teacher {
                 Some(n) if n != n_classes => {
-                    return refuse(format!(
-                        "{place} has {n} logits of a teacher; the classifier has {n_classes} classes"
+                    return error(format!(
+                        "{name} has {n} logits of a teacher; the classifier has {n_classes} classes"
                     ));
                 }
                 None if row.label.is_none() => {
-                    return refuse(format!("{place} has no label and nothing of a teacher; expected one of them"));
+                    return error(format!("{name} has neither a label nor a teacher's logits; expected one of them"));
                 }
                 _ => {}
             }

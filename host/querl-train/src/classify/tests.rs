@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::recording::Recorder;
+use crate::testing::Recorder;
 use crate::{BEST, LAST};
 use querl_core::config::BaseDtype;
 use querl_core::ports::Silent;
@@ -109,7 +109,7 @@ fn passes_of_a_step_make_the_same_gradient_as_one() {
     let rows: Vec<usize> = (0..setting.train.len()).collect();
     let learn = |tokens_per_pass| {
         let task = ClassifyTask { tokens_per_pass, ..setting.task(&classifier, &base) };
-        task.learn(&rows, 1).unwrap()
+        task.loss_and_gradients(&rows, 1).unwrap()
     };
     let (one, many) = (learn(1000), learn(8));
     assert!((one.loss - many.loss).abs() < 1e-6, "{} is not {}", many.loss, one.loss);

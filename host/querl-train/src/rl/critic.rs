@@ -1,13 +1,13 @@
-//! The critic: what a response is worth from each of its tokens on.
+//! The critic: a value function over response tokens.
 //!
-//! A head on the reference's hidden states sees two of them: the one that the token is predicted from, and the one that the
-//! response's first token is predicted from. The latter knows the query; later ones know little but the next token, and a
-//! linear head on them alone explains nothing of the returns. Both are whitened, by the first batch.
+//! A head on the reference's hidden states reads two of them: the one that the token is predicted from, and the one that the
+//! response's first token is predicted from. The latter encodes the query; later ones encode little but the next token, and a
+//! linear head on them alone explains nothing of the returns. Both are normalised with statistics of the first batch.
 
-use super::RlTask;
-use super::whitening::Whitening;
+use super::critic_inputs::InputNormalizer;
+use super::task::RlTask;
 use crate::checkpoint::base_name;
-use crate::policy::{Example, Policy, Training};
+use crate::policy::{Example, Policy, TrainingPass};
 use crate::{AdamW, AdamWSettings, Gradients, State, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module};
@@ -24,26 +24,29 @@ pub(super) struct Critic {
     optimizer: AdamW,
 }
 
-/// What the head stands on.
+/// Where the head's hidden states come from.
 enum Base {
+    /// An adapter of the critic's own.
     Adapter(Box<LoraAdapter>),
-    Reference(Option<Inputs>),
+    /// The reference; the normalisers are fitted to the first batch.
+    Reference(Option<Normalizers>),
 }
 
-/// What the head is given of the reference: fixed by the first batch.
-struct Inputs {
-    first: Whitening,
-    current: Whitening,
+struct Normalizers {
+    /// Of the state before the response's first token.
+    first: InputNormalizer,
+    /// Of the state before the current token.
+    current: InputNormalizer,
 }
 
 const HEAD_WEIGHT: &str = "value_head.weight";
 const HEAD_BIAS: &str = "value_head.bias";
 
 impl Critic {
-    /// A critic that says 0 everywhere: the head starts at zero, so that early advantages are the rewards themselves.
+    /// The head starts at zero: every value is 0, and the first advantages are the rewards themselves.
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let width = task.decoder.config().hidden_size;
-        // A head on the reference is small work that stays on the CPU; one on an adapter stands where that is.
+        // A head on the reference is little work and stays on the CPU; one on an adapter is on that adapter's device.
         let (base, width, device) = match task.config.critic {
             CriticKind::Head => (Base::Reference(None), 2 * width, Device::Cpu),
             CriticKind::Adapter => {
@@ -63,37 +66,37 @@ impl Critic {
         Ok(Self { head, base, vars, optimizer: AdamW::new(settings) })
     }
 
-    /// What is trained, by its names.
     pub(super) fn vars(&self) -> &BTreeMap<String, Var> {
         &self.vars
     }
 
-    /// True where the head stands on the reference's hidden states, which [`Critic::inputs`] then wants.
+    /// Whether [`Critic::inputs`] needs the reference's hidden states.
     pub(super) fn reads_reference(&self) -> bool {
         matches!(self.base, Base::Reference(_))
     }
 
-    /// What a head on the reference is given for each token of a batch: `(N, 2H)`, from the reference's hidden states
-    /// `(N, H)`. The first batch fixes how they are whitened. `None` for a head on an adapter, which needs none.
+    /// The head's inputs for each token of a batch, `(N, 2H)`, from the reference's hidden states `(N, H)`. The first batch
+    /// fits the normalisers. `None` for a head on an adapter.
     pub(super) fn inputs(
         &mut self,
         ref_hidden: Option<&Tensor>,
         examples: &[&Example],
     ) -> Result<Option<Tensor>, TrainError> {
-        let (Base::Reference(kept), Some(hidden)) = (&mut self.base, ref_hidden) else { return Ok(None) };
+        let (Base::Reference(normalizers), Some(hidden)) = (&mut self.base, ref_hidden) else { return Ok(None) };
         let hidden = &hidden.to_device(&Device::Cpu)?;
         let firsts = first_rows(examples);
         let n_rows = firsts.len();
         let first = hidden.index_select(&Tensor::from_vec(firsts, n_rows, &Device::Cpu)?, 0)?; // (N, H)
-        let inputs = match kept {
-            Some(inputs) => inputs,
-            None => kept.insert(Inputs { first: Whitening::fit(&first)?, current: Whitening::fit(hidden)? }),
+        let normalizers = match normalizers {
+            Some(normalizers) => normalizers,
+            None => normalizers
+                .insert(Normalizers { first: InputNormalizer::fit(&first)?, current: InputNormalizer::fit(hidden)? }),
         };
-        Ok(Some(Tensor::cat(&[inputs.first.apply(&first)?, inputs.current.apply(hidden)?], 1)?))
+        Ok(Some(Tensor::cat(&[normalizers.first.apply(&first)?, normalizers.current.apply(hidden)?], 1)?))
     }
 
-    /// Values of all response tokens of some examples: `(N)`. `inputs`: their rows of [`Critic::inputs`], where the head
-    /// stands on the reference.
+    /// Values of all response tokens of some examples: `(N)`. `inputs`: their rows of [`Critic::inputs`], for a head on the
+    /// reference.
     pub(super) fn values(
         &self,
         decoder: &Decoder,
@@ -101,19 +104,19 @@ impl Critic {
         inputs: Option<&Tensor>,
         recompute: Option<&Recompute>,
     ) -> Result<Tensor, TrainError> {
-        let training = Training { dropout: None, recompute };
+        let training = TrainingPass { dropout: None, recompute };
         let hidden = match (&self.base, inputs) {
             (Base::Adapter(adapter), _) => {
                 Policy { decoder, adapter: Some(adapter) }.training_hidden(examples, training)?
             }
             (Base::Reference(_), Some(inputs)) => inputs.clone(),
-            (Base::Reference(_), None) => return Err(TrainError::Data("rl: the critic was given no inputs".into())),
+            (Base::Reference(_), None) => return Err(TrainError::Data("rl: the critic has no inputs".into())),
         };
         Ok(self.head.forward(&hidden)?.squeeze(1)?)
     }
 
-    /// As [`Critic::values`], without a graph.
-    pub(super) fn estimate(
+    /// [`Critic::values`] without gradient.
+    pub(super) fn values_without_gradient(
         &self,
         decoder: &Decoder,
         examples: &[&Example],
@@ -129,8 +132,8 @@ impl Critic {
         Ok(self.head.forward(&hidden)?.squeeze(1)?.detach().to_vec1()?)
     }
 
-    /// Adds the gradients that a backward pass found.
-    pub(super) fn collect(
+    /// Runs the backward pass of `loss` and adds its gradients.
+    pub(super) fn add_gradients(
         &self,
         gradients: &mut Gradients,
         loss: &Tensor,
@@ -139,7 +142,7 @@ impl Critic {
         gradients.add(&backward(loss, recompute)?, &self.vars)
     }
 
-    /// One optimizer step with the gradients of all ranks. Returns their norm before clipping.
+    /// One optimizer step with the gradients of all ranks. Returns the gradient norm before clipping.
     pub(super) fn step(
         &mut self,
         mut gradients: Gradients,
@@ -155,33 +158,33 @@ impl Critic {
         Ok(norm)
     }
 
-    /// Keeps weights, moments, and how inputs are whitened.
+    /// Saves weights, optimizer moments and normalisers.
     pub(super) fn save_state(&self, state: &mut State) -> Result<(), TrainError> {
         state.put_vars("critic", &self.vars);
         self.optimizer.save("critic_optimizer", state)?;
-        if let Base::Reference(Some(Inputs { first, current })) = &self.base {
+        if let Base::Reference(Some(Normalizers { first, current })) = &self.base {
             state.put_tensors("critic_inputs.first", &first.tensors());
             state.put_tensors("critic_inputs.current", &current.tensors());
         }
         Ok(())
     }
 
-    /// Goes on from what [`Critic::save_state`] kept.
+    /// Restores what [`Critic::save_state`] saved.
     pub(super) fn restore_state(&mut self, state: &State) -> Result<(), TrainError> {
         state.restore_vars("critic", &self.vars)?;
         self.optimizer.restore("critic_optimizer", state, &self.vars)?;
-        if let Base::Reference(inputs) = &mut self.base {
-            let whitening = |name| Ok(Whitening::of_tensors(&state.tensors(name)?));
+        if let Base::Reference(normalizers) = &mut self.base {
+            let normalizer = |name| Ok(InputNormalizer::from_tensors(&state.tensors(name)?));
             let (first, current): (Result<_, TrainError>, Result<_, TrainError>) =
-                (whitening("critic_inputs.first"), whitening("critic_inputs.current"));
-            *inputs = first?.zip(current?).map(|(first, current)| Inputs { first, current });
+                (normalizer("critic_inputs.first"), normalizer("critic_inputs.current"));
+            *normalizers = first?.zip(current?).map(|(first, current)| Normalizers { first, current });
         }
         Ok(())
     }
 
-    /// Writes the head, and the adapter where there is one. A head on the reference is written for hidden states as they
-    /// are, `(1, 2H)`: first the state of the response's first token, then that of the token. The ranks of a copy of the model come
-    /// here together, and the first writes.
+    /// Writes the head, and the adapter where there is one. A head on the reference is written for unnormalised hidden states,
+    /// `(1, 2H)`: first the state of the response's first token, then that of the token. All ranks of a model copy call this
+    /// together, and the first writes.
     pub(super) fn save(&self, mesh: &Mesh, directory: &Path, base: &Path) -> Result<(), TrainError> {
         let adapter = match &self.base {
             Base::Adapter(adapter) => Some(adapter.whole()?),
@@ -190,20 +193,20 @@ impl Critic {
         if !mesh.all.is_first() {
             return Ok(());
         }
-        save_tensors(&directory.join("value_head.safetensors"), &self.plain_head()?)?;
+        save_tensors(&directory.join("value_head.safetensors"), &self.head_with_normalizers()?)?;
         Ok(adapter.map_or(Ok(()), |adapter| adapter.save(directory, &base_name(base)))?)
     }
 
-    /// The head with the whitening multiplied in.
-    fn plain_head(&self) -> Result<BTreeMap<String, Tensor>, TrainError> {
+    /// The head with the normalisers folded into its weights.
+    fn head_with_normalizers(&self) -> Result<BTreeMap<String, Tensor>, TrainError> {
         let (mut weight, mut bias) =
             (self.vars[HEAD_WEIGHT].as_tensor().clone(), self.vars[HEAD_BIAS].as_tensor().clone());
-        if let Base::Reference(Some(Inputs { first, current })) = &self.base {
+        if let Base::Reference(Some(Normalizers { first, current })) = &self.base {
             let halves: Vec<Tensor> = [first, current]
                 .into_iter()
                 .zip(weight.chunk(2, 1)?)
-                .map(|(whitening, half)| {
-                    let (half, shift) = whitening.plain(&half)?;
+                .map(|(normalizer, half)| {
+                    let (half, shift) = normalizer.fold_into(&half)?;
                     bias = (&bias - shift)?;
                     Ok(half)
                 })
@@ -214,7 +217,7 @@ impl Critic {
     }
 }
 
-/// For each response token of a batch, the row of its response's first.
+/// For each response token of a batch, the row of its response's first token.
 fn first_rows(examples: &[&Example]) -> Vec<u32> {
     let mut start = 0;
     let rows = |example: &&Example| {
@@ -225,5 +228,5 @@ fn first_rows(examples: &[&Example]) -> Vec<u32> {
     examples.iter().flat_map(rows).collect()
 }
 
-/// Keeps the critic's draws apart from the policy's.
+/// Separates the critic's random initialisation from the policy's.
 const CRITIC_STREAM: u64 = 0x0043_5249_5449_4321;

@@ -1,6 +1,6 @@
-//! Rollouts: answers of the policy with what the environment said of them.
+//! Rollouts: sampled responses with log-probabilities and the environment's scores, and their metrics.
 
-use super::RlTask;
+use super::task::RlTask;
 use crate::metrics::summary;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
@@ -10,14 +10,14 @@ use querl_model::Generated;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A row that is answered, and which of its samples comes first.
+/// A row to respond to, and the number of its first sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Query {
     pub(super) row: usize,
     pub(super) first_sample: usize,
 }
 
-/// The queries for some rows: one that comes twice (an epoch ended among them) is sampled anew.
+/// The queries for some rows. A row that comes twice (where an epoch ends within the batch) gets further samples.
 pub(super) fn queries(rows: &[usize], n_samples: usize) -> Vec<Query> {
     let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
     let query = |&row: &usize| {
@@ -27,9 +27,9 @@ pub(super) fn queries(rows: &[usize], n_samples: usize) -> Vec<Query> {
     rows.iter().map(query).collect()
 }
 
-/// One answer and what the environment said of it.
+/// One response and its episode.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Answer {
+pub(super) struct ScoredResponse {
     token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     behaviour_logprobs: Vec<f32>,
@@ -37,21 +37,21 @@ pub(super) struct Answer {
     pub(super) record: EpisodeRecord,
 }
 
-impl Answer {
-    pub(super) fn new(answer: Generated, record: EpisodeRecord) -> Self {
-        let Generated { token_ids, logprobs, behaviour_logprobs, truncated, .. } = answer;
+impl ScoredResponse {
+    pub(super) fn new(response: Generated, record: EpisodeRecord) -> Self {
+        let Generated { token_ids, logprobs, behaviour_logprobs, truncated, .. } = response;
         Self { token_ids, logprobs, behaviour_logprobs, truncated, record }
     }
 }
 
-/// Where the time of a batch went, in seconds of wall-clock time.
+/// Wall-clock time of a batch's rollouts, in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Timings {
     pub(super) generate_s: f64,
-    /// In the environment; `calls` says what of.
+    /// In the environment; `calls` has its parts.
     pub(super) score_s: f64,
     pub(super) calls: CallTimings,
-    /// From the first answer's beginning to the last one's score: less than both sums where they overlap.
+    /// From the start of generation to the last score: less than the sum, since both overlap.
     pub(super) rollout_s: f64,
 }
 
@@ -77,49 +77,50 @@ impl Timings {
     }
 }
 
-/// A batch on its way: what is to be answered, and what is answered and scored so far.
+/// A batch of rollouts in progress; a checkpoint keeps it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Partial {
-    /// Under which its episodes are recorded.
+pub(super) struct PartialBatch {
+    /// The step its episodes are recorded under.
     pub(super) step: u64,
-    /// Updates that the policy that answers has had.
+    /// Steps of updates of the policy that generates it.
     pub(super) version: u64,
     pub(super) queries: Vec<Query>,
     /// In the order of the queries, `n_samples` for each.
-    pub(super) answers: Vec<Answer>,
-    /// How the training pass compares, where that was asked while the policy was at hand.
+    #[serde(rename = "answers")]
+    pub(super) responses: Vec<ScoredResponse>,
+    /// Metrics of [`check_rollout`](super::rollout_check::check_rollout), where it ran while the policy was available.
     pub(super) check: Metrics,
     pub(super) timings: Timings,
 }
 
-impl Partial {
+impl PartialBatch {
     pub(super) fn new(step: u64, version: u64, queries: Vec<Query>) -> Self {
-        Self { step, version, queries, answers: Vec::new(), check: Metrics::new(), timings: Timings::default() }
+        Self { step, version, queries, responses: Vec::new(), check: Metrics::new(), timings: Timings::default() }
     }
 
     pub(super) fn is_complete(&self, n_samples: usize) -> bool {
-        self.answers.len() == self.queries.len() * n_samples
+        self.responses.len() == self.queries.len() * n_samples
     }
 }
 
-/// One scored answer to learn from.
+/// One scored response to learn from.
 pub(super) struct Rollout {
     pub(super) example: Example,
-    /// Of the response's tokens at the sampling temperature, as the engine computed them, before any filter.
+    /// Of the response's tokens at the sampling temperature, as the engine computed them, before top-k and top-p.
     pub(super) logprobs: Vec<f32>,
-    /// Of the filtered distribution that they were drawn from.
+    /// Of the filtered distribution that they were sampled from.
     pub(super) behaviour_logprobs: Vec<f32>,
-    /// Cut off at the longest length.
+    /// Reached `max_new_tokens`.
     pub(super) truncated: bool,
-    /// Row of the query: samples of one row are a group.
+    /// Row of the query; samples of one row form a group.
     pub(super) group: usize,
-    /// The environment's total.
+    /// The environment's score.
     pub(super) score: f32,
     pub(super) record: EpisodeRecord,
 }
 
-/// The scored answers of one step.
-pub(super) struct Batch {
+/// The scored rollouts of one step.
+pub(super) struct RolloutBatch {
     pub(super) rollouts: Vec<Rollout>,
     pub(super) n_episodes: usize,
     /// Episodes without a score, by code.
@@ -128,15 +129,15 @@ pub(super) struct Batch {
     timings: Timings,
 }
 
-impl Batch {
-    /// The batch that a complete `partial` makes.
+impl RolloutBatch {
+    /// From a complete `partial`.
     ///
     /// # Errors
-    /// More of it was dropped than may be.
-    pub(super) fn new(task: &RlTask<'_>, partial: Partial) -> Result<Self, TrainError> {
-        let records = || partial.answers.iter().map(|answer| &answer.record);
+    /// More than `rl.max_drop_rate` of it was dropped.
+    pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
+        let records = || partial.responses.iter().map(|response| &response.record);
         check_drops(task, partial.step, records())?;
-        let (n_episodes, dropped) = (partial.answers.len(), drops(records()));
+        let (n_episodes, dropped) = (partial.responses.len(), drops(records()));
         let rollouts = learnable(task, &partial);
         Ok(Self { rollouts, n_episodes, dropped, check: partial.check, timings: partial.timings })
     }
@@ -147,6 +148,7 @@ impl Batch {
         self.rollouts.iter().map(of_one).sum()
     }
 
+    /// Metrics of scores, lengths, drops, episodes and time. Add one here.
     pub(super) fn metrics(&self) -> Metrics {
         let lengths: Vec<f64> = self.rollouts.iter().map(|rollout| rollout.example.response.len() as f64).collect();
         let scores: Vec<f64> = self.rollouts.iter().map(|rollout| f64::from(rollout.score)).collect();
@@ -168,24 +170,25 @@ impl Batch {
     }
 }
 
-/// The answers that got a score, in order.
-pub(super) fn learnable(task: &RlTask<'_>, partial: &Partial) -> Vec<Rollout> {
+/// The responses that have a score, in order.
+pub(super) fn learnable(task: &RlTask<'_>, partial: &PartialBatch) -> Vec<Rollout> {
     let rows = partial.queries.iter().flat_map(|query| std::iter::repeat_n(query.row, task.config.n_samples));
-    let rollout = |(row, answer): (usize, &Answer)| {
+    let rollout = |(row, response): (usize, &ScoredResponse)| {
         Some(Rollout {
-            example: Example { prompt: task.train.prompts[row].clone(), response: answer.token_ids.clone() },
-            logprobs: answer.logprobs.clone(),
-            behaviour_logprobs: answer.behaviour_logprobs.clone(),
-            truncated: answer.truncated,
+            example: Example { prompt: task.train.prompts[row].clone(), response: response.token_ids.clone() },
+            logprobs: response.logprobs.clone(),
+            behaviour_logprobs: response.behaviour_logprobs.clone(),
+            truncated: response.truncated,
             group: row,
-            score: answer.record.outcome.as_ref().ok()?.total as f32,
-            record: answer.record.clone(),
+            score: response.record.outcome.as_ref().ok()?.total as f32,
+            record: response.record.clone(),
         })
     };
-    rows.zip(&partial.answers).filter_map(rollout).collect()
+    rows.zip(&partial.responses).filter_map(rollout).collect()
 }
 
-/// Stops a run that loses more episodes than it may.
+/// # Errors
+/// More than `rl.max_drop_rate` of the episodes have no score.
 pub(super) fn check_drops<'a>(
     task: &RlTask<'_>,
     step: u64,
@@ -202,7 +205,7 @@ pub(super) fn check_drops<'a>(
     Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
 }
 
-/// How many episodes have no score, by code.
+/// Numbers of episodes without a score, by code.
 fn drops<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> BTreeMap<String, u64> {
     let mut codes = BTreeMap::new();
     for Rejection { code, .. } in records.filter_map(|record| record.outcome.as_ref().err()) {
@@ -221,7 +224,7 @@ pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecor
     for record in records {
         let Ok(Reward { total, components }) = &record.outcome else { continue };
         add("avg_reward".into(), *total);
-        components.iter().for_each(|part| add(format!("reward/{}", part.name), part.value));
+        components.iter().for_each(|component| add(format!("reward/{}", component.name), component.value));
         let episode = &record.episode;
         if let (Ok(policy), Ok(baseline)) = (&episode.policy.retrieval, &episode.baseline.retrieval) {
             add("win_rate".into(), win(policy, baseline));
@@ -238,7 +241,7 @@ mod tests {
     use super::{Query, queries};
 
     #[test]
-    fn a_row_that_comes_twice_is_sampled_anew() {
+    fn a_row_that_comes_twice_gets_further_samples() {
         let query = |row, first_sample| Query { row, first_sample };
         assert_eq!(queries(&[7, 3, 7], 2), [query(7, 0), query(3, 0), query(7, 2)]);
     }

@@ -1,8 +1,8 @@
-//! Whether rollout and training compute the same log-probabilities.
+//! Checks that rollout and training compute the same log-probabilities.
 
-use super::RlTask;
-use super::passes::in_passes;
 use super::rollout::Rollout;
+use super::task::RlTask;
+use crate::micro_batch::map_micro_batches;
 use crate::policy::{Example, Policy, rows_of};
 use crate::{Metrics, TrainError};
 use querl_model::{LoraAdapter, Place};
@@ -10,41 +10,39 @@ use rand::SeedableRng;
 use rand::seq::index::sample;
 use rand_chacha::ChaCha8Rng;
 
-/// Responses of a batch that are computed again.
+/// Responses of a batch that are checked.
 const SAMPLE: usize = 8;
 
 /// Mean difference of log-probabilities above which a run stops. Both sides compute in f32 from the same packed weights,
-/// whatever `model.dtype`, and differ in the order of sums alone: by 1e-6 in `tests/ppo.rs` and `tests/learning.rs`, by up to
-/// 1.2e-5 with the example's model, hence a warning above 1e-5 and no error yet. verl calls 1e-2 a fault, with two engines and
-/// half precision.
+/// whatever `model.dtype`, and differ only in the order of sums: by 1e-6 in `tests/ppo.rs` and `tests/learning.rs`, by up to
+/// 1.2e-5 with the example's model. Above 1e-5 there is a warning. verl's limit is 1e-2, with two engines and half precision.
 const MEAN_LIMIT: f64 = 1e-4;
 
-/// The same on a card, where activations are bf16 and the two sides round in other places. On the simulated card, with the real
-/// arithmetic of bf16: 0.005, 0.007 and 0.008 in random models of 2, 8 and 24 layers, 0.008 to 0.013 with adapters that spread the
-/// logits over tens of nats (`generate::card`'s tests in querl-model), 0.017 in the tiny policy of `card_tests`. Three to ten times
-/// that, and less than what a wrong adapter or a wrong mask makes. On a real card, whose products sum in other orders besides, it has
-/// not been measured.
+/// The same limit on a GPU, where activations are bf16 and the two sides round in other places. Measured on the simulated GPU with
+/// the real arithmetic of bf16: 0.005, 0.007 and 0.008 in random models of 2, 8 and 24 layers, 0.008 to 0.013 with adapters that
+/// spread the logits over tens of nats, 0.017 in the tiny policy of the tests. The limit is three to ten times that, and below what
+/// a wrong adapter or a wrong mask causes. Not measured on a real GPU.
 #[cfg(feature = "cuda")]
-const MEAN_LIMIT_ON_CARD: f64 = 5e-2;
+const MEAN_LIMIT_ON_GPU: f64 = 5e-2;
 
-/// The same for one token on a card: 0.02, 0.023 and 0.042 there, 0.08 with such adapters, of some hundred tokens each. Of a million
-/// tokens, and of unlikely ones, the largest is far above.
+/// The limit for one token on a GPU. Measured: 0.02, 0.023 and 0.042, 0.08 with such adapters, over some hundred tokens each; the
+/// largest of a million tokens is far above.
 #[cfg(feature = "cuda")]
-const MAX_LIMIT_ON_CARD: f64 = 2.0;
+const MAX_LIMIT_ON_GPU: f64 = 2.0;
 
-/// The same for one token: a fault in few places, as where passes are cut, hides in a mean. The largest rounding in those tests
-/// is 3e-5.
+/// The limit for one token: an error in few places, such as where micro-batches are cut, hardly changes the mean. The largest
+/// rounding in those tests is 3e-5.
 const MAX_LIMIT: f64 = 1e-2;
 
-/// Keeps the draws apart from the others of a step.
+/// Separates this random stream from the others of a step.
 const CHECK_STREAM: u64 = 0x524f_4c4c_4f55_5421;
 
-/// Computes a seeded sample of a batch again, by the pass that training makes, with the adapter that the batch was generated
-/// with. Gives the mean difference as `rollout_probs_diff`, the largest as `rollout_probs_diff_max`; nothing of no rollouts.
+/// Computes a seeded sample of a batch again with the training pass and the adapter that generated the batch. Returns the mean
+/// difference as `rollout_probs_diff` and the largest as `rollout_probs_diff_max`; nothing for no rollouts.
 ///
 /// # Errors
-/// The mean is above 1e-4 (on a card 5e-2) or not a number, the largest above 1e-2 (on a card 2.0), or a response has more or fewer
-/// log-probabilities than tokens; the step is named.
+/// The mean is above 1e-4 (on a GPU 5e-2) or NaN, the largest above 1e-2 (on a GPU 2.0), or a response has more or fewer
+/// log-probabilities than tokens.
 ///
 /// Source: verl `calculate_debug_metrics` (there, of probabilities).
 pub(super) fn check_rollout(
@@ -61,17 +59,17 @@ pub(super) fn check_rollout(
     chosen.sort_unstable();
     let examples: Vec<&Example> = chosen.iter().map(|&i| &rollouts[i].example).collect();
     let policy = Policy { decoder: task.decoder, adapter: Some(&adapter.without_gradient()) };
-    let computed = in_passes(&examples, task.tokens_per_pass, |part| {
-        let pass = policy.response_pass(part, task.config.temperature)?;
-        let logprobs: Vec<f32> = pass.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
-        Ok(rows_of(&logprobs, part))
+    let computed = map_micro_batches(&examples, task.tokens_per_pass, |examples| {
+        let output = policy.response_logprobs(examples, task.config.temperature)?;
+        let logprobs: Vec<f32> = output.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
+        Ok(rows_of(&logprobs, examples))
     })?;
     let mut differences: Vec<f64> = Vec::new();
     for (computed, sampled) in computed.iter().zip(chosen.iter().map(|&i| &rollouts[i].logprobs)) {
         if computed.len() != sampled.len() {
             let (n, expected) = (sampled.len(), computed.len());
             let message = format!("rl step {step}: a rollout has {n} log-probabilities for {expected} tokens");
-            return Err(TrainError::Data(format!("{message}; this is a fault of querl, please report it")));
+            return Err(TrainError::Data(format!("{message}; internal error, please report it")));
         }
         differences.extend(computed.iter().zip(sampled).map(|(a, b)| f64::from((a - b).abs())));
     }
@@ -80,10 +78,10 @@ pub(super) fn check_rollout(
     let (mean_limit, max_limit) = match task.decoder.place() {
         Place::Cpu => (MEAN_LIMIT, MAX_LIMIT),
         #[cfg(feature = "cuda")]
-        Place::Card(_) => (MEAN_LIMIT_ON_CARD, MAX_LIMIT_ON_CARD),
+        Place::Card(_) => (MEAN_LIMIT_ON_GPU, MAX_LIMIT_ON_GPU),
     };
     let exceeded = [(mean, mean_limit, "on average"), (max, max_limit, "at worst")];
-    // A difference that is not a number makes the mean none.
+    // A NaN difference makes the mean NaN.
     match exceeded.into_iter().find(|(difference, limit, _)| difference.is_nan() || difference > limit) {
         Some((difference, limit, measure)) => Err(TrainError::RolloutDiffers { step, difference, limit, measure }),
         None => Ok(Metrics::from([("rollout_probs_diff".into(), mean), ("rollout_probs_diff_max".into(), max)])),

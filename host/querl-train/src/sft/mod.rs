@@ -1,64 +1,65 @@
-//! Supervised fine-tuning: cross-entropy on the tokens of the answer alone.
+//! Supervised fine-tuning: cross-entropy on response tokens alone. The loop is [`fine_tune`](crate::fine_tune).
 
-mod loss;
 #[cfg(test)]
 mod tests;
 
-pub use crate::fit::SftSummary;
+pub use crate::fine_tune::SftSummary;
 
 use crate::checkpoint::save_policy;
-use crate::fit::{FitTask, Objective, StepLoss};
-use crate::policy::{Example, Policy};
-use crate::{MetricSink, TrainError, fit};
-use candle_core::Var;
+use crate::data_parallel::rank_share;
+use crate::fine_tune::{FineTuneTask, Objective, StepLoss, dropout};
+use crate::micro_batch::micro_batches;
+use crate::policy::{Example, Policy, TrainingPass, recompute_mode};
+use crate::{Gradients, MetricSink, TrainError, fine_tune};
+use candle_core::{Tensor, Var};
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
-use querl_model::Mesh;
+use querl_model::{LoraAdapter, Mesh, Ranks, backward};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// What a fine-tuning works on.
+/// One rank's view of a fine-tuning: its model, data and settings.
 pub struct SftTask<'a> {
-    /// What is trained: an adapter on a frozen base, or a base whose weights are trained.
+    /// An adapter on a frozen base, or a base whose weights are trained.
     pub policy: Policy<'a>,
     /// The base's directory, named in the checkpoints.
     pub base_path: &'a Path,
-    /// What is learned.
+    /// The training split.
     pub train: &'a [Example],
-    /// What decides which checkpoint is best; may be empty: then the last one is.
+    /// The validation split, which decides which checkpoint is best; may be empty: then the last one is.
     pub val: &'a [Example],
     /// Hyperparameters.
     pub config: &'a SftConfig,
-    /// Most tokens of one forward and backward pass; the result does not depend on it, beside rounding.
+    /// Most tokens of one forward and backward pass; results depend on it only by rounding.
     pub tokens_per_pass: usize,
-    /// Keep the inputs of layers alone and compute the rest again in the backward pass.
+    /// Layers save their inputs only and compute activations again in the backward pass.
     pub gradient_checkpointing: bool,
     /// Seeds the order of the data and the dropout.
     pub seed: u64,
-    /// Who else trains on the same rows: every rank comes here with the same task, but for where its model stands. The first
-    /// alone writes files, and what the others are given to record and to show with is best deaf.
+    /// The ranks that train together on the same rows. Each calls [`train`] with the same task, its model on its own device. The
+    /// first rank alone writes files; the others should get no-op sinks.
     pub mesh: &'a Mesh,
-    /// Stands for everything that the result depends on: a training that was stopped goes on from its newest checkpoint if that
-    /// has the same one. `None`: no checkpoints to go on from are kept.
+    /// Digest of everything that the result depends on: a run resumes from its newest checkpoint if that has the same
+    /// fingerprint. `None`: no checkpoints to resume from are written.
     pub fingerprint: Option<&'a str>,
     /// Where `best`, `last` and `state` are written.
     pub output_dir: &'a Path,
-    /// Shows how far it is.
+    /// Where progress is shown.
     pub progress: &'a dyn Progress,
     /// Set to stop at the next step.
     pub stop: &'a AtomicBool,
 }
 
-/// Trains, keeps the best and the last checkpoint, and says what came of it. Goes on where an earlier call with the same
-/// fingerprint was stopped; the result is then that of a training that never was.
+/// Trains, keeps the best and the last checkpoint, and returns a summary. Resumes an earlier call with the same fingerprint; the
+/// result is then that of an uninterrupted one.
 ///
 /// # Errors
-/// No training rows, a row longer than `max_length` or without an answer, a loss that is not finite, a file that cannot be written, the user
-/// said stop, or the device has no memory left: what was reached is in a checkpoint then.
+/// No training rows, a row longer than `max_length` or without a response, a loss that is not finite, a file that cannot be
+/// written, the stop flag was set, or the device ran out of memory: what was reached is in a checkpoint then.
 pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     check(task)?;
-    let fitting = FitTask {
+    let fine_tuning = FineTuneTask {
         objective: task,
         config: task.config,
         seed: task.seed,
@@ -68,7 +69,7 @@ pub fn train(task: &SftTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary
         progress: task.progress,
         stop: task.stop,
     };
-    fit::run(&fitting, sink)
+    fine_tune::run(&fine_tuning, sink)
 }
 
 impl Objective for SftTask<'_> {
@@ -88,9 +89,9 @@ impl Objective for SftTask<'_> {
         self.policy.vars()
     }
 
-    fn learn(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
+    fn loss_and_gradients(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
         let rows: Vec<&Example> = rows.iter().map(|&index| &self.train[index]).collect();
-        loss::learn(self, &rows, step)
+        loss_and_gradients(self, &rows, step)
     }
 
     fn has_val(&self) -> bool {
@@ -98,7 +99,7 @@ impl Objective for SftTask<'_> {
     }
 
     fn evaluate(&self, step: u64) -> Result<f64, TrainError> {
-        loss::evaluate(self, step)
+        evaluate(self, step)
     }
 
     fn save(&self, directory: &Path) -> Result<(), TrainError> {
@@ -128,4 +129,66 @@ fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
         ))),
         _ => Ok(()),
     }
+}
+
+/// Loss and gradients of one optimizer step; each rank computes its share of the rows. Micro-batches are weighted by their tokens, so
+/// the sum does not depend on the split.
+fn loss_and_gradients(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Result<StepLoss, TrainError> {
+    #[cfg(test)]
+    crate::testing::out_of_memory_at(step, "pass")?;
+    let (ranks, n_tokens) = (&task.mesh.data, n_response_tokens(rows));
+    let mine: Vec<&Example> = rank_share(rows, ranks).into_iter().map(|index| rows[index]).collect();
+    let recompute = recompute_mode(task.gradient_checkpointing);
+    let dropout = task.policy.adapter.and_then(|_| dropout(task.config.lora_dropout, task.seed, step, ranks));
+    let training = TrainingPass { dropout, recompute: Some(&recompute) };
+    let (mut gradients, mut losses) = (Gradients::default(), Vec::new());
+    for indices in micro_batches(&mine, task.tokens_per_pass) {
+        let rows: Vec<&Example> = indices.into_iter().map(|index| mine[index]).collect();
+        let loss = (negative_logprob(task.policy, &rows, training)? / n_tokens as f64)?;
+        gradients.add(&backward(&loss, Some(&recompute))?, task.policy.vars())?;
+        losses.push(loss.detach());
+    }
+    let loss = sum_over_ranks(ranks, sum_of_scalars(&losses)?)?;
+    gradients.sum_over(task.mesh, task.policy.vars())?;
+    Ok(StepLoss { loss, n_tokens, gradients })
+}
+
+/// Read after all micro-batches are launched, so that the host waits for a GPU once.
+fn sum_of_scalars(scalars: &[Tensor]) -> Result<f64, TrainError> {
+    let mut sum = 0.0;
+    for scalar in scalars {
+        sum += f64::from(scalar.to_scalar::<f32>()?);
+    }
+    Ok(sum)
+}
+
+/// In rank order.
+fn sum_over_ranks(ranks: &Ranks, mine: f64) -> Result<f64, TrainError> {
+    Ok(ranks.all_gather(mine)?.iter().map(|of_rank| **of_rank).sum())
+}
+
+fn n_response_tokens(rows: &[&Example]) -> usize {
+    rows.iter().map(|row| row.response.len()).sum()
+}
+
+/// Mean loss per response token on the validation split, without dropout.
+#[cfg_attr(not(test), allow(unused_variables))] // tests inject out-of-memory at a step
+fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError> {
+    #[cfg(test)]
+    crate::testing::out_of_memory_at(step, "evaluation")?;
+    let frozen = task.policy.adapter.map(LoraAdapter::without_gradient);
+    let policy = Policy { decoder: task.policy.decoder, adapter: frozen.as_ref() };
+    let (ranks, rows): (_, Vec<&Example>) = (&task.mesh.data, task.val.iter().collect());
+    let mine: Vec<&Example> = rank_share(&rows, ranks).into_iter().map(|index| rows[index]).collect();
+    let mut sums = Vec::new();
+    for indices in micro_batches(&mine, task.tokens_per_pass) {
+        let rows: Vec<&Example> = indices.into_iter().map(|index| mine[index]).collect();
+        sums.push(negative_logprob(policy, &rows, TrainingPass::default())?.detach());
+    }
+    Ok(sum_over_ranks(ranks, sum_of_scalars(&sums)?)? / n_response_tokens(&rows).max(1) as f64)
+}
+
+/// Negative log-probability of the responses, summed over tokens.
+fn negative_logprob(policy: Policy<'_>, rows: &[&Example], training: TrainingPass<'_>) -> Result<Tensor, TrainError> {
+    Ok(policy.training_logprobs(rows, 1.0, training)?.logprobs.narrow(1, 0, 1)?.sum_all()?.neg()?)
 }

@@ -8,8 +8,8 @@ mod ranks;
 mod two_cards;
 
 use super::*;
-use crate::order::Order;
-use crate::recording::Recorder;
+use crate::data_order::DataOrder;
+use crate::testing::Recorder;
 use crate::{BEST, LAST, Metrics, STATE};
 use querl_core::ports::Silent;
 use querl_model::{Decoder, LoraAdapter, Mesh, Weights};
@@ -187,7 +187,7 @@ fn the_loss_curve_is_that_of_transformers_and_peft() {
     });
     // Rows stand so that the seeded order takes them in the golden file's.
     setting.train = rows.clone();
-    for (place, row) in Order::new(rows.len(), 5).take(rows.len()).into_iter().zip(rows) {
+    for (place, row) in DataOrder::new(rows.len(), 5).take(rows.len()).into_iter().zip(rows) {
         setting.train[place] = row;
     }
     setting.val.clear();
@@ -347,7 +347,7 @@ fn a_step_without_memory_keeps_what_was_done_and_the_next_try_goes_on() {
         let [unbroken, broken] = [(), ()].map(|()| Setting::new(config()));
         let (_, expected) = unbroken.through(&adapted());
         let mut sink = Recorder::default();
-        crate::fault::arm(7, part);
+        crate::testing::inject_out_of_memory(7, part);
         let error = broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap_err();
         assert!(error.is_out_of_memory());
         let message = format!(
@@ -365,7 +365,7 @@ fn a_step_without_memory_keeps_what_was_done_and_the_next_try_goes_on() {
 #[test]
 fn a_first_step_without_memory_saves_nothing() {
     let setting = Setting::new(config());
-    crate::fault::arm(1, "pass");
+    crate::testing::inject_out_of_memory(1, "pass");
     let error = setting.run(&adapted(), &mut Recorder::default(), &Silent, &AtomicBool::new(false)).unwrap_err();
     assert!(matches!(error, TrainError::OutOfMemory { step: 1, saved: None, .. }), "{error:?}");
     assert!(!setting.folder.path().join(STATE).exists());

@@ -1,7 +1,7 @@
 //! Goldens as values.
 #![allow(clippy::unwrap_used, dead_code)]
 
-use querl_train::maths::Rows;
+use querl_train::rl::losses::Rows;
 use serde_json::Value;
 use std::path::Path;
 

@@ -3,7 +3,7 @@
 use crate::memory::linears;
 use querl_core::config::{BaseDtype, SftConfig};
 use querl_model::{DecoderConfig, PackedBatch};
-use querl_train::{Example, passes};
+use querl_train::{Example, micro_batches};
 
 /// What the passes of a step compute.
 #[derive(Debug, Default, PartialEq)]
@@ -22,7 +22,7 @@ impl Computed {
     /// Of some examples, in passes of at most `tokens_per_pass` rows.
     pub(super) fn of(examples: &[&Example], tokens_per_pass: usize) -> Self {
         let mut computed = Self::default();
-        for pass in passes(examples, tokens_per_pass) {
+        for pass in micro_batches(examples, tokens_per_pass) {
             let sequences: Vec<Vec<u32>> = pass.iter().map(|&index| examples[index].computed().collect()).collect();
             let batch = PackedBatch::shared(sequences.iter().map(Vec::as_slice));
             computed.passes += 1;

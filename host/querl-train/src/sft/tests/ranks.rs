@@ -1,7 +1,7 @@
 //! Several ranks of the processor against one: the same rows, sums in another order.
 
 use super::*;
-use crate::fault;
+use crate::testing::inject_out_of_memory;
 use querl_model::{RankFailure, run_ranks};
 
 /// Differences of sums in f32 that are formed in another order, relative to values above 1, over 18 steps. Measured: 8e-7 of losses,
@@ -108,7 +108,7 @@ fn memory_that_one_rank_lacks_ends_both_with_what_was_done_saved() {
         let mut sink = Recorder::default();
         let arm = |of: usize| {
             if of == rank {
-                fault::arm(7, part)
+                inject_out_of_memory(7, part)
             }
         };
         let failures = broken.with_ranks(2, adapted, &mut sink, &never, arm).map(drop).unwrap_err();
@@ -135,7 +135,7 @@ fn memory_that_another_rank_lacks_in_the_last_step_costs_no_adapter() {
     let mut sink = Recorder::default();
     let arm = |rank: usize| {
         if rank == 1 {
-            fault::arm(18, "clip")
+            inject_out_of_memory(18, "clip")
         }
     };
     let failures = broken.with_ranks(2, adapted, &mut sink, &never, arm).map(drop).unwrap_err();

@@ -1,0 +1,160 @@
+//! Data-parallel training: which rank computes which examples, and what ranks exchange besides gradients.
+
+use crate::micro_batch::{micro_batches, n_common_tokens};
+use crate::policy::Example;
+use crate::{Metrics, State, StateStore, TrainError, tensor_data};
+use candle_core::Var;
+use querl_core::ports::Progress;
+use querl_model::{Mesh, Ranks, Shard};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The newest checkpoint, which the first rank reads and broadcasts. `store`: `Some` on the first rank alone.
+pub(crate) fn newest_checkpoint(
+    ranks: &Ranks,
+    store: Option<&StateStore>,
+    progress: &dyn Progress,
+) -> Result<Arc<Option<(u64, State)>>, TrainError> {
+    let mine = match ranks.is_first() {
+        true => Some(store.map(|store| store.newest(progress)).transpose()?.flatten()),
+        false => None,
+    };
+    Ok(ranks.broadcast(0, mine)?)
+}
+
+/// Checks that all ranks have the same weights. They start with equal weights and take the same steps; if one of them summed
+/// other bits, a checkpoint of the first rank would not continue the same training. Tensor-parallel ranks compare the variables
+/// that are not sharded.
+///
+/// # Errors
+/// Their weights differ, or a rank has failed.
+pub(crate) fn check_equal_weights(
+    mesh: &Mesh,
+    stage: &'static str,
+    step: u64,
+    vars: &BTreeMap<String, Var>,
+) -> Result<(), TrainError> {
+    let is_equal = weights_are_equal(&mesh.data, vars, |_| true)?
+        && weights_are_equal(&mesh.tensor, vars, |name| Shard::adapter_axis(name).is_none())?;
+    if is_equal { Ok(()) } else { Err(TrainError::RanksDiffer { stage, step }) }
+}
+
+fn weights_are_equal(
+    ranks: &Ranks,
+    vars: &BTreeMap<String, Var>,
+    is_compared: impl Fn(&str) -> bool,
+) -> Result<bool, TrainError> {
+    if ranks.world_size() == 1 {
+        return Ok(true);
+    }
+    let mut digest = Sha256::new();
+    for (name, var) in vars.iter().filter(|(name, _)| is_compared(name)) {
+        digest.update(name);
+        tensor_data::read(var.as_tensor(), |values| update_digest(&mut digest, values))?;
+    }
+    let digests = ranks.all_gather(<[u8; 32]>::from(digest.finalize()))?;
+    Ok(digests.iter().all(|digest| digest == &digests[0]))
+}
+
+/// Values per update of a digest, so that the overhead of a call does not dominate.
+const DIGEST_CHUNK: usize = 1024;
+
+fn update_digest(digest: &mut Sha256, values: &[f32]) {
+    let mut bytes = [0; DIGEST_CHUNK * size_of::<f32>()];
+    for part in values.chunks(DIGEST_CHUNK) {
+        let bytes = &mut bytes[..size_of_val(part)];
+        bytes
+            .chunks_exact_mut(size_of::<f32>())
+            .zip(part)
+            .for_each(|(to, value)| to.copy_from_slice(&value.to_le_bytes()));
+        digest.update(bytes);
+    }
+}
+
+/// Runs `compute` on this rank's share of the examples and all-gathers the results, in the order of the examples.
+pub(crate) fn map_over_ranks<T: Clone + Send + Sync + 'static>(
+    ranks: &Ranks,
+    examples: &[&Example],
+    compute: impl FnOnce(&[&Example]) -> Result<Vec<T>, TrainError>,
+) -> Result<Vec<T>, TrainError> {
+    if ranks.world_size() == 1 {
+        return compute(examples);
+    }
+    let mine = rank_share(examples, ranks);
+    let my_examples: Vec<&Example> = mine.iter().map(|&index| examples[index]).collect();
+    let results: Vec<(usize, T)> = mine.into_iter().zip(compute(&my_examples)?).collect();
+    let all = ranks.all_gather(results)?;
+    let mut all: Vec<(usize, T)> = all.iter().flat_map(|results| results.iter().cloned()).collect();
+    all.sort_by_key(|(index, _)| *index);
+    Ok(all.into_iter().map(|(_, result)| result).collect())
+}
+
+/// Metrics that are sums over rows, summed over the ranks in rank order.
+pub(crate) fn all_reduce_metrics(ranks: &Ranks, mine: Metrics) -> Result<Metrics, TrainError> {
+    if ranks.world_size() == 1 {
+        return Ok(mine);
+    }
+    let mut sums = Metrics::new();
+    for of_rank in ranks.all_gather(mine)? {
+        of_rank.iter().for_each(|(name, value)| *sums.entry(name.clone()).or_default() += value);
+    }
+    Ok(sums)
+}
+
+/// The examples of a batch that a rank computes: about equally many tokens per rank, common prefixes kept together. Ascending;
+/// each index belongs to one rank. With few examples a rank may have none.
+pub(crate) fn rank_share(examples: &[&Example], ranks: &Ranks) -> Vec<usize> {
+    let (rank, world_size) = (ranks.rank(), ranks.world_size());
+    if world_size == 1 {
+        return (0..examples.len()).collect();
+    }
+    let order = micro_batches(examples, usize::MAX).concat();
+    let n_shared =
+        |i: usize| i.checked_sub(1).map_or(0, |last| n_common_tokens(examples[order[last]], examples[order[i]]));
+    // An example costs at least 1, so that equal ones are spread as well.
+    let costs: Vec<usize> = (0..order.len()).map(|i| (examples[order[i]].n_computed() - n_shared(i)).max(1)).collect();
+    let total: usize = costs.iter().sum();
+    let mut before = 0;
+    let mut mine = Vec::new();
+    for (index, cost) in order.into_iter().zip(costs) {
+        // The rank whose interval of the total cost contains the middle of this example.
+        if (2 * before + cost) * world_size / (2 * total) == rank {
+            mine.push(index);
+        }
+        before += cost;
+    }
+    mine.sort_unstable();
+    mine
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_model::{RanksError, run_ranks};
+
+    fn example(prompt: &[u32], response: &[u32]) -> Example {
+        Example { prompt: prompt.to_vec(), response: response.to_vec() }
+    }
+
+    #[test]
+    fn every_example_belongs_to_one_rank_and_costs_are_balanced() {
+        let examples: Vec<Example> =
+            (0..23u32).map(|i| example(&[1, 2, 3, i % 4], &vec![7 + i; 1 + (i as usize * 5) % 9])).collect();
+        let examples: Vec<&Example> = examples.iter().collect();
+        for world_size in [1, 2, 3, 5] {
+            let shares = run_ranks(world_size, |ranks| Ok::<_, RanksError>(rank_share(&examples, &ranks))).unwrap();
+            let mut all = shares.concat();
+            all.sort_unstable();
+            assert_eq!(all, (0..23).collect::<Vec<_>>());
+            assert!(shares.iter().all(|share| share.is_sorted()));
+            let rows = |share: &Vec<usize>| share.iter().map(|&i| examples[i].n_computed()).sum::<usize>();
+            let (least, most) = (shares.iter().map(rows).min().unwrap(), shares.iter().map(rows).max().unwrap());
+            assert!(most - least <= 2 * 13, "{world_size}: {least} to {most}");
+        }
+        let two = [examples[0], examples[1]];
+        let shares = run_ranks(3, |ranks| Ok::<_, RanksError>(rank_share(&two, &ranks).len())).unwrap();
+        assert_eq!(shares.iter().sum::<usize>(), 2);
+    }
+}

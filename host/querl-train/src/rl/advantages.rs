@@ -1,0 +1,345 @@
+//! What is computed once per batch before its updates: log-probabilities, values, rewards, advantages (whitened by the
+//! algorithm) and returns, and the metrics of all these.
+
+use super::algorithm::{AdvantageEstimate, Algorithm, ScoredBatch, ValueTargets, all_true};
+use super::critic::Critic;
+use super::losses::{
+    ImportanceLevel, KlController, Rows, RunningMoments, effective_sample_share, importance_weights, kl_k1, kl_k3,
+    kl_rows, masked_mean, share_without_spread, token_rewards,
+};
+use super::rollout::Rollout;
+use super::task::RlTask;
+use crate::data_parallel::map_over_ranks;
+use crate::metrics::summary;
+use crate::micro_batch::map_micro_batches;
+use crate::policy::{Example, Policy, rows_of};
+use crate::{Metrics, TrainError};
+use candle_core::{Device, Tensor};
+use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
+use querl_model::LoraAdapter;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// A batch with everything that stays fixed during its updates.
+pub(super) struct Experience<'a> {
+    pub(super) rollouts: &'a [Rollout],
+    /// Of the policy before its updates, at the sampling temperature, before top-k and top-p.
+    pub(super) old_logprobs: Rows,
+    pub(super) ref_logprobs: Rows,
+    /// Per token, where responses were sampled from another distribution than that of `old_logprobs`.
+    pub(super) importance_weights: Option<Rows>,
+    pub(super) token_rewards: Rows,
+    /// Row of each response's query.
+    pub(super) groups: Vec<usize>,
+    pub(super) advantages: Rows,
+    /// In effect during this batch.
+    pub(super) kl_coef: f64,
+    pub(super) critic: Option<ValueExperience>,
+    timings: BTreeMap<&'static str, f64>,
+}
+
+/// What the critic's updates start from.
+pub(super) struct ValueExperience {
+    pub(super) values: Rows,
+    pub(super) returns: Rows,
+    /// Positions that the critic learns at.
+    pub(super) mask: Vec<Vec<bool>>,
+    /// `(T, 2H)` per response, for a head on the reference's hidden states.
+    pub(super) inputs: Option<Vec<Tensor>>,
+}
+
+/// From scores to rewards: KL coefficient and score normalisation, which adapt from batch to batch.
+pub(super) struct RewardShaping {
+    pub(super) kl: KlController,
+    /// Of all scores so far (`rl.normalize_rewards`).
+    pub(super) score_moments: RunningMoments,
+}
+
+impl<'a> Experience<'a> {
+    /// Runs policy, reference and critic on a batch, without gradients, and forms rewards and advantages.
+    ///
+    /// # Errors
+    /// An advantage is not finite, or the model reports an error.
+    pub(super) fn compute(
+        task: &RlTask<'_>,
+        algorithm: &dyn Algorithm,
+        critic: Option<&mut Critic>,
+        shaping: &mut RewardShaping,
+        rollouts: &'a [Rollout],
+        step: u64,
+    ) -> Result<Self, TrainError> {
+        let config = task.config;
+        let mut timer = PhaseTimer::start();
+        // 1. Log-probabilities. Those of the rollout are the policy's, unless it was updated since.
+        let old_logprobs = match config.off_by_one {
+            true => forward(task, Some(task.policy), rollouts, false)?.logprobs,
+            false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
+        };
+        timer.end_phase("timing_s/old_log_prob");
+        let reads_reference = critic.as_ref().is_some_and(|critic| critic.reads_reference());
+        let reference = forward(task, task.reference, rollouts, reads_reference)?;
+        timer.end_phase("timing_s/ref");
+        // 2. Values.
+        let values = critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref())).transpose()?;
+        timer.end_phase("timing_s/values");
+        // 3. Rewards: scores, less KL where it is part of the reward.
+        let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
+        let (token_rewards, kl_coef) = shaping.rewards(config, rollouts, &kl);
+        // 4. Advantages and returns.
+        let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
+        let values_only = values.as_ref().map(|(values, _)| values);
+        let batch = ScoredBatch { rewards: &token_rewards, groups: &groups, values: values_only, config };
+        let AdvantageEstimate { mut advantages, targets } = algorithm.advantages(&batch);
+        clip(&mut advantages, config.advantage_clip);
+        if !advantages.iter().flatten().all(|advantage| advantage.is_finite()) {
+            return Err(TrainError::NotFinite { stage: "rl", step, what: "an advantage" });
+        }
+        let importance_weights = importance_of(config, &old_logprobs, rollouts);
+        timer.end_phase("timing_s/adv");
+        let critic = values.zip(targets).map(|((values, inputs), ValueTargets { returns, mask })| ValueExperience {
+            values,
+            returns,
+            mask,
+            inputs,
+        });
+        Ok(Self {
+            rollouts,
+            old_logprobs,
+            ref_logprobs: reference.logprobs,
+            importance_weights,
+            token_rewards,
+            groups,
+            advantages,
+            kl_coef,
+            critic,
+            timings: timer.seconds,
+        })
+    }
+
+    /// Metrics of a batch before its updates, under the names of verl and TRL. Add one here.
+    pub(super) fn metrics(&self, config: &RlConfig) -> Metrics {
+        let mut metrics: Metrics = self.timings.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
+        metrics.extend(self.kl_metrics(config));
+        let rewards: Vec<f32> = self.token_rewards.iter().map(|row| row.iter().sum()).collect();
+        let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|x| f64::from(*x)).collect() };
+        metrics.extend(summary("critic/rewards", &wide(&rewards)));
+        metrics.extend(summary("critic/advantages", &wide(&self.advantages.concat())));
+        if config.algorithm.needs_groups() {
+            let share = share_without_spread(&rewards, &self.groups);
+            metrics.insert("frac_reward_zero_std".into(), f64::from(share));
+        }
+        if let Some(critic) = &self.critic {
+            metrics.extend(summary("critic/returns", &wide(&critic.returns.concat())));
+            metrics.extend(summary("critic/values", &wide(&critic.values.concat())));
+            metrics.insert("critic/vf_explained_var".into(), critic.explained_variance());
+        }
+        if let Some(weights) = &self.importance_weights {
+            metrics.extend(importance_metrics(weights, config.importance_cap));
+        }
+        metrics
+    }
+
+    fn kl_metrics(&self, config: &RlConfig) -> Metrics {
+        let mask = all_true(&self.old_logprobs);
+        let mean = |estimate: fn(f32, f32) -> f32| -> f64 {
+            let row = |(old, reference): (&Vec<f32>, &Vec<f32>)| {
+                old.iter().zip(reference).map(|(old, reference)| estimate(*old, *reference)).collect()
+            };
+            let rows: Rows = self.old_logprobs.iter().zip(&self.ref_logprobs).map(row).collect();
+            f64::from(masked_mean(&rows, &mask))
+        };
+        let k1 = mean(kl_k1);
+        let n_tokens: usize = self.old_logprobs.iter().map(Vec::len).sum();
+        let mut metrics = Metrics::from([
+            ("actor/ref_kl".to_owned(), k1),
+            ("actor/ref_kl_k3".to_owned(), mean(kl_k3)),
+            ("objective/kl".to_owned(), k1 * n_tokens as f64 / self.rollouts.len().max(1) as f64),
+        ]);
+        match config.kl_placement {
+            KlPlacement::Reward => {
+                let kl = kl_rows(config.kl_estimator, &self.old_logprobs, &self.ref_logprobs);
+                metrics.insert("actor/reward_kl_penalty".into(), f64::from(masked_mean(&kl, &mask)));
+                metrics.insert("actor/reward_kl_penalty_coeff".into(), self.kl_coef);
+            }
+            KlPlacement::Loss => drop(metrics.insert("actor/kl_coef".into(), self.kl_coef)),
+        }
+        metrics
+    }
+}
+
+impl RewardShaping {
+    /// Rewards per token, `(B, T)`: scores, less KL where it is part of the reward; and the KL coefficient of this batch, which
+    /// is then adapted to the batch's KL.
+    fn rewards(&mut self, config: &RlConfig, rollouts: &[Rollout], kl: &Rows) -> (Rows, f64) {
+        let scores = self.scores(config, rollouts);
+        let kl_coef = self.kl.kl_coef();
+        let coef_in_reward = if config.kl_placement == KlPlacement::Reward { kl_coef } else { 0.0 };
+        let kl_sums = kl.iter().map(|row| row.iter().map(|x| f64::from(*x)).sum::<f64>());
+        self.kl.update(kl_sums.sum::<f64>() / kl.len().max(1) as f64, kl.len());
+        (token_rewards(&scores, kl, coef_in_reward as f32), kl_coef)
+    }
+
+    /// The environment's scores less the penalty of truncated responses, divided by their running standard deviation and
+    /// clipped where configured.
+    ///
+    /// Source: TRL 0.11 `PPOTrainer.step`, `use_score_scaling` and `score_clip`; the penalty is TRL's `missing_eos_penalty`.
+    fn scores(&mut self, config: &RlConfig, rollouts: &[Rollout]) -> Vec<f32> {
+        let penalty = |rollout: &Rollout| if rollout.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
+        let mut scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.score - penalty(rollout)).collect();
+        if config.normalize_rewards {
+            self.score_moments.update(&scores);
+            // Equal scores have a deviation of 0 and stay as they are.
+            let scale = Some(self.score_moments.deviation()).filter(|deviation| *deviation > 1e-6).unwrap_or(1.0);
+            scores.iter_mut().for_each(|score| *score /= scale as f32);
+        }
+        if config.reward_clip > 0.0 {
+            let limit = config.reward_clip as f32;
+            scores.iter_mut().for_each(|score| *score = score.clamp(-limit, limit));
+        }
+        scores
+    }
+}
+
+impl ValueExperience {
+    /// `1 - var(returns - values) / var(returns)` over the positions the critic learns at.
+    ///
+    /// Source: verl `compute_data_metrics`, `critic/vf_explained_var`.
+    fn explained_variance(&self) -> f64 {
+        let kept = |rows: &Rows| -> Vec<f64> {
+            let rows = rows.iter().zip(&self.mask);
+            rows.flat_map(|(row, mask)| row.iter().zip(mask).filter(|(_, keep)| **keep).map(|(x, _)| f64::from(*x)))
+                .collect()
+        };
+        let (returns, values) = (kept(&self.returns), kept(&self.values));
+        let errors: Vec<f64> = returns.iter().zip(&values).map(|(target, value)| target - value).collect();
+        let spread = variance(&returns);
+        if spread > 0.0 { 1.0 - variance(&errors) / spread } else { 0.0 }
+    }
+}
+
+fn variance(values: &[f64]) -> f64 {
+    let n = values.len().max(1) as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n
+}
+
+/// verl's metrics of importance weights, which are capped already; `ratio_fraction_high` is the share at the cap.
+fn importance_metrics(weights: &Rows, cap: f64) -> Metrics {
+    let mask = all_true(weights);
+    let flat = weights.concat();
+    let n_capped = flat.iter().filter(|weight| f64::from(**weight) >= cap).count();
+    let max = flat.iter().copied().fold(0.0, f32::max);
+    Metrics::from([
+        ("rollout_corr/rollout_is_mean".into(), f64::from(masked_mean(weights, &mask))),
+        ("rollout_corr/rollout_is_max".into(), f64::from(max)),
+        ("rollout_corr/rollout_is_ratio_fraction_high".into(), n_capped as f64 / flat.len().max(1) as f64),
+        ("rollout_corr/rollout_is_eff_sample_size".into(), f64::from(effective_sample_share(weights, &mask))),
+    ])
+}
+
+/// Seconds of consecutive phases.
+struct PhaseTimer {
+    phase_started: Instant,
+    seconds: BTreeMap<&'static str, f64>,
+}
+
+impl PhaseTimer {
+    fn start() -> Self {
+        Self { phase_started: Instant::now(), seconds: BTreeMap::new() }
+    }
+
+    fn end_phase(&mut self, name: &'static str) {
+        let started = std::mem::replace(&mut self.phase_started, Instant::now());
+        self.seconds.insert(name, started.elapsed().as_secs_f64());
+    }
+}
+
+struct ForwardOutput {
+    logprobs: Rows,
+    /// Where requested.
+    hidden: Option<Tensor>, // (N, H)
+}
+
+/// Log-probabilities of all responses under `adapter`, without gradient.
+fn forward(
+    task: &RlTask<'_>,
+    adapter: Option<&LoraAdapter>,
+    rollouts: &[Rollout],
+    returns_hidden: bool,
+) -> Result<ForwardOutput, TrainError> {
+    let frozen = adapter.map(LoraAdapter::without_gradient);
+    let policy = Policy { decoder: task.decoder, adapter: frozen.as_ref() };
+    let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
+    let micro_batch = |examples: &[&Example]| {
+        let output = policy.response_logprobs(examples, task.config.temperature)?;
+        let logprobs: Vec<f32> = output.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
+        let hidden: Vec<Option<Tensor>> = match returns_hidden {
+            // On the CPU, where the critic's head reads them, and every rank can.
+            true => {
+                let hidden = output.hidden.detach().to_device(&Device::Cpu)?;
+                split_rows(&hidden, examples)?.into_iter().map(Some).collect()
+            }
+            false => vec![None; examples.len()],
+        };
+        Ok(rows_of(&logprobs, examples).into_iter().zip(hidden).collect())
+    };
+    let outputs = map_over_ranks(&task.mesh.data, &examples, |mine| {
+        map_micro_batches(mine, task.tokens_per_pass, micro_batch)
+    })?;
+    let (logprobs, hidden): (Rows, Vec<Option<Tensor>>) = outputs.into_iter().unzip();
+    let hidden: Option<Vec<Tensor>> = hidden.into_iter().collect();
+    Ok(ForwardOutput { logprobs, hidden: hidden.map(|hidden| Tensor::cat(&hidden, 0)).transpose()? })
+}
+
+/// The critic's values `(B, T)`, and the head's inputs `(T, 2H)` per response where the critic needs them again.
+fn critic_values(
+    task: &RlTask<'_>,
+    critic: &mut Critic,
+    rollouts: &[Rollout],
+    ref_hidden: Option<&Tensor>,
+) -> Result<(Rows, Option<Vec<Tensor>>), TrainError> {
+    let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
+    if let Some(inputs) = critic.inputs(ref_hidden, &examples)? {
+        let values = rows_of(&critic.values_without_gradient(task.decoder, &examples, Some(&inputs))?, &examples);
+        return Ok((values, Some(split_rows(&inputs, &examples)?)));
+    }
+    let critic = &*critic;
+    let values = map_over_ranks(&task.mesh.data, &examples, |mine| {
+        map_micro_batches(mine, task.tokens_per_pass, |examples| {
+            Ok(rows_of(&critic.values_without_gradient(task.decoder, examples, None)?, examples))
+        })
+    })?;
+    Ok((values, None))
+}
+
+/// `(N, H)` as one tensor per response.
+fn split_rows(rows: &Tensor, examples: &[&Example]) -> Result<Vec<Tensor>, TrainError> {
+    let mut start = 0;
+    let rows_of_example = |example: &&Example| {
+        let rows = rows.narrow(0, start, example.response.len());
+        start += example.response.len();
+        Ok(rows?)
+    };
+    examples.iter().map(rows_of_example).collect()
+}
+
+fn clip(advantages: &mut Rows, limit: f64) {
+    if limit > 0.0 {
+        let limit = limit as f32;
+        advantages.iter_mut().flatten().for_each(|advantage| *advantage = advantage.clamp(-limit, limit));
+    }
+}
+
+/// Importance weights of tokens that a filtered distribution or an earlier policy sampled; `None` where all would be 1.
+fn importance_of(config: &RlConfig, old_logprobs: &Rows, rollouts: &[Rollout]) -> Option<Rows> {
+    let is_exact = |rollout: &Rollout| rollout.behaviour_logprobs == rollout.logprobs;
+    if !config.off_by_one && rollouts.iter().all(is_exact) {
+        return None;
+    }
+    let behaviour: Rows = rollouts.iter().map(|rollout| rollout.behaviour_logprobs.clone()).collect();
+    let level = match config.advantage_form {
+        AdvantageForm::Token => ImportanceLevel::Token,
+        AdvantageForm::Sequence => ImportanceLevel::Sequence,
+    };
+    Some(importance_weights(old_logprobs, &behaviour, &all_true(old_logprobs), config.importance_cap as f32, level))
+}

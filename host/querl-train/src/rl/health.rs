@@ -1,0 +1,224 @@
+//! Warnings about an unhealthy reinforcement-learning run.
+
+use crate::Metrics;
+use serde::{Deserialize, Serialize};
+
+/// Watches the metrics of successive steps. A checkpoint keeps it, so that each warning is given once per run.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Health {
+    rewards: Vec<f64>,
+    explained: Vec<f64>,
+    first_entropy: Option<f64>,
+    first_length: Option<f64>,
+    first_kl_coef: Option<f64>,
+    warned: Vec<String>,
+}
+
+/// Steps averaged in a comparison of two intervals.
+const WINDOW: usize = 10;
+
+/// Share of clipped ratios above which updates are too aggressive.
+const MAX_CLIP_FRACTION: f64 = 0.5;
+
+/// Nats per token, far above the KL of a useful update.
+const MAX_KL: f64 = 1.0;
+
+/// Share of the first step's entropy below which the policy hardly explores.
+const MIN_ENTROPY_SHARE: f64 = 0.05;
+
+/// Share of distinct responses in a batch below which the policy responds the same to most queries.
+const MIN_DISTINCT_SHARE: f64 = 0.2;
+
+/// Ratio of response lengths to those of the first step that counts as drift, in both directions.
+const MAX_LENGTH_DRIFT: f64 = 2.5;
+
+/// Two engines in half precision differ by 1e-2; f32 rounding is well below this limit.
+const MAX_PROBS_DIFF: f64 = 1e-5;
+
+/// Effective sample size, as a share of the tokens.
+const MIN_EFFECTIVE_SAMPLE: f64 = 0.5;
+
+/// Share of groups whose scores are all equal.
+const MAX_GROUPS_WITHOUT_SPREAD: f64 = 0.8;
+
+/// Share of truncated responses above which mostly length is rewarded.
+const MAX_CUT_OFF: f64 = 0.5;
+
+/// Ratio of the adapted KL coefficient to the first one that counts as runaway, in both directions.
+const MAX_KL_COEF_DRIFT: f64 = 50.0;
+
+impl Health {
+    /// New warnings after a step; each kind is given once.
+    pub fn check(&mut self, metrics: &Metrics) -> Vec<String> {
+        let mut found = self.of_step(metrics);
+        found.extend(self.of_learning(metrics));
+        found.extend(self.of_trend(metrics));
+        found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
+        self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
+        found.into_iter().map(|(_, text)| format!("warning: {text}")).collect()
+    }
+
+    /// Compares a step with the first one.
+    fn of_step(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
+        let get = |name: &str| metrics.get(name).copied();
+        let (entropy, length) = (get("actor/entropy"), get("response_length/mean"));
+        self.first_entropy = self.first_entropy.or(entropy);
+        self.first_length = self.first_length.or(length);
+        let ratio = |now: Option<f64>, first: Option<f64>| Some(now? / first?);
+        let drift = ratio(length, self.first_length);
+        let signs = [
+            (
+                get("actor/pg_clipfrac").is_some_and(|share| share > MAX_CLIP_FRACTION),
+                (
+                    "clip",
+                    "more than half of the tokens are clipped: the updates are too aggressive, lower rl.learning_rate",
+                ),
+            ),
+            (
+                get("actor/ref_kl").is_some_and(|kl| kl > MAX_KL),
+                ("kl", "the policy drifts far from the SFT policy (KL above 1 nat per token): raise rl.kl_coef"),
+            ),
+            (
+                ratio(entropy, self.first_entropy).is_some_and(|share| share < MIN_ENTROPY_SHARE),
+                ("entropy", "the entropy has collapsed: raise rl.ent_coef or lower rl.learning_rate"),
+            ),
+            (
+                get("response/distinct_ratio").is_some_and(|share| share < MIN_DISTINCT_SHARE),
+                ("repeats", "most queries get the same answer: raise rl.kl_coef, and look at the reward plugin"),
+            ),
+            (
+                drift.is_some_and(|drift| !(1.0 / MAX_LENGTH_DRIFT..=MAX_LENGTH_DRIFT).contains(&drift)),
+                ("length", "the length of the answers drifts: raise rl.kl_coef, and look at what the reward pays for"),
+            ),
+        ];
+        signs.into_iter().filter(|(shows, _)| *shows).map(|(_, warning)| warning).collect()
+    }
+
+    /// Checks metrics of rollout, groups, critic and KL.
+    fn of_learning(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
+        let get = |name: &str| metrics.get(name).copied();
+        let above = |name: &str, limit: f64| get(name).is_some_and(|value| value > limit);
+        let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
+        self.first_kl_coef = self.first_kl_coef.or(kl_coef.filter(|kl_coef| *kl_coef > 0.0));
+        let drift = kl_coef.zip(self.first_kl_coef).map(|(now, first)| now / first);
+        let signs = [
+            (
+                above("rollout_probs_diff", MAX_PROBS_DIFF),
+                ("probs", "log-probabilities of rollout and training differ by more than 1e-5 a token"),
+            ),
+            (
+                get("rollout_corr/rollout_is_eff_sample_size").is_some_and(|share| share < MIN_EFFECTIVE_SAMPLE),
+                (
+                    "importance",
+                    "answers are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
+                ),
+            ),
+            (
+                above("frac_reward_zero_std", MAX_GROUPS_WITHOUT_SPREAD),
+                (
+                    "groups",
+                    "the answers to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
+                ),
+            ),
+            (
+                above("response_length/clip_ratio", MAX_CUT_OFF),
+                (
+                    "cut_off",
+                    "more than half of the answers are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
+                ),
+            ),
+            (
+                above("critic/vf_clipfrac", MAX_CLIP_FRACTION),
+                (
+                    "value_clip",
+                    "more than half of the critic's values are clipped: raise rl.clip_range_value or lower rl.critic_learning_rate",
+                ),
+            ),
+            (
+                drift.is_some_and(|drift| !(1.0 / MAX_KL_COEF_DRIFT..=MAX_KL_COEF_DRIFT).contains(&drift)),
+                ("kl_coef", "the KL coefficient runs away from where it started: choose another rl.kl_target"),
+            ),
+        ];
+        signs.into_iter().filter(|(shows, _)| *shows).map(|(_, warning)| warning).collect()
+    }
+
+    /// Compares the last interval with the one before.
+    fn of_trend(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
+        self.rewards.extend(metrics.get("avg_reward"));
+        self.explained.extend(metrics.get("critic/vf_explained_var"));
+        let mut found = Vec::new();
+        if interval_means(&self.rewards).is_some_and(|(before, now)| now + 0.1 < before) {
+            found.push(("reward", "the reward is falling: lower rl.learning_rate"));
+        }
+        if interval_means(&self.explained).is_some_and(|(before, now)| now < 0.0 && now <= before) {
+            found.push((
+                "value",
+                "the critic does not learn (it explains none of the returns): look at rl.critic_learning_rate",
+            ));
+        }
+        found
+    }
+}
+
+/// Means of the last interval and the one before.
+fn interval_means(values: &[f64]) -> Option<(f64, f64)> {
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let n = values.len();
+    (n >= 2 * WINDOW).then(|| (mean(&values[n - 2 * WINDOW..n - WINDOW]), mean(&values[n - WINDOW..])))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(pairs: &[(&str, f64)]) -> Metrics {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    }
+
+    /// Number of warnings in a run of 30 steps where `name` takes the values of `course`.
+    fn warnings(name: &str, course: impl Fn(f64) -> f64) -> usize {
+        let mut health = Health::default();
+        (0..30).flat_map(|step| health.check(&metrics(&[(name, course(f64::from(step)))]))).count()
+    }
+
+    #[test]
+    fn a_warning_given_before_a_stop_is_not_repeated() {
+        let trouble = metrics(&[("actor/pg_clipfrac", 0.9)]);
+        let mut health = Health::default();
+        assert_eq!(health.check(&trouble).len(), 1);
+        let kept = serde_json::to_string(&health).unwrap();
+        assert_eq!(serde_json::from_str::<Health>(&kept).unwrap().check(&trouble).len(), 0);
+    }
+
+    #[test]
+    fn each_warning_is_given_once_and_healthy_runs_have_none() {
+        assert_eq!(warnings("actor/pg_clipfrac", |_| 0.6), 1);
+        assert_eq!(warnings("actor/pg_clipfrac", |_| 0.3), 0);
+        assert_eq!(warnings("actor/ref_kl", |step| step * 0.05), 1);
+        assert_eq!(warnings("actor/ref_kl", |_| 0.2), 0);
+        assert_eq!(warnings("actor/entropy", |step| 2.0 / (1.0 + step)), 1);
+        assert_eq!(warnings("actor/entropy", |step| 2.0 - step * 0.05), 0);
+        assert_eq!(warnings("response/distinct_ratio", |_| 0.1), 1);
+        assert_eq!(warnings("response/distinct_ratio", |_| 0.9), 0);
+        assert_eq!(warnings("response_length/mean", |step| 10.0 + step), 1);
+        assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.3), 1);
+        assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.1), 0);
+        assert_eq!(warnings("rollout_probs_diff", |_| 2e-5), 1);
+        assert_eq!(warnings("rollout_probs_diff", |_| 1e-6), 0);
+        assert_eq!(warnings("rollout_corr/rollout_is_eff_sample_size", |_| 0.3), 1);
+        assert_eq!(warnings("rollout_corr/rollout_is_eff_sample_size", |_| 0.9), 0);
+        assert_eq!(warnings("frac_reward_zero_std", |_| 0.9), 1);
+        assert_eq!(warnings("frac_reward_zero_std", |_| 0.5), 0);
+        assert_eq!(warnings("response_length/clip_ratio", |_| 0.6), 1);
+        assert_eq!(warnings("response_length/clip_ratio", |_| 0.1), 0);
+        assert_eq!(warnings("critic/vf_clipfrac", |_| 0.6), 1);
+        assert_eq!(warnings("critic/vf_clipfrac", |_| 0.2), 0);
+        assert_eq!(warnings("actor/reward_kl_penalty_coeff", |step| 0.05 * 1.2f64.powf(step)), 1);
+        assert_eq!(warnings("actor/kl_coef", |step| 0.05 / 1.2f64.powf(step)), 1);
+        assert_eq!(warnings("actor/kl_coef", |step| 0.05 + 0.01 * step), 0);
+        assert_eq!(warnings("avg_reward", |step| -0.05 * step), 1);
+        assert_eq!(warnings("avg_reward", |step| 0.05 * step), 0);
+        assert_eq!(warnings("critic/vf_explained_var", |_| -0.2), 1);
+        assert_eq!(warnings("critic/vf_explained_var", |step| 0.01 * step), 0);
+    }
+}

@@ -1,0 +1,315 @@
+//! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
+
+use super::evaluation::{BestCheckpoint, Evaluation};
+use super::learner::Learner;
+use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
+use super::rollout_check::check_rollout;
+use super::rollout_pipeline::{self, RolloutRequest};
+use super::task::{RlSummary, RlTask, engine_settings};
+use super::trainer_state::{LogPositions, TrainerState};
+use crate::checkpoint::{LAST, STATE, State, StateStore};
+use crate::data_order::DataOrder;
+use crate::data_parallel::newest_checkpoint;
+use crate::metrics::memory_metrics;
+use crate::{MetricSink, Metrics, TrainError};
+use querl_model::{Decoding, Engine, LoraAdapter, Mesh, Place};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Instant;
+
+/// Trains the policy, keeps the best and the last checkpoint, and returns a summary.
+///
+/// Resumes an earlier call with the same fingerprint that was stopped or killed: with an environment that gives the same
+/// scores, the files at the end are those of an uninterrupted run, byte for byte.
+///
+/// # Errors
+/// No rows, too many dropped episodes, a loss that is not finite, the stop flag was set or a device ran out of memory (what was
+/// reached is saved), or errors of environment, model and file system.
+pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
+    if task.train.prompts.is_empty() || task.val.prompts.is_empty() {
+        return Err(TrainError::Data("rl: the training or the validation split is empty; add rows".into()));
+    }
+    let mut trainer = Trainer::new(task, sink)?;
+    let outcome = trainer.run(sink);
+    outcome.map_err(|error| trainer.save_after_out_of_memory(error))
+}
+
+/// Whether a phase was completed, or stopped by the stop flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    Completed,
+    Stopped,
+}
+
+/// A run in progress.
+pub(super) struct Trainer<'a> {
+    pub(super) task: &'a RlTask<'a>,
+    pub(super) learner: Learner,
+    engine: Engine<'a>,
+    pub(super) order: DataOrder,
+    pub(super) state: TrainerState,
+    /// A mesh of its own for rollouts, which may run concurrently with updates.
+    rollout_mesh: Mesh,
+    /// The policy that generates the next batch, where updates have changed the trained one meanwhile (`rl.off_by_one`).
+    pub(super) rollout_policy: Option<LoraAdapter>,
+    pub(super) store: Option<StateStore>,
+    /// The step of the newest checkpoint.
+    pub(super) saved_step: Option<u64>,
+    step_started: Instant,
+    /// Copy of the state before a step that may run out of GPU memory.
+    pub(super) backup: Option<State>,
+    /// Seconds that the newest checkpoint took, until they are recorded.
+    pub(super) save_s: Option<f64>,
+}
+
+impl<'a> Trainer<'a> {
+    /// From the newest checkpoint, or from the beginning; logs are rewound to that point.
+    ///
+    /// # Errors
+    /// The checkpoint does not fit the task, or the logs cannot be rewound.
+    pub(super) fn new(task: &'a RlTask<'a>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
+        let (directory, keep) = (task.output_dir.join(STATE), task.config.save_total_limit);
+        let fingerprint = task.fingerprint.filter(|_| task.mesh.all.is_first());
+        let store = fingerprint.map(|fingerprint| StateStore::open(&directory, keep, fingerprint));
+        let newest = newest_checkpoint(&task.mesh.all, store.as_ref(), task.progress)?;
+        let mut trainer = Self {
+            task,
+            learner: Learner::new(task)?,
+            engine: Engine::new(task.decoder, engine_settings(task))?,
+            order: DataOrder::new(task.train.prompts.len(), task.seed),
+            state: TrainerState::default(),
+            rollout_mesh: task.mesh.again()?,
+            rollout_policy: None,
+            store,
+            saved_step: None,
+            backup: None,
+            step_started: Instant::now(),
+            save_s: None,
+        };
+        match &*newest {
+            Some((step, state)) => trainer.restore(*step, state, sink)?,
+            None => trainer.rewind_logs(sink, &LogPositions::default())?,
+        }
+        Ok(trainer)
+    }
+
+    fn run(&mut self, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
+        loop {
+            self.back_up(sink)?;
+            // 1. Evaluation on the validation split, before the first step and then every `eval_steps`.
+            if self.evaluation_is_due() && self.evaluate(sink)? == Phase::Stopped {
+                return self.interrupt(sink);
+            }
+            // 2. A checkpoint; the best policy so far also goes to `best`.
+            if self.checkpoint_is_due() {
+                self.save(sink)?;
+            }
+            if self.is_finished() {
+                return self.finish();
+            }
+            // 3. Scored rollouts; episodes whose calls failed or were late are dropped and counted.
+            let Some(batch) = self.roll_out()? else { return self.interrupt(sink) };
+            // 4. Log-probabilities, values, advantages; several epochs of updates.
+            let metrics = self.learn(&batch)?;
+            // 5. Metrics and warnings.
+            self.record(&batch, metrics, sink)?;
+        }
+    }
+
+    fn evaluation_is_due(&self) -> bool {
+        let step = self.state.step;
+        let is_due = self.is_last_step() || step.is_multiple_of(self.task.config.eval_steps.max(1) as u64);
+        is_due && self.state.evaluated_step != Some(step)
+    }
+
+    /// Generates and scores responses to the validation split, greedily.
+    fn evaluate(&mut self, sink: &mut dyn MetricSink) -> Result<Phase, TrainError> {
+        let (task, step) = (self.task, self.state.step);
+        // Rollouts that run ahead are recorded before the evaluation, also after a stop in between.
+        if self.state.rollouts.is_some() && self.complete_rollouts()? == Phase::Stopped {
+            return Ok(Phase::Stopped);
+        }
+        let all = || (0..task.val.prompts.len()).map(|row| Query { row, first_sample: 0 }).collect();
+        let mut partial = self.state.evaluation.take().unwrap_or_else(|| PartialBatch::new(step, step, all()));
+        let (data, policy, cancel) = (&task.val, task.policy, &AtomicBool::new(false));
+        let request =
+            RolloutRequest { data, policy, decoding: Decoding::Greedy, n_samples: 1, mesh: &self.rollout_mesh, cancel };
+        rollout_pipeline::complete(task, &mut self.engine, &request, &mut partial)?;
+        if !partial.is_complete(1) {
+            self.state.evaluation = Some(partial);
+            return Ok(Phase::Stopped);
+        }
+        let evaluation = Evaluation::new(task, partial)?;
+        sink.record("rl", step, &evaluation.metrics()).map_err(|source| self.io(source))?;
+        match &mut self.state.best {
+            Some(best) => best.update(step, evaluation),
+            None => self.state.best = Some(BestCheckpoint::new(evaluation)),
+        }
+        self.state.evaluated_step = Some(step);
+        // A checkpoint of this step that a stop during its evaluation left does not have the result.
+        self.saved_step = None;
+        Ok(Phase::Completed)
+    }
+
+    /// A checkpoint is due every `save_steps`, for the best policy so far, and at the end.
+    fn checkpoint_is_due(&self) -> bool {
+        let is_due = self.state.step.is_multiple_of(self.task.config.save_steps.max(1) as u64);
+        (is_due || self.is_best() || self.is_finished()) && self.saved_step != Some(self.state.step)
+    }
+
+    fn is_finished(&self) -> bool {
+        let patience = self.task.config.early_stopping_patience;
+        self.is_last_step() || self.state.best.as_ref().is_some_and(|best| best.is_exhausted(patience))
+    }
+
+    fn is_last_step(&self) -> bool {
+        self.state.step >= self.task.config.max_steps as u64
+    }
+
+    /// Whether the policy as it is now is the best so far.
+    pub(super) fn is_best(&self) -> bool {
+        self.state.best.as_ref().is_some_and(|best| best.step == self.state.step)
+    }
+
+    /// The next step's batch; `None` after a stop.
+    fn roll_out(&mut self) -> Result<Option<RolloutBatch>, TrainError> {
+        self.step_started = Instant::now();
+        if self.complete_rollouts()? == Phase::Stopped {
+            return Ok(None);
+        }
+        let batch = self.state.rollouts.take().map(|partial| RolloutBatch::new(self.task, partial));
+        batch.transpose()
+    }
+
+    /// Completes the next step's batch, starting it where nothing of it exists.
+    fn complete_rollouts(&mut self) -> Result<Phase, TrainError> {
+        let (task, step) = (self.task, self.state.step);
+        let mut partial = match self.state.rollouts.take() {
+            Some(partial) => partial,
+            None => self.next_queries(step + 1, step),
+        };
+        if !partial.is_complete(task.config.n_samples) {
+            let policy = self.rollout_policy.as_ref().unwrap_or(task.policy);
+            let (mesh, cancel) = (&self.rollout_mesh, &AtomicBool::new(false));
+            roll_out_training_queries(task, &mut self.engine, policy, mesh, cancel, &mut partial)?;
+        }
+        if partial.is_complete(task.config.n_samples) {
+            self.rollout_policy = None;
+        }
+        self.state.rollouts = Some(partial);
+        // The flag is never cleared: while it is unset, the batch is complete.
+        Ok(if task.mesh.all.any(task.stop.load(Ordering::Relaxed))? { Phase::Stopped } else { Phase::Completed })
+    }
+
+    /// Updates policy and critic on a batch. With `rl.off_by_one` the next batch is generated concurrently, by the policy as it
+    /// was before the updates.
+    fn learn(&mut self, batch: &RolloutBatch) -> Result<Metrics, TrainError> {
+        let (task, step) = (self.task, self.state.step + 1);
+        let mut metrics = if task.config.off_by_one && step < task.config.max_steps as u64 {
+            self.learn_and_roll_out(batch)?
+        } else {
+            self.learner.learn(task, batch, step)?
+        };
+        self.state.step = step;
+        self.state.n_episodes += batch.n_episodes as u64;
+        for (code, n) in &batch.dropped {
+            *self.state.dropped.entry(code.clone()).or_default() += n;
+        }
+        metrics.extend(batch.metrics());
+        Ok(metrics)
+    }
+
+    fn learn_and_roll_out(&mut self, batch: &RolloutBatch) -> Result<Metrics, TrainError> {
+        let (task, step) = (self.task, self.state.step + 1);
+        let policy = task.policy.snapshot()?;
+        let mut partial = self.next_queries(step + 1, step - 1);
+        let cancel = AtomicBool::new(false);
+        let (engine, learner, mesh) = (&mut self.engine, &mut self.learner, &self.rollout_mesh);
+        let (learned, rolled_out) = thread::scope(|scope| {
+            let rollout =
+                scope.spawn(|| roll_out_training_queries(task, engine, &policy, mesh, &cancel, &mut partial));
+            let learned = learner.learn(task, batch, step);
+            cancel.store(learned.is_err(), Ordering::Relaxed);
+            (learned, rollout_pipeline::join(rollout, "generation"))
+        });
+        let metrics = learned?;
+        rolled_out?;
+        self.rollout_policy = (!partial.is_complete(task.config.n_samples)).then_some(policy);
+        self.state.rollouts = Some(partial);
+        Ok(metrics)
+    }
+
+    fn next_queries(&mut self, step: u64, policy_version: u64) -> PartialBatch {
+        let config = self.task.config;
+        PartialBatch::new(step, policy_version, queries(&self.order.take(config.batch_size), config.n_samples))
+    }
+
+    /// Records the metrics of the step that was just taken, and warns.
+    fn record(
+        &mut self,
+        batch: &RolloutBatch,
+        mut metrics: Metrics,
+        sink: &mut dyn MetricSink,
+    ) -> Result<(), TrainError> {
+        let (task, step) = (self.task, self.state.step);
+        let seconds = self.step_started.elapsed().as_secs_f64();
+        metrics.extend(memory_metrics());
+        metrics.extend(self.save_s.take().map(|save_s| ("timing_s/save_checkpoint".to_owned(), save_s)));
+        metrics.extend([
+            ("timing_s/step".to_owned(), seconds),
+            ("perf/time_per_step".to_owned(), seconds),
+            ("perf/total_num_tokens".to_owned(), batch.n_tokens() as f64),
+            ("perf/throughput".to_owned(), batch.n_tokens() as f64 / seconds),
+        ]);
+        let mut watched = metrics.clone();
+        if !matches!(task.decoder.place(), Place::Cpu) {
+            // bf16 rounding on a GPU is far above the limit of this warning: `check_rollout` has limits of its own there.
+            watched.remove("rollout_probs_diff");
+        }
+        for warning in self.state.health.check(&watched) {
+            task.progress.line(&format!("rl step {step}: {warning}"));
+        }
+        sink.record("rl", step, &metrics).map_err(|source| self.io(source))?;
+        let reward = metrics.get("avg_reward").copied().unwrap_or_default();
+        let note = self.state.best.as_ref().map(BestCheckpoint::note).unwrap_or_default();
+        task.progress.update(step, task.config.max_steps as u64, &format!("reward {reward:+.3}, {note}"));
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<RlSummary, TrainError> {
+        self.save_weights(&self.task.output_dir.join(LAST))?;
+        let TrainerState { step, best, n_episodes, dropped, .. } = std::mem::take(&mut self.state);
+        let best = best.ok_or_else(|| TrainError::Data("rl: the policy was never evaluated".into()))?;
+        Ok(RlSummary {
+            n_steps: step,
+            best_step: best.step,
+            first_val_reward: best.first_reward,
+            best_val_reward: best.evaluation.reward,
+            n_episodes,
+            dropped,
+        })
+    }
+
+    pub(super) fn io(&self, source: std::io::Error) -> TrainError {
+        TrainError::Io { path: self.task.output_dir.to_owned(), source }
+    }
+}
+
+/// Generates and scores responses to training queries. With `rl.off_by_one` the complete batch is checked against the training
+/// pass here, since the policy that generated it has changed by the time it is learned from.
+fn roll_out_training_queries(
+    task: &RlTask<'_>,
+    engine: &mut Engine<'_>,
+    policy: &LoraAdapter,
+    mesh: &Mesh,
+    cancel: &AtomicBool,
+    partial: &mut PartialBatch,
+) -> Result<(), TrainError> {
+    let n_samples = task.config.n_samples;
+    let request = RolloutRequest { data: &task.train, policy, decoding: Decoding::Sample, n_samples, mesh, cancel };
+    rollout_pipeline::complete(task, engine, &request, partial)?;
+    if task.config.off_by_one && partial.is_complete(n_samples) && partial.check.is_empty() {
+        partial.check = check_rollout(task, policy, &learnable(task, partial), partial.step)?;
+    }
+    Ok(())
+}
