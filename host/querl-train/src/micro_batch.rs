@@ -100,7 +100,8 @@ mod tests {
         let examples = examples();
         let examples: Vec<&Example> = examples.iter().collect();
         for limit in [1, 7, 100] {
-            let found = map_micro_batches(&examples, limit, |part| Ok(part.iter().map(|example| example.prompt[0]).collect()));
+            let found =
+                map_micro_batches(&examples, limit, |part| Ok(part.iter().map(|example| example.prompt[0]).collect()));
             assert_eq!(found.unwrap(), [5, 3, 5, 4, 3, 5]);
         }
     }

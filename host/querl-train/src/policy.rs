@@ -65,7 +65,11 @@ impl Policy<'_> {
     }
 
     /// Log-probabilities and entropies of all response tokens of a batch, logits divided by the temperature.
-    pub(crate) fn response_logprobs(&self, examples: &[&Example], temperature: f64) -> Result<ResponseLogprobs, TrainError> {
+    pub(crate) fn response_logprobs(
+        &self,
+        examples: &[&Example],
+        temperature: f64,
+    ) -> Result<ResponseLogprobs, TrainError> {
         self.training_logprobs(examples, temperature, TrainingPass::default())
     }
 
@@ -84,7 +88,11 @@ impl Policy<'_> {
     }
 
     /// [`Policy::response_hidden`] with dropout and gradient checkpointing.
-    pub(crate) fn training_hidden(&self, examples: &[&Example], training: TrainingPass<'_>) -> Result<Tensor, TrainError> {
+    pub(crate) fn training_hidden(
+        &self,
+        examples: &[&Example],
+        training: TrainingPass<'_>,
+    ) -> Result<Tensor, TrainError> {
         let sequences: Vec<Vec<u32>> = examples.iter().map(|example| example.computed().collect()).collect();
         let batch = PackedBatch::shared(sequences.iter().map(Vec::as_slice));
         let rows = examples.iter().enumerate().flat_map(|(index, example)| {

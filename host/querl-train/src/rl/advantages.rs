@@ -80,7 +80,8 @@ impl<'a> Experience<'a> {
         let reference = forward(task, task.reference, rollouts, reads_reference)?;
         timer.end_phase("timing_s/ref");
         // 2. Values.
-        let values = critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref())).transpose()?;
+        let values =
+            critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref())).transpose()?;
         timer.end_phase("timing_s/values");
         // 3. Rewards: scores, less KL where it is part of the reward.
         let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
@@ -283,9 +284,8 @@ fn forward(
         };
         Ok(rows_of(&logprobs, examples).into_iter().zip(hidden).collect())
     };
-    let outputs = map_over_ranks(&task.mesh.data, &examples, |mine| {
-        map_micro_batches(mine, task.tokens_per_pass, micro_batch)
-    })?;
+    let outputs =
+        map_over_ranks(&task.mesh.data, &examples, |mine| map_micro_batches(mine, task.tokens_per_pass, micro_batch))?;
     let (logprobs, hidden): (Rows, Vec<Option<Tensor>>) = outputs.into_iter().unzip();
     let hidden: Option<Vec<Tensor>> = hidden.into_iter().collect();
     Ok(ForwardOutput { logprobs, hidden: hidden.map(|hidden| Tensor::cat(&hidden, 0)).transpose()? })

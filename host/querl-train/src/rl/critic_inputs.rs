@@ -35,9 +35,7 @@ impl InputNormalizer {
         (0..width).for_each(|i| matrix[i * width + i] += ridge);
         let inverse = inverse_of_cholesky(matrix, width);
         if inverse.iter().any(|x| !x.is_finite()) {
-            return Err(TrainError::Data(
-                "rl: the reference's hidden states are not finite; check its weights".into(),
-            ));
+            return Err(TrainError::Data("rl: the reference's hidden states are not finite; check its weights".into()));
         }
         let transform = Tensor::from_vec(inverse, (width, width), &Device::Cpu)?.t()?.contiguous()?;
         Ok(Self { mean: mean.squeeze(0)?.to_dtype(DType::F32)?, transform: transform.to_dtype(DType::F32)? })

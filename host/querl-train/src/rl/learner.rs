@@ -58,12 +58,7 @@ impl Learner {
     ///
     /// # Errors
     /// Rollout and training differ, a loss or gradient is not finite, or the model reports an error.
-    pub(super) fn learn(
-        &mut self,
-        task: &RlTask<'_>,
-        batch: &RolloutBatch,
-        step: u64,
-    ) -> Result<Metrics, TrainError> {
+    pub(super) fn learn(&mut self, task: &RlTask<'_>, batch: &RolloutBatch, step: u64) -> Result<Metrics, TrainError> {
         let mut metrics = Metrics::new();
         if !task.config.off_by_one {
             let started = Instant::now();
@@ -158,12 +153,7 @@ impl Learner {
     }
 
     /// One optimizer step of the critic, where there is one.
-    fn critic_step(
-        &mut self,
-        mini_batch: &MiniBatch<'_>,
-        step: u64,
-        sums: &mut MetricSums,
-    ) -> Result<(), TrainError> {
+    fn critic_step(&mut self, mini_batch: &MiniBatch<'_>, step: u64, sums: &mut MetricSums) -> Result<(), TrainError> {
         let (Some(critic), Some(experience)) = (&mut self.critic, &mini_batch.experience.critic) else { return Ok(()) };
         let (config, mesh) = (mini_batch.task.config, mini_batch.task.mesh);
         let (mut gradients, mut metrics) = (Gradients::default(), Metrics::new());
@@ -290,12 +280,7 @@ struct MiniBatch<'a> {
 }
 
 impl<'a> MiniBatch<'a> {
-    fn new(
-        task: &'a RlTask<'a>,
-        experience: &'a Experience<'a>,
-        rows: &'a [usize],
-        aggregation: Aggregation,
-    ) -> Self {
+    fn new(task: &'a RlTask<'a>, experience: &'a Experience<'a>, rows: &'a [usize], aggregation: Aggregation) -> Self {
         let n_tokens = rows.iter().map(|&i| experience.old_logprobs[i].len()).sum();
         let n_kept =
             |critic: &ValueExperience| rows.iter().flat_map(|&i| &critic.mask[i]).filter(|keep| **keep).count();
@@ -456,12 +441,7 @@ fn product(a: &Rows, b: &Rows) -> Rows {
 
 /// The derivative of the whole loss (policy, KL, entropy bonus) with respect to each token's log-probability and entropy:
 /// `(N, 2)`, row-major.
-fn loss_gradients(
-    config: &RlConfig,
-    policy: &PolicyLoss,
-    kl: Option<(&KlLoss, f64)>,
-    weights: &Rows,
-) -> Vec<f32> {
+fn loss_gradients(config: &RlConfig, policy: &PolicyLoss, kl: Option<(&KlLoss, f64)>, weights: &Rows) -> Vec<f32> {
     let entropy = |weight: f32| -(config.ent_coef as f32) * weight;
     let tokens = policy.grad_logprobs.iter().flatten().zip(weights.iter().flatten());
     match kl {

@@ -222,7 +222,9 @@ mod tests {
         let finish = move |part| {
             if part == 0 {
                 started.send(()).unwrap();
-                wait_produced.recv_timeout(Duration::from_secs(60)).map_err(|_| failure("the second item was not produced"))?;
+                wait_produced
+                    .recv_timeout(Duration::from_secs(60))
+                    .map_err(|_| failure("the second item was not produced"))?;
             }
             Ok(part)
         };

@@ -226,8 +226,7 @@ impl<'a> Trainer<'a> {
         let cancel = AtomicBool::new(false);
         let (engine, learner, mesh) = (&mut self.engine, &mut self.learner, &self.rollout_mesh);
         let (learned, rolled_out) = thread::scope(|scope| {
-            let rollout =
-                scope.spawn(|| roll_out_training_queries(task, engine, &policy, mesh, &cancel, &mut partial));
+            let rollout = scope.spawn(|| roll_out_training_queries(task, engine, &policy, mesh, &cancel, &mut partial));
             let learned = learner.learn(task, batch, step);
             cancel.store(learned.is_err(), Ordering::Relaxed);
             (learned, rollout_pipeline::join(rollout, "generation"))

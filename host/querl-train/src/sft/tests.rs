@@ -224,7 +224,7 @@ fn in_parts(setting: &Setting, steps: &[u64], model: fn() -> Model) -> (SftSumma
         let outcome = setting.run(&model(), &mut sink, &StopAfter(step, &stop), &stop);
         let message = outcome.unwrap_err().to_string();
         let expected =
-            format!("interrupted at sft step {step}; what was done is saved, and the same command goes on from there");
+            format!("interrupted at sft step {step}; the state is saved; run the same command again to resume");
         assert_eq!(message, expected);
     }
     let stop = AtomicBool::new(false);
@@ -351,7 +351,7 @@ fn a_step_without_memory_keeps_what_was_done_and_the_next_try_goes_on() {
         let error = broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap_err();
         assert!(error.is_out_of_memory());
         let message = format!(
-            "sft step 7: the device has no memory left (DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); what was \
+            "sft step 7: out of device memory (DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); what was \
              done until step {saved} is saved, and the same command goes on from there"
         );
         assert_eq!(error.to_string(), message);

@@ -95,7 +95,8 @@ fn two_cards_answer_what_one_answers_and_learn_the_same() {
     }
     let config = RlConfig { learning_rate: 1e-4, max_steps: 2, ..small(false) };
     let [one, two] = [1, 2].map(|n_cards| {
-        let (folder, world, mut sink) = (tempfile::tempdir().unwrap(), LetterEnvironment::default(), Recorder::default());
+        let (folder, world, mut sink) =
+            (tempfile::tempdir().unwrap(), LetterEnvironment::default(), Recorder::default());
         let ranks = try_on(n_cards, &config, &world, &mut sink, folder.path()).unwrap();
         (ranks, sink, world.log.into_inner().unwrap())
     });

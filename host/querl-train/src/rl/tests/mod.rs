@@ -8,10 +8,10 @@ mod out_of_memory;
 
 use super::rollout::Rollout;
 use super::{RlData, RlSummary, RlTask, train};
+use crate::TrainError;
 use crate::checkpoint::{BEST, LAST};
 use crate::policy::{Example, Policy, rows_of};
 use crate::testing::Recorder;
-use crate::TrainError;
 use candle_core::Tensor;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};

@@ -31,7 +31,14 @@ fn run_two_ranks(
     let ended = run_ranks(2, |ranks| {
         if !ranks.is_first() {
             step.into_iter().for_each(|step| inject_out_of_memory(step, "pass"));
-            return run_rank(&Fixture::new(), Mesh::of_data(ranks), config, environment, &mut Recorder::default(), folder);
+            return run_rank(
+                &Fixture::new(),
+                Mesh::of_data(ranks),
+                config,
+                environment,
+                &mut Recorder::default(),
+                folder,
+            );
         }
         run_rank(&Fixture::new(), Mesh::of_data(ranks), config, environment, &mut sink.lock().unwrap(), folder)
     });
@@ -50,7 +57,8 @@ fn out_of_memory_on_the_second_rank_reaches_the_first_which_saves() {
         let config = five_steps(off_by_one);
         let (unbroken, broken) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (mut expected, expected_environment) = (Recorder::default(), LetterEnvironment::default());
-        let expected_summary = run_two_ranks(&config, &expected_environment, &mut expected, unbroken.path(), None).unwrap();
+        let expected_summary =
+            run_two_ranks(&config, &expected_environment, &mut expected, unbroken.path(), None).unwrap();
         let (mut sink, environment) = (Recorder::default(), LetterEnvironment::default());
         let error = run_two_ranks(&config, &environment, &mut sink, broken.path(), Some(4)).unwrap_err();
         let message = "rl step 4: out of device memory (rank 1 failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); \

@@ -173,6 +173,6 @@ fn ranks_with_other_weights_are_found_before_anything_is_kept() {
         model
     };
     let failures = setting.with_ranks(2, model, &mut sink, &never, |_| {}).map(drop).unwrap_err();
-    assert!(failures[0].to_string().contains("the ranks have come to different weights"), "{failures:?}");
+    assert!(failures[0].to_string().contains("the weights of the ranks differ"), "{failures:?}");
     assert!(!setting.folder.path().join(STATE).exists());
 }
