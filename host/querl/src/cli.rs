@@ -1,10 +1,10 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, run, serve, watch};
+use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, rm, run, serve, watch};
+use crate::plugins::host::COMPILE_COMMAND;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
 use querl_core::config::{Config, Overrides, load};
-use querl_pipeline::plugins::host::COMPILE_COMMAND;
 use std::path::PathBuf;
 
 /// Trains a small model to rewrite users' questions so that a knowledge base answers them better.
@@ -63,9 +63,9 @@ pub enum Command {
     /// Says what is kept of answers of teachers, judges and retrieval services, or forgets it
     #[command(subcommand)]
     Cache(cache::CacheCommand),
-    /// Train, evaluate, query, distill and serve the style reward model
-    #[command(subcommand, alias = "rm")]
-    Style(querl_style::StyleCommand),
+    /// Trains a classifier of the style of answers, measures it and asks it
+    #[command(subcommand)]
+    Rm(rm::RmCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
     /// Compiles one plugin, in a process of its own that can be stopped

@@ -9,12 +9,27 @@
 mod allocator;
 mod cli;
 mod commands;
+mod cuda;
+mod device;
+mod environment;
+mod estimate;
+mod evaluation;
+mod failure;
+mod interrupt;
+mod lengths;
+mod metrics_log;
+mod plugins;
+mod report;
+mod retrieval;
+mod run;
+mod stages;
+mod tensorboard;
 mod terminal;
+mod training;
 
 use clap::Parser;
 use cli::{Cli, Command};
-use querl_pipeline::failure::{self, Ending};
-use querl_pipeline::interrupt;
+use failure::Ending;
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -47,7 +62,7 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(command: Command) -> anyhow::Result<()> {
-    use querl_pipeline::stages::StageName;
+    use stages::StageName;
     match command {
         Command::Run(args) => commands::run::run(&args),
         Command::Rewrite(args) => commands::run::stage(StageName::Rewrite, &args),
@@ -65,7 +80,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Serve(args) => commands::serve::run(&args),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
-        Command::Style(command) => querl_style::run(&command),
+        Command::Rm(command) => commands::rm::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
     }

@@ -1,8 +1,8 @@
 //! What a person sees on stderr: bars on a terminal, plain lines elsewhere, logs that do not tear the bars.
 
+use crate::interrupt;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use querl_core::ports::Progress;
-use querl_pipeline::console::{self, Console};
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{LazyLock, Mutex};
@@ -40,20 +40,6 @@ pub fn init(verbosity: Verbosity) {
     let ansi = std::io::stderr().is_terminal();
     let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| Beside).with_ansi(ansi);
     subscriber.without_time().with_target(false).init();
-    console::install(Terminal);
-}
-
-/// Shows on stderr what the pipeline reports.
-struct Terminal;
-
-impl Console for Terminal {
-    fn say(&self, text: &str) {
-        say(text);
-    }
-
-    fn start(&self, stage: &'static str) -> Box<dyn Progress> {
-        Box::new(StageBar::start(stage))
-    }
 }
 
 /// One line on stderr, unless quiet.
@@ -77,7 +63,7 @@ impl Write for Beside {
 }
 
 /// Progress of one stage.
-struct StageBar {
+pub struct StageProgress {
     stage: &'static str,
     how: How,
 }
@@ -96,9 +82,9 @@ struct LastLine {
 /// A log file wants a line now and then, not one per step.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-impl StageBar {
+impl StageProgress {
     /// Starts showing `stage`.
-    fn start(stage: &'static str) -> Self {
+    pub fn start(stage: &'static str) -> Self {
         let how = if VERBOSITY.load(Ordering::Relaxed) == Verbosity::Quiet as u8 {
             How::Nothing
         } else if std::io::stderr().is_terminal() {
@@ -128,7 +114,7 @@ fn bar_style() -> ProgressStyle {
         .expect("the template is fixed and valid")
 }
 
-impl Progress for StageBar {
+impl Progress for StageProgress {
     fn update(&self, n_done: u64, n_total: u64, note: &str) {
         match &self.how {
             How::Bar(bar) => {
@@ -149,9 +135,13 @@ impl Progress for StageBar {
     fn line(&self, text: &str) {
         say(&format!("{}: {text}", self.stage));
     }
+
+    fn is_stopped(&self) -> bool {
+        interrupt::flag().load(Ordering::Relaxed)
+    }
 }
 
-impl Drop for StageBar {
+impl Drop for StageProgress {
     fn drop(&mut self) {
         if let How::Bar(bar) = &self.how {
             bar.finish_and_clear();

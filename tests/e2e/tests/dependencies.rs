@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Crates of this workspace, and which others of it they may depend on, in tests too.
-const ALLOWED: [(&str, &[&str]); 18] = [
+const ALLOWED: [(&str, &[&str]); 16] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core", "querl-faulty"]),
     // Itself with the feature `oci`, for its own tests.
@@ -40,29 +40,8 @@ const ALLOWED: [(&str, &[&str]); 18] = [
             "querl-eval",
             // In its tests alone.
             "querl-faulty",
-            "querl-pipeline",
             "querl-serve",
-            "querl-style",
         ],
-    ),
-    (
-        "querl-pipeline",
-        &[
-            "querl-core",
-            "querl-bundle",
-            "querl-data",
-            "querl-plugin",
-            "querl-model",
-            "querl-train",
-            "querl-device",
-            "querl-encoder",
-            "querl-eval",
-        ],
-    ),
-    // The pipeline for the run's lock, metrics, stop flag and console.
-    (
-        "querl-style",
-        &["querl-core", "querl-data", "querl-eval", "querl-model", "querl-pipeline", "querl-serve", "querl-train"],
     ),
     ("querl-faulty", &[]),
     ("querl-sdk", &[]),
@@ -70,7 +49,7 @@ const ALLOWED: [(&str, &[&str]); 18] = [
 ];
 
 /// What a crate must not even get through others, with the reason.
-const FORBIDDEN: [(&str, &[&str], &str); 14] = [
+const FORBIDDEN: [(&str, &[&str], &str); 13] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
     (
@@ -85,11 +64,6 @@ const FORBIDDEN: [(&str, &[&str], &str); 14] = [
     ("querl-device", &["wasmtime", "reqwest", "tokio"], "a job knows no plugins and network"),
     ("querl-cuda", &["wasmtime", "reqwest", "tokio"], "the library does jobs and nothing else"),
     ("querl", &["querl-cuda"], "a program linked with CUDA does not start without its driver"),
-    (
-        "querl-pipeline",
-        &["clap", "indicatif", "ratatui", "axum"],
-        "a library for servers and other programs prints nothing",
-    ),
     ("querl-eval", &["candle-core", "wasmtime", "reqwest", "tokio"], "figures are pure"),
     ("querl-encoder", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-serve", &["candle-core", "wasmtime"], "an interface knows no machinery"),

@@ -1,14 +1,14 @@
 //! `querl data`: looks at the query table and at what the data stages made of it.
 
 use crate::cli::{ConfigArgs, Format};
+use crate::stages::{StageName, funnel, leaks, ledger::Ledger};
+use crate::terminal::StageProgress;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::config::Config;
 use querl_core::records::{QueryRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_data::{Findings, Leaks, QueryTable, Rows, open_queries};
-use querl_pipeline::console::StageProgress;
-use querl_pipeline::stages::{StageName, funnel, leaks, ledger::Ledger};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Write;

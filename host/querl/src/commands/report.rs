@@ -1,13 +1,13 @@
 //! `querl report DIR...`: the figures and the page again, from what the run folder holds; of several runs, the figures pooled.
 
 use crate::cli::Format;
+use crate::report::{self, Reported};
+use crate::run::lock;
+use crate::stages;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::load_resolved;
 use querl_core::run_dir::RunDir;
-use querl_pipeline::report::{self, Reported};
-use querl_pipeline::run::lock;
-use querl_pipeline::stages;
 use std::io::Write;
 use std::path::PathBuf;
 

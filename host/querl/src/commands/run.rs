@@ -1,17 +1,16 @@
 //! `querl run` and the commands of single stages.
 
 use crate::cli::{ConfigArgs, Format};
+use crate::estimate::{Printed, estimate};
+use crate::failure::Stop;
+use crate::report;
+use crate::run::{OnPluginChange, Run};
+use crate::stages::ledger::Ledger;
+use crate::stages::runner::{Outcome, Window, run_stages, summary};
+use crate::stages::{StageName, eval, funnel};
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use querl_pipeline::estimate::{Printed, estimate};
-use querl_pipeline::failure::Stop;
-use querl_pipeline::report;
-use querl_pipeline::run::{OnPluginChange, Run};
-use querl_pipeline::stages::ledger::Ledger;
-use querl_pipeline::stages::runner::{Outcome, Window, run_stages, summary};
-use querl_pipeline::stages::{StageName, eval, funnel};
 use serde_json::{Value, json};
 use std::io::Write;
 
@@ -21,10 +20,10 @@ pub struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Run this stage and all after it anew, whatever is finished
-    #[arg(long, value_name = "STAGE", value_parser = stage_parser())]
+    #[arg(long, value_name = "STAGE")]
     from: Option<StageName>,
     /// Stop after this stage
-    #[arg(long, value_name = "STAGE", value_parser = stage_parser())]
+    #[arg(long, value_name = "STAGE")]
     to: Option<StageName>,
     /// Go on with plugins that are not those of querl.lock, and record the change there
     #[arg(long)]
@@ -34,11 +33,6 @@ pub struct RunArgs {
     dry_run: bool,
     #[command(flatten)]
     format: Format,
-}
-
-fn stage_parser() -> impl TypedValueParser<Value = StageName> {
-    let names = StageName::ALL.map(StageName::as_str);
-    PossibleValuesParser::new(names).map(|name| StageName::from_name(&name).expect("only names of stages are possible"))
 }
 
 /// Options of a single stage's command.

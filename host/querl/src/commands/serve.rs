@@ -1,11 +1,10 @@
 //! `querl serve`: the style model of a folder or of a run, over HTTP.
 
+use super::rm::{self, ModelArgs, ServeOptions};
+use crate::failure::Stop;
 use clap::Args;
 use querl_core::config::{Config, Overrides, StyleModelConfig, load, load_resolved};
 use querl_core::run_dir::RunDir;
-use querl_pipeline::failure::Stop;
-use querl_pipeline::style_model::StyleModelSource;
-use querl_style::{ServeOptions, serve};
 use std::path::{Path, PathBuf};
 
 /// What `querl serve` takes.
@@ -39,17 +38,17 @@ pub struct ServeArgs {
 /// # Errors
 /// The place holds nothing that can be served, or as `querl rm serve`.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
-    serve(&model_of(args)?, &args.options)
+    rm::serve(&model_of(args)?, &args.options)
 }
 
-fn model_of(args: &ServeArgs) -> anyhow::Result<StyleModelSource> {
+fn model_of(args: &ServeArgs) -> anyhow::Result<ModelArgs> {
     let named = match (&args.model, &args.place) {
         (None, Some(place)) => of_run(place)?,
         _ => None,
     };
     let folder = args.model.as_ref().or(args.place.as_ref()).expect("the grammar asks for one of them");
     let config = named.unwrap_or_else(|| StyleModelConfig { path: Some(folder.clone()), ..Default::default() });
-    let mut model = StyleModelSource::of(&config).expect("a path is there");
+    let mut model = ModelArgs::of(&config).expect("a path is there");
     model.base = args.base.clone().or(model.base);
     model.max_length = args.max_length.unwrap_or(model.max_length);
     model.calibrated |= args.calibrated;

@@ -84,7 +84,7 @@ fn make(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
     let parts: [Part; 0] = [];
     let job = random_job(&place, &args.shape, args.dtype, args.seed, args.threads, &parts);
     let Measured { shape, device, dtype, parameters, base_bytes, made_s, .. } =
-        querl_pipeline::training::measure(&place, &job, "init")?;
+        crate::training::measure(&place, &job, "init")?;
     let result = json!({
         "shape": shape, "device": device, "dtype": dtype, "parameters": parameters, "bytes": base_bytes, "seconds": made_s,
     });

@@ -1,12 +1,12 @@
 //! What a run's folder says at one moment.
 
+use crate::failure::Stop;
+use crate::stages::StageName;
+use crate::stages::ledger::Ledger;
 use querl_core::config::{Config, load_resolved};
 use querl_core::records::EpisodeRecord;
 use querl_core::run_dir::RunDir;
 use querl_core::text::printable;
-use querl_pipeline::failure::Stop;
-use querl_pipeline::stages::StageName;
-use querl_pipeline::stages::ledger::Ledger;
 use querl_train::{Health, Metrics};
 use serde_json::Value;
 use std::collections::BTreeMap;
