@@ -1,12 +1,12 @@
-//! Writes a report made of invented records to the path given (default `sample-report.html`) and prints the table: for looking
-//! at the page without a training run. `cargo run --release -p querl-eval --example sample_report -- report.html`
+//! Writes a report of synthetic records to the given path (default `sample-report.html`) and prints the table, to look at the page
+//! without a training run. `cargo run --release -p querl-eval --example sample_report -- report.html`
 
 #[path = "../tests/support/mod.rs"]
 mod support;
 
 use querl_core::records::Split;
 use querl_eval::{
-    EvalOptions, FunnelStep, Lookups, Party, ReportInput, RunFacts, StageTiming, evaluate, report_html, table,
+    EvalOptions, FunnelStep, Lookups, ReportInput, RunFacts, ServiceName, StageTiming, evaluate, report_html, table,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -18,9 +18,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let facts = RunFacts {
         tenant: "fivedoctors".to_owned(),
         model: "tiny-qwen3".to_owned(),
-        teacher: Party::from_port_name("recorded (stand-in)"),
-        judge: Some(Party::from_port_name("rubric (stand-in)")),
-        retrieval: Party::from_port_name("embedded"),
+        teacher: ServiceName::from_port_name("recorded (stand-in)"),
+        judge: Some(ServiceName::from_port_name("rubric (stand-in)")),
+        retrieval: ServiceName::from_port_name("embedded"),
         plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
         plugin_notes: Vec::new(),
     };

@@ -1,4 +1,4 @@
-//! The cluster bootstrap: how far a mean would move with other needs in the test split.
+//! Confidence intervals by the cluster bootstrap.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -7,15 +7,14 @@ use std::collections::BTreeMap;
 
 /// A mean with its 95% percentile interval.
 ///
-/// The interval comes from a cluster bootstrap: each resample draws as many groups as there are, with replacement, and takes
-/// the mean over all queries of the drawn groups. Paraphrases of one need are not independent; drawing single queries would
-/// give intervals that are too narrow. With few groups (below about 20) the percentile interval is still somewhat too narrow;
-/// with one group it has no width and says nothing.
+/// The interval is a cluster bootstrap: each resample draws as many groups as there are, with replacement, and takes the mean over
+/// all queries of the drawn groups. Paraphrases of one question are not independent; drawing single queries would make intervals
+/// too narrow. With fewer than about 20 groups the percentile interval is still somewhat too narrow; with one group its width is 0.
 ///
 /// Source: Efron 1979, "Bootstrap methods: another look at the jackknife"; Field and Welsh 2007, "Bootstrapping clustered data".
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
-    /// Mean of the sample itself, not of the resamples.
+    /// Mean of the sample, not of the resamples.
     pub mean: f64,
     /// 2.5% quantile of the resampled means.
     pub low: f64,
@@ -23,19 +22,16 @@ pub struct Interval {
     pub high: f64,
 }
 
-/// How to draw.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bootstrap {
-    /// Same seed, same interval, on every machine.
     pub(crate) seed: u64,
-    /// At least 1.
     pub(crate) n_resamples: usize,
 }
 
 impl Bootstrap {
-    /// The interval of the mean of `values`, each with the group it belongs to; `None` for no values.
+    /// The interval of the mean of `values`, each with its group; `None` for no values.
     ///
-    /// Groups are drawn in the order of their names, so that systems with the same groups meet the same resamples.
+    /// Groups are sorted by name, so that systems with the same groups get the same resamples.
     pub(crate) fn interval<'a>(self, values: impl IntoIterator<Item = (&'a str, f64)>) -> Option<Interval> {
         let mut by_group: BTreeMap<&str, Cluster> = BTreeMap::new();
         for (group, value) in values {
@@ -44,41 +40,41 @@ impl Bootstrap {
             cluster.count += 1.0;
         }
         let clusters: Vec<Cluster> = by_group.into_values().collect();
-        let n_clusters = u32::try_from(clusters.len()).expect("fewer than 2^32 groups").max(1);
         let mean = mean_of(clusters.iter())?;
-        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-        let mut means: Vec<f64> = (0..self.n_resamples)
-            .filter_map(|_| mean_of(clusters.iter().map(|_| &clusters[rng.random_range(0..n_clusters) as usize])))
-            .collect();
-        means.sort_by(f64::total_cmp);
-        Some(Interval { mean, low: quantile(&means, 0.025)?, high: quantile(&means, 0.975)? })
+        self.resample(mean, &clusters, |drawn| mean_of(drawn.iter().copied()))
     }
 
-    /// The interval of any figure: `statistic` is given the positions of the drawn items, those of a group together; `None` for no
-    /// items. A figure without a value (NaN) in a resample is left out.
+    /// The interval of any statistic of the drawn items, which it receives by their indices; `None` for no items. Resamples in which
+    /// the statistic is NaN are skipped.
     pub(crate) fn interval_of(self, groups: &[&str], statistic: impl Fn(&[usize]) -> f64) -> Option<Interval> {
         let mut members: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
         for (index, group) in groups.iter().enumerate() {
             members.entry(group).or_default().push(index);
         }
         let clusters: Vec<Vec<usize>> = members.into_values().collect();
-        let n_clusters = u32::try_from(clusters.len()).expect("fewer than 2^32 groups").max(1);
         let all: Vec<usize> = (0..groups.len()).collect();
         let mean = (!all.is_empty()).then(|| statistic(&all))?;
+        self.resample(mean, &clusters, |drawn| {
+            let figure = statistic(&drawn.iter().copied().flatten().copied().collect::<Vec<_>>());
+            (!figure.is_nan()).then_some(figure)
+        })
+    }
+
+    /// The 95% percentile interval of `figure` over resamples of whole clusters.
+    fn resample<C>(self, mean: f64, clusters: &[C], figure: impl Fn(&[&C]) -> Option<f64>) -> Option<Interval> {
+        let n_clusters = u32::try_from(clusters.len()).expect("fewer than 2^32 groups").max(1);
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         let mut figures: Vec<f64> = (0..self.n_resamples)
-            .map(|_| {
+            .filter_map(|_| {
                 let drawn = clusters.iter().map(|_| &clusters[rng.random_range(0..n_clusters) as usize]);
-                statistic(&drawn.flatten().copied().collect::<Vec<_>>())
+                figure(&drawn.collect::<Vec<_>>())
             })
-            .filter(|figure| !figure.is_nan())
             .collect();
         figures.sort_by(f64::total_cmp);
         Some(Interval { mean, low: quantile(&figures, 0.025)?, high: quantile(&figures, 0.975)? })
     }
 }
 
-/// What a group adds to a mean.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cluster {
     sum: f64,
@@ -93,7 +89,7 @@ fn mean_of<'a>(clusters: impl Iterator<Item = &'a Cluster>) -> Option<f64> {
     (total.count > 0.0).then(|| total.sum / total.count)
 }
 
-/// Quantile with linear interpolation between the two nearest, as numpy's default.
+/// Quantile with linear interpolation, as numpy's default.
 pub(crate) fn quantile(sorted: &[f64], at: f64) -> Option<f64> {
     let position = at * sorted.len().checked_sub(1)? as f64;
     let (below, above) = (sorted[position.floor() as usize], sorted[position.ceil() as usize]);
@@ -168,7 +164,7 @@ mod tests {
 
     /// 95% intervals of 400 samples of 40 groups of 2 with a shared effect must cover the true mean in about 95% of them.
     #[test]
-    fn intervals_cover_the_true_mean_about_as_often_as_they_say() {
+    fn intervals_cover_the_true_mean_in_about_95_percent_of_samples() {
         let mut rng = ChaCha8Rng::seed_from_u64(3);
         let n_covered = (0..400)
             .filter(|trial| {

@@ -1,15 +1,15 @@
-//! Facts about a run that stand above its figures.
+//! Facts about a run that a report shows with its figures.
 
-/// Someone whose word the figures rest on: a judge, a teacher, a retrieval service.
+/// The name of a judge, a teacher or a retrieval service, and whether it is a stand-in.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Party {
-    /// `gpt-5`, `rubric`; without a note that it stands in for another.
+pub struct ServiceName {
+    /// `gpt-5`, `rubric`; without the mark of a stand-in.
     pub name: String,
-    /// True where it stands in for a real service: said wherever figures are shown.
+    /// True where it replaces a real service; every table and report names it then.
     pub is_stand_in: bool,
 }
 
-impl Party {
+impl ServiceName {
     /// From a port's name, where `rubric (stand-in)` marks a stand-in.
     pub fn from_port_name(name: &str) -> Self {
         match name.trim_end().strip_suffix("(stand-in)") {
@@ -19,36 +19,36 @@ impl Party {
     }
 }
 
-impl std::fmt::Display for Party {
+impl std::fmt::Display for ServiceName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.name)?;
         if self.is_stand_in { f.write_str(" (stand-in)") } else { Ok(()) }
     }
 }
 
-/// Whose data, and whose word.
+/// The tenant, the model and the services of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunFacts {
     /// Tenant id.
     pub tenant: String,
-    /// The trained model, as people call it.
+    /// Name of the trained model.
     pub model: String,
-    /// Who wrote the baseline rewrites.
-    pub teacher: Party,
-    /// Who judged; `None` where nobody did.
-    pub judge: Option<Party>,
-    /// What found and scored the passages.
-    pub retrieval: Party,
+    /// The model that wrote the baseline rewrites.
+    pub teacher: ServiceName,
+    /// `None` for a run without a judge.
+    pub judge: Option<ServiceName>,
+    /// The service that retrieved and scored passages.
+    pub retrieval: ServiceName,
     /// The plugins in use, a phrase each: `reward reward-brevity 0.1.0, weight 0.5`.
     pub plugins: Vec<String>,
-    /// What a reader must know of them, a sentence each: a plugin that changed within the run, items dropped at limits.
+    /// Cautions about the plugins, a sentence each: a version that changed within the run, items dropped at limits.
     pub plugin_notes: Vec<String>,
 }
 
 impl RunFacts {
     /// One sentence per stand-in, for tables and reports.
     pub(crate) fn stand_in_notes(&self) -> Vec<String> {
-        let parties = [
+        let services = [
             (
                 "judge",
                 self.judge.as_ref(),
@@ -61,30 +61,31 @@ impl RunFacts {
             ),
             ("retrieval", Some(&self.retrieval), "the tenant's own service may find and score differently"),
         ];
-        let stand_ins = parties.into_iter().filter_map(|(role, party, meaning)| Some((role, party?, meaning)));
+        let stand_ins = services.into_iter().filter_map(|(role, service, meaning)| {
+            Some((role, service.filter(|service| service.is_stand_in)?, meaning))
+        });
         stand_ins
-            .filter(|(_, party, _)| party.is_stand_in)
-            .map(|(role, party, meaning)| format!("the {role} ({}) is a stand-in: {meaning}", party.name))
+            .map(|(role, service, meaning)| format!("the {role} ({}) is a stand-in: {meaning}", service.name))
             .collect()
     }
 }
 
-/// How long one stage took.
+/// Wall-clock time of one stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StageTiming {
     /// `rewrite`, `sft`, ...
     pub stage: String,
-    /// Wall-clock time.
+    /// Wall-clock seconds.
     pub seconds: f64,
 }
 
-/// One step of the way from the query table to the dataset.
+/// One step of the data flow from the query table to the dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FunnelStep {
     /// `rows read`, `kept by the filters`.
     pub label: String,
     /// Rows that reached this step.
     pub n: u64,
-    /// What the step was split into, or what left it and why: `("top1_below_threshold", 12)`, `("train", 288)`.
+    /// Splits of the step, or rows that left it, by reason: `("top1_below_threshold", 12)`, `("train", 288)`.
     pub parts: Vec<(String, u64)>,
 }

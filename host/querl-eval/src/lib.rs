@@ -1,18 +1,16 @@
-//! What the systems achieved on held-out queries, and how sure one can be of it.
+//! Metrics, confidence intervals, comparisons and reports of held-out queries.
 //!
-//! In: the records of the evaluation stage (one per system and query), metrics of training, facts about the run. Out: the
-//! contents of `eval.json`, a table for a terminal and a page for a browser, as values and strings. Besides: recorded episodes with
-//! the scores of two rewards, and what differs between these ([`replay()`]); and how well a classifier does
-//! ([`classification`]). This crate refuses to know models, plugins, services and files: whoever calls it reads and writes.
+//! Input: the records of the evaluation stage (one per system and query), training metrics and facts about the run. Output, as values
+//! and strings: the contents of `eval.json`, a table for a terminal and a page for a browser. In addition: the comparison of two
+//! rewards on recorded episodes ([`replay()`]), and the metrics of a classifier ([`classification`]). This crate must not depend on
+//! models, plugins, services and files; its callers read and write.
 //!
-//! Three rules hold throughout:
-//!
-//! 1. **A failure is not a score.** A record without an answer, or whose retrieval failed, counts as a miss for top-1 accuracy
-//!    and MRR (leaving it out would flatter the system), is left out of every other mean, and is counted apart.
-//! 2. **Queries of one group are not independent.** Paraphrases of one need share their gold passages and mostly their fate, so
-//!    the bootstrap draws whole groups, never single queries ([`Interval`]).
-//! 3. **Systems are compared on the same queries.** A [`Difference`] is the mean over queries that both systems have a value
-//!    for; its interval is much narrower than the two systems' own intervals suggest.
+//! 1. **A failure is not a score.** A record without an answer, or with a failed retrieval, counts as a miss for top-1 accuracy and
+//!    MRR, since leaving it out would favour the system. It does not count in the other means, and is reported.
+//! 2. **Queries of one group are not independent.** Paraphrases of one question share their gold passages, so the bootstrap draws
+//!    whole groups ([`Interval`]).
+//! 3. **Systems are compared on the same queries.** A [`Difference`] is the mean over the queries that have a value for both; its
+//!    interval is much narrower than the intervals of the two systems suggest.
 
 mod bootstrap;
 pub mod classification;
@@ -20,10 +18,11 @@ mod error;
 mod evaluation;
 mod facts;
 mod metric;
-mod printable;
+mod page;
 mod replay;
 mod report;
 mod table;
+mod text;
 
 pub use bootstrap::Interval;
 pub use error::EvalError;
@@ -31,12 +30,8 @@ pub use evaluation::{
     Difference, EvalOptions, Evaluation, Lookups, PAIRS, SYSTEMS, SeedsEvaluation, StyleEvaluation, StyleShift, Styles,
     SystemEvaluation, evaluate, evaluate_seeds,
 };
-pub use facts::{FunnelStep, Party, RunFacts, StageTiming};
+pub use facts::{FunnelStep, RunFacts, ServiceName, StageTiming};
 pub use metric::Metric;
-pub use replay::{
-    Change, ChangedEpisode, ChangedPart, ComponentChange, Correlation, Counts, Distribution, Histogram, Order, Outcome,
-    Pairs, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, Sign, SignCounts, SignMove, Signs, StepMeans, Third,
-    Totals, replay, replay_html, replay_text,
-};
+pub use replay::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
 pub use report::{ReportInput, report_html};
 pub use table::{seeds_table, table};

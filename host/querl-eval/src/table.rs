@@ -1,17 +1,16 @@
-//! The figures as text for a terminal.
+//! The evaluation as a table for a terminal.
 
 use crate::bootstrap::Interval;
 use crate::evaluation::{Difference, Evaluation, SYSTEMS, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::Metric;
-use crate::printable::printable;
+use crate::text::{or_dash, printable};
 use std::fmt::Write as _;
 
-/// No line of figures is longer, in characters: metrics that do not fit go into a block below.
+/// Longest line of the tables, in characters; metrics that do not fit go into a block below.
 const MAX_WIDTH: usize = 100;
-const NOT_APPLICABLE: &str = "-";
 
-/// The table of systems, the paired differences, failures, and what the signs mean. Ends with a line break.
+/// The table of systems, the paired differences, failures and notes. Ends with a line break.
 pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut text = head(evaluation, facts);
     text.push_str(&blocks(&systems_grid(evaluation)));
@@ -26,19 +25,19 @@ pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     printable(&text)
 }
 
-/// The style of the answers and its shifts, with what shows a shift that is none; empty without a style model.
+/// The styles of the answers and their shifts; empty without a style model.
 fn styles_text(evaluation: &Evaluation) -> String {
     let Some(style) = &evaluation.style else { return String::new() };
     let mut text = String::new();
-    for (judge, styles) in style.judges() {
+    for (model, styles) in style.models() {
         let _ = write!(
             text,
-            "\nmean probability of each style{judge}\n{}",
+            "\nmean probability of each style{model}\n{}",
             blocks(&styles_grid(evaluation, style, styles))
         );
         let shifts = shifts_grid(evaluation, styles);
         if shifts.len() > 1 {
-            let _ = write!(text, "\nshift of style on the same queries{judge}\n{}", blocks(&shifts));
+            let _ = write!(text, "\nshift of style on the same queries{model}\n{}", blocks(&shifts));
         }
     }
     text
@@ -48,18 +47,12 @@ fn styles_grid(evaluation: &Evaluation, style: &StyleEvaluation, styles: &Styles
     let classes = styles.classes();
     let heads = ["system"].into_iter().chain(classes.iter().copied()).chain(["characters", "distinct %"]);
     let mut grid = vec![heads.map(str::to_owned).collect::<Vec<_>>()];
-    let text = |metric: Metric, found: Option<Interval>| {
-        let text = |found: Interval| {
-            format!("{} [{}, {}]", metric.format(found.mean), metric.format(found.low), metric.format(found.high))
-        };
-        found.map_or(NOT_APPLICABLE.to_owned(), text)
-    };
     for (system, _) in evaluation.systems_in_order() {
         let of_class = |class: &&str| styles.systems.get(system).and_then(|found| found.get(*class).copied()).flatten();
         let mut row = vec![system.to_owned()];
-        row.extend(classes.iter().map(|class| text(Metric::Reward, of_class(class))));
-        row.push(text(Metric::LatencyMs, style.n_chars.get(system).copied().flatten()));
-        row.push(style.distinct.get(system).map_or(NOT_APPLICABLE.to_owned(), |share| format!("{:.1}", 100.0 * share)));
+        row.extend(classes.iter().map(|class| interval_text(Metric::Reward, of_class(class))));
+        row.push(interval_text(Metric::LatencyMs, style.n_chars.get(system).copied().flatten()));
+        row.push(or_dash(style.distinct.get(system), |share| format!("{:.1}", 100.0 * share)));
         grid.push(row);
     }
     grid
@@ -72,11 +65,17 @@ fn shifts_grid(evaluation: &Evaluation, styles: &Styles) -> Grid {
         let shift = styles.shifts.get(&format!("{first}-{second}"));
         let cells = classes.iter().map(|class| {
             let found = shift.and_then(|classes| classes.get(*class).copied()).flatten();
-            found.map_or(NOT_APPLICABLE.to_owned(), |found| difference_text(Metric::Reward, found))
+            or_dash(found, |found| difference_text(Metric::Reward, found))
         });
         grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());
     }
     grid
+}
+
+fn interval_text(metric: Metric, found: Option<Interval>) -> String {
+    or_dash(found, |found| {
+        format!("{} [{}, {}]", metric.format(found.mean), metric.format(found.low), metric.format(found.high))
+    })
 }
 
 fn difference_text(metric: Metric, found: Difference) -> String {
@@ -84,7 +83,7 @@ fn difference_text(metric: Metric, found: Difference) -> String {
     format!("{mean} [{low}, {high}]{}", if found.excludes_zero() { "*" } else { " " })
 }
 
-/// As [`table`], for several runs together, with the mean differences of each run below.
+/// As [`table`] for several runs pooled, followed by the mean differences of each run.
 pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
     let mut text = format!("{} runs, each query averaged over them\n", evaluation.runs.len());
     text.push_str(&table(&evaluation.pooled, facts));
@@ -93,7 +92,7 @@ pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
     text
 }
 
-/// Rows of cells: the first row is the head, the first column the names.
+/// Rows of cells. The first row is the head, the first column has the names.
 type Grid = Vec<Vec<String>>;
 
 fn head(evaluation: &Evaluation, facts: &RunFacts) -> String {
@@ -115,12 +114,7 @@ fn systems_grid(evaluation: &Evaluation) -> Grid {
     let metrics: Vec<Metric> = Metric::ALL.into_iter().filter(has).collect();
     let mut grid = vec![head_row("system", &metrics)];
     for (name, system) in systems {
-        let cells = metrics.iter().map(|metric| match system.metrics.get(metric) {
-            Some(Some(found)) => {
-                format!("{} [{}, {}]", metric.format(found.mean), metric.format(found.low), metric.format(found.high))
-            }
-            _ => NOT_APPLICABLE.to_owned(),
-        });
+        let cells = metrics.iter().map(|metric| interval_text(*metric, system.metrics.get(metric).copied().flatten()));
         grid.push(std::iter::once(name.to_owned()).chain(cells).collect());
     }
     grid
@@ -129,10 +123,9 @@ fn systems_grid(evaluation: &Evaluation) -> Grid {
 fn pairs_grid(evaluation: &Evaluation) -> Grid {
     let mut grid = vec![head_row("pair", &Metric::COMPARED)];
     for (first, second, differences) in evaluation.pairs_in_order() {
-        let cells = Metric::COMPARED.iter().map(|metric| match differences.get(metric) {
-            Some(Some(found)) => difference_text(*metric, *found),
-            _ => NOT_APPLICABLE.to_owned(),
-        });
+        let cells = Metric::COMPARED
+            .iter()
+            .map(|metric| or_dash(differences.get(metric).copied().flatten(), |found| difference_text(*metric, found)));
         grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());
     }
     grid
@@ -145,7 +138,7 @@ fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
             let differences = run.pairs.get(&format!("{first}-{second}"));
             let cells = Metric::COMPARED.iter().map(|metric| {
                 let found = differences.and_then(|differences| differences.get(metric).copied().flatten());
-                found.map_or(NOT_APPLICABLE.to_owned(), |found| metric.format_signed(found.mean))
+                or_dash(found, |found| metric.format_signed(found.mean))
             });
             grid.push(std::iter::once(format!("{first} - {second}, {number}")).chain(cells).collect());
         }
@@ -157,7 +150,7 @@ fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
     std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
 }
 
-/// Aligned columns, broken into blocks of at most [`MAX_WIDTH`] that each repeat the names.
+/// Aligned columns in blocks of at most [`MAX_WIDTH`], each with the column of names.
 fn blocks(grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
         .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
@@ -207,7 +200,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
     failed
         .map(|(name, system)| {
             let total = system.n_scored + system.n_failed;
-            // A code is a plugin's own text; with line breaks it could write lines of the table.
+            // A code is text of a plugin: a line break in it could imitate a line of the table.
             let one_line = |code: &str| code.split_whitespace().collect::<Vec<_>>().join(" ");
             let reasons: Vec<String> =
                 system.failures.iter().map(|(code, n)| format!("{} {n}", one_line(code))).collect();
@@ -220,7 +213,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
         .collect()
 }
 
-/// How people call a system.
+/// The title of a system in the report.
 pub(crate) fn system_title(name: &str) -> &str {
     match SYSTEMS.iter().position(|known| *known == name) {
         Some(0) => "Raw",

@@ -1,4 +1,4 @@
-//! Means, intervals, paired differences and failures, from hand-made records.
+//! Means, intervals, paired differences and failures of hand-made records.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -247,7 +247,7 @@ fn the_same_query_in_two_rows_is_two_queries() {
     assert_eq!(evaluation.n, 2);
 }
 
-/// `honest` and its rest are what the run's model says, `audited` what the second one does.
+/// `honest` is the probability of the run's style model, `audited` that of the second one.
 fn in_style(text: &str, honest: f64, audited: Option<f64>) -> Result<SystemAnswer, Rejection> {
     let classes = |honest: f64| {
         let class = |label: &str, probability| StyleProbability { label: label.into(), probability };
@@ -259,12 +259,12 @@ fn in_style(text: &str, honest: f64, audited: Option<f64>) -> Result<SystemAnswe
     Ok(made)
 }
 
-/// Keeps away: two means whose intervals overlap in the place of a difference of the same queries.
+/// Symptom: two means with overlapping intervals were reported instead of the paired difference.
 #[test]
-fn the_shift_of_style_is_of_pairs_and_each_model_has_its_own() {
+fn style_shifts_are_paired_differences_of_each_style_model() {
     let rows = [(2, 0.1, 0.4), (3, 0.5, 0.8), (4, 0.6, 0.9), (5, 0.2, 0.5), (6, 0.3, 0.6)];
     let before = rows.map(|(row, honest, _)| record("sft", row, in_style(&format!("答{row}"), honest, Some(honest))));
-    // The second model sees less of a shift than the first, whose word was the reward.
+    // The second model sees a smaller shift than the first, which was the reward.
     let after = rows.map(|(row, before, after)| record("rl", row, in_style("不确定。", after, Some(before + 0.1))));
     let raw = rows.map(|(row, ..)| record("raw", row, Ok(answer("问", vec![]))));
     let evaluation = evaluate(&[before, after, raw].concat(), &OPTIONS).unwrap();
@@ -285,16 +285,16 @@ fn the_shift_of_style_is_of_pairs_and_each_model_has_its_own() {
 }
 
 #[test]
-fn answers_without_a_style_have_no_word_of_it() {
+fn answers_without_a_style_have_no_style_evaluation() {
     let evaluation = evaluate(&[record("rl", 2, found(2, Some(1), 0.5))], &OPTIONS).unwrap();
     assert_eq!(evaluation.style, None);
     let json = serde_json::to_value(&evaluation).unwrap();
     assert!(json.get("style").is_none() && json.get("lookups").is_none(), "{json}");
 }
 
-/// Keeps away: figures of what nobody looked up, zeros and draws among them.
+/// Symptom: a run without retrieval reported retrieval metrics, as zeros and ties.
 #[test]
-fn where_nobody_looked_up_retrieval_has_no_figures() {
+fn without_retrieval_its_metrics_do_not_apply() {
     let row = |system, row| {
         let mut made = with_reward(Ok(answer("答", vec![])), 0.5);
         made.as_mut().unwrap().win = Some(0.5);

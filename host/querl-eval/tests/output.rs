@@ -1,4 +1,4 @@
-//! The terminal table and the page.
+//! The table for a terminal and the page for a browser.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -6,8 +6,8 @@ mod support;
 
 use querl_core::records::{EvalRecord, Rejection, Split};
 use querl_eval::{
-    EvalOptions, FunnelStep, Lookups, Party, ReportInput, RunFacts, StageTiming, evaluate, evaluate_seeds, report_html,
-    seeds_table, table,
+    EvalOptions, FunnelStep, Lookups, ReportInput, RunFacts, ServiceName, StageTiming, evaluate, evaluate_seeds,
+    report_html, seeds_table, table,
 };
 use serde_json::{Value, json};
 use support::{answer, hit, invented_metrics, invented_records, record};
@@ -18,9 +18,9 @@ fn facts() -> RunFacts {
     RunFacts {
         tenant: "fivedoctors".to_owned(),
         model: "tiny-qwen3".to_owned(),
-        teacher: Party::from_port_name("recorded (stand-in)"),
-        judge: Some(Party::from_port_name("rubric (stand-in)")),
-        retrieval: Party::from_port_name("embedded"),
+        teacher: ServiceName::from_port_name("recorded (stand-in)"),
+        judge: Some(ServiceName::from_port_name("rubric (stand-in)")),
+        retrieval: ServiceName::from_port_name("embedded"),
         plugins: vec!["reward reward-competition 0.1.0, weight 1".to_owned()],
         plugin_notes: Vec::new(),
     }
@@ -53,14 +53,14 @@ fn table_is_aligned_narrow_and_names_stand_ins() {
 }
 
 #[test]
-fn table_without_stand_ins_and_judge_says_neither() {
-    let real = RunFacts { teacher: Party::from_port_name("gpt-5"), judge: None, ..facts() };
+fn table_without_stand_ins_and_judge_names_neither() {
+    let real = RunFacts { teacher: ServiceName::from_port_name("gpt-5"), judge: None, ..facts() };
     let text = table(&evaluate(&invented_records(6), &OPTIONS).unwrap(), &real);
     assert!(text.contains("teacher gpt-5 · judge none") && !text.contains("stand-in"), "{text}");
 }
 
 #[test]
-fn table_and_page_say_what_became_of_plugins() {
+fn table_and_page_show_notes_about_plugins() {
     let note = "reward plugin `brevity` changed within this run, from 0.1.0 to 0.2.0";
     let noted = RunFacts { plugin_notes: vec![note.to_owned()], ..facts() };
     let (records, evaluation) = (invented_records(6), evaluate(&invented_records(6), &OPTIONS).unwrap());
@@ -89,7 +89,7 @@ fn seeds_table_shows_each_run_below_the_pooled_differences() {
 }
 
 #[test]
-fn page_asks_for_nothing_outside_and_runs_no_script() {
+fn page_makes_no_requests_and_runs_no_script() {
     let html = page(&invented_records(40), &invented_metrics(60), 20);
     for forbidden in ["http://", "https://", "<script", "@import", "url(", "src=", "NaN", "inf,"] {
         assert!(!html.contains(forbidden), "page contains {forbidden}");
@@ -100,7 +100,7 @@ fn page_asks_for_nothing_outside_and_runs_no_script() {
 }
 
 #[test]
-fn every_text_of_others_is_escaped() {
+fn external_texts_are_escaped() {
     let evil = "<img src=x onerror=alert(1)>\"'&\u{1b}[31m\u{202e}";
     let mut made = answer(evil, vec![hit("p0002", 0.5, 1)]);
     made.candidate.retrieval.as_mut().unwrap()[0].text = evil.to_owned();
@@ -125,7 +125,7 @@ fn a_plugin_cannot_write_to_the_terminal_through_its_codes() {
 }
 
 #[test]
-fn half_of_the_examples_are_wins_and_the_page_says_how_they_were_chosen() {
+fn half_of_the_examples_are_wins_and_the_page_explains_the_selection() {
     let html = page(&invented_records(96), &[], 20);
     assert_eq!(html.matches("<article").count(), 20);
     assert_eq!(html.matches("<span class=\"tag win\">").count(), 10);
@@ -158,14 +158,14 @@ fn curves_show_their_last_value_and_missing_ones_are_named() {
     assert!(html.contains("timing_s&#x2f;step"));
 }
 
-/// Keeps away: a win rate of a half, drawn for a run that looked nothing up.
+/// Symptom: a win rate of 0.5 was drawn for a run without retrieval.
 #[test]
-fn without_retrieval_there_are_no_curves_of_what_is_found() {
+fn a_run_without_retrieval_has_no_retrieval_curves() {
     let metrics = [json!({"stage": "rl", "step": 1, "avg_reward": 0.1, "win_rate": 0.5, "val/avg_top1": 0.0})];
     let drawn = "rollouts <b>0.500</b>";
     let html = page(&invented_records(6), &metrics, 0);
     assert!(html.contains(drawn), "{html}");
-    let none = RunFacts { retrieval: Party::from_port_name("none"), ..facts() };
+    let none = RunFacts { retrieval: ServiceName::from_port_name("none"), ..facts() };
     let html = page_of(&none, &invented_records(6), &metrics, 0);
     assert!(!html.contains(drawn) && html.contains("Not recorded in this run: Win rate against the teacher, Top-1"));
 }

@@ -13,8 +13,8 @@ use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
-    EvalOptions, Evaluation, FunnelStep, Lookups, Party, ReportInput, RunFacts, SeedsEvaluation, StageTiming, evaluate,
-    evaluate_seeds, report_html, seeds_table, table,
+    EvalOptions, Evaluation, FunnelStep, Lookups, ReportInput, RunFacts, SeedsEvaluation, ServiceName, StageTiming,
+    evaluate, evaluate_seeds, report_html, seeds_table, table,
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
@@ -127,9 +127,9 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
     Ok(RunFacts {
         tenant: config.tenant.clone(),
         model,
-        teacher: Party::from_port_name(&names.teacher),
-        judge: names.judge.as_deref().map(Party::from_port_name),
-        retrieval: Party::from_port_name(&names.retrieval),
+        teacher: ServiceName::from_port_name(&names.teacher),
+        judge: names.judge.as_deref().map(ServiceName::from_port_name),
+        retrieval: ServiceName::from_port_name(&names.retrieval),
         plugins: plugins(&lock, config),
         plugin_notes: unknown.into_iter().chain(changes(&lock)).chain(drops(ledger)).chain(leaks(ledger)).collect(),
     })

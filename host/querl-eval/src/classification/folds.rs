@@ -1,62 +1,60 @@
-//! Splits in which classes are spread evenly and groups stay whole.
+//! Stratified splits that keep groups together.
 
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
 
-/// How to split.
+/// Settings of a repeated k-fold cross-validation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoldSettings {
-    /// Parts of each round, each held out once; at least 2.
+    /// Folds per round, at least 2.
     pub n_folds: usize,
-    /// Rounds, each with parts of its own.
+    /// Rounds with different folds.
     pub n_repeats: usize,
-    /// Same seed, same parts.
+    /// Seed of the folds.
     pub seed: u64,
 }
 
-/// Positions of the examples, ascending.
+/// One split: indices of examples, ascending.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fold {
-    /// From 0.
+    /// Round, from 0.
     pub repeat: usize,
-    /// What to learn from.
+    /// Training examples.
     pub train: Vec<usize>,
-    /// What is held out.
+    /// Held-out examples.
     pub test: Vec<usize>,
 }
 
-/// Repeated stratified k-fold over groups: in every round each example is held out once, a group's examples together, and each class
-/// is spread over the parts as evenly as whole groups allow.
+/// Repeated stratified group k-fold: in every round each example is held out once, together with its group, and each class is spread over
+/// the folds as evenly as whole groups allow.
 ///
-/// Groups are dealt in a random order, larger ones first, each to the part that has least of its classes, as shares of what there is of each.
+/// Groups are assigned in random order, larger ones first, each to the fold with the smallest share of its classes.
 ///
-/// Source: scikit-learn's `StratifiedGroupKFold`, with another rule: that sorts groups by how unevenly their classes are spread, and gives each
-/// to the part that leaves the deviation of the classes' shares over the parts least. For examples that are each a group of their own both spread
-/// every class to within one example, as `RepeatedStratifiedKFold` does.
+/// Source: scikit-learn's `StratifiedGroupKFold`. Departure: it sorts groups by the standard deviation of their class counts and assigns each
+/// to the fold that minimises the standard deviation of the class shares over the folds. With groups of one example both spread every class to
+/// within one example, as `RepeatedStratifiedKFold` does.
 pub fn folds(labels: &[usize], groups: &[&str], settings: FoldSettings) -> Vec<Fold> {
     (0..settings.n_repeats).flat_map(|repeat| round(labels, groups, settings, repeat)).collect()
 }
 
-/// Splits off about `share` of the examples, groups whole, of each class as near to its share as whole groups allow: `(rest, split off)`, both
-/// ascending. A class of two groups or more is on both sides, where groups of several classes do not stand against it; what is left over of a class
-/// of one group is never split off.
+/// Splits off about `share` of the examples of each class, in whole groups: `(rest, split off)`, both ascending. A class of two or more groups is
+/// on both sides unless groups of several classes prevent it; the only group of a class is never split off.
 pub fn split_off(labels: &[usize], groups: &[&str], share: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
-    let (dealt, n_classes) = (shuffled(labels, groups, seed, 0), n_classes(labels));
-    let of: Vec<Vec<usize>> = dealt.iter().map(|group| of_classes(labels, group, n_classes)).collect();
-    let (mut counts, mut is_off) = (Counts::new(&of, share), vec![false; dealt.len()]);
-    // 1. Each group that brings the classes nearer to their shares, large or small as chance has it: an order by size would hold out large
-    // ones above all.
+    let (shuffled, n_classes) = (shuffled(labels, groups, seed, 0), n_classes(labels));
+    let of: Vec<Vec<usize>> = shuffled.iter().map(|group| class_counts(labels, group, n_classes)).collect();
+    let (mut counts, mut is_off) = (Counts::new(&of, share), vec![false; shuffled.len()]);
+    // 1. Each group that brings the classes nearer to their shares, in random order: an order by size would prefer large groups.
     for (index, of_group) in of.iter().enumerate() {
-        if counts.takes(of_group) && counts.gain(of_group) > 0.0 {
+        if counts.allows(of_group) && counts.gain(of_group) > 0.0 {
             is_off[index] = true;
             counts.add(of_group);
         }
     }
-    // 2. Of a class that has none yet, the group that is least too much.
+    // 2. For a class without a split-off example, the group with the smallest excess.
     for class in 0..n_classes {
-        let fits = |index: &usize| !is_off[*index] && of[*index][class] > 0 && counts.takes(&of[*index]);
+        let fits = |index: &usize| !is_off[*index] && of[*index][class] > 0 && counts.allows(&of[*index]);
         let gain = |index: usize| counts.gain(&of[index]);
         let best = (0..of.len()).filter(fits).max_by(|a, b| gain(*a).total_cmp(&gain(*b)));
         if let Some(index) = best.filter(|_| counts.off[class] == 0 && counts.groups[class] > 1) {
@@ -65,13 +63,13 @@ pub fn split_off(labels: &[usize], groups: &[&str], share: f64, seed: u64) -> (V
         }
     }
     let mut side_of = vec![false; labels.len()];
-    for (group, is_off) in dealt.iter().zip(is_off) {
+    for (group, is_off) in shuffled.iter().zip(is_off) {
         group.iter().for_each(|&index| side_of[index] = is_off);
     }
     (0..labels.len()).partition(|&index| !side_of[index])
 }
 
-/// Of each class: examples, groups, and examples that are split off already.
+/// For each class: examples, groups, and examples already split off.
 struct Counts {
     all: Vec<usize>,
     groups: Vec<usize>,
@@ -80,7 +78,6 @@ struct Counts {
 }
 
 impl Counts {
-    /// `of`: what each group has of each class.
     fn new(of: &[Vec<usize>], share: f64) -> Self {
         let n_classes = of.first().map_or(0, Vec::len);
         let sum = |count: &dyn Fn(usize) -> usize| (0..n_classes).map(count).collect::<Vec<usize>>();
@@ -96,18 +93,18 @@ impl Counts {
         self.off.iter_mut().zip(of_group).for_each(|(off, n)| *off += n);
     }
 
-    /// Whether each class keeps an example on the other side.
-    fn takes(&self, of_group: &[usize]) -> bool {
+    /// Whether each class keeps an example in the rest.
+    fn allows(&self, of_group: &[usize]) -> bool {
         of_group.iter().enumerate().all(|(class, n)| *n == 0 || self.off[class] + n < self.all[class])
     }
 
-    /// By how much the classes come nearer to their shares.
+    /// Decrease of the squared distance of the classes from their shares.
     fn gain(&self, of_group: &[usize]) -> f64 {
         let gain = |class: usize| {
             let all = self.all[class] as f64;
-            // A class that can be on both sides is wanted there with one example at least.
-            let wanted = (self.share * all).max(f64::from(u8::from(self.groups[class] > 1)));
-            let distance = |n: usize| ((n as f64 - wanted) / all).powi(2);
+            // A class that can be on both sides needs at least one example on each.
+            let target = (self.share * all).max(f64::from(u8::from(self.groups[class] > 1)));
+            let distance = |n: usize| ((n as f64 - target) / all).powi(2);
             distance(self.off[class]) - distance(self.off[class] + of_group[class])
         };
         (0..of_group.len()).filter(|&class| of_group[class] > 0).map(gain).sum()
@@ -118,60 +115,60 @@ fn n_classes(labels: &[usize]) -> usize {
     labels.iter().max().map_or(0, |largest| largest + 1)
 }
 
-/// How many of a group's examples are of each class.
-fn of_classes(labels: &[usize], group: &[usize], n_classes: usize) -> Vec<usize> {
+/// Number of examples of each class in a group.
+fn class_counts(labels: &[usize], group: &[usize], n_classes: usize) -> Vec<usize> {
     let mut counts = vec![0; n_classes];
     group.iter().for_each(|&index| counts[labels[index]] += 1);
     counts
 }
 
-/// The examples of each group; groups in the order of chance.
+/// The examples of each group, groups in random order.
 fn shuffled(labels: &[usize], groups: &[&str], seed: u64, stream: u64) -> Vec<Vec<usize>> {
     let mut members: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (index, group) in groups.iter().enumerate().take(labels.len()) {
         members.entry(group).or_default().push(index);
     }
-    let mut dealt: Vec<Vec<usize>> = members.into_values().collect();
+    let mut shuffled: Vec<Vec<usize>> = members.into_values().collect();
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
-    dealt.shuffle(&mut rng);
-    dealt
+    shuffled.shuffle(&mut rng);
+    shuffled
 }
 
 fn round(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usize) -> Vec<Fold> {
-    let part_of = deal(labels, groups, settings, repeat);
+    let fold_of = assign(labels, groups, settings, repeat);
     (0..settings.n_folds)
-        .map(|part| {
-            let (test, train) = (0..labels.len()).partition(|&index| part_of[index] == part);
+        .map(|fold| {
+            let (test, train) = (0..labels.len()).partition(|&index| fold_of[index] == fold);
             Fold { repeat, train, test }
         })
         .collect()
 }
 
-/// The part of each example.
-fn deal(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usize) -> Vec<usize> {
+/// The fold of each example.
+fn assign(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usize) -> Vec<usize> {
     let n_classes = n_classes(labels);
-    let totals = of_classes(labels, &(0..labels.len()).collect::<Vec<_>>(), n_classes);
+    let totals = class_counts(labels, &(0..labels.len()).collect::<Vec<_>>(), n_classes);
     let mut counts = vec![vec![0usize; n_classes]; settings.n_folds];
-    let mut part_of = vec![0; labels.len()];
-    let mut dealt = shuffled(labels, groups, settings.seed, repeat as u64);
-    // Stable: equally large groups stay in the order of chance.
-    dealt.sort_by_key(|group| std::cmp::Reverse(group.len()));
-    for group in dealt {
-        let of_group = of_classes(labels, &group, n_classes);
-        // What the group has of a class goes where there is least of it; of equals, where there is least in all, then the first.
+    let mut fold_of = vec![0; labels.len()];
+    let mut shuffled = shuffled(labels, groups, settings.seed, repeat as u64);
+    // A stable sort: groups of one size stay in random order.
+    shuffled.sort_by_key(|group| std::cmp::Reverse(group.len()));
+    for group in shuffled {
+        let of_group = class_counts(labels, &group, n_classes);
+        // The fold with the smallest share of the group's classes, then the smallest, then the first.
         let share = |n: usize, class: usize| n as f64 / totals[class].max(1) as f64;
-        let fullness = |part: usize| -> f64 {
-            (0..n_classes).map(|class| share(of_group[class], class) * share(counts[part][class], class)).sum()
+        let fullness = |fold: usize| -> f64 {
+            (0..n_classes).map(|class| share(of_group[class], class) * share(counts[fold][class], class)).sum()
         };
-        let size = |part: usize| counts[part].iter().sum::<usize>();
-        let part = (0..settings.n_folds)
+        let size = |fold: usize| counts[fold].iter().sum::<usize>();
+        let fold = (0..settings.n_folds)
             .min_by(|a, b| fullness(*a).total_cmp(&fullness(*b)).then(size(*a).cmp(&size(*b))))
             .unwrap_or_default();
-        (0..n_classes).for_each(|class| counts[part][class] += of_group[class]);
-        group.iter().for_each(|&index| part_of[index] = part);
+        (0..n_classes).for_each(|class| counts[fold][class] += of_group[class]);
+        group.iter().for_each(|&index| fold_of[index] = fold);
     }
-    part_of
+    fold_of
 }
 
 #[cfg(test)]
@@ -222,7 +219,7 @@ mod tests {
         assert!(off.iter().all(|&test| rest.iter().all(|&train| groups[train] != groups[test])));
     }
 
-    /// One part of five of 26 dialogues lacked a class in a quarter of the seeds, and figures were of the classes left.
+    /// Symptom: for a quarter of the seeds one of five folds of 26 dialogues lacked a class, and its metrics were of the other classes.
     #[test]
     fn every_class_of_two_groups_is_on_both_sides() {
         for sizes in [[7, 4, 5, 6, 4], [2, 2, 2, 40, 3], [2, 9, 9, 9, 9]] {
@@ -244,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_what_it_says() {
+    fn a_share_is_exact_for_groups_of_one() {
         let labels: Vec<usize> = (0..300).map(|index| index % 3).collect();
         let groups = names(&(0..300).collect::<Vec<_>>());
         let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
@@ -255,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_rare_class_is_spread_as_evenly_as_a_common_one() {
-        // Each group has four common examples, every fifth a rare one besides: one for each of the five parts.
+        // Each group has four common examples, every fifth a rare one more: one for each of the five folds.
         let rows = (0..25).flat_map(|group| {
             let n = 4 + usize::from(group % 5 == 0);
             (0..n).map(move |index| (usize::from(index == 4), group))

@@ -1,99 +1,89 @@
-//! Every figure of a classifier at once, and what they are worth.
+//! All metrics of a classifier, with cautions for few examples.
 
-use super::confusion::{ClassScores, Confusion};
-use super::intervals::{Proportion, wilson};
-use super::permutation::beats_majority;
-use super::probabilities::{argmax, brier_score, log_loss};
-use super::reliability::{ReliabilityBin, expected_calibration_error, reliability};
+use super::metrics::{
+    ClassScores, Confusion, Proportion, ReliabilityBin, argmax, beats_majority, brier_score,
+    expected_calibration_error, log_loss, reliability, wilson,
+};
 use crate::EvalError;
 use crate::bootstrap::{Bootstrap, Interval};
+use crate::evaluation::FEW_GROUPS;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Below so many examples of a class, one more right or wrong moves its recall by more than 10 points.
+/// With fewer examples of a class, one prediction changes its recall by more than 10 points.
 const FEW_OF_A_CLASS: u64 = 10;
-/// An interval of the accuracy wider than this separates hardly any two classifiers.
+/// A wider interval of the accuracy hardly separates two classifiers.
 const WIDE: f64 = 0.2;
-/// With fewer groups the bootstrap's intervals are too narrow themselves: see [`Interval`].
-const FEW_GROUPS: usize = 20;
-/// Confidence is seen in so many bins.
 const N_BINS: usize = 10;
 
-/// What a classifier was asked.
+/// Labelled examples.
 #[derive(Debug, Clone, Copy)]
 pub struct Examples<'a> {
-    /// Names of the classes, by their position.
+    /// Class names by index.
     pub classes: &'a [String],
-    /// The true class of each example.
+    /// True class of each example.
     pub labels: &'a [usize],
-    /// The group of each. Resamples draw groups.
+    /// Group of each example. Resamples draw groups.
     pub groups: &'a [&'a str],
-    /// How often each example comes: the rounds of a repeated cross-validation, else 1.
+    /// Repetitions of each example: the rounds of a repeated cross-validation, else 1.
     pub n_repeats: usize,
-    /// The class that is commonest where the classifier learned.
+    /// The most frequent class of the training data.
     pub majority: usize,
 }
 
-/// How intervals and p-values are drawn.
+/// Options of the bootstrap and of the permutation test.
 #[derive(Debug, Clone, Copy)]
 pub struct MeasureOptions {
-    /// Same seed, same intervals.
+    /// Seed of both.
     pub seed: u64,
-    /// Of the bootstrap, and of the permutation test; at least 1.
+    /// Resamples of both, at least 1.
     pub n_resamples: usize,
 }
 
-/// How well it did.
+/// The metrics of a classifier.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measures {
-    /// Examples, each counted once.
-    pub n: u64,
-    /// Groups of them.
-    pub n_groups: usize,
-    /// Rounds in which each was held out.
+    pub(crate) n: u64,
+    pub(crate) n_groups: usize,
+    /// Rounds of the cross-validation.
     pub n_repeats: usize,
-    /// Share of right predictions.
+    /// Share of correct predictions.
     pub eval_accuracy: f64,
-    /// Mean F1 of the classes that occur, each class alike.
+    /// Unweighted mean F1 of the classes that occur.
     pub eval_f1_macro: f64,
-    /// The same, weighted by examples.
-    pub eval_f1_weighted: f64,
-    /// F1 of each class, by its name.
-    pub eval_per_class_f1: BTreeMap<String, f64>,
-    /// Precision, recall and F1 in the order of `classes`.
-    pub per_class: Vec<ClassScores>,
-    /// Names of the classes.
-    pub classes: Vec<String>,
-    /// Rows are true classes.
-    pub confusion: Confusion,
-    /// Wilson's interval, as if examples were independent.
-    pub accuracy_wilson: Proportion,
-    /// By the bootstrap over groups.
-    pub accuracy_bootstrap: Interval,
-    /// By the bootstrap over groups.
-    pub f1_macro_bootstrap: Interval,
-    /// 0 at best, 2 at worst.
+    pub(crate) eval_f1_weighted: f64,
+    pub(crate) eval_per_class_f1: BTreeMap<String, f64>,
+    /// Precision, recall and F1, in the order of `classes`.
+    pub(crate) per_class: Vec<ClassScores>,
+    pub(crate) classes: Vec<String>,
+    pub(crate) confusion: Confusion,
+    /// Wilson's interval of the accuracy, which assumes independent examples.
+    pub(crate) accuracy_wilson: Proportion,
+    /// Cluster bootstrap interval of the accuracy.
+    pub(crate) accuracy_bootstrap: Interval,
+    /// Cluster bootstrap interval of the macro F1.
+    pub(crate) f1_macro_bootstrap: Interval,
+    /// Brier score, 0 at best, 2 at worst.
     pub brier: f64,
     /// Mean negative log-probability of the true class.
     pub log_loss: f64,
-    /// Mean distance of confidence from accuracy.
+    /// See [`expected_calibration_error`].
     pub expected_calibration_error: f64,
-    /// Confidence and accuracy by confidence.
-    pub reliability: Vec<ReliabilityBin>,
-    /// The class that is commonest where the classifier learned.
-    pub majority_class: String,
-    /// Accuracy of always saying it.
-    pub majority_accuracy: f64,
-    /// One-sided p-value against that.
-    pub majority_p_value: f64,
-    /// Why not to conclude much from these figures, in words; empty where they are enough.
-    pub warnings: Vec<String>,
+    pub(crate) reliability: Vec<ReliabilityBin>,
+    /// The most frequent class of the training data.
+    pub(crate) majority_class: String,
+    /// Accuracy of always predicting it.
+    pub(crate) majority_accuracy: f64,
+    /// One-sided p-value that the classifier is better.
+    pub(crate) majority_p_value: f64,
+    /// Cautions about these figures; empty where there are enough examples.
+    pub(crate) warnings: Vec<String>,
 }
 
-/// All figures of the probabilities that a classifier gave each example.
+/// Computes all metrics of the probabilities that a classifier gave the examples.
 ///
 /// # Errors
-/// No examples, lists of different lengths, a class that is not there, or a row that is no distribution over the classes.
+/// No examples, lists of different lengths, an unknown class, or a row that is not a distribution over the classes.
 pub fn measure(
     examples: &Examples<'_>,
     probabilities: &[Vec<f64>],
@@ -102,8 +92,8 @@ pub fn measure(
     check(examples, probabilities, options)?;
     let Examples { classes, labels, groups, n_repeats, majority } = *examples;
     let predicted: Vec<usize> = probabilities.iter().map(|row| argmax(row)).collect();
-    let matrix = |wanted: &mut dyn Iterator<Item = usize>| {
-        Confusion::new(classes.len(), wanted.map(|index| (labels[index], predicted[index])))
+    let matrix = |indices: &mut dyn Iterator<Item = usize>| {
+        Confusion::new(classes.len(), indices.map(|index| (labels[index], predicted[index])))
     };
     let confusion = matrix(&mut (0..labels.len()));
     let bootstrap = Bootstrap { seed: options.seed, n_resamples: options.n_resamples };
@@ -174,11 +164,10 @@ fn check(examples: &Examples<'_>, probabilities: &[Vec<f64>], options: MeasureOp
     }
 }
 
-/// What speaks against conclusions, in words.
 fn warnings(measures: &Measures) -> Vec<String> {
     let mut warnings = Vec::new();
     let (wilson, drawn) = (&measures.accuracy_wilson, &measures.accuracy_bootstrap);
-    // Wilson's takes examples for independent, which those of a group are not; the bootstrap knows, but has no width where all are right.
+    // Wilson's interval assumes independent examples; the bootstrap does not, but has no width where all predictions are correct.
     let wilson = (wilson.low, wilson.high);
     let (low, high) = if drawn.high - drawn.low > wilson.1 - wilson.0 { (drawn.low, drawn.high) } else { wilson };
     if high - low > WIDE {

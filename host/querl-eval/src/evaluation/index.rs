@@ -1,11 +1,11 @@
-//! The records of one run by system and query, checked.
+//! The records of one run, validated and indexed by system and query.
 
 use crate::error::EvalError;
 use crate::metric::{Metric, answer, failure_code, hits};
 use querl_core::records::{EvalRecord, StyleProbability};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A query of one run. The row is part of it, since a table may hold the same query twice.
+/// A query of one run. The row is part of the key, since a table may have the same query twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueryKey<'a> {
     pub(super) group: &'a str,
@@ -13,17 +13,16 @@ pub(super) struct QueryKey<'a> {
     row: usize,
 }
 
-/// Which style model is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Judge {
-    /// The run's, which rewards may ask.
+pub(super) enum StyleModel {
+    /// The run's model, which rewards may use.
     Model,
-    /// The one that no reward sees.
+    /// The second model, which no reward uses.
     Audit,
 }
 
-impl Judge {
-    fn said(self, record: &EvalRecord) -> Option<&[StyleProbability]> {
+impl StyleModel {
+    fn probabilities(self, record: &EvalRecord) -> Option<&[StyleProbability]> {
         let answer = answer(record)?;
         match self {
             Self::Model => answer.candidate.style.as_deref(),
@@ -32,11 +31,10 @@ impl Judge {
     }
 }
 
-/// Records by system, then by query.
 pub(super) struct Index<'a> {
     by_system: BTreeMap<&'a str, BTreeMap<QueryKey<'a>, &'a EvalRecord>>,
-    /// False where passages were found and none of them has an id: gold cannot be told then, not even for failed records.
-    can_tell_gold: bool,
+    /// False where there are hits and none has an id: then gold passages are unknown, for failed records too.
+    has_passage_ids: bool,
 }
 
 impl<'a> Index<'a> {
@@ -56,8 +54,8 @@ impl<'a> Index<'a> {
         }
         check_complete(&by_system)?;
         let mut found = records.iter().filter_map(hits).flatten().peekable();
-        let can_tell_gold = found.peek().is_none() || found.any(|hit| !hit.id.is_empty());
-        Ok(Self { by_system, can_tell_gold })
+        let has_passage_ids = found.peek().is_none() || found.any(|hit| !hit.id.is_empty());
+        Ok(Self { by_system, has_passage_ids })
     }
 
     pub(super) fn systems(&self) -> impl Iterator<Item = &'a str> {
@@ -73,15 +71,14 @@ impl<'a> Index<'a> {
         self.by_query(system).map(|(_, record)| record)
     }
 
-    /// The queries of `system` that have a value of `metric`.
+    /// The values of `metric` by query, as all lists below.
     pub(super) fn values(&self, system: &str, metric: Metric) -> Vec<(QueryKey<'a>, f64)> {
-        if matches!(metric, Metric::Top1 | Metric::Mrr) && !self.can_tell_gold {
+        if matches!(metric, Metric::Top1 | Metric::Mrr) && !self.has_passage_ids {
             return Vec::new();
         }
         self.by_query(system).filter_map(|(key, record)| Some((key, metric.value(record)?))).collect()
     }
 
-    /// The queries of `system` whose reward has a part called `name`.
     pub(super) fn components(&self, system: &str, name: &str) -> Vec<(QueryKey<'a>, f64)> {
         let value = |record: &EvalRecord| {
             let reward = answer(record)?.reward.as_ref()?;
@@ -95,21 +92,20 @@ impl<'a> Index<'a> {
         rewards.flat_map(|reward| &reward.components).map(|component| component.name.as_str()).collect()
     }
 
-    /// The queries of `system` whose answer has a style distribution, with the probability of the class `label`.
-    pub(super) fn styles(&self, system: &str, judge: Judge, label: &str) -> Vec<(QueryKey<'a>, f64)> {
+    /// The probabilities of the class `label`.
+    pub(super) fn styles(&self, system: &str, model: StyleModel, label: &str) -> Vec<(QueryKey<'a>, f64)> {
         let value = |record: &EvalRecord| {
-            let style = judge.said(record)?;
+            let style = model.probabilities(record)?;
             style.iter().find(|class| class.label == label).map(|class| class.probability)
         };
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
     }
 
-    pub(super) fn style_names(&self, system: &str, judge: Judge) -> BTreeSet<&'a str> {
-        let styles = self.records(system).filter_map(|record| judge.said(record));
+    pub(super) fn style_names(&self, system: &str, model: StyleModel) -> BTreeSet<&'a str> {
+        let styles = self.records(system).filter_map(|record| model.probabilities(record));
         styles.flatten().map(|class| class.label.as_str()).collect()
     }
 
-    /// Characters of the answers of `system`.
     pub(super) fn n_chars(&self, system: &str) -> Vec<(QueryKey<'a>, f64)> {
         let n_chars = |text: &str| text.trim().chars().count() as f64;
         self.by_query(system)
@@ -117,7 +113,7 @@ impl<'a> Index<'a> {
             .collect()
     }
 
-    /// Share of answers of `system` that differ from all before them; `None` without an answer.
+    /// Share of distinct answers; `None` without an answer.
     pub(super) fn distinct(&self, system: &str) -> Option<f64> {
         let texts: Vec<&str> =
             self.records(system).filter_map(|record| Some(answer(record)?.candidate.rewrite.trim())).collect();
@@ -130,7 +126,6 @@ impl<'a> Index<'a> {
     }
 }
 
-/// How records ended.
 #[derive(Debug, Default)]
 pub(super) struct Outcomes {
     pub(super) n_scored: usize,

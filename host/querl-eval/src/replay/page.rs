@@ -1,25 +1,21 @@
-//! The comparison as a page for a browser: one file, no script, no outside request, light and dark, as the report of a run.
+//! The comparison as a page for a browser.
 
-mod charts;
-
-use super::changed::ChangedEpisode;
-use super::numbers::{Digits, or_dash};
-use super::signs::SignCounts;
-use super::{Distribution, Replay, text};
+use super::changes::{ChangedEpisode, StepMeans};
+use super::{Replay, text};
 use crate::error::EvalError;
-use crate::report::chart::{LineChart, Points};
-use crate::report::page;
+use crate::page::{self, charts};
+use crate::text::{Digits, or_dash};
 use serde::Serialize;
 
 /// The page as HTML.
 ///
 /// # Errors
-/// The template engine failed; not for any content of `replay`.
+/// The template engine failed, which no content of `replay` causes.
 pub fn replay_html(replay: &Replay) -> Result<String, EvalError> {
-    page(include_str!("page/replay.html"), &Page::new(replay))
+    page::render(page::REPLAY, &Page::new(replay))
 }
 
-/// Everything the template places.
+/// The fields of the template.
 #[derive(Debug, Serialize)]
 struct Page {
     before: (String, String),
@@ -30,8 +26,8 @@ struct Page {
     counts: Vec<(&'static str, usize, String)>,
     totals: Vec<[String; 4]>,
     histograms: Option<charts::HistogramPair>,
-    joint: Option<charts::Joint>,
-    trend: Option<LineChart>,
+    joint: Option<charts::JointHistogram>,
+    trend: Option<charts::LineChart>,
     changes: Vec<[String; 3]>,
     correlations: [(&'static str, String); 3],
     order_heads: [&'static str; 5],
@@ -44,7 +40,6 @@ struct Page {
     explanation: String,
 }
 
-/// An episode shown.
 #[derive(Debug, Serialize)]
 struct Shown {
     id: String,
@@ -71,17 +66,17 @@ impl Page {
             has_before: replay.totals.before.is_some(),
             summary: summary(replay),
             counts: replay.counts.rows(),
-            totals: totals(replay),
+            totals: text::totals(replay),
             histograms: replay.totals.histogram.as_ref().map(charts::HistogramPair::new),
-            joint: replay.totals.histogram.as_ref().and_then(charts::Joint::new),
+            joint: replay.totals.histogram.as_ref().and_then(charts::JointHistogram::new),
             trend: trend(replay),
-            changes: changes(replay),
+            changes: replay.change.mean.map_or_else(Vec::new, |_| text::changes(&replay.change)),
             correlations: text::correlations(&replay.correlation),
             order_heads: text::ORDER_HEADS,
             orders: text::orders(&replay.order),
-            signs: signs(replay),
+            signs: text::signs(replay),
             moves: replay.signs.as_ref().filter(|signs| signs.before.is_some()).map(text::moves),
-            components: components(replay),
+            components: text::components(replay),
             shown_title,
             shown: shown.iter().map(Shown::new).collect(),
             explanation: text::explanation(replay),
@@ -89,7 +84,7 @@ impl Page {
     }
 }
 
-/// What matters most, one sentence each.
+/// The most important results, one sentence each.
 fn summary(replay: &Replay) -> Vec<String> {
     let Some(found) = replay.change.mean else { return Vec::new() };
     let n = replay.counts.n_scored_by_both;
@@ -105,51 +100,16 @@ fn summary(replay: &Replay) -> Vec<String> {
     sentences
 }
 
-fn totals(replay: &Replay) -> Vec<[String; 4]> {
-    let Some(after) = replay.totals.after else { return Vec::new() };
-    let (before, after) = (replay.totals.before.map(|found| found.figures()), after.figures());
-    let digits = Digits::for_values(before.into_iter().flatten().chain(after).flatten());
-    let row = |(index, name): (usize, &str)| {
-        let (before, after) = (before.and_then(|figures| figures[index]), after[index]);
-        let change = before.zip(after).map(|(before, after)| after - before);
-        let plain = |value| or_dash(value, |value| digits.plain(value));
-        [name.to_owned(), plain(before), plain(after), or_dash(change, |value| digits.signed(value))]
-    };
-    Distribution::FIGURES.into_iter().enumerate().map(row).collect()
-}
-
 /// Mean totals by step; `None` for a single step.
-fn trend(replay: &Replay) -> Option<LineChart> {
+fn trend(replay: &Replay) -> Option<charts::LineChart> {
     let steps = &replay.change.by_step;
-    let curve = |label: &'static str, value: fn(&super::StepMeans) -> Option<f64>| {
+    let curve = |label: &'static str, value: fn(&StepMeans) -> Option<f64>| {
         let points: Vec<(f64, f64)> = steps.iter().filter_map(|step| Some((step.step as f64, value(step)?))).collect();
-        (!points.is_empty()).then(|| Points { label, name: format!("mean total {label}"), points })
+        (!points.is_empty()).then(|| charts::Points { label, name: format!("mean total {label}"), points })
     };
     let curves = [curve("before", |step| step.before), curve("after", |step| step.after)];
-    (steps.len() > 1).then(|| LineChart::new("Mean total by step", "total", curves.into_iter().flatten().collect()))?
-}
-
-fn changes(replay: &Replay) -> Vec<[String; 3]> {
-    if replay.change.mean.is_some() { text::changes(&replay.change) } else { Vec::new() }
-}
-
-fn signs(replay: &Replay) -> Vec<(&'static str, [String; 3], usize)> {
-    let row = |label, counts: &SignCounts| (label, counts.cells(), counts.n());
-    let signs = replay.signs.as_ref();
-    let before = signs.and_then(|signs| signs.before.as_ref()).map(|counts| row("sign of total before", counts));
-    let after = signs.map(|signs| row("sign of total after", &signs.after));
-    before.into_iter().chain(after).chain([row("retrieval quality", &replay.retrieval)]).collect()
-}
-
-fn components(replay: &Replay) -> Vec<(String, [String; 5])> {
-    let row = |part: &super::ComponentChange| {
-        let digits = Digits::for_values([part.before, part.after, part.change].into_iter().flatten());
-        let plain = |value| or_dash(value, |value| digits.plain(value));
-        let change = or_dash(part.change, |value| digits.signed(value));
-        let [n_before, n_after] = [part.n_before, part.n_after].map(|n| n.to_string());
-        (part.name.clone(), [plain(part.before), plain(part.after), change, n_before, n_after])
-    };
-    replay.components.iter().map(row).collect()
+    (steps.len() > 1)
+        .then(|| charts::LineChart::new("Mean total by step", "total", curves.into_iter().flatten().collect()))?
 }
 
 impl Shown {
@@ -167,7 +127,7 @@ impl Shown {
             policy_quality: quality(one.policy_quality),
             baseline: one.baseline.clone(),
             baseline_quality: quality(one.baseline_quality),
-            parts: text::parts(one),
+            parts: text::components_of(one),
         }
     }
 }

@@ -1,32 +1,30 @@
-//! The comparison as text for a terminal.
+//! The comparison as text for a terminal, and the rows that the page shares with it.
 
-use super::changed::ChangedEpisode;
-use super::numbers::{Digits, NONE, counted, or_dash};
-use super::signs::SignCounts;
-use super::width::{cut, left, one_line, right, wrapped};
-use super::{Change, Correlation, Distribution, Histogram, Order, Pairs, PluginSide, Replay, Side, Third};
+use super::Replay;
+use super::changes::{Change, ChangedComponent, ChangedEpisode, ComponentChange, SignCounts, Signs, Third};
+use super::episodes::{Order, PluginSide, Side};
+use super::statistics::{Correlation, Distribution, Histogram, Pairs};
 use crate::bootstrap::Interval;
-use crate::printable::printable;
+use crate::text::{Digits, NOT_APPLICABLE, counted, cut, left, one_line, or_dash, printable, right, wrapped};
 use unicode_width::UnicodeWidthStr;
 
-/// No line is longer, in columns of a terminal.
+/// Longest line, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
-/// Columns of the longest bar of the histogram.
 const BAR_WIDTH: usize = 26;
 
-/// The comparison, each line at most 100 columns wide. Ends with a line break.
+/// The comparison in lines of at most 100 columns. Ends with a line break.
 pub fn replay_text(replay: &Replay) -> String {
     let sections = [
         sides(replay),
         replay.notes.iter().flat_map(|note| wrapped(&printable(note), MAX_WIDTH)).collect(),
         counts(replay),
-        totals(replay),
+        total_lines(replay),
         histogram(replay.totals.histogram.as_ref()),
-        change(&replay.change),
-        likeness(replay),
-        signs(replay),
-        components(replay),
+        change_lines(&replay.change),
+        correlation_lines(replay),
+        sign_lines(replay),
+        component_lines(replay),
         shown(replay),
         replay.change.mean.map_or_else(Vec::new, |_| wrapped(&explanation(replay), MAX_WIDTH)),
     ];
@@ -35,7 +33,7 @@ pub fn replay_text(replay: &Replay) -> String {
     texts.join("\n")
 }
 
-/// `reward-competition 0.1.0 (tanh_scale = 1.0)`; the recorded outcomes have no name.
+/// `reward-competition 0.1.0 (tanh_scale = 1.0)`, or `recorded outcomes`.
 pub(super) fn title(side: &Side) -> String {
     let Side::Plugin(PluginSide { id, version, settings, .. }) = side else { return "recorded outcomes".to_owned() };
     let settings: Vec<String> = settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
@@ -43,15 +41,15 @@ pub(super) fn title(side: &Side) -> String {
     printable(&format!("{id} {version}{settings}"))
 }
 
-/// Range and digest; nothing for recorded outcomes.
+/// Range and digest; empty for recorded outcomes.
 pub(super) fn facts(side: &Side) -> String {
     let Side::Plugin(PluginSide { digest, range, .. }) = side else { return String::new() };
     format!("range {} to {}, sha256 {}", range.0, range.1, digest.get(..12).unwrap_or(digest))
 }
 
-/// `mean [low, high]`, with a star where the interval excludes 0.
+/// `mean [low, high]`, with `*` where the interval excludes 0.
 pub(super) fn interval(found: Option<Interval>) -> String {
-    let Some(Interval { mean, low, high }) = found else { return NONE.to_owned() };
+    let Some(Interval { mean, low, high }) = found else { return NOT_APPLICABLE.to_owned() };
     let digits = Digits::for_values([mean, low, high].into_iter());
     let star = if low > 0.0 || high < 0.0 { "*" } else { "" };
     let [mean, low, high] = [mean, low, high].map(|value| digits.signed(value));
@@ -79,12 +77,11 @@ fn counts(replay: &Replay) -> Vec<String> {
     rows.into_iter().map(line).collect()
 }
 
-/// Ends at the edge of the terminal.
 fn to_edge(line: &str) -> String {
     cut(line.trim_end(), MAX_WIDTH)
 }
 
-/// Rows of cells, the first row the head, the first column to the left and the others to the right.
+/// Rows of cells, the first row being the head. The first column is aligned to the left, the others to the right.
 fn table(rows: &[Vec<String>]) -> Vec<String> {
     let n_columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.width()).max();
@@ -103,28 +100,32 @@ fn cells(texts: &[&str]) -> Vec<String> {
     texts.iter().map(|text| (*text).to_owned()).collect()
 }
 
-fn totals(replay: &Replay) -> Vec<String> {
-    let Some(after) = replay.totals.after else { return vec!["no episode was scored by both".to_owned()] };
+/// Name, before, after and change of each figure of the totals; no rows where nothing was scored by both.
+pub(super) fn totals(replay: &Replay) -> Vec<[String; 4]> {
+    let Some(after) = replay.totals.after else { return Vec::new() };
     let (before, after) = (replay.totals.before.map(|found| found.figures()), after.figures());
-    let all = before.into_iter().flatten().chain(after).flatten();
-    let digits = Digits::for_values(all);
-    let mut rows = vec![cells(&["total", "before", "after", "change"])];
-    for (index, name) in Distribution::FIGURES.into_iter().enumerate() {
+    let digits = Digits::for_values(before.into_iter().flatten().chain(after).flatten());
+    let row = |(index, name): (usize, &str)| {
         let (before, after) = (before.and_then(|figures| figures[index]), after[index]);
         let change = before.zip(after).map(|(before, after)| after - before);
-        rows.push(vec![
-            name.to_owned(),
-            or_dash(before, |value| digits.plain(value)),
-            or_dash(after, |value| digits.plain(value)),
-            or_dash(change, |value| digits.signed(value)),
-        ]);
+        let plain = |value| or_dash(value, |value| digits.plain(value));
+        [name.to_owned(), plain(before), plain(after), or_dash(change, |value| digits.signed(value))]
+    };
+    Distribution::FIGURES.into_iter().enumerate().map(row).collect()
+}
+
+fn total_lines(replay: &Replay) -> Vec<String> {
+    let rows = totals(replay);
+    if rows.is_empty() {
+        return vec!["no episode was scored by both".to_owned()];
     }
-    table(&rows)
+    let head = cells(&["total", "before", "after", "change"]);
+    table(&std::iter::once(head).chain(rows.into_iter().map(Vec::from)).collect::<Vec<_>>())
 }
 
 fn histogram(histogram: Option<&Histogram>) -> Vec<String> {
     let Some(histogram) = histogram else { return Vec::new() };
-    let labels = bin_labels(histogram);
+    let labels = histogram.bin_labels();
     let label_width = labels.iter().map(String::len).max().unwrap_or(0).max(5);
     let longest = histogram.before.iter().chain(&histogram.after).copied().max().unwrap_or(0);
     let number_width = longest.to_string().len();
@@ -145,18 +146,6 @@ fn histogram(histogram: Option<&Histogram>) -> Vec<String> {
     lines.into_iter().map(|line| line.trim_end().to_owned()).collect()
 }
 
-/// `-0.50 to -0.45`.
-pub(super) fn bin_labels(histogram: &Histogram) -> Vec<String> {
-    let width = histogram.edges.first().zip(histogram.edges.get(1)).map_or(1.0, |(first, second)| second - first);
-    let decimals =
-        if !(1e-6..1e9).contains(&width) { None } else { Some((-width.log10().floor()).clamp(0.0, 7.0) as usize) };
-    let edge = |value: f64| match decimals {
-        Some(decimals) => format!("{value:.decimals$}"),
-        None => format!("{value:.3e}"),
-    };
-    histogram.edges.windows(2).map(|edges| format!("{} to {}", edge(edges[0]), edge(edges[1]))).collect()
-}
-
 fn bar(n: u64, longest: u64) -> String {
     if n == 0 {
         return String::new();
@@ -166,14 +155,14 @@ fn bar(n: u64, longest: u64) -> String {
     "█".repeat(eighths / 8) + rest
 }
 
-fn change(change: &Change) -> Vec<String> {
+fn change_lines(change: &Change) -> Vec<String> {
     if change.mean.is_none() {
         return Vec::new();
     }
     let rows = changes(change);
     let width = rows.iter().map(|row| row[1].width()).max().unwrap_or(0);
     let head = ["mean change", "95% interval", "episodes"].map(str::to_owned);
-    // Intervals begin at one column, so that their means stand below each other.
+    // Padded to one width, so that the means are aligned.
     let aligned =
         std::iter::once(&head).chain(&rows).map(|[label, found, n]| vec![label.clone(), left(found, width), n.clone()]);
     let mut lines = table(&aligned.collect::<Vec<_>>());
@@ -181,7 +170,7 @@ fn change(change: &Change) -> Vec<String> {
     lines
 }
 
-/// Label, mean with interval, and episodes: of all steps, of the first third and of the last.
+/// Label, mean with interval and number of episodes: of all steps, of the first and of the last third.
 pub(super) fn changes(change: &Change) -> Vec<[String; 3]> {
     let third = |label: &str, third: Third| {
         let (first, last) = third.steps;
@@ -195,16 +184,14 @@ pub(super) fn changes(change: &Change) -> Vec<[String; 3]> {
     rows
 }
 
-/// Label and value of each measure of likeness.
 pub(super) fn correlations(found: &Correlation) -> [(&'static str, String); 3] {
     let text = |value: Option<f64>| or_dash(value, |value| format!("{value:.4}"));
     [("Pearson", text(found.pearson)), ("Spearman", text(found.spearman)), ("Kendall tau-b", text(found.kendall_tau_b))]
 }
 
-/// Heads of [`orders`].
 pub(super) const ORDER_HEADS: [&str; 5] = ["pairs", "ordered before", "flip", "become a tie", "ties broken"];
 
-/// Label and figures of each sort of pairs.
+/// Label and figures of the pairs of one step and of any steps.
 pub(super) fn orders(order: &Order) -> [(&'static str, [String; 5]); 2] {
     [("same query and step", pairs(&order.same_step)), ("same query, any steps", pairs(&order.any_step))]
 }
@@ -216,7 +203,7 @@ fn pairs(pairs: &Pairs) -> [String; 5] {
     [pairs.n.to_string(), ordered.to_string(), flipped, tied, pairs.became_ordered.to_string()]
 }
 
-fn likeness(replay: &Replay) -> Vec<String> {
+fn correlation_lines(replay: &Replay) -> Vec<String> {
     if replay.totals.before.is_none() {
         return Vec::new();
     }
@@ -229,17 +216,21 @@ fn likeness(replay: &Replay) -> Vec<String> {
     lines
 }
 
-fn signs(replay: &Replay) -> Vec<String> {
+/// Label, won, drew and lost, and their sum: of the totals and of retrieval quality.
+pub(super) fn signs(replay: &Replay) -> Vec<(&'static str, [String; 3], usize)> {
+    let row = |label, counts: &SignCounts| (label, counts.cells(), counts.n());
+    let signs = replay.signs.as_ref();
+    let before = signs.and_then(|signs| signs.before.as_ref()).map(|counts| row("sign of total before", counts));
+    let after = signs.map(|signs| row("sign of total after", &signs.after));
+    before.into_iter().chain(after).chain([row("retrieval quality", &replay.retrieval)]).collect()
+}
+
+fn sign_lines(replay: &Replay) -> Vec<String> {
     let mut rows = vec![cells(&["against the teacher", "won", "drew", "lost", "of"])];
-    let counted = |label: &str, counts: &SignCounts| {
-        let [won, drew, lost] = counts.cells();
-        vec![label.to_owned(), won, drew, lost, counts.n().to_string()]
+    let row = |(label, [won, drew, lost], n): (&str, [String; 3], usize)| {
+        vec![label.to_owned(), won, drew, lost, n.to_string()]
     };
-    if let Some(signs) = &replay.signs {
-        rows.extend(signs.before.as_ref().map(|counts| counted("sign of total before", counts)));
-        rows.push(counted("sign of total after", &signs.after));
-    }
-    rows.push(counted("retrieval quality", &replay.retrieval));
+    rows.extend(signs(replay).into_iter().map(row));
     let mut lines = table(&rows);
     if let Some(signs) = replay.signs.as_ref().filter(|signs| signs.before.is_some()) {
         lines.extend(wrapped(&moves(signs), MAX_WIDTH));
@@ -248,30 +239,34 @@ fn signs(replay: &Replay) -> Vec<String> {
 }
 
 /// `changes of sign: 4 (won to lost 3, drew to won 1)`.
-pub(super) fn moves(signs: &super::Signs) -> String {
+pub(super) fn moves(signs: &Signs) -> String {
     let moves = signs.moves.iter().filter(|one| one.n > 0);
     let texts: Vec<String> = moves.map(|one| format!("{} to {} {}", one.from.name(), one.to.name(), one.n)).collect();
     let texts = if texts.is_empty() { String::new() } else { format!(" ({})", texts.join(", ")) };
     format!("changes of sign: {}{texts}", signs.n_changed)
 }
 
-fn components(replay: &Replay) -> Vec<String> {
-    if replay.components.is_empty() {
+/// Name and figures of each component: before, after, change, and episodes before and after.
+pub(super) fn components(replay: &Replay) -> Vec<(String, [String; 5])> {
+    let row = |component: &ComponentChange| {
+        let ComponentChange { name, before, after, change, n_before, n_after, .. } = component;
+        let digits = Digits::for_values([*before, *after, *change].into_iter().flatten());
+        let plain = |value: &Option<f64>| or_dash(*value, |value| digits.plain(value));
+        let change = or_dash(*change, |value| digits.signed(value));
+        (name.clone(), [plain(before), plain(after), change, n_before.to_string(), n_after.to_string()])
+    };
+    replay.components.iter().map(row).collect()
+}
+
+fn component_lines(replay: &Replay) -> Vec<String> {
+    let rows = components(replay).into_iter();
+    let rows: Vec<Vec<String>> =
+        rows.map(|(name, cells)| [vec![cut(&one_line(&printable(&name)), 40)], cells.into()].concat()).collect();
+    if rows.is_empty() {
         return Vec::new();
     }
-    let mut rows = vec![cells(&["mean of a part", "before", "after", "change", "n before", "n after"])];
-    rows.extend(replay.components.iter().map(|part| {
-        let digits = Digits::for_values([part.before, part.after, part.change].into_iter().flatten());
-        vec![
-            cut(&one_line(&printable(&part.name)), 40),
-            or_dash(part.before, |value| digits.plain(value)),
-            or_dash(part.after, |value| digits.plain(value)),
-            or_dash(part.change, |value| digits.signed(value)),
-            part.n_before.to_string(),
-            part.n_after.to_string(),
-        ]
-    }));
-    table(&rows)
+    let head = cells(&["mean of a part", "before", "after", "change", "n before", "n after"]);
+    table(&[vec![head], rows].concat())
 }
 
 fn shown(replay: &Replay) -> Vec<String> {
@@ -309,25 +304,25 @@ fn episode(number: usize, one: &ChangedEpisode) -> Vec<String> {
         side("policy", &one.policy, one.policy_quality),
         side("teacher", &one.baseline, one.baseline_quality),
     ];
-    lines.extend((!one.parts.is_empty()).then(|| text("moved", &parts(one))));
+    lines.extend((!one.components.is_empty()).then(|| text("moved", &components_of(one))));
     lines
 }
 
 /// `win 0.500 -> -0.300, judge none -> 0.120`.
-pub(super) fn parts(one: &ChangedEpisode) -> String {
-    let part = |part: &super::ChangedPart| {
+pub(super) fn components_of(one: &ChangedEpisode) -> String {
+    let component = |part: &ChangedComponent| {
         let digits = Digits::for_values([part.before, part.after].into_iter().flatten());
         let text = |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| digits.plain(value));
         format!("{} {} -> {}", part.name, text(part.before), text(part.after))
     };
-    one.parts.iter().map(part).collect::<Vec<_>>().join(", ")
+    one.components.iter().map(component).collect::<Vec<_>>().join(", ")
 }
 
-/// What the signs of the tables mean.
+/// The legend of the tables.
 pub(super) fn explanation(replay: &Replay) -> String {
     format!(
         "mean [95% interval], {} bootstrap resamples of whole queries; `*`: the interval excludes 0; totals no further apart than \
-         1e-9 are equal; beside a rewrite stands its retrieval quality",
+         1e-9 are equal; the number before a rewrite is its retrieval quality",
         replay.n_resamples
     )
 }

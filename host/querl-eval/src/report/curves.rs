@@ -1,12 +1,11 @@
-//! Which training curves are shown, and how they are found in `metrics.jsonl`.
+//! The training curves of the report, and their names in `metrics.jsonl`.
 
-use super::chart::{LineChart, Points};
-use crate::facts::Party;
+use crate::facts::ServiceName;
+use crate::page::charts::{LineChart, Points};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// A chart to look for: title, unit of the vertical axis, curves.
 struct ChartSpec {
     stage: &'static str,
     title: &'static str,
@@ -14,10 +13,10 @@ struct ChartSpec {
     curves: &'static [CurveSpec],
 }
 
-/// A curve to look for: what it is, and the names it may have, the first that is there being taken.
+/// The label of a curve and its names in `metrics.jsonl`; the first recorded one is drawn.
 type CurveSpec = (&'static str, &'static [&'static str]);
 
-/// verl's names first, then those of the plain loop that people also write.
+/// Names of verl, TRL and of the training loop of the source document.
 const CHARTS: &[ChartSpec] = &[
     ChartSpec {
         stage: "rl",
@@ -91,18 +90,16 @@ const CHARTS: &[ChartSpec] = &[
     },
 ];
 
-/// What retrieval is called where nothing is looked up, and the metrics that mean nothing then.
+/// The name of retrieval in a run without it, and the metrics that do not apply then.
 const NO_RETRIEVAL: &str = "none";
 const OF_RETRIEVAL: [&str; 4] = ["win_rate", "avg_top1", "avg_top1_teacher", "avg_quality"];
 
-/// The curves of a run.
 #[derive(Debug, Serialize)]
 pub(super) struct Curves {
     rl: Vec<LineChart>,
     sft: Vec<LineChart>,
-    /// Titles of charts that no line of `metrics.jsonl` has anything for.
+    /// Titles of charts without a value in `metrics.jsonl`.
     missing: Vec<&'static str>,
-    /// All other numbers, as stage, name, first and last.
     others: Vec<OtherMetric>,
 }
 
@@ -118,12 +115,11 @@ pub(super) struct OtherMetric {
     greatest: String,
 }
 
-/// Points by stage and name, then by step.
+/// Values by stage and name, then by step.
 type Recorded = BTreeMap<(String, String), BTreeMap<u64, f64>>;
 
 impl Curves {
-    /// Of a run that looks nothing up there are none of what is found.
-    pub(super) fn new(rows: &[Value], retrieval: &Party) -> Self {
+    pub(super) fn new(rows: &[Value], retrieval: &ServiceName) -> Self {
         let mut recorded = read(rows);
         if retrieval.name == NO_RETRIEVAL {
             recorded.retain(|(_, name), _| !OF_RETRIEVAL.contains(&name.trim_start_matches("val/")));
@@ -159,7 +155,7 @@ impl OtherMetric {
     }
 }
 
-/// Numbers of rows that have a stage and a step; anything else in a row is passed over.
+/// The numbers of rows that have a stage and a step.
 fn read(rows: &[Value]) -> Recorded {
     let mut recorded = Recorded::new();
     for row in rows {

@@ -1,4 +1,4 @@
-//! Rewrites side by side: which queries are shown, and what of them.
+//! Rewrites of all systems side by side: selection of the queries, and the content of each.
 
 use crate::evaluation::SYSTEMS;
 use crate::metric::{Metric, answer, hits};
@@ -7,41 +7,37 @@ use querl_core::records::{EvalRecord, Hit};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Characters of a passage that are shown.
 const PASSAGE_CHARS: usize = 140;
 
-/// The queries shown.
 #[derive(Debug, Serialize)]
 pub(super) struct Examples {
     shown: Vec<Example>,
-    /// How they were chosen.
+    /// How the queries were selected.
     choice: String,
 }
 
-/// One query with every system's answer.
 #[derive(Debug, Serialize)]
 struct Example {
     row: usize,
     query: String,
     profile: String,
     history: String,
-    /// RL won against the teacher.
+    /// RL beats the teacher.
     is_win: bool,
     answers: Vec<Answer>,
 }
 
-/// One system's answer.
 #[derive(Debug, Serialize)]
 struct Answer {
     title: String,
     system: &'static str,
-    /// `None` where the record failed; the reason is in `failure`.
+    /// `None` for a rejected record.
     rewrite: Option<String>,
     failure: Option<String>,
     passage: Option<String>,
     score: String,
     reward: Option<String>,
-    /// `gold`, `other`, or nothing where gold is not known.
+    /// `gold`, `other`, or empty where the gold passage is unknown.
     mark: &'static str,
     mark_text: String,
 }
@@ -50,15 +46,15 @@ struct Answer {
 type QueryRecords<'a> = BTreeMap<&'a str, &'a EvalRecord>;
 
 impl Examples {
-    pub(super) fn new(records: &[EvalRecord], n_wanted: usize) -> Self {
+    pub(super) fn new(records: &[EvalRecord], n_examples: usize) -> Self {
         let mut queries: BTreeMap<(usize, &str), QueryRecords<'_>> = BTreeMap::new();
         for record in records {
             queries.entry((record.query.row, &record.query.id)).or_default().insert(&record.system, record);
         }
         let (wins, rest): (Vec<_>, Vec<_>) = queries.values().partition(|query| is_win(query));
-        let n_rest = (n_wanted - n_wanted / 2).min(rest.len());
-        let n_wins = (n_wanted - n_rest).min(wins.len());
-        let n_rest = (n_wanted - n_wins).min(rest.len());
+        let n_rest = (n_examples - n_examples / 2).min(rest.len());
+        let n_wins = (n_examples - n_rest).min(wins.len());
+        let n_rest = (n_examples - n_wins).min(rest.len());
         let mut chosen: Vec<_> = evenly(&wins, n_wins).chain(evenly(&rest, n_rest)).collect();
         chosen.sort_by_key(|query| query.values().next().map(|record| (record.query.row, &record.query.id)));
         let choice = format!(
@@ -123,7 +119,7 @@ fn is_win(records: &QueryRecords<'_>) -> bool {
     records.get("rl").and_then(|record| answer(record)?.win) == Some(1.0)
 }
 
-/// `n` of `items` at even distances, from the middle of each stretch.
+/// `n` evenly spaced `items`: the middle of each of `n` equal parts.
 fn evenly<T>(items: &[T], n: usize) -> impl Iterator<Item = &T> {
     (0..n).map(move |index| &items[(2 * index + 1) * items.len() / (2 * n)])
 }

@@ -1,4 +1,4 @@
-//! The page's tables: systems, reward components, the way of the data, stage times.
+//! The tables of the report: systems, reward components, styles, data flow, stage times.
 
 use crate::bootstrap::Interval;
 use crate::evaluation::{Evaluation, Lookups};
@@ -7,7 +7,7 @@ use crate::metric::Metric;
 use crate::table::system_title;
 use serde::Serialize;
 
-/// Metrics down, systems across: readable on a phone, where a row of eight metrics is not.
+/// One row per metric and one column per system, which fits a phone.
 #[derive(Debug, Serialize)]
 pub(super) struct SystemsTable {
     heads: Vec<String>,
@@ -38,13 +38,12 @@ impl Cell {
     }
 }
 
-/// All metrics, and how many records failed.
 pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
     let systems = evaluation.systems_in_order();
-    let are_made = evaluation.lookups == Lookups::Made;
+    let has_retrieval = evaluation.lookups == Lookups::Made;
     let mut rows: Vec<SystemsRow> = Metric::ALL
         .into_iter()
-        .filter(|metric| are_made || !metric.is_of_lookups())
+        .filter(|metric| has_retrieval || !metric.needs_retrieval())
         .map(|metric| SystemsRow {
             label: metric.label().to_owned(),
             explanation: metric.explanation().to_owned(),
@@ -56,10 +55,10 @@ pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
         .collect();
     rows.push(SystemsRow {
         label: "failed".to_owned(),
-        explanation: if are_made { "no rewrite, or retrieval failed" } else { "no answer" }.to_owned(),
+        explanation: if has_retrieval { "no rewrite, or retrieval failed" } else { "no answer" }.to_owned(),
         cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_failed))).collect(),
     });
-    if are_made {
+    if has_retrieval {
         rows.push(SystemsRow {
             label: "found nothing".to_owned(),
             explanation: "retrieval answered with an empty list".to_owned(),
@@ -69,7 +68,6 @@ pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows }
 }
 
-/// The parts of the reward; no rows where no system has any.
 pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
     let systems = evaluation.systems_in_order();
     let names: std::collections::BTreeSet<&String> =
@@ -85,7 +83,6 @@ pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows: rows.collect() }
 }
 
-/// The style of the answers, how long they are and how many differ; no rows where no system has any.
 pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
     let systems = evaluation.systems_in_order();
     let Some(style) = &evaluation.style else { return SystemsTable { heads: Vec::new(), rows: Vec::new() } };
@@ -95,10 +92,10 @@ pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
         cells: systems.iter().map(|(system, _)| cell(system)).collect(),
     };
     let mut rows = Vec::new();
-    for (judge, styles) in style.judges() {
+    for (model, styles) in style.models() {
         for class in styles.classes() {
             let cell = |system: &str| Some(Cell::new(Metric::Reward, (*styles.systems.get(system)?.get(class)?)?));
-            rows.push(row(format!("{class}{judge}"), "", &cell));
+            rows.push(row(format!("{class}{model}"), "", &cell));
         }
     }
     let n_chars = |system: &str| Some(Cell::new(Metric::LatencyMs, (*style.n_chars.get(system)?)?));
@@ -113,11 +110,10 @@ pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows }
 }
 
-/// How the style shifts from system to system on the same queries; no rows without a style model.
 pub(super) fn style_shifts(evaluation: &Evaluation) -> SystemsTable {
     let pairs: Vec<(&str, &str)> = evaluation.pairs_in_order().map(|(first, second, _)| (first, second)).collect();
-    let judges = evaluation.style.iter().flat_map(|style| style.judges());
-    let rows = judges.flat_map(|(judge, styles)| {
+    let models = evaluation.style.iter().flat_map(|style| style.models());
+    let rows = models.flat_map(|(model, styles)| {
         let cell = |(first, second): &(&str, &str), class: &str| {
             let found = (*styles.shifts.get(&format!("{first}-{second}"))?.get(class)?)?;
             let [mean, low, high] =
@@ -126,7 +122,7 @@ pub(super) fn style_shifts(evaluation: &Evaluation) -> SystemsTable {
             Some(Cell { mean: format!("{mean}{mark}"), interval: format!("[{low}, {high}]") })
         };
         let row = |class: &str| SystemsRow {
-            label: format!("{class}{judge}"),
+            label: format!("{class}{model}"),
             explanation: String::new(),
             cells: pairs.iter().map(|pair| cell(pair, class)).collect(),
         };
@@ -141,12 +137,11 @@ fn heads(evaluation: &Evaluation) -> Vec<String> {
     evaluation.systems_in_order().into_iter().map(|(name, _)| system_title(name).to_owned()).collect()
 }
 
-/// One bar of the funnel.
 #[derive(Debug, Serialize)]
 pub(super) struct FunnelRow {
     label: String,
     n: u64,
-    /// Of the longest bar.
+    /// Length relative to the longest bar.
     percent: String,
     parts: String,
 }
@@ -162,7 +157,7 @@ pub(super) fn funnel(steps: &[FunnelStep]) -> Vec<FunnelRow> {
     steps.iter().map(row).collect()
 }
 
-/// Stage and time, with the sum at the end.
+/// Stage and time, then the sum.
 pub(super) fn timings(timings: &[StageTiming]) -> Vec<(String, String)> {
     if timings.is_empty() {
         return Vec::new();

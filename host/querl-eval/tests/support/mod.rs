@@ -1,4 +1,4 @@
-//! Invented records: realistic in shape, made by a seeded generator, measured by nobody.
+//! Synthetic records of a seeded generator, with the shape of real ones.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use querl_core::records::{
@@ -37,14 +37,12 @@ pub(crate) fn query(row: usize) -> QueryRow {
     }
 }
 
-/// A hit of `id`.
 pub(crate) fn hit(id: &str, score: f64, rank: u32) -> Hit {
     let text = "五医生深海鱼油软胶囊：孕妇、哺乳期妇女及对鱼类过敏者不宜服用，服用抗凝血药物者请先咨询医生。本品不能代替药物，\
                 建议每日两次，每次一粒，饭后温水送服；开封后请密封置于阴凉干燥处，并在六个月内用完。";
     Hit { id: id.to_owned(), text: text.to_owned(), reranker_score: score, retrieval_score: None, rank }
 }
 
-/// An answer with these hits and nothing else.
 pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
     SystemAnswer {
         candidate: Candidate {

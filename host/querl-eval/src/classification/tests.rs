@@ -1,18 +1,16 @@
-//! Figures of a classifier against scikit-learn and scipy (tests/reference/classification.py), and what they say in words.
+//! Metrics of a classifier against scikit-learn and scipy (tests/reference/classification.py), and their cautions.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use querl_eval::classification::{
-    ClassificationReport, Confusion, Examples, MeasureOptions, Mistake, TextBaseline, TfIdf, argmax, beats_majority,
-    brier_score, calibrated, classification_html, classification_text, expected_calibration_error, fit_temperature,
-    log_loss, measure, reliability, softmax, wilson,
-};
+use super::baseline::TfIdf;
+use super::metrics::*;
+use super::*;
 use serde_json::Value;
 
 const OPTIONS: MeasureOptions = MeasureOptions { seed: 7, n_resamples: 500 };
 
 fn golden() -> Value {
-    serde_json::from_str(include_str!("../../../tests/reference/golden/classification.json")).unwrap()
+    serde_json::from_str(include_str!("../../../../tests/reference/golden/classification.json")).unwrap()
 }
 
 fn numbers(value: &Value) -> Vec<f64> {
@@ -80,8 +78,8 @@ fn losses_and_the_best_temperature_are_those_of_the_references() {
 #[test]
 fn a_temperature_changes_no_prediction() {
     let logits = rows(&golden()["probabilities"]["logits"]);
-    let said = |rows: &[Vec<f64>]| rows.iter().map(|row| argmax(row)).collect::<Vec<_>>();
-    assert_eq!(said(&logits), said(&calibrated(&logits, 3.7)));
+    let predicted = |rows: &[Vec<f64>]| rows.iter().map(|row| argmax(row)).collect::<Vec<_>>();
+    assert_eq!(predicted(&logits), predicted(&calibrated(&logits, 3.7)));
 }
 
 #[test]
@@ -97,12 +95,12 @@ fn confidence_on_an_edge_belongs_to_the_bin_below() {
 #[test]
 fn the_test_against_the_majority_class_is_scipys() {
     for case in golden()["permutations"].as_array().unwrap() {
-        // Class 0 is the majority's: where it is right the label is 0; a classifier that is wrong says 2.
+        // Class 0 is the majority: where it is right the label is 0; a wrong classifier predicts 2.
         let majority = indices(&case["majority"]);
         let labels: Vec<usize> = majority.iter().map(|right| 1 - right).collect();
-        let said = indices(&case["classifier"]);
+        let correct = indices(&case["classifier"]);
         let predicted: Vec<usize> =
-            said.iter().zip(&labels).map(|(right, label)| if *right == 1 { *label } else { 2 }).collect();
+            correct.iter().zip(&labels).map(|(right, label)| if *right == 1 { *label } else { 2 }).collect();
         let groups: Vec<String> = (0..labels.len()).map(|index| index.to_string()).collect();
         let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
         let found = beats_majority(&labels, &predicted, &groups, 0, (1, 100));
@@ -112,7 +110,7 @@ fn the_test_against_the_majority_class_is_scipys() {
 
 #[test]
 fn a_sampled_p_value_is_close_to_the_exact_one() {
-    // 20 examples, of which the classifier alone is right on 14 and the majority class alone on 6: P(X >= 14) of 20 coins.
+    // 20 examples: only the classifier is right on 14, only the majority class on 6. P(X >= 14) of 20 coins.
     let labels: Vec<usize> = (0..20).map(|index| usize::from(index < 14)).collect();
     let predicted = vec![1; 20];
     let groups: Vec<String> = (0..20).map(|index| index.to_string()).collect();
@@ -141,21 +139,21 @@ fn the_baseline_is_scikit_learns_tf_idf_and_logistic_regression_of_three_classes
     }
 }
 
-/// Twelve examples of three classes in pairs of a group, nine of them told right.
+/// Twelve examples of three classes in groups of two, nine of them classified correctly.
 fn small() -> (Vec<String>, Vec<usize>, Vec<String>, Vec<Vec<f64>>) {
     let classes = ["售前", "售后", "诚实"].map(String::from).to_vec();
     let labels: Vec<usize> = (0..12).map(|index| index % 3).collect();
     let groups = (0..12).map(|index| format!("g{}", index / 2)).collect();
     let row = |(index, label): (usize, &usize)| {
-        let said = if index % 4 == 3 { (label + 1) % 3 } else { *label };
-        (0..3).map(|class| if class == said { 0.8 } else { 0.1 }).collect()
+        let predicted = if index % 4 == 3 { (label + 1) % 3 } else { *label };
+        (0..3).map(|class| if class == predicted { 0.8 } else { 0.1 }).collect()
     };
     let probabilities = labels.iter().enumerate().map(row).collect();
     (classes, labels, groups, probabilities)
 }
 
 #[test]
-fn few_examples_are_called_few_in_words() {
+fn few_examples_have_cautions() {
     let (classes, labels, groups, probabilities) = small();
     let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
     let examples = Examples { classes: &classes, labels: &labels, groups: &groups, n_repeats: 1, majority: 0 };
@@ -170,15 +168,15 @@ fn few_examples_are_called_few_in_words() {
 }
 
 #[test]
-fn many_examples_of_few_groups_are_called_few() {
+fn many_examples_of_few_groups_have_cautions() {
     let classes = ["a", "b"].map(String::from).to_vec();
     let labels: Vec<usize> = (0..300).map(|index| index % 2).collect();
     let names: Vec<String> = (0..300).map(|index| format!("g{}", index % 4)).collect();
     let groups: Vec<&str> = names.iter().map(String::as_str).collect();
-    // Of one group of four every example is wrong.
+    // Every example of one of the four groups is wrong.
     let row = |(index, label): (usize, &usize)| {
-        let said = if index % 4 == 0 { 1 - label } else { *label };
-        (0..2).map(|class| if class == said { 0.9 } else { 0.1 }).collect()
+        let predicted = if index % 4 == 0 { 1 - label } else { *label };
+        (0..2).map(|class| if class == predicted { 0.9 } else { 0.1 }).collect()
     };
     let probabilities: Vec<Vec<f64>> = labels.iter().enumerate().map(row).collect();
     let examples = Examples { classes: &classes, labels: &labels, groups: &groups, n_repeats: 1, majority: 0 };
@@ -211,13 +209,13 @@ fn the_page_shows_matrix_reliability_and_mistakes_and_escapes_texts() {
     };
     let html = classification_html(&report).unwrap();
     assert!(html.contains("&lt;script&gt;") && !html.contains("<script>"), "{html}");
-    for wanted in ["Confusion", "Reliability", "<polyline", "0.93", "TF-IDF", "too few to conclude from"] {
-        assert!(html.contains(wanted), "no `{wanted}`");
+    for expected in ["Confusion", "Reliability", "<polyline", "0.93", "TF-IDF", "too few to conclude from"] {
+        assert!(html.contains(expected), "no `{expected}`");
     }
 }
 
 #[test]
-fn what_cannot_be_measured_is_told() {
+fn invalid_input_is_an_error() {
     let (classes, labels, groups, mut probabilities) = small();
     let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
     let examples = Examples { classes: &classes, labels: &labels, groups: &groups, n_repeats: 1, majority: 0 };

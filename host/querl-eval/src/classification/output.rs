@@ -1,56 +1,107 @@
-//! The figures of a classifier as a page for a browser: one file, no script, no outside request.
+//! The metrics of a classifier as text for a terminal and as a page for a browser.
 
 use super::measures::Measures;
 use crate::error::EvalError;
-use crate::report::page;
+use crate::page;
+use crate::page::charts::ReliabilityChart;
+use crate::text::{left, printable, right, wrapped};
 use serde::Serialize;
+use unicode_width::UnicodeWidthStr;
 
-/// Edges of the reliability curve's square, in units of its picture.
-const LEFT: f64 = 40.0;
-const TOP: f64 = 10.0;
-const SIDE: f64 = 260.0;
+/// Terminal columns of a number.
+const WIDTH: usize = 9;
 
-/// What the page shows.
+/// The metrics, the classes and the confusion matrix as text for a terminal. Ends with a line break.
+pub fn classification_text(measures: &Measures) -> String {
+    let percent = |value: f64| format!("{:.1}%", 100.0 * value);
+    let (wilson, drawn, f1) = (measures.accuracy_wilson, measures.accuracy_bootstrap, measures.f1_macro_bootstrap);
+    let mut lines = vec![
+        format!(
+            "eval_accuracy     {}  [{}, {}] Wilson, [{}, {}] bootstrap over {} groups",
+            percent(measures.eval_accuracy),
+            percent(wilson.low),
+            percent(wilson.high),
+            percent(drawn.low),
+            percent(drawn.high),
+            measures.n_groups
+        ),
+        format!("eval_f1_macro     {:.4}  [{:.3}, {:.3}]", measures.eval_f1_macro, f1.low, f1.high),
+        format!("eval_f1_weighted  {:.4}", measures.eval_f1_weighted),
+        format!(
+            "log loss {:.4}, Brier score {:.4}, calibration error {:.4}",
+            measures.log_loss, measures.brier, measures.expected_calibration_error
+        ),
+        format!(
+            "always `{}`: {}; p-value against that {:.4}",
+            printable(&measures.majority_class),
+            percent(measures.majority_accuracy),
+            measures.majority_p_value
+        ),
+        String::new(),
+    ];
+    lines.extend(class_lines(measures));
+    lines.extend(measures.warnings.iter().flat_map(|warning| wrapped(&printable(&format!("note: {warning}")), 100)));
+    lines.join("\n") + "\n"
+}
+
+/// A line for each class: its scores and its row of the confusion matrix.
+fn class_lines(measures: &Measures) -> Vec<String> {
+    let names: Vec<String> = measures.classes.iter().map(|name| printable(name)).collect();
+    let width = names.iter().map(|name| name.width()).max().unwrap_or(0).max(WIDTH);
+    let heads = ["precision", "recall", "F1", "examples"].into_iter().map(String::from);
+    let heads = heads.chain(names.iter().map(|name| format!("-> {name}")));
+    let heads: Vec<String> = heads.map(|head| right(&head, head.width().max(WIDTH))).collect();
+    let mut lines = vec![format!("{}  {}", left("", width), heads.join("  "))];
+    for ((name, scores), row) in names.iter().zip(&measures.per_class).zip(&measures.confusion.counts) {
+        let figures = [scores.precision, scores.recall, scores.f1].map(|value| format!("{value:.4}"));
+        let counts = std::iter::once(scores.support).chain(row.iter().copied()).map(|count| count.to_string());
+        let cells = figures.into_iter().chain(counts).zip(&heads).map(|(cell, head)| right(&cell, head.width()));
+        lines.push(format!("{}  {}", left(name, width), cells.collect::<Vec<_>>().join("  ")));
+    }
+    lines
+}
+
+/// The input of [`classification_html`].
 #[derive(Debug, Clone)]
 pub struct ClassificationReport {
-    /// Stands above it.
+    /// Title of the page.
     pub title: String,
-    /// Name and value, in order.
+    /// Names and values, in order.
     pub facts: Vec<(String, String)>,
-    /// What was measured on the same examples: the classifier first, then what it is compared with. At least one.
+    /// The classifier, then the systems to compare it with on the same examples. At least one.
     pub systems: Vec<(String, Measures)>,
-    /// The temperature that calibrates the first, where it was fitted.
+    /// The fitted temperature of the classifier.
     pub temperature: Option<f64>,
-    /// The first one's mistakes, surest first.
+    /// Mistakes of the classifier, highest confidence first.
     pub mistakes: Vec<Mistake>,
-    /// Sentences to be read with the figures.
+    /// Cautions, one sentence each.
     pub notes: Vec<String>,
 }
 
-/// An example that was taken for another class.
+/// An example with a wrong prediction.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Mistake {
-    /// The text.
+    /// Text of the example.
     pub text: String,
-    /// What it is.
+    /// True class.
     pub label: String,
-    /// What it was taken for.
+    /// Predicted class.
     pub predicted: String,
-    /// Probability of that.
+    /// Probability of the predicted class.
     pub confidence: f64,
-    /// What is known of the example besides; may be empty.
+    /// Remark about the example; may be empty.
     pub note: String,
 }
 
-/// The page as HTML.
+/// The metrics as a page for a browser.
 ///
 /// # Errors
-/// No system, or the template engine failed; not for any content of a text.
+/// No system, or the template engine failed, which no content causes.
 pub fn classification_html(report: &ClassificationReport) -> Result<String, EvalError> {
     let Some((name, first)) = report.systems.first() else {
-        return Err(EvalError::Classification("a report needs one system at least".into()));
+        return Err(EvalError::Classification("a report needs at least one system".into()));
     };
-    page(include_str!("page.html"), &Page::new(report, name, first))
+    page::render(page::CLASSIFICATION, &Page::new(report, name, first))
 }
 
 #[derive(Debug, Serialize)]
@@ -62,7 +113,7 @@ struct Page<'a> {
     systems: Vec<SystemRow<'a>>,
     classes: Vec<ClassRow<'a>>,
     class_names: &'a [String],
-    reliability: Curve,
+    reliability: ReliabilityChart,
     temperature: Option<String>,
     mistakes: Vec<ShownMistake<'a>>,
 }
@@ -94,27 +145,9 @@ struct ClassRow<'a> {
 #[derive(Debug, Serialize)]
 struct Cell {
     n: u64,
-    /// Share of the class's examples.
+    /// Share of the examples of the class.
     percent: String,
     is_right: bool,
-}
-
-#[derive(Debug, Serialize)]
-struct Curve {
-    left: f64,
-    top: f64,
-    right: f64,
-    bottom: f64,
-    line: String,
-    points: Vec<Point>,
-}
-
-#[derive(Debug, Serialize)]
-struct Point {
-    x: String,
-    y: String,
-    radius: String,
-    title: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -136,7 +169,7 @@ impl<'a> Page<'a> {
             systems: report.systems.iter().map(|(name, measures)| system(name, measures)).collect(),
             classes: classes(first),
             class_names: &first.classes,
-            reliability: curve(first),
+            reliability: ReliabilityChart::new(&first.reliability),
             temperature: report.temperature.map(|temperature| format!("{temperature:.3}")),
             mistakes: report.mistakes.iter().map(shown).collect(),
         }
@@ -178,22 +211,4 @@ fn classes(measures: &Measures) -> Vec<ClassRow<'_>> {
         }
     })
     .collect()
-}
-
-/// Confidence to the right, accuracy upwards; bins without predictions are left out.
-fn curve(measures: &Measures) -> Curve {
-    let n: usize = measures.reliability.iter().map(|bin| bin.n).sum();
-    let points: Vec<Point> = measures
-        .reliability
-        .iter()
-        .filter(|bin| bin.n > 0)
-        .map(|bin| Point {
-            x: format!("{:.1}", LEFT + SIDE * bin.confidence),
-            y: format!("{:.1}", TOP + SIDE * (1.0 - bin.accuracy)),
-            radius: format!("{:.1}", 2.0 + 10.0 * (bin.n as f64 / n.max(1) as f64).sqrt()),
-            title: format!("{} predictions: confidence {:.3}, accuracy {:.3}", bin.n, bin.confidence, bin.accuracy),
-        })
-        .collect();
-    let line: Vec<String> = points.iter().map(|point| format!("{},{}", point.x, point.y)).collect();
-    Curve { left: LEFT, top: TOP, right: LEFT + SIDE, bottom: TOP + SIDE, line: line.join(" "), points }
 }

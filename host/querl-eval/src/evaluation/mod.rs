@@ -1,33 +1,30 @@
-//! From records to means, intervals and paired differences.
+//! Means, confidence intervals and paired differences of the systems, computed from the records of the evaluation stage.
 
 mod index;
-mod style;
-
-pub use style::{StyleEvaluation, StyleShift, Styles};
 
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
 use crate::metric::Metric;
-use index::{Index, QueryKey};
+use index::{Index, QueryKey, StyleModel};
 use querl_core::records::{EvalRecord, Split};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The systems that the pipeline makes, in the order of the tables. Others may appear; they come after these.
+/// The systems that the pipeline evaluates, in the order of the tables. Other names follow them.
 pub const SYSTEMS: [&str; 4] = ["raw", "teacher", "sft", "rl"];
 
-/// Which systems are compared, as first minus second, in the order of the tables.
+/// Pairs of systems that are compared, as first minus second, in the order of the tables.
 pub const PAIRS: [(&str, &str); 5] =
     [("rl", "sft"), ("rl", "teacher"), ("sft", "raw"), ("sft", "teacher"), ("teacher", "raw")];
 
-/// Whether rewrites were looked up at all: an answer that nobody looked up has found nothing and missed nothing.
+/// Whether the run has retrieval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lookups {
-    /// Retrieval was asked.
+    /// Rewrites were sent to retrieval.
     #[default]
     Made,
-    /// There is no retrieval: its metrics do not apply.
+    /// The run has no retrieval, and its metrics do not apply.
     None,
 }
 
@@ -37,105 +34,146 @@ impl Lookups {
     }
 }
 
-/// How to evaluate.
+/// Options of [`evaluate`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvalOptions {
-    /// Which split the records are of.
+    /// The split of the records.
     pub split: Split,
-    /// Of the bootstrap.
+    /// Seed of the bootstrap.
     pub seed: u64,
-    /// Of the bootstrap; at least 1, 2000 is plenty.
+    /// Bootstrap resamples: at least 1; 2000 is enough.
     pub n_resamples: usize,
-    /// Whether rewrites were looked up.
+    /// Whether the run has retrieval.
     pub lookups: Lookups,
 }
 
-/// What `eval.json` holds.
+/// The contents of `eval.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// Which split the records are of.
+    /// The split of the records.
     pub split: Split,
-    /// Queries.
+    /// Number of queries.
     pub n: usize,
-    /// Groups of paraphrases among them: what the bootstrap draws.
+    /// Groups of paraphrases among the queries; the bootstrap draws groups.
     pub n_groups: usize,
-    /// Queries with known gold passages: what top-1 accuracy and MRR are of.
+    /// Queries with known gold passages, which top-1 accuracy and MRR are over.
     pub n_gold: usize,
-    /// Of the bootstrap.
+    /// Seed of the bootstrap.
     pub seed: u64,
-    /// Of the bootstrap.
+    /// Resamples of the bootstrap.
     pub n_resamples: usize,
-    /// Left out where they were made.
+    /// Omitted for a run with retrieval.
     #[serde(default, skip_serializing_if = "Lookups::are_made")]
     pub lookups: Lookups,
-    /// By name: `raw`, `teacher`, `sft`, `rl`.
+    /// By system: `raw`, `teacher`, `sft`, `rl`.
     pub systems: BTreeMap<String, SystemEvaluation>,
-    /// By name: `rl-sft` is RL minus SFT. `None` for a metric that no query has for both.
+    /// By pair: `rl-sft` is RL minus SFT. `None` for a metric that no query has for both systems.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
-    /// What the run's style models say of the answers; left out without one.
+    /// The styles of the answers; omitted for a run without a style model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub style: Option<StyleEvaluation>,
 }
 
-/// One system's figures.
+/// The metrics of one system.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SystemEvaluation {
-    /// Every metric; `None` where it does not apply.
+    /// `None` for a metric that does not apply.
     #[serde(flatten)]
     pub metrics: BTreeMap<Metric, Option<Interval>>,
-    /// Parts of the reward by name, over the answers that have them.
+    /// Components of the reward by name, over the answers that have them.
     pub components: BTreeMap<String, Option<Interval>>,
-    /// Records with an answer, and with hits where it was looked up.
+    /// Records with an answer and, in a run with retrieval, a successful retrieval.
     pub n_scored: usize,
-    /// Records without: they count as misses for top-1 accuracy and MRR and are left out of the other means.
+    /// Other records: misses for top-1 accuracy and MRR, not counted in the other means.
     pub n_failed: usize,
-    /// Among the scored: retrieval answered, and found nothing.
+    /// Scored records whose retrieval returned no hits.
     pub n_empty: usize,
-    /// Failed records by reason.
+    /// Number of failed records by reason.
     pub failures: BTreeMap<String, usize>,
 }
 
-/// A mean paired difference with its interval (see [`Interval`] for how it is made).
+/// A mean paired difference with its 95% interval (see [`Interval`]).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Difference {
-    /// Mean of first minus second over the queries that both have a value for.
+    /// Mean of first minus second over the queries that have a value for both systems.
     pub mean: f64,
     /// 2.5% quantile.
     pub low: f64,
     /// 97.5% quantile.
     pub high: f64,
-    /// Those queries.
+    /// Number of these queries.
     pub n: usize,
 }
 
 impl Difference {
-    /// True where the interval lies wholly on one side of 0.
+    /// Whether the whole interval is above or below 0.
     pub fn excludes_zero(&self) -> bool {
         self.low > 0.0 || self.high < 0.0
     }
 }
 
-/// Several runs of one pipeline, each with its own seed.
+/// The styles of a run's answers, by the run's style model and by a second one that no reward uses.
+///
+/// A policy that is trained with a style model as its reward may learn the style or exploit the model (reward hacking); that model's
+/// own scores cannot distinguish the two. The second model, the length of the answers and the share of distinct answers can.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StyleEvaluation {
+    /// Scores of the run's style model.
+    pub model: Styles,
+    /// Scores of the second model; omitted without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub audit: Option<Styles>,
+    /// Characters per answer, by system.
+    pub n_chars: BTreeMap<String, Option<Interval>>,
+    /// Share of distinct answers, 0 to 1, by system; the mean over several runs.
+    pub distinct: BTreeMap<String, f64>,
+}
+
+/// The class probabilities of one style model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Styles {
+    /// By system, then by class: the mean probability.
+    pub systems: BTreeMap<String, BTreeMap<String, Option<Interval>>>,
+    /// By pair (`rl-sft` is RL minus SFT), then by class: the paired difference of the probabilities.
+    pub shifts: BTreeMap<String, StyleShift>,
+}
+
+/// By class; `None` where no query has an answer of both systems.
+pub type StyleShift = BTreeMap<String, Option<Difference>>;
+
+impl Styles {
+    pub(crate) fn classes(&self) -> BTreeSet<&str> {
+        self.systems.values().flat_map(|classes| classes.keys().map(String::as_str)).collect()
+    }
+}
+
+impl StyleEvaluation {
+    /// Each model's scores, with its suffix in tables.
+    pub(crate) fn models(&self) -> impl Iterator<Item = (&'static str, &Styles)> {
+        [("", &self.model)].into_iter().chain(self.audit.as_ref().map(|audit| (" (audit)", audit)))
+    }
+}
+
+/// Several runs of one pipeline with different seeds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SeedsEvaluation {
-    /// All runs together. Each query's value (or difference) is first averaged over the runs that have it, then bootstrapped
-    /// over groups of queries. Counts of records (`n_scored`, `n_failed`, ...) are sums over runs. The intervals say how the
-    /// figures would move with other queries, given these training runs; for how they move with other training seeds, look at
-    /// the spread of `runs`.
+    /// All runs together. Each query's value (or difference) is averaged over the runs that have it, then bootstrapped over groups
+    /// of queries. Counts of records (`n_scored`, `n_failed`, ...) are sums over runs. The intervals describe the variation over
+    /// queries for these training runs; the variation over training seeds is the spread of `runs`.
     pub pooled: Evaluation,
-    /// Each run alone, in the order given.
+    /// Each run on its own, in the order given.
     pub runs: Vec<Evaluation>,
 }
 
-/// Evaluates one run. `records` hold one record per system and query, in any order; every system needs a record of every query.
+/// Evaluates one run. `records` has one record per system and query, in any order.
 ///
 /// # Errors
-/// No records or no resamples, a query that a system has twice or not at all, a value that is not finite.
+/// No records or no resamples; a query that one system has twice or not at all; a value that is not finite.
 pub fn evaluate(records: &[EvalRecord], options: &EvalOptions) -> Result<Evaluation, EvalError> {
     pool(&[Index::new(records)?], options)
 }
 
-/// Evaluates several runs, together and one by one. The runs may have different test queries.
+/// Evaluates several runs, together and one by one. Their test queries may differ.
 ///
 /// # Errors
 /// As [`evaluate`], for any of the runs.
@@ -150,20 +188,19 @@ pub fn evaluate_seeds(runs: &[Vec<EvalRecord>], options: &EvalOptions) -> Result
 pub(crate) const FEW_GROUPS: usize = 20;
 
 impl Evaluation {
-    /// A caution where there are too few groups for the intervals, and so the stars, to mean much.
+    /// A caution where there are too few groups for the intervals.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
         let n = self.n_groups;
         (n < FEW_GROUPS).then(|| format!("only {n} groups of queries: the intervals are too narrow to conclude from"))
     }
 
-    /// Systems in the order of the tables.
     pub(crate) fn systems_in_order(&self) -> Vec<(&str, &SystemEvaluation)> {
         let mut systems: Vec<_> = self.systems.iter().map(|(name, system)| (name.as_str(), system)).collect();
         systems.sort_by_key(|(name, _)| SYSTEMS.iter().position(|known| known == name).unwrap_or(SYSTEMS.len()));
         systems
     }
 
-    /// Pairs in the order of the tables, as (first, second, differences).
+    /// Compared pairs as (first, second, differences).
     pub(crate) fn pairs_in_order(
         &self,
     ) -> impl Iterator<Item = (&'static str, &'static str, &BTreeMap<Metric, Option<Difference>>)> {
@@ -202,7 +239,7 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
     })
 }
 
-/// One or several runs, as the bootstrap sees them.
+/// One or several runs whose values are averaged per query.
 struct Pooled<'r, 'a> {
     runs: &'r [Index<'a>],
     bootstrap: Bootstrap,
@@ -234,15 +271,14 @@ impl<'a> Pooled<'_, 'a> {
         Metric::COMPARED.iter().map(|metric| (*metric, difference(*metric))).collect()
     }
 
-    /// The values of a metric that applies to the run.
     fn values(&self, index: &Index<'a>, system: &str, metric: Metric) -> Vec<(QueryKey<'a>, f64)> {
-        match self.lookups.are_made() || !metric.is_of_lookups() {
+        match self.lookups.are_made() || !metric.needs_retrieval() {
             true => index.values(system, metric),
             false => Vec::new(),
         }
     }
 
-    /// The paired difference of the values that `of` reads of two systems from each run.
+    /// The paired difference of the values that `of` returns for two systems of each run.
     fn difference(
         &self,
         of: impl Fn(&Index<'a>, &str) -> Vec<(QueryKey<'a>, f64)>,
@@ -257,7 +293,7 @@ impl<'a> Pooled<'_, 'a> {
         Some(Difference { mean, low, high, n })
     }
 
-    /// The interval of the values that `of` reads from each run, averaged per query over the runs, with their number.
+    /// The interval of the values that `of` returns for each run, averaged per query over the runs, and the number of queries.
     fn interval(&self, of: impl Fn(&Index<'a>) -> Vec<(QueryKey<'a>, f64)>) -> Option<(Interval, usize)> {
         let mut per_query: BTreeMap<QueryKey<'a>, (f64, f64)> = BTreeMap::new();
         for (key, value) in self.runs.iter().flat_map(of) {
@@ -267,5 +303,56 @@ impl<'a> Pooled<'_, 'a> {
         }
         let means = per_query.iter().map(|(key, (sum, count))| (key.group, sum / count));
         Some((self.bootstrap.interval(means)?, per_query.len()))
+    }
+
+    /// `None` where no answer has a style.
+    pub(super) fn style(&self, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<StyleEvaluation> {
+        let scores = self.styles(StyleModel::Model, systems, pairs)?;
+        let n_chars = |system: &&str| {
+            let interval = self.interval(|index| index.n_chars(system)).map(|(interval, _)| interval);
+            ((*system).to_owned(), interval)
+        };
+        let distinct = |system: &&str| Some(((*system).to_owned(), self.distinct(system)?));
+        Some(StyleEvaluation {
+            model: scores,
+            audit: self.styles(StyleModel::Audit, systems, pairs),
+            n_chars: systems.iter().map(n_chars).collect(),
+            distinct: systems.iter().filter_map(distinct).collect(),
+        })
+    }
+
+    fn styles(&self, model: StyleModel, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<Styles> {
+        let classes: BTreeSet<&str> = self
+            .runs
+            .iter()
+            .flat_map(|index| systems.iter().flat_map(|system| index.style_names(system, model)).collect::<Vec<_>>())
+            .collect();
+        if classes.is_empty() {
+            return None;
+        }
+        let mean = |system: &str, class: &str| {
+            self.interval(|index| index.styles(system, model, class)).map(|(found, _)| found)
+        };
+        let shift = |first: &str, second: &str, class: &str| {
+            self.difference(
+                |index: &Index<'_>, system| -> Vec<(QueryKey<'_>, f64)> { index.styles(system, model, class) },
+                first,
+                second,
+            )
+        };
+        let by_class = |system: &&str| {
+            let classes = classes.iter().map(|class| ((*class).to_owned(), mean(system, class)));
+            ((*system).to_owned(), classes.collect())
+        };
+        let of_pair = |(first, second): &(&str, &str)| {
+            let classes = classes.iter().map(|class| ((*class).to_owned(), shift(first, second, class)));
+            (pair_name(first, second), classes.collect())
+        };
+        Some(Styles { systems: systems.iter().map(by_class).collect(), shifts: pairs.iter().map(of_pair).collect() })
+    }
+
+    fn distinct(&self, system: &str) -> Option<f64> {
+        let shares: Vec<f64> = self.runs.iter().filter_map(|index| index.distinct(system)).collect();
+        (!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64)
     }
 }

@@ -1,13 +1,11 @@
-//! What another reward would have said: figures, text, page.
+//! Comparison of two rewards on recorded episodes: figures, text, page.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use super::changes::{Sign, SignCounts, SignMove};
+use super::*;
 use querl_core::episodes::{RecordedEpisode, parse};
 use querl_core::records::{Rejection, Reward, RewardComponent};
-use querl_eval::{
-    Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, Sign, SignCounts, SignMove, replay, replay_html,
-    replay_text,
-};
 use serde_json::json;
 use std::collections::BTreeMap;
 
@@ -127,8 +125,8 @@ fn changes_of_sign_are_counted_and_the_largest_shown_first() {
     let expected = [(Sign::Won, Sign::Lost), (Sign::Drew, Sign::Lost)];
     assert_eq!(moves.iter().map(|one| (one.from, one.to)).collect::<Vec<_>>(), expected);
     assert_eq!(found.flips.iter().map(|one| one.line).collect::<Vec<_>>(), [5, 3]);
-    assert_eq!(found.flips[0].parts[0].after, Some(-0.75));
-    // Three draws of the rows that are not compared count too: retrieval is the same whoever scores.
+    assert_eq!(found.flips[0].components[0].after, Some(-0.75));
+    // Three ties of rows that are not compared count too: retrieval does not depend on the reward.
     assert_eq!(found.retrieval, SignCounts { won: 4, drew: 4, lost: 2 });
 }
 
@@ -136,7 +134,7 @@ fn changes_of_sign_are_counted_and_the_largest_shown_first() {
 fn order_is_counted_within_a_query_at_one_step_and_at_any() {
     let order = of_rows(&rows()).order;
     assert_eq!((order.same_step.n, order.same_step.flipped), (2, 2));
-    // Of 一天几粒啊 three pairs, of 保质期 three: (0.4, 0.2) and (0.25, -0.1) flip.
+    // Three pairs of 一天几粒啊, three of 保质期: (0.4, 0.2) and (0.25, -0.1) flip.
     assert_eq!((order.any_step.n, order.any_step.kept, order.any_step.flipped), (6, 4, 2));
 }
 
@@ -160,7 +158,7 @@ fn identical_scores_change_nothing() {
 }
 
 #[test]
-fn a_range_on_one_side_of_zero_has_no_signs_and_says_so() {
+fn a_range_on_one_side_of_zero_has_no_signs_and_a_note() {
     let found = compared(&rows(), Side::Recorded, plugin((0.0, 1.0)), Vec::new());
     assert!(found.signs.is_none() && found.flips.is_empty());
     assert!(found.notes.iter().any(|note| note.contains("a range that does not span 0")), "{:?}", found.notes);
@@ -169,7 +167,7 @@ fn a_range_on_one_side_of_zero_has_no_signs_and_says_so() {
 }
 
 #[test]
-fn without_recorded_outcomes_the_totals_stand_alone() {
+fn without_recorded_outcomes_only_totals_after_are_reported() {
     let alone: Vec<Row> = rows().into_iter().map(|row| (row.0, row.1, row.2, row.3, None, row.5)).collect();
     let found = of_rows(&alone);
     assert_eq!((found.totals.before, found.totals.after.unwrap().n, found.change.mean), (None, 9, None));
@@ -191,7 +189,7 @@ fn thirds_of_the_steps_show_a_trend() {
 }
 
 #[test]
-fn enormous_totals_leave_no_number_that_is_none() {
+fn enormous_totals_print_neither_nan_nor_inf() {
     let row =
         |total: f64| -> Row { ("保质期", 0, 0, (0.5, 0.5), Some(scored(total, total)), scored(-total, -total)) };
     let rows: Vec<Row> = [f64::MAX, f64::MAX, f64::MIN, 1.0].map(row).into_iter().collect();
@@ -203,7 +201,7 @@ fn enormous_totals_leave_no_number_that_is_none() {
 }
 
 #[test]
-fn page_escapes_texts_of_others_and_asks_for_nothing_outside() {
+fn page_escapes_external_texts_and_makes_no_requests() {
     let evil = "<img src=x onerror=alert(1)>\"'&\u{1b}[31m\u{202e}";
     let mut side = plugin((-1.0, 1.0));
     side.settings.insert("evil".into(), json!(evil));

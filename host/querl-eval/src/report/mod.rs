@@ -1,67 +1,48 @@
-//! The page for a browser: one file, no outside request, light and dark.
-//!
-//! Rust computes what is shown (texts, coordinates); the template beside this file places it. Every value passes the template
-//! engine's HTML escaping, and a content security policy in the page forbids scripts and requests.
+//! `report.html`: the report of a run.
 
-pub(crate) mod chart;
 mod curves;
 mod examples;
-mod forest;
 mod tables;
 
 use crate::error::EvalError;
 use crate::evaluation::Evaluation;
 use crate::facts::{FunnelStep, RunFacts, StageTiming};
 use crate::metric::Metric;
-use crate::printable::printable;
+use crate::page::{self, charts};
 use crate::table::{failure_lines, system_title};
 use querl_core::records::EvalRecord;
 use serde::Serialize;
 
-/// What the page shows.
+/// The input of [`report_html`].
 #[derive(Debug, Clone, Copy)]
 pub struct ReportInput<'a> {
-    /// Stands above the figures.
+    /// Shown above the figures.
     pub facts: &'a RunFacts,
-    /// The figures.
+    /// The figures of the tables and plots.
     pub evaluation: &'a Evaluation,
-    /// The records that `evaluation` was made from: rewrites are shown from here.
+    /// The records of `evaluation`, for the examples.
     pub records: &'a [EvalRecord],
-    /// Lines of `metrics.jsonl`: objects with `stage`, `step` and numbers by name. Where a step appears twice, the later line
-    /// counts.
+    /// Lines of `metrics.jsonl`: objects with `stage`, `step` and numbers by name. Of two lines of one step the later one counts.
     pub metrics: &'a [serde_json::Value],
-    /// From the query table to the dataset, in order; may be empty.
+    /// Steps from the query table to the dataset, in order; may be empty.
     pub funnel: &'a [FunnelStep],
-    /// In order; may be empty.
+    /// Stages in order; may be empty.
     pub timings: &'a [StageTiming],
-    /// What calls to outside services took: whom, in which stage, and the figures in words; may be empty.
+    /// Calls to external services: service and stage, and a sentence with their count, time and cost; may be empty.
     pub calls: &'a [(String, String)],
-    /// Queries shown side by side.
+    /// Number of queries whose rewrites are shown.
     pub n_examples: usize,
 }
 
-/// The page as HTML.
+/// The report as HTML.
 ///
 /// # Errors
-/// The template engine failed; not for any content of `input`.
+/// The template engine failed, which no content of `input` causes.
 pub fn report_html(input: &ReportInput<'_>) -> Result<String, EvalError> {
-    page(include_str!("report/report.html"), &Page::new(input))
+    page::render(page::REPORT, &Page::new(input))
 }
 
-/// A page of this look: `template` with the stylesheet as `css`, `line_chart.html` to import, and the fields of `content`.
-pub(crate) fn page(template: &str, content: &impl Serialize) -> Result<String, EvalError> {
-    let mut environment = minijinja::Environment::new();
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::Html);
-    environment.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
-    // The stylesheet is a constant of this crate: the one text that is not escaped.
-    environment.add_global("css", minijinja::Value::from_safe_string(include_str!("report/report.css").to_owned()));
-    environment.add_template("line_chart.html", include_str!("report/line_chart.html"))?;
-    environment.add_template("page.html", template)?;
-    let html = environment.get_template("page.html")?.render(minijinja::value::Serde(content))?;
-    Ok(printable(&html))
-}
-
-/// Everything the template places.
+/// The fields of the template.
 #[derive(Debug, Serialize)]
 struct Page {
     tenant: String,
@@ -76,7 +57,7 @@ struct Page {
     components: tables::SystemsTable,
     styles: tables::SystemsTable,
     style_shifts: tables::SystemsTable,
-    forests: Vec<forest::Forest>,
+    forests: Vec<charts::Forest>,
     curves: curves::Curves,
     funnel: Vec<tables::FunnelRow>,
     timings: Vec<(String, String)>,
@@ -100,7 +81,7 @@ impl Page {
             components: tables::components(evaluation),
             styles: tables::styles(evaluation),
             style_shifts: tables::style_shifts(evaluation),
-            forests: forest::forests(evaluation),
+            forests: charts::forests(evaluation),
             curves: curves::Curves::new(input.metrics, &input.facts.retrieval),
             funnel: tables::funnel(input.funnel),
             timings: tables::timings(input.timings),
@@ -133,11 +114,11 @@ fn cautions(input: &ReportInput<'_>) -> Vec<String> {
     cautions
 }
 
-/// What the comparisons that matter most say, one sentence each.
+/// The most important comparisons, one sentence each.
 fn summary(evaluation: &Evaluation) -> Vec<String> {
-    let asked = [("rl", "sft", Metric::Reward), ("rl", "teacher", Metric::Top1), ("sft", "raw", Metric::Top1)];
+    let comparisons = [("rl", "sft", Metric::Reward), ("rl", "teacher", Metric::Top1), ("sft", "raw", Metric::Top1)];
     let mut sentences = Vec::new();
-    for (first, second, metric) in asked {
+    for (first, second, metric) in comparisons {
         let pair = evaluation.pairs.get(&format!("{first}-{second}"));
         let Some(found) = pair.and_then(|pair| pair.get(&metric).copied().flatten()) else { continue };
         let verdict = match (found.low > 0.0, found.high < 0.0) {

@@ -1,0 +1,256 @@
+//! The input of a comparison: episodes with the outcomes of both sides, their counts and their groups.
+
+use super::statistics::{Pairs, rounded};
+use querl_core::ports::RewardRange;
+use querl_core::records::{Candidate, Episode, Judgement, Rejection, Reward};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// A reward, or why an episode has none.
+pub type Outcome = Result<Reward, Rejection>;
+
+/// One episode with the outcomes of both sides.
+#[derive(Debug, Clone, Copy)]
+pub struct ReplayEpisode<'a> {
+    /// 1-based line in the file of episodes.
+    pub line: usize,
+    /// Training step that made it.
+    pub step: u64,
+    /// The scored episode.
+    pub episode: &'a Episode,
+    /// The outcome to compare with; `None` where none was recorded.
+    pub before: Option<&'a Outcome>,
+    /// The outcome to evaluate.
+    pub after: &'a Outcome,
+}
+
+/// Where the scores of one side come from.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Side {
+    /// The file of episodes.
+    Recorded,
+    /// A reward plugin.
+    Plugin(PluginSide),
+}
+
+/// A reward plugin and its settings.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PluginSide {
+    /// Plugin id.
+    pub id: String,
+    /// Plugin version.
+    pub version: String,
+    /// SHA-256 of the component, hexadecimal.
+    pub digest: String,
+    /// The given settings; all others have the plugin's default.
+    pub settings: BTreeMap<String, serde_json::Value>,
+    /// Minimum and maximum of the total that the plugin declares under these settings.
+    pub range: (f64, f64),
+}
+
+impl PluginSide {
+    pub(super) fn spans_zero(&self) -> bool {
+        self.range.0 < 0.0 && self.range.1 > 0.0
+    }
+
+    /// Minimum and maximum of a declared range.
+    pub fn range(range: RewardRange) -> (f64, f64) {
+        (range.min, range.max)
+    }
+}
+
+/// An episode that both sides scored.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ScoredEpisode<'a> {
+    pub(super) index: usize,
+    pub(super) recorded: ReplayEpisode<'a>,
+    /// `None` for all episodes where nothing was scored before.
+    pub(super) before: Option<&'a Reward>,
+    pub(super) after: &'a Reward,
+}
+
+impl ScoredEpisode<'_> {
+    pub(super) fn change(&self) -> Option<f64> {
+        Some(self.after.total - self.before?.total)
+    }
+}
+
+/// Episodes scored by both sides; where nothing was scored before, those scored after.
+pub(super) fn scored_by_both<'a>(episodes: &[ReplayEpisode<'a>]) -> Vec<ScoredEpisode<'a>> {
+    let any_before = episodes.iter().any(|one| matches!(one.before, Some(Ok(_))));
+    let scored = |(index, recorded): (usize, &ReplayEpisode<'a>)| {
+        let before = recorded.before.and_then(|outcome| outcome.as_ref().ok());
+        let after = recorded.after.as_ref().ok()?;
+        (before.is_some() || !any_before).then_some(ScoredEpisode { index, recorded: *recorded, before, after })
+    };
+    episodes.iter().enumerate().filter_map(scored).collect()
+}
+
+/// Numbers of episodes by the outcomes of the two sides.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Counts {
+    pub(crate) n_episodes: usize,
+    pub(crate) n_scored_by_both: usize,
+    pub(crate) rejected_only_after: BTreeMap<String, usize>,
+    pub(crate) rejected_only_before: BTreeMap<String, usize>,
+    /// Rejected before and after: number by code after.
+    pub(crate) rejected_by_both: BTreeMap<String, usize>,
+    /// No recorded outcome, scored after.
+    pub(crate) n_scored_without_record: usize,
+    /// No recorded outcome, rejected after: number by code after.
+    pub(crate) rejected_without_record: BTreeMap<String, usize>,
+    /// Rejected before, scored after although a retrieval or judgement failed: a run drops such an episode before it calls a plugin.
+    pub(crate) n_scored_despite_failure: usize,
+}
+
+impl Counts {
+    pub(super) fn of(episodes: &[ReplayEpisode<'_>]) -> Self {
+        let mut counts = Self { n_episodes: episodes.len(), ..Self::default() };
+        episodes.iter().for_each(|episode| counts.add(episode));
+        counts
+    }
+
+    fn add(&mut self, one: &ReplayEpisode<'_>) {
+        let count = |codes: &mut BTreeMap<String, usize>, outcome: &Outcome| {
+            let code = outcome.as_ref().err().map_or("", |rejection| &rejection.code);
+            *codes.entry(code.to_owned()).or_default() += 1;
+        };
+        match (one.before, one.after) {
+            (Some(Ok(_)), Ok(_)) => self.n_scored_by_both += 1,
+            (Some(Ok(_)), after) => count(&mut self.rejected_only_after, after),
+            (Some(before), Ok(_)) => {
+                count(&mut self.rejected_only_before, before);
+                let sides = [&one.episode.policy, &one.episode.baseline];
+                self.n_scored_despite_failure += usize::from(sides.into_iter().any(has_failure));
+            }
+            (Some(_), after) => count(&mut self.rejected_by_both, after),
+            (None, Ok(_)) => self.n_scored_without_record += 1,
+            (None, after) => count(&mut self.rejected_without_record, after),
+        }
+    }
+
+    /// Label, number and codes, for tables. Rows about missing records are left out where they are 0.
+    pub(super) fn rows(&self) -> Vec<(&'static str, usize, String)> {
+        let sum = |codes: &BTreeMap<String, usize>| codes.values().sum::<usize>();
+        let always = [
+            ("episodes", self.n_episodes, String::new()),
+            ("scored by both", self.n_scored_by_both, String::new()),
+            ("rejected only before", sum(&self.rejected_only_before), listed(&self.rejected_only_before)),
+            ("rejected only after", sum(&self.rejected_only_after), listed(&self.rejected_only_after)),
+            ("rejected by both", sum(&self.rejected_by_both), listed(&self.rejected_by_both)),
+        ];
+        let rare = [
+            ("scored, without a recorded outcome", self.n_scored_without_record, String::new()),
+            (
+                "rejected, without a recorded outcome",
+                sum(&self.rejected_without_record),
+                listed(&self.rejected_without_record),
+            ),
+        ];
+        always.into_iter().chain(rare.into_iter().filter(|row| row.1 > 0)).collect()
+    }
+
+    pub(super) fn notes(&self) -> Option<String> {
+        (self.n_scored_despite_failure > 0).then(|| {
+            format!(
+                "of the episodes that were rejected before, {} with a failed retrieval or judgement are scored after; a run \
+                 drops such episodes before it calls a plugin",
+                self.n_scored_despite_failure
+            )
+        })
+    }
+}
+
+fn has_failure(candidate: &Candidate) -> bool {
+    candidate.retrieval.is_err() || matches!(candidate.judgement, Judgement::Failed(_))
+}
+
+fn listed(codes: &BTreeMap<String, usize>) -> String {
+    let mut codes: Vec<_> = codes.iter().collect();
+    codes.sort_by_key(|(_, n)| std::cmp::Reverse(**n));
+    codes.iter().map(|(code, n)| format!("{code} {n}")).collect::<Vec<_>>().join(", ")
+}
+
+/// Pairs of responses to one query, by their order before and after.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Order {
+    /// Pairs of one step: samples of one query, whose advantages depend on their order.
+    pub(crate) same_step: Pairs,
+    /// Pairs of any steps.
+    pub(crate) any_step: Pairs,
+}
+
+/// The query and the rollout group of each episode.
+pub(super) struct Groups {
+    queries: Vec<String>,
+    rollouts: Vec<String>,
+}
+
+impl Groups {
+    pub(super) fn new(episodes: &[ReplayEpisode<'_>]) -> Self {
+        let (mut queries, mut rollouts) = (Vec::with_capacity(episodes.len()), Vec::with_capacity(episodes.len()));
+        for one in episodes {
+            let (query, rollout) = match id_parts(&one.episode.id) {
+                Some((phase, query)) => (query.to_owned(), format!("{phase}/{query}")),
+                None => (query_key(one.episode), format!("{}/{}", one.step, query_key(one.episode))),
+            };
+            queries.push(query);
+            rollouts.push(rollout);
+        }
+        Self { queries, rollouts }
+    }
+
+    pub(super) fn query(&self, scored: &ScoredEpisode<'_>) -> &str {
+        &self.queries[scored.index]
+    }
+
+    pub(super) fn n_queries(&self, scored: &[ScoredEpisode<'_>]) -> usize {
+        scored.iter().map(|one| self.query(one)).collect::<BTreeSet<_>>().len()
+    }
+
+    pub(super) fn order(&self, scored: &[ScoredEpisode<'_>]) -> Order {
+        Order { same_step: pairs_within(&self.rollouts, scored), any_step: pairs_within(&self.queries, scored) }
+    }
+}
+
+/// `step-000012` and `ab12cd34` of the id `step-000012/ab12cd34/0`; `None` for an id of another form.
+fn id_parts(id: &str) -> Option<(&str, &str)> {
+    let mut parts = id.split('/');
+    let (phase, query, sample) = (parts.next()?, parts.next()?, parts.next()?);
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_run_id = phase.split_once('-').is_some_and(|(_, step)| is_number(step)) && is_number(sample);
+    (is_run_id && !query.is_empty() && parts.next().is_none()).then_some((phase, query))
+}
+
+/// Query and context: the same query in another context is another query.
+fn query_key(episode: &Episode) -> String {
+    format!("{}\0{}\0{}", episode.query, episode.context.user_profile, episode.context.history_summary)
+}
+
+fn pairs_within(groups: &[String], scored: &[ScoredEpisode<'_>]) -> Pairs {
+    let mut by_group: HashMap<&str, (Vec<f64>, Vec<f64>)> = HashMap::new();
+    for one in scored {
+        let Some(before) = one.before else { continue };
+        let (befores, afters) = by_group.entry(&groups[one.index]).or_default();
+        befores.push(before.total);
+        afters.push(one.after.total);
+    }
+    let mut all = Pairs::default();
+    by_group.values().for_each(|(befores, afters)| all += Pairs::of(&rounded(befores), &rounded(afters)));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_of_a_run_name_the_query_and_others_do_not() {
+        assert_eq!(id_parts("step-000012/ab12cd34/0"), Some(("step-000012", "ab12cd34")));
+        assert_eq!(id_parts("val-000000/ab12cd34/11"), Some(("val-000000", "ab12cd34")));
+        for id in ["a", "step-000012/ab12cd34", "step-000012/ab/cd/0", "step/ab/0", "step-1/ab/x", "step-1//0"] {
+            assert_eq!(id_parts(id), None, "{id}");
+        }
+    }
+}
