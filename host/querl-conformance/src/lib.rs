@@ -9,7 +9,7 @@
 
 mod checks;
 mod corpus;
-pub mod golden;
+mod golden;
 mod meter;
 mod report;
 mod shown;

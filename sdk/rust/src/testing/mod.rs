@@ -33,6 +33,7 @@ mod build;
 mod check;
 mod form;
 mod golden;
+pub mod golden_case;
 mod run;
 
 pub use build::{

@@ -1,0 +1,487 @@
+//! Golden cases: inputs with the expected outputs, written by a plugin's author.
+//!
+//! `golden/*.jsonl` next to `plugin.toml`, one case per line, read by [`golden_case`] of the SDK. Every case has a `name`, and
+//! optionally `settings`; an unknown key is an error. The `id` of episodes, samples and dialogues may be left out.
+//!
+//! ```text
+//! reward        {"name": "赢", "episode": {"query": …, "policy": …, "baseline": …},
+//!                "expect": {"total": 0.5, "tolerance": 1e-9, "components": {"win": 0.5}}}
+//! filter        {"name": "重复", "samples": [{"original_query": …, "rewritten_query": …}, …],
+//!                "expect": ["keep", {"drop": "code"}]}
+//! prompt        {"name": "评审", "task": "judge", "input": {"query": …, "context": …, "rewrite": …},
+//!                "expect": {"contains": ["…"]}}            or "expect": {"messages": [{"role": …, "content": …}]}
+//!               {"name": "引号", "parse_rewrite": "“胶原”", "expect": {"rewrite": "胶原"}}
+//!               {"name": "分数", "parse_judgement": "…", "expect": {"score": 4.5, "reason": "…"}}
+//! style-scorer  {"name": "客气", "dialogue": {"turns": […]},
+//!                "style_model": [{"label": "售前", "probability": 1.0}], "expect": {"total": 0.9}}
+//! ```
+//!
+//! Wherever a score, rewrite or judgement is expected, so can be a rejection: `"expect": {"rejected": "code"}`.
+//!
+//! The default of `tolerance` is 1e-9; it applies to the total and the components; components that a case does not
+//! name are not compared. `contains` is searched in the texts of all messages. Without `style_model` the run has
+//! none.
+
+use crate::checks::{Broken, Found, Section};
+use crate::corpus::inputs;
+use crate::shown;
+use crate::subject::{self, Subject};
+use querl_bundle::Bundle;
+use querl_core::episodes;
+use querl_core::ports::{PluginFault, PromptInput, PromptTask, StyleModel};
+use querl_core::records::{
+    CallFailure, Context, Dialogue, Episode, Hit, Message, Rejection, Reward, Sample, StyleProbability, Verdict,
+};
+use querl_plugin::{Plugin, PluginError, PluginKind, PluginSettings};
+use querl_sdk::testing::golden_case::{
+    Comparison, ExpectedClass, ExpectedScore, GoldenBody, GoldenCase, GoldenTask, GoldenTypes, parse,
+};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const RULE: &str = "the plugin's author says in golden/*.jsonl what comes of what";
+
+/// Golden cases with the records of the host.
+pub(crate) struct HostTypes;
+
+type Body = GoldenBody<HostTypes>;
+
+/// File and line, and the case or why the line is none.
+pub(crate) type Case = (String, Result<GoldenCase<HostTypes>, String>);
+
+/// The input of a prompt.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Input {
+    query: String,
+    #[serde(default)]
+    context: Context,
+    rewrite: Option<String>,
+}
+
+impl GoldenTypes for HostTypes {
+    type Settings = PluginSettings;
+    type Episode = Episode;
+    type Sample = Sample;
+    type Input = Input;
+    type Dialogue = Dialogue;
+
+    fn settings(value: Map<String, Value>) -> Result<PluginSettings, String> {
+        read("settings", &Value::Object(value))
+    }
+
+    fn episode(value: Value) -> Result<Episode, String> {
+        // As a line of a record, so that the checks of records apply to golden cases.
+        let line = json!({"format": 2, "episode": value}).to_string();
+        let episode = episodes::parse(line.as_bytes(), 1)?.ok_or("`episode` is blank")?.episode;
+        known_keys(&value, &json!(episode), "episode")?;
+        Ok(episode)
+    }
+
+    fn samples(value: Value) -> Result<Vec<Sample>, String> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Form {
+            id: String,
+            original_query: String,
+            rewritten_query: String,
+            #[serde(default)]
+            context: Context,
+            #[serde(default)]
+            hits: Vec<Hit>,
+        }
+        let forms: Vec<Form> = read("samples", &value)?;
+        let sample = |form: Form| Sample {
+            id: form.id,
+            original_query: form.original_query,
+            rewritten_query: form.rewritten_query,
+            context: form.context,
+            hits: ranked(form.hits),
+        };
+        let samples: Vec<Sample> = forms.into_iter().map(sample).collect();
+        known_keys(&value, &json!(samples), "samples")?;
+        Ok(samples)
+    }
+
+    fn input(value: Value) -> Result<Input, String> {
+        read("input", &value)
+    }
+
+    fn dialogue(value: Value) -> Result<Dialogue, String> {
+        let dialogue: Dialogue = read("dialogue", &value)?;
+        known_keys(&value, &json!(dialogue), "dialogue")?;
+        let is_role = |turn: &&Message| ["system", "user", "assistant"].contains(&turn.role.as_str());
+        if let Some(turn) = dialogue.turns.iter().find(|turn| !is_role(turn)) {
+            return Err(format!("a `role` is `{}`; expected `system`, `user` or `assistant`", turn.role));
+        }
+        if dialogue.turns.last().is_none_or(|turn| turn.role != "assistant") {
+            return Err("the last turn of `dialogue` is not the assistant's".into());
+        }
+        Ok(dialogue)
+    }
+}
+
+fn read<T: DeserializeOwned>(key: &str, value: &Value) -> Result<T, String> {
+    T::deserialize(value).map_err(|error| format!("`{key}`: {error}"))
+}
+
+/// Ranks that are left out are counted from 1.
+fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
+    for (hit, rank) in hits.iter_mut().zip(1..).filter(|(hit, _)| hit.rank == 0) {
+        hit.rank = rank;
+    }
+    hits
+}
+
+/// Every key of `value` is one that `read`, the same value after reading, has at the same path: some
+/// records ignore unknown keys.
+fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
+    match (value, read) {
+        (Value::Object(value), Value::Object(read)) => {
+            for (key, value) in value {
+                let known = read.get(key).ok_or_else(|| format!("unknown key `{key}` in `{path}`"))?;
+                known_keys(value, known, &format!("{path}.{key}"))?;
+            }
+            Ok(())
+        }
+        (Value::Array(value), Value::Array(read)) => value
+            .iter()
+            .zip(read)
+            .zip(1..)
+            .try_for_each(|((value, read), number)| known_keys(value, read, &format!("{path} {number}"))),
+        _ => Ok(()),
+    }
+}
+
+fn kind(body: &Body) -> PluginKind {
+    match body {
+        GoldenBody::Reward(..) => PluginKind::Reward,
+        GoldenBody::Filter(..) => PluginKind::Filter,
+        GoldenBody::Messages(..) | GoldenBody::ParseRewrite(..) | GoldenBody::ParseJudgement(..) => PluginKind::Prompt,
+        GoldenBody::Style(..) => PluginKind::StyleScorer,
+    }
+}
+
+/// The cases of a plugin, in the order of files and lines.
+pub(crate) fn of_plugin(path: &Path, plugin: &Plugin) -> Vec<Case> {
+    let files = match (path.is_dir(), plugin.bundle()) {
+        (true, _) => of_folder(path, plugin.manifest().map_or("golden", |manifest| &manifest.plugin.golden)),
+        (false, Some(_)) => of_bundle(path),
+        (false, None) => Ok(Vec::new()),
+    };
+    match files {
+        Ok(files) => files.iter().flat_map(|(name, text)| parse(text, name)).collect(),
+        Err((origin, message)) => vec![(origin, Err(message))],
+    }
+}
+
+/// Name and text of each file; or a path, and why it cannot be read.
+type Files = Result<Vec<(String, String)>, (String, String)>;
+
+fn of_folder(folder: &Path, golden: &str) -> Files {
+    let golden = folder.join(golden);
+    if !golden.exists() {
+        return Ok(Vec::new());
+    }
+    let unreadable =
+        |path: &Path, error: &dyn std::fmt::Display| (path.display().to_string(), format!("cannot be read: {error}"));
+    let entries = std::fs::read_dir(&golden).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let entries = entries.map_err(|error| unreadable(&golden, &error))?;
+    let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "jsonl"));
+    paths.sort();
+    let read = |path: PathBuf| match std::fs::read_to_string(&path) {
+        Ok(text) => Ok((path.strip_prefix(folder).unwrap_or(&path).display().to_string(), text)),
+        Err(error) => Err(unreadable(&path, &error)),
+    };
+    paths.into_iter().map(read).collect()
+}
+
+fn of_bundle(path: &Path) -> Files {
+    let bundle = Bundle::open(path).map_err(|error| (path.display().to_string(), error.to_string()))?;
+    let read = |(name, bytes): (&str, &[u8])| match std::str::from_utf8(bytes) {
+        Ok(text) => Ok((name.to_owned(), text.to_owned())),
+        Err(_) => Err((name.to_owned(), "is not UTF-8 text".into())),
+    };
+    bundle.golden().map(read).collect()
+}
+
+/// Takes the cases of one kind out of `cases` and checks them.
+pub(crate) fn check(subject: &Subject<'_>, of_kind: PluginKind, cases: &mut Vec<Case>, section: &mut Section) {
+    let is_of_kind = |(_, case): &mut Case| matches!(case, Ok(case) if kind(&case.body) == of_kind);
+    let taken: Vec<_> =
+        cases.extract_if(.., is_of_kind).filter_map(|(origin, case)| Some((origin, case.ok()?))).collect();
+    if taken.is_empty() {
+        return section.skip("golden", RULE, "no golden cases");
+    }
+    for (origin, case) in taken {
+        let rule = format!("{origin} says so");
+        section.add(format!("golden: {}", shown::line(&case.name)), &rule, outcome(subject, &origin, &case));
+    }
+}
+
+/// What is left: invalid lines, and cases for a kind that the plugin is not.
+pub(crate) fn check_rest(cases: Vec<Case>, section: &mut Section) {
+    for (origin, case) in cases {
+        let broken = match case {
+            Err(message) => Broken::new(origin.as_str(), format!("{origin}: {message}")),
+            Ok(case) => {
+                let kind = kind(&case.body).name();
+                Broken::new(origin, format!("`{}` is a case for a {kind}; the plugin is none", case.name))
+            }
+        };
+        section.add("golden", RULE, Err(broken));
+    }
+}
+
+/// Why a case fails: the result and the expectation, or an error.
+enum CaseFailure {
+    Different(String, String),
+    Error(PluginError),
+}
+
+impl From<PluginError> for CaseFailure {
+    fn from(error: PluginError) -> Self {
+        Self::Error(error)
+    }
+}
+
+impl From<PluginFault> for CaseFailure {
+    fn from(fault: PluginFault) -> Self {
+        Self::Error(fault.into())
+    }
+}
+
+fn outcome(subject: &Subject<'_>, origin: &str, case: &GoldenCase<HostTypes>) -> Found {
+    match run(subject, case) {
+        Ok(()) => Ok(String::new()),
+        Err(CaseFailure::Error(error)) => Err(Broken::error(shown_case(case), &error)),
+        Err(CaseFailure::Different(returned, expected)) => {
+            Err(Broken { sent: shown_case(case), returned, expected: Some(format!("{expected} ({origin})")) })
+        }
+    }
+}
+
+fn run(subject: &Subject<'_>, case: &GoldenCase<HostTypes>) -> Result<(), CaseFailure> {
+    let settings = &case.settings;
+    let differs = |comparison: Comparison, returned: &dyn Fn() -> String| {
+        comparison.map_err(|expected| CaseFailure::Different(returned(), expected))
+    };
+    match &case.body {
+        GoldenBody::Reward(episode, expected) => {
+            let scores = subject.reward(settings)?.score_batch(std::slice::from_ref(&**episode))?;
+            scores.iter().try_for_each(|score| differs(compare_score(expected, score), &|| subject::scored(score)))
+        }
+        GoldenBody::Style(dialogue, classes, expected) => {
+            let model =
+                classes.as_deref().map(|classes| Arc::new(FixedStyleModel::new(classes)) as Arc<dyn StyleModel>);
+            let scores = subject.style_scorer_with(settings, model)?.score_batch(std::slice::from_ref(dialogue))?;
+            scores.iter().try_for_each(|score| differs(compare_score(expected, score), &|| subject::scored(score)))
+        }
+        GoldenBody::Filter(samples, expected) => {
+            let verdicts = subject.filter(settings)?.check_batch(samples)?;
+            expected.iter().zip(&verdicts).try_for_each(|(expected, verdict)| {
+                let code = match verdict {
+                    Verdict::Keep => None,
+                    Verdict::Drop { code, .. } => Some(code.as_str()),
+                };
+                differs(expected.compare(code), &|| json!(verdict).to_string())
+            })
+        }
+        GoldenBody::Messages(task, Input { query, context, rewrite }, expected) => {
+            let input = PromptInput { query, context, rewrite: rewrite.as_deref() };
+            let messages = subject.prompts(settings)?.messages(prompt_task(*task), &input)?;
+            let pairs: Vec<_> = messages.iter().map(|message| (&*message.role, &*message.content)).collect();
+            differs(expected.compare(&pairs), &|| json!(messages).to_string())
+        }
+        GoldenBody::ParseRewrite(text, expected) => {
+            let parsed = subject.prompts(settings)?.parse_rewrite(text)?;
+            let actual = parsed.as_deref().map_err(|rejection| &*rejection.code);
+            differs(expected.compare(actual), &|| match &parsed {
+                Err(rejection) => json!({"rejected": rejection}).to_string(),
+                rewrite => shown::compact(rewrite),
+            })
+        }
+        GoldenBody::ParseJudgement(text, expected) => {
+            let parsed = subject.prompts(settings)?.parse_judgement(text)?;
+            let actual = parsed.as_ref().map(|judged| (judged.score, &*judged.reason));
+            differs(expected.compare(actual.map_err(|rejection| &*rejection.code)), &|| match &parsed {
+                Ok(judged) => json!({"score": judged.score, "reason": judged.reason}).to_string(),
+                Err(rejection) => json!({"rejected": rejection}).to_string(),
+            })
+        }
+    }
+}
+
+fn compare_score(expected: &ExpectedScore, score: &Result<Reward, Rejection>) -> Comparison {
+    let component =
+        |reward: &Reward, name: &str| reward.components.iter().find(|part| part.name == name).map(|part| part.value);
+    match score {
+        Ok(reward) => expected.compare(Ok((reward.total, &|name| component(reward, name)))),
+        Err(rejection) => expected.compare(Err(&rejection.code)),
+    }
+}
+
+fn prompt_task(task: GoldenTask) -> PromptTask {
+    match task {
+        GoldenTask::TeacherRewrite => PromptTask::TeacherRewrite,
+        GoldenTask::PolicyRewrite => PromptTask::PolicyRewrite,
+        GoldenTask::Judge => PromptTask::Judge,
+    }
+}
+
+fn shown_case(case: &GoldenCase<HostTypes>) -> String {
+    let body = match &case.body {
+        GoldenBody::Reward(episode, _) => shown::item(&**episode),
+        GoldenBody::Filter(samples, _) => shown::compact(samples),
+        GoldenBody::Messages(task, Input { query, context, rewrite }, _) => {
+            let task = inputs::name(prompt_task(*task));
+            shown::compact(&json!({"task": task, "query": query, "context": context, "rewrite": rewrite}))
+        }
+        GoldenBody::ParseRewrite(text, _) | GoldenBody::ParseJudgement(text, _) => shown::compact(text),
+        GoldenBody::Style(dialogue, classes, _) => {
+            let model = classes.as_deref().map(|classes| FixedStyleModel::new(classes).0);
+            shown::compact(&json!({"dialogue": dialogue, "style_model": model}))
+        }
+    };
+    match case.settings.is_empty() {
+        true => body,
+        false => format!("{body} under {}", shown::compact(&case.settings)),
+    }
+}
+
+/// Returns the classes of the case for every dialogue.
+struct FixedStyleModel(Vec<StyleProbability>);
+
+impl FixedStyleModel {
+    fn new(classes: &[ExpectedClass]) -> Self {
+        let class =
+            |class: &ExpectedClass| StyleProbability { label: class.label.clone(), probability: class.probability };
+        Self(classes.iter().map(class).collect())
+    }
+}
+
+impl StyleModel for FixedStyleModel {
+    fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
+        Ok(self.0.clone())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_sdk::testing::golden_case::ExpectedVerdict;
+    use std::collections::BTreeMap;
+
+    fn one(line: &str) -> Result<GoldenCase<HostTypes>, String> {
+        parse(&line.replace('\n', " "), "golden/x.jsonl").remove(0).1
+    }
+
+    #[test]
+    fn a_reward_case_by_hand_needs_little() {
+        let case = one(r#"{"name": "赢", "settings": {"win": 1, "loss": -0.5, "terms": ["胶原"]},
+            "episode": {"query": "胶原咋吃", "policy": {"rewrite": "胶原蛋白肽 用法",
+                "retrieval": {"hits": [{"reranker_score": 0.9}]}},
+                        "baseline": {"rewrite": "胶原"}},
+            "expect": {"total": 0.5}}"#)
+        .unwrap();
+        assert_eq!(case.name, "赢");
+        assert_eq!(case.settings["win"], toml::Value::Integer(1));
+        let GoldenBody::Reward(episode, expect) = case.body else { panic!("not a case for a reward") };
+        assert_eq!((episode.id.as_str(), episode.policy.retrieval.as_ref().unwrap()[0].rank), ("赢", 1));
+        assert_eq!(expect, ExpectedScore::Score { total: 0.5, tolerance: 1e-9, components: BTreeMap::new() });
+    }
+
+    #[test]
+    fn a_filter_case_counts_ids_and_ranks() {
+        let case = one(r#"{"name": "重复", "samples": [{"original_query": "a", "rewritten_query": "b",
+                "hits": [{"reranker_score": 1}]},
+            {"original_query": "a", "rewritten_query": "b"}], "expect": ["keep", {"drop": "duplicate"}]}"#)
+        .unwrap();
+        let GoldenBody::Filter(samples, expect) = case.body else { panic!("not a case for a filter") };
+        assert_eq!((samples[1].id.as_str(), samples[0].hits[0].rank), ("2", 1));
+        assert_eq!(expect, [ExpectedVerdict::Keep, ExpectedVerdict::Drop("duplicate".into())]);
+    }
+
+    #[test]
+    fn prompt_and_style_cases_are_read() {
+        let kinds = [
+            r#"{"name": "a", "task": "judge", "input": {"query": "a", "rewrite": "b"}, "expect": {"contains": ["b"]}}"#,
+            r#"{"name": "a", "task": "policy_rewrite", "input": {"query": "a"}, "expect": {"messages": [{"role": "user",
+                "content": "a"}]}}"#,
+            r#"{"name": "a", "parse_rewrite": "“胶原”", "expect": {"rewrite": "胶原"}}"#,
+            r#"{"name": "a", "parse_judgement": "好", "expect": {"rejected": "no_score"}}"#,
+            r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "style_model": null,
+                "expect": {"rejected": "x"}}"#,
+            r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]},
+                "style_model": [{"label": "售前", "probability": 1}],
+                "expect": {"total": 1, "tolerance": 0.1}}"#,
+        ];
+        let kinds: Vec<_> = kinds.iter().map(|line| kind(&one(line).unwrap().body).name()).collect();
+        assert_eq!(kinds, ["prompt", "prompt", "prompt", "prompt", "style-scorer", "style-scorer"]);
+    }
+
+    #[test]
+    fn bad_lines_name_file_line_and_what_was_expected() {
+        let episode = r#""episode": {"query": "a", "policy": {"rewrite": "b"}, "baseline": {"rewrite": "c"}}"#;
+        for (line, expected) in [
+            ("{", "not a JSON object: "),
+            (r#"{"episode": {}}"#, "`name` is missing"),
+            (r#"{"name": " ", "task": "judge"}"#, "`name` is blank"),
+            (r#"{"name": "a"}"#, "expected one of `episode`, `samples`, `task`"),
+            (&format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1}}, "note": "x"}}"#), "unknown key `note`"),
+            (&format!(r#"{{"name": "a", {episode}, "expect": {{"totl": 1}}}}"#), "unknown field `totl`"),
+            (
+                &format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1, "rejected": "x"}}}}"#),
+                "expected either `total`",
+            ),
+            (
+                &format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1, "tolerance": -1}}}}"#),
+                "`tolerance` is -1; expected 0",
+            ),
+            (
+                r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b",
+                "retrieval": {"hits": [{"reranker_score": 2}]}},
+                    "baseline": {"rewrite": "c"}}, "expect": {"total": 1}}"#,
+                "`reranker_score` of policy hit 1 is 2; expected 0 to 1",
+            ),
+            (
+                r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b",
+                "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}},
+                    "baseline": {"rewrite": "c"}}, "expect": {"total": 1}}"#,
+                "unknown key `txt` in `episode.policy.retrieval.hits 1`",
+            ),
+            (r#"{"name": "a", "samples": [], "expect": ["keep"]}"#, "`expect` has 1 verdicts for 0 samples"),
+            (
+                r#"{"name": "a", "task": "rewrite", "input": {"query": "a"}, "expect": {}}"#,
+                "`task`: unknown variant `rewrite`",
+            ),
+            (
+                r#"{"name": "a", "task": "judge", "input": {"query": "a"}, "expect": {}}"#,
+                "`input.rewrite` is there for the task `judge`",
+            ),
+            (r#"{"name": "a", "parse_rewrite": "a", "expect": {}}"#, "expected either `rewrite` or `rejected`"),
+            (
+                r#"{"name": "a", "dialogue": {"turns": [{"role": "user", "content": "在"}]}, "expect": {"total": 1}}"#,
+                "the last turn of `dialogue` is not the assistant's",
+            ),
+        ] {
+            let (origin, case): Case = parse(&line.replace('\n', " "), "golden/x.jsonl").remove(0);
+            let error = case.err().unwrap();
+            assert!(origin == "golden/x.jsonl:1" && error.contains(expected), "{origin}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_bad_line_does_not_hide_the_others() {
+        let good = r#"{"name": "a", "parse_rewrite": "a", "expect": {"rewrite": "a"}}"#;
+        let cases: Vec<Case> = parse(&format!("{good}\n\n{{\n{good}\n"), "x.jsonl");
+        let origins: Vec<_> = cases.iter().map(|(origin, _)| origin.as_str()).collect();
+        assert_eq!(origins, ["x.jsonl:1", "x.jsonl:3", "x.jsonl:4"]);
+        assert!(cases[1].1.is_err());
+    }
+}

@@ -1,0 +1,429 @@
+//! The format of golden cases: one JSON object per line of `golden/*.jsonl`. The test kit of this crate and `querl plugin test` read
+//! their cases with this module; each has its own types for the records in a case.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+const TOLERANCE: f64 = 1e-9;
+
+/// The records of a program that runs golden cases, and how each is read from JSON. Ids are already filled in.
+pub trait GoldenTypes {
+    /// Settings of the plugin.
+    type Settings;
+    /// What a reward scores.
+    type Episode;
+    /// What a filter checks.
+    type Sample;
+    /// What a prompt is made from.
+    type Input;
+    /// What a style scorer scores.
+    type Dialogue;
+
+    /// # Errors
+    /// A value of a type that settings do not have.
+    fn settings(value: Map<String, Value>) -> Result<Self::Settings, String>;
+    /// # Errors
+    /// Not an episode: expected and got.
+    fn episode(value: Value) -> Result<Self::Episode, String>;
+    /// # Errors
+    /// Not a list of samples: expected and got.
+    fn samples(value: Value) -> Result<Vec<Self::Sample>, String>;
+    /// # Errors
+    /// Not a prompt's input: expected and got.
+    fn input(value: Value) -> Result<Self::Input, String>;
+    /// # Errors
+    /// Not a dialogue: expected and got.
+    fn dialogue(value: Value) -> Result<Self::Dialogue, String>;
+}
+
+/// One golden case.
+pub struct GoldenCase<T: GoldenTypes> {
+    /// What the case shows.
+    pub name: String,
+    /// The settings under which it runs.
+    pub settings: T::Settings,
+    /// What is sent, and what is expected.
+    pub body: GoldenBody<T>,
+}
+
+/// What is sent, and what is expected.
+pub enum GoldenBody<T: GoldenTypes> {
+    /// For a reward.
+    Reward(Box<T::Episode>, ExpectedScore),
+    /// For a filter: one batch, and a verdict for each sample.
+    Filter(Vec<T::Sample>, Vec<ExpectedVerdict>),
+    /// For a prompt: a conversation.
+    Messages(GoldenTask, T::Input, ExpectedMessages),
+    /// For a prompt: the rewrite in a model's response.
+    ParseRewrite(String, ExpectedRewrite),
+    /// For a prompt: the judgement in a judge's response.
+    ParseJudgement(String, ExpectedJudgement),
+    /// For a style scorer; without classes, the run has no style model.
+    Style(T::Dialogue, Option<Vec<ExpectedClass>>, ExpectedScore),
+}
+
+/// The task of a prompt case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GoldenTask {
+    /// `teacher_rewrite`
+    TeacherRewrite,
+    /// `policy_rewrite`
+    PolicyRewrite,
+    /// `judge`
+    Judge,
+}
+
+/// One class of the style model's output.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpectedClass {
+    /// The class.
+    pub label: String,
+    /// 0 to 1; all classes sum to 1.
+    pub probability: f64,
+}
+
+/// A score, or a rejection.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ExpectedScore {
+    /// Total and components, each within the tolerance; components that are not named are not compared.
+    Score {
+        /// The total.
+        total: f64,
+        /// The largest absolute difference.
+        tolerance: f64,
+        /// By name.
+        components: BTreeMap<String, f64>,
+    },
+    /// A rejection with this code.
+    Rejected(String),
+}
+
+/// A filter's verdict on one sample.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExpectedVerdict {
+    /// Kept.
+    Keep,
+    /// Dropped with this code.
+    Drop(String),
+}
+
+/// A conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExpectedMessages {
+    /// Each text is in the content of a message.
+    Contains(Vec<String>),
+    /// Role and content of each message.
+    Messages(Vec<(String, String)>),
+}
+
+/// A rewrite, or a rejection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExpectedRewrite {
+    /// This rewrite.
+    Rewrite(String),
+    /// A rejection with this code.
+    Rejected(String),
+}
+
+/// A judgement, or a rejection.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ExpectedJudgement {
+    /// A score, and a reason where it is compared.
+    Judgement(f64, Option<String>),
+    /// A rejection with this code.
+    Rejected(String),
+}
+
+/// Whether a result is the expected one; if not, the expectation in words.
+pub type Comparison = Result<(), String>;
+
+fn compare(holds: bool, expected: impl FnOnce() -> String) -> Comparison {
+    if holds { Ok(()) } else { Err(expected()) }
+}
+
+fn rejected_with(code: &str) -> String {
+    format!("rejected with `{code}`")
+}
+
+impl ExpectedScore {
+    /// Compares with a total and a function from a component's name to its value, or with the code of a rejection.
+    ///
+    /// # Errors
+    /// They differ: the expectation in words.
+    pub fn compare(&self, actual: Result<(f64, &dyn Fn(&str) -> Option<f64>), &str>) -> Comparison {
+        let holds = match (self, actual) {
+            (Self::Rejected(expected), Err(code)) => expected == code,
+            (Self::Score { total, tolerance, components }, Ok((actual, component))) => {
+                let is_close = |value: f64, expected: f64| (value - expected).abs() <= *tolerance;
+                is_close(actual, *total)
+                    && components.iter().all(|(name, value)| component(name).is_some_and(|got| is_close(got, *value)))
+            }
+            _ => false,
+        };
+        compare(holds, || match self {
+            Self::Rejected(code) => rejected_with(code),
+            Self::Score { total, tolerance, components } if components.is_empty() => {
+                format!("total {total} within {tolerance:e}")
+            }
+            Self::Score { total, tolerance, components } => {
+                format!("total {total} and components {} within {tolerance:e}", serde_json::json!(components))
+            }
+        })
+    }
+}
+
+impl ExpectedVerdict {
+    /// Compares with the code of a drop, or with `None` for a sample that is kept.
+    ///
+    /// # Errors
+    /// They differ: the expectation in words.
+    pub fn compare(&self, dropped_with: Option<&str>) -> Comparison {
+        match self {
+            Self::Keep => compare(dropped_with.is_none(), || "kept".into()),
+            Self::Drop(code) => compare(dropped_with == Some(code), || format!("dropped with `{code}`")),
+        }
+    }
+}
+
+impl ExpectedMessages {
+    /// Compares with role and content of each message.
+    ///
+    /// # Errors
+    /// They differ: the expectation in words.
+    pub fn compare(&self, actual: &[(&str, &str)]) -> Comparison {
+        match self {
+            Self::Messages(expected) => {
+                let expected = expected.iter().map(|(role, content)| (role.as_str(), content.as_str()));
+                compare(expected.clone().eq(actual.iter().copied()), || {
+                    let message = |(role, content)| serde_json::json!({"role": role, "content": content});
+                    Value::from_iter(expected.map(message)).to_string()
+                })
+            }
+            Self::Contains(texts) => texts.iter().try_for_each(|text| {
+                compare(actual.iter().any(|(_, content)| content.contains(text)), || format!("`{text}` in a message"))
+            }),
+        }
+    }
+}
+
+impl ExpectedRewrite {
+    /// Compares with a rewrite, or with the code of a rejection.
+    ///
+    /// # Errors
+    /// They differ: the expectation in words.
+    pub fn compare(&self, actual: Result<&str, &str>) -> Comparison {
+        match self {
+            Self::Rewrite(expected) => compare(actual == Ok(expected), || format!("`{expected}`")),
+            Self::Rejected(code) => compare(actual == Err(code), || rejected_with(code)),
+        }
+    }
+}
+
+impl ExpectedJudgement {
+    /// Compares with score and reason, or with the code of a rejection.
+    ///
+    /// # Errors
+    /// They differ: the expectation in words.
+    pub fn compare(&self, actual: Result<(f64, &str), &str>) -> Comparison {
+        match self {
+            Self::Judgement(score, None) => {
+                compare(actual.is_ok_and(|(actual, _)| actual == *score), || format!("score {score}"))
+            }
+            Self::Judgement(score, Some(reason)) => {
+                compare(actual == Ok((*score, reason)), || format!("score {score}, reason `{reason}`"))
+            }
+            Self::Rejected(code) => compare(actual.is_err_and(|actual| actual == code), || rejected_with(code)),
+        }
+    }
+}
+
+/// The cases of one file, each with its origin (`FILE:LINE`), in the order of lines. Blank lines are skipped; an invalid line does
+/// not hide the others.
+pub fn parse<T: GoldenTypes>(text: &str, file: &str) -> Vec<(String, Result<GoldenCase<T>, String>)> {
+    let lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
+    lines.map(|(line, number)| (format!("{file}:{number}"), parse_case(line))).collect()
+}
+
+/// The keys of a line that are not read yet.
+struct Fields(Map<String, Value>);
+
+impl Fields {
+    fn take<V: DeserializeOwned>(&mut self, key: &str) -> Result<V, String> {
+        self.optional(key)?.ok_or_else(|| format!("`{key}` is missing"))
+    }
+
+    fn optional<V: DeserializeOwned>(&mut self, key: &str) -> Result<Option<V>, String> {
+        let Some(value) = self.0.remove(key) else { return Ok(None) };
+        serde_json::from_value(value).map(Some).map_err(|error| format!("`{key}`: {error}"))
+    }
+}
+
+fn parse_case<T: GoldenTypes>(line: &str) -> Result<GoldenCase<T>, String> {
+    let object = serde_json::from_str(line).map_err(|error| format!("not a JSON object: {error}"))?;
+    let mut fields = Fields(object);
+    let name: String = fields.take("name")?;
+    if name.trim().is_empty() {
+        return Err("`name` is blank; expected what the case shows".into());
+    }
+    let settings = T::settings(fields.optional("settings")?.unwrap_or_default())?;
+    let body = body(&mut fields, &name)?;
+    match fields.0.keys().next() {
+        Some(key) => Err(format!("unknown key `{key}`")),
+        None => Ok(GoldenCase { name, settings, body }),
+    }
+}
+
+fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>, String> {
+    let has = |key: &str| fields.0.contains_key(key);
+    match () {
+        () if has("episode") => {
+            let episode = T::episode(with_id(fields.take("episode")?, name))?;
+            Ok(GoldenBody::Reward(Box::new(episode), score(fields)?))
+        }
+        () if has("samples") => filter(fields),
+        () if has("task") => messages(fields),
+        () if has("parse_rewrite") => parse_rewrite(fields),
+        () if has("parse_judgement") => parse_judgement(fields),
+        () if has("dialogue") => {
+            let dialogue = T::dialogue(with_id(fields.take("dialogue")?, name))?;
+            let classes: Option<Vec<ExpectedClass>> = fields.optional("style_model")?.flatten();
+            let sum: f64 = classes.iter().flatten().map(|class| class.probability).sum();
+            if classes.is_some() && !(-1e-6..=1e-6).contains(&(sum - 1.0)) {
+                return Err(format!("`style_model` sums to {sum}; expected 1"));
+            }
+            Ok(GoldenBody::Style(dialogue, classes, score(fields)?))
+        }
+        () => {
+            Err("expected one of `episode`, `samples`, `task`, `parse_rewrite`, `parse_judgement` and `dialogue`"
+                .into())
+        }
+    }
+}
+
+/// The id may be left out.
+fn with_id(mut value: Value, id: &str) -> Value {
+    if let Value::Object(fields) = &mut value {
+        fields.entry("id").or_insert_with(|| id.into());
+    }
+    value
+}
+
+fn filter<T: GoldenTypes>(fields: &mut Fields) -> Result<GoldenBody<T>, String> {
+    let samples: Vec<Value> = fields.take("samples")?;
+    let samples = samples.into_iter().zip(1..).map(|(sample, n): (_, usize)| with_id(sample, &n.to_string()));
+    let samples = T::samples(samples.collect())?;
+    let expected: Vec<ExpectedVerdict> = fields.take("expect")?;
+    match expected.len() == samples.len() {
+        true => Ok(GoldenBody::Filter(samples, expected)),
+        false => Err(format!("`expect` has {} verdicts for {} samples", expected.len(), samples.len())),
+    }
+}
+
+fn messages<T: GoldenTypes>(fields: &mut Fields) -> Result<GoldenBody<T>, String> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Role {
+        System,
+        User,
+        Assistant,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Message {
+        role: Role,
+        content: String,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Expect {
+        contains: Option<Vec<String>>,
+        messages: Option<Vec<Message>>,
+    }
+    let message = |Message { role, content }| {
+        let role = match role {
+            Role::System => "system",
+            Role::User => "user",
+            Role::Assistant => "assistant",
+        };
+        (role.to_owned(), content)
+    };
+    let task = fields.take("task")?;
+    let input: Value = fields.take("input")?;
+    let has_rewrite = input.get("rewrite").is_some_and(|rewrite| !rewrite.is_null());
+    let input = T::input(input)?;
+    if has_rewrite != (task == GoldenTask::Judge) {
+        return Err("`input.rewrite` is there for the task `judge` and for no other".into());
+    }
+    let expected = match fields.take("expect")? {
+        Expect { contains: Some(texts), messages: None } if !texts.is_empty() => ExpectedMessages::Contains(texts),
+        Expect { contains: None, messages: Some(messages) } => {
+            ExpectedMessages::Messages(messages.into_iter().map(message).collect())
+        }
+        _ => return Err("`expect`: expected either `contains`, with one text or more, or `messages`".into()),
+    };
+    Ok(GoldenBody::Messages(task, input, expected))
+}
+
+fn parse_rewrite<T: GoldenTypes>(fields: &mut Fields) -> Result<GoldenBody<T>, String> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Expect {
+        rewrite: Option<String>,
+        rejected: Option<String>,
+    }
+    let text = fields.take("parse_rewrite")?;
+    let expected = match fields.take("expect")? {
+        Expect { rewrite: Some(rewrite), rejected: None } => ExpectedRewrite::Rewrite(rewrite),
+        Expect { rewrite: None, rejected: Some(code) } => ExpectedRewrite::Rejected(code),
+        _ => return Err("`expect`: expected either `rewrite` or `rejected`".into()),
+    };
+    Ok(GoldenBody::ParseRewrite(text, expected))
+}
+
+fn parse_judgement<T: GoldenTypes>(fields: &mut Fields) -> Result<GoldenBody<T>, String> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Expect {
+        score: Option<f64>,
+        reason: Option<String>,
+        rejected: Option<String>,
+    }
+    let text = fields.take("parse_judgement")?;
+    let expected = match fields.take("expect")? {
+        Expect { score: Some(score), reason, rejected: None } => ExpectedJudgement::Judgement(score, reason),
+        Expect { score: None, reason: None, rejected: Some(code) } => ExpectedJudgement::Rejected(code),
+        _ => return Err("`expect`: expected either `score`, with or without `reason`, or `rejected`".into()),
+    };
+    Ok(GoldenBody::ParseJudgement(text, expected))
+}
+
+fn score(fields: &mut Fields) -> Result<ExpectedScore, String> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Expect {
+        total: Option<f64>,
+        tolerance: Option<f64>,
+        components: Option<BTreeMap<String, f64>>,
+        rejected: Option<String>,
+    }
+    match fields.take("expect")? {
+        Expect { total: Some(total), tolerance, components, rejected: None } => {
+            let tolerance = tolerance.unwrap_or(TOLERANCE);
+            match tolerance >= 0.0 {
+                true => Ok(ExpectedScore::Score { total, tolerance, components: components.unwrap_or_default() }),
+                false => Err(format!("`tolerance` is {tolerance}; expected 0 or more")),
+            }
+        }
+        Expect { total: None, tolerance: None, components: None, rejected: Some(code) } => {
+            Ok(ExpectedScore::Rejected(code))
+        }
+        _ => {
+            Err("`expect`: expected either `total`, with or without `tolerance` and `components`, or `rejected`".into())
+        }
+    }
+}
