@@ -22,8 +22,8 @@
 //! name are not compared. `contains` is searched in the texts of all messages. Without `style_model` the run has
 //! none.
 
-use crate::checks::{Broken, Found, Section};
-use crate::corpus::inputs;
+use crate::checks::{CheckResult, Section, Violation};
+use crate::corpus::prompts;
 use crate::shown;
 use crate::subject::{self, Subject};
 use querl_bundle::Bundle;
@@ -226,14 +226,14 @@ pub(crate) fn check(subject: &Subject<'_>, of_kind: PluginKind, cases: &mut Vec<
 /// What is left: invalid lines, and cases for a kind that the plugin is not.
 pub(crate) fn check_rest(cases: Vec<Case>, section: &mut Section) {
     for (origin, case) in cases {
-        let broken = match case {
-            Err(message) => Broken::new(origin.as_str(), format!("{origin}: {message}")),
+        let violation = match case {
+            Err(message) => Violation::new(origin.as_str(), format!("{origin}: {message}")),
             Ok(case) => {
                 let kind = kind(&case.body).name();
-                Broken::new(origin, format!("`{}` is a case for a {kind}; the plugin is none", case.name))
+                Violation::new(origin, format!("`{}` is a case for a {kind}; the plugin is none", case.name))
             }
         };
-        section.add("golden", RULE, Err(broken));
+        section.add("golden", RULE, Err(violation));
     }
 }
 
@@ -255,12 +255,12 @@ impl From<PluginFault> for CaseFailure {
     }
 }
 
-fn outcome(subject: &Subject<'_>, origin: &str, case: &GoldenCase<HostTypes>) -> Found {
+fn outcome(subject: &Subject<'_>, origin: &str, case: &GoldenCase<HostTypes>) -> CheckResult {
     match run(subject, case) {
         Ok(()) => Ok(String::new()),
-        Err(CaseFailure::Error(error)) => Err(Broken::error(shown_case(case), &error)),
+        Err(CaseFailure::Error(error)) => Err(Violation::error(shown_case(case), &error)),
         Err(CaseFailure::Different(returned, expected)) => {
-            Err(Broken { sent: shown_case(case), returned, expected: Some(format!("{expected} ({origin})")) })
+            Err(Violation { sent: shown_case(case), returned, expected: Some(format!("{expected} ({origin})")) })
         }
     }
 }
@@ -338,7 +338,7 @@ fn shown_case(case: &GoldenCase<HostTypes>) -> String {
         GoldenBody::Reward(episode, _) => shown::item(&**episode),
         GoldenBody::Filter(samples, _) => shown::compact(samples),
         GoldenBody::Messages(task, Input { query, context, rewrite }, _) => {
-            let task = inputs::name(prompt_task(*task));
+            let task = prompts::task_name(prompt_task(*task));
             shown::compact(&json!({"task": task, "query": query, "context": context, "rewrite": rewrite}))
         }
         GoldenBody::ParseRewrite(text, _) | GoldenBody::ParseJudgement(text, _) => shown::compact(text),

@@ -1,7 +1,7 @@
 //! The conformance suite: what the contract asks of every plugin, as checks with a report.
 //!
 //! In: the path of a plugin (a component, a source folder, a bundle), settings, limits. Out: a [`Report`]: each check
-//! with the rule that it stands for and, where the rule was broken, what was sent, what came back and what the contract
+//! with the rule that it stands for and, where the rule was violation, what was sent, what came back and what the contract
 //! says; the plugin's golden cases; what calls cost. It knows plugins through the host's ports alone, as training does,
 //! and refuses to know how they are made.
 //!
@@ -10,16 +10,14 @@
 mod checks;
 mod corpus;
 mod golden;
-mod meter;
 mod report;
 mod shown;
-mod style_model;
 mod subject;
 
 pub use report::{Check, Cost, Failure, Outcome, Report};
 
-use checks::{Broken, Section};
-use meter::Meter;
+use checks::cost::Meter;
+use checks::{Section, Violation};
 use querl_bundle::BundleError;
 use querl_core::config::{OnLimit, PluginLimits};
 use querl_plugin::{Compiler, HostOptions, PluginError, PluginHost, PluginSettings};
@@ -87,7 +85,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let subject = Subject { host: &host, plugin: &plugin, options };
     let mut whole = Section::new(None);
     whole.add("loads", LOADS, Ok(String::new()));
-    checks::identity::check(&subject, &mut whole);
+    checks::check_identity(&subject, &mut whole);
     if takes_settings(&subject)? {
         checks::settings::check(&subject, &mut whole);
     }
@@ -100,7 +98,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
         cost.extend(checks::cost::of_kind(&subject, *kind));
     }
     golden::check_rest(cases, &mut whole);
-    checks::cost::asked_limits(&subject, &meter.peak(), &cost, &mut whole);
+    checks::cost::check_requested_limits(&subject, &meter.peak(), &cost, &mut whole);
     let mut checks = whole.into_checks();
     checks.extend(by_kind);
     Ok(Report {
@@ -120,10 +118,10 @@ const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and
 fn not_loaded(path: &Path, error: &PluginError) -> Report {
     let mut section = Section::new(None);
     let (check, rule) = match error {
-        PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::identity::MANIFEST),
+        PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::MANIFEST),
         _ => ("loads", LOADS),
     };
-    section.add(check, rule, Err(Broken::error(path.display().to_string(), error)));
+    section.add(check, rule, Err(Violation::error(path.display().to_string(), error)));
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     Report {
         plugin: shown::line(&name),

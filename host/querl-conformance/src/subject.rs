@@ -1,9 +1,11 @@
-//! The plugin under test, and how it is asked.
+//! The plugin under test, and stand-ins for a style model.
 
 use crate::SuiteOptions;
-use crate::style_model::StandIn;
+use querl_core::fsx::digest_hex;
 use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
-use querl_core::records::{Dialogue, Episode, Rejection, Reward, Sample, Verdict};
+use querl_core::records::{
+    CallFailure, Dialogue, Episode, FailureKind, Message, Rejection, Reward, Sample, StyleProbability, Verdict,
+};
 use querl_plugin::{Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
 use serde::Serialize;
 use serde_json::json;
@@ -18,7 +20,7 @@ pub(crate) struct Subject<'a> {
 }
 
 /// A port that takes a batch of items and gives an answer to each.
-pub(crate) trait Batches: Send + Sync {
+pub(crate) trait BatchPort: Send + Sync {
     type Item: Clone + Serialize + Send + Sync;
 
     /// An answer to each item as JSON: two answers are the same bytes where these are.
@@ -49,7 +51,7 @@ impl Subject<'_> {
 
     /// With the stand-in for a style model.
     pub(crate) fn style_scorer(&self, settings: &PluginSettings) -> Result<Box<dyn StyleScorer>, PluginError> {
-        self.style_scorer_with(settings, Some(Arc::new(StandIn)))
+        self.style_scorer_with(settings, Some(Arc::new(StandInModel)))
     }
 
     pub(crate) fn style_scorer_with(
@@ -61,7 +63,7 @@ impl Subject<'_> {
     }
 }
 
-impl Batches for Box<dyn RewardModel> {
+impl BatchPort for Box<dyn RewardModel> {
     type Item = Episode;
 
     fn ask(&self, items: &[Episode]) -> Result<Vec<String>, PluginFault> {
@@ -69,7 +71,7 @@ impl Batches for Box<dyn RewardModel> {
     }
 }
 
-impl Batches for Box<dyn StyleScorer> {
+impl BatchPort for Box<dyn StyleScorer> {
     type Item = Dialogue;
 
     fn ask(&self, items: &[Dialogue]) -> Result<Vec<String>, PluginFault> {
@@ -77,7 +79,7 @@ impl Batches for Box<dyn StyleScorer> {
     }
 }
 
-impl Batches for Box<dyn Filter> {
+impl BatchPort for Box<dyn Filter> {
     type Item = Sample;
 
     fn ask(&self, items: &[Sample]) -> Result<Vec<String>, PluginFault> {
@@ -99,4 +101,48 @@ pub(crate) fn scored(scored: &Result<Reward, Rejection>) -> String {
 
 fn verdict(verdict: &Verdict) -> String {
     json!(verdict).to_string()
+}
+
+const LABELS: [&str; 5] = ["售前", "售后", "投诉", "闲聊", "其他"];
+
+/// Stands in for a style model: a distribution made of a digest of the dialogue.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StandInModel;
+
+impl StyleModel for StandInModel {
+    fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
+        let text: Vec<_> = turns.iter().map(|turn| format!("{}\0{}", turn.role, turn.content)).collect();
+        let weights = &digest_hex(text.join("\0").as_bytes()).into_bytes()[..LABELS.len()];
+        let sum: u32 = weights.iter().map(|weight| u32::from(*weight)).sum();
+        let class = |(label, weight): (&str, &u8)| StyleProbability {
+            label: label.into(),
+            probability: f64::from(*weight) / f64::from(sum),
+        };
+        Ok(LABELS.into_iter().zip(weights).map(class).collect())
+    }
+}
+
+/// Stands in for a style model that gives no answer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FailingModel;
+
+impl StyleModel for FailingModel {
+    fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
+        Err(CallFailure { kind: FailureKind::Timeout, message: "风格模型没有在30秒内回答".into() })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stand_in_gives_distributions_that_differ_between_dialogues_and_repeat() {
+        let dialogue = |text: &str| [Message { role: "assistant".into(), content: text.into() }];
+        let one = StandInModel.classify(&dialogue("在的")).unwrap();
+        assert_eq!(one, StandInModel.classify(&dialogue("在的")).unwrap());
+        assert_ne!(one, StandInModel.classify(&dialogue("亲，在的")).unwrap());
+        assert!((one.iter().map(|class| class.probability).sum::<f64>() - 1.0).abs() < 1e-9);
+    }
 }

@@ -1,22 +1,25 @@
-//! Checks of whatever takes batches.
+//! Checks of batches: length, order, and that a result does not depend on other items.
 
-use super::{Broken, Found};
-use crate::corpus::{Group, shuffled};
+use super::{CheckResult, Violation};
+use crate::corpus::{Group, episodes, shuffled};
 use crate::report::grouped;
 use crate::shown;
-use crate::subject::Batches;
+use crate::subject::{BatchPort, Subject};
+use querl_core::ports::{FaultKind, PluginFault};
+use querl_core::records::Episode;
+use querl_plugin::{PluginError, RewardForm};
 
 /// Each item of a group, alone: an answer or a rejection, never a fault.
-pub(crate) fn inputs<B: Batches>(port: &B, group: &Group<B::Item>) -> Found {
+pub(crate) fn inputs<B: BatchPort>(port: &B, group: &Group<B::Item>) -> CheckResult {
     for item in &group.items {
-        port.ask(std::slice::from_ref(item)).map_err(|fault| Broken::fault(shown::item(item), &fault))?;
+        port.ask(std::slice::from_ref(item)).map_err(|fault| Violation::fault(shown::item(item), &fault))?;
     }
     Ok(format!("{} items", group.items.len()))
 }
 
-/// Batches of 1, 2 and all have as many answers as items, in the order of the items: those of a shuffled batch are
+/// BatchPort of 1, 2 and all have as many answers as items, in the order of the items: those of a shuffled batch are
 /// shuffled alike.
-pub(crate) fn length_and_order<B: Batches>(port: &B, items: &[B::Item]) -> Found {
+pub(crate) fn length_and_order<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     for n_items in [1, 2] {
         ask(port, &items[..n_items])?;
     }
@@ -25,14 +28,14 @@ pub(crate) fn length_and_order<B: Batches>(port: &B, items: &[B::Item]) -> Found
     for ((place, item), answer) in places.iter().zip(&mixed).zip(ask(port, &mixed)?) {
         if answer != in_order[*place] {
             let sent = format!("in order and shuffled, a batch of {} with {}", items.len(), shown::item(item));
-            return Err(Broken::new(sent, format!("shuffled {answer}, in order {}", in_order[*place])));
+            return Err(Violation::new(sent, format!("shuffled {answer}, in order {}", in_order[*place])));
         }
     }
     Ok(format!("batches of 1, 2, {}, shuffled", items.len()))
 }
 
-/// Batches of 1, 2 and all have as many answers as items.
-pub(crate) fn length<B: Batches>(port: &B, items: &[B::Item]) -> Found {
+/// BatchPort of 1, 2 and all have as many answers as items.
+pub(crate) fn length<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     for n_items in [1, 2, items.len()] {
         ask(port, &items[..n_items])?;
     }
@@ -40,7 +43,7 @@ pub(crate) fn length<B: Batches>(port: &B, items: &[B::Item]) -> Found {
 }
 
 /// The answers to a batch, and to its pairs, are those to its items alone.
-pub(crate) fn batch_equals_singles<B: Batches>(port: &B, items: &[B::Item]) -> Found {
+pub(crate) fn batch_equals_singles<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     let mut alone = Vec::new();
     for item in items {
         alone.extend(ask(port, std::slice::from_ref(item))?);
@@ -50,7 +53,7 @@ pub(crate) fn batch_equals_singles<B: Batches>(port: &B, items: &[B::Item]) -> F
             for ((item, together), alone) in batch.iter().zip(ask(port, batch)?).zip(alone) {
                 if together != *alone {
                     let sent = format!("alone and in a batch of {}: {}", batch.len(), shown::item(item));
-                    return Err(Broken::new(sent, format!("alone {alone}, in the batch {together}")));
+                    return Err(Violation::new(sent, format!("alone {alone}, in the batch {together}")));
                 }
             }
         }
@@ -59,22 +62,22 @@ pub(crate) fn batch_equals_singles<B: Batches>(port: &B, items: &[B::Item]) -> F
 }
 
 /// The answers to the first items of a batch are what they are without the items after them.
-pub(crate) fn prefixes<B: Batches>(port: &B, items: &[B::Item]) -> Found {
+pub(crate) fn prefixes<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     let whole = ask(port, items)?;
     for n_items in 1..items.len() {
         for (index, answer) in ask(port, &items[..n_items])?.iter().enumerate() {
             if *answer != whole[index] {
                 let (place, n_more, item) = (index + 1, items.len() - n_items, shown::item(&items[index]));
                 let sent = format!("as item {place} of {n_items}, then with {n_more} more behind: {item}");
-                return Err(Broken::new(sent, format!("first {answer}, then {}", whole[index])));
+                return Err(Violation::new(sent, format!("first {answer}, then {}", whole[index])));
             }
         }
     }
     Ok(format!("{} beginnings of a batch", items.len()))
 }
 
-fn ask<B: Batches>(port: &B, items: &[B::Item]) -> Result<Vec<String>, Broken> {
-    port.ask(items).map_err(|fault| Broken::fault(sent(items), &fault))
+fn ask<B: BatchPort>(port: &B, items: &[B::Item]) -> Result<Vec<String>, Violation> {
+    port.ask(items).map_err(|fault| Violation::fault(sent(items), &fault))
 }
 
 /// A batch, by its first item.
@@ -83,5 +86,46 @@ fn sent<I: serde::Serialize>(items: &[I]) -> String {
         [] => "an empty batch".into(),
         [item] => shown::item(item),
         [first, ..] => format!("a batch of {}, the first {}", items.len(), shown::item(first)),
+    }
+}
+
+/// Each item of the corpus alone, and the ordinary ones as a batch: the same totals, components, codes and details, bit for bit.
+pub(super) fn packed_equals_records(subject: &Subject<'_>) -> CheckResult {
+    let in_form =
+        |form| subject.reward_in(form).map_err(|error: PluginError| Violation::error("check-settings", &error));
+    let (packed, records) = (in_form(RewardForm::Packed)?, in_form(RewardForm::Records)?);
+    let mut batches = vec![episodes::batch(64)];
+    batches.extend(episodes::groups().into_iter().flat_map(|group| group.items).map(|item| vec![item]));
+    for batch in &batches {
+        same(batch, &packed.ask(batch), &records.ask(batch))?;
+    }
+    Ok(format!("{} batches in both forms", grouped(batches.len() as u64)))
+}
+
+type Answers = Result<Vec<String>, PluginFault>;
+
+fn same(batch: &[Episode], packed: &Answers, records: &Answers) -> Result<(), Violation> {
+    let differ = |item: &Episode, packed: &str, records: &str| {
+        let sent = format!("packed and as records, a batch of {} with {}", batch.len(), shown::item(item));
+        Err(Violation::new(sent, format!("packed {packed}, as records {records}")))
+    };
+    match (packed, records) {
+        (Ok(packed), Ok(records)) => {
+            let mut answers = batch.iter().zip(packed.iter().zip(records));
+            match answers.find(|(_, (packed, records))| packed != records) {
+                Some((item, (packed, records))) => differ(item, packed, records),
+                None => Ok(()),
+            }
+        }
+        // The forms cost different fuel and memory; other checks tell of a limit that is hit.
+        (Err(fault), _) | (_, Err(fault)) if fault.kind == FaultKind::Limit => Ok(()),
+        (Err(packed), Err(records)) if packed.kind == records.kind => Ok(()),
+        (packed, records) => {
+            let told = |answers: &Answers| match answers {
+                Ok(answers) => answers[0].clone(),
+                Err(fault) => fault.to_string(),
+            };
+            differ(&batch[0], &told(packed), &told(records))
+        }
     }
 }

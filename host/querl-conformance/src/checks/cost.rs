@@ -1,21 +1,23 @@
-//! What calls cost, and whether plugin.toml asks for as much.
+//! What calls cost, as the host reports it, and whether the limits of plugin.toml cover it.
 
-use super::{Broken, Found, Section};
-use crate::corpus::{dialogues, episodes, inputs, samples};
-use crate::meter::{self, Peak, Usage};
+use super::{CheckResult, Section, Violation};
+use crate::corpus::{dialogues, episodes, prompts, samples};
 use crate::report::{Cost, grouped};
-use crate::subject::{Batches, Subject};
+use crate::subject::{BatchPort, Subject};
 use querl_bundle::AskedLimits;
 use querl_core::config::PluginLimits;
 use querl_core::ports::PluginFault;
-use querl_plugin::{PluginError, PluginHost, PluginKind};
+use querl_plugin::{CallReport, PluginError, PluginHost, PluginKind};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Items of the batch that is measured.
 const N_ITEMS: usize = 64;
-/// Calls whose median is shown, where they fit into the patience.
+/// Calls whose median is shown, where they fit into the time_budget.
 const N_CALLS: usize = 31;
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIME_BUDGET: Duration = Duration::from_secs(2);
 /// Cold starts whose median is shown.
 const N_STARTS: usize = 3;
 
@@ -34,7 +36,7 @@ pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Option<Cost> {
 }
 
 /// plugin.toml asks for as much as the calls of this suite used.
-pub(crate) fn asked_limits(subject: &Subject<'_>, peak: &Peak, costs: &[Cost], section: &mut Section) {
+pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: &[Cost], section: &mut Section) {
     const RULE: &str = "a plugin runs under the limits that it asks for in plugin.toml: they cover what it uses";
     let Some(manifest) = subject.plugin.manifest() else {
         return section.skip("asked_limits", RULE, "a bare component: no plugin.toml");
@@ -68,11 +70,11 @@ fn allowed_fuel(limits: &PluginLimits, n_items: usize) -> u64 {
 }
 
 /// Each limit: of what, the most that one call used, what is allowed. A call that was stopped has used all.
-fn compared(limits: &[(&str, u64, u64)]) -> Found {
+fn compared(limits: &[(&str, u64, u64)]) -> CheckResult {
     let shown =
         |(of_what, used, allowed): &(&str, u64, u64)| format!("{} of {} {of_what}", grouped(*used), grouped(*allowed));
     match limits.iter().find(|(_, used, allowed)| used >= allowed) {
-        Some(limit) => Err(Broken::new("every item of this suite", format!("a call used {}", shown(limit)))),
+        Some(limit) => Err(Violation::new("every item of this suite", format!("a call used {}", shown(limit)))),
         None => Ok(limits.iter().map(shown).collect::<Vec<_>>().join(", ")),
     }
 }
@@ -85,9 +87,9 @@ fn calls(subject: &Subject<'_>, kind: PluginKind) -> Option<(f64, f64, usize)> {
         PluginKind::Filter => of_batch(&subject.filter(settings).ok()?, &samples::ordinary_batch(N_ITEMS)),
         PluginKind::StyleScorer => of_batch(&subject.style_scorer(settings).ok()?, &dialogues::ordinary_batch(N_ITEMS)),
         PluginKind::Prompt => {
-            let prompts = subject.prompts(settings).ok()?;
-            let asked = inputs::ordinary();
-            several(|| asked.iter().try_for_each(|asked| prompts.messages(asked.task, &asked.input()).map(drop)))
+            let port = subject.prompts(settings).ok()?;
+            let cases = prompts::ordinary();
+            several(|| cases.iter().try_for_each(|case| port.messages(case.task, &case.input()).map(drop)))
         }
     }?;
     let per_item = |usage: &Usage, whole: f64| whole / usage.n_items.max(1) as f64;
@@ -96,7 +98,7 @@ fn calls(subject: &Subject<'_>, kind: PluginKind) -> Option<(f64, f64, usize)> {
     Some((per_item(&usages[0], usages[0].fuel as f64), median(micros), memory_bytes))
 }
 
-fn of_batch<B: Batches>(port: &B, items: &[B::Item]) -> Option<Vec<Usage>> {
+fn of_batch<B: BatchPort>(port: &B, items: &[B::Item]) -> Option<Vec<Usage>> {
     several(|| port.ask(items).map(drop))
 }
 
@@ -105,8 +107,8 @@ fn several(call: impl Fn() -> Result<(), PluginFault>) -> Option<Vec<Usage>> {
     call().ok()?;
     let start = Instant::now();
     let mut usages = Vec::new();
-    while usages.is_empty() || (usages.len() < N_CALLS && start.elapsed() < PATIENCE) {
-        let (done, usage) = meter::measured(&call);
+    while usages.is_empty() || (usages.len() < N_CALLS && start.elapsed() < TIME_BUDGET) {
+        let (done, usage) = measured(&call);
         done.ok()?;
         usages.push(usage);
     }
@@ -115,7 +117,7 @@ fn several(call: impl Fn() -> Result<(), PluginFault>) -> Option<Vec<Usage>> {
 
 /// From nothing loaded to the first answer; the host itself stands, and compiled code is in the cache.
 fn cold_start(subject: &Subject<'_>, kind: PluginKind) -> Option<Duration> {
-    let options = subject.options.host_options(&meter::Meter::default());
+    let options = subject.options.host_options(&Meter::default());
     let host = PluginHost::new(options).ok()?;
     let start = Instant::now();
     first_answer(subject, &host, kind).ok()?;
@@ -131,8 +133,8 @@ fn first_answer(subject: &Subject<'_>, host: &PluginHost, kind: PluginKind) -> R
         PluginKind::Filter => subject.filter(settings)?.ask(&samples::ordinary_batch(1)).map(drop)?,
         PluginKind::StyleScorer => subject.style_scorer(settings)?.ask(&dialogues::ordinary_batch(1)).map(drop)?,
         PluginKind::Prompt => {
-            let (prompts, asked) = (subject.prompts(settings)?, inputs::ordinary());
-            prompts.messages(asked[0].task, &asked[0].input()).map(drop)?;
+            let (port, cases) = (subject.prompts(settings)?, prompts::ordinary());
+            port.messages(cases[0].task, &cases[0].input()).map(drop)?;
         }
     }
     Ok(())
@@ -144,6 +146,77 @@ fn median<T: Copy + Default + PartialOrd>(mut values: Vec<T>) -> T {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
+/// What the calls of one measured stretch used together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) n_calls: usize,
+    pub(crate) n_items: usize,
+    pub(crate) fuel: u64,
+    pub(crate) wall: Duration,
+    /// The most that one call held.
+    pub(crate) memory_bytes: usize,
+}
+
+impl Usage {
+    const NONE: Self = Self { n_calls: 0, n_items: 0, fuel: 0, wall: Duration::ZERO, memory_bytes: 0 };
+}
+
+/// The most that any call of the suite used.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Peak {
+    /// By the number of items of the call.
+    fuel: BTreeMap<usize, u64>,
+    pub(crate) memory_bytes: usize,
+}
+
+impl Peak {
+    /// Items and fuel of the call that came nearest to what is allowed for so many items.
+    pub(crate) fn nearest_to(&self, allowed: impl Fn(usize) -> u64) -> (usize, u64) {
+        let share = |n_items: usize, fuel: u64| fuel as f64 / allowed(n_items).max(1) as f64;
+        let calls = self.fuel.iter().map(|(n_items, fuel)| (*n_items, *fuel));
+        calls.max_by(|a, b| share(a.0, a.1).total_cmp(&share(b.0, b.1))).unwrap_or_default()
+    }
+}
+
+thread_local! {
+    // The host reports a call on the thread that made it.
+    static USAGE: Cell<Usage> = const { Cell::new(Usage::NONE) };
+}
+
+/// Keeps the books.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Meter {
+    peak: Arc<Mutex<Peak>>,
+}
+
+impl Meter {
+    /// Goes into the books of the calling thread, and into the peak.
+    pub(crate) fn record(&self, call: &CallReport<'_>) {
+        let mut usage = USAGE.get();
+        usage.n_calls += 1;
+        usage.n_items += call.n_items;
+        usage.fuel += call.fuel;
+        usage.wall += call.wall;
+        usage.memory_bytes = usage.memory_bytes.max(call.memory_bytes);
+        USAGE.set(usage);
+        let mut peak = self.peak.lock().unwrap_or_else(PoisonError::into_inner);
+        let fuel = peak.fuel.entry(call.n_items).or_default();
+        *fuel = call.fuel.max(*fuel);
+        peak.memory_bytes = peak.memory_bytes.max(call.memory_bytes);
+    }
+
+    pub(crate) fn peak(&self) -> Peak {
+        self.peak.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// What `job` returns, and what the calls that it made on this thread used.
+pub(crate) fn measured<R>(job: impl FnOnce() -> R) -> (R, Usage) {
+    USAGE.set(Usage::NONE);
+    let result = job();
+    (result, USAGE.take())
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -151,8 +224,8 @@ mod tests {
 
     #[test]
     fn asking_for_less_than_is_used_is_found() {
-        let broken = compared(&[("ms", 2, 5), ("fuel", 1000, 1000)]).unwrap_err();
-        assert_eq!(broken.returned, "a call used 1,000 of 1,000 fuel");
+        let violation = compared(&[("ms", 2, 5), ("fuel", 1000, 1000)]).unwrap_err();
+        assert_eq!(violation.returned, "a call used 1,000 of 1,000 fuel");
     }
 
     #[test]

@@ -1,36 +1,30 @@
-//! The checks, by what they look at.
-
-mod batch;
-pub(crate) mod cost;
-mod filter;
-mod forms;
-pub(crate) mod identity;
-mod prompt;
-mod repeat;
-mod reward;
-mod round;
-pub(crate) mod settings;
-mod style;
+//! The checks: a rule of the contract each.
 
 use crate::report::{Check, Failure, Outcome};
 use crate::shown;
 use crate::subject::Subject;
 use querl_core::ports::{FaultKind, PluginFault};
-use querl_plugin::{PluginError, PluginKind};
+use querl_plugin::{Plugin, PluginError, PluginKind};
 
-/// What a check tried, where its rule held; else how it was broken.
-pub(crate) type Found = Result<String, Broken>;
+mod batch;
+pub(crate) mod cost;
+mod kinds;
+mod repeat;
+pub(crate) mod settings;
 
-/// How a rule was broken.
+/// What a check tried, where its rule held; else how it was violation.
+pub(crate) type CheckResult = Result<String, Violation>;
+
+/// How a rule was violation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Broken {
+pub(crate) struct Violation {
     pub(crate) sent: String,
     pub(crate) returned: String,
     /// What the contract says, where it is more than the check's rule.
     pub(crate) expected: Option<String>,
 }
 
-impl Broken {
+impl Violation {
     pub(crate) fn new(sent: impl Into<String>, returned: impl Into<String>) -> Self {
         Self { sent: sent.into(), returned: returned.into(), expected: None }
     }
@@ -77,12 +71,13 @@ impl Section {
     }
 
     /// Writes down what one check found.
-    pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, found: Found) {
+    pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, found: CheckResult) {
         let (note, outcome) = match found {
             Ok(note) => (note, Outcome::Passed),
-            Err(broken) => {
+            Err(violation) => {
                 let [sent, returned, expected] =
-                    [&broken.sent, &broken.returned, broken.expected.as_deref().unwrap_or(rule)].map(shown::line);
+                    [&violation.sent, &violation.returned, violation.expected.as_deref().unwrap_or(rule)]
+                        .map(shown::line);
                 (String::new(), Outcome::Failed(Failure { sent, returned, expected }))
             }
         };
@@ -104,24 +99,49 @@ impl Section {
 pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Section {
     let mut section = Section::new(Some(kind));
     match kind {
-        PluginKind::Reward => reward::check(subject, &mut section),
-        PluginKind::Filter => filter::check(subject, &mut section),
-        PluginKind::Prompt => prompt::check(subject, &mut section),
-        PluginKind::StyleScorer => style::check(subject, &mut section),
+        PluginKind::Reward => kinds::check_reward(subject, &mut section),
+        PluginKind::Filter => kinds::check_filter(subject, &mut section),
+        PluginKind::Prompt => kinds::check_prompt(subject, &mut section),
+        PluginKind::StyleScorer => kinds::check_style(subject, &mut section),
     }
     section
 }
 
 /// A plugin that cannot be configured has nothing more to look at.
-fn not_configured(section: &mut Section, error: &PluginError) {
+fn report_not_configured(section: &mut Section, error: &PluginError) {
     section.add(
         "configures",
         "a plugin whose settings were accepted can be called",
-        Err(Broken::error("check-settings with the settings of this test", error)),
+        Err(Violation::error("check-settings with the settings of this test", error)),
     );
 }
 
 /// Configures every kind under the settings of this test.
 pub(crate) fn configured(subject: &Subject<'_>) -> Result<(), PluginError> {
-    subject.plugin.kinds().iter().try_for_each(|kind| round::of(subject, *kind, subject.settings()).map(drop))
+    subject.plugin.kinds().iter().try_for_each(|kind| repeat::test_call(subject, *kind, subject.settings()).map(drop))
+}
+
+/// What the host checks when it loads a plugin that has a manifest.
+pub(crate) const MANIFEST: &str = "plugin.toml is readable, says the name, version, kinds and range that the component \
+                                   has, and asks for no more than the host allows";
+
+pub(crate) fn check_identity(subject: &Subject<'_>, section: &mut Section) {
+    match subject.plugin.manifest() {
+        Some(_) => section.add("manifest", MANIFEST, Ok(String::new())),
+        None => section.skip("manifest", MANIFEST, "a bare component: no plugin.toml"),
+    }
+    section.add(
+        "identity",
+        "`describe` gives a name of 1 to 64 of a to z, 0 to 9 and -, and a semantic version",
+        identity(subject.plugin),
+    );
+}
+
+fn identity(plugin: &Plugin) -> CheckResult {
+    let is_name = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
+    let name_fits = (1..=64).contains(&plugin.id().len()) && plugin.id().chars().all(is_name);
+    if name_fits && semver::Version::parse(plugin.version()).is_ok() {
+        return Ok(String::new());
+    }
+    Err(Violation::new("describe()", format!("name `{}`, version `{}`", plugin.id(), plugin.version())))
 }

@@ -1,6 +1,6 @@
 //! What a plugin does with its settings, and whether that is what plugin.toml says of them.
 
-use super::{Broken, Found, Section, round};
+use super::{CheckResult, Section, Violation, repeat};
 use crate::subject::Subject;
 use querl_bundle::{SettingSpec, SettingType};
 use querl_plugin::{PluginError, PluginSettings};
@@ -64,7 +64,7 @@ fn of_schema(subject: &Subject<'_>, specs: &Specs, section: &mut Section) {
     }
 }
 
-fn all_read(subject: &Subject<'_>, specs: &Specs) -> Found {
+fn all_read(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
     let mut n_read = 0;
     for (key, spec) in specs {
         let Some(value) = spec.default.clone().or_else(|| allowed(spec).into_iter().next()) else { continue };
@@ -74,7 +74,7 @@ fn all_read(subject: &Subject<'_>, specs: &Specs) -> Found {
     Ok(counted(n_read, "setting"))
 }
 
-fn allowed_are_accepted(subject: &Subject<'_>, specs: &Specs) -> Found {
+fn allowed_are_accepted(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
     let mut n_values = 0;
     for (key, spec) in specs {
         for value in allowed(spec) {
@@ -85,7 +85,7 @@ fn allowed_are_accepted(subject: &Subject<'_>, specs: &Specs) -> Found {
     Ok(format!("{} at the ends of what is allowed", counted(n_values, "value")))
 }
 
-fn wrong_are_refused(subject: &Subject<'_>, specs: &Specs) -> Found {
+fn wrong_are_refused(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
     let mut n_values = 0;
     for (key, spec) in specs {
         for value in wrong(spec) {
@@ -96,9 +96,9 @@ fn wrong_are_refused(subject: &Subject<'_>, specs: &Specs) -> Found {
     Ok(counted(n_values, "value"))
 }
 
-fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> Found {
+fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
     let answers = |settings: &PluginSettings| {
-        round::answers(subject, settings).map_err(|error| Broken::error("check-settings", &error))?
+        repeat::test_results(subject, settings).map_err(|error| Violation::error("check-settings", &error))?
     };
     let unset = answers(subject.settings())?;
     let mut n_defaults = 0;
@@ -110,7 +110,7 @@ fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> Found {
         for (unset, set) in unset.iter().zip(answers(&with(subject, key, default))?) {
             if *unset != set {
                 let sent = format!("an ordinary batch, then the same with {key} = {default}");
-                return Err(Broken::new(sent, format!("unset {unset}, then {set}")));
+                return Err(Violation::new(sent, format!("unset {unset}, then {set}")));
             }
         }
         n_defaults += 1;
@@ -119,22 +119,22 @@ fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> Found {
 }
 
 /// The plugin takes the value, and answers with it.
-fn accepted(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Broken> {
+fn accepted(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Violation> {
     let sent = format!("{key} = {value}");
-    match round::answers(subject, &with(subject, key, value)) {
+    match repeat::test_results(subject, &with(subject, key, value)) {
         Ok(Ok(_)) => Ok(()),
-        Ok(Err(broken)) => Err(Broken { sent: format!("{sent}; {}", broken.sent), ..broken }),
-        Err(error) => Err(Broken::error(sent, &error)),
+        Ok(Err(violation)) => Err(Violation { sent: format!("{sent}; {}", violation.sent), ..violation }),
+        Err(error) => Err(Violation::error(sent, &error)),
     }
 }
 
 /// Host or plugin says that the value cannot be used.
-fn refused(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Broken> {
+fn refused(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Violation> {
     let sent = format!("{key} = {value}");
-    match round::answers(subject, &with(subject, key, value)) {
+    match repeat::test_results(subject, &with(subject, key, value)) {
         Err(PluginError::Setting { .. }) => Ok(()),
-        Err(error) => Err(Broken::error(sent, &error)),
-        Ok(_) => Err(Broken::new(sent, "accepted")),
+        Err(error) => Err(Violation::error(sent, &error)),
+        Ok(_) => Err(Violation::new(sent, "accepted")),
     }
 }
 

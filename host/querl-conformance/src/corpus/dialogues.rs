@@ -1,6 +1,6 @@
 //! Dialogues for style scorers.
 
-use super::{Group, PASSAGES, texts};
+use super::{Group, PASSAGES, long_text, odd_texts};
 use querl_core::records::{Dialogue, Message};
 
 fn turn(role: &str, content: impl Into<String>) -> Message {
@@ -51,7 +51,7 @@ fn with_texts() -> Vec<Dialogue> {
         id: format!("answer-{name}"),
         turns: vec![turn("user", "胶原蛋白肽咋吃"), turn("assistant", text)],
     };
-    let odd = texts::odd();
+    let odd = odd_texts();
     odd.iter().copied().map(everywhere).chain(odd.iter().copied().map(answer_only)).collect()
 }
 
@@ -60,7 +60,7 @@ fn with_long_texts() -> Vec<Dialogue> {
         id: id.into(),
         turns: vec![turn("user", user), turn("assistant", assistant)],
     };
-    vec![of("long-question", texts::long(), "好".into()), of("long-answer", "好".into(), texts::long())]
+    vec![of("long-question", long_text(), "好".into()), of("long-answer", "好".into(), long_text())]
 }
 
 fn with_turns() -> Vec<Dialogue> {

@@ -1,6 +1,6 @@
 //! Episodes for rewards.
 
-use super::{FAILURES, Group, failure, falling_scores, hits, texts};
+use super::{FAILURES, Group, failure, falling_scores, hits, long_text, odd_texts};
 use querl_core::records::{CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, StyleProbability};
 
 const QUERIES: [(&str, &str, &str); 5] = [
@@ -96,18 +96,18 @@ fn with_texts() -> Vec<Episode> {
     let policy_only = |(name, text): (&str, &str)| {
         changed(format!("policy-rewrite-{name}"), |episode| episode.policy.rewrite = text.into())
     };
-    let odd = texts::odd();
+    let odd = odd_texts();
     odd.iter().copied().map(everywhere).chain(odd.iter().copied().take(3).map(policy_only)).collect()
 }
 
 fn with_long_texts() -> Vec<Episode> {
     vec![
-        changed("long-query", |episode| episode.query = texts::long()),
-        changed("long-history", |episode| episode.context.history_summary = texts::long()),
-        changed("long-policy-rewrite", |episode| episode.policy.rewrite = texts::long()),
-        changed("long-baseline-rewrite", |episode| episode.baseline.rewrite = texts::long()),
+        changed("long-query", |episode| episode.query = long_text()),
+        changed("long-history", |episode| episode.context.history_summary = long_text()),
+        changed("long-policy-rewrite", |episode| episode.policy.rewrite = long_text()),
+        changed("long-baseline-rewrite", |episode| episode.baseline.rewrite = long_text()),
         changed("long-passage", |episode| {
-            episode.policy.retrieval.iter_mut().flatten().take(1).for_each(|hit| hit.text = texts::long());
+            episode.policy.retrieval.iter_mut().flatten().take(1).for_each(|hit| hit.text = long_text());
         }),
     ]
 }

@@ -1,6 +1,6 @@
 //! Samples for filters.
 
-use super::{Group, episodes, falling_scores, hits, texts};
+use super::{Group, episodes, falling_scores, hits, long_text, odd_texts};
 use querl_core::records::{Context, Sample};
 
 /// An ordinary sample: Chinese, five hits.
@@ -74,7 +74,7 @@ fn with_texts() -> Vec<Sample> {
     };
     let rewrite_only =
         |(name, text): (&str, &str)| changed(format!("rewrite-{name}"), |sample| sample.rewritten_query = text.into());
-    let odd = texts::odd();
+    let odd = odd_texts();
     let mut samples: Vec<_> = odd.iter().copied().map(everywhere).collect();
     samples.extend(odd.iter().copied().map(rewrite_only));
     samples.push(changed("unchanged", |sample| sample.rewritten_query = sample.original_query.clone()));
@@ -84,10 +84,10 @@ fn with_texts() -> Vec<Sample> {
 
 fn with_long_texts() -> Vec<Sample> {
     vec![
-        changed("long-query", |sample| sample.original_query = texts::long()),
-        changed("long-rewrite", |sample| sample.rewritten_query = texts::long()),
-        changed("long-history", |sample| sample.context.history_summary = texts::long()),
-        changed("long-passage", |sample| sample.hits[0].text = texts::long()),
+        changed("long-query", |sample| sample.original_query = long_text()),
+        changed("long-rewrite", |sample| sample.rewritten_query = long_text()),
+        changed("long-history", |sample| sample.context.history_summary = long_text()),
+        changed("long-passage", |sample| sample.hits[0].text = long_text()),
     ]
 }
 
