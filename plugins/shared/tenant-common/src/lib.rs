@@ -1,16 +1,44 @@
-//! What the tenants' prompt plugins share: the layout of prompts and the parsing of answers.
+//! The prompt plugin of all tenants: layout of prompts, parsing of responses. A tenant is three system prompts ([`Tenant`]).
 //!
-//! In: a tenant's three system prompts, queries, models' answers. Out: messages, rewrites, judgements or rejections. Knows no
-//! tenant.
+//! In: system prompts, queries, models' responses. Out: messages, rewrites, judgements or rejections.
 
 mod judgement;
 mod rewrite;
 mod text;
 
 pub use judgement::parse_judgement;
-pub use rewrite::parse_rewrite;
+use rewrite::parse_rewrite;
 
-use querl_sdk::{Message, PromptInput, PromptTask};
+use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
+use std::marker::PhantomData;
+
+/// One tenant.
+pub trait Tenant {
+    /// Its system prompts.
+    const PROMPTS: TenantPrompts;
+}
+
+/// The prompt plugin of a tenant. No settings.
+#[derive(Debug, Clone, Copy)]
+pub struct TenantPlugin<T>(PhantomData<T>);
+
+impl<T: Tenant> Prompt for TenantPlugin<T> {
+    fn new(_: &Settings) -> Result<Self, SettingError> {
+        Ok(Self(PhantomData))
+    }
+
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+        T::PROMPTS.messages(task, input)
+    }
+
+    fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
+        parse_rewrite(text)
+    }
+
+    fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection> {
+        parse_judgement(text)
+    }
+}
 
 /// What differs between tenants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
