@@ -1,7 +1,10 @@
-//! TOML as written: values, the lines they stand on, and sections that refuse what they do not know.
+//! TOML documents with positions: every error names file, line and key. Also reads files, with a limit on their size.
 
 use crate::error::BundleError;
 use querl_core::text::disturbs;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 use toml::Value;
 use toml::de::{DeTable, DeValue};
 
@@ -277,4 +280,31 @@ pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
         [only] => (*only).to_owned(),
         [most @ .., last] => format!("{} or {last}", most.join(", ")),
     }
+}
+
+/// The content of a regular file of at most `most` bytes. Devices and pipes never end, or never begin.
+///
+/// # Errors
+/// There is no such file, it cannot be read, it is no regular file, or it is larger.
+pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> {
+    let failed = |source| BundleError::io(path, source);
+    // Asked before opening, which waits for a pipe's other end.
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+        return Err(BundleError::folder(path, "is not a regular file"));
+    }
+    let mut content = Vec::new();
+    // One byte more than is allowed shows that the file is too large, however much it grows meanwhile.
+    File::open(path).and_then(|file| file.take(most + 1).read_to_end(&mut content)).map_err(failed)?;
+    match content.len() as u64 > most {
+        true => Err(BundleError::folder(path, format!("has more than the {most} bytes that are read"))),
+        false => Ok(content),
+    }
+}
+
+/// As [`read_file`], of UTF-8 text.
+///
+/// # Errors
+/// As [`read_file`], or other content.
+pub(crate) fn read_text_file(path: &Path, most: u64) -> Result<String, BundleError> {
+    String::from_utf8(read_file(path, most)?).map_err(|_| BundleError::folder(path, "is not UTF-8 text"))
 }

@@ -26,22 +26,17 @@ mod archive;
 mod bundle;
 mod document;
 mod error;
-mod file;
-mod keys;
 pub mod lock;
 mod manifest;
 #[cfg(feature = "oci")]
 pub mod oci;
-mod pack;
 mod signatures;
 
 pub use archive::ArchiveLimits;
-pub use bundle::{Bundle, check_component};
+pub use bundle::{Bundle, check_component, pack};
 pub use error::BundleError;
-pub use keys::{PublicKey, SigningKey};
 pub use manifest::{
-    AskedLimits, BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection,
+    BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection, RequestedLimits,
     SettingProblem, SettingSpec, SettingType,
 };
-pub use pack::pack;
-pub use signatures::{BundleSignature, sign};
+pub use signatures::{BundleSignature, PublicKey, SigningKey, sign};

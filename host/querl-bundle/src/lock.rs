@@ -1,8 +1,8 @@
 //! `querl.lock`: which plugins a run was made with, and when somebody accepted others.
 
+use crate::document;
 use crate::document::{Document, Section, or_list};
 use crate::error::BundleError;
-use crate::file;
 use semver::Version;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ pub struct LockFile {
 
 /// Where a lock file lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum LockKind {
     /// In a run folder.
     Run,
     /// Beside a configuration.
@@ -124,7 +124,7 @@ impl LockFile {
     /// # Errors
     /// The file cannot be read, is no regular file of at most 1 MiB, or as [`LockFile::parse`].
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        Self::parse(&file::read_text(path, LARGEST_BYTES)?, &path.display().to_string())
+        Self::parse(&document::read_text_file(path, LARGEST_BYTES)?, &path.display().to_string())
     }
 
     /// Reads the text of a lock file, which messages call `origin`.
@@ -151,10 +151,10 @@ impl LockFile {
     }
 
     /// The lock file as text, whose first line says what it is at its `place`. Read again it is the same lock file.
-    pub fn to_text(&self, place: Place) -> String {
+    pub fn to_text(&self, place: LockKind) -> String {
         let what = match place {
-            Place::Run => "the plugins of this run",
-            Place::Project => "the bundles of this project; keep this file in version control",
+            LockKind::Run => "the plugins of this run",
+            LockKind::Project => "the bundles of this project; keep this file in version control",
         };
         let mut text = format!("# Written by querl: {what}. A plugin that changed is refused.\n");
         write_keys(&mut text, &[("format", Value::Integer(FORMAT as i64))]);
@@ -220,7 +220,7 @@ impl LockEntry {
     }
 
     /// The title, with what else differs from `other`, so that the titles of two entries that differ do too.
-    fn title_beside(&self, other: &Self) -> String {
+    fn title_next_to(&self, other: &Self) -> String {
         let mut parts = vec![self.contents()];
         if self.manifest != other.manifest {
             parts.push(
@@ -275,7 +275,7 @@ impl Difference {
     pub fn change(&self, at: &str) -> LockChange {
         let nothing = || "nothing".to_owned();
         let (entry, from, to) = match self {
-            Self::Changed { locked, found } => (&**found, locked.title_beside(found), found.title_beside(locked)),
+            Self::Changed { locked, found } => (&**found, locked.title_next_to(found), found.title_next_to(locked)),
             Self::Added { found } => (found, nothing(), found.title()),
             Self::Removed { locked } => (locked, locked.title(), nothing()),
         };
@@ -292,8 +292,8 @@ impl std::fmt::Display for Difference {
                 "{} plugin `{}` changed from {} to {}; {}, {REMEDY}",
                 found.role,
                 found.id,
-                locked.title_beside(found),
-                found.title_beside(locked),
+                locked.title_next_to(found),
+                found.title_next_to(locked),
                 bring_back(locked, found)
             ),
             Self::Added { found } => write!(

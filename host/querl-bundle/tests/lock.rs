@@ -1,7 +1,7 @@
 //! The lock file, and what it says of plugins that changed.
 #![allow(clippy::unwrap_used)]
 
-use querl_bundle::lock::{Difference, LockEntry, LockFile, LockSource, Place};
+use querl_bundle::lock::{Difference, LockEntry, LockFile, LockKind, LockSource};
 
 fn entry(role: &str, id: &str, digit: char) -> LockEntry {
     LockEntry {
@@ -36,23 +36,26 @@ fn lock_file_written_and_read_again_is_the_same() {
     file.entries[1].source = LockSource::Folder;
     file.entries[1].bundle = None;
     file.entries[1].manifest = Some("d".repeat(64));
-    assert_eq!(LockFile::parse(&file.to_text(Place::Run), "querl.lock").unwrap(), file);
+    assert_eq!(LockFile::parse(&file.to_text(LockKind::Run), "querl.lock").unwrap(), file);
     file.accept(vec![entry("prompt", "tenant-chengla", '2')], "2026-11-20T14:00:00Z");
-    let text = file.to_text(Place::Run);
+    let text = file.to_text(LockKind::Run);
     assert_eq!(LockFile::parse(&text, "querl.lock").unwrap(), file, "{text}");
-    assert_eq!(LockFile::parse(&text, "querl.lock").unwrap().to_text(Place::Run), text);
-    assert_eq!(LockFile::parse(&LockFile::default().to_text(Place::Run), "querl.lock").unwrap(), LockFile::default());
+    assert_eq!(LockFile::parse(&text, "querl.lock").unwrap().to_text(LockKind::Run), text);
+    assert_eq!(
+        LockFile::parse(&LockFile::default().to_text(LockKind::Run), "querl.lock").unwrap(),
+        LockFile::default()
+    );
 }
 
 #[test]
 fn the_first_line_fits_its_place() {
     let first = |place| locked().to_text(place).lines().next().unwrap().to_owned();
-    assert_eq!(first(Place::Run), "# Written by querl: the plugins of this run. A plugin that changed is refused.");
+    assert_eq!(first(LockKind::Run), "# Written by querl: the plugins of this run. A plugin that changed is refused.");
     assert_eq!(
-        first(Place::Project),
+        first(LockKind::Project),
         "# Written by querl: the bundles of this project; keep this file in version control. A plugin that changed is refused."
     );
-    assert_eq!(LockFile::parse(&locked().to_text(Place::Project), "querl.lock").unwrap(), locked());
+    assert_eq!(LockFile::parse(&locked().to_text(LockKind::Project), "querl.lock").unwrap(), locked());
 }
 
 #[test]
@@ -184,7 +187,7 @@ fn accepted_change_is_recorded_and_no_longer_a_difference() {
 
 #[test]
 fn mistakes_are_told_with_their_line() {
-    let text = locked().to_text(Place::Run);
+    let text = locked().to_text(LockKind::Run);
     for (old, new, expected) in [
         (
             "format = 1",

@@ -56,12 +56,9 @@ compile_error!(
 #[path = "guest/mod.rs"]
 pub mod __guest;
 mod export;
-mod filter;
+mod kinds;
 pub mod log;
-mod prompt;
-mod reward;
 mod settings;
-mod style;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod testing;
 mod types;
@@ -71,11 +68,11 @@ mod types;
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-pub use filter::{Filter, Sample, Verdict};
-pub use prompt::{JudgeScore, Prompt, PromptInput, PromptTask};
-pub use reward::{Component, Episode, Reward, Score};
+pub use kinds::{
+    ClassifyError, Component, Dialogue, Episode, Filter, JudgeScore, Prompt, PromptInput, PromptTask, Reward, Sample,
+    Score, StyleModel, StyleScorer, Verdict,
+};
 pub use settings::{SettingError, Settings};
-pub use style::{ClassifyError, Dialogue, StyleModel, StyleScorer};
 pub use types::{
     CallFailure, Candidate, Context, FailureKind, Hit, Judgement, Message, Rejection, Role, StyleProbability,
 };

@@ -1,19 +1,19 @@
-//! `plugin.toml`: what a plugin says of itself before any of its code runs.
-
-mod limits;
-mod parse;
-mod settings;
-mod text;
+//! `plugin.toml`: what a plugin is, which settings it has, which limits it requests.
 
 use crate::archive::ArchiveLimits;
+use crate::document;
 use crate::error::BundleError;
-use crate::file;
+use querl_core::config::PluginLimits;
 use querl_core::fsx::digest_hex;
 use semver::Version;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use toml::{Table, Value};
 
 pub use settings::{SettingProblem, SettingSpec, SettingType};
+
+mod parse;
+mod settings;
 
 /// The version of the contract (`wit/`) that this host speaks.
 pub const CONTRACT: Version = Version::new(0, 1, 0);
@@ -117,7 +117,7 @@ pub struct Manifest {
     /// The settings it takes, by key.
     pub settings: BTreeMap<String, SettingSpec>,
     /// The limits it asks for.
-    pub limits: AskedLimits,
+    pub limits: RequestedLimits,
     /// How it is built, where that is written.
     pub build: Option<BuildSection>,
     /// What packing added; `None` in a source folder.
@@ -147,7 +147,7 @@ pub struct PluginSection {
 
 /// `[limits]`: what the plugin asks for; less than the host's own limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct AskedLimits {
+pub struct RequestedLimits {
     /// Deterministic instruction budget of a call, whatever its number of items.
     pub fuel_per_call: Option<u64>,
     /// Deterministic instruction budget per item of a batch.
@@ -191,7 +191,7 @@ impl Manifest {
     /// The file cannot be read, is no regular file of at most 1 MiB, or as [`Manifest::parse`].
     pub fn read(path: &Path) -> Result<Self, BundleError> {
         let file = file_at(path);
-        Self::parse(&file::read_text(&file, LARGEST_BYTES)?, &file.display().to_string())
+        Self::parse(&document::read_text_file(&file, LARGEST_BYTES)?, &file.display().to_string())
     }
 
     /// Lower-case hexadecimal SHA-256 of a manifest as it is written: of the file itself, or of `plugin.toml` in a folder.
@@ -199,7 +199,7 @@ impl Manifest {
     /// # Errors
     /// The file cannot be read, or is no regular file of at most 1 MiB.
     pub fn file_digest(path: &Path) -> Result<String, BundleError> {
-        Ok(digest_hex(&file::read(&file_at(path), LARGEST_BYTES)?))
+        Ok(digest_hex(&document::read_file(&file_at(path), LARGEST_BYTES)?))
     }
 
     /// Reads the text of a manifest, which messages call `origin`.
@@ -217,6 +217,124 @@ impl Manifest {
 
     /// The manifest as TOML, keys in a fixed order, without comments. Read again it is the same manifest.
     pub fn to_text(&self) -> String {
-        text::manifest(self)
+        manifest_text(self)
     }
+}
+
+impl Manifest {
+    /// The limits of `host`, lowered to those that the plugin asks for.
+    ///
+    /// # Errors
+    /// The plugin asks for more than the host allows: one sentence with both figures and the setting to raise.
+    pub fn effective_limits(&self, host: &PluginLimits) -> Result<PluginLimits, String> {
+        let asked = &self.limits;
+        Ok(PluginLimits {
+            fuel_per_call: lower("fuel_per_call", asked.fuel_per_call, host.fuel_per_call)?,
+            fuel_per_item: lower("fuel_per_item", asked.fuel_per_item, host.fuel_per_item)?,
+            timeout_ms: lower("timeout_ms", asked.timeout_ms, host.timeout_ms)?,
+            memory_bytes: lower("memory_bytes", asked.memory_bytes, host.memory_bytes)?,
+            output_bytes: lower("output_bytes", asked.output_bytes, host.output_bytes)?,
+            log_bytes: lower("log_bytes", asked.log_bytes, host.log_bytes)?,
+            ..host.clone()
+        })
+    }
+}
+
+fn lower<N: Copy + PartialOrd + std::fmt::Display>(key: &str, asked: Option<N>, allowed: N) -> Result<N, String> {
+    match asked {
+        None => Ok(allowed),
+        Some(asked) if asked <= allowed => Ok(asked),
+        Some(asked) => Err(format!(
+            "asks for a {key} of {asked}, and this host allows {allowed}; raise `plugins.limits.{key}` to {asked} or more"
+        )),
+    }
+}
+
+/// Sections in the order of the documentation, keys in a fixed order.
+fn manifest_text(manifest: &Manifest) -> String {
+    let mut text = String::new();
+    write_section(&mut text, "plugin", plugin(&manifest.plugin));
+    for (key, spec) in &manifest.settings {
+        write_section(&mut text, &format!("settings.{key}"), setting(spec));
+    }
+    let limits = limits(&manifest.limits);
+    if !limits.is_empty() {
+        write_section(&mut text, "limits", limits);
+    }
+    if let Some(build) = manifest.build {
+        write_section(&mut text, "build", vec![("language", build.language.name().into())]);
+    }
+    if let Some(bundle) = &manifest.bundle {
+        let keys = vec![
+            ("format", number(bundle.format)),
+            ("component", bundle.component.as_str().into()),
+            ("component_bytes", number(bundle.component_bytes)),
+        ];
+        write_section(&mut text, "bundle", keys);
+    }
+    text
+}
+
+fn write_section(text: &mut String, name: &str, keys: Vec<(&str, Value)>) {
+    if !text.is_empty() {
+        text.push('\n');
+    }
+    text.push_str(&format!("[{name}]\n"));
+    for (key, value) in keys {
+        // One key at a time keeps our order, whatever order the library's table has.
+        let line = Table::from_iter([(key.to_owned(), value)]);
+        text.push_str(&line.to_string());
+    }
+}
+
+fn plugin(plugin: &PluginSection) -> Vec<(&'static str, Value)> {
+    let kinds: Vec<_> = plugin.kinds.iter().map(|kind| kind.name()).collect();
+    let mut keys = vec![
+        ("id", plugin.id.as_str().into()),
+        ("version", plugin.version.to_string().into()),
+        ("contract", plugin.contract.to_string().into()),
+        ("kinds", kinds.into()),
+        ("description", plugin.description.as_str().into()),
+        ("license", plugin.license.as_str().into()),
+    ];
+    if let Some((min, max)) = plugin.range {
+        keys.push(("range", vec![min, max].into()));
+    }
+    keys.push(("golden", plugin.golden.as_str().into()));
+    keys
+}
+
+fn setting(spec: &SettingSpec) -> Vec<(&'static str, Value)> {
+    let bound = |bound: f64| match spec.kind {
+        SettingType::Integer => Value::Integer(bound as i64),
+        _ => Value::Float(bound),
+    };
+    let mut keys = vec![("type", spec.kind.name().into())];
+    keys.extend(spec.default.clone().map(|default| ("default", default)));
+    keys.extend(spec.minimum.map(|min| ("minimum", bound(min))));
+    keys.extend(spec.maximum.map(|max| ("maximum", bound(max))));
+    if !spec.choices.is_empty() {
+        keys.push(("choices", spec.choices.clone().into()));
+    }
+    if !spec.doc.is_empty() {
+        keys.push(("doc", spec.doc.as_str().into()));
+    }
+    keys
+}
+
+fn limits(limits: &RequestedLimits) -> Vec<(&'static str, Value)> {
+    let bytes = |bytes: usize| number(bytes as u64);
+    let keys = [
+        ("fuel_per_call", limits.fuel_per_call.map(number)),
+        ("fuel_per_item", limits.fuel_per_item.map(number)),
+        ("timeout_ms", limits.timeout_ms.map(number)),
+        ("memory_bytes", limits.memory_bytes.map(bytes)),
+        ("output_bytes", limits.output_bytes.map(bytes)),
+        ("log_bytes", limits.log_bytes.map(bytes)),
+    ];
+    keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+}
+
+fn number(count: u64) -> Value {
+    Value::Integer(i64::try_from(count).unwrap_or(i64::MAX))
 }

@@ -2,7 +2,7 @@
 
 use super::settings::{SettingSpec, spec};
 use super::{
-    AskedLimits, BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection,
+    BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection, RequestedLimits,
 };
 use crate::document::{Document, Section, nearest, or_list};
 use crate::error::BundleError;
@@ -167,15 +167,15 @@ fn settings(root: &Section<'_>) -> Result<BTreeMap<String, SettingSpec>, BundleE
     Ok(settings)
 }
 
-fn asked_limits(root: &Section<'_>) -> Result<AskedLimits, BundleError> {
+fn asked_limits(root: &Section<'_>) -> Result<RequestedLimits, BundleError> {
     let keys = ["fuel_per_call", "fuel_per_item", "timeout_ms", "memory_bytes", "output_bytes", "log_bytes"];
-    let Some(section) = root.section("limits", &keys)? else { return Ok(AskedLimits::default()) };
+    let Some(section) = root.section("limits", &keys)? else { return Ok(RequestedLimits::default()) };
     let bytes = |key, minimum| -> Result<Option<usize>, BundleError> {
         let Some(count) = section.count(key, minimum)? else { return Ok(None) };
         let fits = usize::try_from(count);
         fits.map(Some).map_err(|_| section.error(key, "is more than this machine can address"))
     };
-    Ok(AskedLimits {
+    Ok(RequestedLimits {
         fuel_per_call: section.count("fuel_per_call", 0)?,
         fuel_per_item: section.count("fuel_per_item", 1)?,
         timeout_ms: section.count("timeout_ms", 1)?,

@@ -1,6 +1,6 @@
 //! Who we are to a registry.
 
-use super::error::RegistryError;
+use super::client::RegistryError;
 use super::reference::RegistryReference;
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 use oci_client::secrets::RegistryAuth;

@@ -8,14 +8,10 @@
 mod artifact;
 mod client;
 mod credentials;
-mod error;
-mod pull;
-mod push;
 mod reference;
+mod transfer;
 
-pub use client::Transport;
+pub use client::{RegistryError, Transport};
 pub use credentials::Credentials;
-pub use error::RegistryError;
-pub use pull::{Pulled, pull, versions};
-pub use push::{Pushed, push};
 pub use reference::RegistryReference;
+pub use transfer::{Pulled, Pushed, pull, push, versions};

@@ -1,6 +1,6 @@
 //! Places in registries.
 
-use super::error::RegistryError;
+use super::client::RegistryError;
 use oci_client::Reference;
 use semver::Version;
 use std::net::{IpAddr, Ipv6Addr};

@@ -4,7 +4,7 @@ use super::{CheckResult, Section, Violation};
 use crate::corpus::{dialogues, episodes, prompts, samples};
 use crate::report::{Cost, grouped};
 use crate::subject::{BatchPort, Subject};
-use querl_bundle::AskedLimits;
+use querl_bundle::RequestedLimits;
 use querl_core::config::PluginLimits;
 use querl_core::ports::PluginFault;
 use querl_plugin::{CallReport, PluginError, PluginHost, PluginKind};
@@ -41,7 +41,7 @@ pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: 
     let Some(manifest) = subject.plugin.manifest() else {
         return section.skip("asked_limits", RULE, "a bare component: no plugin.toml");
     };
-    if manifest.limits == AskedLimits::default() {
+    if manifest.limits == RequestedLimits::default() {
         return section.skip("asked_limits", RULE, "plugin.toml asks for nothing: the host's limits hold");
     }
     let limits = subject.plugin.limits();

@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 pub fn pin(dir: &RunDir, config: &Path, used: &[Used], on_change: OnPluginChange) -> anyhow::Result<()> {
     let of_run = pins_of_run(dir, used, on_change)?;
     let of_project = pins_of_project(dir, config, used, on_change)?;
-    let locks = [(lock::Place::Run, Some(of_run)), (lock::Place::Project, of_project)];
+    let locks = [(lock::LockKind::Run, Some(of_run)), (lock::LockKind::Project, of_project)];
     for (place, (path, lock)) in locks.into_iter().filter_map(|(place, lock)| Some((place, lock?))) {
         write_atomic(&path, lock.to_text(place).as_bytes())
             .with_context(|| format!("{}: cannot be written", path.display()))?;

@@ -6,7 +6,7 @@ use crate::cli::Format;
 use crate::failure::{self, Stop};
 use crate::plugins::host;
 use clap::Args;
-use querl_bundle::{AskedLimits, Bundle, Manifest};
+use querl_bundle::{Bundle, Manifest, RequestedLimits};
 use querl_core::config::PluginLimits;
 use querl_plugin::{Plugin, PluginError};
 use std::io::Write;
@@ -73,7 +73,7 @@ fn nothing(path: &Path, error: PluginError) -> anyhow::Error {
 }
 
 /// The limits that are asked for, by key.
-fn asked(limits: &AskedLimits) -> Vec<(&'static str, u64)> {
+fn asked(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
     let keys = [
         ("fuel_per_call", limits.fuel_per_call),
         ("fuel_per_item", limits.fuel_per_item),
