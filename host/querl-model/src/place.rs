@@ -74,6 +74,7 @@ impl Place {
 }
 
 /// What a card cannot do yet, by its setting.
+#[cfg(feature = "cuda")]
 pub(crate) fn only_on_cpu(what: &str) -> Error {
     Error::Msg(format!("{what} is computed on the CPU alone; set `device = \"cpu\"`"))
 }

@@ -5,9 +5,9 @@
 //!
 //! Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 
-use crate::kernels::{GROUP, floats};
+use crate::kernels::GROUP;
 use crate::{DecoderConfig, ModelError, Ranks};
-use candle_core::{CpuStorage, CustomOp1, Device, Error, Layout, Result as TensorResult, Shape, Tensor};
+use candle_core::{Device, Result as TensorResult, Tensor};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
 
@@ -239,56 +239,6 @@ impl TensorParallel {
             true => Err(ModelError::Shard(format!("{what} is not split over ranks; set `model.tensor_parallel = 1`"))),
             false => Ok(()),
         }
-    }
-
-    /// `x`, which is the same on all ranks, where each goes on with it in its own way: its gradient is the sum of theirs.
-    pub(crate) fn shared(&self, x: &Tensor) -> TensorResult<Tensor> {
-        if !self.is_split() || !x.track_op() {
-            return Ok(x.clone());
-        }
-        x.contiguous()?.apply_op1(Shared(self.ranks.clone()))
-    }
-
-    /// The sum of all ranks' `x`; its gradient is that of each.
-    pub(crate) fn summed(&self, x: &Tensor) -> TensorResult<Tensor> {
-        if !self.is_split() {
-            return Ok(x.clone());
-        }
-        x.contiguous()?.apply_op1(Summed(self.ranks.clone()))
-    }
-}
-
-struct Shared(Ranks);
-
-impl CustomOp1 for Shared {
-    fn name(&self) -> &'static str {
-        "shared-by-ranks"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> TensorResult<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(floats(x, layout)?.to_vec()), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> TensorResult<Option<Tensor>> {
-        Ok(Some(self.0.sum_tensor(grad)?))
-    }
-}
-
-struct Summed(Ranks);
-
-impl CustomOp1 for Summed {
-    fn name(&self) -> &'static str {
-        "summed-over-ranks"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> TensorResult<(CpuStorage, Shape)> {
-        let mut sum = floats(x, layout)?.to_vec();
-        self.0.sum(&mut sum).map_err(Error::wrap)?;
-        Ok((CpuStorage::F32(sum), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> TensorResult<Option<Tensor>> {
-        Ok(Some(grad.clone()))
     }
 }
 

@@ -5,7 +5,7 @@ use crate::checkpoint::StoredModel;
 use crate::kernels::RopeTable;
 use crate::random::standard_normal;
 use crate::sharding::TensorParallel;
-use crate::transformer::Layer;
+use crate::transformer::LayerWeights;
 use crate::weights::{RandomTensors, Tensors, WeightLoader};
 use crate::{DecoderConfig, ModelError, Place, Ranks, Weights};
 use candle_core::{Device, Tensor};
@@ -125,7 +125,7 @@ impl Decoder {
             false => source.table("lm_head.weight")?,
         };
         let layers = (0..config.n_layers)
-            .map(|index| Layer::new(&format!("model.layers.{index}"), &config, &mut source).map(Arc::new))
+            .map(|index| LayerWeights::load(&format!("model.layers.{index}"), &config, &mut source).map(Arc::new))
             .collect::<Result<_, _>>()?;
         let rope = RopeTable::new(config.max_positions, config.head_dim, config.rope_theta);
         Ok(Self {

@@ -12,9 +12,12 @@ use crate::adapter::LoraAdapter;
 use crate::dropout::{Dropout, DropoutMask};
 use crate::kernels::{self, Queries, RopeTable, Weight};
 use crate::sharding::{Shard, TensorParallel};
-use crate::transformer::{BatchRows, CheckpointedLayer, Layer, Pass, QueryRows};
+use crate::transformer::{
+    self, CheckpointedLayer, LayerContext, LayerPass, LayerRows, LayerWeights, PackedAttention, Pass, QueryRows, Rows,
+};
 use crate::{DecoderConfig, ModelError, PackedBatch, Place, save_tensors};
 use candle_core::{DType, Result as TensorResult, Tensor, Var};
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +34,7 @@ pub struct Decoder {
     local: DecoderConfig,
     parallel: TensorParallel,
     embedding: Weight, // (V, H)
-    pub(crate) layers: Vec<Arc<Layer>>,
+    pub(crate) layers: Vec<Arc<LayerWeights>>,
     norm: Tensor,
     head: Weight, // (V, H); the embedding where tied
     rope: RopeTable,
@@ -140,22 +143,20 @@ impl Decoder {
         if wanted.map_or(batch.n_rows(), Vec::len) == 0 {
             return Tensor::zeros((0, self.config.hidden_size), DType::F32, self.norm.device());
         }
-        let rows = self.batch_rows(batch, pass.dropout)?;
-        let wanted = wanted.map(|wanted| self.query_rows(batch, &rows, wanted)).transpose()?;
-        let recompute = pass.recompute.filter(|recompute| recompute.keeps_inputs());
-        let adapter = recompute.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
+        let all_rows = self.layer_pass(batch, pass.dropout)?;
+        let last = wanted.map(|wanted| self.query_pass(batch, &all_rows, wanted)).transpose()?;
+        let checkpointing = pass.recompute.filter(|recompute| recompute.keeps_inputs());
+        let adapter = checkpointing.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
         let mut x = self.embed(batch, pass.adapter)?;
-        for (index, layer) in self.layers.iter().enumerate() {
-            let wanted = wanted.as_ref().filter(|_| index + 1 == self.layers.len());
-            x = match (recompute, wanted) {
-                (None, None) => layer.forward(&x, &rows, pass)?,
-                (None, Some(wanted)) => layer.forward_at(&x, &rows, wanted, pass)?,
-                (Some(recompute), wanted) => CheckpointedLayer {
-                    layer: layer.clone(),
-                    rows: rows.clone(),
-                    wanted: wanted.cloned(),
+        for (index, weights) in self.layers.iter().enumerate() {
+            let is_last = index + 1 == self.layers.len();
+            let layer_pass = last.as_ref().filter(|_| is_last).unwrap_or(&all_rows).clone();
+            x = match checkpointing {
+                None => transformer::forward(weights, pass.adapter, &x, layer_pass, pass.recompute)?,
+                Some(recompute) => CheckpointedLayer {
+                    weights: weights.clone(),
+                    pass: layer_pass,
                     adapter: adapter.clone(),
-                    dropout: pass.dropout,
                     recompute: recompute.clone(),
                     input: x.detach(),
                 }
@@ -165,42 +166,59 @@ impl Decoder {
         kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
     }
 
-    pub(crate) fn batch_rows(&self, batch: &PackedBatch, dropout: Option<Dropout>) -> TensorResult<BatchRows> {
+    pub(crate) fn context(&self) -> LayerContext {
+        LayerContext {
+            rope: self.rope.clone(),
+            hidden_size: self.config.hidden_size,
+            eps: self.config.rms_norm_eps as f32,
+            parallel: self.parallel.clone(),
+        }
+    }
+
+    /// All rows of a batch through a layer.
+    pub(crate) fn layer_pass(&self, batch: &PackedBatch, dropout: Option<Dropout>) -> TensorResult<LayerPass> {
         let dropout = dropout.filter(|dropout| dropout.p != 0.0);
         let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), self.shard())).transpose()?;
-        Ok(BatchRows {
-            #[cfg(feature = "cuda")]
-            on_card: match &self.on_card {
-                Some(card) => Some(Arc::new(card.rows(batch, None, dropout.as_ref())?)),
-                None => None,
-            },
-            dropout,
-            rope: self.rope.clone(),
-            positions: batch.positions.clone(),
-            queries: Queries::all(&batch.tree),
-            head_dim: self.config.head_dim,
-            eps: self.config.rms_norm_eps,
-            parallel: self.parallel.clone(),
+        let device_rows = self.device_rows(batch, None, dropout.as_ref())?;
+        let rows = Rows { positions: batch.positions.clone(), dropout, device_rows };
+        let attention =
+            PackedAttention { queries: Queries::all(&batch.tree), head_dim: self.config.head_dim, rows: rows.clone() };
+        Ok(LayerPass { layer_rows: LayerRows { context: self.context(), rows, query_rows: None }, attention })
+    }
+
+    /// The same with some of the batch's rows, ascending, as queries.
+    pub(crate) fn query_pass(&self, batch: &PackedBatch, all: &LayerPass, wanted: &[u32]) -> TensorResult<LayerPass> {
+        let queries = Queries::some(&batch.tree, wanted)?; // checks that the rows exist
+        let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
+        let dropout = all.layer_rows.rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
+        let device_rows = self.device_rows(batch, Some(wanted), dropout.as_ref())?;
+        let rows = Rows { positions: Arc::new(positions), dropout, device_rows };
+        let query_rows = Some(QueryRows { indices: Arc::new(wanted.to_vec()), rows: rows.clone() });
+        Ok(LayerPass {
+            layer_rows: LayerRows { query_rows, ..all.layer_rows.clone() },
+            attention: PackedAttention { queries, head_dim: self.config.head_dim, rows },
         })
     }
 
-    /// `wanted`: some of the batch's rows, ascending.
-    fn query_rows(&self, batch: &PackedBatch, rows: &BatchRows, wanted: &[u32]) -> TensorResult<QueryRows> {
-        let queries = Queries::some(&batch.tree, wanted)?; // checks that the rows exist
-        let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
-        let dropout = rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
-        let rows = BatchRows {
-            #[cfg(feature = "cuda")]
-            on_card: match &self.on_card {
-                Some(card) => Some(Arc::new(card.rows(batch, Some(wanted), dropout.as_ref())?)),
-                None => None,
-            },
-            positions: Arc::new(positions),
-            queries,
-            dropout,
-            ..rows.clone()
-        };
-        let indices = Tensor::new(wanted, self.norm.device())?;
-        Ok(QueryRows { list: Arc::new(wanted.to_vec()), indices, rows })
+    /// See [`Rows::device_rows`]; `query_rows`: `None` means all.
+    #[cfg(feature = "cuda")]
+    fn device_rows(
+        &self,
+        batch: &PackedBatch,
+        query_rows: Option<&[u32]>,
+        dropout: Option<&DropoutMask>,
+    ) -> TensorResult<Option<Arc<dyn Any + Send + Sync>>> {
+        let Some(device) = &self.on_card else { return Ok(None) };
+        Ok(Some(Arc::new(device.rows(batch, query_rows, dropout)?)))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn device_rows(
+        &self,
+        _batch: &PackedBatch,
+        _query_rows: Option<&[u32]>,
+        _dropout: Option<&DropoutMask>,
+    ) -> TensorResult<Option<Arc<dyn Any + Send + Sync>>> {
+        Ok(None)
     }
 }

@@ -3,7 +3,7 @@
 use super::Decoder;
 use crate::adapter::{EMBEDDING, LoraAdapter, LoraPair};
 use crate::kernels::{RopeTable, Weight};
-use crate::transformer::{Layer, Linear};
+use crate::transformer::{LayerWeights, Linear};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// One linear layer.
@@ -73,13 +73,13 @@ impl Decoder {
     }
 }
 
-impl Layer {
+impl LayerWeights {
     fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<LayerParts<'a>> {
         let parts = |linear: &'a Linear| linear.parts(adapter);
         Ok(LayerParts {
             input_norm: &self.input_norm,
             post_attention_norm: &self.post_attention_norm,
-            qk_norm: self.qk_norm.as_ref().map(|(q, k)| (q, k)),
+            qk_norm: self.qk_norm.as_ref().map(|[q, k]| (q, k)),
             qkv: [parts(&self.q)?, parts(&self.k)?, parts(&self.v)?],
             o: parts(&self.o)?,
             gate_up: [parts(&self.gate)?, parts(&self.up)?],

@@ -2,7 +2,7 @@
 
 use super::Decoder;
 use crate::kernels::Weight;
-use crate::transformer::{Layer, Linear};
+use crate::transformer::{LayerWeights, Linear};
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -38,18 +38,18 @@ fn still(weight: &Weight) -> Weight {
     }
 }
 
-fn detached(layer: &Layer) -> Layer {
+fn detached(layer: &LayerWeights) -> LayerWeights {
     let linear = |linear: &Linear| {
         Linear::new(linear.path.clone(), still(&linear.weight), linear.bias.as_ref().map(Tensor::detach))
     };
-    Layer {
+    LayerWeights {
         input_norm: layer.input_norm.detach(),
         post_attention_norm: layer.post_attention_norm.detach(),
         q: linear(&layer.q),
         k: linear(&layer.k),
         v: linear(&layer.v),
         o: linear(&layer.o),
-        qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q.detach(), k.detach())),
+        qk_norm: layer.qk_norm.as_ref().map(|[q, k]| [q.detach(), k.detach()]),
         gate: linear(&layer.gate),
         up: linear(&layer.up),
         down: linear(&layer.down),

@@ -29,7 +29,7 @@ pub use rope::{RopeTable, norm_rope, rope};
 pub use select::select_rows;
 pub use swiglu::swiglu;
 
-pub(crate) use attention::{LogSums, attend, attention_gradients};
+pub(crate) use attention::{LogSumExp, attend, attention_gradients};
 #[cfg(feature = "cuda")]
 pub(crate) use card::{card_rows, card_tensor};
 pub(crate) use cpu::Level;

@@ -2,7 +2,9 @@
 
 use super::product::{self, Direction, Fresh, Source, Start, Term, transpose, written};
 use super::{FrozenWeight, Level};
+use crate::dropout::LayerMask;
 use candle_core::Result;
+use std::borrow::Cow;
 
 /// What one linear layer multiplies with.
 pub(crate) enum Projection<'a> {
@@ -12,13 +14,25 @@ pub(crate) enum Projection<'a> {
     Trained { weight: &'a [f32], n_in: usize, bias: Option<&'a [f32]> },
 }
 
-/// `scale * B A` beside a weight.
+/// `scale * B A`, added to a weight.
 #[derive(Clone, Copy)]
 pub(crate) struct LowRank<'a> {
     pub(crate) a: &'a [f32], // (rank, in)
     pub(crate) b: &'a [f32], // (out, rank)
     pub(crate) rank: usize,
     pub(crate) scale: f32,
+    /// On the inputs of A.
+    pub(crate) dropout: Option<&'a LayerMask<'a>>,
+}
+
+impl LowRank<'_> {
+    /// The input of A for the input `x` of the layer.
+    fn input<'x>(&self, x: &'x [f32]) -> Cow<'x, [f32]> {
+        let Some(mask) = self.dropout else { return Cow::Borrowed(x) };
+        let mut dropped = x.to_vec();
+        mask.apply(&mut dropped);
+        Cow::Owned(dropped)
+    }
 }
 
 /// What a backward pass finds for a layer's own parameters; empty where there is nothing to train.
@@ -28,8 +42,8 @@ pub(crate) struct ParameterGradients {
     pub(crate) bias: Vec<f32>,   // (out)
     pub(crate) a: Vec<f32>,      // (rank, in)
     pub(crate) b: Vec<f32>,      // (out, rank)
-    /// `scale * g B`, `(N, rank)`: what the input's gradient needs besides `g`.
-    low: Vec<f32>,
+    /// `scale * g B`, `(N, rank)`: for the gradients of A and of the input.
+    lora_b_grad: Vec<f32>,
 }
 
 impl<'a> Projection<'a> {
@@ -75,20 +89,20 @@ impl<'a> Projection<'a> {
 
     /// The same, added to `base` `(N, out)`.
     pub(crate) fn added(&self, x: &[f32], base: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
-        let [low] = low([self], x)?;
-        let sum = |start| single(self.level(), Direction::Forward, self.product(x, &low, start));
-        let Some(bias) = self.bias() else { return Ok((sum(Start::Matrix(base))?, low)) };
+        let [lora_a_out] = lora_a_out([self], x)?;
+        let sum = |start| single(self.level(), Direction::Forward, self.product(x, &lora_a_out, start));
+        let Some(bias) = self.bias() else { return Ok((sum(Start::Matrix(base))?, lora_a_out)) };
         let mut base = base.to_vec();
         base.chunks_exact_mut(bias.len()).for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
-        Ok((sum(Start::Matrix(&base))?, low))
+        Ok((sum(Start::Matrix(&base))?, lora_a_out))
     }
 
-    /// `start + x W^T + low B^T`.
-    fn product<'x>(&'x self, x: &'x [f32], low: &'x [f32], start: Start<'x>) -> Fresh<'x> {
+    /// `start + x W^T + lora_a_out B^T`.
+    fn product<'x>(&'x self, x: &'x [f32], lora_a_out: &'x [f32], start: Start<'x>) -> Fresh<'x> {
         let (n_out, n_in) = self.dims();
         let mut terms = vec![Term { left: x, weight: self.source() }];
         if let Some(LowRank { b, rank, .. }) = self.low_rank() {
-            terms.push(Term { left: low, weight: Source::rows(b, rank) });
+            terms.push(Term { left: lora_a_out, weight: Source::rows(b, rank) });
         }
         Fresh { len: x.len() / n_in * n_out, start, terms }
     }
@@ -96,21 +110,23 @@ impl<'a> Projection<'a> {
 
 /// [`Projection::forward`] of several layers with the same input.
 pub(crate) fn forward<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
-    let lows = low(layers, x)?;
+    let lora_a_outs = lora_a_out(layers, x)?;
     let mut products: Vec<Fresh<'_>> = Vec::with_capacity(N);
-    for (layer, low) in layers.into_iter().zip(&lows) {
-        products.push(layer.product(x, low, layer.bias().map_or(Start::Zero, Start::Row)));
+    for (layer, lora_a_out) in layers.into_iter().zip(&lora_a_outs) {
+        products.push(layer.product(x, lora_a_out, layer.bias().map_or(Start::Zero, Start::Row)));
     }
     let mut results = product::fresh(level(&layers), Direction::Forward, &products)?.into_iter();
     drop(products);
-    Ok(lows.map(|low| (results.next().unwrap_or_default(), low)))
+    Ok(lora_a_outs.map(|lora_a_out| (results.next().unwrap_or_default(), lora_a_out)))
 }
 
 /// What gradients of inputs need besides those of the outputs: of each layer, which comes with the gradient `(N, out)` of its
 /// outputs, `scale * g B` `(N, rank)`.
-pub(crate) fn low_gradients<const N: usize>(layers: [(&Projection<'_>, &[f32]); N]) -> Result<[ParameterGradients; N]> {
-    let lows = of_ranks(layers, Direction::Backward)?;
-    Ok(lows.map(|low| ParameterGradients { low, ..ParameterGradients::default() }))
+pub(crate) fn lora_b_gradients<const N: usize>(
+    layers: [(&Projection<'_>, &[f32]); N],
+) -> Result<[ParameterGradients; N]> {
+    let all = of_ranks(layers, Direction::Backward)?;
+    Ok(all.map(|lora_b_grad| ParameterGradients { lora_b_grad, ..ParameterGradients::default() }))
 }
 
 /// A layer whose parameters get their gradients.
@@ -119,10 +135,10 @@ pub(crate) struct Trained<'a> {
     /// `(N, in)`.
     pub(crate) x: &'a [f32],
     /// `scale * x A^T`, `(N, rank)`.
-    pub(crate) low: &'a [f32],
+    pub(crate) lora_a_out: &'a [f32],
     /// Gradient of the outputs, `(N, out)`.
     pub(crate) grad: &'a [f32],
-    /// What [`low_gradients`] has found; it takes in what is found here.
+    /// What [`lora_b_gradients`] has found; it takes in what is found here.
     pub(crate) found: &'a mut ParameterGradients,
 }
 
@@ -136,13 +152,17 @@ pub(crate) fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     let transposed = |values: &[f32], width: usize| transpose(level, values, width);
     let lefts: Vec<Option<(Vec<f32>, Vec<f32>)>> = layers
         .iter()
-        .map(|Trained { layer, low, found, .. }| {
+        .map(|Trained { layer, lora_a_out, found, .. }| {
             let rank = layer.low_rank()?.rank;
-            Some((transposed(&found.low, rank), transposed(low, rank)))
+            Some((transposed(&found.lora_b_grad, rank), transposed(lora_a_out, rank)))
         })
         .collect();
+    let inputs: Vec<Cow<'_, [f32]>> = layers
+        .iter()
+        .map(|Trained { layer, x, .. }| layer.low_rank().map_or(Cow::Borrowed(*x), |low_rank| low_rank.input(x)))
+        .collect();
     let mut wanted = Vec::new();
-    for (Trained { layer, x, grad, .. }, lefts) in layers.iter().zip(&lefts) {
+    for ((Trained { layer, grad, .. }, x), lefts) in layers.iter().zip(&inputs).zip(&lefts) {
         let (Some((of_a, of_b)), Some(LowRank { rank, .. })) = (lefts, layer.low_rank()) else { continue };
         let (n_out, n_in) = layer.dims();
         let product = |left, right, width| {
@@ -183,15 +203,19 @@ fn single(level: Level, direction: Direction, product: Fresh<'_>) -> Result<Vec<
 }
 
 /// `scale * x A^T` of each layer; nothing where it has no A.
-fn low<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[Vec<f32>; N]> {
+pub(crate) fn lora_a_out<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[Vec<f32>; N]> {
     of_ranks(layers.map(|layer| (layer, x)), Direction::Forward)
 }
 
 /// Of each layer, which comes with inputs or gradients of outputs, their product `(N, rank)` with A or B times the scale; nothing
 /// where it has neither.
 fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: Direction) -> Result<[Vec<f32>; N]> {
+    let lefts = layers.map(|(layer, left)| match (layer.low_rank(), direction) {
+        (Some(low_rank), Direction::Forward) => low_rank.input(left),
+        _ => Cow::Borrowed(left),
+    });
     let mut wanted = Vec::with_capacity(N);
-    for (layer, left) in layers {
+    for ((layer, _), left) in layers.iter().zip(&lefts) {
         let Some(LowRank { a, b, rank, .. }) = layer.low_rank() else { continue };
         let (n_out, n_in) = layer.dims();
         let (n_rows, weight) = match direction {
@@ -204,23 +228,33 @@ fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: D
     let mut results = product::fresh(level, direction, &wanted)?.into_iter();
     Ok(layers.map(|(layer, _)| {
         let Some(LowRank { scale, .. }) = layer.low_rank() else { return Vec::new() };
-        let mut low = results.next().unwrap_or_default();
-        low.iter_mut().for_each(|x| *x *= scale);
-        low
+        let mut result = results.next().unwrap_or_default();
+        result.iter_mut().for_each(|x| *x *= scale);
+        result
     }))
 }
 
-/// Gradient of the input that several layers share: the sum of `g W + v A` over them. Each layer comes with the gradient of its
+/// Gradient of the input that several layers share: the sum of `g W + d(v A)` over them, with `d` the dropout of each. Each layer comes with the gradient of its
 /// output and what was found for its parameters.
 pub(crate) fn input_gradient(layers: &[(&Projection<'_>, &[f32], &ParameterGradients)]) -> Result<Vec<f32>> {
     let Some((first, grad, _)) = layers.first() else { return Ok(Vec::new()) };
     let (n_out, n_in) = first.dims();
-    let mut terms = Vec::new();
+    let (mut terms, mut dropped) = (Vec::new(), Vec::new());
     for (layer, grad, found) in layers {
         terms.push(Term { left: grad, weight: layer.source() });
-        if let Some(LowRank { a, .. }) = layer.low_rank() {
-            terms.push(Term { left: &found.low, weight: Source::rows(a, n_in) });
+        let Some(LowRank { a, dropout, .. }) = layer.low_rank() else { continue };
+        let term = Term { left: &found.lora_b_grad, weight: Source::rows(a, n_in) };
+        match dropout {
+            None => terms.push(term),
+            Some(mask) => dropped.push((term, mask)),
         }
     }
-    written(grad.len() / n_out * n_in, |dx| product::backward(first.level(), &terms, dx))
+    let len = grad.len() / n_out * n_in;
+    let mut dx = written(len, |dx| product::backward(first.level(), &terms, dx))?;
+    for (term, mask) in dropped {
+        let mut part = written(len, |part| product::backward(first.level(), &[term], part))?;
+        mask.apply(&mut part);
+        dx.iter_mut().zip(part).for_each(|(dx, part)| *dx += part);
+    }
+    Ok(dx)
 }

@@ -1,173 +1,241 @@
-//! The steps that a decoder layer consists of, each with its gradient, on one kind of device.
+//! The operations of a transformer layer, forward and backward, on one kind of device.
 
-use super::fused_linear::FusedLinear;
-use super::rows::{BatchRows, QueryRows};
+use super::linear::LoraLinear;
+use super::rows::{LayerContext, PackedAttention, QueryRows, Rows};
 use crate::Ranks;
 use candle_core::{Result, Storage, Tensor};
 use std::ops::Deref;
 
-/// What a layer is computed with. A layer says in which order its steps come and what it keeps; a device says how a step is done
-/// and in which types.
+/// Forward operations on one kind of device. [`super::TransformerLayer`] decides on their order and on what is saved; a backend
+/// decides how an operation is computed and in which types.
 ///
-/// There are two kinds of values. *Sums* are the residual stream, its gradient and the gradients of parameters: f32 everywhere.
-/// *Values* are the activations inside a layer and their gradients, in the type in which the device multiplies. BatchRows stand one
-/// after another, `(N, width)`.
-pub(crate) trait Steps: Send + Sync + 'static {
-    /// Sums of one's own.
-    type Sums: Deref<Target = Self::SumSlice> + Send + Sync;
-    /// Sums that may be another's.
-    type SumSlice: ?Sized;
-    /// Values of one's own.
-    type Values: Deref<Target = Self::ValueSlice> + Send + Sync;
-    /// Values that may be another's.
-    type ValueSlice: ?Sized;
-    /// What attention's backward pass wants again.
-    type LogSums: Send + Sync;
-    /// What a backward pass finds for the parameters of a linear layer; the default is nothing.
-    type Found: Default;
-    /// The sums of a tensor, as long as they are looked at.
-    type Borrowed<'a>: Deref<Target = Self::SumSlice>;
-
-    /// A tensor whose values can be borrowed: itself where they follow each other.
-    fn prepared(&self, tensor: &Tensor) -> Result<Tensor>;
-    /// The values of a prepared f32 tensor.
-    fn borrowed<'a>(&self, tensor: &'a Tensor) -> Result<Self::Borrowed<'a>>;
-    /// Sums as the storage of a tensor.
-    fn storage(&self, sums: Self::Sums) -> Result<Storage>;
-    /// Sums one after another; those before are given back on the way.
-    fn joined(&self, parts: Vec<Self::Sums>) -> Result<Self::Sums>;
-    /// How many they are.
-    fn n_sums(&self, sums: &Self::SumSlice) -> usize;
-    /// As many zeros.
-    fn zeros(&self, n: usize) -> Result<Self::Sums>;
-    /// Replaces sums by their sum over ranks, which all come to it.
-    fn sum_over(&self, ranks: &Ranks, sums: &mut Self::Sums) -> Result<()>;
-
-    /// Sums as values.
-    fn values<'a>(&self, sums: &'a Self::SumSlice) -> Result<Lent<'a, Self::Values>>;
-    /// The wanted rows; all of them where `wanted` is `None`.
-    fn picked<'a>(
-        &self,
-        all: &'a Self::ValueSlice,
-        width: usize,
-        wanted: Option<&QueryRows>,
-    ) -> Result<Lent<'a, Self::Values>>;
-    /// The same of sums.
-    fn picked_sums<'a>(
-        &self,
-        all: &'a Self::SumSlice,
-        width: usize,
-        wanted: Option<&QueryRows>,
-    ) -> Result<Lent<'a, Self::Sums>>;
-    /// Adds values of the wanted rows to all rows.
-    fn add_picked(
-        &self,
-        all: &mut Self::Sums,
-        picked: &Self::SumSlice,
-        width: usize,
-        wanted: Option<&QueryRows>,
-    ) -> Result<()>;
+/// There are two kinds of buffers, row-major `(rows, width)`. The *residual* stream is f32 on every device. *Activations* inside a
+/// layer have the type in which the device multiplies (f32 on the CPU, bf16 on a GPU).
+pub(crate) trait LayerBackend: Sized {
+    /// An owned f32 residual buffer.
+    type Residual: Deref<Target = Self::ResidualSlice>;
+    type ResidualSlice: ?Sized;
+    /// An owned buffer of activations.
+    type Activations: Deref<Target = Self::ActivationSlice>;
+    type ActivationSlice: ?Sized;
+    /// Weight of a norm.
+    type Norm;
+    /// `N` linear layers that read the same input.
+    type Linears<const N: usize>: Send + Sync;
+    /// LoRA A's output `scale * x A^T`, saved for the backward pass.
+    type LoraAOut;
 
     /// See [`crate::kernels::rms_norm`].
-    fn normed(&self, x: &Self::SumSlice, norm: &Tensor, eps: f32) -> Result<Self::Values>;
-    /// Gradients of `x`, to which `more` is added where there is any, and of the norm's weight where that is trained.
-    fn norm_gradients(
+    fn rms_norm(&self, x: &Self::ResidualSlice, weight: &Self::Norm, eps: f32) -> Result<Self::Activations>;
+    /// Outputs of linear layers with the same input.
+    fn project<const N: usize>(
         &self,
-        x: &Self::SumSlice,
-        norm: &Tensor,
-        eps: f32,
-        grad: &Self::SumSlice,
-        more: Option<&Self::SumSlice>,
-    ) -> Result<(Self::Sums, Option<Self::Sums>)>;
-
-    /// Of each linear layer with the same input its outputs, and those of its A, which the backward pass wants again.
-    fn forward<const N: usize>(
+        linears: &Self::Linears<N>,
+        x: &Self::ActivationSlice,
+    ) -> Result<[ProjectionOut<Self>; N]>;
+    /// Queries of the query rows (`None`: all rows), keys and values of all rows.
+    fn project_qkv(
         &self,
-        linears: [&FusedLinear; N],
-        x: &Self::ValueSlice,
-    ) -> Result<[(Self::Values, Self::Values); N]>;
-    /// `base` with the outputs of a linear layer added, and the outputs of its A.
-    fn added(
+        qkv: &Self::Linears<3>,
+        x: &Self::ActivationSlice,
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<[ProjectionOut<Self>; 3]>;
+    /// RoPE of queries or keys, after the per-head norm where there is one; see [`crate::kernels::norm_rope`].
+    fn apply_rope(
         &self,
-        linear: &FusedLinear,
-        x: &Self::ValueSlice,
-        base: &Self::SumSlice,
-    ) -> Result<(Self::Sums, Self::Values)>;
-    /// What the gradients of a linear layer's input need besides the gradient `grad` of its output, for each of some layers.
-    fn low_gradients<const N: usize>(&self, layers: [(&FusedLinear, &Self::ValueSlice); N])
-    -> Result<[Self::Found; N]>;
-    /// Adds the gradients of the parameters to what [`Steps::low_gradients`] found.
-    fn parameter_gradients<const N: usize>(&self, layers: [Trained<'_, Self>; N]) -> Result<()>;
-    /// Gradient of a linear layer's input; `found` is what [`Steps::low_gradients`] returned.
-    fn input_gradient(
+        x: &Self::ActivationSlice,
+        norm: Option<&Self::Norm>,
+        context: &LayerContext,
+        rows: &Rows,
+    ) -> Result<Self::Activations>;
+    /// The query rows of the residual; all of it where `query_rows` is `None`.
+    fn query_residual<'a>(
         &self,
-        linear: &FusedLinear,
-        grad: &Self::ValueSlice,
-        found: &Self::Found,
-    ) -> Result<Self::Values>;
-    /// Gradient of the input that several linear layers share.
-    fn shared_input_gradient(&self, layers: &[Projected<'_, Self>]) -> Result<Self::Sums>;
-    /// What was found for a layer's tensors, in the order of [`FusedLinear::tensors`].
-    fn gradients_of(&self, linear: &FusedLinear, found: Self::Found) -> Vec<Self::Sums>;
-
-    /// Heads of queries or keys after their norm, where there is one, turned by their positions; see
-    /// [`crate::kernels::norm_rope`].
-    fn turned(&self, x: &Self::ValueSlice, norm: Option<&Tensor>, rows: &BatchRows) -> Result<Self::Values>;
-    /// The same; without a norm there is no `x`.
-    fn turned_gradients(
+        x: &'a Self::ResidualSlice,
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<MaybeBorrowed<'a, Self::Residual>>;
+    /// `residual` plus the output of a linear layer.
+    fn add_projection(
         &self,
-        x: Option<&Self::ValueSlice>,
-        norm: Option<&Tensor>,
-        rows: &BatchRows,
-        grad: &Self::ValueSlice,
-    ) -> Result<(Self::Values, Option<Self::Sums>)>;
-
-    /// See [`crate::kernels::attention`]; of queries, keys and values.
-    fn attend(&self, rows: &BatchRows, qkv: [&Self::ValueSlice; 3]) -> Result<(Self::Values, Self::LogSums)>;
-    /// Gradients of queries, keys and values for the gradient of [`Steps::attend`]'s result `out`.
-    fn attention_gradients(
-        &self,
-        rows: &BatchRows,
-        qkv: [&Self::ValueSlice; 3],
-        out: &Self::ValueSlice,
-        log_sums: &Self::LogSums,
-        grad: &Self::ValueSlice,
-    ) -> Result<[Self::Values; 3]>;
-
+        linear: &Self::Linears<1>,
+        x: &Self::ActivationSlice,
+        residual: &Self::ResidualSlice,
+    ) -> Result<(Self::Residual, Self::LoraAOut)>;
     /// See [`crate::kernels::swiglu`].
-    fn gated(&self, gate: &Self::ValueSlice, up: &Self::ValueSlice) -> Result<Self::Values>;
-    /// The gated values again, and the gradients of gate and up.
-    fn gated_gradients(
+    fn swiglu(&self, gate: &Self::ActivationSlice, up: &Self::ActivationSlice) -> Result<Self::Activations>;
+    /// As many zeros as `residual` has values.
+    fn zeros_like(&self, residual: &Self::ResidualSlice) -> Result<Self::Residual>;
+    /// Replaces a buffer by its sum over ranks; a collective operation.
+    fn all_reduce(&self, ranks: &Ranks, sum: &mut Self::Residual) -> Result<()>;
+}
+
+/// Output of a linear layer, and of its LoRA A.
+pub(crate) type ProjectionOut<B> = (<B as LayerBackend>::Activations, <B as LayerBackend>::LoraAOut);
+
+/// Attention of a layer: among the rows of a packed batch ([`PackedAttention`]), or over a paged KV cache.
+pub(crate) trait Attention<B: LayerBackend> {
+    /// What the backward pass needs.
+    type Saved;
+
+    /// `(queries, heads * D)` for queries, keys and values with RoPE applied.
+    fn attend(&mut self, backend: &B, qkv: [&B::ActivationSlice; 3]) -> Result<(B::Activations, Self::Saved)>;
+}
+
+impl<B: TrainingBackend> Attention<B> for PackedAttention {
+    type Saved = B::LogSumExp;
+
+    fn attend(&mut self, backend: &B, qkv: [&B::ActivationSlice; 3]) -> Result<(B::Activations, B::LogSumExp)> {
+        backend.attend(self, qkv)
+    }
+}
+
+/// A backend that also computes gradients.
+pub(crate) trait TrainingBackend:
+    LayerBackend<Norm = Tensor, Residual: Send + Sync, Activations: Send + Sync, LoraAOut: Send + Sync>
+    + Send
+    + Sync
+    + 'static
+{
+    /// What the device caches of a linear layer from the forward to the backward pass.
+    type LinearState: Default + Send + Sync;
+    /// Logarithms of the sums of exponentials of attention scores.
+    type LogSumExp: Send + Sync;
+    /// Gradients of a linear layer's parameters; the default is none.
+    type LinearGradients: Default;
+    /// The values of a tensor, borrowed.
+    type Borrowed<'a>: Deref<Target = Self::ResidualSlice>;
+
+    fn group<const N: usize>(linears: [LoraLinear<Self::LinearState>; N]) -> Self::Linears<N>;
+    fn members<const N: usize>(linears: &Self::Linears<N>) -> [&LoraLinear<Self::LinearState>; N];
+    /// Refuses a linear layer that the device cannot train.
+    fn check(&self, _linear: &LoraLinear<Self::LinearState>) -> Result<()> {
+        Ok(())
+    }
+
+    /// The tensor in a layout that [`TrainingBackend::borrow`] takes.
+    fn contiguous(&self, tensor: &Tensor) -> Result<Tensor>;
+    /// The values of a contiguous f32 tensor.
+    fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Self::Borrowed<'a>>;
+    /// A buffer as the storage of a tensor.
+    fn storage(&self, buffer: Self::Residual) -> Result<Storage>;
+    /// Number of values.
+    fn len(&self, buffer: &Self::ResidualSlice) -> usize;
+    /// Buffers one after another.
+    fn concat(&self, parts: Vec<Self::Residual>) -> Result<Self::Residual>;
+
+    /// The residual (or its gradient) in the type of activations.
+    fn to_activations<'a>(&self, x: &'a Self::ResidualSlice) -> Result<MaybeBorrowed<'a, Self::Activations>>;
+    /// The query rows of activations; all of them where `query_rows` is `None`.
+    fn query_activations<'a>(
         &self,
-        gate: &Self::ValueSlice,
-        up: &Self::ValueSlice,
-        grad: Self::Values,
-    ) -> Result<[Self::Values; 3]>;
+        x: &'a Self::ActivationSlice,
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<MaybeBorrowed<'a, Self::Activations>>;
+    /// Adds `part`, which has the query rows alone, to those rows of `sum`.
+    fn add_query_rows(
+        &self,
+        sum: &mut Self::Residual,
+        part: &Self::ResidualSlice,
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<()>;
+
+    /// Gradients of `x`, to which `residual_grad` is added where there is one, and of the norm's weight where that is trained.
+    fn rms_norm_backward(
+        &self,
+        x: &Self::ResidualSlice,
+        weight: &Tensor,
+        eps: f32,
+        grad: &Self::ResidualSlice,
+        residual_grad: Option<&Self::ResidualSlice>,
+    ) -> Result<(Self::Residual, Option<Self::Residual>)>;
+
+    /// For each linear layer and the gradient `g` of its output: `scale * g B`, which all other gradients need.
+    fn lora_b_backward<const N: usize>(
+        &self,
+        layers: [(&LoraLinear<Self::LinearState>, &Self::ActivationSlice); N],
+    ) -> Result<[Self::LinearGradients; N]>;
+    /// Adds gradients of parameters to the result of [`TrainingBackend::lora_b_backward`].
+    fn parameter_backward<const N: usize>(&self, layers: [LinearBackward<'_, Self>; N]) -> Result<()>;
+    /// Gradient of a linear layer's input.
+    fn input_backward(
+        &self,
+        linear: &LoraLinear<Self::LinearState>,
+        grad: &Self::ActivationSlice,
+        gradients: &Self::LinearGradients,
+    ) -> Result<Self::Activations>;
+    /// Gradient of the input that several linear layers share.
+    fn shared_input_backward(&self, layers: &[LinearGrad<'_, Self>]) -> Result<Self::Residual>;
+    /// Gradients of a linear layer's tensors, in the order of [`LoraLinear::tensors`].
+    fn gradients_of(
+        &self,
+        linear: &LoraLinear<Self::LinearState>,
+        gradients: Self::LinearGradients,
+    ) -> Vec<Self::Residual>;
+
+    /// Gradients of [`LayerBackend::apply_rope`]'s input and norm; `x` is needed only with a norm.
+    fn rope_backward(
+        &self,
+        x: Option<&Self::ActivationSlice>,
+        norm: Option<&Tensor>,
+        context: &LayerContext,
+        rows: &Rows,
+        grad: &Self::ActivationSlice,
+    ) -> Result<(Self::Activations, Option<Self::Residual>)>;
+
+    /// See [`crate::kernels::attention`].
+    fn attend(
+        &self,
+        attention: &PackedAttention,
+        qkv: [&Self::ActivationSlice; 3],
+    ) -> Result<(Self::Activations, Self::LogSumExp)>;
+    /// Gradients of queries, keys and values for the gradient of attention's output `out`.
+    fn attention_backward(
+        &self,
+        attention: &PackedAttention,
+        qkv: [&Self::ActivationSlice; 3],
+        out: &Self::ActivationSlice,
+        logsumexp: &Self::LogSumExp,
+        grad: &Self::ActivationSlice,
+    ) -> Result<[Self::Activations; 3]>;
+
+    /// The output of [`LayerBackend::swiglu`] again, and the gradients of gate and up.
+    fn swiglu_backward(
+        &self,
+        gate: &Self::ActivationSlice,
+        up: &Self::ActivationSlice,
+        grad: Self::Activations,
+    ) -> Result<[Self::Activations; 3]>;
 }
 
 /// A linear layer whose parameters get their gradients.
-pub(crate) struct Trained<'a, S: Steps + ?Sized> {
-    pub(crate) linear: &'a FusedLinear,
-    pub(crate) x: &'a S::ValueSlice,
-    /// What the forward pass returned beside the outputs.
-    pub(crate) low: &'a S::ValueSlice,
-    /// Gradient of the outputs.
-    pub(crate) grad: &'a S::ValueSlice,
-    pub(crate) found: &'a mut S::Found,
+pub(crate) struct LinearBackward<'a, B: TrainingBackend> {
+    pub(crate) linear: &'a LoraLinear<B::LinearState>,
+    /// Input of the forward pass.
+    pub(crate) x: &'a B::ActivationSlice,
+    pub(crate) lora_a_out: &'a B::LoraAOut,
+    /// Gradient of the output.
+    pub(crate) grad: &'a B::ActivationSlice,
+    pub(crate) gradients: &'a mut B::LinearGradients,
 }
 
-/// A linear layer with the gradient of its output and what was found for its parameters.
-pub(crate) type Projected<'a, S> = (&'a FusedLinear, &'a <S as Steps>::ValueSlice, &'a <S as Steps>::Found);
+/// A linear layer with the gradients of its output and of its parameters.
+pub(crate) type LinearGrad<'a, B> = (
+    &'a LoraLinear<<B as TrainingBackend>::LinearState>,
+    &'a <B as LayerBackend>::ActivationSlice,
+    &'a <B as TrainingBackend>::LinearGradients,
+);
 
-/// Another's, or one's own.
-pub(crate) enum Lent<'a, T: Deref> {
-    /// Somebody else keeps it.
+/// A borrowed buffer, or one that was made for this use; `Cow` without `ToOwned`.
+pub(crate) enum MaybeBorrowed<'a, T: Deref> {
     Borrowed(&'a T::Target),
-    /// Made for this use.
     Owned(T),
 }
 
-impl<T: Deref> Deref for Lent<'_, T> {
+impl<T: Deref> Deref for MaybeBorrowed<'_, T> {
     type Target = T::Target;
 
     fn deref(&self) -> &T::Target {

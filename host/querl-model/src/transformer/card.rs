@@ -1,17 +1,20 @@
-//! The steps of a layer on a card: activations bf16, sums f32, every step a launch and none waits for the card.
+//! Training backend of a GPU: activations bf16, residual f32, every operation a kernel launch, no synchronisation.
 
-use super::backend::{Lent, Projected, Steps, Trained};
-use super::fused_linear::{FusedLinear, LowRankTensors, Magnitude};
-use super::rows::{BatchRows, QueryRows};
+use super::backend::{LayerBackend, LinearBackward, LinearGrad, MaybeBorrowed, ProjectionOut, TrainingBackend};
+use super::linear::{Lora, LoraLinear, Magnitude};
+use super::rows::{LayerContext, PackedAttention, QueryRows, Rows};
 use crate::Ranks;
 use crate::decoder::CardRows;
 use crate::device::{
-    CudaSlice, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, rounded_weight, storage, whole,
+    CudaSlice, DeviceWeight, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, rounded_weight,
+    storage, whole,
 };
 use crate::kernels::Weight;
+use crate::place::only_on_cpu;
 use candle_core::{Error, Result, Storage, Tensor, bail};
 use half::bf16;
 use std::ops::{Deref, DerefMut};
+use std::sync::OnceLock;
 
 /// A card.
 pub(crate) struct Card(Gpu);
@@ -23,7 +26,7 @@ impl Card {
     }
 }
 
-/// Values on the card, of one's own.
+/// An owned buffer on the GPU.
 pub(crate) struct Buffer<T>(CudaSlice<T>);
 
 impl<T> Deref for Buffer<T> {
@@ -40,8 +43,16 @@ impl<T> DerefMut for Buffer<T> {
     }
 }
 
-/// A and B as products read them: made once for a layer's forward and backward pass.
-pub(crate) struct Rounded {
+/// What a linear layer caches from the forward to the backward pass.
+#[derive(Default)]
+pub(crate) struct LinearState {
+    /// A trained weight, rounded to bf16.
+    weight: OnceLock<DeviceWeight>,
+    lora: OnceLock<Rounded>,
+}
+
+/// A and B in bf16, as products read them.
+struct Rounded {
     a: CudaSlice<bf16>,
     b: CudaSlice<bf16>,
     rank: usize,
@@ -49,10 +60,10 @@ pub(crate) struct Rounded {
 
 /// A linear layer with its tensors borrowed.
 struct Open<'a> {
-    linear: &'a FusedLinear,
+    linear: &'a LoraLinear<LinearState>,
     bias: Option<Loan<'a>>,
     magnitude: Option<OpenMagnitude<'a>>,
-    rounded: Option<(&'a Rounded, &'a LowRankTensors)>,
+    lora: Option<(&'a Rounded, &'a Lora)>,
 }
 
 /// DoRA's factor on each output, and what its gradient is multiplied with.
@@ -67,9 +78,9 @@ impl<'a> OpenMagnitude<'a> {
     }
 }
 
-/// What a backward pass finds for a linear layer's own tensors.
+/// Gradients of a linear layer.
 #[derive(Default)]
-pub(crate) struct Found {
+pub(crate) struct LinearGradients {
     low_rank: Option<ParameterGradients>,
     /// With magnitudes: the gradient of the outputs times their factors, which is that of all but bias and magnitude.
     scaled: Option<CudaSlice<bf16>>,
@@ -78,48 +89,54 @@ pub(crate) struct Found {
     bias: Option<CudaSlice<f32>>,
 }
 
-impl Found {
-    fn of_product<'a>(&'a self, grad: &'a CudaSlice<bf16>) -> &'a CudaSlice<bf16> {
+impl LinearGradients {
+    fn product_grad<'a>(&'a self, grad: &'a CudaSlice<bf16>) -> &'a CudaSlice<bf16> {
         self.scaled.as_ref().unwrap_or(grad)
     }
 }
 
 impl<'a> Open<'a> {
-    fn new(gpu: &Gpu, linear: &'a FusedLinear) -> Result<Self> {
+    fn new(gpu: &Gpu, linear: &'a LoraLinear<LinearState>) -> Result<Self> {
         let bias = linear.bias.as_ref().map(Loan::of).transpose()?;
-        if let (Weight::Trained(weight), None) = (&linear.weight, linear.rounded.get()) {
+        if let (Weight::Trained(weight), None) = (&linear.weight, linear.state.weight.get()) {
             let rounded = rounded_weight(gpu, weight)?;
-            linear.rounded.get_or_init(|| rounded);
+            linear.state.weight.get_or_init(|| rounded);
         }
-        let magnitude = linear.low_rank.as_ref().and_then(|low_rank| low_rank.magnitude.as_ref());
+        let magnitude = linear.lora.as_ref().and_then(|lora| lora.magnitude.as_ref());
         let magnitude = magnitude.map(OpenMagnitude::new).transpose()?;
-        let rounded = linear.low_rank.as_ref().map(|low_rank| -> Result<_> {
-            if let Some(rounded) = low_rank.rounded.get() {
-                return Ok((rounded, low_rank));
+        let lora = linear.lora.as_ref().map(|lora| -> Result<_> {
+            if let Some(rounded) = linear.state.lora.get() {
+                return Ok((rounded, lora));
             }
-            let rounded = Rounded::new(gpu, low_rank, linear.weight.dims()?)?;
-            Ok((low_rank.rounded.get_or_init(|| rounded), low_rank))
+            let rounded = Rounded::new(gpu, lora, linear.weight.dims()?)?;
+            Ok((linear.state.lora.get_or_init(|| rounded), lora))
         });
-        Ok(Self { linear, bias, magnitude, rounded: rounded.transpose()? })
+        Ok(Self { linear, bias, magnitude, lora: lora.transpose()? })
     }
 
     fn projection(&self) -> Result<Projection<'_>> {
         let weight = match &self.linear.weight {
             Weight::OnCard(weight) => weight,
-            Weight::Trained(_) => match self.linear.rounded.get() {
+            Weight::Trained(_) => match self.linear.state.weight.get() {
                 Some(weight) => weight,
                 None => bail!("a trained weight was not rounded for its products"),
             },
             Weight::Frozen(_) => bail!("a layer on the card with a weight of the cpu"),
         };
         let bias = self.bias.as_ref().map(|bias| bias.as_view());
-        let low_rank = self.rounded.map(|(Rounded { a, b, rank }, low_rank)| LowRank {
-            a: a.as_view(),
-            b: b.as_view(),
-            rank: *rank,
-            scale: low_rank.scale,
-            masks: low_rank.rows.as_ref().and_then(|rows| rows.masks(&low_rank.path, weight.dims().1)),
-        });
+        let low_rank = match self.lora {
+            None => None,
+            Some((Rounded { a, b, rank }, lora)) => Some(LowRank {
+                a: a.as_view(),
+                b: b.as_view(),
+                rank: *rank,
+                scale: lora.scale,
+                masks: match &lora.dropout {
+                    None => None,
+                    Some(_) => device_rows(lora.device_rows.as_ref())?.masks(&lora.path, weight.dims().1),
+                },
+            }),
+        };
         Ok(Projection { weight, bias, low_rank })
     }
 }
@@ -150,11 +167,11 @@ impl Open<'_> {
         Ok(low)
     }
 
-    fn low_gradient(&self, gpu: &Gpu, grad: &CudaSlice<bf16>) -> Result<Found> {
+    fn lora_b_backward(&self, gpu: &Gpu, grad: &CudaSlice<bf16>) -> Result<LinearGradients> {
         let scaled =
             self.magnitude.as_ref().map(|magnitude| gpu.scaled_values(grad, &*magnitude.factor)).transpose()?;
         let low_rank = self.projection()?.low_gradient(gpu, scaled.as_ref().unwrap_or(grad))?;
-        Ok(Found { low_rank, scaled, ..Found::default() })
+        Ok(LinearGradients { low_rank, scaled, ..LinearGradients::default() })
     }
 
     fn parameter_gradients(
@@ -163,7 +180,7 @@ impl Open<'_> {
         x: &CudaSlice<bf16>,
         low: &CudaSlice<bf16>,
         grad: &CudaSlice<bf16>,
-        found: &mut Found,
+        found: &mut LinearGradients,
     ) -> Result<()> {
         let layer = self.projection()?;
         let n_out = layer.weight.dims().0;
@@ -185,40 +202,160 @@ impl Open<'_> {
 }
 
 impl Rounded {
-    fn new(gpu: &Gpu, low_rank: &LowRankTensors, dims: (usize, usize)) -> Result<Self> {
+    fn new(gpu: &Gpu, low_rank: &Lora, dims: (usize, usize)) -> Result<Self> {
         let rank = low_rank.rank(dims)?;
         let (a, b) = (whole(&low_rank.a)?, whole(&low_rank.b)?);
         Ok(Self { a: gpu.to_bf16(&*Loan::of(&a)?)?, b: gpu.to_bf16(&*Loan::of(&b)?)?, rank })
     }
 }
 
-/// What the rows of a pass on the card bring along.
-fn on_card(rows: &BatchRows) -> Result<&CardRows> {
-    rows.on_card.as_deref().ok_or_else(|| Error::Msg("rows of the cpu in a layer on the card".into()))
+/// The rows of a pass as the decoder copied them to the GPU.
+fn device_rows(rows: Option<&std::sync::Arc<dyn std::any::Any + Send + Sync>>) -> Result<&CardRows> {
+    let rows = rows.and_then(|rows| rows.downcast_ref::<CardRows>());
+    rows.ok_or_else(|| Error::Msg("rows of the CPU in a layer on the GPU".into()))
 }
 
-impl Steps for Card {
-    type Sums = Buffer<f32>;
-    type SumSlice = CudaSlice<f32>;
-    type Values = Buffer<bf16>;
-    type ValueSlice = CudaSlice<bf16>;
-    type LogSums = CudaSlice<f32>;
-    type Found = Found;
+fn on_card(rows: &Rows) -> Result<&CardRows> {
+    device_rows(rows.device_rows.as_ref())
+}
+
+impl LayerBackend for Card {
+    type Residual = Buffer<f32>;
+    type ResidualSlice = CudaSlice<f32>;
+    type Activations = Buffer<bf16>;
+    type ActivationSlice = CudaSlice<bf16>;
+    type Norm = Tensor;
+    type Linears<const N: usize> = [LoraLinear<LinearState>; N];
+    type LoraAOut = Buffer<bf16>;
+
+    fn rms_norm(&self, x: &CudaSlice<f32>, weight: &Tensor, eps: f32) -> Result<Buffer<bf16>> {
+        Ok(Buffer(self.0.normed(x, &*Loan::of(weight)?, eps)?))
+    }
+
+    fn project<const N: usize>(
+        &self,
+        linears: &[LoraLinear<LinearState>; N],
+        x: &CudaSlice<bf16>,
+    ) -> Result<[ProjectionOut<Self>; N]> {
+        self.project(linears.each_ref(), x)
+    }
+
+    fn project_qkv(
+        &self,
+        qkv: &[LoraLinear<LinearState>; 3],
+        x: &CudaSlice<bf16>,
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<[ProjectionOut<Self>; 3]> {
+        let [q, k, v] = qkv;
+        if query_rows.is_none() {
+            return self.project([q, k, v], x);
+        }
+        let [k, v] = self.project([k, v], x)?;
+        let [q] = self.project([q], &*self.query_activations(x, width, query_rows)?)?;
+        Ok([q, k, v])
+    }
+
+    fn apply_rope(
+        &self,
+        x: &CudaSlice<bf16>,
+        norm: Option<&Tensor>,
+        context: &LayerContext,
+        rows: &Rows,
+    ) -> Result<Buffer<bf16>> {
+        let (rows, norm) = (on_card(rows)?, norm.map(Loan::of).transpose()?);
+        let weight = norm.as_ref().map(|norm| norm.as_view());
+        let norm = weight.as_ref().map(|weight| (weight, context.eps));
+        Ok(Buffer(rows.rope().turned(&self.0, x, norm, rows.positions())?))
+    }
+
+    fn query_residual<'a>(
+        &self,
+        x: &'a CudaSlice<f32>,
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<MaybeBorrowed<'a, Buffer<f32>>> {
+        let Some(query_rows) = query_rows else { return Ok(MaybeBorrowed::Borrowed(x)) };
+        Ok(MaybeBorrowed::Owned(Buffer(self.0.pick(x, on_card(&query_rows.rows)?.list(), width)?)))
+    }
+
+    fn add_projection(
+        &self,
+        [linear]: &[LoraLinear<LinearState>; 1],
+        x: &CudaSlice<bf16>,
+        residual: &CudaSlice<f32>,
+    ) -> Result<(Buffer<f32>, Buffer<bf16>)> {
+        let mut y = self.0.copy(residual)?;
+        let lora_a_out = Open::new(&self.0, linear)?.add_to(&self.0, x, &mut y)?;
+        Ok((Buffer(y), Buffer(lora_a_out)))
+    }
+
+    fn swiglu(&self, gate: &CudaSlice<bf16>, up: &CudaSlice<bf16>) -> Result<Buffer<bf16>> {
+        Ok(Buffer(self.0.gated(gate, up)?))
+    }
+
+    fn zeros_like(&self, residual: &CudaSlice<f32>) -> Result<Buffer<f32>> {
+        Ok(Buffer(self.0.zeros(residual.len())?))
+    }
+
+    fn all_reduce(&self, ranks: &Ranks, sum: &mut Buffer<f32>) -> Result<()> {
+        ranks.sum_on_card(&self.0, &mut sum.0)
+    }
+}
+
+impl Card {
+    fn project<const N: usize>(
+        &self,
+        linears: [&LoraLinear<LinearState>; N],
+        x: &CudaSlice<bf16>,
+    ) -> Result<[(Buffer<bf16>, Buffer<bf16>); N]> {
+        each(linears, |linear| {
+            let (y, lora_a_out) = Open::new(&self.0, linear)?.forward(&self.0, x)?;
+            Ok((Buffer(y), Buffer(lora_a_out)))
+        })
+    }
+}
+
+impl TrainingBackend for Card {
+    type LinearState = LinearState;
+    type LogSumExp = CudaSlice<f32>;
+    type LinearGradients = LinearGradients;
     type Borrowed<'a> = Loan<'a>;
 
-    fn prepared(&self, tensor: &Tensor) -> Result<Tensor> {
+    fn group<const N: usize>(linears: [LoraLinear<LinearState>; N]) -> [LoraLinear<LinearState>; N] {
+        linears
+    }
+
+    fn members<const N: usize>(linears: &[LoraLinear<LinearState>; N]) -> [&LoraLinear<LinearState>; N] {
+        linears.each_ref()
+    }
+
+    fn check(&self, linear: &LoraLinear<LinearState>) -> Result<()> {
+        match &linear.lora {
+            Some(Lora { magnitude: Some(_), dropout: Some(_), .. }) => {
+                Err(only_on_cpu("an adapter with magnitudes and dropout (`sft.use_dora`, `sft.lora_dropout`)"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn contiguous(&self, tensor: &Tensor) -> Result<Tensor> {
         whole(tensor)
     }
 
-    fn borrowed<'a>(&self, tensor: &'a Tensor) -> Result<Loan<'a>> {
+    fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Loan<'a>> {
         Loan::of(tensor)
     }
 
-    fn storage(&self, sums: Buffer<f32>) -> Result<Storage> {
-        Ok(Storage::Cuda(storage(&self.0, sums.0)))
+    fn storage(&self, buffer: Buffer<f32>) -> Result<Storage> {
+        Ok(Storage::Cuda(storage(&self.0, buffer.0)))
     }
 
-    fn joined(&self, parts: Vec<Buffer<f32>>) -> Result<Buffer<f32>> {
+    fn len(&self, buffer: &CudaSlice<f32>) -> usize {
+        buffer.len()
+    }
+
+    fn concat(&self, parts: Vec<Buffer<f32>>) -> Result<Buffer<f32>> {
         let mut joined = self.0.zeros(parts.iter().map(|part| part.len()).sum())?;
         let mut start = 0;
         for part in parts {
@@ -229,172 +366,128 @@ impl Steps for Card {
         Ok(Buffer(joined))
     }
 
-    fn n_sums(&self, sums: &CudaSlice<f32>) -> usize {
-        sums.len()
+    fn to_activations<'a>(&self, x: &'a CudaSlice<f32>) -> Result<MaybeBorrowed<'a, Buffer<bf16>>> {
+        Ok(MaybeBorrowed::Owned(Buffer(self.0.to_bf16(x)?)))
     }
 
-    fn zeros(&self, n: usize) -> Result<Buffer<f32>> {
-        Ok(Buffer(self.0.zeros(n)?))
-    }
-
-    fn sum_over(&self, ranks: &Ranks, sums: &mut Buffer<f32>) -> Result<()> {
-        ranks.sum_on_card(&self.0, &mut sums.0)
-    }
-
-    fn values<'a>(&self, sums: &'a CudaSlice<f32>) -> Result<Lent<'a, Buffer<bf16>>> {
-        Ok(Lent::Owned(Buffer(self.0.to_bf16(sums)?)))
-    }
-
-    fn picked<'a>(
+    fn query_activations<'a>(
         &self,
-        all: &'a CudaSlice<bf16>,
+        x: &'a CudaSlice<bf16>,
         width: usize,
-        wanted: Option<&QueryRows>,
-    ) -> Result<Lent<'a, Buffer<bf16>>> {
-        let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
-        Ok(Lent::Owned(Buffer(self.0.pick(all, on_card(&wanted.rows)?.list(), width)?)))
+        query_rows: Option<&QueryRows>,
+    ) -> Result<MaybeBorrowed<'a, Buffer<bf16>>> {
+        let Some(query_rows) = query_rows else { return Ok(MaybeBorrowed::Borrowed(x)) };
+        Ok(MaybeBorrowed::Owned(Buffer(self.0.pick(x, on_card(&query_rows.rows)?.list(), width)?)))
     }
 
-    fn picked_sums<'a>(
+    fn add_query_rows(
         &self,
-        all: &'a CudaSlice<f32>,
+        sum: &mut Buffer<f32>,
+        part: &CudaSlice<f32>,
         width: usize,
-        wanted: Option<&QueryRows>,
-    ) -> Result<Lent<'a, Buffer<f32>>> {
-        let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
-        Ok(Lent::Owned(Buffer(self.0.pick(all, on_card(&wanted.rows)?.list(), width)?)))
-    }
-
-    fn add_picked(
-        &self,
-        all: &mut Buffer<f32>,
-        picked: &CudaSlice<f32>,
-        width: usize,
-        wanted: Option<&QueryRows>,
+        query_rows: Option<&QueryRows>,
     ) -> Result<()> {
-        match wanted {
-            None => self.0.add(&mut all.0, picked),
-            Some(wanted) => self.0.add_picked(&mut all.0, picked, on_card(&wanted.rows)?.list(), width),
+        match query_rows {
+            None => self.0.add(&mut sum.0, part),
+            Some(query_rows) => self.0.add_picked(&mut sum.0, part, on_card(&query_rows.rows)?.list(), width),
         }
     }
 
-    fn normed(&self, x: &CudaSlice<f32>, norm: &Tensor, eps: f32) -> Result<Buffer<bf16>> {
-        Ok(Buffer(self.0.normed(x, &*Loan::of(norm)?, eps)?))
-    }
-
-    fn norm_gradients(
+    fn rms_norm_backward(
         &self,
         x: &CudaSlice<f32>,
-        norm: &Tensor,
+        weight: &Tensor,
         eps: f32,
         grad: &CudaSlice<f32>,
-        more: Option<&CudaSlice<f32>>,
+        residual_grad: Option<&CudaSlice<f32>>,
     ) -> Result<(Buffer<f32>, Option<Buffer<f32>>)> {
-        let (gpu, weight) = (&self.0, Loan::of(norm)?);
-        let n_wanted = if norm.track_op() { weight.len() } else { 0 };
-        let (dx, dnorm) = gpu.norm_gradients(x, &*weight, eps, grad, more, n_wanted)?;
-        Ok((Buffer(dx), (n_wanted > 0).then_some(Buffer(dnorm))))
+        let (gpu, loan) = (&self.0, Loan::of(weight)?);
+        let n_wanted = if weight.track_op() { loan.len() } else { 0 };
+        let (dx, dweight) = gpu.norm_gradients(x, &*loan, eps, grad, residual_grad, n_wanted)?;
+        Ok((Buffer(dx), (n_wanted > 0).then_some(Buffer(dweight))))
     }
 
-    fn forward<const N: usize>(
+    fn lora_b_backward<const N: usize>(
         &self,
-        linears: [&FusedLinear; N],
-        x: &CudaSlice<bf16>,
-    ) -> Result<[(Buffer<bf16>, Buffer<bf16>); N]> {
-        each(linears, |linear| {
-            let (y, low) = Open::new(&self.0, linear)?.forward(&self.0, x)?;
-            Ok((Buffer(y), Buffer(low)))
-        })
+        layers: [(&LoraLinear<LinearState>, &CudaSlice<bf16>); N],
+    ) -> Result<[LinearGradients; N]> {
+        each(layers, |(linear, grad)| Open::new(&self.0, linear)?.lora_b_backward(&self.0, grad))
     }
 
-    fn added(
-        &self,
-        linear: &FusedLinear,
-        x: &CudaSlice<bf16>,
-        base: &CudaSlice<f32>,
-    ) -> Result<(Buffer<f32>, Buffer<bf16>)> {
-        let mut y = self.0.copy(base)?;
-        let low = Open::new(&self.0, linear)?.add_to(&self.0, x, &mut y)?;
-        Ok((Buffer(y), Buffer(low)))
-    }
-
-    fn low_gradients<const N: usize>(&self, layers: [(&FusedLinear, &CudaSlice<bf16>); N]) -> Result<[Found; N]> {
-        each(layers, |(linear, grad)| Open::new(&self.0, linear)?.low_gradient(&self.0, grad))
-    }
-
-    fn parameter_gradients<const N: usize>(&self, layers: [Trained<'_, Self>; N]) -> Result<()> {
-        for Trained { linear, x, low, grad, found } in layers {
-            Open::new(&self.0, linear)?.parameter_gradients(&self.0, x, low, grad, found)?;
+    fn parameter_backward<const N: usize>(&self, layers: [LinearBackward<'_, Self>; N]) -> Result<()> {
+        for LinearBackward { linear, x, lora_a_out, grad, gradients } in layers {
+            Open::new(&self.0, linear)?.parameter_gradients(&self.0, x, lora_a_out, grad, gradients)?;
         }
         Ok(())
     }
 
-    fn input_gradient(&self, linear: &FusedLinear, grad: &CudaSlice<bf16>, found: &Found) -> Result<Buffer<bf16>> {
+    fn input_backward(
+        &self,
+        linear: &LoraLinear<LinearState>,
+        grad: &CudaSlice<bf16>,
+        gradients: &LinearGradients,
+    ) -> Result<Buffer<bf16>> {
         let open = Open::new(&self.0, linear)?;
-        Ok(Buffer(input_gradient(&self.0, &[(&open.projection()?, found.of_product(grad), found.low_rank.as_ref())])?))
+        let layer = (&open.projection()?, gradients.product_grad(grad), gradients.low_rank.as_ref());
+        Ok(Buffer(input_gradient(&self.0, &[layer])?))
     }
 
-    fn shared_input_gradient(&self, layers: &[Projected<'_, Self>]) -> Result<Buffer<f32>> {
+    fn shared_input_backward(&self, layers: &[LinearGrad<'_, Self>]) -> Result<Buffer<f32>> {
         let open: Vec<Open<'_>> =
             layers.iter().map(|(linear, ..)| Open::new(&self.0, linear)).collect::<Result<_>>()?;
         let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect::<Result<_>>()?;
         let layers = projections.iter().zip(layers);
-        let layers = layers.map(|(layer, &(_, grad, found))| (layer, found.of_product(grad), found.low_rank.as_ref()));
+        let layers = layers
+            .map(|(layer, &(_, grad, gradients))| (layer, gradients.product_grad(grad), gradients.low_rank.as_ref()));
         Ok(Buffer(input_gradient(&self.0, &layers.collect::<Vec<_>>())?))
     }
 
-    fn gradients_of(&self, _linear: &FusedLinear, found: Found) -> Vec<Buffer<f32>> {
-        let (a, b) = found.low_rank.map(|found| (found.a, found.b)).unzip();
-        [found.weight, found.bias, a, b, found.magnitude].into_iter().flatten().map(Buffer).collect()
+    fn gradients_of(&self, _linear: &LoraLinear<LinearState>, gradients: LinearGradients) -> Vec<Buffer<f32>> {
+        let (a, b) = gradients.low_rank.map(|low_rank| (low_rank.a, low_rank.b)).unzip();
+        [gradients.weight, gradients.bias, a, b, gradients.magnitude].into_iter().flatten().map(Buffer).collect()
     }
 
-    fn turned(&self, x: &CudaSlice<bf16>, norm: Option<&Tensor>, rows: &BatchRows) -> Result<Buffer<bf16>> {
-        let (rows_on_card, norm) = (on_card(rows)?, norm.map(Loan::of).transpose()?);
-        let weight = norm.as_ref().map(|norm| norm.as_view());
-        let norm = weight.as_ref().map(|weight| (weight, rows.eps as f32));
-        Ok(Buffer(rows_on_card.rope().turned(&self.0, x, norm, rows_on_card.positions())?))
-    }
-
-    fn turned_gradients(
+    fn rope_backward(
         &self,
         x: Option<&CudaSlice<bf16>>,
         norm: Option<&Tensor>,
-        rows: &BatchRows,
+        context: &LayerContext,
+        rows: &Rows,
         grad: &CudaSlice<bf16>,
     ) -> Result<(Buffer<bf16>, Option<Buffer<f32>>)> {
         let is_wanted = norm.is_some_and(Tensor::track_op);
-        let (rows_on_card, loan) = (on_card(rows)?, norm.map(Loan::of).transpose()?);
+        let (rows, loan) = (on_card(rows)?, norm.map(Loan::of).transpose()?);
+        let n_wanted = loan.as_ref().filter(|_| is_wanted).map_or(0, |norm| norm.len());
         let weight = loan.as_ref().map(|norm| norm.as_view());
-        let norm = weight.as_ref().map(|weight| (weight, rows.eps as f32));
-        let n_wanted = if is_wanted { rows.head_dim } else { 0 };
-        let (rope, positions) = (rows_on_card.rope(), rows_on_card.positions());
+        let norm = weight.as_ref().map(|weight| (weight, context.eps));
+        let (rope, positions) = (rows.rope(), rows.positions());
         let (dx, dnorm) = rope.turned_gradients(&self.0, x.unwrap_or(grad), norm, positions, grad, n_wanted)?;
         Ok((Buffer(dx), is_wanted.then_some(Buffer(dnorm))))
     }
 
-    fn attend(&self, rows: &BatchRows, [q, k, v]: [&CudaSlice<bf16>; 3]) -> Result<(Buffer<bf16>, CudaSlice<f32>)> {
-        let (out, log_sums) = self.0.attend(on_card(rows)?.queries(), rows.head_dim, q, k, v)?;
-        Ok((Buffer(out), log_sums))
+    fn attend(
+        &self,
+        attention: &PackedAttention,
+        [q, k, v]: [&CudaSlice<bf16>; 3],
+    ) -> Result<(Buffer<bf16>, CudaSlice<f32>)> {
+        let (out, logsumexp) = self.0.attend(on_card(&attention.rows)?.queries(), attention.head_dim, q, k, v)?;
+        Ok((Buffer(out), logsumexp))
     }
 
-    fn attention_gradients(
+    fn attention_backward(
         &self,
-        rows: &BatchRows,
+        attention: &PackedAttention,
         [q, k, v]: [&CudaSlice<bf16>; 3],
         out: &CudaSlice<bf16>,
-        log_sums: &CudaSlice<f32>,
+        logsumexp: &CudaSlice<f32>,
         grad: &CudaSlice<bf16>,
     ) -> Result<[Buffer<bf16>; 3]> {
-        let queries = on_card(rows)?.queries();
-        let found = self.0.attention_gradients(queries, rows.head_dim, q, k, v, out, log_sums, grad)?;
-        Ok(found.map(Buffer))
+        let queries = on_card(&attention.rows)?.queries();
+        let gradients = self.0.attention_gradients(queries, attention.head_dim, q, k, v, out, logsumexp, grad)?;
+        Ok(gradients.map(Buffer))
     }
 
-    fn gated(&self, gate: &CudaSlice<bf16>, up: &CudaSlice<bf16>) -> Result<Buffer<bf16>> {
-        Ok(Buffer(self.0.gated(gate, up)?))
-    }
-
-    fn gated_gradients(
+    fn swiglu_backward(
         &self,
         gate: &CudaSlice<bf16>,
         up: &CudaSlice<bf16>,

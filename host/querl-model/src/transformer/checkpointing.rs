@@ -3,11 +3,11 @@
 //! A candle operation has at most three inputs, and a layer with an adapter has fifteen. So the layer is an operation of its
 //! input alone; the gradients of everything else go to [`Recompute`] and are joined in [`super::backward`].
 
-use super::layer::Layer;
-use super::pass::{Pass, Recompute};
-use super::rows::{BatchRows, QueryRows};
+use super::autograd::LayerPass;
+use super::forward;
+use super::layer::LayerWeights;
+use super::pass::Recompute;
 use crate::LoraAdapter;
-use crate::dropout::Dropout;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Layout, Result as TensorResult, Shape, Storage, Tensor,
@@ -17,12 +17,9 @@ use std::sync::Arc;
 
 /// One layer that keeps its input alone.
 pub(crate) struct CheckpointedLayer {
-    pub(crate) layer: Arc<Layer>,
-    pub(crate) rows: BatchRows,
-    /// Which rows of its output are computed; `None` is all.
-    pub(crate) wanted: Option<QueryRows>,
+    pub(crate) weights: Arc<LayerWeights>,
+    pub(crate) pass: LayerPass,
     pub(crate) adapter: Option<Arc<LoraAdapter>>,
-    pub(crate) dropout: Option<Dropout>,
     pub(crate) recompute: Recompute,
     /// The input, without graph.
     pub(crate) input: Tensor,
@@ -36,11 +33,7 @@ impl CheckpointedLayer {
 
     fn forward(&self, x: &Tensor) -> TensorResult<Tensor> {
         let inside = self.recompute.inside();
-        let pass = Pass { adapter: self.adapter.as_deref(), dropout: self.dropout, recompute: Some(&inside) };
-        match &self.wanted {
-            None => self.layer.forward(x, &self.rows, &pass),
-            Some(wanted) => self.layer.forward_at(x, &self.rows, wanted, &pass),
-        }
+        forward(&self.weights, self.adapter.as_deref(), x, self.pass.clone(), Some(&inside))
     }
 }
 

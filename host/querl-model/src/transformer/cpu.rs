@@ -1,77 +1,212 @@
-//! The steps of a layer on the CPU: slices of f32, nothing copied that can be borrowed.
+//! Training backend of the CPU: slices of f32, nothing copied that can be borrowed.
 
-use super::backend::{Lent, Projected, Steps, Trained};
-use super::fused_linear::{FusedLinear, LowRankTensors};
-use super::rows::{BatchRows, QueryRows};
+use super::backend::{LayerBackend, LinearBackward, LinearGrad, MaybeBorrowed, ProjectionOut, TrainingBackend};
+use super::linear::{Lora, LoraLinear};
+use super::rows::{LayerContext, PackedAttention, QueryRows, Rows};
 use crate::Ranks;
+use crate::dropout::LayerMask;
+use crate::kernels::projection::{self, Trained};
 use crate::kernels::{
-    Floats, LogSums, LowRank, ParameterGradients, Projection, Weight, attend, attention_gradients, gated,
-    gated_gradients, input_gradient, norm_gradients, normed, projection,
+    Floats, FrozenWeight, LogSumExp, LowRank, ParameterGradients, Projection, Weight, attend, attention_gradients,
+    gated, gated_gradients, input_gradient, norm_gradients, normed,
 };
-use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
+use candle_core::{CpuStorage, Error, Result, Storage, Tensor, bail};
 use rayon::prelude::*;
 
-/// The processor.
 pub(crate) struct Cpu;
+
+/// Gradients of a linear layer.
+#[derive(Default)]
+pub(crate) struct LinearGradients {
+    /// With DoRA those for the scaled gradient.
+    product: ParameterGradients,
+    /// DoRA: the gradient of the output times the factor.
+    scaled: Option<Vec<f32>>,
+    magnitude: Option<Vec<f32>>,
+}
+
+impl LinearGradients {
+    /// The gradient of the product without DoRA's factor, for that of the output.
+    fn product_grad<'a>(&'a self, grad: &'a [f32]) -> &'a [f32] {
+        self.scaled.as_deref().unwrap_or(grad)
+    }
+}
 
 /// A linear layer with its tensors borrowed.
 struct Open<'a> {
     weight: OpenWeight<'a>,
     bias: Option<Floats<'a>>,
-    low_rank: Option<OpenLowRank<'a>>,
+    lora: Option<OpenLora<'a>>,
 }
 
 enum OpenWeight<'a> {
-    Frozen(&'a crate::kernels::FrozenWeight),
+    Frozen(&'a FrozenWeight),
     Trained { values: Floats<'a>, n_in: usize },
 }
 
-struct OpenLowRank<'a> {
+struct OpenLora<'a> {
     a: Floats<'a>,
     b: Floats<'a>,
     rank: usize,
     scale: f32,
+    dropout: Option<LayerMask<'a>>,
+    magnitude: Option<OpenMagnitude<'a>>,
+}
+
+struct OpenMagnitude<'a> {
+    factor: Floats<'a>,
+    inverse_length: Floats<'a>,
 }
 
 impl<'a> Open<'a> {
-    fn new(linear: &'a FusedLinear) -> Result<Self> {
+    fn new(linear: &'a LoraLinear<()>) -> Result<Self> {
         let weight = match &linear.weight {
             Weight::Frozen(weight) => OpenWeight::Frozen(weight),
             Weight::Trained(weight) => OpenWeight::Trained { values: Floats::of(weight)?, n_in: weight.dim(1)? },
-            #[cfg(feature = "cuda")]
-            Weight::OnCard(_) => candle_core::bail!("a layer on the cpu with a weight of the card"),
+            #[allow(unreachable_patterns)] // weights of other devices
+            _ => bail!("a layer on the CPU with a weight of another device"),
         };
-        let low_rank = linear.low_rank.as_ref().map(|low_rank| -> Result<OpenLowRank<'a>> {
-            let rank = low_rank.rank(linear.weight.dims()?)?;
-            let LowRankTensors { a, b, scale, .. } = low_rank;
-            Ok(OpenLowRank { a: Floats::of(a)?, b: Floats::of(b)?, rank, scale: *scale })
-        });
-        let bias = linear.bias.as_ref().map(Floats::of).transpose()?;
-        Ok(Self { weight, bias, low_rank: low_rank.transpose()? })
+        let dims = linear.weight.dims()?;
+        let lora = linear.lora.as_ref().map(|lora| OpenLora::new(lora, dims)).transpose()?;
+        Ok(Self { weight, bias: linear.bias.as_ref().map(Floats::of).transpose()?, lora })
     }
 
     fn projection(&self) -> Projection<'_> {
         let bias = self.bias.as_deref();
         match &self.weight {
             OpenWeight::Frozen(weight) => {
-                let low_rank = self.low_rank.as_ref();
-                let low_rank =
-                    low_rank.map(|OpenLowRank { a, b, rank, scale }| LowRank { a, b, rank: *rank, scale: *scale });
-                Projection::Frozen { weight, bias, low_rank }
+                Projection::Frozen { weight, bias, low_rank: self.lora.as_ref().map(OpenLora::low_rank) }
             }
             OpenWeight::Trained { values, n_in } => Projection::Trained { weight: values, n_in: *n_in, bias },
         }
     }
+
+    /// DoRA's part, where the layer has one: the frozen weight, the adapter and the magnitude.
+    fn dora(&self) -> Option<Dora<'_>> {
+        let (OpenWeight::Frozen(weight), Some(lora)) = (&self.weight, &self.lora) else { return None };
+        let magnitude = lora.magnitude.as_ref()?;
+        Some(Dora { weight, lora, magnitude, bias: self.bias.as_deref() })
+    }
+
+    fn add_projection(&self, x: &[f32], residual: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let Some(dora) = self.dora() else { return self.projection().added(x, residual) };
+        let (mut sum, lora_a_out) = dora.forward(x)?;
+        add(&mut sum, residual);
+        Ok((sum, lora_a_out))
+    }
 }
 
-/// Calls `f` with linear layers whose tensors are borrowed.
-fn opened<const N: usize, R>(
-    linears: [&FusedLinear; N],
-    f: impl FnOnce([&Projection<'_>; N]) -> Result<R>,
-) -> Result<R> {
-    let open: Vec<Open<'_>> = linears.into_iter().map(Open::new).collect::<Result<_>>()?;
-    let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
-    f(std::array::from_fn(|index| &projections[index]))
+impl<'a> OpenLora<'a> {
+    fn new(lora: &'a Lora, (n_out, n_in): (usize, usize)) -> Result<Self> {
+        let Lora { a, b, scale, magnitude, path, dropout, .. } = lora;
+        let magnitude = magnitude.as_ref().map(|magnitude| -> Result<_> {
+            let (factor, inverse_length) = (&magnitude.factor, &magnitude.inverse_length);
+            Ok(OpenMagnitude { factor: Floats::of(factor)?, inverse_length: Floats::of(inverse_length)? })
+        });
+        Ok(Self {
+            a: Floats::of(a)?,
+            b: Floats::of(b)?,
+            rank: lora.rank((n_out, n_in))?,
+            scale: *scale,
+            dropout: dropout.as_ref().map(|mask| mask.of_layer(path, n_in)),
+            magnitude: magnitude.transpose()?,
+        })
+    }
+
+    fn low_rank(&self) -> LowRank<'_> {
+        LowRank { a: &self.a, b: &self.b, rank: self.rank, scale: self.scale, dropout: self.dropout.as_ref() }
+    }
+}
+
+/// A linear layer with DoRA. With the factor `f`, magnitude over length, and dropout `d`:
+/// `y = f * (x W^T + s x A^T B^T) + b`, and with dropout `y = x W^T + b + (f - 1) * d(x) W^T + f * s d(x) A^T B^T`.
+///
+/// Source: PEFT's `DoraLinearVariant.forward`.
+struct Dora<'a> {
+    weight: &'a FrozenWeight,
+    lora: &'a OpenLora<'a>,
+    magnitude: &'a OpenMagnitude<'a>,
+    bias: Option<&'a [f32]>,
+}
+
+impl Dora<'_> {
+    fn base<'b>(&'b self, bias: Option<&'b [f32]>) -> Projection<'b> {
+        Projection::Frozen { weight: self.weight, bias, low_rank: None }
+    }
+
+    /// The weight with its change.
+    fn changed(&self) -> Projection<'_> {
+        Projection::Frozen { weight: self.weight, bias: None, low_rank: Some(self.lora.low_rank()) }
+    }
+
+    /// The change of the weight alone: `lora_a_out B^T`.
+    fn lora_out(&self, lora_a_out: &[f32]) -> Result<Vec<f32>> {
+        let b = Projection::Trained { weight: &self.lora.b, n_in: self.lora.rank, bias: None };
+        Ok(b.forward(lora_a_out)?.0)
+    }
+
+    fn dropped(&self, mask: &LayerMask<'_>, x: &[f32]) -> Vec<f32> {
+        let mut dropped = x.to_vec();
+        mask.apply(&mut dropped);
+        dropped
+    }
+
+    fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let factor = &*self.magnitude.factor;
+        let Some(mask) = &self.lora.dropout else {
+            let (mut y, lora_a_out) = self.changed().forward(x)?;
+            each_row(&mut y, factor, |y, factor| *y *= factor);
+            if let Some(bias) = self.bias {
+                each_row(&mut y, bias, |y, bias| *y += bias);
+            }
+            return Ok((y, lora_a_out));
+        };
+        let (mut y, _) = self.base(self.bias).forward(x)?;
+        let (of_dropped, _) = self.base(None).forward(&self.dropped(mask, x))?;
+        let [lora_a_out] = projection::lora_a_out([&self.changed()], x)?;
+        let of_lora = self.lora_out(&lora_a_out)?;
+        let n_out = factor.len();
+        let rows = y.par_chunks_mut(n_out).zip(of_dropped.par_chunks(n_out)).zip(of_lora.par_chunks(n_out));
+        rows.for_each(|((y, of_dropped), of_lora)| {
+            for (((y, base), lora), factor) in y.iter_mut().zip(of_dropped).zip(of_lora).zip(factor) {
+                *y = (*y + base * (factor - 1.0)) + lora * factor;
+            }
+        });
+        Ok((y, lora_a_out))
+    }
+
+    /// What the factor multiplies: `(N, out)`.
+    fn unscaled(&self, x: &[f32], lora_a_out: &[f32]) -> Result<Vec<f32>> {
+        let Some(mask) = &self.lora.dropout else { return Ok(self.changed().forward(x)?.0) };
+        let (mut y, _) = self.base(None).forward(&self.dropped(mask, x))?;
+        add(&mut y, &self.lora_out(lora_a_out)?);
+        Ok(y)
+    }
+
+    /// `f * g` for the gradient `g` of the output.
+    fn scaled(&self, grad: &[f32]) -> Vec<f32> {
+        let mut scaled = grad.to_vec();
+        each_row(&mut scaled, &self.magnitude.factor, |g, factor| *g *= factor);
+        scaled
+    }
+
+    /// Gradient of the magnitude; no gradient flows through the length.
+    fn magnitude_gradient(&self, x: &[f32], lora_a_out: &[f32], grad: &[f32]) -> Result<Vec<f32>> {
+        let (unscaled, inverse_length) = (self.unscaled(x, lora_a_out)?, &*self.magnitude.inverse_length);
+        let n_out = inverse_length.len();
+        let mut sum = vec![0.0; n_out];
+        for (y, g) in unscaled.chunks_exact(n_out).zip(grad.chunks_exact(n_out)) {
+            sum.iter_mut().zip(y).zip(g).for_each(|((sum, y), g)| *sum += y * g);
+        }
+        sum.iter_mut().zip(inverse_length).for_each(|(sum, inverse)| *sum *= inverse);
+        Ok(sum)
+    }
+}
+
+/// Calls `f` with every value and that of `columns` in its column.
+fn each_row(values: &mut [f32], columns: &[f32], f: impl Fn(&mut f32, f32) + Sync) {
+    let rows = values.par_chunks_mut(columns.len().max(1)).with_min_len(16);
+    rows.for_each(|row| row.iter_mut().zip(columns).for_each(|(value, column)| f(value, *column)));
 }
 
 /// Values that one parallel task adds.
@@ -83,176 +218,277 @@ fn add(sum: &mut [f32], more: &[f32]) {
     });
 }
 
-impl Steps for Cpu {
-    type Sums = Vec<f32>;
-    type SumSlice = [f32];
-    type Values = Vec<f32>;
-    type ValueSlice = [f32];
-    type LogSums = LogSums;
-    type Found = ParameterGradients;
+fn opened<const N: usize>(linears: [&LoraLinear<()>; N]) -> Result<Vec<Open<'_>>> {
+    linears.into_iter().map(Open::new).collect()
+}
+
+impl LayerBackend for Cpu {
+    type Residual = Vec<f32>;
+    type ResidualSlice = [f32];
+    type Activations = Vec<f32>;
+    type ActivationSlice = [f32];
+    type Norm = Tensor;
+    type Linears<const N: usize> = [LoraLinear<()>; N];
+    type LoraAOut = Vec<f32>;
+
+    fn rms_norm(&self, x: &[f32], weight: &Tensor, eps: f32) -> Result<Vec<f32>> {
+        Ok(normed(x, &Floats::of(weight)?, eps))
+    }
+
+    fn project<const N: usize>(&self, linears: &[LoraLinear<()>; N], x: &[f32]) -> Result<[ProjectionOut<Self>; N]> {
+        project(linears.each_ref(), x)
+    }
+
+    fn project_qkv(
+        &self,
+        qkv: &[LoraLinear<()>; 3],
+        x: &[f32],
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<[ProjectionOut<Self>; 3]> {
+        if query_rows.is_none() {
+            return self.project(qkv, x);
+        }
+        let [q, k, v] = qkv;
+        let [k, v] = project([k, v], x)?;
+        let [q] = project([q], &self.query_activations(x, width, query_rows)?)?;
+        Ok([q, k, v])
+    }
+
+    fn apply_rope(&self, x: &[f32], norm: Option<&Tensor>, context: &LayerContext, rows: &Rows) -> Result<Vec<f32>> {
+        let norm = norm.map(Floats::of).transpose()?;
+        context.rope.turned(x, norm.as_deref().map(|weight| (weight, context.eps)), &rows.positions)
+    }
+
+    fn query_residual<'a>(
+        &self,
+        x: &'a [f32],
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<MaybeBorrowed<'a, Vec<f32>>> {
+        self.query_activations(x, width, query_rows)
+    }
+
+    fn add_projection(
+        &self,
+        [linear]: &[LoraLinear<()>; 1],
+        x: &[f32],
+        residual: &[f32],
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
+        Open::new(linear)?.add_projection(x, residual)
+    }
+
+    fn swiglu(&self, gate: &[f32], up: &[f32]) -> Result<Vec<f32>> {
+        Ok(gated(gate, up))
+    }
+
+    fn zeros_like(&self, residual: &[f32]) -> Result<Vec<f32>> {
+        Ok(vec![0.0; residual.len()])
+    }
+
+    fn all_reduce(&self, ranks: &Ranks, sum: &mut Vec<f32>) -> Result<()> {
+        ranks.sum(sum).map_err(Error::wrap)
+    }
+}
+
+/// Outputs of several linear layers with the same input, and those of their LoRA A.
+fn project<const N: usize>(linears: [&LoraLinear<()>; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
+    let open = opened(linears)?;
+    if open.iter().all(|linear| linear.dora().is_none()) {
+        let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
+        return projection::forward(std::array::from_fn(|index| &projections[index]), x);
+    }
+    let one = |linear: &Open<'_>| match linear.dora() {
+        Some(dora) => dora.forward(x),
+        None => linear.projection().forward(x),
+    };
+    let mut results = open.iter().map(one).collect::<Result<Vec<_>>>()?.into_iter();
+    Ok(std::array::from_fn(|_| results.next().unwrap_or_default()))
+}
+
+impl TrainingBackend for Cpu {
+    type LinearState = ();
+    type LogSumExp = LogSumExp;
+    type LinearGradients = LinearGradients;
     type Borrowed<'a> = Floats<'a>;
 
-    fn prepared(&self, tensor: &Tensor) -> Result<Tensor> {
+    fn group<const N: usize>(linears: [LoraLinear<()>; N]) -> [LoraLinear<()>; N] {
+        linears
+    }
+
+    fn members<const N: usize>(linears: &[LoraLinear<()>; N]) -> [&LoraLinear<()>; N] {
+        linears.each_ref()
+    }
+
+    fn contiguous(&self, tensor: &Tensor) -> Result<Tensor> {
         tensor.contiguous()
     }
 
-    fn borrowed<'a>(&self, tensor: &'a Tensor) -> Result<Floats<'a>> {
+    fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Floats<'a>> {
         Floats::of(tensor)
     }
 
-    fn storage(&self, sums: Vec<f32>) -> Result<Storage> {
-        Ok(Storage::Cpu(CpuStorage::F32(sums)))
+    fn storage(&self, buffer: Vec<f32>) -> Result<Storage> {
+        Ok(Storage::Cpu(CpuStorage::F32(buffer)))
     }
 
-    fn joined(&self, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
+    fn len(&self, buffer: &[f32]) -> usize {
+        buffer.len()
+    }
+
+    fn concat(&self, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
         let mut joined = Vec::with_capacity(parts.iter().map(Vec::len).sum());
         parts.into_iter().for_each(|part| joined.extend_from_slice(&part));
         Ok(joined)
     }
 
-    fn n_sums(&self, sums: &[f32]) -> usize {
-        sums.len()
+    fn to_activations<'a>(&self, x: &'a [f32]) -> Result<MaybeBorrowed<'a, Vec<f32>>> {
+        Ok(MaybeBorrowed::Borrowed(x))
     }
 
-    fn zeros(&self, n: usize) -> Result<Vec<f32>> {
-        Ok(vec![0.0; n])
-    }
-
-    fn sum_over(&self, ranks: &Ranks, sums: &mut Vec<f32>) -> Result<()> {
-        ranks.sum(sums).map_err(Error::wrap)
-    }
-
-    fn values<'a>(&self, sums: &'a [f32]) -> Result<Lent<'a, Vec<f32>>> {
-        Ok(Lent::Borrowed(sums))
-    }
-
-    fn picked<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&QueryRows>) -> Result<Lent<'a, Vec<f32>>> {
-        let Some(wanted) = wanted else { return Ok(Lent::Borrowed(all)) };
-        let mut rows = Vec::with_capacity(wanted.list.len() * width);
-        for &row in wanted.list.iter() {
-            rows.extend_from_slice(&all[row as usize * width..(row as usize + 1) * width]);
+    fn query_activations<'a>(
+        &self,
+        x: &'a [f32],
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<MaybeBorrowed<'a, Vec<f32>>> {
+        let Some(query_rows) = query_rows else { return Ok(MaybeBorrowed::Borrowed(x)) };
+        let mut rows = Vec::with_capacity(query_rows.indices.len() * width);
+        for &row in query_rows.indices.iter() {
+            rows.extend_from_slice(&x[row as usize * width..(row as usize + 1) * width]);
         }
-        Ok(Lent::Owned(rows))
+        Ok(MaybeBorrowed::Owned(rows))
     }
 
-    fn picked_sums<'a>(&self, all: &'a [f32], width: usize, wanted: Option<&QueryRows>) -> Result<Lent<'a, Vec<f32>>> {
-        self.picked(all, width, wanted)
-    }
-
-    fn add_picked(&self, all: &mut Vec<f32>, picked: &[f32], width: usize, wanted: Option<&QueryRows>) -> Result<()> {
-        match wanted {
-            None => add(all, picked),
-            Some(wanted) => {
-                for (&row, picked) in wanted.list.iter().zip(picked.chunks_exact(width)) {
-                    let all = &mut all[row as usize * width..(row as usize + 1) * width];
-                    all.iter_mut().zip(picked).for_each(|(sum, x)| *sum += x);
-                }
-            }
+    fn add_query_rows(
+        &self,
+        sum: &mut Vec<f32>,
+        part: &[f32],
+        width: usize,
+        query_rows: Option<&QueryRows>,
+    ) -> Result<()> {
+        let Some(query_rows) = query_rows else {
+            add(sum, part);
+            return Ok(());
+        };
+        for (&row, part) in query_rows.indices.iter().zip(part.chunks_exact(width)) {
+            let sum = &mut sum[row as usize * width..(row as usize + 1) * width];
+            sum.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
         }
         Ok(())
     }
 
-    fn normed(&self, x: &[f32], norm: &Tensor, eps: f32) -> Result<Vec<f32>> {
-        Ok(normed(x, &Floats::of(norm)?, eps))
-    }
-
-    fn norm_gradients(
+    fn rms_norm_backward(
         &self,
         x: &[f32],
-        norm: &Tensor,
+        weight: &Tensor,
         eps: f32,
         grad: &[f32],
-        more: Option<&[f32]>,
+        residual_grad: Option<&[f32]>,
     ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
-        let norm = Floats::of(norm)?;
-        let (dx, dnorm) = norm_gradients(x, &norm, eps, grad, more, norm.len());
-        Ok((dx, Some(dnorm)))
+        let weight = Floats::of(weight)?;
+        let (dx, dweight) = norm_gradients(x, &weight, eps, grad, residual_grad, weight.len());
+        Ok((dx, Some(dweight)))
     }
 
-    fn forward<const N: usize>(&self, linears: [&FusedLinear; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
-        opened(linears, |layers| projection::forward(layers, x))
-    }
-
-    fn added(&self, linear: &FusedLinear, x: &[f32], base: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
-        Open::new(linear)?.projection().added(x, base)
-    }
-
-    fn low_gradients<const N: usize>(&self, layers: [(&FusedLinear, &[f32]); N]) -> Result<[ParameterGradients; N]> {
-        opened(layers.map(|(linear, _)| linear), |opened| {
-            let mut grads = layers.iter().map(|(_, grad)| *grad);
-            projection::low_gradients(opened.map(|layer| (layer, grads.next().unwrap_or_default())))
-        })
-    }
-
-    fn parameter_gradients<const N: usize>(&self, layers: [Trained<'_, Self>; N]) -> Result<()> {
-        let open: Vec<Open<'_>> = layers.iter().map(|trained| Open::new(trained.linear)).collect::<Result<_>>()?;
+    fn lora_b_backward<const N: usize>(&self, layers: [(&LoraLinear<()>, &[f32]); N]) -> Result<[LinearGradients; N]> {
+        let open = opened(layers.map(|(linear, _)| linear))?;
+        let mut gradients: [LinearGradients; N] = std::array::from_fn(|index| LinearGradients {
+            scaled: open[index].dora().map(|dora| dora.scaled(layers[index].1)),
+            ..LinearGradients::default()
+        });
         let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
-        let trained = |(layer, Trained { x, low, grad, found, .. })| projection::Trained { layer, x, low, grad, found };
-        projection::parameter_gradients(&mut projections.iter().zip(layers).map(trained).collect::<Vec<_>>())
+        let of_products = projection::lora_b_gradients::<N>(std::array::from_fn(|index| {
+            (&projections[index], gradients[index].product_grad(layers[index].1))
+        }))?;
+        gradients.iter_mut().zip(of_products).for_each(|(gradients, product)| gradients.product = product);
+        Ok(gradients)
     }
 
-    fn input_gradient(&self, linear: &FusedLinear, grad: &[f32], found: &ParameterGradients) -> Result<Vec<f32>> {
-        input_gradient(&[(&Open::new(linear)?.projection(), grad, found)])
+    fn parameter_backward<const N: usize>(&self, layers: [LinearBackward<'_, Self>; N]) -> Result<()> {
+        let open: Vec<Open<'_>> = layers.iter().map(|layer| Open::new(layer.linear)).collect::<Result<_>>()?;
+        let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
+        let mut trained = Vec::with_capacity(N);
+        for ((open, layer), LinearBackward { x, lora_a_out, grad, gradients, .. }) in
+            open.iter().zip(&projections).zip(layers)
+        {
+            let LinearGradients { product, scaled, magnitude } = gradients;
+            *magnitude = open.dora().map(|dora| dora.magnitude_gradient(x, lora_a_out, grad)).transpose()?;
+            trained.push(Trained { layer, x, lora_a_out, grad: scaled.as_deref().unwrap_or(grad), found: product });
+        }
+        projection::parameter_gradients(&mut trained)
     }
 
-    fn shared_input_gradient(&self, layers: &[Projected<'_, Self>]) -> Result<Vec<f32>> {
+    fn input_backward(&self, linear: &LoraLinear<()>, grad: &[f32], gradients: &LinearGradients) -> Result<Vec<f32>> {
+        self.shared_input_backward(&[(linear, grad, gradients)])
+    }
+
+    fn shared_input_backward(&self, layers: &[LinearGrad<'_, Self>]) -> Result<Vec<f32>> {
         let open: Vec<Open<'_>> = layers.iter().map(|(linear, ..)| Open::new(linear)).collect::<Result<_>>()?;
         let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect();
-        let with_gradients = projections.iter().zip(layers).map(|(layer, (_, grad, found))| (layer, *grad, *found));
-        input_gradient(&with_gradients.collect::<Vec<_>>())
+        let with_gradients = projections
+            .iter()
+            .zip(layers)
+            .map(|(layer, (_, grad, gradients))| (layer, gradients.product_grad(grad), &gradients.product));
+        let mut dx = input_gradient(&with_gradients.collect::<Vec<_>>())?;
+        // DoRA with dropout: the product with the weight alone sees `g` for all inputs and `(f - 1) g` for dropped ones.
+        for (open, (_, grad, gradients)) in open.iter().zip(layers) {
+            let (Some(dora), Some(scaled)) = (open.dora(), &gradients.scaled) else { continue };
+            let Some(mask) = &dora.lora.dropout else { continue };
+            let change: Vec<f32> = scaled.iter().zip(*grad).map(|(scaled, g)| scaled - g).collect();
+            let none = ParameterGradients::default();
+            let mut part = input_gradient(&[(&dora.base(None), &change, &none)])?;
+            add(&mut dx, &part.iter().map(|part| -part).collect::<Vec<_>>());
+            mask.apply(&mut part);
+            add(&mut dx, &part);
+        }
+        Ok(dx)
     }
 
-    fn gradients_of(&self, linear: &FusedLinear, found: ParameterGradients) -> Vec<Vec<f32>> {
-        let mut gradients = Vec::new();
+    fn gradients_of(&self, linear: &LoraLinear<()>, gradients: LinearGradients) -> Vec<Vec<f32>> {
+        let (mut all, product) = (Vec::new(), gradients.product);
         if matches!(linear.weight, Weight::Trained(_)) {
-            gradients.push(found.weight);
-            gradients.extend(linear.bias.is_some().then_some(found.bias));
+            all.push(product.weight);
+            all.extend(linear.bias.is_some().then_some(product.bias));
         }
-        if linear.low_rank.is_some() {
-            gradients.extend([found.a, found.b]);
+        if linear.lora.is_some() {
+            all.extend([product.a, product.b]);
+            all.extend(gradients.magnitude);
         }
-        gradients
+        all
     }
 
-    fn turned(&self, x: &[f32], norm: Option<&Tensor>, rows: &BatchRows) -> Result<Vec<f32>> {
-        let norm = norm.map(Floats::of).transpose()?;
-        let norm = norm.as_deref().map(|weight| (weight, rows.eps as f32));
-        rows.rope.turned(x, norm, &rows.positions)
-    }
-
-    fn turned_gradients(
+    fn rope_backward(
         &self,
         x: Option<&[f32]>,
         norm: Option<&Tensor>,
-        rows: &BatchRows,
+        context: &LayerContext,
+        rows: &Rows,
         grad: &[f32],
     ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
         let norm = norm.map(Floats::of).transpose()?;
-        let norm = norm.as_deref().map(|weight| (weight, rows.eps as f32));
-        let (dx, dnorm) = rows.rope.turned_gradients(x.unwrap_or_default(), norm, &rows.positions, grad, rows.head_dim);
+        let norm = norm.as_deref().map(|weight| (weight, context.eps));
+        let n_wanted = norm.map_or(0, |(weight, _)| weight.len());
+        let (dx, dnorm) = context.rope.turned_gradients(x.unwrap_or_default(), norm, &rows.positions, grad, n_wanted);
         Ok((dx, norm.is_some().then_some(dnorm)))
     }
 
-    fn attend(&self, rows: &BatchRows, qkv: [&[f32]; 3]) -> Result<(Vec<f32>, LogSums)> {
-        attend(&rows.queries, rows.head_dim, qkv)
+    fn attend(&self, attention: &PackedAttention, qkv: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
+        attend(&attention.queries, attention.head_dim, qkv)
     }
 
-    fn attention_gradients(
+    fn attention_backward(
         &self,
-        rows: &BatchRows,
+        attention: &PackedAttention,
         qkv: [&[f32]; 3],
         out: &[f32],
-        log_sums: &LogSums,
+        logsumexp: &LogSumExp,
         grad: &[f32],
     ) -> Result<[Vec<f32>; 3]> {
-        attention_gradients(&rows.queries, rows.head_dim, qkv, out, log_sums, grad)
+        attention_gradients(&attention.queries, attention.head_dim, qkv, out, logsumexp, grad)
     }
 
-    fn gated(&self, gate: &[f32], up: &[f32]) -> Result<Vec<f32>> {
-        Ok(gated(gate, up))
-    }
-
-    fn gated_gradients(&self, gate: &[f32], up: &[f32], grad: Vec<f32>) -> Result<[Vec<f32>; 3]> {
+    fn swiglu_backward(&self, gate: &[f32], up: &[f32], grad: Vec<f32>) -> Result<[Vec<f32>; 3]> {
         Ok(gated_gradients(gate, up, &grad))
     }
 }

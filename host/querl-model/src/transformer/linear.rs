@@ -1,21 +1,20 @@
-//! One linear layer: frozen, trained, or frozen with an adapter.
+//! Linear layers: the base's, and the base's with an adapter as one pass trains it.
 
-use super::pass::Pass;
-use super::rows::BatchRows;
+use super::rows::Rows;
+use crate::LoraAdapter;
 use crate::adapter::LoraPair;
-use crate::dropout::{DropoutMask, lora_dropout};
-use crate::kernels::{self, FrozenWeight, Weight};
-use crate::sharding::{Split, TensorParallel};
-use candle_core::{Result as TensorResult, Tensor, bail};
-use std::borrow::Cow;
-use std::sync::OnceLock;
+use crate::dropout::DropoutMask;
+use crate::kernels::{self, Weight};
+use candle_core::{Result, Tensor, bail};
+use std::any::Any;
+use std::sync::{Arc, OnceLock};
 
-/// A linear layer by its path in the checkpoint.
+/// A linear layer of the base model, by its path in the checkpoint.
 pub(crate) struct Linear {
     pub(crate) path: String,
     pub(crate) weight: Weight, // (out, in)
     pub(crate) bias: Option<Tensor>,
-    /// Squared lengths of the weight's rows `(out)`, for adapters with magnitudes.
+    /// Squared lengths of the weight's rows `(out)`, for DoRA.
     squares: OnceLock<Tensor>,
 }
 
@@ -24,56 +23,14 @@ impl Linear {
         Self { path, weight, bias, squares: OnceLock::new() }
     }
 
-    /// Outputs `(N, out)` of rows `(N, in)`.
-    pub(crate) fn forward(&self, x: &Tensor, rows: &BatchRows, pass: &Pass<'_>) -> TensorResult<Tensor> {
-        let Some(pair) = pass.adapter.and_then(|adapter| adapter.pair(&self.path)) else {
-            return kernels::linear(x, &self.weight, self.bias.as_ref());
-        };
-        let Weight::Frozen(weight) = &self.weight else {
-            bail!("an adapter on `{}`, whose own weight is trained", self.path)
-        };
-        let pair = &with_whole_gradients(&rows.parallel, pair, &self.path)?;
-        match (self.dora_factor(pair)?, &rows.dropout) {
-            (None, None) => kernels::lora_linear(x, weight, self.bias.as_ref(), &pair.a, &pair.b, pair.scale),
-            (None, Some(mask)) => {
-                let base = kernels::frozen_linear(x, weight, self.bias.as_ref())?;
-                base + lora_dropout(x, &pair.a, &pair.b, pair.scale, mask, &self.path)?
-            }
-            (Some(factor), None) => {
-                let changed = kernels::lora_linear(x, weight, None, &pair.a, &pair.b, pair.scale)?;
-                let y = changed.broadcast_mul(&factor)?;
-                self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
-            }
-            (Some(factor), Some(mask)) => self.dora_dropout(x, weight, pair, &factor, mask),
-        }
-    }
-
-    /// `W x + b + (m - 1) W d(x) + m s B A d(x)` with dropout `d` and DoRA's factor `m`: the bare weight sees all inputs.
-    ///
-    /// Source: PEFT's `DoraLinearVariant.forward`, the form for training with dropout.
-    fn dora_dropout(
-        &self,
-        x: &Tensor,
-        weight: &FrozenWeight,
-        pair: &LoraPair,
-        factor: &Tensor,
-        mask: &DropoutMask,
-    ) -> TensorResult<Tensor> {
-        let base = kernels::frozen_linear(x, weight, self.bias.as_ref())?;
-        let dropped = mask.dropped(x, &self.path)?;
-        let low_rank = (dropped.matmul(&pair.a.t()?)?.matmul(&pair.b.t()?)? * f64::from(pair.scale))?;
-        let on_dropped = kernels::frozen_linear(&dropped, weight, None)?;
-        (base + on_dropped.broadcast_mul(&(factor - 1.0)?)?)? + low_rank.broadcast_mul(factor)?
-    }
-
-    /// DoRA's factor on each output `(out)`; `None` for an adapter without magnitudes.
-    pub(crate) fn dora_factor(&self, pair: &LoraPair) -> TensorResult<Option<Tensor>> {
+    /// DoRA's factor on each output `(out)`: magnitude over length; `None` for an adapter without magnitudes.
+    pub(crate) fn dora_factor(&self, pair: &LoraPair) -> Result<Option<Tensor>> {
         let Some(magnitude) = &pair.magnitude else { return Ok(None) };
         Ok(Some(magnitude.div(&self.lengths(pair)?)?))
     }
 
     /// See [`LoraPair::lengths`].
-    pub(crate) fn lengths(&self, pair: &LoraPair) -> TensorResult<Tensor> {
+    fn lengths(&self, pair: &LoraPair) -> Result<Tensor> {
         let squares = match self.squares.get() {
             Some(squares) => squares,
             None => {
@@ -91,22 +48,101 @@ impl Linear {
     }
 }
 
-/// A layer's pair, of which the matrix that every rank has whole gets the sum of what the ranks find.
-///
-/// With `g` the gradient of the outputs, `dA = (s g B)^T x` and `dB = g^T (s x A^T)`. Split by outputs, each rank knows some
-/// columns of `g` and rows of `B`, so that its `s g B` is a summand of the whole one; split by inputs, its `s x A^T` is. The
-/// other matrix of each pair is split, and its part of the gradient is complete.
-fn with_whole_gradients<'a>(
-    parallel: &TensorParallel,
-    pair: &'a LoraPair,
-    path: &str,
-) -> TensorResult<Cow<'a, LoraPair>> {
-    let split = Split::of(path).filter(|_| parallel.is_split());
-    let Some(split) = split else { return Ok(Cow::Borrowed(pair)) };
-    let mut pair = pair.clone();
-    match split {
-        Split::Outputs => pair.a = parallel.shared(&pair.a)?,
-        Split::Inputs => pair.b = parallel.shared(&pair.b)?,
+/// A linear layer with its adapter in one pass; clones of tensors share their values. `S` is what the device caches of it.
+pub(crate) struct LoraLinear<S> {
+    pub(crate) weight: Weight,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) lora: Option<Lora>,
+    #[allow(dead_code)] // backends of GPUs read it
+    pub(crate) state: S,
+}
+
+/// `scale * B A`, added to a weight.
+pub(crate) struct Lora {
+    pub(crate) a: Tensor, // (rank, in)
+    pub(crate) b: Tensor, // (out, rank)
+    pub(crate) scale: f32,
+    pub(crate) magnitude: Option<Magnitude>,
+    /// Path of the linear layer: it seeds the dropout masks.
+    pub(crate) path: String,
+    /// Dropout on A's input.
+    pub(crate) dropout: Option<DropoutMask>,
+    /// See [`Rows::device_rows`].
+    #[allow(dead_code)] // backends of GPUs read it
+    pub(crate) device_rows: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// DoRA: each output before its bias is multiplied by a trained magnitude over the length of the changed weight's row.
+pub(crate) struct Magnitude {
+    pub(crate) trained: Tensor, // (out)
+    /// Magnitude over length, without a gradient.
+    pub(crate) factor: Tensor, // (out)
+    /// The gradient of the magnitude is that of the factor times this.
+    pub(crate) inverse_length: Tensor, // (out)
+}
+
+impl Magnitude {
+    fn new(trained: &Tensor, linear: &Linear, pair: &LoraPair) -> Result<Self> {
+        let inverse_length = linear.lengths(pair)?.recip()?;
+        let factor = (trained.detach() * &inverse_length)?;
+        Ok(Self { trained: trained.clone(), factor, inverse_length })
     }
-    Ok(Cow::Owned(pair))
+}
+
+impl<S: Default> LoraLinear<S> {
+    /// `rows`: those that enter the layer.
+    ///
+    /// # Errors
+    /// An adapter on a weight that is trained itself.
+    pub(crate) fn new(linear: &Linear, adapter: Option<&LoraAdapter>, rows: &Rows) -> Result<Self> {
+        let pair = adapter.and_then(|adapter| adapter.pair(&linear.path));
+        if pair.is_some() && matches!(linear.weight, Weight::Trained(_)) {
+            bail!("an adapter on `{}`, whose own weight is trained", linear.path);
+        }
+        Ok(Self {
+            weight: linear.weight.clone(),
+            bias: linear.bias.clone(),
+            lora: pair.map(|pair| Lora::new(pair, linear, rows)).transpose()?,
+            state: S::default(),
+        })
+    }
+
+    /// Everything that may be trained: weight, bias, A, B, magnitude.
+    pub(crate) fn tensors(&self) -> Vec<&Tensor> {
+        let mut tensors = Vec::new();
+        if let Weight::Trained(weight) = &self.weight {
+            tensors.push(weight);
+            tensors.extend(&self.bias);
+        }
+        if let Some(Lora { a, b, magnitude, .. }) = &self.lora {
+            tensors.extend([a, b]);
+            tensors.extend(magnitude.as_ref().map(|magnitude| &magnitude.trained));
+        }
+        tensors
+    }
+}
+
+impl Lora {
+    fn new(pair: &LoraPair, linear: &Linear, rows: &Rows) -> Result<Self> {
+        let magnitude = pair.magnitude.as_ref().map(|trained| Magnitude::new(trained, linear, pair)).transpose()?;
+        Ok(Self {
+            a: pair.a.clone(),
+            b: pair.b.clone(),
+            scale: pair.scale,
+            magnitude,
+            path: linear.path.clone(),
+            dropout: rows.dropout.clone(),
+            device_rows: rows.device_rows.clone(),
+        })
+    }
+
+    /// The rank, if the matrices fit a weight `(n_out, n_in)`.
+    pub(crate) fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
+        let rank = self.a.dim(0)?;
+        if self.a.dims() != [rank, n_in] || self.b.dims() != [n_out, rank] {
+            let (a, b) = (self.a.dims(), self.b.dims());
+            bail!("adapter of shapes {a:?} and {b:?} on a weight ({n_out}, {n_in})");
+        }
+        Ok(rank)
+    }
 }

@@ -1,33 +1,62 @@
-//! The rows of a packed batch as transformer layers see them: positions, attention, dropout.
+//! The rows (tokens) of a packed batch as transformer layers see them, and the settings of the model that every layer needs.
 
 use crate::dropout::DropoutMask;
 use crate::kernels::{Queries, RopeTable};
 use crate::sharding::TensorParallel;
-use candle_core::Tensor;
+use std::any::Any;
 use std::sync::Arc;
 
-/// The rows of a batch that enter a layer, and the settings of the model that every layer needs.
+/// What every layer of a model needs in addition to its weights.
 #[derive(Clone)]
-pub(crate) struct BatchRows {
+pub(crate) struct LayerContext {
     pub(crate) rope: RopeTable,
-    pub(crate) positions: Arc<Vec<u32>>,
-    pub(crate) queries: Queries,
-    pub(crate) head_dim: usize,
-    pub(crate) eps: f64,
-    /// Ranks over which row-parallel products are summed.
+    pub(crate) hidden_size: usize,
+    pub(crate) eps: f32,
+    /// Ranks over which products that are split by their inputs are summed.
     pub(crate) parallel: TensorParallel,
-    /// Dropout on the inputs of adapters: one key per row.
-    pub(crate) dropout: Option<DropoutMask>,
-    /// The same rows on the GPU.
-    #[cfg(feature = "cuda")]
-    pub(crate) on_card: Option<Arc<crate::decoder::CardRows>>,
 }
 
-/// The rows whose output is needed: the last layer computes queries and everything after them for these rows alone.
+/// Rows that enter a linear layer.
+#[derive(Clone)]
+pub(crate) struct Rows {
+    pub(crate) positions: Arc<Vec<u32>>,
+    /// Dropout on the inputs of adapters: one key per row.
+    pub(crate) dropout: Option<DropoutMask>,
+    /// The same rows as a backend keeps them on its device.
+    pub(crate) device_rows: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// The rows whose output is needed. The last layer computes keys and values for all rows, everything else for these alone.
 #[derive(Clone)]
 pub(crate) struct QueryRows {
     /// Row indices, ascending.
-    pub(crate) list: Arc<Vec<u32>>,
-    pub(crate) indices: Tensor, // (rows) u32
-    pub(crate) rows: BatchRows,
+    pub(crate) indices: Arc<Vec<u32>>,
+    pub(crate) rows: Rows,
+}
+
+/// The rows of one pass through a layer.
+#[derive(Clone)]
+pub(crate) struct LayerRows {
+    pub(crate) context: LayerContext,
+    /// Input rows: keys and values.
+    pub(crate) rows: Rows,
+    /// Output rows; `None` means all.
+    pub(crate) query_rows: Option<QueryRows>,
+}
+
+impl LayerRows {
+    /// The rows of queries and of everything after attention.
+    pub(crate) fn queries(&self) -> &Rows {
+        self.query_rows.as_ref().map_or(&self.rows, |query_rows| &query_rows.rows)
+    }
+}
+
+/// Causal attention among the rows of a packed batch; sequences do not see each other.
+#[derive(Clone)]
+pub(crate) struct PackedAttention {
+    pub(crate) queries: Queries,
+    pub(crate) head_dim: usize,
+    /// The rows that are queries.
+    #[allow(dead_code)] // backends of GPUs read it
+    pub(crate) rows: Rows,
 }

@@ -98,7 +98,7 @@ struct Attention {
     queries: Queries,
     head_dim: usize,
     /// Set by the forward pass.
-    log_sums: OnceLock<LogSums>,
+    log_sums: OnceLock<LogSumExp>,
 }
 
 /// Softmax attention, each query over its own sequence up to itself.
@@ -121,17 +121,17 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
 }
 
 /// Logarithms of the sums of exponentials, of each lane `(kv_heads, queries, group)`: what the backward pass wants again.
-pub(crate) type LogSums = Vec<Vec<f32>>;
+pub(crate) type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
 ///
 /// # Errors
 /// Widths that do not divide into heads.
-pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSums)> {
+pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
     let mut out = vec![0f32; q.len()];
     let tasks: Vec<_> = queries.lanes.iter().zip(queries.parts(&mut out, heads)).collect();
-    let log_sums: Result<LogSums> = tasks
+    let log_sums: Result<LogSumExp> = tasks
         .into_par_iter()
         .map(|(lane, out)| {
             let mut log_sums = vec![0f32; lane.queries.len() * heads.group * heads.n_kv_heads];
@@ -151,7 +151,7 @@ pub(crate) fn attention_gradients(
     head_dim: usize,
     [q, k, v]: [&[f32]; 3],
     out: &[f32],
-    log_sums: &LogSums,
+    log_sums: &LogSumExp,
     grad: &[f32],
 ) -> Result<[Vec<f32>; 3]> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
