@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 pub(crate) use card::CardRows;
-pub(crate) use parts::{LayerParts, LinearParts};
+pub(crate) use parts::{AdaptedLayer, AdaptedLinear};
 
 /// A Qwen2 or Qwen3 decoder.
 pub struct Decoder {

@@ -2,12 +2,12 @@
 
 use super::Decoder;
 use crate::adapter::{EMBEDDING, LoraAdapter, LoraPair};
-use crate::kernels::{RopeTable, Weight};
+use crate::kernels::Weight;
 use crate::transformer::{LayerWeights, Linear};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// One linear layer.
-pub(crate) struct LinearParts<'a> {
+pub(crate) struct AdaptedLinear<'a> {
     pub(crate) weight: &'a Weight,
     pub(crate) bias: Option<&'a Tensor>,
     pub(crate) pair: Option<&'a LoraPair>,
@@ -16,25 +16,25 @@ pub(crate) struct LinearParts<'a> {
 }
 
 /// One decoder layer.
-pub(crate) struct LayerParts<'a> {
+pub(crate) struct AdaptedLayer<'a> {
     pub(crate) input_norm: &'a Tensor,
     pub(crate) post_attention_norm: &'a Tensor,
     /// Weights of the per-head norms of queries and keys.
-    pub(crate) qk_norm: Option<(&'a Tensor, &'a Tensor)>,
+    pub(crate) qk_norm: Option<&'a [Tensor; 2]>,
     /// Queries, keys, values.
-    pub(crate) qkv: [LinearParts<'a>; 3],
-    pub(crate) o: LinearParts<'a>,
+    pub(crate) qkv: [AdaptedLinear<'a>; 3],
+    pub(crate) o: [AdaptedLinear<'a>; 1],
     /// Gate and up.
-    pub(crate) gate_up: [LinearParts<'a>; 2],
-    pub(crate) down: LinearParts<'a>,
+    pub(crate) gate_up: [AdaptedLinear<'a>; 2],
+    pub(crate) down: [AdaptedLinear<'a>; 1],
 }
 
 impl Decoder {
     /// Every layer in order.
-    pub(crate) fn layer_parts<'a>(
+    pub(crate) fn adapted_layers<'a>(
         &'a self,
         adapter: Option<&'a LoraAdapter>,
-    ) -> impl Iterator<Item = TensorResult<LayerParts<'a>>> {
+    ) -> impl Iterator<Item = TensorResult<AdaptedLayer<'a>>> {
         self.layers.iter().map(move |layer| layer.parts(adapter))
     }
 
@@ -43,12 +43,7 @@ impl Decoder {
         &self.norm
     }
 
-    /// Angles of the rotary embedding.
-    pub(crate) fn rope(&self) -> &RopeTable {
-        &self.rope
-    }
-
-    /// The same on the card, where the decoder is on one.
+    /// Angles of RoPE on the GPU, where the decoder is on one.
     #[cfg(feature = "cuda")]
     pub(crate) fn card_rope(&self) -> Option<std::sync::Arc<crate::device::DeviceRope>> {
         self.on_card.as_ref().map(|card| card.rope().clone())
@@ -74,27 +69,27 @@ impl Decoder {
 }
 
 impl LayerWeights {
-    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<LayerParts<'a>> {
+    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLayer<'a>> {
         let parts = |linear: &'a Linear| linear.parts(adapter);
-        Ok(LayerParts {
+        Ok(AdaptedLayer {
             input_norm: &self.input_norm,
             post_attention_norm: &self.post_attention_norm,
-            qk_norm: self.qk_norm.as_ref().map(|[q, k]| (q, k)),
+            qk_norm: self.qk_norm.as_ref(),
             qkv: [parts(&self.q)?, parts(&self.k)?, parts(&self.v)?],
-            o: parts(&self.o)?,
+            o: [parts(&self.o)?],
             gate_up: [parts(&self.gate)?, parts(&self.up)?],
-            down: parts(&self.down)?,
+            down: [parts(&self.down)?],
         })
     }
 }
 
 impl Linear {
-    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<LinearParts<'a>> {
+    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLinear<'a>> {
         let pair = adapter.and_then(|adapter| adapter.pair(&self.path));
         let factor = match (&self.weight, pair) {
             (Weight::Trained(_), _) | (_, None) => None,
             (_, Some(pair)) => self.dora_factor(pair)?.map(|factor| factor.detach()),
         };
-        Ok(LinearParts { weight: &self.weight, bias: self.bias.as_ref(), pair, factor })
+        Ok(AdaptedLinear { weight: &self.weight, bias: self.bias.as_ref(), pair, factor })
     }
 }

@@ -4,7 +4,7 @@ use super::admission::Admission;
 use super::draw::{Draw, Taker};
 use super::engine::{Parts, prompt_caches};
 use super::filters::Rules;
-use super::units::{Hidden, Unit};
+use super::model_runner::{Hidden, Unit};
 use super::{Decoding, EndedBy, Generated, GenerationRequest, TokenText};
 use crate::ModelError;
 use crate::cache::SequenceCache;

@@ -1,11 +1,11 @@
 //! The engine: one policy after another, on one pool of blocks.
 
+use super::cpu_backend::PolicyWeights;
 use super::filters::Rules;
+use super::model_runner::{Hidden, Unit};
 use super::policy::Policy;
 use super::prefixes::{Prefixes, shared_beginnings};
 use super::sizes::{CacheRoom, blocks_of_prompt};
-use super::units::{Hidden, Unit};
-use super::weights::DecodeWeights;
 use super::{Decoding, Generated, GenerationRequest, SamplingSettings, TokenText, batch, beam};
 use crate::cache::{BLOCK_TOKENS, BlockPool, BlockShape, SequenceCache};
 use crate::{Decoder, LoraAdapter, ModelError, Place};
@@ -125,7 +125,7 @@ impl<'a> Engine<'a> {
             };
         }
         self.policy = None; // the old copies go before the new ones are made
-        self.policy = Some(Policy::Host(Box::new(DecodeWeights::new(self.decoder, adapter)?)));
+        self.policy = Some(Policy::Host(Box::new(PolicyWeights::new(self.decoder, adapter)?)));
         Ok(())
     }
 

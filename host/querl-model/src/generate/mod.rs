@@ -4,11 +4,11 @@
 //! computes it and as it was drawn. Nothing here records a graph.
 
 mod admission;
-mod attention;
 mod batch;
 mod beam;
 #[cfg(feature = "cuda")]
 mod card;
+mod cpu_backend;
 mod draw;
 mod engine;
 mod filters;
@@ -16,16 +16,15 @@ mod filters;
 mod golden;
 #[cfg(test)]
 mod levels;
-mod pass;
+mod model_runner;
+mod paged_attention;
 mod policy;
 mod prefixes;
 mod rows;
 mod sampling;
 mod settings;
 mod sizes;
-mod units;
 mod vectorised;
-mod weights;
 
 pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife};
 pub use settings::{Decoding, EndedBy, Generated, GenerationRequest, SamplingSettings, TokenText};

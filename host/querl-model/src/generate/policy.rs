@@ -3,15 +3,15 @@
 
 #[cfg(feature = "cuda")]
 use super::card::CardPolicy;
+use super::cpu_backend::PolicyWeights;
 use super::filters::Rules;
-use super::units::{self, Unit};
-use super::weights::DecodeWeights;
+use super::model_runner::{self, Unit};
 use crate::ModelError;
 
 /// Weights as they were when the policy was set.
 pub(super) enum Policy {
     /// Threads advance units, each some of them.
-    Host(Box<DecodeWeights>),
+    Host(Box<PolicyWeights>),
     /// All units advance as one batch of kernels.
     #[cfg(feature = "cuda")]
     Card(Box<CardPolicy>),
@@ -24,7 +24,7 @@ impl Policy {
     /// What the model or a taker reports.
     pub(super) fn advance(&mut self, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
         match self {
-            Self::Host(weights) => units::advance(weights, units, rules),
+            Self::Host(weights) => model_runner::advance(weights, units, rules),
             #[cfg(feature = "cuda")]
             Self::Card(card) => card.advance(units, rules),
         }

@@ -7,15 +7,15 @@ use rayon::prelude::*;
 const VALUES_PER_TASK: usize = 1 << 15;
 
 /// `x / sqrt(mean(x^2) + eps) * weight` for each row of `weight.len()` values.
-pub(super) fn normed(x: &[f32], weight: &[f32], eps: f32, out: &mut Vec<f32>) {
+pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let per_task = VALUES_PER_TASK.next_multiple_of(weight.len().max(1));
-    out.resize(x.len(), 0.0);
     out.par_chunks_mut(per_task).zip(x.par_chunks(per_task)).for_each(|(out, x)| norm_rows(x, weight, eps, out));
 }
 
-/// `silu(gate) * up`, in the place of the gate.
-pub(super) fn swiglu(gate: &mut [f32], up: &[f32]) {
-    gate.par_chunks_mut(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK)).for_each(|(gate, up)| gated(gate, up));
+/// `silu(gate) * up`.
+pub(super) fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
+    out.par_chunks_mut(VALUES_PER_TASK).zip(inputs).for_each(|(out, (gate, up))| gated(gate, up, out));
 }
 
 vectorised! {
@@ -39,9 +39,9 @@ vectorised! {
 }
 
 vectorised! {
-    fn gated<A>(gate: &mut [f32], up: &[f32]) {
-        for (gate, up) in gate.iter_mut().zip(up) {
-            *gate = *gate / (1.0 + exp_or_zero::<A>(-*gate)) * up;
+    fn gated<A>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            *out = gate / (1.0 + exp_or_zero::<A>(-gate)) * up;
         }
     }
 }

@@ -95,7 +95,13 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
             let on_cpu = kernels::Projection::Frozen {
                 weight: &frozen,
                 bias: has_bias.then_some(case.bias.as_slice()),
-                low_rank: has_change.then_some(kernels::LowRank { a: &case.a, b: &case.b, rank, scale: SCALE }),
+                low_rank: has_change.then_some(kernels::LowRank {
+                    a: &case.a,
+                    b: &case.b,
+                    rank,
+                    scale: SCALE,
+                    dropout: None,
+                }),
             };
             let low_rank =
                 has_change.then(|| LowRank { a: a.as_view(), b: b.as_view(), rank, scale: SCALE, masks: None });
@@ -111,11 +117,11 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
             assert_close("add_to", &gpu().download(&sum).unwrap(), &expected, 1e-3, 1.0 / 256.0);
 
             let mut found = layer.low_gradient(gpu(), &grad).unwrap();
-            let [mut on_cpu_found] = kernels::projection::low_gradients([(&on_cpu, case.grad.as_slice())]).unwrap();
+            let [mut on_cpu_found] = kernels::projection::lora_b_gradients([(&on_cpu, case.grad.as_slice())]).unwrap();
             kernels::projection::parameter_gradients(&mut [kernels::projection::Trained {
                 layer: &on_cpu,
                 x: &case.x,
-                low: &expected_low,
+                lora_a_out: &expected_low,
                 grad: &case.grad,
                 found: &mut on_cpu_found,
             }])

@@ -3,8 +3,8 @@
 use super::super::Decoding;
 use super::super::draw::Taker;
 use super::super::filters::Rules;
+use super::super::model_runner::Unit;
 use super::super::sampling::Choice;
-use super::super::units::Unit;
 use super::places::Places;
 use super::step::Step;
 use crate::ModelError;

@@ -42,8 +42,8 @@ mod tests;
 mod weights;
 
 use super::filters::Rules;
+use super::model_runner::Unit;
 use super::sizes::Sizes;
-use super::units::Unit;
 use crate::device::{CacheShape, Gpu, SamplingRules};
 use crate::sharding::TensorParallel;
 use crate::{CardUse, Decoder, DecoderConfig, LoraAdapter, ModelError, Place};

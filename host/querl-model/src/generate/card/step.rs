@@ -3,8 +3,8 @@
 use super::super::Decoding;
 use super::super::draw::Taker;
 use super::super::filters::Rules;
+use super::super::model_runner::{Hidden, Unit};
 use super::super::sizes::bucket;
-use super::super::units::{Hidden, Unit};
 use super::fields::{Counts, Fields};
 use super::graphs::Graphs;
 use super::places::{Cache, Places};

@@ -1,6 +1,6 @@
 //! What a card decodes with: the base's weights as they stand there, and an adapter's matrices rounded to bf16 once for each policy.
 
-use crate::decoder::{LayerParts, LinearParts};
+use crate::decoder::{AdaptedLayer, AdaptedLinear};
 use crate::device::{Change, CudaSlice, CudaViewMut, DeviceRope, DeviceWeight, Gpu, Loan, Member, whole};
 use crate::kernels::Weight;
 use crate::{Decoder, LoraAdapter, ModelError};
@@ -137,7 +137,7 @@ impl CardWeights {
         decoder: &Decoder,
         adapter: Option<&LoraAdapter>,
     ) -> std::result::Result<Self, ModelError> {
-        let parts = decoder.layer_parts(adapter).collect::<Result<Vec<_>>>()?;
+        let parts = decoder.adapted_layers(adapter).collect::<Result<Vec<_>>>()?;
         let (embedding, head) = (decoder.adapted_embedding(adapter)?, decoder.adapted_head(adapter)?);
         let is_fixed = [&embedding, &head].into_iter().all(is_frozen)
             && parts.iter().flat_map(linears).all(|linear| is_frozen(linear.weight));
@@ -165,7 +165,7 @@ impl CardWeights {
         decoder: &Decoder,
         adapter: Option<&LoraAdapter>,
     ) -> std::result::Result<bool, ModelError> {
-        let parts = decoder.layer_parts(adapter).collect::<Result<Vec<_>>>()?;
+        let parts = decoder.adapted_layers(adapter).collect::<Result<Vec<_>>>()?;
         let is_own = |weight: Weight| !is_frozen(&weight);
         if !self.is_fixed || is_own(decoder.adapted_embedding(adapter)?) || is_own(decoder.adapted_head(adapter)?) {
             return Ok(false);
@@ -195,9 +195,9 @@ impl CardWeights {
 }
 
 impl CardLayer {
-    fn new(reader: &Reader<'_>, parts: &LayerParts<'_>) -> Result<Self> {
+    fn new(reader: &Reader<'_>, parts: &AdaptedLayer<'_>) -> Result<Self> {
         let qk_norm = match parts.qk_norm {
-            Some((q, k)) => Some([reader.floats(q)?, reader.floats(k)?]),
+            Some([q, k]) => Some([reader.floats(q)?, reader.floats(k)?]),
             None => None,
         };
         Ok(Self {
@@ -205,9 +205,9 @@ impl CardLayer {
             post_attention_norm: reader.floats(parts.post_attention_norm)?,
             qk_norm,
             qkv: CardGroup::new(reader, &parts.qkv)?,
-            o: CardGroup::new(reader, std::slice::from_ref(&parts.o))?,
+            o: CardGroup::new(reader, &parts.o)?,
             gate_up: CardGroup::new(reader, &parts.gate_up)?,
-            down: CardGroup::new(reader, std::slice::from_ref(&parts.down))?,
+            down: CardGroup::new(reader, &parts.down)?,
         })
     }
 
@@ -215,26 +215,26 @@ impl CardLayer {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    fn fits(&self, parts: &LayerParts<'_>) -> bool {
+    fn fits(&self, parts: &AdaptedLayer<'_>) -> bool {
         self.groups().into_iter().zip(groups(parts)).all(|(group, parts)| group.fits(parts))
     }
 
-    fn replace(&mut self, reader: &Reader<'_>, parts: &LayerParts<'_>) -> Result<()> {
+    fn replace(&mut self, reader: &Reader<'_>, parts: &AdaptedLayer<'_>) -> Result<()> {
         let groups = [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down];
         groups.into_iter().zip(self::groups(parts)).try_for_each(|(group, parts)| group.replace(reader, parts))
     }
 }
 
-fn groups<'p>(parts: &'p LayerParts<'p>) -> [&'p [LinearParts<'p>]; 4] {
-    [&parts.qkv, std::slice::from_ref(&parts.o), &parts.gate_up, std::slice::from_ref(&parts.down)]
+fn groups<'p>(parts: &'p AdaptedLayer<'p>) -> [&'p [AdaptedLinear<'p>]; 4] {
+    [&parts.qkv, &parts.o, &parts.gate_up, &parts.down]
 }
 
-fn linears<'p>(parts: &'p LayerParts<'p>) -> impl Iterator<Item = &'p LinearParts<'p>> {
+fn linears<'p>(parts: &'p AdaptedLayer<'p>) -> impl Iterator<Item = &'p AdaptedLinear<'p>> {
     groups(parts).into_iter().flatten()
 }
 
 impl CardGroup {
-    fn new(reader: &Reader<'_>, parts: &[LinearParts<'_>]) -> Result<Self> {
+    fn new(reader: &Reader<'_>, parts: &[AdaptedLinear<'_>]) -> Result<Self> {
         let (gpu, mut low_width) = (reader.gpu, 0);
         let mut members = Vec::with_capacity(parts.len());
         for linear in parts {
@@ -249,7 +249,7 @@ impl CardGroup {
         Ok(group)
     }
 
-    fn fits(&self, parts: &[LinearParts<'_>]) -> bool {
+    fn fits(&self, parts: &[AdaptedLinear<'_>]) -> bool {
         let is_plain = self.is_plain();
         self.members.iter().zip(parts).all(|(member, parts)| {
             let (rank, scale) = member.low_rank.as_ref().map_or((0, 0.0), |low_rank| (low_rank.rank, low_rank.scale));
@@ -261,7 +261,7 @@ impl CardGroup {
     }
 
     /// Rounds the adapter's matrices into their places.
-    fn replace(&mut self, reader: &Reader<'_>, parts: &[LinearParts<'_>]) -> Result<()> {
+    fn replace(&mut self, reader: &Reader<'_>, parts: &[AdaptedLinear<'_>]) -> Result<()> {
         let gpu = reader.gpu;
         for (member, linear) in self.members.iter_mut().zip(parts) {
             let n_in = member.weight.dims().1;
@@ -292,7 +292,7 @@ impl CardGroup {
 }
 
 impl CardLinear {
-    fn new(reader: &Reader<'_>, parts: &LinearParts<'_>, first: usize) -> Result<Self> {
+    fn new(reader: &Reader<'_>, parts: &AdaptedLinear<'_>, first: usize) -> Result<Self> {
         let (gpu, weight) = (reader.gpu, reader.weight(parts.weight)?);
         let (n_out, n_in) = weight.dims();
         let low_rank = match parts.pair {
@@ -323,7 +323,7 @@ impl CardLinear {
     }
 }
 
-fn rank_of(linear: &LinearParts<'_>) -> usize {
+fn rank_of(linear: &AdaptedLinear<'_>) -> usize {
     linear.pair.and_then(|pair| pair.a.dim(0).ok()).unwrap_or(0)
 }
 

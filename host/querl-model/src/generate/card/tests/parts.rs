@@ -36,7 +36,7 @@ fn answers_are_those_of_one_card_but_for_rounding_and_the_same_on_both() {
         let of_cpu = &pair.on_cpu.1;
         let (found, mean, max, block_bytes) = on_two_cards(|ranks| {
             let decoder = Decoder::load_part(&golden(name), BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
-            let adapter = of_cpu.snapshot()?.beside(&decoder)?;
+            let adapter = of_cpu.snapshot()?.for_decoder(&decoder)?;
             let mut engine = engine(&decoder, 5);
             engine.set_policy(Some(&adapter), 1)?;
             let found = generate(&mut engine, &requests, decoding, &sampling);
@@ -80,7 +80,7 @@ fn a_policy_takes_the_place_of_the_one_before_on_both() {
             let room = CacheRoom { n_answers: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 12 };
             let settings = EngineSettings { max_prefix_tokens: 32, room: Some(room), ..EngineSettings::default() };
             let mut engine = Engine::new(&decoder, settings)?;
-            let parts = adapters.each_ref().map(|adapter| adapter.snapshot().unwrap().beside(&decoder).unwrap());
+            let parts = adapters.each_ref().map(|adapter| adapter.snapshot().unwrap().for_decoder(&decoder).unwrap());
             let mut answers = |policy: usize, version: u64| {
                 engine.set_policy(Some(&parts[policy]), version)?;
                 Ok::<_, ModelError>(generate(&mut engine, &requests, Decoding::Sample, &sampling))

@@ -1,12 +1,15 @@
-//! One step of many sequences: their new tokens through the model, their logits to whoever chooses from them.
+//! One step of many sequences on the CPU, prefill or decode: their new tokens through the model, their logits to the samplers.
 
+use super::cpu_backend::{CpuInference, PolicyWeights};
 use super::draw::Taker;
 use super::filters::Rules;
-use super::pass::{Span, forward};
-use super::weights::DecodeWeights;
+use super::paged_attention::{Heads, PagedAttention, Row};
+use super::rows::rms_norm;
 use crate::ModelError;
 use crate::cache::SequenceCache;
+use crate::transformer::{LayerRows, QueryRows, Rows};
 use rayon::prelude::*;
+use std::sync::Arc;
 
 /// The hidden state of a sequence's last token after the final norm, `(H)`, where its policy keeps it.
 #[derive(Default)]
@@ -69,10 +72,10 @@ const MAX_SHARED_NOTHING: usize = 4 << 20;
 ///
 /// # Errors
 /// What the model or a taker reports.
-pub(super) fn advance(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+pub(super) fn advance(weights: &PolicyWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
     let rows = |unit: &Unit<'_>| unit.tokens.len().max(1);
     let n_rows: usize = units.iter().map(rows).sum();
-    let is_split = weights.parallel.is_split();
+    let is_split = weights.context.parallel.is_split();
     let n_groups = match weights.weights_per_layer() <= MAX_SHARED_NOTHING && !is_split {
         true => rayon::current_num_threads().min(n_rows / ROWS_PER_THREAD).max(1),
         false => 1,
@@ -102,7 +105,7 @@ pub(super) fn advance(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &R
 }
 
 /// Feeds the tokens of all units, at most [`MAX_ROWS`] at once.
-fn pass(weights: &DecodeWeights, units: &mut [Unit<'_>]) -> Result<(), ModelError> {
+fn pass(weights: &PolicyWeights, units: &mut [Unit<'_>]) -> Result<(), ModelError> {
     let width = weights.config.hidden_size;
     let mut first = 0; // unit
     let mut n_done = 0; // tokens of that unit
@@ -114,7 +117,7 @@ fn pass(weights: &DecodeWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
             let tokens = &unit.tokens[n_next..];
             let n = tokens.len().min(MAX_ROWS - n_rows);
             if n > 0 {
-                spans.push(Span { cache: &mut *unit.cache, tokens: &tokens[..n] });
+                spans.push(NewTokens { cache: &mut *unit.cache, tokens: &tokens[..n] });
                 targets.push(&mut *unit.hidden);
                 n_rows += n;
             }
@@ -135,8 +138,58 @@ fn pass(weights: &DecodeWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
     Ok(())
 }
 
+/// New tokens of one sequence, and its KV cache.
+pub(super) struct NewTokens<'s> {
+    pub(super) cache: &'s mut SequenceCache,
+    /// At least one.
+    tokens: &'s [u32],
+}
+
+/// Runs new tokens through all layers; returns the hidden state of each sequence's last one after the final norm,
+/// `(sequences, H)`.
+///
+/// # Errors
+/// A token outside the vocabulary.
+fn forward(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Result<Vec<f32>, ModelError> {
+    let tokens: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.tokens).copied().collect();
+    let (mut rows, mut last_rows) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(sequences.len()));
+    for (cache, sequence) in sequences.iter_mut().enumerate() {
+        let n_cached = sequence.cache.len();
+        rows.extend((0..sequence.tokens.len()).map(|i| Row { cache, n_visible: n_cached + i + 1 }));
+        last_rows.push(rows.len() as u32 - 1);
+        sequence.cache.extend(sequence.tokens.len())?;
+    }
+    let all = LayerRows { context: weights.context.clone(), rows: positions(&rows), query_rows: None };
+    let queries: Vec<Row> = last_rows.iter().map(|&row| rows[row as usize]).collect();
+    // After the last layer's keys and values, only the last row of each sequence is needed.
+    let query_rows = QueryRows { rows: positions(&queries), indices: Arc::new(last_rows) };
+    let last = LayerRows { query_rows: (queries.len() < rows.len()).then_some(query_rows), ..all.clone() };
+
+    let config = &weights.config;
+    let heads = Heads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
+    let backend = CpuInference::default();
+    let embedded = weights.embed(&tokens)?; // (N, H)
+    let mut x = backend.buffer(embedded.len());
+    x.copy_from_slice(&embedded);
+    for (layer, transformer_layer) in weights.layers.iter().enumerate() {
+        let is_last = layer + 1 == weights.layers.len();
+        let (layer_rows, queries) = if is_last { (&last, &queries) } else { (&all, &rows) };
+        let mut attention = PagedAttention { sequences: &mut *sequences, rows: &rows, queries, layer, heads };
+        let (out, _saved) = transformer_layer.forward(&backend, &mut attention, layer_rows, &x)?;
+        x = out;
+    }
+    let mut hidden = vec![0.0; x.len()];
+    rms_norm(&x, &weights.final_norm, weights.context.eps, &mut hidden);
+    Ok(hidden)
+}
+
+fn positions(rows: &[Row]) -> Rows {
+    let positions = rows.iter().map(|row| row.n_visible as u32 - 1).collect();
+    Rows { positions: Arc::new(positions), dropout: None, device_rows: None }
+}
+
 /// Hands each unit's logits to its takers.
-fn choose(weights: &DecodeWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+fn choose(weights: &PolicyWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
     let mut units: Vec<&mut Unit<'_>> = units.iter_mut().filter(|unit| !unit.takers.is_empty()).collect();
     let n_vocabulary = weights.config.vocab_size;
     let mut logits = weights.take_logits(units.len().min(MAX_LOGIT_ROWS) * n_vocabulary);

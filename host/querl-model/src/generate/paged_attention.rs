@@ -1,9 +1,13 @@
-//! Attention of new tokens over the blocks of their sequences. Rows that stand one after another and hold the same block see
-//! it together: a prefix that many sequences share is read once. What a row gets does not depend on that: each of its sums is
-//! taken in the order of the tokens.
+//! Attention of new tokens over the paged KV cache of their sequences. Neighbouring rows with the same block in their block tables
+//! attend to it together: a prefix that many sequences share is read once. The result of a row does not depend on that, since each
+//! of its sums is formed in the order of the tokens.
 
+use super::cpu_backend::{CpuInference, PooledBuffer};
+use super::model_runner::NewTokens;
 use super::vectorised::{Arithmetic, LANES, exp_or_zero, vectorised};
 use crate::cache::{BLOCK_TOKENS, Block, SequenceCache};
+use crate::transformer::Attention;
+use candle_core::{Error, Result};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::ops::Range;
@@ -26,6 +30,33 @@ pub(super) struct Heads {
     pub(super) head_dim: usize,
 }
 
+/// Attention of one layer in one step.
+pub(super) struct PagedAttention<'a, 's> {
+    pub(super) sequences: &'a mut [NewTokens<'s>],
+    /// Rows whose keys and values are written to the cache.
+    pub(super) rows: &'a [Row],
+    /// Rows whose output is computed.
+    pub(super) queries: &'a [Row],
+    pub(super) layer: usize,
+    pub(super) heads: Heads,
+}
+
+impl Attention<CpuInference> for PagedAttention<'_, '_> {
+    type Saved = ();
+
+    fn attend(&mut self, backend: &CpuInference, [q, k, v]: [&[f32]; 3]) -> Result<(PooledBuffer, ())> {
+        let width = k.len() / self.rows.len();
+        for ((key, value), row) in k.chunks_exact(width).zip(v.chunks_exact(width)).zip(self.rows) {
+            let cache = &mut self.sequences[row.cache].cache;
+            cache.write(self.layer, row.n_visible - 1, key, value).map_err(Error::wrap)?;
+        }
+        let caches: Vec<&SequenceCache> = self.sequences.iter().map(|sequence| &*sequence.cache).collect();
+        let mut out = backend.buffer(q.len());
+        attend(&caches, self.queries, self.layer, q, self.heads, &mut out);
+        Ok((out, ()))
+    }
+}
+
 /// Rows of one task: enough to share a block, few enough that their scores stay in the second-level cache.
 const ROWS_PER_TASK: usize = 32;
 
@@ -42,14 +73,7 @@ struct Scratch {
 }
 
 /// `out` `(N, heads * D)` for queries of the same shape; the caches hold the keys and values of the rows themselves already.
-pub(super) fn attend(
-    caches: &[&SequenceCache],
-    rows: &[Row],
-    layer: usize,
-    queries: &[f32],
-    heads: Heads,
-    out: &mut [f32],
-) {
+fn attend(caches: &[&SequenceCache], rows: &[Row], layer: usize, queries: &[f32], heads: Heads, out: &mut [f32]) {
     let width = heads.n_heads * heads.head_dim;
     let per_task = (ROWS_PER_TASK * width).max(1);
     let tasks = out.par_chunks_mut(per_task).zip(queries.par_chunks(per_task));
