@@ -1,0 +1,113 @@
+//! Documentation names files and tests that exist.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Pages whose paths and test names are checked.
+const PAGES: &[&str] = &[
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "docs/README.md",
+    "docs/start/ml-engineer.md",
+    "docs/start/platform-engineer.md",
+    "docs/start/plugin-author.md",
+];
+
+/// Folders of the repository that a path may start with.
+const FOLDERS: &[&str] = &[".ci", "docs", "examples", "host", "plugins", "sdk", "tests", "wit"];
+
+/// Paths that commands of the pages create.
+const GENERATED: &[&str] = &["tests/reference/.venv", "plugins/target", "examples/fivedoctors/runs"];
+
+/// Paths that the pages name before they exist; to be removed with the split of host/querl and querl-data's client.
+const PENDING: &[&str] = &[
+    "host/querl-core/src/dir_lock.rs",
+    "host/querl-data/src/client",
+    "host/querl-model/src/kv_cache.rs",
+    "host/querl-pipeline",
+    "host/querl-style",
+    "host/querl-train/src/job",
+];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The words of a page that are in backticks, in links or in blocks of code.
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| c.is_whitespace() || "`()[];\"'|".contains(c))
+        .map(|word| word.trim_end_matches(['.', ',', ':']).trim_end_matches('/'))
+        .filter(|word| !word.is_empty())
+}
+
+/// `a/{b,c}.rs` as `a/b.rs` and `a/c.rs`.
+fn expanded(path: &str) -> Vec<String> {
+    let Some((before, rest)) = path.split_once('{') else { return vec![path.to_owned()] };
+    let Some((choices, after)) = rest.split_once('}') else { return Vec::new() };
+    choices.split(',').flat_map(|choice| expanded(&format!("{before}{choice}{after}"))).collect()
+}
+
+/// A path of the repository that `word` names: as it is, or below `host/` where it starts with the name of a crate.
+fn repository_path(word: &str) -> Option<String> {
+    let first = word.split('/').next()?;
+    let is_pattern = word.contains(['*', '<', '$', '=', '…']) || word.chars().any(|c| c.is_ascii_uppercase());
+    if !word.contains('/') || is_pattern && !word.ends_with(".md") {
+        return None;
+    }
+    match FOLDERS.contains(&first) {
+        true => Some(word.to_owned()),
+        false => first.starts_with("querl-").then(|| format!("host/{word}")),
+    }
+}
+
+#[test]
+fn paths_named_in_pages_exist() {
+    let mut missing = Vec::new();
+    for page in PAGES {
+        let text = fs::read_to_string(root().join(page)).unwrap_or_else(|error| panic!("{page}: {error}"));
+        let folder = root().join(page).parent().unwrap().to_owned();
+        for word in words(&text) {
+            let link = word.split('#').next().unwrap();
+            if link.ends_with(".md") && !link.contains("://") && !link.contains('*') {
+                if ![folder.clone(), root(), root().join("docs")].iter().any(|folder| folder.join(link).exists()) {
+                    missing.push(format!("{page}: {link}"));
+                }
+                continue;
+            }
+            for path in repository_path(link).iter().flat_map(|path| expanded(path)) {
+                let is_pending = PENDING.iter().any(|pending| path.starts_with(pending));
+                if !root().join(&path).exists() && !GENERATED.contains(&path.as_str()) && !is_pending {
+                    missing.push(format!("{page}: {path}"));
+                }
+            }
+        }
+    }
+    assert!(missing.is_empty(), "no such files; update the page or the path:\n{}", missing.join("\n"));
+}
+
+/// Words of three underscores or more in ARCHITECTURE.md are names of tests.
+#[test]
+fn tests_named_in_the_architecture_exist() {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let output =
+        Command::new("git").args(["grep", "-hoE", "fn [a-z0-9_]+", "--", "*.rs"]).current_dir(root()).output().unwrap();
+    let functions = String::from_utf8(output.stdout).unwrap();
+    let functions: BTreeSet<&str> = functions.lines().filter_map(|line| line.strip_prefix("fn ")).collect();
+    let is_name =
+        |word: &&str| word.matches('_').count() >= 3 && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    let missing: Vec<&str> = words(&text).filter(is_name).filter(|name| !functions.contains(name)).collect();
+    assert!(missing.is_empty(), "ARCHITECTURE.md names tests that do not exist:\n{}", missing.join("\n"));
+}
+
+/// The page stays short enough to be read: the table of invariants does not count.
+#[test]
+fn the_architecture_page_has_at_most_2500_words() {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let (before, rest) = text.split_once("\n## Invariants\n").unwrap();
+    let after = rest.split_once("\n## ").map_or("", |(_, after)| after);
+    let n_words = before.split_whitespace().count() + after.split_whitespace().count();
+    assert!(n_words <= 2500, "{n_words} words; move details to docs/ or to the code");
+}
