@@ -4,12 +4,10 @@
 //!
 //! In: nothing. Out: plain values. This crate refuses to know tensors, WebAssembly, HTTP and any async runtime.
 
-pub mod cache_dir;
 pub mod config;
 pub mod episodes;
 pub mod fsx;
 pub mod ports;
 pub mod records;
 pub mod run_dir;
-pub mod scores;
 pub mod text;

@@ -158,6 +158,11 @@ pub fn retrieval_quality(hits: &[Hit]) -> f64 {
     0.6 * first.reranker_score + 0.4 * mean
 }
 
+/// The logistic function: 0.5 for 0, towards 1 for large numbers.
+pub fn logistic(number: f64) -> f64 {
+    1.0 / (1.0 + (-number).exp())
+}
+
 /// `1` where `policy` has the better [`retrieval_quality`], `0` where `baseline` has, `0.5` for a draw.
 pub fn win(policy: &[Hit], baseline: &[Hit]) -> f64 {
     let difference = retrieval_quality(policy) - retrieval_quality(baseline);
@@ -575,5 +580,30 @@ pub struct SystemAnswer {
 }
 
 #[cfg(test)]
-#[path = "records_tests.rs"]
-mod tests;
+mod tests {
+    use super::*;
+
+    fn hits(scores: &[f64]) -> Vec<Hit> {
+        let hit = |(index, score): (usize, &f64)| Hit {
+            id: format!("d{index}"),
+            text: String::new(),
+            reranker_score: *score,
+            retrieval_score: None,
+            rank: index as u32 + 1,
+        };
+        scores.iter().enumerate().map(hit).collect()
+    }
+
+    #[test]
+    fn retrieval_quality_weighs_the_first_and_the_first_three() {
+        assert!((retrieval_quality(&hits(&[0.9, 0.6, 0.3, 0.3])) - (0.54 + 0.24)).abs() < 1e-12);
+        assert!((retrieval_quality(&hits(&[0.9])) - 0.9).abs() < 1e-12);
+        assert_eq!(retrieval_quality(&[]), 0.0);
+    }
+
+    #[test]
+    fn a_better_retrieval_wins_and_an_equal_one_draws() {
+        let (low, high) = (hits(&[0.5]), hits(&[0.6]));
+        assert_eq!((win(&high, &low), win(&low, &high), win(&low, &hits(&[0.5 + 1e-10]))), (1.0, 0.0, 0.5));
+    }
+}

@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use futures::future::try_join_all;
 use querl_core::config::{RerankConfig, RerankKind, RerankScores};
 use querl_core::ports::{PairScorer, RetrievalRequest};
+use querl_core::records::logistic;
 use querl_core::records::{CallFailure, FailureKind, Hit};
-use querl_core::scores::logistic;
 use serde_json::{Value, json};
 use std::sync::Arc;
 

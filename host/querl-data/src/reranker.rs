@@ -9,7 +9,7 @@ use crate::need::Need;
 use crate::passages::Passage;
 use crate::text::normalise;
 use querl_core::records::Context;
-use querl_core::scores::logistic;
+use querl_core::records::logistic;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;

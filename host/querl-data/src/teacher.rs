@@ -8,7 +8,7 @@ use crate::outside::Outside;
 use crate::table::query_id;
 use crate::text::hash_of;
 use async_trait::async_trait;
-use querl_core::config::{EndpointConfig, FallbackTeacherConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{EndpointConfig, TeacherConfig, TeacherKind};
 use querl_core::fsx::{NumberedLine, open_jsonl};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A setting that its kind needs is absent, or the recording cannot be read.
 pub fn open_teacher(
     config: &TeacherConfig,
-    fallback: &FallbackTeacherConfig,
+    fallback: &EndpointConfig,
     outside: &Outside,
 ) -> Result<Arc<dyn Teacher>, DataError> {
     let first = open_first(config, outside)?;
@@ -38,10 +38,7 @@ pub fn open_teacher(
 ///
 /// # Errors
 /// The endpoint lacks a model or its key.
-pub fn open_fallback(
-    fallback: &FallbackTeacherConfig,
-    outside: &Outside,
-) -> Result<Option<Arc<dyn Teacher>>, DataError> {
+pub fn open_fallback(fallback: &EndpointConfig, outside: &Outside) -> Result<Option<Arc<dyn Teacher>>, DataError> {
     match fallback.base_url {
         Some(_) => open_openai("fallback_teacher", fallback.endpoint(), outside).map(Some),
         None => Ok(None),

@@ -7,7 +7,7 @@ use crate::tokens::Tokens;
 use candle_core::{IndexOp, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use querl_core::ports::{LocalModelError, PairScorer};
-use querl_core::scores::logistic;
+use querl_core::records::logistic;
 use std::path::Path;
 
 /// A model with one number for a pair of texts, such as those named `bge-reranker`.

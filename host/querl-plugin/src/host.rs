@@ -154,7 +154,7 @@ impl PluginHost {
     pub fn new(options: HostOptions) -> Result<Self, PluginError> {
         let n_slots = options.n_slots.max(1);
         let engine = engine::start(&options.limits, n_slots)?;
-        let cache = CompiledCache::open(options.cache_dir.or_else(querl_core::cache_dir::user_cache_folder), &engine);
+        let cache = CompiledCache::open(options.cache_dir.or_else(querl_core::fsx::user_cache_folder), &engine);
         let shared = Shared {
             cache,
             limits: options.limits,

@@ -1,11 +1,11 @@
 //! What no schema says: which keys need each other, which files must be there.
 
-use super::conform::{Violation, wrong};
-use super::{
-    AdvantageForm, Config, DeviceSetting, EmbeddingKind, EndpointConfig, JudgeConfig, JudgeForm, JudgeKind,
-    MappingConfig, RerankKind, RerankScores, RetrievalConfig, RetrievalKind, ServiceKind, StyleModelConfig,
-    TeacherKind, TuningMethod,
-};
+use super::plugins::StyleModelConfig;
+use super::run::{Config, DeviceSetting};
+use super::schema::{Violation, wrong};
+use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
+use super::sources::{EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RetrievalConfig, RetrievalKind, TeacherKind};
+use super::training::{AdvantageForm, TuningMethod};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use toml::Value;

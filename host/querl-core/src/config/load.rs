@@ -1,9 +1,9 @@
 //! From a file and the command line's overrides to a checked [`Config`].
 
 use super::check::{check, resolve_paths};
-use super::conform::{Violation, conform};
 use super::document::{Document, Fault, Origin};
-use super::{Config, json_schema};
+use super::run::Config;
+use super::schema::{Violation, conform, json_schema};
 use std::io;
 use std::path::{Path, PathBuf};
 

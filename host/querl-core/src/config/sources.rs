@@ -139,52 +139,42 @@ macro_rules! endpoint_section {
         }
 
         impl $name {
-            /// The endpoint's share of this section.
+            /// The endpoint's keys of this section.
             pub fn endpoint(&self) -> EndpointConfig {
-                EndpointConfig {
-                    base_url: self.base_url.clone(),
-                    model: self.model.clone(),
-                    provider: self.provider,
-                    api_key_env: self.api_key_env.clone(),
-                    api_key_file: self.api_key_file.clone(),
-                    max_concurrent: self.max_concurrent,
-                    requests_per_minute: self.requests_per_minute,
-                    tokens_per_minute: self.tokens_per_minute,
-                    timeout_s: self.timeout_s,
-                    max_retries: self.max_retries,
-                    temperature: self.temperature,
-                    max_tokens: self.max_tokens,
-                    legacy_max_tokens: self.legacy_max_tokens,
-                    reasoning_effort: self.reasoning_effort,
-                    response_format: self.response_format,
-                    price_prompt_per_million: self.price_prompt_per_million,
-                    price_completion_per_million: self.price_completion_per_million,
-                }
+                let section = self.clone();
+                with_endpoint_of!(section, EndpointConfig {})
             }
 
-            #[allow(clippy::too_many_arguments)] // a section has as many keys as it has
+            #[allow(dead_code, clippy::too_many_arguments)] // one argument per key of the section; `EndpointConfig` has none
             fn with_endpoint(endpoint: EndpointConfig $(, $own: $own_type)*) -> Self {
-                Self {
-                    $($own,)*
-                    base_url: endpoint.base_url,
-                    model: endpoint.model,
-                    provider: endpoint.provider,
-                    api_key_env: endpoint.api_key_env,
-                    api_key_file: endpoint.api_key_file,
-                    max_concurrent: endpoint.max_concurrent,
-                    requests_per_minute: endpoint.requests_per_minute,
-                    tokens_per_minute: endpoint.tokens_per_minute,
-                    timeout_s: endpoint.timeout_s,
-                    max_retries: endpoint.max_retries,
-                    temperature: endpoint.temperature,
-                    max_tokens: endpoint.max_tokens,
-                    legacy_max_tokens: endpoint.legacy_max_tokens,
-                    reasoning_effort: endpoint.reasoning_effort,
-                    response_format: endpoint.response_format,
-                    price_prompt_per_million: endpoint.price_prompt_per_million,
-                    price_completion_per_million: endpoint.price_completion_per_million,
-                }
+                with_endpoint_of!(endpoint, Self { $($own,)* })
             }
+        }
+    };
+}
+
+/// A struct with the given fields and the endpoint keys of `$from`.
+macro_rules! with_endpoint_of {
+    ($from:ident, $name:ident { $($own:ident,)* }) => {
+        $name {
+            $($own,)*
+            base_url: $from.base_url,
+            model: $from.model,
+            provider: $from.provider,
+            api_key_env: $from.api_key_env,
+            api_key_file: $from.api_key_file,
+            max_concurrent: $from.max_concurrent,
+            requests_per_minute: $from.requests_per_minute,
+            tokens_per_minute: $from.tokens_per_minute,
+            timeout_s: $from.timeout_s,
+            max_retries: $from.max_retries,
+            temperature: $from.temperature,
+            max_tokens: $from.max_tokens,
+            legacy_max_tokens: $from.legacy_max_tokens,
+            reasoning_effort: $from.reasoning_effort,
+            response_format: $from.response_format,
+            price_prompt_per_million: $from.price_prompt_per_million,
+            price_completion_per_million: $from.price_completion_per_million,
         }
     };
 }
@@ -218,53 +208,8 @@ impl Default for TeacherConfig {
 }
 
 endpoint_section! {
-    /// Who is asked for the rows that the teacher failed on: the same keys. Nobody where `base_url` is not set.
-    FallbackTeacherConfig {}
-}
-
-impl Default for FallbackTeacherConfig {
-    fn default() -> Self {
-        Self::with_endpoint(EndpointConfig::default())
-    }
-}
-
-/// An OpenAI-compatible endpoint. The key is read from the environment and never stored.
-#[derive(Debug, Clone, PartialEq)]
-pub struct EndpointConfig {
-    /// Up to and with `/v1`.
-    pub base_url: Option<String>,
-    /// The model's name there.
-    pub model: Option<String>,
-    /// Whose rules a request keeps.
-    pub provider: Provider,
-    /// Environment variable that holds the key.
-    pub api_key_env: String,
-    /// File that holds the key; goes before the variable.
-    pub api_key_file: Option<PathBuf>,
-    /// Calls under way at once.
-    pub max_concurrent: usize,
-    /// Most tries a minute.
-    pub requests_per_minute: Option<u32>,
-    /// Most estimated tokens a minute.
-    pub tokens_per_minute: Option<u32>,
-    /// Limit for one call, in seconds.
-    pub timeout_s: f64,
-    /// Tries after the first.
-    pub max_retries: usize,
-    /// `None` leaves it out of the request (GPT-5 class models refuse it).
-    pub temperature: Option<f64>,
-    /// Sent as `max_tokens` or `max_completion_tokens`, as `provider` says.
-    pub max_tokens: u32,
-    /// Send `max_tokens` instead of `max_completion_tokens`.
-    pub legacy_max_tokens: bool,
-    /// How long the model may think before it answers.
-    pub reasoning_effort: ReasoningEffort,
-    /// What an answer must be.
-    pub response_format: ResponseFormat,
-    /// Price of a million prompt tokens.
-    pub price_prompt_per_million: Option<f64>,
-    /// Price of a million completion tokens.
-    pub price_completion_per_million: Option<f64>,
+    /// An OpenAI-compatible endpoint. The key is read from the environment or a file and never stored.
+    EndpointConfig {}
 }
 
 impl Default for EndpointConfig {

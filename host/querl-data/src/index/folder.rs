@@ -2,7 +2,7 @@
 
 use super::manifest;
 use crate::error::DataError;
-use querl_core::cache_dir::user_cache_folder;
+use querl_core::fsx::user_cache_folder;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

@@ -10,7 +10,7 @@ use crate::retrieval::local_models;
 use crate::stages::StageName;
 use crate::training;
 use anyhow::Context;
-use querl_core::cache_dir::user_cache_folder;
+use querl_core::fsx::user_cache_folder;
 use querl_core::config::{Config, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::{Retriever, StyleModel};

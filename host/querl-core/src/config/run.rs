@@ -1,0 +1,399 @@
+//! The sections of a configuration file, and what the key `device` may be.
+
+use super::plugins::PluginsConfig;
+use super::services::{CacheConfig, CallsConfig};
+use super::sources::{EndpointConfig, JudgeConfig, RetrievalConfig, TeacherConfig};
+use super::training::{RlConfig, SftConfig};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// A whole run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Tenant id, sent to the retrieval service.
+    pub tenant: String,
+    /// `auto`, `cpu`, `cuda:N`, or several cards that share the work: `cuda:0,1` or `cuda:0-3`. `cpu:2` lets two ranks share the
+    /// processor as two cards would: a check, and no faster.
+    #[serde(default = "defaults::device")]
+    pub device: String,
+    /// Seeds initialisation, shuffling and sampling. Splits have their own.
+    #[serde(default = "defaults::seed")]
+    pub seed: u64,
+    /// Worker threads for the CPU; 0 takes all cores.
+    #[serde(default)]
+    #[schemars(range(max = 1024))]
+    pub threads: usize,
+    /// Where results go.
+    #[serde(default = "defaults::output_dir")]
+    pub output_dir: PathBuf,
+    /// The most that calls of this run may cost, in the currency of the prices; a run that would exceed it stops (exit code 3) and can be gone on with.
+    #[serde(default)]
+    #[schemars(range(min = 0.0))]
+    pub budget: Option<f64>,
+    /// The query table.
+    pub data: DataConfig,
+    /// Who writes the rewrites to learn from and to beat.
+    pub teacher: TeacherConfig,
+    /// Who is asked for the rows that the teacher failed on.
+    #[serde(default)]
+    pub fallback_teacher: EndpointConfig,
+    /// Who judges rewrites.
+    #[serde(default)]
+    pub judge: JudgeConfig,
+    /// What finds passages.
+    pub retrieval: RetrievalConfig,
+    /// What holds for calls to teacher, judge and retrieval alike.
+    #[serde(default)]
+    pub calls: CallsConfig,
+    /// Answers of teachers, judges and retrieval services that are kept on disk.
+    #[serde(default)]
+    pub cache: CacheConfig,
+    /// The model to train.
+    pub model: ModelConfig,
+    /// Supervised fine-tuning.
+    #[serde(default)]
+    pub sft: SftConfig,
+    /// Reinforcement learning.
+    #[serde(default)]
+    pub rl: RlConfig,
+    /// The final table.
+    #[serde(default)]
+    pub eval: EvalConfig,
+    /// WebAssembly components.
+    pub plugins: PluginsConfig,
+}
+
+/// The query table and how it becomes a dataset.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DataConfig {
+    /// A table of queries: xlsx, csv, tsv, jsonl or parquet.
+    pub input: PathBuf,
+    /// Column of the query; the default also finds `original_query`.
+    #[serde(default = "defaults::query_column")]
+    pub query_column: String,
+    /// Column of the user profile; the default also finds `user_profile`, and without either it reads as empty.
+    #[serde(default = "defaults::profile_column")]
+    pub profile_column: String,
+    /// Column of the history summary; the default also finds `history_summary`, and without either it reads as empty.
+    #[serde(default = "defaults::history_column")]
+    pub history_column: String,
+    /// Column of gold passage ids, separated by commas, semicolons or spaces; the default also finds `gold_ids`, and without either
+    /// they are unknown.
+    #[serde(default = "defaults::gold_column")]
+    pub gold_column: String,
+    /// Column whose equal values make one group; by default the gold ids, else the normalised query.
+    #[serde(default)]
+    pub group_column: Option<String>,
+    /// Shares of train, val and test; sum 1.
+    #[serde(default = "defaults::split")]
+    #[schemars(inner(range(min = 0.0, max = 1.0)))]
+    pub split: [f64; 3],
+    /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
+    #[serde(default = "defaults::seed")]
+    pub split_seed: u64,
+    /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
+    /// `letters` leaves punctuation as it is, `all` changes punctuation too.
+    #[serde(default)]
+    pub width: TextWidth,
+    /// Tables written beside `rewrites.jsonl` and `validated.jsonl`: any of xlsx, csv, tsv, parquet.
+    #[serde(default = "defaults::export")]
+    pub export: Vec<TableFormat>,
+    /// Rows of val and test that are at least so similar to a row of train count as leaked; 1 is the same but for width, case,
+    /// space and punctuation.
+    #[serde(default = "defaults::leak_similarity")]
+    #[schemars(range(min = 0.7, max = 1.0))]
+    pub leak_similarity: f64,
+    /// What happens before a training where rows of test have leaked: `refuse` stops, `warn` says so and goes on.
+    #[serde(default)]
+    pub on_leak: OnLeak,
+}
+
+/// What happens where training would show the model what it is tested on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnLeak {
+    /// Nothing is trained.
+    #[default]
+    Refuse,
+    /// It is said.
+    Warn,
+}
+
+/// What becomes of full-width forms.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TextWidth {
+    /// They stay.
+    #[default]
+    Keep,
+    /// Letters, digits and spaces become half-width ones.
+    Letters,
+    /// Punctuation too.
+    All,
+}
+
+/// A format that tables are written in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TableFormat {
+    /// A workbook.
+    Xlsx,
+    /// Comma-separated text.
+    Csv,
+    /// Tab-separated text.
+    Tsv,
+    /// Typed columns.
+    Parquet,
+}
+
+impl TableFormat {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Xlsx, Self::Csv, Self::Tsv, Self::Parquet];
+
+    /// How names of such files end.
+    pub fn extension(self) -> &'static str {
+        match self {
+            Self::Xlsx => "xlsx",
+            Self::Csv => "csv",
+            Self::Tsv => "tsv",
+            Self::Parquet => "parquet",
+        }
+    }
+}
+
+impl DataConfig {
+    /// Default of `query_column`.
+    pub const QUERY_COLUMN: &str = "问题";
+    /// Default of `profile_column`.
+    pub const PROFILE_COLUMN: &str = "用户画像";
+    /// Default of `history_column`.
+    pub const HISTORY_COLUMN: &str = "历史摘要";
+    /// Default of `gold_column`.
+    pub const GOLD_COLUMN: &str = "相关文档";
+
+    /// The other name that a default column name stands for: the one that this program's own tables have, so that they can be
+    /// read again. `None` for a name that a user chose.
+    pub fn other_name(column: &str) -> Option<&'static str> {
+        match column {
+            Self::QUERY_COLUMN => Some("original_query"),
+            Self::PROFILE_COLUMN => Some("user_profile"),
+            Self::HISTORY_COLUMN => Some("history_summary"),
+            Self::GOLD_COLUMN => Some("gold_ids"),
+            _ => None,
+        }
+    }
+}
+
+/// How the frozen weights of a model are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum BaseDtype {
+    /// 4 bytes a weight.
+    #[default]
+    F32,
+    /// 2 bytes: the exponent of f32, 8 bits of mantissa.
+    Bf16,
+    /// 2 bytes: 11 bits of mantissa, at most 65504.
+    F16,
+    /// A byte and a share of a scale.
+    Int8,
+    /// A byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale for each output.
+    Fp8,
+    /// Half a byte and a share of a scale: the 16 values of QLoRA's normal float.
+    Nf4,
+}
+
+impl BaseDtype {
+    /// As in a configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+            Self::Fp8 => "fp8",
+            Self::Nf4 => "nf4",
+        }
+    }
+}
+
+/// The model to train.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// A Hugging Face directory.
+    pub path: PathBuf,
+    /// How the frozen base is stored. Sums, adapters and losses are f32.
+    #[serde(default)]
+    pub dtype: BaseDtype,
+    /// Most tokens of one forward and backward pass: bounds memory; the result does not depend on it.
+    #[serde(default = "defaults::tokens_per_pass")]
+    #[schemars(range(min = 1))]
+    pub tokens_per_pass: usize,
+    /// Keep only the inputs of each layer and compute the rest again in the backward pass: less memory, a third more time.
+    #[serde(default)]
+    pub gradient_checkpointing: bool,
+    /// Devices that hold one copy of the model together, each a part of every layer: for models that do not fit one card. The number
+    /// of `device`'s must be a multiple of it.
+    #[serde(default = "defaults::tensor_parallel")]
+    #[schemars(range(min = 1, max = 64))]
+    pub tensor_parallel: usize,
+}
+
+/// The final table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct EvalConfig {
+    /// Any of `raw`, `teacher`, `sft`, `rl`.
+    pub systems: Vec<String>,
+    /// Beams of the search that writes a trained model's answers; 1 is greedy.
+    #[schemars(range(min = 1, max = 64))]
+    pub n_beams: usize,
+    /// Resamples of the bootstrap.
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub bootstrap: usize,
+    /// Rewrites shown side by side in the report.
+    pub n_examples: usize,
+}
+
+impl Default for EvalConfig {
+    fn default() -> Self {
+        Self {
+            systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(),
+            n_beams: 1,
+            bootstrap: 2000,
+            n_examples: 20,
+        }
+    }
+}
+
+mod defaults {
+    use super::{DataConfig, TableFormat};
+    use std::path::PathBuf;
+
+    pub(super) fn device() -> String {
+        "auto".into()
+    }
+    pub(super) fn seed() -> u64 {
+        42
+    }
+    pub(super) fn output_dir() -> PathBuf {
+        "runs/default".into()
+    }
+    pub(super) fn query_column() -> String {
+        DataConfig::QUERY_COLUMN.into()
+    }
+    pub(super) fn profile_column() -> String {
+        DataConfig::PROFILE_COLUMN.into()
+    }
+    pub(super) fn history_column() -> String {
+        DataConfig::HISTORY_COLUMN.into()
+    }
+    pub(super) fn gold_column() -> String {
+        DataConfig::GOLD_COLUMN.into()
+    }
+    pub(super) fn split() -> [f64; 3] {
+        [0.8, 0.1, 0.1]
+    }
+    pub(super) fn leak_similarity() -> f64 {
+        0.8
+    }
+    pub(super) fn export() -> Vec<TableFormat> {
+        vec![TableFormat::Xlsx]
+    }
+    pub(super) fn tokens_per_pass() -> usize {
+        8192
+    }
+    pub(super) fn tensor_parallel() -> usize {
+        1
+    }
+}
+
+/// Most ranks of one run: more cards than this no machine holds.
+const MAX_RANKS: usize = 64;
+
+/// Devices, as `device` names them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceSetting {
+    /// The first card where there is one, else the processor.
+    Auto,
+    /// The processor, as so many ranks that share it. More than one is a check of what several cards do, not faster.
+    Cpu {
+        /// At least 1.
+        n_ranks: usize,
+    },
+    /// Cards by their numbers, each once: a rank on each, in this order.
+    Cards(Vec<usize>),
+}
+
+impl DeviceSetting {
+    /// How many devices share the work.
+    pub fn n_ranks(&self) -> usize {
+        match self {
+            Self::Auto => 1,
+            Self::Cpu { n_ranks } => *n_ranks,
+            Self::Cards(cards) => cards.len(),
+        }
+    }
+
+    /// Of `auto`, `cpu`, `cpu:2`, `cuda:0`, `cuda:0,1,3` or `cuda:0-3`. `None` of everything else.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match (name, name.strip_prefix("cpu:"), name.strip_prefix("cuda:")) {
+            ("auto", ..) => Some(Self::Auto),
+            ("cpu", ..) => Some(Self::Cpu { n_ranks: 1 }),
+            (_, Some(n_ranks), _) => {
+                let n_ranks = number(n_ranks).filter(|n| (1..=MAX_RANKS).contains(n))?;
+                Some(Self::Cpu { n_ranks })
+            }
+            (.., Some(list)) => cards(list).map(Self::Cards),
+            _ => None,
+        }
+    }
+}
+
+fn cards(list: &str) -> Option<Vec<usize>> {
+    let mut cards = Vec::new();
+    for part in list.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last || last - first >= MAX_RANKS {
+            return None;
+        }
+        cards.extend(first..=last);
+    }
+    let is_twice = |(index, card): (usize, &usize)| cards[..index].contains(card);
+    (cards.len() <= MAX_RANKS && !cards.iter().enumerate().any(is_twice)).then_some(cards)
+}
+
+/// Digits alone: a sign or a space would be another spelling of the same number.
+fn number(text: &str) -> Option<usize> {
+    text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_device_several_cards_and_ranges_are_read() {
+        let cards = |list: &[usize]| Some(DeviceSetting::Cards(list.to_vec()));
+        assert_eq!(DeviceSetting::from_name("auto"), Some(DeviceSetting::Auto));
+        assert_eq!(DeviceSetting::from_name("cpu"), Some(DeviceSetting::Cpu { n_ranks: 1 }));
+        assert_eq!(DeviceSetting::from_name("cpu:3"), Some(DeviceSetting::Cpu { n_ranks: 3 }));
+        assert_eq!(DeviceSetting::from_name("cuda:12"), cards(&[12]));
+        assert_eq!(DeviceSetting::from_name("cuda:2,0"), cards(&[2, 0]));
+        assert_eq!(DeviceSetting::from_name("cuda:0-3,5"), cards(&[0, 1, 2, 3, 5]));
+    }
+
+    #[test]
+    fn other_spellings_and_a_card_that_comes_twice_are_none() {
+        let names = ["", "gpu", "CPU", "cpu:", "cpu:0", "cpu:65", "cpu:-1", "cuda", "cuda:", "cuda:-1", "cuda:+1"];
+        let lists = ["cuda: 1", "cuda:x", "cuda:1,", "cuda:1,1", "cuda:0-2,1", "cuda:3-1", "cuda:0-99", "cuda:0-"];
+        for name in names.into_iter().chain(lists) {
+            assert_eq!(DeviceSetting::from_name(name), None, "{name}");
+        }
+    }
+}
