@@ -1,4 +1,4 @@
-//! Recorded episodes: JSON lines that a run writes and that an author may write by hand.
+//! Reads recorded episodes: JSON lines written by a run or by a plugin author.
 
 use crate::records::{Episode, EpisodeRecord, Rejection, Reward, outcome_form};
 use serde::Deserialize;
@@ -6,50 +6,36 @@ use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// A longer line is no episode.
+/// Longest accepted line.
 pub const MAX_LINE_BYTES: usize = 16 << 20;
 
-/// An episode with the score it had, where it had one.
+/// An episode with its recorded score.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RecordedEpisode {
     /// 1-based line in the file.
     pub line: usize,
-    /// Training step that made it; 0 where unknown.
+    /// Training step of the rollout; 0 if unknown.
     pub step: u64,
-    /// What was scored.
+    /// The input of the reward.
     pub episode: Episode,
-    /// The score, or why it was dropped; `None` where the author wrote none.
+    /// The score, or why the episode was dropped; `None` if the file has no outcome.
     pub outcome: Option<Result<Reward, Rejection>>,
 }
 
-/// Why a file of episodes cannot be used.
+/// Errors of [`read`]. `line` is 1-based.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum EpisodesError {
-    /// The file itself.
     #[error("{}: cannot be read: {source}", path.display())]
-    Io {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// One of its lines.
+    Io { path: PathBuf, source: std::io::Error },
     #[error("{}:{line}: {reason}", path.display())]
-    Line {
-        /// Which file.
-        path: PathBuf,
-        /// 1-based.
-        line: usize,
-        /// Expected and got.
-        reason: String,
-    },
+    Line { path: PathBuf, line: usize, reason: String },
 }
 
-/// Reads a file of episodes, in the order of its lines; empty lines are passed over.
+/// Reads a file of episodes in line order and skips empty lines.
 ///
 /// # Errors
-/// The file cannot be read; a line is not an episode, is of another format, has a number that is not finite or in range, or
-/// the id of an earlier line.
+/// The file cannot be read; a line is not an episode, has another format version or a number out of range, or repeats an id.
 pub fn read(path: &Path) -> Result<Vec<RecordedEpisode>, EpisodesError> {
     let io = |source| EpisodesError::Io { path: path.to_owned(), source };
     let mut reader = BufReader::new(std::fs::File::open(path).map_err(io)?);
@@ -73,10 +59,10 @@ pub fn read(path: &Path) -> Result<Vec<RecordedEpisode>, EpisodesError> {
     Ok(episodes)
 }
 
-/// One line; `None` where it is blank.
+/// Parses one line; `None` if it is blank.
 ///
 /// # Errors
-/// In words: what was expected, what came.
+/// A sentence with the expected and the actual value.
 pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, String> {
     #[derive(Deserialize)]
     struct Format {
@@ -113,7 +99,7 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
     Ok(Some(RecordedEpisode { line, step, episode, outcome }))
 }
 
-/// What the contract promises to plugins of numbers.
+/// Checks the numeric ranges that the plugin contract guarantees.
 fn check(episode: &Episode) -> Result<(), String> {
     for (side, candidate) in [("policy", &episode.policy), ("baseline", &episode.baseline)] {
         let hits = candidate.retrieval.as_deref().unwrap_or_default();
@@ -153,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn an_episode_by_hand_needs_little() {
+    fn handwritten_episode_needs_only_required_fields() {
         let read = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap();
         let hits = read.episode.policy.retrieval.unwrap();
         assert_eq!(hits.iter().map(|hit| hit.rank).collect::<Vec<_>>(), [1, 2]);
@@ -161,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_reads_back() {
+    fn record_round_trips() {
         let episode = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap().episode;
         for outcome in [
             Ok(Reward { total: 0.5, components: Vec::new() }),
@@ -176,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_lines_say_what_was_expected() {
+    fn invalid_lines_name_the_expected_value() {
         let replaced = |from: &str, to: &str| one_line(BY_HAND).replacen(from, to, 1);
         for (line, expected) in [
             (replaced("\"format\": 2, ", ""), "`format` is missing; expected \"format\": 2"),
@@ -191,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_names_the_line_of_a_repeated_id() {
+    fn repeated_id_is_reported_with_its_line() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("episodes.jsonl");
         let line = one_line(BY_HAND);

@@ -1,21 +1,21 @@
-//! Files that appear whole or not at all.
+//! Atomic file writes, JSON lines, digests and the user's cache folder.
 
 use std::io::{self, BufRead, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
-/// Writes `bytes` to `path`: beside it first, synced, then renamed over it. Makes missing parent folders.
+/// Writes `bytes` to `path` atomically: to a temporary file in the same folder, synced, then renamed. Creates parent folders.
 ///
 /// # Errors
-/// Whatever the file system says; `path` is then as it was before.
+/// An I/O error; `path` is then unchanged.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_atomic_with(path, |file| file.write_all(bytes))
 }
 
-/// As [`write_atomic`], for content that is written piece by piece.
+/// [`write_atomic`] for content that `fill` writes incrementally.
 ///
 /// # Errors
-/// Whatever the file system or `fill` says; `path` is then as it was before.
+/// An I/O error, or that of `fill`; `path` is then unchanged.
 pub fn write_atomic_with(
     path: &Path,
     fill: impl FnOnce(&mut io::BufWriter<&mut std::fs::File>) -> io::Result<()>,
@@ -28,7 +28,7 @@ pub fn write_atomic_with(
     file.commit()
 }
 
-/// A file that is written piece by piece and appears with [`AtomicFile::commit`]; dropped before, it leaves nothing.
+/// A file that is written incrementally and becomes visible with [`AtomicFile::commit`]; dropping it earlier leaves no file.
 #[derive(Debug)]
 pub struct AtomicFile {
     path: PathBuf,
@@ -36,10 +36,10 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Begins a file beside `path`. Makes missing parent folders.
+    /// Opens a temporary file in the folder of `path`. Creates parent folders.
     ///
     /// # Errors
-    /// Whatever the file system says.
+    /// An I/O error.
     pub fn create(path: &Path) -> io::Result<Self> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder)?;
@@ -47,19 +47,19 @@ impl AtomicFile {
         Ok(Self { path: path.to_owned(), writer: io::BufWriter::new(file) })
     }
 
-    /// Adds one JSON value as a line.
+    /// Appends one JSON value as a line.
     ///
     /// # Errors
-    /// The file cannot be written, or JSON cannot hold the value.
+    /// The file cannot be written, or the value cannot be serialised.
     pub fn write_line(&mut self, value: &impl serde::Serialize) -> io::Result<()> {
         serde_json::to_writer(&mut self.writer, value)?;
         self.writer.write_all(b"\n")
     }
 
-    /// Syncs what was written and puts it in its place.
+    /// Syncs the file and renames it to its path.
     ///
     /// # Errors
-    /// Whatever the file system says; the path is then as it was before.
+    /// An I/O error; the path is then unchanged.
     pub fn commit(self) -> io::Result<()> {
         let file = self.writer.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.as_file().sync_all()?;
@@ -85,13 +85,13 @@ impl io::Seek for AtomicFile {
     }
 }
 
-/// How the names of files begin that are written beside another before they take its place.
+/// Name prefix of temporary files.
 const UNFINISHED: &str = ".querl-";
 
-/// Removes the unfinished files that killed processes left in `folder` and below. No other process may write there.
+/// Removes temporary files that killed processes left in `folder`, recursively. No other process may write there.
 ///
 /// # Errors
-/// Whatever the file system says.
+/// An I/O error.
 pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
@@ -105,7 +105,7 @@ pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A temporary file is private to its owner; what it becomes is an ordinary file.
+/// Temporary files have mode 0600; committed files get 0644.
 fn set_readable(path: &Path) -> io::Result<()> {
     #[cfg(unix)]
     {
@@ -115,37 +115,24 @@ fn set_readable(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes one JSON value a line.
+/// Writes one JSON value per line, atomically.
 ///
 /// # Errors
-/// As [`write_atomic`], or a value that JSON cannot hold.
+/// As [`write_atomic`], or a value cannot be serialised.
 pub fn write_jsonl<T: serde::Serialize>(path: &Path, values: impl IntoIterator<Item = T>) -> io::Result<()> {
     let mut file = AtomicFile::create(path)?;
     values.into_iter().try_for_each(|value| file.write_line(&value))?;
     file.commit()
 }
 
-/// Why a JSON lines file could not be read.
+/// Errors of reading a JSON lines file. `line` is 1-based.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum ReadError {
-    /// The file itself.
     #[error("{path}: cannot be read: {source}")]
-    Io {
-        /// Which file.
-        path: String,
-        /// Why.
-        source: io::Error,
-    },
-    /// One of its lines.
-    #[error("{path}:{line}: not a valid record: {problem}; mend the line or remove it")]
-    Line {
-        /// Which file.
-        path: String,
-        /// 1-based.
-        line: usize,
-        /// Why, and where in the line.
-        problem: String,
-    },
+    Io { path: String, source: io::Error },
+    #[error("{path}:{line}: not a valid record: {problem}; fix or remove the line")]
+    Line { path: String, line: usize, problem: String },
 }
 
 impl ReadError {
@@ -154,7 +141,7 @@ impl ReadError {
     }
 }
 
-/// Reads one JSON value a line; empty lines are passed over.
+/// Reads one JSON value per line and skips empty lines.
 ///
 /// # Errors
 /// The file cannot be read, or a line is not a `T`.
@@ -162,10 +149,10 @@ pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>,
     Ok(read_numbered_jsonl(path)?.into_iter().map(|(_, record)| record).collect())
 }
 
-/// As [`read_jsonl`], with each record's line number; the first line is 1.
+/// [`read_jsonl`] with 1-based line numbers.
 ///
 /// # Errors
-/// The file cannot be read, or a line is not a record.
+/// As [`read_jsonl`].
 pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<(usize, T)>, ReadError> {
     open_jsonl(path)?.map(|line| line.map(|NumberedLine { line, value, .. }| (line, value))).collect()
 }
@@ -173,19 +160,19 @@ pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Resul
 /// One line of a JSON lines file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NumberedLine<T> {
-    /// 1-based, empty lines counted.
+    /// 1-based line number, empty lines counted.
     pub line: usize,
-    /// Where in the file it begins, in bytes.
+    /// Byte offset of the line in the file.
     pub offset: u64,
-    /// What it says.
+    /// The parsed record.
     pub value: T,
 }
 
-/// The byte order mark with which some programs begin a UTF-8 file.
+/// The byte order mark that some programs write at the start of a UTF-8 file.
 pub const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Opens a JSON lines file that is read as it is asked for; empty lines are passed over, and a byte order mark too. The
-/// iterator yields an error for a line that is not a `T`, or where the file cannot be read.
+/// Opens a JSON lines file that is read lazily; a byte order mark and empty lines are skipped. The iterator yields an error
+/// for a line that is not a `T` or cannot be read.
 ///
 /// # Errors
 /// The file cannot be opened.
@@ -195,7 +182,7 @@ pub fn open_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<JsonLin
     Ok(JsonLines { path: path.to_owned(), reader, buffer: Vec::new(), line: 0, offset: 0, of: PhantomData })
 }
 
-/// See [`open_jsonl`].
+/// Iterator of [`open_jsonl`].
 #[derive(Debug)]
 pub struct JsonLines<T> {
     path: PathBuf,
@@ -212,7 +199,7 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
     fn next(&mut self) -> Option<Self::Item> {
         loop {
             self.buffer.clear();
-            // As bytes: where a line was cut within a character, that line is named too.
+            // Bytes rather than `read_line`: a line with invalid UTF-8 is reported with its number.
             let n_bytes = match self.reader.read_until(b'\n', &mut self.buffer) {
                 Ok(0) => return None,
                 Ok(n_bytes) => n_bytes as u64,
@@ -237,16 +224,16 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
     }
 }
 
-/// What is wrong with a line that is not the record it should be. The place that a parser names is one within the line alone.
+/// Describes a parse error; the position reported by serde_json is relative to the line.
 fn fault(text: &[u8], error: &serde_json::Error) -> String {
     if let Err(error) = std::str::from_utf8(text) {
-        return format!("byte {} is no UTF-8; save the file as UTF-8", error.valid_up_to() + 1);
+        return format!("byte {} is not UTF-8; save the file as UTF-8", error.valid_up_to() + 1);
     }
     if error.is_eof() {
-        return "it ends too early; a record is one line".into();
+        return "the line ends too early; a record is one line".into();
     }
-    let said = error.to_string();
-    let what = said.split(" at line ").next().unwrap_or(&said);
+    let message = error.to_string();
+    let what = message.split(" at line ").next().unwrap_or(&message);
     match error.column() {
         0 => what.to_owned(),
         column => format!("{what} at byte {column}"),
@@ -266,7 +253,7 @@ pub fn digest_hex(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Lower-case hexadecimal SHA-256 of a file's content, which is read in pieces.
+/// Lower-case hexadecimal SHA-256 of a file's content, read in chunks.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -303,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_kill_left_unfinished_is_removed_and_nothing_else() {
+    fn only_temporary_files_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let put = |name: &str| write_atomic(&folder.path().join(name), b"x").unwrap();
         ["a.txt", ".in-use", "best/.querl-a1b2c3", "best/adapter", ".querl-d4"].into_iter().for_each(put);
@@ -314,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_committed_leaves_nothing() {
+    fn uncommitted_file_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("rows.jsonl");
         let mut file = AtomicFile::create(&path).unwrap();
@@ -328,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_say_where_they_begin_and_a_byte_order_mark_is_no_part_of_them() {
+    fn lines_have_byte_offsets_and_a_byte_order_mark_is_skipped() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.jsonl");
         write_atomic(&path, "\u{feff}\"鱼\"\n\n\"油\"".as_bytes()).unwrap();
@@ -338,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named_also_where_it_was_cut_within_a_character() {
+    fn invalid_line_is_named_even_if_cut_within_a_character() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.jsonl");
         let message = |text: &[u8]| {
@@ -347,12 +334,15 @@ mod tests {
         };
         for text in ["\"a\"\n\r\nx\n".as_bytes(), &"\"a\"\n\n\"鱼\"".as_bytes()[..7]] {
             let message = message(text);
-            assert!(message.contains("x.jsonl:3: not a valid record") && message.ends_with("remove it"), "{message}");
+            assert!(
+                message.contains("x.jsonl:3: not a valid record") && message.ends_with("remove the line"),
+                "{message}"
+            );
         }
         let cases = [
             ("{\"a\": 1}", "invalid type: map, expected a string"),
             ("\"a\" \"b\"", "trailing characters at byte 5"),
-            ("\"a", "it ends too early; a record is one line"),
+            ("\"a", "the line ends too early; a record is one line"),
         ];
         for (text, problem) in cases {
             let message = message(text.as_bytes());

@@ -1,8 +1,8 @@
-//! What the crates of querl say to each other: records in the order of the pipeline, the ports (traits) through which the
-//! stages reach the world, the resolved configuration, the layout of a run directory, files that appear whole or not at
-//! all, and text of others made harmless to a terminal.
+//! Types that all crates of querl share: pipeline records, traits of external components (teacher, judge, retriever,
+//! environment, plugins), the resolved configuration, the layout of a run directory, atomic file writes, and sanitised text
+//! for terminals.
 //!
-//! In: nothing. Out: plain values. This crate refuses to know tensors, WebAssembly, HTTP and any async runtime.
+//! This crate must not depend on tensors, WebAssembly, HTTP or an async runtime.
 
 pub mod config;
 pub mod episodes;

@@ -1,5 +1,6 @@
-//! Ports: the traits through which stages reach teachers, judges, retrieval and plugins. Each has a real implementation and
-//! a stand-in behind the same trait.
+//! Traits of external components: `Teacher`, `Judge`, `Retriever`, `Embedder`, `PairScorer` (cross-encoder), the plugin kinds
+//! (`Prompts`, `Filter`, `RewardModel`, `StyleScorer`), `StyleModel`, and the RL `Environment`. Each has a real
+//! implementation and a stand-in.
 
 use crate::records::{
     CallFailure, Completion, Context, Dialogue, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward,
@@ -8,288 +9,287 @@ use crate::records::{
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 
-/// Rewrites queries: a large model behind an endpoint, or a recording of one.
+/// Teacher model that rewrites queries: an endpoint, a local model, or a recording.
 #[async_trait]
 pub trait Teacher: Send + Sync {
-    /// Rewrites one query. `messages` is the prompt that the tenant's plugin made for it. The text is returned as the model
-    /// sent it; parsing is the plugin's.
+    /// Rewrites one query. `messages` is the prompt from the tenant's plugin. Returns the raw text; the plugin parses it.
     async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure>;
 
-    /// Whether the answer to this prompt is known without asking anybody.
+    /// Whether the answer to this prompt is cached.
     fn knows(&self, messages: &[Message]) -> bool {
         let _ = messages;
         false
     }
 
-    /// Forgets an answer to this prompt that turned out to be of no use: the next time is asked anew.
+    /// Removes an unusable answer to this prompt from the cache, so that the next call requests it again.
     fn forget(&self, messages: &[Message]) {
         let _ = messages;
     }
 
-    /// Keeps an answer to this prompt that came another way.
+    /// Adds an answer to this prompt that was obtained elsewhere (batch interface) to the cache.
     fn keep(&self, messages: &[Message], completion: &Completion) {
         let _ = (messages, completion);
     }
 
-    /// Who is asked for a row that this one failed on.
+    /// The teacher for rows on which this one failed.
     fn fallback(&self) -> Option<&dyn Teacher> {
         None
     }
 
-    /// How records and reports name it: `gpt-5`, `recorded (stand-in)`.
+    /// Name in records and reports: `gpt-5`, `recorded (stand-in)`.
     fn name(&self) -> &str;
 }
 
-/// What a judge is asked.
+/// Input of a [`Judge`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct JudgeRequest<'a> {
-    /// What the user typed.
+    /// The original query.
     pub query: &'a str,
-    /// Who asks, and what was said before.
+    /// User profile and conversation history.
     pub context: &'a Context,
     /// The rewrite to judge.
     pub rewrite: &'a str,
-    /// The prompt that the tenant's plugin made.
+    /// The prompt from the tenant's plugin.
     pub messages: &'a [Message],
 }
 
-/// Judges a rewrite: a large model, or a rubric that stands in for one.
+/// LLM judge of rewrites, or a rubric in place of one.
 #[async_trait]
 pub trait Judge: Send + Sync {
     /// The judge's answer as text, to be parsed by the tenant's plugin (`parse-judgement`).
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure>;
 
-    /// Forgets an answer to this prompt that turned out to be of no use: the next time is asked anew.
+    /// Removes an unusable answer to this prompt from the cache, so that the next call requests it again.
     fn forget(&self, messages: &[Message]) {
         let _ = messages;
     }
 
-    /// How reports name it: `gpt-5`, `rubric (stand-in)`.
+    /// Name in reports: `gpt-5`, `rubric (stand-in)`.
     fn name(&self) -> &str;
 }
 
-/// What retrieval is asked.
+/// Input of a [`Retriever`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct RetrievalRequest<'a> {
-    /// What the user typed: passages are scored against this.
+    /// The original query: passages are scored against it.
     pub original_query: &'a str,
-    /// Who asks, and what was said before.
+    /// User profile and conversation history.
     pub context: &'a Context,
-    /// What is looked up.
+    /// The search query.
     pub rewritten_query: &'a str,
 }
 
-/// Finds passages.
+/// Passage retrieval.
 #[async_trait]
 pub trait Retriever: Send + Sync {
-    /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is an answer: nothing was found.
+    /// Passages for one rewrite, by descending reranker score, ranks from 1. An empty list is a valid result.
     async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure>;
 
-    /// How reports name it.
+    /// Name in reports.
     fn name(&self) -> &str;
 }
 
-/// Why a model in this process gave no answer, in one sentence.
+/// Error of a model in this process.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct LocalModelError(pub String);
 
-/// Makes vectors of texts, in this process.
+/// Text embedding model in this process.
 pub trait Embedder: Send + Sync {
-    /// One vector of length 1 a text, in order. The same text gives the same vector, beside rounding.
+    /// One L2-normalised vector per text, in order. Deterministic up to rounding.
     ///
     /// # Errors
     /// The model failed.
     fn embed(&self, texts: &[&str]) -> Result<Vec<Vec<f32>>, LocalModelError>;
 
-    /// Numbers in a vector.
+    /// Dimension of the vectors.
     fn dimension(&self) -> usize;
 
-    /// Stands for everything that decides a vector.
+    /// Digest of weights, configuration and settings.
     fn digest(&self) -> &str;
 
-    /// What the model wants before a query where nobody says otherwise.
+    /// Default prefix of queries.
     fn query_prefix(&self) -> &str {
         ""
     }
 
-    /// What the model wants before a passage.
+    /// Prefix of passages.
     fn passage_prefix(&self) -> &str {
         ""
     }
 }
 
-/// Says how well texts answer a query, in this process.
+/// Cross-encoder in this process: relevance of texts to a query.
 pub trait PairScorer: Send + Sync {
-    /// One number from 0 to 1 a text, in order.
+    /// One score from 0 to 1 per text, in order.
     ///
     /// # Errors
     /// The model failed.
     fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, LocalModelError>;
 
-    /// Stands for everything that decides a number.
+    /// Digest of weights, configuration and settings.
     fn digest(&self) -> &str;
 }
 
-/// What a prompt is made for.
+/// The purpose of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PromptTask {
     /// The teacher's prompt: long, with the tenant's rules.
     TeacherRewrite,
-    /// The policy's prompt: short; what a rule says is learned.
+    /// The policy's prompt: short, since the policy learns the rules.
     PolicyRewrite,
     /// The judge's prompt.
     Judge,
 }
 
-/// What goes into a prompt.
+/// Input of a prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PromptInput<'a> {
-    /// What the user typed.
+    /// The original query.
     pub query: &'a str,
-    /// Who asks, and what was said before.
+    /// User profile and conversation history.
     pub context: &'a Context,
     /// The rewrite to judge; `None` in the rewrite tasks.
     pub rewrite: Option<&'a str>,
 }
 
-/// A judgement as parsed.
+/// A parsed judgement.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedJudgement {
     /// 综合得分, 0 to 5.
     pub score: f64,
-    /// Why, in words.
+    /// The judge's explanation.
     pub reason: String,
 }
 
-/// A plugin's fault: names plugin, version and what it did.
+/// Error of a plugin that breaks its contract or exceeds a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("plugin {plugin} {version}: {message}")]
 pub struct PluginFault {
-    /// The plugin's name.
+    /// Name of the plugin.
     pub plugin: String,
-    /// Its version.
+    /// Version of the plugin.
     pub version: String,
-    /// What it did and what the contract says.
+    /// What happened and what the contract requires.
     pub message: String,
-    /// What sort of breach.
+    /// Category of the fault.
     pub kind: FaultKind,
 }
 
-/// The sorts of fault.
+/// Categories of plugin faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// It stopped by itself: a panic, a trap.
+    /// The plugin panicked or trapped.
     Trap,
-    /// A limit stopped it: fuel, time, memory, output.
+    /// A limit was exceeded: fuel, time, memory or output.
     Limit,
-    /// It returned what the contract does not allow.
+    /// The result violates the contract.
     Result,
-    /// The machine could not run it: no breach of the plugin's.
+    /// The host could not run the plugin.
     Host,
     /// More items were dropped at limits than `plugins.limits.max_dropped` allows.
     TooManyDropped,
 }
 
-/// A tenant's prompts and the parsing of answers.
+/// Prompt plugin: a tenant's prompts and the parsers of the answers.
 pub trait Prompts: Send + Sync {
     /// The conversation for one task.
     fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault>;
 
-    /// A rewrite out of a model's answer; the inner error says why there is none.
+    /// Parses a rewrite from a model's answer; the inner error is the plugin's rejection.
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault>;
 
-    /// A judgement out of a judge's answer; the inner error says why there is none.
+    /// Parses a judgement from a judge's answer; the inner error is the plugin's rejection.
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault>;
 }
 
-/// Keeps or drops dataset rows.
+/// Filter plugin: keeps or drops dataset rows.
 pub trait Filter: Send + Sync {
     /// One verdict per sample, in order.
     fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault>;
 
-    /// The plugin's name.
+    /// Name of the plugin.
     fn name(&self) -> &str;
 }
 
-/// The range a reward declares.
+/// The range of totals that a reward plugin declares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RewardRange {
-    /// No total lies below.
+    /// Lower bound, inclusive.
     pub min: f64,
-    /// No total lies above.
+    /// Upper bound, inclusive.
     pub max: f64,
 }
 
-/// Scores episodes.
+/// Reward plugin: scores episodes.
 pub trait RewardModel: Send + Sync {
-    /// One result per episode, in order. A rejection drops the episode; it is not a score.
+    /// One result per episode, in order. A rejection drops the episode.
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
 
     /// The declared range of totals.
     fn range(&self) -> RewardRange;
 
-    /// The plugin's name.
+    /// Name of the plugin.
     fn name(&self) -> &str;
 }
 
-/// A classifier of style: of the last answer of a dialogue and the question before it.
+/// Style reward model: classifies the last answer of a dialogue together with the question before it.
 pub trait StyleModel: Send + Sync {
-    /// The distribution over the model's classes, in the model's order. The same dialogue gives the same distribution.
+    /// The distribution over the model's classes, in the model's order. Deterministic.
     fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure>;
 
-    /// The same for several dialogues, in order; a model that gains by it looks at them together.
+    /// [`classify`](Self::classify) for several dialogues, in order; implementations may batch them.
     fn classify_all(&self, dialogues: &[Vec<Message>]) -> Vec<Result<Vec<StyleProbability>, CallFailure>> {
         dialogues.iter().map(|turns| self.classify(turns)).collect()
     }
 }
 
-/// Scores the style of answers.
+/// Style plugin: scores the style of answers.
 pub trait StyleScorer: Send + Sync {
-    /// One result per dialogue, in order; totals lie in 0 to 1. A rejection drops the dialogue; it is not a score.
+    /// One result per dialogue, in order; totals are 0 to 1. A rejection drops the dialogue.
     fn score_batch(&self, dialogues: &[Dialogue]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
 
-    /// The plugin's name.
+    /// Name of the plugin.
     fn name(&self) -> &str;
 }
 
-/// What the policy wrote for one query.
+/// One response of the policy.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PolicyResponse {
-    /// Position of the query in the rows that the environment was opened with.
+    /// Index of the query in the rows that the environment was opened with.
     pub row_index: usize,
-    /// Which of the samples of that query, from 0.
+    /// Index of the sample of that query, from 0.
     pub sample_index: usize,
-    /// The response as decoded, special tokens left out.
+    /// The decoded response without special tokens.
     pub text: String,
-    /// Tokens generated, end of sequence included.
+    /// Number of generated tokens, end of sequence included.
     pub n_tokens: u32,
-    /// True where the token limit cut the response off.
+    /// True if the finish reason is the token limit.
     pub truncated: bool,
 }
 
-/// Why a whole batch could not be scored. One episode's failure is in its record instead.
+/// Error of a whole batch. The failure of a single episode is in its record.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EnvironmentError {
     /// A plugin broke its contract.
     #[error(transparent)]
     Plugin(#[from] PluginFault),
-    /// A service that every episode needs is down or refuses us.
+    /// A service that every episode needs is down or rejects the credentials.
     #[error(transparent)]
-    Service(#[from] crate::records::CallFailure),
+    Service(#[from] CallFailure),
     /// A record could not be written.
     #[error("{0}")]
     Record(String),
 }
 
-/// Where the time of a call went, in seconds of wall-clock time. Retrieval and judge are asked at once, so theirs may overlap.
+/// Wall-clock time of [`Environment::score`] in seconds. Retrieval and judge run concurrently, so their times may overlap.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CallTimings {
-    /// Waiting for retrieval.
+    /// Retrieval.
     pub retrieve_s: f64,
-    /// Waiting for the judge, its prompts and the parsing of its answers included.
+    /// Judge, its prompt and parser plugins included.
     pub judge_s: f64,
-    /// In plugins that parse answers and score episodes.
+    /// Plugins that parse responses and score episodes.
     pub plugin_s: f64,
 }
 
@@ -301,35 +301,35 @@ impl std::ops::AddAssign for CallTimings {
     }
 }
 
-/// What became of some responses.
+/// Result of [`Environment::score`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ScoredResponses {
-    /// One record per response, in order; an episode that cannot be scored carries its rejection.
+    /// One record per response, in order; an episode that cannot be scored has a rejection.
     pub records: Vec<EpisodeRecord>,
-    /// What it took.
+    /// Time spent.
     pub timings: CallTimings,
 }
 
 impl From<Vec<EpisodeRecord>> for ScoredResponses {
-    /// Of an environment that measures nothing.
+    /// Without timings.
     fn from(records: Vec<EpisodeRecord>) -> Self {
         Self { records, timings: CallTimings::default() }
     }
 }
 
-/// Turns responses into scored episodes: parsing, retrieval, judge, reward plugins. What training sees of the world.
+/// RL environment: turns responses into scored episodes (parsing, retrieval, judge, reward plugins).
 ///
-/// Training calls it from one thread at a time, not always the same, and waits for the answer: an environment bounds its own
-/// calls (`rl.episode_deadline_ms`). Where it keeps a log, a training that goes on from a checkpoint rewinds the log to where
-/// it was then, so that each episode stands there once.
+/// The trainer calls it from one thread at a time and blocks; the environment limits its own calls
+/// (`rl.episode_deadline_ms`). When training resumes from a checkpoint, the episode log is rewound to the checkpoint's
+/// [`mark`](Self::mark), so that each episode is logged once.
 pub trait Environment: Send + Sync {
-    /// Scores some responses, and records them.
+    /// Scores and logs a batch of responses.
     ///
     /// # Errors
-    /// None of them can be scored, or they cannot be recorded.
+    /// The batch cannot be scored or logged.
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError>;
 
-    /// How far the log has come, with all up to there on disk. 0 where there is no log.
+    /// Syncs the log and returns its length; 0 without a log.
     ///
     /// # Errors
     /// The log cannot be written.
@@ -337,31 +337,31 @@ pub trait Environment: Send + Sync {
         Ok(0)
     }
 
-    /// Forgets what the log took up since [`mark`](Self::mark) returned `mark`, in this process or an earlier one.
+    /// Truncates the log to `mark`, which [`mark`](Self::mark) returned in this process or an earlier one.
     ///
     /// # Errors
-    /// The log ends before that, or cannot be written.
+    /// The log is shorter, or cannot be written.
     fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
         let _ = mark;
         Ok(())
     }
 }
 
-/// Shows how far a stage is.
+/// Progress display and stop flag of a stage.
 pub trait Progress: Send + Sync {
-    /// `n_done` of `n_total` units are done; `note` is a short live figure such as `loss 0.812`.
+    /// `n_done` of `n_total` units are done; `note` is a short live value such as `loss 0.812`.
     fn update(&self, n_done: u64, n_total: u64, note: &str);
 
-    /// One line that stays on screen.
+    /// Prints one permanent line.
     fn line(&self, text: &str);
 
-    /// True once nothing more is to be begun: what is under way comes to its end, and the work ends there.
+    /// True once a stop was requested: running work finishes, no new work starts.
     fn is_stopped(&self) -> bool {
         false
     }
 }
 
-/// Shows nothing.
+/// No-op progress.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 

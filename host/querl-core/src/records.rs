@@ -1,43 +1,43 @@
-//! The records that flow through the pipeline, in pipeline order.
+//! Pipeline records, in pipeline order.
 //!
-//! "Failed", "empty" and "low" are three different things throughout: a failure is a [`CallFailure`], an empty answer is an
-//! empty list, a low one is a number. Nothing turns one into another.
+//! "Failed", "empty" and "low" are different types: a failure is a [`CallFailure`], an empty result an empty list, a low score
+//! a number. They are never converted into each other.
 
 use serde::{Deserialize, Serialize};
 
-/// One row of the query table, as read.
+/// One row of the query table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QueryRow {
-    /// Stable over runs: a digest of query, profile and history.
+    /// Digest of query, profile and history; stable across runs.
     pub id: String,
     /// 1-based row in the input table, header counted, as a spreadsheet shows it.
     pub row: usize,
-    /// What the user typed.
+    /// The user's query.
     pub original_query: String,
-    /// Who asks; may be empty.
+    /// User profile; may be empty.
     #[serde(default)]
     pub user_profile: String,
-    /// What was said before; may be empty.
+    /// Summary of the conversation; may be empty.
     #[serde(default)]
     pub history_summary: String,
-    /// Ids of the passages that answer the query; empty where unknown.
+    /// Ids of the passages that answer the query; empty if unknown.
     #[serde(default)]
     pub gold_ids: Vec<String>,
-    /// Rows of one group (paraphrases of one need) share a split.
+    /// Rows of one group (paraphrases of one query) are in the same split.
     pub group: String,
 }
 
-/// Why an outside call gave no answer. Never turned into data.
+/// Failure of an external call. Never converted into data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{kind}: {message}")]
 pub struct CallFailure {
-    /// What sort of failure.
+    /// Category.
     pub kind: FailureKind,
-    /// One sentence: what was asked of whom, what came back. Holds no secret.
+    /// One sentence with the request and the response; contains no secrets.
     pub message: String,
 }
 
-/// The sorts of failure of an outside call.
+/// Categories of failures of an external call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
@@ -45,37 +45,37 @@ pub enum FailureKind {
     Timeout,
     /// Not reachable, or the connection broke.
     Unreachable,
-    /// Refused for lack of valid credentials or of money (401, 402, 403).
+    /// Invalid credentials or no credit (401, 402, 403).
     Unauthorized,
-    /// The service refused this request (other 4xx).
+    /// The service rejected this request (other 4xx).
     Rejected,
-    /// Rate limit that outlasted the retries (429).
+    /// Still rate limited after all retries (429).
     RateLimited,
     /// The service failed (5xx).
     ServerError,
-    /// An answer came that could not be understood.
+    /// The response could not be parsed.
     InvalidResponse,
-    /// A recording has no entry for this query.
+    /// The recording has no entry for this query.
     NotRecorded,
-    /// Not called any more: too many calls before it had no answer.
+    /// Not called: the circuit breaker is open.
     Down,
-    /// Not called: the budget would not cover it.
+    /// Not called: the budget would be exceeded.
     OverBudget,
 }
 
 impl FailureKind {
-    /// A failure that every further call would meet too: the stage stops instead of going on.
+    /// True if every further call would fail as well: the stage stops.
     pub fn is_fatal(self) -> bool {
         matches!(self, Self::Unauthorized | Self::Down | Self::OverBudget)
     }
 
-    /// The code under which a row is dropped whose call to `who` failed so: `teacher_rate_limited`.
+    /// Drop code of a row whose call to `who` failed: `teacher_rate_limited`.
     pub fn code(self, who: &str) -> String {
         code_of(who, &self.to_string())
     }
 }
 
-/// As [`FailureKind::code`], of a kind in words.
+/// [`FailureKind::code`] for the kind as text.
 pub fn code_of(who: &str, kind: &str) -> String {
     format!("{who}_{}", kind.replace(' ', "_"))
 }
@@ -97,34 +97,34 @@ impl std::fmt::Display for FailureKind {
     }
 }
 
-/// A query with the teacher's rewrite of it, or why there is none.
+/// A query with the teacher's rewrite, or the failure of that call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RewriteRecord {
-    /// The query.
+    /// The query row.
     #[serde(flatten)]
     pub query: QueryRow,
-    /// The teacher's answer.
+    /// The teacher's rewrite.
     pub rewrite: Result<Completion, CallFailure>,
 }
 
-/// A text from a teacher or judge, with what it cost.
+/// Text from a teacher or judge with token counts, cost and latency.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Completion {
-    /// The text, as the plugin's parser left it.
+    /// The parsed text.
     pub text: String,
-    /// Tokens of the prompt, where the service said.
+    /// Prompt tokens as reported by the service.
     #[serde(default)]
     pub prompt_tokens: Option<u64>,
-    /// Tokens of the answer, where the service said.
+    /// Completion tokens as reported by the service.
     #[serde(default)]
     pub completion_tokens: Option<u64>,
-    /// Price in the configured currency; `None` where unknown.
+    /// Price in the configured currency; `None` if unknown.
     #[serde(default)]
     pub cost: Option<f64>,
-    /// Wall-clock time of the call in milliseconds; `None` for a recording that did not keep it.
+    /// Wall-clock time of the call in milliseconds; `None` if not recorded.
     #[serde(default)]
     pub latency_ms: Option<f64>,
-    /// Who answered, where it was not the one that was asked first.
+    /// Name of the model, if it was the fallback teacher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<String>,
 }
@@ -132,23 +132,23 @@ pub struct Completion {
 /// One retrieved passage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Hit {
-    /// Id of the passage; empty where the service sends none.
+    /// Passage id; empty if the service sends none.
     #[serde(default)]
     pub id: String,
-    /// The passage.
+    /// Passage text.
     #[serde(default)]
     pub text: String,
-    /// How well the passage answers the original query in its context, 0 to 1.
+    /// Relevance of the passage to the original query in its context, 0 to 1.
     pub reranker_score: f64,
-    /// First-stage score (BM25 or similarity), where known; its scale is the index's own.
+    /// First-stage score (BM25 or similarity) on the scale of the index.
     #[serde(default)]
     pub retrieval_score: Option<f64>,
-    /// 1 for the best.
+    /// 1 is the best.
     #[serde(default)]
     pub rank: u32,
 }
 
-/// One number for a list of hits: `0.6 * top1 + 0.4 * mean(top 3)` of the reranker scores; 0 where nothing was found.
+/// Quality of a list of hits: `0.6 * top1 + 0.4 * mean(top 3)` of the reranker scores; 0 for an empty list.
 ///
 /// Source: the source plan's `_calc_retrieval_quality`. Win rates compare this.
 pub fn retrieval_quality(hits: &[Hit]) -> f64 {
@@ -158,61 +158,61 @@ pub fn retrieval_quality(hits: &[Hit]) -> f64 {
     0.6 * first.reranker_score + 0.4 * mean
 }
 
-/// The logistic function: 0.5 for 0, towards 1 for large numbers.
-pub fn logistic(number: f64) -> f64 {
-    1.0 / (1.0 + (-number).exp())
+/// The logistic function `1 / (1 + e^-x)`.
+pub fn logistic(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
 }
 
-/// `1` where `policy` has the better [`retrieval_quality`], `0` where `baseline` has, `0.5` for a draw.
+/// `1` if `policy` has the better [`retrieval_quality`], `0` if `baseline` has, `0.5` for a tie.
 pub fn win(policy: &[Hit], baseline: &[Hit]) -> f64 {
     let difference = retrieval_quality(policy) - retrieval_quality(baseline);
     if difference.abs() <= 1e-9 { 0.5 } else { f64::from(difference > 0.0) }
 }
 
-/// A query with the teacher's rewrite and what retrieval found with it.
+/// A query with the teacher's rewrite and its hits.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ValidatedRecord {
     /// Query and rewrite.
     #[serde(flatten)]
     pub rewritten: RewriteRecord,
-    /// Hits of the rewrite, best first; `None` where there is no rewrite to look up.
+    /// Hits of the rewrite, best first; `None` without a rewrite.
     pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
 }
 
 impl ValidatedRecord {
-    /// The best hit's score; `None` where retrieval failed, was not tried or found nothing.
+    /// Score of the best hit; `None` if retrieval failed, was not tried or found nothing.
     pub fn top1_score(&self) -> Option<f64> {
         let hits = self.retrieval.as_ref()?.as_ref().ok()?;
         hits.first().map(|hit| hit.reranker_score)
     }
 }
 
-/// What a filter plugin sees of one row: both rewrite and retrieval succeeded.
+/// Input of a filter plugin: a row whose rewrite and retrieval succeeded.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// Id of the query row.
     pub id: String,
-    /// What the user typed.
+    /// The user's query.
     pub original_query: String,
     /// The teacher's rewrite.
     pub rewritten_query: String,
-    /// Who asks, and what was said before.
+    /// User profile and conversation history.
     pub context: Context,
     /// Hits of the rewrite, best first.
     pub hits: Vec<Hit>,
 }
 
-/// A filter's word on one sample.
+/// A filter's decision on one sample.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Goes into the dataset.
+    /// The row is part of the dataset.
     Keep,
-    /// Stays out, for a reason.
+    /// The row is dropped.
     Drop {
-        /// Short, stable, countable: `top1_below_threshold`.
+        /// Stable code for counting: `top1_below_threshold`.
         code: String,
-        /// For a person.
+        /// Human-readable explanation.
         detail: String,
     },
 }
@@ -222,7 +222,7 @@ pub enum Verdict {
 pub struct Message {
     /// `system`, `user` or `assistant`.
     pub role: String,
-    /// The text.
+    /// Text of the message.
     pub content: String,
 }
 
@@ -230,11 +230,11 @@ pub struct Message {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Split {
-    /// For training.
+    /// Training split.
     Train,
-    /// For early stopping and choosing.
+    /// Validation split: early stopping and model selection.
     Val,
-    /// For the final table only.
+    /// Test split: final evaluation only.
     Test,
 }
 
@@ -255,17 +255,17 @@ impl Split {
 /// One line of `train.jsonl`, `val.jsonl` or `test.jsonl`.
 ///
 /// `messages` ends with the assistant's rewrite in rows that passed the filters. Rows of val and test whose teacher rewrite
-/// failed or was dropped are kept without an assistant message: dropping them would flatter every system.
+/// failed or was dropped have no assistant message; dropping them would bias the evaluation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DatasetRow {
-    /// The conversation; the last one is the assistant's where the teacher's rewrite passed.
+    /// The conversation, with an assistant message at the end if the teacher's rewrite passed the filters.
     pub messages: Vec<Message>,
-    /// Where it comes from.
+    /// Origin of the row.
     pub metadata: RowMetadata,
 }
 
 impl DatasetRow {
-    /// The messages before the assistant's answer: what the policy is prompted with.
+    /// The messages before the assistant's answer: the policy's prompt.
     pub fn prompt(&self) -> &[Message] {
         match self.messages.last() {
             Some(last) if last.role == "assistant" => &self.messages[..self.messages.len() - 1],
@@ -273,58 +273,58 @@ impl DatasetRow {
         }
     }
 
-    /// The teacher's rewrite where it passed the filters: the target of fine-tuning.
+    /// The teacher's rewrite if it passed the filters: the target of fine-tuning.
     pub fn target(&self) -> Option<&str> {
         self.messages.last().filter(|last| last.role == "assistant").map(|last| last.content.as_str())
     }
 }
 
-/// What stands beside the messages of a dataset row.
+/// Metadata of a dataset row.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RowMetadata {
-    /// The query.
+    /// The query row.
     #[serde(flatten)]
     pub query: QueryRow,
-    /// Retrieval score of the best hit of the teacher's rewrite.
+    /// Reranker score of the best hit of the teacher's rewrite.
     pub top1_score: Option<f64>,
-    /// Who wrote the rewrite: `recorded`, or the model's name.
+    /// Author of the rewrite: `recorded`, or the name of the model.
     pub source: String,
-    /// Why no assistant message: failure or filter code.
+    /// Failure or filter code of a row without an assistant message.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropped: Option<String>,
 }
 
-/// Who asks, and what was said before.
+/// User profile and conversation history.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Context {
-    /// Empty where unknown.
+    /// Empty if unknown.
     pub user_profile: String,
-    /// Empty where nothing was said.
+    /// Empty without earlier turns.
     pub history_summary: String,
 }
 
-/// A judge's word on one rewrite.
+/// Result of judging one rewrite.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Judgement {
-    /// Judged.
+    /// The judge's score.
     Scored {
         /// 综合得分, 0 to 5.
         score: f64,
-        /// Why, in words.
+        /// The judge's explanation.
         #[serde(default)]
         reason: String,
     },
     /// Not chosen for judging (see `judge.sample_rate`).
     #[default]
     NotSampled,
-    /// Asked, and no usable answer came.
+    /// The call failed or its answer could not be parsed.
     Failed(CallFailure),
 }
 
 impl Judgement {
-    /// The score where there is one.
+    /// The score, if judged.
     pub fn score(&self) -> Option<f64> {
         match self {
             Self::Scored { score, .. } => Some(*score),
@@ -336,37 +336,37 @@ impl Judgement {
 /// One class of a style distribution.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StyleProbability {
-    /// `售前` and so on.
+    /// Class name, such as `售前`.
     pub label: String,
     /// 0 to 1; a distribution sums to 1 within 1e-6.
     pub probability: f64,
 }
 
-/// One side of the competition: the policy's rewrite, or the teacher's.
+/// A rewrite of the policy or the teacher with its hits and judgement.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Candidate {
-    /// The rewrite, parsed.
+    /// The parsed rewrite.
     pub rewrite: String,
-    /// Its hits, best first, or why there are none.
+    /// Hits, best first, or the failure of retrieval.
     #[serde(with = "retrieval_form", default = "nothing_found")]
     pub retrieval: Result<Vec<Hit>, CallFailure>,
-    /// What the judge said of it.
+    /// Result of the judge.
     #[serde(default)]
     pub judgement: Judgement,
-    /// Style distribution, where a style model is configured.
+    /// Style distribution, if a style model is configured.
     #[serde(default)]
     pub style: Option<Vec<StyleProbability>>,
-    /// Tokens generated, end of sequence included; 0 where unknown.
+    /// Number of generated tokens, end of sequence included; 0 if unknown.
     #[serde(default)]
     pub n_tokens: u32,
-    /// True where the token limit cut the answer off.
+    /// True if the finish reason is the token limit.
     #[serde(default)]
     pub truncated: bool,
 }
 
 impl Candidate {
-    /// A rewrite that found nothing, that nobody judged and of whose making nothing is known.
+    /// A rewrite without hits and judgement.
     pub fn found_nothing(rewrite: String) -> Self {
         let (retrieval, judgement) = (nothing_found(), Judgement::default());
         Self { rewrite, retrieval, judgement, style: None, n_tokens: 0, truncated: false }
@@ -377,7 +377,7 @@ fn nothing_found() -> Result<Vec<Hit>, CallFailure> {
     Ok(Vec::new())
 }
 
-/// A retrieval as authors write it: `{"hits": [...]}` or `{"failed": {...}}`. Ranks that are left out are counted from 1.
+/// JSON form of a retrieval: `{"hits": [...]}` or `{"failed": {...}}`. Missing ranks are numbered from 1.
 mod retrieval_form {
     use super::{CallFailure, Hit};
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -422,57 +422,57 @@ mod retrieval_form {
     }
 }
 
-/// Everything a reward plugin may look at.
+/// Input of a reward plugin.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Episode {
     /// Unique in a run: `step-000012/ab12cd34/0`.
     pub id: String,
-    /// What the user typed.
+    /// The user's query.
     pub query: String,
-    /// Who asks, and what was said before.
+    /// User profile and conversation history.
     #[serde(default)]
     pub context: Context,
-    /// Passages known to answer it; empty where unknown.
+    /// Ids of the passages that answer the query; empty if unknown.
     #[serde(default)]
     pub gold_ids: Vec<String>,
-    /// The policy's side.
+    /// The policy's rewrite.
     pub policy: Candidate,
-    /// The teacher's side.
+    /// The teacher's rewrite.
     pub baseline: Candidate,
 }
 
 /// A reward plugin's score of one episode.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Reward {
-    /// Within the range that the plugin declares.
+    /// Score within the range that the plugin declares.
     pub total: f64,
-    /// Named parts, in the plugin's order.
+    /// Named components, in the plugin's order.
     #[serde(default)]
     pub components: Vec<RewardComponent>,
 }
 
-/// One named part of a reward.
+/// One named component of a reward.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RewardComponent {
-    /// `judge`, `retrieval`, `win`.
+    /// Name, such as `judge`, `retrieval` or `win`.
     pub name: String,
-    /// Finite.
+    /// Finite value.
     pub value: f64,
 }
 
-/// Why a plugin would not score one item. Not a score of 0.
+/// A plugin's reason for not scoring an item. Not a score of 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{code}: {detail}")]
 pub struct Rejection {
-    /// Short, stable, countable: `baseline_retrieval_failed`.
+    /// Stable code for counting: `baseline_retrieval_failed`.
     pub code: String,
-    /// For a person.
+    /// Human-readable explanation.
     #[serde(default)]
     pub detail: String,
 }
 
-/// A dialogue whose last turn, the assistant's, is to be scored for style.
+/// A dialogue whose last turn, the assistant's, is scored for style.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Dialogue {
@@ -488,10 +488,10 @@ pub struct Dialogue {
 pub struct EpisodeRecord {
     /// Version of this line's format: [`EpisodeRecord::FORMAT`].
     pub format: u32,
-    /// Training step that made it; 0 before the first update.
+    /// Training step of the rollout; 0 before the first update.
     #[serde(default)]
     pub step: u64,
-    /// What was scored.
+    /// The input of the reward.
     pub episode: Episode,
     /// The score, or why the episode was dropped.
     #[serde(with = "outcome_form")]
@@ -499,11 +499,11 @@ pub struct EpisodeRecord {
 }
 
 impl EpisodeRecord {
-    /// The format written today. 1 wrote retrievals and outcomes as `Ok` and `Err`.
+    /// Current format version. Version 1 wrote retrievals and outcomes as `Ok` and `Err`.
     pub const FORMAT: u32 = 2;
 }
 
-/// An outcome as it is recorded: `{"scored": {...}}` or `{"rejected": {...}}`.
+/// JSON form of an outcome: `{"scored": {...}}` or `{"rejected": {...}}`.
 pub(crate) mod outcome_form {
     use super::{Rejection, Reward};
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -542,7 +542,7 @@ pub(crate) mod outcome_form {
         })
     }
 
-    /// Of a line that has an outcome; `#[serde(default)]` stands for one that has none.
+    /// For an optional field; `#[serde(default)]` gives `None` if it is missing.
     pub(crate) fn optional<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Option<Result<Reward, Rejection>>, D::Error> {
@@ -555,26 +555,26 @@ pub(crate) mod outcome_form {
 pub struct EvalRecord {
     /// `raw`, `teacher`, `sft` or `rl`.
     pub system: String,
-    /// The query.
+    /// The query row.
     pub query: QueryRow,
-    /// The answer with its scores, or why there is none; such a query counts as lost for accuracy and is reported apart.
+    /// The answer with its scores, or why there is none; such a query counts as a loss and is reported separately.
     pub outcome: Result<SystemAnswer, Rejection>,
 }
 
-/// What one system wrote for one query, and how it fared against the teacher.
+/// One system's rewrite of a query with its scores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SystemAnswer {
-    /// Rewrite, hits, judgement.
+    /// Rewrite, hits and judgement.
     pub candidate: Candidate,
-    /// Against the teacher's candidate; `None` where the teacher has none, or for a plugin's rejection.
+    /// Reward with the teacher as baseline; `None` without a teacher's rewrite, or if the plugin rejected the episode.
     pub reward: Option<Reward>,
-    /// `1` won, `0.5` drew, `0` lost against the teacher by retrieval quality; `None` where not comparable.
+    /// `1` win, `0.5` tie, `0` loss against the teacher by retrieval quality; `None` if not comparable.
     pub win: Option<f64>,
-    /// Time to write the rewrite in milliseconds; `None` where unknown or where nothing was written.
+    /// Generation time in milliseconds; `None` if unknown.
     pub latency_ms: Option<f64>,
-    /// Price of the rewrite in the configured currency; `None` where unknown.
+    /// Price of the rewrite in the configured currency; `None` if unknown.
     pub cost: Option<f64>,
-    /// What a second style model says of the rewrite, which no reward sees; `None` where there is none.
+    /// Style distribution of a second model that no reward uses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub audit_style: Option<Vec<StyleProbability>>,
 }

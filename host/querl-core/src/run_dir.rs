@@ -1,4 +1,4 @@
-//! Where a run keeps its files. One place names them all.
+//! Paths of all files in a run directory.
 
 use crate::records::Split;
 use std::path::{Path, PathBuf};
@@ -15,12 +15,12 @@ impl RunDir {
         Self { root: root.into() }
     }
 
-    /// The folder itself.
+    /// Path of the run directory.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The configuration this run resolved to.
+    /// The resolved configuration.
     pub fn config(&self) -> PathBuf {
         self.root.join("config.resolved.toml")
     }
@@ -30,22 +30,22 @@ impl RunDir {
         self.root.join("querl.lock")
     }
 
-    /// Which stages are finished, and on which inputs.
+    /// The ledger: finished stages and the digests of their inputs.
     pub fn stages(&self) -> PathBuf {
         self.root.join("stages.json")
     }
 
-    /// Queries with the teacher's rewrites, one JSON record a line.
+    /// `RewriteRecord`s, one JSON object per line.
     pub fn rewrites(&self) -> PathBuf {
         self.root.join("data/rewrites.jsonl")
     }
 
-    /// Batches that the teacher works on; gone when the rewrites are there.
+    /// State of the teacher's batch jobs; removed once all rewrites are saved.
     pub fn batches(&self) -> PathBuf {
         self.root.join("data/rewrites.batches.json")
     }
 
-    /// Rewrites with what retrieval found, one JSON record a line.
+    /// `ValidatedRecord`s, one JSON object per line.
     pub fn validated(&self) -> PathBuf {
         self.root.join("data/validated.jsonl")
     }
@@ -55,7 +55,7 @@ impl RunDir {
         self.root.join("data/dropped.jsonl")
     }
 
-    /// The dataset of one split.
+    /// `DatasetRow`s of one split.
     pub fn split(&self, split: Split) -> PathBuf {
         self.root.join("data").join(format!("{}.jsonl", split.name()))
     }
@@ -70,37 +70,37 @@ impl RunDir {
         self.root.join("rl")
     }
 
-    /// What calls to outside services cost, by stage and provider.
+    /// Cost of external calls, by stage and provider.
     pub fn calls(&self) -> PathBuf {
         self.root.join("calls.json")
     }
 
-    /// Every scored episode.
+    /// `EpisodeRecord`s of the rollouts.
     pub fn episodes(&self) -> PathBuf {
         self.root.join("episodes.jsonl")
     }
 
-    /// Training metrics, one JSON object a line: `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`.
+    /// Training metrics, one JSON object per line: `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`.
     pub fn metrics(&self) -> PathBuf {
         self.root.join("metrics.jsonl")
     }
 
-    /// The metrics of one stage for TensorBoard: the folder of an event file, beside `metrics`.
+    /// Folder of the TensorBoard event file of one stage, next to the file `metrics`.
     pub fn tensorboard(metrics: &Path, stage: &str) -> PathBuf {
         metrics.with_file_name("tensorboard").join(stage)
     }
 
-    /// What each system wrote and found on the evaluated split, one JSON record a line.
+    /// `EvalRecord`s, one JSON object per line.
     pub fn eval_records(&self) -> PathBuf {
         self.root.join("eval/records.jsonl")
     }
 
-    /// The table of systems and metrics.
+    /// Metrics of each evaluated system.
     pub fn eval(&self) -> PathBuf {
         self.root.join("eval.json")
     }
 
-    /// The report for a browser.
+    /// The HTML report.
     pub fn report(&self) -> PathBuf {
         self.root.join("report.html")
     }

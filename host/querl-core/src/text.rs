@@ -1,7 +1,7 @@
-//! Text of others - plugins, bundles, registries, services - made harmless to a terminal.
+//! Sanitises untrusted text (plugins, bundles, registries, services) for terminals.
 
-/// `text` on one line: line breaks and tabs become spaces, every other character that [`disturbs`] is left out, and after
-/// `max_bytes` bytes the rest is cut and an ellipsis stands for it.
+/// `text` on one line: line breaks and tabs become spaces, every other character for which [`disturbs`] is true is removed,
+/// and text beyond `max_bytes` bytes is replaced by an ellipsis.
 pub fn printable(text: &str, max_bytes: usize) -> String {
     let mut line = String::with_capacity(text.len().min(max_bytes));
     for c in text.chars() {
@@ -18,11 +18,9 @@ pub fn printable(text: &str, max_bytes: usize) -> String {
     line
 }
 
-/// True for characters that change how the text around them looks, or that cannot be seen: controls (ANSI escapes begin with
-/// one, and line breaks are some), changes of writing direction, characters without width, and tags.
+/// True for control characters (ANSI escapes, line breaks), bidirectional controls, zero-width characters and tags.
 ///
-/// Joiners are among them: texts in scripts that need them lose a ligature in a message, and nobody else can write two names
-/// that look alike with them. Variation selectors are not.
+/// Zero-width joiners are included, since they allow two names that look alike; variation selectors are not.
 pub fn disturbs(c: char) -> bool {
     let is_invisible = matches!(c,
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
@@ -68,6 +66,6 @@ mod tests {
     fn long_text_is_cut_between_characters() {
         assert_eq!(printable("胶原蛋白", 12), "胶原蛋白");
         assert_eq!(printable("胶原蛋白", 7), "胶原…");
-        assert_eq!(printable("ab\u{200b}", 2), "ab", "nothing that is seen was cut off");
+        assert_eq!(printable("ab\u{200b}", 2), "ab", "no visible character was cut off");
     }
 }
