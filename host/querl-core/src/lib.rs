@@ -5,6 +5,7 @@
 //! This crate must not depend on tensors, WebAssembly, HTTP or an async runtime.
 
 pub mod config;
+pub mod dir_lock;
 pub mod episodes;
 pub mod fsx;
 pub mod ports;

@@ -370,3 +370,20 @@ impl Progress for Silent {
 
     fn line(&self, _: &str) {}
 }
+
+/// Where a library reports to the user. The command line prints it on stderr.
+pub trait Reporter: Send + Sync {
+    /// Reports one line.
+    fn message(&self, text: &str);
+
+    /// Starts to show the progress of a named unit of work; it ends when the value is dropped.
+    fn stage(&self, name: &'static str) -> Box<dyn Progress>;
+}
+
+impl Reporter for Silent {
+    fn message(&self, _: &str) {}
+
+    fn stage(&self, _: &'static str) -> Box<dyn Progress> {
+        Box::new(Self)
+    }
+}

@@ -1,10 +1,14 @@
 //! The command line's grammar. What each command does is in `commands/`, one file each.
 
-use crate::commands::{cache, check, compile_plugin, data, doctor, model, plugin, rag, report, rm, run, serve, watch};
-use crate::plugins::host::COMPILE_COMMAND;
+use crate::commands::{
+    cache, check, compile_plugin, data, doctor, model, plugin, rag, report, run, serve, style, watch,
+};
 use crate::terminal::Verbosity;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use querl_core::config::{Config, Overrides, load};
+use querl_pipeline::ledger::StageName;
+use querl_pipeline::plugins::host::COMPILE_COMMAND;
 use std::path::PathBuf;
 
 /// Trains a small model to rewrite users' questions so that a knowledge base answers them better.
@@ -64,8 +68,8 @@ pub enum Command {
     #[command(subcommand)]
     Cache(cache::CacheCommand),
     /// Trains a classifier of the style of answers, measures it and asks it
-    #[command(subcommand)]
-    Rm(rm::RmCommand),
+    #[command(subcommand, name = "style", alias = "rm")]
+    Style(style::StyleCommand),
     /// Says what this machine offers: devices, toolchain, caches
     Doctor(doctor::DoctorArgs),
     /// Compiles one plugin, in a process of its own that can be stopped
@@ -130,6 +134,15 @@ impl ConfigArgs {
         let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
         Ok(load(&self.path, &overrides)?)
     }
+}
+
+/// Parses the name of a stage.
+pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
+    let values = StageName::ALL.map(|stage| PossibleValue::new(stage.as_str()).help(stage.meaning()));
+    PossibleValuesParser::new(values).map(|name| {
+        let stage = StageName::ALL.into_iter().find(|stage| stage.as_str() == name);
+        stage.expect("the parser takes names of stages alone")
+    })
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
-//! The `querl` command: wires tables, services, plugins, models and training into the stages of a run.
+//! The `querl` command: grammar of the command line, terminal, and one thin module per command over querl-pipeline and querl-style.
 //!
-//! In: a command line and a configuration file. Out: a run folder, results on stdout, progress on stderr, an exit code. This
-//! crate holds no algorithm of its own; it is the only one that knows all the others.
+//! In: a command line and a configuration file. Out: results on stdout, progress on stderr, an exit code.
 
 // In a program nothing is reachable from outside; `pub` says here that other modules use it.
 #![allow(unreachable_pub)]
@@ -9,27 +8,12 @@
 mod allocator;
 mod cli;
 mod commands;
-mod cuda;
-mod device;
-mod environment;
-mod estimate;
-mod evaluation;
-mod failure;
 mod interrupt;
-mod lengths;
-mod metrics_log;
-mod plugins;
-mod report;
-mod retrieval;
-mod run;
-mod stages;
-mod tensorboard;
 mod terminal;
-mod training;
 
 use clap::Parser;
 use cli::{Cli, Command};
-use failure::Ending;
+use querl_pipeline::failure::{self, Ending};
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -62,7 +46,7 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(command: Command) -> anyhow::Result<()> {
-    use stages::StageName;
+    use querl_pipeline::ledger::StageName;
     match command {
         Command::Run(args) => commands::run::run(&args),
         Command::Rewrite(args) => commands::run::stage(StageName::Rewrite, &args),
@@ -80,7 +64,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Serve(args) => commands::serve::run(&args),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
-        Command::Rm(command) => commands::rm::run(&command),
+        Command::Style(command) => commands::style::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
     }

@@ -1,8 +1,8 @@
 //! What a person sees on stderr: bars on a terminal, plain lines elsewhere, logs that do not tear the bars.
 
-use crate::interrupt;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use querl_core::ports::Progress;
+use querl_core::ports::{Progress, Reporter};
+use querl_pipeline::interrupt;
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{LazyLock, Mutex};
@@ -32,8 +32,12 @@ pub fn init(verbosity: Verbosity) {
         Verbosity::Quiet => "error",
         // Building a plugin takes seconds: that is said.
         Verbosity::Normal => "warn,querl_plugin::source=info",
-        Verbosity::Verbose => "warn,querl=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info",
-        Verbosity::Debug => "info,querl=debug,querl_data=debug,querl_plugin=debug,querl_model=debug,querl_train=debug",
+        Verbosity::Verbose => {
+            "warn,querl=info,querl_pipeline=info,querl_style=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info"
+        }
+        Verbosity::Debug => {
+            "info,querl=debug,querl_pipeline=debug,querl_style=debug,querl_data=debug,querl_plugin=debug,querl_model=debug,querl_train=debug"
+        }
     };
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUERL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
@@ -46,6 +50,19 @@ pub fn init(verbosity: Verbosity) {
 pub fn say(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 {
         BARS.suspend(|| eprintln!("{text}"));
+    }
+}
+
+/// The terminal, as libraries see it.
+pub struct Terminal;
+
+impl Reporter for Terminal {
+    fn message(&self, text: &str) {
+        say(text);
+    }
+
+    fn stage(&self, name: &'static str) -> Box<dyn Progress> {
+        Box::new(StageProgress::start(name))
     }
 }
 

@@ -1,5 +1,5 @@
 //! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- plugin <- conformance; model <- train <- device
-//! <- cuda; core <- eval; data <- serve; all <- querl.
+//! <- cuda; core <- eval; data <- serve; data, train, eval <- style <- pipeline; all <- querl.
 #![allow(clippy::unwrap_used)]
 
 use cargo_metadata::{Metadata, MetadataCommand};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Crates of this workspace, and which others of it they may depend on, in tests too.
-const ALLOWED: [(&str, &[&str]); 16] = [
+const ALLOWED: [(&str, &[&str]); 18] = [
     ("querl-core", &[]),
     ("querl-data", &["querl-core", "querl-faulty"]),
     // Itself with the feature `oci`, for its own tests.
@@ -24,6 +24,22 @@ const ALLOWED: [(&str, &[&str]); 16] = [
     ("querl-eval", &["querl-core"]),
     ("querl-encoder", &["querl-core"]),
     ("querl-serve", &["querl-core", "querl-data"]),
+    ("querl-style", &["querl-core", "querl-data", "querl-eval", "querl-model", "querl-train"]),
+    (
+        "querl-pipeline",
+        &[
+            "querl-core",
+            "querl-bundle",
+            "querl-data",
+            "querl-plugin",
+            "querl-model",
+            "querl-train",
+            "querl-device",
+            "querl-encoder",
+            "querl-eval",
+            "querl-style",
+        ],
+    ),
     (
         "querl",
         &[
@@ -35,11 +51,13 @@ const ALLOWED: [(&str, &[&str]); 16] = [
             "querl-model",
             "querl-train",
             "querl-device",
+            "querl-pipeline",
+            "querl-style",
             // In its tests alone: the program opens the library, and is not linked with it.
             "querl-cuda",
-            "querl-encoder",
             "querl-eval",
             // In its tests alone.
+            "querl-encoder",
             "querl-faulty",
             "querl-serve",
         ],
@@ -50,7 +68,7 @@ const ALLOWED: [(&str, &[&str]); 16] = [
 ];
 
 /// What a crate must not even get through others, with the reason.
-const FORBIDDEN: [(&str, &[&str], &str); 13] = [
+const FORBIDDEN: [(&str, &[&str], &str); 15] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
     (
@@ -64,6 +82,8 @@ const FORBIDDEN: [(&str, &[&str], &str); 13] = [
     ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),
     ("querl-device", &["wasmtime", "reqwest", "tokio"], "a job knows no plugins and network"),
     ("querl-cuda", &["wasmtime", "reqwest", "tokio"], "the library does jobs and nothing else"),
+    ("querl-style", &["wasmtime", "reqwest", "clap"], "a classifier has no plugins, network and command line"),
+    ("querl-pipeline", &["querl-cuda", "clap", "indicatif"], "a library has no command line and prints nothing"),
     ("querl", &["querl-cuda"], "a program linked with CUDA does not start without its driver"),
     ("querl-eval", &["candle-core", "wasmtime", "reqwest", "tokio"], "figures are pure"),
     ("querl-encoder", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),

@@ -1,11 +1,11 @@
 //! `querl cache`: what was kept of answers of teachers, judges and retrieval services.
 
 use crate::cli::Format;
-use crate::failure::Stop;
-use crate::run::cache_path;
 use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use querl_data::{CacheTable, cache_stats, clear_cache};
+use querl_pipeline::failure::Stop;
+use querl_pipeline::run::cache_path;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;

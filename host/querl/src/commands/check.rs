@@ -1,10 +1,11 @@
 //! `querl config check` and `querl config schema`.
 
 use crate::cli::{ConfigArgs, Format};
-use crate::plugins::Plugins;
-use crate::{device, terminal, training};
+use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, json_schema, keys};
+use querl_pipeline::plugins::Plugins;
+use querl_pipeline::{device, training};
 use std::io::Write;
 
 /// The commands under `querl config`.

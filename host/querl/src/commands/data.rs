@@ -1,7 +1,6 @@
 //! `querl data`: looks at the query table and at what the data stages made of it.
 
 use crate::cli::{ConfigArgs, Format};
-use crate::stages::{StageName, funnel, leaks, ledger::Ledger};
 use crate::terminal::StageProgress;
 use anyhow::Context;
 use clap::{Args, Subcommand};
@@ -9,6 +8,8 @@ use querl_core::config::Config;
 use querl_core::records::{QueryRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_data::{Findings, Leaks, QueryTable, Rows, open_queries};
+use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::stages::{funnel, leaks};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Write;

@@ -3,9 +3,9 @@
 mod cards;
 
 use crate::cli::Format;
-use crate::plugins::host;
 use clap::Args;
 use querl_core::config::PluginLimits;
+use querl_pipeline::plugins::host;
 use serde::Serialize;
 use std::io::Write;
 use std::process::Command;

@@ -9,7 +9,7 @@ pub mod model;
 pub mod plugin;
 pub mod rag;
 pub mod report;
-pub mod rm;
 pub mod run;
 pub mod serve;
+pub mod style;
 pub mod watch;

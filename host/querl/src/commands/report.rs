@@ -1,13 +1,12 @@
 //! `querl report DIR...`: the figures and the page again, from what the run folder holds; of several runs, the figures pooled.
 
 use crate::cli::Format;
-use crate::report::{self, Reported};
-use crate::run::lock;
-use crate::stages;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::load_resolved;
+use querl_core::dir_lock::DirLock;
 use querl_core::run_dir::RunDir;
+use querl_pipeline::report::{self, Reported};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -42,8 +41,8 @@ pub fn run(args: &ReportArgs) -> anyhow::Result<()> {
 
 fn write(dir: &RunDir) -> anyhow::Result<Reported> {
     let config = load_resolved(&dir.config())?;
-    let _lock = lock::take(dir)?;
-    report::write(&config, dir, &stages::eval::names(dir)?)
+    let _lock = DirLock::take(dir.root())?;
+    report::write(&config, dir, &report::names(dir)?)
 }
 
 /// The figures on stdout.

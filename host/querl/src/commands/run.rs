@@ -1,18 +1,21 @@
 //! `querl run` and the commands of single stages.
 
-use crate::cli::{ConfigArgs, Format};
-use crate::estimate::{Printed, estimate};
-use crate::failure::Stop;
-use crate::report;
-use crate::run::{OnPluginChange, Run};
-use crate::stages::ledger::Ledger;
-use crate::stages::runner::{Outcome, Window, run_stages, summary};
-use crate::stages::{StageName, eval, funnel};
-use crate::terminal;
+use crate::cli::{ConfigArgs, Format, stage_name};
+use crate::terminal::{self, Terminal};
 use anyhow::Context;
 use clap::Args;
+use querl_pipeline::estimate::{Printed, estimate};
+use querl_pipeline::failure::Stop;
+use querl_pipeline::ledger::Ledger;
+use querl_pipeline::ledger::StageName;
+use querl_pipeline::report;
+use querl_pipeline::report::names;
+use querl_pipeline::stages::funnel;
+use querl_pipeline::stages::runner::{Outcome, Window, run_stages, summary};
+use querl_pipeline::{pins::OnPluginChange, run::Run};
 use serde_json::{Value, json};
 use std::io::Write;
+use std::sync::Arc;
 
 /// Options of `querl run`.
 #[derive(Debug, Args)]
@@ -20,10 +23,10 @@ pub struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Run this stage and all after it anew, whatever is finished
-    #[arg(long, value_name = "STAGE")]
+    #[arg(long, value_name = "STAGE", value_parser = stage_name())]
     from: Option<StageName>,
     /// Stop after this stage
-    #[arg(long, value_name = "STAGE")]
+    #[arg(long, value_name = "STAGE", value_parser = stage_name())]
     to: Option<StageName>,
     /// Go on with plugins that are not those of querl.lock, and record the change there
     #[arg(long)]
@@ -71,7 +74,7 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
         true => OnPluginChange::Accept,
         false => OnPluginChange::Refuse,
     };
-    let mut run = Run::open(args.config.load()?, &args.config.path, last, on_change)?;
+    let mut run = Run::open(args.config.load()?, &args.config.path, last, on_change, Arc::new(Terminal))?;
     if args.from.is_some() {
         run.outside = run.outside.with_fresh_retrievals();
     }
@@ -87,9 +90,7 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
 /// The result on stdout: the table where systems were evaluated, else what the last stage found.
 fn show(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
     let reported = match outcomes.last() {
-        Some(last) if last.stage == StageName::Eval => {
-            Some(report::write(&run.config, &run.dir, &eval::names(&run.dir)?)?)
-        }
+        Some(last) if last.stage == StageName::Eval => Some(report::write(&run.config, &run.dir, &names(&run.dir)?)?),
         _ => None,
     };
     let mut stdout = std::io::stdout().lock();

@@ -1,10 +1,11 @@
 //! `querl serve`: the style model of a folder or of a run, over HTTP.
 
-use super::rm::{self, ModelArgs, ServeOptions};
-use crate::failure::Stop;
+use super::style::{self, ServeOptions};
 use clap::Args;
 use querl_core::config::{Config, Overrides, StyleModelConfig, load, load_resolved};
 use querl_core::run_dir::RunDir;
+use querl_pipeline::failure::Stop;
+use querl_style::ClassifierOptions;
 use std::path::{Path, PathBuf};
 
 /// What `querl serve` takes.
@@ -14,7 +15,7 @@ pub struct ServeArgs {
     /// A classifier's folder; or a run's folder or configuration, whose style model is served
     #[arg(value_name = "CONFIG|DIR", required_unless_present = "model")]
     place: Option<PathBuf>,
-    /// A classifier's folder, as `querl rm serve` has it
+    /// A classifier's folder, as `querl style serve` has it
     #[arg(long, value_name = "DIR", conflicts_with = "place")]
     model: Option<PathBuf>,
     /// The model that an adapter was trained on [default: the run's]
@@ -36,19 +37,19 @@ pub struct ServeArgs {
 /// Serves until interrupted.
 ///
 /// # Errors
-/// The place holds nothing that can be served, or as `querl rm serve`.
+/// The place holds nothing that can be served, or as `querl style serve`.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
-    rm::serve(&model_of(args)?, &args.options)
+    style::serve(&model_of(args)?, &args.options)
 }
 
-fn model_of(args: &ServeArgs) -> anyhow::Result<ModelArgs> {
+fn model_of(args: &ServeArgs) -> anyhow::Result<ClassifierOptions> {
     let named = match (&args.model, &args.place) {
         (None, Some(place)) => of_run(place)?,
         _ => None,
     };
     let folder = args.model.as_ref().or(args.place.as_ref()).expect("the grammar asks for one of them");
     let config = named.unwrap_or_else(|| StyleModelConfig { path: Some(folder.clone()), ..Default::default() });
-    let mut model = ModelArgs::of(&config).expect("a path is there");
+    let mut model = ClassifierOptions::of(&config).expect("a path is there");
     model.base = args.base.clone().or(model.base);
     model.max_length = args.max_length.unwrap_or(model.max_length);
     model.calibrated |= args.calibrated;
@@ -69,7 +70,7 @@ fn of_run(place: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
         Some(_) => Ok(Some(style)),
         None => {
             let message =
-                "has no style model to serve; name a classifier of `querl rm train` as plugins.style_model.path";
+                "has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path";
             Err(Stop::usage(format!("{}: {message}", place.display())).into())
         }
     }

@@ -1,9 +1,9 @@
 //! The part of `querl doctor` about graphics cards: driver, cards, library, and what `device` means on this machine.
 
 use super::Finding;
-use crate::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
-use crate::device::{capability_name, check_fit};
 use querl_device::Description;
+use querl_pipeline::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
+use querl_pipeline::device::{capability_name, check_fit};
 
 /// In this order: the driver, each card, the library, what several cards sum with, and what follows.
 pub(super) fn findings() -> Vec<Finding> {

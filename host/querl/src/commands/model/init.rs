@@ -3,7 +3,7 @@
 use super::measure::{dtype, place, print, random_job, shapes_of};
 use super::usage;
 use crate::cli::Format;
-use crate::terminal;
+use crate::terminal::{self, Terminal};
 use clap::Args;
 use querl_core::config::BaseDtype;
 use querl_device::{Measured, Part};
@@ -84,7 +84,7 @@ fn make(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
     let parts: [Part; 0] = [];
     let job = random_job(&place, &args.shape, args.dtype, args.seed, args.threads, &parts);
     let Measured { shape, device, dtype, parameters, base_bytes, made_s, .. } =
-        crate::training::measure(&place, &job, "init")?;
+        querl_pipeline::training::measure(&place, &job, "init", &Terminal)?;
     let result = json!({
         "shape": shape, "device": device, "dtype": dtype, "parameters": parameters, "bytes": base_bytes, "seconds": made_s,
     });

@@ -4,13 +4,14 @@ mod shown;
 
 use super::usage;
 use crate::cli::Format;
-use crate::device::{Needs, Place};
-use crate::failure::Stop;
+use crate::terminal::Terminal;
 use clap::{Args, ValueEnum};
 use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
 use querl_device::memory::Types;
 use querl_device::{Job, Lengths, Measuring, Part, Work};
 use querl_model::{CardUse, DecoderConfig};
+use querl_pipeline::device::{Needs, Place};
+use querl_pipeline::failure::Stop;
 use serde::Serialize;
 use std::io::Write;
 use std::path::PathBuf;
@@ -119,8 +120,8 @@ pub(crate) fn run(args: &MeasureArgs) -> anyhow::Result<()> {
     if let Work::Measure(measuring) = &mut job.work {
         set(measuring, args);
     }
-    crate::training::fit(&place, &mut job, args.tokens_per_pass, args.gradient_checkpointing)?;
-    let measured = crate::training::measure(&place, &job, "measure")?;
+    querl_pipeline::training::fit(&place, &mut job, args.tokens_per_pass, args.gradient_checkpointing, &Terminal)?;
+    let measured = querl_pipeline::training::measure(&place, &job, "measure", &Terminal)?;
     print(args.format, &measured, || shown::lines(&measured))?;
     interrupted()?;
     let n_left_out = measured.left_out.len();
@@ -132,7 +133,7 @@ pub(crate) fn run(args: &MeasureArgs) -> anyhow::Result<()> {
 
 /// Where the user said stop, what was measured until then is printed all the same.
 fn interrupted() -> Result<(), Stop> {
-    match crate::interrupt::flag().load(std::sync::atomic::Ordering::SeqCst) {
+    match querl_pipeline::interrupt::flag().load(std::sync::atomic::Ordering::SeqCst) {
         true => Err(Stop::interrupted("interrupted; what was measured until then is printed")),
         false => Ok(()),
     }

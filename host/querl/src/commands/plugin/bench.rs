@@ -7,9 +7,9 @@ mod suggest;
 
 use super::settings;
 use crate::cli::Format;
-use crate::failure::Stop;
 use clap::Args;
 use measure::{Bench, Job};
+use querl_pipeline::failure::Stop;
 use querl_plugin::{PluginKind, PluginSettings};
 use std::io::Write;
 use std::path::PathBuf;

@@ -1,9 +1,9 @@
 //! `querl plugin build`: the component of a plugin's folder.
 
 use crate::cli::Format;
-use crate::failure::Stop;
 use anyhow::Context;
 use clap::Args;
+use querl_pipeline::failure::Stop;
 use querl_plugin::BuildOutput;
 use serde_json::json;
 use std::io::Write;

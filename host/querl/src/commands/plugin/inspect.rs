@@ -3,11 +3,11 @@
 mod shown;
 
 use crate::cli::Format;
-use crate::failure::{self, Stop};
-use crate::plugins::host;
 use clap::Args;
 use querl_bundle::{Bundle, Manifest, RequestedLimits};
 use querl_core::config::PluginLimits;
+use querl_pipeline::failure::{self, Stop};
+use querl_pipeline::plugins::host;
 use querl_plugin::{Plugin, PluginError};
 use std::io::Write;
 use std::path::{Path, PathBuf};

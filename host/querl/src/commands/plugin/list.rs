@@ -1,8 +1,8 @@
 //! `querl plugin list`: which plugins a configuration uses.
 
 use crate::cli::{ConfigArgs, Format};
-use crate::plugins::{Plugins, Used};
 use clap::Args;
+use querl_pipeline::plugins::{Plugins, Used};
 use serde_json::{Value, json};
 use std::io::Write;
 

@@ -4,9 +4,9 @@ mod files;
 #[cfg(test)]
 mod tests;
 
-use crate::failure::Stop;
 use clap::{Args, ValueEnum};
 use querl_bundle::{Kind, Language};
+use querl_pipeline::failure::Stop;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 

@@ -2,8 +2,6 @@
 
 use super::{sign, test};
 use crate::cli::Format;
-use crate::failure::Stop;
-use crate::plugins::host;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
@@ -11,6 +9,8 @@ use querl_bundle::{Bundle, Manifest, SigningKey};
 use querl_conformance::SuiteOptions;
 use querl_core::config::PluginLimits;
 use querl_core::fsx::write_atomic;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::plugins::host;
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -2,13 +2,13 @@
 
 use super::pack::written_to;
 use crate::cli::Format;
-use crate::failure::Stop;
-use crate::interrupt;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::oci::{Credentials, RegistryReference, Transport};
 use querl_bundle::{Bundle, PublicKey};
 use querl_core::fsx::write_atomic;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;

@@ -1,6 +1,6 @@
 //! Settings of a plugin on the command line.
 
-use crate::failure::Stop;
+use querl_pipeline::failure::Stop;
 use querl_plugin::PluginSettings;
 
 /// `KEY=VALUE`, the value as in TOML; what is not TOML is a text. `flag` is what messages call the option.

@@ -1,11 +1,11 @@
 //! `querl plugin sign`: makes keys and signs bundles.
 
 use crate::cli::Format;
-use crate::failure::Stop;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::{Bundle, SigningKey, sign};
 use querl_core::fsx::write_atomic;
+use querl_pipeline::failure::Stop;
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};

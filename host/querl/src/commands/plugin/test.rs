@@ -2,12 +2,12 @@
 
 use super::settings;
 use crate::cli::Format;
-use crate::failure::Stop;
-use crate::plugins::host;
 use anyhow::Context;
 use clap::Args;
 use querl_conformance::{Outcome, Report, SuiteOptions};
 use querl_core::fsx::write_atomic;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::plugins::host;
 use std::io::Write;
 use std::path::PathBuf;
 

@@ -1,9 +1,6 @@
 //! `querl rag check`: what retrieval answers to a few queries, and whether that is enough to train and measure with.
 
 use crate::cli::{ConfigArgs, Format};
-use crate::failure::Stop;
-use crate::interrupt;
-use crate::retrieval::local_models;
 use anyhow::Context as _;
 use clap::Args;
 use querl_core::config::{Config, EmbeddingConfig};
@@ -11,6 +8,9 @@ use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, Hit, QueryRow};
 use querl_core::text::printable;
 use querl_data::{LocalModels, Outside, Rows, Search, SearchLimits, open_queries, open_search};
+use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
+use querl_pipeline::retrieval::local_models;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;

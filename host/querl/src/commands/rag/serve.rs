@@ -1,12 +1,12 @@
 //! `querl rag serve`: the embedded retrieval of one or more configurations over the `general_rag` interface.
 
-use crate::failure::Stop;
-use crate::interrupt;
-use crate::retrieval::ModelShelf;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, load};
 use querl_data::Outside;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
+use querl_pipeline::retrieval::ModelShelf;
 use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, ServerLimits, general_rag, serve};
 use std::io::Write;
 use std::net::SocketAddr;

@@ -1,12 +1,13 @@
 //! What a run's folder says at one moment.
 
-use crate::failure::Stop;
-use crate::stages::StageName;
-use crate::stages::ledger::Ledger;
 use querl_core::config::{Config, load_resolved};
+use querl_core::dir_lock::LOCK_FILE;
 use querl_core::records::EpisodeRecord;
 use querl_core::run_dir::RunDir;
 use querl_core::text::printable;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::ledger::Ledger;
+use querl_pipeline::ledger::StageName;
 use querl_train::{Health, Metrics};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -88,7 +89,7 @@ impl Snapshot {
         Ok(Self {
             folder: dir.root().display().to_string(),
             tenant: config.as_ref().map(|config| config.tenant.clone()),
-            is_running: is_held(&dir.root().join(".in-use")),
+            is_running: is_held(&dir.root().join(LOCK_FILE)),
             stages: StageName::ALL.map(|stage| (stage, standing(stage))).into(),
             training: Training::read(&dir.metrics(), config.as_ref())?,
             episodes: newest_episodes(&dir.episodes()).unwrap_or_default(),

@@ -61,7 +61,7 @@ fn head_lines(snapshot: &Snapshot) -> Vec<Line<'_>> {
     let tenant = snapshot.tenant.as_deref().unwrap_or("querl");
     let title =
         Line::from(vec![tenant.bold(), Span::raw("  "), Span::raw(snapshot.folder.as_str()), Span::raw("  "), state]);
-    let stage = |(name, standing): &(crate::stages::StageName, Standing)| match standing {
+    let stage = |(name, standing): &(querl_pipeline::ledger::StageName, Standing)| match standing {
         Standing::Finished => format!("{name} done").fg(Color::Green),
         Standing::Begun => format!("{name} begun").fg(Color::Cyan),
         Standing::NotBegun => name.to_string().fg(Color::DarkGray),

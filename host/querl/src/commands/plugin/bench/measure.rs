@@ -1,11 +1,11 @@
 //! Calls, and what the host says that each used.
 
 use super::{PluginKind, PluginSettings, material};
-use crate::plugins::host;
 use anyhow::Context;
 use querl_core::config::PluginLimits;
 use querl_core::ports::{Filter, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, StyleScorer};
 use querl_core::records::{Dialogue, Episode, Sample};
+use querl_pipeline::plugins::host;
 use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginPort};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,11 +1,11 @@
 //! Many episodes through one plugin, on all cores.
 
-use crate::failure::Stop;
-use crate::interrupt;
 use crate::terminal::StageProgress;
 use querl_core::ports::{PluginFault, Progress, RewardModel};
 use querl_core::records::Episode;
 use querl_eval::Outcome;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

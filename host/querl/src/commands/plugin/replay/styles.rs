@@ -1,9 +1,9 @@
 //! What a run's style model said, from the run's episodes.
 
-use crate::plugins::style::text_of;
-use crate::plugins::style_reward::turns_of_side;
 use querl_core::ports::StyleModel;
 use querl_core::records::{CallFailure, Episode, FailureKind, Message, StyleProbability};
+use querl_style::text_of;
+use querl_style::turns_of_side;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -37,8 +37,8 @@ impl StyleModel for RecordedStyles {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::plugins::style::turns_of;
     use querl_core::records::Candidate;
+    use querl_style::turns_of;
 
     #[test]
     fn what_was_said_of_both_sides_is_said_again_and_of_others_nothing() {

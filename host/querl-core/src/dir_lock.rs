@@ -1,0 +1,86 @@
+//! One process per output folder.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::path::Path;
+
+/// The file of the lock in the locked folder.
+pub const LOCK_FILE: &str = ".in-use";
+
+/// Holds a folder until dropped, or until the process ends in whatever way.
+#[derive(Debug)]
+pub struct DirLock {
+    _file: File,
+}
+
+/// Why a folder cannot be locked.
+#[derive(Debug, thiserror::Error)]
+pub enum DirLockError {
+    /// Another process holds it.
+    #[error("{folder} is in use by another querl (process {holder}); wait for it, or choose another --out")]
+    InUse {
+        /// The folder.
+        folder: String,
+        /// Process id; empty where it is not known.
+        holder: String,
+    },
+    /// The file system failed.
+    #[error("{path}: {problem}")]
+    Io {
+        /// The folder or its lock file.
+        path: String,
+        /// What could not be done.
+        problem: &'static str,
+        /// The cause.
+        source: io::Error,
+    },
+}
+
+impl DirLock {
+    /// Locks the folder `root`, which is made where it is missing.
+    ///
+    /// # Errors
+    /// Another process holds it, or the file system failed.
+    pub fn take(root: &Path) -> Result<Self, DirLockError> {
+        let failed = |path: &Path, problem| {
+            let path = path.display().to_string();
+            move |source| DirLockError::Io { path, problem, source }
+        };
+        std::fs::create_dir_all(root).map_err(failed(root, "cannot be made"))?;
+        let path = root.join(LOCK_FILE);
+        let unusable = || failed(&path, "cannot be used");
+        let mut options = OpenOptions::new();
+        let mut file = options.create(true).truncate(false).read(true).write(true).open(&path).map_err(unusable())?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                // Only a hint: without it the message is still true.
+                let _ = file.read_to_string(&mut holder);
+                let folder = root.display().to_string();
+                return Err(DirLockError::InUse { folder, holder: holder.trim().to_owned() });
+            }
+            Err(TryLockError::Error(error)) => return Err(unusable()(error)),
+        }
+        file.set_len(0).and_then(|()| file.rewind()).map_err(unusable())?;
+        writeln!(file, "{}", std::process::id()).map_err(unusable())?;
+        Ok(Self { _file: file })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_in_use_is_refused_until_it_is_free() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("run");
+        let held = DirLock::take(&dir).unwrap();
+        let refusal = DirLock::take(&dir).unwrap_err().to_string();
+        assert!(refusal.contains(&format!("in use by another querl (process {})", std::process::id())), "{refusal}");
+        drop(held);
+        DirLock::take(&dir).unwrap();
+    }
+}

@@ -1,0 +1,400 @@
+//! What a run would ask of whom, before it asks: rows, calls, what the cache knows, a range of prices and times.
+//!
+//! Ranges, not promises: how many tokens an answer has and how long a service takes is not known before. The low price takes
+//! prompts at 0.7 of the estimate of their tokens and answers at a tenth of `max_tokens`, the high one prompts at 1.5 and answers
+//! at all of `max_tokens`. Calls of `rl` lie between one for each query (a policy that always writes the same) and one for each
+//! episode (never the same twice). Training itself is not part of the time.
+
+use crate::ledger::StageName;
+use crate::run::Run;
+use crate::stages::runner::{Ahead, Window, look_ahead};
+use anyhow::Context;
+use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
+use querl_core::ports::{PromptInput, PromptTask, Teacher};
+use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
+use querl_core::run_dir::RunDir;
+use querl_data::{BatchTeacher, Journal, NotedQuestions, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+
+/// Prompts are made for so many rows at most; the rest is taken to be like them.
+const MOST_PROMPTS: u32 = 2000;
+/// Seconds of one call, where nothing was measured yet: a chat model, a retrieval service.
+const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
+const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
+
+/// From, to.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Range {
+    /// At least, as far as one can tell.
+    pub low: f64,
+    /// At most.
+    pub high: f64,
+}
+
+impl Range {
+    fn exactly(value: f64) -> Self {
+        Self { low: value, high: value }
+    }
+}
+
+/// The calls of one stage to one service.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Step {
+    /// Whose.
+    pub stage: &'static str,
+    /// To whom: `teacher gpt-5`.
+    pub provider: String,
+    /// Calls.
+    pub calls: Range,
+    /// Questions that the cache answers; `None` where the questions are not known yet.
+    pub cached: Option<u64>,
+    /// Questions in batches that are under way, which are not paid again. `None` where there are none.
+    pub in_batches: Option<u64>,
+    /// In the currency of the prices; `None` without prices.
+    pub cost: Option<Range>,
+    /// Time that the calls take.
+    pub seconds: Range,
+}
+
+/// A whole run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Estimate {
+    /// Rows of the query table.
+    pub rows: usize,
+    /// In the order of the stages.
+    pub steps: Vec<Step>,
+    /// As configured.
+    pub budget: Option<f64>,
+}
+
+/// Looks at everything, asks nobody.
+///
+/// # Errors
+/// The table, a plugin or a key cannot be used.
+pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
+    let run = Run::open_to_look(config)?;
+    let config = &run.config;
+    let table = open_queries(&config.data)?;
+    let n_rows = table.findings().n_usable;
+    let estimator = Estimator { config, dir: &run.dir, run: &run, table: &table, n_rows: n_rows as f64 };
+    let (mut steps, mut rewrites) = (Vec::new(), Ahead::GoesOn);
+    let asking = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
+    for (stage, ahead) in look_ahead(&run, window, &asking)? {
+        match stage {
+            StageName::Rewrite if config.teacher.kind == TeacherKind::Openai => {
+                rewrites = ahead;
+                steps.push(estimator.rewrite(ahead)?);
+            }
+            StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
+                // Other rewrites have no hits yet.
+                let ahead = if rewrites == Ahead::Anew { rewrites } else { ahead };
+                steps.push(estimator.validate(ahead));
+            }
+            StageName::Rl => steps.extend(estimator.scoring(stage, estimator.of_rl())?),
+            StageName::Eval => steps.extend(estimator.scoring(stage, estimator.of_eval())?),
+            _ => {}
+        }
+    }
+    Ok(Estimate { rows: n_rows, steps, budget: config.budget })
+}
+
+/// How many rewrites a stage scores.
+#[derive(Debug, Clone, Copy)]
+struct Answers {
+    /// Different ones.
+    n: Range,
+    /// The share that is judged.
+    judged: f64,
+    /// Queries, each with one rewrite of the teacher's.
+    n_queries: f64,
+}
+
+/// Rows for the teacher.
+#[derive(Default)]
+struct Asked {
+    n_rows: f64,
+    /// That the cache knows.
+    n_known: f64,
+    /// That are in a batch under way.
+    n_noted: f64,
+    /// Of the prompts of the others.
+    n_tokens: f64,
+}
+
+struct Estimator<'a> {
+    config: &'a Config,
+    dir: &'a RunDir,
+    run: &'a Run,
+    table: &'a QueryTable,
+    n_rows: f64,
+}
+
+impl Estimator<'_> {
+    fn rewrite(&self, ahead: Ahead) -> anyhow::Result<Step> {
+        let teacher = open_teacher(&self.config.teacher, &self.config.fallback_teacher, &self.run.outside)?;
+        let (mut done, mut measured_s, mut n_measured) = (HashSet::new(), 0.0, 0.0);
+        for_each_left_by(&self.dir.rewrites(), |record: RewriteRecord| {
+            let Ok(completion) = record.rewrite else { return };
+            if done.insert(record.query.id)
+                && let Some(latency_ms) = completion.latency_ms
+            {
+                (measured_s, n_measured) = (measured_s + latency_ms / 1000.0, n_measured + 1.0);
+            }
+        });
+        if ahead == Ahead::Anew {
+            done.clear();
+        }
+        let asked = self.prompts(&done, teacher.as_ref(), &self.noted()?)?;
+        let call_s = if n_measured > 0.0 { Range::exactly(measured_s / n_measured) } else { CHAT_S };
+        let (endpoint, calls) = (self.config.teacher.endpoint(), asked.n_rows - asked.n_known - asked.n_noted);
+        let (calls, cached) = (Range::exactly(calls), Some(asked.n_known as u64));
+        let step = chat_step(StageName::Rewrite, "teacher", &endpoint, calls, asked.n_tokens, call_s, cached);
+        let step = Step { in_batches: Some(asked.n_noted as u64).filter(|n| *n > 0), ..step };
+        Ok(if self.config.teacher.batch { in_batches(step, self.config.teacher.batch_price_factor) } else { step })
+    }
+
+    /// What the run would wait for, or refuse to start for.
+    fn noted(&self) -> anyhow::Result<NotedQuestions> {
+        let state = self.dir.batches();
+        if !state.exists() {
+            return Ok(NotedQuestions::default());
+        }
+        Ok(BatchTeacher::open(&self.config.teacher, &self.run.outside)?.noted_questions(&state)?)
+    }
+
+    /// What the rows come to that no earlier run has an answer to.
+    fn prompts(&self, done: &HashSet<String>, teacher: &dyn Teacher, noted: &NotedQuestions) -> anyhow::Result<Asked> {
+        let (mut asked, mut n_looked_at) = (Asked::default(), 0);
+        for row in self.table.read()? {
+            let row = row?;
+            if done.contains(&row.id) {
+                continue;
+            }
+            asked.n_rows += 1.0;
+            if n_looked_at < MOST_PROMPTS {
+                n_looked_at += 1;
+                let context = of_query(&row);
+                let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
+                let messages = self.run.plugins.prompts.messages(PromptTask::TeacherRewrite, &input)?;
+                if teacher.knows(&messages) {
+                    asked.n_known += 1.0;
+                } else if noted.contains(&messages) {
+                    asked.n_noted += 1.0;
+                } else {
+                    asked.n_tokens += prompt_tokens(&messages) as f64;
+                }
+            }
+        }
+        let scale = asked.n_rows / f64::from(n_looked_at.max(1));
+        let scaled = |n: f64| (n * scale).round();
+        let (n_known, n_noted) = (scaled(asked.n_known), scaled(asked.n_noted));
+        let n_noted = n_noted.min(asked.n_rows - n_known);
+        Ok(Asked { n_known, n_noted, n_tokens: asked.n_tokens * scale, ..asked })
+    }
+
+    fn validate(&self, ahead: Ahead) -> Step {
+        let mut n_done = 0.0;
+        if ahead == Ahead::Anew {
+            return self.retrieval_step(StageName::Validate, Range::exactly(self.n_rows));
+        }
+        for_each_left_by(&self.dir.validated(), |record: ValidatedRecord| {
+            n_done += if matches!(record.retrieval, Some(Ok(_))) { 1.0 } else { 0.0 };
+        });
+        self.retrieval_step(StageName::Validate, Range::exactly((self.n_rows - n_done).max(0.0)))
+    }
+
+    fn of_rl(&self) -> Answers {
+        let (rl, split) = (&self.config.rl, self.config.data.split);
+        let (n_train, n_val) = (self.n_rows * split[0], self.n_rows * split[1]);
+        let n_episodes = (rl.max_steps * rl.batch_size * rl.n_samples) as f64;
+        let n_evaluations = (rl.max_steps / rl.eval_steps.max(1) + 1) as f64;
+        let (low, high) = (n_episodes.min(n_train) + n_val, n_episodes + n_val * n_evaluations);
+        Answers {
+            n: Range { low, high },
+            judged: self.config.judge.sample_rate,
+            n_queries: n_episodes.min(n_train) + n_val,
+        }
+    }
+
+    fn of_eval(&self) -> Answers {
+        let n_test = self.n_rows * self.config.data.split[2];
+        let n_systems = self.config.eval.systems.iter().filter(|system| *system != "teacher").count() as f64;
+        Answers {
+            n: Range { low: n_test.min(n_test * n_systems), high: n_test * n_systems },
+            judged: 1.0,
+            n_queries: n_test,
+        }
+    }
+
+    fn scoring(&self, stage: StageName, answers: Answers) -> anyhow::Result<Vec<Step>> {
+        let mut steps = Vec::new();
+        if self.config.retrieval.kind == RetrievalKind::Http {
+            steps.push(self.retrieval_step(stage, answers.n));
+        }
+        if self.config.judge.kind == JudgeKind::Openai {
+            // In a comparison both sides share a call.
+            let of_teacher = if self.config.judge.form == JudgeForm::Score { answers.n_queries } else { 0.0 };
+            let calls = |n: f64| (answers.judged * (n + of_teacher)).ceil();
+            let calls = Range { low: calls(answers.n.low), high: calls(answers.n.high) };
+            let n_tokens = calls.high * self.tokens_of_a_judgement()?;
+            let endpoint = self.config.judge.endpoint();
+            steps.push(chat_step(stage, "judge", &endpoint, calls, n_tokens, CHAT_S, None));
+        }
+        Ok(steps)
+    }
+
+    /// Of the prompt, with the query in place of its rewrite.
+    fn tokens_of_a_judgement(&self) -> anyhow::Result<f64> {
+        let (mut n_tokens, mut n_looked_at) = (0, 0);
+        for row in self.table.read()?.take(50) {
+            let row = row?;
+            n_looked_at += 1;
+            let context = of_query(&row);
+            let input =
+                PromptInput { query: &row.original_query, context: &context, rewrite: Some(&row.original_query) };
+            n_tokens += prompt_tokens(&self.run.plugins.prompts.messages(PromptTask::Judge, &input)?);
+        }
+        Ok(n_tokens as f64 / f64::from(n_looked_at.max(1)))
+    }
+
+    fn retrieval_step(&self, stage: StageName, calls: Range) -> Step {
+        let retrieval = &self.config.retrieval;
+        let of = |calls: f64, call_s: f64| time(calls, call_s, retrieval.max_concurrent, retrieval.requests_per_minute);
+        let seconds = Range { low: of(calls.low, RETRIEVAL_S.low), high: of(calls.high, RETRIEVAL_S.high) };
+        let (provider, cost) = ("retrieval".to_owned(), Some(Range::exactly(0.0)));
+        Step { stage: stage.as_str(), provider, calls, cached: None, in_batches: None, cost, seconds }
+    }
+}
+
+/// `n_tokens` is of the prompts of all `calls.high` calls.
+fn chat_step(
+    stage: StageName,
+    section: &str,
+    endpoint: &EndpointConfig,
+    calls: Range,
+    n_tokens: f64,
+    call_s: Range,
+    cached: Option<u64>,
+) -> Step {
+    let each = n_tokens / calls.high.max(1.0);
+    let max_tokens = f64::from(endpoint.max_tokens);
+    let price = |n_calls: f64, prompt: f64, answer: f64| {
+        let of_prompt = each * prompt * endpoint.price_prompt_per_million?;
+        Some(n_calls * (of_prompt + max_tokens * answer * endpoint.price_completion_per_million?) / 1e6)
+    };
+    let cost = price(calls.low, 0.7, 0.1).zip(price(calls.high, 1.5, 1.0)).map(|(low, high)| Range { low, high });
+    let of = |n_calls: f64, call_s: f64| {
+        let by_calls = time(n_calls, call_s, endpoint.max_concurrent, endpoint.requests_per_minute);
+        let per_minute = endpoint.tokens_per_minute.map_or(f64::INFINITY, f64::from);
+        by_calls.max(n_calls * (each + max_tokens) / per_minute * 60.0)
+    };
+    let seconds = Range { low: of(calls.low, call_s.low), high: of(calls.high, call_s.high) };
+    let provider = format!("{section} {}", endpoint.model.as_deref().unwrap_or_default());
+    Step { stage: stage.as_str(), provider, calls, cached, in_batches: None, cost, seconds }
+}
+
+fn time(n_calls: f64, call_s: f64, max_concurrent: usize, per_minute: Option<u32>) -> f64 {
+    let by_quota = per_minute.map_or(0.0, |per_minute| n_calls / f64::from(per_minute) * 60.0);
+    (n_calls * call_s / max_concurrent as f64).max(by_quota)
+}
+
+fn of_query(row: &QueryRow) -> OfQuery {
+    OfQuery { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() }
+}
+
+/// Shows every record of an output and of the journal beside it, as far as they are there and can be read.
+fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T)) {
+    for path in [output.to_owned(), Journal::path_beside(output)] {
+        let Ok(file) = File::open(path) else { continue };
+        let lines = BufReader::new(file).lines().map_while(Result::ok);
+        lines.filter_map(|line| serde_json::from_str(&line).ok()).for_each(&mut each);
+    }
+}
+
+/// The price is lower, and a batch takes up to a day.
+fn in_batches(step: Step, price_factor: f64) -> Step {
+    let cost = step.cost.map(|cost| Range { low: cost.low * price_factor, high: cost.high * price_factor });
+    let seconds = if step.calls.high > 0.0 || step.in_batches.is_some() {
+        Range { low: 0.0, high: 86_400.0 }
+    } else {
+        step.seconds
+    };
+    Step { cost, seconds, ..step }
+}
+
+impl Estimate {
+    /// For a terminal.
+    pub fn to_text(&self) -> String {
+        let mut lines = vec![format!("{} rows; nothing was asked of anybody", self.rows)];
+        for step in &self.steps {
+            let cached = step.cached.map(|n| format!(", {n} from the cache")).unwrap_or_default();
+            let in_batches = step.in_batches.map(|n| format!(", {n} in a batch under way")).unwrap_or_default();
+            let cost = step.cost.map_or("price unknown".into(), |cost| format!("price {}", shown(cost, 4)));
+            let (calls, seconds) = (shown(step.calls, 0), shown(step.seconds, 0));
+            lines.push(format!(
+                "  {:<8} {}: {calls} calls{cached}{in_batches}, {cost}, {seconds} s",
+                step.stage, step.provider
+            ));
+        }
+        if self.steps.is_empty() {
+            lines.push("  no outside service is asked".into());
+        }
+        let known: Vec<Range> = self.steps.iter().filter_map(|step| step.cost).collect();
+        if !self.steps.is_empty() && known.len() == self.steps.len() {
+            let sum = |of: fn(&Range) -> f64| known.iter().map(of).sum::<f64>();
+            let total = Range { low: sum(|range| range.low), high: sum(|range| range.high) };
+            let budget = self.budget.map(|budget| format!(", budget {budget}")).unwrap_or_default();
+            lines.push(format!("  in all: price {}{budget}", shown(total, 4)));
+        }
+        lines.join("\n")
+    }
+
+    /// On stdout.
+    ///
+    /// # Errors
+    /// stdout is closed.
+    pub fn print(&self, json: Printed) -> anyhow::Result<()> {
+        use std::io::Write;
+        let text = match json {
+            Printed::Json => serde_json::to_string_pretty(self)?,
+            Printed::Text => self.to_text(),
+        };
+        writeln!(std::io::stdout(), "{text}").context("stdout")
+    }
+}
+
+/// How an estimate is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Printed {
+    /// For a program.
+    Json,
+    /// For a person.
+    Text,
+}
+
+fn shown(range: Range, digits: usize) -> String {
+    let (low, high) = (format!("{:.digits$}", range.low), format!("{:.digits$}", range.high));
+    if low == high { low } else { format!("{low} to {high}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quotas_and_concurrency_bound_the_time() {
+        assert_eq!(time(1000.0, 0.2, 10, None), 20.0);
+        assert_eq!(time(1000.0, 0.2, 10, Some(600)), 100.0);
+    }
+
+    #[test]
+    fn ranges_without_width_are_numbers() {
+        assert_eq!(shown(Range::exactly(40.0), 0), "40");
+        assert_eq!(shown(Range { low: 0.01, high: 0.5 }, 4), "0.0100 to 0.5000");
+    }
+}

@@ -1,0 +1,220 @@
+//! How the program ends: one sentence on stderr and an exit code.
+
+use querl_bundle::BundleError;
+use querl_bundle::oci::RegistryError;
+use querl_core::config::ConfigError;
+use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
+use querl_core::records::{CallFailure, FailureKind};
+use querl_data::DataError;
+use querl_device::{Failure, JobError};
+use querl_model::ModelError;
+use querl_plugin::PluginError;
+use querl_style::UsageError;
+use querl_train::TrainError;
+
+/// Ways to end other than well, with their exit codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// Something went wrong on the way.
+    Failed = 1,
+    /// Wrong usage, configuration or input: nothing was lost, the user can mend it.
+    Usage = 2,
+    /// A limit that the user set was reached.
+    Limit = 3,
+    /// Interrupted, with what was done saved.
+    Interrupted = 130,
+}
+
+/// An error that knows how the program ends by it.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct Stop {
+    ending: Ending,
+    message: String,
+}
+
+impl Stop {
+    /// Wrong usage or input.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { ending: Ending::Usage, message: message.into() }
+    }
+
+    /// What a job ended with. Memory that did not suffice is a failure: its sentence says what to change.
+    pub fn of(failure: Failure) -> Self {
+        Self { ending: of_job(failure.ending), message: failure.message }
+    }
+
+    /// The user said stop.
+    pub fn interrupted(message: impl Into<String>) -> Self {
+        Self { ending: Ending::Interrupted, message: message.into() }
+    }
+}
+
+/// A job's error with the exit code it stands for.
+pub fn ending(error: JobError) -> anyhow::Error {
+    match error {
+        JobError::Environment(error) => error.into(),
+        JobError::Failed(failure) => Stop::of(failure).into(),
+        JobError::Refused(refused) => refused.into(),
+    }
+}
+
+/// The ending that `error` or one of its causes asks for.
+pub fn ending_of(error: &anyhow::Error) -> Ending {
+    error.chain().find_map(known_ending).unwrap_or(Ending::Failed)
+}
+
+fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
+    if let Some(stop) = cause.downcast_ref::<Stop>() {
+        return Some(stop.ending);
+    }
+    if plugin_fault(cause).is_some_and(|fault| fault.kind == FaultKind::TooManyDropped) {
+        return Some(Ending::Limit);
+    }
+    if outside_failure(cause).is_some_and(|failure| failure.kind == FailureKind::OverBudget) {
+        return Some(Ending::Limit);
+    }
+    match cause.downcast_ref::<DataError>() {
+        Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
+        Some(DataError::Interrupted) => return Some(Ending::Interrupted),
+        Some(_) => return Some(Ending::Usage),
+        None => {}
+    }
+    if let Some(error) = cause.downcast_ref::<ModelError>() {
+        return of_model(error);
+    }
+    if let Some(error) = cause.downcast_ref::<TrainError>() {
+        return of_trainer(error);
+    }
+    if cause.is::<UsageError>() || cause.is::<PluginError>() || cause.is::<BundleError>() || cause.is::<RegistryError>()
+    {
+        return Some(Ending::Usage);
+    }
+    // A service that is down or refuses us is for the user to mend, wherever in a run it shows.
+    if let Some(EnvironmentError::Service(_)) = cause.downcast_ref() {
+        return Some(Ending::Usage);
+    }
+    cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
+}
+
+/// A transparent error's cause is its inner error's cause: the fault itself is not in the chain.
+fn plugin_fault<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a PluginFault> {
+    if let Some(EnvironmentError::Plugin(fault)) = cause.downcast_ref() {
+        return Some(fault);
+    }
+    if let Some(DataError::Plugin(fault)) = cause.downcast_ref() {
+        return Some(fault);
+    }
+    cause.downcast_ref()
+}
+
+fn outside_failure<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a CallFailure> {
+    match (cause.downcast_ref(), cause.downcast_ref()) {
+        (Some(DataError::Service(failure)), _) | (_, Some(EnvironmentError::Service(failure))) => Some(failure),
+        _ => None,
+    }
+}
+
+/// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
+fn of_model(error: &ModelError) -> Option<Ending> {
+    (querl_device::Ending::of_model(error) == querl_device::Ending::Usage).then_some(Ending::Usage)
+}
+
+fn of_job(ending: querl_device::Ending) -> Ending {
+    use querl_device::Ending as OfJob;
+    match ending {
+        OfJob::Failed | OfJob::OutOfMemory => Ending::Failed,
+        OfJob::Usage => Ending::Usage,
+        OfJob::Limit => Ending::Limit,
+        OfJob::Interrupted => Ending::Interrupted,
+    }
+}
+
+/// A plain failure may have a cause that is known.
+fn of_trainer(error: &TrainError) -> Option<Ending> {
+    Some(of_job(querl_device::Ending::of(error))).filter(|ending| *ending != Ending::Failed)
+}
+
+/// Whether what reads our output went away.
+pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let kind = |cause: &(dyn std::error::Error + 'static)| Some(cause.downcast_ref::<std::io::Error>()?.kind());
+    error.chain().any(|cause| kind(cause) == Some(std::io::ErrorKind::BrokenPipe))
+}
+
+/// The error with its causes as one line.
+pub fn sentence(error: &anyhow::Error) -> String {
+    let mut sentence = String::new();
+    let details = details(error).unwrap_or_default();
+    for cause in error.chain().map(|cause| cause.to_string()) {
+        let cause = if details.is_empty() { cause } else { cause.replace(details, "its output is above") };
+        // A library that prints its cause itself would say it twice.
+        if !sentence.ends_with(&cause) {
+            sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
+        }
+    }
+    sentence.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// What is too long for a sentence and yet needed to mend the fault: the words of a compiler.
+pub fn details(error: &anyhow::Error) -> Option<&str> {
+    match error.chain().find_map(|cause| cause.downcast_ref::<PluginError>()) {
+        Some(PluginError::Build { output, .. }) => Some(output),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn context_keeps_the_ending() {
+        let limit = Failure { ending: querl_device::Ending::Limit, message: "budget reached".into() };
+        let error = anyhow::Error::from(Stop::of(limit)).context("stage rl");
+        assert_eq!((ending_of(&error), sentence(&error).as_str()), (Ending::Limit, "stage rl: budget reached"));
+        assert_eq!(ending_of(&anyhow::anyhow!("disk full")), Ending::Failed);
+    }
+
+    #[test]
+    fn a_damaged_model_is_for_the_user_to_mend() {
+        let damaged = || ModelError::BadFile { path: "model".into(), message: "cut short".into() };
+        assert_eq!(ending_of(&anyhow::Error::from(damaged()).context("sft")), Ending::Usage);
+        assert_eq!(ending_of(&TrainError::from(damaged()).into()), Ending::Usage);
+        assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Failed);
+    }
+
+    #[test]
+    fn too_many_items_dropped_at_a_limit_is_a_limit_wherever_it_shows() {
+        let fault = |kind| PluginFault { plugin: "p".into(), version: "0.1.0".into(), message: "m".into(), kind };
+        let ending = |kind| {
+            let (scored, filtered) = (EnvironmentError::from(fault(kind)), DataError::from(fault(kind)));
+            [ending_of(&anyhow::Error::from(scored).context("rl")), ending_of(&filtered.into())]
+        };
+        assert_eq!(ending(FaultKind::TooManyDropped), [Ending::Limit; 2]);
+        assert_eq!(ending(FaultKind::Limit), [Ending::Failed; 2]);
+    }
+
+    #[test]
+    fn a_spent_budget_is_a_limit_and_a_service_that_is_down_is_not() {
+        let ending = |kind| {
+            let failure = || CallFailure { kind, message: "m".into() };
+            let (of_stage, of_rl) = (DataError::Service(failure()), EnvironmentError::Service(failure()));
+            [ending_of(&anyhow::Error::from(of_stage)), ending_of(&anyhow::Error::from(of_rl).context("rl"))]
+        };
+        assert_eq!(ending(FailureKind::OverBudget), [Ending::Limit; 2]);
+        assert_eq!(ending(FailureKind::Down), [Ending::Usage; 2]);
+    }
+
+    #[test]
+    fn rows_left_by_an_interrupt_are_no_fault_of_the_table() {
+        assert_eq!(ending_of(&anyhow::Error::from(DataError::Interrupted).context("rewrite")), Ending::Interrupted);
+    }
+
+    #[test]
+    fn a_sentence_is_one_line_without_repeats() {
+        let inner = std::io::Error::other("disk\n  full");
+        let error = Err::<(), _>(inner).context("a.txt: disk\n  full").unwrap_err();
+        assert_eq!(sentence(&error), "a.txt: disk full");
+    }
+}

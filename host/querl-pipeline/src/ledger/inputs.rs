@@ -1,0 +1,274 @@
+//! What a stage depends on, as named digests: when one differs from last time, the stage is run again and says which.
+
+use super::{Ledger, StageName};
+use crate::failure::Stop;
+use anyhow::Context;
+use querl_core::config::ModelConfig;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Above this size a file of a model folder counts by size and time of change instead of content: reading gigabytes of
+/// weights before every run would take longer than most runs of a small model.
+const LARGEST_READ_BYTES: u64 = 256 << 20;
+
+/// Names and what stands for their values. Paths are never part of it: a moved input is the same input.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inputs(BTreeMap<String, String>);
+
+impl Inputs {
+    /// A value that is short enough to stand for itself.
+    pub fn text(&mut self, name: &str, value: impl ToString) -> &mut Self {
+        self.0.insert(name.into(), value.to_string());
+        self
+    }
+
+    /// The keys of a configuration section, except those named: ones that cannot change a result, and paths.
+    ///
+    /// # Errors
+    /// The section has no TOML form.
+    pub fn section(&mut self, name: &str, section: &impl Serialize, except: &[&str]) -> anyhow::Result<&mut Self> {
+        let table = toml::Table::try_from(section).with_context(|| format!("[{name}] has no TOML form"))?;
+        for (key, value) in table.iter().filter(|(key, _)| !except.contains(&key.as_str())) {
+            self.0.insert(format!("{name}.{key}"), value.to_string());
+        }
+        Ok(self)
+    }
+
+    /// The content of a file that the user gave.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn file(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
+        self.0.insert(name.into(), digest_file(path)?);
+        Ok(self)
+    }
+
+    /// The content of a file or folder that an earlier stage left.
+    ///
+    /// # Errors
+    /// It is not there, was left by a stage that did not come to its end, or cannot be read.
+    pub fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
+        let entry = ledger.entry(stage.as_str());
+        // Some of a stage's files are there before its end, and are then no result.
+        if entry.is_some_and(|entry| !entry.finished) {
+            let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
+            return Err(Stop::usage(message).into());
+        }
+        if entry.is_none() || !path.exists() {
+            let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());
+            return Err(Stop::usage(message).into());
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let digest = if path.is_dir() { digest_folder(path, |_| true)? } else { digest_file(path)? };
+        self.0.insert(format!("{name} of {stage}"), digest);
+        Ok(self)
+    }
+
+    /// The files of a Hugging Face directory that make the model: a README beside them changes no result.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn model(&mut self, path: &Path) -> anyhow::Result<&mut Self> {
+        self.other_model("model", path)
+    }
+
+    /// As [`Self::model`], of a model that is not the one to train.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn other_model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
+        self.0.insert(name.into(), digest_folder(path, is_of_model)?);
+        Ok(self)
+    }
+
+    /// False where this is of another content of a file that `stage` left than the file has now.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        match self.0.get(&format!("{name} of {stage}")) {
+            Some(digest) if path.exists() => Ok(digest_file(path)? == *digest),
+            _ => Ok(true),
+        }
+    }
+
+    /// Names of what earlier stages left, each with the stage.
+    pub fn upstream(&self) -> Vec<(&str, StageName)> {
+        let stage_of = |name: &str| StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
+        self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
+    }
+
+    /// Stands for all of them and for what else decides the last bit of a training: how passes are cut, the program, and the
+    /// sort of card where it is one that computes. A checkpoint belongs to one. (A finished stage is not done again for these:
+    /// its result is the same beside rounding, and who trained on a card may go on where there is none.)
+    pub fn fingerprint(&self, model: &ModelConfig, card: Option<String>) -> String {
+        let mut exact = self.clone();
+        exact.text("model.tokens_per_pass", model.tokens_per_pass);
+        exact.text("model.gradient_checkpointing", model.gradient_checkpointing);
+        if model.tensor_parallel > 1 {
+            exact.text("model.tensor_parallel", model.tensor_parallel);
+        }
+        exact.text("program", format_args!("{} {ARITHMETIC}", env!("CARGO_PKG_VERSION")));
+        if let Some(card) = card {
+            exact.text("device", card);
+        }
+        let lines: String = exact.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
+        querl_core::fsx::digest_hex(lines.as_bytes())
+    }
+
+    /// Names that are new, gone or different, in order.
+    pub fn changed_since(&self, earlier: &Self) -> Vec<String> {
+        let mut changed: Vec<String> =
+            self.0.iter().filter(|(k, v)| earlier.0.get(*k) != Some(v)).map(|(k, _)| k.clone()).collect();
+        changed.extend(earlier.0.keys().filter(|key| !self.0.contains_key(*key)).cloned());
+        changed.sort();
+        changed
+    }
+}
+
+/// Bumped with each change of what a training computes: a stopped one is then not gone on with.
+const ARITHMETIC: u32 = 2;
+
+fn digest_file(path: &Path) -> anyhow::Result<String> {
+    querl_core::fsx::digest_file(path).with_context(|| format!("{}: cannot be read", path.display()))
+}
+
+/// Whether querl or transformers read the file to load a model or its tokenizer.
+fn is_of_model(file: &str) -> bool {
+    const NAMES: [&str; 12] = [
+        "config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        // Of classifiers: what their classes are called, and how sure they are.
+        "label_mapping.json",
+        "pytorch_model.bin",
+        "calibration.json",
+        // Of embedding models: how texts are cut and vectors made.
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+    ];
+    let starts = ["tokenizer", "chat_template"].iter().any(|start| file.starts_with(start));
+    starts || NAMES.contains(&file) || file.ends_with(".safetensors") || file.ends_with(".safetensors.index.json")
+}
+
+/// The files of a folder whose names are `wanted`, its own folders left out.
+fn digest_folder(path: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<String> {
+    let unreadable = || format!("{}: cannot be read", path.display());
+    let mut lines = Vec::new();
+    for entry in std::fs::read_dir(path).with_context(unreadable)? {
+        let entry = entry.with_context(unreadable)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !wanted(&name) {
+            continue;
+        }
+        let meta = std::fs::metadata(entry.path()).with_context(unreadable)?;
+        if meta.is_file() {
+            let digest = match meta.len() {
+                n_bytes if n_bytes > LARGEST_READ_BYTES => format!("{n_bytes} {:?}", meta.modified().ok()),
+                _ => digest_file(&entry.path())?,
+            };
+            lines.push(format!("{name} {digest}"));
+        }
+    }
+    lines.sort();
+    Ok(querl_core::fsx::digest_hex(lines.join("\n").as_bytes()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::Entry;
+    use super::*;
+
+    #[test]
+    fn section_keys_are_told_apart_and_exceptions_left_out() {
+        let mut before = Inputs::default();
+        before.section("sft", &querl_core::config::SftConfig::default(), &["eval_steps"]).unwrap();
+        let changed = querl_core::config::SftConfig { epochs: 9, eval_steps: 1, ..Default::default() };
+        let mut after = Inputs::default();
+        after.section("sft", &changed, &["eval_steps"]).unwrap();
+        assert_eq!(after.changed_since(&before), ["sft.epochs"]);
+    }
+
+    #[test]
+    fn a_checkpoint_belongs_to_one_way_of_cutting_passes() {
+        let model = |tokens_per_pass| ModelConfig {
+            path: "model".into(),
+            dtype: querl_core::config::BaseDtype::F32,
+            tokens_per_pass,
+            gradient_checkpointing: false,
+            tensor_parallel: 1,
+        };
+        let inputs = Inputs::default();
+        let cut = |tokens_per_pass| inputs.fingerprint(&model(tokens_per_pass), None);
+        assert_eq!(cut(512), cut(512));
+        assert_ne!(cut(512), cut(256));
+    }
+
+    #[test]
+    fn a_checkpoint_belongs_to_one_sort_of_device() {
+        let model = ModelConfig {
+            path: "model".into(),
+            dtype: querl_core::config::BaseDtype::F32,
+            tokens_per_pass: 512,
+            gradient_checkpointing: false,
+            tensor_parallel: 1,
+        };
+        let on = |card: Option<&str>| Inputs::default().fingerprint(&model, card.map(str::to_owned));
+        assert_eq!(on(Some("cuda 90")), on(Some("cuda 90")));
+        assert_ne!(on(Some("cuda 90")), on(Some("cuda 80")));
+        assert_ne!(on(Some("cuda 90")), on(None));
+    }
+
+    #[test]
+    fn content_counts_and_place_does_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let (one, other) = (folder.path().join("one"), folder.path().join("other"));
+        std::fs::write(&one, "same").unwrap();
+        std::fs::write(&other, "same").unwrap();
+        let of = |path: &Path| Inputs::default().file("data.input", path).unwrap().clone();
+        assert_eq!(of(&one), of(&other));
+        std::fs::write(&other, "changed").unwrap();
+        assert_eq!(of(&other).changed_since(&of(&one)), ["data.input"]);
+    }
+
+    #[test]
+    fn notes_beside_a_model_are_not_the_model() {
+        let folder = tempfile::tempdir().unwrap();
+        let of_model = || Inputs::default().model(folder.path()).unwrap().clone();
+        let put = |file, text| std::fs::write(folder.path().join(file), text).unwrap();
+        put("model-00001-of-00002.safetensors", "weights");
+        let before = of_model();
+        put("README.md", "notes");
+        put("corpus.jsonl", "{}");
+        assert_eq!(of_model(), before);
+        put("tokenizer_config.json", "{}");
+        assert_eq!(of_model().changed_since(&before), ["model"]);
+    }
+
+    #[test]
+    fn what_an_earlier_stage_left_counts_once_that_stage_is_finished() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.jsonl");
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let mut inputs = Inputs::default();
+        let refusal = |inputs: &mut Inputs, ledger: &Ledger| {
+            inputs.made_by(ledger, StageName::Convert, &path).map(drop).map_err(|error| error.to_string())
+        };
+        let missing = format!("{}: not there yet; run `querl convert` first, or `querl run`", path.display());
+        assert_eq!(refusal(&mut inputs, &ledger), Err(missing));
+        std::fs::write(&path, "{}").unwrap();
+        ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
+        let half = "convert was stopped on the way; run `querl convert` first, or `querl run`";
+        assert_eq!(refusal(&mut inputs, &ledger), Err(half.into()));
+        ledger.put("convert", Entry { finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
+        assert_eq!(refusal(&mut inputs, &ledger), Ok(()));
+        assert_eq!(inputs.upstream(), [("train.jsonl of convert", StageName::Convert)]);
+    }
+}

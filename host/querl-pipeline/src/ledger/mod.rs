@@ -1,0 +1,293 @@
+//! `stages.json`: which stages are finished, and on which inputs.
+
+mod facts;
+mod inputs;
+
+pub use facts::{Facts, PART};
+pub use inputs::Inputs;
+
+use crate::failure::Stop;
+use anyhow::Context;
+use querl_core::fsx::{self, ReadError, read_jsonl};
+use querl_core::run_dir::RunDir;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The stages in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StageName {
+    /// The teacher rewrites each query.
+    Rewrite,
+    /// Retrieval says what each rewrite finds.
+    Validate,
+    /// Filters keep or drop; the dataset is split.
+    Convert,
+    /// Supervised fine-tuning.
+    Sft,
+    /// Reinforcement learning.
+    Rl,
+    /// The table and the report.
+    Eval,
+}
+
+impl StageName {
+    /// In order.
+    pub const ALL: [Self; 6] = [Self::Rewrite, Self::Validate, Self::Convert, Self::Sft, Self::Rl, Self::Eval];
+
+    /// What the stage does, as a sentence.
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::Rewrite => "The teacher rewrites each query",
+            Self::Validate => "Retrieval looks up each rewrite",
+            Self::Convert => "Filters keep or drop; the dataset is split",
+            Self::Sft => "Supervised fine-tuning",
+            Self::Rl => "Reinforcement learning",
+            Self::Eval => "The table and the report",
+        }
+    }
+
+    /// As the command line and the ledger call it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Rewrite => "rewrite",
+            Self::Validate => "validate",
+            Self::Convert => "convert",
+            Self::Sft => "sft",
+            Self::Rl => "rl",
+            Self::Eval => "eval",
+        }
+    }
+}
+
+impl std::fmt::Display for StageName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Bumped when an old ledger can no longer be read; such a run starts anew.
+const FORMAT: u32 = 1;
+
+/// What is known of one stage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// What it ran on.
+    pub inputs: Inputs,
+    /// False where it was stopped or killed on the way.
+    pub finished: bool,
+    /// Rows whose outside call failed: tried again by the next run.
+    #[serde(default)]
+    pub n_failed: u64,
+    /// What it found, as its summary showed.
+    #[serde(default)]
+    pub facts: Facts,
+    /// Wall-clock seconds of the run that finished it.
+    #[serde(default)]
+    pub seconds: f64,
+}
+
+impl Entry {
+    /// Of a stage that begins.
+    pub fn begun(inputs: Inputs) -> Self {
+        Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 }
+    }
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Contents {
+    format: u32,
+    stages: BTreeMap<String, Entry>,
+}
+
+/// The file and what it says.
+#[derive(Debug)]
+pub struct Ledger {
+    path: PathBuf,
+    contents: Contents,
+}
+
+impl Ledger {
+    /// Reads the ledger at `path`; a missing one is empty.
+    ///
+    /// # Errors
+    /// The file is there and cannot be read or understood.
+    pub fn open(path: &Path) -> anyhow::Result<Self> {
+        let empty = || Contents { format: FORMAT, ..Contents::default() };
+        let contents = match std::fs::read(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => empty(),
+            Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
+            Ok(bytes) => {
+                let contents: Contents = serde_json::from_slice(&bytes).with_context(|| {
+                    format!("{}: not a ledger of stages; remove it to run all stages anew", path.display())
+                })?;
+                if contents.format == FORMAT { contents } else { empty() }
+            }
+        };
+        Ok(Self { path: path.into(), contents })
+    }
+
+    /// True where no stage has begun.
+    pub fn is_empty(&self) -> bool {
+        self.contents.stages.is_empty()
+    }
+
+    /// What is known of `stage`.
+    pub fn entry(&self, stage: &str) -> Option<&Entry> {
+        self.contents.stages.get(stage)
+    }
+
+    /// Replaces what is known of `stage` and writes the file.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn put(&mut self, stage: &str, entry: Entry) -> anyhow::Result<()> {
+        self.contents.stages.insert(stage.into(), entry);
+        let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
+        text.push(b'\n');
+        fsx::write_atomic(&self.path, &text).with_context(|| format!("{}: cannot be written", self.path.display()))
+    }
+}
+
+/// What to do with a stage.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Decision {
+    /// It is finished on these inputs: this is what is known of it.
+    Skip(Entry),
+    /// It was begun on these inputs, or on others that leave its rows good: what it left is of use. Why it is run, in words.
+    Continue(String),
+    /// What it left, if anything, is of no use. Why it is run, in words.
+    Anew(String),
+}
+
+/// What to do with a stage that would run on `inputs` now and leaves `outputs`. `keeps_rows` says of an input whether rows
+/// done before it changed are still good.
+pub fn decide(
+    entry: Option<&Entry>,
+    inputs: &Inputs,
+    outputs: &[PathBuf],
+    keeps_rows: impl Fn(&str) -> bool,
+) -> Decision {
+    let Some(entry) = entry else { return Decision::Anew("not run yet".into()) };
+    let changed = inputs.changed_since(&entry.inputs);
+    if !changed.is_empty() {
+        let reason = format!("{} changed", listing(&changed));
+        let all_kept = changed.iter().all(|name| keeps_rows(name));
+        return if all_kept { Decision::Continue(reason) } else { Decision::Anew(reason) };
+    }
+    if !entry.finished {
+        return Decision::Continue("stopped on the way last time".into());
+    }
+    if let Some(missing) = outputs.iter().find(|path| !path.exists()) {
+        let name = missing.file_name().unwrap_or_default().to_string_lossy();
+        return Decision::Continue(format!("its {name} is missing"));
+    }
+    match entry.n_failed {
+        0 => Decision::Skip(entry.clone()),
+        1 => Decision::Continue("1 row failed last time".into()),
+        n_failed => Decision::Continue(format!("{n_failed} rows failed last time")),
+    }
+}
+
+/// `a`, `a and b`, `a, b and 3 more`.
+pub fn listing(names: &[String]) -> String {
+    match names {
+        [] => String::new(),
+        [only] => only.clone(),
+        [one, other] => format!("{one} and {other}"),
+        [one, other, rest @ ..] => format!("{one}, {other} and {} more", rest.len()),
+    }
+}
+
+/// The rows that an earlier stage left.
+///
+/// # Errors
+/// The file cannot be read, or somebody has changed it since.
+pub fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
+    read_jsonl(path).map_err(|error| match error {
+        ReadError::Line { path, line, problem } => {
+            let remedy = "remove the file, and `querl run` makes it again";
+            Stop::usage(format!("{path}:{line}: not a valid record: {problem}; {remedy}")).into()
+        }
+        ReadError::Io { .. } => error.into(),
+    })
+}
+
+/// Who rewrote, as the rewrite stage noted it.
+///
+/// # Errors
+/// That stage is not finished.
+pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
+    let ledger = Ledger::open(&dir.stages())?;
+    let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
+    let message = || Stop::usage(format!("{}: no rewrites yet; run `querl rewrite` first", dir.root().display()));
+    Ok(name.ok_or_else(message)?.to_owned())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn inputs(pairs: &[(&str, &str)]) -> Inputs {
+        let mut inputs = Inputs::default();
+        for (name, value) in pairs {
+            inputs.text(name, value);
+        }
+        inputs
+    }
+
+    fn entry(pairs: &[(&str, &str)]) -> Entry {
+        Entry { finished: true, seconds: 1.0, ..Entry::begun(inputs(pairs)) }
+    }
+
+    fn redo(entry: Option<&Entry>, inputs: &Inputs, outputs: &[PathBuf]) -> Decision {
+        decide(entry, inputs, outputs, |_| false)
+    }
+
+    #[test]
+    fn answers_are_kept_where_only_the_rows_changed() {
+        let known = entry(&[("query table", "a"), ("teacher.model", "m")]);
+        let now = |table, model| inputs(&[("query table", table), ("teacher.model", model)]);
+        let decided = |now| decide(Some(&known), &now, &[], |name| name == "query table");
+        assert_eq!(decided(now("b", "m")), Decision::Continue("query table changed".into()));
+        let both = "query table and teacher.model changed";
+        assert_eq!(decided(now("b", "n")), Decision::Anew(both.into()));
+    }
+
+    #[test]
+    fn finished_stage_is_skipped_until_an_input_changes() {
+        let known = entry(&[("sft.epochs", "3"), ("train.jsonl", "aa")]);
+        assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Skip(known.clone()));
+        let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "aa")]);
+        assert_eq!(redo(Some(&known), &now, &[]), Decision::Anew("sft.epochs changed".into()));
+        let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "bb"), ("new", "1")]);
+        assert_eq!(redo(Some(&known), &now, &[]), Decision::Anew("new, sft.epochs and 1 more changed".into()));
+        assert_eq!(redo(None, &now, &[]), Decision::Anew("not run yet".into()));
+    }
+
+    #[test]
+    fn killed_stage_goes_on() {
+        let known = Entry { finished: false, ..entry(&[]) };
+        assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Continue("stopped on the way last time".into()));
+    }
+
+    #[test]
+    fn failed_rows_and_lost_outputs_reopen_a_stage() {
+        let known = Entry { n_failed: 2, ..entry(&[]) };
+        assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Continue("2 rows failed last time".into()));
+        let lost = redo(Some(&entry(&[])), &inputs(&[]), &["/nowhere/train.jsonl".into()]);
+        assert_eq!(lost, Decision::Continue("its train.jsonl is missing".into()));
+    }
+
+    #[test]
+    fn ledger_survives_being_written_and_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("stages.json");
+        let mut ledger = Ledger::open(&path).unwrap();
+        ledger.put("sft", entry(&[("a", "b")])).unwrap();
+        assert_eq!(Ledger::open(&path).unwrap().entry("sft"), Some(&entry(&[("a", "b")])));
+        std::fs::write(&path, "{").unwrap();
+        assert!(Ledger::open(&path).unwrap_err().to_string().contains("not a ledger of stages"));
+    }
+}

@@ -1,0 +1,26 @@
+//! The pipeline as a library: runs, ledger, stages, environment, evaluation and report.
+//!
+//! In: a configuration. Out: a run directory. Whoever calls it shows messages and progress (`querl_core::ports::Reporter`);
+//! nothing is printed here. This crate must not depend on a command line.
+
+#![allow(unreachable_pub)]
+
+pub mod cuda;
+pub mod device;
+mod environment;
+pub mod estimate;
+mod evaluation;
+pub mod failure;
+pub mod interrupt;
+pub mod ledger;
+mod lengths;
+pub mod metrics_log;
+pub mod pins;
+pub mod plugins;
+mod preflight;
+pub mod report;
+pub mod retrieval;
+pub mod run;
+pub mod stages;
+mod tensorboard;
+pub mod training;

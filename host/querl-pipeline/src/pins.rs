@@ -1,0 +1,256 @@
+//! `querl.lock`: the plugins that a run, or a project's bundles, were pinned to, and what happens when they change.
+//!
+//! A run folder pins every plugin: its results came from them. Beside the configuration only bundles are pinned: they are what
+//! a team is handed and must not change unseen, while a source folder or a bare component is what an author changes all day.
+
+use crate::failure::Stop;
+use crate::ledger::Ledger;
+use crate::plugins::Used;
+use anyhow::Context;
+use chrono::{SecondsFormat, Utc};
+use querl_bundle::lock::{self, LockEntry, LockFile, LockSource};
+use querl_core::fsx::write_atomic;
+use querl_core::ports::Reporter;
+use querl_core::run_dir::RunDir;
+use std::path::{Path, PathBuf};
+
+/// What to do where a plugin is not the one that results were made with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnPluginChange {
+    /// Stop before anything is touched.
+    Refuse,
+    /// Go on, and record it.
+    Accept,
+}
+
+/// Pins the plugins in use, in the run folder and beside the configuration.
+///
+/// # Errors
+/// A plugin is not the pinned one and `on_change` refuses it: then nothing was written. Or a lock file cannot be read or
+/// written.
+pub fn pin(
+    dir: &RunDir,
+    config: &Path,
+    used: &[Used],
+    on_change: OnPluginChange,
+    reporter: &dyn Reporter,
+) -> anyhow::Result<()> {
+    let of_run = pins_of_run(dir, used, (on_change, reporter))?;
+    let of_project = pins_of_project(dir, config, used, (on_change, reporter))?;
+    let locks = [(lock::LockKind::Run, Some(of_run)), (lock::LockKind::Project, of_project)];
+    for (place, (path, lock)) in locks.into_iter().filter_map(|(place, lock)| Some((place, lock?))) {
+        write_atomic(&path, lock.to_text(place).as_bytes())
+            .with_context(|| format!("{}: cannot be written", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The lock file of a run folder as it is to be; `None` where there is none.
+///
+/// # Errors
+/// It is there and cannot be used.
+pub fn read(path: &Path) -> anyhow::Result<Option<LockFile>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let unusable = |error| Stop::usage(format!("{error}; remove the file to pin the plugins as they are now"));
+    Ok(Some(LockFile::read(path).map_err(unusable)?))
+}
+
+fn pins_of_run(
+    dir: &RunDir,
+    used: &[Used],
+    on_change: (OnPluginChange, &dyn Reporter),
+) -> anyhow::Result<(PathBuf, LockFile)> {
+    let found = used.iter().map(|used| used.entry.clone()).collect();
+    // Before the first stage nothing rests on a plugin: an author who mends one that failed to start changes no result.
+    let lock = match Ledger::open(&dir.stages())?.is_empty() {
+        true => LockFile { entries: found, changes: Vec::new() },
+        false => settled(&dir.lock(), found, on_change)?,
+    };
+    Ok((dir.lock(), lock))
+}
+
+/// `querl.lock` for `querl.toml`; `None` where nothing is to be pinned or was.
+fn pins_of_project(
+    dir: &RunDir,
+    config: &Path,
+    used: &[Used],
+    on_change: (OnPluginChange, &dyn Reporter),
+) -> anyhow::Result<Option<(PathBuf, LockFile)>> {
+    let path = config.canonicalize().unwrap_or_else(|_| config.to_owned()).with_extension("lock");
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let bundles = used.iter().filter(|used| used.entry.source == LockSource::Bundle);
+    let found: Vec<LockEntry> =
+        bundles.map(|used| LockEntry { path: relative(&used.entry.path, folder), ..used.entry.clone() }).collect();
+    // A run that is repeated from its own folder has its pins there.
+    let is_of_run = dir.root().canonicalize().is_ok_and(|root| root == folder);
+    if is_of_run || (found.is_empty() && !path.exists()) {
+        return Ok(None);
+    }
+    let lock = settled(&path, found, on_change)?;
+    Ok(Some((path, lock)))
+}
+
+/// The pins in `path` with `found` taken over where that is no change, or one that was asked for.
+fn settled(
+    path: &Path,
+    found: Vec<LockEntry>,
+    (on_change, reporter): (OnPluginChange, &dyn Reporter),
+) -> anyhow::Result<LockFile> {
+    let Some(mut lock) = read(path)? else { return Ok(LockFile { entries: found, changes: Vec::new() }) };
+    if let (OnPluginChange::Refuse, [difference, ..]) = (on_change, lock.check(&found).as_slice()) {
+        return Err(Stop::usage(format!("{}: {difference}", path.display())).into());
+    }
+    for difference in lock.accept(found, &now()) {
+        let change = difference.change("");
+        reporter.message(&format!(
+            "{} plugin {}: {} accepted in place of {}",
+            change.role, change.id, change.to, change.from
+        ));
+    }
+    Ok(lock)
+}
+
+fn now() -> String {
+    Utc::now().to_rfc3339_opts(SecondsFormat::Secs, true)
+}
+
+/// `path` as seen from `base`; both absolute.
+fn relative(path: &Path, base: &Path) -> PathBuf {
+    let n_shared = path.components().zip(base.components()).take_while(|(one, other)| one == other).count();
+    let up = base.components().skip(n_shared).map(|_| Path::new(".."));
+    up.chain(path.components().skip(n_shared).map(|part| Path::new(part.as_os_str()))).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::ports::Silent;
+
+    fn entry(id: &str, digit: char, source: LockSource) -> Used {
+        let sha256 = digit.to_string().repeat(64);
+        let bundle = (source == LockSource::Bundle).then(|| sha256.clone());
+        let (role, path) = ("reward".to_owned(), PathBuf::from("/plugins/p.querl"));
+        let version = "0.1.0".parse().unwrap();
+        let entry =
+            LockEntry { role, id: id.into(), version, path, source, sha256, bundle, manifest: None, signed_by: None };
+        Used::pinned(entry)
+    }
+
+    struct Place {
+        folder: tempfile::TempDir,
+    }
+
+    impl Place {
+        fn new() -> Self {
+            let place = Self { folder: tempfile::tempdir().unwrap() };
+            std::fs::create_dir(place.folder.path().join("run")).unwrap();
+            std::fs::write(place.config(), "").unwrap();
+            place
+        }
+
+        fn config(&self) -> PathBuf {
+            self.folder.path().join("querl.toml")
+        }
+
+        fn dir(&self) -> RunDir {
+            RunDir::new(self.folder.path().join("run"))
+        }
+
+        /// As if a stage had begun.
+        fn begin(&self) {
+            let entry = crate::ledger::Entry::begun(Default::default());
+            Ledger::open(&self.dir().stages()).unwrap().put("rewrite", entry).unwrap();
+        }
+
+        fn pin(&self, used: &[Used], on_change: OnPluginChange) -> Result<(), String> {
+            pin(&self.dir(), &self.config(), used, on_change, &Silent).map_err(|error| error.to_string())
+        }
+
+        fn lock(&self, file: &str) -> Option<LockFile> {
+            read(&self.folder.path().join(file)).unwrap()
+        }
+    }
+
+    #[test]
+    fn a_changed_plugin_is_refused_once_a_stage_has_begun_and_recorded_once_accepted() {
+        let place = Place::new();
+        place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        place.pin(&[entry("p", 'b', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        place.begin();
+        let (old, new) = (entry("p", 'b', LockSource::Folder), entry("p", 'c', LockSource::Folder));
+        place.pin(&[old], OnPluginChange::Refuse).unwrap();
+        let before = place.lock("run/querl.lock");
+        let refusal = place.pin(std::slice::from_ref(&new), OnPluginChange::Refuse).unwrap_err();
+        let needle = "querl.lock: reward plugin `p` changed from 0.1.0 (component bbbbbbbbbbbb) to 0.1.0 (component cccccccccccc)";
+        assert!(refusal.contains(needle) && refusal.contains("--accept-plugin-change"), "{refusal}");
+        assert_eq!(place.lock("run/querl.lock"), before);
+        place.pin(std::slice::from_ref(&new), OnPluginChange::Accept).unwrap();
+        place.pin(&[new], OnPluginChange::Accept).unwrap();
+        let changes = place.lock("run/querl.lock").unwrap().changes;
+        assert_eq!(changes.len(), 1);
+        assert!(chrono::DateTime::parse_from_rfc3339(&changes[0].at).is_ok(), "{}", changes[0].at);
+        assert_eq!(place.lock("querl.lock"), None, "a source folder is not pinned beside the configuration");
+    }
+
+    #[test]
+    fn a_bundle_is_pinned_beside_the_configuration_for_every_run() {
+        let place = Place::new();
+        let mixed = [entry("p", 'a', LockSource::Bundle), entry("q", 'a', LockSource::Folder)];
+        place.pin(&mixed, OnPluginChange::Refuse).unwrap();
+        let lock = place.lock("querl.lock").unwrap();
+        assert_eq!(lock.entries.iter().map(|entry| entry.id.as_str()).collect::<Vec<_>>(), ["p"]);
+        let first_line = |file: &str| {
+            let text = std::fs::read_to_string(place.folder.path().join(file)).unwrap();
+            text.lines().next().unwrap().to_owned()
+        };
+        assert!(first_line("run/querl.lock").contains("the plugins of this run"));
+        assert!(first_line("querl.lock").contains("the bundles of this project"));
+        assert!(lock.entries[0].path.ends_with("plugins/p.querl") && lock.entries[0].path.is_relative());
+        let other = [entry("p", 'b', LockSource::Bundle), entry("q", 'b', LockSource::Folder)];
+        let refusal = place.pin(&other, OnPluginChange::Refuse).unwrap_err();
+        assert!(refusal.contains("querl.lock: reward plugin `p` changed from"), "{refusal}");
+        place.pin(&other, OnPluginChange::Accept).unwrap();
+        let lock = place.lock("querl.lock").unwrap();
+        assert_eq!((lock.changes.len(), lock.entries[0].bundle.as_deref()), (1, Some("b".repeat(64).as_str())));
+    }
+
+    /// Its limits decide what is dropped, whatever its component.
+    #[test]
+    fn a_changed_manifest_of_a_folder_is_refused_once_a_stage_has_begun() {
+        let place = Place::new();
+        let with = |digit: char| {
+            let mut used = entry("p", 'a', LockSource::Folder);
+            used.entry.manifest = Some(digit.to_string().repeat(64));
+            [used]
+        };
+        place.begin();
+        // The lock of an earlier version gains the digest unasked.
+        place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        place.pin(&with('e'), OnPluginChange::Refuse).unwrap();
+        let refusal = place.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();
+        assert!(
+            refusal.contains("manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff"),
+            "{refusal}"
+        );
+        place.pin(&with('f'), OnPluginChange::Accept).unwrap();
+        assert_eq!(place.lock("run/querl.lock").unwrap().changes.len(), 1);
+    }
+
+    #[test]
+    fn a_lock_file_that_cannot_be_read_says_what_to_do() {
+        let place = Place::new();
+        place.begin();
+        std::fs::write(place.dir().lock(), "[[plugin]]\n").unwrap();
+        let refusal = place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap_err();
+        assert!(refusal.ends_with("; remove the file to pin the plugins as they are now"), "{refusal}");
+    }
+
+    #[test]
+    fn paths_are_seen_from_the_configuration() {
+        assert_eq!(relative(Path::new("/a/b/p.querl"), Path::new("/a/b")), Path::new("p.querl"));
+        assert_eq!(relative(Path::new("/a/c/p.querl"), Path::new("/a/b")), Path::new("../c/p.querl"));
+    }
+}

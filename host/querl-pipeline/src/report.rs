@@ -1,0 +1,266 @@
+//! From what a run folder holds to `eval.json`, `report.html` and the table on the terminal. Nothing is measured here: every
+//! number comes from a file of the run.
+
+use crate::environment::DEADLINE_CODE;
+use crate::failure::Stop;
+use crate::ledger::{Ledger, PART, StageName, rows_of};
+use crate::stages::{funnel, leaks, spending};
+use anyhow::Context;
+use querl_bundle::lock::{LockChange, LockEntry, LockFile};
+use querl_core::config::{Config, RetrievalKind, load_resolved};
+use querl_core::fsx::write_atomic;
+use querl_core::records::{EvalRecord, Split};
+use querl_core::run_dir::RunDir;
+use querl_eval::{
+    EvalOptions, Evaluation, FunnelStep, Lookups, ReportInput, RunFacts, SeedsEvaluation, ServiceName, StageTiming,
+    evaluate, evaluate_seeds, report_html, seeds_table, table,
+};
+use querl_plugin::LIMIT_CODE;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+/// Whose word the figures rest on, as the ports name themselves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Names {
+    /// Who rewrote.
+    pub teacher: String,
+    /// Who judged; `None` where nobody did.
+    pub judge: Option<String>,
+    /// What found the passages.
+    pub retrieval: String,
+}
+
+/// Who stood behind the figures of an evaluated run.
+///
+/// # Errors
+/// The run was not evaluated.
+pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
+    let ledger = Ledger::open(&dir.stages())?;
+    let facts = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished).map(|entry| &entry.facts);
+    let text = |name| facts.and_then(|facts| facts.get(name)).and_then(|value| value.as_str()).map(str::to_owned);
+    match (text("teacher"), text("retrieval")) {
+        (Some(teacher), Some(retrieval)) => Ok(Names { teacher, judge: text("judge"), retrieval }),
+        _ => {
+            let message = format!("{}: not an evaluated run; run `querl eval` first", dir.root().display());
+            Err(Stop::usage(message).into())
+        }
+    }
+}
+
+/// The figures and their table.
+#[derive(Debug)]
+pub struct Reported {
+    /// As in `eval.json`.
+    pub evaluation: Evaluation,
+    /// For a terminal; ends with a line break.
+    pub table: String,
+}
+
+/// Evaluates the records in `dir` and writes `eval.json` and `report.html`.
+///
+/// # Errors
+/// The run was not evaluated yet, or a file cannot be read or written.
+pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Reported> {
+    if !dir.eval_records().exists() {
+        let path = dir.eval_records();
+        return Err(Stop::usage(format!("{}: not there; run `querl eval` first", path.display())).into());
+    }
+    let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
+    let evaluation = evaluate(&records, &options(config)).context("evaluation")?;
+    let ledger = Ledger::open(&dir.stages())?;
+    let facts = facts(config, names, dir, &ledger)?;
+    let metrics = if dir.metrics().exists() { rows_of(&dir.metrics())? } else { Vec::new() };
+    let html = report_html(&ReportInput {
+        facts: &facts,
+        evaluation: &evaluation,
+        records: &records,
+        metrics: &metrics,
+        funnel: &funnel(&ledger, dir)?,
+        timings: &timings(&ledger),
+        calls: &spending::report_lines(dir)?,
+        n_examples: config.eval.n_examples,
+    })?;
+    let mut json = serde_json::to_vec_pretty(&evaluation).context("the evaluation has no JSON form")?;
+    json.push(b'\n');
+    for (path, bytes) in [(dir.eval(), json), (dir.report(), html.into_bytes())] {
+        write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
+    }
+    Ok(Reported { table: table(&evaluation, &facts), evaluation })
+}
+
+fn options(config: &Config) -> EvalOptions {
+    let lookups = if config.retrieval.kind == RetrievalKind::None { Lookups::None } else { Lookups::Made };
+    EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap, lookups }
+}
+
+/// The figures of several runs and their table.
+#[derive(Debug)]
+pub struct Pooled {
+    /// Over all runs, and of each.
+    pub evaluation: SeedsEvaluation,
+    /// For a terminal; ends with a line break.
+    pub table: String,
+}
+
+/// Pools evaluated runs that differ in their seeds: each query's value is averaged over the runs.
+///
+/// # Errors
+/// As [`write`].
+pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
+    let records: Vec<Vec<EvalRecord>> =
+        dirs.iter().map(|dir| rows_of(&dir.eval_records())).collect::<anyhow::Result<Vec<_>>>()?;
+    check_same_queries(dirs, &records)?;
+    let first = dirs.first().context("no run")?;
+    let config = load_resolved(&first.config())?;
+    let evaluation = evaluate_seeds(&records, &options(&config)).context("evaluation")?;
+    let ledger = Ledger::open(&first.stages())?;
+    let table = seeds_table(&evaluation, &facts(&config, &names(first)?, first, &ledger)?);
+    Ok(Pooled { evaluation, table })
+}
+
+/// Runs are pooled query by query; on other queries they would be figures of other things.
+fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::Result<()> {
+    let queries =
+        |records: &[EvalRecord]| -> BTreeSet<String> { records.iter().map(|record| record.query.id.clone()).collect() };
+    let mut sets = dirs.iter().zip(records.iter().map(|records| queries(records)));
+    let Some((first, expected)) = sets.next() else { return Ok(()) };
+    let Some((other, found)) = sets.find(|(_, found)| *found != expected) else { return Ok(()) };
+    let n_shared = found.intersection(&expected).count();
+    let message = format!(
+        "{} and {} were evaluated on different test queries ({} and {}, {n_shared} of them in both); runs can be pooled that \
+         share their data and differ in their seed",
+        first.root().display(),
+        other.root().display(),
+        expected.len(),
+        found.len(),
+    );
+    Err(Stop::usage(message).into())
+}
+
+fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<RunFacts> {
+    let (lock, unknown) = lock(dir);
+    let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(RunFacts {
+        tenant: config.tenant.clone(),
+        model,
+        teacher: ServiceName::from_port_name(&names.teacher),
+        judge: names.judge.as_deref().map(ServiceName::from_port_name),
+        retrieval: ServiceName::from_port_name(&names.retrieval),
+        plugins: plugins(&lock, config),
+        plugin_notes: unknown.into_iter().chain(changes(&lock)).chain(drops(ledger)).chain(leaks(ledger)).collect(),
+    })
+}
+
+/// The lock file, and what is to be said where it is there and cannot be read: the figures rest on the records alone, so that a
+/// lock of another version keeps nobody from them.
+fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
+    let path = dir.lock();
+    if !path.exists() {
+        return (LockFile::default(), None);
+    }
+    match LockFile::read(&path) {
+        Ok(lock) => (lock, None),
+        Err(error) => (LockFile::default(), Some(format!("the plugins of this run are not known: {error}"))),
+    }
+}
+
+/// The plugins of a run, a phrase each.
+fn plugins(lock: &LockFile, config: &Config) -> Vec<String> {
+    let mut weights = config.plugins.rewards.iter().map(|reward| reward.weight);
+    let phrase = |entry: &LockEntry| {
+        let weight = (entry.role == "reward").then(|| weights.next()).flatten();
+        let weight = weight.map(|weight| format!(", weight {weight}")).unwrap_or_default();
+        let signer = entry.signed_by.as_ref().map(|key| format!(", signed by {key}")).unwrap_or_default();
+        format!("{} {} {}{weight}{signer}", entry.role, entry.id, entry.title())
+    };
+    lock.entries.iter().map(phrase).collect()
+}
+
+/// What was accepted within the run: figures of before and after may rest on different plugins.
+fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
+    lock.changes.iter().map(|LockChange { at, role, id, from, to }| {
+        format!("the {role} plugin {id} changed within this run: from {from} to {to}, accepted at {at}")
+    })
+}
+
+/// What was dropped because a plugin hit a limit, by stage, and what was late.
+fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
+    let dropped = move |name: StageName, code: &str| {
+        ledger.entry(name.as_str())?.facts.get(&format!("{PART}{code}"))?.as_u64().filter(|n| *n > 0)
+    };
+    let at_limits = StageName::ALL.into_iter().filter_map(move |name| {
+        let n = dropped(name, LIMIT_CODE)?;
+        Some(format!("{n} item(s) of the stage {name} were dropped because a plugin hit a limit ({LIMIT_CODE})"))
+    });
+    let late = dropped(StageName::Rl, DEADLINE_CODE).map(|n| {
+        format!("{n} episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms ({DEADLINE_CODE})")
+    });
+    at_limits.chain(late)
+}
+
+/// Trainings that have seen what they are tested on.
+fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
+    let note = move |name: StageName| leaks::note(name, &ledger.entry(name.as_str())?.facts);
+    [StageName::Sft, StageName::Rl].into_iter().filter_map(note)
+}
+
+fn timings(ledger: &Ledger) -> Vec<StageTiming> {
+    let entries = StageName::ALL.into_iter().filter_map(|name| Some((name, ledger.entry(name.as_str())?)));
+    let finished = entries.filter(|(_, entry)| entry.finished);
+    finished.map(|(name, entry)| StageTiming { stage: name.to_string(), seconds: entry.seconds }).collect()
+}
+
+/// What came in, then what each data stage kept, with what it dropped and why, then the splits.
+fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
+    let steps = funnel::steps(ledger, dir)?;
+    let rows_in =
+        steps.first().map(|step| FunnelStep { label: "query table".into(), n: step.rows_in, parts: Vec::new() });
+    let kept = steps.iter().map(|step| {
+        let parts = step.dropped.iter().map(|(code, n)| (format!("dropped: {code}"), *n)).collect();
+        FunnelStep { label: format!("kept by {}", step.stage), n: step.kept, parts }
+    });
+    let of_convert = ledger.entry(StageName::Convert.as_str()).filter(|entry| entry.finished).map(|entry| &entry.facts);
+    let dataset = of_convert.map(|facts| {
+        let label = "rows for training and evaluation";
+        FunnelStep { label: label.into(), n: facts.count(label), parts: facts.parts(label).into_iter().collect() }
+    });
+    Ok(rows_in.into_iter().chain(kept).chain(dataset).collect())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::ledger::Entry;
+    use crate::ledger::Facts;
+    use crate::ledger::Inputs;
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn late_episodes_and_items_dropped_at_limits_are_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let mut facts = Facts::default();
+        facts.add("dropped", 5).add_parts(&BTreeMap::from([("deadline".into(), 3), (LIMIT_CODE.into(), 2)]));
+        ledger.put("rl", Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
+        let expected = [
+            "2 item(s) of the stage rl were dropped because a plugin hit a limit (plugin_limit)",
+            "3 episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms (deadline)",
+        ];
+        assert_eq!(drops(&ledger).collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn a_training_that_saw_its_test_is_said_and_another_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        for (stage, n_seen) in [("sft", 3), ("rl", 0)] {
+            let mut facts = Facts::default();
+            facts.add("rows of test nearly in train", n_seen);
+            ledger.put(stage, Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
+        }
+        let expected =
+            "3 row(s) of test were in train, or nearly, when sft was trained: its figures on test flatter it";
+        assert_eq!(leaks(&ledger).collect::<Vec<_>>(), [expected]);
+    }
+}

@@ -1,0 +1,97 @@
+//! Stage 3: filters keep or drop, and the rows become train, val and test.
+
+use super::stage::{Done, Mean, Stage};
+use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
+use crate::run::Run;
+use querl_core::ports::Progress;
+use querl_core::records::{Split, ValidatedRecord};
+use querl_core::run_dir::RunDir;
+use querl_data::{Conversion, DataError, Made, RecordFile, RecordWriter, convert};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// The stage.
+pub struct Convert;
+
+impl Stage for Convert {
+    fn name(&self) -> StageName {
+        StageName::Convert
+    }
+
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
+        let mut inputs = Inputs::default();
+        // Width is in the rows already, and who looked at leaks is no business of the rows.
+        inputs.section("data", &run.config.data, &["input", "export", "width", "leak_similarity", "on_leak"])?;
+        inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
+        inputs.text("teacher", teacher_name(&run.dir)?);
+        run.plugins.add_prompts(&mut inputs);
+        run.plugins.add_filters(&mut inputs);
+        Ok(inputs)
+    }
+
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        let mut outputs: Vec<PathBuf> = Split::ALL.into_iter().map(|split| dir.split(split)).collect();
+        outputs.push(dir.dropped());
+        outputs
+    }
+
+    fn execute(&self, run: &Run, _: &dyn Progress) -> anyhow::Result<Done> {
+        let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
+        let conversion = Conversion {
+            prompts: run.plugins.prompts.as_ref(),
+            filters: &run.plugins.filters,
+            config: &run.config.data,
+            teacher_name: &teacher_name(&run.dir)?,
+        };
+        let mut dataset = Dataset::create(&run.dir)?;
+        convert(&records, &conversion, &mut |made| dataset.put(&made))?;
+        Ok(Done { facts: dataset.commit()?, n_failed: 0 })
+    }
+}
+
+/// The files of the stage while they are written, and what is in them.
+struct Dataset {
+    splits: [RecordWriter; 3],
+    dropped: RecordWriter,
+    /// How many rows each code stands for.
+    codes: BTreeMap<String, u64>,
+    n_kept: u64,
+    top1: Mean,
+}
+
+impl Dataset {
+    fn create(dir: &RunDir) -> Result<Self, DataError> {
+        let [train, val, test] = Split::ALL.map(|split| RecordWriter::create(&dir.split(split)));
+        let (splits, dropped) = ([train?, val?, test?], RecordWriter::create(&dir.dropped())?);
+        Ok(Self { splits, dropped, codes: BTreeMap::new(), n_kept: 0, top1: Mean::default() })
+    }
+
+    fn put(&mut self, made: &Made) -> Result<(), DataError> {
+        match made {
+            Made::Dropped(row) => {
+                *self.codes.entry(row.code.clone()).or_default() += 1;
+                self.dropped.add(row)
+            }
+            Made::Row(split, row) => {
+                if row.target().is_some() {
+                    self.n_kept += 1;
+                    row.metadata.top1_score.into_iter().for_each(|score| self.top1.add(score));
+                }
+                self.splits[*split as usize].add(row)
+            }
+        }
+    }
+
+    fn commit(self) -> Result<Facts, DataError> {
+        let mut facts = Facts::default();
+        facts.add("kept", self.n_kept);
+        facts.add("dropped", self.dropped.n()).add_parts(&self.codes);
+        facts.add("rows for training and evaluation", self.splits.iter().map(RecordWriter::n).sum::<u64>());
+        for (split, rows) in Split::ALL.into_iter().zip(&self.splits) {
+            facts.add_part(split.name(), rows.n());
+        }
+        facts.add("mean top1 of the kept", self.top1.value());
+        self.splits.into_iter().chain([self.dropped]).try_for_each(RecordWriter::commit)?;
+        Ok(facts)
+    }
+}

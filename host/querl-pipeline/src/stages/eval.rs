@@ -1,0 +1,139 @@
+//! Stage 6: every system on the test split, all judged. The figures are made from its records by [`crate::report`].
+
+use super::dependencies;
+use super::stage::{Done, Stage, remove};
+use crate::environment::{Baselines, Scorer};
+use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
+use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
+use crate::report::Names;
+use crate::run::Run;
+use crate::training;
+use anyhow::Context;
+use querl_core::config::{Config, RetrievalKind, RlConfig};
+use querl_core::fsx::write_jsonl;
+use querl_core::ports::{Progress, StyleModel};
+use querl_core::records::{DatasetRow, EvalRecord, QueryRow, Split, SystemAnswer};
+use querl_core::run_dir::RunDir;
+use querl_style::turns_of;
+use std::path::PathBuf;
+
+/// The stage.
+pub struct Eval;
+
+impl Stage for Eval {
+    fn name(&self) -> StageName {
+        StageName::Eval
+    }
+
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
+        let mut inputs = Inputs::default();
+        // The rest of the section is about the figures, which are made anew each time.
+        inputs.text("eval.systems", run.config.eval.systems.join(" "));
+        add_decoding(&mut inputs, &run.config);
+        inputs.text("model.dtype", run.config.model.dtype.name());
+        inputs.model(&run.config.model.path)?;
+        dependencies::add_scoring(&mut inputs, run)?;
+        dependencies::add_audit(&mut inputs, run)?;
+        inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
+        inputs.made_by(ledger, StageName::Convert, &run.dir.split(Split::Test))?;
+        for (system, folder) in trained(&run.config, &run.dir) {
+            inputs.made_by(ledger, system, &training::best(&folder))?;
+        }
+        Ok(inputs)
+    }
+
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.plugins.check_style()?;
+        run.services().map(drop)
+    }
+
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.eval_records()]
+    }
+
+    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
+        [dir.eval_records(), dir.eval(), dir.report()].iter().try_for_each(|path| remove(path))
+    }
+
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
+        let services = run.services()?;
+        let names = Names {
+            teacher: teacher_name(&run.dir)?,
+            judge: services.judge.as_ref().map(|judge| judge.name().to_owned()),
+            retrieval: services.retriever.name().to_owned(),
+        };
+        let Evaluated { records, unscored } =
+            evaluate(run, Scorer::new(services, run.runtime.handle().clone()), progress)?;
+        write_jsonl(&run.dir.eval_records(), &records).context("eval/records.jsonl cannot be written")?;
+        let mut facts = Facts::default();
+        facts.add("answers", records.len());
+        facts.add("answers without a reward", unscored.values().sum::<u64>()).add_parts(&unscored);
+        facts.add("teacher", names.teacher);
+        facts.add("judge", names.judge).add("retrieval", names.retrieval);
+        Ok(Done { facts, n_failed: n_failed(&records) })
+    }
+}
+
+/// What shapes the answers of a trained model, beside the model.
+fn add_decoding(inputs: &mut Inputs, config: &Config) {
+    let RlConfig { max_new_tokens, min_new_tokens, repetition_penalty, no_repeat_ngram_size, stop_strings, .. } =
+        &config.rl;
+    inputs.text("eval.n_beams", config.eval.n_beams);
+    inputs.text("rl.max_new_tokens", max_new_tokens).text("rl.min_new_tokens", min_new_tokens);
+    inputs.text("rl.repetition_penalty", repetition_penalty).text("rl.no_repeat_ngram_size", no_repeat_ngram_size);
+    inputs.text("rl.stop_strings", format!("{stop_strings:?}"));
+}
+
+fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
+    let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
+    let baselines = Baselines::new(rows_of(&run.dir.validated())?);
+    if !trained(&run.config, &run.dir).is_empty() {
+        training::check_prompts(run, Split::Test, &rows)?;
+    }
+    let mut all = Evaluated::default();
+    for name in &run.config.eval.systems {
+        let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained.as_str() == name);
+        let generator =
+            adapter.map(|(stage, folder)| (stage.as_str(), training::generator(run, stage.as_str(), &folder)));
+        let system = match (&generator, name.as_str()) {
+            (Some((name, generator)), _) => System::Model { name, generator: generator.as_ref() },
+            (None, "teacher") => System::Teacher,
+            (None, _) => System::Raw,
+        };
+        let evaluated = evaluate_system(&system, &rows, &baselines, &scorer, progress)?;
+        all.records.extend(evaluated.records);
+        evaluated.unscored.into_iter().for_each(|(code, n)| *all.unscored.entry(code).or_default() += n);
+    }
+    audit(run, &mut all.records, progress);
+    if run.config.retrieval.kind == RetrievalKind::None {
+        // Both sides found nothing because nobody looked: that is no draw.
+        all.records.iter_mut().filter_map(|record| record.outcome.as_mut().ok()).for_each(|answer| answer.win = None);
+    }
+    Ok(all)
+}
+
+/// Has the second style model, where there is one, look at every answer. Where it fails on one, that answer has no word of it.
+fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
+    let Some(model) = &run.plugins.audit else { return };
+    let has_text = |answer: &&mut SystemAnswer| !answer.candidate.rewrite.trim().is_empty();
+    let answered = records.iter_mut().filter_map(|record| Some((&record.query, record.outcome.as_mut().ok()?)));
+    let mut answered: Vec<_> = answered.filter(|(_, answer)| has_text(answer)).collect();
+    let turns =
+        |(query, answer): &(&QueryRow, &mut SystemAnswer)| turns_of(&query.original_query, &answer.candidate.rewrite);
+    let said = model.classify_all(&answered.iter().map(turns).collect::<Vec<_>>());
+    let mut n_failed = 0;
+    for ((_, answer), said) in answered.iter_mut().zip(said) {
+        n_failed += u64::from(said.is_err());
+        answer.audit_style = said.ok();
+    }
+    if n_failed > 0 {
+        let what = "which are left out of its figures";
+        progress.line(&format!("plugins.style_model.audit: no word on {n_failed} answers, {what}"));
+    }
+}
+
+/// The trained systems that are to be evaluated, with the folders of their stages.
+fn trained(config: &Config, dir: &RunDir) -> Vec<(StageName, PathBuf)> {
+    let wanted = |stage: StageName| config.eval.systems.iter().any(|system| system == stage.as_str());
+    [(StageName::Sft, dir.sft()), (StageName::Rl, dir.rl())].into_iter().filter(|(stage, _)| wanted(*stage)).collect()
+}

@@ -1,0 +1,218 @@
+//! How many rows each data stage took in, kept and dropped, by code, from what the ledger says of it. And whether they are as
+//! many as the source plan counts on.
+
+use crate::ledger::{Facts, Ledger, PART, StageName};
+use querl_core::records::code_of;
+use querl_core::run_dir::RunDir;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// One stage's share.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Step {
+    /// Which.
+    pub stage: &'static str,
+    /// Rows that came in.
+    pub rows_in: u64,
+    /// Rows that went on.
+    pub kept: u64,
+    /// The others, by why: `repeated`, `teacher_timeout`, `top1_below_threshold`.
+    pub dropped: BTreeMap<String, u64>,
+}
+
+/// The steps of the stages that are finished, as far as each read what the one before has left: rows of another time do not
+/// add up with them.
+///
+/// # Errors
+/// A file of the run cannot be read.
+pub fn steps(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<Step>> {
+    let read = [
+        (StageName::Rewrite, None),
+        (StageName::Validate, Some((StageName::Rewrite, dir.rewrites()))),
+        (StageName::Convert, Some((StageName::Validate, dir.validated()))),
+    ];
+    let (mut steps, mut calls) = (Vec::new(), BTreeMap::new());
+    for (stage, read) in read {
+        let Some(entry) = ledger.entry(stage.as_str()).filter(|entry| entry.finished) else { break };
+        if let Some((before, path)) = read
+            && !entry.inputs.is_of(before, &path)?
+        {
+            break;
+        }
+        calls.extend(failed(&entry.facts, "teacher failed", "teacher"));
+        calls.extend(failed(&entry.facts, "retrieval failed", "retrieval"));
+        steps.push(match stage {
+            StageName::Rewrite => rewrite(&entry.facts),
+            StageName::Validate => validate(&entry.facts),
+            _ => convert(&entry.facts, &calls),
+        });
+    }
+    Ok(steps)
+}
+
+fn rewrite(facts: &Facts) -> Step {
+    let mut dropped = facts.parts("rows read");
+    dropped.extend(failed(facts, "teacher failed", "teacher"));
+    Step { stage: "rewrite", rows_in: facts.count("rows read"), kept: facts.count("rewritten"), dropped }
+}
+
+fn validate(facts: &Facts) -> Step {
+    let rows_in = facts.count("looked up") + facts.count("not looked up");
+    let n_failed = facts.count("retrieval failed");
+    let dropped = failed(facts, "retrieval failed", "retrieval");
+    Step { stage: "validate", rows_in, kept: rows_in - n_failed.min(rows_in), dropped }
+}
+
+/// Failed calls of earlier stages are among the dropped rows of this one; they were dropped there.
+fn convert(facts: &Facts, calls: &BTreeMap<String, u64>) -> Step {
+    let mut dropped = facts.parts("dropped");
+    dropped.retain(|code, _| !calls.contains_key(code));
+    let kept = facts.count("kept");
+    Step { stage: "convert", rows_in: kept + dropped.values().sum::<u64>(), kept, dropped }
+}
+
+/// Failures by kind, under the codes that `dropped.jsonl` has for them.
+fn failed(facts: &Facts, name: &str, who: &str) -> BTreeMap<String, u64> {
+    facts.parts(name).into_iter().map(|(kind, n)| (code_of(who, &kind), n)).collect()
+}
+
+/// Lines for a terminal.
+pub fn lines(steps: &[Step]) -> Vec<String> {
+    let width = steps.iter().map(|step| step.rows_in).max().unwrap_or(0).to_string().len();
+    steps.iter().map(|step| line(step, width)).collect()
+}
+
+fn line(step: &Step, width: usize) -> String {
+    let Step { stage, rows_in, kept, dropped } = step;
+    let mut codes: Vec<(&String, &u64)> = dropped.iter().collect();
+    codes.sort_by_key(|(code, n)| (std::cmp::Reverse(**n), *code));
+    let codes: Vec<String> = codes.iter().map(|(code, n)| format!("{code} {n}")).collect();
+    let dropped = if codes.is_empty() { "none dropped".to_owned() } else { format!("dropped: {}", codes.join(", ")) };
+    format!("  {stage:<8}  {rows_in:>width$} in  {kept:>width$} kept  {dropped}")
+}
+
+/// What the source plan counts on (section 1.5): stage, figure, fewest, most.
+const EXPECTED: [(StageName, &str, u64, u64); 5] = [
+    (StageName::Rewrite, "rows read", 500, 1000),
+    (StageName::Rewrite, "rewritten", 480, 980),
+    (StageName::Validate, "found passages", 400, 900),
+    (StageName::Convert, "kept", 300, 700),
+    (StageName::Convert, "- train", 240, 560),
+];
+
+/// A sentence for each figure of `stage` that is smaller than the source plan counts on. More is never wrong.
+pub fn size_warnings(stage: StageName, facts: &Facts) -> Vec<String> {
+    let of_stage = EXPECTED.iter().filter(|(of, ..)| *of == stage);
+    let is_made = |name: &str| name != "found passages" || facts.get("not looked up").is_none();
+    let small = of_stage.filter(|(_, name, least, _)| is_made(name) && facts.count(name) < *least);
+    small
+        .map(|(_, name, least, most)| format!("{stage}: {}", too_few(name, facts.count(name), *least, *most)))
+        .collect()
+}
+
+/// As [`size_warnings`], of a table of `n_rows` that no stage has read yet.
+pub fn table_size_warning(n_rows: u64) -> Option<String> {
+    let (_, name, least, most) = EXPECTED[0];
+    (n_rows < least).then(|| too_few(name, n_rows, least, most))
+}
+
+fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
+    let name = name.trim_start_matches(PART);
+    format!("{name} is {n}, fewer than the {least} to {most} of the source plan; results say less")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::ledger::{Entry, Inputs};
+
+    fn facts(figures: &[(&str, u64)]) -> Facts {
+        let mut facts = Facts::default();
+        figures.iter().for_each(|(name, n)| {
+            facts.add(*name, *n);
+        });
+        facts
+    }
+
+    #[test]
+    fn every_row_is_kept_or_dropped_once_under_its_code() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let mut put = |stage: &str, finished, figures: &[(&str, u64)]| {
+            let entry = Entry { finished, facts: facts(figures), ..Entry::begun(Inputs::default()) };
+            ledger.put(stage, entry).unwrap();
+        };
+        put(
+            "rewrite",
+            true,
+            &[
+                ("rows read", 12),
+                ("- empty", 1),
+                ("- repeated", 2),
+                ("rewritten", 8),
+                ("teacher failed", 1),
+                ("- rate limited", 1),
+            ],
+        );
+        put(
+            "validate",
+            true,
+            &[("looked up", 8), ("found passages", 6), ("found nothing", 1), ("retrieval failed", 1), ("- timeout", 1)],
+        );
+        let codes =
+            [("- top1_below_threshold", 2), ("- teacher_rate_limited", 1), ("- retrieval_timeout", 1), ("- empty", 1)];
+        put(
+            "convert",
+            true,
+            &[&[("kept", 4), ("dropped", 5)][..], &codes, &[("rows for training and evaluation", 6), ("- train", 2)]]
+                .concat(),
+        );
+        let dir = RunDir::new(folder.path());
+        let steps = steps(&ledger, &dir).unwrap();
+        for step in &steps {
+            assert_eq!(step.rows_in, step.kept + step.dropped.values().sum::<u64>(), "{step:?}");
+        }
+        let expected = [
+            "  rewrite   12 in   8 kept  dropped: repeated 2, empty 1, teacher_rate_limited 1",
+            "  validate   8 in   7 kept  dropped: retrieval_timeout 1",
+            "  convert    7 in   4 kept  dropped: top1_below_threshold 2, empty 1",
+        ];
+        assert_eq!(lines(&steps), expected);
+        ledger.put("convert", Entry::begun(Inputs::default())).unwrap();
+        assert_eq!(super::steps(&ledger, &dir).unwrap().len(), 2, "a stage that is not finished has no share");
+    }
+
+    /// Keeps away: rows that a new rewrite has mended were shown as dropped by an older convert.
+    #[test]
+    fn a_stage_that_read_other_rows_has_no_share() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = RunDir::new(folder.path());
+        let mut ledger = Ledger::open(&dir.stages()).unwrap();
+        let put = |ledger: &mut Ledger, stage: StageName, inputs: Inputs| {
+            ledger.put(stage.as_str(), Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
+        };
+        std::fs::create_dir_all(dir.rewrites().parent().unwrap()).unwrap();
+        std::fs::write(dir.rewrites(), "first").unwrap();
+        put(&mut ledger, StageName::Rewrite, Inputs::default());
+        let mut inputs = Inputs::default();
+        inputs.made_by(&ledger, StageName::Rewrite, &dir.rewrites()).unwrap();
+        put(&mut ledger, StageName::Validate, inputs);
+        put(&mut ledger, StageName::Convert, Inputs::default());
+        assert_eq!(steps(&ledger, &dir).unwrap().len(), 3);
+        std::fs::write(dir.rewrites(), "second").unwrap();
+        assert_eq!(steps(&ledger, &dir).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn few_rows_are_said_and_many_are_not() {
+        let of = |stage, figures: &[(&str, u64)]| size_warnings(stage, &facts(figures));
+        let said =
+            of(StageName::Convert, &[("kept", 299), ("rows for training and evaluation", 400), ("- train", 240)]);
+        assert_eq!(said, ["convert: kept is 299, fewer than the 300 to 700 of the source plan; results say less"]);
+        assert!(of(StageName::Rewrite, &[("rows read", 100_000), ("rewritten", 99_000)]).is_empty());
+        assert!(of(StageName::Sft, &[]).is_empty());
+        let of_table = "rows read is 499, fewer than the 500 to 1000 of the source plan; results say less";
+        assert_eq!((table_size_warning(499).as_deref(), table_size_warning(500)), (Some(of_table), None));
+    }
+}

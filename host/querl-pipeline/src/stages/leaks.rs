@@ -1,0 +1,158 @@
+//! The look at the splits before anything is paid and before a training: a test that training has seen says nothing.
+
+use crate::failure::Stop;
+use crate::interrupt;
+use crate::ledger::{Facts, StageName};
+use crate::run::Run;
+use anyhow::Context;
+use querl_core::config::{DataConfig, OnLeak};
+use querl_core::ports::{Progress, Silent};
+use querl_core::records::{DatasetRow, QueryRow, Split};
+use querl_core::run_dir::RunDir;
+use querl_data::{
+    DataError, Journal, Leaks, QueriesOf, QueryTable, RecordFile, Rows, RowsOfSplit, Splits, find_leaks, open_queries,
+};
+use std::io::{BufRead, BufReader};
+
+/// The figure of a training that says how many rows of test it may have seen.
+const TEST_LEAKED: &str = "rows of test nearly in train";
+
+/// Leaks of the held-out splits.
+#[derive(Debug)]
+pub struct Found {
+    /// Of val, which only chooses the checkpoint.
+    pub val: Leaks,
+    /// Of test.
+    pub test: Leaks,
+}
+
+impl Found {
+    /// Sentences about what leaked and about what is nearly a leak, of val and of test.
+    pub fn sentences(&self) -> Vec<String> {
+        let of = |split, leaks: &Leaks| [leaks.sentence(split), leaks.same_query_sentence(split)];
+        of(Split::Val, &self.val).into_iter().chain(of(Split::Test, &self.test)).flatten().collect()
+    }
+}
+
+/// Leaks of the dataset in a run folder.
+///
+/// # Errors
+/// A split cannot be read, or the user asked to stop.
+pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<Found> {
+    let files = Split::ALL.map(|split| RecordFile::<DatasetRow>::new(&dir.split(split)));
+    let n_rows = Split::ALL.into_iter().map(|split| n_lines(dir, split)).sum::<anyhow::Result<u64>>()?;
+    let [train, val, test] = files.each_ref().map(|file| QueriesOf(file));
+    find([&train, &val, &test], n_rows, config.leak_similarity, progress)
+}
+
+/// Leaks that a dataset of this table will have, as far as no filter drops the rows of train.
+///
+/// # Errors
+/// The groups cannot fill the splits, the table cannot be read, or the user asked to stop.
+pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<Found> {
+    let splits = Splits::assign(table.read()?.map(|row| Ok(row?.group)), config)?;
+    let [train, val, test] = Split::ALL.map(|split| RowsOfSplit { table, splits: &splits, split });
+    find([&train, &val, &test], table.findings().n_usable as u64, config.leak_similarity, progress)
+}
+
+/// As [`of_table`]; `None` where the groups cannot fill the splits.
+///
+/// # Errors
+/// The table cannot be read, or the user asked to stop.
+pub fn of_table_if_split(
+    table: &QueryTable,
+    config: &DataConfig,
+    progress: &dyn Progress,
+) -> anyhow::Result<Option<Found>> {
+    match of_table(table, config, progress) {
+        Err(error) if matches!(error.downcast_ref(), Some(DataError::TooFewGroups { .. })) => Ok(None),
+        found => found.map(Some),
+    }
+}
+
+fn find(
+    [train, val, test]: [&dyn Rows<QueryRow>; 3],
+    n_rows: u64,
+    least_similarity: f64,
+    progress: &dyn Progress,
+) -> anyhow::Result<Found> {
+    let mut watch = |n_read: u64| {
+        progress.update(n_read.min(n_rows), n_rows, "rows compared");
+        Ok::<_, anyhow::Error>(interrupt::check()?)
+    };
+    let [val, test] = find_leaks(train, [val, test], least_similarity, &mut watch)?;
+    Ok(Found { val, test })
+}
+
+/// Rows of a split.
+///
+/// # Errors
+/// It cannot be read.
+pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
+    let path = dir.split(split);
+    let count = || -> std::io::Result<u64> {
+        let lines = BufReader::new(std::fs::File::open(&path)?).split(b'\n');
+        lines.map(|line| line.map(|_| 1)).sum()
+    };
+    count().with_context(|| format!("{}: cannot be read", path.display()))
+}
+
+/// Says before a call is paid what a training of this table may be refused for, and refuses where nothing was asked yet and the
+/// command goes on to it. Later only the dataset counts, in which filters have left fewer rows.
+/// Groups that cannot fill the splits are refused where the command makes them.
+///
+/// # Errors
+/// As [`before_training`], or as the table says.
+pub fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<()> {
+    let (config, table) = (&run.config.data, open_queries(&run.config.data)?);
+    let found = match last {
+        StageName::Rewrite | StageName::Validate => of_table_if_split(&table, config, progress)?,
+        _ => Some(of_table(&table, config, progress)?),
+    };
+    let rewrites = run.dir.rewrites();
+    let begun = [rewrites.clone(), Journal::path_beside(&rewrites), run.dir.batches()];
+    let is_begun = begun.iter().any(|path| path.exists());
+    let on_leak = if last < StageName::Sft || is_begun { OnLeak::Warn } else { config.on_leak };
+    found.map_or(Ok(()), |found| say(&found, on_leak, progress))
+}
+
+/// Refuses to train where rows of test are in train, and says so of those of val. The figure for the stage's facts.
+///
+/// # Errors
+/// Rows of test are in train and `data.on_leak` is `refuse`, a split cannot be read, or the user asked to stop.
+pub fn before_training(run: &Run, progress: &dyn Progress) -> anyhow::Result<Facts> {
+    let found = of_dataset(&run.dir, &run.config.data, progress)?;
+    say(&found, run.config.data.on_leak, progress)?;
+    let mut facts = Facts::default();
+    facts.add(TEST_LEAKED, found.test.n_leaked as u64);
+    Ok(facts)
+}
+
+fn say(found: &Found, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::Result<()> {
+    const REMEDY: &str = "give such rows one group (data.group_column), take them out of the query table, raise \
+                          data.leak_similarity, or set data.on_leak = \"warn\"";
+    let refused = found.test.sentence(Split::Test).filter(|_| on_leak == OnLeak::Refuse);
+    for sentence in found.sentences().iter().filter(|sentence| Some(*sentence) != refused.as_ref()) {
+        progress.line(&format!("warning: {sentence}"));
+    }
+    match refused {
+        Some(sentence) => Err(Stop::usage(format!("{sentence}; {REMEDY}")).into()),
+        None => Ok(()),
+    }
+}
+
+/// What is to be said of a finished training whose test has leaked into it.
+pub fn note(stage: StageName, facts: &Facts) -> Option<String> {
+    let n = facts.count(TEST_LEAKED);
+    let what = format!("{n} row(s) of test were in train, or nearly, when {stage} was trained");
+    (n > 0).then(|| format!("{what}: its figures on test flatter it"))
+}
+
+/// As [`note`], of a training that is used again; one that was not looked at then is looked at now. Splits that are no longer there have
+/// nothing to remind of.
+pub fn reminder(run: &Run, stage: StageName, facts: &Facts) -> Option<String> {
+    match facts.get(TEST_LEAKED) {
+        Some(_) => note(stage, facts),
+        None => of_dataset(&run.dir, &run.config.data, &Silent).ok()?.test.sentence(Split::Test),
+    }
+}

@@ -1,0 +1,132 @@
+//! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
+
+use super::stage::{Done, Stage, remove};
+use super::{dependencies, leaks, spending};
+use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
+use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
+use crate::metrics_log::{self, MetricsLog};
+use crate::run::Run;
+use crate::training::{self, RlData};
+use anyhow::Context;
+use querl_core::config::JudgeKind;
+use querl_core::ports::Progress;
+use querl_core::records::{DatasetRow, Split};
+use querl_core::run_dir::RunDir;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Keys that change when something is done and not what comes of it.
+const WITHOUT_EFFECT: [&str; 3] = ["pipeline_parts", "save_steps", "save_total_limit"];
+
+/// Keys of `[sft]` that shape neither the adapters of this stage nor what they are trained on.
+const OF_FINE_TUNING_ALONE: [&str; 15] = [
+    "learning_rate",
+    "epochs",
+    "max_steps",
+    "lora_dropout",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "lr_scheduler",
+    "warmup_ratio",
+    "weight_decay",
+    "max_grad_norm",
+    "max_length",
+    "eval_steps",
+    "save_steps",
+    "save_total_limit",
+    "early_stopping_patience",
+];
+
+/// The stage.
+pub struct Rl;
+
+impl Stage for Rl {
+    fn name(&self) -> StageName {
+        StageName::Rl
+    }
+
+    fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
+        let mut inputs = Inputs::default();
+        inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
+        inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
+        inputs.section("sft", &run.config.sft, &OF_FINE_TUNING_ALONE)?;
+        inputs.model(&run.config.model.path)?;
+        dependencies::add_scoring(&mut inputs, run)?;
+        inputs.made_by(ledger, StageName::Sft, &training::best(&run.dir.sft()))?;
+        for split in [Split::Train, Split::Val] {
+            inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
+        }
+        inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
+        Ok(inputs)
+    }
+
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        run.plugins.check_style()?;
+        run.services().map(drop)
+    }
+
+    fn permit(&self, run: &Run, _: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
+        leaks::before_training(run, progress)
+    }
+
+    fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
+        leaks::reminder(run, self.name(), facts)
+    }
+
+    fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![training::best(&dir.rl())]
+    }
+
+    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&dir.rl())?;
+        remove(&dir.episodes())?;
+        metrics_log::remove_stage(&dir.metrics(), "rl")
+    }
+
+    fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&training::state(&dir.rl()))
+    }
+
+    /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
+        // On a card, answers of other parts are written by products of other numbers of rows.
+        let n_parts = run.config.rl.pipeline_parts;
+        let arithmetic = run.place.arithmetic().map(|how| match run.place.card() {
+            Some(_) => format!("{how}, {n_parts} parts of a batch"),
+            None => how,
+        });
+        let fingerprint =
+            self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
+        let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
+        let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?));
+        let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
+        let services = Services { deadline, ..run.services()? };
+        let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
+        let log = Arc::new(log);
+        let environment = |rows: &[DatasetRow], phase| {
+            let (scorer, baselines, log) = (scorer.clone(), baselines.clone(), log.clone());
+            TrainingEnvironment::new(scorer, rows.to_vec(), baselines, judging(run), phase, log)
+        };
+        let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
+        let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
+        let data = RlData {
+            train_environment: &environment(&train, Phase::Rollout),
+            val_environment: &environment(&val, Phase::Validation),
+            train: &train,
+            val: &val,
+        };
+        let account = run.outside.account().clone();
+        let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
+        let metrics = metrics.with(move || spending::metrics(&account, StageName::Rl));
+        let facts = training::rl(run, &data, &fingerprint, metrics, progress)?;
+        Ok(Done { facts, n_failed: 0 })
+    }
+}
+
+fn judging(run: &Run) -> Judging {
+    match run.config.judge.kind {
+        JudgeKind::None => Judging::None,
+        _ => Judging::Share(run.config.judge.sample_rate),
+    }
+}

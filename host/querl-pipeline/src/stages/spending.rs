@@ -1,0 +1,184 @@
+//! What calls to outside services take, where people see it: in the progress line, in `metrics.jsonl`, in the report.
+
+use crate::ledger::StageName;
+use crate::metrics_log::{self, MetricsLog};
+use crate::run::Run;
+use querl_core::ports::Progress;
+use querl_core::run_dir::RunDir;
+use querl_data::{Account, Spent, carries_files, read_account};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Progress of a stage with what its calls took so far.
+pub struct Counted<'a> {
+    /// Shows it.
+    pub inner: &'a dyn Progress,
+    /// Counts it.
+    pub account: Arc<Account>,
+    /// Whose calls.
+    pub stage: StageName,
+}
+
+impl Progress for Counted<'_> {
+    fn update(&self, n_done: u64, n_total: u64, note: &str) {
+        let spent = self.account.of_stage(self.stage.as_str());
+        if spent == Spent::default() {
+            return self.inner.update(n_done, n_total, note);
+        }
+        let parts = [note.to_owned(), in_short(&spent)];
+        let parts: Vec<&str> = parts.iter().map(String::as_str).filter(|part| !part.is_empty()).collect();
+        self.inner.update(n_done, n_total, &parts.join(", "));
+    }
+
+    fn line(&self, text: &str) {
+        self.inner.line(text);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.inner.is_stopped()
+    }
+}
+
+/// `312 calls, 88 from the cache, cost 0.0412`.
+fn in_short(spent: &Spent) -> String {
+    let mut parts = vec![format!("{} calls", spent.calls)];
+    if spent.cached > 0 {
+        parts.push(format!("{} from the cache", spent.cached));
+    }
+    if spent.cost > 0.0 {
+        parts.push(format!("cost {:.4}", spent.cost));
+    }
+    parts.join(", ")
+}
+
+/// The figures of one stage by name, for `metrics.jsonl`: `calls/teacher gpt-5/cost`, `cache/rewrites/hit_rate`. Empty where
+/// nobody outside was asked.
+pub fn metrics(account: &Account, stage: StageName) -> BTreeMap<String, f64> {
+    let mut figures = BTreeMap::new();
+    let of_stage = account.by_stage().remove(stage.as_str()).unwrap_or_default();
+    for (provider, spent) in &of_stage {
+        let counts = [
+            ("calls", spent.calls as f64),
+            ("failed", spent.failed as f64),
+            ("tries", spent.tries as f64),
+            ("cached", spent.cached as f64),
+            ("joined", spent.joined as f64),
+            ("prompt_tokens", spent.prompt_tokens as f64),
+            ("completion_tokens", spent.completion_tokens as f64),
+            ("cost", spent.cost),
+            ("lost_cost", spent.lost_cost),
+        ];
+        figures.extend(counts.map(|(name, value)| (format!("calls/{provider}/{name}"), value)));
+    }
+    figures.extend(hit_rates(&of_stage).map(|(table, rate)| (format!("cache/{table}/hit_rate"), rate)));
+    figures
+}
+
+/// By table, the share of questions that the cache answered. Teachers share a table, and so do the ways in which one is asked.
+fn hit_rates(of_stage: &BTreeMap<String, Spent>) -> impl Iterator<Item = (&'static str, f64)> {
+    let mut by_table: BTreeMap<&'static str, (u64, u64)> = BTreeMap::new();
+    for (provider, spent) in of_stage {
+        if let Some(table) = table_of(provider) {
+            let (n_cached, n_questions) = by_table.entry(table).or_default();
+            *n_cached += spent.cached;
+            *n_questions += spent.cached + spent.joined + spent.calls;
+        }
+    }
+    let asked = by_table.into_iter().filter(|(_, (_, n_questions))| *n_questions > 0);
+    asked.map(|(table, (n_cached, n_questions))| (table, n_cached as f64 / n_questions as f64))
+}
+
+/// The cache's table for the answers of a provider; `None` for one who is asked only on the way to an answer: for a vector, for scores of
+/// passages, to carry a batch.
+fn table_of(provider: &str) -> Option<&'static str> {
+    match provider.split(' ').next() {
+        _ if carries_files(provider) => None,
+        Some("teacher" | "fallback_teacher") => Some("rewrites"),
+        Some("judge") => Some("judgements"),
+        Some("retrieval") => Some("retrievals"),
+        _ => None,
+    }
+}
+
+/// Ends the counting of a stage, however it ended: the account is written, and a line of metrics where the stage has none of
+/// its own.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
+    let account = run.outside.account();
+    account.save()?;
+    let figures = metrics(account, stage);
+    if figures.is_empty() || matches!(stage, StageName::Sft | StageName::Rl) {
+        return Ok(());
+    }
+    let path = run.dir.metrics();
+    metrics_log::remove_stage(&path, stage.as_str())?;
+    MetricsLog::open(&path, stage.as_str())?.append(0, &figures)?;
+    Ok(())
+}
+
+/// What the report says, a line for each stage and provider.
+///
+/// # Errors
+/// The account cannot be read.
+pub fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
+    let by_stage = read_account(&dir.calls())?;
+    let stages = StageName::ALL.into_iter().filter_map(|stage| Some((stage, by_stage.get(stage.as_str())?)));
+    let lines = stages.flat_map(|(stage, providers)| {
+        providers.iter().map(move |(provider, spent)| (format!("{stage}: {provider}"), in_words(spent)))
+    });
+    Ok(lines.collect())
+}
+
+fn in_words(spent: &Spent) -> String {
+    let mut parts = vec![format!("{} calls", spent.calls)];
+    let counts = [
+        (spent.failed, "without an answer"),
+        (spent.tries.saturating_sub(spent.calls), "further tries"),
+        (spent.cached, "from the cache"),
+        (spent.joined, "shared with another row"),
+    ];
+    parts.extend(counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")));
+    if spent.prompt_tokens + spent.completion_tokens > 0 {
+        let estimated = if spent.estimated > 0 { " (partly estimated)" } else { "" };
+        parts.push(format!("{} + {} tokens{estimated}", spent.prompt_tokens, spent.completion_tokens));
+        match spent.unpriced {
+            0 => parts.push(format!("cost {:.4}", spent.cost)),
+            _ => parts.push("cost unknown".into()),
+        }
+    }
+    if spent.lost_cost > 0.0 {
+        parts.push(format!("{} answers lost, which may have cost {:.4} more", spent.lost, spent.lost_cost));
+    }
+    parts.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Keeps away: a hit rate of one provider of a table that is given for all of them.
+    #[test]
+    fn hit_rate_is_of_all_who_answer_for_a_table() {
+        let spent = |calls, cached, joined| Spent { calls, cached, joined, ..Spent::default() };
+        let of_stage = BTreeMap::from([
+            ("fallback_teacher b".to_owned(), spent(1, 0, 0)),
+            ("teacher a".to_owned(), spent(2, 6, 1)),
+            ("teacher a (batch) files".to_owned(), spent(90, 0, 0)),
+            ("retrieval".to_owned(), spent(1, 1, 0)),
+            ("retrieval.rerank".to_owned(), spent(7, 0, 0)),
+        ]);
+        assert_eq!(hit_rates(&of_stage).collect::<Vec<_>>(), [("retrievals", 0.5), ("rewrites", 0.6)]);
+    }
+
+    #[test]
+    fn figures_are_said_in_words() {
+        let spent = Spent { calls: 9, tries: 11, cached: 2, prompt_tokens: 90, cost: 0.5, ..Spent::default() };
+        assert_eq!(in_words(&spent), "9 calls, 2 further tries, 2 from the cache, 90 + 0 tokens, cost 0.5000");
+        let shared = Spent { joined: 3, ..spent.clone() };
+        assert!(in_words(&shared).contains("2 from the cache, 3 shared with another row"), "{}", in_words(&shared));
+        assert_eq!(in_short(&spent), "9 calls, 2 from the cache, cost 0.5000");
+        assert_eq!(in_words(&Spent { calls: 1, tries: 1, ..Spent::default() }), "1 calls");
+    }
+}

@@ -1,0 +1,201 @@
+//! Labelled dialogues, checked: which classes there are, and what of the file cannot be learned from.
+
+use crate::class_names;
+use crate::error::usage;
+use querl_core::ports::Reporter;
+use querl_data::{Dialogue, Place, read_dialogues};
+use querl_model::classifier::Labels;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// A class with fewer examples cannot stand on both sides of a split.
+const FEWEST: usize = 2;
+
+/// Which classes there are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Classes<'a> {
+    /// Those of the file.
+    OfFile,
+    /// Those that the settings name, of which the file need not have all.
+    Named(&'a Labels),
+    /// Those of a model that is there already.
+    OfModel(&'a Labels),
+}
+
+/// Dialogues and the class of each.
+pub(crate) struct Corpus {
+    pub(crate) dialogues: Vec<Dialogue>,
+    /// Positions in `classes`.
+    pub(crate) labels: Vec<usize>,
+    pub(crate) classes: Labels,
+}
+
+impl Corpus {
+    /// Reads a file with labels.
+    ///
+    /// # Errors
+    /// The file cannot be read; a dialogue has no label, one that is none of the classes, or another in English; one text has two labels; to
+    /// be learned from: there is only one class, or one with a single example.
+    pub(crate) fn read(path: &Path, classes: Classes<'_>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
+        let refuse = |message: String| usage(format!("{}: {message}", path.display()));
+        let mut dialogues = read_dialogues(path).map_err(usage)?;
+        let names = dialogues.iter().map(label).collect::<Result<Vec<_>, _>>().map_err(refuse)?;
+        let known = match classes {
+            Classes::OfFile => None,
+            Classes::Named(known) | Classes::OfModel(known) => {
+                let of_known = |(name, dialogue): (&&str, &Dialogue)| known_name(name, dialogue, known);
+                Some(names.iter().zip(&dialogues).map(of_known).collect::<Result<Vec<_>, _>>().map_err(refuse)?)
+            }
+        };
+        // A label that is unknown is told as such, and not as one of two that have an English name in common.
+        let english = class_names::pairs(&dialogues).map_err(refuse)?;
+        let names = known.unwrap_or_else(|| class_names::in_one_language(&names, &english));
+        dialogues.iter_mut().zip(names).for_each(|(dialogue, name)| dialogue.label = Some(name));
+        let n_read = dialogues.len();
+        let dialogues = unique(dialogues).map_err(refuse)?;
+        if dialogues.len() < n_read {
+            reporter.message(&format!(
+                "{}: {} repeated dialogue(s) left out",
+                path.display(),
+                n_read - dialogues.len()
+            ));
+        }
+        let counts = counts(&dialogues);
+        let classes = match classes {
+            Classes::OfFile => {
+                class_names::classes(counts.iter().map(|(name, count)| (*name, count.n)), &english, reporter)
+                    .map_err(refuse)?
+            }
+            Classes::Named(known) | Classes::OfModel(known) => known.clone(),
+        };
+        let labels = dialogues.iter().filter_map(|dialogue| classes.id(dialogue.label.as_deref()?)).collect();
+        Ok(Self { labels, classes, dialogues })
+    }
+
+    /// Reads a file to learn from, and says what of it can hardly be learned.
+    ///
+    /// # Errors
+    /// As [`Corpus::read`]; there is only one class, or one with a single example.
+    pub(crate) fn to_learn_from(path: &Path, named: Option<&Labels>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
+        let corpus = Self::read(path, named.map_or(Classes::OfFile, Classes::Named), reporter)?;
+        let counts = counts(&corpus.dialogues);
+        let refuse = |message: String| Err(usage(format!("{}: {message}", path.display())));
+        if counts.len() < 2 {
+            let only = counts.keys().next().copied().unwrap_or_default();
+            return refuse(format!("every dialogue is labelled `{only}`; expected two classes at least"));
+        }
+        if let Some((name, count)) = counts.iter().find(|(_, count)| count.n < FEWEST) {
+            let (n, place) = (count.n, count.first);
+            return refuse(format!(
+                "class `{name}` has {n} example(s), {place}; expected {FEWEST} at least, one to learn from and one to measure on"
+            ));
+        }
+        for (name, count) in counts.iter().filter(|(_, count)| count.groups.len() < FEWEST) {
+            let n = count.n;
+            reporter.message(&format!(
+                "class `{name}`: its {n} examples are of one group, and cannot be on both sides of a split"
+            ));
+        }
+        for name in corpus.classes.names().iter().filter(|name| !counts.contains_key(name.as_str())) {
+            reporter.message(&format!("class `{name}` has no example: it is never learned"));
+        }
+        Ok(corpus)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.dialogues.len()
+    }
+
+    /// Groups of dialogues.
+    pub(crate) fn n_groups(&self) -> usize {
+        self.dialogues.iter().map(|dialogue| &dialogue.group).collect::<BTreeSet<_>>().len()
+    }
+
+    /// Examples of each class, as a sentence.
+    pub(crate) fn counts(&self) -> String {
+        let count = |class: usize| self.labels.iter().filter(|label| **label == class).count();
+        let counts = self.classes.names().iter().enumerate().map(|(class, name)| format!("{name} {}", count(class)));
+        counts.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Names of the classes that the file has, and none of these dialogues is of.
+    pub(crate) fn missing(&self, indices: &[usize]) -> Vec<&str> {
+        let here: BTreeSet<usize> = indices.iter().map(|&index| self.labels[index]).collect();
+        let all: BTreeSet<usize> = self.labels.iter().copied().collect();
+        all.difference(&here).map(|&class| self.classes.names()[class].as_str()).collect()
+    }
+
+    /// Positions of some dialogues' classes and groups.
+    pub(crate) fn of(&self, indices: &[usize]) -> (Vec<usize>, Vec<&str>) {
+        let label_of = |&index: &usize| self.labels[index];
+        let group_of = |&index: &usize| self.dialogues[index].group.as_str();
+        (indices.iter().map(label_of).collect(), indices.iter().map(group_of).collect())
+    }
+
+    /// The class that is commonest among some dialogues; of several the first.
+    pub(crate) fn majority(&self, indices: &[usize]) -> usize {
+        let count = |class: &usize| indices.iter().filter(|&&index| self.labels[index] == *class).count();
+        (0..self.classes.n_classes()).rev().max_by_key(count).unwrap_or_default()
+    }
+}
+
+fn label(dialogue: &Dialogue) -> Result<&str, String> {
+    let missing = || format!("{}: no `label` there; expected the style of the answer", dialogue.place);
+    dialogue.label.as_deref().ok_or_else(missing)
+}
+
+/// The name that a class of the model or the settings has, for one in either language.
+fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String, String> {
+    let place = dialogue.place;
+    let id = known.id(name).ok_or_else(|| {
+        let all = known.names().join("`, `");
+        format!("{place}: label `{name}` is none of `{all}`; correct it, or name it among `labels` in training")
+    })?;
+    let other = dialogue.label_english.as_deref().filter(|english| known.id(english).is_some_and(|other| other != id));
+    match other {
+        None => Ok(known.names()[id].clone()),
+        Some(english) => Err(format!("{place}: label `{name}` and label_english `{english}` are different classes")),
+    }
+}
+
+/// What a file has of a class.
+struct Count {
+    n: usize,
+    first: Place,
+    groups: BTreeSet<String>,
+}
+
+fn counts(dialogues: &[Dialogue]) -> BTreeMap<&str, Count> {
+    let mut counts: BTreeMap<&str, Count> = BTreeMap::new();
+    for dialogue in dialogues {
+        let name = dialogue.label.as_deref().unwrap_or_default();
+        let empty = || Count { n: 0, first: dialogue.place, groups: BTreeSet::new() };
+        let count = counts.entry(name).or_insert_with(empty);
+        count.n += 1;
+        count.groups.insert(dialogue.group.clone());
+    }
+    counts
+}
+
+/// Leaves out texts that come again with the same label.
+fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
+    let mut first: BTreeMap<String, (Place, Option<String>)> = BTreeMap::new();
+    let mut kept = Vec::new();
+    for dialogue in dialogues {
+        match first.get(&dialogue.input) {
+            None => {
+                first.insert(dialogue.input.clone(), (dialogue.place, dialogue.label.clone()));
+                kept.push(dialogue);
+            }
+            Some((_, label)) if *label == dialogue.label => {}
+            Some((place, label)) => {
+                let labels = [label, &dialogue.label].map(|label| label.as_deref().unwrap_or("none"));
+                return Err(format!(
+                    "{place} and {} are the same text with labels `{}` and `{}`; keep the right one",
+                    dialogue.place, labels[0], labels[1]
+                ));
+            }
+        }
+    }
+    Ok(kept)
+}

@@ -1,0 +1,347 @@
+//! `querl rm distill`: a small classifier that learns from a large one.
+
+use crate::corpus::{Classes, Corpus};
+use crate::error::usage;
+use crate::fitting::{Callbacks, Resume, Rows, Trainer, is_same};
+use crate::model::{ClassifierOptions, TOKENS_PER_PASS, ask};
+use crate::results::{Judged, Page, Results, write};
+use crate::settings::TrainConfig;
+use crate::teacher::Teacher;
+use querl_core::dir_lock::DirLock;
+use querl_core::ports::Reporter;
+use querl_data::{Dialogue, read_dialogues};
+use querl_eval::classification::{argmax, softmax, split_off};
+use querl_model::classifier::{Classifier, ClassifierTokenizer};
+use querl_train::classify::Distillation;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// What the teacher said, in the output folder.
+const TEACHER_FILE: &str = "teacher_logits.jsonl";
+const REPORT_FILE: &str = "distillation.json";
+/// Rounds of which the fastest says how fast a model is: the others were disturbed.
+const N_ROUNDS: usize = 3;
+
+/// What to distil from and into.
+#[derive(Debug)]
+pub struct DistillOptions {
+    /// Folder of a trained classifier.
+    pub teacher: PathBuf,
+    /// The model that a teacher's adapter was trained on.
+    pub teacher_base: Option<PathBuf>,
+    /// Folder of the model to train.
+    pub student: PathBuf,
+    /// Dialogues that the teacher labels.
+    pub unlabelled: PathBuf,
+    /// Labelled dialogues, a part of which is held out.
+    pub train_file: Option<PathBuf>,
+    /// Labelled dialogues to measure on, in place of a part of `train_file`.
+    pub eval_file: Option<PathBuf>,
+    /// Where the student is written.
+    pub output_dir: PathBuf,
+    /// Both models' logits are divided by it: 0.1 to 100.
+    pub temperature: f64,
+    /// Weight of a label where there is one, 0 to 1; the teacher has the rest.
+    pub hard_weight: f64,
+    /// Other keys of [`TrainConfig`] for the student.
+    pub settings: toml::Table,
+}
+
+/// What the student came to beside its teacher.
+#[derive(Debug, Serialize)]
+struct Report {
+    n_labelled: usize,
+    n_unlabelled: usize,
+    /// Texts about which the teacher was asked now, and not in an earlier run.
+    n_asked: usize,
+    temperature: f64,
+    hard_weight: f64,
+    teacher: Side,
+    student: Side,
+    /// Share of texts, none of them learned from, of which both say the same class.
+    agreement: Option<f64>,
+    /// Such texts.
+    n_compared: usize,
+    /// Texts that were shortened for the student: learned from, or measured on.
+    n_shortened: usize,
+    /// The student's texts a second over the teacher's.
+    speedup: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Side {
+    n_parameters: usize,
+    texts_per_second: f64,
+    /// On labelled texts that the student did not learn from.
+    accuracy: Option<f64>,
+    f1_macro: Option<f64>,
+}
+
+/// A dialogue to learn from.
+struct Lesson<'a> {
+    dialogue: &'a Dialogue,
+    label: Option<usize>,
+}
+
+/// Trains the student, compares both, writes.
+///
+/// # Errors
+/// Models, data or settings cannot be used, a file cannot be written, or the user said stop.
+pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Result<String> {
+    let reporter = callbacks.reporter;
+    let config = &config(args)?;
+    let distillation = Distillation { temperature: args.temperature, hard_weight: args.hard_weight };
+    querl_model::set_threads(config.threads as usize);
+    if is_same(&args.teacher, &args.output_dir) {
+        let output = args.output_dir.display();
+        return Err(usage(format!("{output}: output_dir is the teacher's own folder; name another")));
+    }
+    let trainer = Trainer::new(config, callbacks)?;
+    let _lock = DirLock::take(&args.output_dir)?;
+    let of_teacher = ClassifierOptions {
+        model: args.teacher.clone(),
+        base: args.teacher_base.clone(),
+        max_length: config.max_length,
+        calibrated: false,
+        threads: config.threads as usize,
+    };
+    let mut teacher = Teacher::open(&of_teacher, &args.output_dir.join(TEACHER_FILE))?;
+    let labels = teacher.model.classifier.labels().clone();
+    let read = |path: &PathBuf| Corpus::read(path, Classes::OfModel(&labels), reporter);
+    let labelled = args.train_file.as_ref().map(read).transpose()?;
+    let measured_on = args.eval_file.as_ref().map(read).transpose()?;
+    let unlabelled = read_dialogues(&args.unlabelled).map_err(usage)?;
+    let tokenizer = ClassifierTokenizer::load(&args.student, config.max_length as usize).map_err(usage)?;
+
+    // 1. What is learned from, and what is only measured on.
+    let (learned, held_out) = labelled.as_ref().map_or((Vec::new(), Vec::new()), |corpus| {
+        crate::train::apart(corpus, &(0..corpus.len()).collect::<Vec<_>>(), config.eval_share, config.seed)
+    });
+    let test = match (&measured_on, &labelled) {
+        (Some(corpus), _) => Some((corpus, (0..corpus.len()).collect())),
+        (None, Some(corpus)) if !held_out.is_empty() => Some((corpus, held_out)),
+        _ => None,
+    };
+    let (lessons, n_left_out) = lessons(labelled.as_ref(), &learned, &unlabelled, test.as_ref());
+    if n_left_out > 0 {
+        reporter.message(&format!(
+            "{n_left_out} unlabelled dialogue(s) left out: known already, or of a group that is measured on"
+        ));
+    }
+
+    // 2. What the teacher says of them.
+    let texts: Vec<&str> = lessons.iter().map(|lesson| lesson.dialogue.input.as_str()).collect();
+    let said = teacher.logits(&texts)?;
+    let n_labelled = lessons.iter().filter(|lesson| lesson.label.is_some()).count();
+    reporter.message(&format!(
+        "{n_labelled} labelled and {} unlabelled dialogues; the teacher was asked about {}",
+        lessons.len() - n_labelled,
+        teacher.n_asked
+    ));
+
+    if teacher.n_shortened > 0 {
+        reporter.message(&format!("{} of them were shortened for the teacher", teacher.n_shortened));
+    }
+
+    // 3. The student.
+    let (rows, dev) = rows(config, (&lessons, &said), &tokenizer, reporter)?;
+    let folder = args.output_dir.join("training");
+    let fitted = trainer.fit(labels, &rows, Some(distillation), (&folder, Resume::FromFolder))?;
+    trainer.publish(&fitted)?;
+
+    // 4. Both beside each other, on what the student did not learn from.
+    let compared: Vec<&str> = match &test {
+        Some((corpus, indices)) => indices.iter().map(|&index| corpus.dialogues[index].input.as_str()).collect(),
+        None => dev.iter().map(|&index| texts[index]).collect(),
+    };
+    let timed: &[&str] = if compared.is_empty() { &texts } else { &compared };
+    let (mut report, said) = compare(args, (&teacher, &fitted.classifier, &tokenizer), &compared, timed)?;
+    (report.n_labelled, report.n_unlabelled) = (n_labelled, lessons.len() - n_labelled);
+    // Those of dev were counted when they were read.
+    report.n_shortened = rows.n_shortened + if test.is_some() { report.n_shortened } else { 0 };
+    let figures = match &test {
+        Some((corpus, indices)) => measure(args, config, (corpus, indices), &said, &mut report)?,
+        None => String::new(),
+    };
+    write(&args.output_dir.join(REPORT_FILE), &format!("{}\n", serde_json::to_string_pretty(&report)?))?;
+    Ok(format!("{figures}{}\n", text(&report)))
+}
+
+/// How often both say the same of some texts, and how fast each is; with the probabilities of teacher and student.
+fn compare(
+    args: &DistillOptions,
+    (teacher, student, tokenizer): (&Teacher, &Classifier, &ClassifierTokenizer),
+    compared: &[&str],
+    timed: &[&str],
+) -> anyhow::Result<(Report, [Vec<Vec<f64>>; 2])> {
+    let own = |texts: &[&str]| ask(student, tokenizer, texts, TOKENS_PER_PASS);
+    let (of_teacher, of_student) = (teacher.model.ask(compared)?, own(compared)?);
+    let n_same = of_teacher.logits.iter().zip(&of_student.logits).filter(|(a, b)| argmax(a) == argmax(b)).count();
+    let speed = |ask: &dyn Fn() -> anyhow::Result<()>| fastest(timed.len(), ask);
+    let speeds = [speed(&|| teacher.model.ask(timed).map(drop))?, speed(&|| own(timed).map(drop))?];
+    let side = |classifier: &Classifier, texts_per_second| Side {
+        n_parameters: classifier.decoder().config().n_parameters(),
+        texts_per_second,
+        accuracy: None,
+        f1_macro: None,
+    };
+    let report = Report {
+        n_labelled: 0,
+        n_unlabelled: 0,
+        n_asked: teacher.n_asked,
+        temperature: args.temperature,
+        hard_weight: args.hard_weight,
+        teacher: side(&teacher.model.classifier, speeds[0]),
+        student: side(student, speeds[1]),
+        agreement: (!compared.is_empty()).then(|| n_same as f64 / compared.len() as f64),
+        n_compared: compared.len(),
+        n_shortened: of_student.n_shortened,
+        speedup: speeds[1] / speeds[0],
+    };
+    let probabilities = |logits: &[Vec<f64>]| logits.iter().map(|row| softmax(row)).collect::<Vec<_>>();
+    Ok((report, [probabilities(&of_teacher.logits), probabilities(&of_student.logits)]))
+}
+
+/// The flags in the words of training.
+fn config(args: &DistillOptions) -> anyhow::Result<TrainConfig> {
+    let is_share = (0.0..=1.0).contains(&args.hard_weight);
+    if !is_share {
+        return Err(usage(format!("hard_weight is {}; expected 0 to 1", args.hard_weight)));
+    }
+    if !(0.1..=100.0).contains(&args.temperature) {
+        return Err(usage(format!("temperature is {}; expected 0.1 to 100", args.temperature)));
+    }
+    let mut keys = args.settings.clone();
+    for (key, path) in
+        [("model_name_or_path", &args.student), ("train_file", &args.unlabelled), ("output_dir", &args.output_dir)]
+    {
+        keys.insert(key.to_owned(), toml::Value::try_from(path)?);
+    }
+    if args.eval_file.is_some() {
+        keys.entry("eval_share").or_insert(toml::Value::Float(0.0));
+    }
+    keys.entry("dev_share").or_insert(toml::Value::Float(0.1));
+    TrainConfig::new(keys, None)
+}
+
+/// What is learned from, and how many unlabelled dialogues are not: those whose text is there already, or whose group is measured on.
+fn lessons<'a>(
+    labelled: Option<&'a Corpus>,
+    learned: &[usize],
+    unlabelled: &'a [Dialogue],
+    test: Option<&(&'a Corpus, Vec<usize>)>,
+) -> (Vec<Lesson<'a>>, usize) {
+    let tested =
+        test.into_iter().flat_map(|(corpus, indices)| indices.iter().map(move |&index| &corpus.dialogues[index]));
+    let mut groups: BTreeSet<&str> = BTreeSet::new();
+    let mut known: BTreeSet<&str> = BTreeSet::new();
+    for dialogue in tested {
+        groups.insert(&dialogue.group);
+        known.insert(&dialogue.input);
+    }
+    let of_labelled = |corpus: &'a Corpus| {
+        let lesson =
+            move |&index: &usize| Lesson { dialogue: &corpus.dialogues[index], label: Some(corpus.labels[index]) };
+        learned.iter().map(lesson).collect::<Vec<_>>()
+    };
+    // A file of labelled dialogues and another to measure on may share some.
+    let mut lessons = labelled.map(of_labelled).unwrap_or_default();
+    lessons.retain(|lesson| !groups.contains(lesson.dialogue.group.as_str()) && known.insert(&lesson.dialogue.input));
+    let n_labelled = lessons.len();
+    let is_new = |dialogue: &&'a Dialogue| !groups.contains(dialogue.group.as_str()) && known.insert(&dialogue.input);
+    lessons.extend(unlabelled.iter().filter(is_new).map(|dialogue| Lesson { dialogue, label: None }));
+    let n_left_out = unlabelled.len() - (lessons.len() - n_labelled);
+    (lessons, n_left_out)
+}
+
+/// Rows with what the teacher said; and the positions of those that choose the checkpoint. Classes are spread evenly by label, else by
+/// what the teacher says.
+fn rows(
+    config: &TrainConfig,
+    (lessons, said): (&[Lesson<'_>], &[Vec<f64>]),
+    tokenizer: &ClassifierTokenizer,
+    reporter: &dyn Reporter,
+) -> anyhow::Result<(Rows, Vec<usize>)> {
+    let classes: Vec<usize> =
+        lessons.iter().zip(said).map(|(lesson, logits)| lesson.label.unwrap_or_else(|| argmax(logits))).collect();
+    let groups: Vec<&str> = lessons.iter().map(|lesson| lesson.dialogue.group.as_str()).collect();
+    let share = config.dev_share.unwrap_or_default();
+    let (train, dev) = match share > 0.0 {
+        true => split_off(&classes, &groups, share, config.seed),
+        false => ((0..lessons.len()).collect(), Vec::new()),
+    };
+    let mut rows = Rows::default();
+    let mut found = BTreeMap::new();
+    for &index in train.iter().chain(&dev) {
+        let mut row = rows.row(tokenizer, &lessons[index].dialogue.input, lessons[index].label)?;
+        row.teacher = Some(said[index].iter().map(|&logit| logit as f32).collect());
+        found.insert(index, row);
+    }
+    let mut take = |indices: &[usize]| indices.iter().filter_map(|index| found.remove(index)).collect();
+    (rows.train, rows.dev) = (take(&train), take(&dev));
+    if rows.n_shortened > 0 {
+        reporter.message(&format!("{} text(s) were shortened to {} tokens", rows.n_shortened, config.max_length));
+    }
+    Ok((rows, dev))
+}
+
+/// Texts a second, of the fastest of some rounds.
+fn fastest(n_texts: usize, ask: &dyn Fn() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+    let mut seconds = f64::INFINITY;
+    for _ in 0..N_ROUNDS {
+        let started = Instant::now();
+        ask()?;
+        seconds = seconds.min(started.elapsed().as_secs_f64());
+    }
+    Ok(n_texts as f64 / seconds.max(1e-9))
+}
+
+/// Figures of both on labelled dialogues, with the page.
+fn measure(
+    args: &DistillOptions,
+    config: &TrainConfig,
+    (corpus, indices): (&Corpus, &[usize]),
+    [of_teacher, of_student]: &[Vec<Vec<f64>>; 2],
+    report: &mut Report,
+) -> anyhow::Result<String> {
+    let majority = corpus.majority(indices);
+    let judged = Judged { corpus, indices, n_repeats: 1, majority, seed: config.seed };
+    let (teacher, student) = (judged.measures(of_teacher)?, judged.measures(of_student)?);
+    for (side, measures) in [(&mut report.teacher, &teacher), (&mut report.student, &student)] {
+        (side.accuracy, side.f1_macro) = (Some(measures.eval_accuracy), Some(measures.eval_f1_macro));
+    }
+    let name = |path: &Path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+    let facts = vec![
+        ("teacher".to_owned(), name(&args.teacher)),
+        ("base of the student".to_owned(), name(&args.student)),
+        ("learned from".to_owned(), format!("{} labelled, {} unlabelled", report.n_labelled, report.n_unlabelled)),
+        ("agreement".to_owned(), format!("{:.1}%", 100.0 * report.agreement.unwrap_or_default())),
+        ("seed".to_owned(), config.seed.to_string()),
+    ];
+    let mut notes = vec!["the teacher may have learned from these dialogues: then its figures are too good".to_owned()];
+    if report.n_shortened > 0 {
+        notes.push(format!("{} text(s) were shortened to {} tokens", report.n_shortened, config.max_length));
+    }
+    let (baseline, teacher) = (None, Some(teacher));
+    let results = Results { model: student, temperature: None, calibrated: None, baseline, teacher, notes };
+    let page = Page { title: "Style model: distillation", facts, temperature: None };
+    judged.tell(&results, of_student, page, Some(&args.output_dir))
+}
+
+fn text(report: &Report) -> String {
+    let percent = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{:.1}%", 100.0 * value));
+    let line = |name: &str, side: &Side| {
+        format!(
+            "{name:<8} {:>12} parameters  {:>9.1} texts/s  accuracy {:>6}  macro F1 {}",
+            side.n_parameters,
+            side.texts_per_second,
+            percent(side.accuracy),
+            side.f1_macro.map_or("-".to_owned(), |f1| format!("{f1:.4}"))
+        )
+    };
+    let agreement = format!("agreement {} of {} texts", percent(report.agreement), report.n_compared);
+    let lines = [line("teacher", &report.teacher), line("student", &report.student), agreement];
+    format!("{}\nthe student is {:.2} times as fast", lines.join("\n"), report.speedup)
+}
