@@ -4,73 +4,37 @@
 //! filters through their ports. Out: rewrites, what retrieval finds with them, and the three splits of a dataset. This crate
 //! refuses to know models, training and WebAssembly.
 
+mod client;
+mod dataset;
 mod error;
-mod quiet;
+mod judge;
+mod retrieval;
+mod stages;
+mod table;
+mod teacher;
 mod text;
 
-mod augment;
-mod dialogues;
-mod export;
-mod rows;
-mod table;
-
-mod account;
-mod batch;
-mod cache;
-mod calls;
-mod chat;
-mod deadline;
-mod outside;
-mod provider;
-mod teacher;
-
-mod judge;
-mod lexicon;
-mod need;
-mod phrases;
-mod rubric;
-mod segment;
-
-mod embedded;
-mod embedding;
-mod general_rag;
-mod index;
-mod local_work;
-mod mapping;
-mod passages;
-mod rerank;
-mod reranker;
-mod retrieval;
-mod service;
-mod synonyms;
-mod templates;
-
-mod journal;
-mod leaks;
-mod splits;
-mod stages;
-
-pub use account::{Account, ByStage, Spent, carries_files, read_account};
-pub use augment::augmented;
-pub use batch::{BatchTeacher, NewQuestions, NotedQuestions, refuse_noted_batches};
-pub use cache::{AnswerCache, CacheLimits, CacheTable, TableStats, cache_stats, clear_cache};
-pub use chat::prompt_tokens;
-pub use deadline::within;
-pub use dialogues::{Dialogue, Place, read_dialogues};
-pub use embedded::EmbeddedRetriever;
+pub use client::batch::{BatchTeacher, NewQuestions, NotedQuestions, refuse_noted_batches};
+pub use client::chat::prompt_tokens;
+pub use client::context::Outside;
+pub use client::deadline::within;
+pub use client::response_cache::{AnswerCache, CacheLimits, CacheTable, TableStats, cache_stats, clear_cache};
+pub use client::spend::{Account, ByStage, Spent, carries_files, read_account};
+pub use dataset::augment::augmented;
+pub use dataset::dialogues::{Dialogue, Place, read_dialogues};
+pub use dataset::export::{Tabled, table_path, write_tables};
+pub use dataset::journal::{Answered, Journal};
+pub use dataset::leaks::{Leak, Leaks, QueriesOf, RowsOfSplit, find_leaks};
+pub use dataset::rows::{RecordFile, RecordWriter, RowIter, Rows};
+pub use dataset::splits::Splits;
 pub use error::DataError;
-pub use export::{Tabled, table_path, write_tables};
-pub use journal::{Answered, Journal};
+pub use judge::lexicon::{Expression, Intent, Lexicon, Product};
 pub use judge::open_judge;
-pub use leaks::{Leak, Leaks, QueriesOf, RowsOfSplit, find_leaks};
-pub use lexicon::{Expression, Intent, Lexicon, Product};
-pub use need::{Need, Wording};
-pub use outside::Outside;
-pub use passages::{Passage, read_passages};
+pub use judge::query_intent::{Need, Wording};
+pub use judge::rubric::RubricJudge;
+pub use retrieval::EmbeddedRetriever;
 pub use retrieval::{LocalModels, Search, SearchLimits, open_retriever, open_search};
-pub use rows::{RecordFile, RecordWriter, RowIter, Rows};
-pub use rubric::RubricJudge;
-pub use splits::Splits;
+pub use retrieval::{Passage, read_passages};
 pub use stages::{
     Asked, Conversion, DroppedRow, LocalAnswers, LocalRewriting, Made, convert, rewrite, rewrite_in_batch, validate,
 };

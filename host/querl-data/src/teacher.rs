@@ -1,10 +1,10 @@
 //! Teachers: a recording, or a model behind an OpenAI-compatible endpoint.
 
-use crate::cache::{CacheTable, CachedTeacher};
-use crate::chat::ChatClient;
+use crate::client::chat::ChatClient;
+use crate::client::context::Outside;
+use crate::client::response_cache::{CacheTable, CachedTeacher, Shelf};
+use crate::dataset::journal::Lines;
 use crate::error::DataError;
-use crate::journal::Lines;
-use crate::outside::Outside;
 use crate::table::query_id;
 use crate::text::hash_of;
 use async_trait::async_trait;
@@ -63,7 +63,7 @@ fn open_first(config: &TeacherConfig, outside: &Outside) -> Result<Arc<dyn Teach
 
 fn open_openai(section: &str, endpoint: EndpointConfig, outside: &Outside) -> Result<Arc<dyn Teacher>, DataError> {
     let client = ChatClient::open(section, endpoint, outside)?;
-    let shelf = outside.shelf(CacheTable::Rewrites, client.provider(), &client.identity());
+    let shelf = Shelf::open(outside, CacheTable::Rewrites, client.provider(), &client.identity());
     Ok(Arc::new(CachedTeacher { inner: Arc::new(OpenAiTeacher(client)), shelf }))
 }
 

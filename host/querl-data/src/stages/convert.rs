@@ -1,9 +1,9 @@
 //! Stage convert: filters keep or drop each row with a reason, and the rows become the three splits of a dataset.
 
 use super::context;
+use crate::dataset::rows::{Rows, changed_meanwhile};
+use crate::dataset::splits::Splits;
 use crate::error::DataError;
-use crate::rows::{Rows, changed_meanwhile};
-use crate::splits::Splits;
 use querl_core::config::DataConfig;
 use querl_core::ports::{Filter, PromptInput, PromptTask, Prompts};
 use querl_core::records::{

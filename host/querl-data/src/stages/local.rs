@@ -3,9 +3,9 @@
 
 use super::Asked;
 use super::rewrite::{messages, parsed, rewrite};
+use crate::dataset::journal::Journal;
+use crate::dataset::rows::{RowIter, Rows};
 use crate::error::DataError;
-use crate::journal::Journal;
-use crate::rows::{RowIter, Rows};
 use crate::text::hash_of;
 use async_trait::async_trait;
 use querl_core::ports::{Progress, Prompts, Teacher};

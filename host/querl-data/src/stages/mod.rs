@@ -12,9 +12,9 @@ pub use local::{LocalAnswers, LocalRewriting};
 pub use rewrite::{rewrite, rewrite_in_batch};
 pub use validate::validate;
 
+use crate::dataset::journal::{Answered, Journal, Place};
+use crate::dataset::rows::{RecordWriter, Rows, changed_meanwhile};
 use crate::error::DataError;
-use crate::journal::{Answered, Journal, Place};
-use crate::rows::{RecordWriter, Rows, changed_meanwhile};
 use futures::StreamExt;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};

@@ -1,10 +1,10 @@
 //! Stage rewrite: the teacher rewrites each query.
 
 use super::{Asked, Outcome, Work, ask_all, context};
-use crate::batch::{BatchAnswers, BatchTeacher, NewQuestions};
+use crate::client::batch::{BatchAnswers, BatchTeacher, NewQuestions};
+use crate::dataset::journal::{Answered, Journal};
+use crate::dataset::rows::Rows;
 use crate::error::DataError;
-use crate::journal::{Answered, Journal};
-use crate::rows::Rows;
 use crate::text::hash_of;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};

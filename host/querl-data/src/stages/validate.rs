@@ -1,9 +1,9 @@
 //! Stage validate: what does retrieval find with each rewrite?
 
 use super::{Asked, Outcome, Work, ask_all, context};
+use crate::dataset::journal::{Answered, Journal};
+use crate::dataset::rows::Rows;
 use crate::error::DataError;
-use crate::journal::{Answered, Journal};
-use crate::rows::Rows;
 use crate::text::hash_of;
 use querl_core::ports::{Progress, RetrievalRequest, Retriever};
 use querl_core::records::{RewriteRecord, ValidatedRecord};

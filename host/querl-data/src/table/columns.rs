@@ -1,11 +1,11 @@
 //! Which columns of a table mean what, and what a row says.
 
 use super::encoding::TextEncoding;
-use super::formats::Table;
-use super::query_id;
+use super::source::Table;
 use crate::error::DataError;
 use crate::text::{normalise, with_width};
 use querl_core::config::{DataConfig, TextWidth};
+use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -72,6 +72,13 @@ impl Columns {
             gold_ids,
         }
     }
+}
+
+/// Identity of a query in its context: 16 hexadecimal digits.
+pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> String {
+    let mut digest = digest_hex(serde_json::json!([query, user_profile, history_summary]).to_string().as_bytes());
+    digest.truncate(16);
+    digest
 }
 
 /// Of two columns with one name nobody knows which counts.

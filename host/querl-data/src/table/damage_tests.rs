@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::export::{table_path, write_tables};
+use crate::dataset::export::{table_path, write_tables};
 use querl_core::config::TableFormat;
 use querl_core::fsx::write_jsonl;
 use querl_core::records::{Completion, RewriteRecord};

@@ -2,7 +2,7 @@
 //! of its row: both are refused with the row.
 
 use super::encoding::{detect, open_text};
-use super::formats::{Source, Table};
+use super::source::Table;
 use crate::error::DataError;
 use csv::StringRecord;
 use std::io::Read;
@@ -31,21 +31,23 @@ pub(super) fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataEr
         return Err(DataError::file(path, "the file has no header row; expected the names of the columns"));
     }
     let (of_file, n_columns) = (path.to_owned(), header.len());
-    let is_ours = crate::export::is_header(&header);
+    let is_ours = crate::dataset::export::is_header(&header);
     // The row that a spreadsheet shows: a line number would count the lines of a cell, and CRLF differently from LF.
     let rows = (2..).zip(records).filter_map(move |(row, record)| {
         let checked = record.map_err(&problem).and_then(|record| {
             check_quotes(&of_file, row, &record)?;
             check_width(&of_file, row, &record, n_columns)?;
-            let cell =
-                |cell: &str| if is_ours { crate::export::formula_text(cell).to_owned() } else { cell.to_owned() };
+            let cell = |cell: &str| {
+                if is_ours { crate::dataset::export::formula_text(cell).to_owned() } else { cell.to_owned() }
+            };
             Ok((row, record.iter().map(cell).collect::<Vec<_>>()))
         });
         let ended = checked.as_ref().is_ok_and(|(_, cells)| matches!(&cells[..], [cell] if is_end(cell)));
         (!ended).then_some(checked)
     });
-    let source = Source::Rows(Box::new(rows));
-    Ok(Table { encoding: Some(encoding), ..Table::new(path, header, source) })
+    let mut table = Table::of_rows(path, header, Box::new(rows));
+    table.encoding = Some(encoding);
+    Ok(table)
 }
 
 fn is_end(cell: &str) -> bool {

@@ -7,22 +7,23 @@ mod columns;
 mod delimited;
 mod encoding;
 mod findings;
-mod formats;
 mod groups;
+mod open;
 mod parquet;
+mod source;
 mod workbook;
 
+pub use columns::query_id;
 pub(crate) use encoding::read_text;
 pub use findings::{Findings, NamedRow, RowList};
-pub(crate) use formats::open_table;
+pub(crate) use open::open_table;
 
+use crate::dataset::rows::{RowIter, Rows, SteadyFile};
 use crate::error::DataError;
-use crate::rows::{RowIter, Rows, SteadyFile};
 use crate::text::{hash_of, normalise};
 use columns::Columns;
 use groups::{Mark, for_each_pair, joined};
 use querl_core::config::DataConfig;
-use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
@@ -65,13 +66,6 @@ pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
     Ok(table)
 }
 
-/// Identity of a query in its context: 16 hexadecimal digits.
-pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> String {
-    let mut digest = digest_hex(serde_json::json!([query, user_profile, history_summary]).to_string().as_bytes());
-    digest.truncate(16);
-    digest
-}
-
 impl QueryTable {
     /// What the table holds beside usable rows.
     pub fn findings(&self) -> &Findings {
@@ -79,7 +73,7 @@ impl QueryTable {
     }
 
     /// All rows of the file, with the cells that count.
-    fn rows(&self) -> Result<formats::TableRows, DataError> {
+    fn rows(&self) -> Result<source::TableRows, DataError> {
         open_table(&self.file.path)?.rows(&self.columns.used())
     }
 

@@ -2,9 +2,9 @@
 //! is not: offsets are looked at first, a panic within a page is an error of the file, and columns that are not used are not
 //! read. Values that are no text, number or list of such are refused with their place, as no two programs write them alike.
 
-use super::formats::{Source, Table, TableRows};
+use super::source::{RowSource, Table, TableRows};
 use crate::error::DataError;
-use crate::quiet::{quietly, said};
+use crate::error::{quietly, said};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -18,19 +18,18 @@ pub(super) fn open_parquet(path: &Path) -> Result<Table, DataError> {
     let reader = caught(|| open_reader(path)).map_err(|said| unreadable(path, &said))?;
     let fields = reader.metadata().file_metadata().schema().get_fields();
     let header = fields.iter().map(|field| field.name().to_owned()).collect();
-    Ok(Table::new(path, header, Source::Parquet(ParquetFile { path: path.to_owned(), reader })))
+    Ok(Table::new(path, header, Box::new(ParquetFile { path: path.to_owned(), reader })))
 }
 
 /// An opened file, of which no row was read yet.
-pub(super) struct ParquetFile {
+struct ParquetFile {
     path: PathBuf,
     reader: SerializedFileReader<File>,
 }
 
-impl ParquetFile {
-    /// The rows; cells of other columns are empty.
-    pub(super) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
-        let Self { path, reader } = self;
+impl RowSource for ParquetFile {
+    fn rows(self: Box<Self>, columns: &[usize]) -> Result<TableRows, DataError> {
+        let Self { path, reader } = *self;
         let schema = reader.metadata().file_metadata().schema();
         let mut columns = columns.to_vec();
         columns.sort_unstable();

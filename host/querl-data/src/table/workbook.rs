@@ -1,6 +1,6 @@
 //! Workbooks: the first sheet, and further ones that go on with its columns, as a table of more rows than a sheet takes does.
 
-use super::formats::{Source, Table};
+use super::source::Table;
 use crate::error::DataError;
 use calamine::{Data, ExcelDateTime, Range, Reader, SheetType, SheetVisible};
 use std::path::Path;
@@ -43,8 +43,9 @@ pub(super) fn open_xlsx(path: &Path) -> Result<Table, DataError> {
             Some(_) => unread_sheets.push(name),
         }
     }
-    let source = Source::Rows(Box::new(rows.into_iter()));
-    Ok(Table { sheet: Some(sheet), unread_sheets, ..Table::new(path, header, source) })
+    let mut table = Table::of_rows(path, header, Box::new(rows.into_iter()));
+    (table.sheet, table.unread_sheets) = (Some(sheet), unread_sheets);
+    Ok(table)
 }
 
 fn header(range: &Range<Data>) -> Option<Vec<String>> {

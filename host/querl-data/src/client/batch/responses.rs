@@ -1,0 +1,253 @@
+//! Answers of batches at their end. They are read whole, and charged, before a row is given one.
+
+use super::state::{Note, key};
+use super::{BatchTeacher, FileSize, Handed, question_id};
+use crate::client::spend::{Bill, Usage};
+use crate::error::DataError;
+use querl_core::ports::Progress;
+use querl_core::records::{CallFailure, Completion, FailureKind, Message};
+use serde_json::Value;
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// A file that does not hold what it should was perhaps cut short on its way.
+const N_READS: usize = 3;
+
+/// What batches answered. In memory is where each answer stands: the files themselves are on the disk, without a name, for as long
+/// as this is there.
+pub(crate) struct BatchAnswers<'a> {
+    teacher: &'a BatchTeacher,
+    path: &'a Path,
+    note: Note,
+    ended: Vec<Ended>,
+    places: HashMap<u64, usize>,
+    /// Questions that were given their answer.
+    given: Mutex<HashSet<u64>>,
+}
+
+/// One batch at its end.
+pub(super) struct Ended {
+    status: String,
+    /// Output and errors.
+    files: Vec<AnswerFile>,
+}
+
+/// A file of answers, as it came.
+struct AnswerFile {
+    file: Mutex<File>,
+    /// By the question's key: where its line begins, and how long it is.
+    lines: HashMap<u64, (u64, usize)>,
+    /// Questions with an answer, and what each took.
+    answered: Vec<(u64, Usage)>,
+}
+
+impl BatchTeacher {
+    /// Reads both files of a batch and puts what they hold on the account. What is in neither has no answer.
+    ///
+    /// # Errors
+    /// A file cannot be carried, is not what it should be, or cannot be kept here.
+    pub(super) async fn read(
+        &self,
+        handed: &mut Handed<'_>,
+        index: usize,
+        end: &Value,
+        progress: &dyn Progress,
+    ) -> Result<Ended, DataError> {
+        let id = handed.note.batches[index].batch_id.clone().unwrap_or_default();
+        let unread = |failure: CallFailure| format!("the answers of batch {id} cannot be read: {failure}");
+        let (files, missing) =
+            self.carry_all(handed, index, end).await.map_err(|failure| handed.stopped(&unread(failure)))?;
+        if let Some(missing) = missing {
+            progress.line(&format!("batch {id}: {missing}; rows without an answer are taken to have failed"));
+        }
+        if !handed.note.batches[index].is_charged {
+            self.charge(files.iter().flat_map(|file| &file.answered), &handed.note.batches[index]);
+            // The account first: what a kill between them leaves is an amount too high.
+            self.account.save()?;
+            handed.change(index, |batch| batch.is_charged = true)?;
+        }
+        handed.reserved[index] = None;
+        Ok(Ended { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
+    }
+
+    /// The files, and what the service counts beside what they hold where that is more: services count in different ways, and files
+    /// that are whole and say so each time are believed.
+    async fn carry_all(
+        &self,
+        handed: &Handed<'_>,
+        index: usize,
+        end: &Value,
+    ) -> Result<(Vec<AnswerFile>, Option<String>), CallFailure> {
+        let ids = ["output_file_id", "error_file_id"].map(|name| end[name].as_str().filter(|id| !id.is_empty()));
+        let folder = handed.path.parent().unwrap_or(Path::new("."));
+        let n_questions = match handed.note.batches[index].n_rows {
+            0 => FileSize::OPENAI.n_rows,
+            n_rows => n_rows,
+        };
+        let count = |name: &str| end["request_counts"][name].as_u64().unwrap_or(0);
+        // Some count what failed as completed, too.
+        let n_expected = count("completed").saturating_add(count("failed")).min(n_questions as u64);
+        let (mut files, mut n_read) = (Vec::new(), 0);
+        for _ in 0..N_READS {
+            files.clear();
+            for file_id in ids.into_iter().flatten() {
+                files.push(self.carry(file_id, n_questions, folder).await?);
+            }
+            n_read = files.iter().map(|file: &AnswerFile| file.lines.len()).sum();
+            if n_read as u64 >= n_expected {
+                return Ok((files, None));
+            }
+        }
+        let what = format!("its files hold {n_read} answers, and the service counts {n_expected}");
+        // Files that hold nothing of what was worked on are not those of the batch.
+        if count("completed") > 0 && files.iter().all(|file| file.answered.is_empty()) {
+            return Err(self.failure(FailureKind::InvalidResponse, &what));
+        }
+        Ok((files, Some(what)))
+    }
+
+    /// One file, read again where its lines are not what they should be.
+    async fn carry(&self, file_id: &str, n_questions: usize, folder: &Path) -> Result<AnswerFile, CallFailure> {
+        let path = format!("/files/{file_id}/content");
+        // Characters outside of ASCII may be sent as six, a token may be some of them, and much else stands in a line.
+        let most_bytes = 32_u64.saturating_mul(self.client.most_tokens(&[]).1).saturating_add(16_384);
+        let most_bytes = most_bytes.saturating_mul(n_questions as u64).saturating_add(1 << 20);
+        let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));
+        let unkept = |error: io::Error| invalid(format!("cannot be kept in {}: {error}", folder.display()));
+        let file = tempfile::tempfile_in(folder).map_err(unkept)?;
+        let mut n_try = 1;
+        loop {
+            self.files.download(&path, &file, most_bytes).await?;
+            match self.index(&file) {
+                Ok((lines, answered)) => return Ok(AnswerFile { file: Mutex::new(file), lines, answered }),
+                Err(problem) if n_try == N_READS => return Err(invalid(problem)),
+                Err(problem) => tracing::debug!("{path}: {problem}; read again"),
+            }
+            n_try += 1;
+        }
+    }
+
+    /// Where the lines of a file are, and what they took.
+    #[allow(clippy::type_complexity)] // the two parts of an `AnswerFile`
+    fn index(&self, mut file: &File) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
+        let unreadable = |error: io::Error| format!("cannot be read again: {error}");
+        file.rewind().map_err(unreadable)?;
+        let (mut reader, mut line, mut start) = (BufReader::with_capacity(1 << 16, file), Vec::new(), 0);
+        let (mut lines, mut answered) = (HashMap::new(), Vec::new());
+        for number in 1.. {
+            line.clear();
+            let n_bytes = reader.read_until(b'\n', &mut line).map_err(unreadable)?;
+            if n_bytes == 0 {
+                break;
+            }
+            if !line.trim_ascii().is_empty() {
+                let parsed: Value =
+                    serde_json::from_slice(&line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
+                let id = parsed["custom_id"].as_str().ok_or_else(|| format!("line {number} has no `custom_id`"))?;
+                lines.insert(key(id), (start, n_bytes));
+                if let Some(body) = answered_body(&parsed) {
+                    answered.push((key(id), self.client.usage(&[], body)));
+                }
+            }
+            start += n_bytes as u64;
+        }
+        Ok((lines, answered))
+    }
+
+    fn charge<'a>(&self, answered: impl Iterator<Item = &'a (u64, Usage)>, batch: &super::Batch) {
+        let mean_prompt_tokens = batch.prompt_tokens / (batch.ids.len() as u64).max(1);
+        for (_, usage) in answered {
+            let mut usage = *usage;
+            if usage.is_estimated {
+                usage.prompt_tokens = mean_prompt_tokens;
+                usage.cost = self.client.cost((usage.prompt_tokens, usage.completion_tokens));
+            }
+            usage.cost = usage.cost.map(|cost| cost * self.price_factor);
+            let mut bill = Bill::new(&self.account, &self.provider);
+            bill.sent();
+            bill.answered();
+            bill.charged(usage);
+        }
+    }
+
+    /// One line of an output file.
+    fn answer(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {
+        let Some(body) = answered_body(line) else {
+            return Err(self.failure(FailureKind::Rejected, &refusal(line)));
+        };
+        let mut usage = self.client.usage(messages, body);
+        usage.cost = usage.cost.map(|cost| cost * self.price_factor);
+        self.client.completion(body, usage, None).map_err(|what| self.failure(FailureKind::InvalidResponse, &what))
+    }
+}
+
+impl<'a> BatchAnswers<'a> {
+    pub(super) fn new(teacher: &'a BatchTeacher, path: &'a Path, note: Note, ended: Vec<Ended>) -> Self {
+        let places = note.places();
+        Self { teacher, path, note, ended, places, given: Mutex::default() }
+    }
+
+    /// The answer to a prompt; `None` where it is in no batch.
+    ///
+    /// # Errors
+    /// What was kept on the disk cannot be read.
+    pub(crate) fn of(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
+        let key = key(&question_id(messages));
+        let Some(ended) = self.places.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
+        if !self.given.lock().unwrap_or_else(PoisonError::into_inner).insert(key) {
+            self.teacher.account.count_joined(&self.teacher.provider);
+        }
+        let line = ended.files.iter().find_map(|file| file.line(key)).transpose();
+        let unreadable = |error| DataError::file(self.path, format!("answers cannot be read again: {error}"));
+        Ok(Some(match line.map_err(unreadable)? {
+            Some(mut line) => {
+                self.teacher.files.hide_key_in(&mut line);
+                self.teacher.answer(messages, &line)
+            }
+            None => {
+                let what = format!("batch {} without an answer to this row", ended.status);
+                Err(self.teacher.failure(FailureKind::Timeout, &what))
+            }
+        }))
+    }
+
+    /// Takes questions without an answer out of the note, so that the next run hands them over anew.
+    ///
+    /// # Errors
+    /// The note cannot be written.
+    pub(crate) fn settle(mut self) -> Result<(), DataError> {
+        for (batch, ended) in self.note.batches.iter_mut().zip(&self.ended) {
+            let answered: HashSet<u64> =
+                ended.files.iter().flat_map(|file| &file.answered).map(|(key, _)| *key).collect();
+            batch.ids.retain(|id| answered.contains(&key(id)));
+        }
+        self.note.batches.retain(|batch| !batch.ids.is_empty());
+        self.note.write(self.path)
+    }
+}
+
+impl AnswerFile {
+    /// The line of a question, if there is one.
+    fn line(&self, key: u64) -> Option<io::Result<Value>> {
+        let (start, n_bytes) = *self.lines.get(&key)?;
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut line = vec![0; n_bytes];
+        let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut line));
+        Some(read.and_then(|()| Ok(serde_json::from_slice(&line)?)))
+    }
+}
+
+/// The chat completion in a line; `None` where the service refused the row.
+fn answered_body(line: &Value) -> Option<&Value> {
+    let status = line.pointer("/response/status_code").and_then(Value::as_u64);
+    line.pointer("/response/body").filter(|_| status == Some(200))
+}
+
+fn refusal(line: &Value) -> String {
+    let status = line.pointer("/response/status_code").and_then(Value::as_u64).unwrap_or(0);
+    let said = ["/response/body/error/message", "/error/message"].iter().find_map(|at| line.pointer(at)?.as_str());
+    format!("answered {status}: {}", said.unwrap_or("no message"))
+}

@@ -1,0 +1,226 @@
+//! Files to and from a service. Their size and the line decide how long they take: what is bounded is how long nothing moves.
+
+use super::{Call, CallLimits, Caller, FailedTry, REFUSAL_BYTES, Retry, Secret, asked_pause, lock};
+use crate::client::context::Outside;
+use crate::client::spend::Bill;
+use crate::error::DataError;
+use futures::stream;
+use querl_core::config::CallsConfig;
+use querl_core::records::{CallFailure, FailureKind};
+use reqwest::header::AUTHORIZATION;
+use reqwest::multipart::{Form, Part};
+use reqwest::{Body, Method, RequestBuilder, Response};
+use serde_json::Value;
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+/// Stands for no limit; far enough from what a clock can hold.
+const UNBOUNDED: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// What goes out at once: a line of 10 kbit/s moves it within the shortest limit that anybody sets.
+const CHUNK_BYTES: usize = 1 << 14;
+
+/// Carries files to and from one service.
+#[derive(Debug)]
+pub(crate) struct FileCarrier {
+    caller: Caller,
+    /// How long nothing may move.
+    silence: Duration,
+}
+
+/// When a byte moved last.
+#[derive(Debug, Clone)]
+struct Moved(Arc<Mutex<Instant>>);
+
+impl Moved {
+    fn now() -> Self {
+        Self(Arc::new(Mutex::new(Instant::now())))
+    }
+
+    fn tick(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    fn ago(&self) -> Duration {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
+    }
+}
+
+impl FileCarrier {
+    /// As [`Caller::new`], under the name `provider` on the account. `limits.timeout` is how long nothing may move.
+    ///
+    /// # Errors
+    /// The address is not one of HTTP, or no client can be made on this machine.
+    pub(crate) fn new(
+        setting: &str,
+        url: &str,
+        key: Option<Secret>,
+        limits: CallLimits,
+        outside: &Outside,
+        provider: &str,
+    ) -> Result<Self, DataError> {
+        let config = CallsConfig { read_timeout_s: UNBOUNDED.as_secs_f64(), ..outside.config.clone() };
+        let (silence, limits) = (limits.timeout, CallLimits { timeout: UNBOUNDED, ..limits });
+        let caller = Caller::new(setting, url, key, limits, &outside.reached_by(config))?;
+        Ok(Self { caller: caller.named(provider), silence })
+    }
+
+    /// Sends `text` as a file of requests; what the service says of it.
+    ///
+    /// # Errors
+    /// As [`Caller::post`].
+    pub(crate) async fn upload(&self, path: &str, text: &Arc<String>) -> Result<Value, CallFailure> {
+        let call = &Call { method: Method::POST, ..Call::get(path) };
+        self.carry(|| async {
+            let moved = Moved::now();
+            let form = Form::new().text("purpose", "batch").part("file", part(text.clone(), moved.clone()));
+            let mut body = Vec::new();
+            let take = |chunk: &[u8]| {
+                body.extend_from_slice(chunk);
+                Ok(())
+            };
+            let request = self.request(call).multipart(form);
+            self.exchange(call, request, &moved, self.caller.max_response_bytes as u64, take).await?;
+            self.caller.parse(call, body)
+        })
+        .await
+    }
+
+    /// Reads a file of at most `most_bytes` into `file`, whose content goes.
+    ///
+    /// # Errors
+    /// As [`Caller::post`]; also where the file is longer, or cannot be written here.
+    pub(crate) async fn download(&self, path: &str, file: &File, most_bytes: u64) -> Result<(), CallFailure> {
+        let call = &Call::get(path);
+        self.carry(|| async {
+            let unwritten = |error: io::Error| {
+                let what = format!("the answers cannot be kept on this machine: {error}");
+                FailedTry { retry: Retry::Useless, ..self.failed(call, FailureKind::InvalidResponse, what) }
+            };
+            let mut file = file;
+            file.set_len(0).and_then(|()| file.rewind()).map_err(unwritten)?;
+            let take = |chunk: &[u8]| file.write_all(chunk).map_err(unwritten);
+            self.exchange(call, self.request(call), &Moved::now(), most_bytes, take).await
+        })
+        .await
+    }
+
+    /// Until a try succeeds, each counted.
+    async fn carry<T, F: Future<Output = Result<T, FailedTry>>>(
+        &self,
+        mut try_once: impl FnMut() -> F,
+    ) -> Result<T, CallFailure> {
+        let bill = Mutex::new(Bill::new(&self.caller.account, &self.caller.provider));
+        let counted = || {
+            let tried = try_once();
+            async {
+                lock(&bill).sent();
+                let result = tried.await;
+                // Carrying costs nothing, whatever became of it.
+                match &result {
+                    Ok(_) => lock(&bill).answered(),
+                    Err(_) => lock(&bill).refused(),
+                }
+                result
+            }
+        };
+        let result = self.caller.retried(counted).await;
+        if result.is_err() {
+            lock(&bill).failed();
+        }
+        result
+    }
+
+    fn request(&self, call: &Call<'_>) -> RequestBuilder {
+        let request = self.caller.client.request(call.method.clone(), self.caller.address(call));
+        match &self.caller.authorization {
+            Some(authorization) => request.header(AUTHORIZATION, authorization.clone()),
+            None => request,
+        }
+    }
+
+    /// One request; `take` is shown the body of a success, a chunk at a time.
+    async fn exchange(
+        &self,
+        call: &Call<'_>,
+        request: RequestBuilder,
+        moved: &Moved,
+        most_bytes: u64,
+        mut take: impl FnMut(&[u8]) -> Result<(), FailedTry>,
+    ) -> Result<(), FailedTry> {
+        let broken = |error: reqwest::Error| self.failed(call, FailureKind::Unreachable, super::innermost(&error));
+        let exchange = async {
+            let mut response = request.send().await.map_err(broken)?;
+            moved.tick();
+            if !response.status().is_success() {
+                return Err(self.refused(call, response).await);
+            }
+            let mut n_bytes = 0;
+            while let Some(chunk) = response.chunk().await.map_err(broken)? {
+                moved.tick();
+                n_bytes += chunk.len() as u64;
+                if n_bytes > most_bytes {
+                    let what = format!("the answer is longer than the {most_bytes} bytes that it can have");
+                    let failed = self.failed(call, FailureKind::InvalidResponse, what);
+                    return Err(FailedTry { retry: Retry::Useless, ..failed });
+                }
+                take(&chunk)?;
+            }
+            Ok(())
+        };
+        unless_silent(exchange, moved, self.silence).await.unwrap_or_else(|| {
+            let what = format!("nothing moved for {} s", self.silence.as_secs_f64());
+            Err(self.failed(call, FailureKind::Timeout, what))
+        })
+    }
+
+    /// What a service that refuses says is read as far as a message goes.
+    async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedTry {
+        let (status, pause) = (response.status(), asked_pause(response.headers(), SystemTime::now()));
+        let mut body = Vec::new();
+        while body.len() < REFUSAL_BYTES
+            && let Ok(Some(chunk)) = response.chunk().await
+        {
+            body.extend_from_slice(&chunk);
+        }
+        self.caller.refused(call, status, pause, &String::from_utf8_lossy(&body))
+    }
+
+    /// What a service quotes must not bring its key into a file of ours.
+    pub(crate) fn hide_key_in(&self, answer: &mut Value) {
+        if let Some(key) = &self.caller.key {
+            key.hide_in_value(answer);
+        }
+    }
+
+    fn failed(&self, call: &Call<'_>, kind: FailureKind, what: String) -> FailedTry {
+        self.caller.failed(call, kind, Retry::Later, what)
+    }
+}
+
+/// A file whose chunks say when they go.
+fn part(text: Arc<String>, moved: Moved) -> Part {
+    let n_bytes = text.len();
+    let chunks = (0..n_bytes).step_by(CHUNK_BYTES).map(move |start| {
+        moved.tick();
+        let end = n_bytes.min(start + CHUNK_BYTES);
+        Ok::<_, io::Error>(text.as_bytes()[start..end].to_vec())
+    });
+    Part::stream_with_length(Body::wrap_stream(stream::iter(chunks)), n_bytes as u64).file_name("requests.jsonl")
+}
+
+/// What comes of `work`; `None` once nothing has moved for so long.
+async fn unless_silent<T>(work: impl Future<Output = T>, moved: &Moved, silence: Duration) -> Option<T> {
+    let mut work = pin!(work);
+    loop {
+        if let Ok(done) = tokio::time::timeout(silence.saturating_sub(moved.ago()), work.as_mut()).await {
+            return Some(done);
+        }
+        if moved.ago() >= silence {
+            return None;
+        }
+    }
+}

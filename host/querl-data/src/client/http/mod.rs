@@ -1,0 +1,504 @@
+//! Calls to outside services: bounded in number, pace and time, tried again where that can help, given up where nobody answers,
+//! and failing with a sentence that holds no secret.
+
+mod circuit_breaker;
+mod file_transfer;
+mod rate_limit;
+mod retry;
+mod secret;
+pub(crate) use file_transfer::FileCarrier;
+pub(crate) use rate_limit::estimated_tokens;
+pub(crate) use retry::{Check, Refusal};
+pub(crate) use secret::Secret;
+
+use crate::client::context::Outside;
+use crate::client::deadline::{StopFlag, turn};
+use crate::client::spend::{Account, Bill};
+use crate::error::DataError;
+use backon::{ExponentialBuilder, Retryable};
+use circuit_breaker::Breaker;
+use querl_core::config::CallsConfig;
+use querl_core::records::{CallFailure, FailureKind};
+use rate_limit::Pace;
+use reqwest::header::{AUTHORIZATION, HeaderValue};
+use reqwest::{Certificate, Client, Method, NoProxy, Proxy, Response, StatusCode, Url, redirect};
+use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, is_out_of_money, may_be_charged, of_status};
+use serde_json::Value;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime};
+use tokio::sync::Semaphore;
+
+/// How much of a server's words goes into a message.
+const EXCERPT_CHARS: usize = 300;
+/// How much of a refusal is read.
+const REFUSAL_BYTES: usize = 64 << 10;
+
+/// Limits on the calls to one service.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CallLimits {
+    /// Calls under way at once.
+    pub(crate) max_concurrent: usize,
+    /// For one try.
+    pub(crate) timeout: Duration,
+    /// Tries after the first.
+    pub(crate) max_retries: usize,
+    /// Pause before the second try; later ones double, with jitter.
+    pub(crate) first_pause: Duration,
+    /// Tries a minute; `None` where nobody counts.
+    pub(crate) requests_per_minute: Option<u32>,
+    /// Estimated tokens a minute, questions and the most that answers may have.
+    pub(crate) tokens_per_minute: Option<u32>,
+}
+
+impl CallLimits {
+    /// Without quotas.
+    pub(crate) fn new(max_concurrent: usize, timeout_s: f64, max_retries: usize) -> Self {
+        Self {
+            max_concurrent: max_concurrent.max(1),
+            timeout: seconds(timeout_s),
+            max_retries,
+            first_pause: Duration::from_millis(500),
+            requests_per_minute: None,
+            tokens_per_minute: None,
+        }
+    }
+
+    /// With quotas, where they are given.
+    pub(crate) fn per_minute(self, requests: Option<u32>, tokens: Option<u32>) -> Self {
+        Self { requests_per_minute: requests, tokens_per_minute: tokens, ..self }
+    }
+}
+
+/// Calls one address of a service.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    client: Client,
+    url: Url,
+    key: Option<Secret>,
+    authorization: Option<HeaderValue>,
+    limits: CallLimits,
+    max_response_bytes: usize,
+    read_timeout: Duration,
+    slots: Semaphore,
+    pace: Pace,
+    breaker: Breaker,
+    account: Arc<Account>,
+    /// Once it is set nobody is called any more.
+    stop: StopFlag,
+    /// As the account calls the service.
+    provider: String,
+}
+
+/// An answer and how long its last try took.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) body: Value,
+    pub(crate) latency_ms: f64,
+    /// For what the answer cost; goes on the account when it is dropped.
+    pub(crate) bill: Bill,
+}
+
+/// One request, as often as it is tried.
+#[derive(Debug, Clone)]
+pub(crate) struct Call<'a> {
+    method: Method,
+    /// Below the caller's address; empty for the address itself.
+    path: String,
+    sent: Option<&'a Value>,
+}
+
+impl<'a> Call<'a> {
+    /// Sends JSON, reads JSON.
+    pub(crate) fn post(path: &str, body: &'a Value) -> Self {
+        Self { method: Method::POST, path: path.to_owned(), sent: Some(body) }
+    }
+
+    /// Reads JSON.
+    pub(crate) fn get(path: &str) -> Self {
+        Self { method: Method::GET, path: path.to_owned(), sent: None }
+    }
+}
+
+/// What a call takes before its answer is known.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Charge {
+    /// Of a quota of tokens.
+    pub(crate) n_tokens: u64,
+    /// The most that it may cost.
+    pub(crate) most: f64,
+}
+
+impl Charge {
+    /// Of a service that takes no money.
+    pub(crate) const FREE: Self = Self { n_tokens: 0, most: 0.0 };
+}
+
+impl Caller {
+    /// A caller of `url`, which `setting` names in the configuration.
+    ///
+    /// # Errors
+    /// The address is not one of HTTP, or no client can be made on this machine.
+    pub(crate) fn new(
+        setting: &str,
+        url: &str,
+        key: Option<Secret>,
+        limits: CallLimits,
+        outside: &Outside,
+    ) -> Result<Self, DataError> {
+        let parsed = Url::parse(url).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        let url =
+            parsed.ok_or_else(|| DataError::setting(setting, "is not an http or https address; write it in full"))?;
+        let config = &outside.config;
+        let provider = setting.rsplit_once('.').map_or(setting, |(section, _)| section).to_owned();
+        let unsent = |_| {
+            DataError::setting(format!("{provider}.api_key_env"), "gives a key with characters that cannot be sent")
+        };
+        let authorization = key.as_ref().map(Secret::header).transpose().map_err(unsent)?;
+        Ok(Self {
+            client: new_client(setting, &limits, config)?,
+            url,
+            key,
+            authorization,
+            limits,
+            max_response_bytes: config.max_response_mib.saturating_mul(1 << 20),
+            read_timeout: seconds(config.read_timeout_s),
+            slots: Semaphore::new(limits.max_concurrent),
+            pace: Pace::new(limits.requests_per_minute, limits.tokens_per_minute),
+            breaker: Breaker::new(config.breaker_failures),
+            account: outside.account.clone(),
+            stop: outside.stop,
+            provider,
+        })
+    }
+
+    /// Under this name on the account.
+    pub(crate) fn named(self, provider: &str) -> Self {
+        Self { provider: provider.to_owned(), ..self }
+    }
+
+    /// Sends a JSON body and reads a JSON answer.
+    ///
+    /// # Errors
+    /// What the last try met. Timeouts, broken connections, answers that were cut short, 408, 409, 425, 429 and 5xx are tried
+    /// again; a pause that the server asks for in `Retry-After` is kept, by all calls. After too many calls in a row without an
+    /// answer, and where a server asks for a pause of minutes, nobody is called any more: `down`. A try that the budget might not
+    /// cover is not made: `over budget`.
+    pub(crate) async fn post(&self, body: &Value, charge: Charge) -> Result<Answer, CallFailure> {
+        self.post_checked(body, charge, &|_| None).await
+    }
+
+    /// The same, where a body may hold a refusal under a status of success.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post); what `check` says is treated like a status.
+    pub(crate) async fn post_checked(
+        &self,
+        body: &Value,
+        charge: Charge,
+        check: &Check<'_>,
+    ) -> Result<Answer, CallFailure> {
+        self.call_checked(&Call::post("", body), charge, check).await
+    }
+
+    /// The same for any request.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post).
+    pub(crate) async fn call(&self, call: &Call<'_>, charge: Charge) -> Result<Answer, CallFailure> {
+        self.call_checked(call, charge, &|_| None).await
+    }
+
+    async fn call_checked(&self, call: &Call<'_>, charge: Charge, check: &Check<'_>) -> Result<Answer, CallFailure> {
+        // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
+        let slot = self.before_stop(turn(self.slots.acquire())).await?;
+        let _slot = slot.expect("the semaphore is never closed");
+        if let Some(down) = self.breaker.opened() {
+            return Err(down.clone());
+        }
+        let bill = Mutex::new(Bill::new(&self.account, &self.provider));
+        let answer = self.retried(|| self.try_call(call, charge, check, &bill)).await;
+        // Who was not asked has not failed to answer.
+        if !self.stop.is_set() {
+            self.breaker.count(&shown_address(&self.url), &answer);
+        }
+        let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match answer {
+            Ok((body, latency_ms)) => Ok(Answer { body, latency_ms, bill }),
+            Err(failure) => {
+                bill.failed();
+                Err(failure)
+            }
+        }
+    }
+
+    /// Tries as often as can help and as the limits say.
+    async fn retried<T, F: Future<Output = Result<T, FailedTry>>>(
+        &self,
+        try_once: impl FnMut() -> F,
+    ) -> Result<T, CallFailure> {
+        let stop = self.stop;
+        let pauses = ExponentialBuilder::default()
+            .with_min_delay(self.limits.first_pause)
+            .with_max_delay(Duration::from_secs(30))
+            .with_max_times(self.limits.max_retries)
+            .with_jitter();
+        try_once
+            .retry(pauses)
+            .when(|failed: &FailedTry| {
+                failed.retry != Retry::Useless && self.breaker.opened().is_none() && !self.stop.is_set()
+            })
+            .adjust(|failed: &FailedTry, pause| match failed.retry {
+                Retry::After(asked) if asked > LONGEST_PAUSE => None,
+                // Not all at the same moment.
+                Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
+                _ => pause,
+            })
+            // The next try sees that its pause was cut short.
+            .sleep(move |pause| stop.pause(pause))
+            .notify(|failed: &FailedTry, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
+            .await
+            .map_err(|failed| {
+                if matches!(failed.retry, Retry::After(asked) if asked > LONGEST_PAUSE) {
+                    self.breaker.open(&failed.failure);
+                }
+                failed.failure
+            })
+    }
+
+    async fn try_call(
+        &self,
+        call: &Call<'_>,
+        charge: Charge,
+        check: &Check<'_>,
+        bill: &Mutex<Bill>,
+    ) -> Result<(Value, f64), FailedTry> {
+        let unpaid = |failure| FailedTry { failure, retry: Retry::Useless, is_lost: false };
+        let reserved = self.before_stop(turn(self.account.reserve(charge.most))).await.map_err(unpaid)?;
+        lock(bill).covered_by(reserved.map_err(unpaid)?);
+        self.before_stop(turn(self.pace.turn(charge.n_tokens))).await.map_err(unpaid)?;
+        lock(bill).sent();
+        let answer = self.exchange(call).await.and_then(|answer| match check(&answer.0) {
+            Some(Refusal { kind, retry, is_lost, what }) => {
+                Err(FailedTry { is_lost, ..self.failed(call, kind, retry, what) })
+            }
+            None => Ok(answer),
+        });
+        match &answer {
+            Ok(_) => lock(bill).answered(),
+            Err(FailedTry { is_lost: true, .. }) => lock(bill).lost(),
+            Err(_) => lock(bill).refused(),
+        }
+        answer
+    }
+
+    /// What `wait` comes to before the user says stop: who has not been sent until then is not sent.
+    async fn before_stop<T>(&self, wait: impl Future<Output = T>) -> Result<T, CallFailure> {
+        let done = self.stop.before(wait).await;
+        done.ok_or_else(|| self.failure(FailureKind::Timeout, "not sent: interrupted"))
+    }
+
+    async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedTry> {
+        let started = Instant::now();
+        let mut request = self.client.request(call.method.clone(), self.address(call));
+        if let Some(body) = call.sent {
+            request = request.json(body);
+        }
+        if let Some(authorization) = &self.authorization {
+            request = request.header(AUTHORIZATION, authorization.clone());
+        }
+        let mut response = request.send().await.map_err(|error| self.broken(call, &error))?;
+        let status = response.status();
+        let pause = asked_pause(response.headers(), SystemTime::now());
+        if !status.is_success() {
+            // Judged by its status: a refusal that breaks off is one all the same.
+            let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
+            return Err(self.refused(call, status, pause, &String::from_utf8_lossy(&said)));
+        }
+        let bytes = self.read(call, &mut response, self.max_response_bytes).await.map_err(|(_, failed)| failed)?;
+        let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
+        Ok((self.parse(call, bytes)?, latency_ms))
+    }
+
+    fn address(&self, call: &Call<'_>) -> String {
+        match call.path.as_str() {
+            "" => self.url.to_string(),
+            path => format!("{}{path}", self.url.as_str().trim_end_matches('/')),
+        }
+    }
+
+    /// The whole body, or what was read of it with what was met then.
+    async fn read(
+        &self,
+        call: &Call<'_>,
+        response: &mut Response,
+        most_bytes: usize,
+    ) -> Result<Vec<u8>, (Vec<u8>, FailedTry)> {
+        let mut bytes = Vec::new();
+        loop {
+            let failed = match tokio::time::timeout(self.read_timeout, response.chunk()).await {
+                Ok(Ok(None)) => return Ok(bytes),
+                Ok(Ok(Some(chunk))) if bytes.len() + chunk.len() <= most_bytes => {
+                    bytes.extend_from_slice(&chunk);
+                    continue;
+                }
+                Ok(Ok(Some(_))) => {
+                    let most = self.max_response_bytes >> 20;
+                    let message = format!("the answer is longer than calls.max_response_mib = {most}");
+                    self.failed(call, FailureKind::InvalidResponse, Retry::Useless, message).lost()
+                }
+                Ok(Err(error)) => self.broken(call, &error),
+                Err(_) => {
+                    let message = format!(
+                        "not a byte within calls.read_timeout_s = {}, in the middle of an answer",
+                        self.read_timeout.as_secs_f64()
+                    );
+                    self.failed(call, FailureKind::Timeout, Retry::Later, message).lost()
+                }
+            };
+            return Err((bytes, failed));
+        }
+    }
+
+    /// A service that quotes the key, in whatever it says, must not bring it into a file.
+    fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedTry> {
+        // Bytes that were replaced would be words that nobody wrote.
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let (at, is_cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
+            let (retry, message) = match is_cut {
+                true => (Retry::Later, "the answer ends in the middle of a character".to_owned()),
+                false => (
+                    Retry::Useless,
+                    format!("the answer is not UTF-8 from byte {at} on; let the service answer in UTF-8"),
+                ),
+            };
+            self.failed(call, FailureKind::InvalidResponse, retry, message).lost()
+        })?;
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+        let mut body = serde_json::from_str(text).map_err(|error| self.not_json(call, &error))?;
+        if let Some(key) = &self.key {
+            key.hide_in_value(&mut body);
+        }
+        Ok(body)
+    }
+
+    fn broken(&self, call: &Call<'_>, error: &reqwest::Error) -> FailedTry {
+        let (kind, what) = match error.is_timeout() && !error.is_connect() {
+            true => (FailureKind::Timeout, format!("no answer within {} s", self.limits.timeout.as_secs_f64())),
+            false => (FailureKind::Unreachable, innermost(error)),
+        };
+        // Who was never reached has charged nothing.
+        let failed = self.failed(call, kind, Retry::Later, what);
+        if error.is_connect() { failed } else { failed.lost() }
+    }
+
+    /// What ends in the middle was cut short on its way; anything else the next try would get too.
+    fn not_json(&self, call: &Call<'_>, error: &serde_json::Error) -> FailedTry {
+        let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
+        self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
+    }
+
+    fn refused(&self, call: &Call<'_>, status: StatusCode, pause: Option<Duration>, body: &str) -> FailedTry {
+        let (kind, retry) = match is_out_of_money(body) {
+            true => (FailureKind::Unauthorized, Retry::Useless),
+            false => of_status(status.as_u16(), pause),
+        };
+        // Before it is cut: half a key is one, too.
+        let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
+        match retry {
+            Retry::After(asked) if asked > LONGEST_PAUSE => {
+                what = format!("{what}; it wants no call for {:.0} s", asked.as_secs_f64().min(1e9));
+            }
+            Retry::After(asked) => self.pace.silence(asked),
+            Retry::Later | Retry::Useless => {}
+        }
+        let failed = self.failed(call, kind, retry, what);
+        if may_be_charged(status.as_u16()) { failed.lost() } else { failed }
+    }
+
+    fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedTry {
+        let (method, address) = (&call.method, shown_address(&self.url));
+        let message = self.without_key(&format!("{method} {address}{}: {what}", call.path));
+        FailedTry { failure: CallFailure { kind, message }, retry, is_lost: false }
+    }
+
+    /// A failure of this service, with the key taken out of the message.
+    pub(crate) fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
+        CallFailure { kind, message: self.without_key(&format!("POST {}: {what}", shown_address(&self.url))) }
+    }
+
+    fn without_key(&self, text: &str) -> String {
+        self.key.as_ref().map_or_else(|| text.to_owned(), |key| key.hide_in(text))
+    }
+}
+
+fn lock(bill: &Mutex<Bill>) -> MutexGuard<'_, Bill> {
+    bill.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// The address without user, password and query, which may hold keys.
+fn shown_address(url: &Url) -> String {
+    let port = url.port().map_or_else(String::new, |port| format!(":{port}"));
+    format!("{}://{}{port}{}", url.scheme(), url.host_str().unwrap_or_default(), url.path())
+}
+
+/// What the server says for itself: the message of an OpenAI-style error, else the start of the body.
+pub(crate) fn server_message(body: &str) -> String {
+    let parsed: Option<Value> = serde_json::from_str(body).ok();
+    let said = parsed.as_ref().and_then(|body| {
+        ["/error/message", "/error", "/message", "/detail", "/msg"].iter().find_map(|path| body.pointer(path)?.as_str())
+    });
+    let text = said.unwrap_or(body).split_whitespace().collect::<Vec<_>>().join(" ");
+    match text.char_indices().nth(EXCERPT_CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None if text.is_empty() => "no message".into(),
+        None => text,
+    }
+}
+
+/// The cause at the bottom says it best: `Connection refused`.
+fn innermost(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    cause.to_string()
+}
+
+/// `setting` is what names the endpoint in the configuration.
+///
+/// # Errors
+/// The proxy or the certificates cannot be used.
+fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Result<Client, DataError> {
+    // Fails where a provider is installed already, which is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let connect = seconds(config.connect_timeout_s).min(limits.timeout);
+    let mut builder = Client::builder()
+        .timeout(limits.timeout)
+        .connect_timeout(connect)
+        // A redirected POST becomes a GET without its body: whoever moved is named instead.
+        .redirect(redirect::Policy::none());
+    if let Some(address) = &config.proxy {
+        let proxy = Proxy::all(address)
+            .map_err(|error| DataError::setting("calls.proxy", format!("cannot be used: {error}")))?;
+        builder = builder.proxy(proxy.no_proxy(NoProxy::from_env()));
+    }
+    if let Some(path) = &config.ca_file {
+        let unusable =
+            |problem: String| DataError::setting("calls.ca_file", format!("is `{}`, {problem}", path.display()));
+        let bytes = std::fs::read(path).map_err(|error| unusable(format!("which cannot be read: {error}")))?;
+        let certificates = Certificate::from_pem_bundle(&bytes).ok().filter(|found| !found.is_empty());
+        let certificates = certificates.ok_or_else(|| unusable("which holds no certificate in PEM form".into()))?;
+        builder = builder.tls_certs_merge(certificates);
+    }
+    builder.build().map_err(|error| DataError::setting(setting, format!("cannot be called from this machine: {error}")))
+}
+
+/// `from_secs_f64` panics on what the configuration's own check should have refused.
+fn seconds(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(60))
+}
+
+#[cfg(test)]
+mod fault_tests;
+#[cfg(test)]
+mod tests;

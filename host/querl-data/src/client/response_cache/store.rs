@@ -1,0 +1,430 @@
+//! The file itself: tables, checksums, ages, damage.
+
+use super::Changes;
+use crate::error::DataError;
+use crate::error::quietly;
+use redb::{
+    Database, DatabaseError, ReadOnlyDatabase, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata,
+    TableDefinition, WriteTransaction,
+};
+use sha2::{Digest, Sha256};
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// How long a run waits for a file that somebody else has open.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// The kinds of answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CacheTable {
+    /// What teachers wrote.
+    Rewrites,
+    /// What judges said.
+    Judgements,
+    /// What services found.
+    Retrievals,
+}
+
+impl CacheTable {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Rewrites, Self::Judgements, Self::Retrievals];
+
+    /// `rewrites`, `judgements`, `retrievals`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rewrites => "rewrites",
+            Self::Judgements => "judgements",
+            Self::Retrievals => "retrievals",
+        }
+    }
+
+    fn definition(self) -> TableDefinition<'static, &'static str, &'static [u8]> {
+        TableDefinition::new(self.name())
+    }
+}
+
+/// What one table holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableStats {
+    /// Which.
+    pub table: CacheTable,
+    /// Answers.
+    pub n_answers: u64,
+    /// Their size as stored.
+    pub n_bytes: u64,
+    /// When the oldest was kept, in seconds since 1970; `None` where there is none.
+    pub oldest_s: Option<u64>,
+}
+
+/// The database is there until it is dropped.
+pub(super) struct Store(Option<Opened>);
+
+enum Opened {
+    ForWriting(Database),
+    ForReading(ReadOnlyDatabase),
+}
+
+impl Opened {
+    fn begin_read(&self) -> Result<ReadTransaction, redb::TransactionError> {
+        match self {
+            Self::ForWriting(database) => database.begin_read(),
+            Self::ForReading(database) => database.begin_read(),
+        }
+    }
+}
+
+impl Drop for Store {
+    /// Closing a damaged file may end in a panic, too.
+    fn drop(&mut self) {
+        let database = self.0.take();
+        let _ = quietly(|| drop(database));
+    }
+}
+
+/// What goes wrong with a file that is open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// It does not hold what was written to it.
+    Damaged(String),
+    /// The place has no room, or does not answer: what the file holds is good.
+    Place(String),
+}
+
+impl std::fmt::Display for Trouble {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::Damaged(problem) | Self::Place(problem)) = self;
+        f.write_str(problem)
+    }
+}
+
+/// Why a file could not be opened.
+enum Unusable {
+    InUse,
+    Damaged(String),
+    Other(String),
+}
+
+impl From<Trouble> for Unusable {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Damaged(problem) => Self::Damaged(problem),
+            Trouble::Place(problem) => Self::Other(problem),
+        }
+    }
+}
+
+impl Store {
+    /// `None` where it cannot be used, which is then said.
+    pub(super) fn open(path: &Path) -> Option<Self> {
+        let shown = path.display();
+        match Self::try_open_soon(path) {
+            Ok(store) => Some(store),
+            Err(Unusable::InUse) => {
+                tracing::warn!("{shown}: another process uses this cache; calls are made without it");
+                None
+            }
+            Err(Unusable::Damaged(problem)) if !is_ours(path) => {
+                tracing::warn!(
+                    "{shown}: holds something that is no cache ({problem}); it is left as it is, calls are made without a cache; name another file in cache.path"
+                );
+                None
+            }
+            Err(Unusable::Damaged(problem)) => {
+                // Before the line and not within it: what nobody listens to is not worked out.
+                let aside = put_aside(path);
+                tracing::warn!("{shown}: the cache is damaged ({problem}); {aside}, a new one is begun");
+                Self::try_open(path).ok()
+            }
+            Err(Unusable::Other(problem)) => {
+                tracing::warn!("{shown}: no cache can be kept there ({problem}); calls are made without it");
+                None
+            }
+        }
+    }
+
+    /// To look things up, without a change to the file. `None` where there is none, or where it cannot be read, which is then said.
+    pub(super) fn open_for_reading(path: &Path) -> Option<Self> {
+        let empty = path.metadata().map_or(true, |file| file.len() == 0);
+        if empty {
+            return None;
+        }
+        let problem = match quietly(|| ReadOnlyDatabase::open(path)) {
+            Ok(Ok(database)) => return Some(Self(Some(Opened::ForReading(database)))),
+            Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => "another process uses it".to_owned(),
+            Ok(Err(DatabaseError::RepairAborted)) => "who used it last was killed; the next run tidies it".to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "it cannot be opened".to_owned(),
+        };
+        tracing::warn!("{}: the cache cannot be looked into ({problem}); its answers are not counted", path.display());
+        None
+    }
+
+    /// Who only looks things up is done in a moment: one that is worth less than every call of a run.
+    fn try_open_soon(path: &Path) -> Result<Self, Unusable> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match Self::try_open(path) {
+                Err(Unusable::InUse) if Instant::now() < until => std::thread::sleep(PATIENCE / 30),
+                opened => return opened,
+            }
+        }
+    }
+
+    fn try_open(path: &Path) -> Result<Self, Unusable> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(|error| Unusable::Other(error.to_string()))?;
+        }
+        // redb's own checks may end in a panic on a file that was changed from outside.
+        let opened = quietly(|| Database::create(path));
+        let database = match opened {
+            Ok(Ok(database)) => database,
+            Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(Unusable::InUse),
+            Ok(Err(error @ DatabaseError::UpgradeRequired(_))) => return Err(Unusable::Other(error.to_string())),
+            Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_of_the_place(&error) => {
+                return Err(Unusable::Other(error.to_string()));
+            }
+            Ok(Err(error)) => return Err(Unusable::Damaged(error.to_string())),
+            Err(_) => return Err(Unusable::Damaged("it cannot be opened".into())),
+        };
+        let store = Self(Some(Opened::ForWriting(database)));
+        // All tables are made at once: a reader then finds each of them.
+        store.write(&Changes::new())?;
+        Ok(store)
+    }
+
+    fn begin_read(&self) -> Result<ReadTransaction, redb::TransactionError> {
+        self.0.as_ref().expect("only dropping takes it").begin_read()
+    }
+
+    fn begin_write(&self) -> Result<WriteTransaction, redb::Error> {
+        match self.0.as_ref().expect("only dropping takes it") {
+            Opened::ForWriting(database) => Ok(database.begin_write()?),
+            Opened::ForReading(_) => Err(redb::Error::Io(ErrorKind::ReadOnlyFilesystem.into())),
+        }
+    }
+
+    /// # Errors
+    /// The file is damaged.
+    pub(super) fn get(
+        &self,
+        table: CacheTable,
+        key: &str,
+        max_age: Option<Duration>,
+    ) -> Result<Option<Vec<u8>>, Trouble> {
+        guarded(|| {
+            let read = self.begin_read()?;
+            let found = read.open_table(table.definition())?.get(key)?;
+            Ok(found.and_then(|entry| unpack(entry.value(), max_age)))
+        })
+    }
+
+    /// # Errors
+    /// The file is damaged or cannot be written.
+    pub(super) fn write(&self, changes: &Changes) -> Result<(), Trouble> {
+        guarded(|| {
+            let write = self.begin_write()?;
+            for table in CacheTable::ALL {
+                let mut open = write.open_table(table.definition())?;
+                for ((_, key), answer) in changes.iter().filter(|((of, _), _)| *of == table) {
+                    match answer {
+                        Some(answer) => drop(open.insert(key.as_str(), pack(answer).as_slice())?),
+                        None => drop(open.remove(key.as_str())?),
+                    }
+                }
+            }
+            write.commit()?;
+            Ok(())
+        })
+    }
+
+    /// Makes room where the tables have more than `most_bytes`: what is too old goes first, then the oldest answers of all, until a quarter
+    /// of the room is free.
+    ///
+    /// # Errors
+    /// The file is damaged or cannot be written.
+    pub(super) fn prune(&self, most_bytes: u64, retrieval_ttl: Duration) -> Result<(), Trouble> {
+        let mut n_bytes = 0;
+        for table in CacheTable::ALL {
+            n_bytes += self.stats(table)?.n_bytes;
+        }
+        if n_bytes <= most_bytes {
+            return Ok(());
+        }
+        let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let dead_before_s = now_s.saturating_sub(retrieval_ttl.as_secs());
+        let mut entries = self.entries()?;
+        entries.sort_by_key(|entry| {
+            (entry.table != CacheTable::Retrievals || entry.kept_s >= dead_before_s, entry.kept_s)
+        });
+        let mut changes = Changes::new();
+        for entry in entries {
+            let is_dead = entry.table == CacheTable::Retrievals && entry.kept_s < dead_before_s;
+            if !is_dead && n_bytes <= most_bytes / 4 * 3 {
+                break;
+            }
+            n_bytes = n_bytes.saturating_sub(entry.n_bytes);
+            changes.insert((entry.table, entry.key), None);
+        }
+        self.write(&changes)
+    }
+
+    fn entries(&self) -> Result<Vec<Entry>, Trouble> {
+        guarded(|| {
+            let (read, mut entries) = (self.begin_read()?, Vec::new());
+            for table in CacheTable::ALL {
+                for entry in read.open_table(table.definition())?.iter()? {
+                    let (key, value) = entry?;
+                    let kept_s = head(value.value()).map_or(0, |(kept_s, _)| kept_s);
+                    let key = key.value().to_owned();
+                    let n_bytes = (key.len() + value.value().len()) as u64;
+                    entries.push(Entry { table, key, kept_s, n_bytes });
+                }
+            }
+            Ok(entries)
+        })
+    }
+
+    fn stats(&self, table: CacheTable) -> Result<TableStats, Trouble> {
+        guarded(|| {
+            let read = self.begin_read()?;
+            let open = read.open_table(table.definition())?;
+            let mut oldest_s = None;
+            for entry in open.iter()? {
+                let kept_s = head(entry?.1.value()).map(|(kept_s, _)| kept_s);
+                oldest_s = oldest_s.into_iter().chain(kept_s).min();
+            }
+            let n_bytes = open.stats()?.stored_bytes();
+            Ok(TableStats { table, n_answers: open.len()?, n_bytes, oldest_s })
+        })
+    }
+
+    fn clear(&self, tables: &[CacheTable]) -> Result<(), Trouble> {
+        guarded(|| {
+            let write = self.begin_write()?;
+            for table in tables {
+                write.delete_table(table.definition())?;
+                drop(write.open_table(table.definition())?);
+            }
+            write.commit()?;
+            Ok(())
+        })
+    }
+}
+
+/// An answer that is kept, without its text.
+struct Entry {
+    table: CacheTable,
+    key: String,
+    kept_s: u64,
+    n_bytes: u64,
+}
+
+/// Whether a file is a cache that was damaged, and no file of another kind that somebody named by mistake: it begins like one, or is named
+/// like one.
+fn is_ours(path: &Path) -> bool {
+    const BEGINNING: &[u8] = b"redb";
+    let mut first = [0; BEGINNING.len()];
+    let begins = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut first));
+    (begins.is_ok() && first == BEGINNING) || path.extension().is_some_and(|extension| extension == "redb")
+}
+
+/// True where no file could be used there. A damaged length or offset may bring any other error.
+fn is_of_the_place(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound
+            | ErrorKind::PermissionDenied
+            | ErrorKind::ReadOnlyFilesystem
+            | ErrorKind::StorageFull
+            | ErrorKind::IsADirectory
+            | ErrorKind::NotADirectory
+    )
+}
+
+/// What happens on damage is an error, whichever way redb says it.
+fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, Trouble> {
+    match quietly(work) {
+        Ok(done) => done.map_err(|error| trouble(&error)),
+        Err(_) => Err(Trouble::Damaged("it cannot be read".into())),
+    }
+}
+
+fn trouble(error: &redb::Error) -> Trouble {
+    let problem = error.to_string();
+    match error {
+        // A damaged length or offset leads beyond the end of the file.
+        redb::Error::Io(error)
+            if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData | ErrorKind::InvalidInput) =>
+        {
+            Trouble::Damaged(problem)
+        }
+        redb::Error::Io(_) | redb::Error::PreviousIo => Trouble::Place(problem),
+        _ => Trouble::Damaged(problem),
+    }
+}
+
+/// Seconds since 1970, the beginning of the answer's SHA-256, the answer: one changed bit makes it no answer.
+fn pack(answer: &[u8]) -> Vec<u8> {
+    let kept_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    [&kept_s.to_be_bytes()[..], &Sha256::digest(answer)[..8], answer].concat()
+}
+
+fn head(entry: &[u8]) -> Option<(u64, &[u8])> {
+    let (kept_s, rest) = entry.split_first_chunk::<8>()?;
+    Some((u64::from_be_bytes(*kept_s), rest))
+}
+
+fn unpack(entry: &[u8], max_age: Option<Duration>) -> Option<Vec<u8>> {
+    let (kept_s, rest) = head(entry)?;
+    let (checksum, answer) = rest.split_first_chunk::<8>()?;
+    let age = SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_secs(kept_s)).unwrap_or_default();
+    let is_good = Sha256::digest(answer)[..8] == checksum[..] && max_age.is_none_or(|most| age <= most);
+    is_good.then(|| answer.to_owned())
+}
+
+/// Renames a damaged file; says what became of it.
+pub(super) fn put_aside(path: &Path) -> String {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let aside = path.with_extension(format!("damaged-{seconds}"));
+    match std::fs::rename(path, &aside) {
+        Ok(()) => format!("it is kept as {}", aside.display()),
+        Err(error) => format!("it cannot be put aside: {error}"),
+    }
+}
+
+/// What the cache at `path` holds, table by table; nothing where there is no file.
+///
+/// # Errors
+/// Another process uses it, or it is damaged.
+pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
+    let Some(store) = open_existing(path)? else { return Ok(Vec::new()) };
+    CacheTable::ALL
+        .into_iter()
+        .map(|table| store.stats(table).map_err(|trouble| DataError::file(path, trouble.to_string())))
+        .collect()
+}
+
+/// Empties tables of the cache at `path`.
+///
+/// # Errors
+/// Another process uses it, or it is damaged.
+pub fn clear_cache(path: &Path, tables: &[CacheTable]) -> Result<(), DataError> {
+    match open_existing(path)? {
+        Some(store) => store.clear(tables).map_err(|trouble| DataError::file(path, trouble.to_string())),
+        None => Ok(()),
+    }
+}
+
+fn open_existing(path: &Path) -> Result<Option<Store>, DataError> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let problem = match Store::try_open(path) {
+        Ok(store) => return Ok(Some(store)),
+        Err(Unusable::InUse) => "another process uses this cache; wait for its end".into(),
+        Err(Unusable::Damaged(problem)) => format!("the cache is damaged ({problem}); remove the file"),
+        Err(Unusable::Other(problem)) => problem,
+    };
+    Err(DataError::file(path, problem))
+}

@@ -1,0 +1,420 @@
+//! What calls cost, by stage and provider, over all processes of a run; and the budget that stops them.
+
+use crate::error::DataError;
+use querl_core::records::{CallFailure, FailureKind};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use tokio::sync::Notify;
+
+/// The file is written this often at most: a kill loses what was counted since.
+const SAVE_EVERY: Duration = Duration::from_secs(1);
+
+/// What calls to one provider took in one stage.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Spent {
+    /// Calls that were made, each with all its tries.
+    pub calls: u64,
+    /// Those that had no answer.
+    pub failed: u64,
+    /// Requests that were sent: calls and their further tries.
+    pub tries: u64,
+    /// Questions that the cache answered.
+    pub cached: u64,
+    /// Questions that were answered by the call of another that asked the same at the same time.
+    pub joined: u64,
+    /// Tokens of prompts.
+    pub prompt_tokens: u64,
+    /// Tokens of answers.
+    pub completion_tokens: u64,
+    /// Answers that said nothing of their tokens, which are then estimated.
+    pub estimated: u64,
+    /// Price of what was answered, in the configured currency.
+    pub cost: f64,
+    /// Tries that were sent and whose answer was lost on the way: they may have been charged.
+    pub lost: u64,
+    /// The most that they may have cost.
+    pub lost_cost: f64,
+    /// Answers whose price is unknown.
+    pub unpriced: u64,
+}
+
+impl std::ops::AddAssign<&Spent> for Spent {
+    fn add_assign(&mut self, other: &Self) {
+        self.calls = self.calls.saturating_add(other.calls);
+        self.failed = self.failed.saturating_add(other.failed);
+        self.tries = self.tries.saturating_add(other.tries);
+        self.cached = self.cached.saturating_add(other.cached);
+        self.joined = self.joined.saturating_add(other.joined);
+        self.prompt_tokens = self.prompt_tokens.saturating_add(other.prompt_tokens);
+        self.completion_tokens = self.completion_tokens.saturating_add(other.completion_tokens);
+        self.estimated = self.estimated.saturating_add(other.estimated);
+        self.cost += other.cost;
+        self.lost = self.lost.saturating_add(other.lost);
+        self.lost_cost += other.lost_cost;
+        self.unpriced = self.unpriced.saturating_add(other.unpriced);
+    }
+}
+
+/// By stage, then by provider: `rewrite`, `teacher gpt-5`.
+pub type ByStage = BTreeMap<String, BTreeMap<String, Spent>>;
+
+/// The account of a run.
+#[derive(Debug, Default)]
+pub struct Account {
+    path: Option<PathBuf>,
+    budget: Option<f64>,
+    state: Mutex<State>,
+    /// Told whenever a call under way has come to its end.
+    settled: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stage: String,
+    by_stage: ByStage,
+    under_way: Reserved,
+    held: Reserved,
+    saved: Option<Instant>,
+}
+
+/// The most that something may cost which nobody knows the price of yet.
+#[derive(Debug, Default)]
+struct Reserved {
+    n: usize,
+    most: f64,
+}
+
+impl Reserved {
+    fn add(&mut self, most: f64) {
+        self.n += 1;
+        self.most += most;
+    }
+
+    fn remove(&mut self, most: f64) {
+        self.n -= 1;
+        // What rounding leaves is no call.
+        self.most = if self.n == 0 { 0.0 } else { self.most - most };
+    }
+}
+
+/// What a budget leaves for a call.
+enum Room {
+    Enough,
+    /// It depends on what calls under way really cost.
+    Perhaps,
+}
+
+impl Account {
+    /// The account kept at `path`, with what earlier processes of the run spent.
+    ///
+    /// # Errors
+    /// The file is there and is no account.
+    pub fn open(path: &Path, budget: Option<f64>) -> Result<Self, DataError> {
+        let by_stage = read_account(path)?;
+        let state = State { by_stage, ..State::default() };
+        Ok(Self { path: Some(path.to_owned()), budget, state: Mutex::new(state), settled: Notify::new() })
+    }
+
+    /// What follows is counted for `stage`.
+    pub fn begin(&self, stage: &str) {
+        self.state().stage = stage.to_owned();
+    }
+
+    /// By stage and provider, all processes of the run together.
+    pub fn by_stage(&self) -> ByStage {
+        self.state().by_stage.clone()
+    }
+
+    /// Of one stage, all who answer together.
+    pub fn of_stage(&self, stage: &str) -> Spent {
+        let mut total = Spent::default();
+        let state = self.state();
+        let providers = state.by_stage.get(stage).into_iter().flatten();
+        providers.filter(|(provider, _)| !carries_files(provider)).for_each(|(_, spent)| total += spent);
+        total
+    }
+
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn save(&self) -> Result<(), DataError> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let mut state = self.state();
+        state.saved = Some(Instant::now());
+        if state.by_stage.is_empty() {
+            return Ok(());
+        }
+        let bytes = serde_json::to_vec_pretty(&state.by_stage).map_err(|error| DataError::write(path, error.into()))?;
+        querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
+    }
+
+    /// Sets aside what a request may cost at most, for as long as it is under way. Where the highest prices of others that are under way
+    /// leave too little, their real ones are waited for.
+    ///
+    /// # Errors
+    /// It could exceed the budget, together with what was charged, what may have been charged, and what is held for batches.
+    pub(crate) async fn reserve(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
+        loop {
+            let mut settled = std::pin::pin!(self.settled.notified());
+            // Before looking: what settles between the look and the wait counts, too.
+            settled.as_mut().enable();
+            {
+                let mut state = self.state();
+                if let Room::Enough = self.room(&state, most)? {
+                    state.under_way.add(most);
+                    return Ok(Reservation::new(self.clone(), most, Lasting::UnderWay));
+                }
+            }
+            settled.await;
+        }
+    }
+
+    /// Sets aside what a batch may cost at most, which nobody waits for the end of.
+    ///
+    /// # Errors
+    /// It could exceed the budget.
+    pub(crate) fn reserve_for_batch(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
+        let mut state = self.state();
+        match self.room(&state, most)? {
+            Room::Enough => state.held.add(most),
+            Room::Perhaps => return Err(self.over_budget(&state, most)),
+        }
+        Ok(Reservation::new(self.clone(), most, Lasting::Held))
+    }
+
+    /// The same for a batch that is under way already, whatever the budget says.
+    pub(crate) fn hold(self: &Arc<Self>, most: f64) -> Reservation {
+        self.state().held.add(most);
+        Reservation::new(self.clone(), most, Lasting::Held)
+    }
+
+    fn room(&self, state: &State, most: f64) -> Result<Room, CallFailure> {
+        let Some(budget) = self.budget.filter(|_| most > 0.0) else { return Ok(Room::Enough) };
+        let (spent, lost) = state.charged();
+        let certain = spent + lost + state.held.most + most;
+        match certain + state.under_way.most > budget {
+            false => Ok(Room::Enough),
+            true if certain > budget => Err(self.over_budget(state, most)),
+            true => Ok(Room::Perhaps),
+        }
+    }
+
+    fn over_budget(&self, state: &State, most: f64) -> CallFailure {
+        let (spent, lost) = state.charged();
+        let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.most + state.under_way.most);
+        let message = format!(
+            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is under way or may have been charged, the next call may cost {most:.4}; raise `budget` and run the same command again to go on",
+        );
+        CallFailure { kind: FailureKind::OverBudget, message }
+    }
+
+    fn release(&self, most: f64, lasting: Lasting) {
+        let mut state = self.state();
+        match lasting {
+            Lasting::UnderWay => state.under_way.remove(most),
+            Lasting::Held => state.held.remove(most),
+        }
+        drop(state);
+        self.settled.notify_waiters();
+    }
+
+    pub(crate) fn count_cached(&self, provider: &str) {
+        self.add(provider, &Spent { cached: 1, ..Spent::default() });
+    }
+
+    /// `n` requests whose end nobody knows, each of which may have cost `most`.
+    pub(crate) fn count_lost(&self, provider: &str, n: u64, most: f64) {
+        self.add(provider, &Spent { lost: n, lost_cost: n as f64 * most, ..Spent::default() });
+    }
+
+    pub(crate) fn count_joined(&self, provider: &str) {
+        self.add(provider, &Spent { joined: 1, ..Spent::default() });
+    }
+
+    fn add(&self, provider: &str, spent: &Spent) {
+        if *spent == Spent::default() {
+            return;
+        }
+        let is_due = {
+            let mut state = self.state();
+            let stage = state.stage.clone();
+            *state.by_stage.entry(stage).or_default().entry(provider.to_owned()).or_default() += spent;
+            state.saved.is_none_or(|saved| saved.elapsed() >= SAVE_EVERY)
+        };
+        if is_due && let Err(error) = self.save() {
+            tracing::warn!("{error}");
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl State {
+    /// What was charged, and what may have been.
+    fn charged(&self) -> (f64, f64) {
+        let all = || self.by_stage.values().flat_map(BTreeMap::values);
+        // The sum of nothing would be -0.
+        let sum = |of: fn(&Spent) -> f64| all().fold(0.0, |sum, spent| sum + of(spent));
+        (sum(|spent| spent.cost), sum(|spent| spent.lost_cost))
+    }
+}
+
+/// Whether this is no one who answers, but what carries questions and answers of batches.
+pub fn carries_files(provider: &str) -> bool {
+    provider.ends_with(" (batch) files")
+}
+
+/// What the account at `path` holds; empty where there is none.
+///
+/// # Errors
+/// The file is no account.
+pub fn read_account(path: &Path) -> Result<ByStage, DataError> {
+    match std::fs::read(path) {
+        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
+            DataError::file(path, format!("not an account of calls: {error}; remove the file to count anew"))
+        }),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(ByStage::default()),
+        Err(error) => Err(DataError::file(path, format!("cannot be read: {error}"))),
+    }
+}
+
+/// How long a reservation lasts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lasting {
+    /// Until a call that is under way ends, which it does by itself.
+    UnderWay,
+    /// Until a batch is read.
+    Held,
+}
+
+/// Money that is set aside. Dropping it gives it back.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    account: Arc<Account>,
+    most: f64,
+    lasting: Lasting,
+}
+
+impl Reservation {
+    pub(super) fn new(account: Arc<Account>, most: f64, lasting: Lasting) -> Self {
+        Self { account, most, lasting }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.account.release(self.most, self.lasting);
+    }
+}
+
+/// What one answer took.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Usage {
+    pub(crate) prompt_tokens: u64,
+    pub(crate) completion_tokens: u64,
+    /// The service said nothing.
+    pub(crate) is_estimated: bool,
+    pub(crate) cost: Option<f64>,
+}
+
+/// A call with all its tries. Dropping it puts it on the account.
+#[derive(Debug)]
+pub(crate) struct Bill {
+    account: Arc<Account>,
+    provider: String,
+    /// What is not on the account yet.
+    spent: Spent,
+    /// For the try that is under way, and for its answer until that is charged.
+    reservation: Option<Reservation>,
+    n_sent: u64,
+    /// A request is out whose end nobody has seen.
+    is_under_way: bool,
+}
+
+impl Bill {
+    pub(crate) fn new(account: &Arc<Account>, provider: &str) -> Self {
+        Self {
+            account: account.clone(),
+            provider: provider.to_owned(),
+            spent: Spent::default(),
+            reservation: None,
+            n_sent: 0,
+            is_under_way: false,
+        }
+    }
+
+    /// The next try is paid from this.
+    pub(crate) fn covered_by(&mut self, reservation: Reservation) {
+        self.reservation = Some(reservation);
+    }
+
+    /// A request goes out.
+    pub(crate) fn sent(&mut self) {
+        self.spent.calls += u64::from(self.n_sent == 0);
+        self.spent.tries += 1;
+        self.n_sent += 1;
+        self.is_under_way = true;
+    }
+
+    /// An answer came, which is charged next.
+    pub(crate) fn answered(&mut self) {
+        self.is_under_way = false;
+    }
+
+    /// It came to an end that is known and costs nothing: a refusal, or nobody was reached.
+    pub(crate) fn refused(&mut self) {
+        self.is_under_way = false;
+        self.reservation = None;
+    }
+
+    /// What became of it is unknown: it may have been charged, and another try may be charged again.
+    pub(crate) fn lost(&mut self) {
+        self.is_under_way = false;
+        self.spent.lost += 1;
+        self.spent.lost_cost += self.reservation.as_ref().map_or(0.0, |reservation| reservation.most);
+        self.settle();
+    }
+
+    /// All tries were in vain.
+    pub(crate) fn failed(&mut self) {
+        // Who sent nothing made no call.
+        self.spent.failed = u64::from(self.n_sent > 0);
+    }
+
+    /// An answer came, useful or not.
+    pub(crate) fn charged(&mut self, usage: Usage) {
+        self.spent.prompt_tokens += usage.prompt_tokens;
+        self.spent.completion_tokens += usage.completion_tokens;
+        self.spent.estimated += u64::from(usage.is_estimated);
+        self.spent.unpriced += u64::from(usage.cost.is_none());
+        self.spent.cost += usage.cost.unwrap_or(0.0);
+    }
+
+    /// What was taken stands on the account before what was set aside for it is given back.
+    fn settle(&mut self) {
+        self.account.add(&self.provider, &std::mem::take(&mut self.spent));
+        self.reservation = None;
+    }
+}
+
+impl Drop for Bill {
+    fn drop(&mut self) {
+        if self.is_under_way {
+            // Cancelled: by a deadline, or by whoever stopped the run.
+            self.lost();
+            self.failed();
+        }
+        self.settle();
+    }
+}
+
+#[cfg(test)]
+#[path = "spend_tests.rs"]
+mod tests;

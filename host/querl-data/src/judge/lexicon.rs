@@ -1,0 +1,289 @@
+//! A tenant's words: products with their aliases, intents with the words that express them, synonyms.
+
+use crate::error::DataError;
+use crate::retrieval::segment::Segmenter;
+use crate::text::normalise;
+use serde::Deserialize;
+use std::collections::HashMap;
+use std::path::Path;
+
+/// The file, as written.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LexiconFile {
+    products: Vec<Product>,
+    intents: Vec<Intent>,
+    /// Words that mean the same, a list for each meaning.
+    #[serde(default)]
+    synonyms: Vec<Vec<String>>,
+    /// Characters that customers type for one another, a text for each sound; the first is the right one.
+    #[serde(default)]
+    homophones: Vec<String>,
+}
+
+/// A product.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Product {
+    /// Stable id.
+    pub id: String,
+    /// The name that the knowledge base uses.
+    pub name: String,
+    /// What customers call it, common misspellings included.
+    #[serde(default)]
+    pub aliases: Vec<String>,
+}
+
+/// What a customer may want to know.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Intent {
+    /// Stable id.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// The words the knowledge base itself uses.
+    pub house: Vec<String>,
+    /// The words that people and outside models use.
+    #[serde(default)]
+    pub general: Vec<String>,
+    /// Turns of phrase that betray the intent.
+    #[serde(default)]
+    pub cues: Vec<String>,
+}
+
+/// How an intent is expressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Expression {
+    /// By a turn of phrase.
+    Cue,
+    /// By a general word.
+    General,
+    /// In the words of the knowledge base.
+    House,
+}
+
+/// A product named in a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ProductMention {
+    /// Position in [`Lexicon::products`].
+    pub(crate) product: usize,
+    /// True for the name itself, false for an alias.
+    pub(crate) canonical: bool,
+}
+
+/// An intent expressed in a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct IntentMention {
+    /// Position in [`Lexicon::intents`].
+    pub(crate) intent: usize,
+    /// In which words.
+    pub(crate) expression: Expression,
+}
+
+/// A tenant's words, ready for look-ups.
+#[derive(Debug, Clone)]
+pub struct Lexicon {
+    products: Vec<Product>,
+    intents: Vec<Intent>,
+    product_phrases: PhraseTable<ProductMention>,
+    intent_phrases: PhraseTable<IntentMention>,
+    synonym_group: HashMap<String, usize>,
+    synonym_phrases: PhraseTable<usize>,
+    homophones: HashMap<char, char>,
+    segmenter: Segmenter,
+}
+
+impl Lexicon {
+    /// Reads a lexicon (JSON with `products`, `intents`, `synonyms`, `homophones`).
+    ///
+    /// # Errors
+    /// The file cannot be read, is not of that form, or names no product or no intent.
+    pub fn read(path: &Path) -> Result<Self, DataError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check retrieval.lexicon")))?;
+        Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}")))
+    }
+
+    /// As [`Lexicon::read`], from the text itself.
+    ///
+    /// # Errors
+    /// What is wrong with it, as the end of a sentence.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let file: LexiconFile = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        if file.products.is_empty() || file.intents.is_empty() {
+            return Err("it needs at least one product and one intent".into());
+        }
+        Ok(Self::new(file))
+    }
+
+    fn new(file: LexiconFile) -> Self {
+        let groups = file.synonyms.iter().enumerate();
+        let synonyms: Vec<(String, usize)> =
+            groups.flat_map(|(group, words)| words.iter().map(move |word| (normalise(word), group))).collect();
+        let sounds = file.homophones.iter().filter_map(|sound| Some((sound.chars().next()?, sound.chars())));
+        let homophones: HashMap<char, char> =
+            sounds.flat_map(|(first, all)| all.map(move |character| (character, first))).collect();
+        let names =
+            product_phrases(&file.products).into_iter().map(|(name, mention)| (sound(&homophones, &name), mention));
+        Self {
+            product_phrases: PhraseTable::new(names),
+            homophones,
+            intent_phrases: PhraseTable::new(intent_phrases(&file.intents)),
+            synonym_phrases: PhraseTable::new(synonyms.iter().cloned()),
+            synonym_group: synonyms.into_iter().rev().collect(),
+            products: file.products,
+            intents: file.intents,
+            segmenter: Segmenter::default(),
+        }
+    }
+
+    /// Cuts texts into words by another dictionary.
+    pub(crate) fn cutting_words_by(self, segmenter: Segmenter) -> Self {
+        Self { segmenter, ..self }
+    }
+
+    /// The distinct words of a text.
+    pub(crate) fn words(&self, text: &str) -> Vec<String> {
+        self.segmenter.words(text)
+    }
+
+    /// All products.
+    pub fn products(&self) -> &[Product] {
+        &self.products
+    }
+
+    /// All intents.
+    pub fn intents(&self) -> &[Intent] {
+        &self.intents
+    }
+
+    /// Products named in a normalised text, in order, and the rest of the text.
+    pub(crate) fn products_in(&self, normalised: &str) -> (Vec<Found<ProductMention>>, Vec<char>) {
+        // Homophones are folded for the names only, one character for one: positions stay.
+        let sounds: Vec<char> = sound(&self.homophones, normalised).chars().collect();
+        let found = self.product_phrases.find(&sounds);
+        let text: Vec<char> = normalised.chars().collect();
+        let rest = without(&text, &found);
+        (found, rest)
+    }
+
+    /// Intents expressed in a text from which product names were cut out.
+    pub(crate) fn intents_in(&self, rest: &[char]) -> Vec<Found<IntentMention>> {
+        self.intent_phrases.find(rest)
+    }
+
+    /// The group of synonyms that a normalised word belongs to.
+    pub(crate) fn synonym_group(&self, word: &str) -> Option<usize> {
+        self.synonym_group.get(word).copied()
+    }
+
+    /// The groups of synonyms of which a word stands in a text.
+    pub(crate) fn synonyms_in(&self, text: &[char]) -> Vec<Found<usize>> {
+        self.synonym_phrases.find(text)
+    }
+}
+
+fn sound(homophones: &HashMap<char, char>, text: &str) -> String {
+    text.chars().map(|character| homophones.get(&character).copied().unwrap_or(character)).collect()
+}
+
+fn product_phrases(products: &[Product]) -> Vec<(String, ProductMention)> {
+    let names = products
+        .iter()
+        .enumerate()
+        .map(|(product, entry)| (normalise(&entry.name), ProductMention { product, canonical: true }));
+    let aliases = products.iter().enumerate().flat_map(|(product, entry)| {
+        entry.aliases.iter().map(move |alias| (normalise(alias), ProductMention { product, canonical: false }))
+    });
+    names.chain(aliases).collect()
+}
+
+fn intent_phrases(intents: &[Intent]) -> Vec<(String, IntentMention)> {
+    let words = |pick: fn(&Intent) -> &[String], expression| {
+        intents.iter().enumerate().flat_map(move |(intent, entry)| {
+            pick(entry).iter().map(move |word| (normalise(word), IntentMention { intent, expression }))
+        })
+    };
+    // The first of equal phrases wins: house words before general ones before cues.
+    words(|intent| &intent.house, Expression::House)
+        .chain(words(|intent| std::slice::from_ref(&intent.name), Expression::House))
+        .chain(words(|intent| &intent.general, Expression::General))
+        .chain(words(|intent| &intent.cues, Expression::Cue))
+        .collect()
+}
+
+/// A set of phrases, each with what it stands for.
+#[derive(Debug, Clone)]
+pub(crate) struct PhraseTable<T> {
+    /// By first character, longest first: a text of a hundred characters is looked through once, not once for each phrase.
+    entries: HashMap<char, Vec<(Vec<char>, T)>>,
+}
+
+/// One phrase found.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Found<T> {
+    /// First character.
+    pub(crate) start: usize,
+    /// Characters.
+    pub(crate) len: usize,
+    /// What the phrase stands for.
+    pub(crate) value: T,
+}
+
+impl<T: Copy> PhraseTable<T> {
+    /// Phrases are compared as they come: normalise both sides alike. Of equal phrases the first wins.
+    pub(crate) fn new(phrases: impl IntoIterator<Item = (String, T)>) -> Self {
+        let mut entries: Vec<(Vec<char>, T)> =
+            phrases.into_iter().map(|(phrase, value)| (phrase.chars().collect(), value)).collect();
+        entries.retain(|(phrase, _)| !phrase.is_empty());
+        entries.sort_by_key(|(phrase, _)| std::cmp::Reverse(phrase.len()));
+        let mut by_first: HashMap<char, Vec<(Vec<char>, T)>> = HashMap::new();
+        for entry in entries {
+            by_first.entry(entry.0[0]).or_default().push(entry);
+        }
+        Self { entries: by_first }
+    }
+
+    /// All phrases in `text`, in order.
+    pub(crate) fn find(&self, text: &[char]) -> Vec<Found<T>> {
+        let mut found = Vec::new();
+        let mut start = 0;
+        while start < text.len() {
+            let mut entries = self.entries.get(&text[start]).into_iter().flatten();
+            match entries.find(|(phrase, _)| text[start..].starts_with(phrase)) {
+                Some((phrase, value)) => {
+                    found.push(Found { start, len: phrase.len(), value: *value });
+                    start += phrase.len();
+                }
+                None => start += 1,
+            }
+        }
+        found
+    }
+}
+
+/// `text` with the found phrases cut out; a space stands in each place, so that its neighbours do not join.
+pub(crate) fn without<T>(text: &[char], found: &[Found<T>]) -> Vec<char> {
+    let mut rest = Vec::with_capacity(text.len());
+    let mut position = 0;
+    for phrase in found {
+        rest.extend_from_slice(&text[position..phrase.start]);
+        rest.push(' ');
+        position = phrase.start + phrase.len;
+    }
+    rest.extend_from_slice(&text[position..]);
+    rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn longest_phrase_wins_and_hides_what_it_contains() {
+        let table = PhraseTable::new([("适宜人群".to_owned(), 3), ("不适宜人群".to_owned(), 2)]);
+        let text: Vec<char> = "看不适宜人群".chars().collect();
+        assert_eq!(table.find(&text), [Found { start: 1, len: 5, value: 2 }]);
+    }
+}

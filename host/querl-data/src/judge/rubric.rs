@@ -1,0 +1,149 @@
+//! A rubric that stands in for a judge: deterministic points over the tenant's lexicon.
+
+use crate::judge::lexicon::{Expression, Lexicon};
+use crate::judge::query_intent::{Need, Wording};
+use crate::text::normalise;
+use async_trait::async_trait;
+use querl_core::ports::{Judge, JudgeRequest};
+use querl_core::records::{CallFailure, Completion};
+
+/// Points, out of 5. The weights say what a good rewrite of this kind of shop needs most: the right product, then the intent.
+mod points {
+    pub(super) const PRODUCT: f64 = 2.0;
+    pub(super) const PRODUCT_BY_ALIAS: f64 = 1.2;
+    pub(super) const INTENT_HOUSE: f64 = 1.6;
+    pub(super) const INTENT_GENERAL: f64 = 1.1;
+    pub(super) const INTENT_CUE: f64 = 0.7;
+    pub(super) const CONTEXT: f64 = 0.7;
+    pub(super) const CONCISE: f64 = 0.7;
+    /// Taken for each product that was not asked about.
+    pub(super) const FOREIGN: f64 = 1.0;
+    /// Taken for each intent that was not asked about, beyond the first.
+    pub(super) const FOREIGN_INTENT: f64 = 0.4;
+    /// A copy of the query gets no more.
+    pub(super) const COPY: f64 = 1.0;
+}
+
+/// Up to so many characters a rewrite is concise; from twice as many on it is long.
+const CONCISE_CHARS: usize = 24;
+
+/// Judges rewrites by rule. A stand-in: it says nothing about what a person would prefer.
+#[derive(Debug)]
+pub struct RubricJudge {
+    lexicon: Lexicon,
+}
+
+impl RubricJudge {
+    /// A rubric over one tenant's words.
+    pub fn new(lexicon: Lexicon) -> Self {
+        Self { lexicon }
+    }
+
+    /// Points from 0 to 5 in steps of 0.1, and what they were given for.
+    pub fn score(&self, request: &JudgeRequest<'_>) -> (f64, String) {
+        let rewrite = normalise(request.rewrite);
+        if rewrite.is_empty() {
+            return (0.0, "改写为空".into());
+        }
+        let need = Need::read(&self.lexicon, request.query, request.context);
+        let (product, product_reason) = self.product_points(&need, &rewrite);
+        let (intent, intent_reason) = self.intent_points(&need, &rewrite);
+        // A short text that says neither is not a concise rewrite.
+        let worth = if product > 0.0 || intent > 0.0 { 1.0 } else { 0.0 };
+        let context = worth * points::CONTEXT * self.kept_share(&need, &rewrite);
+        let length = request.rewrite.chars().filter(|character| !character.is_whitespace()).count();
+        let concise = worth * points::CONCISE * conciseness(length);
+        let mut reasons =
+            vec![product_reason, intent_reason, format!("保留原意 {context:.1}"), format!("简洁 {concise:.1}")];
+        let mut score = product + intent + context + concise;
+        if rewrite == normalise(request.query) {
+            score = score.min(points::COPY);
+            reasons.push("照抄原句".into());
+        }
+        ((score.clamp(0.0, 5.0) * 10.0).round() / 10.0, reasons.join("；"))
+    }
+
+    fn product_points(&self, need: &Need, rewrite: &str) -> (f64, String) {
+        let (mentions, _) = self.lexicon.products_in(rewrite);
+        let mut named: Vec<usize> = mentions.iter().map(|found| found.value.product).collect();
+        named.sort_unstable();
+        named.dedup();
+        let Some(wanted) = need.product else {
+            // Nothing says which product is meant: naming one is a guess.
+            let given = if named.is_empty() { 0.5 * points::PRODUCT } else { 0.0 };
+            return (given, format!("产品未指明 {given:.1}"));
+        };
+        let canonical = mentions.iter().any(|found| found.value.product == wanted && found.value.canonical);
+        let (given, how) = match (canonical, named.contains(&wanted)) {
+            (true, _) => (points::PRODUCT, "产品准确"),
+            (false, true) => (points::PRODUCT_BY_ALIAS, "产品用了别名"),
+            (false, false) => (0.0, "产品缺失"),
+        };
+        // What the query itself compares with may be named; a product out of nowhere may not.
+        let foreign =
+            named.iter().filter(|product| **product != wanted && !need.named_products.contains(product)).count();
+        let total = given - points::FOREIGN * foreign as f64;
+        let note = if foreign > 0 { format!("，多出 {foreign} 个无关产品") } else { String::new() };
+        (total, format!("{how}{note} {total:.1}"))
+    }
+
+    fn intent_points(&self, need: &Need, rewrite: &str) -> (f64, String) {
+        let (_, rest) = self.lexicon.products_in(rewrite);
+        let found = self.lexicon.intents_in(&rest);
+        let Some(wanted) = need.intent() else {
+            let given = if found.is_empty() { points::INTENT_CUE } else { points::INTENT_GENERAL };
+            return (given, format!("意图不明 {given:.1}"));
+        };
+        let best = found.iter().filter(|found| found.value.intent == wanted).map(|found| found.value.expression).max();
+        let (given, how) = match best {
+            Some(Expression::House) => (points::INTENT_HOUSE, "意图用了知识库术语"),
+            Some(Expression::General) => (points::INTENT_GENERAL, "意图明确"),
+            Some(Expression::Cue) => (points::INTENT_CUE, "意图只有口语"),
+            None => (0.0, "意图缺失"),
+        };
+        let asked = |intent: usize| need.intents[intent] > 0.0;
+        let mut foreign: Vec<usize> =
+            found.iter().map(|found| found.value.intent).filter(|intent| !asked(*intent)).collect();
+        foreign.sort_unstable();
+        foreign.dedup();
+        let total = given - points::FOREIGN_INTENT * foreign.len().saturating_sub(1) as f64;
+        (total, format!("{how} {total:.1}"))
+    }
+
+    /// Share of the query's particulars that the rewrite keeps, themselves or by a synonym.
+    fn kept_share(&self, need: &Need, rewrite: &str) -> f64 {
+        let (_, rest) = self.lexicon.products_in(rewrite);
+        let kept = Wording::read(&self.lexicon, &rest);
+        let Wording { words, synonyms } = &need.particulars;
+        let groups = synonyms.iter().map(|group| kept.synonyms.contains(group));
+        // A single character is mostly a particle; a word with synonyms is counted with its group.
+        let plain = words.iter().filter(|word| word.chars().count() > 1 && self.lexicon.synonym_group(word).is_none());
+        let held: Vec<bool> = groups.chain(plain.map(|word| kept.words.contains(word))).collect();
+        if held.is_empty() { 1.0 } else { held.iter().filter(|held| **held).count() as f64 / held.len() as f64 }
+    }
+}
+
+fn conciseness(length: usize) -> f64 {
+    let over = length.saturating_sub(CONCISE_CHARS) as f64 / CONCISE_CHARS as f64;
+    (1.0 - over).max(0.0)
+}
+
+#[async_trait]
+impl Judge for RubricJudge {
+    async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
+        let (score, reason) = self.score(&request);
+        let text = serde_json::json!({"综合得分": score, "评分理由": reason}).to_string();
+        Ok(Completion {
+            text,
+            prompt_tokens: None,
+            completion_tokens: None,
+            cost: Some(0.0),
+            latency_ms: None,
+            source: None,
+        })
+    }
+
+    fn name(&self) -> &str {
+        "rubric (stand-in)"
+    }
+}

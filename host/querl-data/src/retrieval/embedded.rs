@@ -1,0 +1,214 @@
+//! Retrieval in this process: an index finds candidates with the rewrite, by its words and, where there is an embedding model, by its
+//! vector; the reranker scores them against the query.
+
+use crate::error::DataError;
+use crate::judge::query_intent::Need;
+use crate::retrieval::index::{PassageIndex, Vocabulary, open_lexicon};
+use crate::retrieval::lexicon_reranker::{Corpus, Reranker};
+use crate::retrieval::local_model::LocalWork;
+use crate::retrieval::passages::{Passage, SourcesDigest};
+use crate::retrieval::search::{LocalModels, Search, SearchLimits};
+use async_trait::async_trait;
+use querl_core::config::{EmbeddingConfig, RerankKind, RetrievalConfig};
+use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
+use querl_core::records::{CallFailure, Context, FailureKind, Hit};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Reciprocal rank fusion: a passage gets `1 / (RANK_CONSTANT + rank)` from each list it is in.
+///
+/// Source: Cormack, Clarke and Buettcher 2009, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank Learning Methods".
+const RANK_CONSTANT: f64 = 60.0;
+
+/// An index with a reranker.
+pub struct EmbeddedRetriever {
+    searcher: Arc<Searcher>,
+    work: LocalWork,
+}
+
+/// What a search needs.
+struct Searcher {
+    index: PassageIndex,
+    /// `None` where a reranker that is no part of this will score the hits.
+    reranker: Option<Reranker>,
+    vectors: Option<Vectors>,
+}
+
+/// An embedding model over the index.
+struct Vectors {
+    embedder: Arc<dyn Embedder>,
+    query_prefix: String,
+}
+
+/// A candidate's position with its first-stage score.
+type Candidate = (usize, f64);
+
+impl EmbeddedRetriever {
+    /// Opens the index of a knowledge base, which is built where it is not there yet.
+    ///
+    /// # Errors
+    /// `retrieval.knowledge_base` or `retrieval.lexicon` is not set, or a file cannot be used.
+    pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
+        let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
+        let embedder = models.embedder.clone();
+        let digest = SourcesDigest::of(knowledge_base, config, embedder.as_deref())?;
+        let vocabulary = Vocabulary::open(config)?;
+        let lexicon = open_lexicon(config, &vocabulary.segmenter)?;
+        if lexicon.is_none() && config.rerank.kind == RerankKind::None {
+            required(None, "lexicon")?;
+        }
+        let reranker = lexicon.map(Reranker::new);
+        let index =
+            PassageIndex::open(knowledge_base, config, &digest, vocabulary, reranker.as_ref(), embedder.as_deref())?;
+        let query_prefix = query_prefix(&config.embedding, embedder.as_deref());
+        let vectors = embedder.map(|embedder| Vectors { embedder, query_prefix });
+        let max_concurrent = match &vectors {
+            Some(_) => config.max_concurrent.min(config.embedding.max_concurrent),
+            None => config.max_concurrent,
+        };
+        Ok(Self {
+            searcher: Arc::new(Searcher { index, reranker, vectors }),
+            work: LocalWork::new("embedded index", max_concurrent, config.timeout_s),
+        })
+    }
+
+    /// What a query asks for, in its context; `None` without a lexicon.
+    pub fn need(&self, query: &str, context: &Context) -> Option<Need> {
+        self.searcher.reranker.as_ref().map(|reranker| reranker.need(query, context))
+    }
+
+    /// All passages with the reranker's score for a need, best first; of equal scores the earlier passage first.
+    ///
+    /// # Errors
+    /// The index fails, or there is no lexicon.
+    pub fn rank_all(&self, need: &Need) -> Result<Vec<(Passage, f64)>, CallFailure> {
+        let Searcher { index, reranker, .. } = self.searcher.as_ref();
+        let reranker = reranker.as_ref().ok_or_else(|| broken("there is no lexicon to rank by"))?;
+        let weighed = reranker.weigh(need.clone(), index);
+        let score = |position| {
+            let stored = index.stored(position).map_err(|error| broken(&error.to_string()))?;
+            let score = reranker.score(&weighed, &stored.traits);
+            Ok((stored.passage, score))
+        };
+        let mut ranked = (0..index.n_passages()).map(score).collect::<Result<Vec<_>, CallFailure>>()?;
+        ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+        Ok(ranked)
+    }
+
+    /// Passages for one rewrite, best reranker score first.
+    ///
+    /// # Errors
+    /// The index or the embedding model fails.
+    pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        self.searcher.search(request, limits).map_err(|problem| broken(&problem))
+    }
+}
+
+impl Searcher {
+    /// # Errors
+    /// What failed, in words.
+    fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, String> {
+        let in_index = |error: tantivy::TantivyError| error.to_string();
+        let by_words = self.index.candidates(request.rewritten_query, limits.top_k).map_err(in_index)?;
+        let candidates = match &self.vectors {
+            Some(vectors) => {
+                let vector =
+                    vectors.of(request.rewritten_query).map_err(|error| format!("embedding model: {error}"))?;
+                let nearest = vector.map(|vector| self.index.nearest(&vector, limits.top_k));
+                fused(&by_words, &nearest.unwrap_or_default(), limits.top_k)
+            }
+            None => by_words,
+        };
+        let reranker = self.reranker.as_ref();
+        let weighed = reranker.map(|reranker| {
+            let need = reranker.need(request.original_query, request.context);
+            (reranker, reranker.weigh(need, &self.index))
+        });
+        let hit = |(position, first_score): Candidate| {
+            let stored = self.index.stored(position).map_err(in_index)?;
+            let score = weighed.as_ref().map_or(0.0, |(reranker, weighed)| reranker.score(weighed, &stored.traits));
+            let (id, text) = (stored.passage.id.clone(), stored.passage.whole());
+            Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
+        };
+        let mut hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?;
+        if reranker.is_some() {
+            hits.sort_by(|a, b| a.id.cmp(&b.id));
+        }
+        Ok(limits.apply(hits))
+    }
+}
+
+#[async_trait]
+impl Search for EmbeddedRetriever {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        let searcher = self.searcher.clone();
+        let (query, context) = (request.original_query.to_owned(), request.context.clone());
+        let rewrite = request.rewritten_query.to_owned();
+        let search = move || {
+            let request = RetrievalRequest { original_query: &query, context: &context, rewritten_query: &rewrite };
+            searcher.search(&request, limits)
+        };
+        self.work.run(search).await
+    }
+
+    fn name(&self) -> &str {
+        if self.searcher.vectors.is_some() { "embedded, hybrid" } else { "embedded" }
+    }
+}
+
+impl Vectors {
+    /// The vector of a query; `None` for a text without words.
+    fn of(&self, text: &str) -> Result<Option<Vec<f32>>, LocalModelError> {
+        if text.trim().is_empty() {
+            return Ok(None);
+        }
+        let text = format!("{}{text}", self.query_prefix);
+        Ok(self.embedder.embed(&[&text])?.pop())
+    }
+}
+
+/// What is put before a query: what the configuration says, else what the model wants.
+pub(crate) fn query_prefix(config: &EmbeddingConfig, embedder: Option<&dyn Embedder>) -> String {
+    let own = embedder.map(Embedder::query_prefix).unwrap_or_default();
+    config.query_prefix.clone().unwrap_or_else(|| own.to_owned())
+}
+
+/// The best of two lists by reciprocal ranks; of equal ones the earlier passage first.
+fn fused(by_words: &[Candidate], nearest: &[usize], n_passages: usize) -> Vec<Candidate> {
+    let mut scores: BTreeMap<usize, f64> = BTreeMap::new();
+    let lists = [by_words.iter().map(|(position, _)| *position).collect::<Vec<_>>(), nearest.to_vec()];
+    for (position, rank) in lists.iter().flat_map(|list| list.iter().zip(1..)) {
+        *scores.entry(*position).or_default() += 1.0 / (RANK_CONSTANT + f64::from(rank));
+    }
+    let mut fused: Vec<Candidate> = scores.into_iter().collect();
+    fused.sort_by(|a, b| b.1.total_cmp(&a.1));
+    fused.truncate(n_passages);
+    fused
+}
+
+fn broken(problem: &str) -> CallFailure {
+    CallFailure { kind: FailureKind::ServerError, message: format!("embedded index: {problem}") }
+}
+
+fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError> {
+    path.ok_or_else(|| {
+        DataError::setting(
+            format!("retrieval.{key}"),
+            "is not set; retrieval of kind `embedded` needs the path of a file",
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_passage_of_both_lists_comes_before_those_of_one() {
+        let by_words = [(7, 12.0), (3, 9.0), (5, 1.0)];
+        let both = fused(&by_words, &[9, 3], 3);
+        assert_eq!(both.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [3, 7, 9]);
+        assert!((both[0].1 - 2.0 / 62.0).abs() < 1e-12);
+    }
+}

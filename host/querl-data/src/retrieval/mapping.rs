@@ -1,0 +1,352 @@
+//! What a declarative mapping says about a service: the request it is sent, the passages of its answers, their scores.
+
+use crate::error::DataError;
+use crate::retrieval::json::{excerpt, first, number, plain};
+use crate::retrieval::json::{fill, places};
+use crate::retrieval::search::{Scores, SearchLimits};
+use querl_core::config::{MappingConfig, RetrievalConfig, ScoreOrder, ServiceKind};
+use querl_core::ports::RetrievalRequest;
+use querl_core::records::Hit;
+use serde_json::{Value, json};
+
+/// The places that a request may have.
+const PLACES: [&str; 11] = [
+    "query",
+    "rewritten_query",
+    "user_profile",
+    "history",
+    "tenant",
+    "kb_name",
+    "top_k",
+    "score_threshold",
+    "service_threshold",
+    "service_top_k",
+    "embedding",
+];
+
+/// A mapping with everything set that has to be.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Mapping {
+    request: Value,
+    list: Vec<String>,
+    id: Vec<String>,
+    title: Vec<String>,
+    text: Vec<String>,
+    score: Vec<String>,
+    scale: ScoreScale,
+    /// What the service takes.
+    threshold_range: [f64; 2],
+    top_k_range: [usize; 2],
+    status: Vec<String>,
+    success: Vec<String>,
+}
+
+/// How a service's scores become numbers from 0 to 1, of which the higher is the better.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct ScoreScale {
+    order: ScoreOrder,
+    form: ScoreForm,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum ScoreForm {
+    /// Linear between two ends.
+    Range([f64; 2]),
+    /// `score / (score + half)`.
+    Half(f64),
+}
+
+/// Whose words fill a request beside the query.
+pub(crate) struct Asker<'a> {
+    pub(crate) tenant: &'a str,
+    pub(crate) kb_name: &'a str,
+    /// The rewritten query's, where the request has a place for it.
+    pub(crate) embedding: Option<&'a [f32]>,
+}
+
+impl Mapping {
+    /// The ready adapter of a service with what a configuration changes.
+    ///
+    /// # Errors
+    /// Something is unset that no adapter sets, a place of the request is unknown, a range is none.
+    pub(crate) fn resolve(config: &RetrievalConfig) -> Result<Self, DataError> {
+        let ready = ready(config.service)?;
+        let own = &config.mapping;
+        let pointers = |key: &str, own: &Option<Vec<String>>, ready: Option<Vec<String>>| {
+            let pointers = own.clone().or(ready);
+            check_pointers(key, pointers.iter().flatten())?;
+            pointers.filter(|pointers| !pointers.is_empty()).ok_or_else(|| missing(key))
+        };
+        let request = own.request.clone().or(ready.request).ok_or_else(|| missing("request"))?;
+        let request = serde_json::to_value(request)
+            .map_err(|error| DataError::setting("retrieval.mapping.request", format!("has no JSON form: {error}")))?;
+        check_places(&request)?;
+        let status = own.status.clone().or(ready.status).unwrap_or_default();
+        check_pointers("status", status.iter())?;
+        Ok(Self {
+            request,
+            list: pointers("list", &own.list, ready.list)?,
+            id: pointers("id", &own.id, ready.id.or(Some(Vec::new()))).or_else(optional)?,
+            title: pointers("title", &own.title, ready.title.or(Some(Vec::new()))).or_else(optional)?,
+            text: pointers("text", &own.text, ready.text)?,
+            score: pointers("score", &own.score, ready.score.or(Some(Vec::new()))).or_else(optional)?,
+            scale: ScoreScale::resolve(own, ready.score_order, ready.score_range, ready.score_half)?,
+            threshold_range: range(
+                "threshold_range",
+                own.threshold_range.or(ready.threshold_range),
+                [f64::MIN, f64::MAX],
+            )?,
+            top_k_range: range("top_k_range", own.top_k_range.or(ready.top_k_range), [0, usize::MAX])?,
+            status,
+            success: own.success.clone().or(ready.success).unwrap_or_default(),
+        })
+    }
+
+    /// Whether passages have a score at all.
+    pub(crate) fn has_scores(&self) -> bool {
+        !self.score.is_empty()
+    }
+
+    /// Whether the request has a place for a vector of the rewritten query.
+    pub(crate) fn wants_embedding(&self) -> bool {
+        places(&self.request).contains(&"embedding")
+    }
+
+    /// The body of a request.
+    pub(crate) fn body(&self, asker: &Asker<'_>, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Value {
+        fill(&self.request, &|place| match place {
+            "query" => json!(request.original_query),
+            "rewritten_query" => json!(request.rewritten_query),
+            "user_profile" => json!(request.context.user_profile),
+            "history" => json!(request.context.history_summary),
+            "tenant" => json!(asker.tenant),
+            "kb_name" => json!(asker.kb_name),
+            "top_k" => json!(limits.top_k),
+            "score_threshold" => json!(limits.score_threshold),
+            "service_threshold" => json!(self.service_threshold(limits.score_threshold)),
+            "service_top_k" => json!(limits.top_k.clamp(self.top_k_range[0], self.top_k_range[1])),
+            "embedding" => json!(asker.embedding),
+            _ => Value::Null,
+        })
+    }
+
+    fn service_threshold(&self, score_threshold: f64) -> f64 {
+        let [lowest, highest] = self.threshold_range;
+        self.scale.of_service(score_threshold).clamp(lowest, highest)
+    }
+
+    /// What the answer says went wrong, where it says so; with its number, where that may be a status of HTTP.
+    pub(crate) fn failure(&self, answer: &Value) -> Option<(Option<u16>, String)> {
+        let mut statuses = self.status.iter().map(|pointer| (pointer, answer.pointer(pointer).unwrap_or(&Value::Null)));
+        let (pointer, status) = statuses.find(|(_, status)| !self.success.contains(&plain(status)))?;
+        let number = number(status).map(|status| status as u16);
+        Some((number, format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer))))
+    }
+
+    /// The passages of an answer, in its order.
+    ///
+    /// # Errors
+    /// There is no list where one should be, or a passage has no usable score.
+    pub(crate) fn hits(&self, answer: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
+        // A pointer may lead to something else where the list is behind the next one.
+        let list = self.list.iter().find_map(|pointer| answer.pointer(pointer)?.as_array());
+        let list =
+            list.ok_or_else(|| format!("no list of passages at `{}`: {}", self.list.join("`, `"), excerpt(answer)))?;
+        list.iter().enumerate().map(|(index, entry)| self.hit(index, entry, scores)).collect()
+    }
+
+    fn hit(&self, index: usize, entry: &Value, scores: Scores) -> Result<Hit, String> {
+        let words = |pointers: &[String]| first(entry, pointers).map(plain).unwrap_or_default();
+        let (title, text) = (words(&self.title), words(&self.text));
+        let sent = first(entry, &self.score);
+        let number = sent.and_then(number);
+        let unit = number.and_then(|number| self.scale.to_unit(number));
+        let reranker_score = match (unit, scores) {
+            (Some(unit), _) => unit,
+            (None, Scores::Replaced) => 0.0,
+            (None, Scores::Needed) => return Err(self.no_score(index, sent)),
+        };
+        Ok(Hit {
+            id: words(&self.id),
+            text: if title.is_empty() { text } else { format!("{title}\n{text}") },
+            reranker_score,
+            retrieval_score: number,
+            rank: 0,
+        })
+    }
+
+    fn no_score(&self, index: usize, sent: Option<&Value>) -> String {
+        let remedy = "set retrieval.mapping, or retrieval.rerank where the service has no scores";
+        match sent {
+            Some(value) => {
+                format!("passage {index} has the score {}; expected {}; {remedy}", excerpt(value), self.scale)
+            }
+            None => format!("passage {index} has no score at `{}`; {remedy}", self.score.join("`, `")),
+        }
+    }
+}
+
+/// The mapping that comes with the program.
+fn ready(service: ServiceKind) -> Result<MappingConfig, DataError> {
+    let text = match service {
+        ServiceKind::Dify => include_str!("services/dify.toml"),
+        ServiceKind::Ragflow => include_str!("services/ragflow.toml"),
+        ServiceKind::Chatchat => include_str!("services/chatchat.toml"),
+        ServiceKind::Chatchat02 => include_str!("services/chatchat_0.2.toml"),
+        ServiceKind::Elasticsearch => include_str!("services/elasticsearch.toml"),
+        ServiceKind::Qdrant => include_str!("services/qdrant.toml"),
+        ServiceKind::GeneralRag | ServiceKind::Custom => "",
+    };
+    toml::from_str(text)
+        .map_err(|error| DataError::setting("retrieval.service", format!("has a broken adapter: {error}")))
+}
+
+fn missing(key: &str) -> DataError {
+    DataError::setting(format!("retrieval.mapping.{key}"), "is not set; retrieval.service = \"custom\" needs it")
+}
+
+/// What a service takes; anything where nobody says.
+fn range<T: PartialOrd + std::fmt::Debug>(key: &str, given: Option<[T; 2]>, all: [T; 2]) -> Result<[T; 2], DataError> {
+    match given {
+        Some([low, high]) if low <= high => Ok([low, high]),
+        Some(range) => {
+            let problem = format!("is {range:?}; expected two numbers, the lower first");
+            Err(DataError::setting(format!("retrieval.mapping.{key}"), problem))
+        }
+        None => Ok(all),
+    }
+}
+
+/// No id, title or score is as good as a pointer that leads nowhere.
+fn optional(error: DataError) -> Result<Vec<String>, DataError> {
+    match &error {
+        DataError::Setting { problem, .. } if problem.starts_with("is not set") => Ok(Vec::new()),
+        _ => Err(error),
+    }
+}
+
+fn check_pointers<'a>(key: &str, mut pointers: impl Iterator<Item = &'a String>) -> Result<(), DataError> {
+    match pointers.find(|pointer| !pointer.is_empty() && !pointer.starts_with('/')) {
+        Some(pointer) => Err(DataError::setting(
+            format!("retrieval.mapping.{key}"),
+            format!("has `{pointer}`, which is no JSON pointer; write it as `/{pointer}`"),
+        )),
+        None => Ok(()),
+    }
+}
+
+fn check_places(request: &Value) -> Result<(), DataError> {
+    match places(request).into_iter().find(|place| !PLACES.contains(place)) {
+        Some(place) => Err(DataError::setting(
+            "retrieval.mapping.request",
+            format!("has `{{{{{place}}}}}`, which stands for nothing; known are {}", PLACES.join(", ")),
+        )),
+        None => Ok(()),
+    }
+}
+
+impl ScoreScale {
+    fn resolve(
+        own: &MappingConfig,
+        order: Option<ScoreOrder>,
+        range: Option<[f64; 2]>,
+        half: Option<f64>,
+    ) -> Result<Self, DataError> {
+        let own_form = own.score_range.map(ScoreForm::Range).or(own.score_half.map(ScoreForm::Half));
+        let form = own_form.or(range.map(ScoreForm::Range)).or(half.map(ScoreForm::Half));
+        let form = form.unwrap_or(ScoreForm::Range([0.0, 1.0]));
+        if own.score_range.is_some() && own.score_half.is_some() {
+            return Err(DataError::setting("retrieval.mapping.score_half", "is set beside score_range; leave one out"));
+        }
+        match form {
+            ScoreForm::Range([low, high]) if !low.is_finite() || !high.is_finite() || low >= high => {
+                let problem = format!("is [{low:?}, {high:?}]; expected two numbers, the lower first");
+                Err(DataError::setting("retrieval.mapping.score_range", problem))
+            }
+            _ => Ok(Self { order: own.score_order.or(order).unwrap_or(ScoreOrder::HigherIsBetter), form }),
+        }
+    }
+
+    /// `None` for a score that this scale does not have.
+    fn to_unit(self, score: f64) -> Option<f64> {
+        // Cosines of equal vectors come out a little above 1.
+        const ROUNDING: f64 = 1e-3;
+        let share = match self.form {
+            ScoreForm::Range([low, high]) => (score - low) / (high - low),
+            ScoreForm::Half(_) if score < 0.0 => return None,
+            ScoreForm::Half(half) => score / (score + half),
+        };
+        let better = match self.order {
+            ScoreOrder::HigherIsBetter => share,
+            ScoreOrder::LowerIsBetter => 1.0 - share,
+        };
+        // Beyond the ends, the scale is another.
+        (-ROUNDING..=1.0 + ROUNDING).contains(&better).then(|| better.clamp(0.0, 1.0))
+    }
+
+    /// The service's own score that counts as `unit`.
+    fn of_service(self, unit: f64) -> f64 {
+        // The half form reaches 1 nowhere.
+        const HIGHEST: f64 = 0.999_999;
+        let share = match self.order {
+            ScoreOrder::HigherIsBetter => unit,
+            ScoreOrder::LowerIsBetter => 1.0 - unit,
+        };
+        match self.form {
+            ScoreForm::Range([low, high]) => low + share * (high - low),
+            ScoreForm::Half(half) => half * share.min(HIGHEST) / (1.0 - share.min(HIGHEST)),
+        }
+    }
+}
+
+impl std::fmt::Display for ScoreScale {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.form {
+            ScoreForm::Range([low, high]) => write!(f, "{low} to {high}"),
+            ScoreForm::Half(_) => f.write_str("0 or more"),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_adapter_is_whole_and_what_the_configuration_s_checks_take_it_for() {
+        for service in ["dify", "ragflow", "chatchat", "chatchat_0.2", "elasticsearch", "qdrant"] {
+            let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": service})).unwrap();
+            let mapping = Mapping::resolve(&config).unwrap();
+            let kind = config.service;
+            assert!(!mapping.id.is_empty(), "{service}");
+            assert_eq!(mapping.has_scores(), kind.has_scores(), "{service}");
+            assert_eq!(mapping.wants_embedding(), kind.wants_vector(), "{service}");
+            assert_eq!(
+                (!mapping.status.is_empty(), !mapping.success.is_empty()),
+                (kind.has_status(), kind.has_status())
+            );
+            assert_eq!(mapping.top_k_range[1], kind.most_passages().unwrap_or(usize::MAX), "{service}");
+        }
+    }
+
+    #[test]
+    fn scores_go_to_the_unit_and_back() {
+        let scale = |order, form| ScoreScale { order, form };
+        use ScoreOrder::{HigherIsBetter, LowerIsBetter};
+        for (scale, sent, unit) in [
+            (scale(HigherIsBetter, ScoreForm::Range([-1.0, 1.0])), 0.5, 0.75),
+            (scale(LowerIsBetter, ScoreForm::Range([0.0, 2.0])), 0.5, 0.75),
+            (scale(HigherIsBetter, ScoreForm::Half(10.0)), 30.0, 0.75),
+            (scale(LowerIsBetter, ScoreForm::Half(3.0)), 1.0, 0.75),
+        ] {
+            assert_eq!(scale.to_unit(sent), Some(unit), "{scale:?}");
+            assert!((scale.of_service(unit) - sent).abs() < 1e-12, "{scale:?}");
+        }
+        let cosine = scale(HigherIsBetter, ScoreForm::Range([0.0, 1.0]));
+        assert_eq!(cosine.to_unit(1.000_000_2), Some(1.0));
+        assert_eq!((cosine.to_unit(7.5), cosine.to_unit(-0.5)), (None, None));
+        assert_eq!(scale(HigherIsBetter, ScoreForm::Half(10.0)).to_unit(-1.0), None);
+        assert!(scale(HigherIsBetter, ScoreForm::Half(10.0)).of_service(1.0).is_finite());
+    }
+}

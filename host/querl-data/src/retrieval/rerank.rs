@@ -1,0 +1,229 @@
+//! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original
+//! query in its context. A rewrite is never shown to them, so that nothing in it can raise a score.
+
+use crate::client::context::Outside;
+use crate::client::http::{CallLimits, Caller, Charge, Secret};
+use crate::error::DataError;
+use crate::retrieval::json::{excerpt, number};
+use crate::retrieval::json::{fill_text, places};
+use crate::retrieval::local_model::LocalWork;
+use crate::retrieval::search::{LocalModels, Search, SearchLimits};
+use async_trait::async_trait;
+use futures::future::try_join_all;
+use querl_core::config::{RerankConfig, RerankKind, RerankScores};
+use querl_core::ports::{PairScorer, RetrievalRequest};
+use querl_core::records::logistic;
+use querl_core::records::{CallFailure, FailureKind, Hit};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// What the reranker's query may be made of.
+const PLACES: [&str; 3] = ["query", "history", "user_profile"];
+
+/// What requests have of their own.
+const OWN_KEYS: [&str; 8] =
+    ["query", "texts", "truncate", "raw_scores", "model", "documents", "top_n", "return_documents"];
+
+/// A search whose hits are scored anew.
+pub(crate) struct Reranked {
+    found: Arc<dyn Search>,
+    scorer: Scorer,
+    query: String,
+    n_candidates: usize,
+    name: String,
+}
+
+/// Who says how well texts answer a query.
+enum Scorer {
+    Service(Box<RerankService>),
+    Local { model: Arc<dyn PairScorer>, batch_size: usize, work: LocalWork },
+}
+
+/// A service that says how well texts answer a query.
+#[derive(Debug)]
+struct RerankService {
+    caller: Caller,
+    config: RerankConfig,
+    /// `config.extra` as JSON.
+    extra: Value,
+}
+
+impl Reranked {
+    /// The reranker that the configuration names, over what `found` finds; `top_k` is what the configuration wants of it.
+    ///
+    /// # Errors
+    /// Its address is not set or none, its key is missing, its query has an unknown place.
+    pub(crate) fn open(
+        config: &RerankConfig,
+        top_k: usize,
+        found: Arc<dyn Search>,
+        models: &LocalModels,
+        outside: &Outside,
+    ) -> Result<Self, DataError> {
+        let query = Value::String(config.query.clone());
+        if let Some(place) = places(&query).into_iter().find(|place| !PLACES.contains(place)) {
+            let known = PLACES.join(", ");
+            let problem = format!("has `{{{{{place}}}}}`, which stands for nothing; known are {known}");
+            return Err(DataError::setting("retrieval.rerank.query", problem));
+        }
+        let name = format!("{} + {}", found.name(), kind_name(config.kind));
+        let scorer = match (config.kind, &models.scorer) {
+            (RerankKind::Local, Some(model)) => Scorer::Local {
+                model: model.clone(),
+                batch_size: config.batch_size.max(1),
+                work: LocalWork::new("cross-encoder", config.max_concurrent, config.timeout_s),
+            },
+            (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
+            _ => Scorer::Service(Box::new(RerankService::open(config, outside)?)),
+        };
+        Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates.max(top_k), name })
+    }
+
+    fn query(&self, request: &RetrievalRequest<'_>) -> String {
+        let filled = fill_text(&self.query, &|place| match place {
+            "query" => json!(request.original_query),
+            "history" => json!(request.context.history_summary),
+            _ => json!(request.context.user_profile),
+        });
+        filled.trim().to_owned()
+    }
+}
+
+#[async_trait]
+impl Search for Reranked {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+        // Whatever the first score was, it says nothing about the second. A request for more passages than are candidates gets no more.
+        let wide = SearchLimits { top_k: self.n_candidates, score_threshold: 0.0 };
+        let mut hits = self.found.search(request, wide).await?;
+        if hits.is_empty() {
+            return Ok(hits);
+        }
+        if hits.iter().all(|hit| hit.text.trim().is_empty()) {
+            let message =
+                format!("{}: passages have no text to be scored; check retrieval.mapping.text", self.found.name());
+            return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
+        }
+        let scores = {
+            let texts: Vec<&str> = hits.iter().map(|hit| hit.text.as_str()).collect();
+            self.scorer.scores(self.query(request), &texts).await?
+        };
+        for (hit, score) in hits.iter_mut().zip(scores) {
+            hit.reranker_score = score;
+        }
+        Ok(limits.apply(hits))
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+fn kind_name(kind: RerankKind) -> &'static str {
+    match kind {
+        RerankKind::None => "no reranker",
+        RerankKind::Tei => "tei",
+        RerankKind::Cohere => "cohere",
+        RerankKind::Local => "cross-encoder",
+    }
+}
+
+impl Scorer {
+    /// One score a text, 0 to 1, in order.
+    async fn scores(&self, query: String, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        match self {
+            Self::Service(service) => service.scores(&query, texts).await,
+            Self::Local { model, batch_size, work } => {
+                let failed = |what: String| CallFailure {
+                    kind: FailureKind::InvalidResponse,
+                    message: format!("cross-encoder: {what}"),
+                };
+                let mut scores = Vec::with_capacity(texts.len());
+                // One after another: who goes away meanwhile costs no more than one of them.
+                for texts in texts.chunks(*batch_size) {
+                    let texts: Vec<String> = texts.iter().map(|text| (*text).to_owned()).collect();
+                    let (model, query) = (model.clone(), query.clone());
+                    let of_batch = move || model.scores(&query, &texts.iter().map(String::as_str).collect::<Vec<_>>());
+                    scores.extend(work.run(of_batch).await?);
+                }
+                let odd = scores.iter().find(|score| !(0.0..=1.0).contains(*score));
+                match odd {
+                    None if scores.len() == texts.len() => Ok(scores),
+                    None => Err(failed(format!("{} scores of {} texts", scores.len(), texts.len()))),
+                    Some(odd) => Err(failed(format!("the score {odd}; its weights are damaged, or overflow"))),
+                }
+            }
+        }
+    }
+}
+
+impl RerankService {
+    fn open(config: &RerankConfig, outside: &Outside) -> Result<Self, DataError> {
+        let setting = "retrieval.rerank.url";
+        let url =
+            config.url.as_deref().ok_or_else(|| DataError::setting(setting, "is not set; a reranker needs it"))?;
+        let key = Secret::open("retrieval.rerank", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
+            .per_minute(config.requests_per_minute, None);
+        let extra = serde_json::to_value(&config.extra)
+            .map_err(|error| DataError::setting("retrieval.rerank.extra", format!("has no JSON form: {error}")))?;
+        let own = |key: &&String| OWN_KEYS.contains(&key.as_str());
+        if let Some(key) = extra.as_object().and_then(|extra| extra.keys().find(own)) {
+            let problem = format!("has `{key}`, which the interface's request has already; leave it out");
+            return Err(DataError::setting("retrieval.rerank.extra", problem));
+        }
+        Ok(Self { caller: Caller::new(setting, url, key, limits, outside)?, config: config.clone(), extra })
+    }
+
+    /// One score a text, 0 to 1, in order.
+    async fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        let batches = texts.chunks(self.config.batch_size.max(1)).map(|batch| self.batch(query, batch));
+        Ok(try_join_all(batches).await?.concat())
+    }
+
+    async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        let answer = self.caller.post(&self.body(query, texts), Charge::FREE).await?.body;
+        self.read(&answer, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+    }
+
+    fn body(&self, query: &str, texts: &[&str]) -> Value {
+        let raw_scores = self.config.scores == RerankScores::Logit;
+        let mut body = match self.config.kind {
+            RerankKind::Tei => json!({"query": query, "texts": texts, "truncate": true, "raw_scores": raw_scores}),
+            _ => json!({"model": self.config.model, "query": query, "documents": texts, "top_n": texts.len()}),
+        };
+        if let (Some(body), Some(extra)) = (body.as_object_mut(), self.extra.as_object()) {
+            body.extend(extra.clone());
+        }
+        body
+    }
+
+    /// Scores come best first, each with the position of its text.
+    fn read(&self, answer: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
+        let entries = answer.as_array().or_else(|| answer.get("results")?.as_array());
+        let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(answer)))?;
+        let mut scores = vec![None; n_texts];
+        for entry in entries {
+            let index = entry.get("index").and_then(Value::as_u64).map(|index| index as usize);
+            let slot = index.and_then(|index| scores.get_mut(index));
+            let slot = slot.ok_or_else(|| format!("a score of no text that was sent: {}", excerpt(entry)))?;
+            let sent = entry.get("relevance_score").or_else(|| entry.get("score")).unwrap_or(&Value::Null);
+            *slot = Some(self.unit(sent)?);
+        }
+        let found: Option<Vec<f64>> = scores.iter().copied().collect();
+        found.ok_or_else(|| format!("scores of {} of {n_texts} texts", scores.iter().flatten().count()))
+    }
+
+    fn unit(&self, sent: &Value) -> Result<f64, String> {
+        let unit = number(sent).map(|number| match self.config.scores {
+            RerankScores::Unit => number,
+            RerankScores::Logit => logistic(number),
+        });
+        unit.filter(|unit| (0.0..=1.0).contains(unit)).ok_or_else(|| {
+            format!("the score {}; expected 0 to 1, or retrieval.rerank.scores = \"logit\"", excerpt(sent))
+        })
+    }
+}
+
+#[cfg(test)]
+#[path = "rerank_tests.rs"]
+mod tests;
