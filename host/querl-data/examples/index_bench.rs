@@ -6,7 +6,7 @@
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::Context;
-use querl_data::{EmbeddedRetriever, LocalModels, SearchLimits, read_passages};
+use querl_data::{EmbeddedRetriever, LocalModels, RetrievalLimits, read_passages};
 use serde::Deserialize;
 use serde_json::json;
 use std::error::Error;
@@ -64,7 +64,7 @@ fn ask(
     n_queries: usize,
     top_k: usize,
 ) -> Result<(Vec<Duration>, usize), Box<dyn Error>> {
-    let limits = SearchLimits { top_k, score_threshold: 0.0 };
+    let limits = RetrievalLimits { top_k, score_threshold: 0.0 };
     let (mut times, mut n_hits) = (Vec::new(), 0);
     for row in queries.iter().cycle().take(n_queries) {
         let context = Context { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() };

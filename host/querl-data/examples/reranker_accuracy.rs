@@ -13,8 +13,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rows = common::training_rows()?;
     let (mut n_first, mut n_product, mut gold_sum, mut best_other_sum) = (0, 0, 0.0, 0.0);
     for row in &rows {
-        let need = retriever.need(&row.original_query, &common::context(row)).ok_or("the example has a lexicon")?;
-        let ranked = retriever.rank_all(&need)?;
+        let query_intent =
+            retriever.query_intent(&row.original_query, &common::context(row)).ok_or("the example has a lexicon")?;
+        let ranked = retriever.rank_all(&query_intent)?;
         let is_gold = |passage: &Passage| row.gold_ids.contains(&passage.id);
         let gold = ranked.iter().find(|(passage, _)| is_gold(passage)).map_or(0.0, |(_, score)| *score);
         let best_other = ranked.iter().find(|(passage, _)| !is_gold(passage)).ok_or("all passages are gold")?;

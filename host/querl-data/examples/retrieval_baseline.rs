@@ -7,7 +7,7 @@ mod common;
 
 use querl_core::ports::{JudgeRequest, RetrievalRequest};
 use querl_core::records::{Hit, QueryRow, retrieval_quality};
-use querl_data::{EmbeddedRetriever, Lexicon, LocalModels, RubricJudge, SearchLimits, query_id};
+use querl_data::{EmbeddedRetriever, Lexicon, LocalModels, RetrievalLimits, RubricJudge, query_id};
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::error::Error;
@@ -22,7 +22,8 @@ struct Recorded {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let config = common::retrieval()?;
-    let (retriever, limits) = (EmbeddedRetriever::open(&config, &LocalModels::default())?, SearchLimits::of(&config));
+    let (retriever, limits) =
+        (EmbeddedRetriever::open(&config, &LocalModels::default())?, RetrievalLimits::of(&config));
     let lexicon = Lexicon::read(&common::folder().join("lexicon.json"))?;
     let rubric = RubricJudge::new(lexicon.clone());
     let recorded: Vec<Recorded> = querl_core::fsx::read_jsonl(&common::folder().join("teacher_rewrites.jsonl"))?;
@@ -63,7 +64,7 @@ fn ideal(lexicon: &Lexicon, row: &QueryRow, words: Words) -> String {
 
 struct Bench {
     retriever: EmbeddedRetriever,
-    limits: SearchLimits,
+    limits: RetrievalLimits,
     rubric: RubricJudge,
     rows: Vec<QueryRow>,
 }

@@ -60,7 +60,7 @@ pub enum DataError {
         /// The first of them.
         failure: CallFailure,
     },
-    /// The user said stop before all rows were asked; rows done so far are kept.
+    /// The user panic_message stop before all rows were asked; rows done so far are kept.
     #[error("interrupted; what was done is saved, the same command goes on from there")]
     Interrupted,
     /// A plugin broke its contract.
@@ -93,28 +93,28 @@ impl DataError {
 }
 
 thread_local! {
-    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+    static IS_SILENT: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs `work`; a panic in it is a result, and nothing is printed of it. After one, nothing that `work` was changing may be used.
-pub(crate) fn quietly<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            if !IS_QUIET.get() {
+            if !IS_SILENT.get() {
                 before(panic);
             }
         }));
     });
-    let was_quiet = IS_QUIET.replace(true);
+    let was_silent = IS_SILENT.replace(true);
     let done = catch_unwind(AssertUnwindSafe(work));
-    IS_QUIET.set(was_quiet);
+    IS_SILENT.set(was_silent);
     done
 }
 
 /// The words of a panic, on one line.
-pub(crate) fn said(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
     text.unwrap_or("it gives no reason").replace('\n', " ")
 }

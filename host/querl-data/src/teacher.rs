@@ -1,9 +1,9 @@
 //! Teachers: a recording, or a model behind an OpenAI-compatible endpoint.
 
 use crate::client::chat::ChatClient;
-use crate::client::context::Outside;
-use crate::client::response_cache::{CacheTable, CachedTeacher, Shelf};
-use crate::dataset::journal::Lines;
+use crate::client::context::ServiceContext;
+use crate::client::response_cache::{CacheTable, CachedTeacher, ServiceCache};
+use crate::dataset::journal::IndexedLines;
 use crate::error::DataError;
 use crate::table::query_id;
 use crate::text::hash_of;
@@ -18,17 +18,17 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The teacher that the configuration names, with the one that stands behind it, if any. A local model is none of them: see
-/// [`LocalRewriting`](crate::LocalRewriting).
+/// [`LocalRewriteStage`](crate::LocalRewriting).
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the recording cannot be read.
 pub fn open_teacher(
     config: &TeacherConfig,
     fallback: &EndpointConfig,
-    outside: &Outside,
+    services: &ServiceContext,
 ) -> Result<Arc<dyn Teacher>, DataError> {
-    let first = open_first(config, outside)?;
-    Ok(match open_fallback(fallback, outside)? {
+    let first = open_first(config, services)?;
+    Ok(match open_fallback(fallback, services)? {
         Some(second) => Arc::new(WithFallback { first, second }),
         None => first,
     })
@@ -38,14 +38,17 @@ pub fn open_teacher(
 ///
 /// # Errors
 /// The endpoint lacks a model or its key.
-pub fn open_fallback(fallback: &EndpointConfig, outside: &Outside) -> Result<Option<Arc<dyn Teacher>>, DataError> {
+pub fn open_fallback(
+    fallback: &EndpointConfig,
+    services: &ServiceContext,
+) -> Result<Option<Arc<dyn Teacher>>, DataError> {
     match fallback.base_url {
-        Some(_) => open_openai("fallback_teacher", fallback.endpoint(), outside).map(Some),
+        Some(_) => open_openai("fallback_teacher", fallback.endpoint(), services).map(Some),
         None => Ok(None),
     }
 }
 
-fn open_first(config: &TeacherConfig, outside: &Outside) -> Result<Arc<dyn Teacher>, DataError> {
+fn open_first(config: &TeacherConfig, services: &ServiceContext) -> Result<Arc<dyn Teacher>, DataError> {
     match config.kind {
         TeacherKind::Recorded => {
             let path = config.path.as_deref().ok_or_else(|| {
@@ -53,7 +56,7 @@ fn open_first(config: &TeacherConfig, outside: &Outside) -> Result<Arc<dyn Teach
             })?;
             Ok(Arc::new(RecordedTeacher::read(path)?))
         }
-        TeacherKind::Openai => open_openai("teacher", config.endpoint(), outside),
+        TeacherKind::Openai => open_openai("teacher", config.endpoint(), services),
         TeacherKind::Local => Err(DataError::setting(
             "teacher.kind",
             "is `local`: a model in this process, which is handed rows in portions",
@@ -61,10 +64,14 @@ fn open_first(config: &TeacherConfig, outside: &Outside) -> Result<Arc<dyn Teach
     }
 }
 
-fn open_openai(section: &str, endpoint: EndpointConfig, outside: &Outside) -> Result<Arc<dyn Teacher>, DataError> {
-    let client = ChatClient::open(section, endpoint, outside)?;
-    let shelf = Shelf::open(outside, CacheTable::Rewrites, client.provider(), &client.identity());
-    Ok(Arc::new(CachedTeacher { inner: Arc::new(OpenAiTeacher(client)), shelf }))
+fn open_openai(
+    section: &str,
+    endpoint: EndpointConfig,
+    services: &ServiceContext,
+) -> Result<Arc<dyn Teacher>, DataError> {
+    let client = ChatClient::open(section, endpoint, services)?;
+    let service_cache = ServiceCache::open(services, CacheTable::Rewrites, client.provider(), &client.identity());
+    Ok(Arc::new(CachedTeacher { inner: Arc::new(OpenAiTeacher(client)), service_cache }))
 }
 
 /// A teacher with another one behind it, whom the stage asks for rows that the first failed on.
@@ -104,7 +111,7 @@ impl Teacher for WithFallback {
 struct RecordedTeacher {
     path: String,
     places: HashMap<u64, u64>,
-    lines: Mutex<Lines>,
+    lines: Mutex<IndexedLines>,
 }
 
 #[derive(Deserialize)]
@@ -128,7 +135,7 @@ impl RecordedTeacher {
             let NumberedLine { offset, value, .. } = line?;
             places.insert(hash_of(&value.id()), offset);
         }
-        Ok(Self { path: path.display().to_string(), places, lines: Mutex::new(Lines::open(path)?) })
+        Ok(Self { path: path.display().to_string(), places, lines: Mutex::new(IndexedLines::open(path)?) })
     }
 
     /// The recording of the query with this id, where there is one.

@@ -31,7 +31,7 @@ async fn ask(settings: Value, expected: Value, answer: Value) -> Result<Completi
     let mut config = openai(settings);
     config.base_url = Some(format!("{}/v1/", server.uri()));
     let messages = [Message { role: "user".into(), content: "改写".into() }];
-    let answer = open_teacher(&config, &EndpointConfig::default(), &Outside::default())
+    let answer = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default())
         .unwrap()
         .rewrite(&row("怎么吃", ""), &messages)
         .await;
@@ -50,7 +50,7 @@ async fn recording_is_found_by_query_and_context() {
     )
     .unwrap();
     let config = TeacherConfig { kind: TeacherKind::Recorded, path: Some(path), ..TeacherConfig::default() };
-    let teacher = open_teacher(&config, &EndpointConfig::default(), &Outside::default()).unwrap();
+    let teacher = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default()).unwrap();
     assert_eq!(teacher.name(), "recorded (stand-in)");
     assert_eq!(teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap().text, "鱼油 食用方法");
     let failure = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
@@ -125,13 +125,13 @@ async fn failures_that_come_as_successes_are_tried_again_and_quoted() {
         let template = ResponseTemplate::new(200).set_body_json(answer);
         Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
         let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
-        let outside = Outside::default();
-        let teacher = open_teacher(&config, &EndpointConfig::default(), &outside).unwrap();
+        let services = ServiceContext::default();
+        let teacher = open_teacher(&config, &EndpointConfig::default(), &services).unwrap();
         let messages = [Message { role: "user".into(), content: "改写".into() }];
         let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
         assert!(failure.kind == kind && failure.message.ends_with(said), "{failure}");
         assert_eq!(server.received_requests().await.unwrap().len(), n_asked);
-        let spent = outside.account().of_stage("");
+        let spent = services.account().of_stage("");
         assert_eq!((spent.prompt_tokens, spent.lost > 0), (0, said.contains("broken off")), "{spent:?}");
     }
 }
@@ -147,7 +147,7 @@ async fn absurd_counts_of_tokens_are_none() {
 #[test]
 fn missing_settings_are_named() {
     let said = |config: &TeacherConfig| {
-        open_teacher(config, &EndpointConfig::default(), &Outside::default()).err().unwrap().to_string()
+        open_teacher(config, &EndpointConfig::default(), &ServiceContext::default()).err().unwrap().to_string()
     };
     assert_eq!(said(&openai(json!({}))), "teacher.base_url is not set; kind `openai` needs it");
     let keyed = openai(json!({"base_url": "http://127.0.0.1/v1", "api_key_env": "QUERL_NO_SUCH_KEY"}));

@@ -13,7 +13,7 @@ use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, Retrieval
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
 use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{BatchTeacher, Journal, NotedQuestions, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
+use querl_data::{BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashSet;
@@ -159,16 +159,16 @@ impl Estimator<'_> {
     }
 
     /// What the run would wait for, or refuse to start for.
-    fn noted(&self) -> anyhow::Result<NotedQuestions> {
+    fn noted(&self) -> anyhow::Result<BatchedPrompts> {
         let state = self.dir.batches();
         if !state.exists() {
-            return Ok(NotedQuestions::default());
+            return Ok(BatchedPrompts::default());
         }
-        Ok(BatchTeacher::open(&self.config.teacher, &self.run.outside)?.noted_questions(&state)?)
+        Ok(BatchTeacher::open(&self.config.teacher, &self.run.outside)?.batched_prompts(&state)?)
     }
 
     /// What the rows come to that no earlier run has an answer to.
-    fn prompts(&self, done: &HashSet<String>, teacher: &dyn Teacher, noted: &NotedQuestions) -> anyhow::Result<Asked> {
+    fn prompts(&self, done: &HashSet<String>, teacher: &dyn Teacher, noted: &BatchedPrompts) -> anyhow::Result<Asked> {
         let (mut asked, mut n_looked_at) = (Asked::default(), 0);
         for row in self.table.read()? {
             let row = row?;

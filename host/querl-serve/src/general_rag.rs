@@ -14,7 +14,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
-use querl_data::{Search, SearchLimits};
+use querl_data::{RetrievalBackend, RetrievalLimits};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -39,7 +39,7 @@ pub struct KnowledgeBase {
     /// The `kb_name` of its requests.
     pub kb_name: String,
     /// What finds its passages.
-    pub search: Arc<dyn Search>,
+    pub search: Arc<dyn RetrievalBackend>,
     /// For one answer, waiting for others' included.
     pub timeout: Duration,
 }
@@ -62,7 +62,7 @@ type Bases = BTreeMap<String, BTreeMap<String, Base>>;
 
 /// What answers for one.
 struct Base {
-    search: Arc<dyn Search>,
+    search: Arc<dyn RetrievalBackend>,
     timeout: Duration,
 }
 
@@ -200,7 +200,7 @@ fn check_length(name: &str, text: &str) -> Result<(), Refusal> {
 }
 
 impl RagRequest {
-    fn limits(&self) -> Result<SearchLimits, Refusal> {
+    fn limits(&self) -> Result<RetrievalLimits, Refusal> {
         let wrong = |what: String| Err(Refusal(StatusCode::UNPROCESSABLE_ENTITY, what));
         if self.query.trim().is_empty() {
             return wrong("`query` is empty".into());
@@ -211,7 +211,7 @@ impl RagRequest {
         if !(0.0..=1.0).contains(&self.score_threshold) {
             return wrong(format!("`score_threshold` is {}; expected 0 to 1", self.score_threshold));
         }
-        Ok(SearchLimits { top_k: self.top_k as usize, score_threshold: self.score_threshold })
+        Ok(RetrievalLimits { top_k: self.top_k as usize, score_threshold: self.score_threshold })
     }
 }
 

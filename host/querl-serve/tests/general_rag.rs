@@ -4,7 +4,9 @@
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
-use querl_data::{LocalModels, Outside, Search, SearchLimits, open_retriever, open_search};
+use querl_data::{
+    LocalModels, RetrievalBackend, RetrievalLimits, ServiceContext, open_retrieval_backend, open_retriever,
+};
 use querl_serve::{GENERAL_RAG_ROUTE, KnowledgeBase, ServerLimits, general_rag, serve};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -46,11 +48,11 @@ async fn server(folder: &Path) -> String {
     let base = |tenant: &str, kb_name: &str, passages: &[[&str; 3]]| KnowledgeBase {
         tenant: tenant.into(),
         kb_name: kb_name.into(),
-        search: open_search(
+        search: open_retrieval_backend(
             &config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages)),
             tenant,
             &LocalModels::default(),
-            &Outside::default(),
+            &ServiceContext::default(),
         )
         .unwrap(),
         timeout: TIMEOUT,
@@ -71,7 +73,7 @@ async fn start(bases: Vec<KnowledgeBase>, limits: ServerLimits) -> String {
 fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
     let config =
         config(&json!({"kind": "http", "url": url, "kb_name": kb_name, "score_threshold": 0.0, "max_retries": 0}));
-    open_retriever(&config, tenant, &LocalModels::default(), &Outside::default()).unwrap()
+    open_retriever(&config, tenant, &LocalModels::default(), &ServiceContext::default()).unwrap()
 }
 
 async fn post(url: &str, body: Value) -> (u16, Value) {
@@ -89,7 +91,7 @@ async fn what_is_found_over_http_is_what_is_found_in_this_process() {
         &config(&embedded(folder.path(), "here", &SHOP)),
         "shop",
         &LocalModels::default(),
-        &Outside::default(),
+        &ServiceContext::default(),
     )
     .unwrap();
     let there = client(&server(folder.path()).await, "default", "shop");
@@ -199,11 +201,11 @@ fn two_knowledge_bases_of_one_name_are_refused() {
     let base = || KnowledgeBase {
         tenant: "shop".into(),
         kb_name: "default".into(),
-        search: open_search(
+        search: open_retrieval_backend(
             &config(&embedded(folder.path(), "x", &SHOP)),
             "shop",
             &LocalModels::default(),
-            &Outside::default(),
+            &ServiceContext::default(),
         )
         .unwrap(),
         timeout: TIMEOUT,
@@ -236,8 +238,8 @@ async fn what_is_no_request_is_refused_with_its_own_status_and_a_sentence() {
 struct Faulty(Result<Duration, (FailureKind, &'static str)>);
 
 #[async_trait::async_trait]
-impl Search for Faulty {
-    async fn search(&self, _request: &RetrievalRequest<'_>, _limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+impl RetrievalBackend for Faulty {
+    async fn search(&self, _request: &RetrievalRequest<'_>, _limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         match self.0 {
             Ok(time) => tokio::time::sleep(time).await,
             Err((kind, problem)) => return Err(CallFailure { kind, message: problem.into() }),

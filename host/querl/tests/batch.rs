@@ -3,7 +3,7 @@
 
 mod support;
 
-use querl_data::read_account;
+use querl_data::read_spend;
 use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -102,7 +102,7 @@ fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
     assert!(scene.texts().iter().all(|text| text.starts_with("\"鱼油 ")), "{:?}", scene.texts());
     assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files"), spare.n_asked()), (1, 1, 0));
     assert!(!scene.project.path(NOTE).exists());
-    let account = read_account(&scene.project.path("run/calls.json")).unwrap();
+    let account = read_spend(&scene.project.path("run/calls.json")).unwrap();
     let spent = &account["rewrite"]["teacher m (batch)"];
     assert!(spent.calls == 40 && (spent.cost - 40.0 * 0.00015).abs() < 1e-9, "{spent:?}");
 }

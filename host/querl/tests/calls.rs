@@ -6,7 +6,7 @@
 
 mod support;
 
-use querl_data::{AnswerCache, CacheLimits, read_account};
+use querl_data::{CacheLimits, ResponseCache, read_spend};
 use querl_faulty::{Answer, Asked, FaultyServer, Reply};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,7 +60,7 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
     assert_eq!(server.n_asked(), 40, "{said:#?}");
     let rewrites = |folder| lines(&project, &format!("{folder}/data/rewrites.jsonl"));
     assert_eq!(rewrites("run"), rewrites("again"));
-    let spent = &read_account(&project.path("again/calls.json")).unwrap()["rewrite"]["teacher m"];
+    let spent = &read_spend(&project.path("again/calls.json")).unwrap()["rewrite"]["teacher m"];
     assert_eq!((spent.calls, spent.cached, spent.cost), (0, 40, 0.0));
     let metrics = &lines(&project, "again/metrics.jsonl")[0];
     assert_eq!((&metrics["stage"], &metrics["cache/rewrites/hit_rate"]), (&json!("rewrite"), &json!(1.0)));
@@ -75,7 +75,7 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
 fn cache_in_use_or_damaged_is_said_and_the_run_goes_on() {
     let server = teacher();
     let project = taught_at(&server.url());
-    let held = AnswerCache::open(&project.path("answers.redb"), CacheLimits::default()).unwrap();
+    let held = ResponseCache::open(&project.path("answers.redb"), CacheLimits::default()).unwrap();
     let said = project.querl(&["rewrite", "querl.toml"]).ok();
     assert!(
         said.stderr.contains("answers.redb: another process uses this cache; calls are made without it"),
@@ -97,14 +97,14 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_goes_on() {
     assert_eq!(said.code, Some(3), "{said:#?}");
     assert!(said.stderr.contains("the budget of 0.009 is spent: 0.0"), "{}", said.stderr);
     let spent =
-        |project: &Project| read_account(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"].clone();
+        |project: &Project| read_spend(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"].clone();
     let first = spent(&project);
     assert!((1..40).contains(&first.calls) && first.cost <= 0.009, "{first:?}");
     // How many are under way at once does not decide on how much is left at the end.
     let slowly = ["rewrite", "querl.toml", "--out", "slowly", "--set", "budget=0.009", "--set", "cache.enabled=false"];
     let slowly = project.querl(&[&slowly[..], &["--set", "teacher.max_concurrent=1"]].concat());
     assert_eq!(slowly.code, Some(3), "{slowly:#?}");
-    let one_by_one = &read_account(&project.path("slowly/calls.json")).unwrap()["rewrite"]["teacher m"];
+    let one_by_one = &read_spend(&project.path("slowly/calls.json")).unwrap()["rewrite"]["teacher m"];
     assert_eq!(one_by_one.calls, first.calls);
     // The cache is not what goes on: the journal is.
     project.querl(&["rewrite", "querl.toml", "--set", "budget=1", "--set", "cache.enabled=false"]).ok();
@@ -132,7 +132,7 @@ fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
     assert!(server.n_asked() < 40);
     project.querl(&args).ok();
-    let spent = &read_account(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"];
+    let spent = &read_spend(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"];
     assert_eq!((server.n_asked(), spent.calls, spent.lost), (40, 40, 0));
 }
 
@@ -192,7 +192,7 @@ fn second_teacher_answers_only_where_the_first_failed_and_is_named_in_the_row() 
     let by_spare = |record: &Value| record["rewrite"]["Ok"]["source"] == "spare";
     let n_by_spare = lines(&project, "run/data/rewrites.jsonl").iter().filter(|record| by_spare(record)).count();
     assert_eq!(n_by_spare, 10);
-    let account = read_account(&project.path("run/calls.json")).unwrap();
+    let account = read_spend(&project.path("run/calls.json")).unwrap();
     assert_eq!(account["rewrite"]["fallback_teacher spare"].calls, 10);
 }
 
@@ -383,7 +383,7 @@ fn batch_is_taken_up_again_after_a_kill_and_paid_once_at_its_price() {
     assert_eq!(records[0]["rewrite"]["Err"]["kind"], "rejected", "{}", records[0]);
     assert_eq!(records[1]["rewrite"]["Ok"]["text"], "鱼油 1");
     assert!(!project.path("run/data/rewrites.batches.json").exists());
-    let spent = &read_account(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m (batch)"];
+    let spent = &read_spend(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m (batch)"];
     assert!((spent.cost - 39.0 * 0.00015).abs() < 1e-9, "{spent:?}");
 }
 
@@ -466,7 +466,7 @@ fn run_under_faults(project: &Project, server: &FaultyServer, n_rows: usize) {
         assert!(record["rewrite"]["Ok"].is_object() != record["rewrite"]["Err"].is_object());
         assert_ne!(record["rewrite"]["Ok"]["text"], record["original_query"], "none copied");
     }
-    let account = read_account(&project.path("run/calls.json")).unwrap();
+    let account = read_spend(&project.path("run/calls.json")).unwrap();
     let n_calls = n_rows as u64;
     assert_eq!((account["rewrite"]["teacher m"].calls, account["validate"]["retrieval"].calls), (n_calls, n_calls));
     assert!(whole_answers(server).iter().all(|n_whole| *n_whole <= 1), "what was answered is not asked again");
@@ -561,7 +561,7 @@ fn thousand_rows_under_injected_faults_end_once() {
     thousand_rows(&project);
     let started = Instant::now();
     run_under_faults(&project, &server, 1000);
-    let account = read_account(&project.path("run/calls.json")).unwrap();
+    let account = read_spend(&project.path("run/calls.json")).unwrap();
     let [teacher, retrieval] = [&account["rewrite"]["teacher m"], &account["validate"]["retrieval"]];
     println!(
         "1000 rows, rewritten and looked up, faults in 30% of requests: {} requests of {} calls, {} failed, {} answered twice, {:.1} s",

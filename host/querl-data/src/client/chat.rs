@@ -1,8 +1,8 @@
 //! One chat completion at an OpenAI-compatible endpoint, for teacher and judge alike.
 
-use crate::client::context::Outside;
-use crate::client::http::{CallLimits, Caller, Charge, Refusal, Secret, estimated_tokens, server_message};
-use crate::client::provider::Rules;
+use crate::client::context::ServiceContext;
+use crate::client::http::{CallLimits, Caller, CostBound, Refusal, Secret, estimated_tokens, server_message};
+use crate::client::provider::ProviderRules;
 use crate::client::spend::Usage;
 use crate::error::DataError;
 use querl_core::config::EndpointConfig;
@@ -21,7 +21,7 @@ pub(crate) struct ChatClient {
     model: String,
     /// As the account calls it.
     provider: String,
-    rules: Rules,
+    rules: ProviderRules,
     /// That answers are longer than they may be was said.
     is_warned: AtomicBool,
 }
@@ -31,16 +31,16 @@ impl ChatClient {
     ///
     /// # Errors
     /// The endpoint lacks an address, a model or its key.
-    pub(crate) fn open(section: &str, endpoint: EndpointConfig, outside: &Outside) -> Result<Self, DataError> {
+    pub(crate) fn open(section: &str, endpoint: EndpointConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let missing = |key: &str| DataError::setting(format!("{section}.{key}"), "is not set; kind `openai` needs it");
         let base_url = endpoint.base_url.as_deref().ok_or_else(|| missing("base_url"))?;
         let model = endpoint.model.clone().ok_or_else(|| missing("model"))?;
-        let rules = Rules::of(section, &endpoint, base_url, &model)?;
+        let rules = ProviderRules::of(section, &endpoint, base_url, &model)?;
         let key = Secret::open(section, endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let url = format!("{}/chat/completions", base_url.trim_end_matches('/'));
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries)
             .per_minute(endpoint.requests_per_minute, endpoint.tokens_per_minute);
-        let caller = Caller::new(&format!("{section}.base_url"), &url, key, limits, outside)?;
+        let caller = Caller::new(&format!("{section}.base_url"), &url, key, limits, services)?;
         let provider = format!("{section} {model}");
         let is_warned = AtomicBool::new(false);
         Ok(Self { caller: caller.named(&provider), model, endpoint, provider, rules, is_warned })
@@ -67,11 +67,11 @@ impl ChatClient {
     /// The call failed, or its answer holds no text, or one that was cut off.
     pub(crate) async fn complete(&self, messages: &[Message]) -> Result<Completion, CallFailure> {
         let most_tokens = self.most_tokens(messages);
-        let charge = Charge { n_tokens: most_tokens.0 + most_tokens.1, most: self.cost(most_tokens).unwrap_or(0.0) };
+        let charge = CostBound { n_tokens: most_tokens.0 + most_tokens.1, most: self.cost(most_tokens).unwrap_or(0.0) };
         let mut answer = self.caller.post_checked(&self.body(messages), charge, &refusal).await?;
         // An answer that is of no use is charged all the same.
         let usage = self.usage(messages, &answer.body);
-        answer.bill.charged(usage);
+        answer.call_spend.charged(usage);
         self.completion(&answer.body, usage, Some(answer.latency_ms))
             .map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
@@ -152,12 +152,12 @@ const BROKEN_OFF: [&str; 3] = ["insufficient_system_resource", "abort", "error"]
 fn refusal(body: &Value) -> Option<Refusal> {
     let reason = body.pointer("/choices/0/finish_reason").and_then(Value::as_str).unwrap_or_default();
     if BROKEN_OFF.contains(&reason) {
-        return Some(Refusal::broken_off(format!("the answer was broken off (finish_reason `{reason}`)")));
+        return Some(Refusal::aborted(format!("the answer was broken off (finish_reason `{reason}`)")));
     }
     let error = body.get("error").filter(|error| !error.is_null() && body.get("choices").is_none())?;
     let code = error.get("code").unwrap_or(&Value::Null);
     let status = code.as_u64().or_else(|| code.as_str()?.parse().ok()).and_then(|status| u16::try_from(status).ok());
-    Some(Refusal::told(status, format!("answered with an error: {}", server_message(&body.to_string()))))
+    Some(Refusal::reported(status, format!("answered with an error: {}", server_message(&body.to_string()))))
 }
 
 /// Half an answer is none: its last words may be the ones that matter.

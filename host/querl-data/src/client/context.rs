@@ -1,8 +1,8 @@
 //! What all calls to outside services of one run share.
 
 use crate::client::deadline::StopFlag;
-use crate::client::response_cache::{AnswerCache, Flights};
-use crate::client::spend::Account;
+use crate::client::response_cache::{InFlightRequests, ResponseCache};
+use crate::client::spend::SpendTracker;
 use querl_core::config::CallsConfig;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 /// How outside services are reached, what they cost, and what they said before. One for a whole run.
 #[derive(Clone, Default)]
-pub struct Outside {
+pub struct ServiceContext {
     pub(crate) config: CallsConfig,
-    pub(crate) account: Arc<Account>,
-    pub(crate) cache: Option<Arc<AnswerCache>>,
+    pub(crate) account: Arc<SpendTracker>,
+    pub(crate) cache: Option<Arc<ResponseCache>>,
     /// What is being asked right now.
-    pub(crate) flights: Arc<Flights>,
+    pub(crate) in_flight: Arc<InFlightRequests>,
     /// How long what retrieval found is believed; a knowledge base changes.
     pub(crate) retrieval_ttl: Duration,
     /// Of what retrieval found, nothing that was kept before is believed.
@@ -24,7 +24,7 @@ pub struct Outside {
     pub(crate) stop: StopFlag,
 }
 
-impl Outside {
+impl ServiceContext {
     /// As the configuration says, with an account of its own and no cache.
     pub fn new(config: &CallsConfig) -> Self {
         Self { config: config.clone(), ..Self::default() }
@@ -32,13 +32,13 @@ impl Outside {
 
     /// With this account.
     #[must_use]
-    pub fn with_account(self, account: Arc<Account>) -> Self {
+    pub fn with_account(self, account: Arc<SpendTracker>) -> Self {
         Self { account, ..self }
     }
 
     /// With this cache, which believes what retrieval found for `retrieval_ttl`.
     #[must_use]
-    pub fn with_cache(self, cache: Arc<AnswerCache>, retrieval_ttl: Duration) -> Self {
+    pub fn with_cache(self, cache: Arc<ResponseCache>, retrieval_ttl: Duration) -> Self {
         Self { cache: Some(cache), retrieval_ttl, ..self }
     }
 
@@ -60,12 +60,12 @@ impl Outside {
     }
 
     /// What calls cost.
-    pub fn account(&self) -> &Arc<Account> {
+    pub fn account(&self) -> &Arc<SpendTracker> {
         &self.account
     }
 }
 
-impl std::fmt::Debug for Outside {
+impl std::fmt::Debug for ServiceContext {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Outside")
             .field("config", &self.config)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// How long one who has a limit waited for turns.
 #[derive(Debug, Default)]
-struct Waits(Mutex<State>);
+struct QueueTime(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -17,51 +17,51 @@ struct State {
 }
 
 tokio::task_local! {
-    static WAITS: Arc<Waits>;
+    static QUEUE_TIME: Arc<QueueTime>;
 }
 
 /// What `call` comes to; `None` where it is not done within `limit`, waiting for turns not counted, and is dropped.
-pub async fn within<T>(limit: Duration, call: impl Future<Output = T>) -> Option<T> {
-    let (started, waits) = (Instant::now(), Arc::new(Waits::default()));
-    let mut call = std::pin::pin!(WAITS.scope(waits.clone(), call));
+pub async fn within_deadline<T>(limit: Duration, call: impl Future<Output = T>) -> Option<T> {
+    let (started, queue_time) = (Instant::now(), Arc::new(QueueTime::default()));
+    let mut call = std::pin::pin!(QUEUE_TIME.scope(queue_time.clone(), call));
     loop {
-        let left = limit.saturating_sub(started.elapsed().saturating_sub(waits.total()));
+        let left = limit.saturating_sub(started.elapsed().saturating_sub(queue_time.total()));
         tokio::select! {
             biased;
             done = &mut call => return Some(done),
             () = tokio::time::sleep(left) => {}
         }
-        if started.elapsed().saturating_sub(waits.total()) >= limit {
+        if started.elapsed().saturating_sub(queue_time.total()) >= limit {
             return None;
         }
     }
 }
 
-/// Waits for one's turn.
-pub(crate) async fn turn<T>(wait: impl Future<Output = T>) -> T {
-    let _waiting = waiting();
+/// QueueTime for one's turn.
+pub(crate) async fn queued<T>(wait: impl Future<Output = T>) -> T {
+    let _guard = queue_guard();
     wait.await
 }
 
 /// The same for one who cannot say beforehand when the turn comes: until what this gives is dropped.
-pub(crate) fn waiting() -> Option<Waiting> {
-    WAITS.try_with(Arc::clone).ok().map(Waiting::begin)
+pub(crate) fn queue_guard() -> Option<QueueGuard> {
+    QUEUE_TIME.try_with(Arc::clone).ok().map(QueueGuard::begin)
 }
 
-/// While it is there, somebody waits.
-pub(crate) struct Waiting(Arc<Waits>);
+/// While it is there, somebody queue_time.
+pub(crate) struct QueueGuard(Arc<QueueTime>);
 
-impl Waiting {
-    fn begin(waits: Arc<Waits>) -> Self {
-        let mut state = waits.state();
+impl QueueGuard {
+    fn begin(queue_time: Arc<QueueTime>) -> Self {
+        let mut state = queue_time.state();
         state.n_waiting += 1;
         state.since = state.since.or_else(|| Some(Instant::now()));
         drop(state);
-        Self(waits)
+        Self(queue_time)
     }
 }
 
-impl Drop for Waiting {
+impl Drop for QueueGuard {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.n_waiting -= 1;
@@ -73,7 +73,7 @@ impl Drop for Waiting {
     }
 }
 
-impl Waits {
+impl QueueTime {
     fn total(&self) -> Duration {
         let state = self.state();
         state.before + state.since.map(|since| since.elapsed()).unwrap_or_default()
@@ -84,8 +84,8 @@ impl Waits {
     }
 }
 
-/// How often somebody who waits looks whether it was said.
-const LOOK: Duration = Duration::from_millis(50);
+/// How often somebody who queue_time looks whether it was said.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Set once the user said stop; without a flag nobody ever does.
 #[derive(Debug, Clone, Copy, Default)]
@@ -107,16 +107,16 @@ impl StopFlag {
         }
         let mut wait = std::pin::pin!(wait);
         while !self.is_set() {
-            if let Ok(done) = tokio::time::timeout(LOOK, &mut wait).await {
+            if let Ok(done) = tokio::time::timeout(POLL_INTERVAL, &mut wait).await {
                 return (!self.is_set()).then_some(done);
             }
         }
         None
     }
 
-    /// Waits so long, or until the user says stop.
+    /// QueueTime so long, or until the user says stop.
     pub(crate) async fn pause(self, pause: Duration) {
-        self.before(turn(tokio::time::sleep(pause))).await;
+        self.before(queued(tokio::time::sleep(pause))).await;
     }
 }
 
@@ -131,19 +131,19 @@ mod tests {
     /// Keeps away: episodes that are dropped as late, since others had asked before them.
     #[tokio::test]
     async fn waiting_for_a_turn_does_not_count_and_the_answer_does() {
-        assert_eq!(within(LONG / 3, turn(sleep(LONG))).await, Some(()));
-        assert_eq!(within(SHORT, sleep(LONG)).await, None);
+        assert_eq!(within_deadline(LONG / 3, queued(sleep(LONG))).await, Some(()));
+        assert_eq!(within_deadline(SHORT, sleep(LONG)).await, None);
         let both = async {
-            turn(sleep(LONG)).await;
+            queued(sleep(LONG)).await;
             sleep(LONG).await;
         };
         let started = Instant::now();
-        assert_eq!(within(SHORT, both).await, None);
+        assert_eq!(within_deadline(SHORT, both).await, None);
         assert!(started.elapsed() >= LONG, "the turn was waited for");
     }
 
     #[tokio::test]
     async fn without_a_limit_turns_are_waited_for_all_the_same() {
-        assert_eq!(turn(async { 1 }).await, 1);
+        assert_eq!(queued(async { 1 }).await, 1);
     }
 }

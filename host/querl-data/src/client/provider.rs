@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 
 /// The rules of one model at one endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Rules {
+pub(crate) struct ProviderRules {
     limit: &'static str,
-    thinking: Thinking,
+    thinking: ReasoningParameter,
 }
 
 /// How a request says how long to think.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Thinking {
+enum ReasoningParameter {
     /// `"reasoning_effort": "low"`.
     Effort,
     /// `"thinking": {"type": "enabled"}`.
@@ -29,13 +29,13 @@ enum Thinking {
     Never,
 }
 
-impl Rules {
+impl ProviderRules {
     /// The rules for `model` at `base_url`; `section` is whose keys they are held to.
     ///
     /// # Errors
     /// A parameter is set that this model is known to refuse.
     pub(crate) fn of(section: &str, endpoint: &EndpointConfig, base_url: &str, model: &str) -> Result<Self, DataError> {
-        let provider = told(endpoint.provider, base_url);
+        let provider = detect_provider(endpoint.provider, base_url);
         let refuse = |key: &str, what: String| Err(DataError::setting(format!("{section}.{key}"), what));
         let thinks = provider == Provider::Openai && is_reasoning_model(model);
         if let Some(temperature) = endpoint.temperature.filter(|temperature| thinks && *temperature != 1.0) {
@@ -45,20 +45,20 @@ impl Rules {
             );
         }
         let (limit, thinking) = match provider {
-            Provider::Openai if thinks => ("max_completion_tokens", Thinking::Effort),
-            Provider::Openai => ("max_completion_tokens", Thinking::Never),
-            Provider::Deepseek => ("max_tokens", Thinking::Type),
-            Provider::Qwen => ("max_tokens", Thinking::Switch),
-            Provider::Vllm | Provider::LlamaCpp => ("max_tokens", Thinking::Template),
-            Provider::Ollama => ("max_tokens", Thinking::Effort),
+            Provider::Openai if thinks => ("max_completion_tokens", ReasoningParameter::Effort),
+            Provider::Openai => ("max_completion_tokens", ReasoningParameter::Never),
+            Provider::Deepseek => ("max_tokens", ReasoningParameter::Type),
+            Provider::Qwen => ("max_tokens", ReasoningParameter::Switch),
+            Provider::Vllm | Provider::LlamaCpp => ("max_tokens", ReasoningParameter::Template),
+            Provider::Ollama => ("max_tokens", ReasoningParameter::Effort),
             // A limit that a server does not know by its name is no limit: nearly all know the older name.
             Provider::Auto | Provider::Other if is_reasoning_model(model) => {
-                ("max_completion_tokens", Thinking::Effort)
+                ("max_completion_tokens", ReasoningParameter::Effort)
             }
-            Provider::Auto | Provider::Other => ("max_tokens", Thinking::Effort),
+            Provider::Auto | Provider::Other => ("max_tokens", ReasoningParameter::Effort),
         };
         let effort = endpoint.reasoning_effort;
-        if effort != ReasoningEffort::Unset && thinking == Thinking::Never {
+        if effort != ReasoningEffort::Unset && thinking == ReasoningParameter::Never {
             let effort = effort.as_str();
             return refuse("reasoning_effort", format!("is {effort:?}; `{model}` does not think, leave the key out"));
         }
@@ -80,17 +80,17 @@ impl Rules {
         }
         let thinks = effort != ReasoningEffort::None;
         match self.thinking {
-            Thinking::Effort => body["reasoning_effort"] = json!(effort.as_str()),
-            Thinking::Type => body["thinking"] = json!({"type": if thinks { "enabled" } else { "disabled" }}),
-            Thinking::Switch => body["enable_thinking"] = json!(thinks),
-            Thinking::Template => body["chat_template_kwargs"] = json!({"enable_thinking": thinks}),
-            Thinking::Never => {}
+            ReasoningParameter::Effort => body["reasoning_effort"] = json!(effort.as_str()),
+            ReasoningParameter::Type => body["thinking"] = json!({"type": if thinks { "enabled" } else { "disabled" }}),
+            ReasoningParameter::Switch => body["enable_thinking"] = json!(thinks),
+            ReasoningParameter::Template => body["chat_template_kwargs"] = json!({"enable_thinking": thinks}),
+            ReasoningParameter::Never => {}
         }
     }
 }
 
 /// Who it is, by the address where nobody says.
-fn told(provider: Provider, base_url: &str) -> Provider {
+fn detect_provider(provider: Provider, base_url: &str) -> Provider {
     if provider != Provider::Auto {
         return provider;
     }
@@ -124,7 +124,7 @@ mod tests {
             serde_json::from_value(all).unwrap()
         };
         let endpoint = config.endpoint();
-        let rules = Rules::of("teacher", &endpoint, base_url, model).map_err(|error| error.to_string())?;
+        let rules = ProviderRules::of("teacher", &endpoint, base_url, model).map_err(|error| error.to_string())?;
         let mut body = json!({});
         rules.add_parameters(&endpoint, &mut body);
         Ok(body)

@@ -15,7 +15,7 @@ const SAVE_EVERY: Duration = Duration::from_secs(1);
 /// What calls to one provider took in one stage.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Spent {
+pub struct Spend {
     /// Calls that were made, each with all its tries.
     pub calls: u64,
     /// Those that had no answer.
@@ -42,7 +42,7 @@ pub struct Spent {
     pub unpriced: u64,
 }
 
-impl std::ops::AddAssign<&Spent> for Spent {
+impl std::ops::AddAssign<&Spend> for Spend {
     fn add_assign(&mut self, other: &Self) {
         self.calls = self.calls.saturating_add(other.calls);
         self.failed = self.failed.saturating_add(other.failed);
@@ -60,11 +60,11 @@ impl std::ops::AddAssign<&Spent> for Spent {
 }
 
 /// By stage, then by provider: `rewrite`, `teacher gpt-5`.
-pub type ByStage = BTreeMap<String, BTreeMap<String, Spent>>;
+pub type SpendByStage = BTreeMap<String, BTreeMap<String, Spend>>;
 
 /// The account of a run.
 #[derive(Debug, Default)]
-pub struct Account {
+pub struct SpendTracker {
     path: Option<PathBuf>,
     budget: Option<f64>,
     state: Mutex<State>,
@@ -75,8 +75,8 @@ pub struct Account {
 #[derive(Debug, Default)]
 struct State {
     stage: String,
-    by_stage: ByStage,
-    under_way: Reserved,
+    by_stage: SpendByStage,
+    in_flight: Reserved,
     held: Reserved,
     saved: Option<Instant>,
 }
@@ -102,19 +102,19 @@ impl Reserved {
 }
 
 /// What a budget leaves for a call.
-enum Room {
-    Enough,
+enum BudgetCheck {
+    Covered,
     /// It depends on what calls under way really cost.
-    Perhaps,
+    Uncertain,
 }
 
-impl Account {
+impl SpendTracker {
     /// The account kept at `path`, with what earlier processes of the run spent.
     ///
     /// # Errors
     /// The file is there and is no account.
     pub fn open(path: &Path, budget: Option<f64>) -> Result<Self, DataError> {
-        let by_stage = read_account(path)?;
+        let by_stage = read_spend(path)?;
         let state = State { by_stage, ..State::default() };
         Ok(Self { path: Some(path.to_owned()), budget, state: Mutex::new(state), settled: Notify::new() })
     }
@@ -125,16 +125,16 @@ impl Account {
     }
 
     /// By stage and provider, all processes of the run together.
-    pub fn by_stage(&self) -> ByStage {
+    pub fn by_stage(&self) -> SpendByStage {
         self.state().by_stage.clone()
     }
 
     /// Of one stage, all who answer together.
-    pub fn of_stage(&self, stage: &str) -> Spent {
-        let mut total = Spent::default();
+    pub fn of_stage(&self, stage: &str) -> Spend {
+        let mut total = Spend::default();
         let state = self.state();
         let providers = state.by_stage.get(stage).into_iter().flatten();
-        providers.filter(|(provider, _)| !carries_files(provider)).for_each(|(_, spent)| total += spent);
+        providers.filter(|(provider, _)| !is_file_transfer(provider)).for_each(|(_, spent)| total += spent);
         total
     }
 
@@ -165,9 +165,9 @@ impl Account {
             settled.as_mut().enable();
             {
                 let mut state = self.state();
-                if let Room::Enough = self.room(&state, most)? {
-                    state.under_way.add(most);
-                    return Ok(Reservation::new(self.clone(), most, Lasting::UnderWay));
+                if let BudgetCheck::Covered = self.check_budget(&state, most)? {
+                    state.in_flight.add(most);
+                    return Ok(Reservation::new(self.clone(), most, ReservationKind::InFlight));
                 }
             }
             settled.await;
@@ -180,64 +180,64 @@ impl Account {
     /// It could exceed the budget.
     pub(crate) fn reserve_for_batch(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
         let mut state = self.state();
-        match self.room(&state, most)? {
-            Room::Enough => state.held.add(most),
-            Room::Perhaps => return Err(self.over_budget(&state, most)),
+        match self.check_budget(&state, most)? {
+            BudgetCheck::Covered => state.held.add(most),
+            BudgetCheck::Uncertain => return Err(self.over_budget(&state, most)),
         }
-        Ok(Reservation::new(self.clone(), most, Lasting::Held))
+        Ok(Reservation::new(self.clone(), most, ReservationKind::Batch))
     }
 
     /// The same for a batch that is under way already, whatever the budget says.
     pub(crate) fn hold(self: &Arc<Self>, most: f64) -> Reservation {
         self.state().held.add(most);
-        Reservation::new(self.clone(), most, Lasting::Held)
+        Reservation::new(self.clone(), most, ReservationKind::Batch)
     }
 
-    fn room(&self, state: &State, most: f64) -> Result<Room, CallFailure> {
-        let Some(budget) = self.budget.filter(|_| most > 0.0) else { return Ok(Room::Enough) };
+    fn check_budget(&self, state: &State, most: f64) -> Result<BudgetCheck, CallFailure> {
+        let Some(budget) = self.budget.filter(|_| most > 0.0) else { return Ok(BudgetCheck::Covered) };
         let (spent, lost) = state.charged();
         let certain = spent + lost + state.held.most + most;
-        match certain + state.under_way.most > budget {
-            false => Ok(Room::Enough),
+        match certain + state.in_flight.most > budget {
+            false => Ok(BudgetCheck::Covered),
             true if certain > budget => Err(self.over_budget(state, most)),
-            true => Ok(Room::Perhaps),
+            true => Ok(BudgetCheck::Uncertain),
         }
     }
 
     fn over_budget(&self, state: &State, most: f64) -> CallFailure {
         let (spent, lost) = state.charged();
-        let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.most + state.under_way.most);
+        let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.most + state.in_flight.most);
         let message = format!(
             "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is under way or may have been charged, the next call may cost {most:.4}; raise `budget` and run the same command again to go on",
         );
         CallFailure { kind: FailureKind::OverBudget, message }
     }
 
-    fn release(&self, most: f64, lasting: Lasting) {
+    fn release(&self, most: f64, kind: ReservationKind) {
         let mut state = self.state();
-        match lasting {
-            Lasting::UnderWay => state.under_way.remove(most),
-            Lasting::Held => state.held.remove(most),
+        match kind {
+            ReservationKind::InFlight => state.in_flight.remove(most),
+            ReservationKind::Batch => state.held.remove(most),
         }
         drop(state);
         self.settled.notify_waiters();
     }
 
     pub(crate) fn count_cached(&self, provider: &str) {
-        self.add(provider, &Spent { cached: 1, ..Spent::default() });
+        self.add(provider, &Spend { cached: 1, ..Spend::default() });
     }
 
     /// `n` requests whose end nobody knows, each of which may have cost `most`.
     pub(crate) fn count_lost(&self, provider: &str, n: u64, most: f64) {
-        self.add(provider, &Spent { lost: n, lost_cost: n as f64 * most, ..Spent::default() });
+        self.add(provider, &Spend { lost: n, lost_cost: n as f64 * most, ..Spend::default() });
     }
 
     pub(crate) fn count_joined(&self, provider: &str) {
-        self.add(provider, &Spent { joined: 1, ..Spent::default() });
+        self.add(provider, &Spend { joined: 1, ..Spend::default() });
     }
 
-    fn add(&self, provider: &str, spent: &Spent) {
-        if *spent == Spent::default() {
+    fn add(&self, provider: &str, spent: &Spend) {
+        if *spent == Spend::default() {
             return;
         }
         let is_due = {
@@ -261,13 +261,13 @@ impl State {
     fn charged(&self) -> (f64, f64) {
         let all = || self.by_stage.values().flat_map(BTreeMap::values);
         // The sum of nothing would be -0.
-        let sum = |of: fn(&Spent) -> f64| all().fold(0.0, |sum, spent| sum + of(spent));
+        let sum = |of: fn(&Spend) -> f64| all().fold(0.0, |sum, spent| sum + of(spent));
         (sum(|spent| spent.cost), sum(|spent| spent.lost_cost))
     }
 }
 
 /// Whether this is no one who answers, but what carries questions and answers of batches.
-pub fn carries_files(provider: &str) -> bool {
+pub fn is_file_transfer(provider: &str) -> bool {
     provider.ends_with(" (batch) files")
 }
 
@@ -275,42 +275,42 @@ pub fn carries_files(provider: &str) -> bool {
 ///
 /// # Errors
 /// The file is no account.
-pub fn read_account(path: &Path) -> Result<ByStage, DataError> {
+pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
     match std::fs::read(path) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
             DataError::file(path, format!("not an account of calls: {error}; remove the file to count anew"))
         }),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(ByStage::default()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(SpendByStage::default()),
         Err(error) => Err(DataError::file(path, format!("cannot be read: {error}"))),
     }
 }
 
 /// How long a reservation lasts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lasting {
+pub(super) enum ReservationKind {
     /// Until a call that is under way ends, which it does by itself.
-    UnderWay,
+    InFlight,
     /// Until a batch is read.
-    Held,
+    Batch,
 }
 
 /// Money that is set aside. Dropping it gives it back.
 #[derive(Debug)]
 pub(crate) struct Reservation {
-    account: Arc<Account>,
+    account: Arc<SpendTracker>,
     most: f64,
-    lasting: Lasting,
+    kind: ReservationKind,
 }
 
 impl Reservation {
-    pub(super) fn new(account: Arc<Account>, most: f64, lasting: Lasting) -> Self {
-        Self { account, most, lasting }
+    pub(super) fn new(account: Arc<SpendTracker>, most: f64, kind: ReservationKind) -> Self {
+        Self { account, most, kind }
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.account.release(self.most, self.lasting);
+        self.account.release(self.most, self.kind);
     }
 }
 
@@ -326,11 +326,11 @@ pub(crate) struct Usage {
 
 /// A call with all its tries. Dropping it puts it on the account.
 #[derive(Debug)]
-pub(crate) struct Bill {
-    account: Arc<Account>,
+pub(crate) struct CallSpend {
+    account: Arc<SpendTracker>,
     provider: String,
     /// What is not on the account yet.
-    spent: Spent,
+    spent: Spend,
     /// For the try that is under way, and for its answer until that is charged.
     reservation: Option<Reservation>,
     n_sent: u64,
@@ -338,12 +338,12 @@ pub(crate) struct Bill {
     is_under_way: bool,
 }
 
-impl Bill {
-    pub(crate) fn new(account: &Arc<Account>, provider: &str) -> Self {
+impl CallSpend {
+    pub(crate) fn new(account: &Arc<SpendTracker>, provider: &str) -> Self {
         Self {
             account: account.clone(),
             provider: provider.to_owned(),
-            spent: Spent::default(),
+            spent: Spend::default(),
             reservation: None,
             n_sent: 0,
             is_under_way: false,
@@ -404,7 +404,7 @@ impl Bill {
     }
 }
 
-impl Drop for Bill {
+impl Drop for CallSpend {
     fn drop(&mut self) {
         if self.is_under_way {
             // Cancelled: by a deadline, or by whoever stopped the run.

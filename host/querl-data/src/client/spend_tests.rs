@@ -3,20 +3,20 @@
 use super::*;
 use futures::FutureExt;
 
-fn with_budget(budget: f64) -> Arc<Account> {
-    Arc::new(Account { budget: Some(budget), ..Account::default() })
+fn with_budget(budget: f64) -> Arc<SpendTracker> {
+    Arc::new(SpendTracker { budget: Some(budget), ..SpendTracker::default() })
 }
 
-async fn begun(account: &Arc<Account>, most: f64) -> Bill {
-    let mut bill = Bill::new(account, "teacher m");
-    bill.covered_by(account.reserve(most).await.unwrap());
-    bill.sent();
-    bill
+async fn begun(account: &Arc<SpendTracker>, most: f64) -> CallSpend {
+    let mut call_spend = CallSpend::new(account, "teacher m");
+    call_spend.covered_by(account.reserve(most).await.unwrap());
+    call_spend.sent();
+    call_spend
 }
 
-fn answered(mut bill: Bill, cost: f64) {
-    bill.answered();
-    bill.charged(Usage { prompt_tokens: 10, completion_tokens: 2, is_estimated: false, cost: Some(cost) });
+fn answered(mut call_spend: CallSpend, cost: f64) {
+    call_spend.answered();
+    call_spend.charged(Usage { prompt_tokens: 10, completion_tokens: 2, is_estimated: false, cost: Some(cost) });
 }
 
 #[tokio::test]
@@ -24,20 +24,20 @@ async fn spending_is_kept_by_stage_over_processes() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("calls.json");
     for _ in 0..2 {
-        let account = Arc::new(Account::open(&path, None).unwrap());
+        let account = Arc::new(SpendTracker::open(&path, None).unwrap());
         account.begin("rewrite");
         answered(begun(&account, 0.25).await, 0.25);
         account.count_cached("teacher m");
         account.count_joined("teacher m");
         account.save().unwrap();
     }
-    let account = Account::open(&path, None).unwrap();
+    let account = SpendTracker::open(&path, None).unwrap();
     let spent = account.of_stage("rewrite");
     assert_eq!((spent.calls, spent.tries, spent.cached, spent.joined), (2, 2, 2, 2));
     assert_eq!((spent.cost, spent.prompt_tokens), (0.5, 20));
-    assert_eq!(account.of_stage("eval"), Spent::default());
+    assert_eq!(account.of_stage("eval"), Spend::default());
     std::fs::write(&path, "[]").unwrap();
-    assert!(Account::open(&path, None).unwrap_err().to_string().contains("not an account of calls"));
+    assert!(SpendTracker::open(&path, None).unwrap_err().to_string().contains("not an account of calls"));
 }
 
 #[tokio::test]
@@ -73,14 +73,14 @@ async fn calls_under_way_are_waited_for_before_the_budget_is_called_spent() {
 #[tokio::test]
 async fn each_try_that_may_have_been_charged_counts_before_the_next() {
     let account = with_budget(1.0);
-    let mut bill = begun(&account, 0.4).await;
-    bill.lost();
-    bill.covered_by(account.reserve(0.4).await.unwrap());
-    bill.sent();
-    bill.lost();
+    let mut call_spend = begun(&account, 0.4).await;
+    call_spend.lost();
+    call_spend.covered_by(account.reserve(0.4).await.unwrap());
+    call_spend.sent();
+    call_spend.lost();
     assert_eq!(account.reserve(0.4).await.unwrap_err().kind, FailureKind::OverBudget);
-    bill.failed();
-    drop(bill);
+    call_spend.failed();
+    drop(call_spend);
     let spent = account.of_stage("");
     assert_eq!((spent.calls, spent.tries, spent.failed, spent.lost), (1, 2, 1, 2));
 }
@@ -92,9 +92,9 @@ async fn what_a_batch_may_cost_is_not_waited_for() {
     let batch = account.reserve_for_batch(0.8).unwrap();
     assert_eq!(account.reserve(0.3).now_or_never().unwrap().unwrap_err().kind, FailureKind::OverBudget);
     drop(batch);
-    let under_way = account.reserve(0.3).await.unwrap();
+    let in_flight = account.reserve(0.3).await.unwrap();
     assert_eq!(account.reserve_for_batch(0.8).unwrap_err().kind, FailureKind::OverBudget);
-    drop(under_way);
+    drop(in_flight);
     drop(account.hold(7.0));
     assert!(account.reserve(1.0).await.is_ok());
 }

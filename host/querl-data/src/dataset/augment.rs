@@ -1,15 +1,15 @@
 //! Changed copies of dialogues, to learn from where there are few.
 //!
-//! What is changed is the answer: a sentence is left out, two neighbours change places, or a twentieth of the characters goes. The label is taken
+//! What is augmented_answer is the answer: a sentence is left out, two neighbours change places, or a twentieth of the characters goes. The label is taken
 //! to stay, which a rule cannot know: copies are for learning, never for measuring.
 
 use querl_core::fsx::digest_hex;
 
 /// What stands between question and answer in a dialogue of one text.
 const ANSWER: &str = "\n回答：";
-const ENDS: [char; 7] = ['。', '！', '？', '!', '?', '；', '\n'];
+const SENTENCE_ENDS: [char; 7] = ['。', '！', '？', '!', '?', '；', '\n'];
 /// Of the characters of an answer.
-const LEFT_OUT: f64 = 0.05;
+const DELETION_RATE: f64 = 0.05;
 /// Attempts for each copy: of a short answer there may be no other.
 const ATTEMPTS: usize = 8;
 
@@ -20,13 +20,13 @@ const ATTEMPTS: usize = 8;
 pub fn augmented(text: &str, n: usize, seed: u64) -> Vec<String> {
     let start = text.find(ANSWER).map_or(0, |at| at + ANSWER.len());
     let (question, answer) = text.split_at(start);
-    let mut draws = Draws::new(text, seed);
+    let mut rng = SplitMix64::new(text, seed);
     let mut copies: Vec<String> = Vec::new();
     for _ in 0..n * ATTEMPTS {
         if copies.len() == n {
             break;
         }
-        let copy = format!("{question}{}", changed(answer, &mut draws));
+        let copy = format!("{question}{}", augmented_answer(answer, &mut rng));
         if copy != text && !copy[start..].trim().is_empty() && !copies.contains(&copy) {
             copies.push(copy);
         }
@@ -34,15 +34,15 @@ pub fn augmented(text: &str, n: usize, seed: u64) -> Vec<String> {
     copies
 }
 
-fn changed(answer: &str, draws: &mut Draws) -> String {
-    let mut sentences: Vec<&str> = answer.split_inclusive(ENDS).collect();
-    match draws.below(3) {
-        0 if sentences.len() >= 3 => drop(sentences.remove(draws.below(sentences.len()))),
+fn augmented_answer(answer: &str, rng: &mut SplitMix64) -> String {
+    let mut sentences: Vec<&str> = answer.split_inclusive(SENTENCE_ENDS).collect();
+    match rng.below(3) {
+        0 if sentences.len() >= 3 => drop(sentences.remove(rng.below(sentences.len()))),
         1 if sentences.len() >= 2 => {
-            let first = draws.below(sentences.len() - 1);
+            let first = rng.below(sentences.len() - 1);
             sentences.swap(first, first + 1);
         }
-        _ => return answer.chars().filter(|_| draws.unit() >= LEFT_OUT).collect(),
+        _ => return answer.chars().filter(|_| rng.unit() >= DELETION_RATE).collect(),
     }
     sentences.concat()
 }
@@ -50,9 +50,9 @@ fn changed(answer: &str, draws: &mut Draws) -> String {
 /// Numbers that follow from a text and a seed.
 ///
 /// Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64).
-struct Draws(u64);
+struct SplitMix64(u64);
 
-impl Draws {
+impl SplitMix64 {
     fn new(text: &str, seed: u64) -> Self {
         let digest = digest_hex(format!("{seed} {text}").as_bytes());
         Self(u64::from_str_radix(&digest[..16], 16).expect("a digest is hexadecimal"))

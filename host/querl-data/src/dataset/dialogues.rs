@@ -20,12 +20,12 @@ pub struct Dialogue {
     /// `metadata.boundary`: the class that it might be taken for.
     pub boundary: Option<String>,
     /// Where it stands.
-    pub place: Place,
+    pub place: DialogueLocation,
 }
 
 /// Where in its file a dialogue stands; counted from 1. Shown as messages name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum DialogueLocation {
     /// In a JSON list, and the line on which it begins.
     Item {
         /// Which of the list.
@@ -39,7 +39,7 @@ pub enum Place {
     Row(usize),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for DialogueLocation {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Item { number, line } => write!(formatter, "line {line}, dialogue {number}"),
@@ -49,7 +49,7 @@ impl fmt::Display for Place {
     }
 }
 
-impl Place {
+impl DialogueLocation {
     /// Which of the file's: item of the list, line, or row.
     pub fn number(self) -> usize {
         match self {
@@ -72,8 +72,8 @@ const METADATA: [&str; 2] = ["group", "boundary"];
 pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let items = match extension.as_deref() {
-        Some("xlsx" | "csv" | "tsv" | "parquet") => of_table(path)?,
-        _ => of_json(path)?,
+        Some("xlsx" | "csv" | "tsv" | "parquet") => table_items(path)?,
+        _ => json_items(path)?,
     };
     if items.is_empty() {
         return Err(DataError::file(
@@ -85,7 +85,7 @@ pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
 }
 
 /// Rows as the objects that a JSON list would have; empty cells are left out.
-fn of_table(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
+fn table_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> {
     let table = open_table(path)?;
     let place = |name: &str| table.header.iter().position(|column| column == name);
     let pair = place("question").zip(place("answer"));
@@ -104,7 +104,7 @@ fn of_table(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
         if columns.iter().any(|index| !cell(*index).is_empty()) {
             let pair = pair.map(|(question, answer)| (cell(question), cell(answer)));
             items.push((
-                Place::Row(number),
+                DialogueLocation::Row(number),
                 item(columns.iter().map(|index| (header[*index].as_str(), cell(*index))), pair),
             ));
         }
@@ -127,7 +127,7 @@ fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str,
     item.into()
 }
 
-fn of_json(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
+fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> {
     let text = std::fs::read_to_string(path)
         .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check the path")))?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
@@ -143,14 +143,14 @@ fn of_json(path: &Path) -> Result<Vec<(Place, Value)>, DataError> {
     }
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let item = |(index, line): (usize, &str)| match serde_json::from_str(line) {
-        Ok(item) => Ok((Place::Line(index + 1), item)),
+        Ok(item) => Ok((DialogueLocation::Line(index + 1), item)),
         Err(error) => Err(DataError::file(path, format!("line {}: {error}", index + 1))),
     };
     lines.map(item).collect()
 }
 
 /// The values of a JSON list with the lines on which they begin; `None` where it is no such list.
-fn items(text: &str) -> Option<Vec<(Place, Value)>> {
+fn items(text: &str) -> Option<Vec<(DialogueLocation, Value)>> {
     let (mut items, mut line) = (Vec::new(), 1);
     let mut rest = text;
     let mut skip = |rest: &mut &str, n_bytes: usize| {
@@ -167,7 +167,7 @@ fn items(text: &str) -> Option<Vec<(Place, Value)>> {
     while !rest.starts_with(']') {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
         let value = values.next()?.ok()?;
-        items.push((Place::Item { number: items.len() + 1, line: at }, value));
+        items.push((DialogueLocation::Item { number: items.len() + 1, line: at }, value));
         skip(&mut rest, values.byte_offset());
         if rest.starts_with(',') {
             at = skip(&mut rest, 1);
@@ -183,7 +183,7 @@ fn items(text: &str) -> Option<Vec<(Place, Value)>> {
     rest.is_empty().then_some(items)
 }
 
-fn dialogue(path: &Path, place: Place, item: Value) -> Result<Dialogue, DataError> {
+fn dialogue(path: &Path, place: DialogueLocation, item: Value) -> Result<Dialogue, DataError> {
     let bad = |problem: String| DataError::file(path, format!("{place}: {problem}"));
     let Value::Object(row) = item else {
         return Err(bad(format!("{} is no object; expected {{\"input\": ..., \"label\": ...}}", shown(&item))));
@@ -283,7 +283,7 @@ mod tests {
         workbook.save(&path).unwrap();
         let found = read_dialogues(&path).unwrap();
         let first = (found[0].input.as_str(), found[0].label.as_deref(), found[0].group.as_str(), found[0].place);
-        assert_eq!(first, ("用户问题：贵吗？\n回答：不贵。", Some("售前"), "g1", Place::Row(2)));
+        assert_eq!(first, ("用户问题：贵吗？\n回答：不贵。", Some("售前"), "g1", DialogueLocation::Row(2)));
         assert_eq!((found[1].input.as_str(), &found[1].label), ("用户问题：坏了。\n回答：换新。", &None));
         let csv = folder.path().join("dialogues.csv");
         std::fs::write(&csv, "text,label\na,b\n").unwrap();

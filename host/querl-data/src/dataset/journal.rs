@@ -1,6 +1,6 @@
 //! What a stage has done so far, kept beside its output, so that a kill loses at most the rows under way.
 //!
-//! Records stay in their files. In memory is where each of them begins: 8 bytes a row, and of earlier runs a table by key.
+//! RecordReader stay in their files. In memory is where each of them begins: 8 bytes a row, and of earlier runs a table by key.
 
 use crate::error::DataError;
 use querl_core::fsx::{NumberedLine, UTF8_MARK, open_jsonl};
@@ -13,26 +13,26 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
 /// A record that a later run finds again.
-pub trait Answered: Serialize + DeserializeOwned + 'static {
+pub trait JournalRecord: Serialize + DeserializeOwned + 'static {
     /// Stands for what was asked; `None` of a record without a good answer, which is asked again.
     fn key(&self) -> Option<u64>;
 }
 
 /// Where a record of the output or of its journal begins, or why there is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place(u64);
+pub(crate) struct RecordLocation(u64);
 
-impl Place {
+impl RecordLocation {
     /// Still to be asked.
-    pub(crate) const OPEN: Self = Self(u64::MAX);
+    pub(crate) const PENDING: Self = Self(u64::MAX);
     /// Nothing to ask.
-    pub(crate) const NOTHING: Self = Self(u64::MAX - 1);
+    pub(crate) const SKIPPED: Self = Self(u64::MAX - 1);
     /// Offsets in the journal have this bit; no file is so long that its own would.
     const IN_JOURNAL: u64 = 1 << 63;
 
     /// True where a record is there.
-    pub(crate) fn is_answered(self) -> bool {
-        self != Self::OPEN && self != Self::NOTHING
+    pub(crate) fn is_recorded(self) -> bool {
+        self != Self::PENDING && self != Self::SKIPPED
     }
 }
 
@@ -44,25 +44,25 @@ pub struct Journal<T> {
     file: File,
     /// Where the next record begins.
     end: u64,
-    earlier: HashMap<u64, Place>,
+    earlier: HashMap<u64, RecordLocation>,
     of: PhantomData<fn() -> T>,
 }
 
 impl Journal<()> {
     /// Where the journal of `output` is: `rewrites.jsonl` has `rewrites.journal.jsonl` beside it.
-    pub fn path_beside(output: &Path) -> PathBuf {
+    pub fn path_for(output: &Path) -> PathBuf {
         output.with_extension("journal.jsonl")
     }
 }
 
-impl<T: Answered> Journal<T> {
+impl<T: JournalRecord> Journal<T> {
     /// Opens the journal beside `output` and finds the answers of earlier runs: those of the output, then those of the journal.
     /// A last line that a kill cut short is dropped.
     ///
     /// # Errors
     /// A file cannot be read or written, or holds a line that is not a record.
     pub fn open(output: &Path) -> Result<Self, DataError> {
-        let path = Journal::path_beside(output);
+        let path = Journal::path_for(output);
         let mut earlier = HashMap::new();
         if output.exists() {
             add_answers::<T>(output, 0, &mut earlier)?;
@@ -72,7 +72,7 @@ impl<T: Answered> Journal<T> {
         }
         if path.exists() {
             drop_torn_line(&path).map_err(|error| DataError::write(&path, error))?;
-            add_answers::<T>(&path, Place::IN_JOURNAL, &mut earlier)?;
+            add_answers::<T>(&path, RecordLocation::IN_JOURNAL, &mut earlier)?;
         }
         let opened = OpenOptions::new().create(true).append(true).open(&path);
         let opened = opened.and_then(|file| Ok((file.metadata()?.len(), file)));
@@ -81,7 +81,7 @@ impl<T: Answered> Journal<T> {
     }
 
     /// Where an earlier run's answer is.
-    pub(crate) fn earlier(&self, key: u64) -> Option<Place> {
+    pub(crate) fn earlier(&self, key: u64) -> Option<RecordLocation> {
         self.earlier.get(&key).copied()
     }
 
@@ -94,13 +94,13 @@ impl<T: Answered> Journal<T> {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub(crate) fn append(&mut self, record: &T) -> Result<Place, DataError> {
+    pub(crate) fn append(&mut self, record: &T) -> Result<RecordLocation, DataError> {
         let written = serde_json::to_vec(record).map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');
             self.file.write_all(&line)?;
             Ok(line.len() as u64)
         });
-        let place = Place(Place::IN_JOURNAL | self.end);
+        let place = RecordLocation(RecordLocation::IN_JOURNAL | self.end);
         self.end += written.map_err(|error| DataError::write(&self.path, error))?;
         Ok(place)
     }
@@ -111,9 +111,9 @@ impl<T: Answered> Journal<T> {
     }
 
     /// Opens the records of both files to be read by place.
-    pub(crate) fn records(&self) -> Result<Records<T>, DataError> {
-        let output = if self.output.exists() { Some(Lines::open(&self.output)?) } else { None };
-        Ok(Records { output, journal: Lines::open(&self.path)?, of: PhantomData })
+    pub(crate) fn records(&self) -> Result<RecordReader<T>, DataError> {
+        let output = if self.output.exists() { Some(IndexedLines::open(&self.output)?) } else { None };
+        Ok(RecordReader { output, journal: IndexedLines::open(&self.path)?, of: PhantomData })
     }
 
     /// Takes the journal away: the output is written.
@@ -122,11 +122,15 @@ impl<T: Answered> Journal<T> {
     }
 }
 
-fn add_answers<T: Answered>(path: &Path, bit: u64, earlier: &mut HashMap<u64, Place>) -> Result<(), DataError> {
+fn add_answers<T: JournalRecord>(
+    path: &Path,
+    bit: u64,
+    earlier: &mut HashMap<u64, RecordLocation>,
+) -> Result<(), DataError> {
     for line in open_jsonl::<T>(path)? {
         let NumberedLine { offset, value, .. } = line?;
         if let Some(key) = value.key() {
-            earlier.insert(key, Place(offset | bit));
+            earlier.insert(key, RecordLocation(offset | bit));
         }
     }
     Ok(())
@@ -152,19 +156,19 @@ fn drop_torn_line(path: &Path) -> io::Result<()> {
 }
 
 /// The records of a stage's output and journal, by place.
-pub(crate) struct Records<T> {
-    output: Option<Lines>,
-    journal: Lines,
+pub(crate) struct RecordReader<T> {
+    output: Option<IndexedLines>,
+    journal: IndexedLines,
     of: PhantomData<fn() -> T>,
 }
 
-impl<T: Answered> Records<T> {
+impl<T: JournalRecord> RecordReader<T> {
     /// The record at `place`; `None` where there is none.
-    pub(crate) fn at(&mut self, place: Place) -> Result<Option<T>, DataError> {
-        if !place.is_answered() {
+    pub(crate) fn at(&mut self, place: RecordLocation) -> Result<Option<T>, DataError> {
+        if !place.is_recorded() {
             return Ok(None);
         }
-        let offset = place.0 & !Place::IN_JOURNAL;
+        let offset = place.0 & !RecordLocation::IN_JOURNAL;
         let lines = match (place.0 == offset, &mut self.output) {
             (true, Some(output)) => output,
             _ => &mut self.journal,
@@ -175,14 +179,14 @@ impl<T: Answered> Records<T> {
 
 /// A file of lines, read from given offsets, which mostly follow one another.
 #[derive(Debug)]
-pub(crate) struct Lines {
+pub(crate) struct IndexedLines {
     path: PathBuf,
     reader: BufReader<File>,
     at: u64,
     buffer: Vec<u8>,
 }
 
-impl Lines {
+impl IndexedLines {
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))?;
         let reader = BufReader::with_capacity(1 << 16, file);
@@ -212,7 +216,7 @@ impl Lines {
 mod tests {
     use super::*;
 
-    impl Answered for u32 {
+    impl JournalRecord for u32 {
         fn key(&self) -> Option<u64> {
             (*self > 9).then_some(u64::from(*self))
         }
@@ -234,7 +238,7 @@ mod tests {
         assert_eq!(journal.n_earlier(), 2, "a record without an answer is asked again");
         let place = journal.append(&13).unwrap();
         let mut records = journal.records().unwrap();
-        let found = [journal.earlier(12).unwrap(), place, journal.earlier(11).unwrap(), Place::OPEN];
+        let found = [journal.earlier(12).unwrap(), place, journal.earlier(11).unwrap(), RecordLocation::PENDING];
         assert_eq!(found.map(|place| records.at(place).unwrap()), [Some(12), Some(13), Some(11), None]);
     }
 
@@ -248,10 +252,10 @@ mod tests {
         drop(journal);
         let journal = Journal::<u32>::open(&output).unwrap();
         let mut records = journal.records().unwrap();
-        assert_eq!(journal.earlier(22), Some(Place(Place::IN_JOURNAL)));
+        assert_eq!(journal.earlier(22), Some(RecordLocation(RecordLocation::IN_JOURNAL)));
         assert_eq!(records.at(journal.earlier(21).unwrap()).unwrap(), Some(21));
         journal.remove().unwrap();
-        assert!(!Journal::path_beside(&output).exists());
+        assert!(!Journal::path_for(&output).exists());
     }
 
     #[test]

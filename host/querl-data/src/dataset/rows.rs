@@ -27,12 +27,12 @@ pub trait Rows<T> {
 
 /// A file that is read several times and must not change meanwhile.
 #[derive(Debug)]
-pub(crate) struct SteadyFile {
+pub(crate) struct UnchangedFile {
     pub(crate) path: PathBuf,
     version: Option<(u64, SystemTime)>,
 }
 
-impl SteadyFile {
+impl UnchangedFile {
     /// The file as it is now.
     pub(crate) fn new(path: &Path) -> Self {
         Self { path: path.to_owned(), version: version(path) }
@@ -73,14 +73,14 @@ impl<T: Clone> Rows<T> for Vec<T> {
 /// The records that a stage left in a file of JSON lines.
 #[derive(Debug)]
 pub struct RecordFile<T> {
-    file: SteadyFile,
+    file: UnchangedFile,
     of: PhantomData<fn() -> T>,
 }
 
 impl<T> RecordFile<T> {
     /// Those in `path`.
     pub fn new(path: &Path) -> Self {
-        Self { file: SteadyFile::new(path), of: PhantomData }
+        Self { file: UnchangedFile::new(path), of: PhantomData }
     }
 }
 

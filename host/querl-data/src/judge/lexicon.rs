@@ -139,7 +139,7 @@ impl Lexicon {
     }
 
     /// Cuts texts into words by another dictionary.
-    pub(crate) fn cutting_words_by(self, segmenter: Segmenter) -> Self {
+    pub(crate) fn with_segmenter(self, segmenter: Segmenter) -> Self {
         Self { segmenter, ..self }
     }
 
@@ -159,7 +159,7 @@ impl Lexicon {
     }
 
     /// Products named in a normalised text, in order, and the rest of the text.
-    pub(crate) fn products_in(&self, normalised: &str) -> (Vec<Found<ProductMention>>, Vec<char>) {
+    pub(crate) fn products_in(&self, normalised: &str) -> (Vec<PhraseMatch<ProductMention>>, Vec<char>) {
         // Homophones are folded for the names only, one character for one: positions stay.
         let sounds: Vec<char> = sound(&self.homophones, normalised).chars().collect();
         let found = self.product_phrases.find(&sounds);
@@ -169,7 +169,7 @@ impl Lexicon {
     }
 
     /// Intents expressed in a text from which product names were cut out.
-    pub(crate) fn intents_in(&self, rest: &[char]) -> Vec<Found<IntentMention>> {
+    pub(crate) fn intents_in(&self, rest: &[char]) -> Vec<PhraseMatch<IntentMention>> {
         self.intent_phrases.find(rest)
     }
 
@@ -179,7 +179,7 @@ impl Lexicon {
     }
 
     /// The groups of synonyms of which a word stands in a text.
-    pub(crate) fn synonyms_in(&self, text: &[char]) -> Vec<Found<usize>> {
+    pub(crate) fn synonyms_in(&self, text: &[char]) -> Vec<PhraseMatch<usize>> {
         self.synonym_phrases.find(text)
     }
 }
@@ -222,7 +222,7 @@ pub(crate) struct PhraseTable<T> {
 
 /// One phrase found.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Found<T> {
+pub(crate) struct PhraseMatch<T> {
     /// First character.
     pub(crate) start: usize,
     /// Characters.
@@ -246,14 +246,14 @@ impl<T: Copy> PhraseTable<T> {
     }
 
     /// All phrases in `text`, in order.
-    pub(crate) fn find(&self, text: &[char]) -> Vec<Found<T>> {
+    pub(crate) fn find(&self, text: &[char]) -> Vec<PhraseMatch<T>> {
         let mut found = Vec::new();
         let mut start = 0;
         while start < text.len() {
             let mut entries = self.entries.get(&text[start]).into_iter().flatten();
             match entries.find(|(phrase, _)| text[start..].starts_with(phrase)) {
                 Some((phrase, value)) => {
-                    found.push(Found { start, len: phrase.len(), value: *value });
+                    found.push(PhraseMatch { start, len: phrase.len(), value: *value });
                     start += phrase.len();
                 }
                 None => start += 1,
@@ -264,7 +264,7 @@ impl<T: Copy> PhraseTable<T> {
 }
 
 /// `text` with the found phrases cut out; a space stands in each place, so that its neighbours do not join.
-pub(crate) fn without<T>(text: &[char], found: &[Found<T>]) -> Vec<char> {
+pub(crate) fn without<T>(text: &[char], found: &[PhraseMatch<T>]) -> Vec<char> {
     let mut rest = Vec::with_capacity(text.len());
     let mut position = 0;
     for phrase in found {
@@ -284,6 +284,6 @@ mod tests {
     fn longest_phrase_wins_and_hides_what_it_contains() {
         let table = PhraseTable::new([("适宜人群".to_owned(), 3), ("不适宜人群".to_owned(), 2)]);
         let text: Vec<char> = "看不适宜人群".chars().collect();
-        assert_eq!(table.find(&text), [Found { start: 1, len: 5, value: 2 }]);
+        assert_eq!(table.find(&text), [PhraseMatch { start: 1, len: 5, value: 2 }]);
     }
 }

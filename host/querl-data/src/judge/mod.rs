@@ -5,8 +5,8 @@ pub(crate) mod query_intent;
 pub(crate) mod rubric;
 
 use crate::client::chat::ChatClient;
-use crate::client::context::Outside;
-use crate::client::response_cache::{CacheTable, CachedJudge, Shelf};
+use crate::client::context::ServiceContext;
+use crate::client::response_cache::{CacheTable, CachedJudge, ServiceCache};
 use crate::error::DataError;
 use crate::judge::lexicon::Lexicon;
 use crate::judge::rubric::RubricJudge;
@@ -24,14 +24,15 @@ use std::sync::Arc;
 pub fn open_judge(
     config: &JudgeConfig,
     retrieval: &RetrievalConfig,
-    outside: &Outside,
+    services: &ServiceContext,
 ) -> Result<Option<Arc<dyn Judge>>, DataError> {
     match config.kind {
         JudgeKind::None => Ok(None),
         JudgeKind::Openai => {
-            let client = ChatClient::open("judge", config.endpoint(), outside)?;
-            let shelf = Shelf::open(outside, CacheTable::Judgements, client.provider(), &client.identity());
-            Ok(Some(Arc::new(CachedJudge { inner: Arc::new(OpenAiJudge(client)), shelf })))
+            let client = ChatClient::open("judge", config.endpoint(), services)?;
+            let service_cache =
+                ServiceCache::open(services, CacheTable::Judgements, client.provider(), &client.identity());
+            Ok(Some(Arc::new(CachedJudge { inner: Arc::new(OpenAiJudge(client)), service_cache })))
         }
         JudgeKind::Rubric => {
             let path = retrieval.lexicon.as_deref().ok_or_else(|| {
@@ -41,7 +42,7 @@ pub fn open_judge(
                 )
             })?;
             let segmenter = Vocabulary::open(retrieval)?.segmenter;
-            Ok(Some(Arc::new(RubricJudge::new(Lexicon::read(path)?.cutting_words_by(segmenter)))))
+            Ok(Some(Arc::new(RubricJudge::new(Lexicon::read(path)?.with_segmenter(segmenter)))))
         }
     }
 }

@@ -2,13 +2,13 @@
 //! looked at here, so nothing a rewrite says can change what passages are measured against.
 
 use crate::judge::lexicon::{Expression, IntentMention, Lexicon};
-use crate::judge::lexicon::{Found, without};
+use crate::judge::lexicon::{PhraseMatch, without};
 use crate::text::normalise;
 use querl_core::records::Context;
 
 /// What a query asks for, in its context.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Need {
+pub struct QueryIntent {
     /// The product meant; `None` where nothing names one. Position in [`Lexicon::products`].
     pub product: Option<usize>,
     /// All products that the query itself names.
@@ -16,30 +16,30 @@ pub struct Need {
     /// How strongly each intent is asked for, 0 to 1, the strongest 1; all 0 where no word betrays one.
     pub intents: Vec<f64>,
     /// The query beside product names.
-    pub wording: Wording,
+    pub wording: TermSet,
     /// The query beside product names and turns of phrase for an intent: the particulars that a rewrite should keep.
-    pub particulars: Wording,
+    pub particulars: TermSet,
     /// Words of the profile.
     pub profile_words: Vec<String>,
 }
 
 /// A text as words and as synonyms.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wording {
+pub struct TermSet {
     /// Distinct words, in order.
     pub words: Vec<String>,
     /// Groups of synonyms of which the text holds a word.
     pub synonyms: Vec<usize>,
 }
 
-impl Wording {
+impl TermSet {
     pub(crate) fn read(lexicon: &Lexicon, text: &[char]) -> Self {
         let synonyms = lexicon.synonyms_in(text).iter().map(|found| found.value).collect();
         Self { words: lexicon.words(&text.iter().collect::<String>()), synonyms }
     }
 }
 
-impl Need {
+impl QueryIntent {
     /// Reads a query in its context.
     pub fn read(lexicon: &Lexicon, query: &str, context: &Context) -> Self {
         let query = normalise(query);
@@ -57,8 +57,8 @@ impl Need {
             product,
             named_products: mentions.iter().map(|mention| mention.value.product).collect(),
             intents: intents(lexicon, &phrases),
-            wording: Wording::read(lexicon, &rest),
-            particulars: Wording::read(lexicon, &without(&rest, &phrases)),
+            wording: TermSet::read(lexicon, &rest),
+            particulars: TermSet::read(lexicon, &without(&rest, &phrases)),
             profile_words: lexicon.words(&normalise(&context.user_profile)),
         }
     }
@@ -78,7 +78,7 @@ fn is_beside_the_subject(query: &str, start: usize) -> bool {
     POINTING_BACK.iter().any(|word| before.contains(word)) || before.ends_with(JOINING)
 }
 
-fn intents(lexicon: &Lexicon, phrases: &[Found<IntentMention>]) -> Vec<f64> {
+fn intents(lexicon: &Lexicon, phrases: &[PhraseMatch<IntentMention>]) -> Vec<f64> {
     let mut weights = vec![0.0; lexicon.intents().len()];
     for found in phrases {
         // A longer phrase says more; a word of the house or a general one says more than a cue.

@@ -1,7 +1,7 @@
 //! A rubric that stands in for a judge: deterministic points over the tenant's lexicon.
 
 use crate::judge::lexicon::{Expression, Lexicon};
-use crate::judge::query_intent::{Need, Wording};
+use crate::judge::query_intent::{QueryIntent, TermSet};
 use crate::text::normalise;
 use async_trait::async_trait;
 use querl_core::ports::{Judge, JudgeRequest};
@@ -45,12 +45,12 @@ impl RubricJudge {
         if rewrite.is_empty() {
             return (0.0, "改写为空".into());
         }
-        let need = Need::read(&self.lexicon, request.query, request.context);
-        let (product, product_reason) = self.product_points(&need, &rewrite);
-        let (intent, intent_reason) = self.intent_points(&need, &rewrite);
+        let query_intent = QueryIntent::read(&self.lexicon, request.query, request.context);
+        let (product, product_reason) = self.product_points(&query_intent, &rewrite);
+        let (intent, intent_reason) = self.intent_points(&query_intent, &rewrite);
         // A short text that says neither is not a concise rewrite.
         let worth = if product > 0.0 || intent > 0.0 { 1.0 } else { 0.0 };
-        let context = worth * points::CONTEXT * self.kept_share(&need, &rewrite);
+        let context = worth * points::CONTEXT * self.kept_share(&query_intent, &rewrite);
         let length = request.rewrite.chars().filter(|character| !character.is_whitespace()).count();
         let concise = worth * points::CONCISE * conciseness(length);
         let mut reasons =
@@ -63,12 +63,12 @@ impl RubricJudge {
         ((score.clamp(0.0, 5.0) * 10.0).round() / 10.0, reasons.join("；"))
     }
 
-    fn product_points(&self, need: &Need, rewrite: &str) -> (f64, String) {
+    fn product_points(&self, query_intent: &QueryIntent, rewrite: &str) -> (f64, String) {
         let (mentions, _) = self.lexicon.products_in(rewrite);
         let mut named: Vec<usize> = mentions.iter().map(|found| found.value.product).collect();
         named.sort_unstable();
         named.dedup();
-        let Some(wanted) = need.product else {
+        let Some(wanted) = query_intent.product else {
             // Nothing says which product is meant: naming one is a guess.
             let given = if named.is_empty() { 0.5 * points::PRODUCT } else { 0.0 };
             return (given, format!("产品未指明 {given:.1}"));
@@ -80,17 +80,19 @@ impl RubricJudge {
             (false, false) => (0.0, "产品缺失"),
         };
         // What the query itself compares with may be named; a product out of nowhere may not.
-        let foreign =
-            named.iter().filter(|product| **product != wanted && !need.named_products.contains(product)).count();
+        let foreign = named
+            .iter()
+            .filter(|product| **product != wanted && !query_intent.named_products.contains(product))
+            .count();
         let total = given - points::FOREIGN * foreign as f64;
         let note = if foreign > 0 { format!("，多出 {foreign} 个无关产品") } else { String::new() };
         (total, format!("{how}{note} {total:.1}"))
     }
 
-    fn intent_points(&self, need: &Need, rewrite: &str) -> (f64, String) {
+    fn intent_points(&self, query_intent: &QueryIntent, rewrite: &str) -> (f64, String) {
         let (_, rest) = self.lexicon.products_in(rewrite);
         let found = self.lexicon.intents_in(&rest);
-        let Some(wanted) = need.intent() else {
+        let Some(wanted) = query_intent.intent() else {
             let given = if found.is_empty() { points::INTENT_CUE } else { points::INTENT_GENERAL };
             return (given, format!("意图不明 {given:.1}"));
         };
@@ -101,7 +103,7 @@ impl RubricJudge {
             Some(Expression::Cue) => (points::INTENT_CUE, "意图只有口语"),
             None => (0.0, "意图缺失"),
         };
-        let asked = |intent: usize| need.intents[intent] > 0.0;
+        let asked = |intent: usize| query_intent.intents[intent] > 0.0;
         let mut foreign: Vec<usize> =
             found.iter().map(|found| found.value.intent).filter(|intent| !asked(*intent)).collect();
         foreign.sort_unstable();
@@ -111,10 +113,10 @@ impl RubricJudge {
     }
 
     /// Share of the query's particulars that the rewrite keeps, themselves or by a synonym.
-    fn kept_share(&self, need: &Need, rewrite: &str) -> f64 {
+    fn kept_share(&self, query_intent: &QueryIntent, rewrite: &str) -> f64 {
         let (_, rest) = self.lexicon.products_in(rewrite);
-        let kept = Wording::read(&self.lexicon, &rest);
-        let Wording { words, synonyms } = &need.particulars;
+        let kept = TermSet::read(&self.lexicon, &rest);
+        let TermSet { words, synonyms } = &query_intent.particulars;
         let groups = synonyms.iter().map(|group| kept.synonyms.contains(group));
         // A single character is mostly a particle; a word with synonyms is counted with its group.
         let plain = words.iter().filter(|word| word.chars().count() > 1 && self.lexicon.synonym_group(word).is_none());

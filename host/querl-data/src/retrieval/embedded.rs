@@ -2,12 +2,12 @@
 //! vector; the reranker scores them against the query.
 
 use crate::error::DataError;
-use crate::judge::query_intent::Need;
+use crate::judge::query_intent::QueryIntent;
 use crate::retrieval::index::{PassageIndex, Vocabulary, open_lexicon};
-use crate::retrieval::lexicon_reranker::{Corpus, Reranker};
-use crate::retrieval::local_model::LocalWork;
+use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker};
+use crate::retrieval::local_model::LocalModelCalls;
 use crate::retrieval::passages::{Passage, SourcesDigest};
-use crate::retrieval::search::{LocalModels, Search, SearchLimits};
+use crate::retrieval::search::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use querl_core::config::{EmbeddingConfig, RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
@@ -24,14 +24,14 @@ const RANK_CONSTANT: f64 = 60.0;
 /// An index with a reranker.
 pub struct EmbeddedRetriever {
     searcher: Arc<Searcher>,
-    work: LocalWork,
+    work: LocalModelCalls,
 }
 
 /// What a search needs.
 struct Searcher {
     index: PassageIndex,
     /// `None` where a reranker that is no part of this will score the hits.
-    reranker: Option<Reranker>,
+    reranker: Option<LexiconReranker>,
     vectors: Option<Vectors>,
 }
 
@@ -58,7 +58,7 @@ impl EmbeddedRetriever {
         if lexicon.is_none() && config.rerank.kind == RerankKind::None {
             required(None, "lexicon")?;
         }
-        let reranker = lexicon.map(Reranker::new);
+        let reranker = lexicon.map(LexiconReranker::new);
         let index =
             PassageIndex::open(knowledge_base, config, &digest, vocabulary, reranker.as_ref(), embedder.as_deref())?;
         let query_prefix = query_prefix(&config.embedding, embedder.as_deref());
@@ -69,23 +69,23 @@ impl EmbeddedRetriever {
         };
         Ok(Self {
             searcher: Arc::new(Searcher { index, reranker, vectors }),
-            work: LocalWork::new("embedded index", max_concurrent, config.timeout_s),
+            work: LocalModelCalls::new("embedded index", max_concurrent, config.timeout_s),
         })
     }
 
     /// What a query asks for, in its context; `None` without a lexicon.
-    pub fn need(&self, query: &str, context: &Context) -> Option<Need> {
-        self.searcher.reranker.as_ref().map(|reranker| reranker.need(query, context))
+    pub fn query_intent(&self, query: &str, context: &Context) -> Option<QueryIntent> {
+        self.searcher.reranker.as_ref().map(|reranker| reranker.query_intent(query, context))
     }
 
     /// All passages with the reranker's score for a need, best first; of equal scores the earlier passage first.
     ///
     /// # Errors
     /// The index fails, or there is no lexicon.
-    pub fn rank_all(&self, need: &Need) -> Result<Vec<(Passage, f64)>, CallFailure> {
+    pub fn rank_all(&self, query_intent: &QueryIntent) -> Result<Vec<(Passage, f64)>, CallFailure> {
         let Searcher { index, reranker, .. } = self.searcher.as_ref();
         let reranker = reranker.as_ref().ok_or_else(|| broken("there is no lexicon to rank by"))?;
-        let weighed = reranker.weigh(need.clone(), index);
+        let weighed = reranker.weigh(query_intent.clone(), index);
         let score = |position| {
             let stored = index.stored(position).map_err(|error| broken(&error.to_string()))?;
             let score = reranker.score(&weighed, &stored.traits);
@@ -100,7 +100,7 @@ impl EmbeddedRetriever {
     ///
     /// # Errors
     /// The index or the embedding model fails.
-    pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+    pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         self.searcher.search(request, limits).map_err(|problem| broken(&problem))
     }
 }
@@ -108,7 +108,7 @@ impl EmbeddedRetriever {
 impl Searcher {
     /// # Errors
     /// What failed, in words.
-    fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, String> {
+    fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, String> {
         let in_index = |error: tantivy::TantivyError| error.to_string();
         let by_words = self.index.candidates(request.rewritten_query, limits.top_k).map_err(in_index)?;
         let candidates = match &self.vectors {
@@ -122,8 +122,8 @@ impl Searcher {
         };
         let reranker = self.reranker.as_ref();
         let weighed = reranker.map(|reranker| {
-            let need = reranker.need(request.original_query, request.context);
-            (reranker, reranker.weigh(need, &self.index))
+            let query_intent = reranker.query_intent(request.original_query, request.context);
+            (reranker, reranker.weigh(query_intent, &self.index))
         });
         let hit = |(position, first_score): Candidate| {
             let stored = self.index.stored(position).map_err(in_index)?;
@@ -140,8 +140,8 @@ impl Searcher {
 }
 
 #[async_trait]
-impl Search for EmbeddedRetriever {
-    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+impl RetrievalBackend for EmbeddedRetriever {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         let searcher = self.searcher.clone();
         let (query, context) = (request.original_query.to_owned(), request.context.clone());
         let rewrite = request.rewritten_query.to_owned();

@@ -1,12 +1,12 @@
 //! Vectors of queries for services that want one: by a model in this process, or by a service with OpenAI's embeddings interface,
 //! which vLLM, TEI, Ollama and others speak.
 
-use crate::client::context::Outside;
-use crate::client::http::{CallLimits, Caller, Charge, Secret};
+use crate::client::context::ServiceContext;
+use crate::client::http::{CallLimits, Caller, CostBound, Secret};
 use crate::error::DataError;
 use crate::retrieval::embedded::query_prefix;
 use crate::retrieval::json::excerpt;
-use crate::retrieval::local_model::LocalWork;
+use crate::retrieval::local_model::LocalModelCalls;
 use crate::retrieval::search::LocalModels;
 use querl_core::config::{EmbeddingConfig, EmbeddingKind};
 use querl_core::ports::Embedder;
@@ -21,7 +21,7 @@ pub(crate) enum QueryEmbedding {
     Local {
         model: Arc<dyn Embedder>,
         query_prefix: String,
-        work: LocalWork,
+        work: LocalModelCalls,
     },
 }
 
@@ -33,15 +33,15 @@ impl QueryEmbedding {
     pub(crate) fn open(
         config: &EmbeddingConfig,
         models: &LocalModels,
-        outside: &Outside,
+        services: &ServiceContext,
     ) -> Result<Option<Self>, DataError> {
         match (config.kind, &models.embedder) {
             (EmbeddingKind::None, _) => Ok(None),
-            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(Box::new(EmbeddingService::open(config, outside)?)))),
+            (EmbeddingKind::Openai, _) => Ok(Some(Self::Service(Box::new(EmbeddingService::open(config, services)?)))),
             (EmbeddingKind::Local, Some(model)) => Ok(Some(Self::Local {
                 model: model.clone(),
                 query_prefix: query_prefix(config, Some(model.as_ref())),
-                work: LocalWork::new("embedding model", config.max_concurrent, config.timeout_s),
+                work: LocalModelCalls::new("embedding model", config.max_concurrent, config.timeout_s),
             })),
             (EmbeddingKind::Local, None) => Err(DataError::setting("retrieval.embedding.path", "was not opened")),
         }
@@ -76,7 +76,7 @@ impl EmbeddingService {
     ///
     /// # Errors
     /// Its address or model is not set, or its key is missing.
-    pub(crate) fn open(config: &EmbeddingConfig, outside: &Outside) -> Result<Self, DataError> {
+    pub(crate) fn open(config: &EmbeddingConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let setting = "retrieval.embedding.url";
         let missing =
             |key: &str| DataError::setting(format!("retrieval.embedding.{key}"), "is not set; a service needs it");
@@ -85,7 +85,7 @@ impl EmbeddingService {
         let key = Secret::open("retrieval.embedding", config.api_key_file.as_deref(), &config.api_key_env)?;
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
-        let caller = Caller::new(setting, url, key, limits, outside)?;
+        let caller = Caller::new(setting, url, key, limits, services)?;
         Ok(Self { caller, model, query_prefix: query_prefix(config, None) })
     }
 
@@ -95,7 +95,7 @@ impl EmbeddingService {
     /// The call failed, or what came is no vector.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
-        let answer = self.caller.post(&json!({"model": self.model, "input": [text]}), Charge::FREE).await?.body;
+        let answer = self.caller.post(&json!({"model": self.model, "input": [text]}), CostBound::FREE).await?.body;
         vector(&answer).ok_or_else(|| {
             let what = format!("no vector at `data[0].embedding`: {}", excerpt(&answer));
             self.caller.failure(FailureKind::InvalidResponse, &what)

@@ -6,11 +6,11 @@
 //! no entry has a `reranker_score`, another score that all have stands in for it; entries that alone lack it are left out. What
 //! cannot be understood is a failure, not a score of 0; so is a `status` other than those known to mean success.
 
-use crate::client::context::Outside;
-use crate::client::http::{CallLimits, Caller, Charge, Refusal, Secret};
+use crate::client::context::ServiceContext;
+use crate::client::http::{CallLimits, Caller, CostBound, Refusal, Secret};
 use crate::error::DataError;
 use crate::retrieval::json::{excerpt, first, number, plain};
-use crate::retrieval::search::{Scores, Search, SearchLimits};
+use crate::retrieval::search::{RetrievalBackend, RetrievalLimits, ServiceScores};
 use async_trait::async_trait;
 use querl_core::config::{HistoryForm, RetrievalConfig};
 use querl_core::ports::RetrievalRequest;
@@ -34,7 +34,7 @@ pub(crate) struct GeneralRag {
     tenant: String,
     kb_name: String,
     history: HistoryForm,
-    scores: Scores,
+    scores: ServiceScores,
 }
 
 impl GeneralRag {
@@ -42,17 +42,17 @@ impl GeneralRag {
     ///
     /// # Errors
     /// `retrieval.url` is not set or not an address, or the key is missing.
-    pub(crate) fn open(config: &RetrievalConfig, tenant: &str, outside: &Outside) -> Result<Self, DataError> {
+    pub(crate) fn open(config: &RetrievalConfig, tenant: &str, services: &ServiceContext) -> Result<Self, DataError> {
         Ok(Self {
-            caller: service_caller(config, outside)?,
+            caller: service_caller(config, services)?,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
             history: config.history,
-            scores: Scores::of(config),
+            scores: ServiceScores::of(config),
         })
     }
 
-    fn body(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Value {
+    fn body(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Value {
         let mut body = json!({
             "query": request.original_query,
             "rewritten_query": request.rewritten_query,
@@ -80,7 +80,7 @@ impl GeneralRag {
 ///
 /// # Errors
 /// It is not set or not an address, or the key is missing.
-pub(crate) fn service_caller(config: &RetrievalConfig, outside: &Outside) -> Result<Caller, DataError> {
+pub(crate) fn service_caller(config: &RetrievalConfig, services: &ServiceContext) -> Result<Caller, DataError> {
     let missing =
         || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
     let url = config.url.as_deref().ok_or_else(missing)?;
@@ -88,13 +88,13 @@ pub(crate) fn service_caller(config: &RetrievalConfig, outside: &Outside) -> Res
         .per_minute(config.requests_per_minute, None);
     let key = Secret::open("retrieval", config.api_key_file.as_deref(), &config.api_key_env)?;
     let key = key.map(|key| key.sent_as(config.auth.of(config.service)));
-    Caller::new("retrieval.url", url, key, limits, outside)
+    Caller::new("retrieval.url", url, key, limits, services)
 }
 
 #[async_trait]
-impl Search for GeneralRag {
-    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
-        let answer = self.caller.post_checked(&self.body(request, limits), Charge::FREE, &refusal).await?;
+impl RetrievalBackend for GeneralRag {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
+        let answer = self.caller.post_checked(&self.body(request, limits), CostBound::FREE, &refusal).await?;
         let hits =
             hits(&answer.body, self.scores).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
         // Whatever the service left in.
@@ -107,10 +107,10 @@ impl Search for GeneralRag {
 }
 
 /// The entries of an answer, in its order.
-fn hits(body: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
+fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
     let entries = entries(body)?;
     let passages = || entries.iter().enumerate().filter(|(_, entry)| !says_nothing_found(entry));
-    if scores == Scores::Replaced {
+    if scores == ServiceScores::Replaced {
         // The service's own score is the first one then, by whichever name.
         let found = |entry| Hit { retrieval_score: first(entry, &SCORES).and_then(number), ..unscored(entry) };
         return Ok(passages().map(|(_, entry)| found(entry)).collect());
@@ -212,7 +212,7 @@ fn refusal(body: &Value) -> Option<Refusal> {
     }
     let status = number(&body["status"]).map(|status| status as u16);
     let what = format!("answered with status {}: {}", excerpt(&body["status"]), excerpt(body));
-    Some(Refusal::told(status, what))
+    Some(Refusal::reported(status, what))
 }
 
 /// Whether `status` says success; `None` where there is no status.

@@ -9,7 +9,7 @@ fn config(url: &str) -> RetrievalConfig {
     serde_json::from_value(json!({"kind": "http", "url": url, "top_k": 2, "max_retries": 0, "timeout_s": 2.0})).unwrap()
 }
 
-const LIMITS: SearchLimits = SearchLimits { top_k: 2, score_threshold: 0.5 };
+const LIMITS: RetrievalLimits = RetrievalLimits { top_k: 2, score_threshold: 0.5 };
 
 async fn ask(answer: Value) -> Result<Vec<Hit>, CallFailure> {
     let server = MockServer::start().await;
@@ -19,9 +19,12 @@ async fn ask(answer: Value) -> Result<Vec<Hit>, CallFailure> {
     });
     let template = ResponseTemplate::new(200).set_body_json(answer);
     Mock::given(method("POST")).and(body_partial_json(expected)).respond_with(template).mount(&server).await;
-    let service =
-        GeneralRag::open(&config(&format!("{}/api/chat/general_rag", server.uri())), "shop", &Outside::default())
-            .unwrap();
+    let service = GeneralRag::open(
+        &config(&format!("{}/api/chat/general_rag", server.uri())),
+        "shop",
+        &ServiceContext::default(),
+    )
+    .unwrap();
     let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
@@ -85,7 +88,7 @@ async fn another_score_that_all_have_stands_in_for_the_rerankers() {
 fn scores_that_a_reranker_replaces_need_not_be_there() {
     let body =
         recall(json!([{"content": "甲"}, {"content": "乙", "reranker_score": 7.5}, {"content": "lack of knowledge"}]));
-    let hits = hits(&body, Scores::Replaced).unwrap();
+    let hits = hits(&body, ServiceScores::Replaced).unwrap();
     assert_eq!(hits.iter().map(|hit| hit.text.as_str()).collect::<Vec<_>>(), ["甲", "乙"]);
 }
 
@@ -101,7 +104,7 @@ async fn history_goes_as_text_as_messages_or_not_at_all() {
     for (form, history) in expected {
         let mut config = config("http://127.0.0.1:1/");
         config.history = serde_json::from_value(json!(form)).unwrap();
-        let body = GeneralRag::open(&config, "shop", &Outside::default()).unwrap().body(&request, LIMITS);
+        let body = GeneralRag::open(&config, "shop", &ServiceContext::default()).unwrap().body(&request, LIMITS);
         assert_eq!(body["history"], history, "{form}");
         assert_eq!(body["user_profile"], "孕妇");
     }
@@ -160,7 +163,7 @@ async fn failure_in_a_body_is_tried_again() {
     answering(json!({"status": 500, "msg": "busy"})).up_to_n_times(1).mount(&server).await;
     answering(recall(json!([{"reranker_score": 0.9}]))).mount(&server).await;
     let config = RetrievalConfig { max_retries: 1, ..config(&server.uri()) };
-    let service = GeneralRag::open(&config, "shop", &Outside::default()).unwrap();
+    let service = GeneralRag::open(&config, "shop", &ServiceContext::default()).unwrap();
     let context = Context::default();
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
     assert_eq!(service.search(&request, LIMITS).await.unwrap().len(), 1);
@@ -172,7 +175,7 @@ async fn service_that_is_down_is_unreachable() {
     let service = GeneralRag::open(
         &config(&format!("http://127.0.0.1:{port}/api/chat/general_rag")),
         "shop",
-        &Outside::default(),
+        &ServiceContext::default(),
     )
     .unwrap();
     let context = Context::default();

@@ -1,21 +1,21 @@
-//! Texts and JSON values with places for values: `{{query}}`.
+//! Texts and JSON values with placeholders for values: `{{query}}`.
 
 use serde_json::Value;
 
-/// The names of all places in a template, in order.
-pub(crate) fn places(template: &Value) -> Vec<&str> {
+/// The names of all placeholders in a template, in order.
+pub(crate) fn placeholders(template: &Value) -> Vec<&str> {
     match template {
         Value::String(text) => pieces(text).filter_map(|(_, name)| name).collect(),
-        Value::Array(items) => items.iter().flat_map(places).collect(),
-        Value::Object(entries) => entries.values().flat_map(places).collect(),
+        Value::Array(items) => items.iter().flat_map(placeholders).collect(),
+        Value::Object(entries) => entries.values().flat_map(placeholders).collect(),
         _ => Vec::new(),
     }
 }
 
-/// The template with its places filled. A string that is one place and nothing else becomes the value itself, with its type.
+/// The template with its placeholders filled. A string that is one place and nothing else becomes the value itself, with its type.
 pub(crate) fn fill(template: &Value, value: &impl Fn(&str) -> Value) -> Value {
     match template {
-        Value::String(text) => match sole_place(text) {
+        Value::String(text) => match sole_placeholder(text) {
             Some(name) => value(name),
             None => Value::String(fill_text(text, value)),
         },
@@ -25,7 +25,7 @@ pub(crate) fn fill(template: &Value, value: &impl Fn(&str) -> Value) -> Value {
     }
 }
 
-/// A text with its places filled; what is no text is written as JSON.
+/// A text with its placeholders filled; what is no text is written as JSON.
 pub(crate) fn fill_text(text: &str, value: &impl Fn(&str) -> Value) -> String {
     let mut filled = String::new();
     for (before, name) in pieces(text) {
@@ -39,7 +39,7 @@ pub(crate) fn fill_text(text: &str, value: &impl Fn(&str) -> Value) -> String {
     filled
 }
 
-fn sole_place(text: &str) -> Option<&str> {
+fn sole_placeholder(text: &str) -> Option<&str> {
     let name = text.trim().strip_prefix("{{")?.strip_suffix("}}")?;
     (!name.contains(['{', '}'])).then(|| name.trim())
 }
@@ -105,6 +105,6 @@ mod tests {
     fn what_only_looks_like_a_place_stays() {
         assert_eq!(fill(&json!("{{query"), &value), json!("{{query"));
         assert_eq!(fill(&json!("a }} b {{x}}"), &value), json!("a }} b <x>"));
-        assert_eq!(places(&json!(["{{a}}{{b}}", {"k": "x {{ c }}"}])), ["a", "b", "c"]);
+        assert_eq!(placeholders(&json!(["{{a}}{{b}}", {"k": "x {{ c }}"}])), ["a", "b", "c"]);
     }
 }

@@ -5,7 +5,7 @@
 //! products or emptying the query cannot raise a score. It is deterministic. What passages are about is read when they are indexed.
 
 use crate::judge::lexicon::Lexicon;
-use crate::judge::query_intent::Need;
+use crate::judge::query_intent::QueryIntent;
 use crate::retrieval::passages::Passage;
 use crate::text::normalise;
 use querl_core::records::Context;
@@ -32,9 +32,9 @@ mod weight {
     pub(super) const UNKNOWN: f64 = 0.5;
 }
 
-/// Scores the passages of one knowledge base.
+/// ServiceScores the passages of one knowledge base.
 #[derive(Debug)]
-pub(crate) struct Reranker {
+pub(crate) struct LexiconReranker {
     lexicon: Arc<Lexicon>,
     /// How alike two product names are, 0 to 1.
     name_likeness: Vec<Vec<f64>>,
@@ -51,7 +51,7 @@ pub(crate) struct PassageTraits {
 }
 
 /// Counts of a knowledge base.
-pub(crate) trait Corpus {
+pub(crate) trait CorpusCounts {
     /// All passages.
     fn n_passages(&self) -> usize;
 
@@ -61,12 +61,12 @@ pub(crate) trait Corpus {
 
 /// A need with the weights that its terms have in one knowledge base.
 #[derive(Debug)]
-pub(crate) struct WeighedNeed {
-    need: Need,
+pub(crate) struct WeightedIntent {
+    query_intent: QueryIntent,
     terms: Vec<(String, f64)>,
 }
 
-impl Reranker {
+impl LexiconReranker {
     /// A reranker by one tenant's words.
     pub(crate) fn new(lexicon: Arc<Lexicon>) -> Self {
         let name_likeness = name_likeness(&lexicon);
@@ -74,16 +74,16 @@ impl Reranker {
     }
 
     /// What a query asks for, in its context.
-    pub(crate) fn need(&self, query: &str, context: &Context) -> Need {
-        Need::read(&self.lexicon, query, context)
+    pub(crate) fn query_intent(&self, query: &str, context: &Context) -> QueryIntent {
+        QueryIntent::read(&self.lexicon, query, context)
     }
 
     /// A need against one knowledge base. Rare words count more; one that no passage holds counts as the rarest.
-    pub(crate) fn weigh(&self, need: Need, corpus: &impl Corpus) -> WeighedNeed {
-        let groups = need.wording.synonyms.iter().map(|group| (group_term(*group), 1.0));
+    pub(crate) fn weigh(&self, query_intent: QueryIntent, corpus: &impl CorpusCounts) -> WeightedIntent {
+        let groups = query_intent.wording.synonyms.iter().map(|group| (group_term(*group), 1.0));
         let of_word = |word: &String| term(&self.lexicon, word);
-        let query = need.wording.words.iter().filter_map(|word| Some((of_word(word)?, 1.0)));
-        let profile = need.profile_words.iter().filter_map(|word| Some((of_word(word)?, weight::PROFILE_WORD)));
+        let query = query_intent.wording.words.iter().filter_map(|word| Some((of_word(word)?, 1.0)));
+        let profile = query_intent.profile_words.iter().filter_map(|word| Some((of_word(word)?, weight::PROFILE_WORD)));
         let mut terms: Vec<(String, f64)> = Vec::new();
         for (term, share) in groups.chain(query).chain(profile) {
             if terms.iter().all(|(known, _)| *known != term) {
@@ -91,14 +91,14 @@ impl Reranker {
                 terms.push((term, share * rarity.ln().max(0.0)));
             }
         }
-        WeighedNeed { need, terms }
+        WeightedIntent { query_intent, terms }
     }
 
     /// How well a passage answers the need, 0 to 1.
-    pub(crate) fn score(&self, weighed: &WeighedNeed, passage: &PassageTraits) -> f64 {
-        let need = &weighed.need;
-        let product = self.product_match(need, passage);
-        let intent = intent_match(need, passage);
+    pub(crate) fn score(&self, weighed: &WeightedIntent, passage: &PassageTraits) -> f64 {
+        let query_intent = &weighed.query_intent;
+        let product = self.product_match(query_intent, passage);
+        let intent = intent_match(query_intent, passage);
         let logit = weight::BIAS
             + weight::PRODUCT * product
             + weight::INTENT * intent * (weight::INTENT_ALONE + (1.0 - weight::INTENT_ALONE) * product)
@@ -106,8 +106,8 @@ impl Reranker {
         logistic(logit)
     }
 
-    fn product_match(&self, need: &Need, passage: &PassageTraits) -> f64 {
-        match (need.product, passage.product) {
+    fn product_match(&self, query_intent: &QueryIntent, passage: &PassageTraits) -> f64 {
+        match (query_intent.product, passage.product) {
             (None, _) => weight::UNKNOWN,
             (Some(wanted), Some(product)) if wanted == product => 1.0,
             (Some(wanted), product) => {
@@ -136,7 +136,7 @@ impl Reranker {
     }
 }
 
-impl WeighedNeed {
+impl WeightedIntent {
     /// Share of the query's words that the passage holds.
     fn share_held(&self, passage: &PassageTraits) -> f64 {
         let (mut held, mut all) = (0.0, 1.0);
@@ -152,11 +152,11 @@ fn sorted<T: Ord>(values: impl Iterator<Item = T>) -> Vec<T> {
     values.collect::<BTreeSet<T>>().into_iter().collect()
 }
 
-fn intent_match(need: &Need, passage: &PassageTraits) -> f64 {
-    if need.intent().is_none() {
+fn intent_match(query_intent: &QueryIntent, passage: &PassageTraits) -> f64 {
+    if query_intent.intent().is_none() {
         return weight::UNKNOWN;
     }
-    need.intents.iter().zip(&passage.intents).map(|(wanted, held)| wanted * held).sum()
+    query_intent.intents.iter().zip(&passage.intents).map(|(wanted, held)| wanted * held).sum()
 }
 
 /// Shares of the intents in a passage, sum 1 or all 0; a title says what a text is about, its words only what it touches.

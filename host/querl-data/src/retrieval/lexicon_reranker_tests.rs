@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use crate::retrieval::embedded::EmbeddedRetriever;
-use crate::retrieval::{LocalModels, SearchLimits};
+use crate::retrieval::{LocalModels, RetrievalLimits};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{Context, Hit};
@@ -48,7 +48,7 @@ fn history(text: &str) -> Context {
     Context { user_profile: String::new(), history_summary: text.into() }
 }
 
-const ALL: SearchLimits = SearchLimits { top_k: 5, score_threshold: 0.0 };
+const ALL: RetrievalLimits = RetrievalLimits { top_k: 5, score_threshold: 0.0 };
 
 fn search(retriever: &EmbeddedRetriever, query: &str, context: &Context, rewritten_query: &str) -> Vec<Hit> {
     retriever.search_now(&RetrievalRequest { original_query: query, context, rewritten_query }, ALL).unwrap()
@@ -56,8 +56,8 @@ fn search(retriever: &EmbeddedRetriever, query: &str, context: &Context, rewritt
 
 /// The score of each passage for one need.
 fn scores(retriever: &EmbeddedRetriever, query: &str, context: &Context) -> HashMap<String, f64> {
-    let need = retriever.need(query, context).unwrap();
-    retriever.rank_all(&need).unwrap().into_iter().map(|(passage, score)| (passage.id, score)).collect()
+    let query_intent = retriever.query_intent(query, context).unwrap();
+    retriever.rank_all(&query_intent).unwrap().into_iter().map(|(passage, score)| (passage.id, score)).collect()
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn passages_below_the_threshold_are_left_out() {
     let folder = tempfile::tempdir().unwrap();
     let (original_query, rewritten_query) = ("鱼油怎么吃", "深海鱼油软胶囊 食用方法");
     let request = RetrievalRequest { original_query, context: &Context::default(), rewritten_query };
-    let limits = SearchLimits { score_threshold: 0.7, ..ALL };
+    let limits = RetrievalLimits { score_threshold: 0.7, ..ALL };
     let hits = retriever(&folder).search_now(&request, limits).unwrap();
     assert_eq!(hits.iter().map(|hit| hit.id.as_str()).collect::<Vec<_>>(), ["a-usage"]);
     assert!(hits[0].text.starts_with("深海鱼油软胶囊 食用方法\n每日两粒"));

@@ -1,6 +1,6 @@
 //! Models and indexes in this process: so much work at once, each piece within a time, beside the threads that answer calls.
 
-use crate::client::deadline::turn;
+use crate::client::deadline::queued;
 use querl_core::records::{CallFailure, FailureKind};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -11,14 +11,14 @@ static CORES: LazyLock<Arc<Semaphore>> =
     LazyLock::new(|| Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from))));
 
 /// The limits of one model or index. All of them together do no more at once than there are cores.
-pub(crate) struct LocalWork {
+pub(crate) struct LocalModelCalls {
     /// How messages name it.
     what: &'static str,
     slots: Arc<Semaphore>,
     timeout: Duration,
 }
 
-impl LocalWork {
+impl LocalModelCalls {
     /// `timeout_s` counts from the beginning of a piece of work; waiting for one's turn has no limit.
     pub(crate) fn new(what: &'static str, max_concurrent: usize, timeout_s: f64) -> Self {
         // `from_secs_f64` panics on what the configuration's own check should have refused.
@@ -35,8 +35,8 @@ impl LocalWork {
         &self,
         work: impl FnOnce() -> Result<T, E> + Send + 'static,
     ) -> Result<T, CallFailure> {
-        let own = turn(self.slots.clone().acquire_owned()).await.expect("the semaphore is never closed");
-        let core = turn(CORES.clone().acquire_owned()).await.expect("the semaphore is never closed");
+        let own = queued(self.slots.clone().acquire_owned()).await.expect("the semaphore is never closed");
+        let core = queued(CORES.clone().acquire_owned()).await.expect("the semaphore is never closed");
         let task = tokio::task::spawn_blocking(move || {
             let result = work();
             drop((own, core));
@@ -69,7 +69,7 @@ mod tests {
     async fn no_more_is_done_at_once_than_is_allowed() {
         static NOW: AtomicUsize = AtomicUsize::new(0);
         static MOST: AtomicUsize = AtomicUsize::new(0);
-        let work = LocalWork::new("model", 1, 30.0);
+        let work = LocalModelCalls::new("model", 1, 30.0);
         let one = || {
             work.run(|| {
                 MOST.fetch_max(NOW.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
@@ -84,7 +84,7 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn work_that_takes_too_long_fails_and_keeps_its_slot() {
-        let work = LocalWork::new("model", 1, 0.02);
+        let work = LocalModelCalls::new("model", 1, 0.02);
         let failure = work.run(|| sleep(200)).await.unwrap_err();
         assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::Timeout, "model: no answer within 0.02 s"));
         assert_eq!(work.slots.available_permits(), 0);
@@ -94,14 +94,14 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn a_failure_names_what_failed() {
-        let failure = LocalWork::new("model", 1, 30.0).run(|| Err::<(), _>("no weights")).await.unwrap_err();
+        let failure = LocalModelCalls::new("model", 1, 30.0).run(|| Err::<(), _>("no weights")).await.unwrap_err();
         assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::ServerError, "model: no weights"));
     }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn who_stops_waiting_costs_nothing() {
         static DONE: AtomicUsize = AtomicUsize::new(0);
-        let work = Arc::new(LocalWork::new("model", 1, 30.0));
+        let work = Arc::new(LocalModelCalls::new("model", 1, 30.0));
         let (busy, waiting) = (work.clone(), work.clone());
         let (begin, begun) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();

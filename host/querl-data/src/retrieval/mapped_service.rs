@@ -1,12 +1,12 @@
 //! Retrieval by a service of another maker, through a mapping.
 
-use crate::client::context::Outside;
-use crate::client::http::{Caller, Charge, Refusal};
+use crate::client::context::ServiceContext;
+use crate::client::http::{Caller, CostBound, Refusal};
 use crate::error::DataError;
 use crate::retrieval::embedding::QueryEmbedding;
 use crate::retrieval::general_rag::service_caller;
-use crate::retrieval::mapping::{Asker, Mapping};
-use crate::retrieval::search::{LocalModels, Scores, Search, SearchLimits};
+use crate::retrieval::mapping::{Mapping, RequestValues};
+use crate::retrieval::search::{LocalModels, RetrievalBackend, RetrievalLimits, ServiceScores};
 use async_trait::async_trait;
 use querl_core::config::{RetrievalConfig, ServiceKind};
 use querl_core::ports::RetrievalRequest;
@@ -22,7 +22,7 @@ pub(crate) struct MappedService {
     service: ServiceKind,
     tenant: String,
     kb_name: String,
-    scores: Scores,
+    scores: ServiceScores,
 }
 
 impl MappedService {
@@ -34,19 +34,19 @@ impl MappedService {
         config: &RetrievalConfig,
         tenant: &str,
         models: &LocalModels,
-        outside: &Outside,
+        services: &ServiceContext,
     ) -> Result<Self, DataError> {
-        let (mapping, scores) = (Mapping::resolve(config)?, Scores::of(config));
-        if scores == Scores::Needed && !mapping.has_scores() {
+        let (mapping, scores) = (Mapping::resolve(config)?, ServiceScores::of(config));
+        if scores == ServiceScores::Required && !mapping.has_scores() {
             let problem = "is not set, and the service sends none that is known; set it, or retrieval.rerank";
             return Err(DataError::setting("retrieval.mapping.score", problem));
         }
         let embedding = match mapping.wants_embedding() {
-            true => Some(QueryEmbedding::open(&config.embedding, models, outside)?.ok_or_else(no_embedding)?),
+            true => Some(QueryEmbedding::open(&config.embedding, models, services)?.ok_or_else(no_embedding)?),
             false => None,
         };
         Ok(Self {
-            caller: service_caller(config, outside)?,
+            caller: service_caller(config, services)?,
             mapping,
             embedding,
             service: config.service,
@@ -63,22 +63,22 @@ fn no_embedding() -> DataError {
 }
 
 #[async_trait]
-impl Search for MappedService {
-    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+impl RetrievalBackend for MappedService {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         let embedding = match &self.embedding {
             Some(embedding) => Some(embedding.query(request.rewritten_query).await?),
             None => None,
         };
-        let asker = Asker { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
-        let check = |answer: &Value| self.mapping.failure(answer).map(|(status, what)| Refusal::told(status, what));
-        let body = self.mapping.body(&asker, request, limits);
-        let answer = self.caller.post_checked(&body, Charge::FREE, &check).await?.body;
+        let values = RequestValues { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
+        let check = |answer: &Value| self.mapping.failure(answer).map(|(status, what)| Refusal::reported(status, what));
+        let body = self.mapping.body(&values, request, limits);
+        let answer = self.caller.post_checked(&body, CostBound::FREE, &check).await?.body;
         let hits = self.mapping.hits(&answer, self.scores);
         let hits = hits.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
         Ok(match self.scores {
-            Scores::Needed => limits.apply(hits),
+            ServiceScores::Required => limits.apply(hits),
             // In the service's order, which is all there is to go by.
-            Scores::Replaced => hits.into_iter().take(limits.top_k).collect(),
+            ServiceScores::Replaced => hits.into_iter().take(limits.top_k).collect(),
         })
     }
 

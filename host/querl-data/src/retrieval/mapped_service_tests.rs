@@ -1,8 +1,8 @@
-//! Each ready adapter against an answer in the form that its service documents.
+//! Each builtin adapter against an answer in the form that its service documents.
 #![allow(clippy::unwrap_used)]
 
-use crate::retrieval::mapping::{Asker, Mapping};
-use crate::{LocalModels, Outside, SearchLimits, open_search};
+use crate::retrieval::mapping::{Mapping, RequestValues};
+use crate::{LocalModels, RetrievalLimits, ServiceContext, open_retrieval_backend};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use wiremock::matchers::{body_json, header, method, path};
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
-const LIMITS: SearchLimits = SearchLimits { top_k: 3, score_threshold: 0.25 };
+const LIMITS: RetrievalLimits = RetrievalLimits { top_k: 3, score_threshold: 0.25 };
 
 /// What `service` finds with `settings`, where a server at `route` answers `answer` to exactly `request`.
 async fn ask(settings: Value, route: &str, request: Value, answer: Value) -> Result<Vec<Hit>, CallFailure> {
@@ -29,7 +29,10 @@ async fn search(mut settings: Value, url: &str) -> Result<Vec<Hit>, CallFailure>
     let context = Context { user_profile: "孕妇".into(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    open_search(&config, "shop", &LocalModels::default(), &Outside::default()).unwrap().search(&request, LIMITS).await
+    open_retrieval_backend(&config, "shop", &LocalModels::default(), &ServiceContext::default())
+        .unwrap()
+        .search(&request, LIMITS)
+        .await
 }
 
 /// Id, text, score and rank of each.
@@ -80,11 +83,11 @@ async fn ragflow_chunks_and_failures_in_an_answer_of_status_200() {
 fn ragflow_s_pages_are_long_enough_to_rank_and_short_enough_to_be_answered() {
     let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": "ragflow"})).unwrap();
     let mapping = Mapping::resolve(&config).unwrap();
-    let asker = Asker { tenant: "", kb_name: "k", embedding: None };
+    let values = RequestValues { tenant: "", kb_name: "k", embedding: None };
     let context = Context::default();
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
     for (top_k, page_size) in [(1, 30), (30, 30), (50, 50), (64, 64), (65, 64)] {
-        let body = mapping.body(&asker, &request, SearchLimits { top_k, score_threshold: 0.0 });
+        let body = mapping.body(&values, &request, RetrievalLimits { top_k, score_threshold: 0.0 });
         assert_eq!(body["page_size"], json!(page_size));
     }
 }
@@ -198,8 +201,11 @@ async fn a_model_in_this_process_makes_the_vector_too() {
     let models = LocalModels { embedder: Some(Arc::new(Constant)), ..LocalModels::default() };
     let context = Context::default();
     let request = RetrievalRequest { original_query: "鱼油", context: &context, rewritten_query: "鱼油" };
-    let hits =
-        open_search(&config, "shop", &models, &Outside::default()).unwrap().search(&request, LIMITS).await.unwrap();
+    let hits = open_retrieval_backend(&config, "shop", &models, &ServiceContext::default())
+        .unwrap()
+        .search(&request, LIMITS)
+        .await
+        .unwrap();
     assert_eq!(seen(&hits), [("1", "甲", 0.5, 1)]);
 }
 
@@ -253,7 +259,10 @@ fn a_mapping_that_cannot_be_used_is_refused_before_any_call() {
         settings["kind"] = json!("http");
         settings["url"] = json!("http://127.0.0.1:1/");
         let config: RetrievalConfig = serde_json::from_value(settings).unwrap();
-        open_search(&config, "shop", &LocalModels::default(), &Outside::default()).err().unwrap().to_string()
+        open_retrieval_backend(&config, "shop", &LocalModels::default(), &ServiceContext::default())
+            .err()
+            .unwrap()
+            .to_string()
     };
     for (settings, said) in [
         (json!({"service": "custom"}), "retrieval.mapping.request is not set; retrieval.service = \"custom\" needs it"),

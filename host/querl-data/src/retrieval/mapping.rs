@@ -2,15 +2,15 @@
 
 use crate::error::DataError;
 use crate::retrieval::json::{excerpt, first, number, plain};
-use crate::retrieval::json::{fill, places};
-use crate::retrieval::search::{Scores, SearchLimits};
+use crate::retrieval::json::{fill, placeholders};
+use crate::retrieval::search::{RetrievalLimits, ServiceScores};
 use querl_core::config::{MappingConfig, RetrievalConfig, ScoreOrder, ServiceKind};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::Hit;
 use serde_json::{Value, json};
 
-/// The places that a request may have.
-const PLACES: [&str; 11] = [
+/// The placeholders that a request may have.
+const PLACEHOLDERS: [&str; 11] = [
     "query",
     "rewritten_query",
     "user_profile",
@@ -57,7 +57,7 @@ enum ScoreForm {
 }
 
 /// Whose words fill a request beside the query.
-pub(crate) struct Asker<'a> {
+pub(crate) struct RequestValues<'a> {
     pub(crate) tenant: &'a str,
     pub(crate) kb_name: &'a str,
     /// The rewritten query's, where the request has a place for it.
@@ -65,40 +65,40 @@ pub(crate) struct Asker<'a> {
 }
 
 impl Mapping {
-    /// The ready adapter of a service with what a configuration changes.
+    /// The builtin adapter of a service with what a configuration changes.
     ///
     /// # Errors
     /// Something is unset that no adapter sets, a place of the request is unknown, a range is none.
     pub(crate) fn resolve(config: &RetrievalConfig) -> Result<Self, DataError> {
-        let ready = ready(config.service)?;
+        let builtin = builtin(config.service)?;
         let own = &config.mapping;
-        let pointers = |key: &str, own: &Option<Vec<String>>, ready: Option<Vec<String>>| {
-            let pointers = own.clone().or(ready);
+        let pointers = |key: &str, own: &Option<Vec<String>>, builtin: Option<Vec<String>>| {
+            let pointers = own.clone().or(builtin);
             check_pointers(key, pointers.iter().flatten())?;
             pointers.filter(|pointers| !pointers.is_empty()).ok_or_else(|| missing(key))
         };
-        let request = own.request.clone().or(ready.request).ok_or_else(|| missing("request"))?;
+        let request = own.request.clone().or(builtin.request).ok_or_else(|| missing("request"))?;
         let request = serde_json::to_value(request)
             .map_err(|error| DataError::setting("retrieval.mapping.request", format!("has no JSON form: {error}")))?;
-        check_places(&request)?;
-        let status = own.status.clone().or(ready.status).unwrap_or_default();
+        check_placeholders(&request)?;
+        let status = own.status.clone().or(builtin.status).unwrap_or_default();
         check_pointers("status", status.iter())?;
         Ok(Self {
             request,
-            list: pointers("list", &own.list, ready.list)?,
-            id: pointers("id", &own.id, ready.id.or(Some(Vec::new()))).or_else(optional)?,
-            title: pointers("title", &own.title, ready.title.or(Some(Vec::new()))).or_else(optional)?,
-            text: pointers("text", &own.text, ready.text)?,
-            score: pointers("score", &own.score, ready.score.or(Some(Vec::new()))).or_else(optional)?,
-            scale: ScoreScale::resolve(own, ready.score_order, ready.score_range, ready.score_half)?,
+            list: pointers("list", &own.list, builtin.list)?,
+            id: pointers("id", &own.id, builtin.id.or(Some(Vec::new()))).or_else(optional)?,
+            title: pointers("title", &own.title, builtin.title.or(Some(Vec::new()))).or_else(optional)?,
+            text: pointers("text", &own.text, builtin.text)?,
+            score: pointers("score", &own.score, builtin.score.or(Some(Vec::new()))).or_else(optional)?,
+            scale: ScoreScale::resolve(own, builtin.score_order, builtin.score_range, builtin.score_half)?,
             threshold_range: range(
                 "threshold_range",
-                own.threshold_range.or(ready.threshold_range),
+                own.threshold_range.or(builtin.threshold_range),
                 [f64::MIN, f64::MAX],
             )?,
-            top_k_range: range("top_k_range", own.top_k_range.or(ready.top_k_range), [0, usize::MAX])?,
+            top_k_range: range("top_k_range", own.top_k_range.or(builtin.top_k_range), [0, usize::MAX])?,
             status,
-            success: own.success.clone().or(ready.success).unwrap_or_default(),
+            success: own.success.clone().or(builtin.success).unwrap_or_default(),
         })
     }
 
@@ -109,23 +109,28 @@ impl Mapping {
 
     /// Whether the request has a place for a vector of the rewritten query.
     pub(crate) fn wants_embedding(&self) -> bool {
-        places(&self.request).contains(&"embedding")
+        placeholders(&self.request).contains(&"embedding")
     }
 
     /// The body of a request.
-    pub(crate) fn body(&self, asker: &Asker<'_>, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Value {
+    pub(crate) fn body(
+        &self,
+        values: &RequestValues<'_>,
+        request: &RetrievalRequest<'_>,
+        limits: RetrievalLimits,
+    ) -> Value {
         fill(&self.request, &|place| match place {
             "query" => json!(request.original_query),
             "rewritten_query" => json!(request.rewritten_query),
             "user_profile" => json!(request.context.user_profile),
             "history" => json!(request.context.history_summary),
-            "tenant" => json!(asker.tenant),
-            "kb_name" => json!(asker.kb_name),
+            "tenant" => json!(values.tenant),
+            "kb_name" => json!(values.kb_name),
             "top_k" => json!(limits.top_k),
             "score_threshold" => json!(limits.score_threshold),
             "service_threshold" => json!(self.service_threshold(limits.score_threshold)),
             "service_top_k" => json!(limits.top_k.clamp(self.top_k_range[0], self.top_k_range[1])),
-            "embedding" => json!(asker.embedding),
+            "embedding" => json!(values.embedding),
             _ => Value::Null,
         })
     }
@@ -147,7 +152,7 @@ impl Mapping {
     ///
     /// # Errors
     /// There is no list where one should be, or a passage has no usable score.
-    pub(crate) fn hits(&self, answer: &Value, scores: Scores) -> Result<Vec<Hit>, String> {
+    pub(crate) fn hits(&self, answer: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
         // A pointer may lead to something else where the list is behind the next one.
         let list = self.list.iter().find_map(|pointer| answer.pointer(pointer)?.as_array());
         let list =
@@ -155,7 +160,7 @@ impl Mapping {
         list.iter().enumerate().map(|(index, entry)| self.hit(index, entry, scores)).collect()
     }
 
-    fn hit(&self, index: usize, entry: &Value, scores: Scores) -> Result<Hit, String> {
+    fn hit(&self, index: usize, entry: &Value, scores: ServiceScores) -> Result<Hit, String> {
         let words = |pointers: &[String]| first(entry, pointers).map(plain).unwrap_or_default();
         let (title, text) = (words(&self.title), words(&self.text));
         let sent = first(entry, &self.score);
@@ -163,8 +168,8 @@ impl Mapping {
         let unit = number.and_then(|number| self.scale.to_unit(number));
         let reranker_score = match (unit, scores) {
             (Some(unit), _) => unit,
-            (None, Scores::Replaced) => 0.0,
-            (None, Scores::Needed) => return Err(self.no_score(index, sent)),
+            (None, ServiceScores::Replaced) => 0.0,
+            (None, ServiceScores::Required) => return Err(self.no_score(index, sent)),
         };
         Ok(Hit {
             id: words(&self.id),
@@ -187,7 +192,7 @@ impl Mapping {
 }
 
 /// The mapping that comes with the program.
-fn ready(service: ServiceKind) -> Result<MappingConfig, DataError> {
+fn builtin(service: ServiceKind) -> Result<MappingConfig, DataError> {
     let text = match service {
         ServiceKind::Dify => include_str!("services/dify.toml"),
         ServiceKind::Ragflow => include_str!("services/ragflow.toml"),
@@ -235,11 +240,11 @@ fn check_pointers<'a>(key: &str, mut pointers: impl Iterator<Item = &'a String>)
     }
 }
 
-fn check_places(request: &Value) -> Result<(), DataError> {
-    match places(request).into_iter().find(|place| !PLACES.contains(place)) {
+fn check_placeholders(request: &Value) -> Result<(), DataError> {
+    match placeholders(request).into_iter().find(|place| !PLACEHOLDERS.contains(place)) {
         Some(place) => Err(DataError::setting(
             "retrieval.mapping.request",
-            format!("has `{{{{{place}}}}}`, which stands for nothing; known are {}", PLACES.join(", ")),
+            format!("has `{{{{{place}}}}}`, which stands for nothing; known are {}", PLACEHOLDERS.join(", ")),
         )),
         None => Ok(()),
     }

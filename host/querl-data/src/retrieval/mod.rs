@@ -18,6 +18,6 @@ mod synonyms;
 
 pub use embedded::EmbeddedRetriever;
 pub(crate) use index::Vocabulary;
-pub use open::{open_retriever, open_search};
+pub use open::{open_retrieval_backend, open_retriever};
 pub use passages::{Passage, read_passages};
-pub use search::{LocalModels, Search, SearchLimits};
+pub use search::{LocalModels, RetrievalBackend, RetrievalLimits};

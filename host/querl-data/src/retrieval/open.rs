@@ -1,13 +1,13 @@
 //! Which retrieval the configuration names, and what all kinds have in common.
 
-use crate::client::context::Outside;
-use crate::client::response_cache::{CacheTable, CachedRetriever, Shelf};
+use crate::client::context::ServiceContext;
+use crate::client::response_cache::{CacheTable, CachedRetriever, ServiceCache};
 use crate::error::DataError;
 use crate::retrieval::embedded::EmbeddedRetriever;
 use crate::retrieval::general_rag::GeneralRag;
 use crate::retrieval::mapped_service::MappedService;
-use crate::retrieval::rerank::Reranked;
-use crate::retrieval::search::{Limited, LocalModels, NoSearch, Search, SearchLimits};
+use crate::retrieval::rerank::RerankedBackend;
+use crate::retrieval::search::{FixedLimits, LocalModels, NoRetrieval, RetrievalBackend, RetrievalLimits};
 use querl_core::config::{
     AuthScheme, EmbeddingConfig, RerankConfig, RerankKind, RetrievalConfig, RetrievalKind, ServiceKind,
 };
@@ -18,18 +18,18 @@ use std::sync::Arc;
 /// Opens the retrieval that the configuration names, for one tenant, with the limits that it sets.
 ///
 /// # Errors
-/// As [`open_search`].
+/// As [`open_retrieval_backend`].
 pub fn open_retriever(
     config: &RetrievalConfig,
     tenant: &str,
     models: &LocalModels,
-    outside: &Outside,
+    services: &ServiceContext,
 ) -> Result<Arc<dyn Retriever>, DataError> {
-    let search = open_search(config, tenant, models, outside)?;
-    let retriever = Arc::new(Limited { search, limits: SearchLimits::of(config) });
+    let search = open_retrieval_backend(config, tenant, models, services)?;
+    let retriever = Arc::new(FixedLimits { search, limits: RetrievalLimits::of(config) });
     Ok(match config.kind {
         RetrievalKind::Embedded | RetrievalKind::None => retriever,
-        RetrievalKind::Http => cached(retriever, config, tenant, models, outside),
+        RetrievalKind::Http => cached(retriever, config, tenant, models, services),
     })
 }
 
@@ -39,10 +39,11 @@ fn cached(
     config: &RetrievalConfig,
     tenant: &str,
     models: &LocalModels,
-    outside: &Outside,
+    services: &ServiceContext,
 ) -> Arc<dyn Retriever> {
-    let shelf = Shelf::open(outside, CacheTable::Retrievals, "retrieval", &identity(config, tenant, models));
-    Arc::new(CachedRetriever { inner, shelf })
+    let service_cache =
+        ServiceCache::open(services, CacheTable::Retrievals, "retrieval", &identity(config, tenant, models));
+    Arc::new(CachedRetriever { inner, service_cache })
 }
 
 /// What the answers of a service depend on: the whole section, but for limits of calls and what only an embedded index reads, with
@@ -98,22 +99,22 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or a file cannot be used. Whether a service answers shows at the first call.
-pub fn open_search(
+pub fn open_retrieval_backend(
     config: &RetrievalConfig,
     tenant: &str,
     models: &LocalModels,
-    outside: &Outside,
-) -> Result<Arc<dyn Search>, DataError> {
-    let found: Arc<dyn Search> = match (config.kind, config.service) {
-        (RetrievalKind::None, _) => return Ok(Arc::new(NoSearch)),
+    services: &ServiceContext,
+) -> Result<Arc<dyn RetrievalBackend>, DataError> {
+    let found: Arc<dyn RetrievalBackend> = match (config.kind, config.service) {
+        (RetrievalKind::None, _) => return Ok(Arc::new(NoRetrieval)),
         (RetrievalKind::Embedded, _) => Arc::new(EmbeddedRetriever::open(config, models)?),
-        (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant, outside)?),
-        (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models, outside)?),
+        (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant, services)?),
+        (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models, services)?),
     };
     Ok(match config.rerank.kind {
         RerankKind::None => found,
         RerankKind::Tei | RerankKind::Cohere | RerankKind::Local => {
-            Arc::new(Reranked::open(&config.rerank, config.top_k, found, models, outside)?)
+            Arc::new(RerankedBackend::open(&config.rerank, config.top_k, found, models, services)?)
         }
     })
 }

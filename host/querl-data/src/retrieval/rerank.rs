@@ -1,13 +1,13 @@
 //! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original
 //! query in its context. A rewrite is never shown to them, so that nothing in it can raise a score.
 
-use crate::client::context::Outside;
-use crate::client::http::{CallLimits, Caller, Charge, Secret};
+use crate::client::context::ServiceContext;
+use crate::client::http::{CallLimits, Caller, CostBound, Secret};
 use crate::error::DataError;
 use crate::retrieval::json::{excerpt, number};
-use crate::retrieval::json::{fill_text, places};
-use crate::retrieval::local_model::LocalWork;
-use crate::retrieval::search::{LocalModels, Search, SearchLimits};
+use crate::retrieval::json::{fill_text, placeholders};
+use crate::retrieval::local_model::LocalModelCalls;
+use crate::retrieval::search::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use futures::future::try_join_all;
 use querl_core::config::{RerankConfig, RerankKind, RerankScores};
@@ -18,25 +18,25 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// What the reranker's query may be made of.
-const PLACES: [&str; 3] = ["query", "history", "user_profile"];
+const PLACEHOLDERS: [&str; 3] = ["query", "history", "user_profile"];
 
 /// What requests have of their own.
 const OWN_KEYS: [&str; 8] =
     ["query", "texts", "truncate", "raw_scores", "model", "documents", "top_n", "return_documents"];
 
 /// A search whose hits are scored anew.
-pub(crate) struct Reranked {
-    found: Arc<dyn Search>,
-    scorer: Scorer,
+pub(crate) struct RerankedBackend {
+    found: Arc<dyn RetrievalBackend>,
+    scorer: RerankScorer,
     query: String,
     n_candidates: usize,
     name: String,
 }
 
 /// Who says how well texts answer a query.
-enum Scorer {
+enum RerankScorer {
     Service(Box<RerankService>),
-    Local { model: Arc<dyn PairScorer>, batch_size: usize, work: LocalWork },
+    Local { model: Arc<dyn PairScorer>, batch_size: usize, work: LocalModelCalls },
 }
 
 /// A service that says how well texts answer a query.
@@ -48,7 +48,7 @@ struct RerankService {
     extra: Value,
 }
 
-impl Reranked {
+impl RerankedBackend {
     /// The reranker that the configuration names, over what `found` finds; `top_k` is what the configuration wants of it.
     ///
     /// # Errors
@@ -56,25 +56,25 @@ impl Reranked {
     pub(crate) fn open(
         config: &RerankConfig,
         top_k: usize,
-        found: Arc<dyn Search>,
+        found: Arc<dyn RetrievalBackend>,
         models: &LocalModels,
-        outside: &Outside,
+        services: &ServiceContext,
     ) -> Result<Self, DataError> {
         let query = Value::String(config.query.clone());
-        if let Some(place) = places(&query).into_iter().find(|place| !PLACES.contains(place)) {
-            let known = PLACES.join(", ");
+        if let Some(place) = placeholders(&query).into_iter().find(|place| !PLACEHOLDERS.contains(place)) {
+            let known = PLACEHOLDERS.join(", ");
             let problem = format!("has `{{{{{place}}}}}`, which stands for nothing; known are {known}");
             return Err(DataError::setting("retrieval.rerank.query", problem));
         }
         let name = format!("{} + {}", found.name(), kind_name(config.kind));
         let scorer = match (config.kind, &models.scorer) {
-            (RerankKind::Local, Some(model)) => Scorer::Local {
+            (RerankKind::Local, Some(model)) => RerankScorer::Local {
                 model: model.clone(),
                 batch_size: config.batch_size.max(1),
-                work: LocalWork::new("cross-encoder", config.max_concurrent, config.timeout_s),
+                work: LocalModelCalls::new("cross-encoder", config.max_concurrent, config.timeout_s),
             },
             (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
-            _ => Scorer::Service(Box::new(RerankService::open(config, outside)?)),
+            _ => RerankScorer::Service(Box::new(RerankService::open(config, services)?)),
         };
         Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates.max(top_k), name })
     }
@@ -90,10 +90,10 @@ impl Reranked {
 }
 
 #[async_trait]
-impl Search for Reranked {
-    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+impl RetrievalBackend for RerankedBackend {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         // Whatever the first score was, it says nothing about the second. A request for more passages than are candidates gets no more.
-        let wide = SearchLimits { top_k: self.n_candidates, score_threshold: 0.0 };
+        let wide = RetrievalLimits { top_k: self.n_candidates, score_threshold: 0.0 };
         let mut hits = self.found.search(request, wide).await?;
         if hits.is_empty() {
             return Ok(hits);
@@ -127,7 +127,7 @@ fn kind_name(kind: RerankKind) -> &'static str {
     }
 }
 
-impl Scorer {
+impl RerankScorer {
     /// One score a text, 0 to 1, in order.
     async fn scores(&self, query: String, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
         match self {
@@ -157,7 +157,7 @@ impl Scorer {
 }
 
 impl RerankService {
-    fn open(config: &RerankConfig, outside: &Outside) -> Result<Self, DataError> {
+    fn open(config: &RerankConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let setting = "retrieval.rerank.url";
         let url =
             config.url.as_deref().ok_or_else(|| DataError::setting(setting, "is not set; a reranker needs it"))?;
@@ -171,7 +171,7 @@ impl RerankService {
             let problem = format!("has `{key}`, which the interface's request has already; leave it out");
             return Err(DataError::setting("retrieval.rerank.extra", problem));
         }
-        Ok(Self { caller: Caller::new(setting, url, key, limits, outside)?, config: config.clone(), extra })
+        Ok(Self { caller: Caller::new(setting, url, key, limits, services)?, config: config.clone(), extra })
     }
 
     /// One score a text, 0 to 1, in order.
@@ -181,7 +181,7 @@ impl RerankService {
     }
 
     async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
-        let answer = self.caller.post(&self.body(query, texts), Charge::FREE).await?.body;
+        let answer = self.caller.post(&self.body(query, texts), CostBound::FREE).await?.body;
         self.read(&answer, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
@@ -197,7 +197,7 @@ impl RerankService {
         body
     }
 
-    /// Scores come best first, each with the position of its text.
+    /// ServiceScores come best first, each with the position of its text.
     fn read(&self, answer: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
         let entries = answer.as_array().or_else(|| answer.get("results")?.as_array());
         let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(answer)))?;

@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
-use crate::{LocalModels, Outside, SearchLimits, open_search};
+use crate::{LocalModels, RetrievalLimits, ServiceContext, open_retrieval_backend};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{LocalModelError, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use wiremock::matchers::{body_json, body_partial_json, path};
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
-const LIMITS: SearchLimits = SearchLimits { top_k: 2, score_threshold: 0.5 };
+const LIMITS: RetrievalLimits = RetrievalLimits { top_k: 2, score_threshold: 0.5 };
 
 /// Three passages by a service without scores, reranked by one that answers `answer` to exactly `asked`.
 async fn ask(rerank: Value, asked: Value, answer: Value) -> Result<Vec<Hit>, CallFailure> {
@@ -31,7 +31,10 @@ async fn ask(rerank: Value, asked: Value, answer: Value) -> Result<Vec<Hit>, Cal
     let context = Context { user_profile: String::new(), history_summary: "问过鱼油".into() };
     let request =
         RetrievalRequest { original_query: "它怎么吃", context: &context, rewritten_query: "鱼油 食用方法" };
-    open_search(&config, "shop", &LocalModels::default(), &Outside::default()).unwrap().search(&request, LIMITS).await
+    open_retrieval_backend(&config, "shop", &LocalModels::default(), &ServiceContext::default())
+        .unwrap()
+        .search(&request, LIMITS)
+        .await
 }
 
 fn seen(hits: &[Hit]) -> Vec<(&str, f64, u32)> {
@@ -66,7 +69,7 @@ async fn the_service_s_own_score_stays_beside_the_reranker_s() {
     .unwrap();
     let context = Context::default();
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
-    let hits = open_search(&config, "shop", &LocalModels::default(), &Outside::default())
+    let hits = open_retrieval_backend(&config, "shop", &LocalModels::default(), &ServiceContext::default())
         .unwrap()
         .search(&request, LIMITS)
         .await
@@ -88,7 +91,7 @@ async fn passages_without_a_text_are_not_reranked() {
     .unwrap();
     let context = Context::default();
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query: "问" };
-    let search = open_search(&config, "shop", &LocalModels::default(), &Outside::default()).unwrap();
+    let search = open_retrieval_backend(&config, "shop", &LocalModels::default(), &ServiceContext::default()).unwrap();
     let failure = search.search(&request, LIMITS).await.unwrap_err();
     let expected = "chatchat: passages have no text to be scored; check retrieval.mapping.text";
     assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::InvalidResponse, expected));
@@ -156,11 +159,11 @@ async fn many_passages_go_in_several_calls() {
             .await;
     }
     let config = serde_json::from_value(json!({"kind": "tei", "url": server.uri(), "batch_size": 2})).unwrap();
-    let service = super::RerankService::open(&config, &Outside::default()).unwrap();
+    let service = super::RerankService::open(&config, &ServiceContext::default()).unwrap();
     assert_eq!(service.scores("问", &["甲", "乙", "丙"]).await.unwrap(), [0.9, 0.9, 0.6]);
 }
 
-/// Scores a text by how many characters of the query it has.
+/// ServiceScores a text by how many characters of the query it has.
 struct Overlap;
 
 impl PairScorer for Overlap {
@@ -204,7 +207,7 @@ async fn a_model_without_a_number_for_each_passage_has_failed() {
     let nan = "cross-encoder: the score NaN; its weights are damaged, or overflow";
     for (scores, expected) in [(vec![f64::NAN], nan), (vec![0.5; 2], "cross-encoder: 2 scores of 1 texts")] {
         let models = LocalModels { scorer: Some(Arc::new(Damaged(scores))), ..LocalModels::default() };
-        let search = open_search(&config, "shop", &models, &Outside::default()).unwrap();
+        let search = open_retrieval_backend(&config, "shop", &models, &ServiceContext::default()).unwrap();
         let failure = search.search(&request, LIMITS).await.unwrap_err();
         assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::InvalidResponse, expected));
     }
@@ -217,7 +220,7 @@ fn what_a_request_has_of_its_own_cannot_be_set_beside_it() {
         "rerank": {"kind": "tei", "url": "http://127.0.0.1:1/rerank", "extra": {"texts": ["甲"]}},
     }))
     .unwrap();
-    let opened = open_search(&config, "shop", &LocalModels::default(), &Outside::default());
+    let opened = open_retrieval_backend(&config, "shop", &LocalModels::default(), &ServiceContext::default());
     assert_eq!(
         opened.err().unwrap().to_string(),
         "retrieval.rerank.extra has `texts`, which the interface's request has already; leave it out"
@@ -239,7 +242,7 @@ async fn a_model_in_this_process_ranks_what_the_index_finds() {
     }))
     .unwrap();
     let models = LocalModels { scorer: Some(Arc::new(Overlap)), ..LocalModels::default() };
-    let search = open_search(&config, "shop", &models, &Outside::default()).unwrap();
+    let search = open_retrieval_backend(&config, "shop", &models, &ServiceContext::default()).unwrap();
     assert_eq!(search.name(), "embedded + cross-encoder");
     let context = Context::default();
     let request =
@@ -247,6 +250,6 @@ async fn a_model_in_this_process_ranks_what_the_index_finds() {
     let hits = search.search(&request, LIMITS).await.unwrap();
     assert_eq!(seen(&hits), [("b", 0.75, 1)]);
     // Of the 20 candidates that a configuration has by default, and no more, whatever a request asks for.
-    let many = SearchLimits { top_k: 1000, score_threshold: 0.0 };
+    let many = RetrievalLimits { top_k: 1000, score_threshold: 0.0 };
     assert_eq!(search.search(&request, many).await.unwrap().len(), 20);
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// How much a search may return.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SearchLimits {
+pub struct RetrievalLimits {
     /// Passages at most.
     pub top_k: usize,
     /// Passages with a lower reranker score are left out, 0 to 1.
@@ -17,12 +17,12 @@ pub struct SearchLimits {
 
 /// Finds passages within limits that each request brings: what [`Retriever`] is with the limits of a configuration.
 #[async_trait]
-pub trait Search: Send + Sync {
+pub trait RetrievalBackend: Send + Sync {
     /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is an answer: nothing was found.
     ///
     /// # Errors
     /// The service failed, or what it sent cannot be understood.
-    async fn search(&self, request: &RetrievalRequest<'_>, limits: SearchLimits) -> Result<Vec<Hit>, CallFailure>;
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure>;
 
     /// How reports name it.
     fn name(&self) -> &str;
@@ -30,17 +30,17 @@ pub trait Search: Send + Sync {
 
 /// Whether a passage needs a score of the service that found it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scores {
+pub(crate) enum ServiceScores {
     /// It is what passages are ranked by.
-    Needed,
+    Required,
     /// A reranker's will replace it.
     Replaced,
 }
 
-impl Scores {
+impl ServiceScores {
     /// What a configuration needs.
     pub(crate) fn of(config: &RetrievalConfig) -> Self {
-        if config.rerank.kind == RerankKind::None { Self::Needed } else { Self::Replaced }
+        if config.rerank.kind == RerankKind::None { Self::Required } else { Self::Replaced }
     }
 }
 
@@ -53,7 +53,7 @@ pub struct LocalModels {
     pub scorer: Option<Arc<dyn PairScorer>>,
 }
 
-impl SearchLimits {
+impl RetrievalLimits {
     /// Those of a configuration.
     pub fn of(config: &RetrievalConfig) -> Self {
         Self { top_k: config.top_k, score_threshold: config.score_threshold }
@@ -73,13 +73,13 @@ impl SearchLimits {
 }
 
 /// A search with the limits of a configuration.
-pub(super) struct Limited {
-    pub(super) search: Arc<dyn Search>,
-    pub(super) limits: SearchLimits,
+pub(super) struct FixedLimits {
+    pub(super) search: Arc<dyn RetrievalBackend>,
+    pub(super) limits: RetrievalLimits,
 }
 
 #[async_trait]
-impl Retriever for Limited {
+impl Retriever for FixedLimits {
     async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
         self.search.search(&request, self.limits).await
     }
@@ -90,11 +90,11 @@ impl Retriever for Limited {
 }
 
 /// Finds nothing, and is not asked outside.
-pub(super) struct NoSearch;
+pub(super) struct NoRetrieval;
 
 #[async_trait]
-impl Search for NoSearch {
-    async fn search(&self, _: &RetrievalRequest<'_>, _: SearchLimits) -> Result<Vec<Hit>, CallFailure> {
+impl RetrievalBackend for NoRetrieval {
+    async fn search(&self, _: &RetrievalRequest<'_>, _: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         Ok(Vec::new())
     }
 

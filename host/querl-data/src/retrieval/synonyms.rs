@@ -13,12 +13,12 @@ pub(crate) struct Synonyms {
     /// As written, folded.
     groups: Vec<Vec<String>>,
     group_of: HashMap<String, usize>,
-    cut: Cut,
+    cut: SegmentedGroups,
 }
 
 /// The same, cut into words.
 #[derive(Debug, Clone, Default)]
-struct Cut {
+struct SegmentedGroups {
     /// The words of each entry of each group.
     groups: Vec<Vec<Vec<String>>>,
     /// By an entry's first word: its words and its group, long entries first.
@@ -27,7 +27,7 @@ struct Cut {
 
 /// A part of a query.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Part<'a> {
+pub(crate) enum QueryPart<'a> {
     /// A word without synonyms.
     Word(&'a str),
     /// Entries of one meaning, each with its words.
@@ -75,12 +75,12 @@ impl Synonyms {
 
     /// The same groups, found in queries that `segmenter` cuts. An entry that is several words for it (`vitamin c`) is found where
     /// these follow one another.
-    pub(crate) fn cut_by(mut self, segmenter: &Segmenter) -> Self {
+    pub(crate) fn segmented_by(mut self, segmenter: &Segmenter) -> Self {
         let words = |entry: &String| match segmenter.keeps_whole(entry) {
             true => vec![entry.clone()],
             false => segmenter.tokens(entry),
         };
-        self.cut = Cut::default();
+        self.cut = SegmentedGroups::default();
         for (group, entries) in self.groups.iter().enumerate() {
             let entries: Vec<Vec<String>> = entries.iter().map(words).filter(|words| !words.is_empty()).collect();
             for words in &entries {
@@ -96,7 +96,7 @@ impl Synonyms {
     }
 
     /// The words of a query as parts, each word and each group once, however often it is named.
-    pub(crate) fn parts<'a>(&'a self, words: &'a [String]) -> Vec<Part<'a>> {
+    pub(crate) fn parts<'a>(&'a self, words: &'a [String]) -> Vec<QueryPart<'a>> {
         let (mut parts, mut rest) = (Vec::new(), words);
         let (mut seen_words, mut seen_groups) = (HashSet::new(), HashSet::new());
         while let [first, others @ ..] = rest {
@@ -104,13 +104,13 @@ impl Synonyms {
             match entries.find(|(words, _)| rest.starts_with(words)) {
                 Some((words, group)) => {
                     if seen_groups.insert(*group) {
-                        parts.push(Part::Group(&self.cut.groups[*group]));
+                        parts.push(QueryPart::Group(&self.cut.groups[*group]));
                     }
                     rest = &rest[words.len()..];
                 }
                 None => {
                     if seen_words.insert(first) {
-                        parts.push(Part::Word(first));
+                        parts.push(QueryPart::Word(first));
                     }
                     rest = others;
                 }
@@ -141,14 +141,19 @@ mod tests {
         let synonyms = read("\u{feff}多少钱， 价格,ＰＲＩＣＥ\n# others\n\n维生素c,vitamin c\n").unwrap();
         assert_eq!(synonyms.entries().count(), 5);
         let segmenter = Segmenter::with_words(None, synonyms.entries()).unwrap();
-        let synonyms = synonyms.cut_by(&segmenter);
+        let synonyms = synonyms.segmented_by(&segmenter);
         let (prices, vitamins) = (
             [strings(&["多少钱"]), strings(&["价格"]), strings(&["price"])],
             [strings(&["维生素c"]), strings(&["vitamin", "c"])],
         );
         let words = strings(&["鱼油", "价格", "vitamin", "c", "多少钱", "鱼油", "vitamin", "e"]);
-        let expected =
-            [Part::Word("鱼油"), Part::Group(&prices), Part::Group(&vitamins), Part::Word("vitamin"), Part::Word("e")];
+        let expected = [
+            QueryPart::Word("鱼油"),
+            QueryPart::Group(&prices),
+            QueryPart::Group(&vitamins),
+            QueryPart::Word("vitamin"),
+            QueryPart::Word("e"),
+        ];
         assert_eq!(synonyms.parts(&words), expected);
     }
 

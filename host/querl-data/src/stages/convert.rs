@@ -21,7 +21,7 @@ pub(crate) const BATCH_BYTES: usize = 32 << 20;
 
 /// What the stage makes of a row.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Made {
+pub enum ConvertedRow {
     /// A row of a split. Rows of train passed all filters; val and test hold every query, those that did not pass without an
     /// assistant's message.
     Row(Split, DatasetRow),
@@ -48,7 +48,7 @@ pub struct DroppedRow {
 }
 
 /// Why a row is dropped.
-struct Reason {
+struct DropReason {
     by: String,
     code: String,
     detail: String,
@@ -73,11 +73,11 @@ pub struct Conversion<'a> {
 pub fn convert(
     records: &dyn Rows<ValidatedRecord>,
     conversion: &Conversion<'_>,
-    put: &mut dyn FnMut(Made) -> Result<(), DataError>,
+    put: &mut dyn FnMut(ConvertedRow) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let groups = records.read()?.map(|record| Ok(record?.rewritten.query.group));
     let splits = Splits::assign(groups, conversion.config)?;
-    let mut waiting: [Batch; 3] = Default::default();
+    let mut waiting: [FilterBatch; 3] = Default::default();
     for (index, record) in records.read()?.enumerate() {
         let record = record?;
         let split = splits.of(&record.rewritten.query.group).ok_or_else(|| changed_meanwhile(records.path()))?;
@@ -98,13 +98,13 @@ pub fn convert(
 
 /// Rows of one split that wait for the filters, with their places.
 #[derive(Default)]
-struct Batch {
+struct FilterBatch {
     rows: Vec<(usize, ValidatedRecord)>,
     /// Of the texts that filters see.
     n_bytes: usize,
 }
 
-impl Batch {
+impl FilterBatch {
     fn add(&mut self, index: usize, record: ValidatedRecord) {
         self.n_bytes += sample_bytes(&record).unwrap_or_default();
         self.rows.push((index, record));
@@ -122,9 +122,9 @@ fn sample_bytes(record: &ValidatedRecord) -> Option<usize> {
 
 fn put_dropped(
     dropped: Vec<(usize, DroppedRow)>,
-    put: &mut dyn FnMut(Made) -> Result<(), DataError>,
+    put: &mut dyn FnMut(ConvertedRow) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    dropped.into_iter().try_for_each(|(_, row)| put(Made::Dropped(row)))
+    dropped.into_iter().try_for_each(|(_, row)| put(ConvertedRow::Dropped(row)))
 }
 
 impl Conversion<'_> {
@@ -133,9 +133,9 @@ impl Conversion<'_> {
         &self,
         split: Split,
         batch: Vec<(usize, ValidatedRecord)>,
-        put: &mut dyn FnMut(Made) -> Result<(), DataError>,
+        put: &mut dyn FnMut(ConvertedRow) -> Result<(), DataError>,
     ) -> Result<Vec<(usize, DroppedRow)>, DataError> {
-        let mut reasons: Vec<Option<Reason>> = batch.iter().map(|(_, record)| call_failure(record)).collect();
+        let mut reasons: Vec<Option<DropReason>> = batch.iter().map(|(_, record)| call_failure(record)).collect();
         for filter in self.filters {
             run_filter(filter.as_ref(), &batch, &mut reasons)?;
         }
@@ -143,7 +143,7 @@ impl Conversion<'_> {
         for ((index, record), reason) in batch.into_iter().zip(reasons) {
             if reason.is_none() || split != Split::Train {
                 let code = reason.as_ref().map(|reason| reason.code.clone());
-                put(Made::Row(split, self.dataset_row(&record, code)?))?;
+                put(ConvertedRow::Row(split, self.dataset_row(&record, code)?))?;
             }
             dropped.extend(reason.map(|reason| (index, dropped_row(record, split, reason))));
         }
@@ -165,8 +165,8 @@ impl Conversion<'_> {
 }
 
 /// What failed before any filter: the teacher's call, or retrieval's.
-fn call_failure(record: &ValidatedRecord) -> Option<Reason> {
-    let reason = |by: &str, who: &str, failure: &CallFailure| Reason {
+fn call_failure(record: &ValidatedRecord) -> Option<DropReason> {
+    let reason = |by: &str, who: &str, failure: &CallFailure| DropReason {
         by: by.into(),
         code: failure.kind.code(who),
         detail: failure.message.clone(),
@@ -175,7 +175,7 @@ fn call_failure(record: &ValidatedRecord) -> Option<Reason> {
         (Err(failure), _) => Some(reason("rewrite", "teacher", failure)),
         (Ok(_), Some(Err(failure))) => Some(reason("retrieval", "retrieval", failure)),
         (Ok(_), Some(Ok(_))) => None,
-        (Ok(_), None) => Some(Reason {
+        (Ok(_), None) => Some(DropReason {
             by: "retrieval".into(),
             code: "retrieval_missing".into(),
             detail: "the rewrite was never looked up; run the stage validate again".into(),
@@ -186,7 +186,7 @@ fn call_failure(record: &ValidatedRecord) -> Option<Reason> {
 fn run_filter(
     filter: &dyn Filter,
     batch: &[(usize, ValidatedRecord)],
-    reasons: &mut [Option<Reason>],
+    reasons: &mut [Option<DropReason>],
 ) -> Result<(), DataError> {
     let (places, samples): (Vec<usize>, Vec<Sample>) = batch
         .iter()
@@ -199,7 +199,7 @@ fn run_filter(
     }
     for (place, verdict) in places.into_iter().zip(filter.check_batch(&samples)?) {
         if let Verdict::Drop { code, detail } = verdict {
-            reasons[place] = Some(Reason { by: filter.name().to_owned(), code, detail });
+            reasons[place] = Some(DropReason { by: filter.name().to_owned(), code, detail });
         }
     }
     Ok(())
@@ -217,8 +217,8 @@ fn sample(record: &ValidatedRecord) -> Option<Sample> {
     })
 }
 
-fn dropped_row(record: ValidatedRecord, split: Split, reason: Reason) -> DroppedRow {
+fn dropped_row(record: ValidatedRecord, split: Split, reason: DropReason) -> DroppedRow {
     let rewritten_query = record.rewritten.rewrite.ok().map(|rewrite| rewrite.text);
-    let Reason { by, code, detail } = reason;
+    let DropReason { by, code, detail } = reason;
     DroppedRow { query: record.rewritten.query, split, rewritten_query, by, code, detail }
 }

@@ -1,7 +1,7 @@
 //! Stage rewrite with a model in this process as teacher. A model answers many prompts at once, so it is handed rows in
 //! portions, by who knows models.
 
-use super::Asked;
+use super::StageResults;
 use super::rewrite::{messages, parsed, rewrite};
 use crate::dataset::journal::Journal;
 use crate::dataset::rows::{RowIter, Rows};
@@ -14,14 +14,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// The rows that no earlier run has a rewrite of, on their way through a model.
-pub struct LocalRewriting<'a> {
+pub struct LocalRewriteStage<'a> {
     rows: &'a dyn Rows<QueryRow>,
     left: RowIter<'a, QueryRow>,
-    answers: LocalAnswers<'a>,
+    answers: LocalRewriteCollector<'a>,
 }
 
 /// What a model writes, a portion of rows at a time.
-pub struct LocalAnswers<'a> {
+pub struct LocalRewriteCollector<'a> {
     prompts: &'a dyn Prompts,
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
@@ -32,7 +32,7 @@ pub struct LocalAnswers<'a> {
     n_total: u64,
 }
 
-impl<'a> LocalRewriting<'a> {
+impl<'a> LocalRewriteStage<'a> {
     /// Begins with the first row of which `journal` knows no rewrite.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl<'a> LocalRewriting<'a> {
         }
         progress.update(n_done, n_total, "");
         let (portion, failures) = (Vec::new(), HashMap::new());
-        let answers = LocalAnswers { prompts, journal, progress, portion, failures, n_done, n_total };
+        let answers = LocalRewriteCollector { prompts, journal, progress, portion, failures, n_done, n_total };
         Ok(Self { rows, left: rows.read()?, answers })
     }
 
@@ -58,7 +58,7 @@ impl<'a> LocalRewriting<'a> {
     ///
     /// # Errors
     /// The rows cannot be read, or the plugin broke its contract.
-    pub fn portion(&mut self, n_most: usize) -> Result<(Vec<Vec<Message>>, &mut LocalAnswers<'a>), DataError> {
+    pub fn portion(&mut self, n_most: usize) -> Result<(Vec<Vec<Message>>, &mut LocalRewriteCollector<'a>), DataError> {
         let answers = &mut self.answers;
         answers.portion.clear();
         while answers.portion.len() < n_most
@@ -82,16 +82,16 @@ impl<'a> LocalRewriting<'a> {
         name: String,
         fallback: Option<Arc<dyn Teacher>>,
         max_concurrent: usize,
-    ) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
-        let LocalAnswers { prompts, journal, progress, failures, .. } = self.answers;
+    ) -> Result<StageResults<'a, QueryRow, RewriteRecord>, DataError> {
+        let LocalRewriteCollector { prompts, journal, progress, failures, .. } = self.answers;
         let output = journal.output().to_owned();
         drop(journal);
-        let (teacher, journal) = (Tried { name, failures, fallback }, Journal::open(&output)?);
+        let (teacher, journal) = (LocalResults { name, failures, fallback }, Journal::open(&output)?);
         rewrite(self.rows, &teacher, prompts, journal, max_concurrent, progress).await
     }
 }
 
-impl LocalAnswers<'_> {
+impl LocalRewriteCollector<'_> {
     /// What came of the prompt with this place in the portion.
     ///
     /// # Errors
@@ -124,14 +124,14 @@ fn is_done(journal: &Journal<RewriteRecord>, row: &QueryRow) -> bool {
 }
 
 /// The model after it was asked: what is left is what it failed on.
-struct Tried {
+struct LocalResults {
     name: String,
     failures: HashMap<u64, CallFailure>,
     fallback: Option<Arc<dyn Teacher>>,
 }
 
 #[async_trait]
-impl Teacher for Tried {
+impl Teacher for LocalResults {
     async fn rewrite(&self, query: &QueryRow, _messages: &[Message]) -> Result<Completion, CallFailure> {
         let unasked = || CallFailure { kind: FailureKind::InvalidResponse, message: "the model was not asked".into() };
         Err(self.failures.get(&hash_of(&query.id)).cloned().unwrap_or_else(unasked))

@@ -7,12 +7,12 @@ mod local;
 mod rewrite;
 mod validate;
 
-pub use convert::{Conversion, DroppedRow, Made, convert};
-pub use local::{LocalAnswers, LocalRewriting};
+pub use convert::{Conversion, ConvertedRow, DroppedRow, convert};
+pub use local::{LocalRewriteCollector, LocalRewriteStage};
 pub use rewrite::{rewrite, rewrite_in_batch};
 pub use validate::validate;
 
-use crate::dataset::journal::{Answered, Journal, Place};
+use crate::dataset::journal::{Journal, JournalRecord, RecordLocation};
 use crate::dataset::rows::{RecordWriter, Rows, changed_meanwhile};
 use crate::error::DataError;
 use futures::StreamExt;
@@ -32,37 +32,37 @@ fn context(row: &QueryRow) -> Context {
 type Outcome<'a> = Option<Result<(), &'a CallFailure>>;
 
 /// What a stage does with one row.
-trait Work {
+trait RowTask {
     type Row;
-    type Record: Answered;
+    type Record: JournalRecord;
 
     /// Finds an earlier answer to the row; `None` where there is nothing to ask.
     fn key(row: &Self::Row) -> Option<u64>;
 
     /// Asks.
-    async fn ask(&self, row: Self::Row) -> Result<Self::Record, DataError>;
+    async fn call(&self, row: Self::Row) -> Result<Self::Record, DataError>;
 
     /// How the asking went.
     fn outcome(record: &Self::Record) -> Outcome<'_>;
 
     /// Whether a record is the answer to this row.
-    fn is_of(record: &Self::Record, row: &Self::Row) -> bool;
+    fn matches_row(record: &Self::Record, row: &Self::Row) -> bool;
 
     /// The row with the answer that was given to it, in this run or an earlier one.
     fn record(row: Self::Row, answered: Option<Self::Record>) -> Self::Record;
 }
 
 /// All rows of a stage, asked: what is left is to write its output.
-pub struct Asked<'a, Row, Record> {
+pub struct StageResults<'a, Row, Record> {
     rows: &'a dyn Rows<Row>,
     journal: Journal<Record>,
-    places: Vec<Place>,
+    places: Vec<RecordLocation>,
     key: fn(&Row) -> Option<u64>,
-    is_of: fn(&Record, &Row) -> bool,
+    matches_row: fn(&Record, &Row) -> bool,
     record: fn(Row, Option<Record>) -> Record,
 }
 
-impl<Row, Record: Answered> Asked<'_, Row, Record> {
+impl<Row, Record: JournalRecord> StageResults<'_, Row, Record> {
     /// Writes the stage's output whole, in the order of the rows, then takes the journal away. `each` is shown every record.
     ///
     /// # Errors
@@ -76,11 +76,11 @@ impl<Row, Record: Answered> Asked<'_, Row, Record> {
         for row in self.rows.read()? {
             let (row, place) = (row?, *places.next().ok_or_else(changed)?);
             let answer = answers.at(place)?;
-            let is_answered = match &answer {
-                Some(answer) => (self.is_of)(answer, &row),
+            let is_recorded = match &answer {
+                Some(answer) => (self.matches_row)(answer, &row),
                 None => (self.key)(&row).is_none(),
             };
-            if !is_answered {
+            if !is_recorded {
                 return Err(changed());
             }
             let record = (self.record)(row, answer);
@@ -96,21 +96,21 @@ impl<Row, Record: Answered> Asked<'_, Row, Record> {
 }
 
 /// Asks what no earlier run has an answer to. Each finished row is in the journal at once.
-async fn ask_all<'a, W: Work>(
-    work: &W,
+async fn call_all<'a, W: RowTask>(
+    task: &W,
     rows: &'a dyn Rows<W::Row>,
     journal: Journal<W::Record>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<Asked<'a, W::Row, W::Record>, DataError> {
+) -> Result<StageResults<'a, W::Row, W::Record>, DataError> {
     let mut collector = Collector::new(rows, journal, progress, W::key)?;
-    let open: Vec<bool> = collector.places.iter().map(|place| *place == Place::OPEN).collect();
+    let open: Vec<bool> = collector.places.iter().map(|place| *place == RecordLocation::PENDING).collect();
     let stopped = AtomicBool::new(false);
     let going_on = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed) && !progress.is_stopped());
     let to_ask = going_on.filter(|(index, _)| open.get(*index).copied().unwrap_or(true));
     let calls = to_ask.map(|(index, row)| async move {
         let asked = match row {
-            Ok(row) => work.ask(row).await,
+            Ok(row) => task.call(row).await,
             Err(error) => Err(error),
         };
         (index, asked)
@@ -133,11 +133,11 @@ async fn ask_all<'a, W: Work>(
         stopped.store(reason.is_some(), Ordering::Relaxed);
     }
     let (journal, places) = reason.map_or_else(|| collector.end(), Err)?;
-    Ok(Asked { rows, journal, places, key: W::key, is_of: W::is_of, record: W::record })
+    Ok(StageResults { rows, journal, places, key: W::key, matches_row: W::matches_row, record: W::record })
 }
 
 /// True for a failure that says nothing of other rows.
-fn has_passing_failure<W: Work>(record: &W::Record) -> bool {
+fn has_passing_failure<W: RowTask>(record: &W::Record) -> bool {
     matches!(W::outcome(record), Some(Err(failure)) if !failure.kind.is_fatal())
 }
 
@@ -154,7 +154,7 @@ fn is_silence(reason: &DataError) -> bool {
 struct Collector<'a, T> {
     /// The file of the rows, if one holds them.
     path: Option<&'a Path>,
-    places: Vec<Place>,
+    places: Vec<RecordLocation>,
     journal: Journal<T>,
     progress: &'a dyn Progress,
     n_done: usize,
@@ -168,7 +168,7 @@ struct Collector<'a, T> {
     failures: Vec<(CallFailure, usize)>,
 }
 
-impl<'a, T: Answered> Collector<'a, T> {
+impl<'a, T: JournalRecord> Collector<'a, T> {
     fn new<Row>(
         rows: &'a dyn Rows<Row>,
         journal: Journal<T>,
@@ -178,12 +178,12 @@ impl<'a, T: Answered> Collector<'a, T> {
         let mut places = Vec::new();
         for row in rows.read()? {
             places.push(match key(&row?) {
-                Some(key) => journal.earlier(key).unwrap_or(Place::OPEN),
-                None => Place::NOTHING,
+                Some(key) => journal.earlier(key).unwrap_or(RecordLocation::PENDING),
+                None => RecordLocation::SKIPPED,
             });
         }
-        let n_open = places.iter().filter(|place| **place == Place::OPEN).count();
-        let n_succeeded = places.iter().filter(|place| place.is_answered()).count();
+        let n_open = places.iter().filter(|place| **place == RecordLocation::PENDING).count();
+        let n_succeeded = places.iter().filter(|place| place.is_recorded()).count();
         let (n_done, n_first) = (places.len() - n_open, FIRST_ROWS.min(n_open));
         let (path, n_succeeded_before, failures) = (rows.path(), n_succeeded, Vec::new());
         let n_tried = 0;
@@ -209,11 +209,13 @@ impl<'a, T: Answered> Collector<'a, T> {
         Ok(())
     }
 
-    fn end(self) -> Result<(Journal<T>, Vec<Place>), DataError> {
+    fn end(self) -> Result<(Journal<T>, Vec<RecordLocation>), DataError> {
         match self.commonest_failure() {
-            _ if self.progress.is_stopped() && self.places.contains(&Place::OPEN) => Err(DataError::Interrupted),
+            _ if self.progress.is_stopped() && self.places.contains(&RecordLocation::PENDING) => {
+                Err(DataError::Interrupted)
+            }
             Some(error) if self.n_succeeded == 0 => Err(error),
-            _ if self.places.contains(&Place::OPEN) => Err(changed_meanwhile(self.path)),
+            _ if self.places.contains(&RecordLocation::PENDING) => Err(changed_meanwhile(self.path)),
             _ => Ok((self.journal, self.places)),
         }
     }

@@ -1,8 +1,8 @@
 //! Stage rewrite: the teacher rewrites each query.
 
-use super::{Asked, Outcome, Work, ask_all, context};
-use crate::client::batch::{BatchAnswers, BatchTeacher, NewQuestions};
-use crate::dataset::journal::{Answered, Journal};
+use super::{Outcome, RowTask, StageResults, call_all, context};
+use crate::client::batch::{BatchResponses, BatchTeacher, NewPrompts};
+use crate::dataset::journal::{Journal, JournalRecord};
 use crate::dataset::rows::Rows;
 use crate::error::DataError;
 use crate::text::hash_of;
@@ -24,8 +24,8 @@ pub async fn rewrite<'a>(
     journal: Journal<RewriteRecord>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
-    ask_all(&Rewriting { teacher, prompts, batches: None }, rows, journal, max_concurrent, progress).await
+) -> Result<StageResults<'a, QueryRow, RewriteRecord>, DataError> {
+    call_all(&RewriteTask { teacher, prompts, batches: None }, rows, journal, max_concurrent, progress).await
 }
 
 /// As [`rewrite`], with what is in batches answered from there. `new` says whether rows that neither the cache nor a batch knows
@@ -39,25 +39,25 @@ pub async fn rewrite_in_batch<'a>(
     (teacher, batch): (&dyn Teacher, &BatchTeacher),
     prompts: &dyn Prompts,
     journal: Journal<RewriteRecord>,
-    (new, max_concurrent): (NewQuestions, usize),
+    (new, max_concurrent): (NewPrompts, usize),
     state: &Path,
     progress: &dyn Progress,
-) -> Result<Asked<'a, QueryRow, RewriteRecord>, DataError> {
+) -> Result<StageResults<'a, QueryRow, RewriteRecord>, DataError> {
     let open = rows.read()?.filter(|row| match row {
-        Ok(row) => Rewriting::key(row).and_then(|key| journal.earlier(key)).is_none(),
+        Ok(row) => RewriteTask::key(row).and_then(|key| journal.earlier(key)).is_none(),
         Err(_) => true,
     });
     let open = open.filter_map(|row| unknown_prompt(row, teacher, prompts).transpose());
-    let answers = before_stop(batch.ask(open, new, state, progress), progress).await?;
-    let work = Rewriting { teacher, prompts, batches: Some(&answers) };
-    let asked = ask_all(&work, rows, journal, max_concurrent, progress).await;
+    let answers = before_stop(batch.run(open, new, state, progress), progress).await?;
+    let task = RewriteTask { teacher, prompts, batches: Some(&answers) };
+    let asked = call_all(&task, rows, journal, max_concurrent, progress).await;
     answers.settle()?;
     asked
 }
 
-/// What `work` comes to, if the user does not say stop before: what is under way then is dropped.
+/// What `task` comes to, if the user does not say stop before: what is under way then is dropped.
 async fn before_stop<T>(
-    work: impl Future<Output = Result<T, DataError>>,
+    task: impl Future<Output = Result<T, DataError>>,
     progress: &dyn Progress,
 ) -> Result<T, DataError> {
     let stopped = async {
@@ -66,7 +66,7 @@ async fn before_stop<T>(
         }
     };
     tokio::select! {
-        done = work => done,
+        done = task => done,
         () = stopped => Err(DataError::Interrupted),
     }
 }
@@ -81,20 +81,20 @@ fn unknown_prompt(
     Ok((!teacher.knows(&messages)).then_some(messages))
 }
 
-impl Answered for RewriteRecord {
+impl JournalRecord for RewriteRecord {
     fn key(&self) -> Option<u64> {
         self.rewrite.is_ok().then(|| hash_of(&self.query.id))
     }
 }
 
-struct Rewriting<'a> {
+struct RewriteTask<'a> {
     teacher: &'a dyn Teacher,
     prompts: &'a dyn Prompts,
     /// What was asked in batches.
-    batches: Option<&'a BatchAnswers<'a>>,
+    batches: Option<&'a BatchResponses<'a>>,
 }
 
-impl Work for Rewriting<'_> {
+impl RowTask for RewriteTask<'_> {
     type Row = QueryRow;
     type Record = RewriteRecord;
 
@@ -102,16 +102,16 @@ impl Work for Rewriting<'_> {
         Some(hash_of(&row.id))
     }
 
-    async fn ask(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
+    async fn call(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
         let messages = messages(&query, self.prompts)?;
-        let mut rewrite = match self.answer_of_batch(&messages)? {
+        let mut rewrite = match self.batch_response(&messages)? {
             Some(rewrite) => rewrite,
-            None => self.ask_one(self.teacher, &query, &messages).await?,
+            None => self.call_teacher(self.teacher, &query, &messages).await?,
         };
         if let (Err(failure), Some(second)) = (&rewrite, self.teacher.fallback())
             && may_another_answer(failure.kind)
         {
-            rewrite = match self.ask_one(second, &query, &messages).await? {
+            rewrite = match self.call_teacher(second, &query, &messages).await? {
                 Ok(completion) => Ok(Completion { source: Some(second.name().to_owned()), ..completion }),
                 // Nobody is called for money that is not there; any other failure stands beside the first.
                 Err(other) if other.kind == FailureKind::OverBudget => Err(other),
@@ -128,7 +128,7 @@ impl Work for Rewriting<'_> {
         Some(record.rewrite.as_ref().map(|_| ()))
     }
 
-    fn is_of(record: &RewriteRecord, row: &QueryRow) -> bool {
+    fn matches_row(record: &RewriteRecord, row: &QueryRow) -> bool {
         record.query.id == row.id
     }
 
@@ -140,9 +140,9 @@ impl Work for Rewriting<'_> {
     }
 }
 
-impl Rewriting<'_> {
+impl RewriteTask<'_> {
     /// What a batch says to a prompt; `None` where it is in none.
-    fn answer_of_batch(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
+    fn batch_response(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
         let Some(answer) = self.batches.map(|batches| batches.of(messages)).transpose()?.flatten() else {
             return Ok(None);
         };
@@ -159,7 +159,7 @@ impl Rewriting<'_> {
     }
 
     /// A rewrite that parses, or why there is none.
-    async fn ask_one(
+    async fn call_teacher(
         &self,
         teacher: &dyn Teacher,
         query: &QueryRow,

@@ -129,7 +129,7 @@ async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Re
         Ok(())
     })?;
     let written: Vec<RewriteRecord> = RecordFile::new(output).read()?.collect::<Result<_, _>>()?;
-    assert!(written == records && !Journal::path_beside(output).exists());
+    assert!(written == records && !Journal::path_for(output).exists());
     Ok(records)
 }
 
@@ -289,7 +289,7 @@ async fn answers_that_cannot_be_read_are_kept_from_all_calls_under_way() {
     let output = folder.path().join("a.jsonl");
     let teacher = Scripted::new(&failing);
     run_rewrite(&rows(100), &teacher, &output).await.unwrap_err();
-    let n_lines = std::fs::read_to_string(Journal::path_beside(&output)).unwrap().lines().count();
+    let n_lines = std::fs::read_to_string(Journal::path_for(&output)).unwrap().lines().count();
     assert_eq!(n_lines, teacher.calls.load(Ordering::Relaxed));
 }
 
@@ -299,7 +299,7 @@ async fn a_kill_between_the_output_and_the_end_of_its_journal_changes_nothing() 
     let output = folder.path().join("rewrites.jsonl");
     run_rewrite(&rows(4), &Scripted::new(&[(3, FailureKind::Timeout)]), &output).await.unwrap();
     let written = std::fs::read(&output).unwrap();
-    std::fs::copy(&output, Journal::path_beside(&output)).unwrap();
+    std::fs::copy(&output, Journal::path_for(&output)).unwrap();
     let second = Scripted::new(&[(3, FailureKind::Timeout)]);
     run_rewrite(&rows(4), &second, &output).await.unwrap();
     assert_eq!(second.calls.load(Ordering::Relaxed), 1, "the failed row alone");
@@ -458,8 +458,8 @@ fn converted(
     let conversion = Conversion { prompts: &Plain, filters, config, teacher_name: "scripted" };
     let mut put = |made| {
         match made {
-            Made::Row(split, row) => splits[split as usize].push(row),
-            Made::Dropped(row) => dropped.push(row),
+            ConvertedRow::Row(split, row) => splits[split as usize].push(row),
+            ConvertedRow::Dropped(row) => dropped.push(row),
         }
         Ok(())
     };

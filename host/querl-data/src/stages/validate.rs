@@ -1,7 +1,7 @@
 //! Stage validate: what does retrieval find with each rewrite?
 
-use super::{Asked, Outcome, Work, ask_all, context};
-use crate::dataset::journal::{Answered, Journal};
+use super::{Outcome, RowTask, StageResults, call_all, context};
+use crate::dataset::journal::{Journal, JournalRecord};
 use crate::dataset::rows::Rows;
 use crate::error::DataError;
 use crate::text::hash_of;
@@ -21,19 +21,19 @@ pub async fn validate<'a>(
     journal: Journal<ValidatedRecord>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<Asked<'a, RewriteRecord, ValidatedRecord>, DataError> {
-    ask_all(&LookingUp(retriever), rewrites, journal, max_concurrent, progress).await
+) -> Result<StageResults<'a, RewriteRecord, ValidatedRecord>, DataError> {
+    call_all(&ValidateTask(retriever), rewrites, journal, max_concurrent, progress).await
 }
 
-impl Answered for ValidatedRecord {
+impl JournalRecord for ValidatedRecord {
     fn key(&self) -> Option<u64> {
-        matches!(self.retrieval, Some(Ok(_))).then(|| LookingUp::key(&self.rewritten)).flatten()
+        matches!(self.retrieval, Some(Ok(_))).then(|| ValidateTask::key(&self.rewritten)).flatten()
     }
 }
 
-struct LookingUp<'a>(&'a dyn Retriever);
+struct ValidateTask<'a>(&'a dyn Retriever);
 
-impl Work for LookingUp<'_> {
+impl RowTask for ValidateTask<'_> {
     type Row = RewriteRecord;
     type Record = ValidatedRecord;
 
@@ -41,7 +41,7 @@ impl Work for LookingUp<'_> {
         row.rewrite.as_ref().ok().map(|rewrite| hash_of(&(&row.query.id, &rewrite.text)))
     }
 
-    async fn ask(&self, rewritten: RewriteRecord) -> Result<ValidatedRecord, DataError> {
+    async fn call(&self, rewritten: RewriteRecord) -> Result<ValidatedRecord, DataError> {
         let retrieval = match &rewritten.rewrite {
             Ok(rewrite) => {
                 let context = context(&rewritten.query);
@@ -58,7 +58,7 @@ impl Work for LookingUp<'_> {
         Some(record.retrieval.as_ref()?.as_ref().map(|_| ()))
     }
 
-    fn is_of(record: &ValidatedRecord, row: &RewriteRecord) -> bool {
+    fn matches_row(record: &ValidatedRecord, row: &RewriteRecord) -> bool {
         let text = |record: &RewriteRecord| record.rewrite.as_ref().ok().map(|rewrite| rewrite.text.clone());
         record.rewritten.query.id == row.query.id && text(&record.rewritten) == text(row)
     }

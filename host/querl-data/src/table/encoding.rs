@@ -46,7 +46,7 @@ impl TextEncoding {
 
 /// A file whose first multi-byte characters, so many of them, are good UTF-8 is damaged UTF-8 and not GB18030: a pair of
 /// bytes of GB18030 is good UTF-8 by chance about once in eight, so that not even half as many in a row happen.
-const CHARACTERS_OF_UTF8: usize = 16;
+const UTF8_EVIDENCE_CHARS: usize = 16;
 
 /// Finds the encoding: a byte order mark where there is one, else UTF-8 where all of the file is, else GB18030.
 ///
@@ -55,29 +55,31 @@ const CHARACTERS_OF_UTF8: usize = 16;
 pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
     let encoding = byte_order_mark(path).map_err(unreadable)?;
-    let Some(fault) = first_fault(path, encoding.unwrap_or(TextEncoding::Utf8)).map_err(unreadable)? else {
+    let Some(error_at) = first_error(path, encoding.unwrap_or(TextEncoding::Utf8)).map_err(unreadable)? else {
         return Ok(encoding.unwrap_or(TextEncoding::Utf8));
     };
-    let is_cut_off = encoding.is_none() && fault.n_multibyte > 0 && is_cut_off(path, &fault).map_err(unreadable)?;
-    let damaged = |name: &str, fault: &Fault| {
-        let what = match fault.is_zero {
+    let is_cut_off =
+        encoding.is_none() && error_at.n_multibyte > 0 && is_cut_off(path, &error_at).map_err(unreadable)?;
+    let damaged = |name: &str, error_at: &EncodingError| {
+        let what = match error_at.is_zero {
             true => "holds a zero byte, as UTF-16 without its mark does and no text".to_owned(),
             false => format!("a character is not {name}"),
         };
-        let place = format!("{}:{}", path.display(), fault.line);
+        let place = format!("{}:{}", path.display(), error_at.line);
         Err(DataError::File { path: place, problem: format!("{what}; save the file again as UTF-8") })
     };
     match encoding {
-        Some(encoding) => damaged(encoding.name(), &fault),
-        None if fault.is_zero => damaged("text", &fault),
-        None if is_cut_off || fault.n_multibyte >= CHARACTERS_OF_UTF8 => {
-            damaged("UTF-8, as those before it are", &fault)
+        Some(encoding) => damaged(encoding.name(), &error_at),
+        None if error_at.is_zero => damaged("text", &error_at),
+        None if is_cut_off || error_at.n_multibyte >= UTF8_EVIDENCE_CHARS => {
+            damaged("UTF-8, as those before it are", &error_at)
         }
-        None => match first_fault(path, TextEncoding::Gb18030).map_err(unreadable)? {
+        None => match first_error(path, TextEncoding::Gb18030).map_err(unreadable)? {
             None => Ok(TextEncoding::Gb18030),
-            Some(other) => {
-                damaged("UTF-8 or GB18030", if other.is_zero || other.line > fault.line { &other } else { &fault })
-            }
+            Some(other) => damaged(
+                "UTF-8 or GB18030",
+                if other.is_zero || other.line > error_at.line { &other } else { &error_at },
+            ),
         },
     }
 }
@@ -94,7 +96,7 @@ fn byte_order_mark(path: &Path) -> io::Result<Option<TextEncoding>> {
 }
 
 /// Where bytes stop being text of an encoding.
-struct Fault {
+struct EncodingError {
     line: usize,
     /// A character of no text, whatever the encoding.
     is_zero: bool,
@@ -104,18 +106,18 @@ struct Fault {
     n_bytes: u64,
 }
 
-/// Whether a fault in UTF-8 is a character whose end is missing at the end of the file, as where a copy stopped.
-fn is_cut_off(path: &Path, fault: &Fault) -> io::Result<bool> {
+/// Whether a error_at in UTF-8 is a character whose end is missing at the end of the file, as where a copy stopped.
+fn is_cut_off(path: &Path, error_at: &EncodingError) -> io::Result<bool> {
     let mut file = File::open(path)?;
-    file.seek(io::SeekFrom::Start(fault.n_bytes))?;
+    file.seek(io::SeekFrom::Start(error_at.n_bytes))?;
     let mut rest = Vec::new();
     file.take(4).read_to_end(&mut rest)?;
     Ok(std::str::from_utf8(&rest).is_err_and(|error| error.valid_up_to() == 0 && error.error_len().is_none()))
 }
 
-fn first_fault(path: &Path, encoding: TextEncoding) -> io::Result<Option<Fault>> {
-    let mut text = Transcoded::new(File::open(path)?, encoding);
-    let mut fault = Fault { line: 1, is_zero: false, n_multibyte: 0, n_bytes: 0 };
+fn first_error(path: &Path, encoding: TextEncoding) -> io::Result<Option<EncodingError>> {
+    let mut text = Utf8Reader::new(File::open(path)?, encoding);
+    let mut error_at = EncodingError { line: 1, is_zero: false, n_multibyte: 0, n_bytes: 0 };
     let mut buffer = vec![0; BUFFER_BYTES];
     loop {
         match text.read(&mut buffer) {
@@ -123,15 +125,15 @@ fn first_fault(path: &Path, encoding: TextEncoding) -> io::Result<Option<Fault>>
             Ok(n) => {
                 let zero = buffer[..n].iter().position(|byte| *byte == 0);
                 let good = &buffer[..zero.unwrap_or(n)];
-                fault.n_bytes += good.len() as u64;
-                fault.line += good.iter().filter(|byte| **byte == b'\n').count();
+                error_at.n_bytes += good.len() as u64;
+                error_at.line += good.iter().filter(|byte| **byte == b'\n').count();
                 // The first byte of each such character.
-                fault.n_multibyte += good.iter().filter(|byte| **byte >= 0xc0).count();
+                error_at.n_multibyte += good.iter().filter(|byte| **byte >= 0xc0).count();
                 if zero.is_some() {
-                    return Ok(Some(Fault { is_zero: true, ..fault }));
+                    return Ok(Some(EncodingError { is_zero: true, ..error_at }));
                 }
             }
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Some(fault)),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Some(error_at)),
             Err(error) => return Err(error),
         }
     }
@@ -144,7 +146,7 @@ const BUFFER_BYTES: usize = 1 << 16;
 /// # Errors
 /// The file cannot be opened.
 pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl Read + Send + use<>> {
-    Ok(Transcoded::new(File::open(path)?, encoding))
+    Ok(Utf8Reader::new(File::open(path)?, encoding))
 }
 
 /// All the text of a small file, in whichever of the encodings it is.
@@ -159,7 +161,7 @@ pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
 }
 
 /// Reads bytes of an encoding as UTF-8. Bytes that are not of it end the text with an error, after what comes before them.
-struct Transcoded<R> {
+struct Utf8Reader<R> {
     inner: R,
     decoder: Decoder,
     input: Vec<u8>,
@@ -176,7 +178,7 @@ enum State {
     Malformed,
 }
 
-impl<R: Read> Transcoded<R> {
+impl<R: Read> Utf8Reader<R> {
     fn new(inner: R, encoding: TextEncoding) -> Self {
         let (decoder, output) = (encoding.decoder(), vec![0; BUFFER_BYTES]);
         Self { inner, decoder, input: Vec::new(), output, ready: 0..0, state: State::Reading }
@@ -204,7 +206,7 @@ impl<R: Read> Transcoded<R> {
     }
 }
 
-impl<R: Read> Read for Transcoded<R> {
+impl<R: Read> Read for Utf8Reader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         while self.ready.is_empty() {
             match self.state {

@@ -4,7 +4,7 @@ use super::encoding::TextEncoding;
 use serde::Serialize;
 
 /// As many rows of one sort are named; all are counted.
-const NAMED: usize = 100;
+const MAX_LISTED: usize = 100;
 
 /// What was found in a query table, for people and `querl data stats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -37,12 +37,12 @@ pub struct RowList {
     /// How many.
     pub n: usize,
     /// The first of them, as the table numbers its rows, each with the earlier row it is about where there is one.
-    pub rows: Vec<NamedRow>,
+    pub rows: Vec<RowReference>,
 }
 
 /// A row, and an earlier one that it repeats or contradicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub struct NamedRow {
+pub struct RowReference {
     /// As a spreadsheet or editor numbers it.
     pub row: usize,
     /// Likewise.
@@ -53,15 +53,15 @@ pub struct NamedRow {
 impl RowList {
     pub(super) fn add(&mut self, row: usize, earlier: Option<usize>) {
         self.n += 1;
-        if self.rows.len() < NAMED {
-            self.rows.push(NamedRow { row, earlier });
+        if self.rows.len() < MAX_LISTED {
+            self.rows.push(RowReference { row, earlier });
         }
     }
 
     /// `rows 3, 7 (like row 2), ...`
     fn listing(&self) -> String {
         const SHOWN: usize = 10;
-        let shown = |named: &NamedRow| match named.earlier {
+        let shown = |named: &RowReference| match named.earlier {
             Some(earlier) => format!("{} (like row {earlier})", named.row),
             None => named.row.to_string(),
         };

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 /// What one row says, as hashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Mark {
+pub(super) struct RowDigest {
     /// Which row of the table, from 0.
     pub(super) index: u32,
     /// The same as the table numbers it.
@@ -23,30 +23,34 @@ pub(super) struct Mark {
 /// equal but for width, case, space and punctuation. The query alone does not count: "how do I take this" is another question
 /// after another history.
 ///
-/// Returned are, for each row (by [`Mark::index`]) whose joined group has more than one name, the row that stands for the joined
-/// group; and the number of groups. `marks` are in the order of their rows.
-pub(super) fn joined(marks: &[Mark]) -> (HashMap<u32, u32>, usize) {
-    let mut roots = Roots((0..marks.len() as u32).collect());
-    for key in [|mark: &Mark| mark.text, |mark: &Mark| mark.group] {
-        for_each_pair_of_places(marks, key, |one, other| roots.join(one, other));
+/// Returned are, for each row (by [`RowDigest::index`]) whose joined group has more than one name, the row that stands for the joined
+/// group; and the number of groups. `digests` are in the order of their rows.
+pub(super) fn joined(digests: &[RowDigest]) -> (HashMap<u32, u32>, usize) {
+    let mut sets = UnionFind((0..digests.len() as u32).collect());
+    for key in [|row_digest: &RowDigest| row_digest.text, |row_digest: &RowDigest| row_digest.group] {
+        for_each_pair_of_indices(digests, key, |one, other| sets.join(one, other));
     }
-    let of_row: Vec<u32> = (0..marks.len() as u32).map(|at| roots.of(at)).collect();
-    let mut mixed = vec![false; marks.len()];
-    for (mark, root) in marks.iter().zip(&of_row) {
-        mixed[*root as usize] |= mark.group != marks[*root as usize].group;
+    let of_row: Vec<u32> = (0..digests.len() as u32).map(|at| sets.of(at)).collect();
+    let mut mixed = vec![false; digests.len()];
+    for (row_digest, root) in digests.iter().zip(&of_row) {
+        mixed[*root as usize] |= row_digest.group != digests[*root as usize].group;
     }
-    let of_mixed = marks.iter().zip(&of_row).filter(|(_, root)| mixed[**root as usize]);
-    let joined = of_mixed.map(|(mark, root)| (mark.index, marks[*root as usize].index)).collect();
+    let of_mixed = digests.iter().zip(&of_row).filter(|(_, root)| mixed[**root as usize]);
+    let joined = of_mixed.map(|(row_digest, root)| (row_digest.index, digests[*root as usize].index)).collect();
     (joined, (0..).zip(&of_row).filter(|(at, root)| at == *root).count())
 }
 
-/// Calls `each` with marks that `key` says the same of: of every such set the first, with each other one.
-pub(super) fn for_each_pair(marks: &[Mark], key: fn(&Mark) -> u64, mut each: impl FnMut(&Mark, &Mark)) {
-    for_each_pair_of_places(marks, key, |first, other| each(&marks[first as usize], &marks[other as usize]));
+/// Calls `each` with digests that `key` says the same of: of every such set the first, with each other one.
+pub(super) fn for_each_pair(
+    digests: &[RowDigest],
+    key: fn(&RowDigest) -> u64,
+    mut each: impl FnMut(&RowDigest, &RowDigest),
+) {
+    for_each_pair_of_indices(digests, key, |first, other| each(&digests[first as usize], &digests[other as usize]));
 }
 
-fn for_each_pair_of_places(marks: &[Mark], key: fn(&Mark) -> u64, mut each: impl FnMut(u32, u32)) {
-    let mut order: Vec<(u64, u32)> = marks.iter().zip(0..).map(|(mark, at)| (key(mark), at)).collect();
+fn for_each_pair_of_indices(digests: &[RowDigest], key: fn(&RowDigest) -> u64, mut each: impl FnMut(u32, u32)) {
+    let mut order: Vec<(u64, u32)> = digests.iter().zip(0..).map(|(row_digest, at)| (key(row_digest), at)).collect();
     order.sort_unstable();
     for alike in order.chunk_by(|one, other| one.0 == other.0) {
         for (_, other) in &alike[1..] {
@@ -55,9 +59,9 @@ fn for_each_pair_of_places(marks: &[Mark], key: fn(&Mark) -> u64, mut each: impl
     }
 }
 
-struct Roots(Vec<u32>);
+struct UnionFind(Vec<u32>);
 
-impl Roots {
+impl UnionFind {
     fn of(&mut self, mut at: u32) -> u32 {
         while self.0[at as usize] != at {
             // Halves the way for the next one.

@@ -15,14 +15,14 @@ mod workbook;
 
 pub use columns::query_id;
 pub(crate) use encoding::read_text;
-pub use findings::{Findings, NamedRow, RowList};
+pub use findings::{Findings, RowList, RowReference};
 pub(crate) use open::open_table;
 
-use crate::dataset::rows::{RowIter, Rows, SteadyFile};
+use crate::dataset::rows::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise};
 use columns::Columns;
-use groups::{Mark, for_each_pair, joined};
+use groups::{RowDigest, for_each_pair, joined};
 use querl_core::config::DataConfig;
 use querl_core::records::QueryRow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -32,7 +32,7 @@ use std::sync::Arc;
 /// A query table whose rows are known to be readable.
 #[derive(Debug)]
 pub struct QueryTable {
-    file: SteadyFile,
+    file: UnchangedFile,
     columns: Columns,
     /// Rows that repeat an earlier one, by their place from 0.
     repeated: HashSet<u32>,
@@ -47,22 +47,22 @@ pub struct QueryTable {
 /// # Errors
 /// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
-    let file = SteadyFile::new(&config.input);
+    let file = UnchangedFile::new(&config.input);
     let table = open_table(&file.path)?;
     let columns = Columns::find(&table, config)?;
     let encoding = table.encoding.map(encoding::TextEncoding::name);
     let findings = Findings { encoding, unread_sheets: table.unread_sheets.clone(), ..Findings::default() };
     let mut table = QueryTable { file, columns, repeated: HashSet::new(), names: HashMap::new(), findings };
-    let marks = table.mark()?;
-    if marks.is_empty() {
+    let digests = table.row_digests()?;
+    if digests.is_empty() {
         let n_rows = table.findings.n_rows;
         let name = &table.columns.query_name;
         let remedy = "fill it, or name another column in data.query_column";
         let problem = format!("none of {n_rows} row(s) has a query in column `{name}`; {remedy}");
         return Err(DataError::file(&config.input, problem));
     }
-    let marks = table.take_stock(marks);
-    table.name_groups(&marks)?;
+    let digests = table.find_repeats(digests);
+    table.name_groups(&digests)?;
     Ok(table)
 }
 
@@ -78,46 +78,46 @@ impl QueryTable {
     }
 
     /// What each row with a query says. Rows without one are noted.
-    fn mark(&mut self) -> Result<Vec<Mark>, DataError> {
-        let mut marks = Vec::new();
+    fn row_digests(&mut self) -> Result<Vec<RowDigest>, DataError> {
+        let mut digests = Vec::new();
         for (index, row) in (0..).zip(self.rows()?) {
             let (row, cells) = row?;
             let query = self.columns.read(row, &cells);
             if !query.original_query.is_empty() {
-                marks.push(mark(index, &query));
+                digests.push(row_digest(index, &query));
             } else if cells.iter().any(|cell| !cell.trim().is_empty()) {
                 // A row without a single value is only the space between others.
                 self.findings.empty.add(row, None);
             }
         }
-        self.findings.n_rows = marks.len() + self.findings.empty.n;
-        Ok(marks)
+        self.findings.n_rows = digests.len() + self.findings.empty.n;
+        Ok(digests)
     }
 
-    /// Notes rows that repeat or contradict others, and returns the marks of those that no earlier row has said.
-    fn take_stock(&mut self, marks: Vec<Mark>) -> Vec<Mark> {
+    /// Notes rows that repeat or contradict others, and returns the digests of those that no earlier row has said.
+    fn find_repeats(&mut self, digests: Vec<RowDigest>) -> Vec<RowDigest> {
         let (mut repeated, mut alike, mut conflicting) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let row_of = |mark: &Mark| mark.row as usize;
+        let row_of = |row_digest: &RowDigest| row_digest.row as usize;
         for_each_pair(
-            &marks,
-            |mark| mark.id,
+            &digests,
+            |row_digest| row_digest.id,
             |first, other| {
                 repeated.insert(other.index, (row_of(other), row_of(first)));
             },
         );
         for_each_pair(
-            &marks,
-            |mark| mark.text,
+            &digests,
+            |row_digest| row_digest.text,
             |first, other| {
                 if !repeated.contains_key(&other.index) {
                     alike.insert(other.index, (row_of(other), row_of(first)));
                 }
             },
         );
-        let golden: Vec<Mark> = marks.iter().filter(|mark| mark.gold != 0).copied().collect();
+        let golden: Vec<RowDigest> = digests.iter().filter(|row_digest| row_digest.gold != 0).copied().collect();
         for_each_pair(
             &golden,
-            |mark| mark.text,
+            |row_digest| row_digest.text,
             |first, other| {
                 if first.gold != other.gold {
                     conflicting.insert(other.index, (row_of(other), row_of(first)));
@@ -129,14 +129,15 @@ impl QueryTable {
             found.values().for_each(|(row, earlier)| list.add(*row, Some(*earlier)));
         }
         self.repeated = repeated.into_keys().collect();
-        let kept: Vec<Mark> = marks.into_iter().filter(|mark| !self.repeated.contains(&mark.index)).collect();
+        let kept: Vec<RowDigest> =
+            digests.into_iter().filter(|row_digest| !self.repeated.contains(&row_digest.index)).collect();
         self.findings.n_usable = kept.len();
         kept
     }
 
     /// A joined group gets the least of its names, so that the order of rows makes no difference.
-    fn name_groups(&mut self, marks: &[Mark]) -> Result<(), DataError> {
-        let (joined, n_groups) = joined(marks);
+    fn name_groups(&mut self, digests: &[RowDigest]) -> Result<(), DataError> {
+        let (joined, n_groups) = joined(digests);
         self.findings.n_groups = n_groups;
         let mut least: HashMap<u32, Arc<str>> = HashMap::new();
         if !joined.is_empty() {
@@ -156,10 +157,10 @@ impl QueryTable {
     }
 }
 
-fn mark(index: u32, query: &QueryRow) -> Mark {
+fn row_digest(index: u32, query: &QueryRow) -> RowDigest {
     let text = [&query.original_query, &query.user_profile, &query.history_summary].map(|text| normalise(text));
     let gold: BTreeSet<&String> = query.gold_ids.iter().collect();
-    Mark {
+    RowDigest {
         index,
         row: query.row as u32,
         id: hash_of(&query.id),

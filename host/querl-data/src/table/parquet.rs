@@ -4,7 +4,7 @@
 
 use super::source::{RowSource, Table, TableRows};
 use crate::error::DataError;
-use crate::error::{quietly, said};
+use crate::error::{catch_panic, panic_message};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -15,7 +15,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 pub(super) fn open_parquet(path: &Path) -> Result<Table, DataError> {
-    let reader = caught(|| open_reader(path)).map_err(|said| unreadable(path, &said))?;
+    let reader = caught(|| open_reader(path)).map_err(|problem| unreadable(path, &problem))?;
     let fields = reader.metadata().file_metadata().schema().get_fields();
     let header = fields.iter().map(|field| field.name().to_owned()).collect();
     Ok(Table::new(path, header, Box::new(ParquetFile { path: path.to_owned(), reader })))
@@ -40,36 +40,36 @@ impl RowSource for ParquetFile {
             let used = Type::group_type_builder(&name).with_fields(used).build()?;
             RowIter::from_file_into(Box::new(reader)).project(Some(used))
         };
-        let mut rows = caught(projected).map_err(|said| unreadable(&path, &said))?;
+        let mut rows = caught(projected).map_err(|problem| unreadable(&path, &problem))?;
         let mut number = 0;
         Ok(Box::new(std::iter::from_fn(move || {
             number += 1;
             let row = match caught(|| rows.next().transpose()) {
                 Ok(row) => row?,
-                Err(said) => return Some(Err(unreadable(&path, &format!("row {number}: {said}")))),
+                Err(problem) => return Some(Err(unreadable(&path, &format!("row {number}: {problem}")))),
             };
-            let cells = cells(&row, &columns, n_columns).map_err(|said| {
+            let cells = cells(&row, &columns, n_columns).map_err(|problem| {
                 let remedy = "write the column as text, numbers or lists of them";
-                DataError::file(&path, format!("row {number} {said}; {remedy}"))
+                DataError::file(&path, format!("row {number} {problem}; {remedy}"))
             });
             Some(cells.map(|cells| (number, cells)))
         })))
     }
 }
 
-fn unreadable(path: &Path, said: &str) -> DataError {
-    let remedy = match said.contains("Disabled feature") {
+fn unreadable(path: &Path, problem: &str) -> DataError {
+    let remedy = match problem.contains("Disabled feature") {
         true => "write it with snappy, zstd or gzip, or uncompressed",
         false => "write it again",
     };
-    DataError::file(path, format!("not a parquet file that can be read ({said}); {remedy}"))
+    DataError::file(path, format!("not a parquet file that can be read ({problem}); {remedy}"))
 }
 
 /// What `step` gives, or in words why it failed or panicked.
 fn caught<T>(step: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
-    match quietly(step) {
+    match catch_panic(step) {
         Ok(given) => given.map_err(|error| error.to_string().replace('\n', " ")),
-        Err(panic) => Err(format!("its pages are damaged: {}", said(panic.as_ref()))),
+        Err(panic) => Err(format!("its pages are damaged: {}", panic_message(panic.as_ref()))),
     }
 }
 

@@ -37,7 +37,7 @@ pub async fn within<T>(
     call: impl Future<Output = Result<T, CallFailure>>,
 ) -> Result<T, Missed> {
     let Some(deadline) = deadline else { return call.await.map_err(Missed::Failed) };
-    match querl_data::within(deadline, call).await {
+    match querl_data::within_deadline(deadline, call).await {
         Some(answer) => answer.map_err(Missed::Failed),
         None => Err(Missed::Late(deadline)),
     }

@@ -6,7 +6,7 @@ use crate::run::Run;
 use querl_core::ports::Progress;
 use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Conversion, DataError, Made, RecordFile, RecordWriter, convert};
+use querl_data::{Conversion, ConvertedRow, DataError, RecordFile, RecordWriter, convert};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -66,13 +66,13 @@ impl Dataset {
         Ok(Self { splits, dropped, codes: BTreeMap::new(), n_kept: 0, top1: Mean::default() })
     }
 
-    fn put(&mut self, made: &Made) -> Result<(), DataError> {
+    fn put(&mut self, made: &ConvertedRow) -> Result<(), DataError> {
         match made {
-            Made::Dropped(row) => {
+            ConvertedRow::Dropped(row) => {
                 *self.codes.entry(row.code.clone()).or_default() += 1;
                 self.dropped.add(row)
             }
-            Made::Row(split, row) => {
+            ConvertedRow::Row(split, row) => {
                 if row.target().is_some() {
                     self.n_kept += 1;
                     row.metadata.top1_score.into_iter().for_each(|score| self.top1.add(score));

@@ -10,7 +10,8 @@ use querl_core::ports::{Progress, Silent};
 use querl_core::records::{DatasetRow, QueryRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    DataError, Journal, Leaks, QueriesOf, QueryTable, RecordFile, Rows, RowsOfSplit, Splits, find_leaks, open_queries,
+    DataError, DatasetQueries, Journal, Leaks, QueryTable, RecordFile, Rows, SplitRows, Splits, find_leaks,
+    open_queries,
 };
 use std::io::{BufRead, BufReader};
 
@@ -41,7 +42,7 @@ impl Found {
 pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<Found> {
     let files = Split::ALL.map(|split| RecordFile::<DatasetRow>::new(&dir.split(split)));
     let n_rows = Split::ALL.into_iter().map(|split| n_lines(dir, split)).sum::<anyhow::Result<u64>>()?;
-    let [train, val, test] = files.each_ref().map(|file| QueriesOf(file));
+    let [train, val, test] = files.each_ref().map(|file| DatasetQueries(file));
     find([&train, &val, &test], n_rows, config.leak_similarity, progress)
 }
 
@@ -51,7 +52,7 @@ pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) ->
 /// The groups cannot fill the splits, the table cannot be read, or the user asked to stop.
 pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<Found> {
     let splits = Splits::assign(table.read()?.map(|row| Ok(row?.group)), config)?;
-    let [train, val, test] = Split::ALL.map(|split| RowsOfSplit { table, splits: &splits, split });
+    let [train, val, test] = Split::ALL.map(|split| SplitRows { table, splits: &splits, split });
     find([&train, &val, &test], table.findings().n_usable as u64, config.leak_similarity, progress)
 }
 

@@ -8,7 +8,7 @@ use anyhow::Context;
 use querl_core::config::{RlConfig, TeacherConfig};
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
-use querl_data::{Asked, Journal, LocalAnswers, LocalRewriting, QueryTable, open_fallback};
+use querl_data::{Journal, LocalRewriteCollector, LocalRewriteStage, QueryTable, StageResults, open_fallback};
 use querl_device::{Answered, Generating};
 use querl_model::{DecoderConfig, TextTokenizer};
 use std::path::Path;
@@ -50,9 +50,9 @@ pub fn rewrite<'a>(
     table: &'a QueryTable,
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
-) -> anyhow::Result<Asked<'a, QueryRow, RewriteRecord>> {
+) -> anyhow::Result<StageResults<'a, QueryRow, RewriteRecord>> {
     let config = &run.config.teacher;
-    let mut rewriting = LocalRewriting::begin(table, run.plugins.prompts.as_ref(), journal, progress)?;
+    let mut rewriting = LocalRewriteStage::begin(table, run.plugins.prompts.as_ref(), journal, progress)?;
     let room = Room::of(run)?;
     loop {
         let (portion, answers) = rewriting.portion(N_ROWS_A_PORTION)?;
@@ -66,7 +66,12 @@ pub fn rewrite<'a>(
     interrupt::finish(&run.runtime, ending)
 }
 
-fn answer(run: &Run, room: &Room, portion: Vec<Vec<Message>>, taken: &mut LocalAnswers<'_>) -> anyhow::Result<()> {
+fn answer(
+    run: &Run,
+    room: &Room,
+    portion: Vec<Vec<Message>>,
+    taken: &mut LocalRewriteCollector<'_>,
+) -> anyhow::Result<()> {
     let config = &run.config.teacher;
     // (place in the portion, tokens of the prompt)
     let (mut places, mut prompts) = (Vec::new(), Vec::new());

@@ -10,8 +10,8 @@ use querl_core::ports::Progress;
 use querl_core::records::{FailureKind, QueryRow, RewriteRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    Asked, BatchTeacher, Findings, Journal, NewQuestions, QueryTable, open_fallback, open_queries, open_teacher,
-    refuse_noted_batches, rewrite, rewrite_in_batch, table_path,
+    BatchTeacher, Findings, Journal, NewPrompts, QueryTable, StageResults, open_fallback, open_queries, open_teacher,
+    refuse_open_batches, rewrite, rewrite_in_batch, table_path,
 };
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ impl Stage for Rewrite {
         // Before anything is removed: a batch that is being worked on is paid, whether somebody reads it or not.
         match run.config.teacher.kind {
             TeacherKind::Openai => batches(run).map(drop)?,
-            TeacherKind::Recorded | TeacherKind::Local => refuse_noted_batches(&run.dir.batches())?,
+            TeacherKind::Recorded | TeacherKind::Local => refuse_open_batches(&run.dir.batches())?,
         }
         Ok(())
     }
@@ -100,7 +100,7 @@ fn ask<'a>(
     table: &'a QueryTable,
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
-) -> anyhow::Result<(Asked<'a, QueryRow, RewriteRecord>, String)> {
+) -> anyhow::Result<(StageResults<'a, QueryRow, RewriteRecord>, String)> {
     let (config, prompts) = (&run.config.teacher, run.plugins.prompts.as_ref());
     if config.kind == TeacherKind::Local {
         return Ok((local_teacher::rewrite(run, table, journal, progress)?, local_teacher::name(config)));
@@ -110,7 +110,7 @@ fn ask<'a>(
     let teacher = teacher.as_ref();
     let asked = match batches(run)? {
         Some((batch, new)) => {
-            if new == NewQuestions::Left {
+            if new == NewPrompts::Skip {
                 progress.line(
                     "batches handed over while teacher.batch was on are waited for; other rows are asked one by one",
                 );
@@ -128,15 +128,15 @@ fn ask<'a>(
 }
 
 /// Batches to hand over, or to read because they were handed over while `teacher.batch` was on.
-fn batches(run: &Run) -> anyhow::Result<Option<(BatchTeacher, NewQuestions)>> {
+fn batches(run: &Run) -> anyhow::Result<Option<(BatchTeacher, NewPrompts)>> {
     let (config, state) = (&run.config.teacher, run.dir.batches());
     if config.kind != TeacherKind::Openai || !(config.batch || state.exists()) {
         return Ok(None);
     }
     let batch = BatchTeacher::open(config, &run.outside)?;
-    Ok(match (config.batch, batch.has_noted(&state)?) {
-        (true, _) => Some((batch, NewQuestions::HandedOver)),
-        (false, true) => Some((batch, NewQuestions::Left)),
+    Ok(match (config.batch, batch.has_batches(&state)?) {
+        (true, _) => Some((batch, NewPrompts::Submit)),
+        (false, true) => Some((batch, NewPrompts::Skip)),
         (false, false) => None,
     })
 }

@@ -5,7 +5,7 @@ use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{Account, Spent, carries_files, read_account};
+use querl_data::{Spend, SpendTracker, is_file_transfer, read_spend};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ pub struct Counted<'a> {
     /// Shows it.
     pub inner: &'a dyn Progress,
     /// Counts it.
-    pub account: Arc<Account>,
+    pub account: Arc<SpendTracker>,
     /// Whose calls.
     pub stage: StageName,
 }
@@ -22,7 +22,7 @@ pub struct Counted<'a> {
 impl Progress for Counted<'_> {
     fn update(&self, n_done: u64, n_total: u64, note: &str) {
         let spent = self.account.of_stage(self.stage.as_str());
-        if spent == Spent::default() {
+        if spent == Spend::default() {
             return self.inner.update(n_done, n_total, note);
         }
         let parts = [note.to_owned(), in_short(&spent)];
@@ -40,7 +40,7 @@ impl Progress for Counted<'_> {
 }
 
 /// `312 calls, 88 from the cache, cost 0.0412`.
-fn in_short(spent: &Spent) -> String {
+fn in_short(spent: &Spend) -> String {
     let mut parts = vec![format!("{} calls", spent.calls)];
     if spent.cached > 0 {
         parts.push(format!("{} from the cache", spent.cached));
@@ -53,7 +53,7 @@ fn in_short(spent: &Spent) -> String {
 
 /// The figures of one stage by name, for `metrics.jsonl`: `calls/teacher gpt-5/cost`, `cache/rewrites/hit_rate`. Empty where
 /// nobody outside was asked.
-pub fn metrics(account: &Account, stage: StageName) -> BTreeMap<String, f64> {
+pub fn metrics(account: &SpendTracker, stage: StageName) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
     let of_stage = account.by_stage().remove(stage.as_str()).unwrap_or_default();
     for (provider, spent) in &of_stage {
@@ -75,7 +75,7 @@ pub fn metrics(account: &Account, stage: StageName) -> BTreeMap<String, f64> {
 }
 
 /// By table, the share of questions that the cache answered. Teachers share a table, and so do the ways in which one is asked.
-fn hit_rates(of_stage: &BTreeMap<String, Spent>) -> impl Iterator<Item = (&'static str, f64)> {
+fn hit_rates(of_stage: &BTreeMap<String, Spend>) -> impl Iterator<Item = (&'static str, f64)> {
     let mut by_table: BTreeMap<&'static str, (u64, u64)> = BTreeMap::new();
     for (provider, spent) in of_stage {
         if let Some(table) = table_of(provider) {
@@ -92,7 +92,7 @@ fn hit_rates(of_stage: &BTreeMap<String, Spent>) -> impl Iterator<Item = (&'stat
 /// passages, to carry a batch.
 fn table_of(provider: &str) -> Option<&'static str> {
     match provider.split(' ').next() {
-        _ if carries_files(provider) => None,
+        _ if is_file_transfer(provider) => None,
         Some("teacher" | "fallback_teacher") => Some("rewrites"),
         Some("judge") => Some("judgements"),
         Some("retrieval") => Some("retrievals"),
@@ -123,7 +123,7 @@ pub fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
 /// # Errors
 /// The account cannot be read.
 pub fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
-    let by_stage = read_account(&dir.calls())?;
+    let by_stage = read_spend(&dir.calls())?;
     let stages = StageName::ALL.into_iter().filter_map(|stage| Some((stage, by_stage.get(stage.as_str())?)));
     let lines = stages.flat_map(|(stage, providers)| {
         providers.iter().map(move |(provider, spent)| (format!("{stage}: {provider}"), in_words(spent)))
@@ -131,7 +131,7 @@ pub fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
     Ok(lines.collect())
 }
 
-fn in_words(spent: &Spent) -> String {
+fn in_words(spent: &Spend) -> String {
     let mut parts = vec![format!("{} calls", spent.calls)];
     let counts = [
         (spent.failed, "without an answer"),
@@ -161,7 +161,7 @@ mod tests {
     /// Keeps away: a hit rate of one provider of a table that is given for all of them.
     #[test]
     fn hit_rate_is_of_all_who_answer_for_a_table() {
-        let spent = |calls, cached, joined| Spent { calls, cached, joined, ..Spent::default() };
+        let spent = |calls, cached, joined| Spend { calls, cached, joined, ..Spend::default() };
         let of_stage = BTreeMap::from([
             ("fallback_teacher b".to_owned(), spent(1, 0, 0)),
             ("teacher a".to_owned(), spent(2, 6, 1)),
@@ -174,11 +174,11 @@ mod tests {
 
     #[test]
     fn figures_are_said_in_words() {
-        let spent = Spent { calls: 9, tries: 11, cached: 2, prompt_tokens: 90, cost: 0.5, ..Spent::default() };
+        let spent = Spend { calls: 9, tries: 11, cached: 2, prompt_tokens: 90, cost: 0.5, ..Spend::default() };
         assert_eq!(in_words(&spent), "9 calls, 2 further tries, 2 from the cache, 90 + 0 tokens, cost 0.5000");
-        let shared = Spent { joined: 3, ..spent.clone() };
+        let shared = Spend { joined: 3, ..spent.clone() };
         assert!(in_words(&shared).contains("2 from the cache, 3 shared with another row"), "{}", in_words(&shared));
         assert_eq!(in_short(&spent), "9 calls, 2 from the cache, cost 0.5000");
-        assert_eq!(in_words(&Spent { calls: 1, tries: 1, ..Spent::default() }), "1 calls");
+        assert_eq!(in_words(&Spend { calls: 1, tries: 1, ..Spend::default() }), "1 calls");
     }
 }

@@ -1,6 +1,6 @@
 //! OpenAI's batch interface: all prompts in files, all answers in others, within a day and at a lower price.
 //!
-//! A batch is never paid for twice. What is handed over is noted at each step, before and after the service is told: a run that is
+//! A batch is never paid for twice. What is submitted is noted at each step, before and after the service is told: a run that is
 //! stopped takes up its batches again instead of paying for others, and where the service's answer was lost its list of batches is
 //! looked through. A file that cannot be carried ends the stage, never a row.
 //!
@@ -10,89 +10,89 @@ mod responses;
 mod state;
 mod submit;
 
-pub(crate) use responses::BatchAnswers;
+pub(crate) use responses::BatchResponses;
 
 use crate::client::chat::ChatClient;
-use crate::client::context::Outside;
-use crate::client::http::{CallLimits, Caller, FileCarrier, Secret};
-use crate::client::spend::{Account, Reservation};
+use crate::client::context::ServiceContext;
+use crate::client::http::{CallLimits, Caller, FileTransfer, Secret};
+use crate::client::spend::{Reservation, SpendTracker};
 use crate::error::DataError;
 use querl_core::config::{CallsConfig, TeacherConfig};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, FailureKind, Message};
 use serde_json::{Value, json};
-use state::{Batch, Note, key};
+use state::{Batch, BatchState, key};
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
-use submit::Patience;
+use submit::PollLimits;
 
 /// A teacher's batch interface.
 pub struct BatchTeacher {
     client: ChatClient,
-    files: FileCarrier,
+    files: FileTransfer,
     /// Asks what may be asked again.
-    again: Caller,
+    retrying: Caller,
     /// Tries once: to begin a batch, and to ask for one that is asked for again anyway.
     once: Caller,
-    account: Arc<Account>,
+    account: Arc<SpendTracker>,
     /// As the account calls it: what carries questions and answers is counted beside them.
     provider: String,
     price_factor: f64,
     poll: Duration,
     max_retries: usize,
-    largest: FileSize,
-    patience: Patience,
+    largest: FileLimits,
+    poll_limits: PollLimits,
 }
 
 /// What one file may hold.
 #[derive(Debug, Clone, Copy)]
-struct FileSize {
+struct FileLimits {
     n_rows: usize,
     n_bytes: usize,
 }
 
-impl FileSize {
+impl FileLimits {
     /// The service's own limits: 50,000 requests and 200 MB.
     const OPENAI: Self = Self { n_rows: 50_000, n_bytes: 190_000_000 };
 }
 
 /// Whether questions that are in no batch yet are put into one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NewQuestions {
-    /// They are handed over.
-    HandedOver,
+pub enum NewPrompts {
+    /// They are submitted.
+    Submit,
     /// They are left to whoever asks one by one.
-    Left,
+    Skip,
 }
 
 /// Questions that are in batches already.
 #[derive(Debug, Clone, Default)]
-pub struct NotedQuestions(HashSet<u64>);
+pub struct BatchedPrompts(HashSet<u64>);
 
-impl NotedQuestions {
+impl BatchedPrompts {
     /// Whether this prompt is one of them.
     pub fn contains(&self, messages: &[Message]) -> bool {
         // A prompt is made into an id only where there is something to compare it with.
-        !self.0.is_empty() && self.0.contains(&key(&question_id(messages)))
+        !self.0.is_empty() && self.0.contains(&key(&prompt_id(messages)))
     }
 }
 
 /// A file that is being made.
 #[derive(Default)]
-struct Part {
+struct BatchFile {
     ids: Vec<String>,
     text: String,
     most: f64,
     prompt_tokens: u64,
 }
 
-/// What was handed over, noted and covered.
-struct Handed<'a> {
+/// What was submitted, noted and covered.
+struct SubmittedBatches<'a> {
     path: &'a Path,
-    note: Note,
+    note: BatchState,
     /// Until the answers of a batch stand on the account, the most that they may cost is set aside.
     reserved: Vec<Option<Reservation>>,
 }
@@ -102,31 +102,32 @@ impl BatchTeacher {
     ///
     /// # Errors
     /// The endpoint lacks an address, a model or its key.
-    pub fn open(config: &TeacherConfig, outside: &Outside) -> Result<Self, DataError> {
+    pub fn open(config: &TeacherConfig, services: &ServiceContext) -> Result<Self, DataError> {
         const SETTING: &str = "teacher.base_url";
         let endpoint = config.endpoint();
-        let client = ChatClient::open("teacher", endpoint.clone(), outside)?;
+        let client = ChatClient::open("teacher", endpoint.clone(), services)?;
         let provider = format!("{} (batch)", client.provider());
         let of_files = format!("{provider} files");
         let key = Secret::open("teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let base_url = endpoint.base_url.as_deref().unwrap_or_default().trim_end_matches('/');
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries);
         // A service that is away for a while during a day is waited for, not given up.
-        let patient = CallsConfig { breaker_failures: 0, ..outside.config.clone() };
-        let outside = &outside.reached_by(patient);
-        let caller =
-            |limits| Ok::<_, DataError>(Caller::new(SETTING, base_url, key.clone(), limits, outside)?.named(&of_files));
+        let patient = CallsConfig { breaker_failures: 0, ..services.config.clone() };
+        let services = &services.reached_by(patient);
+        let caller = |limits| {
+            Ok::<_, DataError>(Caller::new(SETTING, base_url, key.clone(), limits, services)?.named(&of_files))
+        };
         Ok(Self {
-            files: FileCarrier::new(SETTING, base_url, key.clone(), limits, outside, &of_files)?,
-            again: caller(limits)?,
+            files: FileTransfer::new(SETTING, base_url, key.clone(), limits, services, &of_files)?,
+            retrying: caller(limits)?,
             once: caller(CallLimits { max_retries: 0, ..limits })?,
-            account: outside.account.clone(),
+            account: services.account.clone(),
             provider,
             price_factor: config.batch_price_factor,
             poll: Duration::try_from_secs_f64(config.batch_poll_s).unwrap_or(Duration::from_secs(60)),
             max_retries: endpoint.max_retries,
-            largest: FileSize::OPENAI,
-            patience: Patience::default(),
+            largest: FileLimits::OPENAI,
+            poll_limits: PollLimits::default(),
             client,
         })
     }
@@ -135,74 +136,74 @@ impl BatchTeacher {
     ///
     /// # Errors
     /// They are of another teacher, or asked otherwise; the file is no note.
-    pub fn has_noted(&self, state: &Path) -> Result<bool, DataError> {
-        self.noted(state).map(|note| !note.batches.is_empty())
+    pub fn has_batches(&self, state: &Path) -> Result<bool, DataError> {
+        self.recorded_state(state).map(|note| !note.batches.is_empty())
     }
 
     /// The questions in batches that are noted at `state`: who asks them waits for those batches, and pays for no other.
     ///
     /// # Errors
     /// As [`has_noted`](Self::has_noted).
-    pub fn noted_questions(&self, state: &Path) -> Result<NotedQuestions, DataError> {
-        Ok(NotedQuestions(self.noted(state)?.places().into_keys().collect()))
+    pub fn batched_prompts(&self, state: &Path) -> Result<BatchedPrompts, DataError> {
+        Ok(BatchedPrompts(self.recorded_state(state)?.locations().into_keys().collect()))
     }
 
-    fn noted(&self, state: &Path) -> Result<Note, DataError> {
+    fn recorded_state(&self, state: &Path) -> Result<BatchState, DataError> {
         let identity = digest_hex(self.client.identity().to_string().as_bytes());
-        match Note::read(state)?.filter(|note| !note.batches.is_empty()) {
+        match BatchState::read(state)?.filter(|note| !note.batches.is_empty()) {
             // Of an earlier version, which did not note it: whether the teacher is the same is for the user to know.
-            Some(note) if note.identity.is_empty() => Ok(Note { identity, ..note }),
-            Some(note) if note.identity != identity => Err(of_another_teacher(state, &note)),
+            Some(note) if note.identity.is_empty() => Ok(BatchState { identity, ..note }),
+            Some(note) if note.identity != identity => Err(wrong_teacher(state, &note)),
             Some(note) => Ok(note),
-            None => Ok(Note { identity, batches: Vec::new() }),
+            None => Ok(BatchState { identity, batches: Vec::new() }),
         }
     }
 
     /// Hands the prompts over that are in no batch yet, if they are to be, and waits for the end of all batches. `state` notes what
-    /// was handed over.
+    /// was submitted.
     ///
     /// # Errors
     /// The service refuses a batch, what became of one cannot be learnt, its files cannot be carried, the budget would not cover it, or
     /// the note cannot be written.
-    pub(crate) async fn ask<'a>(
+    pub(crate) async fn run<'a>(
         &'a self,
         prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
-        new: NewQuestions,
+        new: NewPrompts,
         state: &'a Path,
         progress: &dyn Progress,
-    ) -> Result<BatchAnswers<'a>, DataError> {
-        let note = self.noted(state)?;
+    ) -> Result<BatchResponses<'a>, DataError> {
+        let note = self.recorded_state(state)?;
         if note.batches.iter().any(|batch| batch.n_rows == 0) {
             progress.line("batches that an earlier version noted are taken to be of this teacher, asked as it is now");
         }
         let earlier = note.batches.iter().map(|batch| (!batch.is_charged).then(|| self.account.hold(batch.most)));
-        let mut handed = Handed { path: state, reserved: earlier.collect(), note };
-        self.begin_all(&mut handed).await?;
-        if new == NewQuestions::HandedOver {
-            self.hand_over(prompts, &mut handed, progress).await?;
+        let mut submitted = SubmittedBatches { path: state, reserved: earlier.collect(), note };
+        self.create_missing(&mut submitted).await?;
+        if new == NewPrompts::Submit {
+            self.submit_all(prompts, &mut submitted, progress).await?;
         }
-        let n_rows: u64 = handed.note.batches.iter().map(|batch| batch.ids.len() as u64).sum();
+        let n_rows: u64 = submitted.note.batches.iter().map(|batch| batch.ids.len() as u64).sum();
         let (mut n_ended, mut ended) = (0, Vec::new());
-        for index in 0..handed.note.batches.len() {
-            let end = self.wait(&mut handed, index, (n_ended, n_rows), progress).await?;
-            ended.push(self.read(&mut handed, index, &end, progress).await?);
-            n_ended += handed.note.batches[index].ids.len() as u64;
+        for index in 0..submitted.note.batches.len() {
+            let end = self.wait(&mut submitted, index, (n_ended, n_rows), progress).await?;
+            ended.push(self.read(&mut submitted, index, &end, progress).await?);
+            n_ended += submitted.note.batches[index].ids.len() as u64;
         }
-        Ok(BatchAnswers::new(self, state, handed.note, ended))
+        Ok(BatchResponses::new(self, state, submitted.note, ended))
     }
 
     /// Uploads files of the service's size. One of them at a time is in memory.
-    async fn hand_over(
+    async fn submit_all(
         &self,
         prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
-        handed: &mut Handed<'_>,
+        submitted: &mut SubmittedBatches<'_>,
         progress: &dyn Progress,
     ) -> Result<(), DataError> {
-        let mut known: HashSet<u64> = handed.note.places().into_keys().collect();
-        let mut part = Part::default();
+        let mut known: HashSet<u64> = submitted.note.locations().into_keys().collect();
+        let mut part = BatchFile::default();
         for messages in prompts {
             let messages = messages?;
-            let id = question_id(&messages);
+            let id = prompt_id(&messages);
             // Of rows with the same prompt one is asked for all of them.
             if !known.insert(key(&id)) {
                 continue;
@@ -211,7 +212,7 @@ impl BatchTeacher {
             let line = json!({"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body});
             let line = format!("{line}\n");
             if part.ids.len() >= self.largest.n_rows || part.text.len() + line.len() > self.largest.n_bytes {
-                self.hand_over_part(std::mem::take(&mut part), handed, progress).await?;
+                self.submit_file(std::mem::take(&mut part), submitted, progress).await?;
             }
             let most_tokens = self.client.most_tokens(&messages);
             part.ids.push(id);
@@ -221,27 +222,27 @@ impl BatchTeacher {
         }
         match part.ids.is_empty() {
             true => Ok(()),
-            false => self.hand_over_part(part, handed, progress).await,
+            false => self.submit_file(part, submitted, progress).await,
         }
     }
 
-    /// Begun at once: where the budget does not take the next one, the service has this one.
-    async fn hand_over_part(
+    /// SubmitOutcome at once: where the budget does not take the next one, the service has this one.
+    async fn submit_file(
         &self,
-        part: Part,
-        handed: &mut Handed<'_>,
+        part: BatchFile,
+        submitted: &mut SubmittedBatches<'_>,
         progress: &dyn Progress,
     ) -> Result<(), DataError> {
-        let reserved = self.room_for(part.most, handed, progress).await?;
-        self.upload(part, reserved, handed).await?;
-        self.begin(handed, handed.note.batches.len() - 1).await
+        let reserved = self.reserve(part.most, submitted, progress).await?;
+        self.upload(part, reserved, submitted).await?;
+        self.create_batch(submitted, submitted.note.batches.len() - 1).await
     }
 
     /// What a batch may cost, set aside. One that does not fit beside those under way waits for their real prices, which are lower.
-    async fn room_for(
+    async fn reserve(
         &self,
         most: f64,
-        handed: &mut Handed<'_>,
+        submitted: &mut SubmittedBatches<'_>,
         progress: &dyn Progress,
     ) -> Result<Reservation, DataError> {
         loop {
@@ -249,24 +250,37 @@ impl BatchTeacher {
                 Ok(reserved) => return Ok(reserved),
                 Err(failure) => failure,
             };
-            let under_way = handed.reserved.iter().position(Option::is_some);
+            let under_way = submitted.reserved.iter().position(Option::is_some);
             let index = under_way.ok_or(DataError::Service(failure))?;
-            let n_rows = handed.note.batches[index].ids.len() as u64;
-            let end = self.wait(handed, index, (0, n_rows), progress).await?;
-            self.read(handed, index, &end, progress).await?;
+            let n_rows = submitted.note.batches[index].ids.len() as u64;
+            let end = self.wait(submitted, index, (0, n_rows), progress).await?;
+            self.read(submitted, index, &end, progress).await?;
         }
     }
 
-    async fn upload(&self, part: Part, reserved: Reservation, handed: &mut Handed<'_>) -> Result<(), DataError> {
-        let Part { ids, text, most, prompt_tokens } = part;
+    async fn upload(
+        &self,
+        part: BatchFile,
+        reserved: Reservation,
+        submitted: &mut SubmittedBatches<'_>,
+    ) -> Result<(), DataError> {
+        let BatchFile { ids, text, most, prompt_tokens } = part;
         let not_sent =
-            |failure: CallFailure| handed.stopped(&format!("{} row(s) were not handed over: {failure}", ids.len()));
+            |failure: CallFailure| submitted.stopped(&format!("{} row(s) were not handed over: {failure}", ids.len()));
         let answer = self.files.upload("/files", &Arc::new(text)).await.map_err(not_sent)?;
         let file_id = self.text(&answer, "id").map_err(not_sent)?;
         let (uploaded_at, n_rows) = (uploaded_at(&answer, SystemTime::now()), ids.len());
-        handed.note.batches.push(Batch { file_id, uploaded_at, most, prompt_tokens, n_rows, ids, ..Batch::default() });
-        handed.reserved.push(Some(reserved));
-        handed.note.write(handed.path)
+        submitted.note.batches.push(Batch {
+            file_id,
+            uploaded_at,
+            most,
+            prompt_tokens,
+            n_rows,
+            ids,
+            ..Batch::default()
+        });
+        submitted.reserved.push(Some(reserved));
+        submitted.note.write(submitted.path)
     }
 
     fn text(&self, answer: &Value, key: &str) -> Result<String, CallFailure> {
@@ -275,29 +289,29 @@ impl BatchTeacher {
     }
 
     fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
-        self.again.failure(kind, what)
+        self.retrying.failure(kind, what)
     }
 }
 
-impl Handed<'_> {
+impl SubmittedBatches<'_> {
     fn change(&mut self, index: usize, change: impl FnOnce(&mut Batch)) -> Result<(), DataError> {
         change(&mut self.note.batches[index]);
         self.note.write(self.path)
     }
 
-    /// Its rows are handed over anew by the next run.
+    /// Its rows are submitted anew by the next run.
     fn drop_batch(&mut self, index: usize) -> Result<(), DataError> {
         self.note.batches.remove(index);
         self.reserved.remove(index);
         self.note.write(self.path)
     }
 
-    /// Nothing that was handed over is given up.
+    /// Nothing that was submitted is given up.
     fn stopped(&self, problem: &str) -> DataError {
         DataError::Batch { problem: problem.to_owned(), kept: self.kept() }
     }
 
-    fn unlisted(&self, failure: &CallFailure) -> DataError {
+    fn list_failed(&self, failure: &CallFailure) -> DataError {
         self.stopped(&format!("whether the service has a batch already cannot be learnt: {failure}"))
     }
 
@@ -305,7 +319,7 @@ impl Handed<'_> {
         if self.note.batches.is_empty() {
             return "the same command hands its rows over anew".into();
         }
-        let (batches, path) = (self.note.in_words(), self.path.display());
+        let (batches, path) = (self.note.describe(), self.path.display());
         format!(
             "still noted is {batches}: the same command goes on from there; removing {path} hands its rows over, and may pay for them, anew"
         )
@@ -324,23 +338,23 @@ fn uploaded_at(answer: &Value, now: SystemTime) -> u64 {
 ///
 /// # Errors
 /// There are some, or the file is no note.
-pub fn refuse_noted_batches(state: &Path) -> Result<(), DataError> {
-    match Note::read(state)?.filter(|note| !note.batches.is_empty()) {
-        Some(note) => Err(of_another_teacher(state, &note)),
+pub fn refuse_open_batches(state: &Path) -> Result<(), DataError> {
+    match BatchState::read(state)?.filter(|note| !note.batches.is_empty()) {
+        Some(note) => Err(wrong_teacher(state, &note)),
         None => Ok(()),
     }
 }
 
-fn of_another_teacher(state: &Path, note: &Note) -> DataError {
+fn wrong_teacher(state: &Path, note: &BatchState) -> DataError {
     let problem = format!(
         "handed over to another teacher, or with other settings of [teacher]: {}; go back to them, or cancel it at the service and remove this file",
-        note.in_words()
+        note.describe()
     );
     DataError::file(state, problem)
 }
 
 /// Comes back with the answer: 32 characters. Made of the prompt, so that a prompt that changed between two runs is another question.
-fn question_id(messages: &[Message]) -> String {
+fn prompt_id(messages: &[Message]) -> String {
     digest_hex(serde_json::to_string(messages).unwrap_or_default().as_bytes())[..32].to_owned()
 }
 

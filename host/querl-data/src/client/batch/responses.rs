@@ -1,8 +1,8 @@
 //! Answers of batches at their end. They are read whole, and charged, before a row is given one.
 
-use super::state::{Note, key};
-use super::{BatchTeacher, FileSize, Handed, question_id};
-use crate::client::spend::{Bill, Usage};
+use super::state::{BatchState, key};
+use super::{BatchTeacher, FileLimits, SubmittedBatches, prompt_id};
+use crate::client::spend::{CallSpend, Usage};
 use crate::error::DataError;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
@@ -14,29 +14,29 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 /// A file that does not hold what it should was perhaps cut short on its way.
-const N_READS: usize = 3;
+const READ_ATTEMPTS: usize = 3;
 
 /// What batches answered. In memory is where each answer stands: the files themselves are on the disk, without a name, for as long
 /// as this is there.
-pub(crate) struct BatchAnswers<'a> {
+pub(crate) struct BatchResponses<'a> {
     teacher: &'a BatchTeacher,
     path: &'a Path,
-    note: Note,
-    ended: Vec<Ended>,
-    places: HashMap<u64, usize>,
+    note: BatchState,
+    ended: Vec<EndedBatch>,
+    locations: HashMap<u64, usize>,
     /// Questions that were given their answer.
     given: Mutex<HashSet<u64>>,
 }
 
 /// One batch at its end.
-pub(super) struct Ended {
+pub(super) struct EndedBatch {
     status: String,
     /// Output and errors.
-    files: Vec<AnswerFile>,
+    files: Vec<ResponseFile>,
 }
 
 /// A file of answers, as it came.
-struct AnswerFile {
+struct ResponseFile {
     file: Mutex<File>,
     /// By the question's key: where its line begins, and how long it is.
     lines: HashMap<u64, (u64, usize)>,
@@ -51,52 +51,52 @@ impl BatchTeacher {
     /// A file cannot be carried, is not what it should be, or cannot be kept here.
     pub(super) async fn read(
         &self,
-        handed: &mut Handed<'_>,
+        submitted: &mut SubmittedBatches<'_>,
         index: usize,
         end: &Value,
         progress: &dyn Progress,
-    ) -> Result<Ended, DataError> {
-        let id = handed.note.batches[index].batch_id.clone().unwrap_or_default();
+    ) -> Result<EndedBatch, DataError> {
+        let id = submitted.note.batches[index].batch_id.clone().unwrap_or_default();
         let unread = |failure: CallFailure| format!("the answers of batch {id} cannot be read: {failure}");
         let (files, missing) =
-            self.carry_all(handed, index, end).await.map_err(|failure| handed.stopped(&unread(failure)))?;
+            self.download_all(submitted, index, end).await.map_err(|failure| submitted.stopped(&unread(failure)))?;
         if let Some(missing) = missing {
             progress.line(&format!("batch {id}: {missing}; rows without an answer are taken to have failed"));
         }
-        if !handed.note.batches[index].is_charged {
-            self.charge(files.iter().flat_map(|file| &file.answered), &handed.note.batches[index]);
+        if !submitted.note.batches[index].is_charged {
+            self.charge(files.iter().flat_map(|file| &file.answered), &submitted.note.batches[index]);
             // The account first: what a kill between them leaves is an amount too high.
             self.account.save()?;
-            handed.change(index, |batch| batch.is_charged = true)?;
+            submitted.change(index, |batch| batch.is_charged = true)?;
         }
-        handed.reserved[index] = None;
-        Ok(Ended { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
+        submitted.reserved[index] = None;
+        Ok(EndedBatch { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
     }
 
     /// The files, and what the service counts beside what they hold where that is more: services count in different ways, and files
     /// that are whole and say so each time are believed.
-    async fn carry_all(
+    async fn download_all(
         &self,
-        handed: &Handed<'_>,
+        submitted: &SubmittedBatches<'_>,
         index: usize,
         end: &Value,
-    ) -> Result<(Vec<AnswerFile>, Option<String>), CallFailure> {
+    ) -> Result<(Vec<ResponseFile>, Option<String>), CallFailure> {
         let ids = ["output_file_id", "error_file_id"].map(|name| end[name].as_str().filter(|id| !id.is_empty()));
-        let folder = handed.path.parent().unwrap_or(Path::new("."));
-        let n_questions = match handed.note.batches[index].n_rows {
-            0 => FileSize::OPENAI.n_rows,
+        let folder = submitted.path.parent().unwrap_or(Path::new("."));
+        let n_prompts = match submitted.note.batches[index].n_rows {
+            0 => FileLimits::OPENAI.n_rows,
             n_rows => n_rows,
         };
         let count = |name: &str| end["request_counts"][name].as_u64().unwrap_or(0);
         // Some count what failed as completed, too.
-        let n_expected = count("completed").saturating_add(count("failed")).min(n_questions as u64);
+        let n_expected = count("completed").saturating_add(count("failed")).min(n_prompts as u64);
         let (mut files, mut n_read) = (Vec::new(), 0);
-        for _ in 0..N_READS {
+        for _ in 0..READ_ATTEMPTS {
             files.clear();
             for file_id in ids.into_iter().flatten() {
-                files.push(self.carry(file_id, n_questions, folder).await?);
+                files.push(self.download_file(file_id, n_prompts, folder).await?);
             }
-            n_read = files.iter().map(|file: &AnswerFile| file.lines.len()).sum();
+            n_read = files.iter().map(|file: &ResponseFile| file.lines.len()).sum();
             if n_read as u64 >= n_expected {
                 return Ok((files, None));
             }
@@ -110,11 +110,11 @@ impl BatchTeacher {
     }
 
     /// One file, read again where its lines are not what they should be.
-    async fn carry(&self, file_id: &str, n_questions: usize, folder: &Path) -> Result<AnswerFile, CallFailure> {
+    async fn download_file(&self, file_id: &str, n_prompts: usize, folder: &Path) -> Result<ResponseFile, CallFailure> {
         let path = format!("/files/{file_id}/content");
         // Characters outside of ASCII may be sent as six, a token may be some of them, and much else stands in a line.
         let most_bytes = 32_u64.saturating_mul(self.client.most_tokens(&[]).1).saturating_add(16_384);
-        let most_bytes = most_bytes.saturating_mul(n_questions as u64).saturating_add(1 << 20);
+        let most_bytes = most_bytes.saturating_mul(n_prompts as u64).saturating_add(1 << 20);
         let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));
         let unkept = |error: io::Error| invalid(format!("cannot be kept in {}: {error}", folder.display()));
         let file = tempfile::tempfile_in(folder).map_err(unkept)?;
@@ -122,8 +122,8 @@ impl BatchTeacher {
         loop {
             self.files.download(&path, &file, most_bytes).await?;
             match self.index(&file) {
-                Ok((lines, answered)) => return Ok(AnswerFile { file: Mutex::new(file), lines, answered }),
-                Err(problem) if n_try == N_READS => return Err(invalid(problem)),
+                Ok((lines, answered)) => return Ok(ResponseFile { file: Mutex::new(file), lines, answered }),
+                Err(problem) if n_try == READ_ATTEMPTS => return Err(invalid(problem)),
                 Err(problem) => tracing::debug!("{path}: {problem}; read again"),
             }
             n_try += 1;
@@ -131,7 +131,7 @@ impl BatchTeacher {
     }
 
     /// Where the lines of a file are, and what they took.
-    #[allow(clippy::type_complexity)] // the two parts of an `AnswerFile`
+    #[allow(clippy::type_complexity)] // the two parts of an `ResponseFile`
     fn index(&self, mut file: &File) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
         let unreadable = |error: io::Error| format!("cannot be read again: {error}");
         file.rewind().map_err(unreadable)?;
@@ -148,7 +148,7 @@ impl BatchTeacher {
                     serde_json::from_slice(&line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
                 let id = parsed["custom_id"].as_str().ok_or_else(|| format!("line {number} has no `custom_id`"))?;
                 lines.insert(key(id), (start, n_bytes));
-                if let Some(body) = answered_body(&parsed) {
+                if let Some(body) = response_body(&parsed) {
                     answered.push((key(id), self.client.usage(&[], body)));
                 }
             }
@@ -166,16 +166,16 @@ impl BatchTeacher {
                 usage.cost = self.client.cost((usage.prompt_tokens, usage.completion_tokens));
             }
             usage.cost = usage.cost.map(|cost| cost * self.price_factor);
-            let mut bill = Bill::new(&self.account, &self.provider);
-            bill.sent();
-            bill.answered();
-            bill.charged(usage);
+            let mut call_spend = CallSpend::new(&self.account, &self.provider);
+            call_spend.sent();
+            call_spend.answered();
+            call_spend.charged(usage);
         }
     }
 
     /// One line of an output file.
     fn answer(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {
-        let Some(body) = answered_body(line) else {
+        let Some(body) = response_body(line) else {
             return Err(self.failure(FailureKind::Rejected, &refusal(line)));
         };
         let mut usage = self.client.usage(messages, body);
@@ -184,10 +184,10 @@ impl BatchTeacher {
     }
 }
 
-impl<'a> BatchAnswers<'a> {
-    pub(super) fn new(teacher: &'a BatchTeacher, path: &'a Path, note: Note, ended: Vec<Ended>) -> Self {
-        let places = note.places();
-        Self { teacher, path, note, ended, places, given: Mutex::default() }
+impl<'a> BatchResponses<'a> {
+    pub(super) fn new(teacher: &'a BatchTeacher, path: &'a Path, note: BatchState, ended: Vec<EndedBatch>) -> Self {
+        let locations = note.locations();
+        Self { teacher, path, note, ended, locations, given: Mutex::default() }
     }
 
     /// The answer to a prompt; `None` where it is in no batch.
@@ -195,8 +195,8 @@ impl<'a> BatchAnswers<'a> {
     /// # Errors
     /// What was kept on the disk cannot be read.
     pub(crate) fn of(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
-        let key = key(&question_id(messages));
-        let Some(ended) = self.places.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
+        let key = key(&prompt_id(messages));
+        let Some(ended) = self.locations.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
         if !self.given.lock().unwrap_or_else(PoisonError::into_inner).insert(key) {
             self.teacher.account.count_joined(&self.teacher.provider);
         }
@@ -229,7 +229,7 @@ impl<'a> BatchAnswers<'a> {
     }
 }
 
-impl AnswerFile {
+impl ResponseFile {
     /// The line of a question, if there is one.
     fn line(&self, key: u64) -> Option<io::Result<Value>> {
         let (start, n_bytes) = *self.lines.get(&key)?;
@@ -241,7 +241,7 @@ impl AnswerFile {
 }
 
 /// The chat completion in a line; `None` where the service refused the row.
-fn answered_body(line: &Value) -> Option<&Value> {
+fn response_body(line: &Value) -> Option<&Value> {
     let status = line.pointer("/response/status_code").and_then(Value::as_u64);
     line.pointer("/response/body").filter(|_| status == Some(200))
 }

@@ -1,4 +1,4 @@
-//! What was handed over, noted beside the stage's output.
+//! What was submitted, noted beside the stage's output.
 
 use crate::error::DataError;
 use crate::text::hash_of;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 /// All batches of a stage.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Note {
+pub(super) struct BatchState {
     /// Stands for whom the batches are with and what they are asked beside the prompts; empty in a note of an earlier version.
     #[serde(default)]
     pub(super) identity: String,
@@ -17,7 +17,7 @@ pub(super) struct Note {
 }
 
 /// One file of questions and what is made of it. What an earlier version did not note has a value that says so: a batch under way is
-/// paid, whichever version handed it over.
+/// paid, whichever version submitted it over.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Batch {
     pub(super) file_id: String,
@@ -43,7 +43,7 @@ pub(super) struct Batch {
     /// Whether its answers stand on the account.
     #[serde(default)]
     pub(super) is_charged: bool,
-    /// Rows that were handed over, while `ids` loses those that have no answer. 0 where nobody knows.
+    /// Rows that were submitted, while `ids` loses those that have no answer. 0 where nobody knows.
     #[serde(default)]
     pub(super) n_rows: usize,
     pub(super) ids: Vec<String>,
@@ -53,7 +53,7 @@ fn once() -> u32 {
     1
 }
 
-impl Note {
+impl BatchState {
     /// The note at `path`; `None` where there is none.
     ///
     /// # Errors
@@ -85,13 +85,13 @@ impl Note {
     }
 
     /// The batch of each question, by [`key`]. Of one in two of them the later counts.
-    pub(super) fn places(&self) -> HashMap<u64, usize> {
+    pub(super) fn locations(&self) -> HashMap<u64, usize> {
         let batches = self.batches.iter().enumerate();
         batches.flat_map(|(index, batch)| batch.ids.iter().map(move |id| (key(id), index))).collect()
     }
 
     /// The batches in words, for a sentence that names them.
-    pub(super) fn in_words(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         let name = |batch: &Batch| batch.batch_id.clone().unwrap_or_else(|| format!("over file {}", batch.file_id));
         let names: Vec<String> = self.batches.iter().take(3).map(name).collect();
         let more = self.batches.len().saturating_sub(names.len());

@@ -2,8 +2,8 @@
 //! over a file is paid for like the first.
 
 use super::state::Batch;
-use super::{BatchTeacher, Handed};
-use crate::client::http::{Call, Charge};
+use super::{BatchTeacher, SubmittedBatches};
+use crate::client::http::{Call, CostBound};
 use crate::error::DataError;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, FailureKind};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant, SystemTime};
 
 /// A service's list of batches shows a new one after a moment. Looked at so often, with pauses that double.
-const N_LOOKS: u32 = 6;
+const LIST_ATTEMPTS: u32 = 6;
 
 /// Before a service that has too much to do is asked again, where it does not say when.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -20,10 +20,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 const PAGE: usize = 100;
 
 /// A list that has more pages is taken for one that never ends.
-const MOST_PAGES: usize = 10_000;
+const MAX_PAGES: usize = 10_000;
 
 /// What became of a request to work on a file.
-enum Begun {
+enum SubmitOutcome {
     Batch(String),
     /// The service said no: it works on nothing.
     Refused(CallFailure),
@@ -36,110 +36,115 @@ impl BatchTeacher {
     ///
     /// # Errors
     /// It refuses to, what it does cannot be learnt, or the note cannot be written.
-    pub(super) async fn begin_all(&self, handed: &mut Handed<'_>) -> Result<(), DataError> {
-        for index in 0..handed.note.batches.len() {
-            if handed.note.batches[index].batch_id.is_none() {
-                self.begin(handed, index).await?;
+    pub(super) async fn create_missing(&self, submitted: &mut SubmittedBatches<'_>) -> Result<(), DataError> {
+        for index in 0..submitted.note.batches.len() {
+            if submitted.note.batches[index].batch_id.is_none() {
+                self.create_batch(submitted, index).await?;
             }
         }
         Ok(())
     }
 
-    pub(super) async fn begin(&self, handed: &mut Handed<'_>, index: usize) -> Result<(), DataError> {
+    pub(super) async fn create_batch(
+        &self,
+        submitted: &mut SubmittedBatches<'_>,
+        index: usize,
+    ) -> Result<(), DataError> {
         let (mut n_left, mut failed) = (self.max_retries, None::<CallFailure>);
         loop {
-            let batch = handed.note.batches[index].clone();
+            let batch = submitted.note.batches[index].clone();
             if batch.n_unknown > 0
-                && let Some(id) = self.look_again_for(&batch).await.map_err(|failure| handed.unlisted(&failure))?
+                && let Some(id) =
+                    self.find_batch_with_retries(&batch).await.map_err(|failure| submitted.list_failed(&failure))?
             {
-                return handed.change(index, |batch| batch.batch_id = Some(id));
+                return submitted.change(index, |batch| batch.batch_id = Some(id));
             }
             if let Some(failure) = failed.take() {
-                n_left = n_left.checked_sub(1).ok_or_else(|| handed.stopped(&failure.to_string()))?;
+                n_left = n_left.checked_sub(1).ok_or_else(|| submitted.stopped(&failure.to_string()))?;
             }
-            self.count_lost(handed, index)?;
+            self.count_lost(submitted, index)?;
             // Before it is sent: what a kill leaves is looked for.
-            handed.change(index, |batch| batch.n_unknown += 1)?;
-            failed = Some(match self.ask_to_begin(&batch).await {
-                Begun::Batch(id) => return handed.change(index, |batch| batch.batch_id = Some(id)),
-                Begun::Refused(failure) => {
-                    handed.change(index, |batch| batch.n_unknown -= 1)?;
+            submitted.change(index, |batch| batch.n_unknown += 1)?;
+            failed = Some(match self.post_batch(&batch).await {
+                SubmitOutcome::Batch(id) => return submitted.change(index, |batch| batch.batch_id = Some(id)),
+                SubmitOutcome::Refused(failure) => {
+                    submitted.change(index, |batch| batch.n_unknown -= 1)?;
                     if failure.kind != FailureKind::RateLimited {
-                        return Err(self.refused(handed, index, &failure));
+                        return Err(self.refused(submitted, index, &failure));
                     }
                     tokio::time::sleep(self.poll.min(LONGEST_PAUSE)).await;
                     failure
                 }
-                Begun::Unknown(failure) => failure,
+                SubmitOutcome::Unknown(failure) => failure,
             });
         }
     }
 
-    async fn ask_to_begin(&self, batch: &Batch) -> Begun {
+    async fn post_batch(&self, batch: &Batch) -> SubmitOutcome {
         let body =
             json!({"input_file_id": batch.file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"});
-        let failure = match self.once.call(&Call::post("/batches", &body), Charge::FREE).await {
+        let failure = match self.once.call(&Call::post("/batches", &body), CostBound::FREE).await {
             Ok(answer) => match self.text(&answer.body, "id") {
-                Ok(id) => return Begun::Batch(id),
-                Err(failure) => return Begun::Unknown(failure),
+                Ok(id) => return SubmitOutcome::Batch(id),
+                Err(failure) => return SubmitOutcome::Unknown(failure),
             },
             Err(failure) => failure,
         };
         match failure.kind {
-            FailureKind::Unauthorized | FailureKind::RateLimited => Begun::Refused(failure),
+            FailureKind::Unauthorized | FailureKind::RateLimited => SubmitOutcome::Refused(failure),
             // 409 is one of them: the service may say no to a second one because it has the first.
-            FailureKind::Rejected => match self.look_for(batch).await {
-                Ok(Some(id)) => Begun::Batch(id),
-                Ok(None) => Begun::Refused(failure),
-                Err(_) => Begun::Unknown(failure),
+            FailureKind::Rejected => match self.find_batch(batch).await {
+                Ok(Some(id)) => SubmitOutcome::Batch(id),
+                Ok(None) => SubmitOutcome::Refused(failure),
+                Err(_) => SubmitOutcome::Unknown(failure),
             },
-            _ => Begun::Unknown(failure),
+            _ => SubmitOutcome::Unknown(failure),
         }
     }
 
     /// A file that the service refuses to work on, and surely never worked on, is of no more use.
-    fn refused(&self, handed: &mut Handed<'_>, index: usize, failure: &CallFailure) -> DataError {
-        if failure.kind == FailureKind::Rejected && handed.note.batches[index].n_unknown == 0 {
-            if let Err(error) = handed.drop_batch(index) {
+    fn refused(&self, submitted: &mut SubmittedBatches<'_>, index: usize, failure: &CallFailure) -> DataError {
+        if failure.kind == FailureKind::Rejected && submitted.note.batches[index].n_unknown == 0 {
+            if let Err(error) = submitted.drop_batch(index) {
                 return error;
             }
-            return DataError::Batch { problem: failure.to_string(), kept: handed.kept() };
+            return DataError::Batch { problem: failure.to_string(), kept: submitted.kept() };
         }
-        handed.stopped(&failure.to_string())
+        submitted.stopped(&failure.to_string())
     }
 
     /// Puts on the account what a batch that nobody finds may cost, beside what the next one may.
-    fn count_lost(&self, handed: &mut Handed<'_>, index: usize) -> Result<(), DataError> {
-        let Batch { n_unknown, n_lost, most, .. } = handed.note.batches[index];
+    fn count_lost(&self, submitted: &mut SubmittedBatches<'_>, index: usize) -> Result<(), DataError> {
+        let Batch { n_unknown, n_lost, most, .. } = submitted.note.batches[index];
         if n_lost >= n_unknown {
             return Ok(());
         }
         self.account.count_lost(&self.provider, u64::from(n_unknown - n_lost), most);
         self.account.save()?;
-        handed.change(index, |batch| batch.n_lost = n_unknown)?;
-        handed.reserved[index] = None;
-        handed.reserved[index] = Some(self.account.reserve_for_batch(most).map_err(DataError::Service)?);
+        submitted.change(index, |batch| batch.n_lost = n_unknown)?;
+        submitted.reserved[index] = None;
+        submitted.reserved[index] = Some(self.account.reserve_for_batch(most).map_err(DataError::Service)?);
         Ok(())
     }
 
     /// The batch over a file, if the service has one now or in a moment.
-    async fn look_again_for(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
+    async fn find_batch_with_retries(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
         let mut pause = self.poll.min(Duration::from_secs(1));
-        for _ in 1..N_LOOKS {
-            if let Some(id) = self.look_for(batch).await? {
+        for _ in 1..LIST_ATTEMPTS {
+            if let Some(id) = self.find_batch(batch).await? {
                 return Ok(Some(id));
             }
             tokio::time::sleep(pause).await;
             pause *= 2;
         }
-        self.look_for(batch).await
+        self.find_batch(batch).await
     }
 
     /// The batch over a file, if the service lists one.
-    async fn look_for(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
+    async fn find_batch(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
         let mut path = format!("/batches?limit={PAGE}");
-        for _ in 0..MOST_PAGES {
-            let page = self.again.call(&Call::get(&path), Charge::FREE).await?.body;
+        for _ in 0..MAX_PAGES {
+            let page = self.retrying.call(&Call::get(&path), CostBound::FREE).await?.body;
             let listed = page["data"].as_array();
             let listed = listed
                 .ok_or_else(|| self.failure(FailureKind::InvalidResponse, "the list of batches has no `data`"))?;
@@ -161,7 +166,7 @@ impl BatchTeacher {
 
 /// How much is borne while a batch is waited for.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct PollLimits {
     /// With a service that does not answer.
     pub(super) silence: Duration,
     /// Refusals in a row: a proxy may say what the service would not.
@@ -170,7 +175,7 @@ pub(super) struct Patience {
     pub(super) age: Duration,
 }
 
-impl Default for Patience {
+impl Default for PollLimits {
     fn default() -> Self {
         let hour = Duration::from_secs(3600);
         Self { silence: hour, n_refusals: 3, age: 72 * hour }
@@ -179,25 +184,25 @@ impl Default for Patience {
 
 /// Questions in a row that nobody answered.
 #[derive(Debug, Default)]
-struct Unanswered {
+struct FailedPolls {
     since: Option<Instant>,
     n_refused: u32,
 }
 
-impl Unanswered {
+impl FailedPolls {
     /// Whether another question may help.
-    fn is_bearable(&mut self, failure: &CallFailure, patience: Patience) -> bool {
+    fn is_tolerable(&mut self, failure: &CallFailure, poll_limits: PollLimits) -> bool {
         let since = *self.since.get_or_insert_with(Instant::now);
         match failure.kind {
             FailureKind::Unauthorized => false,
             FailureKind::Rejected | FailureKind::InvalidResponse => {
                 self.n_refused += 1;
-                self.n_refused < patience.n_refusals
+                self.n_refused < poll_limits.n_refusals
             }
             // Refusals count in a row. `since` stays: a service that is in turn silent and of no use is not asked for ever.
             _ => {
                 self.n_refused = 0;
-                since.elapsed() < patience.silence
+                since.elapsed() < poll_limits.silence
             }
         }
     }
@@ -210,33 +215,33 @@ impl BatchTeacher {
     /// The batch failed, and is then no longer noted; nobody says what became of it; or it does not end.
     pub(super) async fn wait(
         &self,
-        handed: &mut Handed<'_>,
+        submitted: &mut SubmittedBatches<'_>,
         index: usize,
         (n_before, n_rows): (u64, u64),
         progress: &dyn Progress,
     ) -> Result<Value, DataError> {
-        let batch = handed.note.batches[index].clone();
+        let batch = submitted.note.batches[index].clone();
         let id = batch.batch_id.clone().unwrap_or_default();
         // What a service counts may be any number.
         let done = |n_done: u64| n_before.saturating_add(n_done).min(n_rows);
-        let (mut unanswered, mut n_done) = (Unanswered::default(), 0);
+        let (mut unanswered, mut n_done) = (FailedPolls::default(), 0);
         loop {
-            let now = self.once.call(&Call::get(&format!("/batches/{id}")), Charge::FREE).await;
+            let now = self.once.call(&Call::get(&format!("/batches/{id}")), CostBound::FREE).await;
             let now = now.and_then(|answer| Ok((self.text(&answer.body, "status")?, answer.body)));
             match now {
                 Ok((status, now)) => {
-                    unanswered = Unanswered::default();
+                    unanswered = FailedPolls::default();
                     n_done = now.pointer("/request_counts/completed").and_then(Value::as_u64).unwrap_or(n_done);
                     progress.update(done(n_done), n_rows, &format!("batch {id} {status}"));
                     match status.as_str() {
                         "completed" | "expired" | "cancelled" => return Ok(now),
-                        "failed" => return Err(failed(handed, index, &id, &now)),
-                        _ => self.check_age(handed, &batch, &status)?,
+                        "failed" => return Err(failed(submitted, index, &id, &now)),
+                        _ => self.check_age(submitted, &batch, &status)?,
                     }
                 }
                 Err(failure) => {
-                    if !unanswered.is_bearable(&failure, self.patience) {
-                        return Err(handed.stopped(&format!("what became of batch {id} is unknown: {failure}")));
+                    if !unanswered.is_tolerable(&failure, self.poll_limits) {
+                        return Err(submitted.stopped(&format!("what became of batch {id} is unknown: {failure}")));
                     }
                     tracing::debug!("{failure}; batch {id} is asked for again");
                     let note = format!("batch {id}: {}; asked again", failure.kind);
@@ -247,23 +252,23 @@ impl BatchTeacher {
         }
     }
 
-    fn check_age(&self, handed: &Handed<'_>, batch: &Batch, status: &str) -> Result<(), DataError> {
+    fn check_age(&self, submitted: &SubmittedBatches<'_>, batch: &Batch, status: &str) -> Result<(), DataError> {
         let uploaded = Duration::from_secs(batch.uploaded_at);
         let uploaded = SystemTime::UNIX_EPOCH.checked_add(uploaded).filter(|_| batch.uploaded_at > 0);
         let age = uploaded.and_then(|uploaded| uploaded.elapsed().ok()).unwrap_or_default();
-        if age < self.patience.age {
+        if age < self.poll_limits.age {
             return Ok(());
         }
         let (id, hours) = (batch.batch_id.as_deref().unwrap_or_default(), age.as_secs() / 3600);
-        Err(handed.stopped(&format!("batch {id} is `{status}` after {hours} hours; cancel it at the service")))
+        Err(submitted.stopped(&format!("batch {id} is `{status}` after {hours} hours; cancel it at the service")))
     }
 }
 
-/// Nothing of it is paid, and its rows are handed over anew by the next run.
-fn failed(handed: &mut Handed<'_>, index: usize, id: &str, now: &Value) -> DataError {
+/// Nothing of it is paid, and its rows are submitted anew by the next run.
+fn failed(submitted: &mut SubmittedBatches<'_>, index: usize, id: &str, now: &Value) -> DataError {
     let said = now.pointer("/errors/data/0/message").and_then(Value::as_str).unwrap_or("no message");
-    match handed.drop_batch(index) {
-        Ok(()) => DataError::Batch { problem: format!("batch {id} failed: {said}"), kept: handed.kept() },
+    match submitted.drop_batch(index) {
+        Ok(()) => DataError::Batch { problem: format!("batch {id} failed: {said}"), kept: submitted.kept() },
         Err(error) => error,
     }
 }
@@ -276,9 +281,9 @@ mod tests {
     fn refusals_end_the_wait_only_where_no_other_failure_is_between_them() {
         use FailureKind::{Rejected, Timeout};
         let bears = |kinds: &[FailureKind]| {
-            let mut unanswered = Unanswered::default();
+            let mut unanswered = FailedPolls::default();
             let failure = |kind| CallFailure { kind, message: String::new() };
-            kinds.iter().all(|kind| unanswered.is_bearable(&failure(*kind), Patience::default()))
+            kinds.iter().all(|kind| unanswered.is_tolerable(&failure(*kind), PollLimits::default()))
         };
         assert!(bears(&[Rejected, Timeout, Rejected, Timeout, Rejected, Rejected]));
         assert!(!bears(&[Timeout, Rejected, Rejected, Rejected]));

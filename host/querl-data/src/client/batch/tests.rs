@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::client::spend::Spent;
+use crate::client::spend::Spend;
 use querl_core::ports::Silent;
 use querl_core::records::Completion;
 use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
@@ -17,7 +17,7 @@ struct Scene {
     service: Arc<BatchService>,
     server: FaultyServer,
     folder: tempfile::TempDir,
-    outside: Outside,
+    services: ServiceContext,
 }
 
 /// A service that is broken as long as this says so.
@@ -53,7 +53,7 @@ impl Scene {
         let server = FaultyServer::start_reading(pause, move |asked| {
             fault(asked, &behind).unwrap_or_else(|| behind.reply(asked))
         });
-        Self { service, server, folder: tempfile::tempdir().unwrap(), outside: Outside::default() }
+        Self { service, server, folder: tempfile::tempdir().unwrap(), services: ServiceContext::default() }
     }
 
     fn config(&self) -> TeacherConfig {
@@ -66,7 +66,7 @@ impl Scene {
     }
 
     fn teacher(&self) -> BatchTeacher {
-        BatchTeacher::open(&self.config(), &self.outside).unwrap()
+        BatchTeacher::open(&self.config(), &self.services).unwrap()
     }
 
     fn state(&self) -> PathBuf {
@@ -74,7 +74,7 @@ impl Scene {
     }
 
     /// The answers to some prompts, of a new process.
-    async fn ask(&self, prompts: &[&str]) -> Result<Vec<Result<Completion, CallFailure>>, DataError> {
+    async fn run(&self, prompts: &[&str]) -> Result<Vec<Result<Completion, CallFailure>>, DataError> {
         self.ask_of(&self.teacher(), prompts).await
     }
 
@@ -85,7 +85,7 @@ impl Scene {
     ) -> Result<Vec<Result<Completion, CallFailure>>, DataError> {
         let asked = prompts.iter().map(|text| Ok(prompt(text)));
         let state = self.state();
-        let answers = teacher.ask(asked, NewQuestions::HandedOver, &state, &Silent).await?;
+        let answers = teacher.run(asked, NewPrompts::Submit, &state, &Silent).await?;
         let of = prompts.iter().map(|text| Ok(answers.of(&prompt(text))?.unwrap())).collect();
         answers.settle()?;
         of
@@ -93,7 +93,7 @@ impl Scene {
 
     /// The whole error of a run that does not come to its end.
     async fn refusal(&self, prompts: &[&str]) -> String {
-        let error = self.ask(prompts).await.unwrap_err();
+        let error = self.run(prompts).await.unwrap_err();
         assert!(matches!(error, DataError::Batch { .. }), "{error:?}");
         error.to_string()
     }
@@ -103,12 +103,12 @@ impl Scene {
         asked.iter().filter(|asked| asked.method == method && asked.path.starts_with(path)).count()
     }
 
-    fn noted(&self) -> Vec<Batch> {
-        Note::read(&self.state()).unwrap().map_or_else(Vec::new, |note| note.batches)
+    fn recorded_state(&self) -> Vec<Batch> {
+        BatchState::read(&self.state()).unwrap().map_or_else(Vec::new, |note| note.batches)
     }
 
-    fn spent(&self, provider: &str) -> Spent {
-        self.outside.account().by_stage().remove("").unwrap().remove(provider).unwrap_or_default()
+    fn spent(&self, provider: &str) -> Spend {
+        self.services.account().by_stage().remove("").unwrap().remove(provider).unwrap_or_default()
     }
 }
 
@@ -132,7 +132,7 @@ fn answered(status: u16) -> Reply {
 #[tokio::test]
 async fn rows_with_the_same_prompt_are_one_question_that_is_charged_once() {
     let scene = Scene::new(|_, _| None);
-    let answers = scene.ask(&["a", "b", "a"]).await.unwrap();
+    let answers = scene.run(&["a", "b", "a"]).await.unwrap();
     let texts: Vec<&str> = answers.iter().map(|answer| answer.as_ref().unwrap().text.as_str()).collect();
     assert!(texts[0] == texts[2] && texts[0] != texts[1], "{texts:?}");
     let form = String::from_utf8(scene.server.asked()[0].body.clone()).unwrap();
@@ -141,7 +141,7 @@ async fn rows_with_the_same_prompt_are_one_question_that_is_charged_once() {
     assert_eq!((spent.calls, spent.joined), (2, 1));
     assert!((spent.cost - 2.0 * PRICE).abs() < 1e-12, "{spent:?}");
     // A file up, a batch, two questions whether it is done, a file down.
-    assert_eq!((scene.spent("teacher m (batch) files").calls, scene.outside.account().of_stage("").calls), (5, 2));
+    assert_eq!((scene.spent("teacher m (batch) files").calls, scene.services.account().of_stage("").calls), (5, 2));
 }
 
 /// Keeps away: a request for a batch that is sent again because its answer was late, and a second batch that is paid.
@@ -156,7 +156,7 @@ async fn batch_that_was_begun_behind_a_lost_answer_is_found_and_no_other_begun()
     ];
     for lose in lost {
         let scene = Scene::new(move |asked, service| is(asked, "POST", "/batches").then(|| lose(service.reply(asked))));
-        assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+        assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
         assert_eq!((scene.service.n_begun(), scene.n_asked("POST", "/batches")), (1, 1));
         assert_eq!(scene.spent("teacher m (batch)").lost_cost, 0.0);
     }
@@ -169,7 +169,7 @@ async fn batch_that_nobody_finds_stands_on_the_account_before_the_next_is_begun(
         let is_first = is(asked, "POST", "/batches") && n_begun.fetch_add(1, Ordering::SeqCst) == 0;
         is_first.then(|| answered(503))
     });
-    assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
     assert_eq!((scene.service.n_begun(), scene.n_asked("POST", "/batches")), (1, 2));
     assert!(scene.n_asked("GET", "/batches?") > 1, "it may be listed a moment later");
     let spent = scene.spent("teacher m (batch)");
@@ -181,11 +181,11 @@ async fn second_batch_over_a_file_must_fit_into_the_budget_beside_the_first() {
     let mut scene = Scene::new(|asked, _| is(asked, "POST", "/batches").then(|| answered(503)));
     let client = &scene.teacher().client;
     let most = client.cost(client.most_tokens(&prompt("a"))).unwrap() * 0.5;
-    let account = Account::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
-    scene.outside = Outside::default().with_account(Arc::new(account));
-    let error = scene.ask(&["a"]).await.unwrap_err();
+    let account = SpendTracker::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
+    scene.services = ServiceContext::default().with_account(Arc::new(account));
+    let error = scene.run(&["a"]).await.unwrap_err();
     assert!(matches!(&error, DataError::Service(failure) if failure.kind == FailureKind::OverBudget), "{error:?}");
-    assert_eq!((scene.n_asked("POST", "/batches"), scene.noted().len()), (1, 1));
+    assert_eq!((scene.n_asked("POST", "/batches"), scene.recorded_state().len()), (1, 1));
 }
 
 #[tokio::test]
@@ -198,7 +198,7 @@ async fn batch_of_a_busy_account_is_found_on_a_later_page() {
             Reply::Reset
         })
     });
-    assert!(all_answered(&scene.ask(&["a"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
     assert_eq!((scene.service.n_begun(), scene.n_asked("POST", "/batches")), (250, 1));
     assert_eq!(scene.n_asked("GET", "/batches?limit=100&after=batch-"), 2);
 }
@@ -217,7 +217,7 @@ async fn service_that_lists_no_batches_is_not_asked_for_a_second_one() {
         let said = scene.refusal(&["a"]).await;
         assert!(said.starts_with("whether the service has a batch already cannot be learnt: "), "{said}");
     }
-    assert_eq!((scene.service.n_begun(), scene.noted().len()), (1, 1));
+    assert_eq!((scene.service.n_begun(), scene.recorded_state().len()), (1, 1));
 }
 
 #[tokio::test]
@@ -229,7 +229,7 @@ async fn file_that_the_service_refuses_to_work_on_is_handed_over_anew() {
     assert!(said.ends_with("so says a proxy; the same command hands its rows over anew"), "{said}");
     assert!(!scene.state().exists());
     broken.mend();
-    assert!(all_answered(&scene.ask(&["a"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
     assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (2, 1));
     assert_eq!(scene.spent("teacher m (batch)").lost_cost, 0.0);
 }
@@ -256,7 +256,7 @@ async fn questions_for_a_batch_that_fail_are_asked_again() {
         Some(fault)
     });
     let mut teacher = scene.teacher();
-    teacher.patience.silence = Duration::from_secs(10);
+    teacher.poll_limits.silence = Duration::from_secs(10);
     assert!(all_answered(&scene.ask_of(&teacher, &["a", "b"]).await.unwrap()));
     assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
 }
@@ -269,7 +269,7 @@ async fn batch_that_nobody_says_anything_of_stays_noted() {
         let scene =
             Scene::new(move |asked, _| (is_broken.is() && is(asked, "GET", "/batches/")).then(|| answered(fault)));
         let mut teacher = scene.teacher();
-        teacher.patience.silence = Duration::from_millis(100);
+        teacher.poll_limits.silence = Duration::from_millis(100);
         let said = scene.ask_of(&teacher, &["a"]).await.unwrap_err().to_string();
         assert!(said.starts_with("what became of batch batch-0 is unknown: "), "{said}");
         let kept = format!(
@@ -277,9 +277,9 @@ async fn batch_that_nobody_says_anything_of_stays_noted() {
             scene.state().display()
         );
         assert!(said.contains(&kept), "{said}");
-        assert_eq!(scene.noted()[0].batch_id.as_deref(), Some("batch-0"));
+        assert_eq!(scene.recorded_state()[0].batch_id.as_deref(), Some("batch-0"));
         broken.mend();
-        assert!(all_answered(&scene.ask(&["a"]).await.unwrap()));
+        assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
         assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
@@ -293,7 +293,7 @@ async fn batch_without_an_end_is_not_waited_for_for_ever() {
     });
     let said = scene.refusal(&["a"]).await;
     assert!(said.starts_with("batch b is `resting` after "), "{said}");
-    assert_eq!(scene.noted().len(), 1);
+    assert_eq!(scene.recorded_state().len(), 1);
 }
 
 /// Keeps away: paid answers that are thrown away, row by row, because a file could not be read for a moment.
@@ -316,9 +316,9 @@ async fn answers_that_cannot_be_read_end_the_stage_and_are_read_by_the_next() {
             Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| fault.clone()));
         let error = scene.refusal(&["a", "b"]).await;
         assert!(error.starts_with("the answers of batch batch-0 cannot be read: ") && error.contains(said), "{error}");
-        assert_eq!((scene.noted().len(), scene.noted()[0].is_charged), (1, false));
+        assert_eq!((scene.recorded_state().len(), scene.recorded_state()[0].is_charged), (1, false));
         broken.mend();
-        assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+        assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
         assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
@@ -333,7 +333,7 @@ async fn file_that_was_cut_short_once_is_read_again() {
             other => Some(other),
         }
     });
-    assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
     assert_eq!(scene.n_asked("GET", "/files/"), 2);
 }
 
@@ -346,7 +346,7 @@ async fn slow_line_carries_files_for_as_long_as_they_move() {
     });
     // What the buffers of a connection hold is past the client's sight and gone in half of that.
     let config = TeacherConfig { timeout_s: 2.5, ..scene.config() };
-    let teacher = BatchTeacher::open(&config, &scene.outside).unwrap();
+    let teacher = BatchTeacher::open(&config, &scene.services).unwrap();
     let long = "鱼".repeat(300_000);
     let prompts: Vec<String> = (0..26).map(|n| format!("{n}{long}")).collect();
     let prompts: Vec<&str> = prompts.iter().map(String::as_str).collect();
@@ -375,7 +375,7 @@ async fn failed_batch_is_handed_over_anew_and_the_others_are_gone_on_with() {
         ),
         "{said}"
     );
-    assert!(all_answered(&scene.ask(&["a", "b", "c", "d", "e"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a", "b", "c", "d", "e"]).await.unwrap()));
     assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (4, 4));
     let spent = scene.spent("teacher m (batch)");
     assert!(spent.calls == 5 && (spent.cost - 5.0 * PRICE).abs() < 1e-12, "{spent:?}");
@@ -391,12 +391,12 @@ async fn rows_that_an_unfinished_batch_did_not_come_to_are_handed_over_anew() {
             }
             Some(reply)
         });
-        let answers = scene.ask(&["a", "b", "c", "d"]).await.unwrap();
+        let answers = scene.run(&["a", "b", "c", "d"]).await.unwrap();
         assert!(all_answered(&answers[..2]));
         let failure = answers[3].as_ref().unwrap_err();
         assert!(failure.message.ends_with(&format!("batch {status} without an answer to this row")), "{failure}");
-        assert_eq!(scene.noted()[0].ids.len(), 2);
-        assert!(all_answered(&scene.ask(&["a", "b", "c", "d"]).await.unwrap()));
+        assert_eq!(scene.recorded_state()[0].ids.len(), 2);
+        assert!(all_answered(&scene.run(&["a", "b", "c", "d"]).await.unwrap()));
         assert_eq!(scene.service.n_begun(), 2);
         assert!((scene.spent("teacher m (batch)").cost - 4.0 * PRICE).abs() < 1e-12, "the first two are paid once");
     }
@@ -408,7 +408,7 @@ async fn all_that_a_batch_answers_is_charged_once_when_it_is_read() {
     let scene = Scene::new(|_, _| None);
     for _ in 0..2 {
         let asked = ["a", "b"].iter().map(|text| Ok(prompt(text)));
-        scene.teacher().ask(asked, NewQuestions::HandedOver, &scene.state(), &Silent).await.unwrap();
+        scene.teacher().run(asked, NewPrompts::Submit, &scene.state(), &Silent).await.unwrap();
         assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
     }
 }
@@ -420,8 +420,8 @@ async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_n
     let scene = Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| answered(404)));
     scene.refusal(&["a"]).await;
     let other = TeacherConfig { model: Some("other".into()), ..scene.config() };
-    let other = BatchTeacher::open(&other, &scene.outside).unwrap();
-    for error in [other.has_noted(&scene.state()).unwrap_err(), refuse_noted_batches(&scene.state()).unwrap_err()] {
+    let other = BatchTeacher::open(&other, &scene.services).unwrap();
+    for error in [other.has_batches(&scene.state()).unwrap_err(), refuse_open_batches(&scene.state()).unwrap_err()] {
         assert!(
             error
                 .to_string()
@@ -429,11 +429,11 @@ async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_n
             "{error}"
         );
     }
-    assert!(scene.teacher().has_noted(&scene.state()).unwrap());
+    assert!(scene.teacher().has_batches(&scene.state()).unwrap());
     broken.mend();
     let (asked, state) = (["a", "b"].iter().map(|text| Ok(prompt(text))), scene.state());
     let teacher = scene.teacher();
-    let answers = teacher.ask(asked, NewQuestions::Left, &state, &Silent).await.unwrap();
+    let answers = teacher.run(asked, NewPrompts::Skip, &state, &Silent).await.unwrap();
     assert!(answers.of(&prompt("a")).unwrap().unwrap().is_ok());
     assert!(answers.of(&prompt("b")).unwrap().is_none());
     assert_eq!(scene.n_asked("POST", "/files"), 1);
@@ -454,11 +454,11 @@ async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew(
             other => Some(other),
         }
     });
-    let answers = scene.ask(&["a", "b"]).await.unwrap();
+    let answers = scene.run(&["a", "b"]).await.unwrap();
     assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 1);
     let failure = answers.iter().find_map(|answer| answer.as_ref().err()).unwrap();
     assert!(failure.message.ends_with("batch completed without an answer to this row"), "{failure}");
-    assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
     assert_eq!((scene.n_asked("GET", "/files/"), scene.service.n_begun()), (5, 2));
     assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
 }
@@ -478,7 +478,7 @@ async fn absurd_numbers_of_a_service_do_no_harm() {
         }
         Some(Answer::json(200, &body).into())
     });
-    assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+    assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
 }
 
 #[test]
@@ -493,7 +493,7 @@ fn upload_is_dated_by_the_service_where_it_tells_seconds_of_our_time() {
     }
 }
 
-/// Keeps away: a batch that is handed over, and paid, anew because the program was replaced while it was under way.
+/// Keeps away: a batch that is submitted, and paid, anew because the program was replaced while it was under way.
 #[tokio::test]
 async fn batch_that_an_earlier_version_noted_is_found_and_read() {
     for batch_id in [json!("batch-0"), Value::Null] {
@@ -502,11 +502,12 @@ async fn batch_that_an_earlier_version_noted_is_found_and_read() {
         let scene =
             Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| answered(404)));
         scene.refusal(&["a", "b"]).await;
-        let noted = &scene.noted()[0];
-        let earlier = json!({"batches": [{"file_id": noted.file_id, "batch_id": batch_id, "ids": noted.ids}]});
+        let recorded_state = &scene.recorded_state()[0];
+        let earlier =
+            json!({"batches": [{"file_id": recorded_state.file_id, "batch_id": batch_id, "ids": recorded_state.ids}]});
         std::fs::write(scene.state(), earlier.to_string()).unwrap();
         broken.mend();
-        assert!(all_answered(&scene.ask(&["a", "b"]).await.unwrap()));
+        assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
         assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
@@ -524,9 +525,9 @@ async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     });
     let prompts: Vec<String> = (0..100).map(|n| n.to_string()).collect();
     let prompts: Vec<&str> = prompts.iter().map(String::as_str).collect();
-    scene.ask(&prompts).await.unwrap();
-    assert_eq!((scene.noted()[0].ids.len(), scene.noted()[0].n_rows), (1, 100));
-    scene.teacher().ask(std::iter::empty(), NewQuestions::Left, &scene.state(), &Silent).await.map(drop).unwrap();
+    scene.run(&prompts).await.unwrap();
+    assert_eq!((scene.recorded_state()[0].ids.len(), scene.recorded_state()[0].n_rows), (1, 100));
+    scene.teacher().run(std::iter::empty(), NewPrompts::Skip, &scene.state(), &Silent).await.map(drop).unwrap();
 }
 
 /// Keeps away: a budget that takes one file and not two, and a run that then hands over none, each time.
@@ -535,8 +536,8 @@ async fn file_that_does_not_fit_beside_another_is_handed_over_behind_it() {
     let mut scene = Scene::new(|_, _| None);
     let client = &scene.teacher().client;
     let most = client.cost(client.most_tokens(&prompt("a"))).unwrap() * 0.5;
-    let account = Account::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
-    scene.outside = Outside::default().with_account(Arc::new(account));
+    let account = SpendTracker::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
+    scene.services = ServiceContext::default().with_account(Arc::new(account));
     let mut teacher = scene.teacher();
     teacher.largest.n_rows = 1;
     assert!(all_answered(&scene.ask_of(&teacher, &["a", "b"]).await.unwrap()));

@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Opens after so many calls in a row that failed for want of an answer, each after all its tries; it stays open: the stage
 /// stops, keeps what was done, and the next run starts anew.
 #[derive(Debug)]
-pub(super) struct Breaker {
+pub(super) struct CircuitBreaker {
     /// 0 never opens.
     limit: usize,
     in_a_row: AtomicUsize,
     opened: OnceLock<CallFailure>,
 }
 
-impl Breaker {
+impl CircuitBreaker {
     pub(super) fn new(limit: usize) -> Self {
         Self { limit, in_a_row: AtomicUsize::new(0), opened: OnceLock::new() }
     }
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn an_answer_starts_the_count_anew_and_a_refusal_is_no_silence() {
-        let breaker = Breaker::new(2);
+        let breaker = CircuitBreaker::new(2);
         for ended in [failed(FailureKind::Timeout), Ok(()), failed(FailureKind::Timeout)] {
             breaker.count("x", &ended);
         }

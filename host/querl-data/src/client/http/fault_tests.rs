@@ -19,7 +19,7 @@ fn quick() -> CallsConfig {
 }
 
 fn caller(server: &FaultyServer, max_retries: usize, config: &CallsConfig) -> Caller {
-    Caller::new("teacher.base_url", &server.url(), None, limits(max_retries), &Outside::new(config)).unwrap()
+    Caller::new("teacher.base_url", &server.url(), None, limits(max_retries), &ServiceContext::new(config)).unwrap()
 }
 
 fn good() -> Sent {
@@ -31,8 +31,8 @@ fn failing(n: usize, fault: Reply) -> FaultyServer {
     FaultyServer::start(move |asked| if asked.index < n { fault.clone() } else { good().into() })
 }
 
-async fn ask(server: &FaultyServer, max_retries: usize) -> Result<Answer, CallFailure> {
-    caller(server, max_retries, &quick()).post(&json!({}), Charge::FREE).await
+async fn ask(server: &FaultyServer, max_retries: usize) -> Result<ServiceResponse, CallFailure> {
+    caller(server, max_retries, &quick()).post(&json!({}), CostBound::FREE).await
 }
 
 #[tokio::test]
@@ -140,19 +140,19 @@ async fn refusals_within_a_body_are_treated_like_those_of_a_status() {
         0 => Sent::json(200, &json!({"error": "upstream busy"})).into(),
         _ => good().into(),
     });
-    let check = |body: &Value| Some(Refusal::told(None, body.get("error")?.to_string()));
+    let check = |body: &Value| Some(Refusal::reported(None, body.get("error")?.to_string()));
     let caller = caller(&server, 1, &CallsConfig { breaker_failures: 2, ..quick() });
-    assert!(caller.post_checked(&json!({}), Charge::FREE, &check).await.is_ok());
-    let refused = |body: &Value| Some(Refusal::told(Some(404), body.to_string()));
-    let failure = caller.post_checked(&json!({}), Charge::FREE, &refused).await.unwrap_err();
+    assert!(caller.post_checked(&json!({}), CostBound::FREE, &check).await.is_ok());
+    let refused = |body: &Value| Some(Refusal::reported(Some(404), body.to_string()));
+    let failure = caller.post_checked(&json!({}), CostBound::FREE, &refused).await.unwrap_err();
     assert_eq!((failure.kind, server.n_asked()), (FailureKind::Rejected, 3));
-    let busy = |body: &Value| Some(Refusal::told(Some(500), body.to_string()));
+    let busy = |body: &Value| Some(Refusal::reported(Some(500), body.to_string()));
     for kind in [FailureKind::ServerError, FailureKind::ServerError, FailureKind::Down] {
-        assert_eq!(caller.post_checked(&json!({}), Charge::FREE, &busy).await.unwrap_err().kind, kind);
+        assert_eq!(caller.post_checked(&json!({}), CostBound::FREE, &busy).await.unwrap_err().kind, kind);
     }
 }
 
-/// Keeps away: a model that thinks for minutes before its first byte, cut off by the limit of silence within an answer.
+/// Keeps away: a model that thinks for minutes before its first byte, cut off by the limit of stall_timeout within an answer.
 #[tokio::test]
 async fn the_first_byte_is_waited_for_as_long_as_the_whole_answer() {
     let server = FaultyServer::start(|_| Reply::After(Duration::from_millis(600), Box::new(good().into())));
@@ -168,10 +168,11 @@ async fn an_episodes_limit_counts_from_ones_turn_on() {
         _ => slow.clone(),
     });
     let one_at_once = CallLimits { max_concurrent: 1, ..limits(1) };
-    let caller = Caller::new("teacher.base_url", &server.url(), None, one_at_once, &Outside::default()).unwrap();
+    let caller = Caller::new("teacher.base_url", &server.url(), None, one_at_once, &ServiceContext::default()).unwrap();
     let body = json!({});
-    let limited =
-        |limit_ms| crate::client::deadline::within(Duration::from_millis(limit_ms), caller.post(&body, Charge::FREE));
+    let limited = |limit_ms| {
+        crate::client::deadline::within_deadline(Duration::from_millis(limit_ms), caller.post(&body, CostBound::FREE))
+    };
     let (first, second) = futures::join!(limited(550), limited(550));
     assert!(first.is_some_and(|answer| answer.is_ok()) && second.is_some_and(|answer| answer.is_ok()));
     assert!(limited(700).await.is_some_and(|answer| answer.is_ok()), "a pause that the service asked for");
@@ -183,7 +184,7 @@ async fn whole_call_is_bounded_however_the_bytes_trickle() {
     let config = CallsConfig { read_timeout_s: 60.0, ..quick() };
     let server = failing(usize::MAX, Reply::SlowHead(Duration::from_millis(20)));
     let started = Instant::now();
-    let failure = caller(&server, 0, &config).post(&json!({}), Charge::FREE).await.unwrap_err();
+    let failure = caller(&server, 0, &config).post(&json!({}), CostBound::FREE).await.unwrap_err();
     assert!(failure.message.ends_with("no answer within 1 s"), "{failure}");
     assert!(started.elapsed() < Duration::from_secs(5));
 }
@@ -196,7 +197,7 @@ async fn pause_that_one_call_is_asked_for_is_kept_by_all() {
     });
     let caller = caller(&server, 2, &quick());
     let started = Instant::now();
-    caller.post(&json!({}), Charge::FREE).await.unwrap();
+    caller.post(&json!({}), CostBound::FREE).await.unwrap();
     assert!(started.elapsed() >= Duration::from_secs(1));
     let server = FaultyServer::start(|asked| match asked.json()["first"].as_bool() {
         Some(true) if asked.index == 0 => Sent::text(429, "text/plain", "").with("Retry-After", "1").into(),
@@ -206,11 +207,11 @@ async fn pause_that_one_call_is_asked_for_is_kept_by_all() {
     let second = async {
         tokio::time::sleep(Duration::from_millis(200)).await;
         let started = Instant::now();
-        caller.post(&json!({}), Charge::FREE).await.unwrap();
+        caller.post(&json!({}), CostBound::FREE).await.unwrap();
         started.elapsed()
     };
     let first = json!({"first": true});
-    let (first, second) = futures::join!(caller.post(&first, Charge::FREE), second);
+    let (first, second) = futures::join!(caller.post(&first, CostBound::FREE), second);
     first.unwrap();
     assert!(second >= Duration::from_millis(600), "{second:?}");
 }
@@ -236,9 +237,9 @@ async fn service_that_answers_nobody_is_given_up() {
     let server = failing(usize::MAX, Sent::text(503, "text/plain", "maintenance").into());
     let caller = caller(&server, 1, &config);
     for _ in 0..3 {
-        assert_eq!(caller.post(&json!({}), Charge::FREE).await.unwrap_err().kind, FailureKind::ServerError);
+        assert_eq!(caller.post(&json!({}), CostBound::FREE).await.unwrap_err().kind, FailureKind::ServerError);
     }
-    let failure = caller.post(&json!({}), Charge::FREE).await.unwrap_err();
+    let failure = caller.post(&json!({}), CostBound::FREE).await.unwrap_err();
     assert_eq!((failure.kind, failure.kind.is_fatal(), server.n_asked()), (FailureKind::Down, true, 6));
     let said = "given up after 3 calls in a row without an answer; run again once it is up; the last: server error: ";
     assert!(failure.message.contains(said), "{failure}");
@@ -255,7 +256,7 @@ async fn http2_over_tls_is_spoken_with_a_certificate_of_ones_own() {
     let path = folder.path().join("ca.pem");
     std::fs::write(&path, server.certificate()).unwrap();
     let config = CallsConfig { ca_file: Some(path), ..quick() };
-    assert_eq!(caller(&server, 3, &config).post(&json!({}), Charge::FREE).await.unwrap().body["ok"], "改写");
+    assert_eq!(caller(&server, 3, &config).post(&json!({}), CostBound::FREE).await.unwrap().body["ok"], "改写");
     assert_eq!(server.n_asked(), 3);
     let failure = ask(&server, 0).await.unwrap_err();
     assert!(failure.message.contains("certificate"), "{failure}");
@@ -266,8 +267,8 @@ async fn proxy_is_asked_instead_of_the_service() {
     let proxy = FaultyServer::start(|_| good().into());
     let config = CallsConfig { proxy: Some(proxy.url()), ..quick() };
     let url = "http://teacher.invalid/v1/chat/completions";
-    let caller = Caller::new("teacher.base_url", url, None, limits(0), &Outside::new(&config)).unwrap();
-    caller.post(&json!({}), Charge::FREE).await.unwrap();
+    let caller = Caller::new("teacher.base_url", url, None, limits(0), &ServiceContext::new(&config)).unwrap();
+    caller.post(&json!({}), CostBound::FREE).await.unwrap();
     assert_eq!(proxy.asked()[0].path, url);
 }
 
@@ -277,7 +278,7 @@ fn unusable_certificates_name_the_setting() {
     let path = folder.path().join("ca.pem");
     std::fs::write(&path, "no certificate").unwrap();
     let config = CallsConfig { ca_file: Some(path), ..quick() };
-    let error = Caller::new("x", "http://127.0.0.1/", None, limits(0), &Outside::new(&config)).unwrap_err();
+    let error = Caller::new("x", "http://127.0.0.1/", None, limits(0), &ServiceContext::new(&config)).unwrap_err();
     assert!(error.to_string().ends_with("which holds no certificate in PEM form"), "{error}");
 }
 
@@ -297,8 +298,8 @@ async fn under_injected_faults_every_row_ends_and_none_is_paid_twice() {
     let config = CallsConfig { breaker_failures: 0, ..quick() };
     let caller = caller(&server, 4, &config);
     let caller = &caller;
-    let calls = (0..N_ROWS).map(|row| async move { (row, caller.post(&json!({"row": row}), Charge::FREE).await) });
-    let answers: Vec<(u64, Result<Answer, CallFailure>)> =
+    let calls = (0..N_ROWS).map(|row| async move { (row, caller.post(&json!({"row": row}), CostBound::FREE).await) });
+    let answers: Vec<(u64, Result<ServiceResponse, CallFailure>)> =
         futures::stream::iter(calls).buffer_unordered(10).collect().await;
     assert_eq!(answers.len() as u64, N_ROWS, "none lost");
     for (row, answer) in &answers {
@@ -341,12 +342,12 @@ async fn who_waits_for_a_turn_or_another_try_is_not_sent_after_the_stop() {
     for (server, requests_per_minute) in [(paced, Some(1)), (retried, None)] {
         let stop: &'static AtomicBool = Box::leak(Box::default());
         let limits = limits(3).per_minute(requests_per_minute, None);
-        let outside = Outside::new(&quick()).until(stop);
-        let caller = Caller::new("teacher.base_url", &server.url(), None, limits, &outside).unwrap();
+        let services = ServiceContext::new(&quick()).until(stop);
+        let caller = Caller::new("teacher.base_url", &server.url(), None, limits, &services).unwrap();
         let started = Instant::now();
         let body = json!({});
         let (first, second, ()) =
-            tokio::join!(caller.post(&body, Charge::FREE), caller.post(&body, Charge::FREE), async {
+            tokio::join!(caller.post(&body, CostBound::FREE), caller.post(&body, CostBound::FREE), async {
                 tokio::time::sleep(Duration::from_millis(300)).await;
                 stop.store(true, Ordering::Relaxed);
             });
@@ -355,7 +356,7 @@ async fn who_waits_for_a_turn_or_another_try_is_not_sent_after_the_stop() {
         assert!(unsent.filter(|message| message.ends_with("not sent: interrupted")).count() >= 1);
         assert!(server.n_asked() <= 2, "{}", server.n_asked());
         let n_asked = server.n_asked();
-        caller.post(&body, Charge::FREE).await.unwrap_err();
+        caller.post(&body, CostBound::FREE).await.unwrap_err();
         assert_eq!(server.n_asked(), n_asked);
     }
 }

@@ -1,8 +1,8 @@
 //! Files to and from a service. Their size and the line decide how long they take: what is bounded is how long nothing moves.
 
-use super::{Call, CallLimits, Caller, FailedTry, REFUSAL_BYTES, Retry, Secret, asked_pause, lock};
-use crate::client::context::Outside;
-use crate::client::spend::Bill;
+use super::{Call, CallLimits, Caller, FailedAttempt, REFUSAL_BYTES, Retry, Secret, lock, retry_after};
+use crate::client::context::ServiceContext;
+use crate::client::spend::CallSpend;
 use crate::error::DataError;
 use futures::stream;
 use querl_core::config::CallsConfig;
@@ -25,17 +25,17 @@ const CHUNK_BYTES: usize = 1 << 14;
 
 /// Carries files to and from one service.
 #[derive(Debug)]
-pub(crate) struct FileCarrier {
+pub(crate) struct FileTransfer {
     caller: Caller,
     /// How long nothing may move.
-    silence: Duration,
+    stall_timeout: Duration,
 }
 
 /// When a byte moved last.
 #[derive(Debug, Clone)]
-struct Moved(Arc<Mutex<Instant>>);
+struct TransferClock(Arc<Mutex<Instant>>);
 
-impl Moved {
+impl TransferClock {
     fn now() -> Self {
         Self(Arc::new(Mutex::new(Instant::now())))
     }
@@ -49,7 +49,7 @@ impl Moved {
     }
 }
 
-impl FileCarrier {
+impl FileTransfer {
     /// As [`Caller::new`], under the name `provider` on the account. `limits.timeout` is how long nothing may move.
     ///
     /// # Errors
@@ -59,13 +59,13 @@ impl FileCarrier {
         url: &str,
         key: Option<Secret>,
         limits: CallLimits,
-        outside: &Outside,
+        services: &ServiceContext,
         provider: &str,
     ) -> Result<Self, DataError> {
-        let config = CallsConfig { read_timeout_s: UNBOUNDED.as_secs_f64(), ..outside.config.clone() };
-        let (silence, limits) = (limits.timeout, CallLimits { timeout: UNBOUNDED, ..limits });
-        let caller = Caller::new(setting, url, key, limits, &outside.reached_by(config))?;
-        Ok(Self { caller: caller.named(provider), silence })
+        let config = CallsConfig { read_timeout_s: UNBOUNDED.as_secs_f64(), ..services.config.clone() };
+        let (stall_timeout, limits) = (limits.timeout, CallLimits { timeout: UNBOUNDED, ..limits });
+        let caller = Caller::new(setting, url, key, limits, &services.reached_by(config))?;
+        Ok(Self { caller: caller.named(provider), stall_timeout })
     }
 
     /// Sends `text` as a file of requests; what the service says of it.
@@ -75,7 +75,7 @@ impl FileCarrier {
     pub(crate) async fn upload(&self, path: &str, text: &Arc<String>) -> Result<Value, CallFailure> {
         let call = &Call { method: Method::POST, ..Call::get(path) };
         self.carry(|| async {
-            let moved = Moved::now();
+            let moved = TransferClock::now();
             let form = Form::new().text("purpose", "batch").part("file", part(text.clone(), moved.clone()));
             let mut body = Vec::new();
             let take = |chunk: &[u8]| {
@@ -98,38 +98,38 @@ impl FileCarrier {
         self.carry(|| async {
             let unwritten = |error: io::Error| {
                 let what = format!("the answers cannot be kept on this machine: {error}");
-                FailedTry { retry: Retry::Useless, ..self.failed(call, FailureKind::InvalidResponse, what) }
+                FailedAttempt { retry: Retry::Useless, ..self.failed(call, FailureKind::InvalidResponse, what) }
             };
             let mut file = file;
             file.set_len(0).and_then(|()| file.rewind()).map_err(unwritten)?;
             let take = |chunk: &[u8]| file.write_all(chunk).map_err(unwritten);
-            self.exchange(call, self.request(call), &Moved::now(), most_bytes, take).await
+            self.exchange(call, self.request(call), &TransferClock::now(), most_bytes, take).await
         })
         .await
     }
 
     /// Until a try succeeds, each counted.
-    async fn carry<T, F: Future<Output = Result<T, FailedTry>>>(
+    async fn carry<T, F: Future<Output = Result<T, FailedAttempt>>>(
         &self,
         mut try_once: impl FnMut() -> F,
     ) -> Result<T, CallFailure> {
-        let bill = Mutex::new(Bill::new(&self.caller.account, &self.caller.provider));
+        let call_spend = Mutex::new(CallSpend::new(&self.caller.account, &self.caller.provider));
         let counted = || {
             let tried = try_once();
             async {
-                lock(&bill).sent();
+                lock(&call_spend).sent();
                 let result = tried.await;
                 // Carrying costs nothing, whatever became of it.
                 match &result {
-                    Ok(_) => lock(&bill).answered(),
-                    Err(_) => lock(&bill).refused(),
+                    Ok(_) => lock(&call_spend).answered(),
+                    Err(_) => lock(&call_spend).refused(),
                 }
                 result
             }
         };
         let result = self.caller.retried(counted).await;
         if result.is_err() {
-            lock(&bill).failed();
+            lock(&call_spend).failed();
         }
         result
     }
@@ -147,11 +147,11 @@ impl FileCarrier {
         &self,
         call: &Call<'_>,
         request: RequestBuilder,
-        moved: &Moved,
+        moved: &TransferClock,
         most_bytes: u64,
-        mut take: impl FnMut(&[u8]) -> Result<(), FailedTry>,
-    ) -> Result<(), FailedTry> {
-        let broken = |error: reqwest::Error| self.failed(call, FailureKind::Unreachable, super::innermost(&error));
+        mut take: impl FnMut(&[u8]) -> Result<(), FailedAttempt>,
+    ) -> Result<(), FailedAttempt> {
+        let broken = |error: reqwest::Error| self.failed(call, FailureKind::Unreachable, super::root_cause(&error));
         let exchange = async {
             let mut response = request.send().await.map_err(broken)?;
             moved.tick();
@@ -165,21 +165,21 @@ impl FileCarrier {
                 if n_bytes > most_bytes {
                     let what = format!("the answer is longer than the {most_bytes} bytes that it can have");
                     let failed = self.failed(call, FailureKind::InvalidResponse, what);
-                    return Err(FailedTry { retry: Retry::Useless, ..failed });
+                    return Err(FailedAttempt { retry: Retry::Useless, ..failed });
                 }
                 take(&chunk)?;
             }
             Ok(())
         };
-        unless_silent(exchange, moved, self.silence).await.unwrap_or_else(|| {
-            let what = format!("nothing moved for {} s", self.silence.as_secs_f64());
+        unless_silent(exchange, moved, self.stall_timeout).await.unwrap_or_else(|| {
+            let what = format!("nothing moved for {} s", self.stall_timeout.as_secs_f64());
             Err(self.failed(call, FailureKind::Timeout, what))
         })
     }
 
     /// What a service that refuses says is read as far as a message goes.
-    async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedTry {
-        let (status, pause) = (response.status(), asked_pause(response.headers(), SystemTime::now()));
+    async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedAttempt {
+        let (status, pause) = (response.status(), retry_after(response.headers(), SystemTime::now()));
         let mut body = Vec::new();
         while body.len() < REFUSAL_BYTES
             && let Ok(Some(chunk)) = response.chunk().await
@@ -196,13 +196,13 @@ impl FileCarrier {
         }
     }
 
-    fn failed(&self, call: &Call<'_>, kind: FailureKind, what: String) -> FailedTry {
+    fn failed(&self, call: &Call<'_>, kind: FailureKind, what: String) -> FailedAttempt {
         self.caller.failed(call, kind, Retry::Later, what)
     }
 }
 
 /// A file whose chunks say when they go.
-fn part(text: Arc<String>, moved: Moved) -> Part {
+fn part(text: Arc<String>, moved: TransferClock) -> Part {
     let n_bytes = text.len();
     let chunks = (0..n_bytes).step_by(CHUNK_BYTES).map(move |start| {
         moved.tick();
@@ -213,13 +213,13 @@ fn part(text: Arc<String>, moved: Moved) -> Part {
 }
 
 /// What comes of `work`; `None` once nothing has moved for so long.
-async fn unless_silent<T>(work: impl Future<Output = T>, moved: &Moved, silence: Duration) -> Option<T> {
+async fn unless_silent<T>(work: impl Future<Output = T>, moved: &TransferClock, stall_timeout: Duration) -> Option<T> {
     let mut work = pin!(work);
     loop {
-        if let Ok(done) = tokio::time::timeout(silence.saturating_sub(moved.ago()), work.as_mut()).await {
+        if let Ok(done) = tokio::time::timeout(stall_timeout.saturating_sub(moved.ago()), work.as_mut()).await {
             return Some(done);
         }
-        if moved.ago() >= silence {
+        if moved.ago() >= stall_timeout {
             return None;
         }
     }

@@ -1,4 +1,4 @@
-//! Calls to outside services: bounded in number, pace and time, tried again where that can help, given up where nobody answers,
+//! Calls to outside services: bounded in number, rate_limiter and time, tried again where that can help, given up where nobody answers,
 //! and failing with a sentence that holds no secret.
 
 mod circuit_breaker;
@@ -6,23 +6,23 @@ mod file_transfer;
 mod rate_limit;
 mod retry;
 mod secret;
-pub(crate) use file_transfer::FileCarrier;
+pub(crate) use file_transfer::FileTransfer;
 pub(crate) use rate_limit::estimated_tokens;
 pub(crate) use retry::{Check, Refusal};
 pub(crate) use secret::Secret;
 
-use crate::client::context::Outside;
-use crate::client::deadline::{StopFlag, turn};
-use crate::client::spend::{Account, Bill};
+use crate::client::context::ServiceContext;
+use crate::client::deadline::{StopFlag, queued};
+use crate::client::spend::{CallSpend, SpendTracker};
 use crate::error::DataError;
 use backon::{ExponentialBuilder, Retryable};
-use circuit_breaker::Breaker;
+use circuit_breaker::CircuitBreaker;
 use querl_core::config::CallsConfig;
 use querl_core::records::{CallFailure, FailureKind};
-use rate_limit::Pace;
+use rate_limit::RateLimiter;
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Certificate, Client, Method, NoProxy, Proxy, Response, StatusCode, Url, redirect};
-use retry::{FailedTry, LONGEST_PAUSE, Retry, asked_pause, is_out_of_money, may_be_charged, of_status};
+use retry::{FailedAttempt, MAX_RETRY_AFTER, Retry, is_out_of_money, may_be_charged, of_status, retry_after};
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
@@ -80,9 +80,9 @@ pub(crate) struct Caller {
     max_response_bytes: usize,
     read_timeout: Duration,
     slots: Semaphore,
-    pace: Pace,
-    breaker: Breaker,
-    account: Arc<Account>,
+    rate_limiter: RateLimiter,
+    breaker: CircuitBreaker,
+    account: Arc<SpendTracker>,
     /// Once it is set nobody is called any more.
     stop: StopFlag,
     /// As the account calls the service.
@@ -91,11 +91,11 @@ pub(crate) struct Caller {
 
 /// An answer and how long its last try took.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ServiceResponse {
     pub(crate) body: Value,
     pub(crate) latency_ms: f64,
     /// For what the answer cost; goes on the account when it is dropped.
-    pub(crate) bill: Bill,
+    pub(crate) call_spend: CallSpend,
 }
 
 /// One request, as often as it is tried.
@@ -121,14 +121,14 @@ impl<'a> Call<'a> {
 
 /// What a call takes before its answer is known.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Charge {
+pub(crate) struct CostBound {
     /// Of a quota of tokens.
     pub(crate) n_tokens: u64,
     /// The most that it may cost.
     pub(crate) most: f64,
 }
 
-impl Charge {
+impl CostBound {
     /// Of a service that takes no money.
     pub(crate) const FREE: Self = Self { n_tokens: 0, most: 0.0 };
 }
@@ -143,12 +143,12 @@ impl Caller {
         url: &str,
         key: Option<Secret>,
         limits: CallLimits,
-        outside: &Outside,
+        services: &ServiceContext,
     ) -> Result<Self, DataError> {
         let parsed = Url::parse(url).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
         let url =
             parsed.ok_or_else(|| DataError::setting(setting, "is not an http or https address; write it in full"))?;
-        let config = &outside.config;
+        let config = &services.config;
         let provider = setting.rsplit_once('.').map_or(setting, |(section, _)| section).to_owned();
         let unsent = |_| {
             DataError::setting(format!("{provider}.api_key_env"), "gives a key with characters that cannot be sent")
@@ -163,10 +163,10 @@ impl Caller {
             max_response_bytes: config.max_response_mib.saturating_mul(1 << 20),
             read_timeout: seconds(config.read_timeout_s),
             slots: Semaphore::new(limits.max_concurrent),
-            pace: Pace::new(limits.requests_per_minute, limits.tokens_per_minute),
-            breaker: Breaker::new(config.breaker_failures),
-            account: outside.account.clone(),
-            stop: outside.stop,
+            rate_limiter: RateLimiter::new(limits.requests_per_minute, limits.tokens_per_minute),
+            breaker: CircuitBreaker::new(config.breaker_failures),
+            account: services.account.clone(),
+            stop: services.stop,
             provider,
         })
     }
@@ -183,7 +183,7 @@ impl Caller {
     /// again; a pause that the server asks for in `Retry-After` is kept, by all calls. After too many calls in a row without an
     /// answer, and where a server asks for a pause of minutes, nobody is called any more: `down`. A try that the budget might not
     /// cover is not made: `over budget`.
-    pub(crate) async fn post(&self, body: &Value, charge: Charge) -> Result<Answer, CallFailure> {
+    pub(crate) async fn post(&self, body: &Value, charge: CostBound) -> Result<ServiceResponse, CallFailure> {
         self.post_checked(body, charge, &|_| None).await
     }
 
@@ -194,9 +194,9 @@ impl Caller {
     pub(crate) async fn post_checked(
         &self,
         body: &Value,
-        charge: Charge,
+        charge: CostBound,
         check: &Check<'_>,
-    ) -> Result<Answer, CallFailure> {
+    ) -> Result<ServiceResponse, CallFailure> {
         self.call_checked(&Call::post("", body), charge, check).await
     }
 
@@ -204,35 +204,40 @@ impl Caller {
     ///
     /// # Errors
     /// As [`post`](Self::post).
-    pub(crate) async fn call(&self, call: &Call<'_>, charge: Charge) -> Result<Answer, CallFailure> {
+    pub(crate) async fn call(&self, call: &Call<'_>, charge: CostBound) -> Result<ServiceResponse, CallFailure> {
         self.call_checked(call, charge, &|_| None).await
     }
 
-    async fn call_checked(&self, call: &Call<'_>, charge: Charge, check: &Check<'_>) -> Result<Answer, CallFailure> {
+    async fn call_checked(
+        &self,
+        call: &Call<'_>,
+        charge: CostBound,
+        check: &Check<'_>,
+    ) -> Result<ServiceResponse, CallFailure> {
         // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
-        let slot = self.before_stop(turn(self.slots.acquire())).await?;
+        let slot = self.before_stop(queued(self.slots.acquire())).await?;
         let _slot = slot.expect("the semaphore is never closed");
         if let Some(down) = self.breaker.opened() {
             return Err(down.clone());
         }
-        let bill = Mutex::new(Bill::new(&self.account, &self.provider));
-        let answer = self.retried(|| self.try_call(call, charge, check, &bill)).await;
+        let call_spend = Mutex::new(CallSpend::new(&self.account, &self.provider));
+        let answer = self.retried(|| self.try_call(call, charge, check, &call_spend)).await;
         // Who was not asked has not failed to answer.
         if !self.stop.is_set() {
             self.breaker.count(&shown_address(&self.url), &answer);
         }
-        let mut bill = bill.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut call_spend = call_spend.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
         match answer {
-            Ok((body, latency_ms)) => Ok(Answer { body, latency_ms, bill }),
+            Ok((body, latency_ms)) => Ok(ServiceResponse { body, latency_ms, call_spend }),
             Err(failure) => {
-                bill.failed();
+                call_spend.failed();
                 Err(failure)
             }
         }
     }
 
     /// Tries as often as can help and as the limits say.
-    async fn retried<T, F: Future<Output = Result<T, FailedTry>>>(
+    async fn retried<T, F: Future<Output = Result<T, FailedAttempt>>>(
         &self,
         try_once: impl FnMut() -> F,
     ) -> Result<T, CallFailure> {
@@ -244,21 +249,21 @@ impl Caller {
             .with_jitter();
         try_once
             .retry(pauses)
-            .when(|failed: &FailedTry| {
+            .when(|failed: &FailedAttempt| {
                 failed.retry != Retry::Useless && self.breaker.opened().is_none() && !self.stop.is_set()
             })
-            .adjust(|failed: &FailedTry, pause| match failed.retry {
-                Retry::After(asked) if asked > LONGEST_PAUSE => None,
+            .adjust(|failed: &FailedAttempt, pause| match failed.retry {
+                Retry::After(asked) if asked > MAX_RETRY_AFTER => None,
                 // Not all at the same moment.
                 Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
                 _ => pause,
             })
             // The next try sees that its pause was cut short.
             .sleep(move |pause| stop.pause(pause))
-            .notify(|failed: &FailedTry, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
+            .notify(|failed: &FailedAttempt, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
             .await
             .map_err(|failed| {
-                if matches!(failed.retry, Retry::After(asked) if asked > LONGEST_PAUSE) {
+                if matches!(failed.retry, Retry::After(asked) if asked > MAX_RETRY_AFTER) {
                     self.breaker.open(&failed.failure);
                 }
                 failed.failure
@@ -268,25 +273,25 @@ impl Caller {
     async fn try_call(
         &self,
         call: &Call<'_>,
-        charge: Charge,
+        charge: CostBound,
         check: &Check<'_>,
-        bill: &Mutex<Bill>,
-    ) -> Result<(Value, f64), FailedTry> {
-        let unpaid = |failure| FailedTry { failure, retry: Retry::Useless, is_lost: false };
-        let reserved = self.before_stop(turn(self.account.reserve(charge.most))).await.map_err(unpaid)?;
-        lock(bill).covered_by(reserved.map_err(unpaid)?);
-        self.before_stop(turn(self.pace.turn(charge.n_tokens))).await.map_err(unpaid)?;
-        lock(bill).sent();
+        call_spend: &Mutex<CallSpend>,
+    ) -> Result<(Value, f64), FailedAttempt> {
+        let unpaid = |failure| FailedAttempt { failure, retry: Retry::Useless, is_lost: false };
+        let reserved = self.before_stop(queued(self.account.reserve(charge.most))).await.map_err(unpaid)?;
+        lock(call_spend).covered_by(reserved.map_err(unpaid)?);
+        self.before_stop(queued(self.rate_limiter.turn(charge.n_tokens))).await.map_err(unpaid)?;
+        lock(call_spend).sent();
         let answer = self.exchange(call).await.and_then(|answer| match check(&answer.0) {
             Some(Refusal { kind, retry, is_lost, what }) => {
-                Err(FailedTry { is_lost, ..self.failed(call, kind, retry, what) })
+                Err(FailedAttempt { is_lost, ..self.failed(call, kind, retry, what) })
             }
             None => Ok(answer),
         });
         match &answer {
-            Ok(_) => lock(bill).answered(),
-            Err(FailedTry { is_lost: true, .. }) => lock(bill).lost(),
-            Err(_) => lock(bill).refused(),
+            Ok(_) => lock(call_spend).answered(),
+            Err(FailedAttempt { is_lost: true, .. }) => lock(call_spend).lost(),
+            Err(_) => lock(call_spend).refused(),
         }
         answer
     }
@@ -297,7 +302,7 @@ impl Caller {
         done.ok_or_else(|| self.failure(FailureKind::Timeout, "not sent: interrupted"))
     }
 
-    async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedTry> {
+    async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedAttempt> {
         let started = Instant::now();
         let mut request = self.client.request(call.method.clone(), self.address(call));
         if let Some(body) = call.sent {
@@ -308,7 +313,7 @@ impl Caller {
         }
         let mut response = request.send().await.map_err(|error| self.broken(call, &error))?;
         let status = response.status();
-        let pause = asked_pause(response.headers(), SystemTime::now());
+        let pause = retry_after(response.headers(), SystemTime::now());
         if !status.is_success() {
             // Judged by its status: a refusal that breaks off is one all the same.
             let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
@@ -332,7 +337,7 @@ impl Caller {
         call: &Call<'_>,
         response: &mut Response,
         most_bytes: usize,
-    ) -> Result<Vec<u8>, (Vec<u8>, FailedTry)> {
+    ) -> Result<Vec<u8>, (Vec<u8>, FailedAttempt)> {
         let mut bytes = Vec::new();
         loop {
             let failed = match tokio::time::timeout(self.read_timeout, response.chunk()).await {
@@ -360,7 +365,7 @@ impl Caller {
     }
 
     /// A service that quotes the key, in whatever it says, must not bring it into a file.
-    fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedTry> {
+    fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedAttempt> {
         // Bytes that were replaced would be words that nobody wrote.
         let text = String::from_utf8(bytes).map_err(|error| {
             let (at, is_cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
@@ -381,10 +386,10 @@ impl Caller {
         Ok(body)
     }
 
-    fn broken(&self, call: &Call<'_>, error: &reqwest::Error) -> FailedTry {
+    fn broken(&self, call: &Call<'_>, error: &reqwest::Error) -> FailedAttempt {
         let (kind, what) = match error.is_timeout() && !error.is_connect() {
             true => (FailureKind::Timeout, format!("no answer within {} s", self.limits.timeout.as_secs_f64())),
-            false => (FailureKind::Unreachable, innermost(error)),
+            false => (FailureKind::Unreachable, root_cause(error)),
         };
         // Who was never reached has charged nothing.
         let failed = self.failed(call, kind, Retry::Later, what);
@@ -392,12 +397,12 @@ impl Caller {
     }
 
     /// What ends in the middle was cut short on its way; anything else the next try would get too.
-    fn not_json(&self, call: &Call<'_>, error: &serde_json::Error) -> FailedTry {
+    fn not_json(&self, call: &Call<'_>, error: &serde_json::Error) -> FailedAttempt {
         let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
         self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
     }
 
-    fn refused(&self, call: &Call<'_>, status: StatusCode, pause: Option<Duration>, body: &str) -> FailedTry {
+    fn refused(&self, call: &Call<'_>, status: StatusCode, pause: Option<Duration>, body: &str) -> FailedAttempt {
         let (kind, retry) = match is_out_of_money(body) {
             true => (FailureKind::Unauthorized, Retry::Useless),
             false => of_status(status.as_u16(), pause),
@@ -405,20 +410,20 @@ impl Caller {
         // Before it is cut: half a key is one, too.
         let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
         match retry {
-            Retry::After(asked) if asked > LONGEST_PAUSE => {
+            Retry::After(asked) if asked > MAX_RETRY_AFTER => {
                 what = format!("{what}; it wants no call for {:.0} s", asked.as_secs_f64().min(1e9));
             }
-            Retry::After(asked) => self.pace.silence(asked),
+            Retry::After(asked) => self.rate_limiter.pause_all(asked),
             Retry::Later | Retry::Useless => {}
         }
         let failed = self.failed(call, kind, retry, what);
         if may_be_charged(status.as_u16()) { failed.lost() } else { failed }
     }
 
-    fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedTry {
+    fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedAttempt {
         let (method, address) = (&call.method, shown_address(&self.url));
         let message = self.without_key(&format!("{method} {address}{}: {what}", call.path));
-        FailedTry { failure: CallFailure { kind, message }, retry, is_lost: false }
+        FailedAttempt { failure: CallFailure { kind, message }, retry, is_lost: false }
     }
 
     /// A failure of this service, with the key taken out of the message.
@@ -431,8 +436,8 @@ impl Caller {
     }
 }
 
-fn lock(bill: &Mutex<Bill>) -> MutexGuard<'_, Bill> {
-    bill.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+fn lock(call_spend: &Mutex<CallSpend>) -> MutexGuard<'_, CallSpend> {
+    call_spend.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// The address without user, password and query, which may hold keys.
@@ -456,7 +461,7 @@ pub(crate) fn server_message(body: &str) -> String {
 }
 
 /// The cause at the bottom says it best: `Connection refused`.
-fn innermost(error: &dyn std::error::Error) -> String {
+fn root_cause(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(next) = cause.source() {
         cause = next;

@@ -1,35 +1,35 @@
-//! How fast an endpoint is called: requests and tokens a minute, and silence where it asked for some.
+//! How fast an endpoint is called: requests and tokens a minute, and pause_all where it asked for some.
 
 use governor::clock::Clock;
-use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
+use governor::{DefaultDirectRateLimiter, Quota};
 use std::num::NonZeroU32;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// The pace of one endpoint. Services count the last minute: a bucket holds a second's worth, so that no minute sees more than
+/// The rate_limiter of one endpoint. Services count the last minute: a bucket holds a second's worth, so that no minute sees more than
 /// a sixtieth above its quota.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
-    requests: Option<Bucket>,
-    tokens: Option<Bucket>,
-    /// The endpoint asked for silence until then. All calls keep it, not only the one that was told.
-    silent_until: Mutex<Option<Instant>>,
+pub(super) struct RateLimiter {
+    requests: Option<TokenBucket>,
+    tokens: Option<TokenBucket>,
+    /// The endpoint asked for pause_all until then. All calls keep it, not only the one that was told.
+    paused_until: Mutex<Option<Instant>>,
 }
 
 #[derive(Debug)]
-struct Bucket {
+struct TokenBucket {
     limiter: DefaultDirectRateLimiter,
     size: NonZeroU32,
     /// Who came first is served first, however much others want.
     queue: tokio::sync::Mutex<()>,
 }
 
-impl Bucket {
+impl TokenBucket {
     /// `None` where there is no quota.
     fn new(per_minute: Option<u32>) -> Option<Self> {
         let per_minute = NonZeroU32::new(per_minute?)?;
         let size = NonZeroU32::new(per_minute.get() / 60).unwrap_or(NonZeroU32::MIN);
-        let limiter = RateLimiter::direct(Quota::per_minute(per_minute).allow_burst(size));
+        let limiter = governor::RateLimiter::direct(Quota::per_minute(per_minute).allow_burst(size));
         Some(Self { limiter, size, queue: tokio::sync::Mutex::new(()) })
     }
 
@@ -46,11 +46,11 @@ impl Bucket {
     }
 }
 
-impl Pace {
+impl RateLimiter {
     /// No quota where `None`.
     pub(super) fn new(requests_per_minute: Option<u32>, tokens_per_minute: Option<u32>) -> Self {
-        let (requests, tokens) = (Bucket::new(requests_per_minute), Bucket::new(tokens_per_minute));
-        Self { requests, tokens, silent_until: Mutex::default() }
+        let (requests, tokens) = (TokenBucket::new(requests_per_minute), TokenBucket::new(tokens_per_minute));
+        Self { requests, tokens, paused_until: Mutex::default() }
     }
 
     /// Waits for one's turn with a request of so many tokens.
@@ -61,21 +61,21 @@ impl Pace {
         if let Some(tokens) = &self.tokens {
             tokens.take(n_tokens).await;
         }
-        while let Some(pause) = self.silence_left() {
+        while let Some(pause) = self.pause_left() {
             tokio::time::sleep(pause).await;
         }
     }
 
     /// Nobody calls for so long.
-    pub(super) fn silence(&self, pause: Duration) {
+    pub(super) fn pause_all(&self, pause: Duration) {
         let until = Instant::now() + pause;
-        let mut silent_until = self.silent_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        *silent_until = Some(silent_until.map_or(until, |known| known.max(until)));
+        let mut paused_until = self.paused_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        *paused_until = Some(paused_until.map_or(until, |known| known.max(until)));
     }
 
-    fn silence_left(&self) -> Option<Duration> {
-        let silent_until = *self.silent_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        silent_until?.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+    fn pause_left(&self) -> Option<Duration> {
+        let paused_until = *self.paused_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        paused_until?.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
     }
 }
 
@@ -94,10 +94,10 @@ mod tests {
 
     #[tokio::test]
     async fn requests_keep_the_pace_from_the_first_on() {
-        let pace = Pace::new(Some(600), None);
+        let rate_limiter = RateLimiter::new(Some(600), None);
         let started = Instant::now();
         for _ in 0..16 {
-            pace.turn(0).await;
+            rate_limiter.turn(0).await;
         }
         // Ten at once, then one each tenth of a second.
         let taken = started.elapsed().as_secs_f64();
@@ -106,20 +106,20 @@ mod tests {
 
     #[tokio::test]
     async fn tokens_are_paid_by_size_even_above_the_bucket() {
-        let pace = Pace::new(None, Some(6000));
+        let rate_limiter = RateLimiter::new(None, Some(6000));
         let started = Instant::now();
-        pace.turn(160).await;
+        rate_limiter.turn(160).await;
         let taken = started.elapsed().as_secs_f64();
         assert!((0.55..2.0).contains(&taken), "{taken}");
     }
 
     #[tokio::test]
     async fn silence_holds_everybody() {
-        let pace = Pace::new(None, None);
-        pace.silence(Duration::from_millis(200));
-        pace.silence(Duration::from_millis(1));
+        let rate_limiter = RateLimiter::new(None, None);
+        rate_limiter.pause_all(Duration::from_millis(200));
+        rate_limiter.pause_all(Duration::from_millis(1));
         let started = Instant::now();
-        pace.turn(0).await;
+        rate_limiter.turn(0).await;
         assert!(started.elapsed() >= Duration::from_millis(195));
     }
 

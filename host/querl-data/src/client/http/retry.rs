@@ -6,17 +6,17 @@ use serde_json::Value;
 use std::time::{Duration, SystemTime};
 
 /// A server that asks for a longer pause than this is not waited for.
-pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(120);
+pub(super) const MAX_RETRY_AFTER: Duration = Duration::from_secs(120);
 
 /// One failed try.
-pub(super) struct FailedTry {
+pub(super) struct FailedAttempt {
     pub(super) failure: CallFailure,
     pub(super) retry: Retry,
     /// The request went out and its answer never came, or is of no use: it may have been charged.
     pub(super) is_lost: bool,
 }
 
-impl FailedTry {
+impl FailedAttempt {
     pub(super) fn lost(self) -> Self {
         Self { is_lost: true, ..self }
     }
@@ -44,7 +44,7 @@ pub(crate) struct Refusal {
 
 impl Refusal {
     /// A failure that the body tells, with its status where it tells one: as the same status of HTTP, else the service's own failure.
-    pub(crate) fn told(status: Option<u16>, what: String) -> Self {
+    pub(crate) fn reported(status: Option<u16>, what: String) -> Self {
         let (kind, retry) = match status.filter(|status| (400..600).contains(status)) {
             Some(status) => of_status(status, None),
             None => (FailureKind::ServerError, Retry::Later),
@@ -53,7 +53,7 @@ impl Refusal {
     }
 
     /// An answer that the service broke off.
-    pub(crate) fn broken_off(what: String) -> Self {
+    pub(crate) fn aborted(what: String) -> Self {
         Self { kind: FailureKind::ServerError, retry: Retry::Later, is_lost: true, what }
     }
 }
@@ -90,7 +90,7 @@ pub(super) fn may_be_charged(status: u16) -> bool {
 }
 
 /// The pause that a server asks for: seconds, or a date. A date that has passed asks for none.
-pub(super) fn asked_pause(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
+pub(super) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     match text.parse() {
         // What no clock can count is for ever.
@@ -118,7 +118,7 @@ mod tests {
         let now = httpdate::parse_http_date("Sun, 01 Mar 2026 08:00:00 GMT").unwrap();
         let pause = |text: &str| {
             let headers = HeaderMap::from_iter([(RETRY_AFTER, text.parse().unwrap())]);
-            asked_pause(&headers, now).map(|pause| pause.as_secs_f64())
+            retry_after(&headers, now).map(|pause| pause.as_secs_f64())
         };
         assert_eq!(pause("7"), Some(7.0));
         assert_eq!(pause(" 0.5 "), Some(0.5));

@@ -85,7 +85,7 @@ impl Secret {
 
     /// `text` without the key, in whichever form it is sent.
     pub(super) fn hide_in(&self, text: &str) -> String {
-        self.forms().iter().fold(text.to_owned(), |text, form| text.replace(form, "[key]"))
+        self.encodings().iter().fold(text.to_owned(), |text, form| text.replace(form, "[key]"))
     }
 
     /// The same in every text of a value; its form stays.
@@ -104,14 +104,14 @@ impl Secret {
         }
     }
 
-    fn forms(&self) -> Vec<String> {
-        let mut forms = vec![self.key.clone()];
+    fn encodings(&self) -> Vec<String> {
+        let mut encodings = vec![self.key.clone()];
         if self.scheme == AuthScheme::Basic {
-            forms.push(self.encoded());
-            forms.extend(self.key.split_once(':').map(|(_, password)| password.to_owned()));
+            encodings.push(self.encoded());
+            encodings.extend(self.key.split_once(':').map(|(_, password)| password.to_owned()));
         }
-        forms.retain(|form| form.len() >= SECRET_BYTES);
-        forms
+        encodings.retain(|form| form.len() >= SECRET_BYTES);
+        encodings
     }
 }
 

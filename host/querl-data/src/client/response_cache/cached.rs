@@ -1,9 +1,9 @@
 //! Ports that look into the cache before they ask, and ask nobody what is being asked already.
 
-use super::{AnswerCache, CacheTable, Flights};
-use crate::client::context::Outside;
+use super::{CacheTable, InFlightRequests, ResponseCache};
+use crate::client::context::ServiceContext;
 use crate::client::deadline;
-use crate::client::spend::Account;
+use crate::client::spend::SpendTracker;
 use async_trait::async_trait;
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Judge, JudgeRequest, RetrievalRequest, Retriever, Teacher};
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 /// One table of the cache, for the answers of one service with one set of parameters. Without a cache only questions that are asked at
 /// the same time share an answer.
-pub(crate) struct Shelf {
-    cache: Option<Arc<AnswerCache>>,
-    flights: Arc<Flights>,
-    account: Arc<Account>,
+pub(crate) struct ServiceCache {
+    cache: Option<Arc<ResponseCache>>,
+    in_flight: Arc<InFlightRequests>,
+    account: Arc<SpendTracker>,
     table: CacheTable,
     /// As the account calls the service.
     provider: String,
@@ -29,12 +29,12 @@ pub(crate) struct Shelf {
     fresh_since: Option<Instant>,
 }
 
-impl Shelf {
+impl ServiceCache {
     /// For the responses of `provider`. `identity` is everything except the request that a response depends on.
-    pub(crate) fn open(context: &Outside, table: CacheTable, provider: &str, identity: &impl Serialize) -> Self {
+    pub(crate) fn open(context: &ServiceContext, table: CacheTable, provider: &str, identity: &impl Serialize) -> Self {
         Self {
             cache: context.cache.clone(),
-            flights: context.flights.clone(),
+            in_flight: context.in_flight.clone(),
             account: context.account.clone(),
             table,
             provider: provider.to_owned(),
@@ -79,9 +79,9 @@ impl Shelf {
             return Ok(known);
         }
         let mut own = None;
-        let flight = self.flights.join(self.table, &key);
+        let flight = self.in_flight.join(self.table, &key);
         // While somebody else is asked, that one's limit is what counts; who has to ask in the end has the whole of one's own.
-        let waiting = deadline::waiting();
+        let waiting = deadline::queue_guard();
         let asked = async {
             drop(waiting);
             // Who asked before may have put the answer there since we looked.
@@ -119,25 +119,25 @@ fn unreadable(error: serde_json::Error) -> CallFailure {
 /// A teacher behind the cache.
 pub(crate) struct CachedTeacher {
     pub(crate) inner: Arc<dyn Teacher>,
-    pub(crate) shelf: Shelf,
+    pub(crate) service_cache: ServiceCache,
 }
 
 #[async_trait]
 impl Teacher for CachedTeacher {
     async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
-        self.shelf.ask(&messages, self.inner.rewrite(query, messages)).await
+        self.service_cache.ask(&messages, self.inner.rewrite(query, messages)).await
     }
 
     fn knows(&self, messages: &[Message]) -> bool {
-        self.shelf.get(&self.shelf.key(&messages)).is_some()
+        self.service_cache.get(&self.service_cache.key(&messages)).is_some()
     }
 
     fn forget(&self, messages: &[Message]) {
-        self.shelf.forget(&messages);
+        self.service_cache.forget(&messages);
     }
 
     fn keep(&self, messages: &[Message], completion: &Completion) {
-        self.shelf.put(&self.shelf.key(&messages), completion);
+        self.service_cache.put(&self.service_cache.key(&messages), completion);
     }
 
     fn name(&self) -> &str {
@@ -148,18 +148,18 @@ impl Teacher for CachedTeacher {
 /// A judge behind the cache.
 pub(crate) struct CachedJudge {
     pub(crate) inner: Arc<dyn Judge>,
-    pub(crate) shelf: Shelf,
+    pub(crate) service_cache: ServiceCache,
 }
 
 #[async_trait]
 impl Judge for CachedJudge {
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
         let messages = request.messages;
-        self.shelf.ask(&messages, self.inner.judge(request)).await
+        self.service_cache.ask(&messages, self.inner.judge(request)).await
     }
 
     fn forget(&self, messages: &[Message]) {
-        self.shelf.forget(&messages);
+        self.service_cache.forget(&messages);
     }
 
     fn name(&self) -> &str {
@@ -170,14 +170,14 @@ impl Judge for CachedJudge {
 /// Retrieval behind the cache.
 pub(crate) struct CachedRetriever {
     pub(crate) inner: Arc<dyn Retriever>,
-    pub(crate) shelf: Shelf,
+    pub(crate) service_cache: ServiceCache,
 }
 
 #[async_trait]
 impl Retriever for CachedRetriever {
     async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
         let question = (request.original_query, request.context, request.rewritten_query);
-        self.shelf.ask(&question, self.inner.retrieve(request.clone())).await
+        self.service_cache.ask(&question, self.inner.retrieve(request.clone())).await
     }
 
     fn name(&self) -> &str {

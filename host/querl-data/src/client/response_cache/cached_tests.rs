@@ -26,19 +26,19 @@ impl Retriever for Slow {
     }
 }
 
-struct Asked {
-    outside: Outside,
+struct StageResults {
+    services: ServiceContext,
     inner: Arc<Slow>,
     retriever: CachedRetriever,
 }
 
-fn asked(outside: Outside) -> Asked {
+fn asked(services: ServiceContext) -> StageResults {
     let inner = Arc::new(Slow::default());
-    let shelf = Shelf::open(&outside, CacheTable::Retrievals, "retrieval", &"slow");
-    Asked { outside, retriever: CachedRetriever { inner: inner.clone(), shelf }, inner }
+    let service_cache = ServiceCache::open(&services, CacheTable::Retrievals, "retrieval", &"slow");
+    StageResults { services, retriever: CachedRetriever { inner: inner.clone(), service_cache }, inner }
 }
 
-impl Asked {
+impl StageResults {
     /// The number of the call that answered, or the failure's message.
     async fn ask(&self, rewritten_query: &str) -> String {
         let context = Context::default();
@@ -52,7 +52,7 @@ impl Asked {
 
     /// Answered by the cache, and by calls of others.
     fn counted(&self) -> (u64, u64) {
-        let spent = self.outside.account().of_stage("");
+        let spent = self.services.account().of_stage("");
         (spent.cached, spent.joined)
     }
 }
@@ -60,7 +60,7 @@ impl Asked {
 /// Keeps away: one question paid for twice, since it was asked again before its answer came.
 #[tokio::test]
 async fn what_is_asked_at_the_same_time_is_paid_once() {
-    let all = asked(Outside::default());
+    let all = asked(ServiceContext::default());
     let answers = join_all(["a", "b", "a", "a"].map(|question| all.ask(question))).await;
     assert_eq!(answers, ["1", "2", "1", "1"]);
     assert_eq!((all.n_calls(), all.counted()), (2, (0, 2)));
@@ -70,20 +70,20 @@ async fn what_is_asked_at_the_same_time_is_paid_once() {
 /// Keeps away: an episode that is dropped as late, since its question had been asked, slowly, by another before it.
 #[tokio::test]
 async fn limit_of_who_waits_for_anothers_answer_begins_with_ones_own_call() {
-    let all = asked(Outside::default());
+    let all = asked(ServiceContext::default());
     let second = async {
         tokio::time::sleep(Duration::from_millis(5)).await;
-        deadline::within(Duration::from_millis(10), all.ask("a")).await
+        deadline::within_deadline(Duration::from_millis(10), all.ask("a")).await
     };
     assert_eq!(tokio::join!(all.ask("a"), second), ("1".to_owned(), Some("1".to_owned())));
-    let cut_off = deadline::within(Duration::from_millis(10), all.ask("a"));
-    let next = deadline::within(Duration::from_secs(10), all.ask("a"));
+    let cut_off = deadline::within_deadline(Duration::from_millis(10), all.ask("a"));
+    let next = deadline::within_deadline(Duration::from_secs(10), all.ask("a"));
     assert_eq!(tokio::join!(cut_off, next), (None, Some("3".to_owned())));
 }
 
 #[tokio::test]
 async fn a_failure_is_shared_and_the_next_time_is_asked_anew() {
-    let all = asked(Outside::default());
+    let all = asked(ServiceContext::default());
     assert_eq!(join_all(["down", "down"].map(|question| all.ask(question))).await, ["call 1", "call 1"]);
     assert_eq!(all.ask("down").await, "call 2");
     assert_eq!(all.counted(), (0, 0));
@@ -93,8 +93,8 @@ async fn a_failure_is_shared_and_the_next_time_is_asked_anew() {
 #[tokio::test]
 async fn an_answer_is_known_from_the_moment_it_came() {
     let folder = tempfile::tempdir().unwrap();
-    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
-    let all = asked(Outside::default().with_cache(cache, Duration::from_secs(60)));
+    let cache = Arc::new(ResponseCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
+    let all = asked(ServiceContext::default().with_cache(cache, Duration::from_secs(60)));
     for n in 1..=5 {
         let question = format!("question {n}");
         assert_eq!(all.ask(&question).await, n.to_string());
@@ -107,12 +107,12 @@ async fn an_answer_is_known_from_the_moment_it_came() {
 #[tokio::test]
 async fn done_anew_means_that_what_was_found_before_is_not_believed() {
     let folder = tempfile::tempdir().unwrap();
-    let cache = Arc::new(AnswerCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
-    let outside = Outside::default().with_cache(cache, Duration::from_secs(60));
-    let before = asked(outside.clone());
+    let cache = Arc::new(ResponseCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap());
+    let services = ServiceContext::default().with_cache(cache, Duration::from_secs(60));
+    let before = asked(services.clone());
     assert_eq!(before.ask("a").await, "1");
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    let anew = asked(outside.with_fresh_retrievals());
+    let anew = asked(services.with_fresh_retrievals());
     assert_eq!((anew.ask("a").await, anew.n_calls()), ("1".into(), 1));
     tokio::time::sleep(Duration::from_millis(1100)).await;
     assert_eq!((anew.ask("a").await, anew.n_calls()), ("1".into(), 1));
@@ -120,7 +120,7 @@ async fn done_anew_means_that_what_was_found_before_is_not_believed() {
 
 #[tokio::test]
 async fn whoever_still_waits_is_answered_where_the_first_has_given_up() {
-    let all = asked(Outside::default());
+    let all = asked(ServiceContext::default());
     let (first, second) = (tokio::time::timeout(Duration::from_millis(10), all.ask("a")), all.ask("a"));
     let (first, second) = tokio::join!(first, second);
     assert!(first.is_err());

@@ -8,8 +8,8 @@
 mod cached;
 mod single_flight;
 mod store;
-pub(crate) use cached::{CachedJudge, CachedRetriever, CachedTeacher, Shelf};
-pub(crate) use single_flight::Flights;
+pub(crate) use cached::{CachedJudge, CachedRetriever, CachedTeacher, ServiceCache};
+pub(crate) use single_flight::InFlightRequests;
 pub use store::{CacheTable, TableStats, cache_stats, clear_cache};
 
 use querl_core::config::CacheConfig;
@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use store::{Store, Trouble};
+use store::{Store, StoreError};
 
 /// What the cache keeps, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,20 +49,20 @@ impl CacheLimits {
 }
 
 /// An open cache. Dropping it writes what is left to write.
-pub struct AnswerCache {
+pub struct ResponseCache {
     path: PathBuf,
     store: Arc<Store>,
     /// Set where reading or writing failed: the file is put aside, and nobody looks into it again.
     is_broken: Arc<AtomicBool>,
-    queue: Arc<Queue>,
+    queue: Arc<WriteQueue>,
     writer: Option<JoinHandle<()>>,
 }
 
-impl AnswerCache {
+impl ResponseCache {
     /// Opens the cache at `path`, which need not exist. `None` where it cannot be used, which is said as a warning: another
     /// process has it, or the place is not writable. A damaged file is put aside, and a new one begun.
     pub fn open(path: &Path, limits: CacheLimits) -> Option<Self> {
-        let (store, queue) = (Arc::new(Store::open(path)?), Arc::new(Queue::default()));
+        let (store, queue) = (Arc::new(Store::open(path)?), Arc::new(WriteQueue::default()));
         let is_broken = Arc::new(AtomicBool::new(false));
         let writer = {
             let (store, queue, is_broken, path) = (store.clone(), queue.clone(), is_broken.clone(), path.to_owned());
@@ -75,7 +75,7 @@ impl AnswerCache {
     /// Opens the cache at `path` to look things up, without any change to it. `None` where there is none, or it cannot be read, which is
     /// said as a warning.
     pub fn open_for_reading(path: &Path) -> Option<Self> {
-        let (store, queue) = (Arc::new(Store::open_for_reading(path)?), Arc::new(Queue::default()));
+        let (store, queue) = (Arc::new(Store::open_for_reading(path)?), Arc::new(WriteQueue::default()));
         Some(Self { path: path.to_owned(), store, is_broken: Arc::default(), queue, writer: None })
     }
 
@@ -116,7 +116,7 @@ impl AnswerCache {
     }
 }
 
-impl Drop for AnswerCache {
+impl Drop for ResponseCache {
     fn drop(&mut self) {
         self.queue.close();
         if let Some(writer) = self.writer.take() {
@@ -126,7 +126,7 @@ impl Drop for AnswerCache {
 }
 
 /// Writes what comes, all that is there at once: a write to disk takes about as long for many as for one.
-fn write_all(store: &Store, queue: &Queue, limits: CacheLimits, is_broken: &AtomicBool, path: &Path) {
+fn write_all(store: &Store, queue: &WriteQueue, limits: CacheLimits, is_broken: &AtomicBool, path: &Path) {
     if let Err(problem) = store.prune(limits.most_bytes, limits.retrieval_ttl) {
         return give_up(is_broken, path, &problem);
     }
@@ -137,16 +137,16 @@ fn write_all(store: &Store, queue: &Queue, limits: CacheLimits, is_broken: &Atom
     }
 }
 
-fn give_up(is_broken: &AtomicBool, path: &Path, trouble: &Trouble) {
+fn give_up(is_broken: &AtomicBool, path: &Path, store_error: &StoreError) {
     if is_broken.swap(true, Ordering::SeqCst) {
         return;
     }
-    let aside = match trouble {
-        Trouble::Damaged(_) => store::put_aside(path),
-        Trouble::Place(_) => "what it holds is kept".to_owned(),
+    let aside = match store_error {
+        StoreError::Damaged(_) => store::move_aside(path),
+        StoreError::Unavailable(_) => "what it holds is kept".to_owned(),
     };
     tracing::warn!(
-        "{}: the cache cannot be used any more ({trouble}); {aside}, calls are made without it",
+        "{}: the cache cannot be used any more ({store_error}); {aside}, calls are made without it",
         path.display()
     );
 }
@@ -156,7 +156,7 @@ pub(super) type Changes = HashMap<(CacheTable, String), Option<Vec<u8>>>;
 
 /// What the writer has still to write.
 #[derive(Default)]
-pub(super) struct Queue {
+pub(super) struct WriteQueue {
     state: Mutex<State>,
     grown: Condvar,
 }
@@ -169,7 +169,7 @@ struct State {
     is_closed: bool,
 }
 
-impl Queue {
+impl WriteQueue {
     pub(super) fn put(&self, table: CacheTable, key: &str, answer: Option<Vec<u8>>) {
         self.state().waiting.insert((table, key.to_owned()), answer);
         self.grown.notify_one();

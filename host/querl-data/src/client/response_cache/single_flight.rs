@@ -12,37 +12,37 @@ type Key = (CacheTable, String);
 
 /// All questions of a run that are being asked.
 #[derive(Debug, Default)]
-pub(crate) struct Flights(Mutex<HashMap<Key, Open>>);
+pub(crate) struct InFlightRequests(Mutex<HashMap<Key, Entry>>);
 
 #[derive(Debug, Default)]
-struct Open {
+struct Entry {
     n_waiting: usize,
     cell: Arc<Cell>,
 }
 
 /// One who wants the answer to a question. The question is forgotten when it is answered, or nobody wants it any more.
-pub(super) struct Flight<'a> {
-    flights: &'a Flights,
+pub(super) struct InFlightRequest<'a> {
+    in_flight: &'a InFlightRequests,
     key: Key,
     cell: Arc<Cell>,
 }
 
-impl Flights {
+impl InFlightRequests {
     /// Wants the answer to a question.
-    pub(super) fn join(&self, table: CacheTable, key: &str) -> Flight<'_> {
+    pub(super) fn join(&self, table: CacheTable, key: &str) -> InFlightRequest<'_> {
         let key = (table, key.to_owned());
-        let mut open = self.open();
-        let question = open.entry(key.clone()).or_default();
+        let mut entries = self.entries();
+        let question = entries.entry(key.clone()).or_default();
         question.n_waiting += 1;
-        Flight { flights: self, cell: question.cell.clone(), key }
+        InFlightRequest { in_flight: self, cell: question.cell.clone(), key }
     }
 
-    fn open(&self) -> MutexGuard<'_, HashMap<Key, Open>> {
+    fn entries(&self) -> MutexGuard<'_, HashMap<Key, Entry>> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
-impl Flight<'_> {
+impl InFlightRequest<'_> {
     /// What came of the question: of `call`, or of the call of who asked before.
     pub(super) async fn answer(
         &self,
@@ -52,16 +52,17 @@ impl Flight<'_> {
     }
 }
 
-impl Drop for Flight<'_> {
+impl Drop for InFlightRequest<'_> {
     fn drop(&mut self) {
-        let mut open = self.flights.open();
+        let mut entries = self.in_flight.entries();
         // The same question may have been answered, and be asked anew by others.
-        let Some(question) = open.get_mut(&self.key).filter(|question| Arc::ptr_eq(&question.cell, &self.cell)) else {
+        let Some(question) = entries.get_mut(&self.key).filter(|question| Arc::ptr_eq(&question.cell, &self.cell))
+        else {
             return;
         };
         question.n_waiting -= 1;
         if question.n_waiting == 0 || self.cell.initialized() {
-            open.remove(&self.key);
+            entries.remove(&self.key);
         }
     }
 }
@@ -74,8 +75,8 @@ mod tests {
     use futures::future::{pending, ready};
     use querl_core::records::FailureKind;
 
-    fn joined(flights: &Flights) -> Flight<'_> {
-        flights.join(CacheTable::Judgements, "a")
+    fn join(in_flight: &InFlightRequests) -> InFlightRequest<'_> {
+        in_flight.join(CacheTable::Judgements, "a")
     }
 
     fn down() -> CallFailure {
@@ -84,21 +85,21 @@ mod tests {
 
     #[tokio::test]
     async fn one_is_asked_and_all_have_the_answer_or_the_failure() {
-        let flights = Flights::default();
+        let in_flight = InFlightRequests::default();
         for answer in [Ok(b"one".to_vec()), Err(down())] {
-            let (first, second) = (joined(&flights), joined(&flights));
+            let (first, second) = (join(&in_flight), join(&in_flight));
             assert_eq!(first.answer(ready(answer.clone())).await, &answer);
             assert_eq!(second.answer(async { unreachable!() }).await, &answer);
             drop((first, second));
         }
-        assert!(flights.open().is_empty());
+        assert!(in_flight.entries().is_empty());
     }
 
     /// Keeps away: a question that nobody is asked any more, since its caller's deadline passed, and that others wait for.
     #[tokio::test]
     async fn who_stops_waiting_leaves_the_question_to_the_next() {
-        let flights = Flights::default();
-        let (first, second) = (joined(&flights), joined(&flights));
+        let in_flight = InFlightRequests::default();
+        let (first, second) = (join(&in_flight), join(&in_flight));
         let mut given_up = Box::pin(first.answer(pending()));
         assert!(given_up.as_mut().now_or_never().is_none());
         let mut waiting = Box::pin(second.answer(ready(Ok(Vec::new()))));
@@ -107,13 +108,13 @@ mod tests {
         drop(first);
         assert_eq!(waiting.await, &Ok(Vec::new()));
         drop(second);
-        assert!(flights.open().is_empty());
+        assert!(in_flight.entries().is_empty());
     }
 
     #[tokio::test]
     async fn same_key_of_another_table_is_another_question() {
-        let flights = Flights::default();
-        let (first, second) = (joined(&flights), flights.join(CacheTable::Rewrites, "a"));
+        let in_flight = InFlightRequests::default();
+        let (first, second) = (join(&in_flight), in_flight.join(CacheTable::Rewrites, "a"));
         assert!(first.answer(pending()).now_or_never().is_none());
         assert!(second.answer(ready(Err(down()))).now_or_never().is_some());
     }

@@ -2,7 +2,7 @@
 
 use super::Changes;
 use crate::error::DataError;
-use crate::error::quietly;
+use crate::error::catch_panic;
 use redb::{
     Database, DatabaseError, ReadOnlyDatabase, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata,
     TableDefinition, WriteTransaction,
@@ -13,7 +13,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How long a run waits for a file that somebody else has open.
-const PATIENCE: Duration = Duration::from_secs(3);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The kinds of answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -78,38 +78,38 @@ impl Drop for Store {
     /// Closing a damaged file may end in a panic, too.
     fn drop(&mut self) {
         let database = self.0.take();
-        let _ = quietly(|| drop(database));
+        let _ = catch_panic(|| drop(database));
     }
 }
 
 /// What goes wrong with a file that is open.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Trouble {
+pub(super) enum StoreError {
     /// It does not hold what was written to it.
     Damaged(String),
     /// The place has no room, or does not answer: what the file holds is good.
-    Place(String),
+    Unavailable(String),
 }
 
-impl std::fmt::Display for Trouble {
+impl std::fmt::Display for StoreError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Damaged(problem) | Self::Place(problem)) = self;
+        let (Self::Damaged(problem) | Self::Unavailable(problem)) = self;
         f.write_str(problem)
     }
 }
 
 /// Why a file could not be opened.
-enum Unusable {
+enum OpenError {
     InUse,
     Damaged(String),
     Other(String),
 }
 
-impl From<Trouble> for Unusable {
-    fn from(trouble: Trouble) -> Self {
-        match trouble {
-            Trouble::Damaged(problem) => Self::Damaged(problem),
-            Trouble::Place(problem) => Self::Other(problem),
+impl From<StoreError> for OpenError {
+    fn from(store_error: StoreError) -> Self {
+        match store_error {
+            StoreError::Damaged(problem) => Self::Damaged(problem),
+            StoreError::Unavailable(problem) => Self::Other(problem),
         }
     }
 }
@@ -120,23 +120,23 @@ impl Store {
         let shown = path.display();
         match Self::try_open_soon(path) {
             Ok(store) => Some(store),
-            Err(Unusable::InUse) => {
+            Err(OpenError::InUse) => {
                 tracing::warn!("{shown}: another process uses this cache; calls are made without it");
                 None
             }
-            Err(Unusable::Damaged(problem)) if !is_ours(path) => {
+            Err(OpenError::Damaged(problem)) if !is_cache_file(path) => {
                 tracing::warn!(
                     "{shown}: holds something that is no cache ({problem}); it is left as it is, calls are made without a cache; name another file in cache.path"
                 );
                 None
             }
-            Err(Unusable::Damaged(problem)) => {
+            Err(OpenError::Damaged(problem)) => {
                 // Before the line and not within it: what nobody listens to is not worked out.
-                let aside = put_aside(path);
+                let aside = move_aside(path);
                 tracing::warn!("{shown}: the cache is damaged ({problem}); {aside}, a new one is begun");
                 Self::try_open(path).ok()
             }
-            Err(Unusable::Other(problem)) => {
+            Err(OpenError::Other(problem)) => {
                 tracing::warn!("{shown}: no cache can be kept there ({problem}); calls are made without it");
                 None
             }
@@ -149,7 +149,7 @@ impl Store {
         if empty {
             return None;
         }
-        let problem = match quietly(|| ReadOnlyDatabase::open(path)) {
+        let problem = match catch_panic(|| ReadOnlyDatabase::open(path)) {
             Ok(Ok(database)) => return Some(Self(Some(Opened::ForReading(database)))),
             Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => "another process uses it".to_owned(),
             Ok(Err(DatabaseError::RepairAborted)) => "who used it last was killed; the next run tidies it".to_owned(),
@@ -161,31 +161,31 @@ impl Store {
     }
 
     /// Who only looks things up is done in a moment: one that is worth less than every call of a run.
-    fn try_open_soon(path: &Path) -> Result<Self, Unusable> {
-        let until = Instant::now() + PATIENCE;
+    fn try_open_soon(path: &Path) -> Result<Self, OpenError> {
+        let until = Instant::now() + OPEN_TIMEOUT;
         loop {
             match Self::try_open(path) {
-                Err(Unusable::InUse) if Instant::now() < until => std::thread::sleep(PATIENCE / 30),
+                Err(OpenError::InUse) if Instant::now() < until => std::thread::sleep(OPEN_TIMEOUT / 30),
                 opened => return opened,
             }
         }
     }
 
-    fn try_open(path: &Path) -> Result<Self, Unusable> {
+    fn try_open(path: &Path) -> Result<Self, OpenError> {
         if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).map_err(|error| Unusable::Other(error.to_string()))?;
+            std::fs::create_dir_all(folder).map_err(|error| OpenError::Other(error.to_string()))?;
         }
         // redb's own checks may end in a panic on a file that was changed from outside.
-        let opened = quietly(|| Database::create(path));
+        let opened = catch_panic(|| Database::create(path));
         let database = match opened {
             Ok(Ok(database)) => database,
-            Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(Unusable::InUse),
-            Ok(Err(error @ DatabaseError::UpgradeRequired(_))) => return Err(Unusable::Other(error.to_string())),
-            Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_of_the_place(&error) => {
-                return Err(Unusable::Other(error.to_string()));
+            Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(OpenError::InUse),
+            Ok(Err(error @ DatabaseError::UpgradeRequired(_))) => return Err(OpenError::Other(error.to_string())),
+            Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_location_error(&error) => {
+                return Err(OpenError::Other(error.to_string()));
             }
-            Ok(Err(error)) => return Err(Unusable::Damaged(error.to_string())),
-            Err(_) => return Err(Unusable::Damaged("it cannot be opened".into())),
+            Ok(Err(error)) => return Err(OpenError::Damaged(error.to_string())),
+            Err(_) => return Err(OpenError::Damaged("it cannot be opened".into())),
         };
         let store = Self(Some(Opened::ForWriting(database)));
         // All tables are made at once: a reader then finds each of them.
@@ -211,7 +211,7 @@ impl Store {
         table: CacheTable,
         key: &str,
         max_age: Option<Duration>,
-    ) -> Result<Option<Vec<u8>>, Trouble> {
+    ) -> Result<Option<Vec<u8>>, StoreError> {
         guarded(|| {
             let read = self.begin_read()?;
             let found = read.open_table(table.definition())?.get(key)?;
@@ -221,7 +221,7 @@ impl Store {
 
     /// # Errors
     /// The file is damaged or cannot be written.
-    pub(super) fn write(&self, changes: &Changes) -> Result<(), Trouble> {
+    pub(super) fn write(&self, changes: &Changes) -> Result<(), StoreError> {
         guarded(|| {
             let write = self.begin_write()?;
             for table in CacheTable::ALL {
@@ -243,7 +243,7 @@ impl Store {
     ///
     /// # Errors
     /// The file is damaged or cannot be written.
-    pub(super) fn prune(&self, most_bytes: u64, retrieval_ttl: Duration) -> Result<(), Trouble> {
+    pub(super) fn prune(&self, most_bytes: u64, retrieval_ttl: Duration) -> Result<(), StoreError> {
         let mut n_bytes = 0;
         for table in CacheTable::ALL {
             n_bytes += self.stats(table)?.n_bytes;
@@ -269,7 +269,7 @@ impl Store {
         self.write(&changes)
     }
 
-    fn entries(&self) -> Result<Vec<Entry>, Trouble> {
+    fn entries(&self) -> Result<Vec<Entry>, StoreError> {
         guarded(|| {
             let (read, mut entries) = (self.begin_read()?, Vec::new());
             for table in CacheTable::ALL {
@@ -285,7 +285,7 @@ impl Store {
         })
     }
 
-    fn stats(&self, table: CacheTable) -> Result<TableStats, Trouble> {
+    fn stats(&self, table: CacheTable) -> Result<TableStats, StoreError> {
         guarded(|| {
             let read = self.begin_read()?;
             let open = read.open_table(table.definition())?;
@@ -299,7 +299,7 @@ impl Store {
         })
     }
 
-    fn clear(&self, tables: &[CacheTable]) -> Result<(), Trouble> {
+    fn clear(&self, tables: &[CacheTable]) -> Result<(), StoreError> {
         guarded(|| {
             let write = self.begin_write()?;
             for table in tables {
@@ -322,7 +322,7 @@ struct Entry {
 
 /// Whether a file is a cache that was damaged, and no file of another kind that somebody named by mistake: it begins like one, or is named
 /// like one.
-fn is_ours(path: &Path) -> bool {
+fn is_cache_file(path: &Path) -> bool {
     const BEGINNING: &[u8] = b"redb";
     let mut first = [0; BEGINNING.len()];
     let begins = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut first));
@@ -330,7 +330,7 @@ fn is_ours(path: &Path) -> bool {
 }
 
 /// True where no file could be used there. A damaged length or offset may bring any other error.
-fn is_of_the_place(error: &io::Error) -> bool {
+fn is_location_error(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         ErrorKind::NotFound
@@ -343,24 +343,24 @@ fn is_of_the_place(error: &io::Error) -> bool {
 }
 
 /// What happens on damage is an error, whichever way redb says it.
-fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, Trouble> {
-    match quietly(work) {
-        Ok(done) => done.map_err(|error| trouble(&error)),
-        Err(_) => Err(Trouble::Damaged("it cannot be read".into())),
+fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, StoreError> {
+    match catch_panic(work) {
+        Ok(done) => done.map_err(|error| store_error(&error)),
+        Err(_) => Err(StoreError::Damaged("it cannot be read".into())),
     }
 }
 
-fn trouble(error: &redb::Error) -> Trouble {
+fn store_error(error: &redb::Error) -> StoreError {
     let problem = error.to_string();
     match error {
         // A damaged length or offset leads beyond the end of the file.
         redb::Error::Io(error)
             if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidData | ErrorKind::InvalidInput) =>
         {
-            Trouble::Damaged(problem)
+            StoreError::Damaged(problem)
         }
-        redb::Error::Io(_) | redb::Error::PreviousIo => Trouble::Place(problem),
-        _ => Trouble::Damaged(problem),
+        redb::Error::Io(_) | redb::Error::PreviousIo => StoreError::Unavailable(problem),
+        _ => StoreError::Damaged(problem),
     }
 }
 
@@ -384,7 +384,7 @@ fn unpack(entry: &[u8], max_age: Option<Duration>) -> Option<Vec<u8>> {
 }
 
 /// Renames a damaged file; says what became of it.
-pub(super) fn put_aside(path: &Path) -> String {
+pub(super) fn move_aside(path: &Path) -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let aside = path.with_extension(format!("damaged-{seconds}"));
     match std::fs::rename(path, &aside) {
@@ -401,7 +401,7 @@ pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
     let Some(store) = open_existing(path)? else { return Ok(Vec::new()) };
     CacheTable::ALL
         .into_iter()
-        .map(|table| store.stats(table).map_err(|trouble| DataError::file(path, trouble.to_string())))
+        .map(|table| store.stats(table).map_err(|store_error| DataError::file(path, store_error.to_string())))
         .collect()
 }
 
@@ -411,7 +411,7 @@ pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
 /// Another process uses it, or it is damaged.
 pub fn clear_cache(path: &Path, tables: &[CacheTable]) -> Result<(), DataError> {
     match open_existing(path)? {
-        Some(store) => store.clear(tables).map_err(|trouble| DataError::file(path, trouble.to_string())),
+        Some(store) => store.clear(tables).map_err(|store_error| DataError::file(path, store_error.to_string())),
         None => Ok(()),
     }
 }
@@ -422,9 +422,9 @@ fn open_existing(path: &Path) -> Result<Option<Store>, DataError> {
     }
     let problem = match Store::try_open(path) {
         Ok(store) => return Ok(Some(store)),
-        Err(Unusable::InUse) => "another process uses this cache; wait for its end".into(),
-        Err(Unusable::Damaged(problem)) => format!("the cache is damaged ({problem}); remove the file"),
-        Err(Unusable::Other(problem)) => problem,
+        Err(OpenError::InUse) => "another process uses this cache; wait for its end".into(),
+        Err(OpenError::Damaged(problem)) => format!("the cache is damaged ({problem}); remove the file"),
+        Err(OpenError::Other(problem)) => problem,
     };
     Err(DataError::file(path, problem))
 }

@@ -3,11 +3,11 @@
 use super::*;
 
 fn keep(path: &Path, key: &str, answer: &[u8]) {
-    AnswerCache::open(path, CacheLimits::default()).unwrap().put(CacheTable::Rewrites, key, answer.to_vec());
+    ResponseCache::open(path, CacheLimits::default()).unwrap().put(CacheTable::Rewrites, key, answer.to_vec());
 }
 
 fn found(path: &Path, key: &str) -> Option<Vec<u8>> {
-    AnswerCache::open(path, CacheLimits::default()).unwrap().get(CacheTable::Rewrites, key, None)
+    ResponseCache::open(path, CacheLimits::default()).unwrap().get(CacheTable::Rewrites, key, None)
 }
 
 #[test]
@@ -15,7 +15,7 @@ fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() 
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("deep/answers.redb");
     keep(&path, "a", b"one");
-    let cache = AnswerCache::open(&path, CacheLimits::default()).unwrap();
+    let cache = ResponseCache::open(&path, CacheLimits::default()).unwrap();
     assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_secs(3600))).as_deref(), Some(&b"one"[..]));
     assert_eq!(cache.get(CacheTable::Judgements, "a", None), None);
     assert_eq!(cache.get(CacheTable::Rewrites, "b", None), None);
@@ -30,11 +30,11 @@ fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() 
 fn second_user_of_a_cache_works_without_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    let first = AnswerCache::open(&path, CacheLimits::default()).unwrap();
-    assert!(AnswerCache::open(&path, CacheLimits::default()).is_none());
+    let first = ResponseCache::open(&path, CacheLimits::default()).unwrap();
+    assert!(ResponseCache::open(&path, CacheLimits::default()).is_none());
     assert!(cache_stats(&path).unwrap_err().to_string().ends_with("another process uses this cache; wait for its end"));
     drop(first);
-    assert!(AnswerCache::open(&path, CacheLimits::default()).is_some());
+    assert!(ResponseCache::open(&path, CacheLimits::default()).is_some());
 }
 
 /// Keeps away: a run that pays for all that it knows, since an estimate looked into the cache as it began.
@@ -43,7 +43,7 @@ fn who_only_looks_things_up_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
     keep(&path, "a", b"one");
-    let reader = AnswerCache::open_for_reading(&path).unwrap();
+    let reader = ResponseCache::open_for_reading(&path).unwrap();
     let run = std::thread::scope(|scope| {
         let run = scope.spawn(|| found(&path, "a"));
         std::thread::sleep(Duration::from_millis(300));
@@ -93,7 +93,7 @@ fn damaged_cache_never_crashes_and_never_lies() {
         // A database whose closing panicked holds its lock until the process ends: each damage has a file of its own.
         let path = folder.path().join(format!("answers-{n_damage}.redb"));
         std::fs::write(&path, &damaged).unwrap();
-        let cache = AnswerCache::open(&path, CacheLimits::default()).unwrap();
+        let cache = ResponseCache::open(&path, CacheLimits::default()).unwrap();
         for n in 0..40 {
             let answer = cache.get(CacheTable::Rewrites, &format!("key {n}"), None);
             let right = format!("answer {n}").repeat(20).into_bytes();
@@ -117,12 +117,14 @@ fn trouble_of_the_place_leaves_the_file_where_it_is() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
     keep(&path, "a", b"one");
-    for (trouble, n_files) in [(Trouble::Place("no space left".into()), 1), (Trouble::Damaged("bad page".into()), 1)] {
+    for (store_error, n_files) in
+        [(StoreError::Unavailable("no space left".into()), 1), (StoreError::Damaged("bad page".into()), 1)]
+    {
         let is_broken = AtomicBool::new(false);
-        give_up(&is_broken, &path, &trouble);
+        give_up(&is_broken, &path, &store_error);
         assert!(is_broken.load(Ordering::SeqCst));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), n_files);
-        assert_eq!(path.exists(), matches!(trouble, Trouble::Place(_)), "{trouble:?}");
+        assert_eq!(path.exists(), matches!(store_error, StoreError::Unavailable(_)), "{store_error:?}");
     }
 }
 
@@ -132,7 +134,7 @@ fn a_file_of_another_kind_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("precious.jsonl");
     std::fs::write(&path, "{\"original_query\": \"鱼油\"}\n").unwrap();
-    assert!(AnswerCache::open(&path, CacheLimits::default()).is_none());
+    assert!(ResponseCache::open(&path, CacheLimits::default()).is_none());
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     assert!(std::fs::read_to_string(&path).unwrap().starts_with('{'));
 }
@@ -141,18 +143,18 @@ fn a_file_of_another_kind_is_left_alone() {
 fn looking_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    assert!(AnswerCache::open_for_reading(&path).is_none());
+    assert!(ResponseCache::open_for_reading(&path).is_none());
     assert!(!path.exists());
     keep(&path, "a", b"one");
     let before = std::fs::read(&path).unwrap();
-    let cache = AnswerCache::open_for_reading(&path).unwrap();
+    let cache = ResponseCache::open_for_reading(&path).unwrap();
     assert_eq!(cache.get(CacheTable::Rewrites, "a", None).as_deref(), Some(&b"one"[..]));
     cache.put(CacheTable::Rewrites, "b", b"two".to_vec());
     assert_eq!(cache.get(CacheTable::Rewrites, "b", None), None);
     drop(cache);
     assert!(std::fs::read(&path).unwrap() == before);
     std::fs::write(&path, "not a database").unwrap();
-    assert!(AnswerCache::open_for_reading(&path).is_none());
+    assert!(ResponseCache::open_for_reading(&path).is_none());
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "not a database");
 }
 
@@ -164,7 +166,7 @@ fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
     let limits = |most_bytes, retrieval_ttl| CacheLimits { most_bytes, retrieval_ttl };
     let day = Duration::from_secs(86_400);
     let put = |table, key: &str, n_bytes| {
-        AnswerCache::open(&path, limits(u64::MAX, day)).unwrap().put(table, key, vec![b'x'; n_bytes]);
+        ResponseCache::open(&path, limits(u64::MAX, day)).unwrap().put(table, key, vec![b'x'; n_bytes]);
         std::thread::sleep(Duration::from_millis(1100));
     };
     put(CacheTable::Rewrites, "oldest", 1000);
@@ -172,8 +174,8 @@ fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
     put(CacheTable::Rewrites, "older", 1000);
     put(CacheTable::Judgements, "new", 1000);
     let left = |limits: CacheLimits| {
-        drop(AnswerCache::open(&path, limits).unwrap());
-        let cache = AnswerCache::open_for_reading(&path).unwrap();
+        drop(ResponseCache::open(&path, limits).unwrap());
+        let cache = ResponseCache::open_for_reading(&path).unwrap();
         let places = [
             (CacheTable::Rewrites, "oldest"),
             (CacheTable::Retrievals, "dead"),
@@ -190,7 +192,7 @@ fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
 /// Keeps away: a question paid for again in the moment between its answer and the write to disk.
 #[test]
 fn answers_are_found_until_the_writer_says_that_they_are_on_disk() {
-    let queue = Queue::default();
+    let queue = WriteQueue::default();
     let found = |key: &str| queue.get(CacheTable::Rewrites, key);
     queue.put(CacheTable::Rewrites, "a", Some(b"one".to_vec()));
     assert_eq!(found("a"), Some(Some(b"one".to_vec())));

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// What a column holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum ColumnKind {
     Text,
     Count,
     /// 0 to 1.
@@ -27,36 +27,36 @@ enum Kind {
 #[derive(Debug)]
 struct Column {
     name: &'static str,
-    kind: Kind,
+    kind: ColumnKind,
     /// In a workbook, in characters.
     width: f64,
 }
 
-const fn column(name: &'static str, kind: Kind, width: f64) -> Column {
+const fn column(name: &'static str, kind: ColumnKind, width: f64) -> Column {
     Column { name, kind, width }
 }
 
 const REWRITES: &[Column] = &[
-    column("original_query", Kind::Text, 40.0),
-    column("rewritten_query", Kind::Text, 40.0),
-    column("user_profile", Kind::Text, 24.0),
-    column("history_summary", Kind::Text, 40.0),
-    column("error", Kind::Text, 50.0),
-    column("gold_ids", Kind::Text, 24.0),
-    column("group", Kind::Text, 24.0),
+    column("original_query", ColumnKind::Text, 40.0),
+    column("rewritten_query", ColumnKind::Text, 40.0),
+    column("user_profile", ColumnKind::Text, 24.0),
+    column("history_summary", ColumnKind::Text, 40.0),
+    column("error", ColumnKind::Text, 50.0),
+    column("gold_ids", ColumnKind::Text, 24.0),
+    column("group", ColumnKind::Text, 24.0),
 ];
 
 const VALIDATED: &[Column] = &[
-    column("original_query", Kind::Text, 40.0),
-    column("rewritten_query", Kind::Text, 40.0),
-    column("user_profile", Kind::Text, 24.0),
-    column("history_summary", Kind::Text, 40.0),
-    column("recall_count", Kind::Count, 14.0),
-    column("top1_score", Kind::Score, 14.0),
-    column("success", Kind::Flag, 12.0),
-    column("error", Kind::Text, 50.0),
-    column("gold_ids", Kind::Text, 24.0),
-    column("group", Kind::Text, 24.0),
+    column("original_query", ColumnKind::Text, 40.0),
+    column("rewritten_query", ColumnKind::Text, 40.0),
+    column("user_profile", ColumnKind::Text, 24.0),
+    column("history_summary", ColumnKind::Text, 40.0),
+    column("recall_count", ColumnKind::Count, 14.0),
+    column("top1_score", ColumnKind::Score, 14.0),
+    column("success", ColumnKind::Flag, 12.0),
+    column("error", ColumnKind::Text, 50.0),
+    column("gold_ids", ColumnKind::Text, 24.0),
+    column("group", ColumnKind::Text, 24.0),
 ];
 
 /// One value of a row.
@@ -84,7 +84,7 @@ pub fn table_path(output: &Path, format: TableFormat) -> PathBuf {
 }
 
 /// A record that has a table for people.
-pub trait Tabled: DeserializeOwned + 'static {
+pub trait TableRecord: DeserializeOwned + 'static {
     #[doc(hidden)]
     fn columns() -> Columns;
 
@@ -102,14 +102,14 @@ pub struct Cells<'a>(Vec<Cell<'a>>);
 ///
 /// # Errors
 /// The records cannot be read, or a table cannot be written; the first of several is named.
-pub fn write_tables<R: Tabled>(output: &Path, formats: &[TableFormat]) -> Result<(), DataError> {
+pub fn write_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> Result<(), DataError> {
     let records = RecordFile::<R>::new(output);
     let written: Vec<Result<(), DataError>> =
         formats.iter().map(|format| write_table(&records, &table_path(output, *format), *format)).collect();
     written.into_iter().collect()
 }
 
-fn write_table<R: Tabled>(records: &RecordFile<R>, path: &Path, format: TableFormat) -> Result<(), DataError> {
+fn write_table<R: TableRecord>(records: &RecordFile<R>, path: &Path, format: TableFormat) -> Result<(), DataError> {
     let Columns(columns) = R::columns();
     let mut writer: Box<dyn RowWriter> = match format {
         TableFormat::Xlsx => Box::new(xlsx::XlsxWriter::create(path, columns)?),
@@ -129,14 +129,14 @@ pub(crate) fn is_header(names: &[String]) -> bool {
 }
 
 /// A failed row has an empty `rewritten_query` and its reason in `error`.
-impl Tabled for RewriteRecord {
+impl TableRecord for RewriteRecord {
     fn columns() -> Columns {
         Columns(REWRITES)
     }
 
     fn cells(&self) -> Cells<'_> {
         let [query, rewrite, profile, history] = query_cells(self);
-        let error = self.rewrite.as_ref().err().map_or(Cell::Empty, |failure| said(failure.to_string()));
+        let error = self.rewrite.as_ref().err().map_or(Cell::Empty, |failure| text_cell(failure.to_string()));
         let [gold, group] = last_cells(self);
         Cells(vec![query, rewrite, profile, history, error, gold, group])
     }
@@ -144,7 +144,7 @@ impl Tabled for RewriteRecord {
 
 /// `recall_count` and `top1_score` are empty where retrieval failed or was not tried; `success` says whether it answered; `error`
 /// says why not.
-impl Tabled for ValidatedRecord {
+impl TableRecord for ValidatedRecord {
     fn columns() -> Columns {
         Columns(VALIDATED)
     }
@@ -156,7 +156,7 @@ impl Tabled for ValidatedRecord {
         let score = self.top1_score().map_or(Cell::Empty, Cell::Score);
         let retrieval_failure = self.retrieval.as_ref().and_then(|retrieval| retrieval.as_ref().err());
         let failure = self.rewritten.rewrite.as_ref().err().or(retrieval_failure);
-        let error = failure.map_or(Cell::Empty, |failure| said(failure.to_string()));
+        let error = failure.map_or(Cell::Empty, |failure| text_cell(failure.to_string()));
         let [gold, group] = last_cells(&self.rewritten);
         let success = Cell::Flag(hits.is_some());
         Cells(vec![query, rewrite, profile, history, count, score, success, error, gold, group])
@@ -176,12 +176,12 @@ fn query_cells(record: &RewriteRecord) -> [Cell<'_>; 4] {
 fn last_cells(record: &RewriteRecord) -> [Cell<'_>; 2] {
     let gold = match record.query.gold_ids.join(",") {
         ids if ids.is_empty() => Cell::Empty,
-        ids => said(ids),
+        ids => text_cell(ids),
     };
     [gold, Cell::Text(record.query.group.as_str().into())]
 }
 
-fn said<'a>(text: String) -> Cell<'a> {
+fn text_cell<'a>(text: String) -> Cell<'a> {
     Cell::Text(text.into())
 }
 

@@ -1,6 +1,6 @@
 //! Parquet files: typed columns, every one of which may lack a value, compressed with snappy, which every reader knows.
 
-use super::{Cell, Column, Kind, RowWriter};
+use super::{Cell, Column, ColumnKind, RowWriter};
 use crate::error::DataError;
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DoubleType, Int64Type};
@@ -18,30 +18,30 @@ const GROUP_ROWS: usize = 16_384;
 pub(super) struct ParquetWriter {
     path: PathBuf,
     writer: SerializedFileWriter<AtomicFile>,
-    columns: Vec<Values>,
+    columns: Vec<ColumnBuffer>,
     n_waiting: usize,
 }
 
 /// The waiting values of one column, and for each row 1 where there is one.
-struct Values {
+struct ColumnBuffer {
     levels: Vec<i16>,
-    values: Typed,
+    values: ColumnValues,
 }
 
-enum Typed {
+enum ColumnValues {
     Text(Vec<ByteArray>),
     Count(Vec<i64>),
     Score(Vec<f64>),
     Flag(Vec<bool>),
 }
 
-impl Typed {
-    fn of(kind: Kind) -> Self {
+impl ColumnValues {
+    fn of(kind: ColumnKind) -> Self {
         match kind {
-            Kind::Text => Self::Text(Vec::new()),
-            Kind::Count => Self::Count(Vec::new()),
-            Kind::Score => Self::Score(Vec::new()),
-            Kind::Flag => Self::Flag(Vec::new()),
+            ColumnKind::Text => Self::Text(Vec::new()),
+            ColumnKind::Count => Self::Count(Vec::new()),
+            ColumnKind::Score => Self::Score(Vec::new()),
+            ColumnKind::Flag => Self::Flag(Vec::new()),
         }
     }
 
@@ -60,10 +60,10 @@ impl Typed {
 
 fn schema(columns: &[Column]) -> String {
     let field = |column: &Column| match column.kind {
-        Kind::Text => format!("optional binary {} (UTF8);", column.name),
-        Kind::Count => format!("optional int64 {};", column.name),
-        Kind::Score => format!("optional double {};", column.name),
-        Kind::Flag => format!("optional boolean {};", column.name),
+        ColumnKind::Text => format!("optional binary {} (UTF8);", column.name),
+        ColumnKind::Count => format!("optional int64 {};", column.name),
+        ColumnKind::Score => format!("optional double {};", column.name),
+        ColumnKind::Flag => format!("optional boolean {};", column.name),
     };
     format!("message rows {{ {} }}", columns.iter().map(field).collect::<String>())
 }
@@ -75,26 +75,26 @@ impl ParquetWriter {
         let writer = parse_message_type(&schema(columns))
             .and_then(|schema| SerializedFileWriter::new(file, Arc::new(schema), Arc::new(properties)));
         let writer = writer.map_err(|error| unwritten(path, error))?;
-        let values = |column: &Column| Values { levels: Vec::new(), values: Typed::of(column.kind) };
+        let values = |column: &Column| ColumnBuffer { levels: Vec::new(), values: ColumnValues::of(column.kind) };
         Ok(Self { path: path.to_owned(), writer, columns: columns.iter().map(values).collect(), n_waiting: 0 })
     }
 
     fn write_group(&mut self) -> Result<(), ParquetError> {
         let mut group = self.writer.next_row_group()?;
-        for Values { levels, values } in &mut self.columns {
+        for ColumnBuffer { levels, values } in &mut self.columns {
             let Some(mut column) = group.next_column()? else { break };
             let levels = std::mem::take(levels);
             match values {
-                Typed::Text(values) => {
+                ColumnValues::Text(values) => {
                     column.typed::<ByteArrayType>().write_batch(&std::mem::take(values), Some(&levels), None)?
                 }
-                Typed::Count(values) => {
+                ColumnValues::Count(values) => {
                     column.typed::<Int64Type>().write_batch(&std::mem::take(values), Some(&levels), None)?
                 }
-                Typed::Score(values) => {
+                ColumnValues::Score(values) => {
                     column.typed::<DoubleType>().write_batch(&std::mem::take(values), Some(&levels), None)?
                 }
-                Typed::Flag(values) => {
+                ColumnValues::Flag(values) => {
                     column.typed::<BoolType>().write_batch(&std::mem::take(values), Some(&levels), None)?
                 }
             };

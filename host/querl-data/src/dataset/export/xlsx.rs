@@ -3,9 +3,9 @@
 //!
 //! The library that writes them panics where its temporary file cannot be written, as on a full disk.
 
-use super::{Cell, Column, Kind, RowWriter};
+use super::{Cell, Column, ColumnKind, RowWriter};
 use crate::error::DataError;
-use crate::error::{quietly, said};
+use crate::error::{catch_panic, panic_message};
 use querl_core::fsx::AtomicFile;
 use rust_xlsxwriter::{
     Color, ConditionalFormat3ColorScale, ConditionalFormatCell, ConditionalFormatCellRule, ConditionalFormatType,
@@ -80,9 +80,9 @@ impl XlsxWriter {
         }
         for (index, column) in (0..).zip(columns) {
             match column.kind {
-                Kind::Score => sheet.add_conditional_format(1, index, last, index, &score_colours())?,
-                Kind::Flag => sheet.add_conditional_format(1, index, last, index, &failure_colour())?,
-                Kind::Text | Kind::Count => continue,
+                ColumnKind::Score => sheet.add_conditional_format(1, index, last, index, &score_colours())?,
+                ColumnKind::Flag => sheet.add_conditional_format(1, index, last, index, &failure_colour())?,
+                ColumnKind::Text | ColumnKind::Count => continue,
             };
         }
         Ok(())
@@ -164,9 +164,9 @@ fn unwritten(path: &Path, problem: impl std::fmt::Display) -> DataError {
 
 /// Takes a panic of the library for what it is: something could not be written.
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, XlsxError>) -> Result<T, DataError> {
-    match quietly(work) {
+    match catch_panic(work) {
         Ok(done) => done.map_err(|error| unwritten(path, error)),
-        Err(panic) => Err(unwritten(path, said(panic.as_ref()))),
+        Err(panic) => Err(unwritten(path, panic_message(panic.as_ref()))),
     }
 }
 
@@ -187,7 +187,7 @@ impl RowWriter for XlsxWriter {
 mod tests {
     use super::*;
 
-    const COLUMNS: &[Column] = &[super::super::column("original_query", Kind::Text, 20.0)];
+    const COLUMNS: &[Column] = &[super::super::column("original_query", ColumnKind::Text, 20.0)];
 
     fn text(text: &str) -> [Cell<'_>; 1] {
         [Cell::Text(text.into())]

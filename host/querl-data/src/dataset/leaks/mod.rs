@@ -20,15 +20,15 @@ use serde::Serialize;
 use std::collections::HashMap;
 
 /// As many leaks of a split are named; all are counted.
-const NAMED: usize = 100;
+const MAX_LISTED: usize = 100;
 
 /// As many characters of a query stand in a sentence.
-const SHOWN: usize = 40;
+const EXCERPT_CHARS: usize = 40;
 
 /// After so many rows the caller is asked whether to go on.
-const WATCHED_ROWS: u64 = 1024;
+const PROGRESS_ROWS: u64 = 1024;
 
-/// Held-out rows that training would show to the model.
+/// HeldOutRow-out rows that training would show to the model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Leaks {
     /// Rows of the split.
@@ -59,16 +59,16 @@ pub struct Leak {
 }
 
 /// The queries of the rows of a dataset.
-pub struct QueriesOf<'a>(pub &'a dyn Rows<DatasetRow>);
+pub struct DatasetQueries<'a>(pub &'a dyn Rows<DatasetRow>);
 
-impl Rows<QueryRow> for QueriesOf<'_> {
+impl Rows<QueryRow> for DatasetQueries<'_> {
     fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
         Ok(Box::new(self.0.read()?.map(|row| Ok(row?.metadata.query))))
     }
 }
 
 /// The rows of a table that go to one split.
-pub struct RowsOfSplit<'a> {
+pub struct SplitRows<'a> {
     /// All rows.
     pub table: &'a dyn Rows<QueryRow>,
     /// Of these rows' groups.
@@ -77,7 +77,7 @@ pub struct RowsOfSplit<'a> {
     pub split: Split,
 }
 
-impl Rows<QueryRow> for RowsOfSplit<'_> {
+impl Rows<QueryRow> for SplitRows<'_> {
     fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
         let is_of_split = |row: &Result<QueryRow, DataError>| match row {
             Ok(row) => self.splits.of(&row.group) == Some(self.split),
@@ -87,7 +87,7 @@ impl Rows<QueryRow> for RowsOfSplit<'_> {
     }
 }
 
-/// Compares every row of each of `held_out` with every row of `train`, which is read once. Held-out rows are held in memory, at
+/// Compares every row of each of `held_out` with every row of `train`, which is read once. HeldOutRow-out rows are held in memory, at
 /// about a kilobyte and 11 bytes a character; those of train are not.
 ///
 /// `watch` is told now and then how many rows were read, of all.
@@ -103,16 +103,16 @@ pub fn find_leaks<const N: usize, E: From<DataError>>(
     let mut n_read = 0_u64;
     let mut one_more = || {
         n_read += 1;
-        if n_read.is_multiple_of(WATCHED_ROWS) { watch(n_read) } else { Ok(()) }
+        if n_read.is_multiple_of(PROGRESS_ROWS) { watch(n_read) } else { Ok(()) }
     };
     let (mut held, mut contexts) = (Vec::new(), Contexts::default());
     for (split, rows) in held_out.into_iter().enumerate() {
         for row in rows.read()? {
-            held.push(Held::new(split, row?, &mut contexts));
+            held.push(HeldOutRow::new(split, row?, &mut contexts));
             one_more()?;
         }
     }
-    let mut search = Search::new(held, least_similarity);
+    let mut search = LeakSearch::new(held, least_similarity);
     if !search.held.is_empty() {
         for row in train.read()? {
             search.compare(&row?);
@@ -123,7 +123,7 @@ pub fn find_leaks<const N: usize, E: From<DataError>>(
 }
 
 /// A row of a held-out split, and what was found.
-struct Held {
+struct HeldOutRow {
     split: usize,
     row: usize,
     query: String,
@@ -132,7 +132,7 @@ struct Held {
     same_query: Option<Leak>,
 }
 
-impl Held {
+impl HeldOutRow {
     fn new(split: usize, row: QueryRow, contexts: &mut Contexts) -> Self {
         let shingles = Shingles::of(&row, contexts);
         Self { split, row: row.row, query: row.original_query, shingles, leak: None, same_query: None }
@@ -144,16 +144,16 @@ impl Held {
     }
 }
 
-struct Search {
-    held: Vec<Held>,
+struct LeakSearch {
+    held: Vec<HeldOutRow>,
     candidates: Candidates,
     /// Rows by what they ask, as long as no training row was found that asks the same.
     queries: HashMap<u64, Vec<u32>>,
     least_similarity: f64,
 }
 
-impl Search {
-    fn new(held: Vec<Held>, least_similarity: f64) -> Self {
+impl LeakSearch {
+    fn new(held: Vec<HeldOutRow>, least_similarity: f64) -> Self {
         let candidates = Candidates::new(held.iter().map(|held| &held.shingles));
         let mut queries: HashMap<u64, Vec<u32>> = HashMap::new();
         for (held, index) in held.iter().zip(0..) {
@@ -189,7 +189,7 @@ impl Search {
 
     fn leaks<const N: usize>(self) -> [Leaks; N] {
         let mut leaks: [Leaks; N] = std::array::from_fn(|_| Leaks::default());
-        for Held { split, leak, same_query, .. } in self.held {
+        for HeldOutRow { split, leak, same_query, .. } in self.held {
             let Leaks { n_rows, n_leaked, rows, n_same_query, same_query: alike } = &mut leaks[split];
             *n_rows += 1;
             let (found, n, list) = match leak {
@@ -197,7 +197,7 @@ impl Search {
                 None => (same_query, n_same_query, alike),
             };
             *n += usize::from(found.is_some());
-            list.extend(found.filter(|_| list.len() < NAMED));
+            list.extend(found.filter(|_| list.len() < MAX_LISTED));
         }
         leaks
     }
@@ -230,8 +230,8 @@ impl Leak {
 
 /// The beginning of a query, on one line.
 fn shown(query: &str) -> String {
-    let end = if query.chars().nth(SHOWN).is_some() { "…" } else { "" };
-    query.chars().take(SHOWN).flat_map(char::escape_debug).collect::<String>() + end
+    let end = if query.chars().nth(EXCERPT_CHARS).is_some() { "…" } else { "" };
+    query.chars().take(EXCERPT_CHARS).flat_map(char::escape_debug).collect::<String>() + end
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ const LONGEST_BUILD: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Where indexes are kept.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
+pub(super) struct IndexCacheSettings {
     /// `None` for the user's cache folder.
     pub(super) base: Option<PathBuf>,
     /// Building one more removes those that were not used for the longest time.
@@ -34,7 +34,7 @@ pub(super) struct Place {
 #[derive(Debug)]
 pub(super) enum IndexFolder {
     /// In the cache, for the next process too.
-    Kept(PathBuf),
+    Cached(PathBuf),
     /// Where no cache can be written: it goes with the process.
     Temporary(TempDir),
 }
@@ -46,7 +46,7 @@ impl IndexFolder {
     /// # Errors
     /// As `build`, or no folder can be made at all.
     pub(super) fn open(
-        place: &Place,
+        place: &IndexCacheSettings,
         digest: &str,
         build: impl Fn(&Path) -> Result<(), DataError>,
     ) -> Result<Self, DataError> {
@@ -54,7 +54,7 @@ impl IndexFolder {
         let Some(base) = own else { return Self::temporary(build) };
         let kept = base.join(digest);
         if is_usable(&kept) {
-            return Ok(Self::Kept(kept));
+            return Ok(Self::Cached(kept));
         }
         if let Err(error) = std::fs::create_dir_all(&base) {
             tracing::warn!("the index is not kept: {}: {error}", base.display());
@@ -63,7 +63,7 @@ impl IndexFolder {
         // Held until the end: whoever waited finds it finished.
         let _lock = lock(&base.join(format!("{digest}.lock")));
         if is_usable(&kept) {
-            return Ok(Self::Kept(kept));
+            return Ok(Self::Cached(kept));
         }
         let new = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&base);
         let Ok(new) = new else {
@@ -84,7 +84,7 @@ impl IndexFolder {
     /// Where the index is.
     pub(super) fn path(&self) -> &Path {
         match self {
-            Self::Kept(path) => path,
+            Self::Cached(path) => path,
             Self::Temporary(folder) => folder.path(),
         }
     }
@@ -122,17 +122,17 @@ fn put(new: TempDir, kept: PathBuf, n_kept: usize) -> IndexFolder {
     if kept.exists() {
         // Without locks another process may have been quicker, and have it open by now; theirs is as good.
         if is_usable(&kept) {
-            return IndexFolder::Kept(kept);
+            return IndexFolder::Cached(kept);
         }
         set_aside(&kept, base);
     }
     if std::fs::rename(new.path(), &kept).is_ok() {
         let _ = new.keep();
         prune(base, &kept, n_kept);
-        return IndexFolder::Kept(kept);
+        return IndexFolder::Cached(kept);
     }
     // Or quicker by a moment.
-    if is_usable(&kept) { IndexFolder::Kept(kept) } else { IndexFolder::Temporary(new) }
+    if is_usable(&kept) { IndexFolder::Cached(kept) } else { IndexFolder::Temporary(new) }
 }
 
 /// By a rename, so that no other process sees half of it, or loses what it has just put there.
@@ -233,9 +233,9 @@ fn manifest_path(folder: &Path) -> PathBuf {
 /// Mapped into memory, without the lock files that tantivy makes to read an index that others write to: a cache that cannot be written
 /// can be read all the same.
 #[derive(Debug, Clone)]
-pub(super) struct FinishedFolder(MmapDirectory);
+pub(super) struct ReadOnlyDirectory(MmapDirectory);
 
-impl FinishedFolder {
+impl ReadOnlyDirectory {
     /// # Errors
     /// It is not there.
     pub(super) fn open(folder: &Path) -> Result<Self, OpenDirectoryError> {
@@ -247,7 +247,7 @@ fn refused() -> io::Error {
     io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "a finished index is not written to")
 }
 
-impl Directory for FinishedFolder {
+impl Directory for ReadOnlyDirectory {
     fn get_file_handle(&self, path: &Path) -> Result<Arc<dyn FileHandle>, OpenReadError> {
         self.0.get_file_handle(path)
     }

@@ -8,12 +8,12 @@ mod vectors;
 
 use crate::error::DataError;
 use crate::judge::lexicon::Lexicon;
-use crate::retrieval::lexicon_reranker::{Corpus, PassageTraits, Reranker};
+use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker, PassageTraits};
 use crate::retrieval::passages::{Passage, SourcesDigest, read_passages};
 use crate::retrieval::segment::Segmenter;
-use crate::retrieval::synonyms::{Part, Synonyms};
+use crate::retrieval::synonyms::{QueryPart, Synonyms};
 use crate::text::fold;
-use folder::{FinishedFolder, IndexFolder, Place};
+use folder::{IndexCacheSettings, IndexFolder, ReadOnlyDirectory};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
@@ -75,7 +75,7 @@ impl Vocabulary {
             (None, None) => Segmenter::default(),
             (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.entries())?,
         };
-        let synonyms = synonyms.cut_by(&segmenter);
+        let synonyms = synonyms.segmented_by(&segmenter);
         Ok(Self { segmenter, synonyms })
     }
 }
@@ -90,11 +90,11 @@ impl PassageIndex {
         config: &RetrievalConfig,
         digest: &SourcesDigest,
         vocabulary: Vocabulary,
-        reranker: Option<&Reranker>,
+        reranker: Option<&LexiconReranker>,
         embedder: Option<&dyn Embedder>,
     ) -> Result<Self, DataError> {
         let Vocabulary { segmenter, synonyms } = vocabulary;
-        let place = Place { base: config.index_dir.clone(), n_kept: config.indexes_kept };
+        let place = IndexCacheSettings { base: config.index_dir.clone(), n_kept: config.indexes_kept };
         let folder = IndexFolder::open(&place, &digest.0, |folder| {
             let passages = read_passages(knowledge_base)?;
             if let Some(embedder) = embedder {
@@ -137,10 +137,10 @@ impl PassageIndex {
         self.vectors.as_ref().map(|vectors| vectors.nearest(vector, n_passages)).unwrap_or_default()
     }
 
-    fn clauses(&self, part: &Part<'_>) -> Vec<Box<dyn Query>> {
+    fn clauses(&self, part: &QueryPart<'_>) -> Vec<Box<dyn Query>> {
         match part {
-            Part::Word(word) => self.of_word(word),
-            Part::Group(entries) => {
+            QueryPart::Word(word) => self.of_word(word),
+            QueryPart::Group(entries) => {
                 let entries = entries.iter().map(|words| self.of_entry(words)).collect();
                 vec![Box::new(DisjunctionMaxQuery::new(entries))]
             }
@@ -175,7 +175,7 @@ impl PassageIndex {
     }
 }
 
-impl Corpus for PassageIndex {
+impl CorpusCounts for PassageIndex {
     fn n_passages(&self) -> usize {
         self.reader.searcher().num_docs() as usize
     }
@@ -187,7 +187,7 @@ impl Corpus for PassageIndex {
 }
 
 fn open_reader(folder: &Path) -> tantivy::Result<(IndexReader, Fields)> {
-    let index = Index::open(FinishedFolder::open(folder)?)?;
+    let index = Index::open(ReadOnlyDirectory::open(folder)?)?;
     let fields = Fields::of(&index.schema())?;
     // Nobody writes to an index that is finished.
     let reader = index.reader_builder().reload_policy(ReloadPolicy::Manual).try_into()?;
@@ -206,7 +206,7 @@ impl Fields {
 /// # Errors
 /// A file cannot be read, or is not of its form.
 pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> Result<Option<Arc<Lexicon>>, DataError> {
-    let read = |path: &Path| Ok(Arc::new(Lexicon::read(path)?.cutting_words_by(segmenter.clone())));
+    let read = |path: &Path| Ok(Arc::new(Lexicon::read(path)?.with_segmenter(segmenter.clone())));
     config.lexicon.as_deref().map(read).transpose()
 }
 
@@ -222,7 +222,7 @@ fn build(
     knowledge_base: &Path,
     passages: Vec<Passage>,
     segmenter: &Segmenter,
-    reranker: Option<&Reranker>,
+    reranker: Option<&LexiconReranker>,
 ) -> Result<(), DataError> {
     write(folder, passages, segmenter, reranker)
         .map_err(|error| DataError::file(knowledge_base, format!("cannot be indexed in {}: {error}", folder.display())))
@@ -232,7 +232,7 @@ fn write(
     folder: &Path,
     passages: Vec<Passage>,
     segmenter: &Segmenter,
-    reranker: Option<&Reranker>,
+    reranker: Option<&LexiconReranker>,
 ) -> tantivy::Result<()> {
     let schema = schema();
     let fields = Fields::of(&schema)?;

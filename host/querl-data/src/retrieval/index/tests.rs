@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
-use crate::{EmbeddedRetriever, LocalModels, SearchLimits};
+use crate::{EmbeddedRetriever, LocalModels, RetrievalLimits};
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::Context;
@@ -29,7 +29,7 @@ fn found(config: &RetrievalConfig, models: &LocalModels, rewrite: &str) -> Vec<S
     let retriever = EmbeddedRetriever::open(config, models).unwrap();
     let context = Context::default();
     let request = RetrievalRequest { original_query: "鱼油", context: &context, rewritten_query: rewrite };
-    let limits = SearchLimits { top_k: 2, score_threshold: 0.0 };
+    let limits = RetrievalLimits { top_k: 2, score_threshold: 0.0 };
     let mut ids: Vec<String> = retriever.search_now(&request, limits).unwrap().into_iter().map(|hit| hit.id).collect();
     ids.sort();
     ids
@@ -104,7 +104,7 @@ fn a_change_in_how_texts_are_cut_and_read_is_another_form() {
     let (segmenter, lexicon) =
         (crate::retrieval::segment::Segmenter::default(), tempfile::NamedTempFile::new().unwrap());
     std::fs::write(lexicon.path(), LEXICON).unwrap();
-    let reranker = crate::retrieval::lexicon_reranker::Reranker::new(Arc::new(
+    let reranker = crate::retrieval::lexicon_reranker::LexiconReranker::new(Arc::new(
         crate::judge::lexicon::Lexicon::read(lexicon.path()).unwrap(),
     ));
     let texts = [
@@ -305,7 +305,7 @@ fn a_group_of_synonyms_counts_once_and_may_have_entries_of_several_words() {
     let context = Context::default();
     let ask = |rewritten_query: &str| {
         let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query };
-        let hits = retriever.search_now(&request, SearchLimits { top_k: 3, score_threshold: 0.0 }).unwrap();
+        let hits = retriever.search_now(&request, RetrievalLimits { top_k: 3, score_threshold: 0.0 }).unwrap();
         let mut found: Vec<_> = hits.into_iter().map(|hit| (hit.id, hit.retrieval_score.unwrap())).collect();
         found.sort_by(|a, b| a.0.cmp(&b.0));
         found
@@ -330,7 +330,7 @@ fn a_word_of_the_tenant_is_found_whole() {
     let context = Context::default();
     let rewritten_query = "臻萃轻盈小绿瓶";
     let request = RetrievalRequest { original_query: "问", context: &context, rewritten_query };
-    let hits = retriever.search_now(&request, SearchLimits { top_k: 2, score_threshold: 0.0 }).unwrap();
+    let hits = retriever.search_now(&request, RetrievalLimits { top_k: 2, score_threshold: 0.0 }).unwrap();
     let bm25 = |id: &str| hits.iter().find(|hit| hit.id == id).map(|hit| hit.retrieval_score.unwrap());
     assert!(bm25("0").unwrap() > bm25("1").unwrap_or(0.0), "{hits:?}");
     std::fs::write(folder.path().join("words.txt"), "臻萃 99999999999999999999\n").unwrap();
