@@ -14,54 +14,27 @@ use std::sync::Once;
 pub enum DataError {
     /// A file's content is not what it should be, or it cannot be read.
     #[error("{path}: {problem}")]
-    File {
-        /// Which file.
-        path: String,
-        /// Where in it, what was found, what to do.
-        problem: String,
-    },
+    File { path: String, problem: String },
     /// A file of JSON lines.
     #[error(transparent)]
     Lines(#[from] ReadError),
     /// A file could not be written.
     #[error("{path}: cannot be written: {source}")]
-    Write {
-        /// Which file.
-        path: String,
-        /// Why.
-        source: std::io::Error,
-    },
+    Write { path: String, source: std::io::Error },
     /// A setting that the chosen kind needs is absent or unusable.
     #[error("{key} {problem}")]
-    Setting {
-        /// Dotted key.
-        key: String,
-        /// What is wrong, what to do.
-        problem: String,
-    },
+    Setting { key: String, problem: String },
     /// A service refuses us, is down, or the budget is spent; rows done so far are kept.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
     /// A batch came to no good end, or what became of it is not known; what was handed over is not handed over again.
     #[error("{problem}; {kept}")]
-    Batch {
-        /// What happened to which batch.
-        problem: String,
-        /// What is kept, what to do.
-        kept: String,
-    },
+    Batch { problem: String, kept: String },
     /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.
     #[error("none of {n_failed} row(s) tried succeeded; {n_alike} failed like this: {failure}")]
-    NoSuccess {
-        /// Rows tried.
-        n_failed: usize,
-        /// Those that failed for the commonest reason.
-        n_alike: usize,
-        /// The first of them.
-        failure: CallFailure,
-    },
+    NoSuccess { n_failed: usize, n_alike: usize, failure: CallFailure },
     /// The user panic_message stop before all rows were asked; rows done so far are kept.
-    #[error("interrupted; what was done is saved, the same command goes on from there")]
+    #[error("interrupted; finished work is saved, run the same command to resume")]
     Interrupted,
     /// A plugin broke its contract.
     #[error(transparent)]
@@ -70,12 +43,7 @@ pub enum DataError {
     #[error(
         "{n_groups} group(s) of queries cannot fill {n_splits} splits; add queries or set the share of a split to 0"
     )]
-    TooFewGroups {
-        /// Groups in the table.
-        n_groups: usize,
-        /// Splits with a share above 0.
-        n_splits: usize,
-    },
+    TooFewGroups { n_groups: usize, n_splits: usize },
 }
 
 impl DataError {
@@ -113,7 +81,6 @@ pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> std::thread::Result<T>
     done
 }
 
-/// The words of a panic, on one line.
 pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
     text.unwrap_or("it gives no reason").replace('\n', " ")

@@ -1,8 +1,8 @@
 //! Tables, teacher, judge, retrieval and datasets.
 //!
-//! In: a query table, a recording or an endpoint of a teacher, a knowledge base or a retrieval service, the tenant's prompts and
-//! filters through their ports. Out: rewrites, what retrieval finds with them, and the three splits of a dataset. This crate
-//! refuses to know models, training and WebAssembly.
+//! Input: a query table, a recording or an endpoint of a teacher, a knowledge base or a retrieval service, the tenant's prompts and
+//! filters through their ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a dataset.
+//! This crate must not depend on models, training or WebAssembly.
 
 mod client;
 mod dataset;

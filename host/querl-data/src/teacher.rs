@@ -18,7 +18,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The teacher that the configuration names, with the one that stands behind it, if any. A local model is none of them: see
-/// [`LocalRewriteStage`](crate::LocalRewriting).
+/// [`LocalRewriteStage`](crate::LocalRewriteStage).
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the recording cannot be read.
@@ -138,7 +138,6 @@ impl RecordedTeacher {
         Ok(Self { path: path.display().to_string(), places, lines: Mutex::new(IndexedLines::open(path)?) })
     }
 
-    /// The recording of the query with this id, where there is one.
     fn recording(&self, id: &str) -> Result<Option<Recording>, DataError> {
         let Some(offset) = self.places.get(&hash_of(id)) else { return Ok(None) };
         let recording: Recording = self.lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;

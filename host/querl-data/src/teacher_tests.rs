@@ -109,7 +109,7 @@ async fn every_word_for_a_whole_answer_is_known() {
     }
 }
 
-/// Keeps away: half a rewrite of a service that ran out of room, and a gateway's error taken for an answer without text.
+/// Regression: half a rewrite of a service that ran out of room, and a gateway's error taken for an answer without text.
 #[tokio::test]
 async fn failures_that_come_as_successes_are_tried_again_and_quoted() {
     let half =
@@ -136,7 +136,7 @@ async fn failures_that_come_as_successes_are_tried_again_and_quoted() {
     }
 }
 
-/// Keeps away: a count of tokens that no answer has, as a price.
+/// Regression: a count of tokens that no answer has, as a price.
 #[tokio::test]
 async fn absurd_counts_of_tokens_are_none() {
     let usage = json!({"prompt_tokens": u64::MAX, "completion_tokens": 1});

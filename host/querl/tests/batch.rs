@@ -95,7 +95,7 @@ fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
         error.contains("the answers of batch batch-0 cannot be read: ") && error.contains("storage down"),
         "{error}"
     );
-    assert!(error.contains("still noted is batch batch-0: the same command goes on from there"), "{error}");
+    assert!(error.contains("still open: batch batch-0; run the same command to resume"), "{error}");
     assert_eq!((spare.n_asked(), scene.project.path("run/data/rewrites.jsonl").exists()), (0, false));
     scene.mend();
     scene.rewrite(&[]).ok();
@@ -150,7 +150,8 @@ fn batch_of_other_settings_stops_the_run_before_anything_is_removed() {
     for change in changes {
         let said = scene.rewrite(change);
         assert_eq!(said.code, Some(2), "{said:#?}");
-        let sentence = "rewrites.batches.json: handed over to another teacher, or with other settings of [teacher]: batch batch-0; ";
+        let sentence =
+            "rewrites.batches.json: submitted to another teacher, or with other settings of [teacher]: batch batch-0; ";
         assert!(said.stderr.contains(sentence), "{said:#?}");
         assert_eq!(scene.project.read("run/data/rewrites.journal.jsonl"), journal);
     }

@@ -19,18 +19,14 @@ pub(crate) struct ChatClient {
     caller: Caller,
     endpoint: EndpointConfig,
     model: String,
-    /// As the account calls it.
     provider: String,
     rules: ProviderRules,
-    /// That answers are longer than they may be was said.
+    /// The warning about `max_tokens` was logged.
     is_warned: AtomicBool,
 }
 
 impl ChatClient {
     /// `section` is `teacher` or `judge`, for messages.
-    ///
-    /// # Errors
-    /// The endpoint lacks an address, a model or its key.
     pub(crate) fn open(section: &str, endpoint: EndpointConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let missing = |key: &str| DataError::setting(format!("{section}.{key}"), "is not set; kind `openai` needs it");
         let base_url = endpoint.base_url.as_deref().ok_or_else(|| missing("base_url"))?;
@@ -46,25 +42,19 @@ impl ChatClient {
         Ok(Self { caller: caller.named(&provider), model, endpoint, provider, rules, is_warned })
     }
 
-    /// As the account calls it.
     pub(crate) fn provider(&self) -> &str {
         &self.provider
     }
 
-    /// What an answer depends on beside the messages.
     pub(crate) fn identity(&self) -> Value {
         json!({"base_url": self.endpoint.base_url, "body": self.body(&[])})
     }
 
-    /// The model's name.
     pub(crate) fn model(&self) -> &str {
         &self.model
     }
 
     /// Asks for one completion.
-    ///
-    /// # Errors
-    /// The call failed, or its answer holds no text, or one that was cut off.
     pub(crate) async fn complete(&self, messages: &[Message]) -> Result<Completion, CallFailure> {
         let most_tokens = self.most_tokens(messages);
         let charge = CostBound { n_tokens: most_tokens.0 + most_tokens.1, most: self.cost(most_tokens).unwrap_or(0.0) };
@@ -76,19 +66,16 @@ impl ChatClient {
             .map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
-    /// Of the prompt, and the most that an answer may have.
     pub(crate) fn most_tokens(&self, messages: &[Message]) -> (u64, u64) {
         (prompt_tokens(messages), u64::from(self.endpoint.max_tokens))
     }
 
-    /// What is sent.
     pub(crate) fn body(&self, messages: &[Message]) -> Value {
         let mut body = json!({"model": self.model, "messages": messages});
         self.rules.add_parameters(&self.endpoint, &mut body);
         body
     }
 
-    /// What stands in an answer's body, or why it is of no use.
     pub(crate) fn completion(&self, body: &Value, usage: Usage, latency_ms: Option<f64>) -> Result<Completion, String> {
         let choice = body.pointer("/choices/0").ok_or("the answer has no `choices`")?;
         let text = choice.pointer("/message/content").map(content_text).unwrap_or_default();
@@ -104,7 +91,6 @@ impl ChatClient {
         })
     }
 
-    /// What the service says it counted; estimated where it says nothing.
     pub(crate) fn usage(&self, messages: &[Message], body: &Value) -> Usage {
         let said = |name: &str| {
             body.pointer(&format!("/usage/{name}")).and_then(Value::as_u64).filter(|tokens| *tokens <= MOST_TOKENS)
@@ -160,7 +146,6 @@ fn refusal(body: &Value) -> Option<Refusal> {
     Some(Refusal::reported(status, format!("answered with an error: {}", server_message(&body.to_string()))))
 }
 
-/// Half an answer is none: its last words may be the ones that matter.
 fn check_ending(finish_reason: Option<&str>, text: &str) -> Result<(), String> {
     match finish_reason {
         Some("length") => Err("the answer was cut off (finish_reason `length`); raise max_tokens".into()),
@@ -178,7 +163,6 @@ fn check_ending(finish_reason: Option<&str>, text: &str) -> Result<(), String> {
     }
 }
 
-/// A text, or the texts of a list of parts.
 fn content_text(content: &Value) -> String {
     match content {
         Value::String(text) => text.clone(),

@@ -1,16 +1,15 @@
-//! A limit on the time that others take to answer: waiting for one's turn, which others' calls decide on, does not count.
+//! Deadlines of calls, which exclude the time spent in queues (for a slot, a rate limit, the budget), and the stop flag.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long one who has a limit waited for turns.
+/// Time that a call with a deadline spent in queues.
 #[derive(Debug, Default)]
 struct QueueTime(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Of parts that run side by side.
     n_waiting: usize,
     since: Option<Instant>,
     before: Duration,
@@ -20,7 +19,7 @@ tokio::task_local! {
     static QUEUE_TIME: Arc<QueueTime>;
 }
 
-/// What `call` comes to; `None` where it is not done within `limit`, waiting for turns not counted, and is dropped.
+/// The result of `call`; `None`, and the call is dropped, where it takes longer than `limit` without queue time.
 pub async fn within_deadline<T>(limit: Duration, call: impl Future<Output = T>) -> Option<T> {
     let (started, queue_time) = (Instant::now(), Arc::new(QueueTime::default()));
     let mut call = std::pin::pin!(QUEUE_TIME.scope(queue_time.clone(), call));
@@ -37,13 +36,11 @@ pub async fn within_deadline<T>(limit: Duration, call: impl Future<Output = T>) 
     }
 }
 
-/// QueueTime for one's turn.
 pub(crate) async fn queued<T>(wait: impl Future<Output = T>) -> T {
     let _guard = queue_guard();
     wait.await
 }
 
-/// The same for one who cannot say beforehand when the turn comes: until what this gives is dropped.
 pub(crate) fn queue_guard() -> Option<QueueGuard> {
     QUEUE_TIME.try_with(Arc::clone).ok().map(QueueGuard::begin)
 }
@@ -87,7 +84,7 @@ impl QueueTime {
 /// How often somebody who queue_time looks whether it was said.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Set once the user said stop; without a flag nobody ever does.
+/// Set once the user interrupts the run; never set without a flag.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StopFlag(Option<&'static AtomicBool>);
 
@@ -100,7 +97,7 @@ impl StopFlag {
         self.0.is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
 
-    /// What `wait` comes to; `None` once the user said stop.
+    /// The result of `wait`; `None` once the flag is set.
     pub(crate) async fn before<T>(self, wait: impl Future<Output = T>) -> Option<T> {
         if self.0.is_none() {
             return Some(wait.await);
@@ -114,7 +111,6 @@ impl StopFlag {
         None
     }
 
-    /// QueueTime so long, or until the user says stop.
     pub(crate) async fn pause(self, pause: Duration) {
         self.before(queued(tokio::time::sleep(pause))).await;
     }
@@ -128,7 +124,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(20);
     const LONG: Duration = Duration::from_millis(300);
 
-    /// Keeps away: episodes that are dropped as late, since others had asked before them.
+    /// Regression: episodes were dropped as late because of calls queued before them.
     #[tokio::test]
     async fn waiting_for_a_turn_does_not_count_and_the_answer_does() {
         assert_eq!(within_deadline(LONG / 3, queued(sleep(LONG))).await, Some(()));

@@ -1,4 +1,4 @@
-//! What providers of OpenAI's chat interface want to have named how, and what they refuse.
+//! Differences between providers of the OpenAI chat API: parameter names, and parameters that they reject.
 //!
 //! Sources: the providers' own references of `chat/completions` (OpenAI, DeepSeek, Alibaba Cloud Model Studio, vLLM, llama.cpp's
 //! server, Ollama).
@@ -14,26 +14,21 @@ pub(crate) struct ProviderRules {
     thinking: ReasoningParameter,
 }
 
-/// How a request says how long to think.
+/// How a request sets the reasoning effort.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReasoningParameter {
     /// `"reasoning_effort": "low"`.
     Effort,
     /// `"thinking": {"type": "enabled"}`.
     Type,
-    /// `"enable_thinking": true`.
     Switch,
     /// `"chat_template_kwargs": {"enable_thinking": true}`.
     Template,
-    /// The model does not think.
     Never,
 }
 
 impl ProviderRules {
     /// The rules for `model` at `base_url`; `section` is whose keys they are held to.
-    ///
-    /// # Errors
-    /// A parameter is set that this model is known to refuse.
     pub(crate) fn of(section: &str, endpoint: &EndpointConfig, base_url: &str, model: &str) -> Result<Self, DataError> {
         let provider = detect_provider(endpoint.provider, base_url);
         let refuse = |key: &str, what: String| Err(DataError::setting(format!("{section}.{key}"), what));
@@ -65,7 +60,6 @@ impl ProviderRules {
         Ok(Self { limit: if endpoint.legacy_max_tokens { "max_tokens" } else { limit }, thinking })
     }
 
-    /// Adds everything beside model and messages.
     pub(crate) fn add_parameters(self, endpoint: &EndpointConfig, body: &mut Value) {
         body[self.limit] = json!(endpoint.max_tokens);
         if let Some(temperature) = endpoint.temperature {
@@ -89,7 +83,6 @@ impl ProviderRules {
     }
 }
 
-/// Who it is, by the address where nobody says.
 fn detect_provider(provider: Provider, base_url: &str) -> Provider {
     if provider != Provider::Auto {
         return provider;

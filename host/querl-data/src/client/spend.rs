@@ -1,4 +1,4 @@
-//! What calls cost, by stage and provider, over all processes of a run; and the budget that stops them.
+//! Spend of calls by stage and provider, over all processes of a run, and the budget that stops them.
 
 use crate::error::DataError;
 use querl_core::records::{CallFailure, FailureKind};
@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// The file is written this often at most: a kill loses what was counted since.
+/// Minimum interval between writes of the file; a kill loses what was counted since.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 
-/// What calls to one provider took in one stage.
+/// Calls, tokens and cost of one provider in one stage.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Spend {
@@ -22,19 +22,19 @@ pub struct Spend {
     pub failed: u64,
     /// Requests that were sent: calls and their further tries.
     pub tries: u64,
-    /// Questions that the cache answered.
+    /// Requests answered by the response cache.
     pub cached: u64,
-    /// Questions that were answered by the call of another that asked the same at the same time.
+    /// Single-flight requests: answered by the call of a concurrent identical request.
     pub joined: u64,
     /// Tokens of prompts.
     pub prompt_tokens: u64,
     /// Tokens of answers.
     pub completion_tokens: u64,
-    /// Answers that said nothing of their tokens, which are then estimated.
+    /// Responses without token counts, which are estimated.
     pub estimated: u64,
-    /// Price of what was answered, in the configured currency.
+    /// Cost of responses, in the configured currency.
     pub cost: f64,
-    /// Tries that were sent and whose answer was lost on the way: they may have been charged.
+    /// Attempts whose response was lost: they may have been charged.
     pub lost: u64,
     /// The most that they may have cost.
     pub lost_cost: f64,
@@ -62,13 +62,13 @@ impl std::ops::AddAssign<&Spend> for Spend {
 /// By stage, then by provider: `rewrite`, `teacher gpt-5`.
 pub type SpendByStage = BTreeMap<String, BTreeMap<String, Spend>>;
 
-/// The account of a run.
+/// Counts spend and enforces the budget of a run.
 #[derive(Debug, Default)]
 pub struct SpendTracker {
     path: Option<PathBuf>,
     budget: Option<f64>,
     state: Mutex<State>,
-    /// Told whenever a call under way has come to its end.
+    /// Notified whenever a call in flight ends.
     settled: Notify,
 }
 
@@ -81,7 +81,7 @@ struct State {
     saved: Option<Instant>,
 }
 
-/// The most that something may cost which nobody knows the price of yet.
+/// Reservations for calls of unknown cost.
 #[derive(Debug, Default)]
 struct Reserved {
     n: usize,
@@ -101,25 +101,23 @@ impl Reserved {
     }
 }
 
-/// What a budget leaves for a call.
 enum BudgetCheck {
     Covered,
-    /// It depends on what calls under way really cost.
     Uncertain,
 }
 
 impl SpendTracker {
-    /// The account kept at `path`, with what earlier processes of the run spent.
+    /// Opens the file at `path`, with the spend of earlier processes of the run.
     ///
     /// # Errors
-    /// The file is there and is no account.
+    /// The file is invalid.
     pub fn open(path: &Path, budget: Option<f64>) -> Result<Self, DataError> {
         let by_stage = read_spend(path)?;
         let state = State { by_stage, ..State::default() };
         Ok(Self { path: Some(path.to_owned()), budget, state: Mutex::new(state), settled: Notify::new() })
     }
 
-    /// What follows is counted for `stage`.
+    /// Counts further calls for `stage`.
     pub fn begin(&self, stage: &str) {
         self.state().stage = stage.to_owned();
     }
@@ -129,7 +127,7 @@ impl SpendTracker {
         self.state().by_stage.clone()
     }
 
-    /// Of one stage, all who answer together.
+    /// Total of one stage without file transfers.
     pub fn of_stage(&self, stage: &str) -> Spend {
         let mut total = Spend::default();
         let state = self.state();
@@ -153,11 +151,8 @@ impl SpendTracker {
         querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
     }
 
-    /// Sets aside what a request may cost at most, for as long as it is under way. Where the highest prices of others that are under way
-    /// leave too little, their real ones are waited for.
-    ///
-    /// # Errors
-    /// It could exceed the budget, together with what was charged, what may have been charged, and what is held for batches.
+    /// Reserves the highest cost of a request while it is in flight. Where reservations of others leave too little, waits for their
+    /// real cost.
     pub(crate) async fn reserve(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
         loop {
             let mut settled = std::pin::pin!(self.settled.notified());
@@ -174,10 +169,7 @@ impl SpendTracker {
         }
     }
 
-    /// Sets aside what a batch may cost at most, which nobody waits for the end of.
-    ///
-    /// # Errors
-    /// It could exceed the budget.
+    /// Reserves the highest cost of a batch.
     pub(crate) fn reserve_for_batch(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
         let mut state = self.state();
         match self.check_budget(&state, most)? {
@@ -187,7 +179,6 @@ impl SpendTracker {
         Ok(Reservation::new(self.clone(), most, ReservationKind::Batch))
     }
 
-    /// The same for a batch that is under way already, whatever the budget says.
     pub(crate) fn hold(self: &Arc<Self>, most: f64) -> Reservation {
         self.state().held.add(most);
         Reservation::new(self.clone(), most, ReservationKind::Batch)
@@ -208,7 +199,7 @@ impl SpendTracker {
         let (spent, lost) = state.charged();
         let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.most + state.in_flight.most);
         let message = format!(
-            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is under way or may have been charged, the next call may cost {most:.4}; raise `budget` and run the same command again to go on",
+            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {most:.4}; raise `budget` and run the same command to resume",
         );
         CallFailure { kind: FailureKind::OverBudget, message }
     }
@@ -227,7 +218,7 @@ impl SpendTracker {
         self.add(provider, &Spend { cached: 1, ..Spend::default() });
     }
 
-    /// `n` requests whose end nobody knows, each of which may have cost `most`.
+    /// Counts `n` requests of unknown outcome, each of highest cost `most`.
     pub(crate) fn count_lost(&self, provider: &str, n: u64, most: f64) {
         self.add(provider, &Spend { lost: n, lost_cost: n as f64 * most, ..Spend::default() });
     }
@@ -257,7 +248,6 @@ impl SpendTracker {
 }
 
 impl State {
-    /// What was charged, and what may have been.
     fn charged(&self) -> (f64, f64) {
         let all = || self.by_stage.values().flat_map(BTreeMap::values);
         // The sum of nothing would be -0.
@@ -266,35 +256,32 @@ impl State {
     }
 }
 
-/// Whether this is no one who answers, but what carries questions and answers of batches.
+/// Whether a provider name stands for the file transfers of batches.
 pub fn is_file_transfer(provider: &str) -> bool {
     provider.ends_with(" (batch) files")
 }
 
-/// What the account at `path` holds; empty where there is none.
+/// The spend recorded at `path`; empty where there is no file.
 ///
 /// # Errors
-/// The file is no account.
+/// The file is invalid.
 pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
     match std::fs::read(path) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
-            DataError::file(path, format!("not an account of calls: {error}; remove the file to count anew"))
+            DataError::file(path, format!("not a record of spend: {error}; remove the file to start from zero"))
         }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(SpendByStage::default()),
         Err(error) => Err(DataError::file(path, format!("cannot be read: {error}"))),
     }
 }
 
-/// How long a reservation lasts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReservationKind {
-    /// Until a call that is under way ends, which it does by itself.
     InFlight,
-    /// Until a batch is read.
     Batch,
 }
 
-/// Money that is set aside. Dropping it gives it back.
+/// A reserved part of the budget, released on drop.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     account: Arc<SpendTracker>,
@@ -314,27 +301,24 @@ impl Drop for Reservation {
     }
 }
 
-/// What one answer took.
+/// Tokens and cost of one response.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u64,
     pub(crate) completion_tokens: u64,
-    /// The service said nothing.
     pub(crate) is_estimated: bool,
     pub(crate) cost: Option<f64>,
 }
 
-/// A call with all its tries. Dropping it puts it on the account.
+/// Spend of one call with all its attempts, counted on drop.
 #[derive(Debug)]
 pub(crate) struct CallSpend {
     account: Arc<SpendTracker>,
     provider: String,
-    /// What is not on the account yet.
     spent: Spend,
-    /// For the try that is under way, and for its answer until that is charged.
+    /// For the attempt in flight, and for its response until that is charged.
     reservation: Option<Reservation>,
     n_sent: u64,
-    /// A request is out whose end nobody has seen.
     is_under_way: bool,
 }
 
@@ -350,12 +334,10 @@ impl CallSpend {
         }
     }
 
-    /// The next try is paid from this.
     pub(crate) fn covered_by(&mut self, reservation: Reservation) {
         self.reservation = Some(reservation);
     }
 
-    /// A request goes out.
     pub(crate) fn sent(&mut self) {
         self.spent.calls += u64::from(self.n_sent == 0);
         self.spent.tries += 1;
@@ -363,18 +345,16 @@ impl CallSpend {
         self.is_under_way = true;
     }
 
-    /// An answer came, which is charged next.
     pub(crate) fn answered(&mut self) {
         self.is_under_way = false;
     }
 
-    /// It came to an end that is known and costs nothing: a refusal, or nobody was reached.
+    /// The attempt was rejected or never connected: it costs nothing.
     pub(crate) fn refused(&mut self) {
         self.is_under_way = false;
         self.reservation = None;
     }
 
-    /// What became of it is unknown: it may have been charged, and another try may be charged again.
     pub(crate) fn lost(&mut self) {
         self.is_under_way = false;
         self.spent.lost += 1;
@@ -382,13 +362,10 @@ impl CallSpend {
         self.settle();
     }
 
-    /// All tries were in vain.
     pub(crate) fn failed(&mut self) {
-        // Who sent nothing made no call.
         self.spent.failed = u64::from(self.n_sent > 0);
     }
 
-    /// An answer came, useful or not.
     pub(crate) fn charged(&mut self, usage: Usage) {
         self.spent.prompt_tokens += usage.prompt_tokens;
         self.spent.completion_tokens += usage.completion_tokens;
@@ -397,7 +374,6 @@ impl CallSpend {
         self.spent.cost += usage.cost.unwrap_or(0.0);
     }
 
-    /// What was taken stands on the account before what was set aside for it is given back.
     fn settle(&mut self) {
         self.account.add(&self.provider, &std::mem::take(&mut self.spent));
         self.reservation = None;
@@ -407,7 +383,7 @@ impl CallSpend {
 impl Drop for CallSpend {
     fn drop(&mut self) {
         if self.is_under_way {
-            // Cancelled: by a deadline, or by whoever stopped the run.
+            // Cancelled by a deadline or an interrupt.
             self.lost();
             self.failed();
         }

@@ -37,7 +37,7 @@ async fn spending_is_kept_by_stage_over_processes() {
     assert_eq!((spent.cost, spent.prompt_tokens), (0.5, 20));
     assert_eq!(account.of_stage("eval"), Spend::default());
     std::fs::write(&path, "[]").unwrap();
-    assert!(SpendTracker::open(&path, None).unwrap_err().to_string().contains("not an account of calls"));
+    assert!(SpendTracker::open(&path, None).unwrap_err().to_string().contains("not a record of spend"));
 }
 
 #[tokio::test]
@@ -53,7 +53,7 @@ async fn budget_counts_what_was_lost() {
     assert_eq!((spent.calls, spent.failed, spent.lost), (2, 1, 1));
 }
 
-/// Keeps away: a run that stops with money left, since calls under way were taken to cost the most that they can.
+/// Regression: a run that stops with money left, since calls under way were taken to cost the most that they can.
 #[tokio::test]
 async fn calls_under_way_are_waited_for_before_the_budget_is_called_spent() {
     let account = with_budget(1.2);
@@ -69,7 +69,7 @@ async fn calls_under_way_are_waited_for_before_the_budget_is_called_spent() {
     assert!(account.reserve(0.5).await.is_ok());
 }
 
-/// Keeps away: a call with many tries, each of which was charged, that costs several times what was set aside for it.
+/// Regression: a call with many tries, each of which was charged, that costs several times what was set aside for it.
 #[tokio::test]
 async fn each_try_that_may_have_been_charged_counts_before_the_next() {
     let account = with_budget(1.0);
@@ -85,7 +85,7 @@ async fn each_try_that_may_have_been_charged_counts_before_the_next() {
     assert_eq!((spent.calls, spent.tries, spent.failed, spent.lost), (1, 2, 1, 2));
 }
 
-/// Keeps away: a run that waits for a batch which is read only after the wait.
+/// Regression: a run that waits for a batch which is read only after the wait.
 #[tokio::test]
 async fn what_a_batch_may_cost_is_not_waited_for() {
     let account = with_budget(1.0);
@@ -99,7 +99,7 @@ async fn what_a_batch_may_cost_is_not_waited_for() {
     assert!(account.reserve(1.0).await.is_ok());
 }
 
-/// Keeps away: what rounding leaves of reservations, taken for calls under way that never end.
+/// Regression: what rounding leaves of reservations, taken for calls under way that never end.
 #[tokio::test]
 async fn nothing_is_waited_for_where_nothing_is_under_way() {
     let account = with_budget(0.31);

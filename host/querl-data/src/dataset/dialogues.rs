@@ -27,12 +27,7 @@ pub struct Dialogue {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DialogueLocation {
     /// In a JSON list, and the line on which it begins.
-    Item {
-        /// Which of the list.
-        number: usize,
-        /// Which line.
-        line: usize,
-    },
+    Item { number: usize, line: usize },
     /// Of JSON lines.
     Line(usize),
     /// Of a table, the header counted.
@@ -224,7 +219,6 @@ fn text(object: &Map<String, Value>, key: &str, name: &str, expected: &str) -> R
     }
 }
 
-/// The beginning of a value, for a message.
 fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

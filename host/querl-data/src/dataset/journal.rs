@@ -1,4 +1,4 @@
-//! What a stage has done so far, kept beside its output, so that a kill loses at most the rows under way.
+//! The journal of a stage: finished records next to its output, so that a kill loses only the rows in flight.
 //!
 //! RecordReader stay in their files. In memory is where each of them begins: 8 bytes a row, and of earlier runs a table by key.
 
@@ -12,13 +12,13 @@ use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
-/// A record that a later run finds again.
+/// A record that a later run reuses.
 pub trait JournalRecord: Serialize + DeserializeOwned + 'static {
-    /// Stands for what was asked; `None` of a record without a good answer, which is asked again.
+    /// Hash of the request; `None` for a failed record, which is tried again.
     fn key(&self) -> Option<u64>;
 }
 
-/// Where a record of the output or of its journal begins, or why there is none.
+/// Byte offset of a record in the output or its journal, or why there is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RecordLocation(u64);
 
@@ -30,7 +30,6 @@ impl RecordLocation {
     /// Offsets in the journal have this bit; no file is so long that its own would.
     const IN_JOURNAL: u64 = 1 << 63;
 
-    /// True where a record is there.
     pub(crate) fn is_recorded(self) -> bool {
         self != Self::PENDING && self != Self::SKIPPED
     }
@@ -42,21 +41,20 @@ pub struct Journal<T> {
     output: PathBuf,
     path: PathBuf,
     file: File,
-    /// Where the next record begins.
     end: u64,
     earlier: HashMap<u64, RecordLocation>,
     of: PhantomData<fn() -> T>,
 }
 
 impl Journal<()> {
-    /// Where the journal of `output` is: `rewrites.jsonl` has `rewrites.journal.jsonl` beside it.
+    /// Where the journal of `output` is: `rewrites.jsonl` has `rewrites.journal.jsonl`.
     pub fn path_for(output: &Path) -> PathBuf {
         output.with_extension("journal.jsonl")
     }
 }
 
 impl<T: JournalRecord> Journal<T> {
-    /// Opens the journal beside `output` and finds the answers of earlier runs: those of the output, then those of the journal.
+    /// Opens the journal of `output` and indexes the records of earlier runs: those of the output, then those of the journal.
     /// A last line that a kill cut short is dropped.
     ///
     /// # Errors
@@ -80,7 +78,6 @@ impl<T: JournalRecord> Journal<T> {
         Ok(Self { output: output.to_owned(), path, file, end, earlier, of: PhantomData })
     }
 
-    /// Where an earlier run's answer is.
     pub(crate) fn earlier(&self, key: u64) -> Option<RecordLocation> {
         self.earlier.get(&key).copied()
     }
@@ -91,9 +88,6 @@ impl<T: JournalRecord> Journal<T> {
     }
 
     /// Adds one finished record.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(crate) fn append(&mut self, record: &T) -> Result<RecordLocation, DataError> {
         let written = serde_json::to_vec(record).map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');
@@ -105,18 +99,15 @@ impl<T: JournalRecord> Journal<T> {
         Ok(place)
     }
 
-    /// The stage's output.
     pub(crate) fn output(&self) -> &Path {
         &self.output
     }
 
-    /// Opens the records of both files to be read by place.
     pub(crate) fn records(&self) -> Result<RecordReader<T>, DataError> {
         let output = if self.output.exists() { Some(IndexedLines::open(&self.output)?) } else { None };
         Ok(RecordReader { output, journal: IndexedLines::open(&self.path)?, of: PhantomData })
     }
 
-    /// Takes the journal away: the output is written.
     pub(crate) fn remove(self) -> Result<(), DataError> {
         std::fs::remove_file(&self.path).map_err(|error| DataError::write(&self.path, error))
     }
@@ -136,7 +127,6 @@ fn add_answers<T: JournalRecord>(
     Ok(())
 }
 
-/// Cuts off what comes after the last line break.
 fn drop_torn_line(path: &Path) -> io::Result<()> {
     let mut file = OpenOptions::new().read(true).write(true).open(path)?;
     let n_bytes = file.metadata()?.len();

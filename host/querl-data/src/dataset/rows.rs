@@ -14,12 +14,8 @@ pub type RowIter<'a, T> = Box<dyn Iterator<Item = Result<T, DataError>> + 'a>;
 /// Rows with an order, which can be read more than once and are the same each time.
 pub trait Rows<T> {
     /// Reads from the first row on.
-    ///
-    /// # Errors
-    /// What holds them cannot be opened, or was changed since the first reading.
     fn read(&self) -> Result<RowIter<'_, T>, DataError>;
 
-    /// The file that holds them, if one does.
     fn path(&self) -> Option<&Path> {
         None
     }
@@ -33,12 +29,10 @@ pub(crate) struct UnchangedFile {
 }
 
 impl UnchangedFile {
-    /// The file as it is now.
     pub(crate) fn new(path: &Path) -> Self {
         Self { path: path.to_owned(), version: version(path) }
     }
 
-    /// Refuses a file that is not what it was.
     pub(crate) fn check(&self) -> Result<(), DataError> {
         if version(&self.path) == self.version { Ok(()) } else { Err(changed_meanwhile(Some(&self.path))) }
     }
@@ -55,7 +49,6 @@ fn version(path: &Path) -> Option<(u64, SystemTime)> {
     Some((meta.len(), meta.modified().ok()?))
 }
 
-/// Of rows that are not those of the reading before.
 pub(crate) fn changed_meanwhile(path: Option<&Path>) -> DataError {
     let problem = "was changed while it was read; run the same command again";
     match path {
@@ -136,7 +129,6 @@ impl RecordWriter {
     }
 }
 
-/// A record that a stage wrote is not for the user to mend.
 fn of_record(error: ReadError) -> DataError {
     match error {
         ReadError::Line { path, line, problem } => DataError::File {

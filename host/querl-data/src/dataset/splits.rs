@@ -115,7 +115,7 @@ mod tests {
         assert!(forward.iter().any(|group| of_forward.of(group) != other.of(group)));
     }
 
-    /// Keeps away: other test sets of the same table and seed than those of earlier releases, which compared digests as text.
+    /// Regression: other test sets of the same table and seed than those of earlier releases, which compared digests as text.
     #[test]
     fn groups_are_taken_in_the_order_of_their_digests_as_text() {
         let splits = assign(&groups(6, 1), [0.5, 0.25, 0.25], 42).unwrap();

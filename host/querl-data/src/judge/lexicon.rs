@@ -13,7 +13,6 @@ use std::path::Path;
 struct LexiconFile {
     products: Vec<Product>,
     intents: Vec<Intent>,
-    /// Words that mean the same, a list for each meaning.
     #[serde(default)]
     synonyms: Vec<Vec<String>>,
     /// Characters that customers type for one another, a text for each sound; the first is the right one.
@@ -47,7 +46,7 @@ pub struct Intent {
     /// The words that people and outside models use.
     #[serde(default)]
     pub general: Vec<String>,
-    /// Turns of phrase that betray the intent.
+    /// Phrases that imply the intent.
     #[serde(default)]
     pub cues: Vec<String>,
 }
@@ -68,7 +67,6 @@ pub enum Expression {
 pub(crate) struct ProductMention {
     /// Position in [`Lexicon::products`].
     pub(crate) product: usize,
-    /// True for the name itself, false for an alias.
     pub(crate) canonical: bool,
 }
 
@@ -77,7 +75,6 @@ pub(crate) struct ProductMention {
 pub(crate) struct IntentMention {
     /// Position in [`Lexicon::intents`].
     pub(crate) intent: usize,
-    /// In which words.
     pub(crate) expression: Expression,
 }
 
@@ -138,12 +135,10 @@ impl Lexicon {
         }
     }
 
-    /// Cuts texts into words by another dictionary.
     pub(crate) fn with_segmenter(self, segmenter: Segmenter) -> Self {
         Self { segmenter, ..self }
     }
 
-    /// The distinct words of a text.
     pub(crate) fn words(&self, text: &str) -> Vec<String> {
         self.segmenter.words(text)
     }
@@ -168,17 +163,14 @@ impl Lexicon {
         (found, rest)
     }
 
-    /// Intents expressed in a text from which product names were cut out.
     pub(crate) fn intents_in(&self, rest: &[char]) -> Vec<PhraseMatch<IntentMention>> {
         self.intent_phrases.find(rest)
     }
 
-    /// The group of synonyms that a normalised word belongs to.
     pub(crate) fn synonym_group(&self, word: &str) -> Option<usize> {
         self.synonym_group.get(word).copied()
     }
 
-    /// The groups of synonyms of which a word stands in a text.
     pub(crate) fn synonyms_in(&self, text: &[char]) -> Vec<PhraseMatch<usize>> {
         self.synonym_phrases.find(text)
     }
@@ -223,11 +215,8 @@ pub(crate) struct PhraseTable<T> {
 /// One phrase found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct PhraseMatch<T> {
-    /// First character.
     pub(crate) start: usize,
-    /// Characters.
     pub(crate) len: usize,
-    /// What the phrase stands for.
     pub(crate) value: T,
 }
 

@@ -1,12 +1,12 @@
-//! What a customer wants: which product and which intent, read from the query, its history and its profile. A rewrite is never
-//! looked at here, so nothing a rewrite says can change what passages are measured against.
+//! Product and intent of a query, read from the query, its history and its profile. Rewrites are not an input, so that no rewrite can
+//! change what passages are scored against.
 
 use crate::judge::lexicon::{Expression, IntentMention, Lexicon};
 use crate::judge::lexicon::{PhraseMatch, without};
 use crate::text::normalise;
 use querl_core::records::Context;
 
-/// What a query asks for, in its context.
+/// Product and intents of a query in its context.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QueryIntent {
     /// The product meant; `None` where nothing names one. Position in [`Lexicon::products`].
@@ -15,9 +15,9 @@ pub struct QueryIntent {
     pub named_products: Vec<usize>,
     /// How strongly each intent is asked for, 0 to 1, the strongest 1; all 0 where no word betrays one.
     pub intents: Vec<f64>,
-    /// The query beside product names.
+    /// The query without product names.
     pub wording: TermSet,
-    /// The query beside product names and turns of phrase for an intent: the particulars that a rewrite should keep.
+    /// The query without product names and intent phrases: details that a rewrite should keep.
     pub particulars: TermSet,
     /// Words of the profile.
     pub profile_words: Vec<String>,
@@ -28,7 +28,7 @@ pub struct QueryIntent {
 pub struct TermSet {
     /// Distinct words, in order.
     pub words: Vec<String>,
-    /// Groups of synonyms of which the text holds a word.
+    /// Groups of synonyms with a word in the text.
     pub synonyms: Vec<usize>,
 }
 

@@ -106,8 +106,6 @@ impl EmbeddedRetriever {
 }
 
 impl Searcher {
-    /// # Errors
-    /// What failed, in words.
     fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, String> {
         let in_index = |error: tantivy::TantivyError| error.to_string();
         let by_words = self.index.candidates(request.rewritten_query, limits.top_k).map_err(in_index)?;

@@ -17,19 +17,11 @@ use std::sync::Arc;
 /// Who makes the vector of a query.
 pub(crate) enum QueryEmbedding {
     Service(Box<EmbeddingService>),
-    /// A model with what is put before a query.
-    Local {
-        model: Arc<dyn Embedder>,
-        query_prefix: String,
-        work: LocalModelCalls,
-    },
+    Local { model: Arc<dyn Embedder>, query_prefix: String, work: LocalModelCalls },
 }
 
 impl QueryEmbedding {
     /// The one that the configuration names; `None` where it names none.
-    ///
-    /// # Errors
-    /// As [`EmbeddingService::open`], or the model was not opened.
     pub(crate) fn open(
         config: &EmbeddingConfig,
         models: &LocalModels,
@@ -48,9 +40,6 @@ impl QueryEmbedding {
     }
 
     /// The vector of a query.
-    ///
-    /// # Errors
-    /// The call or the model failed.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         match self {
             Self::Service(service) => service.query(text).await,
@@ -73,9 +62,6 @@ pub(crate) struct EmbeddingService {
 
 impl EmbeddingService {
     /// The service that the configuration names.
-    ///
-    /// # Errors
-    /// Its address or model is not set, or its key is missing.
     pub(crate) fn open(config: &EmbeddingConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let setting = "retrieval.embedding.url";
         let missing =
@@ -90,9 +76,6 @@ impl EmbeddingService {
     }
 
     /// The vector of a query.
-    ///
-    /// # Errors
-    /// The call failed, or what came is no vector.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
         let answer = self.caller.post(&json!({"model": self.model, "input": [text]}), CostBound::FREE).await?.body;

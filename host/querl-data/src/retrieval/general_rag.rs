@@ -39,9 +39,6 @@ pub(crate) struct GeneralRag {
 
 impl GeneralRag {
     /// The service that the configuration names.
-    ///
-    /// # Errors
-    /// `retrieval.url` is not set or not an address, or the key is missing.
     pub(crate) fn open(config: &RetrievalConfig, tenant: &str, services: &ServiceContext) -> Result<Self, DataError> {
         Ok(Self {
             caller: service_caller(config, services)?,
@@ -77,9 +74,6 @@ impl GeneralRag {
 }
 
 /// The caller of the service at `retrieval.url`.
-///
-/// # Errors
-/// It is not set or not an address, or the key is missing.
 pub(crate) fn service_caller(config: &RetrievalConfig, services: &ServiceContext) -> Result<Caller, DataError> {
     let missing =
         || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
@@ -106,7 +100,6 @@ impl RetrievalBackend for GeneralRag {
     }
 }
 
-/// The entries of an answer, in its order.
 fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
     let entries = entries(body)?;
     let passages = || entries.iter().enumerate().filter(|(_, entry)| !says_nothing_found(entry));
@@ -128,7 +121,7 @@ fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
 fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {
     let recall = body.pointer("/data/recall");
     match recall.unwrap_or(&Value::Null) {
-        // Whatever stands beside it, such as a total of 0.
+        // Other fields, such as a total of 0, do not matter.
         Value::Null if recall.is_some() && succeeded(body) == Some(true) => Ok(Cow::default()),
         Value::Null if succeeded(body) == Some(true) => match odd(body) {
             Some(what) => Err(format!("the answer has no `data.recall`, but {what}: {}", excerpt(body))),
@@ -168,7 +161,6 @@ fn is_there(entry: &Value, pointer: &str) -> bool {
     entry.pointer(pointer).is_some_and(|value| !value.is_null())
 }
 
-/// A marker in a passage's place, bare or as a text without a score.
 fn says_nothing_found(entry: &Value) -> bool {
     let scored = SCORES.iter().any(|score| is_there(entry, score));
     let text = entry.as_str().or_else(|| first(entry, &TEXTS).filter(|_| !scored)?.as_str());
@@ -193,7 +185,6 @@ fn odd(body: &Value) -> Option<String> {
     Some(format!("`{said}`"))
 }
 
-/// Words beside an answer without passages that are no reason for it.
 fn says_all_is_well(words: &str) -> bool {
     let words = words.trim().trim_end_matches(['.', '!', '。', '！']).to_lowercase();
     let ends_well = ["成功", "完成", "success", "successful", "successfully"].iter().any(|end| words.ends_with(end));

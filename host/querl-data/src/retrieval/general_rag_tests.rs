@@ -139,7 +139,7 @@ async fn missing_recall_means_nothing_found_only_where_the_status_says_success()
     }
 }
 
-/// Keeps away: a renamed field, or an error in words, that is taken for "nothing found" in every row.
+/// Regression: a renamed field, or an error in words, that is taken for "nothing found" in every row.
 #[tokio::test]
 async fn answer_of_another_form_is_a_failure_and_not_empty() {
     for (body, said) in [
@@ -154,7 +154,7 @@ async fn answer_of_another_form_is_a_failure_and_not_empty() {
     }
 }
 
-/// Keeps away: a service that is busy for a moment and says so under status 200, and rows that are lost by it.
+/// Regression: a service that is busy for a moment and says so under status 200, and rows that are lost by it.
 #[tokio::test]
 async fn failure_in_a_body_is_tried_again() {
     let server = MockServer::start().await;

@@ -25,7 +25,6 @@ pub(crate) fn fill(template: &Value, value: &impl Fn(&str) -> Value) -> Value {
     }
 }
 
-/// A text with its placeholders filled; what is no text is written as JSON.
 pub(crate) fn fill_text(text: &str, value: &impl Fn(&str) -> Value) -> String {
     let mut filled = String::new();
     for (before, name) in pieces(text) {
@@ -44,7 +43,6 @@ fn sole_placeholder(text: &str) -> Option<&str> {
     (!name.contains(['{', '}'])).then(|| name.trim())
 }
 
-/// Stretches of text, each with the place that follows it.
 fn pieces(text: &str) -> impl Iterator<Item = (&str, Option<&str>)> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -59,22 +57,18 @@ fn pieces(text: &str) -> impl Iterator<Item = (&str, Option<&str>)> {
     })
 }
 
-/// What the first of some JSON pointers leads to that leads anywhere.
 pub(crate) fn first<'a>(entry: &'a Value, pointers: &[impl AsRef<str>]) -> Option<&'a Value> {
     pointers.iter().find_map(|pointer| entry.pointer(pointer.as_ref()).filter(|value| !value.is_null()))
 }
 
-/// A finite number, which may be written as text.
 pub(crate) fn number(value: &Value) -> Option<f64> {
     value.as_f64().or_else(|| value.as_str()?.trim().parse().ok()).filter(|number| number.is_finite())
 }
 
-/// A value as text, a string without its quotes.
 pub(crate) fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// The start of a value, for a message.
 pub(crate) fn excerpt(value: &Value) -> String {
     let text: String = value.to_string().chars().take(120).collect();
     format!("`{text}`")

@@ -1,6 +1,6 @@
-//! A small reranker: how well a passage answers a query in its context, 0 to 1.
+//! Reranker over the tenant's lexicon: how well a passage answers a query in its context, 0 to 1.
 //!
-//! It reads the need (product, intent, remaining words) from the query, its history and its profile, and what a passage is
+//! It reads product, intent and remaining words from the query, its history and its profile, and what a passage is
 //! about from the passage's title and text, both through the tenant's lexicon. It never sees a rewrite: repeating words, listing
 //! products or emptying the query cannot raise a score. It is deterministic. What passages are about is read when they are indexed.
 
@@ -52,10 +52,8 @@ pub(crate) struct PassageTraits {
 
 /// Counts of a knowledge base.
 pub(crate) trait CorpusCounts {
-    /// All passages.
     fn n_passages(&self) -> usize;
 
-    /// Those of which a term is a trait.
     fn n_with(&self, term: &str) -> usize;
 }
 
@@ -67,13 +65,11 @@ pub(crate) struct WeightedIntent {
 }
 
 impl LexiconReranker {
-    /// A reranker by one tenant's words.
     pub(crate) fn new(lexicon: Arc<Lexicon>) -> Self {
         let name_likeness = name_likeness(&lexicon);
         Self { lexicon, name_likeness }
     }
 
-    /// What a query asks for, in its context.
     pub(crate) fn query_intent(&self, query: &str, context: &Context) -> QueryIntent {
         QueryIntent::read(&self.lexicon, query, context)
     }
@@ -118,7 +114,6 @@ impl LexiconReranker {
         }
     }
 
-    /// What a passage is about.
     pub(crate) fn traits(&self, passage: &Passage) -> PassageTraits {
         let lexicon = &self.lexicon;
         let (title_products, title) = lexicon.products_in(&normalise(&passage.title));
@@ -137,7 +132,6 @@ impl LexiconReranker {
 }
 
 impl WeightedIntent {
-    /// Share of the query's words that the passage holds.
     fn share_held(&self, passage: &PassageTraits) -> f64 {
         let (mut held, mut all) = (0.0, 1.0);
         for (term, value) in &self.terms {
@@ -176,7 +170,6 @@ fn passage_intents(lexicon: &Lexicon, title: &[char], text: &[char]) -> Vec<f64>
 }
 
 /// A word as a trait: its group of synonyms, else itself. `None` for a single character that no list of synonyms holds: too many
-/// of those are particles.
 fn term(lexicon: &Lexicon, word: &str) -> Option<String> {
     match lexicon.synonym_group(word) {
         Some(group) => Some(group_term(group)),
@@ -184,7 +177,6 @@ fn term(lexicon: &Lexicon, word: &str) -> Option<String> {
     }
 }
 
-/// No word begins with this sign.
 fn group_term(group: usize) -> String {
     format!("#{group}")
 }

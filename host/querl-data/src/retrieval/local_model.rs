@@ -1,4 +1,4 @@
-//! Models and indexes in this process: so much work at once, each piece within a time, beside the threads that answer calls.
+//! Calls of models and indexes in this process: limited concurrency and time, on blocking threads.
 
 use crate::client::deadline::queued;
 use querl_core::records::{CallFailure, FailureKind};
@@ -12,7 +12,6 @@ static CORES: LazyLock<Arc<Semaphore>> =
 
 /// The limits of one model or index. All of them together do no more at once than there are cores.
 pub(crate) struct LocalModelCalls {
-    /// How messages name it.
     what: &'static str,
     slots: Arc<Semaphore>,
     timeout: Duration,
@@ -26,11 +25,8 @@ impl LocalModelCalls {
         Self { what, slots: Arc::new(Semaphore::new(max_concurrent.max(1))), timeout }
     }
 
-    /// Does a piece of work. Who stops waiting before its turn (a client that goes away) takes it off the list; work that has begun is
-    /// done to its end and keeps its slot until then.
-    ///
-    /// # Errors
-    /// As `work`; it panicked; it takes too long.
+    /// Runs `work` on a blocking thread. A caller that is cancelled before a slot is free leaves the queue; work that has started runs
+    /// to its end and keeps its slot.
     pub(crate) async fn run<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, E> + Send + 'static,

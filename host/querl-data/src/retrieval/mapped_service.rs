@@ -17,7 +17,6 @@ use serde_json::Value;
 pub(crate) struct MappedService {
     caller: Caller,
     mapping: Mapping,
-    /// Where the request has a place for a vector.
     embedding: Option<QueryEmbedding>,
     service: ServiceKind,
     tenant: String,
@@ -27,9 +26,6 @@ pub(crate) struct MappedService {
 
 impl MappedService {
     /// The service that the configuration names.
-    ///
-    /// # Errors
-    /// `retrieval.url` is not set or not an address, its key is missing, the mapping lacks something.
     pub(crate) fn open(
         config: &RetrievalConfig,
         tenant: &str,

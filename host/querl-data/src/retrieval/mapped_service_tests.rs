@@ -78,7 +78,7 @@ async fn ragflow_chunks_and_failures_in_an_answer_of_status_200() {
     );
 }
 
-/// Keeps away: a page of 3, of which RAGFlow ranks 3 candidates, and one of 100, which it refuses.
+/// Regression: a page of 3, of which RAGFlow ranks 3 candidates, and one of 100, which it refuses.
 #[test]
 fn ragflow_s_pages_are_long_enough_to_rank_and_short_enough_to_be_answered() {
     let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": "ragflow"})).unwrap();
@@ -292,7 +292,7 @@ fn a_mapping_that_cannot_be_used_is_refused_before_any_call() {
         ),
         (
             json!({"service": "dify", "mapping": {"score_range": [0.0, 1.0], "score_half": 3.0}}),
-            "retrieval.mapping.score_half is set beside score_range; leave one out",
+            "retrieval.mapping.score_half is set together with score_range; leave one out",
         ),
         (
             json!({"service": "qdrant"}),
@@ -317,7 +317,7 @@ async fn the_key_goes_where_the_service_looks_for_it() {
     assert_eq!(hits, []);
 }
 
-/// Keeps away: 401 from every Elasticsearch whose key is right.
+/// Regression: 401 from every Elasticsearch whose key is right.
 #[tokio::test]
 async fn elasticsearch_and_opensearch_get_keys_in_their_own_forms() {
     let folder = tempfile::tempdir().unwrap();

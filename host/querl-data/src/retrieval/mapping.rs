@@ -1,4 +1,4 @@
-//! What a declarative mapping says about a service: the request it is sent, the passages of its answers, their scores.
+//! Declarative mapping of a retrieval service: its request body, the passages of its response, their scores.
 
 use crate::error::DataError;
 use crate::retrieval::json::{excerpt, first, number, plain};
@@ -34,14 +34,13 @@ pub(crate) struct Mapping {
     text: Vec<String>,
     score: Vec<String>,
     scale: ScoreScale,
-    /// What the service takes.
     threshold_range: [f64; 2],
     top_k_range: [usize; 2],
     status: Vec<String>,
     success: Vec<String>,
 }
 
-/// How a service's scores become numbers from 0 to 1, of which the higher is the better.
+/// Conversion of a service's scores to 0 to 1, higher is better.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct ScoreScale {
     order: ScoreOrder,
@@ -50,25 +49,19 @@ struct ScoreScale {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum ScoreForm {
-    /// Linear between two ends.
     Range([f64; 2]),
-    /// `score / (score + half)`.
     Half(f64),
 }
 
-/// Whose words fill a request beside the query.
+/// Values of a request in addition to the query.
 pub(crate) struct RequestValues<'a> {
     pub(crate) tenant: &'a str,
     pub(crate) kb_name: &'a str,
-    /// The rewritten query's, where the request has a place for it.
     pub(crate) embedding: Option<&'a [f32]>,
 }
 
 impl Mapping {
     /// The builtin adapter of a service with what a configuration changes.
-    ///
-    /// # Errors
-    /// Something is unset that no adapter sets, a place of the request is unknown, a range is none.
     pub(crate) fn resolve(config: &RetrievalConfig) -> Result<Self, DataError> {
         let builtin = builtin(config.service)?;
         let own = &config.mapping;
@@ -102,17 +95,14 @@ impl Mapping {
         })
     }
 
-    /// Whether passages have a score at all.
     pub(crate) fn has_scores(&self) -> bool {
         !self.score.is_empty()
     }
 
-    /// Whether the request has a place for a vector of the rewritten query.
     pub(crate) fn wants_embedding(&self) -> bool {
         placeholders(&self.request).contains(&"embedding")
     }
 
-    /// The body of a request.
     pub(crate) fn body(
         &self,
         values: &RequestValues<'_>,
@@ -149,9 +139,6 @@ impl Mapping {
     }
 
     /// The passages of an answer, in its order.
-    ///
-    /// # Errors
-    /// There is no list where one should be, or a passage has no usable score.
     pub(crate) fn hits(&self, answer: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
         // A pointer may lead to something else where the list is behind the next one.
         let list = self.list.iter().find_map(|pointer| answer.pointer(pointer)?.as_array());
@@ -191,7 +178,6 @@ impl Mapping {
     }
 }
 
-/// The mapping that comes with the program.
 fn builtin(service: ServiceKind) -> Result<MappingConfig, DataError> {
     let text = match service {
         ServiceKind::Dify => include_str!("services/dify.toml"),
@@ -210,7 +196,6 @@ fn missing(key: &str) -> DataError {
     DataError::setting(format!("retrieval.mapping.{key}"), "is not set; retrieval.service = \"custom\" needs it")
 }
 
-/// What a service takes; anything where nobody says.
 fn range<T: PartialOrd + std::fmt::Debug>(key: &str, given: Option<[T; 2]>, all: [T; 2]) -> Result<[T; 2], DataError> {
     match given {
         Some([low, high]) if low <= high => Ok([low, high]),
@@ -222,7 +207,6 @@ fn range<T: PartialOrd + std::fmt::Debug>(key: &str, given: Option<[T; 2]>, all:
     }
 }
 
-/// No id, title or score is as good as a pointer that leads nowhere.
 fn optional(error: DataError) -> Result<Vec<String>, DataError> {
     match &error {
         DataError::Setting { problem, .. } if problem.starts_with("is not set") => Ok(Vec::new()),
@@ -261,7 +245,10 @@ impl ScoreScale {
         let form = own_form.or(range.map(ScoreForm::Range)).or(half.map(ScoreForm::Half));
         let form = form.unwrap_or(ScoreForm::Range([0.0, 1.0]));
         if own.score_range.is_some() && own.score_half.is_some() {
-            return Err(DataError::setting("retrieval.mapping.score_half", "is set beside score_range; leave one out"));
+            return Err(DataError::setting(
+                "retrieval.mapping.score_half",
+                "is set together with score_range; leave one out",
+            ));
         }
         match form {
             ScoreForm::Range([low, high]) if !low.is_finite() || !high.is_finite() || low >= high => {

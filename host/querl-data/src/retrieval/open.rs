@@ -33,7 +33,6 @@ pub fn open_retriever(
     })
 }
 
-/// Behind the cache.
 fn cached(
     inner: Arc<dyn Retriever>,
     config: &RetrievalConfig,
@@ -47,7 +46,6 @@ fn cached(
 }
 
 /// What the answers of a service depend on: the whole section, but for limits of calls and what only an embedded index reads, with
-/// models by what they are in place of where they are.
 fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> impl Serialize {
     let unlimited = RerankConfig::default();
     let rerank = RerankConfig {

@@ -39,7 +39,7 @@ impl Embedder for Embedding {
     }
 }
 
-/// Keeps away: scores of a model that is no longer there, taken from the cache since its folder has the same name.
+/// Regression: scores of a model that is no longer there, taken from the cache since its folder has the same name.
 #[tokio::test]
 async fn a_model_is_known_to_the_cache_by_its_content_and_not_its_place() {
     let (server, folder) = (MockServer::start().await, tempfile::tempdir().unwrap());

@@ -42,7 +42,6 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
 }
 
 impl Passage {
-    /// Title and text, a line each.
     pub(crate) fn whole(&self) -> String {
         match self.title.as_str() {
             "" => self.text.clone(),
@@ -58,9 +57,6 @@ pub(crate) const FORM: &str = "querl index 2; tantivy 0.27.0, tantivy-jieba 0.21
 pub(crate) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
 /// Stands for the content of all that the index of a knowledge base is made of.
-///
-/// # Errors
-/// A file cannot be read.
 fn sources_digest(
     knowledge_base: &Path,
     config: &RetrievalConfig,
@@ -83,9 +79,6 @@ pub(crate) struct SourcesDigest(pub(super) String);
 
 impl SourcesDigest {
     /// Taken before the files are read, so that a change meanwhile shows.
-    ///
-    /// # Errors
-    /// A file cannot be read.
     pub(crate) fn of(
         knowledge_base: &Path,
         config: &RetrievalConfig,
@@ -100,7 +93,7 @@ impl SourcesDigest {
 mod tests {
     use super::*;
 
-    /// Keeps away: an index built with another release's dictionary or form, taken for this one's.
+    /// Regression: an index built with another release's dictionary or form, taken for this one's.
     #[test]
     fn the_releases_that_are_named_are_those_that_are_built_with() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.lock");

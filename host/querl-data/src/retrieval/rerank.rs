@@ -1,5 +1,5 @@
-//! Rerankers behind a search, services or models in this process: passages that a search found are scored anew against the original
-//! query in its context. A rewrite is never shown to them, so that nothing in it can raise a score.
+//! Rerankers, as services or cross-encoders in this process: they score retrieved passages against the original query in its context.
+//! They never see the rewrite, so that nothing in it can raise a score.
 
 use crate::client::context::ServiceContext;
 use crate::client::http::{CallLimits, Caller, CostBound, Secret};
@@ -24,7 +24,7 @@ const PLACEHOLDERS: [&str; 3] = ["query", "history", "user_profile"];
 const OWN_KEYS: [&str; 8] =
     ["query", "texts", "truncate", "raw_scores", "model", "documents", "top_n", "return_documents"];
 
-/// A search whose hits are scored anew.
+/// A retrieval backend whose hits are scored by a reranker.
 pub(crate) struct RerankedBackend {
     found: Arc<dyn RetrievalBackend>,
     scorer: RerankScorer,
@@ -44,15 +44,11 @@ enum RerankScorer {
 struct RerankService {
     caller: Caller,
     config: RerankConfig,
-    /// `config.extra` as JSON.
     extra: Value,
 }
 
 impl RerankedBackend {
     /// The reranker that the configuration names, over what `found` finds; `top_k` is what the configuration wants of it.
-    ///
-    /// # Errors
-    /// Its address is not set or none, its key is missing, its query has an unknown place.
     pub(crate) fn open(
         config: &RerankConfig,
         top_k: usize,
@@ -197,7 +193,6 @@ impl RerankService {
         body
     }
 
-    /// ServiceScores come best first, each with the position of its text.
     fn read(&self, answer: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
         let entries = answer.as_array().or_else(|| answer.get("results")?.as_array());
         let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(answer)))?;

@@ -52,7 +52,7 @@ async fn tei_scores_passages_against_the_query_and_never_the_rewrite() {
     assert!(hits.iter().all(|hit| hit.retrieval_score.is_none()), "the service sent no score: {hits:?}");
 }
 
-/// Keeps away: scores of 0 that nobody gave, and the service's own that are lost.
+/// Regression: scores of 0 that nobody gave, and the service's own that are lost.
 #[tokio::test]
 async fn the_service_s_own_score_stays_beside_the_reranker_s() {
     let server = MockServer::start().await;
@@ -78,7 +78,7 @@ async fn the_service_s_own_score_stays_beside_the_reranker_s() {
     assert_eq!((hits[0].retrieval_score, hits[1].retrieval_score), (None, Some(0.75)));
 }
 
-/// Keeps away: a wrong pointer in a mapping that has a reranker score nothing.
+/// Regression: a wrong pointer in a mapping that has a reranker score nothing.
 #[tokio::test]
 async fn passages_without_a_text_are_not_reranked() {
     let server = MockServer::start().await;
@@ -109,7 +109,7 @@ async fn cohere_and_vllm_name_a_model_and_put_results_in_a_list() {
     assert_eq!(seen(&ask(settings, asked, answer).await.unwrap()), [("乙", 0.875, 1)]);
 }
 
-/// Keeps away: passages of more tokens than the model takes, which vLLM refuses with status 400.
+/// Regression: passages of more tokens than the model takes, which vLLM refuses with status 400.
 #[tokio::test]
 async fn a_service_may_be_sent_more_than_its_interface_has() {
     let asked = json!({"model": "m", "query": "它怎么吃", "documents": ["甲", "乙", "丙"], "top_n": 3, "truncate_prompt_tokens": -1});
@@ -190,7 +190,7 @@ impl PairScorer for Damaged {
     }
 }
 
-/// Keeps away: a passage whose score is no number is below every threshold, and so as if it had not been found.
+/// Regression: a passage whose score is no number is below every threshold, and so as if it had not been found.
 #[tokio::test]
 async fn a_model_without_a_number_for_each_passage_has_failed() {
     let folder = tempfile::tempdir().unwrap();

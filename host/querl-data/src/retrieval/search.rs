@@ -15,30 +15,24 @@ pub struct RetrievalLimits {
     pub score_threshold: f64,
 }
 
-/// Finds passages within limits that each request brings: what [`Retriever`] is with the limits of a configuration.
+/// Finds passages within limits that each request brings. The stages use the core port [`Retriever`], which has no limits:
+/// [`FixedLimits`] implements it over a backend with the limits of the configuration; servers use the backend itself.
 #[async_trait]
 pub trait RetrievalBackend: Send + Sync {
     /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is an answer: nothing was found.
-    ///
-    /// # Errors
-    /// The service failed, or what it sent cannot be understood.
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure>;
 
-    /// How reports name it.
     fn name(&self) -> &str;
 }
 
 /// Whether a passage needs a score of the service that found it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ServiceScores {
-    /// It is what passages are ranked by.
     Required,
-    /// A reranker's will replace it.
     Replaced,
 }
 
 impl ServiceScores {
-    /// What a configuration needs.
     pub(crate) fn of(config: &RetrievalConfig) -> Self {
         if config.rerank.kind == RerankKind::None { Self::Required } else { Self::Replaced }
     }
@@ -60,7 +54,6 @@ impl RetrievalLimits {
     }
 
     /// Sorts hits by their reranker score, leaves out those beyond the limits and numbers the others. Of equal scores the hit
-    /// that came first stays first.
     pub(crate) fn apply(self, mut hits: Vec<Hit>) -> Vec<Hit> {
         hits.retain(|hit| hit.reranker_score >= self.score_threshold);
         hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score));
@@ -72,7 +65,7 @@ impl RetrievalLimits {
     }
 }
 
-/// A search with the limits of a configuration.
+/// A [`Retriever`] over a backend, with the limits of a configuration.
 pub(super) struct FixedLimits {
     pub(super) search: Arc<dyn RetrievalBackend>,
     pub(super) limits: RetrievalLimits,

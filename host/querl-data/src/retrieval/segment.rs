@@ -29,12 +29,9 @@ impl std::fmt::Debug for Segmenter {
 }
 
 impl Segmenter {
-    /// The usual dictionary with a tenant's words besides: a file with a word a line, in jieba's form (`word [frequency] [tag]`),
+    /// The default dictionary with a tenant's words added: a file with a word a line, in jieba's form (`word [frequency] [tag]`),
     /// and `words`. Without a frequency, a word gets one at which it stays whole. Words of the file that are cut all the same, for a
     /// space in them or a low frequency, are warned of.
-    ///
-    /// # Errors
-    /// The file cannot be read, or a frequency is too large.
     pub(crate) fn with_words<'a>(
         dictionary: Option<&Path>,
         words: impl IntoIterator<Item = &'a str>,
@@ -57,12 +54,10 @@ impl Segmenter {
         ))
     }
 
-    /// Whether a folded word is among the words of itself.
     pub(crate) fn keeps_whole(&self, word: &str) -> bool {
         self.tokens(word).iter().any(|token| token == word)
     }
 
-    /// The analyser of the index.
     pub(crate) fn analyser(&self) -> TextAnalyzer {
         TextAnalyzer::builder(self.clone()).filter(LowerCaser).build()
     }
@@ -73,7 +68,6 @@ impl Segmenter {
         words.map(|token| token.word.to_lowercase()).filter(|word| word.chars().any(char::is_alphanumeric)).collect()
     }
 
-    /// The same, each word once.
     pub(crate) fn words(&self, text: &str) -> Vec<String> {
         let mut seen = HashSet::new();
         let mut words = self.tokens(text);
@@ -123,9 +117,6 @@ fn read_dictionary(path: &Path) -> Result<Vec<Entry>, DataError> {
 }
 
 /// Read from its end, as jieba does: a word may have spaces in it.
-///
-/// # Errors
-/// The frequency, where it is too large to be one.
 fn entry(text: &str, line: usize) -> Result<Entry, String> {
     let last = |text, is_it: fn(char) -> bool| match str::rsplit_once(text, char::is_whitespace) {
         Some((rest, last)) if last.chars().all(is_it) => (rest.trim_end(), Some(last)),
@@ -224,7 +215,7 @@ mod tests {
         assert!(error.ends_with(expected), "{error}");
     }
 
-    /// Keeps away: words of a list that changes nothing, unsaid.
+    /// Regression: words of a list that changes nothing, unsaid.
     #[test]
     fn words_that_are_cut_all_the_same_are_found() {
         let folder = tempfile::tempdir().unwrap();
@@ -237,7 +228,7 @@ mod tests {
         assert!(segmenter.words(&fold("每天吃维生素C吗")).contains(&"维生素c".to_owned()));
     }
 
-    /// Keeps away: the first word of a list saved by a spreadsheet that never matches, a list in GB18030 that is refused.
+    /// Regression: the first word of a list saved by a spreadsheet that never matches, a list in GB18030 that is refused.
     #[test]
     fn a_dictionary_may_begin_with_a_byte_order_mark_or_be_gb18030() {
         let folder = tempfile::tempdir().unwrap();
@@ -250,7 +241,7 @@ mod tests {
         }
     }
 
-    /// Keeps away: 350,000 words in memory for each who reads them.
+    /// Regression: 350,000 words in memory for each who reads them.
     #[test]
     fn who_has_the_same_words_shares_a_dictionary() {
         let with = |word| Segmenter::with_words(None, [word]).unwrap();
@@ -258,7 +249,7 @@ mod tests {
         assert!(Arc::ptr_eq(&first.0, &second.0) && !Arc::ptr_eq(&first.0, &third.0));
     }
 
-    /// Keeps away: a long text of distinct words that takes minutes.
+    /// Regression: a long text of distinct words that takes minutes.
     #[test]
     fn distinct_words_of_a_long_text_are_found_quickly() {
         let text: String = (0..200_000).map(|number| format!("{number} ")).collect();

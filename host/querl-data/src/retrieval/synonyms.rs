@@ -10,7 +10,6 @@ use std::path::Path;
 /// Groups of entries that mean the same.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Synonyms {
-    /// As written, folded.
     groups: Vec<Vec<String>>,
     group_of: HashMap<String, usize>,
     cut: SegmentedGroups,
@@ -19,7 +18,6 @@ pub(crate) struct Synonyms {
 /// The same, cut into words.
 #[derive(Debug, Clone, Default)]
 struct SegmentedGroups {
-    /// The words of each entry of each group.
     groups: Vec<Vec<Vec<String>>>,
     /// By an entry's first word: its words and its group, long entries first.
     by_first: HashMap<String, Vec<(Vec<String>, usize)>>,
@@ -28,18 +26,13 @@ struct SegmentedGroups {
 /// A part of a query.
 #[derive(Debug, PartialEq)]
 pub(crate) enum QueryPart<'a> {
-    /// A word without synonyms.
     Word(&'a str),
-    /// Entries of one meaning, each with its words.
     Group(&'a [Vec<String>]),
 }
 
 impl Synonyms {
     /// Reads a file with a group a line, its entries separated by commas (`,` or `，`); empty lines and those that begin with `#` are
     /// passed over.
-    ///
-    /// # Errors
-    /// The file cannot be read, a group has one entry alone, an entry stands in two groups.
     pub(crate) fn read(path: &Path) -> Result<Self, DataError> {
         let text = read_text(path)?;
         let mut synonyms = Self::default();
@@ -68,13 +61,11 @@ impl Synonyms {
         Ok(())
     }
 
-    /// All entries.
     pub(crate) fn entries(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().flatten().map(String::as_str)
     }
 
     /// The same groups, found in queries that `segmenter` cuts. An entry that is several words for it (`vitamin c`) is found where
-    /// these follow one another.
     pub(crate) fn segmented_by(mut self, segmenter: &Segmenter) -> Self {
         let words = |entry: &String| match segmenter.keeps_whole(entry) {
             true => vec![entry.clone()],

@@ -100,7 +100,6 @@ pub fn convert(
 #[derive(Default)]
 struct FilterBatch {
     rows: Vec<(usize, ValidatedRecord)>,
-    /// Of the texts that filters see.
     n_bytes: usize,
 }
 
@@ -164,7 +163,6 @@ impl Conversion<'_> {
     }
 }
 
-/// What failed before any filter: the teacher's call, or retrieval's.
 fn call_failure(record: &ValidatedRecord) -> Option<DropReason> {
     let reason = |by: &str, who: &str, failure: &CallFailure| DropReason {
         by: by.into(),

@@ -26,14 +26,13 @@ pub struct LocalRewriteCollector<'a> {
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
     portion: Vec<QueryRow>,
-    /// What the model failed on, by row.
     failures: HashMap<u64, CallFailure>,
     n_done: u64,
     n_total: u64,
 }
 
 impl<'a> LocalRewriteStage<'a> {
-    /// Begins with the first row of which `journal` knows no rewrite.
+    /// Starts with the first row whose rewrite is not in `journal`.
     ///
     /// # Errors
     /// The rows cannot be read.

@@ -39,13 +39,10 @@ trait RowTask {
     /// Finds an earlier answer to the row; `None` where there is nothing to ask.
     fn key(row: &Self::Row) -> Option<u64>;
 
-    /// Asks.
     async fn call(&self, row: Self::Row) -> Result<Self::Record, DataError>;
 
-    /// How the asking went.
     fn outcome(record: &Self::Record) -> Outcome<'_>;
 
-    /// Whether a record is the answer to this row.
     fn matches_row(record: &Self::Record, row: &Self::Row) -> bool;
 
     /// The row with the answer that was given to it, in this run or an earlier one.
@@ -136,7 +133,6 @@ async fn call_all<'a, W: RowTask>(
     Ok(StageResults { rows, journal, places, key: W::key, matches_row: W::matches_row, record: W::record })
 }
 
-/// True for a failure that says nothing of other rows.
 fn has_passing_failure<W: RowTask>(record: &W::Record) -> bool {
     matches!(W::outcome(record), Some(Err(failure)) if !failure.kind.is_fatal())
 }
@@ -152,7 +148,6 @@ fn is_silence(reason: &DataError) -> bool {
 
 /// Where results of a stage go while it runs.
 struct Collector<'a, T> {
-    /// The file of the rows, if one holds them.
     path: Option<&'a Path>,
     places: Vec<RecordLocation>,
     journal: Journal<T>,
@@ -161,10 +156,8 @@ struct Collector<'a, T> {
     n_tried: usize,
     /// As many as are tried before all of them having failed alike ends the stage.
     n_first: usize,
-    /// Earlier runs' included.
     n_succeeded: usize,
     n_succeeded_before: usize,
-    /// The first failure of each kind, and how many there were.
     failures: Vec<(CallFailure, usize)>,
 }
 
@@ -231,14 +224,12 @@ impl<'a, T: JournalRecord> Collector<'a, T> {
         }
     }
 
-    /// A failure that all further calls would meet, as far as one can tell.
     fn reason_to_stop(&self) -> Option<DataError> {
         if let Some((failure, _)) = self.failures.iter().find(|(failure, _)| failure.kind.is_fatal()) {
             return Some(DataError::Service(failure.clone()));
         }
         let [(failure, n_alike)] = self.failures.as_slice() else { return None };
-        // Rows that failed before may fail again for a reason of their own, beside others that succeeded. A service that is
-        // down has no such excuse.
+        // Where other rows succeeded before, rows may fail for reasons of their own; an unreachable service is no such reason.
         let may_be_theirs = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
         let all_alike = self.n_tried == self.n_first && *n_alike == self.n_first;
         if all_alike && !may_be_theirs { self.commonest_failure() } else { None }

@@ -11,7 +11,7 @@ use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRo
 use std::path::Path;
 use std::time::Duration;
 
-/// Asks the teacher for a rewrite of each row. Rows of which `journal` knows a rewrite are not asked again; failed ones are.
+/// Has the teacher rewrite each row. Rows whose rewrite is in `journal` are skipped; failed ones are tried again.
 /// What comes back writes the stage's output: one record per row, in order.
 ///
 /// # Errors
@@ -90,7 +90,6 @@ impl JournalRecord for RewriteRecord {
 struct RewriteTask<'a> {
     teacher: &'a dyn Teacher,
     prompts: &'a dyn Prompts,
-    /// What was asked in batches.
     batches: Option<&'a BatchResponses<'a>>,
 }
 
@@ -113,7 +112,7 @@ impl RowTask for RewriteTask<'_> {
         {
             rewrite = match self.call_teacher(second, &query, &messages).await? {
                 Ok(completion) => Ok(Completion { source: Some(second.name().to_owned()), ..completion }),
-                // Nobody is called for money that is not there; any other failure stands beside the first.
+                // A spent budget replaces the first failure; any other is appended to it.
                 Err(other) if other.kind == FailureKind::OverBudget => Err(other),
                 Err(other) => {
                     let message = format!("{}; the fallback: {other}", failure.message);
@@ -132,7 +131,7 @@ impl RowTask for RewriteTask<'_> {
         record.query.id == row.id
     }
 
-    /// Every row is asked, so that every row is answered: where the table numbers or groups it anew, the answer stays.
+    /// The recorded rewrite is kept where the table has renumbered or regrouped the row.
     fn record(query: QueryRow, answered: Option<RewriteRecord>) -> RewriteRecord {
         let missing =
             || CallFailure { kind: FailureKind::InvalidResponse, message: "the teacher was not asked".into() };
@@ -158,7 +157,6 @@ impl RewriteTask<'_> {
         }))
     }
 
-    /// A rewrite that parses, or why there is none.
     async fn call_teacher(
         &self,
         teacher: &dyn Teacher,
@@ -183,7 +181,6 @@ fn may_another_answer(kind: FailureKind) -> bool {
     !matches!(kind, FailureKind::Unauthorized | FailureKind::OverBudget)
 }
 
-/// The answer with its text as the plugin's parser leaves it.
 pub(super) fn parsed(
     completion: Completion,
     prompts: &dyn Prompts,

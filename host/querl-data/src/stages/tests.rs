@@ -175,7 +175,7 @@ impl Progress for StopsAfter {
     }
 }
 
-/// Keeps away: an interrupt that is told as a table that somebody changed, and rows that stay failed as nobody was asked.
+/// Regression: an interrupt that is told as a table that somebody changed, and rows that stay failed as nobody was asked.
 #[tokio::test]
 async fn interrupt_says_so_keeps_what_was_done_and_leaves_failures_open() {
     let folder = tempfile::tempdir().unwrap();
@@ -210,7 +210,7 @@ impl Rows<QueryRow> for Changing {
     }
 }
 
-/// Keeps away: a table with a row moved while it was read gave one query another's rewrite.
+/// Regression: a table with a row moved while it was read gave one query another's rewrite.
 #[tokio::test]
 async fn rows_that_moved_while_they_were_read_get_no_answer_of_others() {
     let folder = tempfile::tempdir().unwrap();
@@ -281,7 +281,7 @@ fn fault() -> PluginFault {
     PluginFault { plugin: "p".into(), version: "0.1.0".into(), message, kind: querl_core::ports::FaultKind::Result }
 }
 
-/// Keeps away: paid answers that were thrown away because the first of them could not be read.
+/// Regression: paid answers that were thrown away because the first of them could not be read.
 #[tokio::test]
 async fn answers_that_cannot_be_read_are_kept_from_all_calls_under_way() {
     let folder = tempfile::tempdir().unwrap();
@@ -362,7 +362,7 @@ async fn stage_without_a_success_names_the_commonest_failure() {
     assert_eq!(error.to_string(), said);
 }
 
-/// Keeps away: a few rows that a service refuses every time made a finished stage impossible to run again.
+/// Regression: a few rows that a service refuses every time made a finished stage impossible to run again.
 #[tokio::test]
 async fn rows_that_fail_again_beside_earlier_successes_do_not_stop_the_stage() {
     let folder = tempfile::tempdir().unwrap();
@@ -498,7 +498,7 @@ fn filters_see_a_large_split_in_batches_and_rows_keep_their_order() {
     assert!(train.is_sorted_by_key(|row| row.metadata.query.row));
 }
 
-/// Keeps away: long passages of a whole batch did not fit into the memory of a guest.
+/// Regression: long passages of a whole batch did not fit into the memory of a guest.
 #[test]
 fn a_batch_of_long_texts_ends_before_its_rows_do() {
     let text = "鱼".repeat(convert::BATCH_BYTES / 3 / 4);

@@ -14,7 +14,6 @@ use std::path::Path;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Columns {
     query: usize,
-    /// As the table calls it.
     pub(super) query_name: String,
     profile: Option<usize>,
     history: Option<usize>,
@@ -51,7 +50,6 @@ impl Columns {
         Ok(Self { query, query_name, profile, history, gold, group, width })
     }
 
-    /// Places of the columns that are read.
     pub(super) fn used(&self) -> Vec<usize> {
         [Some(self.query), self.profile, self.history, self.gold, self.group].into_iter().flatten().collect()
     }
@@ -81,7 +79,6 @@ pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> Strin
     digest
 }
 
-/// Of two columns with one name nobody knows which counts.
 fn check_alone(table: &Table, path: &Path, column: usize) -> Result<(), DataError> {
     let name = &table.header[column];
     let Some(other) = table.header.iter().skip(column + 1).position(|other| other == name) else { return Ok(()) };
@@ -122,7 +119,6 @@ fn split_ids(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// The same text for the same ids, in whatever order they were written.
 fn joined(ids: &[String]) -> String {
     let ids: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
     ids.into_iter().collect::<Vec<_>>().join(",")

@@ -207,7 +207,7 @@ fn put<T: ::parquet::data_type::DataType>(
     column.close().unwrap();
 }
 
-/// Keeps away: a panic over a date that stands for "no end", in a column that nobody reads.
+/// Regression: a panic over a date that stands for "no end", in a column that nobody reads.
 #[test]
 fn columns_of_parquet_that_are_not_read_may_hold_anything() {
     use ::parquet::data_type::{ByteArrayType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};

@@ -9,20 +9,15 @@ use std::path::Path;
 /// How a text file is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TextEncoding {
-    /// UTF-8, without a byte order mark.
     Utf8,
-    /// UTF-8 with a byte order mark, as spreadsheets save it.
     Utf8Bom,
-    /// GB18030, with GBK and GB2312 in it.
     Gb18030,
     /// UTF-16 with a byte order mark, little-endian: "Unicode text" of a spreadsheet.
     Utf16Le,
-    /// The same, big-endian.
     Utf16Be,
 }
 
 impl TextEncoding {
-    /// For a person.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Utf8 => "UTF-8",
@@ -49,9 +44,6 @@ impl TextEncoding {
 const UTF8_EVIDENCE_CHARS: usize = 16;
 
 /// Finds the encoding: a byte order mark where there is one, else UTF-8 where all of the file is, else GB18030.
-///
-/// # Errors
-/// The file cannot be read, or is none of them.
 pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
     let encoding = byte_order_mark(path).map_err(unreadable)?;
@@ -98,11 +90,8 @@ fn byte_order_mark(path: &Path) -> io::Result<Option<TextEncoding>> {
 /// Where bytes stop being text of an encoding.
 struct EncodingError {
     line: usize,
-    /// A character of no text, whatever the encoding.
     is_zero: bool,
-    /// Characters before it that are no ASCII.
     n_multibyte: usize,
-    /// Of good text before it, as UTF-8.
     n_bytes: u64,
 }
 
@@ -142,17 +131,11 @@ fn first_error(path: &Path, encoding: TextEncoding) -> io::Result<Option<Encodin
 const BUFFER_BYTES: usize = 1 << 16;
 
 /// The text of `path` as UTF-8 without a byte order mark.
-///
-/// # Errors
-/// The file cannot be opened.
 pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl Read + Send + use<>> {
     Ok(Utf8Reader::new(File::open(path)?, encoding))
 }
 
 /// All the text of a small file, in whichever of the encodings it is.
-///
-/// # Errors
-/// As [`detect`].
 pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
     let mut text = String::new();
@@ -266,7 +249,7 @@ mod tests {
         assert_eq!(read(&GB18030.encode(&text).0), Ok((TextEncoding::Gb18030, text)));
     }
 
-    /// Keeps away: a damaged UTF-8 file read as GB18030, every character of it wrong.
+    /// Regression: a damaged UTF-8 file read as GB18030, every character of it wrong.
     #[test]
     fn damaged_utf8_is_an_error_with_its_line_and_not_read_as_gb18030() {
         let mut bytes = "问题\n深海鱼油软胶囊一天几粒，怎么吃\n益生菌".as_bytes().to_vec();

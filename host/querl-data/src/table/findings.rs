@@ -1,4 +1,4 @@
-//! What a query table holds beside usable rows: empty queries, repeats, contradictions.
+//! Rows of a query table that are skipped or need a look: empty queries, repeats, contradictions.
 
 use super::encoding::TextEncoding;
 use serde::Serialize;
@@ -45,7 +45,7 @@ pub struct RowList {
 pub struct RowReference {
     /// As a spreadsheet or editor numbers it.
     pub row: usize,
-    /// Likewise.
+    /// The earlier row.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub earlier: Option<usize>,
 }

@@ -7,15 +7,10 @@ use std::collections::HashMap;
 pub(super) struct RowDigest {
     /// Which row of the table, from 0.
     pub(super) index: u32,
-    /// The same as the table numbers it.
     pub(super) row: u32,
-    /// Query, profile and history as written.
     pub(super) id: u64,
-    /// The same, but for width, case, space and punctuation.
     pub(super) text: u64,
-    /// The group that its cells name.
     pub(super) group: u64,
-    /// Its gold ids; 0 where there are none.
     pub(super) gold: u64,
 }
 
@@ -71,7 +66,6 @@ impl UnionFind {
         at
     }
 
-    /// The earlier row stands for both.
     fn join(&mut self, one: u32, other: u32) {
         let (one, other) = (self.of(one), self.of(other));
         let root = one.min(other);

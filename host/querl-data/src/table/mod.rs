@@ -36,7 +36,6 @@ pub struct QueryTable {
     columns: Columns,
     /// Rows that repeat an earlier one, by their place from 0.
     repeated: HashSet<u32>,
-    /// Rows whose group goes by another name than their own cells'.
     names: HashMap<u32, Arc<str>>,
     findings: Findings,
 }
@@ -67,17 +66,15 @@ pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
 }
 
 impl QueryTable {
-    /// What the table holds beside usable rows.
+    /// Rows that are skipped or need a look.
     pub fn findings(&self) -> &Findings {
         &self.findings
     }
 
-    /// All rows of the file, with the cells that count.
     fn rows(&self) -> Result<source::TableRows, DataError> {
         open_table(&self.file.path)?.rows(&self.columns.used())
     }
 
-    /// What each row with a query says. Rows without one are noted.
     fn row_digests(&mut self) -> Result<Vec<RowDigest>, DataError> {
         let mut digests = Vec::new();
         for (index, row) in (0..).zip(self.rows()?) {
@@ -171,7 +168,6 @@ fn row_digest(index: u32, query: &QueryRow) -> RowDigest {
 }
 
 impl Rows<QueryRow> for QueryTable {
-    /// The usable rows, in the table's order; ids are unique.
     fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
         self.file.check()?;
         let rows = (0..).zip(self.rows()?);

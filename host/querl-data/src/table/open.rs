@@ -39,7 +39,7 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
     open(path)
 }
 
-/// A file that goes by the wrong name is told from its first bytes.
+/// Detects a wrong extension by the first bytes.
 fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     let unreadable = |error| DataError::file(path, format!("cannot be read: {error}"));
     let mut start = Vec::new();

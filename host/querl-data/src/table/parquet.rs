@@ -21,7 +21,7 @@ pub(super) fn open_parquet(path: &Path) -> Result<Table, DataError> {
     Ok(Table::new(path, header, Box::new(ParquetFile { path: path.to_owned(), reader })))
 }
 
-/// An opened file, of which no row was read yet.
+/// An opened file, not read yet.
 struct ParquetFile {
     path: PathBuf,
     reader: SerializedFileReader<File>,
@@ -103,7 +103,6 @@ fn cells(row: &Row, columns: &[usize], n_columns: usize) -> Result<Vec<String>, 
     Ok(cells)
 }
 
-/// The text of a value, or in words what it is instead.
 fn field_text(field: &Field) -> Result<String, &'static str> {
     Ok(match field {
         Field::Null => String::new(),

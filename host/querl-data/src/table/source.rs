@@ -7,13 +7,9 @@ use std::path::{Path, PathBuf};
 /// A table as text, read as it is asked for.
 pub(crate) struct Table {
     path: PathBuf,
-    /// Of a workbook: which sheet, in words.
     pub(crate) sheet: Option<String>,
-    /// Of a workbook: sheets with other columns.
     pub(crate) unread_sheets: Vec<String>,
-    /// Of a csv or tsv file.
     pub(crate) encoding: Option<TextEncoding>,
-    /// Column names.
     pub(crate) header: Vec<String>,
     source: Box<dyn RowSource>,
 }
@@ -38,15 +34,11 @@ impl Table {
         Self { path: path.to_owned(), sheet: None, unread_sheets: Vec::new(), encoding: None, header, source }
     }
 
-    /// A table whose rows are all read as they are asked for.
     pub(super) fn of_rows(path: &Path, header: Vec<String>, rows: TableRows) -> Self {
         Self::new(path, header, Box::new(AllCells(rows)))
     }
 
     /// The rows, as a spreadsheet or editor numbers them, with the cells of `columns`; those of others may be empty.
-    ///
-    /// # Errors
-    /// A column cannot be read as text.
     pub(crate) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
         let Self { path, header, source, .. } = self;
         let rows = source.rows(columns)?;

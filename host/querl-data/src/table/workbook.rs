@@ -1,4 +1,4 @@
-//! Workbooks: the first sheet, and further ones that go on with its columns, as a table of more rows than a sheet takes does.
+//! Workbooks: the first sheet, and further sheets with the same columns, as in a table with more rows than a sheet takes.
 
 use super::source::Table;
 use crate::error::DataError;
@@ -52,7 +52,6 @@ fn header(range: &Range<Data>) -> Option<Vec<String>> {
     Some(range.rows().next()?.iter().map(|cell| cell_text(cell).trim().to_owned()).collect())
 }
 
-/// Those behind the header.
 fn rows(path: &Path, sheet: &str, range: &Range<Data>, n_before: usize) -> Vec<NumberedRow> {
     let first_row = range.start().map_or(1, |(row, _)| row as usize + 1);
     let rows = range.rows().zip(first_row..).skip(1);

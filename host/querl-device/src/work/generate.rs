@@ -29,7 +29,7 @@ pub(super) fn answer(rank: &Rank<'_>, generating: &Generating, host: &dyn Host) 
     let mut answering = Answering { engine, tokenizer, decoding, sampling, is_undisturbed };
     for prompts in generating.prompts.chunks(generating.n_at_once.max(1)) {
         if rank.mesh.all.any(host.stop().load(Ordering::Relaxed))? {
-            let message = "interrupted; what was done is saved, the same command goes on from there".into();
+            let message = "interrupted; finished work is saved, run the same command to resume".into();
             return Err(Failure { ending: Ending::Interrupted, message }.into());
         }
         host.take(answering.answer_with_others(&rank.mesh.data, prompts)?)?;

@@ -1,8 +1,8 @@
-//! OpenAI's batch interface: all prompts in files, all answers in others, within a day and at a lower price.
+//! OpenAI's batch API: prompts are uploaded in files, responses are downloaded in files, within a day and at a lower price.
 //!
-//! A batch is never paid for twice. What is submitted is noted at each step, before and after the service is told: a run that is
-//! stopped takes up its batches again instead of paying for others, and where the service's answer was lost its list of batches is
-//! looked through. A file that cannot be carried ends the stage, never a row.
+//! A batch is never paid for twice. The state file is written before and after each request: a stopped run resumes its batches, and
+//! where the response to a creation request was lost, the service's list of batches is searched. A file that cannot be transferred
+//! ends the stage; it never fails single rows.
 //!
 //! Source: OpenAI's reference of `files` and `batches`.
 
@@ -33,12 +33,10 @@ use submit::PollLimits;
 pub struct BatchTeacher {
     client: ChatClient,
     files: FileTransfer,
-    /// Asks what may be asked again.
     retrying: Caller,
-    /// Tries once: to begin a batch, and to ask for one that is asked for again anyway.
     once: Caller,
     account: Arc<SpendTracker>,
-    /// As the account calls it: what carries questions and answers is counted beside them.
+    /// The name under which spend is counted; file transfers are counted separately.
     provider: String,
     price_factor: f64,
     poll: Duration,
@@ -59,16 +57,16 @@ impl FileLimits {
     const OPENAI: Self = Self { n_rows: 50_000, n_bytes: 190_000_000 };
 }
 
-/// Whether questions that are in no batch yet are put into one.
+/// Whether prompts that are in no batch yet are submitted in one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NewPrompts {
     /// They are submitted.
     Submit,
-    /// They are left to whoever asks one by one.
+    /// They are left for single calls.
     Skip,
 }
 
-/// Questions that are in batches already.
+/// Prompts that are in batches already.
 #[derive(Debug, Clone, Default)]
 pub struct BatchedPrompts(HashSet<u64>);
 
@@ -80,7 +78,7 @@ impl BatchedPrompts {
     }
 }
 
-/// A file that is being made.
+/// A file of requests under construction.
 #[derive(Default)]
 struct BatchFile {
     ids: Vec<String>,
@@ -89,11 +87,11 @@ struct BatchFile {
     prompt_tokens: u64,
 }
 
-/// What was submitted, noted and covered.
+/// The batches of a stage: their state file and the reserved budget.
 struct SubmittedBatches<'a> {
     path: &'a Path,
     note: BatchState,
-    /// Until the answers of a batch stand on the account, the most that they may cost is set aside.
+    /// The highest cost of each batch, reserved until its responses are charged.
     reserved: Vec<Option<Reservation>>,
 }
 
@@ -111,7 +109,7 @@ impl BatchTeacher {
         let key = Secret::open("teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let base_url = endpoint.base_url.as_deref().unwrap_or_default().trim_end_matches('/');
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries);
-        // A service that is away for a while during a day is waited for, not given up.
+        // Without a circuit breaker: a service that is down for a while during a day is waited for.
         let patient = CallsConfig { breaker_failures: 0, ..services.config.clone() };
         let services = &services.reached_by(patient);
         let caller = |limits| {
@@ -132,15 +130,15 @@ impl BatchTeacher {
         })
     }
 
-    /// Whether batches are noted at `state`. They are then waited for before anything else is asked.
+    /// Whether the state file lists batches, which then must be awaited before any other call.
     ///
     /// # Errors
-    /// They are of another teacher, or asked otherwise; the file is no note.
+    /// They belong to another teacher or other settings, or the state file is invalid.
     pub fn has_batches(&self, state: &Path) -> Result<bool, DataError> {
         self.recorded_state(state).map(|note| !note.batches.is_empty())
     }
 
-    /// The questions in batches that are noted at `state`: who asks them waits for those batches, and pays for no other.
+    /// The prompts of the batches in the state file: they are answered by those batches and not paid for again.
     ///
     /// # Errors
     /// As [`has_noted`](Self::has_noted).
@@ -159,12 +157,7 @@ impl BatchTeacher {
         }
     }
 
-    /// Hands the prompts over that are in no batch yet, if they are to be, and waits for the end of all batches. `state` notes what
-    /// was submitted.
-    ///
-    /// # Errors
-    /// The service refuses a batch, what became of one cannot be learnt, its files cannot be carried, the budget would not cover it, or
-    /// the note cannot be written.
+    /// Submits the prompts that are in no batch yet, if `new` says so, and waits for the end of all batches. `state` is the state file.
     pub(crate) async fn run<'a>(
         &'a self,
         prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
@@ -174,7 +167,8 @@ impl BatchTeacher {
     ) -> Result<BatchResponses<'a>, DataError> {
         let note = self.recorded_state(state)?;
         if note.batches.iter().any(|batch| batch.n_rows == 0) {
-            progress.line("batches that an earlier version noted are taken to be of this teacher, asked as it is now");
+            progress
+                .line("batches of an earlier version are assumed to belong to this teacher with its current settings");
         }
         let earlier = note.batches.iter().map(|batch| (!batch.is_charged).then(|| self.account.hold(batch.most)));
         let mut submitted = SubmittedBatches { path: state, reserved: earlier.collect(), note };
@@ -192,7 +186,6 @@ impl BatchTeacher {
         Ok(BatchResponses::new(self, state, submitted.note, ended))
     }
 
-    /// Uploads files of the service's size. One of them at a time is in memory.
     async fn submit_all(
         &self,
         prompts: impl Iterator<Item = Result<Vec<Message>, DataError>>,
@@ -204,7 +197,7 @@ impl BatchTeacher {
         for messages in prompts {
             let messages = messages?;
             let id = prompt_id(&messages);
-            // Of rows with the same prompt one is asked for all of them.
+            // Rows with the same prompt share one request.
             if !known.insert(key(&id)) {
                 continue;
             }
@@ -238,7 +231,7 @@ impl BatchTeacher {
         self.create_batch(submitted, submitted.note.batches.len() - 1).await
     }
 
-    /// What a batch may cost, set aside. One that does not fit beside those under way waits for their real prices, which are lower.
+    /// Reserves the highest cost of a batch. Where it does not fit, waits for the real costs of batches in flight, which are lower.
     async fn reserve(
         &self,
         most: f64,
@@ -266,7 +259,7 @@ impl BatchTeacher {
     ) -> Result<(), DataError> {
         let BatchFile { ids, text, most, prompt_tokens } = part;
         let not_sent =
-            |failure: CallFailure| submitted.stopped(&format!("{} row(s) were not handed over: {failure}", ids.len()));
+            |failure: CallFailure| submitted.stopped(&format!("{} row(s) were not submitted: {failure}", ids.len()));
         let answer = self.files.upload("/files", &Arc::new(text)).await.map_err(not_sent)?;
         let file_id = self.text(&answer, "id").map_err(not_sent)?;
         let (uploaded_at, n_rows) = (uploaded_at(&answer, SystemTime::now()), ids.len());
@@ -299,45 +292,43 @@ impl SubmittedBatches<'_> {
         self.note.write(self.path)
     }
 
-    /// Its rows are submitted anew by the next run.
     fn drop_batch(&mut self, index: usize) -> Result<(), DataError> {
         self.note.batches.remove(index);
         self.reserved.remove(index);
         self.note.write(self.path)
     }
 
-    /// Nothing that was submitted is given up.
     fn stopped(&self, problem: &str) -> DataError {
         DataError::Batch { problem: problem.to_owned(), kept: self.kept() }
     }
 
     fn list_failed(&self, failure: &CallFailure) -> DataError {
-        self.stopped(&format!("whether the service has a batch already cannot be learnt: {failure}"))
+        self.stopped(&format!("whether the service already has the batch is unknown: {failure}"))
     }
 
     fn kept(&self) -> String {
         if self.note.batches.is_empty() {
-            return "the same command hands its rows over anew".into();
+            return "the same command submits its rows again".into();
         }
         let (batches, path) = (self.note.describe(), self.path.display());
         format!(
-            "still noted is {batches}: the same command goes on from there; removing {path} hands its rows over, and may pay for them, anew"
+            "still open: {batches}; run the same command to resume; removing {path} submits its rows, and may pay for them, again"
         )
     }
 }
 
-/// By the service's clock; by ours, a day ago, where it does not say or counts in something else than seconds.
+/// By the service's clock, in seconds since 1970; a day ago by ours where the response has no plausible time.
 fn uploaded_at(answer: &Value, now: SystemTime) -> u64 {
     const DAY_S: u64 = 86_400;
     let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let told = answer["created_at"].as_u64().filter(|told| *told <= now.saturating_add(DAY_S));
-    told.unwrap_or(now.saturating_sub(DAY_S))
+    let created_at = answer["created_at"].as_u64().filter(|created_at| *created_at <= now.saturating_add(DAY_S));
+    created_at.unwrap_or(now.saturating_sub(DAY_S))
 }
 
-/// Refuses batches that are noted at `state`, for a teacher that has none.
+/// Fails where the state file lists batches, for a teacher without the batch API.
 ///
 /// # Errors
-/// There are some, or the file is no note.
+/// There are some, or the state file is invalid.
 pub fn refuse_open_batches(state: &Path) -> Result<(), DataError> {
     match BatchState::read(state)?.filter(|note| !note.batches.is_empty()) {
         Some(note) => Err(wrong_teacher(state, &note)),
@@ -347,13 +338,13 @@ pub fn refuse_open_batches(state: &Path) -> Result<(), DataError> {
 
 fn wrong_teacher(state: &Path, note: &BatchState) -> DataError {
     let problem = format!(
-        "handed over to another teacher, or with other settings of [teacher]: {}; go back to them, or cancel it at the service and remove this file",
+        "submitted to another teacher, or with other settings of [teacher]: {}; go back to them, or cancel it at the service and remove this file",
         note.describe()
     );
     DataError::file(state, problem)
 }
 
-/// Comes back with the answer: 32 characters. Made of the prompt, so that a prompt that changed between two runs is another question.
+/// `custom_id` of a prompt: 32 hexadecimal digits of its digest, so that a prompt that changed between two runs has another one.
 fn prompt_id(messages: &[Message]) -> String {
     digest_hex(serde_json::to_string(messages).unwrap_or_default().as_bytes())[..32].to_owned()
 }

@@ -1,4 +1,4 @@
-//! Answers of batches at their end. They are read whole, and charged, before a row is given one.
+//! Responses of ended batches. Their files are downloaded and charged before any row gets a response.
 
 use super::state::{BatchState, key};
 use super::{BatchTeacher, FileLimits, SubmittedBatches, prompt_id};
@@ -13,42 +13,34 @@ use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// A file that does not hold what it should was perhaps cut short on its way.
+/// Downloads of a file with unexpected content, which may have been cut short.
 const READ_ATTEMPTS: usize = 3;
 
-/// What batches answered. In memory is where each answer stands: the files themselves are on the disk, without a name, for as long
-/// as this is there.
+/// The responses of all batches. Memory holds the offset of each; the files are unnamed temporary files.
 pub(crate) struct BatchResponses<'a> {
     teacher: &'a BatchTeacher,
     path: &'a Path,
     note: BatchState,
     ended: Vec<EndedBatch>,
     locations: HashMap<u64, usize>,
-    /// Questions that were given their answer.
     given: Mutex<HashSet<u64>>,
 }
 
 /// One batch at its end.
 pub(super) struct EndedBatch {
     status: String,
-    /// Output and errors.
     files: Vec<ResponseFile>,
 }
 
-/// A file of answers, as it came.
+/// A file of responses.
 struct ResponseFile {
     file: Mutex<File>,
-    /// By the question's key: where its line begins, and how long it is.
     lines: HashMap<u64, (u64, usize)>,
-    /// Questions with an answer, and what each took.
     answered: Vec<(u64, Usage)>,
 }
 
 impl BatchTeacher {
-    /// Reads both files of a batch and puts what they hold on the account. What is in neither has no answer.
-    ///
-    /// # Errors
-    /// A file cannot be carried, is not what it should be, or cannot be kept here.
+    /// Downloads both files of a batch and counts their spend. A prompt in neither has no response.
     pub(super) async fn read(
         &self,
         submitted: &mut SubmittedBatches<'_>,
@@ -65,7 +57,7 @@ impl BatchTeacher {
         }
         if !submitted.note.batches[index].is_charged {
             self.charge(files.iter().flat_map(|file| &file.answered), &submitted.note.batches[index]);
-            // The account first: what a kill between them leaves is an amount too high.
+            // Spend is saved first: a kill in between leaves it too high, never too low.
             self.account.save()?;
             submitted.change(index, |batch| batch.is_charged = true)?;
         }
@@ -73,8 +65,7 @@ impl BatchTeacher {
         Ok(EndedBatch { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
     }
 
-    /// The files, and what the service counts beside what they hold where that is more: services count in different ways, and files
-    /// that are whole and say so each time are believed.
+    /// The files, and a note where the service counts more responses than they hold. Services count in different ways: files that
     async fn download_all(
         &self,
         submitted: &SubmittedBatches<'_>,
@@ -102,14 +93,13 @@ impl BatchTeacher {
             }
         }
         let what = format!("its files hold {n_read} answers, and the service counts {n_expected}");
-        // Files that hold nothing of what was worked on are not those of the batch.
+        // Files without any response are not those of a batch with completed requests.
         if count("completed") > 0 && files.iter().all(|file| file.answered.is_empty()) {
             return Err(self.failure(FailureKind::InvalidResponse, &what));
         }
         Ok((files, Some(what)))
     }
 
-    /// One file, read again where its lines are not what they should be.
     async fn download_file(&self, file_id: &str, n_prompts: usize, folder: &Path) -> Result<ResponseFile, CallFailure> {
         let path = format!("/files/{file_id}/content");
         // Characters outside of ASCII may be sent as six, a token may be some of them, and much else stands in a line.
@@ -130,7 +120,6 @@ impl BatchTeacher {
         }
     }
 
-    /// Where the lines of a file are, and what they took.
     #[allow(clippy::type_complexity)] // the two parts of an `ResponseFile`
     fn index(&self, mut file: &File) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
         let unreadable = |error: io::Error| format!("cannot be read again: {error}");
@@ -173,7 +162,6 @@ impl BatchTeacher {
         }
     }
 
-    /// One line of an output file.
     fn answer(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {
         let Some(body) = response_body(line) else {
             return Err(self.failure(FailureKind::Rejected, &refusal(line)));
@@ -190,10 +178,7 @@ impl<'a> BatchResponses<'a> {
         Self { teacher, path, note, ended, locations, given: Mutex::default() }
     }
 
-    /// The answer to a prompt; `None` where it is in no batch.
-    ///
-    /// # Errors
-    /// What was kept on the disk cannot be read.
+    /// The response to a prompt; `None` where it is in no batch.
     pub(crate) fn of(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
         let key = key(&prompt_id(messages));
         let Some(ended) = self.locations.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
@@ -214,10 +199,7 @@ impl<'a> BatchResponses<'a> {
         }))
     }
 
-    /// Takes questions without an answer out of the note, so that the next run hands them over anew.
-    ///
-    /// # Errors
-    /// The note cannot be written.
+    /// Removes prompts without a response from the state file, so that the next run submits them again.
     pub(crate) fn settle(mut self) -> Result<(), DataError> {
         for (batch, ended) in self.note.batches.iter_mut().zip(&self.ended) {
             let answered: HashSet<u64> =
@@ -230,7 +212,6 @@ impl<'a> BatchResponses<'a> {
 }
 
 impl ResponseFile {
-    /// The line of a question, if there is one.
     fn line(&self, key: u64) -> Option<io::Result<Value>> {
         let (start, n_bytes) = *self.lines.get(&key)?;
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
@@ -240,7 +221,7 @@ impl ResponseFile {
     }
 }
 
-/// The chat completion in a line; `None` where the service refused the row.
+/// The chat completion in a line; `None` where the service rejected the row.
 fn response_body(line: &Value) -> Option<&Value> {
     let status = line.pointer("/response/status_code").and_then(Value::as_u64);
     line.pointer("/response/body").filter(|_| status == Some(200))

@@ -1,5 +1,5 @@
-//! Has the service work on a file, once: a request whose answer was lost may have been taken all the same, and a second batch
-//! over a file is paid for like the first.
+//! Creates each batch once and polls it. A creation request whose response was lost may have succeeded, and a second batch over the
+//! same file would be paid for again: the service's list of batches is searched first.
 
 use super::state::Batch;
 use super::{BatchTeacher, SubmittedBatches};
@@ -10,32 +10,27 @@ use querl_core::records::{CallFailure, FailureKind};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant, SystemTime};
 
-/// A service's list of batches shows a new one after a moment. Looked at so often, with pauses that double.
+/// Searches of the list for a new batch, which appears after a moment; the pauses double.
 const LIST_ATTEMPTS: u32 = 6;
 
-/// Before a service that has too much to do is asked again, where it does not say when.
+/// Before another creation request after 429.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// Of a page of the list; the most that OpenAI gives.
+/// Page size of the list, OpenAI's maximum.
 const PAGE: usize = 100;
 
-/// A list that has more pages is taken for one that never ends.
+/// A longer list is treated as endless.
 const MAX_PAGES: usize = 10_000;
 
-/// What became of a request to work on a file.
+/// Outcome of a creation request.
 enum SubmitOutcome {
     Batch(String),
-    /// The service said no: it works on nothing.
     Refused(CallFailure),
-    /// Perhaps it does.
     Unknown(CallFailure),
 }
 
 impl BatchTeacher {
-    /// Sees to it that the service works on each file.
-    ///
-    /// # Errors
-    /// It refuses to, what it does cannot be learnt, or the note cannot be written.
+    /// Creates the batch of each file that has none.
     pub(super) async fn create_missing(&self, submitted: &mut SubmittedBatches<'_>) -> Result<(), DataError> {
         for index in 0..submitted.note.batches.len() {
             if submitted.note.batches[index].batch_id.is_none() {
@@ -63,7 +58,7 @@ impl BatchTeacher {
                 n_left = n_left.checked_sub(1).ok_or_else(|| submitted.stopped(&failure.to_string()))?;
             }
             self.count_lost(submitted, index)?;
-            // Before it is sent: what a kill leaves is looked for.
+            // Written before the request, so that after a kill the batch is searched for.
             submitted.change(index, |batch| batch.n_unknown += 1)?;
             failed = Some(match self.post_batch(&batch).await {
                 SubmitOutcome::Batch(id) => return submitted.change(index, |batch| batch.batch_id = Some(id)),
@@ -102,7 +97,7 @@ impl BatchTeacher {
         }
     }
 
-    /// A file that the service refuses to work on, and surely never worked on, is of no more use.
+    /// Drops a file that the service rejects and never had a batch for.
     fn refused(&self, submitted: &mut SubmittedBatches<'_>, index: usize, failure: &CallFailure) -> DataError {
         if failure.kind == FailureKind::Rejected && submitted.note.batches[index].n_unknown == 0 {
             if let Err(error) = submitted.drop_batch(index) {
@@ -113,7 +108,7 @@ impl BatchTeacher {
         submitted.stopped(&failure.to_string())
     }
 
-    /// Puts on the account what a batch that nobody finds may cost, beside what the next one may.
+    /// Counts the highest cost of a batch that was not found as lost, and reserves that of the next.
     fn count_lost(&self, submitted: &mut SubmittedBatches<'_>, index: usize) -> Result<(), DataError> {
         let Batch { n_unknown, n_lost, most, .. } = submitted.note.batches[index];
         if n_lost >= n_unknown {
@@ -127,7 +122,6 @@ impl BatchTeacher {
         Ok(())
     }
 
-    /// The batch over a file, if the service has one now or in a moment.
     async fn find_batch_with_retries(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
         let mut pause = self.poll.min(Duration::from_secs(1));
         for _ in 1..LIST_ATTEMPTS {
@@ -140,7 +134,6 @@ impl BatchTeacher {
         self.find_batch(batch).await
     }
 
-    /// The batch over a file, if the service lists one.
     async fn find_batch(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
         let mut path = format!("/batches?limit={PAGE}");
         for _ in 0..MAX_PAGES {
@@ -164,14 +157,11 @@ impl BatchTeacher {
     }
 }
 
-/// How much is borne while a batch is waited for.
+/// Limits of polling.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PollLimits {
-    /// With a service that does not answer.
     pub(super) silence: Duration,
-    /// Refusals in a row: a proxy may say what the service would not.
     pub(super) n_refusals: u32,
-    /// With a batch, from its file's upload on. It should take a day, and its end a while.
     pub(super) age: Duration,
 }
 
@@ -182,7 +172,7 @@ impl Default for PollLimits {
     }
 }
 
-/// Questions in a row that nobody answered.
+/// Consecutive polls without a status.
 #[derive(Debug, Default)]
 struct FailedPolls {
     since: Option<Instant>,
@@ -190,7 +180,6 @@ struct FailedPolls {
 }
 
 impl FailedPolls {
-    /// Whether another question may help.
     fn is_tolerable(&mut self, failure: &CallFailure, poll_limits: PollLimits) -> bool {
         let since = *self.since.get_or_insert_with(Instant::now);
         match failure.kind {
@@ -199,7 +188,7 @@ impl FailedPolls {
                 self.n_refused += 1;
                 self.n_refused < poll_limits.n_refusals
             }
-            // Refusals count in a row. `since` stays: a service that is in turn silent and of no use is not asked for ever.
+            // `since` is kept: alternating timeouts and rejections do not poll forever.
             _ => {
                 self.n_refused = 0;
                 since.elapsed() < poll_limits.silence
@@ -209,10 +198,7 @@ impl FailedPolls {
 }
 
 impl BatchTeacher {
-    /// What the service says of a batch at its end. `n_before` of `n_rows` are in batches that have ended.
-    ///
-    /// # Errors
-    /// The batch failed, and is then no longer noted; nobody says what became of it; or it does not end.
+    /// Polls until the batch has ended; returns its last status. `n_before` of `n_rows` rows are in batches that have ended.
     pub(super) async fn wait(
         &self,
         submitted: &mut SubmittedBatches<'_>,
@@ -264,7 +250,6 @@ impl BatchTeacher {
     }
 }
 
-/// Nothing of it is paid, and its rows are submitted anew by the next run.
 fn failed(submitted: &mut SubmittedBatches<'_>, index: usize, id: &str, now: &Value) -> DataError {
     let said = now.pointer("/errors/data/0/message").and_then(Value::as_str).unwrap_or("no message");
     match submitted.drop_batch(index) {

@@ -128,7 +128,7 @@ fn answered(status: u16) -> Reply {
     Answer::json(status, &json!({"error": {"message": "so says a proxy"}})).into()
 }
 
-/// Keeps away: one prompt paid for as often as there are rows that have it.
+/// Regression: one prompt paid for as often as there are rows that have it.
 #[tokio::test]
 async fn rows_with_the_same_prompt_are_one_question_that_is_charged_once() {
     let scene = Scene::new(|_, _| None);
@@ -144,7 +144,7 @@ async fn rows_with_the_same_prompt_are_one_question_that_is_charged_once() {
     assert_eq!((scene.spent("teacher m (batch) files").calls, scene.services.account().of_stage("").calls), (5, 2));
 }
 
-/// Keeps away: a request for a batch that is sent again because its answer was late, and a second batch that is paid.
+/// Regression: a request for a batch that is sent again because its answer was late, and a second batch that is paid.
 #[tokio::test]
 async fn batch_that_was_begun_behind_a_lost_answer_is_found_and_no_other_begun() {
     let lost: [fn(Reply) -> Reply; 5] = [
@@ -215,7 +215,7 @@ async fn service_that_lists_no_batches_is_not_asked_for_a_second_one() {
     });
     for _ in 0..2 {
         let said = scene.refusal(&["a"]).await;
-        assert!(said.starts_with("whether the service has a batch already cannot be learnt: "), "{said}");
+        assert!(said.starts_with("whether the service already has the batch is unknown: "), "{said}");
     }
     assert_eq!((scene.service.n_begun(), scene.recorded_state().len()), (1, 1));
 }
@@ -226,7 +226,7 @@ async fn file_that_the_service_refuses_to_work_on_is_handed_over_anew() {
     let is_broken = broken.clone();
     let scene = Scene::new(move |asked, _| (is_broken.is() && is(asked, "POST", "/batches")).then(|| answered(400)));
     let said = scene.refusal(&["a"]).await;
-    assert!(said.ends_with("so says a proxy; the same command hands its rows over anew"), "{said}");
+    assert!(said.ends_with("so says a proxy; the same command submits its rows again"), "{said}");
     assert!(!scene.state().exists());
     broken.mend();
     assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
@@ -234,7 +234,7 @@ async fn file_that_the_service_refuses_to_work_on_is_handed_over_anew() {
     assert_eq!(scene.spent("teacher m (batch)").lost_cost, 0.0);
 }
 
-/// Keeps away: a batch forgotten for one 404 of a proxy, and a stopped run for a service that was away for a moment.
+/// Regression: a batch forgotten for one 404 of a proxy, and a stopped run for a service that was away for a moment.
 #[tokio::test]
 async fn questions_for_a_batch_that_fail_are_asked_again() {
     let n_polls = AtomicUsize::new(0);
@@ -272,10 +272,8 @@ async fn batch_that_nobody_says_anything_of_stays_noted() {
         teacher.poll_limits.silence = Duration::from_millis(100);
         let said = scene.ask_of(&teacher, &["a"]).await.unwrap_err().to_string();
         assert!(said.starts_with("what became of batch batch-0 is unknown: "), "{said}");
-        let kept = format!(
-            "still noted is batch batch-0: the same command goes on from there; removing {}",
-            scene.state().display()
-        );
+        let kept =
+            format!("still open: batch batch-0; run the same command to resume; removing {}", scene.state().display());
         assert!(said.contains(&kept), "{said}");
         assert_eq!(scene.recorded_state()[0].batch_id.as_deref(), Some("batch-0"));
         broken.mend();
@@ -296,7 +294,7 @@ async fn batch_without_an_end_is_not_waited_for_for_ever() {
     assert_eq!(scene.recorded_state().len(), 1);
 }
 
-/// Keeps away: paid answers that are thrown away, row by row, because a file could not be read for a moment.
+/// Regression: paid answers that are thrown away, row by row, because a file could not be read for a moment.
 #[tokio::test]
 async fn answers_that_cannot_be_read_end_the_stage_and_are_read_by_the_next() {
     let cut = Answer::text(200, "application/jsonl", "{\"custom_id\": \"x\", \"response\": {}}\n{\"custom_id\": \"y");
@@ -337,7 +335,7 @@ async fn file_that_was_cut_short_once_is_read_again() {
     assert_eq!(scene.n_asked("GET", "/files/"), 2);
 }
 
-/// Keeps away: files that can never be carried on a slow line, since all of one had to pass within the time of a call.
+/// Regression: files that can never be carried on a slow line, since all of one had to pass within the time of a call.
 #[tokio::test]
 async fn slow_line_carries_files_for_as_long_as_they_move() {
     let scene = Scene::reading(Duration::from_millis(40), |asked, service| {
@@ -371,7 +369,7 @@ async fn failed_batch_is_handed_over_anew_and_the_others_are_gone_on_with() {
     let said = scene.ask_of(&teacher, &["a", "b", "c", "d", "e"]).await.unwrap_err().to_string();
     assert!(
         said.starts_with(
-            "batch batch-1 failed: the file is not what it should be; still noted is batch batch-0, batch-2:"
+            "batch batch-1 failed: the file is not what it should be; still open: batch batch-0, batch-2;"
         ),
         "{said}"
     );
@@ -402,7 +400,7 @@ async fn rows_that_an_unfinished_batch_did_not_come_to_are_handed_over_anew() {
     }
 }
 
-/// Keeps away: answers that each run which reads them charges again, and none that nobody asks for.
+/// Regression: answers that each run which reads them charges again, and none that nobody asks for.
 #[tokio::test]
 async fn all_that_a_batch_answers_is_charged_once_when_it_is_read() {
     let scene = Scene::new(|_, _| None);
@@ -425,7 +423,7 @@ async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_n
         assert!(
             error
                 .to_string()
-                .contains("handed over to another teacher, or with other settings of [teacher]: batch batch-0; "),
+                .contains("submitted to another teacher, or with other settings of [teacher]: batch batch-0; "),
             "{error}"
         );
     }
@@ -439,7 +437,7 @@ async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_n
     assert_eq!(scene.n_asked("POST", "/files"), 1);
 }
 
-/// Keeps away: a run that can never get past a batch, and pays anew for answers that it has read.
+/// Regression: a run that can never get past a batch, and pays anew for answers that it has read.
 #[tokio::test]
 async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew() {
     let n_reads = AtomicUsize::new(0);
@@ -463,7 +461,7 @@ async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew(
     assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
 }
 
-/// Keeps away: numbers of a service that no clock and no sum can hold.
+/// Regression: numbers of a service that no clock and no sum can hold.
 #[tokio::test]
 async fn absurd_numbers_of_a_service_do_no_harm() {
     let scene = Scene::new(|asked, service| {
@@ -493,7 +491,7 @@ fn upload_is_dated_by_the_service_where_it_tells_seconds_of_our_time() {
     }
 }
 
-/// Keeps away: a batch that is submitted, and paid, anew because the program was replaced while it was under way.
+/// Regression: a batch that is submitted, and paid, anew because the program was replaced while it was under way.
 #[tokio::test]
 async fn batch_that_an_earlier_version_noted_is_found_and_read() {
     for batch_id in [json!("batch-0"), Value::Null] {
@@ -512,7 +510,7 @@ async fn batch_that_an_earlier_version_noted_is_found_and_read() {
     }
 }
 
-/// Keeps away: ten paid answers beside a long file of errors, which no later run may read.
+/// Regression: ten paid answers beside a long file of errors, which no later run may read.
 #[tokio::test]
 async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     let scene = Scene::new(|asked, service| {
@@ -530,7 +528,7 @@ async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     scene.teacher().run(std::iter::empty(), NewPrompts::Skip, &scene.state(), &Silent).await.map(drop).unwrap();
 }
 
-/// Keeps away: a budget that takes one file and not two, and a run that then hands over none, each time.
+/// Regression: a budget that takes one file and not two, and a run that then hands over none, each time.
 #[tokio::test]
 async fn file_that_does_not_fit_beside_another_is_handed_over_behind_it() {
     let mut scene = Scene::new(|_, _| None);

@@ -1,14 +1,13 @@
-//! Gives an endpoint up that answers nobody any more.
+//! Circuit breaker: stops calls to an endpoint that does not respond.
 
 use querl_core::records::{CallFailure, FailureKind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Opens after so many calls in a row that failed for want of an answer, each after all its tries; it stays open: the stage
-/// stops, keeps what was done, and the next run starts anew.
+/// Opens after `limit` consecutive calls without a response, each after all its attempts, and stays open: the stage stops, keeps its
+/// finished rows, and the next run starts with a closed breaker.
 #[derive(Debug)]
 pub(super) struct CircuitBreaker {
-    /// 0 never opens.
     limit: usize,
     in_a_row: AtomicUsize,
     opened: OnceLock<CallFailure>,
@@ -19,12 +18,11 @@ impl CircuitBreaker {
         Self { limit, in_a_row: AtomicUsize::new(0), opened: OnceLock::new() }
     }
 
-    /// Why nobody is called any more.
     pub(super) fn opened(&self) -> Option<&CallFailure> {
         self.opened.get()
     }
 
-    /// Gives up at once: the service itself said that it is not to be called for long.
+    /// Opens at once, after a long `Retry-After`.
     pub(super) fn open(&self, failure: &CallFailure) {
         if self.limit == 0 {
             return;

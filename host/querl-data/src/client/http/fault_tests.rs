@@ -107,7 +107,7 @@ async fn refusals_are_final_and_quote_the_server() {
     }
 }
 
-/// Keeps away: a table that is gone through row by row at a service whose account is empty.
+/// Regression: a table that is gone through row by row at a service whose account is empty.
 #[tokio::test]
 async fn a_service_that_wants_money_stops_everything() {
     let quota = json!({"error": {"code": "insufficient_quota", "message": "check your plan"}});
@@ -119,7 +119,7 @@ async fn a_service_that_wants_money_stops_everything() {
     }
 }
 
-/// Keeps away: a refusal that is too long or breaks off, taken for an answer that was lost.
+/// Regression: a refusal that is too long or breaks off, taken for an answer that was lost.
 #[tokio::test]
 async fn refusals_are_judged_by_their_status_however_they_end() {
     let busy = || Sent::text(503, "text/plain", "busy");
@@ -133,7 +133,7 @@ async fn refusals_are_judged_by_their_status_however_they_end() {
     }
 }
 
-/// Keeps away: a failure in words, under status 200, that is taken for an answer and not tried again.
+/// Regression: a failure in words, under status 200, that is taken for an answer and not tried again.
 #[tokio::test]
 async fn refusals_within_a_body_are_treated_like_those_of_a_status() {
     let server = FaultyServer::start(|asked| match asked.index {
@@ -152,14 +152,14 @@ async fn refusals_within_a_body_are_treated_like_those_of_a_status() {
     }
 }
 
-/// Keeps away: a model that thinks for minutes before its first byte, cut off by the limit of stall_timeout within an answer.
+/// Regression: a model that thinks for minutes before its first byte, cut off by the limit of stall_timeout within an answer.
 #[tokio::test]
 async fn the_first_byte_is_waited_for_as_long_as_the_whole_answer() {
     let server = FaultyServer::start(|_| Reply::After(Duration::from_millis(600), Box::new(good().into())));
     assert!(ask(&server, 0).await.is_ok());
 }
 
-/// Keeps away: episodes dropped as late because others had asked the same service before them.
+/// Regression: episodes dropped as late because others had asked the same service before them.
 #[tokio::test]
 async fn an_episodes_limit_counts_from_ones_turn_on() {
     let slow = Reply::After(Duration::from_millis(300), Box::new(good().into()));
@@ -334,7 +334,7 @@ fn scripted(row: u64, n_try: u64) -> Reply {
     }
 }
 
-/// Keeps away: a paid request that is sent minutes after the user said stop, because it only had to wait for its turn.
+/// Regression: a paid request that is sent minutes after the user said stop, because it only had to wait for its turn.
 #[tokio::test]
 async fn who_waits_for_a_turn_or_another_try_is_not_sent_after_the_stop() {
     let busy = Sent::text(429, "text/plain", "busy").with("Retry-After", "60");

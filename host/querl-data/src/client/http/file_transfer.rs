@@ -1,4 +1,4 @@
-//! Files to and from a service. Their size and the line decide how long they take: what is bounded is how long nothing moves.
+//! File uploads and downloads. Their duration depends on size and bandwidth, so the limit is on the time without progress.
 
 use super::{Call, CallLimits, Caller, FailedAttempt, REFUSAL_BYTES, Retry, Secret, lock, retry_after};
 use crate::client::context::ServiceContext;
@@ -17,17 +17,16 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Stands for no limit; far enough from what a clock can hold.
+/// Stands for no limit, within what a clock can represent.
 const UNBOUNDED: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// What goes out at once: a line of 10 kbit/s moves it within the shortest limit that anybody sets.
+/// Chunk size: at 10 kbit/s one takes 13 s.
 const CHUNK_BYTES: usize = 1 << 14;
 
 /// Carries files to and from one service.
 #[derive(Debug)]
 pub(crate) struct FileTransfer {
     caller: Caller,
-    /// How long nothing may move.
     stall_timeout: Duration,
 }
 
@@ -51,9 +50,6 @@ impl TransferClock {
 
 impl FileTransfer {
     /// As [`Caller::new`], under the name `provider` on the account. `limits.timeout` is how long nothing may move.
-    ///
-    /// # Errors
-    /// The address is not one of HTTP, or no client can be made on this machine.
     pub(crate) fn new(
         setting: &str,
         url: &str,
@@ -69,9 +65,6 @@ impl FileTransfer {
     }
 
     /// Sends `text` as a file of requests; what the service says of it.
-    ///
-    /// # Errors
-    /// As [`Caller::post`].
     pub(crate) async fn upload(&self, path: &str, text: &Arc<String>) -> Result<Value, CallFailure> {
         let call = &Call { method: Method::POST, ..Call::get(path) };
         self.carry(|| async {
@@ -90,9 +83,6 @@ impl FileTransfer {
     }
 
     /// Reads a file of at most `most_bytes` into `file`, whose content goes.
-    ///
-    /// # Errors
-    /// As [`Caller::post`]; also where the file is longer, or cannot be written here.
     pub(crate) async fn download(&self, path: &str, file: &File, most_bytes: u64) -> Result<(), CallFailure> {
         let call = &Call::get(path);
         self.carry(|| async {
@@ -108,7 +98,6 @@ impl FileTransfer {
         .await
     }
 
-    /// Until a try succeeds, each counted.
     async fn carry<T, F: Future<Output = Result<T, FailedAttempt>>>(
         &self,
         mut try_once: impl FnMut() -> F,
@@ -177,7 +166,6 @@ impl FileTransfer {
         })
     }
 
-    /// What a service that refuses says is read as far as a message goes.
     async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedAttempt {
         let (status, pause) = (response.status(), retry_after(response.headers(), SystemTime::now()));
         let mut body = Vec::new();
@@ -189,7 +177,6 @@ impl FileTransfer {
         self.caller.refused(call, status, pause, &String::from_utf8_lossy(&body))
     }
 
-    /// What a service quotes must not bring its key into a file of ours.
     pub(crate) fn hide_key_in(&self, answer: &mut Value) {
         if let Some(key) = &self.caller.key {
             key.hide_in_value(answer);
@@ -201,7 +188,6 @@ impl FileTransfer {
     }
 }
 
-/// A file whose chunks say when they go.
 fn part(text: Arc<String>, moved: TransferClock) -> Part {
     let n_bytes = text.len();
     let chunks = (0..n_bytes).step_by(CHUNK_BYTES).map(move |start| {
@@ -212,7 +198,7 @@ fn part(text: Arc<String>, moved: TransferClock) -> Part {
     Part::stream_with_length(Body::wrap_stream(stream::iter(chunks)), n_bytes as u64).file_name("requests.jsonl")
 }
 
-/// What comes of `work`; `None` once nothing has moved for so long.
+/// The result of `work`; `None` after a stall.
 async fn unless_silent<T>(work: impl Future<Output = T>, moved: &TransferClock, stall_timeout: Duration) -> Option<T> {
     let mut work = pin!(work);
     loop {

@@ -36,22 +36,17 @@ const REFUSAL_BYTES: usize = 64 << 10;
 /// Limits on the calls to one service.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallLimits {
-    /// Calls under way at once.
     pub(crate) max_concurrent: usize,
-    /// For one try.
     pub(crate) timeout: Duration,
-    /// Tries after the first.
     pub(crate) max_retries: usize,
-    /// Pause before the second try; later ones double, with jitter.
     pub(crate) first_pause: Duration,
-    /// Tries a minute; `None` where nobody counts.
+    /// Attempts a minute; `None` without a quota.
     pub(crate) requests_per_minute: Option<u32>,
-    /// Estimated tokens a minute, questions and the most that answers may have.
+    /// Estimated tokens a minute, of prompts and the longest responses.
     pub(crate) tokens_per_minute: Option<u32>,
 }
 
 impl CallLimits {
-    /// Without quotas.
     pub(crate) fn new(max_concurrent: usize, timeout_s: f64, max_retries: usize) -> Self {
         Self {
             max_concurrent: max_concurrent.max(1),
@@ -63,7 +58,6 @@ impl CallLimits {
         }
     }
 
-    /// With quotas, where they are given.
     pub(crate) fn per_minute(self, requests: Option<u32>, tokens: Option<u32>) -> Self {
         Self { requests_per_minute: requests, tokens_per_minute: tokens, ..self }
     }
@@ -83,9 +77,7 @@ pub(crate) struct Caller {
     rate_limiter: RateLimiter,
     breaker: CircuitBreaker,
     account: Arc<SpendTracker>,
-    /// Once it is set nobody is called any more.
     stop: StopFlag,
-    /// As the account calls the service.
     provider: String,
 }
 
@@ -94,7 +86,6 @@ pub(crate) struct Caller {
 pub(crate) struct ServiceResponse {
     pub(crate) body: Value,
     pub(crate) latency_ms: f64,
-    /// For what the answer cost; goes on the account when it is dropped.
     pub(crate) call_spend: CallSpend,
 }
 
@@ -108,23 +99,19 @@ pub(crate) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Sends JSON, reads JSON.
     pub(crate) fn post(path: &str, body: &'a Value) -> Self {
         Self { method: Method::POST, path: path.to_owned(), sent: Some(body) }
     }
 
-    /// Reads JSON.
     pub(crate) fn get(path: &str) -> Self {
         Self { method: Method::GET, path: path.to_owned(), sent: None }
     }
 }
 
-/// What a call takes before its answer is known.
+/// Upper bounds of a call's tokens and cost.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CostBound {
-    /// Of a quota of tokens.
     pub(crate) n_tokens: u64,
-    /// The most that it may cost.
     pub(crate) most: f64,
 }
 
@@ -135,9 +122,6 @@ impl CostBound {
 
 impl Caller {
     /// A caller of `url`, which `setting` names in the configuration.
-    ///
-    /// # Errors
-    /// The address is not one of HTTP, or no client can be made on this machine.
     pub(crate) fn new(
         setting: &str,
         url: &str,
@@ -171,26 +155,16 @@ impl Caller {
         })
     }
 
-    /// Under this name on the account.
     pub(crate) fn named(self, provider: &str) -> Self {
         Self { provider: provider.to_owned(), ..self }
     }
 
     /// Sends a JSON body and reads a JSON answer.
-    ///
-    /// # Errors
-    /// What the last try met. Timeouts, broken connections, answers that were cut short, 408, 409, 425, 429 and 5xx are tried
-    /// again; a pause that the server asks for in `Retry-After` is kept, by all calls. After too many calls in a row without an
-    /// answer, and where a server asks for a pause of minutes, nobody is called any more: `down`. A try that the budget might not
-    /// cover is not made: `over budget`.
     pub(crate) async fn post(&self, body: &Value, charge: CostBound) -> Result<ServiceResponse, CallFailure> {
         self.post_checked(body, charge, &|_| None).await
     }
 
     /// The same, where a body may hold a refusal under a status of success.
-    ///
-    /// # Errors
-    /// As [`post`](Self::post); what `check` says is treated like a status.
     pub(crate) async fn post_checked(
         &self,
         body: &Value,
@@ -201,9 +175,6 @@ impl Caller {
     }
 
     /// The same for any request.
-    ///
-    /// # Errors
-    /// As [`post`](Self::post).
     pub(crate) async fn call(&self, call: &Call<'_>, charge: CostBound) -> Result<ServiceResponse, CallFailure> {
         self.call_checked(call, charge, &|_| None).await
     }
@@ -214,7 +185,7 @@ impl Caller {
         charge: CostBound,
         check: &Check<'_>,
     ) -> Result<ServiceResponse, CallFailure> {
-        // The slot is held during pauses too: a service that asks for fewer calls gets fewer.
+        // The slot is held during retry pauses, so that a busy service gets fewer calls.
         let slot = self.before_stop(queued(self.slots.acquire())).await?;
         let _slot = slot.expect("the semaphore is never closed");
         if let Some(down) = self.breaker.opened() {
@@ -222,7 +193,7 @@ impl Caller {
         }
         let call_spend = Mutex::new(CallSpend::new(&self.account, &self.provider));
         let answer = self.retried(|| self.try_call(call, charge, check, &call_spend)).await;
-        // Who was not asked has not failed to answer.
+        // An interrupted call says nothing about the service.
         if !self.stop.is_set() {
             self.breaker.count(&shown_address(&self.url), &answer);
         }
@@ -236,7 +207,6 @@ impl Caller {
         }
     }
 
-    /// Tries as often as can help and as the limits say.
     async fn retried<T, F: Future<Output = Result<T, FailedAttempt>>>(
         &self,
         try_once: impl FnMut() -> F,
@@ -254,7 +224,7 @@ impl Caller {
             })
             .adjust(|failed: &FailedAttempt, pause| match failed.retry {
                 Retry::After(asked) if asked > MAX_RETRY_AFTER => None,
-                // Not all at the same moment.
+                // Jitter.
                 Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
                 _ => pause,
             })
@@ -296,7 +266,7 @@ impl Caller {
         answer
     }
 
-    /// What `wait` comes to before the user says stop: who has not been sent until then is not sent.
+    /// The result of `wait`, or a failure once the stop flag is set.
     async fn before_stop<T>(&self, wait: impl Future<Output = T>) -> Result<T, CallFailure> {
         let done = self.stop.before(wait).await;
         done.ok_or_else(|| self.failure(FailureKind::Timeout, "not sent: interrupted"))
@@ -315,7 +285,7 @@ impl Caller {
         let status = response.status();
         let pause = retry_after(response.headers(), SystemTime::now());
         if !status.is_success() {
-            // Judged by its status: a refusal that breaks off is one all the same.
+            // The status decides, even where the body is truncated.
             let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
             return Err(self.refused(call, status, pause, &String::from_utf8_lossy(&said)));
         }
@@ -331,7 +301,6 @@ impl Caller {
         }
     }
 
-    /// The whole body, or what was read of it with what was met then.
     async fn read(
         &self,
         call: &Call<'_>,
@@ -364,7 +333,6 @@ impl Caller {
         }
     }
 
-    /// A service that quotes the key, in whatever it says, must not bring it into a file.
     fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedAttempt> {
         // Bytes that were replaced would be words that nobody wrote.
         let text = String::from_utf8(bytes).map_err(|error| {
@@ -391,12 +359,11 @@ impl Caller {
             true => (FailureKind::Timeout, format!("no answer within {} s", self.limits.timeout.as_secs_f64())),
             false => (FailureKind::Unreachable, root_cause(error)),
         };
-        // Who was never reached has charged nothing.
+        // Without a connection nothing was charged.
         let failed = self.failed(call, kind, Retry::Later, what);
         if error.is_connect() { failed } else { failed.lost() }
     }
 
-    /// What ends in the middle was cut short on its way; anything else the next try would get too.
     fn not_json(&self, call: &Call<'_>, error: &serde_json::Error) -> FailedAttempt {
         let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
         self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
@@ -407,7 +374,7 @@ impl Caller {
             true => (FailureKind::Unauthorized, Retry::Useless),
             false => of_status(status.as_u16(), pause),
         };
-        // Before it is cut: half a key is one, too.
+        // The key is removed before the text is shortened, which could cut it.
         let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
         match retry {
             Retry::After(asked) if asked > MAX_RETRY_AFTER => {
@@ -426,7 +393,6 @@ impl Caller {
         FailedAttempt { failure: CallFailure { kind, message }, retry, is_lost: false }
     }
 
-    /// A failure of this service, with the key taken out of the message.
     pub(crate) fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
         CallFailure { kind, message: self.without_key(&format!("POST {}: {what}", shown_address(&self.url))) }
     }
@@ -440,13 +406,11 @@ fn lock(call_spend: &Mutex<CallSpend>) -> MutexGuard<'_, CallSpend> {
     call_spend.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// The address without user, password and query, which may hold keys.
 fn shown_address(url: &Url) -> String {
     let port = url.port().map_or_else(String::new, |port| format!(":{port}"));
     format!("{}://{}{port}{}", url.scheme(), url.host_str().unwrap_or_default(), url.path())
 }
 
-/// What the server says for itself: the message of an OpenAI-style error, else the start of the body.
 pub(crate) fn server_message(body: &str) -> String {
     let parsed: Option<Value> = serde_json::from_str(body).ok();
     let said = parsed.as_ref().and_then(|body| {
@@ -460,7 +424,7 @@ pub(crate) fn server_message(body: &str) -> String {
     }
 }
 
-/// The cause at the bottom says it best: `Connection refused`.
+/// The innermost cause, such as `Connection refused`.
 fn root_cause(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(next) = cause.source() {
@@ -470,9 +434,6 @@ fn root_cause(error: &dyn std::error::Error) -> String {
 }
 
 /// `setting` is what names the endpoint in the configuration.
-///
-/// # Errors
-/// The proxy or the certificates cannot be used.
 fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Result<Client, DataError> {
     // Fails where a provider is installed already, which is as good.
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -480,7 +441,7 @@ fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Resul
     let mut builder = Client::builder()
         .timeout(limits.timeout)
         .connect_timeout(connect)
-        // A redirected POST becomes a GET without its body: whoever moved is named instead.
+        // A redirected POST would become a GET without its body; the redirect is reported instead.
         .redirect(redirect::Policy::none());
     if let Some(address) = &config.proxy {
         let proxy = Proxy::all(address)

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 pub(super) struct RateLimiter {
     requests: Option<TokenBucket>,
     tokens: Option<TokenBucket>,
-    /// The endpoint asked for pause_all until then. All calls keep it, not only the one that was told.
     paused_until: Mutex<Option<Instant>>,
 }
 
@@ -20,7 +19,6 @@ pub(super) struct RateLimiter {
 struct TokenBucket {
     limiter: DefaultDirectRateLimiter,
     size: NonZeroU32,
-    /// Who came first is served first, however much others want.
     queue: tokio::sync::Mutex<()>,
 }
 
@@ -53,7 +51,7 @@ impl RateLimiter {
         Self { requests, tokens, paused_until: Mutex::default() }
     }
 
-    /// Waits for one's turn with a request of so many tokens.
+    /// Waits until a request of `n_tokens` is allowed.
     pub(super) async fn turn(&self, n_tokens: u64) {
         if let Some(requests) = &self.requests {
             requests.take(1).await;
@@ -66,7 +64,6 @@ impl RateLimiter {
         }
     }
 
-    /// Nobody calls for so long.
     pub(super) fn pause_all(&self, pause: Duration) {
         let until = Instant::now() + pause;
         let mut paused_until = self.paused_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -24,11 +24,8 @@ impl FailedAttempt {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Retry {
-    /// The next try would meet the same.
     Useless,
-    /// After a pause of our own.
     Later,
-    /// After the pause that the server asked for.
     After(Duration),
 }
 
@@ -37,7 +34,6 @@ pub(super) enum Retry {
 pub(crate) struct Refusal {
     pub(super) kind: FailureKind,
     pub(super) retry: Retry,
-    /// It may have been charged.
     pub(super) is_lost: bool,
     pub(super) what: String,
 }
@@ -52,7 +48,6 @@ impl Refusal {
         Self { kind, retry, is_lost: false, what }
     }
 
-    /// An answer that the service broke off.
     pub(crate) fn aborted(what: String) -> Self {
         Self { kind: FailureKind::ServerError, retry: Retry::Later, is_lost: true, what }
     }
@@ -61,7 +56,6 @@ impl Refusal {
 /// Looks for a refusal in a body.
 pub(crate) type Check<'a> = dyn Fn(&Value) -> Option<Refusal> + Send + Sync + 'a;
 
-/// What an answer other than success means.
 pub(super) fn of_status(status: u16, asked: Option<Duration>) -> (FailureKind, Retry) {
     let later = asked.map_or(Retry::Later, Retry::After);
     match status {
@@ -76,7 +70,6 @@ pub(super) fn of_status(status: u16, asked: Option<Duration>) -> (FailureKind, R
     }
 }
 
-/// True for refusals that are about money, whatever their status.
 pub(super) fn is_out_of_money(body: &str) -> bool {
     let body: Value = serde_json::from_str(body).unwrap_or_default();
     ["/error/code", "/error/type"]

@@ -55,12 +55,10 @@ impl Secret {
         }
     }
 
-    /// A key that is sent as a bearer token.
     pub(crate) fn new(key: &str) -> Self {
         Self { key: key.to_owned(), scheme: AuthScheme::Bearer }
     }
 
-    /// The same key, sent otherwise.
     pub(crate) fn sent_as(self, scheme: AuthScheme) -> Self {
         Self { scheme, ..self }
     }
@@ -88,7 +86,6 @@ impl Secret {
         self.encodings().iter().fold(text.to_owned(), |text, form| text.replace(form, "[key]"))
     }
 
-    /// The same in every text of a value; its form stays.
     pub(super) fn hide_in_value(&self, value: &mut Value) {
         match value {
             Value::String(text) => *text = self.hide_in(text),
@@ -140,7 +137,7 @@ mod tests {
         assert!(Secret::new("a\nb").header().is_err());
     }
 
-    /// Keeps away: answers of a server whose key is `1` or `token` in which numbers, names and words are replaced.
+    /// Regression: answers of a server whose key is `1` or `token` in which numbers, names and words are replaced.
     #[test]
     fn a_key_that_is_a_common_word_is_left_where_it_stands() {
         assert_eq!(Secret::new("token").hide_in("completion_tokens"), "completion_tokens");

@@ -1,4 +1,4 @@
-//! Ports that look into the cache before they ask, and ask nobody what is being asked already.
+//! Teacher, judge and retriever behind the response cache, with single-flight requests.
 
 use super::{CacheTable, InFlightRequests, ResponseCache};
 use crate::client::context::ServiceContext;
@@ -13,19 +13,15 @@ use serde::de::DeserializeOwned;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// One table of the cache, for the answers of one service with one set of parameters. Without a cache only questions that are asked at
-/// the same time share an answer.
+/// The cached responses of one service with one set of parameters. Without a cache file only concurrent requests share a response.
 pub(crate) struct ServiceCache {
     cache: Option<Arc<ResponseCache>>,
     in_flight: Arc<InFlightRequests>,
     account: Arc<SpendTracker>,
     table: CacheTable,
-    /// As the account calls the service.
     provider: String,
-    /// Everything beside the question that an answer depends on.
     identity: String,
     max_age: Option<Duration>,
-    /// Where answers age, those from before that moment are too old.
     fresh_since: Option<Instant>,
 }
 
@@ -50,7 +46,7 @@ impl ServiceCache {
     }
 
     fn get(&self, key: &str) -> Option<Vec<u8>> {
-        // When an answer was kept is known to a second.
+        // Time stamps have a resolution of one second.
         let fresh = self.fresh_since.map(|since| since.elapsed() + Duration::from_secs(1));
         let max_age = self.max_age.map(|most| fresh.map_or(most, |fresh| most.min(fresh)));
         self.cache.as_ref()?.get(self.table, key, max_age)
@@ -68,7 +64,7 @@ impl ServiceCache {
         }
     }
 
-    /// The answer that is kept, else that of the same question where it is being asked already, else that of `call`.
+    /// The cached response, else that of an identical request in flight, else that of `call`.
     async fn ask<T: Serialize + DeserializeOwned>(
         &self,
         question: &impl Serialize,
@@ -80,11 +76,11 @@ impl ServiceCache {
         }
         let mut own = None;
         let flight = self.in_flight.join(self.table, &key);
-        // While somebody else is asked, that one's limit is what counts; who has to ask in the end has the whole of one's own.
+        // Waiting for another caller's request does not count against this caller's deadline.
         let waiting = deadline::queue_guard();
         let asked = async {
             drop(waiting);
-            // Who asked before may have put the answer there since we looked.
+            // An earlier caller may have cached it meanwhile.
             let answer = match self.known(&key) {
                 Some(known) => known,
                 None => call.await.inspect(|answer| self.put(&key, answer))?,

@@ -57,7 +57,7 @@ impl StageResults {
     }
 }
 
-/// Keeps away: one question paid for twice, since it was asked again before its answer came.
+/// Regression: one question paid for twice, since it was asked again before its answer came.
 #[tokio::test]
 async fn what_is_asked_at_the_same_time_is_paid_once() {
     let all = asked(ServiceContext::default());
@@ -67,7 +67,7 @@ async fn what_is_asked_at_the_same_time_is_paid_once() {
     assert_eq!(all.ask("a").await, "3", "without a cache nothing is remembered");
 }
 
-/// Keeps away: an episode that is dropped as late, since its question had been asked, slowly, by another before it.
+/// Regression: an episode that is dropped as late, since its question had been asked, slowly, by another before it.
 #[tokio::test]
 async fn limit_of_who_waits_for_anothers_answer_begins_with_ones_own_call() {
     let all = asked(ServiceContext::default());
@@ -89,7 +89,7 @@ async fn a_failure_is_shared_and_the_next_time_is_asked_anew() {
     assert_eq!(all.counted(), (0, 0));
 }
 
-/// Keeps away: an answer that nobody finds, in the moment before it is on disk.
+/// Regression: an answer that nobody finds, in the moment before it is on disk.
 #[tokio::test]
 async fn an_answer_is_known_from_the_moment_it_came() {
     let folder = tempfile::tempdir().unwrap();
@@ -103,7 +103,7 @@ async fn an_answer_is_known_from_the_moment_it_came() {
     assert_eq!((all.n_calls(), all.counted()), (5, (5, 0)));
 }
 
-/// Keeps away: `--from validate` after a change of the knowledge base, which brings the old hits.
+/// Regression: `--from validate` after a change of the knowledge base, which brings the old hits.
 #[tokio::test]
 async fn done_anew_means_that_what_was_found_before_is_not_believed() {
     let folder = tempfile::tempdir().unwrap();

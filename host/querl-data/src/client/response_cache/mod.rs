@@ -1,9 +1,9 @@
-//! Answers that were paid for, kept on disk: nobody is asked the same twice.
+//! Response cache: responses of external services on disk, so that no identical request is paid for twice.
 //!
 //! One file (redb) with a table for rewrites, judgements and retrievals. Writes are made by a thread of their own, many at a
-//! time; a kill loses the last few and damages none. Who asks what another is asking at the same moment waits for that answer.
-//! Nothing here ever stops a run: where the file is in use, damaged or not writable, this says so once, and calls are made as if
-//! there were no cache.
+//! time; a kill loses the last few and damages none. Concurrent identical requests share one call.
+//! The cache never stops a run: where the file is in use, damaged or not writable, one warning is logged, and calls are made without
+//! a cache.
 
 mod cached;
 mod single_flight;
@@ -26,12 +26,11 @@ use store::{Store, StoreError};
 pub struct CacheLimits {
     /// Above so many bytes of answers the oldest go, when the cache is opened.
     pub most_bytes: u64,
-    /// What retrieval found is of no use after that time.
+    /// Maximum age of retrieval responses.
     pub retrieval_ttl: Duration,
 }
 
 impl Default for CacheLimits {
-    /// Those of the configuration's own defaults.
     fn default() -> Self {
         Self::of(&CacheConfig::default())
     }
@@ -52,7 +51,6 @@ impl CacheLimits {
 pub struct ResponseCache {
     path: PathBuf,
     store: Arc<Store>,
-    /// Set where reading or writing failed: the file is put aside, and nobody looks into it again.
     is_broken: Arc<AtomicBool>,
     queue: Arc<WriteQueue>,
     writer: Option<JoinHandle<()>>,
@@ -98,18 +96,17 @@ impl ResponseCache {
         })
     }
 
-    /// Keeps an answer: on disk a moment later, for whoever looks for it in this process at once.
+    /// Stores a response: visible in this process at once, on disk a moment later.
     pub(crate) fn put(&self, table: CacheTable, key: &str, answer: Vec<u8>) {
         self.change(table, key, Some(answer));
     }
 
-    /// Forgets an answer that turned out to be of no use.
     pub(crate) fn forget(&self, table: CacheTable, key: &str) {
         self.change(table, key, None);
     }
 
     fn change(&self, table: CacheTable, key: &str, answer: Option<Vec<u8>>) {
-        // Nobody takes away what is put there once the writer has given up.
+        // Without a writer the queue would only grow.
         if self.writer.is_some() && !self.is_broken.load(Ordering::Relaxed) {
             self.queue.put(table, key, answer);
         }
@@ -125,7 +122,7 @@ impl Drop for ResponseCache {
     }
 }
 
-/// Writes what comes, all that is there at once: a write to disk takes about as long for many as for one.
+/// Writes all queued changes in one transaction: many take about as long as one.
 fn write_all(store: &Store, queue: &WriteQueue, limits: CacheLimits, is_broken: &AtomicBool, path: &Path) {
     if let Err(problem) = store.prune(limits.most_bytes, limits.retrieval_ttl) {
         return give_up(is_broken, path, &problem);
@@ -164,7 +161,6 @@ pub(super) struct WriteQueue {
 #[derive(Default)]
 struct State {
     waiting: Changes,
-    /// The writer has these.
     writing: Arc<Changes>,
     is_closed: bool,
 }
@@ -196,7 +192,6 @@ impl WriteQueue {
         Some(state.writing.clone())
     }
 
-    /// Nothing more comes.
     pub(super) fn close(&self) {
         self.state().is_closed = true;
         self.grown.notify_one();

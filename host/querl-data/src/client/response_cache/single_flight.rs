@@ -1,4 +1,8 @@
-//! Questions that are being asked right now: who has the same one waits for that answer.
+//! Single-flight requests: concurrent identical requests share one call.
+//!
+//! If the caller that made the call stops waiting (its deadline passes, its client disconnects), the next waiting caller makes the
+//! call with its own future and its own deadline. `moka::future::Cache::get_with` has the same rule, but brings eviction, a second
+//! store next to the response cache and 20 crates for these 60 lines, and drops failures, which must reach every waiting caller.
 
 use super::CacheTable;
 use querl_core::records::CallFailure;
@@ -6,11 +10,11 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::OnceCell;
 
-/// An answer in bytes, or why there is none. Who is asked first fills it; whoever stops waiting before that leaves it to the next.
+/// A response or its failure. The first caller initialises it; if that caller is cancelled, the next one does.
 type Cell = OnceCell<Result<Vec<u8>, CallFailure>>;
 type Key = (CacheTable, String);
 
-/// All questions of a run that are being asked.
+/// All requests of a run in flight.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightRequests(Mutex<HashMap<Key, Entry>>);
 
@@ -20,7 +24,7 @@ struct Entry {
     cell: Arc<Cell>,
 }
 
-/// One who wants the answer to a question. The question is forgotten when it is answered, or nobody wants it any more.
+/// One caller of a request in flight. The entry is removed once it has a response or no caller is left.
 pub(super) struct InFlightRequest<'a> {
     in_flight: &'a InFlightRequests,
     key: Key,
@@ -28,7 +32,6 @@ pub(super) struct InFlightRequest<'a> {
 }
 
 impl InFlightRequests {
-    /// Wants the answer to a question.
     pub(super) fn join(&self, table: CacheTable, key: &str) -> InFlightRequest<'_> {
         let key = (table, key.to_owned());
         let mut entries = self.entries();
@@ -43,7 +46,7 @@ impl InFlightRequests {
 }
 
 impl InFlightRequest<'_> {
-    /// What came of the question: of `call`, or of the call of who asked before.
+    /// The outcome of `call`, or of the call of an earlier caller.
     pub(super) async fn answer(
         &self,
         call: impl Future<Output = Result<Vec<u8>, CallFailure>>,
@@ -55,7 +58,7 @@ impl InFlightRequest<'_> {
 impl Drop for InFlightRequest<'_> {
     fn drop(&mut self) {
         let mut entries = self.in_flight.entries();
-        // The same question may have been answered, and be asked anew by others.
+        // The entry may be a later one with the same key.
         let Some(question) = entries.get_mut(&self.key).filter(|question| Arc::ptr_eq(&question.cell, &self.cell))
         else {
             return;
@@ -95,7 +98,7 @@ mod tests {
         assert!(in_flight.entries().is_empty());
     }
 
-    /// Keeps away: a question that nobody is asked any more, since its caller's deadline passed, and that others wait for.
+    /// Regression: a request that stays unanswered for others because its caller's deadline passed.
     #[tokio::test]
     async fn who_stops_waiting_leaves_the_question_to_the_next() {
         let in_flight = InFlightRequests::default();

@@ -75,7 +75,6 @@ impl Opened {
 }
 
 impl Drop for Store {
-    /// Closing a damaged file may end in a panic, too.
     fn drop(&mut self) {
         let database = self.0.take();
         let _ = catch_panic(|| drop(database));
@@ -85,7 +84,6 @@ impl Drop for Store {
 /// What goes wrong with a file that is open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum StoreError {
-    /// It does not hold what was written to it.
     Damaged(String),
     /// The place has no room, or does not answer: what the file holds is good.
     Unavailable(String),
@@ -204,8 +202,6 @@ impl Store {
         }
     }
 
-    /// # Errors
-    /// The file is damaged.
     pub(super) fn get(
         &self,
         table: CacheTable,
@@ -219,8 +215,6 @@ impl Store {
         })
     }
 
-    /// # Errors
-    /// The file is damaged or cannot be written.
     pub(super) fn write(&self, changes: &Changes) -> Result<(), StoreError> {
         guarded(|| {
             let write = self.begin_write()?;
@@ -240,9 +234,6 @@ impl Store {
 
     /// Makes room where the tables have more than `most_bytes`: what is too old goes first, then the oldest answers of all, until a quarter
     /// of the room is free.
-    ///
-    /// # Errors
-    /// The file is damaged or cannot be written.
     pub(super) fn prune(&self, most_bytes: u64, retrieval_ttl: Duration) -> Result<(), StoreError> {
         let mut n_bytes = 0;
         for table in CacheTable::ALL {
@@ -321,7 +312,6 @@ struct Entry {
 }
 
 /// Whether a file is a cache that was damaged, and no file of another kind that somebody named by mistake: it begins like one, or is named
-/// like one.
 fn is_cache_file(path: &Path) -> bool {
     const BEGINNING: &[u8] = b"redb";
     let mut first = [0; BEGINNING.len()];
@@ -342,7 +332,6 @@ fn is_location_error(error: &io::Error) -> bool {
     )
 }
 
-/// What happens on damage is an error, whichever way redb says it.
 fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, StoreError> {
     match catch_panic(work) {
         Ok(done) => done.map_err(|error| store_error(&error)),
@@ -383,7 +372,6 @@ fn unpack(entry: &[u8], max_age: Option<Duration>) -> Option<Vec<u8>> {
     is_good.then(|| answer.to_owned())
 }
 
-/// Renames a damaged file; says what became of it.
 pub(super) fn move_aside(path: &Path) -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let aside = path.with_extension(format!("damaged-{seconds}"));

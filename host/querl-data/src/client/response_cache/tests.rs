@@ -37,7 +37,7 @@ fn second_user_of_a_cache_works_without_it() {
     assert!(ResponseCache::open(&path, CacheLimits::default()).is_some());
 }
 
-/// Keeps away: a run that pays for all that it knows, since an estimate looked into the cache as it began.
+/// Regression: a run that pays for all that it knows, since an estimate looked into the cache as it began.
 #[test]
 fn who_only_looks_things_up_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
@@ -111,7 +111,7 @@ fn damaged_cache_never_crashes_and_never_lies() {
     assert!(n_put_aside >= 3, "{n_put_aside}");
 }
 
-/// Keeps away: answers of all runs out of reach, since the disk was full for a moment.
+/// Regression: answers of all runs out of reach, since the disk was full for a moment.
 #[test]
 fn trouble_of_the_place_leaves_the_file_where_it_is() {
     let folder = tempfile::tempdir().unwrap();
@@ -128,7 +128,7 @@ fn trouble_of_the_place_leaves_the_file_where_it_is() {
     }
 }
 
-/// Keeps away: a table of queries, named as the cache by mistake, that is renamed and has a database in its place.
+/// Regression: a table of queries, named as the cache by mistake, that is renamed and has a database in its place.
 #[test]
 fn a_file_of_another_kind_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();
@@ -158,7 +158,7 @@ fn looking_changes_nothing() {
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "not a database");
 }
 
-/// Keeps away: a file of all runs that grows without end.
+/// Regression: a file of all runs that grows without end.
 #[test]
 fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
     let folder = tempfile::tempdir().unwrap();
@@ -189,7 +189,7 @@ fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
     assert_eq!(left(limits(2500, day)), [false, false, false, true]);
 }
 
-/// Keeps away: a question paid for again in the moment between its answer and the write to disk.
+/// Regression: a question paid for again in the moment between its answer and the write to disk.
 #[test]
 fn answers_are_found_until_the_writer_says_that_they_are_on_disk() {
     let queue = WriteQueue::default();

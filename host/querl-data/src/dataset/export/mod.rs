@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 enum ColumnKind {
     Text,
     Count,
-    /// 0 to 1.
     Score,
     Flag,
 }
@@ -71,14 +70,12 @@ enum Cell<'a> {
 
 /// A table of one format, row by row. After an error nothing more is written.
 trait RowWriter {
-    /// Adds a row, with a cell for each column.
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError>;
 
-    /// Puts the file in its place.
     fn finish(self: Box<Self>) -> Result<(), DataError>;
 }
 
-/// Where the tables beside a stage's output are: `rewrites.jsonl` has `rewrites.xlsx`.
+/// The table file for a stage's output: `rewrites.jsonl` has `rewrites.xlsx`.
 pub fn table_path(output: &Path, format: TableFormat) -> PathBuf {
     output.with_extension(format.extension())
 }
@@ -98,7 +95,7 @@ pub struct Columns(&'static [Column]);
 /// A cell for each of them.
 pub struct Cells<'a>(Vec<Cell<'a>>);
 
-/// Writes the records in `output` as tables beside it. A table that cannot be written keeps none of the others away.
+/// Writes the records in `output` as tables next to it. All formats are tried even where one fails.
 ///
 /// # Errors
 /// The records cannot be read, or a table cannot be written; the first of several is named.
@@ -123,7 +120,6 @@ fn write_table<R: TableRecord>(records: &RecordFile<R>, path: &Path, format: Tab
     writer.finish()
 }
 
-/// Whether a table has the columns of one of ours.
 pub(crate) fn is_header(names: &[String]) -> bool {
     [REWRITES, VALIDATED].iter().any(|columns| columns.iter().map(|column| column.name).eq(names.iter()))
 }
@@ -172,7 +168,6 @@ fn query_cells(record: &RewriteRecord) -> [Cell<'_>; 4] {
     })
 }
 
-/// Without them a table that is a query table again would have other groups.
 fn last_cells(record: &RewriteRecord) -> [Cell<'_>; 2] {
     let gold = match record.query.gold_ids.join(",") {
         ids if ids.is_empty() => Cell::Empty,
@@ -225,12 +220,11 @@ impl RowWriter for DelimitedWriter {
     }
 }
 
-/// What a spreadsheet computes, behind apostrophes too, so that each of these texts can be told from every other.
+/// Whether a spreadsheet would compute the text as a formula, after any apostrophes, so that escaping stays reversible.
 fn is_formula(text: &str) -> bool {
     text.trim_start_matches('\'').starts_with(['=', '+', '-', '@', '\t', '\r'])
 }
 
-/// The text of a cell of our own tables.
 pub(crate) fn formula_text(cell: &str) -> &str {
     cell.strip_prefix('\'').filter(|text| is_formula(text)).unwrap_or(cell)
 }

@@ -1,4 +1,4 @@
-//! Parquet files: typed columns, every one of which may lack a value, compressed with snappy, which every reader knows.
+//! Parquet files: typed optional columns, compressed with snappy.
 
 use super::{Cell, Column, ColumnKind, RowWriter};
 use crate::error::DataError;
@@ -45,7 +45,6 @@ impl ColumnValues {
         }
     }
 
-    /// False where the cell has no value of this type.
     fn push(&mut self, cell: &Cell<'_>) -> bool {
         match (self, cell) {
             (Self::Text(values), Cell::Text(text)) => values.push(text.as_ref().into()),

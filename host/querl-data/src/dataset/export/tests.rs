@@ -101,7 +101,7 @@ fn text_that_no_cell_takes_is_cut_and_a_workbook_without_rows_is_one() {
     assert_eq!(crate::table::open_table(&output.with_extension("xlsx")).unwrap().all_rows().count(), 0);
 }
 
-/// Keeps away: a cell of a csv that a spreadsheet computes, such as a link that somebody asked for.
+/// Regression: a cell of a csv that a spreadsheet computes, such as a link that somebody asked for.
 #[test]
 fn what_looks_like_a_formula_is_text_in_a_spreadsheet_and_the_same_again_here() {
     let folder = tempfile::tempdir().unwrap();

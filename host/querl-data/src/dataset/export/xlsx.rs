@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Rows of a sheet beside its header, as the format has it; further rows go to further sheets.
+/// Maximum rows of a sheet without its header; further rows go to further sheets.
 const SHEET_ROWS: u32 = 1_048_575;
 
 /// Longest text of a cell, in UTF-16 units, as the format has it.
@@ -32,7 +32,6 @@ pub(super) struct XlsxWriter {
     columns: &'static [Column],
     /// Rows of the last sheet, with its header; 0 where there is no sheet yet.
     n_rows: u32,
-    /// Most rows of a sheet beside its header.
     sheet_rows: u32,
     score: Format,
 }
@@ -52,7 +51,6 @@ impl XlsxWriter {
         Ok(writer)
     }
 
-    /// A sheet whose rows go to a temporary file as they come.
     fn add_sheet(&mut self) -> Result<(), XlsxError> {
         let sheet = self.workbook.add_worksheet_with_constant_memory()?;
         let header = Format::new().set_bold().set_background_color(Color::RGB(0xd9e1f2));
@@ -70,7 +68,6 @@ impl XlsxWriter {
         self.workbook.worksheet_from_index(index)
     }
 
-    /// Filters and colours, which name the last row.
     fn end_sheet(&mut self) -> Result<(), XlsxError> {
         let (columns, last) = (self.columns, self.n_rows - 1);
         let sheet = self.last_sheet()?;
@@ -130,7 +127,6 @@ fn failure_colour() -> ConditionalFormatCell {
     ConditionalFormatCell::new().set_rule(ConditionalFormatCellRule::EqualTo(false)).set_format(red)
 }
 
-/// As much of a text as a cell takes.
 fn shortened(text: &str) -> &str {
     let mut n_units = 0;
     let mut fits = text.char_indices().take_while(|(_, character)| {

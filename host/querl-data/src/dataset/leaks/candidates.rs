@@ -20,7 +20,6 @@ pub(super) struct Candidates {
     /// Bands with their rows, in order.
     bands: Vec<(u64, u32)>,
     n_rows: usize,
-    /// Rows that are of no more use, since these were dropped the last time.
     n_retired: usize,
     n_asked: usize,
 }
@@ -68,7 +67,6 @@ impl Candidates {
     }
 
     /// One more row is of no use. Once half of them are, those that are not `open` are dropped, so that nobody goes through
-    /// them again and again.
     pub(super) fn retire(&mut self, is_open: impl Fn(u32) -> bool) {
         self.n_retired += 1;
         if self.n_retired * 2 > self.n_rows {
@@ -115,9 +113,7 @@ const NEARLY: f64 = 0.99;
 pub(super) struct Shingles {
     query: Box<[u64]>,
     context: Arc<[u64]>,
-    /// Stands for the normalised query.
     pub(super) query_text: u64,
-    /// Stands for the normalised query, profile and history.
     pub(super) text: u64,
 }
 
@@ -169,7 +165,6 @@ impl Shingles {
         self.query.iter().copied()
     }
 
-    /// Where both parts are similar to a degree, so is their union.
     pub(super) fn all(&self) -> impl Iterator<Item = u64> {
         self.query.iter().chain(self.context.iter()).copied()
     }

@@ -25,7 +25,7 @@ const MAX_LISTED: usize = 100;
 /// As many characters of a query stand in a sentence.
 const EXCERPT_CHARS: usize = 40;
 
-/// After so many rows the caller is asked whether to go on.
+/// Rows between calls of `watch`.
 const PROGRESS_ROWS: u64 = 1024;
 
 /// HeldOutRow-out rows that training would show to the model.
@@ -50,7 +50,7 @@ pub struct Leak {
     pub row: usize,
     /// Its query.
     pub query: String,
-    /// A training row, likewise.
+    /// The training row.
     pub train_row: usize,
     /// Its query.
     pub train_query: String,
@@ -90,7 +90,7 @@ impl Rows<QueryRow> for SplitRows<'_> {
 /// Compares every row of each of `held_out` with every row of `train`, which is read once. HeldOutRow-out rows are held in memory, at
 /// about a kilobyte and 11 bytes a character; those of train are not.
 ///
-/// `watch` is told now and then how many rows were read, of all.
+/// `watch` is called now and then with the number of rows read.
 ///
 /// # Errors
 /// Rows cannot be read, or `watch` says so.
@@ -178,7 +178,6 @@ impl LeakSearch {
         self.note_same_query(train, &shingles);
     }
 
-    /// Once for each query: the first training row that asks it says enough.
     fn note_same_query(&mut self, train: &QueryRow, shingles: &Shingles) {
         for index in self.queries.remove(&shingles.query_text).unwrap_or_default() {
             let held = &mut self.held[index as usize];
@@ -228,7 +227,6 @@ impl Leak {
     }
 }
 
-/// The beginning of a query, on one line.
 fn shown(query: &str) -> String {
     let end = if query.chars().nth(EXCERPT_CHARS).is_some() { "…" } else { "" };
     query.chars().take(EXCERPT_CHARS).flat_map(char::escape_debug).collect::<String>() + end

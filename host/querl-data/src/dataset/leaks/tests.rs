@@ -38,7 +38,7 @@ fn rows_that_say_the_same_leak_and_other_histories_do_not() {
     assert_eq!(leaked(&train, &test, 0.8), [(2, 2, 1.0), (4, 3, 1.0), (5, 4, 1.0)]);
 }
 
-/// Keeps away: with profiles of single users every query of test could be in train, and nothing was said.
+/// Regression: with profiles of single users every query of test could be in train, and nothing was said.
 #[test]
 fn queries_that_are_asked_in_train_after_another_history_are_counted_apart() {
     let train = rows(&[("鱼油怎么吃？", "问过鱼油"), ("多少钱", "")]);
@@ -87,7 +87,7 @@ fn few_near_duplicates_are_missed() {
     assert_eq!(Leaks::default().sentence(Split::Test), None);
 }
 
-/// Keeps away: bands that are made of a profile which thousands of rows share, of which a row is compared with the first few alone.
+/// Regression: bands that are made of a profile which thousands of rows share, of which a row is compared with the first few alone.
 #[test]
 fn a_context_that_all_rows_share_hides_no_near_duplicate() {
     let context: String = (0..60).map(random_text).collect();
@@ -108,7 +108,7 @@ fn template(numbers: std::ops::Range<usize>) -> Vec<QueryRow> {
     numbers.map(|n| row(n, &text(n), "")).collect()
 }
 
-/// Keeps away: half a second a training row, and days for a large table.
+/// Regression: half a second a training row, and days for a large table.
 #[test]
 fn texts_of_one_template_take_no_longer_than_others() {
     let (train, test) = (template(0..2000), template(500_000..520_000));

@@ -1,4 +1,4 @@
-//! Where an index is kept: whole under its digest, or not at all.
+//! The cache folder of indexes: each is complete under its digest, with a manifest of checksums, or absent.
 
 use crate::error::DataError;
 use querl_core::fsx::{digest_file, user_cache_folder, write_atomic};
@@ -33,18 +33,13 @@ pub(super) struct IndexCacheSettings {
 /// A finished index.
 #[derive(Debug)]
 pub(super) enum IndexFolder {
-    /// In the cache, for the next process too.
     Cached(PathBuf),
-    /// Where no cache can be written: it goes with the process.
     Temporary(TempDir),
 }
 
 impl IndexFolder {
     /// The index of this digest, built where it is not there or is damaged. Of several processes that want the same one, one builds
     /// and the others wait for it.
-    ///
-    /// # Errors
-    /// As `build`, or no folder can be made at all.
     pub(super) fn open(
         place: &IndexCacheSettings,
         digest: &str,
@@ -60,7 +55,7 @@ impl IndexFolder {
             tracing::warn!("the index is not kept: {}: {error}", base.display());
             return Self::temporary(build);
         }
-        // Held until the end: whoever waited finds it finished.
+        // Held until the end, so that waiting processes find a finished index.
         let _lock = lock(&base.join(format!("{digest}.lock")));
         if is_usable(&kept) {
             return Ok(Self::Cached(kept));
@@ -81,7 +76,6 @@ impl IndexFolder {
         Ok(Self::Temporary(folder))
     }
 
-    /// Where the index is.
     pub(super) fn path(&self) -> &Path {
         match self {
             Self::Cached(path) => path,
@@ -116,7 +110,6 @@ fn lock(path: &Path) -> Option<File> {
     }
 }
 
-/// Puts a finished folder in its place.
 fn put(new: TempDir, kept: PathBuf, n_kept: usize) -> IndexFolder {
     let base = kept.parent().unwrap_or(Path::new("."));
     if kept.exists() {
@@ -144,7 +137,6 @@ fn set_aside(damaged: &Path, base: &Path) {
 }
 
 /// Removes the indexes beyond `n_kept` that were not used for the longest time, and what killed processes left. A process that has
-/// one open keeps what it has mapped. Nothing else in the folder is touched.
 fn prune(base: &Path, newest: &Path, n_kept: usize) {
     let names = std::fs::read_dir(base).into_iter().flatten().flatten();
     let names: Vec<String> = names.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -172,14 +164,10 @@ const MANIFEST: &str = "files.json";
 /// What [`MANIFEST`] holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Manifest {
-    /// SHA-256 of each file's content by its name.
     files: BTreeMap<String, String>,
 }
 
 /// Lists the files of a folder. It is the last that is written: a folder with a list was finished.
-///
-/// # Errors
-/// A file cannot be read, or the list not be written.
 fn write_manifest(folder: &Path) -> io::Result<()> {
     let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(folder)? {
@@ -193,9 +181,6 @@ fn write_manifest(folder: &Path) -> io::Result<()> {
 }
 
 /// Reads every byte of a folder's files once. False where there is no such folder.
-///
-/// # Errors
-/// What is missing or damaged.
 fn check_manifest(folder: &Path) -> Result<bool, String> {
     let text = match std::fs::read(manifest_path(folder)) {
         Ok(text) => text,
@@ -214,7 +199,6 @@ fn check_manifest(folder: &Path) -> Result<bool, String> {
     Ok(true)
 }
 
-/// Notes that an index is used now, where its folder can be written.
 fn touch(folder: &Path) {
     let file = File::options().append(true).open(manifest_path(folder));
     let _ = file.and_then(|file| file.set_modified(SystemTime::now()));
@@ -236,8 +220,6 @@ fn manifest_path(folder: &Path) -> PathBuf {
 pub(super) struct ReadOnlyDirectory(MmapDirectory);
 
 impl ReadOnlyDirectory {
-    /// # Errors
-    /// It is not there.
     pub(super) fn open(folder: &Path) -> Result<Self, OpenDirectoryError> {
         MmapDirectory::open(folder).map(Self)
     }

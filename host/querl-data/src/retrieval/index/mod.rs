@@ -42,7 +42,6 @@ pub(crate) struct PassageIndex {
     fields: Fields,
     segmenter: Segmenter,
     synonyms: Synonyms,
-    /// Of the passages, where the index was built with an embedding model.
     vectors: Option<VectorFile>,
     /// Held as long as the index is open: a folder in a temporary place goes with it.
     _folder: IndexFolder,
@@ -54,11 +53,10 @@ struct Fields {
     stored: Field,
     title: Field,
     text: Field,
-    /// What a reranker counts passages by.
     terms: Field,
 }
 
-/// A tenant's words beside the lexicon.
+/// A tenant's user dictionary and synonyms.
 pub(crate) struct Vocabulary {
     pub(crate) segmenter: Segmenter,
     pub(crate) synonyms: Synonyms,
@@ -66,9 +64,6 @@ pub(crate) struct Vocabulary {
 
 impl Vocabulary {
     /// The user dictionary and the synonyms that a configuration names. Synonyms are words that stay whole, too.
-    ///
-    /// # Errors
-    /// A file cannot be read, or is not of its form.
     pub(crate) fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
         let synonyms = config.synonyms.as_deref().map_or_else(|| Ok(Synonyms::default()), Synonyms::read)?;
         let segmenter = match (&config.user_dictionary, &config.synonyms) {
@@ -82,9 +77,6 @@ impl Vocabulary {
 
 impl PassageIndex {
     /// The index of a knowledge base, built where it is not there yet.
-    ///
-    /// # Errors
-    /// A file cannot be read or changed since `digest` was taken, a line of the knowledge base is no passage, the disk is full.
     pub(crate) fn open(
         knowledge_base: &Path,
         config: &RetrievalConfig,
@@ -104,7 +96,8 @@ impl PassageIndex {
             if SourcesDigest::of(knowledge_base, config, embedder)?.0 == digest.0 {
                 return Ok(());
             }
-            let problem = "or a file beside it changed while its index was built; start again when they are written";
+            let problem =
+                "or a file that belongs to it changed while its index was built; start again when they are written";
             Err(DataError::file(knowledge_base, problem))
         })?;
         let vectors = embedder.map(|embedder| VectorFile::open(folder.path(), embedder.dimension())).transpose()?;
@@ -117,7 +110,6 @@ impl PassageIndex {
     /// The `n_passages` passages of highest BM25 score for a text. Each of its words counts once, however often it is repeated; words
     /// with synonyms count once as the one of them that scores highest.
     ///
-    /// Returns positions in the knowledge base with their scores.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {
@@ -147,7 +139,6 @@ impl PassageIndex {
         }
     }
 
-    /// Passages with all words of an entry, wherever they stand.
     fn of_entry(&self, words: &[String]) -> Box<dyn Query> {
         let any_field = |word: &String| {
             let of_word = self.of_word(word).into_iter().map(|query| (Occur::Should, query));
@@ -167,7 +158,6 @@ impl PassageIndex {
         [(self.fields.title, TITLE_BOOST), (self.fields.text, 1.0)].map(clause).into()
     }
 
-    /// The passage at a position of the knowledge base.
     pub(crate) fn stored(&self, position: usize) -> tantivy::Result<StoredPassage> {
         let document: TantivyDocument = self.reader.searcher().doc(DocAddress::new(0, position as u32))?;
         let stored = document.get_first(self.fields.stored).and_then(|value| value.as_str()).unwrap_or_default();
@@ -202,9 +192,6 @@ impl Fields {
 }
 
 /// The lexicon of a configuration, cutting words as its index does; `None` where none is named.
-///
-/// # Errors
-/// A file cannot be read, or is not of its form.
 pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> Result<Option<Arc<Lexicon>>, DataError> {
     let read = |path: &Path| Ok(Arc::new(Lexicon::read(path)?.with_segmenter(segmenter.clone())));
     config.lexicon.as_deref().map(read).transpose()
@@ -214,9 +201,6 @@ pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> R
 const WRITER_MEMORY_BYTES: usize = 64 << 20;
 
 /// Writes the index of a knowledge base into a folder: one segment, passages in the order of the file.
-///
-/// # Errors
-/// The index cannot be written.
 fn build(
     folder: &Path,
     knowledge_base: &Path,

@@ -97,7 +97,7 @@ fn every_file_that_decides_is_part_of_an_index_s_name() {
     other(&config, "a dictionary of the same content");
 }
 
-/// Keeps away: an index of another way to cut or read texts, taken for this one's. If this fails, texts are cut or read otherwise than
+/// Regression: an index of another way to cut or read texts, taken for this one's. If this fails, texts are cut or read otherwise than
 /// before: another number in `sources::FORM`, then the digest that is found here.
 #[test]
 fn a_change_in_how_texts_are_cut_and_read_is_another_form() {

@@ -1,4 +1,4 @@
-//! Vectors of the passages beside their index: rows of f32, little end first, in the order of the knowledge base.
+//! Passage vectors of an index: rows of little-endian f32, in the order of the knowledge base.
 
 use crate::error::DataError;
 use crate::retrieval::passages::Passage;
@@ -9,7 +9,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 const FILE: &str = "vectors.f32";
-/// Passages given to the model at once: bounds memory, and how often progress is told.
+/// Passages per call of the model: bounds memory and the interval of progress messages.
 const PASSAGES_PER_CALL: usize = 1024;
 
 /// The file, mapped into memory.
@@ -19,9 +19,6 @@ pub(super) struct VectorFile {
 }
 
 /// Makes the vectors of all passages.
-///
-/// # Errors
-/// The model fails, or the disk is full.
 pub(super) fn write(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -> Result<(), DataError> {
     let path = folder.join(FILE);
     let failed = |error| DataError::write(&path, error);
@@ -50,8 +47,6 @@ pub(super) fn write(folder: &Path, passages: &[Passage], embedder: &dyn Embedder
 }
 
 impl VectorFile {
-    /// # Errors
-    /// It is not there or cannot be mapped.
     pub(super) fn open(folder: &Path, dimension: usize) -> Result<Self, DataError> {
         let path = folder.join(FILE);
         let failed = |error| DataError::file(&path, format!("cannot be read: {error}"));
@@ -62,7 +57,6 @@ impl VectorFile {
     }
 
     /// Positions of the `n_vectors` vectors with the largest products with `vector`, largest first; of equal ones the earlier
-    /// first. Every vector is looked at.
     pub(super) fn nearest(&self, vector: &[f32], n_vectors: usize) -> Vec<usize> {
         let rows = self.map.chunks_exact(4 * self.dimension);
         let mut scored: Vec<(f32, usize)> =
