@@ -309,7 +309,7 @@ fn of_query(row: &QueryRow) -> OfQuery {
 
 /// Shows every record of an output and of the journal beside it, as far as they are there and can be read.
 fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T)) {
-    for path in [output.to_owned(), Journal::path_beside(output)] {
+    for path in [output.to_owned(), Journal::path_for(output)] {
         let Ok(file) = File::open(path) else { continue };
         let lines = BufReader::new(file).lines().map_while(Result::ok);
         lines.filter_map(|line| serde_json::from_str(&line).ok()).for_each(&mut each);

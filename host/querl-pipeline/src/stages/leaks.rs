@@ -111,7 +111,7 @@ pub fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> 
         _ => Some(of_table(&table, config, progress)?),
     };
     let rewrites = run.dir.rewrites();
-    let begun = [rewrites.clone(), Journal::path_beside(&rewrites), run.dir.batches()];
+    let begun = [rewrites.clone(), Journal::path_for(&rewrites), run.dir.batches()];
     let is_begun = begun.iter().any(|path| path.exists());
     let on_leak = if last < StageName::Sft || is_begun { OnLeak::Warn } else { config.on_leak };
     found.map_or(Ok(()), |found| say(&found, on_leak, progress))

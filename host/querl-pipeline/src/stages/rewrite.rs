@@ -73,7 +73,7 @@ impl Stage for Rewrite {
 
     /// Batches that are noted stay: their answers belong to prompts, whichever rows have them, and are on their way.
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&Journal::path_beside(&dir.rewrites()))?;
+        remove(&Journal::path_for(&dir.rewrites()))?;
         remove_tables(&dir.rewrites(), &[])?;
         remove(&dir.rewrites())
     }

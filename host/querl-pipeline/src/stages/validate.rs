@@ -50,7 +50,7 @@ impl Stage for Validate {
     }
 
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&Journal::path_beside(&dir.validated()))?;
+        remove(&Journal::path_for(&dir.validated()))?;
         remove_tables(&dir.validated(), &[])?;
         remove(&dir.validated())
     }
