@@ -27,7 +27,7 @@ pub enum DataError {
     /// A service refuses us, is down, or the budget is spent; rows done so far are kept.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
-    /// A batch came to no good end, or what became of it is not known; what was handed over is not handed over again.
+    /// A batch failed or its outcome is unknown; submitted batches stay in the state file.
     #[error("{problem}; {kept}")]
     Batch { problem: String, kept: String },
     /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.

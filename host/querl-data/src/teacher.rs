@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The teacher that the configuration names, with the one that stands behind it, if any. A local model is none of them: see
+/// The teacher that the configuration names, with its fallback, if any. A local model is none of them: see
 /// [`LocalRewriteStage`](crate::LocalRewriteStage).
 ///
 /// # Errors
@@ -34,7 +34,7 @@ pub fn open_teacher(
     })
 }
 
-/// The teacher that stands behind the first, if the configuration names one.
+/// The fallback teacher, if the configuration names one.
 ///
 /// # Errors
 /// The endpoint lacks a model or its key.
@@ -74,7 +74,7 @@ fn open_openai(
     Ok(Arc::new(CachedTeacher { inner: Arc::new(OpenAiTeacher(client)), service_cache }))
 }
 
-/// A teacher with another one behind it, whom the stage asks for rows that the first failed on.
+/// A teacher with a fallback for rows that it failed on.
 struct WithFallback {
     first: Arc<dyn Teacher>,
     second: Arc<dyn Teacher>,

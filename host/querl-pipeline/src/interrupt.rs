@@ -15,7 +15,7 @@ pub fn flag() -> &'static AtomicBool {
 /// The user asked to stop.
 pub fn check() -> Result<(), Stop> {
     if STOP.load(Ordering::SeqCst) {
-        return Err(Stop::interrupted("interrupted; what was done is saved, the same command goes on from there"));
+        return Err(Stop::interrupted("interrupted; finished work is saved, run the same command to resume"));
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use querl_core::fsx::user_cache_folder;
 use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::{Reporter, Retriever, Silent, StyleModel};
 use querl_core::run_dir::RunDir;
-use querl_data::{Account, AnswerCache, CacheLimits, Outside, open_retriever};
+use querl_data::{CacheLimits, ResponseCache, ServiceContext, SpendTracker, open_retriever};
 use querl_model::CardUse;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -33,7 +33,7 @@ pub struct Run {
     /// Waits for outside calls.
     pub runtime: tokio::runtime::Runtime,
     /// How outside services are reached.
-    pub outside: Outside,
+    pub outside: ServiceContext,
     /// Shows messages and progress.
     pub reporter: Arc<dyn Reporter>,
     /// Opened at first use: an index is built once for all stages.
@@ -181,9 +181,9 @@ enum CacheUse {
 ///
 /// # Errors
 /// The account of earlier calls cannot be read.
-fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<Outside> {
-    let account = Arc::new(Account::open(&dir.calls(), config.budget)?);
-    let outside = Outside::new(&config.calls).with_account(account);
+fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<ServiceContext> {
+    let account = Arc::new(SpendTracker::open(&dir.calls(), config.budget)?);
+    let outside = ServiceContext::new(&config.calls).with_account(account);
     let limits = CacheLimits::of(&config.cache);
     let asks_outside = config.teacher.kind == TeacherKind::Openai
         || config.fallback_teacher.base_url.is_some()
@@ -191,8 +191,8 @@ fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<Outs
         || config.retrieval.kind == RetrievalKind::Http;
     let cache = match cache_path(config.cache.path.as_deref()) {
         Some(path) if asks_outside && config.cache.enabled => match used {
-            CacheUse::Full => AnswerCache::open(&path, limits),
-            CacheUse::Look => AnswerCache::open_for_reading(&path),
+            CacheUse::Full => ResponseCache::open(&path, limits),
+            CacheUse::Look => ResponseCache::open_for_reading(&path),
         },
         _ => None,
     };

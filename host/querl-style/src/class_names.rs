@@ -1,7 +1,7 @@
 //! Names of classes: which a file has, in which order, and which of two languages' names mean the same.
 
 use querl_core::ports::Reporter;
-use querl_data::{Dialogue, Place};
+use querl_data::{Dialogue, DialogueLocation};
 use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,8 +45,8 @@ pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
 /// # Errors
 /// A label has two English names, or two labels have the same.
 pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
-    let mut by_label: BTreeMap<&str, (&str, Place)> = BTreeMap::new();
-    let mut by_english: BTreeMap<&str, (&str, Place)> = BTreeMap::new();
+    let mut by_label: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
+    let mut by_english: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     for dialogue in dialogues {
         let (Some(label), Some(english)) = (&dialogue.label, &dialogue.label_english) else { continue };
         let place = dialogue.place;
@@ -124,7 +124,7 @@ mod tests {
             label_english: name(english),
             group: String::new(),
             boundary: None,
-            place: Place::Line(line),
+            place: DialogueLocation::Line(line),
         }
     }
 

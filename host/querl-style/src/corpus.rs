@@ -3,7 +3,7 @@
 use crate::class_names;
 use crate::error::usage;
 use querl_core::ports::Reporter;
-use querl_data::{Dialogue, Place, read_dialogues};
+use querl_data::{Dialogue, DialogueLocation, read_dialogues};
 use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -161,7 +161,7 @@ fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String,
 /// What a file has of a class.
 struct Count {
     n: usize,
-    first: Place,
+    first: DialogueLocation,
     groups: BTreeSet<String>,
 }
 
@@ -179,7 +179,7 @@ fn counts(dialogues: &[Dialogue]) -> BTreeMap<&str, Count> {
 
 /// Leaves out texts that come again with the same label.
 fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
-    let mut first: BTreeMap<String, (Place, Option<String>)> = BTreeMap::new();
+    let mut first: BTreeMap<String, (DialogueLocation, Option<String>)> = BTreeMap::new();
     let mut kept = Vec::new();
     for dialogue in dialogues {
         match first.get(&dialogue.input) {

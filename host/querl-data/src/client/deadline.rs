@@ -45,7 +45,6 @@ pub(crate) fn queue_guard() -> Option<QueueGuard> {
     QUEUE_TIME.try_with(Arc::clone).ok().map(QueueGuard::begin)
 }
 
-/// While it is there, somebody queue_time.
 pub(crate) struct QueueGuard(Arc<QueueTime>);
 
 impl QueueGuard {
@@ -81,7 +80,6 @@ impl QueueTime {
     }
 }
 
-/// How often somebody who queue_time looks whether it was said.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Set once the user interrupts the run; never set without a flag.

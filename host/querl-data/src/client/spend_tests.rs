@@ -53,7 +53,7 @@ async fn budget_counts_what_was_lost() {
     assert_eq!((spent.calls, spent.failed, spent.lost), (2, 1, 1));
 }
 
-/// Regression: a run that stops with money left, since calls under way were taken to cost the most that they can.
+/// Regression: a run stopped with budget left, since calls in flight counted at their highest cost.
 #[tokio::test]
 async fn calls_under_way_are_waited_for_before_the_budget_is_called_spent() {
     let account = with_budget(1.2);
@@ -69,7 +69,7 @@ async fn calls_under_way_are_waited_for_before_the_budget_is_called_spent() {
     assert!(account.reserve(0.5).await.is_ok());
 }
 
-/// Regression: a call with many tries, each of which was charged, that costs several times what was set aside for it.
+/// Regression: a call whose attempts were all charged cost several times its reservation.
 #[tokio::test]
 async fn each_try_that_may_have_been_charged_counts_before_the_next() {
     let account = with_budget(1.0);
@@ -99,7 +99,7 @@ async fn what_a_batch_may_cost_is_not_waited_for() {
     assert!(account.reserve(1.0).await.is_ok());
 }
 
-/// Regression: what rounding leaves of reservations, taken for calls under way that never end.
+/// Regression: the rounding error of reservations counted as calls in flight that never end.
 #[tokio::test]
 async fn nothing_is_waited_for_where_nothing_is_under_way() {
     let account = with_budget(0.31);

@@ -5,12 +5,12 @@
 
 use querl_core::fsx::digest_hex;
 
-/// What stands between question and answer in a dialogue of one text.
+/// Separates question and answer in the text of a dialogue.
 const ANSWER: &str = "\n回答：";
 const SENTENCE_ENDS: [char; 7] = ['。', '！', '？', '!', '?', '；', '\n'];
-/// Of the characters of an answer.
+/// Share of an answer's characters.
 const DELETION_RATE: f64 = 0.05;
-/// Attempts for each copy: of a short answer there may be no other.
+/// Attempts for each copy; a short answer may have no further variant.
 const ATTEMPTS: usize = 8;
 
 /// At most `n` copies of a text, unlike it and each other; the same for the same seed.

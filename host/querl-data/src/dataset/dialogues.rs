@@ -1,4 +1,4 @@
-//! Dialogues with the style of their answers: what a classifier learns from.
+//! Dialogues with style labels: training data of the style classifier.
 
 use crate::DataError;
 use crate::table::open_table;
@@ -19,11 +19,11 @@ pub struct Dialogue {
     pub group: String,
     /// `metadata.boundary`: the class that it might be taken for.
     pub boundary: Option<String>,
-    /// Where it stands.
+    /// Location in the file, for messages.
     pub place: DialogueLocation,
 }
 
-/// Where in its file a dialogue stands; counted from 1. Shown as messages name it.
+/// Location of a dialogue in its file, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DialogueLocation {
     /// In a JSON list, and the line on which it begins.
@@ -107,7 +107,7 @@ fn table_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError>
     Ok(items)
 }
 
-/// The object that a row stands for; cells that are empty are left out.
+/// A row as a JSON object without empty cells.
 fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str, &str)>) -> Value {
     let (mut item, mut metadata) = (Map::new(), Map::new());
     for (name, value) in cells.filter(|(_, value)| !value.is_empty()) {

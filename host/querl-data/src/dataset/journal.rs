@@ -194,7 +194,7 @@ impl IndexedLines {
         };
         let record = read();
         if record.is_err() {
-            // Where the reader stands now is not known: the next one is looked up from the beginning of the file.
+            // The position of the reader is unknown after an error: seek to the start.
             self.at = self.reader.seek(SeekFrom::Start(0)).unwrap_or(self.at);
         }
         record.map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))

@@ -1,4 +1,4 @@
-//! Rows that are read from where they are as often as they are needed, so that nothing holds them all.
+//! Rows that are read from their file as often as needed, so that memory never holds all of them.
 
 use crate::error::DataError;
 use querl_core::fsx::{AtomicFile, NumberedLine, ReadError, open_jsonl};
@@ -21,7 +21,7 @@ pub trait Rows<T> {
     }
 }
 
-/// A file that is read several times and must not change meanwhile.
+/// A file that is read several times and must not change in between.
 #[derive(Debug)]
 pub(crate) struct UnchangedFile {
     pub(crate) path: PathBuf,

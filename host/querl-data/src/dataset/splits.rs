@@ -1,4 +1,4 @@
-//! Which rows go to train, val and test: by group, so that no paraphrase of a test query is trained on.
+//! Splits of rows into train, val and test: by group, so that no paraphrase of a test query is trained on.
 
 use crate::error::DataError;
 use querl_core::config::DataConfig;

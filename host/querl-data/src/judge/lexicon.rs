@@ -205,7 +205,7 @@ fn intent_phrases(intents: &[Intent]) -> Vec<(String, IntentMention)> {
         .collect()
 }
 
-/// A set of phrases, each with what it stands for.
+/// A set of phrases, each with a value.
 #[derive(Debug, Clone)]
 pub(crate) struct PhraseTable<T> {
     /// By first character, longest first: a text of a hundred characters is looked through once, not once for each phrase.
@@ -252,7 +252,7 @@ impl<T: Copy> PhraseTable<T> {
     }
 }
 
-/// `text` with the found phrases cut out; a space stands in each place, so that its neighbours do not join.
+/// `text` with the matches replaced by a space each.
 pub(crate) fn without<T>(text: &[char], found: &[PhraseMatch<T>]) -> Vec<char> {
     let mut rest = Vec::with_capacity(text.len());
     let mut position = 0;

@@ -17,7 +17,7 @@ use querl_core::ports::{Judge, JudgeRequest};
 use querl_core::records::{CallFailure, Completion};
 use std::sync::Arc;
 
-/// The judge that the configuration names; `None` where nobody judges. The rubric reads the lexicon that retrieval names.
+/// The judge that the configuration names; `None` without a judge. The rubric reads the lexicon that retrieval names.
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the lexicon cannot be read.

@@ -130,8 +130,8 @@ async fn missing_recall_means_nothing_found_only_where_the_status_says_success()
     for words in ["success", "操作成功", "请求成功。", "OK.", "no results found", "未找到相关内容"] {
         assert_eq!(ask(json!({"status": 200, "msg": words, "data": null})).await.unwrap(), [], "{words}");
     }
-    let beside = json!({"status": 200, "msg": "查询完毕", "data": {"recall": null, "total": 0, "trace_id": "t"}});
-    assert_eq!(ask(beside).await.unwrap(), []);
+    let with_total = json!({"status": 200, "msg": "查询完毕", "data": {"recall": null, "total": 0, "trace_id": "t"}});
+    assert_eq!(ask(with_total).await.unwrap(), []);
     for body in [json!({}), json!({"data": {"recall": null}}), json!({"status": null, "data": {"recall": null}})] {
         let failure = ask(body).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::InvalidResponse);

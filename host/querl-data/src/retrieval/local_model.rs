@@ -18,7 +18,7 @@ pub(crate) struct LocalModelCalls {
 }
 
 impl LocalModelCalls {
-    /// `timeout_s` counts from the beginning of a piece of work; waiting for one's turn has no limit.
+    /// `timeout_s` counts from the start of the work; queue time is unlimited.
     pub(crate) fn new(what: &'static str, max_concurrent: usize, timeout_s: f64) -> Self {
         // `from_secs_f64` panics on what the configuration's own check should have refused.
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::from_secs(60));

@@ -78,7 +78,7 @@ async fn ragflow_chunks_and_failures_in_an_answer_of_status_200() {
     );
 }
 
-/// Regression: a page of 3, of which RAGFlow ranks 3 candidates, and one of 100, which it refuses.
+/// Regression: a page of 3, for which RAGFlow ranks 3 candidates only, and one of 100, which it rejects.
 #[test]
 fn ragflow_s_pages_are_long_enough_to_rank_and_short_enough_to_be_answered() {
     let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": "ragflow"})).unwrap();

@@ -23,7 +23,7 @@ pub struct Passage {
 /// Reads a knowledge base: one JSON object a line with `id`, `title`, `text`.
 ///
 /// # Errors
-/// The file cannot be read, a line is not a passage, an id stands twice, or there is no passage at all.
+/// The file cannot be read, a line is not a passage, an id occurs twice, or there is no passage.
 pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
     let passages: Vec<Passage> = querl_core::fsx::read_jsonl(path)?;
     let mut ids = HashSet::new();
@@ -56,7 +56,6 @@ pub(crate) const FORM: &str = "querl index 2; tantivy 0.27.0, tantivy-jieba 0.21
 /// What makes vectors, where there are some.
 pub(crate) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
-/// Stands for the content of all that the index of a knowledge base is made of.
 fn sources_digest(
     knowledge_base: &Path,
     config: &RetrievalConfig,
@@ -74,7 +73,7 @@ fn sources_digest(
     Ok(digest_hex(parts.join("\n").as_bytes()))
 }
 
-/// What stands for the files of a knowledge base as they are now.
+/// Digest of everything that an index is built from.
 pub(crate) struct SourcesDigest(pub(super) String);
 
 impl SourcesDigest {

@@ -1,6 +1,6 @@
-//! The data stages: rewrite, validate, convert. Each takes rows in, gives records out in the same order, and takes what an
-//! earlier run already did, so that only failed and missing rows are tried again. No stage holds its rows: it reads them
-//! where they are, once to see which are to be asked, once to ask, once to write the output.
+//! The data stages: rewrite, validate, convert. Each reads rows, writes records in the same order, and reuses the records of earlier
+//! runs, so that only failed and missing rows are tried again. No stage holds its rows in memory: it reads them once to find the
+//! pending ones, once to make the calls, once to write the output.
 
 mod convert;
 mod local;
@@ -21,7 +21,7 @@ use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// When so many rows, the first to finish, all failed alike, the stage stops instead of failing every row.
+/// The stage stops if this many rows, the first to finish, all failed alike.
 const FIRST_ROWS: usize = 8;
 
 fn context(row: &QueryRow) -> Context {
@@ -49,7 +49,7 @@ trait RowTask {
     fn record(row: Self::Row, answered: Option<Self::Record>) -> Self::Record;
 }
 
-/// All rows of a stage, asked: what is left is to write its output.
+/// All rows of a stage with their records, before the output is written.
 pub struct StageResults<'a, Row, Record> {
     rows: &'a dyn Rows<Row>,
     journal: Journal<Record>,
@@ -92,7 +92,7 @@ impl<Row, Record: JournalRecord> StageResults<'_, Row, Record> {
     }
 }
 
-/// Asks what no earlier run has an answer to. Each finished row is in the journal at once.
+/// Calls the service for each row without a record of an earlier run. Each finished record is journalled at once.
 async fn call_all<'a, W: RowTask>(
     task: &W,
     rows: &'a dyn Rows<W::Row>,
@@ -115,10 +115,10 @@ async fn call_all<'a, W: RowTask>(
     let mut results = std::pin::pin!(futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1)));
     collector.report();
     let mut reason: Option<DataError> = None;
-    // After a reason to stop, calls under way are waited for: what they bring is paid.
+    // After a reason to stop, calls in flight are awaited: they are paid for.
     while let Some((index, record)) = results.next().await {
         match record {
-            // Perhaps nobody was asked. Any other run asks what failed, too.
+            // The call may not have been made; the next run tries the row again.
             Ok(record) if progress.is_stopped() && has_passing_failure::<W>(&record) => {}
             Ok(record) => collector.take(index, &record, W::outcome(&record))?,
             Err(error) => reason = reason.or(Some(error)),
@@ -137,7 +137,7 @@ fn has_passing_failure<W: RowTask>(record: &W::Record) -> bool {
     matches!(W::outcome(record), Some(Err(failure)) if !failure.kind.is_fatal())
 }
 
-/// Of a service that answers nobody, nothing more is to be had; one that answers what is of no use is paid for it.
+/// Whether calls in flight are not worth awaiting: the service does not respond.
 fn is_silence(reason: &DataError) -> bool {
     match reason {
         DataError::Service(failure) => failure.kind == FailureKind::Down,

@@ -55,7 +55,7 @@ pub async fn rewrite_in_batch<'a>(
     asked
 }
 
-/// What `task` comes to, if the user does not say stop before: what is under way then is dropped.
+/// The result of `task`, which an interrupt cancels.
 async fn before_stop<T>(
     task: impl Future<Output = Result<T, DataError>>,
     progress: &dyn Progress,

@@ -133,7 +133,7 @@ async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Re
     Ok(records)
 }
 
-/// Likewise of validate.
+/// The same for validate.
 async fn run_validate(
     rewrites: Vec<RewriteRecord>,
     retriever: &Scripted,
@@ -175,7 +175,7 @@ impl Progress for StopsAfter {
     }
 }
 
-/// Regression: an interrupt that is told as a table that somebody changed, and rows that stay failed as nobody was asked.
+/// Regression: an interrupt reported as a changed table, and rows that stayed failed without a call.
 #[tokio::test]
 async fn interrupt_says_so_keeps_what_was_done_and_leaves_failures_open() {
     let folder = tempfile::tempdir().unwrap();
@@ -193,7 +193,7 @@ async fn interrupt_says_so_keeps_what_was_done_and_leaves_failures_open() {
     assert_eq!(second.calls.load(Ordering::Relaxed), 4, "the first two are in the journal");
 }
 
-/// The rows of a table that somebody saves anew between two readings.
+/// The rows of a table that is saved again between two readings.
 struct Changing {
     readings: Mutex<Vec<Vec<QueryRow>>>,
 }

@@ -1,4 +1,4 @@
-//! Rows that say the same belong to one group, whatever their group cells say, so that no split holds the other's queries.
+//! Rows with the same text belong to one group, whatever their group cells, so that no query is in two splits.
 
 use std::collections::HashMap;
 

@@ -91,7 +91,7 @@ impl QueryTable {
         Ok(digests)
     }
 
-    /// Notes rows that repeat or contradict others, and returns the digests of those that no earlier row has said.
+    /// Lists rows that repeat or contradict others, and returns the digests of rows that repeat no earlier one.
     fn find_repeats(&mut self, digests: Vec<RowDigest>) -> Vec<RowDigest> {
         let (mut repeated, mut alike, mut conflicting) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         let row_of = |row_digest: &RowDigest| row_digest.row as usize;

@@ -6,7 +6,7 @@ use anyhow::Context;
 use querl_core::config::TableFormat;
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{Tabled, write_tables};
+use querl_data::{TableRecord, write_tables};
 use std::path::{Path, PathBuf};
 
 /// What a stage that ended well says.
@@ -103,7 +103,7 @@ pub fn remove(path: &Path) -> std::io::Result<()> {
 }
 
 /// Makes the tables beside `output`, and removes those of formats that are not asked for.
-pub(super) fn make_tables<R: Tabled>(output: &Path, formats: &[TableFormat]) -> anyhow::Result<()> {
+pub(super) fn make_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> anyhow::Result<()> {
     write_tables::<R>(output, formats)?;
     remove_tables(output, formats).context("tables of other formats cannot be removed")
 }

@@ -149,7 +149,7 @@ impl BatchTeacher {
     fn recorded_state(&self, state: &Path) -> Result<BatchState, DataError> {
         let identity = digest_hex(self.client.identity().to_string().as_bytes());
         match BatchState::read(state)?.filter(|note| !note.batches.is_empty()) {
-            // Of an earlier version, which did not note it: whether the teacher is the same is for the user to know.
+            // Written by an earlier version without an identity: assumed to be of this teacher.
             Some(note) if note.identity.is_empty() => Ok(BatchState { identity, ..note }),
             Some(note) if note.identity != identity => Err(wrong_teacher(state, &note)),
             Some(note) => Ok(note),

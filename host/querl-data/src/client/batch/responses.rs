@@ -102,7 +102,7 @@ impl BatchTeacher {
 
     async fn download_file(&self, file_id: &str, n_prompts: usize, folder: &Path) -> Result<ResponseFile, CallFailure> {
         let path = format!("/files/{file_id}/content");
-        // Characters outside of ASCII may be sent as six, a token may be some of them, and much else stands in a line.
+        // A token may be several characters, each escaped as six bytes; other fields of the line come on top.
         let most_bytes = 32_u64.saturating_mul(self.client.most_tokens(&[]).1).saturating_add(16_384);
         let most_bytes = most_bytes.saturating_mul(n_prompts as u64).saturating_add(1 << 20);
         let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));

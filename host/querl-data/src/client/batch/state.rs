@@ -16,7 +16,7 @@ pub(super) struct BatchState {
     pub(super) batches: Vec<Batch>,
 }
 
-/// One file of questions and what is made of it. What an earlier version did not note has a value that says so: a batch under way is
+/// One uploaded file and its batch. What an earlier version did not note has a value that says so: a batch under way is
 /// paid, whichever version submitted it over.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Batch {

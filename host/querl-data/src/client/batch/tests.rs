@@ -400,7 +400,7 @@ async fn rows_that_an_unfinished_batch_did_not_come_to_are_handed_over_anew() {
     }
 }
 
-/// Regression: answers that each run which reads them charges again, and none that nobody asks for.
+/// Regression: responses that each later run charged again.
 #[tokio::test]
 async fn all_that_a_batch_answers_is_charged_once_when_it_is_read() {
     let scene = Scene::new(|_, _| None);
@@ -437,7 +437,7 @@ async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_n
     assert_eq!(scene.n_asked("POST", "/files"), 1);
 }
 
-/// Regression: a run that can never get past a batch, and pays anew for answers that it has read.
+/// Regression: a run that could not get past a batch and paid again for responses that it had read.
 #[tokio::test]
 async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew() {
     let n_reads = AtomicUsize::new(0);
@@ -491,7 +491,7 @@ fn upload_is_dated_by_the_service_where_it_tells_seconds_of_our_time() {
     }
 }
 
-/// Regression: a batch that is submitted, and paid, anew because the program was replaced while it was under way.
+/// Regression: a batch that was submitted and paid for again because the program was replaced while it was in flight.
 #[tokio::test]
 async fn batch_that_an_earlier_version_noted_is_found_and_read() {
     for batch_id in [json!("batch-0"), Value::Null] {
@@ -510,7 +510,7 @@ async fn batch_that_an_earlier_version_noted_is_found_and_read() {
     }
 }
 
-/// Regression: ten paid answers beside a long file of errors, which no later run may read.
+/// Regression: ten paid responses next to a long file of errors, which no later run could read.
 #[tokio::test]
 async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     let scene = Scene::new(|asked, service| {

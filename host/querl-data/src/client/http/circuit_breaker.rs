@@ -31,7 +31,7 @@ impl CircuitBreaker {
         let _ = self.opened.set(CallFailure { kind: FailureKind::Down, message });
     }
 
-    /// Counts how a call ended. `address` is whom it called.
+    /// Counts the outcome of a call to `address`.
     pub(super) fn count<T>(&self, address: &str, ended: &Result<T, CallFailure>) {
         let failure = match ended {
             Ok(_) => return self.in_a_row.store(0, Ordering::Relaxed),

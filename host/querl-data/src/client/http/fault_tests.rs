@@ -334,7 +334,7 @@ fn scripted(row: u64, n_try: u64) -> Reply {
     }
 }
 
-/// Regression: a paid request that is sent minutes after the user said stop, because it only had to wait for its turn.
+/// Regression: a paid request that was sent minutes after an interrupt, because it was queued.
 #[tokio::test]
 async fn who_waits_for_a_turn_or_another_try_is_not_sent_after_the_stop() {
     let busy = Sent::text(429, "text/plain", "busy").with("Retry-After", "60");

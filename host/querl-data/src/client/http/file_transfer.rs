@@ -49,7 +49,7 @@ impl TransferClock {
 }
 
 impl FileTransfer {
-    /// As [`Caller::new`], under the name `provider` on the account. `limits.timeout` is how long nothing may move.
+    /// As [`Caller::new`], counting spend for `provider`. `limits.timeout` is the longest time without progress.
     pub(crate) fn new(
         setting: &str,
         url: &str,

@@ -1,5 +1,5 @@
-//! Calls to outside services: bounded in number, rate_limiter and time, tried again where that can help, given up where nobody answers,
-//! and failing with a sentence that holds no secret.
+//! HTTP calls to external services: limited concurrency, rate and time, retries with backoff, a circuit breaker, and failure messages
+//! without secrets.
 
 mod circuit_breaker;
 mod file_transfer;
@@ -28,9 +28,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::Semaphore;
 
-/// How much of a server's words goes into a message.
+/// Longest excerpt of a response in a message.
 const EXCERPT_CHARS: usize = 300;
-/// How much of a refusal is read.
+/// How much of an error response is read.
 const REFUSAL_BYTES: usize = 64 << 10;
 
 /// Limits on the calls to one service.
@@ -334,7 +334,7 @@ impl Caller {
     }
 
     fn parse(&self, call: &Call<'_>, bytes: Vec<u8>) -> Result<Value, FailedAttempt> {
-        // Bytes that were replaced would be words that nobody wrote.
+        // Replacement characters would change the text.
         let text = String::from_utf8(bytes).map_err(|error| {
             let (at, is_cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
             let (retry, message) = match is_cut {

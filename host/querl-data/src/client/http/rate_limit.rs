@@ -1,4 +1,4 @@
-//! How fast an endpoint is called: requests and tokens a minute, and pause_all where it asked for some.
+//! Rate limits of an endpoint: requests and tokens a minute, and pauses that it requests with `Retry-After`.
 
 use governor::clock::Clock;
 use governor::{DefaultDirectRateLimiter, Quota};
@@ -76,7 +76,7 @@ impl RateLimiter {
     }
 }
 
-/// About how many tokens a text has, where nobody counts them: a Chinese character is about one, other characters are four to
+/// Estimated number of tokens of a text: a Chinese character is about one, other characters are four to
 /// a token. For quotas and for costs where a service does not say; marked as an estimate wherever shown.
 pub(crate) fn estimated_tokens(text: &str) -> u64 {
     let (n_wide, n_narrow) = text

@@ -5,14 +5,14 @@ use reqwest::header::{HeaderMap, RETRY_AFTER};
 use serde_json::Value;
 use std::time::{Duration, SystemTime};
 
-/// A server that asks for a longer pause than this is not waited for.
+/// A longer `Retry-After` opens the circuit breaker.
 pub(super) const MAX_RETRY_AFTER: Duration = Duration::from_secs(120);
 
 /// One failed try.
 pub(super) struct FailedAttempt {
     pub(super) failure: CallFailure,
     pub(super) retry: Retry,
-    /// The request went out and its answer never came, or is of no use: it may have been charged.
+    /// The request was sent without a usable response: it may have been charged.
     pub(super) is_lost: bool,
 }
 
@@ -59,7 +59,7 @@ pub(crate) type Check<'a> = dyn Fn(&Value) -> Option<Refusal> + Send + Sync + 'a
 pub(super) fn of_status(status: u16, asked: Option<Duration>) -> (FailureKind, Retry) {
     let later = asked.map_or(Retry::Later, Retry::After);
     match status {
-        // Without money in the account there, every further call meets the same.
+        // Without credit at the service every further call fails too.
         401..=403 => (FailureKind::Unauthorized, Retry::Useless),
         408 => (FailureKind::Timeout, later),
         // Conflict and Too Early: another request was in the way, the same one may pass a moment later.
@@ -77,7 +77,7 @@ pub(super) fn is_out_of_money(body: &str) -> bool {
         .any(|path| body.pointer(path).is_some_and(|said| said == "insufficient_quota"))
 }
 
-/// True for what a gateway says that gave up on the service behind it, which may have worked on the request all the same.
+/// True for a gateway's error after which the service behind it may still have worked on the request.
 pub(super) fn may_be_charged(status: u16) -> bool {
     matches!(status, 502 | 504)
 }
@@ -86,7 +86,6 @@ pub(super) fn may_be_charged(status: u16) -> bool {
 pub(super) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     match text.parse() {
-        // What no clock can count is for ever.
         Ok(seconds) if seconds > 0.0 => Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)),
         Ok(seconds) => Duration::try_from_secs_f64(seconds).ok(),
         Err(_) => Some(httpdate::parse_http_date(text).ok()?.duration_since(now).unwrap_or_default()),

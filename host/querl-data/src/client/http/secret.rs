@@ -1,4 +1,4 @@
-//! Keys of services: read from the environment or from a file, and shown nowhere.
+//! API keys: read from the environment or a file, never shown.
 
 use crate::error::DataError;
 use base64::Engine as _;
@@ -15,8 +15,7 @@ pub(crate) struct Secret {
     scheme: AuthScheme,
 }
 
-/// A key or password of this length or more is no word that stands in answers by chance. Local servers take keys such as `1`, `none` or
-/// `token`, which are no secrets.
+/// Shorter keys are not hidden: local servers take `1`, `none` or `token`, which occur in responses by chance.
 const SECRET_BYTES: usize = 8;
 
 impl Secret {

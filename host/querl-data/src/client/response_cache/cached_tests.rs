@@ -89,7 +89,7 @@ async fn a_failure_is_shared_and_the_next_time_is_asked_anew() {
     assert_eq!(all.counted(), (0, 0));
 }
 
-/// Regression: an answer that nobody finds, in the moment before it is on disk.
+/// Regression: a response that was not found in the moment before it was on disk.
 #[tokio::test]
 async fn an_answer_is_known_from_the_moment_it_came() {
     let folder = tempfile::tempdir().unwrap();
@@ -112,10 +112,10 @@ async fn done_anew_means_that_what_was_found_before_is_not_believed() {
     let before = asked(services.clone());
     assert_eq!(before.ask("a").await, "1");
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    let anew = asked(services.with_fresh_retrievals());
-    assert_eq!((anew.ask("a").await, anew.n_calls()), ("1".into(), 1));
+    let fresh = asked(services.with_fresh_retrievals());
+    assert_eq!((fresh.ask("a").await, fresh.n_calls()), ("1".into(), 1));
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    assert_eq!((anew.ask("a").await, anew.n_calls()), ("1".into(), 1));
+    assert_eq!((fresh.ask("a").await, fresh.n_calls()), ("1".into(), 1));
 }
 
 #[tokio::test]

@@ -57,7 +57,7 @@ pub struct ResponseCache {
 }
 
 impl ResponseCache {
-    /// Opens the cache at `path`, which need not exist. `None` where it cannot be used, which is said as a warning: another
+    /// Opens the cache at `path`, which need not exist. `None`, with a warning, where it cannot be used: another
     /// process has it, or the place is not writable. A damaged file is put aside, and a new one begun.
     pub fn open(path: &Path, limits: CacheLimits) -> Option<Self> {
         let (store, queue) = (Arc::new(Store::open(path)?), Arc::new(WriteQueue::default()));
@@ -70,8 +70,8 @@ impl ResponseCache {
         Some(Self { path: path.to_owned(), store, is_broken, queue, writer: Some(writer) })
     }
 
-    /// Opens the cache at `path` to look things up, without any change to it. `None` where there is none, or it cannot be read, which is
-    /// said as a warning.
+    /// Opens the cache at `path` to look things up, without any change to it. `None` where there is none or, with a
+    /// warning, where it cannot be read.
     pub fn open_for_reading(path: &Path) -> Option<Self> {
         let (store, queue) = (Arc::new(Store::open_for_reading(path)?), Arc::new(WriteQueue::default()));
         Some(Self { path: path.to_owned(), store, is_broken: Arc::default(), queue, writer: None })

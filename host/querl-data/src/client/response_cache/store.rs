@@ -12,17 +12,17 @@ use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// How long a run waits for a file that somebody else has open.
+/// How long a run waits for a file that another process has open.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The kinds of answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CacheTable {
-    /// What teachers wrote.
+    /// Rewrites of teachers.
     Rewrites,
-    /// What judges said.
+    /// Judgements.
     Judgements,
-    /// What services found.
+    /// Hits of retrieval services.
     Retrievals,
 }
 
@@ -113,7 +113,7 @@ impl From<StoreError> for OpenError {
 }
 
 impl Store {
-    /// `None` where it cannot be used, which is then said.
+    /// `None`, with a warning, where it cannot be used.
     pub(super) fn open(path: &Path) -> Option<Self> {
         let shown = path.display();
         match Self::try_open_soon(path) {
@@ -129,7 +129,7 @@ impl Store {
                 None
             }
             Err(OpenError::Damaged(problem)) => {
-                // Before the line and not within it: what nobody listens to is not worked out.
+                // Outside of the macro, which evaluates its arguments only where the log level is enabled.
                 let aside = move_aside(path);
                 tracing::warn!("{shown}: the cache is damaged ({problem}); {aside}, a new one is begun");
                 Self::try_open(path).ok()
@@ -141,7 +141,7 @@ impl Store {
         }
     }
 
-    /// To look things up, without a change to the file. `None` where there is none, or where it cannot be read, which is then said.
+    /// Read-only. `None` where there is no file or, with a warning, where it cannot be read.
     pub(super) fn open_for_reading(path: &Path) -> Option<Self> {
         let empty = path.metadata().map_or(true, |file| file.len() == 0);
         if empty {

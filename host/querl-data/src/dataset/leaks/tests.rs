@@ -38,7 +38,7 @@ fn rows_that_say_the_same_leak_and_other_histories_do_not() {
     assert_eq!(leaked(&train, &test, 0.8), [(2, 2, 1.0), (4, 3, 1.0), (5, 4, 1.0)]);
 }
 
-/// Regression: with profiles of single users every query of test could be in train, and nothing was said.
+/// Regression: with profiles of single users every query of test could be in train without a report.
 #[test]
 fn queries_that_are_asked_in_train_after_another_history_are_counted_apart() {
     let train = rows(&[("鱼油怎么吃？", "问过鱼油"), ("多少钱", "")]);
@@ -87,7 +87,7 @@ fn few_near_duplicates_are_missed() {
     assert_eq!(Leaks::default().sentence(Split::Test), None);
 }
 
-/// Regression: bands that are made of a profile which thousands of rows share, of which a row is compared with the first few alone.
+/// Regression: bands made of a profile that thousands of rows share, so that a row is compared with the first few only.
 #[test]
 fn a_context_that_all_rows_share_hides_no_near_duplicate() {
     let context: String = (0..60).map(random_text).collect();
@@ -131,13 +131,13 @@ fn several_splits_are_found_in_one_reading_and_a_caller_may_break_off() {
     assert_eq!((of_val.n_rows, of_val.n_leaked, of_test.n_rows, of_test.n_leaked), (1, 1, 2, 1));
     assert_eq!((of_test.rows[0].row, of_test.rows[0].train_row), (3, 2));
     let many: Vec<QueryRow> = (0..3000).map(|seed| row(seed as usize, &random_text(seed), "")).collect();
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let mut watch = |n_read| {
-        told.push(n_read);
+        reported.push(n_read);
         if n_read < 2048 { Ok(()) } else { Err(DataError::setting("the caller", "was interrupted")) }
     };
     assert!(find_leaks(&many, [&val], 0.8, &mut watch).is_err());
-    assert_eq!(told, [1024, 2048]);
+    assert_eq!(reported, [1024, 2048]);
 }
 
 #[test]

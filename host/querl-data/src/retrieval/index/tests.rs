@@ -313,7 +313,7 @@ fn a_group_of_synonyms_counts_once_and_may_have_entries_of_several_words() {
     let once = ask("vitamin c");
     assert_eq!(once.iter().map(|(id, _)| id.as_str()).collect::<Vec<_>>(), ["0", "1"], "{once:?}");
     assert_eq!(ask("vitamin c vitamin c"), once);
-    // Beside the group, the parts of the longer word count as ever.
+    // In addition to the group, the parts of the longer word count as ever.
     let both = ask("维生素c vitamin c");
     assert_eq!(both, ask("维生素c"));
     assert!(both[0].1 > once[0].1 && both[1] == once[1], "{both:?}");

@@ -7,7 +7,9 @@ use querl_core::config::{Config, EmbeddingConfig};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, Hit, QueryRow};
 use querl_core::text::printable;
-use querl_data::{LocalModels, Outside, Rows, Search, SearchLimits, open_queries, open_search};
+use querl_data::{
+    LocalModels, RetrievalBackend, RetrievalLimits, Rows, ServiceContext, open_queries, open_retrieval_backend,
+};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::local_models;
@@ -75,10 +77,11 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let questions = questions(args, &config)?;
     let models = local_models(&config.retrieval)?;
-    let search = open_search(&config.retrieval, &config.tenant, &models, &Outside::new(&config.calls))?;
+    let search =
+        open_retrieval_backend(&config.retrieval, &config.tenant, &models, &ServiceContext::new(&config.calls))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
     let queries =
-        interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, SearchLimits::of(&config.retrieval)))?;
+        interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, RetrievalLimits::of(&config.retrieval)))?;
     let findings = findings(&queries, &config, &models);
     let retrieval = format!("{}, tenant {}", search.name(), config.tenant);
     let report = Report { retrieval, queries, findings };
@@ -107,7 +110,7 @@ fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Question>>
     Ok(table.read()?.take(N_QUERIES).map(|row| row.map(question)).collect::<Result<_, _>>()?)
 }
 
-async fn ask_all(search: &dyn Search, questions: Vec<Question>, limits: SearchLimits) -> Vec<Asked> {
+async fn ask_all(search: &dyn RetrievalBackend, questions: Vec<Question>, limits: RetrievalLimits) -> Vec<Asked> {
     let mut asked = Vec::with_capacity(questions.len());
     for Question { query, context, gold_ids } in questions {
         let request = RetrievalRequest { original_query: &query, context: &context, rewritten_query: &query };

@@ -3,7 +3,7 @@
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, load};
-use querl_data::Outside;
+use querl_data::ServiceContext;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::ModelShelf;
@@ -63,8 +63,12 @@ fn open(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<K
                        expected local or none (--set retrieval.embedding.kind=none)";
         return Err(Stop::usage(format!("{}: {problem}", path.display())).into());
     }
-    let search =
-        querl_data::open_search(&retrieval, &config.tenant, &shelf.models(&retrieval)?, &Outside::new(&config.calls))?;
+    let search = querl_data::open_retrieval_backend(
+        &retrieval,
+        &config.tenant,
+        &shelf.models(&retrieval)?,
+        &ServiceContext::new(&config.calls),
+    )?;
     let timeout = Duration::try_from_secs_f64(retrieval.timeout_s).context("retrieval.timeout_s")?;
     Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search, timeout })
 }
