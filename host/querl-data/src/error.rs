@@ -14,26 +14,53 @@ use std::sync::Once;
 pub enum DataError {
     /// A file's content is not what it should be, or it cannot be read.
     #[error("{path}: {problem}")]
-    File { path: String, problem: String },
+    File {
+        /// Path of the file.
+        path: String,
+        /// Location, what was found, remedy.
+        problem: String,
+    },
     /// A file of JSON lines.
     #[error(transparent)]
     Lines(#[from] ReadError),
     /// A file could not be written.
     #[error("{path}: cannot be written: {source}")]
-    Write { path: String, source: std::io::Error },
+    Write {
+        /// Path of the file.
+        path: String,
+        /// Cause.
+        source: std::io::Error,
+    },
     /// A setting that the chosen kind needs is absent or unusable.
     #[error("{key} {problem}")]
-    Setting { key: String, problem: String },
+    Setting {
+        /// Dotted configuration key.
+        key: String,
+        /// Location, what was found, remedy.
+        problem: String,
+    },
     /// A service refuses us, is down, or the budget is spent; rows done so far are kept.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
     /// A batch failed or its outcome is unknown; submitted batches stay in the state file.
     #[error("{problem}; {kept}")]
-    Batch { problem: String, kept: String },
+    Batch {
+        /// Location, what was found, remedy.
+        problem: String,
+        /// What is saved, and the remedy.
+        kept: String,
+    },
     /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.
     #[error("none of {n_failed} row(s) tried succeeded; {n_alike} failed like this: {failure}")]
-    NoSuccess { n_failed: usize, n_alike: usize, failure: CallFailure },
-    /// The user panic_message stop before all rows were asked; rows done so far are kept.
+    NoSuccess {
+        /// Rows tried.
+        n_failed: usize,
+        /// Rows that failed for the most common reason.
+        n_alike: usize,
+        /// The first such failure.
+        failure: CallFailure,
+    },
+    /// Interrupted before all rows were done; finished rows are saved.
     #[error("interrupted; finished work is saved, run the same command to resume")]
     Interrupted,
     /// A plugin broke its contract.
@@ -43,7 +70,12 @@ pub enum DataError {
     #[error(
         "{n_groups} group(s) of queries cannot fill {n_splits} splits; add queries or set the share of a split to 0"
     )]
-    TooFewGroups { n_groups: usize, n_splits: usize },
+    TooFewGroups {
+        /// Groups in the table.
+        n_groups: usize,
+        /// Splits with a share above 0.
+        n_splits: usize,
+    },
 }
 
 impl DataError {

@@ -1,7 +1,7 @@
-//! Changed copies of dialogues, to learn from where there are few.
+//! Augmentation of dialogues for training.
 //!
-//! What is augmented_answer is the answer: a sentence is left out, two neighbours change places, or a twentieth of the characters goes. The label is taken
-//! to stay, which a rule cannot know: copies are for learning, never for measuring.
+//! The answer is changed: a sentence is deleted, two neighbours are swapped, or a twentieth of the characters is deleted. The label is
+//! assumed to stay, so that copies are for training only, never for evaluation.
 
 use querl_core::fsx::digest_hex;
 

@@ -27,7 +27,12 @@ pub struct Dialogue {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DialogueLocation {
     /// In a JSON list, and the line on which it begins.
-    Item { number: usize, line: usize },
+    Item {
+        /// Index in the list, from 1.
+        number: usize,
+        /// Line of the file, from 1.
+        line: usize,
+    },
     /// Of JSON lines.
     Line(usize),
     /// Of a table, the header counted.

@@ -19,7 +19,10 @@ pub struct RetrievalLimits {
 /// [`FixedLimits`] implements it over a backend with the limits of the configuration; servers use the backend itself.
 #[async_trait]
 pub trait RetrievalBackend: Send + Sync {
-    /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is an answer: nothing was found.
+    /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is a valid result.
+    ///
+    /// # Errors
+    /// The service failed, or its response cannot be parsed.
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure>;
 
     fn name(&self) -> &str;

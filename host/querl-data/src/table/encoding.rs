@@ -95,7 +95,7 @@ struct EncodingError {
     n_bytes: u64,
 }
 
-/// Whether a error_at in UTF-8 is a character whose end is missing at the end of the file, as where a copy stopped.
+/// Whether an error in UTF-8 is a truncated character at the end of the file.
 fn is_cut_off(path: &Path, error_at: &EncodingError) -> io::Result<bool> {
     let mut file = File::open(path)?;
     file.seek(io::SeekFrom::Start(error_at.n_bytes))?;

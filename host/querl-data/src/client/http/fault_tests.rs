@@ -152,7 +152,7 @@ async fn refusals_within_a_body_are_treated_like_those_of_a_status() {
     }
 }
 
-/// Regression: a model that thinks for minutes before its first byte, cut off by the limit of stall_timeout within an answer.
+/// Regression: a model that thinks for minutes before its first byte was cut off by the read timeout.
 #[tokio::test]
 async fn the_first_byte_is_waited_for_as_long_as_the_whole_answer() {
     let server = FaultyServer::start(|_| Reply::After(Duration::from_millis(600), Box::new(good().into())));

@@ -6,8 +6,8 @@ use std::num::NonZeroU32;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// The rate_limiter of one endpoint. Services count the last minute: a bucket holds a second's worth, so that no minute sees more than
-/// a sixtieth above its quota.
+/// Services count the last minute: a bucket holds the tokens of one second, so that no minute exceeds its quota by more than a
+/// sixtieth.
 #[derive(Debug, Default)]
 pub(super) struct RateLimiter {
     requests: Option<TokenBucket>,

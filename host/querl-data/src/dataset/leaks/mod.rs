@@ -28,7 +28,7 @@ const EXCERPT_CHARS: usize = 40;
 /// Rows between calls of `watch`.
 const PROGRESS_ROWS: u64 = 1024;
 
-/// HeldOutRow-out rows that training would show to the model.
+/// Held-out rows that also appear in training data.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Leaks {
     /// Rows of the split.
