@@ -1,24 +1,170 @@
-//! The network below every head.
+//! A BERT-type model without its head: the Hugging Face directory, tokenized batches, and the encoder.
 
-use crate::directory::{Architecture, Directory};
-use crate::error::EncoderError;
-use crate::tokens::Batch;
-use candle_core::Tensor;
+use crate::EncoderError;
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{bert, xlm_roberta};
+use querl_core::fsx;
 use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use tokenizers::{EncodeInput, Encoding, Tokenizer, TruncationParams, TruncationStrategy};
 
-/// Hidden states of the last layer.
+/// Files that determine a model's output.
+const DIGESTED_FILES: [&str; 3] = ["config.json", "tokenizer.json", "model.safetensors"];
+/// Default maximum length in tokens, that of BERT. Attention memory grows with its square.
+const DEFAULT_LENGTH: usize = 512;
+/// Minimum `max_length`, as in the configuration: special tokens of a pair and some of both texts.
+const MIN_LENGTH: usize = 8;
+
+/// Network architecture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Architecture {
+    /// BERT with pooler, as in `bge-small-zh-v1.5`.
+    Bert,
+    /// XLM-RoBERTa, as in `bge-m3` and `bge-reranker-base`.
+    XlmRoberta,
+}
+
+/// A Hugging Face model directory with its config.json.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    folder: PathBuf,
+    pub(crate) architecture: Architecture,
+    pub(crate) config: Value,
+}
+
+impl Directory {
+    /// Reads config.json.
+    ///
+    /// # Errors
+    /// The file is missing, not JSON, or of another architecture.
+    pub(crate) fn open(folder: &Path) -> Result<Self, EncoderError> {
+        let path = folder.join("config.json");
+        let config = read_json(&path)?;
+        let model_type = config["model_type"].as_str().unwrap_or_default();
+        let architecture = match model_type {
+            "bert" => Architecture::Bert,
+            "xlm-roberta" => Architecture::XlmRoberta,
+            other => {
+                let problem = format!("model_type is `{other}`; expected bert or xlm-roberta");
+                return Err(EncoderError::file(&path, problem));
+            }
+        };
+        let positions = config["position_embedding_type"].as_str().unwrap_or("absolute");
+        if positions != "absolute" {
+            let problem = format!("position_embedding_type is `{positions}`; expected absolute");
+            return Err(EncoderError::file(&path, problem));
+        }
+        Ok(Self { folder: folder.to_owned(), architecture, config })
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// A JSON file of the directory; `None` if it does not exist.
+    pub(crate) fn optional_json(&self, name: &str) -> Result<Option<Value>, EncoderError> {
+        let path = self.path(name);
+        if path.is_file() { read_json(&path).map(Some) } else { Ok(None) }
+    }
+
+    pub(crate) fn number(&self, key: &str) -> Result<usize, EncoderError> {
+        let found = self.config[key].as_u64().map(|number| number as usize);
+        found.ok_or_else(|| EncoderError::file(&self.path("config.json"), format!("has no number `{key}`")))
+    }
+
+    /// True for a sequence classifier, such as a reranker.
+    pub(crate) fn is_classifier(&self) -> bool {
+        let architectures = self.config["architectures"].as_array().into_iter().flatten();
+        architectures.filter_map(Value::as_str).any(|name| name.ends_with("ForSequenceClassification"))
+    }
+
+    /// Maximum sequence length with special tokens: `requested`, or that of sentence-transformers, at most [`DEFAULT_LENGTH`].
+    ///
+    /// # Errors
+    /// `requested` is more than the model's positions.
+    pub(crate) fn max_length(&self, requested: Option<usize>) -> Result<usize, EncoderError> {
+        let positions = self.number("max_position_embeddings")?;
+        let longest = match self.architecture {
+            Architecture::Bert => positions,
+            // RoBERTa counts positions from the padding token's on.
+            Architecture::XlmRoberta => positions.saturating_sub(self.pad_id() as usize + 1),
+        };
+        match requested {
+            Some(requested) if requested > longest => {
+                let problem = format!("allows at most {longest} tokens; max_length is {requested}");
+                Err(EncoderError::file(&self.path("config.json"), problem))
+            }
+            Some(requested) => Ok(requested),
+            None => {
+                let settings = self.optional_json("sentence_bert_config.json")?.unwrap_or_default();
+                let cut_at = settings["max_seq_length"].as_u64().map_or(DEFAULT_LENGTH, |length| length as usize);
+                if cut_at < MIN_LENGTH {
+                    let path = self.path("sentence_bert_config.json");
+                    let problem = format!("max_seq_length is {cut_at}; expected {MIN_LENGTH} or more");
+                    return Err(EncoderError::file(&path, problem));
+                }
+                Ok(cut_at.min(DEFAULT_LENGTH).min(longest))
+            }
+        }
+    }
+
+    /// Defaults to the architecture's padding id, as in transformers.
+    pub(crate) fn pad_id(&self) -> u32 {
+        let usual = match self.architecture {
+            Architecture::Bert => 0,
+            Architecture::XlmRoberta => 1,
+        };
+        self.config["pad_token_id"].as_u64().map_or(usual, |id| id as u32)
+    }
+
+    /// The weights converted to f32.
+    ///
+    /// # Errors
+    /// model.safetensors is missing or damaged.
+    pub(crate) fn weights(&self) -> Result<VarBuilder<'static>, EncoderError> {
+        let path = self.path("model.safetensors");
+        let bytes = std::fs::read(&path).map_err(|error| {
+            EncoderError::file(&path, format!("cannot be read: {error}; save the model with `safe_serialization=True`"))
+        })?;
+        VarBuilder::from_buffered_safetensors(bytes, DType::F32, &Device::Cpu)
+            .map_err(|error| EncoderError::file(&path, error))
+    }
+
+    /// Digest of [`DIGESTED_FILES`] and `settings`.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(crate) fn digest(&self, settings: &[String]) -> Result<String, EncoderError> {
+        let mut parts = settings.to_vec();
+        for name in DIGESTED_FILES {
+            let path = self.path(name);
+            let digest = fsx::digest_file(&path)
+                .map_err(|error| EncoderError::file(&path, format!("cannot be read: {error}")))?;
+            parts.push(format!("{name} {digest}"));
+        }
+        // JSON, so that the parts are delimited unambiguously.
+        Ok(fsx::digest_hex(Value::from(parts).to_string().as_bytes()))
+    }
+}
+
+fn read_json(path: &Path) -> Result<Value, EncoderError> {
+    let text =
+        std::fs::read_to_string(path).map_err(|error| EncoderError::file(path, format!("cannot be read: {error}")))?;
+    serde_json::from_str(&text).map_err(|error| EncoderError::file(path, format!("not JSON: {error}")))
+}
+
+/// The encoder without a head.
 pub(crate) enum Backbone {
     Bert(bert::BertModel),
     XlmRoberta(xlm_roberta::XLMRobertaModel),
 }
 
 impl Backbone {
-    /// The network in `weights`, with or without the prefix that a head's checkpoint puts before its names.
+    /// Loads the encoder; tensor names may have the prefix of a model with a head.
     ///
     /// # Errors
-    /// A setting or a weight is missing or of another shape.
+    /// A setting or tensor is missing or has another shape.
     pub(crate) fn load(directory: &Directory, weights: &VarBuilder<'static>) -> Result<Self, EncoderError> {
         let config = || settings(&directory.config, directory.pad_id());
         let unfit = |error: serde_json::Error| EncoderError::file(&directory.path("config.json"), error);
@@ -36,7 +182,7 @@ impl Backbone {
         }
     }
 
-    /// `(B, T, H)` f32.
+    /// Hidden states of the last layer, `(B, T, H)` f32.
     pub(crate) fn forward(&self, batch: &Batch) -> candle_core::Result<Tensor> {
         match self {
             Self::Bert(model) => model.forward(&batch.ids, &batch.type_ids, Some(&batch.mask)),
@@ -50,7 +196,7 @@ fn below(weights: &VarBuilder<'static>, prefix: &str) -> VarBuilder<'static> {
     if weights.contains_tensor(&format!("{prefix}.{name}")) { weights.pp(prefix) } else { weights.clone() }
 }
 
-/// What newer versions of transformers leave out of a file where it is the default.
+/// config.json with the defaults that newer versions of transformers omit.
 fn settings(config: &Value, pad_id: u32) -> Value {
     let mut settings = json!({
         "position_embedding_type": "absolute", "type_vocab_size": 2, "initializer_range": 0.02, "hidden_dropout_prob": 0.1,
@@ -61,4 +207,124 @@ fn settings(config: &Value, pad_id: u32) -> Value {
         all.extend(own.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone())));
     }
     settings
+}
+
+/// Maximum size of one layer's attention scores in a forward pass, `B * heads * T * T`: 64 MiB of f32. A layer holds about
+/// three such tensors; a single text may exceed it.
+const SCORES_PER_PASS: usize = 1 << 24;
+/// Maximum number of texts of one forward pass; more are not faster.
+const TEXTS_PER_PASS: usize = 32;
+
+/// Tokenizer that adds the model's special tokens (`[CLS]`, `[SEP]`).
+pub(crate) struct Tokens {
+    tokenizer: Tokenizer,
+    architecture: Architecture,
+    pad_id: u32,
+    n_heads: usize,
+}
+
+/// A batch, each `(B, T)` u32.
+pub(crate) struct Batch {
+    /// Indices of the texts.
+    pub(crate) positions: Vec<usize>,
+    pub(crate) ids: Tensor,
+    pub(crate) type_ids: Tensor,
+    /// 1 for tokens, 0 for padding.
+    pub(crate) mask: Tensor,
+}
+
+impl Tokens {
+    /// Reads tokenizer.json. Texts are truncated to `max_length` tokens with special tokens.
+    ///
+    /// # Errors
+    /// The file is missing or damaged.
+    pub(crate) fn open(directory: &Directory, max_length: usize) -> Result<Self, EncoderError> {
+        let path = directory.path("tokenizer.json");
+        let mut tokenizer = Tokenizer::from_file(&path).map_err(|error| EncoderError::file(&path, error))?;
+        // Padding of the file is ignored: batches are formed by length.
+        tokenizer.with_padding(None);
+        let truncation =
+            TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..TruncationParams::default() };
+        tokenizer.with_truncation(Some(truncation)).map_err(|error| EncoderError::file(&path, error))?;
+        Ok(Self {
+            tokenizer,
+            architecture: directory.architecture,
+            pad_id: directory.pad_id(),
+            n_heads: directory.number("num_attention_heads")?,
+        })
+    }
+
+    /// Tokenizes texts or pairs into batches of similar length, longest first.
+    ///
+    /// # Errors
+    /// The tokenizer fails.
+    pub(crate) fn batches<'a, T: Into<EncodeInput<'a>> + Send>(
+        &self,
+        texts: Vec<T>,
+    ) -> Result<Vec<Batch>, EncoderError> {
+        let encodings =
+            self.tokenizer.encode_batch(texts, true).map_err(|error| EncoderError::Tokenizer(error.to_string()))?;
+        let lengths: Vec<usize> = encodings.iter().map(Encoding::len).collect();
+        cuts(&lengths, self.n_heads).into_iter().map(|positions| self.batch(&encodings, positions)).collect()
+    }
+
+    fn batch(&self, encodings: &[Encoding], positions: Vec<usize>) -> Result<Batch, EncoderError> {
+        let longest = positions.iter().map(|position| encodings[*position].len()).max().unwrap_or_default();
+        let tensor = |numbers: fn(&Encoding) -> &[u32], padding: u32| {
+            let padded = |position: &usize| {
+                let numbers = numbers(&encodings[*position]);
+                numbers.iter().copied().chain(std::iter::repeat_n(padding, longest - numbers.len()))
+            };
+            let all: Vec<u32> = positions.iter().flat_map(padded).collect();
+            Tensor::from_vec(all, (positions.len(), longest), &Device::Cpu)
+        };
+        let ids = tensor(Encoding::get_ids, self.pad_id)?;
+        let type_ids = match self.architecture {
+            Architecture::Bert => tensor(Encoding::get_type_ids, 0)?,
+            // It has one token type; transformers ignores the tokenizer's.
+            Architecture::XlmRoberta => ids.zeros_like()?,
+        };
+        let mask = tensor(Encoding::get_attention_mask, 0)?;
+        Ok(Batch { positions, ids, type_ids, mask })
+    }
+}
+
+/// Groups indices of texts by length into batches with little padding that fit the memory limit.
+fn cuts(lengths: &[usize], n_heads: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..lengths.len()).collect();
+    order.sort_by_key(|position| std::cmp::Reverse(lengths[*position]));
+    let mut batches = Vec::new();
+    let mut rest = order.as_slice();
+    while let Some(longest) = rest.first() {
+        let scores_of_one = n_heads * lengths[*longest].pow(2).max(1);
+        let n_texts = (SCORES_PER_PASS / scores_of_one).clamp(1, TEXTS_PER_PASS).min(rest.len());
+        let (batch, others) = rest.split_at(n_texts);
+        batches.push(batch.to_vec());
+        rest = others;
+    }
+    batches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: 32 texts of 8192 tokens in one pass needed 137 GB for attention scores.
+    #[test]
+    fn batches_are_cut_by_the_memory_of_their_attention_scores() {
+        let lengths: Vec<usize> = (0..40).map(|index| if index % 8 == 3 { 512 } else { 16 }).collect();
+        let batches = cuts(&lengths, 16);
+        let scores = |batch: &Vec<usize>| {
+            let longest = batch.iter().map(|position| lengths[*position]).max().unwrap_or_default();
+            16 * batch.len() * longest * longest
+        };
+        assert!(batches.iter().all(|batch| scores(batch) <= SCORES_PER_PASS), "{batches:?}");
+        assert_eq!(batches[0], [3, 11, 19, 27], "the longest come first, those of one length in their order");
+        assert_eq!(batches.iter().map(Vec::len).collect::<Vec<_>>(), [4, 4, 32]);
+        let mut all = batches.concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..40).collect::<Vec<_>>());
+        assert_eq!(cuts(&[8192, 8192], 16).len(), 2, "one text at a time where even one is more than that");
+        assert!(cuts(&[], 16).is_empty());
+    }
 }

@@ -1,16 +1,14 @@
-//! How well a passage answers a query, read together.
+//! Cross-encoder: relevance of a passage to a query.
 
-use crate::backbone::Backbone;
-use crate::directory::{Architecture, Directory};
-use crate::error::EncoderError;
-use crate::tokens::Tokens;
+use crate::EncoderError;
+use crate::backbone::{Architecture, Backbone, Directory, Tokens};
 use candle_core::{IndexOp, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use querl_core::ports::{LocalModelError, PairScorer};
 use querl_core::records::logistic;
 use std::path::Path;
 
-/// A model with one number for a pair of texts, such as those named `bge-reranker`.
+/// A reranker that scores pairs of texts, such as `bge-reranker`.
 pub struct CrossEncoder {
     backbone: Backbone,
     head: Head,
@@ -18,19 +16,18 @@ pub struct CrossEncoder {
     digest: String,
 }
 
-/// Two layers over the first token's state, with the hyperbolic tangent between them. BERT calls the first its pooler.
+/// Two linear layers with tanh between them on the first token's hidden state; BERT calls the first one pooler.
 struct Head {
     dense: Linear,
     output: Linear,
 }
 
 impl CrossEncoder {
-    /// Reads a directory.
-    ///
-    /// `max_length`: tokens of a query with a text, those of the frame included; `None` for the model's own, 512 at most.
+    /// Loads a model directory. `max_length`: tokens of query and text with special tokens; `None` for the model's own, at most
+    /// 512.
     ///
     /// # Errors
-    /// A file is missing, or not that of such a model; the model has more than one label.
+    /// A file is missing or of another architecture, or the model has more than one label.
     pub fn open(folder: &Path, max_length: Option<usize>) -> Result<Self, EncoderError> {
         let directory = Directory::open(folder)?;
         let n_labels = n_labels(&directory);
@@ -48,7 +45,7 @@ impl CrossEncoder {
         })
     }
 
-    /// One number a text, in order: the model's own, of any size.
+    /// One logit per text, in order.
     ///
     /// # Errors
     /// The tokenizer or a computation fails.
@@ -97,6 +94,6 @@ impl Head {
 
 fn n_labels(directory: &Directory) -> usize {
     let labels = directory.config["id2label"].as_object().map(serde_json::Map::len);
-    // Two is what transformers takes where a file says nothing.
+    // transformers' default is 2.
     labels.or_else(|| directory.config["num_labels"].as_u64().map(|number| number as usize)).unwrap_or(2)
 }

@@ -1,24 +1,22 @@
-//! Vectors of texts.
+//! Text embeddings.
 
-use crate::backbone::Backbone;
-use crate::directory::Directory;
-use crate::error::EncoderError;
-use crate::tokens::{Batch, Tokens};
+use crate::EncoderError;
+use crate::backbone::{Backbone, Batch, Directory, Tokens};
 use candle_core::{D, DType, IndexOp, Tensor};
 use querl_core::ports::{Embedder, LocalModelError};
 use serde_json::Value;
 use std::path::Path;
 
-/// How the states of a text's tokens become one vector.
+/// Pooling of hidden states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pooling {
-    /// The first token's, as in the bge family.
+    /// The first token, as in the bge family.
     Cls,
-    /// The mean of all.
+    /// The mean of all tokens.
     Mean,
 }
 
-/// A model that makes vectors of length 1, so that their products are cosines.
+/// An embedding model with L2-normalised vectors.
 pub struct EmbeddingModel {
     backbone: Backbone,
     tokens: Tokens,
@@ -29,18 +27,17 @@ pub struct EmbeddingModel {
 }
 
 impl EmbeddingModel {
-    /// Reads a directory. What sentence-transformers wrote beside the network is kept to: how states are pooled (without it, it is
-    /// the first token's state), where texts are cut, what is put before them.
+    /// Loads a model directory with the settings of sentence-transformers: pooling (default: first token), truncation length,
+    /// prompts.
     ///
-    /// `max_length`: tokens of a text, those of the frame included; `None` for the model's own, 512 at most.
+    /// `max_length`: tokens of a text with special tokens; `None` for the model's own, at most 512.
     ///
     /// # Errors
-    /// A file is missing, or not that of such a model; it is a reranker's; a step follows that is not done here.
+    /// A file is missing or of another architecture, the model is a classifier, or it has an unsupported module.
     pub fn open(folder: &Path, max_length: Option<usize>) -> Result<Self, EncoderError> {
         let directory = Directory::open(folder)?;
         if directory.is_classifier() {
-            let problem =
-                "is of a model that puts texts into classes, such as a reranker; an embedding model has no such head";
+            let problem = "is of a classifier, such as a reranker; expected an embedding model";
             return Err(EncoderError::file(&directory.path("config.json"), problem));
         }
         let (pooling, prompts) = (Pooling::of(&directory)?, Prompts::of(&directory)?);
@@ -56,7 +53,7 @@ impl EmbeddingModel {
         })
     }
 
-    /// One vector a text, in order.
+    /// One vector per text, in order.
     ///
     /// # Errors
     /// The tokenizer or a computation fails.
@@ -103,7 +100,9 @@ impl Pooling {
         let Some(settings) = directory.optional_json(&file)? else { return Ok(Self::Cls) };
         let wrong = |problem: String| Err(EncoderError::file(&directory.path(&file), problem));
         if settings["include_prompt"].as_bool() == Some(false) {
-            return wrong("leaves a prompt's tokens out of the mean (include_prompt), which is not done here".into());
+            return wrong(
+                "excludes the prompt's tokens from the mean (include_prompt = false), which is not supported".into(),
+            );
         }
         match modes(&settings).as_slice() {
             ["cls" | "cls_token"] => Ok(Self::Cls),
@@ -125,7 +124,7 @@ impl Pooling {
     }
 }
 
-/// The modes that a file chooses: as `"pooling_mode": "cls"`, or in older ones as `"pooling_mode_cls_token": true`.
+/// Pooling modes of a file: `"pooling_mode": "cls"`, or the older `"pooling_mode_cls_token": true`.
 fn modes(settings: &Value) -> Vec<&str> {
     match &settings["pooling_mode"] {
         Value::String(mode) => vec![mode],
@@ -138,10 +137,10 @@ fn modes(settings: &Value) -> Vec<&str> {
     }
 }
 
-/// Where the settings of pooling are, by the list of what makes a vector.
+/// Folder of the pooling settings according to modules.json.
 ///
 /// # Errors
-/// The list has a step that is not done here, such as a dense layer: vectors would be others without it.
+/// An unsupported module, such as a dense layer.
 fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     const FILE: &str = "modules.json";
     let mut folder = "1_Pooling".to_owned();
@@ -149,11 +148,11 @@ fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     for module in modules.as_array().into_iter().flatten() {
         let kind = module["type"].as_str().unwrap_or_default();
         match kind.rsplit('.').next() {
-            // Vectors are made of length 1 in any case.
+            // Vectors are always normalised.
             Some("Transformer" | "Normalize") => {}
             Some("Pooling") => folder = module["path"].as_str().unwrap_or(&folder).to_owned(),
             _ => {
-                let problem = format!("has the step `{kind}`; expected Transformer, Pooling and Normalize alone");
+                let problem = format!("has the module `{kind}`; expected only Transformer, Pooling and Normalize");
                 return Err(EncoderError::file(&directory.path(FILE), problem));
             }
         }
@@ -161,7 +160,7 @@ fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     Ok(folder)
 }
 
-/// What sentence-transformers puts before texts.
+/// Prompts (prefixes) of sentence-transformers.
 #[derive(Debug, Default)]
 struct Prompts {
     query: String,

@@ -108,7 +108,7 @@ fn numbers_that_are_none_are_a_failure() {
             "bert-cls" => EmbeddingModel::open(folder.path(), None).unwrap().vectors(&["鱼油"]).err(),
             _ => CrossEncoder::open(folder.path(), None).unwrap().logits("鱼油", &["怎么吃"]).err(),
         };
-        assert!(failed.unwrap().to_string().starts_with("the model gives numbers that are none"));
+        assert!(failed.unwrap().to_string().starts_with("the model produced NaN or Inf"));
     }
 }
 
@@ -188,7 +188,7 @@ fn texts_are_cut_where_a_setting_or_the_model_says() {
     assert_eq!(vector(None, &long), vector(Some(12), &short));
     assert_ne!(vector(Some(40), &long), vector(None, &long), "a setting goes before the file");
     let said = open(Some(41)).err().unwrap().to_string();
-    assert!(said.ends_with("config.json: takes 40 tokens at most; max_length is 41"), "{said}");
+    assert!(said.ends_with("config.json: allows at most 40 tokens; max_length is 41"), "{said}");
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn what_sentence_transformers_says_is_kept_to_or_refused() {
     assert!(error.contains("include_prompt"), "{error}");
     let error =
         said("modules.json", json!([network, pooling, module(3, "2_Dense", "sentence_transformers.models.Dense")]));
-    let expected = "modules.json: has the step `sentence_transformers.models.Dense`; expected Transformer, Pooling and Normalize alone";
+    let expected = "modules.json: has the module `sentence_transformers.models.Dense`; expected only Transformer, Pooling and Normalize";
     assert!(error.ends_with(expected), "{error}");
 }
 
@@ -257,5 +257,5 @@ fn what_is_no_such_model_is_named() {
     let said = CrossEncoder::open(&golden("bert-cls"), None).err().unwrap().to_string();
     assert!(said.ends_with("config.json: has 2 labels; a reranker has 1"), "{said}");
     let said = EmbeddingModel::open(&golden("bert-reranker"), None).err().unwrap().to_string();
-    assert!(said.contains("config.json: is of a model that puts texts into classes, such as a reranker"), "{said}");
+    assert!(said.contains("config.json: is of a classifier, such as a reranker"), "{said}");
 }

@@ -1,4 +1,4 @@
-//! What can be wrong with a model directory, an adapter or a computation.
+//! Errors of model directories, adapters and computations.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ pub enum ModelError {
         /// What a complete directory holds.
         needs: &'static str,
     },
-    /// The architecture is none of ours.
+    /// The architecture is not supported.
     #[error("{path}: architecture `{found}` is not supported; expected one of {expected}")]
     UnsupportedArchitecture {
         /// The config.json.
@@ -50,13 +50,13 @@ pub enum ModelError {
     /// Settings of an adapter that do not fit the model.
     #[error("lora: {0}")]
     Lora(String),
-    /// A generation cannot be begun, or cannot go on.
+    /// Generation cannot start or continue.
     #[error("generation: {0}")]
     Generation(String),
-    /// A model cannot be split over several ranks, or what it is asked for is not done on a part of it.
+    /// A model cannot be sharded, or an operation does not support shards.
     #[error("tensor parallel: {0}")]
     Shard(String),
-    /// Ranks do not go on together.
+    /// Communication between ranks failed.
     #[error(transparent)]
     Ranks(#[from] crate::RanksError),
     /// A computation failed.

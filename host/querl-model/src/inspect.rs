@@ -1,4 +1,4 @@
-//! What a model directory or an adapter holds, told without reading its tensors.
+//! Summary of a model directory or an adapter, without reading tensor data.
 
 use crate::adapter::LoraAdapter;
 use crate::checkpoint::{StoredModel, weight_files};

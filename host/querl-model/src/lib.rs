@@ -3,10 +3,10 @@
 //! In: a Hugging Face directory (config.json, safetensors, tokenizer.json, chat template) and, beside it, LoRA adapters in
 //! PEFT's format. Out: hidden states, log-probabilities and generated tokens, with gradients for whatever is trained.
 //! Classifiers of texts are decoders with a head of classes ([`classifier`]).
-//! This crate refuses to know losses, rewards, plugins and files other than a model's.
+//! This crate must not depend on losses, rewards, plugins and files other than a model's.
 //!
-//! Sequences are packed: rows of all sequences stand one after another, so that no padding is computed. One frozen base in
-//! memory serves every adapter: an adapter is handed to the forward pass, not merged into the weights.
+//! Sequences are packed (concatenated without padding). One frozen base in memory serves every adapter: an adapter is an
+//! argument of the forward pass, not merged into the weights.
 
 mod adapter;
 mod batch;
@@ -33,9 +33,7 @@ mod ranks;
 mod second_opinion;
 mod sharding;
 pub mod small_model;
-mod template;
 mod tokenizer;
-mod train_tokenizer;
 mod transformer;
 mod weights;
 
@@ -63,9 +61,7 @@ pub use random_model::write_random_model;
 pub use ranks::{Mesh, RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;
 pub use sharding::Shard;
-pub use template::ChatTemplate;
-pub use tokenizer::TextTokenizer;
-pub use train_tokenizer::{TokenizerSettings, train_tokenizer};
+pub use tokenizer::{ChatTemplate, TextTokenizer, TokenizerSettings, train_tokenizer};
 pub use transformer::{Keep, Pass, Recompute, backward};
 
 /// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.

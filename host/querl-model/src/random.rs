@@ -1,5 +1,5 @@
-//! Normal numbers that depend on a seed and a place alone, so that fresh weights are the same wherever they are made and in
-//! whatever order.
+//! Counter-based normal random numbers: a value depends only on seed and index, so that initial weights do not depend on
+//! sharding or order.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

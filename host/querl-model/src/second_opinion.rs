@@ -1,5 +1,4 @@
-//! The same checkpoint in candle-transformers' decoders: written by others, with other operations. What both say alike is not a
-//! fault of ours alone.
+//! The same checkpoint in candle-transformers' decoders: an independent implementation for comparison.
 
 use crate::checkpoint::{required, weight_files};
 use crate::{DecoderConfig, Family, ModelError};
@@ -8,7 +7,7 @@ use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::{qwen2, qwen3};
 use std::path::Path;
 
-/// A decoder of candle-transformers, f32. It knows no adapters and has no gradient.
+/// A decoder of candle-transformers in f32, without adapters and gradients.
 pub struct SecondOpinion(Inner);
 
 enum Inner {

@@ -92,7 +92,7 @@ impl Place {
         let (is_named, indices) = match DeviceSetting::from_name(name).unwrap_or(DeviceSetting::Auto) {
             DeviceSetting::Cpu { n_ranks } => return Ok(Self { n_ranks, ..Self::here() }),
             DeviceSetting::Auto => (false, vec![0]),
-            DeviceSetting::Cards(indices) => (true, indices),
+            DeviceSetting::Cuda(indices) => (true, indices),
         };
         match worker(&indices, needs) {
             Ok(worker) => {
@@ -184,7 +184,7 @@ impl Place {
 /// A setting asks for what a card cannot do.
 pub fn check_named(config: &Config) -> Result<(), Stop> {
     match DeviceSetting::from_name(&config.device) {
-        Some(DeviceSetting::Cards(_)) => {
+        Some(DeviceSetting::Cuda(_)) => {
             let needs = Needs::of(config, CardUse::Answers)?;
             check_settings(&needs).map_err(|missing| refused(&config.device, &missing))
         }

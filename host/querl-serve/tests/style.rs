@@ -41,7 +41,7 @@ fn classified(text: &str) -> ClassifiedText {
 impl TextClassifier for ByLength {
     fn submit(&self, texts: &[&str], waiting: Box<dyn Waiting>) -> Result<(), NotAccepted> {
         match texts[0] {
-            "busy" => return Err(NotAccepted::Busy("9 texts wait already; ask again later".into())),
+            "busy" => return Err(NotAccepted::Busy("queue is full (9 texts); retry later".into())),
             "broken" => waiting.hear(Err("/secret/path: damaged".into())),
             "panics" => panic!("as a tokenizer may"),
             text if text.starts_with("slow") => self.unanswered.lock().unwrap().push(waiting),
@@ -190,7 +190,7 @@ async fn what_cannot_be_served_is_told_in_a_sentence() {
         (json!({"text": long}), 413, "text 1 is longer than 100 characters"),
         (json!({"inputs": "好".repeat(30), "truncate": false}), 413, "text 1 has 30 tokens; expected at most 20"),
         (json!({"text": "a".repeat(2000)}), 413, "the body is larger than 1000 bytes"),
-        (json!({"text": "busy"}), 429, "9 texts wait already"),
+        (json!({"text": "busy"}), 429, "queue is full (9 texts)"),
         (json!({"text": "broken"}), 500, "the model failed; the server's log says why"),
         (json!({"text": "slow"}), 503, "no answer within 200ms"),
         (json!({"text": "panics"}), 500, "the tokenizer failed on a text"),

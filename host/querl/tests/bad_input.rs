@@ -36,12 +36,12 @@ fn configuration_that_cannot_be_used() {
         (
             "tenant",
             "device = \"gpu\"\ntenant",
-            "querl.toml:1: device is \"gpu\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
+            "querl.toml:1: device is \"gpu\"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1",
         ),
         (
             "\"queries.jsonl\"",
             "\"queries.xlsx\"",
-            "querl.toml:4: data.input is \"queries.xlsx\"; there is nothing at that place; put the file there or correct the path",
+            "querl.toml:4: data.input is \"queries.xlsx\"; no such file; create it or correct the path",
         ),
         (
             "max_steps = 2\nbatch",
@@ -84,7 +84,7 @@ fn retrieval_settings_that_would_be_passed_over() {
             http(
                 "service = \"custom\"\nmapping = { request = { query = \"{{ query }}\" }, text = [\"/x\"], score = [] }",
             ),
-            "retrieval.rerank.kind is \"none\"; retrieval.mapping.score names no scores, so something has to make them",
+            "retrieval.rerank.kind is \"none\"; retrieval.mapping.score names no scores, so a reranker is required",
         ),
         (
             http("rerank = { kind = \"local\", path = \".\", scores = \"logit\" }"),
@@ -92,11 +92,11 @@ fn retrieval_settings_that_would_be_passed_over() {
         ),
         (
             http("service = \"chatchat\""),
-            "retrieval.rerank.kind is \"none\"; retrieval.service = \"chatchat\" sends no scores, so something has to make them",
+            "retrieval.rerank.kind is \"none\"; retrieval.service = \"chatchat\" sends no scores, so a reranker is required",
         ),
         (
             http("service = \"ragflow\"\ntop_k = 65"),
-            "retrieval.top_k asks for 65 passages; the service gives 64 at most",
+            "retrieval.top_k asks for 65 passages; the service returns at most 64",
         ),
         (
             http("service = \"dify\"\nmapping = { success = [\"0\"] }"),

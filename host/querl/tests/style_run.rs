@@ -159,7 +159,7 @@ fn a_style_model_that_cannot_be_asked_is_told_before_anything_runs() {
     let useless = "plugins.style_model.calibrated is set and plugins.style_model.path is not; name a classifier there, or leave it out";
     assert!(with(&["plugins.style_model.calibrated=true"]).ends_with(useless));
     let nothing = with(&["plugins.style_model.path=\"style\""]);
-    assert!(nothing.contains("plugins.style_model.path is \"style\"; there is nothing at that place"), "{nothing}");
+    assert!(nothing.contains("plugins.style_model.path is \"style\"; no such folder"), "{nothing}");
     let no_classifier = with(&[&format!("plugins.style_model.path={:?}", model().display().to_string())]);
     let expected = "no `id2label` there; a classifier names its classes in `label_mapping.json` or `config.json`";
     assert!(

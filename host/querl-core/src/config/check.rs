@@ -1,4 +1,4 @@
-//! What no schema says: which keys need each other, which files must be there.
+//! Checks beyond the schema: keys that require or exclude each other, and existing files.
 
 use super::plugins::StyleModelConfig;
 use super::run::{Config, DeviceSetting};
@@ -10,19 +10,17 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use toml::Value;
 
-/// What a path must name.
+/// What a path must be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Names {
+enum PathKind {
     File,
-    /// A model's.
-    Folder,
-    /// A plugin's.
-    FileOrFolder,
+    ModelFolder,
+    PluginFileOrFolder,
 }
 
-/// Makes every path that the file gives relative absolute, against `base`. `output_dir` is against the current folder.
+/// Makes paths absolute relative to `base`, and `output_dir` relative to the current folder.
 pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
-    // An output: it need not be there.
+    // An output file: may not exist yet.
     if let Some(path) = &mut config.cache.path {
         *path = clean(base.join(&*path));
     }
@@ -35,17 +33,17 @@ pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
     config.output_dir = std::path::absolute(&config.output_dir).unwrap_or_else(|_| config.output_dir.clone());
 }
 
-/// Without `..` and symbolic links where the file is there to follow them.
+/// Canonical path of an existing file, else the absolute path.
 fn clean(path: PathBuf) -> PathBuf {
     path.canonicalize().or_else(|_| std::path::absolute(&path)).unwrap_or(path)
 }
 
-/// Every path of an input, with its key. A new one belongs here.
-fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
+/// Every input path with its key. New path keys must be added here.
+fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
     let mut paths = vec![
-        ("data.input".into(), Names::File, &mut config.data.input),
-        ("model.path".into(), Names::Folder, &mut config.model.path),
-        ("plugins.prompt.path".into(), Names::FileOrFolder, &mut config.plugins.prompt.path),
+        ("data.input".into(), PathKind::File, &mut config.data.input),
+        ("model.path".into(), PathKind::ModelFolder, &mut config.model.path),
+        ("plugins.prompt.path".into(), PathKind::PluginFileOrFolder, &mut config.plugins.prompt.path),
     ];
     let optional = [
         ("teacher.path", &mut config.teacher.path),
@@ -62,7 +60,7 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
         ("retrieval.rerank.api_key_file", &mut config.retrieval.rerank.api_key_file),
     ];
     for (key, path) in optional {
-        paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::File, path)));
+        paths.extend(path.as_mut().map(|path| (key.to_owned(), PathKind::File, path)));
     }
     let models = [
         ("teacher.model_path", &mut config.teacher.model_path),
@@ -74,16 +72,20 @@ fn paths(config: &mut Config) -> Vec<(String, Names, &mut PathBuf)> {
         ("plugins.style_model.audit", &mut config.plugins.style_model.audit),
     ];
     for (key, path) in models {
-        paths.extend(path.as_mut().map(|path| (key.to_owned(), Names::Folder, path)));
+        paths.extend(path.as_mut().map(|path| (key.to_owned(), PathKind::ModelFolder, path)));
     }
     let filters = config.plugins.filters.iter_mut().map(|plugin| &mut plugin.path).enumerate();
-    paths.extend(filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), Names::FileOrFolder, path)));
+    paths.extend(
+        filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), PathKind::PluginFileOrFolder, path)),
+    );
     let rewards = config.plugins.rewards.iter_mut().map(|plugin| &mut plugin.path).enumerate();
-    paths.extend(rewards.map(|(index, path)| (format!("plugins.rewards[{index}].path"), Names::FileOrFolder, path)));
+    paths.extend(
+        rewards.map(|(index, path)| (format!("plugins.rewards[{index}].path"), PathKind::PluginFileOrFolder, path)),
+    );
     paths
 }
 
-/// Everything wrong with a configuration that already has the right shape and absolute paths.
+/// Checks a configuration that conforms to the schema and has absolute paths.
 pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     let mut violations = Vec::new();
     check_device(config, &mut violations);
@@ -98,19 +100,19 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::new("plugins.rewards", "plugins.rewards is empty; expected at least one reward"));
     }
-    violations.extend(paths(config).into_iter().filter_map(|(key, names, path)| check_path(key, names, path)));
+    violations.extend(paths(config).into_iter().filter_map(|(key, kind, path)| check_path(key, kind, path)));
     violations
 }
 
-fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
-    let complaint = match names {
-        Names::File if !path.exists() => "there is nothing at that place; put the file there or correct the path",
-        Names::Folder if !path.exists() => "there is nothing at that place; put the model there or correct the path",
-        Names::FileOrFolder if !path.exists() => {
-            "there is nothing at that place; put the plugin there or correct the path"
+fn check_path(key: String, kind: PathKind, path: &Path) -> Option<Violation> {
+    let complaint = match kind {
+        PathKind::File if !path.exists() => "no such file; create it or correct the path",
+        PathKind::ModelFolder if !path.exists() => "no such folder; put the model there or correct the path",
+        PathKind::PluginFileOrFolder if !path.exists() => {
+            "no such file or folder; put the plugin there or correct the path"
         }
-        Names::File if !path.is_file() => "expected a file, which it is not",
-        Names::Folder if !path.is_dir() => "expected a folder, which it is not",
+        PathKind::File if !path.is_file() => "expected a file",
+        PathKind::ModelFolder if !path.is_dir() => "expected a folder",
         _ => return None,
     };
     let message = format!("{key} is {:?}; {complaint}", path.display().to_string());
@@ -119,11 +121,11 @@ fn check_path(key: String, names: Names, path: &Path) -> Option<Violation> {
 
 fn check_device(config: &Config, violations: &mut Vec<Violation>) {
     if DeviceSetting::from_name(&config.device).is_none() {
-        violations.push(wrong_text("device", &config.device, "auto, cpu, cuda:N or different cards such as cuda:0,1"));
+        violations.push(wrong_text("device", &config.device, "auto, cpu, cuda:N or a list of GPUs such as cuda:0,1"));
     }
 }
 
-/// What is done on whole models alone.
+/// Settings that tensor parallelism does not support.
 fn check_tensor_parallel(config: &Config, violations: &mut Vec<Violation>) {
     let (key, n) = ("model.tensor_parallel", config.model.tensor_parallel);
     let refused = [
@@ -143,7 +145,7 @@ fn check_tensor_parallel(config: &Config, violations: &mut Vec<Violation>) {
     }
 }
 
-/// What the last part of an adapted layer's name may be.
+/// Last components of the names of layers that LoRA can adapt.
 const LINEAR_LAYERS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 fn check_training(config: &Config, violations: &mut Vec<Violation>) {
@@ -291,7 +293,7 @@ fn check_comparison(judge: &JudgeConfig, violations: &mut Vec<Violation>) {
     }
 }
 
-/// Settings of a style model that is not there.
+/// Settings of a style model without a path.
 fn check_style_model(style: &StyleModelConfig, violations: &mut Vec<Violation>) {
     let default = StyleModelConfig::default();
     let set = [
@@ -310,12 +312,12 @@ fn check_style_model(style: &StyleModelConfig, violations: &mut Vec<Violation>) 
     }
 }
 
-/// Settings that would be read and then passed over, and what a service cannot do.
+/// Settings that would be ignored, and requests that a service does not support.
 fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
     let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, message));
     let RetrievalConfig { kind, service, mapping, embedding, rerank, .. } = retrieval;
     let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
-    // A file with an address and a knowledge base of its own may serve here and ask there: each has its settings.
+    // A file may have both an address (client) and a knowledge base (`querl rag serve`), each with its settings.
     let (asks, serves) = (retrieval.url.is_some(), retrieval.knowledge_base.is_some());
     let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { !asks };
     if is_unused && *mapping != MappingConfig::default() {
@@ -361,7 +363,7 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     }
 }
 
-/// Whether a template has the place `{{embedding}}`, with spaces or without.
+/// Whether a template contains the placeholder `{{embedding}}`.
 fn has_embedding(template: &str) -> bool {
     let mut places = template.split("{{").skip(1);
     places.any(|rest| rest.split_once("}}").is_some_and(|(place, _)| place.trim() == "embedding"))
@@ -377,14 +379,14 @@ fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
             (None, ServiceKind::Chatchat) => "retrieval.service = \"chatchat\" sends no scores",
             (None, _) => "retrieval.service = \"custom\" sends no scores",
         };
-        refuse("retrieval.rerank.kind", format!("is \"none\"; {without}, so something has to make them"));
+        refuse("retrieval.rerank.kind", format!("is \"none\"; {without}, so a reranker is required"));
     }
     let wanted =
         if rerank.kind == RerankKind::None { retrieval.top_k } else { rerank.n_candidates.max(retrieval.top_k) };
     let most = mapping.top_k_range.map(|[_, most]| most).or(service.most_passages());
     if let Some(most) = most.filter(|most| wanted > *most) {
         let key = if rerank.kind == RerankKind::None { "retrieval.top_k" } else { "retrieval.rerank.n_candidates" };
-        refuse(key, format!("asks for {wanted} passages; the service gives {most} at most"));
+        refuse(key, format!("asks for {wanted} passages; the service returns at most {most}"));
     }
     let (has_status, has_success) = (mapping.status.is_some(), mapping.success.is_some());
     if has_status && !has_success && !service.has_status() {

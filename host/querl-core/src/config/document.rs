@@ -1,4 +1,4 @@
-//! A configuration as written: its values, and where each was written.
+//! A parsed configuration file with the location of each value.
 
 use std::collections::BTreeMap;
 use toml::de::{DeTable, DeValue};
@@ -12,15 +12,15 @@ pub(super) enum Origin {
     Flag(String),
 }
 
-/// A fault in the text or in one override.
+/// An error in the text or in an override.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Fault {
-    /// `None` where the text has no such place.
+pub(super) struct DocumentError {
+    /// `None` if the location is unknown.
     pub(super) origin: Option<Origin>,
     pub(super) message: String,
 }
 
-/// Values with their places. A key is written as `plugins.rewards[0].weight`.
+/// Values with their locations. Keys have the form `plugins.rewards[0].weight`.
 #[derive(Debug)]
 pub(super) struct Document {
     pub(super) table: toml::Table,
@@ -29,13 +29,13 @@ pub(super) struct Document {
 
 impl Document {
     /// Reads the text of a file.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, Fault> {
-        let text = std::str::from_utf8(bytes).map_err(|error| Fault {
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, DocumentError> {
+        let text = std::str::from_utf8(bytes).map_err(|error| DocumentError {
             origin: Some(Origin::Line(line_of(bytes, error.valid_up_to()))),
             message: "not UTF-8 text; save the file as UTF-8".into(),
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let invalid = |error: toml::de::Error| Fault {
+        let invalid = |error: toml::de::Error| DocumentError {
             origin: error.span().map(|span| Origin::Line(line_of(text.as_bytes(), span.start))),
             message: format!("not valid TOML: {}", one_line(error.message())),
         };
@@ -47,19 +47,19 @@ impl Document {
     }
 
     /// Applies `--set KEY=VALUE`. The value is TOML; a bare word that is not is taken as a string.
-    pub(super) fn set(&mut self, assignment: &str) -> Result<(), Fault> {
+    pub(super) fn set(&mut self, assignment: &str) -> Result<(), DocumentError> {
         let Some((key, value)) = assignment.split_once('=') else {
             let message = "expected KEY=VALUE, such as --set rl.max_steps=20".into();
-            return Err(Fault { origin: Some(Origin::Flag(format!("--set {assignment}"))), message });
+            return Err(DocumentError { origin: Some(Origin::Flag(format!("--set {assignment}"))), message });
         };
         let key = key.trim();
         let origin = Origin::Flag(format!("--set {key}"));
-        let at_flag = |message| Fault { origin: Some(origin.clone()), message };
+        let at_flag = |message| DocumentError { origin: Some(origin.clone()), message };
         let value = parse_value(value.trim()).map_err(at_flag)?;
         self.put(key, value, origin.clone()).map_err(at_flag)
     }
 
-    /// Puts a value at a dotted key, as if the file had it there.
+    /// Sets the value of a dotted key.
     pub(super) fn put(&mut self, key: &str, value: toml::Value, origin: Origin) -> Result<(), String> {
         let segments: Vec<&str> = key.split('.').collect();
         if segments.iter().any(|segment| segment.is_empty()) {
@@ -72,7 +72,7 @@ impl Document {
         Ok(())
     }
 
-    /// Where `key` was written, or else the nearest section around it.
+    /// Location of `key`, or else of the innermost enclosing section.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
         let mut key = key;
         loop {
@@ -130,7 +130,7 @@ fn parse_value(text: &str) -> Result<toml::Value, String> {
     }
 }
 
-/// Puts `value` below `table`; returns the key as [`Document`] writes it.
+/// Sets a value below `table`; returns the key in the form of [`Document`].
 fn put_at(table: &mut toml::Table, segments: &[&str], value: toml::Value) -> Result<String, String> {
     let (first, rest) = segments.split_first().expect("a split string has a first part");
     let mut path = (*first).to_owned();
@@ -144,7 +144,9 @@ fn put_at(table: &mut toml::Table, segments: &[&str], value: toml::Value) -> Res
             toml::Value::Array(items) => {
                 let n_items = items.len();
                 let index = segment.parse::<usize>().ok().filter(|index| *index < n_items);
-                let index = index.ok_or_else(|| format!("{path} has {n_items} entries; {segment} is none of them"))?;
+                let index = index.ok_or_else(|| {
+                    format!("{path} has {n_items} entries; expected an index below {n_items}, got {segment}")
+                })?;
                 path = format!("{path}[{index}]");
                 &mut items[index]
             }
@@ -202,11 +204,11 @@ mod tests {
             (
                 "plugins.rewards.2.weight=1",
                 "--set plugins.rewards.2.weight",
-                "plugins.rewards has 2 entries; 2 is none of them",
+                "plugins.rewards has 2 entries; expected an index below 2, got 2",
             ),
         ] {
             let fault = document.set(assignment).unwrap_err();
-            assert_eq!(fault, Fault { origin: Some(Origin::Flag(flag.into())), message: message.into() });
+            assert_eq!(fault, DocumentError { origin: Some(Origin::Flag(flag.into())), message: message.into() });
         }
         assert!(document.set("data.split=[0.1").unwrap_err().message.starts_with("not a valid TOML value"));
     }
@@ -218,7 +220,7 @@ mod tests {
         let fault = Document::parse(b"a = 1\n# \xff\n").unwrap_err();
         assert_eq!(
             fault,
-            Fault { origin: Some(Origin::Line(2)), message: "not UTF-8 text; save the file as UTF-8".into() }
+            DocumentError { origin: Some(Origin::Line(2)), message: "not UTF-8 text; save the file as UTF-8".into() }
         );
     }
 }

@@ -1,16 +1,16 @@
-//! From a file and the command line's overrides to a checked [`Config`].
+//! Loads a [`Config`] from a file and command line overrides.
 
 use super::check::{check, resolve_paths};
-use super::document::{Document, Fault, Origin};
+use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What the command line changes about a file.
+/// Overrides from the command line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Overrides {
-    /// `KEY=VALUE`: dotted key, TOML value; a bare word that is not TOML is a string.
+    /// `KEY=VALUE`: dotted key and TOML value; a bare word is a string.
     pub set: Vec<String>,
     /// Replaces `output_dir`.
     pub out: Option<PathBuf>,
@@ -18,9 +18,9 @@ pub struct Overrides {
     pub threads: Option<usize>,
 }
 
-/// Where a fault lies.
+/// Location of an error.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum ConfigLocation {
     /// The file as a whole.
     File(PathBuf),
     /// A 1-based line of the file.
@@ -29,7 +29,7 @@ pub enum Place {
     Flag(String),
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for ConfigLocation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::File(path) => write!(f, "{}", path.display()),
@@ -39,41 +39,24 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// Why a configuration cannot be used: one sentence, with the place.
+/// Errors of loading a configuration. `hint` is empty or suggests another file.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum ConfigError {
-    /// No such file.
     #[error("{}: no such file{hint}", path.display())]
-    Missing {
-        /// As given.
-        path: PathBuf,
-        /// Empty, or a sentence on what may be meant.
-        hint: String,
-    },
-    /// The file is there and cannot be read.
+    Missing { path: PathBuf, hint: String },
     #[error("{}: cannot be read: {source}", path.display())]
-    Unreadable {
-        /// As given.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// What it says cannot be.
-    #[error("{place}: {message}")]
-    Invalid {
-        /// Where.
-        place: Place,
-        /// What is there, what was expected.
-        message: String,
-    },
+    Unreadable { path: PathBuf, source: io::Error },
+    #[error("{location}: {message}")]
+    Invalid { location: ConfigLocation, message: String },
 }
 
 /// Reads, overrides, resolves and checks the configuration at `path`.
 ///
-/// Relative paths in the file and in overrides are against the file's folder; `output_dir` is against the current folder.
+/// Relative paths in the file and in overrides are relative to the file's folder, `output_dir` to the current folder.
 ///
 /// # Errors
-/// The first fault in the order of the file; faults of flags come before.
+/// The first error in file order; errors of flags come first.
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let bytes = read(path)?;
     let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
@@ -87,10 +70,10 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     Ok(config)
 }
 
-/// Reads the resolved copy that a run left, whose inputs may have moved since: shape and numbers are checked, files are not.
+/// Reads a run's resolved configuration: checks the schema, but not that input files exist.
 ///
 /// # Errors
-/// The first fault in the order of the file.
+/// The first error in file order.
 pub fn load_resolved(path: &Path) -> Result<Config, ConfigError> {
     let document = Document::parse(&read(path)?).map_err(|fault| at(path, fault))?;
     shaped(&document, path)
@@ -111,7 +94,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
             _ => String::new(),
         };
         let message = format!("is a folder, not a configuration file{hint}");
-        return Err(ConfigError::Invalid { place: Place::File(path.into()), message });
+        return Err(ConfigError::Invalid { location: ConfigLocation::File(path.into()), message });
     }
     std::fs::read(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => ConfigError::Missing { path: path.into(), hint: neighbour(path) },
@@ -119,7 +102,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
     })
 }
 
-/// Names a file beside `path` whose name looks like it.
+/// Suggests a file with a similar name in the same folder.
 fn neighbour(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let wanted = path.file_name().unwrap_or_default().to_string_lossy();
@@ -132,7 +115,7 @@ fn neighbour(path: &Path) -> String {
     }
 }
 
-fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, Fault> {
+fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, DocumentError> {
     let mut document = Document::parse(bytes)?;
     for assignment in &overrides.set {
         document.set(assignment)?;
@@ -140,22 +123,24 @@ fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, Fault> {
     if let Some(threads) = overrides.threads {
         let value = toml::Value::Integer(i64::try_from(threads).unwrap_or(i64::MAX));
         let origin = Origin::Flag("--threads".into());
-        document.put("threads", value, origin.clone()).map_err(|message| Fault { origin: Some(origin), message })?;
+        document
+            .put("threads", value, origin.clone())
+            .map_err(|message| DocumentError { origin: Some(origin), message })?;
     }
     Ok(document)
 }
 
-/// The document as a configuration, if it has the shape of one.
+/// Deserialises a document that conforms to the schema.
 fn shaped(document: &Document, path: &Path) -> Result<Config, ConfigError> {
     first_of(conform(&document.table, json_schema()), document, path)?;
     document.table.clone().try_into().map_err(|error: toml::de::Error| {
-        // The schema is derived from the type, so that only a number beyond its type's bounds gets here.
+        // The schema is derived from the type: only a number out of its type's range is an error here.
         let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
-        ConfigError::Invalid { place: Place::File(path.into()), message }
+        ConfigError::Invalid { location: ConfigLocation::File(path.into()), message }
     })
 }
 
-/// The violation that a reader of the file meets first.
+/// Fails with the first violation in file order.
 fn first_of(violations: Vec<Violation>, document: &Document, path: &Path) -> Result<(), ConfigError> {
     let located = violations.into_iter().map(|violation| (document.origin(&violation.key).cloned(), violation.message));
     let order = |origin: &Option<Origin>| match origin {
@@ -164,18 +149,18 @@ fn first_of(violations: Vec<Violation>, document: &Document, path: &Path) -> Res
         None => usize::MAX,
     };
     match located.min_by_key(|(origin, _)| order(origin)) {
-        Some((origin, message)) => Err(at(path, Fault { origin, message })),
+        Some((origin, message)) => Err(at(path, DocumentError { origin, message })),
         None => Ok(()),
     }
 }
 
-fn at(path: &Path, fault: Fault) -> ConfigError {
-    let place = match fault.origin {
-        Some(Origin::Line(line)) => Place::Line(path.into(), line),
-        Some(Origin::Flag(flag)) => Place::Flag(flag),
-        None => Place::File(path.into()),
+fn at(path: &Path, fault: DocumentError) -> ConfigError {
+    let location = match fault.origin {
+        Some(Origin::Line(line)) => ConfigLocation::Line(path.into(), line),
+        Some(Origin::Flag(flag)) => ConfigLocation::Flag(flag),
+        None => ConfigLocation::File(path.into()),
     };
-    ConfigError::Invalid { place, message: fault.message }
+    ConfigError::Invalid { location, message: fault.message }
 }
 
 #[cfg(test)]
@@ -315,13 +300,9 @@ path = "reward.wasm"
             (
                 "path = \"tiny\"",
                 "path = \"huge\"",
-                "querl.toml:14: model.path is \"huge\"; there is nothing at that place; put the model there or correct the path",
+                "querl.toml:14: model.path is \"huge\"; no such folder; put the model there or correct the path",
             ),
-            (
-                "path = \"tiny\"",
-                "path = \"kb.jsonl\"",
-                "querl.toml:14: model.path is \"kb.jsonl\"; expected a folder, which it is not",
-            ),
+            ("path = \"tiny\"", "path = \"kb.jsonl\"", "querl.toml:14: model.path is \"kb.jsonl\"; expected a folder"),
             (
                 "path = \"teacher.jsonl\"",
                 "",
@@ -356,12 +337,12 @@ path = "reward.wasm"
             (
                 "[data]",
                 "device = \"gpu\"\n[data]",
-                "querl.toml:2: device is \"gpu\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
+                "querl.toml:2: device is \"gpu\"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1",
             ),
             (
                 "[data]",
                 "device = \"cuda:+1\"\n[data]",
-                "querl.toml:2: device is \"cuda:+1\"; expected auto, cpu, cuda:N or different cards such as cuda:0,1",
+                "querl.toml:2: device is \"cuda:+1\"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1",
             ),
             (
                 "path = \"tiny\"",
@@ -438,7 +419,7 @@ path = "reward.wasm"
         );
         assert_eq!(
             fault(GOOD, &["data.input=none.xlsx"]),
-            "--set data.input: data.input is \"none.xlsx\"; there is nothing at that place; put the file there or correct the path"
+            "--set data.input: data.input is \"none.xlsx\"; no such file; create it or correct the path"
         );
     }
 

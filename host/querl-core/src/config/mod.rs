@@ -1,10 +1,8 @@
-//! The configuration of a run, resolved: every value present, checked and, where it names a file, absolute.
+//! The resolved configuration of a run: every value present and checked, every path absolute.
 //!
-//! Defaults are those of the source plan for real models: actor learning rate 1e-5, critic 1e-4, 4 epochs and so on. An
-//! example for a tiny model overrides them in its own file and says why.
-//!
-//! The structs here are the one place that says what a key is called, means, defaults to and may be: [`schema`] and the
-//! checks of [`load()`] are derived from them.
+//! The structs define name, meaning, default and range of every key: [`schema`], the checks of [`load()`] and
+//! docs/configuration.md are derived from them. Defaults are for real models (actor learning rate 1e-5, critic 1e-4, 4
+//! epochs); examples with a tiny model override them.
 
 mod check;
 mod document;
@@ -16,7 +14,7 @@ mod services;
 mod sources;
 mod training;
 
-pub use load::{ConfigError, Overrides, Place, load, load_resolved};
+pub use load::{ConfigError, ConfigLocation, Overrides, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, StyleModelConfig, WeightedPluginConfig};
 pub use run::{BaseDtype, Config, DataConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, TableFormat, TextWidth};
 pub use schema::{KeyInfo, json_schema, keys};

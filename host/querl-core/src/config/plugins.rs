@@ -14,7 +14,7 @@ pub struct PluginsConfig {
     /// Filters, applied in order.
     #[serde(default)]
     pub filters: Vec<PluginConfig>,
-    /// Rewards, summed by weight; a scorer of style may be one, and asks `style_model`.
+    /// Rewards, a weighted sum; a style scorer uses `style_model`.
     pub rewards: Vec<WeightedPluginConfig>,
     /// A classifier of the style of answers, for scorers of style and as part of every episode.
     #[serde(default)]
@@ -36,18 +36,18 @@ pub struct StyleModelConfig {
     pub path: Option<PathBuf>,
     /// Folder of the model that an adapter was trained on.
     pub base: Option<PathBuf>,
-    /// Most tokens of a dialogue; of longer ones question and answer are shortened.
+    /// Maximum number of tokens of a dialogue; question and answer of longer ones are truncated.
     #[schemars(range(min = 1))]
     pub max_length: usize,
     /// Whether probabilities are corrected by the temperature that was fitted in training.
     pub calibrated: bool,
-    /// Folder of a second classifier, of other data or another seed, that says the style of evaluated answers too. No reward sees it: what
-    /// only the first takes for the style shows as a difference between the two.
+    /// Folder of a second classifier, trained on other data or with another seed, for evaluation only. No reward uses it: a
+    /// difference between the two shows reward hacking of the first.
     pub audit: Option<PathBuf>,
 }
 
 impl StyleModelConfig {
-    /// The second classifier as a first: asked in the same way, on a folder of its own.
+    /// The settings of the second classifier (`audit`).
     pub fn of_audit(&self) -> Self {
         Self { path: self.audit.clone(), base: None, audit: None, ..self.clone() }
     }
@@ -65,7 +65,7 @@ impl Default for StyleModelConfig {
 pub struct PluginConfig {
     /// A `.querl` bundle, a `.wasm` component, or a folder with its source.
     pub path: PathBuf,
-    /// Handed to the plugin as text.
+    /// Settings, passed to the plugin as text.
     #[serde(default)]
     #[schemars(with = "BTreeMap<String, serde_json::Value>")]
     pub settings: BTreeMap<String, toml::Value>,
@@ -80,7 +80,7 @@ pub struct WeightedPluginConfig {
     /// Weight in the sum.
     #[serde(default = "defaults::one")]
     pub weight: f64,
-    /// Handed to the plugin as text.
+    /// Settings, passed to the plugin as text.
     #[serde(default)]
     #[schemars(with = "BTreeMap<String, serde_json::Value>")]
     pub settings: BTreeMap<String, toml::Value>,
@@ -90,10 +90,10 @@ pub struct WeightedPluginConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PluginLimits {
-    /// Deterministic instruction budget of a call, for what it does whatever its number of items: a JavaScript or Python plugin
+    /// Fuel (deterministic instruction budget) per call, independent of the number of items: a JavaScript or Python plugin
     /// starts its interpreter in each call.
     pub fuel_per_call: u64,
-    /// Deterministic instruction budget per item of a batch, besides that of the call. A batch has the sum over its items.
+    /// Fuel per item of a batch, in addition to that of the call.
     #[schemars(range(min = 1))]
     pub fuel_per_item: u64,
     /// Wall-clock backstop per call, in milliseconds.
@@ -102,12 +102,12 @@ pub struct PluginLimits {
     /// Linear memory per instance, in bytes.
     #[schemars(range(min = 65_536))]
     pub memory_bytes: usize,
-    /// What a call may hand back, in bytes.
+    /// Maximum size of a call's result in bytes.
     #[schemars(range(min = 1))]
     pub output_bytes: usize,
-    /// What a call may log, in bytes; the rest is cut with a note.
+    /// Maximum size of a call's log output in bytes; the rest is truncated with a note.
     pub log_bytes: usize,
-    /// What compiling a component may take, in milliseconds; it is compiled once and kept.
+    /// Timeout of compiling a component in milliseconds; compiled components are cached.
     #[schemars(range(min = 1))]
     pub compile_timeout_ms: u64,
     /// What happens to an item of a reward, filter or style scorer at which a limit is hit.

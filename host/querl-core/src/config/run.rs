@@ -8,14 +8,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// A whole run.
+/// The configuration of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Tenant id, sent to the retrieval service.
     pub tenant: String,
-    /// `auto`, `cpu`, `cuda:N`, or several cards that share the work: `cuda:0,1` or `cuda:0-3`. `cpu:2` lets two ranks share the
-    /// processor as two cards would: a check, and no faster.
+    /// `auto`, `cpu`, `cuda:N`, or several GPUs: `cuda:0,1` or `cuda:0-3`. `cpu:2` runs two ranks on the CPU: a test of
+    /// multi-GPU behaviour, not faster.
     #[serde(default = "defaults::device")]
     pub device: String,
     /// Seeds initialisation, shuffling and sampling. Splits have their own.
@@ -25,29 +25,29 @@ pub struct Config {
     #[serde(default)]
     #[schemars(range(max = 1024))]
     pub threads: usize,
-    /// Where results go.
+    /// Run directory.
     #[serde(default = "defaults::output_dir")]
     pub output_dir: PathBuf,
-    /// The most that calls of this run may cost, in the currency of the prices; a run that would exceed it stops (exit code 3) and can be gone on with.
+    /// Maximum cost of external calls in the currency of the prices; a run that would exceed it stops with exit code 3 and can be resumed.
     #[serde(default)]
     #[schemars(range(min = 0.0))]
     pub budget: Option<f64>,
     /// The query table.
     pub data: DataConfig,
-    /// Who writes the rewrites to learn from and to beat.
+    /// The teacher model: its rewrites are the SFT targets and the RL baseline.
     pub teacher: TeacherConfig,
-    /// Who is asked for the rows that the teacher failed on.
+    /// The teacher for rows on which `teacher` failed; unused if `base_url` is not set.
     #[serde(default)]
     pub fallback_teacher: EndpointConfig,
-    /// Who judges rewrites.
+    /// The judge of rewrites.
     #[serde(default)]
     pub judge: JudgeConfig,
-    /// What finds passages.
+    /// Passage retrieval.
     pub retrieval: RetrievalConfig,
-    /// What holds for calls to teacher, judge and retrieval alike.
+    /// Settings of all external calls.
     #[serde(default)]
     pub calls: CallsConfig,
-    /// Answers of teachers, judges and retrieval services that are kept on disk.
+    /// The response cache.
     #[serde(default)]
     pub cache: CacheConfig,
     /// The model to train.
@@ -58,7 +58,7 @@ pub struct Config {
     /// Reinforcement learning.
     #[serde(default)]
     pub rl: RlConfig,
-    /// The final table.
+    /// Evaluation.
     #[serde(default)]
     pub eval: EvalConfig,
     /// WebAssembly components.
@@ -80,8 +80,8 @@ pub struct DataConfig {
     /// Column of the history summary; the default also finds `history_summary`, and without either it reads as empty.
     #[serde(default = "defaults::history_column")]
     pub history_column: String,
-    /// Column of gold passage ids, separated by commas, semicolons or spaces; the default also finds `gold_ids`, and without either
-    /// they are unknown.
+    /// Column of gold passage ids, separated by commas, semicolons or spaces; the default also finds `gold_ids`, and without
+    /// either they are unknown.
     #[serde(default = "defaults::gold_column")]
     pub gold_column: String,
     /// Column whose equal values make one group; by default the gold ids, else the normalised query.
@@ -98,62 +98,62 @@ pub struct DataConfig {
     /// `letters` leaves punctuation as it is, `all` changes punctuation too.
     #[serde(default)]
     pub width: TextWidth,
-    /// Tables written beside `rewrites.jsonl` and `validated.jsonl`: any of xlsx, csv, tsv, parquet.
+    /// Tables written next to `rewrites.jsonl` and `validated.jsonl`: any of xlsx, csv, tsv, parquet.
     #[serde(default = "defaults::export")]
     pub export: Vec<TableFormat>,
-    /// Rows of val and test that are at least so similar to a row of train count as leaked; 1 is the same but for width, case,
-    /// space and punctuation.
+    /// Similarity to a row of train from which rows of val and test count as leaked; 1 is equal up to width, case, space and
+    /// punctuation.
     #[serde(default = "defaults::leak_similarity")]
     #[schemars(range(min = 0.7, max = 1.0))]
     pub leak_similarity: f64,
-    /// What happens before a training where rows of test have leaked: `refuse` stops, `warn` says so and goes on.
+    /// What happens before training if rows of test have leaked: `refuse` stops, `warn` prints a warning and continues.
     #[serde(default)]
     pub on_leak: OnLeak,
 }
 
-/// What happens where training would show the model what it is tested on.
+/// Handling of leaked test rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnLeak {
-    /// Nothing is trained.
+    /// Training does not start.
     #[default]
     Refuse,
-    /// It is said.
+    /// A warning is printed.
     Warn,
 }
 
-/// What becomes of full-width forms.
+/// Conversion of full-width characters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TextWidth {
-    /// They stay.
+    /// No conversion.
     #[default]
     Keep,
-    /// Letters, digits and spaces become half-width ones.
+    /// Letters, digits and spaces become half-width.
     Letters,
-    /// Punctuation too.
+    /// Letters, digits, spaces and punctuation become half-width.
     All,
 }
 
-/// A format that tables are written in.
+/// Output format of tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TableFormat {
-    /// A workbook.
+    /// Excel workbook.
     Xlsx,
     /// Comma-separated text.
     Csv,
     /// Tab-separated text.
     Tsv,
-    /// Typed columns.
+    /// Apache Parquet.
     Parquet,
 }
 
 impl TableFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 4] = [Self::Xlsx, Self::Csv, Self::Tsv, Self::Parquet];
 
-    /// How names of such files end.
+    /// File extension.
     pub fn extension(self) -> &'static str {
         match self {
             Self::Xlsx => "xlsx",
@@ -174,8 +174,7 @@ impl DataConfig {
     /// Default of `gold_column`.
     pub const GOLD_COLUMN: &str = "相关文档";
 
-    /// The other name that a default column name stands for: the one that this program's own tables have, so that they can be
-    /// read again. `None` for a name that a user chose.
+    /// Alias of a default column name, used in exported tables; `None` for other names.
     pub fn other_name(column: &str) -> Option<&'static str> {
         match column {
             Self::QUERY_COLUMN => Some("original_query"),
@@ -187,7 +186,7 @@ impl DataConfig {
     }
 }
 
-/// How the frozen weights of a model are stored.
+/// Storage type of frozen weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BaseDtype {
@@ -198,16 +197,16 @@ pub enum BaseDtype {
     Bf16,
     /// 2 bytes: 11 bits of mantissa, at most 65504.
     F16,
-    /// A byte and a share of a scale.
+    /// 1 byte and a scale per group of 64.
     Int8,
-    /// A byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale for each output.
+    /// 1 byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale per output.
     Fp8,
-    /// Half a byte and a share of a scale: the 16 values of QLoRA's normal float.
+    /// 4 bits and a scale per group of 64: the 16 values of QLoRA's NormalFloat.
     Nf4,
 }
 
 impl BaseDtype {
-    /// As in a configuration.
+    /// Name in a configuration.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -226,36 +225,36 @@ impl BaseDtype {
 pub struct ModelConfig {
     /// A Hugging Face directory.
     pub path: PathBuf,
-    /// How the frozen base is stored. Sums, adapters and losses are f32.
+    /// Storage type of the frozen base weights. Accumulation, adapters and losses are f32.
     #[serde(default)]
     pub dtype: BaseDtype,
-    /// Most tokens of one forward and backward pass: bounds memory; the result does not depend on it.
+    /// Maximum number of tokens of one forward and backward pass: bounds memory; the result does not depend on it.
     #[serde(default = "defaults::tokens_per_pass")]
     #[schemars(range(min = 1))]
     pub tokens_per_pass: usize,
-    /// Keep only the inputs of each layer and compute the rest again in the backward pass: less memory, a third more time.
+    /// Save only the input of each layer and recompute activations in the backward pass: less memory, a third more time.
     #[serde(default)]
     pub gradient_checkpointing: bool,
-    /// Devices that hold one copy of the model together, each a part of every layer: for models that do not fit one card. The number
-    /// of `device`'s must be a multiple of it.
+    /// Tensor parallel size: number of devices that share one copy of the model, for models that do not fit on one GPU. The
+    /// number of devices in `device` must be a multiple of it.
     #[serde(default = "defaults::tensor_parallel")]
     #[schemars(range(min = 1, max = 64))]
     pub tensor_parallel: usize,
 }
 
-/// The final table.
+/// Evaluation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvalConfig {
     /// Any of `raw`, `teacher`, `sft`, `rl`.
     pub systems: Vec<String>,
-    /// Beams of the search that writes a trained model's answers; 1 is greedy.
+    /// Number of beams for the answers of trained models; 1 is greedy decoding.
     #[schemars(range(min = 1, max = 64))]
     pub n_beams: usize,
-    /// Resamples of the bootstrap.
+    /// Number of bootstrap resamples.
     #[schemars(range(min = 1, max = 1_000_000))]
     pub bootstrap: usize,
-    /// Rewrites shown side by side in the report.
+    /// Number of example rewrites in the report.
     pub n_examples: usize,
 }
 
@@ -312,34 +311,34 @@ mod defaults {
     }
 }
 
-/// Most ranks of one run: more cards than this no machine holds.
+/// Maximum number of ranks of one run.
 const MAX_RANKS: usize = 64;
 
-/// Devices, as `device` names them.
+/// Value of the key `device`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceSetting {
-    /// The first card where there is one, else the processor.
+    /// The first GPU if there is one, else the CPU.
     Auto,
-    /// The processor, as so many ranks that share it. More than one is a check of what several cards do, not faster.
+    /// The CPU. More than one rank is a test of multi-GPU behaviour, not faster.
     Cpu {
         /// At least 1.
         n_ranks: usize,
     },
-    /// Cards by their numbers, each once: a rank on each, in this order.
-    Cards(Vec<usize>),
+    /// GPUs by index, without duplicates, one rank per GPU in this order.
+    Cuda(Vec<usize>),
 }
 
 impl DeviceSetting {
-    /// How many devices share the work.
+    /// Number of ranks.
     pub fn n_ranks(&self) -> usize {
         match self {
             Self::Auto => 1,
             Self::Cpu { n_ranks } => *n_ranks,
-            Self::Cards(cards) => cards.len(),
+            Self::Cuda(indices) => indices.len(),
         }
     }
 
-    /// Of `auto`, `cpu`, `cpu:2`, `cuda:0`, `cuda:0,1,3` or `cuda:0-3`. `None` of everything else.
+    /// Parses `auto`, `cpu`, `cpu:2`, `cuda:0`, `cuda:0,1,3` or `cuda:0-3`; `None` for anything else.
     pub fn from_name(name: &str) -> Option<Self> {
         match (name, name.strip_prefix("cpu:"), name.strip_prefix("cuda:")) {
             ("auto", ..) => Some(Self::Auto),
@@ -348,27 +347,27 @@ impl DeviceSetting {
                 let n_ranks = number(n_ranks).filter(|n| (1..=MAX_RANKS).contains(n))?;
                 Some(Self::Cpu { n_ranks })
             }
-            (.., Some(list)) => cards(list).map(Self::Cards),
+            (.., Some(list)) => gpu_indices(list).map(Self::Cuda),
             _ => None,
         }
     }
 }
 
-fn cards(list: &str) -> Option<Vec<usize>> {
-    let mut cards = Vec::new();
+fn gpu_indices(list: &str) -> Option<Vec<usize>> {
+    let mut indices = Vec::new();
     for part in list.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (number(first)?, number(last)?);
         if first > last || last - first >= MAX_RANKS {
             return None;
         }
-        cards.extend(first..=last);
+        indices.extend(first..=last);
     }
-    let is_twice = |(index, card): (usize, &usize)| cards[..index].contains(card);
-    (cards.len() <= MAX_RANKS && !cards.iter().enumerate().any(is_twice)).then_some(cards)
+    let is_duplicate = |(position, index): (usize, &usize)| indices[..position].contains(index);
+    (indices.len() <= MAX_RANKS && !indices.iter().enumerate().any(is_duplicate)).then_some(indices)
 }
 
-/// Digits alone: a sign or a space would be another spelling of the same number.
+/// Accepts digits only, no sign or space.
 fn number(text: &str) -> Option<usize> {
     text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()))
 }
@@ -378,18 +377,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_device_several_cards_and_ranges_are_read() {
-        let cards = |list: &[usize]| Some(DeviceSetting::Cards(list.to_vec()));
+    fn devices_lists_and_ranges_are_parsed() {
+        let cuda = |list: &[usize]| Some(DeviceSetting::Cuda(list.to_vec()));
         assert_eq!(DeviceSetting::from_name("auto"), Some(DeviceSetting::Auto));
         assert_eq!(DeviceSetting::from_name("cpu"), Some(DeviceSetting::Cpu { n_ranks: 1 }));
         assert_eq!(DeviceSetting::from_name("cpu:3"), Some(DeviceSetting::Cpu { n_ranks: 3 }));
-        assert_eq!(DeviceSetting::from_name("cuda:12"), cards(&[12]));
-        assert_eq!(DeviceSetting::from_name("cuda:2,0"), cards(&[2, 0]));
-        assert_eq!(DeviceSetting::from_name("cuda:0-3,5"), cards(&[0, 1, 2, 3, 5]));
+        assert_eq!(DeviceSetting::from_name("cuda:12"), cuda(&[12]));
+        assert_eq!(DeviceSetting::from_name("cuda:2,0"), cuda(&[2, 0]));
+        assert_eq!(DeviceSetting::from_name("cuda:0-3,5"), cuda(&[0, 1, 2, 3, 5]));
     }
 
     #[test]
-    fn other_spellings_and_a_card_that_comes_twice_are_none() {
+    fn invalid_names_and_duplicate_gpus_are_rejected() {
         let names = ["", "gpu", "CPU", "cpu:", "cpu:0", "cpu:65", "cpu:-1", "cuda", "cuda:", "cuda:-1", "cuda:+1"];
         let lists = ["cuda: 1", "cuda:x", "cuda:1,", "cuda:1,1", "cuda:0-2,1", "cuda:3-1", "cuda:0-99", "cuda:0-"];
         for name in names.into_iter().chain(lists) {

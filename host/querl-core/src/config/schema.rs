@@ -1,4 +1,4 @@
-//! What may stand in a configuration file, derived from the structs of [`super`]: names, types, ranges, defaults, meanings.
+//! JSON Schema of the configuration file, derived from the structs of [`super`], and validation of a file against it.
 
 use super::document::join;
 use super::run::Config;
@@ -21,13 +21,13 @@ pub fn json_schema() -> &'static Value {
 pub struct KeyInfo {
     /// `rl.gae_lambda`; `plugins.rewards[].weight` inside a list of sections.
     pub key: String,
-    /// What values it takes, with their range: `number, 0.0 to 1.0`.
+    /// Type and range: `number, 0.0 to 1.0`.
     pub expects: String,
-    /// As TOML; `None` where the key is required or stays unset.
+    /// Default as TOML; `None` if the key is required or unset by default.
     pub default: Option<String>,
-    /// True where the file must have it (or, inside a section that may be left out, where the section must).
+    /// True if the section must have the key.
     pub required: bool,
-    /// One sentence.
+    /// Description.
     pub meaning: String,
 }
 
@@ -38,7 +38,7 @@ pub fn keys() -> Vec<KeyInfo> {
     keys
 }
 
-/// Values before sections, so that a section's own keys stand together.
+/// Lists values before sections, so that a section's own keys are contiguous.
 fn list_section(prefix: &str, section: &Value, defaults: Option<&Value>, keys: &mut Vec<KeyInfo>) {
     let Some(properties) = properties(section) else { return };
     let (sections, values): (Vec<_>, Vec<_>) =
@@ -61,23 +61,23 @@ fn list_section(prefix: &str, section: &Value, defaults: Option<&Value>, keys: &
     }
 }
 
-/// The keys of a section; `None` where any key goes (plugin settings) or where it is no section.
+/// Keys of a section; `None` if any key is allowed (plugin settings) or it is not a section.
 pub(super) fn properties(schema: &Value) -> Option<&serde_json::Map<String, Value>> {
     schema.get("properties")?.as_object()
 }
 
-/// The schema itself where it is a section, or its entries' where it is a list of sections.
+/// Schema of a section, or of the entries of a list of sections.
 fn inner_section(schema: &Value) -> Option<&Value> {
     let inner = if has_type(schema, "array") { schema.get("items")? } else { schema };
     properties(inner).map(|_| inner)
 }
 
-/// True where a section cannot do without `key`.
+/// True if `key` is required in the section.
 pub(super) fn is_required(section: &Value, key: &str) -> bool {
     section.get("required").and_then(Value::as_array).is_some_and(|keys| keys.iter().any(|required| required == key))
 }
 
-/// True where `schema` admits values of the JSON type `name`.
+/// True if `schema` allows values of the JSON type `name`.
 pub(super) fn has_type(schema: &Value, name: &str) -> bool {
     match schema.get("type") {
         Some(Value::String(only)) => only == name,
@@ -86,7 +86,7 @@ pub(super) fn has_type(schema: &Value, name: &str) -> bool {
     }
 }
 
-/// The words a value must be one of; empty where it is not a choice.
+/// Allowed values of an enum; empty for other types.
 pub(super) fn choices(schema: &Value) -> Vec<&str> {
     let listed = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
     let described = schema.get("oneOf").and_then(Value::as_array).into_iter().flatten();
@@ -102,7 +102,7 @@ pub(super) fn or_list(words: &[&str]) -> String {
     }
 }
 
-/// `0.0 to 1.0`, `1 or more`, `more than 0.0`; empty where any number goes.
+/// `0.0 to 1.0`, `1 or more`, `more than 0.0`; empty without bounds.
 pub(super) fn range(schema: &Value) -> String {
     let bound = |name| schema.get(name).map(|bound| number(schema, bound));
     match (bound("minimum"), bound("exclusiveMinimum"), bound("maximum")) {
@@ -115,7 +115,7 @@ pub(super) fn range(schema: &Value) -> String {
     }
 }
 
-/// A bound as a person writes it: `1.0` for a number, `1` for an integer.
+/// Formats a bound: `1.0` for a number, `1` for an integer.
 fn number(schema: &Value, bound: &Value) -> String {
     match (has_type(schema, "number"), bound.as_f64()) {
         (true, Some(float)) => format!("{float:?}"),
@@ -124,7 +124,7 @@ fn number(schema: &Value, bound: &Value) -> String {
     }
 }
 
-/// What a key takes, in words.
+/// Type and range of a key.
 pub(super) fn expects(schema: &Value) -> String {
     let choices = choices(schema);
     if !choices.is_empty() {
@@ -138,7 +138,7 @@ pub(super) fn expects(schema: &Value) -> String {
     }
 }
 
-/// The type of a key, in words with an article where one is spoken.
+/// Type of a key, with an article.
 pub(super) fn kind(schema: &Value) -> String {
     if has_type(schema, "integer") {
         "an integer".into()
@@ -186,10 +186,10 @@ fn as_toml(value: &Value) -> String {
     }
 }
 
-/// What is wrong at one key.
+/// An invalid key or value.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Violation {
-    /// As [`super::document::Document`] writes keys.
+    /// Key in the form of [`super::document::Document`].
     pub(super) key: String,
     /// One sentence that names the key.
     pub(super) message: String,
@@ -201,7 +201,7 @@ impl Violation {
     }
 }
 
-/// Everything in `table` that does not fit the schema of its section.
+/// Validates a table against the schema.
 pub(super) fn conform(table: &toml::Table, schema: &Value) -> Vec<Violation> {
     let mut violations = Vec::new();
     check_section("", table, schema, &mut violations);
@@ -282,7 +282,7 @@ pub(super) fn wrong(key: &str, value: &toml::Value, expected: &str) -> Violation
     let value = match value {
         toml::Value::Table(_) => "a section".into(),
         toml::Value::Array(items) if items.iter().any(toml::Value::is_table) => "a list of sections".into(),
-        // A long or multi-line string would drown the sentence.
+        // Long and multi-line strings are shortened.
         toml::Value::String(text) => shorten(&format!("{text:?}")),
         _ => shorten(&value.to_string()),
     };
@@ -306,7 +306,7 @@ fn unknown<'a>(key: &str, name: &str, known: impl Iterator<Item = &'a String>) -
 }
 
 fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a String>) -> Option<&'a String> {
-    // Below this, strsim's own examples and ours (`lr` for `learning_rate`) stop looking alike.
+    // Jaro-Winkler similarity; below this, suggestions (`lr` for `learning_rate`) are no longer useful.
     const ALIKE: f64 = 0.75;
     known
         .map(|candidate| (strsim::jaro_winkler(name, candidate), candidate))

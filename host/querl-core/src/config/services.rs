@@ -1,28 +1,28 @@
-//! Retrieval services of other makers: what they are sent, and where in their answers the passages are.
+//! External calls, the response cache, retrieval services and their mapping, embedding models and rerankers.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What holds for calls to teacher, judge and retrieval alike.
+/// Settings of all external calls.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CallsConfig {
-    /// Limit for making a connection, in seconds.
+    /// Connect timeout in seconds.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub connect_timeout_s: f64,
-    /// Limit for the time without a byte in the middle of an answer, in seconds; `timeout_s` of the service limits the whole call.
+    /// Read timeout in seconds: longest pause within an answer; `timeout_s` of the service limits the whole call.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub read_timeout_s: f64,
-    /// Largest answer that is read, in MiB.
+    /// Maximum size of an answer in MiB.
     #[schemars(range(min = 1, max = 1024))]
     pub max_response_mib: usize,
-    /// After so many calls in a row without an answer, retries included in each, a service is given up and the stage stops; 0 never.
+    /// Circuit breaker: the stage stops after this many consecutive failed calls to a service (each with its retries); 0 disables it.
     pub breaker_failures: usize,
     /// Proxy for all services, `http://` or `https://`; by default `HTTP_PROXY` and `HTTPS_PROXY` of the environment. `NO_PROXY` holds for both.
     pub proxy: Option<String>,
-    /// Certificates to trust beside the system's, PEM.
+    /// PEM file of certificates to trust in addition to the system's.
     pub ca_file: Option<PathBuf>,
 }
 
@@ -39,18 +39,18 @@ impl Default for CallsConfig {
     }
 }
 
-/// Answers of teachers, judges and retrieval services that are kept on disk.
+/// The response cache.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CacheConfig {
-    /// Whether answers are kept and looked up.
+    /// Whether answers of external services are cached on disk.
     pub enabled: bool,
     /// The file; by default `answers.redb` in the user's cache folder, for all runs.
     pub path: Option<PathBuf>,
-    /// How long what a retrieval service found is believed, in hours; 0 never.
+    /// Lifetime of cached retrieval results in hours; 0 disables caching of them.
     #[schemars(range(min = 0.0, max = 1_000_000.0))]
     pub retrieval_ttl_hours: f64,
-    /// How much is kept, in MiB: above that the oldest answers go when a run begins.
+    /// Maximum size in MiB; the oldest entries above it are evicted when a run starts.
     #[schemars(range(min = 1, max = 1_048_576))]
     pub max_mib: u64,
 }
@@ -61,7 +61,7 @@ impl Default for CacheConfig {
     }
 }
 
-/// Which interface a retrieval service speaks.
+/// API of a retrieval service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ServiceKind {
@@ -117,19 +117,19 @@ impl ServiceKind {
         self != Self::Chatchat
     }
 
-    /// Whether answers say beside the HTTP status if the service succeeded.
+    /// Whether answers have a status field besides the HTTP status.
     pub fn has_status(self) -> bool {
         matches!(self, Self::GeneralRag | Self::Ragflow | Self::Elasticsearch | Self::Qdrant)
     }
 
-    /// Whether requests have a place for a vector.
+    /// Whether requests contain a query vector.
     pub fn wants_vector(self) -> bool {
         self == Self::Qdrant
     }
 
-    /// How many passages are given at most.
+    /// Maximum number of passages per request.
     pub fn most_passages(self) -> Option<usize> {
-        // RAGFlow reranks so many candidates; a longer page than that is refused, or empty.
+        // RAGFlow reranks this many candidates; a larger page is rejected or empty.
         (self == Self::Ragflow).then_some(64)
     }
 }
@@ -195,11 +195,11 @@ pub struct MappingConfig {
     pub success: Option<Vec<String>>,
 }
 
-/// What makes vectors of texts.
+/// Kind of embedding model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EmbeddingKind {
-    /// Nothing does.
+    /// No embedding model.
     #[default]
     None,
     /// A service with OpenAI's interface: `POST /v1/embeddings`.
@@ -213,7 +213,7 @@ pub enum EmbeddingKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EmbeddingConfig {
-    /// Which.
+    /// Kind of embedding model.
     pub kind: EmbeddingKind,
     /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa, such as those named `bge`).
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -236,17 +236,17 @@ pub struct EmbeddingConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 8, max = 131_072))]
     pub max_length: Option<usize>,
-    /// Calls under way at once; with a local model never more than there are processor cores.
+    /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
-    /// Most tries a minute.
+    /// Maximum number of attempts per minute.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub requests_per_minute: Option<u32>,
-    /// Limit for one call, in seconds.
+    /// Timeout of one call in seconds.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub timeout_s: f64,
-    /// Tries after the first.
+    /// Maximum number of retries.
     #[schemars(range(max = 100))]
     pub max_retries: usize,
 }
@@ -270,11 +270,11 @@ impl Default for EmbeddingConfig {
     }
 }
 
-/// What scores passages anew.
+/// Kind of reranker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RerankKind {
-    /// Nothing does.
+    /// No reranker.
     #[default]
     None,
     /// Text Embeddings Inference, `POST /rerank`.
@@ -285,22 +285,22 @@ pub enum RerankKind {
     Local,
 }
 
-/// What a reranker's numbers are.
+/// Range of a reranker's scores.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RerankScores {
     /// 0 to 1.
     #[default]
     Unit,
-    /// Any number, made 0 to 1 by the logistic function.
+    /// Logits, mapped to 0 to 1 by the logistic function.
     Logit,
 }
 
-/// A reranker: passages that retrieval found are scored anew against the original query, never the rewrite.
+/// A reranker: rescores retrieved passages against the original query, never the rewrite.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RerankConfig {
-    /// Which.
+    /// Kind of reranker.
     pub kind: RerankKind,
     /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa with one label, such as those named `bge-reranker`).
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -316,13 +316,13 @@ pub struct RerankConfig {
     /// File that holds the key and nothing else; used instead of the environment variable.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub api_key_file: Option<PathBuf>,
-    /// Passages that retrieval is asked for, to be reranked; at least `retrieval.top_k`.
+    /// Number of retrieved passages to rerank; at least `retrieval.top_k`.
     #[schemars(range(min = 1, max = 1000))]
     pub n_candidates: usize,
     /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has. The question first:
     /// where query and passage are more than a model takes, both are cut at their ends.
     pub query: String,
-    /// `tei`, `cohere`: put into each request beside what the interface has, such as `truncate_prompt_tokens = -1` for vLLM.
+    /// `tei`, `cohere`: additional fields of each request, such as `truncate_prompt_tokens = -1` for vLLM.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
     pub extra: Option<BTreeMap<String, toml::Value>>,
@@ -330,22 +330,22 @@ pub struct RerankConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 8, max = 131_072))]
     pub max_length: Option<usize>,
-    /// What the numbers are.
+    /// Range of the service's scores: `unit` is 0 to 1, `logit` any number.
     pub scores: RerankScores,
-    /// Passages sent in one call, or scored by a local model before others have a turn.
+    /// Number of passages per call or per batch of a local model.
     #[schemars(range(min = 1, max = 1000))]
     pub batch_size: usize,
-    /// Calls under way at once; with a local model never more than there are processor cores.
+    /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
-    /// Most tries a minute.
+    /// Maximum number of attempts per minute.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub requests_per_minute: Option<u32>,
-    /// Limit for one call, in seconds.
+    /// Timeout of one call in seconds.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub timeout_s: f64,
-    /// Tries after the first.
+    /// Maximum number of retries.
     #[schemars(range(max = 100))]
     pub max_retries: usize,
 }

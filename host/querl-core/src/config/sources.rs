@@ -1,11 +1,11 @@
-//! Where rewrites, judgements and passages come from.
+//! Teacher, judge, their endpoints, and retrieval.
 
 use super::services::{AuthScheme, EmbeddingConfig, MappingConfig, RerankConfig, ServiceKind};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Which teacher.
+/// Kind of teacher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TeacherKind {
@@ -17,11 +17,11 @@ pub enum TeacherKind {
     Local,
 }
 
-/// Whose rules a request keeps.
+/// Service of an endpoint, which determines request parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Provider {
-    /// Told by the address.
+    /// Detected from the address.
     #[default]
     Auto,
     /// OpenAI, and Azure's service of its models.
@@ -36,31 +36,31 @@ pub enum Provider {
     LlamaCpp,
     /// Ollama.
     Ollama,
-    /// Any other: `max_tokens`, but for models of OpenAI that think.
+    /// Any other: `max_tokens`, except for OpenAI's reasoning models.
     Other,
 }
 
-/// How long a model may think before it answers.
+/// Reasoning effort of the model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ReasoningEffort {
-    /// As the service has it.
+    /// The service's default.
     #[default]
     Unset,
-    /// Not at all.
+    /// No reasoning.
     None,
-    /// As little as it can.
+    /// Minimal effort.
     Minimal,
-    /// A little.
+    /// Low effort.
     Low,
-    /// Some.
+    /// Medium effort.
     Medium,
-    /// Much.
+    /// High effort.
     High,
 }
 
 impl ReasoningEffort {
-    /// As requests say it.
+    /// Value in requests.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Unset => "unset",
@@ -73,7 +73,7 @@ impl ReasoningEffort {
     }
 }
 
-/// What an answer must be.
+/// Format of an answer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ResponseFormat {
@@ -84,8 +84,8 @@ pub enum ResponseFormat {
     JsonObject,
 }
 
-/// Declares a section that names an OpenAI-compatible endpoint beside its own keys. The keys stand flat in the file, which
-/// serde's `flatten` cannot do together with `deny_unknown_fields`.
+/// Declares a section with its own keys and those of an OpenAI-compatible endpoint. A macro, since serde's `flatten` does not
+/// support `deny_unknown_fields`.
 macro_rules! endpoint_section {
     ($(#[$doc:meta])* $name:ident { $($(#[$own_doc:meta])* $own:ident: $own_type:ty,)* }) => {
         $(#[$doc])*
@@ -97,38 +97,38 @@ macro_rules! endpoint_section {
             pub base_url: Option<String>,
             /// `openai`: the model's name there.
             pub model: Option<String>,
-            /// Whose rules a request keeps: which parameters it names, and how.
+            /// Service of the endpoint, which determines the request parameters; `auto` detects it from the address.
             pub provider: Provider,
             /// Environment variable that holds the key; the key itself is never stored.
             pub api_key_env: String,
             /// File that holds the key and nothing else; used instead of the environment variable.
             pub api_key_file: Option<PathBuf>,
-            /// Calls under way at once.
+            /// Maximum number of concurrent calls.
             #[schemars(range(min = 1, max = 1024))]
             pub max_concurrent: usize,
-            /// Most tries a minute.
+            /// Maximum number of attempts per minute.
             #[schemars(range(min = 1))]
             pub requests_per_minute: Option<u32>,
-            /// Most tokens a minute: an estimate of the prompt's, and `max_tokens` for the answer.
+            /// Maximum number of tokens per minute: an estimate for the prompt plus `max_tokens` for the answer.
             #[schemars(range(min = 1))]
             pub tokens_per_minute: Option<u32>,
-            /// Limit for one call, in seconds.
+            /// Timeout of one call in seconds.
             #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
             pub timeout_s: f64,
-            /// Tries after the first.
+            /// Maximum number of retries.
             #[schemars(range(max = 100))]
             pub max_retries: usize,
-            /// Absent leaves it out of the request (GPT-5 class models refuse it).
+            /// Sampling temperature; not sent if unset (GPT-5 class models reject it).
             #[schemars(range(min = 0.0, max = 2.0))]
             pub temperature: Option<f64>,
-            /// Limit of the answer in tokens.
+            /// Maximum number of answer tokens.
             #[schemars(range(min = 1))]
             pub max_tokens: u32,
             /// Send `max_tokens` instead of `max_completion_tokens`.
             pub legacy_max_tokens: bool,
-            /// How long the model may think before it answers; `unset` leaves it to the service. What it thinks counts as answer.
+            /// Reasoning effort; `unset` is the service's default. Reasoning tokens count as answer tokens.
             pub reasoning_effort: ReasoningEffort,
-            /// What an answer must be.
+            /// Format of the answer.
             pub response_format: ResponseFormat,
             /// Price of a million prompt tokens.
             #[schemars(range(min = 0.0))]
@@ -180,9 +180,9 @@ macro_rules! with_endpoint_of {
 }
 
 endpoint_section! {
-    /// Who writes the rewrites to learn from and to beat.
+    /// The teacher model.
     TeacherConfig {
-        /// Which.
+        /// Kind of teacher.
         kind: TeacherKind,
         /// `recorded`: the file (jsonl with `original_query`, `user_profile`, `history_summary`, `rewritten_query`).
         path: Option<PathBuf>,
@@ -190,12 +190,12 @@ endpoint_section! {
         model_path: Option<PathBuf>,
         /// `local`: an adapter for it, such as the `rl/best` of another run.
         adapter_path: Option<PathBuf>,
-        /// `openai`: hand all rows over at once through the batch interface, which answers within a day at a lower price.
+        /// `openai`: use the batch interface for all rows, which answers within a day at a lower price.
         batch: bool,
-        /// `batch`: what a price is multiplied with.
+        /// `batch`: factor on the prices.
         #[schemars(range(min = 0.0, max = 1.0))]
         batch_price_factor: f64,
-        /// `batch`: seconds between questions whether it is done.
+        /// `batch`: polling interval in seconds.
         #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
         batch_poll_s: f64,
     }
@@ -236,7 +236,7 @@ impl Default for EndpointConfig {
     }
 }
 
-/// Which judge.
+/// Kind of judge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum JudgeKind {
@@ -244,29 +244,29 @@ pub enum JudgeKind {
     Rubric,
     /// An endpoint that speaks OpenAI's chat interface.
     Openai,
-    /// Nobody judges.
+    /// No judge.
     None,
 }
 
-/// What a judge is asked.
+/// Task of a judge.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum JudgeForm {
-    /// A score of 0 to 5 for each rewrite by itself, in the words of the tenant's plugin.
+    /// A score of 0 to 5 for each rewrite, with the prompt of the tenant's plugin.
     #[default]
     Score,
-    /// Which of two rewrites is better, dimension by dimension.
+    /// Pairwise comparison of two rewrites by dimensions.
     Compare,
 }
 
 endpoint_section! {
-    /// Who judges rewrites.
+    /// The judge of rewrites.
     JudgeConfig {
-        /// Which.
+        /// Kind of judge.
         kind: JudgeKind,
-        /// What the judge is asked: a score of each rewrite, or which of the two is better. A comparison needs `openai`.
+        /// Task of the judge: a score for each rewrite, or a pairwise comparison, which needs `openai`.
         form: JudgeForm,
-        /// `compare`: what the two are compared in.
+        /// `compare`: dimensions of the comparison.
         dimensions: Vec<String>,
         /// Share of training episodes that are judged, chosen by episode id. Evaluation judges all.
         #[schemars(range(min = 0.0, max = 1.0))]
@@ -281,36 +281,36 @@ impl Default for JudgeConfig {
     }
 }
 
-/// Which retrieval.
+/// Kind of retrieval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RetrievalKind {
     /// An index in this process.
     Embedded,
-    /// A service that is asked over HTTP.
+    /// An HTTP service.
     Http,
-    /// Nothing is looked up: what is written are answers, and the rewards need no passages.
+    /// No retrieval: the policy writes answers, and the rewards need no passages.
     None,
 }
 
-/// How a service wants to be told what was said before.
+/// Form of the history in requests to a retrieval service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum HistoryForm {
-    /// One text.
+    /// A string.
     #[default]
     Text,
-    /// A list of messages with `role` and `content`, here one.
+    /// A list with one message (`role` and `content`).
     List,
-    /// Not at all.
+    /// Not sent.
     None,
 }
 
-/// Retrieval.
+/// Passage retrieval.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RetrievalConfig {
-    /// Which.
+    /// Kind of retrieval.
     pub kind: RetrievalKind,
     /// `embedded`: passages, jsonl with `id`, `title`, `text`.
     #[serde(default)]
@@ -318,20 +318,20 @@ pub struct RetrievalConfig {
     /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms.
     #[serde(default)]
     pub lexicon: Option<PathBuf>,
-    /// `embedded`: words that stay whole when texts are cut into words, jieba's form: `word [frequency] [tag]` a line.
+    /// `embedded`: user dictionary of the word segmentation in jieba's format, one `word [frequency] [tag]` per line.
     #[serde(default)]
     pub user_dictionary: Option<PathBuf>,
-    /// `embedded`: words of one meaning a line, separated by commas; a query for one finds passages with any.
+    /// `embedded`: synonyms, one comma-separated group per line; a query for one finds passages with any.
     #[serde(default)]
     pub synonyms: Option<PathBuf>,
-    /// `embedded`: where indexes are kept; by default the user's cache folder.
+    /// `embedded`: folder of the indexes; by default the user's cache folder.
     #[serde(default)]
     pub index_dir: Option<PathBuf>,
-    /// `embedded`: indexes that are kept there; building one more removes the one that was not used for the longest time.
+    /// `embedded`: maximum number of indexes in that folder; the least recently used one is removed first.
     #[serde(default = "defaults::indexes_kept")]
     #[schemars(range(min = 1, max = 100_000))]
     pub indexes_kept: usize,
-    /// `http`: which interface the service speaks.
+    /// `http`: API of the service.
     #[serde(default)]
     pub service: ServiceKind,
     /// `http`: the full address of the service's route.
@@ -349,40 +349,40 @@ pub struct RetrievalConfig {
     /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl rag serve` offers this one.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,
-    /// `http`, `general_rag`: how the history is sent: as one text, as a list of messages or not at all.
+    /// `http`, `general_rag`: how the history is sent: as a string, as a list of messages or not at all.
     #[serde(default)]
     pub history: HistoryForm,
-    /// Passages wanted.
+    /// Number of passages.
     #[serde(default = "defaults::top_k")]
     #[schemars(range(min = 1, max = 1000))]
     pub top_k: usize,
-    /// Passages below are left out.
+    /// Minimum score of a passage.
     #[serde(default = "defaults::score_threshold")]
     #[schemars(range(min = 0.0, max = 1.0))]
     pub score_threshold: f64,
-    /// Calls under way at once; of the embedded index never more than there are processor cores.
+    /// Maximum number of concurrent calls; with the embedded index at most the number of CPU cores.
     #[serde(default = "defaults::retrieval_concurrent")]
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
-    /// Most tries a minute.
+    /// Maximum number of attempts per minute.
     #[serde(default)]
     #[schemars(range(min = 1))]
     pub requests_per_minute: Option<u32>,
-    /// Limit for one call, in seconds.
+    /// Timeout of one call in seconds.
     #[serde(default = "defaults::retrieval_timeout")]
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
     pub timeout_s: f64,
-    /// Tries after the first.
+    /// Maximum number of retries.
     #[serde(default = "defaults::retries")]
     #[schemars(range(max = 100))]
     pub max_retries: usize,
     /// `http`: changes to the ready adapter of `service`, or all of an own one.
     #[serde(default)]
     pub mapping: MappingConfig,
-    /// Makes vectors of queries.
+    /// Embedding model.
     #[serde(default)]
     pub embedding: EmbeddingConfig,
-    /// Scores passages anew.
+    /// Reranker.
     #[serde(default)]
     pub rerank: RerankConfig,
 }

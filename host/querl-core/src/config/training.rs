@@ -3,25 +3,25 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What fine-tuning changes.
+/// Trained weights of SFT.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TuningMethod {
-    /// Low-rank adapters beside frozen weights.
+    /// LoRA adapters on frozen weights.
     Lora,
     /// Every weight.
     Full,
 }
 
-/// How the learning rate goes on after its warm-up.
+/// Learning rate schedule after warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LrScheduler {
-    /// Along half a cosine to zero.
+    /// Cosine decay to zero.
     Cosine,
-    /// Along a line to zero.
+    /// Linear decay to zero.
     Linear,
-    /// As it is.
+    /// No decay.
     Constant,
 }
 
@@ -29,7 +29,7 @@ pub enum LrScheduler {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SftConfig {
-    /// What is trained.
+    /// Trained weights: LoRA adapters or all.
     pub method: TuningMethod,
     /// Peak learning rate.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
@@ -37,7 +37,7 @@ pub struct SftConfig {
     /// Passes over the training split.
     #[schemars(range(min = 1))]
     pub epochs: usize,
-    /// Stops earlier after so many optimizer steps; 0 for no limit.
+    /// Maximum number of optimizer steps; 0 for no limit.
     pub max_steps: usize,
     /// Rank of the adapters.
     #[schemars(range(min = 1, max = 1024))]
@@ -60,7 +60,7 @@ pub struct SftConfig {
     /// See `batch_size`; the result depends on the product alone.
     #[schemars(range(min = 1))]
     pub gradient_accumulation_steps: usize,
-    /// How the learning rate goes on after its warm-up.
+    /// Learning rate schedule after warm-up.
     pub lr_scheduler: LrScheduler,
     /// Share of steps with rising learning rate.
     #[schemars(range(min = 0.0, max = 1.0))]
@@ -76,9 +76,9 @@ pub struct SftConfig {
     pub max_length: usize,
     /// Optimizer steps between evaluations on the validation split; 0 for once an epoch.
     pub eval_steps: usize,
-    /// Optimizer steps between checkpoints from which a stopped training goes on; 0 for once an epoch.
+    /// Optimizer steps between checkpoints from which training can be resumed; 0 for once an epoch.
     pub save_steps: usize,
-    /// Newest checkpoints that are kept, besides `best` and `last`.
+    /// Number of checkpoints to keep in addition to `best` and `last`.
     #[schemars(range(min = 1))]
     pub save_total_limit: usize,
     /// Evaluations without improvement after which training stops; 0 for never.
@@ -113,11 +113,11 @@ impl Default for SftConfig {
     }
 }
 
-/// Which algorithm.
+/// RL algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RlAlgorithm {
-    /// Proximal policy optimisation: a critic says what a response was worth.
+    /// Proximal policy optimisation with a critic.
     Ppo,
     /// Group relative: scores of one query's samples against each other, over their spread; mean per response.
     Grpo,
@@ -136,17 +136,17 @@ impl RlAlgorithm {
     }
 }
 
-/// Where the divergence from the reference policy counts.
+/// Where the KL to the reference policy is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlPlacement {
-    /// Taken from the reward of each token.
+    /// Subtracted from the reward of each token.
     Reward,
     /// Added to the loss.
     Loss,
 }
 
-/// How the divergence is estimated from the tokens that were drawn.
+/// Estimator of the KL from sampled tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
@@ -158,7 +158,7 @@ pub enum KlEstimator {
     K3,
 }
 
-/// What the critic's error costs.
+/// Loss of the critic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ValueLossKind {
@@ -178,7 +178,7 @@ pub enum AdvantageForm {
     Sequence,
 }
 
-/// What the critic is made of, besides the base it shares with the policy.
+/// Trained parameters of the critic on the base that it shares with the policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum CriticKind {
@@ -192,11 +192,11 @@ pub enum CriticKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RlConfig {
-    /// Which algorithm.
+    /// RL algorithm.
     pub algorithm: RlAlgorithm,
     /// Per token or per response: advantages, ratios, and KL and entropy in the loss.
     pub advantage_form: AdvantageForm,
-    /// What the critic is made of.
+    /// Trained parameters of the critic: an adapter with a value head, or a value head alone.
     pub critic: CriticKind,
     /// Rollout batches.
     #[schemars(range(min = 1))]
@@ -222,9 +222,9 @@ pub struct RlConfig {
     /// Learning rate of the critic.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
     pub critic_learning_rate: f64,
-    /// Steps in which only the critic learns.
+    /// Steps in which only the critic is trained.
     pub critic_warmup_steps: usize,
-    /// How the policy's learning rate goes on after its warm-up.
+    /// Schedule of the policy's learning rate after warm-up.
     pub lr_scheduler: LrScheduler,
     /// Share of steps with rising learning rate.
     #[schemars(range(min = 0.0, max = 1.0))]
@@ -232,16 +232,16 @@ pub struct RlConfig {
     /// Decoupled weight decay of the policy's and the critic's matrices.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub weight_decay: f64,
-    /// Ratios outside `1 - clip_range ..= 1 + clip_range` stop paying.
+    /// PPO clip range: ratios are clipped to `1 - clip_range ..= 1 + clip_range`.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
     pub clip_range: f64,
     /// Above 1: bounds the loss of tokens with negative advantage at this multiple; 0 for no bound.
     #[schemars(range(min = 0.0))]
     pub dual_clip: f64,
-    /// Values move at most so far from the rollout's; 0 for no bound.
+    /// Clip range of values around the rollout's values; 0 for no clipping.
     #[schemars(range(min = 0.0))]
     pub clip_range_value: f64,
-    /// What the critic's error costs.
+    /// Loss of the critic.
     pub value_loss: ValueLossKind,
     /// Weight of the value loss. The critic's own AdamW does not see the scale: it matters for clipping by `max_grad_norm` alone.
     #[schemars(range(min = 0.0))]
@@ -252,9 +252,9 @@ pub struct RlConfig {
     /// Weight of the per-token KL to the SFT policy.
     #[schemars(range(min = 0.0))]
     pub kl_coef: f64,
-    /// Where that KL counts.
+    /// Where the KL is applied: in the reward or in the loss.
     pub kl_placement: KlPlacement,
-    /// How it is estimated.
+    /// Estimator of the KL.
     pub kl_estimator: KlEstimator,
     /// Above 0: `kl_coef` is adapted to keep the KL of a response (summed over tokens) near this many nats.
     #[schemars(range(min = 0.0))]
@@ -262,7 +262,7 @@ pub struct RlConfig {
     /// Episodes over which `kl_coef` adapts.
     #[schemars(range(min = 1))]
     pub kl_horizon: usize,
-    /// Above 0: ends the epochs of a batch once the policy has moved so many nats per token.
+    /// Above 0: KL early stopping; skips the remaining epochs of a batch once the KL to the rollout policy exceeds this many nats per token.
     #[schemars(range(min = 0.0))]
     pub target_kl: f64,
     /// Shift and scale advantages to mean 0 and variance 1 over the batch (PPO and REINFORCE++).
@@ -278,7 +278,7 @@ pub struct RlConfig {
     /// Global gradient norm above which gradients are scaled down.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub max_grad_norm: f64,
-    /// Discount.
+    /// Discount factor.
     #[schemars(range(min = 0.0, max = 1.0))]
     pub gamma: f64,
     /// GAE's lambda.
@@ -287,17 +287,17 @@ pub struct RlConfig {
     /// Divides the logits in rollout, reference and update alike.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 10.0))]
     pub temperature: f64,
-    /// Below 1: rollouts draw from the likeliest tokens that make up this share.
+    /// Nucleus sampling in rollouts; 1 disables it.
     #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
     pub top_p: f64,
-    /// Above 0: rollouts draw from so many of the likeliest tokens.
+    /// Top-k sampling in rollouts; 0 disables it.
     pub top_k: usize,
     /// Divides (or multiplies, below zero) the logits of tokens that the answer has; 1 for none.
     #[schemars(range(min = 1.0, max = 10.0))]
     pub repetition_penalty: f64,
-    /// Above 0: no sequence of so many tokens is written twice in one answer.
+    /// Above 0: n-grams of this size are not repeated within an answer.
     pub no_repeat_ngram_size: usize,
-    /// No answer ends before so many tokens.
+    /// Minimum number of tokens of an answer.
     pub min_new_tokens: usize,
     /// Longer answers are cut off and marked.
     #[schemars(range(min = 1))]
@@ -312,7 +312,7 @@ pub struct RlConfig {
     pub pipeline_parts: usize,
     /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted.
     pub off_by_one: bool,
-    /// Largest of those weights.
+    /// Maximum importance weight with `off_by_one`.
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub importance_cap: f64,
     /// An episode with a call to retrieval or judge that takes longer is dropped and counted.
@@ -321,10 +321,10 @@ pub struct RlConfig {
     /// Steps between evaluations on the validation split.
     #[schemars(range(min = 1))]
     pub eval_steps: usize,
-    /// Steps between checkpoints from which a stopped training goes on.
+    /// Steps between checkpoints from which training can be resumed.
     #[schemars(range(min = 1))]
     pub save_steps: usize,
-    /// Newest checkpoints that are kept, besides `best` and `last`.
+    /// Number of checkpoints to keep in addition to `best` and `last`.
     #[schemars(range(min = 1))]
     pub save_total_limit: usize,
     /// Evaluations without improvement after which training stops; 0 for never.

@@ -1,4 +1,4 @@
-//! Texts of many callers, classified in common passes.
+//! Dynamic batching: one worker thread classifies the queued texts of many callers together.
 
 use super::{Classifier, ClassifierTokenizer, Encoded, Labels};
 use crate::ModelError;
@@ -12,19 +12,19 @@ use std::time::{Duration, Instant};
 /// Texts of one request that are looked at in one go, whatever else goes together: a list of an ordinary size has no need to be parted.
 pub const PART: usize = 32;
 
-/// How much goes together, and how much may wait.
+/// Batch size and queue limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchLimits {
-    /// Texts that are taken together; with 1 every request has passes of its own. A request with more of them, and more than [`PART`], is
-    /// looked at in parts, and others' texts have their turn between two of them.
+    /// Maximum number of texts per batch; with 1 requests are not batched together. A request with more texts (and more than
+    /// [`PART`]) is split, and other requests run between its parts.
     pub max_texts: usize,
-    /// Most tokens of one pass.
+    /// Maximum number of tokens of one forward pass.
     pub tokens_per_pass: usize,
-    /// Texts that may wait; more are turned away.
+    /// Queue capacity in texts; further requests are rejected.
     pub max_waiting: usize,
 }
 
-/// What was found of a text.
+/// Classification of a text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Classified {
     /// One for each class.
@@ -35,7 +35,7 @@ pub struct Classified {
     pub n_left_out: usize,
 }
 
-/// What was done in one go.
+/// Statistics of one batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchDone {
     /// Requests that had a text in it.
@@ -46,13 +46,13 @@ pub struct BatchDone {
     pub elapsed: Duration,
 }
 
-/// Why a request is not taken.
+/// Errors of submitting a request.
 #[derive(Debug, thiserror::Error)]
 pub enum NotTaken {
-    /// More would wait than may.
-    #[error("{n_waiting} texts wait already; ask again later")]
+    /// The queue is full.
+    #[error("queue is full ({n_waiting} texts); retry later")]
     Busy {
-        /// Texts that wait.
+        /// Texts in the queue.
         n_waiting: usize,
     },
     /// The tokenizer finds no token in a text.
@@ -63,16 +63,16 @@ pub enum NotTaken {
     Ended,
 }
 
-/// Who waits for the texts of a request.
+/// Callback of a request.
 pub trait Asker: Send {
-    /// False once nobody waits any more: texts that were not looked at by then are passed over.
+    /// False once the request is cancelled: its remaining texts are skipped.
     fn is_waiting(&self) -> bool;
 
-    /// Hears the result of the texts, in their order, from the classifier's thread; an error is a sentence.
+    /// Receives the results in the order of the texts, on the worker thread; an error is a sentence.
     fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>);
 }
 
-/// Hears of every batch.
+/// Called after every batch.
 pub type BatchObserver = Box<dyn Fn(BatchDone) + Send>;
 
 /// A request under way.
@@ -83,8 +83,8 @@ struct Asked {
     asker: Box<dyn Asker>,
 }
 
-/// Hands texts of many callers to one thread, which classifies whatever waits when it is free. Nobody is waited for: a text that comes alone
-/// is answered at once, and texts that come while a pass is under way share the next. What is found of a text does not depend on the others.
+/// Queue in front of one worker thread, which classifies all queued texts whenever it is idle. There is no batching delay: a
+/// single text runs at once, and texts that arrive during a pass share the next one. Results do not depend on the batch.
 pub struct Batcher {
     sender: Sender<Asked>,
     n_waiting: Arc<AtomicUsize>,

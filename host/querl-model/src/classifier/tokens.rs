@@ -3,7 +3,7 @@
 use crate::ModelError;
 use crate::checkpoint::required;
 use crate::export::read_json;
-use crate::template::token_text;
+use crate::tokenizer::token_text;
 use std::path::Path;
 use tokenizers::Tokenizer;
 

@@ -1,4 +1,4 @@
-//! Rotary position embedding on the card, alone or after the norm of each head: twin of `RopeTable::turned`.
+//! Rotary position embedding on the card, alone or after the norm of each head: twin of `RopeTable::apply`.
 
 use super::elementwise::{same_length, whole_rows};
 use super::gpu::Gpu;
@@ -72,7 +72,7 @@ impl DeviceRope {
     ///
     /// # Errors
     /// As [`DeviceRope::turned`].
-    pub fn turned_gradients(
+    pub fn apply_backward(
         &self,
         gpu: &Gpu,
         x: &impl DevicePtr<bf16>,

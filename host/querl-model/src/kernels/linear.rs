@@ -1,6 +1,6 @@
-//! Linear layers: frozen, frozen with a low-rank change beside the weight, trained.
+//! Linear layers: frozen, frozen with LoRA, trained.
 
-use super::product::{self, Output, Source, Term, transpose, written};
+use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
 use super::{FrozenWeight, Level, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::sync::OnceLock;
@@ -99,13 +99,13 @@ pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
 /// Rows of `bias` to add a product to, or nothing.
 fn started(bias: Option<&[f32]>, n_rows: usize, n_out: usize, terms: &[Term<'_>], level: Level) -> Result<Vec<f32>> {
     let Some(bias) = bias else {
-        return written(n_rows * n_out, |y| product::forward(level, terms, y));
+        return alloc_output(n_rows * n_out, |y| packed_matmul::forward(level, terms, y));
     };
     if bias.len() != n_out {
         bail!("a bias of {} values for {n_out} outputs", bias.len());
     }
     let mut y = bias.repeat(n_rows);
-    product::forward(level, terms, Output::new(&mut y, 1.0))?;
+    packed_matmul::forward(level, terms, Output::new(&mut y, 1.0))?;
     Ok(y)
 }
 
@@ -143,7 +143,7 @@ impl CustomOp1 for FrozenLinear {
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let dx = with_floats(grad, |grad| {
             let terms = [Term { left: grad, weight: self.weight.source() }];
-            written(x.elem_count(), |dx| product::backward(self.weight.level(), &terms, dx))
+            alloc_output(x.elem_count(), |dx| packed_matmul::backward(self.weight.level(), &terms, dx))
         })?;
         Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
     }
@@ -173,10 +173,11 @@ impl CustomOp3 for LoraLinear {
         let (n_rows, n_in) = x_layout.shape().dims2()?;
         let (n_out, rank) = b_layout.shape().dims2()?;
         let (x, a, b) = (floats(x, x_layout)?, floats(a, a_layout)?, floats(b, b_layout)?);
-        let terms = [Term { left: x, weight: Source::rows(a, n_in) }];
-        let mut down = written(n_rows * rank, |down| product::forward(self.base.weight.level(), &terms, down))?;
+        let terms = [Term { left: x, weight: WeightView::rows(a, n_in) }];
+        let mut down =
+            alloc_output(n_rows * rank, |down| packed_matmul::forward(self.base.weight.level(), &terms, down))?;
         down.iter_mut().for_each(|x| *x *= self.scale);
-        let y = self.base.forward(x, n_rows, Some(Term { left: &down, weight: Source::rows(b, rank) }))?;
+        let y = self.base.forward(x, n_rows, Some(Term { left: &down, weight: WeightView::rows(b, rank) }))?;
         self.down.get_or_init(|| down);
         Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
     }
@@ -205,17 +206,19 @@ impl LoraLinear {
     fn gradients(&self, x: &[f32], a: &[f32], b: &[f32], grad: &[f32]) -> Result<[Vec<f32>; 3]> {
         let (level, (n_out, n_in)) = (self.base.weight.level(), self.base.weight.dims());
         let (rank, n_rows) = (a.len() / n_in, x.len() / n_in);
-        let backward = |len, terms: &[Term<'_>]| written(len, |out| product::backward(level, terms, out));
-        let Some(down) = self.down.get() else { bail!("a gradient is asked of a layer that has not run") };
-        let mut v = backward(n_rows * rank, &[Term { left: grad, weight: Source::rows(b, rank) }])?;
+        let backward = |len, terms: &[Term<'_>]| alloc_output(len, |out| packed_matmul::backward(level, terms, out));
+        let Some(down) = self.down.get() else { bail!("lora-linear: backward pass before the forward pass") };
+        let mut v = backward(n_rows * rank, &[Term { left: grad, weight: WeightView::rows(b, rank) }])?;
         v.iter_mut().for_each(|x| *x *= self.scale);
-        let terms =
-            [Term { left: grad, weight: self.base.weight.source() }, Term { left: &v, weight: Source::rows(a, n_in) }];
+        let terms = [
+            Term { left: grad, weight: self.base.weight.source() },
+            Term { left: &v, weight: WeightView::rows(a, n_in) },
+        ];
         let dx = backward(n_rows * n_in, &terms)?;
         let v = transpose(level, &v, rank); // (rank, N)
-        let da = backward(rank * n_in, &[Term { left: &v, weight: Source::rows(x, n_in) }])?;
+        let da = backward(rank * n_in, &[Term { left: &v, weight: WeightView::rows(x, n_in) }])?;
         let down = transpose(level, down, rank); // (rank, N)
-        let db = backward(rank * n_out, &[Term { left: &down, weight: Source::rows(grad, n_out) }])?; // (rank, out)
+        let db = backward(rank * n_out, &[Term { left: &down, weight: WeightView::rows(grad, n_out) }])?; // (rank, out)
         Ok([dx, da, transpose(level, &db, n_out)])
     }
 }
@@ -231,7 +234,8 @@ impl TrainedLinear {
         bias: Option<&[f32]>,
     ) -> Result<(CpuStorage, Shape)> {
         let ((n_rows, _), (n_out, n_in)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
-        let terms = [Term { left: floats(x, x_layout)?, weight: Source::rows(floats(weight, weight_layout)?, n_in) }];
+        let terms =
+            [Term { left: floats(x, x_layout)?, weight: WeightView::rows(floats(weight, weight_layout)?, n_in) }];
         let y = started(bias, n_rows, n_out, &terms, Level::detected())?;
         Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
     }
@@ -240,13 +244,13 @@ impl TrainedLinear {
     fn backward(x: &Tensor, weight: &Tensor, grad: &[f32]) -> Result<(Tensor, Tensor)> {
         let ((n_out, n_in), level) = (weight.dims2()?, Level::detected());
         let dx = with_floats(weight, |weight| {
-            let terms = [Term { left: grad, weight: Source::rows(weight, n_in) }];
-            written(x.elem_count(), |dx| product::backward(level, &terms, dx))
+            let terms = [Term { left: grad, weight: WeightView::rows(weight, n_in) }];
+            alloc_output(x.elem_count(), |dx| packed_matmul::backward(level, &terms, dx))
         })?;
         let dw = with_floats(x, |x| {
             let grad = transpose(level, grad, n_out); // (out, N)
-            let terms = [Term { left: &grad, weight: Source::rows(x, n_in) }];
-            written(n_out * n_in, |dw| product::backward(level, &terms, dw))
+            let terms = [Term { left: &grad, weight: WeightView::rows(x, n_in) }];
+            alloc_output(n_out * n_in, |dw| packed_matmul::backward(level, &terms, dw))
         })?;
         Ok((Tensor::from_vec(dx, x.shape(), x.device())?, Tensor::from_vec(dw, weight.shape(), x.device())?))
     }

@@ -1,8 +1,8 @@
-//! Log-probabilities and entropies straight from hidden states and the language-model head, a part of the vocabulary at a time:
-//! `(N, V)` is never held.
+//! Log-probabilities and entropies from hidden states and `lm_head`, fused and chunked over the vocabulary: the logits
+//! `(N, V)` are never stored as a whole.
 
-use super::cpu::vectorised;
-use super::product::{self, Output, Source, Term, transpose, written};
+use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
+use super::simd::vectorised;
 use super::{FrozenWeight, LANES, Level, Weight, exp, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
@@ -165,9 +165,10 @@ fn parts(n_rows: usize, n_tokens: usize) -> Vec<Range<usize>> {
 
 impl TokenLogprobs {
     /// Logits of a part over the temperature, `(N, part)`.
-    fn logits(&self, hidden: &[f32], part: Source<'_>, level: Level) -> Result<Vec<f32>> {
+    fn logits(&self, hidden: &[f32], part: WeightView<'_>, level: Level) -> Result<Vec<f32>> {
         let terms = [Term { left: hidden, weight: part }];
-        let mut logits = written(self.targets.len() * part.n_out(), |out| product::forward(level, &terms, out))?;
+        let mut logits =
+            alloc_output(self.targets.len() * part.n_out(), |out| packed_matmul::forward(level, &terms, out))?;
         if self.inverse_temperature != 1.0 {
             let rows = logits.par_chunks_exact_mut(part.n_out());
             rows.for_each(|logits| scale(logits, self.inverse_temperature));
@@ -175,7 +176,7 @@ impl TokenLogprobs {
         Ok(logits)
     }
 
-    fn forward(&self, hidden: &[f32], head: Source<'_>, level: Level) -> Result<Vec<f32>> {
+    fn forward(&self, hidden: &[f32], head: WeightView<'_>, level: Level) -> Result<Vec<f32>> {
         let n_rows = self.targets.len();
         let mut rows = vec![Row::EMPTY; n_rows];
         let mut logits = Vec::new();
@@ -204,12 +205,12 @@ impl TokenLogprobs {
     fn backward(
         &self,
         hidden: &[f32],
-        head: Source<'_>,
+        head: WeightView<'_>,
         level: Level,
         grad: &[f32],
         mut dhead: Option<&mut [f32]>,
     ) -> Result<Vec<f32>> {
-        let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
+        let Some(rows) = self.rows.get() else { bail!("token-logprobs: backward pass before the forward pass") };
         let (n_rows, width) = (rows.len(), head.n_in());
         let mut dhidden = vec![0f32; hidden.len()];
         let mut logits = std::mem::take(&mut *self.last_part.lock().unwrap_or_else(PoisonError::into_inner));
@@ -227,12 +228,12 @@ impl TokenLogprobs {
                     logits[target - part.start] += grad[0] * self.inverse_temperature;
                 }
             });
-            product::backward(level, &[Term { left: &logits, weight: head }], Output::new(&mut dhidden, 1.0))?;
+            packed_matmul::backward(level, &[Term { left: &logits, weight: head }], Output::new(&mut dhidden, 1.0))?;
             if let Some(dhead) = &mut dhead {
                 let dlogits = transpose(level, &logits, part.len()); // (part, N)
-                let terms = [Term { left: &dlogits, weight: Source::rows(hidden, width) }];
+                let terms = [Term { left: &dlogits, weight: WeightView::rows(hidden, width) }];
                 let dhead = &mut dhead[part.start * width..part.end * width];
-                product::backward(level, &terms, Output::new(dhead, 0.0))?;
+                packed_matmul::backward(level, &terms, Output::new(dhead, 0.0))?;
             }
         }
         Ok(dhidden)
@@ -274,7 +275,7 @@ impl CustomOp2 for TokenLogprobs {
         head: &CpuStorage,
         head_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let head = Source::rows(floats(head, head_layout)?, hidden_layout.shape().dims2()?.1);
+        let head = WeightView::rows(floats(head, head_layout)?, hidden_layout.shape().dims2()?.1);
         let out = self.forward(floats(hidden, hidden_layout)?, head, Level::detected())?;
         Ok((CpuStorage::F32(out), (self.targets.len(), 2).into()))
     }
@@ -290,7 +291,7 @@ impl CustomOp2 for TokenLogprobs {
         let mut dhead = vec![0f32; head.elem_count()];
         let dhidden = with_floats(hidden, |hidden| {
             with_floats(head, |head| {
-                let head = Source::rows(head, width);
+                let head = WeightView::rows(head, width);
                 with_floats(grad, |grad| self.backward(hidden, head, level, grad, Some(&mut dhead)))
             })
         })?;

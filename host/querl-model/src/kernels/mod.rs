@@ -7,35 +7,33 @@
 mod attention;
 #[cfg(feature = "cuda")]
 mod card;
-mod cpu;
-mod frozen;
 mod linear;
 mod logprobs;
 mod matmul;
-mod product;
+mod packed_matmul;
+mod packed_weight;
 pub(crate) mod projection;
 mod rms_norm;
 mod rope;
-mod select;
+mod simd;
 mod swiglu;
 
 pub use attention::{Node, Queries, RowTree, attention};
-pub use frozen::FrozenWeight;
-pub(crate) use frozen::GROUP;
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::{CARD_LOGITS, CARD_LOGITS_OF_ROW, token_logprobs};
+pub use packed_weight::FrozenWeight;
+pub(crate) use packed_weight::GROUP;
 pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, norm_rope, rope};
-pub use select::select_rows;
 pub use swiglu::swiglu;
 
 pub(crate) use attention::{LogSumExp, attend, attention_gradients};
 #[cfg(feature = "cuda")]
 pub(crate) use card::{card_rows, card_tensor};
-pub(crate) use cpu::Level;
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub(crate) use rms_norm::{norm_gradients, normed};
+pub(crate) use simd::Level;
 pub(crate) use swiglu::{gated, gated_gradients};
 
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
@@ -155,21 +153,19 @@ fn values_per_task(width: usize) -> usize {
     (width * ROWS_PER_TASK).max(1)
 }
 
-#[cfg(test)]
-mod gradients;
-#[cfg(test)]
-mod levels;
+/// `(places, width)`: the rows of `x` `(N, width)` that `places` names, in its order. Gradients reach `x`; those of a row that is
+/// named more than once are added in the order of `places`.
+///
+/// # Errors
+/// A place that is not below N.
+pub fn select_rows(x: &Tensor, places: Vec<u32>) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if !x.device().is_cpu() {
+        return card::select_rows(x, places);
+    }
+    let n_places = places.len();
+    x.index_select(&Tensor::from_vec(places, n_places, x.device())?, 0)
+}
 
 #[cfg(test)]
-mod tests {
-    #[test]
-    fn exp_agrees_with_the_standard_library() {
-        for i in -8000..=8000 {
-            let x = i as f32 * 0.01;
-            let expected = f64::from(x).exp();
-            let relative = (f64::from(super::exp(x)) - expected).abs() / expected;
-            assert!(relative < 3e-7, "exp({x}) is off by {relative}");
-        }
-        assert!(super::exp(-1e30) < 2e-38);
-    }
-}
+mod tests;

@@ -1,14 +1,14 @@
-//! Linear layers on slices, for operations that join several of them and keep no more than they need.
+//! Linear layers (frozen, LoRA, trained) on slices, for fused operations over several layers with the same input.
 
-use super::product::{self, Direction, Fresh, Source, Start, Term, transpose, written};
+use super::packed_matmul::{self, Direction, MatmulSpec, Start, Term, WeightView, alloc_output, transpose};
 use super::{FrozenWeight, Level};
 use crate::dropout::LayerMask;
 use candle_core::Result;
 use std::borrow::Cow;
 
-/// What one linear layer multiplies with.
+/// Parameters of one linear layer.
 pub(crate) enum Projection<'a> {
-    /// A frozen weight, perhaps with a low-rank change that is trained.
+    /// A frozen weight, optionally with trained LoRA matrices.
     Frozen { weight: &'a FrozenWeight, bias: Option<&'a [f32]>, low_rank: Option<LowRank<'a>> },
     /// A trained weight `(out, in)`.
     Trained { weight: &'a [f32], n_in: usize, bias: Option<&'a [f32]> },
@@ -35,7 +35,7 @@ impl LowRank<'_> {
     }
 }
 
-/// What a backward pass finds for a layer's own parameters; empty where there is nothing to train.
+/// Gradients of a layer's parameters; empty if they are frozen.
 #[derive(Default)]
 pub(crate) struct ParameterGradients {
     pub(crate) weight: Vec<f32>, // (out, in)
@@ -54,10 +54,10 @@ impl<'a> Projection<'a> {
         }
     }
 
-    fn source(&self) -> Source<'_> {
+    fn source(&self) -> WeightView<'_> {
         match self {
             Self::Frozen { weight, .. } => weight.source(),
-            Self::Trained { weight, n_in, .. } => Source::rows(weight, *n_in),
+            Self::Trained { weight, n_in, .. } => WeightView::rows(weight, *n_in),
         }
     }
 
@@ -98,24 +98,24 @@ impl<'a> Projection<'a> {
     }
 
     /// `start + x W^T + lora_a_out B^T`.
-    fn product<'x>(&'x self, x: &'x [f32], lora_a_out: &'x [f32], start: Start<'x>) -> Fresh<'x> {
+    fn product<'x>(&'x self, x: &'x [f32], lora_a_out: &'x [f32], start: Start<'x>) -> MatmulSpec<'x> {
         let (n_out, n_in) = self.dims();
         let mut terms = vec![Term { left: x, weight: self.source() }];
         if let Some(LowRank { b, rank, .. }) = self.low_rank() {
-            terms.push(Term { left: lora_a_out, weight: Source::rows(b, rank) });
+            terms.push(Term { left: lora_a_out, weight: WeightView::rows(b, rank) });
         }
-        Fresh { len: x.len() / n_in * n_out, start, terms }
+        MatmulSpec { len: x.len() / n_in * n_out, start, terms }
     }
 }
 
 /// [`Projection::forward`] of several layers with the same input.
 pub(crate) fn forward<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[(Vec<f32>, Vec<f32>); N]> {
     let lora_a_outs = lora_a_out(layers, x)?;
-    let mut products: Vec<Fresh<'_>> = Vec::with_capacity(N);
+    let mut products: Vec<MatmulSpec<'_>> = Vec::with_capacity(N);
     for (layer, lora_a_out) in layers.into_iter().zip(&lora_a_outs) {
         products.push(layer.product(x, lora_a_out, layer.bias().map_or(Start::Zero, Start::Row)));
     }
-    let mut results = product::fresh(level(&layers), Direction::Forward, &products)?.into_iter();
+    let mut results = packed_matmul::matmul_alloc(level(&layers), Direction::Forward, &products)?.into_iter();
     drop(products);
     Ok(lora_a_outs.map(|lora_a_out| (results.next().unwrap_or_default(), lora_a_out)))
 }
@@ -166,12 +166,12 @@ pub(crate) fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
         let (Some((of_a, of_b)), Some(LowRank { rank, .. })) = (lefts, layer.low_rank()) else { continue };
         let (n_out, n_in) = layer.dims();
         let product = |left, right, width| {
-            let terms = vec![Term { left, weight: Source::rows(right, width) }];
-            Fresh { len: rank * width, start: Start::Zero, terms }
+            let terms = vec![Term { left, weight: WeightView::rows(right, width) }];
+            MatmulSpec { len: rank * width, start: Start::Zero, terms }
         };
         wanted.extend([product(of_a, x, n_in), product(of_b, grad, n_out)]); // (rank, in), (rank, out)
     }
-    let mut results = product::fresh(level, Direction::Backward, &wanted)?.into_iter();
+    let mut results = packed_matmul::matmul_alloc(level, Direction::Backward, &wanted)?.into_iter();
     drop(wanted);
     for Trained { layer, x, grad, found, .. } in layers {
         let (n_out, n_in) = layer.dims();
@@ -181,8 +181,9 @@ pub(crate) fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
         }
         if let Projection::Trained { bias, .. } = layer {
             let grad_t = transpose(level, grad, n_out); // (out, N)
-            let terms = vec![Term { left: &grad_t, weight: Source::rows(x, n_in) }];
-            found.weight = single(level, Direction::Backward, Fresh { len: n_out * n_in, start: Start::Zero, terms })?;
+            let terms = vec![Term { left: &grad_t, weight: WeightView::rows(x, n_in) }];
+            found.weight =
+                single(level, Direction::Backward, MatmulSpec { len: n_out * n_in, start: Start::Zero, terms })?;
             if bias.is_some() {
                 found.bias = vec![0.0; n_out];
                 for row in grad.chunks_exact(n_out) {
@@ -198,8 +199,8 @@ fn level(layers: &[&Projection<'_>]) -> Level {
     layers.first().map_or_else(Level::detected, |layer| layer.level())
 }
 
-fn single(level: Level, direction: Direction, product: Fresh<'_>) -> Result<Vec<f32>> {
-    Ok(product::fresh(level, direction, &[product])?.pop().unwrap_or_default())
+fn single(level: Level, direction: Direction, product: MatmulSpec<'_>) -> Result<Vec<f32>> {
+    Ok(packed_matmul::matmul_alloc(level, direction, &[product])?.pop().unwrap_or_default())
 }
 
 /// `scale * x A^T` of each layer; nothing where it has no A.
@@ -219,13 +220,13 @@ fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: D
         let Some(LowRank { a, b, rank, .. }) = layer.low_rank() else { continue };
         let (n_out, n_in) = layer.dims();
         let (n_rows, weight) = match direction {
-            Direction::Forward => (left.len() / n_in, Source::rows(a, n_in)),
-            Direction::Backward => (left.len() / n_out, Source::rows(b, rank)),
+            Direction::Forward => (left.len() / n_in, WeightView::rows(a, n_in)),
+            Direction::Backward => (left.len() / n_out, WeightView::rows(b, rank)),
         };
-        wanted.push(Fresh { len: n_rows * rank, start: Start::Zero, terms: vec![Term { left, weight }] });
+        wanted.push(MatmulSpec { len: n_rows * rank, start: Start::Zero, terms: vec![Term { left, weight }] });
     }
     let level = level(&layers.map(|(layer, _)| layer));
-    let mut results = product::fresh(level, direction, &wanted)?.into_iter();
+    let mut results = packed_matmul::matmul_alloc(level, direction, &wanted)?.into_iter();
     Ok(layers.map(|(layer, _)| {
         let Some(LowRank { scale, .. }) = layer.low_rank() else { return Vec::new() };
         let mut result = results.next().unwrap_or_default();
@@ -243,16 +244,16 @@ pub(crate) fn input_gradient(layers: &[(&Projection<'_>, &[f32], &ParameterGradi
     for (layer, grad, found) in layers {
         terms.push(Term { left: grad, weight: layer.source() });
         let Some(LowRank { a, dropout, .. }) = layer.low_rank() else { continue };
-        let term = Term { left: &found.lora_b_grad, weight: Source::rows(a, n_in) };
+        let term = Term { left: &found.lora_b_grad, weight: WeightView::rows(a, n_in) };
         match dropout {
             None => terms.push(term),
             Some(mask) => dropped.push((term, mask)),
         }
     }
     let len = grad.len() / n_out * n_in;
-    let mut dx = written(len, |dx| product::backward(first.level(), &terms, dx))?;
+    let mut dx = alloc_output(len, |dx| packed_matmul::backward(first.level(), &terms, dx))?;
     for (term, mask) in dropped {
-        let mut part = written(len, |part| product::backward(first.level(), &[term], part))?;
+        let mut part = alloc_output(len, |part| packed_matmul::backward(first.level(), &[term], part))?;
         mask.apply(&mut part);
         dx.iter_mut().zip(part).for_each(|(dx, part)| *dx += part);
     }

@@ -1,6 +1,6 @@
 //! Root-mean-square normalisation.
 
-use super::cpu::vectorised;
+use super::simd::vectorised;
 use super::{dot, dot3, filled, floats, values_per_task, with_floats};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;

@@ -1,7 +1,7 @@
 //! Rotary position embedding, alone or after the norm of each head.
 
-use super::cpu::vectorised;
 use super::rms_norm::{inverse_rms, row_gradient, sum_of};
+use super::simd::vectorised;
 use super::{ROWS_PER_TASK, filled, floats, values_per_task, with_floats};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
@@ -48,7 +48,7 @@ impl RopeTable {
     ///
     /// # Errors
     /// As theirs.
-    pub(crate) fn turned(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
+    pub(crate) fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
         let width = x.len() / positions.len().max(1);
         self.check(positions.len(), width, positions)?;
         let rope = Rope { table: self.clone(), positions: positions.clone() };
@@ -58,9 +58,9 @@ impl RopeTable {
         })
     }
 
-    /// Gradients of `x`, and of the first `n_wanted` values of the norm's weight, for the gradient of [`RopeTable::turned`]'s
+    /// Gradients of `x`, and of the first `n_wanted` values of the norm's weight, for the gradient of [`RopeTable::apply`]'s
     /// result. Without a norm `x` is not read.
-    pub(crate) fn turned_gradients(
+    pub(crate) fn apply_backward(
         &self,
         x: &[f32],
         norm: Option<(&[f32], f32)>,
@@ -137,7 +137,7 @@ struct NormRope {
     eps: f32,
 }
 
-/// Turns one head; `direction` 1 turns, -1 turns back, which is the gradient.
+/// Applies RoPE to one head; `direction` -1 applies the inverse rotation, which is the gradient.
 #[inline(always)]
 fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
     let half = cos.len();
@@ -151,7 +151,7 @@ fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUnini
 }
 
 vectorised! {
-    /// Turns all heads of a row.
+    /// Applies RoPE to all heads of a row.
     fn turn_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
         let dim = 2 * cos.len();
         for (y, x) in y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)) {
@@ -161,7 +161,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Norms and turns all heads of a row; `head` is memory for one.
+    /// RMSNorm and RoPE of all heads of a row; `head` is scratch for one head.
     fn norm_turn_row(
         x: &[f32],
         weight: &[f32],
@@ -194,7 +194,7 @@ vectorised! {
         let ((weight, eps), dim) = (norm, norm.0.len());
         for ((dx, x), grad) in dx.chunks_exact_mut(dim).zip(x.chunks_exact(dim)).zip(grad.chunks_exact(dim)) {
             turn(grad, angles.0, angles.1, -1.0, head);
-            // SAFETY: turning writes both halves of a head.
+            // SAFETY: the rotation writes both halves of a head.
             row_gradient(x, weight, unsafe { head.assume_init_ref() }, eps, None, dx, dw);
         }
     }

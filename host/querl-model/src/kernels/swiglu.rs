@@ -1,6 +1,6 @@
 //! The gated activation of the feed-forward layers.
 
-use super::cpu::vectorised;
+use super::simd::vectorised;
 use super::{exp, filled, floats, with_floats};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;

@@ -257,7 +257,7 @@ impl LayerBackend for Cpu {
 
     fn apply_rope(&self, x: &[f32], norm: Option<&Tensor>, context: &LayerContext, rows: &Rows) -> Result<Vec<f32>> {
         let norm = norm.map(Floats::of).transpose()?;
-        context.rope.turned(x, norm.as_deref().map(|weight| (weight, context.eps)), &rows.positions)
+        context.rope.apply(x, norm.as_deref().map(|weight| (weight, context.eps)), &rows.positions)
     }
 
     fn query_residual<'a>(
@@ -469,7 +469,7 @@ impl TrainingBackend for Cpu {
         let norm = norm.map(Floats::of).transpose()?;
         let norm = norm.as_deref().map(|weight| (weight, context.eps));
         let n_wanted = norm.map_or(0, |(weight, _)| weight.len());
-        let (dx, dnorm) = context.rope.turned_gradients(x.unwrap_or_default(), norm, &rows.positions, grad, n_wanted);
+        let (dx, dnorm) = context.rope.apply_backward(x.unwrap_or_default(), norm, &rows.positions, grad, n_wanted);
         Ok((dx, norm.is_some().then_some(dnorm)))
     }
 

@@ -1,24 +1,23 @@
-//! Causal attention over packed sequences: rows of many sequences stand one after another, without padding, what sequences
-//! begin with in common stands once, and each row sees the rows before it in its own sequence and itself.
+//! Causal attention over packed sequences with prefix sharing: sequences are concatenated without padding, shared prefixes
+//! are stored once (prefix tree), and each row attends to the earlier rows of its own sequence and itself.
 //!
-//! The queries are divided into lanes of a few dozen to a few hundred, which are independent of each other. In a lane, scores
+//! The queries are divided into chunks of a few dozen to a few hundred, which are independent of each other. In a chunk, scores
 //! of a block of queries stand in a matrix whose column is a key's depth in its sequence, so that queries of different
 //! branches share the columns of what they have in common: one product gives the scores of all of them against it.
 
-mod lane;
-mod softmax;
+mod prefix_tree;
+mod query_chunk;
 #[cfg(test)]
 mod tests;
-mod tree;
 
-pub use tree::{Node, RowTree};
+pub use prefix_tree::{Node, RowTree};
 
 use super::{floats, with_floats};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
-use lane::{Inputs, KeyGradients, Outputs};
+use prefix_tree::{QueryChunk, query_chunks};
+use query_chunk::{Inputs, KeyGradients, Outputs};
 use rayon::prelude::*;
 use std::sync::{Arc, OnceLock};
-use tree::{Lane, lanes};
 
 /// How the columns of queries, keys and values divide into heads.
 #[derive(Clone, Copy)]
@@ -52,7 +51,7 @@ impl Heads {
 /// Which rows of a tree are queries; all rows are keys.
 #[derive(Clone)]
 pub struct Queries {
-    lanes: Arc<Vec<Lane>>,
+    chunks: Arc<Vec<QueryChunk>>,
     n_queries: usize,
     n_rows: usize,
 }
@@ -61,21 +60,21 @@ impl Queries {
     /// Every row.
     pub fn all(tree: &RowTree) -> Self {
         let rows: Vec<u32> = (0..tree.n_rows() as u32).collect();
-        Self { lanes: Arc::new(lanes(tree, &rows)), n_queries: rows.len(), n_rows: rows.len() }
+        Self { chunks: Arc::new(query_chunks(tree, &rows)), n_queries: rows.len(), n_rows: rows.len() }
     }
 
-    /// Some rows, in rising order.
+    /// Some rows, in ascending order.
     ///
     /// # Errors
-    /// The rows do not rise, or the tree has no such row.
+    /// The rows are not ascending, or a row is not in the tree.
     pub fn some(tree: &RowTree, rows: &[u32]) -> Result<Self> {
         if rows.windows(2).any(|pair| pair[0] >= pair[1]) {
-            bail!("attention: the rows of queries do not rise");
+            bail!("attention: query row indices must be ascending");
         }
         if let Some(row) = rows.last().filter(|&&row| row as usize >= tree.n_rows()) {
             bail!("attention: there is no row {row} among {}", tree.n_rows());
         }
-        Ok(Self { lanes: Arc::new(lanes(tree, rows)), n_queries: rows.len(), n_rows: tree.n_rows() })
+        Ok(Self { chunks: Arc::new(query_chunks(tree, rows)), n_queries: rows.len(), n_rows: tree.n_rows() })
     }
 
     /// Heads of queries `(queries, heads * D)` and keys `(N, kv_heads * D)`.
@@ -83,14 +82,14 @@ impl Queries {
         Heads::new(q.len() / self.n_queries.max(1), k.len() / self.n_rows.max(1), head_dim)
     }
 
-    /// The lanes' own parts of a tensor `(queries, heads * D)`.
+    /// The chunks' own parts of a tensor `(queries, heads * D)`.
     fn parts<'a>(&self, mut all: &'a mut [f32], heads: Heads) -> Vec<&'a mut [f32]> {
-        let of_lane = |lane: &Lane| {
-            let (part, rest) = std::mem::take(&mut all).split_at_mut(lane.queries.len() * heads.q_width());
+        let of_chunk = |chunk: &QueryChunk| {
+            let (part, rest) = std::mem::take(&mut all).split_at_mut(chunk.queries.len() * heads.q_width());
             all = rest;
             part
         };
-        self.lanes.iter().map(of_lane).collect()
+        self.chunks.iter().map(of_chunk).collect()
     }
 }
 
@@ -98,7 +97,7 @@ struct Attention {
     queries: Queries,
     head_dim: usize,
     /// Set by the forward pass.
-    log_sums: OnceLock<LogSumExp>,
+    logsumexp: OnceLock<LogSumExp>,
 }
 
 /// Softmax attention, each query over its own sequence up to itself.
@@ -116,11 +115,11 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
     if n_queries != q.dim(0)? || n_rows != k.dim(0)? || n_rows != v.dim(0)? {
         bail!("attention: {n_queries} queries and {n_rows} rows; found {}, {} and {}", q.dim(0)?, k.dim(0)?, v.dim(0)?);
     }
-    let op = Attention { queries: queries.clone(), head_dim, log_sums: OnceLock::new() };
+    let op = Attention { queries: queries.clone(), head_dim, logsumexp: OnceLock::new() };
     q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
 }
 
-/// Logarithms of the sums of exponentials, of each lane `(kv_heads, queries, group)`: what the backward pass wants again.
+/// Logarithms of the sums of exponentials, of each chunk `(kv_heads, queries, group)`: what the backward pass wants again.
 pub(crate) type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
@@ -130,16 +129,16 @@ pub(crate) type LogSumExp = Vec<Vec<f32>>;
 pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
     let mut out = vec![0f32; q.len()];
-    let tasks: Vec<_> = queries.lanes.iter().zip(queries.parts(&mut out, heads)).collect();
-    let log_sums: Result<LogSumExp> = tasks
+    let tasks: Vec<_> = queries.chunks.iter().zip(queries.parts(&mut out, heads)).collect();
+    let logsumexp: Result<LogSumExp> = tasks
         .into_par_iter()
-        .map(|(lane, out)| {
-            let mut log_sums = vec![0f32; lane.queries.len() * heads.group * heads.n_kv_heads];
-            lane.forward(heads, x, out, &mut log_sums)?;
-            Ok(log_sums)
+        .map(|(chunk, out)| {
+            let mut logsumexp = vec![0f32; chunk.queries.len() * heads.group * heads.n_kv_heads];
+            chunk.forward(heads, x, out, &mut logsumexp)?;
+            Ok(logsumexp)
         })
         .collect();
-    Ok((out, log_sums?))
+    Ok((out, logsumexp?))
 }
 
 /// Gradients of queries, keys and values for the gradient `grad` of [`attend`]'s result `out`.
@@ -151,32 +150,32 @@ pub(crate) fn attention_gradients(
     head_dim: usize,
     [q, k, v]: [&[f32]; 3],
     out: &[f32],
-    log_sums: &LogSumExp,
+    logsumexp: &LogSumExp,
     grad: &[f32],
 ) -> Result<[Vec<f32>; 3]> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
     let mut dq = vec![0f32; q.len()];
     let width = heads.q_width();
-    let tasks: Vec<_> = queries.lanes.iter().zip(log_sums).zip(queries.parts(&mut dq, heads)).collect();
+    let tasks: Vec<_> = queries.chunks.iter().zip(logsumexp).zip(queries.parts(&mut dq, heads)).collect();
     let found: Result<Vec<KeyGradients>> = tasks
         .into_par_iter()
-        .map(|((lane, log_sums), dq)| {
-            let own = lane.queries.start * width..lane.queries.end * width;
-            lane.backward(heads, x, Outputs { out: &out[own.clone()], grad: &grad[own], log_sums }, dq)
+        .map(|((chunk, logsumexp), dq)| {
+            let own = chunk.queries.start * width..chunk.queries.end * width;
+            chunk.backward(heads, x, Outputs { out: &out[own.clone()], grad: &grad[own], logsumexp }, dq)
         })
         .collect();
-    // Summed in the order of lanes: the result does not depend on which thread finished first.
+    // Summed in the order of chunks: the result does not depend on which thread finished first.
     let (mut dk, mut dv) = (vec![0f32; k.len()], vec![0f32; v.len()]);
-    for (lane, found) in queries.lanes.iter().zip(found?) {
-        add_rows(&mut dk, &found.dk, lane, heads.kv_width());
-        add_rows(&mut dv, &found.dv, lane, heads.kv_width());
+    for (chunk, found) in queries.chunks.iter().zip(found?) {
+        add_rows(&mut dk, &found.dk, chunk, heads.kv_width());
+        add_rows(&mut dv, &found.dv, chunk, heads.kv_width());
     }
     Ok([dq, dk, dv])
 }
 
-/// Adds `(keys, width)` in a lane's numbering to the rows that they stand for.
-fn add_rows(all: &mut [f32], mut part: &[f32], lane: &Lane, width: usize) {
-    for rows in lane.before.iter().chain([&lane.rows]) {
+/// Adds `(keys, width)` in a chunk's numbering to the rows that they stand for.
+fn add_rows(all: &mut [f32], mut part: &[f32], chunk: &QueryChunk, width: usize) {
+    for rows in chunk.before.iter().chain([&chunk.rows]) {
         let (head, tail) = part.split_at(rows.len() * width);
         let all = &mut all[rows.start * width..rows.end * width];
         all.iter_mut().zip(head).for_each(|(sum, part)| *sum += part);
@@ -198,10 +197,10 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (out, log_sums) =
+        let (out, logsumexp) =
             attend(&self.queries, self.head_dim, [floats(q, q_layout)?, floats(k, k_layout)?, floats(v, v_layout)?])?;
         // A second forward pass of the same operation would find the same values.
-        self.log_sums.get_or_init(|| log_sums);
+        self.logsumexp.get_or_init(|| logsumexp);
         Ok((CpuStorage::F32(out), q_layout.shape().clone()))
     }
 
@@ -213,9 +212,9 @@ impl CustomOp3 for Attention {
         out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(log_sums) = self.log_sums.get() else { bail!("attention: a backward pass before the forward pass") };
+        let Some(logsumexp) = self.logsumexp.get() else { bail!("attention: a backward pass before the forward pass") };
         let gradients = |x: [&[f32]; 3], out: &[f32], grad: &[f32]| {
-            attention_gradients(&self.queries, self.head_dim, x, out, log_sums, grad)
+            attention_gradients(&self.queries, self.head_dim, x, out, logsumexp, grad)
         };
         let [dq, dk, dv] = with_floats(q, |q| {
             with_floats(k, |k| {

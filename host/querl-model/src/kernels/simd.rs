@@ -1,11 +1,11 @@
-//! Which instructions this processor has, found once.
+//! SIMD dispatch: detects AVX2 and AVX-512 once, and compiles functions for each level (`vectorised!`).
 
 use std::sync::OnceLock;
 
-/// What products may use. Every level gives the same results to rounding.
+/// SIMD instruction set. All levels give the same results up to rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
-    /// Whatever the program was compiled for.
+    /// The build target's instructions.
     Portable,
     /// 256-bit vectors with fused multiply-add.
     Avx2,
@@ -90,7 +90,7 @@ macro_rules! vectorised {
                 fn avx2($($arg: $type),*) $(-> $ret)? {
                     body($($arg),*)
                 }
-                use $crate::kernels::cpu::Level;
+                use $crate::kernels::simd::Level;
                 match Level::detected() {
                     // SAFETY: the level says that the processor has these instructions.
                     Level::Avx512 => unsafe { avx512($($arg),*) },

@@ -62,12 +62,12 @@ impl RowTree {
     }
 }
 
-/// Some queries, one after another, and every key that any of them sees. What a lane finds depends on nothing else, so lanes
+/// Some queries, one after another, and every key that any of them sees. What a chunk finds depends on nothing else, so chunks
 /// can be worked on in any order.
 ///
 /// Its keys are numbered: first the `n_before` rows that the first query sees before itself, by depth; then the rows from the
 /// first query to the last.
-pub(super) struct Lane {
+pub(super) struct QueryChunk {
     /// Of the list of queries.
     pub(super) queries: Range<usize>,
     /// For each of them how many keys it sees, itself included.
@@ -82,35 +82,35 @@ pub(super) struct Lane {
 
 /// Keys that follow each other in the sequences of all queries that see them.
 pub(super) struct Span {
-    /// In the lane's numbering.
+    /// In the chunk's numbering.
     pub(super) keys: Range<usize>,
     /// Depth of the first.
     pub(super) depth: usize,
-    /// Which of the lane's queries see them: all of them, or up to themselves.
+    /// Which of the chunk's queries see them: all of them, or up to themselves.
     pub(super) queries: Range<usize>,
 }
 
-/// Queries of one lane: enough to be worth a task, few enough that there are tasks for many threads. A function of the number
+/// Queries of one chunk: enough to be worth a task, few enough that there are tasks for many threads. A function of the number
 /// of queries alone, so that sums do not depend on the machine.
-fn lane_size(n_queries: usize) -> usize {
+fn chunk_size(n_queries: usize) -> usize {
     (n_queries / 16).clamp(32, 256)
 }
 
-/// Divides queries, given by their rows in rising order, into lanes.
-pub(super) fn lanes(tree: &RowTree, queries: &[u32]) -> Vec<Lane> {
-    let size = lane_size(queries.len());
+/// Divides queries, given by their rows in rising order, into chunks.
+pub(super) fn query_chunks(tree: &RowTree, queries: &[u32]) -> Vec<QueryChunk> {
+    let size = chunk_size(queries.len());
     (0..queries.len())
         .step_by(size)
-        .map(|start| Lane::new(tree, queries, start..(start + size).min(queries.len())))
+        .map(|start| QueryChunk::new(tree, queries, start..(start + size).min(queries.len())))
         .collect()
 }
 
-impl Lane {
+impl QueryChunk {
     fn new(tree: &RowTree, all_queries: &[u32], range: Range<usize>) -> Self {
         let queries = &all_queries[range.clone()];
         let rows = queries[0] as usize..queries[queries.len() - 1] as usize + 1;
         let n_before = tree.depth_of(rows.start);
-        let mut lane = Self {
+        let mut chunk = Self {
             n_seen: queries.iter().map(|&row| tree.depth_of(row as usize) + 1).collect(),
             queries: range,
             before: Vec::new(),
@@ -118,7 +118,7 @@ impl Lane {
             rows: rows.clone(),
             spans: Vec::new(),
         };
-        lane.look_back(tree, queries);
+        chunk.look_back(tree, queries);
         for node in &tree.nodes[tree.node_of(rows.start)..] {
             if node.start >= rows.end {
                 break;
@@ -126,12 +126,12 @@ impl Lane {
             let (first, last) = (node.start.max(rows.start), (node.start + node.len).min(rows.end));
             let keys = n_before + first - rows.start..n_before + last - rows.start;
             let seen_by = below(queries, first)..below(queries, node.end);
-            lane.push(Span { keys, depth: node.depth + first - node.start, queries: seen_by });
+            chunk.push(Span { keys, depth: node.depth + first - node.start, queries: seen_by });
         }
-        lane
+        chunk
     }
 
-    /// Spans of what the first query sees before the lane's own rows.
+    /// Spans of what the first query sees before the chunk's own rows.
     fn look_back(&mut self, tree: &RowTree, queries: &[u32]) {
         let mut path = Vec::new();
         let mut next = Some(tree.node_of(self.rows.start));

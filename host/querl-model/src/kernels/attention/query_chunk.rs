@@ -1,9 +1,11 @@
-//! The products of one lane: its queries against what they see, one key-value head after another.
+//! Attention of one chunk of queries, forward and backward, one key-value head after another, and its softmax kernels.
+//!
+//! Sums run over 16 SIMD lanes that are added at the end at every SIMD level: results do not depend on the CPU.
 
 use super::Heads;
-use super::softmax::{dot_products, probabilities, probabilities_again, score_gradients};
-use super::tree::Lane;
-use crate::kernels::{Mat, matmul, matmul_into};
+use super::prefix_tree::QueryChunk;
+use crate::kernels::simd::vectorised;
+use crate::kernels::{LANES, Mat, dot, exp, matmul, matmul_into};
 use candle_core::Result;
 use std::ops::Range;
 
@@ -31,7 +33,7 @@ pub(super) struct Outputs<'a> {
     pub(super) out: &'a [f32],
     pub(super) grad: &'a [f32],
     /// `(kv_heads, queries, group)`.
-    pub(super) log_sums: &'a [f32],
+    pub(super) logsumexp: &'a [f32],
 }
 
 /// Buffers that serve one block after another.
@@ -52,7 +54,7 @@ struct Block {
     width: usize,
 }
 
-impl Lane {
+impl QueryChunk {
     fn blocks(&self, group: usize) -> Vec<Block> {
         let mut blocks: Vec<Block> = Vec::new();
         for (query, &n_seen) in self.n_seen.iter().enumerate() {
@@ -80,21 +82,21 @@ impl Lane {
         })
     }
 
-    /// Attention of the lane's queries into `out` `(queries, heads * D)`; `log_sums`: `(kv_heads, queries, group)`.
-    pub(super) fn forward(&self, heads: Heads, x: Inputs<'_>, out: &mut [f32], log_sums: &mut [f32]) -> Result<()> {
+    /// Attention of the lane's queries into `out` `(queries, heads * D)`; `logsumexp`: `(kv_heads, queries, group)`.
+    pub(super) fn forward(&self, heads: Heads, x: Inputs<'_>, out: &mut [f32], logsumexp: &mut [f32]) -> Result<()> {
         let (group, dim) = (heads.group, heads.head_dim);
         let (mut k, mut v) = (Vec::new(), Vec::new());
         let mut buffers = Buffers::default();
-        for (head, log_sums) in log_sums.chunks_exact_mut(self.n_seen.len() * group).enumerate() {
+        for (head, logsumexp) in logsumexp.chunks_exact_mut(self.n_seen.len() * group).enumerate() {
             self.gather(heads, head, x.k, &mut k);
             self.gather(heads, head, x.v, &mut v);
             for block in self.blocks(group) {
                 let n_rows = block.queries.len() * group;
-                let log_sums = &mut log_sums[block.queries.start * group..block.queries.end * group];
+                let logsumexp = &mut logsumexp[block.queries.start * group..block.queries.end * group];
                 let n_seen = &self.n_seen[block.queries.clone()];
                 pack(heads, head, x.q, self.queries.start, &block.queries, &mut buffers.q);
                 self.scores(heads, &block, &buffers.q, &k, heads.scale(), &mut buffers.p)?;
-                probabilities(&mut buffers.p, block.width, n_seen, group, log_sums);
+                probabilities(&mut buffers.p, block.width, n_seen, group, logsumexp);
                 buffers.out.clear();
                 buffers.out.resize(n_rows * dim, 0.0);
                 for product in self.products(&block, group) {
@@ -123,14 +125,14 @@ impl Lane {
         let mut gradients =
             KeyGradients { dk: vec![0.0; n_keys * heads.kv_width()], dv: vec![0.0; n_keys * heads.kv_width()] };
         let (mut dk, mut dv) = (vec![0f32; n_keys * dim], vec![0f32; n_keys * dim]);
-        for (head, log_sums) in outputs.log_sums.chunks_exact(self.n_seen.len() * group).enumerate() {
+        for (head, logsumexp) in outputs.logsumexp.chunks_exact(self.n_seen.len() * group).enumerate() {
             self.gather(heads, head, x.k, &mut k);
             self.gather(heads, head, x.v, &mut v);
             dk.fill(0.0);
             dv.fill(0.0);
             for block in self.blocks(group) {
                 let (n_rows, width) = (block.queries.len() * group, block.width);
-                let log_sums = &log_sums[block.queries.start * group..block.queries.end * group];
+                let logsumexp = &logsumexp[block.queries.start * group..block.queries.end * group];
                 let n_seen = &self.n_seen[block.queries.clone()];
                 pack(heads, head, x.q, self.queries.start, &block.queries, &mut buffers.q);
                 pack(heads, head, outputs.out, 0, &block.queries, &mut buffers.out);
@@ -138,7 +140,7 @@ impl Lane {
                 buffers.dots.resize(n_rows, 0.0);
                 dot_products(&mut buffers.dots, &buffers.grad, &buffers.out, dim);
                 self.scores(heads, &block, &buffers.q, &k, heads.scale(), &mut buffers.p)?;
-                probabilities_again(&mut buffers.p, width, n_seen, group, log_sums);
+                recompute_probabilities(&mut buffers.p, width, n_seen, group, logsumexp);
                 self.scores(heads, &block, &buffers.grad, &v, 1.0, &mut buffers.ds)?;
                 score_gradients(&mut buffers.ds, &buffers.p, width, n_seen, group, &buffers.dots);
                 buffers.out.fill(0.0);
@@ -239,4 +241,65 @@ fn place(heads: Heads, head: usize, part: &[f32], all: &mut [f32]) {
     for (row, part) in all.chunks_exact_mut(heads.kv_width()).zip(part.chunks_exact(dim)) {
         row[head * dim..(head + 1) * dim].copy_from_slice(part);
     }
+}
+
+vectorised! {
+    /// Softmax of what each row sees, zero beyond; also the logarithm of each row's sum of exponentials. `scores`: rows of
+    /// `width`, `group` of them for each entry of `n_seen`.
+    fn probabilities(scores: &mut [f32], width: usize, n_seen: &[usize], group: usize, logsumexp: &mut [f32]) {
+        for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {
+            let (seen, unseen) = row.split_at_mut(n_seen[index / group]);
+            let max = reduce(seen, f32::NEG_INFINITY, |max, x| if x > max { x } else { max });
+            seen.iter_mut().for_each(|score| *score = exp(*score - max));
+            let sum = reduce(seen, 0.0, |sum, x| sum + x);
+            let inverse = 1.0 / sum;
+            seen.iter_mut().for_each(|p| *p *= inverse);
+            unseen.fill(0.0);
+            *row_logsumexp = max + sum.ln();
+        }
+    }
+}
+
+vectorised! {
+    /// The same probabilities from scores and logarithms of sums.
+    fn recompute_probabilities(scores: &mut [f32], width: usize, n_seen: &[usize], group: usize, logsumexp: &[f32]) {
+        for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {
+            let (seen, unseen) = row.split_at_mut(n_seen[index / group]);
+            seen.iter_mut().for_each(|score| *score = exp(*score - row_logsumexp));
+            unseen.fill(0.0);
+        }
+    }
+}
+
+vectorised! {
+    /// `dS = P * (dP - dot)`, in the place of `dP`; zero beyond what a row sees.
+    fn score_gradients(dp: &mut [f32], p: &[f32], width: usize, n_seen: &[usize], group: usize, dots: &[f32]) {
+        let rows = dp.chunks_exact_mut(width).zip(p.chunks_exact(width)).zip(dots);
+        for (index, ((dp, p), dot)) in rows.enumerate() {
+            let (seen, unseen) = dp.split_at_mut(n_seen[index / group]);
+            seen.iter_mut().zip(p).for_each(|(dp, p)| *dp = p * (*dp - dot));
+            unseen.fill(0.0);
+        }
+    }
+}
+
+vectorised! {
+    /// The product of each row of `a` with the same row of `b`.
+    fn dot_products(dots: &mut [f32], a: &[f32], b: &[f32], width: usize) {
+        for ((result, a), b) in dots.iter_mut().zip(a.chunks_exact(width)).zip(b.chunks_exact(width)) {
+            *result = dot(a, b);
+        }
+    }
+}
+
+#[inline(always)]
+fn reduce(row: &[f32], start: f32, f: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
+    let mut lanes = [start; LANES];
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] = f(lanes[lane], chunk[lane]);
+        }
+    }
+    lanes.iter().chain(rest).copied().fold(start, f)
 }

@@ -1,8 +1,9 @@
 //! Packed products against plain ones, at every level of this processor.
 #![allow(clippy::unwrap_used)]
 
-use super::super::cpu::Level;
-use super::FrozenWeight;
+use super::super::simd::Level;
+use super::unpack::from_e4m3;
+use super::{FrozenWeight, e4m3};
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 
@@ -155,7 +156,24 @@ fn values_that_no_type_can_hold_are_refused_without_the_advice_to_take_another()
 #[should_panic(expected = "index out of bounds")]
 fn a_group_without_scales_is_never_left_as_it_was() {
     let values = Tensor::from_vec(numbers(64 * 128, 1), (64, 128), &Device::Cpu).unwrap();
-    let mut packed = super::pack::pack(&values, BaseDtype::Int8).unwrap();
+    let mut packed = super::pack(&values, BaseDtype::Int8).unwrap();
     packed.scales.truncate(super::WIDTH);
     packed.unpack(Level::detected(), 0, 0..128, &mut [0f32; 128 * super::WIDTH]);
+}
+
+/// Golden values: `tests/reference/fp8.py`.
+#[test]
+fn numbers_of_8_bits_are_those_of_torch() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/reference/golden/fp8.json");
+    let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let numbers = |name: &str| -> Vec<f64> {
+        golden[name].as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+    };
+    for (x, code) in numbers("values").into_iter().zip(numbers("codes")) {
+        assert_eq!(f64::from(e4m3(x as f32)), code, "{x}");
+    }
+    for (code, x) in (0..127u8).zip(numbers("numbers")) {
+        assert_eq!((f64::from(from_e4m3(code)), f64::from(from_e4m3(code | 0x80))), (x, -x), "{code}");
+    }
+    assert_eq!((e4m3(449.0), e4m3(-449.0)), (0x7e, 0xfe));
 }

@@ -1,6 +1,6 @@
 //! Tiles and rearrangements with 512-bit vectors.
 
-use super::tile::{Block, LINE_BYTES};
+use super::microkernel::{Block, LINE_BYTES};
 use std::arch::x86_64::*;
 
 /// Values of one vector.

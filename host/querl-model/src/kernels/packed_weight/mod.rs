@@ -1,16 +1,16 @@
-//! Weights that are not trained, packed once in the form in which products read them.
+//! Frozen weights, packed for matrix products and quantized: f32, bf16, f16, int8, fp8 (e4m3) or nf4.
 
-mod pack;
 #[cfg(test)]
 mod tests;
 mod unpack;
 
-use super::cpu::Level;
-use super::product::{Output, Source, Term, WIDTH, backward, forward};
-use candle_core::{Device, Result, Tensor, bail};
+use super::packed_matmul::{Output, Term, WIDTH, WeightView, backward, forward};
+use super::simd::Level;
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 use querl_core::config::BaseDtype;
 use rayon::prelude::*;
 use std::sync::Arc;
+use unpack::NF4;
 
 /// A frozen weight `(out, in)`. Forward and backward read one packed copy; clones share it.
 ///
@@ -61,7 +61,7 @@ impl FrozenWeight {
     /// # Errors
     /// A tensor that is not a matrix of floats, or a value that is not finite in `dtype`.
     pub fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Self> {
-        Ok(Self { packed: Arc::new(pack::pack(weight, dtype)?), level: Level::detected() })
+        Ok(Self { packed: Arc::new(pack(weight, dtype)?), level: Level::detected() })
     }
 
     /// Outputs and inputs.
@@ -120,8 +120,8 @@ impl FrozenWeight {
         backward(self.level, &[Term { left: grad, weight: self.source() }], Output::new(dx, keep))
     }
 
-    pub(super) fn source(&self) -> Source<'_> {
-        Source::packed(&self.packed)
+    pub(super) fn source(&self) -> WeightView<'_> {
+        WeightView::packed(&self.packed)
     }
 
     pub(super) fn level(&self) -> Level {
@@ -194,4 +194,129 @@ impl Packed {
     pub(super) fn floats(&self) -> Option<&[f32]> {
         (self.dtype == BaseDtype::F32).then(|| values(&self.data))
     }
+}
+
+fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
+    let (n_out, n_in) = weight.dims2()?;
+    if n_out == 0 || n_in == 0 {
+        bail!("a weight of shape ({n_out}, {n_in}) holds nothing");
+    }
+    let (n_panels, n_in_padded) = (n_out.div_ceil(WIDTH), n_in.next_multiple_of(16));
+    let bits = match dtype {
+        BaseDtype::F32 => 32,
+        BaseDtype::Bf16 | BaseDtype::F16 => 16,
+        BaseDtype::Int8 | BaseDtype::Fp8 => 8,
+        BaseDtype::Nf4 => 4,
+    };
+    let lines_per_panel = n_in_padded * WIDTH * bits / 8 / size_of::<Line>();
+    let scales_per_panel = n_groups(dtype, n_in) * WIDTH;
+    let mut data = vec![Line([0; 64]); n_panels * lines_per_panel];
+    let mut scales = vec![0f32; n_panels * scales_per_panel];
+    let mut scale_parts: Vec<&mut [f32]> = match scales_per_panel {
+        0 => (0..n_panels).map(|_| [].as_mut_slice()).collect(),
+        n => scales.chunks_mut(n).collect(),
+    };
+    data.par_chunks_mut(lines_per_panel).zip(scale_parts.par_iter_mut()).enumerate().try_for_each(
+        |(panel, (lines, scales))| {
+            let first = panel * WIDTH;
+            let rows = weight.narrow(0, first, WIDTH.min(n_out - first))?;
+            pack_panel(&rows, dtype, lines, scales)
+        },
+    )?;
+    Ok(Packed { n_out, n_in, n_in_padded, dtype, data, scales })
+}
+
+fn pack_panel(rows: &Tensor, dtype: BaseDtype, lines: &mut [Line], scales: &mut [f32]) -> Result<()> {
+    let n_in = rows.dim(1)?;
+    match dtype {
+        BaseDtype::F32 => place(&bits(rows, DType::F32)?, n_in, values_mut(lines), f32::from_bits),
+        BaseDtype::F16 => place(&bits(rows, DType::F16)?, n_in, values_mut(lines), |bits| bits as u16),
+        BaseDtype::Bf16 => {
+            let pairs: &mut [u32] = values_mut(lines);
+            for (output, row) in bits(rows, DType::BF16)?.chunks_exact(n_in).enumerate() {
+                for (pair, values) in row.chunks(2).enumerate() {
+                    let high = values.get(1).copied().unwrap_or_default();
+                    pairs[pair * WIDTH + output] = high << 16 | values[0];
+                }
+            }
+        }
+        BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => {
+            quantise(&bits(rows, DType::F32)?, n_in, dtype, values_mut(lines), scales)
+        }
+    }
+    Ok(())
+}
+
+/// The values of a tensor in another type, as bits.
+fn bits(rows: &Tensor, dtype: DType) -> Result<Vec<u32>> {
+    let rows = rows.to_dtype(dtype)?.contiguous()?;
+    let (storage, layout) = rows.storage_and_layout();
+    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        bail!("weights are packed on the cpu")
+    };
+    let (bits, exponent): (Vec<u32>, u32) = match storage {
+        CpuStorage::F32(values) => (values[start..end].iter().map(|x| x.to_bits()).collect(), 0x7f80_0000),
+        CpuStorage::BF16(values) => (values[start..end].iter().map(|x| u32::from(x.to_bits())).collect(), 0x7f80),
+        CpuStorage::F16(values) => (values[start..end].iter().map(|x| u32::from(x.to_bits())).collect(), 0x7c00),
+        _ => bail!("a weight is f32, bf16 or f16"),
+    };
+    if bits.iter().any(|bits| bits & exponent == exponent) {
+        let advice = if dtype == DType::F16 { "; try `f32` or `bf16`" } else { "" };
+        bail!("a weight holds a value that is not finite as {}{advice}", dtype.as_str());
+    }
+    Ok(bits)
+}
+
+/// Rows into the columns of a panel.
+fn place<T: Copy>(bits: &[u32], n_in: usize, panel: &mut [T], value: impl Fn(u32) -> T) {
+    for (output, row) in bits.chunks_exact(n_in).enumerate() {
+        for (input, &bits) in row.iter().enumerate() {
+            panel[input * WIDTH + output] = value(bits);
+        }
+    }
+}
+
+fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scales: &mut [f32]) {
+    for (output, row) in bits.chunks_exact(n_in).enumerate() {
+        let size = if dtype == BaseDtype::Fp8 { n_in } else { GROUP };
+        for (group, bits) in row.chunks(size).enumerate() {
+            let largest = bits.iter().map(|&bits| f32::from_bits(bits).abs()).fold(0f32, f32::max);
+            let steps = match dtype {
+                BaseDtype::Int8 => 127.0,
+                BaseDtype::Fp8 => LARGEST_E4M3,
+                _ => 1.0,
+            };
+            scales[group * WIDTH + output] = largest / steps;
+            // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+            let inverse = if steps / largest < f32::INFINITY { steps / largest } else { 0.0 };
+            for (i, &bits) in bits.iter().enumerate() {
+                let (input, share) = (group * size + i, f32::from_bits(bits) * inverse);
+                match dtype {
+                    BaseDtype::Int8 => panel[input * WIDTH + output] = (share.round().clamp(-127.0, 127.0) as i8) as u8,
+                    BaseDtype::Fp8 => panel[input * WIDTH + output] = e4m3(share),
+                    // The low half of a byte is an output of the panel's first half, the high half one of its second.
+                    _ => panel[input * WIDTH / 2 + output % 32] |= nearest(share) << (output / 32 * 4),
+                }
+            }
+        }
+    }
+}
+
+const LARGEST_E4M3: f32 = 448.0;
+
+/// A number of 4 bits of exponent and 3 of mantissa: the nearest, ties to even; what is beyond 448 becomes 448.
+fn e4m3(x: f32) -> u8 {
+    const SMALLEST_NORMAL: f32 = 1.0 / 64.0;
+    let (sign, size) = ((x.to_bits() >> 24) as u8 & 0x80, x.abs());
+    if size < SMALLEST_NORMAL {
+        return sign | (size * 512.0).round_ties_even() as u8; // steps of 2^-9
+    }
+    let bits = size.to_bits();
+    let rounded = bits + 0x7_ffff + (bits >> 20 & 1);
+    sign | ((rounded >> 20) - (120 << 3)).min(0x7e) as u8
+}
+
+/// Index of the nearest of the 16 values.
+fn nearest(share: f32) -> u8 {
+    NF4.windows(2).take_while(|pair| share > (pair[0] + pair[1]) / 2.0).count() as u8
 }

@@ -1,10 +1,10 @@
-//! Weights as products read them: slabs of a packed weight or of a row-major matrix.
+//! Views of a packed weight or a row-major matrix, and the slabs that the microkernel reads.
 
-use super::super::cpu::Level;
-use super::super::frozen::Packed;
+use super::super::packed_weight::Packed;
+use super::super::simd::Level;
 #[cfg(target_arch = "x86_64")]
 use super::avx512;
-use super::tile::{Ahead, LINE_BYTES};
+use super::microkernel::{Ahead, LINE_BYTES};
 use super::{STEPS, WIDTH};
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// A weight `(out, in)`, or some of its outputs.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Source<'a> {
+pub(in super::super) struct WeightView<'a> {
     stored: Stored<'a>,
     /// First output; in a packed weight a multiple of WIDTH.
     first: usize,
@@ -65,7 +65,7 @@ pub(super) fn with_scratch(f: impl FnOnce(&mut Scratch)) {
     SCRATCH.with_borrow_mut(|scratch| f(scratch));
 }
 
-impl<'a> Source<'a> {
+impl<'a> WeightView<'a> {
     /// A row-major matrix of `n_in` columns.
     pub(in super::super) fn rows(values: &'a [f32], n_in: usize) -> Self {
         Self { stored: Stored::Rows(values), first: 0, n_out: values.len() / n_in.max(1), n_in }

@@ -1,6 +1,6 @@
-//! From panels to f32.
+//! Dequantization of packed panels to f32.
 
-use super::super::cpu::{Level, vectorised};
+use super::super::simd::{Level, vectorised};
 use super::{GROUP, Packed, WIDTH, values};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
@@ -122,14 +122,14 @@ mod avx512 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn ask_for<T>(place: *const T) {
+    fn prefetch<T>(place: *const T) {
         _mm_prefetch::<_MM_HINT_T0>(place.cast::<i8>().wrapping_add(AHEAD));
     }
 
     #[target_feature(enable = "avx512f")]
     pub(super) fn unpack_f16(from: &[u16], to: &mut [f32]) {
         for (to, from) in to.as_chunks_mut::<32>().0.iter_mut().zip(from.as_chunks::<32>().0) {
-            ask_for(from.as_ptr());
+            prefetch(from.as_ptr());
             for half in [0, 16] {
                 // SAFETY: a chunk is 32 values, two vectors.
                 unsafe {
@@ -145,7 +145,7 @@ mod avx512 {
         let high = _mm512_set1_epi32(-65_536);
         for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
             for start in (0..WIDTH).step_by(16) {
-                ask_for(&raw const pairs[start]);
+                prefetch(&raw const pairs[start]);
                 // SAFETY: a row of pairs is four vectors, and so is each of the two rows it holds.
                 unsafe {
                     let pairs = _mm512_loadu_si512(pairs.as_ptr().add(start).cast());
@@ -165,7 +165,7 @@ mod avx512 {
             let table = _mm512_loadu_ps(NF4.as_ptr());
             let scales: [__m512; 4] = std::array::from_fn(|v| _mm512_loadu_ps(scales.as_ptr().add(16 * v)));
             for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
-                ask_for(from.as_ptr());
+                prefetch(from.as_ptr());
                 for half in 0..2 {
                     let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.as_ptr().add(16 * half).cast()));
                     // A lookup reads the low 4 bits of an index.

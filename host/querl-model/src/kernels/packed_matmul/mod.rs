@@ -1,4 +1,4 @@
-//! Products with weights, block by block: `y = keep * y + sum of x W^T` and `dx = keep * dx + sum of g W`.
+//! Blocked matrix products with packed weights: `y = keep * y + sum of x W^T` and `dx = keep * dx + sum of g W`.
 //!
 //! A block of 64 columns of the result and up to [`STEPS`] steps of the sum reads one *slab* of the weight: 64 values wide,
 //! either straight from the panels in which the weight is packed, or unpacked into a scratch that stays in the first-level
@@ -7,17 +7,16 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-mod portable;
-mod source;
-mod tile;
+mod microkernel;
+mod weight_view;
 
-use super::cpu::Level;
+use super::simd::Level;
 use candle_core::{Result, bail};
+use microkernel::{Ahead, Block};
 use rayon::prelude::*;
-use source::{Reuse, Scratch, with_scratch};
-pub(super) use source::{Source, transpose};
 use std::marker::PhantomData;
-use tile::{Ahead, Block};
+use weight_view::{Reuse, Scratch, with_scratch};
+pub(super) use weight_view::{WeightView, transpose};
 
 /// Columns of a panel and of a block.
 pub(super) const WIDTH: usize = 64;
@@ -41,7 +40,7 @@ const SERIAL_WORK: usize = 1 << 18;
 #[derive(Clone, Copy)]
 pub(super) struct Term<'a> {
     pub(super) left: &'a [f32],
-    pub(super) weight: Source<'a>,
+    pub(super) weight: WeightView<'a>,
 }
 
 /// Where a result goes, and what its sums begin with.
@@ -96,7 +95,7 @@ impl<'a> Output<'a> {
 }
 
 /// A vector of `len` values that a product writes: the memory is not cleared before.
-pub(super) fn written(len: usize, product: impl FnOnce(Output<'_>) -> Result<()>) -> Result<Vec<f32>> {
+pub(super) fn alloc_output(len: usize, product: impl FnOnce(Output<'_>) -> Result<()>) -> Result<Vec<f32>> {
     let mut values: Vec<f32> = Vec::with_capacity(len);
     product(Output { values: values.as_mut_ptr(), len, start: Start::Zero, memory: PhantomData })?;
     // SAFETY: a product that returns without an error has at least one term, and its first term has written all values of an
@@ -122,7 +121,7 @@ struct Job<'a> {
 }
 
 /// A product whose result is a vector of its own.
-pub(super) struct Fresh<'a> {
+pub(super) struct MatmulSpec<'a> {
     pub(super) len: usize,
     pub(super) start: Start<'a>,
     /// At least one.
@@ -130,20 +129,20 @@ pub(super) struct Fresh<'a> {
 }
 
 /// The results of several products that run side by side.
-pub(super) fn fresh(level: Level, direction: Direction, wanted: &[Fresh<'_>]) -> Result<Vec<Vec<f32>>> {
+pub(super) fn matmul_alloc(level: Level, direction: Direction, wanted: &[MatmulSpec<'_>]) -> Result<Vec<Vec<f32>>> {
     if wanted.iter().any(|fresh| matches!(fresh.start, Start::Itself(_))) {
         bail!("a sum that starts with fresh memory");
     }
     let mut results: Vec<Vec<f32>> = wanted.iter().map(|fresh| Vec::with_capacity(fresh.len)).collect();
     let mut jobs = Vec::with_capacity(wanted.len());
-    for (values, Fresh { len, start, terms }) in results.iter_mut().zip(wanted) {
+    for (values, MatmulSpec { len, start, terms }) in results.iter_mut().zip(wanted) {
         let out = Output { values: values.as_mut_ptr(), len: *len, start: *start, memory: PhantomData };
         jobs.push(Job { terms, out });
     }
     products(level, &jobs, direction)?;
     drop(jobs);
     for (values, fresh) in results.iter_mut().zip(wanted) {
-        // SAFETY: as for `written`.
+        // SAFETY: as for `alloc_output`.
         unsafe { values.set_len(fresh.len) };
     }
     Ok(results)
@@ -169,7 +168,7 @@ impl Term<'_> {
     }
 }
 
-/// All jobs at once: threads that are done with one go on with the next.
+/// Runs all jobs in one parallel task list.
 fn products(level: Level, jobs: &[Job<'_>], direction: Direction) -> Result<()> {
     let mut work = 0;
     let mut shapes = Vec::with_capacity(jobs.len());
@@ -232,9 +231,9 @@ impl Job<'_> {
     /// touches it.
     unsafe fn run(&self, level: Level, direction: Direction, block: &Rectangle, n_cols: usize) {
         with_scratch(|scratch| {
-            let goes_on = Output { start: Start::Itself(1.0), ..self.out };
+            let accumulate = Output { start: Start::Itself(1.0), ..self.out };
             for (index, term) in self.terms.iter().enumerate() {
-                let out = if index == 0 { &self.out } else { &goes_on };
+                let out = if index == 0 { &self.out } else { &accumulate };
                 // SAFETY: the caller's promise.
                 unsafe { term.multiply(level, direction, block, out, n_cols, scratch) };
             }
@@ -345,9 +344,9 @@ mod tests {
     #[test]
     fn sums_of_no_steps_keep_what_is_asked_and_write_zeros_otherwise() {
         let (n_rows, n_cols) = (5, 70);
-        let none = Term { left: &[], weight: Source::rows(&[], n_cols) };
+        let none = Term { left: &[], weight: WeightView::rows(&[], n_cols) };
         let (left, weight) = (vec![1.0; n_rows], vec![3.0; n_cols]);
-        let one = Term { left: &left, weight: Source::rows(&weight, n_cols) };
+        let one = Term { left: &left, weight: WeightView::rows(&weight, n_cols) };
         for level in Level::all() {
             let of = |terms: &[Term<'_>], before: f32, keep: f32| {
                 let mut values = vec![before; n_rows * n_cols];
@@ -367,30 +366,30 @@ mod tests {
         let number = |i: usize| ((i * 37 + 11) % 23) as f32 / 8.0 - 1.0;
         let (x, weights): (Vec<f32>, Vec<f32>) =
             ((0..30 * 150).map(number).collect(), (0..220 * 150).map(number).collect());
-        let term = |n_out: usize| Term { left: &x, weight: Source::rows(&weights[..n_out * 150], 150) };
+        let term = |n_out: usize| Term { left: &x, weight: WeightView::rows(&weights[..n_out * 150], 150) };
         let (bias, base): (Vec<f32>, Vec<f32>) = ((0..70).map(number).collect(), (0..30 * 220).map(number).collect());
         for level in Level::all() {
-            let alone = |n_out: usize| written(30 * n_out, |out| forward(level, &[term(n_out)], out)).unwrap();
+            let alone = |n_out: usize| alloc_output(30 * n_out, |out| forward(level, &[term(n_out)], out)).unwrap();
             let wanted = [
-                Fresh { len: 30 * 70, start: Start::Row(&bias), terms: vec![term(70)] },
-                Fresh { len: 30 * 220, start: Start::Matrix(&base), terms: vec![term(220)] },
-                Fresh { len: 30 * 16, start: Start::Zero, terms: vec![term(16)] },
+                MatmulSpec { len: 30 * 70, start: Start::Row(&bias), terms: vec![term(70)] },
+                MatmulSpec { len: 30 * 220, start: Start::Matrix(&base), terms: vec![term(220)] },
+                MatmulSpec { len: 30 * 16, start: Start::Zero, terms: vec![term(16)] },
             ];
-            let found = fresh(level, Direction::Forward, &wanted).unwrap();
+            let found = matmul_alloc(level, Direction::Forward, &wanted).unwrap();
             let near = |found: &[f32], expected: &mut dyn Iterator<Item = f32>| {
                 found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() < 1e-4)
             };
             assert!(near(&found[0], &mut alone(70).iter().zip(bias.iter().cycle()).map(|(y, b)| y + b)), "{level:?}");
             assert!(near(&found[1], &mut alone(220).iter().zip(&base).map(|(y, b)| y + b)), "{level:?}");
             assert_eq!(found[2], alone(16), "{level:?}");
-            let misfit = Fresh { len: 30 * 70, start: Start::Row(&bias[1..]), terms: vec![term(70)] };
-            assert!(fresh(level, Direction::Forward, &[misfit]).is_err());
+            let misfit = MatmulSpec { len: 30 * 70, start: Start::Row(&bias[1..]), terms: vec![term(70)] };
+            assert!(matmul_alloc(level, Direction::Forward, &[misfit]).is_err());
         }
     }
 
     #[test]
     fn a_product_of_no_terms_is_an_error() {
-        let error = written(3, |out| forward(Level::detected(), &[], out)).unwrap_err();
+        let error = alloc_output(3, |out| forward(Level::detected(), &[], out)).unwrap_err();
         assert!(error.to_string().contains("a product of no terms into 3 values"), "{error}");
     }
 }
