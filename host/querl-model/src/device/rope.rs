@@ -72,7 +72,7 @@ impl DeviceRope {
     ///
     /// # Errors
     /// As [`DeviceRope::turned`].
-    pub fn apply_backward(
+    pub fn turned_gradients(
         &self,
         gpu: &Gpu,
         x: &impl DevicePtr<bf16>,

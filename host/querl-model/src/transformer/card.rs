@@ -461,7 +461,7 @@ impl TrainingBackend for Card {
         let weight = loan.as_ref().map(|norm| norm.as_view());
         let norm = weight.as_ref().map(|weight| (weight, context.eps));
         let (rope, positions) = (rows.rope(), rows.positions());
-        let (dx, dnorm) = rope.apply_backward(&self.0, x.unwrap_or(grad), norm, positions, grad, n_wanted)?;
+        let (dx, dnorm) = rope.turned_gradients(&self.0, x.unwrap_or(grad), norm, positions, grad, n_wanted)?;
         Ok((Buffer(dx), is_wanted.then_some(Buffer(dnorm))))
     }
 

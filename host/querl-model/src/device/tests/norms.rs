@@ -45,17 +45,17 @@ fn heads_are_turned_as_on_the_cpu() {
         let weight = random(&mut rng, dim);
         let (x_at, grad_at, w) = (halves(&x), halves(&grad), gpu().upload(&weight).unwrap());
 
-        let y = rope.apply(gpu(), &x_at, None, &at).unwrap();
+        let y = rope.turned(gpu(), &x_at, None, &at).unwrap();
         assert_close("turned", &floats(&y), &table.apply(&x, None, &positions).unwrap(), 1.0 / 256.0, 1e-4);
-        let (dx, _) = rope.apply_backward(gpu(), &x_at, None, &at, &grad_at, 0).unwrap();
+        let (dx, _) = rope.turned_gradients(gpu(), &x_at, None, &at, &grad_at, 0).unwrap();
         let (expected, _) = table.apply_backward(&x, None, &positions, &grad, 0);
         assert_close("turned back", &floats(&dx), &expected, 1.0 / 256.0, 1e-4);
 
         let (norm, on_cpu) = (Some((&w.as_view(), EPS)), Some((weight.as_slice(), EPS)));
-        let y = rope.apply(gpu(), &x_at, norm, &at).unwrap();
+        let y = rope.turned(gpu(), &x_at, norm, &at).unwrap();
         assert_close("normed", &floats(&y), &table.apply(&x, on_cpu, &positions).unwrap(), 1.0 / 256.0, 1e-4);
         for n_wanted in [0, dim] {
-            let (dx, dw) = rope.apply_backward(gpu(), &x_at, norm, &at, &grad_at, n_wanted).unwrap();
+            let (dx, dw) = rope.turned_gradients(gpu(), &x_at, norm, &at, &grad_at, n_wanted).unwrap();
             let (expected_dx, expected_dw) = table.apply_backward(&x, on_cpu, &positions, &grad, n_wanted);
             assert_close("dx", &floats(&dx), &expected_dx, 1.0 / 256.0, 1e-4);
             assert_close("dw", &gpu().download(&dw).unwrap(), &expected_dw, 1e-5, 1e-5);
