@@ -96,7 +96,7 @@ fn each_breach_of_a_filter_is_found_by_its_checks() {
 fn each_breach_of_a_prompt_is_found_by_its_check() {
     for (breach, check, returned) in [
         ("assistant_last", "messages_judge", "the last message is from `assistant`; expected `user`"),
-        ("system_later", "messages_policy_rewrite", "a system message stands after the start"),
+        ("system_later", "messages_policy_rewrite", "a system message is not at the start"),
         ("no_messages", "messages_teacher_rewrite", "returned no messages"),
         ("blank_rewrite", "parse_rewrite", "returned a blank rewrite; expected a rejection"),
         ("any_score", "parse_judgement", "expected 0 to 5, or a rejection"),

@@ -16,13 +16,11 @@ use std::time::{Duration, SystemTime};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
-/// Length of the digest at the end of a file.
 const DIGEST_BYTES: u64 = 32;
 
-/// What is read at a time to check a file.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// A folder of compiled components; without a folder, everything is compiled anew.
+/// A folder of compiled components; without a folder, every component is compiled again.
 #[derive(Debug)]
 pub(crate) struct CompiledCache {
     folder: Option<PathBuf>,
@@ -42,7 +40,7 @@ impl CompiledCache {
         Self { folder: base.map(|base| base.join("compiled")).and_then(usable), engine_key: engine_key(engine) }
     }
 
-    /// The component compiled for `engine`, from the cache where it is there.
+    /// The component compiled for `engine`, from the cache if possible.
     ///
     /// # Errors
     /// `bytes` are not a component that this engine can compile and hold.
@@ -105,7 +103,7 @@ fn engine_key(engine: &Engine) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// A digest over the code and over the file's name: code that lies under the name of another component is not that component's.
+/// A digest over the file's name and the code: a renamed file does not pass as another component's code.
 fn seal(path: &Path) -> Sha256 {
     let mut hasher = Sha256::new();
     hasher.update(path.file_name().unwrap_or_default().as_encoded_bytes());
@@ -113,7 +111,7 @@ fn seal(path: &Path) -> Sha256 {
     hasher
 }
 
-/// Writes compiled code, which is mapped into memory as it is: the seal stands behind it.
+/// Writes compiled code, followed by its seal. The file is mapped into memory as it is.
 pub(crate) fn write(path: &Path, code: &[u8]) -> io::Result<()> {
     querl_core::fsx::write_atomic_with(path, |file| {
         file.write_all(code)?;
@@ -121,7 +119,7 @@ pub(crate) fn write(path: &Path, code: &[u8]) -> io::Result<()> {
     })
 }
 
-/// True where the file is there, is ours alone, and its seal fits.
+/// True where the file exists, only its owner can write it, and its seal matches.
 fn is_whole(path: &Path) -> bool {
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
@@ -158,7 +156,7 @@ fn sealed(path: &Path, n_bytes: u64) -> io::Result<bool> {
     Ok(hasher.finalize().as_slice() == written)
 }
 
-/// Kept code. What is there and cannot be used is compiled anew.
+/// Cached code; `None` where the file is missing or cannot be used, and the component is compiled again.
 fn found(engine: &Engine, path: &Path) -> Option<Component> {
     if !is_whole(path) {
         return None;
@@ -176,13 +174,13 @@ fn found(engine: &Engine, path: &Path) -> Option<Component> {
 }
 
 fn load(engine: &Engine, path: &Path) -> wasmtime::Result<Component> {
-    // SAFETY: the file lies in a folder that only this user can write or replace, is whole, and its name says that this host
-    // compiled it with an engine of the same settings; nothing else is ever put there, and what is there is replaced, never
+    // SAFETY: the file is in a folder that only this user can write or replace, and its seal matches. Its name says that this
+    // host compiled it with an engine of the same settings; nothing else is ever written there, and files are replaced, never
     // changed.
     unsafe { Component::deserialize_file(engine, path) }
 }
 
-/// Code just compiled, and that an engine will not hold: its memories, tables or modules are more or larger than the pool's.
+/// The engine cannot hold the compiled code: its memories, tables or modules exceed those of the pool.
 fn too_large(error: &wasmtime::Error) -> CompileError {
     CompileError(format!("it does not fit into this host, whose `plugins.limits.memory_bytes` is one limit: {error:#}"))
 }
@@ -198,7 +196,7 @@ fn private_folder(folder: &Path) -> io::Result<()> {
     if !metadata.is_dir() || !ours_alone(&metadata) {
         return Err(io::Error::other("not a folder that only its owner can write"));
     }
-    // Whoever can write a folder above can put another in the place of this one, between a check and a use.
+    // Who can write a parent folder can replace this folder between check and use.
     for above in folder.canonicalize()?.ancestors().skip(1) {
         if !is_safe_above(&std::fs::symlink_metadata(above)?) {
             return Err(io::Error::other(format!("others than its owner can write {}", above.display())));
@@ -207,7 +205,7 @@ fn private_folder(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Ours or the system's, and written by nobody else; or one in which nobody touches what is another's, such as /tmp.
+/// Owned by this user or by root, and writable by nobody else; or with the sticky bit, such as /tmp.
 #[cfg(unix)]
 fn is_safe_above(metadata: &std::fs::Metadata) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -233,8 +231,8 @@ fn ours_alone(_: &std::fs::Metadata) -> bool {
     true
 }
 
-/// Lower-case hexadecimal SHA-256 of a component's bytes. Made from the bytes alone: what a file says of itself is no digest,
-/// else the code of one component could be kept, and later run, as another's.
+/// Lower-case hexadecimal SHA-256 of a component's bytes. Computed from the bytes, never read from a file: otherwise the code of
+/// one component could be cached, and later run, as another's.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct ComponentDigest(String);
 
@@ -251,16 +249,16 @@ impl ComponentDigest {
 /// All compiled code together, about 45 Python components.
 pub(crate) const MAX_BYTES: u64 = 2 << 30;
 
-/// A folder in which a compiler worked is gone when it is done; an older one is of a host that was killed.
+/// A compiler removes its temporary folder; an older one was left by a host that was killed.
 const MAX_COMPILE_AGE: Duration = Duration::from_hours(24);
 
-/// Says that a file is in use: those used last are kept longest. That this may fail is no matter.
+/// Sets a file's modification time to now: files that were used last are removed last. Failure is ignored.
 pub(crate) fn touch(path: &Path) {
     let _ = std::fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
 }
 
-/// Removes the files used longest ago, but not `newest`, until those left have at most `max_bytes`. A host that has one mapped
-/// keeps it. What cannot be removed stays.
+/// Removes the files used longest ago, but not `newest`, until those left have at most `max_bytes`. A host that has
+/// mapped a removed file keeps its mapping.
 pub(crate) fn prune(folder: &Path, newest: &Path, max_bytes: u64) {
     if let Err(error) = try_prune(folder, newest, max_bytes) {
         tracing::debug!("{}: not pruned: {error}", folder.display());

@@ -1,6 +1,5 @@
-//! Compiling, guarded: a component may be written so that compiling it takes for ever, or all memory there is.
-//!
-//! No limit of a call helps there: it is the host that works. A child process that compiles can be stopped.
+//! Compilation in a child process with limits on time, memory and file size: compiling a hostile component can take unbounded time
+//! or memory, and the limits of a call do not apply to the host's own work.
 
 use crate::text::printable;
 use crate::{cache, engine};
@@ -16,17 +15,16 @@ use wasmtime::Engine;
 /// measured with two threads.
 const COMPILER_MEMORY_BYTES: u64 = 4 << 30;
 
-/// Each thread takes address space of its own, used or not.
+/// Each thread reserves address space.
 const MAX_COMPILER_THREADS: usize = 8;
 
 /// A file of a child. The code of Python's 18 MB of component has 43 MB.
 const COMPILER_FILE_BYTES: u64 = 1 << 30;
 
-/// What a child gets of the environment: where programs, their libraries and temporary files are. Keys are not its business.
+/// Environment variables that a child inherits: search paths and temporary folders. No secrets.
 const KEPT_VARIABLES: [&str; 8] =
     ["PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LANG"];
 
-/// More of what a compiler said is not shown.
 const MAX_MESSAGE_BYTES: usize = 2000;
 
 /// Who compiles components.
@@ -64,8 +62,8 @@ pub fn compile_child(input: &Path, output: &Path, timeout_ms: u64) -> Result<(),
 /// Compiles without limits.
 pub(crate) fn in_process(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, CompileError> {
     engine.precompile_component(bytes).map_err(|error| {
-        let said = printable(&format!("{error:#}"), MAX_MESSAGE_BYTES);
-        CompileError(format!("it does not compile: {said}"))
+        let message = printable(&format!("{error:#}"), MAX_MESSAGE_BYTES);
+        CompileError(format!("it does not compile: {message}"))
     })
 }
 
@@ -92,10 +90,10 @@ pub(crate) fn in_child(
     timeout_ms: u64,
 ) -> Result<(), CompileError> {
     let failed = |error: io::Error| CompileError(format!("compiling it with `{}`: {error}", program.display()));
-    let (input, said) = (output.with_file_name("component.wasm"), output.with_file_name("stderr"));
+    let (input, stderr_path) = (output.with_file_name("component.wasm"), output.with_file_name("stderr"));
     std::fs::write(&input, bytes).map_err(failed)?;
     // A file, not a pipe: nobody has to read while the child runs.
-    let stderr = std::fs::File::create(&said).map_err(failed)?;
+    let stderr = std::fs::File::create(&stderr_path).map_err(failed)?;
     let mut command = Command::new(program);
     command.args(args).arg(&input).arg(output).arg(timeout_ms.to_string());
     let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_COMPILER_THREADS));
@@ -104,48 +102,48 @@ pub(crate) fn in_child(
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().map_err(failed)?;
     match wait(child, Duration::from_millis(timeout_ms)).map_err(failed)? {
         Some(status) if status.success() => Ok(()),
-        Some(status) => Err(CompileError(why_it_failed(status, &std::fs::read(&said).unwrap_or_default()))),
+        Some(status) => Err(CompileError(why_it_failed(status, &std::fs::read(&stderr_path).unwrap_or_default()))),
         None => Err(CompileError(format!(
             "compiling it took longer than {timeout_ms} ms (`plugins.limits.compile_timeout_ms`)"
         ))),
     }
 }
 
-/// How the child ended; `None` where it had to be stopped.
-fn wait(mut child: Child, deadline: Duration) -> io::Result<Option<ExitStatus>> {
+/// The child's exit status; `None` where it was killed after `timeout`.
+fn wait(mut child: Child, timeout: Duration) -> io::Result<Option<ExitStatus>> {
     let start = Instant::now();
     let mut pause = Duration::from_millis(1);
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
-        if start.elapsed() >= deadline {
+        if start.elapsed() >= timeout {
             child.kill()?;
             child.wait()?;
             return Ok(None);
         }
-        std::thread::sleep(pause.min(deadline.saturating_sub(start.elapsed())));
+        std::thread::sleep(pause.min(timeout.saturating_sub(start.elapsed())));
         pause = (pause * 2).min(Duration::from_millis(20));
     }
 }
 
 fn why_it_failed(status: ExitStatus, stderr: &[u8]) -> String {
-    let said = printable(String::from_utf8_lossy(stderr).trim(), MAX_MESSAGE_BYTES);
-    let said = said.strip_prefix("error: ").unwrap_or(&said);
+    let message = printable(String::from_utf8_lossy(stderr).trim(), MAX_MESSAGE_BYTES);
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
     match status.code() {
-        Some(_) if !said.is_empty() => said.to_owned(),
+        Some(_) if !message.is_empty() => message.to_owned(),
         Some(code) => format!("its compiler ended with the exit code {code}"),
         None => {
             let (memory, file) = (COMPILER_MEMORY_BYTES >> 30, COMPILER_FILE_BYTES >> 30);
-            let said = if said.is_empty() { String::new() } else { format!(": {said}") };
+            let message = if message.is_empty() { String::new() } else { format!(": {message}") };
             format!(
-                "its compiler was ended by a {status}; it may use {memory} GiB of memory and write {file} GiB{said}"
+                "its compiler was ended by a {status}; it may use {memory} GiB of memory and write {file} GiB{message}"
             )
         }
     }
 }
 
-/// For a child whose parent is gone, and cannot stop it any more: processor time of all threads for as long as it may take.
+/// Limits also hold for a child whose parent was killed: CPU time of all threads, memory, file size, no core dump.
 #[cfg(unix)]
 fn limit_resources(timeout_ms: u64) -> io::Result<()> {
     use rustix::process::{Resource, Rlimit, setrlimit};

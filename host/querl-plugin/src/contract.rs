@@ -1,7 +1,7 @@
-//! What the contract lets a guest call, and what this host knows of it.
+//! The host functions of the contract, and which versions of it this host runs.
 //!
-//! Departure from the generated bindings: the functions are put into the linker here, so that each takes fuel for what passes. A
-//! guest that does nothing but call the host would otherwise have the host work far longer than its own fuel says.
+//! Departure from the generated bindings: the functions are linked here, so that each charges fuel for the bytes that it copies.
+//! Otherwise a guest that only calls the host could use far more time than its fuel allows.
 
 use crate::bindings::style_model::ClassifyError;
 use crate::bindings::{log, types};
@@ -14,20 +14,18 @@ use wasmtime::{Engine, Result, StoreContextMut};
 /// Interfaces of the contract begin like this; a version follows.
 pub(crate) const PREFIX: &str = "querl:plugin/";
 
-/// What the version of a component begins with that this host runs: 0.1.x, up to what it knows of it.
+/// Prefix of the contract versions that this host runs: 0.1.x.
 fn series() -> String {
     format!("{}.{}.", CONTRACT.major, CONTRACT.minor)
 }
 
-/// Is `version` one that this host runs?
 pub(crate) fn is_known(version: &str) -> bool {
     version.starts_with(&series())
 }
 
-/// What a guest may call: interface and function.
+/// Host functions: interface and function.
 const OFFERED: [(&str, &str); 3] = [("settings", "get"), ("log", "log"), ("style-model", "classify")];
 
-/// Puts everything that the contract offers into the linker.
 pub(crate) fn define(linker: &mut Linker<Guest>) -> Result<()> {
     types::add_to_linker::<_, HasSelf<Guest>>(linker, |guest| guest)?;
     let name = |interface: &str| format!("{PREFIX}{interface}@{CONTRACT}");
@@ -51,20 +49,20 @@ fn write(mut store: StoreContextMut<'_, Guest>, (level, message): (log::Level, S
 
 fn classify(mut store: StoreContextMut<'_, Guest>, (turns,): (Vec<types::MessageResult>,)) -> Result<(Classified,)> {
     charge(&mut store, turns.iter().map(|turn| size_of_val(turn) + turn.content.len()).sum());
-    let said = store.data_mut().classify(turns)?;
-    charge(&mut store, n_bytes_of(&said));
-    Ok((said,))
+    let classified = store.data_mut().classify(turns)?;
+    charge(&mut store, n_bytes_of(&classified));
+    Ok((classified,))
 }
 
-fn n_bytes_of(said: &Classified) -> usize {
-    match said {
+fn n_bytes_of(message: &Classified) -> usize {
+    match message {
         Ok(classes) => classes.iter().map(|class| size_of_val(class) + class.label.len()).sum(),
         Err(ClassifyError::Failed(failure)) => failure.message.len(),
         Err(ClassifyError::NotConfigured) => 0,
     }
 }
 
-/// Whether this host has what a component wants of the interface `name`, which begins with [`PREFIX`].
+/// Checks that this host has the functions that a component imports from the interface `name`, which begins with [`PREFIX`].
 ///
 /// # Errors
 /// A sentence: another version, or a function that a later 0.1.x added.
@@ -86,7 +84,7 @@ pub(crate) fn check_import(engine: &Engine, name: &str, wanted: &ComponentInstan
     }
 }
 
-/// A component for another series than ours.
+/// The message for a component of another contract series.
 pub(crate) fn other_version(version: &str) -> String {
     format!("it was built for version {version} of the plugin contract; this host runs {}x", series())
 }

@@ -1,4 +1,4 @@
-//! Records of querl-core as arguments of the contract, borrowed; results of the contract as records.
+//! Conversion between records of querl-core and types of the contract. Arguments are borrowed.
 
 use crate::bindings::{filters, prompts, rewards, style_model, types};
 use querl_core::ports::{PromptInput, PromptTask};
@@ -99,7 +99,7 @@ pub(crate) fn message(message: types::MessageResult) -> Message {
 }
 
 /// # Errors
-/// A turn has no role that the contract knows, or the last is not the assistant's: nothing that a plugin could score.
+/// A turn has a role that the contract does not know, or the last turn is not the assistant's.
 pub(crate) fn turns(dialogue: &Dialogue) -> Result<Vec<types::MessageParam<'_>>, Rejection> {
     let rejected = |detail: String| Rejection { code: "invalid_dialogue".into(), detail };
     if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {
@@ -122,13 +122,13 @@ fn role(name: &str) -> Option<types::Role> {
     }
 }
 
-/// What a style model says, as a guest gets it.
+/// The style model's result as the result of `style-model.classify`.
 pub(crate) fn classified(
-    said: Result<Vec<StyleProbability>, CallFailure>,
+    message: Result<Vec<StyleProbability>, CallFailure>,
 ) -> Result<Vec<style_model::StyleProbability>, style_model::ClassifyError> {
     let class =
         |class: StyleProbability| types::StyleProbabilityResult { label: class.label, probability: class.probability };
-    match said {
+    match message {
         Ok(classes) => Ok(classes.into_iter().map(class).collect()),
         Err(failure) => Err(style_model::ClassifyError::Failed(types::CallFailureResult {
             kind: failure_kind(failure.kind),
@@ -178,7 +178,7 @@ fn call_failure(failure: &CallFailure) -> types::CallFailureParam<'_> {
 fn failure_kind(kind: FailureKind) -> types::FailureKind {
     match kind {
         FailureKind::Timeout => types::FailureKind::Timeout,
-        // The contract's word for a service that nobody reaches; such failures end a stage before a plugin sees them.
+        // `Down` and `OverBudget` end a stage before a plugin sees them.
         FailureKind::Unreachable | FailureKind::Down | FailureKind::OverBudget => types::FailureKind::Unreachable,
         FailureKind::Unauthorized => types::FailureKind::Unauthorized,
         FailureKind::Rejected => types::FailureKind::Rejected,

@@ -10,10 +10,10 @@ use std::thread::Thread;
 use std::time::Duration;
 use wasmtime::{Config, Engine, InstanceAllocationStrategy, PoolingAllocationConfig, WasmFeatures};
 
-/// How often the wall-clock limit is looked at.
+/// Period of the epoch: how often a running guest's deadline is checked.
 const TICK: Duration = Duration::from_millis(10);
 
-/// Of one component: core modules, memories, tables. A Rust component has 3, 1 and 2; Python's, linked from shared libraries with
+/// Limits of one component: core modules, memories, tables. A Rust component has 3, 1 and 2; Python's, linked from shared libraries with
 /// a stub for each WASI call, 38 core modules.
 const CORE_INSTANCES: u32 = 64;
 const MEMORIES: u32 = 2;
@@ -21,7 +21,7 @@ const TABLES: u32 = 16;
 pub(crate) const TABLE_ELEMENTS: usize = 100_000;
 pub(crate) const WASM_STACK_BYTES: usize = 1 << 20;
 
-/// An engine for these limits and so many calls at a time, with its clock running for as long as the engine lives.
+/// An engine for these limits and `n_slots` concurrent calls, and the thread that increments its epoch until the engine is dropped.
 pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<Engine, PluginError> {
     let failed = |error: wasmtime::Error| PluginError::Host(format!("{error:#}"));
     let mut config = config();
@@ -40,13 +40,13 @@ pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<Engine, Plugi
     Ok(engine)
 }
 
-/// An engine that compiles what the engine of [`start`] runs, and runs nothing itself: it needs no address space for a pool.
+/// An engine that compiles for the engine of [`start`]. It runs nothing, so it reserves no address space for a pool.
 pub(crate) fn for_compiling() -> wasmtime::Result<Engine> {
     Engine::new(&config())
 }
 
-/// What guests may be made of: WebAssembly 2.0, what LLVM makes of Rust besides, and components. Named here one by one, so that
-/// a wasmtime that knows more does not accept more: no threads, tail calls, exceptions, garbage collection, 64-bit memories.
+/// Accepted WebAssembly features: WebAssembly 2.0, further features that LLVM uses for Rust, and components. An explicit list, so
+/// that a newer wasmtime does not accept more: no threads, tail calls, exceptions, garbage collection, 64-bit memories.
 const ACCEPTED: WasmFeatures = WasmFeatures::WASM2
     .union(WasmFeatures::EXTENDED_CONST)
     .union(WasmFeatures::RELAXED_SIMD)
@@ -55,7 +55,7 @@ const ACCEPTED: WasmFeatures = WasmFeatures::WASM2
     // A part of WebAssembly 1.0 for wasmparser, and garbage collection for wasmtime.
     .difference(WasmFeatures::GC_TYPES);
 
-/// Everything that differs between machines or runs is off, or made the same.
+/// Features that differ between machines or runs are off, or deterministic.
 fn config() -> Config {
     let mut config = Config::new();
     config
@@ -85,7 +85,7 @@ fn pool(limits: &PluginLimits, n_slots: u32) -> PoolingAllocationConfig {
 
 const WASM_PAGE_BYTES: usize = 64 << 10;
 
-/// Lets as many calls in as the pool has slots; the others wait, and are let in in the order in which they came.
+/// A fair semaphore: as many concurrent calls as the pool has slots; further calls wait in order of arrival.
 #[derive(Debug)]
 pub(crate) struct Slots {
     queue: Mutex<Queue>,
@@ -97,7 +97,6 @@ struct Queue {
     waiting: VecDeque<Arc<Waiter>>,
 }
 
-/// A thread that waits for a slot.
 #[derive(Debug)]
 struct Waiter {
     thread: Thread,
@@ -126,7 +125,7 @@ impl Slots {
 }
 
 impl Queue {
-    /// Takes a free slot, or a place at the end.
+    /// Takes a free slot, or joins the queue.
     fn join(&mut self) -> Option<Arc<Waiter>> {
         if self.n_free > 0 {
             self.n_free -= 1;
@@ -138,14 +137,14 @@ impl Queue {
     }
 }
 
-/// A place in the pool.
+/// One slot; dropping it hands it to the next waiter.
 #[derive(Debug)]
 pub(crate) struct Slot<'a>(&'a Slots);
 
 impl Drop for Slot<'_> {
     fn drop(&mut self) {
         let mut queue = self.0.queue();
-        // Handed on, never put back while somebody waits: a thread that comes later cannot overtake.
+        // Handed to the first waiter: a thread that comes later cannot overtake.
         match queue.waiting.pop_front() {
             Some(next) => {
                 next.has_slot.store(true, Ordering::Release);

@@ -21,7 +21,7 @@ pub enum PluginError {
     Unreadable {
         /// As configured.
         path: PathBuf,
-        /// What was found or went wrong.
+        /// The cause.
         reason: String,
     },
     /// The file is not a component for this host.
@@ -37,26 +37,26 @@ pub enum PluginError {
     Compile {
         /// As configured.
         path: PathBuf,
-        /// What the compiler said, or which limit it ran into.
+        /// The compiler's message, or the limit that it exceeded.
         reason: String,
     },
     /// A bundle or a plugin.toml is wrong.
     #[error("plugin {0}")]
     Bundle(#[from] BundleError),
-    /// What plugin.toml says of the component is not so.
+    /// plugin.toml and the component differ.
     #[error("plugin {}: {reason}", path.display())]
     Manifest {
         /// The bundle, or the component of the folder.
         path: PathBuf,
-        /// What each of the two says.
+        /// Both values.
         reason: String,
     },
-    /// Keys are trusted, and none of them has signed it.
+    /// Not signed by any of the trusted keys.
     #[error("plugin {plugin}: {reason} (`plugins.trusted_keys`)")]
     Untrusted {
         /// As configured.
         plugin: String,
-        /// Who has signed it, and whose signature is missing.
+        /// The signers, and the keys that were expected.
         reason: String,
     },
     /// The source folder did not build.
@@ -64,9 +64,9 @@ pub enum PluginError {
     Build {
         /// The folder.
         path: PathBuf,
-        /// What builds plugins of this language: cargo, componentize-py, componentize-js.
+        /// The build tool: cargo, componentize-py, componentize-js.
         tool: &'static str,
-        /// What it said.
+        /// Its output.
         output: String,
     },
     /// Building needs a target that is not installed.
@@ -88,7 +88,7 @@ pub enum PluginError {
         /// The kind that the configuration asks for.
         expected: &'static str,
     },
-    /// A setting was refused by the plugin, or is not one of its.
+    /// The plugin refused a setting, or does not know it.
     #[error("plugin {plugin}: setting `{key}`: {message}")]
     Setting {
         /// Name and version.
@@ -103,19 +103,18 @@ pub enum PluginError {
     Fault(#[from] PluginFault),
 }
 
-/// More of a panic's message than this is not shown.
 const MAX_MESSAGE_BYTES: usize = 2000;
 
-/// How far a call came.
+/// When a call failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CallPhase {
-    /// Its instance was being made.
+    /// During instantiation.
     Starting,
-    /// It was called.
+    /// In the called function.
     Running,
 }
 
-/// What happened, said so that the author of the plugin or of the configuration knows what to do.
+/// Kind and message of a fault: which limit was hit and where it is configured, or the guest's panic message.
 pub(crate) fn explain(
     phase: CallPhase,
     error: &wasmtime::Error,
@@ -125,10 +124,10 @@ pub(crate) fn explain(
 ) -> (FaultKind, String) {
     if let Some(bytes) = guest.memory.refused_bytes {
         let (key, limit) = (limits.key("memory_bytes"), guest.memory.limit_bytes);
-        return (FaultKind::Limit, format!("asked for {bytes} bytes of memory; {key} allows {limit}"));
+        return (FaultKind::Limit, format!("requested {bytes} bytes of memory; {key} allows {limit}"));
     }
     if let Some(elements) = guest.memory.refused_elements {
-        let message = format!("asked for a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
+        let message = format!("requested a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
         return (FaultKind::Limit, message);
     }
     match error.downcast_ref::<Trap>() {
@@ -159,7 +158,7 @@ fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
     format!("used up its fuel: {of_call} for the call and {of_item} for {items} ({key}); it loops, or needs more")
 }
 
-/// The clock is one for the whole call, however many items it has: a filter gets a whole split.
+/// `timeout_ms` is for the whole call, however many items it has: a filter gets a whole split.
 fn out_of_time(limits: &Limits, n_items: usize) -> String {
     let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
     match n_items {
@@ -183,7 +182,7 @@ fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (Fault
     }
     let cause = printable(&cause, MAX_MESSAGE_BYTES);
     match phase {
-        // A guest's own mistakes while it starts are traps and limits.
+        // Errors of the guest during instantiation are traps and limits.
         CallPhase::Starting => {
             let advice = "see whether the machine is out of memory or of address space";
             (FaultKind::Host, format!("this host could not start it: {cause}; {advice}"))
@@ -192,16 +191,16 @@ fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (Fault
     }
 }
 
-/// What it hands over is more than the host takes.
+/// The result exceeds `output_bytes`.
 pub(crate) fn too_large(limits: &Limits) -> String {
     let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
     format!("handed over more than {bytes} bytes ({key})")
 }
 
-/// Rust's panic text without its advice for shells.
+/// Rust's panic text without its note on RUST_BACKTRACE.
 fn panic_message(stderr: &str) -> String {
-    let told = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
-    printable(&told.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
+    let lines = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
+    printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
 }
 
 #[cfg(test)]
@@ -213,9 +212,9 @@ mod tests {
     fn machine_without_memory_is_not_the_plugins_fault() {
         let error = wasmtime::Error::msg("maximum concurrent core instance limit of 0 reached");
         let limits = Limits::of_host(&PluginLimits::default());
-        let (kind, said) = refused(CallPhase::Starting, &error, &limits);
+        let (kind, message) = refused(CallPhase::Starting, &error, &limits);
         assert_eq!(kind, FaultKind::Host);
-        assert!(said.starts_with("this host could not start it: maximum concurrent"), "{said}");
+        assert!(message.starts_with("this host could not start it: maximum concurrent"), "{message}");
         assert_eq!(refused(CallPhase::Running, &error, &limits).0, FaultKind::Result);
     }
 

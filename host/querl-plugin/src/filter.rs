@@ -30,17 +30,17 @@ impl FilterPlugin {
         if verdicts.len() != samples.len() {
             return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
         }
-        let check = |(sample, said): (&&Sample, filters::Verdict)| {
-            verdict(said).map_err(|message| self.caller.invalid_result(format!("sample `{}`: {message}", sample.id)))
+        let check = |(sample, result): (&&Sample, filters::Verdict)| {
+            verdict(result).map_err(|message| self.caller.invalid_result(format!("sample `{}`: {message}", sample.id)))
         };
         samples.iter().zip(verdicts).map(check).collect()
     }
 
-    /// Checks all samples that are left, and after each that hits a limit, all but that one; always with the fuel of all samples.
+    /// Checks all samples; when one hits a limit, removes it and checks the others again, always with the fuel of all samples.
     fn dropping(&self, samples: &[Sample], mut fault: PluginFault) -> Result<Vec<Verdict>, PluginFault> {
         let deadline = self.caller.drop_deadline();
         let mut left: Vec<&Sample> = samples.iter().collect();
-        // By place in `left` at the time: each is put back where it was, the last first.
+        // With the index in `left` at that time: verdicts are inserted at these indices in reverse order.
         let mut dropped = Vec::new();
         let mut verdicts = loop {
             let (place, why) = self.culprit(&left, fault, samples.len(), deadline)?;
@@ -51,7 +51,7 @@ impl FilterPlugin {
             }
             self.caller.check_drop_deadline(deadline, "sample", &ids(&left))?;
             match self.run(&left, CallSize::part_of(samples.len(), left.len())) {
-                Ok(said) => break self.checked(&left, said)?,
+                Ok(result) => break self.checked(&left, result)?,
                 Err(next) if self.caller.drops(&next) => fault = next,
                 Err(other) => return Err(self.caller.in_batch(&other, "sample", &ids(&left))),
             }
@@ -62,9 +62,9 @@ impl FilterPlugin {
         Ok(verdicts)
     }
 
-    /// The sample with which `batch` begins to hit a limit, and what happened there. Found by halving: a verdict may depend on the
-    /// samples before it, so samples are tried with all of those, and with the fuel of all `n_batch` samples of the call: with less,
-    /// one that only needs more than its share would be found.
+    /// The first sample with which `batch` hits a limit, and the fault, by binary search over prefixes: a verdict may depend on the
+    /// samples before it. Each prefix has the fuel of all `n_batch` samples; with less, a sample that needs more than its share
+    /// would be found.
     fn culprit(
         &self,
         batch: &[&Sample],
@@ -87,8 +87,8 @@ impl FilterPlugin {
     }
 }
 
-fn verdict(said: filters::Verdict) -> Result<Verdict, String> {
-    match said {
+fn verdict(result: filters::Verdict) -> Result<Verdict, String> {
+    match result {
         filters::Verdict::Keep => Ok(Verdict::Keep),
         filters::Verdict::Drop(reason) => {
             convert::rejection(reason).map(|reason| Verdict::Drop { code: reason.code, detail: reason.detail })
@@ -107,7 +107,7 @@ impl Filter for FilterPlugin {
         }
         let batch: Vec<_> = samples.iter().collect();
         match self.run(&batch, CallSize::of(batch.len())) {
-            Ok(said) => self.checked(&batch, said),
+            Ok(result) => self.checked(&batch, result),
             Err(fault) if self.caller.drops(&fault) => self.dropping(samples, fault),
             Err(fault) => {
                 let size = CallSize::part_of(batch.len(), 1);

@@ -1,4 +1,4 @@
-//! What the host keeps for one instance, and what it offers to it.
+//! The host's state of one guest instance (the data of its store), and the host functions that guests call.
 
 use crate::bindings::{log, style_model, types};
 use crate::convert;
@@ -12,25 +12,25 @@ use std::sync::Arc;
 use std::time::Instant;
 use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut, Trap};
 
-/// A line of a log counts as at least this much, which is about what the host writes before it.
+/// The least that a log line counts: about the size of the prefix that the host writes.
 const MIN_LINE_BYTES: usize = 64;
 
-/// Fuel for one call into the host, besides one for each byte that passes.
+/// Fuel for one host call, in addition to one per byte that is copied.
 const HOST_CALL_FUEL: u64 = 100;
 
-/// Of the keys that were asked for and not set, so many are kept, to suggest one of them for a key that nobody asked for.
+/// The most keys that are recorded as read. They are suggested for an unknown key.
 const MAX_KEYS: usize = 1000;
 
-/// More handles to streams and clocks than this is an attack on the host's memory.
+/// Limit on handles to streams and clocks, which take host memory.
 const MAX_HANDLES: usize = 4096;
 
-/// What the host does not do for a guest, in words for a person. Ends the call.
+/// The host refuses a call of the guest, with the message for the user. Ends the call.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct HostRefusal(pub(crate) String);
 
-/// Takes fuel for a call into the host that moves `n_bytes`: copying them is work of which the guest's own fuel counts nothing.
-/// A guest that has not so much left is stopped at its next step.
+/// Charges fuel for a host call that copies `n_bytes`, since fuel counts guest instructions only. A guest without enough fuel is
+/// stopped at its next instruction.
 pub(crate) fn charge(store: &mut StoreContextMut<'_, Guest>, n_bytes: usize) {
     let left = store.get_fuel().expect("fuel is on in this engine");
     let left = left.saturating_sub(HOST_CALL_FUEL).saturating_sub(n_bytes as u64);
@@ -42,22 +42,22 @@ pub(crate) struct Guest {
     /// Name and version, for the log.
     pub(crate) plugin: Arc<str>,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
-    /// The keys asked for so far.
+    /// Keys that the guest has read.
     pub(crate) keys_read: BTreeSet<String>,
     pub(crate) memory: MemoryBudget,
-    /// What `style-model.classify` asks; `None` where the run has none.
+    /// Answers `style-model.classify`; `None` where the run has no style model.
     pub(crate) style_model: Option<Arc<dyn StyleModel>>,
-    /// When the call is out of time; `None` where that is beyond what a clock can say.
+    /// The wall-clock deadline of the call, checked at every epoch tick; `None` where it exceeds the range of `Instant`.
     pub(crate) deadline: Option<Instant>,
-    /// What was written to stderr, up to a limit: a panic's message.
+    /// Captured stderr, up to `log_bytes`: a panic's message.
     pub(crate) stderr: Vec<u8>,
-    /// State of the fixed sequence of random numbers.
+    /// State of the deterministic random number generator.
     pub(crate) random: u64,
     n_handles: usize,
     log_bytes_left: usize,
     log_bytes: usize,
     is_log_cut: bool,
-    /// Of the plugin, in all of its calls.
+    /// Shared by all calls of the plugin.
     log_budget: Arc<LogBudget>,
 }
 
@@ -91,7 +91,6 @@ impl Guest {
         }
     }
 
-    /// Counts a handle given to the guest.
     pub(crate) fn add_handle(&mut self) -> Result<()> {
         self.n_handles += 1;
         if self.n_handles <= MAX_HANDLES {
@@ -100,12 +99,11 @@ impl Guest {
         Err(HostRefusal(format!("holds more than {MAX_HANDLES} handles to streams and clocks")).into())
     }
 
-    /// Counts a handle that the guest gave back.
     pub(crate) fn drop_handle(&mut self) {
         self.n_handles = self.n_handles.saturating_sub(1);
     }
 
-    /// Keeps what the guest wrote to stderr, as far as the log's limit goes.
+    /// Captures stderr up to `log_bytes`.
     pub(crate) fn write_stderr(&mut self, bytes: &[u8]) {
         let room = self.log_bytes.saturating_sub(self.stderr.len());
         self.stderr.extend_from_slice(&bytes[..bytes.len().min(room)]);
@@ -160,7 +158,7 @@ fn write(plugin: &str, level: log::Level, line: &str) {
 impl types::Host for Guest {}
 
 impl Guest {
-    /// `style-model.classify`. The model's time is the call's: neither fuel nor epochs see a host that works.
+    /// `style-model.classify`. The model's time counts towards the call's deadline, which epochs do not check in host code.
     ///
     /// # Errors
     /// The call is out of time.
@@ -170,9 +168,9 @@ impl Guest {
         };
         self.check_deadline()?;
         let turns: Vec<_> = turns.into_iter().map(convert::message).collect();
-        let said = model.classify(&turns);
+        let classified = model.classify(&turns);
         self.check_deadline()?;
-        Ok(convert::classified(said))
+        Ok(convert::classified(classified))
     }
 
     /// # Errors
@@ -192,9 +190,9 @@ pub(crate) type Classified = std::result::Result<Vec<types::StyleProbabilityResu
 pub(crate) struct MemoryBudget {
     pub(crate) limit_bytes: usize,
     pub(crate) used_bytes: usize,
-    /// The total that was asked for when the limit was hit.
+    /// The requested total when the limit was hit.
     pub(crate) refused_bytes: Option<usize>,
-    /// The elements of one table that were asked for when their limit was hit.
+    /// The requested elements of one table when their limit was hit.
     pub(crate) refused_elements: Option<usize>,
 }
 

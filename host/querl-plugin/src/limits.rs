@@ -7,9 +7,7 @@ use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The host's limits, lowered to those that the plugin's manifest asks for.
-///
-/// The fuel of a call is the sum over its items, and what every call gets besides: an item may use what its neighbours leave.
+/// The host's limits, lowered by the plugin's manifest. All items of a call share its fuel.
 #[derive(Debug, Clone)]
 pub(crate) struct Limits {
     pub(crate) values: PluginLimits,
@@ -18,15 +16,15 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// Those of a plugin that asks for nothing.
+    /// The limits of a plugin without a manifest.
     pub(crate) fn of_host(host: &PluginLimits) -> Self {
         Self { values: host.clone(), lowered: Vec::new() }
     }
 
-    /// Those of a plugin with a manifest.
+    /// The limits of a plugin with a manifest.
     ///
     /// # Errors
-    /// It asks for more than the host allows: one sentence.
+    /// The manifest requests more than the host allows: one sentence.
     pub(crate) fn with_manifest(manifest: &Manifest, host: &PluginLimits) -> Result<Self, String> {
         let values = manifest.effective_limits(host)?;
         let mut lowered = Vec::new();
@@ -45,7 +43,7 @@ impl Limits {
         self.values.fuel_per_call.saturating_add(of_items)
     }
 
-    /// Where a person raises one of the limits.
+    /// The key with which a user raises a limit.
     pub(crate) fn key(&self, name: &'static str) -> String {
         match self.lowered.contains(&name) {
             true => format!("`limits.{name}` of its plugin.toml"),
@@ -54,11 +52,10 @@ impl Limits {
     }
 }
 
-/// The size of a call.
+/// The number of items of a call, and of items whose fuel it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallSize {
     pub(crate) n_items: usize,
-    /// The call has the fuel of so many items.
     pub(crate) n_fuel_items: usize,
 }
 
@@ -74,14 +71,14 @@ impl CallSize {
     }
 }
 
-/// A run makes 100,000 calls and more: what each may log is much too much together. So many full calls are enough to see why.
+/// Log budget of a plugin in calls that use all of `log_bytes`: a run makes 100,000 calls and more.
 const FULL_CALLS: usize = 64;
 
-/// What a plugin may still log in the life of its host.
+/// What a plugin may still log in the lifetime of its host.
 #[derive(Debug)]
 pub(crate) struct LogBudget(AtomicUsize);
 
-/// What becomes of a line.
+/// Whether a log line is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Line {
     Written,

@@ -24,13 +24,13 @@ pub use querl_bundle::Kind as PluginKind;
 pub enum Source {
     /// A `.querl` bundle.
     Bundle,
-    /// A `.wasm` component, of which nothing else is known.
+    /// A `.wasm` component without a manifest.
     Component,
     /// A folder with source.
     Folder,
 }
 
-/// What a bundle says besides its manifest.
+/// Digest and signer of a bundle.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BundleInfo {
     /// Lower-case hexadecimal SHA-256 over the names and contents of all of its files but the signatures.
@@ -39,7 +39,7 @@ pub struct BundleInfo {
     pub signed_by: Option<PublicKey>,
 }
 
-/// A component, and where it came from.
+/// A component with its manifest, before any of its code runs.
 pub(crate) struct OpenedSource {
     /// The bundle, the component, or what was built from the folder.
     pub(crate) file: PathBuf,
@@ -62,7 +62,6 @@ impl OpenedSource {
         }
     }
 
-    /// Of the bytes, whatever a manifest says.
     pub(crate) fn digest(&self) -> ComponentDigest {
         ComponentDigest::of(self.component())
     }
@@ -98,7 +97,7 @@ pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<OpenedSource, P
 /// A folder's plugin.toml, where it has one.
 fn manifest_of_folder(folder: &Path) -> Result<Option<Manifest>, PluginError> {
     let path = folder.join("plugin.toml");
-    // Of the name itself: a link to nowhere is a manifest that cannot be read, not none.
+    // Does not follow links: a dangling link is an unreadable manifest, not a missing one.
     match std::fs::symlink_metadata(&path) {
         Ok(_) => {}
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -145,7 +144,7 @@ fn untrusted(error: BundleError) -> PluginError {
 
 fn read(file: &Path) -> Result<Vec<u8>, PluginError> {
     let failed = |error: std::io::Error| unreadable(file, error.to_string());
-    // Before it is opened: opening a pipe waits for somebody who writes.
+    // Before it is opened: opening a pipe blocks until there is a writer.
     if !std::fs::metadata(file).map_err(failed)?.is_file() {
         return Err(unreadable(file, "it is not a file; expected a component".into()));
     }
@@ -164,16 +163,16 @@ fn unreadable(path: &Path, reason: String) -> PluginError {
     PluginError::Unreadable { path: path.to_owned(), reason }
 }
 
-/// Tells apart what people mistake for a component, before the compiler sees it.
+/// Detects files that are commonly mistaken for a component, before compilation.
 fn check_header(path: &Path, bytes: &[u8]) -> Result<(), PluginError> {
-    let told = match bytes {
+    let checked = match bytes {
         [0x7f, b'E', b'L', b'F', ..] => Err("is native code; expected a component".to_owned()),
         [0x28, 0xb5, 0x2f, 0xfd, ..] => {
             Err("is compressed; expected a component, or a bundle with the extension `querl`".to_owned())
         }
         bytes => check_component(bytes),
     };
-    told.map_err(|reason| PluginError::NotAPlugin { path: path.to_owned(), reason: format!("it {reason}") })
+    checked.map_err(|reason| PluginError::NotAPlugin { path: path.to_owned(), reason: format!("it {reason}") })
 }
 
 /// A plugin that was checked and can be configured.
@@ -192,7 +191,7 @@ pub(crate) struct LoadedPlugin {
     pub(crate) linked: Arc<LinkedComponent>,
 }
 
-/// A component that was compiled, checked and asked for its name.
+/// A component that is compiled, linked and described.
 pub(crate) struct LinkedComponent {
     pub(crate) name: String,
     pub(crate) version: String,
@@ -202,9 +201,9 @@ pub(crate) struct LinkedComponent {
     pub(crate) n_bytes: usize,
     pub(crate) kinds: Vec<PluginKind>,
     pub(crate) exports: Exports,
-    /// Items dropped at limits over the life of the host.
+    /// Items dropped at limits in the lifetime of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
-    /// What it may log over the life of the host.
+    /// What it may log in the lifetime of the host.
     pub(crate) log_budget: Arc<LogBudget>,
 }
 
@@ -222,10 +221,10 @@ pub(crate) struct Exports {
 }
 
 impl Exports {
-    /// Whether the functions are of the contract's types, which only an instance can be asked.
+    /// Checks that the functions have the contract's types. Only an instance knows them.
     ///
     /// # Errors
-    /// One is not: in words for a person.
+    /// A function has other types.
     pub(crate) fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> wasmtime::Result<()> {
         fn of_contract<T>(interface: &str, loaded: Option<wasmtime::Result<T>>) -> wasmtime::Result<()> {
             let Some(Err(error)) = loaded else { return Ok(()) };
@@ -241,12 +240,12 @@ impl Exports {
 }
 
 impl Plugin {
-    /// The plugin's name, as it says itself.
+    /// The plugin's name, from `info.describe`.
     pub fn id(&self) -> &str {
         &self.loaded.linked.name
     }
 
-    /// The plugin's version, as it says itself.
+    /// The plugin's version, from `info.describe`.
     pub fn version(&self) -> &str {
         &self.loaded.linked.version
     }
@@ -256,12 +255,12 @@ impl Plugin {
         self.loaded.linked.digest.as_str()
     }
 
-    /// What it is for; at least one kind.
+    /// The kinds that it exports; at least one.
     pub fn kinds(&self) -> &[PluginKind] {
         &self.loaded.linked.kinds
     }
 
-    /// Whether a reward offers the packed form of its batches beside that of records.
+    /// Whether a reward exports `packed-rewards` in addition to `rewards`.
     pub fn has_packed_rewards(&self) -> bool {
         self.loaded.linked.exports.packed_rewards.is_some()
     }
@@ -281,17 +280,17 @@ impl Plugin {
         self.loaded.linked.n_bytes
     }
 
-    /// What it says of itself in plugin.toml; `None` of a component without one.
+    /// plugin.toml; `None` for a bare component.
     pub fn manifest(&self) -> Option<&Manifest> {
         self.loaded.manifest.as_ref()
     }
 
-    /// Digest and signer of the bundle; `None` of anything else.
+    /// Digest and signer of the bundle; `None` without a bundle.
     pub fn bundle(&self) -> Option<&BundleInfo> {
         self.loaded.bundle.as_ref()
     }
 
-    /// What each of its calls may use: the host's limits, lowered to those that it asks for.
+    /// What each of its calls may use: the host's limits, lowered by its manifest.
     pub fn limits(&self) -> &PluginLimits {
         &self.loaded.limits.values
     }

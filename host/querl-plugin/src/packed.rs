@@ -1,4 +1,4 @@
-//! Batches of episodes in one block of bytes, and their scores. The encoding is that of `wit/packed-rewards.wit`.
+//! Packed batches: episodes, and their scores, encoded in one byte buffer. The encoding is that of `wit/packed-rewards.wit`.
 
 use crate::bindings::types::Rejection;
 use crate::reward::ItemResult;
@@ -9,7 +9,7 @@ const MAX_RESERVED_BYTES: usize = 4 << 20;
 
 /// The argument of `score-packed`.
 pub(crate) fn batch(episodes: &[Episode]) -> Vec<u8> {
-    // What a batch takes is known after it is written; half as much again as for the first episode saves most growth.
+    // Reserves 1.5 times the size of the first episode for each other one, which avoids most reallocations.
     let mut writer = Writer(Vec::with_capacity(4096));
     writer.u32(episodes.len());
     for (index, episode) in episodes.iter().enumerate() {
@@ -29,7 +29,7 @@ impl Writer {
         self.0.push(byte);
     }
 
-    /// A count or a length. A guest has 4 GiB: what does not fit in a `u32` does not fit in there either, and is refused there.
+    /// A count or a length. A guest has at most 4 GiB: what exceeds `u32` is refused there.
     fn u32(&mut self, number: usize) {
         self.0.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
     }
@@ -117,10 +117,10 @@ impl Writer {
     }
 }
 
-/// The result of `score-packed` for `n_items` episodes; what it becomes here may have `max_bytes`.
+/// Decodes the result of `score-packed` for `n_items` episodes into at most `max_bytes`.
 ///
 /// # Errors
-/// It is not what the contract says, or becomes more.
+/// An invalid encoding, or a result of more than `max_bytes`.
 pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<ItemResult>, PackedError> {
     let mut reader = Reader { bytes, at: 0, room_bytes: max_bytes };
     let n_results = reader.u32()?;
@@ -134,25 +134,25 @@ pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<
     Ok(results)
 }
 
-/// Why a result is not taken.
+/// Why a result cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PackedError {
-    /// It is not in the encoding of the contract.
+    /// An invalid encoding.
     #[error("byte {at} of its packed results: expected {expected}")]
     Byte { at: usize, expected: &'static str },
-    /// Known before any of them is read.
+    /// Checked before any result is decoded.
     #[error("its packed results are {n_results}; expected {n_items}, one for each episode")]
     Number { n_results: usize, n_items: usize },
-    /// A few bytes in the encoding can stand for many here.
+    /// Checked while decoding, since a few encoded bytes can decode to many.
     #[error("its packed results are too large")]
     TooLarge,
 }
 
-/// Reads what a guest wrote: nothing in it is believed.
+/// Decodes untrusted bytes of a guest.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// What may still be made of it.
+    /// Remaining of `max_bytes`.
     room_bytes: usize,
 }
 
@@ -193,8 +193,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Every entry has bytes of its own, so that the length of the list is held to what came; what the list takes here is
-    /// charged before there is a list.
+    /// Every entry takes at least one byte, which bounds the length of the list; its memory is charged before it is allocated.
     fn entries<T>(
         &mut self,
         n_entries: usize,
@@ -252,9 +251,9 @@ mod tests {
 
     #[test]
     fn results_are_read_as_the_contract_writes_them() {
-        let said = results(&two_results(), 2).unwrap();
-        assert_eq!(said[0].as_ref().unwrap(), &(0.5, vec![("win".to_owned(), -0.3)]));
-        let rejection = said[1].as_ref().unwrap_err();
+        let result = results(&two_results(), 2).unwrap();
+        assert_eq!(result[0].as_ref().unwrap(), &(0.5, vec![("win".to_owned(), -0.3)]));
+        let rejection = result[1].as_ref().unwrap_err();
         assert_eq!((rejection.code.as_str(), rejection.detail.as_str()), ("late", "晚"));
     }
 

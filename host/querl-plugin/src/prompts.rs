@@ -8,7 +8,7 @@ use crate::text::printable;
 use querl_core::ports::{ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Message, Rejection};
 
-/// As much of a query or answer as a fault shows, to tell which one it was.
+/// The most bytes of a query or response in a fault's message.
 const SHOWN_BYTES: usize = 120;
 
 /// A configured prompt plugin.
@@ -22,7 +22,7 @@ impl PromptPlugin {
         Self { caller, indices }
     }
 
-    /// Names the query or answer at which a call went wrong.
+    /// Adds the query or response to a fault.
     fn named(&self, what: &str, text: &str, fault: &PluginFault) -> PluginFault {
         self.caller.in_batch(fault, what, &[&printable(text, SHOWN_BYTES)])
     }
@@ -43,7 +43,7 @@ impl Prompts for PromptPlugin {
             Some(last) if last.role != "user" => {
                 Err(fault(format!("the last message is from `{}`; expected `user`", last.role)))
             }
-            Some(_) => Err(fault("a system message stands after the start".into())),
+            Some(_) => Err(fault("a system message is not at the start".into())),
             None => Err(fault("returned no messages".into())),
         }
     }

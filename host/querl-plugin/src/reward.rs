@@ -10,10 +10,10 @@ use crate::{convert, error, packed};
 use querl_core::ports::{FaultKind, PluginFault, RewardModel, RewardRange, StyleScorer};
 use querl_core::records::{Dialogue, Episode, Rejection, Reward, RewardComponent};
 
-/// One item's score, as the ports have it.
+/// A checked result for one item.
 pub(crate) type ItemScore = Result<Reward, Rejection>;
 
-/// What a plugin says of one item, whichever its kind: total and components, or a rejection.
+/// A plugin's result for one item, before it is checked: total and components, or a rejection.
 pub(crate) type ItemResult = Result<(f64, Vec<(String, f64)>), types::Rejection>;
 
 /// How the items of one kind of plugin are called and checked.
@@ -24,18 +24,18 @@ pub(crate) struct Scoring<'a, T> {
     pub(crate) id: fn(&T) -> &str,
     /// Totals outside of it are faults.
     pub(crate) range: RewardRange,
-    /// `the declared range` or what else the range is called.
+    /// The name of the range in messages.
     pub(crate) range_name: &'static str,
 }
 
 impl<T> Scoring<'_, T> {
     /// One result for each item, in order; `run` is one call into the plugin.
     ///
-    /// Where the call hits a limit and limits drop, each item is tried alone with the fuel of the whole batch, and those that hit
-    /// a limit even so are dropped: whether one is depends on itself and the size of its batch, never on what its neighbours are.
+    /// With `on_limit = "drop"`, when the call hits a limit each item is run alone with the fuel of the whole batch, and items that
+    /// still hit a limit are dropped. Whether an item is dropped depends on the item and the batch size, never on other items.
     ///
     /// # Errors
-    /// A fault, with the item at which it happened as far as that can be found.
+    /// A fault, with the item that caused it if that can be found.
     pub(crate) fn batch(
         &self,
         items: &[T],
@@ -46,7 +46,7 @@ impl<T> Scoring<'_, T> {
         }
         let alone = CallSize::part_of(items.len(), 1);
         match (run(items, CallSize::of(items.len())), items) {
-            (Ok(said), _) => self.checked(items, said),
+            (Ok(result), _) => self.checked(items, result),
             (Err(fault), [item]) if self.caller.drops(&fault) => Ok(vec![Err(self.dropped(&fault, item)?)]),
             (Err(fault), _) if self.caller.drops(&fault) => self.one_by_one(items, |item| run(item, alone)),
             (Err(fault), _) => {
@@ -56,7 +56,7 @@ impl<T> Scoring<'_, T> {
         }
     }
 
-    /// Each item alone, without those that hit a limit.
+    /// Runs each item alone, and drops those that hit a limit.
     fn one_by_one(
         &self,
         items: &[T],
@@ -67,7 +67,7 @@ impl<T> Scoring<'_, T> {
         for item in items.chunks(1) {
             self.caller.check_drop_deadline(deadline, self.what, &self.ids(items))?;
             match run(item) {
-                Ok(said) => scored.extend(self.checked(item, said)?),
+                Ok(result) => scored.extend(self.checked(item, result)?),
                 Err(fault) if self.caller.drops(&fault) => scored.push(Err(self.dropped(&fault, &item[0])?)),
                 Err(fault) => return Err(self.caller.in_batch(&fault, self.what, &self.ids(item))),
             }
@@ -79,19 +79,19 @@ impl<T> Scoring<'_, T> {
         self.caller.dropped(fault, self.what, (self.id)(item))
     }
 
-    fn checked(&self, items: &[T], said: Vec<ItemResult>) -> Result<Vec<ItemScore>, PluginFault> {
-        if said.len() != items.len() {
-            return Err(self.caller.wrong_length(said.len(), "scores", self.what, &self.ids(items)));
+    fn checked(&self, items: &[T], result: Vec<ItemResult>) -> Result<Vec<ItemScore>, PluginFault> {
+        if result.len() != items.len() {
+            return Err(self.caller.wrong_length(result.len(), "scores", self.what, &self.ids(items)));
         }
-        let check = |(item, said): (&T, ItemResult)| {
+        let check = |(item, result): (&T, ItemResult)| {
             let named = |message| self.caller.invalid_result(format!("{} `{}`: {message}", self.what, (self.id)(item)));
-            self.score(said).map_err(named)
+            self.score(result).map_err(named)
         };
-        items.iter().zip(said).map(check).collect()
+        items.iter().zip(result).map(check).collect()
     }
 
-    fn score(&self, said: ItemResult) -> Result<ItemScore, String> {
-        let (total, parts) = match said {
+    fn score(&self, result: ItemResult) -> Result<ItemScore, String> {
+        let (total, parts) = match result {
             Ok(score) => score,
             Err(rejection) => return convert::rejection(rejection).map(Err),
         };
@@ -126,13 +126,13 @@ fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String>
     Ok(parts.into_iter().map(|(name, value)| RewardComponent { name, value }).collect())
 }
 
-/// What reports call it, in whichever form the batch goes in.
+/// The function's name in reports, for both forms.
 const SCORE_BATCH: &str = "rewards.score-batch";
 
-/// How a batch of episodes goes into a reward plugin. The results are the same; the fuel is not, and is comparable within one form.
+/// How a batch of episodes is passed to a reward plugin. Results are equal; fuel differs between the forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RewardForm {
-    /// One block of bytes, `packed-rewards.score-packed`: what the host uses where a plugin offers it.
+    /// One block of bytes, `packed-rewards.score-packed`: the host's choice where a plugin exports it.
     Packed,
     /// Records, `rewards.score-batch`: every reward plugin has it.
     Records,
@@ -141,14 +141,13 @@ pub enum RewardForm {
 /// A configured reward plugin.
 pub(crate) struct RewardPlugin {
     caller: Caller,
-    /// Where batches are packed.
     packed: Option<packed_rewards::GuestIndices>,
     indices: rewards::GuestIndices,
     range: RewardRange,
 }
 
 impl RewardPlugin {
-    /// Asks the plugin for its range. A form that it does not offer is that of records.
+    /// Calls `rewards.range`. Without `packed-rewards`, the form is that of records.
     pub(crate) fn new(caller: Caller, indices: rewards::GuestIndices, form: RewardForm) -> Result<Self, PluginFault> {
         let bounds = caller.call("rewards.range", CallSize::of(1), |store, instance| {
             indices.load(&mut *store, instance)?.call_range(store)
@@ -178,11 +177,11 @@ impl RewardPlugin {
         size: CallSize,
     ) -> Result<Vec<ItemResult>, PluginFault> {
         let batch = packed::batch(episodes);
-        let said = self.caller.call(SCORE_BATCH, size, |store, instance| {
+        let result = self.caller.call(SCORE_BATCH, size, |store, instance| {
             packed.load(&mut *store, instance)?.call_score_packed(store, &batch)
         })?;
         let limits = &self.caller.limits;
-        packed::results(&said, episodes.len(), limits.values.output_bytes).map_err(|error| match error {
+        packed::results(&result, episodes.len(), limits.values.output_bytes).map_err(|error| match error {
             PackedError::TooLarge => self.caller.fault(FaultKind::Limit, error::too_large(limits)),
             other => self.caller.invalid_result(other.to_string()),
         })
@@ -192,11 +191,11 @@ impl RewardPlugin {
         let lists: Vec<_> = episodes.iter().map(EpisodeLists::new).collect();
         let arguments: Vec<_> =
             episodes.iter().zip(&lists).map(|(episode, lists)| convert::episode(episode, lists)).collect();
-        let said = self.caller.call(SCORE_BATCH, size, |store, instance| {
+        let result = self.caller.call(SCORE_BATCH, size, |store, instance| {
             self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
         })?;
         let parts = |parts: Vec<rewards::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
-        Ok(said.into_iter().map(|said| said.map(|score| (score.total, parts(score.components)))).collect())
+        Ok(result.into_iter().map(|result| result.map(|score| (score.total, parts(score.components)))).collect())
     }
 }
 
@@ -221,7 +220,7 @@ impl RewardModel for RewardPlugin {
     }
 }
 
-/// The contract's, for every style scorer.
+/// The range of every style scorer, from the contract.
 const RANGE: RewardRange = RewardRange { min: 0.0, max: 1.0 };
 
 /// A configured style scorer plugin.
@@ -230,7 +229,7 @@ pub(crate) struct StylePlugin {
     indices: style_scores::GuestIndices,
 }
 
-/// A dialogue in the words of the contract.
+/// A dialogue as an argument of the contract.
 struct DialogueArgument<'a> {
     id: &'a str,
     turns: Vec<types::MessageParam<'a>>,
@@ -244,12 +243,12 @@ impl StylePlugin {
     fn run(&self, dialogues: &[DialogueArgument<'_>], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
         let arguments: Vec<_> =
             dialogues.iter().map(|sent| style_scores::Dialogue { id: sent.id, turns: &sent.turns }).collect();
-        let said = self.caller.call("style-scores.score-batch", size, |store, instance| {
+        let result = self.caller.call("style-scores.score-batch", size, |store, instance| {
             self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
         })?;
         let parts =
             |parts: Vec<style_scores::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
-        Ok(said.into_iter().map(|said| said.map(|score| (score.total, parts(score.components)))).collect())
+        Ok(result.into_iter().map(|result| result.map(|score| (score.total, parts(score.components)))).collect())
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use querl_core::text::printable;
 
-/// 1 to 64 characters that `allowed` holds of.
+/// 1 to 64 characters, all of them `allowed`.
 pub(crate) fn is_name(text: &str, allowed: impl Fn(char) -> bool) -> bool {
     (1..=64).contains(&text.len()) && text.chars().all(allowed)
 }
@@ -14,15 +14,14 @@ pub(crate) fn is_code(text: &str) -> bool {
     is_name(text, |c| matches!(c, 'a'..='z' | '0'..='9' | '_'))
 }
 
-/// A user looks for one key among those of the plugin; more of them are not listed.
 const MAX_LISTED_KEYS: usize = 20;
 
-/// A key that plugin.toml could declare. A guest may ask for any text; only these are shown to people.
+/// A key that plugin.toml could declare. A guest may read any key; only these appear in messages.
 pub(crate) fn is_key(text: &str) -> bool {
     is_name(text, |c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'))
 }
 
-/// Every value as the text that the contract describes.
+/// Every value as text, as the contract specifies it.
 pub(crate) fn rendered(settings: &BTreeMap<String, toml::Value>) -> BTreeMap<String, String> {
     settings.iter().map(|(key, value)| (key.clone(), text(value))).collect()
 }
@@ -50,7 +49,7 @@ fn json(value: &toml::Value) -> serde_json::Value {
     }
 }
 
-/// What to tell about a key that the plugin does not know.
+/// The message for a key that the plugin does not know.
 pub(crate) fn unknown_key(key: &str, known: &BTreeSet<String>) -> String {
     let known: Vec<_> = known.iter().filter(|name| is_key(name)).collect();
     if known.is_empty() {
@@ -105,7 +104,7 @@ mod settings_tests {
         let known = ["\u{1b}[2J".to_owned(), "胶原".to_owned(), "a b".to_owned()].into();
         assert_eq!(unknown_key("colour", &known), "the plugin has no settings");
         let known = (0..100).map(|n| format!("setting_{n:03}")).collect();
-        let said = unknown_key("colour", &known);
-        assert!(said.ends_with("`setting_018`, `setting_019` and 80 more"), "{said}");
+        let message = unknown_key("colour", &known);
+        assert!(message.ends_with("`setting_018`, `setting_019` and 80 more"), "{message}");
     }
 }

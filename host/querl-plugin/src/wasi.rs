@@ -1,31 +1,30 @@
-//! The whole of WASI that a guest finds. Standard libraries import it whether a plugin needs it or not.
+//! The WASI functions that guests can call. Standard libraries import them whether a plugin needs them or not.
 //!
 //! Departures from `wasmtime-wasi`, which is not used:
-//! 1. No call waits. There, a guest's sleep occupies the calling thread for as long as the guest likes, out of reach of fuel
-//!    and epochs, and a write to stderr panics when the caller is a worker of an async runtime.
-//! 2. There are no files, sockets, arguments or environment to begin with, instead of empty ones. A call that would reach for
-//!    them ends the instance with a fault that names it.
-//! 3. Clocks stand still at 0 and random numbers are a fixed sequence that starts anew with each instance.
+//! 1. No call blocks. There, a guest's sleep blocks the calling thread without limit, since fuel and epochs do not interrupt host
+//!    code, and a write to stderr panics when the caller is a worker of an async runtime.
+//! 2. Files, sockets, arguments and environment do not exist, instead of being empty. A call that needs them ends the instance
+//!    with a fault that names the call.
+//! 3. Clocks always return 0, and random numbers are a fixed sequence that restarts with each instance.
 
 use crate::guest::{Guest, HostRefusal, charge};
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
 use wasmtime::component::{ComponentType, Lift, Linker, LinkerInstance, Lower, Resource, ResourceType};
 use wasmtime::{Engine, Result, StoreContextMut};
 
-/// More random bytes at once than this is no seed of a hash table.
+/// The most random bytes per call; seeds of hash tables need fewer.
 const MAX_RANDOM_BYTES: u64 = 64 << 10;
 
-/// What one write may bring at once.
+/// The most bytes per write.
 const WRITE_BYTES: u64 = 64 << 10;
 
 struct InputStream;
 struct OutputStream;
 struct Pollable;
 struct IoError;
-/// Any resource of which a guest never gets one.
+/// A resource that a guest never gets.
 struct Absent;
 
-/// Which stream an [`OutputStream`] is.
 const STDOUT: u32 = 1;
 const STDERR: u32 = 2;
 
@@ -46,7 +45,7 @@ struct Datetime {
     nanoseconds: u32,
 }
 
-/// Defines one imported WASI interface under the name and with the items that the component asks for.
+/// Links one imported WASI interface, with the name and items that the component imports.
 pub(crate) fn define(
     linker: &mut Linker<Guest>,
     engine: &Engine,
@@ -146,7 +145,7 @@ fn random(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Re
         "get-random-bytes" | "get-insecure-random-bytes" => {
             on.func_wrap(name, |mut store: StoreContextMut<'_, Guest>, (length,): (u64,)| {
                 if length > MAX_RANDOM_BYTES {
-                    return Err(HostRefusal(format!("asked for {length} random bytes at once")).into());
+                    return Err(HostRefusal(format!("requested {length} random bytes at once")).into());
                 }
                 charge(&mut store, length as usize);
                 Ok(((0..length).map(|_| next_random(store.data_mut()) as u8).collect::<Vec<u8>>(),))
@@ -207,7 +206,7 @@ fn stream(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Re
     }
 }
 
-/// Everything is ready at once: a guest that waits for a clock to move spins until its fuel ends.
+/// Every pollable is ready: a guest that waits for a clock spins until its fuel is used up.
 fn poll(on: &mut LinkerInstance<'_, Guest>, interface: &str, name: &str) -> Result<()> {
     match name {
         "[method]pollable.ready" => on.func_wrap(name, |_, (_,): (Resource<Pollable>,)| Ok((true,))),

@@ -45,9 +45,9 @@ fn refusal_with(old: &str, new: &str) -> String {
         assert!(manifest.contains(old), "{manifest}");
         manifest.replacen(old, new, 1)
     });
-    let said = host().load(&path).unwrap_err().to_string();
-    let said = said.strip_prefix(&format!("plugin {}: ", path.display())).map(str::to_owned);
-    said.unwrap_or_else(|| panic!("the path is not in front"))
+    let message = host().load(&path).unwrap_err().to_string();
+    let message = message.strip_prefix(&format!("plugin {}: ", path.display())).map(str::to_owned);
+    message.unwrap_or_else(|| panic!("the path is not in front"))
 }
 
 #[test]
@@ -81,8 +81,8 @@ fn component_alone_has_no_manifest() {
 
 #[test]
 fn what_the_manifest_says_must_be_so() {
-    let differs = |key: &str, said: &str, is: &str| {
-        format!("its plugin.toml says `{said}` under `plugin.{key}`; the component says `{is}`")
+    let differs = |key: &str, message: &str, is: &str| {
+        format!("its plugin.toml says `{message}` under `plugin.{key}`; the component says `{is}`")
     };
     let id = ("id = \"reward-competition\"", "id = \"reward-other\"");
     assert_eq!(refusal_with(id.0, id.1), differs("id", "reward-other", "reward-competition"));
@@ -126,9 +126,9 @@ fn plugin_runs_under_the_limits_it_asks_for() {
     };
     let (_folder, path) = bundle(low);
     let limits = PluginLimits { fuel_per_call: 100, ..PluginLimits::default() };
-    let said = host_with(limits).load(&path).unwrap_err();
-    assert!(matches!(said, PluginError::Fault(_)));
-    assert!(said.to_string().contains("(`limits.fuel_per_item` of its plugin.toml)"), "{said}");
+    let message = host_with(limits).load(&path).unwrap_err();
+    assert!(matches!(message, PluginError::Fault(_)));
+    assert!(message.to_string().contains("(`limits.fuel_per_item` of its plugin.toml)"), "{message}");
     let plugin = host().load(&path).unwrap();
     assert_eq!((plugin.limits().fuel_per_item, plugin.limits().memory_bytes), (7, 4_194_304));
     assert_eq!(plugin.limits().output_bytes, PluginLimits::default().output_bytes);
@@ -141,12 +141,12 @@ fn plugin_that_asks_for_more_than_the_host_allows_is_refused() {
         format!("{text}[limits]\ntimeout_ms = 3600000\n")
     };
     let (_folder, path) = bundle(more);
-    let said = host().load(&path).unwrap_err().to_string();
+    let message = host().load(&path).unwrap_err().to_string();
     assert!(
-        said.ends_with(
+        message.ends_with(
             "asks for a timeout_ms of 3600000, and this host allows 5000; raise `plugins.limits.timeout_ms` to 3600000 or more"
         ),
-        "{said}"
+        "{message}"
     );
 }
 
@@ -172,22 +172,22 @@ fn where_keys_are_trusted_only_their_bundles_run() {
     let (ours, theirs) = (SigningKey::generate().unwrap(), SigningKey::generate().unwrap());
     let (_folder, path) = bundle(str::to_owned);
     let host = host_that_trusts(&[&ours]);
-    let said = |path: &Path| {
+    let message = |path: &Path| {
         let error = host.load(path).unwrap_err();
         assert!(matches!(error, PluginError::Untrusted { .. }), "{error}");
         error.to_string()
     };
     let (name, key) = (path.display(), ours.public());
     let end = format!("expected a signature of {key} (`plugins.trusted_keys`)");
-    assert_eq!(said(&path), format!("plugin {name}: not signed; {end}"));
+    assert_eq!(message(&path), format!("plugin {name}: not signed; {end}"));
     signed(&path, &theirs);
-    assert_eq!(said(&path), format!("plugin {name}: signed by {}; {end}", theirs.public()));
+    assert_eq!(message(&path), format!("plugin {name}: signed by {}; {end}", theirs.public()));
     let folder = repository().join(FOLDER);
     let bare = |what: &str| format!("it is {what}, which nobody signs; expected a bundle with a signature of {key}");
-    assert!(said(&folder).contains(&bare("a folder with source")), "{}", said(&folder));
+    assert!(message(&folder).contains(&bare("a folder with source")), "{}", message(&folder));
     let file = tempfile::Builder::new().suffix(".wasm").tempfile().unwrap();
     std::fs::write(file.path(), component()).unwrap();
-    assert!(said(file.path()).contains(&bare("a component")), "{}", said(file.path()));
+    assert!(message(file.path()).contains(&bare("a component")), "{}", message(file.path()));
 
     signed(&path, &ours);
     let trusted =
@@ -197,7 +197,7 @@ fn where_keys_are_trusted_only_their_bundles_run() {
 }
 
 #[test]
-fn where_no_key_is_trusted_the_first_signer_is_told() {
+fn without_trusted_keys_the_first_signer_is_reported() {
     let key = SigningKey::generate().unwrap();
     let (_folder, path) = bundle(str::to_owned);
     signed(&path, &key);
@@ -237,9 +237,9 @@ fn code_is_kept_under_the_digest_of_its_bytes_whatever_plugin_toml_says() {
     let digest = |bytes: &[u8]| querl_core::fsx::digest_hex(bytes);
     let claim = format!("[bundle]\nformat = 1\ncomponent = '{}'\ncomponent_bytes = {}\n", digest(&ours), ours.len());
     let (posing, cache) = (built_folder(&theirs, &claim), tempfile::tempdir().unwrap());
-    let said = common::host_in(cache.path()).load(posing.path()).unwrap_err();
-    assert!(matches!(said, PluginError::Manifest { .. }), "{said}");
-    assert!(said.to_string().contains("it has a section `[bundle]`, which `querl plugin pack` writes"), "{said}");
+    let message = common::host_in(cache.path()).load(posing.path()).unwrap_err();
+    assert!(matches!(message, PluginError::Manifest { .. }), "{message}");
+    assert!(message.to_string().contains("it has a section `[bundle]`, which `querl plugin pack` writes"), "{message}");
     assert_eq!(std::fs::read_dir(cache.path().join("compiled")).unwrap().count(), 0);
 
     let honest = built_folder(&ours, "");
@@ -255,8 +255,8 @@ fn plugin_toml_that_leads_nowhere_is_an_error_and_not_none() {
     let folder = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(folder.path().join("gone"), folder.path().join("plugin.toml")).unwrap();
     std::fs::write(folder.path().join("Cargo.toml"), "").unwrap();
-    let said = host().load(folder.path()).unwrap_err().to_string();
-    assert!(said.contains("plugin.toml: No such file"), "{said}");
+    let message = host().load(folder.path()).unwrap_err().to_string();
+    assert!(message.contains("plugin.toml: No such file"), "{message}");
 }
 
 #[cfg(unix)]
@@ -265,6 +265,6 @@ fn only_a_file_is_read_as_a_component() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("x.wasm");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let said = host().load(&pipe).unwrap_err().to_string();
-    assert!(said.ends_with("x.wasm: it is not a file; expected a component"), "{said}");
+    let message = host().load(&pipe).unwrap_err().to_string();
+    assert!(message.ends_with("x.wasm: it is not a file; expected a component"), "{message}");
 }

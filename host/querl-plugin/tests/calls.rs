@@ -145,7 +145,7 @@ fn style_scorer_asks_the_model_of_the_run() {
 }
 
 #[test]
-fn style_scorer_without_a_model_is_told_so() {
+fn style_scorer_without_a_model_gets_not_configured() {
     let scored = scorer(&host_with(PluginLimits::default()), None).score_batch(&[dialogue("a", "退款")]).unwrap();
     assert_eq!(scored[0].as_ref().unwrap_err().code, "no_style");
 }

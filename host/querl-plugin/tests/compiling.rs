@@ -65,8 +65,11 @@ fn child_is_used_where_nothing_can_be_kept() {
 fn child_that_takes_too_long_is_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let start = Instant::now();
-    let said = refusal(script(folder.path(), "exec sleep 60"), folder.path(), 300);
-    assert!(said.ends_with("compiling it took longer than 300 ms (`plugins.limits.compile_timeout_ms`)"), "{said}");
+    let message = refusal(script(folder.path(), "exec sleep 60"), folder.path(), 300);
+    assert!(
+        message.ends_with("compiling it took longer than 300 ms (`plugins.limits.compile_timeout_ms`)"),
+        "{message}"
+    );
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     assert!(kept(folder.path()).is_empty());
 }
@@ -76,10 +79,10 @@ fn child_that_takes_too_long_is_stopped() {
 fn child_sees_little_of_the_environment() {
     let folder = tempfile::tempdir().unwrap();
     assert!(std::env::var_os("CARGO_MANIFEST_DIR").is_some(), "a variable that is there and is not kept");
-    let said =
+    let message =
         refusal(script(folder.path(), "env | cut -d= -f1 | sort | tr '\\n' ' ' >&2; exit 1"), folder.path(), 60_000);
     let (_, names) =
-        said.split_once("reward-competition.wasm: ").or(said.split_once("reward_competition.wasm: ")).unwrap();
+        message.split_once("reward-competition.wasm: ").or(message.split_once("reward_competition.wasm: ")).unwrap();
     // What a shell sets for itself is there too.
     let expected = [
         "PATH",
@@ -107,25 +110,25 @@ fn child_says_why_it_does_not_compile() {
     std::fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
     let (in_child, in_process) =
         (host(child(), folder.path(), 60_000), host(Compiler::InProcessWithoutLimits, folder.path(), 60_000));
-    let said = in_child.load(&file).unwrap_err().to_string();
-    assert!(said.starts_with(&format!("plugin {}: it does not compile: ", file.display())), "{said}");
-    assert_eq!(said, in_process.load(&file).unwrap_err().to_string(), "as the host itself would say it");
+    let message = in_child.load(&file).unwrap_err().to_string();
+    assert!(message.starts_with(&format!("plugin {}: it does not compile: ", file.display())), "{message}");
+    assert_eq!(message, in_process.load(&file).unwrap_err().to_string(), "as the host itself would say it");
 }
 
 #[test]
-fn child_that_fails_in_other_ways_is_told_of() {
+fn other_failures_of_a_child_are_reported() {
     let folder = tempfile::tempdir().unwrap();
-    let said = refusal(script(folder.path(), "exit 3"), folder.path(), 60_000);
-    assert!(said.ends_with("its compiler ended with the exit code 3"), "{said}");
-    let said = refusal(script(folder.path(), "kill -SEGV $$"), folder.path(), 60_000);
+    let message = refusal(script(folder.path(), "exit 3"), folder.path(), 60_000);
+    assert!(message.ends_with("its compiler ended with the exit code 3"), "{message}");
+    let message = refusal(script(folder.path(), "kill -SEGV $$"), folder.path(), 60_000);
     let ends = "its compiler was ended by a signal: 11 (SIGSEGV); it may use 4 GiB of memory and write 1 GiB";
-    assert!(said.contains(ends), "{said}");
-    let said = refusal(script(folder.path(), "exit 0"), folder.path(), 60_000);
-    assert!(said.ends_with("made no compiled code of it"), "{said}");
-    let said = refusal(script(folder.path(), "echo code > \"$2\""), folder.path(), 60_000);
-    assert!(said.ends_with("made no compiled code of it"), "{said}");
+    assert!(message.contains(ends), "{message}");
+    let message = refusal(script(folder.path(), "exit 0"), folder.path(), 60_000);
+    assert!(message.ends_with("made no compiled code of it"), "{message}");
+    let message = refusal(script(folder.path(), "echo code > \"$2\""), folder.path(), 60_000);
+    assert!(message.ends_with("made no compiled code of it"), "{message}");
     let nowhere = Compiler::Child(folder.path().join("no-such-program"), Vec::new());
-    let said = refusal(nowhere, folder.path(), 60_000);
-    assert!(said.contains("no-such-program`: No such file"), "{said}");
+    let message = refusal(nowhere, folder.path(), 60_000);
+    assert!(message.contains("no-such-program`: No such file"), "{message}");
     assert!(kept(folder.path()).is_empty(), "nothing is left behind");
 }

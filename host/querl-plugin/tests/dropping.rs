@@ -42,13 +42,13 @@ fn too_many_dropped_items_are_a_fault_that_counts_all_of_the_plugin() {
     assert_eq!(outcomes(&*other, &["loop"]), ["plugin_limit"]);
     let fault = one.score_batch(&[episode("a", "好"), episode("step-9/b/0", "loop")]).unwrap_err();
     assert_eq!(fault.kind, FaultKind::TooManyDropped);
-    let said = fault.to_string();
+    let message = fault.to_string();
     assert!(
-        said.starts_with(
+        message.starts_with(
             "plugin guest-infinite-loop 0.1.0: dropped 3 items at limits; `plugins.limits.max_dropped` allows 2 (the last: \
              episode `step-9/b/0`: used up its fuel"
         ),
-        "{said}"
+        "{message}"
     );
     assert_eq!(outcomes(&*guest(&host, "ordinary"), &["好"]), ["0.5"], "another plugin has a count of its own");
 }

@@ -28,7 +28,7 @@ fn component_file_loads_like_its_folder() {
 }
 
 #[test]
-fn what_is_no_component_is_told_apart() {
+fn files_that_are_no_component_are_reported_by_kind() {
     let folder = tempfile::tempdir().unwrap();
     assert!(refusal(&folder.path().join("none.wasm")).contains("No such file"));
     assert!(refusal(folder.path()).contains("holds no Cargo.toml"));

@@ -14,7 +14,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 const MIB: usize = 1 << 20;
 
-/// What the host may need besides the guest's own memory: arguments, compiled code, messages.
+/// Host memory in addition to the guest's own: arguments, compiled code, messages.
 const HOST_BYTES: usize = 24 * MIB;
 
 /// A figure of this process in bytes: `VmRSS` is what is resident now, `VmHWM` the most that was.
@@ -34,7 +34,7 @@ fn growth(job: impl Fn()) -> (usize, usize) {
     (resident("VmHWM").saturating_sub(before), resident("VmRSS").saturating_sub(before))
 }
 
-/// Runs a guest into a fault, of which the process takes at most `guest_bytes` besides [`HOST_BYTES`] and gives all back.
+/// Runs a guest into a fault. The process takes at most `guest_bytes` + [`HOST_BYTES`] for it, and gives all back.
 fn alone_within(plugin: &dyn RewardModel, query: &str, guest_bytes: usize) -> PluginFault {
     let run = || plugin.score_batch(&[episode("a", query)]).unwrap_err();
     let (most, stays) = growth(|| drop(run()));
@@ -57,9 +57,9 @@ fn memory_bomb_is_stopped_at_the_limit() {
     let limits = PluginLimits { memory_bytes: 32 * MIB, ..with_plenty_of_fuel(5000) };
     let fault = fault_within("memory-bomb", "bomb", limits, 32 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
-    let said = fault.to_string();
-    assert!(said.starts_with("plugin guest-memory-bomb 0.1.0: episode `step-1/b/0`: asked for "), "{said}");
-    assert!(said.ends_with("`plugins.limits.memory_bytes` allows 33554432"), "{said}");
+    let message = fault.to_string();
+    assert!(message.starts_with("plugin guest-memory-bomb 0.1.0: episode `step-1/b/0`: requested "), "{message}");
+    assert!(message.ends_with("`plugins.limits.memory_bytes` allows 33554432"), "{message}");
 }
 
 #[test]
@@ -67,16 +67,16 @@ fn output_beyond_the_limit_is_a_fault() {
     // The text, and the block of bytes into which the SDK writes it.
     let fault = fault_within("output-flood", "flood", with_plenty_of_fuel(5000), 72 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
-    let said = fault.to_string();
-    assert!(said.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{said}");
+    let message = fault.to_string();
+    assert!(message.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{message}");
 }
 
 #[test]
 fn result_of_200_mb_never_becomes_the_hosts() {
     let fault = fault_within("huge-result", "x", with_plenty_of_fuel(5000), 200 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
-    let said = fault.to_string();
-    assert!(said.contains("episode `step-1/b/0`: handed over more than 16777216 bytes"), "{said}");
+    let message = fault.to_string();
+    assert!(message.contains("episode `step-1/b/0`: handed over more than 16777216 bytes"), "{message}");
 }
 
 #[test]

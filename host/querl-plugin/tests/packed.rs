@@ -49,9 +49,9 @@ fn guest_is_given_the_very_episodes() {
     let host = host();
     let packed = load_guest(&host, "repeats").unwrap();
     for plugin in [without_packed(&host, &packed), packed] {
-        let said = reward(&host, &plugin).score_batch(&episodes).unwrap();
-        for (said, expected) in said.into_iter().zip(&expected) {
-            assert_eq!(said.unwrap_err().detail, format!("{expected:?}"));
+        let message = reward(&host, &plugin).score_batch(&episodes).unwrap();
+        for (message, expected) in message.into_iter().zip(&expected) {
+            assert_eq!(message.unwrap_err().detail, format!("{expected:?}"));
         }
     }
 }

@@ -121,11 +121,11 @@ fn same(batch: &[Episode], packed: &Answers, records: &Answers) -> Result<(), Vi
         (Err(fault), _) | (_, Err(fault)) if fault.kind == FaultKind::Limit => Ok(()),
         (Err(packed), Err(records)) if packed.kind == records.kind => Ok(()),
         (packed, records) => {
-            let told = |answers: &Answers| match answers {
+            let shown = |answers: &Answers| match answers {
                 Ok(answers) => answers[0].clone(),
                 Err(fault) => fault.to_string(),
             };
-            differ(&batch[0], &told(packed), &told(records))
+            differ(&batch[0], &shown(packed), &shown(records))
         }
     }
 }

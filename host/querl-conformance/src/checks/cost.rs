@@ -223,13 +223,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn asking_for_less_than_is_used_is_found() {
+    fn a_limit_below_the_usage_is_found() {
         let violation = compared(&[("ms", 2, 5), ("fuel", 1000, 1000)]).unwrap_err();
         assert_eq!(violation.returned, "a call used 1,000 of 1,000 fuel");
     }
 
     #[test]
-    fn what_is_asked_for_and_used_is_shown() {
+    fn limits_and_usage_are_shown() {
         let found = compared(&[("fuel", 1001, 20_000), ("ms", 7, 8)]).unwrap();
         assert_eq!(found, "1,001 of 20,000 fuel, 7 of 8 ms");
     }

@@ -1,9 +1,9 @@
 //! Folders with a plugin in JavaScript: esbuild makes one module of the author's and the SDK's, componentize-js puts it and
 //! SpiderMonkey into one component.
 //!
-//! Of WASI stdio stays, so that an exception's text and stack reach the host as the text of the fault, and the clocks, which the host
-//! holds at 0: without them the engine's stand at the time of the build. Two builds of the same source differ in some bytes, since componentize-js 0.23
-//! snapshots an engine with a random seed: pack what was tested.
+//! The component imports WASI stdio, so that an exception's text and stack become the text of the fault, and the clocks, which are
+//! always 0 in the host: without them the engine's clocks return the time of the build. Builds are not reproducible byte for byte,
+//! since componentize-js 0.23 snapshots an engine with a random seed: pack the component that was tested.
 
 use super::Build;
 use super::{ScriptFolder, WORLD};
@@ -12,10 +12,10 @@ use querl_bundle::Kind;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Reads a request as JSON from its first argument; run in the plugin's folder, where its imports are looked for.
+/// Takes a JSON request as its first argument; runs in the plugin's folder, where Node.js resolves its imports.
 const SCRIPT: &str = include_str!("javascript_build.mjs");
 
-/// What the script imports.
+/// Packages that the script imports.
 const PACKAGES: [&str; 2] = ["@bytecodealliance/componentize-js", "esbuild"];
 
 /// A folder with plugin.toml and plugin.js.
@@ -70,7 +70,7 @@ impl JavaScriptFolder {
         }
     }
 
-    /// The nearest folder whose package.json asks for the package, in words: plugins may share what is installed above them.
+    /// The nearest folder whose package.json lists the package: plugins may share packages that are installed in a parent folder.
     fn folder_that_lists(&self, package: &str) -> String {
         let lists = |folder: &&Path| {
             std::fs::read_to_string(folder.join("package.json"))

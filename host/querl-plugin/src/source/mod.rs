@@ -12,31 +12,28 @@ mod javascript;
 mod python;
 mod rust;
 
-/// What `build` found or made.
+/// The result of [`build`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BuildOutput {
     /// The component.
     pub component: PathBuf,
-    /// What the source is written in.
+    /// The language of the source.
     pub language: Language,
-    /// Whether anything had to be built.
+    /// False where the component was up to date.
     pub was_stale: bool,
 }
 
-/// A folder of one language whose component can be looked up and made.
+/// A source folder of one language.
 trait Build {
-    /// Where the component is, or will be.
     fn component(&self) -> PathBuf;
-    /// Nothing that the component was made from is newer.
     fn is_fresh(&self) -> bool;
-    /// Makes the component.
     fn build(&self) -> Result<(), PluginError>;
 }
 
-/// The component of a source folder, built if any file that it was made from is newer.
+/// The component of a source folder, built if one of its sources is newer.
 ///
 /// # Errors
-/// The language is not to be seen, its tools are missing, or the source does not build.
+/// The language is unknown, its tools are missing, or the build fails.
 pub fn build(folder: &Path) -> Result<BuildOutput, PluginError> {
     let language = language(folder)?;
     let source: Box<dyn Build> = match language {
@@ -52,12 +49,11 @@ pub fn build(folder: &Path) -> Result<BuildOutput, PluginError> {
     Ok(BuildOutput { component: source.component(), language, was_stale })
 }
 
-/// The component of a source folder, as [`build`].
 pub(crate) fn component(folder: &Path) -> Result<PathBuf, PluginError> {
     Ok(build(folder)?.component)
 }
 
-/// What plugin.toml says, else what the build files in the folder say.
+/// The language of plugin.toml, else by the build file in the folder.
 fn language(folder: &Path) -> Result<Language, PluginError> {
     if folder.join("plugin.toml").is_file()
         && let Some(build) = Manifest::read(folder)?.build
@@ -78,18 +74,18 @@ fn unreadable(path: &Path, reason: impl Into<String>) -> PluginError {
 /// The world that a plugin is built for.
 pub(super) const WORLD: &str = "querl-plugin";
 
-/// Folders that hold nothing a component is made from.
+/// Folders without sources of the component.
 const NOT_SOURCE: [&str; 7] = ["dist", "golden", "node_modules", "target", "tests", "venv", "__pycache__"];
 
-/// What of the environment reaches a build: where programs and temporary files are. Nothing of it can change the component.
+/// Environment variables that a build inherits: search paths and temporary folders, which cannot change the component.
 const KEPT_VARIABLES: [&str; 7] = ["PATH", "HOME", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LANG"];
 
-/// A folder with a plugin in a language whose engine goes into the component.
+/// A folder with a plugin in Python or JavaScript, whose interpreter becomes part of the component.
 pub(super) struct ScriptFolder {
     /// Absolute.
     pub(super) folder: PathBuf,
     pub(super) manifest: Manifest,
-    /// The SDK that the source imports, without which it does not run.
+    /// The SDK that the source imports.
     pub(super) sdk: PathBuf,
     /// The contract's WIT files.
     pub(super) wit: PathBuf,
@@ -128,8 +124,8 @@ impl ScriptFolder {
         self.dist().join(format!("{}.wasm", self.manifest.plugin.id))
     }
 
-    /// Writes the contract with one world more, [`WORLD`], which has all kinds of the plugin: the tools want a single one
-    /// (componentize-py 0.25 panics over two).
+    /// Writes the contract and one more world, [`WORLD`], with all kinds of the plugin: the tools take a single world
+    /// (componentize-py 0.25 panics with two).
     pub(super) fn write_wit(&self, folder: &Path) -> Result<(), PluginError> {
         let kinds = self.manifest.plugin.kinds.iter();
         let includes: String = kinds.map(|kind| format!(" include {};", kind.name())).collect();
@@ -150,7 +146,6 @@ impl ScriptFolder {
         [&self.folder, &self.sdk, &self.wit].into_iter().all(|folder| !has_newer(folder, built))
     }
 
-    /// An error of this folder.
     pub(super) fn refused(&self, reason: impl Into<String>) -> PluginError {
         unreadable(&self.folder, reason)
     }
@@ -159,8 +154,8 @@ impl ScriptFolder {
         self.folder.join("dist")
     }
 
-    /// Runs `make`, which writes a component to the path that it is given, and puts that in its place, whole. It counts as made
-    /// when the build began, which looked at the sources then.
+    /// Runs `make`, which writes a component to the given path, and moves it into place atomically. Its modification time is the
+    /// start of the build, when the sources were read.
     pub(super) fn put_component(&self, make: impl FnOnce(&Path) -> Result<(), PluginError>) -> Result<(), PluginError> {
         let started = SystemTime::now();
         let failed = |error: std::io::Error| self.refused(format!("its component cannot be written: {error}"));
@@ -187,7 +182,7 @@ impl ScriptFolder {
     /// Runs a tool.
     ///
     /// # Errors
-    /// It cannot be run (`missing` is said where it is not there), or it failed.
+    /// It cannot be run (`missing` is the message where it is not installed), or it failed.
     pub(super) fn run(&self, tool: &'static str, mut command: Command, missing: &str) -> Result<(), PluginError> {
         let output = command.output().map_err(|error| match error.kind() {
             ErrorKind::NotFound => self.refused(missing),
@@ -196,13 +191,13 @@ impl ScriptFolder {
         if output.status.success() {
             return Ok(());
         }
-        let said =
+        let result =
             [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned()).join("\n");
-        Err(PluginError::Build { path: self.folder.clone(), tool, output: said.trim().to_owned() })
+        Err(PluginError::Build { path: self.folder.clone(), tool, output: result.trim().to_owned() })
     }
 }
 
-/// Any file of a folder is newer, those in hidden folders and in `NOT_SOURCE` aside.
+/// True where a file of the folder is newer; hidden folders and those of `NOT_SOURCE` do not count.
 fn has_newer(folder: &Path, than: SystemTime) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else { return false };
     entries.flatten().any(|entry| {

@@ -1,8 +1,8 @@
 //! Folders with a plugin in Python: componentize-py puts CPython, the SDK and the author's modules into one component.
 //!
-//! The component is not stubbed (`--stub-wasi`): the host offers a WASI without powers anyway, and a traceback that the guest
-//! writes to stderr becomes the text of the fault. Two builds of the same source differ in bytes, since componentize-py 0.25
-//! snapshots an interpreter with a random hash seed and names no way to fix it: pack what was tested.
+//! WASI is not stubbed (`--stub-wasi`): the host's WASI has no capabilities anyway, and a traceback on stderr becomes the text of the
+//! fault. Builds are not reproducible byte for byte, since componentize-py 0.25 snapshots an interpreter with a random hash seed
+//! and has no option to fix it: pack the component that was tested.
 
 use super::Build;
 use super::{ScriptFolder, WORLD};
@@ -60,7 +60,7 @@ impl PythonFolder {
             return self.script.command("componentize-py");
         };
         let mut command = self.script.command(environment.join(PROGRAM));
-        // Packages that the author installed beside the tool may go into the component; those of other places may not.
+        // Packages of the tool's own environment may become part of the component; others may not.
         command.env("VIRTUAL_ENV", environment);
         command
     }

@@ -9,8 +9,8 @@ use std::time::SystemTime;
 
 const TARGET: &str = "wasm32-wasip2";
 
-/// What of the environment reaches cargo: where programs, caches and temporary files are, and how packages are fetched. What an
-/// outer `cargo run` or `cargo test` sets is about the outer build; what else there is, is nothing to a plugin's build scripts.
+/// Environment variables that cargo inherits: search paths, caches, temporary folders, and how packages are fetched. Variables of an
+/// outer `cargo run` or `cargo test` concern the outer build; others are not the business of a plugin's build scripts.
 const KEPT_VARIABLES: [&str; 20] = [
     "PATH",
     "HOME",
@@ -34,7 +34,7 @@ const KEPT_VARIABLES: [&str; 20] = [
     "SSL_CERT_DIR",
 ];
 
-/// Beginnings of more such names.
+/// Prefixes of more such names.
 const KEPT_PREFIXES: [&str; 5] = ["CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_", "CARGO_SOURCE_"];
 
 /// In capitals and in small letters.
@@ -45,7 +45,6 @@ pub(super) struct CrateFolder {
     folder: PathBuf,
     /// Where the workspace's Cargo.toml and Cargo.lock are.
     workspace: PathBuf,
-    /// Stem of what the compiler writes.
     stem: String,
 }
 
@@ -67,8 +66,8 @@ impl CrateFolder {
         self.workspace.join(file)
     }
 
-    /// Dates the component from the start of the build that looked at the sources. Cargo leaves an old one where nothing that
-    /// counts has changed (a touched manifest), and it would be taken for stale for ever.
+    /// Sets the component's modification time to the start of the build. Cargo does not write it again when nothing relevant has
+    /// changed (a touched manifest), and it would stay stale.
     fn date_from(&self, started: SystemTime) -> std::io::Result<()> {
         if modified(&self.component()).is_some_and(|time| time < started) {
             std::fs::File::options().append(true).open(self.component())?.set_modified(started)?;
@@ -82,14 +81,14 @@ impl Build for CrateFolder {
         self.output("wasm")
     }
 
-    /// No source, manifest or lock file is newer than the component. Cargo lists the sources, those of path dependencies
-    /// and the contract's WIT files included, beside it.
+    /// No source, manifest or lock file is newer than the component. Cargo lists the sources in a `.d` file next to it, including path
+    /// dependencies and the contract's WIT files.
     fn is_fresh(&self) -> bool {
         let (Some(built), Ok(listed)) = (modified(&self.component()), std::fs::read_to_string(self.output("d"))) else {
             return false;
         };
         let sources = listed_sources(&listed);
-        // A folder that was copied with its `target` lists the sources of the original.
+        // The `.d` file of a folder that was copied with its `target` lists the sources of the original.
         if !sources.iter().any(|source| source.starts_with(&self.folder)) {
             return false;
         }
@@ -125,7 +124,7 @@ impl Build for CrateFolder {
     }
 }
 
-/// What to say of a failed build.
+/// The error of a failed build.
 fn explained(path: PathBuf, output: &str) -> PluginError {
     let target_missing = output.contains("target may not be installed")
         || (output.contains("can't find crate for `core`") || output.contains("can't find crate for `std`"));

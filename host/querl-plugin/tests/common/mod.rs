@@ -96,7 +96,7 @@ pub fn fault_of(host: &PluginHost, plugin: &dyn RewardModel, query: &str) -> Plu
 }
 
 /// As [`fault_of`], of a guest that is odd for any query in ASCII, under `limits`: the whole sentence, and what sort it is.
-pub fn said_of(name: &str, query: &str, limits: PluginLimits) -> (String, FaultKind) {
+pub fn fault_message(name: &str, query: &str, limits: PluginLimits) -> (String, FaultKind) {
     let host = host_with(limits);
     let fault = fault_of(&host, &*guest(&host, name), query);
     (fault.to_string(), fault.kind)

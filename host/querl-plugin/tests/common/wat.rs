@@ -51,15 +51,15 @@ impl Guest {
     fn read(name: &str) -> Self {
         let text = with_includes(&folder().join(format!("{name}.wat")));
         let text = text.replace("{{name}}", name).replace("{{n_name_bytes}}", &name.len().to_string());
-        let told = text.lines().filter_map(|line| line.trim().strip_prefix(";;! ")?.split_once(' '));
-        let directives: Vec<_> = told.map(|(word, rest)| (word.to_owned(), rest.to_owned())).collect();
+        let lines = text.lines().filter_map(|line| line.trim().strip_prefix(";;! ")?.split_once(' '));
+        let directives: Vec<_> = lines.map(|(word, rest)| (word.to_owned(), rest.to_owned())).collect();
         let version = directives.iter().find(|(word, _)| word == "contract");
         let version = version.map_or(CONTRACT, |(_, version)| version).to_owned();
         Self { text: at_version(&text, &version), version, directives }
     }
 
-    fn told<'a>(&'a self, word: &'a str) -> impl Iterator<Item = &'a str> {
-        self.directives.iter().filter(move |(told, _)| told == word).map(|(_, rest)| rest.as_str())
+    fn directives_of<'a>(&'a self, word: &'a str) -> impl Iterator<Item = &'a str> {
+        self.directives.iter().filter(move |(name, _)| name == word).map(|(_, rest)| rest.as_str())
     }
 
     /// The contract's files as one, changed as the guest wants it.
@@ -72,23 +72,23 @@ impl Guest {
             let text = std::fs::read_to_string(file).unwrap();
             wit.extend(text.lines().filter(|line| !line.starts_with("package ")).flat_map(|line| [line, "\n"]));
         }
-        for change in self.told("lacks") {
+        for change in self.directives_of("lacks") {
             let (interface, item) = change.split_once(' ').unwrap();
             let start = wit.find(&format!("interface {interface} {{")).unwrap();
             let item_at = start + wit[start..].find(item).unwrap();
             wit.replace_range(item_at..item_at + item.len(), "");
         }
-        for change in self.told("adds") {
+        for change in self.directives_of("adds") {
             let (interface, item) = change.split_once(' ').unwrap();
             let head = format!("interface {interface} {{");
             wit = wit.replace(&head, &format!("{head} {item}"));
         }
-        wit.extend(self.told("package").flat_map(|item| [item, "\n"]));
+        wit.extend(self.directives_of("package").flat_map(|item| [item, "\n"]));
         wit
     }
 
     fn world(&self) -> String {
-        let mut items: Vec<_> = self.told("world").collect();
+        let mut items: Vec<_> = self.directives_of("world").collect();
         if items.is_empty() {
             items.extend(REWARD_WORLD);
         }

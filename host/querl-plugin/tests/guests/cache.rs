@@ -1,4 +1,4 @@
-//! Compiled code that someone has changed, or exchanged, between two runs: it is not used, and compiled anew.
+//! Compiled code that someone has changed, or exchanged, between two runs: it is not used, and compiled again.
 #![cfg(unix)]
 
 use crate::common::{Lines, episode, guest, host_in};
@@ -23,7 +23,7 @@ fn used(base: &Path) -> String {
     warnings
 }
 
-/// Asserts that a file that `change` has made of the kept one is not used, with a warning, and is written anew.
+/// Asserts that a file that `change` has made of the kept one is not used, with a warning, and is written again.
 fn assert_not_used(change: impl FnOnce(&Path), warning: &str) {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(used(folder.path()), "");
@@ -31,9 +31,9 @@ fn assert_not_used(change: impl FnOnce(&Path), warning: &str) {
     let code = std::fs::read(&path).unwrap();
     assert_eq!(used(folder.path()), "", "a good file is used in silence");
     change(&path);
-    let said = used(folder.path());
-    assert!(said.contains(&format!("{}: not used: {warning}", path.display())), "{said}");
-    assert_eq!(std::fs::read(&path).unwrap(), code, "compiled and written anew");
+    let message = used(folder.path());
+    assert!(message.contains(&format!("{}: not used: {warning}", path.display())), "{message}");
+    assert_eq!(std::fs::read(&path).unwrap(), code, "compiled and written again");
     assert!(std::fs::symlink_metadata(&path).unwrap().is_file());
     assert_eq!(used(folder.path()), "", "and used again");
 }
@@ -95,7 +95,7 @@ fn file_that_others_can_write_is_not_used() {
 
 /// A file that is whole and yet no code of this host: from a build of querl that a crash or a mistake left behind.
 #[test]
-fn whole_file_that_does_not_load_is_compiled_anew() {
+fn intact_file_that_does_not_load_is_compiled_again() {
     let folder = tempfile::tempdir().unwrap();
     used(folder.path());
     let path = kept(folder.path());
@@ -103,8 +103,8 @@ fn whole_file_that_does_not_load_is_compiled_anew() {
     let name = path.file_name().unwrap().as_encoded_bytes();
     let seal = Sha256::new().chain_update(name).chain_update([0]).chain_update(b"no code").finalize();
     std::fs::write(&path, [b"no code", seal.as_slice()].concat()).unwrap();
-    let said = used(folder.path());
-    assert!(said.contains(&format!("{}: not used: ", path.display())) && !said.contains(DAMAGED), "{said}");
+    let message = used(folder.path());
+    assert!(message.contains(&format!("{}: not used: ", path.display())) && !message.contains(DAMAGED), "{message}");
     assert_eq!(std::fs::read(&path).unwrap(), code);
 }
 

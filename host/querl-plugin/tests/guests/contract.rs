@@ -14,18 +14,21 @@ fn refusal_of(bytes: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.wasm");
     std::fs::write(&path, bytes).unwrap();
-    let said = host.load(&path).unwrap_err().to_string();
-    assert!(said.starts_with(&format!("plugin {}: ", path.display())), "{said}");
-    assert!(!said.contains('\n'), "{said}");
+    let message = host.load(&path).unwrap_err().to_string();
+    assert!(message.starts_with(&format!("plugin {}: ", path.display())), "{message}");
+    assert!(!message.contains('\n'), "{message}");
     assert_others_are_served(&host);
-    said
+    message
 }
 
 #[test]
-fn core_module_is_told_from_a_component() {
+fn core_module_is_distinguished_from_a_component() {
     let module = ::wat::parse_str("(module (func (export \"score\")))").unwrap();
-    let said = refusal_of(&module);
-    assert!(said.contains("it is a core module; expected a component, as the target wasm32-wasip2 makes"), "{said}");
+    let message = refusal_of(&module);
+    assert!(
+        message.contains("it is a core module; expected a component, as the target wasm32-wasip2 makes"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -36,9 +39,9 @@ fn truncated_component_is_refused_wherever_it_ends() {
     let path = folder.path().join("x.wasm");
     for n_bytes in (0..whole.len()).step_by(whole.len() / 40).chain([whole.len() - 1]) {
         std::fs::write(&path, &whole[..n_bytes]).unwrap();
-        let said = host.load(&path).unwrap_err().to_string();
+        let message = host.load(&path).unwrap_err().to_string();
         let refused = ["it is not WebAssembly", "it does not compile", "it exports none of", "it does not export"];
-        assert!(refused.iter().any(|reason| said.contains(reason)), "{n_bytes} of {}: {said}", whole.len());
+        assert!(refused.iter().any(|reason| message.contains(reason)), "{n_bytes} of {}: {message}", whole.len());
     }
     std::fs::write(&path, &whole).unwrap();
     host.load(&path).unwrap();
@@ -61,14 +64,17 @@ fn file_of_the_compiled_cache_is_no_plugin() {
     let host = crate::common::host_in(folder.path());
     guest(&host, "ordinary");
     let kept = std::fs::read_dir(folder.path().join("compiled")).unwrap().next().unwrap().unwrap().path();
-    let said = host.load(&kept).unwrap_err().to_string();
-    assert!(said.ends_with("it is native code; expected a component"), "{said}");
+    let message = host.load(&kept).unwrap_err().to_string();
+    assert!(message.ends_with("it is native code; expected a component"), "{message}");
 }
 
 #[test]
 fn contract_that_breaks_with_ours_is_refused_with_its_version() {
-    let said = refusal("contract-0-2");
-    assert!(said.ends_with("it was built for version 0.2.0 of the plugin contract; this host runs 0.1.x"), "{said}");
+    let message = refusal("contract-0-2");
+    assert!(
+        message.ends_with("it was built for version 0.2.0 of the plugin contract; this host runs 0.1.x"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -80,55 +86,61 @@ fn newer_minor_loads_where_it_calls_only_what_is_known() {
 
 #[test]
 fn newer_minor_that_calls_what_is_not_known_is_refused_with_the_name() {
-    let said = refusal("newer-minor-function");
+    let message = refusal("newer-minor-function");
     let advice =
         "which this host, of contract 0.1.0, does not offer; use a newer querl, or build the plugin for contract 0.1.0";
-    assert!(said.ends_with(&format!("it calls `flush` of `querl:plugin/log@0.1.7`, {advice}")), "{said}");
-    let said = refusal("newer-minor-interface");
-    assert!(said.ends_with(&format!("it calls `count` of `querl:plugin/tokens@0.1.7`, {advice}")), "{said}");
+    assert!(message.ends_with(&format!("it calls `flush` of `querl:plugin/log@0.1.7`, {advice}")), "{message}");
+    let message = refusal("newer-minor-interface");
+    assert!(message.ends_with(&format!("it calls `count` of `querl:plugin/tokens@0.1.7`, {advice}")), "{message}");
 }
 
 #[test]
 fn missing_and_odd_exports_are_named() {
-    let said = refusal("missing-info");
-    assert!(said.ends_with("it does not export `info` of `querl:plugin`, which every plugin does"), "{said}");
-    let said = refusal("missing-kind");
+    let message = refusal("missing-info");
+    assert!(message.ends_with("it does not export `info` of `querl:plugin`, which every plugin does"), "{message}");
+    let message = refusal("missing-kind");
     assert!(
-        said.ends_with("it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`"),
-        "{said}"
+        message.ends_with("it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`"),
+        "{message}"
     );
-    let said = refusal("missing-range");
-    assert!(said.ends_with("`querl:plugin/rewards@0.1.0` does not have export `range`"), "{said}");
-    let said = refusal("other-range");
-    assert!(said.contains("its `rewards` is not of the contract's types: expected `record` found `f64`"), "{said}");
+    let message = refusal("missing-range");
+    assert!(message.ends_with("`querl:plugin/rewards@0.1.0` does not have export `range`"), "{message}");
+    let message = refusal("other-range");
+    assert!(
+        message.contains("its `rewards` is not of the contract's types: expected `record` found `f64`"),
+        "{message}"
+    );
 }
 
 #[test]
 fn unknown_import_is_refused_with_its_name() {
-    let said = refusal("unknown-import");
-    assert!(said.ends_with("it imports `surprise`, which this host does not offer"), "{said}");
+    let message = refusal("unknown-import");
+    assert!(message.ends_with("it imports `surprise`, which this host does not offer"), "{message}");
 }
 
 #[test]
 fn too_many_memories_are_refused() {
-    let said = refusal("too-many-memories");
-    assert!(said.ends_with("defined memories count of 3 exceeds the per-instance limit of 1"), "{said}");
-    assert!(!said.contains('\n'), "{said}");
+    let message = refusal("too-many-memories");
+    assert!(message.ends_with("defined memories count of 3 exceeds the per-instance limit of 1"), "{message}");
+    assert!(!message.contains('\n'), "{message}");
 }
 
 #[test]
 fn more_memory_than_the_limit_from_the_start_is_refused() {
-    let said = refusal("huge-memory");
+    let message = refusal("huge-memory");
     let limit = PluginLimits::default().memory_bytes;
     let cause = format!("memory has a minimum byte size of 4294967296 which exceeds the limit of {limit:#x} bytes");
-    assert!(said.contains("whose `plugins.limits.memory_bytes` is one limit: ") && said.ends_with(&cause), "{said}");
+    assert!(
+        message.contains("whose `plugins.limits.memory_bytes` is one limit: ") && message.ends_with(&cause),
+        "{message}"
+    );
 }
 
 #[test]
 fn larger_table_than_the_limit_from_the_start_is_refused() {
-    let said = refusal("huge-table");
+    let message = refusal("huge-table");
     let cause = "table index 0 has a minimum element size of 100000000 which exceeds the limit of 100000";
-    assert!(said.ends_with(cause), "{said}");
+    assert!(message.ends_with(cause), "{message}");
 }
 
 /// Blocks in blocks, and in each a jump to any of those around it: 200 KB that take Cranelift more than half a minute.
@@ -156,10 +168,10 @@ fn component_that_takes_very_long_to_compile_is_stopped() {
     })
     .unwrap();
     let start = Instant::now();
-    let said = host.load(&path).unwrap_err().to_string();
+    let message = host.load(&path).unwrap_err().to_string();
     assert!(
-        said.ends_with("slow.wasm: compiling it took longer than 1000 ms (`plugins.limits.compile_timeout_ms`)"),
-        "{said}"
+        message.ends_with("slow.wasm: compiling it took longer than 1000 ms (`plugins.limits.compile_timeout_ms`)"),
+        "{message}"
     );
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     assert_eq!(std::fs::read_dir(folder.path().join("compiled")).unwrap().count(), 0, "nothing is left of it");
@@ -178,9 +190,12 @@ fn component_for_another_purpose_is_refused() {
 
 #[test]
 fn missing_file_is_named() {
-    let said = host().load(Path::new("no/such/plugin.wasm")).unwrap_err().to_string();
-    assert!(said.starts_with("plugin no/such/plugin.wasm: cannot be read: No such file"), "{said}");
-    assert!(said.ends_with("expected a `.querl` bundle, a `.wasm` component or a folder with its source"), "{said}");
+    let message = host().load(Path::new("no/such/plugin.wasm")).unwrap_err().to_string();
+    assert!(message.starts_with("plugin no/such/plugin.wasm: cannot be read: No such file"), "{message}");
+    assert!(
+        message.ends_with("expected a `.querl` bundle, a `.wasm` component or a folder with its source"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -195,7 +210,7 @@ fn proposals_that_are_not_accepted_are_refused_whatever_wasmtime_knows() {
     ] {
         let bytes = ::wat::parse_str(format!("(component (core module {module}))"))
             .unwrap_or_else(|error| panic!("{module}: {error}"));
-        let said = refusal_of(&bytes);
-        assert!(said.contains("it does not compile: "), "{module}: {said}");
+        let message = refusal_of(&bytes);
+        assert!(message.contains("it does not compile: "), "{module}: {message}");
     }
 }

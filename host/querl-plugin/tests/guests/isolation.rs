@@ -1,6 +1,6 @@
 //! Guests that look for the world, keep something between calls, or write to the log.
 
-use crate::common::{Lines, assert_others_are_served, episode, guest, host, said_of};
+use crate::common::{Lines, assert_others_are_served, episode, fault_message, guest, host};
 use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, RewardModel};
 use querl_core::records::Reward;
@@ -16,11 +16,14 @@ fn component(reward: &Reward, name: &str) -> f64 {
 
 #[test]
 fn panic_message_is_in_the_fault_without_escapes() {
-    let (said, kind) = said_of("panics", "panic", PluginLimits::default());
+    let (message, kind) = fault_message("panics", "panic", PluginLimits::default());
     assert_eq!(kind, FaultKind::Trap);
-    assert!(said.starts_with("plugin guest-panics 0.1.0: episode `step-1/b/0`: panicked: "), "{said}");
-    assert!(said.contains("src/lib.rs:") && said.contains("cannot stand the query `panic` [31min red"), "{said}");
-    assert!(!said.contains('\u{1b}') && !said.contains("RUST_BACKTRACE"), "{said}");
+    assert!(message.starts_with("plugin guest-panics 0.1.0: episode `step-1/b/0`: panicked: "), "{message}");
+    assert!(
+        message.contains("src/lib.rs:") && message.contains("cannot stand the query `panic` [31min red"),
+        "{message}"
+    );
+    assert!(!message.contains('\u{1b}') && !message.contains("RUST_BACKTRACE"), "{message}");
 }
 
 #[test]
@@ -37,9 +40,9 @@ fn clocks_stand_still_and_random_numbers_are_fixed() {
 #[test]
 fn socket_is_a_fault_that_names_the_call() {
     let host = host();
-    let said = guest(&host, "opens-socket").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
-    assert!(said.starts_with("plugin guest-opens-socket 0.1.0: episode `a`: called `wasi:sockets/"), "{said}");
-    assert!(said.ends_with("plugins have no files, sockets or other input and output"), "{said}");
+    let message = guest(&host, "opens-socket").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
+    assert!(message.starts_with("plugin guest-opens-socket 0.1.0: episode `a`: called `wasi:sockets/"), "{message}");
+    assert!(message.ends_with("plugins have no files, sockets or other input and output"), "{message}");
     assert_others_are_served(&host);
 }
 
@@ -47,12 +50,12 @@ fn socket_is_a_fault_that_names_the_call() {
 fn wasi_gives_only_what_it_must() {
     let expected = [
         ("hoards-handles", "holds more than 4096 handles to streams and clocks"),
-        ("asks-for-random-bytes", "asked for 1000000000 random bytes at once"),
+        ("asks-for-random-bytes", "requested 1000000000 random bytes at once"),
         ("exits", "called exit: a plugin returns, or panics with a message"),
     ];
     for (name, sentence) in expected {
-        let (said, kind) = said_of(name, "x", PluginLimits::default());
-        assert_eq!(said, format!("plugin {name} 0.1.0: episode `step-1/b/0`: {sentence}"));
+        let (message, kind) = fault_message(name, "x", PluginLimits::default());
+        assert_eq!(message, format!("plugin {name} 0.1.0: episode `step-1/b/0`: {sentence}"));
         assert_eq!(kind, FaultKind::Trap);
     }
 }
@@ -89,7 +92,7 @@ fn log_of_many_calls_ends_with_a_note() {
     assert!(text.len() < 70 * 65_536, "{}", text.len());
     assert_eq!(text.matches("nothing more of its log is shown").count(), 1);
     let (text, _) = Lines::of(|| first(&*guest(&host, "logs"), "flood"));
-    assert_eq!(text, "", "whoever configures it");
+    assert_eq!(text, "", "independent of the caller");
 }
 
 #[test]

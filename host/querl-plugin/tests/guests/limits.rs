@@ -1,7 +1,7 @@
 //! Guests that do not end, or take more than they may: fuel, the clock, the stack, tables.
 
 use crate::common::{
-    assert_others_are_served, episode, fault_of, guest, host, host_with, refusal, said_of, with_plenty_of_fuel,
+    assert_others_are_served, episode, fault_message, fault_of, guest, host, host_with, refusal, with_plenty_of_fuel,
 };
 use querl_core::config::PluginLimits;
 use querl_core::ports::FaultKind;
@@ -19,8 +19,8 @@ fn overshoot(name: &str, query: &str) -> Duration {
         let fault = plugin.score_batch(&[episode("a", query)]).unwrap_err();
         let elapsed = start.elapsed();
         assert_eq!(fault.kind, FaultKind::Limit);
-        let said = fault.to_string();
-        assert!(said.contains("episode `a`: ran for longer than 200 ms (`plugins.limits.timeout_ms`)"), "{said}");
+        let message = fault.to_string();
+        assert!(message.contains("episode `a`: ran for longer than 200 ms (`plugins.limits.timeout_ms`)"), "{message}");
         assert!(elapsed >= TIMEOUT && elapsed < TIMEOUT * 10, "{elapsed:?}");
         assert_eq!(plugin.score_batch(&[episode("b", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);
         elapsed - TIMEOUT
@@ -35,14 +35,14 @@ fn overshoot(name: &str, query: &str) -> Duration {
 fn assert_stopped_by_fuel(name: &str, query: &str) {
     let start = Instant::now();
     // A minute: the clock plays no part.
-    let (said, kind) = said_of(name, query, PluginLimits { timeout_ms: 60_000, ..PluginLimits::default() });
+    let (message, kind) = fault_message(name, query, PluginLimits { timeout_ms: 60_000, ..PluginLimits::default() });
     assert_eq!(kind, FaultKind::Limit);
-    assert!(said.contains(" 0.1.0: episode `step-1/b/0`: used up its fuel"), "{said}");
-    assert!(said.contains("plugins.limits.fuel_per_item"), "{said}");
+    assert!(message.contains(" 0.1.0: episode `step-1/b/0`: used up its fuel"), "{message}");
+    assert!(message.contains("plugins.limits.fuel_per_item"), "{message}");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
-/// Measured: 8 to 16 ms, of which a tick of the clock is 10.
+/// Measured: 8 to 16 ms; one tick of the clock takes 10.
 const SOON: Duration = Duration::from_millis(50);
 
 #[test]
@@ -103,9 +103,9 @@ fn sleep_does_not_hold_the_host() {
 
 #[test]
 fn deep_recursion_is_a_fault_and_not_the_end_of_the_process() {
-    let (said, kind) = said_of("deep-recursion", "x", with_plenty_of_fuel(5000));
+    let (message, kind) = fault_message("deep-recursion", "x", with_plenty_of_fuel(5000));
     assert_eq!(
-        said,
+        message,
         "plugin deep-recursion 0.1.0: episode `step-1/b/0`: recursed too deeply: its stack of 1048576 bytes is used up"
     );
     assert_eq!(kind, FaultKind::Trap);
@@ -113,10 +113,10 @@ fn deep_recursion_is_a_fault_and_not_the_end_of_the_process() {
 
 #[test]
 fn table_bomb_is_stopped_at_the_limit() {
-    let (said, kind) = said_of("table-bomb", "x", PluginLimits::default());
+    let (message, kind) = fault_message("table-bomb", "x", PluginLimits::default());
     assert!(
-        said.ends_with("episode `step-1/b/0`: asked for a table of 100001 elements; a host allows 100000"),
-        "{said}"
+        message.ends_with("episode `step-1/b/0`: requested a table of 100001 elements; a host allows 100000"),
+        "{message}"
     );
     assert_eq!(kind, FaultKind::Limit);
 }
@@ -124,22 +124,22 @@ fn table_bomb_is_stopped_at_the_limit() {
 #[test]
 fn loop_while_an_instance_starts_is_stopped() {
     let start = Instant::now();
-    let said = refusal("loops-at-start");
-    assert!(said.contains(": used up its fuel"), "{said}");
+    let message = refusal("loops-at-start");
+    assert!(message.contains(": used up its fuel"), "{message}");
     assert!(start.elapsed() < Duration::from_secs(5));
 }
 
 #[test]
 fn loop_in_describe_is_stopped() {
-    let said = refusal("loops-in-describe");
-    assert!(said.contains("(not yet described): used up its fuel"), "{said}");
+    let message = refusal("loops-in-describe");
+    assert!(message.contains("(not yet described): used up its fuel"), "{message}");
 }
 
 #[test]
 fn loop_while_arguments_are_handed_over_is_stopped() {
     let host = host();
-    let said = guest(&host, "loops-in-realloc").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
-    assert!(said.starts_with("plugin loops-in-realloc 0.1.0: episode `a`: used up its fuel"), "{said}");
+    let message = guest(&host, "loops-in-realloc").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
+    assert!(message.starts_with("plugin loops-in-realloc 0.1.0: episode `a`: used up its fuel"), "{message}");
     assert_others_are_served(&host);
 }
 

@@ -30,7 +30,7 @@ fn sources(folder: &Path) -> String {
 const LOADERS: [&str; 10] = [
     "guest(",
     "refusal(",
-    "said_of(",
+    "fault_message(",
     "said_of_result(",
     "overshoot(",
     "assert_stopped_by_fuel(",

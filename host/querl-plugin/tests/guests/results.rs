@@ -1,27 +1,27 @@
 //! Guests whose results are not what the contract says.
 
-use crate::common::{assert_others_are_served, episode, guest, host, load_guest, refusal, said_of};
+use crate::common::{assert_others_are_served, episode, fault_message, guest, host, load_guest, refusal};
 use querl_core::config::PluginLimits;
 use querl_core::ports::FaultKind;
 use querl_plugin::{PluginPort, PluginSettings};
 
 /// The sentence about the second of three episodes; the breach is one of the result.
 fn said_of_result(name: &str, query: &str) -> String {
-    let (said, kind) = said_of(name, query, PluginLimits::default());
-    assert_eq!(kind, FaultKind::Result, "{said}");
-    let before = said.split_once(" 0.1.0: episode `step-1/b/0`: ");
-    before.unwrap_or_else(|| panic!("names plugin, version and episode: {said}")).1.to_owned()
+    let (message, kind) = fault_message(name, query, PluginLimits::default());
+    assert_eq!(kind, FaultKind::Result, "{message}");
+    let before = message.split_once(" 0.1.0: episode `step-1/b/0`: ");
+    before.unwrap_or_else(|| panic!("names plugin, version and episode: {message}")).1.to_owned()
 }
 
 #[test]
 fn wrong_batch_length_is_a_fault() {
     let host = host();
     let batch: Vec<_> = ["a", "b", "c"].iter().map(|id| episode(id, "好")).collect();
-    let said = guest(&host, "wrong-length").score_batch(&batch).unwrap_err().to_string();
+    let message = guest(&host, "wrong-length").score_batch(&batch).unwrap_err().to_string();
     let range = "(a batch from episode `a` to `c`)";
-    assert_eq!(said, format!("plugin guest-wrong-length 0.1.0: returned 2 scores for 3 episodes {range}"));
-    let said = guest(&host, "too-many-scores").score_batch(&batch).unwrap_err().to_string();
-    assert_eq!(said, format!("plugin too-many-scores 0.1.0: returned 1000 scores for 3 episodes {range}"));
+    assert_eq!(message, format!("plugin guest-wrong-length 0.1.0: returned 2 scores for 3 episodes {range}"));
+    let message = guest(&host, "too-many-scores").score_batch(&batch).unwrap_err().to_string();
+    assert_eq!(message, format!("plugin too-many-scores 0.1.0: returned 1000 scores for 3 episodes {range}"));
     assert_others_are_served(&host);
 }
 
@@ -39,31 +39,31 @@ fn list_that_is_longer_than_memory_is_a_fault() {
 
 #[test]
 fn nan_is_a_fault() {
-    let said = said_of_result("nan", "nan");
-    assert_eq!(said, "total is NaN; expected a number within the declared range 0 to 1");
+    let message = said_of_result("nan", "nan");
+    assert_eq!(message, "total is NaN; expected a number within the declared range 0 to 1");
 }
 
 #[test]
 fn infinities_are_faults() {
-    let said = said_of_result("infinite-total", "x");
-    assert_eq!(said, "total is inf; expected a number within the declared range 0 to 1");
-    let said = said_of_result("infinite-component", "x");
-    assert_eq!(said, "component `part` is -inf; expected a finite number");
+    let message = said_of_result("infinite-total", "x");
+    assert_eq!(message, "total is inf; expected a number within the declared range 0 to 1");
+    let message = said_of_result("infinite-component", "x");
+    assert_eq!(message, "component `part` is -inf; expected a finite number");
 }
 
 #[test]
 fn total_out_of_the_declared_range_is_a_fault() {
-    let said = said_of_result("out-of-range", "far");
-    assert_eq!(said, "total is 1.5; expected a number within the declared range 0 to 1");
+    let message = said_of_result("out-of-range", "far");
+    assert_eq!(message, "total is 1.5; expected a number within the declared range 0 to 1");
 }
 
 #[test]
 fn range_without_ends_is_refused_before_the_first_score() {
     let host = host();
     let plugin = load_guest(&host, "infinite-range").unwrap();
-    let said = host.open(&plugin, &PluginSettings::default(), PluginPort::reward()).err().unwrap().to_string();
+    let message = host.open(&plugin, &PluginSettings::default(), PluginPort::reward()).err().unwrap().to_string();
     assert_eq!(
-        said,
+        message,
         "plugin infinite-range 0.1.0: declares the range -inf to inf; expected two finite numbers, the first below the second"
     );
     assert_others_are_served(&host);
@@ -76,45 +76,45 @@ fn component_named_twice_is_a_fault() {
 
 #[test]
 fn code_that_is_no_code_is_a_fault_without_its_escapes() {
-    let said = said_of_result("bad-code", "x");
-    assert_eq!(said, "rejected with the code `[2JNo`; expected 1 to 64 of a to z, 0 to 9 and _");
+    let message = said_of_result("bad-code", "x");
+    assert_eq!(message, "rejected with the code `[2JNo`; expected 1 to 64 of a to z, 0 to 9 and _");
 }
 
 #[test]
 fn texts_that_are_not_utf8_are_faults_wherever_they_are_handed_over() {
     for name in ["invalid-utf8-result", "invalid-utf8-log", "invalid-utf8-key"] {
-        let said = said_of_result(name, "x");
-        assert!(said.starts_with("handed over what cannot be read: invalid utf-8 sequence"), "{name}: {said}");
+        let message = said_of_result(name, "x");
+        assert!(message.starts_with("handed over what cannot be read: invalid utf-8 sequence"), "{name}: {message}");
     }
 }
 
 #[test]
 fn result_that_is_neither_score_nor_rejection_is_a_fault() {
-    let said = said_of_result("bad-tag", "x");
-    assert!(said.starts_with("handed over what cannot be read: "), "{said}");
+    let message = said_of_result("bad-tag", "x");
+    assert!(message.starts_with("handed over what cannot be read: "), "{message}");
 }
 
 #[test]
 fn text_that_lies_beyond_memory_is_a_fault() {
-    let said = said_of_result("bad-pointer", "x");
-    assert_eq!(said, "handed over what cannot be read: string pointer/length out of bounds of memory");
+    let message = said_of_result("bad-pointer", "x");
+    assert_eq!(message, "handed over what cannot be read: string pointer/length out of bounds of memory");
 }
 
 #[test]
 fn name_that_clears_the_screen_is_refused_and_shown_without_escapes() {
-    let said = refusal("escapes-in-name");
-    assert!(said.contains("it calls itself `a[2Jbc`, version `0.1.0`; expected lower-case letters"), "{said}");
-    assert!(!said.contains('\u{1b}') && !said.contains('\u{202e}'));
+    let message = refusal("escapes-in-name");
+    assert!(message.contains("it calls itself `a[2Jbc`, version `0.1.0`; expected lower-case letters"), "{message}");
+    assert!(!message.contains('\u{1b}') && !message.contains('\u{202e}'));
 }
 
 #[test]
 fn keys_with_escapes_are_not_shown_to_the_user() {
     let host = host();
     let plugin = load_guest(&host, "escapes-in-keys").unwrap();
-    let said =
+    let message =
         host.open(&plugin, &toml::from_str("colour = 1").unwrap(), PluginPort::reward()).err().unwrap().to_string();
     assert_eq!(
-        said,
+        message,
         "plugin escapes-in-keys 0.1.0: setting `colour`: the plugin knows no such setting; it knows `depth`"
     );
     host.open(&plugin, &toml::from_str("depth = 1").unwrap(), PluginPort::reward()).unwrap();
@@ -123,27 +123,27 @@ fn keys_with_escapes_are_not_shown_to_the_user() {
 #[test]
 fn packed_results_are_believed_no_more_than_others() {
     let host = host();
-    let said_of = |name: &str| {
+    let fault_message = |name: &str| {
         let plugin = guest(&host, name);
         let fault = plugin.score_batch(&[episode("a", "x"), episode("b", "好")]).unwrap_err();
         assert_eq!(plugin.score_batch(&[episode("a", "好")]).unwrap()[0].as_ref().unwrap().total, 0.5);
         (fault.to_string(), fault.kind)
     };
-    let (said, kind) = said_of("packed-garbage");
-    assert!(said.starts_with("plugin packed-garbage 0.1.0: episode `a`: byte 5 of its packed results"), "{said}");
+    let (message, kind) = fault_message("packed-garbage");
+    assert!(message.starts_with("plugin packed-garbage 0.1.0: episode `a`: byte 5 of its packed results"), "{message}");
     assert_eq!(kind, FaultKind::Result);
-    let (said, kind) = said_of("packed-too-many");
-    assert!(said.ends_with("its packed results are 4294967295; expected 1, one for each episode"), "{said}");
+    let (message, kind) = fault_message("packed-too-many");
+    assert!(message.ends_with("its packed results are 4294967295; expected 1, one for each episode"), "{message}");
     assert_eq!(kind, FaultKind::Result);
-    let (said, kind) = said_of("packed-flood");
-    assert!(said.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{said}");
+    let (message, kind) = fault_message("packed-flood");
+    assert!(message.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{message}");
     assert_eq!(kind, FaultKind::Limit);
     assert_others_are_served(&host);
 }
 
 #[test]
 fn trap_is_a_fault_and_the_next_call_works() {
-    let (said, kind) = said_of("divides-by-zero", "x", PluginLimits::default());
-    assert!(said.ends_with("episode `step-1/b/0`: trapped: wasm trap: integer divide by zero"), "{said}");
+    let (message, kind) = fault_message("divides-by-zero", "x", PluginLimits::default());
+    assert!(message.ends_with("episode `step-1/b/0`: trapped: wasm trap: integer divide by zero"), "{message}");
     assert_eq!(kind, FaultKind::Trap);
 }
