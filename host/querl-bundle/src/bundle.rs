@@ -88,7 +88,7 @@ impl Bundle {
         self.files().filter(|(name, _)| name.starts_with(names::GOLDEN))
     }
 
-    /// The signatures in it, each of which fits.
+    /// The signatures in it; all of them are valid.
     pub fn signatures(&self) -> &[BundleSignature] {
         &self.signatures
     }
@@ -190,7 +190,7 @@ fn manifest(files: &BTreeMap<String, Vec<u8>>, origin: &str) -> Result<Manifest,
 /// Do the bytes begin as a component does? A full look is the host's.
 ///
 /// # Errors
-/// They do not: how a sentence about the component goes on, such as `is not WebAssembly; expected a component`.
+/// They are not: the rest of a sentence about the component, such as `is not WebAssembly; expected a component`.
 pub fn check_component(bytes: &[u8]) -> Result<(), String> {
     match bytes.get(..8) {
         Some(start) if start == COMPONENT_MAGIC => Ok(()),

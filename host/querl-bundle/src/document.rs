@@ -85,7 +85,7 @@ impl<'a> Section<'a> {
             true => message.to_string(),
             false => format!("{path} {message}"),
         };
-        self.told(&self.steps_to(key), message)
+        self.error_at(&self.steps_to(key), message)
     }
 
     /// `KEY is VALUE; expected EXPECTED`.
@@ -169,7 +169,7 @@ impl<'a> Section<'a> {
     }
 
     pub(crate) fn missing(&self, key: &str, meaning: &str) -> BundleError {
-        self.told(&self.steps, format!("the key {} is missing; expected {meaning}", self.path_of(key)))
+        self.error_at(&self.steps, format!("the key {} is missing; expected {meaning}", self.path_of(key)))
     }
 
     /// A list of texts, each as of [`Section::prose`].
@@ -220,7 +220,7 @@ impl<'a> Section<'a> {
         path
     }
 
-    fn told(&self, steps: &[Step<'_>], message: String) -> BundleError {
+    fn error_at(&self, steps: &[Step<'_>], message: String) -> BundleError {
         BundleError::Text { origin: self.document.origin.clone(), line: self.document.line(steps), message }
     }
 
@@ -230,7 +230,7 @@ impl<'a> Section<'a> {
             Some(near) => format!("did you mean `{near}`?"),
             None => format!("expected {}", or_list(known.iter().copied())),
         };
-        Err(self.told(&self.steps_to(key), format!("unknown key {}; {hint}", printable(&self.path_of(key)))))
+        Err(self.error_at(&self.steps_to(key), format!("unknown key {}; {hint}", printable(&self.path_of(key)))))
     }
 }
 

@@ -21,12 +21,12 @@ pub struct LockFile {
     pub changes: Vec<LockChange>,
 }
 
-/// Where a lock file lies.
+/// The two kinds of lock files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockKind {
     /// In a run folder.
     Run,
-    /// Beside a configuration.
+    /// Next to a configuration.
     Project,
 }
 
@@ -174,7 +174,7 @@ impl LockFile {
     /// What differs between the lock file and `found`: nothing, where each plugin is there with the same digests and its signer.
     ///
     /// What an entry does not have is not asked for: a manifest's digest, or a signer, that comes along is no difference.
-    /// Plugins are told apart by role and id. Where the id of a role changed too, one is gone and another is new. A path that
+    /// Plugins are identified by role and id. Where the id of a role changed too, one is gone and another is new. A path that
     /// alone is different is no difference.
     pub fn check(&self, found: &[LockEntry]) -> Vec<Difference> {
         let mut locked: Vec<_> = self.entries.iter().collect();

@@ -63,7 +63,7 @@ fn manifests_are_pinned_as_they_are_written() {
 }
 
 #[test]
-fn components_are_told_from_what_is_none() {
+fn components_are_distinguished_from_other_files() {
     check_component(&component()).unwrap();
     assert!(check_component(b"\0asm\x01\0\0\0").unwrap_err().starts_with("is a core module"));
     assert!(check_component(b"\0asm").unwrap_err().starts_with("is not WebAssembly"));

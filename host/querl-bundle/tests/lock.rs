@@ -24,7 +24,7 @@ fn locked() -> LockFile {
     }
 }
 
-fn told(differences: &[Difference]) -> Vec<String> {
+fn messages(differences: &[Difference]) -> Vec<String> {
     differences.iter().map(Difference::to_string).collect()
 }
 
@@ -68,12 +68,12 @@ fn plugins_as_locked_make_no_difference() {
 }
 
 #[test]
-fn changed_plugin_is_told_with_both_digests_and_the_remedy() {
+fn changed_plugin_is_reported_with_both_digests_and_the_remedy() {
     let mut found = locked().entries;
     found[1].sha256 = "2".repeat(64);
     found[1].version = "0.2.0".parse().unwrap();
     assert_eq!(
-        told(&locked().check(&found)),
+        messages(&locked().check(&found)),
         [
             "reward plugin `reward-brevity` changed from 0.1.0 (component 111111111111, bundle bbbbbbbbbbbb) to 0.2.0 (component \
           222222222222, bundle bbbbbbbbbbbb); bring back 0.1.0 to plugins/reward-brevity-0.1.0.querl, or accept the change with \
@@ -105,7 +105,7 @@ fn a_signer_that_is_gone_or_another_is_a_change_and_a_new_one_is_none() {
     for (found, to) in [(signed(None), "not signed".to_owned()), (signed(Some(&second)), format!("signed by {second}"))]
     {
         assert_eq!(
-            told(&locked.check(&[found])),
+            messages(&locked.check(&[found])),
             [format!(
                 "reward plugin `reward-brevity` changed from 0.1.0 ({what}, signed by {first}) to 0.1.0 ({what}, {to}); bring back \
                  the bundle with that signature to plugins/reward-brevity-0.1.0.querl and its key to `plugins.trusted_keys`, or \
@@ -134,7 +134,7 @@ fn a_changed_manifest_of_a_folder_is_a_change() {
     let locked = LockFile { entries: vec![folder(Some('e'))], changes: vec![] };
     assert_eq!(locked.check(&[folder(Some('e'))]), []);
     assert_eq!(
-        told(&locked.check(&[folder(Some('f'))])),
+        messages(&locked.check(&[folder(Some('f'))])),
         [
             "reward plugin `reward-brevity` changed from 0.1.0 (component 111111111111, manifest eeeeeeeeeeee) to 0.1.0 (component \
           111111111111, manifest ffffffffffff); bring back its plugin.toml to plugins/reward-brevity, or accept the change with \
@@ -142,17 +142,18 @@ fn a_changed_manifest_of_a_folder_is_a_change() {
         ]
     );
     assert!(
-        told(&locked.check(&[folder(None)]))[0].contains("to 0.1.0 (component 111111111111, no manifest); bring back")
+        messages(&locked.check(&[folder(None)]))[0]
+            .contains("to 0.1.0 (component 111111111111, no manifest); bring back")
     );
     let of_earlier_version = LockFile { entries: vec![folder(None)], changes: vec![] };
     assert_eq!(of_earlier_version.check(&[folder(Some('f'))]), []);
 }
 
 #[test]
-fn plugins_that_came_and_went_are_told() {
+fn plugins_that_came_and_went_are_reported() {
     let found = [entry("prompt", "tenant-chengla", '0'), entry("reward", "reward-other", '3')];
     assert_eq!(
-        told(&locked().check(&found)),
+        messages(&locked().check(&found)),
         [
             "reward plugin `reward-other` 0.1.0 (component 333333333333, bundle bbbbbbbbbbbb) is not in querl.lock; take it out \
              of the configuration, or accept the change with `--accept-plugin-change`",
@@ -186,7 +187,7 @@ fn accepted_change_is_recorded_and_no_longer_a_difference() {
 }
 
 #[test]
-fn mistakes_are_told_with_their_line() {
+fn mistakes_are_reported_with_their_line() {
     let text = locked().to_text(LockKind::Run);
     for (old, new, expected) in [
         (

@@ -1,4 +1,4 @@
-//! What a manifest may say, and how its mistakes are told.
+//! What a manifest may say, and how its mistakes are reported.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -39,9 +39,9 @@ fn manifest_written_and_read_again_is_the_same() {
     }
 }
 
-/// Each with a line of the manifest that is replaced, its replacement, and what is told.
+/// Each with a line of the manifest that is replaced, its replacement, and the message.
 #[test]
-fn mistakes_are_told_with_line_key_value_and_expectation() {
+fn mistakes_are_reported_with_line_key_value_and_expectation() {
     let cases = [
         (
             "id = \"reward-brevity\"",

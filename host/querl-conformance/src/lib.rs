@@ -1,11 +1,10 @@
-//! The conformance suite: what the contract asks of every plugin, as checks with a report.
+//! The conformance suite: checks of the contract's rules on a plugin, with a report.
 //!
-//! In: the path of a plugin (a component, a source folder, a bundle), settings, limits. Out: a [`Report`]: each check
-//! with the rule that it stands for and, where the rule was violation, what was sent, what came back and what the contract
-//! says; the plugin's golden cases; what calls cost. It knows plugins through the host's ports alone, as training does,
-//! and refuses to know how they are made.
+//! In: the path of a plugin (a component, a source folder, a bundle), settings, limits. Out: a [`Report`]: each check with its rule
+//! and, where the rule is broken, what was sent, what was returned and what the contract requires; the plugin's golden cases; the
+//! cost of calls. It calls plugins through the host's ports only, as training does, and must not depend on how they are built.
 //!
-//! What it cannot see: whether a score is sensible. That is what golden cases are for.
+//! It cannot check whether a score is sensible; golden cases can.
 
 mod checks;
 mod corpus;
@@ -72,7 +71,8 @@ impl SuiteOptions {
 
 /// Tests the plugin at `path`.
 ///
-/// # Errors There is nothing to test: no such file, a source that does not build, a host that cannot start, or a
+/// # Errors
+/// There is nothing to test: no such file, a source that does not build, a host that cannot start, or a
 /// setting of `options` that the plugin does not take. What the plugin itself does wrong is in the report.
 pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let meter = Meter::default();

@@ -17,39 +17,39 @@ pub struct Report {
     pub version: String,
     /// Lower-case hexadecimal SHA-256 of the component; empty where it could not be loaded.
     pub digest: String,
-    /// What it is for; empty where it could not be loaded.
+    /// Its kinds; empty where it could not be loaded.
     pub kinds: Vec<PluginKind>,
-    /// Every check, also those that did not apply.
+    /// Every check, skipped ones included.
     pub checks: Vec<Check>,
     /// What it costs, by kind.
     pub cost: Vec<Cost>,
 }
 
-/// One rule of the contract, looked at.
+/// One check of a rule of the contract.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
     /// The kind that it is about; `None` for the plugin as a whole.
     pub kind: Option<PluginKind>,
     /// Short and stable: `batch_equals_singles`.
     pub name: String,
-    /// The rule that it stands for.
+    /// The rule that it checks.
     pub rule: String,
     /// How much was tried, for example `1,000 calls`; may be empty.
     pub note: String,
-    /// What came out.
+    /// The result.
     pub outcome: Outcome,
 }
 
-/// What came of one check.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// The rule held.
     Passed,
     /// The rule was violation.
     Failed(Failure),
-    /// There was nothing to look at.
+    /// There was nothing to check.
     Skipped {
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
@@ -59,16 +59,16 @@ pub enum Outcome {
 pub struct Failure {
     /// What was sent, shortened.
     pub sent: String,
-    /// What came back.
+    /// What was returned.
     pub returned: String,
-    /// What the contract says.
+    /// What the contract requires.
     pub expected: String,
 }
 
 /// What calls of one kind cost. Rewards, filters and style scorers: batches of 64 items. Prompts: by call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cost {
-    /// Of which kind.
+    /// The kind of plugin.
     pub kind: PluginKind,
     /// Instructions, the same on every machine.
     pub fuel_per_item: f64,
@@ -83,7 +83,7 @@ pub struct Cost {
 }
 
 impl Report {
-    /// Did every rule hold that was looked at?
+    /// True if no check failed.
     pub fn passed(&self) -> bool {
         self.checks.iter().all(|check| !matches!(check.outcome, Outcome::Failed(_)))
     }

@@ -1,4 +1,4 @@
-//! What plugin.toml says of a component, and what lies beside it, against what the component does.
+//! plugin.toml and golden cases, compared with the component.
 #![allow(clippy::unwrap_used)]
 
 mod common;

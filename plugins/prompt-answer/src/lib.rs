@@ -1,6 +1,6 @@
 //! Prompts of a model that answers questions: what querl calls a query is the question, and what it calls a rewrite the answer.
 //!
-//! Teacher and policy are told the same: there are no rules to be learned, the reward says what is wanted.
+//! Teacher and policy get the same messages: there are no rules to be learned, the reward says what is wanted.
 
 use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
 use tenant_common::parse_judgement;
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_setting_is_what_the_model_is_told() {
+    fn the_setting_is_the_system_prompt() {
         let answer = Answer::new(&Settings::from_pairs([("system", "诚实地回答。")])).unwrap();
         let input = PromptInput { query: "怎么洗".into(), ..PromptInput::default() };
         let expected = [Message::system("诚实地回答。"), Message::user("怎么洗")];

@@ -9,7 +9,7 @@
 //! total   = max(0, min(1, style) - penalty) * length
 //! ```
 //!
-//! With a margin nothing is earned by being surer than it takes: a policy that has learned the style has no reason to go on to what only the
+//! With a margin nothing is earned by being surer than it takes: a policy that has learned the style has no reason to optimise further for what only the
 //! model takes for it. A penalty comes on top of what its class costs as a rival: it never raises a total. The length keeps an answer from growing, or from shrinking to a phrase. An answer that is blank scores 0. A run without
 //! a style model, a model that gives no answer, and a class that the model does not know are rejections, never a score.
 //!

@@ -23,7 +23,7 @@ export function resultOf(call) {
   }
 }
 
-/** A rejection as the contract's; any other exception goes on, and ends the instance with its text as the fault's. */
+/** A rejection as the contract's; any other exception is rethrown, and ends the instance with its text as the fault's. */
 export function rejection(error) {
   if (error?.name !== "Rejection") throw error;
   return { code: error.code, detail: error.detail };

@@ -86,7 +86,7 @@ function checkPrompt(make) {
   }
 }
 
-/** Each a function that makes the episode anew, since a plugin may change what it is given. */
+/** Each a function that makes a new episode, since a plugin may change what it is given. */
 function episodes() {
   const sides = [
     () => candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], { judged: 4.5, style: { 售前: 1 } }),

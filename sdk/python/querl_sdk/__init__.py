@@ -2,7 +2,7 @@
 
 In: an author's class derived from :class:`Reward`, :class:`Filter`, :class:`Prompt` or :class:`StyleScorer`. Out, through
 ``querl plugin build``: a WebAssembly component for the contract ``querl:plugin@0.1.0``. The logic runs in plain Python too, so
-that tests need no WebAssembly. This package has no dependencies and refuses to know the host: files, network, models.
+that tests need no WebAssembly. This package has no dependencies and must not depend on the host, files, network and models.
 """
 
 from . import log

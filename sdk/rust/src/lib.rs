@@ -1,8 +1,8 @@
-//! What the author of a querl plugin in Rust needs: a trait for each kind of plugin, plain types, and one macro that turns an
-//! implementation into a component.
+//! The SDK for querl plugins in Rust: a trait for each kind of plugin, plain types, and one macro that exports an implementation as a
+//! component.
 //!
 //! In: an author's type that implements [`Reward`], [`Filter`], [`Prompt`] or [`StyleScorer`]. Out: a WebAssembly component
-//! for the contract `querl:plugin@0.1.0`. This crate refuses to know the host: files, network, models.
+//! for the contract `querl:plugin@0.1.0`. This crate must not depend on host crates, files, network and models.
 //!
 //! ```
 //! use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
@@ -37,7 +37,7 @@
 //! # }
 //! ```
 //!
-//! What the host would refuse shows in such tests too where they go through [`testing`], which also runs golden cases.
+//! Tests that use [`testing`] also fail on what the host would refuse; it runs golden cases too.
 //!
 //! `Cargo.toml` says `crate-type = ["cdylib", "rlib"]`: the first for the component, the second for tests. The logic compiles
 //! natively too, so that `cargo test` needs no WebAssembly; a component comes from

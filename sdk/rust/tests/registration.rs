@@ -38,7 +38,7 @@ fn build(name: &str, source: &str) -> String {
 }
 
 #[test]
-fn component_without_registration_is_told_what_to_write() {
+fn component_without_registration_fails_with_what_to_write() {
     let said = build("sdk-test-unregistered", WITHOUT_EXPORT);
     let expected = "this plugin registers nothing; write querl_sdk::export!(reward: MyReward), or what kind it is, once in src/lib.rs";
     assert!(said.contains(expected), "{said}");

@@ -1,7 +1,7 @@
 //! The seal: a zstd skippable frame with the SHA-256 of everything before it.
 //!
 //! A zstd frame can be written in more than one way, and its own checksum has 32 bits and does not cover its header. The seal
-//! covers every byte of the file, so that none can change unseen. Whoever changes a file on purpose can seal it anew: against
+//! covers every byte of the file, so that none can change unseen. An attacker who changes a file can compute a new seal: against
 //! that, there are signatures.
 
 use super::Damage;

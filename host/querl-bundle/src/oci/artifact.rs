@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_component_is_told() {
+    fn other_files_than_components_are_refused() {
         assert!(interfaces(b"\0asm\x01\0\0\0").unwrap_err().contains("core module"));
         assert!(interfaces(b"\0asm\x0d\0\x01\0\xff").unwrap_err().contains("cannot be read"));
     }

@@ -28,7 +28,7 @@ pub enum Transport {
     /// https; plain http to this machine alone (127.0.0.0/8, ::1, localhost).
     #[default]
     Secure,
-    /// Plain http: whoever is on the way reads and changes everything. Credentials are sent to this machine alone.
+    /// Plain http, which others on the network can read and change. Credentials are sent to this machine only.
     PlainHttp,
 }
 
@@ -268,7 +268,7 @@ fn sentence(location: &RegistryReference, error: &OciDistributionError) -> Strin
             format!("the registry answered with status {code}: {}; try again later", excerpt(message))
         }
         OciDistributionError::DigestError(_) => {
-            "the registry sent content that does not have its digest; try again, and tell whoever runs it if it stays so".to_owned()
+            "the registry sent content that does not have its digest; try again, and report it to the operator of the registry if it persists".to_owned()
         }
         other => format!("the registry's answer is not understood: {}", excerpt(&other.to_string())),
     }

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_without_one_another_are_told_without_showing_them() {
+    fn incomplete_variables_are_reported_without_showing_them() {
         for (values, missing) in [
             (["", "tester", "geheim"], "QUERL_REGISTRY_HOST"),
             (["registry.example.com:5000", "", "geheim"], "QUERL_REGISTRY_USER"),
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_told_without_showing_it() {
+    fn unusable_credentials_are_reported_without_showing_them() {
         let error = of(r#"{"auths":{"localhost:5000":{"auth":"!geheim!"}}}"#).unwrap_err().to_string();
         assert_eq!(
             error,

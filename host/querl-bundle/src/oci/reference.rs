@@ -1,14 +1,14 @@
-//! Places in registries.
+//! References to plugins in registries: `HOST[:PORT]/REPO[:VERSION]`.
 
 use super::client::RegistryError;
 use oci_client::Reference;
 use semver::Version;
 use std::net::{IpAddr, Ipv6Addr};
 
-const EXPECTED: &str = "is no place in a registry; expected HOST[:PORT]/REPO[:VERSION], such as registry.example.com/querl/reward-brevity:0.1.0";
-/// What a tag takes beside letters, digits, `.` and `-`; a `+` is not allowed.
+const EXPECTED: &str = "is not a reference to a registry; expected HOST[:PORT]/REPO[:VERSION], such as registry.example.com/querl/reward-brevity:0.1.0";
+/// Replaces `+`, which a tag must not contain.
 const PLUS: &str = "_";
-/// The tag of a bundle is that of its component with this.
+/// A bundle's tag is its component's tag with this suffix.
 const BUNDLE_ENDING: &str = ".querl";
 
 /// `HOST[:PORT]/REPO[:VERSION]`.
@@ -58,7 +58,7 @@ impl RegistryReference {
         &self.repository
     }
 
-    /// Why a plugin with this id is not at this place: a repository holds one plugin, and its last part says which.
+    /// Checks that the last part of the repository is the plugin's id: a repository holds one plugin.
     ///
     /// # Errors
     /// The last part of the repository is not `id`.
@@ -76,7 +76,7 @@ impl RegistryReference {
         self.version.as_ref()
     }
 
-    /// The same place with this version.
+    /// The same reference with this version.
     pub fn with_version(&self, version: Version) -> Self {
         Self { version: Some(version), ..self.clone() }
     }

@@ -21,7 +21,7 @@ pub struct Pulled {
     pub bundle: Bundle,
 }
 
-/// The versions of which there is a bundle at `location`, the lowest first.
+/// The versions that have a bundle at `location`, in ascending order.
 ///
 /// # Errors
 /// There is no such repository, or the registry cannot be reached or refuses.
@@ -38,7 +38,7 @@ pub async fn versions(
 ///
 /// # Errors
 /// There is no such bundle; it is damaged, of another version, or of another plugin than the last part of the repository names;
-/// the component beside it is another one; or the registry cannot be reached, takes too long or refuses.
+/// the component next to it is another one; or the registry cannot be reached, takes too long or refuses.
 pub async fn pull(
     location: &RegistryReference,
     credentials: &Credentials,
@@ -97,13 +97,13 @@ fn highest(versions: &[Version]) -> Option<Version> {
     released.or(versions.iter().max()).cloned()
 }
 
-/// Is the bundle the one that its place says, and the component beside it the bundle's own?
+/// Checks version and id of the bundle against its reference, and that the component next to it is the bundle's own.
 async fn check(caller: &Caller<'_>, location: &RegistryReference, bundle: &Bundle) -> Result<(), RegistryError> {
     let refuse = |message: String| Err(RegistryError::at(location, message));
     let expected = location.version().expect("a bundle is pulled from a place with a version");
     let version = &bundle.manifest().plugin.version;
     if version != expected {
-        return refuse(format!("the bundle there has version {version}; whoever pushed it made a mistake"));
+        return refuse(format!("the bundle there has version {version}; it was pushed under the wrong version"));
     }
     if let Err(reason) = location.check_id(&bundle.manifest().plugin.id) {
         return refuse(format!("{reason}; another plugin was pushed to this place, pull the one you want by its own"));

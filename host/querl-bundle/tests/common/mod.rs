@@ -139,7 +139,7 @@ pub fn sealed(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// Fills `SHA256SUMS` anew, as somebody would who changes a bundle on purpose.
+/// Computes `SHA256SUMS` again, as an attacker who changes a bundle would.
 pub fn with_sums(mut entries: Vec<Entry>) -> Vec<Entry> {
     let line = |entry: &Entry| {
         format!("{}  {}\n", hex::encode(Sha256::digest(&entry.content)), String::from_utf8_lossy(&entry.name))

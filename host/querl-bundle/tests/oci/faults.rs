@@ -61,7 +61,7 @@ fn layer(content: &[u8]) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn registry_that_is_not_there_is_told_with_the_remedy() {
+async fn registry_that_is_not_there_is_reported_with_the_remedy() {
     // A port that was free a moment ago.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let host = listener.local_addr().unwrap().to_string();
@@ -76,7 +76,7 @@ async fn registry_that_is_not_there_is_told_with_the_remedy() {
 }
 
 #[tokio::test]
-async fn failing_registry_is_told_on_one_line() {
+async fn failing_registry_is_reported_on_one_line() {
     let server = MockServer::start().await;
     let answer =
         ResponseTemplate::new(503).set_body_string(format!("down\n\u{1b}[2J\u{202e}\u{200b}{}", "x".repeat(1000)));
@@ -123,13 +123,13 @@ async fn addresses_in_a_manifest_are_not_called() {
 }
 
 #[tokio::test]
-async fn manifest_of_something_else_is_told() {
+async fn manifest_of_something_else_is_reported() {
     let server = MockServer::start().await;
     serve_manifest(&server, json!({ "mediaType": "application/wasm", "digest": digest(b"x"), "size": 1 })).await;
     assert!(pulled(&server).await.ends_with("the tag 0.1.0.querl holds no bundle"));
 }
 
-/// Whoever has a copy without it would take a signature away that others rely on.
+/// Pushing a copy without a signature would remove the signature, which others rely on.
 #[tokio::test]
 async fn push_that_would_lose_a_signature_is_refused_and_uploads_nothing() {
     let server = MockServer::start().await;
@@ -200,7 +200,7 @@ async fn tags_without_end_are_refused() {
 
 #[tokio::test]
 async fn credentials_are_not_sent_over_plain_http_to_another_machine() {
-    // An address of documentation: whoever sends something there waits for an answer.
+    // A documentation address: a connection to it times out.
     let elsewhere = location("192.0.2.1", "reward-brevity");
     let ours = Credentials::basic("tester", "geheim-4711");
     let error = versions(&elsewhere, &ours, Transport::PlainHttp).await.unwrap_err().to_string();

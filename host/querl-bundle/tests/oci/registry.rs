@@ -47,7 +47,7 @@ async fn pushed_bundle_comes_back_byte_for_byte() {
 
 #[tokio::test]
 #[ignore = "needs docker-registry"]
-async fn component_beside_the_bundle_is_as_wkg_wants_it() {
+async fn component_next_to_the_bundle_is_as_wkg_expects_it() {
     let place = open("querl/for-wkg");
     let plugin = TestPlugin::default();
     push(&bundle(&plugin), &place, &nobody(), Transport::Secure).await.unwrap();
@@ -144,7 +144,7 @@ async fn signatures_are_not_lost_by_pushing_a_bundle_without_them() {
 
 #[tokio::test]
 #[ignore = "needs docker-registry"]
-async fn highest_release_is_pulled_and_missing_versions_are_told() {
+async fn highest_release_is_pulled_and_missing_versions_are_reported() {
     let place = open("querl/many");
     for version in ["0.9.0", "0.10.0", "0.11.0-rc.1", "0.2.0+build.7"] {
         let plugin = TestPlugin { version: version.into(), ..TestPlugin::default() };
@@ -223,8 +223,8 @@ async fn registry_with_a_password_wants_it_and_no_message_shows_it() {
     let bytes = bundle(&TestPlugin::default());
     for wrong in [nobody(), Credentials::basic("tester", "falsch-4711")] {
         let error = push(&bytes, &place, &wrong, Transport::Secure).await.unwrap_err();
-        let told = error.to_string();
-        assert!(told.contains(&format!("run `docker login {}`", place.host())), "{told}");
+        let message = error.to_string();
+        assert!(message.contains(&format!("run `docker login {}`", place.host())), "{message}");
         assert!(!format!("{error:?} {error} {wrong:?}").contains("4711"));
         assert!(pull(&place, &wrong, Transport::Secure).await.is_err());
     }

@@ -15,7 +15,7 @@ pub(crate) fn after_thinking(text: &str) -> Result<String, Rejection> {
     }
 }
 
-/// Braces at which an object is looked for. An answer of nothing but nested braces would otherwise be read anew from each of
+/// Braces at which an object is looked for. An answer of nothing but nested braces would otherwise be read again from each of
 /// them, as deep as the parser goes.
 const MAX_STARTS: usize = 100;
 
