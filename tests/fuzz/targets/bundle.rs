@@ -41,7 +41,7 @@ fn sealed(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// The same stream with the content of `SHA256SUMS` made anew, its length included.
+/// The same stream with the content of `SHA256SUMS` made again, its length included.
 fn with_fitting_sums(tar: &[u8]) -> Vec<u8> {
     let entries = entries(tar);
     let mut out = Vec::new();
