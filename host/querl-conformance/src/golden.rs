@@ -22,8 +22,8 @@
 //! name are not compared. `contains` is searched in the texts of all messages. Without `style_model` the run has
 //! none.
 
-use crate::checks::{CheckResult, Section, Violation};
 use crate::corpus::prompts;
+use crate::section::{CheckResult, Section, Violation};
 use crate::shown;
 use crate::subject::{self, Subject};
 use querl_bundle::Bundle;

@@ -352,26 +352,26 @@ mod tests {
     #[test]
     fn text_is_aligned_and_a_failure_has_three_lines() {
         let expected = "\
-    reward-brevity 0.1.0 (reward)
-    sha256 ab12
+reward-brevity 0.1.0 (reward)
+sha256 ab12
 
-    plugin
-      ok    identity
+plugin
+  ok    identity
 
-    reward
-      ok    repeat  1,000 calls
-      FAIL  batch_equals_singles
-            sent      `equal`: {\"query\":\"胶原<咋>吃\"}
-            returned  alone {\"total\":0.5}, in the batch {\"total\":0.6}
-            contract  a result depends on its own episode and the settings, and on nothing else
-      skip  golden  no golden cases
+reward
+  ok    repeat  1,000 calls
+  FAIL  batch_equals_singles
+        sent      `equal`: {\"query\":\"胶原<咋>吃\"}
+        returned  alone {\"total\":0.5}, in the batch {\"total\":0.6}
+        contract  a result depends on its own episode and the settings, and on nothing else
+  skip  golden  no golden cases
 
-    cost
-                   fuel/item     us/item      memory        size  cold start
-      reward          12,345         1.3      1.1 MB       45 kB      1.2 ms
+cost
+               fuel/item     us/item      memory        size  cold start
+  reward          12,345         1.3      1.1 MB       45 kB      1.2 ms
 
-    2 passed, 1 failed, 1 skipped
-    ";
+2 passed, 1 failed, 1 skipped
+";
         assert_eq!(report().text(), expected);
     }
 

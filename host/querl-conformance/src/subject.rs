@@ -1,15 +1,62 @@
 //! The plugin under test, and stand-ins for a style model.
 
-use crate::SuiteOptions;
+use crate::meter::Meter;
+use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
 use querl_core::records::{
     CallFailure, Dialogue, Episode, FailureKind, Message, Rejection, Reward, Sample, StyleProbability, Verdict,
 };
-use querl_plugin::{Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
+use querl_plugin::{Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
 use serde::Serialize;
 use serde_json::json;
+use std::path::PathBuf;
 use std::sync::Arc;
+
+/// How the suite is run.
+#[derive(Debug, Clone)]
+pub struct SuiteOptions {
+    /// What one call may use; plugin.toml may ask for less.
+    pub limits: PluginLimits,
+    /// How often a call is repeated; a slow plugin is repeated less, and the report says how often.
+    pub n_repeats: usize,
+    /// Threads that call at the same time.
+    pub n_threads: usize,
+    /// Settings under which the plugin is tested.
+    pub settings: PluginSettings,
+    /// Where compiled plugins are kept; `None` for the user's cache folder.
+    pub cache_dir: Option<PathBuf>,
+    /// Where components are compiled.
+    pub compiler: Compiler,
+}
+
+impl Default for SuiteOptions {
+    fn default() -> Self {
+        Self {
+            limits: PluginLimits::default(),
+            n_repeats: 1000,
+            n_threads: 8,
+            settings: PluginSettings::new(),
+            cache_dir: None,
+            compiler: Compiler::InProcessWithoutLimits,
+        }
+    }
+}
+
+impl SuiteOptions {
+    /// A limit that is hit is a fault here, whatever a run makes of it: a dropped item would look like a rejection.
+    pub(crate) fn host_options(&self, meter: &Meter) -> HostOptions {
+        let meter = meter.clone();
+        HostOptions {
+            limits: PluginLimits { on_limit: OnLimit::Fail, ..self.limits.clone() },
+            cache_dir: self.cache_dir.clone(),
+            compiler: self.compiler.clone(),
+            observer: Some(Arc::new(move |call| meter.record(call))),
+            n_slots: u32::try_from(self.n_threads).unwrap_or(u32::MAX),
+            ..HostOptions::default()
+        }
+    }
+}
 
 /// The plugin under test.
 #[derive(Debug, Clone, Copy)]

@@ -1,8 +1,8 @@
 //! Checks of batches: length, order, and that a result does not depend on other items.
 
-use super::{CheckResult, Violation};
 use crate::corpus::{Group, episodes, shuffled};
 use crate::report::grouped;
+use crate::section::{CheckResult, Violation};
 use crate::shown;
 use crate::subject::{BatchPort, Subject};
 use querl_core::ports::{FaultKind, PluginFault};

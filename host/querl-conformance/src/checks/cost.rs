@@ -1,16 +1,14 @@
-//! What calls cost, as the host reports it, and whether the limits of plugin.toml cover it.
+//! What calls cost, and whether the limits of plugin.toml cover it.
 
-use super::{CheckResult, Section, Violation};
 use crate::corpus::{dialogues, episodes, prompts, samples};
+use crate::meter::{self, Peak, Usage, measured};
 use crate::report::{Cost, grouped};
+use crate::section::{CheckResult, Section, Violation};
 use crate::subject::{BatchPort, Subject};
 use querl_bundle::RequestedLimits;
 use querl_core::config::PluginLimits;
 use querl_core::ports::PluginFault;
-use querl_plugin::{CallReport, PluginError, PluginHost, PluginKind};
-use std::cell::Cell;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use querl_plugin::{PluginError, PluginHost, PluginKind};
 use std::time::{Duration, Instant};
 
 /// Items of the batch that is measured.
@@ -117,7 +115,7 @@ fn several(call: impl Fn() -> Result<(), PluginFault>) -> Option<Vec<Usage>> {
 
 /// From nothing loaded to the first answer; the host itself stands, and compiled code is in the cache.
 fn cold_start(subject: &Subject<'_>, kind: PluginKind) -> Option<Duration> {
-    let options = subject.options.host_options(&Meter::default());
+    let options = subject.options.host_options(&meter::Meter::default());
     let host = PluginHost::new(options).ok()?;
     let start = Instant::now();
     first_answer(subject, &host, kind).ok()?;
@@ -144,77 +142,6 @@ fn first_answer(subject: &Subject<'_>, host: &PluginHost, kind: PluginKind) -> R
 fn median<T: Copy + Default + PartialOrd>(mut values: Vec<T>) -> T {
     values.sort_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal));
     values.get(values.len() / 2).copied().unwrap_or_default()
-}
-
-/// What the calls of one measured stretch used together.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
-    pub(crate) n_calls: usize,
-    pub(crate) n_items: usize,
-    pub(crate) fuel: u64,
-    pub(crate) wall: Duration,
-    /// The most that one call held.
-    pub(crate) memory_bytes: usize,
-}
-
-impl Usage {
-    const NONE: Self = Self { n_calls: 0, n_items: 0, fuel: 0, wall: Duration::ZERO, memory_bytes: 0 };
-}
-
-/// The most that any call of the suite used.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Peak {
-    /// By the number of items of the call.
-    fuel: BTreeMap<usize, u64>,
-    pub(crate) memory_bytes: usize,
-}
-
-impl Peak {
-    /// Items and fuel of the call that came nearest to what is allowed for so many items.
-    pub(crate) fn nearest_to(&self, allowed: impl Fn(usize) -> u64) -> (usize, u64) {
-        let share = |n_items: usize, fuel: u64| fuel as f64 / allowed(n_items).max(1) as f64;
-        let calls = self.fuel.iter().map(|(n_items, fuel)| (*n_items, *fuel));
-        calls.max_by(|a, b| share(a.0, a.1).total_cmp(&share(b.0, b.1))).unwrap_or_default()
-    }
-}
-
-thread_local! {
-    // The host reports a call on the thread that made it.
-    static USAGE: Cell<Usage> = const { Cell::new(Usage::NONE) };
-}
-
-/// Keeps the books.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Meter {
-    peak: Arc<Mutex<Peak>>,
-}
-
-impl Meter {
-    /// Goes into the books of the calling thread, and into the peak.
-    pub(crate) fn record(&self, call: &CallReport<'_>) {
-        let mut usage = USAGE.get();
-        usage.n_calls += 1;
-        usage.n_items += call.n_items;
-        usage.fuel += call.fuel;
-        usage.wall += call.wall;
-        usage.memory_bytes = usage.memory_bytes.max(call.memory_bytes);
-        USAGE.set(usage);
-        let mut peak = self.peak.lock().unwrap_or_else(PoisonError::into_inner);
-        let fuel = peak.fuel.entry(call.n_items).or_default();
-        *fuel = call.fuel.max(*fuel);
-        peak.memory_bytes = peak.memory_bytes.max(call.memory_bytes);
-    }
-
-    pub(crate) fn peak(&self) -> Peak {
-        self.peak.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-/// What `job` returns, and what the calls that it made on this thread used.
-pub(crate) fn measured<R>(job: impl FnOnce() -> R) -> (R, Usage) {
-    USAGE.set(Usage::NONE);
-    let result = job();
-    (result, USAGE.take())
 }
 
 #[cfg(test)]

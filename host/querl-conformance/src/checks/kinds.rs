@@ -1,9 +1,10 @@
 //! The checks of each kind of plugin. The style model of style scorers is a stand-in: its output has no meaning, and is always the same.
 
-use super::{CheckResult, Section, Violation, batch, repeat, report_not_configured};
+use super::{batch, repeat};
 use crate::corpus::prompts as prompts_corpus;
 use crate::corpus::prompts::{TASKS, odd, task_name};
 use crate::corpus::{dialogues, episodes, samples};
+use crate::section::{CheckResult, Section, Violation, report_not_configured};
 use crate::shown;
 use crate::subject::{BatchPort, FailingModel, Subject};
 use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardRange, StyleModel};

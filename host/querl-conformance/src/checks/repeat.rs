@@ -1,9 +1,9 @@
 //! Repeated calls, on one thread and on several: the same result and the same fuel.
 
-use super::cost::measured;
-use super::{CheckResult, Violation};
 use crate::corpus::{dialogues, episodes, prompts, samples};
+use crate::meter::measured;
 use crate::report::grouped;
+use crate::section::{CheckResult, Violation};
 use crate::shown;
 use crate::subject::{BatchPort, Subject};
 use querl_core::ports::{ParsedJudgement, PluginFault, Prompts};

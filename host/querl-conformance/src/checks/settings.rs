@@ -1,6 +1,7 @@
 //! What a plugin does with its settings, and whether that is what plugin.toml says of them.
 
-use super::{CheckResult, Section, Violation, repeat};
+use super::repeat;
+use crate::section::{CheckResult, Section, Violation};
 use crate::subject::Subject;
 use querl_bundle::{SettingSpec, SettingType};
 use querl_plugin::{PluginError, PluginSettings};

@@ -5,8 +5,8 @@
 //! always 0 in the host: without them the engine's clocks return the time of the build. Builds are not reproducible byte for byte,
 //! since componentize-js 0.23 snapshots an engine with a random seed: pack the component that was tested.
 
-use super::Build;
-use super::{ScriptFolder, WORLD};
+use super::folder::Build;
+use super::folder::{ScriptFolder, WORLD};
 use crate::error::PluginError;
 use querl_bundle::Kind;
 use std::fmt::Write;
@@ -128,7 +128,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::source::script_tests::folder_with;
+    use crate::source::folder::tests::folder_with;
 
     #[test]
     fn entry_binds_the_kinds_of_the_manifest_under_its_name_and_version() {

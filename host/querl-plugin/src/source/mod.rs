@@ -1,16 +1,14 @@
-//! Plugins given as a source folder, built when a source is newer than the component: what all languages share.
+//! Plugins given as a source folder, built when a source is newer than the component.
 
-use crate::error::PluginError;
-use querl_bundle::{CONTRACT, Language, Manifest};
-use std::ffi::OsStr;
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::SystemTime;
-
+mod folder;
 mod javascript;
 mod python;
 mod rust;
+
+use crate::error::PluginError;
+use folder::{Build, unreadable};
+use querl_bundle::{Language, Manifest};
+use std::path::{Path, PathBuf};
 
 /// The result of [`build`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,13 +19,6 @@ pub struct BuildOutput {
     pub language: Language,
     /// False where the component was up to date.
     pub was_stale: bool,
-}
-
-/// A source folder of one language.
-trait Build {
-    fn component(&self) -> PathBuf;
-    fn is_fresh(&self) -> bool;
-    fn build(&self) -> Result<(), PluginError>;
 }
 
 /// The component of a source folder, built if one of its sources is newer.
@@ -67,156 +58,9 @@ fn language(folder: &Path) -> Result<Language, PluginError> {
     })
 }
 
-fn unreadable(path: &Path, reason: impl Into<String>) -> PluginError {
-    PluginError::Unreadable { path: path.to_owned(), reason: reason.into() }
-}
-
-/// The world that a plugin is built for.
-pub(super) const WORLD: &str = "querl-plugin";
-
-/// Folders without sources of the component.
-const NOT_SOURCE: [&str; 7] = ["dist", "golden", "node_modules", "target", "tests", "venv", "__pycache__"];
-
-/// Environment variables that a build inherits: search paths and temporary folders, which cannot change the component.
-const KEPT_VARIABLES: [&str; 7] = ["PATH", "HOME", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LANG"];
-
-/// A folder with a plugin in Python or JavaScript, whose interpreter becomes part of the component.
-pub(super) struct ScriptFolder {
-    /// Absolute.
-    pub(super) folder: PathBuf,
-    pub(super) manifest: Manifest,
-    /// The SDK that the source imports.
-    pub(super) sdk: PathBuf,
-    /// The contract's WIT files.
-    pub(super) wit: PathBuf,
-}
-
-impl ScriptFolder {
-    /// `vendored_sdk` is where the SDK is in the plugin's own folder; `shared_sdk` where it is in a folder above, as in the
-    /// repository of querl.
-    pub(super) fn read(folder: &Path, vendored_sdk: &str, shared_sdk: &str) -> Result<Self, PluginError> {
-        if !folder.join("plugin.toml").is_file() {
-            return Err(unreadable(
-                folder,
-                "the folder holds no plugin.toml; `querl plugin new` makes one to start from",
-            ));
-        }
-        let absolute = folder.canonicalize().map_err(|error| unreadable(folder, error.to_string()))?;
-        let find = |vendored: &str, shared: &str| {
-            let own = Some(absolute.join(vendored)).filter(|path| path.is_dir());
-            let above = || absolute.ancestors().skip(1).map(|above| above.join(shared)).find(|path| path.is_dir());
-            own.or_else(above).ok_or_else(|| {
-                unreadable(
-                    folder,
-                    format!("it has no `{vendored}`, which `querl plugin new` puts into every plugin's folder"),
-                )
-            })
-        };
-        Ok(Self {
-            manifest: Manifest::read(folder)?,
-            sdk: find(vendored_sdk, shared_sdk)?,
-            wit: find("vendor/wit", "wit")?,
-            folder: absolute,
-        })
-    }
-
-    pub(super) fn component(&self) -> PathBuf {
-        self.dist().join(format!("{}.wasm", self.manifest.plugin.id))
-    }
-
-    /// Writes the contract and one more world, [`WORLD`], with all kinds of the plugin: the tools take a single world
-    /// (componentize-py 0.25 panics with two).
-    pub(super) fn write_wit(&self, folder: &Path) -> Result<(), PluginError> {
-        let kinds = self.manifest.plugin.kinds.iter();
-        let includes: String = kinds.map(|kind| format!(" include {};", kind.name())).collect();
-        let world = format!("package querl:plugin@{CONTRACT};\nworld {WORLD} {{{includes} }}\n");
-        let written = (|| {
-            std::fs::create_dir_all(folder)?;
-            for entry in std::fs::read_dir(&self.wit)? {
-                let entry = entry?;
-                std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
-            }
-            std::fs::write(folder.join("querl-plugin.wit"), world)
-        })();
-        written.map_err(|error: std::io::Error| self.refused(format!("its build cannot be prepared: {error}")))
-    }
-
-    pub(super) fn is_fresh(&self) -> bool {
-        let Some(built) = modified(&self.component()) else { return false };
-        [&self.folder, &self.sdk, &self.wit].into_iter().all(|folder| !has_newer(folder, built))
-    }
-
-    pub(super) fn refused(&self, reason: impl Into<String>) -> PluginError {
-        unreadable(&self.folder, reason)
-    }
-
-    fn dist(&self) -> PathBuf {
-        self.folder.join("dist")
-    }
-
-    /// Runs `make`, which writes a component to the given path, and moves it into place atomically. Its modification time is the
-    /// start of the build, when the sources were read.
-    pub(super) fn put_component(&self, make: impl FnOnce(&Path) -> Result<(), PluginError>) -> Result<(), PluginError> {
-        let started = SystemTime::now();
-        let failed = |error: std::io::Error| self.refused(format!("its component cannot be written: {error}"));
-        std::fs::create_dir_all(self.dist()).map_err(failed)?;
-        let scratch = tempfile::Builder::new().prefix(".building-").tempdir_in(self.dist()).map_err(failed)?;
-        let made = scratch.path().join("component.wasm");
-        make(&made)?;
-        std::fs::File::options()
-            .append(true)
-            .open(&made)
-            .and_then(|file| file.set_modified(started))
-            .map_err(failed)?;
-        std::fs::rename(&made, self.component()).map_err(failed)
-    }
-
-    /// A command in the plugin's folder with the environment that a build may see.
-    pub(super) fn command(&self, program: impl AsRef<OsStr>) -> Command {
-        let kept = std::env::vars_os().filter(|(name, _)| KEPT_VARIABLES.iter().any(|kept| OsStr::new(kept) == name));
-        let mut command = Command::new(program);
-        command.current_dir(&self.folder).env_clear().envs(kept).stdin(Stdio::null());
-        command
-    }
-
-    /// Runs a tool.
-    ///
-    /// # Errors
-    /// It cannot be run (`missing` is the message where it is not installed), or it failed.
-    pub(super) fn run(&self, tool: &'static str, mut command: Command, missing: &str) -> Result<(), PluginError> {
-        let output = command.output().map_err(|error| match error.kind() {
-            ErrorKind::NotFound => self.refused(missing),
-            _ => self.refused(format!("{tool} cannot be run: {error}")),
-        })?;
-        if output.status.success() {
-            return Ok(());
-        }
-        let result =
-            [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned()).join("\n");
-        Err(PluginError::Build { path: self.folder.clone(), tool, output: result.trim().to_owned() })
-    }
-}
-
-/// True where a file of the folder is newer; hidden folders and those of `NOT_SOURCE` do not count.
-fn has_newer(folder: &Path, than: SystemTime) -> bool {
-    let Ok(entries) = std::fs::read_dir(folder) else { return false };
-    entries.flatten().any(|entry| {
-        let (name, path) = (entry.file_name(), entry.path());
-        let name = name.to_string_lossy();
-        if path.is_dir() {
-            return !name.starts_with('.') && !NOT_SOURCE.contains(&&*name) && has_newer(&path, than);
-        }
-        !name.ends_with(".md") && modified(&path).is_some_and(|time| time > than)
-    })
-}
-
-fn modified(path: &Path) -> Option<SystemTime> {
-    std::fs::metadata(path).ok()?.modified().ok()
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod mod_tests {
+mod tests {
     use super::*;
 
     #[test]
@@ -231,93 +75,5 @@ mod mod_tests {
                         license = 'MIT'\n[build]\nlanguage = 'python'\n";
         put("plugin.toml", manifest);
         assert_eq!(language(folder.path()).unwrap(), Language::Python);
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-pub(super) mod script_tests {
-    use super::*;
-    use std::time::Duration;
-
-    const MANIFEST: &str = "[plugin]\nid = 'short'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['filter']\n\
-                            description = 'x'\nlicense = 'MIT'\n";
-
-    /// A plugin's folder with an SDK of one file.
-    pub(crate) fn folder_with(sdk: &str, files: &[&str]) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().unwrap();
-        let put = |name: &str, text: &str| {
-            let path = folder.path().join(name);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        };
-        put("plugin.toml", MANIFEST);
-        put("vendor/wit/worlds.wit", "");
-        put(&format!("{sdk}/source"), "");
-        files.iter().for_each(|file| put(file, ""));
-        folder
-    }
-
-    fn put(file: &Path, text: &str) -> Result<(), PluginError> {
-        std::fs::write(file, text).unwrap();
-        Ok(())
-    }
-
-    fn touch(path: &Path, seconds: u64) {
-        let time = SystemTime::now() + Duration::from_secs(seconds);
-        std::fs::File::options().append(true).open(path).unwrap().set_modified(time).unwrap();
-    }
-
-    #[test]
-    fn component_is_stale_when_source_sdk_or_manifest_is_newer_and_not_for_tests_or_readme() {
-        let files = ["plugin.py", "tests/test_plugin.py", "README.md", ".venv/lib/x.py", "lib/rules.py"];
-        let folder = folder_with("vendor/querl_sdk", &files);
-        let plugin = ScriptFolder::read(folder.path(), "vendor/querl_sdk", "sdk/python/querl_sdk").unwrap();
-        assert!(!plugin.is_fresh(), "nothing is built");
-        plugin.put_component(|file| put(file, "x")).unwrap();
-        touch(&plugin.component(), 10);
-        for (file, seconds) in ["tests/test_plugin.py", "README.md", ".venv/lib/x.py"].into_iter().zip(20..) {
-            touch(&folder.path().join(file), seconds);
-            assert!(plugin.is_fresh(), "{file}");
-        }
-        for (file, seconds) in ["lib/rules.py", "plugin.toml", "vendor/querl_sdk/source"].into_iter().zip(30..) {
-            touch(&folder.path().join(file), seconds * 10);
-            assert!(!plugin.is_fresh(), "{file}");
-            touch(&plugin.component(), seconds * 10 + 1);
-        }
-    }
-
-    #[test]
-    fn world_includes_every_kind() {
-        let folder = folder_with("vendor/querl_sdk", &[]);
-        let manifest =
-            MANIFEST.replace("['filter']", "['reward', 'filter']").replace("license", "range = [0, 1]\nlicense");
-        std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
-        let plugin = ScriptFolder::read(folder.path(), "vendor/querl_sdk", "none").unwrap();
-        let wit = folder.path().join("dist/wit");
-        plugin.write_wit(&wit).unwrap();
-        let world = std::fs::read_to_string(wit.join("querl-plugin.wit")).unwrap();
-        assert!(world.contains("world querl-plugin { include filter; include reward; }"), "{world}");
-        assert!(wit.join("worlds.wit").is_file());
-    }
-
-    #[test]
-    fn failed_build_leaves_the_component_that_was_there() {
-        let folder = folder_with("vendor/querl_sdk", &[]);
-        let plugin = ScriptFolder::read(folder.path(), "vendor/querl_sdk", "none").unwrap();
-        plugin.put_component(|file| put(file, "old")).unwrap();
-        plugin.put_component(|_| Err(plugin.refused("no"))).unwrap_err();
-        assert_eq!(std::fs::read_to_string(plugin.component()).unwrap(), "old");
-        assert_eq!(std::fs::read_dir(folder.path().join("dist")).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn folder_without_manifest_or_sdk_is_explained() {
-        let folder = tempfile::tempdir().unwrap();
-        let read =
-            || ScriptFolder::read(folder.path(), "vendor/querl_sdk", "no-such").map(drop).unwrap_err().to_string();
-        assert!(read().ends_with("no plugin.toml; `querl plugin new` makes one to start from"));
-        std::fs::write(folder.path().join("plugin.toml"), MANIFEST).unwrap();
-        assert!(read().contains("it has no `vendor/querl_sdk`"), "{}", read());
     }
 }

@@ -4,8 +4,8 @@
 //! fault. Builds are not reproducible byte for byte, since componentize-py 0.25 snapshots an interpreter with a random hash seed
 //! and has no option to fix it: pack the component that was tested.
 
-use super::Build;
-use super::{ScriptFolder, WORLD};
+use super::folder::Build;
+use super::folder::{ScriptFolder, WORLD};
 use crate::error::PluginError;
 use querl_bundle::Kind;
 use std::ffi::OsStr;
@@ -114,7 +114,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::source::script_tests::folder_with;
+    use crate::source::folder::tests::folder_with;
 
     #[test]
     fn entry_binds_the_kinds_of_the_manifest_under_its_name_and_version() {

@@ -1,6 +1,6 @@
 //! Folders with a plugin in Rust: a crate that cargo builds for wasm32-wasip2.
 
-use super::{Build, unreadable};
+use super::folder::{Build, unreadable};
 use crate::error::PluginError;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

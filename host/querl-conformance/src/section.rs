@@ -1,0 +1,98 @@
+//! What checks report: passed, failed with the violation, or skipped.
+
+use crate::report::{Check, Failure, Outcome};
+use crate::shown;
+use querl_core::ports::{FaultKind, PluginFault};
+use querl_plugin::{PluginError, PluginKind};
+
+/// What a check tried, where its rule held; else how it was violation.
+pub(crate) type CheckResult = Result<String, Violation>;
+
+/// How a rule was violation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Violation {
+    pub(crate) sent: String,
+    pub(crate) returned: String,
+    /// What the contract says, where it is more than the check's rule.
+    pub(crate) expected: Option<String>,
+}
+
+impl Violation {
+    pub(crate) fn new(sent: impl Into<String>, returned: impl Into<String>) -> Self {
+        Self { sent: sent.into(), returned: returned.into(), expected: None }
+    }
+
+    /// A call ended in a fault.
+    pub(crate) fn fault(sent: impl Into<String>, fault: &PluginFault) -> Self {
+        Self { expected: Some(rule_of(fault.kind).into()), ..Self::new(sent, fault.to_string()) }
+    }
+
+    /// Loading or configuring went wrong.
+    pub(crate) fn error(sent: impl Into<String>, error: &PluginError) -> Self {
+        match error {
+            PluginError::Fault(fault) => Self::fault(sent, fault),
+            other => Self::new(sent, other.to_string()),
+        }
+    }
+}
+
+/// The sentence of the contract that a fault breaks.
+fn rule_of(kind: FaultKind) -> &'static str {
+    match kind {
+        FaultKind::Trap => "a trap is a fault, never a value; what cannot be scored, parsed or kept is a rejection",
+        FaultKind::Limit | FaultKind::TooManyDropped => {
+            "each call has limits: instructions (per item), wall-clock time, memory, size of what it returns"
+        }
+        FaultKind::Host => "no rule of the plugin's: this machine could not run it",
+        FaultKind::Result => {
+            "numbers are finite and within their range, names and codes are 1 to 64 of a to z, 0 to 9 and _, lists \
+             of results are as long as the arguments"
+        }
+    }
+}
+
+/// The checks of one kind, or of the plugin as a whole.
+#[derive(Debug)]
+pub(crate) struct Section {
+    kind: Option<PluginKind>,
+    checks: Vec<Check>,
+}
+
+impl Section {
+    pub(crate) fn new(kind: Option<PluginKind>) -> Self {
+        Self { kind, checks: Vec::new() }
+    }
+
+    /// Writes down what one check found.
+    pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, found: CheckResult) {
+        let (note, outcome) = match found {
+            Ok(note) => (note, Outcome::Passed),
+            Err(violation) => {
+                let [sent, returned, expected] =
+                    [&violation.sent, &violation.returned, violation.expected.as_deref().unwrap_or(rule)]
+                        .map(shown::line);
+                (String::new(), Outcome::Failed(Failure { sent, returned, expected }))
+            }
+        };
+        self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note, outcome });
+    }
+
+    /// Writes down that there was nothing to look at.
+    pub(crate) fn skip(&mut self, name: impl Into<String>, rule: &str, why: impl Into<String>) {
+        let outcome = Outcome::Skipped { why: why.into() };
+        self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note: String::new(), outcome });
+    }
+
+    pub(crate) fn into_checks(self) -> Vec<Check> {
+        self.checks
+    }
+}
+
+/// A plugin that cannot be configured has nothing more to look at.
+pub(crate) fn report_not_configured(section: &mut Section, error: &PluginError) {
+    section.add(
+        "configures",
+        "a plugin whose settings were accepted can be called",
+        Err(Violation::error("check-settings with the settings of this test", error)),
+    );
+}
