@@ -1,25 +1,27 @@
-//! `libquerl_cuda`: the library that the program opens where there is a graphics card.
+//! `libquerl_cuda`: the library that the program opens on a machine with a GPU.
 //!
-//! In: a job. Out: what [`querl_device::do_job`] makes of it, built here with CUDA (feature `cuda`; without it the processor is
-//! the only device). The four functions are the C interface of [`querl_device::interface`]; this crate refuses to know
+//! In: a job. Out: its result, from the functions of [`querl_train::job`], built here with CUDA (feature `cuda`; without it the CPU
+//! is the only device). The four functions are the C interface of [`querl_train::job::interface`]; this crate must not depend on
 //! anything else. No panic leaves it.
 
 mod foreign;
 #[cfg(test)]
 mod tests;
 
-use foreign::ForeignHost;
-use querl_device::interface::{self, Bytes, HostTable, words_of};
-use querl_device::{Description, Ended, Ending, Failure, Job, JobError};
+use foreign::{Host, HostEnvironment};
+use querl_core::records::Split;
+use querl_train::job::interface::{self, Bytes, Description, HostTable, Job, JobResult, Work, panic_message};
+use querl_train::job::{self, Callbacks, Environments, Failure, FailureKind, JobError};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
 
-/// The version of the interface. Asked before anything else.
+/// The version of the interface. Called before anything else.
 #[unsafe(no_mangle)]
 pub extern "C" fn querl_cuda_abi() -> u32 {
     interface::ABI
 }
 
-/// Writes a [`Description`]. Returns [`interface::DONE`], or another number where there is none.
+/// Writes a [`Description`]. Returns [`interface::DONE`], or another number on failure.
 ///
 /// # Safety
 /// `out` may be written to, and holds nothing that would have to be freed.
@@ -31,44 +33,41 @@ pub unsafe extern "C" fn querl_cuda_describe(out: *mut Bytes) -> i32 {
     interface::DONE
 }
 
-/// Does a job, and writes how it [`Ended`]. Returns [`interface::DONE`] or the sort of failure.
+/// Runs a job and writes its [`JobResult`]. Returns [`interface::DONE`] or the kind of failure.
 ///
 /// # Safety
-/// `job` points to `len` bytes. `host` points to a number, and to a whole [`HostTable`] if that number is
-/// [`interface::ABI`]; all of it is good until this function returns. `out` may be written to, and holds nothing that would
+/// `job` points to `len` bytes. `host` points to a number, and to a complete [`HostTable`] if that number is
+/// [`interface::ABI`]; all of it is valid until this function returns. `out` may be written to, and holds nothing that would
 /// have to be freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn querl_cuda_run(job: *const u8, len: usize, host: *const HostTable, out: *mut Bytes) -> i32 {
-    let ended = catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: as the caller promises; the number stands first in the table, in every version of it.
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: as the caller promises; the number is first in the table, in every version of it.
         let abi = unsafe { host.cast::<u32>().read() };
         if abi != interface::ABI {
             let message = format!("the program's interface is version {abi} and the library's is {}", interface::ABI);
-            return Ended::Failed(Failure::failed(message));
+            return JobResult::Failed(Failure::failed(message));
         }
-        // SAFETY: the version is ours, so the caller promises that both are whole, for as long as this call takes.
-        let (job, host) = unsafe { (interface::slice(job, len), ForeignHost::new(&*host)) };
-        run(job, &host)
+        // SAFETY: the version is ours, so the caller promises that both are complete, for the length of this call.
+        let (job, host) = unsafe { (interface::slice(job, len), Host::new(&*host)) };
+        run(job, host)
     }));
     let panicked = |panic: Box<dyn std::any::Any + Send>| {
-        let message = format!(
-            "libquerl_cuda stopped by itself: {}; this is a fault of querl, please report it",
-            words_of(&*panic)
-        );
-        Ended::Failed(Failure::failed(message))
+        let message = format!("libquerl_cuda panicked: {}; internal error, please report it", panic_message(&*panic));
+        JobResult::Failed(Failure::failed(message))
     };
-    let ended = ended.unwrap_or_else(panicked);
-    // Nothing of an end is without a JSON form: its numbers are finite where training ended well, and else there are none.
-    let bytes = serde_json::to_vec(&ended).unwrap_or_default();
+    let result = result.unwrap_or_else(panicked);
+    // Every result has a JSON form: numbers of a successful training are finite, and errors have none.
+    let bytes = serde_json::to_vec(&result).unwrap_or_default();
     // SAFETY: as the caller promises.
     unsafe { out.write(Bytes::from_vec(bytes)) };
-    status_of(&ended)
+    status_of(&result)
 }
 
 /// Frees what this library wrote.
 ///
 /// # Safety
-/// `bytes` were written by this library, and are given back once.
+/// `bytes` were written by this library, and are freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn querl_cuda_free(bytes: Bytes) {
     // SAFETY: as the caller promises.
@@ -86,25 +85,38 @@ fn description() -> Description {
     Description { version: env!("CARGO_PKG_VERSION").into(), cuda: None, capabilities: Vec::new() }
 }
 
-fn run(job: &[u8], host: &ForeignHost<'_>) -> Ended {
-    let job: Job = match serde_json::from_slice(job) {
+fn run(job: &[u8], host: Host<'_>) -> JobResult {
+    let Job { resources, work } = match serde_json::from_slice(job) {
         Ok(job) => job,
-        Err(error) => return Ended::Failed(Failure::failed(format!("the job is not understood: {error}"))),
+        Err(error) => return JobResult::Failed(Failure::failed(format!("invalid job: {error}"))),
     };
     #[cfg(test)]
-    tests::panic_if_asked(&job);
-    match querl_device::do_job(&job, host) {
-        Ok(outcome) => Ended::Done(outcome),
-        Err(JobError::Failed(failure)) => Ended::Failed(failure),
-        Err(error @ (JobError::Environment(_) | JobError::Refused(_))) => Ended::OfHost(error.to_string()),
-    }
+    tests::panic_if_requested(&work);
+    let metrics = Mutex::new(host);
+    let callbacks = Callbacks { progress: &host, metrics: &metrics, stop: host.stop() };
+    let result = match &work {
+        Work::Sft(job) => job::run_sft(job, &resources, &callbacks).map(JobResult::Sft),
+        Work::Rl(job) => {
+            let [train, val] = [Split::Train, Split::Val].map(|split| HostEnvironment(host, split));
+            let environments = Environments { train: &train, val: &val };
+            job::run_rl(job, &resources, &environments, &callbacks).map(JobResult::Rl)
+        }
+        Work::Generate(job) => {
+            let mut on_responses = |responses| host.pass_responses(responses);
+            job::run_generate(job, &resources, &mut on_responses, &callbacks).map(|()| JobResult::Generated)
+        }
+    };
+    result.unwrap_or_else(|error| match error {
+        JobError::Failed(failure) => JobResult::Failed(failure),
+        error @ (JobError::Environment(_) | JobError::Callback(_)) => JobResult::CallbackFailed(error.to_string()),
+    })
 }
 
-fn status_of(ended: &Ended) -> i32 {
-    match ended {
-        Ended::Done(_) => interface::DONE,
-        Ended::Failed(Failure { ending: Ending::Interrupted, .. }) => interface::STOPPED,
-        Ended::Failed(Failure { ending: Ending::OutOfMemory, .. }) => interface::OUT_OF_MEMORY,
-        Ended::Failed(_) | Ended::OfHost(_) => interface::FAILED,
+fn status_of(result: &JobResult) -> i32 {
+    match result {
+        JobResult::Failed(Failure { kind: FailureKind::Interrupted, .. }) => interface::STOPPED,
+        JobResult::Failed(Failure { kind: FailureKind::OutOfMemory, .. }) => interface::OUT_OF_MEMORY,
+        JobResult::Failed(_) | JobResult::CallbackFailed(_) => interface::FAILED,
+        JobResult::Sft(_) | JobResult::Rl(_) | JobResult::Generated => interface::DONE,
     }
 }

@@ -16,6 +16,7 @@ mod data_order;
 mod data_parallel;
 mod error;
 mod fine_tune;
+pub mod job;
 mod metrics;
 mod micro_batch;
 mod optim;

@@ -351,8 +351,7 @@ fn a_step_without_memory_keeps_what_was_done_and_the_next_try_goes_on() {
         let error = broken.run(&adapted(), &mut sink, &Silent, &AtomicBool::new(false)).unwrap_err();
         assert!(error.is_out_of_memory());
         let message = format!(
-            "sft step 7: out of device memory (DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); what was \
-             done until step {saved} is saved, and the same command goes on from there"
+            "sft step 7: out of device memory (DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); step {saved} is saved; run the same command again to resume"
         );
         assert_eq!(error.to_string(), message);
         assert!(broken.folder.path().join(format!("state/step-{saved}.state")).is_file());

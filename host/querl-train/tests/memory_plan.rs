@@ -1,25 +1,24 @@
-//! The plan of memory beside the bytes that a fine-tuning on the processor has allocated at its peak.
+//! The memory plan compared with the peak allocation of a fine-tuning on the CPU.
 #![allow(clippy::unwrap_used)]
 
 use querl_core::config::{BaseDtype, ModelConfig, SftConfig};
-use querl_core::ports::{EnvironmentError, PolicyResponse, Progress, ScoredResponses};
-use querl_core::records::Split;
-use querl_device::memory::{Asked, Plan, Stage, Types};
-use querl_device::{Answered, Device, Fitting, Host, Job, Refused, Work, do_job};
+use querl_core::ports::Silent;
 use querl_model::{DType, Decoder, DecoderConfig};
-use querl_train::{Example, Metrics};
+use querl_train::Example;
+use querl_train::job::memory_plan::{DeviceSizes, MemoryPlan, MemoryRequest, PlannedStage};
+use querl_train::job::{Callbacks, Device, NoMetrics, Resources, SftJob, run_sft};
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::io;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Counts what is allocated now and at most.
+/// Counts allocated bytes, now and at the peak.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: everything is handed to the system's allocator as it is; the counters do not allocate.
+// SAFETY: everything is forwarded to the system's allocator; the counters do not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
@@ -38,49 +37,6 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A host to whom nothing matters.
-struct Deaf(AtomicBool);
-
-impl Progress for Deaf {
-    fn update(&self, _: u64, _: u64, _: &str) {}
-
-    fn line(&self, _: &str) {}
-}
-
-impl Host for Deaf {
-    fn stop(&self) -> &AtomicBool {
-        &self.0
-    }
-
-    fn record(&self, _: &str, _: u64, _: &Metrics) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn mark_metrics(&self) -> io::Result<u64> {
-        Ok(0)
-    }
-
-    fn rewind_metrics(&self, _: u64) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn score(&self, _: Split, _: u64, _: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
-        Err(EnvironmentError::Record("nothing is scored here".into()))
-    }
-
-    fn mark_episodes(&self, _: Split) -> Result<u64, EnvironmentError> {
-        Ok(0)
-    }
-
-    fn rewind_episodes(&self, _: Split, _: u64) -> Result<(), EnvironmentError> {
-        Ok(())
-    }
-
-    fn take(&self, _: Vec<Answered>) -> Result<(), Refused> {
-        Ok(())
-    }
-}
-
 const VOCAB_SIZE: u32 = 96;
 const N_ROWS: usize = 24;
 const ROW: usize = 100;
@@ -98,7 +54,7 @@ fn make_model(folder: &Path) -> DecoderConfig {
     shapes
 }
 
-/// Rows that share nothing, half prompt and half answer.
+/// Rows without common prefixes, half prompt and half response.
 fn examples() -> Vec<Example> {
     let token = |row: usize, at: usize| ((row * 31 + at * 7 + at * at * row) as u32) % VOCAB_SIZE;
     let row = |row| {
@@ -109,8 +65,8 @@ fn examples() -> Vec<Example> {
     (0..N_ROWS).map(row).collect()
 }
 
-/// Bytes that two steps took at their peak, and what was planned.
-fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: bool) -> (f64, Plan) {
+/// Peak bytes of two steps, and the plan.
+fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: bool) -> (f64, MemoryPlan) {
     let config = SftConfig {
         batch_size: N_ROWS,
         gradient_accumulation_steps: 1,
@@ -126,26 +82,27 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
         gradient_checkpointing,
         tensor_parallel: 1,
     };
-    let stage = Stage::Sft { config: config.clone(), longest_row: ROW };
-    let plan = Plan::new(&Asked {
+    let stage = PlannedStage::Sft { config: config.clone(), longest_row: ROW };
+    let plan = MemoryPlan::new(&MemoryRequest {
         shapes: shapes.clone(),
         model: model.clone(),
         stage,
-        types: Types::PROCESSOR,
+        types: DeviceSizes::CPU,
         n_devices: 1,
     });
     let output = tempfile::tempdir().unwrap();
     let (train, output_dir) = (examples(), output.path().to_owned());
-    let work = Work::Sft(Fitting { config, train, val: Vec::new(), fingerprint: None, output_dir });
-    let job = Job { devices: vec![Device::Cpu], threads: 2, model, seed: 1, work };
+    let job = SftJob { model, seed: 1, config, train, val: Vec::new(), fingerprint: None, output_dir };
+    let resources = Resources { devices: vec![Device::Cpu], threads: 2 };
+    let (metrics, stop) = (Mutex::new(NoMetrics), AtomicBool::new(false));
+    let callbacks = Callbacks { progress: &Silent, metrics: &metrics, stop: &stop };
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
-    do_job(&job, &Deaf(AtomicBool::new(false))).unwrap();
+    run_sft(&job, &resources, &callbacks).unwrap();
     ((PEAK.load(Ordering::Relaxed) - before) as f64, plan)
 }
 
-/// The bounds are wide enough for blocks and threads of the processor's kernels, and too narrow for a part that is forgotten or
-/// counted twice.
+/// The bounds allow for buffers and threads of the CPU kernels, but not for a part that is missing or counted twice.
 #[test]
 fn a_plan_is_near_what_a_fine_tuning_allocates() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,29 +1,29 @@
-//! How a job ends other than well.
+//! Why a job failed.
 
+use crate::TrainError;
 use querl_core::ports::EnvironmentError;
 use querl_model::{ModelError, RanksError};
-use querl_train::TrainError;
 use serde::{Deserialize, Serialize};
 use std::error::Error;
 
-/// Ways to end other than well; the command line's exit codes follow from them.
+/// Kinds of failure; exit codes follow from them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Ending {
-    /// Something went wrong on the way.
+pub enum FailureKind {
+    /// Any other failure.
     Failed,
-    /// Wrong settings or input: the user can mend it.
+    /// Invalid settings or input, which the user can correct.
     Usage,
     /// A limit that the user set was reached.
     Limit,
-    /// Somebody said stop; what was done is kept.
+    /// The stop flag was set; the state is saved.
     Interrupted,
-    /// The device's memory did not suffice.
+    /// The device ran out of memory.
     OutOfMemory,
 }
 
-impl Ending {
-    /// What a trainer's error stands for.
+impl FailureKind {
+    /// The kind of a trainer's error.
     pub fn of(error: &TrainError) -> Self {
         match error {
             TrainError::Interrupted { .. } => Self::Interrupted,
@@ -35,7 +35,7 @@ impl Ending {
         }
     }
 
-    /// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
+    /// The user can correct what a model's folder lacks or holds, but not a failed computation.
     pub fn of_model(error: &ModelError) -> Self {
         match error {
             ModelError::MissingFile { .. }
@@ -48,43 +48,47 @@ impl Ending {
     }
 }
 
-/// An error in words, as it crosses the border.
+/// An error as text, as it crosses the C interface.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 #[serde(deny_unknown_fields)]
 pub struct Failure {
-    /// How the program ends by it.
-    pub ending: Ending,
+    /// Decides the exit code.
+    pub kind: FailureKind,
     /// One sentence, causes included.
     pub message: String,
 }
 
 impl Failure {
-    /// Something went wrong on the way.
+    /// A failure of kind [`FailureKind::Failed`].
     pub fn failed(message: impl Into<String>) -> Self {
-        Self { ending: Ending::Failed, message: message.into() }
+        Self { kind: FailureKind::Failed, message: message.into() }
+    }
+
+    pub(super) fn usage(message: impl Into<String>) -> Self {
+        Self { kind: FailureKind::Usage, message: message.into() }
     }
 }
 
-/// Why a job was not done.
+/// Why a job failed.
 #[derive(Debug, thiserror::Error)]
 pub enum JobError {
     /// The job itself.
     #[error(transparent)]
     Failed(#[from] Failure),
-    /// What the host said when it was asked for a score.
+    /// The environment could not score.
     #[error(transparent)]
     Environment(EnvironmentError),
-    /// The host took no more answers.
+    /// The response callback failed.
     #[error(transparent)]
-    Refused(#[from] Refused),
+    Callback(#[from] CallbackError),
 }
 
 impl From<TrainError> for JobError {
     fn from(error: TrainError) -> Self {
         match error {
             TrainError::Environment(error) => Self::Environment(error),
-            error => Failure { ending: Ending::of(&error), message: chain_of(&error) }.into(),
+            error => Failure { kind: FailureKind::of(&error), message: error_chain(&error) }.into(),
         }
     }
 }
@@ -101,13 +105,13 @@ impl From<ModelError> for JobError {
     }
 }
 
-/// The host took no more answers; why, it knows.
+/// The response callback accepts no more responses; its message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Refused(pub String);
+pub struct CallbackError(pub String);
 
-/// An error with its causes as one line; a cause that the line ends with already is not said twice.
-pub fn chain_of(error: &(dyn Error + 'static)) -> String {
+/// An error with its causes as one line; a cause that the line ends with already is not repeated.
+pub fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut sentence = String::new();
     let mut next = Some(error);
     while let Some(cause) = next {

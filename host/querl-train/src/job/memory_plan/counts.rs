@@ -1,11 +1,11 @@
-//! Numbers of weights, and bytes of a row.
+//! Numbers of weights, and bytes per token.
 
 use super::SUM_BYTES;
 use querl_core::config::{BaseDtype, SftConfig};
 use querl_model::{DecoderConfig, Family};
 
 /// The linear layers of a decoder layer, with their inputs and outputs.
-pub(crate) fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
+pub fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
     let DecoderConfig { hidden_size, intermediate_size, .. } = *shapes;
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
     [
@@ -24,9 +24,9 @@ pub(super) fn largest_linear(shapes: &DecoderConfig) -> u64 {
     linears(shapes).into_iter().map(|(_, n_in, n_out)| (n_in * n_out) as u64).max().unwrap_or(0)
 }
 
-/// Bytes of a base in some storage: int8 and nf4 with a scale for 64 weights, fp8 with one for an output; these three with embedding
-/// and head in bf16.
-pub(crate) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
+/// Bytes of a base by dtype: int8 and nf4 with a scale per 64 weights, fp8 with one per output; these three with embedding and head in
+/// bf16.
+pub fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     let (of_linear, of_table) = match dtype {
         BaseDtype::F32 => (4.0, 4.0),
         BaseDtype::Bf16 | BaseDtype::F16 => (2.0, 2.0),
@@ -44,7 +44,7 @@ pub(crate) fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     bytes as u64 + ((small + scales) * SUM_BYTES) as u64
 }
 
-/// Norms and biases of a layer: f32 in every storage.
+/// Norms and biases of a layer, always f32.
 fn small_of_layer(shapes: &DecoderConfig) -> usize {
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
     let norms_of_heads = if shapes.family == Family::Qwen3 { 2 * shapes.head_dim } else { 0 };
@@ -53,7 +53,7 @@ fn small_of_layer(shapes: &DecoderConfig) -> usize {
     2 * shapes.hidden_size + norms_of_heads + qkv + out
 }
 
-/// Weights of one adapter: of the layers alone, since a configuration names no others.
+/// Weights of one adapter.
 pub(super) fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let is_all = lora.lora_target_modules.iter().any(|name| name == "all-linear");
     let adapted = |name: &str| is_all || lora.lora_target_modules.iter().any(|target| target == name);
@@ -69,10 +69,9 @@ pub(super) fn largest_trained(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     (lora.lora_rank * widest) as u64
 }
 
-/// What a layer keeps of a row for its backward pass: queries, keys and values as attention reads them (for Qwen3 before their
-/// norms too), what attention gave and the logarithm of its sums, the residuals behind attention and behind the layer, gate and
-/// up, the outputs of the adapters' A.
-pub(super) fn kept_bytes_of_row(shapes: &DecoderConfig, rank: usize, value_bytes: usize) -> u64 {
+/// Saved activations of a layer per token: queries, keys and values as attention reads them (for Qwen3 before their norms too),
+/// attention output and logsumexp, the residuals after attention and after the layer, gate and up, LoRA A outputs.
+pub(super) fn saved_bytes_of_row(shapes: &DecoderConfig, rank: usize, value_bytes: usize) -> u64 {
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
     let before_norm = if shapes.family == Family::Qwen3 { q + kv } else { 0 };
     let values = 2 * q + 2 * kv + before_norm + 2 * shapes.intermediate_size + 7 * rank;
@@ -80,9 +79,9 @@ pub(super) fn kept_bytes_of_row(shapes: &DecoderConfig, rank: usize, value_bytes
     (values * value_bytes + sums * SUM_BYTES) as u64
 }
 
-/// What the backward pass of a layer needs of a row besides, where it needs most: in the feed-forward part the gated values and
-/// three gradients of their width with one of the layer's, or in attention the gradients of queries, keys, values and what was
-/// attended, before and after the turn; and the residual's gradients.
+/// Temporary buffers of a layer's backward pass per token, the larger of: in the MLP the gated values and three gradients of their
+/// width with one of the layer's; in attention the gradients of queries, keys, values and attention output, before and after RoPE;
+/// and the residual's gradients.
 pub(super) fn scratch_bytes_of_row(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
     let hidden = shapes.hidden_size;

@@ -29,16 +29,28 @@ fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
     ModelConfig { path: "model".into(), dtype, tokens_per_pass, gradient_checkpointing: false, tensor_parallel: 1 }
 }
 
-fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> Asked {
+fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> MemoryRequest {
     let config = SftConfig { batch_size: 64, ..SftConfig::default() };
-    let stage = Stage::Sft { config, longest_row: 1024 };
-    Asked { shapes: large(), model: model(dtype, tokens_per_pass), stage, types: Types::CARD, n_devices: 1 }
+    let stage = PlannedStage::Sft { config, longest_row: 1024 };
+    MemoryRequest {
+        shapes: large(),
+        model: model(dtype, tokens_per_pass),
+        stage,
+        types: DeviceSizes::GPU,
+        n_devices: 1,
+    }
 }
 
-fn rl(tokens_per_pass: usize) -> Asked {
+fn rl(tokens_per_pass: usize) -> MemoryRequest {
     let config = RlConfig { batch_size: 64, max_new_tokens: 150, ..RlConfig::default() };
-    let stage = Stage::Rl { config: Box::new(config), lora: SftConfig::default(), longest_prompt: 874 };
-    Asked { shapes: large(), model: model(BaseDtype::Bf16, tokens_per_pass), stage, types: Types::CARD, n_devices: 1 }
+    let stage = PlannedStage::Rl { config: Box::new(config), lora: SftConfig::default(), longest_prompt: 874 };
+    MemoryRequest {
+        shapes: large(),
+        model: model(BaseDtype::Bf16, tokens_per_pass),
+        stage,
+        types: DeviceSizes::GPU,
+        n_devices: 1,
+    }
 }
 
 const GIB: u64 = 1 << 30;
@@ -69,27 +81,34 @@ fn an_adapter_has_the_weights_that_peft_counts() {
 
 #[test]
 fn a_model_that_devices_hold_together_is_divided_but_for_its_tables_and_the_residuals() {
-    let asked = sft(BaseDtype::Bf16, 4096);
-    let whole = Plan::new(&asked);
-    let part = Plan::new(&Asked { model: ModelConfig { tensor_parallel: 4, ..asked.model.clone() }, ..asked });
+    let request = sft(BaseDtype::Bf16, 4096);
+    let whole = MemoryPlan::new(&request);
+    let part = MemoryPlan::new(&MemoryRequest {
+        model: ModelConfig { tensor_parallel: 4, ..request.model.clone() },
+        ..request
+    });
     let (tables, small) = (2 * 152_064 * 5120 * 2, (64 * (2 * 5120) + 5120) * 4);
     let biases = 64 * (5120 + 2 * 1024) * 4;
     assert_eq!(part.base, (whole.base - tables - small - biases) / 4 + tables + small + biases / 4);
     // A of five layers and B of two are whole on every rank.
     let of_layer = 16 * (5 * 5120 + (5120 + 2 * 1024 + 2 * 27_648) / 4 + 2 * 5120 + (5120 + 27_648) / 4);
     assert_eq!(part.adapters, (5 * 4 + 2) * 64 * of_layer);
-    assert!(part.kept < whole.kept / 2 && part.logits == whole.logits);
+    assert!(part.activations < whole.activations / 2 && part.logits == whole.logits);
 }
 
 #[test]
 fn copies_of_a_model_sum_a_bucket_of_gradients_and_its_parts_a_passs_rows() {
     let with = |n_devices, tensor_parallel| {
-        let asked = sft(BaseDtype::Bf16, 4096);
-        Plan::new(&Asked { model: ModelConfig { tensor_parallel, ..asked.model.clone() }, n_devices, ..asked })
+        let request = sft(BaseDtype::Bf16, 4096);
+        MemoryPlan::new(&MemoryRequest {
+            model: ModelConfig { tensor_parallel, ..request.model.clone() },
+            n_devices,
+            ..request
+        })
     };
     let (alone, of_nccl) = (with(1, 1), 576 << 20);
     assert_eq!((alone.sums, with(2, 1).sums), (0, of_nccl + 2 * (32 << 20)));
-    assert_eq!(with(2, 1), Plan { sums: with(2, 1).sums, ..alone });
+    assert_eq!(with(2, 1), MemoryPlan { sums: with(2, 1).sums, ..alone });
     assert_eq!(with(2, 2).sums, of_nccl + 4096 * 5120 * 4);
     assert_eq!(with(4, 2).sums, with(2, 1).sums + with(2, 2).sums);
     assert_eq!(with(2, 1).total() - alone.total(), with(2, 1).sums);
@@ -98,7 +117,7 @@ fn copies_of_a_model_sum_a_bucket_of_gradients_and_its_parts_a_passs_rows() {
 
 #[test]
 fn a_tensor_that_no_bucket_holds_is_summed_at_once_and_small_adapters_are_one_bucket() {
-    let bucket = |config: SftConfig| bucket_of(&large(), &Stage::Sft { config, longest_row: 1024 });
+    let bucket = |config: SftConfig| bucket_of(&large(), &PlannedStage::Sft { config, longest_row: 1024 });
     let lora = SftConfig { lora_rank: 2, lora_target_modules: vec!["q_proj".into()], ..SftConfig::default() };
     assert_eq!(bucket(lora.clone()), 64 * 2 * (5120 + 5120));
     assert_eq!(bucket(SftConfig { lora_rank: 16, ..SftConfig::default() }), 8 << 20);
@@ -108,30 +127,32 @@ fn a_tensor_that_no_bucket_holds_is_summed_at_once_and_small_adapters_are_one_bu
 
 #[test]
 fn checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole() {
-    let whole = Plan::new(&sft(BaseDtype::Bf16, 4096));
-    let asked = sft(BaseDtype::Bf16, 4096);
-    let checkpointed =
-        Plan::new(&Asked { model: ModelConfig { gradient_checkpointing: true, ..asked.model.clone() }, ..asked });
+    let whole = MemoryPlan::new(&sft(BaseDtype::Bf16, 4096));
+    let request = sft(BaseDtype::Bf16, 4096);
+    let checkpointed = MemoryPlan::new(&MemoryRequest {
+        model: ModelConfig { gradient_checkpointing: true, ..request.model.clone() },
+        ..request
+    });
     let of_row = (2 * (5120 + 1024 + 27_648 + 56)) as u64 * 2 + (2 * 5120 + 40) * 4;
     let inputs = 5120 * 4u64;
-    assert_eq!(whole.kept, 4096 * (64 * of_row + inputs));
-    assert_eq!(checkpointed.kept, 4096 * (64 * inputs + of_row + inputs));
-    assert_eq!(Plan { kept: whole.kept, ..checkpointed }, whole);
+    assert_eq!(whole.activations, 4096 * (64 * of_row + inputs));
+    assert_eq!(checkpointed.activations, 4096 * (64 * inputs + of_row + inputs));
+    assert_eq!(MemoryPlan { activations: whole.activations, ..checkpointed }, whole);
 }
 
 #[test]
 fn a_pass_is_no_larger_than_the_data_makes_it_and_holds_the_longest_row() {
     let with = |tokens_per_pass, rows, longest_row| {
         let config = SftConfig { batch_size: rows, gradient_accumulation_steps: 1, ..SftConfig::default() };
-        let stage = Stage::Sft { config, longest_row };
-        tokens_of_pass(&Asked { stage, ..sft(BaseDtype::Bf16, tokens_per_pass) })
+        let stage = PlannedStage::Sft { config, longest_row };
+        tokens_of_pass(&MemoryRequest { stage, ..sft(BaseDtype::Bf16, tokens_per_pass) })
     };
     assert_eq!((with(8192, 2, 500), with(8192, 64, 500), with(256, 64, 500)), (1000, 8192, 500));
 }
 
 #[test]
 fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() {
-    let (rl, sft) = (Plan::new(&rl(4096)), Plan::new(&sft(BaseDtype::Bf16, 4096)));
+    let (rl, sft) = (MemoryPlan::new(&rl(4096)), MemoryPlan::new(&sft(BaseDtype::Bf16, 4096)));
     // 22 bytes of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
     assert_eq!((rl.adapters, sft.adapters), ((2 * 22 + 2 * 4) * 134_217_728, 22 * 134_217_728));
     // A part of the batch, 32 answers: 11 blocks each, 56 for each prompt and for one that waits, 256 of kept prefixes; 16 tokens a
@@ -150,8 +171,12 @@ fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() 
 #[test]
 fn copies_of_a_model_share_the_answers_of_a_part_and_cards_of_a_copy_do_not() {
     let with = |n_devices, tensor_parallel| {
-        let asked = rl(4096);
-        Plan::new(&Asked { model: ModelConfig { tensor_parallel, ..asked.model.clone() }, n_devices, ..asked })
+        let request = rl(4096);
+        MemoryPlan::new(&MemoryRequest {
+            model: ModelConfig { tensor_parallel, ..request.model.clone() },
+            n_devices,
+            ..request
+        })
     };
     // Of 32 answers with their prompts 8; what is kept of prefixes is the same.
     assert_eq!(with(4, 1).cache, (8 * 11 + 9 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
@@ -163,16 +188,16 @@ fn copies_of_a_model_share_the_answers_of_a_part_and_cards_of_a_copy_do_not() {
 #[test]
 fn full_fine_tuning_on_a_card_keeps_a_copy_of_the_weights_in_bf16() {
     let config = SftConfig { method: TuningMethod::Full, ..SftConfig::default() };
-    let stage = Stage::Sft { config, longest_row: 1024 };
-    let plan = |types| Plan::new(&Asked { stage: stage.clone(), types, ..sft(BaseDtype::Bf16, 4096) });
+    let stage = PlannedStage::Sft { config, longest_row: 1024 };
+    let plan = |types| MemoryPlan::new(&MemoryRequest { stage: stage.clone(), types, ..sft(BaseDtype::Bf16, 4096) });
     let values = base_bytes(&large(), BaseDtype::F32);
-    assert_eq!((plan(Types::CARD).base, plan(Types::PROCESSOR).base), (values * 5 + values / 2, values * 5));
-    assert_eq!((plan(Types::CARD).adapters, plan(Types::CARD).widened), (0, 0));
+    assert_eq!((plan(DeviceSizes::GPU).base, plan(DeviceSizes::CPU).base), (values * 5 + values / 2, values * 5));
+    assert_eq!((plan(DeviceSizes::GPU).adapters, plan(DeviceSizes::GPU).widened), (0, 0));
 }
 
-fn advised(asked: &Asked, free: u64) -> Option<String> {
-    let advice = advise(asked, free)?;
-    let needed = Plan::new(asked).total();
+fn advised(request: &MemoryRequest, free: u64) -> Option<String> {
+    let advice = advise(request, free)?;
+    let needed = MemoryPlan::new(request).total();
     assert!(needed > free && needed - advice.saved_bytes <= free, "{advice:?}");
     Some(advice.change)
 }
@@ -180,44 +205,44 @@ fn advised(asked: &Asked, free: u64) -> Option<String> {
 #[test]
 fn what_fits_needs_no_advice_and_what_never_fits_gets_none() {
     assert_eq!(advised(&sft(BaseDtype::Bf16, 2048), 141 * GIB), None);
-    let asked = sft(BaseDtype::Bf16, 8192);
-    assert!(Plan::new(&asked).total() > 8 * GIB && advise(&asked, 8 * GIB).is_none());
+    let request = sft(BaseDtype::Bf16, 8192);
+    assert!(MemoryPlan::new(&request).total() > 8 * GIB && advise(&request, 8 * GIB).is_none());
 }
 
 #[test]
 fn advice_is_the_cheapest_change_that_suffices() {
-    let asked = sft(BaseDtype::Bf16, 8192);
-    let needed = Plan::new(&asked).total();
+    let request = sft(BaseDtype::Bf16, 8192);
+    let needed = MemoryPlan::new(&request).total();
     assert!(needed > 131 * GIB, "{needed}");
     // Cut a little: the largest passes that fit, in steps of 256.
-    let change = advised(&asked, 131 * GIB).unwrap();
+    let change = advised(&request, 131 * GIB).unwrap();
     assert!(change.starts_with("model.tokens_per_pass to "), "{change}");
     let size: usize = change["model.tokens_per_pass to ".len()..].parse().unwrap();
-    let total = |size| Plan::new(&sft(BaseDtype::Bf16, size)).total();
+    let total = |size| MemoryPlan::new(&sft(BaseDtype::Bf16, size)).total();
     assert!(total(size) <= 131 * GIB && total(size + 256) > 131 * GIB && size.is_multiple_of(256));
     // Where passes would be small, checkpointing; where that is not enough, fewer bits.
-    assert_eq!(advised(&asked, 85 * GIB).unwrap(), "model.gradient_checkpointing to true");
-    assert!(advised(&asked, 72 * GIB).unwrap().starts_with("model.gradient_checkpointing to true and model.tokens"));
-    let fewer_bits = |free| advised(&asked, free * GIB).unwrap();
+    assert_eq!(advised(&request, 85 * GIB).unwrap(), "model.gradient_checkpointing to true");
+    assert!(advised(&request, 72 * GIB).unwrap().starts_with("model.gradient_checkpointing to true and model.tokens"));
+    let fewer_bits = |free| advised(&request, free * GIB).unwrap();
     assert_eq!(fewer_bits(55), "model.dtype to \"int8\" and model.gradient_checkpointing to true");
     assert_eq!(fewer_bits(40), "model.dtype to \"nf4\" and model.gradient_checkpointing to true");
 }
 
 #[test]
 fn a_packed_base_on_a_card_needs_a_place_where_its_largest_weight_is_widened() {
-    let planned = |dtype, types| Plan::new(&Asked { types, ..sft(dtype, 4096) });
-    let [bf16, fp8] = [BaseDtype::Bf16, BaseDtype::Fp8].map(|dtype| planned(dtype, Types::CARD));
+    let planned = |dtype, types| MemoryPlan::new(&MemoryRequest { types, ..sft(dtype, 4096) });
+    let [bf16, fp8] = [BaseDtype::Bf16, BaseDtype::Fp8].map(|dtype| planned(dtype, DeviceSizes::GPU));
     assert_eq!((bf16.widened, fp8.widened), (0, 2 * 5120 * 27_648));
-    assert_eq!(planned(BaseDtype::Fp8, Types::PROCESSOR).widened, 0);
+    assert_eq!(planned(BaseDtype::Fp8, DeviceSizes::CPU).widened, 0);
     // A byte for each weight of the layers less, and a scale for each of their outputs.
     let n_outputs = 64 * (2 * 5120 + 2 * 1024 + 2 * 27_648 + 5120u64);
     let n_weights = 64 * (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64);
     assert_eq!(bf16.base - fp8.base, n_weights - 4 * n_outputs);
     // Answers are generated on a stream of their own, with a place and a workspace of its own.
-    let beside_training = |dtype| Plan::new(&Asked { model: model(dtype, 4096), ..rl(4096) });
+    let beside_training = |dtype| MemoryPlan::new(&MemoryRequest { model: model(dtype, 4096), ..rl(4096) });
     let [bf16_rl, fp8_rl] = [BaseDtype::Bf16, BaseDtype::Fp8].map(beside_training);
     assert_eq!((bf16_rl.widened, fp8_rl.widened), (0, 2 * fp8.widened));
-    assert_eq!((bf16.beside, bf16_rl.beside), (BESIDE_BYTES, BESIDE_BYTES + (32 << 20)));
+    assert_eq!((bf16.reserved, bf16_rl.reserved), (RESERVED_BYTES, RESERVED_BYTES + (32 << 20)));
     assert!(fp8.parts().iter().any(|(name, bytes)| *name == "a widened weight" && *bytes == fp8.widened));
 }
 
@@ -225,10 +250,11 @@ fn a_packed_base_on_a_card_needs_a_place_where_its_largest_weight_is_widened() {
 #[test]
 fn no_storage_is_advised_that_cannot_be_split_over_the_cards() {
     let over = |intermediate_size| {
-        let asked = sft(BaseDtype::Bf16, 8192);
-        let model = ModelConfig { tensor_parallel: 2, ..asked.model.clone() };
-        let asked = Asked { shapes: DecoderConfig { intermediate_size, ..large() }, model, n_devices: 2, ..asked };
-        (8..80).map(|gib| advised(&asked, gib * GIB)).collect::<Vec<_>>()
+        let request = sft(BaseDtype::Bf16, 8192);
+        let model = ModelConfig { tensor_parallel: 2, ..request.model.clone() };
+        let request =
+            MemoryRequest { shapes: DecoderConfig { intermediate_size, ..large() }, model, n_devices: 2, ..request };
+        (8..80).map(|gib| advised(&request, gib * GIB)).collect::<Vec<_>>()
     };
     let names =
         |advice: &[Option<String>], dtype| advice.iter().flatten().filter(|change| change.contains(dtype)).count();
