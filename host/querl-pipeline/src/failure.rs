@@ -6,11 +6,11 @@ use querl_core::config::ConfigError;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_data::DataError;
-use querl_device::{Failure, JobError};
 use querl_model::ModelError;
 use querl_plugin::PluginError;
 use querl_style::UsageError;
 use querl_train::TrainError;
+use querl_train::job::{self, Failure, JobError};
 
 /// Ways to end other than well, with their exit codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,9 +39,9 @@ impl Stop {
         Self { ending: Ending::Usage, message: message.into() }
     }
 
-    /// What a job ended with. Memory that did not suffice is a failure: its sentence says what to change.
+    /// A failed job. Out of memory is a failure whose message names the setting to change.
     pub fn of(failure: Failure) -> Self {
-        Self { ending: of_job(failure.ending), message: failure.message }
+        Self { ending: of_job(failure.kind), message: failure.message }
     }
 
     /// The user said stop.
@@ -55,7 +55,7 @@ pub fn ending(error: JobError) -> anyhow::Error {
     match error {
         JobError::Environment(error) => error.into(),
         JobError::Failed(failure) => Stop::of(failure).into(),
-        JobError::Refused(refused) => refused.into(),
+        JobError::Callback(error) => error.into(),
     }
 }
 
@@ -117,22 +117,22 @@ fn outside_failure<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&
 
 /// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
 fn of_model(error: &ModelError) -> Option<Ending> {
-    (querl_device::Ending::of_model(error) == querl_device::Ending::Usage).then_some(Ending::Usage)
+    (job::FailureKind::of_model(error) == job::FailureKind::Usage).then_some(Ending::Usage)
 }
 
-fn of_job(ending: querl_device::Ending) -> Ending {
-    use querl_device::Ending as OfJob;
-    match ending {
-        OfJob::Failed | OfJob::OutOfMemory => Ending::Failed,
-        OfJob::Usage => Ending::Usage,
-        OfJob::Limit => Ending::Limit,
-        OfJob::Interrupted => Ending::Interrupted,
+fn of_job(kind: job::FailureKind) -> Ending {
+    use job::FailureKind as Kind;
+    match kind {
+        Kind::Failed | Kind::OutOfMemory => Ending::Failed,
+        Kind::Usage => Ending::Usage,
+        Kind::Limit => Ending::Limit,
+        Kind::Interrupted => Ending::Interrupted,
     }
 }
 
 /// A plain failure may have a cause that is known.
 fn of_trainer(error: &TrainError) -> Option<Ending> {
-    Some(of_job(querl_device::Ending::of(error))).filter(|ending| *ending != Ending::Failed)
+    Some(of_job(job::FailureKind::of(error))).filter(|ending| *ending != Ending::Failed)
 }
 
 /// Whether what reads our output went away.
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn context_keeps_the_ending() {
-        let limit = Failure { ending: querl_device::Ending::Limit, message: "budget reached".into() };
+        let limit = Failure { kind: job::FailureKind::Limit, message: "budget reached".into() };
         let error = anyhow::Error::from(Stop::of(limit)).context("stage rl");
         assert_eq!((ending_of(&error), sentence(&error).as_str()), (Ending::Limit, "stage rl: budget reached"));
         assert_eq!(ending_of(&anyhow::anyhow!("disk full")), Ending::Failed);

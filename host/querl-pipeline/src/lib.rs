@@ -5,7 +5,6 @@
 
 #![allow(unreachable_pub)]
 
-pub mod cuda;
 pub mod device;
 mod environment;
 pub mod estimate;

@@ -1,6 +1,6 @@
 //! What every stage of one run shares: configuration, folder, plugins, a runtime for outside calls.
 
-use crate::device::Place;
+use crate::device::Executor;
 use crate::environment::{Comparison, JudgingForm, Services};
 use crate::ledger::StageName;
 use crate::pins::{self, OnPluginChange};
@@ -28,8 +28,8 @@ pub struct Run {
     pub dir: RunDir,
     /// The configured plugins, loaded.
     pub plugins: Plugins,
-    /// Who trains and generates; the processor where no stage of this command does.
-    pub place: Place,
+    /// Runs training and generation; on the CPU where no stage of this command needs it.
+    pub executor: Executor,
     /// Waits for outside calls.
     pub runtime: tokio::runtime::Runtime,
     /// How outside services are reached.
@@ -56,13 +56,13 @@ impl Run {
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
         // The data stages need no model: what they make may be what a model is first trained on.
-        let place = match last >= StageName::Sft {
+        let executor = match last >= StageName::Sft {
             true => {
                 preflight(&config)?;
                 let card_use = if last >= StageName::Rl { CardUse::Answers } else { CardUse::Training };
-                Place::choose(&config, card_use)?
+                Executor::choose(&config, card_use)?
             }
-            false => Place::here(),
+            false => Executor::in_process(),
         };
         querl_model::set_threads(config.threads);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
@@ -80,7 +80,7 @@ impl Run {
             config,
             dir,
             plugins,
-            place,
+            executor,
             runtime,
             outside,
             reporter,
@@ -97,12 +97,12 @@ impl Run {
         let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
         let (plugins, dir) = (Plugins::open(&config)?, RunDir::new(&config.output_dir));
         let outside = outside(&config, &dir, CacheUse::Look)?;
-        let place = Place::here();
+        let executor = Executor::in_process();
         Ok(Self {
             config,
             dir,
             plugins,
-            place,
+            executor,
             runtime,
             outside,
             reporter: Arc::new(Silent),

@@ -1,5 +1,5 @@
-//! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- plugin <- conformance; model <- train <- device
-//! <- cuda; core <- eval; data <- serve; data, train, eval <- style <- pipeline; all <- querl.
+//! Which crate may depend on which. core <- data, bundle, model, encoder; bundle <- plugin <- conformance; model <- train <- cuda;
+//! core <- eval; data <- serve; data, train, eval <- style <- pipeline; all <- querl.
 #![allow(clippy::unwrap_used)]
 
 use cargo_metadata::{Metadata, MetadataCommand};
@@ -19,8 +19,8 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("querl-conformance", &["querl-core", "querl-bundle", "querl-plugin", "querl-sdk"]),
     ("querl-model", &["querl-core"]),
     ("querl-train", &["querl-core", "querl-model"]),
-    ("querl-device", &["querl-core", "querl-model", "querl-train"]),
-    ("querl-cuda", &["querl-core", "querl-device", "querl-model", "querl-train"]),
+    ("querl-bench", &["querl-core", "querl-model", "querl-train"]),
+    ("querl-cuda", &["querl-core", "querl-model", "querl-train"]),
     ("querl-eval", &["querl-core"]),
     ("querl-encoder", &["querl-core"]),
     ("querl-serve", &["querl-core", "querl-data"]),
@@ -34,7 +34,6 @@ const ALLOWED: [(&str, &[&str]); 18] = [
             "querl-plugin",
             "querl-model",
             "querl-train",
-            "querl-device",
             "querl-encoder",
             "querl-eval",
             "querl-style",
@@ -50,7 +49,6 @@ const ALLOWED: [(&str, &[&str]); 18] = [
             "querl-conformance",
             "querl-model",
             "querl-train",
-            "querl-device",
             "querl-pipeline",
             "querl-style",
             // In its tests alone: the program opens the library, and is not linked with it.
@@ -68,7 +66,7 @@ const ALLOWED: [(&str, &[&str]); 18] = [
 ];
 
 /// What a crate must not even get through others, with the reason.
-const FORBIDDEN: [(&str, &[&str], &str); 15] = [
+const FORBIDDEN: [(&str, &[&str], &str); 14] = [
     ("querl-core", &["candle-core", "wasmtime", "tokio", "reqwest"], "records and ports know no machinery"),
     ("querl-data", &["candle-core", "wasmtime"], "data knows no models and no plugins"),
     (
@@ -80,7 +78,6 @@ const FORBIDDEN: [(&str, &[&str], &str); 15] = [
     ("querl-plugin", &["candle-core", "reqwest", "tokio"], "plugins know no models, network and runtime"),
     ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),
-    ("querl-device", &["wasmtime", "reqwest", "tokio"], "a job knows no plugins and network"),
     ("querl-cuda", &["wasmtime", "reqwest", "tokio"], "the library does jobs and nothing else"),
     ("querl-style", &["wasmtime", "reqwest", "clap"], "a classifier has no plugins, network and command line"),
     ("querl-pipeline", &["querl-cuda", "clap", "indicatif"], "a library has no command line and prints nothing"),

@@ -5,12 +5,12 @@ use crate::interrupt;
 use crate::run::Run;
 use crate::training;
 use anyhow::Context;
-use querl_core::config::{RlConfig, TeacherConfig};
+use querl_core::config::{ModelConfig, RlConfig, TeacherConfig};
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
 use querl_data::{Journal, LocalRewriteCollector, LocalRewriteStage, QueryTable, StageResults, open_fallback};
-use querl_device::{Answered, Generating};
 use querl_model::{DecoderConfig, TextTokenizer};
+use querl_train::job::{GenerateJob, GeneratedResponse};
 use std::path::Path;
 
 /// Rows that are handed over at once: the model is loaded once for them, and their prompts are in memory.
@@ -33,7 +33,7 @@ pub fn check(run: &Run) -> anyhow::Result<()> {
     let path = folder(run)?;
     TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
     querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
-    Ok(run.place.check_answers_of("teacher.model_path", path)?)
+    Ok(run.executor.check_answers_of("teacher.model_path", path)?)
 }
 
 fn folder(run: &Run) -> anyhow::Result<&Path> {
@@ -89,31 +89,32 @@ fn answer(
     }
     let max_new_tokens = config.max_tokens as usize;
     let limits = RlConfig { max_new_tokens, min_new_tokens: 0, ..run.config.rl.clone() };
+    let model = ModelConfig { path: folder(run)?.to_owned(), ..run.config.model.clone() };
     let adapter = config.adapter_path.clone();
-    let work = Generating { adapter, prompts, n_beams: 1, limits, n_at_once: N_ROWS_AT_ONCE };
+    let job = GenerateJob { model, adapter, prompts, n_beams: 1, limits, batch_size: N_ROWS_AT_ONCE };
     let mut places = places.into_iter();
-    let mut take = |answers: Vec<Answered>| -> anyhow::Result<()> {
-        for answered in answers {
+    let mut take = |responses: Vec<GeneratedResponse>| -> anyhow::Result<()> {
+        for response in responses {
             let (place, n_tokens) = places.next().context("more answers than prompts")?;
-            taken.take(place, completion(answered, n_tokens))?;
+            taken.take(place, completion(response, n_tokens))?;
         }
         Ok(interrupt::check()?)
     };
-    training::answer(run, "teacher", folder(run)?.to_owned(), work, &mut take)
+    training::generate(run, "teacher", &job, &mut take)
 }
 
 /// Half an answer is none: its last words may be the ones that matter.
-fn completion(answered: Answered, n_prompt_tokens: usize) -> Result<Completion, CallFailure> {
-    if answered.truncated {
+fn completion(response: GeneratedResponse, n_prompt_tokens: usize) -> Result<Completion, CallFailure> {
+    if response.truncated {
         let message = "the answer was cut off; raise teacher.max_tokens".into();
         return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
     }
     Ok(Completion {
-        text: answered.text,
+        text: response.text,
         prompt_tokens: Some(n_prompt_tokens as u64),
-        completion_tokens: Some(u64::from(answered.n_tokens)),
+        completion_tokens: Some(u64::from(response.n_tokens)),
         cost: Some(0.0),
-        latency_ms: answered.latency_ms,
+        latency_ms: response.latency_ms,
         source: None,
     })
 }

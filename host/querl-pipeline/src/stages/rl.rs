@@ -3,17 +3,22 @@
 use super::stage::{Done, Stage, remove};
 use super::{dependencies, leaks, spending};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
+use crate::failure::ending;
+use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
-use crate::training::{self, RlData};
+use crate::training::{self, Base, memory};
 use anyhow::Context;
 use querl_core::config::JudgeKind;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
+use querl_model::TextTokenizer;
+use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
+use querl_train::job::{Callbacks, Environments, RlJob};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Keys that change when something is done and not what comes of it.
@@ -88,11 +93,11 @@ impl Stage for Rl {
         remove(&training::state(&dir.rl()))
     }
 
-    /// Goes on from a checkpoint of the same inputs. Where there is none, training rewinds both logs to their beginning.
+    /// Resumes from a checkpoint of the same inputs. Without one, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         // On a card, answers of other parts are written by products of other numbers of rows.
         let n_parts = run.config.rl.pipeline_parts;
-        let arithmetic = run.place.arithmetic().map(|how| match run.place.card() {
+        let arithmetic = run.executor.arithmetic().map(|how| match run.executor.gpu() {
             Some(_) => format!("{how}, {n_parts} parts of a batch"),
             None => how,
         });
@@ -110,18 +115,53 @@ impl Stage for Rl {
         };
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
-        let data = RlData {
-            train_environment: &environment(&train, Phase::Rollout),
-            val_environment: &environment(&val, Phase::Validation),
-            train: &train,
-            val: &val,
-        };
+        let environments =
+            Environments { train: &environment(&train, Phase::Rollout), val: &environment(&val, Phase::Validation) };
         let account = run.outside.account().clone();
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
-        let metrics = metrics.with(move || spending::metrics(&account, StageName::Rl));
-        let facts = training::rl(run, &data, &fingerprint, metrics, progress)?;
+        let metrics = Mutex::new(metrics.with(move || spending::metrics(&account, StageName::Rl)));
+        let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };
+        let (job, request) = job(run, &train, &val, fingerprint)?;
+        memory::check(run.executor.gpu(), &request, progress)?;
+        let summary = run.executor.run_rl(&job, run.config.threads, &environments, &callbacks);
+        let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
+        let mut facts = Facts::default();
+        facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
+        facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
+        facts.add("val reward before", summary.first_val_reward).add("val reward best", summary.best_val_reward);
+        facts.add("best step", summary.best_step);
+        training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })
     }
+}
+
+/// The job, and what its memory depends on.
+fn job(
+    run: &Run,
+    train: &[DatasetRow],
+    val: &[DatasetRow],
+    fingerprint: String,
+) -> anyhow::Result<(RlJob, MemoryRequest)> {
+    let config = &run.config;
+    training::check_prompts(run, Split::Train, train)?;
+    training::check_prompts(run, Split::Val, val)?;
+    let base = Base::of(run, &training::best(&run.dir.sft()));
+    let tokenizer = TextTokenizer::load(&base.model)?;
+    let job = RlJob {
+        model: base.model_config(config),
+        seed: config.seed,
+        config: config.rl.clone(),
+        lora: config.sft.clone(),
+        adapter: base.adapter,
+        train_prompts: training::prompts(train, &tokenizer)?,
+        val_prompts: training::prompts(val, &tokenizer)?,
+        fingerprint: Some(fingerprint),
+        output_dir: run.dir.rl(),
+    };
+    let longest_prompt = job.train_prompts.iter().chain(&job.val_prompts).map(Vec::len).max().unwrap_or(0);
+    let (rl, lora) = (Box::new(config.rl.clone()), config.sft.clone());
+    let request = memory::request(config, PlannedStage::Rl { config: rl, lora, longest_prompt })?;
+    Ok((job, request))
 }
 
 fn judging(run: &Run) -> Judging {

@@ -2,14 +2,22 @@
 
 use super::leaks;
 use super::stage::{Done, Stage, remove};
+use crate::failure::{Stop, ending};
+use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
+use crate::lengths::{self, Limit, RowLength};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
-use crate::training;
+use crate::training::{self, memory};
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
+use querl_model::{DecoderConfig, ModelError, TextTokenizer};
+use querl_train::Example;
+use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
+use querl_train::job::{Callbacks, SftJob};
 use std::path::PathBuf;
+use std::sync::Mutex;
 
 /// The stage.
 pub struct Sft;
@@ -52,12 +60,67 @@ impl Stage for Sft {
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let fingerprint =
-            self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, run.place.arithmetic());
+        let fingerprint = self
+            .inputs(run, &Ledger::open(&run.dir.stages())?)?
+            .fingerprint(&run.config.model, run.executor.arithmetic());
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
-        let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
-        let facts = training::sft(run, &train, &val, &fingerprint, metrics, progress)?;
+        let metrics = Mutex::new(MetricsLog::open(&run.dir.metrics(), self.name().as_str())?);
+        let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };
+        let (job, request) = job(run, &train, &val, fingerprint)?;
+        memory::check(run.executor.gpu(), &request, progress)?;
+        let summary = run.executor.run_sft(&job, run.config.threads, &callbacks);
+        let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
+        let mut facts = Facts::default();
+        facts.add("rows", job.train.len()).add("steps", summary.n_steps).add("answer tokens", summary.n_tokens);
+        facts.add("train loss", summary.train_loss).add("eval loss", summary.best_val_loss);
+        facts.add("best step", summary.best_step);
+        training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })
     }
+}
+
+/// The job, and what its memory depends on.
+fn job(
+    run: &Run,
+    train_rows: &[DatasetRow],
+    val_rows: &[DatasetRow],
+    fingerprint: String,
+) -> anyhow::Result<(SftJob, MemoryRequest)> {
+    let config = &run.config;
+    let tokenizer = TextTokenizer::load(&config.model.path)?;
+    let n_positions = DecoderConfig::load(&config.model.path.join("config.json"))?.max_positions;
+    let (train, val) = (examples(train_rows, &tokenizer)?, examples(val_rows, &tokenizer)?);
+    let limits = [Limit::SftMaxLength(config.sft.max_length), Limit::Learned(n_positions)];
+    check_lengths(Split::Train, train_rows, &train, &limits)?;
+    check_lengths(Split::Val, val_rows, &val, &limits)?;
+    let longest_row = train.iter().chain(&val).map(Example::len).max().unwrap_or(0);
+    let request = memory::request(config, PlannedStage::Sft { config: config.sft.clone(), longest_row })?;
+    let job = SftJob {
+        model: config.model.clone(),
+        seed: config.seed,
+        config: config.sft.clone(),
+        train,
+        val,
+        fingerprint: Some(fingerprint),
+        output_dir: run.dir.sft(),
+    };
+    Ok((job, request))
+}
+
+/// Checks rows against `sft.max_length` and the model's positions.
+fn check_lengths(split: Split, rows: &[DatasetRow], examples: &[Example], limits: &[Limit]) -> Result<(), Stop> {
+    let with_target = rows.iter().filter(|row| row.target().is_some());
+    let lengths = examples.iter().map(|row| RowLength { prompt: row.prompt.len(), answer: row.response.len() });
+    lengths::check(split, with_target.zip(lengths), limits)
+}
+
+/// Tokenised rows that have a target.
+fn examples(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Example>, ModelError> {
+    let pairs = rows.iter().filter_map(|row| Some((row.prompt(), row.target()?)));
+    pairs
+        .map(|(prompt, target)| {
+            Ok(Example { prompt: tokenizer.encode_prompt(prompt)?, response: tokenizer.encode_response(target)? })
+        })
+        .collect()
 }

@@ -1,43 +1,44 @@
-//! The model that a training stage left, answering.
+//! Generation with a trained model.
 
-use super::host::{StageHost, Take};
-use super::{Base, best, job};
+use super::{Base, best};
 use crate::failure::ending;
+use crate::interrupt;
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::ports::{PolicyResponse, Progress, Reporter};
 use querl_core::records::DatasetRow;
-use querl_device::{Answered, Ending, Generating, JobError, Work};
-use std::path::{Path, PathBuf};
+use querl_train::job::{CallbackError, Callbacks, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics};
+use std::path::Path;
+use std::sync::Mutex;
 
-/// One answer of a model and the time it took.
+/// One response of a model and its latency.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Generation {
-    /// The answer.
+    /// The response.
     pub response: PolicyResponse,
-    /// Wall-clock time to write it, in milliseconds; `None` where that is no time that a user would wait.
+    /// Wall-clock time, in milliseconds; `None` where other ranks used the same CPU meanwhile.
     pub latency_ms: Option<f64>,
 }
 
-/// What takes the answers.
+/// Receives responses.
 pub type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
 
-/// A model that answers as well as it can: it draws nothing.
+/// A model that generates without sampling.
 pub trait Generator: Sync {
-    /// One answer per row, in order, handed to `each` so many at once.
+    /// One response per row, in order, `n_at_once` per call of `each`.
     ///
     /// # Errors
-    /// The model cannot compute, the user said stop, or `each` has had enough.
+    /// The model cannot compute, the stop flag was set, or an error of `each`.
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
-/// The model that the training stage `name` left in its folder. It is loaded once for all rows that it answers.
+/// The model in the folder of the training stage `name`. It is loaded once for all rows.
 pub fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> Box<dyn Generator + 'a> {
     let base = Base::of(run, &best(stage_folder));
-    Box::new(Answering { run, base, name })
+    Box::new(TrainedModel { run, base, name })
 }
 
-/// What a job says stays on screen; how far it has come shows whoever takes the answers.
+/// Shows lines; the caller shows progress.
 pub(super) struct Lines<'a>(pub(super) &'a dyn Reporter);
 
 impl Progress for Lines<'_> {
@@ -48,55 +49,67 @@ impl Progress for Lines<'_> {
     }
 }
 
-struct Answering<'a> {
+struct TrainedModel<'a> {
     run: &'a Run,
     base: Base,
     name: &'static str,
 }
 
-impl Generator for Answering<'_> {
+impl Generator for TrainedModel<'_> {
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()> {
         let config = &self.run.config;
-        let work = Generating {
+        let job = GenerateJob {
+            model: self.base.model_config(config),
             adapter: self.base.adapter.clone(),
             prompts: rows.iter().map(|row| row.prompt().to_vec()).collect(),
             n_beams: config.eval.n_beams,
             limits: config.rl.clone(),
-            n_at_once,
+            batch_size: n_at_once,
         };
-        let mut n_answered = 0;
-        let mut take = |answers: Vec<Answered>| {
-            let generations =
-                answers.into_iter().enumerate().map(|(index, answer)| generation(n_answered + index, answer));
-            let generations: Vec<Generation> = generations.collect();
-            n_answered += generations.len();
+        let mut n_generated = 0;
+        let mut take = |responses: Vec<GeneratedResponse>| {
+            let generations: Vec<Generation> =
+                responses.into_iter().enumerate().map(|(index, one)| generation(n_generated + index, one)).collect();
+            n_generated += generations.len();
             each(generations)
         };
-        let by = format!("system {}", self.name);
-        answer(self.run, &by, self.base.model.clone(), work, &mut take)
+        generate(self.run, &format!("system {}", self.name), &job, &mut take)
     }
 }
 
-/// Answers of the model at `model`, handed to `take` as they come. `by` is who answers, for messages.
+/// Runs a generation and passes its responses to `take` as they come. `by` names the model in messages.
 ///
 /// # Errors
-/// The model cannot compute, the user said stop, or `take` has had enough.
-pub fn answer<'a>(run: &Run, by: &str, model: PathBuf, work: Generating, take: &'a mut Take<'a>) -> anyhow::Result<()> {
+/// The model cannot compute, the stop flag was set, or an error of `take`.
+pub fn generate(
+    run: &Run,
+    by: &str,
+    job: &GenerateJob,
+    take: &mut (dyn FnMut(Vec<GeneratedResponse>) -> anyhow::Result<()> + Send),
+) -> anyhow::Result<()> {
+    let (metrics, mut taking) = (Mutex::new(NoMetrics), None);
     let lines = Lines(run.reporter.as_ref());
-    let job = job(run, model, Work::Generate(work));
-    let host = StageHost::new(&lines).with_answers(take);
-    match run.place.run(&job, &host) {
-        Ok(_) => Ok(()),
-        Err(JobError::Refused(refused)) => Err(host.into_refusal().unwrap_or_else(|| refused.into())),
+    let callbacks = Callbacks { progress: &lines, metrics: &metrics, stop: interrupt::flag() };
+    let mut on_responses = |responses| {
+        take(responses).map_err(|error| {
+            let message = error.to_string();
+            taking.get_or_insert(error);
+            CallbackError(message)
+        })
+    };
+    let result = run.executor.run_generate(job, run.config.threads, &mut on_responses, &callbacks);
+    match result {
+        Ok(()) => Ok(()),
+        Err(JobError::Callback(error)) => Err(taking.unwrap_or_else(|| error.into())),
         Err(error) => {
-            let is_stop = matches!(&error, JobError::Failed(failure) if failure.ending == Ending::Interrupted);
+            let is_stop = matches!(&error, JobError::Failed(failure) if failure.kind == FailureKind::Interrupted);
             let error = Err(ending(error));
             if is_stop { error } else { error.with_context(|| by.to_owned()) }
         }
     }
 }
 
-fn generation(row_index: usize, answer: Answered) -> Generation {
-    let Answered { text, n_tokens, truncated, latency_ms } = answer;
+fn generation(row_index: usize, response: GeneratedResponse) -> Generation {
+    let GeneratedResponse { text, n_tokens, truncated, latency_ms } = response;
     Generation { response: PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated }, latency_ms }
 }

@@ -1,12 +1,12 @@
 //! A card's memory, looked at before a stage begins and named again where it did not suffice.
 
-use crate::device::UsedCard;
+use crate::device::UsedGpu;
 use crate::failure::Stop;
 use querl_core::config::{Config, DeviceSetting};
 use querl_core::ports::Progress;
-use querl_device::memory::{Asked, Plan, Stage, Types, advise, gibibytes};
-use querl_device::{Ending, Failure, JobError};
 use querl_model::DecoderConfig;
+use querl_train::job::memory_plan::{DeviceSizes, MemoryPlan, MemoryRequest, PlannedStage, advise, gibibytes};
+use querl_train::job::{Failure, FailureKind, JobError};
 
 /// Where memory ran out although a plan said it would fit, advice is sought for so much less than there was.
 const SHARE_AFTER_FAILURE: f64 = 0.85;
@@ -15,38 +15,38 @@ const SHARE_AFTER_FAILURE: f64 = 0.85;
 ///
 /// # Errors
 /// The model's shapes cannot be read.
-pub(super) fn asked(config: &Config, stage: Stage) -> anyhow::Result<Asked> {
+pub fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryRequest> {
     let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
-    Ok(Asked { shapes, model: config.model.clone(), stage, types: Types::CARD, n_devices })
+    Ok(MemoryRequest { shapes, model: config.model.clone(), stage, types: DeviceSizes::GPU, n_devices })
 }
 
 /// Says what a stage will take of the card's memory; on the processor nothing is looked at.
 ///
 /// # Errors
 /// Base and adapters alone take more than there is: nothing would make the stage's first step.
-pub(super) fn check(card: Option<&UsedCard>, asked: &Asked, progress: &dyn Progress) -> Result<(), Stop> {
+pub fn check(card: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
     let Some((card, free)) = card.and_then(|card| Some((card, card.free_bytes?))) else { return Ok(()) };
-    let plan = Plan::new(asked);
+    let plan = MemoryPlan::new(request);
     if plan.certain() > free {
-        return Err(Stop::usage(shortage(card, asked, free)));
+        return Err(Stop::usage(shortage(card, request, free)));
     }
     match plan.total() > free {
         // The rest of the plan is an upper bound: what the data makes of it may well fit.
-        true => progress.line(&format!("warning: {}", shortage(card, asked, free))),
+        true => progress.line(&format!("warning: {}", shortage(card, request, free))),
         false => progress.line(&format!("memory: {} of {} free", needs(&plan), gibibytes(free))),
     }
     Ok(())
 }
 
 /// A job's error; of memory that did not suffice with what to change.
-pub(super) fn explain(card: Option<&UsedCard>, asked: &Asked, error: JobError) -> JobError {
+pub fn explain(card: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
     match (error, card) {
-        (JobError::Failed(Failure { ending: Ending::OutOfMemory, message }), Some(card)) => {
-            let free = card.free_bytes.unwrap_or(card.card.memory_bytes);
-            let planned = (Plan::new(asked).total() as f64 * SHARE_AFTER_FAILURE) as u64;
-            let advice = advise(asked, free.min(planned)).map_or_else(no_advice, |advice| advice.to_string());
-            Failure { ending: Ending::OutOfMemory, message: format!("{message}; {advice}") }.into()
+        (JobError::Failed(Failure { kind: FailureKind::OutOfMemory, message }), Some(card)) => {
+            let free = card.free_bytes.unwrap_or(card.gpu.memory_bytes);
+            let planned = (MemoryPlan::new(request).total() as f64 * SHARE_AFTER_FAILURE) as u64;
+            let advice = advise(request, free.min(planned)).map_or_else(no_advice, |advice| advice.to_string());
+            Failure { kind: FailureKind::OutOfMemory, message: format!("{message}; {advice}") }.into()
         }
         (error, _) => error,
     }
@@ -59,20 +59,20 @@ pub(super) fn explain(card: Option<&UsedCard>, asked: &Asked, error: JobError) -
 pub fn of_config(config: &Config) -> anyhow::Result<Vec<String>> {
     let (sft, longest_row) = (config.sft.clone(), config.sft.max_length);
     let longest_prompt = longest_row.saturating_sub(config.rl.max_new_tokens);
-    let rl = Stage::Rl { config: Box::new(config.rl.clone()), lora: sft.clone(), longest_prompt };
-    let line = |stage: Stage| {
-        let asked = asked(config, stage)?;
-        let (name, needs) = (asked.stage.name(), needs(&Plan::new(&asked)));
+    let rl = PlannedStage::Rl { config: Box::new(config.rl.clone()), lora: sft.clone(), longest_prompt };
+    let line = |stage: PlannedStage| {
+        let request = request(config, stage)?;
+        let (name, needs) = (request.stage.name(), needs(&MemoryPlan::new(&request)));
         Ok(format!("{name}: {needs}, with rows of {longest_row} tokens"))
     };
-    [Stage::Sft { config: sft, longest_row }, rl].into_iter().map(line).collect()
+    [PlannedStage::Sft { config: sft, longest_row }, rl].into_iter().map(line).collect()
 }
 
-fn shortage(card: &UsedCard, asked: &Asked, free: u64) -> String {
-    let needs = needs(&Plan::new(asked));
+fn shortage(card: &UsedGpu, request: &MemoryRequest, free: u64) -> String {
+    let needs = needs(&MemoryPlan::new(request));
     let (index, free_text) = (card.index, gibibytes(free));
-    let advice = advise(asked, free).map_or_else(no_advice, |advice| advice.to_string());
-    format!("{} {needs}, and cuda:{index} has {free_text} free: {advice}", asked.stage.name())
+    let advice = advise(request, free).map_or_else(no_advice, |advice| advice.to_string());
+    format!("{} {needs}, and cuda:{index} has {free_text} free: {advice}", request.stage.name())
 }
 
 fn no_advice() -> String {
@@ -80,7 +80,7 @@ fn no_advice() -> String {
 }
 
 /// `takes about 12.3 GiB (base 8.1, activations 4.0, reserve 0.2)`.
-fn needs(plan: &Plan) -> String {
+fn needs(plan: &MemoryPlan) -> String {
     let part = |(name, bytes): (&str, u64)| format!("{name} {}", gibibytes(bytes).trim_end_matches(" GiB"));
     let parts: Vec<String> = plan.parts().into_iter().map(part).collect();
     format!("takes about {} ({})", gibibytes(plan.total()), parts.join(", "))
@@ -90,15 +90,15 @@ fn needs(plan: &Plan) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::cuda::Card;
+    use crate::device::Gpu;
     use querl_core::config::{BaseDtype, ModelConfig, SftConfig};
     use querl_model::Family;
     use std::sync::Mutex;
 
     #[derive(Default)]
-    struct Heard(Mutex<Vec<String>>);
+    struct Lines(Mutex<Vec<String>>);
 
-    impl Progress for Heard {
+    impl Progress for Lines {
         fn update(&self, _: u64, _: u64, _: &str) {}
 
         fn line(&self, text: &str) {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     /// Shapes of Qwen2.5-7B, as fine-tuned with rows of 1024 tokens.
-    fn seven() -> Asked {
+    fn seven() -> MemoryRequest {
         let shapes = DecoderConfig {
             family: Family::Qwen2,
             vocab_size: 152_064,
@@ -128,13 +128,13 @@ mod tests {
         let (path, dtype) = ("model".into(), BaseDtype::Bf16);
         let model =
             ModelConfig { path, dtype, tokens_per_pass: 8192, gradient_checkpointing: false, tensor_parallel: 1 };
-        let stage = Stage::Sft { config: SftConfig::default(), longest_row: 1024 };
-        Asked { shapes, model, stage, types: Types::CARD, n_devices: 1 }
+        let stage = PlannedStage::Sft { config: SftConfig::default(), longest_row: 1024 };
+        MemoryRequest { shapes, model, stage, types: DeviceSizes::GPU, n_devices: 1 }
     }
 
-    fn card(free_gib: u64) -> UsedCard {
-        let card = Card { name: "a card".into(), memory_bytes: 80 << 30, capability: 90 };
-        UsedCard { index: 0, card, free_bytes: Some(free_gib << 30) }
+    fn card(free_gib: u64) -> UsedGpu {
+        let gpu = Gpu { name: "a card".into(), memory_bytes: 80 << 30, capability: 90 };
+        UsedGpu { index: 0, gpu, free_bytes: Some(free_gib << 30) }
     }
 
     #[test]
@@ -150,9 +150,9 @@ mod tests {
     #[test]
     fn a_base_that_cannot_fit_is_refused_and_activations_that_may_are_a_warning() {
         let check = |free_gib| {
-            let heard = Heard::default();
-            let done = super::check(Some(&card(free_gib)), &seven(), &heard);
-            (done.map_err(|stop| stop.to_string()), heard.0.into_inner().unwrap())
+            let lines = Lines::default();
+            let done = super::check(Some(&card(free_gib)), &seven(), &lines);
+            (done.map_err(|stop| stop.to_string()), lines.0.into_inner().unwrap())
         };
         let (refused, _) = check(14);
         assert!(refused.unwrap_err().contains(": set model.dtype to \""));
@@ -166,10 +166,10 @@ mod tests {
 
     #[test]
     fn memory_that_ran_out_is_a_failure_with_what_to_change() {
-        let of_job = |ending| JobError::from(Failure { ending, message: "sft step 3: out of memory".into() });
+        let of_job = |ending| JobError::from(Failure { kind: ending, message: "sft step 3: out of memory".into() });
         let said = |ending| explain(Some(&card(79)), &seven(), of_job(ending)).to_string();
-        assert_eq!(said(Ending::Failed), "sft step 3: out of memory");
-        let sentence = said(Ending::OutOfMemory);
+        assert_eq!(said(FailureKind::Failed), "sft step 3: out of memory");
+        let sentence = said(FailureKind::OutOfMemory);
         assert!(sentence.starts_with("sft step 3: out of memory; set model.tokens_per_pass to "), "{sentence}");
     }
 }

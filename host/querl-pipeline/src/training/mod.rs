@@ -1,36 +1,29 @@
-//! Models and trainers, wired into the stages that train and generate.
+//! What the training and evaluation stages share: model checks, prompts, memory, generation with a trained model.
 
 mod generator;
-mod host;
-mod measuring;
-mod memory;
-mod rl;
-mod sft;
+pub mod memory;
 
 #[cfg(test)]
 pub use generator::Each;
-pub use generator::{Generation, Generator, answer, generator};
-pub use measuring::{fit, measure};
+pub use generator::{Generation, Generator, generate, generator};
 pub use memory::of_config as memory_of_config;
-pub use rl::{RlData, rl};
-pub use sft::sft;
 
 use crate::ledger::Facts;
 use crate::lengths::{self, Limit, RowLength};
 use crate::run::Run;
-use querl_core::config::{ModelConfig, TuningMethod};
+use querl_core::config::{Config, ModelConfig, TuningMethod};
 use querl_core::records::{DatasetRow, Split};
-use querl_device::{Device, Job, Work};
 use querl_model::{DecoderConfig, ModelError, TextTokenizer};
+use querl_train::job::Device;
 use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
 
-/// Where a training stage keeps the checkpoint that later stages use.
+/// The checkpoint of a training stage that later stages use.
 pub fn best(stage_folder: &Path) -> PathBuf {
     stage_folder.join(BEST)
 }
 
-/// Where a training stage keeps what it goes on from when it was stopped.
+/// Where a training stage keeps its checkpoints to resume from.
 pub fn state(stage_folder: &Path) -> PathBuf {
     stage_folder.join(STATE)
 }
@@ -48,15 +41,17 @@ pub fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Re
     Ok(lengths::check(split, rows.iter().zip(lengths), &[Limit::Written(n_positions)])?)
 }
 
-/// The folders that make up a trained model.
-struct Base {
-    model: PathBuf,
-    adapter: Option<PathBuf>,
+/// The folders of a trained model.
+pub struct Base {
+    /// The base model.
+    pub model: PathBuf,
+    /// The adapter, if it is not a full model.
+    pub adapter: Option<PathBuf>,
 }
 
 impl Base {
     /// A checkpoint is an adapter, whose base is the configured model or what full fine-tuning made of it, or a whole model.
-    fn of(run: &Run, checkpoint: &Path) -> Self {
+    pub fn of(run: &Run, checkpoint: &Path) -> Self {
         let model = match run.config.sft.method {
             TuningMethod::Lora => run.config.model.path.clone(),
             TuningMethod::Full => best(&run.dir.sft()),
@@ -64,32 +59,24 @@ impl Base {
         let is_adapter = checkpoint.join("adapter_config.json").is_file();
         Self { model, adapter: is_adapter.then(|| checkpoint.to_owned()) }
     }
-}
 
-/// A job of this run on the base at `model`.
-fn job(run: &Run, model: PathBuf, work: Work) -> Job {
-    let config = &run.config;
-    Job {
-        devices: run.place.devices(),
-        threads: config.threads,
-        model: ModelConfig { path: model, ..config.model.clone() },
-        seed: config.seed,
-        work,
+    /// The model section of a job on this base.
+    pub fn model_config(&self, config: &Config) -> ModelConfig {
+        ModelConfig { path: self.model.clone(), ..config.model.clone() }
     }
 }
 
-/// Names the cards in what a stage found; that the processor did it goes without saying.
-fn add_device(facts: &mut Facts, run: &Run) {
-    if run.place.devices() != [Device::Cpu] {
-        facts.add("device", run.place.name());
+/// Adds the device to a stage's facts, unless it is one rank on the CPU.
+pub fn add_device(facts: &mut Facts, run: &Run) {
+    if run.executor.devices() != [Device::Cpu] {
+        facts.add("device", run.executor.name());
     }
 }
 
-fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {
+/// Prompt tokens by row.
+///
+/// # Errors
+/// The chat template fails.
+pub fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {
     rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect()
-}
-
-/// What a job of one kind never returns.
-fn other_outcome() -> anyhow::Error {
-    anyhow::anyhow!("the job ended as one of another kind; this is a fault of querl, please report it")
 }

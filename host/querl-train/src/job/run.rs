@@ -124,7 +124,7 @@ pub fn run_generate(
         let mut generator = Generator { engine, tokenizer, decoding, sampling, measures_latency: has_own_device };
         for prompts in job.prompts.chunks(job.batch_size.max(1)) {
             if rank.mesh.all.any(callbacks.stop.load(Ordering::Relaxed))? {
-                let message = "interrupted; the state is saved; run the same command again to resume".into();
+                let message = "interrupted; finished work is saved, run the same command to resume".into();
                 return Err(Failure { kind: FailureKind::Interrupted, message }.into());
             }
             let responses = generator.respond_all(&rank.mesh.data, prompts)?;

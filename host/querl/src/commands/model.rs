@@ -4,7 +4,6 @@ mod exchange;
 mod init;
 mod inspect;
 mod logprobs;
-mod measure;
 
 use crate::terminal::{self, StageProgress};
 use anyhow::Context;
@@ -29,8 +28,13 @@ pub(crate) enum ModelCommand {
     Inspect(inspect::InspectArgs),
     /// Make a model of random weights of any shape, for measurements: on a device, or as a checkpoint
     Init(init::InitArgs),
-    /// Measure fine-tuning, generation and PPO of a shape on a device, with random weights made there
-    Measure(Box<measure::MeasureArgs>),
+    /// Moved to querl-bench
+    #[command(hide = true, disable_help_flag = true)]
+    Measure {
+        /// Ignored
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
     /// Log-probability of each token of each line, given those before it; JSON lines
     Logprobs(logprobs::LogprobsArgs),
     /// Write a model with an adapter's changes in its weights, as transformers and vLLM load it
@@ -53,7 +57,10 @@ pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
     match command {
         ModelCommand::Inspect(args) => inspect::run(args),
         ModelCommand::Init(args) => init::run(args),
-        ModelCommand::Measure(args) => measure::run(args),
+        ModelCommand::Measure { .. } => Err(usage(
+            "`querl model measure` is the program querl-bench now: cargo run --release -p querl-bench -- --shape NAME --device cpu",
+        )
+        .into()),
         ModelCommand::Logprobs(args) => logprobs::run(args),
         ModelCommand::Merge(args) => exchange::merge(args),
         ModelCommand::Export(args) => exchange::export(args),

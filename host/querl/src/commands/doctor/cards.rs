@@ -1,26 +1,27 @@
 //! The part of `querl doctor` about graphics cards: driver, cards, library, and what `device` means on this machine.
 
 use super::Finding;
-use querl_device::Description;
-use querl_pipeline::cuda::{self, Card, Driver, Found, Missing, Probe, version_name};
-use querl_pipeline::device::{capability_name, check_fit};
+use querl_pipeline::device::{
+    self, DeviceUnavailable, Driver, Gpu, OpenedLibrary, Probe, capability_name, check_fit, version_name,
+};
+use querl_train::job::interface::Description;
 
 /// In this order: the driver, each card, the library, what several cards sum with, and what follows.
 pub(super) fn findings() -> Vec<Finding> {
     let driver = Probe::new().driver();
-    let library = cuda::open();
+    let library = device::open_library();
     let mut findings = vec![of_driver(driver.as_ref())];
-    findings.extend(driver.iter().flat_map(|driver| (0..driver.cards.len()).map(|index| of_card(driver, index))));
+    findings.extend(driver.iter().flat_map(|driver| (0..driver.gpus.len()).map(|index| of_card(driver, index))));
     findings.push(of_library(library.as_ref()));
-    findings.extend(driver.iter().filter(|driver| driver.cards.len() > 1).map(|_| of_nccl(cuda::nccl())));
+    findings.extend(driver.iter().filter(|driver| driver.gpus.len() > 1).map(|_| of_nccl(device::nccl())));
     findings.push(conclusion(driver.as_ref(), library.as_ref()));
     findings
 }
 
-fn of_driver(driver: Result<&Driver, &Missing>) -> Finding {
+fn of_driver(driver: Result<&Driver, &DeviceUnavailable>) -> Finding {
     match driver {
         Ok(driver) => {
-            let (version, n_cards) = (version_name(driver.cuda), driver.cards.len());
+            let (version, n_cards) = (version_name(driver.cuda), driver.gpus.len());
             finding("driver", true, format!("the CUDA driver supports CUDA {version} and sees {n_cards} card(s)"))
         }
         Err(missing) => finding("driver", false, missing.to_string()),
@@ -28,7 +29,7 @@ fn of_driver(driver: Result<&Driver, &Missing>) -> Finding {
 }
 
 fn of_card(driver: &Driver, index: usize) -> Finding {
-    let Card { name, memory_bytes, capability } = &driver.cards[index];
+    let Gpu { name, memory_bytes, capability } = &driver.gpus[index];
     let free = match driver.free_bytes(index) {
         Ok(free) => format!("{:.1} GiB of them free", gibibytes(free)),
         Err(error) => format!("how many are free is not known: {error}"),
@@ -43,8 +44,8 @@ fn gibibytes(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-fn of_library(library: Result<&Found, &Missing>) -> Finding {
-    let Found { library, path } = match library {
+fn of_library(library: Result<&OpenedLibrary, &DeviceUnavailable>) -> Finding {
+    let OpenedLibrary { library, path } = match library {
         Ok(found) => found,
         Err(missing) => return finding("library", false, missing.to_string()),
     };
@@ -59,7 +60,7 @@ fn of_library(library: Result<&Found, &Missing>) -> Finding {
     finding("library", cuda.is_some(), format!("{} is of querl {version}, {built}", path.display()))
 }
 
-fn of_nccl(version: Result<String, Missing>) -> Finding {
+fn of_nccl(version: Result<String, DeviceUnavailable>) -> Finding {
     match version {
         Ok(version) => {
             let sentence = format!("NCCL {version} is found: device = \"cuda:0,1\" shares the work of two cards");
@@ -69,7 +70,10 @@ fn of_nccl(version: Result<String, Missing>) -> Finding {
     }
 }
 
-fn conclusion(driver: Result<&Driver, &Missing>, library: Result<&Found, &Missing>) -> Finding {
+fn conclusion(
+    driver: Result<&Driver, &DeviceUnavailable>,
+    library: Result<&OpenedLibrary, &DeviceUnavailable>,
+) -> Finding {
     let usable = match (driver, library) {
         (Ok(driver), Ok(found)) => usable(driver, found),
         (Err(_), Err(_)) => Err("the driver and the library cannot be used".into()),
@@ -86,8 +90,8 @@ fn conclusion(driver: Result<&Driver, &Missing>, library: Result<&Found, &Missin
 }
 
 /// `auto` takes the first card, or none.
-fn usable(driver: &Driver, found: &Found) -> Result<usize, String> {
-    let first = driver.cards.first().ok_or("there is no card")?;
+fn usable(driver: &Driver, found: &OpenedLibrary) -> Result<usize, String> {
+    let first = driver.gpus.first().ok_or("there is no card")?;
     check_fit(driver.cuda, first, found.library.description()).map(|()| 0).map_err(|missing| missing.to_string())
 }
 

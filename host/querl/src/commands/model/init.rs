@@ -1,16 +1,17 @@
-//! `querl model init`: a model of random weights, of any shape.
+//! `querl model init`: a model of random weights, of any published shape.
 
-use super::measure::{dtype, place, print, random_job, shapes_of};
 use super::usage;
 use crate::cli::Format;
-use crate::terminal::{self, Terminal};
+use crate::terminal;
 use clap::Args;
 use querl_core::config::BaseDtype;
-use querl_device::{Measured, Part};
-use querl_model::{DType, DecoderConfig, ExportSettings, write_random_model};
+use querl_model::{DType, Decoder, DecoderConfig, ExportSettings, Place, write_random_model};
+use querl_pipeline::failure::Stop;
+use querl_train::job::memory_plan::{DeviceSizes, base_bytes};
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// What `querl model init` takes.
 #[derive(Debug, Args)]
@@ -21,10 +22,10 @@ pub(crate) struct InitArgs {
     /// Write a checkpoint without a tokenizer to a new or empty folder
     #[arg(long, value_name = "DIR", required_unless_present = "no_save")]
     out: Option<PathBuf>,
-    /// Make the model on the device, say what that took, and throw it away
+    /// Make the model in memory, report size and time, and discard it
     #[arg(long, conflicts_with = "out")]
     no_save: bool,
-    /// Where it is made: cpu, cuda:N, or auto
+    /// Only cpu (and auto, which is cpu here); querl-bench makes models on a GPU
     #[arg(long, value_name = "DEVICE", default_value = "auto", conflicts_with = "out")]
     device: String,
     /// How the weights are stored: f32, bf16, f16; with --no-save int8, fp8 and nf4 too
@@ -80,23 +81,43 @@ fn write(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::Result<
 }
 
 fn make(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
-    let place = place(&args.device, args.dtype, shapes)?;
-    let parts: [Part; 0] = [];
-    let job = random_job(&place, &args.shape, args.dtype, args.seed, args.threads, &parts);
-    let Measured { shape, device, dtype, parameters, base_bytes, made_s, .. } =
-        querl_pipeline::training::measure(&place, &job, "init", &Terminal)?;
-    let result = json!({
-        "shape": shape, "device": device, "dtype": dtype, "parameters": parameters, "bytes": base_bytes, "seconds": made_s,
-    });
-    print(args.format, &result, || {
-        vec![
-            ("shape".into(), shape.clone()),
-            ("device".into(), device.clone()),
-            (
-                "parameters".into(),
-                format!("{parameters} in {dtype}, {:.2} GiB", base_bytes as f64 / f64::from(1 << 30)),
-            ),
-            ("seconds".into(), format!("{made_s:.2}")),
-        ]
+    if !matches!(args.device.as_str(), "cpu" | "auto") {
+        let message = format!(
+            "--device {}: a model on a GPU is made by querl-bench: cargo run --release -p querl-bench --features cuda -- --shape {}",
+            args.device, args.shape
+        );
+        return Err(usage(message).into());
+    }
+    querl_model::set_threads(args.threads);
+    let started = Instant::now();
+    let decoder = Decoder::random(shapes.clone(), args.seed, args.dtype, &Place::Cpu)?;
+    let seconds = started.elapsed().as_secs_f64();
+    drop(decoder);
+    let (parameters, bytes) = (shapes.n_parameters(), base_bytes(shapes, args.dtype));
+    let (shape, dtype) = (&args.shape, args.dtype.name());
+    let mut out = std::io::stdout().lock();
+    if args.format.json {
+        let result = json!({
+            "shape": shape, "device": "cpu", "dtype": dtype, "parameters": parameters, "bytes": bytes, "seconds": seconds,
+        });
+        writeln!(out, "{result:#}")?;
+        return Ok(());
+    }
+    let gib = bytes as f64 / f64::from(1 << 30);
+    writeln!(out, "shape       {shape}\ndevice      cpu\nparameters  {parameters} in {dtype}, {gib:.2} GiB")?;
+    writeln!(out, "seconds     {seconds:.2}")?;
+    Ok(())
+}
+
+fn dtype(text: &str) -> Result<BaseDtype, String> {
+    let known = DeviceSizes::CPU.storages;
+    let names = || known.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
+    known.iter().copied().find(|dtype| dtype.name() == text).ok_or_else(|| format!("expected one of {}", names()))
+}
+
+fn shapes_of(name: &str) -> Result<DecoderConfig, Stop> {
+    DecoderConfig::of_shape(name).ok_or_else(|| {
+        let known: Vec<&str> = DecoderConfig::shape_names().collect();
+        usage(format!("there is no shape {name:?}; expected one of {}, or tiny", known.join(", ")))
     })
 }

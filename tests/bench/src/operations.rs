@@ -1,26 +1,26 @@
-//! How many operations a fine-tuning step needs, and how many bytes a decoding step.
+//! FLOP of a fine-tuning step, and bytes of a decode step.
 
-use crate::memory::linears;
 use querl_core::config::{BaseDtype, SftConfig};
 use querl_model::{DecoderConfig, PackedBatch};
+use querl_train::job::memory_plan::{base_bytes, linears};
 use querl_train::{Example, micro_batches};
 
-/// What the passes of a step compute.
+/// Work of a fine-tuning step.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Computed {
-    /// Passes.
-    pub(super) passes: usize,
-    /// Rows that go through the decoder.
-    pub(super) rows: usize,
-    /// Rows that these attend to, in all.
-    pub(super) pairs: u64,
-    /// Rows whose log-probability is wanted.
-    pub(super) answers: usize,
+pub(crate) struct StepWork {
+    /// Micro-batches.
+    pub(crate) passes: usize,
+    /// Tokens through the decoder.
+    pub(crate) rows: usize,
+    /// Attention pairs.
+    pub(crate) pairs: u64,
+    /// Tokens with a log-probability.
+    pub(crate) answers: usize,
 }
 
-impl Computed {
-    /// Of some examples, in passes of at most `tokens_per_pass` rows.
-    pub(super) fn of(examples: &[&Example], tokens_per_pass: usize) -> Self {
+impl StepWork {
+    /// Of some examples, in micro-batches of at most `tokens_per_pass` tokens.
+    pub(crate) fn of(examples: &[&Example], tokens_per_pass: usize) -> Self {
         let mut computed = Self::default();
         for pass in micro_batches(examples, tokens_per_pass) {
             let sequences: Vec<Vec<u32>> = pass.iter().map(|&index| examples[index].computed().collect()).collect();
@@ -33,9 +33,9 @@ impl Computed {
         computed
     }
 
-    /// Operations of forward and backward pass, a multiplication and an addition counted as two. Frozen weights have two products
-    /// (outputs, gradients of inputs), adapters three, the head two for each wanted row, attention two forward and four backward.
-    pub(super) fn operations(&self, shapes: &DecoderConfig, lora: &SftConfig) -> f64 {
+    /// FLOP of forward and backward pass. Frozen weights have two products (outputs, gradients of inputs), adapters three, the head
+    /// two per response token, attention two forward and four backward.
+    pub(crate) fn operations(&self, shapes: &DecoderConfig, lora: &SftConfig) -> f64 {
         let of_layer: usize = linears(shapes).iter().map(|(_, n_in, n_out)| n_in * n_out).sum();
         let of_adapter: usize = linears(shapes).iter().map(|(_, n_in, n_out)| lora.lora_rank * (n_in + n_out)).sum();
         let of_row = (2 * 2 * of_layer + 3 * 2 * of_adapter) * shapes.n_layers;
@@ -45,14 +45,14 @@ impl Computed {
     }
 }
 
-/// Bytes of weights that a decoding step reads: all layers and the head.
-pub(super) fn weight_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
+/// Bytes of weights that a decode step reads: all layers and the head.
+pub(crate) fn weight_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     let untied = DecoderConfig { tie_word_embeddings: true, ..shapes.clone() };
-    crate::memory::base_bytes(&untied, dtype)
+    base_bytes(&untied, dtype)
 }
 
 /// Bytes of the keys and values of one token.
-pub(super) fn token_bytes(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
+pub(crate) fn token_bytes(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
     (shapes.n_layers * 2 * shapes.n_kv_heads * shapes.head_dim * value_bytes) as u64
 }
 
@@ -61,14 +61,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_rows_begin_with_is_computed_once_and_operations_are_those_of_the_formula() {
+    fn common_prefixes_count_once_and_flop_follow_the_formula() {
         let example = |last| Example { prompt: vec![5, 6, last], response: vec![7, 2] };
         let (a, b) = (example(8), example(9));
-        // 5 and 6 once, then 8 7 and 9 7; the last token of an answer predicts nothing.
-        let together = Computed::of(&[&a, &b], 100);
-        assert_eq!(together, Computed { passes: 1, rows: 6, pairs: 1 + 2 + 2 * (3 + 4), answers: 4 });
-        let apart = Computed::of(&[&a, &b], 4);
-        assert_eq!(apart, Computed { passes: 2, rows: 8, pairs: 2 * (1 + 2 + 3 + 4), answers: 4 });
+        // 5 and 6 once, then 8 7 and 9 7; the last token of a response predicts nothing.
+        let together = StepWork::of(&[&a, &b], 100);
+        assert_eq!(together, StepWork { passes: 1, rows: 6, pairs: 1 + 2 + 2 * (3 + 4), answers: 4 });
+        let apart = StepWork::of(&[&a, &b], 4);
+        assert_eq!(apart, StepWork { passes: 2, rows: 8, pairs: 2 * (1 + 2 + 3 + 4), answers: 4 });
         let (Some(shapes), lora) =
             (DecoderConfig::of_shape("tiny"), SftConfig { lora_rank: 4, ..SftConfig::default() })
         else {

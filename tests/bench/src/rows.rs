@@ -1,19 +1,19 @@
-//! Rows of random tokens, all of which begin alike.
+//! Synthetic data: rows of random tokens with a common prefix.
 
-use crate::Lengths;
+use crate::report::Lengths;
 use querl_model::{SPLIT_MIX_STEP, split_mix};
 use querl_train::Example;
 
-/// Tokens below are special in the tokenizers that are made for measurements.
+/// Tokens below are special in the benchmark's tokenizer.
 const FIRST_TOKEN: u64 = 3;
 
-/// Ends an answer.
+/// Ends a response.
 const END: u32 = 2;
 
-/// Numbers that follow from a seed: SplitMix.
-struct Draw(u64);
+/// SplitMix64.
+struct Random(u64);
 
-impl Draw {
+impl Random {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(SPLIT_MIX_STEP);
         split_mix(self.0)
@@ -28,23 +28,23 @@ impl Draw {
     }
 }
 
-/// Prompts with answers. A row's number decides its lengths and tokens, so that fewer rows are the first of more.
-pub(super) fn examples(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Example> {
-    let mut draw = Draw(seed);
-    let shared: Vec<u32> = (0..lengths.shared).map(|_| draw.token(vocab_size)).collect();
+/// Prompts with responses. A row depends on its number and the seed alone.
+pub(crate) fn examples(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Example> {
+    let mut random = Random(seed);
+    let shared: Vec<u32> = (0..lengths.shared).map(|_| random.token(vocab_size)).collect();
     let example = |index: usize| {
-        let mut draw = Draw(seed ^ (index as u64 + 1).wrapping_mul(SPLIT_MIX_STEP));
-        let n_own = lengths.own_least + draw.below((lengths.own_most - lengths.own_least) as u64 + 1) as usize;
-        let own = (0..n_own).map(|_| draw.token(vocab_size)).collect::<Vec<_>>();
-        let mut response: Vec<u32> = (1..lengths.answer).map(|_| draw.token(vocab_size)).collect();
+        let mut random = Random(seed ^ (index as u64 + 1).wrapping_mul(SPLIT_MIX_STEP));
+        let n_own = lengths.own_least + random.below((lengths.own_most - lengths.own_least) as u64 + 1) as usize;
+        let own = (0..n_own).map(|_| random.token(vocab_size)).collect::<Vec<_>>();
+        let mut response: Vec<u32> = (1..lengths.answer).map(|_| random.token(vocab_size)).collect();
         response.push(END);
         Example { prompt: [shared.as_slice(), &own].concat(), response }
     };
     (0..n).map(example).collect()
 }
 
-/// Their prompts alone.
-pub(super) fn prompts(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Vec<u32>> {
+/// Prompts of [`examples`].
+pub(crate) fn prompts(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Vec<u32>> {
     examples(n, lengths, vocab_size, seed).into_iter().map(|example| example.prompt).collect()
 }
 
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_begin_alike_go_on_by_themselves_and_have_the_lengths_asked_for() {
+    fn rows_share_a_prefix_and_have_the_requested_lengths() {
         let lengths = Lengths { shared: 5, own_least: 2, own_most: 9, answer: 3 };
         let rows = examples(200, &lengths, 50, 7);
         assert!(rows.iter().all(|row| row.prompt[..5] == rows[0].prompt[..5] && row.response.len() == 3));

@@ -1,8 +1,12 @@
-//! What NVIDIA's driver says, asked through its own library.
+//! NVIDIA's driver, opened at run time: its version, GPUs and their free memory.
 
-use super::Missing;
 use libloading::{Library, Symbol};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+/// Why no GPU can be used, as a sentence without its first capital and full stop.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct DeviceUnavailable(pub String);
 
 /// Names another file than [`DRIVER`], for tests.
 const DRIVER_VARIABLE: &str = "QUERL_CUDA_DRIVER";
@@ -14,35 +18,35 @@ const DRIVER: &str = "libcuda.so.1";
 /// enough for the library that was found is asked of both ([`check_fit`](crate::device::check_fit)).
 const OLDEST: u32 = 12_000;
 
-/// What was found.
+/// Result of probing for the driver.
 #[derive(Debug)]
 pub enum Probe {
     /// No driver on this machine.
     Absent,
-    /// There is one, and it does not work. Why, in words.
+    /// It does not work; the reason.
     Broken(String),
     /// It works.
     Present(Driver),
 }
 
-/// A driver that works.
+/// A working driver.
 #[derive(Debug)]
 pub struct Driver {
     library: Library,
     /// The newest CUDA it supports: 13000 is 13.0.
     pub cuda: u32,
-    /// What it drives, in its order.
-    pub cards: Vec<Card>,
+    /// GPUs in its order.
+    pub gpus: Vec<Gpu>,
 }
 
-/// One card.
+/// A GPU as the driver describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Card {
-    /// As NVIDIA calls it.
+pub struct Gpu {
+    /// Product name.
     pub name: String,
-    /// All of its memory.
+    /// Total memory.
     pub memory_bytes: u64,
-    /// Its compute capability: 90 is 9.0.
+    /// Compute capability: 90 is 9.0.
     pub capability: u32,
 }
 
@@ -79,15 +83,19 @@ impl Probe {
     ///
     /// # Errors
     /// What is wrong with it.
-    pub fn driver(self) -> Result<Driver, Missing> {
+    pub fn driver(self) -> Result<Driver, DeviceUnavailable> {
         match self {
-            Self::Absent => Err(Missing(format!("there is no CUDA driver ({DRIVER}) on this machine"))),
-            Self::Broken(reason) => Err(Missing(format!("the CUDA driver does not work: {reason}"))),
+            Self::Absent => Err(DeviceUnavailable(format!("there is no CUDA driver ({DRIVER}) on this machine"))),
+            Self::Broken(reason) => Err(DeviceUnavailable(format!("the CUDA driver does not work: {reason}"))),
             Self::Present(driver) if driver.cuda < OLDEST => {
                 let (found, oldest) = (version_name(driver.cuda), version_name(OLDEST));
-                Err(Missing(format!("the CUDA driver supports CUDA {found}; expected {oldest} or newer, so update it")))
+                Err(DeviceUnavailable(format!(
+                    "the CUDA driver supports CUDA {found}; expected {oldest} or newer, so update it"
+                )))
             }
-            Self::Present(driver) if driver.cards.is_empty() => Err(Missing("the CUDA driver sees no card".into())),
+            Self::Present(driver) if driver.gpus.is_empty() => {
+                Err(DeviceUnavailable("the CUDA driver sees no card".into()))
+            }
             Self::Present(driver) => Ok(driver),
         }
     }
@@ -103,12 +111,12 @@ impl Driver {
             succeed(name, unsafe { function::<GetInt>(&library, name)?(&raw mut value) })?;
             Ok::<u32, String>(u32::try_from(value).unwrap_or(0))
         };
-        let (cuda, n_cards) = (count("cuDriverGetVersion")?, count("cuDeviceGetCount")?);
-        let cards = (0..n_cards).map(|index| card(&library, index as c_int)).collect::<Result<_, String>>()?;
-        Ok(Self { library, cuda, cards })
+        let (cuda, n_gpus) = (count("cuDriverGetVersion")?, count("cuDeviceGetCount")?);
+        let gpus = (0..n_gpus).map(|index| gpu(&library, index as c_int)).collect::<Result<_, String>>()?;
+        Ok(Self { library, cuda, gpus })
     }
 
-    /// Memory of a card that nobody uses now, this process with the driver's own part of it included.
+    /// Free memory of a GPU.
     ///
     /// # Errors
     /// The driver's, in words.
@@ -161,7 +169,7 @@ fn device(library: &Library, index: c_int) -> Result<c_int, String> {
     Ok(device)
 }
 
-fn card(library: &Library, index: c_int) -> Result<Card, String> {
+fn gpu(library: &Library, index: c_int) -> Result<Gpu, String> {
     let device = device(library, index)?;
     let mut name = [0 as c_char; 256];
     // SAFETY: `CUresult cuDeviceGetName(char *, int, CUdevice)`.
@@ -181,7 +189,7 @@ fn card(library: &Library, index: c_int) -> Result<Card, String> {
         succeed("cuDeviceGetAttribute", code).map(|()| u32::try_from(value).unwrap_or(0))
     };
     let capability = attribute(CAPABILITY[0])? * 10 + attribute(CAPABILITY[1])?;
-    Ok(Card { name, memory_bytes: memory as u64, capability })
+    Ok(Gpu { name, memory_bytes: memory as u64, capability })
 }
 
 fn succeed(name: &str, code: c_int) -> Result<(), String> {

@@ -1,7 +1,7 @@
 //! Finding and opening `libquerl_cuda`.
 
-use super::Missing;
-use querl_device::Library;
+use super::driver::DeviceUnavailable;
+use querl_train::job::Library;
 use std::path::{Path, PathBuf};
 
 /// Names the file where it is none of the places beside the program.
@@ -10,12 +10,12 @@ const LIBRARY_VARIABLE: &str = "QUERL_CUDA_LIBRARY";
 /// The file.
 const LIBRARY: &str = "libquerl_cuda.so";
 
-/// A library that can be used.
+/// A library of the program's version.
 #[derive(Debug)]
-pub struct Found {
-    /// Opened, with the program's own version.
+pub struct OpenedLibrary {
+    /// Its functions.
     pub library: Library,
-    /// Where it was.
+    /// Its file.
     pub path: PathBuf,
 }
 
@@ -23,16 +23,17 @@ pub struct Found {
 ///
 /// # Errors
 /// There is none, it cannot be opened, or it is of another version.
-pub fn open() -> Result<Found, Missing> {
+pub fn open() -> Result<OpenedLibrary, DeviceUnavailable> {
     let path = find()?;
-    let library = load(&path).map_err(|reason| Missing(format!("{}: {reason}", path.display())))?;
-    Ok(Found { library, path })
+    let library = load(&path).map_err(|reason| DeviceUnavailable(format!("{}: {reason}", path.display())))?;
+    Ok(OpenedLibrary { library, path })
 }
 
-fn find() -> Result<PathBuf, Missing> {
+fn find() -> Result<PathBuf, DeviceUnavailable> {
     if let Some(named) = std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from) {
-        let message =
-            || Missing(format!("{LIBRARY_VARIABLE} names {}; there is no file at that place", named.display()));
+        let message = || {
+            DeviceUnavailable(format!("{LIBRARY_VARIABLE} names {}; there is no file at that place", named.display()))
+        };
         return if named.is_file() { Ok(named) } else { Err(message()) };
     }
     let program = std::env::current_exe().unwrap_or_default();
@@ -41,7 +42,7 @@ fn find() -> Result<PathBuf, Missing> {
     let folders = ["cuda", "", "lib", "../lib"].map(|folder| beside.join(folder));
     let places = folders.map(|folder| folder.join(LIBRARY));
     places.into_iter().find(|path| path.is_file()).ok_or_else(|| {
-        Missing(format!(
+        DeviceUnavailable(format!(
             "there is no {LIBRARY} beside the program, in {}, in its folders cuda and lib or in ../lib; build it with host/querl-cuda/build.sh, or name it in {LIBRARY_VARIABLE}",
             beside.display()
         ))

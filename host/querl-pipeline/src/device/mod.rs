@@ -1,0 +1,461 @@
+//! The executor of jobs: this process on the CPU, or the library `libquerl_cuda` on GPUs.
+//!
+//! Driver and library are opened at run time: a program linked with either would not start on a machine without it.
+
+mod driver;
+mod library;
+
+pub use driver::{DeviceUnavailable, Driver, Gpu, Probe, version_name};
+pub use library::{OpenedLibrary, open as open_library};
+
+use crate::failure::Stop;
+use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig};
+use querl_core::ports::Progress;
+use querl_model::{CardUse, DecoderConfig};
+use querl_train::job::interface::Description;
+use querl_train::job::memory_plan::DeviceSizes;
+use querl_train::job::{
+    self, Callbacks, Device, Environments, GenerateJob, JobError, Resources, ResponseCallback, RlJob, SftJob,
+};
+use querl_train::rl::RlSummary;
+use querl_train::sft::SftSummary;
+use std::path::Path;
+use std::sync::Mutex;
+
+/// Runs the jobs of a run.
+#[derive(Debug)]
+pub struct Executor {
+    backend: Backend,
+    n_ranks: usize,
+    /// What `auto` has chosen and why; reported before the first job.
+    choice: Mutex<Option<String>>,
+}
+
+#[derive(Debug)]
+enum Backend {
+    /// This process, on the CPU.
+    InProcess,
+    /// The library on its CPU, in tests.
+    LibraryOnCpu(OpenedLibrary),
+    /// The library on GPUs, at least one.
+    Gpus(OpenedLibrary, Vec<UsedGpu>),
+}
+
+/// Settings that a GPU may not support.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceRequirements<'a> {
+    /// The base model.
+    pub model: &'a ModelConfig,
+    /// Adapters.
+    pub sft: &'a SftConfig,
+    /// Size of attention heads; `None` where the model is not there yet.
+    pub head_dim: Option<usize>,
+    /// Training, or generation too.
+    pub card_use: CardUse,
+}
+
+impl<'a> DeviceRequirements<'a> {
+    /// Those of a configuration.
+    ///
+    /// # Errors
+    /// The model's shapes cannot be read.
+    fn of(config: &'a Config, card_use: CardUse) -> Result<Self, Stop> {
+        let path = config.model.path.join("config.json");
+        let head_dim = path.is_file().then(|| head_dim(&config.model.path)).transpose()?;
+        Ok(Self { model: &config.model, sft: &config.sft, head_dim, card_use })
+    }
+}
+
+fn head_dim(folder: &Path) -> Result<usize, Stop> {
+    let shapes = DecoderConfig::load(&folder.join("config.json")).map_err(|error| Stop::usage(error.to_string()))?;
+    Ok(shapes.head_dim)
+}
+
+/// A GPU that runs jobs.
+#[derive(Debug)]
+pub struct UsedGpu {
+    /// Index, as in `cuda:N`.
+    pub index: usize,
+    /// Its description.
+    pub gpu: Gpu,
+    /// Free memory when the run began, if known.
+    pub free_bytes: Option<u64>,
+}
+
+impl Executor {
+    /// This process, on the CPU.
+    pub fn in_process() -> Self {
+        Self { backend: Backend::InProcess, n_ranks: 1, choice: Mutex::new(None) }
+    }
+
+    /// The executor for a checked configuration. `card_use`: what the stages that run do.
+    ///
+    /// # Errors
+    /// A GPU is requested that cannot be used, or settings that a GPU does not support.
+    pub fn choose(config: &Config, card_use: CardUse) -> Result<Self, Stop> {
+        Self::of(&config.device, &DeviceRequirements::of(config, card_use)?)
+    }
+
+    /// The executor for a device setting.
+    ///
+    /// # Errors
+    /// As [`Executor::choose`].
+    pub fn of(name: &str, needs: &DeviceRequirements<'_>) -> Result<Self, Stop> {
+        let (is_named, indices) = match DeviceSetting::from_name(name).unwrap_or(DeviceSetting::Auto) {
+            DeviceSetting::Cpu { n_ranks } => return Ok(Self { n_ranks, ..Self::in_process() }),
+            DeviceSetting::Auto => (false, vec![0]),
+            DeviceSetting::Cuda(indices) => (true, indices),
+        };
+        match gpu_backend(&indices, needs) {
+            Ok(backend) => {
+                let n_ranks = indices.len();
+                let executor = Self { backend, n_ranks, choice: Mutex::new(None) };
+                let choice = (!is_named).then(|| format!("device: {}", executor.name()));
+                Ok(Self { choice: Mutex::new(choice), ..executor })
+            }
+            Err(missing) if is_named => Err(refused(name, &missing)),
+            Err(missing) => {
+                let choice = format!("device: the CPU, since {missing}");
+                Ok(Self { choice: Mutex::new(Some(choice)), ..Self::in_process() })
+            }
+        }
+    }
+
+    /// Refuses another model than the configured one, which the key `key` names, where a card cannot have it answer.
+    ///
+    /// # Errors
+    /// A card is used that has no kernels for the model's heads, or the model's shapes cannot be read.
+    pub fn check_answers_of(&self, key: &str, folder: &Path) -> Result<(), Stop> {
+        if self.gpu().is_none() {
+            return Ok(());
+        }
+        let checked = check_heads(key, head_dim(folder)?, CardUse::Answers);
+        checked.map_err(|missing| Stop::usage(format!("{missing}; set device to \"cpu\"")))
+    }
+
+    /// Name for messages.
+    pub fn name(&self) -> String {
+        match &self.backend {
+            Backend::InProcess if self.n_ranks > 1 => format!("{} ranks of the CPU", self.n_ranks),
+            Backend::InProcess => Device::Cpu.to_string(),
+            Backend::LibraryOnCpu(_) => "the CPU of libquerl_cuda".into(),
+            Backend::Gpus(_, used) => {
+                let indices: Vec<String> = used.iter().map(|used| used.index.to_string()).collect();
+                format!("cuda:{}, {}", indices.join(","), used[0].gpu.name)
+            }
+        }
+    }
+
+    /// One rank on each.
+    pub fn devices(&self) -> Vec<Device> {
+        match &self.backend {
+            Backend::Gpus(_, used) => used.iter().map(|used| Device::Cuda(used.index)).collect(),
+            Backend::InProcess | Backend::LibraryOnCpu(_) => vec![Device::Cpu; self.n_ranks],
+        }
+    }
+
+    /// The GPU; of several the one with the least free memory.
+    pub fn gpu(&self) -> Option<&UsedGpu> {
+        match &self.backend {
+            Backend::Gpus(_, used) => used.iter().min_by_key(|used| used.free_bytes.unwrap_or(used.gpu.memory_bytes)),
+            Backend::InProcess | Backend::LibraryOnCpu(_) => None,
+        }
+    }
+
+    /// What decides the last bits of a training, for fingerprints: compute capability, version of CUDA, number of ranks. `None` for
+    /// one rank on the CPU, which computes the same in the program and in the library.
+    pub fn arithmetic(&self) -> Option<String> {
+        let device = match &self.backend {
+            Backend::InProcess | Backend::LibraryOnCpu(_) => (self.n_ranks > 1).then(|| "cpu".to_owned())?,
+            Backend::Gpus(library, used) => {
+                let cuda = library.library.description().cuda.map(version_name).unwrap_or_default();
+                format!("cuda {cuda}, capability {}", used[0].gpu.capability)
+            }
+        };
+        Some(if self.n_ranks > 1 { format!("{device}, {} ranks", self.n_ranks) } else { device })
+    }
+
+    /// [`job::run_sft`] on this executor's devices.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn run_sft(&self, job: &SftJob, threads: usize, callbacks: &Callbacks<'_>) -> Result<SftSummary, JobError> {
+        let resources = self.resources(threads, callbacks.progress);
+        match self.library() {
+            None => job::run_sft(job, &resources, callbacks),
+            Some(library) => library.run_sft(job, &resources, callbacks),
+        }
+    }
+
+    /// [`job::run_rl`] on this executor's devices.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn run_rl(
+        &self,
+        job: &RlJob,
+        threads: usize,
+        environments: &Environments<'_>,
+        callbacks: &Callbacks<'_>,
+    ) -> Result<RlSummary, JobError> {
+        let resources = self.resources(threads, callbacks.progress);
+        match self.library() {
+            None => job::run_rl(job, &resources, environments, callbacks),
+            Some(library) => library.run_rl(job, &resources, environments, callbacks),
+        }
+    }
+
+    /// [`job::run_generate`] on this executor's devices.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn run_generate(
+        &self,
+        job: &GenerateJob,
+        threads: usize,
+        on_responses: &mut ResponseCallback<'_>,
+        callbacks: &Callbacks<'_>,
+    ) -> Result<(), JobError> {
+        let resources = self.resources(threads, callbacks.progress);
+        match self.library() {
+            None => job::run_generate(job, &resources, on_responses, callbacks),
+            Some(library) => library.run_generate(job, &resources, on_responses, callbacks),
+        }
+    }
+
+    /// Devices and threads of a job. The first time, reports what `auto` has chosen.
+    fn resources(&self, threads: usize, progress: &dyn Progress) -> Resources {
+        let choice = self.choice.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        choice.into_iter().for_each(|line| progress.line(&line));
+        Resources { devices: self.devices(), threads }
+    }
+
+    fn library(&self) -> Option<&job::Library> {
+        match &self.backend {
+            Backend::InProcess => None,
+            Backend::LibraryOnCpu(opened) | Backend::Gpus(opened, _) => Some(&opened.library),
+        }
+    }
+}
+
+/// NCCL's version, such as `2.28.9`.
+///
+/// # Errors
+/// It cannot be opened, or is older than required.
+pub fn nccl() -> Result<String, DeviceUnavailable> {
+    querl_model::nccl_version().map_err(|error| DeviceUnavailable(error.to_string()))
+}
+
+/// Set in tests: jobs run in the library on its CPU, without a driver.
+const ON_CPU: &str = "QUERL_CUDA_ON_CPU";
+
+/// What a run would say of settings that the cards refuse which a configuration names, on a machine with or without them.
+///
+/// # Errors
+/// A setting asks for what a card cannot do.
+pub fn check_named(config: &Config) -> Result<(), Stop> {
+    match DeviceSetting::from_name(&config.device) {
+        Some(DeviceSetting::Cuda(_)) => {
+            let needs = DeviceRequirements::of(config, CardUse::Answers)?;
+            check_settings(&needs).map_err(|missing| refused(&config.device, &missing))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The sentence is whole whether what is missing was said with a remedy or has none.
+fn refused(name: &str, missing: &DeviceUnavailable) -> Stop {
+    Stop::usage(format!("device is {name:?}, which cannot be used: {missing}; \"cpu\" and \"auto\" do without"))
+}
+
+/// The library on the cards that are asked for.
+fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Backend, DeviceUnavailable> {
+    if std::env::var_os(ON_CPU).is_some() {
+        return library::open().map(Backend::LibraryOnCpu);
+    }
+    let driver = Probe::new().driver()?;
+    let used = |&index: &usize| {
+        let gpu = driver.gpus.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
+        Ok(UsedGpu { index, gpu, free_bytes: driver.free_bytes(index).ok() })
+    };
+    let used = indices.iter().map(used).collect::<Result<Vec<_>, DeviceUnavailable>>()?;
+    check_alike(&used)?;
+    let library = library::open()?;
+    check_fit(driver.cuda, &used[0].gpu, library.library.description())?;
+    check_settings(needs)?;
+    Ok(Backend::Gpus(library, used))
+}
+
+/// Cards that share work compute the same: sums of other bits would let their weights drift apart.
+///
+/// # Errors
+/// They are of two sorts.
+fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
+    let first = &used[0];
+    let Some(other) = used.iter().find(|other| other.gpu.capability != first.gpu.capability) else { return Ok(()) };
+    let named = |used: &UsedGpu| {
+        let (index, capability) = (used.index, capability_name(used.gpu.capability));
+        format!("cuda:{index} ({}) has compute capability {capability}", used.gpu.name)
+    };
+    Err(DeviceUnavailable(format!("{} and {}; cards that share work must be alike", named(first), named(other))))
+}
+
+/// What the processor can do and a card cannot.
+///
+/// # Errors
+/// A setting asks for some of it.
+fn check_settings(
+    &DeviceRequirements { model, sft, head_dim, card_use }: &DeviceRequirements<'_>,
+) -> Result<(), DeviceUnavailable> {
+    let storages = DeviceSizes::GPU.storages;
+    if !storages.contains(&model.dtype) {
+        let names: Vec<&str> = storages.iter().map(|dtype| dtype.name()).collect();
+        let (found, expected) = (model.dtype.name(), names.join(" or "));
+        return Err(DeviceUnavailable(format!(
+            "model.dtype is {found:?} and a card stores a frozen base as {expected}; set it to one of these"
+        )));
+    }
+    if sft.use_dora && sft.lora_dropout > 0.0 {
+        return Err(DeviceUnavailable(
+            "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set sft.lora_dropout = 0 or sft.use_dora = false".into(),
+        ));
+    }
+    head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, card_use))
+}
+
+/// # Errors
+/// A card has no kernels for the heads of the model that `key` names.
+fn check_heads(key: &str, head_dim: usize, card_use: CardUse) -> Result<(), DeviceUnavailable> {
+    querl_model::Place::check_card_heads(head_dim, card_use)
+        .map_err(|error| DeviceUnavailable(format!("{key} names {error}")))
+}
+
+fn no_such_card(driver: &Driver, index: usize) -> DeviceUnavailable {
+    let n_cards = driver.gpus.len();
+    DeviceUnavailable(format!(
+        "the driver sees {n_cards} card(s), cuda:0 to cuda:{}, and none is cuda:{index}",
+        n_cards - 1
+    ))
+}
+
+/// Whether a library's code runs on a card whose driver supports `driver_cuda`.
+///
+/// # Errors
+/// It does not.
+pub fn check_fit(driver_cuda: u32, card: &Gpu, library: &Description) -> Result<(), DeviceUnavailable> {
+    let Some(cuda) = library.cuda else {
+        return Err(DeviceUnavailable(
+            "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh".into(),
+        ));
+    };
+    // Within one major version, an older driver runs what a newer CUDA has compiled.
+    if driver_cuda / 1000 < cuda / 1000 {
+        let (has, needs) = (version_name(driver_cuda), version_name(cuda));
+        return Err(DeviceUnavailable(format!(
+            "the driver supports CUDA {has} and libquerl_cuda was built with CUDA {needs}; update the driver, or build the library with CUDA {}",
+            driver_cuda / 1000
+        )));
+    }
+    match library.capabilities.iter().min() {
+        Some(&least) if card.capability < least => Err(DeviceUnavailable(format!(
+            "{} has compute capability {}; expected {} or newer",
+            card.name,
+            capability_name(card.capability),
+            capability_name(least)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// 90 as `9.0`.
+pub fn capability_name(capability: u32) -> String {
+    format!("{}.{}", capability / 10, capability % 10)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::config::{BaseDtype, TuningMethod};
+
+    fn model(dtype: BaseDtype) -> ModelConfig {
+        ModelConfig {
+            path: "model".into(),
+            dtype,
+            tokens_per_pass: 512,
+            gradient_checkpointing: false,
+            tensor_parallel: 1,
+        }
+    }
+
+    #[test]
+    fn what_a_card_cannot_do_is_named_by_its_setting() {
+        let refusal = |dtype, sft: SftConfig| {
+            let needs =
+                DeviceRequirements { model: &model(dtype), sft: &sft, head_dim: Some(64), card_use: CardUse::Answers };
+            check_settings(&needs).map_err(|missing| missing.0)
+        };
+        let plain = SftConfig::default();
+        assert_eq!(refusal(BaseDtype::Bf16, plain.clone()), Ok(()));
+        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4; set it to one of these";
+        assert_eq!(refusal(BaseDtype::F32, plain.clone()), Err(of_dtype.into()));
+        let full = SftConfig { method: TuningMethod::Full, ..plain.clone() };
+        let dora = SftConfig { use_dora: true, ..plain.clone() };
+        let dropout = SftConfig { lora_dropout: 0.1, ..plain };
+        for sft in [full, dora, dropout.clone()] {
+            assert_eq!(refusal(BaseDtype::Nf4, sft), Ok(()));
+        }
+        let both = SftConfig { use_dora: true, ..dropout };
+        let refused = refusal(BaseDtype::Bf16, both).unwrap_err();
+        assert!(refused.starts_with("sft.use_dora is true and sft.lora_dropout above 0"), "{refused}");
+    }
+
+    /// The symptom: a model was fine-tuned for hours, and its first answer was refused.
+    #[test]
+    fn heads_that_a_card_has_no_kernels_for_are_refused_before_anything_is_done() {
+        let refusal = |head_dim, card_use| {
+            let (model, sft) = (model(BaseDtype::Bf16), SftConfig::default());
+            let needs = DeviceRequirements { model: &model, sft: &sft, head_dim: Some(head_dim), card_use };
+            check_settings(&needs).map_err(|missing| missing.0)
+        };
+        for head_dim in [8, 64, 120, 128] {
+            assert_eq!(refusal(head_dim, CardUse::Answers), Ok(()));
+        }
+        assert_eq!(refusal(20, CardUse::Training), Ok(()));
+        let odd = "model.path names a model with heads of 20, and a card writes answers with heads of a multiple of 8 up to 128";
+        assert_eq!(refusal(20, CardUse::Answers), Err(odd.into()));
+        let wide = "model.path names a model with heads of 256, and a card learns with heads of up to 128";
+        assert_eq!(refusal(256, CardUse::Training), Err(wide.into()));
+        assert!(refusal(256, CardUse::Answers).is_err());
+    }
+
+    #[test]
+    fn cards_of_two_sorts_do_not_share_work() {
+        let used = |index, name: &str, capability| {
+            let gpu = Gpu { name: name.into(), memory_bytes: 1 << 30, capability };
+            UsedGpu { index, gpu, free_bytes: None }
+        };
+        let refusal = |used: &[UsedGpu]| check_alike(used).map_err(|missing| missing.0);
+        assert_eq!(refusal(&[used(0, "H100", 90), used(3, "H200", 90)]), Ok(()));
+        let sentence = "cuda:0 (H100) has compute capability 9.0 and cuda:1 (A100) has compute capability 8.0; cards that share \
+                        work must be alike";
+        assert_eq!(refusal(&[used(0, "H100", 90), used(1, "A100", 80)]), Err(sentence.into()));
+    }
+
+    #[test]
+    fn a_library_must_be_for_the_card_and_its_driver() {
+        let description = |cuda| Description { version: "0.1.0".into(), cuda, capabilities: vec![80, 86, 90] };
+        let card = |capability| Gpu { name: "A card".into(), memory_bytes: 1 << 30, capability };
+        let refusal = |driver_cuda, capability, cuda| {
+            check_fit(driver_cuda, &card(capability), &description(cuda)).map_err(|missing| missing.0)
+        };
+        assert_eq!(refusal(13_000, 90, Some(13_010)), Ok(()));
+        assert_eq!(refusal(13_000, 120, Some(13_000)), Ok(()));
+        let older = "the driver supports CUDA 12.8 and libquerl_cuda was built with CUDA 13.0; update the driver, or build the \
+                     library with CUDA 12";
+        assert_eq!(refusal(12_080, 90, Some(13_000)), Err(older.into()));
+        let small = "A card has compute capability 7.5; expected 8.0 or newer";
+        assert_eq!(refusal(13_000, 75, Some(13_000)), Err(small.into()));
+        assert!(refusal(13_000, 90, None).unwrap_err().contains("built without CUDA"));
+    }
+}

@@ -1,0 +1,358 @@
+//! Results of a benchmark, as JSON and as text.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What can be measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Benchmark {
+    /// Loading a checkpoint, which is written first.
+    Load,
+    /// Fine-tuning steps.
+    Sft,
+    /// Responses to prompts with a common prefix.
+    Rollout,
+    /// PPO iterations.
+    Ppo,
+}
+
+impl Benchmark {
+    /// Name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Sft => "sft",
+            Self::Rollout => "rollout",
+            Self::Ppo => "ppo",
+        }
+    }
+}
+
+/// Lengths in tokens. Rows are random tokens that depend on the seed alone; all prompts share a prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Lengths {
+    /// Common prefix of all prompts. May be 0.
+    pub(crate) shared: usize,
+    /// Fewest tokens after the prefix: at least 1.
+    pub(crate) own_least: usize,
+    /// Most; uniformly distributed.
+    pub(crate) own_most: usize,
+    /// Response tokens in fine-tuning: at least 1.
+    pub(crate) answer: usize,
+}
+
+impl Lengths {
+    /// Tokens of the longest prompt.
+    pub(crate) fn longest_prompt(&self) -> usize {
+        self.shared + self.own_most
+    }
+}
+
+/// Statistics of a repeated measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Spread {
+    /// Median.
+    pub(crate) median: f64,
+    /// Minimum.
+    pub(crate) least: f64,
+    /// Maximum.
+    pub(crate) most: f64,
+    /// Number of repetitions.
+    pub(crate) n: usize,
+}
+
+impl Spread {
+    /// `None` for no values.
+    pub(crate) fn of(values: &[f64]) -> Option<Self> {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (least, most, n) = (*sorted.first()?, *sorted.last()?, sorted.len());
+        let median = (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0;
+        Some(Self { median, least, most, n })
+    }
+
+    /// `amount` divided by every value: seconds become a rate.
+    #[must_use]
+    pub(crate) fn rate(self, amount: f64) -> Self {
+        Self { median: amount / self.median, least: amount / self.most, most: amount / self.least, n: self.n }
+    }
+}
+
+/// All results. Times are wall-clock seconds, until the device is synchronised.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct BenchReport {
+    /// Name of the model shape.
+    pub(crate) shape: String,
+    /// Product name of the device.
+    pub(crate) device: String,
+    /// Dtype of the base.
+    pub(crate) dtype: String,
+    /// Parameters of the base.
+    pub(crate) parameters: u64,
+    /// Bytes of the base by the memory plan.
+    pub(crate) base_bytes: u64,
+    /// Initialising the weights.
+    pub(crate) made_s: f64,
+    /// Measured peak rates; `None` where no benchmark needed them.
+    pub(crate) ceilings: Option<Ceilings>,
+    /// [`Benchmark::Load`].
+    pub(crate) load: Option<LoadResult>,
+    /// [`Benchmark::Sft`].
+    pub(crate) sft: Option<SftResult>,
+    /// [`Benchmark::Rollout`], one for each number of sequences.
+    pub(crate) rollouts: Vec<RolloutResult>,
+    /// [`Benchmark::Ppo`].
+    pub(crate) ppo: Option<PpoResult>,
+    /// Benchmarks that failed or were skipped, with the reason.
+    pub(crate) left_out: Vec<String>,
+}
+
+/// Measured peak rates of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Ceilings {
+    /// FLOP/s of a square matrix product: on a GPU bf16 by cuBLAS, on the CPU f32 by querl's kernels.
+    pub(crate) matrix: Spread,
+    /// Rows and columns of those matrices.
+    pub(crate) matrix_size: usize,
+    /// Bytes per second, read plus written, of a copy on the device.
+    pub(crate) copy: Spread,
+    /// Bytes that were copied.
+    pub(crate) copied_bytes: u64,
+}
+
+/// Loading a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LoadResult {
+    /// Bytes of its files, which are in the page cache.
+    pub(crate) file_bytes: u64,
+    /// Until the model is ready.
+    pub(crate) seconds: Spread,
+    /// Bytes of files per second.
+    pub(crate) bytes_per_s: Spread,
+}
+
+/// Memory use of a benchmark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct MemoryUse {
+    /// By the plan.
+    pub(crate) planned_bytes: u64,
+    /// Peak: of tensors on a GPU, of the process on the CPU.
+    pub(crate) peak_bytes: Option<u64>,
+    /// On a GPU: memory in use that is not tensors, for which the plan has a reserve.
+    #[serde(rename = "beside_bytes")]
+    pub(crate) non_tensor_bytes: Option<u64>,
+}
+
+/// GPU time of all launches of a kernel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct KernelTime {
+    /// Its name, or `product` for cuBLAS.
+    pub(crate) name: String,
+    /// Launches.
+    pub(crate) calls: u64,
+    /// Total time.
+    pub(crate) seconds: f64,
+}
+
+/// Fine-tuning steps: forward, backward, clipping and optimizer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SftResult {
+    /// Rows per step.
+    pub(crate) rows: usize,
+    /// Their tokens, prompts and responses.
+    pub(crate) tokens: usize,
+    /// Tokens through the decoder, common prefixes counted once.
+    pub(crate) computed_tokens: usize,
+    /// Most of them in one micro-batch.
+    pub(crate) tokens_per_pass: usize,
+    /// Micro-batches per step.
+    pub(crate) passes: usize,
+    /// Gradient checkpointing.
+    pub(crate) gradient_checkpointing: bool,
+    /// Rank of the adapter.
+    pub(crate) lora_rank: usize,
+    /// One step.
+    pub(crate) step_s: Spread,
+    /// All tokens.
+    pub(crate) tokens_per_s: Spread,
+    /// Tokens through the decoder.
+    pub(crate) computed_tokens_per_s: Spread,
+    /// FLOP of a step, without recomputation.
+    pub(crate) operations: f64,
+    /// FLOP/s as a share of the measured matrix product rate.
+    pub(crate) share_of_matrix_rate: f64,
+    /// Memory use.
+    pub(crate) memory: MemoryUse,
+    /// GPU time of one more step by kernel, descending.
+    pub(crate) kernels: Vec<KernelTime>,
+}
+
+/// Responses to prompts with a common prefix.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RolloutResult {
+    /// Sequences generated at once.
+    pub(crate) sequences: usize,
+    /// Distinct prompts.
+    pub(crate) prompts: usize,
+    /// Longest response.
+    pub(crate) max_new_tokens: usize,
+    /// Prefill and decode.
+    pub(crate) seconds: Spread,
+    /// Response tokens over that time.
+    pub(crate) tokens_per_s: Spread,
+    /// Without prefill, which is measured separately; `None` where that dominates.
+    pub(crate) decode_tokens_per_s: Option<Spread>,
+    /// Least bytes that a decode step reads: weights once, each distinct key and value once.
+    pub(crate) step_bytes: u64,
+    /// Those bytes per step time as a share of the measured bandwidth.
+    pub(crate) share_of_bandwidth: Option<f64>,
+    /// Peak KV cache.
+    pub(crate) cache_bytes: u64,
+    /// GPU time of one more rollout by kernel; launches within CUDA graphs are not traced.
+    pub(crate) kernels: Vec<KernelTime>,
+}
+
+/// PPO iterations: rollouts, log-probabilities, values, epochs of updates.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PpoResult {
+    /// Responses per iteration.
+    pub(crate) answers: usize,
+    /// Epochs of updates.
+    pub(crate) epochs: usize,
+    /// Optimizer steps of the policy.
+    pub(crate) updates: usize,
+    /// Longest response.
+    pub(crate) max_new_tokens: usize,
+    /// What scores.
+    pub(crate) scorer: String,
+    /// One iteration.
+    pub(crate) iteration_s: Spread,
+    /// Its phases, by the names of the `timing_s/` metrics.
+    pub(crate) parts_s: BTreeMap<String, Spread>,
+    /// Most tokens in one micro-batch.
+    pub(crate) tokens_per_pass: usize,
+    /// Gradient checkpointing.
+    pub(crate) gradient_checkpointing: bool,
+    /// Memory use.
+    pub(crate) memory: MemoryUse,
+}
+
+/// Text for people: a name and a value per line.
+pub(crate) fn lines(measured: &BenchReport) -> Vec<(String, String)> {
+    let BenchReport { shape, device, dtype, parameters, base_bytes, made_s, .. } = measured;
+    let line = |name: &str, value: String| (name.to_owned(), value);
+    let mut lines = vec![
+        line("model", format!("{shape}, {parameters} parameters in {dtype}, {}", gib(*base_bytes))),
+        line("device", format!("{device}; initialised in {made_s:.2} s")),
+    ];
+    lines.extend(measured.ceilings.as_ref().map(|ceilings| line("ceilings", show_ceilings(ceilings))));
+    lines.extend(measured.load.as_ref().map(|loaded| line("load", show_load(loaded))));
+    if let Some(tuned) = &measured.sft {
+        lines.extend([line("sft", show_sft(tuned)), line("sft memory", show_memory(&tuned.memory))]);
+        lines.extend(show_kernels(&tuned.kernels).map(|text| line("sft kernels", text)));
+    }
+    lines.extend(
+        measured.rollouts.iter().map(|rolled| (format!("rollout of {}", rolled.sequences), show_rollout(rolled))),
+    );
+    if let Some(optimised) = &measured.ppo {
+        lines.extend([line("ppo", show_ppo(optimised)), line("ppo memory", show_memory(&optimised.memory))]);
+    }
+    lines.extend(measured.left_out.iter().map(|sentence| line("skipped", sentence.clone())));
+    lines
+}
+
+fn show_ceilings(ceilings: &Ceilings) -> String {
+    let (matrix, copy) = (ceilings.matrix.median / 1e12, ceilings.copy.median / 1e9);
+    format!("matrix products {matrix:.3} TFLOP/s (matrices of {}), copies {copy:.1} GB/s", ceilings.matrix_size)
+}
+
+fn show_load(loaded: &LoadResult) -> String {
+    let (bytes, rate) = (gib(loaded.file_bytes), loaded.bytes_per_s.median / 1e9);
+    format!("{bytes} in {}, {rate:.2} GB/s", seconds(loaded.seconds))
+}
+
+fn show_sft(tuned: &SftResult) -> String {
+    let SftResult { rows, tokens, computed_tokens, passes, .. } = tuned;
+    let twice = if tuned.gradient_checkpointing { ", gradient checkpointing" } else { "" };
+    format!(
+        "{:.0} tokens/s ({:.0} computed), {:.1}% of the matrix product rate; a step of {rows} rows, {tokens} tokens, {computed_tokens} \
+         computed in {passes} micro-batch(es){twice}: {}",
+        tuned.tokens_per_s.median,
+        tuned.computed_tokens_per_s.median,
+        100.0 * tuned.share_of_matrix_rate,
+        seconds(tuned.step_s)
+    )
+}
+
+fn show_rollout(rolled: &RolloutResult) -> String {
+    let decoding = match (rolled.decode_tokens_per_s, rolled.share_of_bandwidth) {
+        (Some(decode), Some(share)) => {
+            format!("decode only {:.0}, {:.1}% of the bandwidth", decode.median, 100.0 * share)
+        }
+        _ => "decode time within the noise of prefill".into(),
+    };
+    let (rate, seconds) = (rolled.tokens_per_s.median, seconds(rolled.seconds));
+    format!("{rate:.0} tokens/s, {decoding}; {} prompts: {seconds}", rolled.prompts)
+}
+
+fn show_ppo(optimised: &PpoResult) -> String {
+    let part = |(name, spread): (&String, &Spread)| format!("{name} {:.2}", spread.median);
+    let parts = optimised.parts_s.iter().filter(|(name, spread)| *name != "step" && spread.median >= 0.005).map(part);
+    let parts: Vec<String> = parts.collect();
+    let PpoResult { answers, updates, scorer, .. } = optimised;
+    let iteration = seconds(optimised.iteration_s);
+    format!(
+        "{iteration} an iteration of {answers} responses and {updates} updates ({}); scored by {scorer}",
+        parts.join(", ")
+    )
+}
+
+fn show_kernels(kernels: &[KernelTime]) -> Option<String> {
+    let total: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
+    let share = |kernel: &KernelTime| format!("{} {:.1}%", kernel.name, 100.0 * kernel.seconds / total);
+    let shares: Vec<String> = kernels.iter().take(8).map(share).collect();
+    (total > 0.0).then(|| format!("{total:.3} s on the GPU: {}", shares.join(", ")))
+}
+
+fn show_memory(memory: &MemoryUse) -> String {
+    let peak = memory.peak_bytes.map_or_else(|| "not known".into(), gib);
+    let other =
+        memory.non_tensor_bytes.map(|bytes| format!(" and {} other than tensors", gib(bytes))).unwrap_or_default();
+    format!("{peak}{other}; planned {}", gib(memory.planned_bytes))
+}
+
+fn seconds(spread: Spread) -> String {
+    format!("{:.3} s ({:.3} to {:.3}, {} times)", spread.median, spread.least, spread.most, spread.n)
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_an_even_number_is_the_mean_of_two_and_a_rate_swaps_the_ends() {
+        let seconds = Spread::of(&[4.0, 1.0, 2.0, 2.5]).unwrap();
+        assert_eq!(seconds, Spread { median: 2.25, least: 1.0, most: 4.0, n: 4 });
+        assert_eq!(Spread::of(&[3.0]).unwrap().median, 3.0);
+        assert_eq!(Spread::of(&[]), None);
+        let rate = seconds.rate(9.0);
+        assert_eq!((rate.least, rate.median, rate.most), (2.25, 4.0, 9.0));
+    }
+}
