@@ -40,7 +40,7 @@ tests() { # WHEN ORDER ARGUMENT...
         cargo test --release --features querl-model/cuda,querl-train/cuda,querl-cuda/cuda "$@"
 }
 
-crates=(-p querl-model -p querl-train -p querl-device -p querl-cuda)
+crates=(-p querl-model -p querl-train -p querl-cuda)
 if [ $# -gt 0 ]; then
     tests "${QUERL_SIMULATOR_STREAMS:-now}" "${QUERL_SIMULATOR_ORDER:-forward}" "${crates[@]}" "$@"
 else

@@ -2,7 +2,7 @@
 weights, on the batches of querl's tests on a card. Writes nothing; the limits of those tests are set from what it prints.
 
 1. host/querl-model/tests/card.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
-2. host/querl-train/src/sft/tests/card.rs: the gradient's norm over nine steps, of which the rows come in several orders.
+2. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, of which the rows come in several orders.
 """
 
 import warnings

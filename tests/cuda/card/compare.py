@@ -4,7 +4,7 @@
 A Qwen2 of random weights is made on the device in bf16 (no file is read), with LoRA adapters on all linear layers in f32 under autocast, as
 transformers' Trainer has them. Measured are
 
-  sft       forward, backward, clipping and fused AdamW on rows of the lengths that `querl model measure` takes; logits of the answers
+  sft       forward, backward, clipping and fused AdamW on rows of the lengths that `querl-bench` takes; logits of the answers
             alone; several micro-batches, of which the best counts; checkpointing where nothing else fits
   generate  answers by `generate` with its cache, `num_return_sequences` for each prompt, adapters merged
   ppo       an iteration of PPO after TRL's trainer, by hand: answers, log-probabilities of policy and reference (the adapter off), values by a
@@ -35,7 +35,7 @@ MASK = (1 << 64) - 1
 
 
 class Draw:
-    """The numbers of `rows.rs` of querl-device (SplitMix64): the rows are the same, token by token."""
+    """The numbers of tests/bench/src/rows.rs (SplitMix64): the rows are the same, token by token."""
 
     def __init__(self, seed):
         self.state = seed & MASK

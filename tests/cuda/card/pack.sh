@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # pack.sh [--wheels PYTHON] [--small] [OUT]: builds what a machine with a card needs and packs it into one archive (default target/cuda/card.tar.xz).
 #
-# In it: querl, libquerl_cuda.so, the test programs of querl-model and querl-train with the feature `cuda`, the program that measures kernels, the
+# In it: querl, querl-bench, libquerl_cuda.so, the test programs of querl-model and querl-train with the feature `cuda`, the program that measures kernels, the
 # goldens of the tests, and the scripts. Unpacked there, `card/run.sh` runs all of it. Ends with 1 where the archive is larger than 64 MiB.
 #
 # --wheels 3.12 adds wheels of transformers and PEFT with what they need, for that Python; torch must be there. --small compiles for the capability
@@ -44,11 +44,12 @@ for line in sys.stdin:
     if found.get("executable"):
         print(found["target"]["name"], found["executable"])'
 }
-add() { while read -r name path; do case "$name" in querl_model | querl_train | card | candle_on_the_device | card_kernels) strip -o "$card/bin/$name" "$path" ;; esac; done; }
+add() { while read -r name path; do case "$name" in querl_model | querl_train | card | candle_on_the_device | card_kernels | querl-bench) strip -o "$card/bin/$name" "$path" ;; esac; done; }
 programs test --release -p querl-model -p querl-train --features querl-model/cuda,querl-train/cuda --no-run --lib \
     --test card --test candle_on_the_device | add
 programs build --release -p querl-model --features cuda --example card_kernels | add
-for name in querl_model querl_train card candle_on_the_device card_kernels; do
+programs build --release -p querl-bench --features cuda | add
+for name in querl_model querl_train card candle_on_the_device card_kernels querl-bench; do
     [ -x "$card/bin/$name" ] || { echo "$name was not built"; exit 1; }
 done
 

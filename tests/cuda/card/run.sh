@@ -65,8 +65,8 @@ part() {
 measure() {
     local name="$1" limit="$2" shape="$3"; shift 3
     # shellcheck disable=SC2016
-    part "$name" "$limit" bash -c 'trap : TERM; "$0" model measure --device cuda:0 --json "${@:2}" > "$1.new"; code=$?; [ ! -s "$1.new" ] || mv "$1.new" "$1"; exit $code' \
-        "$here/bin/querl" "$out/$name.json" --shape "$shape" "$@"
+    part "$name" "$limit" bash -c 'trap : TERM; "$0" --device cuda:0 --json "${@:2}" > "$1.new"; code=$?; [ ! -s "$1.new" ] || mv "$1.new" "$1"; exit $code' \
+        "$here/bin/querl-bench" "$out/$name.json" --shape "$shape" "$@"
 }
 
 tests() { # NAME LIMIT PROGRAM FILTER: of several filters in one call, one that no test has would not be noticed
@@ -87,7 +87,7 @@ if [ -n "$simulated" ]; then
     tests test-kernels 120 querl_model device::tests::elementwise
     tests test-candle 120 candle_on_the_device
     tests test-card 180 card logits
-    tests test-train 180 querl_train card
+    tests test-train 180 querl_train gpu
     part kernels 300 "$here/bin/card_kernels" --shape tiny --rows 16 --sequences 2 --repeats 1 --json "$out/kernels.json"
     measure measure-tiny-a 300 tiny --what sft,rollout --repeats 1 "${small[@]}"
     measure measure-tiny-b 300 tiny --what ppo --repeats 1 "${small[@]}"
@@ -97,7 +97,7 @@ else
     tests test-answers 30 querl_model generate::card
     tests test-card 25 card
     tests test-candle 10 candle_on_the_device
-    tests test-train 20 querl_train card
+    tests test-train 20 querl_train gpu
     sanitizer=$(command -v compute-sanitizer || compgen -G '/usr/local/cuda*/bin/compute-sanitizer' | head -n 1)
     if [ -n "$sanitizer" ]; then
         part sanitizer 30 "$sanitizer" --tool memcheck --error-exitcode 9 "$here/bin/querl_model" --test-threads 1 device::tests

@@ -2,10 +2,10 @@
 #![allow(clippy::unwrap_used)]
 
 #[cfg(feature = "cuda")]
-mod card;
+mod gpu;
 mod ranks;
 #[cfg(feature = "cuda")]
-mod two_cards;
+mod two_gpus;
 
 use super::*;
 use crate::data_order::DataOrder;
