@@ -1,9 +1,9 @@
-"""Classifiers that `querl rm train` writes, loaded in transformers and PEFT: equal probabilities.
+"""Classifiers that `querl style train` writes, loaded in transformers and PEFT: equal probabilities.
 
 Usage: classifiers_readback.py QUERL MODEL_DIR DIALOGUES
 
 QUERL is the built command, MODEL_DIR a model with tokenizer (examples/tiny-qwen3), DIALOGUES labelled ones (examples/style/seed26.json).
-Trains every weight, and an adapter; for each compares what `querl rm predict` says of all dialogues with what transformers says of them
+Trains every weight, and an adapter; for each compares what `querl style predict` says of all dialogues with what transformers says of them
 in one padded batch. Exits with 1 where a probability differs by more than 1e-4.
 """
 

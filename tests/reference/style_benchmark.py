@@ -1,4 +1,4 @@
-"""`querl rm` beside transformers: time and peak memory of training, accuracy over seeds, texts a second.
+"""`querl style` beside transformers: time and peak memory of training, accuracy over seeds, texts a second.
 
 Usage: style_benchmark.py QUERL MODEL_DIR DIALOGUES [--seeds N] [--epochs N] [--threads N]
 

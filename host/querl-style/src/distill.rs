@@ -1,4 +1,4 @@
-//! `querl rm distill`: a small classifier that learns from a large one.
+//! `querl style distill`: a small classifier that learns from a large one.
 
 use crate::corpus::{Classes, Corpus};
 use crate::error::usage;

@@ -1,4 +1,4 @@
-//! The settings of `querl rm train`: as written, in flags or a file; then resolved and checked.
+//! The settings of `querl style train`: as written, in flags or a file; then resolved and checked.
 
 use crate::class_names;
 use crate::error::usage;

@@ -1,4 +1,4 @@
-//! `querl rm train`: a classifier from labelled dialogues, and how good it is.
+//! `querl style train`: a classifier from labelled dialogues, and how good it is.
 
 use crate::corpus::Corpus;
 use crate::error::usage;

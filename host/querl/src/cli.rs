@@ -11,17 +11,17 @@ use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::host::COMPILE_COMMAND;
 use std::path::PathBuf;
 
-/// Trains a small model to rewrite users' questions so that a knowledge base answers them better.
+/// Train a small language model to rewrite users' queries so that a knowledge base answers them better.
 #[derive(Debug, Parser)]
 #[command(name = "querl", version, propagate_version = true, max_term_width = 100)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 stopped by a limit, 130 interrupted."
+    after_help = "Exit codes: 0 success, 1 failure, 2 usage or configuration error, 3 stopped by a limit, 130 interrupted."
 )]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
-    /// How much to say on stderr.
+    /// Verbosity on stderr.
     #[command(flatten)]
     pub noise: Noise,
 }
@@ -29,61 +29,61 @@ pub struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// All stages from spreadsheet to report; goes on where an earlier run in the same folder stopped
+    /// Run all stages from query table to report; resume an interrupted run in the same folder
     Run(run::RunArgs),
-    /// Stage 1: the teacher rewrites each query
+    /// Run stage 1: the teacher rewrites each query
     Rewrite(run::StageArgs),
-    /// Stage 2: retrieval says what each rewrite finds
+    /// Run stage 2: retrieval looks up each rewrite
     Validate(run::StageArgs),
-    /// Stage 3: filters keep or drop; train, val and test are split by query group
+    /// Run stage 3: filters keep or drop; train, val and test are split by query group
     Convert(run::StageArgs),
-    /// Stage 4: supervised fine-tuning
+    /// Run stage 4: supervised fine-tuning
     Sft(run::StageArgs),
-    /// Stage 5: reinforcement learning
+    /// Run stage 5: reinforcement learning
     Rl(run::StageArgs),
-    /// Stage 6: raw query, teacher, SFT and RL on the test split
+    /// Run stage 6: evaluate raw query, teacher, SFT and RL on the test split
     Eval(run::StageArgs),
-    /// Writes eval.json and report.html of a run folder again and prints the table
+    /// Write eval.json and report.html of a run directory again and print the table
     Report(report::ReportArgs),
-    /// Shows a run in the terminal while it goes on, or as it ended
+    /// Show a running or finished run in the terminal
     Watch(watch::WatchArgs),
-    /// Checks a configuration, or lists every key it may have
+    /// Check a configuration, or list every key it may have
     #[command(subcommand)]
     Config(check::ConfigCommand),
-    /// Looks at the query table and at what the data stages made of it
+    /// Print statistics of the query table and of the data stages
     #[command(subcommand)]
     Data(data::DataCommand),
-    /// Looks at a model, merges and exports it, or makes a small one
+    /// Inspect, merge and export a model, or pretrain a small one
     #[command(subcommand)]
     Model(model::ModelCommand),
-    /// Makes, tests, packs and looks at plugins
+    /// Create, test, pack and inspect plugins
     #[command(subcommand)]
     Plugin(plugin::PluginCommand),
-    /// Offers the style model of a folder or of a run over HTTP, as `querl rm serve` does
+    /// Serve a style model or knowledge bases over HTTP
     Serve(serve::ServeArgs),
-    /// Offers retrieval as a service, or looks at one
+    /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]
     Rag(rag::RagCommand),
-    /// Says what is kept of answers of teachers, judges and retrieval services, or forgets it
+    /// Print statistics of the response cache, or clear it
     #[command(subcommand)]
     Cache(cache::CacheCommand),
-    /// Trains a classifier of the style of answers, measures it and asks it
+    /// Train, evaluate and use the style reward model (alias: rm)
     #[command(subcommand, name = "style", alias = "rm")]
     Style(style::StyleCommand),
-    /// Says what this machine offers: devices, toolchain, caches
+    /// Print the devices, toolchain and caches of this machine
     Doctor(doctor::DoctorArgs),
-    /// Compiles one plugin, in a process of its own that can be stopped
+    /// Compile one plugin in a separate process that can be stopped
     #[command(name = COMPILE_COMMAND, hide = true)]
     CompilePlugin(compile_plugin::CompileArgs),
 }
 
-/// How much to say on stderr.
+/// Verbosity on stderr.
 #[derive(Debug, Args)]
 pub struct Noise {
-    /// Say more on stderr; twice for still more
+    /// Increase verbosity (-vv for debug)
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub verbose: u8,
-    /// Say nothing on stderr but errors
+    /// Print only errors on stderr
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub quiet: bool,
 }
@@ -117,7 +117,7 @@ pub struct ConfigArgs {
     /// Replace a key of the file: dotted key, TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// The run folder [default: output_dir of the file]
+    /// The run directory [default: output_dir of the file]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Worker threads [default: threads of the file, else all cores]

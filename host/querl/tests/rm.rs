@@ -1,4 +1,4 @@
-//! `querl rm`: train, eval, predict.
+//! `querl style`: train, eval, predict.
 #![allow(clippy::unwrap_used)]
 
 mod support;

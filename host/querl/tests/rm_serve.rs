@@ -1,4 +1,4 @@
-//! `querl rm serve`, `querl serve`, `querl rm predict` and `querl rm distill`, through the command line.
+//! `querl serve style`, `querl style predict` and `querl style distill`, through the command line.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -167,9 +167,12 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
     project.write("with.toml", &text);
     let expected = predicted(&project).remove(0);
     let body = json!({"text": texts(&project)[0]});
-    for (place, max_length) in
-        [(&["style"][..], 512), (&["--model", "style", "--max_length", "77"], 77), (&["with.toml"], 99)]
-    {
+    for (place, max_length) in [
+        (&["style"][..], 512),
+        (&["--model", "style", "--max_length", "77"], 77),
+        (&["with.toml"], 99),
+        (&["style", "with.toml"], 99),
+    ] {
         let mut server = Server::run(&project, &[&["serve"], place].concat(), &[]);
         server.ready().await;
         let info = server.client.get(format!("{}/info", server.url)).send().await.unwrap();
@@ -180,12 +183,15 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
         assert_eq!(end(&mut server, "-INT"), Some(0));
     }
     let said = project.querl(&["serve", "querl.toml"]);
-    let message = "error: querl.toml: has no style model to serve; name a classifier of `querl rm train` as plugins.style_model.path\n";
-    assert_eq!((said.code, said.stderr.as_str()), (Some(2), message));
+    let message = "error: querl.toml: has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path\n";
+    let message =
+        format!("note: `querl serve DIR` is now `querl serve style DIR`; the old form still works\n{message}");
+    assert_eq!((said.code, said.stderr), (Some(2), message));
+    assert_eq!(project.querl(&["serve", "style", "querl.toml"]).code, Some(2));
     assert_eq!(project.querl(&["serve"]).code, Some(2));
 }
 
-/// `querl rm predict --json` of what stands on stdin.
+/// `querl style predict --json` of what stands on stdin.
 fn predict(project: &Project, input: &[u8]) -> (Option<i32>, Vec<Value>, String) {
     let mut command = project.command(&["rm", "predict", "--model", "style", "--json", "-q"]);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

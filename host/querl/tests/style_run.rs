@@ -149,7 +149,7 @@ fn refusal(project: &Project, args: &[&str]) -> String {
 fn a_style_model_that_cannot_be_asked_is_told_before_anything_runs() {
     let project = project(&STYLE.replace("[plugins.style_model]\npath = \"style\"\n", ""));
     let run = ["run", "querl.toml"];
-    let missing = "plugins.rewards[1]: `scorer-style` scores style and there is no style model; name a classifier of `querl rm train` as \
+    let missing = "plugins.rewards[1]: `scorer-style` scores style and there is no style model; name a classifier of `querl style train` as \
                    plugins.style_model.path";
     assert_eq!(refusal(&project, &run), missing);
     let with = |sets: &[&str]| {

@@ -32,7 +32,7 @@ pub struct PluginsConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StyleModelConfig {
-    /// Folder of a classifier of `querl rm train` or of transformers, or of a PEFT adapter.
+    /// Folder of a classifier of `querl style train` or of transformers, or of a PEFT adapter.
     pub path: Option<PathBuf>,
     /// Folder of the model that an adapter was trained on.
     pub base: Option<PathBuf>,

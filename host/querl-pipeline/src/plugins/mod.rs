@@ -156,7 +156,7 @@ impl Loading {
         let Some(style) = style else {
             let id = plugin.id();
             let message = format!(
-                "plugins.rewards[{index}]: `{id}` scores style and there is no style model; name a classifier of `querl rm train` as \
+                "plugins.rewards[{index}]: `{id}` scores style and there is no style model; name a classifier of `querl style train` as \
                  plugins.style_model.path"
             );
             return Err(Stop::usage(message).into());

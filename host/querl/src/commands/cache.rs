@@ -14,9 +14,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// What to do with the cache.
 #[derive(Debug, Subcommand)]
 pub enum CacheCommand {
-    /// Says how many answers are kept, of what size and age
+    /// Print number, size and age of the cached responses
     Stats(StatsArgs),
-    /// Forgets answers
+    /// Clear the cache
     Clear(ClearArgs),
 }
 
@@ -34,7 +34,7 @@ pub struct StatsArgs {
 pub struct ClearArgs {
     #[command(flatten)]
     place: Place,
-    /// Only answers of this kind; may be given several times [default: all]
+    /// Only responses of this kind; may be given several times [default: all]
     #[arg(long, value_name = "TABLE")]
     table: Vec<Table>,
 }

@@ -17,7 +17,7 @@ use std::io::Write;
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum DataCommand {
-    /// Figures of the query table, of each data stage and of the splits; leaks between splits; warnings
+    /// Print statistics of the query table, of each data stage and of the splits; leaks between splits; warnings
     Stats(StatsArgs),
 }
 

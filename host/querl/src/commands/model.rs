@@ -24,9 +24,9 @@ use std::path::{Path, PathBuf};
 /// The commands under `querl model`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ModelCommand {
-    /// Say what a model directory or an adapter holds
+    /// Print what a model directory or an adapter holds
     Inspect(inspect::InspectArgs),
-    /// Make a model of random weights of any shape, for measurements: on a device, or as a checkpoint
+    /// Create a model with random weights of any shape, for measurements: on a device, or as a checkpoint
     Init(init::InitArgs),
     /// Moved to querl-bench
     #[command(hide = true, disable_help_flag = true)]
@@ -35,13 +35,13 @@ pub(crate) enum ModelCommand {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Log-probability of each token of each line, given those before it; JSON lines
+    /// Print the log-probability of each token of each line as JSON lines
     Logprobs(logprobs::LogprobsArgs),
-    /// Write a model with an adapter's changes in its weights, as transformers and vLLM load it
+    /// Merge an adapter into its base model, as transformers and vLLM load it
     Merge(exchange::MergeArgs),
-    /// Write a model, or an adapter, as transformers, PEFT and vLLM load it: in another type, in shards
+    /// Export a model or an adapter, as transformers, PEFT and vLLM load it: other dtype, shards
     Export(exchange::ExportArgs),
-    /// Make a small model of one domain from a text: tokenizer, random weights, training
+    /// Pretrain a small model of one domain from a text: tokenizer, random weights, training
     Pretrain {
         /// What to make and from what
         #[arg(value_name = "CONFIG")]

@@ -22,16 +22,16 @@ use std::sync::Arc;
 pub struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Run this stage and all after it anew, whatever is finished
+    /// Run this stage and all later ones again, even if they are finished
     #[arg(long, value_name = "STAGE", value_parser = stage_name())]
     from: Option<StageName>,
     /// Stop after this stage
     #[arg(long, value_name = "STAGE", value_parser = stage_name())]
     to: Option<StageName>,
-    /// Go on with plugins that are not those of querl.lock, and record the change there
+    /// Accept plugins that differ from querl.lock, and record the change there
     #[arg(long)]
     accept_plugin_change: bool,
-    /// Say what would be asked of whom and what it may cost, and do nothing
+    /// Print the calls that would be made and what they may cost, and do nothing
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]

@@ -1,22 +1,44 @@
-//! `querl serve`: the style model of a folder or of a run, over HTTP.
+//! `querl serve WHAT`: a style model or knowledge bases over HTTP.
 
+use super::rag;
 use super::style::{self, ServeOptions};
-use clap::Args;
+use crate::terminal;
+use clap::{Args, Subcommand};
 use querl_core::config::{Config, Overrides, StyleModelConfig, load, load_resolved};
 use querl_core::run_dir::RunDir;
 use querl_pipeline::failure::Stop;
 use querl_style::ClassifierOptions;
 use std::path::{Path, PathBuf};
 
-/// What `querl serve` takes.
+/// Options of `querl serve`.
 #[derive(Debug, Args)]
-#[command(rename_all = "snake_case")]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct ServeArgs {
+    #[command(subcommand)]
+    what: Option<ServeCommand>,
+    /// The form before there was something else to serve.
+    #[command(flatten)]
+    style: StyleArgs,
+}
+
+/// What is served.
+#[derive(Debug, Subcommand)]
+enum ServeCommand {
+    /// Serve a style model: /predict, /classify, /health, /ready, /metrics, /openapi.json
+    Style(StyleArgs),
+    /// Serve knowledge bases over the general_rag interface, each under the tenant and kb_name of its configuration
+    Rag(rag::ServeArgs),
+}
+
+/// Options of `querl serve style`.
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+struct StyleArgs {
     /// A classifier's folder; or a run's folder or configuration, whose style model is served
-    #[arg(value_name = "CONFIG|DIR", required_unless_present = "model")]
-    place: Option<PathBuf>,
-    /// A classifier's folder, as `querl style serve` has it
-    #[arg(long, value_name = "DIR", conflicts_with = "place")]
+    #[arg(value_name = "CONFIG|DIR")]
+    path: Option<PathBuf>,
+    /// A classifier's folder
+    #[arg(long, value_name = "DIR", conflicts_with = "path")]
     model: Option<PathBuf>,
     /// The model that an adapter was trained on [default: the run's]
     #[arg(long, value_name = "DIR")]
@@ -24,7 +46,7 @@ pub struct ServeArgs {
     /// Most tokens of a text; of longer ones question and answer are shortened [default: the run's, else 512]
     #[arg(long, visible_alias = "max-length", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_length: Option<u32>,
-    /// Give probabilities as sure as they are right: by the temperature that was fitted in training
+    /// Calibrate probabilities by the temperature that was fitted in training
     #[arg(long)]
     calibrated: bool,
     /// Worker threads [default: all cores]
@@ -37,17 +59,39 @@ pub struct ServeArgs {
 /// Serves until interrupted.
 ///
 /// # Errors
-/// The place holds nothing that can be served, or as `querl style serve`.
+/// There is nothing that can be served, or the address cannot be used.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
+    match &args.what {
+        Some(ServeCommand::Style(args)) if args.model.is_none() && args.path.is_none() => {
+            // The former `querl serve FOLDER`, of a folder that is called `style`.
+            let path = Some(PathBuf::from("style")).filter(|folder| folder.is_dir());
+            serve_style(&StyleArgs { path, ..args.clone() })
+        }
+        Some(ServeCommand::Style(args)) => serve_style(args),
+        Some(ServeCommand::Rag(args)) => rag::serve(args),
+        None => {
+            report_new_form("querl serve DIR", "querl serve style DIR");
+            serve_style(&args.style)
+        }
+    }
+}
+
+/// Reports that a command has a new form.
+pub(super) fn report_new_form(old: &str, new: &str) {
+    terminal::say(&format!("note: `{old}` is now `{new}`; the old form still works"));
+}
+
+fn serve_style(args: &StyleArgs) -> anyhow::Result<()> {
     style::serve(&model_of(args)?, &args.options)
 }
 
-fn model_of(args: &ServeArgs) -> anyhow::Result<ClassifierOptions> {
-    let named = match (&args.model, &args.place) {
-        (None, Some(place)) => of_run(place)?,
+fn model_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
+    let named = match (&args.model, &args.path) {
+        (None, Some(path)) => of_run(path)?,
         _ => None,
     };
-    let folder = args.model.as_ref().or(args.place.as_ref()).expect("the grammar asks for one of them");
+    let missing = || Stop::usage("nothing to serve; name a classifier's folder, or a run's folder or configuration");
+    let folder = args.model.as_ref().or(args.path.as_ref()).ok_or_else(missing)?;
     let config = named.unwrap_or_else(|| StyleModelConfig { path: Some(folder.clone()), ..Default::default() });
     let mut model = ClassifierOptions::of(&config).expect("a path is there");
     model.base = args.base.clone().or(model.base);
@@ -57,13 +101,13 @@ fn model_of(args: &ServeArgs) -> anyhow::Result<ClassifierOptions> {
     Ok(model)
 }
 
-/// The style model that a run names; `None` where the place is no run's.
-fn of_run(place: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
-    let resolved = RunDir::new(place).config();
-    let config: Config = match (place.is_dir(), resolved.is_file()) {
+/// The style model that a run names; `None` where the path is no run's.
+fn of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
+    let resolved = RunDir::new(path).config();
+    let config: Config = match (path.is_dir(), resolved.is_file()) {
         (true, false) => return Ok(None),
         (true, true) => load_resolved(&resolved)?,
-        (false, _) => load(place, &Overrides::default())?,
+        (false, _) => load(path, &Overrides::default())?,
     };
     let style = config.plugins.style_model;
     match style.path {
@@ -71,7 +115,7 @@ fn of_run(place: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
         None => {
             let message =
                 "has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path";
-            Err(Stop::usage(format!("{}: {message}", place.display())).into())
+            Err(Stop::usage(format!("{}: {message}", path.display())).into())
         }
     }
 }

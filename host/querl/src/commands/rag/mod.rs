@@ -1,16 +1,19 @@
-//! `querl rag`: the retrieval of a configuration as a service, and what querl makes of one.
+//! `querl rag`: checks a retrieval service, or serves retrieval.
 
 mod check;
 mod serve;
 
+pub(super) use serve::{ServeArgs, run as serve};
+
+use super::serve::report_new_form;
 use clap::Subcommand;
 
 /// The commands under `querl rag`.
 #[derive(Debug, Subcommand)]
 pub enum RagCommand {
-    /// Offer knowledge bases over the general_rag interface, each under the tenant and kb_name of its configuration
+    /// Serve knowledge bases over the general_rag interface, as `querl serve rag` does
     Serve(serve::ServeArgs),
-    /// Send three queries to the retrieval of a configuration, and say what was understood of the answers
+    /// Send three queries to the retrieval service of a configuration and print what its answers were parsed to
     Check(check::CheckArgs),
 }
 
@@ -20,7 +23,10 @@ pub enum RagCommand {
 /// As each says.
 pub fn run(command: &RagCommand) -> anyhow::Result<()> {
     match command {
-        RagCommand::Serve(args) => serve::run(args),
+        RagCommand::Serve(args) => {
+            report_new_form("querl rag serve", "querl serve rag");
+            serve::run(args)
+        }
         RagCommand::Check(args) => check::run(args),
     }
 }

@@ -1,4 +1,4 @@
-//! `querl rag serve`: the embedded retrieval of one or more configurations over the `general_rag` interface.
+//! `querl serve rag`: the embedded retrieval of one or more configurations over the `general_rag` interface.
 
 use anyhow::Context;
 use clap::Args;
@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::net::TcpListener;
 
-/// Options of `querl rag serve`.
+/// Options of `querl serve rag`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// Configuration files: one for each knowledge base
     #[arg(value_name = "CONFIG", required = true)]
     configs: Vec<PathBuf>,
-    /// Where to listen; port 0 takes a free one. There is no password: other machines than this should not reach it
+    /// Where to listen; port 0 takes a free one. It has no authentication: keep it unreachable for other machines
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
     addr: SocketAddr,
     /// Replace a key of every file: dotted key, TOML value; a bare word is a string

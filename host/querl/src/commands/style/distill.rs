@@ -7,7 +7,7 @@ use querl_style::DistillOptions;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// What `querl rm distill` takes.
+/// What `querl style distill` takes.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct DistillArgs {

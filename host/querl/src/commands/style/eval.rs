@@ -6,7 +6,7 @@ use clap::Args;
 use querl_style::EvalOptions;
 use std::path::PathBuf;
 
-/// What `querl rm eval` takes.
+/// What `querl style eval` takes.
 #[derive(Debug, Args)]
 pub struct EvalArgs {
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `querl style`: the style reward model, trained, measured, asked and served. `querl rm` is an alias.
+//! `querl style`: the style reward model, trained, evaluated, used and served. `querl rm` is an alias.
 
 mod distill;
 mod eval;
@@ -8,6 +8,7 @@ mod train;
 
 pub(crate) use serve::{ServeOptions, run as serve};
 
+use super::serve::report_new_form;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::ports::Reporter;
@@ -26,11 +27,11 @@ pub enum StyleCommand {
     Train(Box<train::TrainArgs>),
     /// Measure a classifier on labelled dialogues
     Eval(eval::EvalArgs),
-    /// Say the style of a text, of a file's dialogues, or of those on stdin
+    /// Classify a text, the dialogues of a file, or lines of stdin
     Predict(predict::PredictArgs),
-    /// Train a small classifier on what a large one says of dialogues without labels
+    /// Train a small classifier on the predictions of a large one for unlabelled dialogues
     Distill(Box<distill::DistillArgs>),
-    /// Offer a classifier over HTTP: /predict, /classify, /health, /ready, /metrics, /openapi.json
+    /// Serve a classifier over HTTP, as `querl serve style` does
     Serve(serve::ServeArgs),
 }
 
@@ -44,7 +45,10 @@ pub fn run(command: &StyleCommand) -> anyhow::Result<()> {
         StyleCommand::Eval(args) => eval::run(args),
         StyleCommand::Predict(args) => predict::run(args),
         StyleCommand::Distill(args) => distill::run(args),
-        StyleCommand::Serve(args) => serve::run(&args.model.options(), &args.options),
+        StyleCommand::Serve(args) => {
+            report_new_form("querl style serve", "querl serve style");
+            serve::run(&args.model.options(), &args.options)
+        }
     }
 }
 
@@ -60,7 +64,7 @@ pub(crate) struct ModelArgs {
     /// Most tokens of a text; of longer ones question and answer are shortened
     #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     max_length: u32,
-    /// Give probabilities as sure as they are right: by the temperature that was fitted in training
+    /// Calibrate probabilities by the temperature that was fitted in training
     #[arg(long)]
     calibrated: bool,
     /// Worker threads [default: all cores]

@@ -1,4 +1,4 @@
-//! `querl rm predict`: the style of texts.
+//! `querl style predict`: the style of texts.
 
 use super::{ModelArgs, usage};
 use crate::terminal;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Ends of names of files with dialogues; any other holds texts as lines.
 const DIALOGUES: [&str; 6] = ["json", "jsonl", "xlsx", "csv", "tsv", "parquet"];
 
-/// What `querl rm predict` takes.
+/// What `querl style predict` takes.
 #[derive(Debug, Args)]
 pub struct PredictArgs {
     #[command(flatten)]

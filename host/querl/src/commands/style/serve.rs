@@ -1,4 +1,4 @@
-//! `querl rm serve` and `querl serve`: a classifier over HTTP.
+//! `querl serve style`: a classifier over HTTP.
 
 use super::{ModelArgs, usage};
 use crate::terminal;
@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::net::TcpListener;
 
-/// What `querl rm serve` takes.
+/// What `querl serve style` takes.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     #[command(flatten)]
@@ -29,7 +29,7 @@ pub struct ServeArgs {
 }
 
 /// Where and how a classifier is served.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub(crate) struct ServeOptions {
     /// Where to listen; port 0 takes a free one
