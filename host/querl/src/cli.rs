@@ -4,12 +4,8 @@ use crate::commands::{
     cache, check, compile_plugin, data, doctor, model, plugin, rag, report, run, serve, style, watch,
 };
 use crate::terminal::Verbosity;
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
-use querl_core::config::{Config, Overrides, load};
-use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::host::COMPILE_COMMAND;
-use std::path::PathBuf;
 
 /// Train a small language model to rewrite users' queries so that a knowledge base answers them better.
 #[derive(Debug, Parser)]
@@ -98,51 +94,6 @@ impl Noise {
             (false, _) => Verbosity::Debug,
         }
     }
-}
-
-/// How results are printed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Args)]
-pub struct Format {
-    /// Print the result as JSON
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// A configuration file with overrides.
-#[derive(Debug, Args)]
-pub struct ConfigArgs {
-    /// The configuration file
-    #[arg(value_name = "CONFIG")]
-    pub path: PathBuf,
-    /// Replace a key of the file: dotted key, TOML value; a bare word is a string
-    #[arg(long, value_name = "KEY=VALUE")]
-    pub set: Vec<String>,
-    /// The run directory [default: output_dir of the file]
-    #[arg(long, value_name = "DIR")]
-    pub out: Option<PathBuf>,
-    /// Worker threads [default: threads of the file, else all cores]
-    #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
-}
-
-impl ConfigArgs {
-    /// Reads and checks the configuration.
-    ///
-    /// # Errors
-    /// As [`load()`].
-    pub fn load(&self) -> anyhow::Result<Config> {
-        let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
-        Ok(load(&self.path, &overrides)?)
-    }
-}
-
-/// Parses the name of a stage.
-pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
-    let values = StageName::ALL.map(|stage| PossibleValue::new(stage.as_str()).help(stage.meaning()));
-    PossibleValuesParser::new(values).map(|name| {
-        let stage = StageName::ALL.into_iter().find(|stage| stage.as_str() == name);
-        stage.expect("the parser takes names of stages alone")
-    })
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 #![allow(unreachable_pub)]
 
 mod allocator;
+mod args;
 mod cli;
 mod commands;
 mod interrupt;

@@ -53,6 +53,11 @@ pub fn say(text: &str) {
     }
 }
 
+/// Reports that a command has a new form.
+pub fn report_new_form(old: &str, new: &str) {
+    say(&format!("note: `{old}` is now `{new}`; the old form still works"));
+}
+
 /// The terminal, as libraries see it.
 pub struct Terminal;
 

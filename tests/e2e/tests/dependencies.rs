@@ -79,7 +79,7 @@ const FORBIDDEN: [(&str, &[&str], &str); 14] = [
     ("querl-model", &["wasmtime", "reqwest", "tokio"], "models know no plugins and network"),
     ("querl-train", &["wasmtime", "reqwest", "tokio"], "rewards arrive through a port"),
     ("querl-cuda", &["wasmtime", "reqwest", "tokio"], "the library does jobs and nothing else"),
-    ("querl-style", &["wasmtime", "reqwest", "clap"], "a classifier has no plugins, network and command line"),
+    ("querl-style", &["wasmtime", "clap"], "a classifier has no plugins and no command line"),
     ("querl-pipeline", &["querl-cuda", "clap", "indicatif"], "a library has no command line and prints nothing"),
     ("querl", &["querl-cuda"], "a program linked with CUDA does not start without its driver"),
     ("querl-eval", &["candle-core", "wasmtime", "reqwest", "tokio"], "figures are pure"),

@@ -1,6 +1,6 @@
 //! `querl cache`: what was kept of answers of teachers, judges and retrieval services.
 
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use querl_data::{CacheTable, cache_stats, clear_cache};

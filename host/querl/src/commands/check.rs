@@ -1,6 +1,6 @@
 //! `querl config check` and `querl config schema`.
 
-use crate::cli::{ConfigArgs, Format};
+use crate::args::{ConfigArgs, Format};
 use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, json_schema, keys};

@@ -1,6 +1,6 @@
 //! `querl data`: looks at the query table and at what the data stages made of it.
 
-use crate::cli::{ConfigArgs, Format};
+use crate::args::{ConfigArgs, Format};
 use crate::terminal::StageProgress;
 use anyhow::Context;
 use clap::{Args, Subcommand};

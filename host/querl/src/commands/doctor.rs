@@ -2,7 +2,7 @@
 
 mod cards;
 
-use crate::cli::Format;
+use crate::args::Format;
 use clap::Args;
 use querl_core::config::PluginLimits;
 use querl_pipeline::plugins::host;

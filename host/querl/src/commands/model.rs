@@ -5,6 +5,7 @@ mod init;
 mod inspect;
 mod logprobs;
 
+use crate::args::usage;
 use crate::terminal::{self, StageProgress};
 use anyhow::Context;
 use clap::Subcommand;
@@ -66,10 +67,6 @@ pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
         ModelCommand::Export(args) => exchange::export(args),
         ModelCommand::Pretrain { config } => pretrain(config),
     }
-}
-
-fn usage(error: impl std::fmt::Display) -> Stop {
-    Stop::usage(error.to_string())
 }
 
 /// What to make and from what; paths are relative to the file.

@@ -1,6 +1,6 @@
 //! `querl report DIR...`: the figures and the page again, from what the run folder holds; of several runs, the figures pooled.
 
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::load_resolved;

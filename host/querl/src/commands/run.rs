@@ -1,6 +1,6 @@
 //! `querl run` and the commands of single stages.
 
-use crate::cli::{ConfigArgs, Format, stage_name};
+use crate::args::{ConfigArgs, Format, stage_name};
 use crate::terminal::{self, Terminal};
 use anyhow::Context;
 use clap::Args;

@@ -2,7 +2,7 @@
 
 use super::rag;
 use super::style::{self, ServeOptions};
-use crate::terminal;
+use crate::terminal::report_new_form;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, Overrides, StyleModelConfig, load, load_resolved};
 use querl_core::run_dir::RunDir;
@@ -74,11 +74,6 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
             serve_style(&args.style)
         }
     }
-}
-
-/// Reports that a command has a new form.
-pub(super) fn report_new_form(old: &str, new: &str) {
-    terminal::say(&format!("note: `{old}` is now `{new}`; the old form still works"));
 }
 
 fn serve_style(args: &StyleArgs) -> anyhow::Result<()> {

@@ -1,7 +1,7 @@
 //! `querl model merge` and `querl model export`: models and adapters for other programs.
 
-use super::usage;
-use crate::cli::Format;
+use crate::args::Format;
+use crate::args::usage;
 use crate::terminal;
 use anyhow::Context;
 use clap::{Args, ValueEnum};

@@ -1,7 +1,6 @@
 //! `querl model init`: a model of random weights, of any published shape.
 
-use super::usage;
-use crate::cli::Format;
+use crate::args::{Format, usage};
 use crate::terminal;
 use clap::Args;
 use querl_core::config::BaseDtype;

@@ -1,7 +1,7 @@
 //! `querl model inspect`: what a model directory or an adapter holds.
 
-use super::usage;
-use crate::cli::Format;
+use crate::args::Format;
+use crate::args::usage;
 use clap::Args;
 use querl_model::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 use serde::Serialize;

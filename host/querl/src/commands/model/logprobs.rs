@@ -1,6 +1,6 @@
 //! `querl model logprobs`: what a model makes of token sequences, for comparison with other programs.
 
-use super::usage;
+use crate::args::usage;
 use anyhow::Context;
 use clap::Args;
 use querl_model::{Decoder, LoraAdapter, PackedBatch, SecondOpinion, TextTokenizer, Weights};

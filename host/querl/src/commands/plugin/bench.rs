@@ -6,7 +6,7 @@ mod shown;
 mod suggest;
 
 use super::settings;
-use crate::cli::Format;
+use crate::args::Format;
 use clap::Args;
 use measure::{Bench, Job};
 use querl_pipeline::failure::Stop;

@@ -1,6 +1,6 @@
 //! `querl plugin build`: the component of a plugin's folder.
 
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_pipeline::failure::Stop;

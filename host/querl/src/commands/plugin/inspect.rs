@@ -2,7 +2,7 @@
 
 mod shown;
 
-use crate::cli::Format;
+use crate::args::Format;
 use clap::Args;
 use querl_bundle::{Bundle, Manifest, RequestedLimits};
 use querl_core::config::PluginLimits;

@@ -1,6 +1,6 @@
 //! `querl plugin list`: which plugins a configuration uses.
 
-use crate::cli::{ConfigArgs, Format};
+use crate::args::{ConfigArgs, Format};
 use clap::Args;
 use querl_pipeline::plugins::{Plugins, Used};
 use serde_json::{Value, json};

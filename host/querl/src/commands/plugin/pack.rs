@@ -1,7 +1,7 @@
 //! `querl plugin pack`: one file from a plugin's folder, once it keeps what its manifest says.
 
 use super::{sign, test};
-use crate::cli::Format;
+use crate::args::Format;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;

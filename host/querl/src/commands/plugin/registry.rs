@@ -1,7 +1,7 @@
 //! `querl plugin push` and `querl plugin pull`: bundles to and from an OCI registry.
 
 use super::pack::written_to;
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::oci::{Credentials, RegistryReference, Transport};

@@ -5,7 +5,7 @@ mod scoring;
 mod styles;
 
 use super::settings;
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, PluginLimits, load_resolved};

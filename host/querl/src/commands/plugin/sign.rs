@@ -1,6 +1,6 @@
 //! `querl plugin sign`: makes keys and signs bundles.
 
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::{Bundle, SigningKey, sign};

@@ -1,7 +1,7 @@
 //! `querl plugin test`: the conformance suite.
 
 use super::settings;
-use crate::cli::Format;
+use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_conformance::{Outcome, Report, SuiteOptions};

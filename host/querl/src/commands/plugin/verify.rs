@@ -1,6 +1,6 @@
 //! `querl plugin verify`: is a bundle whole, and did somebody who is trusted sign it?
 
-use crate::cli::Format;
+use crate::args::Format;
 use clap::Args;
 use querl_bundle::{Bundle, BundleError, PublicKey};
 use serde_json::json;

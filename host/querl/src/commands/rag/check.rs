@@ -1,6 +1,6 @@
 //! `querl rag check`: what retrieval answers to a few queries, and whether that is enough to train and measure with.
 
-use crate::cli::{ConfigArgs, Format};
+use crate::args::{ConfigArgs, Format};
 use anyhow::Context as _;
 use clap::Args;
 use querl_core::config::{Config, EmbeddingConfig};

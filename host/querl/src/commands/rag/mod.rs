@@ -5,7 +5,7 @@ mod serve;
 
 pub(super) use serve::{ServeArgs, run as serve};
 
-use super::serve::report_new_form;
+use crate::terminal::report_new_form;
 use clap::Subcommand;
 
 /// The commands under `querl rag`.

@@ -1,6 +1,6 @@
 //! `querl style distill`: a small classifier that learns from a large one.
 
-use super::callbacks;
+use super::classifier::{callbacks, print};
 use crate::terminal::{self, Terminal};
 use clap::Args;
 use querl_style::DistillOptions;
@@ -92,7 +92,7 @@ pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
         hard_weight: args.hard_weight,
         settings: toml::Table::try_from(&args.settings)?,
     };
-    super::print(&querl_style::distill(&options, &callbacks(&Terminal))?)?;
+    print(&querl_style::distill(&options, &callbacks(&Terminal))?)?;
     terminal::say(&format!("written to {}", args.output_dir.display()));
     Ok(())
 }

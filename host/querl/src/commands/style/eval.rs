@@ -1,6 +1,6 @@
 //! `querl style eval`: a classifier measured on labelled dialogues.
 
-use super::ModelArgs;
+use super::classifier::{ModelArgs, print};
 use crate::terminal::Terminal;
 use clap::Args;
 use querl_style::EvalOptions;
@@ -28,5 +28,5 @@ pub struct EvalArgs {
 /// Model or file cannot be used, or a file cannot be written.
 pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let options = EvalOptions { file: args.file.clone(), output_dir: args.out.clone(), seed: args.seed };
-    super::print(&querl_style::evaluate(&args.model.options(), &options, &Terminal)?)
+    print(&querl_style::evaluate(&args.model.options(), &options, &Terminal)?)
 }

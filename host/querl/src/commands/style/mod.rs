@@ -1,5 +1,6 @@
 //! `querl style`: the style reward model, trained, evaluated, used and served. `querl rm` is an alias.
 
+mod classifier;
 mod distill;
 mod eval;
 mod predict;
@@ -8,17 +9,8 @@ mod train;
 
 pub(crate) use serve::{ServeOptions, run as serve};
 
-use super::serve::report_new_form;
-use anyhow::Context;
-use clap::{Args, Subcommand};
-use querl_core::ports::Reporter;
-use querl_pipeline::failure::Stop;
-use querl_pipeline::interrupt;
-use querl_pipeline::metrics_log::MetricsLog;
-use querl_style::{Callbacks, ClassifierOptions};
-use querl_train::MetricSink;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use crate::terminal::report_new_form;
+use clap::Subcommand;
 
 /// The commands under `querl style`.
 #[derive(Debug, Subcommand)]
@@ -50,49 +42,4 @@ pub fn run(command: &StyleCommand) -> anyhow::Result<()> {
             serve::run(&args.model.options(), &args.options)
         }
     }
-}
-
-/// Which classifier, and how it is asked.
-#[derive(Debug, Clone, Args)]
-pub(crate) struct ModelArgs {
-    /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
-    /// The model that an adapter was trained on
-    #[arg(long, value_name = "DIR")]
-    base: Option<PathBuf>,
-    /// Most tokens of a text; of longer ones question and answer are shortened
-    #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
-    max_length: u32,
-    /// Calibrate probabilities by the temperature that was fitted in training
-    #[arg(long)]
-    calibrated: bool,
-    /// Worker threads [default: all cores]
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    threads: usize,
-}
-
-impl ModelArgs {
-    fn options(&self) -> ClassifierOptions {
-        let Self { model, base, max_length, calibrated, threads } = self.clone();
-        ClassifierOptions { model, base, max_length, calibrated, threads }
-    }
-}
-
-fn callbacks(reporter: &dyn Reporter) -> Callbacks<'_> {
-    Callbacks { reporter, stop: interrupt::flag(), open_metrics: &open_metrics }
-}
-
-fn open_metrics(path: &Path) -> anyhow::Result<Box<dyn MetricSink>> {
-    Ok(Box::new(MetricsLog::open(path, "rm")?))
-}
-
-fn usage(error: impl std::fmt::Display) -> anyhow::Error {
-    Stop::usage(error.to_string()).into()
-}
-
-fn print(text: &str) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush().context("stdout")
 }

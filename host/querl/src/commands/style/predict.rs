@@ -1,6 +1,6 @@
 //! `querl style predict`: the style of texts.
 
-use super::{ModelArgs, usage};
+use super::classifier::{ModelArgs, usage};
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;

@@ -1,6 +1,6 @@
 //! `querl serve style`: a classifier over HTTP.
 
-use super::{ModelArgs, usage};
+use super::classifier::{ModelArgs, usage};
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;

@@ -1,6 +1,6 @@
 //! `querl style train`: a classifier from labelled dialogues, and its figures on held-out ones.
 
-use super::callbacks;
+use super::classifier::{callbacks, print};
 use crate::terminal::{self, Terminal};
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -114,7 +114,7 @@ fn class_weights() -> PossibleValuesParser {
 pub fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let config = TrainConfig::new(toml::Table::try_from(&args.flags)?, args.config.as_deref())?;
     let trained = querl_style::train(&config, &callbacks(&Terminal))?;
-    super::print(trained.figures.as_deref().unwrap_or_default())?;
+    print(trained.figures.as_deref().unwrap_or_default())?;
     for (text, probabilities) in &trained.demo {
         println!("{text}\n{}", StylePrediction::new(&trained.classes, probabilities).text());
     }

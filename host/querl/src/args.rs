@@ -1,0 +1,58 @@
+//! Options that several commands share.
+
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use querl_core::config::{Config, Overrides, load};
+use querl_pipeline::failure::Stop;
+use querl_pipeline::ledger::StageName;
+use std::path::PathBuf;
+
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Args)]
+pub struct Format {
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A configuration file with overrides.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    /// The configuration file
+    #[arg(value_name = "CONFIG")]
+    pub path: PathBuf,
+    /// Replace a key of the file: dotted key, TOML value; a bare word is a string
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// The run directory [default: output_dir of the file]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Worker threads [default: threads of the file, else all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+impl ConfigArgs {
+    /// Reads and checks the configuration.
+    ///
+    /// # Errors
+    /// As [`load()`].
+    pub fn load(&self) -> anyhow::Result<Config> {
+        let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
+        Ok(load(&self.path, &overrides)?)
+    }
+}
+
+/// Parses the name of a stage.
+pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
+    let values = StageName::ALL.map(|stage| PossibleValue::new(stage.as_str()).help(stage.meaning()));
+    PossibleValuesParser::new(values).map(|name| {
+        let stage = StageName::ALL.into_iter().find(|stage| stage.as_str() == name);
+        stage.expect("the parser takes names of stages alone")
+    })
+}
+
+/// An input or a setting that cannot be used: exit code 2.
+pub fn usage(error: impl std::fmt::Display) -> Stop {
+    Stop::usage(error.to_string())
+}
