@@ -10,7 +10,7 @@ trap 'rm -r "$out"' EXIT
 for_cards() {
     "$toolkit/bin/nvcc" --fatbin -O3 -std=c++17 --threads 2 -Werror all-warnings -Xptxas -v -o "$out/kernels.fatbin" \
         -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_86,code=sm_86 -gencode=arch=compute_89,code=sm_89 \
-        -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90 host/querl-model/cuda/kernels.cu
+        -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90 host/querl-gpu/cuda/kernels.cu
 }
 for_cards > "$out/log" 2>&1 || { grep -v '^ptxas info' "$out/log"; exit 1; }
 awk '/Compiling entry function/ { kernel = $7 " for " $9; n[$9]++ }
@@ -18,5 +18,5 @@ awk '/Compiling entry function/ { kernel = $7 " for " $9; n[$9]++ }
      END { for (card in n) print n[card] " kernels compiled for " card }' "$out/log"
 echo "kernels.fatbin: $(stat -c %s "$out/kernels.fatbin") bytes"
 grep -q 'Compiling entry function' "$out/log" || { echo "kernels.cu has no kernel"; exit 1; }
-tests/cuda/simulator/compile.sh "$toolkit" "$out/kernels.so" host/querl-model/cuda/kernels.cu
+tests/cuda/simulator/compile.sh "$toolkit" "$out/kernels.so" host/querl-gpu/cuda/kernels.cu
 echo "$(nm -D --defined-only "$out/kernels.so" | grep -c ' T cuda_on_cpu_parameters_') kernels compiled for the simulated card"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh [--sanitize] [ARGUMENT...]: builds the library's crates with the feature `cuda` and runs their tests on the simulated device.
 #
-# Needs what host/querl-cuda/toolkit.sh needs, and g++ on x86-64; no card, no driver, no CUDA. Arguments go to `cargo test` (for
+# Needs what host/querl-gpu/toolkit.sh needs, and g++ on x86-64; no card, no driver, no CUDA. Arguments go to `cargo test` (for
 # example `--lib device`, or `--test candle_on_the_device`); without any, all tests of the crates that know the device run, twice:
 # the second time with threads and blocks in the opposite order, and with work that is done only when somebody waits for it.
 # `--sanitize` compiles the kernels with AddressSanitizer, which ends the program at the first access outside of an allocation.
@@ -23,7 +23,7 @@ if [ "${1:-}" = --sanitize ]; then
 fi
 
 echo "+ the compiler, the simulated libraries"
-host/querl-cuda/toolkit.sh "$toolkit"
+host/querl-gpu/toolkit.sh "$toolkit"
 # shellcheck disable=SC1091
 . "$toolkit/environment"
 export QUERL_CUDA_CAPABILITIES="${QUERL_CUDA_CAPABILITIES:-90}" # what is run is compiled by g++: one is enough here
@@ -37,10 +37,10 @@ tests() { # WHEN ORDER ARGUMENT...
     local when="$1" order="$2"; shift 2
     echo "+ (streams $when, threads $order) cargo test --release $*"
     CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="env LD_LIBRARY_PATH=$simulator QUERL_SIMULATOR_DEVICES=2 QUERL_SIMULATOR_STREAMS=$when QUERL_SIMULATOR_ORDER=$order ${set_sanitizer:-}" \
-        cargo test --release --features querl-model/cuda,querl-train/cuda,querl-cuda/cuda "$@"
+        cargo test --release --features querl-gpu/cuda "$@" -- --include-ignored
 }
 
-crates=(-p querl-model -p querl-train -p querl-cuda)
+crates=(-p querl-model -p querl-train -p querl-gpu)
 if [ $# -gt 0 ]; then
     tests "${QUERL_SIMULATOR_STREAMS:-now}" "${QUERL_SIMULATOR_ORDER:-forward}" "${crates[@]}" "$@"
 else

@@ -8,8 +8,10 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct PackedBatch {
     pub(crate) token_ids: Vec<u32>,
-    pub(crate) positions: Arc<Vec<u32>>,
-    pub(crate) tree: Arc<RowTree>,
+    /// Of each row in its sequence.
+    pub positions: Arc<Vec<u32>>,
+    /// Which rows attend to which.
+    pub tree: Arc<RowTree>,
     /// For each sequence the node that holds its last row.
     last_nodes: Vec<Option<usize>>,
 }

@@ -23,15 +23,15 @@ pub fn split_values(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) 
 
 /// Where keys and values stand in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct BlockShape {
+pub struct BlockShape {
     n_layers: usize,
     n_kv_heads: usize,
-    pub(crate) head_dim: usize,
+    pub head_dim: usize,
 }
 
 /// Blocks that are free, and how many are not.
 #[derive(Debug)]
-pub(crate) struct BlockPool {
+pub struct BlockPool {
     shape: BlockShape,
     memory: Memory,
     n_live: AtomicUsize,
@@ -44,12 +44,10 @@ enum Memory {
     /// With the host, which makes them when they are needed; those that were let go of are here.
     Host(Mutex<Vec<Vec<f32>>>),
     /// With a card, which has all of them from the beginning; here are their numbers.
-    #[cfg(any(feature = "cuda", test))]
-    Card(Mutex<Numbers>),
+    Device(Mutex<Numbers>),
 }
 
 /// The blocks of a card.
-#[cfg(any(feature = "cuda", test))]
 #[derive(Debug)]
 struct Numbers {
     n_blocks: usize,
@@ -59,28 +57,27 @@ struct Numbers {
 }
 
 /// Keys and values of up to [`BLOCK_TOKENS`] tokens in all layers; goes back to its pool when the last sequence lets go of it.
-pub(crate) struct Block {
+pub struct Block {
     values: Vec<f32>, // none where a card has them
-    #[cfg(any(feature = "cuda", test))]
     number: u32,
     pool: Arc<BlockPool>,
 }
 
 /// One sequence's keys and values. A clone goes on from the same tokens in another way.
 #[derive(Clone)]
-pub(crate) struct SequenceCache {
+pub struct SequenceCache {
     pool: Arc<BlockPool>,
     blocks: Vec<Arc<Block>>,
     len: usize,
 }
 
 impl BlockShape {
-    pub(crate) fn new(config: &DecoderConfig) -> Self {
+    pub fn new(config: &DecoderConfig) -> Self {
         Self { n_layers: config.n_layers, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim }
     }
 
     #[cfg(test)]
-    pub(crate) fn of(n_layers: usize, n_kv_heads: usize, head_dim: usize) -> Self {
+    pub fn of(n_layers: usize, n_kv_heads: usize, head_dim: usize) -> Self {
         Self { n_layers, n_kv_heads, head_dim }
     }
 
@@ -90,7 +87,7 @@ impl BlockShape {
     }
 
     /// Width of a row of values: the head's, filled up to whole vectors.
-    pub(crate) fn value_width(self) -> usize {
+    pub fn value_width(self) -> usize {
         self.head_dim.next_multiple_of(16)
     }
 
@@ -104,8 +101,7 @@ impl BlockShape {
     }
 
     /// Bytes on a card: bf16, nothing filled up.
-    #[cfg(any(feature = "cuda", test))]
-    fn block_bytes_on_card(self) -> usize {
+    fn block_bytes_on_device(self) -> usize {
         self.n_layers * self.n_kv_heads * self.head_dim * BLOCK_TOKENS * 2 * 2
     }
 
@@ -116,54 +112,50 @@ impl BlockShape {
 
 impl BlockPool {
     /// Of the host, without an end.
-    pub(crate) fn new(shape: BlockShape) -> Arc<Self> {
+    pub fn new(shape: BlockShape) -> Arc<Self> {
         Self::with(shape, Memory::Host(Mutex::default()))
     }
 
     /// Of a card that has so many blocks.
-    #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn of_card(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
+    pub fn of_device(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
         let free = (0..n_blocks as u32).rev().collect();
-        Self::with(shape, Memory::Card(Mutex::new(Numbers { n_blocks, free, copies: Vec::new() })))
+        Self::with(shape, Memory::Device(Mutex::new(Numbers { n_blocks, free, copies: Vec::new() })))
     }
 
     fn with(shape: BlockShape, memory: Memory) -> Arc<Self> {
         Arc::new(Self { shape, memory, n_live: AtomicUsize::new(0), n_peak: AtomicUsize::new(0) })
     }
 
-    pub(crate) fn block_bytes(&self) -> usize {
+    pub fn block_bytes(&self) -> usize {
         match self.memory {
             Memory::Host(_) => self.shape.block_values() * size_of::<f32>(),
-            #[cfg(any(feature = "cuda", test))]
-            Memory::Card(_) => self.shape.block_bytes_on_card(),
+            Memory::Device(_) => self.shape.block_bytes_on_device(),
         }
     }
 
     /// Blocks that sequences hold.
-    pub(crate) fn n_live(&self) -> usize {
+    pub fn n_live(&self) -> usize {
         self.n_live.load(Ordering::Relaxed)
     }
 
     /// Most blocks that were held at once: of the host, what the pool has taken from memory.
-    pub(crate) fn n_peak(&self) -> usize {
+    pub fn n_peak(&self) -> usize {
         self.n_peak.load(Ordering::Relaxed)
     }
 
     /// Blocks that there are at all; `None` where the host makes them.
-    pub(crate) fn n_blocks(&self) -> Option<usize> {
+    pub fn n_blocks(&self) -> Option<usize> {
         match &self.memory {
             Memory::Host(_) => None,
-            #[cfg(any(feature = "cuda", test))]
-            Memory::Card(numbers) => Some(lock(numbers).n_blocks),
+            Memory::Device(numbers) => Some(lock(numbers).n_blocks),
         }
     }
 
     /// Which blocks have to be copied to which, on the card, before their sequences write; asked once.
-    #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn take_copies(&self) -> Vec<[u32; 2]> {
+    pub fn take_copies(&self) -> Vec<[u32; 2]> {
         match &self.memory {
             Memory::Host(_) => Vec::new(),
-            Memory::Card(numbers) => std::mem::take(&mut lock(numbers).copies),
+            Memory::Device(numbers) => std::mem::take(&mut lock(numbers).copies),
         }
     }
 
@@ -182,15 +174,9 @@ impl BlockPool {
                     }
                     None => vec![0.0; pool.shape.block_values()],
                 };
-                Block {
-                    values,
-                    #[cfg(any(feature = "cuda", test))]
-                    number: 0,
-                    pool: pool.clone(),
-                }
+                Block { values, number: 0, pool: pool.clone() }
             }
-            #[cfg(any(feature = "cuda", test))]
-            Memory::Card(numbers) => {
+            Memory::Device(numbers) => {
                 let mut numbers = lock(numbers);
                 let number = numbers.free.pop().ok_or_else(|| {
                     let n = numbers.n_blocks;
@@ -214,8 +200,7 @@ impl Drop for Block {
         self.pool.n_live.fetch_sub(1, Ordering::Relaxed);
         match &self.pool.memory {
             Memory::Host(free) => lock(free).push(std::mem::take(&mut self.values)),
-            #[cfg(any(feature = "cuda", test))]
-            Memory::Card(numbers) => lock(numbers).free.push(self.number),
+            Memory::Device(numbers) => lock(numbers).free.push(self.number),
         }
     }
 }
@@ -226,27 +211,25 @@ impl Block {
         let mut copy = BlockPool::take(&self.pool)?;
         match &self.pool.memory {
             Memory::Host(_) => copy.values.copy_from_slice(&self.values),
-            #[cfg(any(feature = "cuda", test))]
-            Memory::Card(numbers) => lock(numbers).copies.push([self.number, copy.number]),
+            Memory::Device(numbers) => lock(numbers).copies.push([self.number, copy.number]),
         }
         Ok(copy)
     }
 
     /// Its number on the card.
-    #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn number(&self) -> u32 {
+    pub fn number(&self) -> u32 {
         self.number
     }
 
     /// Keys of one head in one layer: `(D, BLOCK_TOKENS)`.
-    pub(crate) fn keys(&self, layer: usize, kv_head: usize) -> &[f32] {
+    pub fn keys(&self, layer: usize, kv_head: usize) -> &[f32] {
         let shape = self.pool.shape;
         let start = shape.head_start(layer, kv_head);
         &self.values[start..start + shape.key_values()]
     }
 
     /// Values of one head in one layer: `(BLOCK_TOKENS, value_width)`.
-    pub(crate) fn values(&self, layer: usize, kv_head: usize) -> &[f32] {
+    pub fn values(&self, layer: usize, kv_head: usize) -> &[f32] {
         let shape = self.pool.shape;
         let start = shape.head_start(layer, kv_head);
         &self.values[start + shape.key_values()..start + shape.head_values()]
@@ -254,32 +237,31 @@ impl Block {
 }
 
 impl SequenceCache {
-    pub(crate) fn new(pool: &Arc<BlockPool>) -> Self {
+    pub fn new(pool: &Arc<BlockPool>) -> Self {
         Self { pool: pool.clone(), blocks: Vec::new(), len: 0 }
     }
 
     /// Tokens held.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.len
     }
 
     /// Its blocks, oldest first.
-    pub(crate) fn blocks(&self) -> &[Arc<Block>] {
+    pub fn blocks(&self) -> &[Arc<Block>] {
         &self.blocks
     }
 
-    pub(crate) fn shape(&self) -> BlockShape {
+    pub fn shape(&self) -> BlockShape {
         self.pool.shape
     }
 
     /// See [`BlockPool::take_copies`].
-    #[cfg(feature = "cuda")]
-    pub(crate) fn take_copies(&self) -> Vec<[u32; 2]> {
+    pub fn take_copies(&self) -> Vec<[u32; 2]> {
         self.pool.take_copies()
     }
 
     /// The same sequence as it was when it held `len` tokens.
-    pub(crate) fn prefix(&self, len: usize) -> Self {
+    pub fn prefix(&self, len: usize) -> Self {
         let len = len.min(self.len);
         Self { pool: self.pool.clone(), blocks: self.blocks[..len.div_ceil(BLOCK_TOKENS)].to_vec(), len }
     }
@@ -288,7 +270,7 @@ impl SequenceCache {
     ///
     /// # Errors
     /// The card has no further block.
-    pub(crate) fn extend(&mut self, n: usize) -> Result<(), ModelError> {
+    pub fn extend(&mut self, n: usize) -> Result<(), ModelError> {
         if n == 0 {
             return Ok(());
         }
@@ -316,13 +298,7 @@ impl SequenceCache {
     ///
     /// # Errors
     /// None of the host's.
-    pub(crate) fn write(
-        &mut self,
-        layer: usize,
-        position: usize,
-        keys: &[f32],
-        values: &[f32],
-    ) -> Result<(), ModelError> {
+    pub fn write(&mut self, layer: usize, position: usize, keys: &[f32], values: &[f32]) -> Result<(), ModelError> {
         let (shape, slot) = (self.pool.shape, position % BLOCK_TOKENS);
         let block = self.own(position / BLOCK_TOKENS)?;
         let heads = keys.chunks_exact(shape.head_dim).zip(values.chunks_exact(shape.head_dim));
@@ -395,7 +371,7 @@ mod tests {
 
     #[test]
     fn a_card_is_told_which_of_its_blocks_to_copy() {
-        let pool = BlockPool::of_card(SHAPE, 5);
+        let pool = BlockPool::of_device(SHAPE, 5);
         let mut first = SequenceCache::new(&pool);
         first.extend(20).unwrap();
         let mut second = first.clone();
@@ -410,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_card_without_a_free_block_is_an_error() {
-        let pool = BlockPool::of_card(SHAPE, 2);
+        let pool = BlockPool::of_device(SHAPE, 2);
         let mut cache = SequenceCache::new(&pool);
         cache.extend(32).unwrap();
         let error = cache.extend(1).unwrap_err();

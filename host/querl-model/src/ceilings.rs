@@ -1,7 +1,7 @@
 //! What a device can do at best, measured: products of large matrices, and copies.
 
 use crate::kernels::{FrozenWeight, Weight, linear};
-use crate::{ModelError, Place};
+use crate::{ComputeDevice, ModelError};
 use candle_core::{Device, Result, Tensor};
 use querl_core::config::BaseDtype;
 use std::time::Instant;
@@ -31,11 +31,10 @@ const LARGEST_COPY: usize = 1 << 30;
 ///
 /// # Errors
 /// The device cannot compute, or has no memory left.
-pub fn matrix_products(place: &Place) -> std::result::Result<Repeated, ModelError> {
+pub fn matrix_products(place: &ComputeDevice) -> std::result::Result<Repeated, ModelError> {
     growing(256, LARGEST_MATRIX, |size| match place {
-        Place::Cpu => products_on_cpu(size),
-        #[cfg(feature = "cuda")]
-        Place::Card(gpu) => on_card::products(gpu, size),
+        ComputeDevice::Cpu => products_on_cpu(size),
+        ComputeDevice::Accelerator(accelerator) => timed(accelerator.matrix_product(size)?),
     })
 }
 
@@ -43,11 +42,10 @@ pub fn matrix_products(place: &Place) -> std::result::Result<Repeated, ModelErro
 ///
 /// # Errors
 /// As [`matrix_products`].
-pub fn copies(place: &Place) -> std::result::Result<Repeated, ModelError> {
+pub fn copies(place: &ComputeDevice) -> std::result::Result<Repeated, ModelError> {
     growing(1 << 20, LARGEST_COPY, |size| match place {
-        Place::Cpu => copies_on_cpu(size),
-        #[cfg(feature = "cuda")]
-        Place::Card(gpu) => on_card::copies(gpu, size),
+        ComputeDevice::Cpu => copies_on_cpu(size),
+        ComputeDevice::Accelerator(accelerator) => timed(accelerator.memory_copy(size)?),
     })
 }
 
@@ -103,37 +101,6 @@ fn copies_on_cpu(n_bytes: usize) -> Result<Vec<f64>> {
     })
 }
 
-#[cfg(feature = "cuda")]
-mod on_card {
-    use super::timed;
-    use crate::device::{Gpu, Matrix, Scale};
-    use candle_core::Result;
-
-    /// bf16 by bf16 into bf16, sums f32.
-    pub(super) fn products(gpu: &Gpu, n: usize) -> Result<Vec<f64>> {
-        let made = |seed| gpu.normal(n * n, seed, 1.0);
-        let (left, right, mut out) = (made(1)?, made(2)?, made(3)?);
-        gpu.synchronize()?;
-        timed(|| {
-            let (left, right) = (Matrix::of(gpu, &left, n)?, Matrix::of(gpu, &right, n)?.t());
-            gpu.product(&left, &right, &mut out, Scale::WRITE)?;
-            gpu.synchronize()
-        })
-    }
-
-    /// The copy's memory goes back to the pool at the end of each call and is taken from there again, which costs nothing.
-    pub(super) fn copies(gpu: &Gpu, n_bytes: usize) -> Result<Vec<f64>> {
-        let from = gpu.zeros::<u8>(n_bytes)?;
-        gpu.synchronize()?;
-        timed(|| {
-            let copy = gpu.copy(&from)?;
-            gpu.synchronize()?;
-            drop(copy);
-            Ok(())
-        })
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -147,7 +114,7 @@ mod tests {
 
     #[test]
     fn the_processor_multiplies_and_copies() {
-        for found in [matrix_products(&Place::Cpu).unwrap(), copies(&Place::Cpu).unwrap()] {
+        for found in [matrix_products(&ComputeDevice::Cpu).unwrap(), copies(&ComputeDevice::Cpu).unwrap()] {
             assert!(found.seconds.len() == REPEATS && found.seconds.iter().all(|seconds| *seconds > 0.0), "{found:?}");
         }
     }

@@ -20,7 +20,7 @@ pub struct Dropout {
 /// Dropout of one pass with a key for each of its rows. A row's key comes from its tokens up to itself, so that a row of a
 /// prefix that several sequences share is masked as it would be in each of them alone, however rows are packed into passes.
 #[derive(Debug, Clone)]
-pub(crate) struct DropoutMask {
+pub struct DropoutMask {
     dropout: Dropout,
     row_keys: Arc<Vec<u64>>,
     shard: Shard,
@@ -28,7 +28,7 @@ pub(crate) struct DropoutMask {
 
 /// The masks of one linear layer.
 #[derive(Clone, Copy)]
-pub(crate) struct LayerMask<'a> {
+pub struct LayerMask<'a> {
     mask: &'a DropoutMask,
     seed: u64,
     /// Index of this rank's first input among those of the whole model: an even number.
@@ -38,36 +38,34 @@ pub(crate) struct LayerMask<'a> {
 
 impl DropoutMask {
     /// `shard`: which part of a model's inputs is masked; the masks are those of the whole model.
-    pub(crate) fn new(dropout: Dropout, row_keys: Vec<u64>, shard: Shard) -> Result<Self> {
+    pub fn new(dropout: Dropout, row_keys: Vec<u64>, shard: Shard) -> Result<Self> {
         if !(0.0..1.0).contains(&dropout.p) {
             bail!("dropout is {}; expected 0 to below 1", dropout.p);
         }
         Ok(Self { dropout, row_keys: Arc::new(row_keys), shard })
     }
 
-    #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn row_keys(&self) -> &[u64] {
+    pub fn row_keys(&self) -> &[u64] {
         &self.row_keys
     }
 
-    #[cfg(feature = "cuda")]
-    pub(crate) fn p(&self) -> f64 {
+    pub fn p(&self) -> f64 {
         self.dropout.p
     }
 
     /// The masks of some of the rows.
-    pub(crate) fn of_rows(&self, rows: &[u32]) -> Self {
+    pub fn of_rows(&self, rows: &[u32]) -> Self {
         let row_keys = rows.iter().map(|&row| self.row_keys[row as usize]).collect();
         Self { row_keys: Arc::new(row_keys), ..self.clone() }
     }
 
     /// The masks of the linear layer at `path`, which has `n_in` inputs here.
-    pub(crate) fn of_layer(&self, path: &str, n_in: usize) -> LayerMask<'_> {
+    pub fn of_layer(&self, path: &str, n_in: usize) -> LayerMask<'_> {
         LayerMask { mask: self, seed: self.seed_of(path), first_input: self.first_input(path, n_in), n_in }
     }
 
     /// Index of the first of `n_in` inputs of the layer at `path` among those of the whole model.
-    pub(crate) fn first_input(&self, path: &str, n_in: usize) -> usize {
+    pub fn first_input(&self, path: &str, n_in: usize) -> usize {
         match Split::of(path) {
             Some(Split::Inputs) => self.shard.rank() * n_in,
             _ => 0,
@@ -75,7 +73,7 @@ impl DropoutMask {
     }
 
     /// Seed of the masks of the layer at `path`.
-    pub(crate) fn seed_of(&self, path: &str) -> u64 {
+    pub fn seed_of(&self, path: &str) -> u64 {
         path.bytes().fold(mix(self.dropout.seed), |seed, byte| row_key(seed, u32::from(byte)))
     }
 }
@@ -85,7 +83,7 @@ impl LayerMask<'_> {
     ///
     /// # Panics
     /// Another number of rows than there are keys.
-    pub(crate) fn apply(&self, rows: &mut [f32]) {
+    pub fn apply(&self, rows: &mut [f32]) {
         let DropoutMask { dropout, row_keys, .. } = self.mask;
         assert_eq!(rows.len(), row_keys.len() * self.n_in, "a key for each row");
         let threshold = (dropout.p * f64::from(u32::MAX)) as u32;

@@ -8,42 +8,53 @@
 //! Sequences are packed (concatenated without padding). One frozen base in memory serves every adapter: an adapter is an
 //! argument of the forward pass, not merged into the weights.
 
+mod accelerator;
 mod adapter;
+pub mod backend;
 mod batch;
+#[allow(missing_docs)] // public for backends
 mod cache;
 mod ceilings;
 mod checkpoint;
 pub mod classifier;
+mod compute_device;
 mod config;
+#[allow(missing_docs)] // public for backends
 mod decoder;
-#[cfg(feature = "cuda")]
-pub mod device;
+#[allow(missing_docs)] // public for backends
 mod dropout;
 mod error;
 mod export;
+#[allow(missing_docs)] // public for backends
 mod generate;
 mod inspect;
 pub mod kernels;
 mod named_shapes;
 mod nccl;
-mod place;
 mod random;
 mod random_model;
 mod ranks;
 mod second_opinion;
+#[allow(missing_docs)] // public for backends
 mod sharding;
 pub mod small_model;
 mod tokenizer;
+#[allow(missing_docs)] // public for backends
 mod transformer;
 mod weights;
 
 pub use candle_core::DType;
 
+pub use accelerator::{
+    Accelerator, AcceleratorWeight, Accelerators, AdamWStep, AdamWTensors, DeviceMemory, DeviceState, GradientNorm,
+    KernelLaunch, WeightValues, accelerator_of, has_accelerators, install_accelerators,
+};
 pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
+pub use compute_device::{ComputeDevice, GpuUse};
 pub use config::{DecoderConfig, Family, Weights};
 pub use decoder::Decoder;
 pub use dropout::Dropout;
@@ -54,11 +65,10 @@ pub use generate::{
     SamplingSettings, TokenText, generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
-pub use nccl::{NcclError, nccl_version};
-pub use place::{CardUse, Place};
+pub use nccl::{NcclError, NcclLibrary, nccl_version, nccl_version_name};
 pub use random::{STEP as SPLIT_MIX_STEP, mix as split_mix};
 pub use random_model::write_random_model;
-pub use ranks::{Mesh, RankFailure, Ranks, RanksError, run_ranks};
+pub use ranks::{Communicator, Mesh, RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;
 pub use sharding::Shard;
 pub use tokenizer::{ChatTemplate, TextTokenizer, TokenizerSettings, train_tokenizer};

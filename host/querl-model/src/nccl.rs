@@ -1,39 +1,46 @@
-//! NVIDIA's NCCL, with which several cards sum: found when several cards are asked for, never linked. Whoever tells of it and
-//! whoever sums by it asks here, so that both accept the same releases.
+//! Finds NVIDIA's NCCL, which several GPUs need: opened when it is needed, never linked. The program that reports its version and
+//! the library that calls it both look here, so that they accept the same releases.
+//!
+//! cudarc's `nccl` module is not used (0.19.10): candle-core 0.11 selects cudarc's feature `dynamic-linking`, with which the build needs
+//! `libnccl.so` and a library that calls it does not load on a machine without NCCL, so not on one with a single GPU; with
+//! `dynamic-loading`, cudarc looks for `libnccl.so` but not for `libnccl.so.2`, the only name in NVIDIA's wheels and in runtime
+//! packages, and panics where it finds none.
 
 use libloading::Library;
 use std::ffi::c_int;
 use std::sync::OnceLock;
 
 /// Every NCCL since 2 brings its library under this name.
-pub(crate) const LIBRARY: &str = "libnccl.so.2";
+const LIBRARY: &str = "libnccl.so.2";
 
-/// The oldest with which ranks that fail end the others: 2.26.2. Before 2.19 aborts in several threads waited for each other
-/// (NVIDIA/nccl issue 992), and 2.25.1 hangs in `ncclCommAbort` (pytorch/pytorch issue 149153, mended by 2.26.2).
-pub(crate) const OLDEST: c_int = 22_602;
+/// 2.26.2, the oldest release in which a failed rank can abort the others. Before 2.19, aborts in several threads waited for each other
+/// (NVIDIA/nccl issue 992), and 2.25.1 hangs in `ncclCommAbort` (pytorch/pytorch issue 149153, fixed by 2.26.2).
+const OLDEST: c_int = 22_602;
 
 /// Why NCCL cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct NcclError(String);
 
-/// A library that is new enough. It stays open.
+/// NCCL, new enough and open until the process ends.
 #[derive(Debug)]
-pub(crate) struct Found {
-    /// Its functions are looked up in it.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only cards sum by it"))]
-    pub(crate) library: Library,
-    /// As [`version_name`] takes it.
-    pub(crate) version: c_int,
+pub struct NcclLibrary {
+    /// For lookups of its functions.
+    pub library: Library,
+    /// As [`nccl_version_name`] takes it.
+    pub version: c_int,
 }
 
-impl Found {
+impl NcclLibrary {
+    /// The oldest release that is accepted.
+    pub const OLDEST: c_int = OLDEST;
+
     /// The library, opened at the first call.
     ///
     /// # Errors
-    /// There is none, it cannot be opened, or it is too old; the sentence says what to do.
-    pub(crate) fn open() -> Result<&'static Self, NcclError> {
-        static FOUND: OnceLock<Result<Found, NcclError>> = OnceLock::new();
+    /// There is none, it cannot be opened, or it is too old; the message says what to do.
+    pub fn open() -> Result<&'static Self, NcclError> {
+        static FOUND: OnceLock<Result<NcclLibrary, NcclError>> = OnceLock::new();
         FOUND.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
@@ -50,7 +57,7 @@ impl Found {
         };
         match status {
             0 => check(version).map(|()| Self { library, version }),
-            _ => Err(wanting(&format!("does not tell its version (error {status})"))),
+            _ => Err(wanting(&format!("does not report its version (error {status})"))),
         }
     }
 }
@@ -58,37 +65,37 @@ impl Found {
 /// The version of NCCL that is found, such as `2.28.9`.
 ///
 /// # Errors
-/// There is none, it cannot be opened, or several cards cannot work by it since it is too old; the sentence says what to do.
+/// There is none, it cannot be opened, or it is too old; the message says what to do.
 pub fn nccl_version() -> Result<String, NcclError> {
-    Found::open().map(|found| version_name(found.version))
+    NcclLibrary::open().map(|found| nccl_version_name(found.version))
 }
 
 fn check(version: c_int) -> Result<(), NcclError> {
-    let (found, oldest) = (version_name(version), version_name(OLDEST));
+    let (found, oldest) = (nccl_version_name(version), nccl_version_name(OLDEST));
     match version >= OLDEST {
         true => Ok(()),
         false => Err(wanting(&format!("is NCCL {found}; expected {oldest} or newer"))),
     }
 }
 
-/// Ranks in a call that blocks would wait for ever for one that fails, and the variable wins over what a program asks for.
+/// Ranks would hang in a blocking call when another fails, and the variable overrides the configuration of a communicator.
 fn check_blocking(set: Option<&str>) -> Result<(), NcclError> {
     match set {
         None | Some("" | "0") => Ok(()),
         Some(other) => {
             let what = "NCCL_COMM_BLOCKING in the environment is";
-            Err(NcclError(format!("several cards need NCCL that does not block, and {what} {other:?}; unset it")))
+            Err(NcclError(format!("several GPUs need NCCL that does not block, and {what} {other:?}; unset it")))
         }
     }
 }
 
 fn wanting(what: &str) -> NcclError {
-    let remedy = "`pip install nvidia-nccl-cu13` (`-cu12` beside CUDA 12) or the NCCL package brings it; name its folder in LD_LIBRARY_PATH";
-    NcclError(format!("several cards need NCCL, and {LIBRARY} {what}: {remedy}"))
+    let remedy = "`pip install nvidia-nccl-cu13` (`-cu12` for CUDA 12) or the NCCL package brings it; name its folder in LD_LIBRARY_PATH";
+    NcclError(format!("several GPUs need NCCL, and {LIBRARY} {what}: {remedy}"))
 }
 
 /// 22809 as `2.28.9`, and 2804, as versions were written before 2.9, as `2.8.4`.
-pub(crate) fn version_name(version: c_int) -> String {
+pub fn nccl_version_name(version: c_int) -> String {
     let of_major = if version < 10_000 { 1000 } else { 10_000 };
     format!("{}.{}.{}", version / of_major, version % of_major / 100, version % 100)
 }
@@ -100,12 +107,12 @@ mod tests {
 
     #[test]
     fn versions_are_named_as_nvidia_names_them() {
-        let names = [22_809, 22_602, 21_000, 2_804].map(version_name);
+        let names = [22_809, 22_602, 21_000, 2_804].map(nccl_version_name);
         assert_eq!(names, ["2.28.9", "2.26.2", "2.10.0", "2.8.4"]);
     }
 
     #[test]
-    fn a_library_with_which_ranks_would_wait_for_ever_is_refused() {
+    fn a_library_with_which_ranks_would_hang_is_refused() {
         let refused = [2_804, 22_501].map(|version| check(version).unwrap_err().to_string());
         assert!(refused[0].contains("libnccl.so.2 is NCCL 2.8.4; expected 2.26.2 or newer: "), "{refused:?}");
         assert!(refused[1].contains("is NCCL 2.25.1; "), "{refused:?}");

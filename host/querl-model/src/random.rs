@@ -33,7 +33,7 @@ pub(crate) fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
 }
 
 /// The same numbers where they stand in a matrix of `width` columns: of its rows and columns some.
-pub(crate) fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed: u64, scale: f32) -> Vec<f32> {
+pub fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed: u64, scale: f32) -> Vec<f32> {
     let mut values = vec![0.0; rows.len() * columns.len()];
     values.par_chunks_mut(columns.len().max(1)).zip(rows).for_each(|(values, row)| {
         for (value, column) in values.iter_mut().zip(columns.clone()) {

@@ -44,7 +44,7 @@ pub fn write_random_model(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::{Decoder, PackedBatch, Place, Weights};
+    use crate::{ComputeDevice, Decoder, PackedBatch, Weights};
     use querl_core::config::BaseDtype;
 
     #[test]
@@ -55,7 +55,7 @@ mod tests {
         assert_eq!(written.n_bytes, written.n_parameters * 2);
         assert!(written.files.len() > 3, "{:?}", written.files);
         let loaded = Decoder::load_as(folder.path(), Weights::Frozen, BaseDtype::Bf16).unwrap();
-        let made = Decoder::random(config, 5, BaseDtype::Bf16, &Place::Cpu).unwrap();
+        let made = Decoder::random(config, 5, BaseDtype::Bf16, &ComputeDevice::Cpu).unwrap();
         let batch = PackedBatch::new([&[3u32, 4, 5][..]]);
         let [a, b] = [&loaded, &made].map(|decoder| decoder.hidden_states(&batch, None).unwrap());
         assert_eq!(a.to_vec2::<f32>().unwrap(), b.to_vec2::<f32>().unwrap());

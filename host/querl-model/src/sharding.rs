@@ -134,7 +134,7 @@ impl Shard {
     }
 
     /// Whether this rank adds what is to be added once: residuals and biases of outputs that all ranks sum up.
-    pub(crate) fn is_first(self) -> bool {
+    pub fn is_first(self) -> bool {
         self.rank == 0
     }
 
@@ -193,7 +193,7 @@ impl Ranks {
 
 /// The ranks that hold one model together, as one of them sees them; by default one holds all of it.
 #[derive(Clone)]
-pub(crate) struct TensorParallel {
+pub struct TensorParallel {
     shard: Shard,
     ranks: Ranks,
 }
@@ -213,20 +213,20 @@ impl std::fmt::Debug for TensorParallel {
 impl TensorParallel {
     /// # Errors
     /// See [`Shard::check`].
-    pub(crate) fn new(ranks: &Ranks, config: &DecoderConfig, dtype: BaseDtype) -> Result<Self, ModelError> {
+    pub fn new(ranks: &Ranks, config: &DecoderConfig, dtype: BaseDtype) -> Result<Self, ModelError> {
         let shard = Shard::new(ranks.rank(), ranks.world_size(), config, dtype)?;
         Ok(Self { shard, ranks: ranks.clone() })
     }
 
-    pub(crate) fn shard(&self) -> Shard {
+    pub fn shard(&self) -> Shard {
         self.shard
     }
 
-    pub(crate) fn ranks(&self) -> &Ranks {
+    pub fn ranks(&self) -> &Ranks {
         &self.ranks
     }
 
-    pub(crate) fn is_split(&self) -> bool {
+    pub fn is_split(&self) -> bool {
         self.shard.size() > 1
     }
 
@@ -234,7 +234,7 @@ impl TensorParallel {
     ///
     /// # Errors
     /// There are several ranks.
-    pub(crate) fn only_whole(&self, what: &str) -> Result<(), ModelError> {
+    pub fn only_whole(&self, what: &str) -> Result<(), ModelError> {
         match self.is_split() {
             true => Err(ModelError::Shard(format!("{what} is not split over ranks; set `model.tensor_parallel = 1`"))),
             false => Ok(()),

@@ -1,12 +1,11 @@
 //! Where a decoder's weights come from (a checkpoint, memory, or random numbers), and the form in which they are loaded.
 
+use crate::accelerator::WeightValues;
 use crate::checkpoint::StoredModel;
-#[cfg(feature = "cuda")]
-use crate::device::{DeviceWeight, Gpu, PackedFormat};
 use crate::kernels::{FrozenWeight, Weight};
 use crate::random;
 use crate::sharding::{Held, Part, TensorParallel};
-use crate::{DecoderConfig, ModelError, Place, Weights};
+use crate::{ComputeDevice, DecoderConfig, ModelError, Weights};
 use candle_core::{DType, Device, Error, Tensor, Var};
 use querl_core::config::BaseDtype;
 use std::collections::BTreeMap;
@@ -25,25 +24,17 @@ pub(crate) trait Tensors {
     /// There is none of that name, or it is not long enough.
     fn tensor(&self, name: &str, part: Option<&Part>) -> Result<Tensor, ModelError>;
 
-    /// A matrix, or a part of it, on a card: packed or in bf16.
+    /// A matrix, or a part of it, for an accelerator.
     ///
     /// # Errors
-    /// The same, or the card has no memory left.
-    #[cfg(feature = "cuda")]
-    fn on_card(
-        &self,
-        name: &str,
-        part: Option<&Part>,
-        gpu: &Gpu,
-        format: Option<PackedFormat>,
-    ) -> Result<DeviceWeight, ModelError>;
+    /// The same.
+    fn values(&self, name: &str, part: Option<&Part>) -> Result<WeightValues<'_>, ModelError>;
 }
 
 fn missing(name: &str) -> ModelError {
     Error::Msg(format!("no tensor `{name}`")).into()
 }
 
-#[cfg(feature = "cuda")]
 fn matrix(name: &str, shape: &[usize]) -> Result<(usize, usize), ModelError> {
     match *shape {
         [n_out, n_in] => Ok((n_out, n_in)),
@@ -64,20 +55,9 @@ impl Tensors for StoredModel {
         Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?)
     }
 
-    #[cfg(feature = "cuda")]
-    fn on_card(
-        &self,
-        name: &str,
-        part: Option<&Part>,
-        gpu: &Gpu,
-        format: Option<PackedFormat>,
-    ) -> Result<DeviceWeight, ModelError> {
+    fn values(&self, name: &str, part: Option<&Part>) -> Result<WeightValues<'_>, ModelError> {
         let (dtype, shape, bytes) = self.bytes(name, part)?;
-        let (n_out, n_in) = matrix(name, &shape)?;
-        match format {
-            Some(format) => Ok(gpu.upload_packed(&bytes, dtype, (n_out, n_in), format)?),
-            None => Ok(DeviceWeight::new(gpu.upload_floats(&bytes, dtype)?, n_out, n_in)?),
-        }
+        Ok(WeightValues::Bytes { bytes, dtype, dims: matrix(name, &shape)? })
     }
 }
 
@@ -94,23 +74,8 @@ impl Tensors for BTreeMap<String, Tensor> {
         }
     }
 
-    #[cfg(feature = "cuda")]
-    fn on_card(
-        &self,
-        name: &str,
-        part: Option<&Part>,
-        gpu: &Gpu,
-        format: Option<PackedFormat>,
-    ) -> Result<DeviceWeight, ModelError> {
-        let tensor = self.tensor(name, part)?;
-        let (n_out, n_in) = tensor.dims2()?;
-        let tensor = tensor.flatten_all()?;
-        if let Some(format) = format {
-            let values: Vec<f32> = tensor.to_dtype(DType::F32)?.to_vec1()?;
-            return Ok(DeviceWeight::packed(gpu, &gpu.upload(&values)?, (n_out, n_in), format)?);
-        }
-        let values: Vec<half::bf16> = tensor.to_dtype(DType::BF16)?.to_vec1()?;
-        Ok(DeviceWeight::new(gpu.upload(&values)?, n_out, n_in)?)
+    fn values(&self, name: &str, part: Option<&Part>) -> Result<WeightValues<'_>, ModelError> {
+        Ok(WeightValues::Tensor(self.tensor(name, part)?))
     }
 }
 
@@ -155,26 +120,15 @@ impl Tensors for RandomTensors {
         Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
     }
 
-    #[cfg(feature = "cuda")]
-    fn on_card(
-        &self,
-        name: &str,
-        part: Option<&Part>,
-        gpu: &Gpu,
-        format: Option<PackedFormat>,
-    ) -> Result<DeviceWeight, ModelError> {
+    fn values(&self, name: &str, part: Option<&Part>) -> Result<WeightValues<'_>, ModelError> {
         let (n_rows, width) = matrix(name, self.of_name(name)?)?;
         let (rows, columns) = match part {
             Some(Part { axis: 0, range }) => (range.clone(), 0..width),
             Some(Part { range, .. }) => (0..n_rows, range.clone()),
             None => (0..n_rows, 0..width),
         };
-        let (n_out, n_in) = (rows.len(), columns.len());
-        let values = gpu.normal_part(rows, columns, width, random::seed_of(self.seed, name), self.deviation)?;
-        match format {
-            Some(format) => Ok(DeviceWeight::packed(gpu, &values, (n_out, n_in), format)?),
-            None => Ok(DeviceWeight::new(values, n_out, n_in)?),
-        }
+        let (seed, deviation) = (random::seed_of(self.seed, name), self.deviation);
+        Ok(WeightValues::Random { rows, columns, width, seed, deviation })
     }
 }
 
@@ -183,7 +137,7 @@ pub(crate) struct WeightLoader<'a> {
     tensors: &'a dyn Tensors,
     weights: Weights,
     dtype: BaseDtype,
-    pub(crate) place: &'a Place,
+    pub(crate) place: &'a ComputeDevice,
     /// Who holds which part.
     pub(crate) parallel: TensorParallel,
     pub(crate) vars: BTreeMap<String, Var>,
@@ -194,7 +148,7 @@ impl<'a> WeightLoader<'a> {
         tensors: &'a dyn Tensors,
         weights: Weights,
         dtype: BaseDtype,
-        place: &'a Place,
+        place: &'a ComputeDevice,
     ) -> Result<Self, ModelError> {
         place.check(weights, dtype)?;
         Ok(Self { tensors, weights, dtype, place, parallel: TensorParallel::default(), vars: BTreeMap::new() })
@@ -256,11 +210,12 @@ impl<'a> WeightLoader<'a> {
         }
         let part = self.part(name)?;
         match self.place {
-            Place::Cpu => Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, part.as_ref())?, dtype)?)),
-            #[cfg(feature = "cuda")]
-            Place::Card(gpu) => {
-                let format = crate::device::PackedFormat::of(dtype);
-                Ok(Weight::OnCard(self.tensors.on_card(name, part.as_ref(), gpu, format)?))
+            ComputeDevice::Cpu => {
+                Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, part.as_ref())?, dtype)?))
+            }
+            ComputeDevice::Accelerator(accelerator) => {
+                let values = self.tensors.values(name, part.as_ref())?;
+                Ok(Weight::Accelerator(accelerator.upload_weight(values, dtype)?))
             }
         }
     }

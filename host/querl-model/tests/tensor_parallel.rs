@@ -7,8 +7,9 @@
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 use querl_model::{
-    Decoder, DecoderConfig, Decoding, Dropout, Family, GenerationRequest, Keep, LoraAdapter, LoraSettings, ModelError,
-    PackedBatch, Pass, Place, Ranks, Recompute, SamplingSettings, TokenText, Weights, backward, generate, run_ranks,
+    ComputeDevice, Decoder, DecoderConfig, Decoding, Dropout, Family, GenerationRequest, Keep, LoraAdapter,
+    LoraSettings, ModelError, PackedBatch, Pass, Ranks, Recompute, SamplingSettings, TokenText, Weights, backward,
+    generate, run_ranks,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -43,10 +44,10 @@ enum From {
 impl From {
     fn decoder(self, dtype: BaseDtype, ranks: &Ranks) -> Result<Decoder, ModelError> {
         match self {
-            Self::Golden(name) => Decoder::load_part(&golden(name), dtype, &Place::Cpu, ranks),
+            Self::Golden(name) => Decoder::load_part(&golden(name), dtype, &ComputeDevice::Cpu, ranks),
             Self::Random(family) => {
                 let config = DecoderConfig { family, qkv_bias: family == Family::Qwen2, ..wide() };
-                Decoder::random_part(config, 5, dtype, &Place::Cpu, ranks)
+                Decoder::random_part(config, 5, dtype, &ComputeDevice::Cpu, ranks)
             }
         }
     }

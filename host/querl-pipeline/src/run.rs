@@ -15,7 +15,7 @@ use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::{Reporter, Retriever, Silent, StyleModel};
 use querl_core::run_dir::RunDir;
 use querl_data::{CacheLimits, ResponseCache, ServiceContext, SpendTracker, open_retriever};
-use querl_model::CardUse;
+use querl_model::GpuUse;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -59,8 +59,8 @@ impl Run {
         let executor = match last >= StageName::Sft {
             true => {
                 preflight(&config)?;
-                let card_use = if last >= StageName::Rl { CardUse::Answers } else { CardUse::Training };
-                Executor::choose(&config, card_use)?
+                let gpu_use = if last >= StageName::Rl { GpuUse::Generation } else { GpuUse::Training };
+                Executor::choose(&config, gpu_use)?
             }
             false => Executor::in_process(),
         };

@@ -1,7 +1,6 @@
 //! Trainings in which ranks hold one model together, beside one in which a rank has all of it.
 #![allow(clippy::unwrap_used)]
 
-#[cfg(feature = "cuda")]
 #[path = "tensor_parallel/cards.rs"]
 mod cards;
 #[path = "support/recording.rs"]
@@ -11,7 +10,7 @@ use querl_core::config::{BaseDtype, CriticKind, RlConfig, SftConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::Reward;
 use querl_model::{
-    Decoder, LoraAdapter, LoraSettings, Mesh, ModelError, Place, Ranks, TextTokenizer, load_tensors, run_ranks,
+    ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, ModelError, Ranks, TextTokenizer, load_tensors, run_ranks,
     small_model,
 };
 use querl_train::rl::{self, RlData, RlTask};
@@ -46,14 +45,12 @@ enum On {
     /// All of them on the processor, in f32.
     Processor,
     /// Each on a card of its own, in bf16.
-    #[cfg(feature = "cuda")]
     Cards,
 }
 
 fn decoder(model: &Path, mesh: &Mesh, on: On) -> Result<Decoder, ModelError> {
     match on {
-        On::Processor => Decoder::load_part(model, BaseDtype::F32, &Place::Cpu, &mesh.tensor),
-        #[cfg(feature = "cuda")]
+        On::Processor => Decoder::load_part(model, BaseDtype::F32, &ComputeDevice::Cpu, &mesh.tensor),
         On::Cards => Decoder::load_part(model, BaseDtype::Bf16, &cards::card(mesh.all.rank())?, &mesh.tensor),
     }
 }

@@ -163,8 +163,8 @@ fn settings_that_the_named_card_refuses() {
     let with = |device| [&args[..], &[device, "--set", "model.dtype=bf16"]].concat();
     assert_eq!(
         refusal(&project, &with("device=cuda:0")),
-        "device is \"cuda:0\", which cannot be used: model.path names a model with heads of 20, and a card writes answers with \
-         heads of a multiple of 8 up to 128; \"cpu\" and \"auto\" do without"
+        "device is \"cuda:0\", which cannot be used: model.path names a model with attention heads of size 20; a GPU generates \
+         with head sizes that are a multiple of 8, up to 128; \"cpu\" and \"auto\" do without"
     );
     assert_eq!(project.querl(&with("device=cpu")).code, Some(0));
     for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {

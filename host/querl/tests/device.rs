@@ -208,7 +208,7 @@ fn what_is_missing_for_a_card_is_one_sentence() {
         ("cuda:1-2", &[], &ours, "the driver sees 2 card(s), cuda:0 to cuda:1, and none is cuda:2"),
         ("cuda:0", &[], Path::new("nowhere.so"), "QUERL_CUDA_LIBRARY names LIBRARY; there is no file at that place"),
         ("cuda:0", &[], &DRIVER, "LIBRARY: it has no function `querl_cuda_abi`; it is no library of querl"),
-        ("cuda:1", &[], &ours, "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh"),
+        ("cuda:1", &[], &ours, "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh"),
     ];
     for (device, figures, library, expected) in cases {
         assert_eq!(refusal(device, figures, library), why(expected, device));
@@ -237,7 +237,7 @@ fn doctor_names_cards_memory_library_and_what_is_missing() {
         "ok  card     cuda:1 is Imagined 1, compute capability 9.0, 80.0 GiB of memory, 60.0 GiB of them free\n",
         " of querl 0.1.0, built without CUDA, so that the CPU is its only device\n",
         "  nccl     ",
-        "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh: device = \"cuda:N\" is refused, and \
+        "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh: device = \"cuda:N\" is refused, and \
          device = \"auto\" takes the CPU\n",
     ] {
         assert!(text.contains(line), "{line}{text}");

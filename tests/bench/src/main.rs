@@ -15,7 +15,7 @@ use anyhow::{Result, bail};
 use clap::Parser;
 use measure::{Bench, free_bytes, open_device, plan, synchronize};
 use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
-use querl_model::{Decoder, DecoderConfig, Place};
+use querl_model::{ComputeDevice, Decoder, DecoderConfig};
 use querl_train::job::memory_plan::{DeviceSizes, PlannedStage};
 use report::{BenchReport, Benchmark, Lengths};
 use std::io::Write;
@@ -127,7 +127,7 @@ fn run(args: &Args) -> Result<ExitCode> {
     let (place, device) = open_device(&args.device)?;
     querl_model::set_threads(args.threads);
     ctrlc::set_handler(|| STOP.store(true, Ordering::SeqCst))?;
-    let sizes = if matches!(place, Place::Cpu) { DeviceSizes::CPU } else { DeviceSizes::GPU };
+    let sizes = if matches!(place, ComputeDevice::Cpu) { DeviceSizes::CPU } else { DeviceSizes::GPU };
     let mut benchmarks = args.what.clone();
     benchmarks.sort();
     benchmarks.dedup();

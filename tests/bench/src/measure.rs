@@ -5,8 +5,8 @@ use crate::{rollout, training};
 use anyhow::{Result, anyhow, bail};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_model::{
-    DType, Decoder, DecoderConfig, ExportSettings, Place, Repeated, TextTokenizer, Weights, copies, matrix_products,
-    small_model, write_random_model,
+    ComputeDevice, DType, Decoder, DecoderConfig, ExportSettings, Repeated, TextTokenizer, Weights, copies,
+    matrix_products, small_model, write_random_model,
 };
 use querl_train::job::memory_plan::{DeviceSizes, MemoryPlan, MemoryRequest, PlannedStage};
 use querl_train::{MetricSink, Metrics};
@@ -18,7 +18,7 @@ use std::time::Instant;
 /// A model on its device, and the settings of the benchmarks.
 pub(crate) struct Bench<'a> {
     pub(crate) decoder: &'a Decoder,
-    pub(crate) place: &'a Place,
+    pub(crate) place: &'a ComputeDevice,
     pub(crate) sizes: DeviceSizes,
     pub(crate) model: ModelConfig,
     pub(crate) sft: SftConfig,
@@ -102,13 +102,13 @@ impl Bench<'_> {
     /// Runs `work` once more and returns the GPU time of each kernel; on the CPU does nothing.
     pub(crate) fn kernel_times(&self, work: impl FnOnce() -> Result<()>) -> Result<Vec<KernelTime>> {
         match self.place {
-            Place::Cpu => {
+            ComputeDevice::Cpu => {
                 drop(work);
                 Ok(Vec::new())
             }
-            #[cfg(feature = "cuda")]
-            Place::Card(gpu) => {
-                let (done, launches) = gpu.traced(work)?;
+            ComputeDevice::Accelerator(accelerator) => {
+                let (mut work, mut done) = (Some(work), Ok(()));
+                let launches = accelerator.trace(&mut || done = work.take().map_or(Ok(()), |work| work()))?;
                 done?;
                 let mut times: std::collections::BTreeMap<&str, (u64, f64)> = std::collections::BTreeMap::new();
                 for launch in launches {
@@ -127,9 +127,8 @@ impl Bench<'_> {
     pub(crate) fn reset_peak_memory(&self) -> Result<()> {
         match self.place {
             // Writing 5 resets a process's peak (proc_pid_clear_refs(5)). Where that is not allowed it stays.
-            Place::Cpu => drop(std::fs::write("/proc/self/clear_refs", "5")),
-            #[cfg(feature = "cuda")]
-            Place::Card(gpu) => gpu.forget_peak()?,
+            ComputeDevice::Cpu => drop(std::fs::write("/proc/self/clear_refs", "5")),
+            ComputeDevice::Accelerator(accelerator) => accelerator.reset_peak_memory()?,
         }
         Ok(())
     }
@@ -138,11 +137,10 @@ impl Bench<'_> {
     pub(crate) fn memory_use(&self, stage: PlannedStage) -> Result<MemoryUse> {
         let planned_bytes = self.plan(stage).total();
         match self.place {
-            Place::Cpu => Ok(MemoryUse { planned_bytes, peak_bytes: resident_peak(), non_tensor_bytes: None }),
-            #[cfg(feature = "cuda")]
-            Place::Card(gpu) => {
-                let memory = gpu.memory()?;
-                let (peak_bytes, non_tensor_bytes) = (Some(memory.peak), Some(memory.beside()));
+            ComputeDevice::Cpu => Ok(MemoryUse { planned_bytes, peak_bytes: resident_peak(), non_tensor_bytes: None }),
+            ComputeDevice::Accelerator(accelerator) => {
+                let memory = accelerator.memory()?;
+                let (peak_bytes, non_tensor_bytes) = (Some(memory.peak), Some(memory.other()));
                 Ok(MemoryUse { planned_bytes, peak_bytes, non_tensor_bytes })
             }
         }
@@ -159,7 +157,7 @@ pub(crate) fn plan(shapes: &DecoderConfig, model: &ModelConfig, stage: PlannedSt
 }
 
 /// Rates of matrix products and copies.
-fn ceilings(place: &Place) -> Result<Ceilings> {
+fn ceilings(place: &ComputeDevice) -> Result<Ceilings> {
     let rate = |repeated: &Repeated, amount: f64| -> Result<Spread> {
         Ok(Spread::of(&repeated.seconds).ok_or_else(no_values)?.rate(amount))
     };
@@ -180,40 +178,36 @@ pub(crate) fn no_values() -> anyhow::Error {
 ///
 /// # Errors
 /// The name is unknown, or this build has no such device.
-pub(crate) fn open_device(name: &str) -> Result<(Place, String)> {
-    let is_gpu = name.starts_with("cuda:") || (name == "auto" && cfg!(feature = "cuda"));
+pub(crate) fn open_device(name: &str) -> Result<(ComputeDevice, String)> {
+    let has_gpus = querl_cuda::install();
     match name {
-        "cpu" | "auto" if !is_gpu => Ok((Place::Cpu, "cpu".into())),
-        #[cfg(feature = "cuda")]
-        _ if is_gpu => {
-            let index = name.strip_prefix("cuda:").unwrap_or("0").parse()?;
-            let gpu = querl_model::device::Gpu::new(index)?;
-            let name = gpu.stream().context().name().unwrap_or_else(|_| name.to_owned());
-            Ok((Place::Card(gpu), name))
-        }
-        #[cfg(not(feature = "cuda"))]
-        _ if is_gpu => {
-            bail!("device is {name:?}; this build of querl-bench has no CUDA: build it with --features cuda")
+        "cpu" => Ok((ComputeDevice::Cpu, "cpu".into())),
+        "auto" if !has_gpus => Ok((ComputeDevice::Cpu, "cpu".into())),
+        _ if name == "auto" || name.starts_with("cuda:") => {
+            if !has_gpus {
+                bail!("device is {name:?}; this build of querl-bench has no CUDA: build it with --features cuda");
+            }
+            let gpu = ComputeDevice::open_gpu(name.strip_prefix("cuda:").unwrap_or("0").parse()?)?;
+            let product = match &gpu {
+                ComputeDevice::Accelerator(accelerator) => accelerator.name(),
+                ComputeDevice::Cpu => None,
+            };
+            Ok((gpu, product.unwrap_or_else(|| name.to_owned())))
         }
         _ => bail!("device is {name:?}; expected cpu, cuda:N or auto"),
     }
 }
 
 /// Waits until the device has finished.
-pub(crate) fn synchronize(place: &Place) -> Result<()> {
-    match place {
-        Place::Cpu => Ok(()),
-        #[cfg(feature = "cuda")]
-        Place::Card(gpu) => Ok(gpu.synchronize()?),
-    }
+pub(crate) fn synchronize(place: &ComputeDevice) -> Result<()> {
+    Ok(place.synchronize()?)
 }
 
 /// Free memory of a GPU; `None` on the CPU.
-pub(crate) fn free_bytes(place: &Place) -> Result<Option<u64>> {
+pub(crate) fn free_bytes(place: &ComputeDevice) -> Result<Option<u64>> {
     match place {
-        Place::Cpu => Ok(None),
-        #[cfg(feature = "cuda")]
-        Place::Card(gpu) => Ok(Some(gpu.memory()?.free)),
+        ComputeDevice::Cpu => Ok(None),
+        ComputeDevice::Accelerator(accelerator) => Ok(Some(accelerator.memory()?.free)),
     }
 }
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # pack.sh [--wheels PYTHON] [--small] [OUT]: builds what a machine with a card needs and packs it into one archive (default target/cuda/card.tar.xz).
 #
-# In it: querl, querl-bench, libquerl_cuda.so, the test programs of querl-model and querl-train with the feature `cuda`, the program that measures kernels, the
+# In it: querl, querl-bench, libquerl_cuda.so, the test programs of querl-gpu (with the feature `cuda`) and querl-train, the program that measures kernels, the
 # goldens of the tests, and the scripts. Unpacked there, `card/run.sh` runs all of it. Ends with 1 where the archive is larger than 64 MiB.
 #
 # --wheels 3.12 adds wheels of transformers and PEFT with what they need, for that Python; torch must be there. --small compiles for the capability
 # 9.0 alone (QUERL_CUDA_CAPABILITIES names others). QUERL_CUDA_INSTALLED names an installed CUDA to build with, such as /usr/local/cuda-12.8:
-# see host/querl-cuda/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit), QUERL_PROGRAM a querl that
+# see host/querl-gpu/toolkit.sh. QUERL_CUDA_TOOLKIT is the toolkit's folder (default target/cuda/toolkit), QUERL_PROGRAM a querl that
 # is built already.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
@@ -30,7 +30,7 @@ if [ -z "${QUERL_PROGRAM:-}" ]; then cargo build --release -p querl; fi
 strip -o "$card/bin/querl" "${QUERL_PROGRAM:-$target/release/querl}"
 
 echo "+ the library"
-host/querl-cuda/build.sh "$toolkit"
+host/querl-gpu/build.sh "$toolkit"
 cp "$target/release/cuda/libquerl_cuda.so" "$card/bin/cuda/"
 
 echo "+ test programs, the kernels' program"
@@ -44,12 +44,12 @@ for line in sys.stdin:
     if found.get("executable"):
         print(found["target"]["name"], found["executable"])'
 }
-add() { while read -r name path; do case "$name" in querl_model | querl_train | card | candle_on_the_device | card_kernels | querl-bench) strip -o "$card/bin/$name" "$path" ;; esac; done; }
-programs test --release -p querl-model -p querl-train --features querl-model/cuda,querl-train/cuda --no-run --lib \
-    --test card --test candle_on_the_device | add
-programs build --release -p querl-model --features cuda --example card_kernels | add
+add() { while read -r name path; do case "$name" in querl_cuda | querl_train | decoder | candle_on_gpu | gpu_kernels | querl-bench) strip -o "$card/bin/$name" "$path" ;; esac; done; }
+programs test --release -p querl-gpu -p querl-train --features querl-gpu/cuda --no-run --lib \
+    --test decoder --test candle_on_gpu | add
+programs build --release -p querl-gpu --features cuda --example gpu_kernels | add
 programs build --release -p querl-bench --features cuda | add
-for name in querl_model querl_train card candle_on_the_device card_kernels querl-bench; do
+for name in querl_cuda querl_train decoder candle_on_gpu gpu_kernels querl-bench; do
     [ -x "$card/bin/$name" ] || { echo "$name was not built"; exit 1; }
 done
 

@@ -71,7 +71,7 @@ measure() {
 
 tests() { # NAME LIMIT PROGRAM FILTER: of several filters in one call, one that no test has would not be noticed
     local name="$1" limit="$2" program="$3"; shift 3
-    part "$name" "$limit" "$here/bin/$program" --test-threads 1 "$@"
+    part "$name" "$limit" "$here/bin/$program" --test-threads 1 --include-ignored "$@"
     # Names change: a filter that no test has would pass.
     if grep -q "^running 0 tests" "$out/$name.log" 2> /dev/null; then note "$name" 1 0 "no test has that name"; fi
 }
@@ -84,27 +84,27 @@ compare() { # SHAPE LIMIT OPTION...
 part doctor 15 "$here/bin/querl" doctor
 if [ -n "$simulated" ]; then
     small=(--rows 4 --own-tokens 4,9 --shared-tokens 8 --answer-tokens 3 --batch 4 --sequences 1,4 --max-new-tokens 3)
-    tests test-kernels 120 querl_model device::tests::elementwise
-    tests test-candle 120 candle_on_the_device
-    tests test-card 180 card logits
+    tests test-kernels 120 querl_cuda device::tests::elementwise
+    tests test-candle 120 candle_on_gpu
+    tests test-decoder 180 decoder logits
     tests test-train 180 querl_train gpu
-    part kernels 300 "$here/bin/card_kernels" --shape tiny --rows 16 --sequences 2 --repeats 1 --json "$out/kernels.json"
+    part kernels 300 "$here/bin/gpu_kernels" --shape tiny --rows 16 --sequences 2 --repeats 1 --json "$out/kernels.json"
     measure measure-tiny-a 300 tiny --what sft,rollout --repeats 1 "${small[@]}"
     measure measure-tiny-b 300 tiny --what ppo --repeats 1 "${small[@]}"
     compare tiny 200 --device cpu --repeats 1 "${small[@]}" --micro-batches 2,4
 else
-    tests test-kernels 40 querl_model device
-    tests test-answers 30 querl_model generate::card
-    tests test-card 25 card
-    tests test-candle 10 candle_on_the_device
+    tests test-kernels 40 querl_cuda device
+    tests test-answers 30 querl_cuda decode
+    tests test-decoder 25 decoder
+    tests test-candle 10 candle_on_gpu
     tests test-train 20 querl_train gpu
     sanitizer=$(command -v compute-sanitizer || compgen -G '/usr/local/cuda*/bin/compute-sanitizer' | head -n 1)
     if [ -n "$sanitizer" ]; then
-        part sanitizer 30 "$sanitizer" --tool memcheck --error-exitcode 9 "$here/bin/querl_model" --test-threads 1 device::tests
+        part sanitizer 30 "$sanitizer" --tool memcheck --error-exitcode 9 "$here/bin/querl_cuda" --test-threads 1 device::tests
     else
         note sanitizer null 0 "there is no compute-sanitizer"
     fi
-    part kernels 30 "$here/bin/card_kernels" --shape qwen2.5-7b --json "$out/kernels.json"
+    part kernels 30 "$here/bin/gpu_kernels" --shape qwen2.5-7b --json "$out/kernels.json"
     measure measure-0.5b-a 20 qwen2.5-0.5b --repeats 3
     measure measure-7b-a 40 qwen2.5-7b --what sft,rollout --repeats 3
     measure measure-7b-b 40 qwen2.5-7b --what ppo --repeats 1

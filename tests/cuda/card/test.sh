@@ -8,7 +8,7 @@ card="$folder/card"
 mkdir -p "$card/bin" "$card/golden"
 cp "$here"/{run.sh,report.py,libraries.py} "$card/"
 touch "$card/needs.txt"
-for name in querl querl_model card; do
+for name in querl querl_cuda decoder; do
     # The programs say what FAKE_OUTPUT is, and end with FAKE_CODE.
     printf '#!/bin/sh\necho "$FAKE_OUTPUT"; exit "${FAKE_CODE:-0}"\n' > "$card/bin/$name"
     chmod +x "$card/bin/$name"
@@ -26,8 +26,8 @@ ends 0 doctor
 ends 0 'test-kernels'
 ends 1 'no-such-part'
 FAKE_CODE=1 ends 1 doctor
-FAKE_CODE=101 ends 1 'test-card'
-grep -q 'failed, or cut off: test-card' "$folder/said"
+FAKE_CODE=101 ends 1 'test-decoder'
+grep -q 'failed, or cut off: test-decoder' "$folder/said"
 # A filter that no test has any more.
 FAKE_OUTPUT="running 0 tests" ends 1 'test-answers'
 # Each call has one filter: of several, one that no test has would not be noticed.

@@ -77,7 +77,7 @@ print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["pa
 for name in affine binary cast fill indexing reduce sort ternary unary; do
     kernels "candle-$name" "$candle/src/$name.cu" "-include $here/candle.h"
 done
-for file in "$root"/host/querl-model/cuda/*.cu; do
+for file in "$root"/host/querl-gpu/cuda/*.cu; do
     [ -e "$file" ] || continue
     kernels "querl-$(basename "$file" .cu)" "$file"
 done

@@ -2,7 +2,7 @@
 # compile.sh TOOLKIT OUT FILE.cu...: compiles CUDA files with g++ into one shared library OUT whose kernels run on the CPU.
 #
 # Every `extern "C" __global__ void NAME(...)` becomes callable as `cuda_on_cpu_NAME` (see on_cpu/launch.h).
-# TOOLKIT is what host/querl-cuda/toolkit.sh made (only its headers are used). In the environment: CXX, and CXXFLAGS for more
+# TOOLKIT is what host/querl-gpu/toolkit.sh made (only its headers are used). In the environment: CXX, and CXXFLAGS for more
 # options (`-fsanitize=address` finds what is read or written out of bounds).
 set -euo pipefail
 simulator=$(cd "$(dirname "$0")" && pwd)

@@ -7,7 +7,7 @@
 //
 // `__CUDA_ARCH__` stays undefined, so code behind `#ifdef __CUDA_ARCH__` is for the card and needs a portable branch beside it.
 //
-// Needs CUDA's headers (cuda_runtime's, from host/querl-cuda/toolkit.sh) and `-std=c++17 -fno-extern-tls-init`; see compile.sh.
+// Needs CUDA's headers (cuda_runtime's, from host/querl-gpu/toolkit.sh) and `-std=c++17 -fno-extern-tls-init`; see compile.sh.
 #pragma once
 
 // The standard library first: CUDA's headers define `__noinline__`, which libstdc++ uses as the name of an attribute.

@@ -12,7 +12,7 @@ pub use settings::{LoraSettings, Modules, SavedCopies};
 
 use crate::random::standard_normal;
 use crate::sharding::{Shard, TensorParallel};
-use crate::{DecoderConfig, ModelError, Place};
+use crate::{ComputeDevice, DecoderConfig, ModelError};
 use candle_core::{DType, Device, Error, Result as TensorResult, Tensor, Var};
 use config_file::ConfigFile;
 use rand::{Rng, SeedableRng};
@@ -22,12 +22,13 @@ use std::collections::{BTreeMap, HashMap};
 
 /// One layer's matrices: the layer's weight is changed by `scale * B A`.
 #[derive(Debug, Clone)]
-pub(crate) struct LoraPair {
-    pub(crate) a: Tensor, // (rank, in); of the embedding (rank, V)
-    pub(crate) b: Tensor, // (out, rank); of the embedding (H, rank)
-    pub(crate) scale: f32,
+#[allow(missing_docs)]
+pub struct LoraPair {
+    pub a: Tensor, // (rank, in); of the embedding (rank, V)
+    pub b: Tensor, // (out, rank); of the embedding (H, rank)
+    pub scale: f32,
     /// DoRA: length of each row of the changed weight.
-    pub(crate) magnitude: Option<Tensor>, // (out)
+    pub magnitude: Option<Tensor>, // (out)
 }
 
 /// Low-rank matrices beside frozen weights, kept in f32.
@@ -88,7 +89,7 @@ impl LoraAdapter {
     ///
     /// # Errors
     /// No memory is left, or the adapter cannot be split as its base is.
-    pub(crate) fn sharded(self, place: &Place, parallel: &TensorParallel) -> Result<Self, ModelError> {
+    pub(crate) fn sharded(self, place: &ComputeDevice, parallel: &TensorParallel) -> Result<Self, ModelError> {
         if self.parallel.is_split() || !parallel.is_split() {
             return self.on(place);
         }
@@ -217,7 +218,7 @@ impl LoraAdapter {
     ///
     /// # Errors
     /// There is no memory for it.
-    pub fn on(self, place: &Place) -> Result<Self, ModelError> {
+    pub fn on(self, place: &ComputeDevice) -> Result<Self, ModelError> {
         let device = place.device();
         match self.vars.values().all(|var| var.device().same_device(&device)) {
             true => Ok(self),

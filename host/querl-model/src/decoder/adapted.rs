@@ -18,8 +18,7 @@ impl Decoder {
         match weight {
             Some(Weight::Frozen(weight)) => weight.to_tensor(),
             Some(Weight::Trained(weight)) => Ok(weight.detach()),
-            #[cfg(feature = "cuda")]
-            Some(Weight::OnCard(weight)) => crate::kernels::card_tensor(weight, self.norm.device()),
+            Some(Weight::Accelerator(weight)) => weight.to_tensor(),
             None => bail!("no layer `{path}`"),
         }
     }
@@ -33,8 +32,7 @@ impl Decoder {
         let rows = match &self.embedding {
             Weight::Frozen(embedding) => embedding.rows(&batch.token_ids)?,
             Weight::Trained(embedding) => embedding.index_select(&ids()?, 0)?,
-            #[cfg(feature = "cuda")]
-            Weight::OnCard(embedding) => crate::kernels::card_rows(embedding, &batch.token_ids, self.norm.device())?,
+            Weight::Accelerator(embedding) => embedding.rows(&batch.token_ids)?,
         };
         let Some(pair) = adapter.and_then(|adapter| adapter.pair(EMBEDDING)) else { return Ok(rows) };
         let down = pair.a.index_select(&ids()?, 1)?.t()?; // (N, rank)

@@ -7,7 +7,7 @@ use crate::random::standard_normal;
 use crate::sharding::TensorParallel;
 use crate::transformer::LayerWeights;
 use crate::weights::{RandomTensors, Tensors, WeightLoader};
-use crate::{DecoderConfig, ModelError, Place, Ranks, Weights};
+use crate::{ComputeDevice, DecoderConfig, ModelError, Ranks, Weights};
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 use rand::SeedableRng;
@@ -31,7 +31,7 @@ impl Decoder {
     /// # Errors
     /// A file is missing, the architecture is not supported, or a tensor is missing or of another shape.
     pub fn load_as(directory: &Path, weights: Weights, dtype: BaseDtype) -> Result<Self, ModelError> {
-        Self::load_on(directory, weights, dtype, &Place::Cpu)
+        Self::load_on(directory, weights, dtype, &ComputeDevice::Cpu)
     }
 
     /// The same, somewhere else. On a card frozen weights are bf16, int8, fp8 or nf4, with the codes that the CPU makes; tensors go there
@@ -39,7 +39,12 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`Decoder::load_as`]; frozen weights stored in another type on a card.
-    pub fn load_on(directory: &Path, weights: Weights, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
+    pub fn load_on(
+        directory: &Path,
+        weights: Weights,
+        dtype: BaseDtype,
+        place: &ComputeDevice,
+    ) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
         Self::from_weights(stored.config().clone(), WeightLoader::new(&stored, weights, dtype, place)?)
     }
@@ -49,7 +54,12 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`Decoder::load_on`], or a model that cannot be split so: see [`Shard::check`].
-    pub fn load_part(directory: &Path, dtype: BaseDtype, place: &Place, ranks: &Ranks) -> Result<Self, ModelError> {
+    pub fn load_part(
+        directory: &Path,
+        dtype: BaseDtype,
+        place: &ComputeDevice,
+        ranks: &Ranks,
+    ) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
         let config = stored.config().clone();
         let parallel = TensorParallel::new(ranks, &config, dtype)?;
@@ -63,7 +73,12 @@ impl Decoder {
     ///
     /// # Errors
     /// A tensor cannot be made, or as [`Decoder::load_on`].
-    pub fn random(config: DecoderConfig, seed: u64, dtype: BaseDtype, place: &Place) -> Result<Self, ModelError> {
+    pub fn random(
+        config: DecoderConfig,
+        seed: u64,
+        dtype: BaseDtype,
+        place: &ComputeDevice,
+    ) -> Result<Self, ModelError> {
         Self::random_part(config, seed, dtype, place, &Ranks::alone())
     }
 
@@ -75,7 +90,7 @@ impl Decoder {
         config: DecoderConfig,
         seed: u64,
         dtype: BaseDtype,
-        place: &Place,
+        place: &ComputeDevice,
         ranks: &Ranks,
     ) -> Result<Self, ModelError> {
         let made = RandomTensors::new(&config, seed);
@@ -102,7 +117,7 @@ impl Decoder {
             };
             tensors.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
         }
-        Self::from_weights(config, WeightLoader::new(&tensors, Weights::Trained, BaseDtype::F32, &Place::Cpu)?)
+        Self::from_weights(config, WeightLoader::new(&tensors, Weights::Trained, BaseDtype::F32, &ComputeDevice::Cpu)?)
     }
 
     /// A decoder of tensors that were opened already.
@@ -115,7 +130,7 @@ impl Decoder {
         weights: Weights,
         dtype: BaseDtype,
     ) -> Result<Self, ModelError> {
-        Self::from_weights(config, WeightLoader::new(tensors, weights, dtype, &Place::Cpu)?)
+        Self::from_weights(config, WeightLoader::new(tensors, weights, dtype, &ComputeDevice::Cpu)?)
     }
 
     fn from_weights(config: DecoderConfig, mut source: WeightLoader<'_>) -> Result<Self, ModelError> {
@@ -133,10 +148,9 @@ impl Decoder {
             embedding,
             layers,
             head,
-            #[cfg(feature = "cuda")]
-            on_card: match source.place {
-                Place::Cpu => None,
-                Place::Card(gpu) => Some(super::card::OnCard::new(gpu, &rope)?),
+            device_rope: match source.place {
+                ComputeDevice::Cpu => None,
+                ComputeDevice::Accelerator(accelerator) => Some(accelerator.upload_rope(&rope)?),
             },
             rope,
             local: config.of_rank(source.parallel.shard().size()),

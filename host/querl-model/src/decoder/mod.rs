@@ -1,13 +1,12 @@
 //! The decoder: embedding, layers, final norm. One forward pass serves Qwen2 and Qwen3, training and decoding.
 
 mod adapted;
-#[cfg(feature = "cuda")]
-mod card;
 mod load;
 mod parts;
 mod shapes;
 mod view;
 
+use crate::accelerator::DeviceState;
 use crate::adapter::LoraAdapter;
 use crate::dropout::{Dropout, DropoutMask};
 use crate::kernels::{self, Queries, RopeTable, Weight};
@@ -15,16 +14,13 @@ use crate::sharding::{Shard, TensorParallel};
 use crate::transformer::{
     self, CheckpointedLayer, LayerContext, LayerPass, LayerRows, LayerWeights, PackedAttention, Pass, QueryRows, Rows,
 };
-use crate::{DecoderConfig, ModelError, PackedBatch, Place, save_tensors};
+use crate::{ComputeDevice, DecoderConfig, ModelError, PackedBatch, save_tensors};
 use candle_core::{DType, Result as TensorResult, Tensor, Var};
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-pub(crate) use card::CardRows;
-pub(crate) use parts::{AdaptedLayer, AdaptedLinear};
+pub use parts::{AdaptedLayer, AdaptedLinear};
 
 /// A Qwen2 or Qwen3 decoder.
 pub struct Decoder {
@@ -39,9 +35,9 @@ pub struct Decoder {
     head: Weight, // (V, H); the embedding where tied
     rope: RopeTable,
     vars: BTreeMap<String, Var>,
-    place: Place,
-    #[cfg(feature = "cuda")]
-    on_card: Option<card::OnCard>,
+    place: ComputeDevice,
+    /// RoPE table of an accelerator.
+    device_rope: Option<DeviceState>,
 }
 
 impl Decoder {
@@ -51,7 +47,7 @@ impl Decoder {
     }
 
     /// Shape of what stands here.
-    pub(crate) fn local_config(&self) -> &DecoderConfig {
+    pub fn local_config(&self) -> &DecoderConfig {
         &self.local
     }
 
@@ -61,12 +57,12 @@ impl Decoder {
     }
 
     /// The ranks that hold the model together.
-    pub(crate) fn parallel(&self) -> &TensorParallel {
+    pub fn parallel(&self) -> &TensorParallel {
         &self.parallel
     }
 
     /// Where its weights stand and its passes run.
-    pub fn place(&self) -> &Place {
+    pub fn place(&self) -> &ComputeDevice {
         &self.place
     }
 
@@ -201,24 +197,17 @@ impl Decoder {
     }
 
     /// See [`Rows::device_rows`]; `query_rows`: `None` means all.
-    #[cfg(feature = "cuda")]
     fn device_rows(
         &self,
         batch: &PackedBatch,
         query_rows: Option<&[u32]>,
         dropout: Option<&DropoutMask>,
-    ) -> TensorResult<Option<Arc<dyn Any + Send + Sync>>> {
-        let Some(device) = &self.on_card else { return Ok(None) };
-        Ok(Some(Arc::new(device.rows(batch, query_rows, dropout)?)))
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn device_rows(
-        &self,
-        _batch: &PackedBatch,
-        _query_rows: Option<&[u32]>,
-        _dropout: Option<&DropoutMask>,
-    ) -> TensorResult<Option<Arc<dyn Any + Send + Sync>>> {
-        Ok(None)
+    ) -> TensorResult<Option<DeviceState>> {
+        match (&self.place, &self.device_rope) {
+            (ComputeDevice::Accelerator(accelerator), Some(rope)) => {
+                accelerator.upload_rows(rope, batch, query_rows, dropout).map(Some)
+            }
+            _ => Ok(None),
+        }
     }
 }

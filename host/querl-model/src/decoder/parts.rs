@@ -1,37 +1,38 @@
 //! A decoder's weights with what an adapter makes of them: for decoding without a graph.
 
 use super::Decoder;
+use crate::accelerator::DeviceState;
 use crate::adapter::{EMBEDDING, LoraAdapter, LoraPair};
 use crate::kernels::Weight;
 use crate::transformer::{LayerWeights, Linear};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// One linear layer.
-pub(crate) struct AdaptedLinear<'a> {
-    pub(crate) weight: &'a Weight,
-    pub(crate) bias: Option<&'a Tensor>,
-    pub(crate) pair: Option<&'a LoraPair>,
+pub struct AdaptedLinear<'a> {
+    pub weight: &'a Weight,
+    pub bias: Option<&'a Tensor>,
+    pub pair: Option<&'a LoraPair>,
     /// DoRA's factor on each output `(out)`, before the bias.
-    pub(crate) factor: Option<Tensor>,
+    pub factor: Option<Tensor>,
 }
 
 /// One decoder layer.
-pub(crate) struct AdaptedLayer<'a> {
-    pub(crate) input_norm: &'a Tensor,
-    pub(crate) post_attention_norm: &'a Tensor,
+pub struct AdaptedLayer<'a> {
+    pub input_norm: &'a Tensor,
+    pub post_attention_norm: &'a Tensor,
     /// Weights of the per-head norms of queries and keys.
-    pub(crate) qk_norm: Option<&'a [Tensor; 2]>,
+    pub qk_norm: Option<&'a [Tensor; 2]>,
     /// Queries, keys, values.
-    pub(crate) qkv: [AdaptedLinear<'a>; 3],
-    pub(crate) o: [AdaptedLinear<'a>; 1],
+    pub qkv: [AdaptedLinear<'a>; 3],
+    pub o: [AdaptedLinear<'a>; 1],
     /// Gate and up.
-    pub(crate) gate_up: [AdaptedLinear<'a>; 2],
-    pub(crate) down: [AdaptedLinear<'a>; 1],
+    pub gate_up: [AdaptedLinear<'a>; 2],
+    pub down: [AdaptedLinear<'a>; 1],
 }
 
 impl Decoder {
     /// Every layer in order.
-    pub(crate) fn adapted_layers<'a>(
+    pub fn adapted_layers<'a>(
         &'a self,
         adapter: Option<&'a LoraAdapter>,
     ) -> impl Iterator<Item = TensorResult<AdaptedLayer<'a>>> {
@@ -39,18 +40,17 @@ impl Decoder {
     }
 
     /// Weight of the last norm `(H)`.
-    pub(crate) fn final_norm(&self) -> &Tensor {
+    pub fn final_norm(&self) -> &Tensor {
         &self.norm
     }
 
-    /// Angles of RoPE on the GPU, where the decoder is on one.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn card_rope(&self) -> Option<std::sync::Arc<crate::device::DeviceRope>> {
-        self.on_card.as_ref().map(|card| card.rope().clone())
+    /// See [`crate::Accelerator::upload_rope`].
+    pub fn device_rope(&self) -> Option<&DeviceState> {
+        self.device_rope.as_ref()
     }
 
     /// The embedding `(V, H)`; a tensor of its own, independent of later training, where an adapter changes it.
-    pub(crate) fn adapted_embedding(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+    pub fn adapted_embedding(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
             return Ok(Weight::Trained(saved.detach().copy()?));
         }
@@ -60,7 +60,7 @@ impl Decoder {
     }
 
     /// The head `(V, H)`, as the embedding.
-    pub(crate) fn adapted_head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+    pub fn adapted_head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         match self.head(adapter)? {
             Weight::Trained(head) => Ok(Weight::Trained(head.detach().copy()?)),
             frozen => Ok(frozen),

@@ -25,8 +25,7 @@ impl Decoder {
             rope: self.rope.clone(),
             vars: self.vars.clone(),
             place: self.place.clone(),
-            #[cfg(feature = "cuda")]
-            on_card: self.on_card.clone(),
+            device_rope: self.device_rope.clone(),
         }
     }
 }

@@ -47,7 +47,7 @@ struct Written {
 
 /// The best next tokens of one beam.
 #[derive(Default)]
-pub(super) struct Continuations {
+pub struct Continuations {
     answer: Vec<u32>,
     n_wanted: usize,
     found: Vec<Continuation>,

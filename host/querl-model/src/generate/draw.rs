@@ -9,7 +9,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 /// What is done with a row of logits.
-pub(super) enum Taker<'s> {
+pub enum Taker<'s> {
     /// A token is chosen, wherever the logits are.
     Draw(&'s mut Draw),
     /// The best are compared with those of other beams, on the host.
@@ -18,7 +18,7 @@ pub(super) enum Taker<'s> {
 
 impl Taker<'_> {
     /// Takes the logits of the whole vocabulary; they may be changed.
-    pub(super) fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError> {
+    pub fn take(&mut self, logits: &mut [f32], rules: &Rules<'_>) -> Result<(), ModelError> {
         match self {
             Self::Draw(draw) => draw.take(logits, rules),
             Self::Beam(continuations) => continuations.take(logits, rules),
@@ -27,16 +27,16 @@ impl Taker<'_> {
 }
 
 /// Draws the tokens of one answer.
-pub(super) struct Draw {
-    pub(super) rng: ChaCha8Rng,
-    pub(super) decoding: Decoding,
-    pub(super) token_ids: Vec<u32>,
+pub struct Draw {
+    pub rng: ChaCha8Rng,
+    pub decoding: Decoding,
+    pub token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     behaviour_logprobs: Vec<f32>,
 }
 
 impl Draw {
-    pub(super) fn new(seed: u64, sample: usize, decoding: Decoding) -> Self {
+    pub fn new(seed: u64, sample: usize, decoding: Decoding) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(sample as u64);
         Self { rng, decoding, token_ids: Vec::new(), logprobs: Vec::new(), behaviour_logprobs: Vec::new() }
@@ -49,13 +49,13 @@ impl Draw {
     }
 
     /// The answer goes on with this token.
-    pub(super) fn push(&mut self, choice: Choice) {
+    pub fn push(&mut self, choice: Choice) {
         self.token_ids.push(choice.token);
         self.logprobs.push(choice.logprob);
         self.behaviour_logprobs.push(choice.behaviour_logprob);
     }
 
-    pub(super) fn generated(self, ended_by: EndedBy) -> Generated {
+    pub fn generated(self, ended_by: EndedBy) -> Generated {
         Generated {
             token_ids: self.token_ids,
             logprobs: self.logprobs,

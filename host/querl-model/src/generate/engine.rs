@@ -3,12 +3,12 @@
 use super::cpu_backend::PolicyWeights;
 use super::filters::Rules;
 use super::model_runner::{Hidden, Unit};
-use super::policy::Policy;
+use super::policy::{DecodePolicy, Policy};
 use super::prefixes::{Prefixes, shared_beginnings};
 use super::sizes::{CacheRoom, blocks_of_prompt};
 use super::{Decoding, Generated, GenerationRequest, SamplingSettings, TokenText, batch, beam};
 use crate::cache::{BLOCK_TOKENS, BlockPool, BlockShape, SequenceCache};
-use crate::{Decoder, LoraAdapter, ModelError, Place};
+use crate::{ComputeDevice, Decoder, LoraAdapter, ModelError};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -113,16 +113,12 @@ impl<'a> Engine<'a> {
     }
 
     fn take_policy(&mut self, adapter: Option<&LoraAdapter>) -> Result<(), ModelError> {
-        #[cfg(feature = "cuda")]
-        if let Place::Card(gpu) = self.decoder.place() {
-            return match &mut self.policy {
-                Some(Policy::Card(card)) => card.set(self.decoder, adapter),
-                _ => {
-                    let card = super::card::CardPolicy::new(gpu, self.decoder, adapter)?;
-                    self.policy = Some(Policy::Card(Box::new(card)));
-                    Ok(())
-                }
-            };
+        if let ComputeDevice::Accelerator(accelerator) = self.decoder.place() {
+            match &mut self.policy {
+                Some(Policy::Accelerator(policy)) => policy.set(self.decoder, adapter)?,
+                _ => self.policy = Some(Policy::Accelerator(accelerator.decode_policy(self.decoder, adapter)?)),
+            }
+            return Ok(());
         }
         self.policy = None; // the old copies go before the new ones are made
         self.policy = Some(Policy::Host(Box::new(PolicyWeights::new(self.decoder, adapter)?)));
@@ -163,6 +159,14 @@ impl<'a> Engine<'a> {
         }
     }
 
+    /// The policy on an accelerator, if there is one.
+    pub fn device_policy(&self) -> Option<&dyn DecodePolicy> {
+        match &self.policy {
+            Some(Policy::Accelerator(policy)) => Some(&**policy),
+            _ => None,
+        }
+    }
+
     /// What keys and values take.
     pub fn cache_memory(&self) -> CacheMemory {
         let block_bytes = self.pool.block_bytes();
@@ -183,7 +187,7 @@ impl<'a> Engine<'a> {
         rules: &Rules<'_>,
     ) -> Result<(Option<usize>, usize), ModelError> {
         let (sampling, max_sequences) = (rules.settings, self.settings.max_sequences);
-        if matches!(self.decoder.place(), Place::Cpu) || requests.is_empty() {
+        if matches!(self.decoder.place(), ComputeDevice::Cpu) || requests.is_empty() {
             return Ok((None, max_sequences));
         }
         let room = self.settings.room.unwrap_or_else(|| room_for(requests, decoding, sampling, &self.settings));
@@ -194,13 +198,12 @@ impl<'a> Engine<'a> {
         }
         let n_answers = room.n_answers.max(1);
         let longest = requests.iter().map(|request| request.prompt.len()).max().unwrap_or(0);
-        #[cfg(feature = "cuda")]
-        if let Some(Policy::Card(card)) = &mut self.policy {
+        if let Some(Policy::Accelerator(policy)) = &mut self.policy {
             let n_units = match decoding {
                 Decoding::Beam { n_beams, .. } => n_beams.max(n_answers),
                 _ => n_answers,
             };
-            card.make_room(n_units, room.longest().max(longest + sampling.max_new_tokens), rules)?;
+            policy.reserve(n_units, room.longest().max(longest + sampling.max_new_tokens), rules)?;
         }
         // Kept prefixes and the prompt that waits have blocks of their own.
         let beside = self.settings.max_prefix_tokens.div_ceil(BLOCK_TOKENS) + blocks_of_prompt(longest);
@@ -208,21 +211,15 @@ impl<'a> Engine<'a> {
         Ok((n_blocks, max_sequences.min(n_answers)))
     }
 
-    #[cfg(feature = "cuda")]
     fn new_pool(&mut self, n_blocks: usize) -> Result<(), ModelError> {
         let shape = BlockShape::new(self.decoder.local_config());
-        // The card lets go of its blocks before it makes others: where there is no memory for those, there are none.
-        self.pool = BlockPool::of_card(shape, 0);
-        if let Some(Policy::Card(card)) = &mut self.policy {
-            card.make_blocks(n_blocks)?;
+        // The device frees its blocks before it allocates others; if that fails, there are none.
+        self.pool = BlockPool::of_device(shape, 0);
+        if let Some(Policy::Accelerator(policy)) = &mut self.policy {
+            policy.allocate_blocks(n_blocks)?;
         }
-        self.pool = BlockPool::of_card(shape, n_blocks);
+        self.pool = BlockPool::of_device(shape, n_blocks);
         Ok(())
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn new_pool(&mut self, _n_blocks: usize) -> Result<(), ModelError> {
-        Ok(()) // there is no card
     }
 }
 

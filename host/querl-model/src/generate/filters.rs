@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What shapes a row of logits.
 #[derive(Clone, Copy)]
-pub(crate) struct Rules<'a> {
-    pub(crate) settings: &'a SamplingSettings,
-    pub(crate) stop_ids: &'a BTreeSet<u32>,
+pub struct Rules<'a> {
+    pub settings: &'a SamplingSettings,
+    pub stop_ids: &'a BTreeSet<u32>,
 }
 
 impl Rules<'_> {

@@ -6,8 +6,6 @@
 mod admission;
 mod batch;
 mod beam;
-#[cfg(feature = "cuda")]
-mod card;
 mod cpu_backend;
 mod draw;
 mod engine;
@@ -26,16 +24,14 @@ mod settings;
 mod sizes;
 mod vectorised;
 
+pub use draw::{Draw, Taker};
 pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife};
+pub use filters::Rules;
+pub use model_runner::{Hidden, Unit};
+pub use policy::DecodePolicy;
+pub use sampling::{Choice, choose};
 pub use settings::{Decoding, EndedBy, Generated, GenerationRequest, SamplingSettings, TokenText};
-pub use sizes::CacheRoom;
-
-/// What tests of the device compare with.
-#[cfg(all(test, feature = "cuda"))]
-pub(crate) mod on_device {
-    pub(crate) use super::filters::Rules;
-    pub(crate) use super::sampling::choose;
-}
+pub use sizes::{CacheRoom, Sizes, bucket};
 
 use crate::{Decoder, LoraAdapter, ModelError};
 

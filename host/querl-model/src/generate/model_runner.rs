@@ -9,16 +9,17 @@ use crate::ModelError;
 use crate::cache::SequenceCache;
 use crate::transformer::{LayerRows, QueryRows, Rows};
 use rayon::prelude::*;
+use std::any::Any;
 use std::sync::Arc;
 
 /// The hidden state of a sequence's last token after the final norm, `(H)`, where its policy keeps it.
 #[derive(Default)]
-pub(super) enum Hidden {
+pub enum Hidden {
     #[default]
     Unknown,
     Host(Vec<f32>),
-    #[cfg(feature = "cuda")]
-    Card(crate::device::CudaSlice<half::bf16>),
+    /// In the memory of the policy's accelerator.
+    Device(Box<dyn Any + Send + Sync>),
 }
 
 impl Hidden {
@@ -41,16 +42,15 @@ impl Hidden {
 }
 
 /// One sequence of a step.
-pub(super) struct Unit<'s> {
-    pub(super) cache: &'s mut SequenceCache,
+pub struct Unit<'s> {
+    pub cache: &'s mut SequenceCache,
     /// New tokens; none where the hidden state is known.
-    pub(super) tokens: &'s [u32],
+    pub tokens: &'s [u32],
     /// What comes in where there are no tokens, what comes out where there are.
-    pub(super) hidden: &'s mut Hidden,
-    /// Whether the hidden state is asked for again: a card hands it out only then.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) is_held: bool,
-    pub(super) takers: Vec<Taker<'s>>,
+    pub hidden: &'s mut Hidden,
+    /// Whether the hidden state is needed later: an accelerator returns it only then.
+    pub is_held: bool,
+    pub takers: Vec<Taker<'s>>,
 }
 
 /// Most rows of one pass: bounds the memory of a step.

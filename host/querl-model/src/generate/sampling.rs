@@ -20,19 +20,19 @@ pub(super) struct Softmax {
 
 /// A chosen token.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Choice {
-    pub(crate) token: u32,
+pub struct Choice {
+    pub token: u32,
     /// Under the model's whole distribution at the temperature.
-    pub(crate) logprob: f32,
+    pub logprob: f32,
     /// Under the distribution that it was chosen from.
-    pub(crate) behaviour_logprob: f32,
+    pub behaviour_logprob: f32,
 }
 
 /// Chooses the token that follows `answer`. `logits` are those of the whole vocabulary; they are changed.
 ///
 /// # Errors
 /// A logit is not finite, or the limits leave no token.
-pub(crate) fn choose(
+pub fn choose(
     logits: &mut [f32],
     answer: &[u32],
     rules: &Rules<'_>,

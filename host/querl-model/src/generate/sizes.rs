@@ -65,27 +65,27 @@ const LOGITS: usize = 5 << 23;
 const BUCKETS: [usize; 14] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256];
 
 /// Sequences of the step that does `n`.
-pub(super) fn bucket(n: usize) -> usize {
+pub fn bucket(n: usize) -> usize {
     BUCKETS.into_iter().find(|&size| size >= n).unwrap_or_else(|| n.next_multiple_of(BUCKETS[BUCKETS.len() - 1]))
 }
 
 /// How large the places are that a step's kernels use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Sizes {
+pub struct Sizes {
     /// Sequences of a step.
-    pub(super) n_units: usize,
+    pub n_units: usize,
     /// Tokens of a pass.
-    pub(super) n_rows: usize,
+    pub n_rows: usize,
     /// Rows of logits.
-    pub(super) n_logit_rows: usize,
+    pub n_logit_rows: usize,
     /// Blocks of the longest sequence.
-    pub(super) width: usize,
+    pub width: usize,
     /// Parts of its keys.
-    pub(super) n_splits: usize,
+    pub n_splits: usize,
 }
 
 impl Sizes {
-    pub(super) fn new(config: &DecoderConfig, n_sequences: usize, longest: usize) -> Self {
+    pub fn new(config: &DecoderConfig, n_sequences: usize, longest: usize) -> Self {
         let n_units = bucket(n_sequences.max(1));
         let n_splits = n_splits(longest);
         let of_row = split_values(1, config.n_heads, config.head_dim, n_splits).max(1);
@@ -95,13 +95,12 @@ impl Sizes {
     }
 
     /// Values of attention in parts.
-    pub(super) fn n_split_values(&self, config: &DecoderConfig) -> usize {
+    pub fn n_split_values(&self, config: &DecoderConfig) -> usize {
         split_values(self.n_rows, config.n_heads, config.head_dim, self.n_splits)
     }
 
     /// Whether there is room for all that `other` has room for.
-    #[cfg(feature = "cuda")]
-    pub(super) fn holds(&self, other: &Self) -> bool {
+    pub fn holds(&self, other: &Self) -> bool {
         self.n_units >= other.n_units && self.width >= other.width && self.n_splits >= other.n_splits
     }
 

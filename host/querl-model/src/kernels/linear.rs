@@ -2,8 +2,9 @@
 
 use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
 use super::{FrozenWeight, Level, floats, with_floats};
+use crate::accelerator::{AcceleratorWeight, accelerator_of};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// The weight of a linear layer, of the embedding or of the language-model head, `(out, in)`.
 #[derive(Clone)]
@@ -12,9 +13,8 @@ pub enum Weight {
     Frozen(FrozenWeight),
     /// A variable, row-major f32.
     Trained(Tensor),
-    /// No gradient for it; on a card, row-major bf16.
-    #[cfg(feature = "cuda")]
-    OnCard(crate::device::DeviceWeight),
+    /// Frozen, in the memory of an accelerator.
+    Accelerator(Arc<dyn AcceleratorWeight>),
 }
 
 impl Weight {
@@ -26,8 +26,7 @@ impl Weight {
         match self {
             Self::Frozen(weight) => Ok(weight.dims()),
             Self::Trained(weight) => weight.dims2(),
-            #[cfg(feature = "cuda")]
-            Self::OnCard(weight) => Ok(weight.dims()),
+            Self::Accelerator(weight) => Ok(weight.dims()),
         }
     }
 }
@@ -39,11 +38,11 @@ impl Weight {
 pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
     match weight {
         Weight::Frozen(weight) => frozen_linear(x, weight, bias),
-        #[cfg(feature = "cuda")]
-        Weight::Trained(weight) if !weight.device().is_cpu() => super::card::trained_linear(x, weight, bias),
-        Weight::Trained(weight) => trained_linear(x, weight, bias),
-        #[cfg(feature = "cuda")]
-        Weight::OnCard(weight) => super::card::linear(x, weight, bias),
+        Weight::Trained(weight) => match accelerator_of(weight)? {
+            Some(accelerator) => accelerator.trained_linear(x, weight, bias),
+            None => trained_linear(x, weight, bias),
+        },
+        Weight::Accelerator(weight) => weight.linear(x, bias),
     }
 }
 

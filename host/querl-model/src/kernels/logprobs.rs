@@ -4,6 +4,7 @@
 use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
 use super::simd::vectorised;
 use super::{FrozenWeight, LANES, Level, Weight, exp, floats, with_floats};
+use crate::accelerator::accelerator_of;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -47,13 +48,11 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     let hidden = hidden.contiguous()?;
     match head {
         Weight::Frozen(head) => hidden.apply_op1(FrozenHead { op, head: head.clone() }),
-        #[cfg(feature = "cuda")]
-        Weight::Trained(head) if !head.device().is_cpu() => {
-            super::card::trained_token_logprobs(&hidden, head, targets, temperature)
-        }
-        Weight::Trained(head) => hidden.apply_op2(&head.contiguous()?, op),
-        #[cfg(feature = "cuda")]
-        Weight::OnCard(head) => super::card::token_logprobs(&hidden, head, targets, temperature),
+        Weight::Trained(head) => match accelerator_of(head)? {
+            Some(accelerator) => accelerator.trained_token_logprobs(&hidden, head, targets, temperature),
+            None => hidden.apply_op2(&head.contiguous()?, op),
+        },
+        Weight::Accelerator(head) => head.token_logprobs(&hidden, targets, temperature),
     }
 }
 

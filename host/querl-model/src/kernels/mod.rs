@@ -5,8 +5,6 @@
 //! and keeps the gradient of frozen weights.
 
 mod attention;
-#[cfg(feature = "cuda")]
-mod card;
 mod linear;
 mod logprobs;
 mod matmul;
@@ -21,21 +19,19 @@ mod swiglu;
 pub use attention::{Node, Queries, RowTree, attention};
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::{CARD_LOGITS, CARD_LOGITS_OF_ROW, token_logprobs};
-pub use packed_weight::FrozenWeight;
-pub(crate) use packed_weight::GROUP;
+pub use packed_weight::{FrozenWeight, GROUP};
 pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, norm_rope, rope};
 pub use swiglu::swiglu;
 
 pub(crate) use attention::{LogSumExp, attend, attention_gradients};
-#[cfg(feature = "cuda")]
-pub(crate) use card::{card_rows, card_tensor};
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};
-pub(crate) use rms_norm::{norm_gradients, normed};
+pub use rms_norm::{norm_gradients, normed};
 pub(crate) use simd::Level;
-pub(crate) use swiglu::{gated, gated_gradients};
+pub use swiglu::{gated, gated_gradients};
 
+use crate::accelerator::accelerator_of;
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
 use std::mem::MaybeUninit;
 use std::ops::Deref;
@@ -159,9 +155,8 @@ fn values_per_task(width: usize) -> usize {
 /// # Errors
 /// A place that is not below N.
 pub fn select_rows(x: &Tensor, places: Vec<u32>) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if !x.device().is_cpu() {
-        return card::select_rows(x, places);
+    if let Some(accelerator) = accelerator_of(x)? {
+        return accelerator.select_rows(x, places);
     }
     let n_places = places.len();
     x.index_select(&Tensor::from_vec(places, n_places, x.device())?, 0)

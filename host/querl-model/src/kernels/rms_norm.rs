@@ -2,6 +2,7 @@
 
 use super::simd::vectorised;
 use super::{dot, dot3, filled, floats, values_per_task, with_floats};
+use crate::accelerator::accelerator_of;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
@@ -23,9 +24,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if size == 0 || x.dims().last() != Some(&size) {
         bail!("rms_norm: a weight of {size} values for a tensor {:?}", x.dims());
     }
-    #[cfg(feature = "cuda")]
-    if !x.device().is_cpu() {
-        return super::card::rms_norm(x, weight, eps as f32);
+    if let Some(accelerator) = accelerator_of(x)? {
+        return accelerator.rms_norm(x, weight, eps as f32);
     }
     x.contiguous()?.apply_op2(weight, RmsNorm { eps: eps as f32 })
 }
@@ -91,7 +91,7 @@ vectorised! {
 }
 
 /// [`rms_norm`] on slices: rows of as many values as the weight has.
-pub(crate) fn normed(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+pub fn normed(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let task = values_per_task(weight.len());
     assert!(x.len().is_multiple_of(weight.len()), "whole rows");
     let fill = |y: &mut [MaybeUninit<f32>]| {
@@ -103,7 +103,7 @@ pub(crate) fn normed(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
 
 /// Gradients of `x`, to which `more` is added where there is any, and of the first `n_wanted` values of the weight, for the
 /// gradient of [`normed`]'s result.
-pub(crate) fn norm_gradients(
+pub fn norm_gradients(
     x: &[f32],
     weight: &[f32],
     eps: f32,

@@ -35,8 +35,7 @@ impl RopeTable {
     }
 
     /// All cosines and sines, `(positions, D / 2)` each, and D.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn tables(&self) -> (&[f32], &[f32], usize) {
+    pub fn tables(&self) -> (&[f32], &[f32], usize) {
         (&self.cos, &self.sin, self.head_dim)
     }
 

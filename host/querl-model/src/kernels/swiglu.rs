@@ -49,7 +49,7 @@ vectorised! {
 }
 
 /// [`swiglu`] on slices.
-pub(crate) fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
+pub fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
     assert_eq!(gate.len(), up.len(), "a gate for each value");
     let fill = |y: &mut [MaybeUninit<f32>]| {
         let tasks = y.par_chunks_mut(VALUES_PER_TASK).zip(gate.par_chunks(VALUES_PER_TASK));
@@ -60,7 +60,7 @@ pub(crate) fn gated(gate: &[f32], up: &[f32]) -> Vec<f32> {
 }
 
 /// [`gated`]'s result again, and the gradients of `gate` and `up` for its gradient.
-pub(crate) fn gated_gradients(gate: &[f32], up: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
+pub fn gated_gradients(gate: &[f32], up: &[f32], grad: &[f32]) -> [Vec<f32>; 3] {
     assert!(gate.len() == up.len() && gate.len() == grad.len(), "a gate and a gradient for each value");
     let fill = |y: &mut [MaybeUninit<f32>], dgate: &mut [MaybeUninit<f32>], dup: &mut [MaybeUninit<f32>]| {
         let out = dgate.par_chunks_mut(VALUES_PER_TASK).zip(dup.par_chunks_mut(VALUES_PER_TASK));

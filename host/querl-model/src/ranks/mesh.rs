@@ -1,18 +1,16 @@
-//! How the ranks of a job divide its work.
+//! Data-parallel and tensor-parallel process groups of a job.
 
 use super::{Ranks, RanksError};
 
-/// The ranks of a job: those that hold parts of one copy of the model, and those that hold the same part and take other rows.
-///
-/// Neighbours share a copy: of four ranks with two to a copy, 0 and 1 hold the first, 2 and 3 the second, and 0 and 2 the same
-/// part.
+/// The process groups of a rank. Neighbours are tensor parallel: of four ranks with `tensor_parallel` 2, ranks 0 and 1 hold one copy
+/// of the model, 2 and 3 another, and 0 and 2 the same shard.
 #[derive(Clone, Default)]
 pub struct Mesh {
-    /// All of them. The first writes files and talks to people.
+    /// All ranks of the job.
     pub all: Ranks,
-    /// Those with this rank's part of the model: each takes other rows, and gradients are summed over them.
+    /// Ranks with the same shard: each has other rows, and gradients are all-reduced over them.
     pub data: Ranks,
-    /// Those that hold this rank's copy of the model together, and take the same rows.
+    /// Ranks that hold one copy of the model together, and have the same rows.
     pub tensor: Ranks,
 }
 
@@ -22,17 +20,17 @@ impl Mesh {
         Self::default()
     }
 
-    /// Every rank with a copy of its own.
+    /// Data parallel: every rank has a copy of the model.
     pub fn of_data(all: Ranks) -> Self {
         Self { data: all.clone(), all, tensor: Ranks::alone() }
     }
 
-    /// Whether each rank holds a part of the model.
+    /// Whether each rank holds a shard of the model.
     pub fn is_split(&self) -> bool {
         self.tensor.world_size() > 1
     }
 
-    /// The same ranks at meetings of their own, for another thread of each.
+    /// Process groups of the same ranks for another thread of each.
     ///
     /// # Errors
     /// A rank has failed.
@@ -40,7 +38,7 @@ impl Mesh {
         Ok(Self { all: self.all.split(0)?, data: self.data.split(0)?, tensor: self.tensor.split(0)? })
     }
 
-    /// Copies of `tensor_parallel` ranks each; every rank calls this.
+    /// Shards each copy of the model over `tensor_parallel` ranks; a collective operation.
     ///
     /// # Errors
     /// A rank has failed; or `tensor_parallel` does not divide the number of ranks.
@@ -50,7 +48,7 @@ impl Mesh {
             return Ok(Self::of_data(all));
         }
         if tensor_parallel == 0 || !world_size.is_multiple_of(tensor_parallel) {
-            let message = format!("{world_size} ranks make no copies of {tensor_parallel} ranks each");
+            let message = format!("{world_size} ranks cannot be divided into copies of {tensor_parallel} ranks each");
             return Err(RanksError::Failed { rank, message });
         }
         let (data, tensor) = (all.split(rank % tensor_parallel)?, all.split(rank / tensor_parallel)?);

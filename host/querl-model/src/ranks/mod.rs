@@ -1,147 +1,131 @@
-//! Ranks: threads of this process that do one job together, each on a card of its own, or all on the processor.
+//! Ranks: threads of this process that do one job together, each with a GPU of its own, or all on the CPU.
 //!
-//! Every rank runs the same code and comes to the same calls in the same order; a call returns when all ranks have come to it.
-//! Sums are formed in the order of the ranks, so that every rank gets the same bits, whichever came first. A rank that fails
-//! wakes the others: their calls return an error that names it. Nothing here may be called from within rayon's workers, where a
-//! thread that waits keeps the others' work from being done.
+//! Every rank runs the same code and makes the same collective calls in the same order; a call returns when all ranks have made it.
+//! All-reduce adds in the order of the ranks, so that every rank gets the same bits. When a rank fails, the pending calls of the
+//! others return an error that names it. Collective calls must not be made from rayon's workers: a thread that waits would hold up
+//! the work of the other ranks.
 
-#[cfg(feature = "cuda")]
-mod card;
-#[cfg(all(test, feature = "cuda"))]
-mod card_tests;
-mod links;
-mod meeting;
 mod mesh;
+mod process_group;
 mod run;
 #[cfg(test)]
 mod tests;
 
 pub use mesh::Mesh;
+pub use process_group::Communicator;
 pub use run::{RankFailure, run_ranks};
 
+use crate::accelerator::{DeviceState, accelerator_of};
 use candle_core::{Error, Result as TensorResult, Tensor};
-use meeting::Meeting;
+use process_group::ProcessGroup;
 use rayon::prelude::*;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// Why ranks do not go on together.
+/// Why ranks cannot continue together.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum RanksError {
-    /// One of them failed, and the others have nothing to wait for.
+    /// A rank failed, so that the others cannot continue.
     #[error("rank {rank} failed: {message}")]
-    Failed {
-        /// Which, from 0.
-        rank: usize,
-        /// What it said.
-        message: String,
-    },
-    /// Two ranks are not at the same place.
-    #[error(
-        "rank {rank} is at `{what}` and rank {other_rank} at `{other}`; this is a fault of querl, please report it"
-    )]
-    Differ {
-        /// A rank.
-        rank: usize,
-        /// Where it is.
-        what: String,
-        /// Another.
-        other_rank: usize,
-        /// Where that is.
-        other: String,
-    },
+    Failed { rank: usize, message: String },
+    /// Two ranks made different collective calls.
+    #[error("rank {rank} is at `{operation}` and rank {other_rank} at `{other}`; internal error, please report it")]
+    Differ { rank: usize, operation: String, other_rank: usize, other: String },
 }
 
-/// One rank's place among those that do a job together. A clone is the same rank's.
+/// One rank of a process group. Clones are the same rank.
 #[derive(Clone, Default)]
 pub struct Ranks {
-    /// `None` of a rank that is alone.
-    with_others: Option<WithOthers>,
+    /// `None`: the group has one rank.
+    member: Option<Member>,
 }
 
 #[derive(Clone)]
-struct WithOthers {
-    meeting: Arc<Meeting>,
+struct Member {
+    group: Arc<ProcessGroup>,
     index: usize,
-    /// This rank's card among the others', once they have summed on them.
-    #[cfg(feature = "cuda")]
-    card: Arc<std::sync::OnceLock<Arc<crate::device::Nccl>>>,
+    /// This rank's communicator between devices, once it is connected.
+    communicator: Arc<OnceLock<DeviceState>>,
 }
 
 impl Ranks {
-    /// The only rank of a job.
+    /// A process group of one rank.
     pub fn alone() -> Self {
         Self::default()
     }
 
-    fn of(meeting: &Arc<Meeting>, index: usize) -> Self {
-        let with_others = WithOthers {
-            meeting: meeting.clone(),
-            index,
-            #[cfg(feature = "cuda")]
-            card: Arc::default(),
-        };
-        Self { with_others: (meeting.members.len() > 1).then_some(with_others) }
+    fn of(group: &Arc<ProcessGroup>, index: usize) -> Self {
+        let member = Member { group: group.clone(), index, communicator: Arc::default() };
+        Self { member: (group.members.len() > 1).then_some(member) }
     }
 
-    /// Which rank this is, from 0.
+    /// From 0.
     pub fn rank(&self) -> usize {
-        self.with_others.as_ref().map_or(0, |others| others.index)
+        self.member.as_ref().map_or(0, |member| member.index)
     }
 
-    /// How many there are.
+    /// Number of ranks.
     pub fn world_size(&self) -> usize {
-        self.with_others.as_ref().map_or(1, |others| others.meeting.members.len())
+        self.member.as_ref().map_or(1, |member| member.group.members.len())
     }
 
-    /// Whether this rank is the one that writes files and talks to people.
+    /// Whether this is rank 0, which alone writes files and reports.
     pub fn is_first(&self) -> bool {
         self.rank() == 0
     }
 
-    /// Returns when all ranks have come here.
+    /// Returns when all ranks have called it.
     ///
     /// # Errors
-    /// A rank has failed, or is elsewhere.
+    /// A rank has failed, or made another call.
     pub fn barrier(&self) -> Result<(), RanksError> {
         self.exchange("a barrier".into(), ()).map(drop)
     }
 
-    /// What every rank brings, in the order of the ranks. They must bring values of one type, whose size may differ.
+    /// A barrier before a collective operation of an accelerator, which has this name on all ranks.
     ///
     /// # Errors
-    /// A rank has failed, or is elsewhere.
-    pub fn all_gather<T: Send + Sync + 'static>(&self, mine: T) -> Result<Vec<Arc<T>>, RanksError> {
-        self.exchange(format!("a gathering of {}", std::any::type_name::<T>()), mine)
+    /// As [`Ranks::barrier`].
+    pub fn barrier_before(&self, operation: String) -> Result<(), RanksError> {
+        self.exchange(operation, ()).map(drop)
     }
 
-    /// Whether any rank says so.
+    /// The values of all ranks, in their order: of one type, whose size may differ.
     ///
     /// # Errors
-    /// A rank has failed, or is elsewhere.
-    pub fn any(&self, mine: bool) -> Result<bool, RanksError> {
-        Ok(self.exchange("a question".into(), mine)?.into_iter().any(|says| *says))
+    /// A rank has failed, or made another call.
+    pub fn all_gather<T: Send + Sync + 'static>(&self, value: T) -> Result<Vec<Arc<T>>, RanksError> {
+        self.exchange(format!("all-gather of {}", std::any::type_name::<T>()), value)
     }
 
-    /// What rank `root` brings; the others bring `None`.
+    /// Whether the value of any rank is true.
     ///
     /// # Errors
-    /// A rank has failed, or is elsewhere; or `root` brought nothing.
-    pub fn broadcast<T: Send + Sync + 'static>(&self, root: usize, mine: Option<T>) -> Result<Arc<T>, RanksError> {
-        let what = format!("a broadcast of {} from rank {root}", std::any::type_name::<T>());
-        let all = self.exchange(what, mine.map(Arc::new))?;
+    /// A rank has failed, or made another call.
+    pub fn any(&self, value: bool) -> Result<bool, RanksError> {
+        Ok(self.exchange("any".into(), value)?.into_iter().any(|value| *value))
+    }
+
+    /// The value of rank `root`; the others pass `None`.
+    ///
+    /// # Errors
+    /// A rank has failed, or made another call; or `root` passed `None`.
+    pub fn broadcast<T: Send + Sync + 'static>(&self, root: usize, value: Option<T>) -> Result<Arc<T>, RanksError> {
+        let operation = format!("broadcast of {} from rank {root}", std::any::type_name::<T>());
+        let all = self.exchange(operation, value.map(Arc::new))?;
         let nothing = || RanksError::Failed { rank: root, message: "it broadcast nothing".into() };
         all.get(root).and_then(|item| item.as_ref().clone()).ok_or_else(nothing)
     }
 
-    /// Replaces `values` by their sum over all ranks.
+    /// All-reduce: replaces `values` by their sum over all ranks.
     ///
     /// # Errors
-    /// A rank has failed, is elsewhere, or has another number of values.
+    /// A rank has failed, made another call, or has another number of values.
     pub fn sum(&self, values: &mut [f32]) -> Result<(), RanksError> {
         if self.world_size() == 1 {
             return Ok(());
         }
-        let all = self.exchange(format!("a sum of {} values", values.len()), values.to_vec())?;
+        let all = self.exchange(format!("all-reduce of {} values", values.len()), values.to_vec())?;
         let chunks = values.par_chunks_mut(CHUNK).enumerate();
         chunks.for_each(|(chunk, sum)| {
             let start = chunk * CHUNK;
@@ -153,7 +137,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// The sum over all ranks of a tensor of the same shape on each, which is f32. The sum is no part of a graph.
+    /// All-reduce of an f32 tensor, which has the same shape on all ranks. The sum is no part of a graph.
     ///
     /// # Errors
     /// As [`Ranks::sum`]; or another type.
@@ -161,37 +145,75 @@ impl Ranks {
         if self.world_size() == 1 {
             return Ok(tensor.detach());
         }
-        #[cfg(feature = "cuda")]
-        if !tensor.device().is_cpu() {
-            return self.sum_tensor_on_card(tensor);
+        if let Some(accelerator) = accelerator_of(tensor)? {
+            return accelerator.all_reduce(self, tensor);
         }
         let mut values = tensor.flatten_all()?.to_vec1::<f32>()?;
         self.sum(&mut values).map_err(Error::wrap)?;
         Tensor::from_vec(values, tensor.shape(), tensor.device())
     }
 
-    /// The ranks that come here with the same `group`, as ranks of their own in the same order. Where one fails, the ranks of all
-    /// groups hear of it.
+    /// Waits until the work that was submitted to the tensor's device is done on all ranks. An all-reduce that a failed rank left is
+    /// incomplete.
     ///
     /// # Errors
-    /// A rank has failed, or is elsewhere.
-    pub fn split(&self, group: usize) -> Result<Self, RanksError> {
-        let Some(WithOthers { meeting, index, .. }) = &self.with_others else { return Ok(Self::alone()) };
-        let groups = self.exchange("a split into groups".into(), group)?;
-        let places: Vec<usize> = (0..groups.len()).filter(|&place| *groups[place] == group).collect();
-        let members = places.iter().map(|&place| meeting.members[place]).collect();
-        let leads = places[0] == *index;
-        let made =
-            self.exchange("the meetings of groups".into(), leads.then(|| Meeting::new(meeting.party(), members)))?;
-        let of_group = made[places[0]].as_ref().as_ref().expect("the first of a group makes its meeting");
-        let place = places.iter().position(|place| place == index).expect("a rank is in its own group");
-        Ok(Self::of(of_group, place))
+    /// A rank has failed, or made another call; submitted work failed.
+    pub fn settle(&self, tensor: &Tensor) -> TensorResult<()> {
+        match accelerator_of(tensor)? {
+            Some(accelerator) if self.world_size() > 1 => accelerator.settle(self),
+            _ => Ok(()),
+        }
     }
 
-    fn exchange<T: Send + Sync + 'static>(&self, what: String, mine: T) -> Result<Vec<Arc<T>>, RanksError> {
-        match &self.with_others {
-            None => Ok(vec![Arc::new(mine)]),
-            Some(others) => others.meeting.exchange(others.index, what, Arc::new(mine)),
+    /// Process groups of the ranks that pass the same `group`, in the same order. A failure still reaches all ranks.
+    ///
+    /// # Errors
+    /// A rank has failed, or made another call.
+    pub fn split(&self, group: usize) -> Result<Self, RanksError> {
+        let Some(Member { group: all, index, .. }) = &self.member else { return Ok(Self::alone()) };
+        let chosen = self.exchange("split".into(), group)?;
+        let indices: Vec<usize> = (0..chosen.len()).filter(|&index| *chosen[index] == group).collect();
+        let members = indices.iter().map(|&index| all.members[index]).collect();
+        let creates = indices[0] == *index;
+        let created = self
+            .exchange("process groups of a split".into(), creates.then(|| ProcessGroup::new(all.world(), members)))?;
+        let group = created[indices[0]].as_ref().as_ref().expect("the first rank of a group creates it");
+        let rank = indices.iter().position(|other| other == index).expect("a rank is in its own group");
+        Ok(Self::of(group, rank))
+    }
+
+    /// Where an accelerator keeps this rank's communicator; `None` for a group of one rank.
+    pub fn communicator(&self) -> Option<&OnceLock<DeviceState>> {
+        self.member.as_ref().map(|member| &*member.communicator)
+    }
+
+    /// Aborts `communicator` when a rank fails, and closes it when all ranks have finished.
+    pub fn register(&self, communicator: Arc<dyn Communicator>) {
+        if let Some(member) = &self.member {
+            member.group.world().register(communicator);
+        }
+    }
+
+    /// # Errors
+    /// A rank has failed.
+    #[allow(missing_docs)]
+    pub fn check(&self) -> Result<(), RanksError> {
+        self.member.as_ref().map_or(Ok(()), |member| member.group.world().check())
+    }
+
+    /// Reports to all ranks at once that this one has failed. Returns the error to return here: the first failure, which may have
+    /// caused this one.
+    pub fn fail(&self, error: Error) -> Error {
+        let Some(Member { group, index, .. }) = &self.member else { return error };
+        let (world, rank) = (group.world(), group.members[*index]);
+        let is_first = world.fail(RanksError::Failed { rank, message: error.to_string() });
+        if is_first { error } else { world.check().map_or_else(Error::wrap, |()| error) }
+    }
+
+    fn exchange<T: Send + Sync + 'static>(&self, operation: String, value: T) -> Result<Vec<Arc<T>>, RanksError> {
+        match &self.member {
+            None => Ok(vec![Arc::new(value)]),
+            Some(member) => member.group.exchange(member.index, operation, Arc::new(value)),
         }
     }
 }

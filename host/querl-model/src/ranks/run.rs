@@ -1,38 +1,29 @@
-//! Ranks as threads: begun together, ended together.
+//! Ranks as threads: started together, joined together.
 
-use super::meeting::{Meeting, Party, lock};
+use super::process_group::{ProcessGroup, World, lock};
 use super::{Ranks, RanksError};
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::thread;
 
-/// Bytes of the stack of a rank's thread, as a main thread usually has: what runs there runs on either.
+/// Stack of a rank's thread: that of a main thread.
 const STACK_BYTES: usize = 8 << 20;
 
 /// How one rank failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum RankFailure<E> {
-    /// By its own error, or by the one that told it of another rank's.
+    /// With its own error, or with the one that reported another rank's.
     #[error("rank {rank}: {error}")]
-    Failed {
-        /// Which, from 0.
-        rank: usize,
-        /// Why.
-        error: E,
-    },
-    /// It panicked, or had no thread to run in.
-    #[error("rank {rank} stopped by itself: {message}")]
-    Panicked {
-        /// Which, from 0.
-        rank: usize,
-        /// What it said.
-        message: String,
-    },
+    Failed { rank: usize, error: E },
+    /// It panicked, or its thread could not be started.
+    #[error("rank {rank} panicked: {message}")]
+    Panicked { rank: usize, message: String },
 }
 
 impl<E> RankFailure<E> {
-    /// Which rank.
+    #[allow(missing_docs)]
     pub fn rank(&self) -> usize {
         match self {
             Self::Failed { rank, .. } | Self::Panicked { rank, .. } => *rank,
@@ -40,27 +31,27 @@ impl<E> RankFailure<E> {
     }
 }
 
-/// Runs `work` once for each of `world_size` ranks, the first in this thread, and returns what each gave in their order.
+/// Runs `work` on `world_size` ranks, rank 0 in this thread, and returns the results of all in their order.
 ///
 /// # Errors
-/// Ranks failed: how, in the order in which they did; what those after the first say may be no more than that it failed.
+/// The failures in the order in which they happened; those after the first may only report that it failed.
 pub fn run_ranks<T: Send, E: Send + Display>(
     world_size: usize,
     work: impl Fn(Ranks) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, Vec<RankFailure<E>>> {
-    let party = Party::new(world_size);
-    let meeting = Meeting::new(&party, (0..world_size).collect());
+    let world = World::new(world_size);
+    let group = ProcessGroup::new(&world, (0..world_size).collect());
     let failures = Mutex::new(Vec::new());
     let fail = |failure: RankFailure<E>, message: String| {
         let rank = failure.rank();
         lock(&failures).push(failure);
-        party.fail(RanksError::Failed { rank, message });
-        // What ends for this rank may be in its thread's own memory.
-        party.wait_for_links();
+        world.fail(RanksError::Failed { rank, message });
+        // What a communicator uses may be in the memory of this thread.
+        world.wait_for_communicators();
     };
-    let run = |rank: usize| match catch_unwind(AssertUnwindSafe(|| work(Ranks::of(&meeting, rank)))) {
+    let run = |rank: usize| match catch_unwind(AssertUnwindSafe(|| work(Ranks::of(&group, rank)))) {
         Ok(Ok(value)) => {
-            party.end(rank);
+            world.finish(rank);
             Some(value)
         }
         Ok(Err(error)) => {
@@ -69,7 +60,7 @@ pub fn run_ranks<T: Send, E: Send + Display>(
             None
         }
         Err(panic) => {
-            let message = words_of(&*panic).to_owned();
+            let message = panic_message(&*panic).to_owned();
             fail(RankFailure::Panicked { rank, message: message.clone() }, message);
             None
         }
@@ -89,17 +80,16 @@ pub fn run_ranks<T: Send, E: Send + Display>(
         values.extend(others.into_iter().map(|thread| thread.ok().and_then(|thread| thread.join().ok()).flatten()));
         values.into_iter().collect()
     });
-    party.finish();
+    world.close();
     let mut failures = failures.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    // A rank tells of its failure when it finds it, which may be long before its work is at an end.
-    if let Err(RanksError::Failed { rank: first, .. } | RanksError::Differ { rank: first, .. }) = party.check() {
+    // A rank may report its failure long before it returns.
+    if let Err(RanksError::Failed { rank: first, .. } | RanksError::Differ { rank: first, .. }) = world.check() {
         failures.sort_by_key(|failure| failure.rank() != first);
     }
     values.filter(|_| failures.is_empty()).ok_or(failures)
 }
 
-/// The words of a panic, which is whatever it was raised with.
-fn words_of(panic: &(dyn std::any::Any + Send)) -> &str {
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }

@@ -1,29 +1,29 @@
-use super::links::Link;
+use super::process_group::Communicator;
 use super::*;
 use candle_core::Device;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Barrier, mpsc};
 use std::time::{Duration, Instant};
 
-/// What `work` gives, which is no test where it waits for ever.
-pub(super) fn within_limits<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+/// The result of `work`, which must not hang.
+fn within_limits<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = mpsc::channel();
     let thread = std::thread::spawn(move || send.send(work()));
     match receive.recv_timeout(Duration::from_secs(60)) {
         Ok(done) => done,
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("a rank waits for ever"),
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("a rank hangs"),
         Err(mpsc::RecvTimeoutError::Disconnected) => std::panic::resume_unwind(thread.join().map(drop).unwrap_err()),
     }
 }
 
-/// Words of the failures, in the order in which they happened.
+/// Messages of the failures, in the order in which they happened.
 fn failed<T: Send + std::fmt::Debug>(n: usize, work: impl Fn(Ranks) -> Result<T, RanksError> + Sync) -> Vec<String> {
     run_ranks(n, work).unwrap_err().iter().map(ToString::to_string).collect()
 }
 
 #[test]
 fn sums_have_the_same_bits_on_every_rank_whichever_comes_first() {
-    // In another order these sums are other numbers.
+    // Another order of additions rounds differently.
     let value = |rank: usize, i: usize| [1e8f32, -1e8, 0.3][rank] + i as f32 * 1e-3;
     let expected: Vec<u32> = (0..100_000).map(|i| (value(0, i) + value(1, i) + value(2, i)).to_bits()).collect();
     for late in 0..3 {
@@ -40,7 +40,7 @@ fn sums_have_the_same_bits_on_every_rank_whichever_comes_first() {
 }
 
 #[test]
-fn a_tensor_keeps_its_shape_and_a_rank_alone_its_values() {
+fn all_reduce_of_a_tensor_keeps_its_shape() {
     let tensor = Tensor::from_vec(vec![1f32, 2.0, 3.0, 4.0], (2, 2), &Device::Cpu).unwrap();
     let alone = Ranks::alone();
     assert_eq!((alone.rank(), alone.world_size()), (0, 1));
@@ -50,13 +50,13 @@ fn a_tensor_keeps_its_shape_and_a_rank_alone_its_values() {
 }
 
 #[test]
-fn what_ranks_bring_is_told_in_their_order_round_after_round() {
+fn all_gather_is_in_the_order_of_ranks() {
     let seen = run_ranks(3, |ranks| {
         (0..200).try_for_each(|round| {
             let all = ranks.all_gather(vec![round, ranks.rank()])?;
             assert_eq!(all.iter().map(|item| item.to_vec()).collect::<Vec<_>>(), [[round, 0], [round, 1], [round, 2]]);
-            let told = ranks.broadcast(round % 3, (ranks.rank() == round % 3).then_some(ranks.rank()))?;
-            assert_eq!(*told, round % 3);
+            let received = ranks.broadcast(round % 3, (ranks.rank() == round % 3).then_some(ranks.rank()))?;
+            assert_eq!(*received, round % 3);
             ranks.barrier()
         })
     });
@@ -64,7 +64,7 @@ fn what_ranks_bring_is_told_in_their_order_round_after_round() {
 }
 
 #[test]
-fn groups_sum_among_themselves() {
+fn process_groups_all_reduce_separately() {
     let sums = run_ranks(4, |ranks| {
         let (rows, columns) = (ranks.split(ranks.rank() / 2)?, ranks.split(ranks.rank() % 2)?);
         assert_eq!((rows.world_size(), columns.rank()), (2, ranks.rank() / 2));
@@ -77,33 +77,33 @@ fn groups_sum_among_themselves() {
 }
 
 #[test]
-fn neighbours_share_a_copy_and_others_its_rows() {
-    let places = run_ranks(4, |ranks| {
+fn neighbours_are_tensor_parallel() {
+    let coordinates = run_ranks(4, |ranks| {
         let mesh = Mesh::new(ranks, 2)?;
         Ok::<_, RanksError>((mesh.all.rank(), mesh.data.rank(), mesh.tensor.rank(), mesh.data.world_size()))
     });
-    assert_eq!(places.unwrap(), [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2)]);
+    assert_eq!(coordinates.unwrap(), [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 2), (3, 1, 1, 2)]);
     let refused = failed(4, |ranks| Mesh::new(ranks, 3).map(drop));
-    assert!(refused[0].contains("4 ranks make no copies of 3 ranks each"), "{refused:?}");
+    assert!(refused[0].contains("4 ranks cannot be divided into copies of 3 ranks each"), "{refused:?}");
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others_with_its_words() {
+fn all_ranks_receive_the_message_of_the_failed_rank() {
     let failures = failed(3, |ranks| {
         ranks.barrier()?;
         if ranks.rank() == 1 {
-            return Err(RanksError::Failed { rank: 1, message: "its card is gone".into() });
+            return Err(RanksError::Failed { rank: 1, message: "its GPU is gone".into() });
         }
         ranks.barrier()
     });
-    assert_eq!(failures[0], "rank 1: rank 1 failed: its card is gone");
+    assert_eq!(failures[0], "rank 1: rank 1 failed: its GPU is gone");
     assert!(
-        failures.len() == 3 && failures[1..].iter().all(|words| words.ends_with("rank 1 failed: its card is gone"))
+        failures.len() == 3 && failures[1..].iter().all(|message| message.ends_with("rank 1 failed: its GPU is gone"))
     );
 }
 
 #[test]
-fn a_panic_of_a_rank_and_of_one_in_another_group_ends_the_others() {
+fn a_panic_reaches_ranks_of_other_process_groups() {
     for groups in [1, 2] {
         let failures = failed(4, |ranks| {
             let group = ranks.split(ranks.rank() % groups)?;
@@ -112,20 +112,20 @@ fn a_panic_of_a_rank_and_of_one_in_another_group_ends_the_others() {
             group.barrier()?;
             group.barrier()
         });
-        assert!(failures[0].starts_with("rank 3 stopped by itself: three is no rank"), "{failures:?}");
+        assert!(failures[0].starts_with("rank 3 panicked: three is no rank"), "{failures:?}");
     }
 }
 
 #[test]
-fn a_rank_that_ends_early_or_goes_elsewhere_is_no_deadlock() {
+fn a_rank_that_finishes_early_or_makes_another_call_is_no_deadlock() {
     let failures = failed(2, |ranks| if ranks.rank() == 1 { Ok(()) } else { ranks.barrier() });
-    assert!(failures[0].contains("rank 1 failed: it ended while another waited for it"), "{failures:?}");
+    assert!(failures[0].contains("rank 1 failed: it finished while another rank waited for it"), "{failures:?}");
     let failures = failed(2, |ranks| if ranks.rank() == 1 { ranks.sum(&mut [1.0]) } else { ranks.barrier() });
-    assert!(failures[0].contains("`a sum of 1 values`") && failures[0].contains("`a barrier`"), "{failures:?}");
+    assert!(failures[0].contains("`all-reduce of 1 values`") && failures[0].contains("`a barrier`"), "{failures:?}");
 }
 
 #[test]
-fn work_of_several_ranks_is_done_by_one_pool() {
+fn ranks_share_one_thread_pool() {
     let n_done = AtomicUsize::new(0);
     let done = run_ranks(3, |ranks| {
         (0..50).try_for_each(|_| {
@@ -139,14 +139,14 @@ fn work_of_several_ranks_is_done_by_one_pool() {
     assert_eq!(n_done.into_inner(), 3 * 50 * 64);
 }
 
-/// What joins each of some ranks with the others, and ends when all are ended.
-struct Joined {
+/// Ends when those of all ranks are ended.
+struct Joint {
     all_end: Arc<Barrier>,
     n_aborted: Arc<AtomicUsize>,
     n_closed: Arc<AtomicUsize>,
 }
 
-impl Link for Joined {
+impl Communicator for Joint {
     fn abort(&self) {
         self.all_end.wait();
         self.n_aborted.fetch_add(1, Ordering::SeqCst);
@@ -158,25 +158,25 @@ impl Link for Joined {
     }
 }
 
-fn link(ranks: &Ranks, link: impl Link + 'static) {
-    ranks.with_others.as_ref().unwrap().meeting.party().link(Arc::new(link));
-}
-
 #[test]
-fn links_of_which_each_waits_for_the_others_are_closed_after_a_good_end_and_aborted_after_another() {
+fn communicators_that_wait_for_each_other_are_closed_or_aborted() {
     for fails in [false, true] {
         let ended = within_limits(move || {
             let all_end = [(), ()].map(|()| Arc::new(Barrier::new(3)));
             let (n_aborted, n_closed) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
             let ended = run_ranks(3, |ranks| {
-                // Two groups of links, which the ranks make in different orders.
-                for place in 0..2 {
-                    let all_end = all_end[(place + ranks.rank()) % 2].clone();
-                    link(&ranks, Joined { all_end, n_aborted: n_aborted.clone(), n_closed: n_closed.clone() });
+                // Two groups of communicators, which the ranks create in different orders.
+                for group in 0..2 {
+                    let all_end = all_end[(group + ranks.rank()) % 2].clone();
+                    ranks.register(Arc::new(Joint {
+                        all_end,
+                        n_aborted: n_aborted.clone(),
+                        n_closed: n_closed.clone(),
+                    }));
                 }
                 ranks.barrier()?;
                 if fails && ranks.rank() == 2 {
-                    return Err(RanksError::Failed { rank: 2, message: "its card is gone".into() });
+                    return Err(RanksError::Failed { rank: 2, message: "its GPU is gone".into() });
                 }
                 ranks.barrier()
             });
@@ -186,10 +186,10 @@ fn links_of_which_each_waits_for_the_others_are_closed_after_a_good_end_and_abor
     }
 }
 
-/// One whose end never comes, and which tells whether it was to end.
+/// Its abort never returns.
 struct Stuck(Arc<AtomicBool>);
 
-impl Link for Stuck {
+impl Communicator for Stuck {
     fn abort(&self) {
         self.0.store(true, Ordering::SeqCst);
         std::thread::park();
@@ -199,45 +199,48 @@ impl Link for Stuck {
 }
 
 #[test]
-fn a_link_that_never_ends_does_not_keep_the_failure_from_being_told() {
+fn a_failure_is_reported_although_an_abort_hangs() {
     let started = Instant::now();
     let was_aborted = Arc::<AtomicBool>::default();
     let failures = failed(2, |ranks| {
         ranks.barrier()?;
         if ranks.rank() == 0 {
-            return Err(RanksError::Failed { rank: 0, message: "its card is gone".into() });
+            return Err(RanksError::Failed { rank: 0, message: "its GPU is gone".into() });
         }
-        let heard = ranks.barrier();
-        // Made after the failure, and aborted at once.
-        link(&ranks, Stuck(was_aborted.clone()));
-        heard
+        let received = ranks.barrier();
+        // Registered after the failure, and aborted at once.
+        ranks.register(Arc::new(Stuck(was_aborted.clone())));
+        received
     });
-    assert_eq!(failures[0], "rank 0: rank 0 failed: its card is gone");
-    assert!(failures.len() == 2 && failures[1].ends_with(": its card is gone"), "{failures:?}");
+    assert_eq!(failures[0], "rank 0: rank 0 failed: its GPU is gone");
+    assert!(failures.len() == 2 && failures[1].ends_with(": its GPU is gone"), "{failures:?}");
     assert!(was_aborted.load(Ordering::SeqCst) && started.elapsed() < Duration::from_secs(30));
 }
 
 #[test]
-fn the_rank_that_told_of_its_failure_first_is_named_first_though_it_ends_last() {
+fn the_first_failure_is_named_first_although_its_rank_ends_last() {
     let failures = failed(2, |ranks| {
         if ranks.rank() == 1 {
-            let failure = RanksError::Failed { rank: 1, message: "its card is gone".into() };
-            ranks.with_others.as_ref().unwrap().meeting.party().fail(failure.clone());
+            ranks.fail(Error::Msg("its GPU is gone".into()));
             std::thread::sleep(Duration::from_millis(50));
-            return Err(failure);
+            return Err(RanksError::Failed { rank: 1, message: "its GPU is gone".into() });
         }
         ranks.barrier()
     });
-    assert_eq!(failures, ["rank 1: rank 1 failed: its card is gone", "rank 0: rank 1 failed: its card is gone"]);
+    assert_eq!(failures, ["rank 1: rank 1 failed: its GPU is gone", "rank 0: rank 1 failed: its GPU is gone"]);
 }
 
 #[test]
 fn values_of_two_types_name_both_ranks() {
     let failures = failed(2, |ranks| {
-        let what = "a gathering".to_owned();
-        if ranks.rank() == 0 { ranks.exchange(what, 1u8).map(drop) } else { ranks.exchange(what, 1f32).map(drop) }
+        let operation = "all-gather".to_owned();
+        if ranks.rank() == 0 {
+            ranks.exchange(operation, 1u8).map(drop)
+        } else {
+            ranks.exchange(operation, 1f32).map(drop)
+        }
     });
-    let names = |a: usize, b: usize| failures[0].contains(&format!("rank {a} is at `a gathering` and rank {b} at"));
+    let names = |a: usize, b: usize| failures[0].contains(&format!("rank {a} is at `all-gather` and rank {b} at"));
     assert!(names(0, 1) || names(1, 0), "{failures:?}");
     assert!(failures[0].contains("with values of another type"), "{failures:?}");
 }

@@ -14,9 +14,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// The rows of a pass through a layer, and how they attend to each other.
 #[derive(Clone)]
-pub(crate) struct LayerPass {
-    pub(crate) layer_rows: LayerRows,
-    pub(crate) attention: PackedAttention,
+pub struct LayerPass {
+    pub layer_rows: LayerRows,
+    pub attention: PackedAttention,
 }
 
 /// Inputs: `x` `(N, H)` and the trained tensors, flattened and joined; or, where gradients are collected, an anchor.
@@ -33,7 +33,7 @@ struct LayerOp<B: TrainingBackend> {
 }
 
 /// Output of a layer for its input `(N, H)`, with a gradient where something is trained.
-pub(crate) fn forward<B: TrainingBackend>(
+pub fn forward<B: TrainingBackend>(
     backend: B,
     weights: &LayerWeights,
     adapter: Option<&LoraAdapter>,

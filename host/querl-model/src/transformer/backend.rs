@@ -11,7 +11,7 @@ use std::ops::Deref;
 ///
 /// There are two kinds of buffers, row-major `(rows, width)`. The *residual* stream is f32 on every device. *Activations* inside a
 /// layer have the type in which the device multiplies (f32 on the CPU, bf16 on a GPU).
-pub(crate) trait LayerBackend: Sized {
+pub trait LayerBackend: Sized {
     /// An owned f32 residual buffer.
     type Residual: Deref<Target = Self::ResidualSlice>;
     type ResidualSlice: ?Sized;
@@ -72,10 +72,10 @@ pub(crate) trait LayerBackend: Sized {
 }
 
 /// Output of a linear layer, and of its LoRA A.
-pub(crate) type ProjectionOut<B> = (<B as LayerBackend>::Activations, <B as LayerBackend>::LoraAOut);
+pub type ProjectionOut<B> = (<B as LayerBackend>::Activations, <B as LayerBackend>::LoraAOut);
 
 /// Attention of a layer: among the rows of a packed batch ([`PackedAttention`]), or over a paged KV cache.
-pub(crate) trait Attention<B: LayerBackend> {
+pub trait Attention<B: LayerBackend> {
     /// What the backward pass needs.
     type Saved;
 
@@ -92,7 +92,7 @@ impl<B: TrainingBackend> Attention<B> for PackedAttention {
 }
 
 /// A backend that also computes gradients.
-pub(crate) trait TrainingBackend:
+pub trait TrainingBackend:
     LayerBackend<Norm = Tensor, Residual: Send + Sync, Activations: Send + Sync, LoraAOut: Send + Sync>
     + Send
     + Sync
@@ -212,25 +212,25 @@ pub(crate) trait TrainingBackend:
 }
 
 /// A linear layer whose parameters get their gradients.
-pub(crate) struct LinearBackward<'a, B: TrainingBackend> {
-    pub(crate) linear: &'a LoraLinear<B::LinearState>,
+pub struct LinearBackward<'a, B: TrainingBackend> {
+    pub linear: &'a LoraLinear<B::LinearState>,
     /// Input of the forward pass.
-    pub(crate) x: &'a B::ActivationSlice,
-    pub(crate) lora_a_out: &'a B::LoraAOut,
+    pub x: &'a B::ActivationSlice,
+    pub lora_a_out: &'a B::LoraAOut,
     /// Gradient of the output.
-    pub(crate) grad: &'a B::ActivationSlice,
-    pub(crate) gradients: &'a mut B::LinearGradients,
+    pub grad: &'a B::ActivationSlice,
+    pub gradients: &'a mut B::LinearGradients,
 }
 
 /// A linear layer with the gradients of its output and of its parameters.
-pub(crate) type LinearGrad<'a, B> = (
+pub type LinearGrad<'a, B> = (
     &'a LoraLinear<<B as TrainingBackend>::LinearState>,
     &'a <B as LayerBackend>::ActivationSlice,
     &'a <B as TrainingBackend>::LinearGradients,
 );
 
 /// A borrowed buffer, or one that was made for this use; `Cow` without `ToOwned`.
-pub(crate) enum MaybeBorrowed<'a, T: Deref> {
+pub enum MaybeBorrowed<'a, T: Deref> {
     Borrowed(&'a T::Target),
     Owned(T),
 }

@@ -5,6 +5,7 @@ use super::cpu::Cpu;
 use super::layer::LayerWeights;
 use super::pass::Recompute;
 use crate::LoraAdapter;
+use crate::accelerator::accelerator_of;
 use candle_core::{Result, Tensor};
 
 /// Output of a layer on the device of its input; see [`autograd::forward`].
@@ -15,9 +16,8 @@ pub(crate) fn forward(
     pass: LayerPass,
     collected: Option<&Recompute>,
 ) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if !x.device().is_cpu() {
-        return autograd::forward(super::card::Card::of(x)?, weights, adapter, x, pass, collected);
+    match accelerator_of(x)? {
+        Some(accelerator) => accelerator.forward_layer(weights, adapter, x, pass, collected),
+        None => autograd::forward(Cpu, weights, adapter, x, pass, collected),
     }
-    autograd::forward(Cpu, weights, adapter, x, pass, collected)
 }

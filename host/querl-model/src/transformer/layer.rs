@@ -25,18 +25,18 @@ use crate::{DecoderConfig, Family, LoraAdapter, ModelError};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// Weights of a layer as a model holds them.
-pub(crate) struct LayerWeights {
-    pub(crate) input_norm: Tensor,
-    pub(crate) q: Linear,
-    pub(crate) k: Linear,
-    pub(crate) v: Linear,
+pub struct LayerWeights {
+    pub input_norm: Tensor,
+    pub q: Linear,
+    pub k: Linear,
+    pub v: Linear,
     /// Weights of the per-head norms of queries and keys.
-    pub(crate) qk_norm: Option<[Tensor; 2]>,
-    pub(crate) o: Linear,
-    pub(crate) post_attention_norm: Tensor,
-    pub(crate) gate: Linear,
-    pub(crate) up: Linear,
-    pub(crate) down: Linear,
+    pub qk_norm: Option<[Tensor; 2]>,
+    pub o: Linear,
+    pub post_attention_norm: Tensor,
+    pub gate: Linear,
+    pub up: Linear,
+    pub down: Linear,
 }
 
 impl LayerWeights {
@@ -63,24 +63,24 @@ impl LayerWeights {
     }
 
     /// The linear layers that can be adapted.
-    pub(crate) fn linears(&self) -> [&Linear; 7] {
+    pub fn linears(&self) -> [&Linear; 7] {
         [&self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down]
     }
 }
 
 /// A layer as a backend runs it: weights of the base and of an adapter in the backend's form.
-pub(crate) struct TransformerLayer<B: LayerBackend> {
-    pub(crate) input_norm: B::Norm,
-    pub(crate) qkv: B::Linears<3>,
-    pub(crate) qk_norm: Option<[B::Norm; 2]>,
-    pub(crate) o: B::Linears<1>,
-    pub(crate) post_attention_norm: B::Norm,
-    pub(crate) gate_up: B::Linears<2>,
-    pub(crate) down: B::Linears<1>,
+pub struct TransformerLayer<B: LayerBackend> {
+    pub input_norm: B::Norm,
+    pub qkv: B::Linears<3>,
+    pub qk_norm: Option<[B::Norm; 2]>,
+    pub o: B::Linears<1>,
+    pub post_attention_norm: B::Norm,
+    pub gate_up: B::Linears<2>,
+    pub down: B::Linears<1>,
 }
 
 /// What the backward pass reads; see the module's documentation. `S` is what attention saves.
-pub(crate) struct SavedActivations<B: LayerBackend, S> {
+pub struct SavedActivations<B: LayerBackend, S> {
     q: B::Activations,
     k: B::Activations,
     v: B::Activations,
@@ -96,7 +96,7 @@ pub(crate) struct SavedActivations<B: LayerBackend, S> {
 
 impl<B: LayerBackend> TransformerLayer<B> {
     /// Output `(queries, H)` for the input `x` `(N, H)`.
-    pub(crate) fn forward<A: Attention<B>>(
+    pub fn forward<A: Attention<B>>(
         &self,
         backend: &B,
         attention: &mut A,
@@ -159,9 +159,9 @@ const DOWN: usize = 6;
 
 /// The layer's input `(N, H)`. Its gradient is not needed where it is the output of a frozen embedding.
 #[derive(Clone, Copy)]
-pub(crate) struct LayerInput<'a, B: TrainingBackend> {
-    pub(crate) values: &'a B::ResidualSlice,
-    pub(crate) needs_gradient: bool,
+pub struct LayerInput<'a, B: TrainingBackend> {
+    pub values: &'a B::ResidualSlice,
+    pub needs_gradient: bool,
 }
 
 /// Gradients of the input, where it is needed, and of a layer's tensors in the order of [`TransformerLayer::tensors`].
@@ -177,7 +177,7 @@ impl<B: TrainingBackend> TransformerLayer<B> {
     ///
     /// # Errors
     /// An adapter that the layer or the device cannot train.
-    pub(crate) fn new(
+    pub fn new(
         backend: &B,
         weights: &LayerWeights,
         adapter: Option<&LoraAdapter>,
@@ -207,7 +207,7 @@ impl<B: TrainingBackend> TransformerLayer<B> {
     }
 
     /// Everything that may be trained.
-    pub(crate) fn tensors(&self) -> Vec<&Tensor> {
+    pub fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = vec![&self.input_norm, &self.post_attention_norm];
         tensors.extend(self.qk_norm.iter().flatten());
         tensors.extend(self.linears().into_iter().flat_map(LoraLinear::tensors));
@@ -215,12 +215,12 @@ impl<B: TrainingBackend> TransformerLayer<B> {
     }
 
     /// Tensors that are trained in this pass.
-    pub(crate) fn trained(&self) -> Vec<&Tensor> {
+    pub fn trained(&self) -> Vec<&Tensor> {
         self.tensors().into_iter().filter(|tensor| tensor.track_op()).collect()
     }
 
     /// Gradients for the gradient `grad` of the output.
-    pub(crate) fn backward(
+    pub fn backward(
         &self,
         backend: &B,
         attention: &PackedAttention,

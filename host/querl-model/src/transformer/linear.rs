@@ -10,21 +10,21 @@ use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 /// A linear layer of the base model, by its path in the checkpoint.
-pub(crate) struct Linear {
-    pub(crate) path: String,
-    pub(crate) weight: Weight, // (out, in)
-    pub(crate) bias: Option<Tensor>,
+pub struct Linear {
+    pub path: String,
+    pub weight: Weight, // (out, in)
+    pub bias: Option<Tensor>,
     /// Squared lengths of the weight's rows `(out)`, for DoRA.
     squares: OnceLock<Tensor>,
 }
 
 impl Linear {
-    pub(crate) fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
+    pub fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
         Self { path, weight, bias, squares: OnceLock::new() }
     }
 
     /// DoRA's factor on each output `(out)`: magnitude over length; `None` for an adapter without magnitudes.
-    pub(crate) fn dora_factor(&self, pair: &LoraPair) -> Result<Option<Tensor>> {
+    pub fn dora_factor(&self, pair: &LoraPair) -> Result<Option<Tensor>> {
         let Some(magnitude) = &pair.magnitude else { return Ok(None) };
         Ok(Some(magnitude.div(&self.lengths(pair)?)?))
     }
@@ -37,8 +37,7 @@ impl Linear {
                 let values = match &self.weight {
                     Weight::Frozen(weight) => weight.to_tensor()?,
                     Weight::Trained(weight) => weight.detach(),
-                    #[cfg(feature = "cuda")]
-                    Weight::OnCard(weight) => kernels::card_tensor(weight, pair.a.device())?,
+                    Weight::Accelerator(weight) => weight.to_tensor()?,
                 };
                 let squares = values.sqr()?.sum(1)?;
                 self.squares.get_or_init(|| squares)
@@ -49,36 +48,36 @@ impl Linear {
 }
 
 /// A linear layer with its adapter in one pass; clones of tensors share their values. `S` is what the device caches of it.
-pub(crate) struct LoraLinear<S> {
-    pub(crate) weight: Weight,
-    pub(crate) bias: Option<Tensor>,
-    pub(crate) lora: Option<Lora>,
+pub struct LoraLinear<S> {
+    pub weight: Weight,
+    pub bias: Option<Tensor>,
+    pub lora: Option<Lora>,
     #[allow(dead_code)] // backends of GPUs read it
-    pub(crate) state: S,
+    pub state: S,
 }
 
 /// `scale * B A`, added to a weight.
-pub(crate) struct Lora {
-    pub(crate) a: Tensor, // (rank, in)
-    pub(crate) b: Tensor, // (out, rank)
-    pub(crate) scale: f32,
-    pub(crate) magnitude: Option<Magnitude>,
+pub struct Lora {
+    pub a: Tensor, // (rank, in)
+    pub b: Tensor, // (out, rank)
+    pub scale: f32,
+    pub magnitude: Option<Magnitude>,
     /// Path of the linear layer: it seeds the dropout masks.
-    pub(crate) path: String,
+    pub path: String,
     /// Dropout on A's input.
-    pub(crate) dropout: Option<DropoutMask>,
+    pub dropout: Option<DropoutMask>,
     /// See [`Rows::device_rows`].
     #[allow(dead_code)] // backends of GPUs read it
-    pub(crate) device_rows: Option<Arc<dyn Any + Send + Sync>>,
+    pub device_rows: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// DoRA: each output before its bias is multiplied by a trained magnitude over the length of the changed weight's row.
-pub(crate) struct Magnitude {
-    pub(crate) trained: Tensor, // (out)
+pub struct Magnitude {
+    pub trained: Tensor, // (out)
     /// Magnitude over length, without a gradient.
-    pub(crate) factor: Tensor, // (out)
+    pub factor: Tensor, // (out)
     /// The gradient of the magnitude is that of the factor times this.
-    pub(crate) inverse_length: Tensor, // (out)
+    pub inverse_length: Tensor, // (out)
 }
 
 impl Magnitude {
@@ -94,7 +93,7 @@ impl<S: Default> LoraLinear<S> {
     ///
     /// # Errors
     /// An adapter on a weight that is trained itself.
-    pub(crate) fn new(linear: &Linear, adapter: Option<&LoraAdapter>, rows: &Rows) -> Result<Self> {
+    pub fn new(linear: &Linear, adapter: Option<&LoraAdapter>, rows: &Rows) -> Result<Self> {
         let pair = adapter.and_then(|adapter| adapter.pair(&linear.path));
         if pair.is_some() && matches!(linear.weight, Weight::Trained(_)) {
             bail!("an adapter on `{}`, whose own weight is trained", linear.path);
@@ -108,7 +107,7 @@ impl<S: Default> LoraLinear<S> {
     }
 
     /// Everything that may be trained: weight, bias, A, B, magnitude.
-    pub(crate) fn tensors(&self) -> Vec<&Tensor> {
+    pub fn tensors(&self) -> Vec<&Tensor> {
         let mut tensors = Vec::new();
         if let Weight::Trained(weight) = &self.weight {
             tensors.push(weight);
@@ -137,7 +136,7 @@ impl Lora {
     }
 
     /// The rank, if the matrices fit a weight `(n_out, n_in)`.
-    pub(crate) fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
+    pub fn rank(&self, (n_out, n_in): (usize, usize)) -> Result<usize> {
         let rank = self.a.dim(0)?;
         if self.a.dims() != [rank, n_in] || self.b.dims() != [n_out, rank] {
             let (a, b) = (self.a.dims(), self.b.dims());

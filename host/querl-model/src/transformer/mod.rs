@@ -2,8 +2,6 @@
 
 mod autograd;
 mod backend;
-#[cfg(feature = "cuda")]
-mod card;
 mod checkpointing;
 #[cfg(test)]
 mod composed;
@@ -14,11 +12,11 @@ mod linear;
 mod pass;
 mod rows;
 
-pub(crate) use autograd::LayerPass;
-pub(crate) use backend::{Attention, LayerBackend, MaybeBorrowed, ProjectionOut};
+pub use autograd::{LayerPass, forward as forward_on};
+pub use backend::{Attention, LayerBackend, LinearBackward, LinearGrad, MaybeBorrowed, ProjectionOut, TrainingBackend};
 pub(crate) use checkpointing::CheckpointedLayer;
 pub(crate) use dispatch::forward;
-pub(crate) use layer::{LayerWeights, TransformerLayer};
-pub(crate) use linear::Linear;
+pub use layer::{LayerWeights, TransformerLayer};
+pub use linear::{Linear, Lora, LoraLinear, Magnitude};
 pub use pass::{Keep, Pass, Recompute, backward};
-pub(crate) use rows::{LayerContext, LayerRows, PackedAttention, QueryRows, Rows};
+pub use rows::{LayerContext, LayerRows, PackedAttention, QueryRows, Rows};

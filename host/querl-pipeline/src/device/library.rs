@@ -43,7 +43,7 @@ fn find() -> Result<PathBuf, DeviceUnavailable> {
     let places = folders.map(|folder| folder.join(LIBRARY));
     places.into_iter().find(|path| path.is_file()).ok_or_else(|| {
         DeviceUnavailable(format!(
-            "there is no {LIBRARY} beside the program, in {}, in its folders cuda and lib or in ../lib; build it with host/querl-cuda/build.sh, or name it in {LIBRARY_VARIABLE}",
+            "there is no {LIBRARY} beside the program, in {}, in its folders cuda and lib or in ../lib; build it with host/querl-gpu/build.sh, or name it in {LIBRARY_VARIABLE}",
             beside.display()
         ))
     })

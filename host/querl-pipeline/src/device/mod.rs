@@ -11,7 +11,7 @@ pub use library::{OpenedLibrary, open as open_library};
 use crate::failure::Stop;
 use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig};
 use querl_core::ports::Progress;
-use querl_model::{CardUse, DecoderConfig};
+use querl_model::{DecoderConfig, GpuUse};
 use querl_train::job::interface::Description;
 use querl_train::job::memory_plan::DeviceSizes;
 use querl_train::job::{
@@ -51,7 +51,7 @@ pub struct DeviceRequirements<'a> {
     /// Size of attention heads; `None` where the model is not there yet.
     pub head_dim: Option<usize>,
     /// Training, or generation too.
-    pub card_use: CardUse,
+    pub gpu_use: GpuUse,
 }
 
 impl<'a> DeviceRequirements<'a> {
@@ -59,10 +59,10 @@ impl<'a> DeviceRequirements<'a> {
     ///
     /// # Errors
     /// The model's shapes cannot be read.
-    fn of(config: &'a Config, card_use: CardUse) -> Result<Self, Stop> {
+    fn of(config: &'a Config, gpu_use: GpuUse) -> Result<Self, Stop> {
         let path = config.model.path.join("config.json");
         let head_dim = path.is_file().then(|| head_dim(&config.model.path)).transpose()?;
-        Ok(Self { model: &config.model, sft: &config.sft, head_dim, card_use })
+        Ok(Self { model: &config.model, sft: &config.sft, head_dim, gpu_use })
     }
 }
 
@@ -88,12 +88,12 @@ impl Executor {
         Self { backend: Backend::InProcess, n_ranks: 1, choice: Mutex::new(None) }
     }
 
-    /// The executor for a checked configuration. `card_use`: what the stages that run do.
+    /// The executor for a checked configuration. `gpu_use`: what the stages that run do.
     ///
     /// # Errors
     /// A GPU is requested that cannot be used, or settings that a GPU does not support.
-    pub fn choose(config: &Config, card_use: CardUse) -> Result<Self, Stop> {
-        Self::of(&config.device, &DeviceRequirements::of(config, card_use)?)
+    pub fn choose(config: &Config, gpu_use: GpuUse) -> Result<Self, Stop> {
+        Self::of(&config.device, &DeviceRequirements::of(config, gpu_use)?)
     }
 
     /// The executor for a device setting.
@@ -129,7 +129,7 @@ impl Executor {
         if self.gpu().is_none() {
             return Ok(());
         }
-        let checked = check_heads(key, head_dim(folder)?, CardUse::Answers);
+        let checked = check_heads(key, head_dim(folder)?, GpuUse::Generation);
         checked.map_err(|missing| Stop::usage(format!("{missing}; set device to \"cpu\"")))
     }
 
@@ -256,7 +256,7 @@ const ON_CPU: &str = "QUERL_CUDA_ON_CPU";
 pub fn check_named(config: &Config) -> Result<(), Stop> {
     match DeviceSetting::from_name(&config.device) {
         Some(DeviceSetting::Cuda(_)) => {
-            let needs = DeviceRequirements::of(config, CardUse::Answers)?;
+            let needs = DeviceRequirements::of(config, GpuUse::Generation)?;
             check_settings(&needs).map_err(|missing| refused(&config.device, &missing))
         }
         _ => Ok(()),
@@ -305,7 +305,7 @@ fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
 /// # Errors
 /// A setting asks for some of it.
 fn check_settings(
-    &DeviceRequirements { model, sft, head_dim, card_use }: &DeviceRequirements<'_>,
+    &DeviceRequirements { model, sft, head_dim, gpu_use }: &DeviceRequirements<'_>,
 ) -> Result<(), DeviceUnavailable> {
     let storages = DeviceSizes::GPU.storages;
     if !storages.contains(&model.dtype) {
@@ -320,13 +320,13 @@ fn check_settings(
             "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set sft.lora_dropout = 0 or sft.use_dora = false".into(),
         ));
     }
-    head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, card_use))
+    head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, gpu_use))
 }
 
 /// # Errors
 /// A card has no kernels for the heads of the model that `key` names.
-fn check_heads(key: &str, head_dim: usize, card_use: CardUse) -> Result<(), DeviceUnavailable> {
-    querl_model::Place::check_card_heads(head_dim, card_use)
+fn check_heads(key: &str, head_dim: usize, gpu_use: GpuUse) -> Result<(), DeviceUnavailable> {
+    querl_model::ComputeDevice::check_gpu_head_dim(head_dim, gpu_use)
         .map_err(|error| DeviceUnavailable(format!("{key} names {error}")))
 }
 
@@ -345,7 +345,7 @@ fn no_such_card(driver: &Driver, index: usize) -> DeviceUnavailable {
 pub fn check_fit(driver_cuda: u32, card: &Gpu, library: &Description) -> Result<(), DeviceUnavailable> {
     let Some(cuda) = library.cuda else {
         return Err(DeviceUnavailable(
-            "libquerl_cuda was built without CUDA; build it with host/querl-cuda/build.sh".into(),
+            "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh".into(),
         ));
     };
     // Within one major version, an older driver runs what a newer CUDA has compiled.
@@ -392,7 +392,7 @@ mod tests {
     fn what_a_card_cannot_do_is_named_by_its_setting() {
         let refusal = |dtype, sft: SftConfig| {
             let needs =
-                DeviceRequirements { model: &model(dtype), sft: &sft, head_dim: Some(64), card_use: CardUse::Answers };
+                DeviceRequirements { model: &model(dtype), sft: &sft, head_dim: Some(64), gpu_use: GpuUse::Generation };
             check_settings(&needs).map_err(|missing| missing.0)
         };
         let plain = SftConfig::default();
@@ -413,20 +413,20 @@ mod tests {
     /// The symptom: a model was fine-tuned for hours, and its first answer was refused.
     #[test]
     fn heads_that_a_card_has_no_kernels_for_are_refused_before_anything_is_done() {
-        let refusal = |head_dim, card_use| {
+        let refusal = |head_dim, gpu_use| {
             let (model, sft) = (model(BaseDtype::Bf16), SftConfig::default());
-            let needs = DeviceRequirements { model: &model, sft: &sft, head_dim: Some(head_dim), card_use };
+            let needs = DeviceRequirements { model: &model, sft: &sft, head_dim: Some(head_dim), gpu_use };
             check_settings(&needs).map_err(|missing| missing.0)
         };
         for head_dim in [8, 64, 120, 128] {
-            assert_eq!(refusal(head_dim, CardUse::Answers), Ok(()));
+            assert_eq!(refusal(head_dim, GpuUse::Generation), Ok(()));
         }
-        assert_eq!(refusal(20, CardUse::Training), Ok(()));
-        let odd = "model.path names a model with heads of 20, and a card writes answers with heads of a multiple of 8 up to 128";
-        assert_eq!(refusal(20, CardUse::Answers), Err(odd.into()));
-        let wide = "model.path names a model with heads of 256, and a card learns with heads of up to 128";
-        assert_eq!(refusal(256, CardUse::Training), Err(wide.into()));
-        assert!(refusal(256, CardUse::Answers).is_err());
+        assert_eq!(refusal(20, GpuUse::Training), Ok(()));
+        let odd = "model.path names a model with attention heads of size 20; a GPU generates with head sizes that are a multiple of 8, up to 128";
+        assert_eq!(refusal(20, GpuUse::Generation), Err(odd.into()));
+        let wide = "model.path names a model with attention heads of size 256; a GPU trains head sizes up to 128";
+        assert_eq!(refusal(256, GpuUse::Training), Err(wide.into()));
+        assert!(refusal(256, GpuUse::Generation).is_err());
     }
 
     #[test]

@@ -11,8 +11,8 @@ use querl_core::config::{ModelConfig, SftConfig, TuningMethod};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Progress, ScoredResponses, Silent};
 use querl_core::records::Message;
 use querl_model::{
-    Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, LoraSettings, Mesh, ModelError, Modules,
-    Place, PrefixLife, RankFailure, Ranks, SamplingSettings, TextTokenizer, Weights, run_ranks,
+    ComputeDevice, Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, LoraSettings, Mesh,
+    ModelError, Modules, PrefixLife, RankFailure, Ranks, SamplingSettings, TextTokenizer, Weights, run_ranks,
 };
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -186,11 +186,8 @@ impl Rank<'_> {
     /// The base model, or this rank's shard of it, on its device.
     fn load_decoder(&self, weights: Weights) -> Result<Decoder, JobError> {
         let (model, place) = (self.model, open_device(self.device)?);
-        #[cfg(feature = "cuda")]
-        if let Place::Card(gpu) = &place {
-            for ranks in [&self.mesh.data, &self.mesh.tensor] {
-                ranks.connect(gpu).map_err(ModelError::from)?;
-            }
+        for ranks in [&self.mesh.data, &self.mesh.tensor] {
+            place.connect(ranks).map_err(ModelError::from)?;
         }
         match weights {
             Weights::Frozen => Ok(Decoder::load_part(&model.path, model.dtype, &place, &self.mesh.tensor)?),
@@ -239,8 +236,7 @@ fn on_each_rank<R: Send>(
         [] => Err(Failure::failed("the job names no device; internal error, please report it").into()),
         [device] => work(&Rank { model, device: *device, mesh: Mesh::alone() }),
         devices => {
-            #[cfg(feature = "cuda")]
-            if devices.iter().any(|device| *device != Device::Cpu) {
+            if devices.iter().any(|device| *device != Device::Cpu) && querl_model::has_accelerators() {
                 querl_model::nccl_version().map_err(|error| Failure::usage(error.to_string()))?;
             }
             let results = run_ranks(n_devices, |ranks| {
@@ -288,18 +284,10 @@ pub fn lora_settings(sft: &SftConfig) -> LoraSettings {
     }
 }
 
-fn open_device(device: Device) -> Result<Place, JobError> {
+fn open_device(device: Device) -> Result<ComputeDevice, JobError> {
     match device {
-        Device::Cpu => Ok(Place::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(index) => {
-            let gpu = querl_model::device::Gpu::new(index).map_err(ModelError::from)?;
-            Ok(Place::Card(gpu))
-        }
-        #[cfg(not(feature = "cuda"))]
-        Device::Cuda(_) => {
-            Err(Failure::failed(format!("this build of querl has no device {device}; it supports the CPU only")).into())
-        }
+        Device::Cpu => Ok(ComputeDevice::Cpu),
+        Device::Cuda(index) => Ok(ComputeDevice::open_gpu(index)?),
     }
 }
 

@@ -3,10 +3,12 @@
 //! candle-nn's AdamW is not used: its moments are private, it decays norms and biases too, and a step over half a billion
 //! parameters takes seconds.
 
+use super::device::DeviceMoments;
 use super::gradients::{CHUNK, Gradients};
 use crate::checkpoint::{State, misfit};
 use crate::{TrainError, tensor_data};
 use candle_core::Var;
+use querl_model::AdamWStep;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,9 +40,8 @@ pub struct AdamW {
     settings: AdamWSettings,
     n_steps: i32,
     moments: BTreeMap<String, Moments>,
-    /// Moments of variables on a GPU.
-    #[cfg(feature = "cuda")]
-    on_card: super::gpu::CardMoments,
+    /// Moments of variables on an accelerator.
+    device_moments: DeviceMoments,
 }
 
 /// Shared with a checkpoint while that is written; copied only if a step follows before then.
@@ -61,13 +62,7 @@ impl Moments {
 impl AdamW {
     /// An optimizer before its first step.
     pub fn new(settings: AdamWSettings) -> Self {
-        Self {
-            settings,
-            n_steps: 0,
-            moments: BTreeMap::new(),
-            #[cfg(feature = "cuda")]
-            on_card: super::gpu::CardMoments::default(),
-        }
+        Self { settings, n_steps: 0, moments: BTreeMap::new(), device_moments: DeviceMoments::default() }
     }
 
     /// Takes one step. A variable without a gradient is unchanged.
@@ -81,10 +76,9 @@ impl AdamW {
         learning_rate: f64,
     ) -> Result<(), TrainError> {
         self.n_steps += 1;
-        #[cfg(feature = "cuda")]
         if vars.values().any(|var| !var.device().is_cpu()) {
-            let rules = [false, true].map(|decays| self.rule(learning_rate, 1.0, decays).on_card());
-            let taken = super::gpu::step(&mut self.on_card, vars, gradients, rules);
+            let rules = [false, true].map(|decays| self.rule(learning_rate, 1.0, decays).on_device());
+            let taken = self.device_moments.step(vars, gradients, rules);
             // Out of memory: nothing was launched, no step was taken.
             return taken.inspect_err(|_| self.n_steps -= 1);
         }
@@ -114,8 +108,7 @@ impl AdamW {
             state.put_shared(&format!("{prefix}.first"), name, &moments.dims, moments.first.clone());
             state.put_shared(&format!("{prefix}.second"), name, &moments.dims, moments.second.clone());
         }
-        #[cfg(feature = "cuda")]
-        self.on_card.save(prefix, state);
+        self.device_moments.save(prefix, state);
         Ok(())
     }
 
@@ -140,18 +133,16 @@ impl AdamW {
             return Err(misfit(name, "has one moment of two"));
         }
         (self.n_steps, self.moments) = (n_steps, moments);
-        #[cfg(feature = "cuda")]
-        self.take_to_card(vars)?;
+        self.moments_to_device(vars)?;
         Ok(())
     }
 
-    /// Moves moments to the GPU of their variable.
-    #[cfg(feature = "cuda")]
-    fn take_to_card(&mut self, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
-        self.on_card = super::gpu::CardMoments::default();
+    /// Moves moments to the accelerator of their variable.
+    fn moments_to_device(&mut self, vars: &BTreeMap<String, Var>) -> Result<(), TrainError> {
+        self.device_moments = DeviceMoments::default();
         for (name, var) in vars.iter().filter(|(_, var)| !var.device().is_cpu()) {
             if let Some(Moments { first, second, .. }) = self.moments.remove(name) {
-                self.on_card.put(name, var, &first, &second)?;
+                self.device_moments.put(name, var, &first, &second)?;
             }
         }
         Ok(())
@@ -187,11 +178,10 @@ struct Rule {
 }
 
 impl Rule {
-    /// What is left of a value, and the numbers of the step.
-    #[cfg(feature = "cuda")]
-    fn on_card(self) -> (f32, querl_model::device::AdamWStep) {
+    /// Weight-decay multiplier, and the coefficients of the step.
+    fn on_device(self) -> (f32, AdamWStep) {
         let Self { keep, step_size, correction, beta1, beta2, eps, .. } = self;
-        (keep, querl_model::device::AdamWStep { step_size, correction, beta1, beta2, eps })
+        (keep, AdamWStep { step_size, correction, beta1, beta2, eps })
     }
 
     /// One pass over all data: a step is bound by memory bandwidth.

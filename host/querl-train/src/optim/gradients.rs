@@ -1,13 +1,12 @@
 //! Gradients of an optimizer step: summed over micro-batches and ranks, global norm, clipping.
 
+use super::device;
 use crate::{TrainError, tensor_data};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use querl_model::{Mesh, Ranks, Shard};
+use querl_model::{GradientNorm, Mesh, Ranks, Shard};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
 
 /// Gradients by variable name, summed over micro-batches.
 #[derive(Clone)]
@@ -17,9 +16,8 @@ pub struct Gradients {
     scale: f32,
     /// The tensor-parallel ranks, which each hold a shard of some variables.
     tensor: Ranks,
-    /// Norm and scale on the GPU, where the gradients are there.
-    #[cfg(feature = "cuda")]
-    on_card: Option<Arc<querl_model::device::GradientNorm>>,
+    /// Norm and scale on an accelerator, if the gradients are there.
+    on_device: Option<GradientNorm>,
 }
 
 #[derive(Debug, Clone)]
@@ -83,13 +81,7 @@ pub(crate) const CHUNK: usize = 1 << 15;
 
 impl Default for Gradients {
     fn default() -> Self {
-        Self {
-            sums: BTreeMap::new(),
-            scale: 1.0,
-            tensor: Ranks::alone(),
-            #[cfg(feature = "cuda")]
-            on_card: None,
-        }
+        Self { sums: BTreeMap::new(), scale: 1.0, tensor: Ranks::alone(), on_device: None }
     }
 }
 
@@ -120,7 +112,6 @@ impl Gradients {
         self.tensor = mesh.tensor.clone();
         self.all_reduce(&mesh.data, vars)?;
         // A failed rank may have left an all-reduce of the pass incomplete: such gradients must not be used.
-        #[cfg(feature = "cuda")]
         self.tensors().last().map_or(Ok(()), |last| mesh.all.settle(last))?;
         Ok(())
     }
@@ -173,9 +164,8 @@ impl Gradients {
     /// Squared norm of the gradients of some variables, before the scale of clipping.
     fn squares(&self, includes: impl Fn(&str) -> bool) -> Result<f64, TrainError> {
         let included = || self.sums.iter().filter(|(name, _)| includes(name)).map(|(_, sum)| sum.tensor());
-        #[cfg(feature = "cuda")]
-        if let Some(((norm, _), _)) = super::gpu::gradient_norm(included(), 1.0, None)? {
-            return Ok(f64::from(norm).powi(2));
+        if let Some(norm) = device::gradient_norm(included(), 1.0, None)? {
+            return Ok(f64::from(norm.norm).powi(2));
         }
         let mut sum = 0.0;
         for gradient in included() {
@@ -191,20 +181,16 @@ impl Gradients {
     ///
     /// Source: torch `clip_grad_norm_`.
     pub fn clip(&mut self, max_norm: f64) -> Result<f64, TrainError> {
-        #[cfg(feature = "cuda")]
         if self.tensor.world_size() == 1
-            && let Some((norm, on_card)) = super::gpu::gradient_norm(self.tensors(), self.scale, Some(max_norm))?
+            && let Some(norm) = device::gradient_norm(self.tensors(), self.scale, Some(max_norm))?
         {
-            let (before, scale) = norm;
-            (self.scale, self.on_card) = (scale, Some(Arc::new(on_card)));
+            let before = norm.norm;
+            (self.scale, self.on_device) = (norm.scale, Some(norm));
             return Ok(f64::from(before));
         }
         let norm = self.norm()?;
         self.scale *= (max_norm / (norm + 1e-6)).min(1.0) as f32;
-        #[cfg(feature = "cuda")]
-        {
-            self.on_card = super::gpu::known_norm(self.tensors(), norm, self.scale)?.map(Arc::new);
-        }
+        self.on_device = device::known_norm(self.tensors(), norm, self.scale)?;
         Ok(norm)
     }
 
@@ -217,15 +203,13 @@ impl Gradients {
         Ok(self.sums.get(name).map(|sum| tensor_data::read(sum.tensor(), scaled)).transpose()?)
     }
 
-    #[cfg(feature = "cuda")]
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.sums.values().map(Sum::tensor)
     }
 
-    /// Norm and scale on the GPU; `None` before clipping.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn on_card(&self) -> Option<&querl_model::device::GradientNorm> {
-        self.on_card.as_deref()
+    /// Norm and scale on an accelerator; `None` before clipping.
+    pub(crate) fn on_device(&self) -> Option<&GradientNorm> {
+        self.on_device.as_ref()
     }
 
     /// One variable's gradient before clipping, and the scale.

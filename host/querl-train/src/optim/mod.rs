@@ -1,8 +1,7 @@
 //! Optimizer step: gradients summed over micro-batches and ranks, clipped by their global norm; AdamW; learning-rate schedules.
 
 mod adamw;
-#[cfg(feature = "cuda")]
-mod gpu;
+mod device;
 mod gradients;
 mod schedule;
 

@@ -5,7 +5,7 @@ use super::task::RlTask;
 use crate::micro_batch::map_micro_batches;
 use crate::policy::{Example, Policy, rows_of};
 use crate::{Metrics, TrainError};
-use querl_model::{LoraAdapter, Place};
+use querl_model::{ComputeDevice, LoraAdapter};
 use rand::SeedableRng;
 use rand::seq::index::sample;
 use rand_chacha::ChaCha8Rng;
@@ -22,12 +22,10 @@ const MEAN_LIMIT: f64 = 1e-4;
 /// the real arithmetic of bf16: 0.005, 0.007 and 0.008 in random models of 2, 8 and 24 layers, 0.008 to 0.013 with adapters that
 /// spread the logits over tens of nats, 0.017 in the tiny policy of the tests. The limit is three to ten times that, and below what
 /// a wrong adapter or a wrong mask causes. Not measured on a real GPU.
-#[cfg(feature = "cuda")]
 const MEAN_LIMIT_ON_GPU: f64 = 5e-2;
 
 /// The limit for one token on a GPU. Measured: 0.02, 0.023 and 0.042, 0.08 with such adapters, over some hundred tokens each; the
 /// largest of a million tokens is far above.
-#[cfg(feature = "cuda")]
 const MAX_LIMIT_ON_GPU: f64 = 2.0;
 
 /// The limit for one token: an error in few places, such as where micro-batches are cut, hardly changes the mean. The largest
@@ -76,9 +74,8 @@ pub(super) fn check_rollout(
     let mean = differences.iter().sum::<f64>() / differences.len().max(1) as f64;
     let max = differences.iter().copied().fold(0.0, f64::max);
     let (mean_limit, max_limit) = match task.decoder.place() {
-        Place::Cpu => (MEAN_LIMIT, MAX_LIMIT),
-        #[cfg(feature = "cuda")]
-        Place::Card(_) => (MEAN_LIMIT_ON_GPU, MAX_LIMIT_ON_GPU),
+        ComputeDevice::Cpu => (MEAN_LIMIT, MAX_LIMIT),
+        ComputeDevice::Accelerator(_) => (MEAN_LIMIT_ON_GPU, MAX_LIMIT_ON_GPU),
     };
     let exceeded = [(mean, mean_limit, "on average"), (max, max_limit, "at worst")];
     // A NaN difference makes the mean NaN.

@@ -3,7 +3,7 @@
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress};
 use querl_model::{
-    CacheRoom, Decoder, EngineSettings, LoraAdapter, LoraSettings, Mesh, Place, PrefixLife, SamplingSettings,
+    CacheRoom, ComputeDevice, Decoder, EngineSettings, LoraAdapter, LoraSettings, Mesh, PrefixLife, SamplingSettings,
     TextTokenizer,
 };
 use serde::{Deserialize, Serialize};
@@ -104,7 +104,7 @@ pub fn kv_cache_room(config: &RlConfig, longest_prompt: usize, n_copies: usize) 
 /// On a GPU the KV cache is planned, and prefixes are dropped after each call: a resumed run, whose cache is empty, then
 /// computes the same bytes.
 pub(super) fn engine_settings(task: &RlTask<'_>) -> EngineSettings {
-    if matches!(task.decoder.place(), Place::Cpu) {
+    if matches!(task.decoder.place(), ComputeDevice::Cpu) {
         return EngineSettings::default();
     }
     let prompts = task.train.prompts.iter().chain(task.val.prompts);

@@ -12,7 +12,7 @@ use crate::data_order::DataOrder;
 use crate::data_parallel::newest_checkpoint;
 use crate::metrics::memory_metrics;
 use crate::{MetricSink, Metrics, TrainError};
-use querl_model::{Decoding, Engine, LoraAdapter, Mesh, Place};
+use querl_model::{ComputeDevice, Decoding, Engine, LoraAdapter, Mesh};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
@@ -261,7 +261,7 @@ impl<'a> Trainer<'a> {
             ("perf/throughput".to_owned(), batch.n_tokens() as f64 / seconds),
         ]);
         let mut watched = metrics.clone();
-        if !matches!(task.decoder.place(), Place::Cpu) {
+        if !matches!(task.decoder.place(), ComputeDevice::Cpu) {
             // bf16 rounding on a GPU is far above the limit of this warning: `check_rollout` has limits of its own there.
             watched.remove("rollout_probs_diff");
         }

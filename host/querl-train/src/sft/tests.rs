@@ -1,10 +1,8 @@
 //! Fine-tuning beside transformers' Trainer with PEFT, and stopped and gone on with. Golden values: `tests/reference/sft.py`.
 #![allow(clippy::unwrap_used)]
 
-#[cfg(feature = "cuda")]
 mod gpu;
 mod ranks;
-#[cfg(feature = "cuda")]
 mod two_gpus;
 
 use super::*;

@@ -1,10 +1,10 @@
 //! Optimisations of a model that two cards hold together. Where there is no second card, nothing is run.
 
 use super::*;
-use querl_model::device::Gpu;
 
-pub(crate) fn card(index: usize) -> Result<Place, ModelError> {
-    Ok(Place::Card(Gpu::new(index)?))
+pub(crate) fn card(index: usize) -> Result<ComputeDevice, ModelError> {
+    querl_cuda::install();
+    ComputeDevice::open_gpu(index)
 }
 
 fn largest(kept: &Recorder, name: &str) -> f64 {
@@ -13,6 +13,7 @@ fn largest(kept: &Recorder, name: &str) -> f64 {
 
 /// Both cards draw the same answers, which are those that their training pass would draw: it says how far off they are.
 #[test]
+#[ignore = "needs a GPU"]
 fn two_cards_learn_from_answers_that_they_write_together_as_one_card_does() {
     if card(1).is_err() {
         return;
@@ -37,6 +38,7 @@ fn two_cards_learn_from_answers_that_they_write_together_as_one_card_does() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn an_optimisation_that_two_cards_were_stopped_in_goes_on_to_the_same_bytes() {
     if card(1).is_err() {
         return;

@@ -53,7 +53,7 @@ pub(super) struct Packed {
 struct Line([u8; 64]);
 
 /// Neighbours of a row that share a scale in int8 and nf4; in fp8 all do.
-pub(crate) const GROUP: usize = 64;
+pub const GROUP: usize = 64;
 
 impl FrozenWeight {
     /// Packs a weight. `weight`: `(out, in)` of any float type.

@@ -16,7 +16,7 @@ use crate::rl::kv_cache_room;
 use counts::{adapter_parameters, largest_linear, largest_trained, saved_bytes_of_row, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
-use querl_model::{DecoderConfig, EngineSettings, Place};
+use querl_model::{ComputeDevice, DecoderConfig, EngineSettings};
 
 /// Sizes of what a kind of device stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,7 +67,7 @@ impl DeviceSizes {
         value_bytes: 2,
         reserved_bytes: RESERVED_BYTES,
         stream_bytes: WORKSPACE_BYTES,
-        storages: &Place::CARD_STORAGES,
+        storages: &ComputeDevice::GPU_DTYPES,
         adapter_copy_bytes: 2,
         weight_copy_bytes: 2,
         packed: PackedProducts::Widened,

@@ -1,7 +1,6 @@
 //! Experience and updates on a tiny decoder.
 #![allow(clippy::unwrap_used)]
 
-#[cfg(feature = "cuda")]
 #[path = "learner_gpu.rs"]
 mod gpu;
 

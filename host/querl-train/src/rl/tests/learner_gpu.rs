@@ -2,14 +2,18 @@
 
 use super::*;
 use querl_core::config::BaseDtype;
-use querl_model::Place;
-use querl_model::device::Gpu;
+use querl_model::ComputeDevice;
 use std::sync::OnceLock;
 
+fn gpu(index: usize) -> Result<ComputeDevice, crate::TrainError> {
+    querl_cuda::install();
+    Ok(ComputeDevice::open_gpu(index)?)
+}
+
 fn fixtures() -> [Fixture; 2] {
-    static GPU: OnceLock<Gpu> = OnceLock::new();
-    let card = Place::Card(GPU.get_or_init(|| Gpu::new(0).unwrap()).clone());
-    [Place::Cpu, card].map(|place| Fixture::on(&place, BaseDtype::Bf16))
+    static GPU: OnceLock<ComputeDevice> = OnceLock::new();
+    let card = GPU.get_or_init(|| gpu(0).unwrap()).clone();
+    [ComputeDevice::Cpu, card].map(|place| Fixture::on(&place, BaseDtype::Bf16))
 }
 
 fn length(values: impl Iterator<Item = f32>) -> f32 {
@@ -44,16 +48,19 @@ fn compare(config: &RlConfig) {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_policy_and_a_critic_with_an_adapter_learn_on_a_card_as_on_the_cpu() {
     compare(&RlConfig { critic: CriticKind::Adapter, ..config() });
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_head_on_the_reference_learns_beside_a_policy_on_a_card() {
     compare(&RlConfig { critic: CriticKind::Head, gradient_accumulation_steps: 3, ..config() });
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_learner_on_a_card_that_was_kept_takes_the_same_next_step() {
     let [_, fixture] = fixtures();
     let config = RlConfig { critic: CriticKind::Adapter, ..config() };

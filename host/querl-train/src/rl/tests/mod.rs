@@ -1,7 +1,6 @@
 //! Tests of whole updates and runs on a tiny decoder; this file has its fixture.
 #![allow(clippy::unwrap_used)]
 
-#[cfg(feature = "cuda")]
 mod gpu;
 mod learner;
 mod out_of_memory;
@@ -16,7 +15,7 @@ use candle_core::Tensor;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
-use querl_model::{Decoder, LoraAdapter, LoraSettings, Mesh, Place, TextTokenizer, Weights, small_model};
+use querl_model::{ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, TextTokenizer, Weights, small_model};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
@@ -61,11 +60,11 @@ pub(super) fn config() -> RlConfig {
 
 impl Fixture {
     pub(super) fn new() -> Self {
-        Self::on(&Place::Cpu, BaseDtype::F32)
+        Self::on(&ComputeDevice::Cpu, BaseDtype::F32)
     }
 
     /// On another device, with another dtype.
-    pub(super) fn on(place: &Place, dtype: BaseDtype) -> Self {
+    pub(super) fn on(place: &ComputeDevice, dtype: BaseDtype) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let shape = small_model::Shape {
             hidden_size: 32,

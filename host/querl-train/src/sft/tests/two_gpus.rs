@@ -3,14 +3,18 @@
 use super::ranks::{Failures, OfRank, furthest};
 use super::*;
 use querl_core::config::BaseDtype;
-use querl_model::device::Gpu;
-use querl_model::{Place, run_ranks};
+use querl_model::{ComputeDevice, run_ranks};
+
+fn gpu(index: usize) -> Result<ComputeDevice, TrainError> {
+    querl_cuda::install();
+    Ok(ComputeDevice::open_gpu(index)?)
+}
 
 fn config_on_cards() -> SftConfig {
     SftConfig { lora_dropout: 0.0, learning_rate: 1e-3, max_steps: 6, ..config() }
 }
 
-fn adapted_on(place: &Place) -> Model {
+fn adapted_on(place: &ComputeDevice) -> Model {
     let decoder = Decoder::load_on(&base_path(), Weights::Frozen, BaseDtype::Bf16, place).unwrap();
     let adapter = LoraAdapter::load(&golden_folder().join("lora/qwen3-tied"), decoder.config()).unwrap();
     Model { decoder, adapter: Some(adapter.on(place).unwrap()) }
@@ -24,8 +28,8 @@ fn train_on(
 ) -> Result<Vec<OfRank>, Failures> {
     let first_sink = std::sync::Mutex::new(sink);
     run_ranks(n_cards, |ranks| {
-        let gpu = Gpu::new(ranks.rank()).map_err(TrainError::from)?;
-        let (model, mut own) = (adapted_on(&Place::Card(gpu)), Recorder::default());
+        let gpu = gpu(ranks.rank())?;
+        let (model, mut own) = (adapted_on(&gpu), Recorder::default());
         let mut held = ranks.is_first().then(|| first_sink.lock().unwrap());
         let sink = held.as_mut().map_or(&mut own, |held| &mut **held);
         let vars = model.adapter.as_ref().unwrap().vars().clone();
@@ -36,8 +40,9 @@ fn train_on(
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn two_cards_learn_what_one_learns_and_both_the_same() {
-    if Gpu::new(1).is_err() {
+    if gpu(1).is_err() {
         return;
     }
     let never = AtomicBool::new(false);
@@ -58,8 +63,9 @@ fn two_cards_learn_what_one_learns_and_both_the_same() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
 fn a_stopped_training_on_two_cards_ends_as_one_that_never_was() {
-    if Gpu::new(1).is_err() {
+    if gpu(1).is_err() {
         return;
     }
     let [unbroken, stopped] = [(), ()].map(|()| Setting::new(config_on_cards()));

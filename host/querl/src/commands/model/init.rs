@@ -4,7 +4,7 @@ use crate::args::{Format, usage};
 use crate::terminal;
 use clap::Args;
 use querl_core::config::BaseDtype;
-use querl_model::{DType, Decoder, DecoderConfig, ExportSettings, Place, write_random_model};
+use querl_model::{ComputeDevice, DType, Decoder, DecoderConfig, ExportSettings, write_random_model};
 use querl_pipeline::failure::Stop;
 use querl_train::job::memory_plan::{DeviceSizes, base_bytes};
 use serde_json::json;
@@ -89,7 +89,7 @@ fn make(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
     }
     querl_model::set_threads(args.threads);
     let started = Instant::now();
-    let decoder = Decoder::random(shapes.clone(), args.seed, args.dtype, &Place::Cpu)?;
+    let decoder = Decoder::random(shapes.clone(), args.seed, args.dtype, &ComputeDevice::Cpu)?;
     let seconds = started.elapsed().as_secs_f64();
     drop(decoder);
     let (parameters, bytes) = (shapes.n_parameters(), base_bytes(shapes, args.dtype));

@@ -1,0 +1,123 @@
+//! Every kernel on a card against its floor: the bytes that it must move at the card's bandwidth, or the operations that it must do
+//! at the card's rate in bf16, both measured in the same run.
+//!
+//! ```sh
+//! cargo run --release -p querl-model --features cuda --example gpu_kernels -- [--shape qwen2.5-7b] [--rows 8192] [--sequences 64]
+//!     [--repeats 20] [--json FILE]
+//! ```
+//! Times are the card's own, between two events around each launch. Kernels that one call launches several times are summed. Bytes
+//! of tensors that fit into the second-level cache may beat the floor. On the simulated card (`tests/cuda`) the program only proves
+//! that it works: its times mean nothing.
+#![allow(clippy::unwrap_used)] // a program for people who measure
+
+#[path = "gpu_kernels/cases.rs"]
+mod cases;
+#[path = "gpu_kernels/decoding.rs"]
+mod decoding;
+#[path = "gpu_kernels/report.rs"]
+mod report;
+
+use candle_core::Result;
+use querl_cuda::device::Gpu;
+use querl_model::KernelLaunch;
+use querl_model::{ComputeDevice, DecoderConfig, copies, matrix_products};
+use report::{Line, Rates};
+use std::collections::BTreeMap;
+
+/// The least that a kernel has to do in one call.
+#[derive(Clone, Copy)]
+enum Floor {
+    /// Read and written, each once.
+    Bytes(f64),
+    /// Multiplications and additions, two for each pair.
+    Operations(f64),
+}
+
+/// One call that launches kernels.
+struct Case<'a> {
+    /// What is called, on what.
+    name: String,
+    run: Box<dyn FnMut() -> Result<()> + 'a>,
+    /// By kernel; those that are launched and not named here are shown without a floor.
+    floors: Vec<(&'static str, Floor)>,
+}
+
+/// On what.
+#[derive(Clone)]
+struct Sizes {
+    shape: DecoderConfig,
+    /// Rows of a training pass.
+    n_rows: usize,
+    /// Answers in progress.
+    n_sequences: usize,
+}
+
+/// The value after `--name`.
+fn argument<T: std::str::FromStr>(name: &str, default: T) -> T {
+    let value = std::env::args().skip_while(|argument| argument != name).nth(1);
+    value.map_or(default, |value| value.parse().unwrap_or_else(|_| panic!("{name}: `{value}` cannot be read")))
+}
+
+fn main() {
+    let name: String = argument("--shape", "qwen2.5-7b".into());
+    let shape = DecoderConfig::of_shape(&name).unwrap_or_else(|| panic!("there is no shape `{name}`"));
+    let sizes = Sizes { shape, n_rows: argument("--rows", 8192), n_sequences: argument("--sequences", 64) };
+    let repeats = argument("--repeats", 20);
+    let gpu = Gpu::new(argument("--card", 0)).unwrap();
+    let rates = rates(&gpu);
+    report::heading(&gpu, &name, &sizes, &rates);
+    let mut lines = Vec::new();
+    let mut measure = |case: Case<'_>| {
+        let of_case = measured(&gpu, case, repeats);
+        of_case.iter().for_each(|line| line.print(&rates));
+        lines.extend(of_case);
+    };
+    cases::each(&gpu, &sizes, &mut measure);
+    decoding::each(&gpu, &sizes, &mut measure);
+    let path: String = argument("--json", String::new());
+    if !path.is_empty() {
+        std::fs::write(&path, report::json(&gpu, &name, &sizes, &rates, &lines)).unwrap();
+    }
+}
+
+/// What the card can do, in this run.
+fn rates(gpu: &Gpu) -> Rates {
+    let place = ComputeDevice::Accelerator(std::sync::Arc::new(gpu.clone()));
+    let (products, copies) = (matrix_products(&place).unwrap(), copies(&place).unwrap());
+    let median = |mut seconds: Vec<f64>| {
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    };
+    Rates {
+        operations: 2.0 * (products.size as f64).powi(3) / median(products.seconds),
+        bytes: 2.0 * copies.size as f64 / median(copies.seconds),
+    }
+}
+
+/// A line for each kernel that the case launches: the median over the repetitions of its time in one call. A case that fails is a
+/// line with its words: the others are still worth knowing.
+fn measured(gpu: &Gpu, mut case: Case<'_>, repeats: usize) -> Vec<Line> {
+    let mut times: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
+    for index in 0..repeats + 2 {
+        let launched: Result<Vec<KernelLaunch>> =
+            gpu.traced(&mut case.run).and_then(|(done, launched)| done.map(|()| launched));
+        let launched = match launched {
+            Ok(launched) => launched,
+            Err(error) => return vec![Line::failed(&case.name, &error)],
+        };
+        let mut of_call: BTreeMap<&'static str, f64> = BTreeMap::new();
+        for KernelLaunch { name, milliseconds } in launched {
+            *of_call.entry(name).or_default() += f64::from(milliseconds) / 1e3;
+        }
+        // The first two bring code, memory and the clock.
+        if index >= 2 {
+            of_call.into_iter().for_each(|(name, seconds)| times.entry(name).or_default().push(seconds));
+        }
+    }
+    let line = |(kernel, mut seconds): (&'static str, Vec<f64>)| {
+        seconds.sort_by(f64::total_cmp);
+        let floor = case.floors.iter().find(|(name, _)| *name == kernel).map(|(_, floor)| *floor);
+        Line::new(&case.name, kernel, seconds[seconds.len() / 2], floor)
+    };
+    times.into_iter().map(line).collect()
+}

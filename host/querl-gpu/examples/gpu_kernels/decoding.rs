@@ -1,0 +1,172 @@
+//! Calls of a decoding step.
+
+use crate::cases::{RANK, bytes, case, floats, halves};
+use crate::{Case, Floor, Sizes};
+use candle_core::Result;
+use half::bf16;
+use querl_cuda::device::{
+    BLOCK_TOKENS, CacheShape, Change, CudaSlice, DeviceRope, FinishRows, Gpu, HeadNorms, Member, ReadBack,
+    SamplingRows, SamplingRules, Sequences, n_splits,
+};
+use querl_model::kernels::RopeTable;
+
+/// Tokens of a prompt with half of its answer.
+const CONTEXT: usize = 288;
+
+/// Hands every case to `measure`.
+pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) {
+    for group in [attention, finished_heads, finished_products, copies, sampling] {
+        if let Err(error) = group(gpu, sizes, measure) {
+            println!("| FAILED: {} | | | | |", error.to_string().lines().next().unwrap_or_default());
+        }
+    }
+}
+
+/// The last block of each sequence, where every one has blocks of its own.
+fn last_slots(gpu: &Gpu, n: usize, width: usize) -> Result<CudaSlice<u32>> {
+    let last = |sequence: usize| ((sequence * width + width - 1) * BLOCK_TOKENS) as u32;
+    gpu.upload(&(0..n).map(last).collect::<Vec<_>>())
+}
+
+/// Each sequence in blocks of its own.
+fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
+    let (n, shape) = (sizes.n_sequences, &sizes.shape);
+    let (head_dim, n_kv_heads) = (shape.head_dim, shape.n_kv_heads);
+    let width = CONTEXT.div_ceil(BLOCK_TOKENS);
+    let cache = CacheShape { n_blocks: n * width, n_kv_heads, head_dim };
+    let (keys, values) = (halves(gpu, cache.len())?, halves(gpu, cache.len())?);
+    let q = halves(gpu, n * shape.n_heads * head_dim)?;
+    let tables = gpu.upload(&(0..(n * width) as u32).collect::<Vec<_>>())?;
+    let lengths = gpu.upload(&vec![CONTEXT as u32; n])?;
+    let (tables, lengths) = (tables.as_view(), lengths.as_view());
+    let sequences = Sequences { tables, width, lines: None, lengths, n_splits: n_splits(CONTEXT) };
+    // Keys and values of every token once.
+    let floor = Floor::Bytes((4 * n * CONTEXT * n_kv_heads * head_dim) as f64);
+    let names = ["decode_attention_32", "decode_attention_64", "decode_attention_96", "decode_attention_128"];
+    let floors = vec![(names[(head_dim.div_ceil(32) - 1).min(3)], floor)];
+    measure(case(format!("decode_attention: {n} sequences of {CONTEXT}"), floors, || {
+        gpu.decode_attention(&q, &keys, &values, cache, &sequences).map(drop)
+    }));
+    Ok(())
+}
+
+/// Low-rank changes of products that share one input, as a policy has them; a table of the card names their B.
+struct Changes {
+    table: CudaSlice<Member>,
+    low: CudaSlice<bf16>, // (n, all ranks)
+    low_width: usize,
+    b_bytes: usize,
+    _b: Vec<CudaSlice<bf16>>,
+}
+
+impl Changes {
+    /// Of `n` rows and products of these widths, each with an adapter; with biases where they are given.
+    fn new(gpu: &Gpu, n: usize, widths: &[usize], bias: Option<&CudaSlice<f32>>) -> Result<Self> {
+        let b = widths.iter().map(|width| halves(gpu, width * RANK)).collect::<Result<Vec<_>>>()?;
+        let member = |(index, (&width, b)): (usize, (&usize, &CudaSlice<bf16>))| {
+            let change = Change { b, rank: RANK, first: index * RANK, scale: 2.0 };
+            // SAFETY: all B are kept beside the table, and the caller's bias is there as long as it measures.
+            unsafe { Member::new(gpu, width, Some(&change), bias, None) }
+        };
+        let members = widths.iter().zip(&b).enumerate().map(member).collect::<Result<Vec<_>>>()?;
+        let low_width = widths.len() * RANK;
+        let b_bytes = b.iter().map(|b| 2 * b.len()).sum();
+        Ok(Self { table: gpu.upload(&members)?, low: halves(gpu, n * low_width)?, low_width, b_bytes, _b: b })
+    }
+
+    fn rows(&self) -> FinishRows<'_> {
+        FinishRows { low: self.low.as_view(), low_width: self.low_width }
+    }
+}
+
+/// Queries, keys and values behind their products: changed, normed, turned and stored.
+fn finished_heads(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
+    let (n, shape) = (sizes.n_sequences, &sizes.shape);
+    let (head_dim, n_kv_heads) = (shape.head_dim, shape.n_kv_heads);
+    let width = CONTEXT.div_ceil(BLOCK_TOKENS);
+    let cache = CacheShape { n_blocks: n * width, n_kv_heads, head_dim };
+    let rope = DeviceRope::new(gpu, &RopeTable::new(shape.max_positions, head_dim, shape.rope_theta))?;
+    let position = CONTEXT.min(shape.max_positions) as u32 - 1;
+    let (positions, slots) = (gpu.upload(&vec![position; n])?, last_slots(gpu, n, width)?);
+    let (mut keys, mut values) = (halves(gpu, cache.len())?, halves(gpu, cache.len())?);
+    let widths = [shape.n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * head_dim];
+    let changes = Changes::new(gpu, n, &widths, None)?;
+    let (mut q, mut k, mut v) = (halves(gpu, n * widths[0])?, halves(gpu, n * widths[1])?, halves(gpu, n * widths[2])?);
+    let norm = floats(gpu, head_dim)?;
+    let floor = 4 * n * widths.iter().sum::<usize>() + changes.b_bytes;
+    for (weights, name) in [(None, ""), (Some([&norm, &norm]), ", normed")] {
+        let norms = HeadNorms { weights, eps: 1e-6 };
+        measure(case(format!("finish_heads: {n} rows of {}{name}", widths[0]), bytes("finish_heads", floor), || {
+            gpu.finish_heads(
+                [&mut q.as_view_mut(), &mut k.as_view_mut(), &mut v.as_view_mut()],
+                &changes.rows(),
+                &changes.table,
+                &norms,
+                (&rope, &positions.as_view()),
+                &slots.as_view(),
+                [&mut keys.as_view_mut(), &mut values.as_view_mut()],
+                cache,
+            )
+        }));
+    }
+    Ok(())
+}
+
+/// Gate and up behind their products, and an output that is more than cuBLAS adds by itself.
+fn finished_products(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
+    let (n, hidden, wide) = (sizes.n_sequences, sizes.shape.hidden_size, sizes.shape.intermediate_size);
+    let changes = Changes::new(gpu, n, &[wide, wide], None)?;
+    let (mut gate, mut up) = (halves(gpu, n * wide)?, halves(gpu, n * wide)?); // `up` is only read
+    let floor = 6 * n * wide + changes.b_bytes;
+    measure(case(format!("finish_gated: {n} rows of {wide}"), bytes("finish_gated", floor), || {
+        gpu.finish_gated(&mut gate.as_view_mut(), &up.as_view_mut(), &changes.rows(), &changes.table, n)
+    }));
+    let bias = floats(gpu, hidden)?;
+    let changes = Changes::new(gpu, n, &[hidden], Some(&bias))?;
+    let (mut sum, y) = (floats(gpu, n * hidden)?, halves(gpu, n * hidden)?);
+    let floor = 10 * n * hidden + changes.b_bytes;
+    measure(case(format!("finish_added: {n} rows of {hidden}"), bytes("finish_added", floor), || {
+        gpu.finish_added(&mut sum, &y, &changes.rows(), &changes.table, n)
+    }));
+    Ok(())
+}
+
+/// The last block of a prompt, copied for every sequence that follows it, in all layers.
+fn copies(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
+    let (n, shape) = (sizes.n_sequences, &sizes.shape);
+    let cache = CacheShape { n_blocks: 2 * n, n_kv_heads: shape.n_kv_heads, head_dim: shape.head_dim };
+    let all = shape.n_layers * cache.len();
+    let (mut keys, mut values) = (halves(gpu, all)?, halves(gpu, all)?);
+    let pairs = gpu.upload(&(0..n as u32).flat_map(|block| [block, block + n as u32]).collect::<Vec<_>>())?;
+    // Half of the keys and half of the values are read, and as many written.
+    measure(case(format!("copy_blocks: {n} in {} layers", shape.n_layers), bytes("copy_blocks", 4 * all), || {
+        gpu.copy_blocks(&mut keys, &mut values, &pairs, cache, shape.n_layers)
+    }));
+    Ok(())
+}
+
+/// From the whole distribution, then with every filter.
+fn sampling(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
+    let (n, n_tokens) = (sizes.n_sequences, sizes.shape.vocab_size);
+    let mut logits = gpu.to_f32(&halves(gpu, n * n_tokens)?)?;
+    let uniforms = gpu.upload(&(0..n).map(|row| (row as f64 + 0.5) / n as f64).collect::<Vec<_>>())?;
+    let (lengths, mut drawn) = (gpu.zeros::<u32>(n)?, ReadBack::new(gpu, 3 * n)?);
+    for (name, top_p, top_k) in [("whole", 1.0, 0), ("top_k 50, top_p 0.9", 0.9, 50)] {
+        let rules = SamplingRules {
+            temperature: 1.0,
+            top_p,
+            top_k,
+            repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
+            min_new_tokens: 0,
+            stop_ids: gpu.upload(&[2u32])?,
+        };
+        // The floor is one pass over the logits; see the note beside the table of floors.
+        measure(case(format!("choose: {n} rows of {n_tokens}, {name}"), bytes("choose", 4 * n * n_tokens), || {
+            let uniforms = Some(uniforms.as_view());
+            let rows = SamplingRows { lengths: lengths.as_view(), answers: None, uniforms };
+            drawn.write(n, 0..n, |drawn| gpu.choose(&mut logits, rows, &rules, drawn))
+        }));
+    }
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! Two cards that hold one model together, beside one that has all of it. Where there is no second card, nothing is run.
+
+use super::*;
+use querl_model::{ModelError, Ranks, run_ranks};
+
+fn has_two_cards() -> bool {
+    Gpu::new(1).is_ok()
+}
+
+fn card_of(ranks: &Ranks) -> Result<ComputeDevice, ModelError> {
+    Ok(on_gpu(Gpu::new(ranks.rank())?))
+}
+
+/// What each of two ranks comes to, which has to be the same.
+fn on_two_cards<T: Send + PartialEq>(work: impl Fn(Ranks) -> Result<T, ModelError> + Sync) -> T {
+    let found = run_ranks(2, work).unwrap_or_else(|failures| panic!("{}", failures[0]));
+    let [first, second] = found.try_into().ok().unwrap();
+    assert!(first == second, "the ranks differ");
+    first
+}
+
+/// In what one rank adds to the residual and in what order sums are formed, two cards round otherwise than one: each is compared with
+/// the CPU and with its own training pass at the tolerances that one card has.
+#[test]
+fn answers_are_those_of_one_card_but_for_rounding_and_the_same_on_both() {
+    if !has_two_cards() {
+        return;
+    }
+    let (prompts, sampling) = (prompts(), SamplingSettings { temperature: 0.8, ..sampling(14) });
+    let (requests, beams) = (requests(&prompts), Decoding::Beam { n_beams: 4, length_penalty: 1.0 });
+    for (name, decoding) in [("qwen2-tied", Decoding::Greedy), ("qwen3-bias", Decoding::Sample), ("qwen3-tied", beams)]
+    {
+        let pair = Pair::new(name);
+        let mut of_one = pair.engine(5);
+        let alone = generate(&mut of_one, &requests, decoding, &sampling);
+        let of_cpu = &pair.on_cpu.1;
+        let (found, mean, max, block_bytes) = on_two_cards(|ranks| {
+            let decoder = Decoder::load_part(&golden(name), BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
+            let adapter = of_cpu.snapshot()?.for_decoder(&decoder)?;
+            let mut engine = engine(&decoder, 5);
+            engine.set_policy(Some(&adapter), 1)?;
+            let found = generate(&mut engine, &requests, decoding, &sampling);
+            assert_eq!(n_recorded(&engine), 0, "steps in which ranks meet are recorded");
+            let (mean, max) = off_the_training_pass((&decoder, &adapter), &requests, &found, sampling.temperature);
+            Ok((found, mean, max, engine.cache_memory().block_bytes))
+        });
+        assert_eq!(2 * block_bytes, of_one.cache_memory().block_bytes, "each card has the keys of its own heads");
+        let n_same = n_same(&found, &alone);
+        println!("{name}, {decoding:?}: {n_same} of {} answers are those of one card", found.len());
+        assert!(2 * n_same >= found.len(), "{name}, {decoding:?}: {n_same} of {}", found.len());
+        if decoding == beams {
+            continue; // what a beam keeps is no probability of single tokens
+        }
+        println!("{name}, {decoding:?}: off the cards' training pass by {mean} on average, {max} at worst");
+        assert!(mean <= 0.02 && max <= TOLERANCE, "{name}: off the training pass by {mean}, {max} at worst");
+        let prompts = requests.iter().flat_map(|request| vec![request.prompt; request.n]);
+        let off = |(prompt, answer)| pair.compared(prompt, answer, decoding, sampling.temperature);
+        let worst = prompts.zip(&found).map(off).fold(0f32, f32::max);
+        println!("{name}, {decoding:?}: off the CPU by {worst}");
+        assert!(worst <= TOLERANCE, "{name}, {decoding:?}: off by {worst}");
+    }
+}
+
+/// With room for few blocks, so that answers wait, on bases in all types.
+#[test]
+fn a_policy_takes_the_place_of_the_one_before_on_both() {
+    if !has_two_cards() {
+        return;
+    }
+    // A part of a row has whole groups of 64, which int8 and nf4 scale together.
+    let config = DecoderConfig { n_heads: 8, ..shapes(2) };
+    let whole = Decoder::random(config.clone(), 3, BaseDtype::Bf16, &ComputeDevice::Cpu).unwrap();
+    let adapters = [adapter(&whole, 0), adapter(&whole, 1)];
+    let (prompts, sampling) = (prompts(), sampling(12));
+    let requests = requests(&prompts);
+    for dtype in [BaseDtype::Bf16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
+        let (first, second, third, mean, max) = on_two_cards(|ranks| {
+            let decoder = Decoder::random_part(config.clone(), 3, dtype, &card_of(&ranks)?, &ranks)?;
+            let room = CacheRoom { n_answers: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 12 };
+            let settings = EngineSettings { max_prefix_tokens: 32, room: Some(room), ..EngineSettings::default() };
+            let mut engine = Engine::new(&decoder, settings)?;
+            let parts = adapters.each_ref().map(|adapter| adapter.snapshot().unwrap().for_decoder(&decoder).unwrap());
+            let mut answers = |policy: usize, version: u64| {
+                engine.set_policy(Some(&parts[policy]), version)?;
+                Ok::<_, ModelError>(generate(&mut engine, &requests, Decoding::Sample, &sampling))
+            };
+            let (first, second, third) = (answers(0, 1)?, answers(1, 2)?, answers(0, 3)?);
+            let (mean, max) = off_the_training_pass((&decoder, &parts[1]), &requests, &second, 1.0);
+            Ok((first, second, third, mean, max))
+        });
+        println!("{dtype:?}: off the cards' training pass by {mean} on average, {max} at worst");
+        assert!(first == third && first != second, "{dtype:?}");
+        assert!(mean <= 0.03 && max <= 0.3, "{dtype:?}: off the training pass by {mean}, {max} at worst");
+    }
+}
+
+#[test]
+fn a_card_does_not_wait_for_one_that_has_failed() {
+    if !has_two_cards() {
+        return;
+    }
+    let failures = run_ranks(2, |ranks| {
+        let decoder = Decoder::random_part(shapes(1), 3, BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
+        let mut engine = engine(&decoder, 1);
+        let mut answer = |prompt: &[u32]| {
+            let request = GenerationRequest { prompt, seed: 1, n: 1 };
+            engine.generate(&[request], Decoding::Greedy, &sampling(3), &BTreeSet::new()).map(drop)
+        };
+        answer(&[5, 6])?;
+        if ranks.rank() == 1 {
+            return Err(ModelError::Generation("the second is gone".into()));
+        }
+        answer(&[7, 8])
+    });
+    let said = failures.unwrap_err().iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert!(said.iter().any(|said| said.contains("the second is gone")), "{said:?}");
+}

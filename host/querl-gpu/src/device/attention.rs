@@ -1,0 +1,344 @@
+//! Causal attention over packed sequences on the card: twin of `kernels::attention`.
+//!
+//! A row sees another one if that stands before it or is itself, and if it belongs to what branches off the other's run of
+//! rows: `key <= query < end of the key's run`. So a mask is one number for each key. Queries and keys are worked on in tiles;
+//! the host lists once which pairs of tiles see each other at all, and which need the mask.
+
+use super::gpu::Gpu;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::{Result, bail};
+use half::bf16;
+use querl_model::kernels::RowTree;
+
+/// Queries and keys of a tile.
+const TILE: usize = 64;
+
+/// Queries of a tile that the backward pass of keys holds at a time.
+const QUERIES_AT_ONCE: usize = 32;
+
+/// Threads of a block: a warp for 16 rows of a tile.
+const TILE_THREADS: usize = 128;
+
+/// Tiles of queries that one block of the backward pass goes through: what many sequences begin with is seen by all of them, and
+/// one block for it would still work when all others are done.
+const TILES_PER_ITEM: usize = 32;
+
+/// Which rows of a tree are queries, and which tiles see each other.
+pub struct TreeQueries {
+    n_queries: usize,
+    n_rows: usize,
+    /// Of each query its row.
+    rows: CudaSlice<u32>,
+    /// Of each row where what sees it ends.
+    ends: CudaSlice<u32>,
+    /// Of each tile of queries: its number and where its list begins and ends, the longest list first. `(tiles, 3)`.
+    forward: CudaSlice<u32>,
+    /// Tiles of keys that a tile of queries sees, times 2, plus 1 where it needs the mask.
+    keys: CudaSlice<u32>,
+    /// Of each item: its tile of keys and where its list begins and ends, the longest first. `(items, 4)`, the last for the place
+    /// of its sums.
+    backward: CudaSlice<u32>,
+    /// Tiles of queries that see a tile of keys, as above.
+    queries: CudaSlice<u32>,
+    /// Where the sums of each tile of keys begin. `(tiles + 1)`.
+    sums: CudaSlice<u32>,
+    n_items: usize,
+}
+
+/// How many tiles, items and entries there are; found on the host, where it can be tested without a card.
+#[derive(Debug, Default, PartialEq)]
+struct Tiles {
+    rows: Vec<u32>,
+    ends: Vec<u32>,
+    forward: Vec<u32>,
+    keys: Vec<u32>,
+    backward: Vec<u32>,
+    queries: Vec<u32>,
+    sums: Vec<u32>,
+}
+
+impl Tiles {
+    fn new(tree: &RowTree, rows: Vec<u32>) -> Self {
+        let ends: Vec<u32> = tree.nodes().iter().flat_map(|node| vec![node.end as u32; node.len]).collect();
+        let mut tiles = Self { rows, ends, ..Self::default() };
+        let pairs = tiles.pairs();
+        let mut lists: Vec<[u32; 3]> = Vec::new();
+        for (tile, seen) in pairs.iter().enumerate() {
+            let start = tiles.keys.len() as u32;
+            tiles.keys.extend(seen.iter().map(|&(key_tile, masked)| key_tile << 1 | masked));
+            lists.push([tile as u32, start, tiles.keys.len() as u32]);
+        }
+        lists.sort_by_key(|list| std::cmp::Reverse(list[2] - list[1]));
+        tiles.forward = lists.concat();
+        tiles.turn(&pairs);
+        tiles
+    }
+
+    /// Of each tile of queries the tiles of keys that it sees, and 1 where that takes the mask.
+    fn pairs(&self) -> Vec<Vec<(u32, u32)>> {
+        let reach = |ends: &[u32]| (ends.iter().copied().min(), ends.iter().copied().max());
+        let of_keys: Vec<_> = self.ends.chunks(TILE).map(reach).collect();
+        let of_tile = |rows: &[u32]| {
+            let (first, last) = (rows[0], rows[rows.len() - 1]);
+            let key_tiles = of_keys.iter().enumerate().take(last as usize / TILE + 1);
+            key_tiles
+                .filter_map(|(tile, &(lowest, highest))| {
+                    let is_whole = (tile + 1) * TILE <= first as usize + 1 && lowest? > last;
+                    (highest? > first).then_some((tile as u32, u32::from(!is_whole)))
+                })
+                .collect()
+        };
+        self.rows.chunks(TILE).map(of_tile).collect()
+    }
+
+    /// The same from the side of the keys, in items of bounded length.
+    fn turn(&mut self, pairs: &[Vec<(u32, u32)>]) {
+        let mut seen_by = vec![Vec::new(); self.ends.len().div_ceil(TILE)];
+        for (tile, seen) in pairs.iter().enumerate() {
+            for &(key_tile, masked) in seen {
+                seen_by[key_tile as usize].push((tile as u32) << 1 | masked);
+            }
+        }
+        let mut items: Vec<[u32; 4]> = Vec::new();
+        for (key_tile, list) in seen_by.iter().enumerate() {
+            self.sums.push(items.len() as u32);
+            for part in list.chunks(TILES_PER_ITEM) {
+                let start = self.queries.len() as u32;
+                self.queries.extend(part);
+                items.push([key_tile as u32, start, self.queries.len() as u32, items.len() as u32]);
+            }
+        }
+        self.sums.push(items.len() as u32);
+        items.sort_by_key(|item| std::cmp::Reverse(item[2] - item[1]));
+        self.backward = items.concat();
+    }
+}
+
+impl TreeQueries {
+    /// Every row.
+    ///
+    /// # Errors
+    /// The card has no memory left.
+    pub fn all(gpu: &Gpu, tree: &RowTree) -> Result<Self> {
+        Self::new(gpu, tree, (0..tree.n_rows() as u32).collect())
+    }
+
+    /// Some rows, in rising order.
+    ///
+    /// # Errors
+    /// The rows do not rise, or the tree has no such row.
+    pub fn some(gpu: &Gpu, tree: &RowTree, rows: &[u32]) -> Result<Self> {
+        if rows.windows(2).any(|pair| pair[0] >= pair[1]) {
+            bail!("attention: the rows of queries do not rise");
+        }
+        if let Some(row) = rows.last().filter(|&&row| row as usize >= tree.n_rows()) {
+            bail!("attention: there is no row {row} among {}", tree.n_rows());
+        }
+        Self::new(gpu, tree, rows.to_vec())
+    }
+
+    fn new(gpu: &Gpu, tree: &RowTree, rows: Vec<u32>) -> Result<Self> {
+        if tree.n_rows() > i32::MAX as usize {
+            bail!("attention: {} rows are more than an index holds", tree.n_rows());
+        }
+        let tiles = Tiles::new(tree, rows);
+        Ok(Self {
+            n_queries: tiles.rows.len(),
+            n_rows: tiles.ends.len(),
+            n_items: tiles.backward.len() / 4,
+            rows: gpu.upload(&tiles.rows)?,
+            ends: gpu.upload(&tiles.ends)?,
+            forward: gpu.upload(&tiles.forward)?,
+            keys: gpu.upload(&tiles.keys)?,
+            backward: gpu.upload(&tiles.backward)?,
+            queries: gpu.upload(&tiles.queries)?,
+            sums: gpu.upload(&tiles.sums)?,
+        })
+    }
+
+    /// Their rows, on the card.
+    pub fn rows(&self) -> &CudaSlice<u32> {
+        &self.rows
+    }
+
+    fn n_tiles(&self) -> usize {
+        self.n_queries.div_ceil(TILE)
+    }
+
+    /// Heads of queries `(queries, heads * D)` and keys `(N, kv_heads * D)`.
+    fn heads(&self, head_dim: usize, [q, k, v]: [usize; 3]) -> Result<Heads> {
+        let (q_width, kv_width) = (q / self.n_queries.max(1), k / self.n_rows.max(1));
+        let fits = q == q_width * self.n_queries && k == kv_width * self.n_rows && v == k;
+        let divides = head_dim > 0 && kv_width.is_multiple_of(head_dim) && q_width.is_multiple_of(head_dim);
+        let (n_heads, n_kv_heads) = if divides { (q_width / head_dim, kv_width / head_dim) } else { (0, 0) };
+        if !fits || !divides || n_kv_heads == 0 && n_heads > 0 || n_heads % n_kv_heads.max(1) != 0 {
+            let (n_queries, n_rows) = (self.n_queries, self.n_rows);
+            bail!("attention: {q}, {k}, {v} values for {n_queries} queries and {n_rows} rows in heads of {head_dim}");
+        }
+        let widths = [32, 64, 96, 128];
+        let Some(shape) = widths.iter().position(|&width| head_dim <= width) else {
+            bail!("attention: heads of {head_dim}; the kernels take up to 128");
+        };
+        Ok(Heads { n_heads, n_kv_heads, head_dim, shape, padded: widths[shape] })
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Heads {
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    /// Which of a kernel's forms serves.
+    shape: usize,
+    padded: usize,
+}
+
+impl Heads {
+    /// Shared memory of so many rows; 8 values more than a row has keep its neighbours out of the same banks.
+    fn bytes(self, n_rows: usize) -> usize {
+        n_rows * (self.padded + 8) * size_of::<bf16>()
+    }
+
+    fn scale(self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+}
+
+impl Gpu {
+    /// Softmax attention, each query over its own sequence up to itself, and the logarithms of the sums of exponentials
+    /// `(heads, queries)`, which the backward pass wants again.
+    ///
+    /// `q`: `(queries, heads * D)`; `k`, `v`: `(N, kv_heads * D)`. Returns `(queries, heads * D)` bf16.
+    ///
+    /// # Errors
+    /// Widths that do not divide into heads, or heads wider than 128.
+    ///
+    /// Source: Dao 2023, "FlashAttention-2".
+    pub fn attend(
+        &self,
+        queries: &TreeQueries,
+        head_dim: usize,
+        q: &impl DevicePtr<bf16>,
+        k: &impl DevicePtr<bf16>,
+        v: &impl DevicePtr<bf16>,
+    ) -> Result<(CudaSlice<bf16>, CudaSlice<f32>)> {
+        let heads = queries.heads(head_dim, [q.len(), k.len(), v.len()])?;
+        let (mut out, mut log_sums) = (self.alloc(q.len())?, self.alloc(queries.n_queries * heads.n_heads)?);
+        let mut args = [
+            self.input(q),
+            self.input(k),
+            self.input(v),
+            self.output(&mut out),
+            self.output(&mut log_sums),
+            self.input(&queries.forward),
+            self.input(&queries.keys),
+            self.input(&queries.rows),
+            self.input(&queries.ends),
+            queries.n_queries.into(),
+            queries.n_rows.into(),
+            heads.n_heads.into(),
+            heads.n_kv_heads.into(),
+            heads.head_dim.into(),
+            heads.scale().into(),
+        ];
+        let name = ["attend_32", "attend_64", "attend_96", "attend_128"][heads.shape];
+        let grid = [queries.n_tiles(), heads.n_heads, 1];
+        // SAFETY: as `cuda/attention.cuh` declares it; lengths were checked by `heads`, lists are within them by construction.
+        unsafe { self.launch(name, grid, TILE_THREADS, heads.bytes(3 * TILE), &mut args)? };
+        Ok((out, log_sums))
+    }
+
+    /// Gradients of queries, keys and values for the gradient `grad` of [`Gpu::attend`]'s result `out`.
+    ///
+    /// # Errors
+    /// As [`Gpu::attend`].
+    #[allow(clippy::too_many_arguments)] // the twin's arguments, with the three of the forward pass apart
+    pub fn attention_gradients(
+        &self,
+        queries: &TreeQueries,
+        head_dim: usize,
+        q: &impl DevicePtr<bf16>,
+        k: &impl DevicePtr<bf16>,
+        v: &impl DevicePtr<bf16>,
+        out: &impl DevicePtr<bf16>,
+        log_sums: &impl DevicePtr<f32>,
+        grad: &impl DevicePtr<bf16>,
+    ) -> Result<[CudaSlice<bf16>; 3]> {
+        let heads = queries.heads(head_dim, [q.len(), k.len(), v.len()])?;
+        if out.len() != q.len() || grad.len() != q.len() || log_sums.len() != queries.n_queries * heads.n_heads {
+            bail!("attention: {} results and {} gradients of {} queries", out.len(), grad.len(), q.len());
+        }
+        let pulls = self.attention_pulls(queries, heads, out, grad)?;
+        let sizes = [queries.n_queries, queries.n_rows, heads.n_heads, heads.n_kv_heads, heads.head_dim];
+        let mut dq = self.alloc(q.len())?;
+        let mut args = vec![self.input(q), self.input(k), self.input(v), self.input(grad)];
+        args.extend([self.input(log_sums), self.input(&pulls), self.output(&mut dq)]);
+        args.extend([self.input(&queries.forward), self.input(&queries.keys)]);
+        args.extend([self.input(&queries.rows), self.input(&queries.ends)]);
+        args.extend(sizes.map(Into::into));
+        args.push(heads.scale().into());
+        let name = ["query_gradients_32", "query_gradients_64", "query_gradients_96", "query_gradients_128"];
+        let grid = [queries.n_tiles(), heads.n_heads, 1];
+        // SAFETY: as `cuda/attention.cuh` declares it; lengths were checked above.
+        unsafe { self.launch(name[heads.shape], grid, TILE_THREADS, heads.bytes(4 * TILE), &mut args)? };
+
+        let n_sums = queries.n_items * heads.n_kv_heads * TILE * heads.head_dim;
+        let (mut dk_sums, mut dv_sums) = (self.alloc::<f32>(n_sums)?, self.alloc::<f32>(n_sums)?);
+        let mut args = vec![self.input(q), self.input(k), self.input(v), self.input(grad)];
+        args.extend([self.input(log_sums), self.input(&pulls)]);
+        args.extend([self.output(&mut dk_sums), self.output(&mut dv_sums)]);
+        args.extend([self.input(&queries.backward), self.input(&queries.queries)]);
+        args.extend([self.input(&queries.rows), self.input(&queries.ends)]);
+        args.extend(sizes.map(Into::into));
+        args.push(heads.scale().into());
+        let name = ["key_gradients_32", "key_gradients_64", "key_gradients_96", "key_gradients_128"][heads.shape];
+        let (grid, shared) = ([queries.n_items, heads.n_kv_heads, 1], heads.bytes(2 * TILE + 2 * QUERIES_AT_ONCE));
+        // SAFETY: as above; each item has a place of its own in the sums.
+        unsafe { self.launch(name, grid, TILE_THREADS, shared, &mut args)? };
+        let dk = self.key_sums(queries, heads, &dk_sums, k.len())?;
+        let dv = self.key_sums(queries, heads, &dv_sums, v.len())?;
+        Ok([dq, dk, dv])
+    }
+
+    /// `sum(grad * out)` over each head of each query: `(heads, queries)`.
+    fn attention_pulls(
+        &self,
+        queries: &TreeQueries,
+        heads: Heads,
+        out: &impl DevicePtr<bf16>,
+        grad: &impl DevicePtr<bf16>,
+    ) -> Result<CudaSlice<f32>> {
+        let mut pulls = self.alloc(queries.n_queries * heads.n_heads)?;
+        let mut args = [self.input(out), self.input(grad), self.output(&mut pulls), queries.n_queries.into()]
+            .into_iter()
+            .chain([heads.n_heads.into(), heads.head_dim.into()])
+            .collect::<Vec<_>>();
+        let n_blocks = (queries.n_queries * heads.n_heads).div_ceil(8);
+        // SAFETY: as `cuda/attention.cuh` declares it: a warp for each head of each query.
+        unsafe { self.launch("attention_pulls", [n_blocks, 1, 1], 256, 0, &mut args)? };
+        Ok(pulls)
+    }
+
+    /// Adds the parts that items found, in their order.
+    fn key_sums(
+        &self,
+        queries: &TreeQueries,
+        heads: Heads,
+        parts: &CudaSlice<f32>,
+        len: usize,
+    ) -> Result<CudaSlice<bf16>> {
+        let mut sums = self.alloc(len)?;
+        let mut args = [
+            self.input(parts),
+            self.input(&queries.sums),
+            self.output(&mut sums),
+            queries.n_rows.into(),
+            heads.n_kv_heads.into(),
+            heads.head_dim.into(),
+        ];
+        let grid = [queries.n_rows.div_ceil(TILE), heads.n_kv_heads, 1];
+        // SAFETY: as `cuda/attention.cuh` declares it; `sums` names items below `n_items`.
+        unsafe { self.launch("key_gradient_sums", grid, 256, 0, &mut args)? };
+        Ok(sums)
+    }
+}

@@ -1,0 +1,129 @@
+//! Log-probabilities and entropies from hidden states and the language-model head, a part of the vocabulary at a time: twin of
+//! `kernels::logprobs`.
+
+use super::elementwise::same_length;
+use super::gpu::Gpu;
+use super::product::{Matrix, Scale};
+use super::weight::DeviceWeight;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::{Result, bail};
+use half::bf16;
+use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
+use std::ops::Range;
+
+/// What the forward pass found for each row, for the backward pass.
+pub struct LogprobRows {
+    /// Logarithm of the sum of exponentials, and entropy: `(N, 2)`.
+    sums: CudaSlice<f32>,
+    /// What logits were divided by.
+    temperature: f64,
+}
+
+/// Threads that read a row's part.
+const ROW_THREADS: usize = 512;
+
+/// Tokens of each part of the vocabulary.
+fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
+    let size = (CARD_LOGITS / n_rows.max(1) / CARD_LOGITS_OF_ROW).max(1) * CARD_LOGITS_OF_ROW;
+    (0..n_tokens).step_by(size).map(move |start| start..(start + size).min(n_tokens))
+}
+
+impl Gpu {
+    /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`:
+    /// `(N, 2)` in nats. `hidden`: `(N, H)`; `targets`: N, which the caller has checked against the vocabulary.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, or a temperature that is not above 0.
+    pub fn token_logprobs(
+        &self,
+        hidden: &impl DevicePtr<bf16>,
+        head: &DeviceWeight,
+        targets: &impl DevicePtr<u32>,
+        temperature: f64,
+    ) -> Result<(CudaSlice<f32>, LogprobRows)> {
+        let (n_rows, (n_tokens, width)) = (targets.len(), head.dims());
+        same_length("token_logprobs", hidden.len(), n_rows * width)?;
+        if temperature.is_nan() || temperature <= 0.0 {
+            bail!("temperature is {temperature}; expected above 0");
+        }
+        let hidden = Matrix::of(self, hidden, width)?;
+        let mut state = self.alloc::<f64>(n_rows * 4)?;
+        let mut logits = self.alloc::<f32>(n_rows * parts(n_rows, n_tokens).next().map_or(0, |part| part.len()))?;
+        for part in parts(n_rows, n_tokens) {
+            let mut logits = logits.slice_mut(..n_rows * part.len());
+            let scale = Scale { alpha: (1.0 / temperature) as f32, keep: 0.0 };
+            let rows = head.rows(self, part.clone())?;
+            self.product(&hidden, &rows.matrix(self, width)?.t(), &mut logits, scale)?;
+            drop(rows);
+            let mut args = [
+                self.input(&logits),
+                self.input(targets),
+                self.output(&mut state),
+                part.start.into(),
+                part.len().into(),
+            ];
+            // SAFETY: as `cuda/logprobs.cuh` declares it: a block for each row.
+            unsafe { self.launch("logprob_part", [n_rows, 1, 1], ROW_THREADS, 0, &mut args)? };
+        }
+        let (mut out, mut sums) = (self.alloc(n_rows * 2)?, self.alloc(n_rows * 2)?);
+        let mut args = [self.input(&state), self.output(&mut out), self.output(&mut sums), n_rows.into()];
+        // SAFETY: as `cuda/logprobs.cuh` declares it: a thread for each row.
+        unsafe { self.launch("logprob_end", [n_rows.div_ceil(256), 1, 1], 256, 0, &mut args)? };
+        Ok((out, LogprobRows { sums, temperature }))
+    }
+
+    /// Gradient of `hidden`, `(N, H)` f32, and into `of_head` `(V, H)` that of the head where it is trained, for the gradient `grad` `(N, 2)` of [`Gpu::token_logprobs`]'s result.
+    ///
+    /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`:
+    /// `d logit_j = a (1[j = target] - p_j) - b p_j (ln p_j + E)`, over the temperature.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    pub fn token_logprob_gradients(
+        &self,
+        hidden: &impl DevicePtr<bf16>,
+        head: &DeviceWeight,
+        targets: &impl DevicePtr<u32>,
+        rows: &LogprobRows,
+        grad: &impl DevicePtr<f32>,
+        mut of_head: Option<&mut CudaSlice<f32>>,
+    ) -> Result<CudaSlice<f32>> {
+        let (n_rows, (n_tokens, width)) = (targets.len(), head.dims());
+        let n_of_head = of_head.as_ref().map_or(n_tokens * width, |of_head| of_head.len());
+        same_length("token_logprob_gradients", n_of_head, n_tokens * width)?;
+        same_length("token_logprob_gradients", hidden.len(), n_rows * width)?;
+        same_length("token_logprob_gradients", grad.len(), n_rows * 2)?;
+        let inverse_temperature = (1.0 / rows.temperature) as f32;
+        let hidden = Matrix::of(self, hidden, width)?;
+        let mut dhidden = self.alloc::<f32>(n_rows * width)?;
+        let n_logits = n_rows * parts(n_rows, n_tokens).next().map_or(0, |part| part.len());
+        let (mut logits, mut dlogits) = (self.alloc::<f32>(n_logits)?, self.alloc::<bf16>(n_logits)?);
+        for part in parts(n_rows, n_tokens) {
+            let n = n_rows * part.len();
+            let (mut logits, mut dlogits) = (logits.slice_mut(..n), dlogits.slice_mut(..n));
+            let part_rows = head.rows(self, part.clone())?;
+            let head = part_rows.matrix(self, width)?;
+            self.product(&hidden, &head.t(), &mut logits, Scale { alpha: inverse_temperature, keep: 0.0 })?;
+            let mut args = [
+                self.input(&logits),
+                self.input(targets),
+                self.input(&rows.sums),
+                self.input(grad),
+                self.output(&mut dlogits),
+                part.start.into(),
+                part.len().into(),
+                inverse_temperature.into(),
+            ];
+            // SAFETY: as `cuda/logprobs.cuh` declares it: a block for each row.
+            unsafe { self.launch("logit_gradients", [n_rows, 1, 1], ROW_THREADS, 0, &mut args)? };
+            let scale = if part.start == 0 { Scale::WRITE } else { Scale::ADD };
+            let dlogits = Matrix::of(self, &dlogits, part.len())?;
+            self.product(&dlogits, &head, &mut dhidden, scale)?;
+            if let Some(of_head) = &mut of_head {
+                let mut of_part = of_head.slice_mut(part.start * width..part.end * width);
+                self.product(&dlogits.t(), &hidden, &mut of_part, Scale::WRITE)?;
+            }
+        }
+        Ok(dhidden)
+    }
+}

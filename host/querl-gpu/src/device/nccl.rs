@@ -1,0 +1,295 @@
+//! Sums over several cards by NVIDIA's NCCL.
+//!
+//! Communicators do not block: a call returns at once, and this asks whether it is done, and between two questions whether
+//! another rank has failed. So no rank waits within NCCL for one that will never come, and a communicator is aborted only while no
+//! other thread is in a call of it, as NCCL asks for.
+
+use super::gpu::Gpu;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtrMut};
+use candle_core::{Error, Result, bail};
+use querl_model::{NcclLibrary, nccl_version_name};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// With less free memory than this, a failure of CUDA within NCCL may be a want of it: an allowance for the buffers that NCCL asks for
+/// at a time.
+const BYTES_OF_BUFFERS: usize = 64 << 20;
+
+/// How long NCCL is asked again and again before this thread sleeps between two questions: a sum is on its stream long before.
+const IMPATIENT: Duration = Duration::from_millis(1);
+const BETWEEN_QUESTIONS: Duration = Duration::from_micros(100);
+
+/// `ncclUniqueId`: what the ranks of one communicator have in common.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct UniqueId([c_char; 128]);
+
+/// `ncclConfig_t` as of 2.26, to which later releases have added at the end; they read as many bytes as `size` says.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    traffic_class: c_int,
+}
+
+impl Config {
+    /// `NCCL_CONFIG_INITIALIZER`, but for `blocking`.
+    const WITHOUT_BLOCKING: Self = Self {
+        size: size_of::<Self>(),
+        magic: 0xcafe_beef,
+        version: NcclLibrary::OLDEST as c_uint,
+        blocking: 0,
+        cga_cluster_size: c_int::MIN,
+        min_ctas: c_int::MIN,
+        max_ctas: c_int::MIN,
+        net_name: std::ptr::null(),
+        split_share: c_int::MIN,
+        traffic_class: c_int::MIN,
+    };
+}
+
+type Status = c_int;
+type Comm = *mut c_void;
+type GetUniqueId = unsafe extern "C" fn(*mut UniqueId) -> Status;
+type InitRank = unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
+type AllReduce = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
+type GetAsyncError = unsafe extern "C" fn(Comm, *mut Status) -> Status;
+type End = unsafe extern "C" fn(Comm) -> Status;
+type ErrorString = unsafe extern "C" fn(Status) -> *const c_char;
+type LastError = unsafe extern "C" fn(Comm) -> *const c_char;
+
+/// `ncclSuccess`, `ncclUnhandledCudaError`, `ncclInProgress`.
+const SUCCESS: Status = 0;
+const CUDA_FAILED: Status = 1;
+const IN_PROGRESS: Status = 7;
+
+/// `ncclSum`, `ncclFloat32`.
+const SUM: c_int = 0;
+const FLOAT32: c_int = 7;
+
+/// The functions that we call.
+struct Api {
+    get_unique_id: GetUniqueId,
+    init_rank: InitRank,
+    all_reduce: AllReduce,
+    get_async_error: GetAsyncError,
+    destroy: End,
+    abort: End,
+    error_string: ErrorString,
+    last_error: LastError,
+    version: c_int,
+}
+
+impl Api {
+    /// The library's functions, looked up at the first call.
+    fn open() -> Result<&'static Self> {
+        static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
+        API.get_or_init(Self::load).as_ref().map_err(|message| Error::Msg(message.clone()))
+    }
+
+    fn load() -> std::result::Result<Self, String> {
+        let found = NcclLibrary::open().map_err(|error| error.to_string())?;
+        // SAFETY: these are the functions' types in nccl.h from 2.14 on.
+        unsafe {
+            Ok(Self {
+                get_unique_id: function(found, "ncclGetUniqueId")?,
+                init_rank: function(found, "ncclCommInitRankConfig")?,
+                all_reduce: function(found, "ncclAllReduce")?,
+                get_async_error: function(found, "ncclCommGetAsyncError")?,
+                destroy: function(found, "ncclCommDestroy")?,
+                abort: function(found, "ncclCommAbort")?,
+                error_string: function(found, "ncclGetErrorString")?,
+                last_error: function(found, "ncclGetLastError")?,
+                version: found.version,
+            })
+        }
+    }
+
+    /// What NCCL says of a status, and of what came before it.
+    fn words(&self, status: Status) -> String {
+        // SAFETY: it takes any number, and gives a text that lives as long as the library, or null.
+        let text = unsafe { words_at((self.error_string)(status)) };
+        // SAFETY: it takes no communicator, and gives a place of the library's own that always ends with 0; what another thread
+        // writes there meanwhile makes other words of it.
+        let last = unsafe { words_at((self.last_error)(std::ptr::null_mut())) };
+        match last.as_str() {
+            "" => format!("{text} (error {status})"),
+            last => format!("{text} (error {status}, {last})"),
+        }
+    }
+
+    /// # Errors
+    /// The status is one.
+    fn succeed(&self, what: &str, status: Status, stream: Option<&CudaStream>) -> Result<()> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        let (words, version) = (self.words(status), nccl_version_name(self.version));
+        let free_bytes = || stream.and_then(|stream| stream.context().mem_get_info().ok()).map(|(free, _)| free);
+        let memory = (status == CUDA_FAILED).then(free_bytes).flatten();
+        let says_so = ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said));
+        let cause = match memory {
+            Some(free) if says_so => format!("CUDA_ERROR_OUT_OF_MEMORY, {free} bytes are free: "),
+            // A want of memory that NCCL has no words for, or something else on a card that is full: it is not for us to say.
+            Some(free) if free < BYTES_OF_BUFFERS => format!("{free} bytes of the card are free: "),
+            _ => String::new(),
+        };
+        bail!("{cause}{what} of NCCL {version} fails: {words}; NCCL_DEBUG=WARN in the environment makes it say why")
+    }
+}
+
+/// # Safety
+/// `text` ends with 0, or is null.
+unsafe fn words_at(text: *const c_char) -> String {
+    // SAFETY: as the caller promises.
+    if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned() }
+}
+
+/// # Safety
+/// The function has the type `T`.
+unsafe fn function<T: Copy>(found: &NcclLibrary, name: &str) -> std::result::Result<T, String> {
+    // SAFETY: as the caller promises.
+    let function = unsafe { found.library.get::<T>(name.as_bytes()) };
+    function.map(|function| *function).map_err(|_| format!("libnccl.so.2 has no function `{name}`; it is no NCCL 2"))
+}
+
+/// One rank's end of a communicator: its card, among those of the other ranks.
+pub(crate) struct Nccl {
+    api: &'static Api,
+    /// Of the card; its context lives as long as the communicator.
+    stream: Arc<CudaStream>,
+    /// `None` once it was ended. Whoever calls NCCL with it holds it: no two threads do at the same time.
+    comm: Mutex<Option<Handle>>,
+}
+
+struct Handle(Comm);
+
+// SAFETY: NCCL takes a communicator from any thread, from one at a time.
+unsafe impl Send for Handle {}
+
+/// Whether to go on waiting for NCCL: asked between two questions to it.
+pub(crate) type Check<'a> = &'a dyn Fn() -> Result<()>;
+
+impl Nccl {
+    /// What all ranks of a new communicator are to be given.
+    ///
+    /// # Errors
+    /// There is no NCCL, or it has no way to be reached.
+    pub(crate) fn unique_id() -> Result<UniqueId> {
+        let (api, mut id) = (Api::open()?, UniqueId([0; 128]));
+        // SAFETY: it writes one id.
+        api.succeed("ncclGetUniqueId", unsafe { (api.get_unique_id)(&raw mut id) }, None)?;
+        Ok(id)
+    }
+
+    /// Begins to join with this rank's card: until [`Nccl::joined`] the communicator is good for being aborted alone.
+    ///
+    /// # Errors
+    /// NCCL's, where it does not come as far as to wait for the others.
+    pub(crate) fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
+        let (api, mut comm, mut config) = (Api::open()?, std::ptr::null_mut(), Config::WITHOUT_BLOCKING);
+        let stream = gpu.stream().clone();
+        stream.context().bind_to_thread().map_err(Error::wrap)?;
+        // SAFETY: it writes one communicator, of the card whose context is this thread's, before it returns, and reads the config
+        // before as well.
+        let status = unsafe { (api.init_rank)(&raw mut comm, world_size as c_int, id, rank as c_int, &raw mut config) };
+        if comm.is_null() {
+            api.succeed("ncclCommInitRankConfig", status, Some(&stream))?;
+            bail!("ncclCommInitRankConfig gives no communicator");
+        }
+        Ok(Self { api, stream, comm: Mutex::new(Some(Handle(comm))) })
+    }
+
+    /// Returns when all ranks have joined.
+    ///
+    /// # Errors
+    /// `check`'s, or NCCL's: a card that two ranks name, cards that do not reach each other, no memory.
+    pub(crate) fn joined(&self, check: Check) -> Result<()> {
+        let held = self.held();
+        self.done("ncclCommInitRankConfig", comm_of(&held)?, IN_PROGRESS, check)
+    }
+
+    /// Puts on the card's stream that `values` become their sum over all ranks, which all bring as many.
+    ///
+    /// # Errors
+    /// `check`'s, or NCCL's; or the communicator was ended.
+    pub(crate) fn all_reduce(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<f32>, check: Check) -> Result<()> {
+        let (n_values, stream) = (values.len(), gpu.stream().clone());
+        stream.context().bind_to_thread().map_err(Error::wrap)?;
+        let held = self.held();
+        let comm = comm_of(&held)?;
+        let (place, _in_use) = values.device_ptr_mut(&stream);
+        // SAFETY: `values` are memory of this card that holds as many, and everything on this stream comes after what was put
+        // there before; in-place sums are NCCL's own form. The communicator is held until the sum is on the stream.
+        let status = unsafe {
+            let stream = stream.cu_stream().cast();
+            (self.api.all_reduce)(place as *const c_void, place as *mut c_void, n_values, FLOAT32, SUM, comm, stream)
+        };
+        self.done("ncclAllReduce", comm, status, check)
+    }
+
+    /// Waits until what was begun with `comm`, which the caller holds, is no longer in progress.
+    fn done(&self, what: &str, comm: Comm, mut status: Status, check: Check) -> Result<()> {
+        let begun = Instant::now();
+        while status == IN_PROGRESS {
+            check()?;
+            match begun.elapsed() < IMPATIENT {
+                true => std::thread::yield_now(),
+                false => std::thread::sleep(BETWEEN_QUESTIONS),
+            }
+            // SAFETY: the communicator is there, and it writes one status.
+            let asked = unsafe { (self.api.get_async_error)(comm, &raw mut status) };
+            if asked != SUCCESS {
+                status = asked;
+            }
+        }
+        self.api.succeed(what, status, Some(&self.stream))
+    }
+
+    /// Ends what is on its way, so that nobody waits for a rank that has failed: what sums were to be written is not whole. All ranks
+    /// do it, and NCCL may wait for them: it is for a thread of its own.
+    pub(crate) fn abort(&self) {
+        self.end(self.api.abort);
+    }
+
+    /// Gives back what the communicator holds, after the last sum. As [`Nccl::abort`], for all ranks and a thread of its own.
+    pub(crate) fn close(&self) {
+        self.end(self.api.destroy);
+    }
+
+    fn end(&self, end: End) {
+        // Not held while it ends: whoever comes now finds that there is none.
+        let taken = self.held().take();
+        if let Some(Handle(comm)) = taken {
+            // Without a context NCCL finds the card itself; it is told here in case it does not.
+            let _ = self.stream.context().bind_to_thread();
+            // SAFETY: the communicator is there, nobody is in a call of it and nobody comes to it after. An error leaves nothing
+            // to be done.
+            unsafe { end(comm) };
+        }
+    }
+
+    fn held(&self) -> MutexGuard<'_, Option<Handle>> {
+        self.comm.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        // Whoever drops it without having ended it knows nothing of the other ranks.
+        self.abort();
+    }
+}
+
+fn comm_of(held: &Option<Handle>) -> Result<Comm> {
+    let ended = || Error::Msg("the ranks' cards are no longer joined, since a rank has failed".into());
+    held.as_ref().map(|Handle(comm)| *comm).ok_or_else(ended)
+}

@@ -1,0 +1,249 @@
+use super::super::{BLOCK_TOKENS, CacheShape, Sequences, n_splits};
+use super::*;
+use querl_model::kernels::{self, Queries, RowTree};
+
+struct Case {
+    n_heads: usize,
+    shape: CacheShape,
+    /// Tokens of each sequence.
+    lengths: Vec<usize>,
+    /// Blocks that all sequences begin with.
+    n_shared: usize,
+}
+
+impl Case {
+    fn width(&self) -> usize {
+        self.shape.n_kv_heads * self.shape.head_dim
+    }
+
+    /// Blocks of each sequence: the shared ones, then its own, dealt from the end of the pool.
+    fn tables(&self) -> Vec<Vec<u32>> {
+        let mut next = self.shape.n_blocks as u32;
+        let mut own = |_| {
+            next -= 1;
+            next
+        };
+        let of = |length: &usize| length.div_ceil(BLOCK_TOKENS);
+        self.lengths
+            .iter()
+            .map(|length| {
+                (0..of(length).min(self.n_shared) as u32).chain((self.n_shared..of(length)).map(&mut own)).collect()
+            })
+            .collect()
+    }
+}
+
+/// Attention of each sequence's last token, on the CPU.
+fn expected(case: &Case, q: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>]) -> Vec<f32> {
+    let width = case.n_heads * case.shape.head_dim;
+    let mut out = Vec::new();
+    for (index, &length) in case.lengths.iter().enumerate() {
+        if length == 0 {
+            out.extend(vec![0f32; width]);
+            continue;
+        }
+        let queries = Queries::some(&RowTree::separate(&[length]), &[length as u32 - 1]).unwrap();
+        let inputs = [&q[index * width..][..width], &keys[index], &values[index]];
+        out.extend(kernels::attend(&queries, case.shape.head_dim, inputs).unwrap().0);
+    }
+    out
+}
+
+/// Puts a token's keys or values `(kv_heads, D)` into its block.
+fn put(cache: &mut [f32], shape: CacheShape, block: usize, token: usize, row: &[f32]) {
+    for (head, values) in row.chunks_exact(shape.head_dim).enumerate() {
+        let to = ((block * shape.n_kv_heads + head) * BLOCK_TOKENS + token) * shape.head_dim;
+        cache[to..to + shape.head_dim].copy_from_slice(values);
+    }
+}
+
+fn check(case: &Case, seed: u64) {
+    let (mut rng, width) = (rng(seed), case.width());
+    let tables = case.tables();
+    let q = rounded(&mut rng, case.lengths.len() * case.n_heads * case.shape.head_dim);
+    // What sequences share stands once; so its values are drawn by block.
+    let pools = [(); 2].map(|()| rounded(&mut rng, case.shape.n_blocks * BLOCK_TOKENS * width));
+    let rows_of = |pool: &[f32], sequence: usize| -> Vec<f32> {
+        let slot = |token: usize| tables[sequence][token / BLOCK_TOKENS] as usize * BLOCK_TOKENS + token % BLOCK_TOKENS;
+        (0..case.lengths[sequence]).flat_map(|token| pool[slot(token) * width..][..width].to_vec()).collect()
+    };
+    let sequences: Vec<usize> = (0..case.lengths.len()).collect();
+    let [keys, values] = [0, 1].map(|i| sequences.iter().map(|&s| rows_of(&pools[i], s)).collect::<Vec<_>>());
+
+    // What no sequence holds is NaN.
+    let [k_cache, v_cache] = [&keys, &values].map(|rows| {
+        let mut cache = vec![f32::NAN; case.shape.len()];
+        for (table, rows) in tables.iter().zip(rows) {
+            for (token, row) in rows.chunks_exact(width).enumerate() {
+                put(&mut cache, case.shape, table[token / BLOCK_TOKENS] as usize, token % BLOCK_TOKENS, row);
+            }
+        }
+        halves(&cache)
+    });
+    let room = tables.iter().map(Vec::len).max().unwrap() + 1;
+    let padded: Vec<u32> =
+        tables.iter().flat_map(|table| [table.clone(), vec![u32::MAX; room - table.len()]].concat()).collect();
+    let lengths: Vec<u32> = case.lengths.iter().map(|&length| length as u32).collect();
+    let (tables, lengths) = (gpu().upload(&padded).unwrap(), gpu().upload(&lengths).unwrap());
+    let needed = n_splits(case.lengths.iter().copied().max().unwrap());
+    let attend = |n_splits: usize| {
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let sequences = Sequences { tables, width: room, lines: None, lengths, n_splits };
+        gpu().decode_attention(&halves(&q), &k_cache, &v_cache, case.shape, &sequences).unwrap()
+    };
+    assert_close("decode", &floats(&attend(needed)), &expected(case, &q, &keys, &values), 1.0 / 256.0, 1.0 / 256.0);
+    assert_repeatable("decode", || floats(&attend(needed)));
+    assert_eq!(floats(&attend(needed)), floats(&attend(needed + 2)), "more parts than are needed");
+}
+
+#[test]
+fn one_token_attends_to_keys_in_blocks_as_on_the_cpu() {
+    for (n_heads, n_kv_heads, head_dim) in
+        [(1, 1, 8), (4, 2, 64), (7, 1, 32), (2, 2, 80), (3, 1, 96), (5, 1, 128), (20, 1, 16)]
+    {
+        let shape = CacheShape { n_blocks: 40, n_kv_heads, head_dim };
+        check(&Case { n_heads, shape, lengths: vec![1, 16, 17, 0, 100, 255], n_shared: 0 }, head_dim as u64);
+    }
+}
+
+#[test]
+fn long_sequences_are_split_and_joined() {
+    let shape = CacheShape { n_blocks: 120, n_kv_heads: 2, head_dim: 16 };
+    check(&Case { n_heads: 4, shape, lengths: vec![256, 257, 700, 3, 512], n_shared: 0 }, 1);
+}
+
+#[test]
+fn sequences_share_the_blocks_that_they_begin_with() {
+    let shape = CacheShape { n_blocks: 30, n_kv_heads: 1, head_dim: 32 };
+    check(&Case { n_heads: 2, shape, lengths: vec![70, 49, 90, 33], n_shared: 2 }, 2);
+}
+
+#[test]
+fn what_stands_beside_a_sequence_does_not_change_its_result() {
+    let shape = CacheShape { n_blocks: 60, n_kv_heads: 1, head_dim: 16 };
+    let cache = halves(&rounded(&mut rng(3), shape.len()));
+    let q = rounded(&mut rng(4), 3 * 16);
+    let attend = |n: usize, max_length: usize| {
+        let tables: Vec<u32> =
+            (0..n as u32).flat_map(|sequence| (0..20).map(move |block| sequence * 20 + block)).collect();
+        let lengths: Vec<u32> = [40, 300, 200][..n].to_vec();
+        let (tables, lengths) = (gpu().upload(&tables).unwrap(), gpu().upload(&lengths).unwrap());
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let sequences = Sequences { tables, width: 20, lines: None, lengths, n_splits: n_splits(max_length) };
+        floats(&gpu().decode_attention(&halves(&q[..n * 16]), &cache, &cache, shape, &sequences).unwrap())
+    };
+    assert_eq!(attend(1, 40), attend(3, 300)[..16]);
+}
+
+/// The symptom: what a sequence saw through a key or a query that was no number came out as zeros, as if it had seen nothing.
+#[test]
+fn what_is_no_number_stays_none_and_in_its_sequence() {
+    let (shape, n_heads) = (CacheShape { n_blocks: 40, n_kv_heads: 1, head_dim: 16 }, 2);
+    let clean = rounded(&mut rng(11), shape.len());
+    let tables: Vec<u32> = (0..40).collect();
+    let attend = |keys: &[f32], q: &[f32], n_splits: usize| {
+        let (tables, lengths) = (gpu().upload(&tables).unwrap(), gpu().upload(&[300u32, 300]).unwrap());
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let sequences = Sequences { tables, width: 20, lines: None, lengths, n_splits };
+        floats(&gpu().decode_attention(&halves(q), &halves(keys), &halves(&clean), shape, &sequences).unwrap())
+    };
+    let q = rounded(&mut rng(12), 2 * n_heads * 16);
+    for n_splits in [2, 4] {
+        let expected = attend(&clean, &q, n_splits);
+        // A token that is seen, among others of its warp and alone; and one behind the last that is seen.
+        for (sequence, token, is_seen) in [(0, 5, true), (1, 299, true), (1, 0, true), (0, 300, false)] {
+            let mut keys = clean.clone();
+            put(&mut keys, shape, sequence * 20 + token / BLOCK_TOKENS, token % BLOCK_TOKENS, &[f32::NAN; 16]);
+            let found = attend(&keys, &q, n_splits);
+            let (own, other) = (sequence * n_heads * 16, (1 - sequence) * n_heads * 16);
+            assert_eq!(found[other..][..32], expected[other..][..32], "the other sequence, token {token}");
+            match is_seen {
+                true => {
+                    assert!(found[own..][..32].iter().all(|x| x.is_nan()), "token {token} of {sequence}: {found:?}")
+                }
+                false => assert_eq!(found, expected),
+            }
+        }
+        let mut of_no_number = q.clone();
+        of_no_number[16 + 3] = f32::NAN; // the second head of the first sequence
+        let found = attend(&clean, &of_no_number, n_splits);
+        assert!(found[16..32].iter().all(|x| x.is_nan()), "{found:?}");
+        assert_eq!((&found[..16], &found[32..]), (&expected[..16], &expected[32..]));
+    }
+}
+
+#[test]
+fn a_sequence_in_one_part_keeps_what_is_no_number_too() {
+    let shape = CacheShape { n_blocks: 1, n_kv_heads: 1, head_dim: 8 };
+    let cache = halves(&rounded(&mut rng(13), shape.len()));
+    let (table, lengths) = (gpu().upload(&[0u32, 0]).unwrap(), gpu().upload(&[1u32, 0]).unwrap());
+    let (tables, lengths) = (table.as_view(), lengths.as_view());
+    let sequences = Sequences { tables, width: 1, lines: None, lengths, n_splits: 1 };
+    let found = gpu().decode_attention(&halves(&[f32::NAN; 16]), &cache, &cache, shape, &sequences).unwrap();
+    let found = floats(&found);
+    assert!(found[..8].iter().all(|x| x.is_nan()) && found[8..] == [0.0; 8], "who sees nothing gets zeros: {found:?}");
+}
+
+#[test]
+fn rows_of_one_sequence_share_its_line() {
+    let shape = CacheShape { n_blocks: 40, n_kv_heads: 2, head_dim: 16 };
+    let cache = halves(&rounded(&mut rng(7), shape.len()));
+    let q = rounded(&mut rng(8), 5 * 4 * 16);
+    let tables: Vec<u32> = (0..40).map(|block| block * 7 % 40).collect();
+    let (lines, lengths) = ([1u32, 1, 0, 1, 0], [3u32, 300, 17, 290, 1]);
+    let attend = |tables: &[u32], lines: Option<&[u32]>| {
+        let (tables, lengths) = (gpu().upload(tables).unwrap(), gpu().upload(&lengths).unwrap());
+        let lines = lines.map(|lines| gpu().upload(lines).unwrap());
+        let (tables, lengths) = (tables.as_view(), lengths.as_view());
+        let lines = lines.as_ref().map(|lines| lines.as_view());
+        let sequences = Sequences { tables, width: 20, lines, lengths, n_splits: 2 };
+        floats(&gpu().decode_attention(&halves(&q), &cache, &cache, shape, &sequences).unwrap())
+    };
+    let own: Vec<u32> = lines.iter().flat_map(|&line| tables[line as usize * 20..][..20].to_vec()).collect();
+    assert_eq!(attend(&tables, Some(&lines)), attend(&own, None));
+}
+
+#[test]
+fn blocks_are_copied_in_every_layer() {
+    let (shape, n_layers) = (CacheShape { n_blocks: 4, n_kv_heads: 1, head_dim: 8 }, 2);
+    let [keys, values] = [1, 2].map(|seed| rounded(&mut rng(seed), n_layers * shape.len()));
+    let (mut on_card, copies) = ([halves(&keys), halves(&values)], gpu().upload(&[0u32, 3, 2, 1, 1, 9]).unwrap());
+    let [of_keys, of_values] = &mut on_card;
+    gpu().copy_blocks(of_keys, of_values, &copies, shape, n_layers).unwrap();
+    for (found, expected) in on_card.iter().zip([keys, values]) {
+        let (found, size) = (floats(found), 128);
+        for layer in 0..n_layers {
+            let block = |values: &[f32], index: usize| values[(layer * 4 + index) * size..][..size].to_vec();
+            for (index, from) in [0, 2, 2, 0].into_iter().enumerate() {
+                assert_eq!(block(&found, index), block(&expected, from), "layer {layer}, block {index}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_taken_together_get_what_they_get_alone() {
+    let shape = CacheShape { n_blocks: 90, n_kv_heads: 2, head_dim: 16 };
+    let (cache, mut rng) = (halves(&rounded(&mut rng(9), shape.len())), rng(10));
+    let (n, n_heads, width) = (42, 8, 20);
+    let q = rounded(&mut rng, n * n_heads * 16);
+    // The first blocks are those of all, later ones those of some, the last one's own.
+    let block = |line: u32, index: u32| match index {
+        0..4 => index,
+        4..8 => 4 + (line / 3) * 4 + index,
+        _ => (line * 13 + index * 7) % 90,
+    };
+    let tables: Vec<u32> = (0..14).flat_map(|line| (0..width as u32).map(move |index| block(line, index))).collect();
+    let lines: Vec<u32> = (0..n as u32).map(|row| row / 3).collect();
+    let lengths: Vec<u32> = (0..n).map(|row| [0, 5, 64, 65, 130, 256, 290, 320][row % 8]).collect();
+    let attend = |rows: std::ops::Range<usize>| {
+        let queries = halves(&q[rows.start * n_heads * 16..rows.end * n_heads * 16]);
+        let tables = gpu().upload(&tables).unwrap();
+        let [lines, lengths] = [&lines, &lengths].map(|list| gpu().upload(&list[rows.clone()]).unwrap());
+        let (tables, lines, lengths) = (tables.as_view(), Some(lines.as_view()), lengths.as_view());
+        let sequences = Sequences { tables, width, lines, lengths, n_splits: 2 };
+        floats(&gpu().decode_attention(&queries, &cache, &cache, shape, &sequences).unwrap())
+    };
+    let alone: Vec<f32> = (0..n).flat_map(|row| attend(row..row + 1)).collect();
+    assert!(attend(0..n) == alone);
+}

@@ -1,0 +1,257 @@
+//! Extension point for devices other than the CPU: what a model, its layers and its optimizer ask of one.
+//!
+//! This crate computes on the CPU alone. A crate that drives another device implements [`Accelerator`] and calls
+//! [`install_accelerators`]; operations then find the accelerator of a tensor by the tensor's device.
+
+use crate::dropout::DropoutMask;
+use crate::generate::DecodePolicy;
+use crate::kernels::RopeTable;
+use crate::transformer::{LayerPass, LayerWeights};
+use crate::{Decoder, LoraAdapter, ModelError, PackedBatch, Ranks, Recompute};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use querl_core::config::BaseDtype;
+use std::any::Any;
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+/// What an accelerator keeps on its device for this crate, which only hands it back.
+pub type DeviceState = Arc<dyn Any + Send + Sync>;
+
+/// One device with its kernels. Every operation is asynchronous unless it returns values to the host.
+///
+/// # Errors
+/// Methods fail if the device is out of memory, or if earlier work on it failed.
+pub trait Accelerator: Send + Sync {
+    /// Of the tensors on this device.
+    fn device(&self) -> Device;
+    /// The product name, such as `NVIDIA H100`.
+    fn name(&self) -> Option<String>;
+    /// Waits for all work that was submitted.
+    #[allow(missing_docs)]
+    fn synchronize(&self) -> Result<()>;
+
+    /// Stores a frozen weight in the format of `dtype`.
+    #[allow(missing_docs)]
+    fn upload_weight(&self, values: WeightValues<'_>, dtype: BaseDtype) -> Result<Arc<dyn AcceleratorWeight>>;
+    /// The RoPE table of a decoder, for all its passes.
+    fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState>;
+    /// The rows of a pass, for all layers; `rope` from [`Accelerator::upload_rope`]. `query_rows`: ascending, `None` means all.
+    fn upload_rows(
+        &self,
+        rope: &DeviceState,
+        batch: &PackedBatch,
+        query_rows: Option<&[u32]>,
+        dropout: Option<&DropoutMask>,
+    ) -> Result<DeviceState>;
+
+    /// One transformer layer for training; see [`crate::backend::forward_layer`].
+    fn forward_layer(
+        &self,
+        weights: &LayerWeights,
+        adapter: Option<&LoraAdapter>,
+        x: &Tensor,
+        pass: LayerPass,
+        collected: Option<&Recompute>,
+    ) -> Result<Tensor>;
+    /// See [`crate::kernels::rms_norm()`].
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
+    /// See [`crate::kernels::trained_linear`].
+    fn trained_linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// See [`crate::kernels::token_logprobs`]; with a trained head.
+    fn trained_token_logprobs(
+        &self,
+        hidden: &Tensor,
+        head: &Tensor,
+        targets: &[u32],
+        temperature: f64,
+    ) -> Result<Tensor>;
+    /// See [`crate::kernels::select_rows`].
+    fn select_rows(&self, x: &Tensor, rows: Vec<u32>) -> Result<Tensor>;
+
+    /// A policy for generation with `decoder`, which is on this device. Later training does not change it.
+    fn decode_policy(
+        &self,
+        decoder: &Decoder,
+        adapter: Option<&LoraAdapter>,
+    ) -> std::result::Result<Box<dyn DecodePolicy>, ModelError>;
+
+    /// Sum of a tensor over ranks; a collective operation.
+    fn all_reduce(&self, ranks: &Ranks, tensor: &Tensor) -> Result<Tensor>;
+    /// Creates the communicator of `ranks` before a model takes the device's memory; a collective operation.
+    fn connect(&self, ranks: &Ranks) -> Result<()>;
+    /// Waits until submitted work is done on all ranks: an all-reduce that a failed rank left is incomplete.
+    fn settle(&self, ranks: &Ranks) -> Result<()>;
+
+    /// Global norm over gradients times `scale`, and `scale` times the factor of clipping to `max_norm`.
+    fn gradient_norm(&self, gradients: &[Tensor], scale: f32, max_norm: Option<f32>) -> Result<GradientNorm>;
+    /// The same with values that the host has computed.
+    fn known_norm(&self, norm: f32, scale: f32) -> Result<GradientNorm>;
+    /// One AdamW step on all tensors in place, with gradients times the scale in `norm`.
+    fn adamw(&self, tensors: &[AdamWTensors<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()>;
+
+    /// Memory that is used, after waiting for submitted work.
+    fn memory(&self) -> Result<DeviceMemory>;
+    /// [`DeviceMemory::peak`] starts at what is used now.
+    fn reset_peak_memory(&self) -> Result<()>;
+    /// Runs `work` and returns its kernel launches in order.
+    fn trace(&self, work: &mut dyn FnMut()) -> Result<Vec<KernelLaunch>>;
+    /// For measurements: each call multiplies two square bf16 matrices of `size` rows with f32 sums, and waits for the result.
+    fn matrix_product(&self, size: usize) -> Result<Box<dyn FnMut() -> Result<()> + '_>>;
+    /// For measurements: each call copies `n_bytes` within device memory, and waits for the result.
+    fn memory_copy(&self, n_bytes: usize) -> Result<Box<dyn FnMut() -> Result<()> + '_>>;
+}
+
+/// A frozen weight `(out, in)` in device memory.
+pub trait AcceleratorWeight: Any + Send + Sync {
+    /// Outputs and inputs.
+    fn dims(&self) -> (usize, usize);
+    /// See [`crate::kernels::frozen_linear`].
+    fn linear(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// See [`crate::kernels::token_logprobs`]; the weight is the head.
+    fn token_logprobs(&self, hidden: &Tensor, targets: &[u32], temperature: f64) -> Result<Tensor>;
+    /// Rows by index, `(ids, in)` f32.
+    fn rows(&self, ids: &[u32]) -> Result<Tensor>;
+    /// All values, `(out, in)` f32.
+    fn to_tensor(&self) -> Result<Tensor>;
+}
+
+/// Values of a weight `(out, in)` before they are stored on a device.
+pub enum WeightValues<'a> {
+    /// Little-endian floats of a file, row-major.
+    Bytes {
+        /// All values.
+        bytes: Cow<'a, [u8]>,
+        /// f32, bf16 or f16.
+        dtype: DType,
+        /// Outputs and inputs.
+        dims: (usize, usize),
+    },
+    /// A tensor on the CPU.
+    Tensor(Tensor),
+    /// Normal values that depend on seed and index; see [`crate::backend::normal_part`].
+    Random {
+        /// Rows of the whole weight that are stored.
+        rows: Range<usize>,
+        /// Columns of the whole weight that are stored.
+        columns: Range<usize>,
+        /// Columns of the whole weight.
+        width: usize,
+        /// Of this weight.
+        seed: u64,
+        /// Standard deviation.
+        deviation: f32,
+    },
+}
+
+/// A trained f32 tensor with its gradient and moments, of one shape and on one device.
+pub struct AdamWTensors<'a> {
+    /// Changed by a step.
+    pub values: &'a Tensor,
+    /// Before clipping.
+    pub gradient: &'a Tensor,
+    /// First moments, changed by a step.
+    pub first: &'a Tensor,
+    /// Second moments, changed by a step.
+    pub second: &'a Tensor,
+    /// Weight-decay multiplier `1 - learning_rate * weight_decay`; 1 for vectors.
+    pub decay: f32,
+}
+
+/// Coefficients of one AdamW step for all tensors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWStep {
+    /// Learning rate over the bias correction of the first moment.
+    pub step_size: f32,
+    /// Factor on the square root of the second moment.
+    pub correction: f32,
+    /// Decay rate of the first moment.
+    pub beta1: f32,
+    /// Decay rate of the second moment.
+    pub beta2: f32,
+    /// Added to the square root of the second moment.
+    pub eps: f32,
+}
+
+/// Global norm of gradients, on the host and on the device.
+#[derive(Clone)]
+pub struct GradientNorm {
+    /// Before clipping.
+    pub norm: f32,
+    /// Factor on gradients.
+    pub scale: f32,
+    /// Both in device memory.
+    pub on_device: DeviceState,
+}
+
+/// Bytes of a device's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Most that this process's tensors took at once since [`Accelerator::reset_peak_memory`].
+    pub peak: u64,
+    /// Reserved for tensors of this process, used or not.
+    pub reserved: u64,
+    #[allow(missing_docs)]
+    pub free: u64,
+    #[allow(missing_docs)]
+    pub total: u64,
+}
+
+impl DeviceMemory {
+    /// Used by other things than tensors of this process: its context, libraries and kernels, and other processes.
+    pub fn other(&self) -> u64 {
+        self.total.saturating_sub(self.free).saturating_sub(self.reserved)
+    }
+}
+
+/// A kernel launch, or a matrix product of the vendor's library under the name `product`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct KernelLaunch {
+    /// The kernel's.
+    pub name: &'static str,
+    /// On the device, from its begin to its end.
+    pub milliseconds: f32,
+}
+
+/// The accelerators of one kind on this machine.
+pub trait Accelerators: Send + Sync {
+    /// Opens the device of that index.
+    ///
+    /// # Errors
+    /// There is no such device, or it cannot be used.
+    fn open(&self, index: usize) -> Result<Arc<dyn Accelerator>>;
+    /// The open accelerator whose tensors are on `device`.
+    ///
+    /// # Errors
+    /// It is not open.
+    fn of(&self, device: &Device) -> Result<Arc<dyn Accelerator>>;
+}
+
+static INSTALLED: OnceLock<&'static dyn Accelerators> = OnceLock::new();
+
+/// Makes accelerators known to this crate. Only the first call in a process counts.
+pub fn install_accelerators(accelerators: &'static dyn Accelerators) {
+    let _ = INSTALLED.set(accelerators);
+}
+
+/// Whether accelerators are installed in this process.
+pub fn has_accelerators() -> bool {
+    INSTALLED.get().is_some()
+}
+
+/// Opens a device; `None` where no accelerators are installed.
+pub(crate) fn open(index: usize) -> Option<Result<Arc<dyn Accelerator>>> {
+    INSTALLED.get().map(|accelerators| accelerators.open(index))
+}
+
+/// The accelerator of a tensor's device; `None` for the CPU.
+///
+/// # Errors
+/// The device is not open.
+pub fn accelerator_of(tensor: &Tensor) -> Result<Option<Arc<dyn Accelerator>>> {
+    match (tensor.device(), INSTALLED.get()) {
+        (Device::Cpu, _) => Ok(None),
+        (device, Some(accelerators)) => accelerators.of(device).map(Some),
+        (device, None) => bail!("no accelerator is installed for {:?}", device.location()),
+    }
+}
