@@ -69,7 +69,7 @@ def trigrams(text: str) -> set[str]:
 
 
 def check(rows: list[dict]) -> None:
-    """Texts are told apart, across all files: nothing that a model is measured on was in what it learned from."""
+    """Texts are distinct across all files: no evaluation text is in the training data."""
     texts = Counter(row["input"] for row in rows)
     questions = {}
     for text, count in texts.items():

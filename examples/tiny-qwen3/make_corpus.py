@@ -138,7 +138,7 @@ def swapped(rng, row, products, intents, vocabulary):
     query = swap(rng, meta["original_query"], products, exchange)
     history = swap(rng, meta["history_summary"], products, exchange)
     if not find_products(query + history, products):
-        return None  # the product cannot be told from this text
+        return None  # the text does not determine the product
     intent = next(i for i in intents if i["id"] == intent_id)
     profile = meta["user_profile"] if rng.random() < 0.7 else ""
     plain = swap(rng, meta["original_query"], products, {p["id"]: {"name": "，", "aliases": []} for p in products})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of the server in .venv beside this file, where it is not there yet. Needs Python 3.11 and 6 GB of disk.
+# Creates the virtual environment of the server, .venv in this folder, if it is missing. Needs Python 3.11 and 6 GB of disk.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

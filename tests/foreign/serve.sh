@@ -4,7 +4,7 @@
 #
 #   tests/foreign/serve.sh [PORT]        (8123)
 #
-# `install.sh` beside this file installs it at first.
+# `install.sh` in this folder installs it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

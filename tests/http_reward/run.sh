@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A reward plugin beside a Python reward function behind HTTP, on the same recorded episodes, in one run.
+# A reward plugin compared with a Python reward function over HTTP, on the same recorded episodes, in one run.
 #   tests/http_reward/run.sh EPISODES.jsonl [PLUGIN...]      PLUGIN: by default plugins/reward-competition
-# Makes a virtual environment in .venv beside this file. Needs Python 3.11 and the episodes of a run.
+# Creates a virtual environment .venv in this folder. Needs Python 3.11 and the episodes of a run.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [[ $# -ge 1 ]] || { echo "usage: tests/http_reward/run.sh EPISODES.jsonl [PLUGIN...]" >&2; exit 2; }

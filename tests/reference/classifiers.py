@@ -27,7 +27,7 @@ FOLDER = GOLDEN / "classifiers"
 
 
 def texts(name, rng):
-    """Token ids. Of whole models the third text ends in the padding's id, of which transformers takes no hidden state; the adapter's base
+    """Token ids. Of whole models the third text ends in the padding's id, whose hidden state transformers does not use; the adapter's base
     names none in its config.json."""
     found = [torch.randint(3, VOCAB, (length,), generator=rng).tolist() for length in LENGTHS]
     if not name.endswith("peft"):

@@ -1,4 +1,4 @@
-"""Shared by the scripts beside it: where goldens go, the seed, and the loss that every model golden uses."""
+"""Shared by the scripts of this folder: where goldens go, the seed, and the loss that every model golden uses."""
 
 import json
 import os

@@ -128,7 +128,7 @@ def make(name, seed, overrides, lengths):
     directory = GOLDEN / "decoders" / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    # The configuration as released checkpoints carry it; transformers 5 writes another form, kept beside it.
+    # The configuration as released checkpoints carry it; transformers 5 writes another form, saved next to it.
     classic = json.dumps(dict(sorted((SHARED | overrides).items())), indent=2) + "\n"
     (directory / "config.json").write_text(classic)
 

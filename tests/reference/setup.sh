@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment in .venv beside this file and remakes every golden. Needs Python 3.11 and 5 GB of disk.
+# Creates the virtual environment .venv in this folder and makes every golden again. Needs Python 3.11 and 5 GB of disk.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -1,6 +1,6 @@
 """verl's own `core_algos` and `torch_functional`, imported from the installed package without its cluster stack.
 
-`import verl` pulls in ray and more, none of which the formulas use. The modules named in `ABSENT` are replaced by
+`import verl` imports ray and more, which the formulas do not use. The modules named in `ABSENT` are replaced by
 empty ones, and `verl/__init__.py` is skipped; every formula that is called is the installed file's.
 """
 

@@ -1,7 +1,7 @@
 //! A server on loopback that fails in every way a network can.
 //!
 //! In: a script, that is a function from a request to what happens to it. Out: an address to call, and what was asked. It
-//! refuses to know what it is asked: tests say what an answer looks like. HTTP/1.1 is spoken byte by byte, since no HTTP library
+//! must not depend on the requests' meaning: tests define the responses. HTTP/1.1 is spoken byte by byte, since no HTTP library
 //! sends what these tests need; HTTP/2 is hyper's, over TLS with a certificate of its own. [`BatchService`] is OpenAI's batch
 //! interface in memory, for scripts to stand before.
 
@@ -70,7 +70,7 @@ pub enum Reply {
 pub struct Answer {
     /// 200 and so on.
     pub status: u16,
-    /// Beside `Content-Type` and `Content-Length`.
+    /// In addition to `Content-Type` and `Content-Length`.
     pub headers: Vec<(String, String)>,
     /// `application/json` and so on.
     pub content_type: &'static str,

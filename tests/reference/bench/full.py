@@ -32,7 +32,7 @@ def padded(batch):
 
 
 def packed(batch):
-    """All rows in one sequence; positions that begin anew keep them apart."""
+    """All rows in one sequence; positions that restart at 0 separate them."""
     ids = [row["prompt"] + row["response"] for row in batch]
     labels = [[-100] * len(row["prompt"]) + row["response"] for row in batch]
     positions = torch.cat([torch.arange(len(row)) for row in ids])

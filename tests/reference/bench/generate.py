@@ -1,7 +1,7 @@
 """One setting of transformers' generate: tokens per second of `--n` samples for each prompt of a file.
 
 `prefix-by-hand` is no setting of generate: the shared prefix is computed once into a cache that is then copied for every row.
-It is measured as a note, since whoever knows that prompts begin alike could do it.
+It is measured as a note, since a user who knows the shared prefix could do it.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes what the comparison needs beside this file: a virtual environment that adds TRL to the one of the goldens, the last TRL
+# Installs what the comparison needs into this folder: a virtual environment that adds TRL to the one of the goldens, the last TRL
 # with PPOTrainer in a folder of its own, and models, adapters and token ids in work/ (about 1.5 GB with the shape M).
 # Needs ../.venv (../setup.sh makes it) and a built `querl` and benchmark:
 #   cargo build --release -p querl && cargo build --release -p querl-train --example bench
