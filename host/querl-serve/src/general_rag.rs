@@ -66,7 +66,7 @@ struct Base {
     timeout: Duration,
 }
 
-/// The interface over some knowledge bases, with `GET /health` beside it.
+/// The `general_rag` routes of some knowledge bases, and `GET /health`.
 ///
 /// # Errors
 /// Two of them have the same tenant and name.

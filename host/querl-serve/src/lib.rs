@@ -1,7 +1,7 @@
 //! HTTP interfaces of this program.
 //!
-//! In: opened searches, each with the tenant and the knowledge base whose it is; a classifier of texts behind a trait. Out: servers that
-//! answer the requests of clients that know nothing of querl. This crate refuses to know configurations, runs, models and plugins.
+//! Input: opened searches with their tenants and knowledge bases; a text classifier behind a trait. Output: servers for clients of these
+//! APIs. This crate must not depend on configurations, runs, models and plugins.
 
 mod general_rag;
 mod server;

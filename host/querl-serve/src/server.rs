@@ -1,4 +1,4 @@
-//! The way of a server: it takes requests until it is told to stop, then ends those under way.
+//! Runs an HTTP server until it is stopped, and lets requests in progress finish.
 
 use axum::Router;
 use hyper::server::conn::http1;
@@ -18,7 +18,7 @@ pub struct ServerLimits {
     pub max_connections: usize,
     /// For the head of a request to come, whole; also for a connection without one.
     pub head_timeout: Duration,
-    /// For requests under way when the server is told to stop.
+    /// Time limit of the requests in progress when the server stops.
     pub drain_timeout: Duration,
 }
 

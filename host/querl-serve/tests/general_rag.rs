@@ -43,7 +43,7 @@ fn config(value: &Value) -> RetrievalConfig {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-/// A server with two tenants, one of which has two knowledge bases.
+/// A server with two tenants; one has two knowledge bases.
 async fn server(folder: &Path) -> String {
     let base = |tenant: &str, kb_name: &str, passages: &[[&str; 3]]| KnowledgeBase {
         tenant: tenant.into(),
@@ -258,7 +258,7 @@ fn faulty(fault: Result<Duration, (FailureKind, &'static str)>, timeout: Duratio
 }
 
 #[tokio::test]
-async fn what_failed_within_is_not_told_and_what_takes_too_long_is() {
+async fn internal_failures_are_hidden_and_timeouts_are_reported() {
     let ask = async |bases| {
         let url = start(bases, ServerLimits::default()).await;
         post(&url, json!({"query": "鱼油", "tenant_id": "shop"})).await

@@ -160,7 +160,7 @@ async fn a_text_is_answered_in_the_form_in_which_it_was_asked() {
 }
 
 #[tokio::test]
-async fn until_the_model_is_there_requests_are_told_to_come_again() {
+async fn requests_before_the_model_is_loaded_get_503() {
     let server = Server::start(|_| ()).await;
     assert_eq!(server.get("/health").await.0, StatusCode::OK);
     assert_eq!(server.get("/ready").await.0, StatusCode::SERVICE_UNAVAILABLE);
@@ -176,7 +176,7 @@ async fn until_the_model_is_there_requests_are_told_to_come_again() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_served_is_told_in_a_sentence() {
+async fn rejected_requests_get_a_message() {
     let server = Server::ready(|_| ()).await;
     let long = "长".repeat(101);
     let cases = [

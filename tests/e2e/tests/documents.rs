@@ -22,16 +22,6 @@ const FOLDERS: &[&str] = &[".ci", "docs", "examples", "host", "plugins", "sdk", 
 /// Paths that commands of the pages create.
 const GENERATED: &[&str] = &["tests/reference/.venv", "plugins/target", "examples/fivedoctors/runs"];
 
-/// Paths that the pages name before they exist; to be removed with the split of host/querl and querl-data's client.
-const PENDING: &[&str] = &[
-    "host/querl-core/src/dir_lock.rs",
-    "host/querl-data/src/client",
-    "host/querl-model/src/kv_cache.rs",
-    "host/querl-pipeline",
-    "host/querl-style",
-    "host/querl-train/src/job",
-];
-
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
@@ -78,8 +68,7 @@ fn paths_named_in_pages_exist() {
                 continue;
             }
             for path in repository_path(link).iter().flat_map(|path| expanded(path)) {
-                let is_pending = PENDING.iter().any(|pending| path.starts_with(pending));
-                if !root().join(&path).exists() && !GENERATED.contains(&path.as_str()) && !is_pending {
+                if !root().join(&path).exists() && !GENERATED.contains(&path.as_str()) {
                     missing.push(format!("{page}: {path}"));
                 }
             }

@@ -40,7 +40,16 @@ const WORDS: &[(&str, &str)] = &[
 ];
 
 /// Phrases with a word of the list that are terms of the field or plain English.
-const TERMS: &[&str] = &["model card", "model cards", "dataset card", "turned off", "turned on", "turned into"];
+const TERMS: &[&str] = &[
+    "beside bytes",
+    "model card",
+    "model s card",
+    "model cards",
+    "dataset card",
+    "turned off",
+    "turned on",
+    "turned into",
+];
 
 /// Names of types that a search engine cannot find the meaning of.
 const TYPES: &[(&str, &str)] = &[
@@ -75,22 +84,19 @@ const ENDINGS: &[&str] = &["rs", "cuh", "cu", "cpp", "h", "py", "js", "ts", "sh"
 /// Files and folders that may have any word: this list, the page that explains the words, texts of others, and quoted data.
 const EXEMPT: &[&str] = &["docs/glossary.md", "tests/e2e/tests/vocabulary.rs", "tests/reference/golden/"];
 
-/// Files and folders that are held to the list so far; of the others only counts are printed, and the lines of those under
-/// `$VOCABULARY_OF`: `VOCABULARY_OF=host/querl-data cargo test --release -p querl-e2e --test vocabulary -- --nocapture`.
-const CLEAN: &[&str] = &[
-    "docs/plugins.md",
-    "docs/replay.md",
-    "host/querl-bundle/",
-    "host/querl-conformance/",
-    "host/querl-plugin/",
-    "plugins/",
-    "sdk/",
-    "tests/e2e/",
-    "tests/fuzz/",
-    "tests/guests/",
-    "tests/plugins/",
-    "tests/registry/",
-    "wit/",
+/// Files and folders whose words are still to be replaced. Only counts are printed for them, and the lines of those under
+/// `$VOCABULARY_OF`: `VOCABULARY_OF=host/querl-gpu cargo test --release -p querl-e2e --test vocabulary -- --nocapture`.
+const NOT_YET: &[&str] = &[
+    "docs/configuration.md",
+    "docs/cuda.md",
+    "docs/training.md",
+    "host/querl-gpu/",
+    "host/querl-model/",
+    "host/querl-pipeline/",
+    "host/querl-style/",
+    "host/querl-train/",
+    "host/querl/",
+    "tests/cuda/",
 ];
 
 fn root() -> PathBuf {
@@ -180,7 +186,7 @@ fn names_comments_messages_and_pages_use_the_terms_of_the_field() {
     for (path, text) in files() {
         let found = private_words(&path, &text);
         let lines = found.iter().map(|(line, word, remedy)| format!("{path}:{line}: \"{word}\"; write: {remedy}"));
-        if CLEAN.iter().any(|clean| path.starts_with(clean)) {
+        if !NOT_YET.iter().any(|folder| path.starts_with(folder)) {
             failures.extend(lines);
         } else if shown.as_ref().is_some_and(|shown| path.starts_with(shown)) {
             lines.for_each(|line| println!("{line}"));

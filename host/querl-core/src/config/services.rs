@@ -117,7 +117,7 @@ impl ServiceKind {
         self != Self::Chatchat
     }
 
-    /// Whether answers have a status field besides the HTTP status.
+    /// Whether answers have a status field in addition to the HTTP status.
     pub fn has_status(self) -> bool {
         matches!(self, Self::GeneralRag | Self::Ragflow | Self::Elasticsearch | Self::Qdrant)
     }

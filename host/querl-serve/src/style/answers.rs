@@ -1,7 +1,7 @@
 //! What was found, in the form in which it was asked.
 
 use super::refusal::Refusal;
-use super::requests::{AnswerForm, Asked};
+use super::requests::{AnswerForm, ClassifyRequest};
 use super::{ClassifiedText, TextClassifier};
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
@@ -56,13 +56,14 @@ fn best(probabilities: &[f64]) -> usize {
 
 /// A class and its probability or score.
 #[derive(Debug, Serialize)]
-struct Scored<'a> {
+struct ClassScore<'a> {
     score: f64,
     label: &'a str,
 }
 
-fn scored<'a>(names: &'a [String], values: &[f64]) -> Vec<Scored<'a>> {
-    let mut list: Vec<Scored<'a>> = names.iter().zip(values).map(|(label, &score)| Scored { score, label }).collect();
+fn scored<'a>(names: &'a [String], values: &[f64]) -> Vec<ClassScore<'a>> {
+    let mut list: Vec<ClassScore<'a>> =
+        names.iter().zip(values).map(|(label, &score)| ClassScore { score, label }).collect();
     list.sort_by(|a, b| b.score.total_cmp(&a.score));
     list
 }
@@ -72,7 +73,7 @@ fn scored<'a>(names: &'a [String], values: &[f64]) -> Vec<Scored<'a>> {
 /// # Errors
 /// English names are asked for and not known.
 pub(super) fn predict_answer(
-    asked: &Asked,
+    asked: &ClassifyRequest,
     classifier: &dyn TextClassifier,
     found: &[ClassifiedText],
 ) -> Result<String, Refusal> {
@@ -100,7 +101,7 @@ fn probabilities_of(text: &ClassifiedText) -> &[f64] {
 
 /// The answer of `/classify`; `probs` holds logits where the client wants them as they are.
 pub(super) fn classify_answer(
-    asked: &Asked,
+    asked: &ClassifyRequest,
     classifier: &dyn TextClassifier,
     found: &[ClassifiedText],
     (id, created, model): (&str, u64, &str),

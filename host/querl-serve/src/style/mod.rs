@@ -30,7 +30,7 @@ use axum::{Json, Router};
 use metrics::StyleMetrics;
 use querl_core::fsx::digest_hex;
 use refusal::{Form, Refusal};
-use requests::Asked;
+use requests::ClassifyRequest;
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -185,7 +185,10 @@ impl StyleService {
     }
 
     /// Classifies the texts of a request.
-    async fn classify(&self, asked: &mut Asked) -> Result<(Arc<dyn TextClassifier>, Vec<ClassifiedText>), Refusal> {
+    async fn classify(
+        &self,
+        asked: &mut ClassifyRequest,
+    ) -> Result<(Arc<dyn TextClassifier>, Vec<ClassifiedText>), Refusal> {
         let classifier = self.classifier()?.clone();
         asked.check(&self.options)?;
         let (sender, receiver) = oneshot::channel();

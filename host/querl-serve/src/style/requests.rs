@@ -27,7 +27,7 @@ pub(super) enum AnswerForm {
 
 /// A request.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct ClassifyRequest {
     pub(super) form: AnswerForm,
     pub(super) texts: Vec<String>,
     /// Scores as they are before they become probabilities.
@@ -40,7 +40,7 @@ pub(super) struct Asked {
     is_whole: bool,
 }
 
-impl Asked {
+impl ClassifyRequest {
     fn new(form: AnswerForm, texts: Vec<String>) -> Self {
         Self { form, texts, is_raw: false, is_english: false, model: None, is_whole: false }
     }
@@ -107,35 +107,40 @@ struct PredictBody {
 ///
 /// # Errors
 /// It cannot be read, or has neither `text` nor `inputs`.
-pub(super) async fn predict(request: Request, options: &StyleOptions) -> Result<Asked, Refusal> {
+pub(super) async fn predict(request: Request, options: &StyleOptions) -> Result<ClassifyRequest, Refusal> {
     let in_address = Query::<HashMap<String, String>>::try_from_uri(request.uri());
     let Query(mut in_address) = in_address.map_err(|rejection| Refusal::value(rejection.body_text()))?;
     if let Some(text) = in_address.remove("text") {
         let is_english = in_address.get("english").is_some_and(|value| value == "true");
-        return Ok(Asked { is_english, ..Asked::new(AnswerForm::Prediction, vec![text]) });
+        return Ok(ClassifyRequest { is_english, ..ClassifyRequest::new(AnswerForm::Prediction, vec![text]) });
     }
     let body: PredictBody = read(request, options, PREDICT_BODY).await?;
     let asked = match (body.text, body.inputs) {
-        (Some(Value::String(text)), None) => Asked::new(AnswerForm::Prediction, vec![text]),
-        (Some(Value::Array(texts)), None) => Asked::new(AnswerForm::Predictions, all_texts("text", texts)?),
+        (Some(Value::String(text)), None) => ClassifyRequest::new(AnswerForm::Prediction, vec![text]),
+        (Some(Value::Array(texts)), None) => ClassifyRequest::new(AnswerForm::Predictions, all_texts("text", texts)?),
         (Some(_), None) => return Err(Refusal::value("`text` is neither a text nor a list of texts")),
         (None, Some(inputs)) => inputs_of(inputs)?,
         (Some(_), Some(_)) => return Err(Refusal::value("both `text` and `inputs`; expected one of them")),
         (None, None) => return Err(no_text(PREDICT_BODY)),
     };
-    Ok(Asked { is_raw: body.raw_scores, is_english: body.english, is_whole: body.truncate == Some(false), ..asked })
+    Ok(ClassifyRequest {
+        is_raw: body.raw_scores,
+        is_english: body.english,
+        is_whole: body.truncate == Some(false),
+        ..asked
+    })
 }
 
 /// text-embeddings-inference's: a text, a text in a list, a pair in a list, or a list of such lists. A pair is a question and its answer.
-fn inputs_of(inputs: Value) -> Result<Asked, Refusal> {
+fn inputs_of(inputs: Value) -> Result<ClassifyRequest, Refusal> {
     let is_batch = |items: &[Value]| items.iter().any(Value::is_array);
     match inputs {
-        Value::String(text) => Ok(Asked::new(AnswerForm::Scores, vec![text])),
+        Value::String(text) => Ok(ClassifyRequest::new(AnswerForm::Scores, vec![text])),
         Value::Array(items) if is_batch(&items) => {
             let texts = items.into_iter().map(sequence).collect::<Result<_, _>>()?;
-            Ok(Asked::new(AnswerForm::ScoreLists, texts))
+            Ok(ClassifyRequest::new(AnswerForm::ScoreLists, texts))
         }
-        Value::Array(items) => Ok(Asked::new(AnswerForm::Scores, vec![sequence(Value::Array(items))?])),
+        Value::Array(items) => Ok(ClassifyRequest::new(AnswerForm::Scores, vec![sequence(Value::Array(items))?])),
         _ => Err(Refusal::value("`inputs` is neither a text nor a list")),
     }
 }
@@ -179,7 +184,7 @@ struct ClassifyBody {
 ///
 /// # Errors
 /// It cannot be read, or has no texts in `input`.
-pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result<Asked, Refusal> {
+pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result<ClassifyRequest, Refusal> {
     let body: ClassifyBody = read(request, options, CLASSIFY_BODY).await?;
     let texts = match (body.input, body.messages) {
         (Some(Value::String(text)), _) => vec![text],
@@ -191,10 +196,10 @@ pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result
         (None, None) => return Err(no_text(CLASSIFY_BODY)),
     };
     let is_raw = body.use_activation == Some(false);
-    Ok(Asked { model: body.model, is_raw, ..Asked::new(AnswerForm::Classify, texts) })
+    Ok(ClassifyRequest { model: body.model, is_raw, ..ClassifyRequest::new(AnswerForm::Classify, texts) })
 }
 
-/// What a body may be, for whoever sends none.
+/// The accepted bodies, for the error message of a missing one.
 const PREDICT_BODY: &str = "{\"text\": ...} or {\"inputs\": ...}";
 const CLASSIFY_BODY: &str = "{\"input\": ...}, a text or a list of texts";
 
