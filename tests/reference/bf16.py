@@ -1,8 +1,8 @@
-"""What bfloat16 makes of gradients and of a training's norms: PEFT and transformers in bf16 beside themselves in f32, from the same
-weights, on the batches of querl's tests on a card. Writes nothing; the limits of those tests are set from what it prints.
+"""What bfloat16 makes of gradients and of a training's norms: PEFT and transformers in bf16 and in f32, from the same
+weights, on the batches of querl's GPU tests. Writes nothing; the limits of those tests are set from what it prints.
 
 1. host/querl-model/tests/card.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
-2. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, of which the rows come in several orders.
+2. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, with rows in several orders.
 """
 
 import warnings
@@ -39,12 +39,12 @@ SEQUENCES = [
     ([(i * 29 + 3) % 64 for i in range(60)], 20),
 ]
 
-# Where a computation rounds besides: two ways of attention, and what autocast keeps in f32.
+# Other sources of rounding: two ways of attention, and what autocast keeps in f32.
 MANNERS = [("eager", "all"), ("sdpa", "all"), ("eager", "autocast"), ("sdpa", "autocast")]
 
 
 def base(name, attention="eager"):
-    """The golden's weights as a card stores them, in f32."""
+    """The golden's weights as a GPU stores them, in f32."""
     model = AutoModelForCausalLM.from_pretrained(
         GOLDEN / "decoders" / name, dtype=torch.float32, attn_implementation=attention
     )

@@ -1,4 +1,4 @@
-"""`querl style` beside transformers: time and peak memory of training, accuracy over seeds, texts a second.
+"""`querl style` compared with transformers: time and peak memory of training, accuracy over seeds, texts a second.
 
 Usage: style_benchmark.py QUERL MODEL_DIR DIALOGUES [--seeds N] [--epochs N] [--threads N]
 
@@ -7,10 +7,10 @@ asked about the same held-out ones (a fifth, groups whole, another fifth for eac
 model, trains and writes it, and asks about nothing: `seconds` and `peak_mib` are of the whole process, `training_seconds` of its steps,
 evaluations and checkpoints (querl: `seconds` of training/summary.json; transformers: the Trainer's `train_runtime`). transformers pads a batch to
 its longest text (`dynamic`), and to 512 tokens as the training script that people know does (`max_length`, first seed only); with dev (first
-seed only) both evaluate after each epoch besides. `difference` is querl's accuracy less transformers' on the same dialogues of all seeds, with the interval of a
+seed only) both also evaluate after each epoch. `difference` is querl's accuracy less transformers' on the same dialogues of all seeds, with the interval of a
 bootstrap that draws groups.
 
-Last, both are asked about every text of DIALOGUES and of the files seed26.json and unlabelled.json beside it, once as they are and nine times
+Last, both classify every text of DIALOGUES and of the files seed26.json and unlabelled.json next to it, once as they are and nine times
 behind a number of their own: no text comes twice, and copies do not begin alike, since querl computes once what texts of a pass begin with in
 common. querl answers by one `predict` of a file, transformers by a pipeline with batches of 32; both with the time to start and without.
 

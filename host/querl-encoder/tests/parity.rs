@@ -95,7 +95,7 @@ fn write(folder: &Path, file: &str, value: &Value) {
 
 /// Keeps away: damaged weights whose scores are below every threshold, as if nothing had been found.
 #[test]
-fn numbers_that_are_none_are_a_failure() {
+fn nan_and_inf_are_a_failure() {
     for (name, tensor) in [("bert-reranker", "classifier.bias"), ("bert-cls", "embeddings.LayerNorm.bias")] {
         let folder = copy(name);
         let path = folder.path().join("model.safetensors");
