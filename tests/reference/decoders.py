@@ -1,4 +1,4 @@
-"""Tiny random Qwen2 and Qwen3 checkpoints with their logits and gradients, in golden/decoders/<name>/.
+"""Tiny random Qwen2, Qwen3, Llama and Mistral checkpoints with their logits and gradients, in golden/decoders/<name>/.
 
 Weights are far from their usual initial values (norm weights not 1, biases not 0, attention not uniform),
 so that a missing norm, bias, head group or rotation changes the logits by far more than rounding.
@@ -6,6 +6,7 @@ so that a missing norm, bias, head group or rotation changes the logits by far m
 
 import json
 import shutil
+import sys
 
 from common import GOLDEN, generator, next_token_loss
 import torch
@@ -27,22 +28,23 @@ SHARED = {
     "initializer_range": 0.02,
     "intermediate_size": 48,
     "max_position_embeddings": 64,
-    "max_window_layers": 2,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "torch_dtype": "float32",
     "use_cache": True,
-    "use_sliding_window": False,
     "vocab_size": VOCAB,
 }
-QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
-QWEN3 = {
+QWEN = {"max_window_layers": 2, "use_sliding_window": False}
+QWEN2 = QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+QWEN3 = QWEN | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "sliding_window": None,
     "rope_scaling": None,
     "attention_bias": False,
 }
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False, "rope_scaling": None}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 # name: (seed, config, valid tokens of each row)
 VARIANTS = {
@@ -92,6 +94,52 @@ VARIANTS = {
             "attention_bias": True,
         },
         (12, 9),
+    ),
+    "llama-bias": (
+        16,
+        LLAMA
+        | {
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+        (12, 7),
+    ),
+    # Of the 8 frequencies of a head, some are kept, some scaled in part and some in full.
+    "llama3-scaled": (
+        17,
+        LLAMA
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 512,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+                "rope_type": "llama3",
+            },
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+        },
+        (12, 12),
+    ),
+    "mistral": (
+        18,
+        MISTRAL
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": False,
+        },
+        (12, 10),
     ),
 }
 
@@ -164,5 +212,5 @@ def make(name, seed, overrides, lengths):
 
 
 if __name__ == "__main__":
-    for name, (seed, overrides, lengths) in VARIANTS.items():
-        make(name, seed, overrides, lengths)
+    for name in sys.argv[1:] or VARIANTS:  # decoders.py [NAME...]
+        make(name, *VARIANTS[name])

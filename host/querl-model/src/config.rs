@@ -11,6 +11,61 @@ pub enum Family {
     Qwen2,
     /// Qwen3: queries and keys normalised per head.
     Qwen3,
+    /// Llama 2 and 3: neither biases nor per-head norms, unless `attention_bias` is set.
+    Llama,
+    /// The dense Mistral models without sliding window: as Llama.
+    Mistral,
+}
+
+impl Family {
+    /// The family of an entry of `architectures`, for example `Qwen2ForCausalLM` with the suffix `ForCausalLM`.
+    fn of_architecture(name: &str, suffix: &str) -> Option<Self> {
+        match name.strip_suffix(suffix)? {
+            "Qwen2" => Some(Self::Qwen2),
+            "Qwen3" => Some(Self::Qwen3),
+            "Llama" => Some(Self::Llama),
+            "Mistral" => Some(Self::Mistral),
+            _ => None,
+        }
+    }
+
+    /// Whether each head of queries and keys has a norm before RoPE.
+    pub fn has_qk_norm(self) -> bool {
+        self == Self::Qwen3
+    }
+}
+
+/// How RoPE's frequencies are scaled for contexts longer than those of pretraining.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+pub struct RopeScaling {
+    /// Factor by which low frequencies are divided.
+    pub factor: f64,
+    /// Wavelengths above `original_max_position_embeddings` over this are scaled in full.
+    pub low_freq_factor: f64,
+    /// Wavelengths below `original_max_position_embeddings` over this are kept.
+    pub high_freq_factor: f64,
+    /// Positions of pretraining.
+    pub original_max_position_embeddings: usize,
+}
+
+impl RopeScaling {
+    /// The scaled inverse frequency.
+    ///
+    /// Source: transformers' `_compute_llama3_parameters` (`modeling_rope_utils.py`).
+    pub(crate) fn scaled(&self, inverse_frequency: f32) -> f32 {
+        let (low, high) = (self.low_freq_factor, self.high_freq_factor);
+        let original = self.original_max_position_embeddings as f64;
+        let wavelength = std::f32::consts::TAU / inverse_frequency;
+        if wavelength < (original / high) as f32 {
+            return inverse_frequency;
+        }
+        let divided = inverse_frequency / self.factor as f32;
+        if wavelength > (original / low) as f32 {
+            return divided;
+        }
+        let smooth = (original as f32 / wavelength - low as f32) / (high - low) as f32;
+        (1.0 - smooth) * inverse_frequency / self.factor as f32 + smooth * inverse_frequency
+    }
 }
 
 /// Shape of a decoder.
@@ -36,13 +91,15 @@ pub struct DecoderConfig {
     pub max_positions: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// Scaling of the rotary frequencies (`rope_type` `llama3`).
+    pub rope_scaling: Option<RopeScaling>,
     /// Of the norms.
     pub rms_norm_eps: f64,
     /// The head is the embedding.
     pub tie_word_embeddings: bool,
-    /// Biases on query, key and value: always with Qwen2, by the key `attention_bias` with Qwen3.
+    /// Biases on query, key and value: always with Qwen2, by the key `attention_bias` with Qwen3 and Llama.
     pub qkv_bias: bool,
-    /// A bias on the attention's output: by the key `attention_bias` with Qwen3, never with Qwen2.
+    /// A bias on the attention's output: by the key `attention_bias` with Qwen3 and Llama.
     pub output_bias: bool,
     /// Standard deviation of fresh weights.
     pub initializer_range: f64,
@@ -61,25 +118,45 @@ struct ConfigFile {
     max_position_embeddings: usize,
     rope_theta: Option<f64>,
     rope_parameters: Option<RopeParameters>,
-    rope_scaling: Option<serde_json::Value>,
+    rope_scaling: Option<RopeParameters>,
     #[serde(default = "default_eps")]
     rms_norm_eps: f64,
     #[serde(default)]
     tie_word_embeddings: bool,
     attention_bias: Option<bool>,
     #[serde(default)]
+    mlp_bias: bool,
+    #[serde(default)]
     use_sliding_window: bool,
+    /// Of Mistral; the other families have the key too and ignore it without `use_sliding_window`.
+    #[serde(default = "default_sliding_window")]
+    sliding_window: Option<usize>,
     #[serde(default = "default_initializer_range")]
     initializer_range: f64,
     #[serde(default = "default_act")]
     hidden_act: String,
 }
 
-#[derive(Deserialize)]
+/// `rope_parameters` of transformers 5, or `rope_scaling` of earlier versions.
+#[derive(Default, Deserialize)]
 struct RopeParameters {
     rope_theta: Option<f64>,
-    #[serde(default = "default_rope_type")]
-    rope_type: String,
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    #[serde(flatten)]
+    scaling: serde_json::Map<String, serde_json::Value>,
+}
+
+impl RopeParameters {
+    fn scaling(self) -> Result<Option<RopeScaling>, String> {
+        match self.rope_type.as_deref() {
+            None | Some("default") => Ok(None),
+            Some("llama3") => serde_json::from_value(self.scaling.into())
+                .map(Some)
+                .map_err(|error| format!("rope type `llama3`: {error}")),
+            Some(other) => Err(format!("rope type `{other}` is not supported; expected `default` or `llama3`")),
+        }
+    }
 }
 
 fn default_eps() -> f64 {
@@ -94,13 +171,17 @@ fn default_act() -> String {
     "silu".into()
 }
 
-fn default_rope_type() -> String {
-    "default".into()
+/// What transformers' `MistralConfig` has where the key is missing; `null` means full attention.
+fn default_sliding_window() -> Option<usize> {
+    Some(4096)
 }
 
-const SUPPORTED: &str = "`Qwen2ForCausalLM`, `Qwen3ForCausalLM`";
-const CLASSIFIERS: &str =
-    "`Qwen2ForSequenceClassification`, `Qwen3ForSequenceClassification`, or a language model's, which gets a new head";
+const LANGUAGE_MODEL: &str = "ForCausalLM";
+const CLASSIFIER: &str = "ForSequenceClassification";
+
+const SUPPORTED: &str = "`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `LlamaForCausalLM`, `MistralForCausalLM`";
+const CLASSIFIERS: &str = "`Qwen2ForSequenceClassification`, `Qwen3ForSequenceClassification`, \
+     `LlamaForSequenceClassification`, `MistralForSequenceClassification`, or a language model's, which gets a new head";
 
 /// Whether the base weights are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,12 +198,7 @@ impl DecoderConfig {
     /// # Errors
     /// The file is missing, is no JSON, lacks a key, or asks for something that is not supported.
     pub fn load(path: &Path) -> Result<Self, ModelError> {
-        let family = |found: &str| match found {
-            "Qwen2ForCausalLM" => Some(Family::Qwen2),
-            "Qwen3ForCausalLM" => Some(Family::Qwen3),
-            _ => None,
-        };
-        Self::read(path, SUPPORTED, family)
+        Self::read(path, SUPPORTED, |name| Family::of_architecture(name, LANGUAGE_MODEL))
     }
 
     /// The decoder below a classifier's head, of a classifier's `config.json` or a language model's. It has no head of its own: the
@@ -131,10 +207,8 @@ impl DecoderConfig {
     /// # Errors
     /// As [`DecoderConfig::load`].
     pub(crate) fn load_backbone(path: &Path) -> Result<Self, ModelError> {
-        let family = |found: &str| match found {
-            "Qwen2ForCausalLM" | "Qwen2ForSequenceClassification" => Some(Family::Qwen2),
-            "Qwen3ForCausalLM" | "Qwen3ForSequenceClassification" => Some(Family::Qwen3),
-            _ => None,
+        let family = |name: &str| {
+            Family::of_architecture(name, LANGUAGE_MODEL).or_else(|| Family::of_architecture(name, CLASSIFIER))
         };
         Ok(Self { tie_word_embeddings: true, ..Self::read(path, CLASSIFIERS, family)? })
     }
@@ -157,17 +231,29 @@ impl ConfigFile {
         if self.use_sliding_window {
             return Err("use_sliding_window is true; only full attention is supported".into());
         }
+        let window = self.sliding_window.filter(|&window| window < self.max_position_embeddings);
+        if let (Family::Mistral, Some(window)) = (family, window) {
+            let positions = self.max_position_embeddings;
+            return Err(format!(
+                "sliding_window is {window}, below max_position_embeddings {positions}; only full attention is supported"
+            ));
+        }
+        if self.mlp_bias {
+            return Err("mlp_bias is true; expected false".into());
+        }
         if self.hidden_act != "silu" {
             return Err(format!("hidden_act is `{}`; expected `silu`", self.hidden_act));
         }
-        let rope = self.rope_parameters.unwrap_or(RopeParameters { rope_theta: None, rope_type: default_rope_type() });
-        if rope.rope_type != "default" || self.rope_scaling.is_some_and(|scaling| !scaling.is_null()) {
-            return Err("scaled rotary embeddings are not supported; expected rope type `default`".into());
-        }
+        let rope = self.rope_parameters.or(self.rope_scaling).unwrap_or_default();
+        let rope_theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
+        let rope_scaling = rope.scaling()?;
         if self.num_attention_heads == 0 {
             return Err("num_attention_heads is 0; expected at least 1".into());
         }
-        let n_kv_heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
+        let n_kv_heads = self.num_key_value_heads.unwrap_or(match family {
+            Family::Mistral => 8, // the default of transformers' `MistralConfig`
+            _ => self.num_attention_heads,
+        });
         if n_kv_heads == 0 || !self.num_attention_heads.is_multiple_of(n_kv_heads) {
             return Err(format!(
                 "num_attention_heads {} is not a multiple of num_key_value_heads {n_kv_heads}",
@@ -178,6 +264,7 @@ impl ConfigFile {
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return Err(format!("head_dim is {head_dim}; rotary embeddings need an even number"));
         }
+        let has_attention_bias = matches!(family, Family::Qwen3 | Family::Llama) && self.attention_bias == Some(true);
         Ok(DecoderConfig {
             family,
             vocab_size: self.vocab_size,
@@ -188,11 +275,12 @@ impl ConfigFile {
             n_kv_heads,
             head_dim,
             max_positions: self.max_position_embeddings,
-            rope_theta: rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0),
+            rope_theta,
+            rope_scaling,
             rms_norm_eps: self.rms_norm_eps,
             tie_word_embeddings: self.tie_word_embeddings,
-            qkv_bias: family == Family::Qwen2 || self.attention_bias == Some(true),
-            output_bias: family == Family::Qwen3 && self.attention_bias == Some(true),
+            qkv_bias: family == Family::Qwen2 || has_attention_bias,
+            output_bias: has_attention_bias,
             initializer_range: self.initializer_range,
         })
     }

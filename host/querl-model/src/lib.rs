@@ -1,4 +1,4 @@
-//! Qwen2 and Qwen3 decoders that can be trained.
+//! Qwen2, Qwen3, Llama and Mistral decoders that can be trained.
 //!
 //! In: a Hugging Face directory (config.json, safetensors, tokenizer.json, chat template) and, beside it, LoRA adapters in
 //! PEFT's format. Out: hidden states, log-probabilities and generated tokens, with gradients for whatever is trained.
@@ -55,7 +55,7 @@ pub use cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use compute_device::{ComputeDevice, GpuUse};
-pub use config::{DecoderConfig, Family, Weights};
+pub use config::{DecoderConfig, Family, RopeScaling, Weights};
 pub use decoder::Decoder;
 pub use dropout::Dropout;
 pub use error::ModelError;

@@ -46,6 +46,8 @@ impl DecoderConfig {
         let (model_type, architecture) = match self.family {
             Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
             Family::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
+            Family::Llama => ("llama", "LlamaForCausalLM"),
+            Family::Mistral => ("mistral", "MistralForCausalLM"),
         };
         serde_json::json!({
             "architectures": [architecture], "model_type": model_type, "hidden_act": "silu", "attention_dropout": 0.0,
@@ -74,6 +76,7 @@ impl DecoderConfig {
             head_dim: if is_qwen2 { hidden_size / n_heads } else { 128 },
             max_positions: if is_qwen2 { 32_768 } else { 40_960 },
             rope_theta: 1_000_000.0,
+            rope_scaling: None,
             rms_norm_eps: 1e-6,
             tie_word_embeddings: is_tied,
             qkv_bias: is_qwen2,

@@ -29,6 +29,10 @@ impl SecondOpinion {
         Ok(Self(match config.family {
             Family::Qwen2 => Inner::Qwen2(qwen2::Model::new(&qwen2_config(&config), weights)?),
             Family::Qwen3 => Inner::Qwen3(qwen3::Model::new(&qwen3_config(&config), weights)?),
+            Family::Llama | Family::Mistral => {
+                let reason = "the decoders of candle-transformers for Llama and Mistral do not return hidden states";
+                return Err(ModelError::bad_file(directory, reason));
+            }
         }))
     }
 

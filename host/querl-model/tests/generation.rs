@@ -103,7 +103,8 @@ fn sampled_logprobs_are_those_of_the_training_pass_for_every_kind_of_adapter() {
 
 #[test]
 fn bases_of_every_kind_decode_as_they_train() {
-    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
+    let qwen = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
+    for name in qwen.into_iter().chain(["llama-bias", "llama3-scaled", "mistral"]) {
         for weights in [Weights::Frozen, Weights::Trained] {
             let decoder = Decoder::load(&golden(&format!("decoders/{name}")), weights).unwrap();
             let answers =

@@ -86,9 +86,21 @@ fn check_gradients(loss: &Tensor, vars: &BTreeMap<String, Var>, prefix: &str, go
     }
 }
 
+/// The golden checkpoints of `tests/reference/decoders.py`.
+const DECODERS: [&str; 8] = [
+    "qwen2-tied",
+    "qwen2-untied",
+    "qwen3-tied",
+    "qwen3-untied",
+    "qwen3-bias",
+    "llama-bias",
+    "llama3-scaled",
+    "mistral",
+];
+
 #[test]
 fn decoders_agree_with_transformers_in_logits_and_gradients() {
-    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
+    for name in DECODERS {
         let directory = golden(&format!("decoders/{name}"));
         let golden = load_tensors(&directory.join("golden.safetensors")).unwrap();
         let decoder = Decoder::load(&directory, Weights::Trained).unwrap();
@@ -119,7 +131,7 @@ fn no_rows_have_no_hidden_states() {
 
 #[test]
 fn both_forms_of_config_json_are_read() {
-    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
+    for name in DECODERS {
         let directory = golden(&format!("decoders/{name}"));
         let classic = DecoderConfig::load(&directory.join("config.json")).unwrap();
         assert_eq!(DecoderConfig::load(&directory.join("config.transformers-5.json")).unwrap(), classic, "{name}");
@@ -136,6 +148,27 @@ fn a_tensor_without_a_place_is_refused() {
     std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
     let error = Decoder::load(folder.path(), Weights::Frozen).err().unwrap().to_string();
     assert!(error.contains("_proj.bias` has no place"), "{error}");
+}
+
+#[test]
+fn a_configuration_that_changes_attention_or_rope_in_an_unsupported_way_is_refused() {
+    let refused = |name: &str, old: &str, new: &str| {
+        let text = std::fs::read_to_string(golden(&format!("decoders/{name}/config.json"))).unwrap();
+        assert!(text.contains(old), "{name} has no {old}");
+        let (folder, changed) = (tempfile::tempdir().unwrap(), text.replace(old, new));
+        std::fs::write(folder.path().join("config.json"), changed).unwrap();
+        DecoderConfig::load(&folder.path().join("config.json")).err().map(|error| error.to_string())
+    };
+    let window = refused("mistral", "\"sliding_window\": null", "\"sliding_window\": 32").unwrap();
+    assert!(window.contains("sliding_window is 32, below max_position_embeddings 64"), "{window}");
+    // Without the key transformers takes a window of 4096, more than this model's 64 positions: it has no effect.
+    assert_eq!(refused("mistral", "  \"sliding_window\": null,\n", ""), None);
+    let yarn = refused("llama3-scaled", "\"llama3\"", "\"yarn\"").unwrap();
+    assert!(yarn.contains("rope type `yarn` is not supported; expected `default` or `llama3`"), "{yarn}");
+    let factor = refused("llama3-scaled", "\"low_freq_factor\"", "\"lowest\"").unwrap();
+    assert!(factor.contains("missing field `low_freq_factor`"), "{factor}");
+    let bias = refused("llama-bias", "\"mlp_bias\": false", "\"mlp_bias\": true").unwrap();
+    assert!(bias.contains("mlp_bias is true"), "{bias}");
 }
 
 #[test]

@@ -175,7 +175,7 @@ impl Tensors {
             fits(name, tensor, shape, config)?;
         }
         match shapes.keys().find(|name| !self.0.contains_key(*name)) {
-            Some(name) => Err(format!("no tensor `{name}` there, which `{CONFIG_FILE}` asks for on this model")),
+            Some(name) => Err(format!("no tensor `{name}` there, which `{CONFIG_FILE}` requires on this model")),
             None => Ok(()),
         }
     }

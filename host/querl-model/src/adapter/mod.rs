@@ -1,4 +1,4 @@
-//! LoRA adapters in PEFT's format: plain, rank-stabilised, with magnitudes (DoRA), with whole modules beside them.
+//! LoRA adapters in PEFT's format: plain, rank-stabilised, with magnitudes (DoRA), with `modules_to_save`.
 
 mod config_file;
 mod file;
@@ -31,19 +31,19 @@ pub struct LoraPair {
     pub magnitude: Option<Tensor>, // (out)
 }
 
-/// Low-rank matrices beside frozen weights, kept in f32.
+/// Low-rank matrices that change frozen weights, in f32.
 #[derive(Debug, Clone)]
 pub struct LoraAdapter {
     settings: LoraSettings,
     pairs: BTreeMap<String, LoraPair>,
-    /// Trained copies of whole modules by path.
+    /// Trained copies of `modules_to_save` by path.
     saved: BTreeMap<&'static str, Tensor>,
-    /// A classifier's head: kept and saved, no part of a decoder.
+    /// A classifier's head; the decoder does not use it.
     score: Option<Tensor>,
     vars: BTreeMap<String, Var>,
     file: ConfigFile,
     stored_dtype: DType,
-    /// Who holds which part.
+    /// Which shard of the adapter this is.
     parallel: TensorParallel,
 }
 
@@ -103,8 +103,7 @@ impl LoraAdapter {
         Ok(split)
     }
 
-    /// The whole adapter, on the CPU, of which this is a part: every rank of the model's must ask for it at once, and each gets
-    /// it. Itself where it is whole.
+    /// The whole adapter on the CPU, gathered from the shards of all ranks; itself where it is whole. A collective operation.
     ///
     /// # Errors
     /// A rank has failed or is elsewhere.
@@ -148,7 +147,7 @@ impl LoraAdapter {
         Ok(Self { settings, pairs, saved, score, vars, file, stored_dtype, parallel: TensorParallel::default() })
     }
 
-    /// The adapter with a classifier's head beside it, which is saved with it; what trains the head is not this adapter's.
+    /// The adapter with a classifier's head, which is saved with it and trained by the classifier.
     pub(crate) fn with_score(self, score: &Var) -> Self {
         let mut settings = self.settings.clone();
         if !settings.modules_to_save.iter().any(|name| name == SCORE) {
@@ -214,7 +213,7 @@ impl LoraAdapter {
         self.renewed(|_, values| values.copy())
     }
 
-    /// The adapter with its values where a decoder stands; itself where they are there.
+    /// The adapter with its values on a device; itself where they are there.
     ///
     /// # Errors
     /// There is no memory for it.

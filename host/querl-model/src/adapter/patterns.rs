@@ -1,4 +1,4 @@
-//! PEFT's regular expressions: a value for the layers whose name ends as a pattern says.
+//! PEFT's regular expressions: values by pattern of a layer's path.
 
 use fancy_regex::Regex;
 use serde::de::{MapAccess, Visitor};
@@ -38,7 +38,7 @@ impl<T: Copy> Patterns<T> {
         self.0.iter().map(|(pattern, value)| (pattern.as_str(), *value))
     }
 
-    /// The patterns, ready to be asked; `key` is what an error calls them.
+    /// The compiled patterns; `key` names them in errors.
     pub(super) fn compile(&self, key: &str) -> Result<Vec<(Regex, T)>, String> {
         let compiled =
             |(pattern, value): &(String, T)| Ok((regex(&format!(r"^(.*\.)?({pattern})$"), pattern, key)?, *value));
@@ -46,17 +46,17 @@ impl<T: Copy> Patterns<T> {
     }
 }
 
-/// The value of the first pattern that fits `name`.
+/// The value of the first pattern that matches `name`.
 pub(super) fn first<T: Copy>(patterns: &[(Regex, T)], name: &str) -> Option<T> {
     patterns.iter().find(|(pattern, _)| is_match(pattern, name)).map(|(_, value)| *value)
 }
 
-/// A pattern that must fit a whole name.
+/// A pattern that must match a whole name.
 pub(super) fn whole(pattern: &str, key: &str) -> Result<Regex, String> {
     regex(&format!("^(?:{pattern})$"), pattern, key)
 }
 
-/// Whether it fits; one that takes too many steps does not.
+/// Whether it matches; a pattern that takes too many steps does not.
 pub(super) fn is_match(pattern: &Regex, name: &str) -> bool {
     pattern.is_match(name).unwrap_or(false)
 }
@@ -123,7 +123,7 @@ mod tests {
         let names =
             ["0.self_attn.q_proj", "1.self_attn.q_proj", "1.self_attn.k_proj", "1.mlp.up_proj", "0.self_attn.o_proj"];
         let found = names.map(|name| first(&patterns, &format!("model.layers.{name}")));
-        // `^` stands behind the optional prefix: it fits since the prefix may be empty.
+        // `^` follows the optional prefix: it matches since the prefix may be empty.
         assert_eq!(found, [Some(1), Some(2), Some(5), Some(4), None]);
     }
 

@@ -1,11 +1,11 @@
-//! What an adapter is made of, and which layers of a decoder that comes to.
+//! Settings of an adapter, and the layers of a decoder that they select.
 
 use super::patterns::{self, Patterns};
 use crate::DecoderConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Shape of an adapter, in PEFT's words.
+/// Settings of an adapter, by PEFT's names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraSettings {
     /// Rows of A.
@@ -16,15 +16,15 @@ pub struct LoraSettings {
     ///
     /// Source: Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA".
     pub use_rslora: bool,
-    /// A trained magnitude for each output beside the matrices.
+    /// A trained magnitude for each output (DoRA).
     ///
     /// Source: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation".
     pub use_dora: bool,
-    /// Share of an adapter's inputs set to zero in training. It is not part of a forward pass unless the pass asks for it.
+    /// Share of an adapter's inputs set to zero in training. A forward pass applies it only where [`crate::Pass::dropout`] is set.
     pub dropout: f64,
     /// The adapted layers.
     pub target_modules: Modules,
-    /// Layers that are left alone although they are targets.
+    /// Layers that are not adapted although they are targets.
     pub exclude_modules: Option<Modules>,
     /// Numbers of the adapted blocks; empty for all.
     pub layers_to_transform: Vec<usize>,
@@ -32,13 +32,13 @@ pub struct LoraSettings {
     pub rank_pattern: Patterns<usize>,
     /// Other alphas for some layers.
     pub alpha_pattern: Patterns<f64>,
-    /// Modules that are trained and saved whole: `embed_tokens`, `lm_head`; a classifier's `score` is kept as it is.
+    /// Modules that are trained and saved whole: `embed_tokens`, `lm_head`; a classifier's `score` is not trained here.
     pub modules_to_save: Vec<String>,
     /// Whether saved copies of a tied embedding and head are one.
     pub saved_copies: SavedCopies,
 }
 
-/// What becomes of a tied embedding and head in `modules_to_save`.
+/// How a tied embedding and head in `modules_to_save` are copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SavedCopies {
     /// Each has a copy of its own, and what is not saved stays as the base has it: PEFT's default.
@@ -102,7 +102,6 @@ impl From<Modules> for Written {
     }
 }
 
-/// Whether a layer's path is meant.
 type Matcher<'a> = Box<dyn Fn(&str) -> bool + 'a>;
 
 impl Modules {
@@ -129,7 +128,6 @@ fn is_named(path: &str, name: &str) -> bool {
     path.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
-/// What is adapted: a linear layer, or the embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LayerKind {
     Linear,

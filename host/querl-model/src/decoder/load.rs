@@ -142,7 +142,8 @@ impl Decoder {
         let layers = (0..config.n_layers)
             .map(|index| LayerWeights::load(&format!("model.layers.{index}"), &config, &mut source).map(Arc::new))
             .collect::<Result<_, _>>()?;
-        let rope = RopeTable::new(config.max_positions, config.head_dim, config.rope_theta);
+        let rope =
+            RopeTable::scaled(config.max_positions, config.head_dim, config.rope_theta, config.rope_scaling.as_ref());
         Ok(Self {
             norm: source.value("model.norm.weight")?,
             embedding,

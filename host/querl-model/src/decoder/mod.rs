@@ -1,4 +1,4 @@
-//! The decoder: embedding, layers, final norm. One forward pass serves Qwen2 and Qwen3, training and decoding.
+//! The decoder: embedding, transformer layers, final norm, head.
 
 mod adapted;
 mod load;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 pub use parts::{AdaptedLayer, AdaptedLinear};
 
-/// A Qwen2 or Qwen3 decoder.
+/// A decoder-only language model of one of the families of [`crate::Family`].
 pub struct Decoder {
     /// Of the whole model.
     config: DecoderConfig,

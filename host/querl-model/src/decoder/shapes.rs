@@ -1,6 +1,6 @@
 //! Which tensors a decoder of a given config has.
 
-use crate::{DecoderConfig, Family};
+use crate::DecoderConfig;
 
 impl DecoderConfig {
     /// Every adapted-by-default linear layer: its path, outputs, inputs.
@@ -51,7 +51,7 @@ impl DecoderConfig {
             for norm in ["input_layernorm", "post_attention_layernorm"] {
                 shapes.push((format!("model.layers.{layer}.{norm}.weight"), vec![h]));
             }
-            if self.family == Family::Qwen3 {
+            if self.family.has_qk_norm() {
                 for norm in ["q_norm", "k_norm"] {
                     shapes.push((format!("model.layers.{layer}.self_attn.{norm}.weight"), vec![self.head_dim]));
                 }

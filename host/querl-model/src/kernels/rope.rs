@@ -3,6 +3,7 @@
 use super::rms_norm::{inverse_rms, row_gradient, sum_of};
 use super::simd::vectorised;
 use super::{ROWS_PER_TASK, filled, floats, values_per_task, with_floats};
+use crate::RopeScaling;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
@@ -19,9 +20,14 @@ pub struct RopeTable {
 impl RopeTable {
     /// Angles `position * theta^(-2j / head_dim)` for positions below `n_positions`.
     pub fn new(n_positions: usize, head_dim: usize, theta: f64) -> Self {
-        let half = head_dim / 2;
-        let inverse_frequencies: Vec<f32> =
-            (0..half).map(|j| 1f32 / (theta.powf(2.0 * j as f64 / head_dim as f64) as f32)).collect();
+        Self::scaled(n_positions, head_dim, theta, None)
+    }
+
+    /// The same with scaled frequencies.
+    pub fn scaled(n_positions: usize, head_dim: usize, theta: f64, scaling: Option<&RopeScaling>) -> Self {
+        let frequency = |j: usize| 1f32 / (theta.powf(2.0 * j as f64 / head_dim as f64) as f32);
+        let scaled = |frequency: f32| scaling.map_or(frequency, |scaling| scaling.scaled(frequency));
+        let inverse_frequencies: Vec<f32> = (0..head_dim / 2).map(|j| scaled(frequency(j))).collect();
         let angles = (0..n_positions).flat_map(|p| inverse_frequencies.iter().map(move |f| p as f32 * f));
         let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
         Self { cos: Arc::new(cos), sin: Arc::new(sin), head_dim }

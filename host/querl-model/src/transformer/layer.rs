@@ -21,7 +21,7 @@ use super::backend::{Attention, LayerBackend, LinearBackward, MaybeBorrowed, Tra
 use super::linear::{Linear, LoraLinear};
 use super::rows::{LayerContext, LayerRows, PackedAttention};
 use crate::weights::WeightLoader;
-use crate::{DecoderConfig, Family, LoraAdapter, ModelError};
+use crate::{DecoderConfig, LoraAdapter, ModelError};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// Weights of a layer as a model holds them.
@@ -54,9 +54,9 @@ impl LayerWeights {
         let up = linear("mlp.up_proj", false)?;
         let down = linear("mlp.down_proj", false)?;
         let mut norm = |name: &str| loader.value(&format!("{path}.{name}.weight"));
-        let qk_norm = match config.family {
-            Family::Qwen2 => None,
-            Family::Qwen3 => Some([norm("self_attn.q_norm")?, norm("self_attn.k_norm")?]),
+        let qk_norm = match config.family.has_qk_norm() {
+            true => Some([norm("self_attn.q_norm")?, norm("self_attn.k_norm")?]),
+            false => None,
         };
         let (input_norm, post_attention_norm) = (norm("input_layernorm")?, norm("post_attention_layernorm")?);
         Ok(Self { input_norm, q, k, v, qk_norm, o, post_attention_norm, gate, up, down })

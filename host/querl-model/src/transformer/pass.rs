@@ -10,12 +10,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// How a pass over a batch is to be run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pass<'a> {
-    /// Beside the base's weights; `None` is the bare base.
+    /// `None`: the base alone.
     pub adapter: Option<&'a LoraAdapter>,
-    /// On the inputs of the adapter's layers; `None` in rollouts, references and evaluation.
+    /// Dropout on the inputs of the adapter; `None` in rollouts, reference passes and evaluation.
     pub dropout: Option<Dropout>,
-    /// What layers keep for the backward pass, and where they put the gradients they find; `None` keeps activations and leaves
-    /// gradients to the graph.
+    /// What layers save for the backward pass, and where they put gradients; `None` saves activations and leaves gradients to
+    /// the graph.
     pub recompute: Option<&'a Recompute>,
 }
 
@@ -26,28 +26,28 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// What a layer keeps for its backward pass.
+/// What a layer saves for its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keep {
-    /// What is dear to compute again.
+    /// Activations that are expensive to compute again.
     Activations,
     /// Its input alone: gradient checkpointing.
     Inputs,
 }
 
-/// What layers find in a backward pass, beside the graph. One serves any number of passes, one after another.
+/// Collects gradients that layers compute outside of candle's graph. It serves any number of passes, one after another.
 #[derive(Debug, Clone)]
 pub struct Recompute {
     keep: Keep,
-    found: Arc<Mutex<HashMap<TensorId, Tensor>>>,
+    gradients: Arc<Mutex<HashMap<TensorId, Tensor>>>,
     /// A variable among the inputs of every such layer: candle leaves out operations without one. Made with the first.
     anchor: Arc<OnceLock<Var>>,
 }
 
 impl Recompute {
-    /// With nothing found yet.
+    /// Without gradients.
     pub fn new(keep: Keep) -> Self {
-        Self { keep, found: Arc::default(), anchor: Arc::default() }
+        Self { keep, gradients: Arc::default(), anchor: Arc::default() }
     }
 
     /// True where layers keep their inputs alone.
@@ -72,19 +72,19 @@ impl Recompute {
         Ok(anchor.as_tensor().clone())
     }
 
-    fn found(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
+    fn gradients(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
         // A panic elsewhere leaves sums that are whole: each entry is replaced at once.
-        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+        self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a gradient of a variable.
     pub(crate) fn add(&self, id: TensorId, gradient: Tensor) -> TensorResult<()> {
-        let mut found = self.found();
-        let sum = match found.remove(&id) {
+        let mut gradients = self.gradients();
+        let sum = match gradients.remove(&id) {
             Some(earlier) => (earlier + gradient)?,
             None => gradient,
         };
-        found.insert(id, sum);
+        gradients.insert(id, sum);
         Ok(())
     }
 }
@@ -95,11 +95,11 @@ impl Recompute {
 /// A tensor operation fails.
 pub fn backward(loss: &Tensor, recompute: Option<&Recompute>) -> Result<GradStore, ModelError> {
     if let Some(recompute) = recompute {
-        recompute.found().clear(); // left over where an earlier backward pass failed
+        recompute.gradients().clear(); // left over where an earlier backward pass failed
     }
     let mut gradients = loss.backward()?;
-    let found = recompute.map(|recompute| std::mem::take(&mut *recompute.found())).unwrap_or_default();
-    for (id, gradient) in found {
+    let collected = recompute.map(|recompute| std::mem::take(&mut *recompute.gradients())).unwrap_or_default();
+    for (id, gradient) in collected {
         let sum = match gradients.get_id(id) {
             Some(other) => (other + gradient)?,
             None => gradient,

@@ -2,7 +2,7 @@
 
 use super::SUM_BYTES;
 use querl_core::config::{BaseDtype, SftConfig};
-use querl_model::{DecoderConfig, Family};
+use querl_model::DecoderConfig;
 
 /// The linear layers of a decoder layer, with their inputs and outputs.
 pub fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
@@ -47,7 +47,7 @@ pub fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
 /// Norms and biases of a layer, always f32.
 fn small_of_layer(shapes: &DecoderConfig) -> usize {
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
-    let norms_of_heads = if shapes.family == Family::Qwen3 { 2 * shapes.head_dim } else { 0 };
+    let norms_of_heads = if shapes.family.has_qk_norm() { 2 * shapes.head_dim } else { 0 };
     let qkv = if shapes.qkv_bias { q + 2 * kv } else { 0 };
     let out = if shapes.output_bias { shapes.hidden_size } else { 0 };
     2 * shapes.hidden_size + norms_of_heads + qkv + out
@@ -73,7 +73,7 @@ pub(super) fn largest_trained(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
 /// attention output and logsumexp, the residuals after attention and after the layer, gate and up, LoRA A outputs.
 pub(super) fn saved_bytes_of_row(shapes: &DecoderConfig, rank: usize, value_bytes: usize) -> u64 {
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
-    let before_norm = if shapes.family == Family::Qwen3 { q + kv } else { 0 };
+    let before_norm = if shapes.family.has_qk_norm() { q + kv } else { 0 };
     let values = 2 * q + 2 * kv + before_norm + 2 * shapes.intermediate_size + 7 * rank;
     let sums = 2 * shapes.hidden_size + shapes.n_heads;
     (values * value_bytes + sums * SUM_BYTES) as u64

@@ -16,6 +16,7 @@ fn large() -> DecoderConfig {
         n_kv_heads: 8,
         head_dim: 128,
         max_positions: 32_768,
+        rope_scaling: None,
         rope_theta: 1e6,
         rms_norm_eps: 1e-6,
         tie_word_embeddings: false,
