@@ -139,6 +139,9 @@ pub enum ExpectedJudgement {
     Rejected(String),
 }
 
+/// A total, and the value of a component by its name.
+pub type ActualScore<'a> = (f64, &'a dyn Fn(&str) -> Option<f64>);
+
 /// Whether a result is the expected one; if not, the expectation in words.
 pub type Comparison = Result<(), String>;
 
@@ -155,7 +158,7 @@ impl ExpectedScore {
     ///
     /// # Errors
     /// They differ: the expectation in words.
-    pub fn compare(&self, actual: Result<(f64, &dyn Fn(&str) -> Option<f64>), &str>) -> Comparison {
+    pub fn compare(&self, actual: Result<ActualScore<'_>, &str>) -> Comparison {
         let holds = match (self, actual) {
             (Self::Rejected(expected), Err(code)) => expected == code,
             (Self::Score { total, tolerance, components }, Ok((actual, component))) => {
