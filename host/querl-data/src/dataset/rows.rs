@@ -13,13 +13,13 @@ pub type RowIter<'a, T> = Box<dyn Iterator<Item = Result<T, DataError>> + 'a>;
 
 /// Rows with an order, which can be read more than once and are the same each time.
 pub trait Rows<T> {
-    /// Reads from the first row on.
     /// Reads from the first row.
     ///
     /// # Errors
     /// The source cannot be opened, or has changed since the first reading.
     fn read(&self) -> Result<RowIter<'_, T>, DataError>;
 
+    /// The file that holds the rows, if there is one.
     fn path(&self) -> Option<&Path> {
         None
     }

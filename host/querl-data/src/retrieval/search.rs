@@ -25,6 +25,7 @@ pub trait RetrievalBackend: Send + Sync {
     /// The service failed, or its response cannot be parsed.
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure>;
 
+    /// Name in reports.
     fn name(&self) -> &str;
 }
 
