@@ -246,6 +246,11 @@ impl SequenceCache {
         self.len
     }
 
+    /// Whether it holds no token.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// Its blocks, oldest first.
     pub fn blocks(&self) -> &[Arc<Block>] {
         &self.blocks

@@ -71,12 +71,14 @@ impl std::fmt::Debug for HostOptions {
 /// Settings of a plugin, as the configuration has them.
 pub type PluginSettings = BTreeMap<String, toml::Value>;
 
+/// Makes a plugin's port of its exports; `None` where the component does not export the kind's interface.
+type Adapt<P> = Box<dyn FnOnce(Caller) -> Option<Result<Box<P>, PluginFault>>>;
+
 /// The port as which [`PluginHost::open`] opens a plugin: one of each kind.
 pub struct PluginPort<P: ?Sized> {
     kind: PluginKind,
     style_model: Option<Arc<dyn StyleModel>>,
-    /// `None` where the component does not export the kind's interface.
-    adapt: Box<dyn FnOnce(Caller) -> Option<Result<Box<P>, PluginFault>>>,
+    adapt: Adapt<P>,
 }
 
 impl PluginPort<dyn Prompts> {

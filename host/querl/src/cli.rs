@@ -56,7 +56,7 @@ pub enum Command {
     #[command(subcommand)]
     Plugin(plugin::PluginCommand),
     /// Serve a style model or knowledge bases over HTTP
-    Serve(serve::ServeArgs),
+    Serve(Box<serve::ServeArgs>),
     /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]
     Rag(rag::RagCommand),

@@ -94,6 +94,9 @@ pub struct SavedActivations<B: LayerBackend, S> {
     lora_a_out: [B::LoraAOut; 7], // q, k, v, o, gate, up, down
 }
 
+/// Output of a layer, and what its backward pass needs.
+type ForwardResult<B, S> = (<B as LayerBackend>::Residual, SavedActivations<B, S>);
+
 impl<B: LayerBackend> TransformerLayer<B> {
     /// Output `(queries, H)` for the input `x` `(N, H)`.
     pub fn forward<A: Attention<B>>(
@@ -102,7 +105,7 @@ impl<B: LayerBackend> TransformerLayer<B> {
         attention: &mut A,
         layer_rows: &LayerRows,
         x: &B::ResidualSlice,
-    ) -> TensorResult<(B::Residual, SavedActivations<B, A::Saved>)> {
+    ) -> TensorResult<ForwardResult<B, A::Saved>> {
         let LayerRows { context, rows, query_rows } = layer_rows;
         let (width, query_rows) = (context.hidden_size, query_rows.as_ref());
         let [q_norm, k_norm] = self.qk_norms();

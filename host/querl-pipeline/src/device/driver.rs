@@ -71,8 +71,8 @@ type GetFree = unsafe extern "C" fn(*mut usize, *mut usize) -> c_int;
 const CAPABILITY: [c_int; 2] = [75, 76];
 
 impl Probe {
-    /// Asks the driver.
-    pub fn new() -> Self {
+    /// Opens the driver library and queries its GPUs.
+    pub fn ask() -> Self {
         let name = std::env::var_os(DRIVER_VARIABLE).unwrap_or_else(|| DRIVER.into());
         // SAFETY: the library's initialisers are the driver's own; every CUDA program runs them.
         let Ok(library) = (unsafe { Library::new(name) }) else { return Self::Absent };

@@ -273,7 +273,7 @@ fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Back
     if std::env::var_os(ON_CPU).is_some() {
         return library::open().map(Backend::LibraryOnCpu);
     }
-    let driver = Probe::new().driver()?;
+    let driver = Probe::ask().driver()?;
     let used = |&index: &usize| {
         let gpu = driver.gpus.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
         Ok(UsedGpu { index, gpu, free_bytes: driver.free_bytes(index).ok() })

@@ -156,7 +156,7 @@ pub struct Job {
 #[serde(rename_all = "snake_case")]
 pub enum Work {
     /// [`run_sft`](super::run_sft).
-    Sft(SftJob),
+    Sft(Box<SftJob>),
     /// [`run_rl`](super::run_rl).
     Rl(Box<RlJob>),
     /// [`run_generate`](super::run_generate).

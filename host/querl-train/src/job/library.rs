@@ -102,7 +102,7 @@ impl Library {
         resources: &Resources,
         callbacks: &Callbacks<'_>,
     ) -> Result<SftSummary, JobError> {
-        match self.run(Work::Sft(job.clone()), resources, &Context::new(callbacks))? {
+        match self.run(Work::Sft(Box::new(job.clone())), resources, &Context::new(callbacks))? {
             JobResult::Sft(summary) => Ok(summary),
             _ => Err(unexpected("another job's result")),
         }

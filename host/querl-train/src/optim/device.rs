@@ -75,7 +75,9 @@ impl DeviceMoments {
             tensors.push(AdamWTensors { values: var.as_tensor(), gradient, first, second, decay });
         }
         let accelerator = tensors.first().map(|first| accelerator_of(first.values)).transpose()?.flatten();
-        let taken = accelerator.map(|device| device.adamw(&tensors, rules[0].1, gradients.on_device()));
-        Ok(taken.transpose()?.unwrap_or_default())
+        match accelerator {
+            Some(device) => Ok(device.adamw(&tensors, rules[0].1, gradients.on_device())?),
+            None => Ok(()),
+        }
     }
 }

@@ -246,8 +246,8 @@ pub(super) fn run_rank(
 ) -> Result<RlSummary, TrainError> {
     let prompts: Vec<Vec<u32>> = (0..6).map(|row| vec![7, 8, 20 + row]).collect();
     let task = RlTask {
-        train: RlData { prompts: &prompts, environment: environment },
-        val: RlData { prompts: &prompts[..2], environment: environment },
+        train: RlData { prompts: &prompts, environment },
+        val: RlData { prompts: &prompts[..2], environment },
         fingerprint: Some("inputs"),
         output_dir: folder,
         mesh: &mesh,

@@ -8,7 +8,7 @@ use querl_train::job::interface::Description;
 
 /// In this order: the driver, each card, the library, what several cards sum with, and what follows.
 pub(super) fn findings() -> Vec<Finding> {
-    let driver = Probe::new().driver();
+    let driver = Probe::ask().driver();
     let library = device::open_library();
     let mut findings = vec![of_driver(driver.as_ref())];
     findings.extend(driver.iter().flat_map(|driver| (0..driver.gpus.len()).map(|index| of_card(driver, index))));
