@@ -12,7 +12,6 @@ const SOURCES: [(&str, &str); 5] = [
     ("LICENSE", "LICENSE"),
 ];
 
-/// What tools leave behind.
 const NOT_SOURCE: [&str; 4] = ["__pycache__", "node_modules", "target", ".venv"];
 
 fn main() {

@@ -283,9 +283,6 @@ pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
 }
 
 /// The content of a regular file of at most `most` bytes. Devices and pipes never end, or never begin.
-///
-/// # Errors
-/// There is no such file, it cannot be read, it is no regular file, or it is larger.
 pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> {
     let failed = |source| BundleError::io(path, source);
     // Asked before opening, which waits for a pipe's other end.
@@ -302,9 +299,6 @@ pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> 
 }
 
 /// As [`read_file`], of UTF-8 text.
-///
-/// # Errors
-/// As [`read_file`], or other content.
 pub(crate) fn read_text_file(path: &Path, most: u64) -> Result<String, BundleError> {
     String::from_utf8(read_file(path, most)?).map_err(|_| BundleError::folder(path, "is not UTF-8 text"))
 }

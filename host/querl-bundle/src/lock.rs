@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 const FORMAT: u64 = 1;
-/// Some thousands of plugins.
 const LARGEST_BYTES: u64 = 1 << 20;
 
 /// The lock file.

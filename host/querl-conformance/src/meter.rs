@@ -43,7 +43,6 @@ thread_local! {
     static USAGE: Cell<Usage> = const { Cell::new(Usage::NONE) };
 }
 
-/// Keeps the books.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Meter {
     peak: Arc<Mutex<Peak>>,

@@ -125,7 +125,6 @@ impl Report {
         )
     }
 
-    /// Name, version and kinds.
     fn title(&self) -> String {
         let kinds: Vec<_> = self.kinds.iter().map(|kind| kind.name()).collect();
         match kinds.is_empty() {

@@ -58,7 +58,6 @@ impl SuiteOptions {
     }
 }
 
-/// The plugin under test.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Subject<'a> {
     pub(crate) host: &'a PluginHost,

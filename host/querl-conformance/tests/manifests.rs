@@ -8,7 +8,6 @@ use querl_conformance::{Outcome, Report};
 use querl_plugin::{HostOptions, PluginHost};
 use std::path::{Path, PathBuf};
 
-/// What golden cases score.
 const EPISODE: &str = r#""episode": {"query": "胶原咋吃", "baseline": {"rewrite": "胶原"},
     "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}}}"#;
 

@@ -16,7 +16,6 @@ const DEFAULT_LENGTH: usize = 512;
 /// Minimum `max_length`, as in the configuration: special tokens of a pair and some of both texts.
 const MIN_LENGTH: usize = 8;
 
-/// Network architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Architecture {
     /// BERT with pooler, as in `bge-small-zh-v1.5`.
@@ -34,10 +33,6 @@ pub(crate) struct Directory {
 }
 
 impl Directory {
-    /// Reads config.json.
-    ///
-    /// # Errors
-    /// The file is missing, not JSON, or of another architecture.
     pub(crate) fn open(folder: &Path) -> Result<Self, EncoderError> {
         let path = folder.join("config.json");
         let config = read_json(&path)?;
@@ -80,9 +75,6 @@ impl Directory {
     }
 
     /// Maximum sequence length with special tokens: `requested`, or that of sentence-transformers, at most [`DEFAULT_LENGTH`].
-    ///
-    /// # Errors
-    /// `requested` is more than the model's positions.
     pub(crate) fn max_length(&self, requested: Option<usize>) -> Result<usize, EncoderError> {
         let positions = self.number("max_position_embeddings")?;
         let longest = match self.architecture {
@@ -119,9 +111,6 @@ impl Directory {
     }
 
     /// The weights converted to f32.
-    ///
-    /// # Errors
-    /// model.safetensors is missing or damaged.
     pub(crate) fn weights(&self) -> Result<VarBuilder<'static>, EncoderError> {
         let path = self.path("model.safetensors");
         let bytes = std::fs::read(&path).map_err(|error| {
@@ -132,9 +121,6 @@ impl Directory {
     }
 
     /// Digest of [`DIGESTED_FILES`] and `settings`.
-    ///
-    /// # Errors
-    /// A file cannot be read.
     pub(crate) fn digest(&self, settings: &[String]) -> Result<String, EncoderError> {
         let mut parts = settings.to_vec();
         for name in DIGESTED_FILES {
@@ -162,9 +148,6 @@ pub(crate) enum Backbone {
 
 impl Backbone {
     /// Loads the encoder; tensor names may have the prefix of a model with a head.
-    ///
-    /// # Errors
-    /// A setting or tensor is missing or has another shape.
     pub(crate) fn load(directory: &Directory, weights: &VarBuilder<'static>) -> Result<Self, EncoderError> {
         let config = || settings(&directory.config, directory.pad_id());
         let unfit = |error: serde_json::Error| EncoderError::file(&directory.path("config.json"), error);
@@ -225,7 +208,6 @@ pub(crate) struct Tokens {
 
 /// A batch, each `(B, T)` u32.
 pub(crate) struct Batch {
-    /// Indices of the texts.
     pub(crate) positions: Vec<usize>,
     pub(crate) ids: Tensor,
     pub(crate) type_ids: Tensor,
@@ -235,9 +217,6 @@ pub(crate) struct Batch {
 
 impl Tokens {
     /// Reads tokenizer.json. Texts are truncated to `max_length` tokens with special tokens.
-    ///
-    /// # Errors
-    /// The file is missing or damaged.
     pub(crate) fn open(directory: &Directory, max_length: usize) -> Result<Self, EncoderError> {
         let path = directory.path("tokenizer.json");
         let mut tokenizer = Tokenizer::from_file(&path).map_err(|error| EncoderError::file(&path, error))?;
@@ -255,9 +234,6 @@ impl Tokens {
     }
 
     /// Tokenizes texts or pairs into batches of similar length, longest first.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
     pub(crate) fn batches<'a, T: Into<EncodeInput<'a>> + Send>(
         &self,
         texts: Vec<T>,

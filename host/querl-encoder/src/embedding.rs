@@ -7,7 +7,6 @@ use querl_core::ports::{Embedder, LocalModelError};
 use serde_json::Value;
 use std::path::Path;
 
-/// Pooling of hidden states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pooling {
     /// The first token, as in the bge family.
@@ -138,9 +137,6 @@ fn modes(settings: &Value) -> Vec<&str> {
 }
 
 /// Folder of the pooling settings according to modules.json.
-///
-/// # Errors
-/// An unsupported module, such as a dense layer.
 fn pooling_folder(directory: &Directory) -> Result<String, EncoderError> {
     const FILE: &str = "modules.json";
     let mut folder = "1_Pooling".to_owned();

@@ -45,7 +45,6 @@ impl Metric {
     pub const COMPARED: [Self; 6] =
         [Self::Top1, Self::Mrr, Self::Top1Score, Self::JudgeScore, Self::Reward, Self::WinRate];
 
-    /// Whether it needs retrieval.
     pub(crate) fn needs_retrieval(self) -> bool {
         matches!(self, Self::Top1 | Self::Mrr | Self::Top1Score | Self::WinRate)
     }
@@ -64,7 +63,6 @@ impl Metric {
         self.texts().2
     }
 
-    /// Name, label and explanation.
     fn texts(self) -> (&'static str, &'static str, &'static str) {
         match self {
             Self::Top1 => ("top1", "top-1 %", "first hit is a gold passage; a failure is a miss"),

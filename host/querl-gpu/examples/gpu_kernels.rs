@@ -42,13 +42,11 @@ struct Case<'a> {
     floors: Vec<(&'static str, Floor)>,
 }
 
-/// On what.
 #[derive(Clone)]
 struct Sizes {
     shape: DecoderConfig,
     /// Rows of a training pass.
     n_rows: usize,
-    /// Answers in progress.
     n_sequences: usize,
 }
 

@@ -41,8 +41,6 @@ impl<'a> Host<'a> {
         unsafe { (self.0.event)(self.0.context, bytes.as_ptr(), bytes.len()) }
     }
 
-    /// # Errors
-    /// The program's message, or what is wrong with its reply.
     fn request(&self, request: &Request) -> Result<Reply, String> {
         let request = serde_json::to_vec(request).map_err(|error| format!("a request has no JSON form: {error}"))?;
         let mut out = Bytes::EMPTY;

@@ -40,7 +40,6 @@ fn library() -> Library {
     unsafe { Library::connect(address, env!("CARGO_PKG_VERSION")) }.unwrap()
 }
 
-/// Records progress.
 #[derive(Default)]
 struct Lines(Mutex<Vec<String>>);
 
@@ -105,7 +104,6 @@ fn fault() -> EnvironmentError {
     PluginFault { plugin, version, message, kind: FaultKind::TooManyDropped }.into()
 }
 
-/// Callbacks without metrics.
 fn with_callbacks<R>(stop: bool, run: impl FnOnce(&Callbacks<'_>) -> R) -> R {
     let (lines, metrics, stop) = (Lines::default(), Mutex::new(NoMetrics), AtomicBool::new(stop));
     run(&Callbacks { progress: &lines, metrics: &metrics, stop: &stop })

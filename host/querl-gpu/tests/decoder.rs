@@ -72,7 +72,6 @@ impl Model {
         [load(&ComputeDevice::Cpu), load(&card())]
     }
 
-    /// With another adapter.
     fn pair_with(name: &str, settings: &LoraSettings) -> [Self; 2] {
         let load = |place: &ComputeDevice| Self::part_with(name, BaseDtype::Bf16, settings, place, &Ranks::alone());
         [load(&ComputeDevice::Cpu), load(&card())]

@@ -17,7 +17,6 @@ mod peak;
 
 use std::time::{Duration, Instant};
 
-/// A model's shape.
 struct ModelShape {
     name: &'static str,
     hidden: usize,
@@ -35,13 +34,11 @@ const SHAPES: [ModelShape; 2] = [
 
 /// What one call of a kernel does.
 struct Work {
-    /// Multiplications and additions.
     operations: f64,
     /// Bytes of all operands and results, each once.
     bytes: f64,
 }
 
-/// One measured kernel.
 struct Kernel {
     name: String,
     n_rows: usize,

@@ -160,9 +160,6 @@ impl BlockPool {
     }
 
     /// A block of the host's holds zeros: what stands behind a sequence's last token is multiplied by 0, so it has to be finite.
-    ///
-    /// # Errors
-    /// The card has no further block.
     fn take(pool: &Arc<Self>) -> Result<Block, ModelError> {
         let block = match &pool.memory {
             Memory::Host(free) => {

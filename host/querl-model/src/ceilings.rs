@@ -15,7 +15,6 @@ pub struct Repeated {
     pub seconds: Vec<f64>,
 }
 
-/// Calls that count.
 const REPEATS: usize = 10;
 
 /// Sizes double until a call takes so many seconds: a shorter one is mostly its beginning and end.

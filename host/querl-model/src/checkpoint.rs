@@ -57,18 +57,12 @@ pub(crate) struct StoredModel {
 
 impl StoredModel {
     /// Opens a Hugging Face directory.
-    ///
-    /// # Errors
-    /// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
     pub(crate) fn open(directory: &Path) -> Result<Self, ModelError> {
         let config = DecoderConfig::load(&required(directory, "config.json")?)?;
         Self::open_with(directory, config, &[])
     }
 
     /// The same for a configuration that was read already. `beside`: tensors that may stand there besides the decoder's.
-    ///
-    /// # Errors
-    /// As [`StoredModel::open`].
     pub(crate) fn open_with(directory: &Path, config: DecoderConfig, beside: &[&str]) -> Result<Self, ModelError> {
         let files = weight_files(directory)?;
         // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
@@ -99,23 +93,16 @@ impl StoredModel {
         Ok(())
     }
 
-    /// Shape of the decoder.
     pub(crate) fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
     /// The type in which a tensor is stored.
-    ///
-    /// # Errors
-    /// There is no such tensor, or its type is none that models are computed in.
     pub(crate) fn dtype(&self, name: &str) -> Result<DType, ModelError> {
         Ok(DType::try_from(self.view(name)?.dtype())?)
     }
 
     /// A tensor in its stored type.
-    ///
-    /// # Errors
-    /// As [`StoredModel::dtype`].
     pub(crate) fn tensor(&self, name: &str) -> Result<Tensor, ModelError> {
         self.view(name)?;
         Ok(self.tensors.load(name, &Device::Cpu)?)
@@ -126,18 +113,11 @@ impl StoredModel {
         self.tensors.get(name).is_ok()
     }
 
-    /// Its shape.
-    ///
-    /// # Errors
-    /// As [`StoredModel::dtype`].
     pub(crate) fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError> {
         Ok(self.view(name)?.shape().to_vec())
     }
 
     /// A tensor or a part of it as it is stored. Rows are those of the mapped file; columns are copied, they alone are read.
-    ///
-    /// # Errors
-    /// As [`StoredModel::dtype`], or a part of what is no matrix.
     pub(crate) fn bytes(&self, name: &str, part: Option<&Part>) -> Result<Bytes<'_>, ModelError> {
         let view = self.view(name)?;
         let (dtype, mut shape) = (DType::try_from(view.dtype())?, view.shape().to_vec());

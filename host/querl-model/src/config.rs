@@ -203,9 +203,6 @@ impl DecoderConfig {
 
     /// The decoder below a classifier's head, of a classifier's `config.json` or a language model's. It has no head of its own: the
     /// embedding stands in its place, and is never asked for logits.
-    ///
-    /// # Errors
-    /// As [`DecoderConfig::load`].
     pub(crate) fn load_backbone(path: &Path) -> Result<Self, ModelError> {
         let family = |name: &str| {
             Family::of_architecture(name, LANGUAGE_MODEL).or_else(|| Family::of_architecture(name, CLASSIFIER))

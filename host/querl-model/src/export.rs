@@ -105,7 +105,6 @@ pub fn dtype_name(dtype: DType) -> &'static str {
     }
 }
 
-/// One tensor to write.
 pub(crate) struct OutTensor {
     pub(crate) name: String,
     pub(crate) shape: Vec<usize>,
@@ -325,9 +324,6 @@ fn write_generation_config(model: &Path, folder: &Path, tokenizer: &TextTokenize
 }
 
 /// Copies a model's tokenizer and chat template, where it has them.
-///
-/// # Errors
-/// A file cannot be read or written.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
     for file in COMPANIONS {
         if from.join(file).is_file() && from != to {

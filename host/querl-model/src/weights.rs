@@ -138,7 +138,6 @@ pub(crate) struct WeightLoader<'a> {
     weights: Weights,
     dtype: BaseDtype,
     pub(crate) place: &'a ComputeDevice,
-    /// Who holds which part.
     pub(crate) parallel: TensorParallel,
     pub(crate) vars: BTreeMap<String, Var>,
 }
@@ -154,7 +153,6 @@ impl<'a> WeightLoader<'a> {
         Ok(Self { tensors, weights, dtype, place, parallel: TensorParallel::default(), vars: BTreeMap::new() })
     }
 
-    /// Loads one rank's shard.
     pub(crate) fn sharded(self, parallel: TensorParallel) -> Self {
         Self { parallel, ..self }
     }

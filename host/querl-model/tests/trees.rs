@@ -54,7 +54,6 @@ impl Model {
         Self::adapted(name, LoraSettings::all_linear(3, 6.0))
     }
 
-    /// With magnitudes and dropout.
     fn dora(name: &str) -> Self {
         let settings = LoraSettings { use_dora: true, ..LoraSettings::all_linear(3, 6.0) };
         Self { dropout: Some(Dropout { p: 0.3, seed: 11 }), ..Self::adapted(name, settings) }

@@ -106,7 +106,6 @@ pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
 /// How many rewrites a stage scores.
 #[derive(Debug, Clone, Copy)]
 struct Answers {
-    /// Different ones.
     n: Range,
     /// The share that is judged.
     judged: f64,
@@ -114,11 +113,9 @@ struct Answers {
     n_queries: f64,
 }
 
-/// Rows for the teacher.
 #[derive(Default)]
 struct Asked {
     n_rows: f64,
-    /// That the cache knows.
     n_known: f64,
     /// That are in a batch under way.
     n_noted: f64,

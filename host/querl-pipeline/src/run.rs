@@ -178,9 +178,6 @@ enum CacheUse {
 }
 
 /// What calls of a run share. The cache is opened only where somebody outside may be asked: one process at a time can have it.
-///
-/// # Errors
-/// The account of earlier calls cannot be read.
 fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<ServiceContext> {
     let account = Arc::new(SpendTracker::open(&dir.calls(), config.budget)?);
     let outside = ServiceContext::new(&config.calls).with_account(account);

@@ -41,9 +41,6 @@ impl CompiledCache {
     }
 
     /// The component compiled for `engine`, from the cache if possible.
-    ///
-    /// # Errors
-    /// `bytes` are not a component that this engine can compile and hold.
     pub(crate) fn component(
         &self,
         engine: &Engine,

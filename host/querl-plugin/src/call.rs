@@ -57,7 +57,6 @@ pub(crate) struct DropDeadline {
 pub(crate) struct Caller {
     pub(crate) name: Arc<str>,
     pub(crate) version: Arc<str>,
-    /// Name and version.
     pub(crate) title: Arc<str>,
     pub(crate) exports: Exports,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
@@ -72,9 +71,6 @@ pub(crate) struct Caller {
 
 impl Caller {
     /// Runs `job`, a call of `function`, in a fresh instance.
-    ///
-    /// # Errors
-    /// The guest trapped, hit a limit or returned a value that cannot be read.
     pub(crate) fn call<R>(
         &self,
         function: &'static str,
@@ -183,8 +179,6 @@ impl Caller {
         DropDeadline { start: Instant::now(), ms: self.limits.values.timeout_ms.saturating_mul(DROP_TIMEOUTS) }
     }
 
-    /// # Errors
-    /// Finding the items to drop has taken too long.
     pub(crate) fn check_drop_deadline(
         &self,
         deadline: DropDeadline,
@@ -208,9 +202,6 @@ impl Caller {
     }
 
     /// Counts an item that hit a limit, and makes its rejection.
-    ///
-    /// # Errors
-    /// More than `max_dropped` items were dropped.
     pub(crate) fn dropped(&self, fault: &PluginFault, what: &str, id: &str) -> Result<Rejection, PluginFault> {
         let n_dropped = self.n_dropped.fetch_add(1, Ordering::Relaxed) + 1;
         let max_dropped = self.limits.values.max_dropped;

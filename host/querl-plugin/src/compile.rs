@@ -59,7 +59,6 @@ pub fn compile_child(input: &Path, output: &Path, timeout_ms: u64) -> Result<(),
     cache::write(output, &in_process(&engine, &bytes)?).map_err(failed(output))
 }
 
-/// Compiles without limits.
 pub(crate) fn in_process(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, CompileError> {
     engine.precompile_component(bytes).map_err(|error| {
         let message = printable(&format!("{error:#}"), MAX_MESSAGE_BYTES);
@@ -79,9 +78,6 @@ pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<TempDir, Compil
 }
 
 /// Compiles in a child process, into a folder of its own.
-///
-/// # Errors
-/// It does not compile, takes longer than `timeout_ms` or more memory than a compiler may have.
 pub(crate) fn in_child(
     program: &Path,
     args: &[String],

@@ -63,9 +63,6 @@ fn n_bytes_of(message: &Classified) -> usize {
 }
 
 /// Checks that this host has the functions that a component imports from the interface `name`, which begins with [`PREFIX`].
-///
-/// # Errors
-/// A sentence: another version, or a function that a later 0.1.x added.
 pub(crate) fn check_import(engine: &Engine, name: &str, wanted: &ComponentInstance) -> Result<(), String> {
     let Some((interface, version)) = name[PREFIX.len()..].split_once('@') else {
         return Err(format!("it imports `{name}` without a version"));

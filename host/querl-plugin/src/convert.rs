@@ -98,8 +98,6 @@ pub(crate) fn message(message: types::MessageResult) -> Message {
     Message { role: role.to_owned(), content: message.content }
 }
 
-/// # Errors
-/// A turn has a role that the contract does not know, or the last turn is not the assistant's.
 pub(crate) fn turns(dialogue: &Dialogue) -> Result<Vec<types::MessageParam<'_>>, Rejection> {
     let rejected = |detail: String| Rejection { code: "invalid_dialogue".into(), detail };
     if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {
@@ -137,8 +135,6 @@ pub(crate) fn classified(
     }
 }
 
-/// # Errors
-/// The code breaks the contract.
 pub(crate) fn rejection(rejection: types::Rejection) -> Result<Rejection, String> {
     if crate::text::is_code(&rejection.code) {
         return Ok(Rejection { code: rejection.code, detail: rejection.detail });

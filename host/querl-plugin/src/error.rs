@@ -105,7 +105,6 @@ pub enum PluginError {
 
 const MAX_MESSAGE_BYTES: usize = 2000;
 
-/// When a call failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CallPhase {
     /// During instantiation.

@@ -7,7 +7,6 @@ use crate::limits::CallSize;
 use querl_core::ports::{Filter, PluginFault};
 use querl_core::records::{Sample, Verdict};
 
-/// A configured filter plugin.
 pub(crate) struct FilterPlugin {
     caller: Caller,
     indices: filters::GuestIndices,

@@ -159,9 +159,6 @@ impl types::Host for Guest {}
 
 impl Guest {
     /// `style-model.classify`. The model's time counts towards the call's deadline, which epochs do not check in host code.
-    ///
-    /// # Errors
-    /// The call is out of time.
     pub(crate) fn classify(&mut self, turns: Vec<types::MessageResult>) -> Result<Classified> {
         let Some(model) = &self.style_model else {
             return Ok(Err(style_model::ClassifyError::NotConfigured));
@@ -173,8 +170,6 @@ impl Guest {
         Ok(convert::classified(classified))
     }
 
-    /// # Errors
-    /// The call is out of time.
     pub(crate) fn check_deadline(&self) -> Result<()> {
         match self.deadline {
             Some(deadline) if Instant::now() > deadline => Err(Trap::Interrupt.into()),

@@ -345,9 +345,6 @@ fn differs(opened: &OpenedSource, reason: String) -> PluginError {
 }
 
 /// Compares id, version and kinds of the manifest with those of the component.
-///
-/// # Errors
-/// A sentence with both values.
 fn check_manifest(manifest: &Manifest, linked: &LinkedComponent) -> Result<(), String> {
     let declared = &manifest.plugin;
     let names = |kinds: &[PluginKind]| kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");

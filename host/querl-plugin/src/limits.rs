@@ -22,9 +22,6 @@ impl Limits {
     }
 
     /// The limits of a plugin with a manifest.
-    ///
-    /// # Errors
-    /// The manifest requests more than the host allows: one sentence.
     pub(crate) fn with_manifest(manifest: &Manifest, host: &PluginLimits) -> Result<Self, String> {
         let values = manifest.effective_limits(host)?;
         let mut lowered = Vec::new();

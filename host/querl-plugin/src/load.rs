@@ -68,9 +68,6 @@ impl OpenedSource {
 }
 
 /// Opens a bundle, a component, or a source folder, which is built first.
-///
-/// # Errors
-/// Not readable, not buildable, not a plugin; or, where any key is `trusted`, not a bundle signed with one of them.
 pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<OpenedSource, PluginError> {
     let metadata = std::fs::metadata(path).map_err(|error| {
         let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
@@ -195,7 +192,6 @@ pub(crate) struct LoadedPlugin {
 pub(crate) struct LinkedComponent {
     pub(crate) name: String,
     pub(crate) version: String,
-    /// Name and version.
     pub(crate) title: String,
     pub(crate) digest: ComponentDigest,
     pub(crate) n_bytes: usize,
@@ -222,9 +218,6 @@ pub(crate) struct Exports {
 
 impl Exports {
     /// Checks that the functions have the contract's types. Only an instance knows them.
-    ///
-    /// # Errors
-    /// A function has other types.
     pub(crate) fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> wasmtime::Result<()> {
         fn of_contract<T>(interface: &str, loaded: Option<wasmtime::Result<T>>) -> wasmtime::Result<()> {
             let Some(Err(error)) = loaded else { return Ok(()) };

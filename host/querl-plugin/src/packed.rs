@@ -118,9 +118,6 @@ impl Writer {
 }
 
 /// Decodes the result of `score-packed` for `n_items` episodes into at most `max_bytes`.
-///
-/// # Errors
-/// An invalid encoding, or a result of more than `max_bytes`.
 pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<ItemResult>, PackedError> {
     let mut reader = Reader { bytes, at: 0, room_bytes: max_bytes };
     let n_results = reader.u32()?;

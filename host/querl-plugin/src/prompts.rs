@@ -11,7 +11,6 @@ use querl_core::records::{Message, Rejection};
 /// The most bytes of a query or response in a fault's message.
 const SHOWN_BYTES: usize = 120;
 
-/// A configured prompt plugin.
 pub(crate) struct PromptPlugin {
     caller: Caller,
     indices: prompts::GuestIndices,

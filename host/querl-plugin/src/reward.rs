@@ -33,9 +33,6 @@ impl<T> Scoring<'_, T> {
     ///
     /// With `on_limit = "drop"`, when the call hits a limit each item is run alone with the fuel of the whole batch, and items that
     /// still hit a limit are dropped. Whether an item is dropped depends on the item and the batch size, never on other items.
-    ///
-    /// # Errors
-    /// A fault, with the item that caused it if that can be found.
     pub(crate) fn batch(
         &self,
         items: &[T],
@@ -138,7 +135,6 @@ pub enum RewardForm {
     Records,
 }
 
-/// A configured reward plugin.
 pub(crate) struct RewardPlugin {
     caller: Caller,
     packed: Option<packed_rewards::GuestIndices>,

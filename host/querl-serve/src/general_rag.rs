@@ -60,7 +60,6 @@ pub enum ServeError {
 /// Tenant and name of each knowledge base.
 type Bases = BTreeMap<String, BTreeMap<String, Base>>;
 
-/// What answers for one.
 struct Base {
     search: Arc<dyn RetrievalBackend>,
     timeout: Duration,

@@ -21,9 +21,6 @@ const EQUALS: char = '=';
 pub(crate) type Pairs = BTreeMap<String, String>;
 
 /// Labels of the settings, in the order of their ids: each a name, or a name, `=` and its English one.
-///
-/// # Errors
-/// Fewer than two, one that is empty or comes twice, or English names of some alone.
 pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
     let part = |item: &String| {
         let (name, english) =
@@ -41,9 +38,6 @@ pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
 }
 
 /// Which English name stands beside which label.
-///
-/// # Errors
-/// A label has two English names, or two labels have the same.
 pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     let mut by_label: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     let mut by_english: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
@@ -80,9 +74,6 @@ pub(crate) fn in_one_language(names: &[&str], english: &Pairs) -> Vec<String> {
 }
 
 /// The classes of a file: those of the style model in their order, then others by name.
-///
-/// # Errors
-/// Fewer than two.
 pub(crate) fn classes<'a>(
     counts: impl Iterator<Item = (&'a str, usize)>,
     english: &Pairs,

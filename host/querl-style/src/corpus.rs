@@ -11,7 +11,6 @@ use std::path::Path;
 /// A class with fewer examples cannot stand on both sides of a split.
 const FEWEST: usize = 2;
 
-/// Which classes there are.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Classes<'a> {
     /// Those of the file.
@@ -32,10 +31,6 @@ pub(crate) struct Corpus {
 
 impl Corpus {
     /// Reads a file with labels.
-    ///
-    /// # Errors
-    /// The file cannot be read; a dialogue has no label, one that is none of the classes, or another in English; one text has two labels; to
-    /// be learned from: there is only one class, or one with a single example.
     pub(crate) fn read(path: &Path, classes: Classes<'_>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
         let refuse = |message: String| usage(format!("{}: {message}", path.display()));
         let mut dialogues = read_dialogues(path).map_err(usage)?;
@@ -73,9 +68,6 @@ impl Corpus {
     }
 
     /// Reads a file to learn from, and says what of it can hardly be learned.
-    ///
-    /// # Errors
-    /// As [`Corpus::read`]; there is only one class, or one with a single example.
     pub(crate) fn to_learn_from(path: &Path, named: Option<&Labels>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
         let corpus = Self::read(path, named.map_or(Classes::OfFile, Classes::Named), reporter)?;
         let counts = counts(&corpus.dialogues);
@@ -106,7 +98,6 @@ impl Corpus {
         self.dialogues.len()
     }
 
-    /// Groups of dialogues.
     pub(crate) fn n_groups(&self) -> usize {
         self.dialogues.iter().map(|dialogue| &dialogue.group).collect::<BTreeSet<_>>().len()
     }

@@ -34,12 +34,10 @@ pub(crate) struct Sides {
     pub(crate) dev: Vec<usize>,
 }
 
-/// The same as tokens.
 #[derive(Default)]
 pub(crate) struct Rows {
     pub(crate) train: Vec<LabelledText>,
     pub(crate) dev: Vec<LabelledText>,
-    /// Texts that were shortened.
     pub(crate) n_shortened: usize,
     /// Changed copies among what is learned from.
     pub(crate) n_copies: usize,
@@ -64,9 +62,6 @@ pub(crate) enum Resume {
 
 impl Rows {
     /// The dialogues of both sides, with copies of those that are learned from, which are written to `folder`.
-    ///
-    /// # Errors
-    /// A text has no token, or the file cannot be written.
     pub(crate) fn of(
         corpus: &Corpus,
         tokenizer: &ClassifierTokenizer,
@@ -101,9 +96,6 @@ impl Rows {
     }
 
     /// One text as tokens; counts it where it is shortened.
-    ///
-    /// # Errors
-    /// It has no token.
     pub(crate) fn row(
         &mut self,
         tokenizer: &ClassifierTokenizer,
@@ -152,9 +144,6 @@ impl<'a> Trainer<'a> {
     }
 
     /// Looks at base and output folder.
-    ///
-    /// # Errors
-    /// The base cannot be read, has fewer positions than `max_length`, or stands in the output folder.
     pub(crate) fn new(config: &'a TrainConfig, callbacks: &'a Callbacks<'a>) -> anyhow::Result<Self> {
         let (base, output) = (&config.model_name_or_path, &config.output_dir);
         if is_same(base, output) {
@@ -171,9 +160,6 @@ impl<'a> Trainer<'a> {
     }
 
     /// Trains in `folder`, or goes on there, and gives back the best checkpoint: without dev the last one.
-    ///
-    /// # Errors
-    /// The model cannot be loaded or trained, a file cannot be written, or the user said stop.
     pub(crate) fn fit(
         &self,
         labels: Labels,
@@ -234,9 +220,6 @@ impl<'a> Trainer<'a> {
     }
 
     /// Writes the best checkpoint to the output folder. Figures and a temperature there are of an earlier model, and are taken away.
-    ///
-    /// # Errors
-    /// A file cannot be read, written or removed.
     pub(crate) fn publish(&self, fitted: &Fitted) -> anyhow::Result<()> {
         let folder = &self.config.output_dir;
         for path in [CALIBRATION_FILE, EVAL_FILE, REPORT_FILE].map(|name| folder.join(name)) {

@@ -12,7 +12,6 @@ use querl_eval::classification::{Fold, FoldSettings, folds};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Under the output folder.
 const FOLDER: &str = "training/folds";
 
 /// What the classifier of one part said of it.
@@ -28,9 +27,6 @@ struct Answered {
 
 impl Measured<'_> {
     /// Figures of trainings that each had another part held out.
-    ///
-    /// # Errors
-    /// A training fails, a file cannot be written, or the user said stop.
     pub(crate) fn by_folds(&self, trainer: &Trainer<'_>) -> anyhow::Result<String> {
         let Asked { config, corpus, .. } = self.asked;
         let all: Vec<usize> = (0..corpus.len()).collect();

@@ -35,7 +35,6 @@ pub(crate) struct Said {
     /// That temperature, where it was one for all.
     pub(crate) temperature: Option<f64>,
     pub(crate) baseline: Vec<Vec<f64>>,
-    /// Texts that were shortened.
     pub(crate) n_shortened: usize,
 }
 
@@ -45,9 +44,6 @@ impl Asked<'_> {
     }
 
     /// The temperature that suits what chose the checkpoint; `None` where nothing did.
-    ///
-    /// # Errors
-    /// The model fails.
     pub(crate) fn temperature(&self, classifier: &Classifier, dev: &[usize]) -> anyhow::Result<Option<f64>> {
         if dev.is_empty() {
             return Ok(None);
@@ -72,9 +68,6 @@ impl Asked<'_> {
 
 impl Measured<'_> {
     /// Figures on the dialogues that were held out from this training.
-    ///
-    /// # Errors
-    /// The model fails, or a file cannot be written.
     pub(crate) fn held_out(&self, sides: &Sides, held_out: &[usize]) -> anyhow::Result<String> {
         let Asked { config, corpus, tokenizer } = self.asked;
         let learned = [sides.train.as_slice(), &sides.dev].concat();
@@ -87,9 +80,6 @@ impl Measured<'_> {
     }
 
     /// Writes the figures and returns them as text.
-    ///
-    /// # Errors
-    /// A row holds no probabilities, or a file cannot be written.
     pub(crate) fn tell(&self, judged: &Judged<'_>, said: &Said, mut notes: Vec<String>) -> anyhow::Result<String> {
         let config = self.asked.config;
         if let Some(temperature) = self.temperature {

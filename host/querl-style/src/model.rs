@@ -111,9 +111,6 @@ impl StyleClassifier {
 }
 
 /// Logits of texts, in their order, at most so many tokens in a pass.
-///
-/// # Errors
-/// As [`StyleClassifier::ask`].
 pub(crate) fn ask(
     classifier: &Classifier,
     tokenizer: &ClassifierTokenizer,

@@ -53,9 +53,6 @@ pub(crate) struct Results {
 
 impl Judged<'_> {
     /// The figures of one row of probabilities a dialogue.
-    ///
-    /// # Errors
-    /// The rows are no probabilities of these classes.
     pub(crate) fn measures(&self, probabilities: &[Vec<f64>]) -> anyhow::Result<Measures> {
         let (labels, groups) = self.corpus.of(self.indices);
         let examples = Examples {
@@ -89,9 +86,6 @@ impl Judged<'_> {
     }
 
     /// Writes the figures, with a folder, and returns them as text.
-    ///
-    /// # Errors
-    /// A file cannot be written.
     pub(crate) fn tell(
         &self,
         results: &Results,
@@ -157,9 +151,6 @@ pub(crate) struct Page<'a> {
 }
 
 /// Writes a file whole or not at all.
-///
-/// # Errors
-/// It cannot be written.
 pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     write_atomic(path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))
 }

@@ -91,9 +91,6 @@ pub struct TrainConfig {
 impl TrainKeys {
     /// Reads a TOML file with these keys. Folders and files in it are relative to its own folder, but for `output_dir`, which is
     /// relative to the current one.
-    ///
-    /// # Errors
-    /// It cannot be read, is no TOML, or has a key or a value that is not known.
     fn read(path: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
         let mut keys: Self = toml::from_str(&text).map_err(|error| {
@@ -116,9 +113,6 @@ impl TrainKeys {
     }
 
     /// With defaults in place of what is not given. The model has none: nothing is downloaded.
-    ///
-    /// # Errors
-    /// The model is not named, or a value is out of range.
     pub(crate) fn resolve(self) -> anyhow::Result<TrainConfig> {
         let missing = "`model_name_or_path` is not given; name it with --model_name_or_path or in the configuration";
         let config = TrainConfig {
@@ -168,9 +162,6 @@ impl TrainConfig {
     }
 
     /// The same with paths that hold in every folder, so that what is written is a configuration wherever it stands.
-    ///
-    /// # Errors
-    /// The current folder is gone.
     pub(crate) fn anywhere(&self) -> std::io::Result<Self> {
         let mut config = self.clone();
         for path in [&mut config.model_name_or_path, &mut config.train_file, &mut config.output_dir] {
@@ -253,9 +244,6 @@ impl TrainConfig {
     }
 
     /// The classes, where they are named.
-    ///
-    /// # Errors
-    /// Names or English names are missing or come twice.
     pub(crate) fn labels(&self) -> anyhow::Result<Option<Labels>> {
         let labels = self.labels.as_ref().map(|list| class_names::parse(list)).transpose();
         labels.map_err(|message| usage(format!("labels: {message}")))

@@ -34,9 +34,6 @@ struct Known {
 
 impl Teacher {
     /// Opens the model, and what `file` has of it.
-    ///
-    /// # Errors
-    /// The model or the file cannot be read.
     pub(crate) fn open(args: &ClassifierOptions, file: &Path) -> anyhow::Result<Self> {
         let model = StyleClassifier::open(args)?;
         let mut fingerprint = format!("{} ", args.max_length);
@@ -54,9 +51,6 @@ impl Teacher {
     }
 
     /// Logits of texts, in their order. What was not known is asked, and kept.
-    ///
-    /// # Errors
-    /// The model fails, or the file cannot be written.
     pub(crate) fn logits(&mut self, texts: &[&str]) -> anyhow::Result<Vec<Vec<f64>>> {
         let keys: Vec<String> = texts.iter().map(|text| self.key(text)).collect();
         let unknown: Vec<usize> = (0..texts.len()).filter(|&index| !self.known.contains_key(&keys[index])).collect();
@@ -78,9 +72,6 @@ impl Teacher {
 }
 
 /// SHA-256 of those of a model's files on which what it says depends.
-///
-/// # Errors
-/// The folder or a file cannot be read.
 pub(crate) fn digest_of(folder: &Path) -> anyhow::Result<String> {
     let entries = std::fs::read_dir(folder).map_err(|error| usage(format!("{}: {error}", folder.display())))?;
     let is_weight =

@@ -26,7 +26,6 @@ impl DataOrder {
         Self { n_rows, seed, position: 0, epoch: None, rows: Vec::new() }
     }
 
-    /// Rows taken so far.
     pub(crate) fn position(&self) -> u64 {
         self.position
     }

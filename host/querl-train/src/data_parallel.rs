@@ -26,9 +26,6 @@ pub(crate) fn newest_checkpoint(
 /// Checks that all ranks have the same weights. They start with equal weights and take the same steps; if one of them summed
 /// other bits, a checkpoint of the first rank would not continue the same training. Tensor-parallel ranks compare the variables
 /// that are not sharded.
-///
-/// # Errors
-/// Their weights differ, or a rank has failed.
 pub(crate) fn check_equal_weights(
     mesh: &Mesh,
     stage: &'static str,

@@ -43,9 +43,7 @@ pub(crate) trait Objective {
 }
 
 pub(crate) struct StepLoss {
-    /// Mean loss.
     pub(crate) loss: f64,
-    /// Tokens learned from.
     pub(crate) n_tokens: usize,
     /// Summed over micro-batches and ranks.
     pub(crate) gradients: Gradients,
@@ -79,9 +77,6 @@ pub struct SftSummary {
 }
 
 /// Takes all steps, from the newest checkpoint with the same fingerprint or from the beginning.
-///
-/// # Errors
-/// A loss that is not finite, a file that cannot be written, the stop flag was set, or the device ran out of memory.
 pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     let schedule = Schedule::new(task.config, task.objective.n_rows());
     let mut trainer = Trainer::new(task, sink)?;
@@ -151,7 +146,6 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// One optimizer step.
     fn take_step(
         &mut self,
         task: &FineTuneTask<'_>,

@@ -40,9 +40,6 @@ pub(crate) fn accumulation_micro_batches(examples: &[&Example], n: usize, max_to
 }
 
 /// Runs `forward` over all examples in micro-batches and returns its results in the order of the examples.
-///
-/// # Errors
-/// Those of `forward`.
 pub(crate) fn map_micro_batches<T>(
     examples: &[&Example],
     max_tokens: usize,

@@ -4,9 +4,6 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, Var};
 use std::cell::Cell;
 
 /// Reads a tensor's values, row-major. Strided tensors and those on another device are copied.
-///
-/// # Errors
-/// The tensor is not f32.
 pub(crate) fn read<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> Result<R> {
     {
         let (storage, layout) = tensor.storage_and_layout();
@@ -18,9 +15,6 @@ pub(crate) fn read<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> Result
 }
 
 /// Modifies a variable's values in place, row-major.
-///
-/// # Errors
-/// The variable is not f32.
 pub(crate) fn modify(var: &Var, modify: impl FnOnce(&mut [f32])) -> Result<()> {
     if var.device().is_cpu() {
         return var.as_tensor().inplace_op1(&Modify(Cell::new(Some(modify))));

@@ -41,8 +41,6 @@ pub(crate) fn inject_out_of_memory(step: u64, place: &'static str) {
     OUT_OF_MEMORY.set(Some((step, place)));
 }
 
-/// # Errors
-/// Once, at the step and place that were injected.
 pub(crate) fn out_of_memory_at(step: u64, place: &'static str) -> Result<()> {
     if OUT_OF_MEMORY.get() == Some((step, place)) {
         OUT_OF_MEMORY.set(None);

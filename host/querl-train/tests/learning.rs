@@ -37,7 +37,6 @@ struct Game {
     optimum: f64,
     /// Mean score over the last ten steps that counts as learned.
     reached: f64,
-    /// In so many steps.
     n_steps: usize,
 }
 

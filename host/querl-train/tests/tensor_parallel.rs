@@ -39,7 +39,6 @@ fn model() -> tempfile::TempDir {
     folder
 }
 
-/// Where ranks compute.
 #[derive(Clone, Copy)]
 enum On {
     /// All of them on the processor, in f32.
@@ -65,7 +64,6 @@ fn first_of<T: Send>(
     all.map(|mut all| all.remove(0)).map_err(|failures| failures[0].to_string())
 }
 
-/// No step's number.
 const NEVER: u64 = u64::MAX;
 
 /// Keeps figures, and says stop at a step.
@@ -229,7 +227,6 @@ fn a_training_that_was_stopped_goes_on_to_the_same_bytes_and_on_another_number_o
     assert!(bytes("same") == bytes("through"));
 }
 
-/// Pays for plain ASCII.
 struct PlainText;
 
 impl Environment for PlainText {

@@ -85,7 +85,6 @@ impl Remote {
         Self { url, client: reqwest::Client::builder().no_proxy().build().unwrap(), runtime }
     }
 
-    /// Until the server answers.
     fn wait(&self) {
         let start = Instant::now();
         while self.runtime.block_on(self.client.get(&self.url).send()).is_err() {

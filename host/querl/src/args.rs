@@ -34,9 +34,6 @@ pub struct ConfigArgs {
 
 impl ConfigArgs {
     /// Reads and checks the configuration.
-    ///
-    /// # Errors
-    /// As [`load()`].
     pub fn load(&self) -> anyhow::Result<Config> {
         let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
         Ok(load(&self.path, &overrides)?)

@@ -7,9 +7,6 @@ use querl_pipeline::interrupt::flag;
 use std::sync::atomic::Ordering;
 
 /// Handles SIGINT, SIGTERM and SIGHUP.
-///
-/// # Errors
-/// The system does not take the handler.
 pub fn install() -> anyhow::Result<()> {
     ctrlc::set_handler(|| {
         if flag().swap(true, Ordering::SeqCst) {

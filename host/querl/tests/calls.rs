@@ -543,7 +543,6 @@ fn thousand_rows_of_a_slow_teacher_take_the_ideal_time() {
     assert!(cold <= 1.05 * 20.0);
 }
 
-/// Instead of the example's.
 fn thousand_rows(project: &Project) {
     let rows: Vec<String> =
         (0..1000).map(|n| json!({"original_query": format!("鱼油怎么吃 {n}")}).to_string()).collect();

@@ -187,7 +187,6 @@ fn copy(project: &Project, from: &str, to: &str) {
     }
 }
 
-/// Changes a JSON file.
 fn change(project: &Project, name: &str, change: impl Fn(&mut Value)) {
     let mut file = json(&project.read(name));
     change(&mut file);

@@ -9,7 +9,6 @@ use querl_core::text::disturbs;
 pub(crate) use read::read;
 pub(crate) use write::write;
 
-/// Names of the entries.
 pub(crate) mod names {
     pub(crate) const LICENSE: &str = "LICENSE";
     pub(crate) const README: &str = "README.md";

@@ -44,7 +44,6 @@ fn decoder(frame: &[u8]) -> Result<Decoder<'_>, Damage> {
     Ok(decoder)
 }
 
-/// What follows the frame.
 fn rest_of(mut decoder: Decoder<'_>) -> Result<&[u8], Damage> {
     // The last content can arrive before the frame's checksum was looked at.
     decoder.finish_frame().map_err(|error| undecodable(&error))?;

@@ -12,7 +12,6 @@ const MAGIC: [u8; 4] = 0x184D_2A55_u32.to_le_bytes();
 const SIZE: [u8; 4] = 32_u32.to_le_bytes();
 const SEAL_BYTES: usize = 40;
 
-/// Appends the seal.
 pub(super) fn seal(mut frame: Vec<u8>) -> Vec<u8> {
     let digest = Sha256::digest(&frame);
     frame.extend_from_slice(&MAGIC);

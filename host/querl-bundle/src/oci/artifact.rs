@@ -30,7 +30,6 @@ pub(crate) struct Artifact {
     pub(crate) blobs: Vec<Vec<u8>>,
 }
 
-/// The component alone.
 pub(crate) fn component(bundle: &Bundle) -> Result<Artifact, String> {
     let component = bundle.component().to_vec();
     let config = config(bundle)?;

@@ -33,9 +33,6 @@ pub enum Transport {
 }
 
 /// What `operation` yields, in the time that a whole push or pull may take.
-///
-/// # Errors
-/// As `operation`, or the time is over.
 pub(crate) async fn in_time<T>(
     location: &RegistryReference,
     operation: impl Future<Output = Result<T, RegistryError>>,

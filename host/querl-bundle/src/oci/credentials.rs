@@ -5,7 +5,6 @@ use super::reference::RegistryReference;
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 use oci_client::secrets::RegistryAuth;
 
-/// Host, user and password.
 const VARIABLES: [&str; 3] = ["QUERL_REGISTRY_HOST", "QUERL_REGISTRY_USER", "QUERL_REGISTRY_PASSWORD"];
 
 /// Who we are to a registry. No message and no `Debug` output shows the password.

@@ -59,9 +59,6 @@ impl RegistryReference {
     }
 
     /// Checks that the last part of the repository is the plugin's id: a repository holds one plugin.
-    ///
-    /// # Errors
-    /// The last part of the repository is not `id`.
     pub(crate) fn check_id(&self, id: &str) -> Result<(), String> {
         let (folder, last) = self.repository.rsplit_once('/').unwrap_or(("", &self.repository));
         if last == id {

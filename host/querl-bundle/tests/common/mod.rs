@@ -86,7 +86,6 @@ impl Entry {
         self
     }
 
-    /// Header, content, padding.
     pub fn blocks(&self) -> Vec<u8> {
         let mut header = Header::new_ustar();
         header.as_ustar_mut().unwrap().name[..self.name.len()].copy_from_slice(&self.name);

@@ -33,7 +33,6 @@ pub(crate) fn batch(n: usize) -> Vec<Dialogue> {
     mixed.collect()
 }
 
-/// Every odd dialogue.
 pub(crate) fn groups() -> Vec<Group<Dialogue>> {
     vec![
         Group { name: "texts", items: with_texts() },

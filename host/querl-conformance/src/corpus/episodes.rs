@@ -54,7 +54,6 @@ pub(crate) fn batch(n: usize) -> Vec<Episode> {
     mixed.collect()
 }
 
-/// Every odd episode.
 pub(crate) fn groups() -> Vec<Group<Episode>> {
     vec![
         Group { name: "texts", items: with_texts() },

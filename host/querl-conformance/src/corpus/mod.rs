@@ -15,7 +15,6 @@ pub(crate) struct Group<T> {
     pub(crate) items: Vec<T>,
 }
 
-/// Every sort of failure.
 pub(crate) const FAILURES: [FailureKind; 8] = [
     FailureKind::Timeout,
     FailureKind::Unreachable,

@@ -120,7 +120,6 @@ pub(crate) fn for_judgement() -> Vec<String> {
     answers
 }
 
-/// Garbage for either.
 fn common() -> Vec<String> {
     let mut answers: Vec<_> = odd_texts().into_iter().map(|(_, text)| text.to_owned()).collect();
     let fragments =

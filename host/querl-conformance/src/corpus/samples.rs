@@ -49,7 +49,6 @@ pub(crate) fn repeated(n: usize) -> Vec<Sample> {
     (0..n).map(sample).collect()
 }
 
-/// Every odd sample.
 pub(crate) fn groups() -> Vec<Group<Sample>> {
     vec![
         Group { name: "texts", items: with_texts() },

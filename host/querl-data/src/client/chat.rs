@@ -54,7 +54,6 @@ impl ChatClient {
         &self.model
     }
 
-    /// Asks for one completion.
     pub(crate) async fn complete(&self, messages: &[Message]) -> Result<Completion, CallFailure> {
         let most_tokens = self.most_tokens(messages);
         let charge = CostBound { n_tokens: most_tokens.0 + most_tokens.1, most: self.cost(most_tokens).unwrap_or(0.0) };

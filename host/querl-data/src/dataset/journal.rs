@@ -23,9 +23,7 @@ pub trait JournalRecord: Serialize + DeserializeOwned + 'static {
 pub(crate) struct RecordLocation(u64);
 
 impl RecordLocation {
-    /// Still to be asked.
     pub(crate) const PENDING: Self = Self(u64::MAX);
-    /// Nothing to ask.
     pub(crate) const SKIPPED: Self = Self(u64::MAX - 1);
     /// Offsets in the journal have this bit; no file is so long that its own would.
     const IN_JOURNAL: u64 = 1 << 63;
@@ -87,7 +85,6 @@ impl<T: JournalRecord> Journal<T> {
         self.earlier.len()
     }
 
-    /// Adds one finished record.
     pub(crate) fn append(&mut self, record: &T) -> Result<RecordLocation, DataError> {
         let written = serde_json::to_vec(record).map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');

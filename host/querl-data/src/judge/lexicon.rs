@@ -212,7 +212,6 @@ pub(crate) struct PhraseTable<T> {
     entries: HashMap<char, Vec<(Vec<char>, T)>>,
 }
 
-/// One phrase found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct PhraseMatch<T> {
     pub(crate) start: usize,

@@ -27,7 +27,6 @@ pub struct EmbeddedRetriever {
     work: LocalModelCalls,
 }
 
-/// What a search needs.
 struct Searcher {
     index: PassageIndex,
     /// `None` where a reranker that is no part of this will score the hits.

@@ -76,7 +76,6 @@ impl Segmenter {
     }
 }
 
-/// Words with their frequencies.
 type OwnWords = Vec<(String, Option<usize>)>;
 
 /// The usual dictionary with these words, the same one for all who have the same: the index and the rubric judge of a tenant.

@@ -133,7 +133,6 @@ async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Re
     Ok(records)
 }
 
-/// The same for validate.
 async fn run_validate(
     rewrites: Vec<RewriteRecord>,
     retriever: &Scripted,
@@ -467,7 +466,6 @@ fn converted(
     (splits, dropped)
 }
 
-/// Counts its batches.
 struct Counting(Mutex<Vec<usize>>);
 
 impl Filter for Counting {

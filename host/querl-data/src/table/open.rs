@@ -11,9 +11,6 @@ use std::io::Read;
 use std::path::Path;
 
 /// Opens a table by the file's extension.
-///
-/// # Errors
-/// The extension is unknown, the file is empty, or it is not what its extension says.
 pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let n_bytes = match std::fs::metadata(path) {

@@ -46,7 +46,6 @@ pub(super) fn mean(values: impl Iterator<Item = f64>) -> f64 {
     sum / n.max(1) as f64
 }
 
-/// A confusion matrix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Confusion {
     /// Rows are true classes, columns predicted ones.

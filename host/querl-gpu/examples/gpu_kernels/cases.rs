@@ -9,7 +9,6 @@ use querl_cuda::device::{
 };
 use querl_model::kernels::{RopeTable, RowTree};
 
-/// Rank of the adapters.
 pub(crate) const RANK: usize = 16;
 
 /// Tokens of each sequence of a pass.

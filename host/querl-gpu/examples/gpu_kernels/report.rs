@@ -82,7 +82,6 @@ pub(crate) fn heading(gpu: &Gpu, shape: &str, sizes: &Sizes, rates: &Rates) {
     println!("|---|---|---|---|---|");
 }
 
-/// The same for programs.
 pub(crate) fn json(gpu: &Gpu, shape: &str, sizes: &Sizes, rates: &Rates, lines: &[Line]) -> String {
     let lines: Vec<Value> = lines.iter().map(|line| line.json(rates)).collect();
     let result = json!({

@@ -5,9 +5,7 @@ use std::ops::Range;
 /// How long the lists of a pass are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// New tokens.
     pub(super) n_rows: usize,
-    /// Sequences that have some.
     pub(super) n_lines: usize,
     /// Blocks of a line of the tables.
     pub(super) width: usize,
@@ -19,7 +17,6 @@ pub(super) struct Counts {
     pub(super) is_in_order: bool,
     /// Tokens for which a line of the answers has room; 0 where nobody looks at them.
     pub(super) n_answer_tokens: usize,
-    /// Blocks to be copied.
     pub(super) n_copies: usize,
 }
 
@@ -39,16 +36,13 @@ pub(super) struct Fields {
     /// The last row of each sequence, with its length; empty where each row is one.
     pub(super) last: Range<usize>,
     pub(super) last_lengths: Range<usize>,
-    /// Blocks of each sequence.
     pub(super) tables: Range<usize>,
     /// Of each answer the hidden state that it follows; empty where it is its number.
     pub(super) taken: Range<usize>,
-    /// Tokens of each answer.
     pub(super) written: Range<usize>,
     /// Pairs of blocks, from and to.
     pub(super) copies: Range<usize>,
     pub(super) answers: Range<usize>,
-    /// All words.
     pub(super) len: usize,
 }
 

@@ -6,7 +6,6 @@ use std::collections::HashMap;
 /// What the launches of a step of one token for each sequence depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Kind {
-    /// Sequences, filled up.
     pub(super) n: usize,
     /// Parts of the longest one's keys.
     pub(super) n_splits: usize,
@@ -22,7 +21,6 @@ pub(super) enum Known {
     Refused,
 }
 
-/// Steps by their kind.
 pub(super) struct Graphs {
     kinds: HashMap<Kind, Known>,
     is_possible: bool,

@@ -58,7 +58,6 @@ pub(crate) struct GpuPolicy {
     /// With a stream of its own: training goes on beside.
     gpu: Gpu,
     of_tensors: Gpu,
-    /// Of what stands here.
     config: DecoderConfig,
     parallel: TensorParallel,
     /// `None` after a policy that could not be taken.
@@ -81,7 +80,6 @@ impl GpuPolicy {
         Ok(Self { gpu, of_tensors, config, parallel, weights, cache: None, places: None, graphs, sampling: None })
     }
 
-    /// Number of captured graphs.
     #[cfg(test)]
     pub(crate) fn n_recorded(&self) -> usize {
         self.graphs.n_recorded()

@@ -11,7 +11,6 @@ use querl_model::backend::Sizes;
 pub(super) struct Cache {
     pub(super) keys: CudaSlice<bf16>,
     pub(super) values: CudaSlice<bf16>,
-    /// Of one layer.
     pub(super) shape: CacheShape,
     pub(super) n_layers: usize,
 }

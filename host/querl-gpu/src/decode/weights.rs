@@ -13,7 +13,6 @@ use std::sync::Arc;
 
 /// Reads tensors, which are made on one stream, for work on another.
 struct Reader<'g> {
-    /// Whose stream reads.
     gpu: &'g Gpu,
     /// On whose stream tensors are made.
     of_tensors: &'g Gpu,
@@ -91,11 +90,9 @@ pub(super) struct CardWeights {
     is_fixed: bool,
 }
 
-/// One layer.
 pub(super) struct CardLayer {
     pub(super) input_norm: CudaSlice<f32>,
     pub(super) post_attention_norm: CudaSlice<f32>,
-    /// Of queries and keys.
     pub(super) qk_norm: Option<[CudaSlice<f32>; 2]>,
     pub(super) qkv: CardGroup,
     pub(super) o: CardGroup,
@@ -107,7 +104,6 @@ pub(super) struct CardLayer {
 pub(super) struct CardGroup {
     /// `(sum of ranks, in)`.
     pub(super) a: Option<CudaSlice<bf16>>,
-    /// Rows of A.
     pub(super) low_width: usize,
     pub(super) members: Vec<CardLinear>,
     /// Of each member what is made of its product's outputs.

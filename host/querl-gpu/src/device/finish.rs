@@ -91,7 +91,6 @@ pub struct HeadNorms<'a> {
 const ROWS_OF_HEADS: usize = 16;
 const ROWS: usize = 8;
 
-/// Threads of a block.
 const THREADS: usize = 256;
 
 impl Gpu {

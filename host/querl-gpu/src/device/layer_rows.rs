@@ -23,7 +23,6 @@ impl DecoderRope {
 /// Rows of a pass, uploaded once for all layers.
 pub(super) struct LayerRows {
     pub(super) rope: Arc<DeviceRope>,
-    /// Of each row.
     pub(super) positions: CudaSlice<u32>,
     /// Which rows are queries, and which keys they attend to.
     pub(super) queries: TreeQueries,
@@ -33,9 +32,6 @@ pub(super) struct LayerRows {
 
 impl LayerRows {
     /// All rows of a batch, or the query rows, ascending.
-    ///
-    /// # Errors
-    /// A sequence is longer than the model's positions, or a row does not exist.
     pub(super) fn new(
         gpu: &Gpu,
         rope: Arc<DeviceRope>,

@@ -126,8 +126,6 @@ impl Api {
         }
     }
 
-    /// # Errors
-    /// The status is one.
     fn succeed(&self, what: &str, status: Status, stream: Option<&CudaStream>) -> Result<()> {
         if status == SUCCESS {
             return Ok(());
@@ -180,9 +178,6 @@ pub(crate) type Check<'a> = &'a dyn Fn() -> Result<()>;
 
 impl Nccl {
     /// What all ranks of a new communicator are to be given.
-    ///
-    /// # Errors
-    /// There is no NCCL, or it has no way to be reached.
     pub(crate) fn unique_id() -> Result<UniqueId> {
         let (api, mut id) = (Api::open()?, UniqueId([0; 128]));
         // SAFETY: it writes one id.
@@ -191,9 +186,6 @@ impl Nccl {
     }
 
     /// Begins to join with this rank's card: until [`Nccl::joined`] the communicator is good for being aborted alone.
-    ///
-    /// # Errors
-    /// NCCL's, where it does not come as far as to wait for the others.
     pub(crate) fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
         let (api, mut comm, mut config) = (Api::open()?, std::ptr::null_mut(), Config::WITHOUT_BLOCKING);
         let stream = gpu.stream().clone();
@@ -209,18 +201,12 @@ impl Nccl {
     }
 
     /// Returns when all ranks have joined.
-    ///
-    /// # Errors
-    /// `check`'s, or NCCL's: a card that two ranks name, cards that do not reach each other, no memory.
     pub(crate) fn joined(&self, check: Check) -> Result<()> {
         let held = self.held();
         self.done("ncclCommInitRankConfig", comm_of(&held)?, IN_PROGRESS, check)
     }
 
     /// Puts on the card's stream that `values` become their sum over all ranks, which all bring as many.
-    ///
-    /// # Errors
-    /// `check`'s, or NCCL's; or the communicator was ended.
     pub(crate) fn all_reduce(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<f32>, check: Check) -> Result<()> {
         let (n_values, stream) = (values.len(), gpu.stream().clone());
         stream.context().bind_to_thread().map_err(Error::wrap)?;

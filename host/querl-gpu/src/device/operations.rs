@@ -29,10 +29,6 @@ impl GpuWeight {
     }
 }
 
-/// The weight itself.
-///
-/// # Errors
-/// It is on another kind of device.
 pub(crate) fn gpu_weight(weight: &dyn AcceleratorWeight) -> Result<&DeviceWeight> {
     let weight = (weight as &dyn Any).downcast_ref::<GpuWeight>();
     weight.map(|weight| &weight.weight).ok_or_else(|| Error::Msg("a weight of another accelerator on a GPU".into()))

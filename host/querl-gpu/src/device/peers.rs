@@ -24,9 +24,6 @@ impl Gpu {
     /// Opens this card's memory to those of `cards` that can reach it. NCCL's cards write each other's values where they are; they
     /// reach what was allocated alone, but not the pool from which all our memory comes: a pool is its own card's until it is opened
     /// (CUDA C++ Programming Guide, "Device Accessibility for Multi-GPU Support").
-    ///
-    /// # Errors
-    /// The driver's.
     pub(crate) fn open_to(&self, cards: impl Iterator<Item = usize>) -> Result<()> {
         let context = self.stream().context();
         if !context.has_async_alloc() {

@@ -158,7 +158,6 @@ impl Gpu {
         })
     }
 
-    /// A sum of nothing.
     fn without_terms<T: Element>(&self, out: &mut impl DevicePtrMut<T>, scale: Scale) -> Result<()> {
         if scale.keep == 1.0 {
             return Ok(());

@@ -8,7 +8,6 @@ use std::ops::Deref;
 
 /// The values of an f32 tensor, borrowed.
 pub struct Loan<'a> {
-    /// A read lock.
     storage: Box<dyn Deref<Target = Storage> + 'a>,
 }
 

@@ -174,7 +174,6 @@ impl Gpu {
     }
 }
 
-/// As on the CPU.
 fn check_finite(is_finite: bool, as_type: &str) -> Result<()> {
     match is_finite {
         true => Ok(()),

@@ -31,7 +31,6 @@ pub(super) enum WeightRows<'a> {
 }
 
 impl WeightRows<'_> {
-    /// As a factor.
     pub(super) fn matrix(&self, gpu: &Gpu, n_in: usize) -> Result<Matrix<'_>> {
         match self {
             Self::Stored(matrix) => Ok(*matrix),

@@ -113,7 +113,6 @@ pub(crate) struct Parts {
     pub(crate) settings: LoraSettings,
     /// By their names without PEFT's prefix, in their stored types.
     pub(crate) tensors: BTreeMap<String, Tensor>,
-    /// Their type.
     pub(crate) dtype: DType,
 }
 

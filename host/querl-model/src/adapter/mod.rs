@@ -86,9 +86,6 @@ impl LoraAdapter {
     }
 
     /// A whole adapter on the base's device, and of it the shard that belongs to the base's shard.
-    ///
-    /// # Errors
-    /// No memory is left, or the adapter cannot be split as its base is.
     pub(crate) fn sharded(self, place: &ComputeDevice, parallel: &TensorParallel) -> Result<Self, ModelError> {
         if self.parallel.is_split() || !parallel.is_split() {
             return self.on(place);

@@ -74,7 +74,6 @@ const ALL_LINEAR: &str = "all-linear";
 /// What [`Modules::AllLinear`] means here, sorted.
 const LINEAR_NAMES: [&str; 7] = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"];
 
-/// Path of the embedding.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
 /// Path of the language model's head.
 pub(crate) const HEAD: &str = "lm_head";
@@ -134,7 +133,6 @@ pub(super) enum LayerKind {
     Embedding,
 }
 
-/// One adapted layer.
 #[derive(Debug, Clone)]
 pub(super) struct LayerPlan {
     pub(super) path: String,

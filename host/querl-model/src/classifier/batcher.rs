@@ -75,10 +75,8 @@ pub trait Asker: Send {
 /// Called after every batch.
 pub type BatchObserver = Box<dyn Fn(BatchDone) + Send>;
 
-/// A request under way.
 struct Asked {
     texts: Vec<Encoded>,
-    /// Of the first texts.
     found: Vec<Classified>,
     asker: Box<dyn Asker>,
 }

@@ -27,9 +27,6 @@ pub(super) enum Opened {
 
 impl Opened {
     /// Opens a language model's or a classifier's folder.
-    ///
-    /// # Errors
-    /// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
     pub(super) fn open(directory: &Path) -> Result<Self, ModelError> {
         let config = DecoderConfig::load_backbone(&required(directory, "config.json")?)?;
         let is_safe =
@@ -52,9 +49,6 @@ impl Opened {
     }
 
     /// The decoder of these tensors.
-    ///
-    /// # Errors
-    /// As [`Decoder::load_as`].
     pub(super) fn decoder(&self, weights: Weights, dtype: BaseDtype) -> Result<Decoder, ModelError> {
         match self {
             Self::Stored(stored) => Decoder::of_tensors(stored.config().clone(), stored.as_ref(), weights, dtype),
@@ -63,9 +57,6 @@ impl Opened {
     }
 
     /// The head, where there is one.
-    ///
-    /// # Errors
-    /// It cannot be read.
     pub(super) fn score(&self) -> Result<Option<Tensor>, ModelError> {
         match self {
             Self::Stored(stored) => stored.has(HEAD_WEIGHT).then(|| stored.tensor(HEAD_WEIGHT)).transpose(),
@@ -75,9 +66,6 @@ impl Opened {
 }
 
 /// The id that pads a batch elsewhere: as `config.json` has it, else as the tokenizer does.
-///
-/// # Errors
-/// A file cannot be read.
 pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
     let config = read_json(&required(directory, "config.json")?)?;
     match config["pad_token_id"].as_u64() {
@@ -88,9 +76,6 @@ pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
 }
 
 /// Refuses a folder whose answers are not one class of several: a softmax would not be what transformers gives of it.
-///
-/// # Errors
-/// It is such a folder, or its `config.json` cannot be read.
 pub(super) fn check_problem_type(directory: &Path) -> Result<(), ModelError> {
     let path = required(directory, "config.json")?;
     match read_json(&path)?["problem_type"].as_str() {

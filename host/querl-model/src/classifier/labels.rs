@@ -67,9 +67,6 @@ impl Labels {
     }
 
     /// Those of a folder: `label_mapping.json`, else `id2label` of `config.json`.
-    ///
-    /// # Errors
-    /// Neither is there, ids are not 0, 1, 2 and so on, or the two files name classes differently.
     pub(super) fn read(directory: &Path) -> Result<Self, ModelError> {
         let (mapping, config) = (directory.join(MAPPING_FILE), directory.join("config.json"));
         let of_config = |path: &Path| {

@@ -121,9 +121,6 @@ impl Decoder {
     }
 
     /// A decoder of tensors that were opened already.
-    ///
-    /// # Errors
-    /// As [`Decoder::load_on`].
     pub(crate) fn of_tensors(
         config: DecoderConfig,
         tensors: &dyn Tensors,

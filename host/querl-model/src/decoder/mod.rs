@@ -24,7 +24,6 @@ pub use parts::{AdaptedLayer, AdaptedLinear};
 
 /// A decoder-only language model of one of the families of [`crate::Family`].
 pub struct Decoder {
-    /// Of the whole model.
     config: DecoderConfig,
     /// Of what stands here: the same, but where several ranks hold the model together.
     local: DecoderConfig,

@@ -12,7 +12,6 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// One answer to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Job {
     prompt: usize, // index of the sorted prompts
@@ -28,7 +27,6 @@ struct Prompt {
     n_left: usize,
 }
 
-/// An answer in progress.
 struct Sequence {
     job: usize,
     cache: SequenceCache,

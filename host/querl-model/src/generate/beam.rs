@@ -28,7 +28,6 @@ struct Search {
     finished: Vec<(f64, Generated)>,
 }
 
-/// An answer in progress.
 struct Beam {
     cache: SequenceCache,
     hidden: Hidden,

@@ -13,7 +13,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A policy ready to decode with. It does not follow later training.
 pub(super) struct PolicyWeights {
-    /// Of this rank's shard.
     pub(super) config: DecoderConfig,
     pub(super) context: LayerContext,
     pub(super) layers: Vec<TransformerLayer<CpuInference>>,

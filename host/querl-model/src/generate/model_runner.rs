@@ -69,9 +69,6 @@ const MAX_SHARED_NOTHING: usize = 4 << 20;
 
 /// Advances all units. Of a small model, each thread takes its own sequences through all layers and shares nothing meanwhile; of
 /// a large one, all threads work on each product; and so where ranks hold the model together, which sum up in one order.
-///
-/// # Errors
-/// What the model or a taker reports.
 pub(super) fn advance(weights: &PolicyWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
     let rows = |unit: &Unit<'_>| unit.tokens.len().max(1);
     let n_rows: usize = units.iter().map(rows).sum();
@@ -141,15 +138,11 @@ fn pass(weights: &PolicyWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
 /// New tokens of one sequence, and its KV cache.
 pub(super) struct NewTokens<'s> {
     pub(super) cache: &'s mut SequenceCache,
-    /// At least one.
     tokens: &'s [u32],
 }
 
 /// Runs new tokens through all layers; returns the hidden state of each sequence's last one after the final norm,
 /// `(sequences, H)`.
-///
-/// # Errors
-/// A token outside the vocabulary.
 fn forward(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Result<Vec<f32>, ModelError> {
     let tokens: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.tokens).copied().collect();
     let (mut rows, mut last_rows) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(sequences.len()));

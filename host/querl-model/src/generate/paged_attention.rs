@@ -13,7 +13,6 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One new token.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Row {
     /// Index of its sequence's cache.
@@ -64,7 +63,6 @@ thread_local! {
     static SCRATCH: Cell<Scratch> = const { Cell::new(Scratch { queries: Vec::new(), scores: Vec::new(), sums: Vec::new() }) };
 }
 
-/// Memory of one task.
 #[derive(Default)]
 struct Scratch {
     queries: Vec<f32>, // (rows * group, D), scaled
@@ -251,14 +249,11 @@ vectorised! {
     }
 }
 
-/// Where a tile stands.
 #[derive(Clone, Copy)]
 struct At {
-    /// Between rows of weights.
     stride: usize,
     /// Between rows of values and of sums.
     width: usize,
-    /// Its first column.
     column: usize,
 }
 

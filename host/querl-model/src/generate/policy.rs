@@ -41,9 +41,6 @@ pub(super) enum Policy {
 
 impl Policy {
     /// Feeds the new tokens of all units, and hands the logits that follow to their takers.
-    ///
-    /// # Errors
-    /// What the model or a taker reports.
     pub(super) fn advance(&mut self, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
         match self {
             Self::Host(weights) => model_runner::advance(weights, units, rules),

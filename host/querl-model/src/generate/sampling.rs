@@ -90,12 +90,10 @@ impl Softmax {
         exp_or_zero::<super::vectorised::Plain>((logit - self.max) * self.inverse_temperature)
     }
 
-    /// Sum of all weights.
     pub(super) fn total(&self) -> f64 {
         self.total
     }
 
-    /// Largest logit.
     pub(super) fn max(&self) -> f32 {
         self.max
     }

@@ -6,7 +6,6 @@ pub(super) trait Arithmetic {
     fn multiply_add(a: f32, b: f32, c: f32) -> f32;
 }
 
-/// One instruction, rounded once.
 pub(super) struct Fused;
 
 /// Two instructions: a fused product without hardware for it is a slow call.

@@ -45,14 +45,11 @@ pub(crate) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a
 
 /// The values of a contiguous f32 tensor of the CPU, borrowed.
 pub(crate) struct Floats<'a> {
-    /// A read lock.
     storage: Box<dyn Deref<Target = Storage> + 'a>,
     layout: &'a Layout,
 }
 
 impl<'a> Floats<'a> {
-    /// # Errors
-    /// Another type, another device, or values that do not follow each other.
     pub(crate) fn of(tensor: &'a Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cpu(values) = &*storage else { bail!("this operation runs on the cpu") };

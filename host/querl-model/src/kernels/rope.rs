@@ -50,9 +50,6 @@ impl RopeTable {
     }
 
     /// [`rope`], or with a norm's weight and epsilon [`norm_rope`], on slices: `x` is `(N, heads * D)`.
-    ///
-    /// # Errors
-    /// As theirs.
     pub(crate) fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
         let width = x.len() / positions.len().max(1);
         self.check(positions.len(), width, positions)?;

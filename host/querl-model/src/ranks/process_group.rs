@@ -120,8 +120,6 @@ impl World {
         self.wake();
     }
 
-    /// # Errors
-    /// A rank has failed.
     pub(super) fn check(&self) -> Result<(), RanksError> {
         self.failure.get().map_or(Ok(()), |failure| Err(failure.clone()))
     }
@@ -171,9 +169,6 @@ impl ProcessGroup {
     }
 
     /// All-gather of one item per member, in the order of the members.
-    ///
-    /// # Errors
-    /// A rank has failed or finished, or two members are at different operations.
     pub(super) fn exchange<T: Send + Sync + 'static>(
         &self,
         index: usize,

@@ -186,7 +186,6 @@ fn communicators_that_wait_for_each_other_are_closed_or_aborted() {
     }
 }
 
-/// Its abort never returns.
 struct Stuck(Arc<AtomicBool>);
 
 impl Communicator for Stuck {

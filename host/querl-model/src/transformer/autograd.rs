@@ -27,7 +27,6 @@ struct LayerOp<B: TrainingBackend> {
     saved: SavedActivations<B, B::LogSumExp>,
     /// Where the gradients of trained tensors are collected, if not in the graph.
     collected: Option<Recompute>,
-    /// The result, taken once.
     out: Mutex<Option<Storage>>,
     shape: Shape,
 }

@@ -120,9 +120,7 @@ pub trait TrainingBackend:
     fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Self::Borrowed<'a>>;
     /// A buffer as the storage of a tensor.
     fn storage(&self, buffer: Self::Residual) -> Result<Storage>;
-    /// Number of values.
     fn len(&self, buffer: &Self::ResidualSlice) -> usize;
-    /// Buffers one after another.
     fn concat(&self, parts: Vec<Self::Residual>) -> Result<Self::Residual>;
 
     /// The residual (or its gradient) in the type of activations.

@@ -21,7 +21,6 @@ pub(crate) struct CheckpointedLayer {
     pub(crate) pass: LayerPass,
     pub(crate) adapter: Option<Arc<LoraAdapter>>,
     pub(crate) recompute: Recompute,
-    /// The input, without graph.
     pub(crate) input: Tensor,
 }
 

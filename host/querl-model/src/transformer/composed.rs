@@ -125,9 +125,6 @@ struct LoraDropout {
 ///
 /// `x`: `(N, in)`; `lora_a`: `(rank, in)`; `lora_b`: `(out, rank)`. Returns `(N, out)`. Gradients reach all three.
 ///
-/// # Errors
-/// Shapes that do not fit, or tensors other than contiguous f32 on the CPU.
-///
 /// Source: PEFT's `lora.Linear.forward`.
 fn lora_dropout(
     x: &Tensor,

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 /// Names the file where it is none of the places beside the program.
 const LIBRARY_VARIABLE: &str = "QUERL_CUDA_LIBRARY";
 
-/// The file.
 const LIBRARY: &str = "libquerl_cuda.so";
 
 /// A library of the program's version.

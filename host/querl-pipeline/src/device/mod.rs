@@ -55,10 +55,6 @@ pub struct DeviceRequirements<'a> {
 }
 
 impl<'a> DeviceRequirements<'a> {
-    /// Those of a configuration.
-    ///
-    /// # Errors
-    /// The model's shapes cannot be read.
     fn of(config: &'a Config, gpu_use: GpuUse) -> Result<Self, Stop> {
         let path = config.model.path.join("config.json");
         let head_dim = path.is_file().then(|| head_dim(&config.model.path)).transpose()?;
@@ -287,9 +283,6 @@ fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Back
 }
 
 /// Cards that share work compute the same: sums of other bits would let their weights drift apart.
-///
-/// # Errors
-/// They are of two sorts.
 fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
     let first = &used[0];
     let Some(other) = used.iter().find(|other| other.gpu.capability != first.gpu.capability) else { return Ok(()) };
@@ -301,9 +294,6 @@ fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
 }
 
 /// What the processor can do and a card cannot.
-///
-/// # Errors
-/// A setting asks for some of it.
 fn check_settings(
     &DeviceRequirements { model, sft, head_dim, gpu_use }: &DeviceRequirements<'_>,
 ) -> Result<(), DeviceUnavailable> {
@@ -323,8 +313,6 @@ fn check_settings(
     head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, gpu_use))
 }
 
-/// # Errors
-/// A card has no kernels for the heads of the model that `key` names.
 fn check_heads(key: &str, head_dim: usize, gpu_use: GpuUse) -> Result<(), DeviceUnavailable> {
     querl_model::ComputeDevice::check_gpu_head_dim(head_dim, gpu_use)
         .map_err(|error| DeviceUnavailable(format!("{key} names {error}")))

@@ -22,7 +22,6 @@ use std::time::Duration;
 /// best hits.
 #[derive(Default)]
 pub struct Shop {
-    /// Before each answer.
     pause: Duration,
     counts: Arc<Counts>,
 }

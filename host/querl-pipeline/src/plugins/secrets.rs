@@ -8,9 +8,6 @@ use toml::Value;
 const SHORTEST_PART_CHARS: usize = 8;
 
 /// Looks through the settings of every plugin for the values of the environment variables that hold keys.
-///
-/// # Errors
-/// A setting holds one. The message names setting and variable, and not the value.
 pub(super) fn check(config: &Config) -> Result<(), Stop> {
     let variables = [&config.teacher.api_key_env, &config.judge.api_key_env];
     let secrets: Vec<(&str, String)> = variables

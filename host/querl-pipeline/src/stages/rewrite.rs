@@ -145,9 +145,7 @@ fn batches(run: &Run) -> anyhow::Result<Option<(BatchTeacher, NewPrompts)>> {
 #[derive(Default)]
 struct Tally {
     n_rewritten: u64,
-    /// Of these.
     n_by_the_fallback: u64,
-    /// By kind.
     failures: BTreeMap<String, u64>,
     n_not_recorded: u64,
     /// What they cost whenever they were made, earlier runs' from the cache included; `None` once a price is unknown.

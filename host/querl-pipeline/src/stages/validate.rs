@@ -80,7 +80,6 @@ impl Stage for Validate {
 struct Tally {
     n_found: u64,
     n_empty: u64,
-    /// By kind.
     failures: BTreeMap<String, u64>,
     top1: Mean,
 }

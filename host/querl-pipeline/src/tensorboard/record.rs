@@ -6,7 +6,6 @@
 const HEADER: usize = 12;
 const FOOTER: usize = 4;
 
-/// Appends one record.
 pub(super) fn write_record(out: &mut Vec<u8>, data: &[u8]) {
     let length = (data.len() as u64).to_le_bytes();
     out.extend_from_slice(&length);

@@ -30,12 +30,10 @@ const KEPT_VARIABLES: [&str; 7] = ["PATH", "HOME", "TMPDIR", "TEMP", "TMP", "SYS
 
 /// A folder with a plugin in Python or JavaScript, whose interpreter becomes part of the component.
 pub(super) struct ScriptFolder {
-    /// Absolute.
     pub(super) folder: PathBuf,
     pub(super) manifest: Manifest,
     /// The SDK that the source imports.
     pub(super) sdk: PathBuf,
-    /// The contract's WIT files.
     pub(super) wit: PathBuf,
 }
 
@@ -127,10 +125,6 @@ impl ScriptFolder {
         command
     }
 
-    /// Runs a tool.
-    ///
-    /// # Errors
-    /// It cannot be run (`missing` is the message where it is not installed), or it failed.
     pub(super) fn run(&self, tool: &'static str, mut command: Command, missing: &str) -> Result<(), PluginError> {
         let output = command.output().map_err(|error| match error.kind() {
             ErrorKind::NotFound => self.refused(missing),

@@ -21,7 +21,6 @@ const REWARD_WORLD: [&str; 5] = [
     "export querl:plugin/rewards@0.1.0;",
 ];
 
-/// Where these guests are.
 pub fn folder() -> PathBuf {
     repository().join("tests/guests/wat")
 }

@@ -69,9 +69,6 @@ fn scored<'a>(names: &'a [String], values: &[f64]) -> Vec<ClassScore<'a>> {
 }
 
 /// The answer of `/predict`, in JSON, with classes in the model's order.
-///
-/// # Errors
-/// English names are asked for and not known.
 pub(super) fn predict_answer(
     asked: &ClassifyRequest,
     classifier: &dyn TextClassifier,

@@ -25,7 +25,6 @@ struct Histogram<const N: usize> {
     bounds: [f64; N],
     /// Of each bound what is above the one before and not above it; the last is above all.
     counts: Vec<AtomicU64>,
-    /// In millionths.
     sum: AtomicU64,
 }
 
@@ -54,7 +53,6 @@ impl<const N: usize> Histogram<N> {
     }
 }
 
-/// Everything that is counted.
 pub(super) struct StyleMetrics {
     requests: Mutex<BTreeMap<(&'static str, u16), u64>>,
     durations: BTreeMap<&'static str, Histogram<12>>,
@@ -82,7 +80,6 @@ impl Default for StyleMetrics {
 }
 
 impl StyleMetrics {
-    /// One answer.
     pub(super) fn request(&self, route: &'static str, status: u16, elapsed: Duration) {
         *self.requests.lock().unwrap_or_else(PoisonError::into_inner).entry((route, status)).or_default() += 1;
         if let Some(durations) = self.durations.get(route) {
@@ -97,7 +94,6 @@ impl StyleMetrics {
         self.batch_seconds.observe(elapsed.as_secs_f64());
     }
 
-    /// Texts that were classified.
     pub(super) fn texts(&self, found: &[ClassifiedText]) {
         let n_tokens: usize = found.iter().map(|text| text.n_tokens).sum();
         let n_shortened = found.iter().filter(|text| text.n_left_out > 0).count();

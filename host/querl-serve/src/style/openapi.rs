@@ -62,7 +62,6 @@ fn responses(schema: &Value) -> Value {
     all
 }
 
-/// The document.
 pub(super) fn document() -> Value {
     let mut paths = asked();
     let plain = [

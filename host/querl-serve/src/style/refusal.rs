@@ -49,7 +49,6 @@ impl Refusal {
         }
     }
 
-    /// The answer.
     pub(super) fn answer(self, form: Form) -> Response {
         let Self { status, message } = self;
         let body = match form {

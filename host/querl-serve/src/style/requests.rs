@@ -25,7 +25,6 @@ pub(super) enum AnswerForm {
     Classify,
 }
 
-/// A request.
 #[derive(Debug)]
 pub(super) struct ClassifyRequest {
     pub(super) form: AnswerForm,
@@ -46,9 +45,6 @@ impl ClassifyRequest {
     }
 
     /// What is known before the tokens are counted.
-    ///
-    /// # Errors
-    /// No text, an empty one, too many, or one that is too long.
     pub(super) fn check(&self, options: &StyleOptions) -> Result<(), Refusal> {
         let StyleOptions { max_texts, max_text_chars, .. } = *options;
         if self.texts.is_empty() {
@@ -72,9 +68,6 @@ impl ClassifyRequest {
     }
 
     /// Whether texts were shortened that must not be.
-    ///
-    /// # Errors
-    /// One was.
     pub(super) fn check_lengths(&self, found: &[ClassifiedText], max_length: usize) -> Result<(), Refusal> {
         let is_cut = |text: &ClassifiedText| text.n_left_out > 0;
         match found.iter().position(is_cut).filter(|_| self.is_whole) {
@@ -104,9 +97,6 @@ struct PredictBody {
 }
 
 /// Reads a request to `/predict`. A text may stand in the address, where the script's service had it.
-///
-/// # Errors
-/// It cannot be read, or has neither `text` nor `inputs`.
 pub(super) async fn predict(request: Request, options: &StyleOptions) -> Result<ClassifyRequest, Refusal> {
     let in_address = Query::<HashMap<String, String>>::try_from_uri(request.uri());
     let Query(mut in_address) = in_address.map_err(|rejection| Refusal::value(rejection.body_text()))?;
@@ -169,7 +159,6 @@ fn all_texts(name: &str, items: Vec<Value>) -> Result<Vec<String>, Refusal> {
     items.into_iter().map(text).collect()
 }
 
-/// vLLM's.
 #[derive(Debug, Deserialize)]
 struct ClassifyBody {
     input: Option<Value>,
@@ -181,9 +170,6 @@ struct ClassifyBody {
 }
 
 /// Reads a request to `/classify`.
-///
-/// # Errors
-/// It cannot be read, or has no texts in `input`.
 pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result<ClassifyRequest, Refusal> {
     let body: ClassifyBody = read(request, options, CLASSIFY_BODY).await?;
     let texts = match (body.input, body.messages) {

@@ -41,9 +41,6 @@ pub(super) struct StateFile {
 }
 
 /// Writes a state, streaming: no second copy of the tensors is made.
-///
-/// # Errors
-/// `to` cannot be written, or a tensor is not f32.
 pub(super) fn write(to: &mut impl Write, step: u64, fingerprint: &str, state: &State) -> io::Result<()> {
     let arrays = state.arrays.iter().map(|(name, array)| (name.as_str(), array.dims.as_slice())).collect();
     let header = serde_json::to_vec(&HeaderOut { step, fingerprint, values: &state.values, arrays })?;
@@ -77,10 +74,6 @@ pub(super) enum ReadError {
     Io(io::Error),
 }
 
-/// Reads a state.
-///
-/// # Errors
-/// The file is damaged or cannot be read.
 pub(super) fn read(path: &Path) -> Result<StateFile, ReadError> {
     read_checked(path).map_err(|error| match error.kind() {
         _ if error.raw_os_error().is_some() => ReadError::Io(error),

@@ -32,9 +32,6 @@ pub(crate) fn base_name(base: &Path) -> String {
 
 /// Saves a policy: its adapter, or all weights with the base's other files. All ranks of a model copy call this together, and the first
 /// rank writes.
-///
-/// # Errors
-/// A file cannot be written, or a rank has failed.
 pub(crate) fn save_policy(mesh: &Mesh, policy: Policy<'_>, directory: &Path, base: &Path) -> Result<(), TrainError> {
     let adapter = policy.adapter.map(LoraAdapter::whole).transpose()?;
     if !mesh.all.is_first() {
@@ -128,9 +125,6 @@ impl State {
     }
 
     /// A copy in host memory that does not share storage.
-    ///
-    /// # Errors
-    /// A tensor is not f32.
     pub(crate) fn detached(self) -> Result<Self, TrainError> {
         let detached = |(name, Array { dims, data }): (String, Array)| {
             let data = match data {
@@ -177,9 +171,6 @@ impl State {
     }
 
     /// Gathers the shards of tensor-parallel `ranks`: all call this together, and the first gets the full state.
-    ///
-    /// # Errors
-    /// A rank has failed.
     pub(crate) fn gather_shards(self, ranks: &Ranks) -> Result<Self, TrainError> {
         self.map_sharded(ranks, |tensor, axis| {
             let whole = ranks.whole_of(tensor, axis)?;
@@ -188,9 +179,6 @@ impl State {
     }
 
     /// The shard of a full state that this one of `ranks` holds.
-    ///
-    /// # Errors
-    /// Out of memory.
     pub(crate) fn shard(&self, ranks: &Ranks) -> Result<Self, TrainError> {
         self.clone().map_sharded(ranks, |tensor, axis| Ok(ranks.part_of(tensor, axis)?))
     }

@@ -43,23 +43,15 @@ pub struct Distillation {
     pub hard_weight: f64,
 }
 
-/// Target of one row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Target<'a> {
     pub(super) label: Option<u32>,
-    /// The teacher's logits.
     pub(super) teacher: Option<&'a [f32]>,
 }
 
 /// Summed loss of logits `(N, classes)`: cross-entropy of the labels, whose quotient by [`Weighting::total`] is torch's mean; with a
 /// teacher plus the KL divergence of its distribution from the student's at the temperature, times the temperature squared, so that the
 /// size of its gradients does not depend on the temperature.
-///
-/// # Errors
-/// The shapes of targets and logits differ.
-///
-/// Sources: torch's `cross_entropy` with `weight` and `label_smoothing`; Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a
-/// Neural Network", section 2.
 pub(super) fn summed_loss(
     logits: &Tensor,
     targets: &[Target<'_>],

@@ -165,7 +165,6 @@ impl AdamW {
 /// The coefficients of one step for one variable.
 #[derive(Clone, Copy)]
 struct Rule {
-    /// Gradient scale from clipping.
     scale: f32,
     /// Weight-decay multiplier `1 - lr * weight_decay`; 1 for vectors.
     keep: f32,

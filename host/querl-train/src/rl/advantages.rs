@@ -57,9 +57,6 @@ pub(super) struct RewardShaping {
 
 impl<'a> Experience<'a> {
     /// Runs policy, reference and critic on a batch, without gradients, and forms rewards and advantages.
-    ///
-    /// # Errors
-    /// An advantage is not finite, or the model reports an error.
     pub(super) fn compute(
         task: &RlTask<'_>,
         algorithm: &dyn Algorithm,
@@ -238,7 +235,6 @@ fn importance_metrics(weights: &Rows, cap: f64) -> Metrics {
     ])
 }
 
-/// Seconds of consecutive phases.
 struct PhaseTimer {
     phase_started: Instant,
     seconds: BTreeMap<&'static str, f64>,
@@ -257,7 +253,6 @@ impl PhaseTimer {
 
 struct ForwardOutput {
     logprobs: Rows,
-    /// Where requested.
     hidden: Option<Tensor>, // (N, H)
 }
 

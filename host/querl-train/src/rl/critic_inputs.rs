@@ -19,9 +19,6 @@ const SHRINKAGE: f64 = 0.3;
 
 impl InputNormalizer {
     /// Fitted to the rows of `vectors`, `(N, H)` f32.
-    ///
-    /// # Errors
-    /// The vectors are not finite.
     pub(super) fn fit(vectors: &Tensor) -> Result<Self, TrainError> {
         let (n, width) = vectors.dims2()?;
         let vectors = vectors.to_dtype(DType::F64)?;
@@ -41,7 +38,6 @@ impl InputNormalizer {
         Ok(Self { mean: mean.squeeze(0)?.to_dtype(DType::F32)?, transform: transform.to_dtype(DType::F32)? })
     }
 
-    /// For a checkpoint.
     pub(super) fn tensors(&self) -> BTreeMap<String, Tensor> {
         BTreeMap::from([("mean".to_owned(), self.mean.clone()), ("transform".to_owned(), self.transform.clone())])
     }

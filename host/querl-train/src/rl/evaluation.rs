@@ -18,9 +18,6 @@ pub(super) struct Evaluation {
 
 impl Evaluation {
     /// From a complete `partial` with one response per validation row.
-    ///
-    /// # Errors
-    /// Too many episodes were dropped.
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
         let records = || partial.responses.iter().map(|response| &response.record);
         check_drops(task, partial.step, records())?;

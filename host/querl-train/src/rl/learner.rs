@@ -37,8 +37,6 @@ pub(super) struct Learner {
 }
 
 impl Learner {
-    /// # Errors
-    /// The critic's adapter does not fit the model.
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let RlConfig { kl_coef, kl_target, kl_horizon, weight_decay, .. } = *task.config;
         let algorithm = algorithm::by_name(task.config.algorithm);
@@ -55,9 +53,6 @@ impl Learner {
     ///
     /// A batch that the policy of the step before generated (`rl.off_by_one`) is not compared with the training pass here: the
     /// train loop does, with that policy.
-    ///
-    /// # Errors
-    /// Rollout and training differ, a loss or gradient is not finite, or the model reports an error.
     pub(super) fn learn(&mut self, task: &RlTask<'_>, batch: &RolloutBatch, step: u64) -> Result<Metrics, TrainError> {
         let mut metrics = Metrics::new();
         if !task.config.off_by_one {
@@ -180,9 +175,6 @@ impl Learner {
     }
 
     /// Saves the policy's optimizer, the critic, the KL coefficient and the moments of the scores, without the policy's weights.
-    ///
-    /// # Errors
-    /// A number cannot be stored.
     pub(super) fn save(&self, state: &mut State) -> Result<(), TrainError> {
         self.optimizer.save("policy_optimizer", state)?;
         state.put("kl_controller", &self.shaping.kl)?;
@@ -191,9 +183,6 @@ impl Learner {
     }
 
     /// Restores what [`Learner::save`] saved.
-    ///
-    /// # Errors
-    /// It is missing, incomplete, or of another training.
     pub(super) fn restore(&mut self, task: &RlTask<'_>, state: &State) -> Result<(), TrainError> {
         self.optimizer.restore("policy_optimizer", state, task.policy.vars())?;
         self.shaping.kl = state.get("kl_controller")?;
@@ -202,9 +191,6 @@ impl Learner {
     }
 
     /// Writes the critic, if any, to a folder of its own.
-    ///
-    /// # Errors
-    /// A file cannot be written.
     pub(super) fn save_critic(&self, mesh: &Mesh, directory: &Path, base: &Path) -> Result<(), TrainError> {
         self.critic.as_ref().map_or(Ok(()), |critic| critic.save(mesh, directory, base))
     }

@@ -114,7 +114,6 @@ pub(super) struct Rollout {
     pub(super) truncated: bool,
     /// Row of the query; samples of one row form a group.
     pub(super) group: usize,
-    /// The environment's score.
     pub(super) score: f32,
     pub(super) record: EpisodeRecord,
 }
@@ -131,9 +130,6 @@ pub(super) struct RolloutBatch {
 
 impl RolloutBatch {
     /// From a complete `partial`.
-    ///
-    /// # Errors
-    /// More than `rl.max_drop_rate` of it was dropped.
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
         let records = || partial.responses.iter().map(|response| &response.record);
         check_drops(task, partial.step, records())?;
@@ -187,8 +183,6 @@ pub(super) fn learnable(task: &RlTask<'_>, partial: &PartialBatch) -> Vec<Rollou
     rows.zip(&partial.responses).filter_map(rollout).collect()
 }
 
-/// # Errors
-/// More than `rl.max_drop_rate` of the episodes have no score.
 pub(super) fn check_drops<'a>(
     task: &RlTask<'_>,
     step: u64,

@@ -38,10 +38,6 @@ const CHECK_STREAM: u64 = 0x524f_4c4c_4f55_5421;
 /// Computes a seeded sample of a batch again with the training pass and the adapter that generated the batch. Returns the mean
 /// difference as `rollout_probs_diff` and the largest as `rollout_probs_diff_max`; nothing for no rollouts.
 ///
-/// # Errors
-/// The mean is above 1e-4 (on a GPU 5e-2) or NaN, the largest above 1e-2 (on a GPU 2.0), or a response has more or fewer
-/// log-probabilities than tokens.
-///
 /// Source: verl `calculate_debug_metrics` (there, of probabilities).
 pub(super) fn check_rollout(
     task: &RlTask<'_>,

@@ -31,9 +31,6 @@ pub(super) struct RolloutRequest<'a> {
 }
 
 /// Generates and scores what is missing of `partial`, until a stop flag is set.
-///
-/// # Errors
-/// The model cannot generate, or the environment cannot score.
 pub(super) fn complete(
     task: &RlTask<'_>,
     engine: &mut Engine<'_>,
@@ -141,9 +138,6 @@ fn seed_of(parts: &[u64]) -> u64 {
 
 /// Calls `produce` on this thread until it returns `None`; another thread calls `consume` on each item, in order, while the next
 /// is produced.
-///
-/// # Errors
-/// The first error. After an error or panic of `consume` nothing more is produced.
 fn overlap<P: Send, D: Send>(
     mut produce: impl FnMut() -> Result<Option<P>, TrainError>,
     consume: impl FnMut(P) -> Result<D, TrainError> + Send,

@@ -41,7 +41,6 @@ pub(super) enum Phase {
     Stopped,
 }
 
-/// A run in progress.
 pub(super) struct Trainer<'a> {
     pub(super) task: &'a RlTask<'a>,
     pub(super) learner: Learner,
@@ -64,9 +63,6 @@ pub(super) struct Trainer<'a> {
 
 impl<'a> Trainer<'a> {
     /// From the newest checkpoint, or from the beginning; logs are rewound to that point.
-    ///
-    /// # Errors
-    /// The checkpoint does not fit the task, or the logs cannot be rewound.
     pub(super) fn new(task: &'a RlTask<'a>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
         let (directory, keep) = (task.output_dir.join(STATE), task.config.save_total_limit);
         let fingerprint = task.fingerprint.filter(|_| task.mesh.all.is_first());

@@ -42,7 +42,6 @@ pub(super) struct LogPositions {
     val: u64,
 }
 
-/// Names in a checkpoint.
 const POLICY: &str = "policy";
 const ROLLOUT_POLICY: &str = "rollout_policy";
 
@@ -134,7 +133,6 @@ impl Trainer<'_> {
         state.gather_shards(&task.mesh.tensor)
     }
 
-    /// Resumes from a checkpoint.
     pub(super) fn restore(&mut self, step: u64, state: &State, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let task = self.task;
         let state = &state.shard(&task.mesh.tensor)?;

@@ -162,7 +162,6 @@ fn sum_of_scalars(scalars: &[Tensor]) -> Result<f64, TrainError> {
     Ok(sum)
 }
 
-/// In rank order.
 fn sum_over_ranks(ranks: &Ranks, mine: f64) -> Result<f64, TrainError> {
     Ok(ranks.all_gather(mine)?.iter().map(|of_rank| **of_rank).sum())
 }

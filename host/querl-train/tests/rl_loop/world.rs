@@ -42,7 +42,6 @@ pub(crate) struct World {
     pub(crate) n_scored: AtomicUsize,
     n_calls: AtomicUsize,
     fault: Fault,
-    /// For each response.
     pause: Duration,
     /// What an answer is worth: the share of plain ASCII among its characters, where nobody says otherwise.
     pays: Pay,

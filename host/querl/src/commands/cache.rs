@@ -39,7 +39,6 @@ pub struct ClearArgs {
     table: Vec<Table>,
 }
 
-/// Which cache.
 #[derive(Debug, Args)]
 struct Place {
     /// The file [default: answers.redb in the user's cache folder]
@@ -72,8 +71,6 @@ impl Table {
     }
 }
 
-/// # Errors
-/// The cache is in use or damaged.
 pub fn run(command: &CacheCommand) -> anyhow::Result<()> {
     match command {
         CacheCommand::Stats(args) => stats(args),

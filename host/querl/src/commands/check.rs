@@ -27,10 +27,6 @@ pub struct CheckArgs {
     skip_plugins: bool,
 }
 
-/// Runs one of them.
-///
-/// # Errors
-/// The configuration or one of its plugins cannot be used, or stdout is closed.
 pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
     let text = match command {
         ConfigCommand::Check(args) => check(args)?.to_toml(),

@@ -15,9 +15,6 @@ pub struct CompileArgs {
 }
 
 /// Compiles under limits of its own on time and memory.
-///
-/// # Errors
-/// It does not compile; the host reads why from stderr.
 pub fn run(args: &CompileArgs) -> anyhow::Result<()> {
     Ok(querl_plugin::compile_child(&args.input, &args.output, args.timeout_ms)?)
 }

@@ -30,10 +30,6 @@ pub struct StatsArgs {
     format: Format,
 }
 
-/// Runs one of them.
-///
-/// # Errors
-/// The table cannot be read, or a file of the run folder is damaged.
 pub fn run(command: &DataCommand) -> anyhow::Result<()> {
     let DataCommand::Stats(args) = command;
     let stats = Stats::of(&args.config.load()?)?;

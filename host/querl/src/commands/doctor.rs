@@ -17,7 +17,6 @@ pub struct DoctorArgs {
     format: Format,
 }
 
-/// One thing looked at.
 #[derive(Debug, Serialize)]
 struct Finding {
     name: &'static str,
@@ -26,10 +25,6 @@ struct Finding {
     sentence: String,
 }
 
-/// Looks and tells.
-///
-/// # Errors
-/// stdout is closed.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     let findings: Vec<Finding> =
         [version(), cores()].into_iter().chain(cards::findings()).chain([cargo(), wasm_target(), plugins()]).collect();

@@ -50,10 +50,6 @@ pub(crate) enum ModelCommand {
     },
 }
 
-/// Runs one of them.
-///
-/// # Errors
-/// A file cannot be used, or training fails.
 pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
     match command {
         ModelCommand::Inspect(args) => inspect::run(args),

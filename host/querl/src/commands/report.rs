@@ -21,9 +21,6 @@ pub struct ReportArgs {
 }
 
 /// Writes `eval.json` and `report.html` of each folder again and prints the table, pooled where there are several.
-///
-/// # Errors
-/// The folder holds no evaluated run.
 pub fn run(args: &ReportArgs) -> anyhow::Result<()> {
     let runs: Vec<RunDir> = args.dirs.iter().map(RunDir::new).collect();
     let written = runs.iter().map(write).collect::<anyhow::Result<Vec<_>>>()?;
@@ -45,10 +42,6 @@ fn write(dir: &RunDir) -> anyhow::Result<Reported> {
     report::write(&config, dir, &report::names(dir)?)
 }
 
-/// The figures on stdout.
-///
-/// # Errors
-/// stdout is closed.
 pub fn print(reported: &Reported, format: Format) -> std::io::Result<()> {
     let mut stdout = std::io::stdout().lock();
     if format.json {

@@ -42,17 +42,11 @@ pub struct RunArgs {
 pub type StageArgs = RunArgs;
 
 /// Runs all stages that need it.
-///
-/// # Errors
-/// As the stages say.
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     go(args, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
 }
 
 /// Runs one stage where it needs it; `--from` and `--to` widen the window.
-///
-/// # Errors
-/// As the stage says.
 pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
     go(args, args.from.map_or(name, |from| from.min(name)), args.to.map_or(name, |to| to.max(name)))
 }

@@ -21,7 +21,6 @@ pub struct ServeArgs {
     style: StyleArgs,
 }
 
-/// What is served.
 #[derive(Debug, Subcommand)]
 enum ServeCommand {
     /// Serve a style model: /predict, /classify, /health, /ready, /metrics, /openapi.json
@@ -56,10 +55,6 @@ struct StyleArgs {
     options: ServeOptions,
 }
 
-/// Serves until interrupted.
-///
-/// # Errors
-/// There is nothing that can be served, or the address cannot be used.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
     match &args.what {
         Some(ServeCommand::Style(args)) if args.model.is_none() && args.path.is_none() => {

@@ -32,7 +32,6 @@ pub(super) struct EndedBatch {
     files: Vec<ResponseFile>,
 }
 
-/// A file of responses.
 struct ResponseFile {
     file: Mutex<File>,
     lines: HashMap<u64, (u64, usize)>,

@@ -157,7 +157,6 @@ impl BatchTeacher {
     }
 }
 
-/// Limits of polling.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PollLimits {
     pub(super) silence: Duration,

@@ -8,7 +8,6 @@ use std::time::{Duration, SystemTime};
 /// A longer `Retry-After` opens the circuit breaker.
 pub(super) const MAX_RETRY_AFTER: Duration = Duration::from_secs(120);
 
-/// One failed try.
 pub(super) struct FailedAttempt {
     pub(super) failure: CallFailure,
     pub(super) retry: Retry,

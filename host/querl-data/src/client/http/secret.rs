@@ -21,9 +21,6 @@ const SECRET_BYTES: usize = 8;
 impl Secret {
     /// The key in a file, where one is named, else in an environment variable; `None` where `variable` is empty, for services
     /// that want no key. `section` is whose keys of the configuration name them.
-    ///
-    /// # Errors
-    /// The file cannot be read or is empty, or the variable is not set.
     pub(crate) fn open(section: &str, file: Option<&Path>, variable: &str) -> Result<Option<Self>, DataError> {
         match file {
             Some(path) => Self::from_file(section, path).map(Some),
@@ -63,9 +60,6 @@ impl Secret {
     }
 
     /// The header that carries the key.
-    ///
-    /// # Errors
-    /// The key has characters that no header may have.
     pub(super) fn header(&self) -> Result<HeaderValue, InvalidHeaderValue> {
         let mut value = HeaderValue::try_from(match self.scheme {
             AuthScheme::Auto | AuthScheme::Bearer => format!("Bearer {}", self.key),

@@ -163,7 +163,6 @@ impl Judge for CachedJudge {
     }
 }
 
-/// Retrieval behind the cache.
 pub(crate) struct CachedRetriever {
     pub(crate) inner: Arc<dyn Retriever>,
     pub(crate) service_cache: ServiceCache,

@@ -13,7 +13,6 @@ use serde::de::DeserializeOwned;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// What a column holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ColumnKind {
     Text,

@@ -21,7 +21,6 @@ const DAMAGED: &str = ".damaged-";
 /// A folder of either kind that is older was left behind by a process that was killed.
 const LONGEST_BUILD: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Where indexes are kept.
 #[derive(Debug, Clone)]
 pub(super) struct IndexCacheSettings {
     /// `None` for the user's cache folder.
@@ -30,7 +29,6 @@ pub(super) struct IndexCacheSettings {
     pub(super) n_kept: usize,
 }
 
-/// A finished index.
 #[derive(Debug)]
 pub(super) enum IndexFolder {
     Cached(PathBuf),

@@ -109,7 +109,6 @@ impl PassageIndex {
 
     /// The `n_passages` passages of highest BM25 score for a text. Each of its words counts once, however often it is repeated; words
     /// with synonyms count once as the one of them that scores highest.
-    ///
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {

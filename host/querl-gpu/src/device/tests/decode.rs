@@ -5,7 +5,6 @@ use querl_model::kernels::{self, Queries, RowTree};
 struct Case {
     n_heads: usize,
     shape: CacheShape,
-    /// Tokens of each sequence.
     lengths: Vec<usize>,
     /// Blocks that all sequences begin with.
     n_shared: usize,

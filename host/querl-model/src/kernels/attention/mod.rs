@@ -123,9 +123,6 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
 pub(crate) type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
-///
-/// # Errors
-/// Widths that do not divide into heads.
 pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
     let mut out = vec![0f32; q.len()];
@@ -142,9 +139,6 @@ pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3])
 }
 
 /// Gradients of queries, keys and values for the gradient `grad` of [`attend`]'s result `out`.
-///
-/// # Errors
-/// As [`attend`].
 pub(crate) fn attention_gradients(
     queries: &Queries,
     head_dim: usize,

@@ -82,9 +82,7 @@ pub(super) struct QueryChunk {
 
 /// Keys that follow each other in the sequences of all queries that see them.
 pub(super) struct Span {
-    /// In the chunk's numbering.
     pub(super) keys: Range<usize>,
-    /// Depth of the first.
     pub(super) depth: usize,
     /// Which of the chunk's queries see them: all of them, or up to themselves.
     pub(super) queries: Range<usize>,
@@ -163,7 +161,6 @@ impl QueryChunk {
         }
     }
 
-    /// Keys in all.
     pub(super) fn n_keys(&self) -> usize {
         self.n_before + self.rows.len()
     }

@@ -3,7 +3,6 @@
 use super::microkernel::{Block, LINE_BYTES};
 use std::arch::x86_64::*;
 
-/// Values of one vector.
 const LANES: usize = 16;
 
 /// Calls a tile of as many rows as are left: up to `6` rows of 4 vectors, or 12 of fewer, fill the 32 registers.

@@ -12,7 +12,6 @@ pub(super) const LINE_BYTES: usize = 64;
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub(super) start: *const u8,
-    /// Of each step.
     pub(super) bytes: usize,
     /// Lines to ask for at each step of the sum.
     pub(super) n_lines: usize,

@@ -115,7 +115,6 @@ pub(super) enum Direction {
 
 /// One of several products that run side by side.
 struct Job<'a> {
-    /// At least one.
     terms: &'a [Term<'a>],
     out: Output<'a>,
 }
@@ -124,7 +123,6 @@ struct Job<'a> {
 pub(super) struct MatmulSpec<'a> {
     pub(super) len: usize,
     pub(super) start: Start<'a>,
-    /// At least one.
     pub(super) terms: Vec<Term<'a>>,
 }
 

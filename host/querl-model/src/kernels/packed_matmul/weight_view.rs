@@ -71,7 +71,6 @@ impl<'a> WeightView<'a> {
         Self { stored: Stored::Rows(values), first: 0, n_out: values.len() / n_in.max(1), n_in }
     }
 
-    /// A packed weight.
     pub(in super::super) fn packed(packed: &'a Packed) -> Self {
         Self { stored: Stored::Packed(packed), first: 0, n_out: packed.n_out, n_in: packed.n_in }
     }

@@ -135,7 +135,6 @@ impl FrozenWeight {
     }
 }
 
-/// Scales of a row.
 fn n_groups(dtype: BaseDtype, n_in: usize) -> usize {
     match dtype {
         BaseDtype::F32 | BaseDtype::Bf16 | BaseDtype::F16 => 0,

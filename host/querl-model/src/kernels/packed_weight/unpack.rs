@@ -63,7 +63,6 @@ fn unpack_pairs(level: Level, from: &[u32], to: &mut [f32]) {
 }
 
 vectorised! {
-    /// Inputs of one group.
     fn unpack_int8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
         for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
             for i in 0..WIDTH {
@@ -84,7 +83,6 @@ pub(super) fn from_e4m3(code: u8) -> f32 {
 }
 
 vectorised! {
-    /// Inputs of one group.
     fn unpack_fp8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
         for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
             for i in 0..WIDTH {
@@ -94,7 +92,6 @@ vectorised! {
     }
 }
 
-/// Inputs of one group.
 fn unpack_nf4(level: Level, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
@@ -117,7 +114,6 @@ mod avx512 {
     use super::{NF4, WIDTH};
     use std::arch::x86_64::*;
 
-    /// Bytes ahead: a page.
     const AHEAD: usize = 4096;
 
     #[inline]

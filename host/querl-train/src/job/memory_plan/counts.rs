@@ -53,7 +53,6 @@ fn small_of_layer(shapes: &DecoderConfig) -> usize {
     2 * shapes.hidden_size + norms_of_heads + qkv + out
 }
 
-/// Weights of one adapter.
 pub(super) fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let is_all = lora.lora_target_modules.iter().any(|name| name == "all-linear");
     let adapted = |name: &str| is_all || lora.lora_target_modules.iter().any(|target| target == name);

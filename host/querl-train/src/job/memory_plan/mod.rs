@@ -149,7 +149,6 @@ impl PlannedStage {
         }
     }
 
-    /// Whether it generates.
     fn generates(&self) -> bool {
         matches!(self, Self::Rl { .. })
     }

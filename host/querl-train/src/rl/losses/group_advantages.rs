@@ -37,7 +37,6 @@ impl Group {
         self.sum / self.n
     }
 
-    /// Unbiased.
     fn deviation(&self) -> f64 {
         (self.squares / (self.n - 1.0)).sqrt()
     }

@@ -15,7 +15,6 @@ use candle_core::Tensor;
 use querl_core::config::{AdvantageForm, CriticKind, KlEstimator, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::ports::Silent;
 
-/// Metrics of one batch.
 fn learn(learner: &mut Learner, task: &RlTask<'_>, rollouts: &[Rollout], step: u64) -> Metrics {
     let experience = learner.experience(task, rollouts, step).unwrap();
     let mut metrics = experience.metrics(task.config);

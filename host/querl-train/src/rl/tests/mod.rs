@@ -107,7 +107,6 @@ impl Fixture {
         }
     }
 
-    /// Where a response ends.
     pub(super) fn eos(&self) -> u32 {
         *self.tokenizer.stop_ids().first().unwrap()
     }

@@ -79,18 +79,12 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 /// Writes a model with an adapter's changes in its weights.
-///
-/// # Errors
-/// Model and adapter do not fit each other, or the folder cannot be written.
 pub(crate) fn merge(args: &MergeArgs) -> anyhow::Result<()> {
     let adapter = load(&args.model, &args.adapter)?;
     write_model(&args.model, Some(&adapter), &args.output)
 }
 
 /// Writes a model, or an adapter alone.
-///
-/// # Errors
-/// As [`merge`].
 pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<()> {
     match &args.adapter {
         None => write_model(&args.model, None, &args.output),

@@ -40,10 +40,6 @@ pub(crate) struct InitArgs {
     format: Format,
 }
 
-/// Makes one.
-///
-/// # Errors
-/// There is no such shape or device, the model does not fit, or the folder cannot be written.
 pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let shapes = shapes_of(&args.shape)?;
     match &args.out {

@@ -19,9 +19,6 @@ pub(crate) struct InspectArgs {
 }
 
 /// Looks at the folder and says what is in it.
-///
-/// # Errors
-/// It is neither, or damaged.
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<()> {
     if is_adapter(&args.directory) {
         let summary = inspect_adapter(&args.directory).map_err(usage)?;

@@ -41,9 +41,6 @@ struct LogprobsOutput {
 }
 
 /// Prints a line for each line of the input.
-///
-/// # Errors
-/// A file cannot be used, or a line is too long for the model.
 pub(crate) fn run(args: &LogprobsArgs) -> anyhow::Result<()> {
     let decoder = Decoder::load(&args.model, Weights::Frozen).map_err(usage)?;
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();

@@ -46,9 +46,6 @@ fn factor(text: &str) -> Result<f64, String> {
 }
 
 /// Calls the plugin with batches of each size and prints fuel, time, memory and limits.
-///
-/// # Errors
-/// The plugin cannot be used or broke its contract; the episodes cannot be read; stdout is closed.
 pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let settings = settings::parse(&args.settings, "--settings")?;
     let episodes = match &args.episodes {

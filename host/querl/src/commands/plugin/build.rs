@@ -21,9 +21,6 @@ pub struct BuildArgs {
 }
 
 /// Builds where a source is newer than the component, and says where the component is.
-///
-/// # Errors
-/// Not a folder with a plugin's source; a tool is missing; the source does not build.
 pub fn run(args: &BuildArgs) -> anyhow::Result<()> {
     let folder = &args.folder;
     if !folder.is_dir() {

@@ -23,9 +23,6 @@ pub struct InspectArgs {
 }
 
 /// Looks and tells. A bundle that this host would not run is shown too, with the reason.
-///
-/// # Errors
-/// The file cannot be read; a bundle is damaged; a component or a folder is no plugin.
 pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let found = Found::look(&args.path)?;
     let mut stdout = std::io::stdout().lock();

@@ -16,9 +16,6 @@ pub struct ListArgs {
 }
 
 /// Loads the plugins and names them, in the order in which they are asked.
-///
-/// # Errors
-/// The configuration cannot be used, or one of its plugins.
 pub fn run(args: &ListArgs) -> anyhow::Result<()> {
     let plugins = Plugins::open(&args.config.load()?)?;
     let mut stdout = std::io::stdout().lock();

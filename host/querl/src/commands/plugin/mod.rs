@@ -44,10 +44,6 @@ pub enum PluginCommand {
     Replay(replay::ReplayArgs),
 }
 
-/// Runs one of them.
-///
-/// # Errors
-/// As each says.
 pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     match command {
         PluginCommand::New(args) => new::run(args),

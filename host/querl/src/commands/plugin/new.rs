@@ -74,9 +74,6 @@ impl From<LanguageName> for Language {
 }
 
 /// Makes the folder and says what comes next.
-///
-/// # Errors
-/// The name is none for a plugin; the folder exists and is not empty, or cannot be written.
 pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     let (kind, language) = (args.kind.into(), args.lang.into());
     check_name(&args.name, language).map_err(Stop::usage)?;

@@ -35,9 +35,6 @@ pub struct PackArgs {
 }
 
 /// Builds the folder, packs it, tests the bundle, and writes it where it conforms. The same folder gives the same bytes.
-///
-/// # Errors
-/// The folder does not build or lacks a file; the plugin breaks a rule or fails a golden case; a file cannot be written.
 pub fn run(args: &PackArgs) -> anyhow::Result<()> {
     let folder = &args.folder;
     if !folder.is_dir() {

@@ -62,9 +62,6 @@ impl Place {
 }
 
 /// Puts a bundle into a registry, with its component beside it for other tools.
-///
-/// # Errors
-/// The bundle is damaged; the version is there with other content; the registry cannot be reached or refuses.
 pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     Bundle::open(&args.bundle)?;
     let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;
@@ -87,10 +84,6 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
 }
 
 /// Fetches a bundle and writes it once it is whole and, where keys are asked for, signed.
-///
-/// # Errors
-/// There is no such bundle; it is damaged or not signed by a key asked for; the registry cannot be reached or refuses; the file
-/// cannot be written.
 pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
     let (location, credentials, transport) = args.place.open()?;

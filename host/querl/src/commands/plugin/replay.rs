@@ -63,9 +63,6 @@ pub struct ReplayArgs {
 }
 
 /// Scores the episodes and says what differs.
-///
-/// # Errors
-/// The episodes cannot be read; a plugin cannot be used or breaks its contract; the page cannot be written; stdout is closed.
 pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let (file, config) = find(&args.episodes)?;
     let mut recorded = read(&file)?;

@@ -4,9 +4,6 @@ use querl_pipeline::failure::Stop;
 use querl_plugin::PluginSettings;
 
 /// `KEY=VALUE`, the value as in TOML; what is not TOML is a text. `flag` is what messages call the option.
-///
-/// # Errors
-/// One has no key, or comes twice.
 pub fn parse(assignments: &[String], flag: &str) -> Result<PluginSettings, Stop> {
     let mut settings = PluginSettings::new();
     for text in assignments {

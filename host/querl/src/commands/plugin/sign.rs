@@ -27,9 +27,6 @@ pub struct SignArgs {
 }
 
 /// Makes the key where one is asked for, and signs where there is a bundle.
-///
-/// # Errors
-/// A file cannot be read or written, the key is none, the bundle is damaged.
 pub fn run(args: &SignArgs) -> anyhow::Result<()> {
     let key = match (&args.new_key, &args.key) {
         (Some(path), _) => make(path)?,

@@ -32,9 +32,6 @@ pub struct TestArgs {
 }
 
 /// Runs every check and the golden cases, and prints the report.
-///
-/// # Errors
-/// There is nothing to test (exit code 2); a check failed (1); the report cannot be written.
 pub fn run(args: &TestArgs) -> anyhow::Result<()> {
     let options = SuiteOptions {
         n_repeats: args.repeats as usize,
@@ -57,9 +54,6 @@ pub fn run(args: &TestArgs) -> anyhow::Result<()> {
 }
 
 /// Refuses a plugin that broke a rule.
-///
-/// # Errors
-/// It did; the message names the checks.
 pub fn conforms(report: &Report) -> anyhow::Result<()> {
     let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
     let names: Vec<_> = failed.map(|check| format!("`{}`", check.name)).collect();

@@ -21,9 +21,6 @@ pub struct VerifyArgs {
 }
 
 /// Checks every byte against its digest and every signature; with keys, that one of them has signed.
-///
-/// # Errors
-/// The file cannot be read or a key is none (exit code 2); the bundle is damaged or not signed by a key asked for (1).
 pub fn run(args: &VerifyArgs) -> anyhow::Result<()> {
     let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
     let bundle = Bundle::open(&args.bundle).map_err(verdict)?;

@@ -36,7 +36,6 @@ pub struct CheckArgs {
     format: Format,
 }
 
-/// What is asked.
 #[derive(Debug, Default)]
 struct Question {
     query: String,
@@ -69,10 +68,6 @@ struct Report {
     findings: Vec<Finding>,
 }
 
-/// Asks and tells.
-///
-/// # Errors
-/// The configuration or its table cannot be used, a query failed, or stdout is closed.
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let questions = questions(args, &config)?;

@@ -17,10 +17,6 @@ pub enum RagCommand {
     Check(check::CheckArgs),
 }
 
-/// Runs one of them.
-///
-/// # Errors
-/// As each says.
 pub fn run(command: &RagCommand) -> anyhow::Result<()> {
     match command {
         RagCommand::Serve(args) => {

@@ -28,10 +28,6 @@ pub struct ServeArgs {
     set: Vec<String>,
 }
 
-/// Serves until interrupted.
-///
-/// # Errors
-/// A configuration or its knowledge base cannot be used, two are of one tenant and name, or the address cannot be had.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let mut shelf = ModelShelf::default();
     let mut open = |path: &PathBuf| open(path, &args.set, &mut shelf);

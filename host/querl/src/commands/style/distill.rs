@@ -76,9 +76,6 @@ struct StudentFlags {
 }
 
 /// Trains the student, prints the comparison with its teacher.
-///
-/// # Errors
-/// Models, data or settings cannot be used, a file cannot be written, or the training was interrupted.
 pub fn run(args: &DistillArgs) -> anyhow::Result<()> {
     let options = DistillOptions {
         teacher: args.teacher.clone(),

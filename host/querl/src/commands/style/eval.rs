@@ -23,9 +23,6 @@ pub struct EvalArgs {
 }
 
 /// Prints the figures and writes them.
-///
-/// # Errors
-/// Model or file cannot be used, or a file cannot be written.
 pub fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let options = EvalOptions { file: args.file.clone(), output_dir: args.out.clone(), seed: args.seed };
     print(&querl_style::evaluate(&args.model.options(), &options, &Terminal)?)

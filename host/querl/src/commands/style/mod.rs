@@ -27,10 +27,6 @@ pub enum StyleCommand {
     Serve(serve::ServeArgs),
 }
 
-/// Runs one of them.
-///
-/// # Errors
-/// As each says.
 pub fn run(command: &StyleCommand) -> anyhow::Result<()> {
     match command {
         StyleCommand::Train(args) => train::run(args),

@@ -34,9 +34,6 @@ pub struct PredictArgs {
 }
 
 /// Prints a prediction for each text.
-///
-/// # Errors
-/// The model or the file cannot be used, or there is no text.
 pub fn run(args: &PredictArgs) -> anyhow::Result<()> {
     querl_model::set_threads(args.model.threads);
     let model = StyleClassifier::open(&args.model.options())?;

@@ -63,9 +63,6 @@ const MAX_TEXT_CHARS: usize = 32_768;
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves until interrupted. The address is taken first, so that who waits for the model hears 503 and not silence.
-///
-/// # Errors
-/// The model or the key cannot be used, the address cannot be had, or the classifier ended by itself.
 pub(crate) fn run(model: &ClassifierOptions, args: &ServeOptions) -> anyhow::Result<()> {
     let service = StyleService::new(options(model, args)?);
     if !args.addr.ip().is_loopback() && args.api_key_env.is_none() {

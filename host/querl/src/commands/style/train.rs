@@ -107,10 +107,6 @@ fn class_weights() -> PossibleValuesParser {
     ])
 }
 
-/// Trains, prints the figures.
-///
-/// # Errors
-/// Data, model or settings cannot be used, a file cannot be written, or the training was interrupted.
 pub fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let config = TrainConfig::new(toml::Table::try_from(&args.flags)?, args.config.as_deref())?;
     let trained = querl_style::train(&config, &callbacks(&Terminal))?;

@@ -36,9 +36,6 @@ const REFRESH: Duration = Duration::from_millis(1000);
 const HEIGHT: u16 = 40;
 
 /// Shows the run until the user presses `q`; without a terminal, or with `--once`, one picture.
-///
-/// # Errors
-/// The folder holds no run, or the terminal cannot be used.
 pub fn run(args: &WatchArgs) -> anyhow::Result<()> {
     let dir = RunDir::new(&args.dir);
     let first = Snapshot::read(&dir)?;
@@ -76,7 +73,6 @@ fn wants_to_leave() -> anyhow::Result<bool> {
     })
 }
 
-/// One picture as text.
 fn picture(snapshot: &Snapshot, width: u16) -> anyhow::Result<String> {
     let mut terminal = Terminal::new(TestBackend::new(width, HEIGHT))?;
     terminal.draw(|frame| view::draw(snapshot, frame))?;

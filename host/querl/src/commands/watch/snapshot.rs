@@ -24,11 +24,9 @@ pub(super) struct Snapshot {
     pub(super) stages: Vec<(StageName, Standing)>,
     /// The stage that trained last.
     pub(super) training: Option<Training>,
-    /// Newest first.
     pub(super) episodes: Vec<EpisodeLine>,
 }
 
-/// Where a stage stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Standing {
     NotBegun,
@@ -54,7 +52,6 @@ pub(super) struct EpisodeLine {
     pub(super) baseline: String,
 }
 
-/// Episodes shown.
 const N_EPISODES: usize = 6;
 
 /// End of `episodes.jsonl` that is read for them: a record has a few kilobytes.
@@ -67,10 +64,6 @@ const TEXT_BYTES: usize = 300;
 const RATE_WINDOW: usize = 20;
 
 impl Snapshot {
-    /// Reads the folder.
-    ///
-    /// # Errors
-    /// It holds no run, or a file cannot be read.
     pub(super) fn read(dir: &RunDir) -> anyhow::Result<Self> {
         if !dir.stages().is_file() && !dir.metrics().is_file() {
             let folder = dir.root().display();

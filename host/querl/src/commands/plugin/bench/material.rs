@@ -7,10 +7,6 @@ use std::path::Path;
 
 const N_INVENTED: usize = 256;
 
-/// Episodes of a file.
-///
-/// # Errors
-/// It cannot be read, a line is no episode, or there is none.
 pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
     let recorded = episodes::read(path).map_err(|error| Stop::usage(error.to_string()))?;
     if recorded.is_empty() {

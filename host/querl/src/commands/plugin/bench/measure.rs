@@ -27,7 +27,6 @@ pub(super) struct Bench {
     heard: Heard,
 }
 
-/// What one call used.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Call {
     pub(super) fuel: u64,
@@ -59,9 +58,6 @@ impl Heard {
 
 impl Bench {
     /// Loads the plugin into an empty cache, and again from it.
-    ///
-    /// # Errors
-    /// It cannot be used.
     pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
         let cache = tempfile::tempdir().context("no folder for temporary files")?;
         let heard = Heard::default();
@@ -87,9 +83,6 @@ impl Bench {
     }
 
     /// Calls `job` with batches of `n_items` until there is enough to tell.
-    ///
-    /// # Errors
-    /// The plugin broke its contract.
     pub(super) fn measure(&self, job: &Job<'_>, n_items: usize) -> Result<Measured, PluginFault> {
         // The first call touches memory for the first time; a run makes thousands.
         job.call(0, n_items)?;
@@ -119,10 +112,6 @@ enum Port<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// Configures the plugin.
-    ///
-    /// # Errors
-    /// A setting that it does not know or accept.
     pub(super) fn new(
         bench: &Bench,
         kind: PluginKind,

@@ -28,7 +28,6 @@ impl Figures {
     }
 }
 
-/// For a terminal.
 pub(super) fn text(bench: &Bench, results: &[Measured], suggestion: &Suggestion) -> String {
     let plugin = &bench.plugin;
     let mut text = format!(
@@ -59,7 +58,6 @@ pub(super) fn text(bench: &Bench, results: &[Measured], suggestion: &Suggestion)
     text + &suggestion.to_toml()
 }
 
-/// For programs.
 pub(super) fn json(bench: &Bench, results: &[Measured], suggestion: &Suggestion) -> Value {
     let result = |result: &Measured| {
         let Figures { fuel, micros, memory_bytes } = Figures::of(result);

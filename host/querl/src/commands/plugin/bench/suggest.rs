@@ -7,7 +7,6 @@ const TIME_MARGIN: f64 = 5.0;
 const LEAST_TIMEOUT_MS: u64 = 500;
 const MEMORY_STEP: usize = 1 << 20;
 
-/// What calls may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Suggestion {
     pub(super) fuel_per_call: u64,

@@ -55,7 +55,6 @@ pub(super) const RESERVED_IN_RUST: [&str; 44] = [
     "try",
 ];
 
-/// A file to write.
 pub(super) struct NewFile {
     /// Relative, with `/`.
     pub(super) name: String,

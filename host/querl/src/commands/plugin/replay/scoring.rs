@@ -17,9 +17,6 @@ const BATCH: usize = 64;
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
 /// One outcome per episode, in order, whatever the number of cores. `label` stands before the progress, once it takes long.
-///
-/// # Errors
-/// The plugin broke its contract, at the first episode in order of the file; or the user asked to stop.
 pub(super) fn score(
     model: &dyn RewardModel,
     episodes: &[Episode],
