@@ -245,11 +245,11 @@ fn model_that_cannot_be_used() {
     own_model(&project);
     let config = project
         .read("model/config.json")
-        .replace("Qwen3ForCausalLM", "LlamaForCausalLM")
-        .replace("\"qwen3\"", "\"llama\"");
+        .replace("Qwen3ForCausalLM", "GemmaForCausalLM")
+        .replace("\"qwen3\"", "\"gemma\"");
     project.write("model/config.json", &config);
     let message = refusal(&project, &["run", "querl.toml"]);
-    assert!(message.to_lowercase().contains("llama"), "{message}");
+    assert!(message.to_lowercase().contains("gemma"), "{message}");
 
     let project = Project::new();
     own_model(&project);

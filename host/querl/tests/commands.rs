@@ -103,6 +103,24 @@ fn documentation_of_the_configuration_has_every_key_as_it_is() {
 }
 
 #[test]
+fn chinese_configuration_page_has_every_key_with_its_default() {
+    let text = std::fs::read_to_string(support::repository().join("docs/zh-CN/configuration.md")).unwrap();
+    for info in querl_core::config::keys() {
+        let name = info.key.rsplit('.').next().unwrap_or_default();
+        let default = match (&info.default, info.required) {
+            (Some(default), _) => format!("`{default}`"),
+            (None, true) => "必填".to_owned(),
+            (None, false) => "未设".to_owned(),
+        };
+        let is_row = |line: &str| {
+            let cells: Vec<&str> = line.split(" | ").collect();
+            cells.len() >= 4 && cells[0] == format!("| `{name}`") && cells[2] == default && cells[3].len() > 2
+        };
+        assert!(text.lines().any(is_row), "docs/zh-CN/configuration.md lacks `{}` with default {default}", info.key);
+    }
+}
+
+#[test]
 fn documentation_of_training_gives_every_setting_a_source() {
     let text = std::fs::read_to_string(support::repository().join("docs/training.md")).unwrap();
     let is_trained = |key: &str| ["model.", "sft.", "rl."].iter().any(|section| key.starts_with(section));
