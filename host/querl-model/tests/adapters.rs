@@ -200,7 +200,7 @@ fn an_adapter_of_another_model_is_refused_in_one_sentence() {
          trained with another vocabulary; take the base that it was trained on, with its embeddings resized"
     );
     let missing = |tensors: &mut BTreeMap<String, Tensor>| drop(tensors.pop_last());
-    assert!(refusal_of("qwen3-tied", "qwen3-tied", none, missing).contains("which `adapter_config.json` asks for"));
+    assert!(refusal_of("qwen3-tied", "qwen3-tied", none, missing).contains("which `adapter_config.json` requires"));
 }
 
 #[test]

@@ -154,7 +154,7 @@ fn a_rank_that_panics_ends_the_others_with_its_words() {
     let (mut sink, never) = (Recorder::default(), AtomicBool::new(false));
     let failures = setting.with_ranks(3, adapted, &mut sink, &never, |rank| assert!(rank != 2, "no model for it"));
     let failures: Vec<String> = failures.map(drop).unwrap_err().iter().map(ToString::to_string).collect();
-    assert_eq!(failures[0], "rank 2 stopped by itself: no model for it");
+    assert_eq!(failures[0], "rank 2 panicked: no model for it");
     assert!(failures[1..].iter().all(|words| words.ends_with("rank 2 failed: no model for it")), "{failures:?}");
 }
 
