@@ -17,7 +17,6 @@ mod data_parallel;
 mod error;
 mod fine_tune;
 pub mod job;
-mod metrics;
 mod micro_batch;
 mod optim;
 mod policy;
@@ -30,10 +29,35 @@ mod testing;
 pub use checkpoint::{BEST, LAST, STATE, State, StateStore};
 pub use data_order::training_order;
 pub use error::TrainError;
-pub use metrics::{MetricSink, Metrics};
 pub use micro_batch::micro_batches;
 pub use optim::{
     AdamW, AdamWSettings, BUCKET, Gradients, constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor,
 };
 pub use policy::{Example, Policy};
 pub use rl::health::Health;
+
+use std::collections::BTreeMap;
+
+/// Values of one step, by verl's names.
+pub type Metrics = BTreeMap<String, f64>;
+
+/// Receives metrics: a file, a chart.
+pub trait MetricSink {
+    /// Metrics of one step of `stage` (`sft`, `rl`).
+    ///
+    /// # Errors
+    /// They cannot be written.
+    fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()>;
+
+    /// Syncs what was recorded to disk and returns its length, which a checkpoint keeps.
+    ///
+    /// # Errors
+    /// It cannot be synced.
+    fn mark(&mut self) -> std::io::Result<u64>;
+
+    /// Removes what was recorded after [`mark`](Self::mark) returned `mark`, in this process or an earlier one.
+    ///
+    /// # Errors
+    /// The log cannot be truncated.
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()>;
+}

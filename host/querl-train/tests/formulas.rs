@@ -12,18 +12,73 @@
 //! core_algos.AdaptiveKLController(init_kl_coef, target_kl, horizon).update(current_kl, n_steps)
 //! rollout_corr_helper.compute_rollout_correction_weights(log_ratio, response_mask, "token" | "sequence", threshold)
 //! ```
+//!
+//! and against TRL 0.11.4 (PPO) and 0.24.0 (GRPO); expected values from `tests/reference/trl_golden.py`, which runs
+//!
+//! ```python
+//! PPOTrainer.compute_rewards(scores, logprobs, ref_logprobs, masks)
+//! PPOTrainer.compute_advantages(values, rewards, mask)
+//! PPOTrainer.loss(old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns)
+//! GRPOTrainer._compute_loss(model, inputs)  # loss_type "grpo" | "dr_grpo", beta 0 | 0.1
+//! RunningMoments.update(scores)
+//! AdaptiveKLController.update(current, n_steps)
+//! ```
+//!
+//! Log-probabilities, optimizer and schedule: against verl, torch and transformers.
 #![allow(clippy::unwrap_used)]
 
-mod support;
-
-use querl_core::config::{KlEstimator, ValueLossKind};
-use querl_train::rl::losses::{
-    Aggregation, GroupScale, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings,
-    discounted_returns, effective_sample_share, gae, group_relative, importance_weights, kl_k1, kl_k2, kl_k3, kl_loss,
-    kl_rows, leave_one_out, masked_mean, masked_whiten, policy_loss, token_rewards, value_loss, weighted_sum,
+use candle_core::{DType, Device, Tensor, Var};
+use querl_core::config::{BaseDtype, KlEstimator, ValueLossKind};
+use querl_model::kernels::{FrozenWeight, Weight, token_logprobs};
+use querl_train::rl::advantages::{
+    GroupScale, RunningMoments, discounted_returns, gae, group_relative, leave_one_out, masked_whiten, token_rewards,
 };
+use querl_train::rl::losses::{
+    Aggregation, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings, effective_sample_share,
+    importance_weights, kl_k1, kl_k2, kl_k3, kl_loss, kl_rows, masked_mean, policy_loss, value_loss, weighted_sum,
+};
+use querl_train::{AdamW, AdamWSettings, Gradients, cosine_with_warmup};
 use serde_json::Value;
-use support::{assert_rows, close, golden, mask, number, row, rows};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+const TOLERANCE: f32 = 2e-5;
+
+fn golden(name: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(name);
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn number(value: &Value) -> f32 {
+    value.as_f64().unwrap() as f32
+}
+
+fn row(value: &Value) -> Vec<f32> {
+    value.as_array().unwrap().iter().map(number).collect()
+}
+
+fn rows(value: &Value) -> Rows {
+    value.as_array().unwrap().iter().map(row).collect()
+}
+
+fn mask(value: &Value) -> Vec<Vec<bool>> {
+    rows(value).iter().map(|row| row.iter().map(|keep| *keep != 0.0).collect()).collect()
+}
+
+fn close(found: f32, expected: f32) -> bool {
+    (found - expected).abs() <= TOLERANCE * expected.abs().max(1.0)
+}
+
+/// References leave whatever was computed at masked positions; querl puts 0 there.
+fn assert_rows(what: &str, found: &Rows, expected: &Rows, mask: &[Vec<bool>]) {
+    for (b, mask) in mask.iter().enumerate() {
+        for (t, keep) in mask.iter().enumerate() {
+            let (found, expected) = (found[b][t], if *keep { expected[b][t] } else { 0.0 });
+            assert!(close(found, expected), "{what}[{b}][{t}]: {found}, expected {expected}");
+        }
+    }
+}
 
 #[test]
 fn gae_and_whitening_are_verls() {
@@ -231,5 +286,192 @@ fn token_rewards_and_the_adaptive_coefficient_are_verls() {
     for (current, expected) in row(&case["current_kl"]).iter().zip(row(&case["kl_coef"])) {
         controller.update(f64::from(*current), case["n_steps"].as_u64().unwrap() as usize);
         assert!(close(controller.kl_coef() as f32, expected), "{} {expected}", controller.kl_coef());
+    }
+}
+
+/// Rows of a golden, each cut at the end of its response.
+fn cut(value: &Value, mask: &[Vec<bool>]) -> Rows {
+    let length = |mask: &Vec<bool>| mask.iter().filter(|keep| **keep).count();
+    rows(value).iter().zip(mask).map(|(row, mask)| row[..length(mask)].to_vec()).collect()
+}
+
+#[test]
+fn a_ppo_step_is_trls_from_rewards_to_gradients() {
+    let golden = golden("trl.json");
+    let case = &golden["ppo"];
+    let padded = mask(&case["response_mask"]);
+    let get = |name: &str| cut(&case[name], &padded);
+    let mask: Vec<Vec<bool>> = get("values").iter().map(|row| vec![true; row.len()]).collect();
+    let kl = kl_rows(KlEstimator::K1, &get("old_logprobs"), &get("ref_logprobs"));
+    let rewards = token_rewards(&row(&case["scores"]), &kl, number(&case["kl_coef"]));
+    assert_rows("rewards", &rewards, &get("rewards"), &mask);
+    let found = gae(&rewards, &get("values"), &mask, number(&case["gamma"]), number(&case["lam"]));
+    assert_rows("returns", &found.returns, &get("returns"), &mask);
+    let advantages = masked_whiten(&found.advantages, &mask);
+    assert_rows("advantages", &advantages, &get("advantages"), &mask);
+
+    let size = StepSize::of(&mask);
+    let weights = Aggregation::TokenMean.weights(&mask, size);
+    let share = |n: usize| n as f32 / size.n_tokens as f32;
+    let clip = PolicyClip { clip_range: number(&case["cliprange"]), dual_clip: None };
+    let loss = policy_loss(&get("old_logprobs"), &get("logprobs"), &advantages, &weights, clip);
+    assert!(close(loss.pg_loss, number(&case["pg_loss"])));
+    assert!(close(loss.kl_sum as f32 / size.n_tokens as f32, number(&case["policykl"])));
+    assert!(close(share(loss.n_clipped), number(&case["clipfrac"])));
+    assert_rows("policy", &loss.grad_logprobs, &get("grad_logprobs"), &mask);
+
+    let settings =
+        ValueLossSettings { kind: ValueLossKind::Squared, clip_range_value: Some(number(&case["cliprange_value"])) };
+    let loss = value_loss(&get("values"), &get("vpreds"), &found.returns, &weights, settings);
+    let vf_coef = number(&case["vf_coef"]);
+    assert!(close(loss.vf_loss * vf_coef, number(&case["weighted_vf_loss"])));
+    assert!(close(share(loss.n_clipped), number(&case["vf_clipfrac"])));
+    let weighted: Rows = loss.grad_values.iter().map(|row| row.iter().map(|g| g * vf_coef).collect()).collect();
+    assert_rows("values", &weighted, &get("grad_vpreds"), &mask);
+}
+
+#[test]
+fn the_losses_of_grpo_and_dr_grpo_are_trls() {
+    let golden = golden("trl.json");
+    let inputs = &golden["grpo"];
+    let mask = mask(&inputs["completion_mask"]);
+    let (old, new, reference) = (rows(&inputs["old_logps"]), rows(&inputs["logps"]), rows(&inputs["ref_logps"]));
+    let spread = |(advantage, row): (&f32, &Vec<f32>)| vec![*advantage; row.len()];
+    let advantages: Rows = row(&inputs["advantages"]).iter().zip(&old).map(spread).collect();
+    let scale = number(&inputs["max_completion_length"]);
+    for (name, case) in inputs["cases"].as_object().unwrap() {
+        let aggregation = match case["loss_type"].as_str().unwrap() {
+            "grpo" => Aggregation::SequenceMean,
+            _ => Aggregation::SequenceSum { scale },
+        };
+        let weights = aggregation.weights(&mask, StepSize::of(&mask));
+        let clip = PolicyClip { clip_range: number(&inputs["epsilon"]), dual_clip: None };
+        let surrogate = policy_loss(&old, &new, &advantages, &weights, clip);
+        let (kl, beta) = (kl_loss(KlEstimator::K3, &new, &reference, &weights), number(&case["beta"]));
+        assert!(close(surrogate.pg_loss + beta * kl.kl_loss, number(&case["loss"])), "{name}");
+        let sum = |(a, b): (&Vec<f32>, &Vec<f32>)| a.iter().zip(b).map(|(a, b)| a + beta * b).collect();
+        let gradient: Rows = surrogate.grad_logprobs.iter().zip(&kl.grad_logprobs).map(sum).collect();
+        assert_rows(name, &gradient, &rows(&case["grad_logps"]), &mask);
+    }
+}
+
+#[test]
+fn running_moments_and_the_adaptive_coefficient_are_trls() {
+    let golden = golden("trl.json");
+    let case = &golden["running_moments"];
+    let mut moments = RunningMoments::default();
+    let expected = row(&case["std"]).into_iter().zip(row(&case["mean"]));
+    for (batch, (std, mean)) in case["batches"].as_array().unwrap().iter().zip(expected) {
+        moments.update(&row(batch));
+        assert!(
+            close(moments.deviation() as f32, std) && close(moments.mean() as f32, mean),
+            "{moments:?} {std} {mean}"
+        );
+    }
+    let case = &golden["adaptive_kl"];
+    let mut controller = KlController::new(
+        case["init_kl_coef"].as_f64().unwrap(),
+        case["target"].as_f64().unwrap(),
+        case["horizon"].as_u64().unwrap() as usize,
+    );
+    for (current, expected) in row(&case["current"]).iter().zip(row(&case["kl_coef"])) {
+        controller.update(f64::from(*current), case["n_steps"].as_u64().unwrap() as usize);
+        assert!(close(controller.kl_coef() as f32, expected));
+    }
+}
+
+/// Hidden states that are the logits, under a head that is the identity: at any temperature, once they are scaled by it.
+#[test]
+fn entropy_and_logprobs_and_their_gradients_are_verls() {
+    let golden = golden("ppo.json");
+    let case = &golden["entropy"];
+    let logits: Vec<Vec<f32>> = case["logits"].as_array().unwrap().iter().flat_map(rows).collect();
+    let (n, v) = (logits.len(), logits[0].len());
+    let flat = |name: &str| rows(&case[name]).concat();
+    let labels = Arc::new(flat("labels").iter().map(|label| *label as u32).collect::<Vec<_>>());
+    let mask = flat("response_mask");
+    let weight = 1.0 / mask.iter().sum::<f32>();
+    let identity = FrozenWeight::pack(&Tensor::eye(v, DType::F32, &Device::Cpu).unwrap(), BaseDtype::F32).unwrap();
+    let identity = Weight::Frozen(identity);
+    for temperature in [1.0, 0.7] {
+        let scaled: Vec<f32> = logits.concat().iter().map(|x| x * temperature as f32).collect();
+        let hidden = Var::from_vec(scaled, (n, v), &Device::Cpu).unwrap();
+        let both = token_logprobs(&hidden, &identity, &labels, temperature).unwrap();
+        let found: Vec<Vec<f32>> = both.to_vec2().unwrap();
+        for (row, (logprob, entropy)) in found.iter().zip(flat("logprobs").iter().zip(flat("entropy"))) {
+            assert!(close(row[0], *logprob) && close(row[1], entropy), "{row:?}, expected {logprob}, {entropy}");
+        }
+        let outer: Vec<f32> = mask.iter().flat_map(|keep| [0.0, keep * weight]).collect();
+        let loss = (both * Tensor::from_vec(outer, (n, 2), &Device::Cpu).unwrap()).unwrap().sum_all().unwrap();
+        let gradient: Vec<Vec<f32>> = loss.backward().unwrap().get(&hidden).unwrap().to_vec2().unwrap();
+        let expected = case["grad_logits_of_token_mean"].as_array().unwrap().iter().flat_map(rows);
+        for (found, expected) in gradient.concat().iter().zip(expected.flatten()) {
+            assert!(close(found * temperature as f32, expected), "{found}, expected {expected}");
+        }
+    }
+}
+
+/// Carries given gradients into [`Gradients`] through a loss that has them.
+fn gradients_of(vars: &BTreeMap<String, Var>, gradients: &[(&str, Vec<f32>)]) -> Gradients {
+    let mut sum = Gradients::default();
+    for (name, gradient) in gradients {
+        let var = &vars[*name];
+        let outer = Tensor::from_vec(gradient.clone(), var.shape(), &Device::Cpu).unwrap();
+        let loss = (var.as_tensor() * outer).unwrap().sum_all().unwrap();
+        sum.add(&loss.backward().unwrap(), &BTreeMap::from([((*name).to_owned(), var.clone())])).unwrap();
+    }
+    sum
+}
+
+#[test]
+fn adamw_is_torchs() {
+    let golden = golden("ppo.json");
+    let case = &golden["adamw"];
+    let flat = |value: &Value| rows(value).concat();
+    let shape = (rows(&case["start"]).len(), rows(&case["start"])[0].len());
+    let var = Var::from_vec(flat(&case["start"]), shape, &Device::Cpu).unwrap();
+    let vars = BTreeMap::from([("w".to_owned(), var.clone())]);
+    let weight_decay = case["weight_decay"].as_f64().unwrap();
+    let mut optimizer = AdamW::new(AdamWSettings { weight_decay, ..Default::default() });
+    let steps = case["gradients"].as_array().unwrap().iter().zip(case["parameters"].as_array().unwrap());
+    for (gradient, expected) in steps {
+        let gradients = gradients_of(&vars, &[("w", flat(gradient))]);
+        optimizer.step(&vars, &gradients, case["lr"].as_f64().unwrap()).unwrap();
+        let found: Vec<f32> = var.as_tensor().flatten_all().unwrap().to_vec1().unwrap();
+        for (found, expected) in found.iter().zip(flat(expected)) {
+            assert!((found - expected).abs() < 1e-6, "{found}, expected {expected}");
+        }
+    }
+}
+
+#[test]
+fn gradients_are_clipped_as_by_torch() {
+    let golden = golden("ppo.json");
+    let case = &golden["clip_grad_norm"];
+    let (a, b) = (rows(&case["gradients"][0]), row(&case["gradients"][1]));
+    let vars = BTreeMap::from([
+        ("a".to_owned(), Var::from_vec(vec![0f32; 6], (2, 3), &Device::Cpu).unwrap()),
+        ("b".to_owned(), Var::from_vec(vec![0f32; 4], 4, &Device::Cpu).unwrap()),
+    ]);
+    for case in case["cases"].as_array().unwrap() {
+        let mut gradients = gradients_of(&vars, &[("a", a.concat()), ("b", b.clone())]);
+        let norm = gradients.clip(case["max_norm"].as_f64().unwrap()).unwrap();
+        assert!(close(norm as f32, number(&case["total_norm"])));
+        let expected = [rows(&case["clipped"][0]).concat(), row(&case["clipped"][1])].concat();
+        let found = ["a", "b"].map(|name| gradients.get(name).unwrap().unwrap()).concat();
+        for (found, expected) in found.iter().zip(expected) {
+            assert!(close(*found, expected), "{found}, expected {expected}");
+        }
+    }
+}
+
+#[test]
+fn the_cosine_schedule_is_transformers() {
+    let golden = golden("ppo.json");
+    let case = &golden["cosine_schedule"];
+    let (n_warmup, n_steps) =
+        (case["num_warmup_steps"].as_u64().unwrap(), case["num_training_steps"].as_u64().unwrap());
+    for (step, expected) in row(&case["factor_of_step_from_0_to_40"]).iter().enumerate() {
+        assert!(close(cosine_with_warmup(step as u64, n_warmup, n_steps) as f32, *expected), "step {step}");
     }
 }

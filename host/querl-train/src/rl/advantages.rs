@@ -1,340 +1,476 @@
-//! What is computed once per batch before its updates: log-probabilities, values, rewards, advantages (whitened by the
-//! algorithm) and returns, and the metrics of all these.
+//! Rewards and advantages: from one score per response to an advantage per token (verl `core_algos.py`, first half).
+//!
+//! [`estimate_advantages`] selects by `rl.algorithm` and `rl.advantage_form`; the formulas are below it. **Advantages are whitened**
+//! (`rl.whiten_advantages`) by [`masked_whiten`].
+//!
+//! Everything else is shared by all algorithms: rollouts, the clipped policy loss, KL, entropy, the order of updates. In the
+//! sequence form there is one advantage and one ratio per response, and losses are averaged over responses, whatever the
+//! algorithm's aggregation.
+//!
+//! | algorithm | advantage | loss | source |
+//! |---|---|---|---|
+//! | PPO | GAE of a critic, whitened over the batch | mean over tokens | Schulman et al. 2017, "Proximal Policy Optimization Algorithms"; verl `adv_estimator: gae` |
+//! | GRPO | (score - group mean) / group deviation | mean over tokens, then responses | Shao et al. 2024, "DeepSeekMath", section 4.1; verl `grpo` with `seq-mean-token-mean`; TRL `loss_type: grpo` |
+//! | Dr. GRPO | score - group mean | sum over tokens / `max_new_tokens`, mean over responses | Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective"; verl `norm_adv_by_std_in_grpo: false` with `seq-mean-token-sum-norm`; TRL `loss_type: dr_grpo` |
+//! | RLOO | score - mean of the group's other scores | mean over tokens, as in verl; the paper's single ratio per response is the sequence form | Ahmadian et al. 2024, "Back to Basics"; verl `adv_estimator: rloo` |
+//! | REINFORCE++ | discounted return, whitened over the batch | mean over tokens | Hu et al. 2025, "REINFORCE++"; verl `adv_estimator: reinforce_plus_plus` |
+//!
+//! Departures from verl in group-relative advantages:
+//! 1. A response alone in its group (the others were dropped) has an advantage of 0. verl's `compute_grpo_outcome_advantage` and
+//!    `compute_rloo_outcome_advantage` take its reward; `compute_rloo_vectorized_outcome_advantage` takes 0 as well.
+//! 2. A group whose rewards deviate by less than [`EPSILON`], or than that share of the largest, has advantages of 0. Between equal
+//!    scores, the rounding of KL in the reward would otherwise be divided by its own deviation and become a tenth of other groups'
+//!    advantages; verl divides it. `frac_reward_zero_std` counts these groups. RLOO and Dr. GRPO do not divide, so that rounding stays
+//!    negligible.
 
-use super::algorithm::{AdvantageEstimate, Algorithm, ScoredBatch, ValueTargets, all_true};
-use super::critic::Critic;
-use super::losses::{
-    ImportanceLevel, KlController, Rows, RunningMoments, effective_sample_share, importance_weights, kl_k1, kl_k3,
-    kl_rows, masked_mean, share_without_spread, token_rewards,
-};
-use super::rollout::Rollout;
-use super::task::RlTask;
-use crate::data_parallel::map_over_ranks;
-use crate::metrics::summary;
-use crate::micro_batch::map_micro_batches;
-use crate::policy::{Example, Policy, rows_of};
-use crate::{Metrics, TrainError};
-use candle_core::{Device, Tensor};
-use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
-use querl_model::LoraAdapter;
+use super::losses::{Aggregation, Rows, kept, n_kept};
+use querl_core::config::{AdvantageForm, RlAlgorithm, RlConfig};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::time::Instant;
 
-/// A batch with everything that stays fixed during its updates.
-pub(super) struct Experience<'a> {
-    pub(super) rollouts: &'a [Rollout],
-    /// Of the policy before its updates, at the sampling temperature, before top-k and top-p.
-    pub(super) old_logprobs: Rows,
-    pub(super) ref_logprobs: Rows,
-    /// Per token, where responses were sampled from another distribution than that of `old_logprobs`.
-    pub(super) importance_weights: Option<Rows>,
-    pub(super) token_rewards: Rows,
-    /// Row of each response's query.
-    pub(super) groups: Vec<usize>,
+/// A batch whose advantages are estimated.
+pub(super) struct ScoredBatch<'a> {
+    /// `(B, T)`: each response's score at its last token, less KL where that is part of the reward.
+    pub(super) rewards: &'a Rows,
+    /// B: row of the query that a response answers.
+    pub(super) groups: &'a [usize],
+    /// `(B, T)`: the critic's, where [`has_critic`].
+    pub(super) values: Option<&'a Rows>,
+    pub(super) config: &'a RlConfig,
+}
+
+pub(super) struct AdvantageEstimate {
+    /// `(B, T)`; in the sequence form the same at every token of a response.
     pub(super) advantages: Rows,
-    /// In effect during this batch.
-    pub(super) kl_coef: f64,
-    pub(super) critic: Option<ValueExperience>,
-    timings: BTreeMap<&'static str, f64>,
+    /// For algorithms with a critic.
+    pub(super) targets: Option<ValueTargets>,
 }
 
-/// What the critic's updates start from.
-pub(super) struct ValueExperience {
-    pub(super) values: Rows,
+/// What a critic learns, and where.
+pub(super) struct ValueTargets {
+    /// `(B, T)`.
     pub(super) returns: Rows,
-    /// Positions that the critic learns at.
+    /// `(B, T)`: true where the critic learns.
     pub(super) mask: Vec<Vec<bool>>,
-    /// `(T, 2H)` per response, for a head on the reference's hidden states.
-    pub(super) inputs: Option<Vec<Tensor>>,
 }
 
-/// From scores to rewards: KL coefficient and score normalisation, which adapt from batch to batch.
-pub(super) struct RewardShaping {
-    pub(super) kl: KlController,
-    /// Of all scores so far (`rl.normalize_rewards`).
-    pub(super) score_moments: RunningMoments,
+/// Whether an algorithm needs a critic's values.
+pub(super) fn has_critic(algorithm: RlAlgorithm) -> bool {
+    algorithm == RlAlgorithm::Ppo
 }
 
-impl<'a> Experience<'a> {
-    /// Runs policy, reference and critic on a batch, without gradients, and forms rewards and advantages.
-    pub(super) fn compute(
-        task: &RlTask<'_>,
-        algorithm: &dyn Algorithm,
-        critic: Option<&mut Critic>,
-        shaping: &mut RewardShaping,
-        rollouts: &'a [Rollout],
-        step: u64,
-    ) -> Result<Self, TrainError> {
-        let config = task.config;
-        let mut timer = PhaseTimer::start();
-        // 1. Log-probabilities. Those of the rollout are the policy's, unless it was updated since.
-        let old_logprobs = match config.off_by_one {
-            true => forward(task, Some(task.policy), rollouts, false)?.logprobs,
-            false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
-        };
-        timer.end_phase("timing_s/old_log_prob");
-        let reads_reference = critic.as_ref().is_some_and(|critic| critic.reads_reference());
-        let reference = forward(task, task.reference, rollouts, reads_reference)?;
-        timer.end_phase("timing_s/ref");
-        // 2. Values.
-        let values =
-            critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref())).transpose()?;
-        timer.end_phase("timing_s/values");
-        // 3. Rewards: scores, less KL where it is part of the reward.
-        let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
-        let (token_rewards, kl_coef) = shaping.rewards(config, rollouts, &kl);
-        // 4. Advantages and returns.
-        let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
-        let values_only = values.as_ref().map(|(values, _)| values);
-        let batch = ScoredBatch { rewards: &token_rewards, groups: &groups, values: values_only, config };
-        let AdvantageEstimate { mut advantages, targets } = algorithm.advantages(&batch);
-        clip(&mut advantages, config.advantage_clip);
-        if !advantages.iter().flatten().all(|advantage| advantage.is_finite()) {
-            return Err(TrainError::NotFinite { stage: "rl", step, what: "an advantage" });
-        }
-        let importance_weights = importance_of(config, &old_logprobs, rollouts);
-        timer.end_phase("timing_s/adv");
-        let critic = values.zip(targets).map(|((values, inputs), ValueTargets { returns, mask })| ValueExperience {
-            values,
-            returns,
-            mask,
-            inputs,
-        });
-        Ok(Self {
-            rollouts,
-            old_logprobs,
-            ref_logprobs: reference.logprobs,
-            importance_weights,
-            token_rewards,
-            groups,
-            advantages,
-            kl_coef,
-            critic,
-            timings: timer.seconds,
-        })
+/// How token losses are averaged. In the sequence form the policy loss averages over responses, and each token receives the
+/// whole gradient of the one ratio; KL and entropy are then sums over a response too, so that `kl_coef` and `ent_coef` have the
+/// same weight against the policy loss as in the token form.
+pub(super) fn aggregation(config: &RlConfig) -> Aggregation {
+    match (config.advantage_form, config.algorithm) {
+        (AdvantageForm::Sequence, _) => Aggregation::SequenceSum { scale: 1.0 },
+        // Every response has the same weight in the loss, whatever its length.
+        (AdvantageForm::Token, RlAlgorithm::Grpo) => Aggregation::SequenceMean,
+        (AdvantageForm::Token, RlAlgorithm::DrGrpo) => Aggregation::SequenceSum { scale: config.max_new_tokens as f32 },
+        (AdvantageForm::Token, _) => Aggregation::TokenMean,
     }
+}
 
-    /// Metrics of a batch before its updates, under the names of verl and TRL. Add one here.
-    pub(super) fn metrics(&self, config: &RlConfig) -> Metrics {
-        let mut metrics: Metrics = self.timings.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
-        metrics.extend(self.kl_metrics(config));
-        let rewards: Vec<f32> = self.token_rewards.iter().map(|row| row.iter().sum()).collect();
-        let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|x| f64::from(*x)).collect() };
-        metrics.extend(summary("critic/rewards", &wide(&rewards)));
-        metrics.extend(summary("critic/advantages", &wide(&self.advantages.concat())));
-        if config.algorithm.needs_groups() {
-            let share = share_without_spread(&rewards, &self.groups);
-            metrics.insert("frac_reward_zero_std".into(), f64::from(share));
+/// Advantages of a batch, and the critic's targets.
+pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate {
+    let (config, groups) = (batch.config, batch.groups);
+    let whiten = |advantages: Rows| match config.whiten_advantages {
+        true => masked_whiten(&advantages, &all_true(&advantages)),
+        false => advantages,
+    };
+    let values = || batch.values.expect("the critic's values: an algorithm that has a critic is given them");
+    // B: the sum of each response's rewards.
+    let totals = || -> Vec<f32> { batch.rewards.iter().map(|row| row.iter().sum()).collect() };
+    // One number per response, repeated for each of its tokens.
+    let at_every_token = |of_response: &[f32]| -> Rows {
+        batch.rewards.iter().zip(of_response).map(|(row, value)| vec![*value; row.len()]).collect()
+    };
+    let without_critic = |advantages: Rows| AdvantageEstimate { advantages, targets: None };
+    match (config.algorithm, config.advantage_form) {
+        // GAE per token; advantages are whitened over the batch after the returns are formed.
+        (RlAlgorithm::Ppo, AdvantageForm::Token) => {
+            let (values, mask) = (values(), all_true(batch.rewards));
+            let estimate = gae(batch.rewards, values, &mask, config.gamma as f32, config.gae_lambda as f32);
+            let targets = Some(ValueTargets { returns: estimate.returns, mask });
+            AdvantageEstimate { advantages: whiten(estimate.advantages), targets }
         }
-        if let Some(critic) = &self.critic {
-            metrics.extend(summary("critic/returns", &wide(&critic.returns.concat())));
-            metrics.extend(summary("critic/values", &wide(&critic.values.concat())));
-            metrics.insert("critic/vf_explained_var".into(), critic.explained_variance());
-        }
-        if let Some(weights) = &self.importance_weights {
-            metrics.extend(importance_metrics(weights, config.importance_cap));
-        }
-        metrics
-    }
-
-    fn kl_metrics(&self, config: &RlConfig) -> Metrics {
-        let mask = all_true(&self.old_logprobs);
-        let mean = |estimate: fn(f32, f32) -> f32| -> f64 {
-            let row = |(old, reference): (&Vec<f32>, &Vec<f32>)| {
-                old.iter().zip(reference).map(|(old, reference)| estimate(*old, *reference)).collect()
-            };
-            let rows: Rows = self.old_logprobs.iter().zip(&self.ref_logprobs).map(row).collect();
-            f64::from(masked_mean(&rows, &mask))
-        };
-        let k1 = mean(kl_k1);
-        let n_tokens: usize = self.old_logprobs.iter().map(Vec::len).sum();
-        let mut metrics = Metrics::from([
-            ("actor/ref_kl".to_owned(), k1),
-            ("actor/ref_kl_k3".to_owned(), mean(kl_k3)),
-            ("objective/kl".to_owned(), k1 * n_tokens as f64 / self.rollouts.len().max(1) as f64),
-        ]);
-        match config.kl_placement {
-            KlPlacement::Reward => {
-                let kl = kl_rows(config.kl_estimator, &self.old_logprobs, &self.ref_logprobs);
-                metrics.insert("actor/reward_kl_penalty".into(), f64::from(masked_mean(&kl, &mask)));
-                metrics.insert("actor/reward_kl_penalty_coeff".into(), self.kl_coef);
+        // `A = R - V(s)` per response, whitened over responses; the critic learns at the first token, whose value is `V(s)`.
+        (RlAlgorithm::Ppo, AdvantageForm::Sequence) => {
+            let (values, totals) = (values(), totals());
+            let raw: Vec<f32> = totals.iter().zip(values).map(|(total, values)| total - values[0]).collect();
+            let mask = values.iter().map(|values| (0..values.len()).map(|t| t == 0).collect()).collect();
+            AdvantageEstimate {
+                advantages: at_every_token(&whiten(column(&raw)).concat()),
+                targets: Some(ValueTargets { returns: at_every_token(&totals), mask }),
             }
-            KlPlacement::Loss => drop(metrics.insert("actor/kl_coef".into(), self.kl_coef)),
         }
-        metrics
-    }
-}
-
-impl RewardShaping {
-    /// Rewards per token, `(B, T)`: scores, less KL where it is part of the reward; and the KL coefficient of this batch, which
-    /// is then adapted to the batch's KL.
-    fn rewards(&mut self, config: &RlConfig, rollouts: &[Rollout], kl: &Rows) -> (Rows, f64) {
-        let scores = self.scores(config, rollouts);
-        let kl_coef = self.kl.kl_coef();
-        let coef_in_reward = if config.kl_placement == KlPlacement::Reward { kl_coef } else { 0.0 };
-        let kl_sums = kl.iter().map(|row| row.iter().map(|x| f64::from(*x)).sum::<f64>());
-        self.kl.update(kl_sums.sum::<f64>() / kl.len().max(1) as f64, kl.len());
-        (token_rewards(&scores, kl, coef_in_reward as f32), kl_coef)
-    }
-
-    /// The environment's scores less the penalty of truncated responses, divided by their running standard deviation and
-    /// clipped where configured.
-    ///
-    /// Source: TRL 0.11 `PPOTrainer.step`, `use_score_scaling` and `score_clip`; the penalty is TRL's `missing_eos_penalty`.
-    fn scores(&mut self, config: &RlConfig, rollouts: &[Rollout]) -> Vec<f32> {
-        let penalty = |rollout: &Rollout| if rollout.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
-        let mut scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.score - penalty(rollout)).collect();
-        if config.normalize_rewards {
-            self.score_moments.update(&scores);
-            // Equal scores have a deviation of 0 and stay as they are.
-            let scale = Some(self.score_moments.deviation()).filter(|deviation| *deviation > 1e-6).unwrap_or(1.0);
-            scores.iter_mut().for_each(|score| *score /= scale as f32);
+        (RlAlgorithm::Grpo, _) => {
+            without_critic(at_every_token(&group_relative(&totals(), groups, GroupScale::Deviation)))
         }
-        if config.reward_clip > 0.0 {
-            let limit = config.reward_clip as f32;
-            scores.iter_mut().for_each(|score| *score = score.clamp(-limit, limit));
+        (RlAlgorithm::DrGrpo, _) => without_critic(at_every_token(&group_relative(&totals(), groups, GroupScale::One))),
+        (RlAlgorithm::Rloo, _) => without_critic(at_every_token(&leave_one_out(&totals(), groups))),
+        (RlAlgorithm::ReinforcePlusPlus, AdvantageForm::Token) => {
+            let returns = discounted_returns(batch.rewards, &all_true(batch.rewards), config.gamma as f32);
+            without_critic(whiten(returns))
         }
-        scores
+        // The whole reward of a response is whitened over responses.
+        (RlAlgorithm::ReinforcePlusPlus, AdvantageForm::Sequence) => {
+            without_critic(at_every_token(&whiten(column(&totals())).concat()))
+        }
     }
 }
 
-impl ValueExperience {
-    /// `1 - var(returns - values) / var(returns)` over the positions the critic learns at.
-    ///
-    /// Source: verl `compute_data_metrics`, `critic/vf_explained_var`.
-    fn explained_variance(&self) -> f64 {
-        let kept = |rows: &Rows| -> Vec<f64> {
-            let rows = rows.iter().zip(&self.mask);
-            rows.flat_map(|(row, mask)| row.iter().zip(mask).filter(|(_, keep)| **keep).map(|(x, _)| f64::from(*x)))
-                .collect()
-        };
-        let (returns, values) = (kept(&self.returns), kept(&self.values));
-        let errors: Vec<f64> = returns.iter().zip(&values).map(|(target, value)| target - value).collect();
-        let spread = variance(&returns);
-        if spread > 0.0 { 1.0 - variance(&errors) / spread } else { 0.0 }
+/// A response mask that keeps every token.
+pub(super) fn all_true(rows: &[Vec<f32>]) -> Vec<Vec<bool>> {
+    rows.iter().map(|row| vec![true; row.len()]).collect()
+}
+
+/// One number per response as `(B, 1)`.
+fn column(values: &[f32]) -> Rows {
+    values.iter().map(|value| vec![*value]).collect()
+}
+
+/// Per-token rewards: `-kl_coef * kl` at every token, and each response's score at its last token, end of sequence included.
+///
+/// `kl`: `(B, T)`; `scores`: B. Returns `(B, T)`.
+///
+/// Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", equation 2; verl `apply_kl_penalty`.
+pub fn token_rewards(scores: &[f32], kl: &[Vec<f32>], kl_coef: f32) -> Rows {
+    let row = |(score, kl): (&f32, &Vec<f32>)| {
+        let mut rewards: Vec<f32> = kl.iter().map(|kl| -kl_coef * kl).collect();
+        if let Some(last) = rewards.last_mut() {
+            *last += score;
+        }
+        rewards
+    };
+    scores.iter().zip(kl).map(row).collect()
+}
+
+/// Mean and variance of a stream of numbers, updated by batch.
+///
+/// Source: Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances"; TRL 0.11
+/// `RunningMoments`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunningMoments {
+    count: f64,
+    mean: f64,
+    /// Sum of squared deviations from the mean.
+    squares: f64,
+}
+
+impl RunningMoments {
+    /// Adds a batch.
+    pub fn update(&mut self, values: &[f32]) {
+        if values.is_empty() {
+            return;
+        }
+        let n = values.len() as f64;
+        let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / n;
+        let squares = values.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>();
+        let (total, delta) = (self.count + n, mean - self.mean);
+        self.squares += squares + delta * delta * self.count * n / total;
+        self.mean += delta * n / total;
+        self.count = total;
+    }
+
+    /// Mean so far; 0 before the first batch.
+    pub fn mean(&self) -> f64 {
+        self.mean
+    }
+
+    /// Unbiased standard deviation so far; 1 for fewer than two numbers.
+    pub fn deviation(&self) -> f64 {
+        if self.count < 2.0 { 1.0 } else { (self.squares / (self.count - 1.0)).sqrt() }
     }
 }
 
-fn variance(values: &[f64]) -> f64 {
-    let n = values.len().max(1) as f64;
-    let mean = values.iter().sum::<f64>() / n;
-    values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n
+/// Advantages and returns of a batch, per token.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Advantages {
+    /// `(B, T)`, not whitened.
+    pub advantages: Rows,
+    /// `(B, T)`: advantages plus values, the critic's target.
+    pub returns: Rows,
 }
 
-/// verl's metrics of importance weights, which are capped already; `ratio_fraction_high` is the share at the cap.
-fn importance_metrics(weights: &Rows, cap: f64) -> Metrics {
-    let mask = all_true(weights);
-    let flat = weights.concat();
-    let n_capped = flat.iter().filter(|weight| f64::from(**weight) >= cap).count();
-    let max = flat.iter().copied().fold(0.0, f32::max);
-    Metrics::from([
-        ("rollout_corr/rollout_is_mean".into(), f64::from(masked_mean(weights, &mask))),
-        ("rollout_corr/rollout_is_max".into(), f64::from(max)),
-        ("rollout_corr/rollout_is_ratio_fraction_high".into(), n_capped as f64 / flat.len().max(1) as f64),
-        ("rollout_corr/rollout_is_eff_sample_size".into(), f64::from(effective_sample_share(weights, &mask))),
-    ])
+/// Generalised advantage estimation for a batch of responses.
+///
+/// `rewards`, `values`: `(B, T)`; positions where `response_mask` is false yield 0 and are skipped in the recursion. No
+/// bootstrap past the last response token.
+///
+/// Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", equation 16; verl
+/// `verl/trainer/ppo/core_algos.py`, `compute_gae_advantage_return` (before its whitening).
+pub fn gae(
+    rewards: &[Vec<f32>],
+    values: &[Vec<f32>],
+    response_mask: &[Vec<bool>],
+    gamma: f32,
+    gae_lambda: f32,
+) -> Advantages {
+    let rows = rewards.iter().zip(values).zip(response_mask);
+    let (advantages, returns) =
+        rows.map(|((rewards, values), mask)| gae_row(rewards, values, mask, gamma, gae_lambda)).unzip();
+    Advantages { advantages, returns }
 }
 
-struct PhaseTimer {
-    phase_started: Instant,
-    seconds: BTreeMap<&'static str, f64>,
-}
-
-impl PhaseTimer {
-    fn start() -> Self {
-        Self { phase_started: Instant::now(), seconds: BTreeMap::new() }
+fn gae_row(rewards: &[f32], values: &[f32], mask: &[bool], gamma: f32, gae_lambda: f32) -> (Vec<f32>, Vec<f32>) {
+    let (mut advantages, mut returns) = (vec![0.0; rewards.len()], vec![0.0; rewards.len()]);
+    let (mut next_value, mut advantage) = (0f32, 0f32);
+    for t in (0..rewards.len()).rev().filter(|&t| mask[t]) {
+        let td_error = rewards[t] + gamma * next_value - values[t];
+        advantage = td_error + gamma * gae_lambda * advantage;
+        next_value = values[t];
+        advantages[t] = advantage;
+        returns[t] = advantage + values[t];
     }
+    (advantages, returns)
+}
 
-    fn end_phase(&mut self, name: &'static str) {
-        let started = std::mem::replace(&mut self.phase_started, Instant::now());
-        self.seconds.insert(name, started.elapsed().as_secs_f64());
+/// Discounted returns: `rewards[t] + gamma * returns[t + 1]`.
+///
+/// `rewards`: `(B, T)`; positions where `response_mask` is false yield 0 and are skipped.
+///
+/// Source: verl `compute_reinforce_plus_plus_outcome_advantage`, `returns`.
+pub fn discounted_returns(rewards: &[Vec<f32>], response_mask: &[Vec<bool>], gamma: f32) -> Rows {
+    let row = |(rewards, mask): (&Vec<f32>, &Vec<bool>)| {
+        let (mut returns, mut running) = (vec![0.0; rewards.len()], 0f32);
+        for t in (0..rewards.len()).rev().filter(|&t| mask[t]) {
+            running = rewards[t] + gamma * running;
+            returns[t] = running;
+        }
+        returns
+    };
+    rewards.iter().zip(response_mask).map(row).collect()
+}
+
+/// Whitens advantages: mean 0 and variance 1 over the mask; other positions become 0.
+///
+/// The variance is unbiased, plus 1e-8. Fewer than two values become 0.
+///
+/// Source: verl `verl/utils/torch_functional.py`, `masked_whiten` (which leaves values at masked positions).
+pub fn masked_whiten(values: &[Vec<f32>], response_mask: &[Vec<bool>]) -> Rows {
+    let n = n_kept(response_mask);
+    let zeros = || values.iter().map(|row| vec![0.0; row.len()]).collect();
+    if n < 2 {
+        return zeros();
     }
-}
-
-struct ForwardOutput {
-    logprobs: Rows,
-    hidden: Option<Tensor>, // (N, H)
-}
-
-/// Log-probabilities of all responses under `adapter`, without gradient.
-fn forward(
-    task: &RlTask<'_>,
-    adapter: Option<&LoraAdapter>,
-    rollouts: &[Rollout],
-    returns_hidden: bool,
-) -> Result<ForwardOutput, TrainError> {
-    let frozen = adapter.map(LoraAdapter::without_gradient);
-    let policy = Policy { decoder: task.decoder, adapter: frozen.as_ref() };
-    let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
-    let micro_batch = |examples: &[&Example]| {
-        let output = policy.response_logprobs(examples, task.config.temperature)?;
-        let logprobs: Vec<f32> = output.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
-        let hidden: Vec<Option<Tensor>> = match returns_hidden {
-            // On the CPU, where the critic's head reads them, and every rank can.
-            true => {
-                let hidden = output.hidden.detach().to_device(&Device::Cpu)?;
-                split_rows(&hidden, examples)?.into_iter().map(Some).collect()
+    let mean = kept(values, response_mask).map(f64::from).sum::<f64>() / n as f64;
+    let squares = kept(values, response_mask).map(|x| (f64::from(x) - mean).powi(2)).sum::<f64>();
+    let scale = 1.0 / (squares / (n - 1) as f64 + 1e-8).sqrt();
+    let mut whitened: Rows = zeros();
+    for ((out, values), mask) in whitened.iter_mut().zip(values).zip(response_mask) {
+        for ((out, value), keep) in out.iter_mut().zip(values).zip(mask) {
+            if *keep {
+                *out = ((f64::from(*value) - mean) * scale) as f32;
             }
-            false => vec![None; examples.len()],
-        };
-        Ok(rows_of(&logprobs, examples).into_iter().zip(hidden).collect())
-    };
-    let outputs =
-        map_over_ranks(&task.mesh.data, &examples, |mine| map_micro_batches(mine, task.tokens_per_pass, micro_batch))?;
-    let (logprobs, hidden): (Rows, Vec<Option<Tensor>>) = outputs.into_iter().unzip();
-    let hidden: Option<Vec<Tensor>> = hidden.into_iter().collect();
-    Ok(ForwardOutput { logprobs, hidden: hidden.map(|hidden| Tensor::cat(&hidden, 0)).transpose()? })
-}
-
-/// The critic's values `(B, T)`, and the head's inputs `(T, 2H)` per response where the critic needs them again.
-fn critic_values(
-    task: &RlTask<'_>,
-    critic: &mut Critic,
-    rollouts: &[Rollout],
-    ref_hidden: Option<&Tensor>,
-) -> Result<(Rows, Option<Vec<Tensor>>), TrainError> {
-    let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
-    if let Some(inputs) = critic.inputs(ref_hidden, &examples)? {
-        let values = rows_of(&critic.values_without_gradient(task.decoder, &examples, Some(&inputs))?, &examples);
-        return Ok((values, Some(split_rows(&inputs, &examples)?)));
+        }
     }
-    let critic = &*critic;
-    let values = map_over_ranks(&task.mesh.data, &examples, |mine| {
-        map_micro_batches(mine, task.tokens_per_pass, |examples| {
-            Ok(rows_of(&critic.values_without_gradient(task.decoder, examples, None)?, examples))
-        })
-    })?;
-    Ok((values, None))
+    whitened
 }
 
-/// `(N, H)` as one tensor per response.
-fn split_rows(rows: &Tensor, examples: &[&Example]) -> Result<Vec<Tensor>, TrainError> {
-    let mut start = 0;
-    let rows_of_example = |example: &&Example| {
-        let rows = rows.narrow(0, start, example.response.len());
-        start += example.response.len();
-        Ok(rows?)
-    };
-    examples.iter().map(rows_of_example).collect()
+/// Added to the deviation of a group's rewards; a smaller deviation is treated as 0.
+///
+/// Source: verl, default of `epsilon`.
+const EPSILON: f64 = 1e-6;
+
+/// Divisor of the deviations from the group's mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupScale {
+    /// The group's standard deviation (GRPO).
+    Deviation,
+    /// 1 (Dr. GRPO).
+    One,
 }
 
-fn clip(advantages: &mut Rows, limit: f64) {
-    if limit > 0.0 {
-        let limit = limit as f32;
-        advantages.iter_mut().flatten().for_each(|advantage| *advantage = advantage.clamp(-limit, limit));
+#[derive(Debug, Default)]
+struct Group {
+    n: f64,
+    sum: f64,
+    squares: f64,
+    largest: f64,
+}
+
+impl Group {
+    fn mean(&self) -> f64 {
+        self.sum / self.n
+    }
+
+    fn deviation(&self) -> f64 {
+        (self.squares / (self.n - 1.0)).sqrt()
+    }
+
+    /// Whether all rewards are equal up to rounding.
+    fn is_flat(&self) -> bool {
+        self.deviation() < EPSILON * self.largest.max(1.0)
     }
 }
 
-/// Importance weights of tokens that a filtered distribution or an earlier policy sampled; `None` where all would be 1.
-fn importance_of(config: &RlConfig, old_logprobs: &Rows, rollouts: &[Rollout]) -> Option<Rows> {
-    let is_exact = |rollout: &Rollout| rollout.behaviour_logprobs == rollout.logprobs;
-    if !config.off_by_one && rollouts.iter().all(is_exact) {
-        return None;
+fn groups_of(rewards: &[f32], groups: &[usize]) -> BTreeMap<usize, Group> {
+    let mut found: BTreeMap<usize, Group> = BTreeMap::new();
+    for (reward, group) in rewards.iter().zip(groups) {
+        let group = found.entry(*group).or_default();
+        (group.n, group.sum) = (group.n + 1.0, group.sum + f64::from(*reward));
+        group.largest = group.largest.max(f64::from(reward.abs()));
     }
-    let behaviour: Rows = rollouts.iter().map(|rollout| rollout.behaviour_logprobs.clone()).collect();
-    let level = match config.advantage_form {
-        AdvantageForm::Token => ImportanceLevel::Token,
-        AdvantageForm::Sequence => ImportanceLevel::Sequence,
+    for (reward, id) in rewards.iter().zip(groups) {
+        if let Some(group) = found.get_mut(id) {
+            group.squares += (f64::from(*reward) - group.mean()).powi(2);
+        }
+    }
+    found
+}
+
+/// Each response's reward minus the mean of its group, divided by `scale`.
+///
+/// `rewards`, `groups` (which query): B. Returns B.
+///
+/// Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025, "Understanding R1-Zero-Like Training" (without
+/// the deviation); verl `compute_grpo_outcome_advantage`.
+pub fn group_relative(rewards: &[f32], groups: &[usize], scale: GroupScale) -> Vec<f32> {
+    let found = groups_of(rewards, groups);
+    let advantage = |(reward, id): (&f32, &usize)| {
+        let group = &found[id];
+        let distance = f64::from(*reward) - group.mean();
+        match scale {
+            _ if group.n < 2.0 => 0.0,
+            GroupScale::Deviation if group.is_flat() => 0.0,
+            GroupScale::Deviation => (distance / (group.deviation() + EPSILON)) as f32,
+            GroupScale::One => distance as f32,
+        }
     };
-    Some(importance_weights(old_logprobs, &behaviour, &all_true(old_logprobs), config.importance_cap as f32, level))
+    rewards.iter().zip(groups).map(advantage).collect()
+}
+
+/// Each response's reward minus the mean of the others of its group.
+///
+/// `rewards`, `groups` (which query): B. Returns B.
+///
+/// Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization"; verl
+/// `compute_rloo_outcome_advantage`.
+pub fn leave_one_out(rewards: &[f32], groups: &[usize]) -> Vec<f32> {
+    let found = groups_of(rewards, groups);
+    let advantage = |(reward, id): (&f32, &usize)| {
+        let group = &found[id];
+        let distance = f64::from(*reward) - group.mean();
+        if group.n < 2.0 { 0.0 } else { (distance * group.n / (group.n - 1.0)) as f32 }
+    };
+    rewards.iter().zip(groups).map(advantage).collect()
+}
+
+/// Share of the groups of two and more whose rewards are all equal.
+///
+/// Source: TRL `GRPOTrainer`, `frac_reward_zero_std`.
+pub fn share_without_spread(rewards: &[f32], groups: &[usize]) -> f32 {
+    let found = groups_of(rewards, groups);
+    let compared = found.values().filter(|group| group.n >= 2.0);
+    let (n, n_equal) = compared.fold((0, 0), |(n, n_equal), group| (n + 1, n_equal + i32::from(group.is_flat())));
+    n_equal as f32 / n.max(1) as f32
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::losses::{kl_rows, masked_mean};
+    use super::*;
+    use querl_core::config::KlEstimator;
+
+    #[test]
+    fn the_score_lands_on_the_last_response_token() {
+        let logprobs = vec![vec![-1.0, -2.0, -0.5], vec![-1.0]];
+        let reference = vec![vec![-1.5, -2.0, -0.5], vec![-1.0]];
+        let rewards = token_rewards(&[0.7, -0.3], &kl_rows(KlEstimator::K1, &logprobs, &reference), 0.1);
+        assert_eq!(rewards, vec![vec![-0.05, 0.0, 0.7], vec![-0.3]]);
+    }
+
+    fn estimate(config: &RlConfig) -> AdvantageEstimate {
+        let rewards = vec![vec![0.0, 0.0, 1.0], vec![0.0, -0.5], vec![0.25]];
+        let values = vec![vec![0.2, 0.1, 0.4], vec![-0.1, 0.0], vec![0.3]];
+        estimate_advantages(&ScoredBatch { rewards: &rewards, groups: &[0, 1, 2], values: Some(&values), config })
+    }
+
+    #[test]
+    fn advantages_are_whitened_over_the_batch_and_returns_are_not() {
+        let plain = estimate(&RlConfig { whiten_advantages: false, ..RlConfig::default() });
+        let whitened = estimate(&RlConfig::default());
+        assert_eq!(plain.targets.unwrap().returns, whitened.targets.unwrap().returns);
+        assert_ne!(plain.advantages, whitened.advantages);
+        let mask = all_true(&whitened.advantages);
+        assert!(masked_mean(&whitened.advantages, &mask).abs() < 1e-6);
+        assert_eq!(masked_whiten(&plain.advantages, &mask), whitened.advantages);
+    }
+
+    /// The symptom: without values every advantage was missing, and the batch taught nothing.
+    #[test]
+    #[should_panic(expected = "the critic's values")]
+    fn missing_values_panic() {
+        let (rewards, config) = (vec![vec![1.0]], RlConfig::default());
+        estimate_advantages(&ScoredBatch { rewards: &rewards, groups: &[0], values: None, config: &config });
+    }
+
+    #[test]
+    fn in_the_sequence_form_a_response_has_one_advantage_and_the_critic_learns_at_its_first_token() {
+        let config =
+            RlConfig { advantage_form: AdvantageForm::Sequence, whiten_advantages: false, ..RlConfig::default() };
+        let found = estimate(&config);
+        assert_eq!(found.advantages[0], vec![1.0 - 0.2; 3]);
+        let targets = found.targets.unwrap();
+        assert_eq!(targets.mask[0], [true, false, false]);
+        assert_eq!(targets.returns[1][0], -0.5);
+    }
+
+    #[test]
+    fn gae_ignores_padding() {
+        let clean = gae(&[vec![0.0, 1.0]], &[vec![0.5, 0.25]], &[vec![true, true]], 0.9, 0.8);
+        let padded =
+            gae(&[vec![0.0, 1.0, f32::NAN]], &[vec![0.5, 0.25, f32::INFINITY]], &[vec![true, true, false]], 0.9, 0.8);
+        assert_eq!(padded.advantages[0][..2], clean.advantages[0][..]);
+        assert_eq!(padded.advantages[0][2], 0.0);
+    }
+
+    #[test]
+    fn the_last_token_is_not_bootstrapped() {
+        let result = gae(&[vec![1.0]], &[vec![0.4]], &[vec![true]], 0.99, 0.95);
+        assert!((result.advantages[0][0] - 0.6).abs() < 1e-6);
+        assert!((result.returns[0][0] - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn returns_are_discounted_and_skip_masked_positions() {
+        let returns = discounted_returns(&[vec![1.0, f32::NAN, 2.0]], &[vec![true, false, true]], 0.5);
+        assert_eq!(returns, [[2.0, 0.0, 2.0]]);
+    }
+
+    #[test]
+    fn equal_rewards_and_single_responses_have_advantage_0() {
+        let (rewards, groups) = ([0.3, 0.3, 0.3, 5.0], [7, 7, 7, 9]);
+        for advantages in [
+            group_relative(&rewards, &groups, GroupScale::Deviation),
+            group_relative(&rewards, &groups, GroupScale::One),
+            leave_one_out(&rewards, &groups),
+        ] {
+            assert!(advantages.iter().all(|advantage| advantage.abs() < 1e-6), "{advantages:?}");
+        }
+        assert_eq!(share_without_spread(&rewards, &groups), 1.0);
+        assert_eq!(share_without_spread(&[1.0, 2.0, 3.0, 3.0], &[0, 0, 1, 1]), 0.5);
+    }
+
+    /// Scores of 0.5 less a KL that is the rounding of log-probabilities: a deviation of 7e-8.
+    #[test]
+    fn rounding_between_equal_rewards_has_advantage_0() {
+        let rewards = [0.5, 0.5 - 1e-7, 0.25, 0.75];
+        let advantages = group_relative(&rewards, &[0, 0, 1, 1], GroupScale::Deviation);
+        assert_eq!(advantages[..2], [0.0, 0.0]);
+        assert!((advantages[3] - std::f32::consts::FRAC_1_SQRT_2).abs() < 1e-5, "{advantages:?}");
+        assert_eq!(share_without_spread(&rewards, &[0, 0, 1, 1]), 0.5);
+        let large = [1000.0, 1000.0001, 1000.0, 1001.0];
+        assert_eq!(group_relative(&large, &[0, 0, 1, 1], GroupScale::Deviation)[..2], [0.0, 0.0]);
+        assert_eq!(share_without_spread(&large, &[0, 0, 1, 1]), 0.5);
+    }
+
+    #[test]
+    fn groups_need_not_be_contiguous() {
+        let scattered = leave_one_out(&[1.0, 5.0, 2.0, 9.0, 3.0], &[0, 4, 0, 4, 0]);
+        assert_eq!(scattered, [-1.5, -4.0, 0.0, 4.0, 1.5]);
+    }
 }

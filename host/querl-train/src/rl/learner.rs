@@ -3,16 +3,17 @@
 //! From top to bottom: [`Learner::learn`] takes a batch; [`Learner::update`] runs epochs over shuffled mini-batches, each one
 //! optimizer step of the policy and one of the critic; [`MicroBatch`] is one forward and backward pass.
 
-use super::advantages::{Experience, RewardShaping, ValueExperience};
-use super::algorithm::{self, Algorithm};
+use super::RlTask;
+use super::advantages::{RunningMoments, aggregation, has_critic};
 use super::critic::Critic;
+use super::experience::{Experience, RewardShaping, ValueExperience};
 use super::losses::{
-    Aggregation, KlController, KlLoss, PolicyClip, PolicyLoss, Rows, RunningMoments, StepSize, ValueLossSettings,
-    kl_loss, policy_loss, sequence_policy_loss, value_loss,
+    Aggregation, KlController, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, kl_loss, policy_loss,
+    sequence_policy_loss, value_loss,
 };
+use super::metrics::{UpdateMetrics, add_metrics, batch_metrics, policy_metrics, value_metrics};
 use super::rollout::{Rollout, RolloutBatch};
 use super::rollout_check::check_rollout;
-use super::task::RlTask;
 use crate::data_parallel::{all_reduce_metrics, rank_share};
 use crate::micro_batch::accumulation_micro_batches;
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode, rows_of};
@@ -27,9 +28,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// What learning keeps from batch to batch, besides the policy's weights.
+/// State of learning other than the policy's weights.
 pub(super) struct Learner {
-    algorithm: &'static dyn Algorithm,
     /// `None` for algorithms that need no values.
     pub(super) critic: Option<Critic>,
     optimizer: AdamW,
@@ -39,11 +39,9 @@ pub(super) struct Learner {
 impl Learner {
     pub(super) fn new(task: &RlTask<'_>) -> Result<Self, TrainError> {
         let RlConfig { kl_coef, kl_target, kl_horizon, weight_decay, .. } = *task.config;
-        let algorithm = algorithm::by_name(task.config.algorithm);
         let kl = KlController::new(kl_coef, kl_target, kl_horizon);
         Ok(Self {
-            algorithm,
-            critic: algorithm.has_critic().then(|| Critic::new(task)).transpose()?,
+            critic: has_critic(task.config.algorithm).then(|| Critic::new(task)).transpose()?,
             optimizer: AdamW::new(AdamWSettings { weight_decay, ..Default::default() }),
             shaping: RewardShaping { kl, score_moments: RunningMoments::default() },
         })
@@ -61,7 +59,7 @@ impl Learner {
             metrics.insert("timing_s/rollout_check".into(), started.elapsed().as_secs_f64());
         }
         let experience = self.experience(task, &batch.rollouts, step)?;
-        metrics.extend(experience.metrics(task.config));
+        metrics.extend(batch_metrics(&experience, task.config));
         metrics.extend(self.update(task, &experience, step)?);
         Ok(metrics)
     }
@@ -73,7 +71,7 @@ impl Learner {
         rollouts: &'a [Rollout],
         step: u64,
     ) -> Result<Experience<'a>, TrainError> {
-        Experience::compute(task, self.algorithm, self.critic.as_mut(), &mut self.shaping, rollouts, step)
+        Experience::compute(task, self.critic.as_mut(), &mut self.shaping, rollouts, step)
     }
 
     /// Several epochs of updates of policy and critic on one batch.
@@ -88,15 +86,15 @@ impl Learner {
         let learning_rate = if updates_policy { learning_rate(config, step) } else { 0.0 };
         let mut rng = ChaCha8Rng::seed_from_u64(task.seed ^ step.rotate_left(32));
         let mut order: Vec<usize> = (0..experience.rollouts.len()).collect();
-        let mut sums = MetricSums::default();
+        let mut metrics = UpdateMetrics::default();
         'epochs: for _ in 0..config.ppo_epochs {
             order.shuffle(&mut rng);
             for rows in order.chunks(config.mini_batch_size) {
-                let mini_batch = MiniBatch::new(task, experience, rows, aggregation(self.algorithm, config));
+                let mini_batch = MiniBatch::new(task, experience, rows, aggregation(config));
                 let started = Instant::now();
                 if updates_policy {
-                    let updated = self.policy_step(&mini_batch, learning_rate, step, &mut sums)?;
-                    sums.actor_s += started.elapsed().as_secs_f64();
+                    let updated = self.policy_step(&mini_batch, learning_rate, step, &mut metrics)?;
+                    metrics.actor_s += started.elapsed().as_secs_f64();
                     if updated == PolicyStep::KlEarlyStop {
                         break 'epochs;
                     }
@@ -104,16 +102,11 @@ impl Learner {
                 #[cfg(test)]
                 crate::testing::out_of_memory_at(step, "pass")?;
                 let started = Instant::now();
-                self.critic_step(&mini_batch, step, &mut sums)?;
-                sums.critic_s += started.elapsed().as_secs_f64();
+                self.critic_step(&mini_batch, step, &mut metrics)?;
+                metrics.critic_s += started.elapsed().as_secs_f64();
             }
         }
-        let mut metrics = sums.means();
-        metrics.insert("actor/lr".into(), learning_rate);
-        if self.critic.is_some() {
-            metrics.insert("critic/lr".into(), config.critic_learning_rate);
-        }
-        Ok(metrics)
+        Ok(metrics.means(learning_rate, self.critic.is_some().then_some(config.critic_learning_rate)))
     }
 
     /// One optimizer step of the policy, unless its KL from the rollout policy exceeds `target_kl` already.
@@ -122,7 +115,7 @@ impl Learner {
         mini_batch: &MiniBatch<'_>,
         learning_rate: f64,
         step: u64,
-        sums: &mut MetricSums,
+        updates: &mut UpdateMetrics,
     ) -> Result<PolicyStep, TrainError> {
         let task = mini_batch.task;
         let mut gradients = Gradients::default();
@@ -130,7 +123,7 @@ impl Learner {
         for micro_batch in mini_batch.micro_batches() {
             micro_batch.policy_backward(&mut gradients, &mut metrics)?;
         }
-        let metrics = all_reduce_metrics(&task.mesh.data, metrics)?;
+        let mut metrics = all_reduce_metrics(&task.mesh.data, metrics)?;
         let kl = metrics.get("actor/ppo_kl_k3").copied().unwrap_or_default();
         if task.config.target_kl > 0.0 && kl > task.config.target_kl {
             return Ok(PolicyStep::KlEarlyStop);
@@ -141,27 +134,31 @@ impl Learner {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "the policy's gradient" });
         }
         self.optimizer.step(task.policy.vars(), &gradients, learning_rate)?;
-        sums.n_policy_steps += 1;
-        sums.add("actor/grad_norm", grad_norm);
-        metrics.iter().for_each(|(name, value)| sums.add(name, *value));
+        metrics.insert("actor/grad_norm".into(), grad_norm);
+        updates.policy.add_step(metrics);
         Ok(PolicyStep::Taken)
     }
 
     /// One optimizer step of the critic, where there is one.
-    fn critic_step(&mut self, mini_batch: &MiniBatch<'_>, step: u64, sums: &mut MetricSums) -> Result<(), TrainError> {
+    fn critic_step(
+        &mut self,
+        mini_batch: &MiniBatch<'_>,
+        step: u64,
+        updates: &mut UpdateMetrics,
+    ) -> Result<(), TrainError> {
         let (Some(critic), Some(experience)) = (&mut self.critic, &mini_batch.experience.critic) else { return Ok(()) };
         let (config, mesh) = (mini_batch.task.config, mini_batch.task.mesh);
         let (mut gradients, mut metrics) = (Gradients::default(), Metrics::new());
         for micro_batch in mini_batch.micro_batches() {
             micro_batch.value_backward(critic, experience, &mut gradients, &mut metrics)?;
         }
-        all_reduce_metrics(&mesh.data, metrics)?.iter().for_each(|(name, value)| sums.add(name, *value));
+        let mut metrics = all_reduce_metrics(&mesh.data, metrics)?;
         let norm = critic.step(gradients, mesh, config.critic_learning_rate, config.max_grad_norm)?;
         if !norm.is_finite() {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "the critic's gradient" });
         }
-        sums.n_critic_steps += 1;
-        sums.add("critic/grad_norm", norm);
+        metrics.insert("critic/grad_norm".into(), norm);
+        updates.critic.add_step(metrics);
         Ok(())
     }
 
@@ -214,42 +211,6 @@ fn learning_rate(config: &RlConfig, step: u64) -> f64 {
         false => lr_factor(config.lr_scheduler, step - 1, n_warmup, n_steps),
     };
     config.learning_rate * factor
-}
-
-/// How token losses are averaged. In the sequence form the policy loss averages over responses, and each token receives the
-/// whole gradient of the one ratio; KL and entropy are then sums over a response too, so that `kl_coef` and `ent_coef` have the
-/// same weight against the policy loss as in the token form.
-fn aggregation(algorithm: &dyn Algorithm, config: &RlConfig) -> Aggregation {
-    match config.advantage_form {
-        AdvantageForm::Token => algorithm.aggregation(config),
-        AdvantageForm::Sequence => Aggregation::SequenceSum { scale: 1.0 },
-    }
-}
-
-/// Sums over the optimizer steps of a batch, to be averaged.
-#[derive(Default)]
-struct MetricSums {
-    n_policy_steps: usize,
-    n_critic_steps: usize,
-    metrics: Metrics,
-    actor_s: f64,
-    critic_s: f64,
-}
-
-impl MetricSums {
-    fn add(&mut self, name: &str, value: f64) {
-        *self.metrics.entry(name.to_owned()).or_default() += value;
-    }
-
-    fn means(self) -> Metrics {
-        let n_steps = |name: &str| if name.starts_with("critic/") { self.n_critic_steps } else { self.n_policy_steps };
-        let mean = |(name, sum): (&String, &f64)| (name.clone(), sum / n_steps(name).max(1) as f64);
-        let mut metrics: Metrics = self.metrics.iter().map(mean).collect();
-        metrics.insert("actor/n_updates".into(), self.n_policy_steps as f64);
-        metrics.insert("timing_s/update_actor".into(), self.actor_s);
-        metrics.insert("timing_s/update_critic".into(), self.critic_s);
-        metrics
-    }
 }
 
 /// The responses of one optimizer step.
@@ -324,30 +285,9 @@ impl MicroBatch<'_> {
         let grad = Tensor::from_vec(grad, output.logprobs.shape(), output.logprobs.device())?;
         let loss = (output.logprobs * grad)?.sum_all()?;
         gradients.add(&backward(&loss, training.recompute)?, task.policy.vars())?;
-        self.policy_metrics(&policy_loss, kl_loss.as_ref(), &entropies, metrics);
+        let size = self.mini_batch.size;
+        add_metrics(metrics, policy_metrics(config.advantage_form, size, &policy_loss, kl_loss.as_ref(), &entropies));
         Ok(())
-    }
-
-    /// This micro-batch's share of the metrics of an optimizer step: micro-batches and ranks are summed, steps averaged.
-    /// Add a metric of the update here.
-    fn policy_metrics(&self, loss: &PolicyLoss, kl_loss: Option<&KlLoss>, entropies: &Rows, metrics: &mut Metrics) {
-        let StepSize { n_tokens, n_responses } = self.mini_batch.size;
-        let n_ratios = match self.mini_batch.task.config.advantage_form {
-            AdvantageForm::Token => n_tokens,
-            AdvantageForm::Sequence => n_responses,
-        } as f64;
-        let mut add = |name: &str, value: f64| *metrics.entry(name.to_owned()).or_default() += value;
-        add("actor/pg_loss", f64::from(loss.pg_loss));
-        add("actor/pg_clipfrac", loss.n_clipped as f64 / n_ratios);
-        add("actor/pg_clipfrac_lower", loss.n_clipped_lower as f64 / n_ratios);
-        // Per token in both forms, so that they compare.
-        add("actor/ppo_kl", loss.kl_sum / n_tokens as f64);
-        add("actor/ppo_kl_k3", loss.kl_k3_sum / n_tokens as f64);
-        let entropy: f64 = entropies.iter().flatten().map(|entropy| f64::from(*entropy)).sum();
-        add("actor/entropy", entropy / n_tokens as f64);
-        if let Some(kl) = kl_loss {
-            add("actor/kl_loss", f64::from(kl.kl_loss));
-        }
     }
 
     /// The clipped policy loss over tokens or responses, with importance weights.
@@ -406,9 +346,7 @@ impl MicroBatch<'_> {
         let grad: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
         let grad = Tensor::from_vec(grad, values.shape(), values.device())?;
         critic.add_gradients(gradients, &(values * grad)?.sum_all()?, Some(recompute))?;
-        let mut add = |name: &str, value: f64| *metrics.entry(name.to_owned()).or_default() += value;
-        add("critic/vf_loss", f64::from(loss.vf_loss));
-        add("critic/vf_clipfrac", loss.n_clipped as f64 / (*n_values).max(1) as f64);
+        add_metrics(metrics, value_metrics(*n_values, &loss));
         Ok(())
     }
 

@@ -5,34 +5,144 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `task.rs` | what a run needs and returns |
+//! | this one | [`RlTask`], [`RlSummary`]: what a run needs and returns |
 //! | `train_loop.rs` | the loop; `trainer_state.rs` saves and restores it |
 //! | `rollout_pipeline.rs`, `rollout.rs` | generation overlapped with scoring; the batch |
-//! | `advantages.rs` | log-probabilities, values, rewards and advantages of a batch, and their metrics |
-//! | `learner.rs` | epochs, mini-batches and micro-batches of updates, and their metrics |
-//! | `algorithm.rs` | how advantages are formed and how the loss is averaged, by algorithm |
-//! | `losses/` | the formulas |
-//!
-//! **To add a metric**: one of an update goes to `MicroBatch::policy_metrics` (`learner.rs`), one of a batch before its updates
-//! to `Experience::metrics` (`advantages.rs`), one of rollouts to `RolloutBatch::metrics` (`rollout.rs`); name it in
-//! docs/training.md. Files, charts and reports take every name.
+//! | `rollout_check.rs` | log-probabilities of rollout and training compared |
+//! | `experience.rs` | log-probabilities, values, rewards and advantages of a batch |
+//! | `advantages.rs` | GAE, group-relative advantages, whitening: which algorithm uses which |
+//! | `losses.rs` | policy, value and KL loss with their gradients |
+//! | `learner.rs` | epochs, mini-batches and micro-batches of updates |
+//! | `critic.rs` | the value function |
+//! | `metrics.rs` | every metric; **add one there** |
+//! | `health.rs` | warnings about an unhealthy run |
 
-mod advantages;
-mod algorithm;
+pub mod advantages;
 mod critic;
-mod critic_inputs;
-mod evaluation;
+mod experience;
 pub(crate) mod health;
 mod learner;
 pub mod losses;
+mod metrics;
 mod rollout;
 mod rollout_check;
 mod rollout_pipeline;
-mod task;
 #[cfg(test)]
 mod tests;
 mod train_loop;
 mod trainer_state;
 
-pub use task::{RlData, RlSummary, RlTask, kv_cache_room, sampling};
 pub use train_loop::train;
+
+use querl_core::config::RlConfig;
+use querl_core::ports::{Environment, Progress};
+use querl_model::{
+    CacheRoom, ComputeDevice, Decoder, EngineSettings, LoraAdapter, LoraSettings, Mesh, PrefixLife, SamplingSettings,
+    TextTokenizer,
+};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// Prompts of one split and the environment that scores responses to them.
+pub struct RlData<'a> {
+    /// Prompt tokens, by row.
+    pub prompts: &'a [Vec<u32>],
+    /// Opened with the same rows in the same order.
+    pub environment: &'a dyn Environment,
+}
+
+/// One rank's view of a run: models on its device, data and settings.
+pub struct RlTask<'a> {
+    /// The frozen base.
+    pub decoder: &'a Decoder,
+    /// The base's directory, named in the checkpoints.
+    pub base_path: &'a Path,
+    /// Trained; starts as the SFT adapter.
+    pub policy: &'a LoraAdapter,
+    /// What KL is measured against; `None` is the bare base.
+    pub reference: Option<&'a LoraAdapter>,
+    /// Decodes responses; has the end-of-sequence tokens.
+    pub tokenizer: &'a TextTokenizer,
+    /// The training split.
+    pub train: RlData<'a>,
+    /// The validation split, which decides which checkpoint is best.
+    pub val: RlData<'a>,
+    /// Hyperparameters.
+    pub config: &'a RlConfig,
+    /// Most tokens of one forward pass; a longer example has a pass of its own.
+    pub tokens_per_pass: usize,
+    /// Layers save their inputs only and compute activations again in the backward pass.
+    pub gradient_checkpointing: bool,
+    /// Shape of the critic's adapter, where it has one.
+    pub critic_lora: LoraSettings,
+    /// Seeds the order of the data, the sampling and the critic.
+    pub seed: u64,
+    /// The ranks that train this policy together. Each calls [`train`] with the same task, its models on its own
+    /// device. The first rank alone writes files and calls the environment; the others should get no-op sinks.
+    pub mesh: &'a Mesh,
+    /// Digest of everything that the result depends on: a run resumes from its newest checkpoint if that has the same
+    /// fingerprint. `None`: no checkpoints to resume from are written.
+    pub fingerprint: Option<&'a str>,
+    /// Where `best`, `last` and `state` are written.
+    pub output_dir: &'a Path,
+    /// Where progress is shown.
+    pub progress: &'a dyn Progress,
+    /// Set to stop. Checked between the parts of a batch's rollouts; updates of a batch that has begun are completed first.
+    pub stop: &'a AtomicBool,
+}
+
+/// Result of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RlSummary {
+    /// Steps taken.
+    pub n_steps: u64,
+    /// Step of the best checkpoint; 0 is the SFT policy itself.
+    pub best_step: u64,
+    /// Validation reward before the first step.
+    pub first_val_reward: f64,
+    /// Validation reward of the best checkpoint.
+    pub best_val_reward: f64,
+    /// Episodes rolled out.
+    pub n_episodes: u64,
+    /// Episodes without a score, by code: a call failed or was late, or a plugin rejected them.
+    pub dropped: BTreeMap<String, u64>,
+}
+
+/// Sampling settings of rollouts; greedy decoding uses the same limits.
+pub fn sampling(config: &RlConfig) -> SamplingSettings {
+    SamplingSettings {
+        temperature: config.temperature,
+        top_p: config.top_p,
+        top_k: config.top_k,
+        repetition_penalty: config.repetition_penalty,
+        no_repeat_ngram_size: config.no_repeat_ngram_size,
+        min_new_tokens: config.min_new_tokens,
+        max_new_tokens: config.max_new_tokens,
+        stop_strings: config.stop_strings.clone(),
+    }
+}
+
+/// Most responses that one of `n_copies` of the model generates at once on a GPU: its share of one part of a batch
+/// (`rl.pipeline_parts`). An evaluation with more rows queues them.
+pub fn kv_cache_room(config: &RlConfig, longest_prompt: usize, n_copies: usize) -> CacheRoom {
+    let part_size = config.batch_size.div_ceil(config.pipeline_parts.max(1));
+    let n_queries = part_size.div_ceil(n_copies.max(1)).max(1);
+    let n_samples = config.n_samples.max(1);
+    let n_answers = (n_queries * n_samples).min(EngineSettings::default().max_sequences);
+    let n_prompts = n_answers.div_ceil(n_samples);
+    CacheRoom { n_answers, n_prompts, longest_prompt, max_new_tokens: config.max_new_tokens }
+}
+
+/// On a GPU the KV cache is planned, and prefixes are dropped after each call: a resumed run, whose cache is empty, then
+/// computes the same bytes.
+fn engine_settings(task: &RlTask<'_>) -> EngineSettings {
+    if matches!(task.decoder.place(), ComputeDevice::Cpu) {
+        return EngineSettings::default();
+    }
+    let prompts = task.train.prompts.iter().chain(task.val.prompts);
+    let longest_prompt = prompts.map(Vec::len).max().unwrap_or(0);
+    let room = Some(kv_cache_room(task.config, longest_prompt, task.mesh.data.world_size()));
+    EngineSettings { prefix_life: PrefixLife::Call, room, ..EngineSettings::default() }
+}

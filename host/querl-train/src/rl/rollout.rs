@@ -1,14 +1,13 @@
-//! Rollouts: sampled responses with log-probabilities and the environment's scores, and their metrics.
+//! Rollouts: sampled responses with log-probabilities and the environment's scores.
 
-use super::task::RlTask;
-use crate::metrics::summary;
+use super::RlTask;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
 use querl_core::ports::CallTimings;
-use querl_core::records::{EpisodeRecord, Rejection, Reward, retrieval_quality, win};
+use querl_core::records::{EpisodeRecord, Rejection};
 use querl_model::Generated;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// A row to respond to, and the number of its first sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,19 +61,6 @@ impl Timings {
         self.calls += other.calls;
         self.rollout_s += other.rollout_s;
     }
-
-    pub(super) fn metrics(&self) -> Metrics {
-        let CallTimings { retrieve_s, judge_s, plugin_s } = self.calls;
-        let seconds = [
-            ("gen", self.generate_s),
-            ("reward", self.score_s),
-            ("retrieve", retrieve_s),
-            ("judge", judge_s),
-            ("plugin", plugin_s),
-            ("rollout", self.rollout_s),
-        ];
-        seconds.into_iter().map(|(name, value)| (format!("timing_s/{name}"), value)).collect()
-    }
 }
 
 /// A batch of rollouts in progress; a checkpoint keeps it.
@@ -124,8 +110,8 @@ pub(super) struct RolloutBatch {
     pub(super) n_episodes: usize,
     /// Episodes without a score, by code.
     pub(super) dropped: BTreeMap<String, u64>,
-    check: Metrics,
-    timings: Timings,
+    pub(super) check: Metrics,
+    pub(super) timings: Timings,
 }
 
 impl RolloutBatch {
@@ -142,27 +128,6 @@ impl RolloutBatch {
     pub(super) fn n_tokens(&self) -> usize {
         let of_one = |rollout: &Rollout| rollout.example.prompt.len() + rollout.example.response.len();
         self.rollouts.iter().map(of_one).sum()
-    }
-
-    /// Metrics of scores, lengths, drops, episodes and time. Add one here.
-    pub(super) fn metrics(&self) -> Metrics {
-        let lengths: Vec<f64> = self.rollouts.iter().map(|rollout| rollout.example.response.len() as f64).collect();
-        let scores: Vec<f64> = self.rollouts.iter().map(|rollout| f64::from(rollout.score)).collect();
-        let n = self.rollouts.len().max(1) as f64;
-        let mut metrics = summary("critic/score", &scores);
-        metrics.extend(summary("response_length", &lengths));
-        let truncated = self.rollouts.iter().filter(|rollout| rollout.truncated).count();
-        metrics.insert("response_length/clip_ratio".into(), truncated as f64 / n);
-        let distinct: BTreeSet<&[u32]> =
-            self.rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
-        metrics.insert("response/distinct_ratio".into(), distinct.len() as f64 / n);
-        let n_dropped = self.dropped.values().sum::<u64>();
-        metrics.insert("drop_rate".into(), n_dropped as f64 / self.n_episodes.max(1) as f64);
-        metrics.extend(self.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
-        metrics.extend(episode_metrics(self.rollouts.iter().map(|rollout| &rollout.record)));
-        metrics.extend(self.check.clone());
-        metrics.extend(self.timings.metrics());
-        metrics
     }
 }
 
@@ -206,28 +171,6 @@ fn drops<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> BTreeMap<Strin
         *codes.entry(code.clone()).or_default() += 1;
     }
     codes
-}
-
-/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.
-pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> Metrics {
-    let mut sums: BTreeMap<String, (f64, usize)> = BTreeMap::new();
-    let mut add = |name: String, value: f64| {
-        let (sum, n) = sums.entry(name).or_default();
-        (*sum, *n) = (*sum + value, *n + 1);
-    };
-    for record in records {
-        let Ok(Reward { total, components }) = &record.outcome else { continue };
-        add("avg_reward".into(), *total);
-        components.iter().for_each(|component| add(format!("reward/{}", component.name), component.value));
-        let episode = &record.episode;
-        if let (Ok(policy), Ok(baseline)) = (&episode.policy.retrieval, &episode.baseline.retrieval) {
-            add("win_rate".into(), win(policy, baseline));
-            add("avg_top1".into(), policy.first().map_or(0.0, |hit| hit.reranker_score));
-            add("avg_top1_teacher".into(), baseline.first().map_or(0.0, |hit| hit.reranker_score));
-            add("avg_quality".into(), retrieval_quality(policy));
-        }
-    }
-    sums.into_iter().map(|(name, (sum, n))| (name, sum / n as f64)).collect()
 }
 
 #[cfg(test)]

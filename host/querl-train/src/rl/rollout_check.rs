@@ -1,7 +1,8 @@
 //! Checks that rollout and training compute the same log-probabilities.
 
+use super::RlTask;
+use super::metrics::rollout_check_metrics;
 use super::rollout::Rollout;
-use super::task::RlTask;
 use crate::micro_batch::map_micro_batches;
 use crate::policy::{Example, Policy, rows_of};
 use crate::{Metrics, TrainError};
@@ -77,6 +78,6 @@ pub(super) fn check_rollout(
     // A NaN difference makes the mean NaN.
     match exceeded.into_iter().find(|(difference, limit, _)| difference.is_nan() || difference > limit) {
         Some((difference, limit, measure)) => Err(TrainError::RolloutDiffers { step, difference, limit, measure }),
-        None => Ok(Metrics::from([("rollout_probs_diff".into(), mean), ("rollout_probs_diff_max".into(), max)])),
+        None => Ok(rollout_check_metrics(mean, max)),
     }
 }

@@ -5,7 +5,7 @@
 //! response follows from policy, prompt and seed alone, and the environment receives responses in order.
 
 use super::rollout::{PartialBatch, Query, ScoredResponse, Timings};
-use super::task::{RlData, RlTask, sampling};
+use super::{RlData, RlTask, sampling};
 use crate::TrainError;
 use querl_core::ports::{Environment, PolicyResponse};
 use querl_model::{

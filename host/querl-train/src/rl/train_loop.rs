@@ -1,16 +1,15 @@
 //! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
 
-use super::evaluation::{BestCheckpoint, Evaluation};
 use super::learner::Learner;
+use super::metrics::{rollout_metrics, step_metrics};
 use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
 use super::rollout_check::check_rollout;
 use super::rollout_pipeline::{self, RolloutRequest};
-use super::task::{RlSummary, RlTask, engine_settings};
-use super::trainer_state::{LogPositions, TrainerState};
+use super::trainer_state::{BestCheckpoint, Evaluation, LogPositions, TrainerState};
+use super::{RlSummary, RlTask, engine_settings};
 use crate::checkpoint::{LAST, STATE, State, StateStore};
 use crate::data_order::DataOrder;
 use crate::data_parallel::newest_checkpoint;
-use crate::metrics::memory_metrics;
 use crate::{MetricSink, Metrics, TrainError};
 use querl_model::{ComputeDevice, Decoding, Engine, LoraAdapter, Mesh};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -211,7 +210,7 @@ impl<'a> Trainer<'a> {
         for (code, n) in &batch.dropped {
             *self.state.dropped.entry(code.clone()).or_default() += n;
         }
-        metrics.extend(batch.metrics());
+        metrics.extend(rollout_metrics(batch));
         Ok(metrics)
     }
 
@@ -248,14 +247,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<(), TrainError> {
         let (task, step) = (self.task, self.state.step);
         let seconds = self.step_started.elapsed().as_secs_f64();
-        metrics.extend(memory_metrics());
-        metrics.extend(self.save_s.take().map(|save_s| ("timing_s/save_checkpoint".to_owned(), save_s)));
-        metrics.extend([
-            ("timing_s/step".to_owned(), seconds),
-            ("perf/time_per_step".to_owned(), seconds),
-            ("perf/total_num_tokens".to_owned(), batch.n_tokens() as f64),
-            ("perf/throughput".to_owned(), batch.n_tokens() as f64 / seconds),
-        ]);
+        metrics.extend(step_metrics(seconds, batch.n_tokens(), self.save_s.take()));
         let mut watched = metrics.clone();
         if !matches!(task.decoder.place(), ComputeDevice::Cpu) {
             // bf16 rounding on a GPU is far above the limit of this warning: `check_rollout` has limits of its own there.

@@ -1,14 +1,15 @@
-//! Checkpoints of a reinforcement-learning run: what they hold, when they are written, and how a run resumes.
+//! Checkpoints of a reinforcement-learning run: what they hold, when they are written, how a run resumes, and which evaluation is
+//! the best so far.
 
-use super::evaluation::BestCheckpoint;
 use super::health::Health;
-use super::rollout::PartialBatch;
-use super::task::RlSummary;
+use super::metrics::{episode_metrics, evaluation_metrics};
+use super::rollout::{PartialBatch, Timings, check_drops};
 use super::train_loop::Trainer;
+use super::{RlSummary, RlTask};
 use crate::checkpoint::{BEST, LAST, State, save_policy};
 use crate::data_parallel::check_equal_weights;
 use crate::policy::Policy;
-use crate::{MetricSink, TrainError};
+use crate::{MetricSink, Metrics, TrainError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -162,5 +163,89 @@ impl Trainer<'_> {
         sink.rewind(logs.metrics).map_err(|source| self.io(source))?;
         self.task.train.environment.rewind(logs.train)?;
         Ok(self.task.val.environment.rewind(logs.val)?)
+    }
+}
+
+/// Result on the validation split, decoded greedily.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Evaluation {
+    /// Mean over the episodes that could be scored.
+    pub(super) reward: f64,
+    /// By row; `None` where a call failed.
+    rewards: Vec<Option<f64>>,
+    metrics: Metrics,
+    timings: Timings,
+}
+
+impl Evaluation {
+    /// From a complete `partial` with one response per validation row.
+    pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
+        let records = || partial.responses.iter().map(|response| &response.record);
+        check_drops(task, partial.step, records())?;
+        let rewards = records().map(|record| record.outcome.as_ref().ok().map(|reward| reward.total)).collect();
+        let metrics = episode_metrics(records());
+        let reward = metrics.get("avg_reward").copied().ok_or_else(|| {
+            TrainError::Data("rl: no validation episode could be scored; look at the reasons in episodes.jsonl".into())
+        })?;
+        Ok(Self { reward, rewards, metrics, timings: partial.timings })
+    }
+
+    /// Compares on the rows that both could score.
+    fn is_better_than(&self, other: &Self) -> bool {
+        let both = self.rewards.iter().zip(&other.rewards).filter_map(|(own, others)| Some((*own)? - (*others)?));
+        both.sum::<f64>() > 0.0
+    }
+
+    pub(super) fn metrics(&self) -> Metrics {
+        evaluation_metrics(&self.metrics, &self.timings)
+    }
+}
+
+/// The best evaluation so far.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct BestCheckpoint {
+    /// 0 is the policy before training.
+    pub(super) step: u64,
+    pub(super) evaluation: Evaluation,
+    pub(super) first_reward: f64,
+    /// Evaluations since then that were no better.
+    n_worse: usize,
+}
+
+impl BestCheckpoint {
+    pub(super) fn new(first: Evaluation) -> Self {
+        Self { step: 0, first_reward: first.reward, evaluation: first, n_worse: 0 }
+    }
+
+    pub(super) fn update(&mut self, step: u64, evaluation: Evaluation) {
+        if evaluation.is_better_than(&self.evaluation) {
+            (self.step, self.evaluation, self.n_worse) = (step, evaluation, 0);
+        } else {
+            self.n_worse += 1;
+        }
+    }
+
+    pub(super) fn is_exhausted(&self, patience: usize) -> bool {
+        patience > 0 && self.n_worse >= patience
+    }
+
+    pub(super) fn note(&self) -> String {
+        format!("best val reward {:+.3} at step {}", self.evaluation.reward, self.step)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn evaluation(rewards: &[Option<f64>]) -> Evaluation {
+        Evaluation { reward: 0.0, rewards: rewards.to_vec(), metrics: Metrics::new(), timings: Timings::default() }
+    }
+
+    #[test]
+    fn rows_that_one_evaluation_could_not_score_do_not_decide() {
+        let (easy_only, all) = (evaluation(&[Some(0.5), None]), evaluation(&[Some(0.5), Some(-0.5)]));
+        assert!(!easy_only.is_better_than(&all) && !all.is_better_than(&easy_only));
+        assert!(evaluation(&[Some(0.6), None]).is_better_than(&all));
     }
 }

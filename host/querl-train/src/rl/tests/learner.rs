@@ -6,6 +6,7 @@ mod gpu;
 
 use super::super::RlTask;
 use super::super::learner::Learner;
+use super::super::metrics::batch_metrics;
 use super::super::rollout::Rollout;
 use super::super::rollout_check::check_rollout;
 use super::{Fixture, config};
@@ -17,7 +18,7 @@ use querl_core::ports::Silent;
 
 fn learn(learner: &mut Learner, task: &RlTask<'_>, rollouts: &[Rollout], step: u64) -> Metrics {
     let experience = learner.experience(task, rollouts, step).unwrap();
-    let mut metrics = experience.metrics(task.config);
+    let mut metrics = batch_metrics(&experience, task.config);
     metrics.extend(learner.update(task, &experience, step).unwrap());
     metrics
 }
@@ -232,7 +233,7 @@ fn filtered_samples_have_importance_weights_and_plain_ones_do_not() {
         let weights = experience.importance_weights.as_ref().unwrap();
         let of_four = rollouts.iter().position(|rollout| rollout.example.response.len() == 4).unwrap();
         assert!((weights[of_four][0] - expected).abs() < 1e-5, "{weights:?}");
-        assert!(experience.metrics(&config).contains_key("rollout_corr/rollout_is_mean"));
+        assert!(batch_metrics(&experience, &config).contains_key("rollout_corr/rollout_is_mean"));
         learner.update(&task, &experience, 1).unwrap();
     }
 }

@@ -1,0 +1,318 @@
+//! Every metric of reinforcement learning: its name and how it is computed.
+//!
+//! **To add a metric** of PPO or another algorithm: insert it in one of the functions below, and describe its name in
+//! docs/files.md (`metrics.jsonl`). `metrics.jsonl`, TensorBoard and `querl watch` take every name. A curve of the report is one
+//! line in `host/querl-eval/src/report/curves.rs`.
+//!
+//! | function | computed | names |
+//! |---|---|---|
+//! | [`policy_metrics`] | in each micro-batch of an update | `actor/pg_loss`, `actor/pg_clipfrac`, `actor/ppo_kl`, `actor/entropy`, ... |
+//! | [`value_metrics`] | in each micro-batch of an update | `critic/vf_loss`, `critic/vf_clipfrac` |
+//! | [`UpdateMetrics::means`] | after the updates of a batch | `actor/grad_norm`, `actor/lr`, `actor/n_updates`, `critic/grad_norm`, ... |
+//! | [`batch_metrics`] | once per batch, before its updates | `actor/ref_kl`, `critic/rewards`, `critic/advantages`, `critic/values`, ... |
+//! | [`rollout_metrics`] | once per batch of rollouts | `critic/score`, `response_length`, `drop_rate`, ... |
+//! | [`episode_metrics`] | per batch and per evaluation (there as `val/...`) | `avg_reward`, `reward/COMPONENT`, `win_rate`, ... |
+//! | [`rollout_check_metrics`] | on a sample of each batch | `rollout_probs_diff`, `rollout_probs_diff_max` |
+//! | [`step_metrics`] | at the end of a step | `timing_s/step`, `perf/...` |
+//!
+//! Names are those of verl and TRL where they have the metric.
+
+use super::advantages::{all_true, share_without_spread};
+use super::experience::{Experience, ValueExperience};
+use super::losses::{
+    KlLoss, PolicyLoss, Rows, StepSize, ValueLoss, effective_sample_share, kl_k1, kl_k3, kl_rows, masked_mean,
+};
+use super::rollout::{RolloutBatch, Timings};
+use crate::Metrics;
+use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
+use querl_core::ports::CallTimings;
+use querl_core::records::{EpisodeRecord, Reward, retrieval_quality, win};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A micro-batch's share of the policy's metrics of an optimizer step of `size`: micro-batches and ranks are summed, steps averaged.
+pub(super) fn policy_metrics(
+    form: AdvantageForm,
+    size: StepSize,
+    loss: &PolicyLoss,
+    kl_loss: Option<&KlLoss>,
+    entropies: &Rows,
+) -> Metrics {
+    let n_tokens = size.n_tokens as f64;
+    let n_ratios = match form {
+        AdvantageForm::Token => n_tokens,
+        AdvantageForm::Sequence => size.n_responses as f64,
+    };
+    let entropy: f64 = entropies.iter().flatten().map(|entropy| f64::from(*entropy)).sum();
+    let mut metrics = Metrics::from([
+        ("actor/pg_loss".to_owned(), f64::from(loss.pg_loss)),
+        ("actor/pg_clipfrac".to_owned(), loss.n_clipped as f64 / n_ratios),
+        ("actor/pg_clipfrac_lower".to_owned(), loss.n_clipped_lower as f64 / n_ratios),
+        // Per token in both forms, so that they compare.
+        ("actor/ppo_kl".to_owned(), loss.kl_sum / n_tokens),
+        ("actor/ppo_kl_k3".to_owned(), loss.kl_k3_sum / n_tokens),
+        ("actor/entropy".to_owned(), entropy / n_tokens),
+    ]);
+    metrics.extend(kl_loss.map(|kl| ("actor/kl_loss".to_owned(), f64::from(kl.kl_loss))));
+    metrics
+}
+
+/// A micro-batch's share of the critic's metrics of an optimizer step that learns at `n_values` positions.
+pub(super) fn value_metrics(n_values: usize, loss: &ValueLoss) -> Metrics {
+    Metrics::from([
+        ("critic/vf_loss".to_owned(), f64::from(loss.vf_loss)),
+        ("critic/vf_clipfrac".to_owned(), loss.n_clipped as f64 / n_values.max(1) as f64),
+    ])
+}
+
+/// Adds metrics to sums by name.
+pub(super) fn add_metrics(sums: &mut Metrics, metrics: Metrics) {
+    metrics.into_iter().for_each(|(name, value)| *sums.entry(name).or_default() += value);
+}
+
+/// Metrics of the optimizer steps of a batch.
+#[derive(Default)]
+pub(super) struct UpdateMetrics {
+    pub(super) policy: StepSums,
+    pub(super) critic: StepSums,
+    /// Seconds.
+    pub(super) actor_s: f64,
+    pub(super) critic_s: f64,
+}
+
+/// Sums over optimizer steps.
+#[derive(Default)]
+pub(super) struct StepSums {
+    n_steps: usize,
+    sums: Metrics,
+}
+
+impl StepSums {
+    pub(super) fn add_step(&mut self, metrics: Metrics) {
+        self.n_steps += 1;
+        add_metrics(&mut self.sums, metrics);
+    }
+
+    fn means(&self) -> impl Iterator<Item = (String, f64)> {
+        self.sums.iter().map(|(name, sum)| (name.clone(), sum / self.n_steps.max(1) as f64))
+    }
+}
+
+impl UpdateMetrics {
+    /// Means over the optimizer steps, with learning rates and timings. `critic_lr`: where there is a critic.
+    pub(super) fn means(&self, actor_lr: f64, critic_lr: Option<f64>) -> Metrics {
+        let mut metrics: Metrics = self.policy.means().chain(self.critic.means()).collect();
+        metrics.insert("actor/n_updates".into(), self.policy.n_steps as f64);
+        metrics.insert("actor/lr".into(), actor_lr);
+        metrics.extend(critic_lr.map(|lr| ("critic/lr".to_owned(), lr)));
+        metrics.insert("timing_s/update_actor".into(), self.actor_s);
+        metrics.insert("timing_s/update_critic".into(), self.critic_s);
+        metrics
+    }
+}
+
+/// Metrics of a batch before its updates.
+pub(super) fn batch_metrics(experience: &Experience<'_>, config: &RlConfig) -> Metrics {
+    let mut metrics: Metrics = experience.timings.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
+    metrics.extend(kl_metrics(experience, config));
+    let rewards: Vec<f32> = experience.token_rewards.iter().map(|row| row.iter().sum()).collect();
+    let wide = |values: &[f32]| -> Vec<f64> { values.iter().map(|x| f64::from(*x)).collect() };
+    metrics.extend(summary("critic/rewards", &wide(&rewards)));
+    metrics.extend(summary("critic/advantages", &wide(&experience.advantages.concat())));
+    if config.algorithm.needs_groups() {
+        let share = share_without_spread(&rewards, &experience.groups);
+        metrics.insert("frac_reward_zero_std".into(), f64::from(share));
+    }
+    if let Some(critic) = &experience.critic {
+        metrics.extend(summary("critic/returns", &wide(&critic.returns.concat())));
+        metrics.extend(summary("critic/values", &wide(&critic.values.concat())));
+        metrics.insert("critic/vf_explained_var".into(), explained_variance(critic));
+    }
+    if let Some(weights) = &experience.importance_weights {
+        metrics.extend(importance_metrics(weights, config.importance_cap));
+    }
+    metrics
+}
+
+fn kl_metrics(experience: &Experience<'_>, config: &RlConfig) -> Metrics {
+    let (old, reference) = (&experience.old_logprobs, &experience.ref_logprobs);
+    let mask = all_true(old);
+    let mean = |estimate: fn(f32, f32) -> f32| -> f64 {
+        let row = |(old, reference): (&Vec<f32>, &Vec<f32>)| {
+            old.iter().zip(reference).map(|(old, reference)| estimate(*old, *reference)).collect()
+        };
+        let rows: Rows = old.iter().zip(reference).map(row).collect();
+        f64::from(masked_mean(&rows, &mask))
+    };
+    let k1 = mean(kl_k1);
+    let n_tokens: usize = old.iter().map(Vec::len).sum();
+    let mut metrics = Metrics::from([
+        ("actor/ref_kl".to_owned(), k1),
+        ("actor/ref_kl_k3".to_owned(), mean(kl_k3)),
+        ("objective/kl".to_owned(), k1 * n_tokens as f64 / experience.rollouts.len().max(1) as f64),
+    ]);
+    match config.kl_placement {
+        KlPlacement::Reward => {
+            let kl = kl_rows(config.kl_estimator, old, reference);
+            metrics.insert("actor/reward_kl_penalty".into(), f64::from(masked_mean(&kl, &mask)));
+            metrics.insert("actor/reward_kl_penalty_coeff".into(), experience.kl_coef);
+        }
+        KlPlacement::Loss => drop(metrics.insert("actor/kl_coef".into(), experience.kl_coef)),
+    }
+    metrics
+}
+
+/// `1 - var(returns - values) / var(returns)` over the positions the critic learns at.
+///
+/// Source: verl `compute_data_metrics`, `critic/vf_explained_var`.
+fn explained_variance(critic: &ValueExperience) -> f64 {
+    let kept = |rows: &Rows| -> Vec<f64> {
+        let rows = rows.iter().zip(&critic.mask);
+        rows.flat_map(|(row, mask)| row.iter().zip(mask).filter(|(_, keep)| **keep).map(|(x, _)| f64::from(*x)))
+            .collect()
+    };
+    let variance = |values: &[f64]| -> f64 {
+        let n = values.len().max(1) as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n
+    };
+    let (returns, values) = (kept(&critic.returns), kept(&critic.values));
+    let errors: Vec<f64> = returns.iter().zip(&values).map(|(target, value)| target - value).collect();
+    let spread = variance(&returns);
+    if spread > 0.0 { 1.0 - variance(&errors) / spread } else { 0.0 }
+}
+
+/// verl's metrics of importance weights, which are capped already; `ratio_fraction_high` is the share at the cap.
+fn importance_metrics(weights: &Rows, cap: f64) -> Metrics {
+    let mask = all_true(weights);
+    let flat = weights.concat();
+    let n_capped = flat.iter().filter(|weight| f64::from(**weight) >= cap).count();
+    let max = flat.iter().copied().fold(0.0, f32::max);
+    Metrics::from([
+        ("rollout_corr/rollout_is_mean".into(), f64::from(masked_mean(weights, &mask))),
+        ("rollout_corr/rollout_is_max".into(), f64::from(max)),
+        ("rollout_corr/rollout_is_ratio_fraction_high".into(), n_capped as f64 / flat.len().max(1) as f64),
+        ("rollout_corr/rollout_is_eff_sample_size".into(), f64::from(effective_sample_share(weights, &mask))),
+    ])
+}
+
+/// Metrics of a batch's scores, lengths, drops, episodes and time.
+pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
+    let rollouts = &batch.rollouts;
+    let lengths: Vec<f64> = rollouts.iter().map(|rollout| rollout.example.response.len() as f64).collect();
+    let scores: Vec<f64> = rollouts.iter().map(|rollout| f64::from(rollout.score)).collect();
+    let n = rollouts.len().max(1) as f64;
+    let truncated = rollouts.iter().filter(|rollout| rollout.truncated).count();
+    let distinct: BTreeSet<&[u32]> = rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
+    let n_dropped = batch.dropped.values().sum::<u64>();
+    let mut metrics = summary("critic/score", &scores);
+    metrics.extend(summary("response_length", &lengths));
+    metrics.insert("response_length/clip_ratio".into(), truncated as f64 / n);
+    metrics.insert("response/distinct_ratio".into(), distinct.len() as f64 / n);
+    metrics.insert("drop_rate".into(), n_dropped as f64 / batch.n_episodes.max(1) as f64);
+    metrics.extend(batch.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
+    metrics.extend(episode_metrics(rollouts.iter().map(|rollout| &rollout.record)));
+    metrics.extend(batch.check.clone());
+    let Timings { generate_s, score_s, rollout_s, calls: CallTimings { retrieve_s, judge_s, plugin_s } } =
+        batch.timings;
+    metrics.extend([
+        ("timing_s/gen".to_owned(), generate_s),
+        ("timing_s/reward".to_owned(), score_s),
+        ("timing_s/retrieve".to_owned(), retrieve_s),
+        ("timing_s/judge".to_owned(), judge_s),
+        ("timing_s/plugin".to_owned(), plugin_s),
+        ("timing_s/rollout".to_owned(), rollout_s),
+    ]);
+    metrics
+}
+
+/// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.
+pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> Metrics {
+    let mut sums: BTreeMap<String, (f64, usize)> = BTreeMap::new();
+    let mut add = |name: String, value: f64| {
+        let (sum, n) = sums.entry(name).or_default();
+        (*sum, *n) = (*sum + value, *n + 1);
+    };
+    for record in records {
+        let Ok(Reward { total, components }) = &record.outcome else { continue };
+        add("avg_reward".into(), *total);
+        components.iter().for_each(|component| add(format!("reward/{}", component.name), component.value));
+        let episode = &record.episode;
+        if let (Ok(policy), Ok(baseline)) = (&episode.policy.retrieval, &episode.baseline.retrieval) {
+            add("win_rate".into(), win(policy, baseline));
+            add("avg_top1".into(), policy.first().map_or(0.0, |hit| hit.reranker_score));
+            add("avg_top1_teacher".into(), baseline.first().map_or(0.0, |hit| hit.reranker_score));
+            add("avg_quality".into(), retrieval_quality(policy));
+        }
+    }
+    sums.into_iter().map(|(name, (sum, n))| (name, sum / n as f64)).collect()
+}
+
+/// [`episode_metrics`] of an evaluation as `val/reward`, `val/win_rate` and so on.
+pub(super) fn evaluation_metrics(episodes: &Metrics, timings: &Timings) -> Metrics {
+    let name = |name: &String| format!("val/{}", if name == "avg_reward" { "reward" } else { name });
+    let mut metrics: Metrics = episodes.iter().map(|(key, value)| (name(key), *value)).collect();
+    metrics.insert("timing_s/testing".into(), timings.rollout_s);
+    metrics
+}
+
+/// Differences of log-probabilities between rollout and training pass, per token.
+pub(super) fn rollout_check_metrics(mean: f64, max: f64) -> Metrics {
+    Metrics::from([("rollout_probs_diff".into(), mean), ("rollout_probs_diff_max".into(), max)])
+}
+
+/// Time, throughput and memory of a step. `n_tokens`: of prompts and responses; `save_s`: of a checkpoint since the step before.
+pub(super) fn step_metrics(seconds: f64, n_tokens: usize, save_s: Option<f64>) -> Metrics {
+    let mut metrics = memory_metrics();
+    metrics.extend(save_s.map(|save_s| ("timing_s/save_checkpoint".to_owned(), save_s)));
+    metrics.extend([
+        ("timing_s/step".to_owned(), seconds),
+        ("perf/time_per_step".to_owned(), seconds),
+        ("perf/total_num_tokens".to_owned(), n_tokens as f64),
+        ("perf/throughput".to_owned(), n_tokens as f64 / seconds),
+    ]);
+    metrics
+}
+
+/// `name/mean`, `name/max`, `name/min`.
+fn summary(name: &str, values: &[f64]) -> Metrics {
+    let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let min = values.iter().copied().fold(f64::INFINITY, f64::min);
+    Metrics::from([(format!("{name}/mean"), mean), (format!("{name}/max"), max), (format!("{name}/min"), min)])
+}
+
+/// `perf/cpu_memory_used_gb` and `perf/max_cpu_memory_used_gb`: resident memory of this process in GiB, now and its peak.
+/// Linux only; empty elsewhere.
+fn memory_metrics() -> Metrics {
+    std::fs::read_to_string("/proc/self/status").map(|status| parse_status(&status)).unwrap_or_default()
+}
+
+fn parse_status(status: &str) -> Metrics {
+    let names = [("VmRSS:", "perf/cpu_memory_used_gb"), ("VmHWM:", "perf/max_cpu_memory_used_gb")];
+    let kibibytes = |key: &str| -> Option<f64> {
+        let rest = status.lines().find_map(|line| line.strip_prefix(key))?;
+        rest.trim().strip_suffix("kB")?.trim().parse().ok()
+    };
+    names.iter().filter_map(|(key, name)| Some(((*name).to_owned(), kibibytes(key)? / f64::from(1 << 20)))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resident_memory_and_its_peak_are_in_gibibytes() {
+        let metrics = parse_status("Name:\tquerl\nVmHWM:\t 3145728 kB\nVmRSS:\t 1572864 kB\nThreads:\t3\n");
+        assert_eq!(metrics["perf/cpu_memory_used_gb"], 1.5);
+        assert_eq!(metrics["perf/max_cpu_memory_used_gb"], 3.0);
+        assert!(parse_status("Name:\tquerl\n").is_empty());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn this_process_uses_memory() {
+        let metrics = memory_metrics();
+        assert!(metrics["perf/cpu_memory_used_gb"] > 0.0);
+        assert!(metrics["perf/max_cpu_memory_used_gb"] >= metrics["perf/cpu_memory_used_gb"]);
+    }
+}
