@@ -9,7 +9,7 @@ pub use crate::dropout::DropoutMask;
 pub use crate::generate::{Choice, DecodePolicy, Draw, Hidden, Rules, Sizes, Taker, Unit, bucket, choose};
 pub use crate::kernels::GROUP;
 pub use crate::kernels::{gated, gated_gradients, norm_gradients, normed};
-pub use crate::random::normal_part;
+pub use crate::random::{normal, normal_part};
 pub use crate::sharding::TensorParallel;
 pub use crate::transformer::{
     Attention, LayerBackend, LayerContext, LayerPass, LayerRows, LayerWeights, Linear, LinearBackward, LinearGrad,

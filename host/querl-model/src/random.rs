@@ -24,7 +24,7 @@ pub(crate) fn seed_of(seed: u64, name: &str) -> u64 {
 }
 
 /// `n` normal numbers times `scale` (Box and Muller); two neighbours share a draw.
-pub(crate) fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
+pub fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
     let mut values = vec![0.0; n];
     values.par_chunks_mut(2).enumerate().with_min_len(4096).for_each(|(pair, values)| {
         values.iter_mut().zip(normal_pair(pair as u64, seed, scale)).for_each(|(value, made)| *value = made);

@@ -10,13 +10,15 @@ mod logprobs;
 mod matmul;
 mod packed_matmul;
 mod packed_weight;
-pub(crate) mod projection;
+#[allow(missing_docs)] // the reference that other backends are compared with
+pub mod projection;
 mod rms_norm;
 mod rope;
 mod simd;
 mod swiglu;
 
-pub use attention::{Node, Queries, RowTree, attention};
+#[allow(missing_docs)] // public for the tests of other backends
+pub use attention::{LogSumExp, Node, Queries, RowTree, attend, attention, attention_gradients};
 pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
 pub use logprobs::{CARD_LOGITS, CARD_LOGITS_OF_ROW, token_logprobs};
 pub use packed_weight::{FrozenWeight, GROUP};
@@ -24,7 +26,6 @@ pub use rms_norm::rms_norm;
 pub use rope::{RopeTable, norm_rope, rope};
 pub use swiglu::swiglu;
 
-pub(crate) use attention::{LogSumExp, attend, attention_gradients};
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};
 pub use rms_norm::{norm_gradients, normed};

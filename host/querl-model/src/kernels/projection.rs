@@ -7,7 +7,7 @@ use candle_core::Result;
 use std::borrow::Cow;
 
 /// Parameters of one linear layer.
-pub(crate) enum Projection<'a> {
+pub enum Projection<'a> {
     /// A frozen weight, optionally with trained LoRA matrices.
     Frozen { weight: &'a FrozenWeight, bias: Option<&'a [f32]>, low_rank: Option<LowRank<'a>> },
     /// A trained weight `(out, in)`.
@@ -16,13 +16,13 @@ pub(crate) enum Projection<'a> {
 
 /// `scale * B A`, added to a weight.
 #[derive(Clone, Copy)]
-pub(crate) struct LowRank<'a> {
-    pub(crate) a: &'a [f32], // (rank, in)
-    pub(crate) b: &'a [f32], // (out, rank)
-    pub(crate) rank: usize,
-    pub(crate) scale: f32,
+pub struct LowRank<'a> {
+    pub a: &'a [f32], // (rank, in)
+    pub b: &'a [f32], // (out, rank)
+    pub rank: usize,
+    pub scale: f32,
     /// On the inputs of A.
-    pub(crate) dropout: Option<&'a LayerMask<'a>>,
+    pub dropout: Option<&'a LayerMask<'a>>,
 }
 
 impl LowRank<'_> {
@@ -37,11 +37,11 @@ impl LowRank<'_> {
 
 /// Gradients of a layer's parameters; empty if they are frozen.
 #[derive(Default)]
-pub(crate) struct ParameterGradients {
-    pub(crate) weight: Vec<f32>, // (out, in)
-    pub(crate) bias: Vec<f32>,   // (out)
-    pub(crate) a: Vec<f32>,      // (rank, in)
-    pub(crate) b: Vec<f32>,      // (out, rank)
+pub struct ParameterGradients {
+    pub weight: Vec<f32>, // (out, in)
+    pub bias: Vec<f32>,   // (out)
+    pub a: Vec<f32>,      // (rank, in)
+    pub b: Vec<f32>,      // (out, rank)
     /// `scale * g B`, `(N, rank)`: for the gradients of A and of the input.
     lora_b_grad: Vec<f32>,
 }
@@ -82,7 +82,7 @@ impl<'a> Projection<'a> {
     }
 
     /// `x W^T + b` and `scale * x A^T`, which the backward pass wants again. `x`: `(N, in)`.
-    pub(crate) fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+    pub fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let [result] = forward([self], x)?;
         Ok(result)
     }
@@ -122,31 +122,29 @@ pub(crate) fn forward<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -
 
 /// What gradients of inputs need besides those of the outputs: of each layer, which comes with the gradient `(N, out)` of its
 /// outputs, `scale * g B` `(N, rank)`.
-pub(crate) fn lora_b_gradients<const N: usize>(
-    layers: [(&Projection<'_>, &[f32]); N],
-) -> Result<[ParameterGradients; N]> {
+pub fn lora_b_gradients<const N: usize>(layers: [(&Projection<'_>, &[f32]); N]) -> Result<[ParameterGradients; N]> {
     let all = of_ranks(layers, Direction::Backward)?;
     Ok(all.map(|lora_b_grad| ParameterGradients { lora_b_grad, ..ParameterGradients::default() }))
 }
 
 /// A layer whose parameters get their gradients.
-pub(crate) struct Trained<'a> {
-    pub(crate) layer: &'a Projection<'a>,
+pub struct Trained<'a> {
+    pub layer: &'a Projection<'a>,
     /// `(N, in)`.
-    pub(crate) x: &'a [f32],
+    pub x: &'a [f32],
     /// `scale * x A^T`, `(N, rank)`.
-    pub(crate) lora_a_out: &'a [f32],
+    pub lora_a_out: &'a [f32],
     /// Gradient of the outputs, `(N, out)`.
-    pub(crate) grad: &'a [f32],
+    pub grad: &'a [f32],
     /// What [`lora_b_gradients`] has found; it takes in what is found here.
-    pub(crate) found: &'a mut ParameterGradients,
+    pub found: &'a mut ParameterGradients,
 }
 
 /// Gradients of the parameters of several layers.
 ///
 /// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dW = g^T x`, `db = sum of g`, `dA = v^T x`,
 /// `dB = g^T d`.
-pub(crate) fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
+pub fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     let Some(level) = layers.first().map(|trained| trained.layer.level()) else { return Ok(()) };
     // Transposed, with their number of rows: what stands left of `x` for A, and of `g` for B.
     let transposed = |values: &[f32], width: usize| transpose(level, values, width);
@@ -237,7 +235,7 @@ fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: D
 
 /// Gradient of the input that several layers share: the sum of `g W + d(v A)` over them, with `d` the dropout of each. Each layer comes with the gradient of its
 /// output and what was found for its parameters.
-pub(crate) fn input_gradient(layers: &[(&Projection<'_>, &[f32], &ParameterGradients)]) -> Result<Vec<f32>> {
+pub fn input_gradient(layers: &[(&Projection<'_>, &[f32], &ParameterGradients)]) -> Result<Vec<f32>> {
     let Some((first, grad, _)) = layers.first() else { return Ok(Vec::new()) };
     let (n_out, n_in) = first.dims();
     let (mut terms, mut dropped) = (Vec::new(), Vec::new());

@@ -34,7 +34,7 @@ impl RopeTable {
     }
 
     /// Cosines and sines of one position, `D / 2` each.
-    pub(crate) fn angles(&self, position: usize) -> (&[f32], &[f32]) {
+    pub fn angles(&self, position: usize) -> (&[f32], &[f32]) {
         let half = self.head_dim / 2;
         let angles = position * half..(position + 1) * half;
         (&self.cos[angles.clone()], &self.sin[angles])
@@ -50,7 +50,7 @@ impl RopeTable {
     }
 
     /// [`rope`], or with a norm's weight and epsilon [`norm_rope`], on slices: `x` is `(N, heads * D)`.
-    pub(crate) fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
+    pub fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
         let width = x.len() / positions.len().max(1);
         self.check(positions.len(), width, positions)?;
         let rope = Rope { table: self.clone(), positions: positions.clone() };
@@ -62,7 +62,7 @@ impl RopeTable {
 
     /// Gradients of `x`, and of the first `n_wanted` values of the norm's weight, for the gradient of [`RopeTable::apply`]'s
     /// result. Without a norm `x` is not read.
-    pub(crate) fn apply_backward(
+    pub fn apply_backward(
         &self,
         x: &[f32],
         norm: Option<(&[f32], f32)>,

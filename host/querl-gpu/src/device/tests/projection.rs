@@ -2,7 +2,8 @@ use super::super::{DeviceWeight, LowRank, Matrix, Projection, Scale, input_gradi
 use super::*;
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
-use querl_model::kernels::{self, FrozenWeight};
+use querl_model::kernels::FrozenWeight;
+use querl_model::kernels::projection::{self, Trained};
 
 /// `left right` in f64.
 fn multiplied(left: &[f32], right: &[f32], (m, k, n): (usize, usize, usize)) -> Vec<f32> {
@@ -92,10 +93,10 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
         let (a, b, bias) = (halves(&case.a), halves(&case.b), gpu().upload(&case.bias).unwrap());
         let (x, grad) = (halves(&case.x), halves(&case.grad));
         for (has_bias, has_change) in [(false, false), (true, false), (false, true), (true, true)] {
-            let on_cpu = kernels::Projection::Frozen {
+            let on_cpu = projection::Projection::Frozen {
                 weight: &frozen,
                 bias: has_bias.then_some(case.bias.as_slice()),
-                low_rank: has_change.then_some(kernels::LowRank {
+                low_rank: has_change.then_some(projection::LowRank {
                     a: &case.a,
                     b: &case.b,
                     rank,
@@ -117,8 +118,8 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
             assert_close("add_to", &gpu().download(&sum).unwrap(), &expected, 1e-3, 1.0 / 256.0);
 
             let mut found = layer.low_gradient(gpu(), &grad).unwrap();
-            let [mut on_cpu_found] = kernels::projection::lora_b_gradients([(&on_cpu, case.grad.as_slice())]).unwrap();
-            kernels::projection::parameter_gradients(&mut [kernels::projection::Trained {
+            let [mut on_cpu_found] = projection::lora_b_gradients([(&on_cpu, case.grad.as_slice())]).unwrap();
+            projection::parameter_gradients(&mut [Trained {
                 layer: &on_cpu,
                 x: &case.x,
                 lora_a_out: &expected_low,
@@ -134,7 +135,7 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
             let on_device = (&layer, &grad, found.as_ref());
             let dx: CudaSlice<f32> = input_gradient(gpu(), &[on_device, on_device]).unwrap();
             let twice = [(&on_cpu, case.grad.as_slice(), &on_cpu_found), (&on_cpu, &case.grad, &on_cpu_found)];
-            let expected = kernels::input_gradient(&twice).unwrap();
+            let expected = projection::input_gradient(&twice).unwrap();
             assert_close("dx", &gpu().download(&dx).unwrap(), &expected, 1e-3, 1.0 / 256.0);
             let dx: CudaSlice<bf16> = input_gradient(gpu(), &[on_device]).unwrap();
             let expected: Vec<f32> = expected.iter().map(|x| x / 2.0).collect();

@@ -1,7 +1,8 @@
 use super::super::{Masks, Namers};
 use super::{assert_close, floats, gpu, halves, random, rng, rounded};
 use querl_model::backend::DropoutMask;
-use querl_model::{Dropout, Shard, random as numbers};
+use querl_model::backend::normal;
+use querl_model::{Dropout, Shard};
 
 #[test]
 fn dropout_drops_what_it_drops_on_the_cpu() {
@@ -56,7 +57,7 @@ fn normal_numbers_are_those_of_the_cpu() {
     for n in [1, 2, 4097] {
         let found = floats(&gpu().normal(n, 99, 0.02).unwrap());
         // The last bits of logarithm, cosine and sine are a device's own; bf16 keeps 8.
-        assert_close("normal", &found, &numbers::normal(n, 99, 0.02), 4e-3, 1e-6);
+        assert_close("normal", &found, &normal(n, 99, 0.02), 4e-3, 1e-6);
     }
 }
 

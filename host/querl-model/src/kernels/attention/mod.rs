@@ -120,10 +120,10 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
 }
 
 /// Logarithms of the sums of exponentials, of each chunk `(kv_heads, queries, group)`: what the backward pass wants again.
-pub(crate) type LogSumExp = Vec<Vec<f32>>;
+pub type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
-pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
+pub fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
     let mut out = vec![0f32; q.len()];
     let tasks: Vec<_> = queries.chunks.iter().zip(queries.parts(&mut out, heads)).collect();
@@ -139,7 +139,7 @@ pub(crate) fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3])
 }
 
 /// Gradients of queries, keys and values for the gradient `grad` of [`attend`]'s result `out`.
-pub(crate) fn attention_gradients(
+pub fn attention_gradients(
     queries: &Queries,
     head_dim: usize,
     [q, k, v]: [&[f32]; 3],

@@ -36,7 +36,7 @@ impl RowTree {
     }
 
     /// `nodes` in the order of their rows, which they cover without gaps.
-    pub(crate) fn new(nodes: Vec<Node>) -> Self {
+    pub fn new(nodes: Vec<Node>) -> Self {
         debug_assert!(nodes.windows(2).all(|pair| pair[0].start + pair[0].len == pair[1].start));
         Self { nodes }
     }
