@@ -7,7 +7,7 @@
 
 use crate::ledger::StageName;
 use crate::run::Run;
-use crate::stages::runner::{Ahead, Window, look_ahead};
+use crate::stages::{Ahead, Window, look_ahead};
 use anyhow::Context;
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::ports::{PromptInput, PromptTask, Teacher};

@@ -1,33 +1,57 @@
-//! Ctrl-C: the first asks the running stage to stop at its next safe point, the second ends the program at once.
+//! Ctrl-C: what runs when SIGINT, SIGTERM or SIGHUP arrives.
+//!
+//! The first signal sets [`flag`], the second ends the process at once with exit code 130. Work reads the flag at its safe points:
+//!
+//! | reader | what it does |
+//! |---|---|
+//! | `stages/mod.rs` (runner) | starts no further stage ([`check`]) |
+//! | `rewrite`, `validate` | start no further calls; those in flight finish and their responses are saved ([`finish`], `ServiceContext::until`) |
+//! | `Trainer::finish_step` of `querl-train/src/fine_tune.rs` (SFT, style) | ends after the current optimizer step, saves the trainer state and the model |
+//! | `Trainer::run` of `querl-train/src/rl/train_loop.rs` | ends after the current step, saves the trainer state |
+//! | generation (`querl-train/src/job`), `eval`, leak search, `querl plugin replay` | end after the current batch |
+//! | `querl rag check`, `querl plugin push` and `pull` | drop the calls in flight ([`block_on`]) |
+//! | `querl serve` | finishes the requests in progress; exit code 0 |
+//!
+//! All others return [`Stop::interrupted`], which is exit code 130; the same command resumes.
 
-use crate::failure::Stop;
+use crate::failure::{Ending, Stop};
+use anyhow::Context;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// True once the user asked to stop. Long loops look at it between units of work.
+/// Installs the signal handler. `on_first` reports the first signal.
+///
+/// # Errors
+/// The system refuses the handler.
+pub fn install(on_first: impl Fn() + Send + 'static) -> anyhow::Result<()> {
+    let handler = move || match STOP.swap(true, Ordering::SeqCst) {
+        false => on_first(),
+        true => std::process::exit(Ending::Interrupted as i32),
+    };
+    ctrlc::set_handler(handler).context("interrupts cannot be handled")
+}
+
+/// True after the first signal. Long loops read it between units of work.
 pub fn flag() -> &'static AtomicBool {
     &STOP
 }
 
 /// # Errors
-/// The user asked to stop.
+/// A signal has arrived.
 pub fn check() -> Result<(), Stop> {
-    if STOP.load(Ordering::SeqCst) {
-        return Err(Stop::interrupted("interrupted; finished work is saved, run the same command to resume"));
+    match STOP.load(Ordering::SeqCst) {
+        false => Ok(()),
+        true => Err(Stop::interrupted("interrupted; finished work is saved, run the same command to resume")),
     }
-    Ok(())
 }
 
-/// Waits for `work`, which itself begins nothing more once the user says stop ([`Progress::is_stopped`]): what is under way is paid, and
-/// is kept. What went wrong on the way is said, whether the user said stop or not.
+/// Waits for `work`, which reads the flag itself ([`Progress::is_stopped`]) and starts nothing more: calls in flight are paid for, and
+/// their responses are kept. An error of `work` comes before the interrupt.
 ///
 /// [`Progress::is_stopped`]: querl_core::ports::Progress::is_stopped
-///
-/// # Errors
-/// `work`'s own, or the user asked to stop.
-pub fn finish<T, E: Into<anyhow::Error>>(
+pub(crate) fn finish<T, E: Into<anyhow::Error>>(
     runtime: &tokio::runtime::Runtime,
     work: impl Future<Output = Result<T, E>>,
 ) -> anyhow::Result<T> {
@@ -36,10 +60,10 @@ pub fn finish<T, E: Into<anyhow::Error>>(
     Ok(done)
 }
 
-/// Waits for `work`, or for the user to say stop: what is under way then is dropped.
+/// Waits for `work` or for a signal, which drops the calls in flight.
 ///
 /// # Errors
-/// The user asked to stop.
+/// A signal has arrived.
 pub fn block_on<T>(runtime: &tokio::runtime::Runtime, work: impl Future<Output = T>) -> Result<T, Stop> {
     let stopped = async {
         loop {

@@ -1,12 +1,14 @@
-//! HTTP interfaces of this program.
+//! HTTP services: retrieval over the `general_rag` interface, and a text classifier.
 //!
-//! Input: opened searches with their tenants and knowledge bases; a text classifier behind a trait. Output: servers for clients of these
-//! APIs. This crate must not depend on configurations, runs, models and plugins.
+//! Input: open retrieval back ends with their tenants and knowledge bases; a text classifier behind a trait. This crate must not depend on
+//! configurations, runs, models and plugins.
 
 mod general_rag;
 mod server;
 mod style;
 
-pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, ServeError, general_rag};
-pub use server::{ServerLimits, serve};
-pub use style::{ClassifiedText, NotAccepted, StyleOptions, StylePrediction, StyleService, TextClassifier, Waiting};
+pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag};
+pub use server::{ServeError, ServerLimits, bind, block_on, serve, wait_until};
+pub use style::StyleService;
+pub use style::classifier::{ClassifiedText, PendingRequest, StyleOptions, SubmitError, TextClassifier};
+pub use style::protocol::StylePrediction;

@@ -1,4 +1,4 @@
-//! The interface over real sockets: the embedded retrieval behind it, the retriever of `kind = "http"` before it.
+//! The `general_rag` server over real sockets: the embedded retrieval behind it, the retriever of `kind = "http"` as its client.
 #![allow(clippy::unwrap_used)]
 
 use querl_core::config::RetrievalConfig;
@@ -43,20 +43,15 @@ fn config(value: &Value) -> RetrievalConfig {
     serde_json::from_value(value.clone()).unwrap()
 }
 
+fn base(folder: &Path, tenant: &str, kb_name: &str, passages: &[[&str; 3]]) -> KnowledgeBase {
+    let config = config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages));
+    let search = open_retrieval_backend(&config, tenant, &LocalModels::default(), &ServiceContext::default()).unwrap();
+    KnowledgeBase { tenant: tenant.into(), kb_name: kb_name.into(), search, timeout: TIMEOUT }
+}
+
 /// A server with two tenants; one has two knowledge bases.
 async fn server(folder: &Path) -> String {
-    let base = |tenant: &str, kb_name: &str, passages: &[[&str; 3]]| KnowledgeBase {
-        tenant: tenant.into(),
-        kb_name: kb_name.into(),
-        search: open_retrieval_backend(
-            &config(&embedded(folder, &format!("{tenant}-{kb_name}"), passages)),
-            tenant,
-            &LocalModels::default(),
-            &ServiceContext::default(),
-        )
-        .unwrap(),
-        timeout: TIMEOUT,
-    };
+    let base = |tenant, kb_name, passages| base(folder, tenant, kb_name, passages);
     let bases = vec![base("shop", "default", &SHOP), base("shop", "archive", &OTHER), base("rival", "default", &OTHER)];
     start(bases, ServerLimits::default()).await
 }
@@ -77,7 +72,7 @@ fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
 }
 
 async fn post(url: &str, body: Value) -> (u16, Value) {
-    // Fails where a provider is installed already, which is as good.
+    // Fails where a provider is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = reqwest::Client::new();
     let response = client.post(url).json(&body).send().await.unwrap();
@@ -85,7 +80,7 @@ async fn post(url: &str, body: Value) -> (u16, Value) {
 }
 
 #[tokio::test]
-async fn what_is_found_over_http_is_what_is_found_in_this_process() {
+async fn hits_over_http_equal_those_of_the_back_end() {
     let folder = tempfile::tempdir().unwrap();
     let here = open_retriever(
         &config(&embedded(folder.path(), "here", &SHOP)),
@@ -107,7 +102,7 @@ async fn what_is_found_over_http_is_what_is_found_in_this_process() {
 }
 
 #[tokio::test]
-async fn tenants_and_knowledge_bases_are_kept_apart_and_unknown_ones_refused() {
+async fn tenants_and_knowledge_bases_are_separate_and_unknown_ones_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
     let context = Context::default();
@@ -121,7 +116,7 @@ async fn tenants_and_knowledge_bases_are_kept_apart_and_unknown_ones_refused() {
         let hits = client(&url, kb_name, tenant).retrieve(request()).await.unwrap();
         assert_eq!(hits[0].id, expected, "{tenant} {kb_name}");
     }
-    // One sentence for both, so that nobody learns who is served here.
+    // One message for both: clients do not learn who else is served.
     for (tenant, kb_name) in [("thief", "default"), ("rival", "archive")] {
         let failure = client(&url, kb_name, tenant).retrieve(request()).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::Rejected);
@@ -131,7 +126,7 @@ async fn tenants_and_knowledge_bases_are_kept_apart_and_unknown_ones_refused() {
 }
 
 #[tokio::test]
-async fn a_request_may_leave_out_what_has_a_default_and_give_history_as_it_likes() {
+async fn defaults_and_forms_of_history() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
     let (status, answer) =
@@ -170,7 +165,7 @@ async fn limits_of_the_request_hold() {
 }
 
 #[tokio::test]
-async fn requests_that_make_no_sense_are_refused_in_words() {
+async fn invalid_values_are_rejected_with_a_message() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
     for (body, said) in [
@@ -196,26 +191,15 @@ async fn requests_that_make_no_sense_are_refused_in_words() {
 }
 
 #[test]
-fn two_knowledge_bases_of_one_name_are_refused() {
+fn two_knowledge_bases_of_one_name_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
-    let base = || KnowledgeBase {
-        tenant: "shop".into(),
-        kb_name: "default".into(),
-        search: open_retrieval_backend(
-            &config(&embedded(folder.path(), "x", &SHOP)),
-            "shop",
-            &LocalModels::default(),
-            &ServiceContext::default(),
-        )
-        .unwrap(),
-        timeout: TIMEOUT,
-    };
+    let base = || base(folder.path(), "shop", "default", &SHOP);
     let error = general_rag(vec![base(), base()]).unwrap_err().to_string();
     assert_eq!(error, "tenant `shop` has two knowledge bases named `default`; give each its own `retrieval.kb_name`");
 }
 
 #[tokio::test]
-async fn what_is_no_request_is_refused_with_its_own_status_and_a_sentence() {
+async fn malformed_requests_have_their_own_status_and_a_message() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
     let client = reqwest::Client::new();
@@ -268,14 +252,14 @@ async fn internal_failures_are_hidden_and_timeouts_are_reported() {
     assert_eq!((status, &answer["msg"]), (500, &json!("the search failed; the server's log says why")));
     let (status, answer) = ask(faulty(Ok(TIMEOUT), Duration::from_millis(50))).await;
     assert_eq!((status, &answer["msg"]), (503, &json!("no answer within 50ms; ask again later")));
-    // The search's own clock may be the first.
+    // The time limit of the back end may pass first.
     let late = "embedded index: no answer within 5 s";
     let (status, _) = ask(faulty(Err((FailureKind::Timeout, late)), TIMEOUT)).await;
     assert_eq!(status, 503);
 }
 
 #[tokio::test]
-async fn a_request_that_never_comes_whole_is_not_waited_for() {
+async fn a_head_that_does_not_arrive_in_time_closes_the_connection() {
     let limits = ServerLimits { head_timeout: Duration::from_millis(100), ..ServerLimits::default() };
     let url = start(faulty(Ok(Duration::ZERO), TIMEOUT), limits).await;
     let address = url.strip_prefix("http://").unwrap().split('/').next().unwrap();
@@ -289,7 +273,7 @@ async fn a_request_that_never_comes_whole_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn a_request_that_hangs_does_not_hold_up_the_end() {
+async fn a_request_that_hangs_does_not_delay_shutdown() {
     let limits = ServerLimits { drain_timeout: Duration::from_millis(100), ..ServerLimits::default() };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -309,7 +293,7 @@ async fn a_request_that_hangs_does_not_hold_up_the_end() {
 }
 
 #[tokio::test]
-async fn more_connections_than_are_allowed_wait_for_their_turn() {
+async fn connections_above_the_limit_wait() {
     let limits = ServerLimits { max_connections: 1, ..ServerLimits::default() };
     let url = start(faulty(Ok(Duration::ZERO), TIMEOUT), limits).await;
     let address = url.strip_prefix("http://").unwrap().split('/').next().unwrap();

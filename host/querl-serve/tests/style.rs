@@ -1,8 +1,8 @@
-//! A classifier over HTTP, asked by a client that knows nothing of it.
+//! The style service over real sockets, in front of a classifier that computes from text lengths.
 #![allow(clippy::unwrap_used)]
 
 use querl_serve::{
-    ClassifiedText, NotAccepted, ServerLimits, StyleOptions, StyleService, TextClassifier, Waiting, serve,
+    ClassifiedText, PendingRequest, ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, serve,
 };
 use reqwest::{Client, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Three classes, whose probabilities follow from a text's length; what begins with `slow` is never answered.
+/// Three classes, whose probabilities depend on a text's length; texts that begin with `slow` are never answered.
 #[derive(Default)]
 struct ByLength {
     classes: Vec<String>,
     english: Vec<String>,
-    unanswered: Mutex<Vec<Box<dyn Waiting>>>,
+    unanswered: Mutex<Vec<Box<dyn PendingRequest>>>,
     has_ended: AtomicBool,
 }
 
@@ -39,13 +39,13 @@ fn classified(text: &str) -> ClassifiedText {
 }
 
 impl TextClassifier for ByLength {
-    fn submit(&self, texts: &[&str], waiting: Box<dyn Waiting>) -> Result<(), NotAccepted> {
+    fn submit(&self, texts: &[&str], request: Box<dyn PendingRequest>) -> Result<(), SubmitError> {
         match texts[0] {
-            "busy" => return Err(NotAccepted::Busy("queue is full (9 texts); retry later".into())),
-            "broken" => waiting.hear(Err("/secret/path: damaged".into())),
+            "busy" => return Err(SubmitError::QueueFull("queue is full (9 texts); retry later".into())),
+            "broken" => request.complete(Err("/secret/path: damaged".into())),
             "panics" => panic!("as a tokenizer may"),
-            text if text.starts_with("slow") => self.unanswered.lock().unwrap().push(waiting),
-            _ => waiting.hear(Ok(texts.iter().map(|text| classified(text)).collect())),
+            text if text.starts_with("slow") => self.unanswered.lock().unwrap().push(request),
+            _ => request.complete(Ok(texts.iter().map(|text| classified(text)).collect())),
         }
         Ok(())
     }
@@ -120,7 +120,7 @@ async fn answer(request: RequestBuilder) -> (StatusCode, Value) {
 }
 
 #[tokio::test]
-async fn a_text_is_answered_in_the_form_in_which_it_was_asked() {
+async fn responses_have_the_form_of_their_requests() {
     let server = Server::ready(|_| ()).await;
     let expected = json!({
         "predicted_label": "诚实", "confidence": 0.75,
@@ -243,25 +243,25 @@ async fn a_classifier_that_has_ended_is_not_ready() {
 }
 
 #[tokio::test]
-async fn a_client_that_has_left_is_not_there() {
+async fn a_request_whose_client_has_left_is_cancelled() {
     let server = Server::start(|options| options.answer_timeout = Duration::from_secs(60)).await;
     let classifier = ByLength::new();
     server.service.set_ready(classifier.clone());
     let request = server.post("/predict").json(&json!({"text": "slow"})).send();
     assert!(tokio::time::timeout(Duration::from_millis(300), request).await.is_err(), "it is never answered");
-    let is_there = || classifier.unanswered.lock().unwrap().iter().any(|waiting| waiting.is_there());
+    let is_open = || classifier.unanswered.lock().unwrap().iter().any(|request| request.is_open());
     for _ in 0..200 {
-        if !is_there() {
+        if !is_open() {
             break;
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert!(!is_there());
+    assert!(!is_open());
     assert_eq!(classifier.unanswered.lock().unwrap().len(), 1, "it was taken, and never answered");
 }
 
 #[tokio::test]
-async fn without_the_key_nothing_is_classified() {
+async fn classifying_requires_the_key() {
     let server = Server::ready(|options| options.api_key = Some("right".into())).await;
     let body = json!({"text": "好"});
     for request in [server.post("/predict"), server.post("/predict").bearer_auth("wrong"), server.post("/classify")] {

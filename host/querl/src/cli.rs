@@ -1,11 +1,11 @@
-//! The command line's grammar. What each command does is in `commands/`, one file each.
+//! The grammar of the command line; the commands are in `commands/`.
 
-use crate::commands::{
-    cache, check, compile_plugin, data, doctor, model, plugin, rag, report, run, serve, style, watch,
-};
+use crate::commands::{cache, config, data, doctor, model, plugin, rag, run, serve, style, watch};
 use crate::terminal::Verbosity;
-use clap::{Args, Parser, Subcommand};
-use querl_pipeline::plugins::host::COMPILE_COMMAND;
+use anyhow::Context;
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use querl_pipeline::plugins::COMPILE_COMMAND;
+use std::path::{Path, PathBuf};
 
 /// Train a small language model to rewrite users' queries so that a knowledge base answers them better.
 #[derive(Debug, Parser)]
@@ -14,15 +14,12 @@ use querl_pipeline::plugins::host::COMPILE_COMMAND;
     after_help = "Exit codes: 0 success, 1 failure, 2 usage or configuration error, 3 stopped by a limit, 130 interrupted."
 )]
 pub struct Cli {
-    /// The command.
     #[command(subcommand)]
     pub command: Command,
-    /// Verbosity on stderr.
     #[command(flatten)]
     pub noise: Noise,
 }
 
-/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Run all stages from query table to report; resume an interrupted run in the same folder
@@ -40,12 +37,12 @@ pub enum Command {
     /// Run stage 6: evaluate raw query, teacher, SFT and RL on the test split
     Eval(run::StageArgs),
     /// Write eval.json and report.html of a run directory again and print the table
-    Report(report::ReportArgs),
+    Report(run::ReportArgs),
     /// Show a running or finished run in the terminal
     Watch(watch::WatchArgs),
     /// Check a configuration, or list every key it may have
     #[command(subcommand)]
-    Config(check::ConfigCommand),
+    Config(config::ConfigCommand),
     /// Print statistics of the query table and of the data stages
     #[command(subcommand)]
     Data(data::DataCommand),
@@ -68,12 +65,24 @@ pub enum Command {
     Style(style::StyleCommand),
     /// Print the devices, toolchain and caches of this machine
     Doctor(doctor::DoctorArgs),
+    /// Print the completion script of a shell
+    #[command(hide = true)]
+    Completions {
+        /// bash, elvish, fish, powershell or zsh
+        shell: clap_complete::Shell,
+    },
+    /// Print the man page of querl, or write the pages of all commands to a folder
+    #[command(hide = true)]
+    Man {
+        /// Where querl.1, querl-run.1 and all others are written
+        #[arg(value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
     /// Compile one plugin in a separate process that can be stopped
     #[command(name = COMPILE_COMMAND, hide = true)]
-    CompilePlugin(compile_plugin::CompileArgs),
+    CompilePlugin(plugin::CompileArgs),
 }
 
-/// Verbosity on stderr.
 #[derive(Debug, Args)]
 pub struct Noise {
     /// Increase verbosity (-vv for debug)
@@ -85,7 +94,6 @@ pub struct Noise {
 }
 
 impl Noise {
-    /// The flags as a level.
     pub fn verbosity(&self) -> Verbosity {
         match (self.quiet, self.verbose) {
             (true, _) => Verbosity::Quiet,
@@ -96,10 +104,23 @@ impl Noise {
     }
 }
 
+pub fn print_completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
+    clap_complete::generate(shell, &mut Cli::command(), "querl", &mut std::io::stdout());
+    Ok(())
+}
+
+pub fn write_man_pages(dir: Option<&Path>) -> anyhow::Result<()> {
+    let Some(dir) = dir else {
+        return clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()).context("stdout");
+    };
+    std::fs::create_dir_all(dir)
+        .and_then(|()| clap_mangen::generate_to(Cli::command(), dir))
+        .with_context(|| format!("{}: cannot be written", dir.display()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn grammar_is_consistent() {

@@ -1,40 +1,42 @@
 //! The `querl` command: grammar of the command line, terminal, and one thin module per command over querl-pipeline and querl-style.
 //!
-//! In: a command line and a configuration file. Out: results on stdout, progress on stderr, an exit code.
+//! In: a command line and a configuration file. Out: results on stdout, progress on stderr, an exit code. Ctrl-C:
+//! `querl_pipeline::interrupt`.
 
-// In a program nothing is reachable from outside; `pub` says here that other modules use it.
+// A program has no public interface; `pub` marks what other modules use.
 #![allow(unreachable_pub)]
 
-mod allocator;
 mod args;
 mod cli;
 mod commands;
-mod interrupt;
 mod terminal;
 
 use clap::Parser;
 use cli::{Cli, Command};
 use querl_pipeline::failure::{self, Ending};
+use querl_pipeline::interrupt;
+use std::ffi::c_int;
 use std::process::ExitCode;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// One thread for candle's own pool: its elementwise operations wait by spinning, on cores that our kernels' threads need. A
-/// third of the processor's time of full fine-tuning (`examples/bench.rs`, `full`, with and without).
+/// One thread for candle's own pool, whose elementwise operations wait by spinning on cores that our kernels' threads need: a third of
+/// the CPU time of full fine-tuning (`examples/bench.rs`, `full`, with and without).
 const CANDLE_THREADS: (&str, &str) = ("CANDLE_NUM_THREADS", "1");
 
 fn main() -> ExitCode {
     if std::env::var_os(CANDLE_THREADS.0).is_none() {
-        // SAFETY: this is the program's first statement; there is no other thread that could read the environment meanwhile.
+        // SAFETY: this is the program's first statement; no other thread can read the environment.
         unsafe { std::env::set_var(CANDLE_THREADS.0, CANDLE_THREADS.1) };
     }
-    allocator::keep_memory();
+    keep_freed_memory();
     let cli = Cli::parse();
     terminal::init(cli.noise.verbosity());
-    match interrupt::install().and_then(|()| dispatch(cli.command)) {
+    let on_interrupt = || terminal::print("stopping at the next safe point; interrupt again to stop at once");
+    match interrupt::install(on_interrupt).and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever read our output has read enough: `querl ... | head`.
+        // The reader has closed the pipe: `querl ... | head`.
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::from(Ending::Failed as u8),
         Err(error) => {
             if let Some(details) = failure::details(&error) {
@@ -43,6 +45,19 @@ fn main() -> ExitCode {
             eprintln!("error: {}", failure::sentence(&error));
             ExitCode::from(failure::ending_of(&error) as u8)
         }
+    }
+}
+
+/// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.
+const PURGE_DELAY: c_int = 15;
+
+/// Keeps freed memory for the next step. A training step of a large model frees a gigabyte and allocates it again, and pages that were
+/// returned to the system are cleared when they come back: a fifth of the CPU time. `MIMALLOC_PURGE_DELAY` in the environment has
+/// precedence.
+fn keep_freed_memory() {
+    if std::env::var_os("MIMALLOC_PURGE_DELAY").is_none() {
+        // SAFETY: it sets a number that the allocator reads; any number is allowed.
+        unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
     }
 }
 
@@ -56,9 +71,9 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Sft(args) => commands::run::stage(StageName::Sft, &args),
         Command::Rl(args) => commands::run::stage(StageName::Rl, &args),
         Command::Eval(args) => commands::run::stage(StageName::Eval, &args),
-        Command::Report(args) => commands::report::run(&args),
+        Command::Report(args) => commands::run::report(&args),
         Command::Watch(args) => commands::watch::run(&args),
-        Command::Config(command) => commands::check::run(&command),
+        Command::Config(command) => commands::config::run(&command),
         Command::Data(command) => commands::data::run(&command),
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
@@ -67,6 +82,21 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Cache(command) => commands::cache::run(&command),
         Command::Style(command) => commands::style::run(&command),
         Command::Doctor(args) => commands::doctor::run(&args),
-        Command::CompilePlugin(args) => commands::compile_plugin::run(&args),
+        Command::Completions { shell } => cli::print_completions(shell),
+        Command::Man { dir } => cli::write_man_pages(dir.as_deref()),
+        Command::CompilePlugin(args) => commands::plugin::compile(&args),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::PURGE_DELAY;
+
+    #[test]
+    fn purge_delay_is_the_option_of_that_number() {
+        // SAFETY: it reads a number.
+        let default = unsafe { libmimalloc_sys::mi_option_get(PURGE_DELAY) };
+        let expected = std::env::var("MIMALLOC_PURGE_DELAY").map_or(1000, |text| text.parse().unwrap_or(1000));
+        assert_eq!(default, expected, "the options of mimalloc have other numbers");
     }
 }

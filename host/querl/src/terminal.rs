@@ -47,7 +47,7 @@ pub fn init(verbosity: Verbosity) {
 }
 
 /// One line on stderr, unless quiet.
-pub fn say(text: &str) {
+pub fn print(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 {
         BARS.suspend(|| eprintln!("{text}"));
     }
@@ -55,7 +55,7 @@ pub fn say(text: &str) {
 
 /// Reports that a command has a new form.
 pub fn report_new_form(old: &str, new: &str) {
-    say(&format!("note: `{old}` is now `{new}`; the old form still works"));
+    print(&format!("note: `{old}` is now `{new}`; the old form still works"));
 }
 
 /// The terminal, as libraries see it.
@@ -63,7 +63,7 @@ pub struct Terminal;
 
 impl Reporter for Terminal {
     fn message(&self, text: &str) {
-        say(text);
+        print(text);
     }
 
     fn stage(&self, name: &'static str) -> Box<dyn Progress> {
@@ -126,7 +126,7 @@ impl StageProgress {
         let is_end = n_done == n_total && last.n_done != n_done;
         if last.at.elapsed() >= LINE_EVERY || is_end {
             *last = LastLine { at: Instant::now(), n_done };
-            say(format!("{}: {n_done}/{n_total} {note}", self.stage).trim_end());
+            print(format!("{}: {n_done}/{n_total} {note}", self.stage).trim_end());
         }
     }
 }
@@ -155,7 +155,7 @@ impl Progress for StageProgress {
     }
 
     fn line(&self, text: &str) {
-        say(&format!("{}: {text}", self.stage));
+        print(&format!("{}: {text}", self.stage));
     }
 
     fn is_stopped(&self) -> bool {

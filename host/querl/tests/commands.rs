@@ -51,6 +51,19 @@ fn doctor_speaks_in_sentences() {
 }
 
 #[test]
+fn completions_and_man_pages_cover_the_commands() {
+    let project = Project::new();
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let script = project.querl(&["completions", shell]).ok().stdout;
+        assert!(script.contains("rewrite") && script.contains("doctor"), "{shell}: {script}");
+    }
+    assert!(project.querl(&["man"]).ok().stdout.starts_with(".ie"));
+    project.querl(&["man", "pages"]).ok();
+    assert!(project.read("pages/querl.1").contains("SUBCOMMANDS"));
+    assert!(project.read("pages/querl-plugin-pack.1").contains("\\-\\-sign"));
+}
+
+#[test]
 fn wrong_usage_has_exit_code_2() {
     let project = Project::new();
     assert_eq!(project.querl(&["run"]).code, Some(2));

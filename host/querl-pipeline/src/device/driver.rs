@@ -1,18 +1,20 @@
-//! NVIDIA's driver, opened at run time: its version, GPUs and their free memory.
+//! The CUDA driver and the library `libquerl_cuda`, both opened at run time.
 
-use libloading::{Library, Symbol};
+use libloading::Symbol;
+use querl_train::job::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::path::{Path, PathBuf};
 
 /// Why no GPU can be used, as a sentence without its first capital and full stop.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceUnavailable(pub String);
 
-/// Names another file than [`DRIVER`], for tests.
+/// Names another file than [`DRIVER_FILE`], for tests.
 const DRIVER_VARIABLE: &str = "QUERL_CUDA_DRIVER";
 
 /// The driver's library. Every driver brings it under this name.
-const DRIVER: &str = "libcuda.so.1";
+const DRIVER_FILE: &str = "libcuda.so.1";
 
 /// Older drivers are refused before a library is looked for: none of any CUDA before 12 is known to work. Whether a driver is new
 /// enough for the library that was found is asked of both ([`check_fit`](crate::device::check_fit)).
@@ -32,7 +34,7 @@ pub enum Probe {
 /// A working driver.
 #[derive(Debug)]
 pub struct Driver {
-    library: Library,
+    library: libloading::Library,
     /// The newest CUDA it supports: 13000 is 13.0.
     pub cuda: u32,
     /// GPUs in its order.
@@ -72,11 +74,11 @@ const CAPABILITY: [c_int; 2] = [75, 76];
 
 impl Probe {
     /// Opens the driver library and queries its GPUs.
-    pub fn ask() -> Self {
-        let name = std::env::var_os(DRIVER_VARIABLE).unwrap_or_else(|| DRIVER.into());
+    pub fn open() -> Self {
+        let name = std::env::var_os(DRIVER_VARIABLE).unwrap_or_else(|| DRIVER_FILE.into());
         // SAFETY: the library's initialisers are the driver's own; every CUDA program runs them.
-        let Ok(library) = (unsafe { Library::new(name) }) else { return Self::Absent };
-        Driver::ask(library).map_or_else(Self::Broken, Self::Present)
+        let Ok(library) = (unsafe { libloading::Library::new(name) }) else { return Self::Absent };
+        Driver::open(library).map_or_else(Self::Broken, Self::Present)
     }
 
     /// The driver, if it works and is new enough.
@@ -85,7 +87,7 @@ impl Probe {
     /// What is wrong with it.
     pub fn driver(self) -> Result<Driver, DeviceUnavailable> {
         match self {
-            Self::Absent => Err(DeviceUnavailable(format!("there is no CUDA driver ({DRIVER}) on this machine"))),
+            Self::Absent => Err(DeviceUnavailable(format!("there is no CUDA driver ({DRIVER_FILE}) on this machine"))),
             Self::Broken(reason) => Err(DeviceUnavailable(format!("the CUDA driver does not work: {reason}"))),
             Self::Present(driver) if driver.cuda < OLDEST => {
                 let (found, oldest) = (version_name(driver.cuda), version_name(OLDEST));
@@ -102,7 +104,7 @@ impl Probe {
 }
 
 impl Driver {
-    fn ask(library: Library) -> Result<Self, String> {
+    fn open(library: libloading::Library) -> Result<Self, String> {
         // SAFETY: `CUresult cuInit(unsigned int)` in every version of the driver interface, whose only flag is 0.
         succeed("cuInit", unsafe { function::<Init>(&library, "cuInit")?(0) })?;
         let count = |name| {
@@ -157,19 +159,19 @@ impl Driver {
 
 /// # Safety
 /// `T` is the type of the function of that name in every version of the driver interface.
-unsafe fn function<'a, T>(library: &'a Library, name: &str) -> Result<Symbol<'a, T>, String> {
+unsafe fn function<'a, T>(library: &'a libloading::Library, name: &str) -> Result<Symbol<'a, T>, String> {
     // SAFETY: as the caller promises.
     unsafe { library.get(name.as_bytes()) }.map_err(|error| error.to_string())
 }
 
-fn device(library: &Library, index: c_int) -> Result<c_int, String> {
+fn device(library: &libloading::Library, index: c_int) -> Result<c_int, String> {
     let mut device = 0;
     // SAFETY: `CUresult cuDeviceGet(CUdevice *, int)`, and a `CUdevice` is an integer.
     succeed("cuDeviceGet", unsafe { function::<GetDevice>(library, "cuDeviceGet")?(&raw mut device, index) })?;
     Ok(device)
 }
 
-fn gpu(library: &Library, index: c_int) -> Result<Gpu, String> {
+fn gpu(library: &libloading::Library, index: c_int) -> Result<Gpu, String> {
     let device = device(library, index)?;
     let mut name = [0 as c_char; 256];
     // SAFETY: `CUresult cuDeviceGetName(char *, int, CUdevice)`.
@@ -198,5 +200,99 @@ fn succeed(name: &str, code: c_int) -> Result<(), String> {
         100 => Err(format!("{name} finds no device")),
         803 => Err(format!("{name} finds a driver and a kernel module of different versions; restart the machine")),
         code => Err(format!("{name} fails with CUDA error {code}")),
+    }
+}
+
+/// Names the file where it is none of the places beside the program.
+const LIBRARY_VARIABLE: &str = "QUERL_CUDA_LIBRARY";
+
+const LIBRARY_FILE: &str = "libquerl_cuda.so";
+
+/// A library of the program's version.
+#[derive(Debug)]
+pub struct OpenedLibrary {
+    /// Its functions.
+    pub library: Library,
+    /// Its file.
+    pub path: PathBuf,
+}
+
+/// Opens the library that the environment names, or the one beside the program.
+///
+/// # Errors
+/// There is none, it cannot be opened, or it is of another version.
+pub fn open_library() -> Result<OpenedLibrary, DeviceUnavailable> {
+    let path = find_library()?;
+    let library = load_library(&path).map_err(|reason| DeviceUnavailable(format!("{}: {reason}", path.display())))?;
+    Ok(OpenedLibrary { library, path })
+}
+
+fn find_library() -> Result<PathBuf, DeviceUnavailable> {
+    if let Some(named) = std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from) {
+        let message = || {
+            DeviceUnavailable(format!("{LIBRARY_VARIABLE} names {}; there is no file at that place", named.display()))
+        };
+        return if named.is_file() { Ok(named) } else { Err(message()) };
+    }
+    let program = std::env::current_exe().unwrap_or_default();
+    let beside = program.parent().unwrap_or(Path::new("."));
+    // `cuda` first: build.sh leaves the library there, and a build of the whole workspace one without CUDA beside the program.
+    let folders = ["cuda", "", "lib", "../lib"].map(|folder| beside.join(folder));
+    let places = folders.map(|folder| folder.join(LIBRARY_FILE));
+    places.into_iter().find(|path| path.is_file()).ok_or_else(|| {
+        DeviceUnavailable(format!(
+            "there is no {LIBRARY_FILE} beside the program, in {}, in its folders cuda and lib or in ../lib; build it with host/querl-gpu/build.sh, or name it in {LIBRARY_VARIABLE}",
+            beside.display()
+        ))
+    })
+}
+
+fn load_library(path: &Path) -> Result<Library, String> {
+    // SAFETY: opening a library runs its initialisers. The user put this one beside the program or named it; it is trusted as
+    // the program is, as an executable plugin would be.
+    let opened = unsafe { libloading::Library::new(path) }.map_err(|error| cannot_open(&error))?;
+    // Never closed: its threads outlive the jobs.
+    let opened: &'static libloading::Library = Box::leak(Box::new(opened));
+    let find = |name: &'static str| {
+        // SAFETY: the address is only looked up here; `connect` says what it takes it for.
+        let symbol = unsafe { opened.get::<unsafe extern "C" fn()>(name.as_bytes()) };
+        symbol.ok().map(|function| *function as *const ())
+    };
+    // SAFETY: a library that exports `querl_cuda_abi` is ours, and these functions stay where they are since it is not closed.
+    let connected = unsafe { Library::connect(find, env!("CARGO_PKG_VERSION")) };
+    connected.map_err(|error| error.to_string())
+}
+
+fn cannot_open(error: &libloading::Error) -> String {
+    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    let remedy = remedy(&text).map(|remedy| format!("; {remedy}")).unwrap_or_default();
+    format!("cannot be opened: {text}{remedy}")
+}
+
+/// The loader names the file that is missing and not what brings it.
+fn remedy(text: &str) -> Option<&'static str> {
+    let names = |names: &[&str]| names.iter().any(|name| text.contains(name));
+    if names(&["libcuda.so"]) {
+        return Some("that file is the driver's: install NVIDIA's driver");
+    }
+    names(&["libcublas", "libcurand", "libcudart", "libnvrtc"]).then_some(
+        "it needs the libraries of the CUDA that it was built with: install them, or name their folder in LD_LIBRARY_PATH",
+    )
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// The symptom: where there was no driver, CUDA's libraries were asked for, which were there.
+    #[test]
+    fn what_is_missing_is_asked_for_by_what_brings_it() {
+        let of = |name| remedy(&format!("{name}: cannot open shared object file: No such file or directory"));
+        assert!(of("libcuda.so.1").unwrap().contains("NVIDIA's driver"));
+        for name in ["libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"] {
+            assert!(of(name).unwrap().contains("LD_LIBRARY_PATH"));
+        }
+        assert_eq!(of("libstdc++.so.6"), None);
     }
 }

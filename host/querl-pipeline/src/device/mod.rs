@@ -3,10 +3,8 @@
 //! Driver and library are opened at run time: a program linked with either would not start on a machine without it.
 
 mod driver;
-mod library;
 
-pub use driver::{DeviceUnavailable, Driver, Gpu, Probe, version_name};
-pub use library::{OpenedLibrary, open as open_library};
+pub use driver::{DeviceUnavailable, Driver, Gpu, OpenedLibrary, Probe, open_library, version_name};
 
 use crate::failure::Stop;
 use querl_core::config::{Config, DeviceSetting, ModelConfig, SftConfig};
@@ -267,16 +265,16 @@ fn refused(name: &str, missing: &DeviceUnavailable) -> Stop {
 /// The library on the cards that are asked for.
 fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Backend, DeviceUnavailable> {
     if std::env::var_os(ON_CPU).is_some() {
-        return library::open().map(Backend::LibraryOnCpu);
+        return open_library().map(Backend::LibraryOnCpu);
     }
-    let driver = Probe::ask().driver()?;
+    let driver = Probe::open().driver()?;
     let used = |&index: &usize| {
         let gpu = driver.gpus.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
         Ok(UsedGpu { index, gpu, free_bytes: driver.free_bytes(index).ok() })
     };
     let used = indices.iter().map(used).collect::<Result<Vec<_>, DeviceUnavailable>>()?;
     check_alike(&used)?;
-    let library = library::open()?;
+    let library = open_library()?;
     check_fit(driver.cuda, &used[0].gpu, library.library.description())?;
     check_settings(needs)?;
     Ok(Backend::Gpus(library, used))

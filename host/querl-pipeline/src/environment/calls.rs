@@ -1,7 +1,9 @@
-//! Calls to retrieval and judge: some at a time, each cut off at an episode's deadline, timed.
+//! Calls to retrieval and judge: some at a time, each cut off at the deadline, timed, and memoized for the length of a run.
 
 use futures::StreamExt;
-use querl_core::records::{CallFailure, FailureKind};
+use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Why there is no answer.
@@ -55,9 +57,102 @@ pub async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>,
     (answers.into_iter().map(|(_, answer)| answer).collect(), started.elapsed().as_secs_f64())
 }
 
+/// Above so many answers the memo starts afresh, so that a long run does not fill the memory.
+const MOST_ANSWERS: usize = 100_000;
+
+/// A question about one rewrite of one query.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Question<'a> {
+    /// The query.
+    pub query: &'a QueryRow,
+    /// Who asks, and what was said before.
+    pub context: &'a Context,
+    /// The rewrite.
+    pub rewrite: &'a str,
+    /// The rewrite that it is compared with, where the question is which is better.
+    pub against: Option<&'a str>,
+}
+
+type Key = (String, String, Option<String>);
+
+impl Question<'_> {
+    fn key(&self) -> Key {
+        (self.query.id.clone(), self.rewrite.to_owned(), self.against.map(str::to_owned))
+    }
+}
+
+/// Successful answers. Failures are not kept: the next time is asked again.
+#[derive(Debug)]
+pub struct Memo<T> {
+    known: Mutex<HashMap<Key, T>>,
+}
+
+impl<T> Default for Memo<T> {
+    fn default() -> Self {
+        Self { known: Mutex::default() }
+    }
+}
+
+/// Some questions, as far as they have answers.
+#[derive(Debug)]
+pub struct LookedUp<'a, T> {
+    slots: Vec<Slot<T>>,
+    /// Those that are to be asked, each once.
+    pub new: Vec<Question<'a>>,
+}
+
+#[derive(Debug)]
+enum Slot<T> {
+    Known(T),
+    /// Place in the new questions.
+    New(usize),
+}
+
+impl<T: Clone> Memo<T> {
+    /// Which of `questions` are answered already.
+    pub fn look_up<'a>(&self, questions: &[Question<'a>]) -> LookedUp<'a, T> {
+        let mut known = self.known();
+        if known.len() > MOST_ANSWERS {
+            known.clear();
+        }
+        let (mut new, mut place) = (Vec::new(), HashMap::new());
+        let slot = |question: &Question<'a>| {
+            let key = question.key();
+            if let Some(answer) = known.get(&key) {
+                return Slot::Known(answer.clone());
+            }
+            Slot::New(*place.entry(key).or_insert_with(|| {
+                new.push(question.clone());
+                new.len() - 1
+            }))
+        };
+        let slots = questions.iter().map(slot).collect();
+        LookedUp { slots, new }
+    }
+
+    /// One answer per question that was looked up, in order, out of those to the new ones; keeps what succeeded.
+    pub fn complete<F: Clone>(&self, looked_up: LookedUp<'_, T>, answers: Vec<Result<T, F>>) -> Vec<Result<T, F>> {
+        let LookedUp { slots, new } = looked_up;
+        let succeeded =
+            new.iter().zip(&answers).filter_map(|(question, answer)| Some((question.key(), answer.as_ref().ok()?)));
+        self.known().extend(succeeded.map(|(key, answer)| (key, answer.clone())));
+        let answer = |slot| match slot {
+            Slot::Known(answer) => Ok(answer),
+            Slot::New(place) => answers[place].clone(),
+        };
+        slots.into_iter().map(answer).collect()
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<Key, T>> {
+        self.known.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::environment::testing::query;
 
     /// The first call ends after all the others, though only two are under way at once.
     #[tokio::test]
@@ -76,5 +171,34 @@ mod tests {
         let calls = all((0..11).map(call).collect(), 2);
         let (answers, _) = tokio::time::timeout(Duration::from_secs(30), calls).await.expect("the others went by");
         assert_eq!(answers, (0..11).collect::<Vec<_>>());
+    }
+
+    fn answers_of(questions: &[Question<'_>]) -> Vec<Result<usize, &'static str>> {
+        let answer = |question: &Question<'_>| match question.rewrite {
+            "down" => Err("late"),
+            rewrite => Ok(rewrite.len()),
+        };
+        questions.iter().map(answer).collect()
+    }
+
+    #[test]
+    fn each_question_is_asked_once_and_failures_again() {
+        let (memo, row, context) = (Memo::default(), query("a"), Context::default());
+        let questions = ["one", "down", "one", "three"].map(|rewrite| Question {
+            query: &row,
+            context: &context,
+            rewrite,
+            against: None,
+        });
+        let asked = |looked_up: &LookedUp<'_, usize>| -> Vec<String> {
+            looked_up.new.iter().map(|question| question.rewrite.to_owned()).collect()
+        };
+        let first = memo.look_up(&questions);
+        assert_eq!(asked(&first), ["one", "down", "three"]);
+        let new = answers_of(&first.new);
+        assert_eq!(memo.complete(first, new), [Ok(3), Err("late"), Ok(3), Ok(5)]);
+        let second = memo.look_up(&questions);
+        assert_eq!(asked(&second), ["down"]);
+        assert_eq!(memo.complete(second, vec![Ok::<_, &str>(9)]), [Ok(3), Ok(9), Ok(3), Ok(5)]);
     }
 }

@@ -1,12 +1,40 @@
-//! How a judge is asked and understood: a score for each rewrite, or a comparison of two; one attempt at repair where an answer
-//! cannot be read.
+//! Judging: which episodes are sampled, a score for each rewrite or a comparison of two, and one repair of an answer that cannot be parsed.
+//!
+//! Judges prefer what they read first, or last. Which side of a comparison is first is drawn by seed, query and rewrites, so that the
+//! preference cancels over many requests, and the same request always has the same order.
 
-use super::calls::{self, Missed};
-use super::comparison::{Compared, Comparison, Pair};
-use super::memo::Question;
+use super::calls::{self, Missed, Question};
+use querl_core::fsx::digest_hex;
 use querl_core::ports::{Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts};
-use querl_core::records::{CallFailure, FailureKind, Judgement, Message};
+use querl_core::records::{CallFailure, Context, FailureKind, Judgement, Message};
+use serde_json::Value;
 use std::time::Duration;
+
+/// Which episodes are judged.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Judging {
+    /// Nobody judges.
+    None,
+    /// This share, chosen by a hash of the id.
+    Share(f64),
+}
+
+impl Judging {
+    /// True where the episode with this id is judged.
+    pub fn samples(self, id: &str) -> bool {
+        match self {
+            Self::None => false,
+            Self::Share(share) => position(id) < share,
+        }
+    }
+}
+
+/// Where `id` falls in 0 to 1: evenly over ids, the same on every machine.
+fn position(id: &str) -> f64 {
+    let digest = digest_hex(id.as_bytes());
+    let leading = u32::from_str_radix(&digest[..8], 16).expect("a digest is hexadecimal");
+    f64::from(leading) / (f64::from(u32::MAX) + 1.0)
+}
 
 /// What the judge is asked.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -124,4 +152,213 @@ impl Asking<'_> {
 fn repair(answer: String, problem: &str) -> Vec<Message> {
     let again = format!("上面的回答无法解析（{problem}）。请严格按照要求的格式重新回答，不要输出其他内容。");
     vec![Message { role: "assistant".into(), content: answer }, Message { role: "user".into(), content: again }]
+}
+
+/// A side's part of the score: of 5, since rewards expect 0 to 5.
+const BETTER: f64 = 5.0;
+const SAME: f64 = 2.5;
+
+/// How rewrites are compared.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Comparison {
+    /// What they are compared in.
+    pub dimensions: Vec<String>,
+    /// Draws who stands first.
+    pub seed: u64,
+}
+
+/// A query with two rewrites.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Pair<'a> {
+    /// Id of the query.
+    pub query_id: &'a str,
+    /// What the user typed.
+    pub query: &'a str,
+    /// Who asks, and what was said before.
+    pub context: &'a Context,
+    /// The policy's.
+    pub policy: &'a str,
+    /// The teacher's.
+    pub baseline: &'a str,
+}
+
+/// Which side is the first in the prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum First {
+    /// The policy's rewrite.
+    Policy,
+    /// The teacher's.
+    Baseline,
+}
+
+/// What a comparison says of the policy's rewrite and of the teacher's.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Compared {
+    /// Of the policy's.
+    pub policy: Judgement,
+    /// Of the teacher's.
+    pub baseline: Judgement,
+}
+
+impl Comparison {
+    /// Who stands first.
+    pub fn first(&self, pair: &Pair<'_>) -> First {
+        let drawn =
+            digest_hex(format!("{}\n{}\n{}\n{}", self.seed, pair.query_id, pair.policy, pair.baseline).as_bytes());
+        // The last digit's parity: as good as any bit.
+        if drawn.ends_with(['0', '2', '4', '6', '8', 'a', 'c', 'e']) { First::Policy } else { First::Baseline }
+    }
+
+    /// Two texts that are the same need no judge.
+    pub fn of_equals(&self) -> Compared {
+        let same = || Judgement::Scored { score: SAME, reason: "两个改写相同".into() };
+        Compared { policy: same(), baseline: same() }
+    }
+
+    /// The prompt.
+    pub fn messages(&self, pair: &Pair<'_>) -> Vec<Message> {
+        let (one, other) = match self.first(pair) {
+            First::Policy => (pair.policy, pair.baseline),
+            First::Baseline => (pair.baseline, pair.policy),
+        };
+        let fields: String = self.dimensions.iter().map(|dimension| format!("\"{dimension}\": \"...\", ")).collect();
+        let system = format!(
+            "你是Query改写评审专家。同一个用户查询有甲、乙两个改写，请逐个维度比较哪个更好：{}。\n\
+             每个维度只能回答「甲」「乙」「相同」「都差」之一：两者一样好答「相同」，两者都不合格答「都差」。\n\
+             只输出JSON：{{{fields}\"理由\": \"...\"}}",
+            self.dimensions.join("、"),
+        );
+        let mut user = format!("原始查询: {}\n", pair.query);
+        for (label, text) in [("用户画像", &pair.context.user_profile), ("历史摘要", &pair.context.history_summary)]
+        {
+            if !text.is_empty() {
+                user.push_str(&format!("{label}: {text}\n"));
+            }
+        }
+        user.push_str(&format!("甲: {one}\n乙: {other}"));
+        let message = |role: &str, content| Message { role: role.into(), content };
+        vec![message("system", system), message("user", user)]
+    }
+
+    /// What the judge said, by side.
+    ///
+    /// # Errors
+    /// A dimension has no answer, or one that is none of the four.
+    pub fn parse(&self, text: &str, first: First) -> Result<Compared, String> {
+        let answer = object_in(text).ok_or("no JSON object in the answer")?;
+        let (mut one, mut other) = (0.0, 0.0);
+        for dimension in &self.dimensions {
+            let word = answer.get(dimension).and_then(Value::as_str);
+            let word = word.ok_or_else(|| format!("the answer says nothing of `{dimension}`"))?;
+            let (of_one, of_other) =
+                points(word).ok_or_else(|| format!("`{dimension}` is `{word}`; expected 甲, 乙, 相同 or 都差"))?;
+            one += of_one;
+            other += of_other;
+        }
+        let n = self.dimensions.len() as f64;
+        let reason = answer.get("理由").and_then(Value::as_str).unwrap_or_default();
+        let scored = |sum: f64| Judgement::Scored { score: sum / n, reason: reason.to_owned() };
+        let (one, other) = (scored(one), scored(other));
+        Ok(match first {
+            First::Policy => Compared { policy: one, baseline: other },
+            First::Baseline => Compared { policy: other, baseline: one },
+        })
+    }
+}
+
+/// The object that stands in a text, with or without words or a fence around it.
+fn object_in(text: &str) -> Option<Value> {
+    let (start, end) = (text.find('{')?, text.rfind('}')?);
+    serde_json::from_str(text.get(start..=end)?).ok()
+}
+
+/// Points of the first and of the second.
+fn points(word: &str) -> Option<(f64, f64)> {
+    let word = word.trim().trim_matches(['「', '」', '"', '。']).to_lowercase();
+    match word.as_str() {
+        "甲" | "a" | "甲更好" => Some((BETTER, 0.0)),
+        "乙" | "b" | "乙更好" => Some((0.0, BETTER)),
+        "相同" | "一样" | "same" | "tie" => Some((SAME, SAME)),
+        "都差" | "都不好" | "both_bad" | "both bad" => Some((0.0, 0.0)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn share_of_episodes_is_judged_and_always_the_same() {
+        let sampled = |share| (0..2000).filter(|n| Judging::Share(share).samples(&format!("step-1/{n}/0"))).count();
+        assert_eq!(sampled(0.3), sampled(0.3));
+        assert!((540..660).contains(&sampled(0.3)), "{}", sampled(0.3));
+        assert_eq!((sampled(0.0), sampled(1.0)), (0, 2000));
+    }
+
+    fn comparison() -> Comparison {
+        Comparison { dimensions: vec!["意图准确".into(), "便于检索".into()], seed: 42 }
+    }
+
+    fn pair<'a>(context: &'a Context, policy: &'a str) -> Pair<'a> {
+        Pair { query_id: "q", query: "怎么吃", context, policy, baseline: "鱼油 用法" }
+    }
+
+    fn scores(compared: &Compared) -> (f64, f64) {
+        (compared.policy.score().unwrap(), compared.baseline.score().unwrap())
+    }
+
+    #[test]
+    fn points_go_to_the_side_that_the_judge_meant() {
+        let text = "好的：```json\n{\"意图准确\": \"甲\", \"便于检索\": \"相同\", \"理由\": \"更全\"}\n```";
+        let of = |first| scores(&comparison().parse(text, first).unwrap());
+        assert_eq!((of(First::Policy), of(First::Baseline)), ((3.75, 1.25), (1.25, 3.75)));
+        let text = "{\"意图准确\": \"都差\", \"便于检索\": \"「乙」\"}";
+        assert_eq!(scores(&comparison().parse(text, First::Policy).unwrap()), (0.0, 2.5));
+    }
+
+    #[test]
+    fn missing_or_odd_answers_are_named() {
+        let said = |text: &str| comparison().parse(text, First::Policy).unwrap_err();
+        assert_eq!(said("甲更好"), "no JSON object in the answer");
+        assert_eq!(said("{\"意图准确\": \"甲\"}"), "the answer says nothing of `便于检索`");
+        let odd = said("{\"意图准确\": \"也许\", \"便于检索\": \"甲\"}");
+        assert_eq!(odd, "`意图准确` is `也许`; expected 甲, 乙, 相同 or 都差");
+    }
+
+    #[test]
+    fn each_side_stands_first_in_about_half_of_the_questions_and_always_in_the_same() {
+        let (comparison, context) = (comparison(), Context::default());
+        let rewrites: Vec<String> = (0..1000).map(|n| format!("改写 {n}")).collect();
+        let n_first = |comparison: &Comparison| {
+            rewrites.iter().filter(|text| comparison.first(&pair(&context, text)) == First::Policy).count()
+        };
+        assert!((430..570).contains(&n_first(&comparison)), "{}", n_first(&comparison));
+        let reseeded = Comparison { seed: 43, ..comparison.clone() };
+        assert!(
+            rewrites
+                .iter()
+                .any(|text| reseeded.first(&pair(&context, text)) != comparison.first(&pair(&context, text)))
+        );
+        let pair = pair(&context, "鱼油 怎么服用");
+        let user = &comparison.messages(&pair)[1].content;
+        let stands_first = user.contains("甲: 鱼油 怎么服用");
+        assert_eq!(stands_first, comparison.first(&pair) == First::Policy);
+    }
+
+    /// A judge that always prefers what it reads first is worth nothing, and moves nothing.
+    #[test]
+    fn preference_for_a_place_cancels() {
+        let (comparison, context) = (comparison(), Context::default());
+        let answer = "{\"意图准确\": \"甲\", \"便于检索\": \"甲\"}";
+        let difference = |n: usize| {
+            let policy = format!("改写 {n}");
+            let first = comparison.first(&pair(&context, &policy));
+            let (own, teachers) = scores(&comparison.parse(answer, first).unwrap());
+            own - teachers
+        };
+        let mean = (0..2000).map(difference).sum::<f64>() / 2000.0;
+        assert!(mean.abs() < 0.4, "{mean}");
+    }
 }

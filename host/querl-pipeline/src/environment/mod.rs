@@ -5,25 +5,15 @@
 //! policy's own: it is scored as a rewrite that finds nothing. Dropping it instead would let a policy that stands to lose
 //! escape by writing garbage.
 
-mod baseline;
 mod calls;
-mod comparison;
-mod episode_log;
 mod judging;
-mod memo;
 mod rewards;
-mod sampling;
 mod scorer;
-mod styles;
 #[cfg(test)]
-pub mod testing;
+pub(crate) mod testing;
 mod training;
 
-pub use baseline::{Baseline, Baselines};
-pub use comparison::Comparison;
-pub use episode_log::EpisodeLog;
-pub use judging::JudgingForm;
-pub use rewards::WeightedReward;
-pub use sampling::Judging;
-pub use scorer::{DEADLINE_CODE, ScoreRequest, Scored, Scorer, Services, Written};
-pub use training::{Phase, TrainingEnvironment};
+pub(crate) use judging::{Comparison, Judging, JudgingForm};
+pub(crate) use rewards::WeightedReward;
+pub(crate) use scorer::{Baseline, Baselines, DEADLINE_CODE, ScoreRequest, Scored, Scorer, Services, Written};
+pub(crate) use training::{EpisodeLog, Phase, TrainingEnvironment};

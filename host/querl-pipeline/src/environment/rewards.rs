@@ -1,7 +1,8 @@
-//! Several reward plugins make one score.
+//! Reward plugins: the weighted sum of several, and the style distributions that they read.
 
-use querl_core::ports::{PluginFault, RewardModel};
-use querl_core::records::{Episode, Rejection, Reward, RewardComponent};
+use querl_core::ports::{PluginFault, RewardModel, StyleModel};
+use querl_core::records::{Episode, Message, Rejection, Reward, RewardComponent};
+use querl_style::turns_of_side;
 use std::sync::Arc;
 
 /// One reward plugin and its weight in the sum.
@@ -53,11 +54,46 @@ fn add(
     Ok(sum)
 }
 
+/// The code of an episode whose style the model gave no answer about.
+const FAILED_CODE: &str = "style_model_failed";
+
+/// Puts the distributions of both sides into episodes, of all that is not blank in one go. For each episode why it cannot be scored, where
+/// the model failed.
+pub(super) fn add_styles(model: &dyn StyleModel, episodes: &mut [Episode]) -> Vec<Option<Rejection>> {
+    let mut dialogues: Vec<Vec<Message>> = Vec::new();
+    let mut places: Vec<[Option<usize>; 2]> = Vec::new();
+    for episode in episodes.iter() {
+        places.push([&episode.policy, &episode.baseline].map(|candidate| {
+            let is_there = !candidate.rewrite.trim().is_empty();
+            is_there.then(|| {
+                dialogues.push(turns_of_side(episode, candidate));
+                dialogues.len() - 1
+            })
+        }));
+    }
+    let said = model.classify_all(&dialogues);
+    let mut rejections = vec![None; episodes.len()];
+    for ((episode, places), rejection) in episodes.iter_mut().zip(places).zip(&mut rejections) {
+        for (candidate, place) in [&mut episode.policy, &mut episode.baseline].into_iter().zip(places) {
+            match place.map(|place| &said[place]) {
+                Some(Ok(style)) => candidate.style = Some(style.clone()),
+                Some(Err(failure)) => {
+                    *rejection = Some(Rejection { code: FAILED_CODE.into(), detail: failure.to_string() });
+                }
+                None => {}
+            }
+        }
+    }
+    rejections
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Shop, ShopReward, query, request, rewritten};
     use super::*;
+    use querl_core::records::{CallFailure, Candidate, FailureKind, StyleProbability};
+    use std::sync::Mutex;
 
     fn episode() -> Episode {
         let (shop, row) = (Shop::default(), query("a"));
@@ -81,5 +117,77 @@ mod tests {
         assert!((reward.total - 1.05).abs() < 1e-12, "{reward:?}");
         let names: Vec<_> = reward.components.iter().map(|part| part.name.as_str()).collect();
         assert_eq!(names, ["a/top1", "a/total", "b/top1", "b/total"]);
+    }
+
+    /// The share of an answer's first character among the answer's; what begins with `x` fails. It keeps what it was asked.
+    #[derive(Default)]
+    struct ByFirst(Mutex<Vec<(String, String)>>);
+
+    impl StyleModel for ByFirst {
+        fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
+            let [question, answer] = turns else { panic!("{turns:?}") };
+            assert_eq!((question.role.as_str(), answer.role.as_str()), ("user", "assistant"));
+            self.0.lock().unwrap().push((question.content.clone(), answer.content.clone()));
+            let first = answer.content.chars().next().unwrap();
+            if first == 'x' {
+                return Err(CallFailure { kind: FailureKind::ServerError, message: "no such answer".into() });
+            }
+            let n_all = answer.content.chars().count() as f64;
+            let probability = answer.content.chars().filter(|char| *char == first).count() as f64 / n_all;
+            Ok(vec![StyleProbability { label: first.to_string(), probability }])
+        }
+    }
+
+    fn episode_of(policy: &str, baseline: &str) -> Episode {
+        let row = query("a");
+        let request = request(&row, policy, rewritten(baseline));
+        Episode {
+            id: request.id.clone(),
+            query: row.original_query.clone(),
+            context: Default::default(),
+            gold_ids: Vec::new(),
+            policy: Candidate::found_nothing(policy.into()),
+            baseline: Candidate::found_nothing(baseline.into()),
+        }
+    }
+
+    fn style(candidate: &Candidate) -> Option<(String, f64)> {
+        let [class] = candidate.style.as_ref()?.as_slice() else { panic!("{candidate:?}") };
+        Some((class.label.clone(), class.probability))
+    }
+
+    /// Keeps away: the distribution of one side, or of the first episode, in the place of another's.
+    #[test]
+    fn each_side_of_each_episode_has_its_own_distribution() {
+        let (model, mut episodes) =
+            (ByFirst::default(), [episode_of("aa", "abbb"), episode_of("bc", "ddd"), episode_of("eff", "ggh")]);
+        assert_eq!(add_styles(&model, &mut episodes), [None, None, None]);
+        let found: Vec<_> = episodes.iter().map(|one| (style(&one.policy), style(&one.baseline))).collect();
+        let of = |label: &str, probability| Some((label.to_owned(), probability));
+        let thirds = 2.0 / 3.0;
+        assert_eq!(found[0], (of("a", 1.0), of("a", 0.25)));
+        assert_eq!(found[1], (of("b", 0.5), of("d", 1.0)));
+        assert_eq!(found[2], (of("e", 1.0 / 3.0), of("g", thirds)));
+        assert!(model.0.lock().unwrap().iter().all(|(question, _)| *question == episodes[0].query));
+    }
+
+    #[test]
+    fn a_blank_side_is_not_asked_about_and_has_no_style() {
+        let (model, mut episodes) = (ByFirst::default(), [episode_of(" \n", "bb"), episode_of("cc", "dd")]);
+        assert_eq!(add_styles(&model, &mut episodes), [None, None]);
+        assert_eq!((style(&episodes[0].policy), style(&episodes[0].baseline)), (None, Some(("b".into(), 1.0))));
+        assert_eq!(style(&episodes[1].policy), Some(("c".into(), 1.0)));
+        assert_eq!(model.0.lock().unwrap().len(), 3);
+    }
+
+    #[test]
+    fn an_episode_of_which_a_side_failed_is_rejected_and_the_others_are_not() {
+        let (model, mut episodes) =
+            (ByFirst::default(), [episode_of("aa", "xb"), episode_of("cc", "dd"), episode_of("x", "ee")]);
+        let rejections = add_styles(&model, &mut episodes);
+        let codes: Vec<_> = rejections.iter().map(|one| one.as_ref().map(|one| one.code.as_str())).collect();
+        assert_eq!(codes, [Some("style_model_failed"), None, Some("style_model_failed")]);
+        assert!(rejections[0].as_ref().unwrap().detail.contains("no such answer"));
+        assert_eq!(style(&episodes[0].policy), Some(("a".into(), 1.0)));
     }
 }

@@ -1,19 +1,67 @@
 //! From rewrites to scored episodes: retrieval, judge, reward plugins. Shared by training and evaluation.
 
-use super::baseline::Baseline;
-use super::calls::{self, Missed};
+use super::calls::{self, Memo, Missed, Question};
 use super::judging::{Asking, JudgingForm, Said};
-use super::memo::{Memo, Question};
 use super::rewards::{self, WeightedReward};
-use super::styles;
 use querl_core::ports::{
     CallTimings, EnvironmentError, Judge, PluginFault, Prompts, RetrievalRequest, Retriever, StyleModel,
 };
 use querl_core::records::{
-    CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward,
+    CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward, ValidatedRecord,
 };
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// The teacher's side for one query.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Baseline {
+    /// The teacher answered.
+    Rewritten {
+        /// Its rewrite.
+        rewrite: String,
+        /// What retrieval found with it earlier; `None` where that failed: it is asked again.
+        hits: Option<Vec<Hit>>,
+        /// Price of the rewrite; `None` where unknown.
+        cost: Option<f64>,
+        /// Time it took in milliseconds; `None` where unknown.
+        latency_ms: Option<f64>,
+    },
+    /// The teacher gave no answer.
+    Missing(CallFailure),
+}
+
+/// The teacher's side by query id.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Baselines(HashMap<String, Baseline>);
+
+impl Baselines {
+    /// From what the validate stage left. A rewrite that the filters dropped later is still what the teacher wrote.
+    pub fn new(records: Vec<ValidatedRecord>) -> Self {
+        let by_id = records.into_iter().map(|record| {
+            let id = record.rewritten.query.id.clone();
+            let baseline = match record.rewritten.rewrite {
+                Err(failure) => Baseline::Missing(failure),
+                Ok(completion) => Baseline::Rewritten {
+                    rewrite: completion.text,
+                    hits: record.retrieval.and_then(Result::ok),
+                    cost: completion.cost,
+                    latency_ms: completion.latency_ms,
+                },
+            };
+            (id, baseline)
+        });
+        Self(by_id.collect())
+    }
+
+    /// The teacher's side for one query.
+    pub fn of(&self, query_id: &str) -> Baseline {
+        self.0.get(query_id).cloned().unwrap_or_else(|| {
+            let message = "the teacher was never asked about this query".into();
+            Baseline::Missing(CallFailure { kind: FailureKind::NotRecorded, message })
+        })
+    }
+}
 
 /// The code of an episode whose calls took longer than they may.
 pub const DEADLINE_CODE: &str = "deadline";
@@ -114,7 +162,7 @@ impl Scorer {
         let late = self.ask(requests, &mut episodes, &mut timings)?;
         let started = Instant::now();
         let unclassified = match &self.services.style {
-            Some(model) => styles::add(model.as_ref(), &mut episodes),
+            Some(model) => rewards::add_styles(model.as_ref(), &mut episodes),
             None => vec![None; episodes.len()],
         };
         let scored = self.reward(requests, episodes, &late, unclassified)?;
@@ -338,7 +386,7 @@ fn rejection_of(request: &ScoreRequest<'_>, episode: &Episode, late: Option<&Cal
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::comparison::Comparison;
+    use super::super::judging::Comparison;
     use super::super::testing::{Shop, query, request, rewritten};
     use super::*;
 

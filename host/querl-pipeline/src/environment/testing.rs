@@ -1,9 +1,8 @@
 //! A small world for tests: a shop whose retrieval, judge and reward are known by heart.
 
-use super::baseline::Baseline;
 use super::judging::JudgingForm;
 use super::rewards::WeightedReward;
-use super::scorer::{ScoreRequest, Scorer, Services, Written};
+use super::scorer::{Baseline, ScoreRequest, Scorer, Services, Written};
 use async_trait::async_trait;
 use querl_core::ports::{
     Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RetrievalRequest, Retriever,

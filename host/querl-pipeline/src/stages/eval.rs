@@ -1,7 +1,6 @@
 //! Stage 6: every system on the test split, all judged. The figures are made from its records by [`crate::report`].
 
-use super::dependencies;
-use super::stage::{Done, Stage, remove};
+use super::stage::{self, Done, Stage, remove};
 use crate::environment::{Baselines, Scorer};
 use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
@@ -32,8 +31,8 @@ impl Stage for Eval {
         add_decoding(&mut inputs, &run.config);
         inputs.text("model.dtype", run.config.model.dtype.name());
         inputs.model(&run.config.model.path)?;
-        dependencies::add_scoring(&mut inputs, run)?;
-        dependencies::add_audit(&mut inputs, run)?;
+        stage::add_scoring(&mut inputs, run)?;
+        stage::add_audit(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.made_by(ledger, StageName::Convert, &run.dir.split(Split::Test))?;
         for (system, folder) in trained(&run.config, &run.dir) {

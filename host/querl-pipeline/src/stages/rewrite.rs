@@ -1,20 +1,24 @@
-//! Stage 1: the teacher rewrites each query.
+//! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process.
 
 use super::stage::{Done, Stage, make_tables, remove, remove_tables};
-use super::{dependencies, leaks, local_teacher};
-use crate::interrupt;
+use super::{leaks, stage};
+use crate::failure::Stop;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
-use querl_core::config::TeacherKind;
+use crate::{interrupt, training};
+use anyhow::Context;
+use querl_core::config::{ModelConfig, RlConfig, TeacherConfig, TeacherKind};
 use querl_core::ports::Progress;
-use querl_core::records::{FailureKind, QueryRow, RewriteRecord};
+use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    BatchTeacher, Findings, Journal, NewPrompts, QueryTable, StageResults, open_fallback, open_queries, open_teacher,
-    refuse_open_batches, rewrite, rewrite_in_batch, table_path,
+    BatchTeacher, Findings, Journal, LocalRewriteCollector, LocalRewriteStage, NewPrompts, QueryTable, StageResults,
+    open_fallback, open_queries, open_teacher, refuse_open_batches, rewrite, rewrite_in_batch, table_path,
 };
+use querl_model::{DecoderConfig, TextTokenizer};
+use querl_train::job::{GenerateJob, GeneratedResponse};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// As the ledger calls the input.
 const QUERY_TABLE: &str = "query table";
@@ -31,7 +35,7 @@ impl Stage for Rewrite {
         let mut inputs = Inputs::default();
         inputs.section("data", &run.config.data, &["input", "split", "split_seed", "leak_similarity", "on_leak"])?;
         inputs.file(QUERY_TABLE, &run.config.data.input)?;
-        dependencies::add_teacher(&mut inputs, run)?;
+        stage::add_teacher(&mut inputs, run)?;
         run.plugins.add_prompts(&mut inputs);
         Ok(inputs)
     }
@@ -45,7 +49,7 @@ impl Stage for Rewrite {
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         open_queries(&run.config.data)?;
         if run.config.teacher.kind == TeacherKind::Local {
-            local_teacher::check(run)?;
+            check_local_teacher(run)?;
             open_fallback(&run.config.fallback_teacher, &run.outside)?;
         } else {
             open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
@@ -103,7 +107,7 @@ fn ask<'a>(
 ) -> anyhow::Result<(StageResults<'a, QueryRow, RewriteRecord>, String)> {
     let (config, prompts) = (&run.config.teacher, run.plugins.prompts.as_ref());
     if config.kind == TeacherKind::Local {
-        return Ok((local_teacher::rewrite(run, table, journal, progress)?, local_teacher::name(config)));
+        return Ok((rewrite_locally(run, table, journal, progress)?, local_teacher_name(config)));
     }
     let outside = run.outside.clone().until(interrupt::flag());
     let teacher = open_teacher(config, &run.config.fallback_teacher, &outside)?;
@@ -182,5 +186,140 @@ impl Tally {
         facts.add("price", self.cost);
         // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.
         Done { facts, n_failed: n_failed - self.n_not_recorded }
+    }
+}
+
+/// Rows that are handed over at once: the model is loaded once for them, and their prompts are in memory.
+const N_ROWS_A_PORTION: usize = 4096;
+/// Answers between two safe points.
+const N_ROWS_AT_ONCE: usize = 16;
+
+/// How reports name it: by its folder.
+fn local_teacher_name(config: &TeacherConfig) -> String {
+    let path = config.adapter_path.as_ref().or(config.model_path.as_ref());
+    let name = path.and_then(|path| path.file_name()).unwrap_or_default();
+    format!("{} (local)", name.to_string_lossy())
+}
+
+/// Whether the model's folder can be used.
+///
+/// # Errors
+/// A file is missing or damaged, the architecture is not supported, or a card cannot have its heads answer.
+fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
+    let path = model_folder(run)?;
+    TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
+    querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
+    Ok(run.executor.check_answers_of("teacher.model_path", path)?)
+}
+
+fn model_folder(run: &Run) -> anyhow::Result<&Path> {
+    let missing = || Stop::usage("teacher.model_path is not set; a teacher of kind `local` needs a model");
+    Ok(run.config.teacher.model_path.as_deref().ok_or_else(missing)?)
+}
+
+/// Asks the model for a rewrite of each row.
+///
+/// # Errors
+/// The model cannot compute, none of its answers can be read, the user said stop, or a file cannot be written.
+fn rewrite_locally<'a>(
+    run: &'a Run,
+    table: &'a QueryTable,
+    journal: Journal<RewriteRecord>,
+    progress: &'a dyn Progress,
+) -> anyhow::Result<StageResults<'a, QueryRow, RewriteRecord>> {
+    let config = &run.config.teacher;
+    let mut rewriting = LocalRewriteStage::begin(table, run.plugins.prompts.as_ref(), journal, progress)?;
+    let window = ContextWindow::of(run)?;
+    loop {
+        let (portion, answers) = rewriting.portion(N_ROWS_A_PORTION)?;
+        if portion.is_empty() {
+            break;
+        }
+        generate_portion(run, &window, portion, answers)?;
+    }
+    let fallback = open_fallback(&run.config.fallback_teacher, &run.outside)?;
+    let ending = rewriting.finish(local_teacher_name(config), fallback, run.config.fallback_teacher.max_concurrent);
+    interrupt::finish(&run.runtime, ending)
+}
+
+fn generate_portion(
+    run: &Run,
+    window: &ContextWindow,
+    portion: Vec<Vec<Message>>,
+    taken: &mut LocalRewriteCollector<'_>,
+) -> anyhow::Result<()> {
+    let config = &run.config.teacher;
+    // (place in the portion, tokens of the prompt)
+    let (mut places, mut prompts) = (Vec::new(), Vec::new());
+    for (place, messages) in portion.into_iter().enumerate() {
+        match window.tokens_of(&messages)? {
+            Ok(n_tokens) => {
+                places.push((place, n_tokens));
+                prompts.push(messages);
+            }
+            Err(failure) => taken.take(place, Err(failure))?,
+        }
+    }
+    if prompts.is_empty() {
+        return Ok(());
+    }
+    let max_new_tokens = config.max_tokens as usize;
+    let limits = RlConfig { max_new_tokens, min_new_tokens: 0, ..run.config.rl.clone() };
+    let model = ModelConfig { path: model_folder(run)?.to_owned(), ..run.config.model.clone() };
+    let adapter = config.adapter_path.clone();
+    let job = GenerateJob { model, adapter, prompts, n_beams: 1, limits, batch_size: N_ROWS_AT_ONCE };
+    let mut places = places.into_iter();
+    let mut take = |responses: Vec<GeneratedResponse>| -> anyhow::Result<()> {
+        for response in responses {
+            let (place, n_tokens) = places.next().context("more answers than prompts")?;
+            taken.take(place, completion(response, n_tokens))?;
+        }
+        Ok(interrupt::check()?)
+    };
+    training::generate(run, "teacher", &job, &mut take)
+}
+
+/// Half an answer is none: its last words may be the ones that matter.
+fn completion(response: GeneratedResponse, n_prompt_tokens: usize) -> Result<Completion, CallFailure> {
+    if response.truncated {
+        let message = "the answer was cut off; raise teacher.max_tokens".into();
+        return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
+    }
+    Ok(Completion {
+        text: response.text,
+        prompt_tokens: Some(n_prompt_tokens as u64),
+        completion_tokens: Some(u64::from(response.n_tokens)),
+        cost: Some(0.0),
+        latency_ms: response.latency_ms,
+        source: None,
+    })
+}
+
+/// How many tokens fit into the model.
+struct ContextWindow {
+    tokenizer: TextTokenizer,
+    n_positions: usize,
+    max_tokens: usize,
+}
+
+impl ContextWindow {
+    fn of(run: &Run) -> anyhow::Result<Self> {
+        let path = model_folder(run)?;
+        let n_positions = DecoderConfig::load(&path.join("config.json"))?.max_positions;
+        let max_tokens = run.config.teacher.max_tokens as usize;
+        Ok(Self { tokenizer: TextTokenizer::load(path)?, n_positions, max_tokens })
+    }
+
+    /// Of a prompt; a failure where it leaves no window for an answer.
+    fn tokens_of(&self, messages: &[Message]) -> anyhow::Result<Result<usize, CallFailure>> {
+        let n_tokens = self.tokenizer.encode_prompt(messages)?.len();
+        if n_tokens + self.max_tokens <= self.n_positions {
+            return Ok(Ok(n_tokens));
+        }
+        let message = format!(
+            "the prompt has {n_tokens} tokens; with teacher.max_tokens = {} they exceed the model's {} positions",
+            self.max_tokens, self.n_positions
+        );
+        Ok(Err(CallFailure { kind: FailureKind::Rejected, message }))
     }
 }

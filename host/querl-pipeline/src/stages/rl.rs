@@ -1,7 +1,7 @@
 //! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
 
-use super::stage::{Done, Stage, remove};
-use super::{dependencies, leaks, spending};
+use super::stage::{self, Done, Stage, remove};
+use super::{leaks, spending};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
 use crate::failure::ending;
 use crate::interrupt;
@@ -57,7 +57,7 @@ impl Stage for Rl {
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.section("sft", &run.config.sft, &OF_FINE_TUNING_ALONE)?;
         inputs.model(&run.config.model.path)?;
-        dependencies::add_scoring(&mut inputs, run)?;
+        stage::add_scoring(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Sft, &training::best(&run.dir.sft()))?;
         for split in [Split::Train, Split::Val] {
             inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;

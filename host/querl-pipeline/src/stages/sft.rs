@@ -5,10 +5,9 @@ use super::stage::{Done, Stage, remove};
 use crate::failure::{Stop, ending};
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
-use crate::lengths::{self, Limit, RowLength};
 use crate::metrics_log::{self, MetricsLog};
 use crate::run::Run;
-use crate::training::{self, memory};
+use crate::training::{self, RowLength, TokenLimit, memory};
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -91,7 +90,7 @@ fn job(
     let tokenizer = TextTokenizer::load(&config.model.path)?;
     let n_positions = DecoderConfig::load(&config.model.path.join("config.json"))?.max_positions;
     let (train, val) = (examples(train_rows, &tokenizer)?, examples(val_rows, &tokenizer)?);
-    let limits = [Limit::SftMaxLength(config.sft.max_length), Limit::Learned(n_positions)];
+    let limits = [TokenLimit::SftMaxLength(config.sft.max_length), TokenLimit::Learned(n_positions)];
     check_lengths(Split::Train, train_rows, &train, &limits)?;
     check_lengths(Split::Val, val_rows, &val, &limits)?;
     let longest_row = train.iter().chain(&val).map(Example::len).max().unwrap_or(0);
@@ -109,10 +108,10 @@ fn job(
 }
 
 /// Checks rows against `sft.max_length` and the model's positions.
-fn check_lengths(split: Split, rows: &[DatasetRow], examples: &[Example], limits: &[Limit]) -> Result<(), Stop> {
+fn check_lengths(split: Split, rows: &[DatasetRow], examples: &[Example], limits: &[TokenLimit]) -> Result<(), Stop> {
     let with_target = rows.iter().filter(|row| row.target().is_some());
     let lengths = examples.iter().map(|row| RowLength { prompt: row.prompt.len(), answer: row.response.len() });
-    lengths::check(split, with_target.zip(lengths), limits)
+    training::check_lengths(split, with_target.zip(lengths), limits)
 }
 
 /// Tokenised rows that have a target.

@@ -1,7 +1,6 @@
 //! Stage 2: what does retrieval find with each rewrite?
 
-use super::dependencies;
-use super::stage::{Done, Mean, Stage, make_tables, remove, remove_tables};
+use super::stage::{self, Done, Mean, Stage, make_tables, remove, remove_tables};
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
@@ -26,7 +25,7 @@ impl Stage for Validate {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        dependencies::add_retrieval(&mut inputs, run)?;
+        stage::add_retrieval(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Rewrite, &run.dir.rewrites())?;
         inputs.text(EXPORT, format!("{:?}", run.config.data.export));
         Ok(inputs)

@@ -1,11 +1,13 @@
-//! `querl doctor`: what this machine offers, in sentences.
-
-mod cards;
+//! `querl doctor`: devices, toolchain and caches of this machine.
 
 use crate::args::Format;
 use clap::Args;
 use querl_core::config::PluginLimits;
-use querl_pipeline::plugins::host;
+use querl_pipeline::device::{
+    self, DeviceUnavailable, Driver, Gpu, OpenedLibrary, Probe, capability_name, check_fit, version_name,
+};
+use querl_pipeline::plugins::open_host;
+use querl_train::job::interface::Description;
 use serde::Serialize;
 use std::io::Write;
 use std::process::Command;
@@ -27,7 +29,7 @@ struct Finding {
 
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     let findings: Vec<Finding> =
-        [version(), cores()].into_iter().chain(cards::findings()).chain([cargo(), wasm_target(), plugins()]).collect();
+        [version(), cores()].into_iter().chain(gpu_findings()).chain([cargo(), wasm_target(), plugin_host()]).collect();
     let mut stdout = std::io::stdout().lock();
     if args.format.json {
         serde_json::to_writer_pretty(&mut stdout, &findings)?;
@@ -76,8 +78,8 @@ fn wasm_target() -> Finding {
     Finding { name: "wasm", ok, sentence }
 }
 
-fn plugins() -> Finding {
-    let (ok, sentence) = match host::open(&PluginLimits::default(), &[]) {
+fn plugin_host() -> Finding {
+    let (ok, sentence) = match open_host(&PluginLimits::default(), &[]) {
         Ok(_) => (true, "the plugin host starts; compiled plugins are kept in $QUERL_CACHE_DIR, else $XDG_CACHE_HOME/querl, else ~/.cache/querl".into()),
         Err(error) => (false, error.to_string()),
     };
@@ -87,4 +89,97 @@ fn plugins() -> Finding {
 fn first_line(program: &str, args: &[&str]) -> Option<String> {
     let output = Command::new(program).args(args).output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8_lossy(&output.stdout).lines().next()?.to_owned())
+}
+
+/// In this order: the driver, each card, the library, what several cards sum with, and what follows.
+fn gpu_findings() -> Vec<Finding> {
+    let driver = Probe::open().driver();
+    let library = device::open_library();
+    let mut findings = vec![of_driver(driver.as_ref())];
+    findings.extend(driver.iter().flat_map(|driver| (0..driver.gpus.len()).map(|index| of_card(driver, index))));
+    findings.push(of_library(library.as_ref()));
+    findings.extend(driver.iter().filter(|driver| driver.gpus.len() > 1).map(|_| of_nccl(device::nccl())));
+    findings.push(conclusion(driver.as_ref(), library.as_ref()));
+    findings
+}
+
+fn of_driver(driver: Result<&Driver, &DeviceUnavailable>) -> Finding {
+    match driver {
+        Ok(driver) => {
+            let (version, n_cards) = (version_name(driver.cuda), driver.gpus.len());
+            finding("driver", true, format!("the CUDA driver supports CUDA {version} and sees {n_cards} card(s)"))
+        }
+        Err(missing) => finding("driver", false, missing.to_string()),
+    }
+}
+
+fn of_card(driver: &Driver, index: usize) -> Finding {
+    let Gpu { name, memory_bytes, capability } = &driver.gpus[index];
+    let free = match driver.free_bytes(index) {
+        Ok(free) => format!("{:.1} GiB of them free", gibibytes(free)),
+        Err(error) => format!("how many are free is not known: {error}"),
+    };
+    let total = gibibytes(*memory_bytes);
+    let capability = capability_name(*capability);
+    let sentence = format!("cuda:{index} is {name}, compute capability {capability}, {total:.1} GiB of memory, {free}");
+    finding("card", true, sentence)
+}
+
+fn gibibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+fn of_library(library: Result<&OpenedLibrary, &DeviceUnavailable>) -> Finding {
+    let OpenedLibrary { library, path } = match library {
+        Ok(found) => found,
+        Err(missing) => return finding("library", false, missing.to_string()),
+    };
+    let Description { version, cuda, capabilities } = library.description();
+    let built = match cuda {
+        Some(cuda) => {
+            let names: Vec<String> = capabilities.iter().map(|capability| capability_name(*capability)).collect();
+            format!("built with CUDA {} for compute capabilities {}", version_name(*cuda), names.join(", "))
+        }
+        None => "built without CUDA, so that the CPU is its only device".into(),
+    };
+    finding("library", cuda.is_some(), format!("{} is of querl {version}, {built}", path.display()))
+}
+
+fn of_nccl(version: Result<String, DeviceUnavailable>) -> Finding {
+    match version {
+        Ok(version) => {
+            let sentence = format!("NCCL {version} is found: device = \"cuda:0,1\" shares the work of two cards");
+            finding("nccl", true, sentence)
+        }
+        Err(missing) => finding("nccl", false, format!("several cards cannot share work: {missing}")),
+    }
+}
+
+fn conclusion(
+    driver: Result<&Driver, &DeviceUnavailable>,
+    library: Result<&OpenedLibrary, &DeviceUnavailable>,
+) -> Finding {
+    let usable = match (driver, library) {
+        (Ok(driver), Ok(found)) => usable(driver, found),
+        (Err(_), Err(_)) => Err("the driver and the library cannot be used".into()),
+        (Err(_), Ok(_)) => Err("the driver cannot be used".into()),
+        (Ok(_), Err(_)) => Err("the library cannot be used".into()),
+    };
+    match usable {
+        Ok(index) => finding("cuda", true, format!("device = \"auto\" takes cuda:{index}")),
+        Err(reason) => {
+            let sentence = format!("{reason}: device = \"cuda:N\" is refused, and device = \"auto\" takes the CPU");
+            finding("cuda", false, sentence)
+        }
+    }
+}
+
+/// `auto` takes the first card, or none.
+fn usable(driver: &Driver, found: &OpenedLibrary) -> Result<usize, String> {
+    let first = driver.gpus.first().ok_or("there is no card")?;
+    check_fit(driver.cuda, first, found.library.description()).map(|()| 0).map_err(|missing| missing.to_string())
+}
+
+fn finding(name: &'static str, ok: bool, sentence: String) -> Finding {
+    Finding { name, ok, sentence }
 }

@@ -1,20 +1,22 @@
-//! `querl run` and the commands of single stages.
+//! `querl run`, the commands of single stages, and `querl report`.
 
 use crate::args::{ConfigArgs, Format, stage_name};
 use crate::terminal::{self, Terminal};
 use anyhow::Context;
 use clap::Args;
+use querl_core::config::load_resolved;
+use querl_core::dir_lock::DirLock;
+use querl_core::run_dir::RunDir;
 use querl_pipeline::estimate::{Printed, estimate};
 use querl_pipeline::failure::Stop;
-use querl_pipeline::ledger::Ledger;
-use querl_pipeline::ledger::StageName;
-use querl_pipeline::report;
-use querl_pipeline::report::names;
-use querl_pipeline::stages::funnel;
-use querl_pipeline::stages::runner::{Outcome, Window, run_stages, summary};
-use querl_pipeline::{pins::OnPluginChange, run::Run};
+use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::pins::OnPluginChange;
+use querl_pipeline::report::{self, Reported};
+use querl_pipeline::run::Run;
+use querl_pipeline::stages::{Outcome, Window, funnel, run_stages, summary};
 use serde_json::{Value, json};
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Options of `querl run`.
@@ -43,15 +45,15 @@ pub type StageArgs = RunArgs;
 
 /// Runs all stages that need it.
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
-    go(args, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
+    run_window(args, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
 }
 
 /// Runs one stage where it needs it; `--from` and `--to` widen the window.
 pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
-    go(args, args.from.map_or(name, |from| from.min(name)), args.to.map_or(name, |to| to.max(name)))
+    run_window(args, args.from.map_or(name, |from| from.min(name)), args.to.map_or(name, |to| to.max(name)))
 }
 
-fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
+fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
     if let Some(from) = args.from.filter(|from| *from > last) {
         let message = format!(
             "--from {from} comes after {last}, the last stage to run; choose an earlier --from or a later --to"
@@ -73,23 +75,25 @@ fn go(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
         run.outside = run.outside.with_fresh_retrievals();
     }
     let outcomes = run_stages(&run, window)?;
-    show(&run, &outcomes, args.format)?;
+    print_result(&run, &outcomes, args.format)?;
     if last == StageName::Eval {
-        terminal::say(&format!("report: {}", run.dir.report().display()));
+        terminal::print(&format!("report: {}", run.dir.report().display()));
     }
-    terminal::say(&format!("everything is in {}", run.dir.root().display()));
+    terminal::print(&format!("everything is in {}", run.dir.root().display()));
     Ok(())
 }
 
 /// The result on stdout: the table where systems were evaluated, else what the last stage found.
-fn show(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
+fn print_result(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Result<()> {
     let reported = match outcomes.last() {
-        Some(last) if last.stage == StageName::Eval => Some(report::write(&run.config, &run.dir, &names(&run.dir)?)?),
+        Some(last) if last.stage == StageName::Eval => {
+            Some(report::write(&run.config, &run.dir, &report::names(&run.dir)?)?)
+        }
         _ => None,
     };
     let mut stdout = std::io::stdout().lock();
     if format.json {
-        let stages: Vec<Value> = outcomes.iter().map(as_json).collect();
+        let stages: Vec<Value> = outcomes.iter().map(outcome_json).collect();
         let evaluation = reported.map(|reported| reported.evaluation);
         let result = json!({ "run_dir": run.dir.root(), "stages": stages, "funnel": funnel(run)?, "eval": evaluation });
         serde_json::to_writer_pretty(&mut stdout, &result)?;
@@ -106,11 +110,52 @@ fn funnel(run: &Run) -> anyhow::Result<Vec<funnel::Step>> {
     funnel::steps(&Ledger::open(&run.dir.stages())?, &run.dir)
 }
 
-fn as_json(outcome: &Outcome) -> Value {
+fn outcome_json(outcome: &Outcome) -> Value {
     json!({
         "stage": outcome.stage.as_str(),
         "status": if outcome.ran { "done" } else { "skipped" },
         "seconds": outcome.seconds,
         "facts": outcome.facts.to_json(),
     })
+}
+
+/// Options of `querl report`.
+#[derive(Debug, Args)]
+pub struct ReportArgs {
+    /// The run folder; several (other seeds of one experiment) are pooled query by query
+    #[arg(value_name = "DIR", required = true)]
+    dirs: Vec<PathBuf>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Writes `eval.json` and `report.html` of each folder again and prints the table, pooled where there are several.
+pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
+    let runs: Vec<RunDir> = args.dirs.iter().map(RunDir::new).collect();
+    let written = runs.iter().map(rewrite_report).collect::<anyhow::Result<Vec<_>>>()?;
+    if let [reported] = written.as_slice() {
+        return print_report(reported, args.format).context("stdout");
+    }
+    let pooled = report::pooled(&runs)?;
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        serde_json::to_writer_pretty(&mut stdout, &pooled.evaluation)?;
+        return writeln!(stdout).context("stdout");
+    }
+    stdout.write_all(pooled.table.as_bytes()).context("stdout")
+}
+
+fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
+    let config = load_resolved(&dir.config())?;
+    let _lock = DirLock::take(dir.root())?;
+    report::write(&config, dir, &report::names(dir)?)
+}
+
+fn print_report(reported: &Reported, format: Format) -> std::io::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    if format.json {
+        serde_json::to_writer_pretty(&mut stdout, &reported.evaluation)?;
+        return writeln!(stdout);
+    }
+    stdout.write_all(reported.table.as_bytes())
 }

@@ -1,22 +1,35 @@
-//! `querl serve WHAT`: a style model or knowledge bases over HTTP.
+//! `querl serve WHAT`: a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
-use super::rag;
-use super::style::{self, ServeOptions};
-use crate::terminal::report_new_form;
+use crate::args::usage;
+use crate::terminal::{self, report_new_form};
+use anyhow::Context;
 use clap::{Args, Subcommand};
-use querl_core::config::{Config, Overrides, StyleModelConfig, load, load_resolved};
+use querl_core::config::{
+    Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load, load_resolved,
+};
 use querl_core::run_dir::RunDir;
-use querl_pipeline::failure::Stop;
-use querl_style::ClassifierOptions;
+use querl_data::ServiceContext;
+use querl_eval::classification::calibrated;
+use querl_model::classifier::{Asker, BatchDone, BatchLimits, BatchWorker, Batcher, Classified, NotTaken};
+use querl_pipeline::interrupt;
+use querl_pipeline::retrieval::ModelShelf;
+use querl_serve::{
+    ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, ServeError, ServerLimits, StyleOptions,
+    StyleService, SubmitError, TextClassifier, bind, block_on, general_rag, serve, wait_until,
+};
+use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
+use std::io::Write;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
-/// Options of `querl serve`.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct ServeArgs {
     #[command(subcommand)]
     what: Option<ServeCommand>,
-    /// The form before there was something else to serve.
+    // `querl serve DIR`, from when a style model was all that could be served.
     #[command(flatten)]
     style: StyleArgs,
 }
@@ -26,10 +39,9 @@ enum ServeCommand {
     /// Serve a style model: /predict, /classify, /health, /ready, /metrics, /openapi.json
     Style(StyleArgs),
     /// Serve knowledge bases over the general_rag interface, each under the tenant and kb_name of its configuration
-    Rag(rag::ServeArgs),
+    Rag(RagArgs),
 }
 
-/// Options of `querl serve style`.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 struct StyleArgs {
@@ -42,7 +54,7 @@ struct StyleArgs {
     /// The model that an adapter was trained on [default: the run's]
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
-    /// Most tokens of a text; of longer ones question and answer are shortened [default: the run's, else 512]
+    /// Maximum tokens of a text; question and answer of longer ones are shortened [default: the run's, else 512]
     #[arg(long, visible_alias = "max-length", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_length: Option<u32>,
     /// Calibrate probabilities by the temperature that was fitted in training
@@ -52,38 +64,123 @@ struct StyleArgs {
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     threads: usize,
     #[command(flatten)]
-    options: ServeOptions,
+    options: StyleServerArgs,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct StyleServerArgs {
+    /// Where to listen; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
+    addr: SocketAddr,
+    /// The environment variable that holds the key that clients must send as `Authorization: Bearer KEY`
+    #[arg(long, visible_alias = "api-key-env", value_name = "NAME")]
+    api_key_env: Option<String>,
+    /// The model's name in answers [default: the folder's]
+    #[arg(long, visible_alias = "model-name", value_name = "NAME")]
+    model_name: Option<String>,
+    /// Maximum texts of a batch, which may be of several requests; 1 for no batching. Longer lists are split
+    #[arg(long, visible_alias = "max-batch", value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    max_batch: u32,
+    /// Maximum texts in the queue; further requests are answered with 429
+    #[arg(long, visible_alias = "max-waiting", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    max_waiting: u32,
+    /// Maximum texts of one request
+    #[arg(long, visible_alias = "max-texts", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    max_texts: u32,
+    /// Maximum size of a request's body
+    #[arg(long, visible_alias = "max-body-bytes", value_name = "BYTES", default_value_t = 1 << 20, value_parser = clap::value_parser!(u32).range(64..))]
+    max_body_bytes: u32,
+    /// Time limit of a response, time in the queue included; requests in progress at an interrupt have as long
+    #[arg(long, visible_alias = "timeout-s", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    timeout_s: u32,
+}
+
+#[derive(Debug, Args)]
+pub struct RagArgs {
+    /// Configuration files: one for each knowledge base
+    #[arg(value_name = "CONFIG", required = true)]
+    configs: Vec<PathBuf>,
+    /// Where to listen; port 0 takes a free one. It has no authentication: keep it unreachable for other machines
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
+    addr: SocketAddr,
+    /// Replace a key of every file: dotted key, TOML value; a bare word is a string
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
 }
 
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
     match &args.what {
         Some(ServeCommand::Style(args)) if args.model.is_none() && args.path.is_none() => {
-            // The former `querl serve FOLDER`, of a folder that is called `style`.
+            // `querl serve FOLDER` with a folder named `style`.
             let path = Some(PathBuf::from("style")).filter(|folder| folder.is_dir());
-            serve_style(&StyleArgs { path, ..args.clone() })
+            let args = StyleArgs { path, ..args.clone() };
+            style(&classifier_of(&args)?, &args.options)
         }
-        Some(ServeCommand::Style(args)) => serve_style(args),
-        Some(ServeCommand::Rag(args)) => rag::serve(args),
+        Some(ServeCommand::Style(args)) => style(&classifier_of(args)?, &args.options),
+        Some(ServeCommand::Rag(args)) => rag(args),
         None => {
             report_new_form("querl serve DIR", "querl serve style DIR");
-            serve_style(&args.style)
+            style(&classifier_of(&args.style)?, &args.style.options)
         }
     }
 }
 
-fn serve_style(args: &StyleArgs) -> anyhow::Result<()> {
-    style::serve(&model_of(args)?, &args.options)
+/// Bound addresses and names are for the user to correct: exit code 2.
+fn served(result: anyhow::Result<()>) -> anyhow::Result<()> {
+    result.map_err(|error| if error.is::<ServeError>() { usage(error).into() } else { error })
 }
 
-fn model_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
-    let named = match (&args.model, &args.path) {
-        (None, Some(path)) => of_run(path)?,
+fn is_interrupted() -> bool {
+    interrupt::check().is_err()
+}
+
+fn announce(url: &str) -> std::io::Result<()> {
+    println!("listening on http://{url}");
+    std::io::stdout().flush()
+}
+
+/// The embedded retrieval of one or more configurations over the `general_rag` interface.
+pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
+    let mut shelf = ModelShelf::default();
+    let mut open = |path: &PathBuf| knowledge_base(path, &args.set, &mut shelf);
+    let knowledge_bases = args.configs.iter().map(&mut open).collect::<anyhow::Result<Vec<_>>>()?;
+    for base in &knowledge_bases {
+        println!("tenant {}, knowledge base {}", base.tenant, base.kb_name);
+    }
+    let app = general_rag(knowledge_bases).map_err(usage)?;
+    served(block_on(async {
+        let listener = bind(args.addr).await?;
+        announce(&format!("{}{GENERAL_RAG_ROUTE}", listener.local_addr()?))?;
+        serve(listener, app, ServerLimits::default(), wait_until(is_interrupted)).await;
+        Ok(())
+    }))
+}
+
+/// The embedded index, whichever kind of retrieval the configuration names: the same file may serve here and call this server there.
+fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<KnowledgeBase> {
+    let config = load(path, &Overrides { set: set.to_vec(), ..Overrides::default() })?;
+    let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
+    if retrieval.embedding.kind == EmbeddingKind::Openai {
+        let problem = "retrieval.embedding.kind is \"openai\"; the embedded index that is served here makes its vectors in this process, \
+                       expected local or none (--set retrieval.embedding.kind=none)";
+        return Err(usage(format!("{}: {problem}", path.display())).into());
+    }
+    let (models, context) = (shelf.models(&retrieval)?, ServiceContext::new(&config.calls));
+    let search = querl_data::open_retrieval_backend(&retrieval, &config.tenant, &models, &context)?;
+    let timeout = Duration::try_from_secs_f64(retrieval.timeout_s).context("retrieval.timeout_s")?;
+    Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search, timeout })
+}
+
+fn classifier_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
+    let of_run = match (&args.model, &args.path) {
+        (None, Some(path)) => style_model_of_run(path)?,
         _ => None,
     };
-    let missing = || Stop::usage("nothing to serve; name a classifier's folder, or a run's folder or configuration");
+    let missing = || usage("nothing to serve; name a classifier's folder, or a run's folder or configuration");
     let folder = args.model.as_ref().or(args.path.as_ref()).ok_or_else(missing)?;
-    let config = named.unwrap_or_else(|| StyleModelConfig { path: Some(folder.clone()), ..Default::default() });
-    let mut model = ClassifierOptions::of(&config).expect("a path is there");
+    let config = of_run.unwrap_or_else(|| StyleModelConfig { path: Some(folder.clone()), ..Default::default() });
+    let mut model = ClassifierOptions::of(&config).expect("the path is set");
     model.base = args.base.clone().or(model.base);
     model.max_length = args.max_length.unwrap_or(model.max_length);
     model.calibrated |= args.calibrated;
@@ -91,8 +188,8 @@ fn model_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
     Ok(model)
 }
 
-/// The style model that a run names; `None` where the path is no run's.
-fn of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
+/// The style model that a run names; `None` where the path is not a run's.
+fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
     let resolved = RunDir::new(path).config();
     let config: Config = match (path.is_dir(), resolved.is_file()) {
         (true, false) => return Ok(None),
@@ -100,12 +197,128 @@ fn of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
         (false, _) => load(path, &Overrides::default())?,
     };
     let style = config.plugins.style_model;
-    match style.path {
-        Some(_) => Ok(Some(style)),
-        None => {
-            let message =
-                "has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path";
-            Err(Stop::usage(format!("{}: {message}", path.display())).into())
+    if style.path.is_none() {
+        let message =
+            "has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path";
+        return Err(usage(format!("{}: {message}", path.display())).into());
+    }
+    Ok(Some(style))
+}
+
+/// Far above the length of any dialogue; longer texts only cost tokenizing.
+const MAX_TEXT_CHARS: usize = 32_768;
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A style model over HTTP, until interrupted.
+pub(super) fn style(model: &ClassifierOptions, args: &StyleServerArgs) -> anyhow::Result<()> {
+    let folder = model.model.file_name().unwrap_or(model.model.as_os_str()).to_string_lossy().into_owned();
+    let service = StyleService::new(StyleOptions {
+        model_name: args.model_name.clone().unwrap_or(folder),
+        max_length: model.max_length as usize,
+        max_body_bytes: args.max_body_bytes as usize,
+        max_texts: args.max_texts as usize,
+        max_text_chars: MAX_TEXT_CHARS,
+        body_timeout: BODY_TIMEOUT,
+        answer_timeout: Duration::from_secs(args.timeout_s.into()),
+        api_key: args.api_key_env.as_deref().map(api_key).transpose()?,
+    });
+    if !args.addr.ip().is_loopback() && args.api_key_env.is_none() {
+        terminal::print("other machines may reach this address, and no key is required; name one with --api_key_env");
+    }
+    let limits = BatchLimits {
+        max_texts: args.max_batch as usize,
+        tokens_per_pass: TOKENS_PER_PASS,
+        max_waiting: args.max_waiting as usize,
+    };
+    let model = model.clone();
+    let work = move |service: Arc<StyleService>| {
+        // This thread computes, and is one of those that it sets.
+        querl_model::set_threads(model.threads);
+        let (classifier, worker) = open_batcher(&model, limits, &service)?;
+        service.set_ready(Arc::new(classifier));
+        terminal::print("the model is loaded");
+        drop(service);
+        worker.run();
+        Ok(())
+    };
+    served(service.run(args.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
+}
+
+fn api_key(name: &str) -> anyhow::Result<String> {
+    match std::env::var(name) {
+        Ok(key) if !key.trim().is_empty() => Ok(key.trim().to_owned()),
+        _ => {
+            Err(usage(format!("the environment variable `{name}` holds no key; set it, or leave --api_key_env out"))
+                .into())
         }
+    }
+}
+
+fn open_batcher(
+    model: &ClassifierOptions,
+    limits: BatchLimits,
+    service: &Arc<StyleService>,
+) -> anyhow::Result<(BatchedClassifier, BatchWorker)> {
+    let StyleClassifier { classifier, tokenizer, temperature, .. } = StyleClassifier::open(model)?;
+    // Weak, since the service holds the classifier: a strong handle here would keep both for ever.
+    let service = Arc::downgrade(service);
+    let observer = Box::new(move |done: BatchDone| {
+        if let Some(service) = service.upgrade() {
+            service.note_batch(done.n_requests, done.n_texts, done.elapsed);
+        }
+    });
+    let (batcher, worker) = Batcher::new(classifier, tokenizer, limits, observer);
+    Ok((BatchedClassifier { batcher, temperature }, worker))
+}
+
+struct BatchedClassifier {
+    batcher: Batcher,
+    temperature: f64,
+}
+
+impl TextClassifier for BatchedClassifier {
+    fn submit(&self, texts: &[&str], request: Box<dyn PendingRequest>) -> Result<(), SubmitError> {
+        let request = BatchedRequest { request, temperature: self.temperature };
+        self.batcher.submit(texts, Box::new(request)).map_err(|error| match error {
+            NotTaken::Busy { .. } => SubmitError::QueueFull(error.to_string()),
+            NotTaken::Text(_) => SubmitError::Text(error.to_string()),
+            NotTaken::Ended => SubmitError::Ended,
+        })
+    }
+
+    fn is_alive(&self) -> bool {
+        self.batcher.is_alive()
+    }
+
+    fn classes(&self) -> &[String] {
+        self.batcher.labels().names()
+    }
+
+    fn english(&self) -> Option<&[String]> {
+        self.batcher.labels().english()
+    }
+
+    fn n_waiting(&self) -> usize {
+        self.batcher.n_waiting()
+    }
+}
+
+/// Completes a request of the service with probabilities made of the batcher's logits.
+struct BatchedRequest {
+    request: Box<dyn PendingRequest>,
+    temperature: f64,
+}
+
+impl Asker for BatchedRequest {
+    fn is_waiting(&self) -> bool {
+        self.request.is_open()
+    }
+
+    fn hear(self: Box<Self>, results: Result<Vec<Classified>, String>) {
+        let text = |Classified { logits: scores, n_tokens, n_left_out }: Classified| {
+            let probabilities = calibrated(std::slice::from_ref(&scores), self.temperature).concat();
+            ClassifiedText { probabilities, scores, n_tokens, n_left_out }
+        };
+        self.request.complete(results.map(|texts| texts.into_iter().map(text).collect()));
     }
 }

@@ -1,14 +1,14 @@
 //! `querl plugin inspect`: what a bundle, a component or a source folder is, before it is used.
 
-mod shown;
-
 use crate::args::Format;
 use clap::Args;
 use querl_bundle::{Bundle, Manifest, RequestedLimits};
 use querl_core::config::PluginLimits;
+use querl_core::text::printable;
 use querl_pipeline::failure::{self, Stop};
-use querl_pipeline::plugins::host;
+use querl_pipeline::plugins::open_host;
 use querl_plugin::{Plugin, PluginError};
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -24,27 +24,27 @@ pub struct InspectArgs {
 
 /// Looks and tells. A bundle that this host would not run is shown too, with the reason.
 pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
-    let found = Found::look(&args.path)?;
+    let found = Inspected::open(&args.path)?;
     let mut stdout = std::io::stdout().lock();
     match args.format.json {
-        true => writeln!(stdout, "{:#}", shown::json(&found))?,
-        false => stdout.write_all(shown::text(&found).as_bytes())?,
+        true => writeln!(stdout, "{:#}", to_json(&found))?,
+        false => stdout.write_all(to_text(&found).as_bytes())?,
     }
     Ok(())
 }
 
 /// What is known of a plugin.
-struct Found {
+struct Inspected {
     bundle: Option<Bundle>,
     manifest: Option<Manifest>,
     /// The component as the host sees it, or why the host does not run it.
     plugin: Result<Plugin, String>,
 }
 
-impl Found {
-    fn look(path: &Path) -> anyhow::Result<Self> {
+impl Inspected {
+    fn open(path: &Path) -> anyhow::Result<Self> {
         let bundle = is_bundle(path).then(|| Bundle::open(path)).transpose()?;
-        let loaded = host::open(&PluginLimits::default(), &[])?.load(path);
+        let loaded = open_host(&PluginLimits::default(), &[])?.load(path);
         let manifest = match &bundle {
             Some(bundle) => Some(bundle.manifest().clone()),
             None => loaded.as_ref().ok().and_then(|plugin| plugin.manifest().cloned()),
@@ -69,8 +69,8 @@ fn nothing(path: &Path, error: PluginError) -> anyhow::Error {
     }
 }
 
-/// The limits that are asked for, by key.
-fn asked(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
+/// Limits that a manifest requests, by key.
+fn requested_limits(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
     let keys = [
         ("fuel_per_call", limits.fuel_per_call),
         ("fuel_per_item", limits.fuel_per_item),
@@ -80,4 +80,141 @@ fn asked(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
         ("log_bytes", limits.log_bytes.map(|bytes| bytes as u64)),
     ];
     keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
+}
+
+/// For a terminal: a line per fact, lists indented below their title.
+fn to_text(found: &Inspected) -> String {
+    let mut lines = Vec::new();
+    if let Some(manifest) = &found.manifest {
+        lines.extend(facts(manifest));
+    }
+    match &found.plugin {
+        Ok(plugin) => lines.extend(component_lines(plugin, found.manifest.is_some())),
+        Err(reason) => lines.push(fact("refused", &format!("this host does not run it: {reason}"))),
+    }
+    lines.extend(found.bundle.iter().flat_map(provenance));
+    lines.extend(found.manifest.iter().flat_map(setting_lines));
+    lines.extend(found.manifest.iter().flat_map(limit_lines));
+    if let Ok(plugin) = &found.plugin {
+        lines.extend(listed("imports", plugin.imports()));
+        lines.extend(listed("exports", plugin.exports()));
+    }
+    lines.extend(found.bundle.iter().flat_map(file_lines));
+    lines.iter().map(|line| format!("{}\n", printable(line, usize::MAX))).collect()
+}
+
+fn fact(name: &str, value: &str) -> String {
+    format!("{name:<12}{value}")
+}
+
+fn listed(title: &str, items: Vec<String>) -> Vec<String> {
+    match items.is_empty() {
+        true => Vec::new(),
+        false => std::iter::once(title.to_owned()).chain(items.into_iter().map(|item| format!("  {item}"))).collect(),
+    }
+}
+
+fn facts(manifest: &Manifest) -> Vec<String> {
+    let plugin = &manifest.plugin;
+    let kinds: Vec<_> = plugin.kinds.iter().map(|kind| kind.name()).collect();
+    let mut lines = vec![
+        fact("plugin", &format!("{} {}", plugin.id, plugin.version)),
+        fact("", &plugin.description),
+        fact("kinds", &kinds.join(", ")),
+        fact("contract", &plugin.contract.to_string()),
+        fact("licence", &plugin.license),
+    ];
+    lines.extend(plugin.range.map(|(min, max)| fact("range", &format!("{min} to {max}, under the default settings"))));
+    lines
+}
+
+fn component_lines(plugin: &Plugin, is_described: bool) -> Vec<String> {
+    let kinds: Vec<_> = plugin.kinds().iter().map(|kind| kind.name()).collect();
+    let mut lines = Vec::new();
+    if !is_described {
+        lines.push(fact("plugin", &format!("{} {}", plugin.id(), plugin.version())));
+        lines.push(fact("kinds", &kinds.join(", ")));
+    }
+    lines.push(fact("component", &format!("{} ({} bytes)", plugin.digest(), plugin.n_bytes())));
+    lines
+}
+
+fn provenance(bundle: &Bundle) -> Vec<String> {
+    let mut lines = vec![fact("bundle", bundle.digest())];
+    match bundle.signatures() {
+        [] => lines.push(fact("signed by", "nobody")),
+        signatures => {
+            lines.extend(signatures.iter().map(|signature| fact("signed by", &signature.key().to_string())));
+        }
+    }
+    lines
+}
+
+fn setting_lines(manifest: &Manifest) -> Vec<String> {
+    let mut items = Vec::new();
+    for (key, spec) in &manifest.settings {
+        let default = spec.default.as_ref().map_or("unset".to_owned(), |value| format!("default {value}"));
+        items.push(format!("{key}: {}, {default}", spec.expected()));
+        items.extend(spec.doc.lines().map(|line| format!("  {line}")));
+    }
+    listed("settings", items)
+}
+
+fn limit_lines(manifest: &Manifest) -> Vec<String> {
+    let items = requested_limits(&manifest.limits).into_iter().map(|(key, value)| format!("{key} = {value}"));
+    listed("asks for these limits", items.collect())
+}
+
+fn file_lines(bundle: &Bundle) -> Vec<String> {
+    let items = bundle.files().map(|(name, content)| format!("{:>10}  {name}", content.len()));
+    listed("files, with their bytes", items.collect())
+}
+
+/// For programs. Keys that do not apply are null or empty.
+fn to_json(found: &Inspected) -> Value {
+    let manifest = found.manifest.as_ref();
+    let plugin = found.plugin.as_ref().ok();
+    let about = manifest.map(|manifest| &manifest.plugin);
+    let text = |of_manifest: Option<String>, of_plugin: Option<&str>| of_manifest.or(of_plugin.map(str::to_owned));
+    let kinds: Vec<&str> = match (about, plugin) {
+        (Some(about), _) => about.kinds.iter().map(|kind| kind.name()).collect(),
+        (None, Some(plugin)) => plugin.kinds().iter().map(|kind| kind.name()).collect(),
+        (None, None) => Vec::new(),
+    };
+    let files = found.bundle.iter().flat_map(Bundle::files);
+    let signers = found.bundle.iter().flat_map(|bundle| bundle.signatures());
+    json!({
+        "id": text(about.map(|about| about.id.clone()), plugin.map(Plugin::id)),
+        "version": text(about.map(|about| about.version.to_string()), plugin.map(Plugin::version)),
+        "contract": about.map(|about| about.contract.to_string()),
+        "kinds": kinds,
+        "description": about.map(|about| &about.description),
+        "license": about.map(|about| &about.license),
+        "range": about.and_then(|about| about.range).map(|(min, max)| [min, max]),
+        "sha256": plugin.map(Plugin::digest),
+        "component_bytes": plugin.map(Plugin::n_bytes),
+        "bundle": found.bundle.as_ref().map(Bundle::digest),
+        "signers": signers.map(|signature| signature.key().to_string()).collect::<Vec<_>>(),
+        "refused": found.plugin.as_ref().err(),
+        "settings": manifest.map(settings_json).unwrap_or_else(|| json!({})),
+        "limits": manifest.map(|manifest| requested_limits(&manifest.limits)).into_iter().flatten().collect::<std::collections::BTreeMap<_, _>>(),
+        "imports": plugin.map(Plugin::imports).unwrap_or_default(),
+        "exports": plugin.map(Plugin::exports).unwrap_or_default(),
+        "files": files.map(|(name, content)| (name.to_owned(), json!(content.len()))).collect::<serde_json::Map<_, _>>(),
+    })
+}
+
+fn settings_json(manifest: &Manifest) -> Value {
+    let setting = |(key, spec): (&String, &querl_bundle::SettingSpec)| {
+        let value = json!({
+            "type": spec.kind.name(),
+            "default": spec.default,
+            "minimum": spec.minimum,
+            "maximum": spec.maximum,
+            "choices": spec.choices,
+            "doc": spec.doc,
+        });
+        (key.clone(), value)
+    };
+    Value::Object(manifest.settings.iter().map(setting).collect())
 }

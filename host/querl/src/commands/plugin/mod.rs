@@ -1,19 +1,23 @@
-//! `querl plugin`: what authors and platform teams do with plugins. One file per command.
+//! `querl plugin`: what authors and platform teams do with plugins.
 
 pub mod bench;
-pub mod build;
+pub mod bundle;
 pub mod inspect;
-pub mod list;
 pub mod new;
-pub mod pack;
-pub mod registry;
 pub mod replay;
-mod settings;
-pub mod sign;
-pub mod test;
-pub mod verify;
 
-use clap::Subcommand;
+use crate::args::{ConfigArgs, Format};
+use anyhow::Context;
+use clap::{Args, Subcommand};
+use querl_conformance::{Outcome, Report, SuiteOptions};
+use querl_core::fsx::write_atomic;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::plugins::{Plugins, Used, compiler};
+use querl_plugin::{BuildOutput, PluginSettings};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
 
 /// The commands under `querl plugin`.
 #[derive(Debug, Subcommand)]
@@ -21,25 +25,25 @@ pub enum PluginCommand {
     /// Make a plugin's folder to start from, in Rust, Python or JavaScript
     New(new::NewArgs),
     /// Build the component of a plugin's folder
-    Build(build::BuildArgs),
+    Build(BuildArgs),
     /// Test whether a plugin keeps the contract and passes its golden cases
-    Test(test::TestArgs),
+    Test(TestArgs),
     /// Measure what a plugin costs, and suggest limits
     Bench(bench::BenchArgs),
     /// Say what a bundle, a component or a folder is: settings, limits, digest, signers
     Inspect(inspect::InspectArgs),
     /// Make one file, ID-VERSION.querl, of a plugin's folder
-    Pack(pack::PackArgs),
+    Pack(bundle::PackArgs),
     /// List the plugins of a configuration: role, version, source, digest, weight
-    List(list::ListArgs),
+    List(ListArgs),
     /// Sign a bundle, or make a key to sign with
-    Sign(sign::SignArgs),
+    Sign(bundle::SignArgs),
     /// Check every byte of a bundle, and who has signed it
-    Verify(verify::VerifyArgs),
+    Verify(bundle::VerifyArgs),
     /// Put a bundle into an OCI registry
-    Push(registry::PushArgs),
+    Push(bundle::PushArgs),
     /// Fetch a bundle from an OCI registry
-    Pull(registry::PullArgs),
+    Pull(bundle::PullArgs),
     /// Score recorded episodes with another plugin, version or setting, and say what would have changed
     Replay(replay::ReplayArgs),
 }
@@ -47,16 +51,221 @@ pub enum PluginCommand {
 pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     match command {
         PluginCommand::New(args) => new::run(args),
-        PluginCommand::Build(args) => build::run(args),
-        PluginCommand::Test(args) => test::run(args),
+        PluginCommand::Build(args) => build(args),
+        PluginCommand::Test(args) => test(args),
         PluginCommand::Bench(args) => bench::run(args),
         PluginCommand::Inspect(args) => inspect::run(args),
-        PluginCommand::Pack(args) => pack::run(args),
-        PluginCommand::List(args) => list::run(args),
-        PluginCommand::Sign(args) => sign::run(args),
-        PluginCommand::Verify(args) => verify::run(args),
-        PluginCommand::Push(args) => registry::push(args),
-        PluginCommand::Pull(args) => registry::pull(args),
+        PluginCommand::Pack(args) => bundle::pack(args),
+        PluginCommand::List(args) => list(args),
+        PluginCommand::Sign(args) => bundle::sign(args),
+        PluginCommand::Verify(args) => bundle::verify(args),
+        PluginCommand::Push(args) => bundle::push(args),
+        PluginCommand::Pull(args) => bundle::pull(args),
         PluginCommand::Replay(args) => replay::run(args),
+    }
+}
+
+/// Options of `querl plugin build`.
+#[derive(Debug, Args)]
+pub struct BuildArgs {
+    /// A plugin's folder
+    #[arg(value_name = "FOLDER", default_value = ".")]
+    folder: PathBuf,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Builds where a source is newer than the component, and says where the component is.
+fn build(args: &BuildArgs) -> anyhow::Result<()> {
+    let folder = &args.folder;
+    if !folder.is_dir() {
+        return Err(Stop::usage(format!("{}: expected a plugin's folder", folder.display())).into());
+    }
+    let start = Instant::now();
+    let BuildOutput { component, language, was_stale } = querl_plugin::build(folder)?;
+    let n_bytes = std::fs::metadata(&component).with_context(|| component.display().to_string())?.len();
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let built = json!({
+            "component": component, "language": language.name(), "component_bytes": n_bytes, "was_stale": was_stale,
+        });
+        writeln!(stdout, "{built:#}")?;
+        return Ok(());
+    }
+    let how = match was_stale {
+        true => format!("built in {:.1} s", start.elapsed().as_secs_f64()),
+        false => "up to date".to_owned(),
+    };
+    writeln!(stdout, "{}  {:.1} MB, {how}", component.display(), n_bytes as f64 / 1e6)?;
+    Ok(())
+}
+
+/// Options of `querl plugin test`.
+#[derive(Debug, Args)]
+pub struct TestArgs {
+    /// A bundle, a component or a source folder
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+    /// A setting to test it with: TOML value; a bare word is a text
+    #[arg(long, value_name = "KEY=VALUE")]
+    settings: Vec<String>,
+    /// How often a call is repeated to see whether it gives the same
+    #[arg(long, value_name = "N", default_value_t = SuiteOptions::default().n_repeats as u64,
+          value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    repeats: u64,
+    /// Write the report as JUnit XML too
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Runs every check and the golden cases, and prints the report.
+fn test(args: &TestArgs) -> anyhow::Result<()> {
+    let options = SuiteOptions {
+        n_repeats: args.repeats as usize,
+        settings: parse_settings(&args.settings, "--settings")?,
+        compiler: compiler()?,
+        ..SuiteOptions::default()
+    };
+    let report = querl_conformance::run(&args.path, &options)?;
+    if let Some(path) = &args.junit {
+        write_atomic(path, report.junit().as_bytes())
+            .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    }
+    let mut stdout = std::io::stdout().lock();
+    match args.format.json {
+        true => writeln!(stdout, "{:#}", report.json()),
+        false => stdout.write_all(report.text().as_bytes()),
+    }
+    .context("stdout")?;
+    conforms(&report)
+}
+
+/// Refuses a plugin that broke a rule.
+fn conforms(report: &Report) -> anyhow::Result<()> {
+    let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
+    let names: Vec<_> = failed.map(|check| format!("`{}`", check.name)).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let (plugin, n_failed, n_checks) = (&report.plugin, names.len(), report.checks.len());
+    let title = format!("{plugin} {}", report.version);
+    anyhow::bail!("plugin {}: {n_failed} of {n_checks} checks failed: {}", title.trim_end(), names.join(", "))
+}
+
+/// Options of `querl plugin list`.
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Loads the plugins and names them, in the order in which they are asked.
+fn list(args: &ListArgs) -> anyhow::Result<()> {
+    let plugins = Plugins::open(&args.config.load()?)?;
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let plugins: Vec<Value> = plugins.used().iter().map(as_json).collect();
+        serde_json::to_writer_pretty(&mut stdout, &plugins)?;
+        return Ok(writeln!(stdout)?);
+    }
+    let rows: Vec<[String; 5]> = plugins.used().iter().map(cells).collect();
+    let [role, name, what, weight] =
+        [0, 1, 2, 3].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+    for [a, b, c, d, e] in &rows {
+        writeln!(stdout, "{a:<role$}  {b:<name$}  {c:<what$}  {d:<weight$}  {e}")?;
+    }
+    Ok(())
+}
+
+fn cells(used: &Used) -> [String; 5] {
+    let entry = &used.entry;
+    let weight = used.weight.map(|weight| format!("weight {weight}")).unwrap_or_default();
+    let signer = match &entry.signed_by {
+        Some(key) => format!("signed by {key}"),
+        None => "not signed".to_owned(),
+    };
+    let name = used.label.as_ref().unwrap_or(&entry.id).clone();
+    let source = format!("{}, {signer}: {}", entry.source.name(), entry.path.display());
+    [entry.role.clone(), name, entry.title(), weight, source]
+}
+
+fn as_json(used: &Used) -> Value {
+    let entry = &used.entry;
+    json!({
+        "role": entry.role,
+        "id": entry.id,
+        "version": entry.version.to_string(),
+        "label": used.label,
+        "weight": used.weight,
+        "source": entry.source.name(),
+        "path": entry.path,
+        "sha256": entry.sha256,
+        "bundle": entry.bundle,
+        "manifest": entry.manifest,
+        "signed_by": entry.signed_by,
+    })
+}
+
+/// `KEY=VALUE`, the value as in TOML; what is not TOML is a text. `flag` is what messages call the option.
+fn parse_settings(assignments: &[String], flag: &str) -> Result<PluginSettings, Stop> {
+    let mut settings = PluginSettings::new();
+    for text in assignments {
+        let (key, value) = text.split_once('=').filter(|(key, _)| !key.trim().is_empty()).ok_or_else(|| {
+            Stop::usage(format!("{flag} `{text}`: expected KEY=VALUE, for example `{flag} max_chars=40`"))
+        })?;
+        if settings.insert(key.trim().to_owned(), toml_value(value.trim())).is_some() {
+            return Err(Stop::usage(format!("{flag}: `{}` is given twice; expected once", key.trim())));
+        }
+    }
+    Ok(settings)
+}
+
+fn toml_value(text: &str) -> toml::Value {
+    // More than one key would mean that the text holds a line break and a key of its own.
+    let table = toml::from_str::<toml::Table>(&format!("value = {text}")).ok().filter(|table| table.len() == 1);
+    table.and_then(|mut table| table.remove("value")).unwrap_or_else(|| toml::Value::String(text.to_owned()))
+}
+
+/// What the host hands over.
+#[derive(Debug, Args)]
+pub struct CompileArgs {
+    /// The component
+    input: PathBuf,
+    /// Where the compiled code goes
+    output: PathBuf,
+    /// How long it may take
+    timeout_ms: u64,
+}
+
+/// Compiles under limits of its own on time and memory.
+pub fn compile(args: &CompileArgs) -> anyhow::Result<()> {
+    Ok(querl_plugin::compile_child(&args.input, &args.output, args.timeout_ms)?)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::parse_settings;
+
+    #[test]
+    fn values_are_toml_or_texts() {
+        let texts = ["a=40", "b=短", "c=['x', 'y']", "d = 0.5", "e=x=y", "f=1\ng = 2"].map(str::to_owned);
+        let settings = parse_settings(&texts, "--settings").unwrap();
+        let shown: Vec<_> = settings.values().map(ToString::to_string).collect();
+        assert_eq!(shown, ["40", "\"短\"", "[\"x\", \"y\"]", "0.5", "\"x=y\"", "\"\"\"\n1\ng = 2\"\"\""]);
+        for bad in ["a", "=1"] {
+            assert!(
+                parse_settings(&[bad.to_owned()], "--settings").unwrap_err().to_string().contains("expected KEY=VALUE")
+            );
+        }
+        let twice = ["a=1".to_owned(), "a=2".to_owned()];
+        assert_eq!(
+            parse_settings(&twice, "--settings").unwrap_err().to_string(),
+            "--settings: `a` is given twice; expected once"
+        );
     }
 }

@@ -1,12 +1,11 @@
-//! `querl plugin new`: a plugin's folder to start from, with everything in it that building needs but the tools.
-
-mod files;
-#[cfg(test)]
-mod tests;
+//! `querl plugin new`: creates a plugin folder with a template, and in `vendor/` the SDK of its language and the contract, so that building needs only
+//! the tools.
 
 use clap::{Args, ValueEnum};
 use querl_bundle::{Kind, Language};
 use querl_pipeline::failure::Stop;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -79,7 +78,7 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     check_name(&args.name, language).map_err(Stop::usage)?;
     let folder = args.dir.join(&args.name);
     check_free(&folder).map_err(Stop::usage)?;
-    for file in files::of(&args.name, kind, language) {
+    for file in files_of(&args.name, kind, language) {
         let path = folder.join(&file.name);
         let parent = path.parent().unwrap_or(&folder);
         std::fs::create_dir_all(parent)
@@ -87,7 +86,7 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
             .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
     }
     let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "{}: a {kind} plugin in {}\n\nnext:", folder.display(), files::spelled(language))?;
+    writeln!(stdout, "{}: a {kind} plugin in {}\n\nnext:", folder.display(), spelled(language))?;
     for (command, what) in steps(&folder, language) {
         writeln!(stdout, "  {command:<34} {what}")?;
     }
@@ -125,7 +124,7 @@ fn check_name(name: &str, language: Language) -> Result<(), String> {
     if name == "querl-sdk" {
         return refused("the SDK has it");
     }
-    if language == Language::Rust && files::RESERVED_IN_RUST.contains(&name) {
+    if language == Language::Rust && RESERVED_IN_RUST.contains(&name) {
         return refused("Rust has another meaning for it");
     }
     Ok(())
@@ -137,5 +136,221 @@ fn check_free(folder: &Path) -> Result<(), String> {
         Ok(false) => Err(format!("{}: the folder is not empty; expected a name that is free", folder.display())),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(format!("{}: {error}; expected a name that is free", folder.display())),
+    }
+}
+
+/// Names and bytes of what `build.rs` embeds: `rust/...`, `python/...`, `javascript/...`, `wit/...` and `LICENSE`.
+static EMBEDDED: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
+
+/// Keywords that a crate cannot be called by, and crates that every crate sees.
+const RESERVED_IN_RUST: [&str; 44] = [
+    "abstract",
+    "alloc",
+    "as",
+    "async",
+    "await",
+    "become",
+    "box",
+    "break",
+    "const",
+    "continue",
+    "core",
+    "crate",
+    "do",
+    "dyn",
+    "else",
+    "enum",
+    "extern",
+    "false",
+    "final",
+    "fn",
+    "for",
+    "gen",
+    "if",
+    "impl",
+    "in",
+    "let",
+    "loop",
+    "macro",
+    "match",
+    "mod",
+    "move",
+    "mut",
+    "proc-macro",
+    "pub",
+    "ref",
+    "return",
+    "self",
+    "static",
+    "std",
+    "struct",
+    "super",
+    "test",
+    "trait",
+    "try",
+];
+
+struct NewFile {
+    /// Relative, with `/`.
+    name: String,
+    bytes: Cow<'static, [u8]>,
+}
+
+/// The files of a new folder. Templates of a language are in `templates/common` and `templates/KIND`; `{{name}}` and
+/// `{{version}}`, that of the SDK, stand in them.
+fn files_of(plugin: &str, kind: Kind, language: Language) -> Vec<NewFile> {
+    let mut files: BTreeMap<String, Cow<'static, [u8]>> = BTreeMap::new();
+    files.insert("LICENSE".into(), embedded("LICENSE"));
+    files.insert(".gitignore".into(), gitignore(language).as_bytes().into());
+    for folder in ["common", kind.name()] {
+        let prefix = format!("{}/templates/{folder}/", language.name());
+        for (name, bytes) in embedded_under(&prefix) {
+            files.insert(fill(name, plugin), fill(&String::from_utf8_lossy(bytes), plugin).into_bytes().into());
+        }
+    }
+    for (from, to) in vendored(language) {
+        let inside = |name: &str| !name.starts_with("templates/") && !name.starts_with("tests/");
+        for (name, bytes) in embedded_under(from).filter(|(name, _)| inside(name)) {
+            files.insert(format!("vendor/{to}/{name}"), bytes.into());
+        }
+    }
+    files.into_iter().map(|(name, bytes)| NewFile { name, bytes }).collect()
+}
+
+/// The language's name as people write it.
+fn spelled(language: Language) -> &'static str {
+    match language {
+        Language::Rust => "Rust",
+        Language::Python => "Python",
+        Language::JavaScript => "JavaScript",
+    }
+}
+
+/// What of the embedded goes to `vendor/`, and under which name.
+fn vendored(language: Language) -> &'static [(&'static str, &'static str)] {
+    match language {
+        // With a link to the contract in it.
+        Language::Rust => &[("rust/", "querl-sdk")],
+        Language::Python => &[("python/querl_sdk/", "querl_sdk"), ("wit/", "wit")],
+        Language::JavaScript => &[("javascript/", "querl-sdk"), ("wit/", "wit")],
+    }
+}
+
+fn gitignore(language: Language) -> &'static str {
+    match language {
+        Language::Rust => "/target\n*.querl\n",
+        Language::Python => "/dist\n/.venv\n__pycache__/\n*.querl\n",
+        Language::JavaScript => "/dist\n/node_modules\n*.querl\n",
+    }
+}
+
+fn fill(text: &str, plugin: &str) -> String {
+    text.replace("{{name}}", plugin).replace("{{version}}", env!("CARGO_PKG_VERSION"))
+}
+
+/// What is embedded under a prefix, without it.
+fn embedded_under(prefix: &str) -> impl Iterator<Item = (&'static str, &'static [u8])> {
+    EMBEDDED.iter().filter_map(move |(name, bytes)| Some((name.strip_prefix(prefix)?, *bytes)))
+}
+
+fn embedded(name: &str) -> Cow<'static, [u8]> {
+    let (_, bytes) = EMBEDDED.iter().find(|(known, _)| *known == name).expect("build.rs embeds it");
+    (*bytes).into()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_bundle::Manifest;
+
+    fn files(name: &str, kind: Kind, language: Language) -> Vec<(String, String)> {
+        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        files_of(name, kind, language).into_iter().map(|file| (file.name, text(&file.bytes))).collect()
+    }
+
+    fn each_template() -> impl Iterator<Item = (Kind, Language)> {
+        Kind::ALL.into_iter().flat_map(|kind| Language::ALL.map(|language| (kind, language)))
+    }
+
+    #[test]
+    fn every_template_is_a_whole_plugin_of_its_kind() {
+        for (kind, language) in each_template() {
+            let files = files("my-plugin", kind, language);
+            let text = |name: &str| files.iter().find(|(file, _)| file == name).map(|(_, text)| text.as_str());
+            let of = |name: &str| text(name).unwrap_or_else(|| panic!("{kind} in {}: no {name}", language.name()));
+            let manifest = Manifest::parse(of("plugin.toml"), "plugin.toml").unwrap();
+            assert_eq!((manifest.plugin.id.as_str(), &manifest.plugin.kinds[..]), ("my-plugin", &[kind][..]));
+            assert!(of("LICENSE").contains("Apache License") && of("README.md").contains("my-plugin"));
+            assert!(files.iter().any(|(name, text)| name.starts_with("golden/") && text.contains("\"expect\"")));
+            let own: Vec<_> = files.iter().filter(|(name, _)| !name.starts_with("vendor/")).collect();
+            assert!(
+                own.iter().any(|(name, text)| name.contains("test") || text.contains("#[test]")),
+                "{kind}: no tests"
+            );
+            assert!(files.iter().any(|(name, _)| name.starts_with("vendor/") && name.ends_with("wit/worlds.wit")));
+        }
+    }
+
+    #[test]
+    fn no_placeholder_and_no_path_out_of_the_folder_is_left() {
+        for (kind, language) in each_template() {
+            for (name, text) in files("my-plugin", kind, language) {
+                let place = format!("{kind} in {}: {name}", language.name());
+                assert!(!name.contains("{{") && !text.contains("{{name}}") && !text.contains("{{version}}"), "{place}");
+                assert!(!name.starts_with("vendor/querl-sdk/templates") && !name.contains("__pycache__"), "{place}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_reward_takes_fifteen_lines_of_code_at_most() {
+        for (language, file, comment) in [
+            (Language::Rust, "src/lib.rs", "//"),
+            (Language::Python, "plugin.py", "\"\"\""),
+            (Language::JavaScript, "plugin.js", "/"),
+        ] {
+            let files = files("short", Kind::Reward, language);
+            let (_, text) = files.iter().find(|(name, _)| name == file).unwrap();
+            let author = text.split("#[cfg(test)]").next().unwrap_or_default();
+            let counts = |line: &&str| {
+                let is_punctuation = line.chars().all(|c| "{}();,".contains(c));
+                !line.is_empty() && !line.starts_with(comment) && !is_punctuation
+            };
+            let lines: Vec<_> = author.lines().map(str::trim).filter(counts).collect();
+            assert!(lines.len() <= 15, "{file} has {} lines: {lines:#?}", lines.len());
+        }
+    }
+
+    #[test]
+    fn names_that_no_plugin_can_have_are_refused_with_the_reason() {
+        for (name, reason) in [
+            ("Brevity", "expected a letter, then letters"),
+            ("9lives", "expected a letter"),
+            ("a--b", "expected a letter"),
+            ("my_reward", "expected a letter"),
+            ("end-", "expected a letter"),
+            ("../up", "expected a letter"),
+            ("", "expected a letter"),
+            ("querl-sdk", "the SDK has it"),
+            ("async", "Rust has another meaning"),
+        ] {
+            let error = check_name(name, Language::Rust).unwrap_err();
+            assert!(error.contains(reason), "{error}");
+        }
+        assert_eq!(check_name("async", Language::Python), Ok(()));
+        assert_eq!(check_name("reward-2", Language::Rust), Ok(()));
+    }
+
+    #[test]
+    fn folder_with_something_in_it_is_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("x");
+        assert_eq!(check_free(&folder), Ok(()));
+        std::fs::create_dir(&folder).unwrap();
+        assert_eq!(check_free(&folder), Ok(()));
+        std::fs::write(folder.join("note"), "").unwrap();
+        assert!(check_free(&folder).unwrap_err().ends_with("the folder is not empty; expected a name that is free"));
+        assert!(check_free(&folder.join("note")).unwrap_err().ends_with("expected a name that is free"));
     }
 }

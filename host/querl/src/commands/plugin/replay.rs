@@ -1,29 +1,26 @@
-//! `querl plugin replay`: what another plugin, version or setting would have said of a run's episodes.
+//! `querl plugin replay`: what another plugin, version or setting would have scored on the episodes of a run.
 
-mod recorded;
 mod scoring;
-mod styles;
 
-use super::settings;
+use super::parse_settings;
 use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, PluginLimits, load_resolved};
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
-use querl_core::ports::RewardModel;
-use querl_core::records::Episode;
+use querl_core::ports::{RewardModel, StyleModel};
+use querl_core::records::{CallFailure, Episode, FailureKind, Message, Reward, RewardComponent, StyleProbability};
 use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
 use querl_pipeline::failure::Stop;
-use querl_pipeline::plugins::host;
-use querl_pipeline::plugins::scores_style;
+use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{HostOptions, PluginHost, PluginPort};
-use querl_style::StyleReward;
+use querl_style::{StyleReward, text_of, turns_of_side};
+use std::collections::HashMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use styles::RecordedStyles;
 
 /// Of the bootstrap. Intervals of thousands of episodes are narrow: more resamples change no digit that is shown.
 const N_RESAMPLES: usize = 1000;
@@ -68,9 +65,10 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let mut recorded = read(&file)?;
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
-    let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host::options(&limits)? })?;
+    let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host_options(&limits)? })?;
     let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
-    let open = |path: &Path, settings: &[String], flag| Asked::open((&host, styles.as_ref()), path, settings, flag);
+    let open =
+        |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, styles.as_ref()), path, settings, flag);
     let plugin = open(&args.plugin, &args.settings, "--settings")?;
     let other = args.against.as_ref();
     let other = other.map(|path| open(path, &args.against_settings, "--against-settings")).transpose()?;
@@ -115,19 +113,19 @@ fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
 }
 
 /// A plugin with its settings, and how the comparison names it.
-struct Asked {
+struct ReplayPlugin {
     model: Box<dyn RewardModel>,
     side: PluginSide,
 }
 
-impl Asked {
+impl ReplayPlugin {
     fn open(
         (host, styles): (&PluginHost, Option<&Arc<RecordedStyles>>),
         path: &Path,
         settings: &[String],
         flag: &str,
     ) -> anyhow::Result<Self> {
-        let settings = settings::parse(settings, flag)?;
+        let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
         let model: Box<dyn RewardModel> = match (scores_style(&plugin), styles) {
             (false, _) => host.open(&plugin, &settings, PluginPort::reward())?,
@@ -158,8 +156,8 @@ impl Asked {
 
 fn compare(
     recorded: Vec<RecordedEpisode>,
-    plugin: Asked,
-    other: Option<Asked>,
+    plugin: ReplayPlugin,
+    other: Option<ReplayPlugin>,
     config: Option<&Config>,
     args: &ReplayArgs,
 ) -> anyhow::Result<Replay> {
@@ -176,7 +174,7 @@ fn compare(
             befores = scoring::score(other.model.as_ref(), &episodes, "against")?.into_iter().map(Some).collect();
             (Side::Plugin(other.side), Vec::new())
         }
-        None => (Side::Recorded, recorded::made_comparable(&mut befores, &plugin.side, config)),
+        None => (Side::Recorded, made_comparable(&mut befores, &plugin.side, config)),
     };
     let compared: Vec<ReplayEpisode<'_>> = places
         .iter()
@@ -201,4 +199,152 @@ fn print(compared: &Replay, format: Format) -> std::io::Result<()> {
         return writeln!(stdout);
     }
     stdout.write_all(replay_text(compared).as_bytes())
+}
+
+/// Ends the name of a component that holds a plugin's own total.
+const TOTAL: &str = "/total";
+
+/// Changes `outcomes` so that `plugin`'s compare with them; returns what a reader should know of it.
+fn made_comparable(outcomes: &mut [Option<Outcome>], plugin: &PluginSide, config: Option<&Config>) -> Vec<String> {
+    let plugins = summed(outcomes);
+    if !plugins.is_empty() {
+        return vec![of_sum(outcomes, &plugins, &plugin.id)];
+    }
+    let Some([reward]) = config.map(|config| config.plugins.rewards.as_slice()) else { return Vec::new() };
+    let mut notes = Vec::new();
+    if reward.weight != 1.0 && reward.weight != 0.0 {
+        scored_mut(outcomes).for_each(|one| one.total /= reward.weight);
+        notes
+            .push(format!("recorded totals are divided by the weight that the run gave its plugin, {}", reward.weight));
+    }
+    if !reward.settings.is_empty() && plugin.settings.is_empty() {
+        let settings: Vec<String> =
+            reward.settings.iter().map(|(key, value)| format!("--settings '{key}={value}'")).collect();
+        notes.push(format!(
+            "the run gave its plugin settings, this replay gives none; the same ones are: {}",
+            settings.join(" ")
+        ));
+    }
+    notes
+}
+
+fn scored_mut(outcomes: &mut [Option<Outcome>]) -> impl Iterator<Item = &mut Reward> {
+    outcomes.iter_mut().filter_map(|outcome| outcome.as_mut()?.as_mut().ok())
+}
+
+/// Ids of the plugins whose sum the totals are; none where one plugin made them alone.
+fn summed(outcomes: &[Option<Outcome>]) -> Vec<String> {
+    let first = outcomes.iter().find_map(|outcome| outcome.as_ref()?.as_ref().ok());
+    let names = first.into_iter().flat_map(|reward| &reward.components);
+    names.filter_map(|part| Some(part.name.strip_suffix(TOTAL)?.to_owned())).collect()
+}
+
+/// Takes `id`'s part where the sum has one.
+fn of_sum(outcomes: &mut [Option<Outcome>], plugins: &[String], id: &str) -> String {
+    let all = plugins.join(", ");
+    if !plugins.iter().any(|plugin| plugin == id) {
+        return format!("recorded totals are weighted sums of {all}; {id} alone is compared with the sum");
+    }
+    for outcome in outcomes.iter_mut() {
+        let Some(Ok(reward)) = outcome else { continue };
+        match own_part(reward, id) {
+            Some(part) => *reward = part,
+            None => *outcome = None,
+        }
+    }
+    format!("recorded totals are weighted sums of {all}; {id} is compared with its own part of them, unweighted")
+}
+
+/// One plugin's total and components out of a sum.
+fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
+    let own = |name: &str| name.strip_prefix(id)?.strip_prefix('/').map(str::to_owned);
+    let parts =
+        sum.components.iter().filter_map(|part| Some(RewardComponent { name: own(&part.name)?, ..part.clone() }));
+    let (totals, components): (Vec<_>, Vec<_>) = parts.partition(|part| part.name == TOTAL[1..]);
+    Some(Reward { total: totals.last()?.value, components })
+}
+
+/// A style model that says again what it said of the answers of a run, and nothing of others.
+struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
+
+impl RecordedStyles {
+    /// Of the answers of both sides; `None` where none has a style.
+    fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
+        let mut said = HashMap::new();
+        for episode in episodes {
+            for side in [&episode.policy, &episode.baseline] {
+                if let (Some(style), Ok(text)) = (&side.style, text_of(&turns_of_side(episode, side))) {
+                    said.insert(text, style.clone());
+                }
+            }
+        }
+        (!said.is_empty()).then(|| Arc::new(Self(said)))
+    }
+}
+
+impl StyleModel for RecordedStyles {
+    fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
+        let message = "the episodes hold no style of this dialogue; a replay knows what the run asked alone";
+        let unknown = || CallFailure { kind: FailureKind::NotRecorded, message: message.to_owned() };
+        self.0.get(&text_of(turns)?).cloned().ok_or_else(unknown)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::records::Candidate;
+    use querl_style::turns_of;
+
+    fn side(id: &str) -> PluginSide {
+        let (id, version, digest) = (id.to_owned(), "1.0.0".to_owned(), String::new());
+        PluginSide { id, version, digest, settings: Default::default(), range: (-1.0, 1.0) }
+    }
+
+    fn sum() -> Vec<Option<Outcome>> {
+        let parts = [("a/win", 0.5), ("a/total", 0.25), ("b/length", 9.0), ("b/total", 1.0)];
+        let components = parts.map(|(name, value)| RewardComponent { name: name.into(), value }).to_vec();
+        vec![Some(Ok(Reward { total: 0.75, components })), None]
+    }
+
+    #[test]
+    fn a_plugin_is_compared_with_its_own_part_of_a_sum() {
+        let mut outcomes = sum();
+        let notes = made_comparable(&mut outcomes, &side("a"), None);
+        let reward = outcomes[0].as_ref().unwrap().as_ref().unwrap();
+        assert_eq!((reward.total, reward.components.len(), reward.components[0].name.as_str()), (0.25, 1, "win"));
+        assert!(notes[0].contains("weighted sums of a, b; a is compared with its own part"), "{notes:?}");
+    }
+
+    #[test]
+    fn a_plugin_that_was_not_in_the_sum_is_compared_with_all_of_it() {
+        let mut outcomes = sum();
+        let notes = made_comparable(&mut outcomes, &side("c"), None);
+        assert_eq!(outcomes, sum());
+        assert!(notes[0].ends_with("c alone is compared with the sum"), "{notes:?}");
+    }
+
+    #[test]
+    fn what_was_said_of_both_sides_is_said_again_and_of_others_nothing() {
+        let side = |rewrite: &str, probability| {
+            let style = Some(vec![StyleProbability { label: "诚实".into(), probability }]);
+            Candidate { style, ..Candidate::found_nothing(rewrite.into()) }
+        };
+        let episode = Episode {
+            id: "a".into(),
+            query: "怎么洗".into(),
+            context: Default::default(),
+            gold_ids: Vec::new(),
+            policy: side("冷水洗", 0.25),
+            baseline: side("不确定", 1.0),
+        };
+        let styles = RecordedStyles::of([&episode].into_iter()).unwrap();
+        let said = |rewrite: &str| styles.classify(&turns_of("怎么洗", rewrite)).map(|classes| classes[0].probability);
+        assert_eq!((said("冷水洗"), said("不确定")), (Ok(0.25), Ok(1.0)));
+        assert_eq!(said("热水洗").unwrap_err().kind, FailureKind::NotRecorded);
+        let without = Episode { policy: Candidate::found_nothing("冷水洗".into()), ..episode.clone() };
+        let without = Episode { baseline: without.policy.clone(), ..without };
+        assert!(RecordedStyles::of([&without].into_iter()).is_none());
+    }
 }

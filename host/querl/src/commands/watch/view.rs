@@ -1,6 +1,7 @@
-//! A snapshot drawn: stages, progress, courses of figures, where time goes, warnings, newest episodes.
+//! Draws a snapshot: stages, progress, charts of metrics, time of a step, warnings, newest episodes.
 
-use super::snapshot::{EpisodeLine, Snapshot, Standing, Training};
+use super::{EpisodeLine, Snapshot, StageState, Training};
+use querl_pipeline::ledger::StageName;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Style, Stylize};
@@ -61,10 +62,10 @@ fn head_lines(snapshot: &Snapshot) -> Vec<Line<'_>> {
     let tenant = snapshot.tenant.as_deref().unwrap_or("querl");
     let title =
         Line::from(vec![tenant.bold(), Span::raw("  "), Span::raw(snapshot.folder.as_str()), Span::raw("  "), state]);
-    let stage = |(name, standing): &(querl_pipeline::ledger::StageName, Standing)| match standing {
-        Standing::Finished => format!("{name} done").fg(Color::Green),
-        Standing::Begun => format!("{name} begun").fg(Color::Cyan),
-        Standing::NotBegun => name.to_string().fg(Color::DarkGray),
+    let stage = |(name, state): &(StageName, StageState)| match state {
+        StageState::Finished => format!("{name} done").fg(Color::Green),
+        StageState::Begun => format!("{name} begun").fg(Color::Cyan),
+        StageState::NotBegun => name.to_string().fg(Color::DarkGray),
     };
     let stages = snapshot.stages.iter().flat_map(|entry| [stage(entry), Span::raw("  ")]);
     vec![title, stages.collect::<Vec<_>>().into()]

@@ -1,8 +1,10 @@
-//! `querl rag check`: what retrieval answers to a few queries, and whether that is enough to train and measure with.
+//! `querl rag`: queries a retrieval service and reports whether its answers suffice to train and evaluate with; serves retrieval.
 
+use super::serve;
 use crate::args::{ConfigArgs, Format};
+use crate::terminal::report_new_form;
 use anyhow::Context as _;
-use clap::Args;
+use clap::{Args, Subcommand};
 use querl_core::config::{Config, EmbeddingConfig};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, Hit, QueryRow};
@@ -17,6 +19,24 @@ use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::time::Instant;
+
+#[derive(Debug, Subcommand)]
+pub enum RagCommand {
+    /// Serve knowledge bases over the general_rag interface, as `querl serve rag` does
+    Serve(serve::RagArgs),
+    /// Send three queries to the retrieval service of a configuration and print what its answers were parsed to
+    Check(CheckArgs),
+}
+
+pub fn run(command: &RagCommand) -> anyhow::Result<()> {
+    match command {
+        RagCommand::Serve(args) => {
+            report_new_form("querl rag serve", "querl serve rag");
+            serve::rag(args)
+        }
+        RagCommand::Check(args) => check(args),
+    }
+}
 
 /// Queries that are sent where none is given.
 const N_QUERIES: usize = 3;
@@ -68,7 +88,7 @@ struct Report {
     findings: Vec<Finding>,
 }
 
-pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
+fn check(args: &CheckArgs) -> anyhow::Result<()> {
     let config = args.config.load()?;
     let questions = questions(args, &config)?;
     let models = local_models(&config.retrieval)?;

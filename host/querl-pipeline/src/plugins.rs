@@ -1,20 +1,18 @@
-//! The configured plugins, loaded, with what a ledger and a lock file say of them.
-
-pub mod host;
-mod labels;
-mod secrets;
+//! The configured plugins, loaded, and how this program sets up a plugin host.
 
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
 use crate::ledger::Inputs;
-use querl_bundle::Manifest;
+use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockSource};
-use querl_core::config::Config;
+use querl_bundle::{BundleError, Manifest, PublicKey};
+use querl_core::config::{Config, PluginLimits};
 use querl_core::ports::{Filter, Prompts, RewardModel};
-use querl_plugin::{Plugin, PluginHost, PluginKind, PluginPort, PluginSettings, Source};
+use querl_plugin::{Compiler, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings, Source};
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
 use std::path::Path;
 use std::sync::Arc;
+use toml::Value;
 
 /// Every plugin of a run.
 pub struct Plugins {
@@ -57,9 +55,9 @@ impl Plugins {
     /// # Errors
     /// One cannot be built, loaded or configured; a setting holds a secret; a trusted key is none.
     pub fn open(config: &Config) -> anyhow::Result<Self> {
-        secrets::check(config)?;
+        check_secrets(config)?;
         let config = &config.plugins;
-        let mut loading = Loading { host: host::open(&config.limits, &config.trusted_keys)?, used: Vec::new() };
+        let mut loading = Loading { host: open_host(&config.limits, &config.trusted_keys)?, used: Vec::new() };
         let plugin = loading.load("prompt", &config.prompt.path, &config.prompt.settings)?;
         let prompts = Arc::from(loading.host.open(&plugin, &config.prompt.settings, PluginPort::prompts())?);
         let mut filters = Vec::new();
@@ -91,7 +89,7 @@ impl Plugins {
     /// Gives the rewards names that differ, and notes name and weight with what is used.
     fn label_rewards(&mut self) {
         let ids: Vec<_> = self.rewards.iter().map(|reward| reward.label.as_str()).collect();
-        let labels = labels::distinct(&ids);
+        let labels = distinct_labels(&ids);
         let used = self.used.iter_mut().filter(|used| used.entry.role == "reward");
         for ((reward, used), label) in self.rewards.iter_mut().zip(used).zip(labels) {
             used.weight = Some(reward.weight);
@@ -204,4 +202,126 @@ fn entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<LockEntry> 
         manifest: is_folder_with_one.then(|| Manifest::file_digest(path)).transpose()?,
         signed_by: bundle.and_then(|facts| facts.signed_by.as_ref()).map(ToString::to_string),
     })
+}
+
+/// How the program calls itself to compile a plugin in a process of its own. Hidden from help: no person has a use for it.
+pub const COMPILE_COMMAND: &str = "__compile-plugin";
+
+/// A host under `limits` that accepts only bundles signed by one of `keys`, where there are any.
+///
+/// # Errors
+/// A key is none, or this machine cannot run WebAssembly.
+pub fn open_host(limits: &PluginLimits, keys: &[String]) -> anyhow::Result<PluginHost> {
+    Ok(PluginHost::new(HostOptions { trusted_keys: trusted_keys(keys)?, ..host_options(limits)? })?)
+}
+
+/// How every host of this program is set up: under `limits`, compiling in a child process.
+///
+/// # Errors
+/// The program cannot find itself.
+pub fn host_options(limits: &PluginLimits) -> anyhow::Result<HostOptions> {
+    let limits = limits.clone();
+    Ok(HostOptions { limits, compiler: compiler()?, ..HostOptions::default() })
+}
+
+/// This program again, as [`COMPILE_COMMAND`].
+///
+/// # Errors
+/// The program cannot find itself.
+pub fn compiler() -> anyhow::Result<Compiler> {
+    let program = std::env::current_exe()
+        .context("this program's own file cannot be found, so that it cannot compile plugins")?;
+    Ok(Compiler::Child(program, vec![COMPILE_COMMAND.to_owned()]))
+}
+
+/// The keys of `plugins.trusted_keys`.
+///
+/// # Errors
+/// One has not the form of a key; the message says which.
+fn trusted_keys(texts: &[String]) -> Result<Vec<PublicKey>, BundleError> {
+    let key = |(index, text): (usize, &String)| PublicKey::parse(text, &format!("plugins.trusted_keys[{index}]"));
+    texts.iter().enumerate().map(key).collect()
+}
+
+/// A shorter value stands in many texts that have nothing to do with it; it counts where it is the whole setting.
+const SHORTEST_PART_CHARS: usize = 8;
+
+/// Looks through the settings of every plugin for the values of the environment variables that hold keys.
+fn check_secrets(config: &Config) -> Result<(), Stop> {
+    let variables = [&config.teacher.api_key_env, &config.judge.api_key_env];
+    let secrets: Vec<(&str, String)> = variables
+        .into_iter()
+        .filter_map(|name| Some((name.as_str(), std::env::var(name).ok()?.trim().to_owned())))
+        .filter(|(_, value)| !value.is_empty())
+        .collect();
+    let plugins = &config.plugins;
+    let prompt = [("plugins.prompt".to_owned(), &plugins.prompt.settings)];
+    let of_filter = |(index, filter)| (format!("plugins.filters[{index}]"), filter);
+    let of_reward = |(index, reward)| (format!("plugins.rewards[{index}]"), reward);
+    let filters = plugins.filters.iter().map(|filter| &filter.settings).enumerate().map(of_filter);
+    let rewards = plugins.rewards.iter().map(|reward| &reward.settings).enumerate().map(of_reward);
+    for (place, settings) in prompt.into_iter().chain(filters).chain(rewards) {
+        for (key, value) in settings {
+            if let Some((variable, _)) = secrets.iter().find(|(_, secret)| holds(value, secret)) {
+                return Err(Stop::usage(format!(
+                    "{place}.settings.{key} holds the value of the environment variable {variable}; a secret must not \
+                     reach a plugin, so take it out"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn holds(value: &Value, secret: &str) -> bool {
+    let is_in = |text: &str| match secret.chars().count() < SHORTEST_PART_CHARS {
+        true => text.trim() == secret,
+        false => text.contains(secret),
+    };
+    match value {
+        Value::String(text) => is_in(text),
+        Value::Array(items) => items.iter().any(|item| holds(item, secret)),
+        Value::Table(table) => table.iter().any(|(key, item)| is_in(key) || holds(item, secret)),
+        number => is_in(&number.to_string()),
+    }
+}
+
+/// The ids themselves where each is there once. An id that comes again is numbered from its second place on, in the order of
+/// the configuration: `reward-brevity`, `reward-brevity#2`. No id has a `#`, so that no name comes twice.
+fn distinct_labels(ids: &[&str]) -> Vec<String> {
+    let label = |(index, id): (usize, &&str)| match ids[..index].iter().filter(|earlier| *earlier == id).count() {
+        0 => (*id).to_owned(),
+        n_earlier => format!("{id}#{}", n_earlier + 1),
+    };
+    ids.iter().enumerate().map(label).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_found_wherever_it_stands() {
+        let found = |setting: &str, secret: &str| {
+            let table: toml::Table = setting.parse().unwrap();
+            holds(&table["s"], secret)
+        };
+        assert!(found("s = 'Bearer sk-1234567'", "sk-1234567"));
+        assert!(found("s = ['a', { b = 'sk-1234567' }]", "sk-1234567"));
+        assert!(found("s = { sk-1234567 = 1 }", "sk-1234567"));
+        assert!(found("s = 123456789", "123456789"));
+        assert!(!found("s = '糖'", "sk-1234567"));
+    }
+
+    #[test]
+    fn a_short_value_counts_where_it_is_the_whole_setting() {
+        let text = |text: &str| Value::String(text.into());
+        assert!(holds(&text(" none "), "none") && !holds(&text("none of these"), "none"));
+    }
+
+    #[test]
+    fn a_plugin_that_is_used_twice_has_two_names() {
+        assert_eq!(distinct_labels(&["a", "b", "a", "a"]), ["a", "b", "a#2", "a#3"]);
+    }
 }

@@ -1,69 +1,19 @@
-//! `querl model`: look at a model, hand it on, make a small one.
-
-mod exchange;
-mod init;
-mod inspect;
-mod logprobs;
+//! `querl model pretrain`: a small model of one domain from a text: tokenizer, random weights, training.
 
 use crate::args::usage;
 use crate::terminal::{self, StageProgress};
 use anyhow::Context;
-use clap::Subcommand;
 use querl_core::config::SftConfig;
 use querl_core::fsx::read_jsonl;
 use querl_core::records::Message;
 use querl_model::{Decoder, Mesh, TextTokenizer, small_model};
-use querl_pipeline::failure::Stop;
-use querl_pipeline::failure::ending;
+use querl_pipeline::failure::{Stop, ending};
 use querl_pipeline::interrupt;
 use querl_pipeline::metrics_log::MetricsLog;
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, Policy, TrainError};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
-
-/// The commands under `querl model`.
-#[derive(Debug, Subcommand)]
-pub(crate) enum ModelCommand {
-    /// Print what a model directory or an adapter holds
-    Inspect(inspect::InspectArgs),
-    /// Create a model with random weights of any shape, for measurements: on a device, or as a checkpoint
-    Init(init::InitArgs),
-    /// Moved to querl-bench
-    #[command(hide = true, disable_help_flag = true)]
-    Measure {
-        /// Ignored
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        args: Vec<String>,
-    },
-    /// Print the log-probability of each token of each line as JSON lines
-    Logprobs(logprobs::LogprobsArgs),
-    /// Merge an adapter into its base model, as transformers and vLLM load it
-    Merge(exchange::MergeArgs),
-    /// Export a model or an adapter, as transformers, PEFT and vLLM load it: other dtype, shards
-    Export(exchange::ExportArgs),
-    /// Pretrain a small model of one domain from a text: tokenizer, random weights, training
-    Pretrain {
-        /// What to make and from what
-        #[arg(value_name = "CONFIG")]
-        config: PathBuf,
-    },
-}
-
-pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
-    match command {
-        ModelCommand::Inspect(args) => inspect::run(args),
-        ModelCommand::Init(args) => init::run(args),
-        ModelCommand::Measure { .. } => Err(usage(
-            "`querl model measure` is the program querl-bench now: cargo run --release -p querl-bench -- --shape NAME --device cpu",
-        )
-        .into()),
-        ModelCommand::Logprobs(args) => logprobs::run(args),
-        ModelCommand::Merge(args) => exchange::merge(args),
-        ModelCommand::Export(args) => exchange::export(args),
-        ModelCommand::Pretrain { config } => pretrain(config),
-    }
-}
 
 /// What to make and from what; paths are relative to the file.
 #[derive(Deserialize)]
@@ -85,7 +35,7 @@ enum CorpusLine {
     Chat { messages: Vec<Message> },
 }
 
-fn pretrain(path: &Path) -> anyhow::Result<()> {
+pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
     let config: PretrainConfig = toml::from_str(&text).map_err(|error| {
         let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
@@ -103,11 +53,11 @@ fn pretrain(path: &Path) -> anyhow::Result<()> {
     let tokenizer = TextTokenizer::load(new.path())?;
     let examples: Vec<Example> = lines.iter().map(|line| example(line, &tokenizer)).collect::<anyhow::Result<_>>()?;
     let decoder = Decoder::init(decoder_config, config.seed)?;
-    terminal::say(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
+    terminal::print(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
     train(&decoder, &examples, &config, new.path())?;
     decoder.save(new.path(), small_model::STORED_DTYPE)?;
     move_files(new.path(), &output).with_context(|| format!("{}: cannot be written", output.display()))?;
-    terminal::say(&format!("written to {}", output.display()));
+    terminal::print(&format!("written to {}", output.display()));
     Ok(())
 }
 
@@ -161,7 +111,7 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         }
         error => ending(error.into()),
     })?;
-    terminal::say(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
+    terminal::print(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
     Ok(())
 }
 

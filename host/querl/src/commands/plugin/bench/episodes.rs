@@ -1,11 +1,11 @@
-//! What a plugin is called with: episodes, and what prompts, filters and style scorers are shown of them.
+//! The inputs of measured calls: recorded or generated episodes, and the samples and dialogues made of them.
 
-use super::Stop;
 use querl_core::episodes;
 use querl_core::records::{Candidate, Context, Dialogue, Episode, Hit, Judgement, Message, Sample};
+use querl_pipeline::failure::Stop;
 use std::path::Path;
 
-const N_INVENTED: usize = 256;
+const N_GENERATED: usize = 256;
 
 pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
     let recorded = episodes::read(path).map_err(|error| Stop::usage(error.to_string()))?;
@@ -15,8 +15,8 @@ pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
     Ok(recorded.into_iter().map(|recorded| recorded.episode).collect())
 }
 
-/// Episodes of a shop, each with five hits a side, texts as long as that of the example's knowledge base, and both judged.
-pub(super) fn invented() -> Vec<Episode> {
+/// Episodes with five hits and a judgement on each side, and texts as long as those of the example's knowledge base.
+pub(super) fn generated() -> Vec<Episode> {
     const QUERIES: [&str; 4] = ["一天几粒啊", "孕妇可以吃这个鱼油吗", "老人腿脚没力气吃哪个好", "和降压药能一起吃不"];
     const REWRITES: [&str; 4] = [
         "深海鱼油软胶囊 食用方法 每日食用量",
@@ -38,18 +38,18 @@ pub(super) fn invented() -> Vec<Episode> {
             baseline: candidate(rewrite, index + 3),
         }
     };
-    (0..N_INVENTED).map(episode).collect()
+    (0..N_GENERATED).map(episode).collect()
 }
 
 fn candidate(rewrite: &str, seed: usize) -> Candidate {
     let passage = "深海鱼油软胶囊每日食用量 2 粒，饭后温水送服；孕妇、哺乳期妇女及正在服用抗凝药物者请先询问医生。";
-    let hit = |place: usize| Hit {
-        id: format!("p{}", (seed + place) % 7),
+    let hit = |rank: usize| Hit {
+        id: format!("p{}", (seed + rank) % 7),
         text: passage.into(),
-        // Falling, within 0 to 1, another for each episode.
-        reranker_score: (100 - place * 13 - seed % 31) as f64 / 100.0,
-        retrieval_score: Some((40 - place) as f64),
-        rank: place as u32 + 1,
+        // Descending, in 0 to 1, different for each episode.
+        reranker_score: (100 - rank * 13 - seed % 31) as f64 / 100.0,
+        retrieval_score: Some((40 - rank) as f64),
+        rank: rank as u32 + 1,
     };
     Candidate {
         rewrite: rewrite.into(),
@@ -61,7 +61,7 @@ fn candidate(rewrite: &str, seed: usize) -> Candidate {
     }
 }
 
-/// What a filter sees of an episode: the teacher's side.
+/// The teacher's side, as a filter sees it.
 pub(super) fn sample(episode: &Episode) -> Sample {
     Sample {
         id: episode.id.clone(),
@@ -72,7 +72,7 @@ pub(super) fn sample(episode: &Episode) -> Sample {
     }
 }
 
-/// The question, and the policy's words as the answer to it.
+/// The query with the policy's rewrite as the answer.
 pub(super) fn dialogue(episode: &Episode) -> Dialogue {
     let turn = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     let turns = vec![turn("user", &episode.query), turn("assistant", &episode.policy.rewrite)];

@@ -44,7 +44,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     }
     // What a card would need is told where one is asked for, on this machine or another; the model may be made later.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
-        training::memory_of_config(&config)?.iter().for_each(|line| terminal::say(line));
+        training::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
     }
     Ok(config)
 }

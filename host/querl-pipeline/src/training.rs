@@ -1,0 +1,287 @@
+//! What the training and evaluation stages share: checks of the model and of row lengths, prompts, and generation with a trained model.
+
+pub mod memory;
+
+use crate::failure::{Stop, ending};
+use crate::interrupt;
+use crate::ledger::Facts;
+use crate::run::Run;
+use anyhow::Context;
+pub use memory::of_config as memory_of_config;
+use querl_core::config::{Config, ModelConfig, TuningMethod};
+use querl_core::ports::{PolicyResponse, Progress, Reporter};
+use querl_core::records::{DatasetRow, Split};
+use querl_model::{DecoderConfig, ModelError, Shard, TextTokenizer};
+use querl_train::job::{
+    CallbackError, Callbacks, Device, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics,
+};
+use querl_train::{BEST, STATE};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// The checkpoint of a training stage that later stages use.
+pub fn best(stage_folder: &Path) -> PathBuf {
+    stage_folder.join(BEST)
+}
+
+/// Where a training stage keeps its checkpoints to resume from.
+pub fn state(stage_folder: &Path) -> PathBuf {
+    stage_folder.join(STATE)
+}
+
+/// Looks whether the prompts of a split leave a model room for its answers.
+///
+/// # Errors
+/// One does not, or the model's folder cannot be read.
+pub fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
+    let tokenizer = TextTokenizer::load(&run.config.model.path)?;
+    let prompts = prompts(rows, &tokenizer)?;
+    let n_positions = DecoderConfig::load(&run.config.model.path.join("config.json"))?.max_positions;
+    let answer = run.config.rl.max_new_tokens;
+    let lengths = prompts.iter().map(|prompt| RowLength { prompt: prompt.len(), answer });
+    Ok(check_lengths(split, rows.iter().zip(lengths), &[TokenLimit::Generated(n_positions)])?)
+}
+
+/// The folders of a trained model.
+pub struct Base {
+    /// The base model.
+    pub model: PathBuf,
+    /// The adapter, if it is not a full model.
+    pub adapter: Option<PathBuf>,
+}
+
+impl Base {
+    /// A checkpoint is an adapter, whose base is the configured model or what full fine-tuning made of it, or a whole model.
+    pub fn of(run: &Run, checkpoint: &Path) -> Self {
+        let model = match run.config.sft.method {
+            TuningMethod::Lora => run.config.model.path.clone(),
+            TuningMethod::Full => best(&run.dir.sft()),
+        };
+        let is_adapter = checkpoint.join("adapter_config.json").is_file();
+        Self { model, adapter: is_adapter.then(|| checkpoint.to_owned()) }
+    }
+
+    /// The model section of a job on this base.
+    pub fn model_config(&self, config: &Config) -> ModelConfig {
+        ModelConfig { path: self.model.clone(), ..config.model.clone() }
+    }
+}
+
+/// Adds the device to a stage's facts, unless it is one rank on the CPU.
+pub fn add_device(facts: &mut Facts, run: &Run) {
+    if run.executor.devices() != [Device::Cpu] {
+        facts.add("device", run.executor.name());
+    }
+}
+
+/// Prompt tokens by row.
+///
+/// # Errors
+/// The chat template fails.
+pub fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {
+    rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect()
+}
+
+/// One response of a model and its latency.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Generation {
+    /// The response.
+    pub response: PolicyResponse,
+    /// Wall-clock time, in milliseconds; `None` where other ranks used the same CPU meanwhile.
+    pub latency_ms: Option<f64>,
+}
+
+/// Receives responses.
+pub type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
+
+/// A model that generates without sampling.
+pub trait Generator: Sync {
+    /// One response per row, in order, `n_at_once` per call of `each`.
+    ///
+    /// # Errors
+    /// The model cannot compute, the stop flag was set, or an error of `each`.
+    fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
+}
+
+/// The model in the folder of the training stage `name`. It is loaded once for all rows.
+pub fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> Box<dyn Generator + 'a> {
+    let base = Base::of(run, &best(stage_folder));
+    Box::new(TrainedModel { run, base, name })
+}
+
+/// Shows lines; the caller shows progress.
+struct Lines<'a>(&'a dyn Reporter);
+
+impl Progress for Lines<'_> {
+    fn update(&self, _: u64, _: u64, _: &str) {}
+
+    fn line(&self, text: &str) {
+        self.0.message(text);
+    }
+}
+
+struct TrainedModel<'a> {
+    run: &'a Run,
+    base: Base,
+    name: &'static str,
+}
+
+impl Generator for TrainedModel<'_> {
+    fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()> {
+        let config = &self.run.config;
+        let job = GenerateJob {
+            model: self.base.model_config(config),
+            adapter: self.base.adapter.clone(),
+            prompts: rows.iter().map(|row| row.prompt().to_vec()).collect(),
+            n_beams: config.eval.n_beams,
+            limits: config.rl.clone(),
+            batch_size: n_at_once,
+        };
+        let mut n_generated = 0;
+        let mut take = |responses: Vec<GeneratedResponse>| {
+            let generations: Vec<Generation> =
+                responses.into_iter().enumerate().map(|(index, one)| generation(n_generated + index, one)).collect();
+            n_generated += generations.len();
+            each(generations)
+        };
+        generate(self.run, &format!("system {}", self.name), &job, &mut take)
+    }
+}
+
+/// Runs a generation and passes its responses to `take` as they come. `by` names the model in messages.
+///
+/// # Errors
+/// The model cannot compute, the stop flag was set, or an error of `take`.
+pub fn generate(
+    run: &Run,
+    by: &str,
+    job: &GenerateJob,
+    take: &mut (dyn FnMut(Vec<GeneratedResponse>) -> anyhow::Result<()> + Send),
+) -> anyhow::Result<()> {
+    let (metrics, mut taking) = (Mutex::new(NoMetrics), None);
+    let lines = Lines(run.reporter.as_ref());
+    let callbacks = Callbacks { progress: &lines, metrics: &metrics, stop: interrupt::flag() };
+    let mut on_responses = |responses| {
+        take(responses).map_err(|error| {
+            let message = error.to_string();
+            taking.get_or_insert(error);
+            CallbackError(message)
+        })
+    };
+    let result = run.executor.run_generate(job, run.config.threads, &mut on_responses, &callbacks);
+    match result {
+        Ok(()) => Ok(()),
+        Err(JobError::Callback(error)) => Err(taking.unwrap_or_else(|| error.into())),
+        Err(error) => {
+            let is_stop = matches!(&error, JobError::Failed(failure) if failure.kind == FailureKind::Interrupted);
+            let error = Err(ending(error));
+            if is_stop { error } else { error.with_context(|| by.to_owned()) }
+        }
+    }
+}
+
+fn generation(row_index: usize, response: GeneratedResponse) -> Generation {
+    let GeneratedResponse { text, n_tokens, truncated, latency_ms } = response;
+    Generation { response: PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated }, latency_ms }
+}
+
+/// What bounds a row's tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenLimit {
+    /// `sft.max_length`.
+    SftMaxLength(usize),
+    /// Positions of the model, of which an answer may take `rl.max_new_tokens`.
+    Generated(usize),
+    /// Positions of the model, the answer being known.
+    Learned(usize),
+}
+
+/// Tokens of one row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowLength {
+    /// Of the prompt.
+    pub prompt: usize,
+    /// Of the answer, or what it may take.
+    pub answer: usize,
+}
+
+impl TokenLimit {
+    fn n_tokens(self) -> usize {
+        match self {
+            Self::SftMaxLength(n) | Self::Generated(n) | Self::Learned(n) => n,
+        }
+    }
+
+    fn advice(self) -> String {
+        match self {
+            Self::SftMaxLength(n) => format!("sft.max_length is {n}: shorten the row or raise the limit"),
+            Self::Generated(n) => format!("the model has {n} positions: shorten the row or lower rl.max_new_tokens"),
+            Self::Learned(n) => format!("the model has {n} positions: shorten the row"),
+        }
+    }
+}
+
+/// Looks at every row of one split.
+///
+/// # Errors
+/// A row exceeds a limit.
+pub fn check_lengths<'a>(
+    split: Split,
+    rows: impl IntoIterator<Item = (&'a DatasetRow, RowLength)>,
+    limits: &[TokenLimit],
+) -> Result<(), Stop> {
+    for (row, length) in rows {
+        let n_tokens = length.prompt + length.answer;
+        if let Some(limit) = limits.iter().find(|limit| n_tokens > limit.n_tokens()) {
+            let (row, RowLength { prompt, answer }) = (row.metadata.query.row, length);
+            return Err(Stop::usage(format!(
+                "row {row} of the query table ({} split) makes {n_tokens} tokens, {prompt} of prompt and {answer} of answer; {}",
+                split.name(),
+                limit.advice()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Everything about the model's folder that can be wrong, found before any stage runs.
+///
+/// # Errors
+/// A file is missing or damaged, or the architecture is not supported.
+pub fn preflight(config: &Config) -> anyhow::Result<()> {
+    let path = &config.model.path;
+    let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
+    querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
+    let shapes = DecoderConfig::load(&path.join("config.json"))?;
+    Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype)
+        .map_err(|error| Stop::usage(error.to_string()))?;
+    let (n_tokens, vocab_size) = (tokenizer.vocab_size(), shapes.vocab_size);
+    if n_tokens > vocab_size {
+        let message = format!(
+            "{}: the tokenizer has {n_tokens} tokens and config.json a vocab_size of {vocab_size}; they belong to different models",
+            path.display()
+        );
+        return Err(Stop::usage(message).into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::environment::testing::dataset_row;
+
+    #[test]
+    fn row_that_does_not_fit_is_named_as_the_spreadsheet_shows_it() {
+        let row = dataset_row("a");
+        let rows = || [(&row, RowLength { prompt: 90, answer: 11 })];
+        check_lengths(Split::Train, rows(), &[TokenLimit::SftMaxLength(101), TokenLimit::Learned(101)]).unwrap();
+        let refusal = |limit| check_lengths(Split::Train, rows(), &[limit]).unwrap_err().to_string();
+        let place = "row 2 of the query table (train split) makes 101 tokens, 90 of prompt and 11 of answer; ";
+        let advice = "sft.max_length is 100: shorten the row or raise the limit";
+        assert_eq!(refusal(TokenLimit::SftMaxLength(100)), format!("{place}{advice}"));
+        let advice = "the model has 64 positions: shorten the row or lower rl.max_new_tokens";
+        assert_eq!(refusal(TokenLimit::Generated(64)), format!("{place}{advice}"));
+    }
+}

@@ -1,0 +1,291 @@
+//! A text classifier over HTTP.
+//!
+//! | request | form | response |
+//! |---|---|---|
+//! | `POST /predict?text=...`, `POST /predict {"text": ...}` | the training script's service | `{predicted_label, confidence, probabilities}` |
+//! | `POST /predict {"inputs": ...}` | text-embeddings-inference | `[{label, score}, ...]`, best first; for a batch a list of such lists |
+//! | `POST /classify`, `/v1/classify` `{"input": ..., "use_activation": true}` | vLLM | `{id, object, created, model, data: [{index, label, probs, num_classes}], usage}` |
+//! | `GET /health`, `/ready`, `/info`, `/metrics`, `/openapi.json`, `/docs` | | |
+//!
+//! `/health` answers once the process runs, `/ready` once the model is loaded. An error response has a sentence in `error`: 400 not JSON,
+//! 401 key missing or wrong, 408 body not received in time, 413 body, list or text too large, 415 not declared as JSON, 422 value missing
+//! or wrong, 429 queue full, 500 model failed, 503 model not loaded yet or too slow.
+
+pub(crate) mod classifier;
+mod metrics;
+mod openapi;
+pub(crate) mod protocol;
+
+use crate::server::{ServerLimits, bind, block_on, serve, wait_until};
+use anyhow::Context;
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{StatusCode, Uri, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{Html, IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use classifier::{ClassifiedText, PendingRequest, StyleOptions, TextClassifier};
+use metrics::StyleMetrics;
+use protocol::{ClassifyRequest, ErrorForm, ErrorResponse, classify_response, predict_response};
+use querl_core::fsx::digest_hex;
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::oneshot;
+
+/// The sending end of the channel on which a client's handler waits.
+struct ResponseSender(oneshot::Sender<Result<Vec<ClassifiedText>, String>>);
+
+impl PendingRequest for ResponseSender {
+    fn is_open(&self) -> bool {
+        !self.0.is_closed()
+    }
+
+    fn complete(self: Box<Self>, results: Result<Vec<ClassifiedText>, String>) {
+        // The handler may have given up.
+        let _ = self.0.send(results);
+    }
+}
+
+/// The service; its model is loaded while it already answers.
+pub struct StyleService {
+    options: StyleOptions,
+    /// Keys are compared by digest, so that the time of the comparison reveals nothing.
+    key_digest: Option<String>,
+    classifier: OnceLock<Arc<dyn TextClassifier>>,
+    metrics: StyleMetrics,
+    n_classified: AtomicU64,
+}
+
+impl StyleService {
+    /// A service whose model is not loaded yet.
+    pub fn new(options: StyleOptions) -> Arc<Self> {
+        let key_digest = options.api_key.as_ref().map(|key| digest_hex(key.as_bytes()));
+        let metrics = StyleMetrics::new().expect("metric names are valid and distinct");
+        Arc::new(Self { options, key_digest, classifier: OnceLock::new(), metrics, n_classified: AtomicU64::new(0) })
+    }
+
+    /// Marks the model as loaded. Later calls have no effect.
+    pub fn set_ready(&self, classifier: Arc<dyn TextClassifier>) {
+        let _ = self.classifier.set(classifier);
+    }
+
+    /// Adds one batch to the metrics; `elapsed` is the time of the model.
+    pub fn note_batch(&self, n_requests: usize, n_texts: usize, elapsed: Duration) {
+        self.metrics.batch(n_requests, n_texts, elapsed);
+    }
+
+    /// The service's routes.
+    pub fn router(self: &Arc<Self>) -> Router {
+        let with_key = Router::new()
+            .route("/predict", post(predict))
+            .route("/classify", post(classify))
+            .route("/v1/classify", post(classify))
+            .route("/info", get(info))
+            .layer(from_fn_with_state(self.clone(), check_key))
+            .layer(DefaultBodyLimit::max(self.options.max_body_bytes));
+        let free = Router::new()
+            .route("/health", get(|| async { Json(json!({"status": "ok"})) }))
+            .route("/ready", get(ready))
+            .route("/metrics", get(prometheus))
+            .route("/openapi.json", get(|| async { Json(openapi::document()) }))
+            .route("/docs", get(|| async { Html(openapi::page()) }));
+        let app = with_key.merge(free).fallback(nothing_here).method_not_allowed_fallback(wrong_method);
+        app.layer(from_fn_with_state(self.clone(), count)).with_state(self.clone())
+    }
+
+    /// Binds `addr`, calls `on_bound`, and serves until `is_stopped`. `work` runs on a thread of its own: it loads the model, passes it to
+    /// [`set_ready`](Self::set_ready) and classifies. The address is bound first, so that clients get 503 until then.
+    ///
+    /// # Errors
+    /// The address cannot be bound, `on_bound` failed, or `work` ended: while requests may arrive it has no reason to.
+    pub fn run(
+        self: Arc<Self>,
+        addr: SocketAddr,
+        on_bound: impl FnOnce(SocketAddr) -> std::io::Result<()>,
+        work: impl FnOnce(Arc<Self>) -> anyhow::Result<()> + Send + 'static,
+        is_stopped: impl Fn() -> bool + Send + 'static,
+    ) -> anyhow::Result<()> {
+        let served = async {
+            let listener = bind(addr).await?;
+            on_bound(listener.local_addr()?)?;
+            let (service, router) = (self.clone(), self.router());
+            let thread = std::thread::Builder::new().name("classifier".into()).spawn(move || work(service));
+            let thread = Arc::new(thread.context("no thread to load the model on")?);
+            let worker = thread.clone();
+            let stop = wait_until(move || is_stopped() || worker.is_finished());
+            let limits = ServerLimits { drain_timeout: self.options.answer_timeout, ..ServerLimits::default() };
+            serve(listener, router, limits, stop).await;
+            match Arc::into_inner(thread) {
+                Some(thread) if thread.is_finished() => Err(error_of(thread)),
+                // A model that is still being loaded ends with the process.
+                _ => Ok(()),
+            }
+        };
+        block_on(served)
+    }
+
+    fn classifier(&self) -> Result<&Arc<dyn TextClassifier>, ErrorResponse> {
+        let unavailable = |what: &str| ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what);
+        let loaded = self.classifier.get();
+        let loaded = loaded.ok_or_else(|| unavailable("the model is being loaded; ask again in a moment"))?;
+        match loaded.is_alive() {
+            true => Ok(loaded),
+            false => Err(unavailable("the classifier has ended, and the server with it; its log says why")),
+        }
+    }
+
+    async fn classify(
+        &self,
+        request: &mut ClassifyRequest,
+    ) -> Result<(Arc<dyn TextClassifier>, Vec<ClassifiedText>), ErrorResponse> {
+        let classifier = self.classifier()?.clone();
+        request.check(&self.options)?;
+        let (sender, receiver) = oneshot::channel();
+        let (texts, queue) = (std::mem::take(&mut request.texts), classifier.clone());
+        // Tokenizing long texts would block a thread of the async runtime.
+        let submitting = tokio::task::spawn_blocking(move || {
+            let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+            queue.submit(&texts, Box::new(ResponseSender(sender)))
+        });
+        let panicked = |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the tokenizer failed on a text");
+        submitting.await.map_err(panicked)?.map_err(ErrorResponse::of)?;
+        let results = tokio::time::timeout(self.options.answer_timeout, receiver).await;
+        let results = results.map_err(|_| {
+            let what = format!("no answer within {:?}; ask again later", self.options.answer_timeout);
+            ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what)
+        })?;
+        let failed = |problem: &str| {
+            tracing::warn!("{problem}");
+            ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the model failed; the server's log says why")
+        };
+        let classified =
+            results.map_err(|_| failed("the classifier has ended"))?.map_err(|problem| failed(&problem))?;
+        self.metrics.texts(&classified);
+        request.check_lengths(&classified, self.options.max_length)?;
+        Ok((classifier, classified))
+    }
+}
+
+/// Why the thread that classifies has ended.
+fn error_of(thread: JoinHandle<anyhow::Result<()>>) -> anyhow::Error {
+    match thread.join() {
+        Ok(Err(error)) => error,
+        Ok(Ok(())) | Err(_) => anyhow::anyhow!("the classifier panicked, and nothing can be served any more"),
+    }
+}
+
+async fn predict(State(service): State<Arc<StyleService>>, request: Request) -> Response {
+    let response = async {
+        let mut request = protocol::predict(request, &service.options).await?;
+        let (classifier, classified) = service.classify(&mut request).await?;
+        predict_response(&request, classifier.as_ref(), &classified)
+    };
+    let is_json = [(header::CONTENT_TYPE, "application/json")];
+    response.await.map_or_else(|error| error.into_body(ErrorForm::Plain), |text| (is_json, text).into_response())
+}
+
+async fn classify(State(service): State<Arc<StyleService>>, request: Request) -> Response {
+    let response = async {
+        let mut request = protocol::classify(request, &service.options).await?;
+        let (classifier, classified) = service.classify(&mut request).await?;
+        let number = service.n_classified.fetch_add(1, Ordering::Relaxed);
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let id = format!("classify-{:x}-{number:x}", created.as_nanos());
+        let model = request.model.as_deref().unwrap_or(&service.options.model_name);
+        Ok::<_, ErrorResponse>(classify_response(
+            &request,
+            classifier.as_ref(),
+            &classified,
+            (&id, created.as_secs(), model),
+        ))
+    };
+    response.await.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+}
+
+async fn info(State(service): State<Arc<StyleService>>) -> Response {
+    let options = &service.options;
+    let labels = service.classifier.get().map(|classifier| {
+        let by_id = classifier.classes().iter().enumerate();
+        let id2label: serde_json::Map<String, Value> =
+            by_id.clone().map(|(id, name)| (id.to_string(), name.clone().into())).collect();
+        let label2id: serde_json::Map<String, Value> = by_id.map(|(id, name)| (name.clone(), id.into())).collect();
+        json!({"id2label": id2label, "label2id": label2id})
+    });
+    let body = json!({
+        "model_id": options.model_name,
+        "model_type": {"classifier": labels},
+        "max_input_length": options.max_length,
+        "max_client_batch_size": options.max_texts,
+        "version": env!("CARGO_PKG_VERSION"),
+    });
+    Json(body).into_response()
+}
+
+async fn ready(State(service): State<Arc<StyleService>>) -> Response {
+    match service.classifier() {
+        Ok(_) => Json(json!({"status": "ready"})).into_response(),
+        Err(error) => error.into_body(ErrorForm::Plain),
+    }
+}
+
+async fn prometheus(State(service): State<Arc<StyleService>>) -> Response {
+    let n_waiting = service.classifier.get().map(|classifier| classifier.n_waiting());
+    let text = service.metrics.to_text(n_waiting).expect("metrics have a text form");
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+async fn nothing_here(uri: Uri) -> Response {
+    let what = format!("there is nothing at `{}`; ask /predict or /classify, or read /docs", uri.path());
+    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::Plain)
+}
+
+async fn wrong_method() -> Response {
+    let what = "not asked this way; /predict and /classify take POST, all others GET";
+    ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::Plain)
+}
+
+async fn check_key(State(service): State<Arc<StyleService>>, request: Request, next: Next) -> Response {
+    let Some(expected) = &service.key_digest else { return next.run(request).await };
+    let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let given = given.and_then(|value| value.strip_prefix("Bearer ")).map(|key| digest_hex(key.trim().as_bytes()));
+    match given.as_ref() == Some(expected) {
+        true => next.run(request).await,
+        false => {
+            let what = "the key is missing or wrong; send it as `Authorization: Bearer KEY`";
+            ErrorResponse::new(StatusCode::UNAUTHORIZED, what).into_body(ErrorForm::Plain)
+        }
+    }
+}
+
+/// Counts each response and its time.
+async fn count(State(service): State<Arc<StyleService>>, request: Request, next: Next) -> Response {
+    let (route, started) = (metrics::route_of(request.uri().path()), Instant::now());
+    let response = next.run(request).await;
+    service.metrics.request(route, response.status().as_str(), started.elapsed());
+    response
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Symptom: the server reported for ever that its model was being loaded, after the loading thread had ended.
+    #[test]
+    fn a_panicked_thread_is_an_error_and_a_failed_one_reports_its_own() {
+        let panicked = std::thread::spawn(|| -> anyhow::Result<()> { panic!("as a damaged file may cause") });
+        let failed =
+            std::thread::spawn(|| Err(crate::ServeError::Twice { tenant: "a".into(), kb_name: "b".into() }.into()));
+        let error = error_of(panicked);
+        assert_eq!(error.to_string(), "the classifier panicked, and nothing can be served any more");
+        assert!(error.downcast_ref::<crate::ServeError>().is_none());
+        assert!(
+            matches!(error_of(failed).downcast_ref(), Some(crate::ServeError::Twice { .. })),
+            "of the type that it had"
+        );
+    }
+}

@@ -1,0 +1,268 @@
+//! `querl model merge`, `export` and `init`: models and adapters as files for other programs, and random models.
+
+use crate::args::{Format, usage};
+use crate::terminal;
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use querl_core::config::BaseDtype;
+use querl_model::{
+    ComputeDevice, DType, Decoder, DecoderConfig, ExportSettings, Exported, LoraAdapter, dtype_name, export_model,
+    write_random_model,
+};
+use querl_pipeline::failure::Stop;
+use querl_train::job::memory_plan::{DeviceSizes, base_bytes};
+use serde_json::json;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// What `querl model merge` takes.
+#[derive(Debug, Args)]
+pub(crate) struct MergeArgs {
+    /// A Hugging Face directory
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// A PEFT adapter for it
+    #[arg(long, value_name = "DIR")]
+    adapter: PathBuf,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+/// What `querl model export` takes.
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    /// A Hugging Face directory
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Write this adapter alone, checked against the model, not the model
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+struct OutputArgs {
+    /// Where to write: a new or empty folder
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Type of the weights; as they are stored where it is left out
+    #[arg(long, value_enum)]
+    dtype: Option<StoredType>,
+    /// Largest file of weights: a number with MB or GB
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = size)]
+    max_shard_size: u64,
+    #[command(flatten)]
+    format: Format,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum StoredType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<StoredType> for DType {
+    fn from(dtype: StoredType) -> Self {
+        match dtype {
+            StoredType::F32 => Self::F32,
+            StoredType::Bf16 => Self::BF16,
+            StoredType::F16 => Self::F16,
+        }
+    }
+}
+
+/// `5GB`, `200MB`: powers of ten, as transformers counts them.
+fn size(text: &str) -> Result<u64, String> {
+    let units = [("GB", 1_000_000_000), ("MB", 1_000_000)];
+    let parsed = units.into_iter().find_map(|(unit, bytes)| {
+        let number: u64 = text.strip_suffix(unit)?.trim().parse().ok()?;
+        number.checked_mul(bytes).filter(|size| *size > 0)
+    });
+    parsed.ok_or_else(|| "expected a number above 0 with MB or GB, such as 5GB".into())
+}
+
+/// Writes a model with an adapter's changes in its weights.
+pub(crate) fn merge(args: &MergeArgs) -> anyhow::Result<()> {
+    let adapter = load(&args.model, &args.adapter)?;
+    write_model(&args.model, Some(&adapter), &args.output)
+}
+
+/// Writes a model, or an adapter alone.
+pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<()> {
+    match &args.adapter {
+        None => write_model(&args.model, None, &args.output),
+        Some(adapter) => write_adapter(&args.model, &load(&args.model, adapter)?, &args.output),
+    }
+}
+
+fn load(model: &Path, adapter: &Path) -> anyhow::Result<LoraAdapter> {
+    querl_model::check_directory(model).map_err(usage)?;
+    let config = DecoderConfig::load(&model.join("config.json")).map_err(usage)?;
+    Ok(LoraAdapter::load(adapter, &config).map_err(usage)?)
+}
+
+fn write_model(model: &Path, adapter: Option<&LoraAdapter>, args: &OutputArgs) -> anyhow::Result<()> {
+    let settings = ExportSettings { dtype: args.dtype.map(DType::from), max_shard_bytes: args.max_shard_size };
+    let exported = export_model(model, adapter, &args.out, &settings)?;
+    print_exported(args, &exported)
+}
+
+fn write_adapter(model: &Path, adapter: &LoraAdapter, args: &OutputArgs) -> anyhow::Result<()> {
+    let dtype = args.dtype.map_or(adapter.stored_dtype(), DType::from);
+    let is_taken = args.out.read_dir().is_ok_and(|mut entries| entries.next().is_some());
+    if is_taken {
+        return Err(usage(format!("{}: is not empty; name a new folder", args.out.display())).into());
+    }
+    // A path would only be right on this machine.
+    let model = model.canonicalize().with_context(|| format!("{}: cannot be found", model.display()))?;
+    let base = model.file_name().unwrap_or(model.as_os_str()).to_string_lossy().into_owned();
+    adapter.save_as(&args.out, &base, dtype)?;
+    let n_parameters = adapter.n_parameters() as u64;
+    print_exported(
+        args,
+        &Exported {
+            n_parameters,
+            n_bytes: n_parameters * dtype.size_in_bytes() as u64,
+            dtype: dtype_name(dtype).into(),
+            files: ["adapter_config.json", "adapter_model.safetensors"].map(String::from).into(),
+        },
+    )
+}
+
+fn print_exported(args: &OutputArgs, exported: &Exported) -> anyhow::Result<()> {
+    if args.format.json {
+        let mut out = std::io::stdout().lock();
+        let result = json!({
+            "out": args.out, "parameters": exported.n_parameters, "bytes": exported.n_bytes, "dtype": exported.dtype,
+            "files": exported.files,
+        });
+        serde_json::to_writer_pretty(&mut out, &result)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    let Exported { n_parameters, dtype, files, .. } = exported;
+    terminal::print(&format!("{n_parameters} parameters in {dtype}, {} files in {}", files.len(), args.out.display()));
+    Ok(())
+}
+
+/// What `querl model init` takes.
+#[derive(Debug, Args)]
+pub(crate) struct InitArgs {
+    /// A published model's name and size, such as qwen2.5-7b, or tiny
+    #[arg(long, value_name = "SHAPE")]
+    shape: String,
+    /// Write a checkpoint without a tokenizer to a new or empty folder
+    #[arg(long, value_name = "DIR", required_unless_present = "no_save")]
+    out: Option<PathBuf>,
+    /// Make the model in memory, report size and time, and discard it
+    #[arg(long, conflicts_with = "out")]
+    no_save: bool,
+    /// Only cpu (and auto, which is cpu here); querl-bench makes models on a GPU
+    #[arg(long, value_name = "DEVICE", default_value = "auto", conflicts_with = "out")]
+    device: String,
+    /// How the weights are stored: f32, bf16, f16; with --no-save int8, fp8 and nf4 too
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = storage)]
+    dtype: BaseDtype,
+    /// Decides the weights
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Worker threads [default: all cores]
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    threads: usize,
+    #[command(flatten)]
+    format: Format,
+}
+
+pub(crate) fn init(args: &InitArgs) -> anyhow::Result<()> {
+    let shapes = shapes_of(&args.shape)?;
+    match &args.out {
+        Some(out) => write_random(args, &shapes, out),
+        None => make_in_memory(args, &shapes),
+    }
+}
+
+fn write_random(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::Result<()> {
+    let dtype = match args.dtype {
+        BaseDtype::F32 => DType::F32,
+        BaseDtype::Bf16 => DType::BF16,
+        BaseDtype::F16 => DType::F16,
+        other => {
+            return Err(
+                usage(format!("--dtype {} is no type of a file; expected f32, bf16 or f16", other.name())).into()
+            );
+        }
+    };
+    querl_model::set_threads(args.threads);
+    let settings = ExportSettings { dtype: Some(dtype), max_shard_bytes: ExportSettings::SHARD_BYTES };
+    let written = write_random_model(shapes, args.seed, out, &settings)?;
+    if args.format.json {
+        let result = json!({
+            "out": out, "parameters": written.n_parameters, "bytes": written.n_bytes, "dtype": written.dtype,
+            "files": written.files,
+        });
+        writeln!(std::io::stdout().lock(), "{result:#}")?;
+    } else {
+        let (n, dtype, n_files) = (written.n_parameters, written.dtype, written.files.len());
+        terminal::print(&format!("{n} random parameters in {dtype}, {n_files} files in {}", out.display()));
+    }
+    Ok(())
+}
+
+fn make_in_memory(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
+    if !matches!(args.device.as_str(), "cpu" | "auto") {
+        let message = format!(
+            "--device {}: a model on a GPU is made by querl-bench: cargo run --release -p querl-bench --features cuda -- --shape {}",
+            args.device, args.shape
+        );
+        return Err(usage(message).into());
+    }
+    querl_model::set_threads(args.threads);
+    let started = Instant::now();
+    let decoder = Decoder::random(shapes.clone(), args.seed, args.dtype, &ComputeDevice::Cpu)?;
+    let seconds = started.elapsed().as_secs_f64();
+    drop(decoder);
+    let (parameters, bytes) = (shapes.n_parameters(), base_bytes(shapes, args.dtype));
+    let (shape, dtype) = (&args.shape, args.dtype.name());
+    let mut out = std::io::stdout().lock();
+    if args.format.json {
+        let result = json!({
+            "shape": shape, "device": "cpu", "dtype": dtype, "parameters": parameters, "bytes": bytes, "seconds": seconds,
+        });
+        writeln!(out, "{result:#}")?;
+        return Ok(());
+    }
+    let gib = bytes as f64 / f64::from(1 << 30);
+    writeln!(out, "shape       {shape}\ndevice      cpu\nparameters  {parameters} in {dtype}, {gib:.2} GiB")?;
+    writeln!(out, "seconds     {seconds:.2}")?;
+    Ok(())
+}
+
+fn storage(text: &str) -> Result<BaseDtype, String> {
+    let known = DeviceSizes::CPU.storages;
+    let names = || known.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
+    known.iter().copied().find(|dtype| dtype.name() == text).ok_or_else(|| format!("expected one of {}", names()))
+}
+
+fn shapes_of(name: &str) -> Result<DecoderConfig, Stop> {
+    DecoderConfig::of_shape(name).ok_or_else(|| {
+        let known: Vec<&str> = DecoderConfig::shape_names().collect();
+        usage(format!("there is no shape {name:?}; expected one of {}, or tiny", known.join(", ")))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::size;
+
+    #[test]
+    fn sizes_are_powers_of_ten_with_a_unit() {
+        assert_eq!((size("5GB"), size("20 MB")), (Ok(5_000_000_000), Ok(20_000_000)));
+        for wrong in ["5", "GB", "0GB", "-1MB", "1GiB", "99999999999999GB"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

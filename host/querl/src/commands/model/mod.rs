@@ -1,0 +1,230 @@
+//! `querl model`: inspects models and prints their log-probabilities; see `export` and `pretrain` for what writes models.
+
+mod export;
+mod pretrain;
+
+use crate::args::{Format, usage};
+use anyhow::Context;
+use clap::{Args, Subcommand};
+use querl_model::{
+    AdapterSummary, Decoder, LoraAdapter, ModelSummary, PackedBatch, SecondOpinion, TextTokenizer, Weights,
+    inspect_adapter, inspect_model, is_adapter,
+};
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, Write};
+use std::path::PathBuf;
+
+/// The commands under `querl model`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ModelCommand {
+    /// Print what a model directory or an adapter holds
+    Inspect(InspectArgs),
+    /// Create a model with random weights of any shape, for measurements: on a device, or as a checkpoint
+    Init(export::InitArgs),
+    /// Moved to querl-bench
+    #[command(hide = true, disable_help_flag = true)]
+    Measure {
+        /// Ignored
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Print the log-probability of each token of each line as JSON lines
+    Logprobs(LogprobsArgs),
+    /// Merge an adapter into its base model, as transformers and vLLM load it
+    Merge(export::MergeArgs),
+    /// Export a model or an adapter, as transformers, PEFT and vLLM load it: other dtype, shards
+    Export(export::ExportArgs),
+    /// Pretrain a small model of one domain from a text: tokenizer, random weights, training
+    Pretrain {
+        /// What to make and from what
+        #[arg(value_name = "CONFIG")]
+        config: PathBuf,
+    },
+}
+
+pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
+    match command {
+        ModelCommand::Inspect(args) => inspect(args),
+        ModelCommand::Init(args) => export::init(args),
+        ModelCommand::Measure { .. } => Err(usage(
+            "`querl model measure` is the program querl-bench now: cargo run --release -p querl-bench -- --shape NAME --device cpu",
+        )
+        .into()),
+        ModelCommand::Logprobs(args) => logprobs(args),
+        ModelCommand::Merge(args) => export::merge(args),
+        ModelCommand::Export(args) => export::export(args),
+        ModelCommand::Pretrain { config } => pretrain::run(config),
+    }
+}
+
+/// What `querl model inspect` takes.
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// A Hugging Face directory, or an adapter's folder
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Looks at the folder and says what is in it.
+fn inspect(args: &InspectArgs) -> anyhow::Result<()> {
+    if is_adapter(&args.directory) {
+        let summary = inspect_adapter(&args.directory).map_err(usage)?;
+        return print_lines(args.format, &summary, adapter_lines(&summary));
+    }
+    let summary = inspect_model(&args.directory).map_err(usage)?;
+    print_lines(args.format, &summary, model_lines(&summary))
+}
+
+fn print_lines(format: Format, summary: &impl Serialize, lines: Vec<(&str, String)>) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    if format.json {
+        serde_json::to_writer_pretty(&mut out, summary)?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
+    for (name, value) in lines {
+        writeln!(out, "{name:width$}  {value}")?;
+    }
+    Ok(())
+}
+
+fn model_lines(model: &ModelSummary) -> Vec<(&'static str, String)> {
+    let mebibytes = model.bytes as f64 / f64::from(1 << 20);
+    vec![
+        ("family", format!("{:?}", model.family)),
+        ("parameters", model.parameters.to_string()),
+        ("weights", format!("{} in {} file(s), {mebibytes:.1} MiB", model.dtypes.join(" and "), model.weight_files)),
+        (
+            "layers",
+            format!("{} of width {}, feed-forward {}", model.layers, model.hidden_size, model.intermediate_size),
+        ),
+        ("heads", format!("{} of width {}, {} for keys and values", model.heads, model.head_dim, model.kv_heads)),
+        ("vocabulary", format!("{} (tokenizer {})", model.vocab_size, model.tokenizer_vocab_size)),
+        ("positions", model.positions.to_string()),
+        ("tied embedding", model.tied_embedding.to_string()),
+    ]
+}
+
+fn adapter_lines(adapter: &AdapterSummary) -> Vec<(&'static str, String)> {
+    let kind = match (adapter.use_dora, adapter.use_rslora) {
+        (false, false) => "LoRA",
+        (false, true) => "LoRA, scaled by the root of the rank",
+        (true, false) => "DoRA",
+        (true, true) => "DoRA, scaled by the root of the rank",
+    };
+    let saved = if adapter.modules_to_save.is_empty() { "none".into() } else { adapter.modules_to_save.join(", ") };
+    vec![
+        ("adapter", kind.into()),
+        ("base", adapter.base.clone().unwrap_or_else(|| "not named".into())),
+        ("parameters", format!("{} in {}", adapter.parameters, adapter.dtype)),
+        ("rank", format!("{}, alpha {}, {} pattern(s)", adapter.rank, adapter.alpha, adapter.patterns)),
+        ("layers", adapter.adapted_layers.to_string()),
+        ("dropout", adapter.dropout.to_string()),
+        ("saved modules", saved),
+    ]
+}
+
+/// What `querl model logprobs` takes.
+#[derive(Debug, Args)]
+pub(crate) struct LogprobsArgs {
+    /// A Hugging Face directory
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// A PEFT adapter
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Lines of {"token_ids": [...]} or {"text": "..."}
+    #[arg(long, value_name = "FILE")]
+    input: PathBuf,
+    /// Add to each line the largest difference from candle-transformers' decoder of the same model: code of other people
+    #[arg(long, conflicts_with = "adapter")]
+    second_opinion: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum LogprobsInput {
+    Tokens { token_ids: Vec<u32> },
+    Text { text: String },
+}
+
+#[derive(Serialize)]
+struct LogprobsOutput {
+    token_ids: Vec<u32>,
+    logprobs: Vec<Option<f32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    largest_difference: Option<f32>,
+}
+
+/// Prints a line for each line of the input.
+fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
+    let decoder = Decoder::load(&args.model, Weights::Frozen).map_err(usage)?;
+    let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
+    let adapter = adapter.map_err(usage)?;
+    let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
+    let other = if args.second_opinion { Some(SecondOpinion::load(&args.model).map_err(usage)?) } else { None };
+    let mut tokenizer = None;
+    let mut out = std::io::stdout().lock();
+    for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
+        let line = line?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let place = || format!("{}:{}", args.input.display(), index + 1);
+        let input: LogprobsInput = serde_json::from_str(&line)
+            .map_err(|_| usage(format!("{}: expected {{\"token_ids\": [...]}} or {{\"text\": \"...\"}}", place())))?;
+        let token_ids = match input {
+            LogprobsInput::Tokens { token_ids } => token_ids,
+            LogprobsInput::Text { text } => {
+                if tokenizer.is_none() {
+                    tokenizer = Some(TextTokenizer::load(&args.model).map_err(usage)?);
+                }
+                tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode(&text))?
+            }
+        };
+        let mut output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;
+        if let Some(other) = &other {
+            output.largest_difference = Some(largest_difference(&decoder, other, &output).with_context(place)?);
+        }
+        serde_json::to_writer(&mut out, &output)?;
+        out.write_all(b"\n")?;
+    }
+    Ok(())
+}
+
+fn line_logprobs(
+    decoder: &Decoder,
+    adapter: Option<&LoraAdapter>,
+    token_ids: Vec<u32>,
+) -> anyhow::Result<LogprobsOutput> {
+    let (n_known, n_positions) = (decoder.config().vocab_size, decoder.config().max_positions);
+    if let Some(id) = token_ids.iter().find(|&&id| id as usize >= n_known) {
+        return Err(usage(format!("token id {id} is outside the vocabulary of {n_known}")).into());
+    }
+    if token_ids.len() > n_positions {
+        return Err(
+            usage(format!("{} tokens are more than the model's {n_positions} positions", token_ids.len())).into()
+        );
+    }
+    let mut logprobs = vec![None; token_ids.len().min(1)];
+    if token_ids.len() > 1 {
+        let hidden = decoder.hidden_states(&PackedBatch::new([&token_ids[..token_ids.len() - 1]]), adapter)?;
+        let found = decoder.token_logprobs(&hidden, token_ids[1..].to_vec(), 1.0, adapter)?.to_vec2::<f32>()?;
+        logprobs.extend(found.into_iter().map(|row| Some(row[0])));
+    }
+    Ok(LogprobsOutput { token_ids, logprobs, largest_difference: None })
+}
+
+/// Of a line's log-probabilities from those that the other decoder's hidden states give; 0 where there are none.
+fn largest_difference(decoder: &Decoder, other: &SecondOpinion, line: &LogprobsOutput) -> anyhow::Result<f32> {
+    let Some((_, context)) = line.token_ids.split_last().filter(|(_, context)| !context.is_empty()) else {
+        return Ok(0.0);
+    };
+    let targets = line.token_ids[1..].to_vec();
+    let theirs = decoder.token_logprobs(&other.hidden_states(context)?, targets, 1.0, None)?.to_vec2::<f32>()?;
+    let pairs = line.logprobs.iter().flatten().zip(theirs);
+    Ok(pairs.map(|(ours, theirs)| (ours - theirs[0]).abs()).fold(0.0, f32::max))
+}

@@ -1,0 +1,303 @@
+//! `querl plugin pack`, `sign`, `verify`, `push` and `pull`: bundles from folder to registry.
+
+use super::conforms;
+use crate::args::Format;
+use crate::terminal;
+use anyhow::Context;
+use clap::Args;
+use querl_bundle::oci::{Credentials, RegistryReference, Transport};
+use querl_bundle::{Bundle, BundleError, Manifest, PublicKey, SigningKey};
+use querl_conformance::SuiteOptions;
+use querl_core::config::PluginLimits;
+use querl_core::fsx::write_atomic;
+use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
+use querl_pipeline::plugins::{compiler, open_host};
+use serde_json::json;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Enough to see a plugin that draws random numbers; `querl plugin test` repeats more.
+const N_REPEATS: usize = 20;
+
+/// Options of `querl plugin pack`.
+#[derive(Debug, Args)]
+pub struct PackArgs {
+    /// The plugin's folder: plugin.toml, README.md, LICENSE, golden cases, source
+    #[arg(value_name = "FOLDER")]
+    folder: PathBuf,
+    /// Where ID-VERSION.querl is written
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    out: PathBuf,
+    /// Sign it with this private key, as `querl plugin sign` does
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Builds the folder, packs it, tests the bundle, and writes it where it conforms. The same folder gives the same bytes.
+pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
+    let folder = &args.folder;
+    if !folder.is_dir() {
+        return Err(Stop::usage(format!("{}: expected a plugin's folder", folder.display())).into());
+    }
+    let key = args.sign.as_deref().map(SigningKey::read).transpose()?;
+    let manifest = Manifest::read(folder)?;
+    let plugin = open_host(&PluginLimits::default(), &[])?.load(folder)?;
+    let component =
+        std::fs::read(plugin.path()).with_context(|| format!("{}: cannot be read", plugin.path().display()))?;
+    let mut bytes = querl_bundle::pack(folder, &component)?;
+    test_bundle(&manifest, &bytes)?;
+    if let Some(key) = &key {
+        bytes = querl_bundle::sign(&bytes, key)?;
+    }
+    let path = bundle_path(&args.out, &manifest);
+    std::fs::create_dir_all(&args.out)
+        .and_then(|()| write_atomic(&path, &bytes))
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    print_packed(&path, &bytes, key.as_ref(), args.format)
+}
+
+/// The bundle's place in `folder`, as a person would write it.
+fn bundle_path(folder: &Path, manifest: &Manifest) -> PathBuf {
+    match folder == Path::new(".") {
+        true => manifest.file_name().into(),
+        false => folder.join(manifest.file_name()),
+    }
+}
+
+/// Tests what would be handed out, not what it was made from.
+fn test_bundle(manifest: &Manifest, bytes: &[u8]) -> anyhow::Result<()> {
+    let folder = tempfile::tempdir().context("no folder for temporary files")?;
+    let path = folder.path().join(manifest.file_name());
+    std::fs::write(&path, bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
+    let options = SuiteOptions { n_repeats: N_REPEATS, compiler: compiler()?, ..SuiteOptions::default() };
+    let report = querl_conformance::run(&path, &options)?;
+    if !report.passed() {
+        terminal::print(report.text().trim_end());
+    }
+    conforms(&report).context("not packed")
+}
+
+fn print_packed(path: &Path, bytes: &[u8], key: Option<&SigningKey>, format: Format) -> anyhow::Result<()> {
+    let bundle = Bundle::from_bytes(bytes, &path.display().to_string())?;
+    let key = key.map(|key| key.public().to_string());
+    let mut stdout = std::io::stdout().lock();
+    if format.json {
+        let result = json!({ "path": path, "digest": bundle.digest(), "bytes": bytes.len(), "signed_by": key });
+        return Ok(writeln!(stdout, "{result:#}")?);
+    }
+    match key {
+        Some(key) => writeln!(stdout, "{}", signed_line(path, bundle.digest(), &key))?,
+        None => writeln!(stdout, "{} {}", path.display(), bundle.digest())?,
+    }
+    Ok(())
+}
+
+/// Options of `querl plugin sign`.
+#[derive(Debug, Args)]
+pub struct SignArgs {
+    /// The bundle; signed in place, beside the signatures it has
+    #[arg(value_name = "BUNDLE", required_unless_present = "new_key")]
+    bundle: Option<PathBuf>,
+    /// The private key: ed25519, PKCS#8 PEM
+    #[arg(long, value_name = "FILE", required_unless_present = "new_key")]
+    key: Option<PathBuf>,
+    /// Make a new private key in this file, and print its public key
+    #[arg(long, value_name = "FILE", conflicts_with = "key")]
+    new_key: Option<PathBuf>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Makes the key where one is asked for, and signs where there is a bundle.
+pub fn sign(args: &SignArgs) -> anyhow::Result<()> {
+    let key = match (&args.new_key, &args.key) {
+        (Some(path), _) => {
+            let key = SigningKey::generate()?;
+            key.write_new(path)?;
+            key
+        }
+        (None, Some(path)) => SigningKey::read(path)?,
+        (None, None) => return Err(Stop::usage("--key FILE or --new-key FILE is missing").into()),
+    };
+    let signed = args.bundle.as_deref().map(|path| sign_file(path, &key)).transpose()?;
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let result = json!({ "key": key.public().to_string(), "bundle": args.bundle, "digest": signed });
+        serde_json::to_writer_pretty(&mut stdout, &result)?;
+        return Ok(writeln!(stdout)?);
+    }
+    match (&args.bundle, signed) {
+        (Some(path), Some(digest)) => {
+            writeln!(stdout, "{}", signed_line(path, &digest, &key.public().to_string()))?;
+        }
+        _ => writeln!(stdout, "{}", key.public())?,
+    }
+    Ok(())
+}
+
+/// What is printed of a signed bundle.
+fn signed_line(path: &Path, digest: &str, key: &str) -> String {
+    format!("{} {digest} signed by {key}", path.display())
+}
+
+/// Adds a signature to the file at `path` and returns the bundle's digest.
+fn sign_file(path: &Path, key: &SigningKey) -> anyhow::Result<String> {
+    let digest = Bundle::open(path)?.digest().to_owned();
+    let bytes = std::fs::read(path).with_context(|| format!("{}: cannot be read", path.display()))?;
+    let signed = querl_bundle::sign(&bytes, key)?;
+    write_atomic(path, &signed).with_context(|| format!("{}: cannot be written", path.display()))?;
+    Ok(digest)
+}
+
+/// Options of `querl plugin verify`.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// The bundle
+    #[arg(value_name = "BUNDLE")]
+    bundle: PathBuf,
+    /// Ask for a signature of this public key, as `querl plugin sign` prints it; of any one where there are several
+    #[arg(long, value_name = "PUBLIC")]
+    key: Vec<String>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Checks every byte against its digest and every signature; with keys, that one of them has signed.
+pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
+    let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
+    let bundle = Bundle::open(&args.bundle).map_err(verdict)?;
+    let signed_by = match keys.is_empty() {
+        true => None,
+        false => Some(bundle.verify(&keys).map_err(verdict)?.to_string()),
+    };
+    let signers: Vec<String> = bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let result = json!({ "digest": bundle.digest(), "signers": signers, "signed_by": signed_by });
+        serde_json::to_writer_pretty(&mut stdout, &result)?;
+        return Ok(writeln!(stdout)?);
+    }
+    let manifest = &bundle.manifest().plugin;
+    writeln!(stdout, "{} {} {}: whole", manifest.id, manifest.version, bundle.digest())?;
+    match signed_by {
+        Some(key) => writeln!(stdout, "signed by {key}")?,
+        None if signers.is_empty() => writeln!(stdout, "not signed")?,
+        None => writeln!(stdout, "signed by {}; --key PUBLIC asks for a signature that you trust", signers.join(", "))?,
+    }
+    Ok(())
+}
+
+/// A bundle that does not stand the check is this command's answer, not a wrong use of it.
+fn verdict(error: BundleError) -> anyhow::Error {
+    match error {
+        BundleError::Archive { .. } | BundleError::Untrusted { .. } => anyhow::anyhow!("{error}"),
+        other => other.into(),
+    }
+}
+
+/// Options of `querl plugin push`.
+#[derive(Debug, Args)]
+pub struct PushArgs {
+    /// The bundle
+    #[arg(value_name = "BUNDLE")]
+    bundle: PathBuf,
+    #[command(flatten)]
+    registry: RegistryArgs,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Options of `querl plugin pull`.
+#[derive(Debug, Args)]
+pub struct PullArgs {
+    #[command(flatten)]
+    registry: RegistryArgs,
+    /// Where ID-VERSION.querl is written
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    out: PathBuf,
+    /// Take a bundle alone that this public key has signed; or any one of them where there are several
+    #[arg(long, value_name = "PUBLIC")]
+    key: Vec<String>,
+    #[command(flatten)]
+    format: Format,
+}
+
+/// Where, and how it is spoken to. Credentials are QUERL_REGISTRY_USER and QUERL_REGISTRY_PASSWORD for QUERL_REGISTRY_HOST, else
+/// those of `docker login`.
+#[derive(Debug, Args)]
+struct RegistryArgs {
+    /// HOST[:PORT]/REPO[:VERSION], REPO ending with the plugin's id; without a version, the bundle's own or the highest
+    #[arg(value_name = "REFERENCE")]
+    reference: String,
+    /// Speak plain http to another machine too, without credentials: whoever is on the way reads and changes everything
+    #[arg(long)]
+    plain_http: bool,
+}
+
+impl RegistryArgs {
+    fn open(&self) -> anyhow::Result<(RegistryReference, Credentials, Transport)> {
+        let location = RegistryReference::parse(&self.reference)?;
+        let credentials = Credentials::find(&location)?;
+        let transport = if self.plain_http { Transport::PlainHttp } else { Transport::Secure };
+        Ok((location, credentials, transport))
+    }
+}
+
+/// Puts a bundle into a registry, with its component beside it for other tools.
+pub fn push(args: &PushArgs) -> anyhow::Result<()> {
+    Bundle::open(&args.bundle)?;
+    let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;
+    let (location, credentials, transport) = args.registry.open()?;
+    let runtime = runtime()?;
+    let pushed = querl_bundle::oci::push(&bytes, &location, &credentials, transport);
+    let pushed = interrupt::block_on(&runtime, pushed)??;
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let result = json!({
+            "component": pushed.component,
+            "component_manifest": pushed.component_manifest,
+            "bundle": pushed.bundle,
+            "bundle_manifest": pushed.bundle_manifest,
+        });
+        return Ok(writeln!(stdout, "{result:#}")?);
+    }
+    writeln!(stdout, "bundle     {} {}", pushed.bundle, pushed.bundle_manifest)?;
+    Ok(writeln!(stdout, "component  {} {}", pushed.component, pushed.component_manifest)?)
+}
+
+/// Fetches a bundle and writes it once it is whole and, where keys are asked for, signed.
+pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
+    let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
+    let (location, credentials, transport) = args.registry.open()?;
+    let runtime = runtime()?;
+    let pulled = interrupt::block_on(&runtime, querl_bundle::oci::pull(&location, &credentials, transport))??;
+    if !keys.is_empty() {
+        pulled.bundle.verify(&keys).map_err(|error| anyhow::anyhow!("{error}"))?;
+    }
+    let path = bundle_path(&args.out, pulled.bundle.manifest());
+    std::fs::create_dir_all(&args.out)
+        .and_then(|()| write_atomic(&path, &pulled.bytes))
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    let signers: Vec<String> = pulled.bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
+    let mut stdout = std::io::stdout().lock();
+    if args.format.json {
+        let result = json!({
+            "path": path,
+            "location": pulled.location.to_string(),
+            "id": pulled.bundle.manifest().plugin.id,
+            "version": pulled.bundle.manifest().plugin.version.to_string(),
+            "digest": pulled.bundle.digest(),
+            "signers": signers,
+        });
+        return Ok(writeln!(stdout, "{result:#}")?);
+    }
+    let signed = if signers.is_empty() { "not signed".to_owned() } else { format!("signed by {}", signers.join(", ")) };
+    Ok(writeln!(stdout, "{} {} {signed}", path.display(), pulled.bundle.digest())?)
+}
+
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")
+}

@@ -1,0 +1,412 @@
+//! `querl style`: trains, evaluates, distils and uses the style reward model. `querl rm` is an alias.
+
+use super::serve;
+use crate::terminal::{self, Terminal, report_new_form};
+use anyhow::Context;
+use clap::builder::{PossibleValue, PossibleValuesParser};
+use clap::{Args, Subcommand};
+use querl_core::ports::Reporter;
+use querl_data::read_dialogues;
+use querl_pipeline::interrupt;
+use querl_pipeline::metrics_log::MetricsLog;
+use querl_serve::StylePrediction;
+use querl_style::{Callbacks, ClassifierOptions, DistillOptions, EvalOptions, StyleClassifier, TrainConfig, texts_of};
+use querl_train::MetricSink;
+use serde::Serialize;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+/// The commands under `querl style`.
+#[derive(Debug, Subcommand)]
+pub enum StyleCommand {
+    /// Train a classifier on labelled dialogues and measure it on held-out ones
+    Train(Box<TrainArgs>),
+    /// Measure a classifier on labelled dialogues
+    Eval(EvalArgs),
+    /// Classify a text, the dialogues of a file, or lines of stdin
+    Predict(PredictArgs),
+    /// Train a small classifier on the predictions of a large one for unlabelled dialogues
+    Distill(Box<DistillArgs>),
+    /// Serve a classifier over HTTP, as `querl serve style` does
+    Serve(ServeArgs),
+}
+
+pub fn run(command: &StyleCommand) -> anyhow::Result<()> {
+    match command {
+        StyleCommand::Train(args) => run_train(args),
+        StyleCommand::Eval(args) => run_eval(args),
+        StyleCommand::Predict(args) => run_predict(args),
+        StyleCommand::Distill(args) => run_distill(args),
+        StyleCommand::Serve(args) => {
+            report_new_form("querl style serve", "querl serve style");
+            serve::style(&args.model.options(), &args.server)
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    server: serve::StyleServerArgs,
+}
+
+#[derive(Debug, Clone, Args)]
+struct ModelArgs {
+    /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// The model that an adapter was trained on
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
+    /// Most tokens of a text; of longer ones question and answer are shortened
+    #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    max_length: u32,
+    /// Calibrate probabilities by the temperature that was fitted in training
+    #[arg(long)]
+    calibrated: bool,
+    /// Worker threads [default: all cores]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    threads: usize,
+}
+
+impl ModelArgs {
+    fn options(&self) -> ClassifierOptions {
+        let Self { model, base, max_length, calibrated, threads } = self.clone();
+        ClassifierOptions { model, base, max_length, calibrated, threads }
+    }
+}
+
+fn callbacks(reporter: &dyn Reporter) -> Callbacks<'_> {
+    Callbacks { reporter, stop: interrupt::flag(), open_metrics: &open_metrics }
+}
+
+fn open_metrics(path: &Path) -> anyhow::Result<Box<dyn MetricSink>> {
+    Ok(Box::new(MetricsLog::open(path, "rm")?))
+}
+
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush().context("stdout")
+}
+
+/// An input or a setting that cannot be used: exit code 2.
+fn usage(error: impl std::fmt::Display) -> anyhow::Error {
+    crate::args::usage(error).into()
+}
+
+/// Options of `querl style train`: the names and defaults of the training script that people know.
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// A TOML file with the same keys; a flag goes before it
+    #[arg(value_name = "CONFIG")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    flags: TrainFlags,
+}
+
+/// The keys of the training script that people know, as flags.
+#[derive(Debug, Args, Serialize)]
+#[command(rename_all = "snake_case")]
+pub struct TrainFlags {
+    /// Folder of a Qwen2 or Qwen3 model: a language model, or a classifier, whose head is made anew
+    #[arg(long, visible_alias = "model-name-or-path", value_name = "DIR")]
+    model_name_or_path: Option<PathBuf>,
+    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv): input, label, label_english, metadata [default: rm_data/output_data/training_data.json]
+    #[arg(long, visible_alias = "train-file", value_name = "FILE")]
+    train_file: Option<PathBuf>,
+    /// Where the classifier is written [default: rm_train/output/Qwen2.5-0.5B-Reward]
+    #[arg(long, visible_alias = "output-dir", value_name = "DIR")]
+    output_dir: Option<PathBuf>,
+    /// The classes in the order of their ids, NAME or NAME=ENGLISH; any other label is refused [default: those of the file]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    labels: Option<Vec<String>>,
+    /// Most tokens of a text; of longer ones question and answer are shortened [default: 512]
+    #[arg(long, visible_alias = "max-length", value_name = "N")]
+    max_length: Option<u32>,
+    /// Passes over what is learned [default: 3]
+    #[arg(long, visible_alias = "num-train-epochs", value_name = "N")]
+    num_train_epochs: Option<u32>,
+    /// Peak learning rate; it falls to 0 along a line [default: 2e-5]
+    #[arg(long, visible_alias = "learning-rate", value_name = "RATE")]
+    learning_rate: Option<f64>,
+    /// Dialogues of an optimizer step [default: 4]
+    #[arg(long, visible_alias = "per-device-train-batch-size", value_name = "N")]
+    per_device_train_batch_size: Option<u32>,
+    /// Texts of max_length that a pass has room for when nothing is learned; no result depends on it [default: 8]
+    #[arg(long, visible_alias = "per-device-eval-batch-size", value_name = "N")]
+    per_device_eval_batch_size: Option<u32>,
+    /// Decoupled weight decay of matrices [default: 0.01]
+    #[arg(long, visible_alias = "weight-decay", value_name = "SHARE")]
+    weight_decay: Option<f64>,
+    /// Seeds head, order, splits, copies and resamples [default: 42]
+    #[arg(long, value_name = "N")]
+    seed: Option<u32>,
+    /// Ask the trained classifier about three dialogues
+    #[arg(long, visible_alias = "demo-inference", value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    demo_inference: Option<bool>,
+    /// Share of the steps with a rising learning rate [default: 0]
+    #[arg(long, visible_alias = "warmup-ratio", value_name = "SHARE")]
+    warmup_ratio: Option<f64>,
+    /// What a dialogue of each class counts: all alike, or N / (K n_c), so that rare classes count as much as common ones [default: none]
+    #[arg(long, visible_alias = "class-weights", value_parser = class_weights())]
+    class_weights: Option<String>,
+    /// Share of the target that is spread over all classes [default: 0]
+    #[arg(long, visible_alias = "label-smoothing", value_name = "SHARE")]
+    label_smoothing: Option<f64>,
+    /// Changed copies of each dialogue that is learned from; never of one that chooses or measures [default: 0]
+    #[arg(long, visible_alias = "augment-copies", value_name = "N")]
+    augment_copies: Option<u32>,
+    /// Epochs without a better loss on dev after which training stops; 0 for never [default: 0]
+    #[arg(long, visible_alias = "early-stopping-patience", value_name = "N")]
+    early_stopping_patience: Option<u32>,
+    /// Train an adapter of this rank and the head, not every weight
+    #[arg(long, visible_alias = "lora-rank", value_name = "N")]
+    lora_rank: Option<u32>,
+    /// Adapter scale is lora_alpha / lora_rank [default: twice the rank]
+    #[arg(long, visible_alias = "lora-alpha", value_name = "N")]
+    lora_alpha: Option<f64>,
+    /// Share of an adapter's inputs set to zero in training [default: 0]
+    #[arg(long, visible_alias = "lora-dropout", value_name = "SHARE")]
+    lora_dropout: Option<f64>,
+    /// Share of the dialogues that is held out and only measured on [default: 0.2, with num_folds 0]
+    #[arg(long, visible_alias = "eval-share", value_name = "SHARE")]
+    eval_share: Option<f64>,
+    /// Share of the others that chooses the best checkpoint and the temperature [default: 0.1, with fewer than 100 of them and without early stopping 0]
+    #[arg(long, visible_alias = "dev-share", value_name = "SHARE")]
+    dev_share: Option<f64>,
+    /// Measure by cross-validation besides: train on all but one of so many parts, each held out once
+    #[arg(long, visible_alias = "num-folds", value_name = "N")]
+    num_folds: Option<u32>,
+    /// Rounds of the cross-validation, each with parts of its own [default: 1]
+    #[arg(long, visible_alias = "num-repeats", value_name = "N")]
+    num_repeats: Option<u32>,
+    /// Worker threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    threads: Option<u32>,
+}
+
+fn class_weights() -> PossibleValuesParser {
+    PossibleValuesParser::new([
+        PossibleValue::new("none").help("All alike"),
+        PossibleValue::new("balanced").help("Classes alike"),
+    ])
+}
+
+fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
+    let config = TrainConfig::new(toml::Table::try_from(&args.flags)?, args.config.as_deref())?;
+    let trained = querl_style::train(&config, &callbacks(&Terminal))?;
+    print(trained.figures.as_deref().unwrap_or_default())?;
+    for (text, probabilities) in &trained.demo {
+        println!("{text}\n{}", StylePrediction::new(&trained.classes, probabilities).text());
+    }
+    terminal::print(&format!("written to {}", config.output_dir().display()));
+    Ok(())
+}
+
+/// What `querl style eval` takes.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv), none of which the model has learned from
+    #[arg(long, value_name = "FILE")]
+    file: PathBuf,
+    /// Where to write eval.json and report.html
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Seeds the resamples
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    seed: u64,
+}
+
+fn run_eval(args: &EvalArgs) -> anyhow::Result<()> {
+    let options = EvalOptions { file: args.file.clone(), output_dir: args.out.clone(), seed: args.seed };
+    print(&querl_style::evaluate(&args.model.options(), &options, &Terminal)?)
+}
+
+/// What `querl style distill` takes.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct DistillArgs {
+    /// A trained classifier
+    #[arg(long, value_name = "DIR")]
+    teacher: PathBuf,
+    /// The model that a teacher's adapter was trained on
+    #[arg(long, visible_alias = "teacher-base", value_name = "DIR")]
+    teacher_base: Option<PathBuf>,
+    /// Folder of the model to train: a language model, or a classifier, whose head is made anew
+    #[arg(long, value_name = "DIR")]
+    student: PathBuf,
+    /// Dialogues that the teacher labels (.json, .jsonl, .xlsx, .csv); labels in it are passed over
+    #[arg(long, value_name = "FILE")]
+    unlabelled: PathBuf,
+    /// Labelled dialogues; a part of them is held out and only measured on
+    #[arg(long, visible_alias = "train-file", value_name = "FILE")]
+    train_file: Option<PathBuf>,
+    /// Labelled dialogues to measure on, in place of a part of train_file
+    #[arg(long, visible_alias = "eval-file", value_name = "FILE")]
+    eval_file: Option<PathBuf>,
+    /// Where the student is written
+    #[arg(long, visible_alias = "output-dir", value_name = "DIR")]
+    output_dir: PathBuf,
+    /// By which both models' logits are divided: above 1 the teacher's lesser guesses count too
+    #[arg(long, value_name = "T", default_value_t = 2.0)]
+    temperature: f64,
+    /// What a label counts where there is one; the teacher counts the rest
+    #[arg(long, visible_alias = "hard-weight", value_name = "SHARE", default_value_t = 0.5)]
+    hard_weight: f64,
+    #[command(flatten)]
+    settings: StudentFlags,
+}
+
+/// Settings of the student's training, named as in `querl style train`.
+#[derive(Debug, Args, Serialize)]
+#[command(rename_all = "snake_case")]
+struct StudentFlags {
+    /// Most tokens of a text [default: 512]
+    #[arg(long, visible_alias = "max-length", value_name = "N")]
+    max_length: Option<u32>,
+    /// Passes over what is learned [default: 3]
+    #[arg(long, visible_alias = "num-train-epochs", value_name = "N")]
+    num_train_epochs: Option<u32>,
+    /// Peak learning rate; it falls to 0 along a line [default: 2e-5]
+    #[arg(long, visible_alias = "learning-rate", value_name = "RATE")]
+    learning_rate: Option<f64>,
+    /// Dialogues of an optimizer step [default: 4]
+    #[arg(long, visible_alias = "per-device-train-batch-size", value_name = "N")]
+    per_device_train_batch_size: Option<u32>,
+    /// Share of train_file that is held out [default: 0.2, with eval_file 0]
+    #[arg(long, visible_alias = "eval-share", value_name = "SHARE")]
+    eval_share: Option<f64>,
+    /// Share of what is learned from that chooses the best checkpoint instead [default: 0.1]
+    #[arg(long, visible_alias = "dev-share", value_name = "SHARE")]
+    dev_share: Option<f64>,
+    /// Train an adapter of this rank and the head, not every weight
+    #[arg(long, visible_alias = "lora-rank", value_name = "N")]
+    lora_rank: Option<u32>,
+    /// Seeds head, order and splits [default: 42]
+    #[arg(long, value_name = "N")]
+    seed: Option<u32>,
+    /// Worker threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    threads: Option<u32>,
+}
+
+fn run_distill(args: &DistillArgs) -> anyhow::Result<()> {
+    let options = DistillOptions {
+        teacher: args.teacher.clone(),
+        teacher_base: args.teacher_base.clone(),
+        student: args.student.clone(),
+        unlabelled: args.unlabelled.clone(),
+        train_file: args.train_file.clone(),
+        eval_file: args.eval_file.clone(),
+        output_dir: args.output_dir.clone(),
+        temperature: args.temperature,
+        hard_weight: args.hard_weight,
+        settings: toml::Table::try_from(&args.settings)?,
+    };
+    print(&querl_style::distill(&options, &callbacks(&Terminal))?)?;
+    terminal::print(&format!("written to {}", args.output_dir.display()));
+    Ok(())
+}
+
+/// Ends of names of files with dialogues; any other holds texts as lines.
+const DIALOGUES: [&str; 6] = ["json", "jsonl", "xlsx", "csv", "tsv", "parquet"];
+
+/// What `querl style predict` takes.
+#[derive(Debug, Args)]
+pub struct PredictArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A text
+    #[arg(long, value_name = "TEXT", conflicts_with = "file")]
+    text: Option<String>,
+    /// Dialogues (.json, .jsonl, .xlsx, .csv), or a text a line, two for a dialogue (用户问题：... and 回答：...); without --text and --file, lines
+    /// of stdin, or JSON lines there
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Print a JSON object a text
+    #[arg(long)]
+    json: bool,
+    /// Name classes in English, where the model knows their English names
+    #[arg(long)]
+    english: bool,
+}
+
+fn run_predict(args: &PredictArgs) -> anyhow::Result<()> {
+    querl_model::set_threads(args.model.threads);
+    let model = StyleClassifier::open(&args.model.options())?;
+    let texts = input_texts(args)?;
+    let views: Vec<&str> = texts.iter().map(String::as_str).collect();
+    let answers = model.ask(&views).map_err(|error| place_of(error, &model, &views))?;
+    if answers.n_shortened > 0 {
+        terminal::print(&format!(
+            "{} text(s) longer than {} tokens were shortened",
+            answers.n_shortened, model.max_length
+        ));
+    }
+    let labels = model.classifier.labels();
+    let names = match (args.english, labels.english()) {
+        (true, Some(english)) => english,
+        (true, None) => return Err(usage("the model has no English names of its classes; leave --english out")),
+        (false, _) => labels.names(),
+    };
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    for row in model.probabilities(&answers.logits) {
+        let prediction = StylePrediction::new(names, &row);
+        match args.json {
+            true => writeln!(out, "{}", serde_json::to_string(&prediction)?)?,
+            false => write!(out, "{}", prediction.text())?,
+        }
+    }
+    out.flush()?;
+    Ok(())
+}
+
+fn input_texts(args: &PredictArgs) -> anyhow::Result<Vec<String>> {
+    let texts = match (&args.text, &args.file) {
+        (Some(text), _) => vec![text.clone()],
+        (None, Some(path)) => of_file(path)?,
+        (None, None) => {
+            let mut bytes = Vec::new();
+            std::io::stdin().lock().read_to_end(&mut bytes).context("stdin")?;
+            of_lines("stdin", bytes)?
+        }
+    };
+    if let Some(index) = texts.iter().position(|text| text.trim().is_empty()) {
+        return Err(usage(format!("text {} is empty; expected a question and an answer", index + 1)));
+    }
+    match texts.is_empty() {
+        true => Err(usage("no text to classify; give --text, --file or lines on stdin")),
+        false => Ok(texts),
+    }
+}
+
+fn of_lines(name: &str, bytes: Vec<u8>) -> anyhow::Result<Vec<String>> {
+    let content = String::from_utf8(bytes).map_err(|error| {
+        usage(format!("{name}: no UTF-8 from byte {} on; save it as UTF-8", error.utf8_error().valid_up_to()))
+    })?;
+    texts_of(&content).map_err(|problem| usage(format!("{name}: {problem}")))
+}
+
+/// What the tokenizer finds no token in is the caller's to mend; all else is a failure.
+fn place_of(error: anyhow::Error, model: &StyleClassifier, texts: &[&str]) -> anyhow::Error {
+    let refused = texts.iter().enumerate().find_map(|(index, text)| Some((index, model.tokenizer.encode(text).err()?)));
+    match refused {
+        Some((index, problem)) => usage(format!("text {}: {problem}", index + 1)),
+        None => error,
+    }
+}
+
+fn of_file(path: &Path) -> anyhow::Result<Vec<String>> {
+    let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+    if DIALOGUES.contains(&extension.as_str()) {
+        let dialogues = read_dialogues(path).map_err(usage)?;
+        return Ok(dialogues.into_iter().map(|dialogue| dialogue.input).collect());
+    }
+    let name = path.display().to_string();
+    of_lines(&name, std::fs::read(path).map_err(|error| usage(format!("{name}: {error}")))?)
+}
