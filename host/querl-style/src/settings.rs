@@ -56,7 +56,8 @@ pub(crate) enum ClassWeights {
 /// What is in force; `querl style train --help` has the meaning of each.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainConfig {
-    pub(crate) model_name_or_path: PathBuf,
+    /// Folder of the model that is trained.
+    pub model_name_or_path: PathBuf,
     pub(crate) train_file: PathBuf,
     pub(crate) output_dir: PathBuf,
     #[serde(skip_serializing_if = "Option::is_none")]

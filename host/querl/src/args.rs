@@ -1,9 +1,11 @@
 //! Options that several commands share.
 
+use crate::model_hub;
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use querl_core::config::{Config, Overrides, load};
 use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
 use querl_pipeline::ledger::StageName;
 use std::path::PathBuf;
 
@@ -35,8 +37,15 @@ pub struct ConfigArgs {
 impl ConfigArgs {
     /// Reads and checks the configuration.
     pub fn load(&self) -> anyhow::Result<Config> {
-        let overrides = Overrides { set: self.set.clone(), out: self.out.clone(), threads: self.threads };
-        Ok(load(&self.path, &overrides)?)
+        let overrides = Overrides {
+            set: self.set.clone(),
+            out: self.out.clone(),
+            threads: self.threads,
+            model_hub: Some(model_hub::find),
+        };
+        let config = load(&self.path, &overrides);
+        interrupt::check()?;
+        Ok(config?)
     }
 }
 

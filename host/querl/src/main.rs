@@ -9,6 +9,7 @@
 mod args;
 mod cli;
 mod commands;
+mod model_hub;
 mod terminal;
 
 use clap::Parser;

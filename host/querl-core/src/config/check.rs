@@ -18,6 +18,30 @@ enum PathKind {
     PluginFileOrFolder,
 }
 
+/// Looks a model up that is not a folder: `None` if it is no name of a model on a hub, otherwise its downloaded folder or the reason
+/// why there is none.
+pub type ModelHub = fn(&Path) -> Option<Result<PathBuf, String>>;
+
+/// Replaces names of models on a hub by their downloaded folders. A path whose parent folder exists is a path, not a name.
+pub(super) fn download_models(config: &mut Config, base: &Path, hub: ModelHub) -> Vec<Violation> {
+    let models = paths(config).into_iter().filter(|(_, kind, _)| *kind == PathKind::ModelFolder);
+    let mut violations = Vec::new();
+    for (key, _, path) in models {
+        if base.join(&*path).exists() || path.parent().is_some_and(|parent| base.join(parent).exists()) {
+            continue;
+        }
+        match hub(path) {
+            Some(Ok(folder)) => *path = folder,
+            Some(Err(reason)) => {
+                let message = format!("{key} is {:?}; no such folder, and {reason}", path.display().to_string());
+                violations.push(Violation::new(key, message));
+            }
+            None => {}
+        }
+    }
+    violations
+}
+
 /// Makes paths absolute relative to `base`, and `output_dir` relative to the current folder.
 pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
     // An output file: may not exist yet.

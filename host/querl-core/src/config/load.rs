@@ -1,6 +1,6 @@
 //! Loads a [`Config`] from a file and command line overrides.
 
-use super::check::{check, resolve_paths};
+use super::check::{ModelHub, check, download_models, resolve_paths};
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema};
@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// Overrides from the command line.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct Overrides {
     /// `KEY=VALUE`: dotted key and TOML value; a bare word is a string.
     pub set: Vec<String>,
@@ -16,6 +16,8 @@ pub struct Overrides {
     pub out: Option<PathBuf>,
     /// Replaces `threads`.
     pub threads: Option<usize>,
+    /// Downloads models that are named and are no folders; without it such a name is an error.
+    pub model_hub: Option<ModelHub>,
 }
 
 /// Location of an error.
@@ -64,8 +66,10 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     if let Some(out) = &overrides.out {
         config.output_dir = out.clone();
     }
-    resolve_paths(&mut config, path.parent().unwrap_or(Path::new("")));
-    let violations = check(&mut config);
+    let base = path.parent().unwrap_or(Path::new(""));
+    let mut violations = overrides.model_hub.map_or_else(Vec::new, |hub| download_models(&mut config, base, hub));
+    resolve_paths(&mut config, base);
+    violations.extend(check(&mut config));
     first_of(violations, &document, path)?;
     Ok(config)
 }

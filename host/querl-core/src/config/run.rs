@@ -223,7 +223,7 @@ impl BaseDtype {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
-    /// A Hugging Face directory.
+    /// A Hugging Face directory, or a model's name on a hub: `ORG/NAME` or `ORG/NAME@REVISION`.
     pub path: PathBuf,
     /// Storage type of the frozen base weights. Accumulation, adapters and losses are f32.
     #[serde(default)]

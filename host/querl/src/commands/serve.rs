@@ -48,11 +48,11 @@ struct StyleArgs {
     /// A classifier's folder; or a run's folder or configuration, whose style model is served
     #[arg(value_name = "CONFIG|DIR")]
     path: Option<PathBuf>,
-    /// A classifier's folder
-    #[arg(long, value_name = "DIR", conflicts_with = "path")]
+    /// A classifier's folder, or its name on the hub
+    #[arg(long, value_name = "DIR", conflicts_with = "path", value_parser = crate::model_hub::folder)]
     model: Option<PathBuf>,
     /// The model that an adapter was trained on [default: the run's]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     base: Option<PathBuf>,
     /// Maximum tokens of a text; question and answer of longer ones are shortened [default: the run's, else 512]
     #[arg(long, visible_alias = "max-length", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -159,7 +159,8 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
 
 /// The embedded index, whichever kind of retrieval the configuration names: the same file may serve here and call this server there.
 fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<KnowledgeBase> {
-    let config = load(path, &Overrides { set: set.to_vec(), ..Overrides::default() })?;
+    let config =
+        load(path, &Overrides { set: set.to_vec(), model_hub: Some(crate::model_hub::find), ..Overrides::default() })?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
     if retrieval.embedding.kind == EmbeddingKind::Openai {
         let problem = "retrieval.embedding.kind is \"openai\"; the embedded index that is served here makes its vectors in this process, \
@@ -194,7 +195,7 @@ fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
     let config: Config = match (path.is_dir(), resolved.is_file()) {
         (true, false) => return Ok(None),
         (true, true) => load_resolved(&resolved)?,
-        (false, _) => load(path, &Overrides::default())?,
+        (false, _) => load(path, &Overrides { model_hub: Some(crate::model_hub::find), ..Overrides::default() })?,
     };
     let style = config.plugins.style_model;
     if style.path.is_none() {

@@ -54,11 +54,11 @@ pub struct ServeArgs {
 
 #[derive(Debug, Clone, Args)]
 struct ModelArgs {
-    /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's
-    #[arg(long, value_name = "DIR")]
+    /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's; or its name on the hub
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     model: PathBuf,
     /// The model that an adapter was trained on
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     base: Option<PathBuf>,
     /// Most tokens of a text; of longer ones question and answer are shortened
     #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
@@ -111,8 +111,8 @@ pub struct TrainArgs {
 #[derive(Debug, Args, Serialize)]
 #[command(rename_all = "snake_case")]
 pub struct TrainFlags {
-    /// Folder of a Qwen2 or Qwen3 model: a language model, or a classifier, whose head is made anew
-    #[arg(long, visible_alias = "model-name-or-path", value_name = "DIR")]
+    /// Folder of a Qwen2 or Qwen3 model: a language model, or a classifier, whose head is initialised again; or a model's name on the hub
+    #[arg(long, visible_alias = "model-name-or-path", value_name = "DIR", value_parser = crate::model_hub::folder)]
     model_name_or_path: Option<PathBuf>,
     /// Labelled dialogues (.json, .jsonl, .xlsx, .csv): input, label, label_english, metadata [default: rm_data/output_data/training_data.json]
     #[arg(long, visible_alias = "train-file", value_name = "FILE")]
@@ -196,7 +196,15 @@ fn class_weights() -> PossibleValuesParser {
 }
 
 fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
-    let config = TrainConfig::new(toml::Table::try_from(&args.flags)?, args.config.as_deref())?;
+    let mut config = TrainConfig::new(toml::Table::try_from(&args.flags)?, args.config.as_deref())?;
+    // A file's paths are relative to its folder, a name on the hub is not.
+    let base = args.config.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
+    if let Ok(name) = config.model_name_or_path.strip_prefix(base)
+        && !config.model_name_or_path.parent().is_some_and(Path::exists)
+        && let Some(found) = crate::model_hub::find(name)
+    {
+        config.model_name_or_path = found.map_err(crate::args::usage)?;
+    }
     let trained = querl_style::train(&config, &callbacks(&Terminal))?;
     print(trained.figures.as_deref().unwrap_or_default())?;
     for (text, probabilities) in &trained.demo {
@@ -232,13 +240,13 @@ fn run_eval(args: &EvalArgs) -> anyhow::Result<()> {
 #[command(rename_all = "snake_case")]
 pub struct DistillArgs {
     /// A trained classifier
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     teacher: PathBuf,
     /// The model that a teacher's adapter was trained on
-    #[arg(long, visible_alias = "teacher-base", value_name = "DIR")]
+    #[arg(long, visible_alias = "teacher-base", value_name = "DIR", value_parser = crate::model_hub::folder)]
     teacher_base: Option<PathBuf>,
-    /// Folder of the model to train: a language model, or a classifier, whose head is made anew
-    #[arg(long, value_name = "DIR")]
+    /// Folder of the model to train: a language model, or a classifier, whose head is initialised again
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     student: PathBuf,
     /// Dialogues that the teacher labels (.json, .jsonl, .xlsx, .csv); labels in it are passed over
     #[arg(long, value_name = "FILE")]

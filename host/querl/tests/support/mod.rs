@@ -81,7 +81,7 @@ pub struct Said {
 }
 
 impl Said {
-    fn of(output: Output, folder: &Path) -> Self {
+    pub fn of(output: Output, folder: &Path) -> Self {
         let text = |bytes: Vec<u8>| {
             let real = format!("{}/", folder.canonicalize().unwrap().display());
             String::from_utf8(bytes).unwrap().replace(&real, "").replace(&format!("{}/", folder.display()), "")

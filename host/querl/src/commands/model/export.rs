@@ -19,8 +19,8 @@ use std::time::Instant;
 /// What `querl model merge` takes.
 #[derive(Debug, Args)]
 pub(crate) struct MergeArgs {
-    /// A Hugging Face directory
-    #[arg(long, value_name = "DIR")]
+    /// A Hugging Face directory, or a model's name on the hub
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     model: PathBuf,
     /// A PEFT adapter for it
     #[arg(long, value_name = "DIR")]
@@ -32,8 +32,8 @@ pub(crate) struct MergeArgs {
 /// What `querl model export` takes.
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
-    /// A Hugging Face directory
-    #[arg(long, value_name = "DIR")]
+    /// A Hugging Face directory, or a model's name on the hub
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     model: PathBuf,
     /// Write this adapter alone, checked against the model, not the model
     #[arg(long, value_name = "DIR")]

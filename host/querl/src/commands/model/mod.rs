@@ -60,8 +60,8 @@ pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
 /// What `querl model inspect` takes.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
-    /// A Hugging Face directory, or an adapter's folder
-    #[arg(value_name = "DIR")]
+    /// A Hugging Face directory, or an adapter's folder; or a model's name on the hub, ORG/NAME[@REVISION]
+    #[arg(value_name = "DIR", value_parser = crate::model_hub::folder)]
     directory: PathBuf,
     #[command(flatten)]
     format: Format,
@@ -130,8 +130,8 @@ fn adapter_lines(adapter: &AdapterSummary) -> Vec<(&'static str, String)> {
 /// What `querl model logprobs` takes.
 #[derive(Debug, Args)]
 pub(crate) struct LogprobsArgs {
-    /// A Hugging Face directory
-    #[arg(long, value_name = "DIR")]
+    /// A Hugging Face directory, or a model's name on the hub
+    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
     model: PathBuf,
     /// A PEFT adapter
     #[arg(long, value_name = "DIR")]

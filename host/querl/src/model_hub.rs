@@ -1,0 +1,173 @@
+//! Models by name from a Hugging Face hub: `ORG/NAME` or `ORG/NAME@REVISION` wherever the folder of a model is expected.
+//!
+//! A model is downloaded once, into the cache that huggingface_hub uses too: `HF_HUB_CACHE`, else `HF_HOME/hub`, else
+//! `~/.cache/huggingface/hub`. `HF_ENDPOINT` names another hub, `HF_TOKEN` or the file `HF_HOME/token` has the token for private models,
+//! and `HF_HUB_OFFLINE=1` uses the cache alone. A complete snapshot in the cache is used without asking the hub.
+
+use hf_hub::api::sync::{ApiBuilder, ApiError};
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use querl_pipeline::interrupt;
+use sha2::{Digest, Sha256};
+use std::env;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+const DEFAULT_REVISION: &str = "main";
+
+/// Retries of one file; each continues where the last one stopped.
+const RETRIES: usize = 3;
+
+/// The folder of the model that `path` names; `None` if `path` has not the form of a name.
+pub fn find(path: &Path) -> Option<Result<PathBuf, String>> {
+    let (id, revision) = parse_name(path.to_str()?)?;
+    Some(snapshot(id, revision))
+}
+
+/// A clap parser of a model's folder, which may be a name on the hub. A path whose parent folder exists is a path.
+pub fn folder(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    if path.exists() || path.parent().is_some_and(Path::exists) {
+        return Ok(path);
+    }
+    match find(&path) {
+        Some(Ok(folder)) => Ok(folder),
+        Some(Err(reason)) => Err(format!("no such folder, and {reason}")),
+        None => Ok(path),
+    }
+}
+
+/// Id and revision of `ORG/NAME[@REVISION]`.
+fn parse_name(name: &str) -> Option<(&str, &str)> {
+    let (id, revision) = name.split_once('@').unwrap_or((name, DEFAULT_REVISION));
+    let (organisation, model) = id.split_once('/')?;
+    let is_name = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+    };
+    let is_revision = revision.split('/').all(is_name);
+    (is_name(organisation) && is_name(model) && is_revision).then_some((id, revision))
+}
+
+fn snapshot(id: &str, revision: &str) -> Result<PathBuf, String> {
+    let cache = cache()?;
+    let repo = Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned());
+    if let Some(folder) = complete_snapshot(&cache.repo(repo.clone())) {
+        return Ok(folder);
+    }
+    if env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty()) {
+        return Err(format!("{} has no complete copy while HF_HUB_OFFLINE is set", cache.path().display()));
+    }
+    let (sender, receiver) = mpsc::channel();
+    // A thread of its own, since a blocking read does not see the stop flag. What is downloaded stays for the next attempt.
+    std::thread::spawn(move || {
+        // The receiver is gone after an interrupt: there is nobody to report to.
+        let _ = sender.send(download(cache, repo));
+    });
+    loop {
+        match receiver.recv_timeout(Duration::from_millis(100)) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Timeout) => interrupt::check().map_err(|stop| stop.to_string())?,
+            Err(RecvTimeoutError::Disconnected) => return Err("the download ended unexpectedly; try again".into()),
+        }
+    }
+}
+
+fn cache() -> Result<Cache, String> {
+    if let Some(folder) = env::var_os("HF_HUB_CACHE") {
+        return Ok(Cache::new(folder.into()));
+    }
+    if env::var_os("HF_HOME").is_none() && env::home_dir().is_none() {
+        return Err("no folder for downloaded models is known; set HF_HOME".into());
+    }
+    Ok(Cache::from_env())
+}
+
+/// The snapshot folder, if its weights are all there: they are downloaded last.
+fn complete_snapshot(repo: &CacheRepo) -> Option<PathBuf> {
+    let config = repo.get("config.json").or_else(|| repo.get("adapter_config.json"))?;
+    let folder = config.parent()?.to_owned();
+    let has_weights = match fs::read(folder.join("model.safetensors.index.json")) {
+        Ok(index) => {
+            let index: serde_json::Value = serde_json::from_slice(&index).ok()?;
+            let mut files = index.get("weight_map")?.as_object()?.values().filter_map(|file| file.as_str());
+            files.all(|file| folder.join(file).exists())
+        }
+        Err(_) => ["model.safetensors", "adapter_model.safetensors"].iter().any(|file| folder.join(file).exists()),
+    };
+    has_weights.then_some(folder)
+}
+
+fn download(cache: Cache, repo: Repo) -> Result<PathBuf, String> {
+    let endpoint = env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".into());
+    let endpoint = endpoint.trim_end_matches('/');
+    let token = env::var("HF_TOKEN").ok().filter(|token| !token.is_empty()).or_else(|| cache.token());
+    let id = repo.url();
+    let failed = |what: &str, error: &ApiError| format!("{endpoint}/{id}: {what}: {}", explain(error));
+    let api = ApiBuilder::from_cache(cache.clone()).with_endpoint(endpoint.to_owned()).with_token(token);
+    let api = api.with_retries(RETRIES).build().map_err(|error| failed("no connection", &error))?;
+    let info = api.repo(repo.clone()).info().map_err(|error| failed("cannot be downloaded", &error))?;
+    // All files of one commit, even if the branch moves meanwhile.
+    let pinned = Repo::with_revision(id.clone(), RepoType::Model, info.sha.clone());
+    let mut files: Vec<String> =
+        info.siblings.into_iter().map(|file| file.rfilename).filter(|file| is_read(file)).collect();
+    files.sort_by_key(|file| (file.ends_with(".safetensors"), file.clone()));
+    if !files.last().is_some_and(|file| file.ends_with(".safetensors")) {
+        return Err(format!("{endpoint}/{id} has no weights as safetensors; name a model that has, or convert it"));
+    }
+    let (remote, local) = (api.repo(pinned.clone()), cache.repo(pinned));
+    for file in &files {
+        if local.get(file).is_none() {
+            let path = remote.get(file).map_err(|error| failed(file, &error))?;
+            verify(&path).map_err(|error| format!("{endpoint}/{id}: {file}: {error}"))?;
+        }
+    }
+    let unwritable = |error| format!("{}: cannot be written: {error}", cache.path().display());
+    cache.repo(repo.clone()).create_ref(&info.sha).map_err(unwritable)?;
+    let incomplete =
+        || format!("{endpoint}/{id} lacks config.json, adapter_config.json or a file of weights that its index names");
+    complete_snapshot(&cache.repo(repo)).ok_or_else(incomplete)
+}
+
+/// Files that querl reads: configuration, tokenizer and weights, not other frameworks' copies of the weights.
+fn is_read(file: &str) -> bool {
+    let ending = Path::new(file).extension().and_then(|ending| ending.to_str()).unwrap_or_default();
+    let weights = file.starts_with("model") || file.starts_with("adapter_model");
+    match ending {
+        _ if file.contains(['/', '\\']) => file == "1_Pooling/config.json",
+        "safetensors" => weights,
+        "json" | "jinja" | "txt" => true,
+        _ => false,
+    }
+}
+
+/// Compares a downloaded file with its digest: large files are stored under their SHA-256.
+fn verify(pointer: &Path) -> Result<(), String> {
+    let blob = pointer.canonicalize().map_err(|error| error.to_string())?;
+    let digest = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if digest.len() != 64 || !digest.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Ok(());
+    }
+    let mut hasher = Sha256::new();
+    let read = fs::File::open(&blob).and_then(|mut file| io::copy(&mut file, &mut hasher));
+    read.map_err(|error| error.to_string())?;
+    if hex::encode(hasher.finalize()).eq_ignore_ascii_case(digest) {
+        return Ok(());
+    }
+    let removed = fs::remove_file(pointer).and_then(|()| fs::remove_file(&blob));
+    removed.map_err(|error| format!("damaged download, which cannot be removed: {error}"))?;
+    Err(format!("the download does not have the SHA-256 {digest}; it was removed, run the same command again"))
+}
+
+fn explain(error: &ApiError) -> String {
+    let ApiError::RequestError(request) = error else { return error.to_string() };
+    match request.to_string() {
+        text if text.contains("401") || text.contains("403") => {
+            format!("{text}; no such model, or one that needs a token with access to it: set HF_TOKEN")
+        }
+        text if text.contains("404") => format!("{text}; no such model or revision"),
+        text => format!("{text}; HF_ENDPOINT names another hub"),
+    }
+}
