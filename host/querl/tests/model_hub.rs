@@ -65,7 +65,7 @@ fn answer(stream: &TcpStream, files: &BTreeMap<String, Vec<u8>>, requests: &Mute
     let path = head.first()?.split(' ').nth(1)?.to_owned();
     requests.lock().unwrap().push(path.clone());
     let header = |name: &str| head.iter().find_map(|line| line.to_lowercase().strip_prefix(name).map(str::to_owned));
-    let mut send = |status: &str, more: &str, body: &[u8]| {
+    let send = |status: &str, more: &str, body: &[u8]| {
         let length = body.len();
         let head = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\nconnection: close\r\n{more}\r\n");
         let mut stream = stream;
@@ -114,9 +114,9 @@ fn a_named_model_is_downloaded_once_and_then_needs_no_hub() {
 #[test]
 fn a_configuration_names_a_model_of_the_hub() {
     let (hub, project) = (Hub::start(), Project::new());
-    let set = ["--set", "model.path=\"shop/tiny\"", "--json"];
-    hub.querl(&project, &[&["config", "check", "querl.toml"], &set[..2]].concat()).ok();
-    hub.querl(&project, &[&["sft", "querl.toml", "--set", "sft.max_steps=1"], &set[..]].concat()).ok();
+    let model = "model.path=\"shop/tiny\"";
+    hub.querl(&project, &["config", "check", "querl.toml", "--set", model]).ok();
+    hub.querl(&project, &["run", "querl.toml", "--to", "sft", "--set", model, "--set", "sft.max_steps=1"]).ok();
     let resolved = project.read("run/config.resolved.toml");
     assert!(resolved.contains(&format!("hf/hub/models--shop--tiny/snapshots/{COMMIT}")), "{resolved}");
     assert!(!resolved.contains(TOKEN));
