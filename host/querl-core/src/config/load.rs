@@ -239,6 +239,7 @@ path = "reward.wasm"
             set: vec!["rl.gae_lambda=0.5".into(), "plugins.rewards.0.weight=2".into()],
             out: Some("elsewhere".into()),
             threads: Some(3),
+            model_hub: None,
         };
         let config = load(&folder.path().join("querl.toml"), &overrides).unwrap();
         assert_eq!((config.rl.gae_lambda, config.plugins.rewards[0].weight, config.threads), (0.5, 2.0, 3));
