@@ -129,6 +129,14 @@ pub struct Completion {
     pub source: Option<String>,
 }
 
+impl Completion {
+    /// A text without token counts, cost, latency and source.
+    pub fn of(text: impl Into<String>) -> Self {
+        let text = text.into();
+        Self { text, prompt_tokens: None, completion_tokens: None, cost: None, latency_ms: None, source: None }
+    }
+}
+
 /// One retrieved passage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Hit {

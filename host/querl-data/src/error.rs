@@ -1,4 +1,4 @@
-//! Why a table, a recording, a lexicon or a whole stage could not be used. One row's failure is in its record instead.
+//! Errors of files, settings and whole stages. The failure of a single row is in its record instead.
 
 use querl_core::fsx::ReadError;
 use querl_core::ports::PluginFault;
@@ -9,73 +9,36 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Once;
 
-/// Why nothing came, in one sentence that names file, place, value and remedy.
+/// Errors with file, location, value and remedy. `problem` is the end of a sentence.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum DataError {
-    /// A file's content is not what it should be, or it cannot be read.
     #[error("{path}: {problem}")]
-    File {
-        /// Path of the file.
-        path: String,
-        /// Location, what was found, remedy.
-        problem: String,
-    },
-    /// A file of JSON lines.
+    File { path: String, problem: String },
     #[error(transparent)]
     Lines(#[from] ReadError),
-    /// A file could not be written.
     #[error("{path}: cannot be written: {source}")]
-    Write {
-        /// Path of the file.
-        path: String,
-        /// Cause.
-        source: std::io::Error,
-    },
-    /// A setting that the chosen kind needs is absent or unusable.
+    Write { path: String, source: std::io::Error },
+    /// A setting, by its dotted configuration key, is missing or invalid.
     #[error("{key} {problem}")]
-    Setting {
-        /// Dotted configuration key.
-        key: String,
-        /// Location, what was found, remedy.
-        problem: String,
-    },
-    /// A service refuses us, is down, or the budget is spent; rows done so far are kept.
+    Setting { key: String, problem: String },
+    /// Every further call would fail, too; finished rows are saved.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
-    /// A batch failed or its outcome is unknown; submitted batches stay in the state file.
-    #[error("{problem}; {kept}")]
-    Batch {
-        /// Location, what was found, remedy.
-        problem: String,
-        /// What is saved, and the remedy.
-        kept: String,
-    },
-    /// The first rows all failed alike, or the whole stage has no success; rows done so far are kept.
+    /// A batch failed or its status is unknown; submitted batches stay in the state file.
+    #[error("{problem}; {remedy}")]
+    Batch { problem: String, remedy: String },
+    /// The first rows all failed alike, or no row of the stage succeeded; `failure` is the most common one.
     #[error("none of {n_failed} row(s) tried succeeded; {n_alike} failed like this: {failure}")]
-    NoSuccess {
-        /// Rows tried.
-        n_failed: usize,
-        /// Rows that failed for the most common reason.
-        n_alike: usize,
-        /// The first such failure.
-        failure: CallFailure,
-    },
-    /// Interrupted before all rows were done; finished rows are saved.
+    NoSuccess { n_failed: usize, n_alike: usize, failure: CallFailure },
     #[error("interrupted; finished work is saved, run the same command to resume")]
     Interrupted,
-    /// A plugin broke its contract.
     #[error(transparent)]
     Plugin(#[from] PluginFault),
-    /// The groups cannot fill the splits.
     #[error(
         "{n_groups} group(s) of queries cannot fill {n_splits} splits; add queries or set the share of a split to 0"
     )]
-    TooFewGroups {
-        /// Groups in the table.
-        n_groups: usize,
-        /// Splits with a share above 0.
-        n_splits: usize,
-    },
+    TooFewGroups { n_groups: usize, n_splits: usize },
 }
 
 impl DataError {
@@ -96,7 +59,7 @@ thread_local! {
     static IS_SILENT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work`; a panic in it is a result, and nothing is printed of it. After one, nothing that `work` was changing may be used.
+/// Runs `work` and returns a panic as an error without printing it. After a panic, data that `work` was changing must not be used.
 pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

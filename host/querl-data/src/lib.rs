@@ -16,10 +16,9 @@ mod text;
 
 pub use client::batch::{BatchTeacher, BatchedPrompts, NewPrompts, refuse_open_batches};
 pub use client::chat::prompt_tokens;
-pub use client::context::ServiceContext;
-pub use client::deadline::within_deadline;
 pub use client::response_cache::{CacheLimits, CacheTable, ResponseCache, TableStats, cache_stats, clear_cache};
 pub use client::spend::{Spend, SpendByStage, SpendTracker, is_file_transfer, read_spend};
+pub use client::{ServiceContext, within_deadline};
 pub use dataset::augment::augmented;
 pub use dataset::dialogues::{Dialogue, DialogueLocation, read_dialogues};
 pub use dataset::export::{TableRecord, table_path, write_tables};
@@ -28,13 +27,12 @@ pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
 pub use dataset::rows::{RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::Splits;
 pub use error::DataError;
-pub use judge::lexicon::{Expression, Intent, Lexicon, Product};
-pub use judge::open_judge;
-pub use judge::query_intent::{QueryIntent, TermSet};
-pub use judge::rubric::RubricJudge;
-pub use retrieval::EmbeddedRetriever;
-pub use retrieval::{LocalModels, RetrievalBackend, RetrievalLimits, open_retrieval_backend, open_retriever};
-pub use retrieval::{Passage, read_passages};
+pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};
+pub use judge::{RubricJudge, open_judge};
+pub use retrieval::{
+    EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, open_retrieval_backend, open_retriever,
+    read_passages,
+};
 pub use stages::{
     Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert, rewrite,
     rewrite_in_batch, validate,

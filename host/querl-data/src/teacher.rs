@@ -1,8 +1,8 @@
 //! Teachers: a recording, or a model behind an OpenAI-compatible endpoint.
 
+use crate::client::ServiceContext;
 use crate::client::chat::ChatClient;
-use crate::client::context::ServiceContext;
-use crate::client::response_cache::{CacheTable, CachedTeacher, ServiceCache};
+use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::dataset::journal::IndexedLines;
 use crate::error::DataError;
 use crate::table::query_id;
@@ -17,8 +17,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The teacher that the configuration names, with its fallback, if any. A local model is none of them: see
-/// [`LocalRewriteStage`](crate::LocalRewriteStage).
+/// Opens the configured teacher with its fallback, if any. For a local model see [`LocalRewriteStage`](crate::LocalRewriteStage).
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the recording cannot be read.
@@ -27,14 +26,26 @@ pub fn open_teacher(
     fallback: &EndpointConfig,
     services: &ServiceContext,
 ) -> Result<Arc<dyn Teacher>, DataError> {
-    let first = open_first(config, services)?;
-    Ok(match open_fallback(fallback, services)? {
-        Some(second) => Arc::new(WithFallback { first, second }),
-        None => first,
-    })
+    let open_fallback = || open_fallback(fallback, services);
+    match config.kind {
+        TeacherKind::Recorded => {
+            let problem = "is not set; a teacher of kind `recorded` needs a file of rewrites";
+            let path = config.path.as_deref().ok_or_else(|| DataError::setting("teacher.path", problem))?;
+            let teacher = RecordedTeacher::read(path)?;
+            Ok(Arc::new(RecordedTeacher { fallback: open_fallback()?, ..teacher }))
+        }
+        TeacherKind::Openai => {
+            let teacher = OpenAiTeacher::open("teacher", config.endpoint(), services)?;
+            Ok(Arc::new(OpenAiTeacher { fallback: open_fallback()?, ..teacher }))
+        }
+        TeacherKind::Local => {
+            let problem = "is `local`: a model in this process, which is handed rows in portions";
+            Err(DataError::setting("teacher.kind", problem))
+        }
+    }
 }
 
-/// The fallback teacher, if the configuration names one.
+/// Opens the fallback teacher, if one is configured.
 ///
 /// # Errors
 /// The endpoint lacks a model or its key.
@@ -42,76 +53,19 @@ pub fn open_fallback(
     fallback: &EndpointConfig,
     services: &ServiceContext,
 ) -> Result<Option<Arc<dyn Teacher>>, DataError> {
-    match fallback.base_url {
-        Some(_) => open_openai("fallback_teacher", fallback.endpoint(), services).map(Some),
-        None => Ok(None),
+    if fallback.base_url.is_none() {
+        return Ok(None);
     }
+    Ok(Some(Arc::new(OpenAiTeacher::open("fallback_teacher", fallback.endpoint(), services)?)))
 }
 
-fn open_first(config: &TeacherConfig, services: &ServiceContext) -> Result<Arc<dyn Teacher>, DataError> {
-    match config.kind {
-        TeacherKind::Recorded => {
-            let path = config.path.as_deref().ok_or_else(|| {
-                DataError::setting("teacher.path", "is not set; a teacher of kind `recorded` needs a file of rewrites")
-            })?;
-            Ok(Arc::new(RecordedTeacher::read(path)?))
-        }
-        TeacherKind::Openai => open_openai("teacher", config.endpoint(), services),
-        TeacherKind::Local => Err(DataError::setting(
-            "teacher.kind",
-            "is `local`: a model in this process, which is handed rows in portions",
-        )),
-    }
-}
-
-fn open_openai(
-    section: &str,
-    endpoint: EndpointConfig,
-    services: &ServiceContext,
-) -> Result<Arc<dyn Teacher>, DataError> {
-    let client = ChatClient::open(section, endpoint, services)?;
-    let service_cache = ServiceCache::open(services, CacheTable::Rewrites, client.provider(), &client.identity());
-    Ok(Arc::new(CachedTeacher { inner: Arc::new(OpenAiTeacher(client)), service_cache }))
-}
-
-/// A teacher with a fallback for rows that it failed on.
-struct WithFallback {
-    first: Arc<dyn Teacher>,
-    second: Arc<dyn Teacher>,
-}
-
-#[async_trait]
-impl Teacher for WithFallback {
-    async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
-        self.first.rewrite(query, messages).await
-    }
-
-    fn knows(&self, messages: &[Message]) -> bool {
-        self.first.knows(messages)
-    }
-
-    fn forget(&self, messages: &[Message]) {
-        self.first.forget(messages);
-    }
-
-    fn keep(&self, messages: &[Message], completion: &Completion) {
-        self.first.keep(messages, completion);
-    }
-
-    fn fallback(&self) -> Option<&dyn Teacher> {
-        Some(self.second.as_ref())
-    }
-
-    fn name(&self) -> &str {
-        self.first.name()
-    }
-}
-
-/// Rewrites made earlier, looked up by query, profile and history. They stay in their file: in memory is where each begins.
+/// Recorded rewrites, looked up by query, profile and history. Memory holds their byte offsets in the file.
 struct RecordedTeacher {
     path: String,
-    places: HashMap<u64, u64>,
+    /// Byte offset by hash of the query id.
+    offsets: HashMap<u64, u64>,
     lines: Mutex<IndexedLines>,
+    fallback: Option<Arc<dyn Teacher>>,
 }
 
 #[derive(Deserialize)]
@@ -130,16 +84,17 @@ struct Recording {
 
 impl RecordedTeacher {
     fn read(path: &Path) -> Result<Self, DataError> {
-        let mut places = HashMap::new();
+        let mut offsets = HashMap::new();
         for line in open_jsonl::<Recording>(path)? {
             let NumberedLine { offset, value, .. } = line?;
-            places.insert(hash_of(&value.id()), offset);
+            offsets.insert(hash_of(&value.id()), offset);
         }
-        Ok(Self { path: path.display().to_string(), places, lines: Mutex::new(IndexedLines::open(path)?) })
+        let lines = Mutex::new(IndexedLines::open(path)?);
+        Ok(Self { path: path.display().to_string(), offsets, lines, fallback: None })
     }
 
     fn recording(&self, id: &str) -> Result<Option<Recording>, DataError> {
-        let Some(offset) = self.places.get(&hash_of(id)) else { return Ok(None) };
+        let Some(offset) = self.offsets.get(&hash_of(id)) else { return Ok(None) };
         let recording: Recording = self.lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
         // Two ids may have one hash.
         Ok((recording.id() == id).then_some(recording))
@@ -150,25 +105,15 @@ impl Recording {
     fn id(&self) -> String {
         query_id(self.original_query.trim(), self.user_profile.trim(), self.history_summary.trim())
     }
-
-    fn into_completion(self) -> Completion {
-        let (cost, latency_ms) = (self.cost, self.latency_ms);
-        Completion {
-            text: self.rewritten_query,
-            prompt_tokens: None,
-            completion_tokens: None,
-            cost,
-            latency_ms,
-            source: None,
-        }
-    }
 }
 
 #[async_trait]
 impl Teacher for RecordedTeacher {
     async fn rewrite(&self, query: &QueryRow, _messages: &[Message]) -> Result<Completion, CallFailure> {
         match self.recording(&query.id) {
-            Ok(Some(recording)) => Ok(recording.into_completion()),
+            Ok(Some(Recording { rewritten_query, cost, latency_ms, .. })) => {
+                Ok(Completion { cost, latency_ms, ..Completion::of(rewritten_query) })
+            }
             Err(error) => Err(CallFailure { kind: FailureKind::InvalidResponse, message: error.to_string() }),
             Ok(None) => Err(CallFailure {
                 kind: FailureKind::NotRecorded,
@@ -177,24 +122,227 @@ impl Teacher for RecordedTeacher {
         }
     }
 
+    fn fallback(&self) -> Option<&dyn Teacher> {
+        self.fallback.as_deref()
+    }
+
     fn name(&self) -> &str {
         "recorded (stand-in)"
     }
 }
 
-struct OpenAiTeacher(ChatClient);
+/// A model behind an OpenAI-compatible endpoint, with the response cache.
+struct OpenAiTeacher {
+    client: ChatClient,
+    cache: ServiceCache,
+    fallback: Option<Arc<dyn Teacher>>,
+}
+
+impl OpenAiTeacher {
+    fn open(section: &str, endpoint: EndpointConfig, services: &ServiceContext) -> Result<Self, DataError> {
+        let client = ChatClient::open(section, endpoint, services)?;
+        let cache = ServiceCache::open(services, CacheTable::Rewrites, client.provider(), &client.identity());
+        Ok(Self { client, cache, fallback: None })
+    }
+}
 
 #[async_trait]
 impl Teacher for OpenAiTeacher {
     async fn rewrite(&self, _query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure> {
-        self.0.complete(messages).await
+        self.cache.get_or_call(&messages, self.client.complete(messages)).await
+    }
+
+    fn knows(&self, messages: &[Message]) -> bool {
+        self.cache.contains(&messages)
+    }
+
+    fn forget(&self, messages: &[Message]) {
+        self.cache.forget(&messages);
+    }
+
+    fn keep(&self, messages: &[Message], completion: &Completion) {
+        self.cache.put(&messages, completion);
+    }
+
+    fn fallback(&self) -> Option<&dyn Teacher> {
+        self.fallback.as_deref()
     }
 
     fn name(&self) -> &str {
-        self.0.model()
+        self.client.model()
     }
 }
 
 #[cfg(test)]
-#[path = "teacher_tests.rs"]
-mod tests;
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+    use wiremock::matchers::{body_partial_json, path};
+    use wiremock::{Mock, MockServer, ResponseTemplate};
+
+    fn row(query: &str, history: &str) -> QueryRow {
+        QueryRow {
+            id: query_id(query, "", history),
+            row: 2,
+            original_query: query.into(),
+            user_profile: String::new(),
+            history_summary: history.into(),
+            gold_ids: Vec::new(),
+            group: query.into(),
+        }
+    }
+
+    fn openai(settings: Value) -> TeacherConfig {
+        let mut config =
+            json!({"kind": "openai", "model": "gpt-5", "api_key_env": "", "max_retries": 0, "timeout_s": 2.0});
+        config.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
+        serde_json::from_value(config).unwrap()
+    }
+
+    async fn ask(settings: Value, expected: Value, answer: Value) -> Result<Completion, CallFailure> {
+        let server = MockServer::start().await;
+        let template = ResponseTemplate::new(200).set_body_json(answer);
+        let mock = Mock::given(path("/v1/chat/completions")).and(body_partial_json(expected)).respond_with(template);
+        mock.mount(&server).await;
+        let mut config = openai(settings);
+        config.base_url = Some(format!("{}/v1/", server.uri()));
+        let messages = [Message { role: "user".into(), content: "改写".into() }];
+        let answer = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default())
+            .unwrap()
+            .rewrite(&row("怎么吃", ""), &messages)
+            .await;
+        let sent: Value = server.received_requests().await.unwrap()[0].body_json().unwrap();
+        assert_eq!(sent.get("temperature").is_some(), config.temperature.is_some());
+        answer
+    }
+
+    #[tokio::test]
+    async fn a_recording_is_found_by_query_and_context() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rewrites.jsonl");
+        std::fs::write(
+            &path,
+            "{\"original_query\": \"怎么吃\", \"history_summary\": \"问过鱼油\", \"rewritten_query\": \"鱼油 食用方法\"}\n",
+        )
+        .unwrap();
+        let config = TeacherConfig { kind: TeacherKind::Recorded, path: Some(path), ..TeacherConfig::default() };
+        let teacher = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default()).unwrap();
+        assert_eq!(teacher.name(), "recorded (stand-in)");
+        assert_eq!(teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap().text, "鱼油 食用方法");
+        let failure = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
+        assert_eq!(failure.kind, FailureKind::NotRecorded);
+    }
+
+    #[tokio::test]
+    async fn completion_carries_text_tokens_and_cost() {
+        let prices = json!({"price_prompt_per_million": 2.0, "price_completion_per_million": 10.0});
+        let expected =
+            json!({"model": "gpt-5", "max_completion_tokens": 200, "messages": [{"role": "user", "content": "改写"}]});
+        let usage = json!({"prompt_tokens": 1000, "completion_tokens": 100});
+        let answer = json!({"choices": [{"message": {"content": "鱼油 食用方法"}}], "usage": usage});
+        let completion = ask(prices, expected, answer).await.unwrap();
+        assert_eq!(completion.text, "鱼油 食用方法");
+        assert_eq!((completion.prompt_tokens, completion.completion_tokens), (Some(1000), Some(100)));
+        assert!((completion.cost.unwrap() - 0.003).abs() < 1e-12);
+        assert!(completion.latency_ms.is_some());
+    }
+
+    #[tokio::test]
+    async fn older_endpoints_get_max_tokens() {
+        let settings = json!({"legacy_max_tokens": true, "max_tokens": 64, "temperature": 0.3});
+        let expected = json!({"max_tokens": 64, "temperature": 0.3});
+        let answer = json!({"choices": [{"message": {"content": [{"type": "text", "text": "鱼油"}]}}]});
+        let completion = ask(settings, expected, answer).await.unwrap();
+        assert_eq!((completion.text.as_str(), completion.cost), ("鱼油", None));
+    }
+
+    #[tokio::test]
+    async fn truncated_and_empty_responses_are_invalid() {
+        let cases = [
+            (json!(null), "length", "the answer was cut off (finish_reason `length`); raise max_tokens"),
+            (json!("鱼油 食用"), "length", "the answer was cut off (finish_reason `length`); raise max_tokens"),
+            (
+                json!("鱼油"),
+                "content_filter",
+                "(finish_reason `content_filter`); the endpoint's filter holds this text back",
+            ),
+            (json!(" "), "stop", "the answer holds no text (finish_reason `stop`)"),
+            (
+                json!("鱼油 食"),
+                "weariness",
+                "ended with finish_reason `weariness`, which does not say that it is whole",
+            ),
+        ];
+        for (content, finish_reason, message) in cases {
+            let answer = json!({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]});
+            let failure = ask(json!({}), json!({}), answer).await.unwrap_err();
+            assert_eq!(failure.kind, FailureKind::InvalidResponse);
+            assert!(failure.message.ends_with(message), "{failure}");
+        }
+    }
+
+    #[tokio::test]
+    async fn finish_reasons_of_complete_responses_are_accepted() {
+        for finish_reason in [json!(null), json!("stop"), json!("STOP"), json!("eos_token"), json!("end_turn")] {
+            let answer = json!({"choices": [{"message": {"content": "鱼油"}, "finish_reason": finish_reason}]});
+            assert_eq!(ask(json!({}), json!({}), answer).await.unwrap().text, "鱼油", "{finish_reason}");
+        }
+    }
+
+    /// Regression: an aborted response was used as a rewrite, and a gateway's error was taken for an empty response.
+    #[tokio::test]
+    async fn errors_under_status_200_are_retried_and_quoted() {
+        let half =
+            json!({"choices": [{"message": {"content": "鱼油 食"}, "finish_reason": "insufficient_system_resource"}]});
+        let limited = json!({"error": {"message": "upstream rate limited", "code": 429}});
+        let empty = json!({"error": {"message": "Insufficient credits", "code": "402"}});
+        for (answer, kind, n_asked, message) in [
+            (
+                half,
+                FailureKind::ServerError,
+                2,
+                "the answer was broken off (finish_reason `insufficient_system_resource`)",
+            ),
+            (limited, FailureKind::RateLimited, 2, "answered with an error: upstream rate limited"),
+            (empty, FailureKind::Unauthorized, 1, "answered with an error: Insufficient credits"),
+        ] {
+            let server = MockServer::start().await;
+            let template = ResponseTemplate::new(200).set_body_json(answer);
+            Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
+            let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
+            let services = ServiceContext::default();
+            let teacher = open_teacher(&config, &EndpointConfig::default(), &services).unwrap();
+            let messages = [Message { role: "user".into(), content: "改写".into() }];
+            let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
+            assert!(failure.kind == kind && failure.message.ends_with(message), "{failure}");
+            assert_eq!(server.received_requests().await.unwrap().len(), n_asked);
+            let spent = services.spend_tracker().of_stage("");
+            assert_eq!((spent.prompt_tokens, spent.lost > 0), (0, message.contains("broken off")), "{spent:?}");
+        }
+    }
+
+    /// Regression: an implausible token count was charged.
+    #[tokio::test]
+    async fn implausible_token_counts_are_ignored() {
+        let usage = json!({"prompt_tokens": u64::MAX, "completion_tokens": 1});
+        let answer = json!({"choices": [{"message": {"content": "鱼油"}}], "usage": usage});
+        assert_eq!(ask(json!({}), json!({}), answer).await.unwrap().prompt_tokens, None);
+    }
+
+    #[test]
+    fn missing_settings_are_named() {
+        let message = |config: &TeacherConfig| {
+            open_teacher(config, &EndpointConfig::default(), &ServiceContext::default()).err().unwrap().to_string()
+        };
+        assert_eq!(message(&openai(json!({}))), "teacher.base_url is not set; kind `openai` needs it");
+        let keyed = openai(json!({"base_url": "http://127.0.0.1/v1", "api_key_env": "QUERL_NO_SUCH_KEY"}));
+        assert!(
+            message(&keyed).starts_with(
+                "teacher.api_key_env names the environment variable `QUERL_NO_SUCH_KEY`, which is not set"
+            )
+        );
+        let recorded = TeacherConfig { kind: TeacherKind::Recorded, ..TeacherConfig::default() };
+        assert!(message(&recorded).starts_with("teacher.path is not set"));
+    }
+}

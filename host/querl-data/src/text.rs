@@ -1,19 +1,19 @@
-//! One way to fold text for comparison, shared by tables, lexicon and index.
+//! Text normalisation, shared by tables, lexicon and index; hashes.
 
 use querl_core::config::TextWidth;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Full-width forms become half-width and letters lower-case; nothing is removed, so positions in characters stay.
+/// Half-width and lower-case. Character positions do not change.
 pub(crate) fn fold(text: &str) -> String {
     text.chars().map(fold_char).flat_map(char::to_lowercase).collect()
 }
 
-/// What is left of a text for comparison: folded, without white space and punctuation.
+/// Text for comparison: half-width, lower-case, without white space and punctuation.
 pub fn normalise(text: &str) -> String {
     fold(text).chars().filter(|character| character.is_alphanumeric()).collect()
 }
 
-/// The text with the full-width forms that `width` names as half-width ones.
+/// Converts the full-width characters that `width` names to half-width, and trims.
 pub(crate) fn with_width(text: &str, width: TextWidth) -> String {
     let changed = |character: char| match width {
         TextWidth::Keep => character,
@@ -26,7 +26,7 @@ pub(crate) fn with_width(text: &str, width: TextWidth) -> String {
     text.chars().map(changed).collect::<String>().trim().to_owned()
 }
 
-/// The same number for the same value within one run of the program; no number to be kept.
+/// Hash of a value. May differ between builds of the program: not for files.
 pub(crate) fn hash_of(value: &(impl Hash + ?Sized)) -> u64 {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
@@ -36,7 +36,7 @@ pub(crate) fn hash_of(value: &(impl Hash + ?Sized)) -> u64 {
 fn fold_char(character: char) -> char {
     match character {
         '\u{3000}' => ' ',
-        // The full-width forms stand in ASCII's order.
+        // Full-width forms are in the order of ASCII.
         '\u{ff01}'..='\u{ff5e}' => char::from_u32(character as u32 - 0xfee0).unwrap_or(character),
         other => other,
     }
@@ -47,12 +47,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn width_case_space_and_punctuation_do_not_count() {
+    fn normalised_texts_ignore_width_case_space_and_punctuation() {
         assert_eq!(normalise("ＶＣ 泡腾片，怎么吃？"), normalise("vc泡腾片怎么吃"));
     }
 
     #[test]
-    fn width_is_changed_as_far_as_it_is_set() {
+    fn width_conversion_follows_the_setting() {
         let changed = [TextWidth::Keep, TextWidth::Letters, TextWidth::All]
             .map(|width| with_width("ＶＣ　１片，怎么吃？", width));
         assert_eq!(changed, ["ＶＣ　１片，怎么吃？", "VC 1片，怎么吃？", "VC 1片,怎么吃?"]);

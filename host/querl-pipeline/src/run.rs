@@ -180,7 +180,7 @@ enum CacheUse {
 /// What calls of a run share. The cache is opened only where somebody outside may be asked: one process at a time can have it.
 fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<ServiceContext> {
     let account = Arc::new(SpendTracker::open(&dir.calls(), config.budget)?);
-    let outside = ServiceContext::new(&config.calls).with_account(account);
+    let outside = ServiceContext::new(&config.calls).with_spend_tracker(account);
     let limits = CacheLimits::of(&config.cache);
     let asks_outside = config.teacher.kind == TeacherKind::Openai
         || config.fallback_teacher.base_url.is_some()

@@ -1,16 +1,19 @@
-//! One chat completion at an OpenAI-compatible endpoint, for teacher and judge alike.
+//! Chat completions at OpenAI-compatible endpoints, for teacher and judge, and the differences between providers: parameter names, and
+//! parameters that they reject.
+//!
+//! Sources: the providers' references of `chat/completions` (OpenAI, DeepSeek, Alibaba Cloud Model Studio, vLLM, llama.cpp's server,
+//! Ollama).
 
-use crate::client::context::ServiceContext;
-use crate::client::http::{CallLimits, Caller, CostBound, Refusal, Secret, estimated_tokens, server_message};
-use crate::client::provider::ProviderRules;
+use crate::client::ServiceContext;
+use crate::client::http::{Call, CallLimits, Caller, CostBound, Refusal, Secret, estimated_tokens, server_message};
 use crate::client::spend::Usage;
 use crate::error::DataError;
-use querl_core::config::EndpointConfig;
+use querl_core::config::{EndpointConfig, Provider, ReasoningEffort, ResponseFormat};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// More than any answer has: a number beyond it counts nothing.
+/// Token counts above this are implausible and ignored.
 const MOST_TOKENS: u64 = 1_000_000_000;
 
 /// An OpenAI-compatible endpoint with one model.
@@ -56,12 +59,14 @@ impl ChatClient {
 
     pub(crate) async fn complete(&self, messages: &[Message]) -> Result<Completion, CallFailure> {
         let most_tokens = self.most_tokens(messages);
-        let charge = CostBound { n_tokens: most_tokens.0 + most_tokens.1, most: self.cost(most_tokens).unwrap_or(0.0) };
-        let mut answer = self.caller.post_checked(&self.body(messages), charge, &refusal).await?;
-        // An answer that is of no use is charged all the same.
-        let usage = self.usage(messages, &answer.body);
-        answer.call_spend.charged(usage);
-        self.completion(&answer.body, usage, Some(answer.latency_ms))
+        let max_cost = self.cost(most_tokens).unwrap_or(0.0);
+        let bound = CostBound { n_tokens: most_tokens.0 + most_tokens.1, max_cost };
+        let body = self.body(messages);
+        let mut response = self.caller.call(&Call::post("", &body), bound, &refusal).await?;
+        // An unusable completion is charged, too.
+        let usage = self.usage(messages, &response.body);
+        response.call_spend.charged(usage);
+        self.completion(&response.body, usage, Some(response.latency_ms))
             .map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
@@ -79,11 +84,11 @@ impl ChatClient {
         let choice = body.pointer("/choices/0").ok_or("the answer has no `choices`")?;
         let text = choice.pointer("/message/content").map(content_text).unwrap_or_default();
         check_ending(choice.get("finish_reason").and_then(Value::as_str), &text)?;
-        let said = |tokens: u64| (!usage.is_estimated).then_some(tokens);
+        let counted = |tokens: u64| (!usage.is_estimated).then_some(tokens);
         Ok(Completion {
             text,
-            prompt_tokens: said(usage.prompt_tokens),
-            completion_tokens: said(usage.completion_tokens),
+            prompt_tokens: counted(usage.prompt_tokens),
+            completion_tokens: counted(usage.completion_tokens),
             cost: usage.cost,
             latency_ms,
             source: None,
@@ -91,11 +96,11 @@ impl ChatClient {
     }
 
     pub(crate) fn usage(&self, messages: &[Message], body: &Value) -> Usage {
-        let said = |name: &str| {
+        let reported = |name: &str| {
             body.pointer(&format!("/usage/{name}")).and_then(Value::as_u64).filter(|tokens| *tokens <= MOST_TOKENS)
         };
         let text = body.pointer("/choices/0/message/content").map(content_text).unwrap_or_default();
-        let counted = said("prompt_tokens").zip(said("completion_tokens"));
+        let counted = reported("prompt_tokens").zip(reported("completion_tokens"));
         let (prompt_tokens, completion_tokens) =
             counted.unwrap_or_else(|| (prompt_tokens(messages), estimated_tokens(&text)));
         self.check_limit(completion_tokens);
@@ -103,18 +108,18 @@ impl ChatClient {
         Usage { prompt_tokens, completion_tokens, is_estimated: counted.is_none(), cost }
     }
 
-    /// What a budget and a quota reckon with rests on `max_tokens`: a service that does not keep it is named, once.
+    /// Warns once if the service ignores `max_tokens`, on which budget and token rate limit rely.
     fn check_limit(&self, completion_tokens: u64) {
         let max_tokens = u64::from(self.endpoint.max_tokens);
         if completion_tokens > max_tokens && !self.is_warned.swap(true, Ordering::Relaxed) {
             let provider = &self.provider;
             tracing::warn!(
-                "{provider}: an answer has {completion_tokens} tokens, above max_tokens = {max_tokens}: this service does not keep the limit as it is named to it, and `budget` is no bound; set `provider`, or raise max_tokens"
+                "{provider}: an answer has {completion_tokens} tokens, above max_tokens = {max_tokens}: this service ignores the limit under the name that is sent, and `budget` is no bound; set `provider`, or raise max_tokens"
             );
         }
     }
 
-    /// Of so many tokens of prompt and answer; `None` without prices.
+    /// Cost of a number of prompt and completion tokens; `None` without prices.
     pub(crate) fn cost(&self, (prompt_tokens, completion_tokens): (u64, u64)) -> Option<f64> {
         let prompt = prompt_tokens as f64 * self.endpoint.price_prompt_per_million?;
         let completion = completion_tokens as f64 * self.endpoint.price_completion_per_million?;
@@ -122,21 +127,21 @@ impl ChatClient {
     }
 }
 
-/// About how many tokens a conversation has: a Chinese character is one, other characters are four to a token, and a few stand
-/// between messages. For quotas, for estimates, and where a service does not say.
+/// Estimated number of tokens of a conversation: a Chinese character counts as one token, four other characters as one, plus four per
+/// message. Used for rate limits, for cost estimates, and if a service reports no usage.
 pub fn prompt_tokens(messages: &[Message]) -> u64 {
     messages.iter().map(|message| estimated_tokens(&message.content) + 4).sum()
 }
 
-/// How an answer that is whole may end, in the words of OpenAI, of text-generation-inference and of those that translate Anthropic's.
-const WHOLE: [&str; 6] = ["", "stop", "eos", "eos_token", "stop_sequence", "end_turn"];
-/// How one ends that the service broke off: DeepSeek's, vLLM's, OpenRouter's words.
-const BROKEN_OFF: [&str; 3] = ["insufficient_system_resource", "abort", "error"];
+/// Finish reasons of complete responses: OpenAI, text-generation-inference, and gateways to Anthropic's API.
+const COMPLETE: [&str; 6] = ["", "stop", "eos", "eos_token", "stop_sequence", "end_turn"];
+/// Finish reasons of responses that the service aborted: DeepSeek, vLLM, OpenRouter.
+const ABORTED: [&str; 3] = ["insufficient_system_resource", "abort", "error"];
 
-/// A failure that came as a success: an error without an answer, as gateways send it, or an answer that the service broke off.
+/// A failure under HTTP status 200: an error object without choices, as gateways send it, or an aborted response.
 fn refusal(body: &Value) -> Option<Refusal> {
     let reason = body.pointer("/choices/0/finish_reason").and_then(Value::as_str).unwrap_or_default();
-    if BROKEN_OFF.contains(&reason) {
+    if ABORTED.contains(&reason) {
         return Some(Refusal::aborted(format!("the answer was broken off (finish_reason `{reason}`)")));
     }
     let error = body.get("error").filter(|error| !error.is_null() && body.get("choices").is_none())?;
@@ -155,7 +160,7 @@ fn check_ending(finish_reason: Option<&str>, text: &str) -> Result<(), String> {
         reason if text.trim().is_empty() => {
             Err(format!("the answer holds no text (finish_reason `{}`)", reason.unwrap_or("unknown")))
         }
-        Some(other) if !WHOLE.contains(&other.to_lowercase().as_str()) => {
+        Some(other) if !COMPLETE.contains(&other.to_lowercase().as_str()) => {
             Err(format!("the answer ended with finish_reason `{other}`, which does not say that it is whole"))
         }
         _ => Ok(()),
@@ -167,5 +172,154 @@ fn content_text(content: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Array(parts) => parts.iter().filter_map(|part| part.get("text")?.as_str()).collect(),
         _ => String::new(),
+    }
+}
+
+/// The rules of one model at one endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ProviderRules {
+    limit: &'static str,
+    thinking: ReasoningParameter,
+}
+
+/// How a request sets the reasoning effort.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ReasoningParameter {
+    /// `"reasoning_effort": "low"`.
+    Effort,
+    /// `"thinking": {"type": "enabled"}`.
+    Type,
+    Switch,
+    /// `"chat_template_kwargs": {"enable_thinking": true}`.
+    Template,
+    Never,
+}
+
+impl ProviderRules {
+    /// The rules for `model` at `base_url`; `section` of the configuration is named in errors.
+    pub(crate) fn of(section: &str, endpoint: &EndpointConfig, base_url: &str, model: &str) -> Result<Self, DataError> {
+        let provider = detect_provider(endpoint.provider, base_url);
+        let refuse = |key: &str, what: String| Err(DataError::setting(format!("{section}.{key}"), what));
+        let thinks = provider == Provider::Openai && is_reasoning_model(model);
+        if let Some(temperature) = endpoint.temperature.filter(|temperature| thinks && *temperature != 1.0) {
+            return refuse(
+                "temperature",
+                format!("is {temperature:?}; `{model}` takes no other than its own, leave the key out"),
+            );
+        }
+        let (limit, thinking) = match provider {
+            Provider::Openai if thinks => ("max_completion_tokens", ReasoningParameter::Effort),
+            Provider::Openai => ("max_completion_tokens", ReasoningParameter::Never),
+            Provider::Deepseek => ("max_tokens", ReasoningParameter::Type),
+            Provider::Qwen => ("max_tokens", ReasoningParameter::Switch),
+            Provider::Vllm | Provider::LlamaCpp => ("max_tokens", ReasoningParameter::Template),
+            Provider::Ollama => ("max_tokens", ReasoningParameter::Effort),
+            // Servers ignore parameters that they do not know; nearly all know the older name.
+            Provider::Auto | Provider::Other if is_reasoning_model(model) => {
+                ("max_completion_tokens", ReasoningParameter::Effort)
+            }
+            Provider::Auto | Provider::Other => ("max_tokens", ReasoningParameter::Effort),
+        };
+        let effort = endpoint.reasoning_effort;
+        if effort != ReasoningEffort::Unset && thinking == ReasoningParameter::Never {
+            let effort = effort.as_str();
+            return refuse("reasoning_effort", format!("is {effort:?}; `{model}` does not think, leave the key out"));
+        }
+        Ok(Self { limit: if endpoint.legacy_max_tokens { "max_tokens" } else { limit }, thinking })
+    }
+
+    pub(crate) fn add_parameters(self, endpoint: &EndpointConfig, body: &mut Value) {
+        body[self.limit] = json!(endpoint.max_tokens);
+        if let Some(temperature) = endpoint.temperature {
+            body["temperature"] = json!(temperature);
+        }
+        if endpoint.response_format == ResponseFormat::JsonObject {
+            body["response_format"] = json!({"type": "json_object"});
+        }
+        let effort = endpoint.reasoning_effort;
+        if effort == ReasoningEffort::Unset {
+            return;
+        }
+        let thinks = effort != ReasoningEffort::None;
+        match self.thinking {
+            ReasoningParameter::Effort => body["reasoning_effort"] = json!(effort.as_str()),
+            ReasoningParameter::Type => body["thinking"] = json!({"type": if thinks { "enabled" } else { "disabled" }}),
+            ReasoningParameter::Switch => body["enable_thinking"] = json!(thinks),
+            ReasoningParameter::Template => body["chat_template_kwargs"] = json!({"enable_thinking": thinks}),
+            ReasoningParameter::Never => {}
+        }
+    }
+}
+
+fn detect_provider(provider: Provider, base_url: &str) -> Provider {
+    if provider != Provider::Auto {
+        return provider;
+    }
+    let rest = base_url.split_once("://").map_or(base_url, |(_, rest)| rest);
+    let host = rest.split('/').next().unwrap_or_default().to_lowercase();
+    let known = [
+        ("api.openai.com", Provider::Openai),
+        (".openai.azure.com", Provider::Openai),
+        ("api.deepseek.com", Provider::Deepseek),
+        ("dashscope", Provider::Qwen),
+        (":11434", Provider::Ollama),
+    ];
+    known.into_iter().find(|(part, _)| host.contains(part)).map_or(Provider::Other, |(_, provider)| provider)
+}
+
+/// GPT-5 and the o series, snapshots included.
+fn is_reasoning_model(model: &str) -> bool {
+    !model.contains("-chat") && ["gpt-5", "o1", "o3", "o4"].iter().any(|start| model.starts_with(start))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    fn parameters(settings: Value, base_url: &str, model: &str) -> Result<Value, String> {
+        let config: querl_core::config::JudgeConfig = {
+            let mut all = json!({"kind": "openai", "max_tokens": 9});
+            all.as_object_mut().unwrap().extend(settings.as_object().unwrap().clone());
+            serde_json::from_value(all).unwrap()
+        };
+        let endpoint = config.endpoint();
+        let rules = ProviderRules::of("teacher", &endpoint, base_url, model).map_err(|error| error.to_string())?;
+        let mut body = json!({});
+        rules.add_parameters(&endpoint, &mut body);
+        Ok(body)
+    }
+
+    #[test]
+    fn each_provider_gets_its_own_parameters() {
+        let low = json!({"reasoning_effort": "low"});
+        let cases = [
+            ("https://api.openai.com/v1", "gpt-5-mini", json!({"max_completion_tokens": 9, "reasoning_effort": "low"})),
+            ("https://api.deepseek.com/v1", "deepseek-chat", json!({"max_tokens": 9, "thinking": {"type": "enabled"}})),
+            (
+                "https://dashscope.aliyuncs.com/compatible-mode/v1",
+                "qwen3-max",
+                json!({"max_tokens": 9, "enable_thinking": true}),
+            ),
+            ("http://127.0.0.1:11434/v1", "qwen3:0.6b", json!({"max_tokens": 9, "reasoning_effort": "low"})),
+            ("http://127.0.0.1:8000/v1", "m", json!({"max_tokens": 9, "reasoning_effort": "low"})),
+            ("http://gateway:8000/v1", "gpt-5", json!({"max_completion_tokens": 9, "reasoning_effort": "low"})),
+        ];
+        for (base_url, model, expected) in cases {
+            assert_eq!(parameters(low.clone(), base_url, model), Ok(expected), "{base_url}");
+        }
+        let named = json!({"provider": "vllm", "reasoning_effort": "none", "response_format": "json_object"});
+        let expected = json!({"max_tokens": 9, "chat_template_kwargs": {"enable_thinking": false}, "response_format": {"type": "json_object"}});
+        assert_eq!(parameters(named, "http://127.0.0.1:8000/v1", "m"), Ok(expected));
+    }
+
+    #[test]
+    fn parameters_that_a_model_rejects_fail_before_a_call() {
+        let openai = "https://api.openai.com/v1";
+        let message = parameters(json!({"temperature": 0.3}), openai, "gpt-5").unwrap_err();
+        assert_eq!(message, "teacher.temperature is 0.3; `gpt-5` takes no other than its own, leave the key out");
+        assert!(parameters(json!({"temperature": 0.3}), openai, "gpt-4.1").is_ok());
+        assert!(parameters(json!({"temperature": 1.0}), openai, "o3").is_ok());
+        let message = parameters(json!({"reasoning_effort": "low"}), openai, "gpt-4.1").unwrap_err();
+        assert_eq!(message, "teacher.reasoning_effort is \"low\"; `gpt-4.1` does not think, leave the key out");
     }
 }

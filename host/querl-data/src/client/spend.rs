@@ -16,19 +16,19 @@ const SAVE_EVERY: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Spend {
-    /// Calls that were made, each with all its tries.
+    /// Calls, each with all its attempts.
     pub calls: u64,
-    /// Those that had no answer.
+    /// Calls without a response.
     pub failed: u64,
-    /// Requests that were sent: calls and their further tries.
+    /// Attempts: requests that were sent, retries included.
     pub tries: u64,
     /// Requests answered by the response cache.
     pub cached: u64,
     /// Single-flight requests: answered by the call of a concurrent identical request.
     pub joined: u64,
-    /// Tokens of prompts.
+    /// Prompt tokens.
     pub prompt_tokens: u64,
-    /// Tokens of answers.
+    /// Completion tokens.
     pub completion_tokens: u64,
     /// Responses without token counts, which are estimated.
     pub estimated: u64,
@@ -36,9 +36,9 @@ pub struct Spend {
     pub cost: f64,
     /// Attempts whose response was lost: they may have been charged.
     pub lost: u64,
-    /// The most that they may have cost.
+    /// Maximum cost of lost attempts.
     pub lost_cost: f64,
-    /// Answers whose price is unknown.
+    /// Responses without a known price.
     pub unpriced: u64,
 }
 
@@ -85,19 +85,19 @@ struct State {
 #[derive(Debug, Default)]
 struct Reserved {
     n: usize,
-    most: f64,
+    max_cost: f64,
 }
 
 impl Reserved {
-    fn add(&mut self, most: f64) {
+    fn add(&mut self, max_cost: f64) {
         self.n += 1;
-        self.most += most;
+        self.max_cost += max_cost;
     }
 
-    fn remove(&mut self, most: f64) {
+    fn remove(&mut self, max_cost: f64) {
         self.n -= 1;
-        // What rounding leaves is no call.
-        self.most = if self.n == 0 { 0.0 } else { self.most - most };
+        // Without rounding errors.
+        self.max_cost = if self.n == 0 { 0.0 } else { self.max_cost - max_cost };
     }
 }
 
@@ -136,7 +136,7 @@ impl SpendTracker {
         total
     }
 
-    /// Writes the file.
+    /// Writes the file, if the tracker has one.
     ///
     /// # Errors
     /// It cannot be written.
@@ -153,16 +153,16 @@ impl SpendTracker {
 
     /// Reserves the highest cost of a request while it is in flight. Where reservations of others leave too little, waits for their
     /// real cost.
-    pub(crate) async fn reserve(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
+    pub(crate) async fn reserve(self: &Arc<Self>, max_cost: f64) -> Result<Reservation, CallFailure> {
         loop {
             let mut settled = std::pin::pin!(self.settled.notified());
-            // Before looking: what settles between the look and the wait counts, too.
+            // Enabled before the check, so that no notification in between is lost.
             settled.as_mut().enable();
             {
                 let mut state = self.state();
-                if let BudgetCheck::Covered = self.check_budget(&state, most)? {
-                    state.in_flight.add(most);
-                    return Ok(Reservation::new(self.clone(), most, ReservationKind::InFlight));
+                if let BudgetCheck::Covered = self.check_budget(&state, max_cost)? {
+                    state.in_flight.add(max_cost);
+                    return Ok(Reservation::new(self.clone(), max_cost, ReservationKind::InFlight));
                 }
             }
             settled.await;
@@ -170,45 +170,45 @@ impl SpendTracker {
     }
 
     /// Reserves the highest cost of a batch.
-    pub(crate) fn reserve_for_batch(self: &Arc<Self>, most: f64) -> Result<Reservation, CallFailure> {
+    pub(crate) fn reserve_for_batch(self: &Arc<Self>, max_cost: f64) -> Result<Reservation, CallFailure> {
         let mut state = self.state();
-        match self.check_budget(&state, most)? {
-            BudgetCheck::Covered => state.held.add(most),
-            BudgetCheck::Uncertain => return Err(self.over_budget(&state, most)),
+        match self.check_budget(&state, max_cost)? {
+            BudgetCheck::Covered => state.held.add(max_cost),
+            BudgetCheck::Uncertain => return Err(self.over_budget(&state, max_cost)),
         }
-        Ok(Reservation::new(self.clone(), most, ReservationKind::Batch))
+        Ok(Reservation::new(self.clone(), max_cost, ReservationKind::Batch))
     }
 
-    pub(crate) fn hold(self: &Arc<Self>, most: f64) -> Reservation {
-        self.state().held.add(most);
-        Reservation::new(self.clone(), most, ReservationKind::Batch)
+    pub(crate) fn hold(self: &Arc<Self>, max_cost: f64) -> Reservation {
+        self.state().held.add(max_cost);
+        Reservation::new(self.clone(), max_cost, ReservationKind::Batch)
     }
 
-    fn check_budget(&self, state: &State, most: f64) -> Result<BudgetCheck, CallFailure> {
-        let Some(budget) = self.budget.filter(|_| most > 0.0) else { return Ok(BudgetCheck::Covered) };
+    fn check_budget(&self, state: &State, max_cost: f64) -> Result<BudgetCheck, CallFailure> {
+        let Some(budget) = self.budget.filter(|_| max_cost > 0.0) else { return Ok(BudgetCheck::Covered) };
         let (spent, lost) = state.charged();
-        let certain = spent + lost + state.held.most + most;
-        match certain + state.in_flight.most > budget {
+        let certain = spent + lost + state.held.max_cost + max_cost;
+        match certain + state.in_flight.max_cost > budget {
             false => Ok(BudgetCheck::Covered),
-            true if certain > budget => Err(self.over_budget(state, most)),
+            true if certain > budget => Err(self.over_budget(state, max_cost)),
             true => Ok(BudgetCheck::Uncertain),
         }
     }
 
-    fn over_budget(&self, state: &State, most: f64) -> CallFailure {
+    fn over_budget(&self, state: &State, max_cost: f64) -> CallFailure {
         let (spent, lost) = state.charged();
-        let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.most + state.in_flight.most);
+        let (budget, open) = (self.budget.unwrap_or_default(), lost + state.held.max_cost + state.in_flight.max_cost);
         let message = format!(
-            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {most:.4}; raise `budget` and run the same command to resume",
+            "the budget of {budget} is spent: {spent:.4} was charged, {open:.4} is in flight or may have been charged, the next call may cost {max_cost:.4}; raise `budget` and run the same command to resume",
         );
         CallFailure { kind: FailureKind::OverBudget, message }
     }
 
-    fn release(&self, most: f64, kind: ReservationKind) {
+    fn release(&self, max_cost: f64, kind: ReservationKind) {
         let mut state = self.state();
         match kind {
-            ReservationKind::InFlight => state.in_flight.remove(most),
-            ReservationKind::Batch => state.held.remove(most),
+            ReservationKind::InFlight => state.in_flight.remove(max_cost),
+            ReservationKind::Batch => state.held.remove(max_cost),
         }
         drop(state);
         self.settled.notify_waiters();
@@ -218,9 +218,9 @@ impl SpendTracker {
         self.add(provider, &Spend { cached: 1, ..Spend::default() });
     }
 
-    /// Counts `n` requests of unknown outcome, each of highest cost `most`.
-    pub(crate) fn count_lost(&self, provider: &str, n: u64, most: f64) {
-        self.add(provider, &Spend { lost: n, lost_cost: n as f64 * most, ..Spend::default() });
+    /// Counts `n` requests of unknown outcome, each of highest cost `max_cost`.
+    pub(crate) fn count_lost(&self, provider: &str, n: u64, max_cost: f64) {
+        self.add(provider, &Spend { lost: n, lost_cost: n as f64 * max_cost, ..Spend::default() });
     }
 
     pub(crate) fn count_joined(&self, provider: &str) {
@@ -250,13 +250,13 @@ impl SpendTracker {
 impl State {
     fn charged(&self) -> (f64, f64) {
         let all = || self.by_stage.values().flat_map(BTreeMap::values);
-        // The sum of nothing would be -0.
+        // `sum` of an empty iterator is -0.
         let sum = |of: fn(&Spend) -> f64| all().fold(0.0, |sum, spent| sum + of(spent));
         (sum(|spent| spent.cost), sum(|spent| spent.lost_cost))
     }
 }
 
-/// Whether a provider name stands for the file transfers of batches.
+/// True for the provider name of the file transfers of batches.
 pub fn is_file_transfer(provider: &str) -> bool {
     provider.ends_with(" (batch) files")
 }
@@ -284,20 +284,20 @@ pub(super) enum ReservationKind {
 /// A reserved part of the budget, released on drop.
 #[derive(Debug)]
 pub(crate) struct Reservation {
-    account: Arc<SpendTracker>,
-    most: f64,
+    tracker: Arc<SpendTracker>,
+    max_cost: f64,
     kind: ReservationKind,
 }
 
 impl Reservation {
-    pub(super) fn new(account: Arc<SpendTracker>, most: f64, kind: ReservationKind) -> Self {
-        Self { account, most, kind }
+    pub(super) fn new(tracker: Arc<SpendTracker>, max_cost: f64, kind: ReservationKind) -> Self {
+        Self { tracker, max_cost, kind }
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.account.release(self.most, self.kind);
+        self.tracker.release(self.max_cost, self.kind);
     }
 }
 
@@ -313,7 +313,7 @@ pub(crate) struct Usage {
 /// Spend of one call with all its attempts, counted on drop.
 #[derive(Debug)]
 pub(crate) struct CallSpend {
-    account: Arc<SpendTracker>,
+    tracker: Arc<SpendTracker>,
     provider: String,
     spent: Spend,
     /// For the attempt in flight, and for its response until that is charged.
@@ -323,9 +323,9 @@ pub(crate) struct CallSpend {
 }
 
 impl CallSpend {
-    pub(crate) fn new(account: &Arc<SpendTracker>, provider: &str) -> Self {
+    pub(crate) fn new(tracker: &Arc<SpendTracker>, provider: &str) -> Self {
         Self {
-            account: account.clone(),
+            tracker: tracker.clone(),
             provider: provider.to_owned(),
             spent: Spend::default(),
             reservation: None,
@@ -358,7 +358,7 @@ impl CallSpend {
     pub(crate) fn lost(&mut self) {
         self.is_under_way = false;
         self.spent.lost += 1;
-        self.spent.lost_cost += self.reservation.as_ref().map_or(0.0, |reservation| reservation.most);
+        self.spent.lost_cost += self.reservation.as_ref().map_or(0.0, |reservation| reservation.max_cost);
         self.settle();
     }
 
@@ -375,7 +375,7 @@ impl CallSpend {
     }
 
     fn settle(&mut self) {
-        self.account.add(&self.provider, &std::mem::take(&mut self.spent));
+        self.tracker.add(&self.provider, &std::mem::take(&mut self.spent));
         self.reservation = None;
     }
 }
@@ -392,5 +392,115 @@ impl Drop for CallSpend {
 }
 
 #[cfg(test)]
-#[path = "spend_tests.rs"]
-mod tests;
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use futures::FutureExt;
+
+    fn with_budget(budget: f64) -> Arc<SpendTracker> {
+        Arc::new(SpendTracker { budget: Some(budget), ..SpendTracker::default() })
+    }
+
+    async fn start_call(tracker: &Arc<SpendTracker>, max_cost: f64) -> CallSpend {
+        let mut call_spend = CallSpend::new(tracker, "teacher m");
+        call_spend.covered_by(tracker.reserve(max_cost).await.unwrap());
+        call_spend.sent();
+        call_spend
+    }
+
+    fn end_call(mut call_spend: CallSpend, cost: f64) {
+        call_spend.answered();
+        call_spend.charged(Usage { prompt_tokens: 10, completion_tokens: 2, is_estimated: false, cost: Some(cost) });
+    }
+
+    #[tokio::test]
+    async fn spend_is_saved_by_stage_across_processes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("calls.json");
+        for _ in 0..2 {
+            let tracker = Arc::new(SpendTracker::open(&path, None).unwrap());
+            tracker.begin("rewrite");
+            end_call(start_call(&tracker, 0.25).await, 0.25);
+            tracker.count_cached("teacher m");
+            tracker.count_joined("teacher m");
+            tracker.save().unwrap();
+        }
+        let tracker = SpendTracker::open(&path, None).unwrap();
+        let spent = tracker.of_stage("rewrite");
+        assert_eq!((spent.calls, spent.tries, spent.cached, spent.joined), (2, 2, 2, 2));
+        assert_eq!((spent.cost, spent.prompt_tokens), (0.5, 20));
+        assert_eq!(tracker.of_stage("eval"), Spend::default());
+        std::fs::write(&path, "[]").unwrap();
+        assert!(SpendTracker::open(&path, None).unwrap_err().to_string().contains("not a record of spend"));
+    }
+
+    #[tokio::test]
+    async fn the_budget_includes_lost_attempts() {
+        let tracker = with_budget(1.0);
+        end_call(start_call(&tracker, 0.5).await, 0.5);
+        assert!(tracker.reserve(0.0).await.is_ok(), "free calls need no budget");
+        drop(start_call(&tracker, 0.3).await);
+        let failure = tracker.reserve(0.3).await.unwrap_err();
+        assert!(failure.kind.is_fatal());
+        assert!(failure.message.starts_with("the budget of 1 is spent: 0.5000 was charged, 0.3000 is"), "{failure}");
+        let spent = tracker.of_stage("");
+        assert_eq!((spent.calls, spent.failed, spent.lost), (2, 1, 1));
+    }
+
+    /// Regression: a run stopped with budget left, since calls in flight counted at their highest cost.
+    #[tokio::test]
+    async fn a_call_waits_for_the_real_cost_of_calls_in_flight() {
+        let tracker = with_budget(1.2);
+        let (first, second) = (start_call(&tracker, 0.5).await, start_call(&tracker, 0.5).await);
+        let mut third = Box::pin(tracker.reserve(0.5));
+        assert!(third.as_mut().now_or_never().is_none());
+        end_call(first, 0.1);
+        let third = third.await.unwrap();
+        assert!(tracker.reserve(0.5).now_or_never().is_none(), "0.1 and twice 0.5 leave less than 0.5");
+        drop(third);
+        end_call(second, 0.5);
+        assert_eq!(tracker.reserve(0.7).await.unwrap_err().kind, FailureKind::OverBudget);
+        assert!(tracker.reserve(0.5).await.is_ok());
+    }
+
+    /// Regression: a call whose attempts were all charged cost several times its reservation.
+    #[tokio::test]
+    async fn each_lost_attempt_counts_before_the_next() {
+        let tracker = with_budget(1.0);
+        let mut call_spend = start_call(&tracker, 0.4).await;
+        call_spend.lost();
+        call_spend.covered_by(tracker.reserve(0.4).await.unwrap());
+        call_spend.sent();
+        call_spend.lost();
+        assert_eq!(tracker.reserve(0.4).await.unwrap_err().kind, FailureKind::OverBudget);
+        call_spend.failed();
+        drop(call_spend);
+        let spent = tracker.of_stage("");
+        assert_eq!((spent.calls, spent.tries, spent.failed, spent.lost), (1, 2, 1, 2));
+    }
+
+    /// Regression: a call waited for a batch that is read only after the call.
+    #[tokio::test]
+    async fn a_call_does_not_wait_for_batches() {
+        let tracker = with_budget(1.0);
+        let batch = tracker.reserve_for_batch(0.8).unwrap();
+        assert_eq!(tracker.reserve(0.3).now_or_never().unwrap().unwrap_err().kind, FailureKind::OverBudget);
+        drop(batch);
+        let in_flight = tracker.reserve(0.3).await.unwrap();
+        assert_eq!(tracker.reserve_for_batch(0.8).unwrap_err().kind, FailureKind::OverBudget);
+        drop(in_flight);
+        drop(tracker.hold(7.0));
+        assert!(tracker.reserve(1.0).await.is_ok());
+    }
+
+    /// Regression: the rounding error of reservations counted as calls in flight that never end.
+    #[tokio::test]
+    async fn no_call_waits_without_calls_in_flight() {
+        let tracker = with_budget(0.31);
+        for _ in 0..1000 {
+            let open = [tracker.reserve(0.1).await.unwrap(), tracker.reserve(0.2).await.unwrap()];
+            drop(open);
+        }
+        assert!(tracker.reserve(0.31).now_or_never().unwrap().is_ok());
+    }
+}

@@ -1,13 +1,13 @@
-//! A tenant's words: products with their aliases, intents with the words that express them, synonyms.
+//! A tenant's lexicon: products with aliases, intents with the words that express them, synonyms; and product and intent of a query.
 
 use crate::error::DataError;
-use crate::retrieval::segment::Segmenter;
+use crate::retrieval::vocabulary::Segmenter;
 use crate::text::normalise;
+use querl_core::records::Context;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The file, as written.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LexiconFile {
@@ -15,35 +15,35 @@ struct LexiconFile {
     intents: Vec<Intent>,
     #[serde(default)]
     synonyms: Vec<Vec<String>>,
-    /// Characters that customers type for one another, a text for each sound; the first is the right one.
+    /// Characters that customers confuse, one text per sound; the first character is the correct one.
     #[serde(default)]
     homophones: Vec<String>,
 }
 
-/// A product.
+/// A product of the tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Product {
-    /// Stable id.
+    /// Stable identifier.
     pub id: String,
     /// The name that the knowledge base uses.
     pub name: String,
-    /// What customers call it, common misspellings included.
+    /// Names that customers use, common misspellings included.
     #[serde(default)]
     pub aliases: Vec<String>,
 }
 
-/// What a customer may want to know.
+/// An intent of customers, such as the price of a product.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Intent {
-    /// Stable id.
+    /// Stable identifier.
     pub id: String,
-    /// Its name.
+    /// Display name.
     pub name: String,
-    /// The words the knowledge base itself uses.
+    /// Words that the knowledge base uses.
     pub house: Vec<String>,
-    /// The words that people and outside models use.
+    /// Words that customers and other models use.
     #[serde(default)]
     pub general: Vec<String>,
     /// Phrases that imply the intent.
@@ -53,12 +53,12 @@ pub struct Intent {
 
 /// How an intent is expressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Expression {
-    /// By a turn of phrase.
+pub(crate) enum Expression {
+    /// By a phrase that implies it.
     Cue,
     /// By a general word.
     General,
-    /// In the words of the knowledge base.
+    /// By a word of the knowledge base.
     House,
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct IntentMention {
     pub(crate) expression: Expression,
 }
 
-/// A tenant's words, ready for look-ups.
+/// A tenant's lexicon, indexed for lookups.
 #[derive(Debug, Clone)]
 pub struct Lexicon {
     products: Vec<Product>,
@@ -102,10 +102,10 @@ impl Lexicon {
         Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}")))
     }
 
-    /// As [`Lexicon::read`], from the text itself.
+    /// Parses a lexicon.
     ///
     /// # Errors
-    /// What is wrong with it, as the end of a sentence.
+    /// What is wrong, as the end of a sentence.
     pub fn parse(text: &str) -> Result<Self, String> {
         let file: LexiconFile = serde_json::from_str(text).map_err(|error| error.to_string())?;
         if file.products.is_empty() || file.intents.is_empty() {
@@ -143,19 +143,19 @@ impl Lexicon {
         self.segmenter.words(text)
     }
 
-    /// All products.
+    /// The products, in the order of the file.
     pub fn products(&self) -> &[Product] {
         &self.products
     }
 
-    /// All intents.
+    /// The intents, in the order of the file.
     pub fn intents(&self) -> &[Intent] {
         &self.intents
     }
 
     /// Products named in a normalised text, in order, and the rest of the text.
     pub(crate) fn products_in(&self, normalised: &str) -> (Vec<PhraseMatch<ProductMention>>, Vec<char>) {
-        // Homophones are folded for the names only, one character for one: positions stay.
+        // Homophones are replaced one to one, for names only: positions do not change.
         let sounds: Vec<char> = sound(&self.homophones, normalised).chars().collect();
         let found = self.product_phrases.find(&sounds);
         let text: Vec<char> = normalised.chars().collect();
@@ -208,7 +208,7 @@ fn intent_phrases(intents: &[Intent]) -> Vec<(String, IntentMention)> {
 /// A set of phrases, each with a value.
 #[derive(Debug, Clone)]
 pub(crate) struct PhraseTable<T> {
-    /// By first character, longest first: a text of a hundred characters is looked through once, not once for each phrase.
+    /// By first character, longest first.
     entries: HashMap<char, Vec<(Vec<char>, T)>>,
 }
 
@@ -220,7 +220,7 @@ pub(crate) struct PhraseMatch<T> {
 }
 
 impl<T: Copy> PhraseTable<T> {
-    /// Phrases are compared as they come: normalise both sides alike. Of equal phrases the first wins.
+    /// Phrases must be normalised like the texts that are searched. Of equal phrases the first wins.
     pub(crate) fn new(phrases: impl IntoIterator<Item = (String, T)>) -> Self {
         let mut entries: Vec<(Vec<char>, T)> =
             phrases.into_iter().map(|(phrase, value)| (phrase.chars().collect(), value)).collect();
@@ -264,12 +264,98 @@ pub(crate) fn without<T>(text: &[char], found: &[PhraseMatch<T>]) -> Vec<char> {
     rest
 }
 
+/// Product and intents of a query in its context.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QueryIntent {
+    /// The intended product as index into [`Lexicon::products`]; `None` if unknown.
+    pub product: Option<usize>,
+    /// All products named in the query.
+    pub named_products: Vec<usize>,
+    /// Weight of each intent, 0 to 1, the strongest 1; all 0 if no word expresses one.
+    pub intents: Vec<f64>,
+    /// The query without product names.
+    pub wording: TermSet,
+    /// The query without product names and intent phrases: details that a rewrite should keep.
+    pub particulars: TermSet,
+    /// Words of the profile.
+    pub profile_words: Vec<String>,
+}
+
+/// Words and synonym groups of a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TermSet {
+    /// Distinct words, in order.
+    pub words: Vec<String>,
+    /// Synonym groups with a word in the text.
+    pub synonyms: Vec<usize>,
+}
+
+impl TermSet {
+    pub(crate) fn read(lexicon: &Lexicon, text: &[char]) -> Self {
+        let synonyms = lexicon.synonyms_in(text).iter().map(|found| found.value).collect();
+        Self { words: lexicon.words(&text.iter().collect::<String>()), synonyms }
+    }
+}
+
+impl QueryIntent {
+    /// Derives product and intents from a query in its context.
+    pub fn read(lexicon: &Lexicon, query: &str, context: &Context) -> Self {
+        let query = normalise(query);
+        let (mentions, rest) = lexicon.products_in(&query);
+        let (past, _) = lexicon.products_in(&normalise(&context.history_summary));
+        // A history summary is in order: its last product is the current one.
+        let in_history = past.last().map(|mention| mention.value.product);
+        let product = match mentions.first() {
+            Some(first) if in_history.is_some() && is_only_compared(&query, first.start) => in_history,
+            Some(first) => Some(first.value.product),
+            None => in_history,
+        };
+        let phrases = lexicon.intents_in(&rest);
+        Self {
+            product,
+            named_products: mentions.iter().map(|mention| mention.value.product).collect(),
+            intents: intents(lexicon, &phrases),
+            wording: TermSet::read(lexicon, &rest),
+            particulars: TermSet::read(lexicon, &without(&rest, &phrases)),
+            profile_words: lexicon.words(&normalise(&context.user_profile)),
+        }
+    }
+
+    /// The strongest intent; `None` if no word expresses one.
+    pub fn intent(&self) -> Option<usize> {
+        let strongest = self.intents.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)))?;
+        (*strongest.1 > 0.0).then_some(strongest.0)
+    }
+}
+
+/// True if a product is named only for comparison: after a pronoun (`它里面有没有DHA`), or after `with`, `than`.
+fn is_only_compared(query: &str, start: usize) -> bool {
+    const POINTING_BACK: [&str; 6] = ["它", "这个", "这款", "那个", "那款", "这俩"];
+    const JOINING: [char; 5] = ['跟', '和', '与', '比', '同'];
+    let before: String = query.chars().take(start).collect();
+    POINTING_BACK.iter().any(|word| before.contains(word)) || before.ends_with(JOINING)
+}
+
+fn intents(lexicon: &Lexicon, phrases: &[PhraseMatch<IntentMention>]) -> Vec<f64> {
+    let mut weights = vec![0.0; lexicon.intents().len()];
+    for found in phrases {
+        // Longer phrases and words weigh more than cues.
+        let kind = if found.value.expression == Expression::Cue { 1.0 } else { 1.2 };
+        weights[found.value.intent] += kind * (found.len as f64).sqrt();
+    }
+    let strongest = weights.iter().copied().fold(0.0, f64::max);
+    if strongest > 0.0 {
+        weights.iter_mut().for_each(|weight| *weight /= strongest);
+    }
+    weights
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn longest_phrase_wins_and_hides_what_it_contains() {
+    fn the_longest_phrase_wins() {
         let table = PhraseTable::new([("适宜人群".to_owned(), 3), ("不适宜人群".to_owned(), 2)]);
         let text: Vec<char> = "看不适宜人群".chars().collect();
         assert_eq!(table.find(&text), [PhraseMatch { start: 1, len: 5, value: 2 }]);

@@ -1,15 +1,15 @@
-//! Retrieval in this process: an index finds candidates with the rewrite, by its words and, where there is an embedding model, by its
-//! vector; the reranker scores them against the query.
+//! Retrieval in this process: an index finds candidates with the words of the rewrite and, with an embedding model, its vector; the
+//! reranker scores them against the query.
 
 use crate::error::DataError;
-use crate::judge::query_intent::QueryIntent;
-use crate::retrieval::index::{PassageIndex, Vocabulary, open_lexicon};
+use crate::judge::lexicon::QueryIntent;
+use crate::retrieval::embedding::{LocalModelCalls, query_prefix};
+use crate::retrieval::index::{PassageIndex, SourcesDigest, open_lexicon};
 use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker};
-use crate::retrieval::local_model::LocalModelCalls;
-use crate::retrieval::passages::{Passage, SourcesDigest};
-use crate::retrieval::search::{LocalModels, RetrievalBackend, RetrievalLimits};
+use crate::retrieval::vocabulary::Vocabulary;
+use crate::retrieval::{LocalModels, Passage, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
-use querl_core::config::{EmbeddingConfig, RerankKind, RetrievalConfig};
+use querl_core::config::{RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use std::collections::BTreeMap;
@@ -24,12 +24,12 @@ const RANK_CONSTANT: f64 = 60.0;
 /// An index with a reranker.
 pub struct EmbeddedRetriever {
     searcher: Arc<Searcher>,
-    work: LocalModelCalls,
+    calls: LocalModelCalls,
 }
 
 struct Searcher {
     index: PassageIndex,
-    /// `None` where a reranker that is no part of this will score the hits.
+    /// `None` if a separate reranker scores the hits.
     reranker: Option<LexiconReranker>,
     vectors: Option<Vectors>,
 }
@@ -40,11 +40,11 @@ struct Vectors {
     query_prefix: String,
 }
 
-/// A candidate's position with its first-stage score.
+/// Position of a passage with its first-stage score.
 type Candidate = (usize, f64);
 
 impl EmbeddedRetriever {
-    /// Opens the index of a knowledge base, which is built where it is not there yet.
+    /// Opens the index of a knowledge base and builds it if necessary.
     ///
     /// # Errors
     /// `retrieval.knowledge_base` or `retrieval.lexicon` is not set, or a file cannot be used.
@@ -68,16 +68,16 @@ impl EmbeddedRetriever {
         };
         Ok(Self {
             searcher: Arc::new(Searcher { index, reranker, vectors }),
-            work: LocalModelCalls::new("embedded index", max_concurrent, config.timeout_s),
+            calls: LocalModelCalls::new("embedded index", max_concurrent, config.timeout_s),
         })
     }
 
-    /// What a query asks for, in its context; `None` without a lexicon.
+    /// Product and intents of a query in its context; `None` without a lexicon.
     pub fn query_intent(&self, query: &str, context: &Context) -> Option<QueryIntent> {
         self.searcher.reranker.as_ref().map(|reranker| reranker.query_intent(query, context))
     }
 
-    /// All passages with the reranker's score for a need, best first; of equal scores the earlier passage first.
+    /// All passages with their reranker scores, best first; of equal scores the earlier passage first.
     ///
     /// # Errors
     /// The index fails, or there is no lexicon.
@@ -125,7 +125,7 @@ impl Searcher {
         let hit = |(position, first_score): Candidate| {
             let stored = self.index.stored(position).map_err(in_index)?;
             let score = weighed.as_ref().map_or(0.0, |(reranker, weighed)| reranker.score(weighed, &stored.traits));
-            let (id, text) = (stored.passage.id.clone(), stored.passage.whole());
+            let (id, text) = (stored.passage.id.clone(), stored.passage.full_text());
             Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
         };
         let mut hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?;
@@ -146,7 +146,7 @@ impl RetrievalBackend for EmbeddedRetriever {
             let request = RetrievalRequest { original_query: &query, context: &context, rewritten_query: &rewrite };
             searcher.search(&request, limits)
         };
-        self.work.run(search).await
+        self.calls.run(search).await
     }
 
     fn name(&self) -> &str {
@@ -155,7 +155,7 @@ impl RetrievalBackend for EmbeddedRetriever {
 }
 
 impl Vectors {
-    /// The vector of a query; `None` for a text without words.
+    /// The vector of a query; `None` for an empty text.
     fn of(&self, text: &str) -> Result<Option<Vec<f32>>, LocalModelError> {
         if text.trim().is_empty() {
             return Ok(None);
@@ -165,13 +165,7 @@ impl Vectors {
     }
 }
 
-/// What is put before a query: what the configuration says, else what the model wants.
-pub(crate) fn query_prefix(config: &EmbeddingConfig, embedder: Option<&dyn Embedder>) -> String {
-    let own = embedder.map(Embedder::query_prefix).unwrap_or_default();
-    config.query_prefix.clone().unwrap_or_else(|| own.to_owned())
-}
-
-/// The best of two lists by reciprocal ranks; of equal ones the earlier passage first.
+/// Reciprocal rank fusion of two lists; of equal scores the earlier passage first.
 fn fused(by_words: &[Candidate], nearest: &[usize], n_passages: usize) -> Vec<Candidate> {
     let mut scores: BTreeMap<usize, f64> = BTreeMap::new();
     let lists = [by_words.iter().map(|(position, _)| *position).collect::<Vec<_>>(), nearest.to_vec()];
@@ -190,10 +184,8 @@ fn broken(problem: &str) -> CallFailure {
 
 fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError> {
     path.ok_or_else(|| {
-        DataError::setting(
-            format!("retrieval.{key}"),
-            "is not set; retrieval of kind `embedded` needs the path of a file",
-        )
+        let problem = "is not set; retrieval of kind `embedded` needs the path of a file";
+        DataError::setting(format!("retrieval.{key}"), problem)
     })
 }
 
@@ -202,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_passage_of_both_lists_comes_before_those_of_one() {
+    fn a_passage_of_both_lists_ranks_first() {
         let by_words = [(7, 12.0), (3, 9.0), (5, 1.0)];
         let both = fused(&by_words, &[9, 3], 3);
         assert_eq!(both.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [3, 7, 9]);

@@ -1,27 +1,27 @@
-//! Vectors of queries for services that want one: by a model in this process, or by a service with OpenAI's embeddings interface,
-//! which vLLM, TEI, Ollama and others speak.
+//! Query vectors for services that need one, from a model in this process or a service with OpenAI's embeddings interface (vLLM, TEI, Ollama
+//! and others); and how all models and indexes in this process are called: on blocking threads, with limited concurrency and time.
 
-use crate::client::context::ServiceContext;
-use crate::client::http::{CallLimits, Caller, CostBound, Secret};
+use crate::client::http::{CallLimits, Caller, Secret};
+use crate::client::{ServiceContext, queued};
 use crate::error::DataError;
-use crate::retrieval::embedded::query_prefix;
-use crate::retrieval::json::excerpt;
-use crate::retrieval::local_model::LocalModelCalls;
-use crate::retrieval::search::LocalModels;
+use crate::retrieval::LocalModels;
+use crate::retrieval::mapping::excerpt;
 use querl_core::config::{EmbeddingConfig, EmbeddingKind};
 use querl_core::ports::Embedder;
 use querl_core::records::{CallFailure, FailureKind};
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+use tokio::sync::Semaphore;
 
-/// Who makes the vector of a query.
+/// Source of query vectors.
 pub(crate) enum QueryEmbedding {
     Service(Box<EmbeddingService>),
     Local { model: Arc<dyn Embedder>, query_prefix: String, work: LocalModelCalls },
 }
 
 impl QueryEmbedding {
-    /// The one that the configuration names; `None` where it names none.
+    /// Opens the configured embedding model; `None` without one.
     pub(crate) fn open(
         config: &EmbeddingConfig,
         models: &LocalModels,
@@ -39,7 +39,6 @@ impl QueryEmbedding {
         }
     }
 
-    /// The vector of a query.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         match self {
             Self::Service(service) => service.query(text).await,
@@ -52,7 +51,7 @@ impl QueryEmbedding {
     }
 }
 
-/// A service that makes vectors of texts.
+/// A service with OpenAI's embeddings interface.
 #[derive(Debug)]
 pub(crate) struct EmbeddingService {
     caller: Caller,
@@ -61,7 +60,6 @@ pub(crate) struct EmbeddingService {
 }
 
 impl EmbeddingService {
-    /// The service that the configuration names.
     pub(crate) fn open(config: &EmbeddingConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let setting = "retrieval.embedding.url";
         let missing =
@@ -75,18 +73,136 @@ impl EmbeddingService {
         Ok(Self { caller, model, query_prefix: query_prefix(config, None) })
     }
 
-    /// The vector of a query.
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
-        let answer = self.caller.post(&json!({"model": self.model, "input": [text]}), CostBound::FREE).await?.body;
-        vector(&answer).ok_or_else(|| {
-            let what = format!("no vector at `data[0].embedding`: {}", excerpt(&answer));
+        let response = self.caller.post(&json!({"model": self.model, "input": [text]})).await?.body;
+        vector(&response).ok_or_else(|| {
+            let what = format!("no vector at `data[0].embedding`: {}", excerpt(&response));
             self.caller.failure(FailureKind::InvalidResponse, &what)
         })
     }
 }
 
-fn vector(answer: &Value) -> Option<Vec<f32>> {
-    let numbers = answer.pointer("/data/0/embedding")?.as_array().filter(|numbers| !numbers.is_empty())?;
+fn vector(response: &Value) -> Option<Vec<f32>> {
+    let numbers = response.pointer("/data/0/embedding")?.as_array().filter(|numbers| !numbers.is_empty())?;
     numbers.iter().map(|number| Some(number.as_f64()? as f32)).collect()
+}
+
+/// Prefix of queries: that of the configuration, else that of the model.
+pub(crate) fn query_prefix(config: &EmbeddingConfig, embedder: Option<&dyn Embedder>) -> String {
+    let own = embedder.map(Embedder::query_prefix).unwrap_or_default();
+    config.query_prefix.clone().unwrap_or_else(|| own.to_owned())
+}
+
+/// One permit per CPU core: more concurrent work needs more memory and is not faster.
+static CORES: LazyLock<Arc<Semaphore>> =
+    LazyLock::new(|| Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from))));
+
+/// Limits of one model or index. All of them together use at most one thread per CPU core.
+pub(crate) struct LocalModelCalls {
+    what: &'static str,
+    slots: Arc<Semaphore>,
+    timeout: Duration,
+}
+
+impl LocalModelCalls {
+    /// `timeout_s` counts from the start of the work; queue time is unlimited.
+    pub(crate) fn new(what: &'static str, max_concurrent: usize, timeout_s: f64) -> Self {
+        let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::from_secs(60));
+        Self { what, slots: Arc::new(Semaphore::new(max_concurrent.max(1))), timeout }
+    }
+
+    /// Runs `work` on a blocking thread. A cancelled caller leaves the queue; work that has started runs to its end and keeps its slot.
+    pub(crate) async fn run<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, E> + Send + 'static,
+    ) -> Result<T, CallFailure> {
+        let own = queued(self.slots.clone().acquire_owned()).await.expect("the semaphore is never closed");
+        let core = queued(CORES.clone().acquire_owned()).await.expect("the semaphore is never closed");
+        let task = tokio::task::spawn_blocking(move || {
+            let result = work();
+            drop((own, core));
+            result
+        });
+        let seconds = self.timeout.as_secs_f64();
+        let task = tokio::time::timeout(self.timeout, task).await;
+        let done = task.map_err(|_| self.failure(FailureKind::Timeout, &format!("no answer within {seconds} s")))?;
+        let failed = |problem: String| self.failure(FailureKind::ServerError, &problem);
+        done.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))
+    }
+
+    fn failure(&self, kind: FailureKind, problem: &str) -> CallFailure {
+        CallFailure { kind, message: format!("{}: {problem}", self.what) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn sleep(milliseconds: u64) -> Result<(), String> {
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        Ok(())
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn concurrency_is_limited() {
+        static NOW: AtomicUsize = AtomicUsize::new(0);
+        static MOST: AtomicUsize = AtomicUsize::new(0);
+        let work = LocalModelCalls::new("model", 1, 30.0);
+        let one = || {
+            work.run(|| {
+                MOST.fetch_max(NOW.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                sleep(5)?;
+                NOW.fetch_sub(1, Ordering::SeqCst);
+                Ok::<(), String>(())
+            })
+        };
+        futures::future::try_join_all((0..8).map(|_| one())).await.unwrap();
+        assert_eq!(MOST.load(Ordering::SeqCst), 1);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_timeout_fails_the_call_and_keeps_its_slot() {
+        let work = LocalModelCalls::new("model", 1, 0.02);
+        let failure = work.run(|| sleep(200)).await.unwrap_err();
+        assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::Timeout, "model: no answer within 0.02 s"));
+        assert_eq!(work.slots.available_permits(), 0);
+        tokio::time::sleep(Duration::from_millis(400)).await;
+        assert_eq!(work.slots.available_permits(), 1);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_failure_names_the_model() {
+        let failure = LocalModelCalls::new("model", 1, 30.0).run(|| Err::<(), _>("no weights")).await.unwrap_err();
+        assert_eq!((failure.kind, failure.message.as_str()), (FailureKind::ServerError, "model: no weights"));
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn cancelled_work_is_not_started() {
+        static DONE: AtomicUsize = AtomicUsize::new(0);
+        let work = Arc::new(LocalModelCalls::new("model", 1, 30.0));
+        let (busy, waiting) = (work.clone(), work.clone());
+        let (begin, begun) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let wait = move || {
+            begin.send(()).map_err(|error| error.to_string())?;
+            released.recv().map_err(|error| error.to_string())
+        };
+        let busy = tokio::spawn(async move { busy.run(wait).await });
+        tokio::task::spawn_blocking(move || begun.recv()).await.unwrap().unwrap();
+        let count = || {
+            DONE.fetch_add(1, Ordering::SeqCst);
+            Ok::<(), String>(())
+        };
+        let waiting = tokio::spawn(async move { waiting.run(count).await });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        waiting.abort();
+        release.send(()).unwrap();
+        busy.await.unwrap().unwrap();
+        work.run(|| sleep(0)).await.unwrap();
+        assert_eq!(DONE.load(Ordering::SeqCst), 0);
+    }
 }

@@ -1,15 +1,13 @@
 //! Reranker over the tenant's lexicon: how well a passage answers a query in its context, 0 to 1.
 //!
-//! It reads product, intent and remaining words from the query, its history and its profile, and what a passage is
-//! about from the passage's title and text, both through the tenant's lexicon. It never sees a rewrite: repeating words, listing
-//! products or emptying the query cannot raise a score. It is deterministic. What passages are about is read when they are indexed.
+//! Product, intent and remaining words of query, history and profile are compared with those of a passage, both through the tenant's
+//! lexicon. The rewrite is not an input: repeating words, listing products or emptying the query cannot raise a score. Deterministic. The
+//! traits of passages are computed when they are indexed.
 
-use crate::judge::lexicon::Lexicon;
-use crate::judge::query_intent::QueryIntent;
-use crate::retrieval::passages::Passage;
+use crate::judge::lexicon::{Lexicon, QueryIntent};
+use crate::retrieval::Passage;
 use crate::text::normalise;
-use querl_core::records::Context;
-use querl_core::records::logistic;
+use querl_core::records::{Context, logistic};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -26,13 +24,13 @@ mod weight {
     pub(super) const WORDS: f64 = 1.6;
     /// A word of the profile against one of the query.
     pub(super) const PROFILE_WORD: f64 = 0.25;
-    /// A passage that only speaks of the product, on another's page.
+    /// A passage about another product that mentions this one.
     pub(super) const MENTIONED: f64 = 0.25;
-    /// Where nothing names a product, all are equally likely.
+    /// For every product if the query's is unknown.
     pub(super) const UNKNOWN: f64 = 0.5;
 }
 
-/// ServiceScores the passages of one knowledge base.
+/// Scores passages of one knowledge base.
 #[derive(Debug)]
 pub(crate) struct LexiconReranker {
     lexicon: Arc<Lexicon>,
@@ -40,24 +38,24 @@ pub(crate) struct LexiconReranker {
     name_likeness: Vec<Vec<f64>>,
 }
 
-/// What a passage is about, read once.
+/// Product, intents and terms of a passage.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PassageTraits {
     product: Option<usize>,
     mentioned: Vec<usize>,
     intents: Vec<f64>,
-    /// Words and groups of synonyms, as [`term`] writes them, sorted.
+    /// Words and synonym groups in the form of [`term`], sorted.
     pub(crate) terms: Vec<String>,
 }
 
-/// Counts of a knowledge base.
+/// Passage counts of a knowledge base.
 pub(crate) trait CorpusCounts {
     fn n_passages(&self) -> usize;
 
     fn n_with(&self, term: &str) -> usize;
 }
 
-/// A need with the weights that its terms have in one knowledge base.
+/// A query's intent with the weights of its terms in one knowledge base.
 #[derive(Debug)]
 pub(crate) struct WeightedIntent {
     query_intent: QueryIntent,
@@ -74,7 +72,7 @@ impl LexiconReranker {
         QueryIntent::read(&self.lexicon, query, context)
     }
 
-    /// A need against one knowledge base. Rare words count more; one that no passage holds counts as the rarest.
+    /// Weighs terms by their rarity in a knowledge base; a term without passages counts as the rarest.
     pub(crate) fn weigh(&self, query_intent: QueryIntent, corpus: &impl CorpusCounts) -> WeightedIntent {
         let groups = query_intent.wording.synonyms.iter().map(|group| (group_term(*group), 1.0));
         let of_word = |word: &String| term(&self.lexicon, word);
@@ -90,7 +88,7 @@ impl LexiconReranker {
         WeightedIntent { query_intent, terms }
     }
 
-    /// How well a passage answers the need, 0 to 1.
+    /// Relevance of a passage, 0 to 1.
     pub(crate) fn score(&self, weighed: &WeightedIntent, passage: &PassageTraits) -> f64 {
         let query_intent = &weighed.query_intent;
         let product = self.product_match(query_intent, passage);
@@ -153,12 +151,12 @@ fn intent_match(query_intent: &QueryIntent, passage: &PassageTraits) -> f64 {
     query_intent.intents.iter().zip(&passage.intents).map(|(wanted, held)| wanted * held).sum()
 }
 
-/// Shares of the intents in a passage, sum 1 or all 0; a title says what a text is about, its words only what it touches.
+/// Shares of the intents in a passage, sum 1 or all 0. Intents of the title weigh more than those of the text.
 fn passage_intents(lexicon: &Lexicon, title: &[char], text: &[char]) -> Vec<f64> {
     const TITLE: f64 = 10.0;
     let mut shares = vec![0.0; lexicon.intents().len()];
-    for (place, value) in [(title, TITLE), (text, 1.0)] {
-        for intent in sorted(lexicon.intents_in(place).iter().map(|found| found.value.intent)) {
+    for (words, value) in [(title, TITLE), (text, 1.0)] {
+        for intent in sorted(lexicon.intents_in(words).iter().map(|found| found.value.intent)) {
             shares[intent] += value;
         }
     }
@@ -169,7 +167,7 @@ fn passage_intents(lexicon: &Lexicon, title: &[char], text: &[char]) -> Vec<f64>
     shares
 }
 
-/// A word as a trait: its group of synonyms, else itself. `None` for a single character that no list of synonyms holds: too many
+/// A word as a term: its synonym group, else the word itself; `None` for a single character without synonyms.
 fn term(lexicon: &Lexicon, word: &str) -> Option<String> {
     match lexicon.synonym_group(word) {
         Some(group) => Some(group_term(group)),
@@ -189,7 +187,3 @@ fn name_likeness(lexicon: &Lexicon) -> Vec<Vec<f64>> {
         |a: &HashSet<char>, b: &HashSet<char>| 2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64;
     names.iter().map(|a| names.iter().map(|b| alike(a, b)).collect()).collect()
 }
-
-#[cfg(test)]
-#[path = "lexicon_reranker_tests.rs"]
-mod tests;

@@ -1,9 +1,8 @@
-//! Declarative mapping of a retrieval service: its request body, the passages of its response, their scores.
+//! Declarative mapping of a retrieval service (its request body, the passages of its response, their scores), and the JSON functions that
+//! it uses: templates with placeholders (`{{query}}`), tolerant reading of values.
 
 use crate::error::DataError;
-use crate::retrieval::json::{excerpt, first, number, plain};
-use crate::retrieval::json::{fill, placeholders};
-use crate::retrieval::search::{RetrievalLimits, ServiceScores};
+use crate::retrieval::{RetrievalLimits, ServiceScores};
 use querl_core::config::{MappingConfig, RetrievalConfig, ScoreOrder, ServiceKind};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::Hit;
@@ -24,7 +23,7 @@ const PLACEHOLDERS: [&str; 11] = [
     "embedding",
 ];
 
-/// A mapping with everything set that has to be.
+/// A mapping with all required keys.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Mapping {
     request: Value,
@@ -61,7 +60,7 @@ pub(crate) struct RequestValues<'a> {
 }
 
 impl Mapping {
-    /// The builtin adapter of a service with what a configuration changes.
+    /// The builtin mapping of a service with the changes of a configuration.
     pub(crate) fn resolve(config: &RetrievalConfig) -> Result<Self, DataError> {
         let builtin = builtin(config.service)?;
         let own = &config.mapping;
@@ -109,7 +108,7 @@ impl Mapping {
         request: &RetrievalRequest<'_>,
         limits: RetrievalLimits,
     ) -> Value {
-        fill(&self.request, &|place| match place {
+        fill(&self.request, &|name| match name {
             "query" => json!(request.original_query),
             "rewritten_query" => json!(request.rewritten_query),
             "user_profile" => json!(request.context.user_profile),
@@ -127,23 +126,23 @@ impl Mapping {
 
     fn service_threshold(&self, score_threshold: f64) -> f64 {
         let [lowest, highest] = self.threshold_range;
-        self.scale.of_service(score_threshold).clamp(lowest, highest)
+        self.scale.of_unit(score_threshold).clamp(lowest, highest)
     }
 
-    /// What the answer says went wrong, where it says so; with its number, where that may be a status of HTTP.
-    pub(crate) fn failure(&self, answer: &Value) -> Option<(Option<u16>, String)> {
-        let mut statuses = self.status.iter().map(|pointer| (pointer, answer.pointer(pointer).unwrap_or(&Value::Null)));
+    /// The error that a response reports, if any, with its number if that may be an HTTP status.
+    pub(crate) fn failure(&self, response: &Value) -> Option<(Option<u16>, String)> {
+        let mut statuses =
+            self.status.iter().map(|pointer| (pointer, response.pointer(pointer).unwrap_or(&Value::Null)));
         let (pointer, status) = statuses.find(|(_, status)| !self.success.contains(&plain(status)))?;
         let number = number(status).map(|status| status as u16);
-        Some((number, format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(answer))))
+        Some((number, format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(response))))
     }
 
-    /// The passages of an answer, in its order.
-    pub(crate) fn hits(&self, answer: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
-        // A pointer may lead to something else where the list is behind the next one.
-        let list = self.list.iter().find_map(|pointer| answer.pointer(pointer)?.as_array());
+    /// The passages of a response, in its order.
+    pub(crate) fn hits(&self, response: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
+        let list = self.list.iter().find_map(|pointer| response.pointer(pointer)?.as_array());
         let list =
-            list.ok_or_else(|| format!("no list of passages at `{}`: {}", self.list.join("`, `"), excerpt(answer)))?;
+            list.ok_or_else(|| format!("no list of passages at `{}`: {}", self.list.join("`, `"), excerpt(response)))?;
         list.iter().enumerate().map(|(index, entry)| self.hit(index, entry, scores)).collect()
     }
 
@@ -225,10 +224,10 @@ fn check_pointers<'a>(key: &str, mut pointers: impl Iterator<Item = &'a String>)
 }
 
 fn check_placeholders(request: &Value) -> Result<(), DataError> {
-    match placeholders(request).into_iter().find(|place| !PLACEHOLDERS.contains(place)) {
-        Some(place) => Err(DataError::setting(
+    match placeholders(request).into_iter().find(|name| !PLACEHOLDERS.contains(name)) {
+        Some(name) => Err(DataError::setting(
             "retrieval.mapping.request",
-            format!("has `{{{{{place}}}}}`, which stands for nothing; known are {}", PLACEHOLDERS.join(", ")),
+            format!("has `{{{{{name}}}}}`, which stands for nothing; known are {}", PLACEHOLDERS.join(", ")),
         )),
         None => Ok(()),
     }
@@ -259,9 +258,9 @@ impl ScoreScale {
         }
     }
 
-    /// `None` for a score that this scale does not have.
+    /// `None` for a score outside of the scale.
     fn to_unit(self, score: f64) -> Option<f64> {
-        // Cosines of equal vectors come out a little above 1.
+        // Rounding can make the cosine of equal vectors larger than 1.
         const ROUNDING: f64 = 1e-3;
         let share = match self.form {
             ScoreForm::Range([low, high]) => (score - low) / (high - low),
@@ -272,13 +271,12 @@ impl ScoreScale {
             ScoreOrder::HigherIsBetter => share,
             ScoreOrder::LowerIsBetter => 1.0 - share,
         };
-        // Beyond the ends, the scale is another.
         (-ROUNDING..=1.0 + ROUNDING).contains(&better).then(|| better.clamp(0.0, 1.0))
     }
 
-    /// The service's own score that counts as `unit`.
-    fn of_service(self, unit: f64) -> f64 {
-        // The half form reaches 1 nowhere.
+    /// The service's score for `unit`.
+    fn of_unit(self, unit: f64) -> f64 {
+        // The half form does not reach 1.
         const HIGHEST: f64 = 0.999_999;
         let share = match self.order {
             ScoreOrder::HigherIsBetter => unit,
@@ -300,13 +298,84 @@ impl std::fmt::Display for ScoreScale {
     }
 }
 
+/// The names of all placeholders (`{{query}}`) in a JSON template, in order.
+pub(crate) fn placeholders(template: &Value) -> Vec<&str> {
+    match template {
+        Value::String(text) => pieces(text).filter_map(|(_, name)| name).collect(),
+        Value::Array(items) => items.iter().flat_map(placeholders).collect(),
+        Value::Object(entries) => entries.values().flat_map(placeholders).collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Fills the placeholders of a template. A string that is only a placeholder becomes the value with its type.
+pub(crate) fn fill(template: &Value, value: &impl Fn(&str) -> Value) -> Value {
+    match template {
+        Value::String(text) => match sole_placeholder(text) {
+            Some(name) => value(name),
+            None => Value::String(fill_text(text, value)),
+        },
+        Value::Array(items) => items.iter().map(|item| fill(item, value)).collect(),
+        Value::Object(entries) => entries.iter().map(|(key, entry)| (key.clone(), fill(entry, value))).collect(),
+        other => other.clone(),
+    }
+}
+
+pub(crate) fn fill_text(text: &str, value: &impl Fn(&str) -> Value) -> String {
+    let mut filled = String::new();
+    for (before, name) in pieces(text) {
+        filled.push_str(before);
+        match name.map(value) {
+            Some(Value::String(text)) => filled.push_str(&text),
+            Some(other) => filled.push_str(&other.to_string()),
+            None => {}
+        }
+    }
+    filled
+}
+
+fn sole_placeholder(text: &str) -> Option<&str> {
+    let name = text.trim().strip_prefix("{{")?.strip_suffix("}}")?;
+    (!name.contains(['{', '}'])).then(|| name.trim())
+}
+
+fn pieces(text: &str) -> impl Iterator<Item = (&str, Option<&str>)> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest?;
+        let span = text.find("{{").and_then(|start| Some((start, start + text[start..].find("}}")?)));
+        let Some((start, end)) = span else {
+            rest = None;
+            return Some((text, None));
+        };
+        rest = Some(&text[end + 2..]);
+        Some((&text[..start], Some(text[start + 2..end].trim())))
+    })
+}
+
+pub(crate) fn first<'a>(entry: &'a Value, pointers: &[impl AsRef<str>]) -> Option<&'a Value> {
+    pointers.iter().find_map(|pointer| entry.pointer(pointer.as_ref()).filter(|value| !value.is_null()))
+}
+
+pub(crate) fn number(value: &Value) -> Option<f64> {
+    value.as_f64().or_else(|| value.as_str()?.trim().parse().ok()).filter(|number| number.is_finite())
+}
+
+pub(crate) fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+pub(crate) fn excerpt(value: &Value) -> String {
+    let text: String = value.to_string().chars().take(120).collect();
+    format!("`{text}`")
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
     #[test]
-    fn every_adapter_is_whole_and_what_the_configuration_s_checks_take_it_for() {
+    fn builtin_mappings_are_complete_and_match_the_configuration_checks() {
         for service in ["dify", "ragflow", "chatchat", "chatchat_0.2", "elasticsearch", "qdrant"] {
             let config: RetrievalConfig = serde_json::from_value(json!({"kind": "http", "service": service})).unwrap();
             let mapping = Mapping::resolve(&config).unwrap();
@@ -323,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_go_to_the_unit_and_back() {
+    fn scores_convert_to_the_unit_range_and_back() {
         let scale = |order, form| ScoreScale { order, form };
         use ScoreOrder::{HigherIsBetter, LowerIsBetter};
         for (scale, sent, unit) in [
@@ -333,12 +402,35 @@ mod tests {
             (scale(LowerIsBetter, ScoreForm::Half(3.0)), 1.0, 0.75),
         ] {
             assert_eq!(scale.to_unit(sent), Some(unit), "{scale:?}");
-            assert!((scale.of_service(unit) - sent).abs() < 1e-12, "{scale:?}");
+            assert!((scale.of_unit(unit) - sent).abs() < 1e-12, "{scale:?}");
         }
         let cosine = scale(HigherIsBetter, ScoreForm::Range([0.0, 1.0]));
         assert_eq!(cosine.to_unit(1.000_000_2), Some(1.0));
         assert_eq!((cosine.to_unit(7.5), cosine.to_unit(-0.5)), (None, None));
         assert_eq!(scale(HigherIsBetter, ScoreForm::Half(10.0)).to_unit(-1.0), None);
-        assert!(scale(HigherIsBetter, ScoreForm::Half(10.0)).of_service(1.0).is_finite());
+        assert!(scale(HigherIsBetter, ScoreForm::Half(10.0)).of_unit(1.0).is_finite());
+    }
+
+    fn value(name: &str) -> Value {
+        match name {
+            "query" => json!("鱼油 \"怎么吃\""),
+            "top_k" => json!(5),
+            other => json!(format!("<{other}>")),
+        }
+    }
+
+    #[test]
+    fn a_sole_placeholder_keeps_its_type() {
+        let template =
+            json!({"q": "{{ query }}", "k": "{{top_k}}", "s": "{{top_k}} of {{query}}", "n": [1, ["{{top_k}}"]]});
+        let filled = fill(&template, &value);
+        assert_eq!(filled, json!({"q": "鱼油 \"怎么吃\"", "k": 5, "s": "5 of 鱼油 \"怎么吃\"", "n": [1, [5]]}));
+    }
+
+    #[test]
+    fn incomplete_placeholders_stay() {
+        assert_eq!(fill(&json!("{{query"), &value), json!("{{query"));
+        assert_eq!(fill(&json!("a }} b {{x}}"), &value), json!("a }} b <x>"));
+        assert_eq!(placeholders(&json!(["{{a}}{{b}}", {"k": "x {{ c }}"}])), ["a", "b", "c"]);
     }
 }

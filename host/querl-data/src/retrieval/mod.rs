@@ -1,23 +1,149 @@
-//! Retrieval: the embedded index, `general_rag` services, services of other makers through a mapping, and rerankers.
+//! Retrieval: the embedded index, `general_rag` services, other services through a mapping, and rerankers. This file has what they share:
+//! the trait, limits, local models, and passages.
 
 mod embedded;
 mod embedding;
-mod general_rag;
 mod index;
-mod json;
 mod lexicon_reranker;
-mod local_model;
-mod mapped_service;
 mod mapping;
 mod open;
-mod passages;
 mod rerank;
-mod search;
-pub(crate) mod segment;
-mod synonyms;
+mod services;
+pub(crate) mod vocabulary;
 
 pub use embedded::EmbeddedRetriever;
-pub(crate) use index::Vocabulary;
 pub use open::{open_retrieval_backend, open_retriever};
-pub use passages::{Passage, read_passages};
-pub use search::{LocalModels, RetrievalBackend, RetrievalLimits};
+
+use crate::error::DataError;
+use async_trait::async_trait;
+use querl_core::config::{RerankKind, RetrievalConfig};
+use querl_core::ports::{Embedder, PairScorer, RetrievalRequest};
+use querl_core::records::{CallFailure, Hit};
+use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Limits of a search.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RetrievalLimits {
+    /// Maximum number of passages.
+    pub top_k: usize,
+    /// Minimum reranker score, 0 to 1.
+    pub score_threshold: f64,
+}
+
+/// Passage search with limits per request, which servers use. The stages use the core port
+/// [`Retriever`](querl_core::ports::Retriever), which has the limits of the configuration.
+#[async_trait]
+pub trait RetrievalBackend: Send + Sync {
+    /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is a valid result.
+    ///
+    /// # Errors
+    /// The service failed, or its response cannot be parsed.
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure>;
+
+    /// Name in reports.
+    fn name(&self) -> &str;
+}
+
+/// Whether passages need a score of the service that found them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ServiceScores {
+    Required,
+    /// A reranker scores the passages.
+    Replaced,
+}
+
+impl ServiceScores {
+    pub(crate) fn of(config: &RetrievalConfig) -> Self {
+        if config.rerank.kind == RerankKind::None { Self::Required } else { Self::Replaced }
+    }
+}
+
+/// Models in this process that retrieval uses; the caller opens them.
+#[derive(Clone, Default)]
+pub struct LocalModels {
+    /// `retrieval.embedding` of kind `local`.
+    pub embedder: Option<Arc<dyn Embedder>>,
+    /// `retrieval.rerank` of kind `local`.
+    pub scorer: Option<Arc<dyn PairScorer>>,
+}
+
+impl RetrievalLimits {
+    /// The limits of a configuration.
+    pub fn of(config: &RetrievalConfig) -> Self {
+        Self { top_k: config.top_k, score_threshold: config.score_threshold }
+    }
+
+    /// Sorts hits by reranker score, removes those beyond the limits and numbers the others. The order of equal scores is kept.
+    pub(crate) fn apply(self, mut hits: Vec<Hit>) -> Vec<Hit> {
+        hits.retain(|hit| hit.reranker_score >= self.score_threshold);
+        hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score));
+        hits.truncate(self.top_k);
+        for (hit, rank) in hits.iter_mut().zip(1..) {
+            hit.rank = rank;
+        }
+        hits
+    }
+}
+
+/// Retrieval of kind `none`: finds nothing.
+pub(super) struct NoRetrieval;
+
+#[async_trait]
+impl RetrievalBackend for NoRetrieval {
+    async fn search(&self, _: &RetrievalRequest<'_>, _: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
+        Ok(Vec::new())
+    }
+
+    fn name(&self) -> &str {
+        "none"
+    }
+}
+
+/// One passage of the knowledge base.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Passage {
+    /// Identifier, unique in the knowledge base.
+    pub id: String,
+    /// Title; may be empty.
+    #[serde(default)]
+    pub title: String,
+    /// Text of the passage.
+    pub text: String,
+}
+
+/// Reads a knowledge base: one JSON object a line with `id`, `title`, `text`.
+///
+/// # Errors
+/// The file cannot be read, a line is not a passage, an id occurs twice, or there is no passage.
+pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
+    let passages: Vec<Passage> = querl_core::fsx::read_jsonl(path)?;
+    let mut ids = HashSet::new();
+    for passage in &passages {
+        if !ids.insert(passage.id.as_str()) {
+            let problem = format!("the id `{}` occurs twice; give each passage its own", passage.id);
+            return Err(DataError::file(path, problem));
+        }
+    }
+    if passages.is_empty() {
+        return Err(DataError::file(path, "holds no passage"));
+    }
+    Ok(passages)
+}
+
+impl Passage {
+    /// Title and text.
+    pub(crate) fn full_text(&self) -> String {
+        match self.title.as_str() {
+            "" => self.text.clone(),
+            title => format!("{title}\n{}", self.text),
+        }
+    }
+}
+
+#[cfg(test)]
+mod embedded_tests;
+#[cfg(test)]
+mod service_tests;

@@ -1,21 +1,22 @@
-//! Which retrieval the configuration names, and what all kinds have in common.
+//! Opens the configured retrieval.
 
-use crate::client::context::ServiceContext;
-use crate::client::response_cache::{CacheTable, CachedRetriever, ServiceCache};
+use crate::client::ServiceContext;
+use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::error::DataError;
 use crate::retrieval::embedded::EmbeddedRetriever;
-use crate::retrieval::general_rag::GeneralRag;
-use crate::retrieval::mapped_service::MappedService;
 use crate::retrieval::rerank::RerankedBackend;
-use crate::retrieval::search::{FixedLimits, LocalModels, NoRetrieval, RetrievalBackend, RetrievalLimits};
+use crate::retrieval::services::{GeneralRag, MappedService};
+use crate::retrieval::{LocalModels, NoRetrieval, RetrievalBackend, RetrievalLimits};
+use async_trait::async_trait;
 use querl_core::config::{
     AuthScheme, EmbeddingConfig, RerankConfig, RerankKind, RetrievalConfig, RetrievalKind, ServiceKind,
 };
-use querl_core::ports::Retriever;
+use querl_core::ports::{RetrievalRequest, Retriever};
+use querl_core::records::{CallFailure, Hit};
 use serde::Serialize;
 use std::sync::Arc;
 
-/// Opens the retrieval that the configuration names, for one tenant, with the limits that it sets.
+/// Opens the configured retrieval for one tenant, with the limits of the configuration and the response cache.
 ///
 /// # Errors
 /// As [`open_retrieval_backend`].
@@ -25,27 +26,40 @@ pub fn open_retriever(
     models: &LocalModels,
     services: &ServiceContext,
 ) -> Result<Arc<dyn Retriever>, DataError> {
-    let search = open_retrieval_backend(config, tenant, models, services)?;
-    let retriever = Arc::new(FixedLimits { search, limits: RetrievalLimits::of(config) });
-    Ok(match config.kind {
-        RetrievalKind::Embedded | RetrievalKind::None => retriever,
-        RetrievalKind::Http => cached(retriever, config, tenant, models, services),
-    })
+    let backend = open_retrieval_backend(config, tenant, models, services)?;
+    let identity = || identity(config, tenant, models);
+    let cache = (config.kind == RetrievalKind::Http)
+        .then(|| ServiceCache::open(services, CacheTable::Retrievals, "retrieval", &identity()));
+    Ok(Arc::new(ConfiguredRetriever { backend, limits: RetrievalLimits::of(config), cache }))
 }
 
-fn cached(
-    inner: Arc<dyn Retriever>,
-    config: &RetrievalConfig,
-    tenant: &str,
-    models: &LocalModels,
-    services: &ServiceContext,
-) -> Arc<dyn Retriever> {
-    let service_cache =
-        ServiceCache::open(services, CacheTable::Retrievals, "retrieval", &identity(config, tenant, models));
-    Arc::new(CachedRetriever { inner, service_cache })
+/// A retrieval backend with fixed limits; services have a cache.
+struct ConfiguredRetriever {
+    backend: Arc<dyn RetrievalBackend>,
+    limits: RetrievalLimits,
+    cache: Option<ServiceCache>,
 }
 
-/// What the answers of a service depend on: the whole section, but for limits of calls and what only an embedded index reads, with
+#[async_trait]
+impl Retriever for ConfiguredRetriever {
+    async fn retrieve(&self, request: RetrievalRequest<'_>) -> Result<Vec<Hit>, CallFailure> {
+        let search = self.backend.search(&request, self.limits);
+        match &self.cache {
+            Some(cache) => {
+                let key = (request.original_query, request.context, request.rewritten_query);
+                cache.get_or_call(&key, search).await
+            }
+            None => search.await,
+        }
+    }
+
+    fn name(&self) -> &str {
+        self.backend.name()
+    }
+}
+
+/// Everything that a service's responses depend on except the request: the section without call limits, keys and the settings of the
+/// embedded index, and the digests of local models.
 fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> impl Serialize {
     let unlimited = RerankConfig::default();
     let rerank = RerankConfig {
@@ -93,30 +107,26 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
     (tenant.to_owned(), answering, embedder, scorer)
 }
 
-/// Opens the retrieval that the configuration names, for one tenant.
+/// Opens the configured retrieval for one tenant.
 ///
 /// # Errors
-/// A setting that its kind needs is absent, or a file cannot be used. Whether a service answers shows at the first call.
+/// A setting that its kind needs is missing, or a file cannot be used. Services are not called.
 pub fn open_retrieval_backend(
     config: &RetrievalConfig,
     tenant: &str,
     models: &LocalModels,
     services: &ServiceContext,
 ) -> Result<Arc<dyn RetrievalBackend>, DataError> {
-    let found: Arc<dyn RetrievalBackend> = match (config.kind, config.service) {
+    let backend: Arc<dyn RetrievalBackend> = match (config.kind, config.service) {
         (RetrievalKind::None, _) => return Ok(Arc::new(NoRetrieval)),
         (RetrievalKind::Embedded, _) => Arc::new(EmbeddedRetriever::open(config, models)?),
         (RetrievalKind::Http, ServiceKind::GeneralRag) => Arc::new(GeneralRag::open(config, tenant, services)?),
         (RetrievalKind::Http, _) => Arc::new(MappedService::open(config, tenant, models, services)?),
     };
     Ok(match config.rerank.kind {
-        RerankKind::None => found,
+        RerankKind::None => backend,
         RerankKind::Tei | RerankKind::Cohere | RerankKind::Local => {
-            Arc::new(RerankedBackend::open(&config.rerank, config.top_k, found, models, services)?)
+            Arc::new(RerankedBackend::open(&config.rerank, config.top_k, backend, models, services)?)
         }
     })
 }
-
-#[cfg(test)]
-#[path = "open_tests.rs"]
-mod tests;

@@ -1,45 +1,43 @@
-//! Rerankers, as services or cross-encoders in this process: they score retrieved passages against the original query in its context.
-//! They never see the rewrite, so that nothing in it can raise a score.
+//! Rerankers (services, or cross-encoders in this process) score retrieved passages against the original query in its context. The
+//! rewrite is not an input, so that nothing in it can raise a score.
 
-use crate::client::context::ServiceContext;
-use crate::client::http::{CallLimits, Caller, CostBound, Secret};
+use crate::client::ServiceContext;
+use crate::client::http::{CallLimits, Caller, Secret};
 use crate::error::DataError;
-use crate::retrieval::json::{excerpt, number};
-use crate::retrieval::json::{fill_text, placeholders};
-use crate::retrieval::local_model::LocalModelCalls;
-use crate::retrieval::search::{LocalModels, RetrievalBackend, RetrievalLimits};
+use crate::retrieval::embedding::LocalModelCalls;
+use crate::retrieval::mapping::{excerpt, fill_text, number, placeholders};
+use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use futures::future::try_join_all;
 use querl_core::config::{RerankConfig, RerankKind, RerankScores};
 use querl_core::ports::{PairScorer, RetrievalRequest};
-use querl_core::records::logistic;
-use querl_core::records::{CallFailure, FailureKind, Hit};
+use querl_core::records::{CallFailure, FailureKind, Hit, logistic};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// What the reranker's query may be made of.
+/// Placeholders of the reranker's query.
 const PLACEHOLDERS: [&str; 3] = ["query", "history", "user_profile"];
 
-/// What requests have of their own.
+/// Keys of requests that `retrieval.rerank.extra` must not set.
 const OWN_KEYS: [&str; 8] =
     ["query", "texts", "truncate", "raw_scores", "model", "documents", "top_n", "return_documents"];
 
 /// A retrieval backend whose hits are scored by a reranker.
 pub(crate) struct RerankedBackend {
-    found: Arc<dyn RetrievalBackend>,
+    inner: Arc<dyn RetrievalBackend>,
     scorer: RerankScorer,
     query: String,
     n_candidates: usize,
     name: String,
 }
 
-/// Who says how well texts answer a query.
+/// Source of relevance scores.
 enum RerankScorer {
     Service(Box<RerankService>),
-    Local { model: Arc<dyn PairScorer>, batch_size: usize, work: LocalModelCalls },
+    Local { model: Arc<dyn PairScorer>, batch_size: usize, calls: LocalModelCalls },
 }
 
-/// A service that says how well texts answer a query.
+/// A reranking service.
 #[derive(Debug)]
 struct RerankService {
     caller: Caller,
@@ -48,35 +46,35 @@ struct RerankService {
 }
 
 impl RerankedBackend {
-    /// The reranker that the configuration names, over what `found` finds; `top_k` is what the configuration wants of it.
+    /// The configured reranker over the hits of `inner`; `top_k` is that of the configuration.
     pub(crate) fn open(
         config: &RerankConfig,
         top_k: usize,
-        found: Arc<dyn RetrievalBackend>,
+        inner: Arc<dyn RetrievalBackend>,
         models: &LocalModels,
         services: &ServiceContext,
     ) -> Result<Self, DataError> {
         let query = Value::String(config.query.clone());
-        if let Some(place) = placeholders(&query).into_iter().find(|place| !PLACEHOLDERS.contains(place)) {
+        if let Some(name) = placeholders(&query).into_iter().find(|name| !PLACEHOLDERS.contains(name)) {
             let known = PLACEHOLDERS.join(", ");
-            let problem = format!("has `{{{{{place}}}}}`, which stands for nothing; known are {known}");
+            let problem = format!("has `{{{{{name}}}}}`, which stands for nothing; known are {known}");
             return Err(DataError::setting("retrieval.rerank.query", problem));
         }
-        let name = format!("{} + {}", found.name(), kind_name(config.kind));
+        let name = format!("{} + {}", inner.name(), kind_name(config.kind));
         let scorer = match (config.kind, &models.scorer) {
             (RerankKind::Local, Some(model)) => RerankScorer::Local {
                 model: model.clone(),
                 batch_size: config.batch_size.max(1),
-                work: LocalModelCalls::new("cross-encoder", config.max_concurrent, config.timeout_s),
+                calls: LocalModelCalls::new("cross-encoder", config.max_concurrent, config.timeout_s),
             },
             (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
             _ => RerankScorer::Service(Box::new(RerankService::open(config, services)?)),
         };
-        Ok(Self { found, scorer, query: config.query.clone(), n_candidates: config.n_candidates.max(top_k), name })
+        Ok(Self { inner, scorer, query: config.query.clone(), n_candidates: config.n_candidates.max(top_k), name })
     }
 
     fn query(&self, request: &RetrievalRequest<'_>) -> String {
-        let filled = fill_text(&self.query, &|place| match place {
+        let filled = fill_text(&self.query, &|name| match name {
             "query" => json!(request.original_query),
             "history" => json!(request.context.history_summary),
             _ => json!(request.context.user_profile),
@@ -88,15 +86,15 @@ impl RerankedBackend {
 #[async_trait]
 impl RetrievalBackend for RerankedBackend {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
-        // Whatever the first score was, it says nothing about the second. A request for more passages than are candidates gets no more.
+        // The first-stage score is no filter. The number of candidates limits the number of hits.
         let wide = RetrievalLimits { top_k: self.n_candidates, score_threshold: 0.0 };
-        let mut hits = self.found.search(request, wide).await?;
+        let mut hits = self.inner.search(request, wide).await?;
         if hits.is_empty() {
             return Ok(hits);
         }
         if hits.iter().all(|hit| hit.text.trim().is_empty()) {
             let message =
-                format!("{}: passages have no text to be scored; check retrieval.mapping.text", self.found.name());
+                format!("{}: passages have no text to be scored; check retrieval.mapping.text", self.inner.name());
             return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
         }
         let scores = {
@@ -124,22 +122,22 @@ fn kind_name(kind: RerankKind) -> &'static str {
 }
 
 impl RerankScorer {
-    /// One score a text, 0 to 1, in order.
+    /// One score per text, 0 to 1, in order.
     async fn scores(&self, query: String, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
         match self {
             Self::Service(service) => service.scores(&query, texts).await,
-            Self::Local { model, batch_size, work } => {
+            Self::Local { model, batch_size, calls } => {
                 let failed = |what: String| CallFailure {
                     kind: FailureKind::InvalidResponse,
                     message: format!("cross-encoder: {what}"),
                 };
                 let mut scores = Vec::with_capacity(texts.len());
-                // One after another: who goes away meanwhile costs no more than one of them.
+                // Sequential, so that a cancelled call stops after one batch.
                 for texts in texts.chunks(*batch_size) {
                     let texts: Vec<String> = texts.iter().map(|text| (*text).to_owned()).collect();
                     let (model, query) = (model.clone(), query.clone());
                     let of_batch = move || model.scores(&query, &texts.iter().map(String::as_str).collect::<Vec<_>>());
-                    scores.extend(work.run(of_batch).await?);
+                    scores.extend(calls.run(of_batch).await?);
                 }
                 let odd = scores.iter().find(|score| !(0.0..=1.0).contains(*score));
                 match odd {
@@ -170,15 +168,15 @@ impl RerankService {
         Ok(Self { caller: Caller::new(setting, url, key, limits, services)?, config: config.clone(), extra })
     }
 
-    /// One score a text, 0 to 1, in order.
+    /// One score per text, 0 to 1, in order.
     async fn scores(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
         let batches = texts.chunks(self.config.batch_size.max(1)).map(|batch| self.batch(query, batch));
         Ok(try_join_all(batches).await?.concat())
     }
 
     async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
-        let answer = self.caller.post(&self.body(query, texts), CostBound::FREE).await?.body;
-        self.read(&answer, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+        let response = self.caller.post(&self.body(query, texts)).await?.body;
+        self.read(&response, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
     fn body(&self, query: &str, texts: &[&str]) -> Value {
@@ -193,9 +191,9 @@ impl RerankService {
         body
     }
 
-    fn read(&self, answer: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
-        let entries = answer.as_array().or_else(|| answer.get("results")?.as_array());
-        let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(answer)))?;
+    fn read(&self, response: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
+        let entries = response.as_array().or_else(|| response.get("results")?.as_array());
+        let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(response)))?;
         let mut scores = vec![None; n_texts];
         for entry in entries {
             let index = entry.get("index").and_then(Value::as_u64).map(|index| index as usize);
@@ -218,7 +216,3 @@ impl RerankService {
         })
     }
 }
-
-#[cfg(test)]
-#[path = "rerank_tests.rs"]
-mod tests;

@@ -221,7 +221,7 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs, fo
     ledger.put(name.as_str(), begun.clone())?;
     let start = Instant::now();
     let done = {
-        let account = run.outside.account().clone();
+        let account = run.outside.spend_tracker().clone();
         account.begin(name.as_str());
         let progress = run.reporter.stage(name.as_str());
         let done = stage.execute(run, &Counted { inner: progress.as_ref(), account, stage: name });

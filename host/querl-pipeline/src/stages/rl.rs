@@ -117,7 +117,7 @@ impl Stage for Rl {
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let environments =
             Environments { train: &environment(&train, Phase::Rollout), val: &environment(&val, Phase::Validation) };
-        let account = run.outside.account().clone();
+        let account = run.outside.spend_tracker().clone();
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
         let metrics = Mutex::new(metrics.with(move || spending::metrics(&account, StageName::Rl)));
         let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };

@@ -106,7 +106,7 @@ fn table_of(provider: &str) -> Option<&'static str> {
 /// # Errors
 /// A file cannot be written.
 pub fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
-    let account = run.outside.account();
+    let account = run.outside.spend_tracker();
     account.save()?;
     let figures = metrics(account, stage);
     if figures.is_empty() || matches!(stage, StageName::Sft | StageName::Rl) {

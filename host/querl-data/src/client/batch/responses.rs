@@ -1,9 +1,9 @@
 //! Responses of ended batches. Their files are downloaded and charged before any row gets a response.
 
-use super::state::{BatchState, key};
-use super::{BatchTeacher, FileLimits, SubmittedBatches, prompt_id};
+use super::{Batch, BatchState, BatchTeacher, FileLimits, SubmittedBatches, prompt_id};
 use crate::client::spend::{CallSpend, Usage};
 use crate::error::DataError;
+use crate::text::hash_of;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::Value;
@@ -20,13 +20,13 @@ const READ_ATTEMPTS: usize = 3;
 pub(crate) struct BatchResponses<'a> {
     teacher: &'a BatchTeacher,
     path: &'a Path,
-    note: BatchState,
+    state: BatchState,
     ended: Vec<EndedBatch>,
     locations: HashMap<u64, usize>,
-    given: Mutex<HashSet<u64>>,
+    returned: Mutex<HashSet<u64>>,
 }
 
-/// One batch at its end.
+/// A batch that has ended.
 pub(super) struct EndedBatch {
     status: String,
     files: Vec<ResponseFile>,
@@ -34,6 +34,7 @@ pub(super) struct EndedBatch {
 
 struct ResponseFile {
     file: Mutex<File>,
+    /// Offset and length of each line by the hash of its id.
     lines: HashMap<u64, (u64, usize)>,
     answered: Vec<(u64, Usage)>,
 }
@@ -47,24 +48,25 @@ impl BatchTeacher {
         end: &Value,
         progress: &dyn Progress,
     ) -> Result<EndedBatch, DataError> {
-        let id = submitted.note.batches[index].batch_id.clone().unwrap_or_default();
+        let id = submitted.state.batches[index].batch_id.clone().unwrap_or_default();
         let unread = |failure: CallFailure| format!("the answers of batch {id} cannot be read: {failure}");
         let (files, missing) =
             self.download_all(submitted, index, end).await.map_err(|failure| submitted.stopped(&unread(failure)))?;
         if let Some(missing) = missing {
             progress.line(&format!("batch {id}: {missing}; rows without an answer are taken to have failed"));
         }
-        if !submitted.note.batches[index].is_charged {
-            self.charge(files.iter().flat_map(|file| &file.answered), &submitted.note.batches[index]);
+        if !submitted.state.batches[index].is_charged {
+            self.charge(files.iter().flat_map(|file| &file.answered), &submitted.state.batches[index]);
             // Spend is saved first: a kill in between leaves it too high, never too low.
-            self.account.save()?;
+            self.tracker.save()?;
             submitted.change(index, |batch| batch.is_charged = true)?;
         }
         submitted.reserved[index] = None;
         Ok(EndedBatch { status: end["status"].as_str().unwrap_or_default().to_owned(), files })
     }
 
-    /// The files, and a note where the service counts more responses than they hold. Services count in different ways: files that
+    /// Downloads the files of a batch, and again if they hold fewer responses than the service counts. If they still do, returns a note:
+    /// services count in different ways.
     async fn download_all(
         &self,
         submitted: &SubmittedBatches<'_>,
@@ -73,12 +75,12 @@ impl BatchTeacher {
     ) -> Result<(Vec<ResponseFile>, Option<String>), CallFailure> {
         let ids = ["output_file_id", "error_file_id"].map(|name| end[name].as_str().filter(|id| !id.is_empty()));
         let folder = submitted.path.parent().unwrap_or(Path::new("."));
-        let n_prompts = match submitted.note.batches[index].n_rows {
+        let n_prompts = match submitted.state.batches[index].n_rows {
             0 => FileLimits::OPENAI.n_rows,
             n_rows => n_rows,
         };
         let count = |name: &str| end["request_counts"][name].as_u64().unwrap_or(0);
-        // Some count what failed as completed, too.
+        // Some services count failed requests as completed, too.
         let n_expected = count("completed").saturating_add(count("failed")).min(n_prompts as u64);
         let (mut files, mut n_read) = (Vec::new(), 0);
         for _ in 0..READ_ATTEMPTS {
@@ -101,7 +103,7 @@ impl BatchTeacher {
 
     async fn download_file(&self, file_id: &str, n_prompts: usize, folder: &Path) -> Result<ResponseFile, CallFailure> {
         let path = format!("/files/{file_id}/content");
-        // A token may be several characters, each escaped as six bytes; other fields of the line come on top.
+        // A token may be several characters, each escaped as six bytes, plus the other fields of the line.
         let most_bytes = 32_u64.saturating_mul(self.client.most_tokens(&[]).1).saturating_add(16_384);
         let most_bytes = most_bytes.saturating_mul(n_prompts as u64).saturating_add(1 << 20);
         let invalid = |what: String| self.failure(FailureKind::InvalidResponse, &format!("{path}: {what}"));
@@ -119,7 +121,7 @@ impl BatchTeacher {
         }
     }
 
-    #[allow(clippy::type_complexity)] // the two parts of an `ResponseFile`
+    #[allow(clippy::type_complexity)] // `lines` and `answered` of a `ResponseFile`
     fn index(&self, mut file: &File) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
         let unreadable = |error: io::Error| format!("cannot be read again: {error}");
         file.rewind().map_err(unreadable)?;
@@ -135,9 +137,9 @@ impl BatchTeacher {
                 let parsed: Value =
                     serde_json::from_slice(&line).map_err(|error| format!("line {number} is not JSON: {error}"))?;
                 let id = parsed["custom_id"].as_str().ok_or_else(|| format!("line {number} has no `custom_id`"))?;
-                lines.insert(key(id), (start, n_bytes));
+                lines.insert(hash_of(id), (start, n_bytes));
                 if let Some(body) = response_body(&parsed) {
-                    answered.push((key(id), self.client.usage(&[], body)));
+                    answered.push((hash_of(id), self.client.usage(&[], body)));
                 }
             }
             start += n_bytes as u64;
@@ -145,7 +147,7 @@ impl BatchTeacher {
         Ok((lines, answered))
     }
 
-    fn charge<'a>(&self, answered: impl Iterator<Item = &'a (u64, Usage)>, batch: &super::Batch) {
+    fn charge<'a>(&self, answered: impl Iterator<Item = &'a (u64, Usage)>, batch: &Batch) {
         let mean_prompt_tokens = batch.prompt_tokens / (batch.ids.len() as u64).max(1);
         for (_, usage) in answered {
             let mut usage = *usage;
@@ -154,14 +156,14 @@ impl BatchTeacher {
                 usage.cost = self.client.cost((usage.prompt_tokens, usage.completion_tokens));
             }
             usage.cost = usage.cost.map(|cost| cost * self.price_factor);
-            let mut call_spend = CallSpend::new(&self.account, &self.provider);
+            let mut call_spend = CallSpend::new(&self.tracker, &self.provider);
             call_spend.sent();
             call_spend.answered();
             call_spend.charged(usage);
         }
     }
 
-    fn answer(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {
+    fn response(&self, messages: &[Message], line: &Value) -> Result<Completion, CallFailure> {
         let Some(body) = response_body(line) else {
             return Err(self.failure(FailureKind::Rejected, &refusal(line)));
         };
@@ -172,24 +174,24 @@ impl BatchTeacher {
 }
 
 impl<'a> BatchResponses<'a> {
-    pub(super) fn new(teacher: &'a BatchTeacher, path: &'a Path, note: BatchState, ended: Vec<EndedBatch>) -> Self {
-        let locations = note.locations();
-        Self { teacher, path, note, ended, locations, given: Mutex::default() }
+    pub(super) fn new(teacher: &'a BatchTeacher, path: &'a Path, state: BatchState, ended: Vec<EndedBatch>) -> Self {
+        let locations = state.locations();
+        Self { teacher, path, state, ended, locations, returned: Mutex::default() }
     }
 
-    /// The response to a prompt; `None` where it is in no batch.
+    /// The response to a prompt; `None` if no batch contains it.
     pub(crate) fn of(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
-        let key = key(&prompt_id(messages));
+        let key = hash_of(&prompt_id(messages));
         let Some(ended) = self.locations.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
-        if !self.given.lock().unwrap_or_else(PoisonError::into_inner).insert(key) {
-            self.teacher.account.count_joined(&self.teacher.provider);
+        if !self.returned.lock().unwrap_or_else(PoisonError::into_inner).insert(key) {
+            self.teacher.tracker.count_joined(&self.teacher.provider);
         }
         let line = ended.files.iter().find_map(|file| file.line(key)).transpose();
         let unreadable = |error| DataError::file(self.path, format!("answers cannot be read again: {error}"));
         Ok(Some(match line.map_err(unreadable)? {
             Some(mut line) => {
                 self.teacher.files.hide_key_in(&mut line);
-                self.teacher.answer(messages, &line)
+                self.teacher.response(messages, &line)
             }
             None => {
                 let what = format!("batch {} without an answer to this row", ended.status);
@@ -200,13 +202,13 @@ impl<'a> BatchResponses<'a> {
 
     /// Removes prompts without a response from the state file, so that the next run submits them again.
     pub(crate) fn settle(mut self) -> Result<(), DataError> {
-        for (batch, ended) in self.note.batches.iter_mut().zip(&self.ended) {
+        for (batch, ended) in self.state.batches.iter_mut().zip(&self.ended) {
             let answered: HashSet<u64> =
                 ended.files.iter().flat_map(|file| &file.answered).map(|(key, _)| *key).collect();
-            batch.ids.retain(|id| answered.contains(&key(id)));
+            batch.ids.retain(|id| answered.contains(&hash_of(id)));
         }
-        self.note.batches.retain(|batch| !batch.ids.is_empty());
-        self.note.write(self.path)
+        self.state.batches.retain(|batch| !batch.ids.is_empty());
+        self.state.write(self.path)
     }
 }
 
@@ -228,6 +230,6 @@ fn response_body(line: &Value) -> Option<&Value> {
 
 fn refusal(line: &Value) -> String {
     let status = line.pointer("/response/status_code").and_then(Value::as_u64).unwrap_or(0);
-    let said = ["/response/body/error/message", "/error/message"].iter().find_map(|at| line.pointer(at)?.as_str());
-    format!("answered {status}: {}", said.unwrap_or("no message"))
+    let message = ["/response/body/error/message", "/error/message"].iter().find_map(|at| line.pointer(at)?.as_str());
+    format!("answered {status}: {}", message.unwrap_or("no message"))
 }

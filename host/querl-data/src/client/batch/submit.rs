@@ -1,9 +1,8 @@
 //! Creates each batch once and polls it. A creation request whose response was lost may have succeeded, and a second batch over the
 //! same file would be paid for again: the service's list of batches is searched first.
 
-use super::state::Batch;
-use super::{BatchTeacher, SubmittedBatches};
-use crate::client::http::{Call, CostBound};
+use super::{Batch, BatchTeacher, SubmittedBatches};
+use crate::client::http::Call;
 use crate::error::DataError;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, FailureKind};
@@ -13,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 /// Searches of the list for a new batch, which appears after a moment; the pauses double.
 const LIST_ATTEMPTS: u32 = 6;
 
-/// Before another creation request after 429.
+/// Longest pause before another creation request after 429.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// Page size of the list, OpenAI's maximum.
@@ -32,8 +31,8 @@ enum SubmitOutcome {
 impl BatchTeacher {
     /// Creates the batch of each file that has none.
     pub(super) async fn create_missing(&self, submitted: &mut SubmittedBatches<'_>) -> Result<(), DataError> {
-        for index in 0..submitted.note.batches.len() {
-            if submitted.note.batches[index].batch_id.is_none() {
+        for index in 0..submitted.state.batches.len() {
+            if submitted.state.batches[index].batch_id.is_none() {
                 self.create_batch(submitted, index).await?;
             }
         }
@@ -47,7 +46,7 @@ impl BatchTeacher {
     ) -> Result<(), DataError> {
         let (mut n_left, mut failed) = (self.max_retries, None::<CallFailure>);
         loop {
-            let batch = submitted.note.batches[index].clone();
+            let batch = submitted.state.batches[index].clone();
             if batch.n_unknown > 0
                 && let Some(id) =
                     self.find_batch_with_retries(&batch).await.map_err(|failure| submitted.list_failed(&failure))?
@@ -78,8 +77,8 @@ impl BatchTeacher {
     async fn post_batch(&self, batch: &Batch) -> SubmitOutcome {
         let body =
             json!({"input_file_id": batch.file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"});
-        let failure = match self.once.call(&Call::post("/batches", &body), CostBound::FREE).await {
-            Ok(answer) => match self.text(&answer.body, "id") {
+        let failure = match self.once.send(&Call::post("/batches", &body)).await {
+            Ok(response) => match self.text(&response.body, "id") {
                 Ok(id) => return SubmitOutcome::Batch(id),
                 Err(failure) => return SubmitOutcome::Unknown(failure),
             },
@@ -87,7 +86,7 @@ impl BatchTeacher {
         };
         match failure.kind {
             FailureKind::Unauthorized | FailureKind::RateLimited => SubmitOutcome::Refused(failure),
-            // 409 is one of them: the service may say no to a second one because it has the first.
+            // 409 is a rejection, too: the service may already have the batch.
             FailureKind::Rejected => match self.find_batch(batch).await {
                 Ok(Some(id)) => SubmitOutcome::Batch(id),
                 Ok(None) => SubmitOutcome::Refused(failure),
@@ -99,26 +98,26 @@ impl BatchTeacher {
 
     /// Drops a file that the service rejects and never had a batch for.
     fn refused(&self, submitted: &mut SubmittedBatches<'_>, index: usize, failure: &CallFailure) -> DataError {
-        if failure.kind == FailureKind::Rejected && submitted.note.batches[index].n_unknown == 0 {
+        if failure.kind == FailureKind::Rejected && submitted.state.batches[index].n_unknown == 0 {
             if let Err(error) = submitted.drop_batch(index) {
                 return error;
             }
-            return DataError::Batch { problem: failure.to_string(), kept: submitted.kept() };
+            return DataError::Batch { problem: failure.to_string(), remedy: submitted.remedy() };
         }
         submitted.stopped(&failure.to_string())
     }
 
-    /// Counts the highest cost of a batch that was not found as lost, and reserves that of the next.
+    /// Counts the maximum cost of a batch that was not found as lost, and reserves that of the next.
     fn count_lost(&self, submitted: &mut SubmittedBatches<'_>, index: usize) -> Result<(), DataError> {
-        let Batch { n_unknown, n_lost, most, .. } = submitted.note.batches[index];
+        let Batch { n_unknown, n_lost, max_cost, .. } = submitted.state.batches[index];
         if n_lost >= n_unknown {
             return Ok(());
         }
-        self.account.count_lost(&self.provider, u64::from(n_unknown - n_lost), most);
-        self.account.save()?;
+        self.tracker.count_lost(&self.provider, u64::from(n_unknown - n_lost), max_cost);
+        self.tracker.save()?;
         submitted.change(index, |batch| batch.n_lost = n_unknown)?;
         submitted.reserved[index] = None;
-        submitted.reserved[index] = Some(self.account.reserve_for_batch(most).map_err(DataError::Service)?);
+        submitted.reserved[index] = Some(self.tracker.reserve_for_batch(max_cost).map_err(DataError::Service)?);
         Ok(())
     }
 
@@ -137,12 +136,12 @@ impl BatchTeacher {
     async fn find_batch(&self, batch: &Batch) -> Result<Option<String>, CallFailure> {
         let mut path = format!("/batches?limit={PAGE}");
         for _ in 0..MAX_PAGES {
-            let page = self.retrying.call(&Call::get(&path), CostBound::FREE).await?.body;
+            let page = self.retrying.send(&Call::get(&path)).await?.body;
             let listed = page["data"].as_array();
             let listed = listed
                 .ok_or_else(|| self.failure(FailureKind::InvalidResponse, "the list of batches has no `data`"))?;
             let ours = listed.iter().filter(|one| one["input_file_id"] == *batch.file_id);
-            // One that still works, or did, before one that never will.
+            // A batch that can have responses before a failed one.
             if let Some(ours) = ours.max_by_key(|one| one["status"] != "failed" && one["status"] != "cancelled") {
                 return self.text(ours, "id").map(Some);
             }
@@ -205,17 +204,17 @@ impl BatchTeacher {
         (n_before, n_rows): (u64, u64),
         progress: &dyn Progress,
     ) -> Result<Value, DataError> {
-        let batch = submitted.note.batches[index].clone();
+        let batch = submitted.state.batches[index].clone();
         let id = batch.batch_id.clone().unwrap_or_default();
-        // What a service counts may be any number.
+        // The counts of a service may be implausible.
         let done = |n_done: u64| n_before.saturating_add(n_done).min(n_rows);
-        let (mut unanswered, mut n_done) = (FailedPolls::default(), 0);
+        let (mut failed_polls, mut n_done) = (FailedPolls::default(), 0);
         loop {
-            let now = self.once.call(&Call::get(&format!("/batches/{id}")), CostBound::FREE).await;
-            let now = now.and_then(|answer| Ok((self.text(&answer.body, "status")?, answer.body)));
+            let now = self.once.send(&Call::get(&format!("/batches/{id}"))).await;
+            let now = now.and_then(|response| Ok((self.text(&response.body, "status")?, response.body)));
             match now {
                 Ok((status, now)) => {
-                    unanswered = FailedPolls::default();
+                    failed_polls = FailedPolls::default();
                     n_done = now.pointer("/request_counts/completed").and_then(Value::as_u64).unwrap_or(n_done);
                     progress.update(done(n_done), n_rows, &format!("batch {id} {status}"));
                     match status.as_str() {
@@ -225,10 +224,10 @@ impl BatchTeacher {
                     }
                 }
                 Err(failure) => {
-                    if !unanswered.is_tolerable(&failure, self.poll_limits) {
+                    if !failed_polls.is_tolerable(&failure, self.poll_limits) {
                         return Err(submitted.stopped(&format!("what became of batch {id} is unknown: {failure}")));
                     }
-                    tracing::debug!("{failure}; batch {id} is asked for again");
+                    tracing::debug!("{failure}; batch {id} is polled again");
                     let note = format!("batch {id}: {}; asked again", failure.kind);
                     progress.update(done(n_done), n_rows, &note);
                 }
@@ -250,9 +249,9 @@ impl BatchTeacher {
 }
 
 fn failed(submitted: &mut SubmittedBatches<'_>, index: usize, id: &str, now: &Value) -> DataError {
-    let said = now.pointer("/errors/data/0/message").and_then(Value::as_str).unwrap_or("no message");
+    let message = now.pointer("/errors/data/0/message").and_then(Value::as_str).unwrap_or("no message");
     match submitted.drop_batch(index) {
-        Ok(()) => DataError::Batch { problem: format!("batch {id} failed: {said}"), kept: submitted.kept() },
+        Ok(()) => DataError::Batch { problem: format!("batch {id} failed: {message}"), remedy: submitted.remedy() },
         Err(error) => error,
     }
 }
@@ -262,14 +261,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_end_the_wait_only_where_no_other_failure_is_between_them() {
+    fn only_consecutive_rejections_end_polling() {
         use FailureKind::{Rejected, Timeout};
-        let bears = |kinds: &[FailureKind]| {
-            let mut unanswered = FailedPolls::default();
+        let tolerates = |kinds: &[FailureKind]| {
+            let mut failed_polls = FailedPolls::default();
             let failure = |kind| CallFailure { kind, message: String::new() };
-            kinds.iter().all(|kind| unanswered.is_tolerable(&failure(*kind), PollLimits::default()))
+            kinds.iter().all(|kind| failed_polls.is_tolerable(&failure(*kind), PollLimits::default()))
         };
-        assert!(bears(&[Rejected, Timeout, Rejected, Timeout, Rejected, Rejected]));
-        assert!(!bears(&[Timeout, Rejected, Rejected, Rejected]));
+        assert!(tolerates(&[Rejected, Timeout, Rejected, Timeout, Rejected, Rejected]));
+        assert!(!tolerates(&[Timeout, Rejected, Rejected, Rejected]));
     }
 }

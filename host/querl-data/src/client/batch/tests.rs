@@ -1,4 +1,4 @@
-//! What a network and a service can do to a batch, against real sockets.
+//! Faults of network and service during a batch, against real sockets.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -9,39 +9,44 @@ use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Half of what an answer costs one by one: 100 tokens at 2 and 10 at 10 a million.
+/// Price of a batch response, half of the normal price: 100 tokens at 2 and 10 at 10 a million.
 const PRICE: f64 = 0.00015;
 
-/// A service, what stands before it, and a run's folder.
+/// A batch service behind a faulty server, and a run directory.
 struct Scene {
     service: Arc<BatchService>,
     server: FaultyServer,
     folder: tempfile::TempDir,
     services: ServiceContext,
-}
-
-/// A service that is broken as long as this says so.
-#[derive(Clone, Default)]
-struct Broken(Arc<AtomicBool>);
-
-impl Broken {
-    fn yes() -> Self {
-        Self(Arc::new(AtomicBool::new(true)))
-    }
-
-    fn is(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
-    }
-
-    fn mend(&self) {
-        self.0.store(false, Ordering::SeqCst);
-    }
+    is_broken: Arc<AtomicBool>,
 }
 
 impl Scene {
-    /// `fault` may answer for the service.
+    /// `fault` may reply in place of the service.
     fn new(fault: impl Fn(&Asked, &BatchService) -> Option<Reply> + Send + Sync + 'static) -> Self {
         Self::reading(Duration::ZERO, fault)
+    }
+
+    /// A service that sends `reply` to the requests that `fails` selects, until [`repair`](Self::repair).
+    fn broken(fails: impl Fn(&Asked) -> bool + Send + Sync + 'static, reply: Reply) -> Self {
+        let is_broken = Arc::new(AtomicBool::new(true));
+        let flag = is_broken.clone();
+        let fault =
+            move |asked: &Asked, _: &BatchService| (flag.load(Ordering::SeqCst) && fails(asked)).then(|| reply.clone());
+        Self { is_broken, ..Self::new(fault) }
+    }
+
+    fn repair(&self) {
+        self.is_broken.store(false, Ordering::SeqCst);
+    }
+
+    /// A budget for one and a half responses to the prompt `a`.
+    fn with_small_budget(mut self) -> Self {
+        let client = &self.teacher().client;
+        let max_cost = client.cost(client.most_tokens(&prompt("a"))).unwrap() * 0.5;
+        let tracker = SpendTracker::open(&self.folder.path().join("calls.json"), Some(1.5 * max_cost)).unwrap();
+        self.services = ServiceContext::default().with_spend_tracker(Arc::new(tracker));
+        self
     }
 
     fn reading(
@@ -53,7 +58,8 @@ impl Scene {
         let server = FaultyServer::start_reading(pause, move |asked| {
             fault(asked, &behind).unwrap_or_else(|| behind.reply(asked))
         });
-        Self { service, server, folder: tempfile::tempdir().unwrap(), services: ServiceContext::default() }
+        let (folder, services) = (tempfile::tempdir().unwrap(), ServiceContext::default());
+        Self { service, server, folder, services, is_broken: Arc::default() }
     }
 
     fn config(&self) -> TeacherConfig {
@@ -73,25 +79,20 @@ impl Scene {
         self.folder.path().join("batches.json")
     }
 
-    /// The answers to some prompts, of a new process.
-    async fn run(&self, prompts: &[&str]) -> Result<Vec<Result<Completion, CallFailure>>, DataError> {
-        self.ask_of(&self.teacher(), prompts).await
+    /// The responses to some prompts, as a new process would request them.
+    async fn run(&self, prompts: &[&str]) -> Result<Completions, DataError> {
+        self.run_with(&self.teacher(), prompts).await
     }
 
-    async fn ask_of(
-        &self,
-        teacher: &BatchTeacher,
-        prompts: &[&str],
-    ) -> Result<Vec<Result<Completion, CallFailure>>, DataError> {
-        let asked = prompts.iter().map(|text| Ok(prompt(text)));
-        let state = self.state();
-        let answers = teacher.run(asked, NewPrompts::Submit, &state, &Silent).await?;
-        let of = prompts.iter().map(|text| Ok(answers.of(&prompt(text))?.unwrap())).collect();
-        answers.settle()?;
-        of
+    async fn run_with(&self, teacher: &BatchTeacher, texts: &[&str]) -> Result<Completions, DataError> {
+        let path = self.state();
+        let responses = teacher.run(prompts(texts), NewPrompts::Submit, &path, &Silent).await?;
+        let completions = texts.iter().map(|text| Ok(responses.of(&prompt(text))?.unwrap())).collect();
+        responses.settle()?;
+        completions
     }
 
-    /// The whole error of a run that does not come to its end.
+    /// The error of a run that fails.
     async fn refusal(&self, prompts: &[&str]) -> String {
         let error = self.run(prompts).await.unwrap_err();
         assert!(matches!(error, DataError::Batch { .. }), "{error:?}");
@@ -104,11 +105,11 @@ impl Scene {
     }
 
     fn recorded_state(&self) -> Vec<Batch> {
-        BatchState::read(&self.state()).unwrap().map_or_else(Vec::new, |note| note.batches)
+        BatchState::read(&self.state()).unwrap().map_or_else(Vec::new, |state| state.batches)
     }
 
     fn spent(&self, provider: &str) -> Spend {
-        self.services.account().by_stage().remove("").unwrap().remove(provider).unwrap_or_default()
+        self.services.spend_tracker().by_stage().remove("").unwrap().remove(provider).unwrap_or_default()
     }
 }
 
@@ -116,21 +117,31 @@ fn prompt(text: &str) -> Vec<Message> {
     vec![Message { role: "user".into(), content: text.into() }]
 }
 
-fn all_answered(answers: &[Result<Completion, CallFailure>]) -> bool {
-    answers.iter().all(|answer| answer.as_ref().is_ok_and(|answer| answer.text.starts_with("鱼油 ")))
+type Completions = Vec<Result<Completion, CallFailure>>;
+
+fn prompts<'a>(texts: &'a [&'a str]) -> impl Iterator<Item = Result<Vec<Message>, DataError>> + 'a {
+    texts.iter().map(|text| Ok(prompt(text)))
+}
+
+fn all_answered(completions: &[Result<Completion, CallFailure>]) -> bool {
+    completions.iter().all(|answer| answer.as_ref().is_ok_and(|answer| answer.text.starts_with("鱼油 ")))
 }
 
 fn is(asked: &Asked, method: &str, path: &str) -> bool {
     asked.method == method && asked.path.starts_with(path)
 }
 
-fn answered(status: u16) -> Reply {
-    Answer::json(status, &json!({"error": {"message": "so says a proxy"}})).into()
+fn is_download(asked: &Asked) -> bool {
+    asked.path.ends_with("/content")
 }
 
-/// Regression: one prompt paid for as often as there are rows that have it.
+fn answered(status: u16) -> Reply {
+    Answer::json(status, &json!({"error": {"message": "from a proxy"}})).into()
+}
+
+/// Regression: a prompt was paid for once for each row with it.
 #[tokio::test]
-async fn rows_with_the_same_prompt_are_one_question_that_is_charged_once() {
+async fn rows_with_the_same_prompt_share_one_request() {
     let scene = Scene::new(|_, _| None);
     let answers = scene.run(&["a", "b", "a"]).await.unwrap();
     let texts: Vec<&str> = answers.iter().map(|answer| answer.as_ref().unwrap().text.as_str()).collect();
@@ -140,13 +151,16 @@ async fn rows_with_the_same_prompt_are_one_question_that_is_charged_once() {
     let spent = scene.spent("teacher m (batch)");
     assert_eq!((spent.calls, spent.joined), (2, 1));
     assert!((spent.cost - 2.0 * PRICE).abs() < 1e-12, "{spent:?}");
-    // A file up, a batch, two questions whether it is done, a file down.
-    assert_eq!((scene.spent("teacher m (batch) files").calls, scene.services.account().of_stage("").calls), (5, 2));
+    // An upload, a creation, two polls, a download.
+    assert_eq!(
+        (scene.spent("teacher m (batch) files").calls, scene.services.spend_tracker().of_stage("").calls),
+        (5, 2)
+    );
 }
 
-/// Regression: a request for a batch that is sent again because its answer was late, and a second batch that is paid.
+/// Regression: a creation request was repeated because its response was late, and a second batch was paid for.
 #[tokio::test]
-async fn batch_that_was_begun_behind_a_lost_answer_is_found_and_no_other_begun() {
+async fn a_batch_whose_creation_response_was_lost_is_found() {
     let lost: [fn(Reply) -> Reply; 5] = [
         |reply: Reply| Reply::After(Duration::from_secs(2), Box::new(reply)),
         |_| Reply::Reset,
@@ -163,7 +177,7 @@ async fn batch_that_was_begun_behind_a_lost_answer_is_found_and_no_other_begun()
 }
 
 #[tokio::test]
-async fn batch_that_nobody_finds_stands_on_the_account_before_the_next_is_begun() {
+async fn a_batch_that_is_not_found_counts_as_lost_before_the_next_is_created() {
     let n_begun = AtomicUsize::new(0);
     let scene = Scene::new(move |asked, _| {
         let is_first = is(asked, "POST", "/batches") && n_begun.fetch_add(1, Ordering::SeqCst) == 0;
@@ -177,19 +191,15 @@ async fn batch_that_nobody_finds_stands_on_the_account_before_the_next_is_begun(
 }
 
 #[tokio::test]
-async fn second_batch_over_a_file_must_fit_into_the_budget_beside_the_first() {
-    let mut scene = Scene::new(|asked, _| is(asked, "POST", "/batches").then(|| answered(503)));
-    let client = &scene.teacher().client;
-    let most = client.cost(client.most_tokens(&prompt("a"))).unwrap() * 0.5;
-    let account = SpendTracker::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
-    scene.services = ServiceContext::default().with_account(Arc::new(account));
+async fn a_second_batch_of_a_file_must_fit_into_the_budget_with_the_first() {
+    let scene = Scene::broken(|asked| is(asked, "POST", "/batches"), answered(503)).with_small_budget();
     let error = scene.run(&["a"]).await.unwrap_err();
     assert!(matches!(&error, DataError::Service(failure) if failure.kind == FailureKind::OverBudget), "{error:?}");
     assert_eq!((scene.n_asked("POST", "/batches"), scene.recorded_state().len()), (1, 1));
 }
 
 #[tokio::test]
-async fn batch_of_a_busy_account_is_found_on_a_later_page() {
+async fn a_batch_is_found_on_a_later_page_of_the_list() {
     let scene = Scene::new(|asked, service| {
         is(asked, "POST", "/batches").then(|| {
             service.reply(&Asked { path: "/files".into(), ..asked.clone() });
@@ -204,7 +214,7 @@ async fn batch_of_a_busy_account_is_found_on_a_later_page() {
 }
 
 #[tokio::test]
-async fn service_that_lists_no_batches_is_not_asked_for_a_second_one() {
+async fn no_second_batch_is_created_if_the_list_cannot_be_read() {
     let scene = Scene::new(|asked, service| match (asked.method.as_str(), asked.path.as_str()) {
         ("POST", "/batches") => {
             service.reply(asked);
@@ -214,39 +224,37 @@ async fn service_that_lists_no_batches_is_not_asked_for_a_second_one() {
         _ => None,
     });
     for _ in 0..2 {
-        let said = scene.refusal(&["a"]).await;
-        assert!(said.starts_with("whether the service already has the batch is unknown: "), "{said}");
+        let message = scene.refusal(&["a"]).await;
+        assert!(message.starts_with("whether the service already has the batch is unknown: "), "{message}");
     }
     assert_eq!((scene.service.n_begun(), scene.recorded_state().len()), (1, 1));
 }
 
 #[tokio::test]
-async fn file_that_the_service_refuses_to_work_on_is_handed_over_anew() {
-    let broken = Broken::yes();
-    let is_broken = broken.clone();
-    let scene = Scene::new(move |asked, _| (is_broken.is() && is(asked, "POST", "/batches")).then(|| answered(400)));
-    let said = scene.refusal(&["a"]).await;
-    assert!(said.ends_with("so says a proxy; the same command submits its rows again"), "{said}");
+async fn a_rejected_file_is_submitted_again() {
+    let scene = Scene::broken(|asked| is(asked, "POST", "/batches"), answered(400));
+    let message = scene.refusal(&["a"]).await;
+    assert!(message.ends_with("from a proxy; the same command submits its rows again"), "{message}");
     assert!(!scene.state().exists());
-    broken.mend();
+    scene.repair();
     assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
     assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (2, 1));
     assert_eq!(scene.spent("teacher m (batch)").lost_cost, 0.0);
 }
 
-/// Regression: a batch forgotten for one 404 of a proxy, and a stopped run for a service that was away for a moment.
+/// Regression: one 404 of a proxy dropped a batch, and a short outage stopped the run.
 #[tokio::test]
-async fn questions_for_a_batch_that_fail_are_asked_again() {
+async fn failed_polls_are_repeated() {
     let n_polls = AtomicUsize::new(0);
     let scene = Scene::new(move |asked, _| {
         let n_poll = if is(asked, "GET", "/batches/") { n_polls.fetch_add(1, Ordering::SeqCst) } else { usize::MAX };
         let fault = match n_poll {
             0 => answered(404),
             1 => answered(302),
-            // A refusal in between would be the third in a row.
+            // Another rejection would be the third in a row.
             2 => return None,
             3 => answered(503),
-            // Longer than any other call would wait.
+            // Longer than any other call waits.
             4 => Answer::json(429, &json!({})).with("Retry-After", "600").into(),
             5 => Reply::Reset,
             6 => Answer::text(200, "text/html", "<p>").into(),
@@ -257,46 +265,43 @@ async fn questions_for_a_batch_that_fail_are_asked_again() {
     });
     let mut teacher = scene.teacher();
     teacher.poll_limits.silence = Duration::from_secs(10);
-    assert!(all_answered(&scene.ask_of(&teacher, &["a", "b"]).await.unwrap()));
+    assert!(all_answered(&scene.run_with(&teacher, &["a", "b"]).await.unwrap()));
     assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
 }
 
 #[tokio::test]
-async fn batch_that_nobody_says_anything_of_stays_noted() {
+async fn a_batch_of_unknown_status_stays_in_the_state_file() {
     for fault in [404, 503, 401] {
-        let broken = Broken::yes();
-        let is_broken = broken.clone();
-        let scene =
-            Scene::new(move |asked, _| (is_broken.is() && is(asked, "GET", "/batches/")).then(|| answered(fault)));
+        let scene = Scene::broken(|asked| is(asked, "GET", "/batches/"), answered(fault));
         let mut teacher = scene.teacher();
         teacher.poll_limits.silence = Duration::from_millis(100);
-        let said = scene.ask_of(&teacher, &["a"]).await.unwrap_err().to_string();
-        assert!(said.starts_with("what became of batch batch-0 is unknown: "), "{said}");
+        let message = scene.run_with(&teacher, &["a"]).await.unwrap_err().to_string();
+        assert!(message.starts_with("what became of batch batch-0 is unknown: "), "{message}");
         let kept =
             format!("still open: batch batch-0; run the same command to resume; removing {}", scene.state().display());
-        assert!(said.contains(&kept), "{said}");
+        assert!(message.contains(&kept), "{message}");
         assert_eq!(scene.recorded_state()[0].batch_id.as_deref(), Some("batch-0"));
-        broken.mend();
+        scene.repair();
         assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
         assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
 
 #[tokio::test]
-async fn batch_without_an_end_is_not_waited_for_for_ever() {
+async fn polling_ends_for_an_old_batch() {
     let scene = Scene::new(|asked, _| match (asked.method.as_str(), asked.path.as_str()) {
         ("POST", "/files") => Some(Answer::json(200, &json!({"id": "file-0", "created_at": 1_700_000_000})).into()),
         ("POST", "/batches") => Some(Answer::json(200, &json!({"id": "b"})).into()),
         _ => Some(Answer::json(200, &json!({"id": "b", "status": "resting"})).into()),
     });
-    let said = scene.refusal(&["a"]).await;
-    assert!(said.starts_with("batch b is `resting` after "), "{said}");
+    let message = scene.refusal(&["a"]).await;
+    assert!(message.starts_with("batch b is `resting` after "), "{message}");
     assert_eq!(scene.recorded_state().len(), 1);
 }
 
-/// Regression: paid answers that are thrown away, row by row, because a file could not be read for a moment.
+/// Regression: paid responses were dropped because a file could not be read for a moment.
 #[tokio::test]
-async fn answers_that_cannot_be_read_end_the_stage_and_are_read_by_the_next() {
+async fn unreadable_responses_end_the_stage_and_are_read_by_the_next_run() {
     let cut = Answer::text(200, "application/jsonl", "{\"custom_id\": \"x\", \"response\": {}}\n{\"custom_id\": \"y");
     let whole_lines_missing = Answer::text(200, "application/jsonl", "{\"custom_id\": \"x\", \"response\": {}}\n");
     let faults = [
@@ -307,22 +312,22 @@ async fn answers_that_cannot_be_read_end_the_stage_and_are_read_by_the_next() {
         (Reply::Enormous(64 << 20), "longer than"),
         (Reply::Stall(Answer::text(200, "application/jsonl", "{}\n")), "nothing moved for 0.5 s"),
     ];
-    for (fault, said) in faults {
-        let broken = Broken::yes();
-        let is_broken = broken.clone();
-        let scene =
-            Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| fault.clone()));
+    for (fault, message) in faults {
+        let scene = Scene::broken(is_download, fault);
         let error = scene.refusal(&["a", "b"]).await;
-        assert!(error.starts_with("the answers of batch batch-0 cannot be read: ") && error.contains(said), "{error}");
+        assert!(
+            error.starts_with("the answers of batch batch-0 cannot be read: ") && error.contains(message),
+            "{error}"
+        );
         assert_eq!((scene.recorded_state().len(), scene.recorded_state()[0].is_charged), (1, false));
-        broken.mend();
+        scene.repair();
         assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
         assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
 
 #[tokio::test]
-async fn file_that_was_cut_short_once_is_read_again() {
+async fn a_truncated_download_is_repeated() {
     let n_reads = AtomicUsize::new(0);
     let scene = Scene::new(move |asked, service| {
         let is_first = asked.path.ends_with("/content") && n_reads.fetch_add(1, Ordering::SeqCst) == 0;
@@ -335,27 +340,27 @@ async fn file_that_was_cut_short_once_is_read_again() {
     assert_eq!(scene.n_asked("GET", "/files/"), 2);
 }
 
-/// Regression: files that can never be carried on a slow line, since all of one had to pass within the time of a call.
+/// Regression: on a slow line no file could be transferred within the timeout of a call.
 #[tokio::test]
-async fn slow_line_carries_files_for_as_long_as_they_move() {
+async fn slow_transfers_are_not_timed_out_while_they_progress() {
     let scene = Scene::reading(Duration::from_millis(40), |asked, service| {
         let Reply::Answer(answer) = service.reply(asked) else { return None };
         asked.path.ends_with("/content").then(|| Reply::Trickle(answer, Duration::from_millis(300)))
     });
-    // What the buffers of a connection hold is past the client's sight and gone in half of that.
+    // Longer than the buffers of a connection take to drain.
     let config = TeacherConfig { timeout_s: 2.5, ..scene.config() };
     let teacher = BatchTeacher::open(&config, &scene.services).unwrap();
     let long = "鱼".repeat(300_000);
     let prompts: Vec<String> = (0..26).map(|n| format!("{n}{long}")).collect();
     let prompts: Vec<&str> = prompts.iter().map(String::as_str).collect();
     let started = std::time::Instant::now();
-    assert!(all_answered(&scene.ask_of(&teacher, &prompts).await.unwrap()));
+    assert!(all_answered(&scene.run_with(&teacher, &prompts).await.unwrap()));
     assert!(started.elapsed() > Duration::from_secs(6), "up and down each take longer than a call may");
     assert_eq!((scene.n_asked("POST", "/files"), scene.n_asked("GET", "/files/")), (1, 1));
 }
 
 #[tokio::test]
-async fn failed_batch_is_handed_over_anew_and_the_others_are_gone_on_with() {
+async fn a_failed_batch_is_submitted_again_and_the_others_are_resumed() {
     let n_begun = AtomicUsize::new(0);
     let scene = Scene::new(move |asked, service| {
         let reply = is(asked, "POST", "/batches").then(|| service.reply(asked))?;
@@ -365,13 +370,13 @@ async fn failed_batch_is_handed_over_anew_and_the_others_are_gone_on_with() {
         Some(reply)
     });
     let mut teacher = scene.teacher();
-    teacher.largest.n_rows = 2;
-    let said = scene.ask_of(&teacher, &["a", "b", "c", "d", "e"]).await.unwrap_err().to_string();
+    teacher.file_limits.n_rows = 2;
+    let message = scene.run_with(&teacher, &["a", "b", "c", "d", "e"]).await.unwrap_err().to_string();
     assert!(
-        said.starts_with(
+        message.starts_with(
             "batch batch-1 failed: the file is not what it should be; still open: batch batch-0, batch-2;"
         ),
-        "{said}"
+        "{message}"
     );
     assert!(all_answered(&scene.run(&["a", "b", "c", "d", "e"]).await.unwrap()));
     assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (4, 4));
@@ -380,7 +385,7 @@ async fn failed_batch_is_handed_over_anew_and_the_others_are_gone_on_with() {
 }
 
 #[tokio::test]
-async fn rows_that_an_unfinished_batch_did_not_come_to_are_handed_over_anew() {
+async fn rows_without_a_response_are_submitted_again() {
     for status in ["expired", "cancelled"] {
         let scene = Scene::new(move |asked, service| {
             let reply = is(asked, "POST", "/batches").then(|| service.reply(asked))?;
@@ -402,44 +407,36 @@ async fn rows_that_an_unfinished_batch_did_not_come_to_are_handed_over_anew() {
 
 /// Regression: responses that each later run charged again.
 #[tokio::test]
-async fn all_that_a_batch_answers_is_charged_once_when_it_is_read() {
+async fn responses_are_charged_once() {
     let scene = Scene::new(|_, _| None);
     for _ in 0..2 {
-        let asked = ["a", "b"].iter().map(|text| Ok(prompt(text)));
-        scene.teacher().run(asked, NewPrompts::Submit, &scene.state(), &Silent).await.unwrap();
+        scene.teacher().run(prompts(&["a", "b"]), NewPrompts::Submit, &scene.state(), &Silent).await.unwrap();
         assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
     }
 }
 
 #[tokio::test]
-async fn batch_of_another_model_is_refused_and_one_of_the_same_is_read_without_new_questions() {
-    let broken = Broken::yes();
-    let is_broken = broken.clone();
-    let scene = Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| answered(404)));
+async fn batches_of_another_model_are_rejected_and_those_of_the_same_are_read() {
+    let scene = Scene::broken(is_download, answered(404));
     scene.refusal(&["a"]).await;
     let other = TeacherConfig { model: Some("other".into()), ..scene.config() };
     let other = BatchTeacher::open(&other, &scene.services).unwrap();
     for error in [other.has_batches(&scene.state()).unwrap_err(), refuse_open_batches(&scene.state()).unwrap_err()] {
-        assert!(
-            error
-                .to_string()
-                .contains("submitted to another teacher, or with other settings of [teacher]: batch batch-0; "),
-            "{error}"
-        );
+        let message = "submitted to another teacher, or with other settings of [teacher]: batch batch-0; ";
+        assert!(error.to_string().contains(message), "{error}");
     }
     assert!(scene.teacher().has_batches(&scene.state()).unwrap());
-    broken.mend();
-    let (asked, state) = (["a", "b"].iter().map(|text| Ok(prompt(text))), scene.state());
-    let teacher = scene.teacher();
-    let answers = teacher.run(asked, NewPrompts::Skip, &state, &Silent).await.unwrap();
+    scene.repair();
+    let (teacher, path) = (scene.teacher(), scene.state());
+    let answers = teacher.run(prompts(&["a", "b"]), NewPrompts::Skip, &path, &Silent).await.unwrap();
     assert!(answers.of(&prompt("a")).unwrap().unwrap().is_ok());
     assert!(answers.of(&prompt("b")).unwrap().is_none());
     assert_eq!(scene.n_asked("POST", "/files"), 1);
 }
 
-/// Regression: a run that could not get past a batch and paid again for responses that it had read.
+/// Regression: a run failed at a batch with missing responses and paid again for those that it had read.
 #[tokio::test]
-async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew() {
+async fn missing_responses_are_requested_again_and_the_others_kept() {
     let n_reads = AtomicUsize::new(0);
     let scene = Scene::new(move |asked, service| {
         let is_first = asked.path.ends_with("/content") && n_reads.fetch_add(1, Ordering::SeqCst) < 3;
@@ -461,9 +458,9 @@ async fn fewer_answers_than_are_counted_are_taken_and_the_other_rows_asked_anew(
     assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
 }
 
-/// Regression: numbers of a service that no clock and no sum can hold.
+/// Regression: overflow from implausible numbers of a service.
 #[tokio::test]
-async fn absurd_numbers_of_a_service_do_no_harm() {
+async fn implausible_numbers_of_a_service_are_harmless() {
     let scene = Scene::new(|asked, service| {
         if !(is(asked, "POST", "/files") || is(asked, "GET", "/batches/")) {
             return None;
@@ -480,7 +477,7 @@ async fn absurd_numbers_of_a_service_do_no_harm() {
 }
 
 #[test]
-fn upload_is_dated_by_the_service_where_it_tells_seconds_of_our_time() {
+fn upload_time_is_the_service_s_if_plausible() {
     let at = |created_at: Value| {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000);
         uploaded_at(&json!({"created_at": created_at}), now)
@@ -493,18 +490,15 @@ fn upload_is_dated_by_the_service_where_it_tells_seconds_of_our_time() {
 
 /// Regression: a batch that was submitted and paid for again because the program was replaced while it was in flight.
 #[tokio::test]
-async fn batch_that_an_earlier_version_noted_is_found_and_read() {
+async fn a_state_file_of_an_earlier_version_is_read() {
     for batch_id in [json!("batch-0"), Value::Null] {
-        let broken = Broken::yes();
-        let is_broken = broken.clone();
-        let scene =
-            Scene::new(move |asked, _| (is_broken.is() && asked.path.ends_with("/content")).then(|| answered(404)));
+        let scene = Scene::broken(is_download, answered(404));
         scene.refusal(&["a", "b"]).await;
         let recorded_state = &scene.recorded_state()[0];
         let earlier =
             json!({"batches": [{"file_id": recorded_state.file_id, "batch_id": batch_id, "ids": recorded_state.ids}]});
         std::fs::write(scene.state(), earlier.to_string()).unwrap();
-        broken.mend();
+        scene.repair();
         assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
         assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
@@ -512,7 +506,7 @@ async fn batch_that_an_earlier_version_noted_is_found_and_read() {
 
 /// Regression: ten paid responses next to a long file of errors, which no later run could read.
 #[tokio::test]
-async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
+async fn the_download_limit_depends_on_the_submitted_rows() {
     let scene = Scene::new(|asked, service| {
         let Reply::Answer(answer) = asked.path.ends_with("/content").then(|| service.reply(asked))? else {
             return None;
@@ -528,17 +522,13 @@ async fn files_may_be_as_long_as_the_rows_that_were_handed_over_make_them() {
     scene.teacher().run(std::iter::empty(), NewPrompts::Skip, &scene.state(), &Silent).await.map(drop).unwrap();
 }
 
-/// Regression: a budget that takes one file and not two, and a run that then hands over none, each time.
+/// Regression: with a budget for one file but not two, no file was submitted.
 #[tokio::test]
-async fn file_that_does_not_fit_beside_another_is_handed_over_behind_it() {
-    let mut scene = Scene::new(|_, _| None);
-    let client = &scene.teacher().client;
-    let most = client.cost(client.most_tokens(&prompt("a"))).unwrap() * 0.5;
-    let account = SpendTracker::open(&scene.folder.path().join("calls.json"), Some(1.5 * most)).unwrap();
-    scene.services = ServiceContext::default().with_account(Arc::new(account));
+async fn a_file_beyond_the_budget_is_submitted_after_the_first_has_ended() {
+    let scene = Scene::new(|_, _| None).with_small_budget();
     let mut teacher = scene.teacher();
-    teacher.largest.n_rows = 1;
-    assert!(all_answered(&scene.ask_of(&teacher, &["a", "b"]).await.unwrap()));
+    teacher.file_limits.n_rows = 1;
+    assert!(all_answered(&scene.run_with(&teacher, &["a", "b"]).await.unwrap()));
     assert_eq!(scene.service.n_begun(), 2);
     assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12, "each is paid once");
 }

@@ -1,29 +1,28 @@
 //! File uploads and downloads. Their duration depends on size and bandwidth, so the limit is on the time without progress.
 
-use super::{Call, CallLimits, Caller, FailedAttempt, REFUSAL_BYTES, Retry, Secret, lock, retry_after};
-use crate::client::context::ServiceContext;
+use super::{Call, CallLimits, Caller, FailedAttempt, Retry, Secret, lock};
+use crate::client::ServiceContext;
 use crate::client::spend::CallSpend;
 use crate::error::DataError;
 use futures::stream;
 use querl_core::config::CallsConfig;
 use querl_core::records::{CallFailure, FailureKind};
-use reqwest::header::AUTHORIZATION;
 use reqwest::multipart::{Form, Part};
-use reqwest::{Body, Method, RequestBuilder, Response};
+use reqwest::{Body, Method, RequestBuilder};
 use serde_json::Value;
 use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-/// Stands for no limit, within what a clock can represent.
+/// No limit, but a value that a clock can represent.
 const UNBOUNDED: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Chunk size: at 10 kbit/s one takes 13 s.
 const CHUNK_BYTES: usize = 1 << 14;
 
-/// Carries files to and from one service.
+/// Uploads files to and downloads files from one service.
 #[derive(Debug)]
 pub(crate) struct FileTransfer {
     caller: Caller,
@@ -60,11 +59,11 @@ impl FileTransfer {
     ) -> Result<Self, DataError> {
         let config = CallsConfig { read_timeout_s: UNBOUNDED.as_secs_f64(), ..services.config.clone() };
         let (stall_timeout, limits) = (limits.timeout, CallLimits { timeout: UNBOUNDED, ..limits });
-        let caller = Caller::new(setting, url, key, limits, &services.reached_by(config))?;
+        let caller = Caller::new(setting, url, key, limits, &services.with_config(config))?;
         Ok(Self { caller: caller.named(provider), stall_timeout })
     }
 
-    /// Sends `text` as a file of requests; what the service says of it.
+    /// Uploads `text` as a file of batch requests; returns the service's response.
     pub(crate) async fn upload(&self, path: &str, text: &Arc<String>) -> Result<Value, CallFailure> {
         let call = &Call { method: Method::POST, ..Call::get(path) };
         self.carry(|| async {
@@ -75,14 +74,14 @@ impl FileTransfer {
                 body.extend_from_slice(chunk);
                 Ok(())
             };
-            let request = self.request(call).multipart(form);
+            let request = self.caller.request(call).multipart(form);
             self.exchange(call, request, &moved, self.caller.max_response_bytes as u64, take).await?;
             self.caller.parse(call, body)
         })
         .await
     }
 
-    /// Reads a file of at most `most_bytes` into `file`, whose content goes.
+    /// Downloads a file of at most `most_bytes` bytes and replaces the content of `file` with it.
     pub(crate) async fn download(&self, path: &str, file: &File, most_bytes: u64) -> Result<(), CallFailure> {
         let call = &Call::get(path);
         self.carry(|| async {
@@ -93,7 +92,7 @@ impl FileTransfer {
             let mut file = file;
             file.set_len(0).and_then(|()| file.rewind()).map_err(unwritten)?;
             let take = |chunk: &[u8]| file.write_all(chunk).map_err(unwritten);
-            self.exchange(call, self.request(call), &TransferClock::now(), most_bytes, take).await
+            self.exchange(call, self.caller.request(call), &TransferClock::now(), most_bytes, take).await
         })
         .await
     }
@@ -102,13 +101,13 @@ impl FileTransfer {
         &self,
         mut try_once: impl FnMut() -> F,
     ) -> Result<T, CallFailure> {
-        let call_spend = Mutex::new(CallSpend::new(&self.caller.account, &self.caller.provider));
+        let call_spend = Mutex::new(CallSpend::new(&self.caller.tracker, &self.caller.provider));
         let counted = || {
             let tried = try_once();
             async {
                 lock(&call_spend).sent();
                 let result = tried.await;
-                // Carrying costs nothing, whatever became of it.
+                // Transfers are free of charge, even failed ones.
                 match &result {
                     Ok(_) => lock(&call_spend).answered(),
                     Err(_) => lock(&call_spend).refused(),
@@ -123,15 +122,7 @@ impl FileTransfer {
         result
     }
 
-    fn request(&self, call: &Call<'_>) -> RequestBuilder {
-        let request = self.caller.client.request(call.method.clone(), self.caller.address(call));
-        match &self.caller.authorization {
-            Some(authorization) => request.header(AUTHORIZATION, authorization.clone()),
-            None => request,
-        }
-    }
-
-    /// One request; `take` is shown the body of a success, a chunk at a time.
+    /// One request; passes the body of a successful response to `take` in chunks.
     async fn exchange(
         &self,
         call: &Call<'_>,
@@ -145,7 +136,7 @@ impl FileTransfer {
             let mut response = request.send().await.map_err(broken)?;
             moved.tick();
             if !response.status().is_success() {
-                return Err(self.refused(call, response).await);
+                return Err(self.caller.refused(call, response).await);
             }
             let mut n_bytes = 0;
             while let Some(chunk) = response.chunk().await.map_err(broken)? {
@@ -160,21 +151,10 @@ impl FileTransfer {
             }
             Ok(())
         };
-        unless_silent(exchange, moved, self.stall_timeout).await.unwrap_or_else(|| {
+        unless_stalled(exchange, moved, self.stall_timeout).await.unwrap_or_else(|| {
             let what = format!("nothing moved for {} s", self.stall_timeout.as_secs_f64());
             Err(self.failed(call, FailureKind::Timeout, what))
         })
-    }
-
-    async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedAttempt {
-        let (status, pause) = (response.status(), retry_after(response.headers(), SystemTime::now()));
-        let mut body = Vec::new();
-        while body.len() < REFUSAL_BYTES
-            && let Ok(Some(chunk)) = response.chunk().await
-        {
-            body.extend_from_slice(&chunk);
-        }
-        self.caller.refused(call, status, pause, &String::from_utf8_lossy(&body))
     }
 
     pub(crate) fn hide_key_in(&self, answer: &mut Value) {
@@ -199,7 +179,7 @@ fn part(text: Arc<String>, moved: TransferClock) -> Part {
 }
 
 /// The result of `work`; `None` after a stall.
-async fn unless_silent<T>(work: impl Future<Output = T>, moved: &TransferClock, stall_timeout: Duration) -> Option<T> {
+async fn unless_stalled<T>(work: impl Future<Output = T>, moved: &TransferClock, stall_timeout: Duration) -> Option<T> {
     let mut work = pin!(work);
     loop {
         if let Ok(done) = tokio::time::timeout(stall_timeout.saturating_sub(moved.ago()), work.as_mut()).await {

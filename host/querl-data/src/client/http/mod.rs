@@ -1,28 +1,25 @@
 //! HTTP calls to external services: limited concurrency, rate and time, retries with backoff, a circuit breaker, and failure messages
 //! without secrets.
 
-mod circuit_breaker;
 mod file_transfer;
-mod rate_limit;
 mod retry;
 mod secret;
 pub(crate) use file_transfer::FileTransfer;
-pub(crate) use rate_limit::estimated_tokens;
-pub(crate) use retry::{Check, Refusal};
+pub(crate) use retry::{Check, Refusal, estimated_tokens};
 pub(crate) use secret::Secret;
 
-use crate::client::context::ServiceContext;
-use crate::client::deadline::{StopFlag, queued};
 use crate::client::spend::{CallSpend, SpendTracker};
+use crate::client::{ServiceContext, StopFlag, queued};
 use crate::error::DataError;
 use backon::{ExponentialBuilder, Retryable};
-use circuit_breaker::CircuitBreaker;
 use querl_core::config::CallsConfig;
 use querl_core::records::{CallFailure, FailureKind};
-use rate_limit::RateLimiter;
 use reqwest::header::{AUTHORIZATION, HeaderValue};
-use reqwest::{Certificate, Client, Method, NoProxy, Proxy, Response, StatusCode, Url, redirect};
-use retry::{FailedAttempt, MAX_RETRY_AFTER, Retry, is_out_of_money, may_be_charged, of_status, retry_after};
+use reqwest::{Certificate, Client, Method, NoProxy, Proxy, RequestBuilder, Response, Url, redirect};
+use retry::{
+    CircuitBreaker, FailedAttempt, MAX_RETRY_AFTER, RateLimiter, Retry, is_out_of_money, may_be_charged, of_status,
+    retry_after,
+};
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
@@ -76,12 +73,12 @@ pub(crate) struct Caller {
     slots: Semaphore,
     rate_limiter: RateLimiter,
     breaker: CircuitBreaker,
-    account: Arc<SpendTracker>,
+    tracker: Arc<SpendTracker>,
     stop: StopFlag,
     provider: String,
 }
 
-/// An answer and how long its last try took.
+/// A response, the latency of its last attempt, and the spend of the call.
 #[derive(Debug)]
 pub(crate) struct ServiceResponse {
     pub(crate) body: Value,
@@ -89,11 +86,11 @@ pub(crate) struct ServiceResponse {
     pub(crate) call_spend: CallSpend,
 }
 
-/// One request, as often as it is tried.
+/// A request, for all its attempts.
 #[derive(Debug, Clone)]
 pub(crate) struct Call<'a> {
     method: Method,
-    /// Below the caller's address; empty for the address itself.
+    /// Appended to the caller's URL; empty for the URL itself.
     path: String,
     sent: Option<&'a Value>,
 }
@@ -112,16 +109,16 @@ impl<'a> Call<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CostBound {
     pub(crate) n_tokens: u64,
-    pub(crate) most: f64,
+    pub(crate) max_cost: f64,
 }
 
 impl CostBound {
-    /// Of a service that takes no money.
-    pub(crate) const FREE: Self = Self { n_tokens: 0, most: 0.0 };
+    /// Of a service that is free of charge.
+    pub(crate) const FREE: Self = Self { n_tokens: 0, max_cost: 0.0 };
 }
 
 impl Caller {
-    /// A caller of `url`, which `setting` names in the configuration.
+    /// A caller of `url`; `setting` is its configuration key.
     pub(crate) fn new(
         setting: &str,
         url: &str,
@@ -149,7 +146,7 @@ impl Caller {
             slots: Semaphore::new(limits.max_concurrent),
             rate_limiter: RateLimiter::new(limits.requests_per_minute, limits.tokens_per_minute),
             breaker: CircuitBreaker::new(config.breaker_failures),
-            account: services.account.clone(),
+            tracker: services.tracker.clone(),
             stop: services.stop,
             provider,
         })
@@ -159,30 +156,21 @@ impl Caller {
         Self { provider: provider.to_owned(), ..self }
     }
 
-    /// Sends a JSON body and reads a JSON answer.
-    pub(crate) async fn post(&self, body: &Value, charge: CostBound) -> Result<ServiceResponse, CallFailure> {
-        self.post_checked(body, charge, &|_| None).await
+    /// Posts a JSON body to a free service and returns its JSON response.
+    pub(crate) async fn post(&self, body: &Value) -> Result<ServiceResponse, CallFailure> {
+        self.send(&Call::post("", body)).await
     }
 
-    /// The same, where a body may hold a refusal under a status of success.
-    pub(crate) async fn post_checked(
-        &self,
-        body: &Value,
-        charge: CostBound,
-        check: &Check<'_>,
-    ) -> Result<ServiceResponse, CallFailure> {
-        self.call_checked(&Call::post("", body), charge, check).await
+    /// [`post`](Self::post) for any request.
+    pub(crate) async fn send(&self, call: &Call<'_>) -> Result<ServiceResponse, CallFailure> {
+        self.call(call, CostBound::FREE, &|_| None).await
     }
 
-    /// The same for any request.
-    pub(crate) async fn call(&self, call: &Call<'_>, charge: CostBound) -> Result<ServiceResponse, CallFailure> {
-        self.call_checked(call, charge, &|_| None).await
-    }
-
-    async fn call_checked(
+    /// Sends a request that may cost up to `bound`; `check` finds errors in responses with a success status.
+    pub(crate) async fn call(
         &self,
         call: &Call<'_>,
-        charge: CostBound,
+        bound: CostBound,
         check: &Check<'_>,
     ) -> Result<ServiceResponse, CallFailure> {
         // The slot is held during retry pauses, so that a busy service gets fewer calls.
@@ -191,14 +179,14 @@ impl Caller {
         if let Some(down) = self.breaker.opened() {
             return Err(down.clone());
         }
-        let call_spend = Mutex::new(CallSpend::new(&self.account, &self.provider));
-        let answer = self.retried(|| self.try_call(call, charge, check, &call_spend)).await;
-        // An interrupted call says nothing about the service.
+        let call_spend = Mutex::new(CallSpend::new(&self.tracker, &self.provider));
+        let outcome = self.retried(|| self.try_call(call, bound, check, &call_spend)).await;
+        // The outcome of an interrupted call does not describe the service.
         if !self.stop.is_set() {
-            self.breaker.count(&shown_address(&self.url), &answer);
+            self.breaker.count(&shown_address(&self.url), &outcome);
         }
         let mut call_spend = call_spend.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
-        match answer {
+        match outcome {
             Ok((body, latency_ms)) => Ok(ServiceResponse { body, latency_ms, call_spend }),
             Err(failure) => {
                 call_spend.failed();
@@ -223,17 +211,17 @@ impl Caller {
                 failed.retry != Retry::Useless && self.breaker.opened().is_none() && !self.stop.is_set()
             })
             .adjust(|failed: &FailedAttempt, pause| match failed.retry {
-                Retry::After(asked) if asked > MAX_RETRY_AFTER => None,
-                // Jitter.
-                Retry::After(asked) => pause.map(|pause| pause.max(asked + pause.min(asked / 8))),
+                Retry::After(wait) if wait > MAX_RETRY_AFTER => None,
+                // With jitter.
+                Retry::After(wait) => pause.map(|pause| pause.max(wait + pause.min(wait / 8))),
                 _ => pause,
             })
-            // The next try sees that its pause was cut short.
+            // The stop flag ends a pause early; the next attempt fails at once.
             .sleep(move |pause| stop.pause(pause))
             .notify(|failed: &FailedAttempt, pause| tracing::debug!(?pause, "{}; trying again", failed.failure))
             .await
             .map_err(|failed| {
-                if matches!(failed.retry, Retry::After(asked) if asked > MAX_RETRY_AFTER) {
+                if matches!(failed.retry, Retry::After(wait) if wait > MAX_RETRY_AFTER) {
                     self.breaker.open(&failed.failure);
                 }
                 failed.failure
@@ -243,27 +231,27 @@ impl Caller {
     async fn try_call(
         &self,
         call: &Call<'_>,
-        charge: CostBound,
+        bound: CostBound,
         check: &Check<'_>,
         call_spend: &Mutex<CallSpend>,
     ) -> Result<(Value, f64), FailedAttempt> {
         let unpaid = |failure| FailedAttempt { failure, retry: Retry::Useless, is_lost: false };
-        let reserved = self.before_stop(queued(self.account.reserve(charge.most))).await.map_err(unpaid)?;
+        let reserved = self.before_stop(queued(self.tracker.reserve(bound.max_cost))).await.map_err(unpaid)?;
         lock(call_spend).covered_by(reserved.map_err(unpaid)?);
-        self.before_stop(queued(self.rate_limiter.turn(charge.n_tokens))).await.map_err(unpaid)?;
+        self.before_stop(queued(self.rate_limiter.acquire(bound.n_tokens))).await.map_err(unpaid)?;
         lock(call_spend).sent();
-        let answer = self.exchange(call).await.and_then(|answer| match check(&answer.0) {
+        let outcome = self.exchange(call).await.and_then(|response| match check(&response.0) {
             Some(Refusal { kind, retry, is_lost, what }) => {
                 Err(FailedAttempt { is_lost, ..self.failed(call, kind, retry, what) })
             }
-            None => Ok(answer),
+            None => Ok(response),
         });
-        match &answer {
+        match &outcome {
             Ok(_) => lock(call_spend).answered(),
             Err(FailedAttempt { is_lost: true, .. }) => lock(call_spend).lost(),
             Err(_) => lock(call_spend).refused(),
         }
-        answer
+        outcome
     }
 
     /// The result of `wait`, or a failure once the stop flag is set.
@@ -274,30 +262,27 @@ impl Caller {
 
     async fn exchange(&self, call: &Call<'_>) -> Result<(Value, f64), FailedAttempt> {
         let started = Instant::now();
-        let mut request = self.client.request(call.method.clone(), self.address(call));
-        if let Some(body) = call.sent {
-            request = request.json(body);
-        }
-        if let Some(authorization) = &self.authorization {
-            request = request.header(AUTHORIZATION, authorization.clone());
-        }
-        let mut response = request.send().await.map_err(|error| self.broken(call, &error))?;
-        let status = response.status();
-        let pause = retry_after(response.headers(), SystemTime::now());
-        if !status.is_success() {
-            // The status decides, even where the body is truncated.
-            let said = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
-            return Err(self.refused(call, status, pause, &String::from_utf8_lossy(&said)));
+        let mut response = self.request(call).send().await.map_err(|error| self.broken(call, &error))?;
+        if !response.status().is_success() {
+            return Err(self.refused(call, response).await);
         }
         let bytes = self.read(call, &mut response, self.max_response_bytes).await.map_err(|(_, failed)| failed)?;
         let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
         Ok((self.parse(call, bytes)?, latency_ms))
     }
 
-    fn address(&self, call: &Call<'_>) -> String {
-        match call.path.as_str() {
+    fn request(&self, call: &Call<'_>) -> RequestBuilder {
+        let url = match call.path.as_str() {
             "" => self.url.to_string(),
             path => format!("{}{path}", self.url.as_str().trim_end_matches('/')),
+        };
+        let mut request = self.client.request(call.method.clone(), url);
+        if let Some(body) = call.sent {
+            request = request.json(body);
+        }
+        match &self.authorization {
+            Some(authorization) => request.header(AUTHORIZATION, authorization.clone()),
+            None => request,
         }
     }
 
@@ -347,7 +332,10 @@ impl Caller {
             self.failed(call, FailureKind::InvalidResponse, retry, message).lost()
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        let mut body = serde_json::from_str(text).map_err(|error| self.not_json(call, &error))?;
+        let mut body = serde_json::from_str(text).map_err(|error: serde_json::Error| {
+            let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
+            self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
+        })?;
         if let Some(key) = &self.key {
             key.hide_in_value(&mut body);
         }
@@ -364,12 +352,11 @@ impl Caller {
         if error.is_connect() { failed } else { failed.lost() }
     }
 
-    fn not_json(&self, call: &Call<'_>, error: &serde_json::Error) -> FailedAttempt {
-        let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
-        self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
-    }
-
-    fn refused(&self, call: &Call<'_>, status: StatusCode, pause: Option<Duration>, body: &str) -> FailedAttempt {
+    /// The failure that an HTTP error status means, whatever its body; a truncated body is quoted as far as it was read.
+    async fn refused(&self, call: &Call<'_>, mut response: Response) -> FailedAttempt {
+        let (status, pause) = (response.status(), retry_after(response.headers(), SystemTime::now()));
+        let body = self.read(call, &mut response, REFUSAL_BYTES).await.unwrap_or_else(|(read, _)| read);
+        let body = &String::from_utf8_lossy(&body);
         let (kind, retry) = match is_out_of_money(body) {
             true => (FailureKind::Unauthorized, Retry::Useless),
             false => of_status(status.as_u16(), pause),
@@ -377,10 +364,10 @@ impl Caller {
         // The key is removed before the text is shortened, which could cut it.
         let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
         match retry {
-            Retry::After(asked) if asked > MAX_RETRY_AFTER => {
-                what = format!("{what}; it wants no call for {:.0} s", asked.as_secs_f64().min(1e9));
+            Retry::After(wait) if wait > MAX_RETRY_AFTER => {
+                what = format!("{what}; it wants no call for {:.0} s", wait.as_secs_f64().min(1e9));
             }
-            Retry::After(asked) => self.rate_limiter.pause_all(asked),
+            Retry::After(wait) => self.rate_limiter.pause_all(wait),
             Retry::Later | Retry::Useless => {}
         }
         let failed = self.failed(call, kind, retry, what);
@@ -413,10 +400,10 @@ fn shown_address(url: &Url) -> String {
 
 pub(crate) fn server_message(body: &str) -> String {
     let parsed: Option<Value> = serde_json::from_str(body).ok();
-    let said = parsed.as_ref().and_then(|body| {
+    let message = parsed.as_ref().and_then(|body| {
         ["/error/message", "/error", "/message", "/detail", "/msg"].iter().find_map(|path| body.pointer(path)?.as_str())
     });
-    let text = said.unwrap_or(body).split_whitespace().collect::<Vec<_>>().join(" ");
+    let text = message.unwrap_or(body).split_whitespace().collect::<Vec<_>>().join(" ");
     match text.char_indices().nth(EXCERPT_CHARS) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None if text.is_empty() => "no message".into(),
@@ -433,9 +420,8 @@ fn root_cause(error: &dyn std::error::Error) -> String {
     cause.to_string()
 }
 
-/// `setting` is what names the endpoint in the configuration.
 fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Result<Client, DataError> {
-    // Fails where a provider is installed already, which is as good.
+    // Fails if a provider is already installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let connect = seconds(config.connect_timeout_s).min(limits.timeout);
     let mut builder = Client::builder()
@@ -459,12 +445,10 @@ fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Resul
     builder.build().map_err(|error| DataError::setting(setting, format!("cannot be called from this machine: {error}")))
 }
 
-/// `from_secs_f64` panics on what the configuration's own check should have refused.
+/// Unlike `from_secs_f64` without a panic; the configuration's check rejects such values.
 fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(60))
 }
 
-#[cfg(test)]
-mod fault_tests;
 #[cfg(test)]
 mod tests;

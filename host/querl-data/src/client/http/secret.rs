@@ -15,12 +15,12 @@ pub(crate) struct Secret {
     scheme: AuthScheme,
 }
 
-/// Shorter keys are not hidden: local servers take `1`, `none` or `token`, which occur in responses by chance.
+/// Shorter keys are not redacted: local servers use `1`, `none` or `token`, which also occur in responses.
 const SECRET_BYTES: usize = 8;
 
 impl Secret {
-    /// The key in a file, where one is named, else in an environment variable; `None` where `variable` is empty, for services
-    /// that want no key. `section` is whose keys of the configuration name them.
+    /// The key from `file` if set, else from an environment variable; `None` if `variable` is empty. `section` of the configuration is
+    /// named in errors.
     pub(crate) fn open(section: &str, file: Option<&Path>, variable: &str) -> Result<Option<Self>, DataError> {
         match file {
             Some(path) => Self::from_file(section, path).map(Some),
@@ -59,7 +59,7 @@ impl Secret {
         Self { scheme, ..self }
     }
 
-    /// The header that carries the key.
+    /// Value of the `Authorization` header.
     pub(super) fn header(&self) -> Result<HeaderValue, InvalidHeaderValue> {
         let mut value = HeaderValue::try_from(match self.scheme {
             AuthScheme::Auto | AuthScheme::Bearer => format!("Bearer {}", self.key),
@@ -74,7 +74,7 @@ impl Secret {
         BASE64_STANDARD.encode(&self.key)
     }
 
-    /// `text` without the key, in whichever form it is sent.
+    /// `text` with every encoding of the key redacted.
     pub(super) fn hide_in(&self, text: &str) -> String {
         self.encodings().iter().fold(text.to_owned(), |text, form| text.replace(form, "[key]"))
     }
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_sent_as_the_service_wants_it_and_hidden_in_each_form() {
+    fn a_key_is_sent_and_redacted_in_each_encoding() {
         let header =
             |scheme| Secret::new("admin:s3cret").sent_as(scheme).header().unwrap().to_str().unwrap().to_owned();
         assert_eq!(header(AuthScheme::Bearer), "Bearer admin:s3cret");
@@ -130,9 +130,9 @@ mod tests {
         assert!(Secret::new("a\nb").header().is_err());
     }
 
-    /// Regression: answers of a server whose key is `1` or `token` in which numbers, names and words are replaced.
+    /// Regression: with the key `1` or `token`, numbers and words of responses were redacted.
     #[test]
-    fn a_key_that_is_a_common_word_is_left_where_it_stands() {
+    fn a_short_key_is_not_redacted() {
         assert_eq!(Secret::new("token").hide_in("completion_tokens"), "completion_tokens");
         assert_eq!(Secret::new("1").sent_as(AuthScheme::Basic).hide_in("1 MQ=="), "1 MQ==");
         let mut body = serde_json::json!({"a sk-long-key": ["quoted \"sk-long-key\"", 1, null]});
@@ -141,14 +141,14 @@ mod tests {
     }
 
     #[test]
-    fn key_in_a_file_is_used_before_the_environment() {
+    fn a_key_file_takes_precedence_over_the_environment() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key");
         let open = || Secret::open("teacher", Some(&path), "QUERL_NO_SUCH_KEY").map(|key| key.unwrap().key);
-        let said = |result: Result<String, DataError>| result.unwrap_err().to_string();
-        assert!(said(open()).starts_with("teacher.api_key_file is `"), "{}", said(open()));
+        let message = |result: Result<String, DataError>| result.unwrap_err().to_string();
+        assert!(message(open()).starts_with("teacher.api_key_file is `"), "{}", message(open()));
         std::fs::write(&path, "\n").unwrap();
-        assert!(said(open()).ends_with("which is empty; put the key into it"), "{}", said(open()));
+        assert!(message(open()).ends_with("which is empty; put the key into it"), "{}", message(open()));
         std::fs::write(&path, "sk-1\n").unwrap();
         assert_eq!(open().unwrap(), "sk-1");
     }

@@ -1,31 +1,35 @@
 //! Response cache: responses of external services on disk, so that no identical request is paid for twice.
 //!
-//! One file (redb) with a table for rewrites, judgements and retrievals. Writes are made by a thread of their own, many at a
-//! time; a kill loses the last few and damages none. Concurrent identical requests share one call.
-//! The cache never stops a run: where the file is in use, damaged or not writable, one warning is logged, and calls are made without
-//! a cache.
+//! One file (redb) with a table for rewrites, judgements and retrievals. A thread writes queued responses in batches; a kill loses
+//! the last few and damages none. The cache never stops a run: if the file is in use, damaged or not writable, one warning is logged
+//! and calls are made without a cache.
+//!
+//! Single-flight requests: concurrent identical requests share one call. If the caller that made the call stops waiting (its deadline
+//! passes, its client disconnects), the next waiting caller makes the call with its own future and its own deadline.
+//! `moka::future::Cache::try_get_with` shares calls in the same way, but also stores each response in memory, in a second cache next to
+//! this one.
 
-mod cached;
-mod single_flight;
+mod service_cache;
 mod store;
-pub(crate) use cached::{CachedJudge, CachedRetriever, CachedTeacher, ServiceCache};
-pub(crate) use single_flight::InFlightRequests;
+pub(crate) use service_cache::ServiceCache;
 pub use store::{CacheTable, TableStats, cache_stats, clear_cache};
 
 use querl_core::config::CacheConfig;
+use querl_core::records::CallFailure;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use store::{Store, StoreError};
+use store::{Changes, Store, StoreError};
+use tokio::sync::OnceCell;
 
-/// What the cache keeps, and for how long.
+/// Maximum size of the cache and maximum age of its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheLimits {
-    /// Above so many bytes of answers the oldest go, when the cache is opened.
-    pub most_bytes: u64,
+    /// Above this size the oldest entries are removed when the cache is opened.
+    pub max_bytes: u64,
     /// Maximum age of retrieval responses.
     pub retrieval_ttl: Duration,
 }
@@ -37,17 +41,17 @@ impl Default for CacheLimits {
 }
 
 impl CacheLimits {
-    /// Those of a configuration.
+    /// The limits of a configuration.
     pub fn of(config: &CacheConfig) -> Self {
         let ttl_s = config.retrieval_ttl_hours * 3600.0;
         Self {
-            most_bytes: config.max_mib.saturating_mul(1 << 20),
+            max_bytes: config.max_mib.saturating_mul(1 << 20),
             retrieval_ttl: Duration::try_from_secs_f64(ttl_s).unwrap_or(Duration::MAX),
         }
     }
 }
 
-/// An open cache. Dropping it writes what is left to write.
+/// An open cache. Dropping it writes all queued changes.
 pub struct ResponseCache {
     path: PathBuf,
     store: Arc<Store>,
@@ -57,8 +61,8 @@ pub struct ResponseCache {
 }
 
 impl ResponseCache {
-    /// Opens the cache at `path`, which need not exist. `None`, with a warning, where it cannot be used: another
-    /// process has it, or the place is not writable. A damaged file is put aside, and a new one begun.
+    /// Opens or creates the cache at `path`. `None`, with a warning, if another process uses it or it is not writable. A damaged file is
+    /// renamed and replaced by a new one.
     pub fn open(path: &Path, limits: CacheLimits) -> Option<Self> {
         let (store, queue) = (Arc::new(Store::open(path)?), Arc::new(WriteQueue::default()));
         let is_broken = Arc::new(AtomicBool::new(false));
@@ -70,14 +74,13 @@ impl ResponseCache {
         Some(Self { path: path.to_owned(), store, is_broken, queue, writer: Some(writer) })
     }
 
-    /// Opens the cache at `path` to look things up, without any change to it. `None` where there is none or, with a
-    /// warning, where it cannot be read.
+    /// Opens the cache at `path` read-only. `None` if there is no file or, with a warning, if it cannot be read.
     pub fn open_for_reading(path: &Path) -> Option<Self> {
         let (store, queue) = (Arc::new(Store::open_for_reading(path)?), Arc::new(WriteQueue::default()));
         Some(Self { path: path.to_owned(), store, is_broken: Arc::default(), queue, writer: None })
     }
 
-    /// The answer kept under `key`, unless it is older than `max_age`.
+    /// The response stored under `key`, unless it is older than `max_age`.
     pub(crate) fn get(&self, table: CacheTable, key: &str, max_age: Option<Duration>) -> Option<Vec<u8>> {
         if self.is_broken.load(Ordering::Relaxed) {
             return None;
@@ -88,7 +91,7 @@ impl ResponseCache {
         self.store.get(table, key, max_age).unwrap_or_else(|problem| {
             match &self.writer {
                 Some(_) => give_up(&self.is_broken, &self.path, &problem),
-                // Who only looks things up changes nothing, and cannot tell a damaged file from another program's.
+                // A read-only cache is not renamed.
                 None if self.is_broken.swap(true, Ordering::SeqCst) => {}
                 None => tracing::warn!("{}: the cache cannot be read ({problem})", self.path.display()),
             }
@@ -97,18 +100,18 @@ impl ResponseCache {
     }
 
     /// Stores a response: visible in this process at once, on disk a moment later.
-    pub(crate) fn put(&self, table: CacheTable, key: &str, answer: Vec<u8>) {
-        self.change(table, key, Some(answer));
+    pub(crate) fn put(&self, table: CacheTable, key: &str, response: Vec<u8>) {
+        self.change(table, key, Some(response));
     }
 
     pub(crate) fn forget(&self, table: CacheTable, key: &str) {
         self.change(table, key, None);
     }
 
-    fn change(&self, table: CacheTable, key: &str, answer: Option<Vec<u8>>) {
+    fn change(&self, table: CacheTable, key: &str, response: Option<Vec<u8>>) {
         // Without a writer the queue would only grow.
         if self.writer.is_some() && !self.is_broken.load(Ordering::Relaxed) {
-            self.queue.put(table, key, answer);
+            self.queue.put(table, key, response);
         }
     }
 }
@@ -124,7 +127,7 @@ impl Drop for ResponseCache {
 
 /// Writes all queued changes in one transaction: many take about as long as one.
 fn write_all(store: &Store, queue: &WriteQueue, limits: CacheLimits, is_broken: &AtomicBool, path: &Path) {
-    if let Err(problem) = store.prune(limits.most_bytes, limits.retrieval_ttl) {
+    if let Err(problem) = store.prune(limits.max_bytes, limits.retrieval_ttl) {
         return give_up(is_broken, path, &problem);
     }
     while let Some(changes) = queue.next() {
@@ -148,38 +151,35 @@ fn give_up(is_broken: &AtomicBool, path: &Path, store_error: &StoreError) {
     );
 }
 
-/// Answers to keep, by table and key; `None` for those to forget.
-pub(super) type Changes = HashMap<(CacheTable, String), Option<Vec<u8>>>;
-
-/// What the writer has still to write.
+/// Changes that are not on disk yet.
 #[derive(Default)]
-pub(super) struct WriteQueue {
-    state: Mutex<State>,
+struct WriteQueue {
+    state: Mutex<QueueState>,
     grown: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct QueueState {
     waiting: Changes,
     writing: Arc<Changes>,
     is_closed: bool,
 }
 
 impl WriteQueue {
-    pub(super) fn put(&self, table: CacheTable, key: &str, answer: Option<Vec<u8>>) {
-        self.state().waiting.insert((table, key.to_owned()), answer);
+    fn put(&self, table: CacheTable, key: &str, response: Option<Vec<u8>>) {
+        self.state().waiting.insert((table, key.to_owned()), response);
         self.grown.notify_one();
     }
 
-    /// What is to become of an answer; `None` where the disk says it.
-    pub(super) fn get(&self, table: CacheTable, key: &str) -> Option<Option<Vec<u8>>> {
-        let place = (table, key.to_owned());
+    /// The queued change of an entry: a new response, or `Some(None)` for its removal; `None` without a change.
+    fn get(&self, table: CacheTable, key: &str) -> Option<Option<Vec<u8>>> {
+        let entry = (table, key.to_owned());
         let state = self.state();
-        state.waiting.get(&place).or_else(|| state.writing.get(&place)).cloned()
+        state.waiting.get(&entry).or_else(|| state.writing.get(&entry)).cloned()
     }
 
-    /// Takes all that is there, and waits until something is; what was taken before is now on disk. `None` at the end.
-    pub(super) fn next(&self) -> Option<Arc<Changes>> {
+    /// Waits for changes and takes all of them; those taken before must be on disk now. `None` once the queue is closed and empty.
+    fn next(&self) -> Option<Arc<Changes>> {
         let mut state = self.state();
         state.writing = Arc::default();
         while state.waiting.is_empty() {
@@ -192,13 +192,71 @@ impl WriteQueue {
         Some(state.writing.clone())
     }
 
-    pub(super) fn close(&self) {
+    fn close(&self) {
         self.state().is_closed = true;
         self.grown.notify_one();
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// A response or its failure. The first caller initialises it; if that caller is cancelled, the next one does.
+type SharedOutcome = OnceCell<Result<Vec<u8>, CallFailure>>;
+type RequestKey = (CacheTable, String);
+
+/// All requests of a run in flight.
+#[derive(Default)]
+pub(crate) struct InFlightRequests(Mutex<HashMap<RequestKey, Waiters>>);
+
+#[derive(Default)]
+struct Waiters {
+    n: usize,
+    outcome: Arc<SharedOutcome>,
+}
+
+/// One caller of a request in flight. The entry is removed once it has a response or no caller is left.
+struct InFlightRequest<'a> {
+    in_flight: &'a InFlightRequests,
+    key: RequestKey,
+    outcome: Arc<SharedOutcome>,
+}
+
+impl InFlightRequests {
+    fn join(&self, table: CacheTable, key: &str) -> InFlightRequest<'_> {
+        let key = (table, key.to_owned());
+        let mut entries = self.entries();
+        let waiters = entries.entry(key.clone()).or_default();
+        waiters.n += 1;
+        InFlightRequest { in_flight: self, outcome: waiters.outcome.clone(), key }
+    }
+
+    fn entries(&self) -> MutexGuard<'_, HashMap<RequestKey, Waiters>> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl InFlightRequest<'_> {
+    /// The outcome of `call`, or of the call of an earlier caller.
+    async fn response(
+        &self,
+        call: impl Future<Output = Result<Vec<u8>, CallFailure>>,
+    ) -> &Result<Vec<u8>, CallFailure> {
+        self.outcome.get_or_init(|| call).await
+    }
+}
+
+impl Drop for InFlightRequest<'_> {
+    fn drop(&mut self) {
+        let mut entries = self.in_flight.entries();
+        // The entry may be a later one with the same key.
+        if let Some(waiters) = entries.get_mut(&self.key).filter(|w| Arc::ptr_eq(&w.outcome, &self.outcome)) {
+            waiters.n -= 1;
+            if waiters.n == 0 || self.outcome.initialized() {
+                entries.remove(&self.key);
+            }
+        }
     }
 }
 

@@ -1,13 +1,12 @@
-//! The file itself: tables, checksums, ages, damage.
+//! The database file: tables, checksums, expiry, damage.
 
-use super::Changes;
-use crate::error::DataError;
-use crate::error::catch_panic;
+use crate::error::{DataError, catch_panic};
 use redb::{
     Database, DatabaseError, ReadOnlyDatabase, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata,
     TableDefinition, WriteTransaction,
 };
 use sha2::{Digest, Sha256};
+use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,19 +14,22 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// How long a run waits for a file that another process has open.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The kinds of answers.
+/// New responses by table and key; `None` removes an entry.
+pub(super) type Changes = HashMap<(CacheTable, String), Option<Vec<u8>>>;
+
+/// Tables of the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CacheTable {
     /// Rewrites of teachers.
     Rewrites,
-    /// Judgements.
+    /// Judgements of judges.
     Judgements,
     /// Hits of retrieval services.
     Retrievals,
 }
 
 impl CacheTable {
-    /// All of them.
+    /// All tables.
     pub const ALL: [Self; 3] = [Self::Rewrites, Self::Judgements, Self::Retrievals];
 
     /// `rewrites`, `judgements`, `retrievals`.
@@ -44,20 +46,20 @@ impl CacheTable {
     }
 }
 
-/// What one table holds.
+/// Number and size of the entries of one table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableStats {
-    /// Which.
+    /// The table.
     pub table: CacheTable,
-    /// Answers.
+    /// Number of responses.
     pub n_answers: u64,
-    /// Their size as stored.
+    /// Size on disk.
     pub n_bytes: u64,
-    /// When the oldest was kept, in seconds since 1970; `None` where there is none.
+    /// When the oldest was stored, in seconds since 1970; `None` in an empty table.
     pub oldest_s: Option<u64>,
 }
 
-/// The database is there until it is dropped.
+/// `None` only while it is dropped.
 pub(super) struct Store(Option<Opened>);
 
 enum Opened {
@@ -81,22 +83,17 @@ impl Drop for Store {
     }
 }
 
-/// What goes wrong with a file that is open.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Errors of an open file.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum StoreError {
+    #[error("{0}")]
     Damaged(String),
-    /// The place has no room, or does not answer: what the file holds is good.
+    /// The disk is full or fails; the content of the file is intact.
+    #[error("{0}")]
     Unavailable(String),
 }
 
-impl std::fmt::Display for StoreError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Damaged(problem) | Self::Unavailable(problem)) = self;
-        f.write_str(problem)
-    }
-}
-
-/// Why a file could not be opened.
+/// Errors of opening a file.
 enum OpenError {
     InUse,
     Damaged(String),
@@ -113,7 +110,7 @@ impl From<StoreError> for OpenError {
 }
 
 impl Store {
-    /// `None`, with a warning, where it cannot be used.
+    /// `None`, with a warning, if it cannot be used.
     pub(super) fn open(path: &Path) -> Option<Self> {
         let shown = path.display();
         match Self::try_open_soon(path) {
@@ -141,7 +138,7 @@ impl Store {
         }
     }
 
-    /// Read-only. `None` where there is no file or, with a warning, where it cannot be read.
+    /// Read-only. `None` if there is no file or, with a warning, if it cannot be read.
     pub(super) fn open_for_reading(path: &Path) -> Option<Self> {
         let empty = path.metadata().map_or(true, |file| file.len() == 0);
         if empty {
@@ -158,7 +155,7 @@ impl Store {
         None
     }
 
-    /// Who only looks things up is done in a moment: one that is worth less than every call of a run.
+    /// Waits for a process that only reads the cache, which takes a moment.
     fn try_open_soon(path: &Path) -> Result<Self, OpenError> {
         let until = Instant::now() + OPEN_TIMEOUT;
         loop {
@@ -173,7 +170,7 @@ impl Store {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(|error| OpenError::Other(error.to_string()))?;
         }
-        // redb's own checks may end in a panic on a file that was changed from outside.
+        // redb may panic on a damaged file.
         let opened = catch_panic(|| Database::create(path));
         let database = match opened {
             Ok(Ok(database)) => database,
@@ -186,17 +183,17 @@ impl Store {
             Err(_) => return Err(OpenError::Damaged("it cannot be opened".into())),
         };
         let store = Self(Some(Opened::ForWriting(database)));
-        // All tables are made at once: a reader then finds each of them.
+        // Creates all tables, so that a reader finds each of them.
         store.write(&Changes::new())?;
         Ok(store)
     }
 
     fn begin_read(&self) -> Result<ReadTransaction, redb::TransactionError> {
-        self.0.as_ref().expect("only dropping takes it").begin_read()
+        self.0.as_ref().expect("only drop takes it").begin_read()
     }
 
     fn begin_write(&self) -> Result<WriteTransaction, redb::Error> {
-        match self.0.as_ref().expect("only dropping takes it") {
+        match self.0.as_ref().expect("only drop takes it") {
             Opened::ForWriting(database) => Ok(database.begin_write()?),
             Opened::ForReading(_) => Err(redb::Error::Io(ErrorKind::ReadOnlyFilesystem.into())),
         }
@@ -220,9 +217,9 @@ impl Store {
             let write = self.begin_write()?;
             for table in CacheTable::ALL {
                 let mut open = write.open_table(table.definition())?;
-                for ((_, key), answer) in changes.iter().filter(|((of, _), _)| *of == table) {
-                    match answer {
-                        Some(answer) => drop(open.insert(key.as_str(), pack(answer).as_slice())?),
+                for ((_, key), response) in changes.iter().filter(|((of, _), _)| *of == table) {
+                    match response {
+                        Some(response) => drop(open.insert(key.as_str(), pack(response).as_slice())?),
                         None => drop(open.remove(key.as_str())?),
                     }
                 }
@@ -232,26 +229,25 @@ impl Store {
         })
     }
 
-    /// Makes room where the tables have more than `most_bytes`: what is too old goes first, then the oldest answers of all, until a quarter
-    /// of the room is free.
-    pub(super) fn prune(&self, most_bytes: u64, retrieval_ttl: Duration) -> Result<(), StoreError> {
+    /// If the tables exceed `max_bytes`, removes expired retrievals, then the oldest entries until a quarter of `max_bytes` is free.
+    pub(super) fn prune(&self, max_bytes: u64, retrieval_ttl: Duration) -> Result<(), StoreError> {
         let mut n_bytes = 0;
         for table in CacheTable::ALL {
             n_bytes += self.stats(table)?.n_bytes;
         }
-        if n_bytes <= most_bytes {
+        if n_bytes <= max_bytes {
             return Ok(());
         }
         let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let dead_before_s = now_s.saturating_sub(retrieval_ttl.as_secs());
         let mut entries = self.entries()?;
         entries.sort_by_key(|entry| {
-            (entry.table != CacheTable::Retrievals || entry.kept_s >= dead_before_s, entry.kept_s)
+            (entry.table != CacheTable::Retrievals || entry.stored_s >= dead_before_s, entry.stored_s)
         });
         let mut changes = Changes::new();
         for entry in entries {
-            let is_dead = entry.table == CacheTable::Retrievals && entry.kept_s < dead_before_s;
-            if !is_dead && n_bytes <= most_bytes / 4 * 3 {
+            let is_dead = entry.table == CacheTable::Retrievals && entry.stored_s < dead_before_s;
+            if !is_dead && n_bytes <= max_bytes / 4 * 3 {
                 break;
             }
             n_bytes = n_bytes.saturating_sub(entry.n_bytes);
@@ -266,10 +262,10 @@ impl Store {
             for table in CacheTable::ALL {
                 for entry in read.open_table(table.definition())?.iter()? {
                     let (key, value) = entry?;
-                    let kept_s = head(value.value()).map_or(0, |(kept_s, _)| kept_s);
+                    let stored_s = head(value.value()).map_or(0, |(stored_s, _)| stored_s);
                     let key = key.value().to_owned();
                     let n_bytes = (key.len() + value.value().len()) as u64;
-                    entries.push(Entry { table, key, kept_s, n_bytes });
+                    entries.push(Entry { table, key, stored_s, n_bytes });
                 }
             }
             Ok(entries)
@@ -282,8 +278,8 @@ impl Store {
             let open = read.open_table(table.definition())?;
             let mut oldest_s = None;
             for entry in open.iter()? {
-                let kept_s = head(entry?.1.value()).map(|(kept_s, _)| kept_s);
-                oldest_s = oldest_s.into_iter().chain(kept_s).min();
+                let stored_s = head(entry?.1.value()).map(|(stored_s, _)| stored_s);
+                oldest_s = oldest_s.into_iter().chain(stored_s).min();
             }
             let n_bytes = open.stats()?.stored_bytes();
             Ok(TableStats { table, n_answers: open.len()?, n_bytes, oldest_s })
@@ -303,15 +299,15 @@ impl Store {
     }
 }
 
-/// An answer that is kept, without its text.
+/// A stored response without its content.
 struct Entry {
     table: CacheTable,
     key: String,
-    kept_s: u64,
+    stored_s: u64,
     n_bytes: u64,
 }
 
-/// Whether a file is a cache that was damaged, and no file of another kind that somebody named by mistake: it begins like one, or is named
+/// True for a damaged cache, false for a file of another type that was configured by mistake: checks the first bytes and the extension.
 fn is_cache_file(path: &Path) -> bool {
     const BEGINNING: &[u8] = b"redb";
     let mut first = [0; BEGINNING.len()];
@@ -319,7 +315,7 @@ fn is_cache_file(path: &Path) -> bool {
     (begins.is_ok() && first == BEGINNING) || path.extension().is_some_and(|extension| extension == "redb")
 }
 
-/// True where no file could be used there. A damaged length or offset may bring any other error.
+/// True if no file could be used at this path. Other errors may be caused by a damaged length or offset.
 fn is_location_error(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -353,23 +349,23 @@ fn store_error(error: &redb::Error) -> StoreError {
     }
 }
 
-/// Seconds since 1970, the beginning of the answer's SHA-256, the answer: one changed bit makes it no answer.
-fn pack(answer: &[u8]) -> Vec<u8> {
-    let kept_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    [&kept_s.to_be_bytes()[..], &Sha256::digest(answer)[..8], answer].concat()
+/// An entry: seconds since 1970, the first 8 bytes of the SHA-256 of the response, the response.
+fn pack(response: &[u8]) -> Vec<u8> {
+    let stored_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    [&stored_s.to_be_bytes()[..], &Sha256::digest(response)[..8], response].concat()
 }
 
 fn head(entry: &[u8]) -> Option<(u64, &[u8])> {
-    let (kept_s, rest) = entry.split_first_chunk::<8>()?;
-    Some((u64::from_be_bytes(*kept_s), rest))
+    let (stored_s, rest) = entry.split_first_chunk::<8>()?;
+    Some((u64::from_be_bytes(*stored_s), rest))
 }
 
 fn unpack(entry: &[u8], max_age: Option<Duration>) -> Option<Vec<u8>> {
-    let (kept_s, rest) = head(entry)?;
-    let (checksum, answer) = rest.split_first_chunk::<8>()?;
-    let age = SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_secs(kept_s)).unwrap_or_default();
-    let is_good = Sha256::digest(answer)[..8] == checksum[..] && max_age.is_none_or(|most| age <= most);
-    is_good.then(|| answer.to_owned())
+    let (stored_s, rest) = head(entry)?;
+    let (checksum, response) = rest.split_first_chunk::<8>()?;
+    let age = SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_secs(stored_s)).unwrap_or_default();
+    let is_good = Sha256::digest(response)[..8] == checksum[..] && max_age.is_none_or(|most| age <= most);
+    is_good.then(|| response.to_owned())
 }
 
 pub(super) fn move_aside(path: &Path) -> String {
@@ -381,7 +377,7 @@ pub(super) fn move_aside(path: &Path) -> String {
     }
 }
 
-/// What the cache at `path` holds, table by table; nothing where there is no file.
+/// Statistics of each table of the cache at `path`; empty if there is no file.
 ///
 /// # Errors
 /// Another process uses it, or it is damaged.

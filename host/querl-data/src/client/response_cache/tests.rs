@@ -1,21 +1,30 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::client::{ServiceContext, within_deadline};
+use futures::FutureExt;
+use futures::future::{join_all, pending, ready};
+use querl_core::records::FailureKind;
+use std::sync::atomic::AtomicUsize;
 
-fn keep(path: &Path, key: &str, answer: &[u8]) {
-    ResponseCache::open(path, CacheLimits::default()).unwrap().put(CacheTable::Rewrites, key, answer.to_vec());
+fn open(path: &Path) -> ResponseCache {
+    ResponseCache::open(path, CacheLimits::default()).unwrap()
 }
 
-fn found(path: &Path, key: &str) -> Option<Vec<u8>> {
-    ResponseCache::open(path, CacheLimits::default()).unwrap().get(CacheTable::Rewrites, key, None)
+fn put(path: &Path, key: &str, response: &[u8]) {
+    open(path).put(CacheTable::Rewrites, key, response.to_vec());
+}
+
+fn get(path: &Path, key: &str) -> Option<Vec<u8>> {
+    open(path).get(CacheTable::Rewrites, key, None)
 }
 
 #[test]
-fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() {
+fn responses_are_found_in_their_table_until_removed_or_expired() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("deep/answers.redb");
-    keep(&path, "a", b"one");
-    let cache = ResponseCache::open(&path, CacheLimits::default()).unwrap();
+    put(&path, "a", b"one");
+    let cache = open(&path);
     assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_secs(3600))).as_deref(), Some(&b"one"[..]));
     assert_eq!(cache.get(CacheTable::Judgements, "a", None), None);
     assert_eq!(cache.get(CacheTable::Rewrites, "b", None), None);
@@ -23,29 +32,29 @@ fn answers_are_found_again_in_their_own_table_until_they_are_forgotten_or_old() 
     assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_millis(50))), None, "too old");
     cache.forget(CacheTable::Rewrites, "a");
     drop(cache);
-    assert_eq!(found(&path, "a"), None);
+    assert_eq!(get(&path, "a"), None);
 }
 
 #[test]
-fn second_user_of_a_cache_works_without_it() {
+fn a_cache_in_use_is_not_opened() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    let first = ResponseCache::open(&path, CacheLimits::default()).unwrap();
+    let first = open(&path);
     assert!(ResponseCache::open(&path, CacheLimits::default()).is_none());
     assert!(cache_stats(&path).unwrap_err().to_string().ends_with("another process uses this cache; wait for its end"));
     drop(first);
     assert!(ResponseCache::open(&path, CacheLimits::default()).is_some());
 }
 
-/// Regression: a run that pays for all that it knows, since an estimate looked into the cache as it began.
+/// Regression: a run made every call again because `querl estimate` had the cache open when it started.
 #[test]
-fn who_only_looks_things_up_is_waited_for() {
+fn opening_waits_for_a_reader() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    keep(&path, "a", b"one");
+    put(&path, "a", b"one");
     let reader = ResponseCache::open_for_reading(&path).unwrap();
     let run = std::thread::scope(|scope| {
-        let run = scope.spawn(|| found(&path, "a"));
+        let run = scope.spawn(|| get(&path, "a"));
         std::thread::sleep(Duration::from_millis(300));
         drop(reader);
         run.join().unwrap()
@@ -54,12 +63,12 @@ fn who_only_looks_things_up_is_waited_for() {
 }
 
 #[test]
-fn stats_count_and_clearing_empties_what_is_named() {
+fn stats_count_entries_and_clearing_empties_the_given_tables() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
     assert_eq!(cache_stats(&path).unwrap(), []);
-    keep(&path, "a", b"one");
-    keep(&path, "b", b"two");
+    put(&path, "a", b"one");
+    put(&path, "b", b"two");
     let of_rewrites = || cache_stats(&path).unwrap()[0];
     assert_eq!((of_rewrites().table, of_rewrites().n_answers), (CacheTable::Rewrites, 2));
     assert!(of_rewrites().oldest_s.is_some());
@@ -69,16 +78,16 @@ fn stats_count_and_clearing_empties_what_is_named() {
     assert_eq!((of_rewrites().n_answers, of_rewrites().oldest_s), (0, None));
 }
 
-/// Wherever a file is damaged, opening and using it neither crashes nor gives a wrong answer; most damage begins a new file.
+/// With damage anywhere in the file, opening and using it neither panics nor returns a wrong response.
 #[test]
-fn damaged_cache_never_crashes_and_never_lies() {
+fn a_damaged_cache_never_panics_and_never_returns_wrong_data() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole.redb");
     for n in 0..40 {
-        keep(&whole, &format!("key {n}"), format!("answer {n}").repeat(20).as_bytes());
+        put(&whole, &format!("key {n}"), format!("answer {n}").repeat(20).as_bytes());
     }
     let bytes = std::fs::read(&whole).unwrap();
-    let mut n_put_aside = 0;
+    let mut n_renamed = 0;
     let damages: Vec<Vec<u8>> = (0..40)
         .map(|n| {
             let mut damaged = bytes.clone();
@@ -93,7 +102,7 @@ fn damaged_cache_never_crashes_and_never_lies() {
         // A database whose closing panicked holds its lock until the process ends: each damage has a file of its own.
         let path = folder.path().join(format!("answers-{n_damage}.redb"));
         std::fs::write(&path, &damaged).unwrap();
-        let cache = ResponseCache::open(&path, CacheLimits::default()).unwrap();
+        let cache = open(&path);
         for n in 0..40 {
             let answer = cache.get(CacheTable::Rewrites, &format!("key {n}"), None);
             let right = format!("answer {n}").repeat(20).into_bytes();
@@ -103,20 +112,20 @@ fn damaged_cache_never_crashes_and_never_lies() {
         drop(cache);
         for entry in std::fs::read_dir(folder.path()).unwrap().flatten() {
             if entry.file_name().to_string_lossy().contains("damaged") {
-                n_put_aside += 1;
+                n_renamed += 1;
                 std::fs::remove_file(entry.path()).unwrap();
             }
         }
     }
-    assert!(n_put_aside >= 3, "{n_put_aside}");
+    assert!(n_renamed >= 3, "{n_renamed}");
 }
 
-/// Regression: answers of all runs out of reach, since the disk was full for a moment.
+/// Regression: the cache of all runs was renamed because the disk was full for a moment.
 #[test]
-fn trouble_of_the_place_leaves_the_file_where_it_is() {
+fn an_unavailable_file_is_not_renamed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    keep(&path, "a", b"one");
+    put(&path, "a", b"one");
     for (store_error, n_files) in
         [(StoreError::Unavailable("no space left".into()), 1), (StoreError::Damaged("bad page".into()), 1)]
     {
@@ -128,9 +137,9 @@ fn trouble_of_the_place_leaves_the_file_where_it_is() {
     }
 }
 
-/// Regression: a table of queries, named as the cache by mistake, that is renamed and has a database in its place.
+/// Regression: a query table configured as the cache by mistake was renamed and replaced by a database.
 #[test]
-fn a_file_of_another_kind_is_left_alone() {
+fn a_file_of_another_type_is_not_touched() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("precious.jsonl");
     std::fs::write(&path, "{\"original_query\": \"鱼油\"}\n").unwrap();
@@ -140,12 +149,12 @@ fn a_file_of_another_kind_is_left_alone() {
 }
 
 #[test]
-fn looking_changes_nothing() {
+fn reading_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
     assert!(ResponseCache::open_for_reading(&path).is_none());
     assert!(!path.exists());
-    keep(&path, "a", b"one");
+    put(&path, "a", b"one");
     let before = std::fs::read(&path).unwrap();
     let cache = ResponseCache::open_for_reading(&path).unwrap();
     assert_eq!(cache.get(CacheTable::Rewrites, "a", None).as_deref(), Some(&b"one"[..]));
@@ -158,40 +167,40 @@ fn looking_changes_nothing() {
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "not a database");
 }
 
-/// Regression: a file of all runs that grows without end.
+/// Regression: the file grew without limit.
 #[test]
-fn above_its_limit_the_cache_forgets_what_is_too_old_and_then_the_oldest() {
+fn above_its_limit_expired_and_then_the_oldest_entries_are_removed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answers.redb");
-    let limits = |most_bytes, retrieval_ttl| CacheLimits { most_bytes, retrieval_ttl };
+    let limits = |max_bytes, retrieval_ttl| CacheLimits { max_bytes, retrieval_ttl };
     let day = Duration::from_secs(86_400);
-    let put = |table, key: &str, n_bytes| {
+    let put_sized = |table, key: &str, n_bytes| {
         ResponseCache::open(&path, limits(u64::MAX, day)).unwrap().put(table, key, vec![b'x'; n_bytes]);
         std::thread::sleep(Duration::from_millis(1100));
     };
-    put(CacheTable::Rewrites, "oldest", 1000);
-    put(CacheTable::Retrievals, "dead", 3000);
-    put(CacheTable::Rewrites, "older", 1000);
-    put(CacheTable::Judgements, "new", 1000);
+    put_sized(CacheTable::Rewrites, "oldest", 1000);
+    put_sized(CacheTable::Retrievals, "dead", 3000);
+    put_sized(CacheTable::Rewrites, "older", 1000);
+    put_sized(CacheTable::Judgements, "new", 1000);
     let left = |limits: CacheLimits| {
         drop(ResponseCache::open(&path, limits).unwrap());
         let cache = ResponseCache::open_for_reading(&path).unwrap();
-        let places = [
+        let entries = [
             (CacheTable::Rewrites, "oldest"),
             (CacheTable::Retrievals, "dead"),
             (CacheTable::Rewrites, "older"),
             (CacheTable::Judgements, "new"),
         ];
-        places.map(|(table, key)| cache.get(table, key, None).is_some())
+        entries.map(|(table, key)| cache.get(table, key, None).is_some())
     };
     assert_eq!(left(limits(8000, Duration::ZERO)), [true; 4], "there is room");
     assert_eq!(left(limits(6000, Duration::ZERO)), [true, false, true, true]);
     assert_eq!(left(limits(2500, day)), [false, false, false, true]);
 }
 
-/// Regression: a question paid for again in the moment between its answer and the write to disk.
+/// Regression: a request was paid for again between its response and the write to disk.
 #[test]
-fn answers_are_found_until_the_writer_says_that_they_are_on_disk() {
+fn responses_are_found_in_the_queue_until_they_are_on_disk() {
     let queue = WriteQueue::default();
     let found = |key: &str| queue.get(CacheTable::Rewrites, key);
     queue.put(CacheTable::Rewrites, "a", Some(b"one".to_vec()));
@@ -204,4 +213,155 @@ fn answers_are_found_until_the_writer_says_that_they_are_on_disk() {
     assert_eq!(queue.next().unwrap().len(), 1);
     assert!(queue.next().is_none());
     assert_eq!(found("a"), None);
+}
+
+fn join(in_flight: &InFlightRequests) -> InFlightRequest<'_> {
+    in_flight.join(CacheTable::Judgements, "a")
+}
+
+fn down() -> CallFailure {
+    CallFailure { kind: FailureKind::Unreachable, message: "down".into() }
+}
+
+#[tokio::test]
+async fn one_call_is_made_and_all_get_its_outcome() {
+    let in_flight = InFlightRequests::default();
+    for outcome in [Ok(b"one".to_vec()), Err(down())] {
+        let (first, second) = (join(&in_flight), join(&in_flight));
+        assert_eq!(first.response(ready(outcome.clone())).await, &outcome);
+        assert_eq!(second.response(async { unreachable!() }).await, &outcome);
+        drop((first, second));
+    }
+    assert!(in_flight.entries().is_empty());
+}
+
+/// Regression: waiting callers got no response because the deadline of the caller that made the call passed.
+#[tokio::test]
+async fn the_next_waiting_caller_makes_the_call_if_the_first_is_cancelled() {
+    let in_flight = InFlightRequests::default();
+    let (first, second) = (join(&in_flight), join(&in_flight));
+    let mut given_up = Box::pin(first.response(pending()));
+    assert!(given_up.as_mut().now_or_never().is_none());
+    let mut waiting = Box::pin(second.response(ready(Ok(Vec::new()))));
+    assert!(waiting.as_mut().now_or_never().is_none());
+    drop(given_up);
+    drop(first);
+    assert_eq!(waiting.await, &Ok(Vec::new()));
+    drop(second);
+    assert!(in_flight.entries().is_empty());
+}
+
+#[tokio::test]
+async fn the_same_key_of_another_table_is_another_request() {
+    let in_flight = InFlightRequests::default();
+    let (first, second) = (join(&in_flight), in_flight.join(CacheTable::Rewrites, "a"));
+    assert!(first.response(pending()).now_or_never().is_none());
+    assert!(second.response(ready(Err(down()))).now_or_never().is_some());
+}
+
+/// A slow service behind a cache; it responds with the number of the cservice.
+struct SlowService {
+    services: ServiceContext,
+    cache: ServiceCache,
+    n_calls: AtomicUsize,
+}
+
+impl SlowService {
+    fn new(services: ServiceContext) -> Self {
+        let cache = ServiceCache::open(&services, CacheTable::Retrievals, "retrieval", &"slow");
+        Self { services, cache, n_calls: AtomicUsize::new(0) }
+    }
+
+    /// The number of the call whose response is returned, or the failure's message.
+    async fn request(&self, query: &str) -> String {
+        let call = async {
+            let n = self.n_calls.fetch_add(1, Ordering::SeqCst) + 1;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            match query {
+                "down" => Err(CallFailure { kind: FailureKind::Unreachable, message: format!("call {n}") }),
+                _ => Ok(n.to_string()),
+            }
+        };
+        self.cache.get_or_call(&query, call).await.unwrap_or_else(|failure| failure.message)
+    }
+
+    fn n_calls(&self) -> usize {
+        self.n_calls.load(Ordering::SeqCst)
+    }
+
+    /// Numbers of cached and of shared responses.
+    fn counted(&self) -> (u64, u64) {
+        let spent = self.services.spend_tracker().of_stage("");
+        (spent.cached, spent.joined)
+    }
+}
+
+/// Regression: a request was paid for twice because it was repeated before its response arrived.
+#[tokio::test]
+async fn concurrent_identical_requests_are_paid_once() {
+    let service = SlowService::new(ServiceContext::default());
+    let answers = join_all(["a", "b", "a", "a"].map(|query| service.request(query))).await;
+    assert_eq!(answers, ["1", "2", "1", "1"]);
+    assert_eq!((service.n_calls(), service.counted()), (2, (0, 2)));
+    assert_eq!(service.request("a").await, "3", "nothing is stored without a cache file");
+}
+
+/// Regression: an episode was dropped as late while it waited for the slow call of another caller.
+#[tokio::test]
+async fn a_deadline_excludes_the_wait_for_another_callers_request() {
+    let service = SlowService::new(ServiceContext::default());
+    let second = async {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        within_deadline(Duration::from_millis(10), service.request("a")).await
+    };
+    assert_eq!(tokio::join!(service.request("a"), second), ("1".to_owned(), Some("1".to_owned())));
+    let cut_off = within_deadline(Duration::from_millis(10), service.request("a"));
+    let next = within_deadline(Duration::from_secs(10), service.request("a"));
+    assert_eq!(tokio::join!(cut_off, next), (None, Some("3".to_owned())));
+}
+
+#[tokio::test]
+async fn a_failure_is_shared_but_not_stored() {
+    let service = SlowService::new(ServiceContext::default());
+    assert_eq!(join_all(["down", "down"].map(|query| service.request(query))).await, ["call 1", "call 1"]);
+    assert_eq!(service.request("down").await, "call 2");
+    assert_eq!(service.counted(), (0, 0));
+}
+
+/// Regression: a response was not found before it was written to disk.
+#[tokio::test]
+async fn a_response_is_cached_before_it_is_on_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Arc::new(open(&folder.path().join("answers.redb")));
+    let service = SlowService::new(ServiceContext::default().with_cache(cache, Duration::from_secs(60)));
+    for n in 1..=5 {
+        let query = format!("query {n}");
+        assert_eq!(service.request(&query).await, n.to_string());
+        assert_eq!(service.request(&query).await, n.to_string());
+    }
+    assert_eq!((service.n_calls(), service.counted()), (5, (5, 0)));
+}
+
+/// Regression: `--from validate` after a change of the knowledge base returned the old hits.
+#[tokio::test]
+async fn fresh_retrievals_ignore_older_responses() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Arc::new(open(&folder.path().join("answers.redb")));
+    let services = ServiceContext::default().with_cache(cache, Duration::from_secs(60));
+    let before = SlowService::new(services.clone());
+    assert_eq!(before.request("a").await, "1");
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let fresh = SlowService::new(services.with_fresh_retrievals());
+    assert_eq!((fresh.request("a").await, fresh.n_calls()), ("1".into(), 1));
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    assert_eq!((fresh.request("a").await, fresh.n_calls()), ("1".into(), 1));
+}
+
+#[tokio::test]
+async fn the_second_caller_gets_a_response_if_the_first_times_out() {
+    let service = SlowService::new(ServiceContext::default());
+    let (first, second) = (tokio::time::timeout(Duration::from_millis(10), service.request("a")), service.request("a"));
+    let (first, second) = tokio::join!(first, second);
+    assert!(first.is_err());
+    assert_eq!((second.as_str(), service.n_calls()), ("2", 2));
 }

@@ -1,4 +1,4 @@
-//! The cache folder of indexes: each is complete under its digest, with a manifest of checksums, or absent.
+//! Cache of indexes on disk: an index is either complete in a folder named by its digest, with a manifest of checksums, or absent.
 
 use crate::error::DataError;
 use querl_core::fsx::{digest_file, user_cache_folder, write_atomic};
@@ -14,18 +14,18 @@ use tantivy::directory::error::{DeleteError, LockError, OpenDirectoryError, Open
 use tantivy::directory::{DirectoryLock, FileHandle, Lock, MmapDirectory, WatchCallback, WatchHandle, WritePtr};
 use tempfile::TempDir;
 
-/// How the folder of an index begins while it is built.
+/// Name prefix of the folder of an index while it is built.
 const UNFINISHED: &str = ".building-";
-/// How the folder of a damaged index begins until it is removed.
+/// Name prefix of the folder of a damaged index until it is removed.
 const DAMAGED: &str = ".damaged-";
-/// A folder of either kind that is older was left behind by a process that was killed.
+/// Such folders that are older were left behind by killed processes.
 const LONGEST_BUILD: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[derive(Debug, Clone)]
 pub(super) struct IndexCacheSettings {
-    /// `None` for the user's cache folder.
+    /// Cache folder; `None` for the user's.
     pub(super) base: Option<PathBuf>,
-    /// Building one more removes those that were not used for the longest time.
+    /// Maximum number of indexes; the least recently used are removed.
     pub(super) n_kept: usize,
 }
 
@@ -36,36 +36,36 @@ pub(super) enum IndexFolder {
 }
 
 impl IndexFolder {
-    /// The index of this digest, built where it is not there or is damaged. Of several processes that want the same one, one builds
-    /// and the others wait for it.
+    /// Opens the index with this digest and builds it if it is missing or damaged. If several processes need it, one builds it and the
+    /// others wait.
     pub(super) fn open(
-        place: &IndexCacheSettings,
+        settings: &IndexCacheSettings,
         digest: &str,
         build: impl Fn(&Path) -> Result<(), DataError>,
     ) -> Result<Self, DataError> {
-        let own = place.base.clone().or_else(|| Some(user_cache_folder()?.join("indexes")));
-        let Some(base) = own else { return Self::temporary(build) };
-        let kept = base.join(digest);
-        if is_usable(&kept) {
-            return Ok(Self::Cached(kept));
+        let base = settings.base.clone().or_else(|| Some(user_cache_folder()?.join("indexes")));
+        let Some(base) = base else { return Self::temporary(build) };
+        let path = base.join(digest);
+        if is_usable(&path) {
+            return Ok(Self::Cached(path));
         }
         if let Err(error) = std::fs::create_dir_all(&base) {
-            tracing::warn!("the index is not kept: {}: {error}", base.display());
+            tracing::warn!("the index is not cached: {}: {error}", base.display());
             return Self::temporary(build);
         }
         // Held until the end, so that waiting processes find a finished index.
         let _lock = lock(&base.join(format!("{digest}.lock")));
-        if is_usable(&kept) {
-            return Ok(Self::Cached(kept));
+        if is_usable(&path) {
+            return Ok(Self::Cached(path));
         }
         let new = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&base);
         let Ok(new) = new else {
-            tracing::warn!("the index is not kept: {} cannot be written", base.display());
+            tracing::warn!("the index is not cached: {} cannot be written", base.display());
             return Self::temporary(build);
         };
         build(new.path())?;
         write_manifest(new.path()).map_err(|error| DataError::write(new.path(), error))?;
-        Ok(put(new, kept, place.n_kept))
+        Ok(publish(new, path, settings.n_kept))
     }
 
     fn temporary(build: impl Fn(&Path) -> Result<(), DataError>) -> Result<Self, DataError> {
@@ -82,20 +82,20 @@ impl IndexFolder {
     }
 }
 
-/// Whether the index is there and whole; one that is counts as used from now on.
-fn is_usable(kept: &Path) -> bool {
-    // Before its bytes are read, so that no other process takes it for the oldest meanwhile.
-    touch(kept);
-    match check_manifest(kept) {
-        Ok(is_there) => is_there,
+/// True if the index is complete and undamaged; marks it as used.
+fn is_usable(path: &Path) -> bool {
+    // Before it is read, so that no other process removes it as the oldest.
+    touch(path);
+    match check_manifest(path) {
+        Ok(exists) => exists,
         Err(problem) => {
-            tracing::warn!("{}: {problem}; it is built again", kept.display());
+            tracing::warn!("{}: {problem}; it is built again", path.display());
             false
         }
     }
 }
 
-/// Waits for its turn. Where files cannot be locked there is no waiting: two processes then do the same work twice.
+/// Waits for a file lock. If the file system has no locks, two processes may build the same index.
 fn lock(path: &Path) -> Option<File> {
     let file = File::options().create(true).append(true).open(path).ok()?;
     match file.try_lock() {
@@ -108,33 +108,33 @@ fn lock(path: &Path) -> Option<File> {
     }
 }
 
-fn put(new: TempDir, kept: PathBuf, n_kept: usize) -> IndexFolder {
-    let base = kept.parent().unwrap_or(Path::new("."));
-    if kept.exists() {
-        // Without locks another process may have been quicker, and have it open by now; theirs is as good.
-        if is_usable(&kept) {
-            return IndexFolder::Cached(kept);
+fn publish(new: TempDir, path: PathBuf, n_kept: usize) -> IndexFolder {
+    let base = path.parent().unwrap_or(Path::new("."));
+    if path.exists() {
+        // Without locks another process may have published the same index.
+        if is_usable(&path) {
+            return IndexFolder::Cached(path);
         }
-        set_aside(&kept, base);
+        move_aside(&path, base);
     }
-    if std::fs::rename(new.path(), &kept).is_ok() {
+    if std::fs::rename(new.path(), &path).is_ok() {
         let _ = new.keep();
-        prune(base, &kept, n_kept);
-        return IndexFolder::Cached(kept);
+        prune(base, &path, n_kept);
+        return IndexFolder::Cached(path);
     }
-    // Or quicker by a moment.
-    if is_usable(&kept) { IndexFolder::Cached(kept) } else { IndexFolder::Temporary(new) }
+    // Another process may have published it between check and rename.
+    if is_usable(&path) { IndexFolder::Cached(path) } else { IndexFolder::Temporary(new) }
 }
 
-/// By a rename, so that no other process sees half of it, or loses what it has just put there.
-fn set_aside(damaged: &Path, base: &Path) {
+/// Renames the folder, so that no other process sees a partly removed index.
+fn move_aside(damaged: &Path, base: &Path) {
     if let Ok(aside) = tempfile::Builder::new().prefix(DAMAGED).tempdir_in(base) {
-        // The folder that comes with the name is empty: a rename takes its place. It is removed with what it holds.
+        // The rename replaces the empty temporary folder, which is removed on drop.
         let _ = std::fs::rename(damaged, aside.path());
     }
 }
 
-/// Removes the indexes beyond `n_kept` that were not used for the longest time, and what killed processes left. A process that has
+/// Removes the least recently used indexes beyond `n_kept`, and folders that killed processes left.
 fn prune(base: &Path, newest: &Path, n_kept: usize) {
     let names = std::fs::read_dir(base).into_iter().flatten().flatten();
     let names: Vec<String> = names.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -159,18 +159,18 @@ fn prune(base: &Path, newest: &Path, n_kept: usize) {
 
 const MANIFEST: &str = "files.json";
 
-/// What [`MANIFEST`] holds.
+/// Content of [`MANIFEST`]: digests by file name.
 #[derive(Debug, Serialize, Deserialize)]
 struct Manifest {
     files: BTreeMap<String, String>,
 }
 
-/// Lists the files of a folder. It is the last that is written: a folder with a list was finished.
+/// Lists the files of a folder. Written last: a folder with a manifest is complete.
 fn write_manifest(folder: &Path) -> io::Result<()> {
     let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(folder)? {
         let (path, name) = entry.map(|entry| (entry.path(), entry.file_name().to_string_lossy().into_owned()))?;
-        // Locks, of no content, are made again whenever one is taken.
+        // Empty lock files are created again when needed.
         if !name.ends_with(".lock") {
             files.insert(name, digest_file(&path)?);
         }
@@ -178,7 +178,7 @@ fn write_manifest(folder: &Path) -> io::Result<()> {
     write_atomic(&manifest_path(folder), &serde_json::to_vec(&Manifest { files })?)
 }
 
-/// Reads every byte of a folder's files once. False where there is no such folder.
+/// Checks the digests of all files. False if the folder does not exist.
 fn check_manifest(folder: &Path) -> Result<bool, String> {
     let text = match std::fs::read(manifest_path(folder)) {
         Ok(text) => text,
@@ -202,9 +202,9 @@ fn touch(folder: &Path) {
     let _ = file.and_then(|file| file.set_modified(SystemTime::now()));
 }
 
-/// When an index was used last; `None` for a folder that is no index.
+/// Time of last use; `None` for a folder that is not an index.
 fn used_at(folder: &Path) -> Option<SystemTime> {
-    // Earlier forms had no list.
+    // Earlier formats had no manifest.
     manifest_path(folder).metadata().or_else(|_| folder.join("meta.json").metadata()).ok()?.modified().ok()
 }
 
@@ -212,8 +212,7 @@ fn manifest_path(folder: &Path) -> PathBuf {
     folder.join(MANIFEST)
 }
 
-/// Mapped into memory, without the lock files that tantivy makes to read an index that others write to: a cache that cannot be written
-/// can be read all the same.
+/// A memory-mapped directory without tantivy's lock files: a read-only cache can be used.
 #[derive(Debug, Clone)]
 pub(super) struct ReadOnlyDirectory(MmapDirectory);
 

@@ -1,22 +1,24 @@
 //! A full-text index of a knowledge base, built once on disk and mapped into memory.
 //!
-//! Its folder is named by a digest of all that it depends on: the passages, the tenant's lexicon, words and synonyms, and the form
-//! of the index itself. Another content is another index; an index that is there is not built again.
+//! Its folder is named by a digest of everything that it depends on: passages, lexicon, user dictionary, synonyms, and the format of
+//! the index. Other content makes another index; an existing one is not built again.
 
 mod folder;
-mod vectors;
 
 use crate::error::DataError;
 use crate::judge::lexicon::Lexicon;
 use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker, PassageTraits};
-use crate::retrieval::passages::{Passage, SourcesDigest, read_passages};
-use crate::retrieval::segment::Segmenter;
-use crate::retrieval::synonyms::{QueryPart, Synonyms};
+use crate::retrieval::vocabulary::{QueryPart, Segmenter, Synonyms, Vocabulary};
+use crate::retrieval::{Passage, read_passages};
 use crate::text::fold;
 use folder::{IndexCacheSettings, IndexFolder, ReadOnlyDirectory};
+use memmap2::Mmap;
 use querl_core::config::RetrievalConfig;
+use querl_core::fsx::{digest_file, digest_hex};
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 use tantivy::collector::TopDocs;
@@ -24,12 +26,11 @@ use tantivy::query::{BooleanQuery, BoostQuery, DisjunctionMaxQuery, Occur, Query
 use tantivy::schema::{Field, IndexRecordOption, STORED, Schema, TextFieldIndexing, TextOptions, Value};
 use tantivy::tokenizer::TokenizerManager;
 use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, Term};
-use vectors::VectorFile;
 
-/// A title names product and intent in few words: one of its words counts as much as two of the text.
+/// Weight of title words: a title names product and intent in few words.
 const TITLE_BOOST: f32 = 2.0;
 
-/// A passage as kept in the index, with what a reranker reads in it.
+/// A stored passage with the traits that the reranker uses.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct StoredPassage {
     pub(crate) passage: Passage,
@@ -43,7 +44,7 @@ pub(crate) struct PassageIndex {
     segmenter: Segmenter,
     synonyms: Synonyms,
     vectors: Option<VectorFile>,
-    /// Held as long as the index is open: a folder in a temporary place goes with it.
+    /// Held while the index is open: a temporary folder is removed on drop.
     _folder: IndexFolder,
 }
 
@@ -56,27 +57,8 @@ struct Fields {
     terms: Field,
 }
 
-/// A tenant's user dictionary and synonyms.
-pub(crate) struct Vocabulary {
-    pub(crate) segmenter: Segmenter,
-    pub(crate) synonyms: Synonyms,
-}
-
-impl Vocabulary {
-    /// The user dictionary and the synonyms that a configuration names. Synonyms are words that stay whole, too.
-    pub(crate) fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
-        let synonyms = config.synonyms.as_deref().map_or_else(|| Ok(Synonyms::default()), Synonyms::read)?;
-        let segmenter = match (&config.user_dictionary, &config.synonyms) {
-            (None, None) => Segmenter::default(),
-            (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.entries())?,
-        };
-        let synonyms = synonyms.segmented_by(&segmenter);
-        Ok(Self { segmenter, synonyms })
-    }
-}
-
 impl PassageIndex {
-    /// The index of a knowledge base, built where it is not there yet.
+    /// Opens the index of a knowledge base and builds it if necessary.
     pub(crate) fn open(
         knowledge_base: &Path,
         config: &RetrievalConfig,
@@ -90,7 +72,7 @@ impl PassageIndex {
         let folder = IndexFolder::open(&place, &digest.0, |folder| {
             let passages = read_passages(knowledge_base)?;
             if let Some(embedder) = embedder {
-                vectors::write(folder, &passages, embedder)?;
+                write_vectors(folder, &passages, embedder)?;
             }
             build(folder, knowledge_base, passages, &segmenter, reranker)?;
             if SourcesDigest::of(knowledge_base, config, embedder)?.0 == digest.0 {
@@ -107,8 +89,8 @@ impl PassageIndex {
         Ok(Self { reader, fields, segmenter, synonyms, vectors, _folder: folder })
     }
 
-    /// The `n_passages` passages of highest BM25 score for a text. Each of its words counts once, however often it is repeated; words
-    /// with synonyms count once as the one of them that scores highest.
+    /// The `n_passages` passages with the highest BM25 scores for a text. Each word counts once; a word with synonyms counts as the one
+    /// that scores highest.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {
@@ -119,7 +101,7 @@ impl PassageIndex {
         let searcher = self.reader.searcher();
         let collector = TopDocs::with_limit(n_passages).order_by_score();
         let found = searcher.search(&BooleanQuery::new(clauses.collect()), &collector)?;
-        // One segment, in the order of the file: a document's number is its position.
+        // The index has one segment, in the order of the file: a document id is a position.
         Ok(found.into_iter().map(|(score, address)| (address.doc_id as usize, f64::from(score))).collect())
     }
 
@@ -178,7 +160,7 @@ impl CorpusCounts for PassageIndex {
 fn open_reader(folder: &Path) -> tantivy::Result<(IndexReader, Fields)> {
     let index = Index::open(ReadOnlyDirectory::open(folder)?)?;
     let fields = Fields::of(&index.schema())?;
-    // Nobody writes to an index that is finished.
+    // A finished index is not written to.
     let reader = index.reader_builder().reload_policy(ReloadPolicy::Manual).try_into()?;
     Ok((reader, fields))
 }
@@ -190,13 +172,13 @@ impl Fields {
     }
 }
 
-/// The lexicon of a configuration, cutting words as its index does; `None` where none is named.
+/// The configured lexicon with the segmentation of the index; `None` without one.
 pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> Result<Option<Arc<Lexicon>>, DataError> {
     let read = |path: &Path| Ok(Arc::new(Lexicon::read(path)?.with_segmenter(segmenter.clone())));
     config.lexicon.as_deref().map(read).transpose()
 }
 
-/// For the words of one segment; more are taken from the system as they come.
+/// Initial memory of the index writer.
 const WRITER_MEMORY_BYTES: usize = 64 << 20;
 
 /// Writes the index of a knowledge base into a folder: one segment, passages in the order of the file.
@@ -231,8 +213,8 @@ fn write(
         document.add_text(fields.text, fold(&passage.text));
         traits.terms.iter().for_each(|term| document.add_text(fields.terms, term));
         let stored = serde_json::to_string(&StoredPassage { passage, traits });
-        document
-            .add_text(fields.stored, stored.map_err(|error| tantivy::TantivyError::InternalError(error.to_string()))?);
+        let stored = stored.map_err(|error| tantivy::TantivyError::InternalError(error.to_string()))?;
+        document.add_text(fields.stored, stored);
         writer.add_document(document)?;
     }
     writer.finalize()?;
@@ -256,6 +238,107 @@ fn schema() -> Schema {
     schema.build()
 }
 
-#[cfg(test)]
-#[path = "tests.rs"]
-mod tests;
+const VECTORS: &str = "vectors.f32";
+/// Passages per call of the embedding model.
+const PASSAGES_PER_CALL: usize = 1024;
+
+/// Passage vectors, mapped into memory: rows of little-endian f32, in the order of the knowledge base.
+struct VectorFile {
+    map: Mmap,
+    dimension: usize,
+}
+
+/// Computes and writes the vectors of all passages.
+fn write_vectors(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -> Result<(), DataError> {
+    let path = folder.join(VECTORS);
+    let failed = |error| DataError::write(&path, error);
+    let of_model = |problem: String| DataError::setting("retrieval.embedding.path", problem);
+    let mut file = BufWriter::new(File::create(&path).map_err(failed)?);
+    let mut n_done = 0;
+    for passages in passages.chunks(PASSAGES_PER_CALL) {
+        let text = |passage: &Passage| format!("{}{}", embedder.passage_prefix(), passage.full_text());
+        let texts: Vec<String> = passages.iter().map(text).collect();
+        let vectors = embedder.embed(&texts.iter().map(String::as_str).collect::<Vec<_>>());
+        let vectors = vectors.map_err(|error| of_model(format!("failed: {error}")))?;
+        if vectors.len() != texts.len() || vectors.iter().any(|vector| vector.len() != embedder.dimension()) {
+            let (n_vectors, n_texts) = (vectors.len(), texts.len());
+            return Err(of_model(format!("made {n_vectors} vectors of {n_texts} texts, or some too short")));
+        }
+        for number in vectors.iter().flatten() {
+            file.write_all(&number.to_le_bytes()).map_err(failed)?;
+        }
+        n_done += passages.len();
+        tracing::info!("vectors of {n_done} passages are made");
+    }
+    file.into_inner().map_err(|error| failed(error.into_error()))?.sync_all().map_err(failed)
+}
+
+impl VectorFile {
+    fn open(folder: &Path, dimension: usize) -> Result<Self, DataError> {
+        let path = folder.join(VECTORS);
+        let failed = |error| DataError::file(&path, format!("cannot be read: {error}"));
+        let file = File::open(&path).map_err(failed)?;
+        // SAFETY: the file is in the folder of a finished index, which this program never changes; a removed file stays mapped.
+        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        Ok(Self { map, dimension })
+    }
+
+    /// Positions of the `n_vectors` vectors with the largest dot products with `vector`, largest first; of equal ones the earlier first.
+    fn nearest(&self, vector: &[f32], n_vectors: usize) -> Vec<usize> {
+        let rows = self.map.chunks_exact(4 * self.dimension);
+        let mut scored: Vec<(f32, usize)> =
+            rows.enumerate().map(|(position, row)| (dot(row, vector), position)).collect();
+        let best = |a: &(f32, usize), b: &(f32, usize)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+        if n_vectors < scored.len() {
+            scored.select_nth_unstable_by(n_vectors, best);
+            scored.truncate(n_vectors);
+        }
+        scored.sort_unstable_by(best);
+        scored.into_iter().map(|(_, position)| position).collect()
+    }
+}
+
+/// Dot product with eight accumulators, which compile to SIMD, in a fixed order.
+fn dot(row: &[u8], vector: &[f32]) -> f32 {
+    const LANES: usize = 8;
+    let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    let mut sums = [0.0; LANES];
+    let (rows, vectors) = (row.chunks_exact(4 * LANES), vector.chunks_exact(LANES));
+    let rest = rows.remainder().chunks_exact(4).zip(vectors.remainder());
+    let rest: f32 = rest.map(|(bytes, factor)| number(bytes) * factor).sum();
+    for (row, vector) in rows.zip(vectors) {
+        for lane in 0..LANES {
+            sums[lane] += number(&row[4 * lane..4 * lane + 4]) * vector[lane];
+        }
+    }
+    sums.iter().sum::<f32>() + rest
+}
+
+/// Format version of the index, with the libraries that build and read it. Change the number with the way in which texts are indexed;
+/// another release of a library makes another index.
+pub(super) const FORM: &str = "querl index 2; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0";
+/// Libraries that compute vectors.
+pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
+
+/// Digest of everything that an index is built from. Taken before the files are read, so that a concurrent change is detected.
+pub(super) struct SourcesDigest(String);
+
+impl SourcesDigest {
+    pub(super) fn of(
+        knowledge_base: &Path,
+        config: &RetrievalConfig,
+        embedder: Option<&dyn Embedder>,
+    ) -> Result<Self, DataError> {
+        let mut parts = vec![FORM.to_owned()];
+        let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(Option::as_deref);
+        for path in std::iter::once(Some(knowledge_base)).chain(optional) {
+            let digest = path.map(|path| {
+                digest_file(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}")))
+            });
+            // A missing file differs from an empty one.
+            parts.push(digest.transpose()?.unwrap_or_default());
+        }
+        parts.extend(embedder.map(|embedder| format!("{ENCODER}: {}", embedder.digest())));
+        Ok(Self(digest_hex(parts.join("\n").as_bytes())))
+    }
+}

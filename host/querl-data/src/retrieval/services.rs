@@ -1,28 +1,29 @@
-//! Retrieval by a service that speaks `general_rag`: `POST {query, rewritten_query, tenant_id, kb_name, top_k, score_threshold}`,
-//! with `history` and `user_profile` where they are not empty.
+//! Retrieval by HTTP services: `general_rag`, and services of other makers through a mapping.
 //!
-//! Services of this kind differ in small ways, so reading is tolerant: numbers may come as text, `recall` may be a list written
-//! as text, hold a marker (`lack of knowledge`) instead of passages, or be missing where `status` says that all went well. Where
-//! no entry has a `reranker_score`, another score that all have stands in for it; entries that alone lack it are left out. What
-//! cannot be understood is a failure, not a score of 0; so is a `status` other than those known to mean success.
+//! `general_rag` is `POST {query, rewritten_query, tenant_id, kb_name, top_k, score_threshold}`, with `history` and `user_profile` unless
+//! empty. Services differ in small ways, so reading is tolerant: numbers may be text, `recall` may be a list written as text, contain a
+//! marker (`lack of knowledge`) instead of passages, or be missing if `status` means success. If no entry has a `reranker_score`, another
+//! score that an entry has is used; entries without it are left out. Anything else is a failure, not a score of 0; so is a `status`
+//! other than those known to mean success.
 
-use crate::client::context::ServiceContext;
-use crate::client::http::{CallLimits, Caller, CostBound, Refusal, Secret};
+use crate::client::ServiceContext;
+use crate::client::http::{Call, CallLimits, Caller, CostBound, Refusal, Secret};
 use crate::error::DataError;
-use crate::retrieval::json::{excerpt, first, number, plain};
-use crate::retrieval::search::{RetrievalBackend, RetrievalLimits, ServiceScores};
+use crate::retrieval::embedding::QueryEmbedding;
+use crate::retrieval::mapping::{Mapping, RequestValues, excerpt, first, number, plain};
+use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits, ServiceScores};
 use async_trait::async_trait;
-use querl_core::config::{HistoryForm, RetrievalConfig};
+use querl_core::config::{HistoryForm, RetrievalConfig, ServiceKind};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
 use serde_json::{Value, json};
 use std::borrow::Cow;
 
-/// What a service answers in place of passages when it has none to offer, in lower case with spaces.
+/// Markers of services in place of passages if nothing was found, in lower case with spaces.
 const NOTHING_FOUND: [&str; 2] = ["lack of knowledge", "no knowledge required"];
-/// What `status` may be, as lower-case text, where a service succeeded.
+/// Values of `status` that mean success, as lower-case text.
 const SUCCESS: [&str; 5] = ["200", "0", "ok", "success", "true"];
-/// Where an entry's score is, the first one that is there.
+/// JSON pointers to the score of an entry; the first one with a value counts.
 const SCORES: [&str; 5] = ["/reranker_score", "/rerank_score", "/relevance_score", "/score", "/similarity"];
 const IDS: [&str; 5] = ["/id", "/doc_id", "/document_id", "/metadata/id", "/metadata/doc_id"];
 const TEXTS: [&str; 4] = ["/text", "/content", "/page_content", "/chunk"];
@@ -38,7 +39,6 @@ pub(crate) struct GeneralRag {
 }
 
 impl GeneralRag {
-    /// The service that the configuration names.
     pub(crate) fn open(config: &RetrievalConfig, tenant: &str, services: &ServiceContext) -> Result<Self, DataError> {
         Ok(Self {
             caller: service_caller(config, services)?,
@@ -74,7 +74,7 @@ impl GeneralRag {
 }
 
 /// The caller of the service at `retrieval.url`.
-pub(crate) fn service_caller(config: &RetrievalConfig, services: &ServiceContext) -> Result<Caller, DataError> {
+fn service_caller(config: &RetrievalConfig, services: &ServiceContext) -> Result<Caller, DataError> {
     let missing =
         || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
     let url = config.url.as_deref().ok_or_else(missing)?;
@@ -88,11 +88,11 @@ pub(crate) fn service_caller(config: &RetrievalConfig, services: &ServiceContext
 #[async_trait]
 impl RetrievalBackend for GeneralRag {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
-        let answer = self.caller.post_checked(&self.body(request, limits), CostBound::FREE, &refusal).await?;
-        let hits =
-            hits(&answer.body, self.scores).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
-        // Whatever the service left in.
-        Ok(limits.apply(hits))
+        let body = self.body(request, limits);
+        let response = self.caller.call(&Call::post("", &body), CostBound::FREE, &refusal).await?.body;
+        let invalid = |what: String| self.caller.failure(FailureKind::InvalidResponse, &what);
+        // The service may have ignored the limits.
+        Ok(limits.apply(hits(&response, self.scores).map_err(invalid)?))
     }
 
     fn name(&self) -> &str {
@@ -102,28 +102,26 @@ impl RetrievalBackend for GeneralRag {
 
 fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
     let entries = entries(body)?;
-    let passages = || entries.iter().enumerate().filter(|(_, entry)| !says_nothing_found(entry));
+    let passages = || entries.iter().enumerate().filter(|(_, entry)| !is_nothing_found(entry));
     if scores == ServiceScores::Replaced {
-        // The service's own score is the first one then, by whichever name.
         let found = |entry| Hit { retrieval_score: first(entry, &SCORES).and_then(number), ..unscored(entry) };
         return Ok(passages().map(|(_, entry)| found(entry)).collect());
     }
-    let Some(score) = SCORES.iter().find(|score| passages().any(|(_, entry)| is_there(entry, score))) else {
+    let Some(score) = SCORES.iter().find(|score| passages().any(|(_, entry)| has(entry, score))) else {
         return match passages().next() {
             Some((index, _)) => Err(format!("`data.recall[{index}]` has no `reranker_score`, nor has any other")),
             None => Ok(Vec::new()),
         };
     };
-    // Passages that the service did not rank cannot be ranked here.
-    passages().filter(|(_, entry)| is_there(entry, score)).map(|(index, entry)| hit(index, entry, score)).collect()
+    // Passages without a score are left out.
+    passages().filter(|(_, entry)| has(entry, score)).map(|(index, entry)| hit(index, entry, score)).collect()
 }
 
 fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {
     let recall = body.pointer("/data/recall");
     match recall.unwrap_or(&Value::Null) {
-        // Other fields, such as a total of 0, do not matter.
         Value::Null if recall.is_some() && succeeded(body) == Some(true) => Ok(Cow::default()),
-        Value::Null if succeeded(body) == Some(true) => match odd(body) {
+        Value::Null if succeeded(body) == Some(true) => match unexpected_content(body) {
             Some(what) => Err(format!("the answer has no `data.recall`, but {what}: {}", excerpt(body))),
             None => Ok(Cow::default()),
         },
@@ -157,12 +155,12 @@ fn unscored(entry: &Value) -> Hit {
     }
 }
 
-fn is_there(entry: &Value, pointer: &str) -> bool {
+fn has(entry: &Value, pointer: &str) -> bool {
     entry.pointer(pointer).is_some_and(|value| !value.is_null())
 }
 
-fn says_nothing_found(entry: &Value) -> bool {
-    let scored = SCORES.iter().any(|score| is_there(entry, score));
+fn is_nothing_found(entry: &Value) -> bool {
+    let scored = SCORES.iter().any(|score| has(entry, score));
     let text = entry.as_str().or_else(|| first(entry, &TEXTS).filter(|_| !scored)?.as_str());
     text.is_some_and(is_marker)
 }
@@ -172,8 +170,8 @@ fn is_marker(text: &str) -> bool {
     text.is_empty() || NOTHING_FOUND.contains(&text.as_str())
 }
 
-/// What an answer without passages has in their place; `None` where it says no more than that nothing was found.
-fn odd(body: &Value) -> Option<String> {
+/// Unexpected content of a response without passages; `None` if it only reports that nothing was found.
+fn unexpected_content(body: &Value) -> Option<String> {
     let data = body.get("data").filter(|data| !data.is_null());
     if let Some(data) = data {
         let named = data.as_object().map(|data| data.keys().cloned().collect::<Vec<_>>());
@@ -181,11 +179,11 @@ fn odd(body: &Value) -> Option<String> {
         return (!named.is_empty()).then(|| format!("`data` with `{}`", named.join("`, `")));
     }
     let words = ["/error", "/message", "/msg"].map(|pointer| first(body, &[pointer]).map(plain).unwrap_or_default());
-    let said = words.into_iter().find(|words| !says_all_is_well(words))?;
-    Some(format!("`{said}`"))
+    let message = words.into_iter().find(|words| !is_success_message(words))?;
+    Some(format!("`{message}`"))
 }
 
-fn says_all_is_well(words: &str) -> bool {
+fn is_success_message(words: &str) -> bool {
     let words = words.trim().trim_end_matches(['.', '!', '。', '！']).to_lowercase();
     let ends_well = ["成功", "完成", "success", "successful", "successfully"].iter().any(|end| words.ends_with(end));
     let found_nothing = ["no result", "no match", "no hit", "0 result", "没有找到", "未找到", "无结果", "无匹配"];
@@ -196,7 +194,7 @@ fn says_all_is_well(words: &str) -> bool {
         || found_nothing.iter().any(|start| words.starts_with(start))
 }
 
-/// A failure that the body tells. A status of three digits is one of HTTP; any other the next try may not meet.
+/// A failure reported in the body. A status of three digits is treated as an HTTP status; others are retried.
 fn refusal(body: &Value) -> Option<Refusal> {
     if succeeded(body) != Some(false) {
         return None;
@@ -206,12 +204,85 @@ fn refusal(body: &Value) -> Option<Refusal> {
     Some(Refusal::reported(status, what))
 }
 
-/// Whether `status` says success; `None` where there is no status.
+/// True if `status` means success; `None` without a status.
 fn succeeded(body: &Value) -> Option<bool> {
     let status = body.get("status").filter(|status| !status.is_null())?;
     Some(SUCCESS.contains(&plain(status).trim().to_lowercase().as_str()))
 }
 
-#[cfg(test)]
-#[path = "general_rag_tests.rs"]
-mod tests;
+/// A service of another maker, described by a mapping.
+pub(crate) struct MappedService {
+    caller: Caller,
+    mapping: Mapping,
+    embedding: Option<QueryEmbedding>,
+    service: ServiceKind,
+    tenant: String,
+    kb_name: String,
+    scores: ServiceScores,
+}
+
+impl MappedService {
+    pub(crate) fn open(
+        config: &RetrievalConfig,
+        tenant: &str,
+        models: &LocalModels,
+        services: &ServiceContext,
+    ) -> Result<Self, DataError> {
+        let (mapping, scores) = (Mapping::resolve(config)?, ServiceScores::of(config));
+        if scores == ServiceScores::Required && !mapping.has_scores() {
+            let problem = "is not set, and the service sends none that is known; set it, or retrieval.rerank";
+            return Err(DataError::setting("retrieval.mapping.score", problem));
+        }
+        let embedding = match mapping.wants_embedding() {
+            true => {
+                let problem = "has `{{embedding}}`, which retrieval.embedding makes; set its kind";
+                let missing = || DataError::setting("retrieval.mapping.request", problem);
+                Some(QueryEmbedding::open(&config.embedding, models, services)?.ok_or_else(missing)?)
+            }
+            false => None,
+        };
+        Ok(Self {
+            caller: service_caller(config, services)?,
+            mapping,
+            embedding,
+            service: config.service,
+            tenant: tenant.to_owned(),
+            kb_name: config.kb_name.clone(),
+            scores,
+        })
+    }
+}
+
+#[async_trait]
+impl RetrievalBackend for MappedService {
+    async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
+        let embedding = match &self.embedding {
+            Some(embedding) => Some(embedding.query(request.rewritten_query).await?),
+            None => None,
+        };
+        let values = RequestValues { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
+        let check =
+            |response: &Value| self.mapping.failure(response).map(|(status, what)| Refusal::reported(status, what));
+        let body = self.mapping.body(&values, request, limits);
+        let response = self.caller.call(&Call::post("", &body), CostBound::FREE, &check).await?.body;
+        let hits = self.mapping.hits(&response, self.scores);
+        let hits = hits.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
+        Ok(match self.scores {
+            ServiceScores::Required => limits.apply(hits),
+            // Without usable scores, in the order of the service.
+            ServiceScores::Replaced => hits.into_iter().take(limits.top_k).collect(),
+        })
+    }
+
+    fn name(&self) -> &str {
+        match self.service {
+            ServiceKind::GeneralRag => "general_rag",
+            ServiceKind::Dify => "dify",
+            ServiceKind::Ragflow => "ragflow",
+            ServiceKind::Chatchat | ServiceKind::Chatchat02 => "chatchat",
+            ServiceKind::Elasticsearch => "elasticsearch",
+            ServiceKind::Qdrant => "qdrant",
+            ServiceKind::Custom => "custom service",
+        }
+    }
+}
