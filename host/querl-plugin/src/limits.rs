@@ -1,7 +1,14 @@
 //! The limits of one plugin: fuel, time, memory, output and log.
 //!
-//! They come from `plugins.limits` of the configuration, lowered by the plugin's manifest. Fuel is wasmtime's deterministic count of
-//! instructions; `timeout_ms` is enforced as an epoch deadline.
+//! | step | where |
+//! |---|---|
+//! | defaults, with the measurements behind them | `PluginLimits::default`, `querl-core/src/config/plugins.rs` |
+//! | the user's values | `[plugins.limits]` of the configuration, read into [`PluginLimits`] |
+//! | lowered, never raised, by the plugin | `[limits]` of its plugin.toml, applied by [`Limits::with_manifest`] |
+//! | fuel of one call | [`Limits::fuel`]: `fuel_per_call + fuel_per_item * items` |
+//! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch deadline, memory limiter, output and log size |
+//!
+//! Fuel is wasmtime's deterministic count of instructions; `timeout_ms` is a wall-clock backstop.
 
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
