@@ -44,15 +44,14 @@ use std::sync::Arc;
 
 const RULE: &str = "the plugin's author says in golden/*.jsonl what comes of what";
 
-/// Golden cases with the records of the host.
+/// Golden cases with the host's record types.
 pub(crate) struct HostTypes;
 
 type Body = GoldenBody<HostTypes>;
 
-/// File and line, and the case or why the line is none.
+/// File and line, and the case or the reason why the line is invalid.
 pub(crate) type Case = (String, Result<GoldenCase<HostTypes>, String>);
 
-/// The input of a prompt.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Input {
@@ -128,7 +127,7 @@ fn read<T: DeserializeOwned>(key: &str, value: &Value) -> Result<T, String> {
     T::deserialize(value).map_err(|error| format!("`{key}`: {error}"))
 }
 
-/// Ranks that are left out are counted from 1.
+/// Missing ranks are counted from 1.
 fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
     for (hit, rank) in hits.iter_mut().zip(1..).filter(|(hit, _)| hit.rank == 0) {
         hit.rank = rank;
@@ -136,8 +135,7 @@ fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
     hits
 }
 
-/// Every key of `value` is one that `read`, the same value after reading, has at the same path: some
-/// records ignore unknown keys.
+/// Rejects keys of `value` that `read`, the same value after deserialization, lacks: some record types ignore unknown keys.
 fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
     match (value, read) {
         (Value::Object(value), Value::Object(read)) => {
@@ -165,7 +163,7 @@ fn kind(body: &Body) -> PluginKind {
     }
 }
 
-/// The cases of a plugin, in the order of files and lines.
+/// The golden cases of a plugin in the order of files and lines.
 pub(crate) fn of_plugin(path: &Path, plugin: &Plugin) -> Vec<Case> {
     let files = match (path.is_dir(), plugin.bundle()) {
         (true, _) => of_folder(path, plugin.manifest().map_or("golden", |manifest| &manifest.plugin.golden)),
@@ -178,7 +176,7 @@ pub(crate) fn of_plugin(path: &Path, plugin: &Plugin) -> Vec<Case> {
     }
 }
 
-/// Name and text of each file; or a path, and why it cannot be read.
+/// Name and text of each file; or the path and error of an unreadable one.
 type Files = Result<Vec<(String, String)>, (String, String)>;
 
 fn of_folder(folder: &Path, golden: &str) -> Files {
@@ -209,7 +207,7 @@ fn of_bundle(path: &Path) -> Files {
     bundle.golden().map(read).collect()
 }
 
-/// Takes the cases of one kind out of `cases` and checks them.
+/// Removes the cases of one kind from `cases` and checks them.
 pub(crate) fn check(subject: &Subject<'_>, of_kind: PluginKind, cases: &mut Vec<Case>, section: &mut Section) {
     let is_of_kind = |(_, case): &mut Case| matches!(case, Ok(case) if kind(&case.body) == of_kind);
     let taken: Vec<_> =
@@ -223,7 +221,7 @@ pub(crate) fn check(subject: &Subject<'_>, of_kind: PluginKind, cases: &mut Vec<
     }
 }
 
-/// What is left: invalid lines, and cases for a kind that the plugin is not.
+/// Reports what remains: invalid lines, and cases for a kind that the plugin does not export.
 pub(crate) fn check_rest(cases: Vec<Case>, section: &mut Section) {
     for (origin, case) in cases {
         let violation = match case {
@@ -353,7 +351,7 @@ fn shown_case(case: &GoldenCase<HostTypes>) -> String {
     }
 }
 
-/// Returns the classes of the case for every dialogue.
+/// A style model that returns the classes of the case for every dialogue.
 struct FixedStyleModel(Vec<StyleProbability>);
 
 impl FixedStyleModel {

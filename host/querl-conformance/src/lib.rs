@@ -70,7 +70,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
 const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, \
                      `rewards` and `style-scores`, and imports what the contract and a standard library need";
 
-/// A report on a plugin that the host refused.
+/// A report on a plugin that the host rejected.
 fn not_loaded(path: &Path, error: &PluginError) -> Report {
     let mut section = Section::new(None);
     let (check, rule) = match error {
@@ -89,7 +89,7 @@ fn not_loaded(path: &Path, error: &PluginError) -> Report {
     }
 }
 
-/// Does the plugin itself break a rule, in what it is or says of itself?
+/// Whether the plugin, rather than the environment, caused a loading error.
 fn is_of_the_plugin(error: &PluginError) -> bool {
     match error {
         PluginError::Bundle(error) => !matches!(error, BundleError::Io { .. }),
@@ -101,7 +101,7 @@ fn is_of_the_plugin(error: &PluginError) -> bool {
     }
 }
 
-/// Can the plugin be configured at all? Where it faults, the checks of each kind say so.
+/// Whether the plugin accepts the settings. Faults are reported by the checks of each kind.
 fn takes_settings(subject: &Subject<'_>) -> Result<bool, PluginError> {
     match checks::configured(subject) {
         Ok(()) => Ok(true),

@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What the calls of one measured stretch used together.
+/// Total usage of the calls between two points.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) n_calls: usize,
     pub(crate) n_items: usize,
     pub(crate) fuel: u64,
     pub(crate) wall: Duration,
-    /// The most that one call held.
+    /// Peak memory of one call.
     pub(crate) memory_bytes: usize,
 }
 
@@ -21,16 +21,16 @@ impl Usage {
     const NONE: Self = Self { n_calls: 0, n_items: 0, fuel: 0, wall: Duration::ZERO, memory_bytes: 0 };
 }
 
-/// The most that any call of the suite used.
+/// Peak usage of any call of the suite.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Peak {
-    /// By the number of items of the call.
+    /// Fuel by number of items.
     fuel: BTreeMap<usize, u64>,
     pub(crate) memory_bytes: usize,
 }
 
 impl Peak {
-    /// Items and fuel of the call that came nearest to what is allowed for so many items.
+    /// Items and fuel of the call that used the largest share of its allowed fuel.
     pub(crate) fn nearest_to(&self, allowed: impl Fn(usize) -> u64) -> (usize, u64) {
         let share = |n_items: usize, fuel: u64| fuel as f64 / allowed(n_items).max(1) as f64;
         let calls = self.fuel.iter().map(|(n_items, fuel)| (*n_items, *fuel));
@@ -49,7 +49,7 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    /// Goes into the books of the calling thread, and into the peak.
+    /// Adds a call to the usage of the calling thread and to the peak.
     pub(crate) fn record(&self, call: &CallReport<'_>) {
         let mut usage = USAGE.get();
         usage.n_calls += 1;
@@ -69,7 +69,7 @@ impl Meter {
     }
 }
 
-/// What `job` returns, and what the calls that it made on this thread used.
+/// The result of `job`, and the usage of the calls that it made on this thread.
 pub(crate) fn measured<R>(job: impl FnOnce() -> R) -> (R, Usage) {
     USAGE.set(Usage::NONE);
     let result = job();

@@ -43,13 +43,10 @@ pub struct Check {
 /// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// The rule held.
     Passed,
-    /// The rule was violation.
     Failed(Failure),
     /// There was nothing to check.
     Skipped {
-        /// The reason.
         why: String,
     },
 }
@@ -115,7 +112,7 @@ impl Report {
         render_junit(self)
     }
 
-    /// How many checks came out as (passed, failed, skipped).
+    /// Numbers of passed, failed and skipped checks.
     fn counts(&self) -> (usize, usize, usize) {
         let count = |wanted: fn(&Outcome) -> bool| self.checks.iter().filter(|check| wanted(&check.outcome)).count();
         (
@@ -135,13 +132,13 @@ impl Report {
 }
 
 impl Check {
-    /// Where the check belongs: a kind's name, or `plugin`.
+    /// The kind that the check belongs to, or `plugin`.
     fn group(&self) -> &'static str {
         self.kind.map_or("plugin", PluginKind::name)
     }
 }
 
-/// The version of the form that [`render_json`] writes.
+/// Format version of [`render_json`].
 const JSON_FORMAT: u32 = 1;
 
 fn render_json(report: &Report) -> Value {

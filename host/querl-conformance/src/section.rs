@@ -5,15 +5,15 @@ use crate::shown;
 use querl_core::ports::{FaultKind, PluginFault};
 use querl_plugin::{PluginError, PluginKind};
 
-/// What a check tried, where its rule held; else how it was violation.
+/// Description of what was checked, or the violation.
 pub(crate) type CheckResult = Result<String, Violation>;
 
-/// How a rule was violation.
+/// A broken rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Violation {
     pub(crate) sent: String,
     pub(crate) returned: String,
-    /// What the contract says, where it is more than the check's rule.
+    /// What the contract requires, if it is more specific than the check's rule.
     pub(crate) expected: Option<String>,
 }
 
@@ -22,12 +22,12 @@ impl Violation {
         Self { sent: sent.into(), returned: returned.into(), expected: None }
     }
 
-    /// A call ended in a fault.
+    /// A violation by a call that ended in a fault.
     pub(crate) fn fault(sent: impl Into<String>, fault: &PluginFault) -> Self {
         Self { expected: Some(rule_of(fault.kind).into()), ..Self::new(sent, fault.to_string()) }
     }
 
-    /// Loading or configuring went wrong.
+    /// A violation by an error of loading or configuring.
     pub(crate) fn error(sent: impl Into<String>, error: &PluginError) -> Self {
         match error {
             PluginError::Fault(fault) => Self::fault(sent, fault),
@@ -36,7 +36,7 @@ impl Violation {
     }
 }
 
-/// The sentence of the contract that a fault breaks.
+/// The contract's sentence that a fault violates.
 fn rule_of(kind: FaultKind) -> &'static str {
     match kind {
         FaultKind::Trap => "a trap is a fault, never a value; what cannot be scored, parsed or kept is a rejection",
@@ -63,7 +63,6 @@ impl Section {
         Self { kind, checks: Vec::new() }
     }
 
-    /// Writes down what one check found.
     pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, found: CheckResult) {
         let (note, outcome) = match found {
             Ok(note) => (note, Outcome::Passed),
@@ -77,7 +76,7 @@ impl Section {
         self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note, outcome });
     }
 
-    /// Writes down that there was nothing to look at.
+    /// Records a check without anything to check.
     pub(crate) fn skip(&mut self, name: impl Into<String>, rule: &str, why: impl Into<String>) {
         let outcome = Outcome::Skipped { why: why.into() };
         self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note: String::new(), outcome });
@@ -88,7 +87,7 @@ impl Section {
     }
 }
 
-/// A plugin that cannot be configured has nothing more to look at.
+/// Reports a plugin that cannot be configured, which ends the checks of its kind.
 pub(crate) fn report_not_configured(section: &mut Section, error: &PluginError) {
     section.add(
         "configures",

@@ -3,15 +3,15 @@
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// A longer text inside a value is cut.
+/// Longer texts inside a value are truncated.
 const TEXT_CHARS: usize = 24;
-/// A longer list inside a value is cut.
+/// Longer lists inside a value are truncated.
 const LIST_ITEMS: usize = 1;
-/// A longer line is cut.
+/// Longer lines are truncated.
 const LINE_CHARS: usize = 600;
 
-/// `value` as compact JSON: long texts and lists cut with what was left out, absent values and empty lists other than
-/// hits left out.
+/// `value` as compact JSON: long texts and lists are truncated with a note; absent values and empty lists other than hits are
+/// omitted.
 pub(crate) fn compact<T: Serialize + ?Sized>(value: &T) -> String {
     match serde_json::to_value(value) {
         Ok(value) => line(&shortened(value).to_string()),
@@ -19,7 +19,7 @@ pub(crate) fn compact<T: Serialize + ?Sized>(value: &T) -> String {
     }
 }
 
-/// An item by its id, which says what is odd about it, and as [`compact`] JSON.
+/// An item as its id, which names what is odd about it, and its [`compact`] JSON.
 pub(crate) fn item<T: Serialize + ?Sized>(item: &T) -> String {
     match serde_json::to_value(item) {
         Ok(Value::Object(mut fields)) => match fields.remove("id") {
@@ -30,7 +30,7 @@ pub(crate) fn item<T: Serialize + ?Sized>(item: &T) -> String {
     }
 }
 
-/// `text` on one line of bounded length; what a terminal would act on, or a reader not see, is written as an escape.
+/// `text` on one line of limited length; control and invisible characters are escaped.
 pub(crate) fn line(text: &str) -> String {
     let mut line = String::new();
     for (index, c) in text.chars().enumerate() {
@@ -47,7 +47,7 @@ pub(crate) fn line(text: &str) -> String {
     line
 }
 
-/// Overrides of writing direction, and characters without width.
+/// Bidirectional overrides and zero-width characters.
 fn is_hidden(c: char) -> bool {
     matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }

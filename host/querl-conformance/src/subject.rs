@@ -44,7 +44,7 @@ impl Default for SuiteOptions {
 }
 
 impl SuiteOptions {
-    /// A limit that is hit is a fault here, whatever a run makes of it: a dropped item would look like a rejection.
+    /// Host options that report limits as faults: with `on_limit = "drop"` a dropped item would look like a rejection.
     pub(crate) fn host_options(&self, meter: &Meter) -> HostOptions {
         let meter = meter.clone();
         HostOptions {
@@ -65,11 +65,11 @@ pub(crate) struct Subject<'a> {
     pub(crate) options: &'a SuiteOptions,
 }
 
-/// A port that takes a batch of items and gives an answer to each.
+/// A port that answers batches of items.
 pub(crate) trait BatchPort: Send + Sync {
     type Item: Clone + Serialize + Send + Sync;
 
-    /// An answer to each item as JSON: two answers are the same bytes where these are.
+    /// One answer per item as JSON, equal bytes for equal answers.
     fn ask(&self, items: &[Self::Item]) -> Result<Vec<String>, PluginFault>;
 }
 
@@ -82,7 +82,7 @@ impl Subject<'_> {
         self.host.open(self.plugin, settings, PluginPort::reward())
     }
 
-    /// In one of its forms, under the settings of this test.
+    /// The reward in one of its forms, with the settings of this test.
     pub(crate) fn reward_in(&self, form: RewardForm) -> Result<Box<dyn RewardModel>, PluginError> {
         self.host.open(self.plugin, self.settings(), PluginPort::reward_in(form))
     }
@@ -95,7 +95,7 @@ impl Subject<'_> {
         self.host.open(self.plugin, settings, PluginPort::prompts())
     }
 
-    /// With the stand-in for a style model.
+    /// The style scorer, with a stand-in for the style model.
     pub(crate) fn style_scorer(&self, settings: &PluginSettings) -> Result<Box<dyn StyleScorer>, PluginError> {
         self.style_scorer_with(settings, Some(Arc::new(StandInModel)))
     }
@@ -151,7 +151,7 @@ fn verdict(verdict: &Verdict) -> String {
 
 const LABELS: [&str; 5] = ["售前", "售后", "投诉", "闲聊", "其他"];
 
-/// Stands in for a style model: a distribution made of a digest of the dialogue.
+/// Stand-in for a style model: a distribution derived from a digest of the dialogue.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StandInModel;
 
@@ -168,7 +168,7 @@ impl StyleModel for StandInModel {
     }
 }
 
-/// Stands in for a style model that gives no answer.
+/// Stand-in for a style model that always fails.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FailingModel;
 

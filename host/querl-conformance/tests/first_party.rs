@@ -6,7 +6,7 @@ mod common;
 use common::{check, failed, options, repository};
 use querl_conformance::{Outcome, Report, SuiteOptions};
 
-/// The whole suite, as an author runs it.
+/// The whole suite with an author's defaults.
 fn whole(folder: &str) -> Report {
     let options = SuiteOptions { n_repeats: 1000, n_threads: 8, ..options("") };
     let report = querl_conformance::run(&repository().join(folder), &options).unwrap();

@@ -11,13 +11,13 @@ use std::path::{Path, PathBuf};
 const EPISODE: &str = r#""episode": {"query": "胶原咋吃", "baseline": {"rewrite": "胶原"},
     "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}}}"#;
 
-/// The component of the guest `odd-reward`, which keeps every rule by default.
+/// The component of the guest `odd-reward`, which follows every rule by default.
 fn component() -> Vec<u8> {
     let host = PluginHost::new(HostOptions { cache_dir: options("").cache_dir, ..HostOptions::default() }).unwrap();
     std::fs::read(host.load(&repository().join("tests/guests/odd-reward")).unwrap().path()).unwrap()
 }
 
-/// A bundle of the guest with its manifest changed, and with these golden cases.
+/// A bundle of the guest with a changed manifest and these golden cases.
 fn bundle(folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
     let manifest = std::fs::read_to_string(repository().join("tests/guests/odd-reward/plugin.toml")).unwrap();
     let changed = replaced.iter().fold(manifest, |text, (from, to)| {

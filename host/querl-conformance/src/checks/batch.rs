@@ -9,7 +9,7 @@ use querl_core::ports::{FaultKind, PluginFault};
 use querl_core::records::Episode;
 use querl_plugin::{PluginError, RewardForm};
 
-/// Each item of a group, alone: an answer or a rejection, never a fault.
+/// Scores each item of a group alone: an answer or a rejection, never a fault.
 pub(crate) fn inputs<B: BatchPort>(port: &B, group: &Group<B::Item>) -> CheckResult {
     for item in &group.items {
         port.ask(std::slice::from_ref(item)).map_err(|fault| Violation::fault(shown::item(item), &fault))?;
@@ -17,8 +17,8 @@ pub(crate) fn inputs<B: BatchPort>(port: &B, group: &Group<B::Item>) -> CheckRes
     Ok(format!("{} items", group.items.len()))
 }
 
-/// BatchPort of 1, 2 and all have as many answers as items, in the order of the items: those of a shuffled batch are
-/// shuffled alike.
+/// Batches of 1, 2 and all items have as many answers as items, in the order of the items: a shuffled batch has shuffled
+/// answers.
 pub(crate) fn length_and_order<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     for n_items in [1, 2] {
         ask(port, &items[..n_items])?;
@@ -34,7 +34,7 @@ pub(crate) fn length_and_order<B: BatchPort>(port: &B, items: &[B::Item]) -> Che
     Ok(format!("batches of 1, 2, {}, shuffled", items.len()))
 }
 
-/// BatchPort of 1, 2 and all have as many answers as items.
+/// Batches of 1, 2 and all items have as many answers as items.
 pub(crate) fn length<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     for n_items in [1, 2, items.len()] {
         ask(port, &items[..n_items])?;
@@ -42,7 +42,7 @@ pub(crate) fn length<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     Ok(format!("batches of 1, 2, {}", items.len()))
 }
 
-/// The answers to a batch, and to its pairs, are those to its items alone.
+/// A batch, and each pair of its items, has the answers of its items alone.
 pub(crate) fn batch_equals_singles<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     let mut alone = Vec::new();
     for item in items {
@@ -61,7 +61,7 @@ pub(crate) fn batch_equals_singles<B: BatchPort>(port: &B, items: &[B::Item]) ->
     Ok(format!("{} items alone, in pairs, together", grouped(items.len() as u64)))
 }
 
-/// The answers to the first items of a batch are what they are without the items after them.
+/// The answers to the first items of a batch do not depend on the items after them.
 pub(crate) fn prefixes<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     let whole = ask(port, items)?;
     for n_items in 1..items.len() {
@@ -80,7 +80,7 @@ fn ask<B: BatchPort>(port: &B, items: &[B::Item]) -> Result<Vec<String>, Violati
     port.ask(items).map_err(|fault| Violation::fault(sent(items), &fault))
 }
 
-/// A batch, by its first item.
+/// A batch in a report: its first item and its length.
 fn sent<I: serde::Serialize>(items: &[I]) -> String {
     match items {
         [] => "an empty batch".into(),
@@ -89,7 +89,8 @@ fn sent<I: serde::Serialize>(items: &[I]) -> String {
     }
 }
 
-/// Each item of the corpus alone, and the ordinary ones as a batch: the same totals, components, codes and details, bit for bit.
+/// Each item of the corpus alone, and the ordinary ones as a batch, have the same totals, components, codes and details in both
+/// forms, bit for bit.
 pub(super) fn packed_equals_records(subject: &Subject<'_>) -> CheckResult {
     let in_form =
         |form| subject.reward_in(form).map_err(|error: PluginError| Violation::error("check-settings", &error));

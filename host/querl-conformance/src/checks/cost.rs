@@ -11,15 +11,15 @@ use querl_core::ports::PluginFault;
 use querl_plugin::{PluginError, PluginHost, PluginKind};
 use std::time::{Duration, Instant};
 
-/// Items of the batch that is measured.
+/// Items of the measured batch.
 const N_ITEMS: usize = 64;
-/// Calls whose median is shown, where they fit into the time_budget.
+/// Calls whose median is reported, if they fit into the time budget.
 const N_CALLS: usize = 31;
 const TIME_BUDGET: Duration = Duration::from_secs(2);
-/// Cold starts whose median is shown.
+/// Cold starts whose median is reported.
 const N_STARTS: usize = 3;
 
-/// What calls of one kind cost; `None` where a call ends in a fault, which another check has reported.
+/// Cost of the calls of one kind; `None` if a call ends in a fault, which another check has reported.
 pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Option<Cost> {
     let (fuel_per_item, micros_per_item, memory_bytes) = calls(subject, kind)?;
     let cold_start_ms = median((0..N_STARTS).map(|_| cold_start(subject, kind)).collect::<Option<Vec<_>>>()?);
@@ -33,7 +33,7 @@ pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Option<Cost> {
     })
 }
 
-/// plugin.toml asks for as much as the calls of this suite used.
+/// The limits requested in plugin.toml are at least what the calls of this suite used.
 pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: &[Cost], section: &mut Section) {
     const RULE: &str = "a plugin runs under the limits that it asks for in plugin.toml: they cover what it uses";
     let Some(manifest) = subject.plugin.manifest() else {
@@ -56,18 +56,17 @@ pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: 
     );
 }
 
-/// Wall clock of the call that was measured.
 fn call_ms(cost: &Cost) -> u64 {
     let n_items = if cost.kind == PluginKind::Prompt { 1 } else { N_ITEMS };
     (cost.micros_per_item * n_items as f64 / 1e3).ceil() as u64
 }
 
-/// What a call with so many items may use.
+/// Fuel allowed for a call with `n_items`.
 fn allowed_fuel(limits: &PluginLimits, n_items: usize) -> u64 {
     limits.fuel_per_call.saturating_add(limits.fuel_per_item.saturating_mul(n_items as u64))
 }
 
-/// Each limit: of what, the most that one call used, what is allowed. A call that was stopped has used all.
+/// Compares, for each limit, the most that one call used with what is allowed. A stopped call has used all of it.
 fn compared(limits: &[(&str, u64, u64)]) -> CheckResult {
     let shown =
         |(of_what, used, allowed): &(&str, u64, u64)| format!("{} of {} {of_what}", grouped(*used), grouped(*allowed));
@@ -77,7 +76,7 @@ fn compared(limits: &[(&str, u64, u64)]) -> CheckResult {
     }
 }
 
-/// Fuel and microseconds per item, and memory.
+/// Fuel and microseconds per item, and peak memory.
 fn calls(subject: &Subject<'_>, kind: PluginKind) -> Option<(f64, f64, usize)> {
     let settings = subject.settings();
     let usages = match kind {
@@ -100,7 +99,7 @@ fn of_batch<B: BatchPort>(port: &B, items: &[B::Item]) -> Option<Vec<Usage>> {
     several(|| port.ask(items).map(drop))
 }
 
-/// The usage of the same call several times, after one that fills caches.
+/// Usage of repeated calls, after one call that fills caches.
 fn several(call: impl Fn() -> Result<(), PluginFault>) -> Option<Vec<Usage>> {
     call().ok()?;
     let start = Instant::now();
@@ -113,7 +112,7 @@ fn several(call: impl Fn() -> Result<(), PluginFault>) -> Option<Vec<Usage>> {
     Some(usages)
 }
 
-/// From nothing loaded to the first answer; the host itself stands, and compiled code is in the cache.
+/// Time from an empty host to the first answer; compiled code is cached.
 fn cold_start(subject: &Subject<'_>, kind: PluginKind) -> Option<Duration> {
     let options = subject.options.host_options(&meter::Meter::default());
     let host = PluginHost::new(options).ok()?;
@@ -138,7 +137,7 @@ fn first_answer(subject: &Subject<'_>, host: &PluginHost, kind: PluginKind) -> R
     Ok(())
 }
 
-/// The middle one; of none, the least.
+/// The upper median; the default value for no values.
 fn median<T: Copy + Default + PartialOrd>(mut values: Vec<T>) -> T {
     values.sort_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal));
     values.get(values.len() / 2).copied().unwrap_or_default()

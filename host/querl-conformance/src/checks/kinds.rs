@@ -56,7 +56,7 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
     }
 }
 
-/// `repeat` and `threads`, of any kind.
+/// The checks `repeat` and `threads`, for any kind.
 pub(super) fn repeat_checks(subject: &Subject<'_>, section: &mut Section, kind: PluginKind) {
     let options = subject.options;
     let call = match repeat::test_call(subject, kind, subject.settings()) {
@@ -135,7 +135,6 @@ fn messages(prompts: &dyn Prompts, task: PromptTask) -> CheckResult {
     Ok(format!("{} inputs", inputs.len()))
 }
 
-/// Each answer is parsed or rejected.
 fn parsed(answers: &[String], parse: impl Fn(&str) -> Result<bool, PluginFault>) -> CheckResult {
     let mut n_parsed = 0;
     for answer in answers {

@@ -10,7 +10,7 @@ mod kinds;
 mod repeat;
 pub(crate) mod settings;
 
-/// Every check of one kind but its golden cases and cost.
+/// All checks of one kind other than golden cases and cost.
 pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Section {
     let mut section = Section::new(Some(kind));
     match kind {
@@ -22,12 +22,12 @@ pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Section {
     section
 }
 
-/// Configures every kind under the settings of this test.
+/// Configures every kind with the settings of this test.
 pub(crate) fn configured(subject: &Subject<'_>) -> Result<(), PluginError> {
     subject.plugin.kinds().iter().try_for_each(|kind| repeat::test_call(subject, *kind, subject.settings()).map(drop))
 }
 
-/// What the host checks when it loads a plugin that has a manifest.
+/// The rules that the host enforces when it loads a plugin with a manifest.
 pub(crate) const MANIFEST: &str = "plugin.toml is readable, says the name, version, kinds and range that the component \
                                    has, and asks for no more than the host allows";
 

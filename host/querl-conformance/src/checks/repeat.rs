@@ -12,19 +12,18 @@ use querl_plugin::{PluginError, PluginKind, PluginSettings};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// What repeating may take: a second call of a slow language takes milliseconds.
+/// Time for repeated calls: one call of an interpreted language takes milliseconds.
 const TIME_BUDGET: Duration = Duration::from_secs(12);
-/// However slow a plugin is.
+/// Minimum number of calls, even for a slow plugin.
 const FEWEST: usize = 10;
 
-/// One call's answers and instructions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct CallResult {
     answers: Vec<String>,
     fuel: u64,
 }
 
-/// `n_requested` times in a row the same bytes and the same fuel, or as many times as fit into our time_budget.
+/// Repeats the call `n_requested` times, or as often as the time budget allows: same bytes, same fuel.
 pub(crate) fn repeat(call: &TestCall, n_requested: usize) -> CheckResult {
     let first = call_once(call).map_err(|fault| Violation::fault(&call.sent, &fault))?;
     let n_repeats = affordable(call, n_requested, TIME_BUDGET);
@@ -34,7 +33,7 @@ pub(crate) fn repeat(call: &TestCall, n_requested: usize) -> CheckResult {
     Ok(number(n_repeats, n_requested))
 }
 
-/// On `n_threads` threads at the same time the same bytes and the same fuel as alone.
+/// Makes the call on `n_threads` threads at the same time: the same bytes and fuel as alone.
 pub(crate) fn threads(call: &TestCall, n_requested: usize, n_threads: usize) -> CheckResult {
     let first = call_once(call).map_err(|fault| Violation::fault(&call.sent, &fault))?;
     let n_threads = n_threads.max(2);
@@ -79,7 +78,7 @@ fn same(
     Err(Violation::new(&call.sent, returned))
 }
 
-/// How many of `n_requested` calls fit into `time_budget`, by the time that three take.
+/// How many of `n_requested` calls fit into `time_budget`, estimated from three calls.
 fn affordable(call: &TestCall, n_requested: usize, time_budget: Duration) -> usize {
     let start = Instant::now();
     for _ in 0..3 {
@@ -102,17 +101,17 @@ fn number(n_repeats: usize, n_requested: usize) -> String {
     }
 }
 
-/// Items of a call's batch.
+/// Items per batch.
 const N_ITEMS: usize = 4;
 
-/// A call that can be made again and again.
+/// A repeatable call.
 pub(crate) struct TestCall {
-    /// What is sent, for people.
+    /// The input, for reports.
     pub(crate) sent: String,
     pub(crate) run: Box<dyn Fn() -> Result<Vec<String>, PluginFault> + Send + Sync>,
 }
 
-/// The call of one kind under these settings.
+/// The call of one kind with the settings of this test.
 pub(crate) fn test_call(
     subject: &Subject<'_>,
     kind: PluginKind,
@@ -126,7 +125,7 @@ pub(crate) fn test_call(
     })
 }
 
-/// Configures every kind and makes its call: the answers, or how it went wrong.
+/// Configures every kind and makes its call: the answers, or the error.
 pub(crate) fn test_results(
     subject: &Subject<'_>,
     settings: &PluginSettings,
@@ -150,7 +149,7 @@ where
     TestCall { sent, run: Box::new(move || port.ask(&items)) }
 }
 
-/// Each task's prompt, and the parsing of two answers.
+/// Renders the prompt of each task and parses two responses.
 fn prompt_calls(port: Box<dyn Prompts>) -> TestCall {
     const REWRITE: &str = "改写后的查询：“孕妇是否适合服用虾青素软胶囊”";
     const JUDGEMENT: &str = "{\"综合得分\": 4.5, \"评分理由\": \"意图完整\"}";

@@ -8,13 +8,13 @@ use querl_plugin::{PluginError, PluginSettings};
 use std::collections::BTreeMap;
 use toml::Value;
 
-/// No plugin has this one.
+/// A key that no plugin declares.
 const UNKNOWN: &str = "no_plugin_knows_this";
 
 const NO_MANIFEST: &str = "a bare component: no plugin.toml";
 const NO_SETTINGS: &str = "plugin.toml has no settings";
 
-/// A check's name and rule.
+/// Name and rule of a check.
 type Rule = (&'static str, &'static str);
 
 const READ: Rule =
@@ -119,7 +119,7 @@ fn defaults_agree(subject: &Subject<'_>, specs: &Specs) -> CheckResult {
     Ok(counted(n_defaults, "setting"))
 }
 
-/// The plugin takes the value, and answers with it.
+/// The plugin accepts the value and scores with it.
 fn accepted(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Violation> {
     let sent = format!("{key} = {value}");
     match repeat::test_results(subject, &with(subject, key, value)) {
@@ -129,7 +129,7 @@ fn accepted(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Viola
     }
 }
 
-/// Host or plugin says that the value cannot be used.
+/// The host or the plugin rejects the value.
 fn refused(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Violation> {
     let sent = format!("{key} = {value}");
     match repeat::test_results(subject, &with(subject, key, value)) {
@@ -139,14 +139,14 @@ fn refused(subject: &Subject<'_>, key: &str, value: &Value) -> Result<(), Violat
     }
 }
 
-/// The settings of this test with one more.
+/// The settings of this test with one key replaced.
 fn with(subject: &Subject<'_>, key: &str, value: &Value) -> PluginSettings {
     let mut settings = subject.settings().clone();
     settings.insert(key.into(), value.clone());
     settings
 }
 
-/// Values at the ends of what the schema allows.
+/// Boundary values that the schema allows.
 fn allowed(spec: &SettingSpec) -> Vec<Value> {
     let bounds = [spec.minimum, spec.maximum].into_iter().flatten();
     match spec.kind {
@@ -158,7 +158,7 @@ fn allowed(spec: &SettingSpec) -> Vec<Value> {
     }
 }
 
-/// Values just beyond what the schema allows.
+/// Values just outside the schema.
 fn wrong(spec: &SettingSpec) -> Vec<Value> {
     let text = || Value::from("不是这个");
     let (below, above) = (spec.minimum.map(|bound| bound - step(bound)), spec.maximum.map(|bound| bound + step(bound)));
@@ -180,7 +180,7 @@ fn counted(n: usize, what: &str) -> String {
     if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
 }
 
-/// Enough to differ from `bound`, whatever its size.
+/// A step that changes `bound` at its magnitude.
 fn step(bound: f64) -> f64 {
     (bound.abs() * 1e-3).max(1.0)
 }

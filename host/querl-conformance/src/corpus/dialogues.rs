@@ -7,7 +7,7 @@ fn turn(role: &str, content: impl Into<String>) -> Message {
     Message { role: role.into(), content: content.into() }
 }
 
-/// An ordinary dialogue: the user asks, the assistant answers, twice.
+/// A dialogue of two turns each of user and assistant.
 pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Dialogue {
     let turns = vec![
         turn("user", format!("胶原蛋白肽咋吃（{seed}）")),
@@ -18,7 +18,6 @@ pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Dialogue {
     Dialogue { id: id.into(), turns }
 }
 
-/// `n` ordinary dialogues.
 pub(crate) fn ordinary_batch(n: usize) -> Vec<Dialogue> {
     (0..n).map(|index| ordinary(format!("dialogue-{index:04}"), index)).collect()
 }

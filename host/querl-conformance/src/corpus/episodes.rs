@@ -11,7 +11,7 @@ const QUERIES: [(&str, &str, &str); 5] = [
     ("吃他汀还能吃辅酶吗", "辅酶Q10与他汀类药物同服的注意事项", "辅酶Q10 他汀"),
 ];
 
-/// One side: `n_hits` hits, judged, no style.
+/// A candidate with `n_hits` hits and a judgement, without a style.
 fn candidate(rewrite: &str, seed: usize, n_hits: usize) -> Candidate {
     Candidate {
         rewrite: rewrite.into(),
@@ -23,7 +23,7 @@ fn candidate(rewrite: &str, seed: usize, n_hits: usize) -> Candidate {
     }
 }
 
-/// An ordinary episode: Chinese, five hits on each side, both judged.
+/// An episode in Chinese with five hits and a judgement on each side.
 pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Episode {
     let (query, policy, baseline) = QUERIES[seed % QUERIES.len()];
     Episode {
@@ -39,12 +39,11 @@ pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Episode {
     }
 }
 
-/// `n` ordinary episodes.
 pub(crate) fn ordinary_batch(n: usize) -> Vec<Episode> {
     (0..n).map(|index| ordinary(format!("step-000001/{index:08}/0"), index)).collect()
 }
 
-/// `n` episodes, ordinary and odd ones mixed, each with an id of its own.
+/// `n` episodes with distinct ids, ordinary and odd ones mixed.
 pub(crate) fn batch(n: usize) -> Vec<Episode> {
     let odd: Vec<_> = groups().into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
     let mixed = (0..n).map(|index| match index % 2 {
@@ -69,7 +68,7 @@ fn scored(score: f64, reason: &str) -> Judgement {
     Judgement::Scored { score, reason: reason.into() }
 }
 
-/// An ordinary episode with one thing changed.
+/// An ordinary episode with one change.
 fn changed(id: impl Into<String>, change: impl FnOnce(&mut Episode)) -> Episode {
     let mut episode = ordinary(id, 4);
     change(&mut episode);

@@ -7,10 +7,10 @@ pub(crate) mod episodes;
 pub(crate) mod prompts;
 pub(crate) mod samples;
 
-/// Odd items of one sort.
+/// Odd items of one category.
 #[derive(Debug, Clone)]
 pub(crate) struct Group<T> {
-    /// `texts`, `hits`.
+    /// The category: `texts`, `hits`.
     pub(crate) name: &'static str,
     pub(crate) items: Vec<T>,
 }
@@ -38,7 +38,7 @@ pub(crate) const PASSAGES: [&str; 5] = [
     "辅酶Q10建议在医生指导下与他汀类药物一同服用，两次服用间隔两小时。",
 ];
 
-/// Hits with these reranker scores, ranks counted from 1.
+/// Hits with these reranker scores; ranks start at 1.
 pub(crate) fn hits(scores: &[f64]) -> Vec<Hit> {
     let hit = |(index, score): (usize, &f64)| Hit {
         id: format!("kb-{:03}", index + 1),
@@ -50,13 +50,13 @@ pub(crate) fn hits(scores: &[f64]) -> Vec<Hit> {
     scores.iter().enumerate().map(hit).collect()
 }
 
-/// `n` falling scores that begin between 0 and 1 and differ with `seed`.
+/// `n` descending scores between 0 and 1, which depend on `seed`.
 pub(crate) fn falling_scores(seed: usize, n: usize) -> Vec<f64> {
     let first = ((seed * 37 + 11) % 100) as f64 / 100.0;
     (0..n).map(|index| first * (1.0 - 0.9 * index as f64 / n as f64)).collect()
 }
 
-/// `items` in an order in which hardly any keeps its place, with the places they came from: the same order every time.
+/// A fixed permutation of `items` that moves nearly all of them, with their original indices.
 pub(crate) fn shuffled<T: Clone>(items: &[T]) -> (Vec<usize>, Vec<T>) {
     let n_items = items.len();
     let stride = (n_items / 2..n_items).find(|stride| greatest_common_divisor(*stride, n_items) == 1).unwrap_or(1);
@@ -72,7 +72,7 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 /// Characters of 3 bytes each: about 100 kB.
 const LONG_CHARS: usize = 34_000;
 
-/// A name and a text each; none is longer than a few dozen bytes, see [`long_text`].
+/// Name and text; none is longer than a few dozen bytes, see [`long_text`].
 pub(crate) fn odd_texts() -> Vec<(&'static str, &'static str)> {
     vec![
         ("empty", ""),
@@ -95,7 +95,7 @@ pub(crate) fn odd_texts() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-/// About 100 kB of a question.
+/// A question of about 100 kB.
 pub(crate) fn long_text() -> String {
     "胶原蛋白肽和虾青素可以一起吃吗？".chars().cycle().take(LONG_CHARS).collect()
 }

@@ -5,7 +5,7 @@ use querl_core::ports::{PromptInput, PromptTask};
 use querl_core::records::Context;
 use serde::Serialize;
 
-/// A prompt's task and input, owned.
+/// Task and input of a prompt, owned.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct PromptCase {
     #[serde(skip)]
@@ -30,7 +30,7 @@ impl PromptCase {
 
 pub(crate) const TASKS: [PromptTask; 3] = [PromptTask::TeacherRewrite, PromptTask::PolicyRewrite, PromptTask::Judge];
 
-/// As golden cases write it.
+/// The name of a task in golden cases.
 pub(crate) fn task_name(task: PromptTask) -> &'static str {
     match task {
         PromptTask::TeacherRewrite => "teacher_rewrite",
@@ -39,7 +39,6 @@ pub(crate) fn task_name(task: PromptTask) -> &'static str {
     }
 }
 
-/// One ordinary input for each task.
 pub(crate) fn ordinary() -> Vec<PromptCase> {
     let context =
         Context { user_profile: "女，32岁，孕中期".into(), history_summary: "用户问过虾青素".into() };
@@ -47,7 +46,6 @@ pub(crate) fn ordinary() -> Vec<PromptCase> {
     TASKS.into_iter().map(of).collect()
 }
 
-/// Every odd input of one task.
 pub(crate) fn odd(task: PromptTask) -> Vec<PromptCase> {
     let long = long_text();
     let everywhere = |text: &str| {
@@ -66,10 +64,10 @@ pub(crate) fn odd(task: PromptTask) -> Vec<PromptCase> {
     inputs
 }
 
-/// As long as a long text, about 100 kB.
+/// About 100 kB.
 const LONG_BYTES: usize = 100_000;
 
-/// Answers that a rewrite is to be read from.
+/// Responses to parse as a rewrite.
 pub(crate) fn for_rewrite() -> Vec<String> {
     let mut answers = common();
     answers.extend(
@@ -81,7 +79,7 @@ pub(crate) fn for_rewrite() -> Vec<String> {
     answers
 }
 
-/// Answers that a judgement is to be read from.
+/// Responses to parse as a judgement.
 pub(crate) fn for_judgement() -> Vec<String> {
     let mut answers = common();
     let values = [

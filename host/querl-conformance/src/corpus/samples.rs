@@ -3,7 +3,7 @@
 use super::{Group, episodes, falling_scores, hits, long_text, odd_texts};
 use querl_core::records::{Context, Sample};
 
-/// An ordinary sample: Chinese, five hits.
+/// A sample in Chinese with five hits.
 pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Sample {
     let episode = episodes::ordinary(String::new(), seed);
     Sample {
@@ -15,7 +15,7 @@ pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Sample {
     }
 }
 
-/// `n` ordinary samples, no two alike.
+/// `n` distinct ordinary samples.
 pub(crate) fn ordinary_batch(n: usize) -> Vec<Sample> {
     (0..n).map(|index| ordinary(format!("row-{index:04}"), index)).collect()
 }
@@ -30,8 +30,8 @@ pub(crate) fn batch(n: usize) -> Vec<Sample> {
     mixed.collect()
 }
 
-/// `n` samples in which every third comes again later in another dress: a filter that looks ahead is tempted. The later
-/// one is at times the better and at times the worse.
+/// `n` samples in which every third one reappears later with the same text and another score, better or worse: detects filters
+/// that look ahead.
 pub(crate) fn repeated(n: usize) -> Vec<Sample> {
     let sample = |index: usize| {
         let seed = index % (n / 3).max(1);
