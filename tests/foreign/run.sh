@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The stages against servers over HTTP: teacher and judge behind transformers' own `serve` command, retrieval behind
-# `querl rag serve`. Says what came of it and fails where a row is lost or nothing succeeded.
+# `querl serve rag`. Says what came of it and fails where a row is lost or nothing succeeded.
 #
 #   cargo build --release && tests/foreign/run.sh [OUT]      (OUT: tests/foreign/out)
 set -euo pipefail
@@ -30,7 +30,7 @@ tests/foreign/install.sh
 log "servers"
 tests/foreign/serve.sh "$chat_port" >"$out/serve.log" 2>&1 &
 pids+=($!)
-"$querl" rag serve examples/fivedoctors/querl.toml --addr "127.0.0.1:$rag_port" >"$out/rag.log" 2>&1 &
+"$querl" serve rag examples/fivedoctors/querl.toml --addr "127.0.0.1:$rag_port" >"$out/rag.log" 2>&1 &
 pids+=($!)
 if [[ ! -f "${JUDGE_MODEL:-$out/judge}/config.json" ]]; then
     HF_HUB_OFFLINE=1 tests/foreign/.venv/bin/python tests/foreign/judge_model.py "$out/judge"

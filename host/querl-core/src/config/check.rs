@@ -341,7 +341,7 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, message));
     let RetrievalConfig { kind, service, mapping, embedding, rerank, .. } = retrieval;
     let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
-    // A file may have both an address (client) and a knowledge base (`querl rag serve`), each with its settings.
+    // A file may have both an address (client) and a knowledge base (`querl serve rag`), each with its settings.
     let (asks, serves) = (retrieval.url.is_some(), retrieval.knowledge_base.is_some());
     let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { !asks };
     if is_unused && *mapping != MappingConfig::default() {

@@ -346,7 +346,7 @@ pub struct RetrievalConfig {
     /// `http`: how the key is sent in the `Authorization` header; `auto` is as the service wants it.
     #[serde(default)]
     pub auth: AuthScheme,
-    /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl rag serve` offers this one.
+    /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl serve rag` offers this one.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,
     /// `http`, `general_rag`: how the history is sent: as a string, as a list of messages or not at all.
