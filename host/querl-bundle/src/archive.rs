@@ -1,13 +1,201 @@
-//! Reads an archive, and refuses everything that [`super::write`] does not write.
+//! The archive: a tar stream in a zstd frame, and a seal over the frame. The same files give the same bytes, and whatever [`write`] does
+//! not write, [`read`] rejects.
 //!
-//! Memory is bounded by what was decoded, not by what a header claims: contents grow as they arrive, and each has its limit.
+//! The seal is a zstd skippable frame with the SHA-256 of everything before it. A zstd frame can be written in more than one way, and its own
+//! checksum has 32 bits and does not cover its header; the seal covers every byte of the file. An attacker who changes a file can compute
+//! a new seal: against that, there are signatures.
+//!
+//! Memory of a reader is bounded by what was decoded, not by what a header claims: contents grow as they arrive, and each has its limit.
 
-use super::write::{WINDOW_LOG, header};
-use super::{ArchiveLimits, Damage, names, refuse_name, seal};
 use crate::document::printable;
+use querl_core::text::disturbs;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 use tar::{EntryType, Header};
+use zstd::stream::raw::CParameter;
+
+pub(crate) mod names {
+    pub(crate) const LICENSE: &str = "LICENSE";
+    pub(crate) const README: &str = "README.md";
+    pub(crate) const SUMS: &str = "SHA256SUMS";
+    pub(crate) const GOLDEN: &str = "golden/";
+    pub(crate) const GOLDEN_ENDING: &str = ".jsonl";
+    pub(crate) const MANIFEST: &str = "plugin.toml";
+    pub(crate) const COMPONENT: &str = "plugin.wasm";
+    pub(crate) const SIGNATURES: &str = "signatures";
+    /// Without these no archive is a bundle.
+    pub(crate) const REQUIRED: [&str; 5] = [LICENSE, README, SUMS, MANIFEST, COMPONENT];
+}
+
+/// What a reader takes from an archive at most. A Python plugin has 18 MB and is a quarter of that compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ArchiveLimits {
+    /// The file itself.
+    pub compressed_bytes: u64,
+    /// The tar stream: headers, contents, padding.
+    pub tar_bytes: u64,
+    /// The tar stream may be 4 MiB, and beyond that this many times the compressed size.
+    pub ratio: u64,
+    /// Files.
+    pub entries: usize,
+    /// The component.
+    pub component_bytes: u64,
+    /// One file of golden cases; all of them together.
+    pub golden_bytes: u64,
+    /// Each of the other files.
+    pub text_bytes: u64,
+}
+
+impl ArchiveLimits {
+    /// What every reader and writer of this crate keeps to.
+    pub const DEFAULT: Self = Self {
+        compressed_bytes: 72 << 20,
+        tar_bytes: 128 << 20,
+        ratio: 256,
+        entries: 1000,
+        component_bytes: 64 << 20,
+        golden_bytes: 16 << 20,
+        text_bytes: 1 << 20,
+    };
+
+    pub(crate) fn bytes_of(&self, name: &str) -> u64 {
+        match name {
+            names::COMPONENT => self.component_bytes,
+            _ if name.starts_with(names::GOLDEN) => self.golden_bytes,
+            _ => self.text_bytes,
+        }
+    }
+}
+
+impl Default for ArchiveLimits {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// What is wrong with one part of an archive.
+#[derive(Debug)]
+pub(crate) struct Damage {
+    pub(crate) part: String,
+    pub(crate) message: String,
+}
+
+impl Damage {
+    pub(crate) fn new(part: &str, message: impl Into<String>) -> Self {
+        Self { part: part.to_owned(), message: message.into() }
+    }
+}
+
+/// Why `name` may not be in a bundle.
+pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
+    const FLAT: [&str; 6] =
+        [names::LICENSE, names::README, names::SUMS, names::MANIFEST, names::COMPONENT, names::SIGNATURES];
+    if FLAT.contains(&name) {
+        return None;
+    }
+    let parts = || name.split(['/', '\\']);
+    match name {
+        "" => Some("has no name"),
+        _ if name.starts_with(['/', '\\']) || name.contains(':') => {
+            Some("has an absolute path; a bundle's paths are relative")
+        }
+        _ if parts().any(|part| part == "..") => Some("leaves the bundle through `..`"),
+        _ if name.contains('\\') => Some("has a backslash in its path"),
+        _ if name.chars().any(disturbs) => {
+            Some("has a character in its name that a terminal does not show, or that reorders text")
+        }
+        _ if is_golden(name) => None,
+        _ => Some(
+            "is no part of a bundle; expected LICENSE, README.md, SHA256SUMS, golden/*.jsonl, plugin.toml, plugin.wasm and \
+             signatures",
+        ),
+    }
+}
+
+/// `golden/NAME.jsonl`, short enough for a tar header.
+pub(crate) fn is_golden(name: &str) -> bool {
+    let file = name.strip_prefix(names::GOLDEN).and_then(|file| file.strip_suffix(names::GOLDEN_ENDING));
+    let fits = |file: &str| !file.is_empty() && !file.starts_with('.') && !file.contains(['/', '\\', ':']);
+    name.len() <= LONGEST_NAME && file.is_some_and(fits) && !name.chars().any(disturbs)
+}
+
+/// Magic number of a skippable frame (RFC 8878, 3.1.2): 0x184D2A50 to 0x184D2A5F, here the one that ends in 5.
+const MAGIC: [u8; 4] = 0x184D_2A55_u32.to_le_bytes();
+const SIZE: [u8; 4] = 32_u32.to_le_bytes();
+const SEAL_BYTES: usize = 40;
+
+fn seal(mut frame: Vec<u8>) -> Vec<u8> {
+    let digest = Sha256::digest(&frame);
+    frame.extend_from_slice(&MAGIC);
+    frame.extend_from_slice(&SIZE);
+    frame.extend_from_slice(&digest);
+    frame
+}
+
+/// The frame that an intact seal covers.
+fn unseal(bytes: &[u8]) -> Result<&[u8], Damage> {
+    let start = bytes.len().checked_sub(SEAL_BYTES);
+    let Some((frame, seal)) = start.map(|start| bytes.split_at(start)) else {
+        return Err(Damage::new("seal", "is missing; the file is truncated or is not a bundle"));
+    };
+    if seal[..4] != MAGIC || seal[4..8] != SIZE {
+        let message = "is missing or damaged; the file is truncated, has bytes after its end, or is not a bundle";
+        return Err(Damage::new("seal", message));
+    }
+    match seal[8..] == Sha256::digest(frame)[..] {
+        true => Ok(frame),
+        false => Err(Damage::new(
+            "compressed stream",
+            "does not have the SHA-256 in the seal; bytes of the file were changed or lost after packing",
+        )),
+    }
+}
+
+/// The name field of a ustar header; longer names would take the prefix field, which no name of a bundle needs.
+const LONGEST_NAME: usize = 100;
+/// Part of the format: another level makes other bytes. A Python component of 18 MB takes about a second at this one.
+const LEVEL: i32 = 12;
+/// log2 of the window, 4 MiB: what a reader must hold to decode.
+const WINDOW_LOG: u32 = 22;
+
+/// The archive of `files`, by name.
+pub(crate) fn write(files: &BTreeMap<String, Vec<u8>>) -> io::Result<Vec<u8>> {
+    let tar = tar_stream(files)?;
+    let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL)?;
+    encoder.set_parameter(CParameter::WindowLog(WINDOW_LOG))?;
+    encoder.include_checksum(true)?;
+    encoder.include_contentsize(true)?;
+    encoder.set_pledged_src_size(Some(tar.len() as u64))?;
+    io::Write::write_all(&mut encoder, &tar)?;
+    Ok(seal(encoder.finish()?))
+}
+
+fn tar_stream(files: &BTreeMap<String, Vec<u8>>) -> io::Result<Vec<u8>> {
+    debug_assert!(files.keys().all(|name| refuse_name(name).is_none()));
+    debug_assert!(files.keys().next_back().is_some_and(|last| last == names::SIGNATURES || last == names::COMPONENT));
+    let mut tar = tar::Builder::new(Vec::new());
+    for (name, content) in files {
+        tar.append(&header(name, content.len() as u64), content.as_slice())?;
+    }
+    tar.into_inner()
+}
+
+/// The one header that an entry of this name and size has.
+fn header(name: &str, size: u64) -> Header {
+    let mut header = Header::new_ustar();
+    let field = &mut header.as_ustar_mut().expect("the header was made as ustar").name;
+    let n_bytes = name.len().min(field.len());
+    field[..n_bytes].copy_from_slice(&name.as_bytes()[..n_bytes]);
+    header.set_entry_type(EntryType::Regular);
+    header.set_mode(0o644);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_mtime(0);
+    header.set_size(size);
+    header.set_cksum();
+    header
+}
 
 const BLOCK: usize = 512;
 const STREAM: &str = "compressed stream";
@@ -21,7 +209,7 @@ pub(crate) fn read(bytes: &[u8], limits: &ArchiveLimits) -> Result<BTreeMap<Stri
     if n_bytes > limits.compressed_bytes {
         return Err(Damage::new(STREAM, too_large(n_bytes, limits.compressed_bytes)));
     }
-    let frame = seal::unseal(bytes)?;
+    let frame = unseal(bytes)?;
     let tar_limit = limits.tar_bytes.min(HARMLESS_BYTES.saturating_add(n_bytes.saturating_mul(limits.ratio)));
     let mut decoder = decoder(frame)?;
     let mut stream = Stream { source: &mut decoder, n_left: tar_limit, tar_limit };
