@@ -85,7 +85,7 @@ impl Model {
     /// A and B get other values, magnitudes and whole modules are changed by up to a fifth.
     fn part_with(name: &str, dtype: BaseDtype, settings: &LoraSettings, place: &ComputeDevice, ranks: &Ranks) -> Self {
         let load =
-            |place: &ComputeDevice, ranks: &Ranks| Decoder::load_part(&golden(name), dtype, place, ranks).unwrap();
+            |place: &ComputeDevice, ranks: &Ranks| Decoder::load_shard(&golden(name), dtype, place, ranks).unwrap();
         let on_cpu = load(&ComputeDevice::Cpu, &Ranks::alone());
         let adapter = LoraAdapter::new(&on_cpu, settings.clone(), 5).unwrap();
         for (index, (name, var)) in adapter.vars().iter().enumerate() {
@@ -323,7 +323,7 @@ fn random_parts_are_those_of_the_whole_model_wherever_they_are_made() {
     let logits = |n, place: fn(usize) -> ComputeDevice| {
         let found = run_ranks(n, |ranks| {
             let place = place(ranks.rank());
-            let decoder = Decoder::random_part(config.clone(), 4, BaseDtype::Bf16, &place, &ranks)?;
+            let decoder = Decoder::random_shard(config.clone(), 4, BaseDtype::Bf16, &place, &ranks)?;
             let tokens: Vec<u32> = (0..20).collect();
             let hidden = decoder.hidden_states(&PackedBatch::new([tokens.as_slice()]), None)?;
             Ok::<_, ModelError>(values(&decoder.logits(&hidden, None)?))

@@ -1,13 +1,10 @@
-//! Extension point for devices other than the CPU: what a model, its layers and its optimizer ask of one.
+//! Extension point for devices other than the CPU: memory, kernels, communication and the optimizer.
 //!
-//! This crate computes on the CPU alone. A crate that drives another device implements [`Accelerator`] and calls
-//! [`install_accelerators`]; operations then find the accelerator of a tensor by the tensor's device.
+//! This crate computes on the CPU alone. A crate that drives another device implements [`Accelerator`], and for transformer layers
+//! and decoding [`crate::backend::LayerAccelerator`] and [`crate::backend::DecodePolicy`], and calls
+//! [`crate::install_accelerators`]; operations then find the accelerator of a tensor by the tensor's device.
 
-use crate::dropout::DropoutMask;
-use crate::generate::DecodePolicy;
-use crate::kernels::RopeTable;
-use crate::transformer::{LayerPass, LayerWeights};
-use crate::{Decoder, LoraAdapter, ModelError, PackedBatch, Ranks, Recompute};
+use crate::Ranks;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use querl_core::config::BaseDtype;
 use std::any::Any;
@@ -34,26 +31,7 @@ pub trait Accelerator: Send + Sync {
     /// Stores a frozen weight in the format of `dtype`.
     #[allow(missing_docs)]
     fn upload_weight(&self, values: WeightValues<'_>, dtype: BaseDtype) -> Result<Arc<dyn AcceleratorWeight>>;
-    /// The RoPE table of a decoder, for all its passes.
-    fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState>;
-    /// The rows of a pass, for all layers; `rope` from [`Accelerator::upload_rope`]. `query_rows`: ascending, `None` means all.
-    fn upload_rows(
-        &self,
-        rope: &DeviceState,
-        batch: &PackedBatch,
-        query_rows: Option<&[u32]>,
-        dropout: Option<&DropoutMask>,
-    ) -> Result<DeviceState>;
 
-    /// One transformer layer for training; see [`crate::backend::forward_layer`].
-    fn forward_layer(
-        &self,
-        weights: &LayerWeights,
-        adapter: Option<&LoraAdapter>,
-        x: &Tensor,
-        pass: LayerPass,
-        collected: Option<&Recompute>,
-    ) -> Result<Tensor>;
     /// See [`crate::kernels::rms_norm()`].
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
     /// See [`crate::kernels::trained_linear`].
@@ -68,13 +46,6 @@ pub trait Accelerator: Send + Sync {
     ) -> Result<Tensor>;
     /// See [`crate::kernels::select_rows`].
     fn select_rows(&self, x: &Tensor, rows: Vec<u32>) -> Result<Tensor>;
-
-    /// A policy for generation with `decoder`, which is on this device. Later training does not change it.
-    fn decode_policy(
-        &self,
-        decoder: &Decoder,
-        adapter: Option<&LoraAdapter>,
-    ) -> std::result::Result<Box<dyn DecodePolicy>, ModelError>;
 
     /// Sum of a tensor over ranks; a collective operation.
     fn all_reduce(&self, ranks: &Ranks, tensor: &Tensor) -> Result<Tensor>;
@@ -229,8 +200,8 @@ pub trait Accelerators: Send + Sync {
 
 static INSTALLED: OnceLock<&'static dyn Accelerators> = OnceLock::new();
 
-/// Makes accelerators known to this crate. Only the first call in a process counts.
-pub fn install_accelerators(accelerators: &'static dyn Accelerators) {
+/// Makes accelerators known to operations. Only the first call in a process counts.
+pub(crate) fn install(accelerators: &'static dyn Accelerators) {
     let _ = INSTALLED.set(accelerators);
 }
 

@@ -2,17 +2,38 @@
 //! CPU backend is the reference for the same operation elsewhere.
 
 pub use crate::adapter::LoraPair;
-pub use crate::cache::{BLOCK_TOKENS, Block, BlockPool, BlockShape, SequenceCache, n_splits, split_values};
 pub use crate::compute_device::only_on_cpu;
 pub use crate::decoder::{AdaptedLayer, AdaptedLinear};
 pub use crate::dropout::DropoutMask;
-pub use crate::generate::{Choice, DecodePolicy, Draw, Hidden, Rules, Sizes, Taker, Unit, bucket, choose};
-pub use crate::kernels::GROUP;
-pub use crate::kernels::{gated, gated_gradients, norm_gradients, normed};
+pub use crate::generate::{
+    BeamCandidates, DecodeBufferSizes, DecodePolicy, HiddenState, LogitsConsumer, LogitsProcessor, NewDecodePolicy,
+    SampledToken, Sampler, ScheduledSequence, bucket, sample_token,
+};
+pub use crate::kernels::{GROUP, rms_norm_backward, rms_norm_forward, swiglu_backward, swiglu_forward};
+pub use crate::kv_cache::{BLOCK_TOKENS, Block, BlockPool, BlockShape, SequenceKvCache, n_splits, split_values};
 pub use crate::random::{normal, normal_part};
 pub use crate::sharding::TensorParallel;
 pub use crate::transformer::{
-    Attention, LayerBackend, LayerContext, LayerPass, LayerRows, LayerWeights, Linear, LinearBackward, LinearGrad,
-    Lora, LoraLinear, Magnitude, MaybeBorrowed, PackedAttention, ProjectionOut, QueryRows, Rows, TrainingBackend,
-    TransformerLayer, forward_on as forward_layer,
+    Attention, LayerAccelerator, LayerAcceleratorOf, LayerBackend, LayerContext, LayerPass, LayerRows, LayerWeights,
+    Linear, LinearBackward, LinearGrad, Lora, LoraLinear, Magnitude, MaybeBorrowed, PackedAttention, ProjectionOut,
+    QueryRows, Rows, TrainingBackend, TransformerLayer, forward_on as forward_layer,
 };
+
+use crate::Accelerators;
+
+/// The devices of one kind: their kernels, layers and decoding.
+pub struct Backend {
+    /// Opens devices and finds the device of a tensor.
+    pub accelerators: &'static dyn Accelerators,
+    /// Transformer layers on a device.
+    pub layers: LayerAcceleratorOf,
+    /// Decoding on the device of a decoder.
+    pub new_policy: NewDecodePolicy,
+}
+
+/// Makes devices known to this crate. Only the first call in a process counts.
+pub fn install(backend: &Backend) {
+    crate::accelerator::install(backend.accelerators);
+    crate::transformer::install(backend.layers);
+    crate::generate::install(backend.new_policy);
+}

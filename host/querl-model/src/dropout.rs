@@ -2,7 +2,7 @@
 
 use crate::batch::row_key;
 use crate::random::{STEP, mix};
-use crate::sharding::{Shard, Split};
+use crate::sharding::{LinearSplit, Shard};
 use candle_core::{Result, bail};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -45,10 +45,12 @@ impl DropoutMask {
         Ok(Self { dropout, row_keys: Arc::new(row_keys), shard })
     }
 
+    /// One key per row, from the tokens of its prefix.
     pub fn row_keys(&self) -> &[u64] {
         &self.row_keys
     }
 
+    /// Share of inputs that is zeroed.
     pub fn p(&self) -> f64 {
         self.dropout.p
     }
@@ -66,8 +68,8 @@ impl DropoutMask {
 
     /// Index of the first of `n_in` inputs of the layer at `path` among those of the whole model.
     pub fn first_input(&self, path: &str, n_in: usize) -> usize {
-        match Split::of(path) {
-            Some(Split::Inputs) => self.shard.rank() * n_in,
+        match LinearSplit::of(path) {
+            Some(LinearSplit::RowParallel) => self.shard.rank() * n_in,
             _ => 0,
         }
     }

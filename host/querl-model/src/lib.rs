@@ -1,9 +1,11 @@
 //! Qwen2, Qwen3, Llama and Mistral decoders that can be trained.
 //!
-//! In: a Hugging Face directory (config.json, safetensors, tokenizer.json, chat template) and, beside it, LoRA adapters in
-//! PEFT's format. Out: hidden states, log-probabilities and generated tokens, with gradients for whatever is trained.
-//! Classifiers of texts are decoders with a head of classes ([`classifier`]).
-//! This crate must not depend on losses, rewards, plugins and files other than a model's.
+//! In: a Hugging Face directory (config.json, safetensors, tokenizer.json, chat template) and LoRA adapters in PEFT's format. Out:
+//! hidden states, log-probabilities and generated tokens, with gradients for all that is trained. Text classifiers are decoders with a
+//! classification head ([`classifier`]). This crate must not depend on losses, rewards, plugins and files other than a model's.
+//!
+//! Modules import in one direction: configuration, sharding and [`kernels`]; packed batches; transformer layers (`transformer/layer.rs`);
+//! the decoder and adapters; generation. Devices other than the CPU are a [`backend::Backend`].
 //!
 //! Sequences are packed (concatenated without padding). One frozen base in memory serves every adapter: an adapter is an
 //! argument of the forward pass, not merged into the weights.
@@ -12,46 +14,37 @@ mod accelerator;
 mod adapter;
 pub mod backend;
 mod batch;
-#[allow(missing_docs)] // public for backends
-mod cache;
 mod ceilings;
 mod checkpoint;
 pub mod classifier;
 mod compute_device;
 mod config;
-#[allow(missing_docs)] // public for backends
 mod decoder;
-#[allow(missing_docs)] // public for backends
 mod dropout;
 mod error;
 mod export;
-#[allow(missing_docs)] // public for backends
 mod generate;
 mod inspect;
 pub mod kernels;
-mod named_shapes;
+mod kv_cache;
 mod nccl;
 mod random;
 mod random_model;
 mod ranks;
 mod second_opinion;
-#[allow(missing_docs)] // public for backends
 mod sharding;
 pub mod small_model;
 mod tokenizer;
-#[allow(missing_docs)] // public for backends
 mod transformer;
-mod weights;
 
 pub use candle_core::DType;
 
 pub use accelerator::{
     Accelerator, AcceleratorWeight, Accelerators, AdamWStep, AdamWTensors, DeviceMemory, DeviceState, GradientNorm,
-    KernelLaunch, WeightValues, accelerator_of, has_accelerators, install_accelerators,
+    KernelLaunch, WeightValues, accelerator_of, has_accelerators,
 };
 pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
-pub use cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use compute_device::{ComputeDevice, GpuUse};
@@ -61,10 +54,11 @@ pub use dropout::Dropout;
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
-    CacheMemory, CacheRoom, Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, PrefixLife,
+    CacheMemory, CacheRoom, Decoding, Engine, EngineSettings, FinishReason, Generated, GenerationRequest, PrefixLife,
     SamplingSettings, TokenText, generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
+pub use kv_cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use nccl::{NcclError, NcclLibrary, nccl_version, nccl_version_name};
 pub use random::{STEP as SPLIT_MIX_STEP, mix as split_mix};
 pub use random_model::write_random_model;
@@ -76,14 +70,13 @@ pub use transformer::{Keep, Pass, Recompute, backward};
 
 /// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.
 ///
-/// Of several, the calling thread is one: it trains, and handing its work to others and sleeping until they are done would cost
-/// a tenth of the time on small models. A single worker is a thread of its own, so that whoever waits for the calling thread
-/// never waits for ever.
+/// Of several, the calling thread is one: it trains, and to pass its work to others and sleep meanwhile would cost a tenth of the time
+/// on small models. A single worker is a thread of its own, so that waiting for the calling thread cannot deadlock.
 pub fn set_threads(n_threads: usize) {
     let available = || std::thread::available_parallelism().map_or(1, usize::from);
     let n_threads = if n_threads == 0 { available() } else { n_threads };
     let builder = rayon::ThreadPoolBuilder::new().num_threads(n_threads);
     let builder = if n_threads > 1 { builder.use_current_thread() } else { builder };
-    // An error means that the pool is there already: then its size stands.
+    // An error means that the pool exists already, with its size.
     let _ = builder.build_global();
 }

@@ -1,7 +1,7 @@
-//! Which part of a model's tensors one of several ranks holds.
+//! Tensor parallelism: which shard of a model's tensors a rank holds.
 //!
-//! Queries, keys, values, gate and up are split by their outputs (heads, and the feed-forward layer's inner values), the attention's
-//! output and down by their inputs: between the two nothing is exchanged. Norms, embedding and head are whole on every rank.
+//! q_proj, k_proj, v_proj, gate_proj and up_proj are column parallel (split by heads, and by the feed-forward layer's inner values),
+//! o_proj and down_proj row parallel: between the two nothing is communicated. Norms, embedding and head are on every rank in full.
 //!
 //! Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 
@@ -11,51 +11,51 @@ use candle_core::{Device, Result as TensorResult, Tensor};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
 
-/// One rank's part of a model.
+/// One rank's shard of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     rank: usize,
     size: usize,
 }
 
-/// How the weight `(out, in)` of a linear layer is split.
+/// How the weight `(out, in)` of a linear layer is split, by Megatron's names for the transposed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Split {
-    /// By rows: each rank computes some of the outputs from all inputs.
-    Outputs,
-    /// By columns: each rank adds to all outputs what its inputs make of them.
-    Inputs,
+pub(crate) enum LinearSplit {
+    /// By outputs: each rank computes some of the outputs from all inputs.
+    ColumnParallel,
+    /// By inputs: each rank computes a summand of all outputs.
+    RowParallel,
 }
 
-/// Neighbours along one axis of a tensor; all of the other axis.
+/// A range along one axis of a tensor; all of the other axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct TensorSlice {
     pub(crate) axis: usize,
     pub(crate) range: Range<usize>,
 }
 
 /// What a rank holds of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Held {
-    Whole,
-    Part(Part),
-    /// What all ranks' results together have once: another rank holds it.
-    Nothing,
+pub(crate) enum Placement {
+    Full,
+    Slice(TensorSlice),
+    /// On another rank: a bias that must be added once to the sum over ranks.
+    Absent,
 }
 
-impl Split {
-    /// Of the layer at `path`, or of a tensor in it; `None` where nothing is split.
+impl LinearSplit {
+    /// The split of the layer at `path`, or of a tensor in it; `None` for a tensor that is not split.
     pub(crate) fn of(path: &str) -> Option<Self> {
         path.split('.').find_map(|name| match name {
-            "q_proj" | "k_proj" | "v_proj" | "gate_proj" | "up_proj" => Some(Self::Outputs),
-            "o_proj" | "down_proj" => Some(Self::Inputs),
+            "q_proj" | "k_proj" | "v_proj" | "gate_proj" | "up_proj" => Some(Self::ColumnParallel),
+            "o_proj" | "down_proj" => Some(Self::RowParallel),
             _ => None,
         })
     }
 }
 
 impl DecoderConfig {
-    /// The decoder that the tensors of one of `n_ranks` make: fewer heads, narrower feed-forward layers.
+    /// The shape of one of `n_ranks` shards: fewer heads, narrower feed-forward layers.
     pub fn of_rank(&self, n_ranks: usize) -> Self {
         Self {
             n_heads: self.n_heads / n_ranks,
@@ -67,27 +67,27 @@ impl DecoderConfig {
 }
 
 impl Shard {
-    /// A model that is not split.
-    pub const WHOLE: Self = Self { rank: 0, size: 1 };
+    /// The only shard of a model that is not split.
+    pub const FULL: Self = Self { rank: 0, size: 1 };
 
-    /// Part `rank` of a model that `size` ranks hold.
+    /// The shard of `rank` among `size` ranks.
     ///
     /// # Errors
-    /// A rank that is none of them, or a model that cannot be split so: see [`Shard::check`].
+    /// `rank` is not below `size`, or the model cannot be split so: see [`Shard::check`].
     pub fn new(rank: usize, size: usize, config: &DecoderConfig, dtype: BaseDtype) -> Result<Self, ModelError> {
         Self::check(size, config, dtype)?;
         if rank >= size {
-            return Err(ModelError::Shard(format!("rank {rank} is none of {size}")));
+            return Err(ModelError::Shard(format!("rank {rank} is not below the number of ranks, {size}")));
         }
         Ok(Self { rank, size })
     }
 
-    /// Refuses what cannot be split over `size` ranks. Key and value heads are never copied, so there must be one for each rank. A
-    /// part is stored as it is in the whole model; of fp8, which has a scale for a row, each part of a row gets one of its own.
+    /// Checks that a model can be split over `size` ranks. Key and value heads are not replicated, so there must be one for each rank.
+    /// Quantized values of a shard equal those of the full model, except for fp8, whose rows get a scale per shard.
     ///
     /// # Errors
-    /// The number of ranks does not divide the heads of keys and values or the feed-forward width; the scales of int8 and nf4 would
-    /// be those of other neighbours than in the whole model.
+    /// The number of ranks does not divide the key-value heads or the feed-forward width; or a boundary between ranks is inside a group
+    /// of int8 or nf4.
     pub fn check(size: usize, config: &DecoderConfig, dtype: BaseDtype) -> Result<(), ModelError> {
         if size == 0 {
             return Err(ModelError::Shard("0 ranks; expected at least 1".into()));
@@ -108,7 +108,7 @@ impl Shard {
         Self::check_groups(size, config, dtype)
     }
 
-    /// Weights of a few bits share a scale with their neighbours in the row: a border between ranks must be one between groups.
+    /// The weights of an int8 or nf4 group share a scale: a boundary between ranks must be one between groups.
     fn check_groups(size: usize, config: &DecoderConfig, dtype: BaseDtype) -> Result<(), ModelError> {
         let inputs = [config.n_heads * config.head_dim / size, config.intermediate_size / size];
         match inputs.iter().find(|inputs| !inputs.is_multiple_of(GROUP)) {
@@ -123,67 +123,66 @@ impl Shard {
         }
     }
 
-    /// Which of the ranks.
+    /// The rank, from 0.
     pub fn rank(self) -> usize {
         self.rank
     }
 
-    /// How many ranks hold the model together.
+    /// Number of shards.
     pub fn size(self) -> usize {
         self.size
     }
 
-    /// Whether this rank adds what is to be added once: residuals and biases of outputs that all ranks sum up.
+    /// Whether this rank adds residuals and row-parallel biases, which the sum over ranks must contain once.
     pub fn is_first(self) -> bool {
         self.rank == 0
     }
 
-    /// What this rank holds of the base's tensor `name` of a shape.
-    pub(crate) fn held(self, name: &str, shape: &[usize]) -> Held {
-        match (Split::of(name), shape) {
-            _ if self.size == 1 => Held::Whole,
-            (None, _) => Held::Whole,
-            (Some(Split::Outputs), [n, ..]) => Held::Part(self.part(0, *n)),
-            (Some(Split::Inputs), [_, n]) => Held::Part(self.part(1, *n)),
-            (Some(Split::Inputs), _) if self.is_first() => Held::Whole, // a bias
-            (Some(_), _) => Held::Nothing,
+    /// What this rank holds of the base's tensor `name`.
+    pub(crate) fn placement(self, name: &str, shape: &[usize]) -> Placement {
+        match (LinearSplit::of(name), shape) {
+            _ if self.size == 1 => Placement::Full,
+            (None, _) => Placement::Full,
+            (Some(LinearSplit::ColumnParallel), [n, ..]) => Placement::Slice(self.slice(0, *n)),
+            (Some(LinearSplit::RowParallel), [_, n]) => Placement::Slice(self.slice(1, *n)),
+            (Some(LinearSplit::RowParallel), _) if self.is_first() => Placement::Full, // a bias
+            (Some(_), _) => Placement::Absent,
         }
     }
 
-    /// Along which axis an adapter's tensor is split; `None` where every rank holds all of it.
-    ///
-    /// Of `B A` beside a layer that is split by its outputs, A is whole and B is split by rows; beside one that is split by its
-    /// inputs, A is split by columns and B is whole.
+    /// Along which axis an adapter's tensor is split; `None` where every rank holds all of it: B of a column-parallel layer by rows,
+    /// A of a row-parallel layer by columns.
     pub fn adapter_axis(name: &str) -> Option<usize> {
-        match Split::of(name)? {
-            Split::Outputs if name.contains(".lora_B.") => Some(0),
-            Split::Inputs if name.contains(".lora_A.") => Some(1),
+        match LinearSplit::of(name)? {
+            LinearSplit::ColumnParallel if name.contains(".lora_B.") => Some(0),
+            LinearSplit::RowParallel if name.contains(".lora_A.") => Some(1),
             _ => None,
         }
     }
 
-    /// This rank's part of `n` neighbours.
-    pub(crate) fn part(self, axis: usize, n: usize) -> Part {
+    /// This rank's range of `n` rows or columns.
+    pub(crate) fn slice(self, axis: usize, n: usize) -> TensorSlice {
         let n = n / self.size;
-        Part { axis, range: self.rank * n..(self.rank + 1) * n }
+        TensorSlice { axis, range: self.rank * n..(self.rank + 1) * n }
     }
 }
 
 impl Ranks {
-    /// This rank's part of a matrix that they hold along an axis.
+    /// This rank's shard of a matrix along an axis.
     ///
     /// # Errors
-    /// It has no such axis.
-    pub fn part_of(&self, whole: &Tensor, axis: usize) -> TensorResult<Tensor> {
-        let Part { axis, range } = Shard { rank: self.rank(), size: self.world_size() }.part(axis, whole.dim(axis)?);
-        whole.narrow(axis, range.start, range.len())?.force_contiguous()
+    /// There is no such axis.
+    pub fn shard_of(&self, full: &Tensor, axis: usize) -> TensorResult<Tensor> {
+        let TensorSlice { axis, range } =
+            Shard { rank: self.rank(), size: self.world_size() }.slice(axis, full.dim(axis)?);
+        full.narrow(axis, range.start, range.len())?.force_contiguous()
     }
 
-    /// The matrix of which each of them holds a part along an axis, on the CPU: f32. All must come to it.
+    /// The full matrix from the shards of all ranks along an axis, f32 on the CPU; a collective operation.
     ///
     /// # Errors
-    /// A rank has failed or is elsewhere, or has a part of another type.
-    pub fn whole_of(&self, part: &Tensor, axis: usize) -> Result<Tensor, ModelError> {
+    /// A rank has failed or made another call, or a shard is not f32.
+    pub fn gather(&self, part: &Tensor, axis: usize) -> Result<Tensor, ModelError> {
         let values = part.flatten_all()?.to_vec1::<f32>()?;
         let all = self.all_gather(values)?;
         let tensors = all.iter().map(|values| Tensor::from_slice(values, part.shape(), &Device::Cpu));
@@ -191,7 +190,7 @@ impl Ranks {
     }
 }
 
-/// The ranks that hold one model together, as one of them sees them; by default one holds all of it.
+/// One rank's shard and process group; by default a model that is not split.
 #[derive(Clone)]
 pub struct TensorParallel {
     shard: Shard,
@@ -200,7 +199,7 @@ pub struct TensorParallel {
 
 impl Default for TensorParallel {
     fn default() -> Self {
-        Self { shard: Shard::WHOLE, ranks: Ranks::alone() }
+        Self { shard: Shard::FULL, ranks: Ranks::alone() }
     }
 }
 
@@ -211,6 +210,8 @@ impl std::fmt::Debug for TensorParallel {
 }
 
 impl TensorParallel {
+    /// One shard for each of `ranks`.
+    ///
     /// # Errors
     /// See [`Shard::check`].
     pub fn new(ranks: &Ranks, config: &DecoderConfig, dtype: BaseDtype) -> Result<Self, ModelError> {
@@ -218,24 +219,27 @@ impl TensorParallel {
         Ok(Self { shard, ranks: ranks.clone() })
     }
 
+    /// This rank's shard.
     pub fn shard(&self) -> Shard {
         self.shard
     }
 
+    /// The process group.
     pub fn ranks(&self) -> &Ranks {
         &self.ranks
     }
 
-    pub fn is_split(&self) -> bool {
+    /// Whether the model is split over several ranks.
+    pub fn is_sharded(&self) -> bool {
         self.shard.size() > 1
     }
 
-    /// Refuses what a part of a model does not do.
+    /// Checks that the model is not sharded, for an operation that does not support shards.
     ///
     /// # Errors
     /// There are several ranks.
-    pub fn only_whole(&self, what: &str) -> Result<(), ModelError> {
-        match self.is_split() {
+    pub fn require_unsharded(&self, what: &str) -> Result<(), ModelError> {
+        match self.is_sharded() {
             true => Err(ModelError::Shard(format!("{what} is not split over ranks; set `model.tensor_parallel = 1`"))),
             false => Ok(()),
         }
@@ -247,29 +251,29 @@ impl TensorParallel {
 mod tests {
     use super::*;
 
-    fn held(name: &str, shape: &[usize], rank: usize) -> Held {
-        Shard { rank, size: 2 }.held(name, shape)
+    fn placement(name: &str, shape: &[usize], rank: usize) -> Placement {
+        Shard { rank, size: 2 }.placement(name, shape)
     }
 
-    fn part(axis: usize, range: Range<usize>) -> Held {
-        Held::Part(Part { axis, range })
+    fn slice(axis: usize, range: Range<usize>) -> Placement {
+        Placement::Slice(TensorSlice { axis, range })
     }
 
     #[test]
-    fn each_rank_holds_its_part_of_a_layer_and_one_of_them_what_is_added_once() {
-        assert_eq!(held("model.layers.3.self_attn.q_proj.weight", &[8, 6], 1), part(0, 4..8));
-        assert_eq!(held("model.layers.3.self_attn.k_proj.bias", &[4], 0), part(0, 0..2));
-        assert_eq!(held("model.layers.3.self_attn.o_proj.weight", &[6, 8], 1), part(1, 4..8));
-        assert_eq!(held("model.layers.3.mlp.down_proj.weight", &[6, 10], 0), part(1, 0..5));
-        assert_eq!(held("model.layers.3.self_attn.o_proj.bias", &[6], 0), Held::Whole);
-        assert_eq!(held("model.layers.3.self_attn.o_proj.bias", &[6], 1), Held::Nothing);
+    fn each_rank_holds_its_slice_and_the_first_the_row_parallel_bias() {
+        assert_eq!(placement("model.layers.3.self_attn.q_proj.weight", &[8, 6], 1), slice(0, 4..8));
+        assert_eq!(placement("model.layers.3.self_attn.k_proj.bias", &[4], 0), slice(0, 0..2));
+        assert_eq!(placement("model.layers.3.self_attn.o_proj.weight", &[6, 8], 1), slice(1, 4..8));
+        assert_eq!(placement("model.layers.3.mlp.down_proj.weight", &[6, 10], 0), slice(1, 0..5));
+        assert_eq!(placement("model.layers.3.self_attn.o_proj.bias", &[6], 0), Placement::Full);
+        assert_eq!(placement("model.layers.3.self_attn.o_proj.bias", &[6], 1), Placement::Absent);
         for name in ["model.layers.3.self_attn.q_norm.weight", "model.embed_tokens.weight", "lm_head.weight"] {
-            assert_eq!(held(name, &[8], 1), Held::Whole, "{name}");
+            assert_eq!(placement(name, &[8], 1), Placement::Full, "{name}");
         }
     }
 
     #[test]
-    fn of_an_adapter_the_side_of_the_split_is_split() {
+    fn one_matrix_of_an_adapter_is_split() {
         let axis = |layer: &str, side: &str| Shard::adapter_axis(&format!("model.layers.0.{layer}.lora_{side}.weight"));
         assert_eq!((axis("self_attn.v_proj", "A"), axis("self_attn.v_proj", "B")), (None, Some(0)));
         assert_eq!((axis("mlp.down_proj", "A"), axis("mlp.down_proj", "B")), (Some(1), None));
@@ -277,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_that_cannot_be_split_are_refused_with_what_would_do() {
+    fn shapes_that_cannot_be_split_are_refused_with_a_remedy() {
         let config = DecoderConfig::of_shape("qwen2.5-7b").unwrap();
         assert!(Shard::check(4, &config, BaseDtype::Nf4).is_ok());
         let refused = |size, config: &DecoderConfig, dtype| Shard::check(size, config, dtype).unwrap_err().to_string();

@@ -4,7 +4,8 @@
 
 use querl_core::config::BaseDtype;
 use querl_model::classifier::{
-    Asker, BatchDone, BatchLimits, Batcher, Classified, Classifier, ClassifierTokenizer, Labels, NotTaken, PART, Tuning,
+    BatchLimits, BatchStats, Batcher, Classification, Classifier, ClassifierTokenizer, Labels, MAX_UNSPLIT_TEXTS,
+    QueueError, RequestCallback, Tuning,
 };
 use querl_model::{LoraSettings, Pass, Weights, is_adapter};
 use serde_json::{Value, json};
@@ -246,7 +247,7 @@ fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
         .iter()
         .map(|text| classifier.logits_of_all(&[&tokenizer.encode(text).unwrap().ids], 512).unwrap().remove(0))
         .collect();
-    let done = Arc::new(Mutex::new(Vec::<BatchDone>::new()));
+    let done = Arc::new(Mutex::new(Vec::<BatchStats>::new()));
     let seen = done.clone();
     let observer = Box::new(move |batch| seen.lock().unwrap().push(batch));
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(8, 1000), observer);
@@ -256,7 +257,7 @@ fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
             let batcher = &batcher;
             scope.spawn(move || {
                 let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-                let found = batcher.ask(&texts).unwrap();
+                let found = batcher.classify(&texts).unwrap();
                 let logits: Vec<Vec<f64>> = found.into_iter().map(|found| found.logits).collect();
                 assert_near(&logits, alone, 1e-5);
             });
@@ -278,40 +279,40 @@ fn where_too_many_wait_texts_are_turned_away() {
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(1, 1), Box::new(|_| ()));
     std::thread::spawn(|| worker.run());
     let go_on = hold_up(&batcher);
-    batcher.submit(&["二"], Heard::nobody()).unwrap();
-    let refused = batcher.submit(&["三"], Heard::nobody()).unwrap_err();
-    assert!(matches!(refused, NotTaken::Busy { n_waiting: 1 }), "{refused}");
+    batcher.submit(&["二"], TestCallback::nobody()).unwrap();
+    let refused = batcher.submit(&["三"], TestCallback::nobody()).unwrap_err();
+    assert!(matches!(refused, QueueError::Busy { n_waiting: 1 }), "{refused}");
     // Turned away before its tokens are counted: a text without any is not even looked at.
-    assert!(matches!(batcher.submit(&[""], Heard::nobody()).unwrap_err(), NotTaken::Busy { .. }));
+    assert!(matches!(batcher.submit(&[""], TestCallback::nobody()).unwrap_err(), QueueError::Busy { .. }));
     go_on.send(()).unwrap();
     until_idle(&batcher);
-    assert!(matches!(batcher.submit(&[""], Heard::nobody()).unwrap_err(), NotTaken::Text(_)));
+    assert!(matches!(batcher.submit(&[""], TestCallback::nobody()).unwrap_err(), QueueError::Text(_)));
     assert_eq!(batcher.n_waiting(), 0, "what is refused gives its room back");
-    assert_eq!(batcher.ask(&["四"]).map(|found| found.len()), Ok(1));
+    assert_eq!(batcher.classify(&["四"]).map(|found| found.len()), Ok(1));
 }
 
 /// Somebody who hears the number of logits, and is there or not.
-struct Heard {
-    is_waiting: bool,
+struct TestCallback {
+    is_active: bool,
     hear: Box<dyn FnOnce(usize) + Send>,
 }
 
-impl Heard {
-    fn by(hear: impl FnOnce(usize) + Send + 'static) -> Box<dyn Asker> {
-        Box::new(Self { is_waiting: true, hear: Box::new(hear) })
+impl TestCallback {
+    fn by(hear: impl FnOnce(usize) + Send + 'static) -> Box<dyn RequestCallback> {
+        Box::new(Self { is_active: true, hear: Box::new(hear) })
     }
 
-    fn nobody() -> Box<dyn Asker> {
+    fn nobody() -> Box<dyn RequestCallback> {
         Self::by(|_| ())
     }
 }
 
-impl Asker for Heard {
-    fn is_waiting(&self) -> bool {
-        self.is_waiting
+impl RequestCallback for TestCallback {
+    fn is_active(&self) -> bool {
+        self.is_active
     }
 
-    fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>) {
+    fn on_results(self: Box<Self>, found: Result<Vec<Classification>, String>) {
         (self.hear)(found.unwrap().len());
     }
 }
@@ -320,7 +321,7 @@ impl Asker for Heard {
 fn hold_up(batcher: &Batcher) -> Sender<()> {
     let (go_on, held) = channel::<()>();
     let (began, begun) = channel();
-    let answer = Heard::by(move |_| {
+    let answer = TestCallback::by(move |_| {
         began.send(()).unwrap();
         held.recv().unwrap();
     });
@@ -342,7 +343,7 @@ fn with_batches(max_texts: usize) -> (Batcher, Batches) {
     let (classifier, tokenizer) = small();
     let done = Arc::new(Mutex::new(Vec::new()));
     let seen = done.clone();
-    let observer = Box::new(move |batch: BatchDone| seen.lock().unwrap().push((batch.n_requests, batch.n_texts)));
+    let observer = Box::new(move |batch: BatchStats| seen.lock().unwrap().push((batch.n_requests, batch.n_texts)));
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(max_texts, 1000), observer);
     std::thread::spawn(|| worker.run());
     (batcher, done)
@@ -353,10 +354,10 @@ fn with_batches(max_texts: usize) -> (Batcher, Batches) {
 fn what_nobody_waits_for_any_more_is_passed_over() {
     let (batcher, done) = with_batches(8);
     let go_on = hold_up(&batcher);
-    let gone = Heard { is_waiting: false, hear: Box::new(|_| panic!("nobody was there")) };
+    let gone = TestCallback { is_active: false, hear: Box::new(|_| panic!("nobody was there")) };
     batcher.submit(&["二", "三", "四"], Box::new(gone)).unwrap();
     let (heard, hears) = channel();
-    batcher.submit(&["五"], Heard::by(move |n| heard.send(n).unwrap())).unwrap();
+    batcher.submit(&["五"], TestCallback::by(move |n| heard.send(n).unwrap())).unwrap();
     assert_eq!(batcher.n_waiting(), 4);
     go_on.send(()).unwrap();
     assert_eq!(hears.recv().unwrap(), 1);
@@ -370,11 +371,14 @@ fn a_short_request_has_its_turn_between_two_parts_of_a_long_one() {
     let go_on = hold_up(&batcher);
     let (heard, hears) = channel();
     let (long, short) = (heard.clone(), heard);
-    batcher.submit(&["长"; 3 * PART], Heard::by(move |n| long.send(n).unwrap())).unwrap();
-    batcher.submit(&["短"], Heard::by(move |n| short.send(n).unwrap())).unwrap();
+    batcher.submit(&["长"; 3 * MAX_UNSPLIT_TEXTS], TestCallback::by(move |n| long.send(n).unwrap())).unwrap();
+    batcher.submit(&["短"], TestCallback::by(move |n| short.send(n).unwrap())).unwrap();
     go_on.send(()).unwrap();
-    assert_eq!((hears.recv().unwrap(), hears.recv().unwrap()), (1, 3 * PART));
-    assert_eq!(*done.lock().unwrap(), [(1, 1), (1, PART), (2, 1 + PART), (1, PART)]);
+    assert_eq!((hears.recv().unwrap(), hears.recv().unwrap()), (1, 3 * MAX_UNSPLIT_TEXTS));
+    assert_eq!(
+        *done.lock().unwrap(),
+        [(1, 1), (1, MAX_UNSPLIT_TEXTS), (2, 1 + MAX_UNSPLIT_TEXTS), (1, MAX_UNSPLIT_TEXTS)]
+    );
 }
 
 #[test]
@@ -384,6 +388,6 @@ fn who_asks_a_worker_that_has_ended_is_told() {
     assert!(batcher.is_alive());
     drop(worker);
     assert!(!batcher.is_alive());
-    assert_eq!(batcher.ask(&["一"]).unwrap_err(), "the classifier has ended");
+    assert_eq!(batcher.classify(&["一"]).unwrap_err(), "the classifier has ended");
     assert_eq!(batcher.n_waiting(), 0);
 }

@@ -7,7 +7,7 @@ mod prompts;
 use candle_core::Tensor;
 use prompts::prompts;
 use querl_model::{
-    Decoder, Decoding, EndedBy, Engine, EngineSettings, Generated, GenerationRequest, LoraAdapter, LoraSettings,
+    Decoder, Decoding, Engine, EngineSettings, FinishReason, Generated, GenerationRequest, LoraAdapter, LoraSettings,
     ModelError, PackedBatch, SamplingSettings, TokenText, Weights, generate,
 };
 use std::collections::BTreeSet;
@@ -210,7 +210,7 @@ fn a_stop_token_ends_an_answer_and_is_part_of_it() {
     let answers =
         generate(&decoder, None, &requests(), Decoding::Greedy, &settings(1.0, 8), &BTreeSet::from([stop])).unwrap();
     assert_eq!(answers[0].token_ids.last(), Some(&stop));
-    assert_eq!((answers[0].truncated, answers[0].ended_by), (false, EndedBy::StopToken));
+    assert_eq!((answers[0].truncated, answers[0].finish_reason), (false, FinishReason::StopToken));
     assert!(answers[0].token_ids.len() <= 3);
     let patient = SamplingSettings { min_new_tokens: 6, ..settings(1.0, 8) };
     let answers = generate(&decoder, None, &requests(), Decoding::Greedy, &patient, &BTreeSet::from([stop])).unwrap();
@@ -244,7 +244,7 @@ fn a_stop_string_ends_an_answer_with_the_token_that_completes_it() {
     let sampling = SamplingSettings { stop_strings, ..settings(1.0, 12) };
     let answer = ask(&sampling);
     let text = letters.text(&answer.token_ids).unwrap();
-    assert_eq!((answer.ended_by, answer.truncated), (EndedBy::StopString { index: 1 }, false));
+    assert_eq!((answer.finish_reason, answer.truncated), (FinishReason::StopString { index: 1 }, false));
     assert_eq!(text, free[..end + sampling.stop_strings[1].len()]);
     assert_eq!(sampling.before_stop(&text), &free[..end]);
     let refused = generate(&decoder, None, &requests(), Decoding::Greedy, &sampling, &BTreeSet::new()).unwrap_err();
@@ -278,7 +278,7 @@ fn what_cannot_be_generated_is_said_before() {
     assert!(ask(&[5; 60], &usual, Decoding::Greedy).contains("beyond the model's 64 positions"));
     assert!(ask(&[64], &usual, Decoding::Greedy).contains("outside the vocabulary of 64"));
     let beam = Decoding::Beam { n_beams: 1, length_penalty: 1.0 };
-    assert!(ask(&[5], &usual, beam).contains("2 answers asked of 1 beams"));
+    assert!(ask(&[5], &usual, beam).contains("2 responses requested of 1 beams"));
     assert!(ask(&[5], &settings(0.0, 8), Decoding::Sample).contains("temperature is 0"));
     let barred = SamplingSettings { no_repeat_ngram_size: 1, max_new_tokens: 63, ..usual };
     let all: BTreeSet<u32> = (0..64).collect();

@@ -44,10 +44,10 @@ enum From {
 impl From {
     fn decoder(self, dtype: BaseDtype, ranks: &Ranks) -> Result<Decoder, ModelError> {
         match self {
-            Self::Golden(name) => Decoder::load_part(&golden(name), dtype, &ComputeDevice::Cpu, ranks),
+            Self::Golden(name) => Decoder::load_shard(&golden(name), dtype, &ComputeDevice::Cpu, ranks),
             Self::Random(family) => {
                 let config = DecoderConfig { family, qkv_bias: family == Family::Qwen2, ..wide() };
-                Decoder::random_part(config, 5, dtype, &ComputeDevice::Cpu, ranks)
+                Decoder::random_shard(config, 5, dtype, &ComputeDevice::Cpu, ranks)
             }
         }
     }

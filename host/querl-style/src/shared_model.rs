@@ -153,7 +153,7 @@ impl Opened {
 
     /// Probabilities of one text, in a pass that it shares with those of other callers.
     fn ask(&self, text: &str) -> Result<Vec<f64>, String> {
-        let logits = self.batcher.ask(&[text])?.into_iter().map(|found| found.logits).collect::<Vec<_>>();
+        let logits = self.batcher.classify(&[text])?.into_iter().map(|found| found.logits).collect::<Vec<_>>();
         Ok(calibrated(&logits, self.temperature).concat())
     }
 }

@@ -49,8 +49,8 @@ enum On {
 
 fn decoder(model: &Path, mesh: &Mesh, on: On) -> Result<Decoder, ModelError> {
     match on {
-        On::Processor => Decoder::load_part(model, BaseDtype::F32, &ComputeDevice::Cpu, &mesh.tensor),
-        On::Cards => Decoder::load_part(model, BaseDtype::Bf16, &cards::card(mesh.all.rank())?, &mesh.tensor),
+        On::Processor => Decoder::load_shard(model, BaseDtype::F32, &ComputeDevice::Cpu, &mesh.tensor),
+        On::Cards => Decoder::load_shard(model, BaseDtype::Bf16, &cards::card(mesh.all.rank())?, &mesh.tensor),
     }
 }
 

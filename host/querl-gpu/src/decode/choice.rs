@@ -6,36 +6,41 @@ use crate::device::{Answers, Drawn, Matrix, SamplingRows, Scale};
 use candle_core::Result as TensorResult;
 use querl_model::Decoding;
 use querl_model::ModelError;
-use querl_model::backend::Choice;
-use querl_model::backend::Rules;
-use querl_model::backend::Taker;
-use querl_model::backend::Unit;
+use querl_model::backend::LogitsConsumer;
+use querl_model::backend::LogitsProcessor;
+use querl_model::backend::SampledToken;
+use querl_model::backend::ScheduledSequence;
 use std::ops::Range;
 
 impl Step<'_> {
-    /// Hands each taker its token, or the logits. `has_logits`: whether they are there, of the takers in their order.
+    /// Hands each consumer its token, or the logits. `has_logits`: whether they are there, of the consumers in their order.
     pub(super) fn choose(
         &mut self,
-        units: &mut [Unit<'_>],
+        units: &mut [ScheduledSequence<'_>],
         has_logits: bool,
-        rules: &Rules<'_>,
+        rules: &LogitsProcessor<'_>,
     ) -> Result<(), ModelError> {
-        let mut takers: Vec<&mut Taker<'_>> = units.iter_mut().flat_map(|unit| &mut unit.takers).collect();
-        let (n, n_at_once) = (takers.len(), self.places.sizes.n_logit_rows);
+        let mut consumers: Vec<&mut LogitsConsumer<'_>> =
+            units.iter_mut().flat_map(|unit| &mut unit.consumers).collect();
+        let (n, n_at_once) = (consumers.len(), self.places.sizes.n_logit_rows);
         for start in (0..n).step_by(n_at_once) {
             let rows = start..n.min(start + n_at_once);
             if !(has_logits && self.has_logits_of(n)) {
                 self.logits(rows.clone())?;
             }
-            match &takers[start] {
-                Taker::Draw(draw) => self.draw(n, rows, draw.decoding, rules)?,
-                Taker::Beam(_) => self.compare(&mut takers[rows], rules)?,
+            match &consumers[start] {
+                LogitsConsumer::Sampler(draw) => self.draw(n, rows, draw.decoding, rules)?,
+                LogitsConsumer::BeamCandidates(_) => self.compare(&mut consumers[rows], rules)?,
             }
         }
-        if matches!(takers.first(), Some(Taker::Draw(_))) { self.hand_out(&mut takers) } else { Ok(()) }
+        if matches!(consumers.first(), Some(LogitsConsumer::Sampler(_))) {
+            self.hand_out(&mut consumers)
+        } else {
+            Ok(())
+        }
     }
 
-    /// Logits of the hidden states that some takers follow.
+    /// Logits of the hidden states that some consumers follow.
     pub(super) fn logits(&mut self, rows: Range<usize>) -> TensorResult<()> {
         let (width, n_vocabulary) = (self.config.hidden_size, self.config.vocab_size);
         let Places { hidden, taken, logits, frame, fields, .. } = &mut *self.places;
@@ -56,7 +61,13 @@ impl Step<'_> {
     }
 
     /// Chooses the tokens of some of `n` answers.
-    fn draw(&mut self, n: usize, rows: Range<usize>, decoding: Decoding, rules: &Rules<'_>) -> TensorResult<()> {
+    fn draw(
+        &mut self,
+        n: usize,
+        rows: Range<usize>,
+        decoding: Decoding,
+        rules: &LogitsProcessor<'_>,
+    ) -> TensorResult<()> {
         let Places { logits, originals, frame, fields, read_back, .. } = &mut *self.places;
         let of = |range: &Range<usize>, size: usize| range.start + rows.start * size..range.start + rows.end * size;
         let max_tokens = if self.sampling.look_at_answers() { rules.settings.max_new_tokens } else { 0 };
@@ -75,30 +86,39 @@ impl Step<'_> {
     }
 
     /// Waits for the card, and gives each answer its token.
-    fn hand_out(&mut self, takers: &mut [&mut Taker<'_>]) -> Result<(), ModelError> {
-        let [tokens, logprobs, behaviour] = self.places.read_back.read(self.gpu, takers.len())?;
-        for (index, taker) in takers.iter_mut().enumerate() {
-            let Taker::Draw(draw) = taker else { continue };
+    fn hand_out(&mut self, consumers: &mut [&mut LogitsConsumer<'_>]) -> Result<(), ModelError> {
+        let [tokens, logprobs, behaviour] = self.places.read_back.read(self.gpu, consumers.len())?;
+        for (index, consumer) in consumers.iter_mut().enumerate() {
+            let LogitsConsumer::Sampler(draw) = consumer else { continue };
             let (token, logprob) = (tokens[index], f32::from_bits(logprobs[index]));
             match token {
                 Drawn::NOT_FINITE => {
                     let n = draw.token_ids.len();
-                    return Err(ModelError::Generation(format!("the logits of token {n} of an answer are not finite")));
+                    return Err(ModelError::Generation(format!(
+                        "the logits of token {n} of a response are not finite"
+                    )));
                 }
                 Drawn::NOTHING_LEFT => {
-                    let message = "no_repeat_ngram_size and min_new_tokens leave no token to choose";
+                    let message = "no_repeat_ngram_size and min_new_tokens leave no token to sample";
                     return Err(ModelError::Generation(message.into()));
                 }
-                _ => draw.push(Choice { token, logprob, behaviour_logprob: f32::from_bits(behaviour[index]) }),
+                _ => draw.push(SampledToken { token, logprob, behaviour_logprob: f32::from_bits(behaviour[index]) }),
             }
         }
         Ok(())
     }
 
     /// Hands beams their logits, on the host.
-    fn compare(&mut self, takers: &mut [&mut Taker<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+    fn compare(
+        &mut self,
+        consumers: &mut [&mut LogitsConsumer<'_>],
+        rules: &LogitsProcessor<'_>,
+    ) -> Result<(), ModelError> {
         let n_vocabulary = self.config.vocab_size;
-        let mut logits = self.gpu.download(&self.places.logits.slice(..takers.len() * n_vocabulary))?;
-        takers.iter_mut().zip(logits.chunks_exact_mut(n_vocabulary)).try_for_each(|(taker, row)| taker.take(row, rules))
+        let mut logits = self.gpu.download(&self.places.logits.slice(..consumers.len() * n_vocabulary))?;
+        consumers
+            .iter_mut()
+            .zip(logits.chunks_exact_mut(n_vocabulary))
+            .try_for_each(|(consumer, row)| consumer.consume(row, rules))
     }
 }

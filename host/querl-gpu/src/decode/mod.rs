@@ -44,11 +44,11 @@ mod weights;
 use crate::device::{CacheShape, Gpu, SamplingRules};
 use graphs::Graphs;
 use places::{Cache, Places};
+use querl_model::backend::DecodeBufferSizes;
 use querl_model::backend::DecodePolicy;
-use querl_model::backend::Rules;
-use querl_model::backend::Sizes;
+use querl_model::backend::LogitsProcessor;
+use querl_model::backend::ScheduledSequence;
 use querl_model::backend::TensorParallel;
-use querl_model::backend::Unit;
 use querl_model::{ComputeDevice, Decoder, DecoderConfig, GpuUse, LoraAdapter, ModelError};
 use step::Step;
 use weights::CardWeights;
@@ -115,7 +115,7 @@ impl DecodePolicy for GpuPolicy {
         Ok(())
     }
 
-    fn reserve(&mut self, n_sequences: usize, longest: usize, rules: &Rules<'_>) -> Result<(), ModelError> {
+    fn reserve(&mut self, n_sequences: usize, longest: usize, rules: &LogitsProcessor<'_>) -> Result<(), ModelError> {
         let stop_ids: Vec<u32> = rules.stop_ids.iter().copied().collect();
         let settings = rules.settings;
         let sampling = SamplingRules {
@@ -129,7 +129,7 @@ impl DecodePolicy for GpuPolicy {
         };
         let n_answer_tokens = if sampling.look_at_answers() { settings.max_new_tokens } else { 0 };
         self.sampling = Some(sampling);
-        let sizes = Sizes::new(&self.config, n_sequences, longest);
+        let sizes = DecodeBufferSizes::new(&self.config, n_sequences, longest);
         if self.places.as_ref().is_some_and(|places| places.hold(&sizes, n_answer_tokens)) {
             return Ok(());
         }
@@ -139,7 +139,7 @@ impl DecodePolicy for GpuPolicy {
         Ok(())
     }
 
-    fn advance(&mut self, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+    fn forward(&mut self, units: &mut [ScheduledSequence<'_>], rules: &LogitsProcessor<'_>) -> Result<(), ModelError> {
         let Some(weights) = &self.weights else {
             return Err(ModelError::Generation("a card without a policy: the last one could not be taken".into()));
         };
@@ -153,5 +153,5 @@ impl DecodePolicy for GpuPolicy {
 
 /// No step is recorded where ranks meet within it: before each sum they see to it, on the host, that none has failed.
 fn new_graphs(weights: Option<&CardWeights>, parallel: &TensorParallel) -> Graphs {
-    Graphs::new(weights.is_some_and(CardWeights::can_be_recorded) && !parallel.is_split())
+    Graphs::new(weights.is_some_and(CardWeights::can_be_recorded) && !parallel.is_sharded())
 }

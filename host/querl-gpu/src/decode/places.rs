@@ -5,7 +5,7 @@ use crate::device::{CacheShape, CudaSlice, Frame, Gpu, ReadBack};
 use candle_core::Result;
 use half::bf16;
 use querl_model::DecoderConfig;
-use querl_model::backend::Sizes;
+use querl_model::backend::DecodeBufferSizes;
 
 /// Keys and values of all layers, `(layers, blocks, kv_heads, 16, D)` each.
 pub(super) struct Cache {
@@ -25,7 +25,7 @@ impl Cache {
 
 /// What the kernels of a step read and write; N rows, S sequences.
 pub(super) struct Places {
-    pub(super) sizes: Sizes,
+    pub(super) sizes: DecodeBufferSizes,
     pub(super) x: CudaSlice<f32>,         // (N, H), the residual
     pub(super) last_x: CudaSlice<f32>,    // (S, H)
     pub(super) normed: CudaSlice<bf16>,   // (N, H)
@@ -55,11 +55,11 @@ impl Places {
     pub(super) fn new(
         gpu: &Gpu,
         config: &DecoderConfig,
-        sizes: Sizes,
+        sizes: DecodeBufferSizes,
         low_width: usize,
         n_answer_tokens: usize,
     ) -> Result<Self> {
-        let Sizes { n_units, n_rows, n_logit_rows, width, .. } = sizes;
+        let DecodeBufferSizes { n_sequences: n_units, n_rows, n_logit_rows, table_width: width, .. } = sizes;
         let (hidden, q) = (config.hidden_size, config.n_heads * config.head_dim);
         let kv = config.n_kv_heads * config.head_dim;
         let largest = Fields::new(&Counts {
@@ -99,7 +99,7 @@ impl Places {
     }
 
     /// Whether they do for steps of these sizes.
-    pub(super) fn hold(&self, sizes: &Sizes, n_answer_tokens: usize) -> bool {
+    pub(super) fn hold(&self, sizes: &DecodeBufferSizes, n_answer_tokens: usize) -> bool {
         self.sizes.holds(sizes) && self.n_answer_tokens >= n_answer_tokens
     }
 }

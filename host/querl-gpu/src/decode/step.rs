@@ -9,11 +9,11 @@ use candle_core::Error;
 use half::bf16;
 use querl_model::Decoding;
 use querl_model::backend::BLOCK_TOKENS;
-use querl_model::backend::Rules;
-use querl_model::backend::Taker;
+use querl_model::backend::LogitsConsumer;
+use querl_model::backend::LogitsProcessor;
 use querl_model::backend::TensorParallel;
 use querl_model::backend::bucket;
-use querl_model::backend::{Hidden, Unit};
+use querl_model::backend::{HiddenState, ScheduledSequence};
 use querl_model::{DecoderConfig, ModelError};
 use rand::Rng;
 use std::ops::Range;
@@ -40,11 +40,15 @@ struct Part {
 }
 
 impl Step<'_> {
-    pub(super) fn run(&mut self, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
+    pub(super) fn run(
+        &mut self,
+        units: &mut [ScheduledSequence<'_>],
+        rules: &LogitsProcessor<'_>,
+    ) -> Result<(), ModelError> {
         let lengths: Vec<usize> = units.iter().map(|unit| unit.tokens.len()).collect();
         let (passes, followed) = (passes(&lengths, self.places.sizes.n_rows), followed(units));
         let is_one_each =
-            passes.len() == 1 && units.iter().all(|unit| unit.tokens.len() == 1 && unit.takers.len() == 1);
+            passes.len() == 1 && units.iter().all(|unit| unit.tokens.len() == 1 && unit.consumers.len() == 1);
         for (index, parts) in passes.iter().enumerate() {
             let followed: &[usize] = if index + 1 == passes.len() { &followed } else { &[] };
             let counts = self.send(units, parts, followed, is_one_each, rules)?;
@@ -64,11 +68,11 @@ impl Step<'_> {
     /// Makes room for the new tokens in their caches, and copies what the kernels have to know to the card.
     fn send(
         &mut self,
-        units: &mut [Unit<'_>],
+        units: &mut [ScheduledSequence<'_>],
         parts: &[Part],
         followed: &[usize],
         is_one_each: bool,
-        rules: &Rules<'_>,
+        rules: &LogitsProcessor<'_>,
     ) -> Result<Counts, ModelError> {
         for part in parts {
             units[part.unit].cache.extend(part.tokens.len())?;
@@ -78,7 +82,7 @@ impl Step<'_> {
         let mut counts = Counts {
             n_rows,
             n_lines: parts.len(),
-            width: self.places.sizes.width,
+            width: self.places.sizes.table_width,
             is_one_each: n_rows == parts.len(),
             n_draws: followed.len(),
             is_in_order: followed.iter().enumerate().all(|(index, hidden)| index == *hidden),
@@ -112,12 +116,12 @@ impl Step<'_> {
     }
 
     /// Puts known hidden states behind those that were computed, and hands out those that are asked for again.
-    fn exchange_hidden(&mut self, units: &mut [Unit<'_>]) -> Result<(), ModelError> {
+    fn exchange_hidden(&mut self, units: &mut [ScheduledSequence<'_>]) -> Result<(), ModelError> {
         let width = self.config.hidden_size;
         for (row, unit) in hidden_rows(units).into_iter().zip(units) {
             let row = row * width..(row + 1) * width;
             match (&*unit.hidden, unit.tokens.is_empty()) {
-                (Hidden::Device(values), true) => {
+                (HiddenState::Device(values), true) => {
                     let Some(values) = values.downcast_ref::<CudaSlice<bf16>>() else {
                         return Err(ModelError::Generation("a hidden state of another accelerator".into()));
                     };
@@ -125,8 +129,8 @@ impl Step<'_> {
                     self.gpu.stream().memcpy_dtod(values, &mut to).map_err(Error::wrap)?;
                 }
                 (_, true) => return Err(ModelError::Generation("a prompt whose hidden state is not known".into())),
-                (_, false) if unit.is_held => {
-                    *unit.hidden = Hidden::Device(Box::new(self.gpu.copy(&self.places.hidden.slice(row))?));
+                (_, false) if unit.keeps_hidden => {
+                    *unit.hidden = HiddenState::Device(Box::new(self.gpu.copy(&self.places.hidden.slice(row))?));
                 }
                 (_, false) => {}
             }
@@ -136,9 +140,9 @@ impl Step<'_> {
 }
 
 /// The row of each unit's hidden state: those that are computed in their order, then those that are known.
-fn hidden_rows(units: &[Unit<'_>]) -> Vec<usize> {
+fn hidden_rows(units: &[ScheduledSequence<'_>]) -> Vec<usize> {
     let (mut computed, mut known) = (0, units.iter().filter(|unit| !unit.tokens.is_empty()).count());
-    let row = |unit: &Unit<'_>| {
+    let row = |unit: &ScheduledSequence<'_>| {
         let next = if unit.tokens.is_empty() { &mut known } else { &mut computed };
         *next += 1;
         *next - 1
@@ -146,9 +150,9 @@ fn hidden_rows(units: &[Unit<'_>]) -> Vec<usize> {
     units.iter().map(row).collect()
 }
 
-/// For each taker the row of the hidden state that it follows.
-fn followed(units: &[Unit<'_>]) -> Vec<usize> {
-    hidden_rows(units).into_iter().zip(units).flat_map(|(row, unit)| vec![row; unit.takers.len()]).collect()
+/// For each consumer the row of the hidden state that it follows.
+fn followed(units: &[ScheduledSequence<'_>]) -> Vec<usize> {
+    hidden_rows(units).into_iter().zip(units).flat_map(|(row, unit)| vec![row; unit.consumers.len()]).collect()
 }
 
 /// Cuts the new tokens of all sequences into passes of at most `max_rows` rows.
@@ -172,7 +176,7 @@ fn passes(lengths: &[usize], max_rows: usize) -> Vec<Vec<Part>> {
 }
 
 /// Tokens, their places, and the tables of their sequences.
-fn write_rows(words: &mut [u32], fields: &Fields, counts: &Counts, units: &[Unit<'_>], parts: &[Part]) {
+fn write_rows(words: &mut [u32], fields: &Fields, counts: &Counts, units: &[ScheduledSequence<'_>], parts: &[Part]) {
     words[fields.slots.clone()].fill(u32::MAX);
     let mut row = 0;
     for (line, part) in parts.iter().enumerate() {
@@ -200,16 +204,22 @@ fn write_rows(words: &mut [u32], fields: &Fields, counts: &Counts, units: &[Unit
 }
 
 /// What the choice of the next tokens looks at, and the numbers of the draws.
-fn write_answers(words: &mut [u32], fields: &Fields, counts: &Counts, units: &mut [Unit<'_>], followed: &[usize]) {
+fn write_answers(
+    words: &mut [u32],
+    fields: &Fields,
+    counts: &Counts,
+    units: &mut [ScheduledSequence<'_>],
+    followed: &[usize],
+) {
     if followed.is_empty() {
         return;
     }
-    let takers = units.iter_mut().flat_map(|unit| &mut unit.takers);
-    for (index, (taker, &hidden)) in takers.zip(followed).enumerate() {
+    let consumers = units.iter_mut().flat_map(|unit| &mut unit.consumers);
+    for (index, (consumer, &hidden)) in consumers.zip(followed).enumerate() {
         if !counts.is_in_order {
             words[fields.taken.start + index] = hidden as u32;
         }
-        let Taker::Draw(draw) = taker else { continue };
+        let LogitsConsumer::Sampler(draw) = consumer else { continue };
         words[fields.written.start + index] = draw.token_ids.len() as u32;
         if draw.decoding == Decoding::Sample {
             let bits = draw.rng.random::<f64>().to_bits();

@@ -366,7 +366,7 @@ fn with_few_blocks() {
     let (pair, prompts) = (Pair::new("qwen2-tied"), prompts());
     let sampling = sampling(20);
     let expected = generate(&mut pair.engine(30), &requests(&prompts), Decoding::Sample, &sampling);
-    let room = CacheRoom { n_answers: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 20 };
+    let room = CacheRoom { n_responses: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 20 };
     let settings = EngineSettings { max_prefix_tokens: 32, room: Some(room), ..EngineSettings::default() };
     let mut engine = Engine::new(&pair.on_card.0, settings).unwrap();
     engine.set_policy(Some(&pair.on_card.1), 1).unwrap();
@@ -377,8 +377,10 @@ fn with_few_blocks() {
     assert_eq!(memory.room_bytes as u64, room.cache_bytes(pair.on_card.0.config(), 32, 2));
     assert!(memory.peak_bytes <= memory.room_bytes, "{memory:?}");
 
-    let settings =
-        EngineSettings { room: Some(CacheRoom { n_answers: 1, n_prompts: 1, longest_prompt: 2, ..room }), ..settings };
+    let settings = EngineSettings {
+        room: Some(CacheRoom { n_responses: 1, n_prompts: 1, longest_prompt: 2, ..room }),
+        ..settings
+    };
     let mut engine = Engine::new(&pair.on_card.0, settings).unwrap();
     let request = GenerationRequest { prompt: &prompts[0], seed: 1, n: 1 };
     let refused = engine.generate(&[request], Decoding::Greedy, &sampling, &BTreeSet::new()).unwrap_err();

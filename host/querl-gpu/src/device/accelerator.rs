@@ -9,18 +9,25 @@ use crate::decode::GpuPolicy;
 use candle_core::{DType, Device, Error, Result, Tensor};
 use half::bf16;
 use querl_core::config::BaseDtype;
-use querl_model::backend::DecodePolicy;
-use querl_model::backend::DropoutMask;
-use querl_model::backend::{LayerPass, LayerWeights, forward_layer};
+use querl_model::backend::{Backend, DropoutMask, LayerAccelerator, LayerPass, LayerWeights, forward_layer};
 use querl_model::kernels::RopeTable;
 use querl_model::{
-    Accelerator, AcceleratorWeight, Accelerators, AdamWStep, AdamWTensors, Decoder, DeviceMemory, DeviceState,
-    GradientNorm, KernelLaunch, LoraAdapter, ModelError, PackedBatch, Ranks, Recompute, WeightValues,
+    Accelerator, AcceleratorWeight, Accelerators, AdamWStep, AdamWTensors, DeviceMemory, DeviceState, GradientNorm,
+    KernelLaunch, LoraAdapter, PackedBatch, Ranks, Recompute, WeightValues,
 };
 use std::sync::Arc;
 
 /// The GPUs of this machine.
-pub(super) struct Gpus;
+struct Gpus;
+
+pub(super) const BACKEND: Backend = Backend {
+    accelerators: &Gpus,
+    layers: |device| Ok(Arc::new(Gpu::of(device)?)),
+    new_policy: |decoder, adapter| {
+        let gpu = Gpu::of(&decoder.compute_device().device())?;
+        Ok(Box::new(GpuPolicy::new(&gpu, decoder, adapter)?))
+    },
+};
 
 impl Accelerators for Gpus {
     fn open(&self, index: usize) -> Result<Arc<dyn Accelerator>> {
@@ -35,6 +42,34 @@ impl Accelerators for Gpus {
 /// What [`Accelerator`] keeps for others.
 fn state<T: 'static>(state: &DeviceState) -> Result<&T> {
     state.downcast_ref().ok_or_else(|| Error::Msg("state of another accelerator on a GPU".into()))
+}
+
+impl LayerAccelerator for Gpu {
+    fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState> {
+        Ok(Arc::new(DecoderRope::new(self, rope)?))
+    }
+
+    fn upload_rows(
+        &self,
+        rope: &DeviceState,
+        batch: &PackedBatch,
+        query_rows: Option<&[u32]>,
+        dropout: Option<&DropoutMask>,
+    ) -> Result<DeviceState> {
+        let rope = state::<DecoderRope>(rope)?.table().clone();
+        Ok(Arc::new(LayerRows::new(self, rope, batch, query_rows, dropout)?))
+    }
+
+    fn forward_layer(
+        &self,
+        weights: &LayerWeights,
+        adapter: Option<&LoraAdapter>,
+        x: &Tensor,
+        pass: LayerPass,
+        collected: Option<&Recompute>,
+    ) -> Result<Tensor> {
+        forward_layer(GpuBackend::new(self), weights, adapter, x, pass, collected)
+    }
 }
 
 impl Accelerator for Gpu {
@@ -79,32 +114,6 @@ impl Accelerator for Gpu {
         Ok(Arc::new(GpuWeight::new(self, weight)))
     }
 
-    fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState> {
-        Ok(Arc::new(DecoderRope::new(self, rope)?))
-    }
-
-    fn upload_rows(
-        &self,
-        rope: &DeviceState,
-        batch: &PackedBatch,
-        query_rows: Option<&[u32]>,
-        dropout: Option<&DropoutMask>,
-    ) -> Result<DeviceState> {
-        let rope = state::<DecoderRope>(rope)?.table().clone();
-        Ok(Arc::new(LayerRows::new(self, rope, batch, query_rows, dropout)?))
-    }
-
-    fn forward_layer(
-        &self,
-        weights: &LayerWeights,
-        adapter: Option<&LoraAdapter>,
-        x: &Tensor,
-        pass: LayerPass,
-        collected: Option<&Recompute>,
-    ) -> Result<Tensor> {
-        forward_layer(GpuBackend::new(self), weights, adapter, x, pass, collected)
-    }
-
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
         operations::rms_norm(self, x, weight, eps)
     }
@@ -125,14 +134,6 @@ impl Accelerator for Gpu {
 
     fn select_rows(&self, x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
         operations::select_rows(self, x, rows)
-    }
-
-    fn decode_policy(
-        &self,
-        decoder: &Decoder,
-        adapter: Option<&LoraAdapter>,
-    ) -> std::result::Result<Box<dyn DecodePolicy>, ModelError> {
-        Ok(Box::new(GpuPolicy::new(self, decoder, adapter)?))
     }
 
     fn all_reduce(&self, ranks: &Ranks, tensor: &Tensor) -> Result<Tensor> {

@@ -8,7 +8,7 @@ use super::weight::DeviceWeight;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{Result, bail};
 use half::bf16;
-use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
+use querl_model::kernels::{GPU_LOGITS, GPU_LOGITS_PER_ROW};
 use std::ops::Range;
 
 /// What the forward pass found for each row, for the backward pass.
@@ -24,7 +24,7 @@ const ROW_THREADS: usize = 512;
 
 /// Tokens of each part of the vocabulary.
 fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
-    let size = (CARD_LOGITS / n_rows.max(1) / CARD_LOGITS_OF_ROW).max(1) * CARD_LOGITS_OF_ROW;
+    let size = (GPU_LOGITS / n_rows.max(1) / GPU_LOGITS_PER_ROW).max(1) * GPU_LOGITS_PER_ROW;
     (0..n_tokens).step_by(size).map(move |start| start..(start + size).min(n_tokens))
 }
 

@@ -72,7 +72,7 @@ pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaVie
 
 /// Registers GPUs with querl-model.
 pub(crate) fn install() {
-    querl_model::install_accelerators(&accelerator::Gpus);
+    querl_model::backend::install(&accelerator::BACKEND);
 }
 
 /// The CUDA that this was built with, such as 13000 for 13.0; 0 where the compiler's words were no version.

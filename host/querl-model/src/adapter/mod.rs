@@ -1,20 +1,17 @@
 //! LoRA adapters in PEFT's format: plain, rank-stabilised, with magnitudes (DoRA), with `modules_to_save`.
 
-mod config_file;
-mod file;
-mod patterns;
+mod peft;
 mod settings;
 
-pub(crate) use file::CONFIG_FILE;
-pub use patterns::Patterns;
+pub(crate) use peft::CONFIG_FILE;
 pub(crate) use settings::{EMBEDDING, HEAD, SCORE};
-pub use settings::{LoraSettings, Modules, SavedCopies};
+pub use settings::{LoraSettings, Modules, Patterns, SavedCopies};
 
 use crate::random::standard_normal;
 use crate::sharding::{Shard, TensorParallel};
 use crate::{ComputeDevice, DecoderConfig, ModelError};
 use candle_core::{DType, Device, Error, Result as TensorResult, Tensor, Var};
-use config_file::ConfigFile;
+use peft::ConfigFile;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use settings::{LayerKind, LayerPlan};
@@ -87,13 +84,13 @@ impl LoraAdapter {
 
     /// A whole adapter on the base's device, and of it the shard that belongs to the base's shard.
     pub(crate) fn sharded(self, place: &ComputeDevice, parallel: &TensorParallel) -> Result<Self, ModelError> {
-        if self.parallel.is_split() || !parallel.is_split() {
+        if self.parallel.is_sharded() || !parallel.is_sharded() {
             return self.on(place);
         }
         self.settings.check_split(parallel)?;
         let (ranks, device) = (parallel.ranks(), place.device());
         let mut split = self.renewed(|name, values| match Shard::adapter_axis(name) {
-            Some(axis) => ranks.part_of(values, axis)?.to_device(&device),
+            Some(axis) => ranks.shard_of(values, axis)?.to_device(&device),
             None => values.to_device(&device),
         })?;
         split.parallel = parallel.clone();
@@ -105,11 +102,11 @@ impl LoraAdapter {
     /// # Errors
     /// A rank has failed or is elsewhere.
     pub fn whole(&self) -> Result<Self, ModelError> {
-        if !self.parallel.is_split() {
+        if !self.parallel.is_sharded() {
             return Ok(self.clone());
         }
         let mut whole = self.renewed(|name, values| match Shard::adapter_axis(name) {
-            Some(axis) => self.parallel.ranks().whole_of(values, axis).map_err(Error::wrap),
+            Some(axis) => self.parallel.ranks().gather(values, axis).map_err(Error::wrap),
             None => values.to_device(&Device::Cpu),
         })?;
         whole.parallel = TensorParallel::default();
@@ -261,7 +258,7 @@ impl LoraSettings {
     /// DoRA cannot be split over ranks: a magnitude is the length of a whole row.
     pub(crate) fn check_split(&self, parallel: &TensorParallel) -> Result<(), ModelError> {
         match self.use_dora {
-            true => parallel.only_whole("an adapter with magnitudes (`sft.use_dora`)"),
+            true => parallel.require_unsharded("an adapter with magnitudes (`sft.use_dora`)"),
             false => Ok(()),
         }
     }

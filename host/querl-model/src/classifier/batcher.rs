@@ -9,14 +9,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// Texts of one request that are looked at in one go, whatever else goes together: a list of an ordinary size has no need to be parted.
-pub const PART: usize = 32;
+/// Texts of one request that are classified together even beyond `max_texts`: lists of ordinary size are not split.
+pub const MAX_UNSPLIT_TEXTS: usize = 32;
 
 /// Batch size and queue limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchLimits {
     /// Maximum number of texts per batch; with 1 requests are not batched together. A request with more texts (and more than
-    /// [`PART`]) is split, and other requests run between its parts.
+    /// [`MAX_UNSPLIT_TEXTS`]) is split, and other requests run between its parts.
     pub max_texts: usize,
     /// Maximum number of tokens of one forward pass.
     pub tokens_per_pass: usize,
@@ -26,29 +26,29 @@ pub struct BatchLimits {
 
 /// Classification of a text.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Classified {
-    /// One for each class.
+pub struct Classification {
+    /// By class.
     pub logits: Vec<f64>,
-    /// Tokens that were looked at.
+    /// Tokens that were classified.
     pub n_tokens: usize,
-    /// Tokens that were left out for want of room.
+    /// Tokens that were truncated.
     pub n_left_out: usize,
 }
 
 /// Statistics of one batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct BatchDone {
-    /// Requests that had a text in it.
+pub struct BatchStats {
+    /// Requests with a text in the batch.
     pub n_requests: usize,
     /// Texts.
     pub n_texts: usize,
-    /// Time of the model.
+    /// Time of the forward pass.
     pub elapsed: Duration,
 }
 
 /// Errors of submitting a request.
 #[derive(Debug, thiserror::Error)]
-pub enum NotTaken {
+pub enum QueueError {
     /// The queue is full.
     #[error("queue is full ({n_waiting} texts); retry later")]
     Busy {
@@ -58,33 +58,33 @@ pub enum NotTaken {
     /// The tokenizer finds no token in a text.
     #[error(transparent)]
     Text(#[from] ModelError),
-    /// The thread that classifies is gone.
+    /// The worker thread has ended.
     #[error("the classifier has ended")]
     Ended,
 }
 
 /// Callback of a request.
-pub trait Asker: Send {
+pub trait RequestCallback: Send {
     /// False once the request is cancelled: its remaining texts are skipped.
-    fn is_waiting(&self) -> bool;
+    fn is_active(&self) -> bool;
 
     /// Receives the results in the order of the texts, on the worker thread; an error is a sentence.
-    fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>);
+    fn on_results(self: Box<Self>, results: Result<Vec<Classification>, String>);
 }
 
 /// Called after every batch.
-pub type BatchObserver = Box<dyn Fn(BatchDone) + Send>;
+pub type BatchObserver = Box<dyn Fn(BatchStats) + Send>;
 
-struct Asked {
+struct QueuedRequest {
     texts: Vec<Encoded>,
-    found: Vec<Classified>,
-    asker: Box<dyn Asker>,
+    results: Vec<Classification>,
+    callback: Box<dyn RequestCallback>,
 }
 
 /// Queue in front of one worker thread, which classifies all queued texts whenever it is idle. There is no batching delay: a
 /// single text runs at once, and texts that arrive during a pass share the next one. Results do not depend on the batch.
 pub struct Batcher {
-    sender: Sender<Asked>,
+    sender: Sender<QueuedRequest>,
     n_waiting: Arc<AtomicUsize>,
     worker: Weak<()>,
     tokenizer: Arc<ClassifierTokenizer>,
@@ -93,8 +93,8 @@ pub struct Batcher {
 }
 
 impl Batcher {
-    /// The two sides: who hands texts over, and who classifies them on whatever thread it is run. That thread should be the one that called
-    /// [`set_threads`](crate::set_threads): it takes its part in the work then.
+    /// The queue and its worker. The worker should run on the thread that called [`set_threads`](crate::set_threads), which is then one of
+    /// the threads of each product.
     pub fn new(
         classifier: impl Into<Arc<Classifier>>,
         tokenizer: impl Into<Arc<ClassifierTokenizer>>,
@@ -109,74 +109,73 @@ impl Batcher {
         (batcher, BatchWorker { classifier, receiver, limits, n_waiting, observer, _sign_of_life: sign_of_life })
     }
 
-    /// Names of the classes.
+    /// Class names.
     pub fn labels(&self) -> &Labels {
         &self.labels
     }
 
-    /// Texts that wait or are looked at.
+    /// Texts in the queue and in the running batch.
     pub fn n_waiting(&self) -> usize {
         self.n_waiting.load(Ordering::Relaxed)
     }
 
-    /// False once the worker has ended: it never answers again.
+    /// False once the worker has ended.
     pub fn is_alive(&self) -> bool {
         self.worker.strong_count() > 0
     }
 
-    /// Hands texts over. Room is taken before their tokens are counted, so that a request that is turned away costs nothing; counting them is
-    /// the caller's work, and may take a while for long texts.
+    /// Adds texts to the queue. Its capacity is checked before tokenization, so that a rejected request costs nothing; tokenization runs on
+    /// the caller's thread.
     ///
     /// # Errors
-    /// Too many wait, or a text has no token; `asker` is dropped then.
-    pub fn submit(&self, texts: &[&str], asker: Box<dyn Asker>) -> Result<(), NotTaken> {
+    /// The queue is full, or a text has no token; `callback` is dropped then.
+    pub fn submit(&self, texts: &[&str], callback: Box<dyn RequestCallback>) -> Result<(), QueueError> {
         let n_waiting = self.n_waiting.fetch_add(texts.len(), Ordering::Relaxed);
-        let taken = self.take(n_waiting, texts, asker);
-        if taken.is_err() {
+        let queued = self.enqueue(n_waiting, texts, callback);
+        if queued.is_err() {
             self.n_waiting.fetch_sub(texts.len(), Ordering::Relaxed);
         }
-        taken
+        queued
     }
 
-    fn take(&self, n_waiting: usize, texts: &[&str], asker: Box<dyn Asker>) -> Result<(), NotTaken> {
-        // What comes to an idle classifier is taken whatever its size.
+    fn enqueue(&self, n_waiting: usize, texts: &[&str], callback: Box<dyn RequestCallback>) -> Result<(), QueueError> {
+        // An idle classifier accepts a request of any size.
         if n_waiting > 0 && n_waiting + texts.len() > self.limits.max_waiting {
-            return Err(NotTaken::Busy { n_waiting });
+            return Err(QueueError::Busy { n_waiting });
         }
         let texts = texts.iter().map(|text| self.tokenizer.encode(text)).collect::<Result<Vec<_>, _>>()?;
-        let asked = Asked { found: Vec::with_capacity(texts.len()), texts, asker };
-        self.sender.send(asked).map_err(|_| NotTaken::Ended)
+        let request = QueuedRequest { results: Vec::with_capacity(texts.len()), texts, callback };
+        self.sender.send(request).map_err(|_| QueueError::Ended)
     }
 
-    /// Classifies texts and waits for it.
+    /// Classifies texts and waits for the results.
     ///
     /// # Errors
     /// As [`Batcher::submit`], or the model failed; a sentence.
-    pub fn ask(&self, texts: &[&str]) -> Result<Vec<Classified>, String> {
+    pub fn classify(&self, texts: &[&str]) -> Result<Vec<Classification>, String> {
         let (sender, receiver) = channel();
-        self.submit(texts, Box::new(Patient(sender))).map_err(|error| error.to_string())?;
-        receiver.recv().unwrap_or_else(|_| Err(NotTaken::Ended.to_string()))
+        self.submit(texts, Box::new(BlockingCallback(sender))).map_err(|error| error.to_string())?;
+        receiver.recv().unwrap_or_else(|_| Err(QueueError::Ended.to_string()))
     }
 }
 
-/// A caller that stays until it has its answer.
-struct Patient(Sender<Result<Vec<Classified>, String>>);
+struct BlockingCallback(Sender<Result<Vec<Classification>, String>>);
 
-impl Asker for Patient {
-    fn is_waiting(&self) -> bool {
+impl RequestCallback for BlockingCallback {
+    fn is_active(&self) -> bool {
         true
     }
 
-    fn hear(self: Box<Self>, found: Result<Vec<Classified>, String>) {
-        // Only a panic of the caller takes the other end away.
-        let _ = self.0.send(found);
+    fn on_results(self: Box<Self>, results: Result<Vec<Classification>, String>) {
+        // The receiver is gone only if the caller panicked.
+        let _ = self.0.send(results);
     }
 }
 
-/// The side that classifies.
+/// The worker of a [`Batcher`].
 pub struct BatchWorker {
     classifier: Arc<Classifier>,
-    receiver: Receiver<Asked>,
+    receiver: Receiver<QueuedRequest>,
     limits: BatchLimits,
     n_waiting: Arc<AtomicUsize>,
     observer: BatchObserver,
@@ -193,92 +192,97 @@ impl BatchWorker {
                 waiting.push_back(first);
             }
             waiting.extend(self.receiver.try_iter());
-            let parts = self.next(&mut waiting);
-            if !parts.is_empty() {
-                self.look_at(parts, &mut waiting);
+            let batch = self.next_batch(&mut waiting);
+            if !batch.is_empty() {
+                self.run_batch(batch, &mut waiting);
             }
         }
     }
 
-    /// Requests that are next, with the number of their texts that are. Those that nobody waits for are dropped.
-    fn next(&self, waiting: &mut VecDeque<Asked>) -> Vec<(Asked, usize)> {
-        let (mut parts, mut n_texts) = (Vec::new(), 0);
-        while let Some(asked) = waiting.pop_front() {
-            let n_left = asked.texts.len() - asked.found.len();
-            if !asked.asker.is_waiting() {
+    /// The requests of the next batch, each with the number of its texts. Cancelled requests are dropped.
+    fn next_batch(&self, waiting: &mut VecDeque<QueuedRequest>) -> Vec<(QueuedRequest, usize)> {
+        let (mut batch, mut n_texts) = (Vec::new(), 0);
+        while let Some(request) = waiting.pop_front() {
+            let n_left = request.texts.len() - request.results.len();
+            if !request.callback.is_active() {
                 self.n_waiting.fetch_sub(n_left, Ordering::Relaxed);
                 continue;
             }
-            let n = n_left.min(self.limits.max_texts.max(PART));
+            let n = n_left.min(self.limits.max_texts.max(MAX_UNSPLIT_TEXTS));
             n_texts += n;
-            parts.push((asked, n));
+            batch.push((request, n));
             if n_texts >= self.limits.max_texts {
                 break;
             }
         }
-        parts
+        batch
     }
 
-    fn look_at(&self, parts: Vec<(Asked, usize)>, waiting: &mut VecDeque<Asked>) {
-        let (started, n_requests) = (Instant::now(), parts.len());
-        let texts: Vec<&[Encoded]> = parts.iter().map(|(asked, n)| next_texts(asked, *n)).collect();
+    fn run_batch(&self, batch: Vec<(QueuedRequest, usize)>, waiting: &mut VecDeque<QueuedRequest>) {
+        let (started, n_requests) = (Instant::now(), batch.len());
+        let texts: Vec<&[Encoded]> = batch.iter().map(|(request, n)| next_texts(request, *n)).collect();
         let n_texts = texts.iter().map(|texts| texts.len()).sum();
-        let found = self.classify(&texts);
+        let results = self.classify(&texts);
         let elapsed = started.elapsed();
         self.n_waiting.fetch_sub(n_texts, Ordering::Relaxed);
-        // Before the answers: who has one finds its batch in the figures.
-        (self.observer)(BatchDone { n_requests, n_texts, elapsed });
-        // The rest of a long request goes behind what came while its first part was looked at.
+        // Before the callbacks: a caller with results finds its batch in the metrics.
+        (self.observer)(BatchStats { n_requests, n_texts, elapsed });
+        // The rest of a long request is queued after requests that arrived during this batch.
         waiting.extend(self.receiver.try_iter());
-        match found {
-            Ok(found) => {
-                for (part, found) in parts.into_iter().zip(found) {
-                    self.go_on(part, Ok(found), waiting);
+        match results {
+            Ok(results) => {
+                for (part, results) in batch.into_iter().zip(results) {
+                    self.finish_part(part, Ok(results), waiting);
                 }
             }
-            // What one text does to a pass must not be the others' fault.
+            // One text may have failed the batch: each request runs again alone.
             Err(_) => {
-                for (asked, n) in parts {
-                    let alone = self.classify(&[next_texts(&asked, n)]);
-                    self.go_on((asked, n), alone.map(|found| found.into_iter().flatten().collect()), waiting);
+                for (request, n) in batch {
+                    let alone = self.classify(&[next_texts(&request, n)]);
+                    let alone = alone.map(|results| results.into_iter().flatten().collect());
+                    self.finish_part((request, n), alone, waiting);
                 }
             }
         }
     }
 
-    /// Answers a request, or has it wait for the turn of its next part.
-    fn go_on(&self, part: (Asked, usize), found: Result<Vec<Classified>, String>, waiting: &mut VecDeque<Asked>) {
-        let (mut asked, n) = part;
-        match found {
-            Ok(found) => {
-                asked.found.extend(found);
-                match asked.found.len() == asked.texts.len() {
-                    true => asked.asker.hear(Ok(asked.found)),
-                    false => waiting.push_back(asked),
+    /// Calls back with the results of a request, or queues its next part.
+    fn finish_part(
+        &self,
+        (mut request, n): (QueuedRequest, usize),
+        results: Result<Vec<Classification>, String>,
+        waiting: &mut VecDeque<QueuedRequest>,
+    ) {
+        match results {
+            Ok(results) => {
+                request.results.extend(results);
+                match request.results.len() == request.texts.len() {
+                    true => request.callback.on_results(Ok(request.results)),
+                    false => waiting.push_back(request),
                 }
             }
             Err(problem) => {
-                let n_never = asked.texts.len() - asked.found.len() - n;
-                self.n_waiting.fetch_sub(n_never, Ordering::Relaxed);
-                asked.asker.hear(Err(problem));
+                let n_skipped = request.texts.len() - request.results.len() - n;
+                self.n_waiting.fetch_sub(n_skipped, Ordering::Relaxed);
+                request.callback.on_results(Err(problem));
             }
         }
     }
 
     /// By request, then by text.
-    fn classify(&self, requests: &[&[Encoded]]) -> Result<Vec<Vec<Classified>>, String> {
+    fn classify(&self, requests: &[&[Encoded]]) -> Result<Vec<Vec<Classification>>, String> {
         let ids: Vec<&[u32]> = requests.iter().copied().flatten().map(|encoded| encoded.ids.as_slice()).collect();
         let pass = || self.classifier.logits_of_all(&ids, self.limits.tokens_per_pass);
         let found = catch_unwind(AssertUnwindSafe(pass)).map_err(|_| "the classifier panicked".to_owned())?;
         let mut logits = found.map_err(|error| error.to_string())?.into_iter();
         let mut one = |encoded: &Encoded| {
             let logits = logits.next().expect("a row for each text");
-            Classified { logits, n_tokens: encoded.ids.len(), n_left_out: encoded.n_left_out }
+            Classification { logits, n_tokens: encoded.ids.len(), n_left_out: encoded.n_left_out }
         };
         Ok(requests.iter().map(|texts| texts.iter().map(&mut one).collect()).collect())
     }
 }
 
-fn next_texts(asked: &Asked, n: usize) -> &[Encoded] {
-    &asked.texts[asked.found.len()..][..n]
+fn next_texts(request: &QueuedRequest, n: usize) -> &[Encoded] {
+    &request.texts[request.results.len()..][..n]
 }

@@ -9,7 +9,10 @@ mod files;
 mod labels;
 mod tokens;
 
-pub use batcher::{Asker, BatchDone, BatchLimits, BatchObserver, BatchWorker, Batcher, Classified, NotTaken, PART};
+pub use batcher::{
+    BatchLimits, BatchObserver, BatchStats, BatchWorker, Batcher, Classification, MAX_UNSPLIT_TEXTS, QueueError,
+    RequestCallback,
+};
 pub use labels::Labels;
 pub use tokens::{ClassifierTokenizer, Encoded};
 

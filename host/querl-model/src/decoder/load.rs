@@ -2,11 +2,11 @@
 
 use super::Decoder;
 use crate::checkpoint::StoredModel;
+use crate::checkpoint::{RandomTensors, Tensors, WeightLoader};
 use crate::kernels::RopeTable;
 use crate::random::standard_normal;
 use crate::sharding::TensorParallel;
-use crate::transformer::LayerWeights;
-use crate::weights::{RandomTensors, Tensors, WeightLoader};
+use crate::transformer::{self, LayerWeights};
 use crate::{ComputeDevice, DecoderConfig, ModelError, Ranks, Weights};
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
@@ -54,7 +54,7 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`Decoder::load_on`], or a model that cannot be split so: see [`Shard::check`].
-    pub fn load_part(
+    pub fn load_shard(
         directory: &Path,
         dtype: BaseDtype,
         place: &ComputeDevice,
@@ -79,14 +79,14 @@ impl Decoder {
         dtype: BaseDtype,
         place: &ComputeDevice,
     ) -> Result<Self, ModelError> {
-        Self::random_part(config, seed, dtype, place, &Ranks::alone())
+        Self::random_shard(config, seed, dtype, place, &Ranks::alone())
     }
 
     /// One rank's part of the same decoder.
     ///
     /// # Errors
     /// As [`Decoder::random`], or a model that cannot be split so: see [`Shard::check`].
-    pub fn random_part(
+    pub fn random_shard(
         config: DecoderConfig,
         seed: u64,
         dtype: BaseDtype,
@@ -104,7 +104,7 @@ impl Decoder {
     /// # Errors
     /// A tensor cannot be made.
     ///
-    /// WeightLoader: transformers' `_init_weights` for Qwen.
+    /// Source: transformers' `_init_weights` for Qwen.
     pub fn init(config: DecoderConfig, seed: u64) -> Result<Self, ModelError> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut tensors = BTreeMap::new();
@@ -146,10 +146,9 @@ impl Decoder {
             embedding,
             layers,
             head,
-            device_rope: match source.place {
-                ComputeDevice::Cpu => None,
-                ComputeDevice::Accelerator(accelerator) => Some(accelerator.upload_rope(&rope)?),
-            },
+            device_rope: transformer::layer_accelerator_of(&source.place.device())?
+                .map(|accelerator| accelerator.upload_rope(&rope))
+                .transpose()?,
             rope,
             local: config.of_rank(source.parallel.shard().size()),
             config,

@@ -1,26 +1,21 @@
-//! The decoder: embedding, transformer layers, final norm, head.
+//! The decoder: embedding, transformer layers, final norm, head; with or without an adapter.
 
-mod adapted;
 mod load;
-mod parts;
-mod shapes;
-mod view;
 
 use crate::accelerator::DeviceState;
-use crate::adapter::LoraAdapter;
+use crate::adapter::{EMBEDDING, HEAD, LoraAdapter, LoraPair};
 use crate::dropout::{Dropout, DropoutMask};
 use crate::kernels::{self, Queries, RopeTable, Weight};
 use crate::sharding::{Shard, TensorParallel};
 use crate::transformer::{
-    self, CheckpointedLayer, LayerContext, LayerPass, LayerRows, LayerWeights, PackedAttention, Pass, QueryRows, Rows,
+    self, CheckpointedLayer, LayerContext, LayerPass, LayerRows, LayerWeights, Linear, PackedAttention, Pass,
+    QueryRows, Rows,
 };
-use crate::{ComputeDevice, DecoderConfig, ModelError, PackedBatch, save_tensors};
-use candle_core::{DType, Result as TensorResult, Tensor, Var};
+use crate::{ComputeDevice, DecoderConfig, LoraSettings, ModelError, PackedBatch, save_tensors};
+use candle_core::{DType, Result as TensorResult, Tensor, Var, bail};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-
-pub use parts::{AdaptedLayer, AdaptedLinear};
 
 /// A decoder-only language model of one of the families of [`crate::Family`].
 pub struct Decoder {
@@ -61,7 +56,7 @@ impl Decoder {
     }
 
     /// Where its weights stand and its passes run.
-    pub fn place(&self) -> &ComputeDevice {
+    pub fn compute_device(&self) -> &ComputeDevice {
         &self.place
     }
 
@@ -202,11 +197,211 @@ impl Decoder {
         query_rows: Option<&[u32]>,
         dropout: Option<&DropoutMask>,
     ) -> TensorResult<Option<DeviceState>> {
-        match (&self.place, &self.device_rope) {
-            (ComputeDevice::Accelerator(accelerator), Some(rope)) => {
-                accelerator.upload_rows(rope, batch, query_rows, dropout).map(Some)
-            }
+        match (transformer::layer_accelerator_of(&self.place.device())?, &self.device_rope) {
+            (Some(accelerator), Some(rope)) => accelerator.upload_rows(rope, batch, query_rows, dropout).map(Some),
             _ => Ok(None),
         }
+    }
+
+    /// The base's weight of a linear layer `(out, in)`, of the embedding or of the head `(V, H)`, in f32.
+    pub(crate) fn base_weight(&self, path: &str) -> TensorResult<Tensor> {
+        let mut linears = self.layers.iter().flat_map(|layer| layer.linears());
+        let weight = match path {
+            EMBEDDING => Some(&self.embedding),
+            HEAD => Some(&self.head),
+            _ => linears.find(|linear| linear.path == path).map(|linear| &linear.weight),
+        };
+        match weight {
+            Some(Weight::Frozen(weight)) => weight.to_tensor(),
+            Some(Weight::Trained(weight)) => Ok(weight.detach()),
+            Some(Weight::Accelerator(weight)) => weight.to_tensor(),
+            None => bail!("no layer `{path}`"),
+        }
+    }
+
+    /// Rows of the embedding, `(N, H)`, with what an adapter makes of them.
+    pub(super) fn embed(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> TensorResult<Tensor> {
+        let ids = || Tensor::from_slice(&batch.token_ids, batch.n_rows(), self.norm.device());
+        if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
+            return saved.index_select(&ids()?, 0);
+        }
+        let rows = match &self.embedding {
+            Weight::Frozen(embedding) => embedding.rows(&batch.token_ids)?,
+            Weight::Trained(embedding) => embedding.index_select(&ids()?, 0)?,
+            Weight::Accelerator(embedding) => embedding.rows(&batch.token_ids)?,
+        };
+        let Some(pair) = adapter.and_then(|adapter| adapter.pair(EMBEDDING)) else { return Ok(rows) };
+        let down = pair.a.index_select(&ids()?, 1)?.t()?; // (N, rank)
+        rows + (down.matmul(&pair.b.t()?)? * f64::from(pair.scale))?
+    }
+
+    /// The head `(V, H)` with what an adapter makes of it: as a tensor of its own where it changes it.
+    pub(super) fn head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+        if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(HEAD)) {
+            return Ok(Weight::Trained(saved.clone()));
+        }
+        match adapter.and_then(|adapter| adapter.pair(HEAD)) {
+            Some(pair) => Ok(Weight::Trained(pair.changed(&self.base_weight(HEAD)?)?)),
+            None => Ok(self.head.clone()),
+        }
+    }
+
+    /// Every layer in order.
+    pub fn adapted_layers<'a>(
+        &'a self,
+        adapter: Option<&'a LoraAdapter>,
+    ) -> impl Iterator<Item = TensorResult<AdaptedLayer<'a>>> {
+        self.layers.iter().map(move |layer| layer.parts(adapter))
+    }
+
+    /// Weight of the last norm `(H)`.
+    pub fn final_norm(&self) -> &Tensor {
+        &self.norm
+    }
+
+    /// See [`crate::Accelerator::upload_rope`].
+    pub fn device_rope(&self) -> Option<&DeviceState> {
+        self.device_rope.as_ref()
+    }
+
+    /// The embedding `(V, H)`; a tensor of its own, independent of later training, where an adapter changes it.
+    pub fn adapted_embedding(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+        if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
+            return Ok(Weight::Trained(saved.detach().copy()?));
+        }
+        let Some(pair) = adapter.and_then(|adapter| adapter.pair(EMBEDDING)) else { return Ok(self.embedding.clone()) };
+        let change = (pair.b.detach().matmul(&pair.a.detach())?.t()? * f64::from(pair.scale))?; // (V, H)
+        Ok(Weight::Trained((self.base_weight(EMBEDDING)? + change)?))
+    }
+
+    /// The head `(V, H)`, as the embedding.
+    pub fn adapted_head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
+        match self.head(adapter)? {
+            Weight::Trained(head) => Ok(Weight::Trained(head.detach().copy()?)),
+            frozen => Ok(frozen),
+        }
+    }
+
+    /// A view that records no gradients: a pass through it keeps no layer's activations. It shares the values, so it follows training.
+    pub fn without_gradient(&self) -> Self {
+        let layers = match self.vars.is_empty() {
+            // Frozen layers record nothing, and keep what they have computed of their weights.
+            true => self.layers.clone(),
+            false => self.layers.iter().map(|layer| Arc::new(detached(layer))).collect(),
+        };
+        Self {
+            config: self.config.clone(),
+            local: self.local.clone(),
+            parallel: self.parallel.clone(),
+            embedding: still(&self.embedding),
+            layers,
+            norm: self.norm.detach(),
+            head: still(&self.head),
+            rope: self.rope.clone(),
+            vars: self.vars.clone(),
+            place: self.place.clone(),
+            device_rope: self.device_rope.clone(),
+        }
+    }
+}
+
+/// One linear layer.
+pub struct AdaptedLinear<'a> {
+    /// `(out, in)`.
+    pub weight: &'a Weight,
+    /// `(out)`.
+    pub bias: Option<&'a Tensor>,
+    /// LoRA A and B with their scale.
+    pub pair: Option<&'a LoraPair>,
+    /// DoRA's factor on each output `(out)`, before the bias.
+    pub factor: Option<Tensor>,
+}
+
+/// One decoder layer.
+pub struct AdaptedLayer<'a> {
+    /// `(H)`.
+    pub input_norm: &'a Tensor,
+    /// `(H)`.
+    pub post_attention_norm: &'a Tensor,
+    /// Weights of the per-head norms of queries and keys.
+    pub qk_norm: Option<&'a [Tensor; 2]>,
+    /// q_proj, k_proj, v_proj.
+    pub qkv: [AdaptedLinear<'a>; 3],
+    /// o_proj.
+    pub o: [AdaptedLinear<'a>; 1],
+    /// gate_proj, up_proj.
+    pub gate_up: [AdaptedLinear<'a>; 2],
+    /// down_proj.
+    pub down: [AdaptedLinear<'a>; 1],
+}
+
+impl LayerWeights {
+    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLayer<'a>> {
+        let parts = |linear: &'a Linear| linear.parts(adapter);
+        Ok(AdaptedLayer {
+            input_norm: &self.input_norm,
+            post_attention_norm: &self.post_attention_norm,
+            qk_norm: self.qk_norm.as_ref(),
+            qkv: [parts(&self.q)?, parts(&self.k)?, parts(&self.v)?],
+            o: [parts(&self.o)?],
+            gate_up: [parts(&self.gate)?, parts(&self.up)?],
+            down: [parts(&self.down)?],
+        })
+    }
+}
+
+impl Linear {
+    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLinear<'a>> {
+        let pair = adapter.and_then(|adapter| adapter.pair(&self.path));
+        let factor = match (&self.weight, pair) {
+            (Weight::Trained(_), _) | (_, None) => None,
+            (_, Some(pair)) => self.dora_factor(pair)?.map(|factor| factor.detach()),
+        };
+        Ok(AdaptedLinear { weight: &self.weight, bias: self.bias.as_ref(), pair, factor })
+    }
+}
+
+fn still(weight: &Weight) -> Weight {
+    match weight {
+        Weight::Trained(tensor) => Weight::Trained(tensor.detach()),
+        other => other.clone(),
+    }
+}
+
+fn detached(layer: &LayerWeights) -> LayerWeights {
+    let linear = |linear: &Linear| {
+        Linear::new(linear.path.clone(), still(&linear.weight), linear.bias.as_ref().map(Tensor::detach))
+    };
+    LayerWeights {
+        input_norm: layer.input_norm.detach(),
+        post_attention_norm: layer.post_attention_norm.detach(),
+        q: linear(&layer.q),
+        k: linear(&layer.k),
+        v: linear(&layer.v),
+        o: linear(&layer.o),
+        qk_norm: layer.qk_norm.as_ref().map(|[q, k]| [q.detach(), k.detach()]),
+        gate: linear(&layer.gate),
+        up: linear(&layer.up),
+        down: linear(&layer.down),
+    }
+}
+
+impl LoraAdapter {
+    /// A fresh adapter for a decoder that changes nothing yet: A uniform in `±1/sqrt(in)`, B zero (of an embedding: A zero, B
+    /// normal), magnitudes as long as the base's rows, saved modules as in the base.
+    ///
+    /// # Errors
+    /// A target that the decoder does not have, or a pattern that is no regular expression.
+    pub fn new(base: &Decoder, settings: LoraSettings, seed: u64) -> Result<Self, ModelError> {
+        settings.check_split(base.parallel())?;
+        Self::init(base.config(), settings, seed, |path| base.base_weight(path))?.for_decoder(base)
+    }
+
+    /// A whole adapter on the device of a decoder, and of it the shard that belongs to the decoder's shard.
+    ///
+    /// # Errors
+    /// No memory is left, or the adapter cannot be split as its base is.
+    pub fn for_decoder(self, base: &Decoder) -> Result<Self, ModelError> {
+        self.sharded(base.compute_device(), base.parallel())
     }
 }

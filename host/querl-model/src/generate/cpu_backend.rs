@@ -1,17 +1,18 @@
 //! Inference on the CPU: weights of a policy, and the backend that runs transformer layers with them. No graph, no gradients;
-//! LoRA A of all layers with the same input is one product; buffers are used again.
+//! LoRA A of all linear layers with the same input is one product; buffers are reused.
 
-use super::rows::{rms_norm, rotate, swiglu};
 use crate::decoder::{AdaptedLayer, AdaptedLinear};
-use crate::kernels::{FrozenWeight, Weight, with_floats};
+use crate::kernels::simd::{exp_or_zero, vectorised};
+use crate::kernels::{FrozenWeight, LANES, Weight, with_floats};
 use crate::transformer::{LayerBackend, LayerContext, MaybeBorrowed, ProjectionOut, QueryRows, Rows, TransformerLayer};
 use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError, Ranks};
 use candle_core::{Error, Result, Tensor};
 use querl_core::config::BaseDtype;
+use rayon::prelude::*;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A policy ready to decode with. It does not follow later training.
+/// A policy ready for decoding. Later training does not change it.
 pub(super) struct PolicyWeights {
     pub(super) config: DecoderConfig,
     pub(super) context: LayerContext,
@@ -19,7 +20,7 @@ pub(super) struct PolicyWeights {
     pub(super) final_norm: Vec<f32>,
     pub(super) head: FrozenWeight,
     embedding: FrozenWeight,
-    /// Buffers for logits that no step uses now: fresh pages for each step cost more than the softmax.
+    /// Free buffers for logits: fresh pages for each decode step cost more than the softmax.
     logits: Mutex<Vec<Vec<f32>>>,
 }
 
@@ -363,5 +364,66 @@ fn frozen(weight: &Weight) -> Result<FrozenWeight> {
         Weight::Trained(weight) => FrozenWeight::pack(&weight.detach(), BaseDtype::F32),
         #[allow(unreachable_patterns)] // weights of other devices
         _ => candle_core::bail!("a weight of another device in a decoder on the CPU"),
+    }
+}
+
+/// Values that one parallel task works on.
+const VALUES_PER_TASK: usize = 1 << 15;
+
+/// `x / sqrt(mean(x^2) + eps) * weight` for each row of `weight.len()` values.
+pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let per_task = VALUES_PER_TASK.next_multiple_of(weight.len().max(1));
+    out.par_chunks_mut(per_task).zip(x.par_chunks(per_task)).for_each(|(out, x)| norm_rows(x, weight, eps, out));
+}
+
+/// `silu(gate) * up`.
+fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
+    out.par_chunks_mut(VALUES_PER_TASK).zip(inputs).for_each(|(out, (gate, up))| gated(gate, up, out));
+}
+
+vectorised! {
+    fn norm_rows<A>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        let size = weight.len();
+        for (out, x) in out.chunks_exact_mut(size).zip(x.chunks_exact(size)) {
+            let mut lanes = [0f32; LANES];
+            let (chunks, rest) = x.as_chunks::<LANES>();
+            for chunk in chunks {
+                for lane in 0..LANES {
+                    lanes[lane] = A::multiply_add(chunk[lane], chunk[lane], lanes[lane]);
+                }
+            }
+            let sum = lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>();
+            let inverse = 1.0 / (sum / size as f32 + eps).sqrt();
+            for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
+                *out = x * inverse * weight;
+            }
+        }
+    }
+}
+
+vectorised! {
+    fn gated<A>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            *out = gate / (1.0 + exp_or_zero::<A>(-gate)) * up;
+        }
+    }
+}
+
+vectorised! {
+    /// Rotates each head by the angles of its row's position; the first half of a head pairs with the second.
+    ///
+    /// Source: Su et al. 2021, "RoFormer"; the half-split layout of transformers' `rotate_half`.
+    fn rotate<A>(heads: &mut [f32], cos: &[f32], sin: &[f32]) {
+        let half = cos.len();
+        let sin = &sin[..half];
+        for head in heads.chunks_exact_mut(2 * half) {
+            let (first, second) = head.split_at_mut(half);
+            for i in 0..half {
+                let (a, b) = (first[i], second[i]);
+                first[i] = a * cos[i] - b * sin[i];
+                second[i] = b * cos[i] + a * sin[i];
+            }
+        }
     }
 }

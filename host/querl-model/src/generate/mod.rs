@@ -1,53 +1,189 @@
-//! Generation: rollouts and evaluation.
+//! Generation: rollouts and evaluation. Prefill and decode steps with a paged KV cache, continuous batching, sampling and beam search.
 //!
-//! In: prompts as tokens, a policy, and how to decode. Out: answers with the log-probability of each token, as a training pass
-//! computes it and as it was drawn. Nothing here records a graph.
+//! In: prompts as tokens, a policy, and how to decode. Out: responses with two log-probabilities for each token: under the model's
+//! distribution, equal to a training pass, and under the distribution that it was sampled from. Nothing here records a graph.
+//!
+//! A call goes through `engine.rs` (memory, prefix caching), `scheduler.rs` (which sequences are in a step) or `beam.rs`,
+//! `model_runner.rs` (one forward pass) and `sampler.rs`.
 
-mod admission;
-mod batch;
 mod beam;
+mod capacity;
 mod cpu_backend;
-mod draw;
 mod engine;
-mod filters;
-#[cfg(test)]
-mod golden;
-#[cfg(test)]
-mod levels;
+mod logits_processor;
 mod model_runner;
 mod paged_attention;
-mod policy;
-mod prefixes;
-mod rows;
-mod sampling;
-mod settings;
-mod sizes;
-mod vectorised;
+mod prefix_cache;
+mod sampler;
+mod scheduler;
+#[cfg(test)]
+mod tests;
 
-pub use draw::{Draw, Taker};
-pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife};
-pub use filters::Rules;
-pub use model_runner::{Hidden, Unit};
-pub use policy::DecodePolicy;
-pub use sampling::{Choice, choose};
-pub use settings::{Decoding, EndedBy, Generated, GenerationRequest, SamplingSettings, TokenText};
-pub use sizes::{CacheRoom, Sizes, bucket};
+pub use capacity::{CacheRoom, DecodeBufferSizes, bucket};
+pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife, generate};
+pub use logits_processor::LogitsProcessor;
+pub(crate) use model_runner::install;
+pub use model_runner::{DecodePolicy, HiddenState, NewDecodePolicy, ScheduledSequence};
+pub use sampler::{BeamCandidates, LogitsConsumer, SampledToken, Sampler, sample_token};
 
-use crate::{Decoder, LoraAdapter, ModelError};
+use crate::{ModelError, TextTokenizer};
+use std::collections::BTreeSet;
 
-/// Generates the answers to some requests with an engine of their own, one after another.
+/// How the next token is chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Decoding {
+    /// The token of the highest probability after penalties.
+    Greedy,
+    /// Sampled after temperature, penalties and filters.
+    Sample,
+    /// Beam search with a length penalty; filters do not apply.
+    Beam {
+        /// At least 1.
+        n_beams: usize,
+        /// The sum of log-probabilities is divided by the length to this power: above 0 favours longer responses.
+        length_penalty: f64,
+    },
+}
+
+/// Temperature, penalties, filters and limits of a response.
 ///
-/// # Errors
-/// As [`Engine::generate`].
-pub fn generate(
-    decoder: &Decoder,
-    adapter: Option<&LoraAdapter>,
-    requests: &[GenerationRequest<'_>],
-    decoding: Decoding,
-    sampling: &SamplingSettings,
-    text: &dyn TokenText,
-) -> Result<Vec<Generated>, ModelError> {
-    let mut engine = Engine::new(decoder, EngineSettings::default())?;
-    engine.set_policy(adapter, 0)?;
-    Ok(engine.generate(requests, decoding, sampling, text)?.into_iter().flatten().collect())
+/// Applied to the logits of each token in this order: `repetition_penalty`, `no_repeat_ngram_size`, `min_new_tokens`; then,
+/// where tokens are sampled, `temperature`, `top_k`, `top_p`. They depend on the response, never on the prompt.
+///
+/// Source: transformers' `generation/logits_process.py`, in the order of `_get_logits_processor`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingSettings {
+    /// Divides the logits for sampling and for every reported log-probability. Above 0.
+    pub temperature: f64,
+    /// Nucleus sampling below 1: the likeliest tokens up to this cumulative probability; the token that crosses it is kept.
+    pub top_p: f64,
+    /// Above 0: the likeliest tokens by number, ties included.
+    pub top_k: usize,
+    /// Divides positive and multiplies negative logits of tokens that the response has; 1 has no effect.
+    pub repetition_penalty: f64,
+    /// Above 0: no n-gram of this size occurs twice in a response.
+    pub no_repeat_ngram_size: usize,
+    /// Minimum number of tokens of a response.
+    pub min_new_tokens: usize,
+    /// Longer responses are truncated and marked. At least 1.
+    pub max_new_tokens: usize,
+    /// A response ends with the token that completes one of these.
+    pub stop_strings: Vec<String>,
+}
+
+impl Default for SamplingSettings {
+    /// The model's distribution at temperature 1, at most 150 tokens.
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
+            min_new_tokens: 0,
+            max_new_tokens: 150,
+            stop_strings: Vec::new(),
+        }
+    }
+}
+
+impl SamplingSettings {
+    /// `text` up to the first stop string in it.
+    pub fn before_stop<'t>(&self, text: &'t str) -> &'t str {
+        let end = self.stop_strings.iter().filter_map(|stop| text.find(stop.as_str())).min();
+        &text[..end.unwrap_or(text.len())]
+    }
+
+    fn check(&self) -> Result<(), ModelError> {
+        let wrong = if !(self.temperature > 0.0 && self.temperature.is_finite()) {
+            format!("temperature is {}; expected above 0", self.temperature)
+        } else if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            format!("top_p is {}; expected above 0 and at most 1", self.top_p)
+        } else if !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()) {
+            format!("repetition_penalty is {}; expected above 0", self.repetition_penalty)
+        } else if self.max_new_tokens == 0 {
+            "max_new_tokens is 0; expected at least 1".to_owned()
+        } else if self.min_new_tokens > self.max_new_tokens {
+            format!("min_new_tokens is {}, above max_new_tokens {}", self.min_new_tokens, self.max_new_tokens)
+        } else if self.stop_strings.iter().any(String::is_empty) {
+            "stop_strings holds an empty string; it would end every response at once".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(ModelError::Generation(wrong))
+    }
+}
+
+/// Responses to generate to one prompt.
+#[derive(Debug, Clone, Copy)]
+pub struct GenerationRequest<'a> {
+    /// At least one token.
+    pub prompt: &'a [u32],
+    /// Seeds the samplers of these responses, each with a stream of its own: a response does not depend on other requests.
+    pub seed: u64,
+    /// Number of responses. Greedy decoding gives equal ones, beam search its `n` best, at most `n_beams`.
+    pub n: usize,
+}
+
+/// Stop tokens, and the text of tokens.
+pub trait TokenText: Sync {
+    /// Tokens that end a response.
+    fn stop_ids(&self) -> &BTreeSet<u32>;
+
+    /// Text of a response's tokens.
+    ///
+    /// # Errors
+    /// The tokenizer fails, or there is none.
+    fn text(&self, ids: &[u32]) -> Result<String, ModelError>;
+}
+
+impl TokenText for TextTokenizer {
+    fn stop_ids(&self) -> &BTreeSet<u32> {
+        self.stop_ids()
+    }
+
+    fn text(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.decode(ids)
+    }
+}
+
+/// Stop tokens alone: stop strings are refused.
+impl TokenText for BTreeSet<u32> {
+    fn stop_ids(&self) -> &BTreeSet<u32> {
+        self
+    }
+
+    fn text(&self, _ids: &[u32]) -> Result<String, ModelError> {
+        Err(ModelError::Generation("stop_strings need a tokenizer; only stop tokens were given".into()))
+    }
+}
+
+/// Why a response ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token, its last.
+    StopToken,
+    /// `stop_strings[index]`, which its last token completes.
+    StopString {
+        /// Which of them; the first in the list where several appear at once.
+        index: usize,
+    },
+    /// `max_new_tokens`.
+    Length,
+}
+
+/// One response.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Generated {
+    /// Its tokens, the stop token included.
+    pub token_ids: Vec<u32>,
+    /// Log-probability of each token in nats, under the model's distribution at `temperature`: equal to a training pass.
+    pub logprobs: Vec<f32>,
+    /// Log-probability of each token in nats, under the distribution that it was sampled from, after penalties and filters.
+    /// Equal to `logprobs` where none is set; 0 with greedy decoding and beam search.
+    pub behaviour_logprobs: Vec<f32>,
+    /// True if the finish reason is `Length`.
+    pub truncated: bool,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
 }

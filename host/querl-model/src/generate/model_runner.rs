@@ -1,28 +1,30 @@
-//! One step of many sequences on the CPU, prefill or decode: their new tokens through the model, their logits to the samplers.
+//! The model runner: one forward pass for many sequences, prefill or decode step. Their new tokens go through the model, the logits
+//! that follow to the samplers. On the CPU it is here; a GPU has its own behind [`DecodePolicy`].
 
-use super::cpu_backend::{CpuInference, PolicyWeights};
-use super::draw::Taker;
-use super::filters::Rules;
-use super::paged_attention::{Heads, PagedAttention, Row};
-use super::rows::rms_norm;
-use crate::ModelError;
-use crate::cache::SequenceCache;
+use super::cpu_backend::{CpuInference, PolicyWeights, rms_norm};
+use super::logits_processor::LogitsProcessor;
+use super::paged_attention::{Heads, NewTokens, PagedAttention, Row};
+use super::sampler::LogitsConsumer;
+use crate::kv_cache::SequenceKvCache;
 use crate::transformer::{LayerRows, QueryRows, Rows};
+use crate::{Decoder, LoraAdapter, ModelError};
 use rayon::prelude::*;
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The hidden state of a sequence's last token after the final norm, `(H)`, where its policy keeps it.
 #[derive(Default)]
-pub enum Hidden {
+pub enum HiddenState {
+    /// Not computed yet, or no longer needed.
     #[default]
     Unknown,
+    /// On the CPU.
     Host(Vec<f32>),
     /// In the memory of the policy's accelerator.
     Device(Box<dyn Any + Send + Sync>),
 }
 
-impl Hidden {
+impl HiddenState {
     fn host(&self) -> &[f32] {
         match self {
             Self::Host(values) => values,
@@ -41,19 +43,90 @@ impl Hidden {
     }
 }
 
-/// One sequence of a step.
-pub struct Unit<'s> {
-    pub cache: &'s mut SequenceCache,
+/// One sequence of a forward pass: a prompt in prefill, or a running sequence in a decode step.
+pub struct ScheduledSequence<'s> {
+    /// Gets the keys and values of the new tokens.
+    pub cache: &'s mut SequenceKvCache,
     /// New tokens; none where the hidden state is known.
     pub tokens: &'s [u32],
-    /// What comes in where there are no tokens, what comes out where there are.
-    pub hidden: &'s mut Hidden,
+    /// Input where there are no tokens, output where there are.
+    pub hidden: &'s mut HiddenState,
     /// Whether the hidden state is needed later: an accelerator returns it only then.
-    pub is_held: bool,
-    pub takers: Vec<Taker<'s>>,
+    pub keeps_hidden: bool,
+    /// What the logits are for; none in prefill of a shared prefix.
+    pub consumers: Vec<LogitsConsumer<'s>>,
 }
 
-/// Most rows of one pass: bounds the memory of a step.
+/// A policy on an accelerator, with its buffers and its KV cache.
+pub trait DecodePolicy: Any + Send {
+    /// Copies the adapter's current values. After an error there is no policy.
+    ///
+    /// # Errors
+    /// The adapter does not fit the decoder, or the device is out of memory.
+    fn set(&mut self, decoder: &Decoder, adapter: Option<&LoraAdapter>) -> Result<(), ModelError>;
+    /// Replaces the KV cache by one of `n_blocks` blocks.
+    ///
+    /// # Errors
+    /// The device is out of memory.
+    fn allocate_blocks(&mut self, n_blocks: usize) -> Result<(), ModelError>;
+    /// Allocates buffers for `n_sequences` sequences of at most `longest` tokens.
+    ///
+    /// # Errors
+    /// The device is out of memory.
+    fn reserve(
+        &mut self,
+        n_sequences: usize,
+        longest: usize,
+        processor: &LogitsProcessor<'_>,
+    ) -> Result<(), ModelError>;
+    /// One forward pass: feeds the new tokens of all sequences, and passes the logits that follow to their consumers.
+    ///
+    /// # Errors
+    /// Logits are NaN or Inf, or the device fails.
+    fn forward(
+        &mut self,
+        sequences: &mut [ScheduledSequence<'_>],
+        processor: &LogitsProcessor<'_>,
+    ) -> Result<(), ModelError>;
+}
+
+/// Creates a policy for generation with a decoder on an accelerator. Later training does not change the policy.
+pub type NewDecodePolicy = fn(&Decoder, Option<&LoraAdapter>) -> Result<Box<dyn DecodePolicy>, ModelError>;
+
+static INSTALLED: OnceLock<NewDecodePolicy> = OnceLock::new();
+
+pub(crate) fn install(new_policy: NewDecodePolicy) {
+    let _ = INSTALLED.set(new_policy);
+}
+
+/// Weights as they were when the policy was set.
+pub(super) enum Policy {
+    /// Threads work on sequences of their own, or together.
+    Cpu(Box<PolicyWeights>),
+    /// All sequences are one batch.
+    Accelerator(Box<dyn DecodePolicy>),
+}
+
+impl Policy {
+    pub(super) fn on_accelerator(decoder: &Decoder, adapter: Option<&LoraAdapter>) -> Result<Self, ModelError> {
+        let missing = || ModelError::Generation("no accelerator is installed".into());
+        Ok(Self::Accelerator(INSTALLED.get().ok_or_else(missing)?(decoder, adapter)?))
+    }
+
+    /// See [`DecodePolicy::forward`].
+    pub(super) fn forward(
+        &mut self,
+        sequences: &mut [ScheduledSequence<'_>],
+        processor: &LogitsProcessor<'_>,
+    ) -> Result<(), ModelError> {
+        match self {
+            Self::Cpu(weights) => forward(weights, sequences, processor),
+            Self::Accelerator(policy) => policy.forward(sequences, processor),
+        }
+    }
+}
+
+/// Most rows of one pass through the layers: bounds the memory of prefill.
 const MAX_ROWS: usize = 256;
 
 /// Most rows of logits at once.
@@ -67,55 +140,59 @@ const ROWS_PER_THREAD: usize = 16;
 /// thread would read (and unpack) all of them.
 const MAX_SHARED_NOTHING: usize = 4 << 20;
 
-/// Advances all units. Of a small model, each thread takes its own sequences through all layers and shares nothing meanwhile; of
-/// a large one, all threads work on each product; and so where ranks hold the model together, which sum up in one order.
-pub(super) fn advance(weights: &PolicyWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
-    let rows = |unit: &Unit<'_>| unit.tokens.len().max(1);
-    let n_rows: usize = units.iter().map(rows).sum();
-    let is_split = weights.context.parallel.is_split();
+/// One forward pass. With a small model, each thread takes sequences of its own through all layers and shares nothing; with a large
+/// one, or with tensor parallelism, whose ranks must all-reduce in one order, all threads work on each product.
+fn forward(
+    weights: &PolicyWeights,
+    sequences: &mut [ScheduledSequence<'_>],
+    processor: &LogitsProcessor<'_>,
+) -> Result<(), ModelError> {
+    let rows = |sequence: &ScheduledSequence<'_>| sequence.tokens.len().max(1);
+    let n_rows: usize = sequences.iter().map(rows).sum();
+    let is_split = weights.context.parallel.is_sharded();
     let n_groups = match weights.weights_per_layer() <= MAX_SHARED_NOTHING && !is_split {
         true => rayon::current_num_threads().min(n_rows / ROWS_PER_THREAD).max(1),
         false => 1,
     };
-    let mut groups: Vec<&mut [Unit<'_>]> = Vec::with_capacity(n_groups);
+    let mut groups: Vec<&mut [ScheduledSequence<'_>]> = Vec::with_capacity(n_groups);
     if n_groups == 1 {
-        // In this thread: where ranks hold the model together, they wait for each other, which none of rayon's may.
-        pass(weights, units)?;
-        return choose(weights, units, rules);
+        // In this thread: tensor-parallel ranks wait for each other, which no rayon worker may.
+        run_layers(weights, sequences)?;
+        return process_logits(weights, sequences, processor);
     }
-    let (mut rest, mut n_taken) = (units, 0);
+    let (mut rest, mut n_assigned) = (sequences, 0);
     for group in 1..=n_groups {
-        let n_wanted = n_rows * group / n_groups;
-        let mut n_units = 0;
-        while n_units < rest.len() && n_taken < n_wanted {
-            n_taken += rows(&rest[n_units]);
-            n_units += 1;
+        let end = n_rows * group / n_groups;
+        let mut n_sequences = 0;
+        while n_sequences < rest.len() && n_assigned < end {
+            n_assigned += rows(&rest[n_sequences]);
+            n_sequences += 1;
         }
-        let (own, others) = rest.split_at_mut(n_units);
+        let (own, others) = rest.split_at_mut(n_sequences);
         groups.push(own);
         rest = others;
     }
     groups.into_par_iter().try_for_each(|group| {
-        pass(weights, group)?;
-        choose(weights, group, rules)
+        run_layers(weights, group)?;
+        process_logits(weights, group, processor)
     })
 }
 
-/// Feeds the tokens of all units, at most [`MAX_ROWS`] at once.
-fn pass(weights: &PolicyWeights, units: &mut [Unit<'_>]) -> Result<(), ModelError> {
+/// Feeds the tokens of all sequences, at most [`MAX_ROWS`] at once (chunked prefill).
+fn run_layers(weights: &PolicyWeights, sequences: &mut [ScheduledSequence<'_>]) -> Result<(), ModelError> {
     let width = weights.config.hidden_size;
-    let mut first = 0; // unit
-    let mut n_done = 0; // tokens of that unit
-    while first < units.len() {
+    let mut first = 0; // sequence
+    let mut n_done = 0; // tokens of that sequence
+    while first < sequences.len() {
         let mut spans = Vec::new();
         let mut targets = Vec::new();
         let (mut n_rows, mut next, mut n_next) = (0, first, n_done);
-        for unit in &mut units[first..] {
-            let tokens = &unit.tokens[n_next..];
+        for sequence in &mut sequences[first..] {
+            let tokens = &sequence.tokens[n_next..];
             let n = tokens.len().min(MAX_ROWS - n_rows);
             if n > 0 {
-                spans.push(NewTokens { cache: &mut *unit.cache, tokens: &tokens[..n] });
-                targets.push(&mut *unit.hidden);
+                spans.push(NewTokens { cache: &mut *sequence.cache, tokens: &tokens[..n] });
+                targets.push(&mut *sequence.hidden);
                 n_rows += n;
             }
             if n < tokens.len() {
@@ -125,7 +202,7 @@ fn pass(weights: &PolicyWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
             (next, n_next) = (next + 1, 0);
         }
         if !spans.is_empty() {
-            let hidden = forward(weights, &mut spans)?;
+            let hidden = last_hidden(weights, &mut spans)?;
             for (target, hidden) in targets.into_iter().zip(hidden.chunks_exact(width)) {
                 target.set_host(hidden);
             }
@@ -135,15 +212,9 @@ fn pass(weights: &PolicyWeights, units: &mut [Unit<'_>]) -> Result<(), ModelErro
     Ok(())
 }
 
-/// New tokens of one sequence, and its KV cache.
-pub(super) struct NewTokens<'s> {
-    pub(super) cache: &'s mut SequenceCache,
-    tokens: &'s [u32],
-}
-
 /// Runs new tokens through all layers; returns the hidden state of each sequence's last one after the final norm,
 /// `(sequences, H)`.
-fn forward(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Result<Vec<f32>, ModelError> {
+fn last_hidden(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Result<Vec<f32>, ModelError> {
     let tokens: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.tokens).copied().collect();
     let (mut rows, mut last_rows) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(sequences.len()));
     for (cache, sequence) in sequences.iter_mut().enumerate() {
@@ -181,21 +252,26 @@ fn positions(rows: &[Row]) -> Rows {
     Rows { positions: Arc::new(positions), dropout: None, device_rows: None }
 }
 
-/// Hands each unit's logits to its takers.
-fn choose(weights: &PolicyWeights, units: &mut [Unit<'_>], rules: &Rules<'_>) -> Result<(), ModelError> {
-    let mut units: Vec<&mut Unit<'_>> = units.iter_mut().filter(|unit| !unit.takers.is_empty()).collect();
+/// Passes each sequence's logits to its consumers.
+fn process_logits(
+    weights: &PolicyWeights,
+    sequences: &mut [ScheduledSequence<'_>],
+    processor: &LogitsProcessor<'_>,
+) -> Result<(), ModelError> {
+    let has_consumers = |sequence: &&mut ScheduledSequence<'_>| !sequence.consumers.is_empty();
+    let mut sequences: Vec<&mut ScheduledSequence<'_>> = sequences.iter_mut().filter(has_consumers).collect();
     let n_vocabulary = weights.config.vocab_size;
-    let mut logits = weights.take_logits(units.len().min(MAX_LOGIT_ROWS) * n_vocabulary);
-    for units in units.chunks_mut(MAX_LOGIT_ROWS) {
-        let hidden: Vec<f32> = units.iter().flat_map(|unit| unit.hidden.host().iter().copied()).collect();
-        let logits = &mut logits[..units.len() * n_vocabulary];
+    let mut logits = weights.take_logits(sequences.len().min(MAX_LOGIT_ROWS) * n_vocabulary);
+    for sequences in sequences.chunks_mut(MAX_LOGIT_ROWS) {
+        let hidden: Vec<f32> = sequences.iter().flat_map(|sequence| sequence.hidden.host().iter().copied()).collect();
+        let logits = &mut logits[..sequences.len() * n_vocabulary];
         weights.head.forward(&hidden, logits, 0.0)?;
-        units.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).try_for_each(|(unit, row)| {
-            let Some((last, others)) = unit.takers.split_last_mut() else { return Ok(()) };
-            for taker in others {
-                taker.take(&mut row.to_vec(), rules)?;
+        sequences.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).try_for_each(|(sequence, row)| {
+            let Some((last, others)) = sequence.consumers.split_last_mut() else { return Ok(()) };
+            for consumer in others {
+                consumer.consume(&mut row.to_vec(), processor)?;
             }
-            last.take(row, rules)
+            last.consume(row, processor)
         })?;
     }
     weights.give_back(logits);

@@ -3,15 +3,21 @@
 //! of its sums is formed in the order of the tokens.
 
 use super::cpu_backend::{CpuInference, PooledBuffer};
-use super::model_runner::NewTokens;
-use super::vectorised::{Arithmetic, LANES, exp_or_zero, vectorised};
-use crate::cache::{BLOCK_TOKENS, Block, SequenceCache};
+use crate::kernels::LANES;
+use crate::kernels::simd::{Arithmetic, exp_or_zero, vectorised};
+use crate::kv_cache::{BLOCK_TOKENS, Block, SequenceKvCache};
 use crate::transformer::Attention;
 use candle_core::{Error, Result};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// New tokens of one sequence, and its KV cache.
+pub(super) struct NewTokens<'s> {
+    pub(super) cache: &'s mut SequenceKvCache,
+    pub(super) tokens: &'s [u32],
+}
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Row {
@@ -29,7 +35,7 @@ pub(super) struct Heads {
     pub(super) head_dim: usize,
 }
 
-/// Attention of one layer in one step.
+/// Attention of one layer in one forward pass.
 pub(super) struct PagedAttention<'a, 's> {
     pub(super) sequences: &'a mut [NewTokens<'s>],
     /// Rows whose keys and values are written to the cache.
@@ -49,7 +55,7 @@ impl Attention<CpuInference> for PagedAttention<'_, '_> {
             let cache = &mut self.sequences[row.cache].cache;
             cache.write(self.layer, row.n_visible - 1, key, value).map_err(Error::wrap)?;
         }
-        let caches: Vec<&SequenceCache> = self.sequences.iter().map(|sequence| &*sequence.cache).collect();
+        let caches: Vec<&SequenceKvCache> = self.sequences.iter().map(|sequence| &*sequence.cache).collect();
         let mut out = backend.buffer(q.len());
         attend(&caches, self.queries, self.layer, q, self.heads, &mut out);
         Ok((out, ()))
@@ -71,7 +77,7 @@ struct Scratch {
 }
 
 /// `out` `(N, heads * D)` for queries of the same shape; the caches hold the keys and values of the rows themselves already.
-fn attend(caches: &[&SequenceCache], rows: &[Row], layer: usize, queries: &[f32], heads: Heads, out: &mut [f32]) {
+fn attend(caches: &[&SequenceKvCache], rows: &[Row], layer: usize, queries: &[f32], heads: Heads, out: &mut [f32]) {
     let width = heads.n_heads * heads.head_dim;
     let per_task = (ROWS_PER_TASK * width).max(1);
     let tasks = out.par_chunks_mut(per_task).zip(queries.par_chunks(per_task));
@@ -87,7 +93,7 @@ fn attend(caches: &[&SequenceCache], rows: &[Row], layer: usize, queries: &[f32]
 impl Scratch {
     fn attend(
         &mut self,
-        caches: &[&SequenceCache],
+        caches: &[&SequenceKvCache],
         rows: &[Row],
         (layer, kv_head): (usize, usize),
         queries: &[f32],
@@ -116,7 +122,7 @@ impl Scratch {
             let n_visible = rows[index / group].n_visible;
             let (seen, _) = sums.split_at_mut(n_visible.next_multiple_of(BLOCK_TOKENS));
             seen[n_visible..].fill(f32::NEG_INFINITY);
-            self.queries[index * dim] = exponentials(seen); // the queries have been used: their place keeps the sums
+            self.queries[index * dim] = exponentials(seen); // the queries are no longer needed: their memory keeps the sums
         }
         for_runs(caches, rows, |first, of_rows, block| {
             let (start, end) = (of_rows.start * group, of_rows.end * group);
@@ -136,7 +142,7 @@ impl Scratch {
 }
 
 /// Calls `visit` for every block and every run of rows that hold it: its first token's position, the rows, the block.
-fn for_runs(caches: &[&SequenceCache], rows: &[Row], mut visit: impl FnMut(usize, Range<usize>, &Block)) {
+fn for_runs(caches: &[&SequenceKvCache], rows: &[Row], mut visit: impl FnMut(usize, Range<usize>, &Block)) {
     let block_of = |row: &Row, index: usize| -> Option<&Arc<Block>> {
         (index * BLOCK_TOKENS < row.n_visible).then(|| &caches[row.cache].blocks()[index])
     };
@@ -157,7 +163,7 @@ fn for_runs(caches: &[&SequenceCache], rows: &[Row], mut visit: impl FnMut(usize
 }
 
 vectorised! {
-    /// Scores of `queries` `(n, dim)` and the keys of one block, into rows that stand `stride` apart.
+    /// Scores of `queries` `(n, dim)` and the keys of one block, into rows that are `stride` apart.
     fn score<A>(queries: &[f32], dim: usize, keys: &[f32], scores: &mut [f32], stride: usize) {
         let (keys, _) = keys.as_chunks::<LANES>();
         let (n, mut row) = (queries.len() / dim, 0);
@@ -174,7 +180,7 @@ vectorised! {
 }
 
 /// Scores of `ROWS` queries. Each is the sum over the even values of a head plus that over the odd ones, whatever the tile: two
-/// chains of additions, so that a few rows keep the processor busy too. Returns `ROWS`.
+/// chains of additions, so that a few rows keep the CPU busy too. Returns `ROWS`.
 #[inline(always)]
 fn score_tile<A: Arithmetic, const ROWS: usize>(
     queries: &[f32],
@@ -205,7 +211,7 @@ fn score_tile<A: Arithmetic, const ROWS: usize>(
 }
 
 vectorised! {
-    /// Turns scores, whole vectors of them, into exponentials of their distance to the largest; returns the sum.
+    /// Replaces scores, a multiple of 16, by exponentials of their distance to the largest; returns the sum.
     fn exponentials<A>(scores: &mut [f32]) -> f32 {
         let (chunks, _) = scores.as_chunks_mut::<LANES>();
         let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -227,14 +233,14 @@ vectorised! {
 }
 
 vectorised! {
-    /// Adds the values of one block, weighted, to `sums` `(n, width)`; weights stand in rows `stride` apart.
+    /// Adds the values of one block, weighted, to `sums` `(n, width)`; rows of weights are `stride` apart.
     fn add_values<A>(weights: &[f32], stride: usize, values: &[f32], width: usize, sums: &mut [f32]) {
         let (n, mut row) = (sums.len() / width, 0);
         while row < n {
             let (weights, sums) = (&weights[row * stride..], &mut sums[row * width..]);
             let (rows, mut column) = ((n - row).min(4), 0);
             while column < width {
-                let at = At { stride, width, column };
+                let at = TileOffset { stride, width, column };
                 column += match (rows, width - column) {
                     (4, 64..) => value_tile::<A, 4, 4>(weights, values, sums, at),
                     (2..4, 64..) => value_tile::<A, 2, 4>(weights, values, sums, at),
@@ -250,7 +256,7 @@ vectorised! {
 }
 
 #[derive(Clone, Copy)]
-struct At {
+struct TileOffset {
     stride: usize,
     /// Between rows of values and of sums.
     width: usize,
@@ -263,7 +269,7 @@ fn value_tile<A: Arithmetic, const ROWS: usize, const COLUMNS: usize>(
     weights: &[f32],
     values: &[f32],
     sums: &mut [f32],
-    at: At,
+    at: TileOffset,
 ) -> usize {
     let weights: [&[f32]; ROWS] = std::array::from_fn(|row| &weights[row * at.stride..][..BLOCK_TOKENS]);
     let mut totals = [[[0f32; LANES]; COLUMNS]; ROWS];
@@ -294,7 +300,7 @@ fn value_tile<A: Arithmetic, const ROWS: usize, const COLUMNS: usize>(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::cache::{BlockPool, BlockShape};
+    use crate::kv_cache::{BlockPool, BlockShape};
 
     const HEADS: Heads = Heads { n_heads: 6, n_kv_heads: 2, head_dim: 20 };
 
@@ -307,7 +313,7 @@ mod tests {
     }
 
     /// A cache with tokens `from..to`, whose keys and values depend on the seed and the position.
-    fn filled(cache: &mut SequenceCache, to: usize, seed: usize) {
+    fn filled(cache: &mut SequenceKvCache, to: usize, seed: usize) {
         let from = cache.len();
         cache.extend(to - from).unwrap();
         for position in from..to {
@@ -321,7 +327,7 @@ mod tests {
     }
 
     /// Softmax attention of one query head in f64, straight from the definition.
-    fn expected(cache: &SequenceCache, query: &[f32], kv_head: usize, n_visible: usize) -> Vec<f64> {
+    fn expected(cache: &SequenceKvCache, query: &[f32], kv_head: usize, n_visible: usize) -> Vec<f64> {
         let key = |t: usize, d: usize| cache.blocks()[t / 16].keys(1, kv_head)[d * 16 + t % 16];
         let value = |t: usize, d: usize| cache.blocks()[t / 16].values(1, kv_head)[t % 16 * 32 + d];
         let score = |t: usize| (0..20).map(|d| f64::from(query[d]) * f64::from(key(t, d))).sum::<f64>() / 20f64.sqrt();
@@ -331,11 +337,11 @@ mod tests {
     }
 
     #[test]
-    fn shared_and_own_blocks_are_attended_as_the_definition_says() {
+    fn attention_over_shared_and_own_blocks_matches_the_definition() {
         let pool = BlockPool::new(shape());
-        let mut prefix = SequenceCache::new(&pool);
+        let mut prefix = SequenceKvCache::new(&pool);
         filled(&mut prefix, 37, 1);
-        let caches: Vec<SequenceCache> = [37usize, 38, 50, 90]
+        let caches: Vec<SequenceKvCache> = [37usize, 38, 50, 90]
             .iter()
             .enumerate()
             .map(|(seed, &len)| {

@@ -1,10 +1,116 @@
-//! Linear layers: frozen, frozen with LoRA, trained.
+//! Weights of linear layers, and their products as operations of candle's graph: frozen, frozen with LoRA, trained.
 
 use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
-use super::{FrozenWeight, Level, floats, with_floats};
+use super::packed_weight::{Packed, pack};
+use super::{SimdLevel, floats, with_floats};
 use crate::accelerator::{AcceleratorWeight, accelerator_of};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
+use querl_core::config::BaseDtype;
+use rayon::prelude::*;
 use std::sync::{Arc, OnceLock};
+
+/// A frozen weight `(out, in)`. Forward and backward read one packed copy; clones share it.
+///
+/// | dtype | bytes a weight | a stored value |
+/// |---|---|---|
+/// | f32 | 4 | the weight |
+/// | bf16 | 2 | rounded to 8 bits of mantissa |
+/// | f16 | 2 | rounded to 11 bits of mantissa |
+/// | int8 | 1.0625 | one of 255 even steps up to its group's largest |
+/// | fp8 | 1 | rounded to 4 bits of mantissa (e4m3) as a share of its row's largest, which is 448 |
+/// | nf4 | 0.5625 | one of 16 shares of its group's largest |
+///
+/// A group is 64 neighbours of one output row. Stored values are widened block by block and multiplied in f32, activations are
+/// never rounded: with the bf16 dot products of Intel's fifth generation a core does 90 GFLOP/s, with f32 187.
+///
+/// Sources: Dettmers et al. 2022, "LLM.int8()" (symmetric absolute-maximum steps); Micikevicius et al. 2022, "FP8 Formats for Deep
+/// Learning" (e4m3);
+/// Dettmers et al. 2023, "QLoRA", appendix E (the 16 values).
+#[derive(Clone)]
+pub struct FrozenWeight {
+    packed: Arc<Packed>,
+    level: SimdLevel,
+}
+
+impl FrozenWeight {
+    /// Packs a weight. `weight`: `(out, in)` of any float type.
+    ///
+    /// # Errors
+    /// A tensor that is not a matrix of floats, or a value that is not finite in `dtype`.
+    pub fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Self> {
+        Ok(Self { packed: Arc::new(pack(weight, dtype)?), level: SimdLevel::detected() })
+    }
+
+    /// Outputs and inputs.
+    pub fn dims(&self) -> (usize, usize) {
+        (self.packed.n_out, self.packed.n_in)
+    }
+
+    /// How it is stored.
+    pub fn dtype(&self) -> BaseDtype {
+        self.packed.dtype
+    }
+
+    /// Bytes that it takes, padding and scales included.
+    pub fn memory_bytes(&self) -> usize {
+        self.packed.memory_bytes()
+    }
+
+    /// The values that are stored: `(out, in)` f32.
+    ///
+    /// # Errors
+    /// The tensor cannot be made.
+    pub fn to_tensor(&self) -> Result<Tensor> {
+        let (n_out, n_in) = self.dims();
+        let mut values = vec![0f32; n_out * n_in];
+        values.par_chunks_mut(n_in.max(1)).enumerate().for_each(|(output, row)| self.packed.row(output, row));
+        Tensor::from_vec(values, (n_out, n_in), &Device::Cpu)
+    }
+
+    /// Rows by index: `(n, in)` f32. An embedding that is also the head is held once.
+    ///
+    /// # Errors
+    /// An index that is not below the number of rows.
+    pub fn rows(&self, ids: &[u32]) -> Result<Tensor> {
+        let (n_out, n_in) = self.dims();
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= n_out) {
+            bail!("token id {id} is outside the vocabulary of {n_out}");
+        }
+        let mut values = vec![0f32; ids.len() * n_in];
+        values.par_chunks_mut(n_in.max(1)).zip(ids).for_each(|(row, &id)| self.packed.row(id as usize, row));
+        Tensor::from_vec(values, (ids.len(), n_in), &Device::Cpu)
+    }
+
+    /// `y = keep * y + x W^T` for `x` `(N, in)` and `y` `(N, out)`.
+    ///
+    /// # Errors
+    /// Lengths that do not fit.
+    pub fn forward(&self, x: &[f32], y: &mut [f32], keep: f32) -> Result<()> {
+        packed_matmul::forward(self.level, &[Term { left: x, weight: self.source() }], Output::new(y, keep))
+    }
+
+    /// `dx = keep * dx + grad W` for `grad` `(N, out)` and `dx` `(N, in)`.
+    ///
+    /// # Errors
+    /// Lengths that do not fit.
+    pub fn backward(&self, grad: &[f32], dx: &mut [f32], keep: f32) -> Result<()> {
+        packed_matmul::backward(self.level, &[Term { left: grad, weight: self.source() }], Output::new(dx, keep))
+    }
+
+    pub(super) fn source(&self) -> WeightView<'_> {
+        WeightView::packed(&self.packed)
+    }
+
+    pub(super) fn level(&self) -> SimdLevel {
+        self.level
+    }
+
+    /// The same weight with the instructions of `level`.
+    #[cfg(test)]
+    pub(super) fn at_level(&self, level: SimdLevel) -> Self {
+        Self { packed: self.packed.clone(), level }
+    }
+}
 
 /// The weight of a linear layer, of the embedding or of the language-model head, `(out, in)`.
 #[derive(Clone)]
@@ -96,7 +202,13 @@ pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
 }
 
 /// Rows of `bias` to add a product to, or nothing.
-fn started(bias: Option<&[f32]>, n_rows: usize, n_out: usize, terms: &[Term<'_>], level: Level) -> Result<Vec<f32>> {
+fn started(
+    bias: Option<&[f32]>,
+    n_rows: usize,
+    n_out: usize,
+    terms: &[Term<'_>],
+    level: SimdLevel,
+) -> Result<Vec<f32>> {
     let Some(bias) = bias else {
         return alloc_output(n_rows * n_out, |y| packed_matmul::forward(level, terms, y));
     };
@@ -235,13 +347,13 @@ impl TrainedLinear {
         let ((n_rows, _), (n_out, n_in)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
         let terms =
             [Term { left: floats(x, x_layout)?, weight: WeightView::rows(floats(weight, weight_layout)?, n_in) }];
-        let y = started(bias, n_rows, n_out, &terms, Level::detected())?;
+        let y = started(bias, n_rows, n_out, &terms, SimdLevel::detected())?;
         Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
     }
 
     /// With `g` the gradient of `y`: `dx = g W`, `dW = g^T x`.
     fn backward(x: &Tensor, weight: &Tensor, grad: &[f32]) -> Result<(Tensor, Tensor)> {
-        let ((n_out, n_in), level) = (weight.dims2()?, Level::detected());
+        let ((n_out, n_in), level) = (weight.dims2()?, SimdLevel::detected());
         let dx = with_floats(weight, |weight| {
             let terms = [Term { left: grad, weight: WeightView::rows(weight, n_in) }];
             alloc_output(x.elem_count(), |dx| packed_matmul::backward(level, &terms, dx))

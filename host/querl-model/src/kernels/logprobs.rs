@@ -3,7 +3,7 @@
 
 use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
 use super::simd::vectorised;
-use super::{FrozenWeight, LANES, Level, Weight, exp, floats, with_floats};
+use super::{FrozenWeight, LANES, SimdLevel, Weight, exp, floats, with_floats};
 use crate::accelerator::accelerator_of;
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
@@ -61,10 +61,10 @@ const PART_VALUES: usize = 1 << 21;
 
 /// Logits that a card holds at a time: 128 MiB as f32, and half of that for their gradients. A product of as many is large enough to
 /// run at the speed of the card.
-pub const CARD_LOGITS: usize = 1 << 25;
+pub const GPU_LOGITS: usize = 1 << 25;
 
 /// Of each row at least so many: parts of the vocabulary are multiples of it, so that rows are read in whole vectors.
-pub const CARD_LOGITS_OF_ROW: usize = 512;
+pub const GPU_LOGITS_PER_ROW: usize = 512;
 
 /// Tokens that a row's sums take in at once. Parts are multiples of it, so that a row's result does not depend on the number of
 /// rows, which the size of a part does.
@@ -164,7 +164,7 @@ fn parts(n_rows: usize, n_tokens: usize) -> Vec<Range<usize>> {
 
 impl TokenLogprobs {
     /// Logits of a part over the temperature, `(N, part)`.
-    fn logits(&self, hidden: &[f32], part: WeightView<'_>, level: Level) -> Result<Vec<f32>> {
+    fn logits(&self, hidden: &[f32], part: WeightView<'_>, level: SimdLevel) -> Result<Vec<f32>> {
         let terms = [Term { left: hidden, weight: part }];
         let mut logits =
             alloc_output(self.targets.len() * part.n_out(), |out| packed_matmul::forward(level, &terms, out))?;
@@ -175,7 +175,7 @@ impl TokenLogprobs {
         Ok(logits)
     }
 
-    fn forward(&self, hidden: &[f32], head: WeightView<'_>, level: Level) -> Result<Vec<f32>> {
+    fn forward(&self, hidden: &[f32], head: WeightView<'_>, level: SimdLevel) -> Result<Vec<f32>> {
         let n_rows = self.targets.len();
         let mut rows = vec![Row::EMPTY; n_rows];
         let mut logits = Vec::new();
@@ -205,7 +205,7 @@ impl TokenLogprobs {
         &self,
         hidden: &[f32],
         head: WeightView<'_>,
-        level: Level,
+        level: SimdLevel,
         grad: &[f32],
         mut dhead: Option<&mut [f32]>,
     ) -> Result<Vec<f32>> {
@@ -275,7 +275,7 @@ impl CustomOp2 for TokenLogprobs {
         head_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let head = WeightView::rows(floats(head, head_layout)?, hidden_layout.shape().dims2()?.1);
-        let out = self.forward(floats(hidden, hidden_layout)?, head, Level::detected())?;
+        let out = self.forward(floats(hidden, hidden_layout)?, head, SimdLevel::detected())?;
         Ok((CpuStorage::F32(out), (self.targets.len(), 2).into()))
     }
 
@@ -286,7 +286,7 @@ impl CustomOp2 for TokenLogprobs {
         _out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (width, level) = (head.dim(1)?, Level::detected());
+        let (width, level) = (head.dim(1)?, SimdLevel::detected());
         let mut dhead = vec![0f32; head.elem_count()];
         let dhidden = with_floats(hidden, |hidden| {
             with_floats(head, |head| {

@@ -5,32 +5,26 @@
 //! and keeps the gradient of frozen weights.
 
 mod attention;
+mod elementwise;
 mod linear;
 mod logprobs;
 mod matmul;
 mod packed_matmul;
 mod packed_weight;
-#[allow(missing_docs)] // the reference that other backends are compared with
 pub mod projection;
-mod rms_norm;
 mod rope;
-mod simd;
-mod swiglu;
+pub(crate) mod simd;
 
-#[allow(missing_docs)] // public for the tests of other backends
-pub use attention::{LogSumExp, Node, Queries, RowTree, attend, attention, attention_gradients};
-pub use linear::{Weight, frozen_linear, linear, lora_linear, trained_linear};
-pub use logprobs::{CARD_LOGITS, CARD_LOGITS_OF_ROW, token_logprobs};
-pub use packed_weight::{FrozenWeight, GROUP};
-pub use rms_norm::rms_norm;
+pub use attention::{LogSumExp, Node, Queries, RowTree, attention, attention_backward, attention_forward};
+pub use elementwise::{rms_norm, rms_norm_backward, rms_norm_forward, swiglu, swiglu_backward, swiglu_forward};
+pub use linear::{FrozenWeight, Weight, frozen_linear, linear, lora_linear, trained_linear};
+pub use logprobs::{GPU_LOGITS, GPU_LOGITS_PER_ROW, token_logprobs};
+pub use packed_weight::GROUP;
 pub use rope::{RopeTable, norm_rope, rope};
-pub use swiglu::swiglu;
 
 pub(crate) use matmul::{Mat, matmul, matmul_into};
-pub(crate) use projection::{LowRank, ParameterGradients, Projection, input_gradient};
-pub use rms_norm::{norm_gradients, normed};
-pub(crate) use simd::Level;
-pub use swiglu::{gated, gated_gradients};
+pub(crate) use projection::{LoraMatrices, ParameterGradients, Projection, input_backward_sum};
+pub(crate) use simd::SimdLevel;
 
 use crate::accelerator::accelerator_of;
 use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
@@ -98,7 +92,7 @@ fn exp(x: f32) -> f32 {
 }
 
 /// Values of a vector of the widest kind: sums run in as many lanes, in the same order whatever the processor.
-const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// `sum(a * b)`.
 #[inline(always)]

@@ -1,31 +1,36 @@
 //! Linear layers (frozen, LoRA, trained) on slices, for fused operations over several layers with the same input.
 
 use super::packed_matmul::{self, Direction, MatmulSpec, Start, Term, WeightView, alloc_output, transpose};
-use super::{FrozenWeight, Level};
+use super::{FrozenWeight, SimdLevel};
 use crate::dropout::LayerMask;
 use candle_core::Result;
 use std::borrow::Cow;
 
 /// Parameters of one linear layer.
+#[allow(missing_docs)] // fields
 pub enum Projection<'a> {
     /// A frozen weight, optionally with trained LoRA matrices.
-    Frozen { weight: &'a FrozenWeight, bias: Option<&'a [f32]>, low_rank: Option<LowRank<'a>> },
+    Frozen { weight: &'a FrozenWeight, bias: Option<&'a [f32]>, lora: Option<LoraMatrices<'a>> },
     /// A trained weight `(out, in)`.
     Trained { weight: &'a [f32], n_in: usize, bias: Option<&'a [f32]> },
 }
 
 /// `scale * B A`, added to a weight.
 #[derive(Clone, Copy)]
-pub struct LowRank<'a> {
-    pub a: &'a [f32], // (rank, in)
-    pub b: &'a [f32], // (out, rank)
+pub struct LoraMatrices<'a> {
+    /// `(rank, in)`.
+    pub a: &'a [f32],
+    /// `(out, rank)`.
+    pub b: &'a [f32],
+    /// Rows of A.
     pub rank: usize,
+    /// Alpha over rank.
     pub scale: f32,
     /// On the inputs of A.
     pub dropout: Option<&'a LayerMask<'a>>,
 }
 
-impl LowRank<'_> {
+impl LoraMatrices<'_> {
     /// The input of A for the input `x` of the layer.
     fn input<'x>(&self, x: &'x [f32]) -> Cow<'x, [f32]> {
         let Some(mask) = self.dropout else { return Cow::Borrowed(x) };
@@ -38,19 +43,23 @@ impl LowRank<'_> {
 /// Gradients of a layer's parameters; empty if they are frozen.
 #[derive(Default)]
 pub struct ParameterGradients {
-    pub weight: Vec<f32>, // (out, in)
-    pub bias: Vec<f32>,   // (out)
-    pub a: Vec<f32>,      // (rank, in)
-    pub b: Vec<f32>,      // (out, rank)
+    /// `(out, in)`.
+    pub weight: Vec<f32>,
+    /// `(out)`.
+    pub bias: Vec<f32>,
+    /// `(rank, in)`.
+    pub a: Vec<f32>,
+    /// `(out, rank)`.
+    pub b: Vec<f32>,
     /// `scale * g B`, `(N, rank)`: for the gradients of A and of the input.
     lora_b_grad: Vec<f32>,
 }
 
 impl<'a> Projection<'a> {
-    fn level(&self) -> Level {
+    fn level(&self) -> SimdLevel {
         match self {
             Self::Frozen { weight, .. } => weight.level(),
-            Self::Trained { .. } => Level::detected(),
+            Self::Trained { .. } => SimdLevel::detected(),
         }
     }
 
@@ -74,14 +83,14 @@ impl<'a> Projection<'a> {
         }
     }
 
-    fn low_rank(&self) -> Option<LowRank<'a>> {
+    fn lora(&self) -> Option<LoraMatrices<'a>> {
         match self {
-            Self::Frozen { low_rank, .. } => *low_rank,
+            Self::Frozen { lora, .. } => *lora,
             Self::Trained { .. } => None,
         }
     }
 
-    /// `x W^T + b` and `scale * x A^T`, which the backward pass wants again. `x`: `(N, in)`.
+    /// `x W^T + b` and `scale * x A^T`, which is saved for the backward pass. `x`: `(N, in)`.
     pub fn forward(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let [result] = forward([self], x)?;
         Ok(result)
@@ -101,7 +110,7 @@ impl<'a> Projection<'a> {
     fn product<'x>(&'x self, x: &'x [f32], lora_a_out: &'x [f32], start: Start<'x>) -> MatmulSpec<'x> {
         let (n_out, n_in) = self.dims();
         let mut terms = vec![Term { left: x, weight: self.source() }];
-        if let Some(LowRank { b, rank, .. }) = self.low_rank() {
+        if let Some(LoraMatrices { b, rank, .. }) = self.lora() {
             terms.push(Term { left: lora_a_out, weight: WeightView::rows(b, rank) });
         }
         MatmulSpec { len: x.len() / n_in * n_out, start, terms }
@@ -120,8 +129,7 @@ pub(crate) fn forward<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -
     Ok(lora_a_outs.map(|lora_a_out| (results.next().unwrap_or_default(), lora_a_out)))
 }
 
-/// What gradients of inputs need besides those of the outputs: of each layer, which comes with the gradient `(N, out)` of its
-/// outputs, `scale * g B` `(N, rank)`.
+/// `scale * g B` `(N, rank)` of each layer, for the gradient `g` `(N, out)` of its output: all other gradients need it.
 pub fn lora_b_gradients<const N: usize>(layers: [(&Projection<'_>, &[f32]); N]) -> Result<[ParameterGradients; N]> {
     let all = of_ranks(layers, Direction::Backward)?;
     Ok(all.map(|lora_b_grad| ParameterGradients { lora_b_grad, ..ParameterGradients::default() }))
@@ -129,6 +137,7 @@ pub fn lora_b_gradients<const N: usize>(layers: [(&Projection<'_>, &[f32]); N]) 
 
 /// A layer whose parameters get their gradients.
 pub struct Trained<'a> {
+    /// The forward pass's parameters.
     pub layer: &'a Projection<'a>,
     /// `(N, in)`.
     pub x: &'a [f32],
@@ -136,7 +145,7 @@ pub struct Trained<'a> {
     pub lora_a_out: &'a [f32],
     /// Gradient of the outputs, `(N, out)`.
     pub grad: &'a [f32],
-    /// What [`lora_b_gradients`] has found; it takes in what is found here.
+    /// From [`lora_b_gradients`]; completed here.
     pub found: &'a mut ParameterGradients,
 }
 
@@ -151,17 +160,17 @@ pub fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     let lefts: Vec<Option<(Vec<f32>, Vec<f32>)>> = layers
         .iter()
         .map(|Trained { layer, lora_a_out, found, .. }| {
-            let rank = layer.low_rank()?.rank;
+            let rank = layer.lora()?.rank;
             Some((transposed(&found.lora_b_grad, rank), transposed(lora_a_out, rank)))
         })
         .collect();
     let inputs: Vec<Cow<'_, [f32]>> = layers
         .iter()
-        .map(|Trained { layer, x, .. }| layer.low_rank().map_or(Cow::Borrowed(*x), |low_rank| low_rank.input(x)))
+        .map(|Trained { layer, x, .. }| layer.lora().map_or(Cow::Borrowed(*x), |lora| lora.input(x)))
         .collect();
     let mut wanted = Vec::new();
     for ((Trained { layer, grad, .. }, x), lefts) in layers.iter().zip(&inputs).zip(&lefts) {
-        let (Some((of_a, of_b)), Some(LowRank { rank, .. })) = (lefts, layer.low_rank()) else { continue };
+        let (Some((of_a, of_b)), Some(LoraMatrices { rank, .. })) = (lefts, layer.lora()) else { continue };
         let (n_out, n_in) = layer.dims();
         let product = |left, right, width| {
             let terms = vec![Term { left, weight: WeightView::rows(right, width) }];
@@ -173,7 +182,7 @@ pub fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     drop(wanted);
     for Trained { layer, x, grad, found, .. } in layers {
         let (n_out, n_in) = layer.dims();
-        if layer.low_rank().is_some() {
+        if layer.lora().is_some() {
             found.a = results.next().unwrap_or_default();
             found.b = transpose(level, &results.next().unwrap_or_default(), n_out);
         }
@@ -193,29 +202,28 @@ pub fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     Ok(())
 }
 
-fn level(layers: &[&Projection<'_>]) -> Level {
-    layers.first().map_or_else(Level::detected, |layer| layer.level())
+fn level(layers: &[&Projection<'_>]) -> SimdLevel {
+    layers.first().map_or_else(SimdLevel::detected, |layer| layer.level())
 }
 
-fn single(level: Level, direction: Direction, product: MatmulSpec<'_>) -> Result<Vec<f32>> {
+fn single(level: SimdLevel, direction: Direction, product: MatmulSpec<'_>) -> Result<Vec<f32>> {
     Ok(packed_matmul::matmul_alloc(level, direction, &[product])?.pop().unwrap_or_default())
 }
 
-/// `scale * x A^T` of each layer; nothing where it has no A.
+/// `scale * x A^T` of each layer; empty without LoRA.
 pub(crate) fn lora_a_out<const N: usize>(layers: [&Projection<'_>; N], x: &[f32]) -> Result<[Vec<f32>; N]> {
     of_ranks(layers.map(|layer| (layer, x)), Direction::Forward)
 }
 
-/// Of each layer, which comes with inputs or gradients of outputs, their product `(N, rank)` with A or B times the scale; nothing
-/// where it has neither.
+/// The product `(N, rank)` of each layer's inputs with A, or of its output gradients with B, times the scale; empty without LoRA.
 fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: Direction) -> Result<[Vec<f32>; N]> {
-    let lefts = layers.map(|(layer, left)| match (layer.low_rank(), direction) {
-        (Some(low_rank), Direction::Forward) => low_rank.input(left),
+    let lefts = layers.map(|(layer, left)| match (layer.lora(), direction) {
+        (Some(lora), Direction::Forward) => lora.input(left),
         _ => Cow::Borrowed(left),
     });
     let mut wanted = Vec::with_capacity(N);
     for ((layer, _), left) in layers.iter().zip(&lefts) {
-        let Some(LowRank { a, b, rank, .. }) = layer.low_rank() else { continue };
+        let Some(LoraMatrices { a, b, rank, .. }) = layer.lora() else { continue };
         let (n_out, n_in) = layer.dims();
         let (n_rows, weight) = match direction {
             Direction::Forward => (left.len() / n_in, WeightView::rows(a, n_in)),
@@ -226,22 +234,22 @@ fn of_ranks<const N: usize>(layers: [(&Projection<'_>, &[f32]); N], direction: D
     let level = level(&layers.map(|(layer, _)| layer));
     let mut results = packed_matmul::matmul_alloc(level, direction, &wanted)?.into_iter();
     Ok(layers.map(|(layer, _)| {
-        let Some(LowRank { scale, .. }) = layer.low_rank() else { return Vec::new() };
+        let Some(LoraMatrices { scale, .. }) = layer.lora() else { return Vec::new() };
         let mut result = results.next().unwrap_or_default();
         result.iter_mut().for_each(|x| *x *= scale);
         result
     }))
 }
 
-/// Gradient of the input that several layers share: the sum of `g W + d(v A)` over them, with `d` the dropout of each. Each layer comes with the gradient of its
-/// output and what was found for its parameters.
-pub fn input_gradient(layers: &[(&Projection<'_>, &[f32], &ParameterGradients)]) -> Result<Vec<f32>> {
+/// Gradient of the input that several layers share: the sum of `g W + d(v A)` over them, with `d` the dropout of each. Each layer comes
+/// with the gradient of its output and the gradients of its parameters.
+pub fn input_backward_sum(layers: &[(&Projection<'_>, &[f32], &ParameterGradients)]) -> Result<Vec<f32>> {
     let Some((first, grad, _)) = layers.first() else { return Ok(Vec::new()) };
     let (n_out, n_in) = first.dims();
     let (mut terms, mut dropped) = (Vec::new(), Vec::new());
     for (layer, grad, found) in layers {
         terms.push(Term { left: grad, weight: layer.source() });
-        let Some(LowRank { a, dropout, .. }) = layer.low_rank() else { continue };
+        let Some(LoraMatrices { a, dropout, .. }) = layer.lora() else { continue };
         let term = Term { left: &found.lora_b_grad, weight: WeightView::rows(a, n_in) };
         match dropout {
             None => terms.push(term),

@@ -1,6 +1,6 @@
 //! Rotary position embedding, alone or after the norm of each head.
 
-use super::rms_norm::{inverse_rms, row_gradient, sum_of};
+use super::elementwise::{inverse_rms, row_gradient, sum_of};
 use super::simd::vectorised;
 use super::{ROWS_PER_TASK, filled, floats, values_per_task, with_floats};
 use crate::RopeScaling;

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 /// SIMD instruction set. All levels give the same results up to rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Level {
+pub(crate) enum SimdLevel {
     /// The build target's instructions.
     Portable,
     /// 256-bit vectors with fused multiply-add.
@@ -13,14 +13,14 @@ pub(crate) enum Level {
     Avx512,
 }
 
-impl Level {
-    /// The best level of this processor; in a test within [`Level::with`] the one that it names.
+impl SimdLevel {
+    /// The best level of this processor; in a test within [`SimdLevel::with`] the one that it names.
     pub(crate) fn detected() -> Self {
         #[cfg(test)]
         if let Some(level) = CHOSEN.get() {
             return level;
         }
-        static LEVEL: OnceLock<Level> = OnceLock::new();
+        static LEVEL: OnceLock<SimdLevel> = OnceLock::new();
         *LEVEL.get_or_init(detect)
     }
 
@@ -47,11 +47,11 @@ impl Level {
 
 #[cfg(test)]
 thread_local! {
-    static CHOSEN: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
+    static CHOSEN: std::cell::Cell<Option<SimdLevel>> = const { std::cell::Cell::new(None) };
 }
 
 #[cfg(target_arch = "x86_64")]
-fn detect() -> Level {
+fn detect() -> SimdLevel {
     let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
     let avx512 = avx2
         && is_x86_feature_detected!("avx512f")
@@ -59,50 +59,127 @@ fn detect() -> Level {
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512dq");
     match (avx512, avx2) {
-        (true, _) => Level::Avx512,
-        (false, true) => Level::Avx2,
-        (false, false) => Level::Portable,
+        (true, _) => SimdLevel::Avx512,
+        (false, true) => SimdLevel::Avx2,
+        (false, false) => SimdLevel::Portable,
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn detect() -> Level {
-    Level::Portable
+fn detect() -> SimdLevel {
+    SimdLevel::Portable
 }
 
-/// Defines a function whose body is compiled once for each level and called at the level of this processor.
+/// Multiplication followed by addition, as the instruction set does it.
+pub(crate) trait Arithmetic {
+    /// `a * b + c`.
+    fn multiply_add(a: f32, b: f32, c: f32) -> f32;
+}
+
+/// One instruction.
+pub(crate) struct Fused;
+
+/// Two instructions: a fused multiply-add without hardware for it is a slow call.
+pub(crate) struct Plain;
+
+impl Arithmetic for Fused {
+    #[inline(always)]
+    fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+}
+
+impl Arithmetic for Plain {
+    #[inline(always)]
+    fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+        a * b + c
+    }
+}
+
+/// Defines a function whose body is compiled once for each level and called at the level of this CPU. The body is written with
+/// arrays of [`LANES`](super::LANES) values, so that the compiler can turn each step into vector instructions.
 ///
-/// The body keeps to plain arithmetic that the compiler can vectorise: it is not allowed to fuse a multiplication with an
-/// addition on its own, so all levels give the same bits.
+/// The body of `fn name(..)` keeps to plain arithmetic: the compiler must not fuse a multiplication with an addition on its own, so
+/// all levels give the same bits. The body of `fn name<A>(..)` uses `A::multiply_add`, which is fused where the CPU can.
 macro_rules! vectorised {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
-        $(#[$meta])*
-        $vis fn $name($($arg: $type),*) $(-> $ret)? {
+    (@define [$($head:tt)*] $name:ident [$($generics:tt)*] ($($arg:ident: $type:ty),*) [$($ret:tt)*] $body:block
+        $fused:expr, $plain:expr) => {
+        $($head)* fn $name($($arg: $type),*) $($ret)* {
             #[inline(always)]
-            fn body($($arg: $type),*) $(-> $ret)? $body
+            fn body $($generics)* ($($arg: $type),*) $($ret)* $body
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")]
-                fn avx512($($arg: $type),*) $(-> $ret)? {
-                    body($($arg),*)
+                fn avx512($($arg: $type),*) $($ret)* {
+                    $fused($($arg),*)
                 }
                 #[target_feature(enable = "avx2,fma")]
-                fn avx2($($arg: $type),*) $(-> $ret)? {
-                    body($($arg),*)
+                fn avx2($($arg: $type),*) $($ret)* {
+                    $fused($($arg),*)
                 }
-                use $crate::kernels::simd::Level;
-                match Level::detected() {
-                    // SAFETY: the level says that the processor has these instructions.
-                    Level::Avx512 => unsafe { avx512($($arg),*) },
+                match $crate::kernels::simd::SimdLevel::detected() {
+                    // SAFETY: the CPU has the instructions of the detected level.
+                    $crate::kernels::simd::SimdLevel::Avx512 => unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
-                    Level::Avx2 => unsafe { avx2($($arg),*) },
-                    Level::Portable => body($($arg),*),
+                    $crate::kernels::simd::SimdLevel::Avx2 => unsafe { avx2($($arg),*) },
+                    $crate::kernels::simd::SimdLevel::Portable => $plain($($arg),*),
                 }
             }
             #[cfg(not(target_arch = "x86_64"))]
-            body($($arg),*)
+            $plain($($arg),*)
+        }
+    };
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<$A:ident>($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $crate::kernels::simd::vectorised! {
+            @define [$(#[$meta])* $vis] $name [<$A: $crate::kernels::simd::Arithmetic>] ($($arg: $type),*) [$(-> $ret)?] $body
+            body::<$crate::kernels::simd::Fused>, body::<$crate::kernels::simd::Plain>
+        }
+    };
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $crate::kernels::simd::vectorised! {
+            @define [$(#[$meta])* $vis] $name [] ($($arg: $type),*) [$(-> $ret)?] $body body, body
         }
     };
 }
 
 pub(crate) use vectorised;
+
+/// `e^x` to about 2 units in the last place; 0 below -87.
+///
+/// Source: the Cephes single-precision `expf` (range reduction by ln 2 in two parts, degree 5 polynomial).
+#[inline(always)]
+pub(crate) fn exp_or_zero<A: Arithmetic>(x: f32) -> f32 {
+    let clamped = x.clamp(-87.0, 88.0);
+    let rounding = 12_582_912.0_f32; // 1.5 * 2^23: adding it rounds to the nearest integer, held in the lowest bits
+    let rounded = A::multiply_add(clamped, std::f32::consts::LOG2_E, rounding);
+    let n = rounded - rounding;
+    let r = A::multiply_add(n, 2.121_944_4e-4, A::multiply_add(n, -0.693_359_4, clamped));
+    let mut p = 1.987_569_1e-4_f32;
+    p = A::multiply_add(p, r, 1.398_199_9e-3);
+    p = A::multiply_add(p, r, 8.333_452e-3);
+    p = A::multiply_add(p, r, 4.166_579_6e-2);
+    p = A::multiply_add(p, r, 1.666_666_5e-1);
+    p = A::multiply_add(p, r, 0.5);
+    let mantissa = A::multiply_add(p * r, r, r) + 1.0;
+    let power = f32::from_bits((rounded.to_bits() << 23).wrapping_add(127 << 23)); // 2^n
+    if x < -87.0 { 0.0 } else { mantissa * power }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponentials_agree_with_the_standard_library() {
+        for i in -8700..=8000 {
+            let x = i as f32 * 0.01;
+            let expected = f64::from(x).exp();
+            for found in [exp_or_zero::<Fused>(x), exp_or_zero::<Plain>(x)] {
+                let relative = (f64::from(found) - expected).abs() / expected;
+                assert!(relative < 3e-7, "exp({x}) is off by {relative}");
+            }
+        }
+        assert_eq!((exp_or_zero::<Plain>(-88.0), exp_or_zero::<Plain>(f32::NEG_INFINITY)), (0.0, 0.0));
+        assert!(exp_or_zero::<Plain>(f32::NAN).is_nan());
+    }
+}

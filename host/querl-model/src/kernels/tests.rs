@@ -297,7 +297,7 @@ mod simd_levels {
     }
 
     /// The result of `f` and the gradients of `vars` for the sum of its squares, at a level.
-    fn at(level: Level, vars: &[&Var], f: &(dyn Fn() -> Tensor + Sync)) -> Vec<Vec<f32>> {
+    fn at(level: SimdLevel, vars: &[&Var], f: &(dyn Fn() -> Tensor + Sync)) -> Vec<Vec<f32>> {
         level.with(|| {
             let y = f();
             let gradients = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
@@ -308,9 +308,9 @@ mod simd_levels {
 
     /// Differences are at most `tolerance` of the largest value.
     fn compare(what: &str, vars: &[&Var], tolerance: f32, f: &(dyn Fn() -> Tensor + Sync)) {
-        let best = *Level::all().last().unwrap();
+        let best = *SimdLevel::all().last().unwrap();
         let expected = at(best, vars, f);
-        for level in Level::all() {
+        for level in SimdLevel::all() {
             for (index, (found, expected)) in at(level, vars, f).iter().zip(&expected).enumerate() {
                 let size = expected.iter().fold(0f32, |max, x| max.max(x.abs()));
                 let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
@@ -325,11 +325,11 @@ mod simd_levels {
 
     #[test]
     fn a_level_that_is_asked_for_is_that_of_every_thread_at_work_and_of_no_other() {
-        for level in Level::all() {
-            let seen: Vec<Level> = level.with(|| (0..64).into_par_iter().map(|_| Level::detected()).collect());
+        for level in SimdLevel::all() {
+            let seen: Vec<SimdLevel> = level.with(|| (0..64).into_par_iter().map(|_| SimdLevel::detected()).collect());
             assert!(seen.iter().all(|&seen| seen == level), "{seen:?}");
         }
-        assert_eq!(Some(&Level::detected()), Level::all().last());
+        assert_eq!(Some(&SimdLevel::detected()), SimdLevel::all().last());
     }
 
     /// What has no products but element-wise ones is not fused: it gives the same bits.

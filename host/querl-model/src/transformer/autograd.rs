@@ -1,22 +1,91 @@
-//! A layer as a node of candle's graph.
+//! Layers in candle's graph: which backend runs one, its backward pass, and gradient checkpointing.
 //!
-//! A candle operation has at most three inputs. So the layer's trained tensors are joined to one input, an operation whose gradient
-//! is cut into theirs; or, where the pass collects gradients in a [`Recompute`], they are no inputs at all.
+//! A candle operation has at most three inputs, and a layer with an adapter has fifteen. So the layer's trained tensors are joined to
+//! one input, an operation whose gradient is split into theirs; or, where the pass collects gradients in a [`Recompute`], they are no
+//! inputs at all, and [`backward`] adds the collected gradients to those of the graph.
 
-use super::backend::TrainingBackend;
+use super::backend::{LayerRows, PackedAttention, TrainingBackend};
+use super::cpu::Cpu;
 use super::layer::{LayerInput, LayerWeights, SavedActivations, TransformerLayer};
-use super::pass::Recompute;
-use super::rows::{LayerRows, PackedAttention};
-use crate::LoraAdapter;
+use crate::accelerator::DeviceState;
+use crate::dropout::{Dropout, DropoutMask};
+use crate::kernels::RopeTable;
+use crate::{LoraAdapter, ModelError, PackedBatch};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, bail};
-use std::sync::{Mutex, PoisonError};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, Result, Shape, Storage, Tensor, TensorId,
+    Var, bail,
+};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The rows of a pass through a layer, and how they attend to each other.
 #[derive(Clone)]
 pub struct LayerPass {
+    /// Rows and settings.
     pub layer_rows: LayerRows,
+    /// Which rows attend to which.
     pub attention: PackedAttention,
+}
+
+/// Transformer layers on a device other than the CPU.
+///
+/// # Errors
+/// Methods fail if the device is out of memory, or if earlier work on it failed.
+pub trait LayerAccelerator: Send + Sync {
+    /// The RoPE table of a decoder, for all its passes.
+    fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState>;
+    /// The rows of a pass, for all layers; `rope` from [`LayerAccelerator::upload_rope`]. `query_rows`: ascending, `None` means all.
+    fn upload_rows(
+        &self,
+        rope: &DeviceState,
+        batch: &PackedBatch,
+        query_rows: Option<&[u32]>,
+        dropout: Option<&DropoutMask>,
+    ) -> Result<DeviceState>;
+    /// One layer for training; see [`forward_on`].
+    fn forward_layer(
+        &self,
+        weights: &LayerWeights,
+        adapter: Option<&LoraAdapter>,
+        x: &Tensor,
+        pass: LayerPass,
+        collected: Option<&Recompute>,
+    ) -> Result<Tensor>;
+}
+
+/// Finds the accelerator of a device.
+pub type LayerAcceleratorOf = fn(&Device) -> Result<Arc<dyn LayerAccelerator>>;
+
+static INSTALLED: OnceLock<LayerAcceleratorOf> = OnceLock::new();
+
+pub(crate) fn install(accelerator_of: LayerAcceleratorOf) {
+    let _ = INSTALLED.set(accelerator_of);
+}
+
+/// The accelerator of a device; `None` for the CPU.
+pub(crate) fn layer_accelerator_of(device: &Device) -> Result<Option<Arc<dyn LayerAccelerator>>> {
+    match (device, INSTALLED.get()) {
+        (Device::Cpu, _) => Ok(None),
+        (device, Some(accelerator_of)) => accelerator_of(device).map(Some),
+        (device, None) => bail!("no accelerator is installed for {:?}", device.location()),
+    }
+}
+
+/// Output of a layer on the device of its input; see [`forward_on`].
+pub(crate) fn forward(
+    weights: &LayerWeights,
+    adapter: Option<&LoraAdapter>,
+    x: &Tensor,
+    pass: LayerPass,
+    collected: Option<&Recompute>,
+) -> Result<Tensor> {
+    match layer_accelerator_of(x.device())? {
+        Some(accelerator) => accelerator.forward_layer(weights, adapter, x, pass, collected),
+        None => forward_on(Cpu, weights, adapter, x, pass, collected),
+    }
 }
 
 /// Inputs: `x` `(N, H)` and the trained tensors, flattened and joined; or, where gradients are collected, an anchor.
@@ -32,7 +101,7 @@ struct LayerOp<B: TrainingBackend> {
 }
 
 /// Output of a layer for its input `(N, H)`, with a gradient where something is trained.
-pub fn forward<B: TrainingBackend>(
+pub fn forward_on<B: TrainingBackend>(
     backend: B,
     weights: &LayerWeights,
     adapter: Option<&LoraAdapter>,
@@ -112,4 +181,198 @@ impl<B: TrainingBackend> CustomOp2 for LayerOp<B> {
         }
         Ok((dx, Some(tensor(backend.concat(trained)?, joined.shape())?)))
     }
+}
+
+/// One layer that keeps its input alone.
+pub(crate) struct CheckpointedLayer {
+    pub(crate) weights: Arc<LayerWeights>,
+    pub(crate) pass: LayerPass,
+    pub(crate) adapter: Option<Arc<LoraAdapter>>,
+    pub(crate) recompute: Recompute,
+    pub(crate) input: Tensor,
+}
+
+impl CheckpointedLayer {
+    pub(crate) fn apply(self, x: &Tensor) -> Result<Tensor> {
+        let anchor = self.recompute.anchor(x.device())?;
+        x.apply_op2(&anchor, self)
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let inside = self.recompute.inside();
+        forward(&self.weights, self.adapter.as_deref(), x, self.pass.clone(), Some(&inside))
+    }
+}
+
+impl CustomOp2 for CheckpointedLayer {
+    fn name(&self) -> &'static str {
+        "checkpointed-layer"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _x: &CpuStorage,
+        _x_layout: &Layout,
+        _anchor: &CpuStorage,
+        _anchor_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        // The graph of the inside ends with this function: its memory is free again at the next layer.
+        let y = self.forward(&self.input)?;
+        let (storage, layout) = y.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("a layer ran on another device than its input's") };
+        Ok((storage.try_clone(layout)?, y.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let y = self.forward(&self.input)?;
+        let (storage, layout) = y.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { bail!("a layer ran on another device than its input's") };
+        Ok((storage.try_clone(layout)?, y.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        _anchor: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let input = if x.track_op() { Var::from_tensor(x)?.into_inner() } else { x.clone() };
+        let y = self.forward(&input)?;
+        let mut gradients = y.apply_op1(Seed { gradient: grad.clone() })?.backward()?;
+        drop(y);
+        let dx = gradients.remove(&input);
+        let ids: Vec<TensorId> = gradients.get_ids().copied().collect();
+        for id in ids {
+            if let Some(gradient) = gradients.get_id(id) {
+                self.recompute.add(id, gradient.clone())?;
+            }
+        }
+        Ok((dx, None))
+    }
+}
+
+/// A scalar whose backward pass begins with a given gradient.
+struct Seed {
+    gradient: Tensor,
+}
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, _storage: &CpuStorage, _layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, _layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((storage.device().zeros_impl(&Shape::from(()), DType::F32)?, Shape::from(())))
+    }
+
+    fn bwd(&self, _x: &Tensor, _y: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.gradient.clone()))
+    }
+}
+
+/// How a pass over a batch is to be run.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Pass<'a> {
+    /// `None`: the base alone.
+    pub adapter: Option<&'a LoraAdapter>,
+    /// Dropout on the inputs of the adapter; `None` in rollouts, reference passes and evaluation.
+    pub dropout: Option<Dropout>,
+    /// What layers save for the backward pass, and where they put gradients; `None` saves activations and leaves gradients to
+    /// the graph.
+    pub recompute: Option<&'a Recompute>,
+}
+
+impl<'a> Pass<'a> {
+    /// A pass with an adapter and nothing else.
+    pub fn with(adapter: Option<&'a LoraAdapter>) -> Self {
+        Self { adapter, ..Self::default() }
+    }
+}
+
+/// What a layer saves for its backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// Activations that are expensive to compute again.
+    Activations,
+    /// Its input alone: gradient checkpointing.
+    Inputs,
+}
+
+/// Collects gradients that layers compute outside of candle's graph. It serves any number of passes, one after another.
+#[derive(Debug, Clone)]
+pub struct Recompute {
+    keep: Keep,
+    gradients: Arc<Mutex<HashMap<TensorId, Tensor>>>,
+    /// A variable among the inputs of every such layer: candle leaves out operations without one. Made with the first.
+    anchor: Arc<OnceLock<Var>>,
+}
+
+impl Recompute {
+    /// Without gradients.
+    pub fn new(keep: Keep) -> Self {
+        Self { keep, gradients: Arc::default(), anchor: Arc::default() }
+    }
+
+    /// True where layers keep their inputs alone.
+    pub(crate) fn keeps_inputs(&self) -> bool {
+        self.keep == Keep::Inputs
+    }
+
+    /// The same gradients, for the inside of a checkpointed layer.
+    pub(crate) fn inside(&self) -> Self {
+        Self { keep: Keep::Activations, ..self.clone() }
+    }
+
+    /// An input of an operation that must not be left out.
+    pub(crate) fn anchor(&self, device: &Device) -> Result<Tensor> {
+        let anchor = match self.anchor.get() {
+            Some(anchor) => anchor,
+            None => {
+                let anchor = Var::zeros(1, DType::F32, device)?;
+                self.anchor.get_or_init(|| anchor)
+            }
+        };
+        Ok(anchor.as_tensor().clone())
+    }
+
+    fn gradients(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
+        // A panic elsewhere leaves sums that are whole: each entry is replaced at once.
+        self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a gradient of a variable.
+    pub(crate) fn add(&self, id: TensorId, gradient: Tensor) -> Result<()> {
+        let mut gradients = self.gradients();
+        let sum = match gradients.remove(&id) {
+            Some(earlier) => (earlier + gradient)?,
+            None => gradient,
+        };
+        gradients.insert(id, sum);
+        Ok(())
+    }
+}
+
+/// Gradients of a loss with respect to every variable, those inside checkpointed layers included.
+///
+/// # Errors
+/// A tensor operation fails.
+pub fn backward(loss: &Tensor, recompute: Option<&Recompute>) -> std::result::Result<GradStore, ModelError> {
+    if let Some(recompute) = recompute {
+        recompute.gradients().clear(); // left over where an earlier backward pass failed
+    }
+    let mut gradients = loss.backward()?;
+    let collected = recompute.map(|recompute| std::mem::take(&mut *recompute.gradients())).unwrap_or_default();
+    for (id, gradient) in collected {
+        let sum = match gradients.get_id(id) {
+            Some(other) => (other + gradient)?,
+            None => gradient,
+        };
+        gradients.insert_id(id, sum);
+    }
+    Ok(gradients)
 }

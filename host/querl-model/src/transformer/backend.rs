@@ -1,10 +1,76 @@
-//! The operations of a transformer layer, forward and backward, on one kind of device.
+//! The operations of a transformer layer, forward and backward, on one kind of device, and the rows (tokens) that they work on.
 
 use super::linear::LoraLinear;
-use super::rows::{LayerContext, PackedAttention, QueryRows, Rows};
 use crate::Ranks;
+use crate::dropout::DropoutMask;
+use crate::kernels::{Queries, RopeTable};
+use crate::sharding::TensorParallel;
 use candle_core::{Result, Storage, Tensor};
+use std::any::Any;
 use std::ops::Deref;
+use std::sync::Arc;
+
+/// What every layer of a model needs in addition to its weights.
+#[derive(Clone)]
+pub struct LayerContext {
+    /// RoPE of all positions.
+    pub rope: RopeTable,
+    /// Width H of the residual.
+    pub hidden_size: usize,
+    /// Epsilon of all RMSNorms.
+    pub eps: f32,
+    /// Ranks over which products that are split by their inputs are summed.
+    pub parallel: TensorParallel,
+}
+
+/// Rows that enter a linear layer.
+#[derive(Clone)]
+pub struct Rows {
+    /// Position of each row in its sequence.
+    pub positions: Arc<Vec<u32>>,
+    /// Dropout on the inputs of adapters: one key per row.
+    pub dropout: Option<DropoutMask>,
+    /// The same rows as a backend keeps them on its device.
+    pub device_rows: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// The rows whose output is needed. The last layer computes keys and values for all rows, everything else for these alone.
+#[derive(Clone)]
+pub struct QueryRows {
+    /// Row indices, ascending.
+    pub indices: Arc<Vec<u32>>,
+    /// Their positions and dropout.
+    pub rows: Rows,
+}
+
+/// The rows of one pass through a layer.
+#[derive(Clone)]
+pub struct LayerRows {
+    /// Settings of the model.
+    pub context: LayerContext,
+    /// Input rows: keys and values.
+    pub rows: Rows,
+    /// Output rows; `None` means all.
+    pub query_rows: Option<QueryRows>,
+}
+
+impl LayerRows {
+    /// The rows of queries and of everything after attention.
+    pub fn queries(&self) -> &Rows {
+        self.query_rows.as_ref().map_or(&self.rows, |query_rows| &query_rows.rows)
+    }
+}
+
+/// Causal attention among the rows of a packed batch; sequences do not see each other.
+#[derive(Clone)]
+pub struct PackedAttention {
+    /// Query rows and the prefix tree that they attend in.
+    pub queries: Queries,
+    /// Head size D.
+    pub head_dim: usize,
+    /// The rows that are queries, for backends of GPUs.
+    pub rows: Rows,
+}
 
 /// Forward operations on one kind of device. [`super::TransformerLayer`] decides on their order and on what is saved; a backend
 /// decides how an operation is computed and in which types.
@@ -14,9 +80,11 @@ use std::ops::Deref;
 pub trait LayerBackend: Sized {
     /// An owned f32 residual buffer.
     type Residual: Deref<Target = Self::ResidualSlice>;
+    /// A borrowed f32 residual buffer.
     type ResidualSlice: ?Sized;
     /// An owned buffer of activations.
     type Activations: Deref<Target = Self::ActivationSlice>;
+    /// A borrowed buffer of activations.
     type ActivationSlice: ?Sized;
     /// Weight of a norm.
     type Norm;
@@ -107,7 +175,9 @@ pub trait TrainingBackend:
     /// The values of a tensor, borrowed.
     type Borrowed<'a>: Deref<Target = Self::ResidualSlice>;
 
+    /// Linear layers with the same input as one group.
     fn group<const N: usize>(linears: [LoraLinear<Self::LinearState>; N]) -> Self::Linears<N>;
+    /// The linear layers of a group.
     fn members<const N: usize>(linears: &Self::Linears<N>) -> [&LoraLinear<Self::LinearState>; N];
     /// Refuses a linear layer that the device cannot train.
     fn check(&self, _linear: &LoraLinear<Self::LinearState>) -> Result<()> {
@@ -120,7 +190,9 @@ pub trait TrainingBackend:
     fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Self::Borrowed<'a>>;
     /// A buffer as the storage of a tensor.
     fn storage(&self, buffer: Self::Residual) -> Result<Storage>;
+    /// Number of values of a buffer.
     fn len(&self, buffer: &Self::ResidualSlice) -> usize;
+    /// The buffers one after another.
     fn concat(&self, parts: Vec<Self::Residual>) -> Result<Self::Residual>;
 
     /// The residual (or its gradient) in the type of activations.
@@ -211,12 +283,15 @@ pub trait TrainingBackend:
 
 /// A linear layer whose parameters get their gradients.
 pub struct LinearBackward<'a, B: TrainingBackend> {
+    /// The layer of the forward pass.
     pub linear: &'a LoraLinear<B::LinearState>,
     /// Input of the forward pass.
     pub x: &'a B::ActivationSlice,
+    /// LoRA A's output in the forward pass.
     pub lora_a_out: &'a B::LoraAOut,
     /// Gradient of the output.
     pub grad: &'a B::ActivationSlice,
+    /// From [`TrainingBackend::lora_b_backward`]; completed here.
     pub gradients: &'a mut B::LinearGradients,
 }
 
@@ -229,7 +304,9 @@ pub type LinearGrad<'a, B> = (
 
 /// A borrowed buffer, or one that was made for this use; `Cow` without `ToOwned`.
 pub enum MaybeBorrowed<'a, T: Deref> {
+    /// Somebody else's.
     Borrowed(&'a T::Target),
+    /// Made for this use.
     Owned(T),
 }
 

@@ -2,14 +2,16 @@
 #![allow(clippy::unwrap_used)]
 
 use super::autograd::LayerPass;
+use super::backend::Rows;
 use super::layer::LayerWeights;
 use super::linear::Linear;
-use super::rows::Rows;
 use crate::LoraAdapter;
 use crate::adapter::LoraPair;
 use crate::dropout::DropoutMask;
 use crate::kernels::projection::{self, Trained};
-use crate::kernels::{self, FrozenWeight, ParameterGradients, Projection, Weight, floats, input_gradient, with_floats};
+use crate::kernels::{
+    self, FrozenWeight, ParameterGradients, Projection, Weight, floats, input_backward_sum, with_floats,
+};
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
 /// Output of a layer for its input `(N, H)`.
@@ -220,9 +222,9 @@ impl LoraDropout {
             Ok::<_, candle_core::Error>(found)
         };
         let of_b = gradients(b, &a.forward(&dropped)?.0, &g)?;
-        let v = input_gradient(&[(b, &g, &of_b)])?;
+        let v = input_backward_sum(&[(b, &g, &of_b)])?;
         let of_a = gradients(a, &dropped, &v)?;
-        let mut dx = input_gradient(&[(a, &v, &of_a)])?;
+        let mut dx = input_backward_sum(&[(a, &v, &of_a)])?;
         self.mask.of_layer(&self.path, n_in).apply(&mut dx);
         Ok([dx, of_a.weight, of_b.weight])
     }
@@ -230,7 +232,7 @@ impl LoraDropout {
 
 #[cfg(test)]
 mod tests {
-    use super::super::pass::{Keep, Recompute, backward};
+    use super::super::autograd::{Keep, Recompute, backward};
     use super::*;
     use crate::batch::row_key;
     use crate::dropout::Dropout;
@@ -353,7 +355,7 @@ mod tests {
 
     fn mask(p: f64, n_rows: u32) -> DropoutMask {
         let row_keys = (0..n_rows).map(|row| row_key(0, row)).collect();
-        DropoutMask::new(Dropout { p, seed: 7 }, row_keys, Shard::WHOLE).unwrap()
+        DropoutMask::new(Dropout { p, seed: 7 }, row_keys, Shard::FULL).unwrap()
     }
 
     fn flat(tensor: &Tensor) -> Vec<f32> {
@@ -443,7 +445,7 @@ mod tests {
         assert_ne!(rows[0], rows[1]);
         assert_ne!(flat(&first), flat(&dropped(&mask(0.5, 2), &ones, "k").unwrap()));
         let row_keys = (0..2).map(|row| row_key(0, row)).collect();
-        let other = DropoutMask::new(Dropout { p: 0.5, seed: 8 }, row_keys, Shard::WHOLE).unwrap();
+        let other = DropoutMask::new(Dropout { p: 0.5, seed: 8 }, row_keys, Shard::FULL).unwrap();
         assert_ne!(flat(&first), flat(&dropped(&other, &ones, "q").unwrap()));
         assert_eq!(flat(&first), flat(&dropped(&mask(0.5, 2), &ones, "q").unwrap()));
     }
@@ -463,6 +465,6 @@ mod tests {
     fn rows_without_a_key_are_an_error() {
         let ones = Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
         assert!(dropped(&mask(0.5, 2), &ones, "q").unwrap_err().to_string().contains("3 rows with 2 keys"));
-        assert!(DropoutMask::new(Dropout { p: 1.0, seed: 1 }, Vec::new(), Shard::WHOLE).is_err());
+        assert!(DropoutMask::new(Dropout { p: 1.0, seed: 1 }, Vec::new(), Shard::FULL).is_err());
     }
 }

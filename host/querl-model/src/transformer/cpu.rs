@@ -1,14 +1,16 @@
 //! Training backend of the CPU: slices of f32, nothing copied that can be borrowed.
 
-use super::backend::{LayerBackend, LinearBackward, LinearGrad, MaybeBorrowed, ProjectionOut, TrainingBackend};
+use super::backend::{
+    LayerBackend, LayerContext, LinearBackward, LinearGrad, MaybeBorrowed, PackedAttention, ProjectionOut, QueryRows,
+    Rows, TrainingBackend,
+};
 use super::linear::{Lora, LoraLinear};
-use super::rows::{LayerContext, PackedAttention, QueryRows, Rows};
 use crate::Ranks;
 use crate::dropout::LayerMask;
 use crate::kernels::projection::{self, Trained};
 use crate::kernels::{
-    Floats, FrozenWeight, LogSumExp, LowRank, ParameterGradients, Projection, Weight, attend, attention_gradients,
-    gated, gated_gradients, input_gradient, norm_gradients, normed,
+    Floats, FrozenWeight, LogSumExp, LoraMatrices, ParameterGradients, Projection, Weight, attention_backward,
+    attention_forward, input_backward_sum, rms_norm_backward, rms_norm_forward, swiglu_backward, swiglu_forward,
 };
 use candle_core::{CpuStorage, Error, Result, Storage, Tensor, bail};
 use rayon::prelude::*;
@@ -75,7 +77,7 @@ impl<'a> Open<'a> {
         let bias = self.bias.as_deref();
         match &self.weight {
             OpenWeight::Frozen(weight) => {
-                Projection::Frozen { weight, bias, low_rank: self.lora.as_ref().map(OpenLora::low_rank) }
+                Projection::Frozen { weight, bias, lora: self.lora.as_ref().map(OpenLora::matrices) }
             }
             OpenWeight::Trained { values, n_in } => Projection::Trained { weight: values, n_in: *n_in, bias },
         }
@@ -113,8 +115,8 @@ impl<'a> OpenLora<'a> {
         })
     }
 
-    fn low_rank(&self) -> LowRank<'_> {
-        LowRank { a: &self.a, b: &self.b, rank: self.rank, scale: self.scale, dropout: self.dropout.as_ref() }
+    fn matrices(&self) -> LoraMatrices<'_> {
+        LoraMatrices { a: &self.a, b: &self.b, rank: self.rank, scale: self.scale, dropout: self.dropout.as_ref() }
     }
 }
 
@@ -131,12 +133,12 @@ struct Dora<'a> {
 
 impl Dora<'_> {
     fn base<'b>(&'b self, bias: Option<&'b [f32]>) -> Projection<'b> {
-        Projection::Frozen { weight: self.weight, bias, low_rank: None }
+        Projection::Frozen { weight: self.weight, bias, lora: None }
     }
 
     /// The weight with its change.
     fn changed(&self) -> Projection<'_> {
-        Projection::Frozen { weight: self.weight, bias: None, low_rank: Some(self.lora.low_rank()) }
+        Projection::Frozen { weight: self.weight, bias: None, lora: Some(self.lora.matrices()) }
     }
 
     /// The change of the weight alone: `lora_a_out B^T`.
@@ -232,7 +234,7 @@ impl LayerBackend for Cpu {
     type LoraAOut = Vec<f32>;
 
     fn rms_norm(&self, x: &[f32], weight: &Tensor, eps: f32) -> Result<Vec<f32>> {
-        Ok(normed(x, &Floats::of(weight)?, eps))
+        Ok(rms_norm_forward(x, &Floats::of(weight)?, eps))
     }
 
     fn project<const N: usize>(&self, linears: &[LoraLinear<()>; N], x: &[f32]) -> Result<[ProjectionOut<Self>; N]> {
@@ -279,7 +281,7 @@ impl LayerBackend for Cpu {
     }
 
     fn swiglu(&self, gate: &[f32], up: &[f32]) -> Result<Vec<f32>> {
-        Ok(gated(gate, up))
+        Ok(swiglu_forward(gate, up))
     }
 
     fn zeros_like(&self, residual: &[f32]) -> Result<Vec<f32>> {
@@ -387,7 +389,7 @@ impl TrainingBackend for Cpu {
         residual_grad: Option<&[f32]>,
     ) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
         let weight = Floats::of(weight)?;
-        let (dx, dweight) = norm_gradients(x, &weight, eps, grad, residual_grad, weight.len());
+        let (dx, dweight) = rms_norm_backward(x, &weight, eps, grad, residual_grad, weight.len());
         Ok((dx, Some(dweight)))
     }
 
@@ -430,14 +432,14 @@ impl TrainingBackend for Cpu {
             .iter()
             .zip(layers)
             .map(|(layer, (_, grad, gradients))| (layer, gradients.product_grad(grad), &gradients.product));
-        let mut dx = input_gradient(&with_gradients.collect::<Vec<_>>())?;
+        let mut dx = input_backward_sum(&with_gradients.collect::<Vec<_>>())?;
         // DoRA with dropout: the product with the weight alone sees `g` for all inputs and `(f - 1) g` for dropped ones.
         for (open, (_, grad, gradients)) in open.iter().zip(layers) {
             let (Some(dora), Some(scaled)) = (open.dora(), &gradients.scaled) else { continue };
             let Some(mask) = &dora.lora.dropout else { continue };
             let change: Vec<f32> = scaled.iter().zip(*grad).map(|(scaled, g)| scaled - g).collect();
             let none = ParameterGradients::default();
-            let mut part = input_gradient(&[(&dora.base(None), &change, &none)])?;
+            let mut part = input_backward_sum(&[(&dora.base(None), &change, &none)])?;
             add(&mut dx, &part.iter().map(|part| -part).collect::<Vec<_>>());
             mask.apply(&mut part);
             add(&mut dx, &part);
@@ -474,7 +476,7 @@ impl TrainingBackend for Cpu {
     }
 
     fn attend(&self, attention: &PackedAttention, qkv: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
-        attend(&attention.queries, attention.head_dim, qkv)
+        attention_forward(&attention.queries, attention.head_dim, qkv)
     }
 
     fn attention_backward(
@@ -485,10 +487,10 @@ impl TrainingBackend for Cpu {
         logsumexp: &LogSumExp,
         grad: &[f32],
     ) -> Result<[Vec<f32>; 3]> {
-        attention_gradients(&attention.queries, attention.head_dim, qkv, out, logsumexp, grad)
+        attention_backward(&attention.queries, attention.head_dim, qkv, out, logsumexp, grad)
     }
 
     fn swiglu_backward(&self, gate: &[f32], up: &[f32], grad: Vec<f32>) -> Result<[Vec<f32>; 3]> {
-        Ok(gated_gradients(gate, up, &grad))
+        Ok(swiglu_backward(gate, up, &grad))
     }
 }

@@ -17,26 +17,27 @@
 //! Source: transformers' `Qwen2DecoderLayer`, `Qwen3DecoderLayer`, `LlamaDecoderLayer`; for the sums over ranks Shoeybi et al. 2019,
 //! "Megatron-LM", figure 3 (`f` and `g`).
 
-use super::backend::{Attention, LayerBackend, LinearBackward, MaybeBorrowed, TrainingBackend};
+use super::backend::{
+    Attention, LayerBackend, LayerContext, LayerRows, LinearBackward, MaybeBorrowed, PackedAttention, TrainingBackend,
+};
 use super::linear::{Linear, LoraLinear};
-use super::rows::{LayerContext, LayerRows, PackedAttention};
-use crate::weights::WeightLoader;
+use crate::checkpoint::WeightLoader;
 use crate::{DecoderConfig, LoraAdapter, ModelError};
 use candle_core::{Result as TensorResult, Tensor};
 
 /// Weights of a layer as a model holds them.
 pub struct LayerWeights {
-    pub input_norm: Tensor,
-    pub q: Linear,
-    pub k: Linear,
-    pub v: Linear,
+    pub(crate) input_norm: Tensor,
+    pub(crate) q: Linear,
+    pub(crate) k: Linear,
+    pub(crate) v: Linear,
     /// Weights of the per-head norms of queries and keys.
-    pub qk_norm: Option<[Tensor; 2]>,
-    pub o: Linear,
-    pub post_attention_norm: Tensor,
-    pub gate: Linear,
-    pub up: Linear,
-    pub down: Linear,
+    pub(crate) qk_norm: Option<[Tensor; 2]>,
+    pub(crate) o: Linear,
+    pub(crate) post_attention_norm: Tensor,
+    pub(crate) gate: Linear,
+    pub(crate) up: Linear,
+    pub(crate) down: Linear,
 }
 
 impl LayerWeights {
@@ -70,12 +71,19 @@ impl LayerWeights {
 
 /// A layer as a backend runs it: weights of the base and of an adapter in the backend's form.
 pub struct TransformerLayer<B: LayerBackend> {
+    /// RMSNorm before attention.
     pub input_norm: B::Norm,
+    /// q_proj, k_proj, v_proj.
     pub qkv: B::Linears<3>,
+    /// Per-head RMSNorm of queries and keys.
     pub qk_norm: Option<[B::Norm; 2]>,
+    /// o_proj.
     pub o: B::Linears<1>,
+    /// RMSNorm before the feed-forward layer.
     pub post_attention_norm: B::Norm,
+    /// gate_proj, up_proj.
     pub gate_up: B::Linears<2>,
+    /// down_proj.
     pub down: B::Linears<1>,
 }
 
@@ -371,7 +379,7 @@ impl<B: TrainingBackend> TransformerLayer<B> {
         gradients: B::LinearGradients,
     ) -> TensorResult<Vec<B::Residual>> {
         let mut gradients = backend.gradients_of(self.linears()[index], gradients);
-        if let ([a, b], true) = (gradients.as_mut_slice(), context.parallel.is_split()) {
+        if let ([a, b], true) = (gradients.as_mut_slice(), context.parallel.is_sharded()) {
             backend.all_reduce(context.parallel.ranks(), if matches!(index, O | DOWN) { b } else { a })?;
         }
         Ok(gradients)

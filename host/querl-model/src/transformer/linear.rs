@@ -1,6 +1,6 @@
 //! Linear layers: the base's, and the base's with an adapter as one pass trains it.
 
-use super::rows::Rows;
+use super::backend::Rows;
 use crate::LoraAdapter;
 use crate::adapter::LoraPair;
 use crate::dropout::DropoutMask;
@@ -11,15 +11,18 @@ use std::sync::{Arc, OnceLock};
 
 /// A linear layer of the base model, by its path in the checkpoint.
 pub struct Linear {
+    /// Without `.weight`.
     pub path: String,
-    pub weight: Weight, // (out, in)
+    /// `(out, in)`.
+    pub weight: Weight,
+    /// `(out)`.
     pub bias: Option<Tensor>,
     /// Squared lengths of the weight's rows `(out)`, for DoRA.
     squares: OnceLock<Tensor>,
 }
 
 impl Linear {
-    pub fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
+    pub(crate) fn new(path: String, weight: Weight, bias: Option<Tensor>) -> Self {
         Self { path, weight, bias, squares: OnceLock::new() }
     }
 
@@ -49,35 +52,42 @@ impl Linear {
 
 /// A linear layer with its adapter in one pass; clones of tensors share their values. `S` is what the device caches of it.
 pub struct LoraLinear<S> {
+    /// `(out, in)`.
     pub weight: Weight,
+    /// `(out)`.
     pub bias: Option<Tensor>,
+    /// LoRA A and B.
     pub lora: Option<Lora>,
-    #[allow(dead_code)] // backends of GPUs read it
+    /// What the device caches.
     pub state: S,
 }
 
 /// `scale * B A`, added to a weight.
 pub struct Lora {
-    pub a: Tensor, // (rank, in)
-    pub b: Tensor, // (out, rank)
+    /// `(rank, in)`.
+    pub a: Tensor,
+    /// `(out, rank)`.
+    pub b: Tensor,
+    /// Alpha over rank.
     pub scale: f32,
+    /// DoRA.
     pub magnitude: Option<Magnitude>,
     /// Path of the linear layer: it seeds the dropout masks.
     pub path: String,
     /// Dropout on A's input.
     pub dropout: Option<DropoutMask>,
     /// See [`Rows::device_rows`].
-    #[allow(dead_code)] // backends of GPUs read it
     pub device_rows: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// DoRA: each output before its bias is multiplied by a trained magnitude over the length of the changed weight's row.
 pub struct Magnitude {
-    pub trained: Tensor, // (out)
-    /// Magnitude over length, without a gradient.
-    pub factor: Tensor, // (out)
-    /// The gradient of the magnitude is that of the factor times this.
-    pub inverse_length: Tensor, // (out)
+    /// `(out)`.
+    pub trained: Tensor,
+    /// Magnitude over length `(out)`, without a gradient.
+    pub factor: Tensor,
+    /// `(out)`: the gradient of the magnitude is that of the factor times this.
+    pub inverse_length: Tensor,
 }
 
 impl Magnitude {

@@ -173,14 +173,14 @@ impl State {
     /// Gathers the shards of tensor-parallel `ranks`: all call this together, and the first gets the full state.
     pub(crate) fn gather_shards(self, ranks: &Ranks) -> Result<Self, TrainError> {
         self.map_sharded(ranks, |tensor, axis| {
-            let whole = ranks.whole_of(tensor, axis)?;
+            let whole = ranks.gather(tensor, axis)?;
             Ok(if ranks.is_first() { whole } else { tensor.clone() })
         })
     }
 
     /// The shard of a full state that this one of `ranks` holds.
     pub(crate) fn shard(&self, ranks: &Ranks) -> Result<Self, TrainError> {
-        self.clone().map_sharded(ranks, |tensor, axis| Ok(ranks.part_of(tensor, axis)?))
+        self.clone().map_sharded(ranks, |tensor, axis| Ok(ranks.shard_of(tensor, axis)?))
     }
 
     /// Replaces the tensors that are sharded over ranks.

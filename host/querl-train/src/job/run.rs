@@ -190,7 +190,7 @@ impl Rank<'_> {
             place.connect(ranks).map_err(ModelError::from)?;
         }
         match weights {
-            Weights::Frozen => Ok(Decoder::load_part(&model.path, model.dtype, &place, &self.mesh.tensor)?),
+            Weights::Frozen => Ok(Decoder::load_shard(&model.path, model.dtype, &place, &self.mesh.tensor)?),
             Weights::Trained if self.mesh.is_split() => {
                 let message = "full fine-tuning does not support tensor parallelism; set model.tensor_parallel to 1";
                 Err(Failure::usage(message).into())

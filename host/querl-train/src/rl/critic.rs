@@ -51,7 +51,7 @@ impl Critic {
             CriticKind::Adapter => {
                 let seed = task.seed ^ CRITIC_STREAM;
                 let adapter = LoraAdapter::new(task.decoder, task.critic_lora.clone(), seed)?;
-                (Base::Adapter(Box::new(adapter)), width, task.decoder.place().device())
+                (Base::Adapter(Box::new(adapter)), width, task.decoder.compute_device().device())
             }
         };
         let weight = Var::zeros((1, width), DType::F32, &device)?;

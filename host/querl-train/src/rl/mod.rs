@@ -130,15 +130,15 @@ pub fn kv_cache_room(config: &RlConfig, longest_prompt: usize, n_copies: usize) 
     let part_size = config.batch_size.div_ceil(config.pipeline_parts.max(1));
     let n_queries = part_size.div_ceil(n_copies.max(1)).max(1);
     let n_samples = config.n_samples.max(1);
-    let n_answers = (n_queries * n_samples).min(EngineSettings::default().max_sequences);
-    let n_prompts = n_answers.div_ceil(n_samples);
-    CacheRoom { n_answers, n_prompts, longest_prompt, max_new_tokens: config.max_new_tokens }
+    let n_responses = (n_queries * n_samples).min(EngineSettings::default().max_sequences);
+    let n_prompts = n_responses.div_ceil(n_samples);
+    CacheRoom { n_responses, n_prompts, longest_prompt, max_new_tokens: config.max_new_tokens }
 }
 
 /// On a GPU the KV cache is planned, and prefixes are dropped after each call: a resumed run, whose cache is empty, then
 /// computes the same bytes.
 fn engine_settings(task: &RlTask<'_>) -> EngineSettings {
-    if matches!(task.decoder.place(), ComputeDevice::Cpu) {
+    if matches!(task.decoder.compute_device(), ComputeDevice::Cpu) {
         return EngineSettings::default();
     }
     let prompts = task.train.prompts.iter().chain(task.val.prompts);

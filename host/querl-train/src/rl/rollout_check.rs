@@ -70,7 +70,7 @@ pub(super) fn check_rollout(
     }
     let mean = differences.iter().sum::<f64>() / differences.len().max(1) as f64;
     let max = differences.iter().copied().fold(0.0, f64::max);
-    let (mean_limit, max_limit) = match task.decoder.place() {
+    let (mean_limit, max_limit) = match task.decoder.compute_device() {
         ComputeDevice::Cpu => (MEAN_LIMIT, MAX_LIMIT),
         ComputeDevice::Accelerator(_) => (MEAN_LIMIT_ON_GPU, MAX_LIMIT_ON_GPU),
     };

@@ -249,7 +249,7 @@ impl<'a> Trainer<'a> {
         let seconds = self.step_started.elapsed().as_secs_f64();
         metrics.extend(step_metrics(seconds, batch.n_tokens(), self.save_s.take()));
         let mut watched = metrics.clone();
-        if !matches!(task.decoder.place(), ComputeDevice::Cpu) {
+        if !matches!(task.decoder.compute_device(), ComputeDevice::Cpu) {
             // bf16 rounding on a GPU is far above the limit of this warning: `check_rollout` has limits of its own there.
             watched.remove("rollout_probs_diff");
         }

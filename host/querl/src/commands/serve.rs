@@ -10,7 +10,9 @@ use querl_core::config::{
 use querl_core::run_dir::RunDir;
 use querl_data::ServiceContext;
 use querl_eval::classification::calibrated;
-use querl_model::classifier::{Asker, BatchDone, BatchLimits, BatchWorker, Batcher, Classified, NotTaken};
+use querl_model::classifier::{
+    BatchLimits, BatchStats, BatchWorker, Batcher, Classification, QueueError, RequestCallback,
+};
 use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::ModelShelf;
 use querl_serve::{
@@ -263,7 +265,7 @@ fn open_batcher(
     let StyleClassifier { classifier, tokenizer, temperature, .. } = StyleClassifier::open(model)?;
     // Weak, since the service holds the classifier: a strong handle here would keep both for ever.
     let service = Arc::downgrade(service);
-    let observer = Box::new(move |done: BatchDone| {
+    let observer = Box::new(move |done: BatchStats| {
         if let Some(service) = service.upgrade() {
             service.note_batch(done.n_requests, done.n_texts, done.elapsed);
         }
@@ -281,9 +283,9 @@ impl TextClassifier for BatchedClassifier {
     fn submit(&self, texts: &[&str], request: Box<dyn PendingRequest>) -> Result<(), SubmitError> {
         let request = BatchedRequest { request, temperature: self.temperature };
         self.batcher.submit(texts, Box::new(request)).map_err(|error| match error {
-            NotTaken::Busy { .. } => SubmitError::QueueFull(error.to_string()),
-            NotTaken::Text(_) => SubmitError::Text(error.to_string()),
-            NotTaken::Ended => SubmitError::Ended,
+            QueueError::Busy { .. } => SubmitError::QueueFull(error.to_string()),
+            QueueError::Text(_) => SubmitError::Text(error.to_string()),
+            QueueError::Ended => SubmitError::Ended,
         })
     }
 
@@ -310,13 +312,13 @@ struct BatchedRequest {
     temperature: f64,
 }
 
-impl Asker for BatchedRequest {
-    fn is_waiting(&self) -> bool {
+impl RequestCallback for BatchedRequest {
+    fn is_active(&self) -> bool {
         self.request.is_open()
     }
 
-    fn hear(self: Box<Self>, results: Result<Vec<Classified>, String>) {
-        let text = |Classified { logits: scores, n_tokens, n_left_out }: Classified| {
+    fn on_results(self: Box<Self>, results: Result<Vec<Classification>, String>) {
+        let text = |Classification { logits: scores, n_tokens, n_left_out }: Classification| {
             let probabilities = calibrated(std::slice::from_ref(&scores), self.temperature).concat();
             ClassifiedText { probabilities, scores, n_tokens, n_left_out }
         };

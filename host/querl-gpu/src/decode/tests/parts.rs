@@ -35,7 +35,7 @@ fn answers_are_those_of_one_card_but_for_rounding_and_the_same_on_both() {
         let alone = generate(&mut of_one, &requests, decoding, &sampling);
         let of_cpu = &pair.on_cpu.1;
         let (found, mean, max, block_bytes) = on_two_cards(|ranks| {
-            let decoder = Decoder::load_part(&golden(name), BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
+            let decoder = Decoder::load_shard(&golden(name), BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
             let adapter = of_cpu.snapshot()?.for_decoder(&decoder)?;
             let mut engine = engine(&decoder, 5);
             engine.set_policy(Some(&adapter), 1)?;
@@ -75,8 +75,8 @@ fn a_policy_takes_the_place_of_the_one_before_on_both() {
     let requests = requests(&prompts);
     for dtype in [BaseDtype::Bf16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
         let (first, second, third, mean, max) = on_two_cards(|ranks| {
-            let decoder = Decoder::random_part(config.clone(), 3, dtype, &card_of(&ranks)?, &ranks)?;
-            let room = CacheRoom { n_answers: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 12 };
+            let decoder = Decoder::random_shard(config.clone(), 3, dtype, &card_of(&ranks)?, &ranks)?;
+            let room = CacheRoom { n_responses: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 12 };
             let settings = EngineSettings { max_prefix_tokens: 32, room: Some(room), ..EngineSettings::default() };
             let mut engine = Engine::new(&decoder, settings)?;
             let parts = adapters.each_ref().map(|adapter| adapter.snapshot().unwrap().for_decoder(&decoder).unwrap());
@@ -100,7 +100,7 @@ fn a_card_does_not_wait_for_one_that_has_failed() {
         return;
     }
     let failures = run_ranks(2, |ranks| {
-        let decoder = Decoder::random_part(shapes(1), 3, BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
+        let decoder = Decoder::random_shard(shapes(1), 3, BaseDtype::Bf16, &card_of(&ranks)?, &ranks)?;
         let mut engine = engine(&decoder, 1);
         let mut answer = |prompt: &[u32]| {
             let request = GenerationRequest { prompt, seed: 1, n: 1 };

@@ -43,14 +43,14 @@ fn check(tree: &RowTree, wanted: Option<&[u32]>, shape: Shape, seed: u64) {
     let [q_at, k_at, v_at, grad_at] = [&q, &k, &v, &grad].map(|values| halves(values));
 
     let (out_at, log_sums_at) = gpu().attend(&on_device, head_dim, &q_at, &k_at, &v_at).unwrap();
-    let (out, log_sums) = kernels::attend(&on_cpu, head_dim, [&q, &k, &v]).unwrap();
+    let (out, log_sums) = kernels::attention_forward(&on_cpu, head_dim, [&q, &k, &v]).unwrap();
     // Probabilities are rounded to bf16 before they weigh the values.
     assert_close("out", &floats(&out_at), &out, 1.0 / 256.0, 1.0 / 256.0);
     let gradients = || {
         gpu().attention_gradients(&on_device, head_dim, &q_at, &k_at, &v_at, &out_at, &log_sums_at, &grad_at).unwrap()
     };
     let found = gradients();
-    let expected = kernels::attention_gradients(&on_cpu, head_dim, [&q, &k, &v], &out, &log_sums, &grad).unwrap();
+    let expected = kernels::attention_backward(&on_cpu, head_dim, [&q, &k, &v], &out, &log_sums, &grad).unwrap();
     for (what, (found, expected)) in ["dq", "dk", "dv"].iter().zip(found.iter().zip(&expected)) {
         assert_close(what, &floats(found), expected, 1.0 / 128.0, 1.0 / 128.0);
     }

@@ -43,7 +43,7 @@ fn expected(case: &Case, q: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>]) -> V
         }
         let queries = Queries::some(&RowTree::separate(&[length]), &[length as u32 - 1]).unwrap();
         let inputs = [&q[index * width..][..width], &keys[index], &values[index]];
-        out.extend(kernels::attend(&queries, case.shape.head_dim, inputs).unwrap().0);
+        out.extend(kernels::attention_forward(&queries, case.shape.head_dim, inputs).unwrap().0);
     }
     out
 }

@@ -1,6 +1,6 @@
 use super::*;
 use candle_core::Tensor;
-use querl_model::kernels::{gated, gated_gradients};
+use querl_model::kernels::{swiglu_backward, swiglu_forward};
 
 /// Ragged, whole, none, many: around the eight values of a thread and the 2048 of a block.
 const LENGTHS: [usize; 8] = [0, 1, 7, 8, 9, 2047, 2048, 70_001];
@@ -46,9 +46,9 @@ fn gated_values_and_their_gradients_are_those_of_the_cpu() {
     for n in LENGTHS {
         let [gate, up, grad] = [(); 3].map(|()| rounded(&mut rng, n));
         let (g, u, d) = (halves(&gate), halves(&up), halves(&grad));
-        assert_rounded("gated", &gpu().gated(&g, &u).unwrap(), &gated(&gate, &up));
+        assert_rounded("gated", &gpu().gated(&g, &u).unwrap(), &swiglu_forward(&gate, &up));
         let found = gpu().gated_gradients(&g, &u, &d).unwrap();
-        for (found, expected) in found.iter().zip(gated_gradients(&gate, &up, &grad)) {
+        for (found, expected) in found.iter().zip(swiglu_backward(&gate, &up, &grad)) {
             assert_rounded("again, dgate, dup", found, &expected);
         }
     }

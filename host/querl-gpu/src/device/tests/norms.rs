@@ -1,6 +1,6 @@
 use super::super::DeviceRope;
 use super::*;
-use querl_model::kernels::{RopeTable, norm_gradients, normed};
+use querl_model::kernels::{RopeTable, rms_norm_backward, rms_norm_forward};
 use std::sync::Arc;
 
 const EPS: f32 = 1e-6;
@@ -11,7 +11,7 @@ fn norms_and_their_gradients_are_those_of_the_cpu() {
     for (n_rows, width) in [(0, 8), (1, 1), (3, 7), (5, 64), (2, 896), (70, 130), (300, 24), (2, 5120)] {
         let (x, weight) = (rounded(&mut rng, n_rows * width), random(&mut rng, width));
         let (on_device, w) = (gpu().upload(&x).unwrap(), gpu().upload(&weight).unwrap());
-        let expected = normed(&x, &weight, EPS);
+        let expected = rms_norm_forward(&x, &weight, EPS);
         assert_rounded("normed f32", &gpu().normed(&on_device, &w, EPS).unwrap(), &expected);
         assert_rounded("normed bf16", &gpu().normed(&halves(&x), &w, EPS).unwrap(), &expected);
 
@@ -21,7 +21,7 @@ fn norms_and_their_gradients_are_those_of_the_cpu() {
         let more = gpu().upload(&before).unwrap();
         for (more, on_cpu) in [(None, None), (Some(&more), Some(before.as_slice()))] {
             let (dx, dw) = gpu().norm_gradients(&on_device, &w, EPS, &g, more, width).unwrap();
-            let (expected_dx, expected_dw) = norm_gradients(&x, &weight, EPS, &grad, on_cpu, width);
+            let (expected_dx, expected_dw) = rms_norm_backward(&x, &weight, EPS, &grad, on_cpu, width);
             assert_close("dx", &gpu().download(&dx).unwrap(), &expected_dx, 1e-5, 1e-5);
             assert_close("dw", &gpu().download(&dw).unwrap(), &expected_dw, 1e-5, 1e-5);
             assert_eq!(gpu().norm_gradients(&on_device, &w, EPS, &g, more, 0).unwrap().1.len(), 0);

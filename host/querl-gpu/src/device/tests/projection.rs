@@ -96,7 +96,7 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
             let on_cpu = projection::Projection::Frozen {
                 weight: &frozen,
                 bias: has_bias.then_some(case.bias.as_slice()),
-                low_rank: has_change.then_some(projection::LowRank {
+                lora: has_change.then_some(projection::LoraMatrices {
                     a: &case.a,
                     b: &case.b,
                     rank,
@@ -135,7 +135,7 @@ fn linear_layers_and_their_gradients_are_those_of_the_cpu() {
             let on_device = (&layer, &grad, found.as_ref());
             let dx: CudaSlice<f32> = input_gradient(gpu(), &[on_device, on_device]).unwrap();
             let twice = [(&on_cpu, case.grad.as_slice(), &on_cpu_found), (&on_cpu, &case.grad, &on_cpu_found)];
-            let expected = projection::input_gradient(&twice).unwrap();
+            let expected = projection::input_backward_sum(&twice).unwrap();
             assert_close("dx", &gpu().download(&dx).unwrap(), &expected, 1e-3, 1.0 / 256.0);
             let dx: CudaSlice<bf16> = input_gradient(gpu(), &[on_device]).unwrap();
             let expected: Vec<f32> = expected.iter().map(|x| x / 2.0).collect();

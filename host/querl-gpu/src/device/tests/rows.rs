@@ -8,7 +8,7 @@ use querl_model::{Dropout, Shard};
 fn dropout_drops_what_it_drops_on_the_cpu() {
     for (n_rows, width) in [(1, 1), (37, 33), (64, 512)] {
         let (x, row_keys) = (rounded(&mut rng(1), n_rows * width), (0..n_rows as u64).map(|row| row * 77).collect());
-        let mask = DropoutMask::new(Dropout { p: 0.3, seed: 5 }, row_keys, Shard::WHOLE).unwrap();
+        let mask = DropoutMask::new(Dropout { p: 0.3, seed: 5 }, row_keys, Shard::FULL).unwrap();
         let mut expected = x.clone();
         mask.of_layer("a.layer", width).apply(&mut expected);
         let row_keys = gpu().upload(mask.row_keys()).unwrap();

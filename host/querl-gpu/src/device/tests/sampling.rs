@@ -2,7 +2,7 @@ use super::super::{Answers, Drawn, ReadBack, SamplingRows, SamplingRules};
 use super::*;
 use querl_model::Decoding;
 use querl_model::SamplingSettings;
-use querl_model::backend::{Rules, choose};
+use querl_model::backend::{LogitsProcessor, sample_token};
 use std::collections::BTreeSet;
 
 struct Case {
@@ -61,14 +61,15 @@ impl Case {
 
     /// The same draws on either device, from the same numbers.
     fn check(&self, decoding: Decoding, seed: u64) {
-        let rules = Rules { settings: &self.settings, stop_ids: &self.stop_ids };
+        let rules = LogitsProcessor { settings: &self.settings, stop_ids: &self.stop_ids };
         let seeds: Vec<u64> = (0..self.answers.len() as u64).map(|row| seed * 100 + row).collect();
         let uniforms: Vec<f64> = seeds.iter().map(|&seed| rng(seed).random::<f64>()).collect();
         let uniforms = (decoding == Decoding::Sample).then_some(uniforms.as_slice());
         let (tokens, [logprobs, behaviour]) = self.on_device(uniforms);
         for row in 0..self.answers.len() {
             let mut logits = self.logits[row].clone();
-            let expected = choose(&mut logits, &self.answers[row], &rules, decoding, &mut rng(seeds[row])).unwrap();
+            let expected =
+                sample_token(&mut logits, &self.answers[row], &rules, decoding, &mut rng(seeds[row])).unwrap();
             assert_eq!(tokens[row], expected.token, "row {row}, {:?}", self.settings);
             let (found, wanted) = ([logprobs[row], behaviour[row]], [expected.logprob, expected.behaviour_logprob]);
             let is_close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-6 + 1e-6 * b.abs();

@@ -123,7 +123,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
 pub type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
-pub fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
+pub fn attention_forward(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
     let mut out = vec![0f32; q.len()];
     let tasks: Vec<_> = queries.chunks.iter().zip(queries.parts(&mut out, heads)).collect();
@@ -138,8 +138,8 @@ pub fn attend(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Res
     Ok((out, logsumexp?))
 }
 
-/// Gradients of queries, keys and values for the gradient `grad` of [`attend`]'s result `out`.
-pub fn attention_gradients(
+/// Gradients of queries, keys and values for the gradient `grad` of [`attention_forward`]'s result `out`.
+pub fn attention_backward(
     queries: &Queries,
     head_dim: usize,
     [q, k, v]: [&[f32]; 3],
@@ -191,8 +191,11 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (out, logsumexp) =
-            attend(&self.queries, self.head_dim, [floats(q, q_layout)?, floats(k, k_layout)?, floats(v, v_layout)?])?;
+        let (out, logsumexp) = attention_forward(
+            &self.queries,
+            self.head_dim,
+            [floats(q, q_layout)?, floats(k, k_layout)?, floats(v, v_layout)?],
+        )?;
         // A second forward pass of the same operation would find the same values.
         self.logsumexp.get_or_init(|| logsumexp);
         Ok((CpuStorage::F32(out), q_layout.shape().clone()))
@@ -208,7 +211,7 @@ impl CustomOp3 for Attention {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let Some(logsumexp) = self.logsumexp.get() else { bail!("attention: a backward pass before the forward pass") };
         let gradients = |x: [&[f32]; 3], out: &[f32], grad: &[f32]| {
-            attention_gradients(&self.queries, self.head_dim, x, out, logsumexp, grad)
+            attention_backward(&self.queries, self.head_dim, x, out, logsumexp, grad)
         };
         let [dq, dk, dv] = with_floats(q, |q| {
             with_floats(k, |k| {

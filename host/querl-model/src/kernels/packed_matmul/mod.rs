@@ -5,21 +5,17 @@
 //! cache while all rows pass over it. Each value of the result is one chain of additions in the order of the sum, wherever its
 //! row stands and however many rows there are: a row's result does not depend on its neighbours.
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod microkernel;
 mod weight_view;
 
-use super::simd::Level;
+use super::simd::SimdLevel;
 use candle_core::{Result, bail};
+pub(super) use microkernel::WIDTH;
 use microkernel::{Ahead, Block};
 use rayon::prelude::*;
 use std::marker::PhantomData;
 use weight_view::{Reuse, Scratch, with_scratch};
 pub(super) use weight_view::{WeightView, transpose};
-
-/// Columns of a panel and of a block.
-pub(super) const WIDTH: usize = 64;
 
 /// Steps of the sum that one slab holds: 32 KiB in f32.
 const STEPS: usize = 128;
@@ -127,7 +123,7 @@ pub(super) struct MatmulSpec<'a> {
 }
 
 /// The results of several products that run side by side.
-pub(super) fn matmul_alloc(level: Level, direction: Direction, wanted: &[MatmulSpec<'_>]) -> Result<Vec<Vec<f32>>> {
+pub(super) fn matmul_alloc(level: SimdLevel, direction: Direction, wanted: &[MatmulSpec<'_>]) -> Result<Vec<Vec<f32>>> {
     if wanted.iter().any(|fresh| matches!(fresh.start, Start::Itself(_))) {
         bail!("a sum that starts with fresh memory");
     }
@@ -147,12 +143,12 @@ pub(super) fn matmul_alloc(level: Level, direction: Direction, wanted: &[MatmulS
 }
 
 /// `y = start + sum of left W^T`; `y`: `(N, out)`.
-pub(super) fn forward(level: Level, terms: &[Term<'_>], y: Output<'_>) -> Result<()> {
+pub(super) fn forward(level: SimdLevel, terms: &[Term<'_>], y: Output<'_>) -> Result<()> {
     products(level, &[Job { terms, out: y }], Direction::Forward)
 }
 
 /// `dx = start + sum of left W`; `dx`: `(N, in)`.
-pub(super) fn backward(level: Level, terms: &[Term<'_>], dx: Output<'_>) -> Result<()> {
+pub(super) fn backward(level: SimdLevel, terms: &[Term<'_>], dx: Output<'_>) -> Result<()> {
     products(level, &[Job { terms, out: dx }], Direction::Backward)
 }
 
@@ -167,7 +163,7 @@ impl Term<'_> {
 }
 
 /// Runs all jobs in one parallel task list.
-fn products(level: Level, jobs: &[Job<'_>], direction: Direction) -> Result<()> {
+fn products(level: SimdLevel, jobs: &[Job<'_>], direction: Direction) -> Result<()> {
     let mut work = 0;
     let mut shapes = Vec::with_capacity(jobs.len());
     for job in jobs {
@@ -227,7 +223,7 @@ impl Job<'_> {
     /// # Safety
     /// [`Job::shape`] has found no fault, `n_cols` is what it found, the block lies within the output, and no other thread
     /// touches it.
-    unsafe fn run(&self, level: Level, direction: Direction, block: &Rectangle, n_cols: usize) {
+    unsafe fn run(&self, level: SimdLevel, direction: Direction, block: &Rectangle, n_cols: usize) {
         with_scratch(|scratch| {
             let accumulate = Output { start: Start::Itself(1.0), ..self.out };
             for (index, term) in self.terms.iter().enumerate() {
@@ -283,7 +279,7 @@ impl Term<'_> {
     /// rows and the steps of the weight.
     unsafe fn multiply(
         &self,
-        level: Level,
+        level: SimdLevel,
         direction: Direction,
         block: &Rectangle,
         out: &Output<'_>,
@@ -345,7 +341,7 @@ mod tests {
         let none = Term { left: &[], weight: WeightView::rows(&[], n_cols) };
         let (left, weight) = (vec![1.0; n_rows], vec![3.0; n_cols]);
         let one = Term { left: &left, weight: WeightView::rows(&weight, n_cols) };
-        for level in Level::all() {
+        for level in SimdLevel::all() {
             let of = |terms: &[Term<'_>], before: f32, keep: f32| {
                 let mut values = vec![before; n_rows * n_cols];
                 backward(level, terms, Output::new(&mut values, keep)).unwrap();
@@ -366,7 +362,7 @@ mod tests {
             ((0..30 * 150).map(number).collect(), (0..220 * 150).map(number).collect());
         let term = |n_out: usize| Term { left: &x, weight: WeightView::rows(&weights[..n_out * 150], 150) };
         let (bias, base): (Vec<f32>, Vec<f32>) = ((0..70).map(number).collect(), (0..30 * 220).map(number).collect());
-        for level in Level::all() {
+        for level in SimdLevel::all() {
             let alone = |n_out: usize| alloc_output(30 * n_out, |out| forward(level, &[term(n_out)], out)).unwrap();
             let wanted = [
                 MatmulSpec { len: 30 * 70, start: Start::Row(&bias), terms: vec![term(70)] },
@@ -387,7 +383,7 @@ mod tests {
 
     #[test]
     fn a_product_of_no_terms_is_an_error() {
-        let error = alloc_output(3, |out| forward(Level::detected(), &[], out)).unwrap_err();
+        let error = alloc_output(3, |out| forward(SimdLevel::detected(), &[], out)).unwrap_err();
         assert!(error.to_string().contains("a product of no terms into 3 values"), "{error}");
     }
 }

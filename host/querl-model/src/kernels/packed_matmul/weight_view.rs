@@ -1,11 +1,11 @@
 //! Views of a packed weight or a row-major matrix, and the slabs that the microkernel reads.
 
 use super::super::packed_weight::Packed;
-use super::super::simd::Level;
+use super::super::simd::SimdLevel;
+use super::STEPS;
 #[cfg(target_arch = "x86_64")]
-use super::avx512;
-use super::microkernel::{Ahead, LINE_BYTES};
-use super::{STEPS, WIDTH};
+use super::microkernel::avx512;
+use super::microkernel::{Ahead, LINE_BYTES, WIDTH};
 use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -90,7 +90,13 @@ impl<'a> WeightView<'a> {
     }
 
     /// Inputs `steps` of WIDTH outputs from `output` on; what stands beyond the last output means nothing.
-    pub(super) fn outputs_slab(self, level: Level, output: usize, steps: Range<usize>, scratch: &mut Scratch) -> Slab {
+    pub(super) fn outputs_slab(
+        self,
+        level: SimdLevel,
+        output: usize,
+        steps: Range<usize>,
+        scratch: &mut Scratch,
+    ) -> Slab {
         let output = self.first + output;
         match self.stored {
             Stored::Packed(packed) => match packed.floats() {
@@ -123,7 +129,7 @@ impl<'a> WeightView<'a> {
     /// Outputs `steps`, from a multiple of WIDTH on, of the inputs `columns`, at most WIDTH and likewise.
     pub(super) fn inputs_slab(
         self,
-        level: Level,
+        level: SimdLevel,
         steps: Range<usize>,
         columns: Range<usize>,
         reuse: Reuse,
@@ -146,7 +152,7 @@ impl<'a> WeightView<'a> {
     }
 }
 
-fn packed_inputs(packed: &Packed, level: Level, steps: Range<usize>, column: usize, scratch: &mut Scratch) {
+fn packed_inputs(packed: &Packed, level: SimdLevel, steps: Range<usize>, column: usize, scratch: &mut Scratch) {
     let inputs = column..(column + WIDTH).min(packed.n_in_padded);
     for (start, slab) in steps.step_by(WIDTH).zip(scratch.slab.chunks_exact_mut(WIDTH * WIDTH)) {
         let block = match packed.floats() {
@@ -162,7 +168,7 @@ fn packed_inputs(packed: &Packed, level: Level, steps: Range<usize>, column: usi
 }
 
 /// `(n, WIDTH)` with `n` a multiple of 16 into the first columns of `(WIDTH, WIDTH)`.
-fn transpose_block(level: Level, from: &[f32], to: &mut [f32]) {
+fn transpose_block(level: SimdLevel, from: &[f32], to: &mut [f32]) {
     for row in (0..from.len() / WIDTH).step_by(16) {
         for column in (0..WIDTH).step_by(16) {
             transpose16(level, &from[row * WIDTH + column..], WIDTH, &mut to[column * WIDTH + row..], WIDTH);
@@ -172,7 +178,7 @@ fn transpose_block(level: Level, from: &[f32], to: &mut [f32]) {
 
 /// Rows `outputs` and columns `steps` of a row-major matrix, transposed into `(steps, WIDTH)`; the rest of a row is 0.
 fn transpose_part(
-    level: Level,
+    level: SimdLevel,
     values: &[f32],
     n_in: usize,
     outputs: Range<usize>,
@@ -199,11 +205,11 @@ fn transpose_part(
 }
 
 /// Transposes 16 by 16 values; rows start `from_row` and `to_row` apart.
-fn transpose16(level: Level, from: &[f32], from_row: usize, to: &mut [f32], to_row: usize) {
+fn transpose16(level: SimdLevel, from: &[f32], from_row: usize, to: &mut [f32], to_row: usize) {
     assert!(from.len() >= 15 * from_row + 16 && to.len() >= 15 * to_row + 16, "16 rows of 16 values");
     match level {
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => {
+        SimdLevel::Avx512 => {
             // SAFETY: the lengths were checked, and the level says that the processor has the instructions.
             unsafe { avx512::transpose16(from.as_ptr().cast(), from_row, to.as_mut_ptr().cast(), to_row) }
         }
@@ -214,7 +220,7 @@ fn transpose16(level: Level, from: &[f32], from_row: usize, to: &mut [f32], to_r
 }
 
 /// The transposed matrix: `(n_cols, n_rows)`.
-pub(in super::super) fn transpose(level: Level, values: &[f32], n_cols: usize) -> Vec<f32> {
+pub(in super::super) fn transpose(level: SimdLevel, values: &[f32], n_cols: usize) -> Vec<f32> {
     let n_rows = values.len() / n_cols.max(1);
     let mut transposed = vec![0f32; n_rows * n_cols];
     transposed.par_chunks_mut((n_rows * 16).max(1)).enumerate().for_each(|(part, to)| {

@@ -1,39 +1,14 @@
-//! Frozen weights, packed for matrix products and quantized: f32, bf16, f16, int8, fp8 (e4m3) or nf4.
+//! The packed form of a frozen weight, and its quantization: f32, bf16, f16, int8, fp8 (e4m3) or nf4.
 
 #[cfg(test)]
 mod tests;
 mod unpack;
 
-use super::packed_matmul::{Output, Term, WIDTH, WeightView, backward, forward};
-use super::simd::Level;
-use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
+use super::packed_matmul::WIDTH;
+use candle_core::{CpuStorage, DType, Result, Storage, Tensor, bail};
 use querl_core::config::BaseDtype;
 use rayon::prelude::*;
-use std::sync::Arc;
 use unpack::NF4;
-
-/// A frozen weight `(out, in)`. Forward and backward read one packed copy; clones share it.
-///
-/// | dtype | bytes a weight | a stored value |
-/// |---|---|---|
-/// | f32 | 4 | the weight |
-/// | bf16 | 2 | rounded to 8 bits of mantissa |
-/// | f16 | 2 | rounded to 11 bits of mantissa |
-/// | int8 | 1.0625 | one of 255 even steps up to its group's largest |
-/// | fp8 | 1 | rounded to 4 bits of mantissa (e4m3) as a share of its row's largest, which is 448 |
-/// | nf4 | 0.5625 | one of 16 shares of its group's largest |
-///
-/// A group is 64 neighbours of one output row. Stored values are widened block by block and multiplied in f32, activations are
-/// never rounded: with the bf16 dot products of Intel's fifth generation a core does 90 GFLOP/s, with f32 187.
-///
-/// Sources: Dettmers et al. 2022, "LLM.int8()" (symmetric absolute-maximum steps); Micikevicius et al. 2022, "FP8 Formats for Deep
-/// Learning" (e4m3);
-/// Dettmers et al. 2023, "QLoRA", appendix E (the 16 values).
-#[derive(Clone)]
-pub struct FrozenWeight {
-    packed: Arc<Packed>,
-    level: Level,
-}
 
 /// Panels of WIDTH outputs: for each input the values of all its outputs stand together.
 pub(super) struct Packed {
@@ -54,86 +29,6 @@ struct Line([u8; 64]);
 
 /// Neighbours of a row that share a scale in int8 and nf4; in fp8 all do.
 pub const GROUP: usize = 64;
-
-impl FrozenWeight {
-    /// Packs a weight. `weight`: `(out, in)` of any float type.
-    ///
-    /// # Errors
-    /// A tensor that is not a matrix of floats, or a value that is not finite in `dtype`.
-    pub fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Self> {
-        Ok(Self { packed: Arc::new(pack(weight, dtype)?), level: Level::detected() })
-    }
-
-    /// Outputs and inputs.
-    pub fn dims(&self) -> (usize, usize) {
-        (self.packed.n_out, self.packed.n_in)
-    }
-
-    /// How it is stored.
-    pub fn dtype(&self) -> BaseDtype {
-        self.packed.dtype
-    }
-
-    /// Bytes that it takes, padding and scales included.
-    pub fn memory_bytes(&self) -> usize {
-        size_of_val(self.packed.data.as_slice()) + size_of_val(self.packed.scales.as_slice())
-    }
-
-    /// The values that are stored: `(out, in)` f32.
-    ///
-    /// # Errors
-    /// The tensor cannot be made.
-    pub fn to_tensor(&self) -> Result<Tensor> {
-        let (n_out, n_in) = self.dims();
-        let mut values = vec![0f32; n_out * n_in];
-        values.par_chunks_mut(n_in.max(1)).enumerate().for_each(|(output, row)| self.packed.row(output, row));
-        Tensor::from_vec(values, (n_out, n_in), &Device::Cpu)
-    }
-
-    /// Rows by index: `(n, in)` f32. An embedding that is also the head is held once.
-    ///
-    /// # Errors
-    /// An index that is not below the number of rows.
-    pub fn rows(&self, ids: &[u32]) -> Result<Tensor> {
-        let (n_out, n_in) = self.dims();
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= n_out) {
-            bail!("token id {id} is outside the vocabulary of {n_out}");
-        }
-        let mut values = vec![0f32; ids.len() * n_in];
-        values.par_chunks_mut(n_in.max(1)).zip(ids).for_each(|(row, &id)| self.packed.row(id as usize, row));
-        Tensor::from_vec(values, (ids.len(), n_in), &Device::Cpu)
-    }
-
-    /// `y = keep * y + x W^T` for `x` `(N, in)` and `y` `(N, out)`.
-    ///
-    /// # Errors
-    /// Lengths that do not fit.
-    pub fn forward(&self, x: &[f32], y: &mut [f32], keep: f32) -> Result<()> {
-        forward(self.level, &[Term { left: x, weight: self.source() }], Output::new(y, keep))
-    }
-
-    /// `dx = keep * dx + grad W` for `grad` `(N, out)` and `dx` `(N, in)`.
-    ///
-    /// # Errors
-    /// Lengths that do not fit.
-    pub fn backward(&self, grad: &[f32], dx: &mut [f32], keep: f32) -> Result<()> {
-        backward(self.level, &[Term { left: grad, weight: self.source() }], Output::new(dx, keep))
-    }
-
-    pub(super) fn source(&self) -> WeightView<'_> {
-        WeightView::packed(&self.packed)
-    }
-
-    pub(super) fn level(&self) -> Level {
-        self.level
-    }
-
-    /// The same weight with the instructions of `level`.
-    #[cfg(test)]
-    pub(super) fn at_level(&self, level: Level) -> Self {
-        Self { packed: self.packed.clone(), level }
-    }
-}
 
 fn n_groups(dtype: BaseDtype, n_in: usize) -> usize {
     match dtype {
@@ -168,6 +63,11 @@ fn values_mut<T: Plain>(lines: &mut [Line]) -> &mut [T] {
 }
 
 impl Packed {
+    /// Bytes of values and scales, padding included.
+    pub(super) fn memory_bytes(&self) -> usize {
+        size_of_val(self.data.as_slice()) + size_of_val(self.scales.as_slice())
+    }
+
     fn n_groups(&self) -> usize {
         n_groups(self.dtype, self.n_in)
     }
@@ -195,7 +95,7 @@ impl Packed {
     }
 }
 
-fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
+pub(super) fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
     let (n_out, n_in) = weight.dims2()?;
     if n_out == 0 || n_in == 0 {
         bail!("a weight of shape ({n_out}, {n_in}) holds nothing");

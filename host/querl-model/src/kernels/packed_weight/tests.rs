@@ -1,9 +1,10 @@
 //! Packed products against plain ones, at every level of this processor.
 #![allow(clippy::unwrap_used)]
 
-use super::super::simd::Level;
+use super::super::simd::SimdLevel;
+use super::e4m3;
 use super::unpack::from_e4m3;
-use super::{FrozenWeight, e4m3};
+use crate::kernels::FrozenWeight;
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 
@@ -51,7 +52,7 @@ fn products_agree_with_f64_at_every_level_and_type() {
     for (dtype, (n_out, n_in)) in DTYPES.into_iter().flat_map(|dtype| SHAPES.map(|shape| (dtype, shape))) {
         let packed = weight(n_out, n_in, dtype);
         let w = stored(&packed);
-        for (level, n_rows) in Level::all().into_iter().flat_map(|level| [1, 2, 7, 23].map(|n| (level, n))) {
+        for (level, n_rows) in SimdLevel::all().into_iter().flat_map(|level| [1, 2, 7, 23].map(|n| (level, n))) {
             let packed = packed.at_level(level);
             let (x, g) = (numbers(n_rows * n_in, 2), numbers(n_rows * n_out, 3));
             let (mut y, mut dx) = (vec![f32::NAN; n_rows * n_out], vec![f32::NAN; n_rows * n_in]);
@@ -70,7 +71,8 @@ fn products_agree_with_f64_at_every_level_and_type() {
 fn a_rows_result_does_not_depend_on_other_rows() {
     let (n_out, n_in, n_rows) = (192, 300, 523);
     let (x, g) = (numbers(n_rows * n_in, 4), numbers(n_rows * n_out, 5));
-    for (dtype, level) in DTYPES.into_iter().flat_map(|dtype| Level::all().into_iter().map(move |level| (dtype, level)))
+    for (dtype, level) in
+        DTYPES.into_iter().flat_map(|dtype| SimdLevel::all().into_iter().map(move |level| (dtype, level)))
     {
         let packed = weight(n_out, n_in, dtype).at_level(level);
         let (mut y, mut dx) = (vec![0f32; n_rows * n_out], vec![0f32; n_rows * n_in]);
@@ -158,7 +160,7 @@ fn a_group_without_scales_is_never_left_as_it_was() {
     let values = Tensor::from_vec(numbers(64 * 128, 1), (64, 128), &Device::Cpu).unwrap();
     let mut packed = super::pack(&values, BaseDtype::Int8).unwrap();
     packed.scales.truncate(super::WIDTH);
-    packed.unpack(Level::detected(), 0, 0..128, &mut [0f32; 128 * super::WIDTH]);
+    packed.unpack(SimdLevel::detected(), 0, 0..128, &mut [0f32; 128 * super::WIDTH]);
 }
 
 /// Golden values: `tests/reference/fp8.py`.

@@ -1,6 +1,6 @@
 //! Dequantization of packed panels to f32.
 
-use super::super::simd::{Level, vectorised};
+use super::super::simd::{SimdLevel, vectorised};
 use super::{GROUP, Packed, WIDTH, values};
 use querl_core::config::BaseDtype;
 use std::ops::Range;
@@ -37,21 +37,21 @@ fn from_f16(bits: u16) -> f32 {
     f32::from_bits(magnitude.to_bits() | sign)
 }
 
-fn unpack_f16(level: Level, from: &[u16], to: &mut [f32]) {
+fn unpack_f16(level: SimdLevel, from: &[u16], to: &mut [f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
-        Level::Avx512 => unsafe { avx512::unpack_f16(from, to) },
+        SimdLevel::Avx512 => unsafe { avx512::unpack_f16(from, to) },
         _ => to.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from)),
     }
 }
 
 /// Pairs of inputs to rows of inputs, two rows of WIDTH for each row of pairs.
-fn unpack_pairs(level: Level, from: &[u32], to: &mut [f32]) {
+fn unpack_pairs(level: SimdLevel, from: &[u32], to: &mut [f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
-        Level::Avx512 => unsafe { avx512::unpack_pairs(from, to) },
+        SimdLevel::Avx512 => unsafe { avx512::unpack_pairs(from, to) },
         _ => {
             for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
                 let (even, odd) = rows.split_at_mut(WIDTH);
@@ -92,11 +92,11 @@ vectorised! {
     }
 }
 
-fn unpack_nf4(level: Level, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+fn unpack_nf4(level: SimdLevel, from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
-        Level::Avx512 => unsafe { avx512::unpack_nf4(from, scales, to) },
+        SimdLevel::Avx512 => unsafe { avx512::unpack_nf4(from, scales, to) },
         _ => {
             for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
                 for (i, &byte) in from.iter().enumerate() {
@@ -177,7 +177,7 @@ mod avx512 {
 
 impl Packed {
     /// Inputs `inputs` of a panel as f32, `(inputs, WIDTH)`; `inputs` begins at a multiple of [`GROUP`].
-    pub(in super::super) fn unpack(&self, level: Level, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
+    pub(in super::super) fn unpack(&self, level: SimdLevel, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
         debug_assert!(inputs.start.is_multiple_of(GROUP) && to.len() == inputs.len() * WIDTH);
         let offset = self.offset(panel, inputs.start);
         match self.dtype {
@@ -194,7 +194,7 @@ impl Packed {
         }
     }
 
-    fn unpack_groups(&self, level: Level, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
+    fn unpack_groups(&self, level: SimdLevel, panel: usize, inputs: Range<usize>, to: &mut [f32]) {
         for (part, to) in to.chunks_mut(GROUP * WIDTH).enumerate() {
             let input = inputs.start + part * GROUP;
             let (offset, group) = (self.offset(panel, input), panel * self.n_groups() + self.group_of(input));
@@ -209,7 +209,7 @@ impl Packed {
     }
 
     /// One row of the weight: `(in)`.
-    pub(super) fn row(&self, output: usize, row: &mut [f32]) {
+    pub(in super::super) fn row(&self, output: usize, row: &mut [f32]) {
         let (panel, lane) = (output / WIDTH, output % WIDTH);
         let offset = self.offset(panel, 0);
         match self.dtype {

@@ -15,7 +15,7 @@ use crate::BUCKET;
 use crate::rl::kv_cache_room;
 use counts::{adapter_parameters, largest_linear, largest_trained, saved_bytes_of_row, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
-use querl_model::kernels::{CARD_LOGITS, CARD_LOGITS_OF_ROW};
+use querl_model::kernels::{GPU_LOGITS, GPU_LOGITS_PER_ROW};
 use querl_model::{ComputeDevice, DecoderConfig, EngineSettings};
 
 /// Sizes of what a kind of device stores.
@@ -319,7 +319,7 @@ fn widened_of(MemoryRequest { shapes, model, stage, types, .. }: &MemoryRequest)
 }
 
 fn logits_of(shapes: &DecoderConfig, n_rows: u64) -> u64 {
-    let n_logits = (CARD_LOGITS as u64).max(CARD_LOGITS_OF_ROW as u64 * n_rows).min(n_rows * shapes.vocab_size as u64);
+    let n_logits = (GPU_LOGITS as u64).max(GPU_LOGITS_PER_ROW as u64 * n_rows).min(n_rows * shapes.vocab_size as u64);
     n_logits * LOGIT_BYTES as u64
 }
 

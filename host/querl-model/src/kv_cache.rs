@@ -1,5 +1,7 @@
-//! Keys and values of tokens in blocks of a pool: sequences that begin alike hold the same blocks, and copy one only when they
-//! write to it.
+//! Paged KV cache: keys and values of tokens in blocks of a pool. Sequences with a common prefix share its blocks; a shared block is
+//! copied before one of them writes to it (copy-on-write).
+//!
+//! Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 
 use crate::{DecoderConfig, ModelError};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,28 +10,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Tokens of a block: as many as an AVX-512 register has lanes, so that one instruction sees one value of all their keys.
 pub const BLOCK_TOKENS: usize = 16;
 
-/// Keys that one thread block of a card attends to. A constant: what a sequence gets does not depend on the sequences beside it.
+/// Keys that one thread block of a GPU attends to. A constant, so that a sequence's result does not depend on the rest of its batch.
 const SPLIT_KEYS: usize = 256;
 
-/// Parts in which a card attends to so many keys: a row gets the same whether there are more parts than it needs.
+/// Split-K parts of attention over at most so many keys on a GPU; more parts than needed do not change a result.
 pub fn n_splits(max_length: usize) -> usize {
     max_length.div_ceil(SPLIT_KEYS).max(1)
 }
 
-/// Values, f32, that a card keeps of such parts for `n` rows.
+/// Intermediate f32 values of split-K attention for `n` rows.
 pub fn split_values(n: usize, n_heads: usize, head_dim: usize, n_splits: usize) -> usize {
     if n_splits > 1 { n * n_heads * n_splits * (head_dim + 2) } else { 0 }
 }
 
-/// Where keys and values stand in a block.
+/// Layout of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockShape {
     n_layers: usize,
     n_kv_heads: usize,
-    pub head_dim: usize,
+    pub(crate) head_dim: usize,
 }
 
-/// Blocks that are free, and how many are not.
+/// The blocks of one KV cache: on the CPU created as needed, on a GPU a fixed number.
 #[derive(Debug)]
 pub struct BlockPool {
     shape: BlockShape,
@@ -38,60 +40,58 @@ pub struct BlockPool {
     n_peak: AtomicUsize,
 }
 
-/// Where the blocks of a pool stand.
 #[derive(Debug)]
 enum Memory {
-    /// With the host, which makes them when they are needed; those that were let go of are here.
+    /// Freed blocks, for reuse.
     Host(Mutex<Vec<Vec<f32>>>),
-    /// With a card, which has all of them from the beginning; here are their numbers.
-    Device(Mutex<Numbers>),
+    /// Numbers of the blocks in GPU memory.
+    Device(Mutex<DeviceBlocks>),
 }
 
-/// The blocks of a card.
 #[derive(Debug)]
-struct Numbers {
+struct DeviceBlocks {
     n_blocks: usize,
     free: Vec<u32>,
-    /// From which block to which one values are to be copied before anything is written.
+    /// Pending copy-on-write block copies (source, destination).
     copies: Vec<[u32; 2]>,
 }
 
-/// Keys and values of up to [`BLOCK_TOKENS`] tokens in all layers; goes back to its pool when the last sequence lets go of it.
+/// Keys and values of up to [`BLOCK_TOKENS`] tokens in all layers; returns to its pool when no sequence uses it.
 pub struct Block {
-    values: Vec<f32>, // none where a card has them
+    values: Vec<f32>, // empty for a block in GPU memory
     number: u32,
     pool: Arc<BlockPool>,
 }
 
-/// One sequence's keys and values. A clone goes on from the same tokens in another way.
+/// The block table of one sequence. A clone shares all blocks, and continues the same tokens in another way.
 #[derive(Clone)]
-pub struct SequenceCache {
+pub struct SequenceKvCache {
     pool: Arc<BlockPool>,
     blocks: Vec<Arc<Block>>,
     len: usize,
 }
 
 impl BlockShape {
-    pub fn new(config: &DecoderConfig) -> Self {
+    pub(crate) fn new(config: &DecoderConfig) -> Self {
         Self { n_layers: config.n_layers, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim }
     }
 
     #[cfg(test)]
-    pub fn of(n_layers: usize, n_kv_heads: usize, head_dim: usize) -> Self {
+    pub(crate) fn of(n_layers: usize, n_kv_heads: usize, head_dim: usize) -> Self {
         Self { n_layers, n_kv_heads, head_dim }
     }
 
-    /// Values of one head's keys: `(D, BLOCK_TOKENS)`.
+    /// Number of key values of one head, `(D, BLOCK_TOKENS)`.
     fn key_values(self) -> usize {
         self.head_dim * BLOCK_TOKENS
     }
 
-    /// Width of a row of values: the head's, filled up to whole vectors.
-    pub fn value_width(self) -> usize {
+    /// Width of a row of values: the head size, padded to a multiple of 16.
+    pub(crate) fn value_width(self) -> usize {
         self.head_dim.next_multiple_of(16)
     }
 
-    /// Values of one head's keys and values.
+    /// Number of values of one head, keys included.
     fn head_values(self) -> usize {
         self.key_values() + BLOCK_TOKENS * self.value_width()
     }
@@ -100,7 +100,7 @@ impl BlockShape {
         self.n_layers * self.n_kv_heads * self.head_values()
     }
 
-    /// Bytes on a card: bf16, nothing filled up.
+    /// Bytes on a GPU: bf16, without padding.
     fn block_bytes_on_device(self) -> usize {
         self.n_layers * self.n_kv_heads * self.head_dim * BLOCK_TOKENS * 2 * 2
     }
@@ -111,47 +111,47 @@ impl BlockShape {
 }
 
 impl BlockPool {
-    /// Of the host, without an end.
-    pub fn new(shape: BlockShape) -> Arc<Self> {
+    /// In CPU memory, without a limit.
+    pub(crate) fn new(shape: BlockShape) -> Arc<Self> {
         Self::with(shape, Memory::Host(Mutex::default()))
     }
 
-    /// Of a card that has so many blocks.
+    /// On a GPU with so many blocks.
     pub fn of_device(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
         let free = (0..n_blocks as u32).rev().collect();
-        Self::with(shape, Memory::Device(Mutex::new(Numbers { n_blocks, free, copies: Vec::new() })))
+        Self::with(shape, Memory::Device(Mutex::new(DeviceBlocks { n_blocks, free, copies: Vec::new() })))
     }
 
     fn with(shape: BlockShape, memory: Memory) -> Arc<Self> {
         Arc::new(Self { shape, memory, n_live: AtomicUsize::new(0), n_peak: AtomicUsize::new(0) })
     }
 
-    pub fn block_bytes(&self) -> usize {
+    pub(crate) fn block_bytes(&self) -> usize {
         match self.memory {
             Memory::Host(_) => self.shape.block_values() * size_of::<f32>(),
             Memory::Device(_) => self.shape.block_bytes_on_device(),
         }
     }
 
-    /// Blocks that sequences hold.
-    pub fn n_live(&self) -> usize {
+    /// Blocks in use.
+    pub(crate) fn n_live(&self) -> usize {
         self.n_live.load(Ordering::Relaxed)
     }
 
-    /// Most blocks that were held at once: of the host, what the pool has taken from memory.
-    pub fn n_peak(&self) -> usize {
+    /// Most blocks that were in use at once: on the CPU, those that are allocated.
+    pub(crate) fn n_peak(&self) -> usize {
         self.n_peak.load(Ordering::Relaxed)
     }
 
-    /// Blocks that there are at all; `None` where the host makes them.
-    pub fn n_blocks(&self) -> Option<usize> {
+    /// Blocks of a GPU; `None` on the CPU.
+    pub(crate) fn n_blocks(&self) -> Option<usize> {
         match &self.memory {
             Memory::Host(_) => None,
             Memory::Device(numbers) => Some(lock(numbers).n_blocks),
         }
     }
 
-    /// Which blocks have to be copied to which, on the card, before their sequences write; asked once.
+    /// Takes the pending copy-on-write block copies (source, destination): the GPU must make them before sequences write.
     pub fn take_copies(&self) -> Vec<[u32; 2]> {
         match &self.memory {
             Memory::Host(_) => Vec::new(),
@@ -159,7 +159,7 @@ impl BlockPool {
         }
     }
 
-    /// A block of the host's holds zeros: what stands behind a sequence's last token is multiplied by 0, so it has to be finite.
+    /// Blocks in CPU memory are zeroed: what is after a sequence's last token is multiplied by 0, so it must be finite.
     fn take(pool: &Arc<Self>) -> Result<Block, ModelError> {
         let block = match &pool.memory {
             Memory::Host(free) => {
@@ -177,7 +177,9 @@ impl BlockPool {
                 let mut numbers = lock(numbers);
                 let number = numbers.free.pop().ok_or_else(|| {
                     let n = numbers.n_blocks;
-                    ModelError::Generation(format!("all {n} blocks of keys and values are held, though room was kept"))
+                    ModelError::Generation(format!(
+                        "all {n} KV cache blocks are in use; internal error, please report it"
+                    ))
                 })?;
                 Block { values: Vec::new(), number, pool: pool.clone() }
             }
@@ -203,7 +205,7 @@ impl Drop for Block {
 }
 
 impl Block {
-    /// A block of one's own with the same values; on a card, as soon as the copies are made that the pool remembers.
+    /// A copy; on a GPU it is pending until [`BlockPool::take_copies`].
     fn copied(&self) -> Result<Self, ModelError> {
         let mut copy = BlockPool::take(&self.pool)?;
         match &self.pool.memory {
@@ -213,7 +215,7 @@ impl Block {
         Ok(copy)
     }
 
-    /// Its number on the card.
+    /// Its number on the GPU.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -233,27 +235,28 @@ impl Block {
     }
 }
 
-impl SequenceCache {
+impl SequenceKvCache {
+    /// An empty sequence.
     pub fn new(pool: &Arc<BlockPool>) -> Self {
         Self { pool: pool.clone(), blocks: Vec::new(), len: 0 }
     }
 
-    /// Tokens held.
+    /// Number of tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds no token.
+    /// Whether it has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its blocks, oldest first.
+    /// The block table: blocks in the order of the tokens.
     pub fn blocks(&self) -> &[Arc<Block>] {
         &self.blocks
     }
 
-    pub fn shape(&self) -> BlockShape {
+    pub(crate) fn shape(&self) -> BlockShape {
         self.pool.shape
     }
 
@@ -262,22 +265,22 @@ impl SequenceCache {
         self.pool.take_copies()
     }
 
-    /// The same sequence as it was when it held `len` tokens.
-    pub fn prefix(&self, len: usize) -> Self {
+    /// The sequence's first `len` tokens.
+    pub(crate) fn prefix(&self, len: usize) -> Self {
         let len = len.min(self.len);
         Self { pool: self.pool.clone(), blocks: self.blocks[..len.div_ceil(BLOCK_TOKENS)].to_vec(), len }
     }
 
-    /// Makes room for `n` more tokens, in blocks that no other sequence holds. Their keys and values are still to be written.
+    /// Appends `n` tokens, in blocks that no other sequence uses. Their keys and values must be written next.
     ///
     /// # Errors
-    /// The card has no further block.
+    /// The GPU has no free block.
     pub fn extend(&mut self, n: usize) -> Result<(), ModelError> {
         if n == 0 {
             return Ok(());
         }
         if !self.len.is_multiple_of(BLOCK_TOKENS) {
-            // What others share is copied here, so that `write` finds it unshared.
+            // Copy-on-write of a shared last block happens here, so that `write` finds it unshared.
             self.own(self.blocks.len() - 1)?;
         }
         self.len += n;
@@ -287,20 +290,25 @@ impl SequenceCache {
         Ok(())
     }
 
-    /// A block that nobody else holds.
+    /// Makes a block this sequence's own.
     fn own(&mut self, index: usize) -> Result<&mut Block, ModelError> {
         if Arc::get_mut(&mut self.blocks[index]).is_none() {
             self.blocks[index] = Arc::new(self.blocks[index].copied()?);
         }
-        Arc::get_mut(&mut self.blocks[index]).ok_or_else(|| ModelError::Generation("a block is held twice".into()))
+        Arc::get_mut(&mut self.blocks[index]).ok_or_else(|| {
+            ModelError::Generation("a KV cache block is used twice; internal error, please report it".into())
+        })
     }
 
-    /// Writes the keys and values `(kv_heads * D)` of one token in one layer. Its place was made by `extend` since the last
-    /// clone; a block that is shared all the same is copied first. Of the host's blocks alone: on a card a kernel writes.
-    ///
-    /// # Errors
-    /// None of the host's.
-    pub fn write(&mut self, layer: usize, position: usize, keys: &[f32], values: &[f32]) -> Result<(), ModelError> {
+    /// Writes the keys and values `(kv_heads * D)` of one token that `extend` appended, in one layer, in CPU memory; on a GPU a kernel
+    /// writes.
+    pub(crate) fn write(
+        &mut self,
+        layer: usize,
+        position: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<(), ModelError> {
         let (shape, slot) = (self.pool.shape, position % BLOCK_TOKENS);
         let block = self.own(position / BLOCK_TOKENS)?;
         let heads = keys.chunks_exact(shape.head_dim).zip(values.chunks_exact(shape.head_dim));
@@ -326,8 +334,8 @@ mod tests {
         (0..6).map(|i| value + i as f32).collect()
     }
 
-    fn written(pool: &Arc<BlockPool>, n: usize) -> SequenceCache {
-        let mut cache = SequenceCache::new(pool);
+    fn written(pool: &Arc<BlockPool>, n: usize) -> SequenceKvCache {
+        let mut cache = SequenceKvCache::new(pool);
         cache.extend(n).unwrap();
         for position in 0..n {
             cache.write(1, position, &token(position as f32 * 10.0), &token(-(position as f32))).unwrap();
@@ -336,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_stand_by_value_and_values_by_token() {
+    fn keys_are_stored_by_dimension_and_values_by_token() {
         let cache = written(&BlockPool::new(SHAPE), 18);
         let block = &cache.blocks()[1];
         assert_eq!((block.keys(1, 1)[0], block.keys(1, 1)[1], block.keys(1, 1)[BLOCK_TOKENS]), (163.0, 173.0, 164.0));
@@ -345,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_block_is_copied_by_the_one_that_writes_to_it() {
+    fn writing_to_a_shared_block_copies_it() {
         let pool = BlockPool::new(SHAPE);
         let first = written(&pool, 20);
         let mut second = first.prefix(18);
@@ -359,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_are_let_go_of_are_used_again() {
+    fn freed_blocks_are_reused() {
         let pool = BlockPool::new(SHAPE);
         (0..5).for_each(|_| drop(written(&pool, 40)));
         assert_eq!((pool.n_live(), pool.n_peak()), (0, 3));
@@ -367,14 +375,14 @@ mod tests {
         assert_eq!(cache.blocks()[0].keys(1, 0)[1], 0.0);
     }
 
-    fn numbers(cache: &SequenceCache) -> Vec<u32> {
+    fn numbers(cache: &SequenceKvCache) -> Vec<u32> {
         cache.blocks().iter().map(|block| block.number()).collect()
     }
 
     #[test]
-    fn a_card_is_told_which_of_its_blocks_to_copy() {
+    fn block_copies_on_a_gpu_are_pending_until_taken() {
         let pool = BlockPool::of_device(SHAPE, 5);
-        let mut first = SequenceCache::new(&pool);
+        let mut first = SequenceKvCache::new(&pool);
         first.extend(20).unwrap();
         let mut second = first.clone();
         assert_eq!(numbers(&second), [0, 1]);
@@ -387,11 +395,11 @@ mod tests {
     }
 
     #[test]
-    fn a_card_without_a_free_block_is_an_error() {
+    fn a_gpu_without_a_free_block_is_an_error() {
         let pool = BlockPool::of_device(SHAPE, 2);
-        let mut cache = SequenceCache::new(&pool);
+        let mut cache = SequenceKvCache::new(&pool);
         cache.extend(32).unwrap();
         let error = cache.extend(1).unwrap_err();
-        assert!(error.to_string().contains("all 2 blocks"), "{error}");
+        assert!(error.to_string().contains("all 2 KV cache blocks"), "{error}");
     }
 }

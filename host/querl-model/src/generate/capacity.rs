@@ -1,0 +1,197 @@
+//! Memory of generation on a GPU: KV cache blocks and buffers of a decode step, which the engine allocates and memory plans count;
+//! and admission: a response starts only if there are enough blocks to finish it.
+
+use crate::DecoderConfig;
+use crate::kv_cache::{BLOCK_TOKENS, n_splits, split_values};
+use std::collections::BTreeMap;
+
+/// Responses for which a GPU has KV cache blocks at once. A further one waits until others end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheRoom {
+    /// Running responses, or beams.
+    pub n_responses: usize,
+    /// Different prompts that they follow: responses to one prompt share its blocks.
+    pub n_prompts: usize,
+    /// Tokens of the longest prompt.
+    pub longest_prompt: usize,
+    /// Tokens of the longest response.
+    pub max_new_tokens: usize,
+}
+
+impl CacheRoom {
+    /// Tokens of the longest sequence.
+    pub fn longest(&self) -> usize {
+        self.longest_prompt + self.max_new_tokens
+    }
+
+    /// KV cache blocks, with those of kept prefixes and of the one prompt that waits for its next response.
+    pub fn n_blocks(&self, max_prefix_tokens: usize) -> usize {
+        let prompts = (self.n_prompts + 1) * blocks_of_prompt(self.longest_prompt);
+        self.n_responses * blocks_of_response(self.max_new_tokens) + prompts + max_prefix_tokens.div_ceil(BLOCK_TOKENS)
+    }
+
+    /// Bytes of the KV cache with `value_bytes` per value.
+    pub fn cache_bytes(&self, config: &DecoderConfig, max_prefix_tokens: usize, value_bytes: usize) -> u64 {
+        let of_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * value_bytes;
+        (self.n_blocks(max_prefix_tokens) * BLOCK_TOKENS * of_token) as u64
+    }
+
+    /// Bytes of all other buffers of a decode step on a GPU, weights excluded; `rank`: of adapters, 0 without.
+    pub fn work_bytes(&self, config: &DecoderConfig, rank: usize) -> u64 {
+        DecodeBufferSizes::new(config, self.n_responses, self.longest()).bytes(config, 3 * rank)
+    }
+}
+
+/// Most blocks that a prompt takes: its own, and one that a shared prefix leaves half filled.
+pub(super) fn blocks_of_prompt(n_tokens: usize) -> usize {
+    n_tokens.div_ceil(BLOCK_TOKENS) + 1
+}
+
+/// Most blocks that a response adds to its prompt's: the prompt's last is copied where it is not full.
+pub(super) fn blocks_of_response(max_new_tokens: usize) -> usize {
+    max_new_tokens.div_ceil(BLOCK_TOKENS) + 1
+}
+
+/// Rows of one prefill pass: with more, products are no faster and their results take more memory.
+const PREFILL_ROWS: usize = 1024;
+
+/// Values of split-K attention, f32, that bound the rows of a prefill pass over long sequences.
+const SPLIT_VALUES: usize = 1 << 24;
+
+/// Logits that are in memory at once: 256 rows of a vocabulary of 152,000 tokens.
+const LOGITS: usize = 5 << 23;
+
+/// Batch sizes of decode steps: a smaller batch is padded to the next one. That bounds the number of captured CUDA graphs, and a
+/// product of one size always runs with one kernel.
+const BUCKETS: [usize; 14] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256];
+
+/// The batch size to which `n` sequences are padded.
+pub fn bucket(n: usize) -> usize {
+    BUCKETS.into_iter().find(|&size| size >= n).unwrap_or_else(|| n.next_multiple_of(BUCKETS[BUCKETS.len() - 1]))
+}
+
+/// Sizes of the buffers of a decode step on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DecodeBufferSizes {
+    /// Sequences of a decode step.
+    pub n_sequences: usize,
+    /// Tokens of a prefill pass.
+    pub n_rows: usize,
+    /// Rows of logits.
+    pub n_logit_rows: usize,
+    /// Width of a block table: blocks of the longest sequence.
+    pub table_width: usize,
+    /// Parts of its keys in split-K attention.
+    pub n_splits: usize,
+}
+
+impl DecodeBufferSizes {
+    /// For a number of sequences of at most `longest` tokens.
+    pub fn new(config: &DecoderConfig, n_sequences: usize, longest: usize) -> Self {
+        let n_sequences = bucket(n_sequences.max(1));
+        let n_splits = n_splits(longest);
+        let of_row = split_values(1, config.n_heads, config.head_dim, n_splits).max(1);
+        let n_rows = (SPLIT_VALUES / of_row).clamp(n_sequences, PREFILL_ROWS.max(n_sequences));
+        let n_logit_rows = (LOGITS / config.vocab_size.max(1)).clamp(1, n_sequences);
+        Self { n_sequences, n_rows, n_logit_rows, table_width: longest.div_ceil(BLOCK_TOKENS).max(1), n_splits }
+    }
+
+    /// Values of split-K attention.
+    pub fn n_split_values(&self, config: &DecoderConfig) -> usize {
+        split_values(self.n_rows, config.n_heads, config.head_dim, self.n_splits)
+    }
+
+    /// Whether buffers of these sizes hold those of `other`.
+    pub fn holds(&self, other: &Self) -> bool {
+        self.n_sequences >= other.n_sequences
+            && self.table_width >= other.table_width
+            && self.n_splits >= other.n_splits
+    }
+
+    fn bytes(&self, config: &DecoderConfig, lora_width: usize) -> u64 {
+        let (hidden, q) = (config.hidden_size, config.n_heads * config.head_dim);
+        let kv = config.n_kv_heads * config.head_dim;
+        let of_row = 4 * hidden + 2 * (hidden + 2 * q + 2 * kv + 2 * config.intermediate_size + lora_width);
+        let of_sequence = 4 * hidden + 2 * (q + 2 * hidden);
+        let (logits, parts) = (4 * self.n_logit_rows * config.vocab_size, 4 * self.n_split_values(config));
+        (self.n_rows * of_row + (self.n_sequences + 1) * of_sequence + logits + parts) as u64
+    }
+}
+
+/// Reserves the blocks that running responses may need.
+pub(super) struct Admission {
+    n_left: usize,
+    of_response: usize,
+    running: BTreeMap<usize, RunningPrompt>,
+}
+
+/// A prompt with running responses.
+struct RunningPrompt {
+    n_responses: usize,
+    n_blocks: usize,
+}
+
+impl Admission {
+    /// `n_blocks`: for responses and their prompts; `None` means unlimited.
+    pub(super) fn new(n_blocks: Option<usize>, max_new_tokens: usize) -> Self {
+        let n_left = n_blocks.unwrap_or(usize::MAX);
+        Self { n_left, of_response: blocks_of_response(max_new_tokens), running: BTreeMap::new() }
+    }
+
+    /// Reserves the blocks of one more response to a prompt, if there are enough.
+    pub(super) fn admit(&mut self, prompt: usize, n_tokens: usize) -> bool {
+        let of_prompt = if self.running.contains_key(&prompt) { 0 } else { blocks_of_prompt(n_tokens) };
+        let Some(n_left) = self.n_left.checked_sub(of_prompt + self.of_response) else { return false };
+        self.n_left = n_left;
+        let entry = self.running.entry(prompt).or_insert(RunningPrompt { n_responses: 0, n_blocks: of_prompt });
+        entry.n_responses += 1;
+        true
+    }
+
+    /// Frees the blocks of a finished response, and with its last response those of a prompt.
+    pub(super) fn finish(&mut self, prompt: usize) {
+        let Some(RunningPrompt { n_responses, n_blocks }) = self.running.get_mut(&prompt) else { return };
+        *n_responses -= 1;
+        self.n_left += self.of_response;
+        if *n_responses == 0 {
+            self.n_left += *n_blocks;
+            self.running.remove(&prompt);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batch_sizes_are_padded_to_buckets() {
+        assert_eq!([1, 3, 17, 256, 257].map(bucket), [1, 4, 24, 256, 512]);
+    }
+
+    #[test]
+    fn a_shared_prompt_is_counted_once() {
+        let room = CacheRoom { n_responses: 8, n_prompts: 2, longest_prompt: 100, max_new_tokens: 20 };
+        // Seven blocks of a prompt and one half filled, three prompts; two blocks of a response and the copy of the prompt's last.
+        assert_eq!(room.n_blocks(64), 8 * 3 + 3 * 8 + 4);
+    }
+
+    #[test]
+    fn a_response_waits_until_others_have_finished() {
+        // A prompt of 20 tokens takes at most three blocks, a response of 16 two.
+        let mut admission = Admission::new(Some(9), 16);
+        assert_eq!([admission.admit(0, 20), admission.admit(0, 20), admission.admit(1, 20)], [true, true, false]);
+        assert!(admission.admit(0, 20), "the prompt is counted once");
+        admission.finish(0);
+        admission.finish(0);
+        assert!(!admission.admit(1, 20));
+        admission.finish(0);
+        assert!(admission.admit(1, 20) && !admission.admit(2, 20));
+    }
+
+    #[test]
+    fn without_a_limit_everything_is_admitted() {
+        let mut admission = Admission::new(None, 1000);
+        assert!((0..1000).all(|prompt| admission.admit(prompt, 4000)));
+    }
+}

@@ -1,0 +1,200 @@
+//! Prefix caching: prefixes that prompts share are found, computed once, and kept until the policy changes.
+
+use super::logits_processor::LogitsProcessor;
+use super::model_runner::{HiddenState, Policy, ScheduledSequence};
+use crate::ModelError;
+use crate::kv_cache::{BLOCK_TOKENS, BlockPool, SequenceKvCache};
+use std::sync::Arc;
+
+/// Prefixes whose keys and values are kept.
+pub(super) struct PrefixCache {
+    prefixes: Vec<CachedPrefix>,
+    max_tokens: usize,
+    clock: u64,
+}
+
+struct CachedPrefix {
+    tokens: Vec<u32>,
+    cache: SequenceKvCache,
+    used_at: u64,
+}
+
+/// Tokens that a prefix must add to the one before it: for fewer, a pass of its own costs more than it saves.
+const WORTH_SHARING: usize = 4;
+
+impl PrefixCache {
+    /// Keeps at most `max_tokens`, in whole blocks.
+    pub(super) fn new(max_tokens: usize) -> Self {
+        Self { prefixes: Vec::new(), max_tokens, clock: 0 }
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.prefixes.clear();
+    }
+
+    /// The KV cache of the longest kept prefix of `tokens`; `None` where the first token differs.
+    pub(super) fn longest(&mut self, tokens: &[u32]) -> Option<SequenceKvCache> {
+        let common = |prefix: &CachedPrefix| common_tokens(&prefix.tokens, tokens);
+        let (index, len) =
+            (0..self.prefixes.len()).map(|index| (index, common(&self.prefixes[index]))).max_by_key(|(_, len)| *len)?;
+        if len == 0 {
+            return None;
+        }
+        self.clock += 1;
+        self.prefixes[index].used_at = self.clock;
+        Some(self.prefixes[index].cache.prefix(len))
+    }
+
+    pub(super) fn keep(&mut self, tokens: &[u32], cache: SequenceKvCache) {
+        self.clock += 1;
+        self.prefixes.push(CachedPrefix { tokens: tokens.to_vec(), cache, used_at: self.clock });
+    }
+
+    /// Evicts the least recently used prefixes beyond the limit.
+    pub(super) fn trim(&mut self) {
+        self.prefixes.sort_by_key(|prefix| std::cmp::Reverse(prefix.used_at));
+        let mut n_tokens = 0;
+        self.prefixes.retain(|prefix| {
+            n_tokens += prefix.tokens.len().next_multiple_of(BLOCK_TOKENS);
+            n_tokens <= self.max_tokens
+        });
+    }
+}
+
+/// Prefixes that two or more of the prompts share, each worth a pass of its own beyond the one before it, shortest first.
+/// `prompts`: sorted, all different.
+fn shared_prefixes<'p>(prompts: &[&'p [u32]]) -> Vec<&'p [u32]> {
+    let mut found = Vec::new();
+    collect(prompts, 0, &mut found);
+    found.sort_by_key(|tokens: &&[u32]| tokens.len());
+    found
+}
+
+/// Adds the prefix of all `prompts`, if it is worth it beyond `n_known` tokens, and the prefixes of subsets of them.
+fn collect<'p>(prompts: &[&'p [u32]], n_known: usize, found: &mut Vec<&'p [u32]>) {
+    let [first, .., last] = prompts else { return };
+    // The last token of a prompt is left for its own prefill, which needs its hidden state.
+    let shortest = prompts.iter().map(|prompt| prompt.len()).min().unwrap_or(0);
+    let common = common_tokens(first, last);
+    let n_shared = common.min(shortest - 1);
+    let n_known = if n_shared >= n_known + WORTH_SHARING {
+        found.push(&first[..n_shared]);
+        n_shared
+    } else {
+        n_known
+    };
+    for part in prompts.chunk_by(|a, b| a.get(common) == b.get(common)) {
+        if part.len() < prompts.len() {
+            collect(part, n_known, found);
+        }
+    }
+}
+
+fn common_tokens(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+/// What a generation call works with.
+pub(super) struct EngineCore<'e> {
+    pub(super) policy: &'e mut Policy,
+    pub(super) pool: &'e Arc<BlockPool>,
+    pub(super) prefixes: &'e mut PrefixCache,
+    pub(super) max_sequences: usize,
+    /// Blocks for responses and their prompts; `None` means unlimited.
+    pub(super) n_blocks: Option<usize>,
+}
+
+impl EngineCore<'_> {
+    /// KV caches to prefill the given prompts from, each lacking at least the prompt's last token. Prefixes that several of them share
+    /// are computed now and kept. `prompts`: sorted, all different.
+    pub(super) fn prompt_caches(
+        &mut self,
+        prompts: &[&[u32]],
+        processor: &LogitsProcessor<'_>,
+    ) -> Result<Vec<SequenceKvCache>, ModelError> {
+        let mut left = shared_prefixes(prompts);
+        if let [prompt] = prompts
+            && self.longest_cached(prompt).len() * 2 < prompt.len()
+        {
+            // A single prompt unlike any before: the next one may share its prefix.
+            left.push(&prompt[..prompt.len() - 1]);
+        }
+        while !left.is_empty() {
+            let waits =
+                |tokens: &[u32]| left.iter().any(|other| other.len() < tokens.len() && tokens.starts_with(other));
+            let (waiting, ready): (Vec<_>, Vec<_>) = left.iter().copied().partition(|tokens| waits(tokens));
+            self.prefill(&ready, processor)?;
+            left = waiting;
+        }
+        let caches = prompts.iter().map(|prompt| self.longest_cached(&prompt[..prompt.len() - 1])).collect();
+        self.prefixes.trim();
+        Ok(caches)
+    }
+
+    /// Computes prefixes, none of them a prefix of another, and keeps them.
+    fn prefill(&mut self, prefixes: &[&[u32]], processor: &LogitsProcessor<'_>) -> Result<(), ModelError> {
+        let is_new = |tokens: &&[u32]| self.longest_cached(tokens).len() < tokens.len();
+        let new: Vec<&[u32]> = prefixes.iter().copied().filter(is_new).collect();
+        let mut caches: Vec<SequenceKvCache> = new.iter().map(|tokens| self.longest_cached(tokens)).collect();
+        let mut hidden: Vec<HiddenState> = new.iter().map(|_| HiddenState::Unknown).collect();
+        let mut sequences: Vec<ScheduledSequence<'_>> = caches
+            .iter_mut()
+            .zip(&mut hidden)
+            .zip(&new)
+            .map(|((cache, hidden), tokens)| {
+                let tokens = &tokens[cache.len()..];
+                ScheduledSequence { tokens, cache, hidden, keeps_hidden: false, consumers: Vec::new() }
+            })
+            .collect();
+        self.policy.forward(&mut sequences, processor)?;
+        drop(sequences);
+        new.into_iter().zip(caches).for_each(|(tokens, cache)| self.prefixes.keep(tokens, cache));
+        Ok(())
+    }
+
+    /// A KV cache of as many of the tokens as are kept.
+    fn longest_cached(&mut self, tokens: &[u32]) -> SequenceKvCache {
+        self.prefixes.longest(tokens).unwrap_or_else(|| SequenceKvCache::new(self.pool))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::kv_cache::BlockShape;
+
+    #[test]
+    fn shared_prefixes_are_found_at_every_depth() {
+        let base: Vec<u32> = (0..10).collect();
+        let with = |rest: &[u32]| [base.as_slice(), rest].concat();
+        let prompts = [with(&[20, 21, 22, 23, 24, 30]), with(&[20, 21, 22, 23, 24, 31]), with(&[40]), with(&[41, 42])];
+        let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+        let lengths: Vec<usize> = shared_prefixes(&prompts).iter().map(|tokens| tokens.len()).collect();
+        assert_eq!(lengths, [10, 15]);
+    }
+
+    #[test]
+    fn every_prompt_keeps_a_token_of_its_own() {
+        let (short, long): (Vec<u32>, Vec<u32>) = ((0..8).collect(), (0..12).collect());
+        let found = shared_prefixes(&[&short, &long]);
+        assert_eq!(found, [&short[..7]]);
+        assert!(shared_prefixes(&[&long]).is_empty());
+    }
+
+    #[test]
+    fn recently_used_prefixes_are_kept() {
+        let pool = BlockPool::new(BlockShape::of(1, 1, 2));
+        let mut prefixes = PrefixCache::new(64);
+        let tokens: Vec<Vec<u32>> = (0..3).map(|i| vec![i; 20]).collect();
+        for tokens in &tokens {
+            let mut cache = SequenceKvCache::new(&pool);
+            cache.extend(20).unwrap();
+            prefixes.keep(tokens, cache);
+        }
+        assert_eq!(prefixes.longest(&[0, 0, 0, 5]).map(|cache| cache.len()), Some(3));
+        prefixes.trim();
+        assert_eq!(pool.n_live(), 4);
+        assert!(prefixes.longest(&tokens[1]).is_none() && prefixes.longest(&tokens[2]).is_some());
+    }
+}
