@@ -1,4 +1,4 @@
-//! What a device can do at best, measured: products of large matrices, and copies.
+//! Measured peak throughput of a device: products of large matrices, and copies.
 
 use crate::kernels::{FrozenWeight, Weight, linear};
 use crate::{ComputeDevice, ModelError};
@@ -6,27 +6,27 @@ use candle_core::{Device, Result, Tensor};
 use querl_core::config::BaseDtype;
 use std::time::Instant;
 
-/// A call that was repeated.
+/// Timings of one repeated call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Repeated {
     /// Rows and columns of the matrices, or bytes copied.
     pub size: usize,
-    /// Seconds of the wall that each call took, from asking for it until it was done.
+    /// Wall-clock seconds of each call.
     pub seconds: Vec<f64>,
 }
 
 const REPEATS: usize = 10;
 
-/// Sizes double until a call takes so many seconds: a shorter one is mostly its beginning and end.
+/// Sizes double until a call takes so many seconds: shorter calls are mostly overhead.
 const LONG: f64 = 2e-3;
 
-/// Rows and columns of the largest matrices: 2^40 operations, more than a millisecond on any card.
+/// Rows and columns of the largest matrices: 2^40 operations, more than a millisecond on any GPU.
 const LARGEST_MATRIX: usize = 8192;
 
 /// The largest copy, beyond any cache.
 const LARGEST_COPY: usize = 1 << 30;
 
-/// Products of square matrices of 2 `size`^3 operations: on a card of bf16 by cuBLAS, on the processor of f32 by our own kernels.
+/// Products of square matrices of 2 `size`^3 operations: on a GPU in bf16 by cuBLAS, on the CPU in f32 by the kernels of this crate.
 ///
 /// # Errors
 /// The device cannot compute, or has no memory left.
@@ -37,7 +37,7 @@ pub fn matrix_products(place: &ComputeDevice) -> std::result::Result<Repeated, M
     })
 }
 
-/// Copies within the device's memory, each of which reads and writes `size` bytes.
+/// Copies within the device's memory; each reads and writes `size` bytes.
 ///
 /// # Errors
 /// As [`matrix_products`].
@@ -66,7 +66,7 @@ fn growing(
 
 fn timed(mut work: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let mut seconds = Vec::with_capacity(REPEATS);
-    // The first brings code and memory.
+    // The first call loads code and allocates memory.
     for index in 0..=REPEATS {
         let started = Instant::now();
         work()?;
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processor_multiplies_and_copies() {
+    fn the_cpu_multiplies_and_copies() {
         for found in [matrix_products(&ComputeDevice::Cpu).unwrap(), copies(&ComputeDevice::Cpu).unwrap()] {
             assert!(found.seconds.len() == REPEATS && found.seconds.iter().all(|seconds| *seconds > 0.0), "{found:?}");
         }

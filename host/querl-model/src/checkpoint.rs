@@ -39,7 +39,7 @@ pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError>
     shards.iter().map(|shard| required(directory, shard)).collect()
 }
 
-/// What is wrong with a model directory, found without reading its weights.
+/// Checks a model directory without reading its weights.
 ///
 /// # Errors
 /// A file is missing, config.json is damaged or the architecture is not supported.
@@ -51,7 +51,7 @@ pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
 /// Type, shape and bytes of a tensor or a part of one.
 pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 
-/// A model's tensors, mapped into memory and checked by name and shape: each is read when it is asked for.
+/// A checkpoint mapped into memory, with names and shapes checked; each tensor is read when it is needed.
 pub(crate) struct StoredModel {
     config: DecoderConfig,
     tensors: MmapedSafetensors,
@@ -65,23 +65,22 @@ impl StoredModel {
         Self::open_with(directory, config, &[])
     }
 
-    /// The same for a configuration that was read already. `beside`: tensors that may stand there besides the decoder's.
-    pub(crate) fn open_with(directory: &Path, config: DecoderConfig, beside: &[&str]) -> Result<Self, ModelError> {
+    /// Opens a directory whose configuration was read already. `extra`: names of permitted tensors in addition to the decoder's.
+    pub(crate) fn open_with(directory: &Path, config: DecoderConfig, extra: &[&str]) -> Result<Self, ModelError> {
         let files = weight_files(directory)?;
         // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
-        // reader of safetensors. querl never does: it writes beside and renames, which leaves what is mapped as it is.
+        // reader of safetensors. querl never does: it writes a new file and renames it, which leaves the mapping intact.
         let tensors = unsafe { MmapedSafetensors::multi(&files) }.map_err(|error| {
             ModelError::bad_file(directory, format!("damaged safetensors file: {}", first_line(&error)))
         })?;
         let stored = Self { config, tensors, directory: directory.to_owned() };
-        stored.check(beside).map_err(|message| ModelError::bad_file(directory, message))?;
+        stored.check(extra).map_err(|message| ModelError::bad_file(directory, message))?;
         Ok(stored)
     }
 
-    fn check(&self, beside: &[&str]) -> Result<(), String> {
+    fn check(&self, extra: &[&str]) -> Result<(), String> {
         let shapes = self.config.tensor_shapes();
-        let known: BTreeSet<&str> =
-            shapes.iter().map(|(name, _)| name.as_str()).chain(beside.iter().copied()).collect();
+        let known: BTreeSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).chain(extra.iter().copied()).collect();
         let is_surplus = |name: &String| !known.contains(name.as_str()) && !is_redundant(name, &self.config);
         if let Some((name, _)) = self.tensors.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
             return Err(format!("tensor `{name}` has no place in the model that config.json describes"));
@@ -145,7 +144,7 @@ impl StoredModel {
     }
 }
 
-/// Tensors that some checkpoints hold beside what is needed: a tied head written out, constants of the rotary embedding.
+/// Tensors that some checkpoints have and that are not needed: a tied head, constants of the rotary embedding.
 fn is_redundant(name: &str, config: &DecoderConfig) -> bool {
     (config.tie_word_embeddings && name == "lm_head.weight") || name.ends_with("rotary_emb.inv_freq")
 }
@@ -164,7 +163,7 @@ pub fn load_tensors(path: &Path) -> Result<HashMap<String, Tensor>, ModelError> 
     candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| ModelError::bad_file(path, error))
 }
 
-/// Writes tensors to one safetensors file, in the order of their names; the file appears whole or not at all.
+/// Writes tensors to one safetensors file atomically, in the order of their names.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -244,7 +243,7 @@ impl Tensors for BTreeMap<String, Tensor> {
     }
 }
 
-/// Random weights, made when they are asked for.
+/// Random weights, made one at a time.
 pub(crate) struct RandomTensors {
     shapes: BTreeMap<String, Vec<usize>>,
     seed: u64,
@@ -297,12 +296,12 @@ impl Tensors for RandomTensors {
     }
 }
 
-/// Where a decoder's tensors come from, one at a time, and what becomes of them.
+/// Loads a decoder's tensors one at a time, and converts each for its device.
 pub(crate) struct WeightLoader<'a> {
     tensors: &'a dyn Tensors,
     weights: Weights,
     dtype: BaseDtype,
-    pub(crate) place: &'a ComputeDevice,
+    pub(crate) compute_device: &'a ComputeDevice,
     pub(crate) parallel: TensorParallel,
     pub(crate) vars: BTreeMap<String, Var>,
 }
@@ -312,17 +311,17 @@ impl<'a> WeightLoader<'a> {
         tensors: &'a dyn Tensors,
         weights: Weights,
         dtype: BaseDtype,
-        place: &'a ComputeDevice,
+        compute_device: &'a ComputeDevice,
     ) -> Result<Self, ModelError> {
-        place.check(weights, dtype)?;
-        Ok(Self { tensors, weights, dtype, place, parallel: TensorParallel::default(), vars: BTreeMap::new() })
+        compute_device.check(weights, dtype)?;
+        Ok(Self { tensors, weights, dtype, compute_device, parallel: TensorParallel::default(), vars: BTreeMap::new() })
     }
 
     pub(crate) fn sharded(self, parallel: TensorParallel) -> Self {
         Self { parallel, ..self }
     }
 
-    /// What is held here of a tensor: its slice, `None` for all of it.
+    /// This rank's slice of a tensor, `None` for all of it.
     fn slice(&self, name: &str) -> Result<Option<TensorSlice>, ModelError> {
         match self.parallel.shard().placement(name, &self.tensors.shape(name)?) {
             Placement::Slice(slice) => Ok(Some(slice)),
@@ -341,8 +340,11 @@ impl<'a> WeightLoader<'a> {
     /// A norm or a bias: f32, a variable where weights are trained.
     pub(crate) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
         let slice = self.slice(name)?;
-        let tensor =
-            self.tensors.tensor(name, slice.as_ref())?.to_dtype(DType::F32)?.to_device(&self.place.device())?;
+        let tensor = self
+            .tensors
+            .tensor(name, slice.as_ref())?
+            .to_dtype(DType::F32)?
+            .to_device(&self.compute_device.device())?;
         match self.weights {
             Weights::Frozen => Ok(tensor),
             Weights::Trained => {
@@ -354,12 +356,12 @@ impl<'a> WeightLoader<'a> {
         }
     }
 
-    /// The weight of a linear layer in the form in which its products are made.
+    /// The weight of a linear layer in the form that its products use.
     pub(crate) fn weight(&mut self, name: &str) -> Result<Weight, ModelError> {
         self.weight_as(name, self.dtype)
     }
 
-    /// The embedding or the head: a few bits a value would cost more in the logits than they save.
+    /// The embedding or the head, not quantized: the error in the logits would cost more than the memory saves.
     pub(crate) fn table(&mut self, name: &str) -> Result<Weight, ModelError> {
         let dtype = match self.dtype {
             BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => BaseDtype::Bf16,
@@ -373,7 +375,7 @@ impl<'a> WeightLoader<'a> {
             return Ok(Weight::Trained(self.value(name)?));
         }
         let slice = self.slice(name)?;
-        match self.place {
+        match self.compute_device {
             ComputeDevice::Cpu => {
                 Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, slice.as_ref())?, dtype)?))
             }

@@ -40,7 +40,7 @@ pub struct Exported {
     pub files: Vec<String>,
 }
 
-/// Files beside weights and configuration that make up a model, where a directory has them.
+/// Tokenizer files of a model directory.
 const COMPANIONS: [&str; 8] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -54,7 +54,7 @@ const COMPANIONS: [&str; 8] = [
 
 /// Writes a model to a folder that is new or empty: `config.json` with the type, safetensors in shards with their index,
 /// generation settings, tokenizer and chat template. With an adapter its changes are in the weights, computed in f64 and rounded once; where
-/// it parts a tied embedding and head, the result has both and says so.
+/// it unties embedding and head, both are written and `config.json` says so.
 ///
 /// # Errors
 /// The model or its tokenizer cannot be read, the adapter is for another one, the folder is not empty, or a file cannot be written.
@@ -80,7 +80,7 @@ pub fn export_model(
     Ok(Exported { n_parameters, n_bytes, dtype: dtype_name(dtype).into(), files })
 }
 
-/// Copies what a model directory has beside its weights, `config.json` naming the type in which the weights are written.
+/// Copies all files of a model directory but its weights; `config.json` names the type in which weights are written.
 ///
 /// # Errors
 /// A file cannot be read or written.
@@ -117,7 +117,7 @@ impl OutTensor {
     }
 }
 
-/// A stored model with what an adapter makes of it.
+/// A stored model with an adapter merged into it.
 struct Merge<'a> {
     stored: &'a StoredModel,
     adapter: Option<&'a LoraAdapter>,
@@ -128,7 +128,7 @@ impl<'a> Merge<'a> {
         Self { stored, adapter }
     }
 
-    /// Whether head and embedding are still one.
+    /// Whether head and embedding are still tied.
     fn is_tied(&self) -> bool {
         let is_changed =
             |adapter: &LoraAdapter, path| adapter.saved_module(path).is_some() || adapter.pair(path).is_some();
@@ -157,7 +157,7 @@ impl<'a> Merge<'a> {
     }
 }
 
-impl Values for Merge<'_> {
+impl TensorSource for Merge<'_> {
     fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
         let path = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
         let stored = || -> Result<Tensor, ModelError> {
@@ -179,8 +179,8 @@ impl Values for Merge<'_> {
     }
 }
 
-/// Where the values of tensors that are written come from.
-pub(crate) trait Values {
+/// Where written tensors come from.
+pub(crate) trait TensorSource {
     /// A tensor's values in its type.
     ///
     /// # Errors
@@ -191,7 +191,7 @@ pub(crate) trait Values {
 /// A tensor that is made when safetensors writes it.
 struct Lazy<'a> {
     tensor: &'a OutTensor,
-    values: &'a dyn Values,
+    values: &'a dyn TensorSource,
     error: &'a RefCell<Option<ModelError>>,
 }
 
@@ -204,7 +204,7 @@ impl View for Lazy<'_> {
         &self.tensor.shape
     }
 
-    /// The trait knows no error: it is kept aside and the file thrown away.
+    /// The trait has no error: it is kept until the file is written, which is then discarded.
     fn data(&self) -> Cow<'_, [u8]> {
         match self.values.value(self.tensor) {
             Ok(value) => Cow::Owned(value.data().into_owned()),
@@ -240,7 +240,7 @@ fn shards(tensors: &[OutTensor], max_bytes: u64) -> Vec<Vec<&OutTensor>> {
 /// Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index.
 pub(crate) fn write_weights(
     folder: &Path,
-    values: &dyn Values,
+    values: &dyn TensorSource,
     tensors: &[OutTensor],
     max_bytes: u64,
 ) -> Result<(), ModelError> {
@@ -262,7 +262,7 @@ pub(crate) fn write_weights(
     write_json(&folder.join("model.safetensors.index.json"), &index)
 }
 
-fn write_shard(path: &Path, values: &dyn Values, shard: &[&OutTensor]) -> Result<(), ModelError> {
+fn write_shard(path: &Path, values: &dyn TensorSource, shard: &[&OutTensor]) -> Result<(), ModelError> {
     let error = RefCell::new(None);
     let views = shard.iter().map(|tensor| (tensor.name.as_str(), Lazy { tensor, values, error: &error }));
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -288,7 +288,7 @@ fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The type that most of the bytes are in: what `config.json` says of the whole.
+/// The type of most of the bytes, for `config.json`.
 fn main_dtype(tensors: &[OutTensor]) -> DType {
     let mut n_bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
     for tensor in tensors {
@@ -347,7 +347,7 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     querl_core::fsx::write_atomic(path, format!("{value:#}\n").as_bytes()).map_err(ModelError::io(path))
 }
 
-/// A place beside the files to come, in a folder that must be new or empty: what is in it would be mixed with them.
+/// A staging folder within `out`, which must be new or empty.
 pub(crate) fn new_folder(out: &Path) -> Result<tempfile::TempDir, ModelError> {
     std::fs::create_dir_all(out).map_err(ModelError::io(out))?;
     let mut entries = std::fs::read_dir(out).map_err(ModelError::io(out))?;

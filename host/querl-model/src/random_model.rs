@@ -1,7 +1,7 @@
 //! Shapes of published models, and checkpoints of random weights of any shape: for measurements that need no download.
 
 use crate::checkpoint::{RandomTensors, Tensors};
-use crate::export::{OutTensor, Values, move_files, new_folder, write_json, write_weights};
+use crate::export::{OutTensor, TensorSource, move_files, new_folder, write_json, write_weights};
 use crate::{DecoderConfig, ExportSettings, Exported, Family, ModelError, dtype_name};
 use candle_core::{DType, Tensor};
 use std::path::Path;
@@ -90,7 +90,7 @@ impl DecoderConfig {
     }
 }
 
-impl Values for RandomTensors {
+impl TensorSource for RandomTensors {
     fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
         Ok(self.tensor(&tensor.name, None)?.to_dtype(tensor.dtype)?)
     }
@@ -132,7 +132,7 @@ mod tests {
     use querl_core::config::BaseDtype;
 
     #[test]
-    fn a_written_random_model_is_the_one_that_is_made_in_place() {
+    fn a_written_random_model_equals_the_one_in_memory() {
         let (folder, config) = (tempfile::tempdir().unwrap(), DecoderConfig::of_shape("tiny").unwrap());
         let settings = ExportSettings { dtype: None, max_shard_bytes: 200_000 };
         let written = write_random_model(&config, 5, folder.path(), &settings).unwrap();
@@ -147,10 +147,10 @@ mod tests {
         assert!(again.contains("is not empty"), "{again}");
     }
 
-    /// Parameters in all, as the models' cards give them, in thousands of millions.
+    /// Billions of parameters, from the models' pages on Hugging Face.
     #[test]
     fn shapes_have_as_many_parameters_as_their_models() {
-        let cards = [
+        let published = [
             ("qwen2.5-0.5b", 0.49),
             ("qwen2.5-1.5b", 1.54),
             ("qwen2.5-3b", 3.09),
@@ -165,8 +165,8 @@ mod tests {
             ("qwen3-14b", 14.8),
             ("qwen3-32b", 32.8),
         ];
-        assert!(DecoderConfig::shape_names().eq(cards.iter().map(|card| card.0)));
-        for (name, expected) in cards {
+        assert!(DecoderConfig::shape_names().eq(published.iter().map(|row| row.0)));
+        for (name, expected) in published {
             let found = DecoderConfig::of_shape(name).unwrap().n_parameters() as f64 / 1e9;
             assert!((found / expected - 1.0).abs() < 0.02, "{name}: {found} for {expected}");
         }

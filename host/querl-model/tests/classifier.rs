@@ -1,4 +1,4 @@
-//! Classifiers beside transformers and PEFT (tests/reference/classifiers.py).
+//! Classifiers compared with transformers and PEFT (tests/reference/classifiers.py).
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -106,7 +106,7 @@ fn a_whole_classifier_and_one_with_an_adapter_are_read_as_they_were_written() {
 }
 
 #[test]
-fn what_is_no_classifier_is_told() {
+fn folders_without_a_classifier_are_errors() {
     let error = |directory: &Path| match Classifier::load(directory, Weights::Frozen, DTYPE) {
         Ok(_) => panic!("loaded"),
         Err(error) => error.to_string(),
@@ -137,7 +137,7 @@ fn what_is_no_classifier_is_told() {
 }
 
 #[test]
-fn pickled_weights_that_are_damaged_or_of_another_shape_are_told() {
+fn damaged_or_misshapen_pickled_weights_are_errors() {
     let folder = tempfile::tempdir().unwrap();
     let source = golden("classifiers/qwen3");
     for file in ["config.json", "label_mapping.json", "pytorch_model.bin"] {
@@ -274,24 +274,24 @@ fn texts_of_many_callers_have_the_logits_that_they_have_alone() {
 }
 
 #[test]
-fn where_too_many_wait_texts_are_turned_away() {
+fn a_full_queue_rejects_requests() {
     let (classifier, tokenizer) = small();
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(1, 1), Box::new(|_| ()));
     std::thread::spawn(|| worker.run());
-    let go_on = hold_up(&batcher);
+    let release = hold_up(&batcher);
     batcher.submit(&["二"], TestCallback::nobody()).unwrap();
     let refused = batcher.submit(&["三"], TestCallback::nobody()).unwrap_err();
     assert!(matches!(refused, QueueError::Busy { n_waiting: 1 }), "{refused}");
-    // Turned away before its tokens are counted: a text without any is not even looked at.
+    // Rejected before tokenization: a text without tokens makes no difference.
     assert!(matches!(batcher.submit(&[""], TestCallback::nobody()).unwrap_err(), QueueError::Busy { .. }));
-    go_on.send(()).unwrap();
+    release.send(()).unwrap();
     until_idle(&batcher);
     assert!(matches!(batcher.submit(&[""], TestCallback::nobody()).unwrap_err(), QueueError::Text(_)));
     assert_eq!(batcher.n_waiting(), 0, "what is refused gives its room back");
     assert_eq!(batcher.classify(&["四"]).map(|found| found.len()), Ok(1));
 }
 
-/// Somebody who hears the number of logits, and is there or not.
+/// Passes the number of results on.
 struct TestCallback {
     is_active: bool,
     hear: Box<dyn FnOnce(usize) + Send>,
@@ -317,9 +317,9 @@ impl RequestCallback for TestCallback {
     }
 }
 
-/// Has the classifier's thread stand until it is told to go on.
+/// Blocks the worker thread until something is sent.
 fn hold_up(batcher: &Batcher) -> Sender<()> {
-    let (go_on, held) = channel::<()>();
+    let (release, held) = channel::<()>();
     let (began, begun) = channel();
     let answer = TestCallback::by(move |_| {
         began.send(()).unwrap();
@@ -327,7 +327,7 @@ fn hold_up(batcher: &Batcher) -> Sender<()> {
     });
     batcher.submit(&["一"], answer).unwrap();
     begun.recv().unwrap();
-    go_on
+    release
 }
 
 fn until_idle(batcher: &Batcher) {
@@ -353,13 +353,13 @@ fn with_batches(max_texts: usize) -> (Batcher, Batches) {
 #[test]
 fn what_nobody_waits_for_any_more_is_passed_over() {
     let (batcher, done) = with_batches(8);
-    let go_on = hold_up(&batcher);
-    let gone = TestCallback { is_active: false, hear: Box::new(|_| panic!("nobody was there")) };
+    let release = hold_up(&batcher);
+    let gone = TestCallback { is_active: false, hear: Box::new(|_| panic!("the request was cancelled")) };
     batcher.submit(&["二", "三", "四"], Box::new(gone)).unwrap();
     let (heard, hears) = channel();
     batcher.submit(&["五"], TestCallback::by(move |n| heard.send(n).unwrap())).unwrap();
     assert_eq!(batcher.n_waiting(), 4);
-    go_on.send(()).unwrap();
+    release.send(()).unwrap();
     assert_eq!(hears.recv().unwrap(), 1);
     until_idle(&batcher);
     assert_eq!(*done.lock().unwrap(), [(1, 1), (1, 1)]);
@@ -368,12 +368,12 @@ fn what_nobody_waits_for_any_more_is_passed_over() {
 #[test]
 fn a_short_request_has_its_turn_between_two_parts_of_a_long_one() {
     let (batcher, done) = with_batches(8);
-    let go_on = hold_up(&batcher);
+    let release = hold_up(&batcher);
     let (heard, hears) = channel();
     let (long, short) = (heard.clone(), heard);
     batcher.submit(&["长"; 3 * MAX_UNSPLIT_TEXTS], TestCallback::by(move |n| long.send(n).unwrap())).unwrap();
     batcher.submit(&["短"], TestCallback::by(move |n| short.send(n).unwrap())).unwrap();
-    go_on.send(()).unwrap();
+    release.send(()).unwrap();
     assert_eq!((hears.recv().unwrap(), hears.recv().unwrap()), (1, 3 * MAX_UNSPLIT_TEXTS));
     assert_eq!(
         *done.lock().unwrap(),
@@ -382,7 +382,7 @@ fn a_short_request_has_its_turn_between_two_parts_of_a_long_one() {
 }
 
 #[test]
-fn who_asks_a_worker_that_has_ended_is_told() {
+fn requests_to_a_worker_that_has_ended_are_errors() {
     let (classifier, tokenizer) = small();
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits(8, 8), Box::new(|_| ()));
     assert!(batcher.is_alive());

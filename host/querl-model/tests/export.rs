@@ -12,7 +12,7 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
 }
 
-/// A golden checkpoint with a tokenizer beside it.
+/// A golden checkpoint with a tokenizer.
 fn model(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {

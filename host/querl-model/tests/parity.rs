@@ -244,7 +244,7 @@ fn an_adapter_saved_in_its_own_type_is_peft_s_to_the_value() {
 }
 
 #[test]
-fn what_a_configuration_says_beside_lora_survives() {
+fn other_keys_of_an_adapter_configuration_survive() {
     let (decoder, adapter) = adapter("qwen3-tied");
     let folder = tempfile::tempdir().unwrap();
     adapter.save(folder.path(), "another-base").unwrap();

@@ -1,4 +1,4 @@
-//! Several ranks that hold a model together, beside one that holds all of it.
+//! Tensor parallelism compared with one rank.
 //!
 //! Sums over a layer's inputs are formed by rank and then over the ranks, so that they are rounded otherwise; everything else is the
 //! same arithmetic. Values here are of the order of 1 and sums have at most some hundred terms in f32.
@@ -53,7 +53,7 @@ impl From {
     }
 }
 
-/// The same numbers for a name whoever asks.
+/// Numbers that depend on the name alone.
 fn numbers(name: &str, n: usize) -> Vec<f32> {
     let seed: u32 = name.bytes().fold(7, |seed, byte| seed.wrapping_mul(31).wrapping_add(u32::from(byte)));
     (0..n as u32)
@@ -84,14 +84,14 @@ fn sequences() -> [Vec<u32>; 3] {
     [tokens(14, 37), tokens(14, 11), tokens(9, 23)]
 }
 
-/// What one rank finds: logits, log-probabilities and the gradients of the whole adapter.
-struct Found {
+/// Logits, log-probabilities and the gradients of the full adapter on one rank.
+struct Outputs {
     logits: Vec<f32>,
     logprobs: Vec<f32>,
     gradients: BTreeMap<String, Vec<f32>>,
 }
 
-fn run(base: &Decoder, dropout: Option<Dropout>, recompute: Option<Keep>, wanted: Option<&[u32]>) -> Found {
+fn run(base: &Decoder, dropout: Option<Dropout>, recompute: Option<Keep>, wanted: Option<&[u32]>) -> Outputs {
     let (adapter, recompute) = (adapter(base), recompute.map(Recompute::new));
     let texts = sequences();
     let batch = PackedBatch::shared(texts.iter().map(Vec::as_slice));
@@ -110,7 +110,7 @@ fn run(base: &Decoder, dropout: Option<Dropout>, recompute: Option<Keep>, wanted
     }
     let gradients = found.whole().unwrap().vars().iter().map(|(name, var)| (name.clone(), floats(var))).collect();
     let logits = floats(&base.logits(&hidden, Some(&adapter)).unwrap());
-    Found { logits, logprobs: floats(&logprobs), gradients }
+    Outputs { logits, logprobs: floats(&logprobs), gradients }
 }
 
 /// Largest difference, relative to the largest value.
@@ -121,7 +121,7 @@ fn difference(found: &[f32], expected: &[f32]) -> f32 {
 }
 
 /// Compares `n` ranks with one, and the ranks among themselves to the bit.
-fn check(n: usize, from: From, dtype: BaseDtype, what: impl Fn(&Decoder) -> Found + Sync, tolerance: f32) {
+fn check(n: usize, from: From, dtype: BaseDtype, what: impl Fn(&Decoder) -> Outputs + Sync, tolerance: f32) {
     let [expected] =
         run_ranks(1, |ranks| from.decoder(dtype, &ranks).map(|base| what(&base))).unwrap().try_into().ok().unwrap();
     let all = run_ranks(n, |ranks| {

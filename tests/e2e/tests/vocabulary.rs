@@ -91,7 +91,6 @@ const NOT_YET: &[&str] = &[
     "docs/cuda.md",
     "host/querl-data/",
     "host/querl-gpu/",
-    "host/querl-model/",
     "host/querl-pipeline/",
     "host/querl-style/",
     "host/querl-train/",

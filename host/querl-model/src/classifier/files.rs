@@ -1,4 +1,4 @@
-//! A classifier's folder: what is read from it, and what is written.
+//! Reading and writing a classifier's folder.
 
 use super::{Classifier, HEAD_WEIGHT};
 use crate::adapter::LoraAdapter;
@@ -11,10 +11,10 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What older releases of transformers saved.
+/// Weights of older releases of transformers.
 const PICKLED: &str = "pytorch_model.bin";
 
-/// The only kind of answer that classifiers here give.
+/// The only supported `problem_type`.
 const PROBLEM_TYPE: &str = "single_label_classification";
 
 /// A folder's tensors, checked by name and shape.
@@ -75,7 +75,7 @@ pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
     }
 }
 
-/// Refuses a folder whose answers are not one class of several: a softmax would not be what transformers gives of it.
+/// Checks that the classifier predicts one class of several: for other problem types transformers applies no softmax.
 pub(super) fn check_problem_type(directory: &Path) -> Result<(), ModelError> {
     let path = required(directory, "config.json")?;
     match read_json(&path)?["problem_type"].as_str() {
@@ -87,15 +87,15 @@ pub(super) fn check_problem_type(directory: &Path) -> Result<(), ModelError> {
     }
 }
 
-/// What a whole classifier is written as, beside its labels and its tokenizer.
-const WHOLE: [&str; 2] = ["config.json", "model.safetensors"];
+/// Files of a full classifier, in addition to labels and tokenizer.
+const FULL_MODEL_FILES: [&str; 2] = ["config.json", "model.safetensors"];
 
-/// Takes away what an earlier model left that was written otherwise: with it the folder would be read as that model.
+/// Removes files of an earlier model in another format, as which the folder would be read otherwise.
 fn remove_other_kind(directory: &Path, is_adapter: bool) -> Result<(), ModelError> {
     let is_stale = |name: &str| {
         let is_never_written =
             ["model-", "model.safetensors.index", PICKLED].iter().any(|start| name.starts_with(start));
-        let is_of_other = if is_adapter { WHOLE.contains(&name) } else { name.starts_with("adapter_") };
+        let is_of_other = if is_adapter { FULL_MODEL_FILES.contains(&name) } else { name.starts_with("adapter_") };
         is_never_written || is_of_other
     };
     for entry in std::fs::read_dir(directory).map_err(ModelError::io(directory))?.flatten() {

@@ -29,7 +29,7 @@ use std::path::Path;
 /// Name of the head's weight.
 const HEAD_WEIGHT: &str = "score.weight";
 
-/// What of a new classifier is trained, beside its head.
+/// What is trained of a new classifier, in addition to its head.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Tuning {
     /// Every weight.
@@ -146,8 +146,8 @@ impl Classifier {
         Self { decoder, adapter, score: score.as_tensor().clone(), labels, pad_id, vars }
     }
 
-    /// A view that records no gradients: to be asked while the classifier is trained, without every layer's activations kept. It shares
-    /// the values, so it follows training.
+    /// A view that records no gradients and saves no activations, for evaluation during training. It shares the values, so it follows
+    /// training.
     pub fn without_gradient(&self) -> Self {
         Self {
             decoder: self.decoder.without_gradient(),
@@ -179,9 +179,9 @@ impl Classifier {
         &self.vars
     }
 
-    /// Logits `(N, classes)` of N texts as tokens, each with one at least. What texts begin with in common is computed once.
+    /// Logits `(N, classes)` of N texts as tokens, each with one at least. Shared prefixes are computed once.
     ///
-    /// `pass`: what a forward pass is told besides; its adapter is this classifier's, or a view of it.
+    /// `pass`: settings of the forward pass; its adapter is this classifier's, or a view of it.
     ///
     /// # Errors
     /// A text without tokens, a token outside the vocabulary, or a text longer than the model's positions.
@@ -217,7 +217,7 @@ impl Classifier {
         Ok(found)
     }
 
-    /// Position of the token that speaks for a text: the last that is not padding.
+    /// Position of the token whose hidden state is classified: the last that is not padding.
     fn last_token(&self, text: &[u32]) -> usize {
         text.iter().rposition(|id| Some(*id) != self.pad_id).unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! Making a decoder, or one rank's part of it: from a checkpoint, or with fresh weights.
+//! Creates a decoder, or one rank's shard of it: from a checkpoint, or with new weights.
 
 use super::Decoder;
 use crate::checkpoint::StoredModel;
@@ -34,36 +34,35 @@ impl Decoder {
         Self::load_on(directory, weights, dtype, &ComputeDevice::Cpu)
     }
 
-    /// The same, somewhere else. On a card frozen weights are bf16, int8, fp8 or nf4, with the codes that the CPU makes; tensors go there
-    /// one after another, a part of one at a time.
+    /// Loads a Hugging Face directory onto a device. On a GPU frozen weights are bf16, int8, fp8 or nf4, with the codes that the CPU
+    /// makes; tensors are uploaded one after another.
     ///
     /// # Errors
-    /// As [`Decoder::load_as`]; frozen weights stored in another type on a card.
+    /// As [`Decoder::load_as`]; another type of frozen weights on a GPU.
     pub fn load_on(
         directory: &Path,
         weights: Weights,
         dtype: BaseDtype,
-        place: &ComputeDevice,
+        compute_device: &ComputeDevice,
     ) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
-        Self::from_weights(stored.config().clone(), WeightLoader::new(&stored, weights, dtype, place)?)
+        Self::from_weights(stored.config().clone(), WeightLoader::new(&stored, weights, dtype, compute_device)?)
     }
 
-    /// One rank's part of a frozen model that `ranks` hold together: of split tensors only that part is read. A rank that is alone
-    /// has the whole model.
+    /// One rank's shard of a frozen model: only that shard of split tensors is read.
     ///
     /// # Errors
     /// As [`Decoder::load_on`], or a model that cannot be split so: see [`Shard::check`].
     pub fn load_shard(
         directory: &Path,
         dtype: BaseDtype,
-        place: &ComputeDevice,
+        compute_device: &ComputeDevice,
         ranks: &Ranks,
     ) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
         let config = stored.config().clone();
         let parallel = TensorParallel::new(ranks, &config, dtype)?;
-        let source = WeightLoader::new(&stored, Weights::Frozen, dtype, place)?.sharded(parallel);
+        let source = WeightLoader::new(&stored, Weights::Frozen, dtype, compute_device)?.sharded(parallel);
         Self::from_weights(config, source)
     }
 
@@ -77,12 +76,12 @@ impl Decoder {
         config: DecoderConfig,
         seed: u64,
         dtype: BaseDtype,
-        place: &ComputeDevice,
+        compute_device: &ComputeDevice,
     ) -> Result<Self, ModelError> {
-        Self::random_shard(config, seed, dtype, place, &Ranks::alone())
+        Self::random_shard(config, seed, dtype, compute_device, &Ranks::alone())
     }
 
-    /// One rank's part of the same decoder.
+    /// One rank's shard of the decoder that [`Decoder::random`] makes.
     ///
     /// # Errors
     /// As [`Decoder::random`], or a model that cannot be split so: see [`Shard::check`].
@@ -90,12 +89,12 @@ impl Decoder {
         config: DecoderConfig,
         seed: u64,
         dtype: BaseDtype,
-        place: &ComputeDevice,
+        compute_device: &ComputeDevice,
         ranks: &Ranks,
     ) -> Result<Self, ModelError> {
         let made = RandomTensors::new(&config, seed);
         let parallel = TensorParallel::new(ranks, &config, dtype)?;
-        let source = WeightLoader::new(&made, Weights::Frozen, dtype, place)?.sharded(parallel);
+        let source = WeightLoader::new(&made, Weights::Frozen, dtype, compute_device)?.sharded(parallel);
         Self::from_weights(config, source)
     }
 
@@ -146,7 +145,7 @@ impl Decoder {
             embedding,
             layers,
             head,
-            device_rope: transformer::layer_accelerator_of(&source.place.device())?
+            device_rope: transformer::layer_accelerator_of(&source.compute_device.device())?
                 .map(|accelerator| accelerator.upload_rope(&rope))
                 .transpose()?,
             rope,
@@ -154,7 +153,7 @@ impl Decoder {
             config,
             parallel: source.parallel,
             vars: source.vars,
-            place: source.place.clone(),
+            compute_device: source.compute_device.clone(),
         })
     }
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// A decoder-only language model of one of the families of [`crate::Family`].
 pub struct Decoder {
     config: DecoderConfig,
-    /// Of what stands here: the same, but where several ranks hold the model together.
+    /// Shape of this rank's shard.
     local: DecoderConfig,
     parallel: TensorParallel,
     embedding: Weight, // (V, H)
@@ -29,7 +29,7 @@ pub struct Decoder {
     head: Weight, // (V, H); the embedding where tied
     rope: RopeTable,
     vars: BTreeMap<String, Var>,
-    place: ComputeDevice,
+    compute_device: ComputeDevice,
     /// RoPE table of an accelerator.
     device_rope: Option<DeviceState>,
 }
@@ -40,24 +40,24 @@ impl Decoder {
         &self.config
     }
 
-    /// Shape of what stands here.
+    /// Shape of this rank's shard.
     pub fn local_config(&self) -> &DecoderConfig {
         &self.local
     }
 
-    /// Which part of the model this is.
+    /// Which shard of the model this is.
     pub fn shard(&self) -> Shard {
         self.parallel.shard()
     }
 
-    /// The ranks that hold the model together.
+    /// The tensor-parallel ranks.
     pub fn parallel(&self) -> &TensorParallel {
         &self.parallel
     }
 
-    /// Where its weights stand and its passes run.
+    /// The device of its weights and passes.
     pub fn compute_device(&self) -> &ComputeDevice {
-        &self.place
+        &self.compute_device
     }
 
     /// Trained base weights by name; empty where they are frozen.
@@ -79,20 +79,20 @@ impl Decoder {
     /// # Errors
     /// As [`Decoder::hidden_states`]; a row that the batch does not have.
     pub fn hidden_at(&self, batch: &PackedBatch, rows: &[u32], pass: &Pass<'_>) -> Result<Tensor, ModelError> {
-        let mut wanted = rows.to_vec();
-        wanted.sort_unstable();
-        wanted.dedup();
-        if let Some(row) = wanted.last().filter(|&&row| row as usize >= batch.n_rows()) {
+        let mut query_rows = rows.to_vec();
+        query_rows.sort_unstable();
+        query_rows.dedup();
+        if let Some(row) = query_rows.last().filter(|&&row| row as usize >= batch.n_rows()) {
             return Err(candle_core::Error::Msg(format!("there is no row {row} among {}", batch.n_rows())).into());
         }
-        let is_all = wanted.len() == batch.n_rows();
-        let hidden = self.forward(batch, (!is_all).then_some(&wanted), pass)?;
-        if wanted == rows {
+        let is_all = query_rows.len() == batch.n_rows();
+        let hidden = self.forward(batch, (!is_all).then_some(&query_rows), pass)?;
+        if query_rows == rows {
             return Ok(hidden);
         }
-        let place = |row: &u32| wanted.partition_point(|wanted| wanted < row) as u32;
-        let places: Vec<u32> = rows.iter().map(place).collect();
-        Ok(kernels::select_rows(&hidden, places)?)
+        let index = |row: &u32| query_rows.partition_point(|query_row| query_row < row) as u32;
+        let indices: Vec<u32> = rows.iter().map(index).collect();
+        Ok(kernels::select_rows(&hidden, indices)?)
     }
 
     /// Log-probability of `targets` and entropy of the distribution, `(N, 2)`, for N rows of hidden states. The adapter is the
@@ -128,13 +128,13 @@ impl Decoder {
         save_tensors(&directory.join("model.safetensors"), &tensors?)
     }
 
-    /// `wanted`: rows in rising order, or all.
-    fn forward(&self, batch: &PackedBatch, wanted: Option<&Vec<u32>>, pass: &Pass<'_>) -> TensorResult<Tensor> {
-        if wanted.map_or(batch.n_rows(), Vec::len) == 0 {
+    /// `query_rows`: ascending, `None` means all.
+    fn forward(&self, batch: &PackedBatch, query_rows: Option<&Vec<u32>>, pass: &Pass<'_>) -> TensorResult<Tensor> {
+        if query_rows.map_or(batch.n_rows(), Vec::len) == 0 {
             return Tensor::zeros((0, self.config.hidden_size), DType::F32, self.norm.device());
         }
         let all_rows = self.layer_pass(batch, pass.dropout)?;
-        let last = wanted.map(|wanted| self.query_pass(batch, &all_rows, wanted)).transpose()?;
+        let last = query_rows.map(|query_rows| self.query_pass(batch, &all_rows, query_rows)).transpose()?;
         let checkpointing = pass.recompute.filter(|recompute| recompute.keeps_inputs());
         let adapter = checkpointing.and(pass.adapter).map(|adapter| Arc::new(adapter.clone()));
         let mut x = self.embed(batch, pass.adapter)?;
@@ -177,13 +177,18 @@ impl Decoder {
     }
 
     /// The same with some of the batch's rows, ascending, as queries.
-    pub(crate) fn query_pass(&self, batch: &PackedBatch, all: &LayerPass, wanted: &[u32]) -> TensorResult<LayerPass> {
-        let queries = Queries::some(&batch.tree, wanted)?; // checks that the rows exist
-        let positions = wanted.iter().map(|&row| batch.positions[row as usize]).collect();
-        let dropout = all.layer_rows.rows.dropout.as_ref().map(|mask| mask.of_rows(wanted));
-        let device_rows = self.device_rows(batch, Some(wanted), dropout.as_ref())?;
+    pub(crate) fn query_pass(
+        &self,
+        batch: &PackedBatch,
+        all: &LayerPass,
+        query_rows: &[u32],
+    ) -> TensorResult<LayerPass> {
+        let queries = Queries::some(&batch.tree, query_rows)?; // checks that the rows exist
+        let positions = query_rows.iter().map(|&row| batch.positions[row as usize]).collect();
+        let dropout = all.layer_rows.rows.dropout.as_ref().map(|mask| mask.of_rows(query_rows));
+        let device_rows = self.device_rows(batch, Some(query_rows), dropout.as_ref())?;
         let rows = Rows { positions: Arc::new(positions), dropout, device_rows };
-        let query_rows = Some(QueryRows { indices: Arc::new(wanted.to_vec()), rows: rows.clone() });
+        let query_rows = Some(QueryRows { indices: Arc::new(query_rows.to_vec()), rows: rows.clone() });
         Ok(LayerPass {
             layer_rows: LayerRows { query_rows, ..all.layer_rows.clone() },
             attention: PackedAttention { queries, head_dim: self.config.head_dim, rows },
@@ -197,7 +202,7 @@ impl Decoder {
         query_rows: Option<&[u32]>,
         dropout: Option<&DropoutMask>,
     ) -> TensorResult<Option<DeviceState>> {
-        match (transformer::layer_accelerator_of(&self.place.device())?, &self.device_rope) {
+        match (transformer::layer_accelerator_of(&self.compute_device.device())?, &self.device_rope) {
             (Some(accelerator), Some(rope)) => accelerator.upload_rows(rope, batch, query_rows, dropout).map(Some),
             _ => Ok(None),
         }
@@ -219,7 +224,7 @@ impl Decoder {
         }
     }
 
-    /// Rows of the embedding, `(N, H)`, with what an adapter makes of them.
+    /// Rows of the embedding, `(N, H)`, with the adapter applied.
     pub(super) fn embed(&self, batch: &PackedBatch, adapter: Option<&LoraAdapter>) -> TensorResult<Tensor> {
         let ids = || Tensor::from_slice(&batch.token_ids, batch.n_rows(), self.norm.device());
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(EMBEDDING)) {
@@ -235,7 +240,7 @@ impl Decoder {
         rows + (down.matmul(&pair.b.t()?)? * f64::from(pair.scale))?
     }
 
-    /// The head `(V, H)` with what an adapter makes of it: as a tensor of its own where it changes it.
+    /// The head `(V, H)` with the adapter applied; a tensor of its own where that changes it.
     pub(super) fn head(&self, adapter: Option<&LoraAdapter>) -> TensorResult<Weight> {
         if let Some(saved) = adapter.and_then(|adapter| adapter.saved_module(HEAD)) {
             return Ok(Weight::Trained(saved.clone()));
@@ -251,7 +256,7 @@ impl Decoder {
         &'a self,
         adapter: Option<&'a LoraAdapter>,
     ) -> impl Iterator<Item = TensorResult<AdaptedLayer<'a>>> {
-        self.layers.iter().map(move |layer| layer.parts(adapter))
+        self.layers.iter().map(move |layer| layer.adapted(adapter))
     }
 
     /// Weight of the last norm `(H)`.
@@ -293,13 +298,13 @@ impl Decoder {
             config: self.config.clone(),
             local: self.local.clone(),
             parallel: self.parallel.clone(),
-            embedding: still(&self.embedding),
+            embedding: detached_weight(&self.embedding),
             layers,
             norm: self.norm.detach(),
-            head: still(&self.head),
+            head: detached_weight(&self.head),
             rope: self.rope.clone(),
             vars: self.vars.clone(),
-            place: self.place.clone(),
+            compute_device: self.compute_device.clone(),
             device_rope: self.device_rope.clone(),
         }
     }
@@ -336,22 +341,22 @@ pub struct AdaptedLayer<'a> {
 }
 
 impl LayerWeights {
-    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLayer<'a>> {
-        let parts = |linear: &'a Linear| linear.parts(adapter);
+    fn adapted<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLayer<'a>> {
+        let adapted = |linear: &'a Linear| linear.adapted(adapter);
         Ok(AdaptedLayer {
             input_norm: &self.input_norm,
             post_attention_norm: &self.post_attention_norm,
             qk_norm: self.qk_norm.as_ref(),
-            qkv: [parts(&self.q)?, parts(&self.k)?, parts(&self.v)?],
-            o: [parts(&self.o)?],
-            gate_up: [parts(&self.gate)?, parts(&self.up)?],
-            down: [parts(&self.down)?],
+            qkv: [adapted(&self.q)?, adapted(&self.k)?, adapted(&self.v)?],
+            o: [adapted(&self.o)?],
+            gate_up: [adapted(&self.gate)?, adapted(&self.up)?],
+            down: [adapted(&self.down)?],
         })
     }
 }
 
 impl Linear {
-    fn parts<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLinear<'a>> {
+    fn adapted<'a>(&'a self, adapter: Option<&'a LoraAdapter>) -> TensorResult<AdaptedLinear<'a>> {
         let pair = adapter.and_then(|adapter| adapter.pair(&self.path));
         let factor = match (&self.weight, pair) {
             (Weight::Trained(_), _) | (_, None) => None,
@@ -361,7 +366,7 @@ impl Linear {
     }
 }
 
-fn still(weight: &Weight) -> Weight {
+fn detached_weight(weight: &Weight) -> Weight {
     match weight {
         Weight::Trained(tensor) => Weight::Trained(tensor.detach()),
         other => other.clone(),
@@ -370,7 +375,7 @@ fn still(weight: &Weight) -> Weight {
 
 fn detached(layer: &LayerWeights) -> LayerWeights {
     let linear = |linear: &Linear| {
-        Linear::new(linear.path.clone(), still(&linear.weight), linear.bias.as_ref().map(Tensor::detach))
+        Linear::new(linear.path.clone(), detached_weight(&linear.weight), linear.bias.as_ref().map(Tensor::detach))
     };
     LayerWeights {
         input_norm: layer.input_norm.detach(),

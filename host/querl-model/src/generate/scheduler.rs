@@ -116,7 +116,7 @@ pub(super) fn out_of_blocks(n_tokens: usize, max_new_tokens: usize) -> ModelErro
     ModelError::Generation(format!("{request} needs more keys and values than this engine has room for"))
 }
 
-/// The responses to one request, all of which must be there.
+/// The responses to one request; a missing one is an error.
 fn complete(responses: Vec<Option<Generated>>) -> Result<Vec<Generated>, ModelError> {
     let lost = |sample| ModelError::Generation(format!("response {sample} to a request was started and not finished"));
     responses.into_iter().enumerate().map(|(sample, response)| response.ok_or_else(|| lost(sample))).collect()

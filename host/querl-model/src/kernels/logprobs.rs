@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 struct TokenLogprobs {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
-    /// What the forward pass found for each row, for the backward pass.
+    /// Sums of each row, saved for the backward pass.
     rows: OnceLock<Vec<Row>>,
-    /// The logits of the last part over the temperature: the backward pass begins there, and finds them made. Of a small
-    /// vocabulary, or of few rows, they are all.
+    /// The logits of the last part over the temperature, from which the backward pass starts. For a small vocabulary or few rows that
+    /// is all of them.
     last_part: Mutex<Vec<f32>>,
 }
 
@@ -29,7 +29,7 @@ impl TokenLogprobs {
 /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`.
 ///
 /// `hidden`: `(N, H)`; `head`: `(V, H)`; `targets`: N token ids. Returns `(N, 2)`: log-probability in nats, entropy in nats.
-/// Gradients reach `hidden`, and `head` where it is trained. Memory beside the result: about [`PART_VALUES`] logits.
+/// Gradients reach `hidden`, and `head` where it is trained. Memory in addition to the result: about [`PART_VALUES`] logits.
 ///
 /// # Errors
 /// A target outside the vocabulary, a temperature that is not above 0, or tensors other than f32 on the CPU.
@@ -59,18 +59,18 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
 /// Logits that are held at a time: 8 MiB stay in the caches.
 const PART_VALUES: usize = 1 << 21;
 
-/// Logits that a card holds at a time: 128 MiB as f32, and half of that for their gradients. A product of as many is large enough to
-/// run at the speed of the card.
+/// Logits in GPU memory at a time: 128 MiB as f32, and half of that for their gradients. A product of as many is large enough to
+/// reach the GPU's peak.
 pub const GPU_LOGITS: usize = 1 << 25;
 
-/// Of each row at least so many: parts of the vocabulary are multiples of it, so that rows are read in whole vectors.
+/// Least logits of each row: parts of the vocabulary are multiples of it, so that rows are read in full vectors.
 pub const GPU_LOGITS_PER_ROW: usize = 512;
 
-/// Tokens that a row's sums take in at once. Parts are multiples of it, so that a row's result does not depend on the number of
+/// Tokens that are added to a row's sums at once. Parts are multiples of it, so that a row's result does not depend on the number of
 /// rows, which the size of a part does.
 const TOKENS_AT_ONCE: usize = 512;
 
-/// What a row's logits come to, so far.
+/// Running sums of a row's logits.
 #[derive(Clone, Copy)]
 struct Row {
     max: f32,

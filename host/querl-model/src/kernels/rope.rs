@@ -141,7 +141,7 @@ struct NormRope {
 
 /// Applies RoPE to one head; `direction` -1 applies the inverse rotation, which is the gradient.
 #[inline(always)]
-fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
+fn rope_head(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
     let half = cos.len();
     let (y0, y1) = y.split_at_mut(half);
     let (x0, x1) = x.split_at(half);
@@ -154,17 +154,17 @@ fn turn(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUnini
 
 vectorised! {
     /// Applies RoPE to all heads of a row.
-    fn turn_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
+    fn rope_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
         let dim = 2 * cos.len();
         for (y, x) in y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)) {
-            turn(x, cos, sin, direction, y);
+            rope_head(x, cos, sin, direction, y);
         }
     }
 }
 
 vectorised! {
     /// RMSNorm and RoPE of all heads of a row; `head` is scratch for one head.
-    fn norm_turn_row(
+    fn norm_rope_row(
         x: &[f32],
         weight: &[f32],
         eps: f32,
@@ -177,14 +177,14 @@ vectorised! {
             for ((head, x), weight) in head.iter_mut().zip(x).zip(weight) {
                 *head = x * inverse * weight;
             }
-            turn(head, angles.0, angles.1, 1.0, y);
+            rope_head(head, angles.0, angles.1, 1.0, y);
         }
     }
 }
 
 vectorised! {
-    /// Gradient of [`norm_turn_row`]; `norm` is the weight and the epsilon.
-    fn norm_turn_gradient(
+    /// Gradient of [`norm_rope_row`]; `norm` is the weight and the epsilon.
+    fn norm_rope_gradient(
         x: &[f32],
         norm: (&[f32], f32),
         angles: (&[f32], &[f32]),
@@ -195,7 +195,7 @@ vectorised! {
     ) {
         let ((weight, eps), dim) = (norm, norm.0.len());
         for ((dx, x), grad) in dx.chunks_exact_mut(dim).zip(x.chunks_exact(dim)).zip(grad.chunks_exact(dim)) {
-            turn(grad, angles.0, angles.1, -1.0, head);
+            rope_head(grad, angles.0, angles.1, -1.0, head);
             // SAFETY: the rotation writes both halves of a head.
             row_gradient(x, weight, unsafe { head.assume_init_ref() }, eps, None, dx, dw);
         }
@@ -211,7 +211,7 @@ impl Rope {
             tasks.zip(self.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
                 for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
                     let (cos, sin) = self.table.angles(position as usize);
-                    turn_row(x, cos, sin, direction, y);
+                    rope_row(x, cos, sin, direction, y);
                 }
             });
         };
@@ -235,7 +235,7 @@ impl NormRope {
             tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
                 let mut head = vec![0f32; weight.len()];
                 for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                    norm_turn_row(x, weight, self.eps, self.rope.table.angles(position as usize), &mut head, y);
+                    norm_rope_row(x, weight, self.eps, self.rope.table.angles(position as usize), &mut head, y);
                 }
             });
         };
@@ -255,7 +255,7 @@ impl NormRope {
                 let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
                 for (((dx, x), grad), &position) in rows.zip(positions) {
                     let angles = self.rope.table.angles(position as usize);
-                    norm_turn_gradient(x, (weight, self.eps), angles, grad, &mut head, dx, &mut dw);
+                    norm_rope_gradient(x, (weight, self.eps), angles, grad, &mut head, dx, &mut dw);
                 }
                 dw
             });

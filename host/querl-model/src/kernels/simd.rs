@@ -14,7 +14,7 @@ pub(crate) enum SimdLevel {
 }
 
 impl SimdLevel {
-    /// The best level of this processor; in a test within [`SimdLevel::with`] the one that it names.
+    /// The best level of this CPU; in a test within [`SimdLevel::with`] the one that it names.
     pub(crate) fn detected() -> Self {
         #[cfg(test)]
         if let Some(level) = CHOSEN.get() {
@@ -24,7 +24,7 @@ impl SimdLevel {
         *LEVEL.get_or_init(detect)
     }
 
-    /// All levels that this processor has, the best last: tests run each.
+    /// All levels of this CPU, the best last: tests run each.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         let order = [Self::Portable, Self::Avx2, Self::Avx512];
@@ -32,10 +32,10 @@ impl SimdLevel {
         order[..=best].to_vec()
     }
 
-    /// Runs `f` as on a processor that has no more than this level: on threads of its own, so that tests beside it see theirs.
+    /// Runs `f` as on a CPU with this level, on threads of its own, so that concurrent tests are not affected.
     ///
     /// # Panics
-    /// The processor does not have the level.
+    /// The CPU does not have the level.
     #[cfg(test)]
     pub(crate) fn with<R: Send>(self, f: impl FnOnce() -> R + Send) -> R {
         assert!(Self::all().contains(&self), "this processor does not have {self:?}");

@@ -119,7 +119,7 @@ fn rope_by_candle(x: &Tensor, head_dim: usize, positions: &[u32], theta: f64) ->
 }
 
 #[test]
-fn turned_heads_have_the_gradients_of_their_parts() {
+fn rope_has_the_gradients_of_its_parts() {
     let (x, weight) = (var((35, 24), 5), row_var(8, 6));
     let positions = Arc::new((0..35u32).map(|p| p % 11).collect::<Vec<_>>());
     let table = RopeTable::new(11, 8, 100.0);
@@ -252,7 +252,7 @@ fn no_rows_have_no_values_and_gradients_of_zero() {
 }
 
 #[test]
-fn rows_without_width_are_turned_into_rows_without_width() {
+fn rope_of_rows_without_width() {
     let (table, positions) = (RopeTable::new(11, 8, 100.0), Arc::new(vec![1u32, 2, 3]));
     assert_eq!(rope(&numbers((3, 0), 1), &table, &positions).unwrap().dims(), [3, 0]);
     assert_eq!(table.apply(&[], None, &Arc::new(Vec::new())).unwrap(), [0f32; 0]);
@@ -334,7 +334,7 @@ mod simd_levels {
 
     /// What has no products but element-wise ones is not fused: it gives the same bits.
     #[test]
-    fn norms_turns_and_gates_are_the_same_at_every_level() {
+    fn norms_rope_and_swiglu_are_the_same_at_every_level() {
         let (x, weight, up) = (var(37, 72, 1), row(72, 2), var(37, 72, 3));
         let (table, head_norm) = (RopeTable::new(50, 24, 100.0), row(24, 4));
         let positions = Arc::new((0..37u32).collect::<Vec<_>>());
@@ -362,7 +362,7 @@ mod simd_levels {
         });
         for dtype in [BaseDtype::F32, BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4]
         {
-            // Packed within the closure: a frozen weight goes on with the level that it was packed at.
+            // Packed within the closure: a frozen weight keeps the level that it was packed at.
             let frozen = || FrozenWeight::pack(&head, dtype).unwrap();
             compare(&format!("logprobs of a head in {}", dtype.name()), &[&hidden], 1e-5, &|| {
                 token_logprobs(&hidden, &Weight::Frozen(frozen()), &targets, 0.8).unwrap()

@@ -1,4 +1,4 @@
-//! Prompts of which an engine computes the beginnings once.
+//! Prompts with shared prefixes.
 
 /// Prompts that share beginnings of several lengths.
 pub(crate) fn prompts() -> Vec<Vec<u32>> {

@@ -1,10 +1,10 @@
-//! Sequences of which a pass computes the beginnings once, and the models of the goldens that compute them.
+//! Sequences with shared prefixes, and the golden models.
 
 /// Every form of the decoders.
 pub(crate) const NAMES: [&str; 5] = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
 
-/// Sequences that part at several depths, one of which is another's beginning and one of which comes twice, and one of `longest`
-/// tokens by itself. The answer begins at `.1`.
+/// Sequences that branch at several depths, among them a prefix of another and a duplicate, and one of `longest` tokens without a shared
+/// prefix. The response starts at `.1`.
 pub(crate) fn parting(longest: u32) -> Vec<(Vec<u32>, usize)> {
     let system = [5, 9, 2, 7];
     let join = |parts: &[&[u32]]| [&system[..], &parts.concat()].concat();

@@ -1,4 +1,4 @@
-//! Rows of sequences that share what they begin with, and how the work on them is divided.
+//! The prefix tree of a packed batch, and how attention over it is divided into tasks.
 
 use std::ops::Range;
 
@@ -9,16 +9,15 @@ pub struct Node {
     pub start: usize,
     /// Number of rows, at least one.
     pub len: usize,
-    /// The first row behind those of this node and of everything that branches off it.
+    /// The first row after this node and its descendants.
     pub end: usize,
-    /// How many rows its first row sees before itself.
+    /// Number of rows before its first row in its sequences.
     pub depth: usize,
-    /// What it goes on from.
+    /// The node that it continues.
     pub parent: Option<usize>,
 }
 
-/// Sequences as a tree: rows stand in the order of a walk that finishes one branch before the next, so that whatever sees a
-/// node's rows stands right behind them.
+/// Sequences as a tree: rows are in depth-first order, so that the descendants of a node follow it directly.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RowTree {
     nodes: Vec<Node>, // by `start`
@@ -94,7 +93,7 @@ fn chunk_size(n_queries: usize) -> usize {
     (n_queries / 16).clamp(32, 256)
 }
 
-/// Divides queries, given by their rows in rising order, into chunks.
+/// Divides queries, given by their rows in ascending order, into chunks.
 pub(super) fn query_chunks(tree: &RowTree, queries: &[u32]) -> Vec<QueryChunk> {
     let size = chunk_size(queries.len());
     (0..queries.len())

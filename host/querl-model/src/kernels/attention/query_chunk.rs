@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Scores that are held at a time: they stay in the second-level cache, and memory does not grow with the square of a sequence.
 const MAX_SCORES: usize = 1 << 16;
 
-/// What a lane works on. Queries `(queries, heads * D)` are the list's; keys and values `(N, kv_heads * D)` all rows.
+/// Inputs: queries `(queries, heads * D)` of all chunks; keys and values `(N, kv_heads * D)` of all rows.
 #[derive(Clone, Copy)]
 pub(super) struct Inputs<'a> {
     pub(super) q: &'a [f32],
@@ -20,13 +20,13 @@ pub(super) struct Inputs<'a> {
     pub(super) v: &'a [f32],
 }
 
-/// Gradients of a lane's keys and values in the lane's numbering: `(keys, kv_heads * D)` each.
+/// Gradients of a chunk's keys and values in the chunk's numbering: `(keys, kv_heads * D)` each.
 pub(super) struct KeyGradients {
     pub(super) dk: Vec<f32>,
     pub(super) dv: Vec<f32>,
 }
 
-/// What the backward pass knows besides the inputs, each for the lane's queries alone.
+/// What the backward pass reads in addition to the inputs, for the chunk's queries.
 #[derive(Clone, Copy)]
 pub(super) struct Outputs<'a> {
     /// `(queries, heads * D)`.
@@ -36,7 +36,7 @@ pub(super) struct Outputs<'a> {
     pub(super) logsumexp: &'a [f32],
 }
 
-/// Buffers that serve one block after another.
+/// Buffers that are reused for each block.
 #[derive(Default)]
 struct Buffers {
     q: Vec<f32>,    // (rows, D), where rows are queries by heads of the group
@@ -70,7 +70,7 @@ impl QueryChunk {
         blocks
     }
 
-    /// For each span that a block's queries see: rows of the block (queries by heads), keys of the lane, columns of scores.
+    /// For each span that a block's queries see: rows of the block (queries by heads), keys of the chunk, columns of scores.
     fn products<'a>(&'a self, block: &'a Block, group: usize) -> impl Iterator<Item = Product> + 'a {
         self.spans.iter().filter_map(move |span| {
             let first = span.queries.start.max(block.queries.start);
@@ -82,7 +82,7 @@ impl QueryChunk {
         })
     }
 
-    /// Attention of the lane's queries into `out` `(queries, heads * D)`; `logsumexp`: `(kv_heads, queries, group)`.
+    /// Attention of the chunk's queries into `out` `(queries, heads * D)`; `logsumexp`: `(kv_heads, queries, group)`.
     pub(super) fn forward(&self, heads: Heads, x: Inputs<'_>, out: &mut [f32], logsumexp: &mut [f32]) -> Result<()> {
         let (group, dim) = (heads.group, heads.head_dim);
         let (mut k, mut v) = (Vec::new(), Vec::new());
@@ -162,7 +162,7 @@ impl QueryChunk {
         Ok(gradients)
     }
 
-    /// `scale * rows keys^T` wherever a row sees a key: `(rows, width)`; elsewhere whatever was there.
+    /// `scale * rows keys^T` where a row sees a key, `(rows, width)`; other values are undefined.
     fn scores(
         &self,
         heads: Heads,
@@ -182,7 +182,7 @@ impl QueryChunk {
         Ok(())
     }
 
-    /// One head of the lane's keys or values: `(keys, D)`.
+    /// One head of the chunk's keys or values: `(keys, D)`.
     fn gather(&self, heads: Heads, head: usize, all: &[f32], out: &mut Vec<f32>) {
         let (width, dim) = (heads.kv_width(), heads.head_dim);
         out.clear();
@@ -217,7 +217,7 @@ impl Product {
     }
 }
 
-/// The heads of one group of some queries as rows: `(queries * group, D)`. `offset` is where the lane's queries begin in `all`.
+/// The heads of one group of some queries as rows: `(queries * group, D)`. `offset`: of the chunk's queries in `all`.
 fn pack(heads: Heads, head: usize, all: &[f32], offset: usize, queries: &Range<usize>, out: &mut Vec<f32>) {
     let (width, part) = (heads.q_width(), heads.group * heads.head_dim);
     out.clear();
@@ -226,7 +226,7 @@ fn pack(heads: Heads, head: usize, all: &[f32], offset: usize, queries: &Range<u
     }
 }
 
-/// The way back from [`pack`]; `all` are the lane's queries.
+/// The inverse of [`pack`]; `all`: the chunk's queries.
 fn unpack(heads: Heads, head: usize, rows: &[f32], queries: &Range<usize>, all: &mut [f32]) {
     let (width, part) = (heads.q_width(), heads.group * heads.head_dim);
     let all = all[queries.start * width..queries.end * width].chunks_exact_mut(width);
@@ -244,7 +244,7 @@ fn place(heads: Heads, head: usize, part: &[f32], all: &mut [f32]) {
 }
 
 vectorised! {
-    /// Softmax of what each row sees, zero beyond; also the logarithm of each row's sum of exponentials. `scores`: rows of
+    /// Softmax over the keys that each row sees, zero elsewhere; also the logarithm of each row's sum of exponentials. `scores`: rows of
     /// `width`, `group` of them for each entry of `n_seen`.
     fn probabilities(scores: &mut [f32], width: usize, n_seen: &[usize], group: usize, logsumexp: &mut [f32]) {
         for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {

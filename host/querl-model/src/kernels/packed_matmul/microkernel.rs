@@ -5,23 +5,22 @@ use super::super::simd::SimdLevel;
 /// Columns of a panel of a packed weight and of a block.
 pub(in super::super) const WIDTH: usize = 64;
 
-/// Bytes that come from memory at once.
+/// Bytes of a cache line.
 pub(super) const LINE_BYTES: usize = 64;
 
-/// What will be read after a block: it is asked for while the block is computed, since with few rows a weight comes no faster
-/// from memory than it is multiplied.
+/// Prefetch of the next block's weights during this block: with few rows, memory is the bottleneck.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub(super) start: *const u8,
     pub(super) bytes: usize,
-    /// Lines to ask for at each step of the sum.
+    /// Cache lines to prefetch at each step of the sum.
     pub(super) n_lines: usize,
 }
 
 impl Ahead {
     pub(super) const NOTHING: Self = Self { start: std::ptr::null(), bytes: 0, n_lines: 0 };
 
-    /// The share of a tile of rows `from..to` of `n_rows`: all tiles together ask for each line once.
+    /// The share of a tile of rows `from..to` of `n_rows`: all tiles together prefetch each line once.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn of_rows(self, from: usize, to: usize, n_rows: usize) -> Self {
         let (first, end) = (self.n_lines * from / n_rows, self.n_lines * to / n_rows);
@@ -265,7 +264,7 @@ pub(super) mod avx512 {
         let Block { a, a_row, b, b_step, n_steps, c, c_row, from, from_row, n_cols, keep, ahead } = *block;
         // SAFETY: the block's columns of M rows are there.
         let mut sums: [[__m512; V]; M] = unsafe { load_sums(from, from_row, n_cols, keep) };
-        let (mut slab, mut next) = (b, ahead.start); // both go on with each step
+        let (mut slab, mut next) = (b, ahead.start); // both advance with each step
         for step in 0..n_steps {
             for line in 0..ahead.n_lines {
                 _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * LINE_BYTES).cast()); // no address can fault
@@ -295,7 +294,7 @@ pub(super) mod avx512 {
     /// Transposes 16 by 16 values of 32 bits.
     ///
     /// # Safety
-    /// `from` has 16 rows of 16 values that start `from_row` apart, `to` likewise; on a processor with AVX-512F.
+    /// `from` has 16 rows of 16 values that start `from_row` apart, and `to` 16 rows `to_row` apart; on a CPU with AVX-512F.
     #[target_feature(enable = "avx512f")]
     pub(in super::super) unsafe fn transpose16(from: *const u32, from_row: usize, to: *mut u32, to_row: usize) {
         let mut r = [_mm512_setzero_si512(); LANES];

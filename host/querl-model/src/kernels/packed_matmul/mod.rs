@@ -26,7 +26,7 @@ const ROWS_PER_TASK: usize = 512;
 /// Rows of a result for which a slab is read where it stands: copying it side by side pays for more.
 const FEW_ROWS: usize = 24;
 
-/// Most rows for which the next slab is asked for while one is multiplied: with more, arithmetic takes longer than memory.
+/// Most rows for which the next slab is prefetched while one is multiplied: with more, arithmetic takes longer than memory.
 const AHEAD_ROWS: usize = 96;
 
 /// Multiplications below which handing work to other threads costs more than it saves.
@@ -39,7 +39,7 @@ pub(super) struct Term<'a> {
     pub(super) weight: WeightView<'a>,
 }
 
-/// Where a result goes, and what its sums begin with.
+/// Destination of a result, and the initial values of its sums.
 pub(super) struct Output<'a> {
     values: *mut f32,
     len: usize,
@@ -47,10 +47,10 @@ pub(super) struct Output<'a> {
     memory: PhantomData<&'a mut f32>,
 }
 
-// SAFETY: it is a mutable slice in other words, and tasks write to parts of it that do not overlap.
+// SAFETY: it is a mutable slice, and tasks write to parts of it that do not overlap.
 unsafe impl Sync for Output<'_> {}
 
-/// What the sums of a product begin with.
+/// Initial values of the sums of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a> {
     /// 0: the memory may be fresh, since none of it is read.
@@ -64,7 +64,7 @@ pub(super) enum Start<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// Into `values`, of which `keep` times what they are remains.
+    /// Adds to `keep` times `values`.
     pub(super) fn new(values: &'a mut [f32], keep: f32) -> Self {
         let start = if keep == 0.0 { Start::Zero } else { Start::Itself(keep) };
         Self { values: values.as_mut_ptr(), len: values.len(), start, memory: PhantomData }
@@ -100,7 +100,7 @@ pub(super) fn alloc_output(len: usize, product: impl FnOnce(Output<'_>) -> Resul
     Ok(values)
 }
 
-/// Which of a weight's sides the rows of the left matrix go with.
+/// Whether the left matrix multiplies the weight's inputs or outputs.
 #[derive(Clone, Copy)]
 pub(super) enum Direction {
     /// Its inputs.
@@ -109,7 +109,7 @@ pub(super) enum Direction {
     Backward,
 }
 
-/// One of several products that run side by side.
+/// One of several products that run in parallel.
 struct Job<'a> {
     terms: &'a [Term<'a>],
     out: Output<'a>,
@@ -122,7 +122,7 @@ pub(super) struct MatmulSpec<'a> {
     pub(super) terms: Vec<Term<'a>>,
 }
 
-/// The results of several products that run side by side.
+/// The results of several products that run in parallel.
 pub(super) fn matmul_alloc(level: SimdLevel, direction: Direction, wanted: &[MatmulSpec<'_>]) -> Result<Vec<Vec<f32>>> {
     if wanted.iter().any(|fresh| matches!(fresh.start, Start::Itself(_))) {
         bail!("a sum that starts with fresh memory");
@@ -221,7 +221,7 @@ impl Job<'_> {
     /// One block of the result.
     ///
     /// # Safety
-    /// [`Job::shape`] has found no fault, `n_cols` is what it found, the block lies within the output, and no other thread
+    /// [`Job::shape`] returned `n_cols` without an error, the block lies within the output, and no other thread
     /// touches it.
     unsafe fn run(&self, level: SimdLevel, direction: Direction, block: &Rectangle, n_cols: usize) {
         with_scratch(|scratch| {

@@ -28,7 +28,7 @@ enum Stored<'a> {
     Rows(&'a [f32]),
 }
 
-/// Where the values of a block stand: `step` from one step of the sum to the next.
+/// The values of a block: `step` values from one step of the sum to the next.
 pub(super) struct Slab {
     pub(super) start: *const f32,
     pub(super) step: usize,
@@ -89,7 +89,7 @@ impl<'a> WeightView<'a> {
         self.n_in
     }
 
-    /// Inputs `steps` of WIDTH outputs from `output` on; what stands beyond the last output means nothing.
+    /// Inputs `steps` of WIDTH outputs from `output` on; values beyond the last output are undefined.
     pub(super) fn outputs_slab(
         self,
         level: SimdLevel,
@@ -114,7 +114,7 @@ impl<'a> WeightView<'a> {
         Slab { start: scratch.slab.as_ptr(), step: WIDTH }
     }
 
-    /// Where a packed weight goes on behind some steps of a panel: in that panel, or at the beginning of the next.
+    /// What is read after some steps of a panel of a packed weight: the rest of that panel, or the next one.
     pub(super) fn ahead(self, output: usize, step: usize) -> Ahead {
         let Stored::Packed(packed) = self.stored else { return Ahead::NOTHING };
         let panel = (self.first + output) / WIDTH;
@@ -126,7 +126,7 @@ impl<'a> WeightView<'a> {
         Ahead { start, bytes, n_lines: bytes / LINE_BYTES }
     }
 
-    /// Outputs `steps`, from a multiple of WIDTH on, of the inputs `columns`, at most WIDTH and likewise.
+    /// Outputs `steps` of the inputs `columns`, at most WIDTH; both start at a multiple of WIDTH.
     pub(super) fn inputs_slab(
         self,
         level: SimdLevel,
