@@ -11,6 +11,7 @@ const PAGES: &[&str] = &[
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "docs/README.md",
+    "docs/decisions.md",
     "docs/start/ml-engineer.md",
     "docs/start/platform-engineer.md",
     "docs/start/plugin-author.md",
@@ -91,12 +92,9 @@ fn tests_named_in_the_architecture_exist() {
     assert!(missing.is_empty(), "ARCHITECTURE.md names tests that do not exist:\n{}", missing.join("\n"));
 }
 
-/// The page stays short enough to be read: the table of invariants does not count.
 #[test]
 fn the_architecture_page_has_at_most_2500_words() {
     let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
-    let (before, rest) = text.split_once("\n## Invariants\n").unwrap();
-    let after = rest.split_once("\n## ").map_or("", |(_, after)| after);
-    let n_words = before.split_whitespace().count() + after.split_whitespace().count();
+    let n_words = text.split_whitespace().count();
     assert!(n_words <= 2500, "{n_words} words; move details to docs/ or to the code");
 }
