@@ -24,31 +24,31 @@ pub(crate) mod names {
     pub(crate) const MANIFEST: &str = "plugin.toml";
     pub(crate) const COMPONENT: &str = "plugin.wasm";
     pub(crate) const SIGNATURES: &str = "signatures";
-    /// Without these no archive is a bundle.
+    /// An archive without one of these is not a bundle.
     pub(crate) const REQUIRED: [&str; 5] = [LICENSE, README, SUMS, MANIFEST, COMPONENT];
 }
 
-/// What a reader takes from an archive at most. A Python plugin has 18 MB and is a quarter of that compressed.
+/// Limits that a reader enforces. The component of a Python plugin has 18 MB, a quarter of that compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ArchiveLimits {
-    /// The file itself.
+    /// Size of the file.
     pub compressed_bytes: u64,
-    /// The tar stream: headers, contents, padding.
+    /// Size of the tar stream: headers, contents, padding.
     pub tar_bytes: u64,
-    /// The tar stream may be 4 MiB, and beyond that this many times the compressed size.
+    /// Largest size of the tar stream as a multiple of the compressed size; a tar stream of up to 4 MiB is always allowed.
     pub ratio: u64,
-    /// Files.
+    /// Number of files.
     pub entries: usize,
-    /// The component.
+    /// Size of the component.
     pub component_bytes: u64,
-    /// One file of golden cases; all of them together.
+    /// Size of one file of golden cases, and of all of them together.
     pub golden_bytes: u64,
-    /// Each of the other files.
+    /// Size of each other file.
     pub text_bytes: u64,
 }
 
 impl ArchiveLimits {
-    /// What every reader and writer of this crate keeps to.
+    /// The limits of every reader and writer of this crate.
     pub const DEFAULT: Self = Self {
         compressed_bytes: 72 << 20,
         tar_bytes: 128 << 20,
@@ -74,7 +74,7 @@ impl Default for ArchiveLimits {
     }
 }
 
-/// What is wrong with one part of an archive.
+/// Damage of one part of an archive.
 #[derive(Debug)]
 pub(crate) struct Damage {
     pub(crate) part: String,
@@ -87,7 +87,7 @@ impl Damage {
     }
 }
 
-/// Why `name` may not be in a bundle.
+/// The reason why `name` is not allowed in a bundle.
 pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
     const FLAT: [&str; 6] =
         [names::LICENSE, names::README, names::SUMS, names::MANIFEST, names::COMPONENT, names::SIGNATURES];
@@ -113,7 +113,7 @@ pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
     }
 }
 
-/// `golden/NAME.jsonl`, short enough for a tar header.
+/// Whether `name` is `golden/NAME.jsonl`, short enough for a tar header.
 pub(crate) fn is_golden(name: &str) -> bool {
     let file = name.strip_prefix(names::GOLDEN).and_then(|file| file.strip_suffix(names::GOLDEN_ENDING));
     let fits = |file: &str| !file.is_empty() && !file.starts_with('.') && !file.contains(['/', '\\', ':']);
@@ -133,7 +133,7 @@ fn seal(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// The frame that an intact seal covers.
+/// The frame before an intact seal.
 fn unseal(bytes: &[u8]) -> Result<&[u8], Damage> {
     let start = bytes.len().checked_sub(SEAL_BYTES);
     let Some((frame, seal)) = start.map(|start| bytes.split_at(start)) else {
@@ -152,14 +152,13 @@ fn unseal(bytes: &[u8]) -> Result<&[u8], Damage> {
     }
 }
 
-/// The name field of a ustar header; longer names would take the prefix field, which no name of a bundle needs.
+/// Size of the name field of a ustar header; the prefix field is not used.
 const LONGEST_NAME: usize = 100;
-/// Part of the format: another level makes other bytes. A Python component of 18 MB takes about a second at this one.
+/// Part of the format: another level gives other bytes. A Python component of 18 MB takes about a second.
 const LEVEL: i32 = 12;
-/// log2 of the window, 4 MiB: what a reader must hold to decode.
+/// log2 of the window, 4 MiB: the memory that a reader needs to decode.
 const WINDOW_LOG: u32 = 22;
 
-/// The archive of `files`, by name.
 pub(crate) fn write(files: &BTreeMap<String, Vec<u8>>) -> io::Result<Vec<u8>> {
     let tar = tar_stream(files)?;
     let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL)?;
@@ -181,7 +180,7 @@ fn tar_stream(files: &BTreeMap<String, Vec<u8>>) -> io::Result<Vec<u8>> {
     tar.into_inner()
 }
 
-/// The one header that an entry of this name and size has.
+/// The only accepted header of an entry with this name and size.
 fn header(name: &str, size: u64) -> Header {
     let mut header = Header::new_ustar();
     let field = &mut header.as_ustar_mut().expect("the header was made as ustar").name;
@@ -200,10 +199,9 @@ fn header(name: &str, size: u64) -> Header {
 const BLOCK: usize = 512;
 const STREAM: &str = "compressed stream";
 const TAR: &str = "tar stream";
-/// However well it compresses, an archive up to this size is no bomb.
+/// A decoded size up to this is accepted at any compression ratio.
 const HARMLESS_BYTES: u64 = 4 << 20;
 
-/// The files of an archive by name.
 pub(crate) fn read(bytes: &[u8], limits: &ArchiveLimits) -> Result<BTreeMap<String, Vec<u8>>, Damage> {
     let n_bytes = bytes.len() as u64;
     if n_bytes > limits.compressed_bytes {
@@ -254,7 +252,7 @@ struct Stream<'s, 'a> {
 }
 
 impl Stream<'_, '_> {
-    /// Appends up to `n_bytes` to `content`; fewer only where the stream ends.
+    /// Appends up to `n_bytes` to `content`; fewer only at the end of the stream.
     fn read_into(&mut self, content: &mut Vec<u8>, n_bytes: u64) -> Result<(), Damage> {
         if n_bytes > self.n_left {
             let message = format!("expands to more than {} bytes; the archive is refused as a bomb", self.tar_limit);
@@ -276,7 +274,7 @@ impl Stream<'_, '_> {
         }
     }
 
-    /// One file's content and the zeros after it.
+    /// The content of one file, without its zero padding.
     fn content(&mut self, name: &str, n_bytes: u64) -> Result<Vec<u8>, Damage> {
         let mut content = Vec::new();
         self.read_into(&mut content, n_bytes)?;
@@ -326,7 +324,7 @@ fn read_entries(stream: &mut Stream<'_, '_>, limits: &ArchiveLimits) -> Result<B
     }
 }
 
-/// One more block of zeros, and nothing after it.
+/// Requires one more block of zeros and the end of the stream.
 fn end(stream: &mut Stream<'_, '_>) -> Result<(), Damage> {
     if stream.block()? != Some([0; BLOCK]) {
         return Err(Damage::new(TAR, "has no second end mark; the archive is truncated"));
@@ -349,7 +347,7 @@ fn refuse_order(files: &BTreeMap<String, Vec<u8>>, name: &str) -> Result<(), Dam
     }
 }
 
-/// Name and size of an entry whose header is as we write it.
+/// Name and size of an entry; its header must be the one that [`header`] gives.
 fn entry(block: &[u8; BLOCK], limits: &ArchiveLimits) -> Result<(String, u64), Damage> {
     let found = Header::from_byte_slice(block);
     let raw_name = found.path_bytes();

@@ -10,11 +10,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// How every component begins: magic number, version 13, layer 1. A core module has version 1, layer 0.
+/// First bytes of every component: magic number, version 13, layer 1. A core module has version 1, layer 0.
 const COMPONENT_MAGIC: [u8; 8] = *b"\0asm\x0d\0\x01\0";
 const CORE_MODULE_MAGIC: [u8; 8] = *b"\0asm\x01\0\0\0";
 
-/// A plugin in one file. All that is in it fits together; whether its signers are trusted is asked with [`Bundle::verify`].
+/// A plugin in one file, consistent in itself. [`Bundle::verify`] checks whether a trusted key signed it.
 #[derive(Debug, Clone)]
 pub struct Bundle {
     origin: String,
@@ -34,11 +34,12 @@ impl Bundle {
         Self::from_bytes(&bytes, &path.display().to_string())
     }
 
-    /// Reads an archive, which messages call `origin`.
+    /// Reads an archive, named `origin` in messages.
     ///
     /// # Errors
-    /// The archive is damaged, holds what no bundle holds, or is beyond a limit; a file does not have its digest; a signature
-    /// does not fit; the manifest is wrong or speaks of another component. Each names the part.
+    /// The archive is damaged, has an unknown entry, or exceeds a limit;
+    /// a file does not have its digest; a signature is invalid; the manifest is invalid or describes another component. Each
+    /// names the part.
     pub fn from_bytes(bytes: &[u8], origin: &str) -> Result<Self, BundleError> {
         let refuse = |damage: Damage| refused(origin, damage);
         let files = archive::read(bytes, &ArchiveLimits::DEFAULT).map_err(refuse)?;
@@ -53,12 +54,12 @@ impl Bundle {
         Ok(Self { origin: origin.to_owned(), manifest, digest, files, signatures })
     }
 
-    /// What messages call it: as a rule its path.
+    /// The name in messages, usually the path.
     pub fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// What the plugin says of itself.
+    /// The parsed `plugin.toml`.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -68,7 +69,7 @@ impl Bundle {
         &self.digest
     }
 
-    /// The component.
+    /// The bytes of `plugin.wasm`.
     pub fn component(&self) -> &[u8] {
         &self.files[names::COMPONENT]
     }
@@ -88,7 +89,7 @@ impl Bundle {
         self.files().filter(|(name, _)| name.starts_with(names::GOLDEN))
     }
 
-    /// The signatures in it; all of them are valid.
+    /// The signatures of the bundle, all valid.
     pub fn signatures(&self) -> &[BundleSignature] {
         &self.signatures
     }
@@ -96,7 +97,7 @@ impl Bundle {
     /// The first of `trusted` that has signed the bundle.
     ///
     /// # Errors
-    /// None of them has; the message says who did.
+    /// None of them has; the message names the signers.
     pub fn verify(&self, trusted: &[PublicKey]) -> Result<PublicKey, BundleError> {
         let has_signed = |key: &&PublicKey| self.signatures.iter().any(|signature| signature.key() == *key);
         if let Some(key) = trusted.iter().find(has_signed) {
@@ -187,10 +188,11 @@ fn manifest(files: &BTreeMap<String, Vec<u8>>, origin: &str) -> Result<Manifest,
     }
 }
 
-/// Do the bytes begin as a component does? A full look is the host's.
+/// Checks the first bytes of a component; the host checks all of it.
 ///
 /// # Errors
-/// They are not: the rest of a sentence about the component, such as `is not WebAssembly; expected a component`.
+/// Not a component: the rest of a sentence, such as
+/// `is not WebAssembly; expected a component`.
 pub fn check_component(bytes: &[u8]) -> Result<(), String> {
     match bytes.get(..8) {
         Some(start) if start == COMPONENT_MAGIC => Ok(()),
@@ -240,7 +242,7 @@ fn completed(manifest: Manifest, folder: &Path, component: &[u8]) -> Manifest {
     completed
 }
 
-/// A text file that a bundle cannot do without.
+/// A required text file.
 fn text(folder: &Path, name: &str, meaning: &str) -> Result<Vec<u8>, BundleError> {
     let path = folder.join(name);
     if !path.exists() {
@@ -278,7 +280,7 @@ fn golden(folder: &Path, manifest: &Manifest) -> Result<BTreeMap<String, Vec<u8>
     Ok(files)
 }
 
-/// The content of a file, `name` in the archive, that is no link: a link could bring in what the author never meant to publish.
+/// The content of a file, `name` in the archive. Symbolic links are rejected: they could publish a file by mistake.
 fn plain_file(path: &Path, name: &str) -> Result<Vec<u8>, BundleError> {
     let metadata = std::fs::symlink_metadata(path).map_err(|source| BundleError::io(path, source))?;
     match metadata.is_file() {

@@ -8,11 +8,11 @@ use std::path::Path;
 use toml::Value;
 use toml::de::{DeTable, DeValue};
 
-/// How much of a value goes into a message.
+/// Maximum length of a value in a message.
 const EXCERPT_BYTES: usize = 120;
 
-/// A TOML text with its values. Lines are looked up when there is something to tell: a table of the lines of all keys would be
-/// larger than the text by the length of its longest key.
+/// A TOML text with its values. Lines are looked up only for an error: a table of the lines of all keys could be much larger
+/// than the text.
 #[derive(Debug)]
 pub(crate) struct Document<'t> {
     origin: String,
@@ -20,7 +20,7 @@ pub(crate) struct Document<'t> {
     table: toml::Table,
 }
 
-/// A step on the way to a value.
+/// A step of a path to a value.
 #[derive(Debug, Clone, Copy)]
 enum Step<'a> {
     Key(&'a str),
@@ -36,7 +36,7 @@ pub(crate) struct Section<'a> {
 }
 
 impl<'t> Document<'t> {
-    /// Reads `text`, which messages call `origin`.
+    /// Parses `text`, named `origin` in messages.
     pub(crate) fn parse(text: &'t str, origin: &str) -> Result<Self, BundleError> {
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let table = text.parse::<toml::Table>().map_err(|error| BundleError::Text {
@@ -47,14 +47,14 @@ impl<'t> Document<'t> {
         Ok(Self { origin: origin.to_owned(), text, table })
     }
 
-    /// The whole document as a section that knows `keys`.
+    /// The whole document as a section with the known `keys`.
     pub(crate) fn root(&self, keys: &[&str]) -> Result<Section<'_>, BundleError> {
         let section = Section { document: self, steps: Vec::new(), table: &self.table };
         section.refuse_unknown(keys)?;
         Ok(section)
     }
 
-    /// The line of the value that `steps` lead to, or of the nearest section around it.
+    /// The line of the value at the path `steps`, or of the nearest section around it.
     fn line(&self, steps: &[Step<'_>]) -> usize {
         let Ok(root) = DeTable::parse(self.text) else { return 1 };
         let mut line = 1;
@@ -78,7 +78,7 @@ impl<'t> Document<'t> {
 }
 
 impl<'a> Section<'a> {
-    /// An error at `key` of this section; at the section itself where `key` is empty.
+    /// An error at `key` of this section; at the section itself if `key` is empty.
     pub(crate) fn error(&self, key: &str, message: impl std::fmt::Display) -> BundleError {
         let path = self.path_of(key);
         let message = match path.is_empty() {
@@ -101,14 +101,14 @@ impl<'a> Section<'a> {
         self.table.keys().map(String::as_str)
     }
 
-    /// A table below this one that knows `keys`.
+    /// A subtable with the known `keys`.
     pub(crate) fn section(&self, key: &'a str, keys: &[&str]) -> Result<Option<Self>, BundleError> {
         let Some(section) = self.open_section(key)? else { return Ok(None) };
         section.refuse_unknown(keys)?;
         Ok(Some(section))
     }
 
-    /// A table below this one with keys of any name.
+    /// A subtable with arbitrary keys.
     pub(crate) fn open_section(&self, key: &'a str) -> Result<Option<Self>, BundleError> {
         match self.value(key) {
             None => Ok(None),
@@ -146,7 +146,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// A text on one line, not empty, and all of it to be seen; `meaning` says what it should hold.
+    /// A non-empty text on one line without hidden characters; `meaning` describes it in the error.
     pub(crate) fn line(&self, key: &str, meaning: &str) -> Result<&'a str, BundleError> {
         let Some(text) = self.text(key)? else { return Err(self.missing(key, meaning)) };
         if text.trim().is_empty() || text.chars().any(char::is_control) {
@@ -155,13 +155,13 @@ impl<'a> Section<'a> {
         self.refuse_hidden(key, text).map(|()| text)
     }
 
-    /// A text for a person, of any number of lines.
+    /// A text of any number of lines.
     pub(crate) fn prose(&self, key: &str) -> Result<Option<&'a str>, BundleError> {
         let Some(text) = self.text(key)? else { return Ok(None) };
         self.refuse_hidden(key, text).map(|()| Some(text))
     }
 
-    /// Refuses what a person does not see or sees in another order; spaces and line breaks are for the caller.
+    /// Rejects characters that are invisible or reorder text; spaces and line breaks are for the caller.
     fn refuse_hidden(&self, key: &str, text: &str) -> Result<(), BundleError> {
         let Some(c) = text.chars().find(|c| disturbs(*c) && !matches!(c, '\n' | '\r' | '\t')) else { return Ok(()) };
         let message = format!("has the character U+{:04X}, which hides or reorders text; take it out", u32::from(c));
@@ -207,7 +207,7 @@ impl<'a> Section<'a> {
         self.steps.iter().copied().chain(step).collect()
     }
 
-    /// As messages write it: `settings.max_chars.default`, `plugin[1].id`.
+    /// The path in messages: `settings.max_chars.default`, `plugin[1].id`.
     fn path_of(&self, key: &str) -> String {
         let mut path = String::new();
         for step in self.steps_to(key) {
@@ -238,14 +238,14 @@ fn line_of(text: &str, offset: usize) -> usize {
     1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
 
-/// A library's message, which may quote the text, folded into one line.
+/// A library's message, which may quote the text, on one line.
 fn one_line(message: &str) -> String {
     const LONGEST_BYTES: usize = 500;
     let message = message.split_whitespace().collect::<Vec<_>>().join(" ");
     querl_core::text::printable(&message, LONGEST_BYTES)
 }
 
-/// A value as a message shows it: short, on one line, with nothing that disturbs a terminal.
+/// A value in a message: short, on one line, without control characters.
 pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::Table(_) => "a section".to_owned(),
@@ -254,12 +254,12 @@ pub(crate) fn shown(value: &Value) -> String {
     }
 }
 
-/// Text of others as a message shows it.
+/// Text of others in a message.
 pub(crate) fn printable(text: &str) -> String {
     querl_core::text::printable(text, EXCERPT_BYTES)
 }
 
-/// The known name that is most like `name`, where one is.
+/// The known name that is most similar to `name`, if one is similar.
 pub(crate) fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     // The same bound as querl's configuration uses for its own keys.
     const ALIKE: f64 = 0.75;
@@ -282,7 +282,7 @@ pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
     }
 }
 
-/// The content of a regular file of at most `most` bytes. Devices and pipes never end, or never begin.
+/// The content of a regular file of at most `most` bytes; reading a device or pipe could block or never end.
 pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> {
     let failed = |source| BundleError::io(path, source);
     // Asked before opening, which waits for a pipe's other end.
@@ -298,7 +298,7 @@ pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> 
     }
 }
 
-/// As [`read_file`], of UTF-8 text.
+/// As [`read_file`], for UTF-8 text.
 pub(crate) fn read_text_file(path: &Path, most: u64) -> Result<String, BundleError> {
     String::from_utf8(read_file(path, most)?).map_err(|_| BundleError::folder(path, "is not UTF-8 text"))
 }

@@ -1,62 +1,43 @@
-//! Why a manifest, a bundle, a key or a lock file is not taken.
+//! Errors of manifests, bundles, keys and lock files.
 
 use std::path::{Path, PathBuf};
 
-/// Why a manifest, a bundle, a key or a lock file is not taken.
+/// Errors of manifests, bundles, keys and lock files.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum BundleError {
     /// A file could not be read or written.
     #[error("{}: {source}", path.display())]
-    Io {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// A manifest or a lock file is wrong at one place.
+    Io { path: PathBuf, source: std::io::Error },
+    /// A manifest or a lock file is invalid at one position.
     #[error("{origin}:{line}: {message}")]
     Text {
-        /// Which file.
         origin: String,
-        /// 1-based; where a key is missing, the section that lacks it.
+        /// 1-based; for a missing key, the line of its section.
         line: usize,
-        /// Key, value and what was expected.
         message: String,
     },
-    /// A file is not of the sort that is read, or a plugin's folder cannot be packed as it is.
+    /// A file is not a regular file, or a plugin's folder cannot be packed.
     #[error("{}: {message}", path.display())]
-    Folder {
-        /// The file or folder.
-        path: PathBuf,
-        /// What is wrong, and the remedy.
-        message: String,
-    },
+    Folder { path: PathBuf, message: String },
     /// An archive is damaged, was tampered with, or was not made by `querl plugin pack`.
     #[error("{origin}: {part}: {message}")]
     Archive {
-        /// Which archive.
         origin: String,
         /// The entry, `compressed stream`, `tar stream` or `seal`.
         part: String,
-        /// What was found.
         message: String,
     },
-    /// A key's text or file.
+    /// A key's text or file is invalid.
     #[error("{origin}: {message}")]
     Key {
-        /// Where the key was written.
         origin: String,
-        /// What is wrong; never shows a private key.
+        /// Never contains a private key.
         message: String,
     },
-    /// Nobody who is trusted has signed the bundle.
+    /// No trusted key has signed the bundle.
     #[error("{origin}: {message}")]
-    Untrusted {
-        /// Which bundle.
-        origin: String,
-        /// Who has signed it, and who was expected.
-        message: String,
-    },
+    Untrusted { origin: String, message: String },
 }
 
 impl BundleError {

@@ -1,5 +1,5 @@
-//! What a plugin is when it travels: its manifest, the archive that holds it, the digest and signatures over the archive, and
-//! the lock file that says which plugins a run was made with.
+//! A plugin as a file: its manifest, the archive that holds it, digest and signatures of the archive, and the lock file that pins the plugins
+//! of a run.
 //!
 //! In: a plugin's folder with the component built from it, the bytes of an archive, the text of a manifest or a lock file. Out:
 //! checked values, and archives that are byte-equal when packed again from the same content. It must not depend on WebAssembly

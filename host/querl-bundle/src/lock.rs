@@ -1,4 +1,4 @@
-//! `querl.lock`: which plugins a run was made with, and when somebody accepted others.
+//! `querl.lock`: the plugins of a run, and accepted changes.
 
 use crate::document;
 use crate::document::{Document, Section, or_list};
@@ -38,9 +38,9 @@ pub struct LockEntry {
     pub id: String,
     /// The plugin's version.
     pub version: Version,
-    /// As in the configuration, with `/` between folders; for a person, since digests are what is compared.
+    /// As in the configuration, with `/` between folders. Not compared: digests are.
     pub path: PathBuf,
-    /// What lies at the path.
+    /// Kind of the plugin's file.
     pub source: LockSource,
     /// Lower-case hexadecimal SHA-256 of the component.
     pub sha256: String,
@@ -49,7 +49,7 @@ pub struct LockEntry {
     /// [`Manifest::file_digest`](crate::Manifest::file_digest) of a folder that has one: its limits decide what is dropped. Locks
     /// of earlier versions have none, and a bundle's digest covers its own.
     pub manifest: Option<String>,
-    /// The public key that the run trusted it by, where it is signed.
+    /// The trusted public key that has signed the plugin.
     pub signed_by: Option<String>,
 }
 
@@ -67,22 +67,22 @@ pub enum LockSource {
 /// An accepted change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LockChange {
-    /// When, as RFC 3339.
+    /// Time as RFC 3339.
     pub at: String,
     /// As in [`LockEntry::role`].
     pub role: String,
     /// The plugin's id.
     pub id: String,
-    /// What was there before, as [`LockEntry::title`] says it; `nothing` where the plugin is new.
+    /// The previous [`LockEntry::title`]; `nothing` for a new plugin.
     pub from: String,
-    /// What came instead; `nothing` where the plugin is gone.
+    /// The new title; `nothing` for a removed plugin.
     pub to: String,
 }
 
-/// What differs between a lock file and the plugins at hand.
+/// A difference between a lock file and the configured plugins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Difference {
-    /// Another version, component, bundle or manifest; a signer that is gone or another one.
+    /// Another version, component, bundle, manifest or signer.
     Changed {
         /// As locked.
         locked: Box<LockEntry>,
@@ -115,21 +115,22 @@ impl LockSource {
 }
 
 impl LockFile {
-    /// The file's name in a run folder.
+    /// File name in a run folder.
     pub const FILE_NAME: &str = "querl.lock";
 
     /// Reads a lock file.
     ///
     /// # Errors
-    /// The file cannot be read, is no regular file of at most 1 MiB, or as [`LockFile::parse`].
+    /// The file cannot be read, is not a regular file of at most 1 MiB, or as [`LockFile::parse`].
     pub fn read(path: &Path) -> Result<Self, BundleError> {
         Self::parse(&document::read_text_file(path, LARGEST_BYTES)?, &path.display().to_string())
     }
 
-    /// Reads the text of a lock file, which messages call `origin`.
+    /// Parses a lock file, named `origin` in messages.
     ///
     /// # Errors
-    /// Not TOML, of another format, or a key that is unknown, missing or wrong. Each names the line.
+    /// Not TOML, another format, or a key that is unknown, missing or
+    /// invalid. Each names the line.
     pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
         let document = Document::parse(text, origin)?;
         let root = document.root(&["format", "plugin", "change"])?;
@@ -149,7 +150,7 @@ impl LockFile {
         Ok(Self { entries, changes })
     }
 
-    /// The lock file as text, whose first line says what it is at its `place`. Read again it is the same lock file.
+    /// The lock file as text, with a first line for its `place`. Parsing it gives an equal value.
     pub fn to_text(&self, place: LockKind) -> String {
         let what = match place {
             LockKind::Run => "the plugins of this run",
@@ -170,11 +171,9 @@ impl LockFile {
         text
     }
 
-    /// What differs between the lock file and `found`: nothing, where each plugin is there with the same digests and its signer.
-    ///
-    /// What an entry does not have is not asked for: a manifest's digest, or a signer, that comes along is no difference.
-    /// Plugins are identified by role and id. Where the id of a role changed too, one is gone and another is new. A path that
-    /// alone is different is no difference.
+    /// Differences between the lock file and `found`; none if each plugin has the same digests and signer. A manifest's digest
+    /// or a signer that only `found` has is not a difference, nor is another path. Plugins are matched by role and id; if a
+    /// role's id changed, one plugin was removed and another added.
     pub fn check(&self, found: &[LockEntry]) -> Vec<Difference> {
         let mut locked: Vec<_> = self.entries.iter().collect();
         let mut news: Vec<_> = found.iter().collect();
@@ -192,7 +191,7 @@ impl LockFile {
         differences
     }
 
-    /// Takes over `found`, and records each difference as accepted at the time `at`.
+    /// Replaces the entries by `found` and records each difference as accepted at the time `at`.
     pub fn accept(&mut self, found: Vec<LockEntry>, at: &str) -> Vec<Difference> {
         let differences = self.check(&found);
         self.changes.extend(differences.iter().map(|difference| difference.change(at)));
@@ -201,12 +200,12 @@ impl LockFile {
     }
 }
 
-/// The start of a digest, enough for a person.
+/// The first characters of a digest.
 fn short(digest: &str) -> &str {
     digest.get(..12).unwrap_or(digest)
 }
 
-/// Removes and returns the first that fits.
+/// Removes and returns the first match.
 fn take<'e>(entries: &mut Vec<&'e LockEntry>, fits: impl Fn(&LockEntry) -> bool) -> Option<&'e LockEntry> {
     let index = entries.iter().position(|entry| fits(entry))?;
     Some(entries.remove(index))
@@ -218,7 +217,7 @@ impl LockEntry {
         format!("{} ({})", self.version, self.contents())
     }
 
-    /// The title, with what else differs from `other`, so that the titles of two entries that differ do too.
+    /// The title with further differences from `other`, so that two different entries have different titles.
     fn title_next_to(&self, other: &Self) -> String {
         let mut parts = vec![self.contents()];
         if self.manifest != other.manifest {
@@ -237,7 +236,7 @@ impl LockEntry {
         format!("component {}{bundle}", short(&self.sha256))
     }
 
-    /// True where a run cannot tell `found` from what was locked, and no signer was lost.
+    /// Whether a run with `found` equals one with the locked plugin, and no signature was lost.
     fn is_kept_by(&self, found: &Self) -> bool {
         let still = |locked: &Option<String>, found: &Option<String>| locked.is_none() || locked == found;
         self.has_contents_of(found)
@@ -315,7 +314,7 @@ impl std::fmt::Display for Difference {
     }
 }
 
-/// How a changed plugin becomes again what it was.
+/// How to restore the locked plugin.
 fn bring_back(locked: &LockEntry, found: &LockEntry) -> String {
     let path = found.path.display();
     if !locked.has_contents_of(found) {

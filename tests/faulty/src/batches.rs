@@ -1,13 +1,13 @@
-//! OpenAI's batch interface in memory: files go up, batches are worked on while they are asked for, files come down.
+//! OpenAI's batch interface in memory: file upload, batches that finish after a number of polls, file download.
 
 use crate::{Answer, Asked, Reply};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
-/// The service. Scripts that break it answer for it, or change its answers.
+/// The service. Scripts can replace or change its answers.
 pub struct BatchService {
-    /// After so many questions a batch is at its end.
+    /// Polls after which a batch is finished.
     n_polls: usize,
     state: Mutex<State>,
 }
@@ -22,23 +22,22 @@ struct State {
 struct Batch {
     file: usize,
     n_polled: usize,
-    /// Instead of `completed`.
+    /// The final status of a batch, if it is not `completed`.
     ends: Option<String>,
 }
 
 impl BatchService {
-    /// A service whose batches are at their end when they have been asked for so often.
+    /// A service whose batches are finished after `n_polls` polls.
     pub fn new(n_polls: usize) -> Self {
         Self { n_polls, state: Mutex::default() }
     }
 
-    /// Batches that were begun.
     pub fn n_begun(&self) -> usize {
         self.state().batches.len()
     }
 
-    /// Lets a batch, from 0, end with this status instead of `completed`. Of one that `expired` or was `cancelled` the first half is
-    /// answered.
+    /// Ends a batch (0-based) with this status instead of `completed`. If it `expired` or was `cancelled`, its first half has
+    /// results.
     ///
     /// # Panics
     /// There is no such batch.
@@ -46,7 +45,7 @@ impl BatchService {
         self.state().batches[index].ends = Some(status.to_owned());
     }
 
-    /// What the service says.
+    /// The response to a request.
     pub fn reply(&self, asked: &Asked) -> Reply {
         let path = asked.path.strip_prefix("/v1").unwrap_or(&asked.path);
         let (path, query) = path.split_once('?').unwrap_or((path, ""));
@@ -81,7 +80,7 @@ impl BatchService {
         Some(Answer::json(200, &self.object(&state, index)))
     }
 
-    /// Newest first, as the service does.
+    /// Newest first, as the real service lists them.
     fn list(&self, query: &str) -> Option<Answer> {
         let fields: BTreeMap<&str, &str> = query.split('&').filter_map(|field| field.split_once('=')).collect();
         let state = self.state();
@@ -117,7 +116,7 @@ impl BatchService {
         object
     }
 
-    /// The service's order is its own.
+    /// The results, in an order of the service's own.
     fn content(&self, id: &str) -> Option<Answer> {
         let (state, index) = (self.state(), place(id, "output-")?);
         let batch = state.batches.get(index)?;
@@ -140,7 +139,7 @@ fn n_answered(state: &State, batch: &Batch) -> usize {
     }
 }
 
-/// A second apart, and later than any clock says: nothing here is old.
+/// One second apart, in the future: no batch is too old.
 fn created_at(index: usize) -> usize {
     4_000_000_000 + index
 }
@@ -149,7 +148,7 @@ fn place(id: &str, prefix: &str) -> Option<usize> {
     id.strip_prefix(prefix)?.parse().ok()
 }
 
-/// 100 tokens in, 10 out; the text is the question's id.
+/// 100 prompt tokens, 10 completion tokens; the text is the request's id.
 fn answered(request: &Value) -> Value {
     let text = format!("鱼油 {}", request["custom_id"].as_str().unwrap_or_default());
     let choice = json!({"message": {"content": text}, "finish_reason": "stop"});

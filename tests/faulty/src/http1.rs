@@ -1,4 +1,4 @@
-//! HTTP/1.1 by hand: what is sent can be cut, delayed and wrong at any byte.
+//! HTTP/1.1 written by hand, so that a response can be truncated, delayed or wrong at any byte.
 
 use crate::{Answer, CHUNK_BYTES, Reply, Shared};
 use std::io;
@@ -7,7 +7,6 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Takes connections until the runtime ends.
 pub(crate) async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     while let Ok((stream, _)) = listener.accept().await {
         let shared = shared.clone();

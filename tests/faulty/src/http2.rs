@@ -28,7 +28,6 @@ pub(crate) fn acceptor() -> (TlsAcceptor, String) {
     (TlsAcceptor::from(Arc::new(config)), made.cert.pem())
 }
 
-/// Takes connections until the runtime ends.
 pub(crate) async fn serve(listener: TcpListener, acceptor: TlsAcceptor, shared: Arc<Shared>) {
     while let Ok((stream, _)) = listener.accept().await {
         let (acceptor, shared) = (acceptor.clone(), shared.clone());

@@ -1,9 +1,10 @@
 //! A server on loopback that fails in every way a network can.
 //!
-//! In: a script, that is a function from a request to what happens to it. Out: an address to call, and what was asked. It
-//! must not depend on the requests' meaning: tests define the responses. HTTP/1.1 is spoken byte by byte, since no HTTP library
-//! sends what these tests need; HTTP/2 is hyper's, over TLS with a certificate of its own. [`BatchService`] is OpenAI's batch
-//! interface in memory, for scripts to stand before.
+//! In: a script, which is a function from a request to a reply or a fault. Out: an address to call, and the recorded requests. It
+//! must not depend on the requests' meaning: tests define the responses. HTTP/1.1 is written byte by byte, since no HTTP library
+//! sends what these tests need; HTTP/2 is hyper's, over TLS with a self-signed certificate. [`BatchService`] is OpenAI's batch
+//! interface in memory, which a script can wrap.
+#![allow(missing_docs)]
 
 mod batches;
 mod http1;
@@ -16,81 +17,71 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// What was asked.
+/// A received request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Asked {
-    /// Of all requests to this server, from 0.
+    /// 0-based, over all requests to this server.
     pub index: usize,
-    /// `POST`.
     pub method: String,
-    /// `/v1/chat/completions`.
     pub path: String,
-    /// The value of `Authorization`.
     pub authorization: Option<String>,
-    /// The body as sent.
     pub body: Vec<u8>,
 }
 
 impl Asked {
-    /// The body as JSON; null where it is none.
+    /// The body as JSON; null if it is not JSON.
     pub fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or(Value::Null)
     }
 }
 
-/// What happens to a request.
+/// The response, or the fault in its place.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Reply {
-    /// An answer.
     Answer(Answer),
-    /// The same, so much later.
+    /// Another reply after a delay.
     After(Duration, Box<Reply>),
-    /// Nothing, for ever.
+    /// No response, for ever.
     Hang,
-    /// The connection breaks before a byte of an answer.
+    /// The connection is reset before the first byte.
     Reset,
-    /// The connection breaks after half of the body.
+    /// The connection is reset after half of the body.
     ResetMidBody(Answer),
-    /// Half of the body, as if it were whole: no length is said, the connection is closed in order.
+    /// Half of the body without a length, then an orderly close.
     Cut(Answer),
-    /// A byte of the head, and so long nothing, again and again.
+    /// The head byte by byte, with this pause.
     SlowHead(Duration),
-    /// A head, and then nothing.
+    /// A head, then nothing.
     HeadOnly,
-    /// Half of the body, and then nothing.
+    /// Half of the body, then nothing.
     Stall(Answer),
-    /// The whole of it, a tenth of the body at a time, with so long a pause before each.
+    /// The body in ten parts, with this pause before each.
     Trickle(Answer, Duration),
-    /// A body of so many bytes.
+    /// A body of this many bytes.
     Enormous(u64),
 }
 
-/// An answer in whole.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
-    /// 200 and so on.
     pub status: u16,
-    /// In addition to `Content-Type` and `Content-Length`.
+    /// Headers in addition to `Content-Type` and `Content-Length`.
     pub headers: Vec<(String, String)>,
-    /// `application/json` and so on.
     pub content_type: &'static str,
-    /// The body.
     pub body: Vec<u8>,
 }
 
 impl Answer {
-    /// A JSON answer.
     pub fn json(status: u16, body: &Value) -> Self {
         let body = body.to_string().into_bytes();
         Self { status, headers: Vec::new(), content_type: "application/json", body }
     }
 
-    /// Words that are no JSON.
+    /// A body that is not JSON.
     pub fn text(status: u16, content_type: &'static str, body: &str) -> Self {
         Self { status, headers: Vec::new(), content_type, body: body.into() }
     }
 
-    /// With one more header.
+    /// Adds a header.
     #[must_use]
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.headers.push((name.into(), value.into()));
@@ -104,17 +95,16 @@ impl From<Answer> for Reply {
     }
 }
 
-/// What a request meets.
 type Script = dyn Fn(&Asked) -> Reply + Send + Sync;
 
-/// What is read of a request at once.
+/// Bytes of a request that are read at a time.
 pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 
-/// What the connections share.
+/// State shared by the connections.
 pub(crate) struct Shared {
     script: Box<Script>,
     asked: Mutex<Vec<Asked>>,
-    /// Before each chunk of a request is read.
+    /// Pause before each chunk of a request is read.
     pub(crate) reading_pause: Duration,
 }
 
@@ -123,7 +113,7 @@ impl Shared {
         self.asked.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Notes the request; says what happens to it.
+    /// Records the request and returns its reply.
     pub(crate) fn meet(&self, method: &str, path: &str, authorization: Option<String>, body: Vec<u8>) -> Reply {
         let asked = {
             let mut all = self.asked();
@@ -135,7 +125,7 @@ impl Shared {
     }
 }
 
-/// The server. It runs on a thread of its own, so that tests with and without a runtime can call it, until it is dropped.
+/// The server. It runs on its own thread until it is dropped, so that tests without an async runtime can use it.
 pub struct FaultyServer {
     address: SocketAddr,
     certificate: Option<String>,
@@ -152,7 +142,7 @@ impl FaultyServer {
         Self::start_reading(Duration::ZERO, script)
     }
 
-    /// The same, on a line that carries 256 KiB of a request after each `pause`.
+    /// Reads 256 KiB of a request after each `pause`.
     ///
     /// # Panics
     /// There is no free port.
@@ -163,7 +153,7 @@ impl FaultyServer {
         Self { address, certificate: None, shared, runtime: Some(runtime) }
     }
 
-    /// HTTP/2 alone, over TLS, with a certificate that nobody knows: [`certificate`](Self::certificate).
+    /// HTTP/2 over TLS with a self-signed certificate: [`certificate`](Self::certificate).
     ///
     /// # Panics
     /// There is no free port.
@@ -183,17 +173,16 @@ impl FaultyServer {
         }
     }
 
-    /// The certificate to trust, as PEM; empty where there is none.
+    /// The certificate to trust as PEM; empty without TLS.
     pub fn certificate(&self) -> &str {
         self.certificate.as_deref().unwrap_or_default()
     }
 
-    /// What was asked so far, in order.
+    /// All requests so far, in order.
     pub fn asked(&self) -> Vec<Asked> {
         self.shared.asked().clone()
     }
 
-    /// How much was asked so far.
     pub fn n_asked(&self) -> usize {
         self.shared.asked().len()
     }

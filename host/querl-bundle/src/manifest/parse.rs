@@ -1,4 +1,4 @@
-//! The text of a manifest, checked.
+//! Parsing and checking the text of a manifest.
 
 use super::settings::{SettingSpec, spec};
 use super::{

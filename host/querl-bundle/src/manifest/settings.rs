@@ -1,4 +1,4 @@
-//! The settings of a plugin: what the manifest declares, and whether values fit.
+//! A plugin's declared settings, and the check of values against them.
 
 use super::Manifest;
 use super::parse::number;

@@ -1,4 +1,4 @@
-//! What a plugin looks like in a registry: two manifests and their contents.
+//! The form of a plugin in a registry: two manifests and their contents.
 
 use crate::Bundle;
 use oci_client::annotations::{

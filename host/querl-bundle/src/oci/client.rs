@@ -1,4 +1,4 @@
-//! Calls to a registry, and why they fail.
+//! Calls to a registry and their errors.
 
 use super::credentials::Credentials;
 use super::reference::RegistryReference;

@@ -1,4 +1,4 @@
-//! Who we are to a registry.
+//! Credentials for registries.
 
 use super::client::RegistryError;
 use super::reference::RegistryReference;
