@@ -113,7 +113,7 @@ fn memory() -> Result<String, Box<dyn Error>> {
             .unwrap_or_default()
             >> 10
     };
-    Ok(format!("{} MiB, of which {} of files; at most {}", mib("VmRSS"), mib("RssFile"), mib("VmHWM")))
+    Ok(format!("{} MiB ({} of files), at most {}", mib("VmRSS"), mib("RssFile"), mib("VmHWM")))
 }
 
 fn size(folder: &Path) -> Result<u64, Box<dyn Error>> {

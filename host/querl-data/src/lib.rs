@@ -1,8 +1,8 @@
 //! Tables, teacher, judge, retrieval and datasets.
 //!
-//! Input: a query table, a recording or an endpoint of a teacher, a knowledge base or a retrieval service, the tenant's prompts and
-//! filters through their ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a dataset.
-//! This crate must not depend on models, training or WebAssembly.
+//! Input: a query table, a teacher, a knowledge base or a retrieval service, and the tenant's prompt and filter plugins through their
+//! ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a dataset. This crate must not depend on
+//! models, training or WebAssembly.
 
 mod client;
 mod dataset;
@@ -22,9 +22,8 @@ pub use client::{ServiceContext, within_deadline};
 pub use dataset::augment::augmented;
 pub use dataset::dialogues::{Dialogue, DialogueLocation, read_dialogues};
 pub use dataset::export::{TableRecord, table_path, write_tables};
-pub use dataset::journal::{Journal, JournalRecord};
 pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
-pub use dataset::rows::{RecordFile, RecordWriter, RowIter, Rows};
+pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::Splits;
 pub use error::DataError;
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};

@@ -3,7 +3,7 @@
 use crate::client::ServiceContext;
 use crate::client::chat::ChatClient;
 use crate::client::response_cache::{CacheTable, ServiceCache};
-use crate::dataset::journal::IndexedLines;
+use crate::dataset::records::IndexedLines;
 use crate::error::DataError;
 use crate::table::query_id;
 use crate::text::hash_of;

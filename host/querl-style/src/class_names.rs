@@ -43,7 +43,7 @@ pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     let mut by_english: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     for dialogue in dialogues {
         let (Some(label), Some(english)) = (&dialogue.label, &dialogue.label_english) else { continue };
-        let place = dialogue.place;
+        let place = dialogue.location;
         // An English label stands for itself.
         if label == english {
             continue;
@@ -115,7 +115,7 @@ mod tests {
             label_english: name(english),
             group: String::new(),
             boundary: None,
-            place: DialogueLocation::Line(line),
+            location: DialogueLocation::Line(line),
         }
     }
 

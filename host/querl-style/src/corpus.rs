@@ -131,13 +131,13 @@ impl Corpus {
 }
 
 fn label(dialogue: &Dialogue) -> Result<&str, String> {
-    let missing = || format!("{}: no `label` there; expected the style of the answer", dialogue.place);
+    let missing = || format!("{}: no `label` there; expected the style of the answer", dialogue.location);
     dialogue.label.as_deref().ok_or_else(missing)
 }
 
 /// The name that a class of the model or the settings has, for one in either language.
 fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String, String> {
-    let place = dialogue.place;
+    let place = dialogue.location;
     let id = known.id(name).ok_or_else(|| {
         let all = known.names().join("`, `");
         format!("{place}: label `{name}` is none of `{all}`; correct it, or name it among `labels` in training")
@@ -160,7 +160,7 @@ fn counts(dialogues: &[Dialogue]) -> BTreeMap<&str, Count> {
     let mut counts: BTreeMap<&str, Count> = BTreeMap::new();
     for dialogue in dialogues {
         let name = dialogue.label.as_deref().unwrap_or_default();
-        let empty = || Count { n: 0, first: dialogue.place, groups: BTreeSet::new() };
+        let empty = || Count { n: 0, first: dialogue.location, groups: BTreeSet::new() };
         let count = counts.entry(name).or_insert_with(empty);
         count.n += 1;
         count.groups.insert(dialogue.group.clone());
@@ -175,7 +175,7 @@ fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
     for dialogue in dialogues {
         match first.get(&dialogue.input) {
             None => {
-                first.insert(dialogue.input.clone(), (dialogue.place, dialogue.label.clone()));
+                first.insert(dialogue.input.clone(), (dialogue.location, dialogue.label.clone()));
                 kept.push(dialogue);
             }
             Some((_, label)) if *label == dialogue.label => {}
@@ -183,7 +183,7 @@ fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
                 let labels = [label, &dialogue.label].map(|label| label.as_deref().unwrap_or("none"));
                 return Err(format!(
                     "{place} and {} are the same text with labels `{}` and `{}`; keep the right one",
-                    dialogue.place, labels[0], labels[1]
+                    dialogue.location, labels[0], labels[1]
                 ));
             }
         }

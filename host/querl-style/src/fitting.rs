@@ -77,7 +77,7 @@ impl Rows {
             for copy in augmented(text, config.augment_copies as usize, config.seed) {
                 let row = rows.row(tokenizer, &copy, Some(label))?;
                 rows.train.push(row);
-                let of = corpus.dialogues[index].place.number();
+                let of = corpus.dialogues[index].location.number();
                 copies.push(json!({
                     "input": copy, "label": corpus.classes.names()[label], "metadata": {"source": "augmented", "augmented_from": of},
                 }));

@@ -6,36 +6,32 @@ use serde_json::{Map, Value};
 use std::fmt;
 use std::path::Path;
 
-/// A question and its answer in one text, and what is known of it.
+/// A question and its answer in one text, with label and metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
     /// `用户问题：...\n回答：...`
     pub input: String,
     /// The answer's style, trimmed; `None` in a file without labels.
     pub label: Option<String>,
-    /// The same in English, where the file has it.
+    /// The label in English; `None` if the file has none.
     pub label_english: Option<String>,
-    /// Dialogues of a group must not be on both sides of a split: `metadata.group`, a text or a number, else the text itself.
+    /// Dialogues of a group must be in the same split: `metadata.group`, else the text itself.
     pub group: String,
-    /// `metadata.boundary`: the class that it might be taken for.
+    /// `metadata.boundary`: the class with which it may be confused.
     pub boundary: Option<String>,
     /// Location in the file, for messages.
-    pub place: DialogueLocation,
+    pub location: DialogueLocation,
 }
 
 /// Location of a dialogue in its file, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DialogueLocation {
-    /// In a JSON list, and the line on which it begins.
-    Item {
-        /// Index in the list, from 1.
-        number: usize,
-        /// Line of the file, from 1.
-        line: usize,
-    },
-    /// Of JSON lines.
+    /// Number in a JSON list, and the line on which it begins.
+    #[allow(missing_docs)]
+    Item { number: usize, line: usize },
+    /// Line of a JSON lines file.
     Line(usize),
-    /// Of a table, the header counted.
+    /// Row of a table, header included.
     Row(usize),
 }
 
@@ -50,7 +46,7 @@ impl fmt::Display for DialogueLocation {
 }
 
 impl DialogueLocation {
-    /// Which of the file's: item of the list, line, or row.
+    /// Number of the list item, line or row.
     pub fn number(self) -> usize {
         match self {
             Self::Item { number, .. } | Self::Line(number) | Self::Row(number) => number,
@@ -58,17 +54,16 @@ impl DialogueLocation {
     }
 }
 
-/// Columns of a table that are read, and those of them that are metadata.
+/// Columns of a table that are read, and the metadata among them.
 const COLUMNS: [&str; 7] = ["input", "question", "answer", "label", "label_english", "group", "boundary"];
 const METADATA: [&str; 2] = ["group", "boundary"];
 
-/// Reads a JSON list of objects with `input`, `label`, `label_english` and `metadata`, or such objects as JSON lines; or a table (`.xlsx`,
-/// `.csv`, `.tsv`, `.parquet`) with the columns `input`, `label`, `label_english`, `group` and `boundary`; all others are left alone. In place
-/// of `input` a table may have the columns `question` and `answer`.
+/// Reads a JSON list or JSON lines of objects with `input`, `label`, `label_english` and `metadata`; or a table (`.xlsx`, `.csv`, `.tsv`,
+/// `.parquet`) with the columns `input` (or `question` and `answer`), `label`, `label_english`, `group` and `boundary`. Other columns are
+/// ignored.
 ///
 /// # Errors
-/// The file cannot be read or holds nothing; an item is no such object, its `input` is no text or empty, or another field is not what it
-/// should be. The message names line and field.
+/// The file cannot be read or is empty, or a field is missing or invalid; with line and field.
 pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let items = match extension.as_deref() {
@@ -81,15 +76,14 @@ pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
             "holds no dialogues; expected a JSON list of {\"input\": ..., \"label\": ...}, or rows of a table",
         ));
     }
-    items.into_iter().map(|(place, item)| dialogue(path, place, item)).collect()
+    items.into_iter().map(|(location, item)| dialogue(path, location, item)).collect()
 }
 
-/// Rows as the objects that a JSON list would have; empty cells are left out.
 fn table_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> {
     let table = open_table(path)?;
-    let place = |name: &str| table.header.iter().position(|column| column == name);
-    let pair = place("question").zip(place("answer"));
-    if place("input").is_none() && pair.is_none() {
+    let position = |name: &str| table.header.iter().position(|column| column == name);
+    let pair = position("question").zip(position("answer"));
+    if position("input").is_none() && pair.is_none() {
         let columns = table.header.join("`, `");
         let problem = format!("has columns `{columns}`; expected `input`, or `question` and `answer`");
         return Err(DataError::file(path, problem));
@@ -103,10 +97,8 @@ fn table_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError>
         let cell = |index: usize| cells.get(index).map(|cell| cell.trim()).unwrap_or_default();
         if columns.iter().any(|index| !cell(*index).is_empty()) {
             let pair = pair.map(|(question, answer)| (cell(question), cell(answer)));
-            items.push((
-                DialogueLocation::Row(number),
-                item(columns.iter().map(|index| (header[*index].as_str(), cell(*index))), pair),
-            ));
+            let cells = columns.iter().map(|index| (header[*index].as_str(), cell(*index)));
+            items.push((DialogueLocation::Row(number), item(cells, pair)));
         }
     }
     Ok(items)
@@ -134,7 +126,7 @@ fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> 
     if text.trim_start().starts_with('[') {
         return match items(text) {
             Some(items) => Ok(items),
-            // What is wrong, and where, the parser of the whole says best.
+            // Parsing the whole text gives the error with its position.
             None => match serde_json::from_str::<Vec<Value>>(text) {
                 Ok(_) => Err(DataError::file(path, "is no list of JSON objects")),
                 Err(error) => Err(DataError::file(path, error)),
@@ -149,7 +141,7 @@ fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> 
     lines.map(item).collect()
 }
 
-/// The values of a JSON list with the lines on which they begin; `None` where it is no such list.
+/// The values of a JSON list with the lines on which they begin; `None` if it is invalid.
 fn items(text: &str) -> Option<Vec<(DialogueLocation, Value)>> {
     let (mut items, mut line) = (Vec::new(), 1);
     let mut rest = text;
@@ -171,7 +163,7 @@ fn items(text: &str) -> Option<Vec<(DialogueLocation, Value)>> {
         skip(&mut rest, values.byte_offset());
         if rest.starts_with(',') {
             at = skip(&mut rest, 1);
-            // A comma before the end is no list.
+            // A trailing comma is invalid.
             if rest.starts_with(']') {
                 return None;
             }
@@ -183,8 +175,8 @@ fn items(text: &str) -> Option<Vec<(DialogueLocation, Value)>> {
     rest.is_empty().then_some(items)
 }
 
-fn dialogue(path: &Path, place: DialogueLocation, item: Value) -> Result<Dialogue, DataError> {
-    let bad = |problem: String| DataError::file(path, format!("{place}: {problem}"));
+fn dialogue(path: &Path, location: DialogueLocation, item: Value) -> Result<Dialogue, DataError> {
+    let bad = |problem: String| DataError::file(path, format!("{location}: {problem}"));
     let Value::Object(row) = item else {
         return Err(bad(format!("{} is no object; expected {{\"input\": ..., \"label\": ...}}", shown(&item))));
     };
@@ -201,7 +193,7 @@ fn dialogue(path: &Path, place: DialogueLocation, item: Value) -> Result<Dialogu
         Some(other) => return Err(bad(format!("`input` is {}; expected a text", shown(other)))),
     };
     let group = match metadata.get("group") {
-        // What other programs write as ids of conversations.
+        // Conversation ids may be numbers.
         Some(Value::Number(number)) => Some(number.to_string()),
         _ => text(metadata, "group", "metadata.group", "a text or a number").map_err(bad)?,
     };
@@ -211,11 +203,11 @@ fn dialogue(path: &Path, place: DialogueLocation, item: Value) -> Result<Dialogu
         label: text(&row, "label", "label", "a text").map_err(bad)?,
         label_english: text(&row, "label_english", "label_english", "a text").map_err(bad)?,
         input,
-        place,
+        location,
     })
 }
 
-/// A field's text, trimmed; `None` where there is none.
+/// A field as trimmed text; `None` if it is missing, null or empty.
 fn text(object: &Map<String, Value>, key: &str, name: &str, expected: &str) -> Result<Option<String>, String> {
     match object.get(key) {
         None | Some(Value::Null) => Ok(None),
@@ -245,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_and_lines_hold_the_same() {
+    fn a_list_and_lines_give_the_same_dialogues() {
         let rows = [
             r#"{"input": "用户问题：贵吗？\n回答：不贵。", "label": "售前", "metadata": {"group": "g1", "boundary": "honesty"}}"#,
             r#"{"input": "用户问题：坏了。\n回答：换新。", "label": "售后", "label_english": "after_sales"}"#,
@@ -253,18 +245,18 @@ mod tests {
         let list = read(&format!("\n[\n{}\n]\n", rows.join(" ,\n\n"))).unwrap();
         let mut lines = read(&rows.join("\n")).unwrap();
         assert_eq!(
-            list.iter().map(|row| row.place.to_string()).collect::<Vec<_>>(),
+            list.iter().map(|row| row.location.to_string()).collect::<Vec<_>>(),
             ["line 3, dialogue 1", "line 5, dialogue 2"]
         );
-        assert_eq!(lines.iter().map(|row| row.place.to_string()).collect::<Vec<_>>(), ["line 1", "line 2"]);
-        lines.iter_mut().zip(&list).for_each(|(line, item)| line.place = item.place);
+        assert_eq!(lines.iter().map(|row| row.location.to_string()).collect::<Vec<_>>(), ["line 1", "line 2"]);
+        lines.iter_mut().zip(&list).for_each(|(line, item)| line.location = item.location);
         assert_eq!(list, lines);
         assert_eq!((list[0].group.as_str(), list[0].boundary.as_deref()), ("g1", Some("honesty")));
-        assert_eq!((list[1].group.as_str(), list[1].place.number()), ("用户问题：坏了。\n回答：换新。", 2));
+        assert_eq!((list[1].group.as_str(), list[1].location.number()), ("用户问题：坏了。\n回答：换新。", 2));
     }
 
     #[test]
-    fn a_workbook_holds_the_same_as_a_list() {
+    fn a_workbook_is_read_like_a_list() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("dialogues.xlsx");
         let rows = [
@@ -281,7 +273,7 @@ mod tests {
         }
         workbook.save(&path).unwrap();
         let found = read_dialogues(&path).unwrap();
-        let first = (found[0].input.as_str(), found[0].label.as_deref(), found[0].group.as_str(), found[0].place);
+        let first = (found[0].input.as_str(), found[0].label.as_deref(), found[0].group.as_str(), found[0].location);
         assert_eq!(first, ("用户问题：贵吗？\n回答：不贵。", Some("售前"), "g1", DialogueLocation::Row(2)));
         assert_eq!((found[1].input.as_str(), &found[1].label), ("用户问题：坏了。\n回答：换新。", &None));
         let csv = folder.path().join("dialogues.csv");
@@ -291,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_dialogue_is_named_by_its_place() {
+    fn invalid_dialogues_are_reported_with_their_location() {
         assert!(read("[]").unwrap_err().starts_with("holds no dialogues"));
         let error = read("[{\"input\": \"a\"},\n {\"text\": \"b\"}]").unwrap_err();
         assert_eq!(error, "line 2, dialogue 2: no `input` there; expected a question and its answer");
@@ -317,9 +309,9 @@ mod tests {
         }
     }
 
-    /// Ids of conversations that are numbers were taken for no group, and dialogues of one stood on both sides of a split.
+    /// Regression: numeric conversation ids were ignored, and dialogues of one conversation were in different splits.
     #[test]
-    fn a_group_may_be_a_number_and_what_is_null_is_not_there() {
+    fn a_group_may_be_a_number_and_null_means_missing() {
         let found = read(
             r#"[{"input": "a", "label": " 售前\t", "metadata": {"group": 12}},
                 {"input": "b", "label": null, "label_english": " ", "metadata": null},
@@ -331,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_is_read_whole() {
+    fn the_example_is_read_completely() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/style");
         let counts = ["dialogues", "seed26", "unlabelled"]
             .map(|name| read_dialogues(&folder.join(format!("{name}.json"))).unwrap().len());

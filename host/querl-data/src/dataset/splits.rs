@@ -1,22 +1,22 @@
-//! Splits of rows into train, val and test: by group, so that no paraphrase of a test query is trained on.
+//! Splits rows into train, val and test by group, so that no paraphrase of a test query is trained on.
 
 use crate::error::DataError;
 use querl_core::config::DataConfig;
 use querl_core::records::Split;
 use sha2::{Digest, Sha256};
 
-/// The split of every group. A group takes 21 bytes, however long its name.
+/// The split of every group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Splits {
     seed: u64,
-    /// The first half of a digest of seed and group, in order.
+    /// The first 16 bytes of the digest of seed and group, sorted.
     groups: Vec<u128>,
     sizes: Vec<u32>,
     splits: Vec<Split>,
 }
 
 impl Splits {
-    /// Assigns the groups of rows, one item a row. The order of rows makes no difference.
+    /// Assigns groups to splits; `groups` has the group of each row, whose order does not matter.
     ///
     /// Groups are taken in the order of their digests; each goes to the split that lacks most rows of its share.
     ///
@@ -40,7 +40,7 @@ impl Splits {
         }
         let mut lacking = config.split.map(|share| share * n_rows as f64);
         let choose = |(position, size): (usize, &u32)| {
-            // The first groups see to it that no split stays empty, however small its share.
+            // The first groups fill one split each, so that none stays empty.
             let index = wanted.get(position).copied().unwrap_or_else(|| most_lacking(&wanted, &lacking));
             lacking[index] -= f64::from(*size);
             Split::ALL[index]
@@ -49,18 +49,18 @@ impl Splits {
         Ok(Self { seed, groups: of_rows, sizes, splits })
     }
 
-    /// The split of a group; `None` of one that was not among the rows.
+    /// The split of a group; `None` for an unknown group.
     pub fn of(&self, group: &str) -> Option<Split> {
         let index = self.groups.binary_search(&group_digest(self.seed, group)).ok()?;
         Some(self.splits[index])
     }
 
-    /// How many groups a split has.
+    /// Number of groups of a split.
     pub fn n_groups(&self, split: Split) -> usize {
         self.splits.iter().filter(|of_group| **of_group == split).count()
     }
 
-    /// How many rows a split has.
+    /// Number of rows of a split.
     pub fn n_rows(&self, split: Split) -> u64 {
         let sizes = self.sizes.iter().zip(&self.splits).filter(|(_, of_group)| **of_group == split);
         sizes.map(|(size, _)| u64::from(*size)).sum()
@@ -68,7 +68,7 @@ impl Splits {
 }
 
 fn most_lacking(wanted: &[usize], lacking: &[f64; 3]) -> usize {
-    // Of equals the first.
+    // The first of equal ones.
     wanted.iter().copied().rev().max_by(|a, b| lacking[*a].total_cmp(&lacking[*b])).unwrap_or(0)
 }
 
@@ -115,9 +115,9 @@ mod tests {
         assert!(forward.iter().any(|group| of_forward.of(group) != other.of(group)));
     }
 
-    /// Regression: other test sets of the same table and seed than those of earlier releases, which compared digests as text.
+    /// Regression: other test sets than those of earlier releases, which compared digests as text.
     #[test]
-    fn groups_are_taken_in_the_order_of_their_digests_as_text() {
+    fn groups_are_ordered_by_their_digests_as_text() {
         let splits = assign(&groups(6, 1), [0.5, 0.25, 0.25], 42).unwrap();
         let digest = |group: &str| querl_core::fsx::digest_hex(format!("42\n{group}").as_bytes());
         let mut by_digest = groups(6, 1);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn no_wanted_split_stays_empty_and_no_unwanted_one_is_filled() {
+    fn splits_are_empty_only_if_their_share_is_0() {
         assert_eq!(counts(&assign(&groups(3, 1), [0.98, 0.01, 0.01], 1).unwrap()), [1, 1, 1]);
         assert_eq!(counts(&assign(&groups(5, 1), [0.0, 0.0, 1.0], 1).unwrap()), [0, 0, 5]);
         let error = assign(&groups(2, 9), [0.8, 0.1, 0.1], 1).unwrap_err().to_string();

@@ -1,7 +1,7 @@
-//! Stage convert: filters keep or drop each row with a reason, and the rows become the three splits of a dataset.
+//! Stage convert: filters keep or drop each row with a reason; the rows become the three splits of a dataset.
 
 use super::context;
-use crate::dataset::rows::{Rows, changed_meanwhile};
+use crate::dataset::records::{Rows, changed_meanwhile};
 use crate::dataset::splits::Splits;
 use crate::error::DataError;
 use querl_core::config::DataConfig;
@@ -12,64 +12,63 @@ use querl_core::records::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Most rows of a split that filters see in one batch: the rows of a table of that size are all seen together, and the memory
-/// of a larger one is bounded. The contract of filters (`wit/filters.wit`) names it too.
+/// Maximum rows of a filter batch: bounds memory for large splits; smaller splits are one batch. Part of the filter contract
+/// (`wit/filters.wit`).
 pub(crate) const BATCH_ROWS: usize = 8192;
 
-/// A batch also ends where its texts have so many bytes: a guest holds them all, within `plugins.limits.memory_bytes`.
+/// Maximum size of the texts of a filter batch, which a guest holds within `plugins.limits.memory_bytes`.
 pub(crate) const BATCH_BYTES: usize = 32 << 20;
 
-/// What the stage makes of a row.
+/// A row of the dataset, or a dropped row.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ConvertedRow {
-    /// A row of a split. Rows of train passed all filters; val and test hold every query, those that did not pass without an
-    /// assistant's message.
+    /// A row of a split. Rows of train passed all filters; val and test have every query, without an assistant message if it did not
+    /// pass.
     Row(Split, DatasetRow),
-    /// A row that did not pass, of whichever split.
+    /// A row of any split that did not pass.
     Dropped(DroppedRow),
 }
 
-/// A row without a usable rewrite, and why.
+/// A row without a usable rewrite, with the reason.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DroppedRow {
-    /// The query.
+    /// The query row.
     #[serde(flatten)]
     pub query: QueryRow,
-    /// Its split.
+    /// Split of the row.
     pub split: Split,
-    /// The teacher's rewrite where there is one.
+    /// The teacher's rewrite, if there is one.
     pub rewritten_query: Option<String>,
-    /// `rewrite`, `retrieval` or the name of a filter.
+    /// `rewrite`, `retrieval` or the name of a filter plugin.
     pub by: String,
-    /// A filter's code; `teacher_timeout`, `retrieval_unreachable` and the like for a failure.
+    /// A filter's code, or that of a failure: `teacher_timeout`, `retrieval_unreachable`.
     pub code: String,
-    /// For a person.
+    /// Human-readable explanation.
     pub detail: String,
 }
 
-/// Why a row is dropped.
 struct DropReason {
     by: String,
     code: String,
     detail: String,
 }
 
-/// What turns records into a dataset.
+/// Settings of the conversion of records into a dataset.
 pub struct Conversion<'a> {
-    /// Writes the messages of each row.
+    /// Plugin that writes the messages of each row.
     pub prompts: &'a dyn Prompts,
-    /// In their order; each sees the rows of one split that passed those before it, in batches.
+    /// Filters in order; each gets batches of rows of one split that passed the previous filters.
     pub filters: &'a [Arc<dyn Filter>],
     /// Shares and seed of the splits.
     pub config: &'a DataConfig,
-    /// Named in each row.
+    /// Name of the teacher, written in each row.
     pub teacher_name: &'a str,
 }
 
-/// Makes the dataset and hands each row to `put`: those of a split in the table's order; dropped ones too, within a batch a split.
+/// Makes the dataset and passes each row to `put`: the rows of a split in the table's order; dropped rows in order within a batch.
 ///
 /// # Errors
-/// Records cannot be read, too few groups for the splits, a plugin broke its contract, or `put` says so.
+/// Records cannot be read, too few groups for the splits, a plugin broke its contract, or that of `put`.
 pub fn convert(
     records: &dyn Rows<ValidatedRecord>,
     conversion: &Conversion<'_>,
@@ -96,7 +95,7 @@ pub fn convert(
     put_dropped(dropped, put)
 }
 
-/// Rows of one split that wait for the filters, with their places.
+/// A batch of rows of one split for the filters, with their positions.
 #[derive(Default)]
 struct FilterBatch {
     rows: Vec<(usize, ValidatedRecord)>,
@@ -110,7 +109,7 @@ impl FilterBatch {
     }
 }
 
-/// Of the texts that a filter sees; `None` where rewrite or retrieval failed.
+/// Size of the texts that a filter gets; `None` if rewrite or retrieval failed.
 fn sample_bytes(record: &ValidatedRecord) -> Option<usize> {
     let (query, rewrite) = (&record.rewritten.query, record.rewritten.rewrite.as_ref().ok()?);
     let hits = record.retrieval.as_ref()?.as_ref().ok()?;
@@ -127,7 +126,7 @@ fn put_dropped(
 }
 
 impl Conversion<'_> {
-    /// Puts the rows of one batch and returns those that did not pass, with their places.
+    /// Passes the rows of one batch to `put` and returns dropped rows with their positions.
     fn batch(
         &self,
         split: Split,
@@ -186,24 +185,21 @@ fn run_filter(
     batch: &[(usize, ValidatedRecord)],
     reasons: &mut [Option<DropReason>],
 ) -> Result<(), DataError> {
-    let (places, samples): (Vec<usize>, Vec<Sample>) = batch
-        .iter()
-        .enumerate()
-        .filter(|(place, _)| reasons[*place].is_none())
-        .filter_map(|(place, (_, record))| Some((place, sample(record)?)))
-        .unzip();
+    let passing = batch.iter().enumerate().filter(|(index, _)| reasons[*index].is_none());
+    let (indices, samples): (Vec<usize>, Vec<Sample>) =
+        passing.filter_map(|(index, (_, record))| Some((index, sample(record)?))).unzip();
     if samples.is_empty() {
         return Ok(());
     }
-    for (place, verdict) in places.into_iter().zip(filter.check_batch(&samples)?) {
+    for (index, verdict) in indices.into_iter().zip(filter.check_batch(&samples)?) {
         if let Verdict::Drop { code, detail } = verdict {
-            reasons[place] = Some(DropReason { by: filter.name().to_owned(), code, detail });
+            reasons[index] = Some(DropReason { by: filter.name().to_owned(), code, detail });
         }
     }
     Ok(())
 }
 
-/// `None` where rewrite or retrieval failed.
+/// `None` if rewrite or retrieval failed.
 fn sample(record: &ValidatedRecord) -> Option<Sample> {
     let row = &record.rewritten.query;
     Some(Sample {

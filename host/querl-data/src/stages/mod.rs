@@ -1,90 +1,82 @@
 //! The data stages: rewrite, validate, convert. Each reads rows, writes records in the same order, and reuses the records of earlier
 //! runs, so that only failed and missing rows are tried again. No stage holds its rows in memory: it reads them once to find the
-//! pending ones, once to make the calls, once to write the output.
+//! pending ones, once to make the calls, once to write the output. This file has the engine and stage validate.
 
 mod convert;
-mod local;
 mod rewrite;
-mod validate;
 
 pub use convert::{Conversion, ConvertedRow, DroppedRow, convert};
-pub use local::{LocalRewriteCollector, LocalRewriteStage};
-pub use rewrite::{rewrite, rewrite_in_batch};
-pub use validate::validate;
+pub use rewrite::{LocalRewriteCollector, LocalRewriteStage, rewrite, rewrite_in_batch};
 
-use crate::dataset::journal::{Journal, JournalRecord, RecordLocation};
-use crate::dataset::rows::{RecordWriter, Rows, changed_meanwhile};
+use crate::dataset::records::{Journal, JournalRecord, RecordLocation, RecordWriter, Rows, changed_meanwhile};
 use crate::error::DataError;
+use crate::text::hash_of;
 use futures::StreamExt;
-use querl_core::ports::Progress;
-use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};
+use querl_core::ports::{Progress, RetrievalRequest, Retriever};
+use querl_core::records::{CallFailure, Context, FailureKind, QueryRow, RewriteRecord, ValidatedRecord};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The stage stops if this many rows, the first to finish, all failed alike.
+/// The stage stops if the first rows to finish, this many, all failed alike.
 const FIRST_ROWS: usize = 8;
 
 fn context(row: &QueryRow) -> Context {
     Context { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() }
 }
 
-/// What came of a record: success, a failure, or `None` where there was nothing to do.
+/// Outcome of a row: success, a failure, or `None` if there was nothing to do.
 type Outcome<'a> = Option<Result<(), &'a CallFailure>>;
 
-/// What a stage does with one row.
-trait RowTask {
+/// The record that a stage makes of a row.
+pub trait StageRecord: JournalRecord {
+    /// Input of the stage.
     type Row;
-    type Record: JournalRecord;
 
-    /// Finds an earlier answer to the row; `None` where there is nothing to ask.
-    fn key(row: &Self::Row) -> Option<u64>;
+    /// Key of the row's record in the journal; `None` if there is nothing to do.
+    fn row_key(row: &Self::Row) -> Option<u64>;
 
-    async fn call(&self, row: Self::Row) -> Result<Self::Record, DataError>;
+    /// Success, failure, or `None` if there was nothing to do.
+    fn outcome(&self) -> Outcome<'_>;
 
-    fn outcome(record: &Self::Record) -> Outcome<'_>;
+    /// True if this is the record of `row`.
+    fn matches_row(&self, row: &Self::Row) -> bool;
 
-    fn matches_row(record: &Self::Record, row: &Self::Row) -> bool;
-
-    /// The row with the answer that was given to it, in this run or an earlier one.
-    fn record(row: Self::Row, answered: Option<Self::Record>) -> Self::Record;
+    /// The record of a row, with the result of this or an earlier run.
+    fn of(row: Self::Row, recorded: Option<Self>) -> Self;
 }
 
 /// All rows of a stage with their records, before the output is written.
-pub struct StageResults<'a, Row, Record> {
-    rows: &'a dyn Rows<Row>,
+pub struct StageResults<'a, Record: StageRecord> {
+    rows: &'a dyn Rows<Record::Row>,
     journal: Journal<Record>,
-    places: Vec<RecordLocation>,
-    key: fn(&Row) -> Option<u64>,
-    matches_row: fn(&Record, &Row) -> bool,
-    record: fn(Row, Option<Record>) -> Record,
+    locations: Vec<RecordLocation>,
 }
 
-impl<Row, Record: JournalRecord> StageResults<'_, Row, Record> {
-    /// Writes the stage's output whole, in the order of the rows, then takes the journal away. `each` is shown every record.
+impl<Record: StageRecord> StageResults<'_, Record> {
+    /// Writes the stage's output in the order of the rows, then removes the journal. `each` is called with every record.
     ///
     /// # Errors
-    /// A file cannot be read or written, the rows are not those that were asked, or `each` says so; the journal is then still
-    /// there.
+    /// A file cannot be read or written, the rows have changed, or that of `each`; the journal is then kept.
     pub fn write(self, mut each: impl FnMut(&Record) -> Result<(), DataError>) -> Result<(), DataError> {
-        let mut answers = self.journal.records()?;
+        let mut records = self.journal.records()?;
         let mut output = RecordWriter::create(self.journal.output())?;
         let changed = || changed_meanwhile(self.rows.path());
-        let mut places = self.places.iter();
+        let mut locations = self.locations.iter();
         for row in self.rows.read()? {
-            let (row, place) = (row?, *places.next().ok_or_else(changed)?);
-            let answer = answers.at(place)?;
-            let is_recorded = match &answer {
-                Some(answer) => (self.matches_row)(answer, &row),
-                None => (self.key)(&row).is_none(),
+            let (row, location) = (row?, *locations.next().ok_or_else(changed)?);
+            let recorded = records.at(location)?;
+            let is_unchanged = match &recorded {
+                Some(recorded) => recorded.matches_row(&row),
+                None => Record::row_key(&row).is_none(),
             };
-            if !is_recorded {
+            if !is_unchanged {
                 return Err(changed());
             }
-            let record = (self.record)(row, answer);
+            let record = Record::of(row, recorded);
             output.add(&record)?;
             each(&record)?;
         }
-        if places.next().is_some() {
+        if locations.next().is_some() {
             return Err(changed());
         }
         output.commit()?;
@@ -92,26 +84,27 @@ impl<Row, Record: JournalRecord> StageResults<'_, Row, Record> {
     }
 }
 
-/// Calls the service for each row without a record of an earlier run. Each finished record is journalled at once.
-async fn call_all<'a, W: RowTask>(
-    task: &W,
-    rows: &'a dyn Rows<W::Row>,
-    journal: Journal<W::Record>,
+/// Calls the service for each row without a record of an earlier run. Each finished record is written to the journal at once.
+async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, DataError>>>(
+    rows: &'a dyn Rows<Record::Row>,
+    call: impl Fn(Record::Row) -> F,
+    journal: Journal<Record>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<StageResults<'a, W::Row, W::Record>, DataError> {
-    let mut collector = Collector::new(rows, journal, progress, W::key)?;
-    let open: Vec<bool> = collector.places.iter().map(|place| *place == RecordLocation::PENDING).collect();
+) -> Result<StageResults<'a, Record>, DataError> {
+    let mut collector = Collector::new(rows, journal, progress)?;
+    let pending: Vec<bool> = collector.locations.iter().map(|location| *location == RecordLocation::PENDING).collect();
     let stopped = AtomicBool::new(false);
-    let going_on = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed) && !progress.is_stopped());
-    let to_ask = going_on.filter(|(index, _)| open.get(*index).copied().unwrap_or(true));
-    let calls = to_ask.map(|(index, row)| async move {
-        let asked = match row {
-            Ok(row) => task.call(row).await,
-            Err(error) => Err(error),
-        };
-        (index, asked)
-    });
+    let rows_left = rows.read()?.enumerate().take_while(|_| !stopped.load(Ordering::Relaxed) && !progress.is_stopped());
+    let call = &call;
+    let calls =
+        rows_left.filter(|(index, _)| pending.get(*index).copied().unwrap_or(true)).map(|(index, row)| async move {
+            let record = match row {
+                Ok(row) => call(row).await,
+                Err(error) => Err(error),
+            };
+            (index, record)
+        });
     let mut results = std::pin::pin!(futures::stream::iter(calls).buffer_unordered(max_concurrent.max(1)));
     collector.report();
     let mut reason: Option<DataError> = None;
@@ -119,26 +112,26 @@ async fn call_all<'a, W: RowTask>(
     while let Some((index, record)) = results.next().await {
         match record {
             // The call may not have been made; the next run tries the row again.
-            Ok(record) if progress.is_stopped() && has_passing_failure::<W>(&record) => {}
-            Ok(record) => collector.take(index, &record, W::outcome(&record))?,
+            Ok(record) if progress.is_stopped() && has_transient_failure(&record) => {}
+            Ok(record) => collector.take(index, &record)?,
             Err(error) => reason = reason.or(Some(error)),
         }
         reason = reason.or_else(|| collector.reason_to_stop());
-        if reason.as_ref().is_some_and(is_silence) {
+        if reason.as_ref().is_some_and(is_service_down) {
             break;
         }
         stopped.store(reason.is_some(), Ordering::Relaxed);
     }
-    let (journal, places) = reason.map_or_else(|| collector.end(), Err)?;
-    Ok(StageResults { rows, journal, places, key: W::key, matches_row: W::matches_row, record: W::record })
+    let (journal, locations) = reason.map_or_else(|| collector.end(), Err)?;
+    Ok(StageResults { rows, journal, locations })
 }
 
-fn has_passing_failure<W: RowTask>(record: &W::Record) -> bool {
-    matches!(W::outcome(record), Some(Err(failure)) if !failure.kind.is_fatal())
+fn has_transient_failure(record: &impl StageRecord) -> bool {
+    matches!(record.outcome(), Some(Err(failure)) if !failure.kind.is_fatal())
 }
 
-/// Whether calls in flight are not worth awaiting: the service does not respond.
-fn is_silence(reason: &DataError) -> bool {
+/// True if calls in flight are not worth awaiting: the service does not respond.
+fn is_service_down(reason: &DataError) -> bool {
     match reason {
         DataError::Service(failure) => failure.kind == FailureKind::Down,
         DataError::NoSuccess { failure, .. } => failure.kind == FailureKind::Unreachable,
@@ -146,70 +139,61 @@ fn is_silence(reason: &DataError) -> bool {
     }
 }
 
-/// Where results of a stage go while it runs.
+/// Collects the results of a running stage.
 struct Collector<'a, T> {
     path: Option<&'a Path>,
-    places: Vec<RecordLocation>,
+    locations: Vec<RecordLocation>,
     journal: Journal<T>,
     progress: &'a dyn Progress,
     n_done: usize,
     n_tried: usize,
-    /// As many as are tried before all of them having failed alike ends the stage.
+    /// The stage ends if this many rows were tried and all failed alike.
     n_first: usize,
     n_succeeded: usize,
     n_succeeded_before: usize,
     failures: Vec<(CallFailure, usize)>,
 }
 
-impl<'a, T: JournalRecord> Collector<'a, T> {
-    fn new<Row>(
-        rows: &'a dyn Rows<Row>,
-        journal: Journal<T>,
-        progress: &'a dyn Progress,
-        key: fn(&Row) -> Option<u64>,
-    ) -> Result<Self, DataError> {
-        let mut places = Vec::new();
+impl<'a, T: StageRecord> Collector<'a, T> {
+    fn new(rows: &'a dyn Rows<T::Row>, journal: Journal<T>, progress: &'a dyn Progress) -> Result<Self, DataError> {
+        let mut locations = Vec::new();
         for row in rows.read()? {
-            places.push(match key(&row?) {
+            locations.push(match T::row_key(&row?) {
                 Some(key) => journal.earlier(key).unwrap_or(RecordLocation::PENDING),
                 None => RecordLocation::SKIPPED,
             });
         }
-        let n_open = places.iter().filter(|place| **place == RecordLocation::PENDING).count();
-        let n_succeeded = places.iter().filter(|place| place.is_recorded()).count();
-        let (n_done, n_first) = (places.len() - n_open, FIRST_ROWS.min(n_open));
-        let (path, n_succeeded_before, failures) = (rows.path(), n_succeeded, Vec::new());
-        let n_tried = 0;
+        let n_pending = locations.iter().filter(|location| **location == RecordLocation::PENDING).count();
+        let n_succeeded = locations.iter().filter(|location| location.is_recorded()).count();
         Ok(Self {
-            path,
-            places,
+            path: rows.path(),
+            n_done: locations.len() - n_pending,
+            locations,
             journal,
             progress,
-            n_done,
-            n_tried,
-            n_first,
+            n_tried: 0,
+            n_first: FIRST_ROWS.min(n_pending),
             n_succeeded,
-            n_succeeded_before,
-            failures,
+            n_succeeded_before: n_succeeded,
+            failures: Vec::new(),
         })
     }
 
-    fn take(&mut self, index: usize, record: &T, outcome: Outcome<'_>) -> Result<(), DataError> {
-        let place = self.journal.append(record)?;
-        *self.places.get_mut(index).ok_or_else(|| changed_meanwhile(self.path))? = place;
-        self.count(outcome);
+    fn take(&mut self, index: usize, record: &T) -> Result<(), DataError> {
+        let location = self.journal.append(record)?;
+        *self.locations.get_mut(index).ok_or_else(|| changed_meanwhile(self.path))? = location;
+        self.count(record.outcome());
         self.report();
         Ok(())
     }
 
     fn end(self) -> Result<(Journal<T>, Vec<RecordLocation>), DataError> {
+        let is_incomplete = self.locations.contains(&RecordLocation::PENDING);
         match self.commonest_failure() {
-            _ if self.progress.is_stopped() && self.places.contains(&RecordLocation::PENDING) => {
-                Err(DataError::Interrupted)
-            }
+            _ if self.progress.is_stopped() && is_incomplete => Err(DataError::Interrupted),
             Some(error) if self.n_succeeded == 0 => Err(error),
-            _ if self.places.contains(&RecordLocation::PENDING) => Err(changed_meanwhile(self.path)),
-            _ => Ok((self.journal, self.places)),
+            _ if is_incomplete => Err(changed_meanwhile(self.path)),
+            _ => Ok((self.journal, self.locations)),
         }
     }
 
@@ -229,14 +213,14 @@ impl<'a, T: JournalRecord> Collector<'a, T> {
             return Some(DataError::Service(failure.clone()));
         }
         let [(failure, n_alike)] = self.failures.as_slice() else { return None };
-        // Where other rows succeeded before, rows may fail for reasons of their own; an unreachable service is no such reason.
-        let may_be_theirs = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
+        // If other rows succeeded before, these may fail for reasons of their own, unless the service is unreachable.
+        let may_be_their_fault = self.n_succeeded_before > 0 && failure.kind != FailureKind::Unreachable;
         let all_alike = self.n_tried == self.n_first && *n_alike == self.n_first;
-        if all_alike && !may_be_theirs { self.commonest_failure() } else { None }
+        if all_alike && !may_be_their_fault { self.commonest_failure() } else { None }
     }
 
     fn commonest_failure(&self) -> Option<DataError> {
-        // Of equals the first.
+        // The first of equal ones.
         let (failure, n_alike) = self.failures.iter().rev().max_by_key(|(_, n)| *n)?;
         Some(DataError::NoSuccess { n_failed: self.n_failed(), n_alike: *n_alike, failure: failure.clone() })
     }
@@ -247,7 +231,62 @@ impl<'a, T: JournalRecord> Collector<'a, T> {
 
     fn report(&self) {
         let note = if self.failures.is_empty() { String::new() } else { format!("{} failed", self.n_failed()) };
-        self.progress.update(self.n_done as u64, self.places.len() as u64, &note);
+        self.progress.update(self.n_done as u64, self.locations.len() as u64, &note);
+    }
+}
+
+/// Stage validate: retrieves passages with every rewrite. Rewrites that `journal` has with hits are not looked up again; failed ones are. A
+/// row without a rewrite is passed on. The results write the stage's output: one record per row, in order.
+///
+/// # Errors
+/// The service rejects the credentials, the first rows all failed alike, none succeeded, or the journal cannot be written. Finished
+/// records are in the journal.
+pub async fn validate<'a>(
+    rewrites: &'a dyn Rows<RewriteRecord>,
+    retriever: &dyn Retriever,
+    journal: Journal<ValidatedRecord>,
+    max_concurrent: usize,
+    progress: &dyn Progress,
+) -> Result<StageResults<'a, ValidatedRecord>, DataError> {
+    let retrieve = |rewritten: RewriteRecord| async move {
+        let retrieval = match &rewritten.rewrite {
+            Ok(rewrite) => {
+                let context = context(&rewritten.query);
+                let original_query = &rewritten.query.original_query;
+                let request = RetrievalRequest { original_query, context: &context, rewritten_query: &rewrite.text };
+                Some(retriever.retrieve(request).await)
+            }
+            Err(_) => None,
+        };
+        Ok(ValidatedRecord { rewritten, retrieval })
+    };
+    call_all(rewrites, retrieve, journal, max_concurrent, progress).await
+}
+
+impl JournalRecord for ValidatedRecord {
+    fn key(&self) -> Option<u64> {
+        matches!(self.retrieval, Some(Ok(_))).then(|| Self::row_key(&self.rewritten)).flatten()
+    }
+}
+
+impl StageRecord for ValidatedRecord {
+    type Row = RewriteRecord;
+
+    fn row_key(row: &RewriteRecord) -> Option<u64> {
+        row.rewrite.as_ref().ok().map(|rewrite| hash_of(&(&row.query.id, &rewrite.text)))
+    }
+
+    fn outcome(&self) -> Outcome<'_> {
+        Some(self.retrieval.as_ref()?.as_ref().map(|_| ()))
+    }
+
+    fn matches_row(&self, row: &RewriteRecord) -> bool {
+        let text = |record: &RewriteRecord| record.rewrite.as_ref().ok().map(|rewrite| rewrite.text.clone());
+        self.rewritten.query.id == row.query.id && text(&self.rewritten) == text(row)
+    }
+
+    fn of(rewritten: RewriteRecord, recorded: Option<Self>) -> Self {
+        Self { rewritten, retrieval: recorded.and_then(|record| record.retrieval) }
     }
 }
 

@@ -1,22 +1,24 @@
-//! Stage rewrite: the teacher rewrites each query.
+//! Stage rewrite: the teacher rewrites each query, by single calls, by the batch API, or as a local model that gets rows in portions.
 
-use super::{Outcome, RowTask, StageResults, call_all, context};
+use super::{Outcome, StageRecord, StageResults, call_all, context};
 use crate::client::batch::{BatchResponses, BatchTeacher, NewPrompts};
-use crate::dataset::journal::{Journal, JournalRecord};
-use crate::dataset::rows::Rows;
+use crate::dataset::records::{Journal, JournalRecord, RowIter, Rows};
 use crate::error::DataError;
 use crate::text::hash_of;
+use async_trait::async_trait;
 use querl_core::ports::{Progress, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
+use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Has the teacher rewrite each row. Rows whose rewrite is in `journal` are skipped; failed ones are tried again.
-/// What comes back writes the stage's output: one record per row, in order.
+/// Lets the teacher rewrite each row. Rows with a rewrite in `journal` are skipped; failed ones are tried again. The results write the
+/// stage's output: one record per row, in order.
 ///
 /// # Errors
-/// The teacher refuses us, the first rows all failed alike, none succeeded, a plugin broke its contract, or the journal cannot
-/// be written. What was done before is in the journal.
+/// The teacher rejects the credentials, the first rows all failed alike, none succeeded, a plugin broke its contract, or the journal
+/// cannot be written. Finished records are in the journal.
 pub async fn rewrite<'a>(
     rows: &'a dyn Rows<QueryRow>,
     teacher: &dyn Teacher,
@@ -24,38 +26,38 @@ pub async fn rewrite<'a>(
     journal: Journal<RewriteRecord>,
     max_concurrent: usize,
     progress: &dyn Progress,
-) -> Result<StageResults<'a, QueryRow, RewriteRecord>, DataError> {
-    call_all(&RewriteTask { teacher, prompts, batches: None }, rows, journal, max_concurrent, progress).await
+) -> Result<StageResults<'a, RewriteRecord>, DataError> {
+    let task = RewriteTask { teacher, prompts, batches: None };
+    call_all(rows, |row| task.rewrite(row), journal, max_concurrent, progress).await
 }
 
-/// As [`rewrite`], with what is in batches answered from there. `new` says whether rows that neither the cache nor a batch knows
-/// are put into one; if not, `max_concurrent` of them are asked at once. `state` notes what was handed over; removing it once the
-/// stage's output is written is the caller's.
+/// [`rewrite`] with the responses of batches. Rows that are neither cached nor in a batch are submitted in new batches, or, if `new` is
+/// `Skip`, requested one by one. `path` is the state file, which the caller removes once the stage's output is written.
 ///
 /// # Errors
-/// A batch was refused or what became of it is unknown, a plugin broke its contract, no row succeeded, or a file cannot be written.
+/// A batch was rejected or its status is unknown, a plugin broke its contract, no row succeeded, or a file cannot be written.
 pub async fn rewrite_in_batch<'a>(
     rows: &'a dyn Rows<QueryRow>,
     (teacher, batch): (&dyn Teacher, &BatchTeacher),
     prompts: &dyn Prompts,
     journal: Journal<RewriteRecord>,
     (new, max_concurrent): (NewPrompts, usize),
-    state: &Path,
+    path: &Path,
     progress: &dyn Progress,
-) -> Result<StageResults<'a, QueryRow, RewriteRecord>, DataError> {
-    let open = rows.read()?.filter(|row| match row {
-        Ok(row) => RewriteTask::key(row).and_then(|key| journal.earlier(key)).is_none(),
+) -> Result<StageResults<'a, RewriteRecord>, DataError> {
+    let pending = rows.read()?.filter(|row| match row {
+        Ok(row) => RewriteRecord::row_key(row).and_then(|key| journal.earlier(key)).is_none(),
         Err(_) => true,
     });
-    let open = open.filter_map(|row| unknown_prompt(row, teacher, prompts).transpose());
-    let answers = before_stop(batch.run(open, new, state, progress), progress).await?;
-    let task = RewriteTask { teacher, prompts, batches: Some(&answers) };
-    let asked = call_all(&task, rows, journal, max_concurrent, progress).await;
-    answers.settle()?;
-    asked
+    let uncached = pending.filter_map(|row| uncached_prompt(row, teacher, prompts).transpose());
+    let responses = before_stop(batch.run(uncached, new, path, progress), progress).await?;
+    let task = RewriteTask { teacher, prompts, batches: Some(&responses) };
+    let results = call_all(rows, |row| task.rewrite(row), journal, max_concurrent, progress).await;
+    responses.settle()?;
+    results
 }
 
-/// The result of `task`, which an interrupt cancels.
+/// The result of `task`; an interrupt cancels it.
 async fn before_stop<T>(
     task: impl Future<Output = Result<T, DataError>>,
     progress: &dyn Progress,
@@ -71,8 +73,8 @@ async fn before_stop<T>(
     }
 }
 
-/// `None` where the cache knows the answer.
-fn unknown_prompt(
+/// `None` if the response is cached.
+fn uncached_prompt(
     row: Result<QueryRow, DataError>,
     teacher: &dyn Teacher,
     prompts: &dyn Prompts,
@@ -87,28 +89,44 @@ impl JournalRecord for RewriteRecord {
     }
 }
 
+impl StageRecord for RewriteRecord {
+    type Row = QueryRow;
+
+    fn row_key(row: &QueryRow) -> Option<u64> {
+        Some(hash_of(&row.id))
+    }
+
+    fn outcome(&self) -> Outcome<'_> {
+        Some(self.rewrite.as_ref().map(|_| ()))
+    }
+
+    fn matches_row(&self, row: &QueryRow) -> bool {
+        self.query.id == row.id
+    }
+
+    /// Keeps the recorded rewrite if the table has renumbered or regrouped the row.
+    fn of(query: QueryRow, recorded: Option<Self>) -> Self {
+        let missing =
+            || CallFailure { kind: FailureKind::InvalidResponse, message: "the teacher was not asked".into() };
+        Self { query, rewrite: recorded.map_or_else(|| Err(missing()), |record| record.rewrite) }
+    }
+}
+
 struct RewriteTask<'a> {
     teacher: &'a dyn Teacher,
     prompts: &'a dyn Prompts,
     batches: Option<&'a BatchResponses<'a>>,
 }
 
-impl RowTask for RewriteTask<'_> {
-    type Row = QueryRow;
-    type Record = RewriteRecord;
-
-    fn key(row: &QueryRow) -> Option<u64> {
-        Some(hash_of(&row.id))
-    }
-
-    async fn call(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
+impl RewriteTask<'_> {
+    async fn rewrite(&self, query: QueryRow) -> Result<RewriteRecord, DataError> {
         let messages = messages(&query, self.prompts)?;
         let mut rewrite = match self.batch_response(&messages)? {
             Some(rewrite) => rewrite,
             None => self.call_teacher(self.teacher, &query, &messages).await?,
         };
         if let (Err(failure), Some(second)) = (&rewrite, self.teacher.fallback())
-            && may_another_answer(failure.kind)
+            && can_fall_back(failure.kind)
         {
             rewrite = match self.call_teacher(second, &query, &messages).await? {
                 Ok(completion) => Ok(Completion { source: Some(second.name().to_owned()), ..completion }),
@@ -123,24 +141,7 @@ impl RowTask for RewriteTask<'_> {
         Ok(RewriteRecord { query, rewrite })
     }
 
-    fn outcome(record: &RewriteRecord) -> Outcome<'_> {
-        Some(record.rewrite.as_ref().map(|_| ()))
-    }
-
-    fn matches_row(record: &RewriteRecord, row: &QueryRow) -> bool {
-        record.query.id == row.id
-    }
-
-    /// The recorded rewrite is kept where the table has renumbered or regrouped the row.
-    fn record(query: QueryRow, answered: Option<RewriteRecord>) -> RewriteRecord {
-        let missing =
-            || CallFailure { kind: FailureKind::InvalidResponse, message: "the teacher was not asked".into() };
-        RewriteRecord { query, rewrite: answered.map_or_else(|| Err(missing()), |record| record.rewrite) }
-    }
-}
-
-impl RewriteTask<'_> {
-    /// What a batch says to a prompt; `None` where it is in none.
+    /// The rewrite of a prompt by a batch; `None` if no batch contains it.
     fn batch_response(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
         let Some(answer) = self.batches.map(|batches| batches.of(messages)).transpose()?.flatten() else {
             return Ok(None);
@@ -170,21 +171,18 @@ impl RewriteTask<'_> {
     }
 }
 
-pub(super) fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataError> {
+fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataError> {
     let context = context(row);
     let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
     Ok(prompts.messages(PromptTask::TeacherRewrite, &input)?)
 }
 
-/// Refusals of our key and a spent budget are for a person to mend, not to be worked around row by row.
-fn may_another_answer(kind: FailureKind) -> bool {
+/// False for invalid credentials and a spent budget, which the user must fix.
+fn can_fall_back(kind: FailureKind) -> bool {
     !matches!(kind, FailureKind::Unauthorized | FailureKind::OverBudget)
 }
 
-pub(super) fn parsed(
-    completion: Completion,
-    prompts: &dyn Prompts,
-) -> Result<Result<Completion, CallFailure>, DataError> {
+fn parsed(completion: Completion, prompts: &dyn Prompts) -> Result<Result<Completion, CallFailure>, DataError> {
     Ok(match prompts.parse_rewrite(&completion.text)? {
         Ok(text) => Ok(Completion { text, ..completion }),
         Err(rejection) => Err(CallFailure {
@@ -192,4 +190,137 @@ pub(super) fn parsed(
             message: format!("the teacher's answer holds no rewrite: {rejection}"),
         }),
     })
+}
+
+/// Stage rewrite with a model in this process, which generates many rewrites at once: the caller takes prompts in portions, generates, and
+/// hands the results to the collector.
+pub struct LocalRewriteStage<'a> {
+    rows: &'a dyn Rows<QueryRow>,
+    rows_left: RowIter<'a, QueryRow>,
+    collector: LocalRewriteCollector<'a>,
+}
+
+/// Takes the rewrites of a portion of rows.
+pub struct LocalRewriteCollector<'a> {
+    prompts: &'a dyn Prompts,
+    journal: Journal<RewriteRecord>,
+    progress: &'a dyn Progress,
+    portion: Vec<QueryRow>,
+    failures: HashMap<u64, CallFailure>,
+    n_done: u64,
+    n_total: u64,
+}
+
+impl<'a> LocalRewriteStage<'a> {
+    /// Starts with the first row without a rewrite in `journal`.
+    ///
+    /// # Errors
+    /// The rows cannot be read.
+    pub fn begin(
+        rows: &'a dyn Rows<QueryRow>,
+        prompts: &'a dyn Prompts,
+        journal: Journal<RewriteRecord>,
+        progress: &'a dyn Progress,
+    ) -> Result<Self, DataError> {
+        let (mut n_done, mut n_total) = (0, 0);
+        for row in rows.read()? {
+            n_total += 1;
+            n_done += u64::from(is_done(&journal, &row?));
+        }
+        progress.update(n_done, n_total, "");
+        let (portion, failures) = (Vec::new(), HashMap::new());
+        let collector = LocalRewriteCollector { prompts, journal, progress, portion, failures, n_done, n_total };
+        Ok(Self { rows, rows_left: rows.read()?, collector })
+    }
+
+    /// Prompts of the next rows, up to `n_most`, and the collector of their rewrites; no prompts at the end.
+    ///
+    /// # Errors
+    /// The rows cannot be read, or the plugin broke its contract.
+    pub fn portion(&mut self, n_most: usize) -> Result<(Vec<Vec<Message>>, &mut LocalRewriteCollector<'a>), DataError> {
+        let collector = &mut self.collector;
+        collector.portion.clear();
+        while collector.portion.len() < n_most
+            && let Some(row) = self.rows_left.next()
+        {
+            let row = row?;
+            if !is_done(&collector.journal, &row) {
+                collector.portion.push(row);
+            }
+        }
+        let prompts = collector.portion.iter().map(|row| messages(row, collector.prompts)).collect::<Result<_, _>>()?;
+        Ok((prompts, collector))
+    }
+
+    /// Ends the stage; failed rows go to `fallback`, if there is one.
+    ///
+    /// # Errors
+    /// As [`rewrite`].
+    pub async fn finish(
+        self,
+        name: String,
+        fallback: Option<Arc<dyn Teacher>>,
+        max_concurrent: usize,
+    ) -> Result<StageResults<'a, RewriteRecord>, DataError> {
+        let LocalRewriteCollector { prompts, journal, progress, failures, .. } = self.collector;
+        let output = journal.output().to_owned();
+        drop(journal);
+        let (teacher, journal) = (LocalResults { name, failures, fallback }, Journal::open(&output)?);
+        rewrite(self.rows, &teacher, prompts, journal, max_concurrent, progress).await
+    }
+}
+
+impl LocalRewriteCollector<'_> {
+    /// The result of the prompt at `index` of the portion.
+    ///
+    /// # Errors
+    /// The plugin broke its contract, or the journal cannot be written.
+    ///
+    /// # Panics
+    /// `index` is out of range.
+    pub fn take(&mut self, index: usize, result: Result<Completion, CallFailure>) -> Result<(), DataError> {
+        let query = self.portion[index].clone();
+        let rewrite = match result {
+            Ok(completion) => parsed(completion, self.prompts)?,
+            Err(failure) => Err(failure),
+        };
+        match rewrite {
+            Ok(_) => drop(self.journal.append(&RewriteRecord { query, rewrite })?),
+            Err(failure) => drop(self.failures.insert(hash_of(&query.id), failure)),
+        }
+        self.n_done += 1;
+        let note = match self.failures.len() {
+            0 => String::new(),
+            n_failed => format!("{n_failed} failed"),
+        };
+        self.progress.update(self.n_done, self.n_total, &note);
+        Ok(())
+    }
+}
+
+fn is_done(journal: &Journal<RewriteRecord>, row: &QueryRow) -> bool {
+    journal.earlier(hash_of(&row.id)).is_some()
+}
+
+/// The failures of the local model, as a teacher: successful rows are in the journal.
+struct LocalResults {
+    name: String,
+    failures: HashMap<u64, CallFailure>,
+    fallback: Option<Arc<dyn Teacher>>,
+}
+
+#[async_trait]
+impl Teacher for LocalResults {
+    async fn rewrite(&self, query: &QueryRow, _messages: &[Message]) -> Result<Completion, CallFailure> {
+        let missing = || CallFailure { kind: FailureKind::InvalidResponse, message: "the model was not asked".into() };
+        Err(self.failures.get(&hash_of(&query.id)).cloned().unwrap_or_else(missing))
+    }
+
+    fn fallback(&self) -> Option<&dyn Teacher> {
+        self.fallback.as_deref()
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
 }

@@ -29,10 +29,10 @@ fn rows(n: usize) -> Vec<QueryRow> {
 }
 
 fn failure(kind: FailureKind) -> CallFailure {
-    CallFailure { kind, message: "the service said so".into() }
+    CallFailure { kind, message: "the service message so".into() }
 }
 
-/// Answers what its table says for the row number, and counts its calls. Later rows answer sooner.
+/// Fails on the given rows and counts calls. Later rows finish first.
 struct Scripted {
     failures: Mutex<Vec<(usize, FailureKind)>>,
     calls: AtomicUsize,
@@ -56,7 +56,7 @@ impl Teacher for Scripted {
         tokio::time::sleep(std::time::Duration::from_millis(40_u64.saturating_sub(4 * query.row as u64))).await;
         match self.fails(query.row) {
             Some(failure) => Err(failure),
-            None => Ok(completion(&format!("改写:{}", messages[0].content))),
+            None => Ok(Completion::of(format!("改写:{}", messages[0].content))),
         }
     }
 
@@ -109,22 +109,11 @@ impl Filter for DropContaining {
     }
 }
 
-fn completion(text: &str) -> Completion {
-    Completion {
-        text: text.into(),
-        prompt_tokens: None,
-        completion_tokens: None,
-        cost: None,
-        latency_ms: None,
-        source: None,
-    }
-}
-
-/// One run of the stage on `output`, as the command line does it.
+/// One run of the stage with `output`.
 async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Result<Vec<RewriteRecord>, DataError> {
     let (rows, mut records) = (rows.to_vec(), Vec::new());
-    let asked = rewrite(&rows, teacher, &Plain, Journal::open(output)?, 4, &Silent).await?;
-    asked.write(|record| {
+    let results = rewrite(&rows, teacher, &Plain, Journal::open(output)?, 4, &Silent).await?;
+    results.write(|record| {
         records.push(record.clone());
         Ok(())
     })?;
@@ -138,13 +127,13 @@ async fn run_validate(
     retriever: &Scripted,
     output: &Path,
 ) -> Result<Vec<ValidatedRecord>, DataError> {
-    let asked = validate(&rewrites, retriever, Journal::open(output)?, 4, &Silent).await?;
-    asked.write(|_| Ok(()))?;
+    let results = validate(&rewrites, retriever, Journal::open(output)?, 4, &Silent).await?;
+    results.write(|_| Ok(()))?;
     RecordFile::new(output).read()?.collect()
 }
 
 #[tokio::test]
-async fn failed_rows_stay_failed_with_a_reason_and_are_tried_again() {
+async fn failed_rows_have_a_reason_and_are_tried_again() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rewrites.jsonl");
     let rows = rows(6);
@@ -155,11 +144,11 @@ async fn failed_rows_stay_failed_with_a_reason_and_are_tried_again() {
     assert_eq!(first[1].rewrite, Err(failure(FailureKind::Timeout)));
     let second = Scripted::new(&[]);
     let mended = run_rewrite(&rows, &second, &output).await.unwrap();
-    assert_eq!(second.calls.load(Ordering::Relaxed), 2, "only the failed rows are asked again");
+    assert_eq!(second.calls.load(Ordering::Relaxed), 2, "only the failed rows are tried again");
     assert!(mended.iter().all(|record| record.rewrite.is_ok()));
 }
 
-/// Says stop once so many rows are done.
+/// Stops once this many rows are done.
 struct StopsAfter(u64, AtomicUsize);
 
 impl Progress for StopsAfter {
@@ -174,9 +163,9 @@ impl Progress for StopsAfter {
     }
 }
 
-/// Regression: an interrupt reported as a changed table, and rows that stayed failed without a call.
+/// Regression: an interrupt was reported as a changed table, and rows failed without a call.
 #[tokio::test]
-async fn interrupt_says_so_keeps_what_was_done_and_leaves_failures_open() {
+async fn an_interrupt_keeps_finished_rows_and_leaves_failed_ones_pending() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rewrites.jsonl");
     let (rows, stops) = (rows(6), StopsAfter(2, AtomicUsize::new(0)));
@@ -186,13 +175,13 @@ async fn interrupt_says_so_keeps_what_was_done_and_leaves_failures_open() {
     let refused = Scripted::new(&[(4, FailureKind::Unauthorized)]);
     let stops = StopsAfter(3, AtomicUsize::new(0));
     let error = rewrite(&rows, &refused, &Plain, Journal::open(&output).unwrap(), 1, &stops).await.err().unwrap();
-    assert!(matches!(error, DataError::Service(_)), "what went wrong is not hidden: {error}");
+    assert!(matches!(error, DataError::Service(_)), "the failure is reported: {error}");
     let second = Scripted::new(&[]);
     run_rewrite(&rows, &second, &output).await.unwrap();
     assert_eq!(second.calls.load(Ordering::Relaxed), 4, "the first two are in the journal");
 }
 
-/// The rows of a table that is saved again between two readings.
+/// A table that changes between readings.
 struct Changing {
     readings: Mutex<Vec<Vec<QueryRow>>>,
 }
@@ -217,8 +206,8 @@ async fn rows_that_moved_while_they_were_read_get_no_answer_of_others() {
     let mut moved = rows(4);
     moved.swap(1, 2);
     let changing = Changing { readings: Mutex::new(vec![rows(4), rows(4), moved]) };
-    let asked = rewrite(&changing, &Scripted::new(&[]), &Plain, Journal::open(&output).unwrap(), 4, &Silent).await;
-    let error = asked.unwrap().write(|_| Ok(())).unwrap_err();
+    let results = rewrite(&changing, &Scripted::new(&[]), &Plain, Journal::open(&output).unwrap(), 4, &Silent).await;
+    let error = results.unwrap().write(|_| Ok(())).unwrap_err();
     assert_eq!(error.to_string(), "queries.csv: was changed while it was read; run the same command again");
     assert!(!output.exists());
     let second = Scripted::new(&[]);
@@ -227,7 +216,7 @@ async fn rows_that_moved_while_they_were_read_get_no_answer_of_others() {
 }
 
 #[tokio::test]
-async fn a_rewrite_that_came_while_look_ups_were_made_is_looked_up_too() {
+async fn a_rewrite_that_appears_during_validation_is_reported() {
     struct Growing(Mutex<usize>, [Vec<RewriteRecord>; 2]);
     impl Rows<RewriteRecord> for Growing {
         fn read(&self) -> Result<crate::RowIter<'_, RewriteRecord>, DataError> {
@@ -242,13 +231,13 @@ async fn a_rewrite_that_came_while_look_ups_were_made_is_looked_up_too() {
     let second = run_rewrite(&rows(2), &Scripted::new(&[]), &output).await.unwrap();
     let growing = Growing(Mutex::new(0), [first, second]);
     let journal = Journal::open(&folder.path().join("validated.jsonl")).unwrap();
-    let asked = validate(&growing, &Scripted::new(&[]), journal, 4, &Silent).await.unwrap();
-    assert!(asked.write(|_| Ok(())).unwrap_err().to_string().contains("was changed while it was read"));
+    let results = validate(&growing, &Scripted::new(&[]), journal, 4, &Silent).await.unwrap();
+    assert!(results.write(|_| Ok(())).unwrap_err().to_string().contains("was changed while it was read"));
 }
 
-/// Fails on one row as a plugin that broke its contract does; the others answer later than it.
+/// A plugin fault on one row, while calls of other rows are in flight.
 #[tokio::test]
-async fn calls_under_way_are_kept_where_a_plugin_fails_on_one_row() {
+async fn calls_in_flight_are_kept_if_a_plugin_fails_on_one_row() {
     struct Broken;
     impl Prompts for Broken {
         fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
@@ -269,10 +258,10 @@ async fn calls_under_way_are_kept_where_a_plugin_fails_on_one_row() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("a.jsonl");
     let (rows, teacher) = (rows(20), Scripted::new(&[]));
-    let asked = rewrite(&rows, &teacher, &Broken, Journal::open(&output).unwrap(), 4, &Silent).await;
-    assert!(asked.err().unwrap().to_string().contains("broke its contract"));
+    let results = rewrite(&rows, &teacher, &Broken, Journal::open(&output).unwrap(), 4, &Silent).await;
+    assert!(results.err().unwrap().to_string().contains("broke its contract"));
     let n_kept = Journal::<RewriteRecord>::open(&output).unwrap().n_earlier();
-    assert_eq!((n_kept, teacher.calls.load(Ordering::Relaxed)), (3, 3), "what was paid is kept");
+    assert_eq!((n_kept, teacher.calls.load(Ordering::Relaxed)), (3, 3), "paid calls are kept");
 }
 
 fn fault() -> PluginFault {
@@ -280,9 +269,9 @@ fn fault() -> PluginFault {
     PluginFault { plugin: "p".into(), version: "0.1.0".into(), message, kind: querl_core::ports::FaultKind::Result }
 }
 
-/// Regression: paid answers that were thrown away because the first of them could not be read.
+/// Regression: paid responses were dropped because the first ones could not be parsed.
 #[tokio::test]
-async fn answers_that_cannot_be_read_are_kept_from_all_calls_under_way() {
+async fn records_of_all_calls_in_flight_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let failing: Vec<(usize, FailureKind)> = (2..102).map(|row| (row, FailureKind::InvalidResponse)).collect();
     let output = folder.path().join("a.jsonl");
@@ -293,7 +282,7 @@ async fn answers_that_cannot_be_read_are_kept_from_all_calls_under_way() {
 }
 
 #[tokio::test]
-async fn a_kill_between_the_output_and_the_end_of_its_journal_changes_nothing() {
+async fn a_kill_between_output_and_removal_of_the_journal_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rewrites.jsonl");
     run_rewrite(&rows(4), &Scripted::new(&[(3, FailureKind::Timeout)]), &output).await.unwrap();
@@ -306,13 +295,13 @@ async fn a_kill_between_the_output_and_the_end_of_its_journal_changes_nothing() 
 }
 
 #[tokio::test]
-async fn refusal_stops_the_stage_and_keeps_what_was_done() {
+async fn invalid_credentials_stop_the_stage_and_finished_rows_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("rewrites.jsonl");
     let rows = rows(20);
     let error = run_rewrite(&rows, &Scripted::new(&[(15, FailureKind::Unauthorized)]), &output).await.unwrap_err();
-    let said = "stopped, as every further call would fail too: unauthorized: the service said so";
-    assert_eq!(error.to_string(), said);
+    let message = "stopped, as every further call would fail too: unauthorized: the service message so";
+    assert_eq!(error.to_string(), message);
     assert!(!output.exists());
     let n_kept = Journal::<RewriteRecord>::open(&output).unwrap().n_earlier();
     assert!(n_kept >= 10, "{n_kept}");
@@ -334,7 +323,7 @@ async fn service_that_none_of_the_first_rows_reach_stops_the_stage() {
     assert_eq!(
         records.iter().filter(|record| record.rewrite.is_err()).count(),
         99,
-        "one answer shows that it is there"
+        "one success shows that it is reachable"
     );
 }
 
@@ -345,8 +334,8 @@ async fn first_rows_that_all_fail_alike_stop_the_stage() {
         let failing: Vec<(usize, FailureKind)> = (2..102).map(|row| (row, kind)).collect();
         let teacher = Scripted::new(&failing);
         let error = run_rewrite(&rows(100), &teacher, &folder.path().join("a.jsonl")).await.unwrap_err();
-        let said = format!("none of 8 row(s) tried succeeded; 8 failed like this: {kind}: the service said so");
-        assert_eq!(error.to_string(), said);
+        let message = format!("none of 8 row(s) tried succeeded; 8 failed like this: {kind}: the service message so");
+        assert_eq!(error.to_string(), message);
         assert!(teacher.calls.load(Ordering::Relaxed) < 20);
     }
 }
@@ -357,13 +346,13 @@ async fn stage_without_a_success_names_the_commonest_failure() {
     let kinds = [FailureKind::Timeout, FailureKind::ServerError, FailureKind::ServerError];
     let failing: Vec<(usize, FailureKind)> = (2..14).zip(kinds.into_iter().cycle()).collect();
     let error = run_rewrite(&rows(12), &Scripted::new(&failing), &folder.path().join("a.jsonl")).await.unwrap_err();
-    let said = "none of 12 row(s) tried succeeded; 8 failed like this: server error: the service said so";
-    assert_eq!(error.to_string(), said);
+    let message = "none of 12 row(s) tried succeeded; 8 failed like this: server error: the service message so";
+    assert_eq!(error.to_string(), message);
 }
 
-/// Regression: a few rows that a service refuses every time made a finished stage impossible to run again.
+/// Regression: a few rows that a service always rejects made it impossible to run a finished stage again.
 #[tokio::test]
-async fn rows_that_fail_again_beside_earlier_successes_do_not_stop_the_stage() {
+async fn rows_that_fail_again_do_not_stop_a_stage_with_earlier_successes() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("a.jsonl");
     let failing: Vec<(usize, FailureKind)> = (3..15).map(|row| (row, FailureKind::Rejected)).collect();
@@ -381,7 +370,7 @@ async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
     #[async_trait]
     impl Teacher for Chatty {
         async fn rewrite(&self, row: &QueryRow, _: &[Message]) -> Result<Completion, CallFailure> {
-            Ok(completion(if row.row == 2 { "我不能改写" } else { "改写:鱼油" }))
+            Ok(Completion::of(if row.row == 2 { "我不能改写" } else { "改写:鱼油" }))
         }
 
         fn name(&self) -> &str {
@@ -391,8 +380,8 @@ async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("a.jsonl");
     let rows = rows(2);
-    let asked = rewrite(&rows, &Chatty, &Plain, Journal::open(&output).unwrap(), 1, &Silent).await.unwrap();
-    asked.write(|_| Ok(())).unwrap();
+    let results = rewrite(&rows, &Chatty, &Plain, Journal::open(&output).unwrap(), 1, &Silent).await.unwrap();
+    results.write(|_| Ok(())).unwrap();
     let first = RecordFile::<RewriteRecord>::new(&output).read().unwrap().next().unwrap().unwrap();
     let failure = first.rewrite.unwrap_err();
     assert_eq!(failure.kind, FailureKind::InvalidResponse);
@@ -406,17 +395,17 @@ async fn validated(n: usize, teacher: &Scripted, retriever: &Scripted) -> Vec<Va
 }
 
 #[tokio::test]
-async fn look_ups_are_kept_while_the_rewrite_stays_the_same() {
+async fn retrievals_are_reused_for_the_same_rewrite() {
     let folder = tempfile::tempdir().unwrap();
     let rewriting = Scripted::new(&[(2, FailureKind::Timeout)]);
     let retrieving = Scripted::new(&[(4, FailureKind::ServerError)]);
     let first = validated(4, &rewriting, &retrieving).await;
-    assert_eq!(first[0].retrieval, None, "nothing to look up");
+    assert_eq!(first[0].retrieval, None, "no rewrite");
     assert_eq!(first[1].top1_score(), Some(0.75));
     assert_eq!(first[2].retrieval, Some(Err(failure(FailureKind::ServerError))));
     assert_eq!(retrieving.calls.load(Ordering::Relaxed), 3);
     let mut rewrites: Vec<RewriteRecord> = first.iter().map(|record| record.rewritten.clone()).collect();
-    rewrites[3].rewrite = Ok(completion("另一个改写"));
+    rewrites[3].rewrite = Ok(Completion::of("另一个改写"));
     let again = Scripted::new(&[]);
     let output = folder.path().join("v.jsonl");
     querl_core::fsx::write_jsonl(&output, &first).unwrap();
@@ -479,36 +468,33 @@ impl Filter for Counting {
     }
 }
 
-#[test]
-fn filters_see_a_large_split_in_batches_and_rows_keep_their_order() {
+/// Sizes of the batches that a filter gets of `n_rows` training rows with `hits`, and the dataset.
+fn batch_sizes(n_rows: usize, hits: &[Hit]) -> (Vec<usize>, Vec<DatasetRow>) {
     let record = |query: QueryRow| ValidatedRecord {
-        rewritten: RewriteRecord { query, rewrite: Ok(completion("改写")) },
-        retrieval: Some(Ok(Vec::new())),
+        rewritten: RewriteRecord { query, rewrite: Ok(Completion::of("改写")) },
+        retrieval: Some(Ok(hits.to_vec())),
     };
-    let n_rows = 2 * convert::BATCH_ROWS + 5;
     let records: Vec<ValidatedRecord> = rows(n_rows).into_iter().map(record).collect();
     let config = serde_json::json!({ "input": "x", "split": [1.0, 0.0, 0.0] });
     let filter = Arc::new(Counting(Mutex::new(Vec::new())));
     let filters: [Arc<dyn Filter>; 1] = [filter.clone()];
     let ([train, ..], dropped) = converted(records, &filters, &serde_json::from_value(config).unwrap());
-    assert_eq!(*filter.0.lock().unwrap(), [convert::BATCH_ROWS, convert::BATCH_ROWS, 5]);
-    assert!(train.len() == n_rows && dropped.is_empty());
-    assert!(train.is_sorted_by_key(|row| row.metadata.query.row));
+    assert!(dropped.is_empty());
+    (filter.0.lock().unwrap().clone(), train)
 }
 
-/// Regression: long passages of a whole batch did not fit into the memory of a guest.
 #[test]
-fn a_batch_of_long_texts_ends_before_its_rows_do() {
+fn filters_get_a_large_split_in_batches_and_rows_keep_their_order() {
+    let n_rows = 2 * convert::BATCH_ROWS + 5;
+    let (sizes, train) = batch_sizes(n_rows, &[]);
+    assert_eq!(sizes, [convert::BATCH_ROWS, convert::BATCH_ROWS, 5]);
+    assert!(train.len() == n_rows && train.is_sorted_by_key(|row| row.metadata.query.row));
+}
+
+/// Regression: the long passages of a whole batch did not fit into the memory of a guest.
+#[test]
+fn the_size_of_a_filter_batch_is_limited() {
     let text = "鱼".repeat(convert::BATCH_BYTES / 3 / 4);
     let hit = Hit { id: "p".into(), text, reranker_score: 0.75, retrieval_score: None, rank: 1 };
-    let record = |query: QueryRow| ValidatedRecord {
-        rewritten: RewriteRecord { query, rewrite: Ok(completion("改写")) },
-        retrieval: Some(Ok(vec![hit.clone()])),
-    };
-    let records: Vec<ValidatedRecord> = rows(6).into_iter().map(record).collect();
-    let config = serde_json::json!({ "input": "x", "split": [1.0, 0.0, 0.0] });
-    let filter = Arc::new(Counting(Mutex::new(Vec::new())));
-    let filters: [Arc<dyn Filter>; 1] = [filter.clone()];
-    converted(records, &filters, &serde_json::from_value(config).unwrap());
-    assert_eq!(*filter.0.lock().unwrap(), [4, 2]);
+    assert_eq!(batch_sizes(6, &[hit]).0, [4, 2]);
 }

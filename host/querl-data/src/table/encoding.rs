@@ -1,4 +1,4 @@
-//! How the text of a csv or tsv file is encoded, found from its bytes, and the same text as UTF-8.
+//! Detects the encoding of a text file, and decodes it to UTF-8.
 
 use crate::error::DataError;
 use encoding_rs::{Decoder, DecoderResult, Encoding, GB18030, UTF_8, UTF_16BE, UTF_16LE};
@@ -6,13 +6,13 @@ use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::path::Path;
 
-/// How a text file is encoded.
+/// Encoding of a text file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TextEncoding {
     Utf8,
     Utf8Bom,
     Gb18030,
-    /// UTF-16 with a byte order mark, little-endian: "Unicode text" of a spreadsheet.
+    /// With a byte order mark: "Unicode text" of a spreadsheet.
     Utf16Le,
     Utf16Be,
 }
@@ -39,11 +39,11 @@ impl TextEncoding {
     }
 }
 
-/// A file whose first multi-byte characters, so many of them, are good UTF-8 is damaged UTF-8 and not GB18030: a pair of
-/// bytes of GB18030 is good UTF-8 by chance about once in eight, so that not even half as many in a row happen.
+/// A file that begins with this many valid multi-byte UTF-8 characters is damaged UTF-8 and not GB18030: a pair of bytes of GB18030 is
+/// valid UTF-8 with a probability of about one in eight.
 const UTF8_EVIDENCE_CHARS: usize = 16;
 
-/// Finds the encoding: a byte order mark where there is one, else UTF-8 where all of the file is, else GB18030.
+/// Detects the encoding by the byte order mark, else UTF-8 if the whole file is valid, else GB18030.
 pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
     let encoding = byte_order_mark(path).map_err(unreadable)?;
@@ -57,8 +57,8 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
             true => "holds a zero byte, as UTF-16 without its mark does and no text".to_owned(),
             false => format!("a character is not {name}"),
         };
-        let place = format!("{}:{}", path.display(), error_at.line);
-        Err(DataError::File { path: place, problem: format!("{what}; save the file again as UTF-8") })
+        let path = format!("{}:{}", path.display(), error_at.line);
+        Err(DataError::File { path, problem: format!("{what}; save the file again as UTF-8") })
     };
     match encoding {
         Some(encoding) => damaged(encoding.name(), &error_at),
@@ -87,7 +87,7 @@ fn byte_order_mark(path: &Path) -> io::Result<Option<TextEncoding>> {
     })
 }
 
-/// Where bytes stop being text of an encoding.
+/// Position of the first byte that is invalid in an encoding.
 struct EncodingError {
     line: usize,
     is_zero: bool,
@@ -116,7 +116,7 @@ fn first_error(path: &Path, encoding: TextEncoding) -> io::Result<Option<Encodin
                 let good = &buffer[..zero.unwrap_or(n)];
                 error_at.n_bytes += good.len() as u64;
                 error_at.line += good.iter().filter(|byte| **byte == b'\n').count();
-                // The first byte of each such character.
+                // Lead bytes.
                 error_at.n_multibyte += good.iter().filter(|byte| **byte >= 0xc0).count();
                 if zero.is_some() {
                     return Ok(Some(EncodingError { is_zero: true, ..error_at }));
@@ -135,7 +135,7 @@ pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl 
     Ok(Utf8Reader::new(File::open(path)?, encoding))
 }
 
-/// All the text of a small file, in whichever of the encodings it is.
+/// The whole text of a small file in any of the encodings.
 pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
     let mut text = String::new();
@@ -143,13 +143,13 @@ pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
     Ok(text)
 }
 
-/// Reads bytes of an encoding as UTF-8. Bytes that are not of it end the text with an error, after what comes before them.
+/// Decodes a reader to UTF-8. Invalid bytes are an error after the valid text before them.
 struct Utf8Reader<R> {
     inner: R,
     decoder: Decoder,
     input: Vec<u8>,
     output: Vec<u8>,
-    /// What of `output` was not handed out yet.
+    /// The part of `output` that was not read yet.
     ready: std::ops::Range<usize>,
     state: State,
 }
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn encodings_are_told_apart_and_read_alike() {
+    fn encodings_are_detected_and_decoded() {
         let text = "问题,用户画像\n鱼油怎么吃，一天几粒,𠮷先生 52岁\n";
         let (gb18030, _, lossless) = GB18030.encode(text);
         assert!(!lossless);
@@ -249,20 +249,23 @@ mod tests {
         assert_eq!(read(&GB18030.encode(&text).0), Ok((TextEncoding::Gb18030, text)));
     }
 
-    /// Regression: a damaged UTF-8 file read as GB18030, every character of it wrong.
+    /// Regression: a damaged UTF-8 file was read as GB18030.
     #[test]
     fn damaged_utf8_is_an_error_with_its_line_and_not_read_as_gb18030() {
         let mut bytes = "问题\n深海鱼油软胶囊一天几粒，怎么吃\n益生菌".as_bytes().to_vec();
         bytes.truncate(bytes.len() - 1);
-        let said = read(&bytes).unwrap_err();
+        let message = read(&bytes).unwrap_err();
         assert!(
-            said.ends_with(":3: a character is not UTF-8, as those before it are; save the file again as UTF-8"),
-            "{said}"
+            message.ends_with(":3: a character is not UTF-8, as those before it are; save the file again as UTF-8"),
+            "{message}"
         );
-        // Few characters, the last of them cut.
-        let said = read(&"q,鱼油\n".as_bytes()[..7]).unwrap_err();
-        assert!(said.contains(":1: a character is not UTF-8, as those before it are"), "{said}");
-        let said = read(b"a\nb\xff\xff\n").unwrap_err();
-        assert!(said.ends_with(":2: a character is not UTF-8 or GB18030; save the file again as UTF-8"), "{said}");
+        // Few characters, the last one truncated.
+        let message = read(&"q,鱼油\n".as_bytes()[..7]).unwrap_err();
+        assert!(message.contains(":1: a character is not UTF-8, as those before it are"), "{message}");
+        let message = read(b"a\nb\xff\xff\n").unwrap_err();
+        assert!(
+            message.ends_with(":2: a character is not UTF-8 or GB18030; save the file again as UTF-8"),
+            "{message}"
+        );
     }
 }

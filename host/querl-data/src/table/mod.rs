@@ -1,57 +1,51 @@
-//! The query table: which columns mean what, which rows count, and what makes a row's identity and group.
+//! The query table: its columns, usable rows, and the id and group of each row.
 //!
-//! A table is not held: of each row there are 40 bytes while its repeats and groups are found, and afterwards nothing but what
-//! was found. Rows are read from the file each time they are asked for.
+//! The table is not held in memory: each row takes 40 bytes while repeats and groups are determined. Rows are read from the file each
+//! time they are needed.
 
-mod columns;
-mod delimited;
 mod encoding;
-mod findings;
-mod groups;
-mod open;
-mod parquet;
-mod source;
-mod workbook;
+mod formats;
 
-pub use columns::query_id;
 pub(crate) use encoding::read_text;
-pub use findings::{Findings, RowList, RowReference};
-pub(crate) use open::open_table;
+pub(crate) use formats::open_table;
 
-use crate::dataset::rows::{RowIter, Rows, UnchangedFile};
+use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
-use crate::text::{hash_of, normalise};
-use columns::Columns;
-use groups::{RowDigest, for_each_pair, joined};
-use querl_core::config::DataConfig;
+use crate::text::{hash_of, normalise, with_width};
+use encoding::TextEncoding;
+use formats::{Table, TableRows};
+use querl_core::config::{DataConfig, TextWidth};
+use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
+use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
-/// A query table whose rows are known to be readable.
+/// A query table that was read through once without errors.
 #[derive(Debug)]
 pub struct QueryTable {
     file: UnchangedFile,
     columns: Columns,
-    /// Rows that repeat an earlier one, by their place from 0.
+    /// Rows that repeat an earlier one, by their index from 0.
     repeated: HashSet<u32>,
-    names: HashMap<u32, Arc<str>>,
+    /// Names of joined groups by row index.
+    group_names: HashMap<u32, Arc<str>>,
     findings: Findings,
 }
 
-/// Opens the query table that the configuration names and reads it through. Rows of one group are those with the same gold ids
-/// or group cell, and those whose query, profile and history say the same.
+/// Opens the configured query table and reads it through. Rows of one group have the same gold ids or group cell, or equal queries,
+/// profiles and histories.
 ///
 /// # Errors
-/// The file cannot be read, lacks a column it must have (the sentence lists those it has), or holds no usable row.
+/// The file cannot be read, lacks a required column, or has no usable row.
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
     let file = UnchangedFile::new(&config.input);
     let table = open_table(&file.path)?;
     let columns = Columns::find(&table, config)?;
-    let encoding = table.encoding.map(encoding::TextEncoding::name);
+    let encoding = table.encoding.map(TextEncoding::name);
     let findings = Findings { encoding, unread_sheets: table.unread_sheets.clone(), ..Findings::default() };
-    let mut table = QueryTable { file, columns, repeated: HashSet::new(), names: HashMap::new(), findings };
+    let mut table = QueryTable { file, columns, repeated: HashSet::new(), group_names: HashMap::new(), findings };
     let digests = table.row_digests()?;
     if digests.is_empty() {
         let n_rows = table.findings.n_rows;
@@ -71,7 +65,7 @@ impl QueryTable {
         &self.findings
     }
 
-    fn rows(&self) -> Result<source::TableRows, DataError> {
+    fn rows(&self) -> Result<TableRows, DataError> {
         open_table(&self.file.path)?.rows(&self.columns.used())
     }
 
@@ -83,7 +77,7 @@ impl QueryTable {
             if !query.original_query.is_empty() {
                 digests.push(row_digest(index, &query));
             } else if cells.iter().any(|cell| !cell.trim().is_empty()) {
-                // A row without a single value is only the space between others.
+                // Rows without any value are not counted.
                 self.findings.empty.add(row, None);
             }
         }
@@ -93,48 +87,29 @@ impl QueryTable {
 
     /// Lists rows that repeat or contradict others, and returns the digests of rows that repeat no earlier one.
     fn find_repeats(&mut self, digests: Vec<RowDigest>) -> Vec<RowDigest> {
-        let (mut repeated, mut alike, mut conflicting) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let row_of = |row_digest: &RowDigest| row_digest.row as usize;
-        for_each_pair(
-            &digests,
-            |row_digest| row_digest.id,
-            |first, other| {
-                repeated.insert(other.index, (row_of(other), row_of(first)));
-            },
-        );
-        for_each_pair(
-            &digests,
-            |row_digest| row_digest.text,
-            |first, other| {
-                if !repeated.contains_key(&other.index) {
-                    alike.insert(other.index, (row_of(other), row_of(first)));
-                }
-            },
-        );
-        let golden: Vec<RowDigest> = digests.iter().filter(|row_digest| row_digest.gold != 0).copied().collect();
-        for_each_pair(
-            &golden,
-            |row_digest| row_digest.text,
-            |first, other| {
-                if first.gold != other.gold {
-                    conflicting.insert(other.index, (row_of(other), row_of(first)));
-                }
-            },
-        );
+        let pairs = |digests: &[RowDigest], key| -> BTreeMap<u32, (RowDigest, RowDigest)> {
+            let pair = |(first, other): (u32, u32)| (digests[first as usize], digests[other as usize]);
+            equal_pairs(digests, key).map(pair).map(|(first, other)| (other.index, (first, other))).collect()
+        };
+        let repeated = pairs(&digests, |row| row.id);
+        let mut alike = pairs(&digests, |row| row.text);
+        alike.retain(|index, _| !repeated.contains_key(index));
+        let with_gold: Vec<RowDigest> = digests.iter().filter(|row| row.gold != 0).copied().collect();
+        let mut conflicting = pairs(&with_gold, |row| row.text);
+        conflicting.retain(|_, (first, other)| first.gold != other.gold);
         let Findings { repeated: of_repeated, alike: of_alike, conflicting: of_conflicting, .. } = &mut self.findings;
-        for (list, found) in [(of_repeated, &repeated), (of_alike, &alike), (of_conflicting, &conflicting)] {
-            found.values().for_each(|(row, earlier)| list.add(*row, Some(*earlier)));
+        for (list, pairs) in [(of_repeated, &repeated), (of_alike, &alike), (of_conflicting, &conflicting)] {
+            pairs.values().for_each(|(first, other)| list.add(other.row as usize, Some(first.row as usize)));
         }
         self.repeated = repeated.into_keys().collect();
-        let kept: Vec<RowDigest> =
-            digests.into_iter().filter(|row_digest| !self.repeated.contains(&row_digest.index)).collect();
+        let kept: Vec<RowDigest> = digests.into_iter().filter(|row| !self.repeated.contains(&row.index)).collect();
         self.findings.n_usable = kept.len();
         kept
     }
 
-    /// A joined group gets the least of its names, so that the order of rows makes no difference.
+    /// Names a joined group by the smallest of its names, so that the order of rows does not matter.
     fn name_groups(&mut self, digests: &[RowDigest]) -> Result<(), DataError> {
-        let (joined, n_groups) = joined(digests);
+        let (joined, n_groups) = join_groups(digests);
         self.findings.n_groups = n_groups;
         let mut least: HashMap<u32, Arc<str>> = HashMap::new();
         if !joined.is_empty() {
@@ -148,8 +123,8 @@ impl QueryTable {
                 }
             }
         }
-        let changed = |(index, root): (&u32, &u32)| Some((*index, least.get(root)?.clone()));
-        self.names = joined.iter().filter_map(changed).collect();
+        let name = |(index, root): (&u32, &u32)| Some((*index, least.get(root)?.clone()));
+        self.group_names = joined.iter().filter_map(name).collect();
         Ok(())
     }
 }
@@ -176,7 +151,7 @@ impl Rows<QueryRow> for QueryTable {
             Ok(_) if self.repeated.contains(&index) => None,
             Ok((row, cells)) => {
                 let mut query = self.columns.read(row, &cells);
-                if let Some(name) = self.names.get(&index) {
+                if let Some(name) = self.group_names.get(&index) {
                     query.group = name.to_string();
                 }
                 (!query.original_query.is_empty()).then_some(Ok(query))
@@ -189,7 +164,287 @@ impl Rows<QueryRow> for QueryTable {
     }
 }
 
-#[cfg(test)]
-mod damage_tests;
+/// Maximum number of listed rows of one kind; all are counted.
+const MAX_LISTED: usize = 100;
+
+/// Rows of a query table that are skipped or need a look, for `querl data stats` and messages.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Findings {
+    /// Encoding of a csv or tsv file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<&'static str>,
+    /// Sheets of a workbook that are skipped because they have other columns than the first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unread_sheets: Vec<String>,
+    /// Rows that are not empty.
+    pub n_rows: usize,
+    /// Rows with a query that no earlier row has in the same context.
+    pub n_usable: usize,
+    /// Groups of usable rows.
+    pub n_groups: usize,
+    /// Rows with an empty query; skipped.
+    pub empty: RowList,
+    /// Rows that repeat an earlier row's query, profile and history; skipped.
+    pub repeated: RowList,
+    /// Rows that equal an earlier row up to width, case, space and punctuation; kept, in its group.
+    pub alike: RowList,
+    /// Rows that equal an earlier row in this way but have other gold ids.
+    pub conflicting: RowList,
+}
+
+/// Rows of one kind.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct RowList {
+    /// Number of rows.
+    pub n: usize,
+    /// The first of them, with the earlier row if there is one.
+    pub rows: Vec<RowReference>,
+}
+
+/// A row, and the earlier row that it repeats or contradicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct RowReference {
+    /// Row number as in a spreadsheet or editor.
+    pub row: usize,
+    /// The earlier row.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub earlier: Option<usize>,
+}
+
+impl RowList {
+    fn add(&mut self, row: usize, earlier: Option<usize>) {
+        self.n += 1;
+        if self.rows.len() < MAX_LISTED {
+            self.rows.push(RowReference { row, earlier });
+        }
+    }
+
+    /// `rows 3, 7 (like row 2), ...`
+    fn listing(&self) -> String {
+        const SHOWN: usize = 10;
+        let shown = |named: &RowReference| match named.earlier {
+            Some(earlier) => format!("{} (like row {earlier})", named.row),
+            None => named.row.to_string(),
+        };
+        let listed = self.rows.iter().take(SHOWN).map(shown).collect::<Vec<_>>().join(", ");
+        let (word, more) = (if self.n == 1 { "row" } else { "rows" }, if self.n > SHOWN { ", ..." } else { "" });
+        format!("{word} {listed}{more}")
+    }
+}
+
+impl Findings {
+    /// One line for each kind of row that is skipped or needs a look.
+    pub fn notes(&self) -> Vec<String> {
+        let passed_over = [(&self.empty, "with an empty query"), (&self.repeated, "repeating an earlier row")];
+        let passed_over: Vec<String> = passed_over
+            .iter()
+            .filter(|(rows, _)| rows.n > 0)
+            .map(|(rows, what)| format!("{} {what} ({})", rows.n, rows.listing()))
+            .collect();
+        let mut notes = Vec::new();
+        // GB18030 is a guess: files of one-byte encodings are often valid GB18030.
+        if let Some(guess) = self.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030.name()) {
+            notes.push(format!("the table is read as {guess}; save it as UTF-8 if its characters are not right"));
+        }
+        if !self.unread_sheets.is_empty() {
+            let names: Vec<String> = self.unread_sheets.iter().map(|name| format!("`{name}`")).collect();
+            let names = names.join(", ");
+            notes.push(format!("sheets passed over, as their columns are not those of the first: {names}"));
+        }
+        if !passed_over.is_empty() {
+            notes.push(format!("rows passed over: {}", passed_over.join("; ")));
+        }
+        if self.alike.n > 0 {
+            let differ = "differ from an earlier row in width, case, space or punctuation alone";
+            let (n, listing) = (self.alike.n, self.alike.listing());
+            notes.push(format!("{n} row(s) {differ} and are kept in its group ({listing})"));
+        }
+        if self.conflicting.n > 0 {
+            let what = "say what an earlier row says and name other gold ids";
+            notes.push(format!("{} row(s) {what}: check {}", self.conflicting.n, self.conflicting.listing()));
+        }
+        notes
+    }
+}
+
+/// Hashes of one row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RowDigest {
+    /// Index of the row in the table, from 0.
+    index: u32,
+    row: u32,
+    id: u64,
+    text: u64,
+    group: u64,
+    gold: u64,
+}
+
+/// Joins groups that share a row: rows of one group, and rows whose query, profile and history are equal up to width, case, space and
+/// punctuation. The query alone does not count: "how do I take this" is another question after another history.
+///
+/// Returns, for each row (by [`RowDigest::index`]) whose joined group has more than one name, the row that represents the joined group;
+/// and the number of groups. `digests` are in the order of their rows.
+fn join_groups(digests: &[RowDigest]) -> (HashMap<u32, u32>, usize) {
+    let mut sets = UnionFind((0..digests.len() as u32).collect());
+    for key in [|row: &RowDigest| row.text, |row: &RowDigest| row.group] {
+        equal_pairs(digests, key).for_each(|(first, other)| sets.join(first, other));
+    }
+    let roots: Vec<u32> = (0..digests.len() as u32).map(|at| sets.find(at)).collect();
+    let mut is_mixed = vec![false; digests.len()];
+    for (row, root) in digests.iter().zip(&roots) {
+        is_mixed[*root as usize] |= row.group != digests[*root as usize].group;
+    }
+    let mixed = digests.iter().zip(&roots).filter(|(_, root)| is_mixed[**root as usize]);
+    let joined = mixed.map(|(row, root)| (row.index, digests[*root as usize].index)).collect();
+    (joined, (0..).zip(&roots).filter(|(at, root)| at == *root).count())
+}
+
+/// Positions of digests with equal keys: the first of each set with each other one.
+fn equal_pairs(digests: &[RowDigest], key: fn(&RowDigest) -> u64) -> impl Iterator<Item = (u32, u32)> {
+    let mut order: Vec<(u64, u32)> = digests.iter().zip(0..).map(|(row, at)| (key(row), at)).collect();
+    order.sort_unstable();
+    let mut first = None::<(u64, u32)>;
+    order.into_iter().filter_map(move |(key, at)| match first {
+        Some((of, first)) if of == key => Some((first, at)),
+        _ => {
+            first = Some((key, at));
+            None
+        }
+    })
+}
+
+struct UnionFind(Vec<u32>);
+
+impl UnionFind {
+    fn find(&mut self, mut at: u32) -> u32 {
+        while self.0[at as usize] != at {
+            // Path halving.
+            self.0[at as usize] = self.0[self.0[at as usize] as usize];
+            at = self.0[at as usize];
+        }
+        at
+    }
+
+    fn join(&mut self, one: u32, other: u32) {
+        let (one, other) = (self.find(one), self.find(other));
+        let root = one.min(other);
+        self.0[one.max(other) as usize] = root;
+    }
+}
+
+/// Position of each value in a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Columns {
+    query: usize,
+    query_name: String,
+    profile: Option<usize>,
+    history: Option<usize>,
+    gold: Option<usize>,
+    group: Option<usize>,
+    width: TextWidth,
+}
+
+impl Columns {
+    fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
+        let position = |name: &str| {
+            let find = |name: &str| table.header.iter().position(|column| column == name);
+            find(name).or_else(|| find(DataConfig::other_name(name)?))
+        };
+        let required =
+            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, &config.input, name, key));
+        // Default columns are optional; columns that the configuration names are not.
+        let optional = |name: &str, key: &str| match position(name) {
+            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, &config.input, name, key)),
+            found => Ok(found),
+        };
+        let query = required(&config.query_column, "query_column")?;
+        let gold = optional(&config.gold_column, "gold_column")?;
+        let group = match &config.group_column {
+            Some(name) => Some(required(name, "group_column")?),
+            None => gold,
+        };
+        let profile = optional(&config.profile_column, "profile_column")?;
+        let history = optional(&config.history_column, "history_column")?;
+        for column in [Some(query), profile, history, gold, group].into_iter().flatten() {
+            check_unique(table, &config.input, column)?;
+        }
+        let (query_name, width) = (table.header[query].clone(), config.width);
+        Ok(Self { query, query_name, profile, history, gold, group, width })
+    }
+
+    fn used(&self) -> Vec<usize> {
+        [Some(self.query), self.profile, self.history, self.gold, self.group].into_iter().flatten().collect()
+    }
+
+    fn read(&self, row: usize, cells: &[String]) -> QueryRow {
+        let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
+        let text = |column: Option<usize>| with_width(cell(column), self.width);
+        let (query, profile, history) = (text(Some(self.query)), text(self.profile), text(self.history));
+        let gold_ids = split_ids(cell(self.gold));
+        let group = if self.group == self.gold { joined_ids(&gold_ids) } else { cell(self.group).to_owned() };
+        QueryRow {
+            id: query_id(&query, &profile, &history),
+            row,
+            group: if group.is_empty() { normalise(&query) } else { group },
+            original_query: query,
+            user_profile: profile,
+            history_summary: history,
+            gold_ids,
+        }
+    }
+}
+
+/// Id of a query in its context: 16 hexadecimal digits.
+pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> String {
+    let mut digest = digest_hex(serde_json::json!([query, user_profile, history_summary]).to_string().as_bytes());
+    digest.truncate(16);
+    digest
+}
+
+fn check_unique(table: &Table, path: &Path, column: usize) -> Result<(), DataError> {
+    let name = &table.header[column];
+    let Some(other) = table.header.iter().skip(column + 1).position(|other| other == name) else { return Ok(()) };
+    let (first, second) = (column + 1, column + other + 2);
+    Err(DataError::file(path, format!("columns {first} and {second} are both called `{name}`; rename one of them")))
+}
+
+fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataError {
+    let names: Vec<String> =
+        table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
+    let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let other = DataConfig::other_name(name).map(|other| format!(" or `{other}`")).unwrap_or_default();
+    let sheet = table.sheet.as_ref().map(|sheet| format!("{sheet}: ")).unwrap_or_default();
+    // A wrong encoding garbles the header.
+    let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
+    let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
+    let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
+    let remedy = match separator(table) {
+        Some(separator) => format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv"),
+        None => format!("name one of these in data.{key}"),
+    };
+    DataError::file(path, format!("{sheet}{problem}; {remedy}"))
+}
+
+/// The separator of a header that is a single cell because the file extension implies another separator.
+fn separator(table: &Table) -> Option<&'static str> {
+    let [name] = &table.header[..] else { return None };
+    let known = [(';', ";"), ('\t', "\\t"), (',', ","), ('|', "|")];
+    let of_text = known.iter().filter(|_| table.encoding.is_some());
+    of_text.into_iter().find(|(character, _)| name.contains(*character)).map(|(_, shown)| *shown)
+}
+
+fn split_ids(text: &str) -> Vec<String> {
+    let separators = [',', ';', '，', '；', '、'];
+    text.split(|character: char| character.is_whitespace() || separators.contains(&character))
+        .filter(|id| !id.is_empty())
+        .map(str::to_owned)
+        .collect()
+}
+
+fn joined_ids(ids: &[String]) -> String {
+    let ids: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
+    ids.into_iter().collect::<Vec<_>>().join(",")
+}
+
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,15 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::dataset::SplitMix64;
+use crate::dataset::export::{table_path, write_tables};
+use ::parquet::data_type::{ByteArrayType, DataType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};
+use ::parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use querl_core::config::TableFormat;
+use querl_core::fsx::write_jsonl;
+use querl_core::records::{Completion, RewriteRecord};
+use rust_xlsxwriter::{ExcelDateTime, Format, Workbook};
+use serde_json::json;
 use std::path::PathBuf;
 
 struct Folder(tempfile::TempDir);
@@ -10,28 +19,42 @@ impl Folder {
         Self(tempfile::tempdir().unwrap())
     }
 
-    fn file(&self, name: &str, content: &str) -> DataConfig {
-        let path = self.0.path().join(name);
-        std::fs::write(&path, content).unwrap();
-        config(path)
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn file(&self, name: &str, content: impl AsRef<[u8]>) -> DataConfig {
+        std::fs::write(self.path(name), content).unwrap();
+        config(self.path(name))
     }
 
     fn workbook(&self, rows: &[&[&str]]) -> DataConfig {
-        let mut workbook = rust_xlsxwriter::Workbook::new();
+        let mut workbook = Workbook::new();
         let sheet = workbook.add_worksheet().set_name("题目").unwrap();
         for (row, cells) in (0..).zip(rows) {
             for (column, cell) in (0..).zip(*cells) {
                 sheet.write(row, column, *cell).unwrap();
             }
         }
-        let path = self.0.path().join("测试集.xlsx");
-        workbook.save(&path).unwrap();
-        config(path)
+        workbook.save(self.path("测试集.xlsx")).unwrap();
+        config(self.path("测试集.xlsx"))
+    }
+
+    /// The rows of a new file, or the error without the path of the folder.
+    fn open(&self, name: &str, content: impl AsRef<[u8]>) -> Result<Vec<QueryRow>, String> {
+        self.file(name, content);
+        self.read(name)
+    }
+
+    fn read(&self, name: &str) -> Result<Vec<QueryRow>, String> {
+        let config = config(self.path(name));
+        let rows = || open_queries(&config)?.read()?.collect::<Result<Vec<_>, _>>();
+        rows().map_err(|error| error.to_string().replace(&format!("{}/", self.0.path().display()), ""))
     }
 }
 
 fn config(input: PathBuf) -> DataConfig {
-    serde_json::from_value(serde_json::json!({ "input": input })).unwrap()
+    serde_json::from_value(json!({ "input": input })).unwrap()
 }
 
 fn message(config: &DataConfig) -> String {
@@ -48,7 +71,7 @@ fn named(list: &RowList) -> Vec<(usize, Option<usize>)> {
 }
 
 #[test]
-fn workbook_rows_keep_their_numbers_and_empty_queries_are_recorded() {
+fn workbook_rows_have_their_numbers_and_empty_queries_are_listed() {
     let folder = Folder::new();
     let config = folder.workbook(&[
         &["问题", "用户画像", "历史摘要", "相关文档"],
@@ -70,7 +93,7 @@ fn workbook_rows_keep_their_numbers_and_empty_queries_are_recorded() {
 }
 
 #[test]
-fn same_rows_read_alike_from_all_formats() {
+fn all_formats_give_the_same_rows() {
     let folder = Folder::new();
     let xlsx = folder.workbook(&[&["问题", "用户画像"], &["怎么吃", "老人"]]);
     let csv = folder.file("a.csv", "\u{feff}问题,用户画像\n怎么吃,老人\n");
@@ -82,17 +105,16 @@ fn same_rows_read_alike_from_all_formats() {
 }
 
 #[test]
-fn csv_of_gb18030_reads_as_that_of_utf8() {
+fn gb18030_is_read_like_utf8() {
     let folder = Folder::new();
     let text = "问题,用户画像\n怎么吃,老人\n";
-    let config = folder.file("a.csv", "");
-    std::fs::write(&config.input, encoding_rs::GB18030.encode(text).0).unwrap();
+    let config = folder.file("a.csv", encoding_rs::GB18030.encode(text).0);
     assert_eq!(rows(&config), rows(&folder.file("b.csv", text)));
     assert_eq!(open_queries(&config).unwrap().findings().encoding, Some("GB18030"));
 }
 
 #[test]
-fn columns_of_this_program_s_own_tables_are_found_under_the_default_names() {
+fn columns_of_exported_tables_are_found() {
     let folder = Folder::new();
     let text = "original_query,rewritten_query,user_profile,history_summary,gold_ids\n怎么吃,x,老人,问过,p1\n";
     let row = rows(&folder.file("a.csv", text)).remove(0);
@@ -103,33 +125,31 @@ fn columns_of_this_program_s_own_tables_are_found_under_the_default_names() {
 }
 
 #[test]
-fn empty_files_say_so() {
+fn empty_files_are_reported() {
     let folder = Folder::new();
     let expected = "the file is empty; expected a table with a column of queries";
     for name in ["a.xlsx", "a.csv", "a.tsv", "a.jsonl"] {
         assert_eq!(message(&folder.file(name, "")).rsplit_once(": ").unwrap().1, expected, "{name}");
     }
-    let said = message(&folder.file("b.csv", "\u{feff}\n"));
-    assert!(said.ends_with("b.csv: the file has no header row; expected the names of the columns"), "{said}");
-    let said = message(&folder.file("b.jsonl", "\n\n"));
-    assert!(said.ends_with("b.jsonl: the file holds no object; expected one JSON object a line"), "{said}");
-    let said = message(&folder.workbook(&[&[]]));
-    assert!(said.ends_with("sheet `题目`: is empty; expected a header row"), "{said}");
-    let said = message(&folder.file("c.csv", "问题\n"));
-    assert!(said.contains("c.csv: none of 0 row(s) has a query in column `问题`; fill it"), "{said}");
+    let error = message(&folder.file("b.csv", "\u{feff}\n"));
+    assert!(error.ends_with("b.csv: the file has no header row; expected the names of the columns"), "{error}");
+    let error = message(&folder.file("b.jsonl", "\n\n"));
+    assert!(error.ends_with("b.jsonl: the file holds no object; expected one JSON object a line"), "{error}");
+    let error = message(&folder.workbook(&[&[]]));
+    assert!(error.ends_with("sheet `题目`: is empty; expected a header row"), "{error}");
+    let error = message(&folder.file("c.csv", "问题\n"));
+    assert!(error.contains("c.csv: none of 0 row(s) has a query in column `问题`; fill it"), "{error}");
 }
 
 #[test]
-fn header_that_was_decoded_says_how() {
+fn a_missing_column_error_names_the_encoding() {
     let folder = Folder::new();
-    let config = folder.file("a.csv", "");
-    std::fs::write(&config.input, encoding_rs::GB18030.encode("提问,画像\n甲,乙\n").0).unwrap();
-    let said = message(&config);
-    assert!(said.contains("found `提问`, `画像` (read as GB18030); name one"), "{said}");
+    let error = message(&folder.file("a.csv", encoding_rs::GB18030.encode("提问,画像\n甲,乙\n").0));
+    assert!(error.contains("found `提问`, `画像` (read as GB18030); name one"), "{error}");
 }
 
 #[test]
-fn csv_rows_are_counted_alike_whatever_ends_a_line() {
+fn csv_rows_are_numbered_independently_of_line_ends() {
     let folder = Folder::new();
     for end in ["\n", "\r\n"] {
         let config = folder.file("a.csv", &["问题", "怎么吃", "几天到", ""].join(end));
@@ -139,15 +159,15 @@ fn csv_rows_are_counted_alike_whatever_ends_a_line() {
 }
 
 #[test]
-fn missing_query_column_names_sheet_and_columns_found() {
+fn a_missing_column_error_names_sheet_and_columns() {
     let folder = Folder::new();
-    let said = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));
+    let error = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));
     let expected = "测试集.xlsx: sheet `题目`: no column `问题` or `original_query` (data.query_column); found `提问`, `用户画像`; name one of these in data.query_column";
-    assert!(said.ends_with(expected), "{said}");
+    assert!(error.ends_with(expected), "{error}");
 }
 
 #[test]
-fn group_column_that_is_named_must_be_there() {
+fn a_configured_group_column_is_required() {
     let folder = Folder::new();
     let mut config = folder.file("a.csv", "问题,批次\n甲,1\n乙,1\n");
     config.group_column = Some("组".into());
@@ -157,7 +177,7 @@ fn group_column_that_is_named_must_be_there() {
 }
 
 #[test]
-fn order_and_separators_of_gold_ids_make_no_difference_to_the_group() {
+fn groups_ignore_order_and_separators_of_gold_ids() {
     let folder = Folder::new();
     let mut config = folder.file("a.csv", "问题,相关文档\n甲,\"p1,p2\"\n乙,p2，p1\n丙,p1\n丁,；\n");
     let groups = |config: &DataConfig| -> Vec<String> { rows(config).into_iter().map(|row| row.group).collect() };
@@ -167,7 +187,7 @@ fn order_and_separators_of_gold_ids_make_no_difference_to_the_group() {
 }
 
 #[test]
-fn rows_that_say_the_same_share_a_group_and_other_histories_do_not() {
+fn equal_rows_share_a_group_unless_their_histories_differ() {
     let folder = Folder::new();
     let text = "这个咋喝,问过鱼油,p2\n这个咋喝？,问过鱼油。,p1\n这个咋喝,问过奶粉,p3\n别的,,p2\n";
     let config = folder.file("a.csv", &format!("问题,历史摘要,相关文档\n{text}"));
@@ -177,33 +197,33 @@ fn rows_that_say_the_same_share_a_group_and_other_histories_do_not() {
 }
 
 #[test]
-fn column_that_is_named_must_be_there_and_a_default_one_may_lack() {
+fn configured_columns_are_required_and_default_ones_optional() {
     let folder = Folder::new();
     let config = folder.file("a.csv", "问题,标准\n甲,1\n");
     assert_eq!(rows(&config)[0].gold_ids, [""; 0]);
     for key in ["profile_column", "history_column", "gold_column"] {
-        let named = serde_json::json!({ "input": config.input, key: "标准答案" });
-        let said = message(&serde_json::from_value(named).unwrap());
-        assert!(said.contains(&format!("no column `标准答案` (data.{key}); found `问题`, `标准`")), "{said}");
+        let named = json!({ "input": config.input, key: "标准答案" });
+        let error = message(&serde_json::from_value(named).unwrap());
+        assert!(error.contains(&format!("no column `标准答案` (data.{key}); found `问题`, `标准`")), "{error}");
     }
 }
 
 #[test]
-fn rows_of_json_lines_are_counted_with_the_empty_lines_between() {
+fn rows_of_json_lines_are_numbered_with_empty_lines() {
     let folder = Folder::new();
     let config = folder.file("a.jsonl", "\n{\"问题\": \"甲\"}\n\n \n{\"问题\": \"乙\"}\n");
     assert_eq!(rows(&config).iter().map(|row| row.row).collect::<Vec<_>>(), [2, 5]);
 }
 
 #[test]
-fn table_without_a_usable_row_is_an_error() {
+fn a_table_without_a_usable_row_is_an_error() {
     let folder = Folder::new();
-    let said = message(&folder.file("a.csv", "问题,用户画像\n,老人\n"));
-    assert!(said.contains("a.csv: none of 1 row(s) has a query in column `问题`; fill it"), "{said}");
+    let error = message(&folder.file("a.csv", "问题,用户画像\n,老人\n"));
+    assert!(error.contains("a.csv: none of 1 row(s) has a query in column `问题`; fill it"), "{error}");
 }
 
 #[test]
-fn unreadable_files_say_what_is_wrong() {
+fn unreadable_files_are_reported() {
     let folder = Folder::new();
     assert!(message(&folder.file("a.xlsx", "no zip")).contains("a.xlsx: not a readable xlsx workbook"));
     assert!(
@@ -211,12 +231,12 @@ fn unreadable_files_say_what_is_wrong() {
             .contains("expected a name that ends in .xlsx, .csv, .tsv, .jsonl or .parquet")
     );
     assert!(message(&folder.file("a.jsonl", "{\"问题\": \"甲\"}\nx\n")).contains("a.jsonl:2: not a valid record"));
-    let absent = config(folder.0.path().join("b.xlsx"));
+    let absent = config(folder.path("b.xlsx"));
     assert!(message(&absent).ends_with("b.xlsx: there is no such file; check the path"));
 }
 
 #[test]
-fn rows_that_contradict_one_another_are_reported() {
+fn contradicting_rows_are_reported() {
     let folder = Folder::new();
     let text = "鱼油怎么吃,p1\n鱼油怎么吃,p2\n鱼油怎么吃？,\n贵吗,p3\n贵吗,p3\n贵吗！,\"p3,p4\"\n";
     let table = open_queries(&folder.file("a.csv", &format!("问题,相关文档\n{text}"))).unwrap();
@@ -231,7 +251,7 @@ fn rows_that_contradict_one_another_are_reported() {
 }
 
 #[test]
-fn width_is_changed_before_a_row_is_told_from_others() {
+fn width_is_converted_before_rows_are_compared() {
     let folder = Folder::new();
     let mut config = folder.file("a.csv", "问题\nＶＣ怎么吃？\nVC怎么吃？\n");
     assert_eq!(rows(&config).len(), 2);
@@ -242,12 +262,241 @@ fn width_is_changed_before_a_row_is_told_from_others() {
 }
 
 #[test]
-fn table_that_changes_between_readings_is_refused() {
+fn a_table_that_changes_between_readings_is_rejected() {
     let folder = Folder::new();
     let config = folder.file("a.csv", "问题\n甲\n");
     let table = open_queries(&config).unwrap();
     assert_eq!(table.read().unwrap().count(), 1);
     folder.file("a.csv", "问题\n甲\n乙\n");
-    let said = table.read().err().unwrap().to_string();
-    assert!(said.ends_with("a.csv: was changed while it was read; run the same command again"), "{said}");
+    let error = table.read().err().unwrap().to_string();
+    assert!(error.ends_with("a.csv: was changed while it was read; run the same command again"), "{error}");
+}
+
+fn rejected(name: &str, content: impl AsRef<[u8]>) -> String {
+    Folder::new().open(name, content).unwrap_err()
+}
+
+#[test]
+fn an_unclosed_quote_is_reported_with_its_row() {
+    let error = rejected("a.csv", "问题,用户画像\n甲,乙\n\"鱼油,怎么吃\n丙,丁\n");
+    let expected = "a.csv: row 3: the quote before `鱼油,怎么吃\\n丙,丁` is not closed; close it, or write a quote within a quoted cell twice";
+    assert_eq!(error, expected);
+    assert!(rejected("a.tsv", "\"问题\t用户画像\n甲\t乙\n").starts_with("a.tsv: row 1: the quote before `问题"));
+    assert!(rejected("b.csv", "问题\n\"甲").starts_with("b.csv: row 2: the quote before `甲` is not closed"));
+}
+
+#[test]
+fn quoted_separators_line_breaks_and_quotes_are_text() {
+    let rows = Folder::new().open("a.csv", "问题,用户画像\r\n\"甲,\n乙\",\"a \"\"b\"\"\"\r\n5\" 的管子,\r\n").unwrap();
+    assert_eq!((rows[0].original_query.as_str(), rows[0].user_profile.as_str()), ("甲,\n乙", "a \"b\""));
+    assert_eq!(rows[1].original_query, "5\" 的管子");
+}
+
+#[test]
+fn rows_may_be_shorter_but_not_longer_than_the_header() {
+    let folder = Folder::new();
+    let rows = folder.open("a.csv", "问题,用户画像,历史摘要\n甲\n乙,a\n丙,a,b,, ,\n").unwrap();
+    assert_eq!(rows.iter().map(|row| row.row).collect::<Vec<_>>(), [2, 3, 4]);
+    let error = rejected("a.csv", "问题,用户画像\n甲,a\n乙,多少钱,a\n");
+    let expected = "a.csv: row 3 has 3 cells, and the header 2; put quotes around a cell that holds a separator";
+    assert_eq!(error, expected);
+}
+
+#[test]
+fn invalid_bytes_are_reported_with_their_line() {
+    let error = rejected("a.csv", "问题,用户画像\n甲,a\0b\n");
+    let zero = "holds a zero byte, as UTF-16 without its mark does and no text; save the file again as UTF-8";
+    assert_eq!(error, format!("a.csv:2: {zero}"));
+    let utf16: Vec<u8> = "问题,用户画像\n甲,乙\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    assert_eq!(rejected("a.csv", &utf16), format!("a.csv:1: {zero}"));
+    let marked = [&[0xff, 0xfe][..], &utf16].concat();
+    assert_eq!(Folder::new().open("a.csv", &marked).unwrap()[0].user_profile, "乙");
+    assert!(rejected("a.csv", &marked[..marked.len() - 1]).contains("a character is not UTF-16 (little-endian); save"));
+    let gbk = [&encoding_rs::GBK.encode("问题,用户画像\n甲,乙\n").0[..], b"\xff\xff,\x81\n"].concat();
+    assert_eq!(rejected("a.csv", gbk), "a.csv:3: a character is not UTF-8 or GB18030; save the file again as UTF-8");
+}
+
+#[test]
+fn wrong_extensions_are_detected_by_the_first_bytes() {
+    let archive = "by its first bytes the file is a workbook or another archive; give a workbook the ending .xlsx";
+    assert_eq!(rejected("a.csv", b"PK\x03\x04rest"), format!("a.csv: {archive}"));
+    assert!(rejected("a.jsonl", b"PAR1rest").ends_with("the file is parquet; give it that ending"));
+    assert!(rejected("a.xlsx", [0xd0, 0xcf, 0x11, 0xe0]).ends_with("save it as .xlsx without a password"));
+    assert!(
+        rejected("a.csv", "问题;用户画像\n甲;乙\n")
+            .ends_with("save it with `,` instead of `;` between cells, or with tabs as .tsv")
+    );
+    assert!(rejected("a.csv", "问题\t用户画像\n甲\t乙\n").contains("instead of `\\t` between cells"));
+}
+
+#[test]
+fn a_used_column_must_be_unique() {
+    let error = rejected("a.csv", "问题,用户画像,问题\n甲,a,乙\n");
+    assert_eq!(error, "a.csv: columns 1 and 3 are both called `问题`; rename one of them");
+    assert!(Folder::new().open("a.csv", "问题,备注,备注\n甲,a,乙\n").is_ok(), "unused columns may be duplicates");
+}
+
+#[test]
+fn a_huge_cell_is_rejected() {
+    let cell = "鱼".repeat(400_000);
+    let expected = "row 2 column `问题`: a cell of 1200000 bytes; expected at most 1048576";
+    assert!(rejected("a.csv", format!("问题\n{cell}\n")).contains(expected));
+    assert!(rejected("a.jsonl", format!("\n{{\"问题\": \"{cell}\"}}\n")).contains(expected));
+}
+
+#[test]
+fn dates_of_a_workbook_read_as_dates() {
+    let folder = Folder::new();
+    let mut workbook = Workbook::new();
+    let sheet = workbook.add_worksheet();
+    sheet.write_row(0, 0, ["问题", "用户画像"]).unwrap();
+    let (date, time) = (Format::new().set_num_format("yyyy-mm-dd"), Format::new().set_num_format("yyyy-mm-dd hh:mm"));
+    sheet.write_with_format(1, 0, ExcelDateTime::from_ymd(2026, 1, 2).unwrap(), &date).unwrap();
+    let noon = ExcelDateTime::from_ymd(2026, 1, 2).unwrap().and_hms(12, 30, 0).unwrap();
+    sheet.write_with_format(1, 1, noon, &time).unwrap();
+    workbook.save(folder.path("a.xlsx")).unwrap();
+    let row = folder.read("a.xlsx").unwrap().remove(0);
+    assert_eq!((row.original_query.as_str(), row.user_profile.as_str()), ("2026-01-02", "2026-01-02 12:30:00"));
+}
+
+/// Changes, inserts or removes one to four bytes, or cuts off the end.
+fn damage(random: &mut SplitMix64, bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    for _ in 0..=random.below(4) {
+        let at = random.below(bytes.len());
+        match random.below(4) {
+            0 => bytes[at] = random.below(256) as u8,
+            1 => bytes.insert(at, b"\",\n\r\t\0\\{}"[random.below(9)]),
+            2 => drop(bytes.remove(at)),
+            _ if random.below(4) == 0 => bytes.truncate(at.max(1)),
+            _ => bytes[at] ^= 1 << random.below(8),
+        }
+    }
+    bytes
+}
+
+/// The same few rows in every format.
+fn samples(folder: &Folder) -> Vec<(String, Vec<u8>)> {
+    let text = "问题,用户画像\n\"鱼油,怎么吃\",老人\n钙片几天到,\n\"第一行\n第二行\",年轻人\n";
+    let mut samples = vec![
+        ("a.csv".to_owned(), text.as_bytes().to_vec()),
+        ("b.csv".to_owned(), encoding_rs::GB18030.encode(text).0.into_owned()),
+        ("a.tsv".to_owned(), format!("\u{feff}{}", text.replace(',', "\t")).into_bytes()),
+        ("a.jsonl".to_owned(), "{\"问题\": \"鱼油怎么吃\", \"相关文档\": [\"p1\"]}\n{\"问题\": \"钙片\"}\n".into()),
+    ];
+    let (formats, output) = ([TableFormat::Xlsx, TableFormat::Parquet], folder.path("a.jsonl"));
+    let records = folder
+        .open("a.csv", text)
+        .unwrap()
+        .into_iter()
+        .map(|query| RewriteRecord { query, rewrite: Ok(Completion::of("改写")) });
+    write_jsonl(&output, records).unwrap();
+    write_tables::<RewriteRecord>(&output, &formats).unwrap();
+    samples.extend(formats.map(|format| {
+        let path = table_path(&output, format);
+        (format!("a.{}", format.extension()), std::fs::read(path).unwrap())
+    }));
+    samples
+}
+
+#[test]
+fn damaged_files_of_every_format_are_read_or_rejected_in_one_sentence() {
+    let folder = Folder::new();
+    let mut random = SplitMix64(1);
+    for (name, whole) in samples(&folder) {
+        assert!(folder.open(&name, &whole).unwrap().len() >= 2, "{name}");
+        for _ in 0..400 {
+            let damaged = damage(&mut random, &whole);
+            if let Err(error) = folder.open(&name, &damaged) {
+                assert!(error.starts_with(&name) && !error.contains('\n'), "{error:?}");
+            }
+        }
+    }
+}
+
+/// A parquet file of one row group with the columns that `write` fills.
+fn parquet_file(path: &Path, schema: &str, write: impl FnOnce(&mut SerializedRowGroupWriter<'_, std::fs::File>)) {
+    let schema = ::parquet::schema::parser::parse_message_type(schema).unwrap();
+    let file = std::fs::File::create(path).unwrap();
+    let mut writer = SerializedFileWriter::new(file, Arc::new(schema), Default::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    write(&mut group);
+    group.close().unwrap();
+    writer.close().unwrap();
+}
+
+fn put<T: DataType>(group: &mut SerializedRowGroupWriter<'_, std::fs::File>, value: T::T) {
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<T>().write_batch(&[value], Some(&[1]), None).unwrap();
+    column.close().unwrap();
+}
+
+/// Regression: an out-of-range date in an unused column caused a panic.
+#[test]
+fn unused_parquet_columns_may_have_any_type() {
+    let folder = Folder::new();
+    let schema = "message rows { optional int32 until (DATE); optional binary original_query (UTF8); \
+                  optional int64 at (TIMESTAMP_MICROS); optional fixed_len_byte_array(12) span (INTERVAL); \
+                  optional float gold_ids; optional binary user_profile; }";
+    let write = |name: &str, profile: &'static [u8]| {
+        parquet_file(&folder.path(name), schema, |group| {
+            put::<Int32Type>(group, i32::MAX);
+            put::<ByteArrayType>(group, "鱼油".into());
+            put::<Int64Type>(group, i64::MAX);
+            put::<FixedLenByteArrayType>(group, vec![7; 12].into());
+            put::<FloatType>(group, 11.0);
+            put::<ByteArrayType>(group, profile.into());
+        });
+    };
+    write("a.parquet", "52岁".as_bytes());
+    let rows = folder.read("a.parquet").unwrap();
+    let QueryRow { original_query, gold_ids, user_profile, .. } = &rows[0];
+    assert_eq!((original_query.as_str(), user_profile.as_str()), ("鱼油", "52岁"));
+    assert_eq!(gold_ids, &["11"], "an integer");
+    let error = |column: &str, file: &str| {
+        let path = folder.path(file);
+        let config = json!({ "input": path, "group_column": column });
+        let config: DataConfig = serde_json::from_value(config).unwrap();
+        open_queries(&config).unwrap_err().to_string().replace(&format!("{}/", folder.0.path().display()), "")
+    };
+    let remedy = "write the column as text, numbers or lists of them";
+    assert_eq!(error("until", "a.parquet"), format!("a.parquet: row 1 column `until` holds a date; {remedy}"));
+    assert_eq!(error("at", "a.parquet"), format!("a.parquet: row 1 column `at` holds a date; {remedy}"));
+    assert!(error("span", "a.parquet").starts_with("a.parquet: "));
+    write("b.parquet", b"\xff\xfe");
+    let expected = format!("b.parquet: row 1 column `user_profile` holds bytes that are no UTF-8 text; {remedy}");
+    assert_eq!(folder.read("b.parquet").unwrap_err(), expected);
+}
+
+#[test]
+fn a_table_that_changes_while_it_is_read_is_rejected() {
+    let folder = Folder::new();
+    folder.open("a.csv", "问题\n甲\n乙\n").unwrap();
+    let path = folder.path("a.csv");
+    let table = open_queries(&config(path.clone())).unwrap();
+    let mut rows = table.read().unwrap();
+    assert_eq!(rows.next().unwrap().unwrap().original_query, "甲");
+    std::fs::write(&path, "问题\n甲\n乙\n丙\n").unwrap();
+    let error = rows.last().unwrap().unwrap_err().to_string();
+    assert!(error.ends_with("a.csv: was changed while it was read; run the same command again"), "{error}");
+    assert!(table.read().is_err());
+}
+
+#[test]
+fn further_sheets_with_the_same_columns_continue_the_first() {
+    let folder = Folder::new();
+    let mut workbook = Workbook::new();
+    for (name, header, query) in [("一", "问题", "甲"), ("说明", "备注", "x"), ("二", "问题", "乙")] {
+        let sheet = workbook.add_worksheet().set_name(name).unwrap();
+        sheet.write_column(0, 0, [header, query]).unwrap();
+    }
+    workbook.add_worksheet().set_name("空").unwrap();
+    workbook.save(folder.path("a.xlsx")).unwrap();
+    let rows = folder.read("a.xlsx").unwrap();
+    let queries: Vec<(usize, &str)> = rows.iter().map(|row| (row.row, row.original_query.as_str())).collect();
+    assert_eq!(queries, [(2, "甲"), (1_048_578, "乙")]);
+    let table = open_queries(&config(folder.path("a.xlsx"))).unwrap();
+    assert_eq!(table.findings().unread_sheets, ["说明"]);
+    let note = "sheets passed over, as their columns are not those of the first: `说明`";
+    assert!(table.findings().notes().iter().any(|error| error == note), "{:?}", table.findings().notes());
 }

@@ -104,7 +104,7 @@ fn ask<'a>(
     table: &'a QueryTable,
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
-) -> anyhow::Result<(StageResults<'a, QueryRow, RewriteRecord>, String)> {
+) -> anyhow::Result<(StageResults<'a, RewriteRecord>, String)> {
     let (config, prompts) = (&run.config.teacher, run.plugins.prompts.as_ref());
     if config.kind == TeacherKind::Local {
         return Ok((rewrite_locally(run, table, journal, progress)?, local_teacher_name(config)));
@@ -226,7 +226,7 @@ fn rewrite_locally<'a>(
     table: &'a QueryTable,
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
-) -> anyhow::Result<StageResults<'a, QueryRow, RewriteRecord>> {
+) -> anyhow::Result<StageResults<'a, RewriteRecord>> {
     let config = &run.config.teacher;
     let mut rewriting = LocalRewriteStage::begin(table, run.plugins.prompts.as_ref(), journal, progress)?;
     let window = ContextWindow::of(run)?;

@@ -1,17 +1,22 @@
-//! The results of a stage as tables for people and their tools: the columns that the source plan's tools read, then why a row
-//! failed, its gold ids and its group. They are made of the stage's output, which is there whatever becomes of them.
+//! Exports the output of a stage as tables (xlsx, csv, tsv, parquet): the columns of the source plan's tools, then error, gold ids and group.
 
-mod parquet;
 mod xlsx;
 
-use crate::dataset::rows::{RecordFile, Rows};
+use crate::dataset::records::{RecordFile, Rows};
 use crate::error::DataError;
+use parquet::basic::Compression;
+use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
+use parquet::errors::ParquetError;
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::{SerializedColumnWriter, SerializedFileWriter};
+use parquet::schema::parser::parse_message_type;
 use querl_core::config::TableFormat;
 use querl_core::fsx::{AtomicFile, UTF8_MARK};
 use querl_core::records::{RewriteRecord, ValidatedRecord};
 use serde::de::DeserializeOwned;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ColumnKind {
@@ -26,7 +31,7 @@ enum ColumnKind {
 struct Column {
     name: &'static str,
     kind: ColumnKind,
-    /// In a workbook, in characters.
+    /// Width in a workbook, in characters.
     width: f64,
 }
 
@@ -67,19 +72,19 @@ enum Cell<'a> {
     Flag(bool),
 }
 
-/// A table of one format, row by row. After an error nothing more is written.
+/// Writes a table of one format row by row. After an error nothing more is written.
 trait RowWriter {
     fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError>;
 
     fn finish(self: Box<Self>) -> Result<(), DataError>;
 }
 
-/// The table file for a stage's output: `rewrites.jsonl` has `rewrites.xlsx`.
+/// Path of the table of a stage's output: `rewrites.xlsx` for `rewrites.jsonl`.
 pub fn table_path(output: &Path, format: TableFormat) -> PathBuf {
     output.with_extension(format.extension())
 }
 
-/// A record that has a table for people.
+/// A record that can be exported as a table row.
 pub trait TableRecord: DeserializeOwned + 'static {
     #[doc(hidden)]
     fn columns() -> Columns;
@@ -91,13 +96,13 @@ pub trait TableRecord: DeserializeOwned + 'static {
 /// The columns of a table.
 pub struct Columns(&'static [Column]);
 
-/// A cell for each of them.
+/// The cells of a row, one per column.
 pub struct Cells<'a>(Vec<Cell<'a>>);
 
-/// Writes the records in `output` as tables next to it. All formats are tried even where one fails.
+/// Writes the records in `output` as tables next to it. All formats are written even if one fails.
 ///
 /// # Errors
-/// The records cannot be read, or a table cannot be written; the first of several is named.
+/// The records cannot be read, or a table cannot be written: the first such error.
 pub fn write_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> Result<(), DataError> {
     let records = RecordFile::<R>::new(output);
     let written: Vec<Result<(), DataError>> =
@@ -111,7 +116,7 @@ fn write_table<R: TableRecord>(records: &RecordFile<R>, path: &Path, format: Tab
         TableFormat::Xlsx => Box::new(xlsx::XlsxWriter::create(path, columns)?),
         TableFormat::Csv => Box::new(DelimitedWriter::create(path, columns, b',')?),
         TableFormat::Tsv => Box::new(DelimitedWriter::create(path, columns, b'\t')?),
-        TableFormat::Parquet => Box::new(parquet::ParquetWriter::create(path, columns)?),
+        TableFormat::Parquet => Box::new(ParquetWriter::create(path, columns)?),
     };
     for record in records.read()? {
         writer.row(&record?.cells().0)?;
@@ -137,8 +142,8 @@ impl TableRecord for RewriteRecord {
     }
 }
 
-/// `recall_count` and `top1_score` are empty where retrieval failed or was not tried; `success` says whether it answered; `error`
-/// says why not.
+/// `recall_count` and `top1_score` are empty if retrieval failed or was not tried; `success` is true if it succeeded; `error` has the reason
+/// if not.
 impl TableRecord for ValidatedRecord {
     fn columns() -> Columns {
         Columns(VALIDATED)
@@ -219,14 +224,133 @@ impl RowWriter for DelimitedWriter {
     }
 }
 
-/// Whether a spreadsheet would compute the text as a formula, after any apostrophes, so that escaping stays reversible.
+/// True if a spreadsheet would evaluate the text as a formula, apostrophes ignored, so that escaping is reversible.
 fn is_formula(text: &str) -> bool {
     text.trim_start_matches('\'').starts_with(['=', '+', '-', '@', '\t', '\r'])
 }
 
+/// Reverses the escaping of formulas.
 pub(crate) fn formula_text(cell: &str) -> &str {
     cell.strip_prefix('\'').filter(|text| is_formula(text)).unwrap_or(cell)
 }
 
-#[cfg(test)]
-mod tests;
+/// Rows of one row group, which are held in memory.
+const GROUP_ROWS: usize = 16_384;
+
+/// Parquet files: typed optional columns, compressed with snappy.
+struct ParquetWriter {
+    path: PathBuf,
+    writer: SerializedFileWriter<AtomicFile>,
+    columns: Vec<ColumnBuffer>,
+    n_waiting: usize,
+}
+
+/// Buffered values of one column, with the definition level of each row: 1 for a value, 0 for null.
+struct ColumnBuffer {
+    levels: Vec<i16>,
+    values: ColumnValues,
+}
+
+enum ColumnValues {
+    Text(Vec<ByteArray>),
+    Count(Vec<i64>),
+    Score(Vec<f64>),
+    Flag(Vec<bool>),
+}
+
+impl ColumnValues {
+    fn of(kind: ColumnKind) -> Self {
+        match kind {
+            ColumnKind::Text => Self::Text(Vec::new()),
+            ColumnKind::Count => Self::Count(Vec::new()),
+            ColumnKind::Score => Self::Score(Vec::new()),
+            ColumnKind::Flag => Self::Flag(Vec::new()),
+        }
+    }
+
+    fn push(&mut self, cell: &Cell<'_>) -> bool {
+        match (self, cell) {
+            (Self::Text(values), Cell::Text(text)) => values.push(text.as_ref().into()),
+            (Self::Count(values), Cell::Count(number)) => values.push(*number as i64),
+            (Self::Score(values), Cell::Score(number)) => values.push(*number),
+            (Self::Flag(values), Cell::Flag(flag)) => values.push(*flag),
+            _ => return false,
+        }
+        true
+    }
+}
+
+fn schema(columns: &[Column]) -> String {
+    let field = |column: &Column| match column.kind {
+        ColumnKind::Text => format!("optional binary {} (UTF8);", column.name),
+        ColumnKind::Count => format!("optional int64 {};", column.name),
+        ColumnKind::Score => format!("optional double {};", column.name),
+        ColumnKind::Flag => format!("optional boolean {};", column.name),
+    };
+    format!("message rows {{ {} }}", columns.iter().map(field).collect::<String>())
+}
+
+impl ParquetWriter {
+    fn create(path: &Path, columns: &[Column]) -> Result<Self, DataError> {
+        let file = AtomicFile::create(path).map_err(|error| DataError::write(path, error))?;
+        let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+        let writer = parse_message_type(&schema(columns))
+            .and_then(|schema| SerializedFileWriter::new(file, Arc::new(schema), Arc::new(properties)));
+        let writer = writer.map_err(|error| unwritten(path, error))?;
+        let values = |column: &Column| ColumnBuffer { levels: Vec::new(), values: ColumnValues::of(column.kind) };
+        Ok(Self { path: path.to_owned(), writer, columns: columns.iter().map(values).collect(), n_waiting: 0 })
+    }
+
+    fn write_group(&mut self) -> Result<(), ParquetError> {
+        let mut group = self.writer.next_row_group()?;
+        for ColumnBuffer { levels, values } in &mut self.columns {
+            let Some(mut column) = group.next_column()? else { break };
+            let levels = std::mem::take(levels);
+            match values {
+                ColumnValues::Text(values) => write_values::<ByteArrayType>(&mut column, values, &levels)?,
+                ColumnValues::Count(values) => write_values::<Int64Type>(&mut column, values, &levels)?,
+                ColumnValues::Score(values) => write_values::<DoubleType>(&mut column, values, &levels)?,
+                ColumnValues::Flag(values) => write_values::<BoolType>(&mut column, values, &levels)?,
+            };
+            column.close()?;
+        }
+        group.close()?;
+        self.n_waiting = 0;
+        Ok(())
+    }
+}
+
+fn write_values<T: DataType>(
+    column: &mut SerializedColumnWriter<'_>,
+    values: &mut Vec<T::T>,
+    levels: &[i16],
+) -> Result<usize, ParquetError> {
+    column.typed::<T>().write_batch(&std::mem::take(values), Some(levels), None)
+}
+
+fn unwritten(path: &Path, error: ParquetError) -> DataError {
+    DataError::write(path, io::Error::other(error))
+}
+
+impl RowWriter for ParquetWriter {
+    fn row(&mut self, cells: &[Cell<'_>]) -> Result<(), DataError> {
+        for (column, cell) in self.columns.iter_mut().zip(cells) {
+            let has_value = column.values.push(cell);
+            column.levels.push(i16::from(has_value));
+        }
+        self.n_waiting += 1;
+        match self.n_waiting {
+            GROUP_ROWS => self.write_group().map_err(|error| unwritten(&self.path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<(), DataError> {
+        if self.n_waiting > 0 {
+            self.write_group().map_err(|error| unwritten(&self.path, error))?;
+        }
+        let Self { path, writer, .. } = *self;
+        let file = writer.into_inner().map_err(|error| unwritten(&path, error))?;
+        file.commit().map_err(|error| DataError::write(&path, error))
+    }
+}

@@ -1,11 +1,9 @@
-//! Workbooks: a header that stays in sight and filters its columns, columns as wide as what they hold, scores coloured from red
-//! to green, failures in red.
+//! Workbooks with a frozen header, filters, scores coloured from red to green, and failures in red.
 //!
-//! The library that writes them panics where its temporary file cannot be written, as on a full disk.
+//! The library panics if its temporary file cannot be written, for example on a full disk.
 
 use super::{Cell, Column, ColumnKind, RowWriter};
-use crate::error::DataError;
-use crate::error::{catch_panic, panic_message};
+use crate::error::{DataError, catch_panic, panic_message};
 use querl_core::fsx::AtomicFile;
 use rust_xlsxwriter::{
     Color, ConditionalFormat3ColorScale, ConditionalFormatCell, ConditionalFormatCellRule, ConditionalFormatType,
@@ -18,10 +16,10 @@ use std::path::{Path, PathBuf};
 /// Maximum rows of a sheet without its header; further rows go to further sheets.
 const SHEET_ROWS: u32 = 1_048_575;
 
-/// Longest text of a cell, in UTF-16 units, as the format has it.
+/// Maximum length of a cell in UTF-16 units.
 const CELL_UNITS: usize = 32_767;
 
-/// Red, yellow and green, pale enough to read on.
+/// Pale colours, so that text on them is readable.
 const RED: Color = Color::RGB(0xf8696b);
 const YELLOW: Color = Color::RGB(0xffeb84);
 const GREEN: Color = Color::RGB(0x63be7b);
@@ -30,7 +28,7 @@ pub(super) struct XlsxWriter {
     path: PathBuf,
     workbook: Workbook,
     columns: &'static [Column],
-    /// Rows of the last sheet, with its header; 0 where there is no sheet yet.
+    /// Rows of the last sheet, header included; 0 without a sheet.
     n_rows: u32,
     sheet_rows: u32,
     score: Format,
@@ -39,7 +37,7 @@ pub(super) struct XlsxWriter {
 impl XlsxWriter {
     pub(super) fn create(path: &Path, columns: &'static [Column]) -> Result<Self, DataError> {
         let mut workbook = Workbook::new();
-        // Sheets of a million rows and long texts pass 4 GiB.
+        // Sheets may exceed 4 GiB.
         workbook.use_zip_large_file(true);
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|error| DataError::write(path, error))?;
@@ -95,7 +93,7 @@ impl XlsxWriter {
         for (index, cell) in (0..).zip(cells) {
             match cell {
                 Cell::Empty => continue,
-                Cell::Text(text) => sheet.write_string(row, index, shortened(&readable(text)))?,
+                Cell::Text(text) => sheet.write_string(row, index, truncated(&sanitized(text)))?,
                 Cell::Count(number) => sheet.write_number(row, index, *number as f64)?,
                 Cell::Score(number) => sheet.write_number_with_format(row, index, *number, &score)?,
                 Cell::Flag(flag) => sheet.write_boolean(row, index, *flag)?,
@@ -111,7 +109,7 @@ impl XlsxWriter {
     }
 }
 
-/// From 0 to 1, whatever the scores of this table are: the same colour is the same score in every table.
+/// Fixed scale from 0 to 1: a colour means the same score in every table.
 fn score_colours() -> ConditionalFormat3ColorScale {
     ConditionalFormat3ColorScale::new()
         .set_minimum(ConditionalFormatType::Number, 0)
@@ -127,13 +125,13 @@ fn failure_colour() -> ConditionalFormatCell {
     ConditionalFormatCell::new().set_rule(ConditionalFormatCellRule::EqualTo(false)).set_format(red)
 }
 
-fn shortened(text: &str) -> &str {
+fn truncated(text: &str) -> &str {
     let mut n_units = 0;
     let mut fits = text.char_indices().take_while(|(_, character)| {
         n_units += character.len_utf16();
         n_units <= CELL_UNITS
     });
-    // Texts of that many bytes fit whatever they are made of.
+    // A text has at most as many UTF-16 units as bytes.
     if text.len() <= CELL_UNITS {
         return text;
     }
@@ -141,9 +139,8 @@ fn shortened(text: &str) -> &str {
     &text[..end]
 }
 
-/// Line breaks as every reader knows them, without the characters that XML has no place for: written in this format's own way,
-/// they would come back as `_x000D_`.
-fn readable(text: &str) -> Cow<'_, str> {
+/// Normalises line breaks and removes characters that XML does not allow, which would be read back as `_x000D_`.
+fn sanitized(text: &str) -> Cow<'_, str> {
     let is_bare = |character: char| character < ' ' && !matches!(character, '\t' | '\n');
     let is_odd = |character: char| is_bare(character) || matches!(character, '\u{fffe}' | '\u{ffff}');
     match text.contains(is_odd) {
@@ -158,7 +155,7 @@ fn unwritten(path: &Path, problem: impl std::fmt::Display) -> DataError {
     DataError::write(path, io::Error::other(format!("{problem}; {remedy}")))
 }
 
-/// Takes a panic of the library for what it is: something could not be written.
+/// Converts a panic of the library into a write error.
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, XlsxError>) -> Result<T, DataError> {
     match catch_panic(work) {
         Ok(done) => done.map_err(|error| unwritten(path, error)),
@@ -190,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_a_sheet_does_not_take_go_to_the_next_and_are_read_again() {
+    fn rows_beyond_a_sheet_go_to_the_next() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.xlsx");
         let mut writer = XlsxWriter::create(&path, COLUMNS).unwrap();
@@ -208,8 +205,8 @@ mod tests {
     }
 
     #[test]
-    fn control_characters_stay_out_of_a_workbook() {
-        assert_eq!(readable("甲\r\n乙\r丙\u{8}\u{1b}\t丁\n"), "甲\n乙\n丙\t丁\n");
-        assert!(matches!(readable("甲\t乙\n"), Cow::Borrowed(_)));
+    fn control_characters_are_removed() {
+        assert_eq!(sanitized("甲\r\n乙\r丙\u{8}\u{1b}\t丁\n"), "甲\n乙\n丙\t丁\n");
+        assert!(matches!(sanitized("甲\t乙\n"), Cow::Borrowed(_)));
     }
 }

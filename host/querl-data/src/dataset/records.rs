@@ -1,9 +1,7 @@
-//! The journal of a stage: finished records next to its output, so that a kill loses only the rows in flight.
-//!
-//! RecordReader stay in their files. In memory is where each of them begins: 8 bytes a row, and of earlier runs a table by key.
+//! Rows and records in files: read as often as needed, so that memory never holds all of them, and the journal of a stage.
 
 use crate::error::DataError;
-use querl_core::fsx::{NumberedLine, UTF8_MARK, open_jsonl};
+use querl_core::fsx::{AtomicFile, NumberedLine, ReadError, UTF8_MARK, open_jsonl};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashMap;
@@ -11,8 +9,144 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
-/// A record that a later run reuses.
+/// Iterator over [`Rows`].
+pub type RowIter<'a, T> = Box<dyn Iterator<Item = Result<T, DataError>> + 'a>;
+
+/// A sequence of rows that can be read more than once, with the same result each time.
+pub trait Rows<T> {
+    /// Reads from the first row.
+    ///
+    /// # Errors
+    /// The source cannot be opened, or has changed since the first reading.
+    fn read(&self) -> Result<RowIter<'_, T>, DataError>;
+
+    /// The file that holds the rows, if there is one.
+    fn path(&self) -> Option<&Path> {
+        None
+    }
+}
+
+/// A file that must not change between readings.
+#[derive(Debug)]
+pub(crate) struct UnchangedFile {
+    pub(crate) path: PathBuf,
+    version: Option<(u64, SystemTime)>,
+}
+
+impl UnchangedFile {
+    pub(crate) fn new(path: &Path) -> Self {
+        Self { path: path.to_owned(), version: version(path) }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), DataError> {
+        if version(&self.path) == self.version { Ok(()) } else { Err(changed_meanwhile(Some(&self.path))) }
+    }
+
+    /// The rows, followed by an error if the file changed while they were read.
+    pub(crate) fn guard<'a, T: 'a>(&'a self, rows: impl Iterator<Item = Result<T, DataError>> + 'a) -> RowIter<'a, T> {
+        let last = std::iter::once_with(|| self.check().err().map(Err));
+        Box::new(rows.chain(last.flatten()))
+    }
+}
+
+fn version(path: &Path) -> Option<(u64, SystemTime)> {
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.len(), meta.modified().ok()?))
+}
+
+pub(crate) fn changed_meanwhile(path: Option<&Path>) -> DataError {
+    let problem = "was changed while it was read; run the same command again";
+    match path {
+        Some(path) => DataError::file(path, problem),
+        None => DataError::setting("what the stage reads", problem),
+    }
+}
+
+impl<T: Clone> Rows<T> for Vec<T> {
+    fn read(&self) -> Result<RowIter<'_, T>, DataError> {
+        Ok(Box::new(self.iter().cloned().map(Ok)))
+    }
+}
+
+/// The records of a stage in a JSON lines file.
+#[derive(Debug)]
+pub struct RecordFile<T> {
+    file: UnchangedFile,
+    of: PhantomData<fn() -> T>,
+}
+
+impl<T> RecordFile<T> {
+    /// The records in `path`.
+    pub fn new(path: &Path) -> Self {
+        Self { file: UnchangedFile::new(path), of: PhantomData }
+    }
+}
+
+impl<T: DeserializeOwned + 'static> Rows<T> for RecordFile<T> {
+    fn read(&self) -> Result<RowIter<'_, T>, DataError> {
+        self.file.check()?;
+        let lines = open_jsonl::<T>(&self.file.path)?;
+        Ok(self.file.guard(lines.map(|line| line.map(|NumberedLine { value, .. }| value).map_err(of_record))))
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(&self.file.path)
+    }
+}
+
+/// Writes the output of a stage.
+pub struct RecordWriter {
+    path: PathBuf,
+    file: AtomicFile,
+    n: u64,
+}
+
+impl RecordWriter {
+    /// Starts to write `path`, which exists once it is committed.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn create(path: &Path) -> Result<Self, DataError> {
+        let file = AtomicFile::create(path).map_err(|error| DataError::write(path, error))?;
+        Ok(Self { path: path.to_owned(), file, n: 0 })
+    }
+
+    /// Appends a record.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn add(&mut self, record: &impl Serialize) -> Result<(), DataError> {
+        self.n += 1;
+        self.file.write_line(record).map_err(|error| DataError::write(&self.path, error))
+    }
+
+    /// Number of records so far.
+    pub fn n(&self) -> u64 {
+        self.n
+    }
+
+    /// Syncs the file and renames it to its path.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn commit(self) -> Result<(), DataError> {
+        self.file.commit().map_err(|error| DataError::write(&self.path, error))
+    }
+}
+
+fn of_record(error: ReadError) -> DataError {
+    match error {
+        ReadError::Line { path, line, problem } => DataError::File {
+            path: format!("{path}:{line}"),
+            problem: format!("not a valid record: {problem}; remove the file, and `querl run` makes it again"),
+        },
+        error @ ReadError::Io { .. } => DataError::Lines(error),
+    }
+}
+
+/// A record that later runs reuse.
 pub trait JournalRecord: Serialize + DeserializeOwned + 'static {
     /// Hash of the request; `None` for a failed record, which is tried again.
     fn key(&self) -> Option<u64>;
@@ -25,7 +159,7 @@ pub(crate) struct RecordLocation(u64);
 impl RecordLocation {
     pub(crate) const PENDING: Self = Self(u64::MAX);
     pub(crate) const SKIPPED: Self = Self(u64::MAX - 1);
-    /// Offsets in the journal have this bit; no file is so long that its own would.
+    /// Marks offsets in the journal.
     const IN_JOURNAL: u64 = 1 << 63;
 
     pub(crate) fn is_recorded(self) -> bool {
@@ -33,7 +167,8 @@ impl RecordLocation {
     }
 }
 
-/// Finished rows of a stage whose output is not written yet: one JSON record a line, in the order in which they were finished.
+/// Finished rows of a stage whose output is not written yet: one JSON record per line, in order of completion. A kill loses only the rows in
+/// flight. Records stay in their files: memory holds an offset per row, and a table of earlier records by key.
 #[derive(Debug)]
 pub struct Journal<T> {
     output: PathBuf,
@@ -45,7 +180,7 @@ pub struct Journal<T> {
 }
 
 impl Journal<()> {
-    /// Where the journal of `output` is: `rewrites.jsonl` has `rewrites.journal.jsonl`.
+    /// Path of the journal of `output`: `rewrites.journal.jsonl` for `rewrites.jsonl`.
     pub fn path_for(output: &Path) -> PathBuf {
         output.with_extension("journal.jsonl")
     }
@@ -53,7 +188,7 @@ impl Journal<()> {
 
 impl<T: JournalRecord> Journal<T> {
     /// Opens the journal of `output` and indexes the records of earlier runs: those of the output, then those of the journal.
-    /// A last line that a kill cut short is dropped.
+    /// Removes a last line that a kill truncated.
     ///
     /// # Errors
     /// A file cannot be read or written, or holds a line that is not a record.
@@ -61,14 +196,14 @@ impl<T: JournalRecord> Journal<T> {
         let path = Journal::path_for(output);
         let mut earlier = HashMap::new();
         if output.exists() {
-            add_answers::<T>(output, 0, &mut earlier)?;
+            index_records::<T>(output, 0, &mut earlier)?;
         }
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(|error| DataError::write(&path, error))?;
         }
         if path.exists() {
             drop_torn_line(&path).map_err(|error| DataError::write(&path, error))?;
-            add_answers::<T>(&path, RecordLocation::IN_JOURNAL, &mut earlier)?;
+            index_records::<T>(&path, RecordLocation::IN_JOURNAL, &mut earlier)?;
         }
         let opened = OpenOptions::new().create(true).append(true).open(&path);
         let opened = opened.and_then(|file| Ok((file.metadata()?.len(), file)));
@@ -80,7 +215,7 @@ impl<T: JournalRecord> Journal<T> {
         self.earlier.get(&key).copied()
     }
 
-    /// How many answers of earlier runs there are.
+    /// Number of records of earlier runs.
     pub fn n_earlier(&self) -> usize {
         self.earlier.len()
     }
@@ -91,9 +226,9 @@ impl<T: JournalRecord> Journal<T> {
             self.file.write_all(&line)?;
             Ok(line.len() as u64)
         });
-        let place = RecordLocation(RecordLocation::IN_JOURNAL | self.end);
+        let location = RecordLocation(RecordLocation::IN_JOURNAL | self.end);
         self.end += written.map_err(|error| DataError::write(&self.path, error))?;
-        Ok(place)
+        Ok(location)
     }
 
     pub(crate) fn output(&self) -> &Path {
@@ -110,7 +245,7 @@ impl<T: JournalRecord> Journal<T> {
     }
 }
 
-fn add_answers<T: JournalRecord>(
+fn index_records<T: JournalRecord>(
     path: &Path,
     bit: u64,
     earlier: &mut HashMap<u64, RecordLocation>,
@@ -142,7 +277,7 @@ fn drop_torn_line(path: &Path) -> io::Result<()> {
     if whole < n_bytes { file.set_len(whole) } else { Ok(()) }
 }
 
-/// The records of a stage's output and journal, by place.
+/// Reads records of a stage's output and journal by location.
 pub(crate) struct RecordReader<T> {
     output: Option<IndexedLines>,
     journal: IndexedLines,
@@ -150,13 +285,13 @@ pub(crate) struct RecordReader<T> {
 }
 
 impl<T: JournalRecord> RecordReader<T> {
-    /// The record at `place`; `None` where there is none.
-    pub(crate) fn at(&mut self, place: RecordLocation) -> Result<Option<T>, DataError> {
-        if !place.is_recorded() {
+    /// The record at `location`; `None` for a row without a record.
+    pub(crate) fn at(&mut self, location: RecordLocation) -> Result<Option<T>, DataError> {
+        if !location.is_recorded() {
             return Ok(None);
         }
-        let offset = place.0 & !RecordLocation::IN_JOURNAL;
-        let lines = match (place.0 == offset, &mut self.output) {
+        let offset = location.0 & !RecordLocation::IN_JOURNAL;
+        let lines = match (location.0 == offset, &mut self.output) {
             (true, Some(output)) => output,
             _ => &mut self.journal,
         };
@@ -164,7 +299,7 @@ impl<T: JournalRecord> RecordReader<T> {
     }
 }
 
-/// A file of lines, read from given offsets, which mostly follow one another.
+/// Reads lines at given offsets, which are mostly consecutive.
 #[derive(Debug)]
 pub(crate) struct IndexedLines {
     path: PathBuf,
@@ -191,7 +326,7 @@ impl IndexedLines {
         };
         let record = read();
         if record.is_err() {
-            // The position of the reader is unknown after an error: seek to the start.
+            // The position is unknown after an error.
             self.at = self.reader.seek(SeekFrom::Start(0)).unwrap_or(self.at);
         }
         record.map_err(|error| DataError::file(&self.path, format!("cannot be read at byte {offset}: {error}")))
@@ -202,7 +337,6 @@ impl IndexedLines {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
     impl JournalRecord for u32 {
         fn key(&self) -> Option<u64> {
             (*self > 9).then_some(u64::from(*self))
@@ -210,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn torn_last_line_is_dropped_and_the_rest_is_found_again() {
+    fn a_truncated_last_line_is_dropped_and_the_rest_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("data/rows.jsonl");
         let mut journal = Journal::<u32>::open(&output).unwrap();
@@ -222,15 +356,15 @@ mod tests {
         let path = output.with_extension("journal.jsonl");
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"1").unwrap();
         let mut journal = Journal::<u32>::open(&output).unwrap();
-        assert_eq!(journal.n_earlier(), 2, "a record without an answer is asked again");
-        let place = journal.append(&13).unwrap();
+        assert_eq!(journal.n_earlier(), 2, "failed records are tried again");
+        let location = journal.append(&13).unwrap();
         let mut records = journal.records().unwrap();
-        let found = [journal.earlier(12).unwrap(), place, journal.earlier(11).unwrap(), RecordLocation::PENDING];
-        assert_eq!(found.map(|place| records.at(place).unwrap()), [Some(12), Some(13), Some(11), None]);
+        let found = [journal.earlier(12).unwrap(), location, journal.earlier(11).unwrap(), RecordLocation::PENDING];
+        assert_eq!(found.map(|location| records.at(location).unwrap()), [Some(12), Some(13), Some(11), None]);
     }
 
     #[test]
-    fn newer_answer_of_the_journal_stands_before_that_of_the_output() {
+    fn a_record_of_the_journal_replaces_that_of_the_output() {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("rows.jsonl");
         std::fs::write(&output, "21\n22\n").unwrap();
@@ -246,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_line_longer_than_a_block_is_dropped() {
+    fn a_long_truncated_line_is_dropped() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), format!("11\n{}", "1".repeat(200_000))).unwrap();
         drop_torn_line(file.path()).unwrap();

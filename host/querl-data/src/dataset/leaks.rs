@@ -1,0 +1,416 @@
+//! Finds queries of the held-out splits that are also in the training split: equal up to width, case, space and punctuation, or nearly
+//! equal.
+//!
+//! The similarity of two rows is the smaller of those of their queries and of their contexts: the Jaccard similarity of the pairs of
+//! neighbouring characters. Candidates come from MinHash signatures in bands (Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of
+//! Massive Datasets", 3.4) and are then compared exactly, so that no row is reported wrongly; at a similarity of 0.8 one pair in 400 is
+//! missed, of equal rows none.
+//!
+//! Time is bounded for all texts: a leaked row is not compared again, and of held-out rows that share a band by the hundreds (texts made
+//! from one template) a training row is compared with [`MAX_OF_BAND`].
+
+use crate::dataset::SplitMix64;
+use crate::dataset::records::{RowIter, Rows};
+use crate::dataset::splits::Splits;
+use crate::error::DataError;
+use crate::text::{hash_of, normalise};
+use querl_core::records::{DatasetRow, QueryRow, Split};
+use serde::Serialize;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+/// Maximum number of listed leaks of a split; all are counted.
+pub(super) const MAX_LISTED: usize = 100;
+
+/// Maximum length of a query in a sentence.
+const EXCERPT_CHARS: usize = 40;
+
+/// Rows between calls of `watch`.
+const PROGRESS_ROWS: u64 = 1024;
+
+/// Held-out rows that also appear in training data.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Leaks {
+    /// Number of rows of the split.
+    pub n_rows: usize,
+    /// Number of rows that are similar to a training row.
+    pub n_leaked: usize,
+    /// The first leaks.
+    pub rows: Vec<Leak>,
+    /// Number of other rows with the query of a training row, after another profile or history.
+    pub n_same_query: usize,
+    /// The first of these rows.
+    pub same_query: Vec<Leak>,
+}
+
+/// A held-out row and a similar training row.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Leak {
+    /// Row in the query table.
+    pub row: usize,
+    /// Query of the held-out row.
+    pub query: String,
+    /// Row of the training split.
+    pub train_row: usize,
+    /// Query of the training row.
+    pub train_query: String,
+    /// 1 if they are equal up to width, case, space and punctuation; at most 0.99 otherwise.
+    pub similarity: f64,
+}
+
+/// The queries of the rows of a dataset.
+pub struct DatasetQueries<'a>(pub &'a dyn Rows<DatasetRow>);
+
+impl Rows<QueryRow> for DatasetQueries<'_> {
+    fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
+        Ok(Box::new(self.0.read()?.map(|row| Ok(row?.metadata.query))))
+    }
+}
+
+/// The rows of a table that go to one split.
+pub struct SplitRows<'a> {
+    /// Rows of all splits.
+    pub table: &'a dyn Rows<QueryRow>,
+    /// Splits of the table's groups.
+    pub splits: &'a Splits,
+    /// The split to read.
+    pub split: Split,
+}
+
+impl Rows<QueryRow> for SplitRows<'_> {
+    fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
+        let is_of_split = |row: &Result<QueryRow, DataError>| match row {
+            Ok(row) => self.splits.of(&row.group) == Some(self.split),
+            Err(_) => true,
+        };
+        Ok(Box::new(self.table.read()?.filter(is_of_split)))
+    }
+}
+
+/// Compares each row of `held_out` with each row of `train`, which is read once. Held-out rows are in memory, at about a kilobyte plus 11
+/// bytes per character; training rows are not.
+///
+/// `watch` is called with the number of rows read, every [`PROGRESS_ROWS`] rows.
+///
+/// # Errors
+/// Rows cannot be read, or that of `watch`.
+pub fn find_leaks<const N: usize, E: From<DataError>>(
+    train: &dyn Rows<QueryRow>,
+    held_out: [&dyn Rows<QueryRow>; N],
+    least_similarity: f64,
+    watch: &mut dyn FnMut(u64) -> Result<(), E>,
+) -> Result<[Leaks; N], E> {
+    let mut n_read = 0_u64;
+    let mut one_more = || {
+        n_read += 1;
+        if n_read.is_multiple_of(PROGRESS_ROWS) { watch(n_read) } else { Ok(()) }
+    };
+    let (mut held, mut contexts) = (Vec::new(), Contexts::default());
+    for (split, rows) in held_out.into_iter().enumerate() {
+        for row in rows.read()? {
+            held.push(HeldOutRow::new(split, row?, &mut contexts));
+            one_more()?;
+        }
+    }
+    let mut search = LeakSearch::new(held, least_similarity);
+    if !search.held.is_empty() {
+        for row in train.read()? {
+            search.compare(&row?);
+            one_more()?;
+        }
+    }
+    Ok(search.leaks())
+}
+
+/// A row of a held-out split with its leak.
+struct HeldOutRow {
+    split: usize,
+    row: usize,
+    query: String,
+    shingles: Shingles,
+    leak: Option<Leak>,
+    same_query: Option<Leak>,
+}
+
+impl HeldOutRow {
+    fn new(split: usize, row: QueryRow, contexts: &mut Contexts) -> Self {
+        let shingles = Shingles::of(&row, contexts);
+        Self { split, row: row.row, query: row.original_query, shingles, leak: None, same_query: None }
+    }
+
+    fn pair_with(&self, train: &QueryRow, similarity: f64) -> Leak {
+        let (query, train_query) = (self.query.clone(), train.original_query.clone());
+        Leak { row: self.row, query, train_row: train.row, train_query, similarity }
+    }
+}
+
+struct LeakSearch {
+    held: Vec<HeldOutRow>,
+    candidates: Candidates,
+    /// Rows by the hash of their query; removed with the first training row of the same query.
+    queries: HashMap<u64, Vec<u32>>,
+    least_similarity: f64,
+}
+
+impl LeakSearch {
+    fn new(held: Vec<HeldOutRow>, least_similarity: f64) -> Self {
+        let candidates = Candidates::new(held.iter().map(|held| &held.shingles));
+        let mut queries: HashMap<u64, Vec<u32>> = HashMap::new();
+        for (held, index) in held.iter().zip(0..) {
+            queries.entry(held.shingles.query_text).or_default().push(index);
+        }
+        Self { held, candidates, queries, least_similarity }
+    }
+
+    fn compare(&mut self, train: &QueryRow) {
+        let shingles = Shingles::of(train, &mut Contexts::default());
+        for index in self.candidates.of(&shingles) {
+            let held = &mut self.held[index as usize];
+            if held.leak.is_some() {
+                continue;
+            }
+            let similarity = shingles.similarity(&held.shingles, self.least_similarity);
+            if similarity >= self.least_similarity {
+                held.leak = Some(held.pair_with(train, similarity));
+                self.candidates.retire(|index| self.held[index as usize].leak.is_none());
+            }
+        }
+        for index in self.queries.remove(&shingles.query_text).unwrap_or_default() {
+            let held = &mut self.held[index as usize];
+            let similarity = shingles.similarity(&held.shingles, 0.0);
+            held.same_query = Some(held.pair_with(train, similarity));
+        }
+    }
+
+    fn leaks<const N: usize>(self) -> [Leaks; N] {
+        let mut leaks: [Leaks; N] = std::array::from_fn(|_| Leaks::default());
+        for HeldOutRow { split, leak, same_query, .. } in self.held {
+            let Leaks { n_rows, n_leaked, rows, n_same_query, same_query: alike } = &mut leaks[split];
+            *n_rows += 1;
+            let (found, n, list) = match leak {
+                Some(leak) => (Some(leak), n_leaked, rows),
+                None => (same_query, n_same_query, alike),
+            };
+            *n += usize::from(found.is_some());
+            list.extend(found.filter(|_| list.len() < MAX_LISTED));
+        }
+        leaks
+    }
+}
+
+impl Leaks {
+    /// A sentence about the leaks of a split; `None` without leaks.
+    pub fn sentence(&self, split: Split) -> Option<String> {
+        let Self { n_rows, n_leaked, .. } = self;
+        let first = self.rows.first()?;
+        let what = format!("{n_leaked} of {n_rows} rows of {} are in train, or nearly", split.name());
+        Some(format!("{what}: {} (similarity {:.2})", first.pair(), first.similarity))
+    }
+
+    /// A sentence about queries of a split that are in train after another profile or history; `None` without such queries.
+    pub fn same_query_sentence(&self, split: Split) -> Option<String> {
+        let Self { n_rows, n_same_query, .. } = self;
+        let first = self.same_query.first()?;
+        let what = format!("{n_same_query} of {n_rows} rows of {} ask what a row of train asks", split.name());
+        Some(format!("{what}, after another profile or history, and are no leaks: {}", first.pair()))
+    }
+}
+
+impl Leak {
+    fn pair(&self) -> String {
+        let Self { row, query, train_row, train_query, .. } = self;
+        format!("row {row} `{}` is like row {train_row} `{}`", shown(query), shown(train_query))
+    }
+}
+
+fn shown(query: &str) -> String {
+    let end = if query.chars().nth(EXCERPT_CHARS).is_some() { "…" } else { "" };
+    query.chars().take(EXCERPT_CHARS).flat_map(char::escape_debug).collect::<String>() + end
+}
+
+/// Bands of a signature, and hashes of a band: 1 - (1 - 0.8^6)^20 is 0.998.
+const N_BANDS: usize = 20;
+const BAND_HASHES: usize = 6;
+
+/// Maximum number of candidates per band of a training row. A band that more rows share comes from text that they have in common; similar
+/// rows share other bands, too.
+const MAX_OF_BAND: usize = 64;
+
+/// Held-out rows by text and by the bands of their signatures.
+struct Candidates {
+    /// Rows by the hash of their text; removed with the first training row of the same text.
+    texts: HashMap<u64, Vec<u32>>,
+    /// Bands with their rows, sorted.
+    bands: Vec<(u64, u32)>,
+    n_rows: usize,
+    n_retired: usize,
+    n_compared: usize,
+}
+
+impl Candidates {
+    fn new<'a>(rows: impl Iterator<Item = &'a Shingles>) -> Self {
+        let (mut texts, mut bands, mut n_rows) = (HashMap::<u64, Vec<u32>>::new(), Vec::new(), 0);
+        for (shingles, index) in rows.zip(0..) {
+            texts.entry(shingles.text).or_default().push(index);
+            bands.extend(bands_of(shingles).map(|band| (band, index)));
+            n_rows += 1;
+        }
+        bands.sort_unstable();
+        Self { texts, bands, n_rows, n_retired: 0, n_compared: 0 }
+    }
+
+    /// Rows to compare with a training row, in order.
+    fn of(&mut self, shingles: &Shingles) -> Vec<u32> {
+        let mut found = self.texts.remove(&shingles.text).unwrap_or_default();
+        if !self.bands.is_empty() {
+            for band in bands_of(shingles) {
+                let alike = self.of_band(band);
+                let n_taken = alike.len().min(MAX_OF_BAND);
+                // Training rows take turns with the rows of a large band.
+                let start = if alike.len() > MAX_OF_BAND { self.n_compared * MAX_OF_BAND % alike.len() } else { 0 };
+                found.extend(alike.iter().cycle().skip(start).take(n_taken).map(|(_, index)| *index));
+            }
+        }
+        self.n_compared += 1;
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    fn of_band(&self, band: u64) -> &[(u64, u32)] {
+        let start = self.bands.partition_point(|(known, _)| *known < band);
+        let rest = &self.bands[start..];
+        // Exponential search: bands mostly have few rows.
+        let mut reach = 1;
+        while rest.get(reach).is_some_and(|(known, _)| *known == band) {
+            reach *= 2;
+        }
+        let within = &rest[..reach.min(rest.len())];
+        &rest[..within.partition_point(|(known, _)| *known == band)]
+    }
+
+    /// Counts a row that has leaked. Once half of the rows have, their bands are removed.
+    fn retire(&mut self, is_open: impl Fn(u32) -> bool) {
+        self.n_retired += 1;
+        if self.n_retired * 2 > self.n_rows {
+            self.bands.retain(|(_, index)| is_open(*index));
+            self.n_rows -= self.n_retired;
+            self.n_retired = 0;
+        }
+    }
+}
+
+/// Bands of query and context together, for rows with equal queries, and of the query alone, for rows with equal contexts.
+fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
+    let query = shingles.has_context().then(|| signature(shingles.query(), N_BANDS));
+    signature(shingles.all(), 0).into_iter().chain(query.into_iter().flatten())
+}
+
+/// MinHash signature: one hash per band, numbered from `first`, of the minima of the shingles under `BAND_HASHES` hash functions.
+fn signature(shingles: impl Iterator<Item = u64>, first: usize) -> [u64; N_BANDS] {
+    let mut least = [u64::MAX; N_BANDS * BAND_HASHES];
+    for shingle in shingles {
+        // The n-th number after a hash of the shingle is its n-th hash.
+        let mut hashes = SplitMix64(SplitMix64(shingle).next());
+        for least in &mut least {
+            *least = (*least).min(hashes.next());
+        }
+    }
+    std::array::from_fn(|band| hash_of(&(first + band, &least[band * BAND_HASHES..(band + 1) * BAND_HASHES])))
+}
+
+/// Similarity of different texts with the same pairs: "哈哈" and "哈哈哈".
+const NEARLY: f64 = 0.99;
+
+/// Sorted distinct pairs of neighbouring characters of a row's normalised texts; a text of one character is a pair of its own.
+struct Shingles {
+    query: Box<[u64]>,
+    context: Arc<[u64]>,
+    query_text: u64,
+    text: u64,
+}
+
+/// Contexts of rows, each stored once.
+#[derive(Default)]
+struct Contexts(HashSet<Arc<[u64]>>);
+
+impl Contexts {
+    fn shared(&mut self, context: Vec<u64>) -> Arc<[u64]> {
+        if let Some(known) = self.0.get(context.as_slice()) {
+            return known.clone();
+        }
+        let context: Arc<[u64]> = context.into();
+        self.0.insert(context.clone());
+        context
+    }
+}
+
+impl Shingles {
+    fn of(row: &QueryRow, contexts: &mut Contexts) -> Self {
+        let texts = [&row.original_query, &row.user_profile, &row.history_summary].map(|text| normalise(text));
+        let [query, profile, history] = &texts;
+        let context = pairs(profile, 1).chain(pairs(history, 2));
+        Self {
+            query: sorted(pairs(query, 0)).into(),
+            context: contexts.shared(sorted(context)),
+            query_text: hash_of(query),
+            text: hash_of(&texts),
+        }
+    }
+
+    /// The smaller of the similarities of queries and contexts; that of the queries if it is below `least`.
+    fn similarity(&self, other: &Self, least: f64) -> f64 {
+        let of_queries = jaccard(&self.query, &other.query);
+        if of_queries < least {
+            return of_queries;
+        }
+        match of_queries.min(jaccard(&self.context, &other.context)) {
+            1.0 if self.text != other.text => NEARLY,
+            similarity => similarity,
+        }
+    }
+
+    fn has_context(&self) -> bool {
+        !self.context.is_empty()
+    }
+
+    fn query(&self) -> impl Iterator<Item = u64> {
+        self.query.iter().copied()
+    }
+
+    fn all(&self) -> impl Iterator<Item = u64> {
+        self.query.iter().chain(self.context.iter()).copied()
+    }
+}
+
+/// Pairs as two characters of 21 bits, with the number of the field.
+fn pairs(text: &str, field: u64) -> impl Iterator<Item = u64> {
+    let number = move |one: char, other: char| field << 42 | u64::from(one as u32) << 21 | u64::from(other as u32);
+    let mut characters = text.chars();
+    let first = characters.next();
+    let only = first.filter(|_| characters.as_str().is_empty()).map(|only| number(only, '\0'));
+    let mut before = first;
+    let several = characters.filter_map(move |next| Some(number(before.replace(next)?, next)));
+    only.into_iter().chain(several)
+}
+
+fn sorted(pairs: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut pairs: Vec<u64> = pairs.collect();
+    pairs.sort_unstable();
+    pairs.dedup();
+    pairs
+}
+
+fn jaccard(one: &[u64], other: &[u64]) -> f64 {
+    if one.is_empty() && other.is_empty() {
+        return 1.0;
+    }
+    let (mut n_shared, mut at) = (0, 0);
+    for pair in one {
+        while other.get(at).is_some_and(|known| known < pair) {
+            at += 1;
+        }
+        n_shared += usize::from(other.get(at) == Some(pair));
+    }
+    n_shared as f64 / (one.len() + other.len() - n_shared) as f64
+}
