@@ -89,7 +89,6 @@ const EXEMPT: &[&str] = &["docs/glossary.md", "tests/e2e/tests/vocabulary.rs", "
 /// `$VOCABULARY_OF`: `VOCABULARY_OF=host/querl-gpu cargo test --release -p querl-e2e --test vocabulary -- --nocapture`.
 const NOT_YET: &[&str] = &[
     "docs/cuda.md",
-    "host/querl-data/",
     "host/querl-gpu/",
     "host/querl-pipeline/",
     "host/querl-style/",
