@@ -27,12 +27,9 @@ const MOST_PROMPTS: u32 = 2000;
 const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
 
-/// From, to.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Range {
-    /// At least, as far as one can tell.
+pub(crate) struct Range {
     pub low: f64,
-    /// At most.
     pub high: f64,
 }
 
@@ -61,14 +58,10 @@ pub struct Step {
     pub seconds: Range,
 }
 
-/// A whole run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Estimate {
-    /// Rows of the query table.
+pub(crate) struct Estimate {
     pub rows: usize,
-    /// In the order of the stages.
     pub steps: Vec<Step>,
-    /// As configured.
     pub budget: Option<f64>,
 }
 
@@ -103,13 +96,10 @@ pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
     Ok(Estimate { rows: n_rows, steps, budget: config.budget })
 }
 
-/// How many rewrites a stage scores.
 #[derive(Debug, Clone, Copy)]
 struct Answers {
     n: Range,
-    /// The share that is judged.
     judged: f64,
-    /// Queries, each with one rewrite of the teacher's.
     n_queries: f64,
 }
 
@@ -117,9 +107,7 @@ struct Answers {
 struct Asked {
     n_rows: f64,
     n_known: f64,
-    /// That are in a batch under way.
     n_noted: f64,
-    /// Of the prompts of the others.
     n_tokens: f64,
 }
 

@@ -10,19 +10,10 @@ use std::collections::BTreeMap;
 /// Queries answered and scored between two safe points.
 const N_ROWS_AT_ONCE: usize = 16;
 
-/// Who is asked.
-pub enum System<'a> {
-    /// Nobody: the query as typed.
+pub(crate) enum System<'a> {
     Raw,
-    /// The teacher, as it answered in the first stage.
     Teacher,
-    /// A trained model.
-    Model {
-        /// `sft` or `rl`.
-        name: &'static str,
-        /// The model, decoding greedily.
-        generator: &'a dyn Generator,
-    },
+    Model { name: &'static str, generator: &'a dyn Generator },
 }
 
 impl System<'_> {
@@ -44,18 +35,14 @@ struct Answer {
 
 /// The records of one system, and how many of its answers got no reward, by code.
 #[derive(Debug, Default)]
-pub struct Evaluated {
-    /// One per row, in order.
+pub(crate) struct Evaluated {
     pub records: Vec<EvalRecord>,
     /// Answers that could not be scored: a call failed, or a plugin rejected them.
     pub unscored: BTreeMap<String, u64>,
 }
 
 /// One record per row, in order: every answer looked up, judged and compared with the teacher's.
-///
-/// # Errors
-/// The model cannot generate, a plugin broke its contract, a service answers nobody.
-pub fn evaluate_system(
+pub(crate) fn evaluate_system(
     system: &System<'_>,
     rows: &[DatasetRow],
     baselines: &Baselines,
@@ -90,7 +77,7 @@ pub fn evaluate_system(
 }
 
 /// How many answers are without hits or judgement because a call failed: another try may succeed.
-pub fn n_failed(records: &[EvalRecord]) -> u64 {
+pub(crate) fn n_failed(records: &[EvalRecord]) -> u64 {
     let answers = records.iter().filter_map(|record| record.outcome.as_ref().ok()).map(|answer| &answer.candidate);
     answers.filter(|side| side.retrieval.is_err() || matches!(side.judgement, Judgement::Failed(_))).count() as u64
 }

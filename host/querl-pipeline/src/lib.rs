@@ -3,8 +3,6 @@
 //! In: a configuration. Out: a run directory. Whoever calls it shows messages and progress (`querl_core::ports::Reporter`);
 //! nothing is printed here. This crate must not depend on a command line.
 
-#![allow(unreachable_pub)]
-
 pub mod device;
 mod environment;
 pub mod estimate;
@@ -20,4 +18,6 @@ pub mod retrieval;
 pub mod run;
 pub mod stages;
 mod tensorboard;
-pub mod training;
+mod training;
+
+pub use training::memory::memory_of_config;

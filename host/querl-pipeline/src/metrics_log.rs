@@ -16,10 +16,8 @@ pub struct MetricsLog {
     path: PathBuf,
     stage: String,
     file: File,
-    /// Lines of the stage that are there.
     n_lines: u64,
     events: EventFile,
-    /// Adds figures that training does not know of.
     extra: Option<Box<dyn Fn() -> BTreeMap<String, f64> + Send>>,
 }
 
@@ -43,10 +41,7 @@ impl MetricsLog {
     }
 
     /// Appends `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`. A value that is not finite is written as null.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn append(&mut self, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
+    pub(crate) fn append(&mut self, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
         let mut line = Map::new();
         line.insert("stage".into(), self.stage.as_str().into());
         line.insert("step".into(), step.into());
@@ -68,10 +63,7 @@ impl MetricsLog {
     }
 
     /// Keeps the stage's first `mark` lines. Lines of other stages stay, wherever they are.
-    ///
-    /// # Errors
-    /// As the file system says.
-    pub fn rewind(&mut self, mark: u64) -> io::Result<()> {
+    pub(crate) fn rewind(&mut self, mark: u64) -> io::Result<()> {
         let text = read(&self.path)?;
         let mut n_own = 0;
         let is_kept = |line: &&str| match stage_of(line) {
@@ -138,10 +130,7 @@ fn of_stage<'a>(text: &'a str, stage: &'a str) -> impl Iterator<Item = &'a str> 
 }
 
 /// Removes the lines of one stage and its event file; missing files are fine.
-///
-/// # Errors
-/// As the file system says.
-pub fn remove_stage(path: &Path, stage: &str) -> io::Result<()> {
+pub(crate) fn remove_stage(path: &Path, stage: &str) -> io::Result<()> {
     match std::fs::remove_dir_all(RunDir::tensorboard(path, stage)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -24,11 +24,7 @@ pub enum OnPluginChange {
 }
 
 /// Pins the plugins in use, in the run folder and beside the configuration.
-///
-/// # Errors
-/// A plugin is not the pinned one and `on_change` refuses it: then nothing was written. Or a lock file cannot be read or
-/// written.
-pub fn pin(
+pub(crate) fn pin(
     dir: &RunDir,
     config: &Path,
     used: &[Used],
@@ -159,7 +155,6 @@ mod tests {
             RunDir::new(self.folder.path().join("run"))
         }
 
-        /// As if a stage had begun.
         fn begin(&self) {
             let entry = crate::ledger::Entry::begun(Default::default());
             Ledger::open(&self.dir().stages()).unwrap().put("rewrite", entry).unwrap();

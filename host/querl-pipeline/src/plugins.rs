@@ -44,7 +44,7 @@ pub struct Used {
 impl Used {
     /// Of a plugin without settings and weight.
     #[cfg(test)]
-    pub fn pinned(entry: LockEntry) -> Self {
+    pub(crate) fn pinned(entry: LockEntry) -> Self {
         Self { entry, weight: None, label: None, settings: String::new() }
     }
 }
@@ -79,10 +79,7 @@ impl Plugins {
     }
 
     /// Whether the style models can be opened.
-    ///
-    /// # Errors
-    /// One cannot.
-    pub fn check_style(&self) -> anyhow::Result<()> {
+    pub(crate) fn check_style(&self) -> anyhow::Result<()> {
         [&self.style, &self.audit].into_iter().flatten().try_for_each(|model| model.check())
     }
 
@@ -103,18 +100,15 @@ impl Plugins {
         &self.used
     }
 
-    /// The prompt plugin.
-    pub fn add_prompts(&self, inputs: &mut Inputs) {
+    pub(crate) fn add_prompts(&self, inputs: &mut Inputs) {
         self.add(inputs, "prompt");
     }
 
-    /// The filters, and their order.
-    pub fn add_filters(&self, inputs: &mut Inputs) {
+    pub(crate) fn add_filters(&self, inputs: &mut Inputs) {
         self.add(inputs, "filter");
     }
 
-    /// The rewards.
-    pub fn add_rewards(&self, inputs: &mut Inputs) {
+    pub(crate) fn add_rewards(&self, inputs: &mut Inputs) {
         self.add(inputs, "reward");
     }
 
@@ -235,9 +229,6 @@ pub fn compiler() -> anyhow::Result<Compiler> {
 }
 
 /// The keys of `plugins.trusted_keys`.
-///
-/// # Errors
-/// One has not the form of a key; the message says which.
 fn trusted_keys(texts: &[String]) -> Result<Vec<PublicKey>, BundleError> {
     let key = |(index, text): (usize, &String)| PublicKey::parse(text, &format!("plugins.trusted_keys[{index}]"));
     texts.iter().enumerate().map(key).collect()

@@ -36,7 +36,6 @@ pub struct Run {
     pub outside: ServiceContext,
     /// Shows messages and progress.
     pub reporter: Arc<dyn Reporter>,
-    /// Opened at first use: an index is built once for all stages.
     retriever: OnceLock<Arc<dyn Retriever>>,
     _lock: Option<DirLock>,
 }
@@ -90,10 +89,7 @@ impl Run {
     }
 
     /// Opens what an estimate looks at. Nothing is taken, and nothing is written.
-    ///
-    /// # Errors
-    /// A plugin is unusable, or the account of earlier calls cannot be read.
-    pub fn open_to_look(config: Config) -> anyhow::Result<Self> {
+    pub(crate) fn open_to_look(config: Config) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
         let (plugins, dir) = (Plugins::open(&config)?, RunDir::new(&config.output_dir));
         let outside = outside(&config, &dir, CacheUse::Look)?;
@@ -126,10 +122,7 @@ impl Run {
 
     /// The same for a stage of the data that ends at `stop`: a service outside is then not called any more. Training is not to lose
     /// episodes so.
-    ///
-    /// # Errors
-    /// Retrieval cannot be opened.
-    pub fn retriever_until(&self, stop: &'static AtomicBool) -> anyhow::Result<Arc<dyn Retriever>> {
+    pub(crate) fn retriever_until(&self, stop: &'static AtomicBool) -> anyhow::Result<Arc<dyn Retriever>> {
         let config = &self.config;
         if config.retrieval.kind != RetrievalKind::Http {
             return self.retriever();
@@ -168,12 +161,9 @@ pub fn cache_path(configured: Option<&Path>) -> Option<PathBuf> {
     configured.map(Path::to_owned).or_else(|| Some(user_cache_folder()?.join("answers.redb")))
 }
 
-/// What is done with the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CacheUse {
-    /// Answers are looked up and kept.
     Full,
-    /// Answers are looked up; the file stays as it is.
     Look,
 }
 

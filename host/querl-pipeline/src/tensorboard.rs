@@ -11,7 +11,6 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// First record of every event file.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// One record of an event file.
@@ -47,7 +46,7 @@ struct Scalar {
 
 /// The event file of one stage, opened to append.
 #[derive(Debug)]
-pub struct EventFile {
+pub(crate) struct EventFile {
     file: File,
     path: PathBuf,
 }
@@ -57,7 +56,7 @@ impl EventFile {
     ///
     /// # Errors
     /// As the file system says.
-    pub fn open(folder: &Path) -> io::Result<Self> {
+    pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let path = match existing(folder)? {
             Some(path) => path,
@@ -70,20 +69,14 @@ impl EventFile {
     }
 
     /// Appends the finite figures of one step.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn append(&mut self, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
+    pub(crate) fn append(&mut self, step: u64, metrics: &BTreeMap<String, f64>) -> io::Result<()> {
         let scalar = |(tag, value): (&String, &f64)| Scalar { tag: tag.clone(), simple_value: Some(*value as f32) };
         let value = metrics.iter().filter(|(_, value)| value.is_finite()).map(scalar).collect();
         self.write(Event { step: step as i64, summary: Some(Summary { value }), ..Event::now() })
     }
 
     /// Keeps the first `n` steps that were appended.
-    ///
-    /// # Errors
-    /// The file cannot be read or written.
-    pub fn rewind(&mut self, n: u64) -> io::Result<()> {
+    pub(crate) fn rewind(&mut self, n: u64) -> io::Result<()> {
         self.keep(n)
     }
 

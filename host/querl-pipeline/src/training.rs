@@ -1,13 +1,12 @@
 //! What the training and evaluation stages share: checks of the model and of row lengths, prompts, and generation with a trained model.
 
-pub mod memory;
+pub(crate) mod memory;
 
 use crate::failure::{Stop, ending};
 use crate::interrupt;
 use crate::ledger::Facts;
 use crate::run::Run;
 use anyhow::Context;
-pub use memory::of_config as memory_of_config;
 use querl_core::config::{Config, ModelConfig, TuningMethod};
 use querl_core::ports::{PolicyResponse, Progress, Reporter};
 use querl_core::records::{DatasetRow, Split};
@@ -20,20 +19,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// The checkpoint of a training stage that later stages use.
-pub fn best(stage_folder: &Path) -> PathBuf {
+pub(crate) fn best(stage_folder: &Path) -> PathBuf {
     stage_folder.join(BEST)
 }
 
 /// Where a training stage keeps its checkpoints to resume from.
-pub fn state(stage_folder: &Path) -> PathBuf {
+pub(crate) fn state(stage_folder: &Path) -> PathBuf {
     stage_folder.join(STATE)
 }
 
 /// Looks whether the prompts of a split leave a model room for its answers.
-///
-/// # Errors
-/// One does not, or the model's folder cannot be read.
-pub fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
+pub(crate) fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
     let tokenizer = TextTokenizer::load(&run.config.model.path)?;
     let prompts = prompts(rows, &tokenizer)?;
     let n_positions = DecoderConfig::load(&run.config.model.path.join("config.json"))?.max_positions;
@@ -42,17 +38,14 @@ pub fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Re
     Ok(check_lengths(split, rows.iter().zip(lengths), &[TokenLimit::Generated(n_positions)])?)
 }
 
-/// The folders of a trained model.
-pub struct Base {
-    /// The base model.
+pub(crate) struct Base {
     pub model: PathBuf,
-    /// The adapter, if it is not a full model.
     pub adapter: Option<PathBuf>,
 }
 
 impl Base {
     /// A checkpoint is an adapter, whose base is the configured model or what full fine-tuning made of it, or a whole model.
-    pub fn of(run: &Run, checkpoint: &Path) -> Self {
+    pub(crate) fn of(run: &Run, checkpoint: &Path) -> Self {
         let model = match run.config.sft.method {
             TuningMethod::Lora => run.config.model.path.clone(),
             TuningMethod::Full => best(&run.dir.sft()),
@@ -62,13 +55,13 @@ impl Base {
     }
 
     /// The model section of a job on this base.
-    pub fn model_config(&self, config: &Config) -> ModelConfig {
+    pub(crate) fn model_config(&self, config: &Config) -> ModelConfig {
         ModelConfig { path: self.model.clone(), ..config.model.clone() }
     }
 }
 
 /// Adds the device to a stage's facts, unless it is one rank on the CPU.
-pub fn add_device(facts: &mut Facts, run: &Run) {
+pub(crate) fn add_device(facts: &mut Facts, run: &Run) {
     if run.executor.devices() != [Device::Cpu] {
         facts.add("device", run.executor.name());
     }
@@ -78,13 +71,13 @@ pub fn add_device(facts: &mut Facts, run: &Run) {
 ///
 /// # Errors
 /// The chat template fails.
-pub fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {
+pub(crate) fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {
     rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect()
 }
 
 /// One response of a model and its latency.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Generation {
+pub(crate) struct Generation {
     /// The response.
     pub response: PolicyResponse,
     /// Wall-clock time, in milliseconds; `None` where other ranks used the same CPU meanwhile.
@@ -92,19 +85,16 @@ pub struct Generation {
 }
 
 /// Receives responses.
-pub type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
+pub(crate) type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
 
 /// A model that generates without sampling.
-pub trait Generator: Sync {
+pub(crate) trait Generator: Sync {
     /// One response per row, in order, `n_at_once` per call of `each`.
-    ///
-    /// # Errors
-    /// The model cannot compute, the stop flag was set, or an error of `each`.
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
 /// The model in the folder of the training stage `name`. It is loaded once for all rows.
-pub fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> Box<dyn Generator + 'a> {
+pub(crate) fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> Box<dyn Generator + 'a> {
     let base = Base::of(run, &best(stage_folder));
     Box::new(TrainedModel { run, base, name })
 }
@@ -152,7 +142,7 @@ impl Generator for TrainedModel<'_> {
 ///
 /// # Errors
 /// The model cannot compute, the stop flag was set, or an error of `take`.
-pub fn generate(
+pub(crate) fn generate(
     run: &Run,
     by: &str,
     job: &GenerateJob,
@@ -185,23 +175,17 @@ fn generation(row_index: usize, response: GeneratedResponse) -> Generation {
     Generation { response: PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated }, latency_ms }
 }
 
-/// What bounds a row's tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TokenLimit {
-    /// `sft.max_length`.
+pub(crate) enum TokenLimit {
     SftMaxLength(usize),
     /// Positions of the model, of which an answer may take `rl.max_new_tokens`.
     Generated(usize),
-    /// Positions of the model, the answer being known.
     Learned(usize),
 }
 
-/// Tokens of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RowLength {
-    /// Of the prompt.
+pub(crate) struct RowLength {
     pub prompt: usize,
-    /// Of the answer, or what it may take.
     pub answer: usize,
 }
 
@@ -221,11 +205,7 @@ impl TokenLimit {
     }
 }
 
-/// Looks at every row of one split.
-///
-/// # Errors
-/// A row exceeds a limit.
-pub fn check_lengths<'a>(
+pub(crate) fn check_lengths<'a>(
     split: Split,
     rows: impl IntoIterator<Item = (&'a DatasetRow, RowLength)>,
     limits: &[TokenLimit],
@@ -245,10 +225,7 @@ pub fn check_lengths<'a>(
 }
 
 /// Everything about the model's folder that can be wrong, found before any stage runs.
-///
-/// # Errors
-/// A file is missing or damaged, or the architecture is not supported.
-pub fn preflight(config: &Config) -> anyhow::Result<()> {
+pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
     querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;

@@ -49,7 +49,6 @@ impl ConfigArgs {
     }
 }
 
-/// Parses the name of a stage.
 pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
     let values = StageName::ALL.map(|stage| PossibleValue::new(stage.as_str()).help(stage.meaning()));
     PossibleValuesParser::new(values).map(|name| {

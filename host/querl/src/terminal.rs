@@ -8,16 +8,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-/// How much is said on stderr.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
-    /// Errors only.
     Quiet,
-    /// Progress, stage summaries, warnings.
     Normal,
-    /// And what each step does.
     Verbose,
-    /// And details for the developers of querl.
     Debug,
 }
 
@@ -46,7 +41,6 @@ pub fn init(verbosity: Verbosity) {
     subscriber.without_time().with_target(false).init();
 }
 
-/// One line on stderr, unless quiet.
 pub fn print(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 {
         BARS.suspend(|| eprintln!("{text}"));
@@ -58,7 +52,6 @@ pub fn report_new_form(old: &str, new: &str) {
     print(&format!("note: `{old}` is now `{new}`; the old form still works"));
 }
 
-/// The terminal, as libraries see it.
 pub struct Terminal;
 
 impl Reporter for Terminal {
@@ -84,7 +77,6 @@ impl Write for Beside {
     }
 }
 
-/// Progress of one stage.
 pub struct StageProgress {
     stage: &'static str,
     how: How,
@@ -105,7 +97,6 @@ struct LastLine {
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 impl StageProgress {
-    /// Starts showing `stage`.
     pub fn start(stage: &'static str) -> Self {
         let how = if VERBOSITY.load(Ordering::Relaxed) == Verbosity::Quiet as u8 {
             How::Nothing

@@ -20,9 +20,8 @@ use querl_train::sft::SftSummary;
 use std::path::Path;
 use std::sync::Mutex;
 
-/// Runs the jobs of a run.
 #[derive(Debug)]
-pub struct Executor {
+pub(crate) struct Executor {
     backend: Backend,
     n_ranks: usize,
     /// What `auto` has chosen and why; reported before the first job.
@@ -31,24 +30,18 @@ pub struct Executor {
 
 #[derive(Debug)]
 enum Backend {
-    /// This process, on the CPU.
     InProcess,
-    /// The library on its CPU, in tests.
     LibraryOnCpu(OpenedLibrary),
-    /// The library on GPUs, at least one.
     Gpus(OpenedLibrary, Vec<UsedGpu>),
 }
 
 /// Settings that a GPU may not support.
 #[derive(Debug, Clone, Copy)]
-pub struct DeviceRequirements<'a> {
-    /// The base model.
+pub(crate) struct DeviceRequirements<'a> {
     pub model: &'a ModelConfig,
-    /// Adapters.
     pub sft: &'a SftConfig,
     /// Size of attention heads; `None` where the model is not there yet.
     pub head_dim: Option<usize>,
-    /// Training, or generation too.
     pub gpu_use: GpuUse,
 }
 
@@ -65,20 +58,15 @@ fn head_dim(folder: &Path) -> Result<usize, Stop> {
     Ok(shapes.head_dim)
 }
 
-/// A GPU that runs jobs.
 #[derive(Debug)]
-pub struct UsedGpu {
-    /// Index, as in `cuda:N`.
+pub(crate) struct UsedGpu {
     pub index: usize,
-    /// Its description.
     pub gpu: Gpu,
-    /// Free memory when the run began, if known.
     pub free_bytes: Option<u64>,
 }
 
 impl Executor {
-    /// This process, on the CPU.
-    pub fn in_process() -> Self {
+    pub(crate) fn in_process() -> Self {
         Self { backend: Backend::InProcess, n_ranks: 1, choice: Mutex::new(None) }
     }
 
@@ -116,10 +104,7 @@ impl Executor {
     }
 
     /// Refuses another model than the configured one, which the key `key` names, where a card cannot have it answer.
-    ///
-    /// # Errors
-    /// A card is used that has no kernels for the model's heads, or the model's shapes cannot be read.
-    pub fn check_answers_of(&self, key: &str, folder: &Path) -> Result<(), Stop> {
+    pub(crate) fn check_answers_of(&self, key: &str, folder: &Path) -> Result<(), Stop> {
         if self.gpu().is_none() {
             return Ok(());
         }
@@ -158,7 +143,7 @@ impl Executor {
 
     /// What decides the last bits of a training, for fingerprints: compute capability, version of CUDA, number of ranks. `None` for
     /// one rank on the CPU, which computes the same in the program and in the library.
-    pub fn arithmetic(&self) -> Option<String> {
+    pub(crate) fn arithmetic(&self) -> Option<String> {
         let device = match &self.backend {
             Backend::InProcess | Backend::LibraryOnCpu(_) => (self.n_ranks > 1).then(|| "cpu".to_owned())?,
             Backend::Gpus(library, used) => {
@@ -170,10 +155,12 @@ impl Executor {
     }
 
     /// [`job::run_sft`] on this executor's devices.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn run_sft(&self, job: &SftJob, threads: usize, callbacks: &Callbacks<'_>) -> Result<SftSummary, JobError> {
+    pub(crate) fn run_sft(
+        &self,
+        job: &SftJob,
+        threads: usize,
+        callbacks: &Callbacks<'_>,
+    ) -> Result<SftSummary, JobError> {
         let resources = self.resources(threads, callbacks.progress);
         match self.library() {
             None => job::run_sft(job, &resources, callbacks),
@@ -182,10 +169,7 @@ impl Executor {
     }
 
     /// [`job::run_rl`] on this executor's devices.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn run_rl(
+    pub(crate) fn run_rl(
         &self,
         job: &RlJob,
         threads: usize,
@@ -200,10 +184,7 @@ impl Executor {
     }
 
     /// [`job::run_generate`] on this executor's devices.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn run_generate(
+    pub(crate) fn run_generate(
         &self,
         job: &GenerateJob,
         threads: usize,

@@ -6,23 +6,19 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Why there is no answer.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Missed {
-    /// The service failed.
+pub(crate) enum Missed {
     Failed(CallFailure),
-    /// It had not answered when the deadline passed.
     Late(Duration),
 }
 
 impl Missed {
     /// What records say of it, where it was the deadline.
-    pub fn lateness(&self) -> Option<CallFailure> {
+    pub(crate) fn lateness(&self) -> Option<CallFailure> {
         matches!(self, Self::Late(_)).then(|| self.clone().into_failure())
     }
 
-    /// What records say of it.
-    pub fn into_failure(self) -> CallFailure {
+    pub(crate) fn into_failure(self) -> CallFailure {
         match self {
             Self::Failed(failure) => failure,
             Self::Late(deadline) => {
@@ -34,7 +30,7 @@ impl Missed {
 }
 
 /// The answer of `call`, unless the deadline passes before it. Waiting for its turn does not count.
-pub async fn within<T>(
+pub(crate) async fn within<T>(
     deadline: Option<Duration>,
     call: impl Future<Output = Result<T, CallFailure>>,
 ) -> Result<T, Missed> {
@@ -46,7 +42,7 @@ pub async fn within<T>(
 }
 
 /// All `calls`, in order, at most `n_at_once` under way; with the seconds from the first one's start to the last one's end.
-pub async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>, f64) {
+pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>, f64) {
     // Taken when this is first looked at: beside calls that do not wait, the clock starts when these ones do.
     let started = Instant::now();
     // Not in order: one that is late must not keep the place of those behind it, which are done.
@@ -62,7 +58,7 @@ const MOST_ANSWERS: usize = 100_000;
 
 /// A question about one rewrite of one query.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Question<'a> {
+pub(crate) struct Question<'a> {
     /// The query.
     pub query: &'a QueryRow,
     /// Who asks, and what was said before.
@@ -83,7 +79,7 @@ impl Question<'_> {
 
 /// Successful answers. Failures are not kept: the next time is asked again.
 #[derive(Debug)]
-pub struct Memo<T> {
+pub(crate) struct Memo<T> {
     known: Mutex<HashMap<Key, T>>,
 }
 
@@ -95,22 +91,20 @@ impl<T> Default for Memo<T> {
 
 /// Some questions, as far as they have answers.
 #[derive(Debug)]
-pub struct LookedUp<'a, T> {
+pub(crate) struct LookedUp<'a, T> {
     slots: Vec<Slot<T>>,
-    /// Those that are to be asked, each once.
     pub new: Vec<Question<'a>>,
 }
 
 #[derive(Debug)]
 enum Slot<T> {
     Known(T),
-    /// Place in the new questions.
     New(usize),
 }
 
 impl<T: Clone> Memo<T> {
     /// Which of `questions` are answered already.
-    pub fn look_up<'a>(&self, questions: &[Question<'a>]) -> LookedUp<'a, T> {
+    pub(crate) fn look_up<'a>(&self, questions: &[Question<'a>]) -> LookedUp<'a, T> {
         let mut known = self.known();
         if known.len() > MOST_ANSWERS {
             known.clear();
@@ -131,7 +125,11 @@ impl<T: Clone> Memo<T> {
     }
 
     /// One answer per question that was looked up, in order, out of those to the new ones; keeps what succeeded.
-    pub fn complete<F: Clone>(&self, looked_up: LookedUp<'_, T>, answers: Vec<Result<T, F>>) -> Vec<Result<T, F>> {
+    pub(crate) fn complete<F: Clone>(
+        &self,
+        looked_up: LookedUp<'_, T>,
+        answers: Vec<Result<T, F>>,
+    ) -> Vec<Result<T, F>> {
         let LookedUp { slots, new } = looked_up;
         let succeeded =
             new.iter().zip(&answers).filter_map(|(question, answer)| Some((question.key(), answer.as_ref().ok()?)));

@@ -10,18 +10,15 @@ use querl_core::records::{CallFailure, Context, FailureKind, Judgement, Message}
 use serde_json::Value;
 use std::time::Duration;
 
-/// Which episodes are judged.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Judging {
-    /// Nobody judges.
+pub(crate) enum Judging {
     None,
-    /// This share, chosen by a hash of the id.
     Share(f64),
 }
 
 impl Judging {
     /// True where the episode with this id is judged.
-    pub fn samples(self, id: &str) -> bool {
+    pub(crate) fn samples(self, id: &str) -> bool {
         match self {
             Self::None => false,
             Self::Share(share) => position(id) < share,
@@ -36,34 +33,26 @@ fn position(id: &str) -> f64 {
     f64::from(leading) / (f64::from(u32::MAX) + 1.0)
 }
 
-/// What the judge is asked.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub enum JudgingForm {
-    /// A score for each rewrite by itself.
+pub(crate) enum JudgingForm {
     #[default]
     Score,
-    /// Which of two is better.
     Compare(Comparison),
 }
 
 /// What a judge said to one question.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Said {
+pub(crate) struct Said {
     /// Of the rewrite that was asked about.
     pub judgement: Judgement,
     /// Of the one that it was compared with.
     pub of_other: Option<Judgement>,
 }
 
-/// Who is asked, and how.
-pub struct Asking<'a> {
-    /// The judge.
+pub(crate) struct Asking<'a> {
     pub judge: &'a dyn Judge,
-    /// The tenant's prompt and parser.
     pub prompts: &'a dyn Prompts,
-    /// What is asked.
     pub form: &'a JudgingForm,
-    /// For each call.
     pub deadline: Option<Duration>,
 }
 
@@ -75,7 +64,7 @@ impl Asking<'_> {
     ///
     /// # Errors
     /// A plugin broke its contract. That the judge failed is in the result.
-    pub async fn ask(&self, question: &Question<'_>) -> Result<Result<Said, Missed>, PluginFault> {
+    pub(crate) async fn ask(&self, question: &Question<'_>) -> Result<Result<Said, Missed>, PluginFault> {
         match (self.form, question.against) {
             (JudgingForm::Compare(comparison), Some(against)) => self.compare(comparison, question, against).await,
             _ => self.score(question).await,
@@ -158,33 +147,24 @@ fn repair(answer: String, problem: &str) -> Vec<Message> {
 const BETTER: f64 = 5.0;
 const SAME: f64 = 2.5;
 
-/// How rewrites are compared.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Comparison {
-    /// What they are compared in.
+pub(crate) struct Comparison {
     pub dimensions: Vec<String>,
-    /// Draws who stands first.
     pub seed: u64,
 }
 
-/// A query with two rewrites.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Pair<'a> {
-    /// Id of the query.
+pub(crate) struct Pair<'a> {
     pub query_id: &'a str,
-    /// What the user typed.
     pub query: &'a str,
-    /// Who asks, and what was said before.
     pub context: &'a Context,
-    /// The policy's.
     pub policy: &'a str,
-    /// The teacher's.
     pub baseline: &'a str,
 }
 
 /// Which side is the first in the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum First {
+pub(crate) enum First {
     /// The policy's rewrite.
     Policy,
     /// The teacher's.
@@ -193,7 +173,7 @@ pub enum First {
 
 /// What a comparison says of the policy's rewrite and of the teacher's.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Compared {
+pub(crate) struct Compared {
     /// Of the policy's.
     pub policy: Judgement,
     /// Of the teacher's.
@@ -202,7 +182,7 @@ pub struct Compared {
 
 impl Comparison {
     /// Who stands first.
-    pub fn first(&self, pair: &Pair<'_>) -> First {
+    pub(crate) fn first(&self, pair: &Pair<'_>) -> First {
         let drawn =
             digest_hex(format!("{}\n{}\n{}\n{}", self.seed, pair.query_id, pair.policy, pair.baseline).as_bytes());
         // The last digit's parity: as good as any bit.
@@ -210,13 +190,13 @@ impl Comparison {
     }
 
     /// Two texts that are the same need no judge.
-    pub fn of_equals(&self) -> Compared {
+    pub(crate) fn of_equals(&self) -> Compared {
         let same = || Judgement::Scored { score: SAME, reason: "两个改写相同".into() };
         Compared { policy: same(), baseline: same() }
     }
 
     /// The prompt.
-    pub fn messages(&self, pair: &Pair<'_>) -> Vec<Message> {
+    pub(crate) fn messages(&self, pair: &Pair<'_>) -> Vec<Message> {
         let (one, other) = match self.first(pair) {
             First::Policy => (pair.policy, pair.baseline),
             First::Baseline => (pair.baseline, pair.policy),
@@ -244,7 +224,7 @@ impl Comparison {
     ///
     /// # Errors
     /// A dimension has no answer, or one that is none of the four.
-    pub fn parse(&self, text: &str, first: First) -> Result<Compared, String> {
+    pub(crate) fn parse(&self, text: &str, first: First) -> Result<Compared, String> {
         let answer = object_in(text).ok_or("no JSON object in the answer")?;
         let (mut one, mut other) = (0.0, 0.0);
         for dimension in &self.dimensions {

@@ -7,12 +7,10 @@ use std::sync::Arc;
 
 /// One reward plugin and its weight in the sum.
 #[derive(Clone)]
-pub struct WeightedReward {
+pub(crate) struct WeightedReward {
     /// What its parts are called in metrics, episodes and reports; unlike that of the others of a run.
     pub label: String,
-    /// The plugin.
     pub model: Arc<dyn RewardModel>,
-    /// Its weight.
     pub weight: f64,
 }
 
@@ -23,7 +21,10 @@ pub struct WeightedReward {
 ///
 /// # Errors
 /// A plugin broke its contract.
-pub fn score(rewards: &[WeightedReward], episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
+pub(crate) fn score(
+    rewards: &[WeightedReward],
+    episodes: &[Episode],
+) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
     let mut sums: Vec<Result<Reward, Rejection>> =
         episodes.iter().map(|_| Ok(Reward { total: 0.0, components: Vec::new() })).collect();
     for reward in rewards {

@@ -13,12 +13,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The teacher's side for one query.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Baseline {
-    /// The teacher answered.
+pub(crate) enum Baseline {
     Rewritten {
-        /// Its rewrite.
         rewrite: String,
         /// What retrieval found with it earlier; `None` where that failed: it is asked again.
         hits: Option<Vec<Hit>>,
@@ -27,17 +24,15 @@ pub enum Baseline {
         /// Time it took in milliseconds; `None` where unknown.
         latency_ms: Option<f64>,
     },
-    /// The teacher gave no answer.
     Missing(CallFailure),
 }
 
-/// The teacher's side by query id.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Baselines(HashMap<String, Baseline>);
+pub(crate) struct Baselines(HashMap<String, Baseline>);
 
 impl Baselines {
     /// From what the validate stage left. A rewrite that the filters dropped later is still what the teacher wrote.
-    pub fn new(records: Vec<ValidatedRecord>) -> Self {
+    pub(crate) fn new(records: Vec<ValidatedRecord>) -> Self {
         let by_id = records.into_iter().map(|record| {
             let id = record.rewritten.query.id.clone();
             let baseline = match record.rewritten.rewrite {
@@ -55,7 +50,7 @@ impl Baselines {
     }
 
     /// The teacher's side for one query.
-    pub fn of(&self, query_id: &str) -> Baseline {
+    pub(crate) fn of(&self, query_id: &str) -> Baseline {
         self.0.get(query_id).cloned().unwrap_or_else(|| {
             let message = "the teacher was never asked about this query".into();
             Baseline::Missing(CallFailure { kind: FailureKind::NotRecorded, message })
@@ -64,33 +59,26 @@ impl Baselines {
 }
 
 /// The code of an episode whose calls took longer than they may.
-pub const DEADLINE_CODE: &str = "deadline";
+pub(crate) const DEADLINE_CODE: &str = "deadline";
 
-/// Whom the scorer asks.
 #[derive(Clone)]
-pub struct Services {
-    /// Finds passages.
+pub(crate) struct Services {
     pub retriever: Arc<dyn Retriever>,
     /// Judges; `None` where nobody does.
     pub judge: Option<Arc<dyn Judge>>,
-    /// What the judge is asked.
     pub form: JudgingForm,
-    /// The tenant's prompts and parsers.
     pub prompts: Arc<dyn Prompts>,
-    /// Reward plugins.
     pub rewards: Vec<WeightedReward>,
     /// Says the style of what both sides wrote; `None` where nobody does.
     pub style: Option<Arc<dyn StyleModel>>,
-    /// Retrieval calls under way at once.
     pub n_retrievals: usize,
-    /// Judge calls under way at once.
     pub n_judgements: usize,
     /// A call that takes longer is given up, and its episode dropped as `deadline`; waiting for one's turn does not count.
     pub deadline: Option<Duration>,
 }
 
 /// Scores rewrites; remembers answers for the length of a run.
-pub struct Scorer {
+pub(crate) struct Scorer {
     services: Services,
     runtime: tokio::runtime::Handle,
     hits: Memo<Vec<Hit>>,
@@ -99,7 +87,7 @@ pub struct Scorer {
 
 /// What one side wrote.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Written {
+pub(crate) struct Written {
     /// The rewrite as parsed; empty where there was none to parse.
     pub rewrite: String,
     /// Tokens generated, end of sequence included; 0 where unknown.
@@ -108,24 +96,18 @@ pub struct Written {
     pub truncated: bool,
 }
 
-/// One episode to score.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ScoreRequest<'a> {
-    /// Unique in a run.
+pub(crate) struct ScoreRequest<'a> {
     pub id: String,
-    /// The query.
     pub query: &'a QueryRow,
-    /// What the policy wrote.
     pub policy: Written,
-    /// The teacher's side.
     pub baseline: Baseline,
-    /// True where both sides are judged.
     pub judged: bool,
 }
 
 /// An episode and its score, or why there is none.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Scored {
+pub(crate) struct Scored {
     /// With hits and judgements.
     pub episode: Episode,
     /// The score.
@@ -134,7 +116,7 @@ pub struct Scored {
 
 /// The results for some requests.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Scores {
+pub(crate) struct Scores {
     /// One per request, in order.
     pub scored: Vec<Scored>,
     /// What it took.
@@ -143,12 +125,12 @@ pub struct Scores {
 
 impl Scorer {
     /// A scorer that waits for the services on `runtime`, which must not be the caller's own.
-    pub fn new(services: Services, runtime: tokio::runtime::Handle) -> Self {
+    pub(crate) fn new(services: Services, runtime: tokio::runtime::Handle) -> Self {
         Self { services, runtime, hits: Memo::default(), judgements: Memo::default() }
     }
 
     /// The tenant's prompts.
-    pub fn prompts(&self) -> &dyn Prompts {
+    pub(crate) fn prompts(&self) -> &dyn Prompts {
         self.services.prompts.as_ref()
     }
 
@@ -156,7 +138,7 @@ impl Scorer {
     ///
     /// # Errors
     /// A plugin broke its contract, or a service refuses us or answers nobody.
-    pub fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
+    pub(crate) fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
         let mut episodes: Vec<Episode> = requests.iter().map(new_episode).collect();
         let mut timings = CallTimings::default();
         let late = self.ask(requests, &mut episodes, &mut timings)?;
@@ -323,7 +305,6 @@ fn wanted_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
     })
 }
 
-/// What a rewrite is held against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Against {
     Nothing,

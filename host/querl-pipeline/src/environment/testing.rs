@@ -20,7 +20,7 @@ use std::time::Duration;
 /// looked up and `slowly judged` is judged for a minute, and `garbage` cannot be parsed. The score is the difference of the
 /// best hits.
 #[derive(Default)]
-pub struct Shop {
+pub(crate) struct Shop {
     pause: Duration,
     counts: Arc<Counts>,
 }
@@ -32,30 +32,30 @@ struct Counts {
 }
 
 impl Shop {
-    pub fn pausing(pause: Duration) -> Self {
+    pub(crate) fn pausing(pause: Duration) -> Self {
         Self { pause, ..Self::default() }
     }
 
-    pub fn n_retrievals(&self) -> usize {
+    pub(crate) fn n_retrievals(&self) -> usize {
         self.counts.retrievals.load(Ordering::SeqCst)
     }
 
-    pub fn n_judgements(&self) -> usize {
+    pub(crate) fn n_judgements(&self) -> usize {
         self.counts.judgements.load(Ordering::SeqCst)
     }
 
-    pub fn scorer(&self) -> Scorer {
+    pub(crate) fn scorer(&self) -> Scorer {
         self.scorer_with(self.services())
     }
 
-    pub fn scorer_with(&self, services: Services) -> Scorer {
+    pub(crate) fn scorer_with(&self, services: Services) -> Scorer {
         // Leaked so that the handle outlives the test; a test process ends soon. Its thread sees to the timers.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime: &'static _ = Box::leak(Box::new(runtime.expect("a runtime can be built")));
         Scorer::new(services, runtime.handle().clone())
     }
 
-    pub fn services(&self) -> Services {
+    pub(crate) fn services(&self) -> Services {
         Services {
             retriever: Arc::new(ShopRetriever(self.pause, self.counts.clone())),
             judge: Some(Arc::new(ShopJudge(self.pause, self.counts.clone()))),
@@ -142,7 +142,7 @@ impl Prompts for ShopPrompts {
 }
 
 /// The difference of the best hits, as component `top1`.
-pub struct ShopReward(pub &'static str);
+pub(crate) struct ShopReward(pub &'static str);
 
 impl RewardModel for ShopReward {
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
@@ -165,7 +165,7 @@ impl RewardModel for ShopReward {
     }
 }
 
-pub fn query(id: &str) -> QueryRow {
+pub(crate) fn query(id: &str) -> QueryRow {
     QueryRow {
         id: id.into(),
         row: 2,
@@ -177,12 +177,12 @@ pub fn query(id: &str) -> QueryRow {
     }
 }
 
-pub fn dataset_row(id: &str) -> DatasetRow {
+pub(crate) fn dataset_row(id: &str) -> DatasetRow {
     let metadata = RowMetadata { query: query(id), top1_score: None, source: "shop".into(), dropped: None };
     DatasetRow { messages: vec![Message { role: "user".into(), content: id.into() }], metadata }
 }
 
-pub fn completion(text: &str) -> Completion {
+pub(crate) fn completion(text: &str) -> Completion {
     Completion {
         text: text.into(),
         prompt_tokens: None,
@@ -193,17 +193,17 @@ pub fn completion(text: &str) -> Completion {
     }
 }
 
-pub fn validated(id: &str, rewrite: Result<&str, &str>) -> ValidatedRecord {
+pub(crate) fn validated(id: &str, rewrite: Result<&str, &str>) -> ValidatedRecord {
     let rewrite = rewrite.map(completion);
     let rewrite = rewrite.map_err(|message| CallFailure { kind: FailureKind::Timeout, message: message.into() });
     ValidatedRecord { rewritten: RewriteRecord { query: query(id), rewrite }, retrieval: None }
 }
 
-pub fn rewritten(rewrite: &str) -> Baseline {
+pub(crate) fn rewritten(rewrite: &str) -> Baseline {
     Baseline::Rewritten { rewrite: rewrite.into(), hits: None, cost: None, latency_ms: None }
 }
 
-pub fn request<'a>(query: &'a QueryRow, rewrite: &str, baseline: Baseline) -> ScoreRequest<'a> {
+pub(crate) fn request<'a>(query: &'a QueryRow, rewrite: &str, baseline: Baseline) -> ScoreRequest<'a> {
     let policy = Written { rewrite: rewrite.into(), n_tokens: 3, truncated: false };
     ScoreRequest { id: format!("step-000000/{}/0", query.id), query, policy, baseline, judged: true }
 }

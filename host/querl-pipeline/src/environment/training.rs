@@ -12,7 +12,7 @@ use std::time::Instant;
 
 /// What the episodes are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Phase {
+pub(crate) enum Phase {
     /// Rollouts: which are judged differs from step to step.
     Rollout,
     /// Validation: the same queries are judged each time, so that one evaluation compares with the next.
@@ -20,7 +20,7 @@ pub enum Phase {
 }
 
 /// Scores the responses to one set of rows and logs every episode.
-pub struct TrainingEnvironment {
+pub(crate) struct TrainingEnvironment {
     scorer: Arc<Scorer>,
     rows: Vec<DatasetRow>,
     baselines: Arc<Baselines>,
@@ -31,7 +31,7 @@ pub struct TrainingEnvironment {
 
 impl TrainingEnvironment {
     /// An environment over `rows`, to which [`PolicyResponse::row_index`] refers.
-    pub fn new(
+    pub(crate) fn new(
         scorer: Arc<Scorer>,
         rows: Vec<DatasetRow>,
         baselines: Arc<Baselines>,
@@ -91,9 +91,8 @@ impl Environment for TrainingEnvironment {
     }
 }
 
-/// The file, opened to append.
 #[derive(Debug)]
-pub struct EpisodeLog {
+pub(crate) struct EpisodeLog {
     path: PathBuf,
     file: Mutex<File>,
 }
@@ -103,17 +102,14 @@ impl EpisodeLog {
     ///
     /// # Errors
     /// As the file system says.
-    pub fn open(path: &Path) -> io::Result<Self> {
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         Ok(Self { path: path.into(), file: Mutex::new(file) })
     }
 
     /// Appends one batch, in a single write.
-    ///
-    /// # Errors
-    /// The file cannot be written; it then ends where it ended before, as far as the file system lets it.
-    pub fn append(&self, records: &[EpisodeRecord]) -> Result<(), EnvironmentError> {
+    pub(crate) fn append(&self, records: &[EpisodeRecord]) -> Result<(), EnvironmentError> {
         let mut lines = Vec::new();
         for record in records {
             serde_json::to_writer(&mut lines, record).map_err(|error| self.failed(&error))?;
@@ -132,17 +128,14 @@ impl EpisodeLog {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn mark(&self) -> Result<u64, EnvironmentError> {
+    pub(crate) fn mark(&self) -> Result<u64, EnvironmentError> {
         let file = self.file();
         let length = file.sync_all().and_then(|()| Ok(file.metadata()?.len()));
         length.map_err(|error| self.failed(&error))
     }
 
     /// Cuts the file to the bytes that it had when [`mark`](Self::mark) returned `mark`.
-    ///
-    /// # Errors
-    /// It has fewer, or cannot be written.
-    pub fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
+    pub(crate) fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
         let file = self.file();
         let length = file.metadata().map_err(|error| self.failed(&error))?.len();
         if length < mark {

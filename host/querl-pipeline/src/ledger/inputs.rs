@@ -14,7 +14,7 @@ const LARGEST_READ_BYTES: u64 = 256 << 20;
 
 /// Names and what stands for their values. Paths are never part of it: a moved input is the same input.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Inputs(BTreeMap<String, String>);
+pub(crate) struct Inputs(BTreeMap<String, String>);
 
 impl Inputs {
     /// A value that is short enough to stand for itself.
@@ -45,10 +45,7 @@ impl Inputs {
     }
 
     /// The content of a file or folder that an earlier stage left.
-    ///
-    /// # Errors
-    /// It is not there, was left by a stage that did not come to its end, or cannot be read.
-    pub fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
+    pub(crate) fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
         let entry = ledger.entry(stage.as_str());
         // Some of a stage's files are there before its end, and are then no result.
         if entry.is_some_and(|entry| !entry.finished) {
@@ -74,19 +71,13 @@ impl Inputs {
     }
 
     /// As [`Self::model`], of a model that is not the one to train.
-    ///
-    /// # Errors
-    /// It cannot be read.
-    pub fn other_model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
+    pub(crate) fn other_model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
         self.0.insert(name.into(), digest_folder(path, is_of_model)?);
         Ok(self)
     }
 
     /// False where this is of another content of a file that `stage` left than the file has now.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
+    pub(crate) fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         match self.0.get(&format!("{name} of {stage}")) {
             Some(digest) if path.exists() => Ok(digest_file(path)? == *digest),
@@ -95,7 +86,7 @@ impl Inputs {
     }
 
     /// Names of what earlier stages left, each with the stage.
-    pub fn upstream(&self) -> Vec<(&str, StageName)> {
+    pub(crate) fn upstream(&self) -> Vec<(&str, StageName)> {
         let stage_of = |name: &str| StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
@@ -119,7 +110,7 @@ impl Inputs {
     }
 
     /// Names that are new, gone or different, in order.
-    pub fn changed_since(&self, earlier: &Self) -> Vec<String> {
+    pub(crate) fn changed_since(&self, earlier: &Self) -> Vec<String> {
         let mut changed: Vec<String> =
             self.0.iter().filter(|(k, v)| earlier.0.get(*k) != Some(v)).map(|(k, _)| k.clone()).collect();
         changed.extend(earlier.0.keys().filter(|key| !self.0.contains_key(*key)).cloned());

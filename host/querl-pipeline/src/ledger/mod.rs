@@ -67,17 +67,12 @@ impl std::fmt::Display for StageName {
 /// Bumped when an old ledger can no longer be read; such a run starts anew.
 const FORMAT: u32 = 1;
 
-/// What is known of one stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Entry {
-    /// What it ran on.
+pub(crate) struct Entry {
     pub inputs: Inputs,
-    /// False where it was stopped or killed on the way.
     pub finished: bool,
-    /// Rows whose outside call failed: tried again by the next run.
     #[serde(default)]
     pub n_failed: u64,
-    /// What it found, as its summary showed.
     #[serde(default)]
     pub facts: Facts,
     /// Wall-clock seconds of the run that finished it.
@@ -136,10 +131,7 @@ impl Ledger {
     }
 
     /// Replaces what is known of `stage` and writes the file.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn put(&mut self, stage: &str, entry: Entry) -> anyhow::Result<()> {
+    pub(crate) fn put(&mut self, stage: &str, entry: Entry) -> anyhow::Result<()> {
         self.contents.stages.insert(stage.into(), entry);
         let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
         text.push(b'\n');
@@ -147,10 +139,8 @@ impl Ledger {
     }
 }
 
-/// What to do with a stage.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Decision {
-    /// It is finished on these inputs: this is what is known of it.
+pub(crate) enum Decision {
     Skip(Entry),
     /// It was begun on these inputs, or on others that leave its rows good: what it left is of use. Why it is run, in words.
     Continue(String),
@@ -188,7 +178,7 @@ pub fn decide(
 }
 
 /// `a`, `a and b`, `a, b and 3 more`.
-pub fn listing(names: &[String]) -> String {
+pub(crate) fn listing(names: &[String]) -> String {
     match names {
         [] => String::new(),
         [only] => only.clone(),
@@ -198,10 +188,7 @@ pub fn listing(names: &[String]) -> String {
 }
 
 /// The rows that an earlier stage left.
-///
-/// # Errors
-/// The file cannot be read, or somebody has changed it since.
-pub fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
+pub(crate) fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
     read_jsonl(path).map_err(|error| match error {
         ReadError::Line { path, line, problem } => {
             let remedy = "remove the file, and `querl run` makes it again";
@@ -212,10 +199,7 @@ pub fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Ve
 }
 
 /// Who rewrote, as the rewrite stage noted it.
-///
-/// # Errors
-/// That stage is not finished.
-pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
+pub(crate) fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     let ledger = Ledger::open(&dir.stages())?;
     let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
     let message = || Stop::usage(format!("{}: no rewrites yet; run `querl rewrite` first", dir.root().display()));
@@ -223,11 +207,11 @@ pub fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
 }
 
 /// Marks a count that is a part of the figure before.
-pub const PART: &str = "- ";
+pub(crate) const PART: &str = "- ";
 
 /// Named figures, in the order they are shown.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Facts(Vec<(String, Value)>);
+pub(crate) struct Facts(Vec<(String, Value)>);
 
 impl Facts {
     /// Adds a figure.
@@ -237,7 +221,7 @@ impl Facts {
     }
 
     /// Adds counts that are parts of the figure before, most frequent first, marked with a dash.
-    pub fn add_parts(&mut self, counts: &BTreeMap<String, u64>) -> &mut Self {
+    pub(crate) fn add_parts(&mut self, counts: &BTreeMap<String, u64>) -> &mut Self {
         let mut sorted: Vec<_> = counts.iter().collect();
         sorted.sort_by_key(|(code, count)| (std::cmp::Reverse(**count), (*code).clone()));
         for (code, count) in sorted {
@@ -247,12 +231,12 @@ impl Facts {
     }
 
     /// Adds a count that is a part of the figure before.
-    pub fn add_part(&mut self, name: &str, count: u64) -> &mut Self {
+    pub(crate) fn add_part(&mut self, name: &str, count: u64) -> &mut Self {
         self.add(format!("{PART}{name}"), count)
     }
 
     /// Adds figures that were found elsewhere.
-    pub fn append(&mut self, mut other: Self) -> &mut Self {
+    pub(crate) fn append(&mut self, mut other: Self) -> &mut Self {
         self.0.append(&mut other.0);
         self
     }
@@ -280,7 +264,7 @@ impl Facts {
     }
 
     /// One line a figure, values in a column.
-    pub fn to_lines(&self) -> Vec<String> {
+    pub(crate) fn to_lines(&self) -> Vec<String> {
         let width = self.0.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         self.0.iter().map(|(name, value)| format!("  {name:<width$}  {}", readable(value))).collect()
     }

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The stage.
-pub struct Convert;
+pub(crate) struct Convert;
 
 impl Stage for Convert {
     fn name(&self) -> StageName {
@@ -53,7 +53,6 @@ impl Stage for Convert {
 struct Dataset {
     splits: [RecordWriter; 3],
     dropped: RecordWriter,
-    /// How many rows each code stands for.
     codes: BTreeMap<String, u64>,
     n_kept: u64,
     top1: Mean,

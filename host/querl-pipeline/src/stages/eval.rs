@@ -17,7 +17,7 @@ use querl_style::turns_of;
 use std::path::PathBuf;
 
 /// The stage.
-pub struct Eval;
+pub(crate) struct Eval;
 
 impl Stage for Eval {
     fn name(&self) -> StageName {

@@ -101,10 +101,7 @@ pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
 /// Says before a call is paid what a training of this table may be refused for, and refuses where nothing was asked yet and the
 /// command goes on to it. Later only the dataset counts, in which filters have left fewer rows.
 /// Groups that cannot fill the splits are refused where the command makes them.
-///
-/// # Errors
-/// As [`before_training`], or as the table says.
-pub fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<()> {
+pub(crate) fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<()> {
     let (config, table) = (&run.config.data, open_queries(&run.config.data)?);
     let found = match last {
         StageName::Rewrite | StageName::Validate => of_table_if_split(&table, config, progress)?,
@@ -118,10 +115,7 @@ pub fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> 
 }
 
 /// Refuses to train where rows of test are in train, and says so of those of val. The figure for the stage's facts.
-///
-/// # Errors
-/// Rows of test are in train and `data.on_leak` is `refuse`, a split cannot be read, or the user asked to stop.
-pub fn before_training(run: &Run, progress: &dyn Progress) -> anyhow::Result<Facts> {
+pub(crate) fn before_training(run: &Run, progress: &dyn Progress) -> anyhow::Result<Facts> {
     let found = of_dataset(&run.dir, &run.config.data, progress)?;
     say(&found, run.config.data.on_leak, progress)?;
     let mut facts = Facts::default();

@@ -26,7 +26,6 @@ use stage::Stage;
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-/// The stage of a name.
 fn stage_of(name: StageName) -> &'static dyn Stage {
     match name {
         StageName::Rewrite => &rewrite::Rewrite,
@@ -139,10 +138,7 @@ fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<Sta
 
 /// What would become of stages that ask somebody outside, without running any: those of `window` that are finished are left out. A stage
 /// whose files are not there yet is as one that never ran; after one that has work to do, nothing is finished.
-///
-/// # Errors
-/// The ledger cannot be read.
-pub fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, Ahead)>> {
+pub(crate) fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, Ahead)>> {
     let ledger = Ledger::open(&run.dir.stages())?;
     let (mut ahead, mut has_work) = (Vec::new(), false);
     for name in window.stages() {
@@ -165,10 +161,8 @@ pub fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Re
 
 /// What a stage with work to do makes of what is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ahead {
-    /// Rows that are done stay done.
+pub(crate) enum Ahead {
     GoesOn,
-    /// All is asked anew.
     Anew,
 }
 

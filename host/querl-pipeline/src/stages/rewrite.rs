@@ -20,11 +20,10 @@ use querl_train::job::{GenerateJob, GeneratedResponse};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// As the ledger calls the input.
 const QUERY_TABLE: &str = "query table";
 
 /// The stage.
-pub struct Rewrite;
+pub(crate) struct Rewrite;
 
 impl Stage for Rewrite {
     fn name(&self) -> StageName {
@@ -98,7 +97,6 @@ impl Stage for Rewrite {
     }
 }
 
-/// All rows asked, and who was.
 fn ask<'a>(
     run: &'a Run,
     table: &'a QueryTable,
@@ -191,7 +189,6 @@ impl Tally {
 
 /// Rows that are handed over at once: the model is loaded once for them, and their prompts are in memory.
 const N_ROWS_A_PORTION: usize = 4096;
-/// Answers between two safe points.
 const N_ROWS_AT_ONCE: usize = 16;
 
 /// How reports name it: by its folder.
@@ -202,9 +199,6 @@ fn local_teacher_name(config: &TeacherConfig) -> String {
 }
 
 /// Whether the model's folder can be used.
-///
-/// # Errors
-/// A file is missing or damaged, the architecture is not supported, or a card cannot have its heads answer.
 fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
     let path = model_folder(run)?;
     TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
@@ -218,9 +212,6 @@ fn model_folder(run: &Run) -> anyhow::Result<&Path> {
 }
 
 /// Asks the model for a rewrite of each row.
-///
-/// # Errors
-/// The model cannot compute, none of its answers can be read, the user said stop, or a file cannot be written.
 fn rewrite_locally<'a>(
     run: &'a Run,
     table: &'a QueryTable,

@@ -44,7 +44,7 @@ const OF_FINE_TUNING_ALONE: [&str; 15] = [
 ];
 
 /// The stage.
-pub struct Rl;
+pub(crate) struct Rl;
 
 impl Stage for Rl {
     fn name(&self) -> StageName {

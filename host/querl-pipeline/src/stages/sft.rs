@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 /// The stage.
-pub struct Sft;
+pub(crate) struct Sft;
 
 impl Stage for Sft {
     fn name(&self) -> StageName {
@@ -114,7 +114,6 @@ fn check_lengths(split: Split, rows: &[DatasetRow], examples: &[Example], limits
     training::check_lengths(split, with_target.zip(lengths), limits)
 }
 
-/// Tokenised rows that have a target.
 fn examples(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Example>, ModelError> {
     let pairs = rows.iter().filter_map(|row| Some((row.prompt(), row.target()?)));
     pairs

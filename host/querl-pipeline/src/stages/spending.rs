@@ -10,12 +10,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Progress of a stage with what its calls took so far.
-pub struct Counted<'a> {
-    /// Shows it.
+pub(crate) struct Counted<'a> {
     pub inner: &'a dyn Progress,
-    /// Counts it.
     pub account: Arc<SpendTracker>,
-    /// Whose calls.
     pub stage: StageName,
 }
 
@@ -53,7 +50,7 @@ fn in_short(spent: &Spend) -> String {
 
 /// The figures of one stage by name, for `metrics.jsonl`: `calls/teacher gpt-5/cost`, `cache/rewrites/hit_rate`. Empty where
 /// nobody outside was asked.
-pub fn metrics(account: &SpendTracker, stage: StageName) -> BTreeMap<String, f64> {
+pub(crate) fn metrics(account: &SpendTracker, stage: StageName) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
     let of_stage = account.by_stage().remove(stage.as_str()).unwrap_or_default();
     for (provider, spent) in &of_stage {
@@ -102,10 +99,7 @@ fn table_of(provider: &str) -> Option<&'static str> {
 
 /// Ends the counting of a stage, however it ended: the account is written, and a line of metrics where the stage has none of
 /// its own.
-///
-/// # Errors
-/// A file cannot be written.
-pub fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
+pub(crate) fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
     let account = run.outside.spend_tracker();
     account.save()?;
     let figures = metrics(account, stage);
@@ -119,10 +113,7 @@ pub fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
 }
 
 /// What the report says, a line for each stage and provider.
-///
-/// # Errors
-/// The account cannot be read.
-pub fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
+pub(crate) fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
     let by_stage = read_spend(&dir.calls())?;
     let stages = StageName::ALL.into_iter().filter_map(|stage| Some((stage, by_stage.get(stage.as_str())?)));
     let lines = stages.flat_map(|(stage, providers)| {

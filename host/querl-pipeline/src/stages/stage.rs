@@ -9,24 +9,17 @@ use querl_core::run_dir::RunDir;
 use querl_data::{TableRecord, write_tables};
 use std::path::{Path, PathBuf};
 
-/// What a stage that ended well says.
 #[derive(Debug, Default)]
-pub struct Done {
-    /// What it found.
+pub(crate) struct Done {
     pub facts: Facts,
-    /// Rows whose outside call failed and may succeed another time.
     pub n_failed: u64,
 }
 
 /// One stage: files in the run folder in, files in the run folder out.
-pub trait Stage: Sync {
-    /// Which.
+pub(crate) trait Stage: Sync {
     fn name(&self) -> StageName;
 
     /// Everything that its result depends on.
-    ///
-    /// # Errors
-    /// An input is missing, made by a stage that is not finished, or cannot be read.
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs>;
 
     /// True where what was done before a change of the input `name` is still good, row by row.
@@ -36,9 +29,6 @@ pub trait Stage: Sync {
     }
 
     /// Opens what the stage will need of the outside, so that what is wrong with it shows before any stage runs.
-    ///
-    /// # Errors
-    /// A table, a service or a key is missing or cannot be used.
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         let _ = run;
         Ok(())
@@ -46,9 +36,6 @@ pub trait Stage: Sync {
 
     /// Refuses what should not be done although it could be, before anything of an earlier run is removed. `last` is the last
     /// stage of the command. What was found is added to the stage's facts.
-    ///
-    /// # Errors
-    /// The work would be of no use.
     fn permit(&self, run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
         let _ = (run, last, progress);
         Ok(Facts::default())
@@ -70,31 +57,22 @@ pub trait Stage: Sync {
     }
 
     /// Removes what an earlier run of it left.
-    ///
-    /// # Errors
-    /// As the file system says.
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         self.outputs(dir).iter().try_for_each(|path| remove(path))
     }
 
     /// Removes what only an unfinished stage needs, once it is known to be finished.
-    ///
-    /// # Errors
-    /// As the file system says.
     fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
         let _ = dir;
         Ok(())
     }
 
     /// Does the work. Partial outputs of an interrupted run on the same inputs may be there.
-    ///
-    /// # Errors
-    /// The stage cannot go on; what is done is saved.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done>;
 }
 
 /// Removes a file or a folder; a missing one is fine.
-pub fn remove(path: &Path) -> std::io::Result<()> {
+pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     let removed = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
     match removed {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -165,11 +143,7 @@ const ENDPOINT: [&str; 10] = [
     "response_format",
 ];
 
-/// Retrieval and the files it reads.
-///
-/// # Errors
-/// A file cannot be read.
-pub fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     let retrieval = &run.config.retrieval;
     inputs.text("tenant", &run.config.tenant);
     let except = [
@@ -230,11 +204,7 @@ fn beside_the_network(folder: &Path) -> Vec<String> {
     files
 }
 
-/// The teacher and its recording.
-///
-/// # Errors
-/// The recording cannot be read.
-pub fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+pub(crate) fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     inputs.section(
         "teacher",
         &run.config.teacher,
@@ -259,10 +229,7 @@ pub fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 }
 
 /// Everything that turns a rewrite into a score: retrieval, judge, prompts, reward plugins.
-///
-/// # Errors
-/// A file cannot be read.
-pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, run)?;
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
@@ -280,10 +247,7 @@ pub fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 }
 
 /// The classifier that says the style of evaluated answers besides.
-///
-/// # Errors
-/// A file cannot be read.
-pub fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     match &run.config.plugins.style_model.audit {
         Some(path) => inputs.other_model("auditing style model", path).map(drop),
         None => Ok(()),

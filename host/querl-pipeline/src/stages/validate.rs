@@ -12,11 +12,10 @@ use querl_data::{Journal, RecordFile, table_path, validate};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// As the ledger calls the input.
 const EXPORT: &str = "data.export";
 
 /// The stage.
-pub struct Validate;
+pub(crate) struct Validate;
 
 impl Stage for Validate {
     fn name(&self) -> StageName {

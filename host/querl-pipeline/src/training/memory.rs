@@ -15,7 +15,7 @@ const SHARE_AFTER_FAILURE: f64 = 0.85;
 ///
 /// # Errors
 /// The model's shapes cannot be read.
-pub fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryRequest> {
+pub(crate) fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryRequest> {
     let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
     Ok(MemoryRequest { shapes, model: config.model.clone(), stage, types: DeviceSizes::GPU, n_devices })
@@ -25,7 +25,7 @@ pub fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryReq
 ///
 /// # Errors
 /// Base and adapters alone take more than there is: nothing would make the stage's first step.
-pub fn check(card: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
+pub(crate) fn check(card: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
     let Some((card, free)) = card.and_then(|card| Some((card, card.free_bytes?))) else { return Ok(()) };
     let plan = MemoryPlan::new(request);
     if plan.certain() > free {
@@ -40,7 +40,7 @@ pub fn check(card: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Pro
 }
 
 /// A job's error; of memory that did not suffice with what to change.
-pub fn explain(card: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
+pub(crate) fn explain(card: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
     match (error, card) {
         (JobError::Failed(Failure { kind: FailureKind::OutOfMemory, message }), Some(card)) => {
             let free = card.free_bytes.unwrap_or(card.gpu.memory_bytes);
@@ -53,10 +53,7 @@ pub fn explain(card: Option<&UsedGpu>, request: &MemoryRequest, error: JobError)
 }
 
 /// What the stages of a configuration would take of a card, a line each; rows are taken to be as long as they may be.
-///
-/// # Errors
-/// The model's shapes cannot be read.
-pub fn of_config(config: &Config) -> anyhow::Result<Vec<String>> {
+pub fn memory_of_config(config: &Config) -> anyhow::Result<Vec<String>> {
     let (sft, longest_row) = (config.sft.clone(), config.sft.max_length);
     let longest_prompt = longest_row.saturating_sub(config.rl.max_new_tokens);
     let rl = PlannedStage::Rl { config: Box::new(config.rl.clone()), lora: sft.clone(), longest_prompt };

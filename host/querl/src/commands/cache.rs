@@ -20,7 +20,6 @@ pub enum CacheCommand {
     Clear(ClearArgs),
 }
 
-/// Options of `querl cache stats`.
 #[derive(Debug, Args)]
 pub struct StatsArgs {
     #[command(flatten)]
@@ -29,7 +28,6 @@ pub struct StatsArgs {
     format: Format,
 }
 
-/// Options of `querl cache clear`.
 #[derive(Debug, Args)]
 pub struct ClearArgs {
     #[command(flatten)]

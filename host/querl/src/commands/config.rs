@@ -4,11 +4,10 @@ use crate::args::{ConfigArgs, Format};
 use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, json_schema, keys};
+use querl_pipeline::device;
 use querl_pipeline::plugins::Plugins;
-use querl_pipeline::{device, training};
 use std::io::Write;
 
-/// The commands under `querl config`.
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
     /// Check a configuration and its plugins' settings, and print it with every value in force
@@ -17,7 +16,6 @@ pub enum ConfigCommand {
     Schema(Format),
 }
 
-/// Options of `querl config check`.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     #[command(flatten)]
@@ -44,7 +42,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     }
     // What a card would need is told where one is asked for, on this machine or another; the model may be made later.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
-        training::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
+        querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
     }
     Ok(config)
 }

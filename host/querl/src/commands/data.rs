@@ -14,14 +14,12 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Write;
 
-/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum DataCommand {
     /// Print statistics of the query table, of each data stage and of the splits; leaks between splits; warnings
     Stats(StatsArgs),
 }
 
-/// Options of `querl data stats`.
 #[derive(Debug, Args)]
 pub struct StatsArgs {
     #[command(flatten)]
@@ -47,9 +45,7 @@ pub fn run(command: &DataCommand) -> anyhow::Result<()> {
 #[derive(Debug, Serialize)]
 struct Stats {
     table: TableStats,
-    /// Of the data stages that are finished.
     funnel: Vec<funnel::Step>,
-    /// Rows of each split; empty before `convert`.
     splits: BTreeMap<&'static str, u64>,
     /// Of val and test against train; before `convert` as the table's groups will be split.
     leaks: BTreeMap<&'static str, Leaks>,
@@ -61,11 +57,9 @@ struct TableStats {
     file: String,
     #[serde(flatten)]
     findings: Findings,
-    /// Usable rows with a profile, a history, gold ids.
     n_with_profile: usize,
     n_with_history: usize,
     n_with_gold: usize,
-    /// Characters of usable queries.
     query_length: Lengths,
 }
 

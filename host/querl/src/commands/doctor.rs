@@ -12,7 +12,6 @@ use serde::Serialize;
 use std::io::Write;
 use std::process::Command;
 
-/// Options of `querl doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     #[command(flatten)]

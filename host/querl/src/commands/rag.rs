@@ -44,7 +44,6 @@ const EXCERPT_CHARS: usize = 40;
 /// Of a query, an id or a failure on the terminal.
 const MAX_BYTES: usize = 600;
 
-/// Options of `querl rag check`.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     #[command(flatten)]
@@ -63,7 +62,6 @@ struct Question {
     gold_ids: Vec<String>,
 }
 
-/// One query and what came back.
 #[derive(Debug, Serialize)]
 struct Asked {
     query: String,
@@ -76,7 +74,6 @@ struct Asked {
 #[derive(Debug, PartialEq, Serialize)]
 struct Finding {
     name: &'static str,
-    /// False where a run would lack something.
     ok: bool,
     sentence: String,
 }

@@ -19,7 +19,6 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Options of `querl run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     #[command(flatten)]
@@ -40,10 +39,8 @@ pub struct RunArgs {
     format: Format,
 }
 
-/// Options of a single stage's command.
 pub type StageArgs = RunArgs;
 
-/// Runs all stages that need it.
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     run_window(args, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
 }
@@ -119,7 +116,6 @@ fn outcome_json(outcome: &Outcome) -> Value {
     })
 }
 
-/// Options of `querl report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
     /// The run folder; several (other seeds of one experiment) are pooled query by query

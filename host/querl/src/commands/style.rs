@@ -16,7 +16,6 @@ use serde::Serialize;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-/// The commands under `querl style`.
 #[derive(Debug, Subcommand)]
 pub enum StyleCommand {
     /// Train a classifier on labelled dialogues and measure it on held-out ones
@@ -97,7 +96,6 @@ fn usage(error: impl std::fmt::Display) -> anyhow::Error {
     crate::args::usage(error).into()
 }
 
-/// Options of `querl style train`: the names and defaults of the training script that people know.
 #[derive(Debug, Args)]
 pub struct TrainArgs {
     /// A TOML file with the same keys; a flag goes before it
@@ -214,7 +212,6 @@ fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What `querl style eval` takes.
 #[derive(Debug, Args)]
 pub struct EvalArgs {
     #[command(flatten)]
@@ -324,7 +321,6 @@ fn run_distill(args: &DistillArgs) -> anyhow::Result<()> {
 /// Ends of names of files with dialogues; any other holds texts as lines.
 const DIALOGUES: [&str; 6] = ["json", "jsonl", "xlsx", "csv", "tsv", "parquet"];
 
-/// What `querl style predict` takes.
 #[derive(Debug, Args)]
 pub struct PredictArgs {
     #[command(flatten)]

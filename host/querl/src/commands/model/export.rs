@@ -16,7 +16,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// What `querl model merge` takes.
 #[derive(Debug, Args)]
 pub(crate) struct MergeArgs {
     /// A Hugging Face directory, or a model's name on the hub
@@ -29,7 +28,6 @@ pub(crate) struct MergeArgs {
     output: OutputArgs,
 }
 
-/// What `querl model export` takes.
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
     /// A Hugging Face directory, or a model's name on the hub
@@ -148,7 +146,6 @@ fn print_exported(args: &OutputArgs, exported: &Exported) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// What `querl model init` takes.
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {
     /// A published model's name and size, such as qwen2.5-7b, or tiny

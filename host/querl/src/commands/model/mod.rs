@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
 
-/// The commands under `querl model`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ModelCommand {
     /// Print what a model directory or an adapter holds
@@ -57,7 +56,6 @@ pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
     }
 }
 
-/// What `querl model inspect` takes.
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
     /// A Hugging Face directory, or an adapter's folder; or a model's name on the hub, ORG/NAME[@REVISION]
@@ -127,7 +125,6 @@ fn adapter_lines(adapter: &AdapterSummary) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// What `querl model logprobs` takes.
 #[derive(Debug, Args)]
 pub(crate) struct LogprobsArgs {
     /// A Hugging Face directory, or a model's name on the hub

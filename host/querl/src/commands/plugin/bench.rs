@@ -17,7 +17,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Options of `querl plugin bench`.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
     /// A bundle, a component or a source folder
@@ -81,9 +80,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// A loaded plugin, how long loading took, and the calls heard of.
 struct Bench {
     plugin: Plugin,
-    /// With nothing in the cache.
     compile: Duration,
-    /// With the compiled code in the cache: to the plugin's name.
     load: Duration,
     host: PluginHost,
     heard: Heard,

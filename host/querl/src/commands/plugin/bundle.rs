@@ -20,7 +20,6 @@ use std::path::{Path, PathBuf};
 /// Enough to see a plugin that draws random numbers; `querl plugin test` repeats more.
 const N_REPEATS: usize = 20;
 
-/// Options of `querl plugin pack`.
 #[derive(Debug, Args)]
 pub struct PackArgs {
     /// The plugin's folder: plugin.toml, README.md, LICENSE, golden cases, source
@@ -95,7 +94,6 @@ fn print_packed(path: &Path, bytes: &[u8], key: Option<&SigningKey>, format: For
     Ok(())
 }
 
-/// Options of `querl plugin sign`.
 #[derive(Debug, Args)]
 pub struct SignArgs {
     /// The bundle; signed in place, beside the signatures it has
@@ -152,7 +150,6 @@ fn sign_file(path: &Path, key: &SigningKey) -> anyhow::Result<String> {
     Ok(digest)
 }
 
-/// Options of `querl plugin verify`.
 #[derive(Debug, Args)]
 pub struct VerifyArgs {
     /// The bundle
@@ -198,7 +195,6 @@ fn verdict(error: BundleError) -> anyhow::Error {
     }
 }
 
-/// Options of `querl plugin push`.
 #[derive(Debug, Args)]
 pub struct PushArgs {
     /// The bundle
@@ -210,7 +206,6 @@ pub struct PushArgs {
     format: Format,
 }
 
-/// Options of `querl plugin pull`.
 #[derive(Debug, Args)]
 pub struct PullArgs {
     #[command(flatten)]

@@ -12,7 +12,6 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Options of `querl plugin inspect`.
 #[derive(Debug, Args)]
 pub struct InspectArgs {
     /// A bundle, a component or a source folder, which is built where that is needed
@@ -33,7 +32,6 @@ pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is known of a plugin.
 struct Inspected {
     bundle: Option<Bundle>,
     manifest: Option<Manifest>,

@@ -19,7 +19,6 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// The commands under `querl plugin`.
 #[derive(Debug, Subcommand)]
 pub enum PluginCommand {
     /// Make a plugin's folder to start from, in Rust, Python or JavaScript
@@ -65,7 +64,6 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     }
 }
 
-/// Options of `querl plugin build`.
 #[derive(Debug, Args)]
 pub struct BuildArgs {
     /// A plugin's folder
@@ -100,7 +98,6 @@ fn build(args: &BuildArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Options of `querl plugin test`.
 #[derive(Debug, Args)]
 pub struct TestArgs {
     /// A bundle, a component or a source folder
@@ -154,7 +151,6 @@ fn conforms(report: &Report) -> anyhow::Result<()> {
     anyhow::bail!("plugin {}: {n_failed} of {n_checks} checks failed: {}", title.trim_end(), names.join(", "))
 }
 
-/// Options of `querl plugin list`.
 #[derive(Debug, Args)]
 pub struct ListArgs {
     #[command(flatten)]

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Options of `querl plugin new`.
 #[derive(Debug, Args)]
 pub struct NewArgs {
     /// The plugin's name, and that of its folder: a letter, then letters, digits and `-`, all lower case
@@ -93,7 +92,6 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What to do with a new folder.
 fn steps(folder: &Path, language: Language) -> Vec<(String, &'static str)> {
     let (test, tools) = match language {
         Language::Rust => ("cargo test", "rustup target add wasm32-wasip2"),
@@ -191,7 +189,6 @@ const RESERVED_IN_RUST: [&str; 44] = [
 ];
 
 struct NewFile {
-    /// Relative, with `/`.
     name: String,
     bytes: Cow<'static, [u8]>,
 }

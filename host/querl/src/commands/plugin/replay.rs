@@ -28,7 +28,6 @@ const N_RESAMPLES: usize = 1000;
 /// Of the bootstrap: the same episodes and scores give the same text.
 const SEED: u64 = 42;
 
-/// Options of `querl plugin replay`.
 #[derive(Debug, Args)]
 pub struct ReplayArgs {
     /// A run folder, or a file of episodes (JSON lines)

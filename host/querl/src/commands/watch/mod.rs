@@ -23,7 +23,6 @@ use std::io::{IsTerminal, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Options of `querl watch`.
 #[derive(Debug, Args)]
 pub struct WatchArgs {
     /// The run folder
@@ -109,14 +108,11 @@ fn text_of(buffer: &Buffer) -> String {
     format!("{}\n", text.trim_end())
 }
 
-/// A run at one moment.
 struct Snapshot {
     folder: String,
     tenant: Option<String>,
     is_running: bool,
-    /// Every stage and where it stands.
     stages: Vec<(StageName, StageState)>,
-    /// The stage that trained last.
     training: Option<Training>,
     episodes: Vec<EpisodeLine>,
 }
@@ -128,17 +124,14 @@ enum StageState {
     Finished,
 }
 
-/// Steps of one training stage.
 struct Training {
     stage: String,
     step: u64,
     n_steps: Option<u64>,
-    /// Figures by name, one value per step that has it.
     series: BTreeMap<String, Vec<f64>>,
     warnings: Vec<String>,
 }
 
-/// A scored answer in one line.
 struct EpisodeLine {
     reward: Result<f64, String>,
     query: String,
@@ -225,7 +218,6 @@ impl Training {
         Some(if limit > 0 { planned.min(limit) } else { planned })
     }
 
-    /// The newest value of a figure.
     fn last(&self, name: &str) -> Option<f64> {
         self.series.get(name)?.last().copied()
     }

@@ -28,7 +28,6 @@ const COURSES: [(&str, &str); 12] = [
 const COURSE_WIDTH: u16 = 34;
 const COURSE_HEIGHT: u16 = 3;
 
-/// Draws everything that has room.
 pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
     let courses = snapshot.training.as_ref().map(courses_of).unwrap_or_default();
     let per_row = usize::from((frame.area().width / COURSE_WIDTH).max(1));

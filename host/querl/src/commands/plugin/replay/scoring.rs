@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 /// As training hands them over. A larger batch spares a fast plugin little and brings a slow one nearer to its time limit.
 const BATCH: usize = 64;
 
-/// What is done sooner needs no word.
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
 /// One outcome per episode, in order, whatever the number of cores. `label` stands before the progress, once it takes long.
